@@ -1,0 +1,48 @@
+"""Curvature-aware block-sparse attention for Hugging Face causal language models.
+
+Importing registers the attention implementations "cab" and "cab_dense" with transformers.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from cab_hf.registration import register_when_imported
+
+if TYPE_CHECKING:
+    from cab_hf.config import CabConfig
+    from cab_hf.patches import apply_cab, cab, describe, remove_cab, stats
+    from cab_hf.plan import BlockPlan
+    from cab_hf.predictor import register_predictor
+
+__version__ = "0.1.0"
+__all__ = [
+    "BlockPlan",
+    "CabConfig",
+    "apply_cab",
+    "cab",
+    "describe",
+    "register_predictor",
+    "remove_cab",
+    "stats",
+]
+
+_HOME = {
+    "BlockPlan": "cab_hf.plan",
+    "CabConfig": "cab_hf.config",
+    "register_predictor": "cab_hf.predictor",
+    **dict.fromkeys(("apply_cab", "cab", "describe", "remove_cab", "stats"), "cab_hf.patches"),
+}
+
+register_when_imported()
+
+
+def __getattr__(name: str) -> object:
+    # torch comes with the first name asked for, not with the import (PEP 562)
+    if name not in _HOME:
+        raise AttributeError(f"module 'cab_hf' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

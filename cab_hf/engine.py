@@ -1,0 +1,83 @@
+"""Computing: which engine runs attention under a plan, and running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cab_hf.ops import reference
+from cab_hf.plan import BlockPlan
+
+ENGINES = ("reference", "flex")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What an engine must be able to run.
+
+    Attributes:
+        device: torch device type, e.g. ``"cuda"``.
+        training: whether gradients flow through attention.
+    """
+
+    device: str
+    head_dim: int
+    dtype: torch.dtype
+    training: bool
+    query_block: int
+    key_block: int
+
+
+def unavailable(engine: str, work: Workload) -> str | None:
+    """Why ``engine`` cannot run ``work``, as half a sentence; None when it can."""
+    if engine == "reference":
+        return None
+    # imported here: FlexAttention is a heavy import that models without sparse layers never need
+    from cab_hf.ops import flex
+
+    return flex.unavailable(
+        work.device, work.head_dim, work.dtype, work.training, work.query_block, work.key_block
+    )
+
+
+def choose(engine: str, work: Workload) -> str:
+    """The engine that runs ``work``: the one asked for, or for ``"auto"`` the fastest that can.
+
+    Raises:
+        ValueError: for an unknown name, or an engine asked for by name that cannot run this.
+    """
+    if engine == "auto":
+        # on CPU the compiled kernel saves less than its compilation costs
+        if work.device == "cpu" or unavailable("flex", work):
+            return "reference"
+        return "flex"
+    if engine not in ENGINES:
+        known = ", ".join(map(repr, ("auto", *ENGINES)))
+        raise ValueError(f"CabConfig.engine is {engine!r}; it must be one of {known}.")
+    reason = unavailable(engine, work)
+    if reason:
+        raise ValueError(
+            f"CabConfig.engine is {engine!r}, which {reason}; use engine='auto' or 'reference'."
+        )
+    return engine
+
+
+def run(engine: str, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float) -> Tensor:
+    """Attention under ``plan``: q [B, H, N_q, D], k and v [B, H_kv, N_k, D] -> [B, H, N_q, D]."""
+    return _attend(engine)(q, k, v, plan, scale)
+
+
+def _attend(engine: str) -> Callable[..., Tensor]:
+    if engine == "flex":
+        from cab_hf.ops import flex
+
+        return flex.attention
+    return reference.attention
+
+
+def needs_grad(*tensors: Tensor) -> bool:
+    """Whether a backward pass will come through these."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

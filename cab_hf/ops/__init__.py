@@ -1,0 +1,1 @@
+"""One file an op: its kernels and the function that launches them; `reference` defines them all."""

@@ -1,0 +1,153 @@
+"""Attention under a plan with PyTorch's FlexAttention.
+
+The plan's lists become a `BlockMask` directly. What FlexAttention does quietly wrong is closed
+here: uncompiled it computes dense attention whatever the lists say, and it falls back to that when
+the recompilation limit is hit; on CUDA (torch 2.11) the full lists are walked with the strides of
+the partial lists; on CPU compact lists are refused, and the lists alone do not mask inside the
+kernel's own tiles; no backward kernel takes key blocks of 64.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from cab_hf.plan import BlockLists, BlockPlan
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+# FlexAttention has a backward on Hopper for blocks that are multiples of this
+TRAINED = 128
+# distinct shapes a process may compile for (on CPU every new length is one)
+RECOMPILE_LIMIT = 64
+
+
+def unavailable(
+    device: str, head_dim: int, dtype: torch.dtype, training: bool, query_block: int, key_block: int
+) -> str | None:
+    """Why this engine cannot run here, as half a sentence; None when it can."""
+    if device not in ("cuda", "cpu"):
+        return f"runs on cuda and cpu, not on {device}"
+    if dtype not in DTYPES:
+        return f"takes float16, bfloat16 and float32, not {dtype}"
+    if device == "cpu":
+        if training:
+            return "has no backward on CPU"
+        if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+            return "compiles C++ on CPU, and no C++ compiler is installed"
+        return None
+    if head_dim > MAX_HEAD_DIM or head_dim < 16:
+        return f"takes head dims 16 to {MAX_HEAD_DIM}, not {head_dim}"
+    if training and any(block % TRAINED and TRAINED % block for block in (query_block, key_block)):
+        return f"trains on CUDA with blocks that divide {TRAINED} or are multiples of it"
+    return None
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float) -> Tensor:
+    """Attention under ``plan``, [B, H, N_q, D]; see `reference.attention`, which defines it."""
+    training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    mask = block_mask(plan, q.device, training)
+    options = {
+        "block_mask": mask,
+        "scale": scale,
+        "enable_gqa": q.shape[1] != k.shape[1],
+        "kernel_options": kernel_options(plan, q),
+    }
+    if torch.compiler.is_compiling():
+        return flex_attention(q, k, v, **options)
+    # past the limit dynamo would run flex uncompiled, which ignores the lists: fail instead
+    with torch._dynamo.config.patch(
+        fail_on_recompile_limit_hit=True, recompile_limit=RECOMPILE_LIMIT
+    ):
+        return _compiled(q.device.type)(q, k, v, **options)
+
+
+@cache
+def _compiled(device: str) -> Callable[..., Tensor]:
+    # the C++ template does not compile with a dynamic shape inside mask_mod (torch 2.13)
+    return torch.compile(flex_attention, dynamic=device != "cpu")
+
+
+def block_mask(plan: BlockPlan, device: torch.device, training: bool) -> BlockMask:
+    """The plan as a BlockMask. Its transpose is made only for training, where backward reads it."""
+    first, last = plan.spans.first, plan.spans.last
+    full, partial, blocks = plan.full, plan.partial, (plan.query_block, plan.key_block)
+    merged = training and any(block % TRAINED for block in blocks)
+    if merged:
+        full, partial, blocks = _merged(plan)
+
+    if merged or device.type == "cpu":
+        bitmap = plan.to_dense()
+
+        def allowed(batch, head, query, key):
+            listed = bitmap[batch, head, query // plan.query_block, key // plan.key_block]
+            return listed & (key >= first[batch, query]) & (key <= last[batch, query])
+    else:
+
+        def allowed(batch, head, query, key):
+            return (key >= first[batch, query]) & (key <= last[batch, query])
+
+    partial, full = _same_width(partial, full)
+    transposed = (None,) * 4
+    if training:
+        key_blocks = -(-plan.kv_length // blocks[1])
+        partial_t, full_t = _same_width(partial.transpose(key_blocks), full.transpose(key_blocks))
+        transposed = (partial_t.counts, partial_t.indices, full_t.counts, full_t.indices)
+    return BlockMask(
+        (plan.q_length, plan.kv_length),
+        partial.counts,
+        partial.indices,
+        full.counts,
+        full.indices,
+        *transposed,
+        BLOCK_SIZE=blocks,
+        mask_mod=allowed,
+    )
+
+
+def _merged(plan: BlockPlan) -> tuple[BlockLists, BlockLists, tuple[int, int]]:
+    """(full, partial, block sizes) of the plan on a grid of blocks no smaller than `TRAINED`.
+
+    A merged block is full when all it is made of is full, and partial when anything in it is
+    attended; the mask then decides inside.
+    """
+    rows, columns = (max(1, TRAINED // block) for block in (plan.query_block, plan.key_block))
+
+    def tiles(lists: BlockLists) -> Tensor:
+        dense = lists.to_dense(plan.kv_blocks)
+        padding = (0, -dense.shape[3] % columns, 0, -dense.shape[2] % rows)
+        return F.pad(dense, padding).unflatten(3, (-1, columns)).unflatten(2, (-1, rows))
+
+    full, partial = tiles(plan.full), tiles(plan.partial)
+    whole = full.all(dim=5).all(dim=3)
+    some = (full | partial).any(dim=5).any(dim=3) & ~whole
+    blocks = (plan.query_block * rows, plan.key_block * columns)
+    return BlockLists.from_dense(whole), BlockLists.from_dense(some), blocks
+
+
+def _same_width(one: BlockLists, other: BlockLists) -> tuple[BlockLists, BlockLists]:
+    width = max(one.width, other.width)
+    return one.widened(width), other.widened(width)
+
+
+def kernel_options(plan: BlockPlan, q: Tensor) -> dict[str, int | str] | None:
+    """Kernel tiles that divide the plan's blocks, which FlexAttention's own choice need not."""
+    if q.device.type == "cpu":
+        return None
+    # one row of 256 bytes (D 128 in bf16) fits with large tiles; shared memory bounds the rest
+    wide = q.shape[-1] * q.element_size() > 256
+    rows, columns, stages = (64, 32, 2) if wide else (128, 64, 3)
+    # named, since for short queries AUTO picks the decoding kernel, which reads other mask shapes
+    options = {
+        "BACKEND": "TRITON",
+        "fwd_BLOCK_M": min(rows, plan.query_block),
+        "fwd_BLOCK_N": min(columns, plan.key_block),
+        "fwd_num_stages": stages,
+    }
+    return options

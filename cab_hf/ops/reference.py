@@ -1,0 +1,288 @@
+"""Every op in plain PyTorch: the definition that kernels are held to.
+
+Shapes: q [B, H, N_q, D], k and v [B, H_kv, N_k, D], g = H / H_kv. Blocks: M_q query blocks, M_k key
+blocks. Everything between the scores and the selection is float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cab_hf.config import CabConfig
+from cab_hf.plan import BlockPlan, Spans
+
+# rows of attention computed at a time: bounds the token mask, not the result
+QUERY_CHUNK = 1024
+
+
+# --- coarsen
+
+
+@dataclass(frozen=True, eq=False)
+class KeySummary:
+    """What is known of each key block, float32 [B, H_kv, M_k, D] each.
+
+    ``upper`` and ``lower`` bound the block's keys per channel; where the block is summarised by one
+    vector, all three are that vector.
+    """
+
+    mean: Tensor
+    upper: Tensor
+    lower: Tensor
+
+
+def coarsen_queries(q: Tensor, valid: Tensor, query_block: int, how: str) -> Tensor:
+    """One float32 vector per query block, [B, H, M_q, D]: the mean, or the query of largest norm.
+
+    ``valid``, bool [B, N_q], is False for padding queries. ``how`` is a ``CabConfig.coarsen``.
+    """
+    blocks, real = _blocked(q, valid, query_block)
+    return _largest(blocks, real) if how == "max_l2" else _mean(blocks, real)
+
+
+def coarsen_keys(k: Tensor, valid: Tensor, key_block: int, how: str) -> KeySummary:
+    """Mean and box of every key block (``how="box"``), its mean, or its key of largest norm."""
+    blocks, real = _blocked(k, valid, key_block)
+    if how == "max_l2":
+        token = _largest(blocks, real)
+        return KeySummary(token, token, token)
+    mean = _mean(blocks, real)
+    if how == "mean":
+        return KeySummary(mean, mean, mean)
+    inhabited = real.any(-1, keepdim=True)
+    real = real.unsqueeze(-1)
+    upper = blocks.masked_fill(~real, -torch.inf).amax(-2).masked_fill(~inhabited, 0.0)
+    lower = blocks.masked_fill(~real, torch.inf).amin(-2).masked_fill(~inhabited, 0.0)
+    return KeySummary(mean, upper, lower)
+
+
+def _blocked(x: Tensor, valid: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """[B, H, N, D] -> float32 [B, H, M, block, D], and what of it is real, [B, 1, M, block]."""
+    padding = -x.shape[2] % block
+    blocks = F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, block)).float()
+    return blocks, F.pad(valid, (0, padding)).unflatten(1, (-1, block)).unsqueeze(1)
+
+
+def _mean(blocks: Tensor, real: Tensor) -> Tensor:
+    total = blocks.masked_fill(~real.unsqueeze(-1), 0.0).sum(-2)
+    return total / real.sum(-1).clamp(min=1).unsqueeze(-1)
+
+
+def _largest(blocks: Tensor, real: Tensor) -> Tensor:
+    norm = blocks.square().sum(-1).masked_fill(~real, -1.0)
+    index = (
+        norm.argmax(-1, keepdim=True).unsqueeze(-1).expand(*blocks.shape[:-2], 1, blocks.shape[-1])
+    )
+    return blocks.gather(-2, index).squeeze(-2)
+
+
+# --- score
+
+
+def block_logits(query: Tensor, keys: KeySummary, scale: float) -> tuple[Tensor, Tensor]:
+    """(upper, mean) logits of every query block against every key block, [B, H, M_q, M_k].
+
+    ``upper`` is the largest logit any key inside the block's box could reach:
+    sum over channels of max(q u, q l), computed as q+ u + q- l.
+    """
+    grouped = query.unflatten(1, (keys.mean.shape[1], -1))
+
+    def against(vectors: Tensor, queries: Tensor) -> Tensor:
+        return (queries @ vectors.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
+
+    mean = against(keys.mean, grouped) * scale
+    if keys.upper is keys.mean:
+        return mean, mean
+    upper = against(keys.upper, grouped.clamp(min=0)) + against(keys.lower, grouped.clamp(max=0))
+    return upper * scale, mean
+
+
+def block_log_mass(logits: Tensor, visible: Tensor) -> Tensor:
+    """log softmax over the visible key blocks, -inf outside them."""
+    masked = logits.masked_fill(~visible, -torch.inf)
+    return F.log_softmax(masked, dim=-1).masked_fill(~visible, -torch.inf)
+
+
+# --- curvature
+
+
+def curvature_score(
+    affinity: Tensor, direct: Tensor, visible: Tensor, spans: Spans, config: CabConfig
+) -> Tensor:
+    """What ranks a block beyond the mass target; higher is kept. [B, H, M_q, M_k]
+
+    Args:
+        affinity: non-negative edge weights of the block graph, 0 outside ``visible``:
+            softmax of the upper logits (clusters) or the rectified scores (top-k).
+        direct: the score without curvature, the same shape.
+        visible: bool, broadcastable to ``affinity``.
+
+    With lambda = ``config.redundancy``: ``additive`` is direct - lambda * two-hop, both
+    standardised over the row (clusters), or direct min-max scaled and two-hop over M_k (top-k);
+    ``forman`` goes from direct at lambda = 0 to the negative Forman-Ricci curvature at 1.
+    """
+    weight = config.redundancy
+    if config.curvature == "none" or weight == 0:
+        return direct
+    clusters = config.select == "clusters"
+    hops = two_hop(affinity, spans, config.query_block, config.key_block)
+    if config.curvature == "forman":
+        flow = forman_curvature(affinity, hops)
+        return (1 - weight) * direct - weight * (standardise(flow, visible) if clusters else flow)
+    if clusters:
+        return direct - weight * standardise(hops, visible)
+    return min_max(affinity, visible) - weight * hops / affinity.shape[-1]
+
+
+def two_hop(affinity: Tensor, spans: Spans, query_block: int, key_block: int) -> Tensor:
+    """Weight of the paths row i -> row t -> key block j, [B, H, M_q, M_k].
+
+    Key blocks are summed to the query grid before the product and the result is spread back. In
+    chunked prefill the middle of a path is one of the rows at hand: earlier rows are gone.
+    """
+    kv_blocks = affinity.shape[-1]
+    coarse = _to_query_grid(affinity, query_block, key_block)
+    # where on the query grid each row of this call stands: 0, 1, ... unless a prefix came before
+    base = (spans.last[:, 0].clamp(min=0) + query_block // 2) // query_block
+    stands = base.unsqueeze(1) + torch.arange(affinity.shape[2], device=affinity.device)
+    inside = stands < coarse.shape[-1]
+    index = stands.clamp(max=coarse.shape[-1] - 1)[:, None, None].expand(-1, *coarse.shape[1:3], -1)
+    to_rows = coarse.gather(-1, index) * inside[:, None, None]
+    return _from_query_grid(to_rows @ coarse, query_block, key_block, kv_blocks)
+
+
+def _to_query_grid(affinity: Tensor, query_block: int, key_block: int) -> Tensor:
+    if key_block > query_block:
+        ratio = key_block // query_block
+        return (affinity / ratio).repeat_interleave(ratio, dim=-1)
+    ratio = query_block // key_block
+    return F.pad(affinity, (0, -affinity.shape[-1] % ratio)).unflatten(-1, (-1, ratio)).sum(-1)
+
+
+def _from_query_grid(hops: Tensor, query_block: int, key_block: int, kv_blocks: int) -> Tensor:
+    if key_block > query_block:
+        return hops.unflatten(-1, (kv_blocks, key_block // query_block)).sum(-1)
+    return hops.repeat_interleave(query_block // key_block, dim=-1)[..., :kv_blocks]
+
+
+def forman_curvature(affinity: Tensor, hops: Tensor) -> Tensor:
+    """Forman-Ricci curvature with triangles: 4 A - S_i - S_j + 3 A A, [B, H, M_q, M_k].
+
+    S_i is the strength of the row, S_j of the column. The column is summed down to the row itself,
+    so that no row's selection depends on later queries.
+    """
+    return 4 * affinity - affinity.sum(-1, keepdim=True) - affinity.cumsum(-2) + 3 * hops
+
+
+def standardise(x: Tensor, visible: Tensor) -> Tensor:
+    """Zero mean and unit variance over the visible part of each row; 0 elsewhere."""
+    count = visible.sum(-1, keepdim=True).clamp(min=1)
+    x = x.masked_fill(~visible, 0.0)
+    centred = (x - x.sum(-1, keepdim=True) / count).masked_fill(~visible, 0.0)
+    deviation = (centred.square().sum(-1, keepdim=True) / count).sqrt()
+    return centred / deviation.clamp(min=torch.finfo(x.dtype).eps)
+
+
+def min_max(x: Tensor, visible: Tensor) -> Tensor:
+    """Scaled to [0, 1] over the visible part of each row."""
+    low = x.masked_fill(~visible, torch.inf).amin(-1, keepdim=True)
+    high = x.masked_fill(~visible, -torch.inf).amax(-1, keepdim=True)
+    scaled = (x - low) / (high - low).clamp(min=torch.finfo(x.dtype).eps)
+    return scaled.masked_fill(~visible, 0.0)
+
+
+# --- select
+
+
+def forced_blocks(visible: Tensor, spans: Spans, config: CabConfig) -> Tensor:
+    """bool [B, M_q, M_k]: sinks, local blocks and the blocks of the row's own positions."""
+    rows = spans.rows(config.query_block)
+    block = torch.arange(visible.shape[-1], device=visible.device)
+    first = (rows.min_first // config.key_block).unsqueeze(-1)
+    last = (rows.max_last // config.key_block).unsqueeze(-1)
+    diagonal = (rows.min_last // config.key_block).unsqueeze(-1)
+    sink = block < first + config.sink_blocks
+    local = (block > last - config.local_blocks) | (block >= diagonal)
+    return visible & (sink | local)
+
+
+def share_of_row(visible: Tensor, share: float) -> Tensor:
+    """The number of blocks that is ``share`` of each row's visible blocks, rounded up."""
+    blocks = visible.sum(-1, keepdim=True).to(torch.float64)
+    # 0.05 * 20 must not round up to 2
+    return (blocks * share - 1e-9).ceil().to(torch.int64)
+
+
+def top_blocks(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
+    """bool like ``score``: the ``count`` best candidates of each row, ties to the lower index."""
+    order = score.masked_fill(~candidates, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    rank = order.argsort(-1)
+    return candidates & (rank < count)
+
+
+def top_mass(log_mass: Tensor, forced: Tensor, visible: Tensor, mass: float, cap: Tensor) -> Tensor:
+    """bool: the smallest set of blocks that holds ``mass``, forced ones first, at most ``cap``."""
+    share = log_mass.exp()
+    # a forced block's share counts, whatever its size: it goes to the front of the queue
+    queue = torch.where(forced, 2.0, share).masked_fill(~visible, -1.0)
+    order = queue.argsort(dim=-1, descending=True, stable=True)
+    queued = share.gather(-1, order)
+    before = queued.cumsum(-1) - queued
+    rank = torch.arange(queued.shape[-1], device=queued.device)
+    taken = torch.ones_like(forced) if mass >= 1 else before < mass
+    taken = (taken & (rank < cap)).gather(-1, order.argsort(-1))
+    return (taken | forced) & visible
+
+
+def select_blocks(
+    upper: Tensor, mean: Tensor, spans: Spans, visible: Tensor, config: CabConfig
+) -> Tensor:
+    """The blocks CAB attends, bool [B, H, M_q, M_k], from both logits of `block_logits`."""
+    forced = forced_blocks(visible, spans, config).unsqueeze(1)
+    visible = visible.unsqueeze(1)
+    cap = torch.maximum(share_of_row(visible, config.max_density), forced.sum(-1, keepdim=True))
+    everything = visible.expand_as(upper)
+    forced = forced.expand_as(upper)
+    if config.select == "topk":
+        affinity = mean.relu().masked_fill(~visible, 0.0)
+        score = curvature_score(affinity, affinity, visible, spans, config)
+        count = torch.minimum(share_of_row(visible, 1 - config.sparsity), cap)
+        spare = count - forced.sum(-1, keepdim=True)
+        return forced | top_blocks(score, everything & ~forced, spare)
+    estimate = block_log_mass((upper + mean) / 2, visible)
+    kept = top_mass(estimate, forced, everything, config.mass, cap)
+    if config.bridges == 0:
+        return kept
+    reach = block_log_mass(upper, visible)
+    direct = standardise(reach, visible)
+    score = curvature_score(reach.exp(), direct, visible, spans, config)
+    spare = torch.minimum(share_of_row(visible, config.bridges), cap - kept.sum(-1, keepdim=True))
+    return kept | top_blocks(score, everything & ~kept, spare)
+
+
+# --- attend
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float) -> Tensor:
+    """Attention under a plan, [B, H, N_q, D_v]: softmax over the keys the plan keeps.
+
+    Differentiable. Queries that may see nothing (padding) get zeros. The token mask is made for
+    `QUERY_CHUNK` queries at a time.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
+    pieces = []
+    for start in range(0, plan.q_length, QUERY_CHUNK):
+        stop = min(start + QUERY_CHUNK, plan.q_length)
+        mask = plan.token_mask(start, stop)
+        blind = (plan.spans.last[:, None, start:stop, None]) < 0
+        # softmax over nothing is NaN: a blind query looks somewhere, and what it saw is dropped
+        out = F.scaled_dot_product_attention(
+            q[:, :, start:stop], k, v, attn_mask=mask | blind, scale=scale
+        )
+        pieces.append(out.masked_fill(blind, 0.0))
+    return torch.cat(pieces, dim=2)

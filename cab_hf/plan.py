@@ -1,0 +1,324 @@
+"""What passes from deciding to computing: which key blocks every query block attends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """What each query may see at all: one interval of keys.
+
+    Causality, packed documents and padding are all said this way, so that nothing downstream
+    needs an N x N mask.
+
+    Attributes:
+        first: int32 [B, N_q], the first key slot a query sees (the start of its document).
+        last: int32 [B, N_q], the last one, inclusive: the query's own slot. -1 for a padding query.
+        key_valid: bool [B, N_k], False for padding keys.
+        aligned: known without looking: documents start at block borders and the queries of a block
+            are consecutive tokens of one document.
+    """
+
+    first: Tensor
+    last: Tensor
+    key_valid: Tensor
+    aligned: bool = False
+
+    @classmethod
+    def causal(cls, batch: int, q_length: int, kv_length: int, device: torch.device | str) -> Spans:
+        """Plain causal attention of the last ``q_length`` of ``kv_length`` tokens."""
+        last = torch.arange(kv_length - q_length, kv_length, device=device, dtype=torch.int32)
+        return cls(
+            first=torch.zeros(batch, q_length, device=device, dtype=torch.int32),
+            last=last.expand(batch, -1),
+            key_valid=torch.ones(batch, kv_length, device=device, dtype=torch.bool),
+            aligned=True,
+        )
+
+    @property
+    def q_length(self) -> int:
+        return self.first.shape[1]
+
+    @property
+    def kv_length(self) -> int:
+        return self.key_valid.shape[1]
+
+    def pairs(self) -> Tensor:
+        """int64 scalar: the (query, key) pairs of one head that causality allows."""
+        return (self.last - self.first + 1).clamp(min=0).sum(dtype=torch.int64)
+
+    def blocked(self, query_block: int) -> tuple[Tensor, Tensor]:
+        """(first, last) by block, int32 [B, M_q, query_block]; the ragged end sees nothing."""
+        padding = -self.q_length % query_block
+        first = F.pad(self.first, (0, padding)).unflatten(1, (-1, query_block))
+        last = F.pad(self.last, (0, padding), value=-1).unflatten(1, (-1, query_block))
+        return first, last
+
+    def rows(self, query_block: int) -> RowSpans:
+        """The spans of every query block, padding queries left out."""
+        nobody = torch.iinfo(torch.int32).max
+        first, last = self.blocked(query_block)
+        real = last >= 0
+        return RowSpans(
+            min_first=first.masked_fill(~real, nobody).amin(-1),
+            max_first=first.masked_fill(~real, -1).amax(-1),
+            min_last=last.masked_fill(~real, nobody).amin(-1),
+            max_last=last.amax(-1),
+            queries=real.sum(-1, dtype=torch.int32),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class RowSpans:
+    """Bounds over the queries of each query block, all int32 [B, M_q]; ``queries`` counts them."""
+
+    min_first: Tensor
+    max_first: Tensor
+    min_last: Tensor
+    max_last: Tensor
+    queries: Tensor
+
+
+def block_visibility(spans: Spans, query_block: int, key_block: int) -> Tensor:
+    """bool [B, M_q, M_k]: some query of the block may see some key of the block."""
+    return _visibility(spans.rows(query_block), key_block, spans.kv_length)[0]
+
+
+def _visibility(rows: RowSpans, key_block: int, kv_length: int) -> tuple[Tensor, Tensor]:
+    """(seen by some query of the row, seen wholly by all of them), both bool [B, M_q, M_k]."""
+    start = torch.arange(0, kv_length, key_block, device=rows.max_last.device, dtype=torch.int32)
+    end = start + (key_block - 1)
+    inhabited = rows.queries.unsqueeze(-1) > 0
+    visible = (start <= rows.max_last.unsqueeze(-1)) & (end >= rows.min_first.unsqueeze(-1))
+    whole = (start >= rows.max_first.unsqueeze(-1)) & (end <= rows.min_last.unsqueeze(-1))
+    return visible & inhabited, whole & inhabited
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLists:
+    """For every row, a list of block indices: ascending, compact, padded behind its count.
+
+    Attributes:
+        counts: int32 [B, H, M], blocks listed in each row.
+        indices: int32 [B, H, M, W]; entries at and behind the row's count are 0 and mean nothing.
+    """
+
+    counts: Tensor
+    indices: Tensor
+
+    @classmethod
+    def from_dense(cls, chosen: Tensor, width: int | None = None) -> BlockLists:
+        """Lists of the True columns of ``chosen``, bool [B, H, M, C].
+
+        ``width`` is an upper bound of the counts that the caller knows; without it the lists are as
+        wide as ``chosen``, which costs memory but no device sync.
+        """
+        columns = chosen.shape[-1]
+        width = columns if width is None else min(width, columns)
+        slot = chosen.cumsum(-1, dtype=torch.int32) - 1
+        # everything not chosen is written to one spare column, cut off afterwards
+        slot = torch.where(chosen, slot, width).to(torch.int64)
+        column = torch.arange(columns, device=chosen.device, dtype=torch.int32)
+        indices = torch.zeros(
+            *chosen.shape[:-1], width + 1, device=chosen.device, dtype=torch.int32
+        )
+        indices.scatter_(-1, slot, column.expand_as(slot))
+        indices[..., width] = 0
+        return cls(chosen.sum(-1, dtype=torch.int32), indices[..., :width].contiguous())
+
+    @property
+    def width(self) -> int:
+        return self.indices.shape[-1]
+
+    def listed(self) -> Tensor:
+        """bool [B, H, M, W]: which entries of ``indices`` are real."""
+        slots = torch.arange(self.width, device=self.counts.device)
+        return slots < self.counts.unsqueeze(-1)
+
+    def to_dense(self, columns: int) -> Tensor:
+        """bool [B, H, M, columns], the inverse of `from_dense`."""
+        target = torch.where(self.listed(), self.indices, columns).to(torch.int64)
+        dense = torch.zeros(
+            *self.counts.shape, columns + 1, device=self.counts.device, dtype=torch.bool
+        )
+        return dense.scatter_(-1, target, True)[..., :columns]
+
+    def transpose(self, columns: int) -> BlockLists:
+        """For each of the ``columns``, the rows that list it."""
+        return BlockLists.from_dense(self.to_dense(columns).transpose(2, 3))
+
+    def widened(self, width: int) -> BlockLists:
+        """The same lists with room for ``width`` entries a row."""
+        return BlockLists(self.counts, F.pad(self.indices, (0, max(0, width - self.width))))
+
+
+@dataclass(frozen=True, eq=False)
+class BlockPlan:
+    """Which key blocks are attended, per batch row, head and query block.
+
+    Query block i holds queries [i * query_block, (i + 1) * query_block), key block j likewise. A
+    query attends a key when the key's block is listed for the query's block and the key lies in the
+    query's span.
+
+    Attributes:
+        full: blocks every query of the row sees wholly, so that no masking is needed inside.
+        partial: blocks cut by the diagonal, a document border or padding.
+        spans: what each query may see (token level).
+        query_block, key_block: block sizes in tokens.
+    """
+
+    full: BlockLists
+    partial: BlockLists
+    spans: Spans
+    query_block: int
+    key_block: int
+
+    @classmethod
+    def from_dense(
+        cls,
+        keep: Tensor,
+        spans: Spans,
+        *,
+        query_block: int,
+        key_block: int,
+    ) -> BlockPlan:
+        """The plan that attends ``keep``, bool [B, H, M_q, M_k], as far as the spans allow."""
+        visible, whole = _visibility(spans.rows(query_block), key_block, spans.kv_length)
+        if keep.dtype != torch.bool or keep.ndim != 4 or keep.shape[2:] != visible.shape[1:]:
+            raise ValueError(
+                f"keep is {keep.dtype} {tuple(keep.shape)}; it must be bool "
+                f"[B, H, {visible.shape[1]}, {visible.shape[2]}] for these spans and block sizes."
+            )
+        keep = keep & visible.unsqueeze(1)
+        whole = whole.unsqueeze(1)
+        # the diagonal of consecutive queries crosses this many key blocks, wherever it begins
+        crossed = -(-query_block // key_block) + 1 if spans.aligned else None
+        return cls(
+            full=BlockLists.from_dense(keep & whole),
+            partial=BlockLists.from_dense(keep & ~whole, crossed),
+            spans=spans,
+            query_block=query_block,
+            key_block=key_block,
+        )
+
+    @classmethod
+    def causal(cls, spans: Spans, heads: int, query_block: int, key_block: int) -> BlockPlan:
+        """The plan that leaves nothing out: exact attention."""
+        visible = block_visibility(spans, query_block, key_block)
+        keep = visible.unsqueeze(1).expand(-1, heads, -1, -1)
+        return cls.from_dense(keep, spans, query_block=query_block, key_block=key_block)
+
+    @property
+    def batch(self) -> int:
+        return self.full.counts.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.full.counts.shape[1]
+
+    @property
+    def q_length(self) -> int:
+        return self.spans.q_length
+
+    @property
+    def kv_length(self) -> int:
+        return self.spans.kv_length
+
+    @property
+    def q_blocks(self) -> int:
+        return -(-self.q_length // self.query_block)
+
+    @property
+    def kv_blocks(self) -> int:
+        return -(-self.kv_length // self.key_block)
+
+    def to_dense(self) -> Tensor:
+        """bool [B, H, M_q, M_k]: the attended blocks."""
+        return self.full.to_dense(self.kv_blocks) | self.partial.to_dense(self.kv_blocks)
+
+    def token_mask(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """bool [B, H, stop - start, N_k] for queries ``start`` to ``stop``: what the plan means.
+
+        Quadratic when asked for all queries at once; for the reference and for tests.
+        """
+        stop = self.q_length if stop is None else min(stop, self.q_length)
+        rows = slice(start // self.query_block, -(-stop // self.query_block))
+        lists = (
+            BlockLists(part.counts[:, :, rows], part.indices[:, :, rows])
+            for part in (self.full, self.partial)
+        )
+        full, partial = (part.to_dense(self.kv_blocks) for part in lists)
+        blocks = (full | partial).repeat_interleave(self.query_block, dim=2)
+        offset = start - rows.start * self.query_block
+        blocks = blocks[:, :, offset : offset + stop - start]
+        tokens = blocks.repeat_interleave(self.key_block, dim=3)[..., : self.kv_length]
+        key = torch.arange(self.kv_length, device=tokens.device)
+        first = self.spans.first[:, start:stop, None]
+        last = self.spans.last[:, start:stop, None]
+        return tokens & ((key >= first) & (key <= last)).unsqueeze(1)
+
+    def transpose(self) -> tuple[BlockLists, BlockLists]:
+        """(full, partial): for every key block the query blocks that attend it, for a backward."""
+        return self.full.transpose(self.kv_blocks), self.partial.transpose(self.kv_blocks)
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """(attended, causal): (query, key) pairs over all heads, int64 scalars on the device."""
+        rows = self.spans.rows(self.query_block)
+        queries = rows.queries.unsqueeze(1).to(torch.int64)
+        attended = (self.full.counts * queries).sum() * self.key_block
+        first, last = self.spans.blocked(self.query_block)
+        listed = self.partial.listed()
+        for slot in range(self.partial.width):
+            start = self.partial.indices[..., slot, None] * self.key_block
+            low = torch.maximum(start, first.unsqueeze(1))
+            high = torch.minimum(start + (self.key_block - 1), last.unsqueeze(1))
+            seen = (high - low + 1).clamp(min=0).sum(-1, dtype=torch.int64)
+            attended = attended + torch.where(listed[..., slot], seen, 0).sum()
+        return attended, self.spans.pairs() * self.heads
+
+    def density(self) -> float:
+        """Attended over causal (query, key) pairs. Waits for the device."""
+        attended, causal = self.pairs()
+        return int(attended) / max(1, int(causal))
+
+    def validate(self) -> None:
+        """Check everything an engine relies on; waits for the device.
+
+        Raises:
+            ValueError: naming the list and what is wrong with it.
+        """
+        visible, whole = _visibility(
+            self.spans.rows(self.query_block), self.key_block, self.kv_length
+        )
+        shape = (self.batch, self.heads, self.q_blocks)
+        for name, part in (("full", self.full), ("partial", self.partial)):
+            for field, tensor, expected in (
+                ("counts", part.counts, shape),
+                ("indices", part.indices, (*shape, part.width)),
+            ):
+                if tensor.dtype != torch.int32 or tuple(tensor.shape) != expected:
+                    raise ValueError(
+                        f"{name}.{field} is {tensor.dtype} {tuple(tensor.shape)}; it must be int32 "
+                        f"{expected}."
+                    )
+            if bool(((part.counts < 0) | (part.counts > part.width)).any()):
+                raise ValueError(f"{name}.counts leave 0 to {part.width}, the width of its lists.")
+            listed = part.listed()
+            outside = (part.indices < 0) | (part.indices >= self.kv_blocks)
+            if bool((outside & listed).any()):
+                raise ValueError(f"{name}.indices leave 0 to {self.kv_blocks - 1}, the key blocks.")
+            falling = part.indices[..., 1:] <= part.indices[..., :-1]
+            if bool((falling & listed[..., 1:]).any()):
+                raise ValueError(f"{name}.indices are not strictly ascending within a row.")
+        full, partial = self.full.to_dense(self.kv_blocks), self.partial.to_dense(self.kv_blocks)
+        if bool((full & partial).any()):
+            raise ValueError("A block is listed in both full and partial.")
+        if bool((full & ~whole.unsqueeze(1)).any()):
+            raise ValueError("full lists a block that some query of its row may not see wholly.")
+        if bool((partial & ~visible.unsqueeze(1)).any()):
+            raise ValueError("partial lists a block that no query of its row may see.")

@@ -1,0 +1,1 @@
+"""Evaluations: every claim measured beside its baselines, results written as files."""

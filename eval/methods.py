@@ -1,0 +1,524 @@
+"""What an evaluation compares: one small class a method, each saying whose idea it is.
+
+A method is fitted to a `Cell` (base config, budget, length) and then switched on for a model:
+
+    with Streaming.fit(cell).applied(model) as density:
+        model.generate(...)
+        density()       # per layer, since the last call; None for a layer computed dense
+
+Methods that choose blocks are predictors (`cab_hf.predictor`), so they run through the same plan,
+the same engine and the same model code as CAB; only the choice differs. A new one costs a score
+function and a class of two lines.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+import cab_hf
+from cab_hf.config import CabConfig
+from cab_hf.ops import reference
+from cab_hf.plan import BlockPlan, RowSpans, Spans, block_visibility
+from cab_hf.predictor import make_predictor, register_predictor
+
+ANTIDIAGONAL_STRIDE = 8  # of XAttention's 8 and 16 the finer one
+QUERIES_AT_A_TIME = 128  # rows of exact attention held at once
+BUDGET_STEPS = 1000  # a share of a row is fitted to this fraction
+PROBE_DIM = 16  # head dim of the random q and k that a budget is fitted on
+SEED = 0  # of the random blocks and of the probe
+H2O_ATTENTION = "cab_h2o"
+
+LayerDensities = Callable[[], list[float | None]]
+Score = Callable[[Tensor, Tensor, Spans, float, CabConfig], Tensor]
+
+
+# --- exact attention, a few rows at a time
+
+
+def attention_rows(
+    q: Tensor,
+    k: Tensor,
+    spans: Spans,
+    scale: float,
+    stride: int = 1,
+    at_a_time: int = QUERIES_AT_A_TIME,
+) -> Iterator[tuple[int, Tensor]]:
+    """Attention probabilities over tiles of ``stride`` tokens, some rows of tiles at a time.
+
+    The logit of a tile is the mean over its antidiagonal, which every query and every key of the
+    tile enters once. ``stride`` 1 is exact attention. No N x N tensor is ever whole.
+
+    Args:
+        q: [B, H, N_q, D]. k: [B, H_kv, N_k, D].
+        at_a_time: rows of tiles yielded at once.
+
+    Yields:
+        (first row, float32 [B, H, rows, T]): T ends behind the last key tile these rows see, and a
+        row of padding is zero.
+    """
+    rows = spans.rows(stride)
+    queries = _tiles(q, stride, backwards=True).unflatten(1, (k.shape[1], -1))
+    keys = _tiles(k, stride).unsqueeze(2).transpose(-1, -2)
+    for start in range(0, queries.shape[3], at_a_time):
+        chunk = slice(start, start + at_a_time)
+        seen = max(0, int(rows.max_last[:, chunk].max())) // stride + 1
+        visible = _visible_tiles(rows, chunk, seen, stride)
+        logits = (queries[:, :, :, chunk] @ keys[..., :seen]).flatten(1, 2) * (scale / stride)
+        probabilities = logits.masked_fill(~visible, -torch.inf).softmax(-1)
+        # softmax over nothing is NaN: a row of padding attends nothing
+        yield start, probabilities.masked_fill(~visible, 0.0)
+
+
+def _tiles(x: Tensor, stride: int, backwards: bool = False) -> Tensor:
+    """[B, H, N, D] -> float32 [B, H, T, stride * D], the tokens of each tile in a row."""
+    tiles = F.pad(x, (0, 0, 0, -x.shape[2] % stride)).unflatten(2, (-1, stride)).float()
+    return (tiles.flip(3) if backwards else tiles).flatten(3)
+
+
+def _visible_tiles(rows: RowSpans, chunk: slice, tiles: int, stride: int) -> Tensor:
+    """bool [B, 1, rows, tiles]: some query of the row may see some key of the tile."""
+    key = torch.arange(0, tiles * stride, stride, device=rows.max_last.device)
+    begins = key <= rows.max_last[:, chunk, None]
+    ends = key + (stride - 1) >= rows.min_first[:, chunk, None]
+    return (begins & ends & (rows.queries[:, chunk, None] > 0)).unsqueeze(1)
+
+
+def block_mass(
+    q: Tensor, k: Tensor, spans: Spans, scale: float, config: CabConfig, stride: int = 1
+) -> Tensor:
+    """Attention mass of every key block for every query block, float32 [B, H, M_q, M_k].
+
+    A row sums to the number of its queries (of its tiles, for a ``stride`` over 1).
+    """
+    q_tiles, k_tiles = config.query_block // stride, config.key_block // stride
+    shape = (*q.shape[:2], -(-q.shape[2] // config.query_block), -(-k.shape[2] // config.key_block))
+    mass = torch.zeros(shape, device=q.device)
+    for start, rows in attention_rows(q, k, spans, scale, stride, at_a_time=q_tiles):
+        per_key = rows.sum(2)
+        per_block = F.pad(per_key, (0, -per_key.shape[-1] % k_tiles)).unflatten(-1, (-1, k_tiles))
+        mass[:, :, start // q_tiles, : per_block.shape[2]] = per_block.sum(-1)
+    return mass
+
+
+def column_sums(q: Tensor, k: Tensor, spans: Spans, scale: float) -> Tensor:
+    """Attention each key receives from all queries, float32 [B, H, N_k]."""
+    sums = torch.zeros(*q.shape[:2], k.shape[2], device=q.device)
+    for _, rows in attention_rows(q, k, spans, scale):
+        sums[..., : rows.shape[-1]] += rows.sum(2)
+    return sums
+
+
+# --- predictors
+
+
+def random_score(q: Tensor, k: Tensor, spans: Spans, scale: float, config: CabConfig) -> Tensor:
+    """Uniform noise [B, H, M_q, M_k] that depends on the shapes alone.
+
+    So a layer replayed by gradient checkpointing, and a run repeated, choose the same blocks.
+    """
+    digest = hashlib.sha256(f"{SEED} {tuple(q.shape)} {tuple(k.shape)}".encode()).digest()
+    generator = torch.Generator(q.device).manual_seed(int.from_bytes(digest[:6], "big"))
+    rows, blocks = -(-q.shape[2] // config.query_block), -(-k.shape[2] // config.key_block)
+    return torch.rand(*q.shape[:2], rows, blocks, generator=generator, device=q.device)
+
+
+class TopBlocks:
+    """Predictor: a row's forced blocks and its best by a score, 1 - sparsity of it in all."""
+
+    def __init__(self, score: Score, config: CabConfig) -> None:
+        self.score = score
+        self.config = config
+
+    @torch.no_grad()
+    def __call__(self, q: Tensor, k: Tensor, spans: Spans, scale: float) -> BlockPlan:
+        config = self.config
+        visible = block_visibility(spans, config.query_block, config.key_block)
+        forced = reference.forced_blocks(visible, spans, config).unsqueeze(1)
+        visible = visible.unsqueeze(1)
+        spare = reference.share_of_row(visible, 1 - config.sparsity) - forced.sum(-1, keepdim=True)
+        score = self.score(q, k, spans, scale, config)
+        keep = forced | reference.top_blocks(score, visible & ~forced, spare)
+        return _plan(keep, spans, config)
+
+
+class SinksAndWindow:
+    """Predictor: ``sink_blocks`` and ``local_blocks``, whatever q and k hold."""
+
+    def __init__(self, config: CabConfig) -> None:
+        self.config = config
+
+    @torch.no_grad()
+    def __call__(self, q: Tensor, k: Tensor, spans: Spans, scale: float) -> BlockPlan:
+        visible = block_visibility(spans, self.config.query_block, self.config.key_block)
+        keep = reference.forced_blocks(visible, spans, self.config).unsqueeze(1)
+        return _plan(keep.expand(-1, q.shape[1], -1, -1), spans, self.config)
+
+
+def _plan(keep: Tensor, spans: Spans, config: CabConfig) -> BlockPlan:
+    return BlockPlan.from_dense(
+        keep, spans, query_block=config.query_block, key_block=config.key_block
+    )
+
+
+register_predictor("streaming", SinksAndWindow)
+register_predictor("random", partial(TopBlocks, random_score))
+register_predictor("oracle", partial(TopBlocks, block_mass))
+register_predictor(
+    "antidiagonal", partial(TopBlocks, partial(block_mass, stride=ANTIDIAGONAL_STRIDE))
+)
+
+
+# --- matching a budget
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a method is fitted to.
+
+    Attributes:
+        config: CAB's config here; its block sizes, engine and dense layers hold for every method.
+        budget: density to match in the layers that are not dense, or None where none is matched.
+        length: tokens of the prompts.
+        device: where fitting computes.
+    """
+
+    config: CabConfig
+    budget: float | None
+    length: int
+    device: torch.device | str = "cpu"
+
+
+def planned_density(config: CabConfig, length: int, device: torch.device | str = "cpu") -> float:
+    """Density of what ``config`` selects for ``length`` tokens of random q and k, one head.
+
+    Exact for selections that keep a number of blocks a row, whichever these are.
+    """
+    generator = torch.Generator(device).manual_seed(SEED)
+    q, k = torch.randn(2, 1, 1, length, PROBE_DIM, generator=generator, device=device)
+    spans = Spans.causal(1, length, length, device)
+    return make_predictor(config)(q, k, spans, PROBE_DIM**-0.5).density()
+
+
+def fitted_config(candidates: Sequence[CabConfig], cell: Cell) -> CabConfig:
+    """Of configs in order of rising density, the one nearest to the cell's budget."""
+    if cell.budget is None or not 0 < cell.budget <= 1:
+        raise ValueError(f"budget must be a density in (0, 1] to match; got {cell.budget!r}")
+
+    def density(config: CabConfig) -> float:
+        return planned_density(config, cell.length, cell.device)
+
+    above = bisect.bisect_left(candidates, cell.budget, key=density)
+    neighbours = candidates[max(0, above - 1) : above + 1]
+    return min(neighbours, key=lambda config: abs(density(config) - cell.budget))
+
+
+def fitted_sparsity(config: CabConfig, cell: Cell) -> CabConfig:
+    """``config`` with the sparsity that realises the cell's budget, forced blocks counted."""
+    dropped = range(BUDGET_STEPS - 1, -1, -1)
+    return fitted_config([replace(config, sparsity=d / BUDGET_STEPS) for d in dropped], cell)
+
+
+# --- methods
+
+
+@dataclass(frozen=True)
+class Method:
+    """Base of all methods.
+
+    Class attributes:
+        name: what the command line calls it.
+        matched: whether `fit` needs a budget.
+        hides_needle: whether it is shown the prompts without what they ask for.
+    """
+
+    name: ClassVar[str]
+    matched: ClassVar[bool] = False
+    hides_needle: ClassVar[bool] = False
+
+    @classmethod
+    def fit(cls, cell: Cell) -> Method:
+        """The method set up for ``cell``. Raises ValueError when a budget is needed and missing."""
+        raise NotImplementedError
+
+    def applied(self, model: PreTrainedModel):
+        """Context manager: the method is on inside; what was there before is back afterwards.
+
+        Yields a function without arguments: density per layer since it was last called, None for
+        layers computed dense.
+        """
+        raise NotImplementedError
+
+    def reaches(self, length: int, asking: int, needle: tuple[int, int]) -> bool | None:
+        """Whether the queries from ``asking`` on may see a token of ``needle`` = [start, end).
+
+        None where that is not fixed before the text is seen.
+        """
+        return None
+
+
+@dataclass(frozen=True)
+class Dense(Method):
+    """The model's own attention as it was loaded: the upper bar. Requires nothing."""
+
+    name = "dense"
+
+    @classmethod
+    def fit(cls, cell: Cell) -> Dense:
+        return cls()
+
+    @contextmanager
+    def applied(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
+        yield lambda: [None]
+
+
+@dataclass(frozen=True)
+class NoNeedle(Dense):
+    """Control: dense attention on prompts without the needle, which gives the rate of guessing."""
+
+    name = "no_needle"
+    hides_needle = True
+
+
+@dataclass(frozen=True)
+class Cab(Method):
+    """CAB with the config of this evaluation (`cab_hf.CabConfig`)."""
+
+    name = "cab"
+    config: CabConfig
+
+    @classmethod
+    def fit(cls, cell: Cell) -> Cab:
+        return cls(cell.config)
+
+    @contextmanager
+    def applied(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
+        with cab_hf.cab(model, config=self.config):
+            cab_hf.stats(model, reset=True)
+            yield lambda: [layer["density"] for layer in cab_hf.stats(model, reset=True)]
+
+
+@dataclass(frozen=True)
+class Full(Cab):
+    """Control: the sparse path told to keep every block. Must answer as dense does."""
+
+    name = "full"
+
+    @classmethod
+    def fit(cls, cell: Cell) -> Full:
+        return cls(replace(cell.config, select="clusters", mass=1.0, max_density=1.0))
+
+
+@dataclass(frozen=True)
+class Published(Cab):
+    """The published CAB recipe (`CabConfig.published`, Forman curvature) at the matched budget.
+
+    Block sizes, sinks and local blocks are the recipe's own.
+    """
+
+    name = "published"
+    matched = True
+
+    @classmethod
+    def fit(cls, cell: Cell) -> Published:
+        kept = ("min_length", "dense_layers", "engine", "sparse_decode")
+        shared = {field: getattr(cell.config, field) for field in kept}
+        return cls(fitted_sparsity(CabConfig.published(**shared), cell))
+
+
+@dataclass(frozen=True)
+class Streaming(Cab):
+    """StreamingLLM: attention sinks and a recent window (Xiao et al. 2023, arXiv 2309.17453).
+
+    The original keeps 4 sink tokens and numbers positions by place in the cache. Here sinks and
+    window are whole key blocks (one sink block, the window sized for the budget), and tokens keep
+    the positions they have in the text. What left the window is gone for good, so decoding is
+    limited like prefill whatever the stage.
+    """
+
+    name = "streaming"
+    matched = True
+
+    @classmethod
+    def fit(cls, cell: Cell) -> Streaming:
+        base = replace(cell.config, predictor="streaming", sink_blocks=1, sparse_decode=True)
+        windows = range(1, -(-cell.length // base.key_block) + 1)
+        return cls(fitted_config([replace(base, local_blocks=w) for w in windows], cell))
+
+    def reaches(self, length: int, asking: int, needle: tuple[int, int]) -> bool:
+        spans = Spans.causal(1, length, length, "cpu")
+        nothing = torch.empty(1, 1, length, 0)
+        seen = make_predictor(self.config)(nothing, nothing, spans, 1.0).to_dense()[0, 0]
+        first, last = needle[0] // self.config.key_block, (needle[1] - 1) // self.config.key_block
+        return bool(seen[asking // self.config.query_block :, first : last + 1].any())
+
+
+@dataclass(frozen=True)
+class TopShare(Cab):
+    """Base of methods that keep the best share of every row over CAB's forced blocks."""
+
+    matched = True
+
+    @classmethod
+    def fit(cls, cell: Cell) -> TopShare:
+        # how many blocks a row keeps does not depend on which, so the cheapest choice is fitted
+        fitted = fitted_sparsity(replace(cell.config, predictor="random"), cell)
+        return cls(replace(fitted, predictor=cls.name))
+
+
+@dataclass(frozen=True)
+class Random(TopShare):
+    """Random blocks over the forced ones, other ones for every head and row: the lower bar."""
+
+    name = "random"
+
+
+@dataclass(frozen=True)
+class Antidiagonal(TopShare):
+    """XAttention's score: strided antidiagonal sums (Xu et al. 2025, arXiv 2503.16428).
+
+    Stride 8. The original keeps blocks up to a share of the mass; here it is the best of each row
+    at the matched budget.
+    """
+
+    name = "antidiagonal"
+
+
+@dataclass(frozen=True)
+class Oracle(TopShare):
+    """The true attention mass of every block, from exact attention: what no predictor can beat.
+
+    Costs more than dense attention. Best by mass is not best by accuracy, only close to it.
+    """
+
+    name = "oracle"
+
+
+class HeavyHitterAttention:
+    """The attention function of `H2O`: dense prefill, one eviction, decoding over what was kept.
+
+    Attributes:
+        budget: share of the prompt's keys that is kept.
+        kept: attention module -> bool [B, H_kv, N_prompt].
+    """
+
+    def __init__(self, budget: float) -> None:
+        self.budget = budget
+        self.kept: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, None]:
+        """What transformers calls: query [B, H, N_q, D] -> ([B, N_q, H, D], None)."""
+        q_length, kv_length = query.shape[2], key.shape[2]
+        prefill = q_length == kv_length
+        if attention_mask is not None or not (prefill or q_length == 1):
+            raise ValueError(
+                f"h2o takes a whole prompt without padding, then single tokens; got {q_length} "
+                f"queries on {kv_length} keys"
+                + (" with a mask." if attention_mask is not None else ".")
+            )
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        mask = None
+        if prefill:
+            spans = Spans.causal(query.shape[0], q_length, kv_length, query.device)
+            received = column_sums(query, key, spans, scale)
+            # the paper has no rule for grouped queries: a KV head's keys are judged by its group
+            received = received.unflatten(1, (key.shape[1], -1)).sum(2)
+            self.kept[module] = heavy_and_recent(received, self.budget)
+        else:
+            kept = self.kept[module]
+            kept = F.pad(kept, (0, kv_length - kept.shape[-1]), value=True)
+            mask = kept.repeat_interleave(query.shape[1] // key.shape[1], dim=1).unsqueeze(2)
+        out = F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=prefill, scale=scale, enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+
+def heavy_and_recent(received: Tensor, budget: float) -> Tensor:
+    """Which keys H2O keeps, bool [..., N]: half the budget the latest, half the most attended.
+
+    Args:
+        received: attention each key received, [..., N].
+        budget: share of the N keys that is kept, rounded.
+    """
+    length = received.shape[-1]
+    kept = max(1, round(budget * length))
+    recent = kept // 2
+    keep = torch.zeros_like(received, dtype=torch.bool)
+    keep[..., length - recent :] = True
+    heavy = received[..., : length - recent].topk(kept - recent, dim=-1).indices
+    return keep.scatter(-1, heavy, True)
+
+
+@dataclass(frozen=True)
+class H2O(Method):
+    """Heavy-hitter oracle: evict what little attention was paid to (Zhang et al. 2023, 2306.14048).
+
+    Prefill is dense. Then each KV head keeps the latest keys and those that received most attention
+    from all queries, half the budget each, and decoding sees these and the tokens made since. The
+    paper evicts at every step and has no rule for grouped queries: here it happens once, behind the
+    prompt, and sums over the query heads of a group. Density is the kept share of the prompt's
+    keys, which is not a share of prefill work: there is none saved. Requires prompts one at a time.
+    """
+
+    name = "h2o"
+    matched = True
+    budget: float
+
+    @classmethod
+    def fit(cls, cell: Cell) -> H2O:
+        if cell.budget is None:
+            raise ValueError("h2o needs a budget: the share of the prompt's keys that is kept.")
+        return cls(cell.budget)
+
+    @contextmanager
+    def applied(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
+        attention = HeavyHitterAttention(self.budget)
+        AttentionInterface.register(H2O_ATTENTION, attention)
+        AttentionMaskInterface.register(H2O_ATTENTION, sdpa_mask)
+        before = model.config.get_text_config()._attn_implementation
+        model.set_attn_implementation(H2O_ATTENTION)
+        try:
+            yield lambda: [kept.float().mean().item() for kept in attention.kept.values()]
+        finally:
+            model.set_attn_implementation(before)
+
+
+METHODS: dict[str, type[Method]] = {
+    method.name: method
+    for method in (
+        Dense,
+        Cab,
+        Published,
+        Streaming,
+        Random,
+        Antidiagonal,
+        Oracle,
+        H2O,
+        Full,
+        NoNeedle,
+    )
+}
+CONTROLS = (Full.name, NoNeedle.name)

@@ -1,0 +1,106 @@
+"""`describe` and `stats`: what runs where in a model, and how much of it was attended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from cab_hf import engine
+from cab_hf.attention import attended, dense_reason, settings
+
+
+def describe(
+    model: PreTrainedModel, tokens: int | None = None, training: bool | None = None
+) -> str:
+    """What each attention layer of ``model`` would do with a prompt, and why a layer is dense.
+
+    Args:
+        tokens: length of the prompt; by default the longest the model's config allows.
+        training: whether gradients flow; by default ``model.training``.
+
+    Returns:
+        One line for the settings, then one line a run of layers that behave alike.
+    """
+    text = model.config.get_text_config()
+    if text._attn_implementation != "cab":
+        return f"attn_implementation is {text._attn_implementation!r}: cab_hf computes no layer."
+    config = settings(text)
+    tokens = tokens or getattr(text, "max_position_embeddings", None) or config.min_length
+    training = model.training if training is None else training
+    layers = [
+        (index, _sentence(module, config, model.dtype, tokens, training))
+        for index, module in attention_layers(model)
+    ]
+    if config.select == "clusters":
+        budget = f"mass {config.mass}, bridges {config.bridges}"
+    else:
+        budget = f"sparsity {config.sparsity}"
+    head = (
+        f"cab: predictor {config.predictor} ({config.select}: {budget}), blocks "
+        f"{config.query_block} x {config.key_block}; a prompt of {tokens} tokens:"
+    )
+    lines = [f"  {_span(run)}: {run[0][1]}" for run in _runs(layers)]
+    return "\n".join([head, *lines])
+
+
+def stats(model: PreTrainedModel, reset: bool = False) -> list[dict[str, Any]]:
+    """Realised density of every layer, over all sparse calls since the last reset.
+
+    Density is attended over causal (query, key) pairs. Layers (and calls) that were computed dense
+    count nothing; neither do calls inside ``torch.compile``. Waits for the device.
+
+    Returns:
+        ``{"layer": index, "density": float or None}`` for each attention layer, in order.
+    """
+    rows = []
+    for index, module in attention_layers(model):
+        pairs = attended.pop(module, None) if reset else attended.get(module)
+        density = None if pairs is None else int(pairs.attended) / max(1, int(pairs.causal))
+        rows.append({"layer": index, "density": density})
+    return rows
+
+
+def attention_layers(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    """(layer index, module) of every self-attention module, in order."""
+    for module in model.modules():
+        projects = hasattr(module, "q_proj") or hasattr(module, "qkv_proj")
+        if projects and hasattr(module, "layer_idx"):
+            yield module.layer_idx, module
+
+
+def _sentence(
+    module: nn.Module, config: Any, dtype: torch.dtype, tokens: int, training: bool
+) -> str:
+    window = getattr(module, "sliding_window", None)
+    reason = dense_reason(config, module.layer_idx, tokens, tokens, window)
+    if reason:
+        return f"dense, {reason}"
+    weight = next(module.parameters())
+    work = engine.Workload(
+        device=weight.device.type,
+        head_dim=module.head_dim,
+        dtype=dtype,
+        training=training,
+        query_block=config.query_block,
+        key_block=config.key_block,
+    )
+    return f"sparse, engine {engine.choose(config.engine, work)}"
+
+
+def _runs(layers: list[tuple[int, str]]) -> list[list[tuple[int, str]]]:
+    runs: list[list[tuple[int, str]]] = []
+    for layer in layers:
+        if runs and runs[-1][0][1] == layer[1]:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return runs
+
+
+def _span(run: list[tuple[int, str]]) -> str:
+    first, last = run[0][0], run[-1][0]
+    return f"layer {first}" if first == last else f"layers {first}-{last}"

@@ -1,0 +1,15 @@
+"""The error a kernel may make, from data: twice what plain PyTorch makes at the same precision."""
+
+import torch
+
+EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def assert_within_budget(found, compute, *inputs):
+    """err(found, fp64) <= 2 (err(reference, fp64) + eps max|fp64|); ``compute`` is the reference."""
+    exact = compute(*(x.double() for x in inputs))
+    plain = compute(*inputs)
+    assert found.dtype == plain.dtype and found.shape == plain.shape
+    error = (found.double() - exact).abs().max()
+    allowed = 2 * ((plain.double() - exact).abs().max() + EPS[found.dtype] * exact.abs().max())
+    assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"

@@ -1,0 +1,18 @@
+import pytest
+
+
+@pytest.fixture
+def gpu():
+    """The CUDA device, for tests marked ``gpu``."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.fail("this test needs a CUDA device; `make test` leaves it out")
+    return torch.device("cuda")
+
+
+def pytest_configure(config):
+    import torch
+
+    # many small products: threads that wait for each other cost more than they bring
+    torch.set_num_threads(min(2, torch.get_num_threads()))

@@ -1,0 +1,327 @@
+"""What a whole model answers through "cab", beside sdpa and beside itself."""
+
+import copy
+
+import pytest
+import torch
+from tiny import FAMILIES, FULL, SPARSE, tiny_model, tokens
+from transformers import LlamaForSequenceClassification
+
+import cab_hf
+from cab_hf import CabConfig
+
+EXACT = {"atol": 2e-5, "rtol": 1e-4}
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_model()
+
+
+def logits(model, **inputs):
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+def left_padded(ids, padding):
+    ids = torch.cat([ids.new_zeros(ids.shape[0], padding), ids], dim=1)
+    return ids, (torch.arange(ids.shape[1]) >= padding).long().expand(ids.shape[0], -1)
+
+
+# --- full budget is exact
+
+
+@families
+@pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
+@pytest.mark.parametrize("length", [1, 31, 200])
+def test_full_budget_equals_sdpa(family, implementation, length):
+    model = tiny_model(family)
+    ids = tokens(2, length)
+    expected = logits(model, input_ids=ids)
+    cab_hf.apply_cab(model, FULL)
+    model.set_attn_implementation(implementation)
+    torch.testing.assert_close(logits(model, input_ids=ids), expected, **EXACT)
+
+
+@families
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
+def test_full_budget_equals_sdpa_with_padding(family, side, implementation):
+    model = tiny_model(family)
+    ids = tokens(2, 150)
+    mask = torch.ones_like(ids)
+    mask[0, slice(0, 37) if side == "left" else slice(-37, None)] = 0
+    expected = logits(model, input_ids=ids, attention_mask=mask)
+    cab_hf.apply_cab(model, FULL)
+    model.set_attn_implementation(implementation)
+    found = logits(model, input_ids=ids, attention_mask=mask)
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], **EXACT)
+    assert torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-some-sliding"])
+@pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
+def test_full_budget_equals_sdpa_with_packed_documents(family, implementation):
+    model = tiny_model(family)
+    positions = torch.cat([torch.arange(n) for n in (50, 3, 97)]).unsqueeze(0)
+    inputs = {"input_ids": tokens(1, 150), "position_ids": positions, "use_cache": False}
+    expected = logits(model, **inputs)
+    cab_hf.apply_cab(model, FULL)
+    model.set_attn_implementation(implementation)
+    torch.testing.assert_close(logits(model, **inputs), expected, **EXACT)
+
+
+# --- generation
+
+
+@families
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="dynamic"),
+        pytest.param({"cache_implementation": "static"}, id="static"),
+        pytest.param({"prefill_chunk_size": 64}, id="chunked"),
+        pytest.param({"prefill_chunk_size": 50}, id="odd-chunks"),
+        pytest.param({"num_beams": 2}, id="beams"),
+    ],
+)
+@pytest.mark.parametrize("padding", [0, 21])
+def test_full_budget_generates_what_sdpa_generates(family, options, padding):
+    model = tiny_model(family)
+    ids, mask = left_padded(tokens(2, 130), padding)
+    mask = mask.clone()
+    mask[1, : padding + 10] = 1 if not padding else 0
+    options = {"max_new_tokens": 4, "do_sample": False, **options}
+    expected = model.generate(ids, attention_mask=mask, **options)
+    cab_hf.apply_cab(model, FULL)
+    assert model.generate(ids, attention_mask=mask, **options).tolist() == expected.tolist()
+
+
+def test_sparse_decode_attends_only_selected_blocks(llama):
+    ids = tokens(1, 300)
+    with cab_hf.cab(llama, SPARSE, sparse_decode=True), torch.no_grad():
+        cache = llama(ids[:, :-1]).past_key_values
+        cab_hf.stats(llama, reset=True)
+        llama(ids[:, -1:], past_key_values=cache)
+        rows = cab_hf.stats(llama, reset=True)
+    assert all(0 < row["density"] < 0.9 for row in rows)
+
+
+def test_sparse_decode_at_full_budget_is_exact(llama):
+    ids = tokens(1, 130)
+    expected = llama.generate(ids, max_new_tokens=5, do_sample=False)
+    with cab_hf.cab(llama, FULL, sparse_decode=True):
+        assert llama.generate(ids, max_new_tokens=5, do_sample=False).tolist() == expected.tolist()
+
+
+# --- causality
+
+
+def test_no_earlier_query_block_feels_the_future(llama):
+    """Disturb one token: every query block before its own stays bit for bit."""
+    ids = tokens(1, 320)
+    other = ids.clone()
+    place = 200
+    other[0, place] = (ids[0, place] + 1) % 60 + 3
+    with cab_hf.cab(llama, SPARSE):
+        before, after = logits(llama, input_ids=ids), logits(llama, input_ids=other)
+    border = place // SPARSE.query_block * SPARSE.query_block
+    assert torch.equal(before[:, :border], after[:, :border])
+    assert not torch.equal(before[:, place:], after[:, place:])
+
+
+@pytest.mark.parametrize("curvature", ["forman", "additive"])
+def test_published_recipe_is_causal_too(llama, curvature):
+    config = CabConfig.published(0.6, curvature, query_block=32, key_block=16, min_length=0)
+    ids = tokens(1, 320)
+    other = torch.cat([ids[:, :224], tokens(1, 96, seed=9)], dim=1)
+    with cab_hf.cab(llama, config):
+        before, after = logits(llama, input_ids=ids), logits(llama, input_ids=other)
+    assert torch.equal(before[:, :224], after[:, :224])
+
+
+# --- the same text selects the same blocks, whatever surrounds it
+
+
+@pytest.mark.parametrize("padding", [1, 16, 45])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(llama, padding, side):
+    ids = tokens(1, 250)
+    blank = ids.new_zeros(1, padding)
+    padded = torch.cat([blank, ids] if side == "left" else [ids, blank], dim=1)
+    mask = (padded != 0).long()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with cab_hf.cab(llama, SPARSE):
+        alone = logits(llama, input_ids=ids)
+        cab_hf.stats(llama, reset=True)
+        within = logits(llama, input_ids=padded, attention_mask=mask, position_ids=positions)
+        assert all(row["density"] < 0.9 for row in cab_hf.stats(llama, reset=True))
+    torch.testing.assert_close(within[mask.bool()], alone[0], **EXACT)
+
+
+def test_a_batch_answers_as_its_rows_do(llama):
+    ids = tokens(3, 250)
+    with cab_hf.cab(llama, SPARSE):
+        together = logits(llama, input_ids=ids)
+        apart = torch.cat([logits(llama, input_ids=row[None]) for row in ids])
+    torch.testing.assert_close(together, apart, **EXACT)
+
+
+@pytest.mark.parametrize("told_by", ["position_ids", "position_ids with a cache", "cu_seq_lens"])
+def test_packed_documents_answer_as_they_do_alone(llama, told_by):
+    lengths = (170, 33, 240)
+    documents = [tokens(1, n, seed=n) for n in lengths]
+    positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
+    inputs = {"input_ids": torch.cat(documents, 1), "use_cache": told_by.endswith("cache")}
+    inputs["position_ids"] = positions
+    if told_by == "cu_seq_lens":
+        ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        # positions that do not restart: only the lengths tell
+        inputs["position_ids"] = torch.arange(sum(lengths)).unsqueeze(0)
+    starts = [0, 170, 203]
+    with cab_hf.cab(llama, SPARSE):
+        packed = logits(llama, **inputs)[0].split(lengths)
+        for document, start, found in zip(documents, starts, packed, strict=True):
+            shift = start if told_by == "cu_seq_lens" else 0
+            place = torch.arange(shift, shift + document.shape[1]).unsqueeze(0)
+            alone = logits(llama, input_ids=document, position_ids=place)[0]
+            torch.testing.assert_close(found, alone, **EXACT)
+
+
+def test_chunks_of_whole_query_blocks_answer_as_one_prefill_without_curvature(llama):
+    """Two-hop paths need rows that chunking has left behind; all else is the same."""
+    ids = tokens(1, 328)
+    with cab_hf.cab(llama, SPARSE, redundancy=0.0), torch.no_grad():
+        whole = llama(ids).logits
+        cache, pieces = None, []
+        for piece in ids.split(96, dim=1):
+            out = llama(piece, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            pieces.append(out.logits)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, **EXACT)
+
+
+# --- training
+
+
+def losses(model, steps=20):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model.train()
+    seen = []
+    for step in range(steps):
+        ids = tokens(2, 96, seed=step)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return torch.tensor(seen)
+
+
+def test_twenty_steps_at_full_budget_follow_dense_training():
+    dense = tiny_model()
+    sparse = cab_hf.apply_cab(copy.deepcopy(dense), FULL)
+    expected = losses(dense)
+    assert expected[-1] < expected[0]
+    torch.testing.assert_close(losses(sparse), expected, atol=2e-3, rtol=0)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    ids = tokens(2, 200)
+    model = cab_hf.apply_cab(tiny_model(), SPARSE).train()
+
+    def gradients():
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients()
+    model.gradient_checkpointing_enable()
+    for found, wanted in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_sparse_training_moves_only_through_attended_keys(llama):
+    """A key outside every attended block gets no gradient from the rows that skip it."""
+    model = copy.deepcopy(llama)
+    cab_hf.apply_cab(
+        model, CabConfig.published(0.9, "none", query_block=32, key_block=16, min_length=0)
+    )
+    embeddings = model.get_input_embeddings()(tokens(1, 320)).detach().requires_grad_()
+    # one layer, or what is skipped in one layer comes back through another
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+    out = model(inputs_embeds=embeddings, use_cache=False).logits
+    out[0, -1].sum().backward()
+    moved = embeddings.grad[0].abs().sum(-1).unflatten(0, (-1, 16)).sum(-1) > 0
+    assert moved[-1]
+    assert not moved.all()
+
+
+# --- other doors
+
+
+def test_sequence_classification_with_right_padding():
+    model = tiny_model(model_class=LlamaForSequenceClassification)
+    ids = tokens(2, 120)
+    ids[0, -40:] = 0
+    mask = (ids != 0).long()
+    expected = logits(model, input_ids=ids, attention_mask=mask)
+    cab_hf.apply_cab(model, FULL)
+    torch.testing.assert_close(logits(model, input_ids=ids, attention_mask=mask), expected, **EXACT)
+
+
+def test_implementation_is_switched_at_run_time():
+    model = tiny_model()
+    ids = tokens(1, 200)
+    expected = logits(model, input_ids=ids)
+    model.config.cab_config = SPARSE.to_dict()
+    model.set_attn_implementation("cab")
+    assert not torch.allclose(logits(model, input_ids=ids), expected, atol=1e-3)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(logits(model, input_ids=ids), expected)
+
+
+def test_loading_by_name_keeps_the_saved_config(tmp_path):
+    model = cab_hf.apply_cab(tiny_model(), SPARSE)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, attn_implementation="cab")
+    ids = tokens(1, 200)
+    assert torch.equal(logits(again, input_ids=ids), logits(model, input_ids=ids))
+    assert cab_hf.stats(again) == cab_hf.stats(model)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"use_cache": False}, id="training-call"),
+        pytest.param({"attention_mask": torch.arange(130)[None] >= 20}, id="padded"),
+    ],
+)
+def test_compiles_without_a_graph_break(llama, inputs):
+    ids = tokens(1, 130)
+    with cab_hf.cab(llama, SPARSE):
+        expected = logits(llama, input_ids=ids, **inputs)
+        torch._dynamo.reset()
+        compiled = torch.compile(llama, fullgraph=True, backend="aot_eager")
+        found = logits(compiled, input_ids=ids, **inputs)
+    kept = inputs.get("attention_mask", torch.ones(1, 130)).bool()
+    torch.testing.assert_close(found[kept], expected[kept], **EXACT)
+
+
+def test_float32_queries_of_an_adapter_run_in_the_models_dtype():
+    model = cab_hf.apply_cab(tiny_model().to(torch.bfloat16), SPARSE)
+
+    class Adapter(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x).float()
+
+    for layer in model.model.layers:
+        old = layer.self_attn.q_proj
+        new = Adapter(old.in_features, old.out_features, bias=False, dtype=torch.bfloat16)
+        new.load_state_dict(old.state_dict())
+        layer.self_attn.q_proj = new
+    assert torch.isfinite(logits(model, input_ids=tokens(1, 150))).all()

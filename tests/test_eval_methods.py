@@ -1,0 +1,289 @@
+"""Baselines: what each keeps, how it is matched to a budget, and that it leaves no trace."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+import cab_hf
+from cab_hf.eval import methods
+from cab_hf.eval.methods import METHODS, Cell
+from cab_hf.plan import Spans
+from cab_hf.predictor import make_predictor
+
+LENGTH = 600
+SMALL = cab_hf.CabConfig(min_length=0, query_block=32, key_block=16)
+CELL = Cell(SMALL, 0.4, LENGTH)
+MATCHED = [name for name, method in METHODS.items() if method.matched]
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.3,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(3, 64, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model, ids):
+    return model(ids).logits
+
+
+def generate(model, ids, tokens=4):
+    plan = GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=plan)
+
+
+def random_qk(length, heads=6, kv_heads=2, dim=16, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    q = torch.randn(1, heads, length, dim, generator=draw)
+    return q, torch.randn(1, kv_heads, length, dim, generator=draw)
+
+
+def eager_probabilities(q, k, scale):
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    length = q.shape[2]
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    return (q @ k.transpose(-1, -2) * scale).masked_fill(future, -torch.inf).softmax(-1)
+
+
+# --- exact attention in pieces
+
+
+@pytest.mark.parametrize("length", [96, 111, 205])
+def test_block_mass_is_eager_attention_summed(length):
+    q, k = random_qk(length)
+    spans = Spans.causal(1, length, length, "cpu")
+    mass = methods.block_mass(q, k, spans, 0.25, SMALL)
+    whole = eager_probabilities(q, k, 0.25)
+    expected = torch.stack(
+        [
+            torch.stack([part.sum((-1, -2)) for part in rows.split(16, -1)], -1)
+            for rows in whole.split(32, 2)
+        ],
+        2,
+    )
+    torch.testing.assert_close(mass, expected)
+    torch.testing.assert_close(methods.column_sums(q, k, spans, 0.25), whole.sum(2))
+
+
+def test_antidiagonal_score_by_hand():
+    """One head, dim 1: the logit of a tile is the mean of its antidiagonal products."""
+    stride = methods.ANTIDIAGONAL_STRIDE
+    q, k = random_qk(2 * stride, heads=1, kv_heads=1, dim=1)
+    spans = Spans.causal(1, 2 * stride, 2 * stride, "cpu")
+    (_, rows), *rest = methods.attention_rows(q, k, spans, 2.0, stride)
+    q, k = q.flatten(), k.flatten()
+    second = range(stride, 2 * stride)
+    first_logit = sum(q[i] * k[2 * stride - 1 - i] for i in second) * 2 / stride
+    second_logit = sum(q[i] * k[3 * stride - 1 - i] for i in second) * 2 / stride
+    assert not rest
+    torch.testing.assert_close(rows[0, 0, 0], torch.tensor([1.0, 0.0]))
+    torch.testing.assert_close(rows[0, 0, 1], torch.stack([first_logit, second_logit]).softmax(0))
+
+
+def test_rows_of_padding_attend_nothing():
+    q, k = random_qk(96)
+    spans = Spans.causal(1, 96, 96, "cpu")
+    spans = replace(spans, last=torch.where(torch.arange(96) < 40, spans.last, -1))
+    mass = methods.block_mass(q, k, spans, 0.25, SMALL)
+    torch.testing.assert_close(mass.sum(-1), torch.tensor([32.0, 8.0, 0.0]).expand(1, 6, 3))
+
+
+# --- what each keeps
+
+
+def test_streaming_keeps_sink_and_window_and_nothing_else():
+    config = replace(SMALL, predictor="streaming", sink_blocks=1, local_blocks=3)
+    spans = Spans.causal(1, 320, 320, "cpu")
+    keep = make_predictor(config)(*random_qk(320), spans, 0.25).to_dense()
+    assert keep.shape == (1, 6, 10, 20)
+    for row in range(10):
+        newest = 2 * row + 1
+        expected = {0, *range(max(0, newest - 2), newest + 1)}
+        for head in range(6):
+            assert set(keep[0, head, row].nonzero().flatten().tolist()) == expected
+
+
+def test_streaming_knows_what_its_window_reaches():
+    config = replace(SMALL, predictor="streaming", sink_blocks=1, local_blocks=4)
+    streaming = methods.Streaming(config)
+    # the question starts in the row of queries [288, 320), which keeps keys [0, 16) and [256, 320)
+    assert streaming.reaches(320, 300, (10, 20))
+    assert not streaming.reaches(320, 300, (16, 256))
+    assert streaming.reaches(320, 300, (200, 257))
+    # a question that starts a row earlier is asked with that row's window too
+    assert streaming.reaches(320, 280, (200, 240))
+
+
+def test_random_is_the_same_again_and_differs_by_head_and_shape():
+    predictor = make_predictor(replace(SMALL, predictor="random", sparsity=0.7))
+    spans = Spans.causal(1, 640, 640, "cpu")
+    once = predictor(*random_qk(640, seed=1), spans, 0.25).to_dense()
+    assert torch.equal(once, predictor(*random_qk(640, seed=2), spans, 0.5).to_dense())
+    assert not torch.equal(once[:, 0], once[:, 1])
+    longer = predictor(*random_qk(641), Spans.causal(1, 641, 641, "cpu"), 0.25).to_dense()
+    assert not torch.equal(once, longer[:, :, :20, :40])
+
+
+@pytest.mark.parametrize("name", ["oracle", "antidiagonal"])
+def test_planted_mass_is_kept(name):
+    """Keys of one block that every query matches, far from sinks and window."""
+    planted, length = 7, 640
+    q, k = random_qk(length)
+    direction = torch.ones(16)
+    q = q + direction
+    k[:, :, planted * 16 : planted * 16 + 16] += 2 * direction
+    config = replace(SMALL, predictor=name, sparsity=0.8)
+    keep = make_predictor(config)(q, k, Spans.causal(1, length, length, "cpu"), 0.25).to_dense()
+    spare = slice(10, None)  # rows of 20 visible blocks and more, which keep 1 beyond the forced
+    assert keep[:, :, spare, planted].all()
+
+
+@pytest.mark.parametrize("name", ["random", "oracle", "antidiagonal"])
+def test_a_row_keeps_its_share_forced_blocks_counted(name):
+    config = replace(SMALL, predictor=name, sparsity=0.7)
+    spans = Spans.causal(1, 640, 640, "cpu")
+    keep = make_predictor(config)(*random_qk(640), spans, 0.25).to_dense()
+    for row in range(20):
+        visible = 2 * row + 2
+        forced = min(visible, 3)
+        share = -(-visible * 3 // 10)
+        assert (keep[0, :, row].sum(-1) == max(forced, share)).all()
+        assert keep[0, :, row, 0].all()
+        assert keep[0, :, row, visible - 2 : visible].all()
+
+
+def test_single_queries_have_plans_too():
+    """What sparse decoding asks for: one query at the end of many keys."""
+    q, k = random_qk(200)
+    spans = Spans.causal(1, 1, 200, "cpu")
+    for name in ("streaming", "random", "oracle", "antidiagonal"):
+        config = replace(SMALL, predictor=name, sparsity=0.5)
+        plan = make_predictor(config)(q[:, :, -1:], k, spans, 0.25)
+        plan.validate()
+        assert plan.to_dense()[0, :, 0, [0, 12]].all()
+
+
+def test_heavy_and_recent_by_hand():
+    received = torch.tensor([[5.0, 1, 4, 0, 3, 9, 0, 0], [0.0, 0, 1, 2, 0, 3, 99, 99]])
+    keep = methods.heavy_and_recent(received, 0.5)
+    # four of eight: the last two, and the two that received most before them
+    assert keep[0].nonzero().flatten().tolist() == [0, 5, 6, 7]
+    assert keep[1].nonzero().flatten().tolist() == [3, 5, 6, 7]
+    assert methods.heavy_and_recent(received, 1.0).all()
+
+
+def test_h2o_judges_keys_by_what_eager_attention_gives_them(model, ids, monkeypatch):
+    seen = []
+    exact = methods.column_sums
+    monkeypatch.setattr(
+        methods, "column_sums", lambda *arguments: seen.append(exact(*arguments)) or seen[-1]
+    )
+    with methods.H2O.fit(CELL).applied(model) as densities:
+        logits(model, ids)
+        assert densities() == pytest.approx([0.4, 0.4], abs=1e-3)
+    model.set_attn_implementation("eager")
+    try:
+        eager = model(ids, output_attentions=True).attentions
+    finally:
+        model.set_attn_implementation("sdpa")
+    for ours, layer in zip(seen, eager, strict=True):
+        torch.testing.assert_close(ours, layer.sum(2), atol=1e-3, rtol=1e-4)
+
+
+def test_h2o_prefills_densely_and_decodes_what_it_kept(model, ids):
+    before = logits(model, ids)
+    text = generate(model, ids)
+    with methods.H2O(1.0).applied(model):
+        torch.testing.assert_close(logits(model, ids), before, atol=1e-4, rtol=1e-4)
+        assert torch.equal(generate(model, ids), text)
+    step = text[:, LENGTH : LENGTH + 1]
+
+    def second_token_logits():
+        cache = model(ids, use_cache=True).past_key_values
+        return model(step, past_key_values=cache).logits
+
+    with torch.no_grad():
+        dense = second_token_logits()
+        with methods.H2O(0.05).applied(model):
+            assert (second_token_logits() - dense).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("padding", ["a mask", "a second chunk"])
+def test_h2o_refuses_what_it_does_not_do(model, ids, padding):
+    mask = torch.ones_like(ids)
+    with methods.H2O(0.5).applied(model), torch.no_grad():
+        if padding == "a mask":
+            mask[:, :5] = 0
+            with pytest.raises(ValueError, match="without padding"):
+                model(ids, attention_mask=mask)
+        else:
+            cache = model(ids[:, :300], use_cache=True).past_key_values
+            with pytest.raises(ValueError, match="h2o takes a whole prompt"):
+                model(ids[:, 300:], past_key_values=cache)
+
+
+# --- all of them
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_leaves_the_model_as_it_was(name, model, ids):
+    before = logits(model, ids)
+    with (
+        pytest.raises(RuntimeError, match="in the middle"),
+        METHODS[name].fit(CELL).applied(model) as densities,
+    ):
+        generate(model, ids)
+        assert densities()
+        raise RuntimeError("in the middle")
+    assert model.config._attn_implementation == "sdpa"
+    assert not hasattr(model.config, "cab_config")
+    assert torch.equal(logits(model, ids), before)
+
+
+@pytest.mark.parametrize("name", MATCHED)
+@pytest.mark.parametrize("budget", [0.3, 0.6])
+def test_matched_methods_realise_the_budget(name, budget, model, ids):
+    # the published recipe has blocks of 64: fewer of them, and so coarser steps
+    tolerance = 0.06 if name == "published" else 0.03
+    with METHODS[name].fit(replace(CELL, budget=budget)).applied(model) as densities:
+        logits(model, ids)
+        assert densities() == pytest.approx([budget] * 2, abs=tolerance)
+
+
+@pytest.mark.parametrize("name", MATCHED)
+def test_matched_methods_need_a_budget(name):
+    with pytest.raises(ValueError, match="budget"):
+        METHODS[name].fit(replace(CELL, budget=None))
+
+
+def test_full_budget_equals_dense(model, ids):
+    before = logits(model, ids)
+    with methods.Full.fit(CELL).applied(model) as densities:
+        torch.testing.assert_close(logits(model, ids), before, atol=1e-4, rtol=1e-4)
+        assert densities() == [1.0, 1.0]
+
+
+def test_densities_start_afresh_for_every_sample(model, ids):
+    with methods.Random.fit(CELL).applied(model) as densities:
+        logits(model, ids)
+        first = densities()
+        logits(model, ids)
+        assert densities() == first
+        assert densities() == [None, None]

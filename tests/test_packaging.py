@@ -1,0 +1,129 @@
+"""What is installed, what is public, and what importing costs."""
+
+import ast
+import configparser
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import cab_hf
+
+ROOT = Path(__file__).parents[1]
+FLOORS = ["config", "plan", "ops", "engine", "predictor", "frame", "attention", "patches", "eval"]
+
+
+@pytest.fixture(scope="module")
+def setup():
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def folder_of(package, places):
+    """Where a package's files lie in the tree."""
+    for name in sorted(places, key=len, reverse=True):
+        if package == name or package.startswith(name + "."):
+            return ROOT / places[name] / package[len(name) :].strip(".").replace(".", "/")
+    raise AssertionError(f"{package} has no folder")
+
+
+def test_every_package_folder_is_listed(setup):
+    listed = setup["options"]["packages"].split()
+    places = dict(line.split(" = ") for line in setup["options"]["package_dir"].strip().split("\n"))
+    found = {folder_of(package, places) for package in listed}
+    tops = {ROOT / place for place in places.values()}
+    present = {init.parent for top in tops for init in top.rglob("__init__.py")}
+    assert found == present
+
+
+def test_a_wheel_exposes_cab_hf_alone(tmp_path):
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "-w", tmp_path, ROOT], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    top = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert top == {"cab_hf"}
+    for path in ("eval/passkey.py", "patches/switch.py", "ops/reference.py", "py.typed"):
+        assert f"cab_hf/{path}" in names
+
+
+def test_the_public_surface_is_this():
+    assert cab_hf.__all__ == sorted(cab_hf.__all__)
+    assert cab_hf.__all__ == [
+        "BlockPlan",
+        "CabConfig",
+        "apply_cab",
+        "cab",
+        "describe",
+        "register_predictor",
+        "remove_cab",
+        "stats",
+    ]
+    for name in cab_hf.__all__:
+        assert getattr(cab_hf, name).__doc__
+    with pytest.raises(AttributeError, match="no attribute 'cabs'"):
+        cab_hf.cabs  # noqa: B018
+
+
+def fresh(code):
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.split()
+
+
+@pytest.mark.parametrize("order", ["cab_hf, transformers", "transformers, cab_hf"])
+def test_importing_registers_whatever_comes_first(order):
+    code = f"import {order}; from transformers import AttentionInterface as A; print(*A())"
+    assert {"cab", "cab_dense"} <= set(fresh(code))
+
+
+def test_importing_after_a_model_class_registers_too():
+    code = (
+        "from transformers import LlamaForCausalLM, AttentionMaskInterface as A; import cab_hf;"
+        "print(*A._global_mapping)"
+    )
+    assert {"cab", "cab_dense"} <= set(fresh(code))
+
+
+def test_importing_is_cheap_and_touches_no_gpu():
+    code = (
+        "import time, sys, transformers; start = time.perf_counter(); import cab_hf;"
+        "print(time.perf_counter() - start);"
+        "print('triton' in sys.modules or 'torch' in sys.modules and"
+        " __import__('torch').cuda.is_initialized())"
+    )
+    seconds, loaded = fresh(code)
+    assert float(seconds) < 0.5
+    assert loaded == "False"
+
+
+def test_using_a_model_loads_no_triton():
+    code = (
+        "import sys, cab_hf, transformers; from cab_hf import attention, patches;"
+        "print('triton' in sys.modules)"
+    )
+    assert fresh(code) == ["False"]
+
+
+def test_imports_run_one_way():
+    """eval -> patches -> attention -> frame, predictor, engine -> ops -> plan, config."""
+    rank = {name: place for place, name in enumerate(FLOORS)}
+    rank["frame"] = rank["engine"] = rank["predictor"]
+    folders = [ROOT / "cab_hf", ROOT / "patches", ROOT / "eval"]
+    for path in (p for folder in folders for p in folder.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        mine = parts[1] if parts[0] == "cab_hf" else parts[0]
+        if mine in ("__init__", "registration"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cab_hf."):
+                theirs = node.module.split(".")[1]
+                assert rank[theirs] <= rank[mine], f"{path.name} imports {node.module}"
+
+
+def test_ops_know_no_transformers():
+    for path in (ROOT / "cab_hf" / "ops").glob("*.py"):
+        assert "transformers" not in path.read_text(), path.name

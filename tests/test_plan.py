@@ -1,0 +1,151 @@
+"""Plans by hand: which blocks, which tokens, which lists."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from cab_hf.frame import Frame
+from cab_hf.plan import BlockLists, BlockPlan, Spans, block_visibility
+
+
+@pytest.fixture
+def plan():
+    """Six queries over six keys, blocks of 2 x 2; the last row skips the middle key block."""
+    keep = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)[None, None]
+    return BlockPlan.from_dense(keep, Spans.causal(1, 6, 6, "cpu"), query_block=2, key_block=2)
+
+
+def test_lists_by_hand(plan):
+    assert plan.full.counts.tolist() == [[[0, 1, 1]]]
+    assert plan.full.indices.tolist() == [[[[0, 0, 0], [0, 0, 0], [0, 0, 0]]]]
+    assert plan.partial.counts.tolist() == [[[1, 1, 1]]]
+    assert plan.partial.indices[0, 0, :, 0].tolist() == [0, 1, 2]
+    plan.validate()
+
+
+def test_token_mask_by_hand(plan):
+    assert plan.token_mask()[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 0, 0, 1, 0],
+        [1, 1, 0, 0, 1, 1],
+    ]
+    assert torch.equal(plan.token_mask(3, 5), plan.token_mask()[:, :, 3:5])
+
+
+def test_density_by_hand(plan):
+    attended, causal = plan.pairs()
+    assert (int(attended), int(causal)) == (17, 21)
+    assert plan.density() == 17 / 21
+
+
+def test_transpose_by_hand(plan):
+    full, partial = plan.transpose()
+    assert full.counts.tolist() == [[[2, 0, 0]]]
+    assert full.indices[0, 0, 0, :2].tolist() == [1, 2]
+    assert partial.to_dense(3)[0, 0].int().tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
+
+
+@pytest.mark.parametrize("width", [None, 7])
+def test_lists_and_dense_are_inverse(width):
+    chosen = torch.rand(2, 3, 5, 11, generator=torch.Generator().manual_seed(0)) < 0.4
+    lists = BlockLists.from_dense(chosen, width and int(chosen.sum(-1).max()))
+    assert torch.equal(lists.to_dense(11), chosen)
+    assert not lists.indices[~lists.listed()].any()
+
+
+@pytest.mark.parametrize("blocks", [(32, 16), (16, 32), (16, 16)], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 1), (15, 15), (16, 16), (17, 17), (205, 205), (40, 131)])
+def test_density_counts_the_token_mask(lengths, blocks):
+    spans = Spans.causal(2, *lengths, "cpu")
+    whole = BlockPlan.causal(spans, 3, *blocks)
+    keep = torch.rand(whole.to_dense().shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    plan = BlockPlan.from_dense(keep, spans, query_block=blocks[0], key_block=blocks[1])
+    plan.validate()
+    assert int(plan.pairs()[0]) == int(plan.token_mask().sum())
+    assert whole.density() == 1
+    assert int(whole.pairs()[1]) == int(whole.token_mask().sum())
+
+
+def test_a_plan_never_lists_what_causality_forbids():
+    spans = Spans.causal(1, 64, 64, "cpu")
+    keep = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    plan = BlockPlan.from_dense(keep, spans, query_block=16, key_block=16)
+    assert torch.equal(plan.to_dense(), block_visibility(spans, 16, 16).unsqueeze(1))
+
+
+@pytest.mark.parametrize(
+    "break_it, sentence",
+    [
+        pytest.param(lambda x: {"counts": x.counts + 9}, "counts leave 0 to", id="count"),
+        pytest.param(lambda x: {"counts": x.counts.long()}, "must be int32", id="dtype"),
+        pytest.param(
+            lambda x: {"indices": x.indices + 5}, "leave 0 to 2, the key blocks", id="range"
+        ),
+        pytest.param(lambda x: {"indices": (x.indices + 1).clamp(max=2)}, "may see", id="future"),
+    ],
+)
+def test_validation_names_what_is_wrong(plan, break_it, sentence):
+    broken = dataclasses.replace(plan.partial, **break_it(plan.partial))
+    with pytest.raises(ValueError, match=sentence):
+        dataclasses.replace(plan, partial=broken).validate()
+
+
+def test_validation_finds_repeats_and_overlap(plan):
+    twice = BlockLists(torch.full_like(plan.full.counts, 2), plan.full.indices)
+    with pytest.raises(ValueError, match="strictly ascending"):
+        dataclasses.replace(plan, full=twice).validate()
+    with pytest.raises(ValueError, match="both full and partial"):
+        dataclasses.replace(plan, partial=plan.full).validate()
+    with pytest.raises(ValueError, match="may not see wholly"):
+        dataclasses.replace(plan, full=plan.partial, partial=plan.full).validate()
+
+
+def test_from_dense_names_the_shape_it_wants():
+    with pytest.raises(ValueError, match=r"bool \[B, H, 3, 3\]"):
+        BlockPlan.from_dense(
+            torch.ones(1, 1, 2, 3, dtype=torch.bool),
+            Spans.causal(1, 6, 6, "cpu"),
+            query_block=2,
+            key_block=2,
+        )
+
+
+# --- frames
+
+
+def frame(valid=None, document=None, q_length=None, align=4):
+    given = valid if valid is not None else document
+    batch, length = given.shape
+    q_length = q_length or length
+    slot = length - q_length
+    return Frame.build(batch, q_length, length, slot, valid, document, align, torch.device("cpu"))
+
+
+def test_padding_is_closed_up_by_hand():
+    it = frame(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [1, 0, 0, 1]]).bool())
+    assert it.spans.last.tolist() == [[0, 1, -1, -1], [0, 1, 2, -1], [0, 1, -1, -1]]
+    x = torch.arange(1.0, 5)[None, None, :, None].expand(3, 1, 4, 1)
+    assert it.keys(x)[..., 0].tolist()[0][0][:2] == [3, 4]
+    assert it.restore(it.queries(x))[:, 0, :, 0].tolist() == [
+        [0, 0, 3, 4],
+        [1, 2, 3, 0],
+        [1, 0, 0, 4],
+    ]
+
+
+def test_a_chunk_behind_padding_keeps_its_place_in_the_text():
+    it = frame(torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]]).bool(), q_length=2)
+    assert it.spans.last.tolist() == [[1, 2], [4, 5]]
+
+
+def test_documents_start_at_block_borders_by_hand():
+    it = frame(document=torch.tensor([[0, 0, 1, 1, 1, 2]]))
+    assert it.spans.last.tolist() == [[0, 1, -1, -1, 4, 5, 6, -1, 8]]
+    assert it.spans.first.tolist()[0][4:7] == [4, 4, 4]
+    assert it.spans.key_valid.int().tolist() == [[1, 1, 0, 0, 1, 1, 1, 0, 1]]
+    x = torch.arange(1.0, 7)[None, None, :, None]
+    assert it.restore(it.queries(x)).flatten().tolist() == [1, 2, 3, 4, 5, 6]

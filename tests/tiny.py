@@ -1,0 +1,75 @@
+"""Tiny random models of the families, and the settings that make them sparse."""
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
+
+from cab_hf import CabConfig
+
+VOCABULARY = 64
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "mistral-sliding": (MistralConfig, MistralForCausalLM, {"sliding_window": 40}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "qwen3-some-sliding": (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
+    ),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {}),
+}
+# blocks small enough that a few hundred tokens are many of them
+SMALL = CabConfig(query_block=32, key_block=16, min_length=0)
+FULL = CabConfig(query_block=32, key_block=16, min_length=0, mass=1.0)
+SPARSE = CabConfig(query_block=32, key_block=16, min_length=0, mass=0.4, bridges=0.1)
+
+
+def tiny_model(family="llama", model_class=None, **overrides):
+    """A model with random weights, large enough in scale that attention is not uniform."""
+    config_class, causal_class, own = FAMILIES[family]
+    torch.manual_seed(0)
+    model = (model_class or causal_class)(config_class(**{**SIZES, **own, **overrides})).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                weight.mul_(8.0)
+    return model
+
+
+def tokens(batch, length, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
+
+
+def qkv(batch=1, heads=6, kv_heads=2, q_length=200, kv_length=None, dim=16, seed=0, **kind):
+    """Random q, k, v with q a strided view, as a model hands it over."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(length, count):
+        x = torch.randn(batch, length, count, dim, generator=generator)
+        return x.to(**kind).transpose(1, 2)
+
+    kv_length = kv_length or q_length
+    return draw(q_length, heads), draw(kv_length, kv_heads), draw(kv_length, kv_heads)
