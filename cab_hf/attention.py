@@ -349,7 +349,7 @@ def _sparse(
 def _dense(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: CabMask, scale: float
 ) -> Tensor:
-    """Exact attention by SDPA, [B, N_q, H, D]; masks, where needed, are made some rows at a time."""
+    """Exact attention by SDPA, [B, N_q, H, D]; masks, where needed, cover some rows at a time."""
     q_length = query.shape[2]
     if mask.kv_length is not None:
         key, value = key[:, :, : mask.kv_length], value[:, :, : mask.kv_length]

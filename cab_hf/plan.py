@@ -241,23 +241,25 @@ class BlockPlan:
         """bool [B, H, M_q, M_k]: the attended blocks."""
         return self.full.to_dense(self.kv_blocks) | self.partial.to_dense(self.kv_blocks)
 
-    def token_mask(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """bool [B, H, stop - start, N_k] for queries ``start`` to ``stop``: what the plan means.
+    def token_mask(
+        self, start: int = 0, stop: int | None = None, kv_stop: int | None = None
+    ) -> Tensor:
+        """bool [B, H, stop - start, kv_stop] for queries ``start`` to ``stop``: the plan's meaning.
 
-        Quadratic when asked for all queries at once; for the reference and for tests.
+        Quadratic when asked for everything at once; for the reference and for tests.
         """
         stop = self.q_length if stop is None else min(stop, self.q_length)
+        kv_stop = self.kv_length if kv_stop is None else kv_stop
         rows = slice(start // self.query_block, -(-stop // self.query_block))
         lists = (
             BlockLists(part.counts[:, :, rows], part.indices[:, :, rows])
             for part in (self.full, self.partial)
         )
         full, partial = (part.to_dense(self.kv_blocks) for part in lists)
-        blocks = (full | partial).repeat_interleave(self.query_block, dim=2)
-        offset = start - rows.start * self.query_block
-        blocks = blocks[:, :, offset : offset + stop - start]
-        tokens = blocks.repeat_interleave(self.key_block, dim=3)[..., : self.kv_length]
-        key = torch.arange(self.kv_length, device=tokens.device)
+        query = torch.arange(start, stop, device=full.device) // self.query_block - rows.start
+        key = torch.arange(kv_stop, device=full.device)
+        blocks = (full | partial)[:, :, query, : -(-kv_stop // self.key_block)]
+        tokens = blocks.repeat_interleave(self.key_block, dim=-1)[..., :kv_stop]
         first = self.spans.first[:, start:stop, None]
         last = self.spans.last[:, start:stop, None]
         return tokens & ((key >= first) & (key <= last)).unsqueeze(1)

@@ -16,7 +16,7 @@ from cab_hf.config import CabConfig
 from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan, Spans, block_visibility
 
-# elements of a [heads, M_q, M_k] score tensor worked on at a time; some 20 such tensors live at once
+# elements of a [heads, M_q, M_k] score tensor worked on at a time; some 20 of them live at once
 SCORES_AT_A_TIME = 1 << 25
 
 

@@ -125,11 +125,13 @@ def column_sums(q: Tensor, k: Tensor, spans: Spans, scale: float) -> Tensor:
 
 
 def random_score(q: Tensor, k: Tensor, spans: Spans, scale: float, config: CabConfig) -> Tensor:
-    """Uniform noise [B, H, M_q, M_k] that depends on the shapes alone.
+    """Uniform noise [B, H, M_q, M_k], drawn anew for other shapes or other keys.
 
-    So a layer replayed by gradient checkpointing, and a run repeated, choose the same blocks.
+    A layer replayed by gradient checkpointing, and a run repeated, choose the same blocks; two
+    samples do not, or their outcomes would not be independent.
     """
-    digest = hashlib.sha256(f"{SEED} {tuple(q.shape)} {tuple(k.shape)}".encode()).digest()
+    content = f"{SEED} {tuple(q.shape)} {tuple(k.shape)} {float(k.double().sum()):.6e}"
+    digest = hashlib.sha256(content.encode()).digest()
     generator = torch.Generator(q.device).manual_seed(int.from_bytes(digest[:6], "big"))
     rows, blocks = -(-q.shape[2] // config.query_block), -(-k.shape[2] // config.key_block)
     return torch.rand(*q.shape[:2], rows, blocks, generator=generator, device=q.device)

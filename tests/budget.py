@@ -6,7 +6,7 @@ EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 def assert_within_budget(found, compute, *inputs):
-    """err(found, fp64) <= 2 (err(reference, fp64) + eps max|fp64|); ``compute`` is the reference."""
+    """err(found, fp64) <= 2 (err(plain, fp64) + eps max|fp64|), ``compute`` giving plain."""
     exact = compute(*(x.double() for x in inputs))
     plain = compute(*inputs)
     assert found.dtype == plain.dtype and found.shape == plain.shape

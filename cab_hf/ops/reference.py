@@ -16,7 +16,7 @@ from cab_hf.config import CabConfig
 from cab_hf.plan import BlockPlan, Spans
 
 # rows of attention computed at a time: bounds the token mask, not the result
-QUERY_CHUNK = 1024
+QUERY_CHUNK = 256
 
 
 # --- coarsen
@@ -271,18 +271,26 @@ def attention(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float) ->
     """Attention under a plan, [B, H, N_q, D_v]: softmax over the keys the plan keeps.
 
     Differentiable. Queries that may see nothing (padding) get zeros. The token mask is made for
-    `QUERY_CHUNK` queries at a time.
+    `QUERY_CHUNK` queries at a time, over the keys they could see.
     """
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
     pieces = []
     for start in range(0, plan.q_length, QUERY_CHUNK):
-        stop = min(start + QUERY_CHUNK, plan.q_length)
-        mask = plan.token_mask(start, stop)
-        blind = (plan.spans.last[:, None, start:stop, None]) < 0
+        rows = slice(start, min(start + QUERY_CHUNK, plan.q_length))
+        reach = _reach(plan.spans, rows)
+        blind = plan.spans.last[:, None, rows, None] < 0
         # softmax over nothing is NaN: a blind query looks somewhere, and what it saw is dropped
+        mask = plan.token_mask(rows.start, rows.stop, reach) | blind
         out = F.scaled_dot_product_attention(
-            q[:, :, start:stop], k, v, attn_mask=mask | blind, scale=scale
+            q[:, :, rows], k[:, :, :reach], v[:, :, :reach], attn_mask=mask, scale=scale
         )
         pieces.append(out.masked_fill(blind, 0.0))
     return torch.cat(pieces, dim=2)
+
+
+def _reach(spans: Spans, rows: slice) -> int:
+    """How many keys the queries of ``rows`` could see; all of them where looking breaks a graph."""
+    if torch.compiler.is_compiling():
+        return spans.kv_length
+    return max(1, int(spans.last[:, rows].max()) + 1)
