@@ -41,7 +41,8 @@ class CabConfig:
         max_density: at most this share of a row's blocks is kept, in (0, 1]; forced blocks always
             are.
         dense_layers: layer indices computed with exact attention.
-        min_length: inputs with fewer keys than this are computed with exact attention.
+        min_length: inputs with fewer keys than this are computed with exact attention. The default
+            is where predicting begins to pay on an H200.
         engine: ``"auto"``, ``"reference"`` or ``"flex"``. One asked for by name never falls back.
         predictor: name of a registered predictor; ``"curvature"`` is CAB.
         sparse_decode: when True, single-token steps attend only the blocks the predictor selects;
@@ -64,7 +65,7 @@ class CabConfig:
     redundancy: float = 0.3
     max_density: float = 1.0
     dense_layers: tuple[int, ...] = ()
-    min_length: int = 8192
+    min_length: int = 16384
     engine: str = "auto"
     predictor: str = "curvature"
     sparse_decode: bool = False

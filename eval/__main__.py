@@ -10,6 +10,7 @@ from collections.abc import Sequence
 # command -> what it measures; each is a module with `Settings`, `run(settings)`
 COMMANDS = {
     "passkey": "find a number hidden in a long text",
+    "readme": "write the tables of README.md from the results",
 }
 
 

@@ -109,10 +109,13 @@ def _git(*arguments: str) -> str | None:
 
 
 def git_commit() -> str | None:
-    """The commit of this code, ``-dirty`` where files differ from it; None outside a checkout."""
+    """The commit of this code, ``-dirty`` where files differ from it.
+
+    A copy without its history may be told by ``$CAB_HF_COMMIT``; None where nobody knows.
+    """
     # an installed copy may lie inside somebody else's repository: only a tracked file is ours
     if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
-        return None
+        return os.environ.get("CAB_HF_COMMIT")
     return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 

@@ -1,0 +1,33 @@
+# Every target sets up what it needs in .venv first; PYTHON picks the interpreter.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: passkey test gpu-test check format readme
+
+passkey: $(READY)  ## find a number hidden in a long text: dense, cab and baselines on a real model
+	$(BIN)/python -m cab_hf.eval passkey --out runs/passkey
+
+test: $(READY)  ## the tests that need no GPU
+	$(BIN)/python -m pytest
+
+gpu-test: $(READY)  ## the tests that need one
+	$(BIN)/python -m pytest -m gpu
+
+check: $(READY)  ## lint and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+readme: $(READY)  ## write the tables of README.md anew from eval/results
+	$(BIN)/python -m cab_hf.eval readme
+
+$(READY): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip setuptools wheel
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[eval,dev]'
+	touch $(READY)

@@ -1,0 +1,49 @@
+"""The tables of README.md, written from the results they show.
+
+A table stands between ``<!-- results: FOLDER -->`` and ``<!-- end -->``, FOLDER being a folder of
+``eval/results``. Nothing between the two is typed by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from cab_hf.eval import passkey, report
+from cab_hf.eval.settings import option
+
+ROOT = Path(__file__).parents[1]
+PLACE = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where the page is."""
+
+    page: str = option(str(ROOT / "README.md"), "the file whose tables are written")
+
+
+def render(page: str, results: Path) -> str:
+    """``page`` with every table made anew. Raises FileNotFoundError for a folder without results."""
+
+    def table(place: re.Match[str]) -> str:
+        folder = results / place[2]
+        content = json.loads((folder / "results.json").read_text())
+        rows, made = content["rows"], content["provenance"]
+        shown = report.markdown_table(rows, passkey.COLUMNS)
+        said = "\n".join(f"* {sentence}" for sentence in passkey.readings(rows))
+        source = (
+            f"{made['device']}, torch {made['versions']['torch']}, commit {made['commit'][:7]}; "
+            f"samples and heat map in [eval/results/{place[2]}](eval/results/{place[2]})."
+        )
+        return f"{place[1]}{shown}\n\n{said}\n\n{source}\n{place[3]}"
+
+    return PLACE.sub(table, page)
+
+
+def run(settings: Settings) -> None:
+    """Write the tables of ``settings.page`` anew."""
+    page = Path(settings.page)
+    report.write_atomically(page, render(page.read_text(), ROOT / "eval" / "results"))

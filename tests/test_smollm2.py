@@ -1,0 +1,37 @@
+"""The bar on a real pretrained model: full budget is exact attention."""
+
+import pytest
+import torch
+from cab_hf.eval.haystack import Haystack
+from cab_hf.eval.models import load_model
+
+import cab_hf
+from cab_hf import CabConfig
+
+FULL = CabConfig(mass=1.0, min_length=0)
+
+
+def largest_difference(device, length, engine):
+    model, tokenizer = load_model("smollm2", device, "float32")
+    prompt = Haystack(tokenizer, "noise", 1, None).prompt(length, 0.5, 0, seed=0)
+    ids = torch.tensor([prompt.tokens], device=device)
+    with torch.no_grad():
+        expected = model(ids).logits
+        with cab_hf.cab(model, FULL, engine=engine):
+            found = model(ids).logits
+            assert all(row["density"] == 1 for row in cab_hf.stats(model))
+    return (found - expected).abs().max().item()
+
+
+@pytest.mark.parametrize("engine", ["reference", "flex"])
+def test_full_budget_equals_sdpa_on_cpu(engine):
+    assert largest_difference("cpu", 700, engine) <= 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["reference", "flex"])
+@pytest.mark.parametrize("length", [1000, 4096])
+def test_full_budget_equals_sdpa_on_cuda(gpu, engine, length, record_property):
+    difference = largest_difference(gpu, length, engine)
+    record_property("max |delta logits|", difference)
+    assert difference <= 1e-3
