@@ -26,7 +26,7 @@ class Settings:
 
 
 def render(page: str, results: Path) -> str:
-    """``page`` with every table made anew. Raises FileNotFoundError for a folder without results."""
+    """``page`` with every table made anew; FileNotFoundError for a folder without results."""
 
     def table(place: re.Match[str]) -> str:
         folder = results / place[2]

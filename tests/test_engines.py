@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from cab_hf import BlockPlan, engine
 from cab_hf.frame import Frame
 from cab_hf.ops import flex, reference
-from cab_hf.plan import Spans
+from cab_hf.plan import BlockLists, Spans
 
 SHAPES = [
     pytest.param({"q_length": 256}, id="even"),
@@ -122,8 +122,8 @@ def test_block_mask_lists_have_one_width():
 
 
 def test_block_mask_transpose_lists_every_attending_query_block():
-    q, k, _ = qkv(q_length=256)
-    plan = random_plan(q, k, (64, 32))
+    q, k, _ = qkv(q_length=700)
+    plan = random_plan(q, k, (128, 128))
     mask = flex.block_mask(plan, q.device, training=True)
     attending = plan.to_dense().transpose(2, 3)
     listed = torch.zeros_like(attending)
@@ -134,6 +134,26 @@ def test_block_mask_transpose_lists_every_attending_query_block():
         for b, h, j in (counts > 0).nonzero().tolist():
             listed[b, h, j, indices[b, h, j, : counts[b, h, j]].long()] = True
     assert torch.equal(listed, attending)
+
+
+def test_blocks_merged_for_training_attend_the_same_tokens():
+    """No backward kernel takes key blocks of 64: they are merged, and the mask decides inside."""
+    q, k, _ = qkv(q_length=300)
+    plan = random_plan(q, k, (64, 32))
+    mask = flex.block_mask(plan, q.device, training=True)
+    assert mask.BLOCK_SIZE == (128, 128)
+    lists = [(mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)]
+    partial, full = (
+        BlockLists(*part)
+        .to_dense(3)
+        .repeat_interleave(128, 2)
+        .repeat_interleave(128, 3)[..., :300, :300]
+        for part in lists
+    )
+    batch, head, query, key = torch.meshgrid(*map(torch.arange, partial.shape), indexing="ij")
+    attended = full | (partial & mask.mask_mod(batch, head, query, key))
+    assert torch.equal(attended, plan.token_mask())
+    assert full.any() and partial.any()
 
 
 def test_the_ragged_last_block_is_partial():

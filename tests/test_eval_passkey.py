@@ -368,4 +368,4 @@ def test_rows_by_hand():
     said = " ".join(passkey.readings([dense, cab, streaming, full]))
     assert "cab answers 2 of 4" in said
     assert "found 1 of 2 needles outside its window" in said
-    assert "dense's answer in 1 of 1" in said
+    assert "dense's very words in 1 of 1" in said

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from cab_hf.eval.haystack import Haystack
-from cab_hf.eval.models import load_model
 
 import cab_hf
 from cab_hf import CabConfig
+from cab_hf.eval.haystack import Haystack
+from cab_hf.eval.models import load_model
 
 FULL = CabConfig(mass=1.0, min_length=0)
 
