@@ -471,7 +471,22 @@ def settings(config: PreTrainedConfig) -> CabConfig:
         return saved
     if not isinstance(saved, dict):
         return CabConfig.from_dict(saved)
-    return _constant(tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in saved.items()))
+    return _constant(tuple((name, _plain(value)) for name, value in saved.items()))
+
+
+def _plain(value: Any) -> Any:
+    """The same value, hashable; under torch.compile a constant.
+
+    A number that differed in an earlier compilation is symbolic to dynamo. It becomes a constant
+    where Python needs one: as the length of a range, as text.
+    """
+    if isinstance(value, list):
+        return tuple(map(_plain, value))
+    if isinstance(value, float):
+        return float.fromhex(value.hex())
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return len(range(value))
+    return value
 
 
 # a constant to torch.compile, which wants plain arguments and would look into a cached function

@@ -312,6 +312,17 @@ def test_compiles_without_a_graph_break(llama, inputs):
     torch.testing.assert_close(found[kept], expected[kept], **EXACT)
 
 
+def test_compiles_again_with_other_settings(llama):
+    """Numbers that differ from an earlier compilation are symbolic to dynamo."""
+    ids = tokens(1, 130)
+    torch._dynamo.reset()
+    for fields in ({}, {"mass": 0.7, "bridges": 0.0}, {"query_block": 64, "sink_blocks": 2}):
+        with cab_hf.cab(llama, SPARSE, **fields):
+            expected = logits(llama, input_ids=ids)
+            compiled = torch.compile(llama, fullgraph=True, backend="aot_eager")
+            torch.testing.assert_close(logits(compiled, input_ids=ids), expected, **EXACT)
+
+
 def test_float32_queries_of_an_adapter_run_in_the_models_dtype():
     model = cab_hf.apply_cab(tiny_model().to(torch.bfloat16), SPARSE)
 

@@ -36,6 +36,11 @@ def random_plan(q, k, blocks, share=0.4, spans=None):
     return BlockPlan.from_dense(keep, spans, query_block=query_block, key_block=key_block)
 
 
+def block_mask(plan, device, training=False):
+    tables = flex.block_tables(plan, device, training)
+    return flex.block_mask(tables, plan.q_length, plan.kv_length)
+
+
 def by_definition(q, k, v, plan, scale):
     """Softmax over the kept keys, one head and query at a time, in float64."""
     q, k, v = (x.double() for x in (q, k, v))
@@ -92,7 +97,7 @@ def test_uncompiled_flex_really_ignores_the_lists():
     """The trap this engine closes; when PyTorch closes it, this test may go."""
     q, k, v = qkv(q_length=256)
     plan = random_plan(q, k, (64, 32), share=0.0)
-    plain = flex.block_mask(plan, torch.device("meta"), training=False)
+    plain = block_mask(plan, torch.device("meta"))
     with torch.no_grad():
         dense = flex_attention(q, k, v, block_mask=plain, scale=0.3, enable_gqa=True)
         sparse = flex.attention(q, k, v, plan, 0.3)
@@ -116,7 +121,7 @@ def test_flex_fails_rather_than_running_uncompiled_past_the_recompile_limit(monk
 def test_block_mask_lists_have_one_width():
     """torch 2.11 walks the full lists with the strides of the partial lists."""
     q, k, _ = qkv(q_length=256)
-    mask = flex.block_mask(random_plan(q, k, (64, 32)), q.device, training=True)
+    mask = block_mask(random_plan(q, k, (64, 32)), q.device, training=True)
     assert mask.kv_indices.stride() == mask.full_kv_indices.stride()
     assert mask.q_indices.stride() == mask.full_q_indices.stride()
 
@@ -124,7 +129,7 @@ def test_block_mask_lists_have_one_width():
 def test_block_mask_transpose_lists_every_attending_query_block():
     q, k, _ = qkv(q_length=700)
     plan = random_plan(q, k, (128, 128))
-    mask = flex.block_mask(plan, q.device, training=True)
+    mask = block_mask(plan, q.device, training=True)
     attending = plan.to_dense().transpose(2, 3)
     listed = torch.zeros_like(attending)
     for counts, indices in (
@@ -139,8 +144,8 @@ def test_block_mask_transpose_lists_every_attending_query_block():
 def test_blocks_merged_for_training_attend_the_same_tokens():
     """No backward kernel takes key blocks of 64: they are merged, and the mask decides inside."""
     q, k, _ = qkv(q_length=300)
-    plan = random_plan(q, k, (64, 32))
-    mask = flex.block_mask(plan, q.device, training=True)
+    plan = random_plan(q, k, (64, 32), share=0.9)
+    mask = block_mask(plan, q.device, training=True)
     assert mask.BLOCK_SIZE == (128, 128)
     lists = [(mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)]
     partial, full = (

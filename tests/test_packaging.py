@@ -100,14 +100,6 @@ def test_importing_is_cheap_and_touches_no_gpu():
     assert loaded == "False"
 
 
-def test_using_a_model_loads_no_triton():
-    code = (
-        "import sys, cab_hf, transformers; from cab_hf import attention, patches;"
-        "print('triton' in sys.modules)"
-    )
-    assert fresh(code) == ["False"]
-
-
 def test_imports_run_one_way():
     """eval -> patches -> attention -> frame, predictor, engine -> ops -> plan, config."""
     rank = {name: place for place, name in enumerate(FLOORS)}

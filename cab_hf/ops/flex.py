@@ -12,6 +12,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,62 +53,104 @@ def unavailable(
 def attention(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float) -> Tensor:
     """Attention under ``plan``, [B, H, N_q, D]; see `reference.attention`, which defines it."""
     training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    mask = block_mask(plan, q.device, training)
-    options = {
-        "block_mask": mask,
-        "scale": scale,
-        "enable_gqa": q.shape[1] != k.shape[1],
-        "kernel_options": kernel_options(plan, q),
-    }
+    tables = block_tables(plan, q.device, training)
+    options = kernel_options(plan, q)
     if torch.compiler.is_compiling():
-        return flex_attention(q, k, v, **options)
-    # past the limit dynamo would run flex uncompiled, which ignores the lists: fail instead
+        return _attend(q, k, v, tables, scale, options)
+    # past the limit dynamo would run flex uncompiled, which ignores the lists: fail instead. With
+    # symbolic block sizes inductor's cache hands out kernels made for others (torch 2.11)
     with torch._dynamo.config.patch(
-        fail_on_recompile_limit_hit=True, recompile_limit=RECOMPILE_LIMIT
+        fail_on_recompile_limit_hit=True, recompile_limit=RECOMPILE_LIMIT, specialize_int=True
     ):
-        return _compiled(q.device.type)(q, k, v, **options)
+        return _compiled(q.device.type)(q, k, v, tables, scale, options)
 
 
 @cache
 def _compiled(device: str) -> Callable[..., Tensor]:
     # the C++ template does not compile with a dynamic shape inside mask_mod (torch 2.13)
-    return torch.compile(flex_attention, dynamic=device != "cpu")
+    return torch.compile(_attend, dynamic=device != "cpu")
 
 
-def block_mask(plan: BlockPlan, device: torch.device, training: bool) -> BlockMask:
-    """The plan as a BlockMask. Its transpose is made only for training, where backward reads it."""
-    first, last = plan.spans.first, plan.spans.last
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, tables: BlockTables, scale: float, options: dict | None
+) -> Tensor:
+    # the mask is made inside, so that lengths are those of tensors and only blocks are plain ints
+    mask = block_mask(tables, q.shape[2], k.shape[2])
+    gqa = q.shape[1] != k.shape[1]
+    return flex_attention(
+        q, k, v, block_mask=mask, scale=scale, enable_gqa=gqa, kernel_options=options
+    )
+
+
+class BlockTables(NamedTuple):
+    """A plan as FlexAttention wants it: lists on the kernel's grid, and what masks inside blocks.
+
+    Attributes:
+        partial, full: for each query block its key blocks, of one width.
+        partial_t, full_t: for each key block its query blocks, which backward reads; else None.
+        blocks: (query, key) block sizes of these lists.
+        first, last: the plan's spans, int32 [B, N_q].
+        bitmap: bool [B, H, M_q, M_k], the plan's own blocks, where lists alone do not say it all.
+        bitmap_blocks: (query, key) block sizes of the bitmap.
+    """
+
+    partial: tuple[Tensor, Tensor]
+    full: tuple[Tensor, Tensor]
+    partial_t: tuple[Tensor, Tensor] | None
+    full_t: tuple[Tensor, Tensor] | None
+    blocks: tuple[int, int]
+    first: Tensor
+    last: Tensor
+    bitmap: Tensor | None
+    bitmap_blocks: tuple[int, int]
+
+
+def block_tables(plan: BlockPlan, device: torch.device, training: bool) -> BlockTables:
+    """The plan's lists, merged to blocks that have a backward, and transposed, for training."""
     full, partial, blocks = plan.full, plan.partial, (plan.query_block, plan.key_block)
     merged = training and any(block % TRAINED for block in blocks)
     if merged:
         full, partial, blocks = _merged(plan)
-
-    if merged or device.type == "cpu":
-        bitmap = plan.to_dense()
-
-        def allowed(batch, head, query, key):
-            listed = bitmap[batch, head, query // plan.query_block, key // plan.key_block]
-            return listed & (key >= first[batch, query]) & (key <= last[batch, query])
-    else:
-
-        def allowed(batch, head, query, key):
-            return (key >= first[batch, query]) & (key <= last[batch, query])
-
-    partial, full = _same_width(partial, full)
-    transposed = (None,) * 4
+    partial_t = full_t = None
     if training:
         key_blocks = -(-plan.kv_length // blocks[1])
         partial_t, full_t = _same_width(partial.transpose(key_blocks), full.transpose(key_blocks))
-        transposed = (partial_t.counts, partial_t.indices, full_t.counts, full_t.indices)
+    partial, full = _same_width(partial, full)
+    return BlockTables(
+        partial,
+        full,
+        partial_t,
+        full_t,
+        blocks,
+        plan.spans.first,
+        plan.spans.last,
+        plan.to_dense() if merged or device.type == "cpu" else None,
+        (plan.query_block, plan.key_block),
+    )
+
+
+def block_mask(tables: BlockTables, q_length: int, kv_length: int) -> BlockMask:
+    """The tables as a BlockMask for q and k of these lengths."""
+    first, last, bitmap = tables.first, tables.last, tables.bitmap
+    rows, columns = tables.bitmap_blocks
+
+    def in_span(batch, head, query, key):
+        return (key >= first[batch, query]) & (key <= last[batch, query])
+
+    def listed_and_in_span(batch, head, query, key):
+        listed = bitmap[batch, head, query // rows, key // columns]
+        return listed & in_span(batch, head, query, key)
+
+    transposed = (None,) * 4
+    if tables.partial_t is not None:
+        transposed = (*tables.partial_t, *tables.full_t)
     return BlockMask(
-        (plan.q_length, plan.kv_length),
-        partial.counts,
-        partial.indices,
-        full.counts,
-        full.indices,
+        (q_length, kv_length),
+        *tables.partial,
+        *tables.full,
         *transposed,
-        BLOCK_SIZE=blocks,
-        mask_mod=allowed,
+        BLOCK_SIZE=tables.blocks,
+        mask_mod=in_span if bitmap is None else listed_and_in_span,
     )
 
 
@@ -131,9 +174,9 @@ def _merged(plan: BlockPlan) -> tuple[BlockLists, BlockLists, tuple[int, int]]:
     return BlockLists.from_dense(whole), BlockLists.from_dense(some), blocks
 
 
-def _same_width(one: BlockLists, other: BlockLists) -> tuple[BlockLists, BlockLists]:
-    width = max(one.width, other.width)
-    return one.widened(width), other.widened(width)
+def _same_width(*lists: BlockLists) -> tuple[tuple[Tensor, Tensor], ...]:
+    width = max(each.width for each in lists)
+    return tuple((each.counts, each.widened(width).indices) for each in lists)
 
 
 def kernel_options(plan: BlockPlan, q: Tensor) -> dict[str, int | str] | None:
