@@ -418,6 +418,11 @@ def _refuse(
                 f"{name} is set ({meaning}); 'cab' does not compute them. "
                 "Use attn_implementation='eager' or a flash implementation for this model."
             )
+    if kwargs.get("cache") is not None:
+        raise NotImplementedError(
+            "cache is a paged cache (continuous batching); 'cab' does not read one. "
+            "Use attn_implementation='sdpa' for generate_batch."
+        )
     if kwargs.get("position_bias") is not None:
         raise NotImplementedError(
             "position_bias is set; 'cab' adds no bias to logits. Use attn_implementation='sdpa'."

@@ -46,7 +46,7 @@ class CabConfig:
         engine: ``"auto"``, ``"reference"`` or ``"flex"``. One asked for by name never falls back.
         predictor: name of a registered predictor; ``"curvature"`` is CAB.
         sparse_decode: when True, single-token steps attend only the blocks the predictor selects;
-            otherwise they attend everything.
+            otherwise, and on a static cache, they attend everything.
 
     Raises:
         ValueError: naming the field, the value seen and what is accepted.

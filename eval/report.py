@@ -296,8 +296,8 @@ def heatmap(
         grid = [[shares.get((x, y), math.nan) for x in xs] for y in ys]
         image = axis.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
         axis.set_title(name, fontsize=9)
-        axis.set_xticks(range(len(xs)), [f"{x:g}" for x in xs], fontsize=7)
-        axis.set_yticks(range(len(ys)), [f"{y:g}" for y in ys], fontsize=7)
+        axis.set_xticks(range(len(xs)), [f"{round(x, 2):g}" for x in xs], fontsize=7)
+        axis.set_yticks(range(len(ys)), [f"{round(y, 2):g}" for y in ys], fontsize=7)
         for (x, y), share in shares.items():
             place = (xs.index(x), ys.index(y))
             ink = "white" if share < 0.6 else "black"

@@ -67,8 +67,7 @@ def stats(model: PreTrainedModel, reset: bool = False) -> list[dict[str, Any]]:
 def attention_layers(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
     """(layer index, module) of every self-attention module, in order."""
     for module in model.modules():
-        projects = hasattr(module, "q_proj") or hasattr(module, "qkv_proj")
-        if projects and hasattr(module, "layer_idx"):
+        if getattr(module, "is_causal", False) and hasattr(module, "layer_idx"):
             yield module.layer_idx, module
 
 
@@ -79,10 +78,10 @@ def _sentence(
     reason = dense_reason(config, module.layer_idx, tokens, tokens, window)
     if reason:
         return f"dense, {reason}"
-    weight = next(module.parameters())
+    weight, text = next(module.parameters()), module.config
     work = engine.Workload(
         device=weight.device.type,
-        head_dim=module.head_dim,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         dtype=dtype,
         training=training,
         query_block=config.query_block,

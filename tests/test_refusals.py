@@ -143,6 +143,11 @@ def test_position_bias():
         call(torch.zeros(1, 1, 8, 16), position_bias=torch.zeros(1, 1, 8, 8))
 
 
+def test_continuous_batching():
+    with pytest.raises(NotImplementedError, match="paged cache"):
+        call(torch.zeros(1, 1, 8, 16), cache=object())
+
+
 def test_chunked_attention_layers():
     with pytest.raises(NotImplementedError, match="chunks of 4"):
         call(torch.zeros(1, 1, 8, 16), mask=CabMask(1, 8, 8, 0, window=4))

@@ -189,8 +189,9 @@ def kernel_options(plan: BlockPlan, q: Tensor) -> dict[str, int | str] | None:
     # named, since for short queries AUTO picks the decoding kernel, which reads other mask shapes
     options = {
         "BACKEND": "TRITON",
-        "fwd_BLOCK_M": min(rows, plan.query_block),
-        "fwd_BLOCK_N": min(columns, plan.key_block),
+        # the largest power of two that divides the block
+        "fwd_BLOCK_M": min(rows, plan.query_block & -plan.query_block),
+        "fwd_BLOCK_N": min(columns, plan.key_block & -plan.key_block),
         "fwd_num_stages": stages,
     }
     return options
