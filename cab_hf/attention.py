@@ -225,11 +225,6 @@ def cab_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: CabMask | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    position_ids: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Block-sparse attention under the signature of transformers' attention functions.
@@ -238,8 +233,9 @@ def cab_attention(
         query: [B, H, N_q, D] after RoPE.
         key, value: [B, H_kv, N_k, D] after the cache update.
         attention_mask: what `cab_mask` made, or None for plain causal attention.
-        position_ids: int [B, N_q]; positions that fall back mark packed documents.
-        cu_seq_lens_q: int [documents + 1], cumulative lengths of packed documents (batch 1).
+        kwargs: what transformers adds; ``scaling`` (1/sqrt(D) by default), ``position_ids`` int
+            [B, N_q], which mark packed documents where they fall back, and ``cu_seq_lens_q`` int
+            [documents + 1], their cumulative lengths, are used.
 
     Returns:
         [B, N_q, H, D], and None for the attention weights, which never exist.
@@ -247,10 +243,7 @@ def cab_attention(
     Raises:
         ValueError, NotImplementedError: for what cannot be computed exactly as asked.
     """
-    return _attend(
-        module, query, key, value, attention_mask, scaling, dropout, sliding_window, position_ids,
-        cu_seq_lens_q, sparse=True, **kwargs,
-    )  # fmt: skip
+    return _attend(module, query, key, value, attention_mask, sparse=True, **kwargs)
 
 
 def cab_dense_attention(
@@ -259,18 +252,10 @@ def cab_dense_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: CabMask | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    position_ids: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Exact attention through the same door as `cab_attention`, with the same arguments."""
-    return _attend(
-        module, query, key, value, attention_mask, scaling, dropout, sliding_window, position_ids,
-        cu_seq_lens_q, sparse=False, **kwargs,
-    )  # fmt: skip
+    return _attend(module, query, key, value, attention_mask, sparse=False, **kwargs)
 
 
 def _attend(
@@ -279,12 +264,12 @@ def _attend(
     key: Tensor,
     value: Tensor,
     mask: CabMask | None,
-    scaling: float | None,
-    dropout: float,
-    sliding_window: int | None,
-    position_ids: Tensor | None,
-    cu_seq_lens: Tensor | None,
     sparse: bool,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     _refuse(module, query, key, mask, dropout, sliding_window, kwargs)
@@ -293,7 +278,7 @@ def _attend(
     if mask is None:
         kv_length = key.shape[2]
         mask = CabMask(query.shape[0], query.shape[2], kv_length, kv_length - query.shape[2])
-    mask.find_documents(position_ids, cu_seq_lens)
+    mask.find_documents(position_ids, cu_seq_lens_q)
     config = settings(module.config)
     layer = getattr(module, "layer_idx", None)
     if not sparse or dense_reason(config, layer, mask.q_length, mask.kv_length, mask.window):
