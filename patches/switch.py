@@ -43,7 +43,7 @@ def apply_cab(
         ValueError: for a bad setting, or a model whose attention cannot be replaced by name.
     """
     text = _text_config(model)
-    config = dataclasses.replace(config or settings(text), **_known(overrides))
+    config = CabConfig.from_dict({**(config or settings(text)).to_dict(), **overrides})
     make_predictor(config)
     before = _Before(text._attn_implementation, getattr(text, "cab_config", None))
     _switch(model, "cab")
@@ -98,13 +98,3 @@ def _switch(model: PreTrainedModel, implementation: str) -> None:
 
 def _text_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config()
-
-
-def _known(overrides: dict[str, Any]) -> dict[str, Any]:
-    fields = [field.name for field in dataclasses.fields(CabConfig)]
-    for name in overrides:
-        if name not in fields:
-            raise ValueError(
-                f"CabConfig has no field {name!r}; its fields are {', '.join(fields)}."
-            )
-    return overrides
