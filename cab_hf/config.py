@@ -47,6 +47,8 @@ class CabConfig:
         predictor: name of a registered predictor; ``"curvature"`` is CAB.
         sparse_decode: when True, single-token steps attend only the blocks the predictor selects;
             otherwise, and on a static cache, they attend everything.
+        check_finite: refuse queries and keys that hold infinities or NaN, by name. Costs a pass
+            over both and a wait for the device in every sparse layer; not under CUDA graphs.
 
     Raises:
         ValueError: naming the field, the value seen and what is accepted.
@@ -69,6 +71,7 @@ class CabConfig:
     engine: str = "auto"
     predictor: str = "curvature"
     sparse_decode: bool = False
+    check_finite: bool = False
 
     def __post_init__(self) -> None:
         for name in ("query_block", "key_block"):
@@ -92,8 +95,9 @@ class CabConfig:
         for name in ("engine", "predictor"):
             if not isinstance(getattr(self, name), str):
                 self._refuse(name, "a name (str)")
-        if not isinstance(self.sparse_decode, bool):
-            self._refuse("sparse_decode", "True or False")
+        for name in ("sparse_decode", "check_finite"):
+            if not isinstance(getattr(self, name), bool):
+                self._refuse(name, "True or False")
         layers = self.dense_layers
         if not isinstance(layers, (tuple, list)) or not all(_is_int(i) and i >= 0 for i in layers):
             self._refuse("dense_layers", "a tuple of layer indices >= 0")

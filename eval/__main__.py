@@ -7,10 +7,13 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-# command -> what it measures; each is a module with `Settings`, `run(settings)`
+# command -> what it measures; each is a module with `Settings` and `run(settings)`, or, where it
+# has commands of its own, with `main(arguments)`
 COMMANDS = {
+    "bridges": "which selection formula finds bridges between communities",
     "passkey": "find a number hidden in a long text",
     "readme": "write the tables of README.md from the results",
+    "speed": "time an op beside the best dense attention",
 }
 
 
@@ -27,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name == chosen:
             # only the chosen command is imported: torch and transformers take seconds
             module = importlib.import_module(f"cab_hf.eval.{name}")
+            if hasattr(module, "main"):
+                return module.main(arguments[arguments.index(name) + 1 :])
             add_options(command, module.Settings)
     parsed = parser.parse_args(arguments)
     try:

@@ -1,7 +1,8 @@
 """The tables of README.md, written from the results they show.
 
 A table stands between ``<!-- results: FOLDER -->`` and ``<!-- end -->``, FOLDER being a folder of
-``eval/results``. Nothing between the two is typed by hand.
+``eval/results``. Nothing between the two is typed by hand. A folder is read by the command it is
+named after, and by ``passkey`` where it is named after none.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from cab_hf.eval import passkey, report
+from cab_hf.eval import bridges, passkey, report, speed
 from cab_hf.eval.settings import option
 
 ROOT = Path(__file__).parents[1]
@@ -32,15 +34,24 @@ def render(page: str, results: Path) -> str:
         folder = results / place[2]
         content = json.loads((folder / "results.json").read_text())
         rows, made = content["rows"], content["provenance"]
-        shown = report.markdown_table(rows, passkey.COLUMNS)
-        said = "\n".join(f"* {sentence}" for sentence in passkey.readings(rows))
+        shown, sentences = _read(place[2], rows)
+        said = "\n".join(f"* {sentence}" for sentence in sentences)
         source = (
             f"{made['device']}, torch {made['versions']['torch']}, commit {made['commit'][:7]}; "
-            f"samples and heat map in [eval/results/{place[2]}](eval/results/{place[2]})."
+            f"rows and figure in [eval/results/{place[2]}](eval/results/{place[2]})."
         )
         return f"{place[1]}{shown}\n\n{said}\n\n{source}\n{place[3]}"
 
     return PLACE.sub(table, page)
+
+
+def _read(folder: str, rows: list[dict[str, Any]]) -> tuple[str, list[str]]:
+    """(table, sentences) of the rows of a folder of results."""
+    if folder.startswith("bridges"):
+        return bridges.overview(rows), bridges.readings(rows)
+    if folder.startswith("speed"):
+        return report.markdown_table(rows, speed.COLUMNS), speed.readings(rows)
+    return report.markdown_table(rows, passkey.COLUMNS), passkey.readings(rows)
 
 
 def run(settings: Settings) -> None:

@@ -8,9 +8,10 @@ from tiny import FULL, SPARSE, qkv, tiny_model, tokens
 
 import cab_hf
 from cab_hf import CabConfig, engine
+from cab_hf.frame import Frame
 from cab_hf.ops import flex, reference
-from cab_hf.plan import Spans
-from cab_hf.predictor import CurvaturePredictor
+from cab_hf.plan import BlockLists, Spans, block_visibility
+from cab_hf.predictor import CurvaturePredictor, by_reference
 
 pytestmark = pytest.mark.gpu
 BLOCKS = [
@@ -139,3 +140,149 @@ def test_no_tensor_of_n_by_n_at_131072_tokens(gpu):
         out = engine.run("flex", q, k, v, plan, 128**-0.5)
     assert torch.isfinite(out).all()
     assert (torch.cuda.max_memory_allocated() - inputs) / 2**30 < 12
+
+
+# --- the predictor's kernels
+
+PREDICTED = [
+    pytest.param(CabConfig(), {}, id="default"),
+    pytest.param(CabConfig(), {"dtype": torch.float16}, id="float16"),
+    pytest.param(CabConfig(), {"dtype": torch.float32}, id="float32"),
+    pytest.param(CabConfig(curvature="forman"), {}, id="forman"),
+    pytest.param(CabConfig(max_density=0.1), {}, id="capped"),
+    pytest.param(CabConfig(query_block=64, key_block=128), {}, id="wide-keys"),
+    pytest.param(CabConfig(query_block=64, coarsen="mean"), {}, id="mean"),
+    pytest.param(CabConfig.published(), {}, id="published"),
+    pytest.param(CabConfig.published(curvature="additive"), {}, id="published-additive"),
+    pytest.param(CabConfig.published(), {"dtype": torch.float32}, id="published-float32"),
+    pytest.param(CabConfig(), {"q_length": 3000}, id="chunk"),
+    pytest.param(CabConfig(), {"length": 129, "batch": 2}, id="block-and-one"),
+    pytest.param(CabConfig(), {"length": 127}, id="block-less-one"),
+    pytest.param(CabConfig(), {"length": 40}, id="below-one-block"),
+    pytest.param(CabConfig(), {"length": 1025, "batch": 32, "heads": 3, "kv_heads": 1}, id="b32"),
+    *(
+        pytest.param(CabConfig(), {"dim": dim, "length": 4097}, id=f"d{dim}")
+        for dim in (16, 64, 80, 96, 192, 256)
+    ),
+    pytest.param(
+        CabConfig(), {"dim": 256, "length": 4097, "dtype": torch.float32}, id="d256-float32"
+    ),
+]
+
+
+def heads_on(
+    device,
+    length=8191,
+    q_length=None,
+    batch=1,
+    heads=8,
+    kv_heads=2,
+    dim=128,
+    dtype=torch.bfloat16,
+    topics=32,
+):
+    """q and k as a model lays them out, with runs of tokens about one thing, as in text."""
+    generator = torch.Generator(device).manual_seed(0)
+    like = {"device": device, "generator": generator}
+    theme = torch.randn(topics, dim, **like)
+    theme *= 0.8 * dim**0.5 / theme.norm(dim=-1, keepdim=True)
+    runs = torch.randint(topics, (length // 300 + 1,), **like).repeat_interleave(300)[:length]
+    k = torch.randn(batch, length, kv_heads, dim, **like) + theme[runs][:, None]
+    q = torch.randn(batch, length, heads, dim, **like) + theme[runs][:, None]
+    q = q[:, length - (q_length or length) :]
+    return q.to(dtype).transpose(1, 2), k.to(dtype).transpose(1, 2)
+
+
+def lost_mass(q, k, spans, config, kept, meant):
+    """Estimated attention mass that rows keep less of than they are meant to, on average."""
+    visible = block_visibility(spans, config.query_block, config.key_block)
+    queries = reference.coarsen_queries(q, spans.last >= 0, config.query_block, config.coarsen)
+    keys = reference.coarsen_keys(k, spans.key_valid, config.key_block, config.coarsen)
+    upper, mean = reference.block_logits(queries, keys, q.shape[-1] ** -0.5)
+    mass = reference.block_log_mass((upper + mean) / 2, visible.unsqueeze(1)).exp()
+    gain = (mass * kept).sum(-1) - (mass * meant).sum(-1)
+    return (-gain).clamp(min=0).mean()
+
+
+@pytest.mark.parametrize(("config", "shape"), PREDICTED)
+def test_kernels_select_what_the_reference_selects(gpu, config, shape):
+    q, k = heads_on(gpu, **shape)
+    spans = Spans.causal(q.shape[0], q.shape[2], k.shape[2], gpu)
+    scale = q.shape[-1] ** -0.5
+    plan = CurvaturePredictor(config)(q, k, spans, scale)
+    plan.validate()
+    found = plan.to_dense()
+    meant = by_reference(q, k, spans, scale, config).to_dense()
+    # rounding moves thresholds; nothing else may differ
+    assert (found != meant).sum() <= 0.001 * meant.sum()
+    assert lost_mass(q, k, spans, config, found, meant) <= 1e-3
+    again = CurvaturePredictor(config)(q, k, spans, scale)
+    assert torch.equal(found, again.to_dense())
+
+
+def test_kernels_select_for_padded_and_packed_texts(gpu):
+    q, k = heads_on(gpu, length=2000, batch=2)
+    valid = torch.ones(2, 2000, dtype=torch.bool, device=gpu)
+    valid[0, :333] = False
+    document = (torch.arange(2000, device=gpu) >= 900).long().expand(2, -1)
+    frame = Frame.build(2, 2000, 2000, 0, valid, document, align=128, device=gpu)
+    q, k = frame.queries(q), frame.keys(k)
+    found = CurvaturePredictor(CabConfig())(q, k, frame.spans, 128**-0.5).to_dense()
+    meant = by_reference(q, k, frame.spans, 128**-0.5, CabConfig()).to_dense()
+    assert (found != meant).sum() <= 0.001 * meant.sum()
+
+
+def test_predicting_is_captured_in_a_cuda_graph(gpu):
+    q, k = heads_on(gpu)
+    spans = Spans.causal(1, 8191, 8191, gpu)
+    predictor = CurvaturePredictor(CabConfig())
+    predictor(q, k, spans, 128**-0.5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = predictor(q, k, spans, 128**-0.5)
+    q.copy_(q.roll(512, dims=2))
+    graph.replay()
+    meant = predictor(q, k, spans, 128**-0.5)
+    assert torch.equal(captured.to_dense(), meant.to_dense())
+
+
+def test_predicting_compiles_without_a_break(gpu):
+    q, k = heads_on(gpu, length=2000)
+    spans = Spans.causal(1, 2000, 2000, gpu)
+    predictor = CurvaturePredictor(CabConfig())
+
+    @torch.compile(fullgraph=True)
+    def compiled(q, k):
+        plan = predictor(q, k, spans, 128**-0.5)
+        return plan.full.counts, plan.full.indices, plan.partial.counts, plan.partial.indices
+
+    counts, indices, *partial = compiled(q, k)
+    plan = predictor(q, k, spans, 128**-0.5)
+    assert torch.equal(BlockLists(counts, indices).to_dense(32), plan.full.to_dense(32))
+    assert torch.equal(BlockLists(*partial).to_dense(32), plan.partial.to_dense(32))
+
+
+def test_predicting_never_waits_for_the_device(gpu):
+    q, k = heads_on(gpu)
+    spans = Spans.causal(1, 8191, 8191, gpu)
+    CurvaturePredictor(CabConfig())(q, k, spans, 128**-0.5)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        CurvaturePredictor(CabConfig())(q, k, spans, 128**-0.5)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    ("length", "mib"),
+    [pytest.param(131_072, 600, id="128k"), pytest.param(1_048_576, 12 << 10, id="1m")],
+)
+def test_predicting_stays_within_its_memory(gpu, length, mib):
+    q, k = heads_on(gpu, length=length, heads=32, kv_heads=8)
+    spans = Spans.causal(1, length, length, gpu)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    plan = CurvaturePredictor(CabConfig())(q, k, spans, 128**-0.5)
+    assert (torch.cuda.max_memory_allocated() - before) / 2**20 <= mib
+    assert plan.full.counts.min() >= 0

@@ -12,7 +12,10 @@ import pytest
 import cab_hf
 
 ROOT = Path(__file__).parents[1]
-FLOORS = ["config", "plan", "ops", "engine", "predictor", "frame", "attention", "patches", "eval"]
+FLOORS = [
+    *("config", "plan", "ops", "published", "engine", "predictor", "frame", "layers"),
+    *("attention", "patches", "eval"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +104,7 @@ def test_importing_is_cheap_and_touches_no_gpu():
 
 
 def test_imports_run_one_way():
-    """eval -> patches -> attention -> frame, predictor, engine -> ops -> plan, config."""
+    """eval -> patches -> attention, layers -> frame, predictor, engine -> ops -> plan, config."""
     rank = {name: place for place, name in enumerate(FLOORS)}
     rank["frame"] = rank["engine"] = rank["predictor"]
     folders = [ROOT / "cab_hf", ROOT / "patches", ROOT / "eval"]

@@ -17,6 +17,8 @@ from cab_hf.plan import BlockPlan, Spans
 
 # rows of attention computed at a time: bounds the token mask, not the result
 QUERY_CHUNK = 256
+# a mass target met within this is met: sums of thousands of float32 shares are no better
+MASS_TOLERANCE = 1e-5
 
 
 # --- coarsen
@@ -233,7 +235,7 @@ def top_mass(log_mass: Tensor, forced: Tensor, visible: Tensor, mass: float, cap
     queued = share.gather(-1, order)
     before = queued.cumsum(-1) - queued
     rank = torch.arange(queued.shape[-1], device=queued.device)
-    taken = torch.ones_like(forced) if mass >= 1 else before < mass
+    taken = torch.ones_like(forced) if mass >= 1 else before < mass - MASS_TOLERANCE
     taken = (taken & (rank < cap)).gather(-1, order.argsort(-1))
     return (taken | forced) & visible
 

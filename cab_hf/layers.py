@@ -1,0 +1,180 @@
+"""The published recipe as layers of one's own model: attention, and a transformer block around it.
+
+For models of the Hub there is nothing to build; see `cab_hf.apply_cab`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cab_hf.config import CabConfig
+from cab_hf.engine import ENGINES, Workload, choose, needs_grad, run
+from cab_hf.plan import BlockPlan, Spans
+from cab_hf.predictor import CurvaturePredictor
+from cab_hf.published import CoarseCurvaturePredictor
+
+
+class CABAttention(nn.Module):
+    """Multi-head block-sparse self-attention under `CabConfig.published`.
+
+    There is no positional encoding: add one to ``x``, or order is known from causality alone. Which
+    blocks are attended is decided without gradient for a query block as a whole, so an early query
+    can be given other blocks because of later queries of its block, never a key it may not see.
+    Attention over the chosen blocks and the projections are differentiated exactly.
+
+    Args:
+        dim: channels of x, a multiple of ``num_heads``.
+        num_heads: query heads.
+        block_size: tokens in a query block and in a key block, a multiple of 16.
+        sparsity: share of every row's visible blocks that is dropped, in [0, 1); 0 is exact.
+        num_kv_heads: key and value heads, a divisor of ``num_heads`` and by default as many.
+        formula: ``"forman"`` or ``"additive"``; see `cab_hf.published.compute_block_frc`.
+        causal: whether a token sees the tokens up to itself only. Otherwise every token may see
+            every other, and column strengths are those of the whole column.
+        bias: whether the four projections have one.
+        engine: as in `CabConfig`.
+
+    Raises:
+        ValueError: naming the argument, the value seen and what is accepted.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        block_size: int = 64,
+        sparsity: float = 0.95,
+        *,
+        num_kv_heads: int | None = None,
+        formula: str = "forman",
+        causal: bool = True,
+        bias: bool = False,
+        engine: str = "auto",
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _require_divisor("num_heads", num_heads, "dim", dim)
+        _require_divisor("num_kv_heads", num_kv_heads, "num_heads", num_heads)
+        if engine not in ("auto", *ENGINES):
+            known = ", ".join(map(repr, ("auto", *ENGINES)))
+            raise ValueError(f"engine is {engine!r}; it must be one of {known}.")
+        # made in any case: it names what it refuses as it is named here, the config does not
+        published = CoarseCurvaturePredictor(block_size, sparsity, formula=formula, causal=causal)
+        if block_size % 16:
+            raise ValueError(f"block_size is {block_size}; it must be a multiple of 16.")
+        self.config = CabConfig.published(
+            sparsity, formula, query_block=block_size, key_block=block_size, engine=engine
+        )
+        self.causal = causal
+        self.predictor = CurvaturePredictor(self.config) if causal else published
+        self.head_dim = dim // num_heads
+        self.q_proj = nn.Linear(dim, dim, bias=bias)
+        self.k_proj = nn.Linear(dim, num_kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(dim, num_kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(dim, dim, bias=bias)
+
+    def forward(self, x: Tensor, return_plan: bool = False) -> Tensor | tuple[Tensor, BlockPlan]:
+        """x [B, N, dim] -> [B, N, dim], and with ``return_plan`` the plan (``plan.density()``).
+
+        Raises:
+            ValueError: for another shape, or an engine asked for by name that cannot run this.
+        """
+        if x.ndim != 3 or x.shape[-1] != self.q_proj.in_features or not x.numel():
+            raise ValueError(
+                f"the shape of x is {list(x.shape)}; it must be [B, N, {self.q_proj.in_features}], "
+                "none 0."
+            )
+        q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        scale = self.head_dim**-0.5
+        plan = self._plan(q, k, scale)
+        work = Workload(
+            device=q.device.type,
+            head_dim=self.head_dim,
+            dtype=q.dtype,
+            training=needs_grad(q, k, v),
+            query_block=plan.query_block,
+            key_block=plan.key_block,
+        )
+        out = run(choose(self.config.engine, work), q, k, v, plan, scale)
+        out = self.o_proj(out.transpose(1, 2).flatten(2))
+        return (out, plan) if return_plan else out
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _plan(self, q: Tensor, k: Tensor, scale: float) -> BlockPlan:
+        batch, _, length, _ = q.shape
+        if self.causal:
+            spans = Spans.causal(batch, length, length, q.device)
+            return self.predictor(q, k, spans, scale)
+        # CurvaturePredictor reads a query's own position off the end of its span, which says
+        # nothing when every span ends with the text
+        return BlockPlan.from_dense(
+            self.predictor(q, k),
+            _everything(batch, length, q.device),
+            query_block=self.config.query_block,
+            key_block=self.config.key_block,
+        )
+
+
+class CABAttentionLayer(nn.Module):
+    """A pre-norm transformer block: x + attention(norm(x)), then the same with an MLP.
+
+    RMSNorm, `CABAttention`, RMSNorm, and two linear maps with a GELU between them.
+
+    Args:
+        dim, num_heads, block_size, sparsity: see `CABAttention`.
+        mlp_ratio: hidden channels of the MLP over ``dim``.
+        attention: the keyword arguments of `CABAttention`; its ``bias`` holds for the MLP too.
+
+    Raises:
+        ValueError: naming the argument, the value seen and what is accepted.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        block_size: int = 64,
+        sparsity: float = 0.95,
+        *,
+        mlp_ratio: float = 4.0,
+        **attention: Any,
+    ) -> None:
+        super().__init__()
+        self.attention = CABAttention(dim, num_heads, block_size, sparsity, **attention)
+        if not 1 <= dim * mlp_ratio < math.inf:
+            raise ValueError(
+                f"mlp_ratio is {mlp_ratio}; it must give dim={dim} at least one hidden channel."
+            )
+        hidden = int(dim * mlp_ratio)
+        bias = attention.get("bias", False)
+        self.attention_norm = nn.RMSNorm(dim)
+        self.mlp_norm = nn.RMSNorm(dim)
+        self.mlp = nn.Sequential(
+            nn.Linear(dim, hidden, bias=bias), nn.GELU(), nn.Linear(hidden, dim, bias=bias)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, N, dim] -> [B, N, dim]."""
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+def _everything(batch: int, length: int, device: torch.device) -> Spans:
+    """Every query sees every key."""
+    first = torch.zeros(batch, length, device=device, dtype=torch.int32)
+    every_key = torch.ones(batch, length, device=device, dtype=torch.bool)
+    return Spans(first, first + (length - 1), every_key)
+
+
+def _require_divisor(name: str, value: Any, of: str, whole: Any) -> None:
+    for label, number in ((of, whole), (name, value)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ValueError(f"{label} is {number!r}; it must be a whole number >= 1.")
+    if whole % value:
+        raise ValueError(f"{name} is {value}; it must divide {of}={whole}.")

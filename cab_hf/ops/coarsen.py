@@ -1,0 +1,268 @@
+"""Coarsen on the GPU: one pass over Q and K to one summary per block.
+
+The definition is `reference.coarsen_queries` and `reference.coarsen_keys`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cab_hf.config import CabConfig
+from cab_hf.ops.reference import KeySummary
+from cab_hf.plan import Spans
+
+
+@dataclass(frozen=True, eq=False)
+class Summary:
+    """What is known of every block: float32 for float32 inputs, float16 for 16-bit ones.
+
+    float16 holds bfloat16 bounds from 2^-14 to 65504 exactly, means to 11 bits. What is larger
+    is cut to 65504, where nothing competes with it.
+
+    Attributes:
+        queries: [B, H, M_q, D].
+        keys: [3, B, H_kv, M_k, D], the fields mean, upper, lower of `reference.KeySummary`;
+            [1, ...] where a block is summarised by one vector.
+        rows: int32 [4, B, M_q], the fields min_first, max_first, min_last, max_last of `RowSpans`.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    rows: Tensor
+
+    @property
+    def box(self) -> bool:
+        """Whether keys have bounds."""
+        return self.keys.shape[0] == 3
+
+    def decoded(self) -> tuple[Tensor, KeySummary]:
+        """In the words of the reference: queries [B, H, M_q, D] and keys, float32."""
+        keys = self.keys.float()
+        return self.queries.float(), KeySummary(*keys) if self.box else KeySummary(*keys[[0, 0, 0]])
+
+
+def coarsen(q: Tensor, k: Tensor, spans: Spans, config: CabConfig) -> Summary:
+    """Summaries of q [B, H, N_q, D] by query block and of k [B, H_kv, N_k, D] by key block.
+
+    Strided views are read as they are, as long as D is contiguous.
+    """
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    batch, heads, q_length, dim = q.shape
+    q_blocks = triton.cdiv(q_length, config.query_block)
+    kv_blocks = triton.cdiv(k.shape[2], config.key_block)
+    box = config.coarsen == "box"
+    dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
+    summary = Summary(
+        queries=q.new_empty(batch, heads, q_blocks, dim, dtype=dtype),
+        keys=k.new_empty(3 if box else 1, batch, k.shape[1], kv_blocks, dim, dtype=dtype),
+        rows=q.new_empty(4, batch, q_blocks, dtype=torch.int32),
+    )
+    first, last, valid = (
+        x if x.stride(-1) == 1 else x.contiguous()
+        for x in (spans.first, spans.last, spans.key_valid)
+    )
+    _launch(q, first, last, summary.queries.unsqueeze(0), summary.rows, config.query_block, config)
+    _launch(k, valid, valid, summary.keys, summary.rows, config.key_block, config)
+    return summary
+
+
+def _launch(
+    x: Tensor,
+    first: Tensor,
+    real: Tensor,
+    target: Tensor,
+    rows: Tensor,
+    block: int,
+    config: CabConfig,
+) -> None:
+    batch, heads, length, dim = x.shape
+    blocks = target.shape[3]
+    queries = real.dtype != torch.bool
+    _coarsen_kernel[(batch * heads * blocks,)](
+        x,
+        first,
+        real,
+        target,
+        rows,
+        *x.stride()[:3],
+        first.stride(0),
+        real.stride(0),
+        target.stride(0),
+        rows.stride(0),
+        heads,
+        length,
+        blocks,
+        BLOCK=block,
+        # more rows at a time only fill registers; a box takes three times those of a mean
+        ROWS=32 if queries else 16,
+        D=dim,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        QUERIES=queries,
+        LOUDEST=config.coarsen == "max_l2",
+        BOX=target.shape[0] == 3,
+        num_warps=1,
+    )
+
+
+@triton.jit
+def _coarsen_kernel(
+    x,
+    first,
+    real,
+    target,
+    rows,
+    stride_b,
+    stride_h,
+    stride_n,
+    first_stride_b,
+    real_stride_b,
+    plane,
+    rows_plane,
+    heads,
+    length,
+    blocks,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    QUERIES: tl.constexpr,
+    LOUDEST: tl.constexpr,
+    BOX: tl.constexpr,
+):
+    """One block of one head: its summary to ``target``, [planes, B, heads, blocks, D]."""
+    # heads run fastest: neighbouring programs read neighbouring memory of a [B, N, H, D] tensor
+    pid = tl.program_id(0).to(tl.int64)
+    head = pid % heads
+    block = pid // heads % blocks
+    b = pid // (heads * blocks)
+    x += b * stride_b + head * stride_h
+    real += b * real_stride_b
+    channel = tl.arange(0, BLOCK_D)
+    target += ((b * heads + head) * blocks + block) * D + channel
+    if LOUDEST:
+        token = _loudest(x, stride_n, real, QUERIES, block, length, channel, BLOCK, ROWS, D)
+    else:
+        token, upper, lower = _mean_and_box(
+            x, stride_n, real, QUERIES, block, length, channel, BLOCK, ROWS, D, BLOCK_D, BOX
+        )
+        if BOX:
+            _store(target + plane, upper, channel < D)
+            _store(target + 2 * plane, lower, channel < D)
+    _store(target, token, channel < D)
+    if QUERIES and head == 0:
+        first += b * first_stride_b
+        rows += b * blocks + block
+        _store_row_spans(first, real, rows, rows_plane, block, length, BLOCK)
+
+
+@triton.jit
+def _store(target, x, mask):
+    if target.dtype.element_ty == tl.float16:
+        # the comparison keeps NaN
+        x = tl.where(tl.abs(x) > 65504.0, tl.where(x > 0, 65504.0, -65504.0), x)
+    tl.store(target, x, mask=mask)
+
+
+@triton.jit
+def _rows_of_block(real, QUERIES: tl.constexpr, block, start, length, BLOCK, ROWS: tl.constexpr):
+    """Token indices of some rows of a block, which of them exist, and which of these count."""
+    inside = start + tl.arange(0, ROWS)
+    token = block * BLOCK + inside
+    there = (inside < BLOCK) & (token < length)
+    if QUERIES:
+        counts = there & (tl.load(real + token, mask=there, other=-1) >= 0)
+    else:
+        counts = there & (tl.load(real + token, mask=there, other=0) != 0)
+    return token, there, counts
+
+
+@triton.jit
+def _mean_and_box(
+    source,
+    stride,
+    real,
+    QUERIES: tl.constexpr,
+    block,
+    length,
+    channel,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BOX: tl.constexpr,
+):
+    # [ROWS, BLOCK_D]: reduced over rows once, at the end
+    total = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    upper = tl.full([ROWS, BLOCK_D], float("-inf"), tl.float32)
+    lower = tl.full([ROWS, BLOCK_D], float("inf"), tl.float32)
+    counted = tl.zeros([ROWS], tl.int32)
+    for start in tl.static_range(0, BLOCK, ROWS):
+        token, there, counts = _rows_of_block(real, QUERIES, block, start, length, BLOCK, ROWS)
+        # what exists is read without waiting to know what counts
+        x = tl.load(
+            source + token[:, None] * stride + channel[None, :],
+            mask=there[:, None] & (channel[None, :] < D),
+            other=0.0,
+        ).to(tl.float32)
+        total += tl.where(counts[:, None], x, 0.0)
+        counted += counts.to(tl.int32)
+        if BOX:
+            upper = tl.maximum(upper, tl.where(counts[:, None], x, float("-inf")))
+            lower = tl.minimum(lower, tl.where(counts[:, None], x, float("inf")))
+    count = tl.sum(counted, 0)
+    mean = tl.sum(total, 0) / tl.maximum(count, 1).to(tl.float32)
+    top = tl.where(count > 0, tl.max(upper, 0), 0.0)
+    bottom = tl.where(count > 0, tl.min(lower, 0), 0.0)
+    return mean, top, bottom
+
+
+@triton.jit
+def _loudest(
+    source,
+    stride,
+    real,
+    QUERIES: tl.constexpr,
+    block,
+    length,
+    channel,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+):
+    """The token of largest norm; the first token where no token counts, as in the reference."""
+    best = -1.0
+    where = block * BLOCK
+    for start in tl.static_range(0, BLOCK, ROWS):
+        token, there, counts = _rows_of_block(real, QUERIES, block, start, length, BLOCK, ROWS)
+        x = tl.load(
+            source + token[:, None] * stride + channel[None, :],
+            mask=there[:, None] & (channel[None, :] < D),
+            other=0.0,
+        ).to(tl.float32)
+        norm = tl.where(counts, tl.sum(x * x, 1), -1.0)
+        loudest = tl.max(norm, 0)
+        here = tl.argmax(norm, 0, tie_break_left=True)
+        where = tl.where(loudest > best, block * BLOCK + start + here, where)
+        best = tl.maximum(best, loudest)
+    return tl.load(source + where * stride + channel, mask=channel < D, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_row_spans(first, last, target, plane, block, length, BLOCK: tl.constexpr):
+    nobody: tl.constexpr = 2147483647
+    SIZE: tl.constexpr = triton.next_power_of_2(BLOCK)
+    inside = tl.arange(0, SIZE)
+    token = block * BLOCK + inside
+    there = (inside < BLOCK) & (token < length)
+    end = tl.load(last + token, mask=there, other=-1)
+    begin = tl.load(first + token, mask=there, other=0)
+    real = end >= 0
+    tl.store(target, tl.min(tl.where(real, begin, nobody), 0))
+    tl.store(target + plane, tl.max(tl.where(real, begin, -1), 0))
+    tl.store(target + 2 * plane, tl.min(tl.where(real, end, nobody), 0))
+    tl.store(target + 3 * plane, tl.max(end, 0))

@@ -1,0 +1,497 @@
+"""Scores of the block graph on the GPU: logits, affinity, two-hop paths, column strengths.
+
+The definitions are `reference.block_logits`, `block_log_mass`, `two_hop` and `forman_curvature`.
+Everything here works on a run of heads, so that memory stays bounded however long the text is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cab_hf.config import CabConfig
+from cab_hf.ops.coarsen import Summary
+
+# affinities are at most 1; float16 keeps 11 bits of anything above 2^-29 when they are scaled up
+AFFINITY_SCALE = 32768.0
+# columns of a row of scores that a program selects from at a time
+ROW_CHUNK = 128
+# rows, and columns at a time, that one program turns into affinities
+AFFINITY_ROWS = 4
+AFFINITY_CHUNK = 128
+AFFINITY_WARPS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """The scores of some heads, float32; entries a row may not see mean nothing.
+
+    Attributes:
+        direct: [heads, M_q, width], upper logits (clusters) or mean logits (top-k); the first M_k
+            columns are key blocks.
+        estimate: the same shape, half of upper plus mean logits (clusters); None for top-k.
+        log_sum: [heads, M_q], log-sum-exp of a row of ``direct``; None without curvature.
+        hops: [heads, M_q, coarse width], two-hop weights on the query grid; None without curvature.
+        strength: like ``direct``, column strengths; None without Forman.
+    """
+
+    direct: Tensor
+    estimate: Tensor | None
+    log_sum: Tensor | None
+    hops: Tensor | None
+    strength: Tensor | None
+
+
+def uses_hops(config: CabConfig) -> bool:
+    """Whether curvature takes part in the selection at all."""
+    curved = config.curvature != "none" and config.redundancy > 0
+    return curved and (config.select == "topk" or config.bridges > 0)
+
+
+def bytes_per_head(q_blocks: int, kv_blocks: int, config: CabConfig) -> int:
+    """What the scores of one head take while they live."""
+    width, coarse = _widths(kv_blocks, config)
+    rows = 1 + (config.select == "clusters") + (config.curvature == "forman")
+    grids = 2 if uses_hops(config) else 0
+    return 4 * q_blocks * (rows * width + grids * coarse)
+
+
+def block_scores(
+    summary: Summary, start: int, stop: int, scale: float, config: CabConfig, prefix: bool
+) -> Scores:
+    """The scores of heads ``start`` to ``stop``, counted over batch rows and heads together.
+
+    ``prefix`` says that keys precede the first query (chunked prefill).
+    """
+    count, (kv_heads, kv_blocks) = stop - start, summary.keys.shape[2:4]
+    heads, q_blocks, dim = summary.queries.shape[1:]
+    clusters = config.select == "clusters"
+    width, coarse_width = _widths(kv_blocks, config)
+    direct = summary.queries.new_empty(count, q_blocks, width, dtype=torch.float32)
+    estimate = torch.empty_like(direct) if clusters else None
+    block_d = max(16, triton.next_power_of_2(dim))
+    block_m, block_n, steps, warps, stages = _score_tile(q_blocks, block_d, summary.queries.dtype)
+    tiles = triton.cdiv(q_blocks, block_m * steps) * triton.cdiv(kv_blocks, block_n)
+    _block_scores_kernel[(tiles * count,)](
+        summary.queries,
+        summary.keys,
+        summary.rows,
+        direct,
+        estimate,
+        scale,
+        start,
+        count,
+        summary.keys.stride(0),
+        summary.rows.stride(0),
+        heads,
+        kv_heads,
+        q_blocks,
+        kv_blocks,
+        width,
+        QUERY_BLOCK=config.query_block,
+        KEY_BLOCK=config.key_block,
+        D=dim,
+        BLOCK_D=block_d,
+        BOX=summary.box,
+        CLUSTERS=clusters,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        STEPS=steps,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    if not uses_hops(config):
+        return Scores(direct, estimate, None, None, None)
+
+    log_sum = direct.new_empty(count, q_blocks)
+    # affinities of 16-bit inputs come from 16-bit operands, and the products may take them so
+    half = summary.queries.dtype != torch.float32 and clusters
+    dtype = torch.float16 if half else torch.float32
+    affinity = direct.new_empty(count, q_blocks, coarse_width, dtype=dtype)
+    _affinity_kernel[(triton.cdiv(q_blocks, AFFINITY_ROWS) * count,)](
+        direct,
+        summary.rows,
+        log_sum,
+        affinity,
+        AFFINITY_SCALE if half else 1.0,
+        start,
+        count,
+        summary.rows.stride(0),
+        heads,
+        q_blocks,
+        width,
+        coarse_width,
+        QUERY_BLOCK=config.query_block,
+        KEY_BLOCK=config.key_block,
+        CLUSTERS=clusters,
+        ROWS=AFFINITY_ROWS,
+        CHUNK=AFFINITY_CHUNK,
+        num_warps=AFFINITY_WARPS,
+    )
+    return Scores(
+        direct,
+        estimate,
+        log_sum,
+        _two_hop(affinity, summary.rows, start, heads, prefix, half, config),
+        _column_strength(direct, log_sum, summary.rows, start, heads, kv_blocks, config),
+    )
+
+
+def _score_tile(q_blocks: int, block_d: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    """(rows, columns at a time, times, warps, stages) of a program of `_block_scores_kernel`."""
+    if dtype == torch.float32 and block_d > 128:
+        return 16, 16, 4, 4, 1
+    if dtype == torch.float32 or block_d > 128:
+        return 32, 32, 4, 4, 1
+    if q_blocks <= 128:
+        return 32, 64, 1, 4, 1
+    return 64, 64, 8, 4, 3
+
+
+def _hop_tile(q_blocks: int, half: bool) -> tuple[int, int, int, int]:
+    """(rows and columns, depth, warps, stages) of a program of `_two_hop_kernel`."""
+    block = 128 if half and q_blocks >= 512 else 64 if q_blocks > 64 else 32
+    return block, 64 if half else 32, 8 if block == 128 else 4, 3
+
+
+def _widths(kv_blocks: int, config: CabConfig) -> tuple[int, int]:
+    """Row lengths of the score tensors on the key and on the query grid, kept aligned."""
+    coarse = triton.cdiv(kv_blocks * config.key_block, config.query_block)
+    chunk = min(ROW_CHUNK, triton.next_power_of_2(max(kv_blocks, 32)))
+    return triton.cdiv(kv_blocks, chunk) * chunk, triton.cdiv(coarse, 32) * 32
+
+
+def _two_hop(
+    affinity: Tensor,
+    rows: Tensor,
+    start: int,
+    heads: int,
+    prefix: bool,
+    half: bool,
+    config: CabConfig,
+) -> Tensor:
+    count, q_blocks, width = affinity.shape
+    hops = torch.empty_like(affinity, dtype=torch.float32)
+    block, depth, warps, stages = _hop_tile(q_blocks, half)
+    tiles = triton.cdiv(q_blocks, block) * triton.cdiv(width, block)
+    _two_hop_kernel[(tiles * count,)](
+        affinity,
+        rows,
+        hops,
+        AFFINITY_SCALE**-2 if half else 1.0,
+        start,
+        count,
+        heads,
+        q_blocks,
+        rows.stride(0),
+        width,
+        QUERY_BLOCK=config.query_block,
+        PREFIX=prefix,
+        BLOCK_M=block,
+        BLOCK_N=block,
+        BLOCK_K=depth,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    return hops
+
+
+def _column_strength(
+    direct: Tensor,
+    log_sum: Tensor,
+    rows: Tensor,
+    start: int,
+    heads: int,
+    kv_blocks: int,
+    config: CabConfig,
+) -> Tensor | None:
+    if config.curvature != "forman":
+        return None
+    count, q_blocks, width = direct.shape
+    strength = torch.empty_like(direct)
+    _column_strength_kernel[(triton.cdiv(kv_blocks, 64), count)](
+        direct,
+        log_sum,
+        rows,
+        strength,
+        start,
+        heads,
+        q_blocks,
+        kv_blocks,
+        rows.stride(0),
+        width,
+        KEY_BLOCK=config.key_block,
+        CLUSTERS=config.select == "clusters",
+        BLOCK_M=32,
+        BLOCK_N=64,
+    )
+    return strength
+
+
+@triton.jit
+def visible_range(rows, plane, mask, BLOCK: tl.constexpr):
+    """First and last block of ``BLOCK`` tokens that rows of the plan see; (large, -1) for none."""
+    first = tl.load(rows, mask=mask, other=2147483647)
+    last = tl.load(rows + 3 * plane, mask=mask, other=-1)
+    # division rounds towards zero
+    return first // BLOCK, tl.where(last < 0, -1, last // BLOCK)
+
+
+@triton.jit
+def affinity_of(direct, log_sum, visible, CLUSTERS: tl.constexpr):
+    """Edge weights of the block graph: softmax of upper logits, or rectified mean logits."""
+    weight = tl.exp(direct - log_sum) if CLUSTERS else tl.where(direct > 0, direct, 0.0)
+    return tl.where(visible, weight, 0.0)
+
+
+@triton.jit
+def _product(a, b, acc):
+    """acc + a b; three tf32 products stand in for a float32 one."""
+    if a.dtype == tl.float32:
+        acc = tl.dot(a, b, acc, input_precision="tf32x3")
+    else:
+        acc = tl.dot(a, b, acc)
+    return acc
+
+
+@triton.jit
+def _block_scores_kernel(
+    queries,
+    keys,
+    rows,
+    direct,
+    estimate,
+    scale,
+    start,
+    count,
+    key_plane,
+    rows_plane,
+    heads,
+    kv_heads,
+    q_blocks,
+    kv_blocks,
+    width,
+    QUERY_BLOCK: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BOX: tl.constexpr,
+    CLUSTERS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    columns = tl.cdiv(kv_blocks, BLOCK_N)
+    per_head = tl.num_programs(0) // count
+    mine = (tl.program_id(0) // per_head).to(tl.int64)
+    tile = tl.program_id(0) % per_head
+    b = (start + mine) // heads
+    kv_head = b * kv_heads + (start + mine) % heads // (heads // kv_heads)
+    rows += b * q_blocks
+    queries += (start + mine) * q_blocks * D
+    j0 = tile % columns * BLOCK_N
+    j = j0 + tl.arange(0, BLOCK_N)
+    channel = tl.arange(0, BLOCK_D)
+    # [BLOCK_D, BLOCK_N]: keys stay, queries pass by
+    keys += (kv_head * kv_blocks * D).to(tl.int64)
+    key_tile = keys + j[None, :] * D + channel[:, None]
+    there = (j < kv_blocks)[None, :] & (channel[:, None] < D)
+    centre = tl.load(key_tile, mask=there, other=0.0)
+    top = centre
+    bottom = centre
+    if BOX:
+        top = tl.load(key_tile + key_plane, mask=there, other=0.0)
+        bottom = tl.load(key_tile + 2 * key_plane, mask=there, other=0.0)
+    first = tile // columns * BLOCK_M * STEPS
+    end = tl.minimum(first + BLOCK_M * STEPS, q_blocks)
+    # rows before this one end left of column j0: positions grow by one a query
+    earliest = (j0 * KEY_BLOCK - tl.load(rows + 2 * rows_plane)) // QUERY_BLOCK - 1
+    first = tl.maximum(first, earliest // BLOCK_M * BLOCK_M)
+    for i0 in range(first, end, BLOCK_M):
+        i = i0 + tl.arange(0, BLOCK_M)
+        inside = i < q_blocks
+        # [BLOCK_M, BLOCK_D]
+        query = tl.load(
+            queries + i[:, None] * D + channel[None, :],
+            mask=inside[:, None] & (channel[None, :] < D),
+            other=0.0,
+        )
+        nothing = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        mean = _product(query, centre, nothing)
+        upper = mean
+        if BOX:
+            # sum over channels of max(q u, q l) = q+ u + q- l
+            zero = tl.zeros_like(query)
+            upper = _product(tl.where(query > 0, query, zero), top, nothing)
+            upper = _product(tl.where(query > 0, zero, query), bottom, upper)
+        place = (mine * q_blocks + i)[:, None] * width + j[None, :]
+        written = inside[:, None] & (j < kv_blocks)[None, :]
+        tl.store(direct + place, (upper if CLUSTERS else mean) * scale, mask=written)
+        if CLUSTERS:
+            tl.store(estimate + place, (upper + mean) * (0.5 * scale), mask=written)
+
+
+@triton.jit
+def _affinity_kernel(
+    direct,
+    rows,
+    log_sum,
+    affinity,
+    affinity_scale,
+    start,
+    count,
+    rows_plane,
+    heads,
+    q_blocks,
+    width,
+    coarse_width,
+    QUERY_BLOCK: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    CLUSTERS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Edge weights of some rows summed to the query grid, zeros where a row sees nothing."""
+    # the longest rows first
+    tile = tl.num_programs(0) // count - 1 - tl.program_id(0) // count
+    mine = (tl.program_id(0) % count).to(tl.int64)
+    i = tile * ROWS + tl.arange(0, ROWS)
+    inside = i < q_blocks
+    rows += (start + mine) // heads * q_blocks + i
+    low, high = visible_range(rows, rows_plane, inside, KEY_BLOCK)
+    low = low[:, None]
+    high = high[:, None]
+    direct += ((mine * q_blocks + i) * width)[:, None]
+    ratio: tl.constexpr = QUERY_BLOCK // KEY_BLOCK if QUERY_BLOCK > KEY_BLOCK else 1
+    spread: tl.constexpr = KEY_BLOCK // QUERY_BLOCK if KEY_BLOCK > QUERY_BLOCK else 1
+    end = tl.max(tl.max(high, 1), 0) + 1
+
+    # [ROWS, CHUNK]
+    sums = tl.zeros([ROWS], tl.float32)
+    if CLUSTERS:
+        peak = tl.full([ROWS, CHUNK], -1e30, tl.float32)
+        total = tl.zeros([ROWS, CHUNK], tl.float32)
+        for j0 in range(tl.min(tl.min(low, 1), 0) // CHUNK * CHUNK, end, CHUNK):
+            j = (j0 + tl.arange(0, CHUNK))[None, :]
+            visible = (j >= low) & (j <= high)
+            score = tl.load(direct + j, mask=visible, other=float("-inf"))
+            new_peak = tl.maximum(peak, score)
+            total = total * tl.exp(peak - new_peak) + tl.exp(score - new_peak)
+            peak = new_peak
+        top = tl.max(peak, 1)
+        mass = tl.sum(total * tl.exp(peak - top[:, None]), 1)
+        sums = top + tl.log(tl.maximum(mass, 1e-30))
+    tl.store(log_sum + mine * q_blocks + i, sums, mask=inside)
+
+    affinity += ((mine * q_blocks + i) * coarse_width)[:, None]
+    for t0 in range(0, coarse_width, CHUNK):
+        t = (t0 + tl.arange(0, CHUNK))[None, :]
+        weight = tl.zeros([ROWS, CHUNK], tl.float32)
+        if t0 * ratio // spread < end:
+            for step in tl.static_range(ratio):
+                j = t * ratio // spread + step
+                visible = (j >= low) & (j <= high)
+                score = tl.load(direct + j, mask=visible, other=0.0)
+                weight += affinity_of(score, sums[:, None], visible, CLUSTERS)
+        written = inside[:, None] & (t < coarse_width)
+        tl.store(affinity + t, weight * (affinity_scale / spread), mask=written)
+
+
+@triton.jit
+def _two_hop_kernel(
+    affinity,
+    rows,
+    hops,
+    product_scale,
+    start,
+    count,
+    heads,
+    q_blocks,
+    rows_plane,
+    width,
+    QUERY_BLOCK: tl.constexpr,
+    PREFIX: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    mine = pid % count
+    columns = tl.cdiv(width, BLOCK_N)
+    # the longest rows first
+    tile = tl.num_programs(0) // count - 1 - pid // count
+    b = (start + mine) // heads
+    rows += b * q_blocks
+    i = tile // columns * BLOCK_M + tl.arange(0, BLOCK_M)
+    j0 = tile % columns * BLOCK_N
+    j = j0 + tl.arange(0, BLOCK_N)
+    inside = i < q_blocks
+    low, high = visible_range(rows + i, rows_plane, inside, QUERY_BLOCK)
+    # where row 0 of this call stands on the query grid: 0 unless a prefix came before
+    base = 0
+    if PREFIX:
+        base = (tl.maximum(tl.load(rows + 2 * rows_plane), 0) + QUERY_BLOCK // 2) // QUERY_BLOCK
+    end = tl.minimum(tl.max(high, 0) + 1 - base, q_blocks)
+    # rows before this one end left of column j0
+    begin = tl.maximum(j0 - base - 1, tl.minimum(tl.min(low, 0) - base, q_blocks))
+    begin = tl.maximum(begin, 0) // BLOCK_K * BLOCK_K
+
+    affinity += mine.to(tl.int64) * q_blocks * width
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for t0 in range(begin, end, BLOCK_K):
+        t = t0 + tl.arange(0, BLOCK_K)
+        known = t < q_blocks
+        # [BLOCK_M, BLOCK_K]: from row i to the column where row t stands
+        to_row = tl.load(
+            affinity + i.to(tl.int64)[:, None] * width + (base + t)[None, :],
+            mask=inside[:, None] & (known & (base + t < width))[None, :],
+            other=0.0,
+        )
+        # [BLOCK_K, BLOCK_N]: from row t to column j
+        onward = tl.load(
+            affinity + t.to(tl.int64)[:, None] * width + j[None, :],
+            mask=known[:, None] & (j < width)[None, :],
+            other=0.0,
+        )
+        total = _product(to_row, onward, total)
+    place = (mine.to(tl.int64) * q_blocks + i)[:, None] * width + j[None, :]
+    seen = inside[:, None] & (j[None, :] <= tl.max(high, 0)) & (j[None, :] < width)
+    tl.store(hops + place, total * product_scale, mask=seen)
+
+
+@triton.jit
+def _column_strength_kernel(
+    direct,
+    log_sum,
+    rows,
+    strength,
+    start,
+    heads,
+    q_blocks,
+    kv_blocks,
+    rows_plane,
+    width,
+    KEY_BLOCK: tl.constexpr,
+    CLUSTERS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    j = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mine = tl.program_id(1).to(tl.int64)
+    rows += (start + mine) // heads * q_blocks
+    above = tl.zeros([BLOCK_N], tl.float32)
+    for i0 in range(0, q_blocks, BLOCK_M):
+        i = i0 + tl.arange(0, BLOCK_M)
+        inside = i < q_blocks
+        low, high = visible_range(rows + i, rows_plane, inside, KEY_BLOCK)
+        visible = (j[None, :] >= low[:, None]) & (j[None, :] <= high[:, None])
+        place = (mine * q_blocks + i)[:, None] * width + j[None, :]
+        score = tl.load(direct + place, mask=visible, other=0.0)
+        sums = tl.load(log_sum + mine * q_blocks + i, mask=inside, other=0.0)
+        weight = affinity_of(score, sums[:, None], visible, CLUSTERS)
+        tl.store(strength + place, above[None, :] + tl.cumsum(weight, 0), mask=visible)
+        above += tl.sum(weight, 0)

@@ -1,0 +1,532 @@
+"""The published CAB classes, under their published names, on the ops of this package.
+
+`CabConfig.published` is the same recipe as a config. These names give its parts one by one: coarse
+tokens, curvature, mask, diagnostics. The formulas are those of `cab_hf.ops.reference`.
+"""
+
+from __future__ import annotations
+
+import math
+from os import PathLike
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cab_hf.ops import reference
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# which end of each formula's curvature is attended
+KEPT_SIDE = {"forman": "lowest", "additive": "highest"}
+# points of a scatter panel: bounds the size of the figure, evenly thinned beyond
+POINTS_DRAWN = 20_000
+QUANTILES = (0.1, 0.5, 0.9)
+
+
+# --- the recipe, part by part
+
+
+class BlockFrc(NamedTuple):
+    """Curvature of the block graph and what it is made of, float32 [B, H, M, M] each.
+
+    Rows are query blocks, columns key blocks; all three are 0 outside the causal part.
+    """
+
+    frc: Tensor
+    affinity: Tensor
+    triangles: Tensor
+
+
+def coarsen_qk_max_l2(q: Tensor, k: Tensor, block_size: int = 64) -> tuple[Tensor, Tensor]:
+    """The loudest token of every block: the one of largest L2 norm, the first of equals.
+
+    Args:
+        q: [B, H, N_q, D].
+        k: [B, H_kv, N_k, D], H a multiple of H_kv.
+        block_size: tokens in a block; the last block may hold fewer.
+
+    Returns:
+        float32 [B, H, M_q, D] and [B, H_kv, M_k, D], M = ceil(N / block_size).
+
+    Raises:
+        ValueError: for shapes that do not fit, or a block size below 1.
+    """
+    _require_heads("q", q, "k", k)
+    _require_whole("block_size", block_size)
+
+    def every_token(x: Tensor) -> Tensor:
+        return torch.ones(x.shape[0], x.shape[2], device=x.device, dtype=torch.bool)
+
+    queries = reference.coarsen_queries(q, every_token(q), block_size, "max_l2")
+    return queries, reference.coarsen_keys(k, every_token(k), block_size, "max_l2").mean
+
+
+def compute_block_frc(
+    q_coarse: Tensor,
+    k_coarse: Tensor,
+    *,
+    formula: str = "forman",
+    redundancy: float = 0.3,
+    causal: bool = True,
+) -> BlockFrc:
+    """Curvature of every (query block, key block) edge.
+
+    Edge weights are A = ReLU(Q K^T / sqrt(D)), 0 outside the causal part; A A are the triangles.
+
+    ``"forman"``: F = 4 A - S_i - S_j + 3 A A, with S_i the strength of row i and S_j of column j,
+    summed down to row i when causal. Forman-Ricci curvature; the published reading is that the
+    LOWEST is a bridge and is kept.
+
+    ``"additive"``: F = A scaled to [0, 1] over its row - ``redundancy`` * A A / M. The HIGHEST is
+    kept. M counts all blocks, so a longer text can change what an earlier row keeps.
+
+    Note that the lowest Forman curvature is not a strong edge: the F of an edge grows with its own
+    A. What is kept are weak edges, or none at all, to columns that earlier rows lean on.
+
+    Args:
+        q_coarse: [B, H, M, D].
+        k_coarse: [B, H_kv, M, D], H a multiple of H_kv.
+        formula: ``"forman"`` or ``"additive"``.
+        redundancy: weight of the triangles in ``"additive"``, in [0, 1]; unused in ``"forman"``.
+        causal: whether block i sees the blocks up to i only.
+
+    Raises:
+        ValueError: for shapes that do not fit, different numbers of query and key blocks, an
+            unknown formula, or a redundancy outside [0, 1].
+    """
+    _require_heads("q_coarse", q_coarse, "k_coarse", k_coarse)
+    _require_formula(formula, redundancy)
+    blocks = q_coarse.shape[2]
+    if k_coarse.shape[2] != blocks:
+        raise ValueError(
+            f"k_coarse has {k_coarse.shape[2]} blocks and q_coarse {blocks}; they must be equal in "
+            "number, since triangles walk from key blocks on as query blocks."
+        )
+    keys = k_coarse.float()
+    scale = q_coarse.shape[-1] ** -0.5
+    logits, _ = reference.block_logits(
+        q_coarse.float(), reference.KeySummary(keys, keys, keys), scale
+    )
+    visible = _visible_blocks(blocks, causal, logits.device)
+    affinity = logits.relu().masked_fill(~visible, 0.0)
+    triangles = affinity @ affinity
+    if formula == "additive":
+        frc = reference.min_max(affinity, visible) - redundancy * triangles / blocks
+    else:
+        frc = reference.forman_curvature(affinity, triangles)
+        if not causal:
+            # the reference sums a column down to the row itself; here all of it is seen
+            frc = frc + affinity.cumsum(-2) - affinity.sum(-2, keepdim=True)
+    return BlockFrc(frc.masked_fill(~visible, 0.0), affinity, triangles)
+
+
+def generate_block_mask_from_frc(
+    frc: Tensor,
+    sparsity: float = 0.95,
+    *,
+    keep: str = "lowest",
+    keep_diagonal: bool = True,
+    causal: bool = True,
+) -> Tensor:
+    """The blocks that are attended, bool [B, H, M, M].
+
+    A row that sees n blocks keeps ceil((1 - sparsity) * n) of them, the diagonal counted in; of
+    equals the lower index is kept.
+
+    Args:
+        frc: curvature, [B, H, M, M].
+        sparsity: share of every row's visible blocks that is dropped, in [0, 1).
+        keep: ``"lowest"`` curvature (Forman) or ``"highest"`` (additive).
+        keep_diagonal: keep every row's own block, whatever its curvature.
+        causal: whether block i sees the blocks up to i only.
+
+    Raises:
+        ValueError: for a curvature that is not square, a sparsity outside [0, 1), or an unknown
+            ``keep``.
+    """
+    _require_square("frc", frc)
+    _require_sparsity(sparsity)
+    visible = _visible_blocks(frc.shape[-1], causal, frc.device)
+    count = reference.share_of_row(visible, 1 - sparsity)
+    return _best_blocks(_kept_side_up(frc, keep), visible, count, keep_diagonal)
+
+
+def _best_blocks(score: Tensor, visible: Tensor, count: Tensor, keep_diagonal: bool) -> Tensor:
+    """The ``count`` best blocks of each row, the diagonal among them when it is forced."""
+    forced = _diagonal(visible) if keep_diagonal else torch.zeros_like(visible)
+    candidates = (visible & ~forced).expand_as(score)
+    return forced | reference.top_blocks(score, candidates, count - forced.sum(-1, keepdim=True))
+
+
+def _kept_side_up(frc: Tensor, keep: str) -> Tensor:
+    if keep not in KEPT_SIDE.values():
+        raise ValueError(f"keep is {keep!r}; it must be 'lowest' or 'highest'.")
+    return -frc if keep == "lowest" else frc
+
+
+def _visible_blocks(blocks: int, causal: bool, device: torch.device) -> Tensor:
+    everything = torch.ones(blocks, blocks, device=device, dtype=torch.bool)
+    return everything.tril() if causal else everything
+
+
+def _diagonal(visible: Tensor) -> Tensor:
+    return torch.eye(visible.shape[-1], device=visible.device, dtype=torch.bool)
+
+
+# --- predictors
+
+
+class CoarseCurvaturePredictor(nn.Module):
+    """The published predictor: max-L2 tokens, block curvature, a fixed share of every row.
+
+    On causal input, what it keeps is the plan of `CabConfig.published` with the same sparsity and
+    formula. It holds a few float32 [B, H, M, M] tensors at once; `CurvaturePredictor` works on some
+    heads at a time. It has no parameters, and no gradient flows through it.
+
+    Args:
+        block_size: tokens in a query block and in a key block.
+        sparsity: share of every row's visible blocks that is dropped, in [0, 1).
+        formula, redundancy, causal: see `compute_block_frc`.
+        keep_diagonal: keep every row's own block, whatever its curvature.
+
+    Raises:
+        ValueError: naming the argument, the value seen and what is accepted.
+    """
+
+    def __init__(
+        self,
+        block_size: int = 64,
+        sparsity: float = 0.95,
+        *,
+        formula: str = "forman",
+        redundancy: float = 0.3,
+        keep_diagonal: bool = True,
+        causal: bool = True,
+    ) -> None:
+        super().__init__()
+        _require_whole("block_size", block_size)
+        _require_sparsity(sparsity)
+        _require_formula(formula, redundancy)
+        self.block_size = block_size
+        self.sparsity = sparsity
+        self.formula = formula
+        self.redundancy = redundancy
+        self.keep_diagonal = keep_diagonal
+        self.causal = causal
+
+    @torch.no_grad()
+    def forward(
+        self, q: Tensor, k: Tensor, return_diagnostics: bool = False
+    ) -> Tensor | tuple[Tensor, BlockFrc]:
+        """The blocks kept for q [B, H, N, D] over k [B, H_kv, N, D], bool [B, H, M, M].
+
+        With ``return_diagnostics`` also the curvature they were chosen by.
+
+        Raises:
+            ValueError: for shapes that do not fit, or q and k of different lengths.
+        """
+        _require_heads("q", q, "k", k)
+        if q.shape[2] != k.shape[2]:
+            raise ValueError(
+                f"k has {k.shape[2]} tokens and q {q.shape[2]}; they must be of one length: these "
+                "classes take whole texts. CurvaturePredictor takes chunks over a cache."
+            )
+        queries, keys = coarsen_qk_max_l2(q, k, self.block_size)
+        diagnostics = compute_block_frc(
+            queries, keys, formula=self.formula, redundancy=self.redundancy, causal=self.causal
+        )
+        kept = self.select(diagnostics.frc)
+        return (kept, diagnostics) if return_diagnostics else kept
+
+    def select(self, frc: Tensor) -> Tensor:
+        """The blocks kept by their curvature ``frc``, [B, H, M, M] -> bool [B, H, M, M]."""
+        return generate_block_mask_from_frc(
+            frc,
+            self.sparsity,
+            keep=KEPT_SIDE[self.formula],
+            keep_diagonal=self.keep_diagonal,
+            causal=self.causal,
+        )
+
+    def extra_repr(self) -> str:
+        return f"block_size={self.block_size}, sparsity={self.sparsity}, formula={self.formula!r}"
+
+
+class AdaptiveCurvaturePredictor(CoarseCurvaturePredictor):
+    """The same, with a sparsity for each row taken from the row's own curvature.
+
+    A row keeps the blocks whose curvature lies more than ``threshold`` standard deviations beyond
+    the row's mean, on the side the formula keeps, and its diagonal block when ``keep_diagonal``.
+    Mean and (population) deviation are over the blocks the row sees; a row of equal curvatures has
+    none beyond a threshold of 0 or more. Where that is fewer than ceil(min_keep * n) of the row's n
+    visible blocks the next best are added, where it is more than ceil(max_keep * n) the worst are
+    left out, never the diagonal; of equals the lower index is kept. Nothing is drawn at random.
+
+    Args:
+        threshold: standard deviations from the row's mean; any finite number.
+        min_keep, max_keep: least and largest share of a row's visible blocks that is kept,
+            0 < min_keep <= max_keep <= 1. ``sparsity`` is 1 - min_keep, the largest a row can have.
+        block_size, formula, redundancy, keep_diagonal, causal: see `CoarseCurvaturePredictor`.
+
+    Raises:
+        ValueError: naming the argument, the value seen and what is accepted.
+    """
+
+    def __init__(
+        self,
+        block_size: int = 64,
+        *,
+        threshold: float = 1.0,
+        min_keep: float = 0.05,
+        max_keep: float = 0.5,
+        formula: str = "forman",
+        redundancy: float = 0.3,
+        keep_diagonal: bool = True,
+        causal: bool = True,
+    ) -> None:
+        _require(_is_number(threshold), "threshold", threshold, "a finite number")
+        for name, share in (("min_keep", min_keep), ("max_keep", max_keep)):
+            _require(_is_number(share) and 0 < share <= 1, name, share, "in (0, 1]")
+        _require(min_keep <= max_keep, "min_keep", min_keep, f"at most max_keep={max_keep}")
+        super().__init__(
+            block_size,
+            1 - min_keep,
+            formula=formula,
+            redundancy=redundancy,
+            keep_diagonal=keep_diagonal,
+            causal=causal,
+        )
+        self.threshold = threshold
+        self.min_keep = min_keep
+        self.max_keep = max_keep
+
+    def select(self, frc: Tensor) -> Tensor:
+        """The blocks kept by their curvature ``frc``, [B, H, M, M] -> bool [B, H, M, M]."""
+        _require_square("frc", frc)
+        visible = _visible_blocks(frc.shape[-1], self.causal, frc.device)
+        score = _kept_side_up(frc, KEPT_SIDE[self.formula])
+        # scaled first: a row of equal curvatures is then exactly its own mean
+        deviations = reference.standardise(reference.min_max(score, visible), visible)
+        beyond = visible & (deviations > self.threshold)
+        if self.keep_diagonal:
+            beyond = beyond | _diagonal(visible)
+        count = beyond.sum(-1, keepdim=True).clamp(
+            min=reference.share_of_row(visible, self.min_keep),
+            max=reference.share_of_row(visible, self.max_keep),
+        )
+        return _best_blocks(score, visible, count, self.keep_diagonal)
+
+    def extra_repr(self) -> str:
+        adaptive = f"threshold={self.threshold}, min_keep={self.min_keep}, max_keep={self.max_keep}"
+        return f"block_size={self.block_size}, {adaptive}, formula={self.formula!r}"
+
+
+# --- looking at it, counting it
+
+
+def visualize_frc_statistics(
+    frc: Tensor,
+    affinity: Tensor | None = None,
+    triangles: Tensor | None = None,
+    path: str | PathLike[str] | None = None,
+    *,
+    causal: bool = True,
+) -> Figure:
+    """A figure of how curvature is distributed; ``visualize_frc_statistics(*diagnostics)``.
+
+    Panels: its histogram over the causal part, the heat map of the first head of the first batch
+    row, its quantiles by row, and curvature against affinity and against triangles where these are
+    given. Draws on a figure of its own; nothing global changes.
+
+    Args:
+        frc, affinity, triangles: [B, H, M, M], as in `BlockFrc`.
+        path: where the figure is saved, in the format its ending names; the folder must exist.
+        causal: whether block i sees the blocks up to i only; the rest is not drawn.
+
+    Raises:
+        ValueError: for shapes that do not fit.
+        ImportError: without matplotlib.
+    """
+    _require_square("frc", frc)
+    others = {"affinity": affinity, "triangles": triangles}
+    others = {name: other for name, other in others.items() if other is not None}
+    for name, other in others.items():
+        expected = f"{list(frc.shape)} like frc"
+        _require(other.shape == frc.shape, f"the shape of {name}", list(other.shape), expected)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "visualize_frc_statistics draws with matplotlib, which cannot be imported; "
+            "`pip install matplotlib` brings it."
+        ) from error
+    frc = frc.detach().float().cpu()
+    visible = _visible_blocks(frc.shape[-1], causal, frc.device)
+    figure = Figure(figsize=(15, 8), layout="constrained")
+    panels = list(figure.subplots(2, 3).flat)
+    _draw_histogram(panels[0], frc[..., visible])
+    _draw_heat_map(panels[1], frc[0, 0].masked_fill(~visible, torch.nan))
+    _draw_quantiles(panels[2], frc, visible)
+    for panel, (name, other) in zip(panels[3:], others.items(), strict=False):
+        _draw_against(panel, name, other.detach().float().cpu()[..., visible], frc[..., visible])
+    for spare in panels[3 + len(others) :]:
+        spare.remove()
+    if path is not None:
+        figure.savefig(path)
+    return figure
+
+
+def _draw_histogram(axes: Axes, curvature: Tensor) -> None:
+    axes.hist(curvature.flatten().numpy(), bins=100)
+    axes.set(title="curvature, all heads", xlabel="curvature", ylabel="blocks")
+
+
+def _draw_heat_map(axes: Axes, curvature: Tensor) -> None:
+    image = axes.imshow(curvature.numpy(), aspect="equal")
+    axes.figure.colorbar(image, ax=axes)
+    axes.set(title="curvature, first head", xlabel="key block", ylabel="query block")
+
+
+def _draw_quantiles(axes: Axes, frc: Tensor, visible: Tensor) -> None:
+    levels = torch.tensor(QUANTILES)
+    rows = [frc[:, :, i, seen].flatten().quantile(levels) for i, seen in enumerate(visible)]
+    for level, line in zip(QUANTILES, torch.stack(rows, dim=1), strict=True):
+        axes.plot(line.numpy(), label=f"{level:.0%} lie below")
+    axes.legend()
+    axes.set(title="curvature by row, all heads", xlabel="query block", ylabel="curvature")
+
+
+def _draw_against(axes: Axes, name: str, other: Tensor, curvature: Tensor) -> None:
+    thin = slice(None, None, -(-other.numel() // POINTS_DRAWN))
+    axes.scatter(other.flatten()[thin].numpy(), curvature.flatten()[thin].numpy(), s=4, alpha=0.4)
+    axes.set(title=f"curvature against {name}", xlabel=name, ylabel="curvature")
+
+
+class FlopsEstimate(NamedTuple):
+    """Floating-point operations of one attention layer's parts; see `estimate_flops`."""
+
+    coarsen: int
+    scores: int
+    triangles: int
+    attention: int
+    dense: int
+
+    @property
+    def saving(self) -> float:
+        """Dense attention over everything the sparse one computes; above 1, work is saved."""
+        return self.dense / (self.coarsen + self.scores + self.triangles + self.attention)
+
+
+def estimate_flops(
+    n: int,
+    head_dim: int,
+    heads: int = 1,
+    block_size: int = 64,
+    sparsity: float = 0.95,
+    causal: bool = True,
+) -> FlopsEstimate:
+    """Forward operations under the published recipe; a multiply and an add are two.
+
+    With n tokens, D = head_dim and M = ceil(n / block_size) blocks, for each head:
+
+    * coarsen = 4 n D: the squared norms of q and k
+    * scores = 2 M^2 D: the coarse product, causal or not (the mask comes after it)
+    * triangles = 2 M^3: A A
+    * attention = 4 D * (query, key) pairs of the kept blocks: q k^T and p v
+    * dense = 4 D * all pairs: n (n + 1) / 2 when causal, else n^2
+
+    Causal pairs are exact, the diagonal block counted half like the rest of the diagonal. Otherwise
+    a ragged last block counts as an average one, since which rows keep it is not known. Softmax,
+    sorting and what else is linear in pairs or M^2 is left out, and projections are.
+
+    Args:
+        n: tokens.
+        head_dim: channels of a head.
+        heads: query heads; keys are counted for as many.
+        block_size: tokens in a query block and in a key block.
+        sparsity: share of every row's visible blocks that is dropped, in [0, 1).
+        causal: whether a query sees the keys up to itself only.
+
+    Raises:
+        ValueError: for a size below 1, or a sparsity outside [0, 1).
+    """
+    sizes = {"n": n, "head_dim": head_dim, "heads": heads, "block_size": block_size}
+    for name, size in sizes.items():
+        _require_whole(name, size)
+    _require_sparsity(sparsity)
+    blocks = -(-n // block_size)
+    return FlopsEstimate(
+        coarsen=4 * n * head_dim * heads,
+        scores=2 * blocks**2 * head_dim * heads,
+        triangles=2 * blocks**3 * heads,
+        attention=4 * head_dim * heads * _kept_pairs(n, blocks, block_size, sparsity, causal),
+        dense=4 * head_dim * heads * (n * (n + 1) // 2 if causal else n * n),
+    )
+
+
+def _kept_pairs(n: int, blocks: int, block_size: int, sparsity: float, causal: bool) -> int:
+    """(query, key) pairs of one head that are attended."""
+
+    def kept(seen: int) -> int:
+        # rounded as `reference.share_of_row` rounds
+        return math.ceil((1 - sparsity) * seen - 1e-9)
+
+    if not causal:
+        return kept(blocks) * n * n // blocks
+    pairs = 0
+    for row in range(blocks):
+        queries = min(block_size, n - row * block_size)
+        pairs += queries * (queries + 1) // 2 + (kept(row + 1) - 1) * queries * block_size
+    return pairs
+
+
+# --- refusals
+
+
+def _require(accepted: bool, name: str, value: Any, what: str) -> None:
+    if not accepted:
+        raise ValueError(f"{name} is {value!r}; it must be {what}.")
+
+
+def _is_number(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and math.isfinite(value)
+
+
+def _require_whole(name: str, value: Any) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    _require(whole and value >= 1, name, value, "a whole number >= 1")
+
+
+def _require_sparsity(sparsity: Any) -> None:
+    accepted = _is_number(sparsity) and 0 <= sparsity < 1
+    _require(accepted, "sparsity", sparsity, "in [0, 1): a row keeps at least one block")
+
+
+def _require_formula(formula: Any, redundancy: Any) -> None:
+    _require(formula in KEPT_SIDE, "formula", formula, "'forman' or 'additive'")
+    accepted = _is_number(redundancy) and 0 <= redundancy <= 1
+    _require(accepted, "redundancy", redundancy, "in [0, 1]")
+
+
+def _require_square(name: str, x: Tensor) -> None:
+    square = x.ndim == 4 and x.shape[2] == x.shape[3] and x.numel() > 0
+    _require(square, f"the shape of {name}", list(x.shape), "[B, H, M, M], none 0")
+
+
+def _require_heads(q_name: str, q: Tensor, k_name: str, k: Tensor) -> None:
+    """q [B, H, N_q, D] and k [B, H_kv, N_k, D], nothing empty, H a multiple of H_kv."""
+    for name, x, heads in ((q_name, q, "H"), (k_name, k, "H_kv")):
+        inhabited = x.ndim == 4 and x.numel() > 0
+        _require(inhabited, f"the shape of {name}", list(x.shape), f"[B, {heads}, N, D], none 0")
+    fitting = f"[{q.shape[0]}, H_kv, N, {q.shape[3]}] to go with {q_name} {list(q.shape)}"
+    same = (k.shape[0], k.shape[3]) == (q.shape[0], q.shape[3])
+    _require(same, f"the shape of {k_name}", list(k.shape), fitting)
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"{q_name} has {q.shape[1]} heads and {k_name} {k.shape[1]}; the heads of {q_name} "
+            f"must be a multiple of those of {k_name}."
+        )

@@ -1,0 +1,367 @@
+"""The bridges command: its graph, its budgets, its verdicts and its files."""
+
+import csv
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cab_hf.eval import __main__, bridges, report
+from cab_hf.eval.bridges import BETTER, CHANCE, MIXED, SAME, WORSE, Settings
+
+SPARSITIES = (0.0, 0.5, 0.9)
+TINY = Settings(
+    sizes=((40, 1), (24, 4)),
+    strengths=(0.5, 40.0),
+    sparsities=SPARSITIES,
+    seeds=3,
+    communities=3,
+    bridges=4,
+    dim=16,
+)
+SIZES = pytest.mark.parametrize("size", TINY.sizes, ids=["tokens", "blocks"])
+
+
+def graph_of(size, strength=0.5, index=0, **changes):
+    return bridges.make_graph(size, strength, index, replace(TINY, **changes))
+
+
+def kept_by(graph, sparsities=SPARSITIES):
+    """(method, coarsening) -> bool [S, M, M], with true mass that nobody should need."""
+    mass = torch.rand(1, 1, graph.blocks, graph.blocks, generator=bridges.seeded("mass")).tril()
+    found = bridges.selections(graph, sparsities, mass, bridges.seeded("random"))
+    return {(method, coarsen): keep[:, 0] for method, coarsen, keep in found}
+
+
+# --- the graph
+
+
+@pytest.mark.parametrize("layout", bridges.LAYOUTS)
+@SIZES
+def test_bridges_join_communities_and_point_back(size, layout):
+    for index in range(20):
+        graph = graph_of(size, index=index, layout=layout)
+        assert (graph.columns < graph.rows).all()
+        assert (graph.community[graph.columns] != graph.community[graph.rows]).all()
+        # each has two blocks of its own
+        assert len(torch.cat([graph.rows, graph.columns]).unique()) == 2 * TINY.bridges
+        assert torch.equal(graph.needles // graph.block_size, graph.columns)
+
+
+@pytest.mark.parametrize("needle", bridges.NEEDLES)
+@SIZES
+def test_a_planted_bridge_has_the_affinity_it_was_given(size, needle):
+    strength = 0.5
+    graph = graph_of(size, strength, needle=needle, noise=0.0)
+    logits = (graph.q @ graph.k.mT)[0, 0] * TINY.dim**-0.5
+    community = graph.community.repeat_interleave(graph.block_size)
+    expected = torch.where(community[:, None] == community, TINY.affinity, 0.0)
+    asking = torch.arange(len(logits)) // graph.block_size == graph.rows[:, None]
+    for rows, key in zip(asking, graph.needles, strict=True):
+        expected[rows, key] = strength * TINY.affinity
+    # a quiet needle turns from its own community as far as it turns to the bridge
+    others = torch.ones(len(logits), dtype=torch.bool)
+    if needle == "quiet":
+        others[graph.needles] = False
+    torch.testing.assert_close(logits[:, others], expected[:, others], atol=1e-4, rtol=0)
+    for rows, key in zip(asking, graph.needles, strict=True):
+        torch.testing.assert_close(logits[rows, key], expected[rows, key], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("needle", "louder"), [("quiet", 1.0), ("loud", math.sqrt(1.5))], ids=bridges.NEEDLES
+)
+def test_only_a_loud_needle_is_louder_than_its_block(needle, louder):
+    graph = graph_of((24, 4), 0.5, needle=needle, noise=0.0)
+    norms = graph.k[0, 0].norm(dim=-1)
+    expected = torch.full_like(norms, math.sqrt(TINY.affinity * math.sqrt(TINY.dim)))
+    expected[graph.needles] *= louder
+    torch.testing.assert_close(norms, expected)
+
+
+def test_graphs_differ_by_index_and_come_back():
+    size = TINY.sizes[0]
+    assert torch.equal(graph_of(size).q, graph_of(size).q)
+    assert not torch.equal(graph_of(size).q, graph_of(size, index=1).q)
+    assert not torch.equal(graph_of(size).q, graph_of(size, seed=1).q)
+
+
+# --- the selections
+
+
+@SIZES
+def test_every_method_keeps_exactly_the_budget(size):
+    graph = graph_of(size)
+    kept = kept_by(graph)
+    assert {method for method, _ in kept} == set(bridges.METHODS)
+    visible = torch.arange(1, graph.blocks + 1)
+    for keep in kept.values():
+        assert not keep.triu(1).any()
+        assert keep.diagonal(dim1=1, dim2=2).all()
+        for dropped, rows in zip(SPARSITIES, keep.sum(-1), strict=True):
+            assert torch.equal(rows, torch.ceil((1 - dropped) * visible - 1e-9).long())
+
+
+@SIZES
+def test_nothing_a_row_keeps_depends_on_later_rows(size):
+    graph = graph_of(size)
+    half = graph.blocks // 2
+    tokens = half * graph.block_size
+    later = torch.randn(graph.q.shape, generator=bridges.seeded("later")) * 9
+    later[:, :, :tokens] = 0
+    disturbed = replace(graph, q=graph.q + later, k=graph.k + later.flip(-1))
+    before, after = kept_by(graph), kept_by(disturbed)
+    for name, keep in before.items():
+        if name[0] != bridges.RANDOM:
+            assert torch.equal(keep[:, :half], after[name][:, :half]), name
+
+
+@SIZES
+def test_without_redundancy_cab_is_magnitude(size, monkeypatch):
+    plain = bridges.CabConfig(redundancy=0.0, **bridges.SQUARE)
+    formula = bridges.partial(bridges.cab_score, plain)
+    monkeypatch.setitem(bridges.FORMULAS, "cab 0.3", formula)
+    kept = kept_by(graph_of(size))
+    for method, coarsen in kept:
+        if method == "cab 0.3":
+            assert torch.equal(kept[method, coarsen], kept[bridges.MAGNITUDE, coarsen])
+
+
+def test_h2o_by_hand():
+    mass = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0], [0, 3, 1, 0], [0, 0, 0, 1]])
+    visible = torch.ones(4, 4, dtype=torch.bool).tril()
+    budget = torch.tensor([[1], [1], [2], [3]])
+    kept = bridges._heavy_and_recent(mass[None, None], visible[None, None], budget[None, None])
+    # so far the columns received 2, 1 in row 1; 2, 4 in row 2; 2, 4, 1 in row 3
+    expected = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [1, 1, 0, 1]]
+    assert kept[0, 0].long().tolist() == expected
+
+
+# --- what is measured
+
+
+def measured(strength, sparsities, size=(40, 1), graphs=30):
+    """(method, coarsening) -> share of the bridges found at each sparsity."""
+    found = {}
+    for index in range(graphs):
+        sample = bridges.measure(
+            graph_of(size, strength, index), sparsities, bridges.seeded("random", index)
+        )
+        for outcome in sample["outcomes"]:
+            name = outcome["method"], outcome["coarsen"]
+            found.setdefault(name, []).append(outcome["found"])
+    bridges_planted = graphs * TINY.bridges
+    return {
+        name: (torch.tensor(counts).sum(0) / bridges_planted).tolist()
+        for name, counts in found.items()
+    }
+
+
+def test_random_finds_its_density():
+    dropped = (0.25, 0.5, 0.75)
+    found = measured(0.5, dropped)[bridges.RANDOM, None]
+    # 120 bridges: twice the standard error, and what rounding up and the diagonal do
+    assert found == pytest.approx([1 - x for x in dropped], abs=0.12)
+
+
+@SIZES
+def test_magnitude_finds_bridges_of_overwhelming_strength(size):
+    for index in range(5):
+        graph = graph_of(size, 40.0, index)
+        coarsen = bridges.TOKEN if size[1] == 1 else bridges.BOX
+        keep = kept_by(graph, (0.9,))[bridges.MAGNITUDE, coarsen][0]
+        # an early row's budget is its diagonal block, which holds no bridge
+        roomy = keep.sum(-1)[graph.rows] > 1
+        assert torch.equal(keep[graph.rows, graph.columns], roomy) and roomy.any()
+
+
+@SIZES
+def test_everything_finds_everything_at_sparsity_0(size):
+    sample = bridges.measure(graph_of(size), (0.0,), bridges.seeded("random"))
+    for outcome in sample["outcomes"]:
+        assert outcome["found"] == [TINY.bridges]
+        assert outcome["mass"] == [1.0] and outcome["density"] == [1.0]
+
+
+@SIZES
+def test_density_and_mass_are_over_tokens(size):
+    graph = graph_of(size)
+    sample = bridges.measure(graph, (0.5,), bridges.seeded("random"))
+    logits = (graph.q @ graph.k.mT)[0, 0] * TINY.dim**-0.5
+    causal = torch.ones_like(logits, dtype=torch.bool).tril()
+    attention = logits.masked_fill(~causal, -math.inf).softmax(-1)
+    keep = kept_by(graph, (0.5,))[bridges.MAGNITUDE, sample["outcomes"][0]["coarsen"]][0]
+    tokens = keep.repeat_interleave(graph.block_size, 0).repeat_interleave(graph.block_size, 1)
+    found = sample["outcomes"][0]
+    assert found["method"] == bridges.MAGNITUDE
+    mass = (attention * tokens).sum() / len(attention)
+    assert found["mass"][0] == pytest.approx(float(mass), abs=1e-4)
+    density = (tokens & causal).sum() / causal.sum()
+    assert found["density"][0] == pytest.approx(float(density), abs=1e-4)
+
+
+# --- intervals and verdicts
+
+
+@pytest.mark.parametrize(
+    ("level", "freedom", "quantile"),
+    [
+        # one degree is Cauchy's: tan(pi / 2 * level); two are level * sqrt(2 / (1 - level²))
+        pytest.param(0.95, 1, math.tan(math.pi / 2 * 0.95), id="1"),
+        pytest.param(0.95, 2, 0.95 * math.sqrt(2 / (1 - 0.95**2)), id="2"),
+        pytest.param(0.95, 3, 3.182446, id="3"),
+        pytest.param(0.95, 19, 2.093024, id="19"),
+        pytest.param(0.999, 20, 3.849516, id="20"),
+        pytest.param(0.95, 2001, 1.961147, id="nearly normal"),
+    ],
+)
+def test_student_quantile_by_table(level, freedom, quantile):
+    assert bridges.student_quantile(level, freedom) == pytest.approx(quantile, abs=2e-5)
+
+
+def test_paired_interval_by_hand():
+    # differences 0, 0.1, 0.2: mean 0.1, deviation 0.1, t(0.95, 2) = 4.302653
+    spread = 4.302653 * 0.1 / math.sqrt(3)
+    found = bridges.mean_interval([0.5, 0.6, 0.9], [0.5, 0.5, 0.7], 0.95)
+    assert found == pytest.approx((0.1, 0.1 - spread, 0.1 + spread), abs=1e-5)
+
+
+FOUND, LOST = (0.3, 0.2, 0.4), (0.0, -0.1, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("to_magnitude", "to_random", "word"),
+    [
+        pytest.param((0.10, 0.05, 0.15), FOUND, BETTER, id="better"),
+        pytest.param((0.10, 0.05, 0.15), LOST, CHANCE, id="better than magnitude alone"),
+        pytest.param((0.10, -0.01, 0.21), FOUND, SAME, id="wide"),
+        pytest.param((0.005, 0.004, 0.006), FOUND, SAME, id="sure but tiny"),
+        pytest.param((-0.10, -0.15, -0.05), FOUND, WORSE, id="worse"),
+        pytest.param((-0.10, -0.21, 0.01), FOUND, SAME, id="wide below"),
+        pytest.param((-0.005, -0.006, -0.004), LOST, SAME, id="sure but tiny below"),
+        pytest.param((0.0, 0.0, 0.0), LOST, SAME, id="never apart"),
+    ],
+)
+def test_verdict_by_hand(to_magnitude, to_random, word):
+    assert bridges.verdict(to_magnitude, to_random) == word
+
+
+@pytest.mark.parametrize(
+    ("words", "word"),
+    [
+        ((BETTER, SAME), BETTER),
+        ((WORSE, SAME, SAME), WORSE),
+        ((BETTER, WORSE), MIXED),
+        ((SAME, CHANCE), SAME),
+    ],
+)
+def test_joint_verdict_by_hand(words, word):
+    assert bridges.joint_verdict(words) == word
+
+
+def sample_by_hand(index, found):
+    """A graph of 10 bridges at one sparsity; ``found`` by method."""
+    outcomes = [
+        {
+            "method": method,
+            "coarsen": None if method == bridges.RANDOM else bridges.TOKEN,
+            "found": [count],
+            "mass": [count / 20],
+            "density": [0.25],
+        }
+        for method, count in found.items()
+    ]
+    place = {"blocks": 40, "block_size": 1, "strength": 0.5, "index": index}
+    return {**place, "bridges": 10, "outcomes": outcomes}
+
+
+def test_rows_and_verdicts_by_hand():
+    samples = [
+        sample_by_hand(i, {"magnitude": 4, "cab 1": 8 + i % 2, "forman lowest": 2, "random": 3})
+        for i in range(10)
+    ]
+    rows = bridges.summarise(samples, (0.9,))
+    cab = next(r for r in rows if r["method"] == "cab 1" and r["sparsity"] == 0.9)
+    assert (cab["found"], cab["n"], cab["retrieval"]) == (85, 100, pytest.approx(0.85))
+    assert (cab["low"], cab["high"]) == report.wilson(85, 100)
+    assert cab["delta"] == pytest.approx(0.45) and cab["mass_delta"] == pytest.approx(0.225)
+    words = {r["method"]: r.get("verdict") for r in rows if r["strength"] is None}
+    assert words == {"magnitude": None, "cab 1": BETTER, "forman lowest": WORSE, "random": WORSE}
+    # one level over the strengths, where three methods are judged
+    assert {r["level"] for r in rows if r.get("verdict")} == {1 - 0.05 / 3}
+    said = bridges.readings(rows)
+    assert any(sentence.startswith("**cab 1: better**: better at 40x1. ") for sentence in said)
+
+
+# --- the command
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bridges")
+    command(folder)
+    return folder
+
+
+def command(out, *more):
+    given = ["--sizes", "40x1,24x4", "--strengths", "0.5,1.2", "--sparsities", "0.5,0.9"]
+    given += ["--seeds", "3", "--communities", "3", "--bridges", "4", "--dim", "16"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(__main__.COMMANDS, "bridges", "which formula finds bridges")
+        assert __main__.main(["bridges", "--out", str(out), *given, *more]) == 0
+    return json.loads((out / "results.json").read_text())
+
+
+def test_the_command_leaves_its_files(folder):
+    names = {"samples.jsonl", "results.json", "results.csv", "report.md", "bridges.png"}
+    assert {file.name for file in folder.iterdir()} == names
+    assert (folder / "bridges.png").read_bytes().startswith(b"\x89PNG")
+    content = json.loads((folder / "results.json").read_text())
+    with open(folder / "results.csv", newline="") as file:
+        assert len(list(csv.DictReader(file))) == len(content["rows"])
+    assert bridges.density_gap(content["rows"]) == 0
+
+
+def test_results_have_provenance_and_rebuild_the_report(folder):
+    content = json.loads((folder / "results.json").read_text())
+    made = content["provenance"]
+    assert made["settings"]["seeds"] == 3 and made["settings"]["needle"] == "quiet"
+    assert made["versions"]["torch"] and made["finished"].endswith("+00:00")
+    assert str(folder) not in json.dumps(content)
+    assert bridges.report_text(content["rows"], made) == (folder / "report.md").read_text()
+
+
+def test_a_run_goes_on_where_it_was_killed(folder, tmp_path, monkeypatch):
+    lines = (folder / "samples.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "samples.jsonl").write_text("".join(lines[:7]) + lines[7][:50])
+    made = []
+    make_graph = bridges.make_graph
+    monkeypatch.setattr(
+        bridges, "make_graph", lambda *place: made.append(place) or make_graph(*place)
+    )
+    rows = command(tmp_path)["rows"]
+    assert len(made) == len(lines) - 7
+    assert rows == json.loads((folder / "results.json").read_text())["rows"]
+
+
+def test_samples_of_other_settings_are_refused(folder):
+    with pytest.raises(ValueError, match="another --out"):
+        command(folder, "--noise", "0.1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param({"sizes": ((8, 1),)}, "sizes must be 16 blocks or more", id="size"),
+        pytest.param({"sparsities": (1.0,)}, r"sparsities must be in \[0, 1\)", id="sparsity"),
+        pytest.param({"seeds": 1}, "seeds must be at least 2", id="seeds"),
+        pytest.param({"dim": 6}, r"dim must be communities \+ bridges \(7\)", id="dim"),
+        pytest.param({"layout": "ring"}, "layout must be one of segments, shuffled", id="layout"),
+        pytest.param({"needle": "blunt"}, "needle must be one of quiet, loud", id="needle"),
+    ],
+)
+def test_settings_are_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(TINY, **changes)

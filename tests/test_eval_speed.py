@@ -1,0 +1,537 @@
+"""The speed command: its rows, its arithmetic, its files, and that it can be killed and go on."""
+
+import csv
+import json
+import math
+
+import pytest
+import torch
+
+from cab_hf.config import CabConfig
+from cab_hf.eval import dense, report, speed
+from cab_hf.eval.speed import Settings, Timing
+
+COMMON = (
+    *("op", "length", "batch", "heads", "kv_heads", "head_dim", "dtype"),
+    *("density", "ms", "peak_mib", "baseline", "baseline_ms", "ratio"),
+)
+SHAPE = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
+FILES = ["report.md", "results.csv", "results.json", "speed.png"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speed, "SECONDS_A_CASE", 0.0)
+        patch.setattr(speed, "WARM_UP_SECONDS", 0.0)
+        # somebody may commit while the tests run
+        patch.setattr(report, "git_commit", lambda: "0" * 40)
+        yield
+
+
+def command(out, *more, lengths=("256", "512")):
+    fixed = ["--device", "cpu", "--out", str(out), *SHAPE, "--lengths", *lengths]
+    assert speed.main(["predictor", *fixed, *more]) == 0
+    return json.loads((out / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def finished(quick, tmp_path_factory):
+    """The folder of a whole run, to read."""
+    out = tmp_path_factory.mktemp("finished")
+    command(out, "--config", "mass=0.8")
+    return out
+
+
+def read_rows(out):
+    return json.loads((out / "results.json").read_text())["rows"]
+
+
+def tiny(**more):
+    return Settings(device="cpu", heads=4, kv_heads=2, head_dim=16, **more)
+
+
+def row_of(length, ms=1.0, baselines=None, **more):
+    """A measured row, as `measure_predictor` makes it."""
+    parts = dict.fromkeys(f"{part}_ms" for part in (*speed.PARTS, speed.OTHER))
+    told = {"baselines": baselines or {}, "not_measured": {}, "without_graph": {}}
+    times = {"ms": ms, "eager_ms": ms, "graph_ms": None, "peak_mib": None, "gflops": None}
+    shown = {"length": length, "density": None, "error": None, "why_no_split": None}
+    return shown | times | told | parts | more
+
+
+class FakeBench(speed.CpuBench):
+    """A GPU's answers: 2 ms replayed, 3 ms from Python, 1 ms in each of two kernels."""
+
+    def __init__(self, why_not=None):
+        super().__init__("cpu")
+        self.why_not = why_not
+
+    def peak(self, call):
+        return call(), 5.0
+
+    def time(self, call):
+        return Timing(3.0, None if self.why_not else 2.0, self.why_not)
+
+    def kernels(self, call):
+        return [[("_coarsen_kernel", 1.0), ("_select_kernel", 1.0)]]
+
+
+# --- the row
+
+
+def test_a_row_has_every_column(finished):
+    rows = read_rows(finished)
+    assert [row["length"] for row in rows] == [256, 512]
+    for row in rows:
+        assert set(COMMON) <= set(row)
+        assert (row["op"], row["dtype"], row["baseline"]) == ("predictor", "float32", "SDPA")
+        assert (row["batch"], row["heads"], row["kv_heads"], row["head_dim"]) == (1, 4, 2, 16)
+        assert 0 < row["density"] <= 1 and row["ms"] > 0 and row["gflops"] > 0
+        # a CPU has neither
+        assert row["peak_mib"] is None and row["graph_ms"] is None
+        assert row["extrapolated"] is False
+
+
+def test_the_ratio_is_ours_over_the_baseline(finished):
+    for row in read_rows(finished):
+        assert row["ratio"] == row["ms"] / row["baseline_ms"]
+
+
+def test_the_time_is_the_replay_and_eager_stands_beside_it():
+    row = speed.measure_predictor(tiny(), 256, FakeBench())
+    assert (row["ms"], row["graph_ms"], row["eager_ms"], row["peak_mib"]) == (2.0, 2.0, 3.0, 5.0)
+    assert (row["coarsen_ms"], row["curvature_ms"], row["select_ms"]) == (1.0, 0.0, 1.0)
+    assert row["without_graph"] == {}
+
+
+def test_a_capture_that_fails_is_told():
+    row = speed.measure_predictor(tiny(), 256, FakeBench("it waits for the device"))
+    assert (row["ms"], row["graph_ms"]) == (3.0, None)
+    said = " ".join(speed.readings(speed.derive([row])))
+    assert "Predictor could not be captured" in said and "it waits for the device" in said
+
+
+def test_the_first_error_of_a_capture_is_the_reason():
+    class Broken(speed.GpuBench):
+        def __init__(self):
+            pass
+
+        def _median(self, call):
+            return 1.0
+
+        def _captured(self, call):
+            try:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            finally:
+                raise RuntimeError("capture was invalidated")
+
+    timing = Broken().time(lambda: None)
+    assert timing == Timing(1.0, None, "operation not permitted when stream is capturing")
+
+
+def test_inputs_lie_as_transformers_hands_them():
+    q, k = speed.random_heads(tiny(), 300, torch.device("cpu"), "qk")
+    assert q.shape == (1, 4, 300, 16) and k.shape == (1, 2, 300, 16)
+    assert q.transpose(1, 2).is_contiguous() and k.transpose(1, 2).is_contiguous()
+
+
+def test_out_of_memory_is_a_row_and_the_run_goes_on(tmp_path, monkeypatch):
+    def greedy(config):
+        def predict(q, k, spans, scale):
+            if q.shape[2] > 256:
+                raise torch.OutOfMemoryError(
+                    "CUDA out of memory. Tried to allocate 34.00 GiB. GPU 0 has a capacity of ..."
+                )
+            return make(config)(q, k, spans, scale)
+
+        return predict
+
+    make = speed.make_predictor
+    monkeypatch.setattr(speed, "make_predictor", greedy)
+    first, second, third = command(tmp_path, lengths=("256", "512", "1024"))["rows"]
+    assert first["error"] is None and first["ms"] > 0
+    assert second["error"] == third["error"] == "out of memory: tried to allocate 34.00 GiB"
+    assert second["ms"] is None and second["ratio"] is None and set(second) == set(first)
+    assert second["baseline_ms"] > 0
+    text = (tmp_path / "report.md").read_text()
+    assert "At 512 tokens: out of memory: tried to allocate 34.00 GiB." in text
+
+
+# --- arithmetic
+
+
+@pytest.mark.parametrize(
+    ("ms", "measured_at", "length", "expected"),
+    [
+        pytest.param(200.0, 131_072, 1_048_576, 12_800.0, id="eight times as long"),
+        pytest.param(3.0, 1000, 1500, 6.75, id="half as long again"),
+    ],
+)
+def test_dense_attention_grows_with_the_square(ms, measured_at, length, expected):
+    assert dense.extrapolate(ms, measured_at, length) == pytest.approx(expected)
+
+
+def test_a_baseline_is_extrapolated_from_the_longest_measured():
+    rows = [
+        row_of(400, 2.0),
+        row_of(100, 1.0, {"FA3": 1.0, "cuDNN": 0.5}),
+        row_of(200, 1.5, {"FA3": 3.0, "cuDNN": 9.0}),
+    ]
+    near, middle, far = speed.derive(rows)
+    assert (near["baseline_ms"], near["extrapolated"]) == (1.0, False)
+    assert (middle["baseline_ms"], middle["extrapolated"]) == (3.0, False)
+    assert (far["baseline"], far["baseline_ms"], far["extrapolated"]) == ("FA3", 12.0, True)
+    assert far["ratio"] == pytest.approx(2.0 / 12.0)
+
+
+def test_nothing_measured_is_no_ratio():
+    (row,) = speed.derive([row_of(100)])
+    assert row["baseline"] is row["ratio"] is row["extrapolated"] is None
+
+
+def test_derived_columns_are_made_anew():
+    early = speed.derive([row_of(400, 2.0)])
+    late = speed.derive([*early, row_of(200, 1.0, {"SDPA": 3.0})])
+    assert late == speed.derive([row_of(200, 1.0, {"SDPA": 3.0}), row_of(400, 2.0)])
+    assert late[1]["extrapolated"] is True
+
+
+@pytest.mark.parametrize(
+    ("measured", "name"),
+    [
+        pytest.param({"flash": 1.0, "cuDNN": 3.0, "FA4": 2.0, "FA3": 4.0}, "FA3", id="FA3"),
+        pytest.param({"flash": 1.0, "cuDNN": 3.0, "FA4": 2.0}, "cuDNN", id="cuDNN"),
+        pytest.param({"flash": 3.0, "FA4": 2.0}, "FA4", id="the fastest"),
+        pytest.param({}, None, id="none"),
+    ],
+)
+def test_which_baseline_a_ratio_is_against(measured, name):
+    assert dense.against(measured) == name
+
+
+@pytest.mark.parametrize(
+    ("kernel", "part"),
+    [
+        ("_coarsen_kernel", "coarsen"),
+        ("_block_scores_kernel", "curvature"),
+        ("_two_hop_kernel_0d1d2d", "curvature"),
+        ("_column_strength_kernel", "curvature"),
+        ("_affinity_kernel", "curvature"),
+        ("_select_kernel", "select"),
+        ("_block_lists_kernel", "select"),
+        ("void at::native::vectorized_elementwise_kernel<4, FillFunctor<int>>", "other"),
+        ("Memset (Device)", "other"),
+    ],
+)
+def test_kernels_are_sorted_by_name(kernel, part):
+    assert speed.part_of(kernel) == part
+
+
+def test_parts_are_medians_of_sums():
+    calls = [[("_coarsen_kernel", ms), ("_coarsen_kernel", 1.0), ("x", 4.0)] for ms in (1, 9, 2)]
+    expected = {"coarsen_ms": 3.0, "curvature_ms": 0.0, "select_ms": 0.0, "other_ms": 4.0}
+    assert speed.split(calls) == expected
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0, 1.5, 2.0])
+def test_growth_of_a_power_of_the_length(exponent):
+    grown = speed.growth([row_of(n, 3.0 * n**exponent) for n in (1024, 2048, 8192)])
+    assert grown["growth"] == pytest.approx(8**exponent)
+    assert (grown["growth_linear"], grown["growth_quadratic"]) == (8, 64)
+    assert grown["exponent"] == pytest.approx(exponent)
+
+
+def test_growth_is_from_the_row_before_that_has_a_time():
+    rows = speed.derive([row_of(100, 1.0), row_of(200, None), row_of(400, 8.0)])
+    assert [row["growth"] for row in rows] == [None, None, 8.0]
+    assert rows[2]["exponent"] == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [
+        pytest.param((1024, 131_072, 1_048_576), "From 131,072 to 1,048,576", id="from 128k"),
+        pytest.param((1024, 131_072), "From 1,024 to 131,072", id="all where 128k is the last"),
+        pytest.param((256, 512), "From 256 to 512", id="tiny"),
+    ],
+)
+def test_growth_is_summed_up_over_long_inputs(lengths, said):
+    first = speed.readings(speed.derive([row_of(n, n / 1e3) for n in lengths]))[0]
+    assert first.startswith(said) and first.endswith("1.00.")
+
+
+def test_the_report_says_where_we_lose():
+    rows = [row_of(n, ms, {"SDPA": 2.0}) for n, ms in ((100, 3.0), (200, 2.0), (400, 1.0))]
+    said = " ".join(speed.readings(speed.derive(rows)))
+    assert "as long as dense attention or longer at 100 and 200 tokens" in said
+    assert "at 400 tokens it takes 50.0 % of SDPA's time" in said
+
+
+def test_flops_by_hand():
+    settings = tiny()
+    config = CabConfig(query_block=32, key_block=16)
+    # 80 tokens: 3 rows that end after 2, 4 and 5 key blocks
+    work = speed.predictor_flops(config, settings, 80)
+    assert work["coarsen"] == 80 * 16 * (4 + 3 * 2)
+    assert work["logits"] == 6 * 16 * 4 * (2 + 4 + 5)
+    # paths from row i to row j: i - j + 1, so 3 + 2 * 2 + 3 of them
+    assert work["two_hop"] == 2 * 4 * (3 * 1 + 2 * 2 + 1 * 3)
+    flat = CabConfig(query_block=32, key_block=16, curvature="none", coarsen="mean")
+    assert speed.predictor_flops(flat, settings, 80)["two_hop"] == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, None),
+        (0.0, "0"),
+        (0.0123456, "0.0123"),
+        (1.0, "1.00"),
+        (98.76, "98.8"),
+        (13_312.4, "13,312"),
+    ],
+)
+def test_three_digits_count(value, shown):
+    assert speed.digits(value) == shown
+
+
+# --- baselines
+
+
+def test_a_wrong_kernel_is_not_measured(monkeypatch):
+    def swapped(q, k, v, scale):
+        return attend(q, v.expand_as(k), k, scale)
+
+    attend = dense.ON_CPU["SDPA"].load()
+    monkeypatch.setattr(dense, "ON_CPU", {"bad": dense.Baseline(lambda: swapped)})
+    row = speed.measure_predictor(tiny(), 256, speed.CpuBench("cpu"))
+    assert row["baselines"] == {} and "wrong by" in row["not_measured"]["bad"]
+
+
+def test_a_package_that_is_missing_is_a_reason(tmp_path, monkeypatch):
+    def load():
+        import no_such_kernels  # noqa: F401
+
+    both = {"FA3": dense.Baseline(load), **dense.ON_CPU}
+    monkeypatch.setattr(dense, "ON_CPU", both)
+    row = command(tmp_path, lengths=["256"])["rows"][0]
+    assert row["baseline"] == "SDPA"
+    assert row["not_measured"] == {"FA3": "no_such_kernels is not installed"}
+    said = "FA3 was not measured at 256 tokens: no_such_kernels is not installed."
+    assert said in (tmp_path / "report.md").read_text()
+
+
+def test_baselines_end_where_they_are_told_to(tmp_path):
+    near, far = command(tmp_path, "--dense-up-to", "256")["rows"]
+    assert far["baselines"] == {} and far["extrapolated"] is True
+    assert far["baseline_ms"] == pytest.approx(4 * near["baseline_ms"])
+
+
+def test_flash_attn_functions_get_token_major_views():
+    def kernel(q, k, v, softmax_scale, causal):
+        assert q.shape == (1, 300, 4, 16) and k.shape == v.shape == (1, 300, 2, 16)
+        assert q.is_contiguous() and causal
+        out = dense.ON_CPU["SDPA"].load()(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale)
+        return out.transpose(1, 2), "log-sum-exp"
+
+    q, k, v = speed.random_heads(tiny(), 300, torch.device("cpu"), "qkv")
+    dense.check(dense._token_major(kernel), q, k, v, 0.25)
+
+
+# --- the files
+
+
+def test_the_report_is_made_from_the_file_alone(tmp_path, capsys):
+    content = command(tmp_path)
+    printed = capsys.readouterr().out
+    assert printed == (tmp_path / "report.md").read_text() == speed.render(content)
+    for name in FILES:
+        if name != "results.json":
+            (tmp_path / name).unlink()
+    assert speed.write_report(tmp_path) == printed
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
+
+
+def test_the_csv_has_the_rows(finished):
+    rows = read_rows(finished)
+    with open(finished / "results.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [int(line["length"]) for line in table] == [256, 512]
+    for line, row in zip(table, rows, strict=True):
+        assert float(line["ms"]) == row["ms"]
+        assert float(line["baselines.SDPA"]) == row["baselines"]["SDPA"]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param([row_of(256, None, error="out of memory")], id="nothing"),
+        pytest.param([row_of(256, 1.0)], id="no baseline"),
+        pytest.param([row_of(256, 1.0, {"SDPA": 1.0}), row_of(512, 2.0)], id="extrapolated"),
+        pytest.param([row_of(256, 1.0, {}, graph_ms=1.0, coarsen_ms=0.5, other_ms=0.0)], id="all"),
+    ],
+)
+def test_the_figure_is_a_picture(tmp_path, rows):
+    speed.draw(tmp_path / "speed.png", speed.derive(rows))
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_results_hold_settings_provenance_and_no_path(finished):
+    text = (finished / "results.json").read_text()
+    made = json.loads(text)["provenance"]
+    assert made["settings"]["cab_config"]["mass"] == 0.8
+    assert "perf_counter" in made["settings"]["method"]
+    assert made["versions"]["torch"] and made["commit"] == "0" * 40
+    assert str(finished) not in text
+
+
+def test_a_killed_run_goes_on(tmp_path, monkeypatch, capsys):
+    calls = []
+
+    def measure(settings, length, bench):
+        calls.append(length)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        # what a second measurement of the same length would change
+        return speed.measure_predictor(settings, length, bench) | {"ms": float(len(calls))}
+
+    monkeypatch.setitem(speed.OPS, "predictor", speed.Op("", Settings, measure))
+    with pytest.raises(KeyboardInterrupt):
+        command(tmp_path)
+    first = json.loads((tmp_path / "results.json").read_text())["rows"]
+    content = command(tmp_path)
+    assert calls == [256, 512, 512]
+    assert content["rows"][:1] == first and [row["ms"] for row in content["rows"]] == [1.0, 3.0]
+
+    capsys.readouterr()
+    before = (tmp_path / "report.md").read_text()
+    assert command(tmp_path) == content
+    assert capsys.readouterr().out == before and len(calls) == 3
+
+
+def test_a_run_can_be_extended(tmp_path):
+    first = command(tmp_path, lengths=["512"])["rows"]
+    content = command(tmp_path, lengths=["256"])
+    assert [row["length"] for row in content["rows"]] == [256, 512]
+    assert content["rows"][1]["ms"] == first[0]["ms"]
+    assert content["provenance"]["settings"]["lengths"] == [256, 512]
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        pytest.param(["--seed", "1"], "seed", id="seed"),
+        pytest.param(["--config", "mass=0.5"], "cab_config", id="config"),
+        pytest.param(["--dtype", "bfloat16"], "dtype", id="dtype"),
+    ],
+)
+def test_results_of_other_settings_are_refused(tmp_path, capsys, more, named):
+    command(tmp_path, lengths=["256"])
+    with pytest.raises(SystemExit) as stop:
+        command(tmp_path, *more)
+    assert stop.value.code == 2
+    assert f"made with {named}" in capsys.readouterr().err
+
+
+def test_results_of_other_code_are_refused(tmp_path, monkeypatch, capsys):
+    command(tmp_path, lengths=["256"])
+    monkeypatch.setattr(report, "git_commit", lambda: "1" * 40)
+    with pytest.raises(SystemExit):
+        command(tmp_path)
+    assert "made with commit" in capsys.readouterr().err
+
+
+# --- settings
+
+
+@pytest.mark.parametrize("words", [["256", "512"], ["256,512"], ["512,256", "512"]])
+def test_lengths_take_spaces_and_commas(tmp_path, words):
+    assert speed.with_commas(["predictor", "--lengths", *words, "--seed", "1"])[2:] == [
+        ",".join(words),
+        "--seed",
+        "1",
+    ]
+    assert tiny(lengths=speed.comma_separated(int)(",".join(words))).lengths == (256, 512)
+
+
+def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stop:
+        speed.main(["predictor", "--out", str(tmp_path / "none")])
+    assert stop.value.code == 2
+    assert "torch finds no CUDA device" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_command_line_wins_over_the_file(tmp_path):
+    file = tmp_path / "speed.yaml"
+    file.write_text(
+        "lengths: [256, 512]\nseed: 3\nkv-heads: 1\nconfig: {mass: 0.5, bridges: 0.0}\n"
+    )
+    settings = command(
+        *(tmp_path / "out", "--settings", str(file), "--seed", "4", "--config", "mass=0.7"),
+        lengths=["256"],
+    )["provenance"]["settings"]
+    assert (settings["lengths"], settings["seed"], settings["kv_heads"]) == ([256], 4, 2)
+    assert (settings["cab_config"]["mass"], settings["cab_config"]["bridges"]) == (0.7, 0.0)
+
+
+def test_the_file_wins_over_the_defaults(tmp_path):
+    file = tmp_path / "speed.yaml"
+    file.write_text("lengths: 256\nhead-dim: 16\nheads: 4\nkv_heads: 2\ndevice: cpu\ndtype: null\n")
+    out = tmp_path / "out"
+    assert speed.main(["predictor", "--settings", str(file), "--out", str(out)]) == 0
+    settings = json.loads((out / "results.json").read_text())["provenance"]["settings"]
+    assert (settings["lengths"], settings["heads"], settings["dtype"]) == ([256], 4, "float32")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param("length: 256", "sets 'length'; the options are lengths", id="name"),
+        pytest.param("seed: many", "seed: invalid literal", id="value"),
+        pytest.param("- seed", "a mapping from option to value", id="list"),
+        pytest.param("seed: [", "must be a YAML file", id="syntax"),
+        pytest.param(None, "must be a YAML file", id="no file"),
+    ],
+)
+def test_bad_files_are_refused_in_a_sentence(tmp_path, capsys, content, message):
+    file = tmp_path / "speed.yaml"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(SystemExit) as stop:
+        speed.main(["predictor", "--device", "cpu", "--settings", str(file)])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param(["--lengths", "0"], "lengths must be numbers of tokens", id="length"),
+        pytest.param(["--heads", "6", "--kv-heads", "4"], "a multiple of kv_heads=4", id="heads"),
+        pytest.param(["--batch", "0"], "batch must be at least 1", id="batch"),
+        pytest.param(["--dtype", "int8"], "dtype must be one of bfloat16", id="dtype"),
+        pytest.param(["--config", "mass=3"], "CabConfig.mass is 3", id="field value"),
+        pytest.param(["--config", "weight=3"], "no field 'weight'", id="field name"),
+    ],
+)
+def test_bad_settings_are_refused_in_a_sentence(options, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        speed.main(["predictor", "--device", "cpu", *options])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_graph_peak_parts_and_baselines(gpu, tmp_path):
+    out = ["--out", str(tmp_path), "--lengths", "1024", "4096"]
+    assert speed.main(["predictor", *out]) == 0
+    for row in read_rows(tmp_path):
+        assert row["error"] is None and row["without_graph"].get("predictor") is None
+        assert row["graph_ms"] == row["ms"] > 0 and row["peak_mib"] > 0
+        assert min(row["coarsen_ms"], row["curvature_ms"], row["select_ms"]) > 0
+        kernels = math.fsum(row[f"{part}_ms"] for part in (*speed.PARTS, speed.OTHER))
+        assert kernels <= 2 * row["ms"]
+        assert "cuDNN" in row["baselines"], row["not_measured"]

@@ -1,0 +1,213 @@
+"""The kernels of the predictor, in Triton's interpreter: each against the op it stands for."""
+
+import pytest
+import torch
+from tiny import qkv
+
+from cab_hf import BlockPlan, CabConfig
+from cab_hf.frame import Frame
+from cab_hf.ops import coarsen, predict, reference
+from cab_hf.plan import Spans
+from cab_hf.predictor import CurvaturePredictor, by_reference
+
+SMALL = {"query_block": 32, "key_block": 16}
+GRID = {"query_block": 16, "key_block": 16}
+SHAPE = {"q_length": 200, "heads": 2, "kv_heads": 1, "dim": 16}
+
+CONFIGS = [
+    pytest.param(CabConfig(**SMALL), id="clusters"),
+    pytest.param(CabConfig(**SMALL, redundancy=0.0), id="clusters-no-curvature"),
+    pytest.param(CabConfig(**SMALL, curvature="forman"), id="clusters-forman"),
+    pytest.param(CabConfig(**SMALL, bridges=0.0), id="clusters-no-bridges"),
+    pytest.param(CabConfig(**SMALL, mass=1.0), id="everything"),
+    pytest.param(CabConfig(**SMALL, max_density=0.4), id="capped"),
+    pytest.param(CabConfig(**SMALL, mass=1.0, max_density=0.4), id="capped-everything"),
+    pytest.param(CabConfig(**SMALL, coarsen="mean"), id="mean"),
+    pytest.param(CabConfig(query_block=16, key_block=32), id="wide-keys"),
+    pytest.param(CabConfig(query_block=48, key_block=16), id="three-to-one"),
+    pytest.param(CabConfig(**SMALL, sink_blocks=0, local_blocks=0), id="nothing-forced"),
+    pytest.param(CabConfig.published(0.7, **GRID), id="published"),
+    pytest.param(CabConfig.published(0.7, "additive", **GRID), id="published-additive"),
+    pytest.param(CabConfig.published(0.7, "none", **GRID), id="published-magnitude"),
+]
+SHAPES = [
+    pytest.param(SHAPE | {"kv_length": 333}, id="chunk-of-a-longer-text"),
+    pytest.param(SHAPE | {"q_length": 137, "batch": 2, "heads": 3, "kv_heads": 3}, id="batch"),
+    pytest.param(SHAPE | {"heads": 6, "kv_heads": 2, "dim": 24}, id="odd-head-dim"),
+    pytest.param(SHAPE | {"q_length": 7}, id="below-one-block"),
+    pytest.param(SHAPE | {"q_length": 31}, id="one-block-less-one"),
+    pytest.param(SHAPE | {"q_length": 33}, id="one-block-and-one"),
+]
+
+
+def plans(config, q, k, spans=None):
+    """(what the kernels select, what the reference selects), both bool [B, H, M_q, M_k]."""
+    spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
+    scale = q.shape[-1] ** -0.5
+    full, partial = predict.predict(q, k, spans, scale, config)
+    plan = BlockPlan(full, partial, spans, config.query_block, config.key_block)
+    plan.validate()
+    meant = by_reference(q, k, spans, scale, config)
+    assert torch.equal(plan.full.counts, meant.full.counts)
+    return plan.to_dense(), meant.to_dense()
+
+
+def loud(**shape):
+    """q and k whose blocks differ enough that masses are neither flat nor all on one block."""
+    q, k, _ = qkv(**shape)
+    return 2 * q, 2 * k
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_plan_is_that_of_the_reference(config):
+    found, meant = plans(config, *loud(**SHAPE))
+    assert torch.equal(found, meant)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_plan_is_that_of_the_reference_for_every_shape(shape):
+    found, meant = plans(CabConfig(**SMALL), *loud(**shape))
+    assert torch.equal(found, meant)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sixteen_bits_select_the_same(dtype):
+    q, k = (x.to(dtype) for x in loud(**SHAPE))
+    found, meant = plans(CabConfig(**SMALL), q, k)
+    # means are rounded to 11 bits: a block at the edge of a threshold may differ
+    assert (found != meant).sum() <= 0.001 * meant.numel()
+
+
+def test_padding_and_documents():
+    valid = torch.ones(2, 150, dtype=torch.bool)
+    valid[0, :23] = False
+    valid[1, 140:] = False
+    document = (torch.arange(150) >= 70).long().expand(2, -1)
+    frame = Frame.build(2, 150, 150, 0, valid, document, align=32, device=torch.device("cpu"))
+    q, k = loud(q_length=150, heads=2, kv_heads=1, dim=16, batch=2)
+    found, meant = plans(CabConfig(**SMALL), frame.queries(q), frame.keys(k), frame.spans)
+    assert torch.equal(found, meant)
+
+
+def test_documents_left_where_they_are():
+    # what torch.compile sees: borders inside of blocks, any number of partial blocks a row
+    first = (torch.arange(150) >= 71).int() * 71
+    last = torch.arange(150, dtype=torch.int32)
+    spans = Spans(first[None].int(), last[None], torch.ones(1, 150, dtype=torch.bool))
+    q, k = loud(q_length=150, heads=2, kv_heads=1, dim=16)
+    found, meant = plans(CabConfig(**SMALL), q, k, spans)
+    assert torch.equal(found, meant)
+
+
+# --- inputs that break ties, or try to break more
+
+
+def equal_keys(q, k):
+    # whole numbers, whose products are exact: equal keys give equal scores
+    return q.round(), k[:, :, :1].round().expand_as(k)
+
+
+def one_huge_key(q, k):
+    k = k.clone()
+    k[:, :, 50] *= 1e4
+    return q, k
+
+
+def nothing_at_all(q, k):
+    return torch.zeros_like(q), torch.zeros_like(k)
+
+
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[5], CONFIGS[11], CONFIGS[13]])
+@pytest.mark.parametrize("change", [equal_keys, one_huge_key, nothing_at_all])
+def test_ties_and_extremes(change, config):
+    found, meant = plans(config, *change(*loud(**SHAPE)))
+    assert torch.equal(found, meant)
+
+
+def test_sixteen_bits_hold_one_huge_key():
+    q, k = (x.bfloat16() for x in loud(**SHAPE))
+    k[:, :, 51] = 1e30
+    found, _ = plans(CabConfig(**SMALL), q.abs(), k)
+    # every row that comes after it
+    assert found[..., 2:, 51 // 16].all()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")], ids=str)
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_check_finite_names_the_tensor(name, value):
+    tensors = dict(zip("qk", loud(**SHAPE), strict=True))
+    tensors[name][0, 0, 5, 3] = value
+    predictor = CurvaturePredictor(CabConfig(**SMALL, check_finite=True))
+    with pytest.raises(ValueError, match=f"^{name} holds infinite or NaN"):
+        predictor(tensors["q"], tensors["k"], Spans.causal(1, 200, 200, "cpu"), 0.25)
+
+
+def test_nan_selects_something_and_ends():
+    q, k = loud(**SHAPE)
+    q[0, 0, 40] = float("nan")
+    spans = Spans.causal(1, 200, 200, "cpu")
+    full, partial = predict.predict(q, k, spans, 0.25, CabConfig(**SMALL))
+    BlockPlan(full, partial, spans, 32, 16).validate()
+
+
+# --- summaries
+
+
+@pytest.mark.parametrize("how", ["box", "mean", "max_l2"])
+@pytest.mark.parametrize("length", [5, 63, 128])
+def test_summaries_are_those_of_the_reference(how, length):
+    q, k, _ = qkv(q_length=length, heads=4, kv_heads=2, dim=24, batch=2)
+    spans = Spans.causal(2, length, length, "cpu")
+    spans.key_valid[1, 3:20] = False
+    config = CabConfig(query_block=48, key_block=16, coarsen=how)
+    queries, keys = coarsen.coarsen(q, k, spans, config).decoded()
+    meant = reference.coarsen_keys(k, spans.key_valid, 16, how)
+    torch.testing.assert_close(
+        queries, reference.coarsen_queries(q, spans.last >= 0, 48, how), rtol=1e-6, atol=1e-6
+    )
+    for name in ("mean", "upper", "lower"):
+        torch.testing.assert_close(
+            getattr(keys, name), getattr(meant, name), rtol=1e-6, atol=1e-6, msg=name
+        )
+
+
+# --- memory
+
+
+def test_heads_in_turns_select_the_same(monkeypatch):
+    q, k = loud(**SHAPE | {"q_length": 90, "kv_heads": 2, "batch": 2})
+    together = plans(CabConfig(**SMALL), q, k)[0]
+    monkeypatch.setattr(predict, "SCORES_AT_A_TIME", 1)
+    assert torch.equal(plans(CabConfig(**SMALL), q, k)[0], together)
+
+
+def test_measured_lists_hold_the_same(monkeypatch):
+    q, k = loud(**SHAPE)
+    config = CabConfig(**SMALL, mass=0.5, bridges=0.0)
+    spans = Spans.causal(1, 200, 200, "cpu")
+    widest = predict.predict(q, k, spans, 0.25, config)[0]
+    monkeypatch.setattr(predict, "LISTS_AT_MOST", 0)
+    measured = predict.predict(q, k, spans, 0.25, config)[0]
+    assert measured.width == widest.counts.max() < widest.width
+    assert torch.equal(measured.to_dense(13), widest.to_dense(13))
+
+
+def test_lists_of_a_fixed_share_are_narrow():
+    q, k = loud(**SHAPE)
+    config = CabConfig.published(0.7, **GRID)
+    full, _ = predict.predict(q, k, Spans.causal(1, 200, 200, "cpu"), 0.25, config)
+    assert full.width < 13
+
+
+def test_the_registered_op_keeps_its_promises():
+    q, k = loud(**SHAPE | {"q_length": 64})
+    spans = Spans.causal(1, 64, 64, "cpu")
+    settings = [getattr(CabConfig(**SMALL), name) for name in predict.FIELDS]
+    inputs = (q, k, spans.first, spans.last, spans.key_valid, True, 0.25, *settings)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.cab_hf.predict.default, inputs, test_utils=checks)
+
+
+def test_the_cpu_is_not_for_kernels():
+    x = torch.empty(1, 1, 4, 16)
+    assert predict.unavailable(x, x) == "runs on CUDA devices only, not cpu"

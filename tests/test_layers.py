@@ -1,0 +1,231 @@
+"""The layers: exact at full budget, masked attention below it, causal, differentiable."""
+
+import pytest
+import torch
+from budget import assert_within_budget
+from torch.nn import functional as F
+
+from cab_hf import CabConfig
+from cab_hf.layers import CABAttention, CABAttentionLayer
+from cab_hf.plan import Spans
+from cab_hf.predictor import CurvaturePredictor
+
+DIM, HEADS, BLOCK = 64, 4, 32
+both_ways = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+formulas = pytest.mark.parametrize("formula", ["forman", "additive"])
+groups = pytest.mark.parametrize("kv_heads", [4, 2, 1])
+lengths = pytest.mark.parametrize("length", [1, 32, 63, 111, 205])
+
+
+def attention(sparsity=0.6, **settings):
+    torch.manual_seed(0)
+    made = CABAttention(DIM, HEADS, BLOCK, sparsity, **settings)
+    with torch.no_grad():
+        # attention far from uniform
+        made.q_proj.weight.mul_(4)
+        made.k_proj.weight.mul_(4)
+    return made
+
+
+def inputs(length, batch=2):
+    return torch.randn(batch, length, DIM, generator=torch.Generator().manual_seed(1))
+
+
+def masked_attention(x, q_weight, k_weight, v_weight, o_weight, mask):
+    """The layer in plain PyTorch, attending what ``mask`` says."""
+    heads = [
+        F.linear(x, weight).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2)
+        for weight in (q_weight, k_weight, v_weight)
+    ]
+    out = F.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)
+    return F.linear(out.transpose(1, 2).flatten(2), o_weight)
+
+
+# --- meaning
+
+
+@formulas
+@groups
+@lengths
+@both_ways
+def test_full_budget_is_dense_attention(formula, kv_heads, length, causal):
+    layer = attention(0.0, formula=formula, num_kv_heads=kv_heads, causal=causal)
+    x = inputs(length)
+    mask = torch.ones(length, length, dtype=torch.bool)
+    mask = mask.tril() if causal else mask
+    weights = [weight.detach() for weight in layer.parameters()]
+    assert_within_budget(
+        layer(x).detach(), lambda *values: masked_attention(*values, mask), x, *weights
+    )
+
+
+@groups
+@lengths
+@both_ways
+def test_outputs_and_gradients_are_those_of_masked_attention(kv_heads, length, causal):
+    layer = attention(num_kv_heads=kv_heads, causal=causal)
+    x = inputs(length).requires_grad_()
+    out, plan = layer(x, return_plan=True)
+    expected = masked_attention(x, *layer.parameters(), plan.token_mask())
+    torch.testing.assert_close(out, expected)
+    seed = torch.randn_like(out)
+    wanted = (x, *layer.parameters())
+    found = torch.autograd.grad(out, wanted, seed)
+    for gradient, exact in zip(found, torch.autograd.grad(expected, wanted, seed), strict=True):
+        torch.testing.assert_close(gradient, exact, rtol=1e-4, atol=1e-4)
+
+
+@formulas
+def test_the_plan_is_that_of_the_published_config(formula):
+    layer = attention(formula=formula)
+    x = inputs(300)
+    plan = layer(x, return_plan=True)[1]
+    plan.validate()
+    q, k = (
+        project(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        for project in (layer.q_proj, layer.k_proj)
+    )
+    config = CabConfig.published(0.6, formula, query_block=BLOCK, key_block=BLOCK)
+    expected = CurvaturePredictor(config)(q, k, Spans.causal(2, 300, 300, "cpu"), 16**-0.5)
+    assert torch.equal(plan.to_dense(), expected.to_dense())
+
+
+@formulas
+def test_bidirectional_plans_look_both_ways(formula):
+    plan = attention(formula=formula, causal=False)(inputs(300), return_plan=True)[1]
+    plan.validate()
+    kept = plan.to_dense()
+    assert (kept.sum(-1) == 4).all(), "ceil(0.4 * 10) blocks a row"
+    assert kept.diagonal(dim1=2, dim2=3).all()
+    assert kept.triu(1).any() and kept.tril(-1).any()
+
+
+@formulas
+def test_later_blocks_change_nothing_before_them(formula):
+    layer = attention(formula=formula)
+    x = inputs(205)
+    later = x.clone()
+    later[:, 128:] = 5 - 2 * later[:, 128:]
+    torch.testing.assert_close(layer(later)[:, :128], layer(x)[:, :128])
+    assert not torch.allclose(layer(later)[:, 128:], layer(x)[:, 128:])
+
+
+@both_ways
+def test_rows_of_a_batch_do_not_meet(causal):
+    layer = attention(causal=causal)
+    x = inputs(150, batch=3)
+    torch.testing.assert_close(layer(x)[1:2], layer(x[1:2]))
+
+
+def test_sparser_layers_attend_less():
+    x = inputs(640, batch=1)
+    density = [attention(s)(x, return_plan=True)[1].density() for s in (0.0, 0.5, 0.9)]
+    assert density[0] == 1 and density[0] > density[1] > density[2]
+
+
+# --- the layer around it
+
+
+@both_ways
+def test_every_parameter_of_a_layer_gets_a_gradient(causal):
+    layer = CABAttentionLayer(DIM, HEADS, BLOCK, 0.6, causal=causal, num_kv_heads=2, bias=True)
+    x = inputs(111).requires_grad_()
+    out = layer(x)
+    assert out.shape == x.shape
+    out.square().mean().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+        # one number added to every key of a head changes no softmax
+        assert parameter.grad.any() or name == "attention.k_proj.bias", name
+    assert x.grad.abs().sum() > 0
+
+
+def test_a_layer_is_its_parts():
+    layer = CABAttentionLayer(DIM, HEADS, BLOCK, 0.6)
+    x = inputs(100)
+    middle = x + layer.attention(F.rms_norm(x, (DIM,)))
+    wide, _, narrow = layer.mlp
+    expected = middle + narrow(F.gelu(wide(F.rms_norm(middle, (DIM,)))))
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_a_layer_learns():
+    torch.manual_seed(0)
+    layer = CABAttentionLayer(DIM, HEADS, BLOCK, 0.6, mlp_ratio=2)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
+    x = inputs(96)
+    # the token before: attention is needed
+    target = x.roll(1, dims=1)
+    losses = []
+    for _ in range(20):
+        loss = F.mse_loss(layer(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_bias_is_everywhere_or_nowhere(bias):
+    layer = CABAttentionLayer(DIM, HEADS, bias=bias)
+    assert any("bias" in name for name in layer.state_dict()) is bias
+
+
+def test_weights_survive_a_state_dict():
+    first, second = (CABAttentionLayer(DIM, HEADS, BLOCK, 0.6) for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    x = inputs(100)
+    assert torch.equal(first(x), second(x))
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        pytest.param(
+            lambda: CABAttention(64, 5), "num_heads is 5; it must divide dim=64", id="dim"
+        ),
+        pytest.param(
+            lambda: CABAttention(64, 4, num_kv_heads=3),
+            "num_kv_heads is 3; it must divide num_heads=4",
+            id="kv-heads",
+        ),
+        pytest.param(lambda: CABAttention(64, 0), "num_heads is 0", id="no-heads"),
+        pytest.param(lambda: CABAttention(64.0, 4), "dim is 64.0", id="fraction"),
+        pytest.param(
+            lambda: CABAttention(64, 4, 40),
+            "block_size is 40; it must be a multiple of 16",
+            id="block",
+        ),
+        pytest.param(lambda: CABAttention(64, 4, sparsity=1), "sparsity is 1;", id="sparsity"),
+        pytest.param(
+            lambda: CABAttention(64, 4, formula="none"), "formula is 'none'", id="formula"
+        ),
+        pytest.param(
+            lambda: CABAttention(64, 4, engine="magic"),
+            "engine is 'magic'; it must be one of 'auto', 'reference'",
+            id="engine",
+        ),
+        pytest.param(
+            lambda: CABAttention(64, 4, engine="flex")(torch.randn(1, 64, 64)),
+            "'flex', which has no backward on CPU",
+            id="engine-by-name",
+        ),
+        pytest.param(
+            lambda: CABAttention(64, 4)(torch.randn(1, 64, 32)),
+            r"shape of x is \[1, 64, 32\]; it must be \[B, N, 64\]",
+            id="channels",
+        ),
+        pytest.param(lambda: CABAttention(64, 4)(torch.randn(64, 64)), "shape of x is", id="2d"),
+        pytest.param(
+            lambda: CABAttention(64, 4)(torch.randn(1, 0, 64)), "shape of x is", id="empty"
+        ),
+        pytest.param(lambda: CABAttentionLayer(64, 4, mlp_ratio=0), "mlp_ratio is 0", id="no-mlp"),
+    ],
+)
+def test_what_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
