@@ -42,6 +42,8 @@ __all__ = [
     "visualize_frc_statistics",
 ]
 
+# asked once: torch.compile cannot look for packages
+HAS_TRITON = find_spec("triton") is not None
 # elements of a [heads, M_q, M_k] score tensor worked on at a time; some 20 of them live at once
 SCORES_AT_A_TIME = 1 << 25
 
@@ -107,7 +109,7 @@ def by_reference(q: Tensor, k: Tensor, spans: Spans, scale: float, config: CabCo
 
 def _has_kernels(q: Tensor, k: Tensor) -> bool:
     # imported here and below: models on the CPU never need Triton
-    if not q.is_cuda or find_spec("triton") is None:
+    if not q.is_cuda or not HAS_TRITON:
         return False
     from cab_hf.ops import predict
 

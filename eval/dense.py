@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import import_module, metadata
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -93,9 +94,9 @@ def _token_major(kernel: Callable[..., Tensor | tuple]) -> Attend:
 
 
 def _load_fa3() -> Attend:
-    from flash_attn_interface import flash_attn_func
-
-    return _token_major(flash_attn_func)
+    # the wheel of the forward pass alone has a module of its own
+    name = "flash_attn_interface" if find_spec("flash_attn_interface") else "fa3_fwd_interface"
+    return _token_major(import_module(name).flash_attn_func)
 
 
 def _load_fa4() -> Attend:
@@ -124,7 +125,7 @@ def _cudnn_version() -> str | None:
 
 
 ON_GPU = {
-    "FA3": Baseline(_load_fa3, _package("flash_attn_3", "flash-attn-3")),
+    "FA3": Baseline(_load_fa3, _package("flash_attn_3", "flash-attn-3", "fa3-fwd")),
     "FA4": Baseline(_load_fa4, _package("flash-attn-4")),
     "cuDNN": Baseline(_sdpa(SDPBackend.CUDNN_ATTENTION), _cudnn_version),
     "flash": Baseline(_sdpa(SDPBackend.FLASH_ATTENTION)),

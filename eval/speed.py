@@ -43,6 +43,10 @@ LEAST_RUNS = 5
 MOST_RUNS = 100
 SECONDS_A_CASE = 1.5
 PROFILED_CALLS = 5
+INPUTS = {
+    "topics": "random with the block structure of text (runs of tokens that share a direction)",
+    "noise": "white noise, where every block matters alike",
+}
 # of inputs with the structure of text: directions, tokens that share one, its size beside the noise
 TOPICS = 64
 TOPIC_TOKENS = 512
@@ -139,7 +143,7 @@ class Settings:
             self._check(name, getattr(self, name) > 0, "at least 1")
         divides = self.heads > 0 and self.heads % self.kv_heads == 0
         self._check("heads", divides, f"a multiple of kv_heads={self.kv_heads}")
-        self._check("inputs", self.inputs in ("topics", "noise"), "topics or noise")
+        self._check("inputs", self.inputs in INPUTS, " or ".join(INPUTS))
         self._check("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
         self._check("dense_up_to", self.dense_up_to >= 0, "a number of tokens, 0 for never")
         _ = self.cab_config  # refuses bad fields here rather than in the middle of a run
@@ -795,8 +799,8 @@ def render(content: Mapping[str, Any]) -> str:
         "\n".join(f"* {sentence}" for sentence in readings(rows)),
         "![time and share of dense attention by length](speed.png)",
         "Dense causal attention, forward:\n\n" + _baseline_table(rows),
-        f"Method: {settings['method']}. Density is attended over causal (query, key) pairs; inputs "
-        "are random normal, so it is not a model's. GFLOP/s counts coarsening, block logits and "
+        f"Method: {settings['method']}. Density is attended over causal (query, key) pairs. "
+        f"Inputs are {INPUTS[settings['inputs']]}; no model made them. GFLOP/s counts coarsening, block logits and "
         f"the two-hop product. ≈: extrapolated by N² beyond {settings['dense_up_to']:,} tokens.",
         f"Batch {settings['batch']}, {settings['heads']} query and {settings['kv_heads']} key "
         f"heads of {settings['head_dim']}, {settings['dtype']}, "
