@@ -599,11 +599,24 @@ def tables(rows: Sequence[dict[str, Any]]) -> dict[tuple[int, int], str]:
 
 
 def overview(rows: Sequence[dict[str, Any]]) -> str:
-    """Every table under a line that says its size."""
-    return "\n\n".join(
-        f"{blocks} blocks of {tokens} token{'s' * (tokens > 1)}:\n\n{table}"
-        for (blocks, tokens), table in tables(rows).items()
-    )
+    """One table: a formula a row, what it finds beside magnitude at every size and summary."""
+    means = [row for row in rows if row["sparsity"] is None and row["strength"] is None]
+    places = list(dict.fromkeys((_contender(row).size, row["coarsen"]) for row in means))
+    at = {(row["method"], _contender(row).size, row["coarsen"]): row for row in means}
+
+    def found(place: tuple[tuple[int, int], str | None], formula: dict[str, Any]) -> str | None:
+        row = at.get((formula["method"], *place))
+        if row is None or "verdict" not in row:
+            return None if row is None else f"{row['retrieval']:.2f} found"
+        return f"{row['delta']:+.2f} {row['verdict']}"
+
+    columns = {"formula": "method"}
+    for size, coarsen in places:
+        if coarsen is not None:
+            columns[f"{_size_name(size)}, {coarsen}"] = partial(found, (size, coarsen))
+    formulas = [{"method": method} for method in METHODS if any(key[0] == method for key in at)]
+    blind = {key[0] for key in at if key[2] is None}
+    return report.markdown_table([row for row in formulas if row["method"] not in blind], columns)
 
 
 def readings(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -801,7 +801,8 @@ def render(content: Mapping[str, Any]) -> str:
         "Dense causal attention, forward:\n\n" + _baseline_table(rows),
         f"Method: {settings['method']}. Density is attended over causal (query, key) pairs. "
         f"Inputs are {INPUTS[settings['inputs']]}; no model made them. GFLOP/s counts coarsening, "
-        f"block logits and the two-hop product. ≈: extrapolated by N² beyond {settings['dense_up_to']:,} tokens.",
+        "block logits and the two-hop product. ≈: extrapolated by N² beyond "
+        f"{settings['dense_up_to']:,} tokens.",
         f"Batch {settings['batch']}, {settings['heads']} query and {settings['kv_heads']} key "
         f"heads of {settings['head_dim']}, {settings['dtype']}, "
         f"{f'CabConfig with {changed}' if changed else 'default CabConfig'}, seed "
