@@ -169,16 +169,34 @@ def _store(target, x, mask):
 
 
 @triton.jit
-def _rows_of_block(real, QUERIES: tl.constexpr, block, start, length, BLOCK, ROWS: tl.constexpr):
-    """Token indices of some rows of a block, which of them exist, and which of these count."""
+def _read_rows(
+    source,
+    stride,
+    real,
+    QUERIES: tl.constexpr,
+    block,
+    start,
+    length,
+    channel,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Some tokens of a block, float32 [ROWS, BLOCK_D], and which of them count."""
     inside = start + tl.arange(0, ROWS)
     token = block * BLOCK + inside
     there = (inside < BLOCK) & (token < length)
+    # what exists is read without waiting to know what counts
+    x = tl.load(
+        source + token[:, None] * stride + channel[None, :],
+        mask=there[:, None] & (channel[None, :] < D),
+        other=0.0,
+    ).to(tl.float32)
     if QUERIES:
         counts = there & (tl.load(real + token, mask=there, other=-1) >= 0)
     else:
         counts = there & (tl.load(real + token, mask=there, other=0) != 0)
-    return token, there, counts
+    return x, counts
 
 
 @triton.jit
@@ -202,13 +220,9 @@ def _mean_and_box(
     lower = tl.full([ROWS, BLOCK_D], float("inf"), tl.float32)
     counted = tl.zeros([ROWS], tl.int32)
     for start in tl.static_range(0, BLOCK, ROWS):
-        token, there, counts = _rows_of_block(real, QUERIES, block, start, length, BLOCK, ROWS)
-        # what exists is read without waiting to know what counts
-        x = tl.load(
-            source + token[:, None] * stride + channel[None, :],
-            mask=there[:, None] & (channel[None, :] < D),
-            other=0.0,
-        ).to(tl.float32)
+        x, counts = _read_rows(
+            source, stride, real, QUERIES, block, start, length, channel, BLOCK, ROWS, D
+        )
         total += tl.where(counts[:, None], x, 0.0)
         counted += counts.to(tl.int32)
         if BOX:
@@ -238,12 +252,9 @@ def _loudest(
     best = -1.0
     where = block * BLOCK
     for start in tl.static_range(0, BLOCK, ROWS):
-        token, there, counts = _rows_of_block(real, QUERIES, block, start, length, BLOCK, ROWS)
-        x = tl.load(
-            source + token[:, None] * stride + channel[None, :],
-            mask=there[:, None] & (channel[None, :] < D),
-            other=0.0,
-        ).to(tl.float32)
+        x, counts = _read_rows(
+            source, stride, real, QUERIES, block, start, length, channel, BLOCK, ROWS, D
+        )
         norm = tl.where(counts, tl.sum(x * x, 1), -1.0)
         loudest = tl.max(norm, 0)
         here = tl.argmax(norm, 0, tie_break_left=True)

@@ -145,6 +145,17 @@ def _between(low, high):
 
 
 @triton.jit
+def _next_middle(low, high, rounds):
+    """Where to cut a bracket of scores; ``low`` when nothing lies inside.
+
+    Scores lie evenly, until they do not: then by representation, which always ends.
+    """
+    half_way = low + (high - low) * 0.5
+    even = (rounds < EVEN_ROUNDS) & (half_way > low) & (half_way < high)
+    return tl.where(even, half_way, _between(low, high))
+
+
+@triton.jit
 def _sum_above(values, level, begin, end, CHUNK: tl.constexpr):
     """Sum of the entries above ``level``, which is not negative."""
     # a power of two, so that products are exact: it parts any two weights above 2^-36, and gives 1
@@ -196,11 +207,8 @@ def _threshold_by_count(values, low, high, total, count, begin, end, CHUNK: tl.c
     at_low = total.to(tl.float32)
     at_high = 0.0
     rounds = 0
-    searching = (count > 0) & (at_low > wanted)
-    while searching:
-        # scores lie evenly, until they do not: then by representation, which always ends
-        half_way = low + (high - low) * 0.5
-        middle = tl.where(rounds < EVEN_ROUNDS, half_way, _between(low, high))
+    middle = _next_middle(low, high, rounds)
+    while (count > 0) & (at_low > wanted) & (middle > low):
         here = _count_above(values, middle, begin, end, CHUNK)
         enough = here >= wanted
         low = tl.where(enough, middle, low)
@@ -208,7 +216,7 @@ def _threshold_by_count(values, low, high, total, count, begin, end, CHUNK: tl.c
         high = tl.where(enough, high, middle)
         at_high = tl.where(enough, at_high, here)
         rounds += 1
-        searching = (at_low > wanted) & ((rounds < EVEN_ROUNDS) | (_between(low, high) > low))
+        middle = _next_middle(low, high, rounds)
     cut = end
     if (count > 0) & (at_low > wanted):
         cut = _cut(values, high, wanted - at_high, begin, end, CHUNK)
@@ -227,10 +235,9 @@ def _threshold_by_mass(weights, high, total, missing, blocks, begin, end, CHUNK:
     # what is > low holds enough, what is > high does not
     held_low = total
     held_high = 0.0
-    searching = (missing > 0) & (_between(low, high) > low)
+    middle = _between(low, high)
+    searching = (missing > 0) & (middle > low)
     while searching:
-        # weights differ by orders of magnitude; so do the brackets worth trying
-        middle = _between(low, high)
         held = _sum_above(weights, middle, begin, end, CHUNK)
         enough = held >= missing
         low = tl.where(enough, middle, low)
@@ -239,9 +246,11 @@ def _threshold_by_mass(weights, high, total, missing, blocks, begin, end, CHUNK:
         held_high = tl.where(enough, held_high, held)
         # sums less than two entries apart have one entry between them
         single = (high < 1.5 * low) & (held_low - held_high < 1.75 * low)
-        searching = (single == 0) & (_between(low, high) > low)
+        # weights differ by orders of magnitude; so do the brackets worth trying
+        middle = _between(low, high)
+        searching = (single == 0) & (middle > low)
     cut = end
-    if (missing > 0) & (_between(low, high) <= low):
+    if (missing > 0) & (middle <= low):
         count = tl.ceil((missing - held_high) / tl.maximum(high, 1e-30))
         cut = _cut(weights, high, count, begin, end, CHUNK)
     nothing = float("inf")
@@ -269,7 +278,8 @@ def _weigh(estimate, low, high, sinks, tail, begin, CHUNK: tl.constexpr):
     peak = tl.full([CHUNK], float("-inf"), tl.float32)
     for _ in range(begin, high + 1, CHUNK):
         visible = (column >= low) & (column <= high)
-        peak = tl.maximum(peak, tl.load(source, mask=visible, other=float("-inf")))
+        # a row has room for whole chunks: what lies beyond is read, fast, and dropped
+        peak = tl.maximum(peak, tl.where(visible, tl.load(source), float("-inf")))
         column += CHUNK
         source += CHUNK
     top = tl.max(peak, 0)
@@ -281,7 +291,7 @@ def _weigh(estimate, low, high, sinks, tail, begin, CHUNK: tl.constexpr):
     for _ in range(begin, high + 1, CHUNK):
         visible = (column >= low) & (column <= high)
         free = (column >= sinks) & (column < tail)
-        weight = tl.exp(tl.load(source, mask=visible, other=float("-inf")) - top)
+        weight = tl.exp(tl.where(visible, tl.load(source), float("-inf")) - top)
         held += tl.where(free, 0.0, weight)
         weight = tl.where(free, weight, 0.0)
         total += weight
