@@ -12,7 +12,9 @@ from cab_hf.predictor import CurvaturePredictor, by_reference
 
 SMALL = {"query_block": 32, "key_block": 16}
 GRID = {"query_block": 16, "key_block": 16}
-SHAPE = {"q_length": 200, "heads": 2, "kv_heads": 1, "dim": 16}
+LENGTH = 136
+KEY_BLOCKS = 9
+SHAPE = {"q_length": LENGTH, "heads": 2, "kv_heads": 1, "dim": 16}
 
 CONFIGS = [
     pytest.param(CabConfig(**SMALL), id="clusters"),
@@ -31,9 +33,9 @@ CONFIGS = [
     pytest.param(CabConfig.published(0.7, "none", **GRID), id="published-magnitude"),
 ]
 SHAPES = [
-    pytest.param(SHAPE | {"kv_length": 333}, id="chunk-of-a-longer-text"),
-    pytest.param(SHAPE | {"q_length": 137, "batch": 2, "heads": 3, "kv_heads": 3}, id="batch"),
-    pytest.param(SHAPE | {"heads": 6, "kv_heads": 2, "dim": 24}, id="odd-head-dim"),
+    pytest.param(SHAPE | {"kv_length": 250}, id="chunk-of-a-longer-text"),
+    pytest.param(SHAPE | {"q_length": 73, "batch": 2, "heads": 3, "kv_heads": 3}, id="batch"),
+    pytest.param(SHAPE | {"q_length": 90, "heads": 6, "kv_heads": 2, "dim": 24}, id="odd-head-dim"),
     pytest.param(SHAPE | {"q_length": 7}, id="below-one-block"),
     pytest.param(SHAPE | {"q_length": 31}, id="one-block-less-one"),
     pytest.param(SHAPE | {"q_length": 33}, id="one-block-and-one"),
@@ -139,13 +141,13 @@ def test_check_finite_names_the_tensor(name, value):
     tensors[name][0, 0, 5, 3] = value
     predictor = CurvaturePredictor(CabConfig(**SMALL, check_finite=True))
     with pytest.raises(ValueError, match=f"^{name} holds infinite or NaN"):
-        predictor(tensors["q"], tensors["k"], Spans.causal(1, 200, 200, "cpu"), 0.25)
+        predictor(tensors["q"], tensors["k"], Spans.causal(1, LENGTH, LENGTH, "cpu"), 0.25)
 
 
 def test_nan_selects_something_and_ends():
     q, k = loud(**SHAPE)
     q[0, 0, 40] = float("nan")
-    spans = Spans.causal(1, 200, 200, "cpu")
+    spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
     full, partial = predict.predict(q, k, spans, 0.25, CabConfig(**SMALL))
     BlockPlan(full, partial, spans, 32, 16).validate()
 
@@ -184,19 +186,19 @@ def test_heads_in_turns_select_the_same(monkeypatch):
 def test_measured_lists_hold_the_same(monkeypatch):
     q, k = loud(**SHAPE)
     config = CabConfig(**SMALL, mass=0.5, bridges=0.0)
-    spans = Spans.causal(1, 200, 200, "cpu")
+    spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
     widest = predict.predict(q, k, spans, 0.25, config)[0]
     monkeypatch.setattr(predict, "LISTS_AT_MOST", 0)
     measured = predict.predict(q, k, spans, 0.25, config)[0]
     assert measured.width == widest.counts.max() < widest.width
-    assert torch.equal(measured.to_dense(13), widest.to_dense(13))
+    assert torch.equal(measured.to_dense(KEY_BLOCKS), widest.to_dense(KEY_BLOCKS))
 
 
 def test_lists_of_a_fixed_share_are_narrow():
     q, k = loud(**SHAPE)
     config = CabConfig.published(0.7, **GRID)
-    full, _ = predict.predict(q, k, Spans.causal(1, 200, 200, "cpu"), 0.25, config)
-    assert full.width < 13
+    full, _ = predict.predict(q, k, Spans.causal(1, LENGTH, LENGTH, "cpu"), 0.25, config)
+    assert full.width < KEY_BLOCKS
 
 
 def test_the_registered_op_keeps_its_promises():
