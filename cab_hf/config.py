@@ -41,8 +41,7 @@ class CabConfig:
         max_density: at most this share of a row's blocks is kept, in (0, 1]; forced blocks always
             are.
         dense_layers: layer indices computed with exact attention.
-        min_length: inputs with fewer keys than this are computed with exact attention. The default
-            is where predicting begins to pay on an H200.
+        min_length: inputs with fewer keys than this are computed with exact attention.
         engine: ``"auto"``, ``"reference"`` or ``"flex"``. One asked for by name never falls back.
         predictor: name of a registered predictor; ``"curvature"`` is CAB.
         sparse_decode: when True, single-token steps attend only the blocks the predictor selects;
@@ -140,6 +139,14 @@ class CabConfig:
             known = ", ".join(field.name for field in dataclasses.fields(cls))
             raise ValueError(f"CabConfig has no field {unknown[0]!r}; its fields are {known}.")
         return cls(**settings)
+
+    @property
+    def curved(self) -> bool:
+        """Whether curvature takes part in the selection at all."""
+        if self.curvature == "none" or self.redundancy == 0:
+            return False
+        # with clusters it ranks bridges, and a row that keeps all its mass has none to add
+        return self.select == "topk" or (self.bridges > 0 and self.mass < 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that survive JSON, ready for ``model.config.cab_config``."""

@@ -84,6 +84,11 @@ class RowSpans:
     queries: Tensor
 
 
+def crossed_blocks(query_block: int, key_block: int) -> int:
+    """The most key blocks that the diagonal of consecutive queries crosses, wherever it begins."""
+    return -(-query_block // key_block) + 1
+
+
 def block_visibility(spans: Spans, query_block: int, key_block: int) -> Tensor:
     """bool [B, M_q, M_k]: some query of the block may see some key of the block."""
     return _visibility(spans.rows(query_block), key_block, spans.kv_length)[0]
@@ -196,8 +201,7 @@ class BlockPlan:
             )
         keep = keep & visible.unsqueeze(1)
         whole = whole.unsqueeze(1)
-        # the diagonal of consecutive queries crosses this many key blocks, wherever it begins
-        crossed = -(-query_block // key_block) + 1 if spans.aligned else None
+        crossed = crossed_blocks(query_block, key_block) if spans.aligned else None
         return cls(
             full=BlockLists.from_dense(keep & whole),
             partial=BlockLists.from_dense(keep & ~whole, crossed),

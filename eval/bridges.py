@@ -12,7 +12,6 @@ they are made; ``results.json``, ``results.csv``, ``report.md`` and ``bridges.pn
 
 from __future__ import annotations
 
-import csv
 import io
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -718,7 +717,7 @@ def write_report(
     """Derive results.json, results.csv, report.md and bridges.png; prints the tables."""
     rows = summarise(samples, provenance["settings"]["sparsities"])
     report.write_results(out, rows, provenance)
-    report.write_atomically(out / "results.csv", to_csv(rows))
+    report.write_atomically(out / "results.csv", report.as_csv(map(_short, rows)))
     report.write_atomically(out / "report.md", report_text(rows, provenance))
     draw(out / "bridges.png", rows)
     for size, table in tables(rows).items():
@@ -728,15 +727,9 @@ def write_report(
     return rows
 
 
-def to_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows, with one column for every key that any of them has."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
-    return text.getvalue()
+def _short(row: dict[str, Any]) -> dict[str, Any]:
+    """The row, its numbers to six digits."""
+    return {name: f"{v:.6g}" if isinstance(v, float) else v for name, v in row.items()}
 
 
 # method -> colour, marker, line

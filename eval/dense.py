@@ -21,7 +21,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 PREFERRED = ("FA3", "cuDNN")  # what a ratio is against, the first that ran
 CHECK_LENGTH = 300  # not a multiple of any kernel's tile
-# bf16 operands err up to 1e-2 (METHOD.md of the device); a wrong layout errs by about 1
+# bf16 operands err up to 1e-2; a wrong layout errs by about 1
 CHECK_TOLERANCE = 2e-2
 
 

@@ -7,7 +7,6 @@ index). What a sample answered is written to ``samples.jsonl`` as it comes; ``re
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import time
 from collections.abc import Callable, Sequence
@@ -38,7 +37,7 @@ from cab_hf.eval.methods import (
     NoNeedle,
 )
 from cab_hf.eval.models import load_model
-from cab_hf.eval.settings import comma_separated, option
+from cab_hf.eval.settings import comma_separated, option, parse_assignment
 
 ANSWER_TOKENS = 8  # five digits of a token each, and what a model may put around them
 STAGES = {
@@ -181,17 +180,6 @@ class Settings:
         left_out = ("methods", "lengths", "out", "controls", "set")
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         return {**kept, "model": model, "haystack": text, "cab_config": self.cab_config.to_dict()}
-
-
-def parse_assignment(text: str) -> tuple[str, Any]:
-    """``name=value`` -> (name, value), the value a Python literal or else a string."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f"set must be field=value; got {text!r}.")
-    try:
-        return name.strip(), ast.literal_eval(value.strip())
-    except (ValueError, SyntaxError):
-        return name.strip(), value.strip()
 
 
 # --- running

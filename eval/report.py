@@ -6,6 +6,7 @@ from it, so nothing is scored twice and nothing is typed in by hand.
 
 from __future__ import annotations
 
+import csv
 import datetime
 import hashlib
 import io
@@ -15,7 +16,7 @@ import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,23 @@ def write_results(
     content = {"rows": list(rows), "provenance": provenance}
     write_atomically(path, json.dumps(content, indent=2) + "\n")
     return path
+
+
+def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
+    """The rows with a header; what is a mapping in a row is a column for each of its keys."""
+    flat = []
+    for row in rows:
+        cells = {}
+        for name, value in row.items():
+            inner = value if isinstance(value, dict) else {"": value}
+            cells |= {f"{name}.{key}".rstrip("."): each for key, each in inner.items()}
+        flat.append(cells)
+    written = io.StringIO()
+    columns = dict.fromkeys(name for cells in flat for name in cells)
+    writer = csv.DictWriter(written, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return written.getvalue()
 
 
 def _cell(value: Any) -> str:

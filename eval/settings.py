@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -27,6 +28,17 @@ def option(
 def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], tuple]:
     """A parser of ``a,b,c``."""
     return lambda text: tuple(parse(part.strip()) for part in text.split(",") if part.strip())
+
+
+def parse_assignment(text: str) -> tuple[str, Any]:
+    """``name=value`` -> (name, value), the value a Python literal or else a string."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"set must be field=value; got {text!r}.")
+    try:
+        return name.strip(), ast.literal_eval(value.strip())
+    except (ValueError, SyntaxError):
+        return name.strip(), value.strip()
 
 
 def add_options(parser: argparse.ArgumentParser, kind: type) -> None:

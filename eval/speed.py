@@ -7,7 +7,6 @@ A row is one length. Rows are measured one by one and written to ``results.json`
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import io
 import json
@@ -28,8 +27,13 @@ from torch import Tensor
 
 from cab_hf.config import CabConfig
 from cab_hf.eval import dense, report
-from cab_hf.eval.passkey import parse_assignment
-from cab_hf.eval.settings import add_options, comma_separated, option, read_options
+from cab_hf.eval.settings import (
+    add_options,
+    comma_separated,
+    option,
+    parse_assignment,
+    read_options,
+)
 from cab_hf.plan import BlockPlan, Spans
 from cab_hf.predictor import make_predictor
 
@@ -619,14 +623,12 @@ def predictor_flops(config: CabConfig, settings: Settings, length: int) -> dict[
     rows = -(-length // config.query_block)
     ends = (min(length, (row + 1) * config.query_block) for row in range(rows))
     tiles = sum(-(-end // config.key_block) for end in ends)
-    curved = config.curvature != "none" and config.redundancy > 0
-    hops = curved and (config.select == "topk" or config.bridges > 0)
     # paths i -> t -> j with j <= t <= i
     paths = rows * (rows + 1) * (rows + 2) // 6
     return {
         "coarsen": length * dim * (a_query * heads + a_key * kv_heads),
         "logits": 2 * products * dim * heads * tiles,
-        "two_hop": 2 * heads * paths if hops else 0,
+        "two_hop": 2 * heads * paths if config.curved else 0,
     }
 
 
@@ -817,28 +819,11 @@ def write_report(out: Path | str) -> str:
     """Derive results.csv, speed.png and report.md from results.json in ``out``; the report."""
     out = Path(out)
     content = json.loads((out / "results.json").read_text())
-    report.write_atomically(out / "results.csv", as_csv(content["rows"]))
+    report.write_atomically(out / "results.csv", report.as_csv(content["rows"]))
     draw(out / "speed.png", content["rows"])
     text = render(content)
     report.write_atomically(out / "report.md", text)
     return text
-
-
-def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows with a header; what is a mapping in a row is a column for each of its keys."""
-    flat = []
-    for row in rows:
-        cells = {}
-        for name, value in row.items():
-            inner = value if isinstance(value, dict) else {"": value}
-            cells |= {f"{name}.{key}".rstrip("."): each for key, each in inner.items()}
-        flat.append(cells)
-    written = io.StringIO()
-    columns = dict.fromkeys(name for cells in flat for name in cells)
-    writer = csv.DictWriter(written, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    return written.getvalue()
 
 
 def draw(path: Path | str, rows: Sequence[Mapping[str, Any]]) -> None:

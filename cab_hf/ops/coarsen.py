@@ -66,23 +66,25 @@ def coarsen(q: Tensor, k: Tensor, spans: Spans, config: CabConfig) -> Summary:
         x if x.stride(-1) == 1 else x.contiguous()
         for x in (spans.first, spans.last, spans.key_valid)
     )
-    _launch(q, first, last, summary.queries.unsqueeze(0), summary.rows, config.query_block, config)
-    _launch(k, valid, valid, summary.keys, summary.rows, config.key_block, config)
+    queries = summary.queries.unsqueeze(0)
+    _launch(q, last, queries, config.query_block, config, first, summary.rows)
+    _launch(k, valid, summary.keys, config.key_block, config)
     return summary
 
 
 def _launch(
     x: Tensor,
-    first: Tensor,
     real: Tensor,
     target: Tensor,
-    rows: Tensor,
     block: int,
     config: CabConfig,
+    first: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> None:
+    """``first`` and ``rows`` come with queries, whose spans are summed up on the way."""
     batch, heads, length, dim = x.shape
     blocks = target.shape[3]
-    queries = real.dtype != torch.bool
+    queries = rows is not None
     _coarsen_kernel[(batch * heads * blocks,)](
         x,
         first,
@@ -90,10 +92,10 @@ def _launch(
         target,
         rows,
         *x.stride()[:3],
-        first.stride(0),
+        first.stride(0) if queries else 0,
         real.stride(0),
         target.stride(0),
-        rows.stride(0),
+        rows.stride(0) if queries else 0,
         heads,
         length,
         blocks,

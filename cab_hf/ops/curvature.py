@@ -18,7 +18,7 @@ from cab_hf.ops.coarsen import Summary
 
 # affinities are at most 1; float16 keeps 11 bits of anything above 2^-29 when they are scaled up
 AFFINITY_SCALE = 32768.0
-# columns of a row of scores that a program selects from at a time
+# the most columns of a row of scores that a program selects from at a time
 ROW_CHUNK = 128
 # rows, and columns at a time, that one program turns into affinities
 AFFINITY_ROWS = 4
@@ -46,17 +46,11 @@ class Scores:
     strength: Tensor | None
 
 
-def uses_hops(config: CabConfig) -> bool:
-    """Whether curvature takes part in the selection at all."""
-    curved = config.curvature != "none" and config.redundancy > 0
-    return curved and (config.select == "topk" or config.bridges > 0)
-
-
 def bytes_per_head(q_blocks: int, kv_blocks: int, config: CabConfig) -> int:
     """What the scores of one head take while they live."""
     width, coarse = _widths(kv_blocks, config)
     rows = 1 + (config.select == "clusters") + (config.curvature == "forman")
-    grids = 2 if uses_hops(config) else 0
+    grids = 2 if config.curved else 0
     return 4 * q_blocks * (rows * width + grids * coarse)
 
 
@@ -104,7 +98,7 @@ def block_scores(
         num_warps=warps,
         num_stages=stages,
     )
-    if not uses_hops(config):
+    if not config.curved:
         return Scores(direct, estimate, None, None, None)
 
     log_sum = direct.new_empty(count, q_blocks)
@@ -155,13 +149,18 @@ def _score_tile(q_blocks: int, block_d: int, dtype: torch.dtype) -> tuple[int, i
 def _hop_tile(q_blocks: int, half: bool) -> tuple[int, int, int, int]:
     """(rows and columns, depth, warps, stages) of a program of `_two_hop_kernel`."""
     block = 128 if half and q_blocks >= 512 else 64 if q_blocks > 64 else 32
-    return block, 64 if half else 32, 8 if block == 128 else 4, 3
+    return block, 64 if half else 32, 4, 3
+
+
+def row_chunk(kv_blocks: int) -> int:
+    """Columns of a row of scores that a program selects from at a time; a row has whole ones."""
+    return min(ROW_CHUNK, triton.next_power_of_2(max(kv_blocks, 32)))
 
 
 def _widths(kv_blocks: int, config: CabConfig) -> tuple[int, int]:
     """Row lengths of the score tensors on the key and on the query grid, kept aligned."""
     coarse = triton.cdiv(kv_blocks * config.key_block, config.query_block)
-    chunk = min(ROW_CHUNK, triton.next_power_of_2(max(kv_blocks, 32)))
+    chunk = row_chunk(kv_blocks)
     return triton.cdiv(kv_blocks, chunk) * chunk, triton.cdiv(coarse, 32) * 32
 
 
@@ -297,7 +296,7 @@ def _block_scores_kernel(
     j = j0 + tl.arange(0, BLOCK_N)
     channel = tl.arange(0, BLOCK_D)
     # [BLOCK_D, BLOCK_N]: keys stay, queries pass by
-    keys += (kv_head * kv_blocks * D).to(tl.int64)
+    keys += kv_head * kv_blocks * D
     key_tile = keys + j[None, :] * D + channel[:, None]
     there = (j < kv_blocks)[None, :] & (channel[:, None] < D)
     centre = tl.load(key_tile, mask=there, other=0.0)

@@ -15,7 +15,7 @@ from cab_hf.config import CabConfig
 from cab_hf.ops.coarsen import coarsen
 from cab_hf.ops.curvature import block_scores, bytes_per_head
 from cab_hf.ops.select import fill_lists, select_blocks
-from cab_hf.plan import BlockLists, Spans
+from cab_hf.plan import BlockLists, Spans, crossed_blocks
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD_DIM = 256
@@ -60,9 +60,9 @@ def predict(
 
     Safe in a CUDA graph, and under ``torch.compile(fullgraph=True)``.
     """
-    settings = [getattr(config, name) for name in FIELDS]
-    inputs = (q, k, spans.first, spans.last, spans.key_valid, spans.aligned, scale)
     if torch.compiler.is_compiling():
+        settings = [getattr(config, name) for name in FIELDS]
+        inputs = (q, k, spans.first, spans.last, spans.key_valid, spans.aligned, scale)
         lists = torch.ops.cab_hf.predict(*inputs, *settings)
         return BlockLists(*lists[:2]), BlockLists(*lists[2:])
     here = q.is_cuda and q.device.index != torch.cuda.current_device()
@@ -108,8 +108,7 @@ def _empty_lists(like: Tensor, shape: tuple[int, ...], room: int) -> BlockLists:
 def _rooms(kv_length: int, aligned: bool, config: CabConfig) -> tuple[int, int, int]:
     """(key blocks, the most full blocks a row can list, the most partial ones)."""
     kv_blocks = -(-kv_length // config.key_block)
-    # the diagonal of consecutive queries crosses this many key blocks, wherever it begins
-    crossed = -(-config.query_block // config.key_block) + 1
+    crossed = crossed_blocks(config.query_block, config.key_block)
     forced = config.sink_blocks + max(config.local_blocks, crossed)
     share = config.max_density
     if config.select == "topk":

@@ -1,8 +1,8 @@
 """Select on the GPU: forced blocks, clusters and bridges of every row, without a sort.
 
-The definition is `reference.select_blocks`. A row lives in registers; thresholds are found by
-bisection over the bits of float32; ties go to the lower index. What is selected is first one bit a
-block, then ascending lists, full and partial apart.
+The definition is `reference.select_blocks`. A program walks one row, which stays in the cache, once
+for every cut of a bisection; ties go to the lower index. What is selected goes straight into
+ascending lists, full and partial apart.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from cab_hf.config import CabConfig
 from cab_hf.ops.coarsen import Summary
-from cab_hf.ops.curvature import ROW_CHUNK, Scores, affinity_of, uses_hops, visible_range
+from cab_hf.ops.curvature import Scores, affinity_of, row_chunk, visible_range
 from cab_hf.ops.reference import MASS_TOLERANCE
 from cab_hf.plan import BlockLists
 
 # shares of a row travel as whole multiples of 2^-40: a float32 argument would turn 5 % of 20 into 2
-SHARE_BITS = 40
+SHARE_BITS = tl.constexpr(40)
 # halvings of a bracket of scores by value before halving by representation, which always ends
 EVEN_ROUNDS = tl.constexpr(20)
 
@@ -78,11 +78,11 @@ def select_blocks(
         KEY_BLOCK=config.key_block,
         CLUSTERS=clusters,
         EXACT=config.mass == 1,
-        CURVATURE=config.curvature if uses_hops(config) else "none",
+        CURVATURE=config.curvature if config.curved else "none",
         BRIDGES=clusters and config.bridges > 0 and config.mass < 1,
         CAPPED=config.max_density < 1,
         LISTS=bits is None,
-        CHUNK=min(ROW_CHUNK, width),
+        CHUNK=row_chunk(kv_blocks),
         num_warps=1,
     )
 
@@ -104,22 +104,22 @@ def fill_lists(
         full.width,
         partial.width,
         KEY_BLOCK=config.key_block,
-        CHUNK=min(ROW_CHUNK, max(32, triton.next_power_of_2(summary.keys.shape[3]))),
+        CHUNK=row_chunk(summary.keys.shape[3]),
         num_warps=1,
     )
 
 
 def _share(share: float) -> int:
-    return round(share * 2**SHARE_BITS)
+    return round(share * 2**SHARE_BITS.value)
 
 
-# --- one row
+# --- thresholds
 
 
 @triton.jit
 def _share_of(blocks, share):
     """ceil(blocks * share), where a product within rounding of a whole number is that number."""
-    one: tl.constexpr = 1 << 40
+    one: tl.constexpr = 1 << SHARE_BITS
     return ((blocks * share.to(tl.int64) - blocks + one - 1) // one).to(tl.int32)
 
 
@@ -636,9 +636,7 @@ def _select_kernel(
                 CHUNK,
             )
 
-    # blocks that every query of the row sees wholly
-    whole_low = tl.cdiv(tl.load(rows + rows_plane), KEY_BLOCK)
-    whole_high = (tl.load(rows + 2 * rows_plane) + 1) // KEY_BLOCK - 1
+    whole_low, whole_high = _whole_range(rows, rows_plane, KEY_BLOCK)
     # where this row stands among those of all heads
     row = (start + mine) * q_blocks + i
     bits += row * word_count
@@ -686,6 +684,13 @@ def _select_kernel(
         column += CHUNK
     tl.store(full_counts + row, full)
     tl.store(partial_counts + row, partial)
+
+
+@triton.jit
+def _whole_range(rows, rows_plane, KEY_BLOCK: tl.constexpr):
+    """First and last key block that every query of the row sees wholly."""
+    low = tl.cdiv(tl.load(rows + rows_plane), KEY_BLOCK)
+    return low, (tl.load(rows + 2 * rows_plane) + 1) // KEY_BLOCK - 1
 
 
 @triton.jit
@@ -747,8 +752,7 @@ def _block_lists_kernel(
     row = tl.program_id(0).to(tl.int64)
     rows += row // (heads * q_blocks) * q_blocks + row % q_blocks
     low, high = visible_range(rows, rows_plane, True, KEY_BLOCK)
-    whole_low = tl.cdiv(tl.load(rows + rows_plane), KEY_BLOCK)
-    whole_high = (tl.load(rows + 2 * rows_plane) + 1) // KEY_BLOCK - 1
+    whole_low, whole_high = _whole_range(rows, rows_plane, KEY_BLOCK)
     bits += row * word_count
     full_indices += row * full_room
     partial_indices += row * partial_room
