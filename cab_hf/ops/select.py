@@ -18,7 +18,7 @@ from cab_hf.ops.reference import MASS_TOLERANCE
 from cab_hf.plan import BlockLists
 
 # shares of a row travel as whole multiples of 2^-40: a float32 argument would turn 5 % of 20 into 2
-SHARE_BITS = tl.constexpr(40)
+SHARE_ONE = tl.constexpr(1 << 40)
 # halvings of a bracket of scores by value before halving by representation, which always ends
 EVEN_ROUNDS = tl.constexpr(20)
 
@@ -110,7 +110,7 @@ def fill_lists(
 
 
 def _share(share: float) -> int:
-    return round(share * 2**SHARE_BITS.value)
+    return round(share * SHARE_ONE.value)
 
 
 # --- thresholds
@@ -119,8 +119,8 @@ def _share(share: float) -> int:
 @triton.jit
 def _share_of(blocks, share):
     """ceil(blocks * share), where a product within rounding of a whole number is that number."""
-    one: tl.constexpr = 1 << SHARE_BITS
-    return ((blocks * share.to(tl.int64) - blocks + one - 1) // one).to(tl.int32)
+    multiples = blocks * share.to(tl.int64)
+    return ((multiples - blocks + SHARE_ONE - 1) // SHARE_ONE).to(tl.int32)
 
 
 @triton.jit
