@@ -65,12 +65,24 @@ def choose(engine: str, work: Workload) -> str:
     return engine
 
 
-def run(engine: str, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float) -> Tensor:
-    """Attention under ``plan``: q [B, H, N_q, D], k and v [B, H_kv, N_k, D] -> [B, H, N_q, D]."""
-    return _attend(engine)(q, k, v, plan, scale)
+def run(
+    engine: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: BlockPlan,
+    scale: float,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention under ``plan``: q [B, H, N_q, D], k and v [B, H_kv, N_k, D] -> [B, H, N_q, D].
+
+    ``return_lse`` adds the log-sum-exp, float32 [B, H, N_q]; see `reference.attention`, which
+    defines both.
+    """
+    return _attend(engine)(q, k, v, plan, scale, return_lse)
 
 
-def _attend(engine: str) -> Callable[..., Tensor]:
+def _attend(engine: str) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
     if engine == "flex":
         from cab_hf.ops import flex
 

@@ -225,6 +225,22 @@ class BlockPlan:
     def heads(self) -> int:
         return self.full.counts.shape[1]
 
+    def shared_by(self, heads: int) -> int:
+        """How many heads of q in a row attend under each head of the plan.
+
+        A plan has one head for every head of q, one for every KV head, or any number that divides
+        ``heads``: its head h then holds for heads h * g to h * g + g - 1, g the value returned.
+
+        Raises:
+            ValueError: when the plan's heads do not divide ``heads``.
+        """
+        if heads % self.heads:
+            raise ValueError(
+                f"The plan has {self.heads} heads for {heads} of q; make a plan with a number of "
+                f"heads that divides {heads}."
+            )
+        return heads // self.heads
+
     @property
     def q_length(self) -> int:
         return self.spans.q_length

@@ -1,5 +1,7 @@
 """Every engine computes what the reference defines, and the reference what the plan means."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from budget import assert_within_budget
@@ -23,11 +25,11 @@ BLOCKS = [
 ]
 
 
-def random_plan(q, k, blocks, share=0.4, spans=None):
+def random_plan(q, k, blocks, share=0.4, spans=None, heads=None):
     """A plan that keeps each block with probability ``share``, and every diagonal one."""
     query_block, key_block = blocks
     spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
-    shape = BlockPlan.causal(spans, q.shape[1], query_block, key_block).to_dense().shape
+    shape = BlockPlan.causal(spans, heads or q.shape[1], query_block, key_block).to_dense().shape
     keep = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < share
     keep = keep.to(q.device)
     row = spans.rows(query_block).min_last // key_block
@@ -42,16 +44,20 @@ def block_mask(plan, device, training=False):
 
 
 def by_definition(q, k, v, plan, scale):
-    """Softmax over the kept keys, one head and query at a time, in float64."""
+    """(out, log-sum-exp) over the kept keys, one head and query at a time, in float64."""
     q, k, v = (x.double() for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
+    sharing = q.shape[1] // plan.heads
     mask = plan.token_mask()
     out = torch.zeros_like(q)
-    for b, h, i in mask.any(-1).nonzero().tolist():
-        seen = mask[b, h, i]
-        weight = (k[b, h // group, seen] @ q[b, h, i] * scale).softmax(0)
-        out[b, h, i] = weight @ v[b, h // group, seen]
-    return out
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float64)
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():
+        seen = mask[b, h // sharing, i]
+        if seen.any():
+            logits = k[b, h // group, seen] @ q[b, h, i] * scale
+            lse[b, h, i] = logits.logsumexp(0)
+            out[b, h, i] = logits.softmax(0) @ v[b, h // group, seen]
+    return out, lse
 
 
 @pytest.mark.parametrize("blocks", BLOCKS)
@@ -60,10 +66,45 @@ def test_reference_is_the_definition(shape, blocks):
     q, k, v = qkv(**shape)
     plan = random_plan(q, k, blocks)
     plan.validate()
-    out = reference.attention(q, k, v, plan, 0.3)
-    torch.testing.assert_close(
-        out.double(), by_definition(q, k, v, plan, 0.3), atol=1e-5, rtol=1e-4
-    )
+    found = engine.run("reference", q, k, v, plan, 0.3, return_lse=True)
+    meant = by_definition(q, k, v, plan, 0.3)
+    for part, exact in zip(found, meant, strict=True):
+        torch.testing.assert_close(part.double(), exact, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 6])
+def test_heads_of_q_share_a_head_of_the_plan(heads):
+    q, k, v = qkv(q_length=63, kv_length=111)
+    plan = random_plan(q, k, (32, 16), heads=heads)
+    found = reference.attention(q, k, v, plan, 0.3, return_lse=True)
+    meant = by_definition(q, k, v, plan, 0.3)
+    for part, exact in zip(found, meant, strict=True):
+        torch.testing.assert_close(part.double(), exact, atol=1e-5, rtol=1e-4)
+
+
+def test_a_plan_whose_heads_do_not_divide_those_of_q_is_refused():
+    q, k, v = qkv(q_length=63)
+    plan = random_plan(q, k, (32, 16), heads=4)
+    with pytest.raises(ValueError, match="4 heads for 6 of q"):
+        reference.attention(q, k, v, plan, 0.3)
+
+
+def test_queries_that_see_nothing_get_zeros_and_no_mass():
+    """Whether it is the span that is empty, or the row of blocks."""
+    q, k, v = qkv(q_length=96)
+    spans = Spans.causal(1, 96, 96, q.device)
+    spans = replace(spans, last=spans.last.masked_fill(torch.arange(96) < 5, -1))
+    plan = random_plan(q, k, (32, 32), spans=spans)
+    keep = plan.to_dense()
+    keep[:, 1, 2] = False
+    plan = BlockPlan.from_dense(keep, spans, query_block=32, key_block=32)
+    out, lse = reference.attention(q, k, v, plan, 0.3, return_lse=True)
+    blind = torch.zeros(q.shape[:3], dtype=torch.bool)
+    blind[:, :, :5] = True
+    blind[:, 1, 64:] = True
+    assert torch.equal(lse == -torch.inf, blind)
+    assert torch.equal((out == 0).all(-1), blind)
+    assert out.isfinite().all()
 
 
 @pytest.mark.parametrize("blocks", BLOCKS)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from cab_hf.plan import BlockLists, BlockPlan
 
@@ -50,19 +50,30 @@ def unavailable(
     return None
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float) -> Tensor:
-    """Attention under ``plan``, [B, H, N_q, D]; see `reference.attention`, which defines it."""
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float, return_lse: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention under ``plan``, [B, H, N_q, D]; see `reference.attention`, which defines it.
+
+    Raises:
+        NotImplementedError: for ``return_lse`` on CPU.
+    """
+    if return_lse and q.device.type == "cpu":
+        raise NotImplementedError(
+            "return_lse is True, and FlexAttention returns no log-sum-exp on CPU; use "
+            "engine='reference'."
+        )
     training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     tables = block_tables(plan, q.device, training)
     options = kernel_options(plan, q)
     if torch.compiler.is_compiling():
-        return _attend(q, k, v, tables, scale, options)
+        return _attend(q, k, v, tables, scale, options, return_lse)
     # past the limit dynamo would run flex uncompiled, which ignores the lists: fail instead. With
     # symbolic block sizes inductor's cache hands out kernels made for others (torch 2.11)
     with torch._dynamo.config.patch(
         fail_on_recompile_limit_hit=True, recompile_limit=RECOMPILE_LIMIT, specialize_int=True
     ):
-        return _compiled(q.device.type)(q, k, v, tables, scale, options)
+        return _compiled(q.device.type)(q, k, v, tables, scale, options, return_lse)
 
 
 @cache
@@ -72,14 +83,22 @@ def _compiled(device: str) -> Callable[..., Tensor]:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, tables: BlockTables, scale: float, options: dict | None
-) -> Tensor:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: BlockTables,
+    scale: float,
+    options: dict | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
     # the mask is made inside, so that lengths are those of tensors and only blocks are plain ints
     mask = block_mask(tables, q.shape[2], k.shape[2])
     gqa = q.shape[1] != k.shape[1]
-    return flex_attention(
-        q, k, v, block_mask=mask, scale=scale, enable_gqa=gqa, kernel_options=options
-    )
+    how = {"block_mask": mask, "scale": scale, "enable_gqa": gqa, "kernel_options": options}
+    if not return_lse:
+        return flex_attention(q, k, v, **how)
+    out, more = flex_attention(q, k, v, **how, return_aux=AuxRequest(lse=True))
+    return out, more.lse
 
 
 class BlockTables(NamedTuple):

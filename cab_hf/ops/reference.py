@@ -269,26 +269,43 @@ def select_blocks(
 # --- attend
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float, return_lse: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention under a plan, [B, H, N_q, D_v]: softmax over the keys the plan keeps.
 
-    Differentiable. Queries that may see nothing (padding) get zeros. The token mask is made for
-    `QUERY_CHUNK` queries at a time, over the keys they could see.
+    Differentiable. Queries that see nothing (padding, or no block listed) get zeros. A plan may
+    have fewer heads than q, see `BlockPlan.shared_by`. The token mask is made for `QUERY_CHUNK`
+    queries at a time, over the keys they could see.
+
+    ``return_lse`` adds the log-sum-exp of each query's scaled scores: natural logarithm, float32
+    (float64 for float64 inputs) [B, H, N_q], -inf where a query sees nothing.
     """
+    sharing = plan.shared_by(q.shape[1])
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
-    pieces = []
+    outs, sums = [], []
     for start in range(0, plan.q_length, QUERY_CHUNK):
         rows = slice(start, min(start + QUERY_CHUNK, plan.q_length))
         reach = _reach(plan.spans, rows)
-        blind = plan.spans.last[:, None, rows, None] < 0
+        mask = plan.token_mask(rows.start, rows.stop, reach).repeat_interleave(sharing, dim=1)
+        queries, keys = q[:, :, rows], k[:, :, :reach]
         # softmax over nothing is NaN: a blind query looks somewhere, and what it saw is dropped
-        mask = plan.token_mask(rows.start, rows.stop, reach) | blind
+        blind = ~mask.any(dim=-1, keepdim=True)
         out = F.scaled_dot_product_attention(
-            q[:, :, rows], k[:, :, :reach], v[:, :, :reach], attn_mask=mask, scale=scale
+            queries, keys, v[:, :, :reach], attn_mask=mask | blind, scale=scale
         )
-        pieces.append(out.masked_fill(blind, 0.0))
-    return torch.cat(pieces, dim=2)
+        outs.append(out.masked_fill(blind, 0.0))
+        if return_lse:
+            sums.append(_log_sum_exp(queries, keys, mask, scale))
+    out = torch.cat(outs, dim=2)
+    return (out, torch.cat(sums, dim=2)) if return_lse else out
+
+
+def _log_sum_exp(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    logits = q.to(dtype) @ k.to(dtype).transpose(-1, -2) * scale
+    return logits.masked_fill(~mask, -torch.inf).logsumexp(dim=-1)
 
 
 def _reach(spans: Spans, rows: slice) -> int:
