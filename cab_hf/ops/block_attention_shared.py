@@ -1,0 +1,143 @@
+"""What the kernels of block attention share: a plan's lists as arguments, tiles, descriptors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from cab_hf.plan import BlockLists
+
+# bytes that a row of a descriptor, and where it starts, must be a multiple of
+ALIGNMENT = 16
+LOG2_E = 1.4426950408889634
+
+
+class Rows(NamedTuple):
+    """A plan as the kernels read it; ``first`` and ``last`` are its spans, int32 [B, N_q]."""
+
+    full: BlockLists
+    partial: BlockLists
+    first: Tensor
+    last: Tensor
+    query_block: int
+    key_block: int
+
+
+def row_terms(grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """What backward needs of every query, float32 [B, H, N_q] each.
+
+    The log-sum-exp in powers of two, +inf where a query sees nothing (so that its weights vanish),
+    and the sum over D of grad * out.
+    """
+    level, delta = torch.empty_like(lse), torch.empty_like(lse)
+    batch, heads, length, dim = grad.shape
+    _row_terms_kernel[(triton.cdiv(length, 32), batch * heads)](
+        grad,
+        out,
+        lse,
+        level,
+        delta,
+        *grad.stride()[:3],
+        *out.stride()[:3],
+        heads,
+        length,
+        D=dim,
+        BLOCK_D=triton.next_power_of_2(min(dim, 128)),
+        num_warps=4,
+    )
+    return level, delta
+
+
+def described(x: Tensor) -> Tensor:
+    """``x``, copied where its strides or its start are not what a descriptor takes."""
+    whole = all(stride * x.element_size() % ALIGNMENT == 0 for stride in x.stride()[:3])
+    if whole and x.stride(3) == 1 and x.data_ptr() % ALIGNMENT == 0:
+        return x
+    return x.contiguous().clone() if x.data_ptr() % ALIGNMENT else x.contiguous()
+
+
+def like(x: Tensor, dim: int | None = None) -> Tensor:
+    """An empty tensor [B, H, N, D] that lies in memory as [B, N, H, D], as models go on with it."""
+    batch, heads, length, _ = x.shape
+    return x.new_empty(batch, length, heads, dim or x.shape[3]).transpose(1, 2)
+
+
+def descriptors(length: int, *tensors: Tensor) -> list[TensorDescriptor]:
+    """Descriptors of [B, H, N, D] in tiles of ``length`` tokens and all channels."""
+    return [
+        TensorDescriptor.from_tensor(x, [1, 1, length, triton.next_power_of_2(x.shape[3])])
+        for x in tensors
+    ]
+
+
+def row_arguments(rows: Rows) -> tuple:
+    first, last = (x if x.stride(-1) == 1 else x.contiguous() for x in (rows.first, rows.last))
+    lists = (rows.full, rows.partial)
+    return (
+        *(tensor for part in lists for tensor in (part.counts, part.indices)),
+        *(part.width for part in lists),
+        first,
+        last,
+        first.stride(0),
+        last.stride(0),
+    )
+
+
+def sizes(q: Tensor, k: Tensor, rows: Rows) -> tuple[int, ...]:
+    q_blocks = rows.full.counts.shape[2]
+    return q.shape[1], k.shape[1], rows.full.counts.shape[1], q.shape[2], q_blocks
+
+
+@triton.jit
+def tile_start(indices, i, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """The first token of the i-th tile of the listed blocks."""
+    TILES: tl.constexpr = BLOCK // TILE
+    return tl.load(indices + i // TILES) * BLOCK + i % TILES * TILE
+
+
+@triton.jit
+def seen_between(key, low, high):
+    return (key >= low) & (key <= high)
+
+
+@triton.jit
+def _row_terms_kernel(
+    grad,
+    out,
+    lse,
+    level,
+    delta,
+    grad_batch,
+    grad_head,
+    grad_token,
+    out_batch,
+    out_head,
+    out_token,
+    heads,
+    length,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    batch = (tl.program_id(1) // heads).to(tl.int64)
+    head = tl.program_id(1) % heads
+    token = tl.program_id(0) * 32 + tl.arange(0, 32)
+    there = token < length
+    grad += batch * grad_batch + head * grad_head + token.to(tl.int64)[:, None] * grad_token
+    out += batch * out_batch + head * out_head + token.to(tl.int64)[:, None] * out_token
+    total = tl.zeros((32,), tl.float32)
+    for start in tl.static_range(0, D, BLOCK_D):
+        channel = start + tl.arange(0, BLOCK_D)[None, :]
+        inside = there[:, None] & (channel < D)
+        a = tl.load(grad + channel, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(out + channel, mask=inside, other=0.0).to(tl.float32)
+        total += tl.sum(a * b, 1)
+    place = tl.program_id(1).to(tl.int64) * length + token
+    tl.store(delta + place, total, mask=there)
+    x = tl.load(lse + place, mask=there, other=0.0)
+    x = tl.where(x == float("-inf"), float("inf"), x * 1.4426950408889634)
+    tl.store(level + place, x, mask=there)

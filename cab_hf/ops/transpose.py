@@ -1,0 +1,182 @@
+"""Lists the other way round: for every key block, the rows that attend it. Backward reads these.
+
+The definition is `BlockLists.transpose`. Between the two forms stands one bit for every (row, key
+block), so that nothing of the size of rows x key blocks is held in whole numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cab_hf.plan import BlockLists
+
+WORD = 32
+CHUNK = 256
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnLists:
+    """For every key block the rows that list it, ascending, packed one after the other.
+
+    Attributes:
+        counts: int32 [B, P, C], rows listing each key block.
+        starts: int64 [B, P, C], where each key block's rows begin in ``rows``.
+        rows: int32, as long as the lists had room for; what is behind the last means nothing.
+        slots: int32 beside ``rows``: at which place of that row's list the key block stands.
+    """
+
+    counts: Tensor
+    starts: Tensor
+    rows: Tensor
+    slots: Tensor
+
+
+def pack_columns(lists: BlockLists, columns: int) -> ColumnLists:
+    """The transpose of ``lists`` over ``columns`` key blocks. Never waits for the device."""
+    bits, counts = _bits_by_column(lists, columns)
+    starts = counts.flatten().cumsum(0, dtype=torch.int64) - counts.flatten()
+    rows, slots = (lists.indices.new_empty(max(1, lists.indices.numel())) for _ in range(2))
+    packed = ColumnLists(counts, starts.view_as(counts), rows, slots)
+    _fill(bits, packed.starts, rows, lists, slots)
+    return packed
+
+
+def transpose(lists: BlockLists, columns: int, width: int | None = None) -> BlockLists:
+    """`BlockLists.transpose` on the GPU: rectangular lists of ``width`` rows a key block.
+
+    Without ``width`` they are as wide as the longest, which waits for the device.
+    """
+    bits, counts = _bits_by_column(lists, columns)
+    if width is None:
+        width = max(1, int(counts.max()))
+    starts = torch.arange(counts.numel(), device=counts.device, dtype=torch.int64) * width
+    indices = lists.indices.new_zeros(*counts.shape, width)
+    _fill(bits, starts.view_as(counts), indices, lists)
+    return BlockLists(counts, indices)
+
+
+def _bits_by_column(lists: BlockLists, columns: int) -> tuple[Tensor, Tensor]:
+    """(int32 [B, P, C, words], bit r % 32 of word r // 32 saying that row r lists it; counts)."""
+    batch, heads, rows = lists.counts.shape
+    words = triton.cdiv(rows, WORD)
+    bits = lists.indices.new_zeros(batch, heads, columns, words)
+    counts = lists.counts.new_empty(batch, heads, columns)
+    if lists.width:
+        _mark_kernel[(rows, batch * heads)](
+            lists.counts,
+            lists.indices,
+            bits,
+            rows,
+            lists.width,
+            columns,
+            words,
+            CHUNK=CHUNK,
+            num_warps=1,
+        )
+    _count_kernel[(columns, batch * heads)](
+        bits, counts, columns, words, WORDS=triton.next_power_of_2(words), num_warps=1
+    )
+    return bits, counts
+
+
+def _fill(
+    bits: Tensor, starts: Tensor, rows: Tensor, lists: BlockLists, slots: Tensor | None = None
+) -> None:
+    batch, heads, columns, words = bits.shape
+    _unpack_kernel[(columns, batch * heads)](
+        bits,
+        starts,
+        rows,
+        slots,
+        lists.counts,
+        lists.indices,
+        columns,
+        words,
+        lists.counts.shape[2],
+        lists.width,
+        SLOTS=slots is not None,
+        CHUNK=CHUNK,
+        num_warps=1,
+    )
+
+
+@triton.jit
+def _mark_kernel(counts, indices, bits, rows, width, columns, words, CHUNK: tl.constexpr):
+    row = tl.program_id(0)
+    plane = tl.program_id(1).to(tl.int64)
+    count = tl.load(counts + plane * rows + row)
+    indices += (plane * rows + row) * width
+    # a word has no other meaning than its bits: the highest is the sign
+    bit = 1 << (row % 32)
+    bits += plane * columns * words + row // 32
+    for start in range(0, count, CHUNK):
+        slot = start + tl.arange(0, CHUNK)
+        listed = slot < count
+        column = tl.load(indices + slot, mask=listed, other=0)
+        tl.atomic_or(bits + column.to(tl.int64) * words, bit, mask=listed)
+
+
+@triton.jit
+def _count_kernel(bits, counts, columns, words, WORDS: tl.constexpr):
+    column = tl.program_id(0)
+    plane = tl.program_id(1).to(tl.int64)
+    word = tl.arange(0, WORDS)
+    bits += (plane * columns + column) * words
+    x = tl.load(bits + word, mask=word < words, other=0)
+    total = tl.zeros((WORDS,), tl.int32)
+    for place in tl.static_range(32):
+        total += (x >> place) & 1
+    tl.store(counts + plane * columns + column, tl.sum(total, 0))
+
+
+@triton.jit
+def _unpack_kernel(
+    bits,
+    starts,
+    rows,
+    slots,
+    list_counts,
+    list_indices,
+    columns,
+    words,
+    row_count,
+    width,
+    SLOTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    column = tl.program_id(0)
+    plane = tl.program_id(1).to(tl.int64)
+    bits += (plane * columns + column) * words
+    start = tl.load(starts + plane * columns + column)
+    list_counts += plane * row_count
+    list_indices += plane * row_count * width
+    written = 0
+    for begin in range(0, words * 32, CHUNK):
+        row = begin + tl.arange(0, CHUNK)
+        word = tl.load(bits + row // 32, mask=row < words * 32, other=0)
+        listed = (word >> (row % 32)) & 1
+        place = start + written + tl.cumsum(listed, 0) - 1
+        tl.store(rows + place, row, mask=listed != 0)
+        if SLOTS:
+            slot = _find(column, list_counts, list_indices, row, width, listed != 0, CHUNK)
+            tl.store(slots + place, slot, mask=listed != 0)
+        written += tl.sum(listed, 0)
+
+
+@triton.jit
+def _find(column, counts, indices, row, width, listed, CHUNK: tl.constexpr):
+    """Where ``column`` stands in the ascending list of every ``row`` that lists it."""
+    low = tl.zeros((CHUNK,), tl.int32)
+    high = tl.load(counts + row, mask=listed, other=1) - 1
+    indices += row.to(tl.int64) * width
+    while tl.max(high - low, 0) > 0:
+        middle = (low + high) // 2
+        below = tl.load(indices + middle, mask=listed, other=0) < column
+        low = tl.where(below & (low < high), middle + 1, low)
+        high = tl.where(below, high, tl.maximum(middle, low))
+    return low
