@@ -6,23 +6,31 @@ error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from cab_hf.eval.timing import Bench, in_a_sentence
+
 # q [B, H, N, D], k and v [B, H_kv, N, D], scale -> [B, H, N, D]
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 PREFERRED = ("FA3", "cuDNN")  # what a ratio is against, the first that ran
-CHECK_LENGTH = 300  # not a multiple of any kernel's tile
-# bf16 operands err up to 1e-2; a wrong layout errs by about 1
+# not a multiple of any kernel's tile; below 512 tokens ffpa hands over to SDPA
+CHECK_LENGTH = 600
+# bf16 operands err up to 1e-2, gradients a few times that; a wrong layout errs by about 1
 CHECK_TOLERANCE = 2e-2
+CHECK_GRADIENT_TOLERANCE = 5e-2
+FLASH_DIMS = range(1, 257)
+WIDE_DIMS = range(257, 1025)
 
 
 @dataclass(frozen=True)
@@ -32,10 +40,32 @@ class Baseline:
     Attributes:
         load: imports what it needs and returns the kernel; ImportError where it is not there.
         version: of the library behind it, None where that is torch alone.
+        head_dims: what it takes, or computes by itself.
+        grouped: whether fewer key heads than query heads are taken as they are. Otherwise k and v
+            are repeated before the clock starts.
     """
 
     load: Callable[[], Attend]
     version: Callable[[], str | None] = lambda: None
+    head_dims: range = range(1, 1 << 16)
+    grouped: bool = True
+
+
+@dataclass
+class Measured:
+    """Of the baselines by name: ms, or why there are none, and why ms is not that of a graph."""
+
+    times: dict[str, float] = field(default_factory=dict)
+    not_measured: dict[str, str] = field(default_factory=dict)
+    without_graph: dict[str, str] = field(default_factory=dict)
+
+
+class Reference(NamedTuple):
+    """What a row is compared with: which baseline, its ms, and whether those are extrapolated."""
+
+    name: str
+    ms: float
+    extrapolated: bool
 
 
 def on(device: torch.device | str) -> dict[str, Baseline]:
@@ -43,10 +73,34 @@ def on(device: torch.device | str) -> dict[str, Baseline]:
     return ON_GPU if torch.device(device).type == "cuda" else ON_CPU
 
 
-def against(measured: Mapping[str, float]) -> str | None:
-    """Which of the baselines, name -> ms, a ratio is against: FA3, else cuDNN, else the fastest."""
-    first = next((name for name in PREFERRED if name in measured), None)
+def against(measured: Mapping[str, float], preferred: Iterable[str] = PREFERRED) -> str | None:
+    """Which of the baselines, name -> ms, a ratio is against.
+
+    The first of those preferred that ran (FA3, else cuDNN, where nothing is said), else the
+    fastest.
+    """
+    first = next((name for name in preferred if name in measured), None)
     return first or min(measured, key=measured.__getitem__, default=None)
+
+
+def reference(
+    row: Mapping[str, Any],
+    rows: Iterable[Mapping[str, Any]],
+    preferred: Iterable[str] = PREFERRED,
+) -> Reference | None:
+    """What ``row`` is compared with, out of the ``baselines`` of rows that differ in length alone.
+
+    Those measured at its own length, or else extrapolated from the longest they were measured at;
+    None where it is shorter than that.
+    """
+    measured = (each for each in rows if each["baselines"])
+    longest = max(measured, key=lambda each: each["length"], default=None)
+    source = row if row["baselines"] else longest
+    if source is None or source["length"] > row["length"]:
+        return None
+    name = against(source["baselines"], preferred)
+    ms = extrapolate(source["baselines"][name], source["length"], row["length"])
+    return Reference(name, ms, source is not row)
 
 
 def extrapolate(ms: float, measured_at: int, length: int) -> float:
@@ -54,28 +108,110 @@ def extrapolate(ms: float, measured_at: int, length: int) -> float:
     return ms * (length / measured_at) ** 2
 
 
-def check(attend: Attend, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-    """Compare with float32 attention on the first tokens of the inputs.
+@torch.no_grad()
+def measure(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, bench: Bench, backward: bool = False
+) -> Measured:
+    """Time every baseline on q [B, H, N, D], k and v [B, H_kv, N, D], or say why not.
+
+    ``backward`` times the backward pass alone, called from Python; the forward pass is replayed
+    from a CUDA graph where one can be made of it.
+    """
+    found = Measured()
+    for name, baseline in on(bench.device).items():
+        try:
+            if q.shape[-1] not in baseline.head_dims:
+                low, high = baseline.head_dims[0], baseline.head_dims[-1]
+                raise RuntimeError(f"it takes head dims {low} to {high}, not {q.shape[-1]}")
+            attend = baseline.load()
+            keys, values = (x if baseline.grouped else repeated(x, q) for x in (k, v))
+            check(attend, q, keys, values, scale, backward)
+            if backward:
+                call = backward_of(attend, q, keys, values, scale)
+            else:
+                call = partial(attend, q, keys, values, scale)
+            timing = bench.time(call, graph=not backward)
+        except Exception as error:
+            # a kernel that is missing, refuses or is wrong is told of and not measured
+            found.not_measured[name] = in_a_sentence(error)
+            continue
+        finally:
+            # what one baseline saved for its backward is not the next one's burden
+            call = keys = values = None
+        found.times[name] = timing.ms
+        if timing.why_not:
+            found.without_graph[name] = timing.why_not
+    return found
+
+
+def repeated(x: Tensor, q: Tensor) -> Tensor:
+    """k or v [B, H_kv, N, D] with as many heads as q; itself where it has them."""
+    group = q.shape[1] // x.shape[1]
+    return x.repeat_interleave(group, dim=1) if group > 1 else x
+
+
+@torch.enable_grad()
+def backward_of(
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *more: Any
+) -> Callable[[], tuple[Tensor, ...]]:
+    """What computes the gradients of q, k and v again and again, the forward pass being done once.
+
+    Raises:
+        RuntimeError: when nothing can be differentiated.
+    """
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves, *more)
+    if not out.requires_grad:
+        raise RuntimeError("it has no backward")
+    # the same whatever the layout: a gradient is compared with that of another kernel
+    generator = torch.Generator(out.device).manual_seed(0)
+    drawn = torch.randn(out.shape[2:], generator=generator, device=out.device)
+    gradient = torch.empty_like(out).copy_(drawn)
+    return lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True)
+
+
+def check(
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, scale: float, backward: bool = False
+) -> None:
+    """Compare with float32 attention on the first tokens of the inputs, gradients where asked.
 
     Raises:
         ArithmeticError: with the relative error; a kernel that computes something else has no time.
     """
     q, k, v = (x[:, :, :CHECK_LENGTH] for x in (q, k, v))
-    group = q.shape[1] // k.shape[1]
-    full = [x.float().repeat_interleave(n, dim=1) for x, n in ((q, 1), (k, group), (v, group))]
-    with sdpa_kernel(SDPBackend.MATH):
-        expected = F.scaled_dot_product_attention(*full, is_causal=True, scale=scale)
-    found = attend(q, k, v, scale)
+    at = f"at {q.shape[2]} tokens"
+    close(attend(q, k, v, scale), _exact(q, k, v, scale), at)
+    if backward:
+        found = backward_of(attend, q, k, v, scale)()
+        expected = backward_of(_exact, *(x.float() for x in (q, k, v)), scale)()
+        close_gradients(found, expected, at)
+
+
+def close(found: Tensor, expected: Tensor, where: str, tolerance: float = CHECK_TOLERANCE) -> None:
+    """ArithmeticError, with the relative error, unless the two agree."""
     error = float((found.float() - expected).norm() / expected.norm())
-    if not error <= CHECK_TOLERANCE:  # written so that NaN fails too
-        raise ArithmeticError(f"wrong by {error:.2g} (relative) at {q.shape[2]} tokens")
+    if not error <= tolerance:  # written so that NaN fails too
+        raise ArithmeticError(f"wrong by {error:.2g} (relative) {where}")
+
+
+def close_gradients(found: Iterable[Tensor], expected: Iterable[Tensor], where: str) -> None:
+    """`close` for the gradients of q, k and v."""
+    for name, ours, exact in zip("qkv", found, expected, strict=True):
+        close(ours, exact, f"in the gradient of {name} {where}", CHECK_GRADIENT_TOLERANCE)
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    full = (q.float(), repeated(k.float(), q), repeated(v.float(), q))
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*full, is_causal=True, scale=scale)
 
 
 def _sdpa(backend: SDPBackend) -> Callable[[], Attend]:
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        gqa = q.shape[1] != k.shape[1]
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale, enable_gqa=True
+                q, k, v, is_causal=True, scale=scale, enable_gqa=gqa
             )
 
     return lambda: attend
@@ -105,6 +241,25 @@ def _load_fa4() -> Attend:
     return _token_major(flash_attn_func)
 
 
+def _ffpa(backend: str) -> Callable[[], Attend]:
+    """ffpa-attn with its Triton or its CuTe kernels; it picks no other by itself."""
+
+    def load() -> Attend:
+        from ffpa_attn import ffpa_attn_func
+        from ffpa_attn.functional import FFPAAttnMeta
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            if FFPAAttnMeta.from_kwargs(backend=backend).fallback(q, k, None, 0.0):
+                raise RuntimeError("it would hand this over to SDPA")
+            return ffpa_attn_func(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=True, backend=backend
+            )
+
+        return attend
+
+    return load
+
+
 def _package(*names: str) -> Callable[[], str | None]:
     """Version of the first of these packages that is installed."""
 
@@ -125,10 +280,15 @@ def _cudnn_version() -> str | None:
 
 
 ON_GPU = {
-    "FA3": Baseline(_load_fa3, _package("flash_attn_3", "flash-attn-3", "fa3-fwd")),
-    "FA4": Baseline(_load_fa4, _package("flash-attn-4")),
-    "cuDNN": Baseline(_sdpa(SDPBackend.CUDNN_ATTENTION), _cudnn_version),
-    "flash": Baseline(_sdpa(SDPBackend.FLASH_ATTENTION)),
+    "FA3": Baseline(
+        _load_fa3, _package("flash_attn_3", "flash-attn-3", "fa3-fwd"), head_dims=FLASH_DIMS
+    ),
+    "FA4": Baseline(_load_fa4, _package("flash-attn-4"), head_dims=FLASH_DIMS),
+    "cuDNN": Baseline(_sdpa(SDPBackend.CUDNN_ATTENTION), _cudnn_version, head_dims=FLASH_DIMS),
+    "flash": Baseline(_sdpa(SDPBackend.FLASH_ATTENTION), head_dims=FLASH_DIMS),
+    "efficient": Baseline(_sdpa(SDPBackend.EFFICIENT_ATTENTION), grouped=False),
+    "ffpa CuTe": Baseline(_ffpa("cutedsl"), _package("ffpa-attn"), head_dims=WIDE_DIMS),
+    "ffpa Triton": Baseline(_ffpa("triton"), _package("ffpa-attn"), head_dims=WIDE_DIMS),
 }
 ON_CPU = {
     "SDPA": Baseline(_sdpa(SDPBackend.FLASH_ATTENTION)),

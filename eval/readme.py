@@ -49,8 +49,9 @@ def _read(folder: str, rows: list[dict[str, Any]]) -> tuple[str, list[str]]:
     """(table, sentences) of the rows of a folder of results."""
     if folder.startswith("bridges"):
         return bridges.overview(rows), bridges.readings(rows)
-    if folder.startswith("speed"):
-        return report.markdown_table(rows, speed.COLUMNS), speed.readings(rows)
+    for name, op in speed.OPS.items():
+        if folder.startswith(f"speed-{name}"):
+            return op.overview(rows), op.readings(rows)
     return report.markdown_table(rows, passkey.COLUMNS), passkey.readings(rows)
 
 

@@ -16,7 +16,7 @@ import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -274,6 +274,42 @@ def markdown_table(
         values = (get(row) if callable(get) else row.get(get) for get in columns.values())
         lines.append([_cell(value) for value in values])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def digits(value: float | None) -> str | None:
+    """A number from 0 up with three digits that count, and no exponent."""
+    if not value:
+        return None if value is None else "0"
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(value)))}f}"
+
+
+def percent(share: float | None) -> str | None:
+    """A share as ``12.3 %``."""
+    return None if share is None else f"{digits(100 * share)} %"
+
+
+def listed(lengths: Sequence[int]) -> str:
+    """Numbers of tokens in a sentence, shortened where they are many."""
+    if len(lengths) > 3:
+        return f"{lengths[0]:,} … {lengths[-1]:,} ({len(lengths)} lengths)"
+    return " and ".join(", ".join(f"{length:,}" for length in lengths).rsplit(", ", 1))
+
+
+def told_by_length(
+    rows: Sequence[Mapping[str, Any]],
+    reasons: Callable[[Mapping[str, Any]], Mapping[str, str]],
+    sentence: str,
+) -> list[str]:
+    """``sentence`` for each (name, why) of ``reasons(row)``, with the lengths it holds at."""
+    where: dict[tuple[str, str], dict[int, None]] = {}
+    for row in rows:
+        for name, why in reasons(row).items():
+            where.setdefault((name, why), {})[row["length"]] = None
+    told = (
+        sentence.format(name=name, why=why, lengths=listed(list(lengths)))
+        for (name, why), lengths in where.items()
+    )
+    return [line[0].upper() + line[1:] for line in told]
 
 
 def heatmap(

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from cab_hf.config import CabConfig
-from cab_hf.eval import dense, report, speed
-from cab_hf.eval.speed import Settings, Timing
+from cab_hf.eval import dense, kernels, report, speed, speed_predictor, timing
+from cab_hf.eval.settings import comma_separated
+from cab_hf.eval.speed_predictor import Settings
+from cab_hf.eval.timing import Timing
 
 COMMON = (
     *("op", "length", "batch", "heads", "kv_heads", "head_dim", "dtype"),
@@ -22,8 +24,8 @@ FILES = ["report.md", "results.csv", "results.json", "speed.png"]
 @pytest.fixture(autouse=True, scope="module")
 def quick():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speed, "SECONDS_A_CASE", 0.0)
-        patch.setattr(speed, "WARM_UP_SECONDS", 0.0)
+        patch.setattr(timing, "SECONDS_A_CASE", 0.0)
+        patch.setattr(timing, "WARM_UP_SECONDS", 0.0)
         # somebody may commit while the tests run
         patch.setattr(report, "git_commit", lambda: "0" * 40)
         yield
@@ -52,15 +54,15 @@ def tiny(**more):
 
 
 def row_of(length, ms=1.0, baselines=None, **more):
-    """A measured row, as `measure_predictor` makes it."""
-    parts = dict.fromkeys(f"{part}_ms" for part in (*speed.PARTS, speed.OTHER))
+    """A measured row, as `speed_predictor.measure` makes it."""
+    parts = dict.fromkeys(f"{part}_ms" for part in speed_predictor.PARTS)
     told = {"baselines": baselines or {}, "not_measured": {}, "without_graph": {}}
     times = {"ms": ms, "eager_ms": ms, "graph_ms": None, "peak_mib": None, "gflops": None}
     shown = {"length": length, "density": None, "error": None, "why_no_split": None}
     return shown | times | told | parts | more
 
 
-class FakeBench(speed.CpuBench):
+class FakeBench(timing.CpuBench):
     """A GPU's answers: 2 ms replayed, 3 ms from Python, 1 ms in each of two kernels."""
 
     def __init__(self, why_not=None):
@@ -70,7 +72,7 @@ class FakeBench(speed.CpuBench):
     def peak(self, call):
         return call(), 5.0
 
-    def time(self, call):
+    def time(self, call, graph=True):
         return Timing(3.0, None if self.why_not else 2.0, self.why_not)
 
     def kernels(self, call):
@@ -99,21 +101,21 @@ def test_the_ratio_is_ours_over_the_baseline(finished):
 
 
 def test_the_time_is_the_replay_and_eager_stands_beside_it():
-    row = speed.measure_predictor(tiny(), 256, FakeBench())
+    row = speed_predictor.measure(tiny(), {"length": 256}, FakeBench())
     assert (row["ms"], row["graph_ms"], row["eager_ms"], row["peak_mib"]) == (2.0, 2.0, 3.0, 5.0)
     assert (row["coarsen_ms"], row["curvature_ms"], row["select_ms"]) == (1.0, 0.0, 1.0)
     assert row["without_graph"] == {}
 
 
 def test_a_capture_that_fails_is_told():
-    row = speed.measure_predictor(tiny(), 256, FakeBench("it waits for the device"))
+    row = speed_predictor.measure(tiny(), {"length": 256}, FakeBench("it waits for the device"))
     assert (row["ms"], row["graph_ms"]) == (3.0, None)
-    said = " ".join(speed.readings(speed.derive([row])))
+    said = " ".join(speed_predictor.readings(speed_predictor.derive([row])))
     assert "Predictor could not be captured" in said and "it waits for the device" in said
 
 
 def test_the_first_error_of_a_capture_is_the_reason():
-    class Broken(speed.GpuBench):
+    class Broken(timing.GpuBench):
         def __init__(self):
             pass
 
@@ -126,12 +128,12 @@ def test_the_first_error_of_a_capture_is_the_reason():
             finally:
                 raise RuntimeError("capture was invalidated")
 
-    timing = Broken().time(lambda: None)
-    assert timing == Timing(1.0, None, "operation not permitted when stream is capturing")
+    told = Broken().time(lambda: None)
+    assert told == Timing(1.0, None, "operation not permitted when stream is capturing")
 
 
 def test_inputs_lie_as_transformers_hands_them():
-    q, k = speed.random_heads(tiny(), 300, torch.device("cpu"), "qk")
+    q, k = tiny().random_heads(300, 16, torch.device("cpu"), "qk")
     assert q.shape == (1, 4, 300, 16) and k.shape == (1, 2, 300, 16)
     assert q.transpose(1, 2).is_contiguous() and k.transpose(1, 2).is_contiguous()
 
@@ -147,8 +149,8 @@ def test_out_of_memory_is_a_row_and_the_run_goes_on(tmp_path, monkeypatch):
 
         return predict
 
-    make = speed.make_predictor
-    monkeypatch.setattr(speed, "make_predictor", greedy)
+    make = speed_predictor.make_predictor
+    monkeypatch.setattr(speed_predictor, "make_predictor", greedy)
     first, second, third = command(tmp_path, lengths=("256", "512", "1024"))["rows"]
     assert first["error"] is None and first["ms"] > 0
     assert second["error"] == third["error"] == "out of memory: tried to allocate 34.00 GiB"
@@ -178,7 +180,7 @@ def test_a_baseline_is_extrapolated_from_the_longest_measured():
         row_of(100, 1.0, {"FA3": 1.0, "cuDNN": 0.5}),
         row_of(200, 1.5, {"FA3": 3.0, "cuDNN": 9.0}),
     ]
-    near, middle, far = speed.derive(rows)
+    near, middle, far = speed_predictor.derive(rows)
     assert (near["baseline_ms"], near["extrapolated"]) == (1.0, False)
     assert (middle["baseline_ms"], middle["extrapolated"]) == (3.0, False)
     assert (far["baseline"], far["baseline_ms"], far["extrapolated"]) == ("FA3", 12.0, True)
@@ -186,14 +188,14 @@ def test_a_baseline_is_extrapolated_from_the_longest_measured():
 
 
 def test_nothing_measured_is_no_ratio():
-    (row,) = speed.derive([row_of(100)])
+    (row,) = speed_predictor.derive([row_of(100)])
     assert row["baseline"] is row["ratio"] is row["extrapolated"] is None
 
 
 def test_derived_columns_are_made_anew():
-    early = speed.derive([row_of(400, 2.0)])
-    late = speed.derive([*early, row_of(200, 1.0, {"SDPA": 3.0})])
-    assert late == speed.derive([row_of(200, 1.0, {"SDPA": 3.0}), row_of(400, 2.0)])
+    early = speed_predictor.derive([row_of(400, 2.0)])
+    late = speed_predictor.derive([*early, row_of(200, 1.0, {"SDPA": 3.0})])
+    assert late == speed_predictor.derive([row_of(200, 1.0, {"SDPA": 3.0}), row_of(400, 2.0)])
     assert late[1]["extrapolated"] is True
 
 
@@ -225,25 +227,25 @@ def test_which_baseline_a_ratio_is_against(measured, name):
     ],
 )
 def test_kernels_are_sorted_by_name(kernel, part):
-    assert speed.part_of(kernel) == part
+    assert kernels.part_of(kernel) == part
 
 
 def test_parts_are_medians_of_sums():
     calls = [[("_coarsen_kernel", ms), ("_coarsen_kernel", 1.0), ("x", 4.0)] for ms in (1, 9, 2)]
     expected = {"coarsen_ms": 3.0, "curvature_ms": 0.0, "select_ms": 0.0, "other_ms": 4.0}
-    assert speed.split(calls) == expected
+    assert kernels.split(calls) == expected
 
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0, 1.5, 2.0])
 def test_growth_of_a_power_of_the_length(exponent):
-    grown = speed.growth([row_of(n, 3.0 * n**exponent) for n in (1024, 2048, 8192)])
+    grown = speed_predictor.growth([row_of(n, 3.0 * n**exponent) for n in (1024, 2048, 8192)])
     assert grown["growth"] == pytest.approx(8**exponent)
     assert (grown["growth_linear"], grown["growth_quadratic"]) == (8, 64)
     assert grown["exponent"] == pytest.approx(exponent)
 
 
 def test_growth_is_from_the_row_before_that_has_a_time():
-    rows = speed.derive([row_of(100, 1.0), row_of(200, None), row_of(400, 8.0)])
+    rows = speed_predictor.derive([row_of(100, 1.0), row_of(200, None), row_of(400, 8.0)])
     assert [row["growth"] for row in rows] == [None, None, 8.0]
     assert rows[2]["exponent"] == pytest.approx(1.5)
 
@@ -257,13 +259,15 @@ def test_growth_is_from_the_row_before_that_has_a_time():
     ],
 )
 def test_growth_is_summed_up_over_long_inputs(lengths, said):
-    first = speed.readings(speed.derive([row_of(n, n / 1e3) for n in lengths]))[0]
+    first = speed_predictor.readings(speed_predictor.derive([row_of(n, n / 1e3) for n in lengths]))[
+        0
+    ]
     assert first.startswith(said) and first.endswith("1.00.")
 
 
 def test_the_report_says_where_we_lose():
     rows = [row_of(n, ms, {"SDPA": 2.0}) for n, ms in ((100, 3.0), (200, 2.0), (400, 1.0))]
-    said = " ".join(speed.readings(speed.derive(rows)))
+    said = " ".join(speed_predictor.readings(speed_predictor.derive(rows)))
     assert "as long as dense attention or longer at 100 and 200 tokens" in said
     assert "at 400 tokens it takes 50.0 % of SDPA's time" in said
 
@@ -272,13 +276,13 @@ def test_flops_by_hand():
     settings = tiny()
     config = CabConfig(query_block=32, key_block=16)
     # 80 tokens: 3 rows that end after 2, 4 and 5 key blocks
-    work = speed.predictor_flops(config, settings, 80)
+    work = speed_predictor.predictor_flops(config, settings, 80)
     assert work["coarsen"] == 80 * 16 * (4 + 3 * 2)
     assert work["logits"] == 6 * 16 * 4 * (2 + 4 + 5)
     # paths from row i to row j: i - j + 1, so 3 + 2 * 2 + 3 of them
     assert work["two_hop"] == 2 * 4 * (3 * 1 + 2 * 2 + 1 * 3)
     flat = CabConfig(query_block=32, key_block=16, curvature="none", coarsen="mean")
-    assert speed.predictor_flops(flat, settings, 80)["two_hop"] == 0
+    assert speed_predictor.predictor_flops(flat, settings, 80)["two_hop"] == 0
 
 
 @pytest.mark.parametrize(
@@ -293,7 +297,7 @@ def test_flops_by_hand():
     ],
 )
 def test_three_digits_count(value, shown):
-    assert speed.digits(value) == shown
+    assert report.digits(value) == shown
 
 
 # --- baselines
@@ -305,7 +309,7 @@ def test_a_wrong_kernel_is_not_measured(monkeypatch):
 
     attend = dense.ON_CPU["SDPA"].load()
     monkeypatch.setattr(dense, "ON_CPU", {"bad": dense.Baseline(lambda: swapped)})
-    row = speed.measure_predictor(tiny(), 256, speed.CpuBench("cpu"))
+    row = speed_predictor.measure(tiny(), {"length": 256}, timing.CpuBench("cpu"))
     assert row["baselines"] == {} and "wrong by" in row["not_measured"]["bad"]
 
 
@@ -335,7 +339,7 @@ def test_flash_attn_functions_get_token_major_views():
         out = dense.ON_CPU["SDPA"].load()(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale)
         return out.transpose(1, 2), "log-sum-exp"
 
-    q, k, v = speed.random_heads(tiny(), 300, torch.device("cpu"), "qkv")
+    q, k, v = tiny().random_heads(300, 16, torch.device("cpu"), "qkv")
     dense.check(dense._token_major(kernel), q, k, v, 0.25)
 
 
@@ -373,7 +377,7 @@ def test_the_csv_has_the_rows(finished):
     ],
 )
 def test_the_figure_is_a_picture(tmp_path, rows):
-    speed.draw(tmp_path / "speed.png", speed.derive(rows))
+    speed_predictor.draw(tmp_path / "speed.png", speed_predictor.derive(rows))
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -389,14 +393,15 @@ def test_results_hold_settings_provenance_and_no_path(finished):
 def test_a_killed_run_goes_on(tmp_path, monkeypatch, capsys):
     calls = []
 
-    def measure(settings, length, bench):
-        calls.append(length)
+    def measure(settings, key, bench):
+        calls.append(key["length"])
         if len(calls) == 2:
             raise KeyboardInterrupt
         # what a second measurement of the same length would change
-        return speed.measure_predictor(settings, length, bench) | {"ms": float(len(calls))}
+        return once(settings, key, bench) | {"ms": float(len(calls))}
 
-    monkeypatch.setitem(speed.OPS, "predictor", speed.Op("", Settings, measure))
+    once = speed_predictor.measure
+    monkeypatch.setattr(speed_predictor, "measure", measure)
     with pytest.raises(KeyboardInterrupt):
         command(tmp_path)
     first = json.loads((tmp_path / "results.json").read_text())["rows"]
@@ -452,7 +457,7 @@ def test_lengths_take_spaces_and_commas(tmp_path, words):
         "--seed",
         "1",
     ]
-    assert tiny(lengths=speed.comma_separated(int)(",".join(words))).lengths == (256, 512)
+    assert tiny(lengths=comma_separated(int)(",".join(words))).lengths == (256, 512)
 
 
 def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
@@ -532,6 +537,6 @@ def test_a_gpu_has_graph_peak_parts_and_baselines(gpu, tmp_path):
         assert row["error"] is None and row["without_graph"].get("predictor") is None
         assert row["graph_ms"] == row["ms"] > 0 and row["peak_mib"] > 0
         assert min(row["coarsen_ms"], row["curvature_ms"], row["select_ms"]) > 0
-        kernels = math.fsum(row[f"{part}_ms"] for part in (*speed.PARTS, speed.OTHER))
+        kernels = math.fsum(row[f"{part}_ms"] for part in speed_predictor.PARTS)
         assert kernels <= 2 * row["ms"]
         assert "cuDNN" in row["baselines"], row["not_measured"]

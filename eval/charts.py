@@ -1,0 +1,86 @@
+"""Lines over the number of tokens, drawn alike in every figure."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cab_hf.eval import report
+
+GREYS = ("black", "dimgrey", "darkgrey", "silver", "gainsboro", "tan", "wheat")
+
+
+@contextmanager
+def figure(path: Path | str, rows: int, columns: int, **options: Any) -> Iterator[Any]:
+    """The axes of a grid, an array [rows, columns]; on leaving the figure is saved as PNG."""
+    # imported here: measuring draws nothing
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    drawing, axes = plt.subplots(rows, columns, squeeze=False, layout="constrained", **options)
+    try:
+        yield axes
+        drawn = io.BytesIO()
+        drawing.savefig(drawn, dpi=150, format="png")
+    finally:
+        plt.close(drawing)
+    report.write_atomically(path, drawn.getvalue())
+
+
+def line(
+    axis: Any,
+    rows: Sequence[Mapping[str, Any]],
+    value: Callable[[Mapping[str, Any]], float | None],
+    **style: Any,
+) -> None:
+    """One line over the lengths of ``rows``; rows without a value are passed over."""
+    # 0 has no place on a logarithmic axis
+    points = [(row["length"], value(row)) for row in rows if value(row)]
+    if points:
+        axis.plot(*zip(*points, strict=True), **{"marker": "o", "markersize": 4, **style})
+
+
+def over_tokens(
+    axis: Any,
+    lengths: Sequence[int],
+    write: Callable[[float], str] = "{:g}".format,
+    log: bool = True,
+) -> None:
+    """Give ``axis`` its scales, ticks, grid and legend.
+
+    Args:
+        write: a value on the vertical axis, as text.
+        log: whether that axis is logarithmic.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_xscale("log", base=2)
+    axis.set_xlabel("tokens")
+    axis.set_xticks(sorted(set(lengths)))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda length, _: short(length)))
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    if log:
+        axis.set_yscale("log")
+        low, high = axis.get_ylim()
+        # a narrow range has too few powers of ten to read it by
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
+        axis.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axis.set_ylim(bottom=0)
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
+    axis.grid(which="major", alpha=0.3)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=8)
+
+
+def short(length: float) -> str:
+    """Tokens as 512, 64k, 1M."""
+    for size, letter in ((2**20, "M"), (2**10, "k")):
+        if length >= size:
+            return f"{length / size:g}{letter}"
+    return f"{length:g}"

@@ -1,0 +1,91 @@
+"""What speed ops on the heads of one layer share: settings, inputs and dense attention on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cab_hf.eval import dense
+from cab_hf.eval.settings import option
+from cab_hf.eval.speed_settings import SpeedSettings
+from cab_hf.eval.timing import Bench, in_a_sentence
+
+INPUTS = {
+    "topics": "random with the block structure of text (runs of tokens that share a direction)",
+    "noise": "white noise, where every block matters alike",
+}
+# of inputs with the structure of text: directions, tokens that share one, its size beside the noise
+TOPICS = 64
+TOPIC_TOKENS = 512
+TOPIC_STRENGTH = 0.8
+
+
+@dataclass(frozen=True)
+class HeadSettings(SpeedSettings):
+    """Of ops that run on the heads of one layer."""
+
+    batch: int = option(1, "sequences", int)
+    heads: int = option(32, "query heads", int)
+    kv_heads: int = option(8, "key and value heads", int)
+    inputs: str = option("topics", "topics (blocks differ, as in text) or noise (they do not)")
+    dense_up_to: int = option(
+        131_072, "tokens up to which dense attention is run; beyond, it is extrapolated by N²", int
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_positive("batch")
+        self.check_heads()
+        self.check("inputs", self.inputs in INPUTS, " or ".join(INPUTS))
+        self.check("dense_up_to", self.dense_up_to >= 0, "a number of tokens, 0 for never")
+
+    def random_heads(
+        self, length: int, head_dim: int, device: torch.device, names: str
+    ) -> tuple[Tensor, ...]:
+        """Random q, k or v by its letter, laid out as transformers hands them at prefill.
+
+        [B, H, N, D] views of [B, N, H * D]; k and v have the key and value heads.
+        ``inputs="topics"`` has the block structure of text: in q and k, runs of `TOPIC_TOKENS`
+        tokens share one of `TOPICS` directions, so that a query has most of its mass on the blocks
+        of its topic. ``"noise"`` is white: every block matters alike, and next to nothing can be
+        left out.
+        """
+        generator = torch.Generator(device).manual_seed(self.seed)
+        like = {"device": device, "dtype": self.torch_dtype, "generator": generator}
+        topics = torch.randn(TOPICS, head_dim, **like)
+        topics *= TOPIC_STRENGTH * head_dim**0.5 / topics.norm(dim=-1, keepdim=True)
+        runs = torch.randint(
+            TOPICS, (-(-length // TOPIC_TOKENS),), device=device, generator=generator
+        )
+        shared = topics[runs.repeat_interleave(TOPIC_TOKENS)[:length]]
+        made = []
+        for name in names:
+            heads = self.heads if name == "q" else self.kv_heads
+            x = torch.randn(self.batch, length, heads, head_dim, **like)
+            if self.inputs == "topics" and name != "v":
+                x += shared[:, None]
+            made.append(x.transpose(1, 2))
+        return tuple(made)
+
+
+def time_baselines(
+    settings: HeadSettings, length: int, head_dim: int, bench: Bench, backward: bool = False
+) -> dense.Measured:
+    """Every dense baseline on random heads, as `dense.measure`; where they do not fit, none."""
+    try:
+        q, k, v = settings.random_heads(length, head_dim, bench.device, "qkv")
+    except torch.OutOfMemoryError as error:
+        why = in_a_sentence(error)
+        return dense.Measured(not_measured=dict.fromkeys(dense.on(bench.device), why))
+    return dense.measure(q, k, v, head_dim**-0.5, bench, backward)
+
+
+def workload(settings: Mapping[str, Any]) -> str:
+    """The shape of a layer's heads, for a report."""
+    return (
+        f"Batch {settings['batch']}, {settings['heads']} query and {settings['kv_heads']} key heads"
+    )

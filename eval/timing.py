@@ -1,0 +1,247 @@
+"""Clocks: how long a call takes, what it needs at its peak, which kernels it runs.
+
+Both have the same face: `CpuBench` is what tests run with, `GpuBench` is what results come from.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+WARM_UP_CALLS = 3
+WARM_UP_SECONDS = 0.1  # an idle GPU takes a while to reach its clocks
+LEAST_RUNS = 5
+MOST_RUNS = 100
+SECONDS_A_CASE = 1.5
+PROFILED_CALLS = 5
+FLUSHED_BYTES = 256 << 20  # several times the L2 of any GPU there is
+METHOD_ON_CPU = (
+    f"median of {LEAST_RUNS} to {MOST_RUNS} runs by time.perf_counter after at least "
+    f"{WARM_UP_CALLS} calls and {WARM_UP_SECONDS} s of warm-up; a functional check, no result"
+)
+
+
+def method_on_gpu(seconds: float) -> str:
+    """How `GpuBench.time` measures, in words."""
+    return (
+        f"median of {LEAST_RUNS} to {MOST_RUNS} runs ({seconds} s where there is time for "
+        f"more), timed by CUDA events after at least {WARM_UP_CALLS} calls and {WARM_UP_SECONDS} s "
+        f"of warm-up; {FLUSHED_BYTES >> 20} MiB are zeroed before every run, outside of the "
+        "events, so the L2 cache is cold"
+    )
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds a call: made from Python, and replayed from a CUDA graph.
+
+    ``graph`` is None where there is no graph, and ``why_not`` says why one could not be made.
+    """
+
+    eager: float
+    graph: float | None = None
+    why_not: str | None = None
+
+    @property
+    def ms(self) -> float:
+        return self.eager if self.graph is None else self.graph
+
+
+class CpuBench:
+    """The clock for tests: no graph, no peak, no kernels.
+
+    ``seconds`` is what timing one case may take, `SECONDS_A_CASE` unless told.
+    """
+
+    def __init__(self, device: str, seconds: float | None = None) -> None:
+        self.device = torch.device(device)
+        self.seconds = seconds
+
+    def settle(self) -> None:
+        """Give back what nobody holds."""
+        gc.collect()
+
+    def peak(self, call: Callable[[], Any]) -> tuple[Any, float | None]:
+        """(what ``call`` returns, MiB it needed at its peak, its result included)."""
+        return call(), None
+
+    def time(self, call: Callable[[], Any], graph: bool = True) -> Timing:
+        """The median over many runs; ``graph`` says whether a CUDA graph is made of it as well."""
+        runs = number_of_runs(warm_up(call), self.seconds)
+        return Timing(self._median(call, runs))
+
+    def wall(self, call: Callable[[], Any], runs: int) -> tuple[float, float | None]:
+        """(median ms until ``call`` and all it started is done, MiB at its peak) of ``runs``.
+
+        For calls of seconds: one of them warms up. The peak is the process's, not the call's alone.
+        """
+        warm_up(call, calls=1)
+        return self._median(call, runs), None
+
+    def _median(self, call: Callable[[], Any], runs: int) -> float:
+        def once() -> float:
+            started = time.perf_counter()
+            call()
+            return (time.perf_counter() - started) * 1e3
+
+        return statistics.median(once() for _ in range(runs))
+
+    def kernels(self, call: Callable[[], Any]) -> list[list[tuple[str, float]]]:
+        """(name, ms) of the kernels of every profiled call."""
+        raise RuntimeError("there is no GPU to profile")
+
+
+class GpuBench:
+    """CUDA events, cold L2, graphs, peak memory and kernel times; the face is `CpuBench`'s."""
+
+    def __init__(self, device: str, seconds: float | None = None) -> None:
+        self.device = torch.device(device)
+        self.seconds = seconds
+        if self.device.index is not None:
+            torch.cuda.set_device(self.device)
+        self.flushed = torch.empty(FLUSHED_BYTES, device=self.device, dtype=torch.uint8)
+
+    def settle(self) -> None:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+    def peak(self, call: Callable[[], Any]) -> tuple[Any, float]:
+        self.settle()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = call()
+        torch.cuda.synchronize()
+        return result, (torch.cuda.max_memory_allocated() - before) / 2**20
+
+    def time(self, call: Callable[[], Any], graph: bool = True) -> Timing:
+        eager = self._median(call)
+        if not graph:
+            return Timing(eager)
+        try:
+            captured = self._captured(call)
+            return Timing(eager, self._median(captured.replay))
+        except Exception as error:
+            # whatever a capture refuses, the eager time stands and the row says why it is alone.
+            # ending a broken capture raises too: the first error is the reason
+            while error.__context__ is not None:
+                error = error.__context__
+            return Timing(eager, why_not=in_a_sentence(error))
+
+    def wall(self, call: Callable[[], Any], runs: int) -> tuple[float, float]:
+        warm_up(call, torch.cuda.synchronize, calls=1)
+        self.settle()
+        torch.cuda.reset_peak_memory_stats()
+
+        def once() -> float:
+            started = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            return (time.perf_counter() - started) * 1e3
+
+        ms = statistics.median(once() for _ in range(runs))
+        return ms, torch.cuda.max_memory_allocated() / 2**20
+
+    def kernels(self, call: Callable[[], Any]) -> list[list[tuple[str, float]]]:
+        from torch.autograd import DeviceType
+        from torch.profiler import ProfilerActivity, profile
+
+        calls = []
+        for _ in range(PROFILED_CALLS):
+            # before the profiler looks: what empties the cache is not the op's
+            self.flushed.zero_()
+            torch.cuda.synchronize()
+            with profile(activities=[ProfilerActivity.CUDA]) as seen:
+                call()
+                torch.cuda.synchronize()
+            calls.append(
+                [
+                    (event.name, event.time_range.elapsed_us() / 1e3)
+                    for event in seen.events()
+                    # a range that compiled code names lies over its kernels, which are there too
+                    if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+                ]
+            )
+        if not all(calls):
+            raise RuntimeError("the profiler saw no kernels")
+        return calls
+
+    def _median(self, call: Callable[[], Any]) -> float:
+        runs = number_of_runs(warm_up(call, torch.cuda.synchronize), self.seconds)
+        starts, ends = (
+            [torch.cuda.Event(enable_timing=True) for _ in range(runs)] for _ in range(2)
+        )
+        for start, end in zip(starts, ends, strict=True):
+            self.flushed.zero_()
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return statistics.median(map(torch.cuda.Event.elapsed_time, starts, ends))
+
+    def _captured(self, call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_CALLS):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # the outer context puts the stream back even when ending the capture raises
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, stream=stream):
+            call()
+        return graph
+
+
+Bench = CpuBench | GpuBench
+
+
+def bench_on(device: str, seconds: float | None = None) -> Bench:
+    """The clock of that device."""
+    kind = GpuBench if torch.device(device).type == "cuda" else CpuBench
+    return kind(device, seconds)
+
+
+def warm_up(
+    call: Callable[[], Any],
+    wait: Callable[[], None] = lambda: None,
+    calls: int = WARM_UP_CALLS,
+) -> float:
+    """Call until it is warm, ``calls`` times at least; the seconds the last call took."""
+    began = time.perf_counter()
+    done = 0
+    while True:
+        started = time.perf_counter()
+        call()
+        wait()
+        now = time.perf_counter()
+        done += 1
+        if done >= calls and now - began >= WARM_UP_SECONDS:
+            return now - started
+
+
+def number_of_runs(took: float, seconds: float | None = None) -> int:
+    """How often a call that took so many seconds is timed, in ``seconds`` altogether."""
+    seconds = SECONDS_A_CASE if seconds is None else seconds
+    return min(MOST_RUNS, max(LEAST_RUNS, int(seconds / max(took, 1e-9))))
+
+
+def in_a_sentence(error: BaseException) -> str:
+    """What went wrong, in one line without a full stop."""
+    if isinstance(error, torch.OutOfMemoryError):
+        wanted = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
+        return "out of memory" + (f": tried to allocate {wanted[1]}" if wanted else "")
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed"
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    kind = type(error).__name__
+    # the name of the most general error says nothing
+    told = first if first and kind == "RuntimeError" else ": ".join(filter(None, (kind, first)))
+    return (told if len(told) <= 160 else f"{told[:157]}...").rstrip(".")
