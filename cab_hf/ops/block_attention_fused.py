@@ -38,9 +38,9 @@ class Tile(NamedTuple):
 
 
 # head dims up to which they hold -> tiles, from `speed attention` on an H200
-FORWARD_TILES = {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)}
-QUERY_GRADIENT_TILES = {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 64, 8, 1)}
-KEY_GRADIENT_TILES = {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 2), 256: Tile(64, 64, 8, 1)}
+FORWARD_TILES = {64: Tile(128, 64, 4, 2), 128: Tile(128, 64, 4, 2), 256: Tile(128, 64, 8, 2)}
+QUERY_GRADIENT_TILES = {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 4, 2)}
+KEY_GRADIENT_TILES = {64: Tile(128, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(32, 64, 8, 2)}
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float) -> tuple[Tensor, Tensor]:
@@ -182,10 +182,6 @@ def _block_attention_fwd_kernel(
     plan_head = head // (heads // plan_heads)
     plan_row = (batch * plan_heads + plan_head).to(tl.int64) * q_blocks + start // QUERY_BLOCK
 
-    query = start + tl.arange(0, ROWS)
-    there = query < q_length
-    low = tl.load(first + batch.to(tl.int64) * first_stride + query, mask=there, other=0)
-    high = tl.load(last + batch.to(tl.int64) * last_stride + query, mask=there, other=-1)
     queries = q.load([batch, head, start, 0]).reshape(ROWS, D)
 
     acc = tl.zeros((ROWS, D), tl.float32)
@@ -196,6 +192,12 @@ def _block_attention_fwd_kernel(
         indices = partial_indices if MASKED else full_indices
         indices += plan_row * (partial_width if MASKED else full_width)
         tiles = tl.load(counts + plan_row) * (KEY_BLOCK // COLUMNS)
+        if MASKED:
+            # not before: registers are short in the loop over full blocks
+            query = start + tl.arange(0, ROWS)
+            there = query < q_length
+            low = tl.load(first + batch.to(tl.int64) * first_stride + query, mask=there, other=0)
+            high = tl.load(last + batch.to(tl.int64) * last_stride + query, mask=there, other=-1)
         for i in tl.range(0, tiles, num_stages=STAGES):
             column = tile_start(indices, i, KEY_BLOCK, COLUMNS)
             keys = k.load([batch, kv_head, column, 0]).reshape(COLUMNS, D)

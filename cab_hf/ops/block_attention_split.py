@@ -38,8 +38,11 @@ from cab_hf.plan import BlockLists
 # bytes of weights held at a time; one block of queries is held whatever it takes
 WORKSPACE = 1 << 30
 # listed keys whose weights one program computes
-FORWARD_STRETCH = 256
-BACKWARD_STRETCH = 128
+STRETCH = 128
+SCHEDULE = {"num_warps": 8, "num_stages": 3}
+# channels of a program that multiplies rows, as (power of two, another one or 0), and columns
+SLICES = ((128, 0), (128, 32), (128, 64))
+WIDTHS = (256, 128)
 # channels of queries and keys multiplied at a time
 DEPTH = 64
 # stretches whose sums are added at a time
@@ -51,7 +54,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float) -> tuple[
     q, k, v = map(described, (q, k, v))
     out, lse = like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     batch, heads = q.shape[:2]
-    stretch = _fitting(FORWARD_STRETCH, q)
+    stretch = _stretch(q)
     for begin, end, part in _pieces(rows, q, stretch, matrices=1):
         tokens = (end - begin) * rows.query_block
         weights = _matrix(q, part, tokens, stretch)
@@ -64,6 +67,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float) -> tuple[
         _block_attention_split_weights_kernel[grid](
             *_chunked(tile, q),
             k,
+            *_chunked(stretch, k),
             *k.stride()[:3],
             *_tiled(weights, tile, stretch),
             tops,
@@ -76,8 +80,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float) -> tuple[
             *sizes(q, k, part),
             **_constants(q, rows),
             STRETCH=stretch,
-            num_warps=8,
-            num_stages=3,
+            **SCHEDULE,
         )
         _block_attention_split_levels_kernel[(tokens // tile, batch * heads)](
             tops,
@@ -117,7 +120,7 @@ def backward(
     # summed over pieces
     grad_k, grad_v = (torch.zeros_like(like(x), dtype=torch.float32) for x in (k, v))
     batch, heads = q.shape[:2]
-    stretch = _fitting(BACKWARD_STRETCH, q)
+    stretch = _stretch(q)
     for begin, end, part in _pieces(rows, q, stretch, matrices=2):
         tokens = (end - begin) * rows.query_block
         weights, slopes = (_matrix(q, part, tokens, stretch) for _ in range(2))
@@ -127,6 +130,7 @@ def backward(
             *_chunked(tile, q, grad),
             k,
             v,
+            *_chunked(stretch, k, v),
             *k.stride()[:3],
             *v.stride()[:3],
             *_tiled(weights, tile, stretch),
@@ -141,8 +145,7 @@ def backward(
             *sizes(q, k, part),
             **_constants(q, rows),
             STRETCH=stretch,
-            num_warps=8,
-            num_stages=3,
+            **SCHEDULE,
         )
         _multiply_rows(slopes, k, grad_q, part, begin, q, k, scale, stretch)
         kv_blocks = triton.cdiv(k.shape[2], rows.key_block)
@@ -197,14 +200,14 @@ def _multiply_rows(
 
     With ``tops`` and ``lse`` the weights are those of a forward pass, relative to their stretch.
     """
-    tile, columns, width = _row_tile(rows), _column_tile(rows), _slice(x.shape[3])
+    tile, columns, (width, rest) = _row_tile(rows), _column_tile(rows), _slice(x.shape[3])
     planes = q.shape[0] * q.shape[1]
     tokens = weights.shape[0] // planes
-    grid = (triton.cdiv(x.shape[3], width), tokens // tile, planes)
+    grid = (triton.cdiv(x.shape[3], width + rest), tokens // tile, planes)
     _block_attention_split_rows_kernel[grid](
         *_tiled(weights, tile, columns),
-        TensorDescriptor.from_tensor(x, [1, 1, columns, width]),
-        TensorDescriptor.from_tensor(out, [1, 1, tile, width]),
+        *(_sliced(x, columns, each) for each in (width, rest)),
+        *(_sliced(out, tile, each) for each in (width, rest)),
         tops,
         lse,
         *row_arguments(rows),
@@ -219,10 +222,10 @@ def _multiply_rows(
         COLUMNS=columns,
         STRETCH=stretch,
         WIDTH=width,
+        REST=rest,
         RELATIVE=tops is not None,
         PRECISION=_precision(x),
-        num_warps=8,
-        num_stages=3,
+        **SCHEDULE,
     )
 
 
@@ -237,8 +240,9 @@ def _multiply_columns(
     scale: float,
 ) -> None:
     """out[j] += scale * the sum over the queries i of a piece that list j of weights[i, j] x[i]."""
-    tile, keys, width = min(64, _row_tile(rows)), _column_tile(rows), _slice(x.shape[3])
-    batch, heads, q_length, dim = x.shape
+    tile, keys = min(64, _row_tile(rows)), _column_tile(rows)
+    batch, heads, _, dim = x.shape
+    width = min(WIDTHS, key=lambda width: _padded(dim, width))
     kv_blocks = triton.cdiv(k.shape[2], rows.key_block)
     grid = (
         triton.cdiv(dim, width),
@@ -247,7 +251,7 @@ def _multiply_columns(
     )
     _block_attention_split_columns_kernel[grid](
         *_tiled(weights, tile, keys),
-        TensorDescriptor.from_tensor(x, [1, 1, tile, width]),
+        _sliced(x, tile, width),
         out,
         *out.stride()[:3],
         rows.full.counts,
@@ -268,14 +272,13 @@ def _multiply_columns(
         WIDTH=width,
         D=dim,
         PRECISION=_precision(x),
-        num_warps=8,
-        num_stages=3,
+        **SCHEDULE,
     )
 
 
-def _fitting(stretch: int, q: Tensor) -> int:
+def _stretch(q: Tensor) -> int:
     # twice the bytes an element, half the elements
-    return stretch * 2 // max(2, q.element_size())
+    return STRETCH * 2 // max(2, q.element_size())
 
 
 def _row_tile(rows: Rows) -> int:
@@ -286,13 +289,22 @@ def _column_tile(rows: Rows) -> int:
     return min(64, rows.key_block & -rows.key_block)
 
 
-def _slice(dim: int) -> int:
-    """Channels of the output that a program holds: wide ones read weights less often."""
-    return min((256, 128), key=lambda width: triton.cdiv(dim, width) * width * (1 + 16 / width))
+def _slice(dim: int) -> tuple[int, int]:
+    """The slices that waste least: narrow ones read the weights more often."""
+    return min(SLICES, key=lambda each: _padded(dim, sum(each)) * (1 + 16 / sum(each)))
+
+
+def _padded(dim: int, width: int) -> int:
+    return triton.cdiv(dim, width) * width
 
 
 def _chunked(tile: int, *tensors: Tensor) -> list[TensorDescriptor]:
-    return [TensorDescriptor.from_tensor(x, [1, 1, tile, DEPTH]) for x in tensors]
+    return [_sliced(x, tile, DEPTH) for x in tensors]
+
+
+def _sliced(x: Tensor, tile: int, channels: int) -> TensorDescriptor:
+    """[B, H, N, D] in tiles of so many tokens and channels (never read where they are 0)."""
+    return TensorDescriptor.from_tensor(x, [1, 1, tile, channels or 16])
 
 
 def _tiled(weights: Tensor, *tile: int) -> list[TensorDescriptor]:
@@ -348,13 +360,20 @@ def _listed_keys(
 def _logits(
     q,
     k,
+    k_tiles,
+    k_batch,
+    k_head,
     k_token,
     key,
+    first_key,
     batch,
     head,
+    kv_head,
     start,
+    kv_length,
     ROWS: tl.constexpr,
     STRETCH: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
     D: tl.constexpr,
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -362,10 +381,15 @@ def _logits(
     """Products [ROWS, STRETCH] of a tile of q with the vectors of k at ``key``, DEPTH at a time."""
     acc = tl.zeros((ROWS, STRETCH), tl.float32)
     channel = tl.arange(0, DEPTH)
-    k += key.to(tl.int64)[:, None] * k_token + channel[None, :]
+    # what lies behind the last key is masked later, since no query sees it
+    key = tl.minimum(key, kv_length - 1).to(tl.int64)
+    k += batch.to(tl.int64) * k_batch + kv_head.to(tl.int64) * k_head
+    k += key[:, None] * k_token + channel[None, :]
     for depth in range(0, D, DEPTH):
         queries = q.load([batch, head, start, depth]).reshape(ROWS, DEPTH)
-        if D % DEPTH == 0:
+        if KEY_BLOCK % STRETCH == 0:
+            keys = k_tiles.load([batch, kv_head, first_key, depth]).reshape(STRETCH, DEPTH)
+        elif D % DEPTH == 0:
             keys = tl.load(k + depth)
         else:
             keys = tl.load(k + depth, mask=depth + channel[None, :] < D, other=0.0)
@@ -377,6 +401,7 @@ def _logits(
 def _block_attention_split_weights_kernel(
     q,
     k,
+    k_tiles,
     k_batch,
     k_head,
     k_token,
@@ -431,13 +456,40 @@ def _block_attention_split_weights_kernel(
             place,
             KEY_BLOCK,
         )
-        # what lies behind the last key is masked below, since no query sees it
-        inside = tl.minimum(key, kv_length - 1)
-        k += batch.to(tl.int64) * k_batch + kv_head.to(tl.int64) * k_head
-        logits = _logits(
-            q, k, k_token, inside, batch, head, begin + row, ROWS, STRETCH, D, DEPTH, PRECISION
+        first_key, _ = _listed_keys(
+            full_counts,
+            full_indices,
+            partial_counts,
+            partial_indices,
+            full_width,
+            partial_width,
+            plan_row,
+            tl.program_id(0) * STRETCH,
+            KEY_BLOCK,
         )
-        query = begin + row + tl.arange(0, ROWS)
+        start = begin + row
+        logits = _logits(
+            q,
+            k,
+            k_tiles,
+            k_batch,
+            k_head,
+            k_token,
+            key,
+            first_key,
+            batch,
+            head,
+            kv_head,
+            start,
+            kv_length,
+            ROWS,
+            STRETCH,
+            KEY_BLOCK,
+            D,
+            DEPTH,
+            PRECISION,
+        )
+        query = start + tl.arange(0, ROWS)
         there = query < q_length
         low = tl.load(first + batch.to(tl.int64) * first_stride + query, mask=there, other=0)
         high = tl.load(last + batch.to(tl.int64) * last_stride + query, mask=there, other=-1)
@@ -507,7 +559,9 @@ def _block_attention_split_levels_kernel(
 def _block_attention_split_rows_kernel(
     weights,
     x,
+    x_rest,
     out,
+    out_rest,
     tops,
     lse,
     full_counts,
@@ -535,6 +589,7 @@ def _block_attention_split_rows_kernel(
     COLUMNS: tl.constexpr,
     STRETCH: tl.constexpr,
     WIDTH: tl.constexpr,
+    REST: tl.constexpr,
     RELATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -543,7 +598,7 @@ def _block_attention_split_rows_kernel(
     head = tl.program_id(2) % heads
     kv_head = head // (heads // kv_heads)
     row = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
-    channel = tl.program_id(0) * WIDTH
+    channel = tl.program_id(0) * (WIDTH + REST)
     plan_row = (batch * plan_heads + head // (heads // plan_heads)).to(tl.int64) * q_blocks
     plan_row += row // QUERY_BLOCK
     full = tl.load(full_counts + plan_row)
@@ -559,6 +614,8 @@ def _block_attention_split_rows_kernel(
         tops += plane * stretches * tokens + token
 
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
+    if REST:
+        rest = tl.zeros((ROWS, REST), tl.float32)
     TILES: tl.constexpr = KEY_BLOCK // COLUMNS
     for i in range(0, listed * TILES):
         slot = i // TILES
@@ -570,8 +627,14 @@ def _block_attention_split_rows_kernel(
         column = block * KEY_BLOCK + i % TILES * COLUMNS
         vectors = x.load([batch, kv_head, column, channel]).reshape(COLUMNS, WIDTH)
         acc = tl.dot(shares, vectors, acc, input_precision=PRECISION)
+        if REST:
+            vectors = x_rest.load([batch, kv_head, column, channel + WIDTH]).reshape(COLUMNS, REST)
+            rest = tl.dot(shares, vectors, rest, input_precision=PRECISION)
     acc = (acc * scale).to(out.dtype)
     out.store([batch, head, begin + row, channel], acc.reshape(1, 1, ROWS, WIDTH))
+    if REST:
+        rest = (rest * scale).to(out.dtype)
+        out_rest.store([batch, head, begin + row, channel + WIDTH], rest.reshape(1, 1, ROWS, REST))
 
 
 @triton.jit
@@ -580,6 +643,8 @@ def _block_attention_split_slopes_kernel(
     grad,
     k,
     v,
+    k_tiles,
+    v_tiles,
     k_batch,
     k_head,
     k_token,
@@ -638,12 +703,38 @@ def _block_attention_split_slopes_kernel(
             place,
             KEY_BLOCK,
         )
-        inside = tl.minimum(key, kv_length - 1)
-        k += batch.to(tl.int64) * k_batch + kv_head.to(tl.int64) * k_head
-        v += batch.to(tl.int64) * v_batch + kv_head.to(tl.int64) * v_head
+        first_key, _ = _listed_keys(
+            full_counts,
+            full_indices,
+            partial_counts,
+            partial_indices,
+            full_width,
+            partial_width,
+            plan_row,
+            tl.program_id(0) * STRETCH,
+            KEY_BLOCK,
+        )
         start = begin + row
         logits = _logits(
-            q, k, k_token, inside, batch, head, start, ROWS, STRETCH, D, DEPTH, PRECISION
+            q,
+            k,
+            k_tiles,
+            k_batch,
+            k_head,
+            k_token,
+            key,
+            first_key,
+            batch,
+            head,
+            kv_head,
+            start,
+            kv_length,
+            ROWS,
+            STRETCH,
+            KEY_BLOCK,
+            D,
+            DEPTH,
+            PRECISION,
         )
         query = start + tl.arange(0, ROWS)
         there = query < q_length
@@ -657,7 +748,25 @@ def _block_attention_split_slopes_kernel(
         target = tl.program_id(2) * tokens + row
         weights.store([target, column], shares.to(weights.dtype))
         products = _logits(
-            grad, v, v_token, inside, batch, head, start, ROWS, STRETCH, D, DEPTH, PRECISION
+            grad,
+            v,
+            v_tiles,
+            v_batch,
+            v_head,
+            v_token,
+            key,
+            first_key,
+            batch,
+            head,
+            kv_head,
+            start,
+            kv_length,
+            ROWS,
+            STRETCH,
+            KEY_BLOCK,
+            D,
+            DEPTH,
+            PRECISION,
         )
         slopes.store([target, column], (shares * (products - delta[:, None])).to(slopes.dtype))
 
