@@ -50,12 +50,14 @@ def over_tokens(
     lengths: Sequence[int],
     write: Callable[[float], str] = "{:g}".format,
     log: bool = True,
+    legend: bool = True,
 ) -> None:
     """Give ``axis`` its scales, ticks, grid and legend.
 
     Args:
         write: a value on the vertical axis, as text.
         log: whether that axis is logarithmic.
+        legend: whether the lines are named here.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -74,7 +76,7 @@ def over_tokens(
         axis.set_ylim(bottom=0)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
     axis.grid(which="major", alpha=0.3)
-    if axis.get_legend_handles_labels()[0]:
+    if legend and axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize=8)
 
 

@@ -6,7 +6,8 @@ error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module, metadata
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from cab_hf.eval.report import digits
 from cab_hf.eval.timing import Bench, in_a_sentence
 
 # q [B, H, N, D], k and v [B, H_kv, N, D], scale -> [B, H, N, D]
@@ -106,6 +108,38 @@ def reference(
 def extrapolate(ms: float, measured_at: int, length: int) -> float:
     """The time at ``length`` of what took ``ms`` at ``measured_at`` tokens: quadratic."""
     return ms * (length / measured_at) ** 2
+
+
+def time_told(row: Mapping[str, Any]) -> str | None:
+    """What a row is compared with, in a cell: ``≈ 842 FA3`` where it is extrapolated."""
+    if row["baseline_ms"] is None:
+        return None
+    return f"{'≈ ' * row['extrapolated']}{digits(row['baseline_ms'])} {row['baseline']}"
+
+
+def break_even(points: Sequence[tuple[int, float]]) -> float | None:
+    """The length from which a ratio stays below 1, of (length, ratio) by length.
+
+    Between two lengths that were measured, on a straight line through the logarithms of both; the
+    first one where the ratio is never 1 or more; None where it is so at the last.
+    """
+    lost = [place for place, (_, ratio) in enumerate(points) if ratio >= 1]
+    if not lost:
+        return points[0][0]
+    if lost[-1] == len(points) - 1:
+        return None
+    (length, ratio), (longer, lower) = points[lost[-1] : lost[-1] + 2]
+    return length * (longer / length) ** (math.log(ratio) / math.log(ratio / lower))
+
+
+def break_even_told(points: Sequence[tuple[int, float]]) -> str:
+    """Where that is, as the end of a sentence."""
+    length = break_even(points)
+    if length is None:
+        return f"at no length up to {points[-1][0]:,} tokens"
+    if all(ratio < 1 for _, ratio in points):
+        return f"at every length measured, from {round(length):,} tokens on"
+    return f"from about {round(length):,} tokens on"
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from cab_hf.config import CabConfig
-from cab_hf.eval import dense, report, speed_predictor
+from cab_hf.eval import dense, report, speed_attention, speed_predictor
 from cab_hf.eval.settings import add_options, read_options
 from cab_hf.eval.speed_settings import SpeedSettings
 from cab_hf.eval.timing import bench_on, in_a_sentence
@@ -34,6 +34,7 @@ from cab_hf.eval.timing import bench_on, in_a_sentence
 #   draw(path, rows)         the figure
 OPS: dict[str, ModuleType] = {
     "predictor": speed_predictor,
+    "attention": speed_attention,
 }
 
 

@@ -217,12 +217,6 @@ def _digits_of(key: str) -> Callable[[Mapping[str, Any]], str | None]:
     return lambda row: report.digits(row[key])
 
 
-def _dense_time(row: Mapping[str, Any]) -> str | None:
-    if row["baseline_ms"] is None:
-        return None
-    return f"{'≈ ' * row['extrapolated']}{report.digits(row['baseline_ms'])} {row['baseline']}"
-
-
 def _growth(row: Mapping[str, Any]) -> str | None:
     if row["growth"] is None:
         return None
@@ -237,7 +231,7 @@ COLUMNS = {
     "GFLOP/s": _digits_of("gflops"),
     "peak MiB": _digits_of("peak_mib"),
     "density": "density",
-    "dense ms": _dense_time,
+    "dense ms": dense.time_told,
     "of dense": lambda row: report.percent(row["ratio"]),
     "times the row above": _growth,
 }

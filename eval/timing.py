@@ -65,8 +65,7 @@ class CpuBench:
         self.seconds = seconds
 
     def settle(self) -> None:
-        """Give back what nobody holds."""
-        gc.collect()
+        """Give back what nobody holds, where memory is scarce."""
 
     def peak(self, call: Callable[[], Any]) -> tuple[Any, float | None]:
         """(what ``call`` returns, MiB it needed at its peak, its result included)."""

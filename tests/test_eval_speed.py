@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from bench import FakeBench, quick, speed_run  # noqa: F401
 
 from cab_hf.config import CabConfig
 from cab_hf.eval import dense, kernels, report, speed, speed_predictor, timing
@@ -21,24 +22,12 @@ SHAPE = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
 FILES = ["report.md", "results.csv", "results.json", "speed.png"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "SECONDS_A_CASE", 0.0)
-        patch.setattr(timing, "WARM_UP_SECONDS", 0.0)
-        # somebody may commit while the tests run
-        patch.setattr(report, "git_commit", lambda: "0" * 40)
-        yield
-
-
 def command(out, *more, lengths=("256", "512")):
-    fixed = ["--device", "cpu", "--out", str(out), *SHAPE, "--lengths", *lengths]
-    assert speed.main(["predictor", *fixed, *more]) == 0
-    return json.loads((out / "results.json").read_text())
+    return speed_run("predictor", out, *SHAPE, "--lengths", *lengths, *more)
 
 
 @pytest.fixture(scope="module")
-def finished(quick, tmp_path_factory):
+def finished(tmp_path_factory):
     """The folder of a whole run, to read."""
     out = tmp_path_factory.mktemp("finished")
     command(out, "--config", "mass=0.8")
@@ -60,23 +49,6 @@ def row_of(length, ms=1.0, baselines=None, **more):
     times = {"ms": ms, "eager_ms": ms, "graph_ms": None, "peak_mib": None, "gflops": None}
     shown = {"length": length, "density": None, "error": None, "why_no_split": None}
     return shown | times | told | parts | more
-
-
-class FakeBench(timing.CpuBench):
-    """A GPU's answers: 2 ms replayed, 3 ms from Python, 1 ms in each of two kernels."""
-
-    def __init__(self, why_not=None):
-        super().__init__("cpu")
-        self.why_not = why_not
-
-    def peak(self, call):
-        return call(), 5.0
-
-    def time(self, call, graph=True):
-        return Timing(3.0, None if self.why_not else 2.0, self.why_not)
-
-    def kernels(self, call):
-        return [[("_coarsen_kernel", 1.0), ("_select_kernel", 1.0)]]
 
 
 # --- the row

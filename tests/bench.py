@@ -1,0 +1,44 @@
+"""Running speed commands quickly, and a bench that answers as a GPU would."""
+
+import json
+
+import pytest
+
+from cab_hf.eval import report, speed, timing
+from cab_hf.eval.timing import Timing
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick():
+    """Import it where speed commands run: every case is timed as few times as can be."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "SECONDS_A_CASE", 0.0)
+        patch.setattr(timing, "WARM_UP_SECONDS", 0.0)
+        # somebody may commit while the tests run
+        patch.setattr(report, "git_commit", lambda: "0" * 40)
+        yield
+
+
+def speed_run(op, out, *words):
+    """What results.json holds after ``speed OP`` on the CPU."""
+    assert speed.main([op, "--device", "cpu", "--out", str(out), *words]) == 0
+    return json.loads((out / "results.json").read_text())
+
+
+class FakeBench(timing.CpuBench):
+    """A GPU's answers: 2 ms replayed, 3 ms from Python, 1 ms in each of two kernels."""
+
+    def __init__(self, why_not=None, kernels=("_coarsen_kernel", "_select_kernel")):
+        super().__init__("cpu")
+        self.why_not = why_not
+        self.names = kernels
+
+    def peak(self, call):
+        return call(), 5.0
+
+    def time(self, call, graph=True):
+        call()
+        return Timing(3.0, 2.0 if graph and not self.why_not else None, self.why_not)
+
+    def kernels(self, call):
+        return [[(name, 1.0) for name in self.names]]

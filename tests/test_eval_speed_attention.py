@@ -1,0 +1,382 @@
+"""``speed attention``: its rows by hand, what it refuses to time, and what it says."""
+
+import csv
+import json
+
+import pytest
+import torch
+from bench import FakeBench, quick, speed_run  # noqa: F401
+
+from cab_hf import engine
+from cab_hf.eval import dense, report, speed, speed_attention
+from cab_hf.eval.speed_attention import Settings
+from cab_hf.plan import BlockPlan, Spans
+
+SHAPE = ["--heads", "4", "--kv-heads", "2", "--head-dims", "16", "--seconds", "0"]
+KEY = {"length": 192, "head_dim": 16, "direction": "forward", "blocks": "32x16", "budget": 0.2}
+
+
+def command(out, *words):
+    return speed_run("attention", out, *SHAPE, *words)
+
+
+def tiny(**more):
+    return Settings(device="cpu", heads=4, kv_heads=2, head_dims=(16,), seconds=0.0, **more)
+
+
+def row_of(length, ms, baselines=None, direction="forward", budget=0.1, **more):
+    """A measured row, as `speed_attention.measure` makes it: half of all pairs attended."""
+    key = {"length": length, "head_dim": 8, "direction": direction, "budget": budget}
+    pairs = length**2 / 4
+    shape = {"batch": 1, "heads": 2, "blocks": "32x16"}
+    counted = {"density": 0.5, "attended_pairs": 2 * pairs * 0.5, "listed_pairs": 2 * pairs}
+    total = direction == "forward" and budget != 1
+    times = {"attend_ms": {"triton": ms}, "total_ms": {"triton": ms + 1} if total else {}}
+    costs = {"predict_ms": 1.0, "total_eager_ms": times["total_ms"], "peak_mib": {}, "labels": {}}
+    told = {"baselines": baselines or {}, "not_measured": {}, "without_graph": {}, "error": None}
+    return key | shape | counted | times | costs | told | more
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a whole run, to read."""
+    out = tmp_path_factory.mktemp("attention")
+    command(out, "--densities", "0.2,1", "--lengths", "96,192")
+    return out
+
+
+# --- the row
+
+
+def test_a_row_has_what_identifies_it_and_what_it_took(finished):
+    rows = json.loads((finished / "results.json").read_text())["rows"]
+    keys = [(row["direction"], row["budget"], row["length"]) for row in rows]
+    assert keys == [
+        (direction, budget, length)
+        for direction in ("forward", "backward")
+        for budget in (0.2, 1.0)
+        for length in (96, 192)
+    ]
+    for row in rows:
+        assert (row["head_dim"], row["blocks"], row["dtype"]) == (16, "32x16", "float32")
+        assert row["attend_ms"]["reference"] > 0 and row["baselines"]["SDPA"] > 0
+        assert row["not_measured"] == {} and row["error"] is None
+        assert (row["density"] == 1) == (row["budget"] == 1)
+        predicted = row["direction"] == "forward" and row["budget"] < 1
+        assert (row["predict_ms"] is not None) == predicted == bool(row["total_ms"])
+        assert row["ratio"] == row["ms"] / row["baselines"]["SDPA"]
+
+
+def test_pairs_and_density_by_hand():
+    # 80 queries in blocks of 32, 16 and 16 key blocks of 16: rows end after 2, 4 and 5 of them
+    plan = BlockPlan.causal(Spans.causal(1, 80, 80, "cpu"), 2, 32, 16)
+    counted = speed_attention.counted(plan, heads=4)
+    assert counted["density"] == 1
+    assert counted["attended_pairs"] == 4 * 80 * 81 / 2
+    assert counted["listed_pairs"] == 4 * (2 + 4 + 5) * 32 * 16
+
+
+def test_rates_by_hand():
+    row, back = speed_attention.derive(
+        [row_of(1000, 2.0, {"FA3": 4.0}), row_of(1000, 2.0, {"FA4": 4.0}, "backward")]
+    )
+    # four operations a pair and channel; 500,000 pairs in listed blocks, 250,000 of them attended
+    assert row["tflops"]["triton"] == pytest.approx(4 * 8 * 500_000 / 2e-3 / 1e12)
+    assert row["tflops_pairs"]["triton"] == pytest.approx(4 * 8 * 250_000 / 2e-3 / 1e12)
+    assert row["tflops"]["FA3"] == pytest.approx(4 * 8 * 2 * 1000**2 / 2 / 4e-3 / 1e12)
+    assert row["rated_against"] == "FA3" and row["rate_ratio"]["triton"] == pytest.approx(1.0)
+    assert (row["engine"], row["ms"], row["ratio"]) == ("triton", 3.0, 0.75)
+    assert back["tflops"]["triton"] == pytest.approx(2.5 * row["tflops"]["triton"])
+    assert back["rated_against"] == "FA4" and (back["ms"], back["ratio"]) == (2.0, 0.5)
+
+
+def test_a_ratio_is_over_the_fastest_and_a_rate_over_the_one_named():
+    (row,) = speed_attention.derive([row_of(1000, 2.0, {"FA3": 4.0, "FA4": 2.0})])
+    assert (row["baseline"], row["ratio"]) == ("FA4", 1.5)
+    assert (row["rated_against"], row["rate_ratio"]["triton"]) == ("FA3", pytest.approx(1.0))
+
+
+def test_dense_attention_is_measured_once_for_all_budgets(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        speed_attention, "time_baselines", lambda *known: calls.append(known) or dense.Measured()
+    )
+    bench, settings = FakeBench(), tiny(lengths=(96,))
+    for key in settings.asked():
+        speed_attention.measure(settings, key, bench)
+    assert [backward for *_, backward in calls] == [False, True]
+
+
+def test_a_graph_that_fails_is_told():
+    settings = tiny()
+    row = speed_attention.measure(settings, KEY, FakeBench("it waits"))
+    assert set(row["without_graph"]) >= {"predicting", "reference", "predicting and reference"}
+    said = " ".join(speed_attention.readings(speed_attention.derive([row])))
+    assert "Forward, predicting could not be captured as a CUDA graph at 192 tokens" in said
+
+
+# --- what is not timed
+
+
+@pytest.mark.parametrize(
+    ("garbage", "why"),
+    [
+        pytest.param(lambda out: torch.zeros_like(out), "wrong by 1 (relative)", id="zeros"),
+        pytest.param(lambda out: out.roll(1, dims=1), "wrong by", id="other heads"),
+        pytest.param(lambda out: out * torch.nan, "wrong by nan", id="nan"),
+    ],
+)
+def test_a_wrong_engine_is_not_timed(monkeypatch, garbage, why):
+    run = engine.run
+    monkeypatch.setattr(engine, "run", lambda *known: garbage(run(*known)))
+    row = speed_attention.measure(tiny(), KEY, FakeBench())
+    assert row["attend_ms"] == row["total_ms"] == {}
+    assert why in row["not_measured"]["reference"] and "queries" in row["not_measured"]["reference"]
+    assert row["baselines"] == {"SDPA": 2.0}
+
+
+def test_an_engine_with_a_wrong_gradient_is_not_timed(monkeypatch):
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, out):
+            return out.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient.flip(-1)
+
+    run = engine.run
+
+    def wrong(name, q, *known):
+        # what it is compared with runs in float32 too: only the one under test is wrong
+        wrong.calls += 1
+        out = run(name, q, *known)
+        return Wrong.apply(out) if wrong.calls < 3 else out
+
+    wrong.calls = 0
+    monkeypatch.setattr(engine, "run", wrong)
+    row = speed_attention.measure(tiny(), KEY | {"direction": "backward"}, FakeBench())
+    assert row["attend_ms"] == {}
+    assert "in the gradient of q" in row["not_measured"]["reference"]
+
+
+def test_an_engine_that_cannot_train_says_why(monkeypatch):
+    monkeypatch.setattr(engine, "unavailable", lambda name, work: work.training and "has no brakes")
+    row = speed_attention.measure(tiny(), KEY | {"direction": "backward"}, FakeBench())
+    assert row["not_measured"] == {"reference": "it has no brakes"}
+    (derived,) = speed_attention.derive([row])
+    assert derived["ms"] is derived["ratio"] is None
+
+
+def test_some_rows_are_compared_exactly():
+    settings = tiny()
+    q, k, v = settings.random_heads(300, 16, torch.device("cpu"), "qkv")
+    plan = settings.planner(KEY)(q, k, Spans.causal(1, 300, 300, "cpu"))
+    full = engine.run("reference", q, k, v, plan, 0.25)
+    for start, stop in ((0, 32), (100, 150), (268, 300)):
+        found = speed_attention.exact_rows(q, k, v, plan, start, stop)
+        torch.testing.assert_close(found, full[:, :, start:stop])
+
+
+# --- baselines
+
+
+def test_a_head_dim_that_is_not_taken_is_a_reason(monkeypatch):
+    narrow = {"FA3": dense.Baseline(lambda: None, head_dims=dense.FLASH_DIMS), **dense.ON_CPU}
+    monkeypatch.setattr(dense, "ON_CPU", narrow)
+    q = torch.randn(1, 2, 300, 320)
+    measured = dense.measure(q, q, q, 0.05, FakeBench())
+    assert measured.not_measured == {"FA3": "it takes head dims 1 to 256, not 320"}
+    assert measured.times == {"SDPA": 2.0}
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_heads_are_repeated_for_kernels_that_do_not_group(monkeypatch, backward):
+    seen = []
+
+    def attend(q, k, v, scale):
+        seen.append((k.shape[1], v.shape[1]))
+        return sdpa(q, k, v, scale)
+
+    sdpa = dense.ON_CPU["SDPA"].load()
+    one = dense.Baseline(lambda: attend, grouped=False)
+    monkeypatch.setattr(dense, "ON_CPU", {"efficient": one})
+    q, k, v = tiny().random_heads(300, 16, torch.device("cpu"), "qkv")
+    measured = dense.measure(q, k, v, 0.25, FakeBench(), backward)
+    assert measured.not_measured == {} and set(seen) == {(4, 4)}
+
+
+def test_a_kernel_without_a_backward_is_a_reason(monkeypatch):
+    forward = dense.ON_CPU["SDPA"].load()
+    detached = dense.Baseline(lambda: lambda *known: forward(*known).detach())
+    monkeypatch.setattr(dense, "ON_CPU", {"FA3": detached})
+    q = torch.randn(1, 2, 300, 16)
+    measured = dense.measure(q, q, q, 0.25, FakeBench(), backward=True)
+    assert measured.not_measured == {"FA3": "it has no backward"}
+
+
+def test_a_baseline_with_a_wrong_gradient_is_not_timed(monkeypatch):
+    def attend(q, k, v, scale):
+        return forward(q, k, v.detach(), scale) + 0 * v.repeat_interleave(2, 1)
+
+    forward = dense.ON_CPU["SDPA"].load()
+    monkeypatch.setattr(dense, "ON_CPU", {"FA4": dense.Baseline(lambda: attend)})
+    q, k, v = tiny().random_heads(300, 16, torch.device("cpu"), "qkv")
+    assert dense.measure(q, k, v, 0.25, FakeBench()).times == {"FA4": 2.0}
+    measured = dense.measure(q, k, v, 0.25, FakeBench(), backward=True)
+    assert "in the gradient of v at 300 tokens" in measured.not_measured["FA4"]
+
+
+# --- break-even
+
+
+@pytest.mark.parametrize(
+    ("points", "length", "told"),
+    [
+        # a slope of -1 in logarithms: the ratio halves as the length doubles
+        pytest.param([(1000, 2.0), (4000, 0.5)], 2000, "from about 2,000 tokens on", id="between"),
+        pytest.param(
+            [(1000, 0.9), (2000, 2.0), (8000, 0.5)], 4000, "from about 4,000", id="the last time"
+        ),
+        pytest.param([(1000, 1.0), (2000, 0.5)], 1000, "from about 1,000", id="at one"),
+        pytest.param([(1000, 0.5), (2000, 0.4)], 1000, "at every length measured", id="always"),
+        pytest.param([(1000, 0.5), (2000, 1.0)], None, "no length up to 2,000", id="never"),
+    ],
+)
+def test_break_even(points, length, told):
+    assert dense.break_even(points) == (None if length is None else pytest.approx(length))
+    assert told in dense.break_even_told(points)
+
+
+def test_break_even_is_told_by_budget():
+    rows = [
+        row_of(length, length / 1e3, {"FA3": (length / 1e3) ** 2}, budget=budget)
+        for length in (1000, 4000)
+        for budget in (0.1, 1.0)
+    ]
+    sparse, everything = speed_attention.readings(speed_attention.derive(rows))
+    assert sparse.startswith("Forward, a budget of 0.1: predict + attend is faster than the best")
+    # ratios 2 and 5/16
+    assert "from about 1,6" in sparse and "takes 31.2 % of FA3's time" in sparse
+    assert everything.startswith("Forward, everything kept: attending is faster")
+    assert "from about 1,000 tokens on; at 4,000" in everything
+
+
+# --- the files
+
+
+def test_the_report_has_a_table_a_question(finished):
+    text = (finished / "report.md").read_text()
+    for heading in (
+        *("\nForward:\n", "\nBackward:\n", "Attending, forward, by engine:"),
+        *("Predict + attend, forward, by engine:", "Attending, backward, by engine:"),
+        *("Dense causal attention, forward:", "Dense causal attention, backward:"),
+    ):
+        assert heading in text
+    widest = max(line.count("|") for line in text.splitlines())
+    assert widest <= 14
+    # what does not vary is no column
+    assert "head dim |" not in text and "CabConfig with {'mass': 0.999, 'min_length': 0}" in text
+    assert (finished / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_csv_has_a_column_for_every_engine(finished):
+    with open(finished / "results.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == 8
+    assert {"attend_ms.reference", "baselines.SDPA", "tflops.reference"} <= set(table[0])
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    monkeypatch.setattr(speed_attention, "draw", lambda *_: None)
+
+
+def test_a_killed_run_goes_on(tmp_path, monkeypatch, undrawn):
+    done = []
+
+    def measure(settings, key, bench):
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(tuple(key.values()))
+        return once(settings, key, bench)
+
+    once = speed_attention.measure
+    words = ("--lengths", "96", "--densities", "0.2,1")
+    monkeypatch.setattr(speed_attention, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        command(tmp_path, *words)
+    before = json.loads((tmp_path / "results.json").read_text())["rows"]
+    monkeypatch.setattr(speed_attention, "measure", once)
+    rows = command(tmp_path, *words)["rows"]
+    assert len(before) == 3 and len(set(done)) == 3 and len(rows) == 4
+    assert [row["attend_ms"] for row in rows][:3] == [row["attend_ms"] for row in before]
+
+
+def test_a_run_grows_by_a_budget(tmp_path, undrawn):
+    words = ("--lengths", "96", "--directions", "forward", "--densities")
+    first = command(tmp_path, *words, "0.2")["rows"]
+    content = command(tmp_path, *words, "0.5")
+    assert [row["budget"] for row in content["rows"]] == [0.2, 0.5]
+    assert content["rows"][0]["attend_ms"] == first[0]["attend_ms"]
+    assert content["provenance"]["settings"]["densities"] == [0.2, 0.5]
+
+
+def test_memory_that_runs_out_is_a_row(monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
+
+    monkeypatch.setattr(Settings, "random_heads", full)
+    row = speed_attention.measure(tiny(), KEY, FakeBench())
+    assert row["error"] == "out of memory: tried to allocate 4.00 GiB"
+    derived = speed_attention.derive([row])
+    assert derived[0]["ms"] is None
+    assert "a budget of 0.2, at 192 tokens: out of" in " ".join(speed_attention.readings(derived))
+    assert speed_attention.overview(derived)
+
+
+# --- settings
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param(["--directions", "sideways"], "directions must be out of forward", id="way"),
+        pytest.param(["--engines", "steam"], "engines must be out of reference", id="engine"),
+        pytest.param(["--blocks", "128"], "blocks must be like 128x64", id="blocks"),
+        pytest.param(["--blocks", "100x10"], "a multiple of 16", id="block size"),
+        pytest.param(["--densities", "1.5"], "max_density is 1.5", id="density"),
+        pytest.param(["--config", "max_density=0.3"], "config sets max_density", id="twice"),
+        pytest.param(["--head-dims", "0"], "head_dims must be at least 1", id="head dim"),
+    ],
+)
+def test_bad_settings_are_refused_in_a_sentence(tmp_path, options, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        speed.main(["attention", "--device", "cpu", "--out", str(tmp_path / "none"), *options])
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_budget_is_filled():
+    config = tiny().budgeted(KEY)
+    assert (config.max_density, config.mass, config.min_length) == (0.2, 0.999, 0)
+    assert (config.query_block, config.key_block) == (32, 16)
+    settings = tiny(config=("mass=0.5", "curvature='none'"))
+    assert settings.budgeted(KEY).mass == 0.5 and settings.budgeted(KEY).curvature == "none"
+
+
+def test_the_readme_shows_the_overview(finished, tmp_path):
+    from cab_hf.eval import readme
+
+    (tmp_path / "speed-attention-h200").symlink_to(finished)
+    page = "before\n<!-- results: speed-attention-h200 -->\n<!-- end -->\nafter\n"
+    shown = readme.render(page, tmp_path)
+    rows = json.loads((finished / "results.json").read_text())["rows"]
+    assert speed_attention.overview(rows) in shown and "Attending, forward" not in shown
+    assert readme.render(shown, tmp_path) == shown
+
+
+def test_numbers_of_all_magnitudes_fit_a_cell():
+    cell = speed_attention._timed("triton", "attend_ms")
+    (row,) = speed_attention.derive([row_of(1000, 2.0)])
+    assert cell(row) == f"2.00 ({report.digits(row['tflops']['triton'])})"
