@@ -1,9 +1,9 @@
 """Attention under a plan by flash-attn-4's kernels: the FLASH backend of the flex engine.
 
-What FlexAttention's own FLASH backend generates is called here directly: without compiling a graph
-for every shape, with the plan's compact lists as they are, and with tiles chosen for the plan's
-blocks. flash-attn-4 takes key blocks of one tile and query blocks of whole tiles; lists of wider key
-blocks are split to its tile.
+What FlexAttention's own FLASH backend generates is called here directly: no graph is compiled for
+every shape, the plan's compact lists are taken as they are, and tiles are chosen for the plan's
+blocks. flash-attn-4 walks key blocks of one tile and query blocks of whole tiles; lists of wider
+key blocks are split to its tile.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def finer_rows(lists: BlockLists, parts: int, rows: int) -> BlockLists:
     """The same lists for each of the ``parts`` that a row is made of, of which ``rows`` exist."""
     if parts == 1:
         return lists
-    return _each(lists, lambda x: x.repeat_interleave(parts, dim=2)[:, :, :rows].contiguous())
+    return _each(lists, lambda x: x.repeat_interleave(parts, dim=2).narrow(2, 0, rows))
 
 
 def _per_head(lists: BlockLists, heads: int) -> BlockLists:
