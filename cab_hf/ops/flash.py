@@ -253,11 +253,12 @@ def _blank_kernel(
         # [ROWS, DIM]
         cells = out + batch * stride_b + row.to(tl.int64)[:, None] * stride_n + channel[None, :]
         where = blind[:, None] & (channel[None, :] < dim)
-        for head in range(heads):
-            zeros = tl.zeros((ROWS, DIM), out.dtype.element_ty)
-            tl.store(cells + head.to(tl.int64) * stride_h, zeros, mask=where)
-            sums = lse + (batch * heads + head) * length + row
+        sums = lse + batch * heads * length + row
+        for _ in range(heads):
+            tl.store(cells, tl.zeros((ROWS, DIM), out.dtype.element_ty), mask=where)
             tl.store(sums, tl.full((ROWS,), float("-inf"), tl.float32), mask=blind)
+            cells += stride_h
+            sums += length
 
 
 # --- flash-attn-4
