@@ -1,0 +1,85 @@
+"""Plans and gradients that every engine is held to, on the CPU and on a GPU."""
+
+import torch
+from budget import EPS
+from test_engines import random_plan
+
+from cab_hf.frame import Frame
+from cab_hf.ops import reference
+
+
+def laid_out(layout, batch, length, kv_length, align, device):
+    """(spans, the frame's own lengths) of causal, left-padded or packed inputs."""
+    valid = torch.ones(batch, kv_length, dtype=torch.bool)
+    document = None
+    if layout == "padded":
+        valid[0, : kv_length // 5] = False
+    if layout == "packed":
+        document = (torch.arange(kv_length) >= kv_length // 3).long().expand(batch, -1).to(device)
+    frame = Frame.build(
+        batch,
+        length,
+        kv_length,
+        kv_length - length,
+        None if layout == "causal" else valid.to(device),
+        document,
+        align=align,
+        device=device,
+    )
+    return frame
+
+
+def draw(device, dtype, q_length, kv_length=None, batch=1, heads=6, kv_heads=2, dim=16):
+    """q, k, v and the gradient of the output; q is the strided view that a model hands over."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(length, count):
+        x = torch.randn(batch, length, count, dim, generator=generator)
+        return x.to(device, dtype).transpose(1, 2)
+
+    kv_length = kv_length or q_length
+    sizes = ((q_length, heads), (kv_length, kv_heads), (kv_length, kv_heads), (q_length, heads))
+    return [normal(*size) for size in sizes]
+
+
+def case(device, dtype, blocks, layout="causal", plan_heads=None, share=0.4, **shape):
+    """(q, k, v, gradient, plan) of one case."""
+    q, k, v, grad = draw(device, dtype, **shape)
+    batch, kv_length = q.shape[0], k.shape[2]
+    frame = laid_out(layout, batch, q.shape[2], kv_length, max(blocks), device)
+    q, grad, k, v = frame.queries(q), frame.queries(grad), frame.keys(k), frame.keys(v)
+    pattern = q if plan_heads is None else q[:, :plan_heads]
+    plan = random_plan(pattern, k, blocks, share, frame.spans)
+    plan.validate()
+    return q, k, v, grad, plan
+
+
+def with_gradients(attend, inputs, grad, plan, scale):
+    """{"out", "lse", "dq", "dk", "dv"} of an engine."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out, lse = attend(*leaves, plan, scale, return_lse=True)
+    seen = (plan.spans.last >= 0)[:, None, :, None]
+    gradients = torch.autograd.grad(out, leaves, grad.to(out.dtype) * seen)
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
+
+
+def assert_engine_within_budget(attend, q, k, v, grad, plan, scale):
+    """Output, log-sum-exp and gradients: at most twice the error plain PyTorch makes."""
+    found = with_gradients(attend, (q, k, v), grad, plan, scale)
+    plain = with_gradients(reference.attention, (q, k, v), grad, plan, scale)
+    wide = [x.double() for x in (q, k, v)]
+    exact = with_gradients(reference.attention, wide, grad.double(), plan, scale)
+    seen = (plan.spans.last >= 0)[:, None]
+    for name in found:
+        result, usual, meant = (x[name].detach().double() for x in (found, plain, exact))
+        if name == "lse":
+            blind = meant == -torch.inf
+            assert torch.equal((result == -torch.inf) & seen, blind & seen)
+            result, usual, meant = (x.masked_fill(blind, 0.0) for x in (result, usual, meant))
+        # what an engine gives for a padding query is nobody's
+        elif name in ("out", "dq"):
+            result, usual, meant = (x * seen.unsqueeze(-1) for x in (result, usual, meant))
+        error = (result - meant).abs().max()
+        eps = EPS[q.dtype] * meant.abs().max()
+        allowed = 2 * ((usual - meant).abs().max() + eps)
+        assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
