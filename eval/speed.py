@@ -16,25 +16,34 @@ from types import ModuleType
 from typing import Any
 
 from cab_hf.config import CabConfig
-from cab_hf.eval import dense, report, speed_attention, speed_predictor
+from cab_hf.eval import (
+    dense,
+    report,
+    speed_attention,
+    speed_breakdown,
+    speed_predictor,
+    speed_ttft,
+)
 from cab_hf.eval.settings import add_options, read_options
 from cab_hf.eval.speed_settings import SpeedSettings
 from cab_hf.eval.timing import bench_on, in_a_sentence
 
 # second word -> what it measures, a module with
-#   PURPOSE, CAPTION         one line each: of the command and of its figure
-#   Settings                 a `SpeedSettings`
+#   PURPOSE, TITLE, CAPTION  one line each: of the command, its report and its figure
+#   Settings                 a `SpeedSettings`, with shape(settings): what was computed on
 #   measure(settings, key, bench)  the row of one of ``settings.asked()``
 #   derive(rows)             the rows in order, with what only several of them together tell; every
 #                            one has "ms" and "error"
 #   overview(rows)           the table to look at first
 #   sections(rows)           paragraphs with the other tables
 #   readings(rows)           what the rows say, a sentence each
-#   notes(settings), shape(settings)  what the words mean and what was computed on
+#   notes(settings)          what the words mean
 #   draw(path, rows)         the figure
 OPS: dict[str, ModuleType] = {
     "predictor": speed_predictor,
     "attention": speed_attention,
+    "ttft": speed_ttft,
+    "breakdown": speed_breakdown,
 }
 
 
@@ -172,13 +181,13 @@ def render(content: Mapping[str, Any]) -> str:
     changed = {k: v for k, v in chosen.to_dict().items() if v != default[k]}
     versions = [f"{name} {version}" for name, version in made["versions"].items()]
     parts = [
-        f"# Speed of the {settings['op']}",
+        f"# {op.TITLE}",
         op.overview(rows),
         "\n".join(f"* {sentence}" for sentence in op.readings(rows)),
         f"![{op.CAPTION}](speed.png)",
         *op.sections(rows),
         f"Method: {settings['method']}. {op.notes(settings)}",
-        f"{op.shape(settings)}, "
+        f"{op.Settings.shape(settings)}, "
         f"{f'CabConfig with {changed}' if changed else 'default CabConfig'}, seed "
         f"{settings['seed']}, on {made['device']}; "
         f"{', '.join([*versions, *made['baselines'].values()])}; commit "

@@ -18,20 +18,21 @@ from cab_hf import engine
 from cab_hf.config import CabConfig
 from cab_hf.eval import charts, dense, report
 from cab_hf.eval.settings import comma_separated, option
-from cab_hf.eval.speed_heads import INPUTS, HeadSettings, time_baselines, workload
-from cab_hf.eval.speed_settings import by_device
+from cab_hf.eval.speed_heads import INPUTS, HeadSettings, time_baselines
+from cab_hf.eval.speed_settings import UNREACHED_MASS, by_device
 from cab_hf.eval.timing import METHOD_ON_CPU, Bench, in_a_sentence, method_on_gpu
 from cab_hf.plan import BlockPlan, Spans
 from cab_hf.predictor import make_predictor
 
 PURPOSE = "time predicting and attending, forward and backward, beside dense kernels"
+TITLE = "Speed of attention"
 CAPTION = "time and rate of attention by length"
 SECONDS = 0.5
 # direction -> its floating-point operations over those of the forward pass: five products, not two
 DIRECTIONS = {"forward": 1.0, "backward": 2.5}
 # whose rate an engine's is held against: the fastest dense kernels known
 RATED_AGAINST = {"forward": ("FA3",), "backward": ("FA4",)}
-UNREACHED = {"mass": 0.999, "min_length": 0}
+UNREACHED = {**UNREACHED_MASS, "min_length": 0}
 EVERYTHING = 1.0  # the budget that leaves nothing out
 CHECKED_QUERIES = 32  # in a row, at the start, in the middle and at the end
 # what several rows together tell, and what follows from one; made anew whenever a row is added
@@ -103,25 +104,16 @@ class Settings(HeadSettings):
     @cached_property
     def cab_config(self) -> CabConfig:
         """A mass that no budget reaches, so that every row of blocks fills its own."""
-        return self.configured(**UNREACHED)
+        return self.configured(UNREACHED)
 
     def budgeted(self, key: Mapping[str, Any]) -> CabConfig:
         """The config that fills the budget of ``key``."""
         sizes = key["blocks"].split("x")
         self.check("blocks", len(sizes) == 2 and all(map(str.isdigit, sizes)), "like 128x64")
         query_block, key_block = map(int, sizes)
-        fixed = {
-            "max_density": key["budget"],
-            "query_block": query_block,
-            "key_block": key_block,
-        }
-        config = self.configured(**UNREACHED, **fixed)
-        for name, value in fixed.items():
-            if getattr(config, name) != value:
-                raise ValueError(
-                    f"config sets {name}; give it as an option of its own, densities or blocks."
-                )
-        return config
+        return self.configured(
+            UNREACHED, max_density=key["budget"], query_block=query_block, key_block=key_block
+        )
 
     def planner(self, key: Mapping[str, Any]) -> Callable[[Tensor, Tensor, Spans], BlockPlan]:
         """(q, k, spans) -> the plan of ``key``."""
@@ -598,12 +590,6 @@ def notes(settings: Mapping[str, Any]) -> str:
         "between two measured ones on a line through logarithms. ≈: extrapolated by N² beyond "
         f"{settings['dense_up_to']:,} tokens."
     )
-
-
-def shape(settings: Mapping[str, Any]) -> str:
-    """What was computed on."""
-    dims = ", ".join(map(str, settings["head_dims"]))
-    return f"{workload(settings)} of {dims}, {settings['dtype']}"
 
 
 # --- the figure

@@ -43,6 +43,15 @@ class HeadSettings(SpeedSettings):
         self.check("inputs", self.inputs in INPUTS, " or ".join(INPUTS))
         self.check("dense_up_to", self.dense_up_to >= 0, "a number of tokens, 0 for never")
 
+    @staticmethod
+    def shape(told: Mapping[str, Any]) -> str:
+        """What a run with the settings ``told`` of by its results computes on."""
+        dims = told.get("head_dims") or [told["head_dim"]]
+        return (
+            f"Batch {told['batch']}, {told['heads']} query and {told['kv_heads']} key heads of "
+            f"{', '.join(map(str, dims))}, {told['dtype']}"
+        )
+
     def random_heads(
         self, length: int, head_dim: int, device: torch.device, names: str
     ) -> tuple[Tensor, ...]:
@@ -82,10 +91,3 @@ def time_baselines(
         why = in_a_sentence(error)
         return dense.Measured(not_measured=dict.fromkeys(dense.on(bench.device), why))
     return dense.measure(q, k, v, head_dim**-0.5, bench, backward)
-
-
-def workload(settings: Mapping[str, Any]) -> str:
-    """The shape of a layer's heads, for a report."""
-    return (
-        f"Batch {settings['batch']}, {settings['heads']} query and {settings['kv_heads']} key heads"
-    )

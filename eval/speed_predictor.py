@@ -18,7 +18,7 @@ import torch
 from cab_hf.config import CabConfig
 from cab_hf.eval import charts, dense, kernels, report
 from cab_hf.eval.settings import comma_separated, option
-from cab_hf.eval.speed_heads import INPUTS, HeadSettings, time_baselines, workload
+from cab_hf.eval.speed_heads import INPUTS, HeadSettings, time_baselines
 from cab_hf.eval.speed_settings import by_device
 from cab_hf.eval.timing import (
     METHOD_ON_CPU,
@@ -33,6 +33,7 @@ from cab_hf.predictor import make_predictor
 
 PURPOSE = "time deciding which blocks are attended, beside dense attention"
 
+TITLE = "Speed of the predictor"
 CAPTION = "time and share of dense attention by length"
 PARTS = (*kernels.PREDICTOR, kernels.OTHER)
 GROWTH_FROM = 131_072  # tokens from which growth is summed up, where there are such rows
@@ -321,11 +322,6 @@ def notes(settings: Mapping[str, Any]) -> str:
         "block logits and the two-hop product. ≈: extrapolated by N² beyond "
         f"{settings['dense_up_to']:,} tokens."
     )
-
-
-def shape(settings: Mapping[str, Any]) -> str:
-    """What was computed on."""
-    return f"{workload(settings)} of {settings['head_dim']}, {settings['dtype']}"
 
 
 def draw(path: Path | str, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -14,6 +14,8 @@ from cab_hf.config import CabConfig
 from cab_hf.eval.settings import comma_separated, option, parse_assignment
 
 DTYPES = ("bfloat16", "float16", "float32")
+# more of the attention mass than any budget holds: every row of blocks fills its budget
+UNREACHED_MASS = {"mass": 0.999}
 
 
 def by_device(gpu: Any, cpu: Any, help: str, parse: Callable[[str], Any] = str) -> Any:
@@ -105,11 +107,17 @@ class SpeedSettings:
     @cached_property
     def cab_config(self) -> CabConfig:
         """CAB's config: ``--config`` over the defaults."""
-        return self.configured()
+        return self.configured({})
 
-    def configured(self, **fields: Any) -> CabConfig:
-        """CAB's config with ``fields`` in place of defaults, and ``--config`` over both."""
-        return CabConfig.from_dict({**fields, **dict(map(parse_assignment, self.config))})
+    def configured(self, defaults: Mapping[str, Any], **fixed: Any) -> CabConfig:
+        """``--config`` over ``defaults``; ValueError where it sets what is ``fixed`` elsewhere."""
+        given = dict(map(parse_assignment, self.config))
+        twice = sorted(fixed.keys() & given.keys())
+        if twice:
+            raise ValueError(
+                f"config sets {twice[0]}, which is an option of its own here, or what is measured."
+            )
+        return CabConfig.from_dict({**defaults, **given, **fixed})
 
     def asked(self) -> list[dict[str, Any]]:
         """The keys of the rows asked for: what identifies each of them."""

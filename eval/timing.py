@@ -79,7 +79,8 @@ class CpuBench:
     def wall(self, call: Callable[[], Any], runs: int) -> tuple[float, float | None]:
         """(median ms until ``call`` and all it started is done, MiB at its peak) of ``runs``.
 
-        For calls of seconds: one of them warms up. The peak is the process's, not the call's alone.
+        For calls of seconds: one of them warms up. The peak is of all that is allocated, by
+        whomever, less the clock's own.
         """
         warm_up(call, calls=1)
         return self._median(call, runs), None
@@ -146,7 +147,7 @@ class GpuBench:
             return (time.perf_counter() - started) * 1e3
 
         ms = statistics.median(once() for _ in range(runs))
-        return ms, torch.cuda.max_memory_allocated() / 2**20
+        return ms, (torch.cuda.max_memory_allocated() - FLUSHED_BYTES) / 2**20
 
     def kernels(self, call: Callable[[], Any]) -> list[list[tuple[str, float]]]:
         from torch.autograd import DeviceType

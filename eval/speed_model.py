@@ -1,0 +1,219 @@
+"""What speed ops on a whole model share: its shape, random weights, and how it attends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cab_hf.config import CabConfig
+from cab_hf.eval import dense
+from cab_hf.eval.settings import comma_separated, option
+from cab_hf.eval.speed_settings import UNREACHED_MASS, SpeedSettings, by_device
+
+# transformers is imported where it is used: asking for help needs none of it
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SDPA = "sdpa"  # what transformers attends with unless it is told otherwise
+# how CAB is run -> what is set beyond the budget
+CAB = {"cab": {}, "cab-always": {"min_length": 0}}
+INITIAL_STD = 0.02
+
+
+@dataclass(frozen=True)
+class ModelSettings(SpeedSettings):
+    """Of ops that run a whole LLaMA with random weights; the defaults have LLaMA-3-8B's shape."""
+
+    layers: int | None = by_device(32, 2, "decoder layers", int)
+    hidden: int | None = by_device(4096, 64, "channels between layers", int)
+    intermediate: int | None = by_device(14336, 128, "channels inside the MLP", int)
+    heads: int | None = by_device(32, 4, "query heads", int)
+    kv_heads: int | None = by_device(8, 2, "key and value heads", int)
+    head_dim: int | None = by_device(128, 16, "channels of a head", int)
+    vocab: int | None = by_device(128_256, 256, "tokens there are", int)
+    rope_theta: float = option(500_000.0, "base of the rotary frequencies", float)
+    max_density: tuple[str, ...] = option(
+        ("0.1",), "CAB's budget, or LENGTH:DENSITY for that length alone", comma_separated(str)
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_heads()
+        sizes = ("layers", "hidden", "intermediate", "head_dim", "vocab")
+        self.check_positive(*sizes)
+        for length in self.lengths:
+            self.budgeted(length)
+
+    @cached_property
+    def cab_config(self) -> CabConfig:
+        """A mass that no budget reaches, so that every row of blocks fills its own."""
+        return self.configured(UNREACHED_MASS)
+
+    def budgeted(self, length: int, **fields: Any) -> CabConfig:
+        """The config at that length, with ``fields`` beyond its budget."""
+        try:
+            written = [part.rpartition(":") for part in self.max_density]
+            densities = {int(at) if colon else None: float(x) for at, colon, x in written}
+            density = densities.get(length, densities.get(None))
+        except ValueError:
+            density = None
+        self.check(
+            "max_density", density, f"a share, or LENGTH:SHARE pairs that name {length:,} tokens"
+        )
+        config = self.configured(UNREACHED_MASS, max_density=density)
+        return dataclasses.replace(config, **fields)
+
+    @staticmethod
+    def shape(told: Mapping[str, Any]) -> str:
+        """The model of a run with the settings ``told`` of by its results."""
+        return (
+            f"A LLaMA with random weights: {told['layers']} layers of {told['hidden']} channels "
+            f"({told['intermediate']} in the MLP), {told['heads']} query and {told['kv_heads']} "
+            f"key heads of {told['head_dim']}, {told['vocab']:,} tokens, {told['dtype']}, "
+            f"max_density {', '.join(told['max_density'])}"
+        )
+
+    def model_flops(self, length: int) -> dict[str, float]:
+        """Floating-point operations of reading a prompt densely: ``linear`` and ``attention``.
+
+        A multiplication and an addition per weight and token, the logits of the last token alone;
+        attention counts the causal half of all pairs. Norms, rotary embedding and softmax are not
+        counted.
+        """
+        heads = 2 * (self.heads + self.kv_heads) * self.head_dim
+        weights = self.layers * self.hidden * (heads + 3 * self.intermediate)
+        attention = self.layers * self.heads * 4 * self.head_dim * length**2 / 2
+        linear = 2.0 * (length * weights + self.hidden * self.vocab)
+        return {"linear": linear, "attention": attention}
+
+
+@lru_cache(maxsize=1)
+def random_model(settings: ModelSettings) -> PreTrainedModel:
+    """The model, made where it runs: no weight is ever on another device or of another dtype."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=settings.vocab,
+        hidden_size=settings.hidden,
+        intermediate_size=settings.intermediate,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        num_key_value_heads=settings.kv_heads,
+        head_dim=settings.head_dim,
+        max_position_embeddings=max(settings.lengths),
+        rope_parameters={"rope_type": "default", "rope_theta": settings.rope_theta},
+        initializer_range=INITIAL_STD,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(settings.seed)
+    with torch.device(settings.device):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=settings.torch_dtype, attn_implementation=SDPA
+        )
+    return model.eval()
+
+
+def prefill(settings: ModelSettings, length: int) -> Callable[[], Any]:
+    """What reads a random prompt of that length into the cache and gives its last logits."""
+    model = random_model(settings)
+    generator = torch.Generator(settings.device).manual_seed(settings.seed)
+    prompt = torch.randint(settings.vocab, (1, length), generator=generator, device=settings.device)
+
+    @torch.inference_mode()
+    def call() -> Any:
+        return model(prompt, use_cache=True, logits_to_keep=1)
+
+    return call
+
+
+@contextmanager
+def attending(model: PreTrainedModel, name: str, config: CabConfig) -> Iterator[None]:
+    """Let ``model`` attend by ``name`` for a while: sdpa, one of `CAB`, or a dense baseline.
+
+    What it attends is counted anew.
+
+    Raises:
+        ImportError: for a baseline that is not installed.
+    """
+    from cab_hf.patches import cab, stats
+
+    stats(model, reset=True)
+    if name == SDPA:
+        yield
+    elif name in CAB:
+        with cab(model, config):
+            yield
+    else:
+        with _registered(model, f"speed_{name.replace(' ', '_')}", _function(model, name)):
+            yield
+
+
+def _function(model: PreTrainedModel, name: str) -> Callable[..., tuple[Tensor, None]]:
+    """A dense baseline under the signature of transformers' attention functions."""
+    baseline = dense.on(model.device)[name]
+    attend = baseline.load()
+
+    def attention(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        *,
+        scaling: float,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        if mask is not None:
+            raise ValueError(f"{name} is causal here and takes no mask; transformers made one.")
+        if not baseline.grouped:
+            key, value = dense.repeated(key, query), dense.repeated(value, query)
+        return attend(query, key, value, scaling).transpose(1, 2), None
+
+    text = model.config
+    like = {"device": model.device, "dtype": model.dtype}
+    q, k, v = (
+        torch.randn(1, heads, dense.CHECK_LENGTH, text.head_dim, **like)
+        for heads in (text.num_attention_heads, *[text.num_key_value_heads] * 2)
+    )
+    if not baseline.grouped:
+        k, v = dense.repeated(k, q), dense.repeated(v, q)
+    dense.check(attend, q, k, v, text.head_dim**-0.5)
+    return attention
+
+
+@contextmanager
+def _registered(model: PreTrainedModel, name: str, function: Callable) -> Iterator[None]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS[name] = function
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        model.set_attn_implementation(SDPA)
+        del ALL_ATTENTION_FUNCTIONS[name]
+
+
+def realised_density(model: PreTrainedModel) -> float:
+    """Attended over causal pairs, over all layers; those computed dense attend everything."""
+    from cab_hf.patches import stats
+
+    layers = [layer["density"] for layer in stats(model)]
+    return sum(1.0 if density is None else density for density in layers) / len(layers)
+
+
+def ran_as(model: PreTrainedModel, length: int) -> str:
+    """What its layers do with a prompt of that length, in a line."""
+    from cab_hf.patches import describe
+
+    lines = describe(model, tokens=length, training=False).splitlines()[1:]
+    return "; ".join(line.strip() for line in lines)
