@@ -77,7 +77,7 @@ def over_tokens(
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
     axis.grid(which="major", alpha=0.3)
     if legend and axis.get_legend_handles_labels()[0]:
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, handlelength=3)
 
 
 def short(length: float) -> str:

@@ -598,10 +598,12 @@ def notes(settings: Mapping[str, Any]) -> str:
 def draw(path: Path | str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Time and rate by length: a row of panels for every direction, head dim and size of blocks."""
     panels = _groups(rows, "head_dim", "blocks", "direction")
+    # one grey a kernel, in every panel
+    greys = dict(zip(_named_in(rows, "baselines"), charts.GREYS, strict=False))
     with charts.figure(path, len(panels), 2, figsize=(12, 4.8 * len(panels))) as axes:
         for (left, right), some in zip(axes, panels, strict=True):
-            _draw_lines(left, some, _time_of)
-            _draw_lines(right, some, _rate_of)
+            _draw_lines(left, some, greys, _time_of)
+            _draw_lines(right, some, greys, _rate_of)
             first = some[0]
             named = f"{first['direction']}, head dim {first['head_dim']}, blocks {first['blocks']}"
             predicted = " (predicting included)" if first["direction"] == "forward" else ""
@@ -625,6 +627,7 @@ def _rate_of(name: str, row: Mapping[str, Any]) -> float | None:
 def _draw_lines(
     axis: Any,
     rows: Sequence[Mapping[str, Any]],
+    greys: Mapping[str, str],
     value: Callable[[str, Mapping[str, Any]], float | None],
 ) -> None:
     names = _named_in(rows, "attend_ms")
@@ -634,6 +637,6 @@ def _draw_lines(
             look = {"color": f"C{colour}", "linestyle": style, "label": label}
             charts.line(axis, alike, partial(value, name), **look)
     once = [alike[0] for alike in _groups(rows, "length")]
-    for name, grey in zip(_named_in(rows, "baselines"), charts.GREYS, strict=False):
+    for name, grey in greys.items():
         look = {"color": grey, "linewidth": 1.2, "marker": "s", "label": f"{name} dense"}
         charts.line(axis, once, partial(value, name), **look)

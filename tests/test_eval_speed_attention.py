@@ -2,6 +2,8 @@
 
 import csv
 import json
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -225,6 +227,32 @@ def test_a_baseline_with_a_wrong_gradient_is_not_timed(monkeypatch):
     assert dense.measure(q, k, v, 0.25, FakeBench()).times == {"FA4": 2.0}
     measured = dense.measure(q, k, v, 0.25, FakeBench(), backward=True)
     assert "in the gradient of v at 300 tokens" in measured.not_measured["FA4"]
+
+
+@pytest.mark.parametrize("hands_over", [False, True])
+def test_ffpa_is_measured_only_where_it_computes_itself(monkeypatch, hands_over):
+    def attend(q, k, v, is_causal, scale, enable_gqa, backend):
+        assert is_causal and enable_gqa and backend == "cutedsl"
+        return sdpa(q, k, v, scale)
+
+    class Meta:
+        from_kwargs = classmethod(lambda cls, backend: cls())
+        fallback = staticmethod(lambda q, k, mask, dropout: hands_over)
+
+    sdpa = dense.ON_CPU["SDPA"].load()
+    package, functional = ModuleType("ffpa_attn"), ModuleType("ffpa_attn.functional")
+    package.ffpa_attn_func, functional.FFPAAttnMeta = attend, Meta
+    monkeypatch.setitem(sys.modules, "ffpa_attn", package)
+    monkeypatch.setitem(sys.modules, "ffpa_attn.functional", functional)
+    monkeypatch.setattr(dense, "ON_CPU", {"ffpa CuTe": dense.ON_GPU["ffpa CuTe"]})
+    q = torch.randn(1, 4, 100, 320)
+    measured = dense.measure(q, q[:, :2], q[:, 2:], 0.05, FakeBench())
+    if hands_over:
+        assert measured.not_measured == {"ffpa CuTe": "it would hand this over to SDPA"}
+    else:
+        assert measured.times == {"ffpa CuTe": 2.0}
+    narrow = dense.measure(q[..., :128], q[..., :128], q[..., :128], 0.05, FakeBench())
+    assert narrow.not_measured == {"ffpa CuTe": "it takes head dims 257 to 1024, not 128"}
 
 
 # --- break-even
