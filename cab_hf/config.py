@@ -42,7 +42,8 @@ class CabConfig:
             are.
         dense_layers: layer indices computed with exact attention.
         min_length: inputs with fewer keys than this are computed with exact attention.
-        engine: ``"auto"``, ``"reference"`` or ``"flex"``. One asked for by name never falls back.
+        engine: ``"auto"`` (the fastest that can), ``"flex"``, ``"triton"`` or ``"reference"``. One
+            asked for by name never falls back.
         predictor: name of a registered predictor; ``"curvature"`` is CAB.
         sparse_decode: when True, single-token steps attend only the blocks the predictor selects;
             otherwise, and on a static cache, they attend everything.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan
 
-ENGINES = ("reference", "flex")
+ENGINES = ("reference", "flex", "triton")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,12 @@ def unavailable(engine: str, work: Workload) -> str | None:
     """Why ``engine`` cannot run ``work``, as half a sentence; None when it can."""
     if engine == "reference":
         return None
+    if engine == "triton":
+        if find_spec("triton") is None:
+            return "needs the package triton, which is not installed"
+        from cab_hf.ops import block_attention
+
+        return block_attention.unavailable(work.device, work.head_dim, work.dtype)
     # imported here: FlexAttention is a heavy import that models without sparse layers never need
     from cab_hf.ops import flex
 
@@ -51,9 +58,9 @@ def choose(engine: str, work: Workload) -> str:
     """
     if engine == "auto":
         # on CPU the compiled kernel saves less than its compilation costs
-        if work.device == "cpu" or unavailable("flex", work):
+        if work.device == "cpu":
             return "reference"
-        return "flex"
+        return next(name for name in fastest(work) if not unavailable(name, work))
     if engine not in ENGINES:
         known = ", ".join(map(repr, ("auto", *ENGINES)))
         raise ValueError(f"CabConfig.engine is {engine!r}; it must be one of {known}.")
@@ -63,6 +70,11 @@ def choose(engine: str, work: Workload) -> str:
             f"CabConfig.engine is {engine!r}, which {reason}; use engine='auto' or 'reference'."
         )
     return engine
+
+
+def fastest(work: Workload) -> tuple[str, ...]:
+    """Engines for ``work`` on a GPU, the fastest first."""
+    return ("flex", "triton", "reference")
 
 
 def run(
@@ -87,6 +99,10 @@ def _attend(engine: str) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
         from cab_hf.ops import flex
 
         return flex.attention
+    if engine == "triton":
+        from cab_hf.ops import block_attention
+
+        return block_attention.attention
     return reference.attention
 
 
