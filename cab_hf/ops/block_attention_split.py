@@ -14,6 +14,7 @@ log-sum-exp when they are read.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import triton
@@ -40,9 +41,9 @@ WORKSPACE = 1 << 30
 # listed keys whose weights one program computes
 STRETCH = 128
 SCHEDULE = {"num_warps": 8, "num_stages": 3}
-# channels of a program that multiplies rows, as (power of two, another one or 0), and columns
-SLICES = ((128, 0), (128, 32), (128, 64))
-WIDTHS = (256, 128)
+# channels of the output that a program holds: by row, and by column
+ROW_SLICE = 128
+COLUMN_SLICES = (256, 128)
 # channels of queries and keys multiplied at a time
 DEPTH = 64
 # stretches whose sums are added at a time
@@ -55,10 +56,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float) -> tuple[
     out, lse = like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     batch, heads = q.shape[:2]
     stretch = _stretch(q)
-    for begin, end, part in _pieces(rows, q, stretch, matrices=1):
-        tokens = (end - begin) * rows.query_block
-        weights = _matrix(q, part, tokens, stretch)
-        stretches = weights.shape[1] // stretch
+    for piece in _pieces(rows, q, stretch, matrices=1):
+        begin, tokens, keys, part = piece
+        weights = _matrix(q, piece)
+        stretches = keys // stretch
         tops, totals = (
             q.new_empty(batch * heads, stretches, tokens, dtype=torch.float32) for _ in range(2)
         )
@@ -74,7 +75,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float) -> tuple[
             totals,
             *row_arguments(part),
             scale * LOG2_E,
-            begin * rows.query_block,
+            begin,
             tokens,
             k.shape[2],
             *sizes(q, k, part),
@@ -89,7 +90,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float) -> tuple[
             part.full.counts,
             part.partial.counts,
             stretches,
-            begin * rows.query_block,
+            begin,
             tokens,
             *sizes(q, k, part),
             QUERY_BLOCK=rows.query_block,
@@ -121,11 +122,11 @@ def backward(
     grad_k, grad_v = (torch.zeros_like(like(x), dtype=torch.float32) for x in (k, v))
     batch, heads = q.shape[:2]
     stretch = _stretch(q)
-    for begin, end, part in _pieces(rows, q, stretch, matrices=2):
-        tokens = (end - begin) * rows.query_block
-        weights, slopes = (_matrix(q, part, tokens, stretch) for _ in range(2))
+    for piece in _pieces(rows, q, stretch, matrices=2):
+        begin, tokens, keys, part = piece
+        weights, slopes = (_matrix(q, piece) for _ in range(2))
         tile = _row_tile(rows)
-        grid = (weights.shape[1] // stretch, tokens // tile, batch * heads)
+        grid = (keys // stretch, tokens // tile, batch * heads)
         _block_attention_split_slopes_kernel[grid](
             *_chunked(tile, q, grad),
             k,
@@ -139,7 +140,7 @@ def backward(
             delta,
             *row_arguments(part),
             scale * LOG2_E,
-            begin * rows.query_block,
+            begin,
             tokens,
             k.shape[2],
             *sizes(q, k, part),
@@ -155,32 +156,58 @@ def backward(
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
-def _pieces(rows: Rows, q: Tensor, stretch: int, matrices: int) -> Iterator[tuple[int, int, Rows]]:
-    """(first, end, lists) of as many query blocks as ``matrices`` of weights may be held for."""
-    q_blocks = rows.full.counts.shape[2]
-    keys = _width(rows, stretch)
-    a_block = matrices * q.shape[0] * q.shape[1] * rows.query_block * keys * q.element_size()
-    step = min(q_blocks, max(1, WORKSPACE // a_block))
-    for begin in range(0, q_blocks, step):
-        end = min(begin + step, q_blocks)
-        full, partial = (
-            BlockLists(
-                x.counts[:, :, begin:end].contiguous(), x.indices[:, :, begin:end].contiguous()
-            )
-            for x in (rows.full, rows.partial)
+class Piece(NamedTuple):
+    """Query blocks whose weights are held at the same time.
+
+    Attributes:
+        begin: the first of their queries.
+        tokens: how many there are, to a whole block.
+        keys: room for the listed keys of a query, in whole stretches.
+        rows: their part of the plan.
+    """
+
+    begin: int
+    tokens: int
+    keys: int
+    rows: Rows
+
+
+def _pieces(rows: Rows, q: Tensor, stretch: int, matrices: int) -> Iterator[Piece]:
+    """The plan in pieces of as many query blocks as ``matrices`` of weights may be held for."""
+    block = rows.query_block
+    room = WORKSPACE // (matrices * q.shape[0] * q.shape[1] * block * q.element_size())
+    longest = [_padded(max(1, keys), stretch) for keys in _longest(rows)]
+    begin = 0
+    while begin < len(longest):
+        end, keys = begin, 0
+        while end < len(longest) and (end == begin or _fits(begin, end, keys, longest, room)):
+            keys = max(keys, longest[end])
+            end += 1
+        lists = (
+            BlockLists(*(x[:, :, begin:end].contiguous() for x in (part.counts, part.indices)))
+            for part in (rows.full, rows.partial)
         )
-        yield begin, end, rows._replace(full=full, partial=partial)
+        full, partial = lists
+        part = rows._replace(full=full, partial=partial)
+        yield Piece(begin * block, (end - begin) * block, keys, part)
+        begin = end
 
 
-def _width(rows: Rows, stretch: int) -> int:
-    """Listed keys a row may have, in whole stretches."""
-    listed = (rows.full.width + rows.partial.width) * rows.key_block
-    return triton.cdiv(listed, stretch) * stretch
+def _fits(begin: int, end: int, keys: int, longest: list[int], room: int) -> bool:
+    return (end + 1 - begin) * max(keys, longest[end]) <= room
 
 
-def _matrix(q: Tensor, rows: Rows, tokens: int, stretch: int) -> Tensor:
+def _longest(rows: Rows) -> list[int]:
+    """The most keys that any list of each query block holds. Waits for the device if it may."""
+    counts = rows.full.counts + rows.partial.counts
+    if counts.is_cuda and torch.cuda.is_current_stream_capturing():
+        return [(rows.full.width + rows.partial.width) * rows.key_block] * counts.shape[2]
+    return (counts.amax((0, 1)) * rows.key_block).tolist()
+
+
+def _matrix(q: Tensor, piece: Piece) -> Tensor:
     """Room for one weight for every query of a piece and listed key, [B H tokens, keys]."""
-    return q.new_empty(q.shape[0] * q.shape[1] * tokens, _width(rows, stretch))
+    return q.new_empty(q.shape[0] * q.shape[1] * piece.tokens, piece.keys)
 
 
 def _multiply_rows(
@@ -200,19 +227,19 @@ def _multiply_rows(
 
     With ``tops`` and ``lse`` the weights are those of a forward pass, relative to their stretch.
     """
-    tile, columns, (width, rest) = _row_tile(rows), _column_tile(rows), _slice(x.shape[3])
+    tile, columns = _row_tile(rows), _column_tile(rows)
     planes = q.shape[0] * q.shape[1]
     tokens = weights.shape[0] // planes
-    grid = (triton.cdiv(x.shape[3], width + rest), tokens // tile, planes)
+    grid = (triton.cdiv(x.shape[3], ROW_SLICE), tokens // tile, planes)
     _block_attention_split_rows_kernel[grid](
         *_tiled(weights, tile, columns),
-        *(_sliced(x, columns, each) for each in (width, rest)),
-        *(_sliced(out, tile, each) for each in (width, rest)),
+        _sliced(x, columns, ROW_SLICE),
+        _sliced(out, tile, ROW_SLICE),
         tops,
         lse,
         *row_arguments(rows),
         scale,
-        begin * rows.query_block,
+        begin,
         tokens,
         weights.shape[1] // stretch,
         *sizes(q, k, rows),
@@ -221,8 +248,7 @@ def _multiply_rows(
         ROWS=tile,
         COLUMNS=columns,
         STRETCH=stretch,
-        WIDTH=width,
-        REST=rest,
+        WIDTH=ROW_SLICE,
         RELATIVE=tops is not None,
         PRECISION=_precision(x),
         **SCHEDULE,
@@ -242,7 +268,7 @@ def _multiply_columns(
     """out[j] += scale * the sum over the queries i of a piece that list j of weights[i, j] x[i]."""
     tile, keys = min(64, _row_tile(rows)), _column_tile(rows)
     batch, heads, _, dim = x.shape
-    width = min(WIDTHS, key=lambda width: _padded(dim, width))
+    width = min(COLUMN_SLICES, key=lambda width: _padded(dim, width))
     kv_blocks = triton.cdiv(k.shape[2], rows.key_block)
     grid = (
         triton.cdiv(dim, width),
@@ -257,7 +283,7 @@ def _multiply_columns(
         rows.full.counts,
         *(tensor for x in columns for tensor in (x.counts, x.starts, x.rows, x.slots)),
         scale,
-        begin * rows.query_block,
+        begin,
         weights.shape[0] // (batch * heads),
         k.shape[2],
         kv_blocks,
@@ -289,11 +315,6 @@ def _column_tile(rows: Rows) -> int:
     return min(64, rows.key_block & -rows.key_block)
 
 
-def _slice(dim: int) -> tuple[int, int]:
-    """The slices that waste least: narrow ones read the weights more often."""
-    return min(SLICES, key=lambda each: _padded(dim, sum(each)) * (1 + 16 / sum(each)))
-
-
 def _padded(dim: int, width: int) -> int:
     return triton.cdiv(dim, width) * width
 
@@ -303,8 +324,8 @@ def _chunked(tile: int, *tensors: Tensor) -> list[TensorDescriptor]:
 
 
 def _sliced(x: Tensor, tile: int, channels: int) -> TensorDescriptor:
-    """[B, H, N, D] in tiles of so many tokens and channels (never read where they are 0)."""
-    return TensorDescriptor.from_tensor(x, [1, 1, tile, channels or 16])
+    """[B, H, N, D] in tiles of so many tokens and channels."""
+    return TensorDescriptor.from_tensor(x, [1, 1, tile, channels])
 
 
 def _tiled(weights: Tensor, *tile: int) -> list[TensorDescriptor]:
@@ -559,9 +580,7 @@ def _block_attention_split_levels_kernel(
 def _block_attention_split_rows_kernel(
     weights,
     x,
-    x_rest,
     out,
-    out_rest,
     tops,
     lse,
     full_counts,
@@ -589,7 +608,6 @@ def _block_attention_split_rows_kernel(
     COLUMNS: tl.constexpr,
     STRETCH: tl.constexpr,
     WIDTH: tl.constexpr,
-    REST: tl.constexpr,
     RELATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -598,7 +616,7 @@ def _block_attention_split_rows_kernel(
     head = tl.program_id(2) % heads
     kv_head = head // (heads // kv_heads)
     row = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
-    channel = tl.program_id(0) * (WIDTH + REST)
+    channel = tl.program_id(0) * WIDTH
     plan_row = (batch * plan_heads + head // (heads // plan_heads)).to(tl.int64) * q_blocks
     plan_row += row // QUERY_BLOCK
     full = tl.load(full_counts + plan_row)
@@ -614,8 +632,6 @@ def _block_attention_split_rows_kernel(
         tops += plane * stretches * tokens + token
 
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
-    if REST:
-        rest = tl.zeros((ROWS, REST), tl.float32)
     TILES: tl.constexpr = KEY_BLOCK // COLUMNS
     for i in range(0, listed * TILES):
         slot = i // TILES
@@ -627,14 +643,8 @@ def _block_attention_split_rows_kernel(
         column = block * KEY_BLOCK + i % TILES * COLUMNS
         vectors = x.load([batch, kv_head, column, channel]).reshape(COLUMNS, WIDTH)
         acc = tl.dot(shares, vectors, acc, input_precision=PRECISION)
-        if REST:
-            vectors = x_rest.load([batch, kv_head, column, channel + WIDTH]).reshape(COLUMNS, REST)
-            rest = tl.dot(shares, vectors, rest, input_precision=PRECISION)
     acc = (acc * scale).to(out.dtype)
     out.store([batch, head, begin + row, channel], acc.reshape(1, 1, ROWS, WIDTH))
-    if REST:
-        rest = (rest * scale).to(out.dtype)
-        out_rest.store([batch, head, begin + row, channel + WIDTH], rest.reshape(1, 1, ROWS, REST))
 
 
 @triton.jit
