@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -194,7 +195,9 @@ def backward_of(
         RuntimeError: when nothing can be differentiated.
     """
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = attend(*leaves, *more)
+    # a compiled backward that may overwrite what it saved runs only once
+    with torch._functorch.config.patch(donated_buffer=False):
+        out = attend(*leaves, *more)
     if not out.requires_grad:
         raise RuntimeError("it has no backward")
     # the same whatever the layout: a gradient is compared with that of another kernel

@@ -170,7 +170,7 @@ def _time_engines(row: dict[str, Any], settings: Settings, bench: Bench) -> None
     decide = partial(settings.planner(row), q, k, spans)
     plan = decide()
     row |= counted(plan, settings.heads)
-    if row["direction"] == "forward" and row["budget"] != EVERYTHING:
+    if _predicts(row):
         timing = bench.time(decide)
         row["predict_ms"] = timing.ms
         if timing.why_not:
@@ -189,17 +189,25 @@ def _time_engines(row: dict[str, Any], settings: Settings, bench: Bench) -> None
             why = engine.unavailable(name, work)
             if why:
                 raise RuntimeError(f"it {why}")
-            row["labels"][name] = _label(name, work)
             attend = partial(engine.run, name)
             check(attend, q, k, v, plan)
             if work.training:
                 check_gradients(attend, q, k, v, settings.planner(row))
-                _time_backward(row, name, dense.backward_of(attend, q, k, v, plan, scale(q)), bench)
+                _time_backward(
+                    row, name, dense.backward_of(attend, q, k, v, plan, scaling(q)), bench
+                )
             else:
-                _time_forward(row, name, partial(attend, q, k, v), decide, plan, scale(q), bench)
+                _time_forward(row, name, partial(attend, q, k, v), decide, plan, scaling(q), bench)
         except Exception as error:
             # an engine that refuses or is wrong is told of and not measured
             row["not_measured"][name] = in_a_sentence(error)
+        else:
+            row["labels"][name] = _label(name, work)
+
+
+def _predicts(row: Mapping[str, Any]) -> bool:
+    """Whether predicting is part of what the row times."""
+    return row["direction"] == "forward" and row["budget"] != EVERYTHING
 
 
 def _label(name: str, work: engine.Workload) -> str:
@@ -221,7 +229,7 @@ def _time_forward(
     row["attend_ms"][name] = timing.ms
     if timing.why_not:
         row["without_graph"][name] = timing.why_not
-    if row["budget"] == EVERYTHING:
+    if not _predicts(row):
         return
     timing = bench.time(lambda: attend(decide(), scale))
     row["total_ms"][name] = timing.ms
@@ -238,7 +246,7 @@ def _time_backward(
     row["peak_mib"][name] = bench.peak(backward)[1]
 
 
-def scale(q: Tensor) -> float:
+def scaling(q: Tensor) -> float:
     """What logits are multiplied by."""
     return q.shape[-1] ** -0.5
 
@@ -267,7 +275,7 @@ def check(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, plan: 
     Raises:
         ArithmeticError: with the relative error, and where.
     """
-    out = attend(q, k, v, plan, scale(q))
+    out = attend(q, k, v, plan, scaling(q))
     last = max(0, plan.q_length - CHECKED_QUERIES)
     for start in dict.fromkeys((0, last // 2, last)):
         stop = min(start + CHECKED_QUERIES, plan.q_length)
@@ -285,7 +293,7 @@ def exact_rows(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, start: int, sto
 
     mask = plan.token_mask(start, stop)
     mask = mask.repeat_interleave(plan.shared_by(q.shape[1]), dim=1)
-    logits = grouped(q[:, :, start:stop].float()) @ k.float().transpose(-1, -2) * scale(q)
+    logits = grouped(q[:, :, start:stop].float()) @ k.float().transpose(-1, -2) * scaling(q)
     weights = logits.masked_fill_(~grouped(mask), -torch.inf).softmax(dim=-1)
     return (weights @ v.float()).unflatten(2, (group, -1)).flatten(1, 2)
 
@@ -305,9 +313,9 @@ def check_gradients(
     q, k, v = (x[:, :, : dense.CHECK_LENGTH] for x in (q, k, v))
     batch, _, length, _ = q.shape
     plan = planner(q, k, Spans.causal(batch, length, length, q.device))
-    found = dense.backward_of(attend, q, k, v, plan, scale(q))()
+    found = dense.backward_of(attend, q, k, v, plan, scaling(q))()
     reference = partial(engine.run, "reference")
-    exact = dense.backward_of(reference, *(x.float() for x in (q, k, v)), plan, scale(q))()
+    exact = dense.backward_of(reference, *(x.float() for x in (q, k, v)), plan, scaling(q))()
     dense.close_gradients(found, exact, f"at {length} tokens")
 
 
@@ -331,7 +339,7 @@ def derive(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows = [{**row, **dict.fromkeys(DERIVED)} for row in sorted(rows, key=order)]
     for row in rows:
         alike = [each for each in rows if _same(each, row, "head_dim", "direction")]
-        times = row["total_ms"] or row["attend_ms"]
+        times = row["total_ms" if _predicts(row) else "attend_ms"]
         row["engine"] = min(times, key=times.__getitem__, default=None)
         row["ms"] = times.get(row["engine"])
         against = dense.reference(row, alike, preferred=())
@@ -387,10 +395,13 @@ def readings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
         return told
 
-    labels = {name: label for row in rows for name, label in row["labels"].items()}
     return [
         *told,
-        *(f"{name} ran as {label}." for name, label in labels.items() if label != name),
+        *report.told_by_length(
+            [{**row, "labels": _telling(row["labels"])} for row in rows],
+            of("labels"),
+            "{name} ran as {why} at {lengths} tokens.",
+        ),
         *report.told_by_length(
             rows,
             lambda row: {_named(row, rows): row["error"]} if row["error"] else {},
@@ -406,6 +417,11 @@ def readings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             rows, of("not_measured"), "{name} was not measured at {lengths} tokens: {why}."
         ),
     ]
+
+
+def _telling(labels: Mapping[str, str]) -> dict[str, str]:
+    """The labels that say more than the engine's name."""
+    return {name: label for name, label in labels.items() if label != name}
 
 
 def _groups(rows: Sequence[Mapping[str, Any]], *names: str) -> list[list[Mapping[str, Any]]]:
@@ -435,7 +451,7 @@ def _group_told(rows: Sequence[Mapping[str, Any]], named: str) -> list[str]:
         return []
     last = compared[-1]
     points = [(row["length"], row["ratio"]) for row in compared]
-    what = "predict + attend" if last["total_ms"] else "attending"
+    what = "predict + attend" if _predicts(last) else "attending"
     named = named[0].upper() + named[1:]
     about = " (extrapolated)" if last["extrapolated"] else ""
     name = last["engine"]

@@ -162,6 +162,31 @@ def test_an_engine_with_a_wrong_gradient_is_not_timed(monkeypatch):
     assert "in the gradient of q" in row["not_measured"]["reference"]
 
 
+def test_an_engine_that_fails_together_with_predicting_has_no_time_of_its_own():
+    class Fussy(FakeBench):
+        calls = 0
+
+        def time(self, call, graph=True):
+            self.calls += 1
+            # predicting, attending, both
+            if self.calls == 3:
+                raise RuntimeError("the plan is new")
+            return super().time(call, graph)
+
+    row = speed_attention.measure(tiny(), KEY, Fussy())
+    assert row["attend_ms"] == {"reference": 2.0} and row["total_ms"] == {}
+    (derived,) = speed_attention.derive([row])
+    assert derived["ms"] is derived["ratio"] is derived["engine"] is None
+    assert speed_attention.overview([derived])
+
+
+def test_an_engine_says_what_it_ran_as(monkeypatch):
+    monkeypatch.setattr(engine, "label", lambda name, work: f"{name} (slowly)", raising=False)
+    row = speed_attention.measure(tiny(), KEY, FakeBench())
+    said = " ".join(speed_attention.readings(speed_attention.derive([row])))
+    assert "Forward, reference ran as reference (slowly) at 192 tokens." in said
+
+
 def test_an_engine_that_cannot_train_says_why(monkeypatch):
     monkeypatch.setattr(engine, "unavailable", lambda name, work: work.training and "has no brakes")
     row = speed_attention.measure(tiny(), KEY | {"direction": "backward"}, FakeBench())
