@@ -86,6 +86,7 @@ def backward(
         *descriptors(tile.rows, grad_q),
         level,
         delta,
+        level.shape[2],
         *row_arguments(rows),
         scale,
         *counts,
@@ -101,6 +102,7 @@ def backward(
         *descriptors(tile.columns, k, v, grad_k, grad_v),
         level,
         delta,
+        level.shape[2],
         *_column_arguments(full, partial, rows),
         scale,
         kv_blocks,
@@ -236,6 +238,7 @@ def _block_attention_bwd_query_kernel(
     grad_q,
     level,
     delta,
+    term_room,
     full_counts,
     full_indices,
     partial_counts,
@@ -271,9 +274,9 @@ def _block_attention_bwd_query_kernel(
     there = query < q_length
     low = tl.load(first + batch.to(tl.int64) * first_stride + query, mask=there, other=0)
     high = tl.load(last + batch.to(tl.int64) * last_stride + query, mask=there, other=-1)
-    place = tl.program_id(1).to(tl.int64) * q_length + query
-    levels = tl.load(level + place, mask=there, other=float("inf"))
-    deltas = tl.load(delta + place, mask=there, other=0.0)
+    place = tl.program_id(1).to(tl.int64) * term_room + query
+    levels = tl.load(level + place)
+    deltas = tl.load(delta + place)
     queries = q.load([batch, head, start, 0]).reshape(ROWS, D)
     grads = grad.load([batch, head, start, 0]).reshape(ROWS, D)
 
@@ -310,6 +313,7 @@ def _block_attention_bwd_key_kernel(
     grad_v,
     level,
     delta,
+    term_room,
     full_counts,
     full_starts,
     full_rows,
@@ -350,7 +354,7 @@ def _block_attention_bwd_key_kernel(
     for head in range(kv_head * group, kv_head * group + group):
         plan_head = head // (heads // plan_heads)
         column = (batch * plan_heads + plan_head).to(tl.int64) * kv_blocks + start // KEY_BLOCK
-        plane = (batch * heads + head).to(tl.int64) * q_length
+        plane = (batch * heads + head).to(tl.int64) * term_room
         for MASKED in tl.static_range(2):
             counts = partial_counts if MASKED else full_counts
             starts = partial_starts if MASKED else full_starts
@@ -359,14 +363,13 @@ def _block_attention_bwd_key_kernel(
             for i in tl.range(0, tiles, num_stages=STAGES):
                 row = tile_start(rows, i, QUERY_BLOCK, ROWS)
                 query = row + tl.arange(0, ROWS)
-                there = query < q_length
                 queries = q.load([batch, head, row, 0]).reshape(ROWS, D)
                 grads = grad.load([batch, head, row, 0]).reshape(ROWS, D)
-                levels = tl.load(level + plane + query, mask=there, other=float("inf"))
-                deltas = tl.load(delta + plane + query, mask=there, other=0.0)
+                levels = tl.load(level + plane + query)
                 logits = tl.dot(keys, queries.T, input_precision=PRECISION)
                 weights = tl.exp2(logits * (scale * 1.4426950408889634) - levels[None, :])
                 if MASKED:
+                    there = query < q_length
                     low = tl.load(first + query, mask=there, other=0)
                     high = tl.load(last + query, mask=there, other=-1)
                     seen = seen_between(key[:, None], low[None, :], high[None, :])
@@ -374,6 +377,8 @@ def _block_attention_bwd_key_kernel(
                 weighed = weights.to(grads.dtype)
                 value_acc = tl.dot(weighed, grads, value_acc, input_precision=PRECISION)
                 slopes = tl.dot(values, grads.T, input_precision=PRECISION)
+                # not before: registers are short
+                deltas = tl.load(delta + plane + query)
                 slopes = (weights * (slopes - deltas[None, :])).to(queries.dtype)
                 key_acc = tl.dot(slopes, queries, key_acc, input_precision=PRECISION)
     key_acc = (key_acc * scale).to(keys.dtype)

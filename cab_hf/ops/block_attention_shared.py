@@ -14,6 +14,8 @@ from cab_hf.plan import BlockLists
 
 # bytes that a row of a descriptor, and where it starts, must be a multiple of
 ALIGNMENT = 16
+# queries that any tile divides
+WHOLE_TILE = 128
 LOG2_E = 1.4426950408889634
 
 
@@ -29,14 +31,15 @@ class Rows(NamedTuple):
 
 
 def row_terms(grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """What backward needs of every query, float32 [B, H, N_q] each.
+    """What backward needs of every query, float32 [B, H, N_q rounded up to `WHOLE_TILE`] each.
 
-    The log-sum-exp in powers of two, +inf where a query sees nothing (so that its weights vanish),
-    and the sum over D of grad * out.
+    The log-sum-exp in powers of two, +inf where a query sees nothing or is none (so that its
+    weights vanish), and the sum over D of grad * out.
     """
-    level, delta = torch.empty_like(lse), torch.empty_like(lse)
     batch, heads, length, dim = grad.shape
-    _row_terms_kernel[(triton.cdiv(length, 32), batch * heads)](
+    room = triton.cdiv(length, WHOLE_TILE) * WHOLE_TILE
+    level, delta = (lse.new_empty(batch, heads, room) for _ in range(2))
+    _row_terms_kernel[(room // 32, batch * heads)](
         grad,
         out,
         lse,
@@ -46,6 +49,7 @@ def row_terms(grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         *out.stride()[:3],
         heads,
         length,
+        room,
         D=dim,
         BLOCK_D=triton.next_power_of_2(min(dim, 128)),
         num_warps=4,
@@ -120,6 +124,7 @@ def _row_terms_kernel(
     out_token,
     heads,
     length,
+    room,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -136,8 +141,8 @@ def _row_terms_kernel(
         a = tl.load(grad + channel, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(out + channel, mask=inside, other=0.0).to(tl.float32)
         total += tl.sum(a * b, 1)
-    place = tl.program_id(1).to(tl.int64) * length + token
-    tl.store(delta + place, total, mask=there)
-    x = tl.load(lse + place, mask=there, other=0.0)
+    plane = tl.program_id(1).to(tl.int64)
+    tl.store(delta + plane * room + token, total)
+    x = tl.load(lse + plane * length + token, mask=there, other=float("-inf"))
     x = tl.where(x == float("-inf"), float("inf"), x * 1.4426950408889634)
-    tl.store(level + place, x, mask=there)
+    tl.store(level + plane * room + token, x)

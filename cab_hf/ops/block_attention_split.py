@@ -138,6 +138,7 @@ def backward(
             *_tiled(slopes, tile, stretch),
             level,
             delta,
+            level.shape[2],
             *row_arguments(part),
             scale * LOG2_E,
             begin,
@@ -665,6 +666,7 @@ def _block_attention_split_slopes_kernel(
     slopes,
     levels,
     deltas,
+    term_room,
     full_counts,
     full_indices,
     partial_counts,
@@ -750,8 +752,8 @@ def _block_attention_split_slopes_kernel(
         there = query < q_length
         low = tl.load(first + batch.to(tl.int64) * first_stride + query, mask=there, other=0)
         high = tl.load(last + batch.to(tl.int64) * last_stride + query, mask=there, other=-1)
-        level = tl.load(levels + plane * q_length + query, mask=there, other=float("inf"))
-        delta = tl.load(deltas + plane * q_length + query, mask=there, other=0.0)
+        level = tl.load(levels + plane * term_room + query, mask=there, other=float("inf"))
+        delta = tl.load(deltas + plane * term_room + query, mask=there, other=0.0)
         seen = taken[None, :] & seen_between(key[None, :], low[:, None], high[:, None])
         shares = tl.where(seen, tl.exp2(logits * scale - level[:, None]), 0.0)
         column = tl.program_id(0) * STRETCH
