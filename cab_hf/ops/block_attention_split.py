@@ -37,7 +37,7 @@ from cab_hf.ops.transpose import ColumnLists, pack_columns
 from cab_hf.plan import BlockLists
 
 # bytes of weights held at a time; one block of queries is held whatever it takes
-WORKSPACE = 1 << 30
+WORKSPACE = 2 << 30
 # listed keys whose weights one program computes
 STRETCH = 128
 SCHEDULE = {"num_warps": 8, "num_stages": 3}
@@ -89,6 +89,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float) -> tuple[
             lse,
             part.full.counts,
             part.partial.counts,
+            part.last,
+            part.last.stride(0),
             stretches,
             begin,
             tokens,
@@ -184,11 +186,11 @@ def _pieces(rows: Rows, q: Tensor, stretch: int, matrices: int) -> Iterator[Piec
         while end < len(longest) and (end == begin or _fits(begin, end, keys, longest, room)):
             keys = max(keys, longest[end])
             end += 1
-        lists = (
+        # contiguous() copies nothing where a piece is all there is
+        full, partial = (
             BlockLists(*(x[:, :, begin:end].contiguous() for x in (part.counts, part.indices)))
             for part in (rows.full, rows.partial)
         )
-        full, partial = lists
         part = rows._replace(full=full, partial=partial)
         yield Piece(begin * block, (end - begin) * block, keys, part)
         begin = end
@@ -465,8 +467,9 @@ def _block_attention_split_weights_kernel(
     plan_row = (batch * plan_heads + head // (heads // plan_heads)).to(tl.int64) * q_blocks
     plan_row += row // QUERY_BLOCK
     place = tl.program_id(0) * STRETCH + tl.arange(0, STRETCH)
-    listed = tl.load(full_counts + plan_row) + tl.load(partial_counts + plan_row)
-    if tl.program_id(0) * STRETCH < listed * KEY_BLOCK:
+    full = tl.load(full_counts + plan_row) * KEY_BLOCK
+    listed = full + tl.load(partial_counts + plan_row) * KEY_BLOCK
+    if tl.program_id(0) * STRETCH < listed:
         key, taken = _listed_keys(
             full_counts,
             full_indices,
@@ -511,15 +514,17 @@ def _block_attention_split_weights_kernel(
             DEPTH,
             PRECISION,
         )
-        query = start + tl.arange(0, ROWS)
-        there = query < q_length
-        low = tl.load(first + batch.to(tl.int64) * first_stride + query, mask=there, other=0)
-        high = tl.load(last + batch.to(tl.int64) * last_stride + query, mask=there, other=-1)
-        seen = taken[None, :] & seen_between(key[None, :], low[:, None], high[:, None])
-        logits = tl.where(seen, logits * scale, float("-inf"))
-        top = tl.max(logits, 1)
+        if tl.program_id(0) * STRETCH + STRETCH > full:
+            query = start + tl.arange(0, ROWS)
+            there = query < q_length
+            low = tl.load(first + batch.to(tl.int64) * first_stride + query, mask=there, other=0)
+            high = tl.load(last + batch.to(tl.int64) * last_stride + query, mask=there, other=-1)
+            seen = taken[None, :] & seen_between(key[None, :], low[:, None], high[:, None])
+            logits = tl.where(seen, logits, float("-inf"))
+        # a whole power of two, so that weights are set right without rounding
+        top = tl.ceil(tl.max(logits, 1) * scale)
         level = tl.where(top == float("-inf"), 0.0, top)
-        shares = tl.exp2(logits - level[:, None])
+        shares = tl.exp2(logits * scale - level[:, None])
         column = tl.program_id(0) * STRETCH
         target = tl.program_id(2) * tokens + row
         weights.store([target, column], shares.to(weights.dtype))
@@ -535,6 +540,8 @@ def _block_attention_split_levels_kernel(
     lse,
     full_counts,
     partial_counts,
+    last,
+    last_stride,
     stretches,
     begin,
     tokens,
@@ -570,10 +577,12 @@ def _block_attention_split_levels_kernel(
         sums = tl.load(totals + at, mask=inside, other=0.0) * tl.exp2(each - level[None, :])
         total = total * tl.exp2(top - level) + tl.sum(sums, 0)
         top = new_top
-    blind = top == float("-inf")
+    query = begin + token
+    high = tl.load(last + batch.to(tl.int64) * last_stride + query, mask=query < q_length, other=-1)
+    # full blocks are not masked, not even for padding queries
+    blind = (top == float("-inf")) | (high < 0)
     level = tl.where(blind, 0.0, top) + tl.log2(tl.where(blind, 1.0, total))
     level = tl.where(blind, float("-inf"), level * 0.6931471805599453)
-    query = begin + token
     tl.store(lse + plane * q_length + query, level, mask=query < q_length)
 
 
@@ -628,8 +637,10 @@ def _block_attention_split_rows_kernel(
     if RELATIVE:
         query = begin + token
         there = query < q_length
-        level = tl.load(lse + plane * q_length + query, mask=there, other=0.0)
-        level = tl.where(level == float("-inf"), float("inf"), level * 1.4426950408889634)
+        level = tl.load(lse + plane * q_length + query, mask=there, other=float("-inf"))
+        blind = level == float("-inf")
+        level = tl.where(blind, 0.0, level * 1.4426950408889634)
+        whole = tl.ceil(level)
         tops += plane * stretches * tokens + token
 
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -640,11 +651,14 @@ def _block_attention_split_rows_kernel(
         shares = weights.load([tl.program_id(2) * tokens + row, i * COLUMNS])
         if RELATIVE:
             top = tl.load(tops + i * COLUMNS // STRETCH * tokens)
-            shares = (shares * tl.exp2(top - level)[:, None]).to(shares.dtype)
+            shares = shares * tl.exp2(top - whole).to(shares.dtype)[:, None]
         column = block * KEY_BLOCK + i % TILES * COLUMNS
         vectors = x.load([batch, kv_head, column, channel]).reshape(COLUMNS, WIDTH)
         acc = tl.dot(shares, vectors, acc, input_precision=PRECISION)
-    acc = (acc * scale).to(out.dtype)
+    acc = acc * scale
+    if RELATIVE:
+        acc = acc * tl.where(blind, 0.0, tl.exp2(whole - level))[:, None]
+    acc = acc.to(out.dtype)
     out.store([batch, head, begin + row, channel], acc.reshape(1, 1, ROWS, WIDTH))
 
 
@@ -702,8 +716,9 @@ def _block_attention_split_slopes_kernel(
     plan_row = (batch * plan_heads + head // (heads // plan_heads)).to(tl.int64) * q_blocks
     plan_row += row // QUERY_BLOCK
     place = tl.program_id(0) * STRETCH + tl.arange(0, STRETCH)
-    listed = tl.load(full_counts + plan_row) + tl.load(partial_counts + plan_row)
-    if tl.program_id(0) * STRETCH < listed * KEY_BLOCK:
+    full = tl.load(full_counts + plan_row) * KEY_BLOCK
+    listed = full + tl.load(partial_counts + plan_row) * KEY_BLOCK
+    if tl.program_id(0) * STRETCH < listed:
         key, taken = _listed_keys(
             full_counts,
             full_indices,
@@ -750,12 +765,14 @@ def _block_attention_split_slopes_kernel(
         )
         query = start + tl.arange(0, ROWS)
         there = query < q_length
-        low = tl.load(first + batch.to(tl.int64) * first_stride + query, mask=there, other=0)
-        high = tl.load(last + batch.to(tl.int64) * last_stride + query, mask=there, other=-1)
         level = tl.load(levels + plane * term_room + query, mask=there, other=float("inf"))
         delta = tl.load(deltas + plane * term_room + query, mask=there, other=0.0)
-        seen = taken[None, :] & seen_between(key[None, :], low[:, None], high[:, None])
-        shares = tl.where(seen, tl.exp2(logits * scale - level[:, None]), 0.0)
+        shares = tl.exp2(logits * scale - level[:, None])
+        if tl.program_id(0) * STRETCH + STRETCH > full:
+            low = tl.load(first + batch.to(tl.int64) * first_stride + query, mask=there, other=0)
+            high = tl.load(last + batch.to(tl.int64) * last_stride + query, mask=there, other=-1)
+            seen = taken[None, :] & seen_between(key[None, :], low[:, None], high[:, None])
+            shares = tl.where(seen, shares, 0.0)
         column = tl.program_id(0) * STRETCH
         target = tl.program_id(2) * tokens + row
         weights.store([target, column], shares.to(weights.dtype))
