@@ -157,6 +157,14 @@ class BlockLists:
         """For each of the ``columns``, the rows that list it."""
         return BlockLists.from_dense(self.to_dense(columns).transpose(2, 3))
 
+    def for_heads(self, heads: int) -> BlockLists:
+        """The same lists, one for each of ``heads``; a single one stands for all as it is."""
+        own = self.counts.shape[1]
+        if own in (1, heads):
+            return self
+        parts = (x.repeat_interleave(heads // own, dim=1) for x in (self.counts, self.indices))
+        return BlockLists(*parts)
+
     def widened(self, width: int) -> BlockLists:
         """The same lists with room for ``width`` entries a row."""
         return BlockLists(self.counts, F.pad(self.indices, (0, max(0, width - self.width))))
