@@ -77,6 +77,18 @@ def fastest(work: Workload) -> tuple[str, ...]:
     return ("flex", "triton", "reference")
 
 
+def label(engine: str, work: Workload) -> str:
+    """``engine`` for people: for flex with the kernels that run ``work``, and on which blocks."""
+    if engine != "flex":
+        return engine
+    from cab_hf.ops import flex
+
+    manner = flex.manner(
+        work.device, work.head_dim, work.dtype, work.training, work.query_block, work.key_block
+    )
+    return f"flex ({manner})"
+
+
 def run(
     engine: str,
     q: Tensor,

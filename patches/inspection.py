@@ -87,7 +87,7 @@ def _sentence(
         query_block=config.query_block,
         key_block=config.key_block,
     )
-    return f"sparse, engine {engine.choose(config.engine, work)}"
+    return f"sparse, engine {engine.label(engine.choose(config.engine, work), work)}"
 
 
 def _runs(layers: list[tuple[int, str]]) -> list[list[tuple[int, str]]]:

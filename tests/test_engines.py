@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from cab_hf import BlockPlan, engine
 from cab_hf.frame import Frame
-from cab_hf.ops import flex, reference
+from cab_hf.ops import flash, flex, reference
 from cab_hf.plan import BlockLists, Spans
 
 SHAPES = [
@@ -39,7 +39,7 @@ def random_plan(q, k, blocks, share=0.4, spans=None, heads=None):
 
 
 def block_mask(plan, device, training=False):
-    tables = flex.block_tables(plan, device, training)
+    tables = flex.block_tables(plan, plan.heads, device, training)
     return flex.block_mask(tables, plan.q_length, plan.kv_length)
 
 
@@ -202,6 +202,15 @@ def test_blocks_merged_for_training_attend_the_same_tokens():
     assert full.any() and partial.any()
 
 
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_flex_repeats_the_lists_that_heads_share(heads):
+    q, k, v = qkv(q_length=205)
+    plan = random_plan(q, k, (64, 32), heads=heads)
+    with torch.no_grad():
+        found = flex.attention(q, k, v, plan, 0.3)
+    assert_within_budget(found, lambda *x: reference.attention(*x, plan, 0.3), q, k, v)
+
+
 def test_the_ragged_last_block_is_partial():
     q, k, _ = qkv(q_length=205)
     plan = random_plan(q, k, (64, 32), share=1.0)
@@ -232,6 +241,92 @@ def test_an_engine_asked_for_by_name_never_falls_back(work, reason, instead):
     with pytest.raises(ValueError, match=reason):
         engine.choose("flex", work)
     assert engine.choose("auto", work) == instead
+
+
+USUAL = {
+    "device": "cuda",
+    "head_dim": 128,
+    "dtype": torch.bfloat16,
+    "training": False,
+    "query_block": 128,
+    "key_block": 64,
+}
+HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
+
+
+@pytest.mark.parametrize(
+    "capability, work, expected",
+    [
+        pytest.param(HOPPER, {}, "FLASH", id="forward"),
+        pytest.param(HOPPER, {"head_dim": 80}, "FLASH", id="d80"),
+        pytest.param(HOPPER, {"training": True}, "FLASH", id="training"),
+        pytest.param(HOPPER, {"training": True, "head_dim": 80}, "TRITON", id="training-d80"),
+        pytest.param(HOPPER, {"head_dim": 100}, "TRITON", id="odd-head-dim"),
+        pytest.param(HOPPER, {"dtype": torch.float32}, "TRITON", id="float32"),
+        pytest.param(HOPPER, {"key_block": 32}, "TRITON", id="narrow-keys"),
+        pytest.param(AMPERE, {}, "TRITON", id="ampere"),
+        pytest.param(BLACKWELL, {}, "TRITON", id="blackwell-narrow"),
+        pytest.param(BLACKWELL, {"query_block": 256, "key_block": 128}, "FLASH", id="blackwell"),
+        pytest.param(
+            BLACKWELL,
+            {"query_block": 256, "key_block": 128, "training": True},
+            "TRITON",
+            id="blackwell-training",
+        ),
+        pytest.param(HOPPER, {"device": "cpu"}, "CPU", id="cpu"),
+    ],
+)
+def test_flex_takes_flash_where_it_can(monkeypatch, capability, work, expected):
+    pretend(monkeypatch, capability)
+    assert flex.backend(**workload(**work)) == expected
+
+
+def test_flash_needs_a_recent_package(monkeypatch):
+    monkeypatch.setattr(flash, "version", lambda name: "4.0.0b1")
+    monkeypatch.setattr(flash, "_missing", flash._missing.__wrapped__)
+    assert "b36 or later, not 4.0.0b1" in flash.unavailable(
+        HOPPER, 128, torch.bfloat16, False, 128, 64
+    )
+
+
+@pytest.mark.parametrize(
+    "name, work, expected",
+    [
+        pytest.param("reference", {}, "reference", id="reference"),
+        pytest.param("triton", {}, "triton", id="triton"),
+        pytest.param("flex", {}, "flex (FLASH)", id="forward"),
+        pytest.param("flex", {"device": "cpu"}, "flex (CPU)", id="cpu"),
+        pytest.param("flex", {"training": True, "key_block": 128}, "flex (FLASH)", id="wide-keys"),
+        pytest.param(
+            "flex",
+            {"training": True},
+            "flex (FLASH, key blocks of 64 in pairs where that is faster)",
+            id="pairs",
+        ),
+        pytest.param("flex", {"training": True, "head_dim": 256}, "flex (FLASH)", id="d256"),
+        pytest.param(
+            "flex",
+            {"training": True, "dtype": torch.float32},
+            "flex (TRITON, blocks merged to 128 x 128)",
+            id="merged",
+        ),
+    ],
+)
+def test_the_label_says_what_runs(monkeypatch, name, work, expected):
+    pretend(monkeypatch, HOPPER)
+    assert engine.label(name, engine.Workload(**workload(**work))) == expected
+
+
+def workload(**changes):
+    return {**USUAL, **changes}
+
+
+def pretend(monkeypatch, capability):
+    """A CUDA device of this capability, with flash-attn-4 installed."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(flash, "_missing", lambda: None)
 
 
 def test_flex_needs_a_compiler_on_cpu(monkeypatch):

@@ -1,10 +1,12 @@
-"""Attention under a plan with PyTorch's FlexAttention.
+"""Attention under a plan with FlexAttention: its FLASH backend, its TRITON backend, its CPU one.
 
-The plan's lists become a `BlockMask` directly. What FlexAttention does quietly wrong is closed
-here: uncompiled it computes dense attention whatever the lists say, and it falls back to that when
+FLASH (`flash`) runs wherever flash-attn-4 can; `backend` says what runs. For the others the plan's
+lists become a `BlockMask` directly, and what FlexAttention does quietly wrong is closed here:
+uncompiled it computes dense attention whatever the lists say, and it falls back to that when
 the recompilation limit is hit; on CUDA (torch 2.11) the full lists are walked with the strides of
 the partial lists; on CPU compact lists are refused, and the lists alone do not mask inside the
-kernel's own tiles; no backward kernel takes key blocks of 64.
+kernel's own tiles; lists of fewer heads than q has are misread on CUDA; no backward kernel of
+TRITON takes key blocks of 64.
 """
 
 from __future__ import annotations
@@ -50,10 +52,51 @@ def unavailable(
     return None
 
 
+# while a model is compiled this is asked once, of constants: metadata of packages is not traced
+@torch.compiler.assume_constant_result
+def backend(
+    device: str, head_dim: int, dtype: torch.dtype, training: bool, query_block: int, key_block: int
+) -> str:
+    """Which kernels run this: ``"FLASH"`` where flash-attn-4 can, else ``"TRITON"``, or ``"CPU"``.
+
+    See `flash.unavailable` for what keeps FLASH from running.
+    """
+    if device == "cpu":
+        return "CPU"
+    # a ROCm device has capabilities of other meaning
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return "TRITON"
+    from cab_hf.ops import flash
+
+    capability = torch.cuda.get_device_capability()
+    reason = flash.unavailable(capability, head_dim, dtype, training, query_block, key_block)
+    return "TRITON" if reason else "FLASH"
+
+
+def manner(
+    device: str, head_dim: int, dtype: torch.dtype, training: bool, query_block: int, key_block: int
+) -> str:
+    """The backend, and what becomes of blocks for which it has no fast backward, for people."""
+    name = backend(device, head_dim, dtype, training, query_block, key_block)
+    if not training or name == "CPU":
+        return name
+    if name == "FLASH":
+        from cab_hf.ops import flash
+
+        pairs = f"{name}, key blocks of {key_block} in pairs where that is faster"
+        return pairs if flash.joins(head_dim, key_block) else name
+    rows, columns = merged_blocks(query_block, key_block)
+    if (rows, columns) == (query_block, key_block):
+        return name
+    return f"{name}, blocks merged to {rows} x {columns}"
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float, return_lse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention under ``plan``, [B, H, N_q, D]; see `reference.attention`, which defines it.
+
+    Gradients flow through the output; on FLASH none flow through the log-sum-exp.
 
     Raises:
         NotImplementedError: for ``return_lse`` on CPU.
@@ -64,7 +107,14 @@ def attention(
             "engine='reference'."
         )
     training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    tables = block_tables(plan, q.device, training)
+    blocks = (plan.query_block, plan.key_block)
+    plan.shared_by(q.shape[1])
+    if backend(q.device.type, q.shape[-1], q.dtype, training, *blocks) == "FLASH":
+        from cab_hf.ops import flash
+
+        out, lse = flash.attention(q, k, v, plan, scale)
+        return (out, lse) if return_lse else out
+    tables = block_tables(plan, q.shape[1], q.device, training)
     options = kernel_options(plan, q)
     if torch.compiler.is_compiling():
         return _attend(q, k, v, tables, scale, options, return_lse)
@@ -124,17 +174,21 @@ class BlockTables(NamedTuple):
     bitmap_blocks: tuple[int, int]
 
 
-def block_tables(plan: BlockPlan, device: torch.device, training: bool) -> BlockTables:
-    """The plan's lists, merged to blocks that have a backward, and transposed, for training."""
+def block_tables(plan: BlockPlan, heads: int, device: torch.device, training: bool) -> BlockTables:
+    """The plan's lists for ``heads`` of q, merged to blocks with a backward, and transposed."""
     full, partial, blocks = plan.full, plan.partial, (plan.query_block, plan.key_block)
-    merged = training and any(block % TRAINED for block in blocks)
+    merged = training and merged_blocks(*blocks) != blocks
     if merged:
         full, partial, blocks = _merged(plan)
     partial_t = full_t = None
     if training:
         key_blocks = -(-plan.kv_length // blocks[1])
-        partial_t, full_t = _same_width(partial.transpose(key_blocks), full.transpose(key_blocks))
-    partial, full = _same_width(partial, full)
+        transposed = (_transposed(part, key_blocks) for part in (partial, full))
+        partial_t, full_t = _same_width(*(part.for_heads(heads) for part in transposed))
+    partial, full = _same_width(partial.for_heads(heads), full.for_heads(heads))
+    bitmap = None
+    if merged or device.type == "cpu":
+        bitmap = plan.to_dense().repeat_interleave(plan.shared_by(heads), dim=1)
     return BlockTables(
         partial,
         full,
@@ -143,9 +197,17 @@ def block_tables(plan: BlockPlan, device: torch.device, training: bool) -> Block
         blocks,
         plan.spans.first,
         plan.spans.last,
-        plan.to_dense() if merged or device.type == "cpu" else None,
+        bitmap,
         (plan.query_block, plan.key_block),
     )
+
+
+def _transposed(lists: BlockLists, columns: int) -> BlockLists:
+    if lists.counts.device.type == "cpu" or torch.compiler.is_compiling():
+        return lists.transpose(columns)
+    from cab_hf.ops import flash
+
+    return flash.transposed(lists, columns)
 
 
 def block_mask(tables: BlockTables, q_length: int, kv_length: int) -> BlockMask:
@@ -173,13 +235,20 @@ def block_mask(tables: BlockTables, q_length: int, kv_length: int) -> BlockMask:
     )
 
 
+def merged_blocks(query_block: int, key_block: int) -> tuple[int, int]:
+    """The (query, key) block sizes that TRITON trains with, in place of these."""
+    rows, columns = (block * max(1, TRAINED // block) for block in (query_block, key_block))
+    return rows, columns
+
+
 def _merged(plan: BlockPlan) -> tuple[BlockLists, BlockLists, tuple[int, int]]:
     """(full, partial, block sizes) of the plan on a grid of blocks no smaller than `TRAINED`.
 
     A merged block is full when all it is made of is full, and partial when anything in it is
     attended; the mask then decides inside.
     """
-    rows, columns = (max(1, TRAINED // block) for block in (plan.query_block, plan.key_block))
+    blocks = merged_blocks(plan.query_block, plan.key_block)
+    rows, columns = blocks[0] // plan.query_block, blocks[1] // plan.key_block
 
     def tiles(lists: BlockLists) -> Tensor:
         dense = lists.to_dense(plan.kv_blocks)
@@ -189,7 +258,6 @@ def _merged(plan: BlockPlan) -> tuple[BlockLists, BlockLists, tuple[int, int]]:
     full, partial = tiles(plan.full), tiles(plan.partial)
     whole = full.all(dim=5).all(dim=3)
     some = (full | partial).any(dim=5).any(dim=3) & ~whole
-    blocks = (plan.query_block * rows, plan.key_block * columns)
     return BlockLists.from_dense(whole), BlockLists.from_dense(some), blocks
 
 
