@@ -22,6 +22,7 @@ from transformers.masking_utils import causal_mask_function
 from cab_hf import engine
 from cab_hf.config import CabConfig
 from cab_hf.frame import Frame
+from cab_hf.plan import BlockPlan
 from cab_hf.predictor import make_predictor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -317,14 +318,7 @@ def _sparse(
     frame = mask.frame(config.query_block, config.key_block, query.device)
     q, k, v = frame.queries(query), frame.keys(key), frame.keys(value)
     plan = make_predictor(config)(q, k, frame.spans, scale)
-    work = engine.Workload(
-        device=q.device.type,
-        head_dim=q.shape[-1],
-        dtype=q.dtype,
-        training=engine.needs_grad(q, k, v),
-        query_block=config.query_block,
-        key_block=config.key_block,
-    )
+    work = _workload(q, k, v, config.query_block, config.key_block)
     out = engine.run(engine.choose(config.engine, work), q, k, v, plan, scale)
     if not torch.compiler.is_compiling():
         _record(module, plan)
@@ -339,6 +333,10 @@ def _dense(
     if mask.kv_length is not None:
         key, value = key[:, :, : mask.kv_length], value[:, :, : mask.kv_length]
     kv_length = key.shape[2]
+    if q_length >= engine.EXACT_BLOCK and mask.window is None and mask.kv_length is not None:
+        work = _workload(query, key, value, engine.EXACT_BLOCK, engine.EXACT_BLOCK)
+        if engine.exact(work) != "sdpa":
+            return _dense_by_blocks(query, key, value, mask, scale, engine.exact(work))
     if mask.plain and mask.kv_length is not None and q_length in (1, kv_length):
         return sdpa_attention_forward(module, query, key, value, None, scaling=scale)[0]
     known = isinstance(mask.q_slot, int)
@@ -358,6 +356,28 @@ def _dense(
         )
         pieces.append(out)
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+
+
+def _dense_by_blocks(
+    query: Tensor, key: Tensor, value: Tensor, mask: CabMask, scale: float, name: str
+) -> Tensor:
+    """Exact attention by an engine, under a plan that keeps everything: large head dims."""
+    frame = mask.frame(engine.EXACT_BLOCK, engine.EXACT_BLOCK, query.device)
+    q, k, v = frame.queries(query), frame.keys(key), frame.keys(value)
+    plan = BlockPlan.causal(frame.spans, 1, engine.EXACT_BLOCK, engine.EXACT_BLOCK)
+    out = engine.run(name, q, k, v, plan, scale)
+    return frame.restore(out).transpose(1, 2)
+
+
+def _workload(q: Tensor, k: Tensor, v: Tensor, query_block: int, key_block: int) -> engine.Workload:
+    return engine.Workload(
+        device=q.device.type,
+        head_dim=q.shape[-1],
+        dtype=q.dtype,
+        training=engine.needs_grad(q, k, v),
+        query_block=query_block,
+        key_block=key_block,
+    )
 
 
 def _refuse(

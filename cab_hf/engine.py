@@ -13,6 +13,10 @@ from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan
 
 ENGINES = ("reference", "flex", "triton")
+# SDPA's fast kernels end here; beyond, all it has is memory-efficient attention
+SDPA_HEAD_DIM = 256
+# query and key blocks of the plan that keeps everything
+EXACT_BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,17 @@ def choose(engine: str, work: Workload) -> str:
 def fastest(work: Workload) -> tuple[str, ...]:
     """Engines for ``work`` on a GPU, the fastest first."""
     return ("flex", "triton", "reference")
+
+
+def exact(work: Workload) -> str:
+    """What computes exact attention: ``"sdpa"``, or an engine under a plan that keeps everything.
+
+    From eval/results/speed-attention-wide: above `SDPA_HEAD_DIM` our kernels outrun SDPA's and, up
+    to the head dim its own reach, ffpa-attn's.
+    """
+    if work.head_dim > SDPA_HEAD_DIM and not unavailable("triton", work):
+        return "triton"
+    return "sdpa"
 
 
 def label(engine: str, work: Workload) -> str:
