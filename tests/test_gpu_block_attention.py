@@ -1,0 +1,176 @@
+"""Our attention kernels on a CUDA device: every head dim, group, layout and block."""
+
+import pytest
+import torch
+from attention_cases import assert_engine_within_budget, case, with_gradients
+from tiny import FULL, tiny_model, tokens
+
+import cab_hf
+from cab_hf import BlockPlan, engine
+from cab_hf.ops import block_attention, transpose
+from cab_hf.plan import BlockLists, Spans
+
+pytestmark = pytest.mark.gpu
+CASES = [
+    *(
+        pytest.param({"q_length": 333, "heads": 4, "kv_heads": 2, "dim": dim}, id=f"d{dim}")
+        for dim in (16, 64, 80, 96, 128, 192, 256, 320, 512, 640, 1024)
+    ),
+    *(
+        pytest.param(
+            {"q_length": 1000, "heads": 2 * group, "kv_heads": 2, "dim": 64}, id=f"g{group}"
+        )
+        for group in (1, 3, 4, 8)
+    ),
+    *(
+        pytest.param(
+            {"q_length": 777, "heads": 4, "kv_heads": 1, "dim": dim, "layout": layout, "batch": 2},
+            id=f"{layout}-d{dim}",
+        )
+        for dim in (128, 320)
+        for layout in ("padded", "packed")
+    ),
+    pytest.param(
+        {"q_length": 300, "kv_length": 1111, "heads": 8, "kv_heads": 2, "dim": 128}, id="chunk"
+    ),
+    pytest.param(
+        {"q_length": 300, "kv_length": 700, "heads": 2, "kv_heads": 2, "dim": 512}, id="chunk-d512"
+    ),
+    pytest.param(
+        {"q_length": 700, "heads": 8, "kv_heads": 2, "dim": 128, "plan_heads": 2}, id="shared"
+    ),
+    pytest.param({"q_length": 63, "heads": 4, "kv_heads": 4, "dim": 64}, id="below-one-block"),
+]
+BLOCKS = [
+    pytest.param((128, 128), id="128x128"),
+    pytest.param((128, 64), id="128x64"),
+    pytest.param((64, 64), id="64x64"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("shape", CASES)
+def test_kernels_compute_what_the_reference_defines(gpu, shape, blocks, dtype):
+    q, k, v, grad, plan = case(gpu, dtype, blocks, **shape)
+    scale = q.shape[-1] ** -0.5
+    assert_engine_within_budget(block_attention.attention, q, k, v, grad, plan, scale)
+
+
+@pytest.mark.parametrize("dim", [64, 320])
+def test_float32(gpu, dim):
+    shape = {"q_length": 333, "heads": 4, "kv_heads": 2, "dim": dim}
+    q, k, v, grad, plan = case(gpu, torch.float32, (128, 64), **shape)
+    assert_engine_within_budget(block_attention.attention, q, k, v, grad, plan, dim**-0.5)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 320])
+def test_gradients_are_the_same_in_every_run(gpu, dim):
+    shape = {"q_length": 1000, "heads": 8, "kv_heads": 2, "dim": dim}
+    q, k, v, grad, plan = case(gpu, torch.bfloat16, (128, 64), **shape)
+    once, again = (
+        with_gradients(block_attention.attention, (q, k, v), grad, plan, dim**-0.5)
+        for _ in range(2)
+    )
+    for name, value in once.items():
+        assert torch.equal(value, again[name]), name
+
+
+@pytest.mark.parametrize("dim", [128, 512])
+def test_attending_is_captured_in_a_cuda_graph(gpu, dim):
+    q, k, v, _, plan = case(gpu, torch.bfloat16, (128, 64), q_length=1000, dim=dim)
+    block_attention.attention(q, k, v, plan, 0.1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = block_attention.attention(q, k, v, plan, 0.1)
+    q.copy_(q.roll(128, dims=2))
+    graph.replay()
+    assert torch.equal(captured, block_attention.attention(q, k, v, plan, 0.1))
+
+
+def test_attending_compiles_without_a_break(gpu):
+    q, k, v, grad, plan = case(gpu, torch.bfloat16, (128, 64), q_length=500, dim=64)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def attend(q, k, v):
+        return block_attention.attention(q, k, v, plan, 0.125)
+
+    found = torch.compile(attend, fullgraph=True)(*leaves)
+    assert torch.equal(found, attend(*leaves))
+    compiled = torch.autograd.grad(found, leaves, grad)
+    assert all(map(torch.equal, compiled, torch.autograd.grad(attend(*leaves), leaves, grad)))
+
+
+def test_transposes_are_those_of_the_definition(gpu):
+    chosen = torch.rand(2, 8, 1000, 2000, device=gpu) < 0.05
+    lists = BlockLists.from_dense(chosen)
+    meant = chosen.transpose(2, 3)
+    assert torch.equal(transpose.transpose(lists, 2000).to_dense(1000), meant)
+    packed = transpose.pack_columns(lists, 2000)
+    assert torch.equal(packed.counts, meant.sum(-1, dtype=torch.int32))
+    plane, row = 3, int(packed.rows[int(packed.starts[0, 3, 77])])
+    slot = int(packed.slots[int(packed.starts[0, 3, 77])])
+    assert int(lists.indices[0, plane, row, slot]) == 77
+
+
+@pytest.mark.parametrize("head_dim", [320, 512])
+def test_cab_dense_of_large_heads_is_exact(gpu, head_dim):
+    """SDPA in float32 is what it is held to; padded rows too."""
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": head_dim}
+    model = tiny_model(**sizes).to(gpu)
+    ids = tokens(2, 300).to(gpu)
+    mask = torch.ones_like(ids)
+    mask[0, :33] = 0
+    work = engine.Workload("cuda", head_dim, torch.bfloat16, False, 128, 128)
+    assert engine.exact(work) != "sdpa"
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask).logits
+        model.set_attn_implementation("cab_dense")
+        found = model(input_ids=ids, attention_mask=mask).logits
+    kept = mask.bool()
+    assert (found - expected)[kept].abs().max() <= 2e-3 * expected.abs().max()
+
+
+def twenty_steps(model, ids):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(20):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("name", ["flex", "triton"])
+@pytest.mark.parametrize("blocks", BLOCKS[:2])
+def test_twenty_steps_at_full_budget_follow_dense_training(gpu, blocks, name):
+    ids = tokens(2, 400).to(gpu)
+    dense = twenty_steps(tiny_model(head_dim=64).to(gpu, torch.bfloat16).train(), ids)
+    model = tiny_model(head_dim=64).to(gpu, torch.bfloat16).train()
+    query_block, key_block = blocks
+    with cab_hf.cab(model, FULL, query_block=query_block, key_block=key_block, engine=name):
+        sparse = twenty_steps(model, ids)
+    assert dense[-1] < 0.9 * dense[0]
+    torch.testing.assert_close(sparse, dense, rtol=2e-2, atol=0)
+
+
+def test_exact_attention_at_131072_tokens_and_512_channels_fits(gpu):
+    """Weights are held a piece at a time: nothing grows with the square of the length."""
+    length = 131_072
+    q = torch.randn(1, 2, length, 512, device=gpu, dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1, 1, length, 512, device=gpu, dtype=torch.bfloat16)
+    spans = Spans.causal(1, length, length, gpu)
+    plan = BlockPlan.causal(spans, 1, 128, 128)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = block_attention.attention(q, k, v, plan, 512**-0.5)
+    assert (torch.cuda.max_memory_allocated() - before) / 2**30 < 4
+    rows = slice(length - 64, length)
+    logits = (q[:, :, rows].float() @ k.float().transpose(-1, -2)) * 512**-0.5
+    place = torch.arange(length, device=gpu)
+    logits = logits.masked_fill(place > place[rows, None], -torch.inf)
+    expected = logits.softmax(-1) @ v.float()
+    torch.testing.assert_close(out[:, :, rows].float(), expected, atol=2e-3, rtol=2e-2)
