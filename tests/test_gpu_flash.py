@@ -1,0 +1,181 @@
+"""The flex engine's two backends on a CUDA device, forward and backward, against the reference."""
+
+import math
+
+import pytest
+import torch
+from attention_cases import assert_engine_within_budget, case, with_gradients
+from budget import assert_within_budget
+
+from cab_hf.ops import flash, flex, reference
+
+pytestmark = pytest.mark.gpu
+WIDE, NARROW = (128, 128), (128, 64)
+
+
+def model(q_length=1000, heads=8, kv_heads=2, dim=128, **more):
+    return {"q_length": q_length, "heads": heads, "kv_heads": kv_heads, "dim": dim, **more}
+
+
+CASES = [
+    pytest.param(model(), id="group-4"),
+    pytest.param(model(q_length=333, heads=4, kv_heads=4), id="group-1"),
+    pytest.param(model(q_length=333, heads=9, kv_heads=3, dim=64), id="d64-group-3"),
+    pytest.param(model(q_length=300, kv_length=1111, kv_heads=1), id="chunk-group-8"),
+    pytest.param(model(q_length=300, kv_length=1111, heads=2, dim=64), id="d64-chunk-group-1"),
+    pytest.param(model(dim=96, heads=4), id="d96"),
+    pytest.param(model(q_length=300, dim=192, heads=4), id="d192"),
+    pytest.param(model(q_length=300, dim=256, heads=4), id="d256"),
+    pytest.param(model(q_length=63), id="below-one-block"),
+    pytest.param(model(batch=2, layout="padded"), id="padded"),
+    pytest.param(model(batch=2, layout="packed"), id="packed"),
+    pytest.param(model(plan_heads=2), id="shared-by-group"),
+    pytest.param(model(heads=9, kv_heads=3, plan_heads=3), id="shared-by-group-of-3"),
+    pytest.param(model(kv_heads=1, plan_heads=1, batch=2), id="shared-by-group-of-8"),
+    pytest.param(model(plan_heads=2, batch=2, layout="padded"), id="shared-padded"),
+    pytest.param(model(plan_heads=4), id="shared-by-half-a-group"),
+    pytest.param(model(plan_heads=1, batch=2), id="shared-by-all"),
+]
+
+
+@pytest.fixture
+def hopper(gpu):
+    """The device, where FLASH can run a backward."""
+    work = (128, torch.bfloat16, True, *WIDE)
+    reason = flash.unavailable(torch.cuda.get_device_capability(gpu), *work)
+    if reason:
+        pytest.skip(f"FLASH {reason}")
+    return gpu
+
+
+def hold(shape, blocks, device, dtype=torch.bfloat16):
+    q, k, v, grad, plan = case(device, dtype, blocks, **shape)
+    scale = q.shape[-1] ** -0.5
+    assert_engine_within_budget(flex.attention, q, k, v, grad, plan, scale)
+
+
+def runs(expected, blocks, training=True, dim=128, dtype=torch.bfloat16):
+    assert flex.backend("cuda", dim, dtype, training, *blocks) == expected
+
+
+@pytest.mark.parametrize("blocks", [WIDE, NARROW], ids=["128x128", "128x64"])
+@pytest.mark.parametrize("shape", CASES)
+def test_flash_computes_what_the_reference_defines(hopper, shape, blocks):
+    runs("FLASH", blocks, dim=shape["dim"])
+    hold(shape, blocks, hopper)
+
+
+@pytest.mark.parametrize("blocks", [(64, 64), (64, 128), (256, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_flash_with_other_blocks(hopper, blocks, dim):
+    runs("FLASH", blocks, dim=dim)
+    hold(model(dim=dim), blocks, hopper)
+
+
+@pytest.mark.parametrize("blocks", [WIDE, NARROW], ids=["128x128", "128x64"])
+@pytest.mark.parametrize("shape", [model(plan_heads=2), model(dim=64, batch=2, layout="padded")])
+def test_flash_in_float16(hopper, shape, blocks):
+    hold(shape, blocks, hopper, torch.float16)
+
+
+@pytest.mark.parametrize("fewest", [0, math.inf], ids=["pairs", "as-they-are"])
+@pytest.mark.parametrize("share", [0.7, 1.0])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(model(), id="d128"),
+        pytest.param(model(q_length=333, heads=9, kv_heads=3, dim=64), id="d64"),
+        pytest.param(model(dim=96, heads=2, plan_heads=2), id="d96-group-1"),
+        pytest.param(model(batch=2, layout="packed"), id="packed"),
+        pytest.param(model(batch=2, layout="padded"), id="padded"),
+        pytest.param(model(q_length=300, kv_length=1111, kv_heads=8), id="chunk"),
+    ],
+)
+def test_key_blocks_of_64_are_walked_in_pairs_or_as_they_are(
+    hopper, monkeypatch, shape, share, fewest
+):
+    monkeypatch.setattr(flash, "PAIRS_A_ROW", fewest)
+    hold({**shape, "share": share}, NARROW, hopper)
+
+
+@pytest.mark.parametrize("dim", [16, 40, 80, 160, 224])
+def test_flash_forward_alone(hopper, dim):
+    """Head dims whose gradients FLASH is not trusted with."""
+    runs("TRITON", NARROW, dim=dim)
+    q, k, v, _, plan = case(hopper, torch.bfloat16, NARROW, **model(dim=dim))
+    runs("FLASH", NARROW, training=False, dim=dim)
+    with torch.no_grad():
+        found = flex.attention(q, k, v, plan, 0.1)
+    assert_within_budget(found, lambda *x: reference.attention(*x, plan, 0.1), q, k, v)
+
+
+@pytest.mark.parametrize("blocks", [WIDE, NARROW], ids=["128x128", "128x64"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(model(plan_heads=2), id="shared-by-group"),
+        pytest.param(model(plan_heads=1, dim=64, batch=2), id="shared-by-all"),
+        pytest.param(
+            model(q_length=333, heads=9, kv_heads=3, plan_heads=3, dim=64, batch=2), id="group-3"
+        ),
+    ],
+)
+def test_triton_takes_plans_that_heads_share(gpu, monkeypatch, shape, blocks):
+    monkeypatch.setattr(flex, "backend", lambda *_: "TRITON")
+    hold(shape, blocks, gpu)
+
+
+def test_a_gradient_of_ones_without_memory(hopper):
+    """`out.sum()` hands over a gradient whose strides are 0."""
+    q, k, v, _, plan = case(hopper, torch.bfloat16, NARROW, **model())
+
+    def gradients(attend):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(attend(*leaves, plan, 0.1).sum(), leaves)
+
+    for found, meant in zip(gradients(flex.attention), gradients(reference.attention), strict=True):
+        torch.testing.assert_close(found, meant, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("shape", [model(), model(plan_heads=2)], ids=["per-head", "shared"])
+def test_flash_compiles_without_a_break(hopper, shape):
+    q, k, v, grad, plan = case(hopper, torch.bfloat16, WIDE, **shape)
+    compiled = torch.compile(flex.attention, fullgraph=True)
+    found = with_gradients(compiled, (q, k, v), grad, plan, 0.1)
+    meant = with_gradients(flex.attention, (q, k, v), grad, plan, 0.1)
+    for name, value in meant.items():
+        torch.testing.assert_close(found[name], value, atol=0.02, rtol=0.02)
+
+
+def test_flash_forward_never_waits_for_the_device(hopper):
+    q, k, v, _, plan = case(hopper, torch.bfloat16, NARROW, **model())
+    with torch.no_grad():
+        flex.attention(q, k, v, plan, 0.1)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            flex.attention(q, k, v, plan, 0.1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_flash_is_captured_in_a_cuda_graph(hopper):
+    """Forward and backward; the latter walks key blocks as they are, since looking would wait."""
+    q, k, v, grad, plan = case(hopper, torch.bfloat16, NARROW, **model())
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+
+    def step():
+        out = flex.attention(*leaves, plan, 0.1)
+        return out, *torch.autograd.grad(out, leaves, grad)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash, "PAIRS_A_ROW", math.inf)
+        meant = [x.clone() for x in step()]
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    graph.replay()
+    for captured, usual in zip(found, meant, strict=True):
+        torch.testing.assert_close(captured, usual, atol=0.02, rtol=0.02)
