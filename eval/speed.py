@@ -22,6 +22,7 @@ from cab_hf.eval import (
     speed_attention,
     speed_breakdown,
     speed_predictor,
+    speed_prefill,
     speed_ttft,
 )
 from cab_hf.eval.settings import add_options, read_options
@@ -44,6 +45,7 @@ OPS: dict[str, ModuleType] = {
     "attention": speed_attention,
     "ttft": speed_ttft,
     "breakdown": speed_breakdown,
+    "prefill": speed_prefill,
 }
 
 
@@ -154,8 +156,9 @@ class Results:
         return json.loads(json.dumps(made))
 
     def todo(self) -> list[dict[str, Any]]:
-        """The keys that have no row yet."""
-        return [key for key in self.settings.asked() if self.row(key) is None]
+        """The keys that have no row yet, what was asked for before what follows from its rows."""
+        asked = [key for key in self.settings.asked() if self.row(key) is None]
+        return asked or [key for key in self.settings.follow_up(self.rows) if self.row(key) is None]
 
     def row(self, key: Mapping[str, Any]) -> dict[str, Any] | None:
         """The row of that key; None where it is not measured."""
@@ -214,9 +217,9 @@ def write_report(out: Path | str) -> str:
 def run(op: str, settings: SpeedSettings, results: Results | None = None) -> list[dict[str, Any]]:
     """Measure the rows that are not there yet, write all files, print the report; the rows."""
     results = Results(settings, op) if results is None else results
-    todo = results.todo()
-    if todo:
-        bench = bench_on(settings.device, getattr(settings, "seconds", None))
+    bench = None
+    while todo := results.todo():
+        bench = bench or bench_on(settings.device, getattr(settings, "seconds", None))
         for key in todo:
             results.add(OPS[op].measure(settings, key, bench))
             row = results.row(key)

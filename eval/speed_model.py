@@ -93,6 +93,11 @@ class ModelSettings(SpeedSettings):
         linear = 2.0 * (length * weights + self.hidden * self.vocab)
         return {"linear": linear, "attention": attention}
 
+    def cache_bytes(self, length: int) -> int:
+        """Bytes of the keys and values of a prompt."""
+        a_token = 2 * self.layers * self.kv_heads * self.head_dim * self.torch_dtype.itemsize
+        return length * a_token
+
 
 @lru_cache(maxsize=1)
 def random_model(settings: ModelSettings) -> PreTrainedModel:
@@ -122,15 +127,35 @@ def random_model(settings: ModelSettings) -> PreTrainedModel:
     return model.eval()
 
 
-def prefill(settings: ModelSettings, length: int) -> Callable[[], Any]:
-    """What reads a random prompt of that length into the cache and gives its last logits."""
+def weight_bytes(model: PreTrainedModel) -> int:
+    return sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+
+
+def prefill(settings: ModelSettings, length: int, chunk: int | None = None) -> Callable[[], Any]:
+    """What reads a random prompt of that length into a new cache and gives its last logits.
+
+    With ``chunk`` it is read that many tokens at a time into a static cache of exactly its length:
+    a dynamic one would copy all of a layer's keys, and then its values, at every chunk, and need
+    room for the copy.
+    """
+    from transformers import StaticCache
+
     model = random_model(settings)
     generator = torch.Generator(settings.device).manual_seed(settings.seed)
     prompt = torch.randint(settings.vocab, (1, length), generator=generator, device=settings.device)
 
     @torch.inference_mode()
     def call() -> Any:
-        return model(prompt, use_cache=True, logits_to_keep=1)
+        cache = None
+        if chunk is not None:
+            cache = StaticCache(config=model.config, max_cache_len=length)
+            # before anything else, while free memory is whole
+            cache.early_initialization(
+                1, settings.kv_heads, settings.head_dim, model.dtype, model.device
+            )
+        for piece in prompt.split(chunk or length, dim=1):
+            read = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return read
 
     return call
 

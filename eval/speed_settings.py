@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar
@@ -123,6 +123,10 @@ class SpeedSettings:
         """The keys of the rows asked for: what identifies each of them."""
         lists = (getattr(self, name) for name in self.KEYS.values())
         return [dict(zip(self.KEYS, values, strict=True)) for values in itertools.product(*lists)]
+
+    def follow_up(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Keys that only the rows of all that was asked can name; none for most ops."""
+        return []
 
     def identity(self) -> dict[str, Any]:
         """What a row depends on, without paths. What its key says is left out: a run can grow."""

@@ -85,6 +85,14 @@ class CpuBench:
         warm_up(call, calls=1)
         return self._median(call, runs), None
 
+    def once(self, call: Callable[[], Any]) -> tuple[float, float | None]:
+        """The same of a single run that nothing warms up: for calls of a minute."""
+        return self._median(call, 1), None
+
+    def room(self) -> float | None:
+        """MiB that can be allocated, with all that is already but without the clock's own."""
+        return None
+
     def _median(self, call: Callable[[], Any], runs: int) -> float:
         def once() -> float:
             started = time.perf_counter()
@@ -137,6 +145,17 @@ class GpuBench:
 
     def wall(self, call: Callable[[], Any], runs: int) -> tuple[float, float]:
         warm_up(call, torch.cuda.synchronize, calls=1)
+        return self._wall(call, runs)
+
+    def once(self, call: Callable[[], Any]) -> tuple[float, float]:
+        return self._wall(call, 1)
+
+    def room(self) -> float:
+        self.settle()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return (free + torch.cuda.memory_reserved() - FLUSHED_BYTES) / 2**20
+
+    def _wall(self, call: Callable[[], Any], runs: int) -> tuple[float, float]:
         self.settle()
         torch.cuda.reset_peak_memory_stats()
 
