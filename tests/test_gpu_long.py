@@ -1,0 +1,67 @@
+"""A million tokens on a CUDA device: one layer of LLaMA-3-8B's attention, prediction included."""
+
+import pytest
+import torch
+from budget import assert_within_budget
+from torch.nn import functional as F
+
+from cab_hf import CabConfig, engine
+from cab_hf.plan import Spans
+from cab_hf.predictor import CurvaturePredictor
+
+pytestmark = pytest.mark.gpu
+TOKENS = 2**20
+CHUNK = 2**15
+# slots of the cache behind the last key, as a static cache has them
+UNWRITTEN = 4096
+HEADS, KV_HEADS, DIM = 32, 8, 128
+SCALE = DIM**-0.5
+# random heads are flat: every row of blocks fills its budget
+CONFIG = CabConfig(mass=0.999, max_density=0.02)
+# rows of a plan that one comparison looks at: their masks are as long as the prompt
+ROWS = 8
+
+
+def heads_on(device, q_length):
+    """q as a model hands it over, k and v as a static cache with free slots does."""
+    generator = torch.Generator(device).manual_seed(0)
+    like = {"device": device, "dtype": torch.bfloat16, "generator": generator}
+    q = torch.randn(1, q_length, HEADS, DIM, **like).transpose(1, 2)
+    k, v = (
+        torch.randn(1, KV_HEADS, TOKENS + UNWRITTEN, DIM, **like)[:, :, :TOKENS] for _ in range(2)
+    )
+    return q, k, v
+
+
+@pytest.mark.parametrize(
+    ("q_length", "gib"),
+    [pytest.param(TOKENS, 24, id="whole"), pytest.param(CHUNK, 2, id="chunk")],
+)
+def test_a_layer_reads_a_million_tokens(gpu, q_length, gib):
+    q, k, v = heads_on(gpu, q_length)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    inputs = torch.cuda.memory_allocated()
+    with torch.inference_mode():
+        spans = Spans.causal(1, q_length, TOKENS, gpu)
+        plan = CurvaturePredictor(CONFIG)(q, k, spans, SCALE)
+        out = engine.run("triton", q, k, v, plan, SCALE)
+    torch.cuda.synchronize()
+    assert (torch.cuda.max_memory_allocated() - inputs) / 2**30 < gib
+    assert plan.density() == pytest.approx(CONFIG.max_density, rel=0.1)
+    for some in out.split(CHUNK, dim=2):
+        assert torch.isfinite(some).all()
+
+    group = HEADS // KV_HEADS
+    for start in (0, q_length // 2 + 100, q_length - ROWS):
+        rows = slice(start, start + ROWS)
+        mask = plan.token_mask(rows.start, rows.stop)
+        for kv_head in (0, KV_HEADS - 1):
+            mine = slice(kv_head * group, (kv_head + 1) * group)
+
+            def exact(q, k, v, seen=mask[:, mine]):
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=SCALE)
+
+            # the queries of a group are heads of their own, over the same keys
+            keys, values = (x[:, kv_head : kv_head + 1].expand(-1, group, -1, -1) for x in (k, v))
+            assert_within_budget(out[:, mine, rows], exact, q[:, mine, rows], keys, values)

@@ -1,0 +1,93 @@
+"""Long prompts: read in chunks into one cache, the logits of the last token alone, few waits."""
+
+from collections import Counter
+
+import pytest
+import torch
+from tiny import FULL, SPARSE, tiny_model, tokens
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import StaticCache
+
+import cab_hf
+from cab_hf import engine
+
+EXACT = {"atol": 2e-5, "rtol": 1e-4}
+CHUNK = 3 * SPARSE.query_block
+# the last chunk is not whole, and has more than a query block
+LENGTH = 4 * CHUNK + 40
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_model()
+
+
+def pieces(model, ids, chunk=CHUNK, slots=None, **options):
+    """What a model returns for each chunk of a prompt, read into one static cache."""
+    cache = StaticCache(config=model.config, max_cache_len=slots or ids.shape[1])
+    for piece in ids.split(chunk, dim=1):
+        with torch.inference_mode():
+            yield model(piece, past_key_values=cache, use_cache=True, **options)
+
+
+@pytest.mark.parametrize("chunk", [LENGTH, CHUNK])
+def test_only_the_logits_asked_for_are_computed(llama, chunk):
+    ids = tokens(1, LENGTH)
+    shapes = []
+    watch = llama.lm_head.register_forward_hook(lambda *call: shapes.append(call[2].shape[1]))
+    with cab_hf.cab(llama, SPARSE):
+        every = list(pieces(llama, ids, chunk))
+        last = list(pieces(llama, ids, chunk, logits_to_keep=1))
+    watch.remove()
+    assert shapes == [out.logits.shape[1] for out in every] + [1] * len(last)
+    for one, out in zip(last, every, strict=True):
+        assert one.logits.shape == (1, 1, llama.config.vocab_size)
+        torch.testing.assert_close(one.logits, out.logits[:, -1:], **EXACT)
+
+
+@pytest.mark.parametrize("slots", [LENGTH, LENGTH + 70], ids=["exact-cache", "roomy-cache"])
+@pytest.mark.parametrize(
+    ("config", "chunk"),
+    [
+        pytest.param(FULL, CHUNK, id="full-budget"),
+        pytest.param(FULL, 50, id="full-budget-odd-chunks"),
+        # two-hop paths need rows that chunking has left behind
+        pytest.param(SPARSE, CHUNK, id="sparse-without-curvature"),
+    ],
+)
+def test_a_static_cache_in_chunks_answers_as_one_prefill(llama, config, chunk, slots):
+    ids = tokens(1, LENGTH)
+    with cab_hf.cab(llama, config, redundancy=0.0), torch.inference_mode():
+        whole = llama(ids).logits
+        found = torch.cat([out.logits for out in pieces(llama, ids, chunk, slots)], dim=1)
+    torch.testing.assert_close(found, whole, **EXACT)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes Python wait for a tensor's value."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.count += op.overloadpacket.__name__ in ("item", "is_nonzero", "_local_scalar_dense")
+        return op(*args, **(kwargs or {}))
+
+
+def test_no_layer_waits_for_the_device(monkeypatch):
+    """A forward pass may ask where its chunk begins; what it asks does not grow with layers."""
+
+    def blind(name, q, k, v, plan, scale):
+        return torch.zeros_like(q)
+
+    # the reference engine asks how far each chunk of rows reaches; those for a GPU do not
+    monkeypatch.setattr(engine, "run", blind)
+    asked = Counter()
+    for layers in (1, 3):
+        model = tiny_model(num_hidden_layers=layers)
+        with cab_hf.cab(model, SPARSE), Waits() as waits:
+            for _ in pieces(model, tokens(1, LENGTH)):
+                pass
+        asked[layers] = waits.count
+    assert 0 < asked[1] == asked[3] <= 2 * -(-LENGTH // CHUNK)
