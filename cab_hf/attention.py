@@ -26,8 +26,10 @@ from cab_hf.plan import BlockPlan
 from cab_hf.predictor import make_predictor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# query rows of a dense layer that share one mask tensor: bounds its size, not the result
+# query rows of a dense layer that share one mask tensor, and the elements it may have: they bound
+# memory, not the result
 DENSE_CHUNK = 1024
+MASK_AT_A_TIME = 1 << 28
 
 
 # --- the mask hook
@@ -340,22 +342,32 @@ def _dense(
     if mask.plain and mask.kv_length is not None and q_length in (1, kv_length):
         return sdpa_attention_forward(module, query, key, value, None, scaling=scale)[0]
     known = isinstance(mask.q_slot, int)
+    reach = kv_length if mask.window is None else min(kv_length, mask.window + DENSE_CHUNK)
+    a_query = query.shape[0] * (query.shape[1] // key.shape[1]) * reach
+    step = min(DENSE_CHUNK, max(1, MASK_AT_A_TIME // a_query))
     pieces = []
-    for start in range(0, q_length, DENSE_CHUNK):
-        stop = min(start + DENSE_CHUNK, q_length)
+    for start in range(0, q_length, step):
+        stop = min(start + step, q_length)
         high = min(kv_length, mask.q_slot + stop) if known else kv_length
         low = max(0, mask.q_slot + start + 1 - mask.window) if known and mask.window else 0
         rows = mask.dense_rows(start, stop, low, high, query.device)
-        out, _ = sdpa_attention_forward(
-            module,
-            query[:, :, start:stop],
-            key[:, :, low:high],
-            value[:, :, low:high],
-            rows.expand(query.shape[0], -1, -1, -1),
-            scaling=scale,
-        )
-        pieces.append(out)
+        keys, values = key[:, :, low:high], value[:, :, low:high]
+        pieces.append(_masked(query[:, :, start:stop], keys, values, rows, scale))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scale: float) -> Tensor:
+    """SDPA under the mask ``rows``, bool [B or 1, 1, N_q, N_k]: [B, N_q, H, D].
+
+    SDPA's fast kernels take a mask only where every query head has keys of its own. The queries of
+    a group become more queries of their KV head, so that no key is repeated.
+    """
+    batch, kv_heads = key.shape[:2]
+    group, length = query.shape[1] // kv_heads, query.shape[2]
+    folded = query.unflatten(1, (kv_heads, group)).flatten(2, 3)
+    seen = rows.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(2, 3).expand(batch, -1, -1, -1)
+    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=seen, scale=scale)
+    return out.unflatten(2, (group, length)).flatten(1, 2).transpose(1, 2)
 
 
 def _dense_by_blocks(

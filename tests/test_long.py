@@ -5,11 +5,12 @@ from collections import Counter
 import pytest
 import torch
 from tiny import FULL, SPARSE, tiny_model, tokens
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StaticCache
 
 import cab_hf
-from cab_hf import engine
+from cab_hf import attention, engine
 
 EXACT = {"atol": 2e-5, "rtol": 1e-4}
 CHUNK = 3 * SPARSE.query_block
@@ -91,3 +92,31 @@ def test_no_layer_waits_for_the_device(monkeypatch):
                 pass
         asked[layers] = waits.count
     assert 0 < asked[1] == asked[3] <= 2 * -(-LENGTH // CHUNK)
+
+
+@pytest.mark.parametrize("padding", [0, 21])
+def test_exact_layers_repeat_no_keys_and_bound_their_masks(llama, monkeypatch, padding):
+    ids = tokens(1, LENGTH)
+    ids[:, :padding] = 0
+    seen = (ids != 0).long()
+    with torch.inference_mode():
+        whole = llama(ids, attention_mask=seen).logits[:, padding:]
+    limit = 20 * LENGTH
+    monkeypatch.setattr(attention, "MASK_AT_A_TIME", limit)
+    plain = F.scaled_dot_product_attention
+
+    def watched(query, key, value, attn_mask=None, **options):
+        assert key.shape[1] == llama.config.num_key_value_heads
+        assert attn_mask is None or attn_mask.numel() <= limit
+        return plain(query, key, value, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    with cab_hf.cab(llama, FULL, min_length=2 * LENGTH):
+        cache = StaticCache(config=llama.config, max_cache_len=LENGTH)
+        found = []
+        for piece in ids.split(CHUNK, dim=1):
+            reach = sum(out.shape[1] for out in found) + piece.shape[1]
+            with torch.inference_mode():
+                out = llama(piece, attention_mask=seen[:, :reach], past_key_values=cache)
+            found.append(out.logits)
+    torch.testing.assert_close(torch.cat(found, dim=1)[:, padding:], whole, **EXACT)
