@@ -95,9 +95,10 @@ def backward(
 
     tile = _tile(KEY_GRADIENT_TILES, q, rows)
     tiles = triton.cdiv(k.shape[2], tile.columns)
+    planes = k.shape[0] * k.shape[1]
     kv_blocks = triton.cdiv(k.shape[2], rows.key_block)
     full, partial = (pack_columns(lists, kv_blocks) for lists in (rows.full, rows.partial))
-    _block_attention_bwd_key_kernel[(tiles, k.shape[0] * k.shape[1])](
+    _block_attention_bwd_key_kernel[(tiles * planes,)](
         *descriptors(tile.rows, q, grad),
         *descriptors(tile.columns, k, v, grad_k, grad_v),
         level,
@@ -106,6 +107,7 @@ def backward(
         *_column_arguments(full, partial, rows),
         scale,
         kv_blocks,
+        planes,
         *counts,
         **_constants(tile, q, rows),
     )
@@ -304,6 +306,20 @@ def _block_attention_bwd_query_kernel(
 
 
 @triton.jit
+def _sinks_first(program, tiles, planes):
+    """(key tile, plane) of a program: the first tiles of all planes come before everything else.
+
+    Every query attends them; begun late, one of them would be what the device waits for.
+    """
+    lead = tl.minimum(tiles, 4)
+    ahead = program < lead * planes
+    others = tl.maximum(program - lead * planes, 0)
+    rest = tl.maximum(tiles - lead, 1)
+    tile = tl.where(ahead, program // planes, lead + others % rest)
+    return tile, tl.where(ahead, program % planes, others // rest)
+
+
+@triton.jit
 def _block_attention_bwd_key_kernel(
     q,
     grad,
@@ -326,6 +342,7 @@ def _block_attention_bwd_key_kernel(
     last_stride,
     scale,
     kv_blocks,
+    planes,
     heads,
     kv_heads,
     plan_heads,
@@ -339,9 +356,10 @@ def _block_attention_bwd_key_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    start = tl.program_id(0) * COLUMNS
-    batch = tl.program_id(1) // kv_heads
-    kv_head = tl.program_id(1) % kv_heads
+    tile, plane = _sinks_first(tl.program_id(0), tl.num_programs(0) // planes, planes)
+    start = tile * COLUMNS
+    batch = plane // kv_heads
+    kv_head = plane % kv_heads
     group = heads // kv_heads
     first += batch.to(tl.int64) * first_stride
     last += batch.to(tl.int64) * last_stride
@@ -354,7 +372,7 @@ def _block_attention_bwd_key_kernel(
     for head in range(kv_head * group, kv_head * group + group):
         plan_head = head // (heads // plan_heads)
         column = (batch * plan_heads + plan_head).to(tl.int64) * kv_blocks + start // KEY_BLOCK
-        plane = (batch * heads + head).to(tl.int64) * term_room
+        terms = (batch * heads + head).to(tl.int64) * term_room
         for MASKED in tl.static_range(2):
             counts = partial_counts if MASKED else full_counts
             starts = partial_starts if MASKED else full_starts
@@ -365,7 +383,7 @@ def _block_attention_bwd_key_kernel(
                 query = row + tl.arange(0, ROWS)
                 queries = q.load([batch, head, row, 0]).reshape(ROWS, D)
                 grads = grad.load([batch, head, row, 0]).reshape(ROWS, D)
-                levels = tl.load(level + plane + query)
+                levels = tl.load(level + terms + query)
                 logits = tl.dot(keys, queries.T, input_precision=PRECISION)
                 weights = tl.exp2(logits * (scale * 1.4426950408889634) - levels[None, :])
                 if MASKED:
@@ -378,7 +396,7 @@ def _block_attention_bwd_key_kernel(
                 value_acc = tl.dot(weighed, grads, value_acc, input_precision=PRECISION)
                 slopes = tl.dot(values, grads.T, input_precision=PRECISION)
                 # not before: registers are short
-                deltas = tl.load(delta + plane + query)
+                deltas = tl.load(delta + terms + query)
                 slopes = (weights * (slopes - deltas[None, :])).to(queries.dtype)
                 key_acc = tl.dot(slopes, queries, key_acc, input_precision=PRECISION)
     key_acc = (key_acc * scale).to(keys.dtype)
