@@ -22,6 +22,7 @@ from transformers.masking_utils import causal_mask_function
 from cab_hf import engine
 from cab_hf.config import CabConfig
 from cab_hf.frame import Frame
+from cab_hf.ops import ffpa
 from cab_hf.plan import BlockPlan
 from cab_hf.predictor import make_predictor
 
@@ -335,11 +336,15 @@ def _dense(
     if mask.kv_length is not None:
         key, value = key[:, :, : mask.kv_length], value[:, :, : mask.kv_length]
     kv_length = key.shape[2]
-    if q_length >= engine.EXACT_BLOCK and mask.window is None and mask.kv_length is not None:
+    known = mask.kv_length is not None
+    if q_length >= engine.EXACT_BLOCK and mask.window is None and known:
         work = _workload(query, key, value, engine.EXACT_BLOCK, engine.EXACT_BLOCK)
-        if engine.exact(work) != "sdpa":
-            return _dense_by_blocks(query, key, value, mask, scale, engine.exact(work))
-    if mask.plain and mask.kv_length is not None and q_length in (1, kv_length):
+        name = engine.exact(work, q_length if mask.plain and q_length == kv_length else None)
+        if name == "ffpa":
+            return ffpa.attention(query, key, value, scale).transpose(1, 2)
+        if name != "sdpa":
+            return _dense_by_blocks(query, key, value, mask, scale, name)
+    if mask.plain and known and q_length in (1, kv_length):
         return sdpa_attention_forward(module, query, key, value, None, scaling=scale)[0]
     known = isinstance(mask.q_slot, int)
     reach = kv_length if mask.window is None else min(kv_length, mask.window + DENSE_CHUNK)
@@ -373,7 +378,7 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scale: floa
 def _dense_by_blocks(
     query: Tensor, key: Tensor, value: Tensor, mask: CabMask, scale: float, name: str
 ) -> Tensor:
-    """Exact attention by an engine, under a plan that keeps everything: large head dims."""
+    """Exact attention by an engine, under a plan that keeps everything."""
     frame = mask.frame(engine.EXACT_BLOCK, engine.EXACT_BLOCK, query.device)
     q, k, v = frame.queries(query), frame.keys(key), frame.keys(value)
     plan = BlockPlan.causal(frame.spans, 1, engine.EXACT_BLOCK, engine.EXACT_BLOCK)

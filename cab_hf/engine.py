@@ -9,10 +9,13 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from cab_hf.ops import reference
+from cab_hf.ops import ffpa, reference
 from cab_hf.plan import BlockPlan
 
 ENGINES = ("reference", "flex", "triton")
+# by the kernels that flex would run on; tests hold the order to what was measured, in
+# eval/results/speed-attention and eval/results/speed-attention-without-flash
+FASTEST = {"FLASH": ("flex", "triton"), "TRITON": ("triton", "flex")}
 # SDPA's fast kernels end here; beyond, all it has is memory-efficient attention
 SDPA_HEAD_DIM = 256
 # query and key blocks of the plan that keeps everything
@@ -78,18 +81,27 @@ def choose(engine: str, work: Workload) -> str:
 
 def fastest(work: Workload) -> tuple[str, ...]:
     """Engines for ``work`` on a GPU, the fastest first."""
-    return ("flex", "triton", "reference")
+    from cab_hf.ops import flex
+
+    backend = flex.backend(
+        work.device, work.head_dim, work.dtype, work.training, work.query_block, work.key_block
+    )
+    return *FASTEST[backend], "reference"
 
 
-def exact(work: Workload) -> str:
-    """What computes exact attention: ``"sdpa"``, or an engine under a plan that keeps everything.
+def exact(work: Workload, length: int | None) -> str:
+    """What computes exact attention: ``"sdpa"``, ``"ffpa"``, or an engine that keeps everything.
 
-    From eval/results/speed-attention-wide: above `SDPA_HEAD_DIM` our kernels outrun SDPA's and, up
-    to the head dim its own reach, ffpa-attn's.
+    ``length`` is that of queries and keys where nothing but causality masks them, else None. SDPA's
+    fast kernels take neither masks nor head dims above `SDPA_HEAD_DIM`.
     """
-    if work.head_dim > SDPA_HEAD_DIM and not unavailable("triton", work):
-        return "triton"
-    return "sdpa"
+    if unavailable("triton", work) or (length is not None and work.head_dim <= SDPA_HEAD_DIM):
+        return "sdpa"
+    if length is not None and not ffpa.unavailable(
+        work.device, work.head_dim, work.dtype, work.training, length
+    ):
+        return "ffpa"
+    return "triton"
 
 
 def label(engine: str, work: Workload) -> str:

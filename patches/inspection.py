@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from cab_hf import engine
 from cab_hf.attention import attended, dense_reason, settings
+from cab_hf.config import CabConfig
 
 
 def describe(
@@ -26,15 +27,20 @@ def describe(
         One line for the settings, then one line a run of layers that behave alike.
     """
     text = model.config.get_text_config()
-    if text._attn_implementation != "cab":
-        return f"attn_implementation is {text._attn_implementation!r}: cab_hf computes no layer."
+    name = text._attn_implementation
+    if name not in ("cab", "cab_dense"):
+        return f"attn_implementation is {name!r}: cab_hf computes no layer."
     config = settings(text)
     tokens = tokens or getattr(text, "max_position_embeddings", None) or config.min_length
     training = model.training if training is None else training
     layers = [
-        (index, _sentence(module, config, model.dtype, tokens, training))
+        (index, _sentence(module, config, model.dtype, tokens, training, name == "cab"))
         for index, module in attention_layers(model)
     ]
+    if name == "cab_dense":
+        return "\n".join(
+            [f"cab_dense: exact attention; a prompt of {tokens} tokens:", *_lines(layers)]
+        )
     if config.select == "clusters":
         budget = f"mass {config.mass}, bridges {config.bridges}"
     else:
@@ -43,8 +49,7 @@ def describe(
         f"cab: predictor {config.predictor} ({config.select}: {budget}), blocks "
         f"{config.query_block} x {config.key_block}; a prompt of {tokens} tokens:"
     )
-    lines = [f"  {_span(run)}: {run[0][1]}" for run in _runs(layers)]
-    return "\n".join([head, *lines])
+    return "\n".join([head, *_lines(layers)])
 
 
 def stats(model: PreTrainedModel, reset: bool = False) -> list[dict[str, Any]]:
@@ -72,12 +77,15 @@ def attention_layers(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
 
 
 def _sentence(
-    module: nn.Module, config: Any, dtype: torch.dtype, tokens: int, training: bool
+    module: nn.Module,
+    config: CabConfig,
+    dtype: torch.dtype,
+    tokens: int,
+    training: bool,
+    sparse: bool,
 ) -> str:
     window = getattr(module, "sliding_window", None)
-    reason = dense_reason(config, module.layer_idx, tokens, tokens, window)
-    if reason:
-        return f"dense, {reason}"
+    reason = dense_reason(config, module.layer_idx, tokens, tokens, window) if sparse else None
     weight, text = next(module.parameters()), module.config
     work = engine.Workload(
         device=weight.device.type,
@@ -87,7 +95,16 @@ def _sentence(
         query_block=config.query_block,
         key_block=config.key_block,
     )
-    return f"sparse, engine {engine.label(engine.choose(config.engine, work), work)}"
+    if sparse and not reason:
+        return f"sparse, engine {engine.label(engine.choose(config.engine, work), work)}"
+    by_blocks = tokens >= engine.EXACT_BLOCK and window is None
+    name = engine.exact(work, tokens) if by_blocks else "sdpa"
+    how = [] if reason and name == "sdpa" else [name]
+    return ", ".join(["dense", *([reason] if reason else []), *how])
+
+
+def _lines(layers: list[tuple[int, str]]) -> list[str]:
+    return [f"  {_span(run)}: {run[0][1]}" for run in _runs(layers)]
 
 
 def _runs(layers: list[tuple[int, str]]) -> list[list[tuple[int, str]]]:

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from cab_hf import BlockPlan, engine
 from cab_hf.frame import Frame
-from cab_hf.ops import flash, flex, reference
+from cab_hf.ops import ffpa, flash, flex, reference
 from cab_hf.plan import BlockLists, Spans
 
 SHAPES = [
@@ -260,7 +260,7 @@ HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
         pytest.param(HOPPER, {}, "FLASH", id="forward"),
         pytest.param(HOPPER, {"head_dim": 80}, "FLASH", id="d80"),
         pytest.param(HOPPER, {"training": True}, "FLASH", id="training"),
-        pytest.param(HOPPER, {"training": True, "head_dim": 80}, "TRITON", id="training-d80"),
+        pytest.param(HOPPER, {"training": True, "head_dim": 80}, "FLASH", id="training-d80"),
         pytest.param(HOPPER, {"head_dim": 100}, "TRITON", id="odd-head-dim"),
         pytest.param(HOPPER, {"dtype": torch.float32}, "TRITON", id="float32"),
         pytest.param(HOPPER, {"key_block": 32}, "TRITON", id="narrow-keys"),
@@ -270,7 +270,7 @@ HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
         pytest.param(
             BLACKWELL,
             {"query_block": 256, "key_block": 128, "training": True},
-            "TRITON",
+            "FLASH",
             id="blackwell-training",
         ),
         pytest.param(HOPPER, {"device": "cpu"}, "CPU", id="cpu"),
@@ -284,9 +284,7 @@ def test_flex_takes_flash_where_it_can(monkeypatch, capability, work, expected):
 def test_flash_needs_a_recent_package(monkeypatch):
     monkeypatch.setattr(flash, "version", lambda name: "4.0.0b1")
     monkeypatch.setattr(flash, "_missing", flash._missing.__wrapped__)
-    assert "b36 or later, not 4.0.0b1" in flash.unavailable(
-        HOPPER, 128, torch.bfloat16, False, 128, 64
-    )
+    assert "b36 or later, not 4.0.0b1" in flash.unavailable(HOPPER, 128, torch.bfloat16, 128, 64)
 
 
 @pytest.mark.parametrize(
@@ -300,8 +298,8 @@ def test_flash_needs_a_recent_package(monkeypatch):
         pytest.param(
             "flex",
             {"training": True},
-            "flex (FLASH, key blocks of 64 in pairs where that is faster)",
-            id="pairs",
+            "flex (FLASH, gradients by triton)",
+            id="routed",
         ),
         pytest.param("flex", {"training": True, "head_dim": 256}, "flex (FLASH)", id="d256"),
         pytest.param(
@@ -315,6 +313,32 @@ def test_flash_needs_a_recent_package(monkeypatch):
 def test_the_label_says_what_runs(monkeypatch, name, work, expected):
     pretend(monkeypatch, HOPPER)
     assert engine.label(name, engine.Workload(**workload(**work))) == expected
+
+
+@pytest.mark.parametrize(
+    ("work", "length", "expected"),
+    [
+        pytest.param({}, 4096, "sdpa", id="sdpa-has-a-fast-kernel"),
+        pytest.param({}, None, "triton", id="sdpa-is-slow-under-masks"),
+        pytest.param({"head_dim": 320}, 4096, "triton", id="d320"),
+        pytest.param({"head_dim": 512}, 4096, "ffpa", id="d512"),
+        pytest.param({"head_dim": 512}, 300, "triton", id="d512-short"),
+        pytest.param({"head_dim": 512}, None, "triton", id="d512-masked"),
+        pytest.param({"head_dim": 512, "training": True}, 4096, "triton", id="d512-training"),
+        pytest.param({"head_dim": 512, "device": "cpu"}, 4096, "sdpa", id="cpu"),
+    ],
+)
+def test_what_computes_exact_attention(monkeypatch, work, length, expected):
+    pretend(monkeypatch, HOPPER)
+    monkeypatch.setattr(ffpa, "_missing", lambda: None)
+    assert engine.exact(engine.Workload(**workload(**work)), length) == expected
+
+
+def test_ffpa_is_left_alone_where_it_is_not_installed(monkeypatch):
+    pretend(monkeypatch, HOPPER)
+    monkeypatch.setattr(ffpa, "find_spec", lambda name: None)
+    monkeypatch.setattr(ffpa, "_missing", ffpa._missing.__wrapped__)
+    assert engine.exact(engine.Workload(**workload(head_dim=512)), 4096) == "triton"
 
 
 def workload(**changes):

@@ -1,11 +1,8 @@
 """The flex engine's two backends on a CUDA device, forward and backward, against the reference."""
 
-import math
-
 import pytest
 import torch
 from attention_cases import assert_engine_within_budget, case, with_gradients
-from budget import assert_within_budget
 
 from cab_hf.ops import flash, flex, reference
 
@@ -41,7 +38,7 @@ CASES = [
 @pytest.fixture
 def hopper(gpu):
     """The device, where FLASH can run a backward."""
-    work = (128, torch.bfloat16, True, *WIDE)
+    work = (128, torch.bfloat16, *WIDE)
     reason = flash.unavailable(torch.cuda.get_device_capability(gpu), *work)
     if reason:
         pytest.skip(f"FLASH {reason}")
@@ -78,35 +75,18 @@ def test_flash_in_float16(hopper, shape, blocks):
     hold(shape, blocks, hopper, torch.float16)
 
 
-@pytest.mark.parametrize("fewest", [0, math.inf], ids=["pairs", "as-they-are"])
-@pytest.mark.parametrize("share", [0.7, 1.0])
 @pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param(model(), id="d128"),
-        pytest.param(model(q_length=333, heads=9, kv_heads=3, dim=64), id="d64"),
-        pytest.param(model(dim=96, heads=2, plan_heads=2), id="d96-group-1"),
-        pytest.param(model(batch=2, layout="packed"), id="packed"),
-        pytest.param(model(batch=2, layout="padded"), id="padded"),
-        pytest.param(model(q_length=300, kv_length=1111, kv_heads=8), id="chunk"),
-    ],
+    ("dim", "blocks", "own"),
+    [(128, WIDE, True), (128, NARROW, False), (256, NARROW, True), (192, WIDE, False)],
 )
-def test_key_blocks_of_64_are_walked_in_pairs_or_as_they_are(
-    hopper, monkeypatch, shape, share, fewest
-):
-    monkeypatch.setattr(flash, "PAIRS_A_ROW", fewest)
-    hold({**shape, "share": share}, NARROW, hopper)
+def test_gradients_of_other_blocks_than_its_tiles_are_routed(hopper, dim, blocks, own):
+    assert flash.own_backward(dim, *blocks) == own
 
 
 @pytest.mark.parametrize("dim", [16, 40, 80, 160, 224])
-def test_flash_forward_alone(hopper, dim):
-    """Head dims whose gradients FLASH is not trusted with."""
-    runs("TRITON", NARROW, dim=dim)
-    q, k, v, _, plan = case(hopper, torch.bfloat16, NARROW, **model(dim=dim))
-    runs("FLASH", NARROW, training=False, dim=dim)
-    with torch.no_grad():
-        found = flex.attention(q, k, v, plan, 0.1)
-    assert_within_budget(found, lambda *x: reference.attention(*x, plan, 0.1), q, k, v)
+def test_flash_of_head_dims_whose_gradients_are_routed(hopper, dim):
+    runs("FLASH", NARROW, dim=dim)
+    hold(model(dim=dim), NARROW, hopper)
 
 
 @pytest.mark.parametrize("blocks", [WIDE, NARROW], ids=["128x128", "128x64"])
@@ -158,9 +138,9 @@ def test_flash_forward_never_waits_for_the_device(hopper):
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_flash_is_captured_in_a_cuda_graph(hopper):
-    """Forward and backward; the latter walks key blocks as they are, since looking would wait."""
-    q, k, v, grad, plan = case(hopper, torch.bfloat16, NARROW, **model())
+@pytest.mark.parametrize("blocks", [WIDE, NARROW], ids=["128x128", "128x64"])
+def test_flash_is_captured_in_a_cuda_graph(hopper, blocks):
+    q, k, v, grad, plan = case(hopper, torch.bfloat16, blocks, **model())
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
     def step():
@@ -169,8 +149,7 @@ def test_flash_is_captured_in_a_cuda_graph(hopper):
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flash, "PAIRS_A_ROW", math.inf)
+    with torch.cuda.stream(side):
         meant = [x.clone() for x in step()]
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()

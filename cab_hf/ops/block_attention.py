@@ -78,9 +78,8 @@ def _forward_op(
     key_block: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    full = BlockLists(full_counts, full_indices)
-    partial = BlockLists(partial_counts, partial_indices)
-    rows = Rows(full, partial, first, last, query_block, key_block)
+    lists = (full_counts, full_indices, partial_counts, partial_indices)
+    rows = _rows(*lists, first, last, query_block, key_block)
     return _way(q).forward(q, k, v, rows, scale)
 
 
@@ -90,7 +89,7 @@ def _(q, k, v, *_):
 
 
 @torch.library.custom_op("cab_hf::block_attention_backward", mutates_args=())
-def _backward_op(
+def backward_op(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -107,13 +106,12 @@ def _backward_op(
     key_block: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    full = BlockLists(full_counts, full_indices)
-    partial = BlockLists(partial_counts, partial_indices)
-    rows = Rows(full, partial, first, last, query_block, key_block)
+    lists = (full_counts, full_indices, partial_counts, partial_indices)
+    rows = _rows(*lists, first, last, query_block, key_block)
     return _way(q).backward(grad, q, k, v, out, lse, rows, scale)
 
 
-@_backward_op.register_fake
+@backward_op.register_fake
 def _(grad, q, k, v, *_):
     return tuple(map(like, (q, k, v)))
 
@@ -125,11 +123,27 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad, _):
-    grads = _backward_op(grad, *ctx.saved_tensors, ctx.query_block, ctx.key_block, ctx.scale)
+    grads = backward_op(grad, *ctx.saved_tensors, ctx.query_block, ctx.key_block, ctx.scale)
     return *grads, *(None,) * 9
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)
+
+
+def _rows(
+    full_counts: Tensor,
+    full_indices: Tensor,
+    partial_counts: Tensor,
+    partial_indices: Tensor,
+    first: Tensor,
+    last: Tensor,
+    query_block: int,
+    key_block: int,
+) -> Rows:
+    full = BlockLists(full_counts, full_indices)
+    partial = BlockLists(partial_counts, partial_indices)
+    first, last = (x if x.stride(-1) == 1 else x.contiguous() for x in (first, last))
+    return Rows(full, partial, first, last, query_block, key_block)
 
 
 def _way(q: Tensor) -> ModuleType:

@@ -19,7 +19,10 @@ LOG2_E = 1.4426950408889634
 
 
 class Rows(NamedTuple):
-    """A plan as the kernels read it; ``first`` and ``last`` are its spans, int32 [B, N_q]."""
+    """A plan as the kernels read it; ``first`` and ``last`` are its spans, int32 [B, N_q].
+
+    The last dimension of both has stride 1.
+    """
 
     full: BlockLists
     partial: BlockLists
@@ -79,15 +82,14 @@ def descriptors(length: int, *tensors: Tensor) -> list[TensorDescriptor]:
 
 
 def row_arguments(rows: Rows) -> tuple:
-    first, last = (x if x.stride(-1) == 1 else x.contiguous() for x in (rows.first, rows.last))
     lists = (rows.full, rows.partial)
     return (
         *(tensor for part in lists for tensor in (part.counts, part.indices)),
         *(part.width for part in lists),
-        first,
-        last,
-        first.stride(0),
-        last.stride(0),
+        rows.first,
+        rows.last,
+        rows.first.stride(0),
+        rows.last.stride(0),
     )
 
 

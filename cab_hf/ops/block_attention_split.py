@@ -54,56 +54,69 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float) -> tuple[
     """(out [B, H, N_q, D], log-sum-exp float32 [B, H, N_q])."""
     q, k, v = map(described, (q, k, v))
     out, lse = like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    for piece in _pieces(rows, q, matrices=1):
+        _forward_piece(q, k, v, out, lse, piece, scale)
+    return out, lse
+
+
+def _forward_piece(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    piece: Piece,
+    scale: float,
+) -> None:
+    # a function of its own, so that weights are given back before those of the next piece
     batch, heads = q.shape[:2]
     stretch = _stretch(q)
-    for piece in _pieces(rows, q, stretch, matrices=1):
-        begin, tokens, keys, part = piece
-        weights = _matrix(q, piece)
-        stretches = keys // stretch
-        tops, totals = (
-            q.new_empty(batch * heads, stretches, tokens, dtype=torch.float32) for _ in range(2)
-        )
-        tile = _row_tile(rows)
-        grid = (stretches, tokens // tile, batch * heads)
-        _block_attention_split_weights_kernel[grid](
-            *_chunked(tile, q),
-            k,
-            *_chunked(stretch, k),
-            *k.stride()[:3],
-            *_tiled(weights, tile, stretch),
-            tops,
-            totals,
-            *row_arguments(part),
-            scale * LOG2_E,
-            begin,
-            tokens,
-            k.shape[2],
-            *sizes(q, k, part),
-            **_constants(q, rows),
-            STRETCH=stretch,
-            **SCHEDULE,
-        )
-        _block_attention_split_levels_kernel[(tokens // tile, batch * heads)](
-            tops,
-            totals,
-            lse,
-            part.full.counts,
-            part.partial.counts,
-            part.last,
-            part.last.stride(0),
-            stretches,
-            begin,
-            tokens,
-            *sizes(q, k, part),
-            QUERY_BLOCK=rows.query_block,
-            KEY_BLOCK=rows.key_block,
-            ROWS=tile,
-            STRETCH=stretch,
-            STRETCHES=STRETCHES,
-            num_warps=4,
-        )
-        _multiply_rows(weights, v, out, part, begin, q, k, 1.0, stretch, tops, lse)
-    return out, lse
+    begin, tokens, keys, rows = piece
+    weights = _matrix(q, piece)
+    stretches = keys // stretch
+    tops, totals = (
+        q.new_empty(batch * heads, stretches, tokens, dtype=torch.float32) for _ in range(2)
+    )
+    tile = _row_tile(rows)
+    grid = (stretches, tokens // tile, batch * heads)
+    _block_attention_split_weights_kernel[grid](
+        *_chunked(tile, q),
+        k,
+        *_chunked(stretch, k),
+        *k.stride()[:3],
+        *_tiled(weights, tile, stretch),
+        tops,
+        totals,
+        *row_arguments(rows),
+        scale * LOG2_E,
+        begin,
+        tokens,
+        k.shape[2],
+        *sizes(q, k, rows),
+        **_constants(q, rows),
+        STRETCH=stretch,
+        **SCHEDULE,
+    )
+    _block_attention_split_levels_kernel[(tokens // tile, batch * heads)](
+        tops,
+        totals,
+        lse,
+        rows.full.counts,
+        rows.partial.counts,
+        rows.last,
+        rows.last.stride(0),
+        stretches,
+        begin,
+        tokens,
+        *sizes(q, k, rows),
+        QUERY_BLOCK=rows.query_block,
+        KEY_BLOCK=rows.key_block,
+        ROWS=tile,
+        STRETCH=stretch,
+        STRETCHES=STRETCHES,
+        num_warps=4,
+    )
+    _multiply_rows(weights, v, out, rows, begin, q, k, 1.0, stretch, tops, lse)
 
 
 def backward(
@@ -122,41 +135,57 @@ def backward(
     grad_q = like(q)
     # summed over pieces
     grad_k, grad_v = (torch.zeros_like(like(x), dtype=torch.float32) for x in (k, v))
+    for piece in _pieces(rows, q, matrices=2):
+        _backward_piece(grad, q, k, v, (level, delta), (grad_q, grad_k, grad_v), piece, scale)
+    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
+def _backward_piece(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor, Tensor],
+    piece: Piece,
+    scale: float,
+) -> None:
+    """Write the piece's rows of the first of ``grads``, and add to the others."""
+    level, delta = terms
+    grad_q, grad_k, grad_v = grads
     batch, heads = q.shape[:2]
     stretch = _stretch(q)
-    for piece in _pieces(rows, q, stretch, matrices=2):
-        begin, tokens, keys, part = piece
-        weights, slopes = (_matrix(q, piece) for _ in range(2))
-        tile = _row_tile(rows)
-        grid = (keys // stretch, tokens // tile, batch * heads)
-        _block_attention_split_slopes_kernel[grid](
-            *_chunked(tile, q, grad),
-            k,
-            v,
-            *_chunked(stretch, k, v),
-            *k.stride()[:3],
-            *v.stride()[:3],
-            *_tiled(weights, tile, stretch),
-            *_tiled(slopes, tile, stretch),
-            level,
-            delta,
-            level.shape[2],
-            *row_arguments(part),
-            scale * LOG2_E,
-            begin,
-            tokens,
-            k.shape[2],
-            *sizes(q, k, part),
-            **_constants(q, rows),
-            STRETCH=stretch,
-            **SCHEDULE,
-        )
-        _multiply_rows(slopes, k, grad_q, part, begin, q, k, scale, stretch)
-        kv_blocks = triton.cdiv(k.shape[2], rows.key_block)
-        columns = [pack_columns(lists, kv_blocks) for lists in (part.full, part.partial)]
-        _multiply_columns(weights, grad, grad_v, part, columns, begin, k, 1.0)
-        _multiply_columns(slopes, q, grad_k, part, columns, begin, k, scale)
-    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
+    begin, tokens, keys, rows = piece
+    weights, slopes = (_matrix(q, piece) for _ in range(2))
+    tile = _row_tile(rows)
+    grid = (keys // stretch, tokens // tile, batch * heads)
+    _block_attention_split_slopes_kernel[grid](
+        *_chunked(tile, q, grad),
+        k,
+        v,
+        *_chunked(stretch, k, v),
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *_tiled(weights, tile, stretch),
+        *_tiled(slopes, tile, stretch),
+        level,
+        delta,
+        level.shape[2],
+        *row_arguments(rows),
+        scale * LOG2_E,
+        begin,
+        tokens,
+        k.shape[2],
+        *sizes(q, k, rows),
+        **_constants(q, rows),
+        STRETCH=stretch,
+        **SCHEDULE,
+    )
+    _multiply_rows(slopes, k, grad_q, rows, begin, q, k, scale, stretch)
+    kv_blocks = triton.cdiv(k.shape[2], rows.key_block)
+    columns = [pack_columns(lists, kv_blocks) for lists in (rows.full, rows.partial)]
+    _multiply_columns(weights, grad, grad_v, rows, columns, begin, k, 1.0)
+    _multiply_columns(slopes, q, grad_k, rows, columns, begin, k, scale)
 
 
 class Piece(NamedTuple):
@@ -175,10 +204,11 @@ class Piece(NamedTuple):
     rows: Rows
 
 
-def _pieces(rows: Rows, q: Tensor, stretch: int, matrices: int) -> Iterator[Piece]:
+def _pieces(rows: Rows, q: Tensor, matrices: int) -> Iterator[Piece]:
     """The plan in pieces of as many query blocks as ``matrices`` of weights may be held for."""
     block = rows.query_block
     room = WORKSPACE // (matrices * q.shape[0] * q.shape[1] * block * q.element_size())
+    stretch = _stretch(q)
     longest = [_padded(max(1, keys), stretch) for keys in _longest(rows)]
     begin = 0
     while begin < len(longest):

@@ -1,10 +1,10 @@
 """Attention under a plan by flash-attn-4's kernels: the FLASH backend of the flex engine.
 
 What FlexAttention's own FLASH backend generates is called here directly: no graph is compiled for
-every shape, the plan's compact lists are taken as they are, and tiles are chosen for the plan's
-blocks. flash-attn-4 walks key blocks of one tile and query blocks of whole tiles; lists of wider
-key blocks are split to its tile. In the backward, blocks of 64 keys that come in pairs are walked
-as one of 128, which costs less, and gradients of the two walks are added.
+every shape, and the plan's compact lists are taken as they are. flash-attn-4 walks key blocks of
+one tile and query blocks of whole tiles; lists of wider key blocks are split to its tile. Its
+backward takes the blocks that are its tiles (`own_backward`); for all others the gradients are
+computed by our own kernels, from the output and log-sum-exp of its forward.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from types import FunctionType, SimpleNamespace
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import torch
 import triton
@@ -21,6 +20,7 @@ import triton.language as tl
 from packaging.version import Version
 from torch import Tensor
 
+from cab_hf.ops import block_attention
 from cab_hf.ops.transpose import transpose
 from cab_hf.plan import BlockLists, BlockPlan
 
@@ -29,8 +29,8 @@ PACKAGE = "flash-attn-4"
 LEAST_VERSION = "4.0.0b36"
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
-# head dims whose gradients were seen to be right; those of 80, for one, are not
-TRAINED_HEAD_DIMS = (64, 96, 128, 192, 256)
+# head dim -> (query, key) tile of the backward where there are lists, on Hopper
+BACKWARD_TILES = {64: (128, 128), 96: (64, 128), 128: (64, 128), 256: (64, 64)}
 HOPPER = 9
 BLACKWELL = (10, 11)
 # what one step of the Blackwell kernel takes under block sparsity
@@ -39,19 +39,15 @@ BLACKWELL_BLOCKS = (256, 128)
 TILE = 64
 # above this head dim a tile of 128 keys does not fit beside its pipeline
 WIDE_HEAD_DIM = 128
-# How many pairs a query block must have for a second walk to pay, on average. On an H200 key blocks
-# of 64 are walked at 376 TFLOP/s and of 128 at 544, which saves 17 ns a pair of 128 queries, 128
-# channels; reading and adding gradients once more moves 460 KB for these, which is 115 ns.
-PAIRS_A_ROW = 7
 BLANK_ROWS = 32
-CHUNK = 128
+# bytes up to which transposed lists are as wide as they could be: to know their width is a wait
+WIDE_LISTS = 64 << 20
 
 
 def unavailable(
     capability: tuple[int, int],
     head_dim: int,
     dtype: torch.dtype,
-    training: bool,
     query_block: int,
     key_block: int,
 ) -> str | None:
@@ -67,12 +63,15 @@ def unavailable(
     rows, columns = BLACKWELL_BLOCKS if blackwell else (TILE, TILE)
     if query_block % rows or key_block % columns:
         return f"takes multiples of {rows} x {columns} as blocks, not {query_block} x {key_block}"
-    if training and blackwell:
-        return "trains on Hopper"
-    if training and head_dim not in TRAINED_HEAD_DIMS:
-        known = ", ".join(map(str, TRAINED_HEAD_DIMS))
-        return f"trains with head dims {known}, not {head_dim}"
     return _missing()
+
+
+def own_backward(head_dim: int, query_block: int, key_block: int) -> bool:
+    """Whether flash-attn-4 computes the gradients itself."""
+    if head_dim not in BACKWARD_TILES or torch.cuda.get_device_capability()[0] != HOPPER:
+        return False
+    rows, columns = BACKWARD_TILES[head_dim]
+    return query_block % rows == 0 and key_block % columns == 0
 
 
 @cache
@@ -183,27 +182,24 @@ def _backward_op(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     flash = _flash()
-    heads, dim, kv_length = q.shape[1], q.shape[3], k.shape[2]
+    heads, kv_length = q.shape[1], k.shape[2]
+    _, tile = BACKWARD_TILES[q.shape[3]]
     # an infinite sum leaves padding queries, which full blocks do not mask, no weight
     lse = lse.masked_fill((last < 0).unsqueeze(1), torch.inf)
-    inputs = [x.transpose(1, 2) for x in (q, k, v, out, grad)]
-    whole = Walk(
-        BlockLists(partial_counts, partial_indices),
-        BlockLists(full_counts, full_indices),
-        key_block,
+    lists = (
+        by_tile(part, key_block, tile, kv_length).for_heads(heads)
+        for part in (
+            BlockLists(partial_counts, partial_indices),
+            BlockLists(full_counts, full_indices),
+        )
     )
-    total: tuple[Tensor, ...] = ()
-    for walk in walks(whole, kv_length, dim):
-        tile = key_tile(dim, walk.key_block)
-        lists = (
-            by_tile(part, walk.key_block, tile, kv_length).for_heads(heads)
-            for part in (walk.partial, walk.full)
-        )
-        found = flash.backward(dim, query_block, tile)(
-            *inputs, lse, scale, **_sparsity(flash, *lists, (query_block, tile), first, last)
-        )
-        total = tuple(x.add_(y) for x, y in zip(total, found, strict=True)) if total else found
-    return tuple(x.transpose(1, 2) for x in total)
+    found = flash.backward(
+        *(x.transpose(1, 2) for x in (q, k, v, out, grad)),
+        lse,
+        scale,
+        **_sparsity(flash, *lists, (query_block, tile), first, last),
+    )
+    return tuple(x.transpose(1, 2) for x in found)
 
 
 @_backward_op.register_fake
@@ -218,7 +214,10 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad, _):
-    grads = _backward_op(grad, *ctx.saved_tensors, ctx.query_block, ctx.key_block, ctx.scale)
+    blocks = (ctx.query_block, ctx.key_block)
+    own = own_backward(ctx.saved_tensors[0].shape[3], *blocks)
+    differentiate = _backward_op if own else block_attention.backward_op
+    grads = differentiate(grad, *ctx.saved_tensors, *blocks, ctx.scale)
     return *grads, *(None,) * 9
 
 
@@ -255,8 +254,11 @@ def by_tile(lists: BlockLists, key_block: int, tile: int, kv_length: int) -> Blo
 
 
 def transposed(lists: BlockLists, columns: int) -> BlockLists:
-    """`BlockLists.transpose` on the GPU, as wide as the longest list; captured, as it may be."""
-    return transpose(lists, columns, lists.counts.shape[2] if _capturing() else None)
+    """`BlockLists.transpose` on the GPU; large lists, unless captured, wait to be no wider."""
+    rows = lists.counts.shape[2]
+    bytes_at_most = lists.counts.shape[0] * lists.counts.shape[1] * columns * rows * 4
+    wide = bytes_at_most <= WIDE_LISTS or _capturing()
+    return transpose(lists, columns, rows if wide else None)
 
 
 def finer_rows(lists: BlockLists, parts: int, rows: int) -> BlockLists:
@@ -277,111 +279,6 @@ def _capturing() -> bool:
 
 def _each(lists: BlockLists, change: Callable[[Tensor], Tensor]) -> BlockLists:
     return BlockLists(change(lists.counts), change(lists.indices))
-
-
-# --- pairs of narrow blocks
-
-
-class Walk(NamedTuple):
-    """Lists that the backward goes through in one call, [B, P, M_q], of one key block."""
-
-    partial: BlockLists
-    full: BlockLists
-    key_block: int
-
-
-def joins(head_dim: int, key_block: int) -> bool:
-    """Whether two key blocks of this size fit into one tile of the backward."""
-    return key_block == TILE and head_dim <= WIDE_HEAD_DIM
-
-
-def walks(whole: Walk, kv_length: int, head_dim: int) -> list[Walk]:
-    """``whole``, or its pairs and its rest where that costs less; waits for the device to know."""
-    if not joins(head_dim, whole.key_block) or _capturing():
-        return [whole]
-    columns = -(-kv_length // whole.key_block)
-    full, full_rest = in_pairs(whole.full, columns)
-    # the last block of an odd number is cut as it is: it may stand in a partial pair alone
-    partial, partial_rest = in_pairs(whole.partial, columns, odd=True)
-    sums = [x.counts.sum() for x in (full, partial, full_rest, partial_rest)]
-    pairs, rest = torch.stack([sums[0] + sums[1], sums[2] + sums[3]]).tolist()
-    joined = Walk(partial, full, 2 * whole.key_block)
-    if rest == 0:
-        return [joined]
-    if pairs < PAIRS_A_ROW * full.counts.numel():
-        return [whole]
-    return [joined, Walk(partial_rest, full_rest, whole.key_block)]
-
-
-def in_pairs(lists: BlockLists, columns: int, odd: bool = False) -> tuple[BlockLists, BlockLists]:
-    """(blocks 2i and 2i + 1 listed together, as block i; the rest as it was).
-
-    With ``odd`` the last of an odd number of ``columns`` needs no other to be a pair.
-    """
-    width = lists.width
-    pairs, rest = (
-        BlockLists(
-            torch.empty_like(lists.counts), lists.indices.new_zeros(*lists.counts.shape, max(1, x))
-        )
-        for x in (width // 2 + 1, width)
-    )
-    _pair_kernel[(lists.counts.numel(),)](
-        lists.counts,
-        lists.indices,
-        pairs.counts,
-        pairs.indices,
-        rest.counts,
-        rest.indices,
-        width,
-        pairs.width,
-        rest.width,
-        columns - 1 if odd else -1,
-        CHUNK=CHUNK,
-        num_warps=1,
-    )
-    return pairs, rest
-
-
-@triton.jit
-def _pair_kernel(
-    counts,
-    indices,
-    pair_counts,
-    pair_indices,
-    rest_counts,
-    rest_indices,
-    width,
-    pair_width,
-    rest_width,
-    alone,
-    CHUNK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    count = tl.load(counts + row)
-    indices += row * width
-    pair_indices += row * pair_width
-    rest_indices += row * rest_width
-    pairs = 0
-    rest = 0
-    for start in range(0, count, CHUNK):
-        # [CHUNK]
-        slot = start + tl.arange(0, CHUNK)
-        listed = slot < count
-        column = tl.load(indices + slot, mask=listed, other=0)
-        before = tl.load(indices + slot - 1, mask=listed & (slot > 0), other=-2)
-        after = tl.load(indices + slot + 1, mask=slot + 1 < count, other=-2)
-        even = column % 2 == 0
-        opens = listed & even & ((after == column + 1) | (column == alone))
-        closes = listed & (column % 2 == 1) & (before == column - 1)
-        left = listed & (opens == 0) & (closes == 0)
-        place = pairs + tl.cumsum(opens.to(tl.int32), 0) - 1
-        tl.store(pair_indices + place, column // 2, mask=opens)
-        place = rest + tl.cumsum(left.to(tl.int32), 0) - 1
-        tl.store(rest_indices + place, column, mask=left)
-        pairs += tl.sum(opens.to(tl.int32), 0)
-        rest += tl.sum(left.to(tl.int32), 0)
-    tl.store(pair_counts + row, pairs)
-    tl.store(rest_counts + row, rest)
 
 
 # --- padding queries
@@ -454,46 +351,12 @@ def _flash() -> SimpleNamespace:
         last = spans[1][batch[0], query[0]]
         return (key >= first) & (key <= last)
 
-    @cache
-    def backward(head_dim: int, query_block: int, key_tile: int) -> Callable:
-        numbers = backward_tiles(head_dim, query_block, key_tile)
-        if numbers is None:
-            return interface._flash_attn_bwd
-        tiles = interface.BwdConfig(*numbers)
-        # its tiles are no arguments on Hopper: the same code, with a choice of tiles of its own
-        own = {**vars(interface), "_tile_size_bwd_sm90": lambda *_, **__: tiles}
-        return FunctionType(
-            interface._flash_attn_bwd.__code__, own, argdefs=interface._flash_attn_bwd.__defaults__
-        )
-
     return SimpleNamespace(
         forward=interface._flash_attn_fwd,
-        backward=backward,
+        backward=interface._flash_attn_bwd,
         lists=BlockSparseTensorsTorch,
         in_span=in_span,
     )
-
-
-def backward_tiles(head_dim: int, query_block: int, key_tile: int) -> tuple | None:
-    """flash-attn-4's ``BwdConfig`` for these tiles on Hopper; None where its own choice fits.
-
-    In order: query and key tile; stages of Q, dO and P; whether S, dK and dQ are computed
-    transposed; warp groups along the rows of S, of dK and of dQ.
-    """
-    whole = query_block % (2 * TILE) == 0
-    if key_tile == 2 * TILE:
-        if whole or head_dim > TILE:
-            return None
-        return TILE, 2 * TILE, 2, 2, 2, True, False, False, 1, 2, 1
-    if head_dim > 3 * TILE:
-        return None
-    if head_dim > WIDE_HEAD_DIM:
-        return TILE, TILE, 1, 1, 1, False, False, False, 1, 1, 1
-    if whole:
-        # shared memory holds a second stage of dO and P only beside narrow heads
-        deep = 2 if head_dim <= TILE else 1
-        return 2 * TILE, TILE, 2, deep, deep, False, False, False, 2, 1, 2
-    return TILE, TILE, 2, 2, 2, False, False, False, 1, 1, 1
 
 
 def _sparsity(

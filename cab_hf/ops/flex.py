@@ -69,7 +69,7 @@ def backend(
     from cab_hf.ops import flash
 
     capability = torch.cuda.get_device_capability()
-    reason = flash.unavailable(capability, head_dim, dtype, training, query_block, key_block)
+    reason = flash.unavailable(capability, head_dim, dtype, query_block, key_block)
     return "TRITON" if reason else "FLASH"
 
 
@@ -83,8 +83,8 @@ def manner(
     if name == "FLASH":
         from cab_hf.ops import flash
 
-        pairs = f"{name}, key blocks of {key_block} in pairs where that is faster"
-        return pairs if flash.joins(head_dim, key_block) else name
+        own = flash.own_backward(head_dim, query_block, key_block)
+        return name if own else f"{name}, gradients by triton"
     rows, columns = merged_blocks(query_block, key_block)
     if (rows, columns) == (query_block, key_block):
         return name

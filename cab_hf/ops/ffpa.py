@@ -1,0 +1,44 @@
+"""Exact attention of large heads by ffpa-attn's CuTe kernels, where they outrun our own."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16)
+# where it is faster than block attention under a plan that keeps everything: measured in
+# eval/results/speed-attention-wide, on Hopper, forward
+FASTER_AT = (512,)
+HOPPER = 9
+# shorter inputs it hands over to SDPA
+LEAST_LENGTH = 512
+
+
+def unavailable(
+    device: str, head_dim: int, dtype: torch.dtype, training: bool, length: int
+) -> str | None:
+    """Why this is not the kernel to run, as half a sentence; None when it is."""
+    if device != "cuda" or torch.cuda.get_device_capability()[0] != HOPPER:
+        return "is measured on Hopper GPUs"
+    if training or head_dim not in FASTER_AT or dtype not in DTYPES:
+        return f"is faster in forward passes of head dims {FASTER_AT} in 16 bits"
+    if length < LEAST_LENGTH:
+        return f"hands fewer than {LEAST_LENGTH} tokens over to SDPA"
+    return _missing()
+
+
+@cache
+def _missing() -> str | None:
+    if any(find_spec(name) is None for name in ("ffpa_attn", "cutlass")):
+        return "needs the packages ffpa-attn and nvidia-cutlass-dsl, which are not installed"
+    return None
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention, [B, H, N, D], of q [B, H, N, D] over k and v [B, H_kv, N, D]."""
+    from ffpa_attn import ffpa_attn_func
+
+    return ffpa_attn_func(q, k, v, is_causal=True, scale=scale, enable_gqa=True, backend="cutedsl")
