@@ -44,7 +44,7 @@ def unavailable(engine: str, work: Workload) -> str | None:
     if engine == "reference":
         return None
     if engine == "triton":
-        if find_spec("triton") is None:
+        if not _has_triton():
             return "needs the package triton, which is not installed"
         from cab_hf.ops import block_attention
 
@@ -55,6 +55,12 @@ def unavailable(engine: str, work: Workload) -> str | None:
     return flex.unavailable(
         work.device, work.head_dim, work.dtype, work.training, work.query_block, work.key_block
     )
+
+
+# a constant where a model is compiled: finding packages is not traced
+@torch.compiler.assume_constant_result
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def choose(engine: str, work: Workload) -> str:
