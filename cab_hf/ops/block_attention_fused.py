@@ -37,6 +37,8 @@ class Tile(NamedTuple):
     stages: int
 
 
+# key tiles at the start, sinks, whose gradients are summed a head at a time
+LEAD = 4
 # head dims up to which they hold -> tiles, from `speed attention` on an H200
 FORWARD_TILES = {64: Tile(128, 64, 4, 2), 128: Tile(128, 64, 4, 2), 256: Tile(128, 64, 8, 2)}
 QUERY_GRADIENT_TILES = {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 4, 2)}
@@ -95,22 +97,31 @@ def backward(
 
     tile = _tile(KEY_GRADIENT_TILES, q, rows)
     tiles = triton.cdiv(k.shape[2], tile.columns)
-    planes = k.shape[0] * k.shape[1]
+    lead = min(LEAD, tiles)
+    batch, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
+    part_k, part_v = (
+        x.new_empty(batch, heads, lead * tile.columns, x.shape[3], dtype=torch.float32)
+        for x in (k, v)
+    )
     kv_blocks = triton.cdiv(k.shape[2], rows.key_block)
     full, partial = (pack_columns(lists, kv_blocks) for lists in (rows.full, rows.partial))
-    _block_attention_bwd_key_kernel[(tiles * planes,)](
+    _block_attention_bwd_key_kernel[(batch * (lead * heads + (tiles - lead) * kv_heads),)](
         *descriptors(tile.rows, q, grad),
-        *descriptors(tile.columns, k, v, grad_k, grad_v),
+        *descriptors(tile.columns, k, v, grad_k, grad_v, part_k, part_v),
         level,
         delta,
         level.shape[2],
         *_column_arguments(full, partial, rows),
         scale,
         kv_blocks,
-        planes,
+        lead,
+        q.shape[0],
         *counts,
         **_constants(tile, q, rows),
     )
+    for target, parts in ((grad_k, part_k), (grad_v, part_v)):
+        first = target[:, :, : parts.shape[2]]
+        first.copy_(parts.unflatten(1, (kv_heads, -1)).sum(2)[:, :, : first.shape[2]])
     return grad_q, grad_k, grad_v
 
 
@@ -306,17 +317,21 @@ def _block_attention_bwd_query_kernel(
 
 
 @triton.jit
-def _sinks_first(program, tiles, planes):
-    """(key tile, plane) of a program: the first tiles of all planes come before everything else.
+def _sinks_first(program, lead, batch, heads, kv_heads, tiles):
+    """(key tile, batch row, first head, heads) of a program.
 
-    Every query attends them; begun late, one of them would be what the device waits for.
+    Every query attends the first ``lead`` key tiles, which would be what the device waits for: they
+    come before everything else, and each head of a group has a program of its own.
     """
-    lead = tl.minimum(tiles, 4)
-    ahead = program < lead * planes
-    others = tl.maximum(program - lead * planes, 0)
+    alone = lead * batch * heads
+    ahead = program < alone
+    other = tl.maximum(program - alone, 0)
     rest = tl.maximum(tiles - lead, 1)
-    tile = tl.where(ahead, program // planes, lead + others % rest)
-    return tile, tl.where(ahead, program % planes, others // rest)
+    plane = tl.where(ahead, program % (batch * heads), other // rest)
+    group = tl.where(ahead, 1, heads // kv_heads)
+    per_row = tl.where(ahead, heads, kv_heads)
+    tile = tl.where(ahead, program // (batch * heads), lead + other % rest)
+    return tile, plane // per_row, plane % per_row * group, group
 
 
 @triton.jit
@@ -327,6 +342,8 @@ def _block_attention_bwd_key_kernel(
     v,
     grad_k,
     grad_v,
+    part_k,
+    part_v,
     level,
     delta,
     term_room,
@@ -342,7 +359,8 @@ def _block_attention_bwd_key_kernel(
     last_stride,
     scale,
     kv_blocks,
-    planes,
+    lead,
+    batches,
     heads,
     kv_heads,
     plan_heads,
@@ -356,11 +374,12 @@ def _block_attention_bwd_key_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    tile, plane = _sinks_first(tl.program_id(0), tl.num_programs(0) // planes, planes)
+    tiles = (tl.num_programs(0) // batches - lead * heads) // kv_heads + lead
+    tile, batch, first_head, group = _sinks_first(
+        tl.program_id(0), lead, batches, heads, kv_heads, tiles
+    )
     start = tile * COLUMNS
-    batch = plane // kv_heads
-    kv_head = plane % kv_heads
-    group = heads // kv_heads
+    kv_head = first_head // (heads // kv_heads)
     first += batch.to(tl.int64) * first_stride
     last += batch.to(tl.int64) * last_stride
     key = start + tl.arange(0, COLUMNS)
@@ -369,7 +388,7 @@ def _block_attention_bwd_key_kernel(
 
     key_acc = tl.zeros((COLUMNS, D), tl.float32)
     value_acc = tl.zeros((COLUMNS, D), tl.float32)
-    for head in range(kv_head * group, kv_head * group + group):
+    for head in range(first_head, first_head + group):
         plan_head = head // (heads // plan_heads)
         column = (batch * plan_heads + plan_head).to(tl.int64) * kv_blocks + start // KEY_BLOCK
         terms = (batch * heads + head).to(tl.int64) * term_room
@@ -399,7 +418,11 @@ def _block_attention_bwd_key_kernel(
                 deltas = tl.load(delta + terms + query)
                 slopes = (weights * (slopes - deltas[None, :])).to(queries.dtype)
                 key_acc = tl.dot(slopes, queries, key_acc, input_precision=PRECISION)
-    key_acc = (key_acc * scale).to(keys.dtype)
-    grad_k.store([batch, kv_head, start, 0], key_acc.reshape(1, 1, COLUMNS, D))
-    value_acc = value_acc.to(values.dtype)
-    grad_v.store([batch, kv_head, start, 0], value_acc.reshape(1, 1, COLUMNS, D))
+    key_acc = key_acc * scale
+    if tile < lead:
+        part_k.store([batch, first_head, start, 0], key_acc.reshape(1, 1, COLUMNS, D))
+        part_v.store([batch, first_head, start, 0], value_acc.reshape(1, 1, COLUMNS, D))
+    else:
+        place = [batch, kv_head, start, 0]
+        grad_k.store(place, key_acc.to(keys.dtype).reshape(1, 1, COLUMNS, D))
+        grad_v.store(place, value_acc.to(values.dtype).reshape(1, 1, COLUMNS, D))
