@@ -182,7 +182,9 @@ def render(content: Mapping[str, Any]) -> str:
     chosen = CabConfig.from_dict(settings["cab_config"])
     default = CabConfig().to_dict()
     changed = {k: v for k, v in chosen.to_dict().items() if v != default[k]}
-    versions = [f"{name} {version}" for name, version in made["versions"].items()]
+    packages = (f"{name} {version}" for name, version in made["versions"].items())
+    # baselines of one package name it once
+    versions = dict.fromkeys([*packages, *made["baselines"].values()])
     parts = [
         f"# {op.TITLE}",
         op.overview(rows),
@@ -193,7 +195,7 @@ def render(content: Mapping[str, Any]) -> str:
         f"{op.Settings.shape(settings)}, "
         f"{f'CabConfig with {changed}' if changed else 'default CabConfig'}, seed "
         f"{settings['seed']}, on {made['device']}; "
-        f"{', '.join([*versions, *made['baselines'].values()])}; commit "
+        f"{', '.join(versions)}; commit "
         f"{made['commit'] or 'unknown'}; finished {made['finished']}.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
