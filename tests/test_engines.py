@@ -1,6 +1,8 @@
 """Every engine computes what the reference defines, and the reference what the plan means."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from budget import assert_within_budget
 from tiny import qkv
 from torch.nn.attention.flex_attention import flex_attention
 
-from cab_hf import BlockPlan, engine
+from cab_hf import BlockPlan, CabConfig, engine
 from cab_hf.frame import Frame
 from cab_hf.ops import ffpa, flash, flex, reference
 from cab_hf.plan import BlockLists, Spans
@@ -339,6 +341,35 @@ def test_ffpa_is_left_alone_where_it_is_not_installed(monkeypatch):
     monkeypatch.setattr(ffpa, "find_spec", lambda name: None)
     monkeypatch.setattr(ffpa, "_missing", ffpa._missing.__wrapped__)
     assert engine.exact(engine.Workload(**workload(head_dim=512)), 4096) == "triton"
+
+
+def measured(folder):
+    """The rows of a committed speed run of the lengths that are computed sparsely."""
+    path = Path(__file__).parents[1] / "eval" / "results" / folder / "results.json"
+    rows = json.loads(path.read_text())["rows"]
+    kept = [row for row in rows if row["length"] >= CabConfig().min_length and not row["error"]]
+    assert kept
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("backend", "folder"),
+    [("FLASH", "speed-attention"), ("TRITON", "speed-attention-without-flash")],
+)
+def test_auto_takes_what_was_measured_fastest(backend, folder):
+    first, *others = engine.FASTEST[backend]
+    for row in measured(folder):
+        times = row["attend_ms"]
+        assert backend in row["labels"]["flex"]
+        # two engines may run the same kernel: runs differ by this much
+        assert times[first] <= 1.02 * min(times[name] for name in others), row
+
+
+def test_ffpa_is_used_where_it_was_measured_faster():
+    for row in measured("speed-attention-wide"):
+        if row["direction"] == "forward" and row["budget"] == 1:
+            faster = row["baselines"]["ffpa CuTe"] < 0.98 * row["attend_ms"]["triton"]
+            assert faster == (row["head_dim"] in ffpa.FASTER_AT)
 
 
 def workload(**changes):
