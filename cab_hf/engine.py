@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cab_hf.ops import ffpa, reference
 from cab_hf.plan import BlockPlan
@@ -131,12 +132,20 @@ def run(
     scale: float,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention under ``plan``: q [B, H, N_q, D], k and v [B, H_kv, N_k, D] -> [B, H, N_q, D].
+    """Attention under ``plan``: q [B, H, N_q, D], k [B, H_kv, N_k, D] and v [B, H_kv, N_k, D_v].
 
-    ``return_lse`` adds the log-sum-exp, float32 [B, H, N_q]; see `reference.attention`, which
-    defines both.
+    Returns:
+        [B, H, N_q, D_v]; with ``return_lse`` also the log-sum-exp, float32 [B, H, N_q]. See
+        `reference.attention`, which defines both.
     """
-    return _attend(engine)(q, k, v, plan, scale, return_lse)
+    attend, wanted = _attend(engine), v.shape[-1]
+    if engine == "reference" or wanted == q.shape[-1]:
+        return attend(q, k, v, plan, scale, return_lse)
+    # kernels take one head dim: channels of zeros change no logit and no value
+    widest = max(wanted, q.shape[-1])
+    q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
+    result = attend(q, k, v, plan, scale, return_lse)
+    return (result[0][..., :wanted], result[1]) if return_lse else result[..., :wanted]
 
 
 def _attend(engine: str) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:

@@ -6,7 +6,7 @@ from attention_cases import assert_engine_within_budget, case, with_gradients
 from test_engines import random_plan
 from tiny import qkv
 
-from cab_hf import BlockPlan
+from cab_hf import BlockPlan, engine
 from cab_hf.ops import block_attention, block_attention_split, reference, transpose
 from cab_hf.plan import BlockLists, Spans
 
@@ -82,6 +82,17 @@ def test_descriptors_take_what_is_not_aligned():
     turned = v.transpose(2, 3).contiguous().transpose(2, 3)
     found = block_attention.attention(q, odd, turned, plan, 0.2)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dims", [(24, 16), (16, 24)], ids=["narrow-values", "wide-values"])
+def test_values_may_have_a_head_dim_of_their_own(dims):
+    q, k, _ = qkv(q_length=40, dim=dims[0])
+    v = qkv(q_length=40, dim=dims[1])[2]
+    plan = random_plan(q, k, (32, 16))
+    meant = engine.run("reference", q, k, v, plan, 0.2, return_lse=True)
+    found = engine.run("triton", q, k, v, plan, 0.2, return_lse=True)
+    for a, b in zip(found, meant, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
 def test_registered_op():

@@ -82,6 +82,7 @@ def descriptors(length: int, *tensors: Tensor) -> list[TensorDescriptor]:
 
 
 def row_arguments(rows: Rows) -> tuple:
+    """Counts and indices of both lists, their widths, spans and the spans' batch strides."""
     lists = (rows.full, rows.partial)
     return (
         *(tensor for part in lists for tensor in (part.counts, part.indices)),
@@ -94,6 +95,7 @@ def row_arguments(rows: Rows) -> tuple:
 
 
 def sizes(q: Tensor, k: Tensor, rows: Rows) -> tuple[int, ...]:
+    """Heads of q, of k and of the plan, queries, and query blocks."""
     q_blocks = rows.full.counts.shape[2]
     return q.shape[1], k.shape[1], rows.full.counts.shape[1], q.shape[2], q_blocks
 
