@@ -17,6 +17,9 @@ ENGINES = ("reference", "flex", "triton")
 # by the kernels that flex would run on; tests hold the order to what was measured, in
 # eval/results/speed-attention and eval/results/speed-attention-without-flash
 FASTEST = {"FLASH": ("flex", "triton"), "TRITON": ("triton", "flex")}
+# on GPUs before Hopper nothing was measured, and tiles were not chosen for their shared memory
+UNMEASURED = ("flex", "triton")
+HOPPER = 9
 # SDPA's fast kernels end here; beyond, all it has is memory-efficient attention
 SDPA_HEAD_DIM = 256
 # query and key blocks of the plan that keeps everything
@@ -64,6 +67,11 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+@torch.compiler.assume_constant_result
+def _measured_here() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= HOPPER
+
+
 def choose(engine: str, work: Workload) -> str:
     """The engine that runs ``work``: the one asked for, or for ``"auto"`` the fastest that can.
 
@@ -93,7 +101,7 @@ def fastest(work: Workload) -> tuple[str, ...]:
     backend = flex.backend(
         work.device, work.head_dim, work.dtype, work.training, work.query_block, work.key_block
     )
-    return *FASTEST[backend], "reference"
+    return *(FASTEST[backend] if _measured_here() else UNMEASURED), "reference"
 
 
 def exact(work: Workload, length: int | None) -> str:
@@ -102,7 +110,9 @@ def exact(work: Workload, length: int | None) -> str:
     ``length`` is that of queries and keys where nothing but causality masks them, else None. SDPA's
     fast kernels take neither masks nor head dims above `SDPA_HEAD_DIM`.
     """
-    if unavailable("triton", work) or (length is not None and work.head_dim <= SDPA_HEAD_DIM):
+    if length is not None and work.head_dim <= SDPA_HEAD_DIM:
+        return "sdpa"
+    if unavailable("triton", work) or not _measured_here():
         return "sdpa"
     if length is not None and not ffpa.unavailable(
         work.device, work.head_dim, work.dtype, work.training, length

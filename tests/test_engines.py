@@ -336,6 +336,14 @@ def test_what_computes_exact_attention(monkeypatch, work, length, expected):
     assert engine.exact(engine.Workload(**workload(**work)), length) == expected
 
 
+def test_gpus_that_nothing_was_measured_on_keep_to_pytorch(monkeypatch):
+    pretend(monkeypatch, AMPERE)
+    assert engine.choose("auto", engine.Workload(**workload())) == "flex"
+    assert engine.exact(engine.Workload(**workload()), None) == "sdpa"
+    assert engine.exact(engine.Workload(**workload(head_dim=512)), 4096) == "sdpa"
+    assert engine.choose("triton", engine.Workload(**workload())) == "triton"
+
+
 def test_ffpa_is_left_alone_where_it_is_not_installed(monkeypatch):
     pretend(monkeypatch, HOPPER)
     monkeypatch.setattr(ffpa, "find_spec", lambda name: None)
