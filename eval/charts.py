@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ def over_tokens(
 
     axis.set_xscale("log", base=2)
     axis.set_xlabel("tokens")
-    axis.set_xticks(sorted(set(lengths)))
+    axis.set_xticks(apart(lengths))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda length, _: short(length)))
     axis.xaxis.set_minor_formatter(NullFormatter())
     if log:
@@ -78,6 +79,13 @@ def over_tokens(
     axis.grid(which="major", alpha=0.3)
     if legend and axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize=8, handlelength=3)
+
+
+def apart(lengths: Iterable[float]) -> list[float]:
+    """The lengths, ascending, less those whose names would stand on that of a longer one."""
+    ascending = sorted(set(lengths))
+    following = [*ascending[1:], math.inf]
+    return [one for one, after in zip(ascending, following, strict=True) if after > 1.2 * one]
 
 
 def short(length: float) -> str:

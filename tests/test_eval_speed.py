@@ -9,7 +9,7 @@ import torch
 from bench import FakeBench, quick, speed_run  # noqa: F401
 
 from cab_hf.config import CabConfig
-from cab_hf.eval import dense, kernels, report, speed, speed_predictor, timing
+from cab_hf.eval import charts, dense, kernels, report, speed, speed_predictor, timing
 from cab_hf.eval.settings import comma_separated
 from cab_hf.eval.speed_predictor import Settings
 from cab_hf.eval.timing import Timing
@@ -512,3 +512,7 @@ def test_a_gpu_has_graph_peak_parts_and_baselines(gpu, tmp_path):
         kernels = math.fsum(row[f"{part}_ms"] for part in speed_predictor.PARTS)
         assert kernels <= 2 * row["ms"]
         assert "cuDNN" in row["baselines"], row["not_measured"]
+
+
+def test_names_of_lengths_do_not_stand_on_each_other():
+    assert charts.apart([1024, 2048, 2048, 960_000, 983_040]) == [1024, 2048, 983_040]
