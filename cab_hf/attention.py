@@ -74,6 +74,7 @@ class CabMask:
         self.window = window
         self._looked_for_documents = document is not None
         self._frames: dict[tuple[Any, ...], Frame] = {}
+        self._plans: dict[Frame, BlockPlan] = {}
 
     def contiguous(self) -> CabMask:
         """Itself: generate() tidies the masks of static caches this way."""
@@ -126,6 +127,13 @@ class CabMask:
                 device=device,
             )
         return self._frames[key]
+
+    def everything(self, frame: Frame) -> BlockPlan:
+        """The plan that leaves out nothing of ``frame``; made once for all layers and heads."""
+        if frame not in self._plans:
+            block = engine.EXACT_BLOCK
+            self._plans[frame] = BlockPlan.causal(frame.spans, 1, block, block)
+        return self._plans[frame]
 
     def dense_rows(self, start: int, stop: int, low: int, high: int, device: Any) -> Tensor:
         """bool [B or 1, 1, stop - start, high - low]: keys that these queries may see."""
@@ -336,15 +344,15 @@ def _dense(
     if mask.kv_length is not None:
         key, value = key[:, :, : mask.kv_length], value[:, :, : mask.kv_length]
     kv_length = key.shape[2]
-    known = mask.kv_length is not None
-    if q_length >= engine.EXACT_BLOCK and mask.window is None and known:
+    written = mask.kv_length is not None
+    if q_length >= engine.EXACT_BLOCK and mask.window is None and written:
         work = _workload(query, key, value, engine.EXACT_BLOCK, engine.EXACT_BLOCK)
         name = engine.exact(work, q_length if mask.plain and q_length == kv_length else None)
         if name == "ffpa":
             return ffpa.attention(query, key, value, scale).transpose(1, 2)
         if name != "sdpa":
             return _dense_by_blocks(query, key, value, mask, scale, name)
-    if mask.plain and known and q_length in (1, kv_length):
+    if mask.plain and written and q_length in (1, kv_length):
         return sdpa_attention_forward(module, query, key, value, None, scaling=scale)[0]
     known = isinstance(mask.q_slot, int)
     reach = kv_length if mask.window is None else min(kv_length, mask.window + DENSE_CHUNK)
@@ -381,8 +389,7 @@ def _dense_by_blocks(
     """Exact attention by an engine, under a plan that keeps everything."""
     frame = mask.frame(engine.EXACT_BLOCK, engine.EXACT_BLOCK, query.device)
     q, k, v = frame.queries(query), frame.keys(key), frame.keys(value)
-    plan = BlockPlan.causal(frame.spans, 1, engine.EXACT_BLOCK, engine.EXACT_BLOCK)
-    out = engine.run(name, q, k, v, plan, scale)
+    out = engine.run(name, q, k, v, mask.everything(frame), scale)
     return frame.restore(out).transpose(1, 2)
 
 

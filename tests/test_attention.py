@@ -8,7 +8,7 @@ from tiny import FAMILIES, FULL, SPARSE, tiny_model, tokens
 from transformers import LlamaForSequenceClassification
 
 import cab_hf
-from cab_hf import CabConfig
+from cab_hf import BlockPlan, CabConfig, engine
 
 EXACT = {"atol": 2e-5, "rtol": 1e-4}
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -336,3 +336,21 @@ def test_float32_queries_of_an_adapter_run_in_the_models_dtype():
         new.load_state_dict(old.state_dict())
         layer.self_attn.q_proj = new
     assert torch.isfinite(logits(model, input_ids=tokens(1, 150))).all()
+
+
+def test_exact_attention_by_blocks_is_sdpa_and_plans_once_for_all_layers(monkeypatch):
+    """What large heads and masks take on a GPU, by the reference engine here."""
+    model = tiny_model()
+    ids = tokens(2, 300)
+    mask = torch.ones_like(ids)
+    mask[0, :33] = 0
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask).logits
+        model.set_attn_implementation("cab_dense")
+        monkeypatch.setattr(engine, "exact", lambda work, length: "reference")
+        made = []
+        causal = BlockPlan.causal
+        monkeypatch.setattr(BlockPlan, "causal", lambda *a: made.append(a) or causal(*a))
+        found = model(input_ids=ids, attention_mask=mask).logits
+    assert len(made) == 1
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], **EXACT)

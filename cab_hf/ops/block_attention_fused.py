@@ -19,10 +19,12 @@ from cab_hf.ops.block_attention_shared import (
     described,
     descriptors,
     like,
+    precision,
     row_arguments,
     row_terms,
     seen_between,
     sizes,
+    tile_of,
     tile_start,
 )
 from cab_hf.ops.transpose import ColumnLists, pack_columns
@@ -135,10 +137,8 @@ def _tile(tiles: dict[int, Tile], q: Tensor, rows: Rows) -> Tile:
     tile = next(tile for dim, tile in tiles.items() if q.shape[3] <= dim)
     if q.element_size() > 2:
         tile = tile._replace(rows=min(tile.rows, 64), columns=32, stages=1)
-    # the largest power of two that divides a block
     return tile._replace(
-        rows=min(tile.rows, rows.query_block & -rows.query_block),
-        columns=min(tile.columns, rows.key_block & -rows.key_block),
+        rows=tile_of(rows.query_block, tile.rows), columns=tile_of(rows.key_block, tile.columns)
     )
 
 
@@ -149,7 +149,7 @@ def _constants(tile: Tile, q: Tensor, rows: Rows) -> dict[str, int | str]:
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,
         "D": triton.next_power_of_2(q.shape[3]),
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "PRECISION": precision(q),
         "STAGES": tile.stages,
         "num_warps": tile.warps,
     }

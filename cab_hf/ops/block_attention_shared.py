@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -79,6 +80,16 @@ def descriptors(length: int, *tensors: Tensor) -> list[TensorDescriptor]:
         TensorDescriptor.from_tensor(x, [1, 1, length, triton.next_power_of_2(x.shape[3])])
         for x in tensors
     ]
+
+
+def tile_of(block: int, most: int) -> int:
+    """The largest power of two that divides a block, at most ``most``."""
+    return min(most, block & -block)
+
+
+def precision(x: Tensor) -> str:
+    """How products of float32 are to be computed; 16 bits have one way."""
+    return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
 def row_arguments(rows: Rows) -> tuple:

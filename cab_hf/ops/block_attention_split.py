@@ -27,10 +27,12 @@ from cab_hf.ops.block_attention_shared import (
     Rows,
     described,
     like,
+    precision,
     row_arguments,
     row_terms,
     seen_between,
     sizes,
+    tile_of,
     tile_start,
 )
 from cab_hf.ops.transpose import ColumnLists, pack_columns
@@ -283,7 +285,7 @@ def _multiply_rows(
         STRETCH=stretch,
         WIDTH=ROW_SLICE,
         RELATIVE=tops is not None,
-        PRECISION=_precision(x),
+        PRECISION=precision(x),
         **SCHEDULE,
     )
 
@@ -330,7 +332,7 @@ def _multiply_columns(
         COLUMNS=keys,
         WIDTH=width,
         D=dim,
-        PRECISION=_precision(x),
+        PRECISION=precision(x),
         **SCHEDULE,
     )
 
@@ -341,11 +343,11 @@ def _stretch(q: Tensor) -> int:
 
 
 def _row_tile(rows: Rows) -> int:
-    return min(128, rows.query_block & -rows.query_block)
+    return tile_of(rows.query_block, 128)
 
 
 def _column_tile(rows: Rows) -> int:
-    return min(64, rows.key_block & -rows.key_block)
+    return tile_of(rows.key_block, 64)
 
 
 def _padded(dim: int, width: int) -> int:
@@ -365,10 +367,6 @@ def _tiled(weights: Tensor, *tile: int) -> list[TensorDescriptor]:
     return [TensorDescriptor.from_tensor(weights, list(tile))]
 
 
-def _precision(x: Tensor) -> str:
-    return "ieee" if x.dtype == torch.float32 else "tf32"
-
-
 def _constants(q: Tensor, rows: Rows) -> dict[str, int | str]:
     return {
         "QUERY_BLOCK": rows.query_block,
@@ -376,7 +374,7 @@ def _constants(q: Tensor, rows: Rows) -> dict[str, int | str]:
         "ROWS": _row_tile(rows),
         "D": q.shape[3],
         "DEPTH": DEPTH,
-        "PRECISION": _precision(q),
+        "PRECISION": precision(q),
     }
 
 
