@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cab_hf.config import CabConfig
     from cab_hf.patches import apply_cab, cab, describe, remove_cab, stats
     from cab_hf.plan import BlockPlan
-    from cab_hf.predictor import register_predictor
+    from cab_hf.predictors import register_predictor
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
 _HOME = {
     "BlockPlan": "cab_hf.plan",
     "CabConfig": "cab_hf.config",
-    "register_predictor": "cab_hf.predictor",
+    "register_predictor": "cab_hf.predictors",
     **dict.fromkeys(("apply_cab", "cab", "describe", "remove_cab", "stats"), "cab_hf.patches"),
 }
 

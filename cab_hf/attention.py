@@ -19,12 +19,12 @@ from transformers import PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
-from cab_hf import engine
+from cab_hf import engines
 from cab_hf.config import CabConfig
 from cab_hf.frame import Frame
-from cab_hf.ops import ffpa
+from cab_hf.ops.attention import ffpa
 from cab_hf.plan import BlockPlan
-from cab_hf.predictor import make_predictor
+from cab_hf.predictors import make_predictor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # query rows of a dense layer that share one mask tensor, and the elements it may have: they bound
@@ -131,7 +131,7 @@ class CabMask:
     def everything(self, frame: Frame) -> BlockPlan:
         """The plan that leaves out nothing of ``frame``; made once for all layers and heads."""
         if frame not in self._plans:
-            block = engine.EXACT_BLOCK
+            block = engines.EXACT_BLOCK
             self._plans[frame] = BlockPlan.causal(frame.spans, 1, block, block)
         return self._plans[frame]
 
@@ -330,7 +330,7 @@ def _sparse(
     q, k, v = frame.queries(query), frame.keys(key), frame.keys(value)
     plan = make_predictor(config)(q, k, frame.spans, scale)
     work = _workload(q, k, v, config.query_block, config.key_block)
-    out = engine.run(engine.choose(config.engine, work), q, k, v, plan, scale)
+    out = engines.run(engines.choose(config.engine, work), q, k, v, plan, scale)
     if not torch.compiler.is_compiling():
         _record(module, plan)
     return frame.restore(out).transpose(1, 2)
@@ -345,9 +345,9 @@ def _dense(
         key, value = key[:, :, : mask.kv_length], value[:, :, : mask.kv_length]
     kv_length = key.shape[2]
     written = mask.kv_length is not None
-    if q_length >= engine.EXACT_BLOCK and mask.window is None and written:
-        work = _workload(query, key, value, engine.EXACT_BLOCK, engine.EXACT_BLOCK)
-        name = engine.exact(work, q_length if mask.plain and q_length == kv_length else None)
+    if q_length >= engines.EXACT_BLOCK and mask.window is None and written:
+        work = _workload(query, key, value, engines.EXACT_BLOCK, engines.EXACT_BLOCK)
+        name = engines.exact(work, q_length if mask.plain and q_length == kv_length else None)
         if name == "ffpa":
             return ffpa.attention(query, key, value, scale).transpose(1, 2)
         if name != "sdpa":
@@ -387,18 +387,20 @@ def _dense_by_blocks(
     query: Tensor, key: Tensor, value: Tensor, mask: CabMask, scale: float, name: str
 ) -> Tensor:
     """Exact attention by an engine, under a plan that keeps everything."""
-    frame = mask.frame(engine.EXACT_BLOCK, engine.EXACT_BLOCK, query.device)
+    frame = mask.frame(engines.EXACT_BLOCK, engines.EXACT_BLOCK, query.device)
     q, k, v = frame.queries(query), frame.keys(key), frame.keys(value)
-    out = engine.run(name, q, k, v, mask.everything(frame), scale)
+    out = engines.run(name, q, k, v, mask.everything(frame), scale)
     return frame.restore(out).transpose(1, 2)
 
 
-def _workload(q: Tensor, k: Tensor, v: Tensor, query_block: int, key_block: int) -> engine.Workload:
-    return engine.Workload(
+def _workload(
+    q: Tensor, k: Tensor, v: Tensor, query_block: int, key_block: int
+) -> engines.Workload:
+    return engines.Workload(
         device=q.device.type,
         head_dim=q.shape[-1],
         dtype=q.dtype,
-        training=engine.needs_grad(q, k, v),
+        training=engines.needs_grad(q, k, v),
         query_block=query_block,
         key_block=key_block,
     )

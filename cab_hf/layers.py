@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from cab_hf.config import CabConfig
-from cab_hf.engine import ENGINES, Workload, choose, needs_grad, run
+from cab_hf.engines import ENGINES, Workload, choose, needs_grad, run
 from cab_hf.plan import BlockPlan, Spans
-from cab_hf.predictor import CurvaturePredictor
-from cab_hf.published import CoarseCurvaturePredictor
+from cab_hf.predictors import CurvaturePredictor
+from cab_hf.predictors.published import CoarseCurvaturePredictor
 
 
 class CABAttention(nn.Module):
@@ -32,7 +32,7 @@ class CABAttention(nn.Module):
         block_size: tokens in a query block and in a key block, a multiple of 16.
         sparsity: share of every row's visible blocks that is dropped, in [0, 1); 0 is exact.
         num_kv_heads: key and value heads, a divisor of ``num_heads`` and by default as many.
-        formula: ``"forman"`` or ``"additive"``; see `cab_hf.published.compute_block_frc`.
+        formula: ``"forman"`` or ``"additive"``; see `published.compute_block_frc`.
         causal: whether a token sees the tokens up to itself only. Otherwise every token may see
             every other, and column strengths are those of the whole column.
         bias: whether the four projections have one.

@@ -6,7 +6,7 @@ A method is fitted to a `Cell` (base config, budget, length) and then switched o
         model.generate(...)
         density()       # per layer, since the last call; None for a layer computed dense
 
-Methods that choose blocks are predictors (`cab_hf.predictor`), so they run through the same plan,
+Methods that choose blocks are predictors (`cab_hf.predictors`), so they run through the same plan,
 the same engine and the same model code as CAB; only the choice differs. A new one costs a score
 function and a class of two lines.
 """
@@ -32,7 +32,7 @@ import cab_hf
 from cab_hf.config import CabConfig
 from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan, RowSpans, Spans, block_visibility
-from cab_hf.predictor import make_predictor, register_predictor
+from cab_hf.predictors import make_predictor, register_predictor
 
 ANTIDIAGONAL_STRIDE = 8  # of XAttention's 8 and 16 the finer one
 QUERIES_AT_A_TIME = 128  # rows of exact attention held at once

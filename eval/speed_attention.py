@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cab_hf import engine
+from cab_hf import engines
 from cab_hf.config import CabConfig
 from cab_hf.eval import charts, dense, report
 from cab_hf.eval.settings import comma_separated, option
@@ -22,7 +22,7 @@ from cab_hf.eval.speed_heads import INPUTS, HeadSettings, time_baselines
 from cab_hf.eval.speed_settings import UNREACHED_MASS, by_device
 from cab_hf.eval.timing import METHOD_ON_CPU, Bench, in_a_sentence, method_on_gpu
 from cab_hf.plan import BlockPlan, Spans
-from cab_hf.predictor import make_predictor
+from cab_hf.predictors import make_predictor
 
 PURPOSE = "time predicting and attending, forward and backward, beside dense kernels"
 TITLE = "Speed of attention"
@@ -40,7 +40,7 @@ DERIVED = (
     *("engine", "ms", "baseline", "baseline_ms", "ratio", "extrapolated"),
     *("tflops", "tflops_pairs", "rated_against", "rate_ratio"),
 )
-ENGINES_ON_GPU = tuple(name for name in engine.ENGINES if name != "reference")
+ENGINES_ON_GPU = tuple(name for name in engines.ENGINES if name != "reference")
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class Settings(HeadSettings):
         super().__post_init__()
         known = ", ".join(DIRECTIONS)
         self.check("directions", set(self.directions) <= set(DIRECTIONS), f"out of {known}")
-        known = ", ".join(engine.ENGINES)
-        self.check("engines", set(self.engines) <= set(engine.ENGINES), f"out of {known}")
+        known = ", ".join(engines.ENGINES)
+        self.check("engines", set(self.engines) <= set(engines.ENGINES), f"out of {known}")
         self.check("head_dims", min(self.head_dims, default=0) > 0, "at least 1 each")
         self.check("seconds", self.seconds >= 0, "0 or more")
         for key in self.asked():
@@ -175,7 +175,7 @@ def _time_engines(row: dict[str, Any], settings: Settings, bench: Bench) -> None
         row["predict_ms"] = timing.ms
         if timing.why_not:
             row["without_graph"]["predicting"] = timing.why_not
-    work = engine.Workload(
+    work = engines.Workload(
         device=bench.device.type,
         head_dim=head_dim,
         dtype=settings.torch_dtype,
@@ -186,10 +186,10 @@ def _time_engines(row: dict[str, Any], settings: Settings, bench: Bench) -> None
     for name in settings.engines:
         bench.settle()
         try:
-            why = engine.unavailable(name, work)
+            why = engines.unavailable(name, work)
             if why:
                 raise RuntimeError(f"it {why}")
-            attend = partial(engine.run, name)
+            attend = partial(engines.run, name)
             check(attend, q, k, v, plan)
             if work.training:
                 check_gradients(attend, q, k, v, settings.planner(row))
@@ -210,9 +210,9 @@ def _predicts(row: Mapping[str, Any]) -> bool:
     return row["direction"] == "forward" and row["budget"] != EVERYTHING
 
 
-def _label(name: str, work: engine.Workload) -> str:
+def _label(name: str, work: engines.Workload) -> str:
     """What the engine says it runs as; its name where it says nothing."""
-    label = getattr(engine, "label", None)
+    label = getattr(engines, "label", None)
     return label(name, work) if label else name
 
 
@@ -314,7 +314,7 @@ def check_gradients(
     batch, _, length, _ = q.shape
     plan = planner(q, k, Spans.causal(batch, length, length, q.device))
     found = dense.backward_of(attend, q, k, v, plan, scaling(q))()
-    reference = partial(engine.run, "reference")
+    reference = partial(engines.run, "reference")
     exact = dense.backward_of(reference, *(x.float() for x in (q, k, v)), plan, scaling(q))()
     dense.close_gradients(found, exact, f"at {length} tokens")
 

@@ -29,7 +29,7 @@ from cab_hf.eval.timing import (
     method_on_gpu,
 )
 from cab_hf.plan import BlockPlan, Spans
-from cab_hf.predictor import make_predictor
+from cab_hf.predictors import make_predictor
 
 PURPOSE = "time deciding which blocks are attended, beside dense attention"
 

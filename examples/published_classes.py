@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cab_hf.layers import CABAttentionLayer
-from cab_hf.published import (
+from cab_hf.predictors.published import (
     AdaptiveCurvaturePredictor,
     CoarseCurvaturePredictor,
     estimate_flops,

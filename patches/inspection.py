@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cab_hf import engine
+from cab_hf import engines
 from cab_hf.attention import attended, dense_reason, settings
 from cab_hf.config import CabConfig
 
@@ -87,7 +87,7 @@ def _sentence(
     window = getattr(module, "sliding_window", None)
     reason = dense_reason(config, module.layer_idx, tokens, tokens, window) if sparse else None
     weight, text = next(module.parameters()), module.config
-    work = engine.Workload(
+    work = engines.Workload(
         device=weight.device.type,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         dtype=dtype,
@@ -96,9 +96,9 @@ def _sentence(
         key_block=config.key_block,
     )
     if sparse and not reason:
-        return f"sparse, engine {engine.label(engine.choose(config.engine, work), work)}"
-    by_blocks = tokens >= engine.EXACT_BLOCK and window is None
-    name = engine.exact(work, tokens) if by_blocks else "sdpa"
+        return f"sparse, engine {engines.label(engines.choose(config.engine, work), work)}"
+    by_blocks = tokens >= engines.EXACT_BLOCK and window is None
+    name = engines.exact(work, tokens) if by_blocks else "sdpa"
     how = [] if reason and name == "sdpa" else [name]
     return ", ".join(["dense", *([reason] if reason else []), *how])
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from cab_hf.attention import settings
 from cab_hf.config import CabConfig
-from cab_hf.predictor import make_predictor
+from cab_hf.predictors import make_predictor
 
 
 @dataclasses.dataclass(frozen=True)

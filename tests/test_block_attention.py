@@ -6,8 +6,9 @@ from attention_cases import assert_engine_within_budget, case, with_gradients
 from test_engines import random_plan
 from tiny import qkv
 
-from cab_hf import BlockPlan, engine
-from cab_hf.ops import block_attention, block_attention_split, reference, transpose
+from cab_hf import BlockPlan, engines
+from cab_hf.ops import reference
+from cab_hf.ops.attention import block, split, transpose
 from cab_hf.plan import BlockLists, Spans
 
 CASES = [
@@ -38,23 +39,23 @@ CASES = [
 @pytest.mark.parametrize(("shape", "blocks"), CASES)
 def test_kernels_compute_what_the_reference_defines(shape, blocks):
     q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
-    assert_engine_within_budget(block_attention.attention, q, k, v, grad, plan, 0.2)
+    assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.2)
 
 
 @pytest.mark.parametrize("dim", [16, 264], ids=["fused", "split"])
 def test_half_precision(dim):
     shape = {"q_length": 50, "heads": 2, "kv_heads": 1, "dim": dim}
     q, k, v, grad, plan = case("cpu", torch.float16, (32, 16), **shape)
-    assert_engine_within_budget(block_attention.attention, q, k, v, grad, plan, dim**-0.5)
+    assert_engine_within_budget(block.attention, q, k, v, grad, plan, dim**-0.5)
 
 
 def test_pieces_of_a_small_workspace_add_up(monkeypatch):
     """Above 256 channels query blocks are taken a few at a time; dk and dv are sums over them."""
     shape = {"q_length": 50, "heads": 2, "kv_heads": 1, "dim": 264}
     q, k, v, grad, plan = case("cpu", torch.float32, (16, 16), **shape)
-    whole = with_gradients(block_attention.attention, (q, k, v), grad, plan, 0.1)
-    monkeypatch.setattr(block_attention_split, "WORKSPACE", 1)
-    pieces = with_gradients(block_attention.attention, (q, k, v), grad, plan, 0.1)
+    whole = with_gradients(block.attention, (q, k, v), grad, plan, 0.1)
+    monkeypatch.setattr(split, "WORKSPACE", 1)
+    pieces = with_gradients(block.attention, (q, k, v), grad, plan, 0.1)
     for name, value in whole.items():
         torch.testing.assert_close(pieces[name], value, atol=1e-5, rtol=1e-5)
 
@@ -68,7 +69,7 @@ def test_nothing_is_read_that_the_plan_leaves_out(dim):
     expected = reference.attention(q, k, v, plan, 0.2)
     spoilt = plan.to_dense()[0, :, -1].any(0).repeat_interleave(16)[:96]
     k, v = (x.masked_fill(~spoilt[:, None], torch.nan) for x in (k, v))
-    found = block_attention.attention(q, k, v, plan, 0.2)
+    found = block.attention(q, k, v, plan, 0.2)
     assert lists.all() and not spoilt.all()
     torch.testing.assert_close(found[:, :, 64:], expected[:, :, 64:], atol=1e-5, rtol=1e-4)
 
@@ -80,7 +81,7 @@ def test_descriptors_take_what_is_not_aligned():
     expected = reference.attention(q, k, v, plan, 0.2)
     odd = torch.empty(k.numel() + 1)[1:].view(k.shape).copy_(k)
     turned = v.transpose(2, 3).contiguous().transpose(2, 3)
-    found = block_attention.attention(q, odd, turned, plan, 0.2)
+    found = block.attention(q, odd, turned, plan, 0.2)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
@@ -89,8 +90,8 @@ def test_values_may_have_a_head_dim_of_their_own(dims):
     q, k, _ = qkv(q_length=40, dim=dims[0])
     v = qkv(q_length=40, dim=dims[1])[2]
     plan = random_plan(q, k, (32, 16))
-    meant = engine.run("reference", q, k, v, plan, 0.2, return_lse=True)
-    found = engine.run("triton", q, k, v, plan, 0.2, return_lse=True)
+    meant = engines.run("reference", q, k, v, plan, 0.2, return_lse=True)
+    found = engines.run("triton", q, k, v, plan, 0.2, return_lse=True)
     for a, b in zip(found, meant, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
@@ -101,7 +102,7 @@ def test_registered_op():
     lists = (plan.full.counts, plan.full.indices, plan.partial.counts, plan.partial.indices)
     spans = (plan.spans.first, plan.spans.last)
     torch.library.opcheck(
-        block_attention._forward_op,
+        block._forward_op,
         (q, k, v, *lists, *spans, 32, 16, 0.2),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
@@ -112,7 +113,7 @@ def test_an_empty_plan_attends_nothing():
     spans = Spans.causal(1, 40, 40, "cpu")
     keep = torch.zeros(1, 6, 2, 3, dtype=torch.bool)
     plan = BlockPlan.from_dense(keep, spans, query_block=32, key_block=16)
-    out, lse = block_attention.attention(q, k, v, plan, 0.2, return_lse=True)
+    out, lse = block.attention(q, k, v, plan, 0.2, return_lse=True)
     assert (out == 0).all() and (lse == -torch.inf).all()
     assert all((x == 0).all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
 

@@ -10,9 +10,10 @@ from budget import assert_within_budget
 from tiny import qkv
 from torch.nn.attention.flex_attention import flex_attention
 
-from cab_hf import BlockPlan, CabConfig, engine
+from cab_hf import BlockPlan, CabConfig, engines
 from cab_hf.frame import Frame
-from cab_hf.ops import ffpa, flash, flex, reference
+from cab_hf.ops import reference
+from cab_hf.ops.attention import ffpa, flash, flex
 from cab_hf.plan import BlockLists, Spans
 
 SHAPES = [
@@ -68,7 +69,7 @@ def test_reference_is_the_definition(shape, blocks):
     q, k, v = qkv(**shape)
     plan = random_plan(q, k, blocks)
     plan.validate()
-    found = engine.run("reference", q, k, v, plan, 0.3, return_lse=True)
+    found = engines.run("reference", q, k, v, plan, 0.3, return_lse=True)
     meant = by_definition(q, k, v, plan, 0.3)
     for part, exact in zip(found, meant, strict=True):
         torch.testing.assert_close(part.double(), exact, atol=1e-5, rtol=1e-4)
@@ -239,10 +240,10 @@ def test_an_engine_asked_for_by_name_never_falls_back(work, reason, instead):
         "query_block": 128,
         "key_block": 64,
     }
-    work = engine.Workload(**{**usual, **work})
+    work = engines.Workload(**{**usual, **work})
     with pytest.raises(ValueError, match=reason):
-        engine.choose("flex", work)
-    assert engine.choose("auto", work) == instead
+        engines.choose("flex", work)
+    assert engines.choose("auto", work) == instead
 
 
 USUAL = {
@@ -314,7 +315,7 @@ def test_flash_needs_a_recent_package(monkeypatch):
 )
 def test_the_label_says_what_runs(monkeypatch, name, work, expected):
     pretend(monkeypatch, HOPPER)
-    assert engine.label(name, engine.Workload(**workload(**work))) == expected
+    assert engines.label(name, engines.Workload(**workload(**work))) == expected
 
 
 @pytest.mark.parametrize(
@@ -333,22 +334,22 @@ def test_the_label_says_what_runs(monkeypatch, name, work, expected):
 def test_what_computes_exact_attention(monkeypatch, work, length, expected):
     pretend(monkeypatch, HOPPER)
     monkeypatch.setattr(ffpa, "_missing", lambda: None)
-    assert engine.exact(engine.Workload(**workload(**work)), length) == expected
+    assert engines.exact(engines.Workload(**workload(**work)), length) == expected
 
 
 def test_gpus_that_nothing_was_measured_on_keep_to_pytorch(monkeypatch):
     pretend(monkeypatch, AMPERE)
-    assert engine.choose("auto", engine.Workload(**workload())) == "flex"
-    assert engine.exact(engine.Workload(**workload()), None) == "sdpa"
-    assert engine.exact(engine.Workload(**workload(head_dim=512)), 4096) == "sdpa"
-    assert engine.choose("triton", engine.Workload(**workload())) == "triton"
+    assert engines.choose("auto", engines.Workload(**workload())) == "flex"
+    assert engines.exact(engines.Workload(**workload()), None) == "sdpa"
+    assert engines.exact(engines.Workload(**workload(head_dim=512)), 4096) == "sdpa"
+    assert engines.choose("triton", engines.Workload(**workload())) == "triton"
 
 
 def test_ffpa_is_left_alone_where_it_is_not_installed(monkeypatch):
     pretend(monkeypatch, HOPPER)
     monkeypatch.setattr(ffpa, "find_spec", lambda name: None)
     monkeypatch.setattr(ffpa, "_missing", ffpa._missing.__wrapped__)
-    assert engine.exact(engine.Workload(**workload(head_dim=512)), 4096) == "triton"
+    assert engines.exact(engines.Workload(**workload(head_dim=512)), 4096) == "triton"
 
 
 def measured(folder):
@@ -365,7 +366,7 @@ def measured(folder):
     [("FLASH", "speed-attention"), ("TRITON", "speed-attention-without-flash")],
 )
 def test_auto_takes_what_was_measured_fastest(backend, folder):
-    first, *others = engine.FASTEST[backend]
+    first, *others = engines.FASTEST[backend]
     for row in measured(folder):
         times = row["attend_ms"]
         assert backend in row["labels"]["flex"]
@@ -398,6 +399,6 @@ def test_flex_needs_a_compiler_on_cpu(monkeypatch):
 
 
 def test_unknown_engine_is_refused():
-    work = engine.Workload("cpu", 64, torch.float32, False, 128, 64)
+    work = engines.Workload("cpu", 64, torch.float32, False, 128, 64)
     with pytest.raises(ValueError, match="'fastest'.*'reference', 'flex', 'triton'"):
-        engine.choose("fastest", work)
+        engines.choose("fastest", work)

@@ -10,7 +10,7 @@ import cab_hf
 from cab_hf.eval import methods
 from cab_hf.eval.methods import METHODS, Cell
 from cab_hf.plan import Spans
-from cab_hf.predictor import make_predictor
+from cab_hf.predictors import make_predictor
 
 LENGTH = 600
 SMALL = cab_hf.CabConfig(min_length=0, query_block=32, key_block=16)

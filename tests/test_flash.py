@@ -5,7 +5,7 @@ import torch
 from test_engines import random_plan
 from tiny import qkv
 
-from cab_hf.ops import flash
+from cab_hf.ops.attention import flash
 from cab_hf.plan import Spans
 
 

@@ -7,11 +7,12 @@ from test_engines import random_plan
 from tiny import FULL, SPARSE, qkv, tiny_model, tokens
 
 import cab_hf
-from cab_hf import CabConfig, engine
+from cab_hf import CabConfig, engines
 from cab_hf.frame import Frame
-from cab_hf.ops import flex, reference
+from cab_hf.ops import reference
+from cab_hf.ops.attention import flex
 from cab_hf.plan import BlockLists, Spans, block_visibility
-from cab_hf.predictor import CurvaturePredictor, by_reference
+from cab_hf.predictors import CurvaturePredictor, by_reference
 
 pytestmark = pytest.mark.gpu
 BLOCKS = [
@@ -137,7 +138,7 @@ def test_no_tensor_of_n_by_n_at_131072_tokens(gpu):
         plan = CurvaturePredictor(CabConfig())(
             q, k, Spans.causal(1, length, length, gpu), 128**-0.5
         )
-        out = engine.run("flex", q, k, v, plan, 128**-0.5)
+        out = engines.run("flex", q, k, v, plan, 128**-0.5)
     assert torch.isfinite(out).all()
     assert (torch.cuda.max_memory_allocated() - inputs) / 2**30 < 12
 

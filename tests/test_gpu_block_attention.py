@@ -6,8 +6,8 @@ from attention_cases import assert_engine_within_budget, case, with_gradients
 from tiny import FULL, tiny_model, tokens
 
 import cab_hf
-from cab_hf import BlockPlan, engine
-from cab_hf.ops import block_attention, transpose
+from cab_hf import BlockPlan, engines
+from cab_hf.ops.attention import block, transpose
 from cab_hf.plan import BlockLists, Spans
 
 pytestmark = pytest.mark.gpu
@@ -54,14 +54,14 @@ BLOCKS = [
 def test_kernels_compute_what_the_reference_defines(gpu, shape, blocks, dtype):
     q, k, v, grad, plan = case(gpu, dtype, blocks, **shape)
     scale = q.shape[-1] ** -0.5
-    assert_engine_within_budget(block_attention.attention, q, k, v, grad, plan, scale)
+    assert_engine_within_budget(block.attention, q, k, v, grad, plan, scale)
 
 
 @pytest.mark.parametrize("dim", [64, 320])
 def test_float32(gpu, dim):
     shape = {"q_length": 333, "heads": 4, "kv_heads": 2, "dim": dim}
     q, k, v, grad, plan = case(gpu, torch.float32, (128, 64), **shape)
-    assert_engine_within_budget(block_attention.attention, q, k, v, grad, plan, dim**-0.5)
+    assert_engine_within_budget(block.attention, q, k, v, grad, plan, dim**-0.5)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 320])
@@ -69,8 +69,7 @@ def test_gradients_are_the_same_in_every_run(gpu, dim):
     shape = {"q_length": 1000, "heads": 8, "kv_heads": 2, "dim": dim}
     q, k, v, grad, plan = case(gpu, torch.bfloat16, (128, 64), **shape)
     once, again = (
-        with_gradients(block_attention.attention, (q, k, v), grad, plan, dim**-0.5)
-        for _ in range(2)
+        with_gradients(block.attention, (q, k, v), grad, plan, dim**-0.5) for _ in range(2)
     )
     for name, value in once.items():
         assert torch.equal(value, again[name]), name
@@ -79,13 +78,13 @@ def test_gradients_are_the_same_in_every_run(gpu, dim):
 @pytest.mark.parametrize("dim", [128, 512])
 def test_attending_is_captured_in_a_cuda_graph(gpu, dim):
     q, k, v, _, plan = case(gpu, torch.bfloat16, (128, 64), q_length=1000, dim=dim)
-    block_attention.attention(q, k, v, plan, 0.1)
+    block.attention(q, k, v, plan, 0.1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = block_attention.attention(q, k, v, plan, 0.1)
+        captured = block.attention(q, k, v, plan, 0.1)
     q.copy_(q.roll(128, dims=2))
     graph.replay()
-    assert torch.equal(captured, block_attention.attention(q, k, v, plan, 0.1))
+    assert torch.equal(captured, block.attention(q, k, v, plan, 0.1))
 
 
 def test_attending_compiles_without_a_break(gpu):
@@ -93,7 +92,7 @@ def test_attending_compiles_without_a_break(gpu):
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
     def attend(q, k, v):
-        return block_attention.attention(q, k, v, plan, 0.125)
+        return block.attention(q, k, v, plan, 0.125)
 
     found = torch.compile(attend, fullgraph=True)(*leaves)
     assert torch.equal(found, attend(*leaves))
@@ -121,8 +120,8 @@ def test_cab_dense_of_large_heads_is_exact(gpu, head_dim):
     ids = tokens(2, 300).to(gpu)
     mask = torch.ones_like(ids)
     mask[0, :33] = 0
-    work = engine.Workload("cuda", head_dim, torch.float32, False, 128, 128)
-    assert engine.exact(work, None) == "triton"
+    work = engines.Workload("cuda", head_dim, torch.float32, False, 128, 128)
+    assert engines.exact(work, None) == "triton"
     with torch.no_grad():
         expected = model(input_ids=ids, attention_mask=mask).logits
         model.set_attn_implementation("cab_dense")
@@ -166,7 +165,7 @@ def test_exact_attention_at_131072_tokens_and_512_channels_fits(gpu):
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out = block_attention.attention(q, k, v, plan, 512**-0.5)
+    out = block.attention(q, k, v, plan, 512**-0.5)
     assert (torch.cuda.max_memory_allocated() - before) / 2**30 < 4
     rows = slice(length - 64, length)
     logits = (q[:, :, rows].float() @ k.float().transpose(-1, -2)) * 512**-0.5

@@ -4,7 +4,8 @@ import pytest
 import torch
 from attention_cases import assert_engine_within_budget, case, with_gradients
 
-from cab_hf.ops import flash, flex, reference
+from cab_hf.ops import reference
+from cab_hf.ops.attention import flash, flex
 
 pytestmark = pytest.mark.gpu
 WIDE, NARROW = (128, 128), (128, 64)

@@ -8,7 +8,7 @@ from cab_hf import BlockPlan, CabConfig
 from cab_hf.frame import Frame
 from cab_hf.ops import coarsen, predict, reference
 from cab_hf.plan import Spans
-from cab_hf.predictor import CurvaturePredictor, by_reference
+from cab_hf.predictors import CurvaturePredictor, by_reference
 
 SMALL = {"query_block": 32, "key_block": 16}
 GRID = {"query_block": 16, "key_block": 16}

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from cab_hf import CabConfig
 from cab_hf.layers import CABAttention, CABAttentionLayer
 from cab_hf.plan import Spans
-from cab_hf.predictor import CurvaturePredictor
+from cab_hf.predictors import CurvaturePredictor
 
 DIM, HEADS, BLOCK = 64, 4, 32
 both_ways = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])

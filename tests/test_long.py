@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StaticCache
 
 import cab_hf
-from cab_hf import attention, engine
+from cab_hf import attention, engines
 
 EXACT = {"atol": 2e-5, "rtol": 1e-4}
 CHUNK = 3 * SPARSE.query_block
@@ -83,7 +83,7 @@ def test_no_layer_waits_for_the_device(monkeypatch):
         return torch.zeros_like(q)
 
     # the reference engine asks how far each chunk of rows reaches; those for a GPU do not
-    monkeypatch.setattr(engine, "run", blind)
+    monkeypatch.setattr(engines, "run", blind)
     asked = Counter()
     for layers in (1, 3):
         model = tiny_model(num_hidden_layers=layers)

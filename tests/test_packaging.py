@@ -13,7 +13,7 @@ import cab_hf
 
 ROOT = Path(__file__).parents[1]
 FLOORS = [
-    *("config", "plan", "ops", "published", "engine", "predictor", "frame", "layers"),
+    *("config", "plan", "ops", "predictors", "engines", "frame", "layers"),
     *("attention", "patches", "eval"),
 ]
 
@@ -104,9 +104,9 @@ def test_importing_is_cheap_and_touches_no_gpu():
 
 
 def test_imports_run_one_way():
-    """eval -> patches -> attention, layers -> frame, predictor, engine -> ops -> plan, config."""
+    """eval -> patches -> attention, layers -> frame, predictors, engines -> ops -> plan, config."""
     rank = {name: place for place, name in enumerate(FLOORS)}
-    rank["frame"] = rank["engine"] = rank["predictor"]
+    rank["frame"] = rank["engines"] = rank["predictors"]
     folders = [ROOT / "cab_hf", ROOT / "patches", ROOT / "eval"]
     for path in (p for folder in folders for p in folder.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts

@@ -9,7 +9,7 @@ from tiny import qkv
 from cab_hf import CabConfig
 from cab_hf.ops import reference
 from cab_hf.plan import Spans, block_visibility
-from cab_hf.predictor import CurvaturePredictor, make_predictor, register_predictor
+from cab_hf.predictors import CurvaturePredictor, make_predictor, register_predictor
 
 RECIPES = [
     pytest.param(CabConfig(query_block=32, key_block=16), id="clusters"),
@@ -219,7 +219,7 @@ def test_the_same_inputs_give_the_same_plan(config):
 def test_heads_worked_on_in_parts_select_the_same(config, monkeypatch):
     q, k, _ = qkv(q_length=300)
     together = select(config, q, k).to_dense()
-    monkeypatch.setattr("cab_hf.predictor.SCORES_AT_A_TIME", 1)
+    monkeypatch.setattr("cab_hf.predictors.curvature.SCORES_AT_A_TIME", 1)
     assert torch.equal(select(config, q, k).to_dense(), together)
 
 

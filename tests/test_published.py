@@ -11,8 +11,8 @@ from tiny import qkv
 
 from cab_hf import CabConfig
 from cab_hf.plan import Spans
-from cab_hf.predictor import CurvaturePredictor
-from cab_hf.published import (
+from cab_hf.predictors import CurvaturePredictor
+from cab_hf.predictors.published import (
     AdaptiveCurvaturePredictor,
     BlockFrc,
     CoarseCurvaturePredictor,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cab_hf.config import CabConfig
 from cab_hf.ops.coarsen import coarsen
-from cab_hf.ops.curvature import block_scores, bytes_per_head
+from cab_hf.ops.score import block_scores, bytes_per_head
 from cab_hf.ops.select import fill_lists, select_blocks
 from cab_hf.plan import BlockLists, Spans, crossed_blocks
 

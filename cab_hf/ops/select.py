@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cab_hf.config import CabConfig
 from cab_hf.ops.coarsen import Summary
-from cab_hf.ops.curvature import Scores, affinity_of, row_chunk, visible_range
 from cab_hf.ops.reference import MASS_TOLERANCE
+from cab_hf.ops.score import Scores, affinity_of, row_chunk, visible_range
 from cab_hf.plan import BlockLists
 
 # shares of a row travel as whole multiples of 2^-40: a float32 argument would turn 5 % of 20 into 2

@@ -2,7 +2,7 @@
 
 CAB is `CurvaturePredictor`. Anything with the same signature can be registered under a name and
 chosen by ``CabConfig(predictor=name)``; it then runs in every model and every evaluation. The
-published classes, which give the recipe part by part, are written in `cab_hf.published`.
+published classes, which give the recipe part by part, are written in `cab_hf.predictors.published`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from cab_hf.config import CabConfig
 from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan, Spans, block_visibility
-from cab_hf.published import (
+from cab_hf.predictors.published import (
     AdaptiveCurvaturePredictor,
     CoarseCurvaturePredictor,
     coarsen_qk_max_l2,
@@ -149,6 +149,6 @@ def make_predictor(config: CabConfig) -> Predictor:
         known = ", ".join(sorted(_FACTORIES))
         raise ValueError(
             f"CabConfig.predictor is {config.predictor!r}; registered are {known}. "
-            "cab_hf.predictor.register_predictor adds one."
+            "cab_hf.predictors.register_predictor adds one."
         )
     return _FACTORIES[config.predictor](config)

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cab_hf.ops.block_attention_shared import (
+from cab_hf.ops.attention.tiles import (
     LOG2_E,
     Rows,
     described,
@@ -35,7 +35,7 @@ from cab_hf.ops.block_attention_shared import (
     tile_of,
     tile_start,
 )
-from cab_hf.ops.transpose import ColumnLists, pack_columns
+from cab_hf.ops.attention.transpose import ColumnLists, pack_columns
 from cab_hf.plan import BlockLists
 
 # bytes of weights held at a time; one block of queries is held whatever it takes

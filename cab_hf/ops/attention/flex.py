@@ -66,7 +66,7 @@ def backend(
     # a ROCm device has capabilities of other meaning
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "TRITON"
-    from cab_hf.ops import flash
+    from cab_hf.ops.attention import flash
 
     capability = torch.cuda.get_device_capability()
     reason = flash.unavailable(capability, head_dim, dtype, query_block, key_block)
@@ -81,7 +81,7 @@ def manner(
     if not training or name == "CPU":
         return name
     if name == "FLASH":
-        from cab_hf.ops import flash
+        from cab_hf.ops.attention import flash
 
         own = flash.own_backward(head_dim, query_block, key_block)
         return name if own else f"{name}, gradients by triton"
@@ -110,7 +110,7 @@ def attention(
     blocks = (plan.query_block, plan.key_block)
     plan.shared_by(q.shape[1])
     if backend(q.device.type, q.shape[-1], q.dtype, training, *blocks) == "FLASH":
-        from cab_hf.ops import flash
+        from cab_hf.ops.attention import flash
 
         out, lse = flash.attention(q, k, v, plan, scale)
         return (out, lse) if return_lse else out
@@ -205,7 +205,7 @@ def block_tables(plan: BlockPlan, heads: int, device: torch.device, training: bo
 def _transposed(lists: BlockLists, columns: int) -> BlockLists:
     if lists.counts.device.type == "cpu" or torch.compiler.is_compiling():
         return lists.transpose(columns)
-    from cab_hf.ops import flash
+    from cab_hf.ops.attention import flash
 
     return flash.transposed(lists, columns)
 

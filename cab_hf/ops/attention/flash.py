@@ -20,8 +20,8 @@ import triton.language as tl
 from packaging.version import Version
 from torch import Tensor
 
-from cab_hf.ops import block_attention
-from cab_hf.ops.transpose import transpose
+from cab_hf.ops.attention import block
+from cab_hf.ops.attention.transpose import transpose
 from cab_hf.plan import BlockLists, BlockPlan
 
 PACKAGE = "flash-attn-4"
@@ -216,7 +216,7 @@ def _save(ctx, inputs, output):
 def _differentiate(ctx, grad, _):
     blocks = (ctx.query_block, ctx.key_block)
     own = own_backward(ctx.saved_tensors[0].shape[3], *blocks)
-    differentiate = _backward_op if own else block_attention.backward_op
+    differentiate = _backward_op if own else block.backward_op
     grads = differentiate(grad, *ctx.saved_tensors, *blocks, ctx.scale)
     return *grads, *(None,) * 9
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.ops import ffpa, reference
+from cab_hf.ops import reference
+from cab_hf.ops.attention import ffpa
 from cab_hf.plan import BlockPlan
 
 ENGINES = ("reference", "flex", "triton")
@@ -50,11 +51,11 @@ def unavailable(engine: str, work: Workload) -> str | None:
     if engine == "triton":
         if not _has_triton():
             return "needs the package triton, which is not installed"
-        from cab_hf.ops import block_attention
+        from cab_hf.ops.attention import block
 
-        return block_attention.unavailable(work.device, work.head_dim, work.dtype)
+        return block.unavailable(work.device, work.head_dim, work.dtype)
     # imported here: FlexAttention is a heavy import that models without sparse layers never need
-    from cab_hf.ops import flex
+    from cab_hf.ops.attention import flex
 
     return flex.unavailable(
         work.device, work.head_dim, work.dtype, work.training, work.query_block, work.key_block
@@ -96,7 +97,7 @@ def choose(engine: str, work: Workload) -> str:
 
 def fastest(work: Workload) -> tuple[str, ...]:
     """Engines for ``work`` on a GPU, the fastest first."""
-    from cab_hf.ops import flex
+    from cab_hf.ops.attention import flex
 
     backend = flex.backend(
         work.device, work.head_dim, work.dtype, work.training, work.query_block, work.key_block
@@ -125,7 +126,7 @@ def label(engine: str, work: Workload) -> str:
     """``engine`` for people: for flex with the kernels that run ``work``, and on which blocks."""
     if engine != "flex":
         return engine
-    from cab_hf.ops import flex
+    from cab_hf.ops.attention import flex
 
     manner = flex.manner(
         work.device, work.head_dim, work.dtype, work.training, work.query_block, work.key_block
@@ -160,13 +161,13 @@ def run(
 
 def _attend(engine: str) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
     if engine == "flex":
-        from cab_hf.ops import flex
+        from cab_hf.ops.attention import flex
 
         return flex.attention
     if engine == "triton":
-        from cab_hf.ops import block_attention
+        from cab_hf.ops.attention import block
 
-        return block_attention.attention
+        return block.attention
     return reference.attention
 
 

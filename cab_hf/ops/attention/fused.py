@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cab_hf.ops.block_attention_shared import (
+from cab_hf.ops.attention.tiles import (
     LOG2_E,
     Rows,
     described,
@@ -27,7 +27,7 @@ from cab_hf.ops.block_attention_shared import (
     tile_of,
     tile_start,
 )
-from cab_hf.ops.transpose import ColumnLists, pack_columns
+from cab_hf.ops.attention.transpose import ColumnLists, pack_columns
 
 
 class Tile(NamedTuple):

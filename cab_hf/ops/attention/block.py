@@ -13,9 +13,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from cab_hf.ops import block_attention_fused as fused
-from cab_hf.ops import block_attention_split as split
-from cab_hf.ops.block_attention_shared import Rows, like
+from cab_hf.ops.attention import fused, split
+from cab_hf.ops.attention.tiles import Rows, like
 from cab_hf.plan import BlockLists, BlockPlan
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -1,0 +1,1 @@
+"""Attention under a plan: our own kernels, and those of the libraries."""
