@@ -1,8 +1,7 @@
-"""Computing: which engine runs attention under a plan, and running it."""
+"""Computing: the engines that run attention under a plan, and which of them runs what."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -14,12 +13,6 @@ from cab_hf.ops import reference
 from cab_hf.ops.attention import ffpa
 from cab_hf.plan import BlockPlan
 
-ENGINES = ("reference", "flex", "triton")
-# by the kernels that flex would run on; tests hold the order to what was measured, in
-# eval/results/speed-attention and eval/results/speed-attention-without-flash
-FASTEST = {"FLASH": ("flex", "triton"), "TRITON": ("triton", "flex")}
-# on GPUs before Hopper nothing was measured, and tiles were not chosen for their shared memory
-UNMEASURED = ("flex", "triton")
 HOPPER = 9
 # SDPA's fast kernels end here; beyond, all it has is memory-efficient attention
 SDPA_HEAD_DIM = 256
@@ -34,6 +27,7 @@ class Workload:
     Attributes:
         device: torch device type, e.g. ``"cuda"``.
         training: whether gradients flow through attention.
+        query_block, key_block: of the plan.
     """
 
     device: str
@@ -43,26 +37,215 @@ class Workload:
     query_block: int
     key_block: int
 
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[int, int]) -> Workload:
+        """Of these tensors under a plan of such (query, key) blocks."""
+        training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        return cls(q.device.type, q.shape[-1], q.dtype, training, *blocks)
 
-def unavailable(engine: str, work: Workload) -> str | None:
-    """Why ``engine`` cannot run ``work``, as half a sentence; None when it can."""
-    if engine == "reference":
+
+class Engine:
+    """One way to compute attention; stateless, so that there is one of each.
+
+    Attributes:
+        name: what `CabConfig.engine` calls it. Engines of one name are its backends.
+    """
+
+    name: str
+
+    def unavailable(self, work: Workload) -> str | None:
+        """Why it cannot run ``work``, as half a sentence; None when it can."""
         return None
-    if engine == "triton":
+
+    def label(self, work: Workload) -> str:
+        """Its name for people, with the kernels that run ``work`` where the name leaves it open."""
+        return self.name
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: BlockPlan | None,
+        scale: float,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention under ``plan``: q [B, H, N_q, D], k [B, H_kv, N_k, D], v [B, H_kv, N_k, D_v].
+
+        Returns:
+            [B, H, N_q, D_v]; with ``return_lse`` also the log-sum-exp, float32 [B, H, N_q]. See
+            `reference.attention`, which defines both.
+        """
+        wanted = v.shape[-1]
+        if wanted == q.shape[-1]:
+            return self._attend(q, k, v, plan, scale, return_lse)
+        # kernels take one head dim: channels of zeros change no logit and no value
+        widest = max(wanted, q.shape[-1])
+        q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
+        result = self._attend(q, k, v, plan, scale, return_lse)
+        return (result[0][..., :wanted], result[1]) if return_lse else result[..., :wanted]
+
+
+class Reference(Engine):
+    """Plain PyTorch, everywhere: the meaning of a plan."""
+
+    name = "reference"
+
+    def attention(self, q, k, v, plan, scale, return_lse=False):
+        return reference.attention(q, k, v, plan, scale, return_lse)
+
+
+class Triton(Engine):
+    """Our own kernels."""
+
+    name = "triton"
+
+    def unavailable(self, work: Workload) -> str | None:
         if not _has_triton():
             return "needs the package triton, which is not installed"
         from cab_hf.ops.attention import block
 
         return block.unavailable(work.device, work.head_dim, work.dtype)
-    # imported here: FlexAttention is a heavy import that models without sparse layers never need
-    from cab_hf.ops.attention import flex
 
-    return flex.unavailable(
-        work.device, work.head_dim, work.dtype, work.training, work.query_block, work.key_block
+    def _attend(self, *arguments):
+        from cab_hf.ops.attention import block
+
+        return block.attention(*arguments)
+
+
+class Flex(Engine):
+    """FlexAttention: its TRITON backend on CUDA, its CPU one."""
+
+    name = "flex"
+
+    def unavailable(self, work: Workload) -> str | None:
+        # imported here: FlexAttention is a heavy import that models without sparse layers never
+        # need
+        from cab_hf.ops.attention import flex
+
+        blocks = work.query_block, work.key_block
+        return flex.unavailable(work.device, work.head_dim, work.dtype, work.training, *blocks)
+
+    def label(self, work: Workload) -> str:
+        from cab_hf.ops.attention import flex
+
+        if work.device == "cpu":
+            return "flex (CPU)"
+        blocks = work.query_block, work.key_block
+        trained = flex.merged_blocks(*blocks)
+        if not work.training or trained == blocks:
+            return "flex (TRITON)"
+        return "flex (TRITON, blocks merged to {} x {})".format(*trained)
+
+    def _attend(self, *arguments):
+        from cab_hf.ops.attention import flex
+
+        return flex.attention(*arguments)
+
+
+class Flash(Flex):
+    """FlexAttention's FLASH backend: flash-attn-4's kernels."""
+
+    def unavailable(self, work: Workload) -> str | None:
+        blocks = work.query_block, work.key_block
+        return super().unavailable(work) or _flash_unavailable(
+            work.device, work.head_dim, work.dtype, *blocks
+        )
+
+    def label(self, work: Workload) -> str:
+        from cab_hf.ops.attention import flash
+
+        blocks = work.query_block, work.key_block
+        if not work.training or flash.own_backward(work.head_dim, *blocks):
+            return "flex (FLASH)"
+        return "flex (FLASH, gradients by triton)"
+
+    def _attend(self, q, k, v, plan, scale, return_lse):
+        from cab_hf.ops.attention import flash
+
+        out, lse = flash.attention(q, k, v, plan, scale)
+        return (out, lse) if return_lse else out
+
+
+class Sdpa(Engine):
+    """PyTorch's own attention, exact: takes no plan, and queries that end where the keys do."""
+
+    name = "sdpa"
+
+    def attention(self, q, k, v, plan, scale, return_lse=False):
+        causal, grouped = q.shape[2] > 1, q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+
+
+class Ffpa(Engine):
+    """ffpa-attn's kernels for large heads, exact: takes no plan, and whole texts."""
+
+    name = "ffpa"
+
+    def attention(self, q, k, v, plan, scale, return_lse=False):
+        return ffpa.attention(q, k, v, scale)
+
+
+REFERENCE, TRITON, FLEX, FLASH = Reference(), Triton(), Flex(), Flash()
+SDPA, FFPA = Sdpa(), Ffpa()
+# name -> what it stands for, the preferred first
+ENGINES: dict[str, tuple[Engine, ...]] = {
+    "reference": (REFERENCE,),
+    "flex": (FLASH, FLEX),
+    "triton": (TRITON,),
+}
+# the fastest first; tests hold the order to what was measured, in eval/results/speed-attention and
+# eval/results/speed-attention-without-flash
+FASTEST = (FLASH, TRITON, FLEX, REFERENCE)
+# on GPUs before Hopper nothing was measured, and tiles were not chosen for their shared memory
+UNMEASURED = (FLASH, FLEX, TRITON, REFERENCE)
+
+
+def choose(name: str, work: Workload) -> Engine:
+    """The engine that runs ``work``: one of that name, or for ``"auto"`` the fastest that can.
+
+    Raises:
+        ValueError: for an unknown name, or an engine asked for by name that cannot run this.
+    """
+    if name == "auto":
+        # on CPU the compiled kernel saves less than its compilation costs
+        if work.device == "cpu":
+            return REFERENCE
+        candidates = FASTEST if _measured_here() else UNMEASURED
+    elif name in ENGINES:
+        candidates = ENGINES[name]
+    else:
+        known = ", ".join(map(repr, ("auto", *ENGINES)))
+        raise ValueError(f"CabConfig.engine is {name!r}; it must be one of {known}.")
+    for engine in candidates:
+        reason = engine.unavailable(work)
+        if reason is None:
+            return engine
+    raise ValueError(
+        f"CabConfig.engine is {name!r}, which {reason}; use engine='auto' or 'reference'."
     )
 
 
-# a constant where a model is compiled: finding packages is not traced
+def exact(work: Workload, length: int | None) -> Engine:
+    """What computes exact attention: SDPA, FFPA, or an engine under a plan that keeps everything.
+
+    ``length`` is that of queries and keys where nothing but causality masks them, else None. SDPA's
+    fast kernels take neither masks nor head dims above `SDPA_HEAD_DIM`.
+    """
+    if length is not None and work.head_dim <= SDPA_HEAD_DIM:
+        return SDPA
+    if TRITON.unavailable(work) or not _measured_here():
+        return SDPA
+    if length is not None and not ffpa.unavailable(
+        work.device, work.head_dim, work.dtype, work.training, length
+    ):
+        return FFPA
+    return TRITON
+
+
+# constants where a model is compiled: finding packages and asking the device is not traced
 @torch.compiler.assume_constant_result
 def _has_triton() -> bool:
     return find_spec("triton") is not None
@@ -73,104 +256,14 @@ def _measured_here() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= HOPPER
 
 
-def choose(engine: str, work: Workload) -> str:
-    """The engine that runs ``work``: the one asked for, or for ``"auto"`` the fastest that can.
+@torch.compiler.assume_constant_result
+def _flash_unavailable(
+    device: str, head_dim: int, dtype: torch.dtype, query_block: int, key_block: int
+) -> str | None:
+    # a ROCm device has capabilities of other meaning
+    if device == "cpu" or torch.version.cuda is None or not torch.cuda.is_available():
+        return f"runs on CUDA devices, not on {device}"
+    from cab_hf.ops.attention import flash
 
-    Raises:
-        ValueError: for an unknown name, or an engine asked for by name that cannot run this.
-    """
-    if engine == "auto":
-        # on CPU the compiled kernel saves less than its compilation costs
-        if work.device == "cpu":
-            return "reference"
-        return next(name for name in fastest(work) if not unavailable(name, work))
-    if engine not in ENGINES:
-        known = ", ".join(map(repr, ("auto", *ENGINES)))
-        raise ValueError(f"CabConfig.engine is {engine!r}; it must be one of {known}.")
-    reason = unavailable(engine, work)
-    if reason:
-        raise ValueError(
-            f"CabConfig.engine is {engine!r}, which {reason}; use engine='auto' or 'reference'."
-        )
-    return engine
-
-
-def fastest(work: Workload) -> tuple[str, ...]:
-    """Engines for ``work`` on a GPU, the fastest first."""
-    from cab_hf.ops.attention import flex
-
-    backend = flex.backend(
-        work.device, work.head_dim, work.dtype, work.training, work.query_block, work.key_block
-    )
-    return *(FASTEST[backend] if _measured_here() else UNMEASURED), "reference"
-
-
-def exact(work: Workload, length: int | None) -> str:
-    """What computes exact attention: ``"sdpa"``, ``"ffpa"``, or an engine that keeps everything.
-
-    ``length`` is that of queries and keys where nothing but causality masks them, else None. SDPA's
-    fast kernels take neither masks nor head dims above `SDPA_HEAD_DIM`.
-    """
-    if length is not None and work.head_dim <= SDPA_HEAD_DIM:
-        return "sdpa"
-    if unavailable("triton", work) or not _measured_here():
-        return "sdpa"
-    if length is not None and not ffpa.unavailable(
-        work.device, work.head_dim, work.dtype, work.training, length
-    ):
-        return "ffpa"
-    return "triton"
-
-
-def label(engine: str, work: Workload) -> str:
-    """``engine`` for people: for flex with the kernels that run ``work``, and on which blocks."""
-    if engine != "flex":
-        return engine
-    from cab_hf.ops.attention import flex
-
-    manner = flex.manner(
-        work.device, work.head_dim, work.dtype, work.training, work.query_block, work.key_block
-    )
-    return f"flex ({manner})"
-
-
-def run(
-    engine: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: BlockPlan,
-    scale: float,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention under ``plan``: q [B, H, N_q, D], k [B, H_kv, N_k, D] and v [B, H_kv, N_k, D_v].
-
-    Returns:
-        [B, H, N_q, D_v]; with ``return_lse`` also the log-sum-exp, float32 [B, H, N_q]. See
-        `reference.attention`, which defines both.
-    """
-    attend, wanted = _attend(engine), v.shape[-1]
-    if engine == "reference" or wanted == q.shape[-1]:
-        return attend(q, k, v, plan, scale, return_lse)
-    # kernels take one head dim: channels of zeros change no logit and no value
-    widest = max(wanted, q.shape[-1])
-    q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
-    result = attend(q, k, v, plan, scale, return_lse)
-    return (result[0][..., :wanted], result[1]) if return_lse else result[..., :wanted]
-
-
-def _attend(engine: str) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
-    if engine == "flex":
-        from cab_hf.ops.attention import flex
-
-        return flex.attention
-    if engine == "triton":
-        from cab_hf.ops.attention import block
-
-        return block.attention
-    return reference.attention
-
-
-def needs_grad(*tensors: Tensor) -> bool:
-    """Whether a backward pass will come through these."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    capability = torch.cuda.get_device_capability()
+    return flash.unavailable(capability, head_dim, dtype, query_block, key_block)

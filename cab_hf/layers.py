@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from cab_hf.config import CabConfig
-from cab_hf.engines import ENGINES, Workload, choose, needs_grad, run
+from cab_hf.engines import ENGINES, Workload, choose
 from cab_hf.plan import BlockPlan, Spans
-from cab_hf.predictors import CurvaturePredictor
-from cab_hf.predictors.published import CoarseCurvaturePredictor
+from cab_hf.predictors import Call, CoarseCurvaturePredictor, CurvaturePredictor
 
 
 class CABAttention(nn.Module):
@@ -91,15 +90,8 @@ class CABAttention(nn.Module):
         q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         scale = self.head_dim**-0.5
         plan = self._plan(q, k, scale)
-        work = Workload(
-            device=q.device.type,
-            head_dim=self.head_dim,
-            dtype=q.dtype,
-            training=needs_grad(q, k, v),
-            query_block=plan.query_block,
-            key_block=plan.key_block,
-        )
-        out = run(choose(self.config.engine, work), q, k, v, plan, scale)
+        engine = choose(self.config.engine, Workload.of(q, k, v, plan.blocks))
+        out = engine.attention(q, k, v, plan, scale)
         out = self.o_proj(out.transpose(1, 2).flatten(2))
         return (out, plan) if return_plan else out
 
@@ -110,7 +102,7 @@ class CABAttention(nn.Module):
         batch, _, length, _ = q.shape
         if self.causal:
             spans = Spans.causal(batch, length, length, q.device)
-            return self.predictor(q, k, spans, scale)
+            return self.predictor(q, k, Call(spans, scale))
         # CurvaturePredictor reads a query's own position off the end of its span, which says
         # nothing when every span ends with the text
         return BlockPlan.from_dense(

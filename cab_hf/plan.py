@@ -22,12 +22,15 @@ class Spans:
         key_valid: bool [B, N_k], False for padding keys.
         aligned: known without looking: documents start at block borders and the queries of a block
             are consecutive tokens of one document.
+        consecutive: known without looking: every query block begins where the one before it ends,
+            as in a text and in a chunk of one. Pieces of a text from several places do not.
     """
 
     first: Tensor
     last: Tensor
     key_valid: Tensor
     aligned: bool = False
+    consecutive: bool = True
 
     @classmethod
     def causal(cls, batch: int, q_length: int, kv_length: int, device: torch.device | str) -> Spans:
@@ -82,6 +85,11 @@ class RowSpans:
     min_last: Tensor
     max_last: Tensor
     queries: Tensor
+
+    def places(self, query_block: int) -> Tensor:
+        """int64 [B, M_q]: where each row stands on the query grid, wherever a chunk begins."""
+        first = self.min_last.where(self.queries > 0, 0).to(torch.int64)
+        return (first + query_block // 2) // query_block
 
 
 def crossed_blocks(query_block: int, key_block: int) -> int:
@@ -224,6 +232,11 @@ class BlockPlan:
         visible = block_visibility(spans, query_block, key_block)
         keep = visible.unsqueeze(1).expand(-1, heads, -1, -1)
         return cls.from_dense(keep, spans, query_block=query_block, key_block=key_block)
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """(query, key) block sizes."""
+        return self.query_block, self.key_block
 
     @property
     def batch(self) -> int:

@@ -20,7 +20,8 @@ def register() -> None:
     """Register both implementations now."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from cab_hf.attention import cab_attention, cab_dense_attention, cab_mask
+    from cab_hf.attention import cab_attention, cab_dense_attention
+    from cab_hf.call import cab_mask
 
     AttentionInterface.register("cab", cab_attention)
     AttentionInterface.register("cab_dense", cab_dense_attention)

@@ -28,10 +28,10 @@ from tqdm import tqdm
 
 from cab_hf.config import COARSEN, CabConfig
 from cab_hf.eval import report
-from cab_hf.eval.methods import block_mass
 from cab_hf.eval.settings import comma_separated, option
 from cab_hf.ops import reference
 from cab_hf.plan import Spans, block_visibility
+from cab_hf.predictors.baselines import block_mass
 
 LAYOUTS = ("segments", "shuffled")
 NEEDLES = ("quiet", "loud")
@@ -223,34 +223,34 @@ def _one_of(allowed: Tensor, generator: torch.Generator) -> int:
 # --- the formulas
 
 
-def published_score(config: CabConfig, logits: Tensor, visible: Tensor, spans: Spans) -> Tensor:
+def published_score(config: CabConfig, logits: Tensor, visible: Tensor, places: Tensor) -> Tensor:
     """The published scores: edges are rectified logits."""
     affinity = logits.relu().masked_fill(~visible, 0.0)
-    return reference.curvature_score(affinity, affinity, visible, spans, config)
+    return reference.curvature_score(affinity, affinity, visible, places, config)
 
 
-def cab_score(config: CabConfig, logits: Tensor, visible: Tensor, spans: Spans) -> Tensor:
+def cab_score(config: CabConfig, logits: Tensor, visible: Tensor, places: Tensor) -> Tensor:
     """CAB's score F = z(log U) - redundancy * z(U U): edges are the softmax of the logits."""
     reach = reference.block_log_mass(logits, visible)
     direct = reference.standardise(reach, visible)
-    return reference.curvature_score(reach.exp(), direct, visible, spans, config)
+    return reference.curvature_score(reach.exp(), direct, visible, places, config)
 
 
-def _forman(sign: int, logits: Tensor, visible: Tensor, spans: Spans) -> Tensor:
+def _forman(sign: int, logits: Tensor, visible: Tensor, places: Tensor) -> Tensor:
     # the score is the negative curvature: the highest score is the lowest curvature
     config = CabConfig.published(curvature="forman", **SQUARE)
-    return sign * published_score(config, logits, visible, spans)
+    return sign * published_score(config, logits, visible, places)
 
 
 def _additive(redundancy: float) -> CabConfig:
     return CabConfig.published(curvature="additive", redundancy=redundancy, **SQUARE)
 
 
-Formula = Callable[[Tensor, Tensor, Spans], Tensor]
+Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-# name -> (logits [1, 1, M, M], visible, spans) -> what ranks a row's blocks, highest kept
+# name -> (logits [1, 1, M, M], visible, places [1, M]) -> what ranks a row's blocks, highest kept
 FORMULAS: dict[str, Formula] = {
-    MAGNITUDE: lambda logits, visible, spans: logits,
+    MAGNITUDE: lambda logits, visible, places: logits,
     "forman lowest": partial(_forman, 1),
     "forman highest": partial(_forman, -1),
     "additive 0.3": partial(published_score, _additive(0.3)),
@@ -259,13 +259,6 @@ FORMULAS: dict[str, Formula] = {
     "cab 1": partial(cab_score, CabConfig(redundancy=1.0, **SQUARE)),
 }
 METHODS = (*FORMULAS, H2O, RANDOM)
-
-
-class Grid(NamedTuple):
-    """What `block_mass` asks of a config; a `CabConfig` takes no blocks under 16 tokens."""
-
-    query_block: int
-    key_block: int
 
 
 def selections(
@@ -281,6 +274,7 @@ def selections(
     """
     spans = Spans.causal(1, graph.blocks, graph.blocks, "cpu")
     visible = block_visibility(spans, 1, 1).unsqueeze(1)
+    places = torch.arange(graph.blocks).unsqueeze(0)
     budget = torch.cat([reference.share_of_row(visible, 1 - dropped) for dropped in sparsities])
     diagonal = torch.eye(graph.blocks, dtype=torch.bool)
 
@@ -290,7 +284,7 @@ def selections(
     for coarsen in (TOKEN,) if graph.block_size == 1 else COARSEN:
         logits = _logits(graph, MEAN if coarsen == TOKEN else coarsen)
         for name, formula in FORMULAS.items():
-            yield name, coarsen, best(formula(logits, visible, spans))
+            yield name, coarsen, best(formula(logits, visible, places))
     yield H2O, None, _heavy_and_recent(mass, visible, budget)
     yield RANDOM, None, best(torch.rand(mass.shape, generator=generator))
 
@@ -341,7 +335,7 @@ def measure(
     """Bridges found, attention mass and (query, key) pairs kept, by method and sparsity."""
     tokens, size = graph.q.shape[2], graph.block_size
     spans = Spans.causal(1, tokens, tokens, "cpu")
-    mass = block_mass(graph.q, graph.k, spans, graph.q.shape[-1] ** -0.5, Grid(size, size))
+    mass = block_mass(graph.q, graph.k, spans, graph.q.shape[-1] ** -0.5, size, size)
     pairs = torch.full((graph.blocks, graph.blocks), float(size * size)).tril()
     pairs.fill_diagonal_(size * (size + 1) / 2)
 

@@ -6,19 +6,17 @@ A method is fitted to a `Cell` (base config, budget, length) and then switched o
         model.generate(...)
         density()       # per layer, since the last call; None for a layer computed dense
 
-Methods that choose blocks are predictors (`cab_hf.predictors`), so they run through the same plan,
-the same engine and the same model code as CAB; only the choice differs. A new one costs a score
-function and a class of two lines.
+Methods that choose blocks are predictors (`cab_hf.predictors.baselines`), so they run through the
+same plan, the same engine and the same model code as CAB; only the choice differs. A new one costs
+a predictor and a class of two lines.
 """
 
 from __future__ import annotations
 
 import bisect
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
@@ -30,157 +28,16 @@ from transformers.masking_utils import sdpa_mask
 
 import cab_hf
 from cab_hf.config import CabConfig
-from cab_hf.ops import reference
-from cab_hf.plan import BlockPlan, RowSpans, Spans, block_visibility
-from cab_hf.predictors import make_predictor, register_predictor
+from cab_hf.plan import Spans
+from cab_hf.predictors import Call, make_predictor
+from cab_hf.predictors.baselines import column_sums
 
-ANTIDIAGONAL_STRIDE = 8  # of XAttention's 8 and 16 the finer one
-QUERIES_AT_A_TIME = 128  # rows of exact attention held at once
 BUDGET_STEPS = 1000  # a share of a row is fitted to this fraction
 PROBE_DIM = 16  # head dim of the random q and k that a budget is fitted on
-SEED = 0  # of the random blocks and of the probe
+SEED = 0  # of the probe
 H2O_ATTENTION = "cab_h2o"
 
 LayerDensities = Callable[[], list[float | None]]
-Score = Callable[[Tensor, Tensor, Spans, float, CabConfig], Tensor]
-
-
-# --- exact attention, a few rows at a time
-
-
-def attention_rows(
-    q: Tensor,
-    k: Tensor,
-    spans: Spans,
-    scale: float,
-    stride: int = 1,
-    at_a_time: int = QUERIES_AT_A_TIME,
-) -> Iterator[tuple[int, Tensor]]:
-    """Attention probabilities over tiles of ``stride`` tokens, some rows of tiles at a time.
-
-    The logit of a tile is the mean over its antidiagonal, which every query and every key of the
-    tile enters once. ``stride`` 1 is exact attention. No N x N tensor is ever whole.
-
-    Args:
-        q: [B, H, N_q, D]. k: [B, H_kv, N_k, D].
-        at_a_time: rows of tiles yielded at once.
-
-    Yields:
-        (first row, float32 [B, H, rows, T]): T ends behind the last key tile these rows see, and a
-        row of padding is zero.
-    """
-    rows = spans.rows(stride)
-    queries = _tiles(q, stride, backwards=True).unflatten(1, (k.shape[1], -1))
-    keys = _tiles(k, stride).unsqueeze(2).transpose(-1, -2)
-    for start in range(0, queries.shape[3], at_a_time):
-        chunk = slice(start, start + at_a_time)
-        seen = max(0, int(rows.max_last[:, chunk].max())) // stride + 1
-        visible = _visible_tiles(rows, chunk, seen, stride)
-        logits = (queries[:, :, :, chunk] @ keys[..., :seen]).flatten(1, 2) * (scale / stride)
-        probabilities = logits.masked_fill(~visible, -torch.inf).softmax(-1)
-        # softmax over nothing is NaN: a row of padding attends nothing
-        yield start, probabilities.masked_fill(~visible, 0.0)
-
-
-def _tiles(x: Tensor, stride: int, backwards: bool = False) -> Tensor:
-    """[B, H, N, D] -> float32 [B, H, T, stride * D], the tokens of each tile in a row."""
-    tiles = F.pad(x, (0, 0, 0, -x.shape[2] % stride)).unflatten(2, (-1, stride)).float()
-    return (tiles.flip(3) if backwards else tiles).flatten(3)
-
-
-def _visible_tiles(rows: RowSpans, chunk: slice, tiles: int, stride: int) -> Tensor:
-    """bool [B, 1, rows, tiles]: some query of the row may see some key of the tile."""
-    key = torch.arange(0, tiles * stride, stride, device=rows.max_last.device)
-    begins = key <= rows.max_last[:, chunk, None]
-    ends = key + (stride - 1) >= rows.min_first[:, chunk, None]
-    return (begins & ends & (rows.queries[:, chunk, None] > 0)).unsqueeze(1)
-
-
-def block_mass(
-    q: Tensor, k: Tensor, spans: Spans, scale: float, config: CabConfig, stride: int = 1
-) -> Tensor:
-    """Attention mass of every key block for every query block, float32 [B, H, M_q, M_k].
-
-    A row sums to the number of its queries (of its tiles, for a ``stride`` over 1).
-    """
-    q_tiles, k_tiles = config.query_block // stride, config.key_block // stride
-    shape = (*q.shape[:2], -(-q.shape[2] // config.query_block), -(-k.shape[2] // config.key_block))
-    mass = torch.zeros(shape, device=q.device)
-    for start, rows in attention_rows(q, k, spans, scale, stride, at_a_time=q_tiles):
-        per_key = rows.sum(2)
-        per_block = F.pad(per_key, (0, -per_key.shape[-1] % k_tiles)).unflatten(-1, (-1, k_tiles))
-        mass[:, :, start // q_tiles, : per_block.shape[2]] = per_block.sum(-1)
-    return mass
-
-
-def column_sums(q: Tensor, k: Tensor, spans: Spans, scale: float) -> Tensor:
-    """Attention each key receives from all queries, float32 [B, H, N_k]."""
-    sums = torch.zeros(*q.shape[:2], k.shape[2], device=q.device)
-    for _, rows in attention_rows(q, k, spans, scale):
-        sums[..., : rows.shape[-1]] += rows.sum(2)
-    return sums
-
-
-# --- predictors
-
-
-def random_score(q: Tensor, k: Tensor, spans: Spans, scale: float, config: CabConfig) -> Tensor:
-    """Uniform noise [B, H, M_q, M_k], drawn anew for other shapes or other keys.
-
-    A layer replayed by gradient checkpointing, and a run repeated, choose the same blocks; two
-    samples do not, or their outcomes would not be independent.
-    """
-    content = f"{SEED} {tuple(q.shape)} {tuple(k.shape)} {float(k.double().sum()):.6e}"
-    digest = hashlib.sha256(content.encode()).digest()
-    generator = torch.Generator(q.device).manual_seed(int.from_bytes(digest[:6], "big"))
-    rows, blocks = -(-q.shape[2] // config.query_block), -(-k.shape[2] // config.key_block)
-    return torch.rand(*q.shape[:2], rows, blocks, generator=generator, device=q.device)
-
-
-class TopBlocks:
-    """Predictor: a row's forced blocks and its best by a score, 1 - sparsity of it in all."""
-
-    def __init__(self, score: Score, config: CabConfig) -> None:
-        self.score = score
-        self.config = config
-
-    @torch.no_grad()
-    def __call__(self, q: Tensor, k: Tensor, spans: Spans, scale: float) -> BlockPlan:
-        config = self.config
-        visible = block_visibility(spans, config.query_block, config.key_block)
-        forced = reference.forced_blocks(visible, spans, config).unsqueeze(1)
-        visible = visible.unsqueeze(1)
-        spare = reference.share_of_row(visible, 1 - config.sparsity) - forced.sum(-1, keepdim=True)
-        score = self.score(q, k, spans, scale, config)
-        keep = forced | reference.top_blocks(score, visible & ~forced, spare)
-        return _plan(keep, spans, config)
-
-
-class SinksAndWindow:
-    """Predictor: ``sink_blocks`` and ``local_blocks``, whatever q and k hold."""
-
-    def __init__(self, config: CabConfig) -> None:
-        self.config = config
-
-    @torch.no_grad()
-    def __call__(self, q: Tensor, k: Tensor, spans: Spans, scale: float) -> BlockPlan:
-        visible = block_visibility(spans, self.config.query_block, self.config.key_block)
-        keep = reference.forced_blocks(visible, spans, self.config).unsqueeze(1)
-        return _plan(keep.expand(-1, q.shape[1], -1, -1), spans, self.config)
-
-
-def _plan(keep: Tensor, spans: Spans, config: CabConfig) -> BlockPlan:
-    return BlockPlan.from_dense(
-        keep, spans, query_block=config.query_block, key_block=config.key_block
-    )
-
-
-register_predictor("streaming", SinksAndWindow)
-register_predictor("random", partial(TopBlocks, random_score))
-register_predictor("oracle", partial(TopBlocks, block_mass))
-register_predictor(
-    "antidiagonal", partial(TopBlocks, partial(block_mass, stride=ANTIDIAGONAL_STRIDE))
-)
 
 
 # --- matching a budget
@@ -211,7 +68,7 @@ def planned_density(config: CabConfig, length: int, device: torch.device | str =
     generator = torch.Generator(device).manual_seed(SEED)
     q, k = torch.randn(2, 1, 1, length, PROBE_DIM, generator=generator, device=device)
     spans = Spans.causal(1, length, length, device)
-    return make_predictor(config)(q, k, spans, PROBE_DIM**-0.5).density()
+    return make_predictor(config)(q, k, Call(spans, PROBE_DIM**-0.5)).density()
 
 
 def fitted_config(candidates: Sequence[CabConfig], cell: Cell) -> CabConfig:
@@ -362,7 +219,7 @@ class Streaming(Cab):
     def reaches(self, length: int, asking: int, needle: tuple[int, int]) -> bool:
         spans = Spans.causal(1, length, length, "cpu")
         nothing = torch.empty(1, 1, length, 0)
-        seen = make_predictor(self.config)(nothing, nothing, spans, 1.0).to_dense()[0, 0]
+        seen = make_predictor(self.config)(nothing, nothing, Call(spans, 1.0)).to_dense()[0, 0]
         first, last = needle[0] // self.config.key_block, (needle[1] - 1) // self.config.key_block
         return bool(seen[asking // self.config.query_block :, first : last + 1].any())
 

@@ -22,7 +22,7 @@ from cab_hf.eval.speed_heads import INPUTS, HeadSettings, time_baselines
 from cab_hf.eval.speed_settings import UNREACHED_MASS, by_device
 from cab_hf.eval.timing import METHOD_ON_CPU, Bench, in_a_sentence, method_on_gpu
 from cab_hf.plan import BlockPlan, Spans
-from cab_hf.predictors import make_predictor
+from cab_hf.predictors import Call, make_predictor
 
 PURPOSE = "time predicting and attending, forward and backward, beside dense kernels"
 TITLE = "Speed of attention"
@@ -123,7 +123,7 @@ class Settings(HeadSettings):
                 spans, q.shape[1], config.query_block, config.key_block
             )
         predict = make_predictor(config)
-        return lambda q, k, spans: predict(q, k, spans, q.shape[-1] ** -0.5)
+        return lambda q, k, spans: predict(q, k, Call(spans, q.shape[-1] ** -0.5))
 
 
 # --- measuring
@@ -186,10 +186,8 @@ def _time_engines(row: dict[str, Any], settings: Settings, bench: Bench) -> None
     for name in settings.engines:
         bench.settle()
         try:
-            why = engines.unavailable(name, work)
-            if why:
-                raise RuntimeError(f"it {why}")
-            attend = partial(engines.run, name)
+            engine = engines.choose(name, work)
+            attend = engine.attention
             check(attend, q, k, v, plan)
             if work.training:
                 check_gradients(attend, q, k, v, settings.planner(row))
@@ -202,18 +200,12 @@ def _time_engines(row: dict[str, Any], settings: Settings, bench: Bench) -> None
             # an engine that refuses or is wrong is told of and not measured
             row["not_measured"][name] = in_a_sentence(error)
         else:
-            row["labels"][name] = _label(name, work)
+            row["labels"][name] = engine.label(work)
 
 
 def _predicts(row: Mapping[str, Any]) -> bool:
     """Whether predicting is part of what the row times."""
     return row["direction"] == "forward" and row["budget"] != EVERYTHING
-
-
-def _label(name: str, work: engines.Workload) -> str:
-    """What the engine says it runs as; its name where it says nothing."""
-    label = getattr(engines, "label", None)
-    return label(name, work) if label else name
 
 
 def _time_forward(
@@ -314,7 +306,7 @@ def check_gradients(
     batch, _, length, _ = q.shape
     plan = planner(q, k, Spans.causal(batch, length, length, q.device))
     found = dense.backward_of(attend, q, k, v, plan, scaling(q))()
-    reference = partial(engines.run, "reference")
+    reference = engines.REFERENCE.attention
     exact = dense.backward_of(reference, *(x.float() for x in (q, k, v)), plan, scaling(q))()
     dense.close_gradients(found, exact, f"at {length} tokens")
 

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cab_hf import engines
-from cab_hf.attention import attended, dense_reason, settings
+from cab_hf.attention import attended, settings
 from cab_hf.config import CabConfig
+from cab_hf.engines import SDPA, Workload
+from cab_hf.route import route
 
 
 def describe(
@@ -84,23 +85,25 @@ def _sentence(
     training: bool,
     sparse: bool,
 ) -> str:
-    window = getattr(module, "sliding_window", None)
-    reason = dense_reason(config, module.layer_idx, tokens, tokens, window) if sparse else None
-    weight, text = next(module.parameters()), module.config
-    work = engines.Workload(
-        device=weight.device.type,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
-        dtype=dtype,
-        training=training,
-        query_block=config.query_block,
-        key_block=config.key_block,
+    text = module.config
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    device = next(module.parameters()).device.type
+    blocks = config.query_block, config.key_block
+    work = Workload(device, head_dim, dtype, training, *blocks)
+    way = route(
+        config,
+        work,
+        sparse=sparse,
+        layer=module.layer_idx,
+        q_length=tokens,
+        kv_length=tokens,
+        window=getattr(module, "sliding_window", None),
     )
-    if sparse and not reason:
-        return f"sparse, engine {engines.label(engines.choose(config.engine, work), work)}"
-    by_blocks = tokens >= engines.EXACT_BLOCK and window is None
-    name = engines.exact(work, tokens) if by_blocks else "sdpa"
-    how = [] if reason and name == "sdpa" else [name]
-    return ", ".join(["dense", *([reason] if reason else []), *how])
+    if way.kind == "sparse":
+        return f"sparse, engine {way.engine.label(work)}"
+    # what computes it is told where that is not what anybody would expect
+    how = [] if way.reason and way.engine is SDPA else [way.engine.name]
+    return ", ".join(["dense", *([way.reason] if way.reason else []), *how])
 
 
 def _lines(layers: list[tuple[int, str]]) -> list[str]:

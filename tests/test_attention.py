@@ -347,7 +347,7 @@ def test_exact_attention_by_blocks_is_sdpa_and_plans_once_for_all_layers(monkeyp
     with torch.no_grad():
         expected = model(input_ids=ids, attention_mask=mask).logits
         model.set_attn_implementation("cab_dense")
-        monkeypatch.setattr(engines, "exact", lambda work, length: "reference")
+        monkeypatch.setattr(engines, "exact", lambda work, length: engines.REFERENCE)
         made = []
         causal = BlockPlan.causal
         monkeypatch.setattr(BlockPlan, "causal", lambda *a: made.append(a) or causal(*a))

@@ -90,8 +90,8 @@ def test_values_may_have_a_head_dim_of_their_own(dims):
     q, k, _ = qkv(q_length=40, dim=dims[0])
     v = qkv(q_length=40, dim=dims[1])[2]
     plan = random_plan(q, k, (32, 16))
-    meant = engines.run("reference", q, k, v, plan, 0.2, return_lse=True)
-    found = engines.run("triton", q, k, v, plan, 0.2, return_lse=True)
+    meant = engines.REFERENCE.attention(q, k, v, plan, 0.2, return_lse=True)
+    found = engines.TRITON.attention(q, k, v, plan, 0.2, return_lse=True)
     for a, b in zip(found, meant, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 

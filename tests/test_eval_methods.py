@@ -10,7 +10,7 @@ import cab_hf
 from cab_hf.eval import methods
 from cab_hf.eval.methods import METHODS, Cell
 from cab_hf.plan import Spans
-from cab_hf.predictors import make_predictor
+from cab_hf.predictors import Call, baselines, make_predictor
 
 LENGTH = 600
 SMALL = cab_hf.CabConfig(min_length=0, query_block=32, key_block=16)
@@ -69,7 +69,7 @@ def eager_probabilities(q, k, scale):
 def test_block_mass_is_eager_attention_summed(length):
     q, k = random_qk(length)
     spans = Spans.causal(1, length, length, "cpu")
-    mass = methods.block_mass(q, k, spans, 0.25, SMALL)
+    mass = baselines.block_mass(q, k, spans, 0.25, 32, 16)
     whole = eager_probabilities(q, k, 0.25)
     expected = torch.stack(
         [
@@ -79,15 +79,15 @@ def test_block_mass_is_eager_attention_summed(length):
         2,
     )
     torch.testing.assert_close(mass, expected)
-    torch.testing.assert_close(methods.column_sums(q, k, spans, 0.25), whole.sum(2))
+    torch.testing.assert_close(baselines.column_sums(q, k, spans, 0.25), whole.sum(2))
 
 
 def test_antidiagonal_score_by_hand():
     """One head, dim 1: the logit of a tile is the mean of its antidiagonal products."""
-    stride = methods.ANTIDIAGONAL_STRIDE
+    stride = baselines.ANTIDIAGONAL_STRIDE
     q, k = random_qk(2 * stride, heads=1, kv_heads=1, dim=1)
     spans = Spans.causal(1, 2 * stride, 2 * stride, "cpu")
-    (_, rows), *rest = methods.attention_rows(q, k, spans, 2.0, stride)
+    (_, rows), *rest = baselines.attention_rows(q, k, spans, 2.0, stride)
     q, k = q.flatten(), k.flatten()
     second = range(stride, 2 * stride)
     first_logit = sum(q[i] * k[2 * stride - 1 - i] for i in second) * 2 / stride
@@ -101,7 +101,7 @@ def test_rows_of_padding_attend_nothing():
     q, k = random_qk(96)
     spans = Spans.causal(1, 96, 96, "cpu")
     spans = replace(spans, last=torch.where(torch.arange(96) < 40, spans.last, -1))
-    mass = methods.block_mass(q, k, spans, 0.25, SMALL)
+    mass = baselines.block_mass(q, k, spans, 0.25, 32, 16)
     torch.testing.assert_close(mass.sum(-1), torch.tensor([32.0, 8.0, 0.0]).expand(1, 6, 3))
 
 
@@ -111,7 +111,7 @@ def test_rows_of_padding_attend_nothing():
 def test_streaming_keeps_sink_and_window_and_nothing_else():
     config = replace(SMALL, predictor="streaming", sink_blocks=1, local_blocks=3)
     spans = Spans.causal(1, 320, 320, "cpu")
-    keep = make_predictor(config)(*random_qk(320), spans, 0.25).to_dense()
+    keep = make_predictor(config)(*random_qk(320), Call(spans, 0.25)).to_dense()
     assert keep.shape == (1, 6, 10, 20)
     for row in range(10):
         newest = 2 * row + 1
@@ -133,12 +133,12 @@ def test_streaming_knows_what_its_window_reaches():
 
 def test_random_is_the_same_again_and_differs_by_head_and_text():
     predictor = make_predictor(replace(SMALL, predictor="random", sparsity=0.7))
-    spans = Spans.causal(1, 640, 640, "cpu")
-    once = predictor(*random_qk(640, seed=1), spans, 0.25).to_dense()
-    assert torch.equal(once, predictor(*random_qk(640, seed=1), spans, 0.25).to_dense())
-    assert not torch.equal(once, predictor(*random_qk(640, seed=2), spans, 0.25).to_dense())
+    call = Call(Spans.causal(1, 640, 640, "cpu"), 0.25)
+    once = predictor(*random_qk(640, seed=1), call).to_dense()
+    assert torch.equal(once, predictor(*random_qk(640, seed=1), call).to_dense())
+    assert not torch.equal(once, predictor(*random_qk(640, seed=2), call).to_dense())
     assert not torch.equal(once[:, 0], once[:, 1])
-    longer = predictor(*random_qk(641), Spans.causal(1, 641, 641, "cpu"), 0.25).to_dense()
+    longer = predictor(*random_qk(641), Call(Spans.causal(1, 641, 641, "cpu"), 0.25)).to_dense()
     assert not torch.equal(once, longer[:, :, :20, :40])
 
 
@@ -151,7 +151,8 @@ def test_planted_mass_is_kept(name):
     q = q + direction
     k[:, :, planted * 16 : planted * 16 + 16] += 2 * direction
     config = replace(SMALL, predictor=name, sparsity=0.8)
-    keep = make_predictor(config)(q, k, Spans.causal(1, length, length, "cpu"), 0.25).to_dense()
+    call = Call(Spans.causal(1, length, length, "cpu"), 0.25)
+    keep = make_predictor(config)(q, k, call).to_dense()
     spare = slice(10, None)  # rows of 20 visible blocks and more, which keep 1 beyond the forced
     assert keep[:, :, spare, planted].all()
 
@@ -160,7 +161,7 @@ def test_planted_mass_is_kept(name):
 def test_a_row_keeps_its_share_forced_blocks_counted(name):
     config = replace(SMALL, predictor=name, sparsity=0.7)
     spans = Spans.causal(1, 640, 640, "cpu")
-    keep = make_predictor(config)(*random_qk(640), spans, 0.25).to_dense()
+    keep = make_predictor(config)(*random_qk(640), Call(spans, 0.25)).to_dense()
     for row in range(20):
         visible = 2 * row + 2
         forced = min(visible, 3)
@@ -176,7 +177,7 @@ def test_single_queries_have_plans_too():
     spans = Spans.causal(1, 1, 200, "cpu")
     for name in ("streaming", "random", "oracle", "antidiagonal"):
         config = replace(SMALL, predictor=name, sparsity=0.5)
-        plan = make_predictor(config)(q[:, :, -1:], k, spans, 0.25)
+        plan = make_predictor(config)(q[:, :, -1:], k, Call(spans, 0.25))
         plan.validate()
         assert plan.to_dense()[0, :, 0, [0, 12]].all()
 
@@ -192,7 +193,7 @@ def test_heavy_and_recent_by_hand():
 
 def test_h2o_judges_keys_by_what_eager_attention_gives_them(model, ids, monkeypatch):
     seen = []
-    exact = methods.column_sums
+    exact = baselines.column_sums
     monkeypatch.setattr(
         methods, "column_sums", lambda *arguments: seen.append(exact(*arguments)) or seen[-1]
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from bench import FakeBench, quick, speed_run  # noqa: F401
 
-from cab_hf import engines
+from cab_hf.engines import Reference
 from cab_hf.eval import dense, report, speed, speed_attention
 from cab_hf.eval.speed_attention import Settings
 from cab_hf.plan import BlockPlan, Spans
@@ -129,8 +129,8 @@ def test_a_graph_that_fails_is_told():
     ],
 )
 def test_a_wrong_engine_is_not_timed(monkeypatch, garbage, why):
-    run = engines.run
-    monkeypatch.setattr(engines, "run", lambda *known: garbage(run(*known)))
+    attend = Reference.attention
+    monkeypatch.setattr(Reference, "attention", lambda *known: garbage(attend(*known)))
     row = speed_attention.measure(tiny(), KEY, FakeBench())
     assert row["attend_ms"] == row["total_ms"] == {}
     assert why in row["not_measured"]["reference"] and "queries" in row["not_measured"]["reference"]
@@ -147,16 +147,16 @@ def test_an_engine_with_a_wrong_gradient_is_not_timed(monkeypatch):
         def backward(ctx, gradient):
             return gradient.flip(-1)
 
-    run = engines.run
+    attend = Reference.attention
 
-    def wrong(name, q, *known):
+    def wrong(*known):
         # what it is compared with runs in float32 too: only the one under test is wrong
         wrong.calls += 1
-        out = run(name, q, *known)
+        out = attend(*known)
         return Wrong.apply(out) if wrong.calls < 3 else out
 
     wrong.calls = 0
-    monkeypatch.setattr(engines, "run", wrong)
+    monkeypatch.setattr(Reference, "attention", wrong)
     row = speed_attention.measure(tiny(), KEY | {"direction": "backward"}, FakeBench())
     assert row["attend_ms"] == {}
     assert "in the gradient of q" in row["not_measured"]["reference"]
@@ -181,18 +181,17 @@ def test_an_engine_that_fails_together_with_predicting_has_no_time_of_its_own():
 
 
 def test_an_engine_says_what_it_ran_as(monkeypatch):
-    monkeypatch.setattr(engines, "label", lambda name, work: f"{name} (slowly)", raising=False)
+    monkeypatch.setattr(Reference, "label", lambda engine, work: f"{engine.name} (slowly)")
     row = speed_attention.measure(tiny(), KEY, FakeBench())
     said = " ".join(speed_attention.readings(speed_attention.derive([row])))
     assert "Forward, reference ran as reference (slowly) at 192 tokens." in said
 
 
 def test_an_engine_that_cannot_train_says_why(monkeypatch):
-    monkeypatch.setattr(
-        engines, "unavailable", lambda name, work: work.training and "has no brakes"
-    )
+    brakes = "has no brakes"
+    monkeypatch.setattr(Reference, "unavailable", lambda engine, work: work.training and brakes)
     row = speed_attention.measure(tiny(), KEY | {"direction": "backward"}, FakeBench())
-    assert row["not_measured"] == {"reference": "it has no brakes"}
+    assert "which has no brakes" in row["not_measured"]["reference"]
     (derived,) = speed_attention.derive([row])
     assert derived["ms"] is derived["ratio"] is None
 
@@ -201,7 +200,7 @@ def test_some_rows_are_compared_exactly():
     settings = tiny()
     q, k, v = settings.random_heads(300, 16, torch.device("cpu"), "qkv")
     plan = settings.planner(KEY)(q, k, Spans.causal(1, 300, 300, "cpu"))
-    full = engines.run("reference", q, k, v, plan, 0.25)
+    full = Reference().attention(q, k, v, plan, 0.25)
     for start, stop in ((0, 32), (100, 150), (268, 300)):
         found = speed_attention.exact_rows(q, k, v, plan, start, stop)
         torch.testing.assert_close(found, full[:, :, start:stop])

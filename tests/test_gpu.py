@@ -12,7 +12,8 @@ from cab_hf.frame import Frame
 from cab_hf.ops import reference
 from cab_hf.ops.attention import flex
 from cab_hf.plan import BlockLists, Spans, block_visibility
-from cab_hf.predictors import CurvaturePredictor, by_reference
+from cab_hf.predictors import Call, CurvaturePredictor
+from cab_hf.predictors.curvature import by_reference
 
 pytestmark = pytest.mark.gpu
 BLOCKS = [
@@ -103,8 +104,12 @@ def test_many_lengths_stay_sparse(gpu):
 def test_the_device_selects_what_the_cpu_selects(gpu, config):
     q, k, _ = qkv(q_length=2000, heads=8, kv_heads=2, dim=64)
     predict = CurvaturePredictor(config)
-    here = predict(q, k, Spans.causal(1, 2000, 2000, "cpu"), 0.125).to_dense()
-    there = predict(q.to(gpu), k.to(gpu), Spans.causal(1, 2000, 2000, gpu), 0.125).to_dense().cpu()
+    here = predict(q, k, Call(Spans.causal(1, 2000, 2000, "cpu"), 0.125)).to_dense()
+    there = (
+        predict(q.to(gpu), k.to(gpu), Call(Spans.causal(1, 2000, 2000, gpu), 0.125))
+        .to_dense()
+        .cpu()
+    )
     assert (here != there).float().mean() <= 1e-3
 
 
@@ -135,10 +140,10 @@ def test_no_tensor_of_n_by_n_at_131072_tokens(gpu):
     torch.cuda.reset_peak_memory_stats()
     inputs = torch.cuda.memory_allocated()
     with torch.no_grad():
-        plan = CurvaturePredictor(CabConfig())(
-            q, k, Spans.causal(1, length, length, gpu), 128**-0.5
-        )
-        out = engines.run("flex", q, k, v, plan, 128**-0.5)
+        call = Call(Spans.causal(1, length, length, gpu), 128**-0.5)
+        plan = CurvaturePredictor(CabConfig())(q, k, call)
+        work = engines.Workload.of(q, k, v, plan.blocks)
+        out = engines.choose("flex", work).attention(q, k, v, plan, 128**-0.5)
     assert torch.isfinite(out).all()
     assert (torch.cuda.max_memory_allocated() - inputs) / 2**30 < 12
 
@@ -205,19 +210,25 @@ def lost_mass(q, k, spans, config, kept, meant):
     return (-gain).clamp(min=0).mean()
 
 
+def referred(q, k, spans, scale, config):
+    """The plan of the reference."""
+    keys = reference.coarsen_keys(k, spans.key_valid, config.key_block, config.coarsen)
+    return by_reference(q, keys, spans, scale, config)
+
+
 @pytest.mark.parametrize(("config", "shape"), PREDICTED)
 def test_kernels_select_what_the_reference_selects(gpu, config, shape):
     q, k = heads_on(gpu, **shape)
     spans = Spans.causal(q.shape[0], q.shape[2], k.shape[2], gpu)
     scale = q.shape[-1] ** -0.5
-    plan = CurvaturePredictor(config)(q, k, spans, scale)
+    plan = CurvaturePredictor(config)(q, k, Call(spans, scale))
     plan.validate()
     found = plan.to_dense()
-    meant = by_reference(q, k, spans, scale, config).to_dense()
+    meant = referred(q, k, spans, scale, config).to_dense()
     # rounding moves thresholds; nothing else may differ
     assert (found != meant).sum() <= 0.001 * meant.sum()
     assert lost_mass(q, k, spans, config, found, meant) <= 1e-3
-    again = CurvaturePredictor(config)(q, k, spans, scale)
+    again = CurvaturePredictor(config)(q, k, Call(spans, scale))
     assert torch.equal(found, again.to_dense())
 
 
@@ -228,8 +239,8 @@ def test_kernels_select_for_padded_and_packed_texts(gpu):
     document = (torch.arange(2000, device=gpu) >= 900).long().expand(2, -1)
     frame = Frame.build(2, 2000, 2000, 0, valid, document, align=128, device=gpu)
     q, k = frame.queries(q), frame.keys(k)
-    found = CurvaturePredictor(CabConfig())(q, k, frame.spans, 128**-0.5).to_dense()
-    meant = by_reference(q, k, frame.spans, 128**-0.5, CabConfig()).to_dense()
+    found = CurvaturePredictor(CabConfig())(q, k, Call(frame.spans, 128**-0.5)).to_dense()
+    meant = referred(q, k, frame.spans, 128**-0.5, CabConfig()).to_dense()
     assert (found != meant).sum() <= 0.001 * meant.sum()
 
 
@@ -237,13 +248,13 @@ def test_predicting_is_captured_in_a_cuda_graph(gpu):
     q, k = heads_on(gpu)
     spans = Spans.causal(1, 8191, 8191, gpu)
     predictor = CurvaturePredictor(CabConfig())
-    predictor(q, k, spans, 128**-0.5)
+    predictor(q, k, Call(spans, 128**-0.5))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = predictor(q, k, spans, 128**-0.5)
+        captured = predictor(q, k, Call(spans, 128**-0.5))
     q.copy_(q.roll(512, dims=2))
     graph.replay()
-    meant = predictor(q, k, spans, 128**-0.5)
+    meant = predictor(q, k, Call(spans, 128**-0.5))
     assert torch.equal(captured.to_dense(), meant.to_dense())
 
 
@@ -254,11 +265,11 @@ def test_predicting_compiles_without_a_break(gpu):
 
     @torch.compile(fullgraph=True)
     def compiled(q, k):
-        plan = predictor(q, k, spans, 128**-0.5)
+        plan = predictor(q, k, Call(spans, 128**-0.5))
         return plan.full.counts, plan.full.indices, plan.partial.counts, plan.partial.indices
 
     counts, indices, *partial = compiled(q, k)
-    plan = predictor(q, k, spans, 128**-0.5)
+    plan = predictor(q, k, Call(spans, 128**-0.5))
     assert torch.equal(BlockLists(counts, indices).to_dense(32), plan.full.to_dense(32))
     assert torch.equal(BlockLists(*partial).to_dense(32), plan.partial.to_dense(32))
 
@@ -266,10 +277,10 @@ def test_predicting_compiles_without_a_break(gpu):
 def test_predicting_never_waits_for_the_device(gpu):
     q, k = heads_on(gpu)
     spans = Spans.causal(1, 8191, 8191, gpu)
-    CurvaturePredictor(CabConfig())(q, k, spans, 128**-0.5)
+    CurvaturePredictor(CabConfig())(q, k, Call(spans, 128**-0.5))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        CurvaturePredictor(CabConfig())(q, k, spans, 128**-0.5)
+        CurvaturePredictor(CabConfig())(q, k, Call(spans, 128**-0.5))
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -284,6 +295,6 @@ def test_predicting_stays_within_its_memory(gpu, length, mib):
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    plan = CurvaturePredictor(CabConfig())(q, k, spans, 128**-0.5)
+    plan = CurvaturePredictor(CabConfig())(q, k, Call(spans, 128**-0.5))
     assert (torch.cuda.max_memory_allocated() - before) / 2**20 <= mib
     assert plan.full.counts.min() >= 0

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from cab_hf import CabConfig, engines
 from cab_hf.plan import Spans
-from cab_hf.predictors import CurvaturePredictor
+from cab_hf.predictors import Call, CurvaturePredictor
 
 pytestmark = pytest.mark.gpu
 TOKENS = 2**20
@@ -44,8 +44,8 @@ def test_a_layer_reads_a_million_tokens(gpu, q_length, gib):
     inputs = torch.cuda.memory_allocated()
     with torch.inference_mode():
         spans = Spans.causal(1, q_length, TOKENS, gpu)
-        plan = CurvaturePredictor(CONFIG)(q, k, spans, SCALE)
-        out = engines.run("triton", q, k, v, plan, SCALE)
+        plan = CurvaturePredictor(CONFIG)(q, k, Call(spans, SCALE))
+        out = engines.TRITON.attention(q, k, v, plan, SCALE)
     torch.cuda.synchronize()
     assert (torch.cuda.max_memory_allocated() - inputs) / 2**30 < gib
     assert plan.density() == pytest.approx(CONFIG.max_density, rel=0.1)

@@ -8,7 +8,8 @@ from cab_hf import BlockPlan, CabConfig
 from cab_hf.frame import Frame
 from cab_hf.ops import coarsen, predict, reference
 from cab_hf.plan import Spans
-from cab_hf.predictors import CurvaturePredictor, by_reference
+from cab_hf.predictors import Call, CurvaturePredictor
+from cab_hf.predictors.curvature import by_reference
 
 SMALL = {"query_block": 32, "key_block": 16}
 GRID = {"query_block": 16, "key_block": 16}
@@ -42,14 +43,20 @@ SHAPES = [
 ]
 
 
+def lists(q, k, spans, scale, config):
+    """(full, partial) of the kernels, both halves."""
+    return predict.choose(q, predict.summarise(k, spans.key_valid, config), spans, scale, config)
+
+
 def plans(config, q, k, spans=None):
     """(what the kernels select, what the reference selects), both bool [B, H, M_q, M_k]."""
     spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     scale = q.shape[-1] ** -0.5
-    full, partial = predict.predict(q, k, spans, scale, config)
+    full, partial = lists(q, k, spans, scale, config)
     plan = BlockPlan(full, partial, spans, config.query_block, config.key_block)
     plan.validate()
-    meant = by_reference(q, k, spans, scale, config)
+    keys = reference.coarsen_keys(k, spans.key_valid, config.key_block, config.coarsen)
+    meant = by_reference(q, keys, spans, scale, config)
     assert torch.equal(plan.full.counts, meant.full.counts)
     return plan.to_dense(), meant.to_dense()
 
@@ -141,14 +148,14 @@ def test_check_finite_names_the_tensor(name, value):
     tensors[name][0, 0, 5, 3] = value
     predictor = CurvaturePredictor(CabConfig(**SMALL, check_finite=True))
     with pytest.raises(ValueError, match=f"^{name} holds infinite or NaN"):
-        predictor(tensors["q"], tensors["k"], Spans.causal(1, LENGTH, LENGTH, "cpu"), 0.25)
+        predictor(tensors["q"], tensors["k"], Call(Spans.causal(1, LENGTH, LENGTH, "cpu"), 0.25))
 
 
 def test_nan_selects_something_and_ends():
     q, k = loud(**SHAPE)
     q[0, 0, 40] = float("nan")
     spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
-    full, partial = predict.predict(q, k, spans, 0.25, CabConfig(**SMALL))
+    full, partial = lists(q, k, spans, 0.25, CabConfig(**SMALL))
     BlockPlan(full, partial, spans, 32, 16).validate()
 
 
@@ -161,8 +168,8 @@ def test_summaries_are_those_of_the_reference(how, length):
     q, k, _ = qkv(q_length=length, heads=4, kv_heads=2, dim=24, batch=2)
     spans = Spans.causal(2, length, length, "cpu")
     spans.key_valid[1, 3:20] = False
-    config = CabConfig(query_block=48, key_block=16, coarsen=how)
-    queries, keys = coarsen.coarsen(q, k, spans, config).decoded()
+    queries = coarsen.coarsen_queries(q, spans, 48, how).vectors
+    keys = coarsen.coarsen_keys(k, spans.key_valid, 16, how)
     meant = reference.coarsen_keys(k, spans.key_valid, 16, how)
     torch.testing.assert_close(
         queries, reference.coarsen_queries(q, spans.last >= 0, 48, how), rtol=1e-6, atol=1e-6
@@ -187,9 +194,9 @@ def test_measured_lists_hold_the_same(monkeypatch):
     q, k = loud(**SHAPE)
     config = CabConfig(**SMALL, mass=0.5, bridges=0.0)
     spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
-    widest = predict.predict(q, k, spans, 0.25, config)[0]
+    widest = lists(q, k, spans, 0.25, config)[0]
     monkeypatch.setattr(predict, "LISTS_AT_MOST", 0)
-    measured = predict.predict(q, k, spans, 0.25, config)[0]
+    measured = lists(q, k, spans, 0.25, config)[0]
     assert measured.width == widest.counts.max() < widest.width
     assert torch.equal(measured.to_dense(KEY_BLOCKS), widest.to_dense(KEY_BLOCKS))
 
@@ -197,19 +204,72 @@ def test_measured_lists_hold_the_same(monkeypatch):
 def test_lists_of_a_fixed_share_are_narrow():
     q, k = loud(**SHAPE)
     config = CabConfig.published(0.7, **GRID)
-    full, _ = predict.predict(q, k, Spans.causal(1, LENGTH, LENGTH, "cpu"), 0.25, config)
+    full, _ = lists(q, k, Spans.causal(1, LENGTH, LENGTH, "cpu"), 0.25, config)
     assert full.width < KEY_BLOCKS
 
 
-def test_the_registered_op_keeps_its_promises():
+def test_the_registered_ops_keep_their_promises():
     q, k = loud(**SHAPE | {"q_length": 64})
-    spans = Spans.causal(1, 64, 64, "cpu")
-    settings = [getattr(CabConfig(**SMALL), name) for name in predict.FIELDS]
-    inputs = (q, k, spans.first, spans.last, spans.key_valid, True, 0.25, *settings)
+    spans, config = Spans.causal(1, 64, 64, "cpu"), CabConfig(**SMALL)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.cab_hf.predict.default, inputs, test_utils=checks)
+    inputs = (k, spans.key_valid, config.key_block, config.coarsen)
+    torch.library.opcheck(torch.ops.cab_hf.summarise.default, inputs, test_utils=checks)
+    planes = predict.summarise(k, spans.key_valid, config).planes
+    known = (spans.first, spans.last, spans.key_valid, spans.aligned, spans.consecutive)
+    settings = [getattr(config, name) for name in predict.FIELDS]
+    inputs = (q, planes, *known, 0.25, *settings)
+    torch.library.opcheck(torch.ops.cab_hf.choose.default, inputs, test_utils=checks)
 
 
 def test_the_cpu_is_not_for_kernels():
-    x = torch.empty(1, 1, 4, 16)
-    assert predict.unavailable(x, x) == "runs on CUDA devices only, not cpu"
+    assert predict.unavailable(torch.empty(1, 1, 4, 16)) == "runs on CUDA devices only, not cpu"
+
+
+# --- rows from several places of a text, as the shards of a zigzag are
+
+
+def pieces(q, k, *places):
+    """(the queries of some stretches of a text, their spans)."""
+    token = torch.cat([torch.arange(*place) for place in places])
+    whole = Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
+    first, last = whole.first[:, token], whole.last[:, token]
+    return q[:, :, token], Spans(first, last, whole.key_valid, True, consecutive=False)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_rows_from_several_places(config):
+    q, k = loud(**SHAPE | {"q_length": 288})
+    rows, spans = pieces(q, k, (48, 96), (192, 240))
+    found, meant = plans(config, rows, k, spans)
+    assert torch.equal(found, meant)
+
+
+@pytest.mark.parametrize("config", CONFIGS[:3])
+def test_a_whole_text_selects_the_same_as_pieces_that_make_it_up(config):
+    q, k = loud(**SHAPE)
+    rows, spans = pieces(q, k, (0, 64), (64, LENGTH))
+    assert torch.equal(plans(config, rows, k, spans)[0], plans(config, q, k)[0])
+
+
+def test_rows_without_curvature_select_what_they_do_in_the_whole_text():
+    q, k = loud(**SHAPE | {"q_length": 256})
+    config = CabConfig(**SMALL, redundancy=0.0)
+    rows, spans = pieces(q, k, (32, 96), (160, 224))
+    held = plans(config, q, k)[0][:, :, [1, 2, 5, 6]]
+    assert torch.equal(plans(config, rows, k, spans)[0], held)
+
+
+def test_a_summary_out_of_a_cache_selects_the_same():
+    """Of another layout, and in another precision than the kernels': room behind the last block."""
+    q, k = loud(**SHAPE)
+    spans, config = Spans.causal(1, LENGTH, LENGTH, "cpu"), CabConfig(**SMALL)
+    summary = predict.summarise(k, spans.key_valid, config)
+    room = torch.full((*summary.planes.shape[:3], 20, 16), 1e3, dtype=torch.float64)
+    room[:, :, :, :KEY_BLOCKS] = summary.planes
+    kept = reference.KeySummary(room[:, :, :, :KEY_BLOCKS])
+    for one, other in zip(
+        predict.choose(q, kept, spans, 0.25, config),
+        predict.choose(q, summary, spans, 0.25, config),
+        strict=True,
+    ):
+        assert torch.equal(one.to_dense(KEY_BLOCKS), other.to_dense(KEY_BLOCKS))

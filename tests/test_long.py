@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StaticCache
 
 import cab_hf
-from cab_hf import attention, engines
+from cab_hf import engines, exact
 
 EXACT = {"atol": 2e-5, "rtol": 1e-4}
 CHUNK = 3 * SPARSE.query_block
@@ -79,11 +79,11 @@ class Waits(TorchDispatchMode):
 def test_no_layer_waits_for_the_device(monkeypatch):
     """A forward pass may ask where its chunk begins; what it asks does not grow with layers."""
 
-    def blind(name, q, k, v, plan, scale):
+    def blind(engine, q, k, v, plan, scale):
         return torch.zeros_like(q)
 
     # the reference engine asks how far each chunk of rows reaches; those for a GPU do not
-    monkeypatch.setattr(engines, "run", blind)
+    monkeypatch.setattr(engines.Reference, "attention", blind)
     asked = Counter()
     for layers in (1, 3):
         model = tiny_model(num_hidden_layers=layers)
@@ -102,7 +102,7 @@ def test_exact_layers_repeat_no_keys_and_bound_their_masks(llama, monkeypatch, p
     with torch.inference_mode():
         whole = llama(ids, attention_mask=seen).logits[:, padding:]
     limit = 20 * LENGTH
-    monkeypatch.setattr(attention, "MASK_AT_A_TIME", limit)
+    monkeypatch.setattr(exact, "MASK_AT_A_TIME", limit)
     plain = F.scaled_dot_product_attention
 
     def watched(query, key, value, attn_mask=None, **options):

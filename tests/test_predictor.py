@@ -1,6 +1,7 @@
 """What is selected: by hand where that is possible, and the promises every recipe keeps."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from tiny import qkv
 from cab_hf import CabConfig
 from cab_hf.ops import reference
 from cab_hf.plan import Spans, block_visibility
-from cab_hf.predictors import CurvaturePredictor, make_predictor, register_predictor
+from cab_hf.predictors import Call, CurvaturePredictor, make_predictor, register_predictor
 
 RECIPES = [
     pytest.param(CabConfig(query_block=32, key_block=16), id="clusters"),
@@ -24,7 +25,7 @@ recipes = pytest.mark.parametrize("config", RECIPES)
 
 def select(config, q, k, spans=None):
     spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
-    plan = CurvaturePredictor(config)(q, k, spans, q.shape[-1] ** -0.5)
+    plan = CurvaturePredictor(config)(q, k, Call(spans, q.shape[-1] ** -0.5))
     plan.validate()
     return plan
 
@@ -70,24 +71,39 @@ def test_upper_logit_is_the_largest_a_key_in_the_box_could_reach():
 
 def test_two_hop_by_hand():
     affinity = torch.tensor([[1.0, 0, 0], [0.5, 0.5, 0], [0.2, 0.3, 0.5]])[None, None]
-    spans = Spans.causal(1, 48, 48, "cpu")
-    hops = reference.two_hop(affinity, spans, 16, 16)
+    hops = reference.two_hop(affinity, torch.arange(3)[None], 16, 16)
     torch.testing.assert_close(hops, affinity @ affinity)
 
 
 def test_two_hop_sums_keys_to_the_query_grid_and_spreads_back():
     affinity = torch.tensor([[0.4, 0.6, 0, 0], [0.1, 0.2, 0.3, 0.4]])[None, None]
-    spans = Spans.causal(1, 64, 64, "cpu")
+    places = torch.arange(2)[None]
     coarse = torch.tensor([[1.0, 0], [0.3, 0.7]])
     expected = (coarse @ coarse).repeat_interleave(2, -1)[None, None]
-    torch.testing.assert_close(reference.two_hop(affinity, spans, 32, 16), expected)
+    torch.testing.assert_close(reference.two_hop(affinity, places, 32, 16), expected)
 
 
 def test_two_hop_of_a_chunk_uses_its_own_rows():
     whole = torch.rand(1, 1, 4, 4).tril()
     expected = whole[..., 2:, 2:] @ whole[..., 2:, :]
-    found = reference.two_hop(whole[..., 2:, :], Spans.causal(1, 32, 64, "cpu"), 16, 16)
+    places = Spans.causal(1, 32, 64, "cpu").rows(16).places(16)
+    found = reference.two_hop(whole[..., 2:, :], places, 16, 16)
     torch.testing.assert_close(found, expected)
+
+
+def test_two_hop_of_rows_from_several_places_walks_through_those_alone():
+    whole = torch.rand(1, 1, 8, 8).tril()
+    held = torch.tensor([1, 6, 7])
+    rows = whole[..., held, :]
+    found = reference.two_hop(rows, held[None], 16, 16)
+    torch.testing.assert_close(found, rows[..., held] @ rows)
+
+
+def test_rows_stand_where_their_first_query_does():
+    spans = Spans.causal(2, 40, 72, "cpu")
+    assert spans.rows(16).places(16).tolist() == [[2, 3, 4]] * 2
+    padded = replace(spans, last=spans.last.masked_fill(torch.arange(40) >= 32, -1))
+    assert padded.rows(16).places(16).tolist() == [[2, 3, 0]] * 2
 
 
 def test_forman_by_hand():

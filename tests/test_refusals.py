@@ -15,7 +15,8 @@ from transformers import (
 )
 
 import cab_hf
-from cab_hf.attention import CabMask, cab_attention, cab_mask
+from cab_hf.attention import cab_attention
+from cab_hf.call import CabMask, cab_mask
 
 
 @pytest.fixture(scope="module")

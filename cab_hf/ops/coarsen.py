@@ -1,6 +1,6 @@
 """Coarsen on the GPU: one pass over Q and K to one summary per block.
 
-The definition is `reference.coarsen_queries` and `reference.coarsen_keys`.
+The definitions are `reference.coarsen_queries` and `reference.coarsen_keys`.
 """
 
 from __future__ import annotations
@@ -12,64 +12,55 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cab_hf.config import CabConfig
 from cab_hf.ops.reference import KeySummary
 from cab_hf.plan import Spans
 
 
 @dataclass(frozen=True, eq=False)
-class Summary:
-    """What is known of every block: float32 for float32 inputs, float16 for 16-bit ones.
-
-    float16 holds bfloat16 bounds from 2^-14 to 65504 exactly, means to 11 bits. What is larger
-    is cut to 65504, where nothing competes with it.
+class QuerySummary:
+    """What is known of every query block.
 
     Attributes:
-        queries: [B, H, M_q, D].
-        keys: [3, B, H_kv, M_k, D], the fields mean, upper, lower of `reference.KeySummary`;
-            [1, ...] where a block is summarised by one vector.
+        vectors: [B, H, M_q, D], float32 or float16 as `summary_dtype` has it.
         rows: int32 [4, B, M_q], the fields min_first, max_first, min_last, max_last of `RowSpans`.
     """
 
-    queries: Tensor
-    keys: Tensor
+    vectors: Tensor
     rows: Tensor
 
-    @property
-    def box(self) -> bool:
-        """Whether keys have bounds."""
-        return self.keys.shape[0] == 3
 
-    def decoded(self) -> tuple[Tensor, KeySummary]:
-        """In the words of the reference: queries [B, H, M_q, D] and keys, float32."""
-        keys = self.keys.float()
-        return self.queries.float(), KeySummary(*keys) if self.box else KeySummary(*keys[[0, 0, 0]])
+def summary_dtype(x: Tensor) -> torch.dtype:
+    """float32 for float32 inputs, float16 for 16-bit ones.
 
-
-def coarsen(q: Tensor, k: Tensor, spans: Spans, config: CabConfig) -> Summary:
-    """Summaries of q [B, H, N_q, D] by query block and of k [B, H_kv, N_k, D] by key block.
-
-    Strided views are read as they are, as long as D is contiguous.
+    float16 holds bfloat16 bounds from 2^-14 to 65504 exactly, means to 11 bits. What is larger is
+    cut to 65504, where nothing competes with it.
     """
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    batch, heads, q_length, dim = q.shape
-    q_blocks = triton.cdiv(q_length, config.query_block)
-    kv_blocks = triton.cdiv(k.shape[2], config.key_block)
-    box = config.coarsen == "box"
-    dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
-    summary = Summary(
-        queries=q.new_empty(batch, heads, q_blocks, dim, dtype=dtype),
-        keys=k.new_empty(3 if box else 1, batch, k.shape[1], kv_blocks, dim, dtype=dtype),
-        rows=q.new_empty(4, batch, q_blocks, dtype=torch.int32),
-    )
-    first, last, valid = (
-        x if x.stride(-1) == 1 else x.contiguous()
-        for x in (spans.first, spans.last, spans.key_valid)
-    )
-    queries = summary.queries.unsqueeze(0)
-    _launch(q, last, queries, config.query_block, config, first, summary.rows)
-    _launch(k, valid, summary.keys, config.key_block, config)
-    return summary
+    return torch.float32 if x.dtype == torch.float32 else torch.float16
+
+
+def coarsen_queries(q: Tensor, spans: Spans, query_block: int, how: str) -> QuerySummary:
+    """One vector per query block of q [B, H, N_q, D]: the mean, or the query of largest norm.
+
+    Strided views are read as they are, here and below, as long as D is contiguous.
+    """
+    batch, heads, length, dim = q.shape
+    blocks = triton.cdiv(length, query_block)
+    vectors = q.new_empty(batch, heads, blocks, dim, dtype=summary_dtype(q))
+    rows = q.new_empty(4, batch, blocks, dtype=torch.int32)
+    _launch(q, spans.last, vectors.unsqueeze(0), query_block, how, _flat(spans.first), rows)
+    return QuerySummary(vectors, rows)
+
+
+def coarsen_keys(k: Tensor, valid: Tensor, key_block: int, how: str) -> KeySummary:
+    """Mean and box of every key block of k [B, H_kv, N_k, D], or its mean or loudest key.
+
+    ``valid``, bool [B, N_k], is False for padding keys. Values are of `summary_dtype`.
+    """
+    batch, heads, length, dim = k.shape
+    shape = (3 if how == "box" else 1, batch, heads, triton.cdiv(length, key_block), dim)
+    planes = k.new_empty(shape, dtype=summary_dtype(k))
+    _launch(k, valid, planes, key_block, how)
+    return KeySummary(planes)
 
 
 def _launch(
@@ -77,11 +68,12 @@ def _launch(
     real: Tensor,
     target: Tensor,
     block: int,
-    config: CabConfig,
+    how: str,
     first: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> None:
     """``first`` and ``rows`` come with queries, whose spans are summed up on the way."""
+    x, real = _flat(x), _flat(real)
     batch, heads, length, dim = x.shape
     blocks = target.shape[3]
     queries = rows is not None
@@ -105,10 +97,14 @@ def _launch(
         D=dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         QUERIES=queries,
-        LOUDEST=config.coarsen == "max_l2",
+        LOUDEST=how == "max_l2",
         BOX=target.shape[0] == 3,
         num_warps=1,
     )
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Predict on the GPU: coarsen, score and select, as one registered op.
+"""Predict on the GPU, in two halves: summarise keys, then choose blocks. Each is a registered op.
 
 The definition is `CurvaturePredictor` on the ops of `reference`. No step waits for the device, and
 no shape depends on data, except where lists would be larger than `LISTS_AT_MOST`.
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from cab_hf.config import CabConfig
-from cab_hf.ops.coarsen import coarsen
+from cab_hf.ops.coarsen import coarsen_keys, coarsen_queries, summary_dtype
+from cab_hf.ops.reference import KeySummary
 from cab_hf.ops.score import block_scores, bytes_per_head
 from cab_hf.ops.select import fill_lists, select_blocks
 from cab_hf.plan import BlockLists, Spans, crossed_blocks
@@ -25,7 +26,7 @@ SCORES_AT_A_TIME = 256 << 20
 # which waits for the device once
 LISTS_AT_MOST = 2 << 30
 
-# what the op takes of a CabConfig, in its order
+# what choosing takes of a CabConfig, in the order of the op
 FIELDS = (
     "query_block",
     "key_block",
@@ -42,71 +43,75 @@ FIELDS = (
 )
 
 
-def unavailable(q: Tensor, k: Tensor) -> str | None:
-    """Why these inputs are not for the kernels, as half a sentence; None when they are."""
-    if not q.is_cuda:
-        return f"runs on CUDA devices only, not {q.device.type}"
-    if q.dtype not in DTYPES or k.dtype != q.dtype:
-        return f"takes q and k both float16, bfloat16 or float32, not {q.dtype} and {k.dtype}"
-    if q.shape[-1] > LARGEST_HEAD_DIM:
-        return f"takes head dims up to {LARGEST_HEAD_DIM}, not {q.shape[-1]}"
+def unavailable(x: Tensor) -> str | None:
+    """Why q or k is not for the kernels, as half a sentence; None when it is."""
+    if not x.is_cuda:
+        return f"runs on CUDA devices only, not {x.device.type}"
+    if x.dtype not in DTYPES:
+        return f"takes float16, bfloat16 and float32, not {x.dtype}"
+    if x.shape[-1] > LARGEST_HEAD_DIM:
+        return f"takes head dims up to {LARGEST_HEAD_DIM}, not {x.shape[-1]}"
     return None
 
 
-def predict(
-    q: Tensor, k: Tensor, spans: Spans, scale: float, config: CabConfig
+def summarise(k: Tensor, valid: Tensor, config: CabConfig) -> KeySummary:
+    """The summary of every key block of k [B, H_kv, N_k, D]; see `coarsen.coarsen_keys`."""
+    if torch.compiler.is_compiling():
+        return KeySummary(torch.ops.cab_hf.summarise(k, valid, config.key_block, config.coarsen))
+    with _on(k):
+        return coarsen_keys(k, valid, config.key_block, config.coarsen)
+
+
+def choose(
+    q: Tensor, summary: KeySummary, spans: Spans, scale: float, config: CabConfig
 ) -> tuple[BlockLists, BlockLists]:
-    """(full, partial) lists of the blocks CAB attends.
+    """(full, partial) lists of the key blocks CAB attends for q [B, H, N_q, D].
 
     Safe in a CUDA graph, and under ``torch.compile(fullgraph=True)``.
     """
     if torch.compiler.is_compiling():
+        known = (spans.first, spans.last, spans.key_valid, spans.aligned, spans.consecutive)
         settings = [getattr(config, name) for name in FIELDS]
-        inputs = (q, k, spans.first, spans.last, spans.key_valid, spans.aligned, scale)
-        lists = torch.ops.cab_hf.predict(*inputs, *settings)
+        lists = torch.ops.cab_hf.choose(q, summary.planes, *known, scale, *settings)
         return BlockLists(*lists[:2]), BlockLists(*lists[2:])
-    here = q.is_cuda and q.device.index != torch.cuda.current_device()
-    with torch.cuda.device(q.device) if here else nullcontext():
-        return _predict(q, k, spans, scale, config, measured=not _capturing(q))
+    with _on(q):
+        return _choose(q, summary, spans, scale, config, measured=not _capturing(q))
 
 
-def _predict(
-    q: Tensor, k: Tensor, spans: Spans, scale: float, config: CabConfig, measured: bool
+def _choose(
+    q: Tensor, summary: KeySummary, spans: Spans, scale: float, config: CabConfig, measured: bool
 ) -> tuple[BlockLists, BlockLists]:
-    batch, heads, q_length, _ = q.shape
-    kv_length = k.shape[2]
-    shape = (batch, heads, -(-q_length // config.query_block))
-    kv_blocks, room, crossed = _rooms(kv_length, spans.aligned, config)
+    shape, room, crossed = _rooms(q, spans.kv_length, spans.aligned, config)
+    batch, heads, q_blocks = shape
+    flat, kv_blocks = batch * heads, summary.planes.shape[3]
     # lists that would be too large are measured before they are made
-    wide = measured and 4 * batch * heads * shape[2] * room > LISTS_AT_MOST
+    wide = measured and 4 * flat * q_blocks * room > LISTS_AT_MOST
     full = _empty_lists(q, shape, 0 if wide else room)
     partial = _empty_lists(q, shape, crossed)
     bits = full.counts.new_empty(*shape, -(-kv_blocks // 32)) if wide else None
 
-    summary = coarsen(q, k, spans, config)
-    flat = batch * heads
-    turns = -(-flat * bytes_per_head(shape[2], kv_blocks, config) // SCORES_AT_A_TIME)
+    # a summary may come out of a cache, or from another process
+    summary = KeySummary(summary.planes.to(summary_dtype(q)).contiguous())
+    queries = coarsen_queries(q, spans, config.query_block, config.coarsen)
+    turns = -(-flat * bytes_per_head(q_blocks, kv_blocks, config) // SCORES_AT_A_TIME)
     step = -(-flat // turns)
     for start in range(0, flat, step):
         stop = min(start + step, flat)
-        scores = block_scores(summary, start, stop, scale, config, prefix=q_length != kv_length)
-        select_blocks(scores, summary, start, config, full, partial, bits)
+        scores = block_scores(queries, summary, start, stop, scale, config, spans)
+        select_blocks(scores, queries, kv_blocks, start, config, full, partial, bits)
         # the next turn, and the lists after the last, take its memory
         del scores
     if wide:
         width = max(1, int(full.counts.max()))
         full = BlockLists(full.counts, full.counts.new_empty(*shape, width))
-        fill_lists(bits, summary, full, partial, config)
+        fill_lists(bits, queries, kv_blocks, full, partial, config)
     return full, partial
 
 
-def _empty_lists(like: Tensor, shape: tuple[int, ...], room: int) -> BlockLists:
-    counts = like.new_empty(shape, dtype=torch.int32)
-    return BlockLists(counts, counts.new_empty(*shape, room))
-
-
-def _rooms(kv_length: int, aligned: bool, config: CabConfig) -> tuple[int, int, int]:
-    """(key blocks, the most full blocks a row can list, the most partial ones)."""
+def _rooms(
+    q: Tensor, kv_length: int, aligned: bool, config: CabConfig
+) -> tuple[tuple[int, int, int], int, int]:
+    """([B, H, M_q], the most full blocks that a row can list, the most partial ones)."""
     kv_blocks = -(-kv_length // config.key_block)
     crossed = crossed_blocks(config.query_block, config.key_block)
     forced = config.sink_blocks + max(config.local_blocks, crossed)
@@ -115,21 +120,49 @@ def _rooms(kv_length: int, aligned: bool, config: CabConfig) -> tuple[int, int, 
         share = min(share, 1 - config.sparsity)
     # one more than the share: it is rounded up, and here in floating point
     room = min(kv_blocks, max(int(share * kv_blocks) + 2, forced))
-    return kv_blocks, room, min(kv_blocks, crossed if aligned else kv_blocks)
+    shape = (*q.shape[:2], -(-q.shape[2] // config.query_block))
+    return shape, room, min(kv_blocks, crossed if aligned else kv_blocks)
+
+
+def _empty_lists(q: Tensor, shape: tuple[int, int, int], room: int) -> BlockLists:
+    counts = q.new_empty(shape, dtype=torch.int32)
+    return BlockLists(counts, counts.new_empty(*shape, room))
+
+
+def _on(x: Tensor) -> torch.cuda.device | nullcontext:
+    """Triton launches on the current device: make it that of ``x``."""
+    elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
+    return torch.cuda.device(x.device) if elsewhere else nullcontext()
 
 
 def _capturing(q: Tensor) -> bool:
     return q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-@torch.library.custom_op("cab_hf::predict", mutates_args=())
-def _predict_op(
+# --- registered ops
+
+
+@torch.library.custom_op("cab_hf::summarise", mutates_args=())
+def _summarise_op(k: Tensor, valid: Tensor, key_block: int, coarsen: str) -> Tensor:
+    return coarsen_keys(k, valid, key_block, coarsen).planes
+
+
+@_summarise_op.register_fake
+def _(k: Tensor, valid: Tensor, key_block: int, coarsen: str) -> Tensor:
+    batch, heads, length, dim = k.shape
+    shape = (3 if coarsen == "box" else 1, batch, heads, -(-length // key_block), dim)
+    return k.new_empty(shape, dtype=summary_dtype(k))
+
+
+@torch.library.custom_op("cab_hf::choose", mutates_args=())
+def _choose_op(
     q: Tensor,
-    k: Tensor,
+    planes: Tensor,
     first: Tensor,
     last: Tensor,
     key_valid: Tensor,
     aligned: bool,
+    consecutive: bool,
     scale: float,
     query_block: int,
     key_block: int,
@@ -144,38 +177,26 @@ def _predict_op(
     redundancy: float,
     max_density: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    config = CabConfig(
-        query_block=query_block,
-        key_block=key_block,
-        sink_blocks=sink_blocks,
-        local_blocks=local_blocks,
-        coarsen=coarsen,
-        select=select,
-        mass=mass,
-        bridges=bridges,
-        sparsity=sparsity,
-        curvature=curvature,
-        redundancy=redundancy,
-        max_density=max_density,
-    )
-    spans = Spans(first, last, key_valid, aligned)
-    full, partial = _predict(q, k, spans, scale, config, measured=False)
+    given = locals()
+    config = CabConfig(**{name: given[name] for name in FIELDS})
+    spans = Spans(first, last, key_valid, aligned, consecutive)
+    full, partial = _choose(q, KeySummary(planes), spans, scale, config, measured=False)
     return full.counts, full.indices, partial.counts, partial.indices
 
 
-@_predict_op.register_fake
+@_choose_op.register_fake
 def _(
     q: Tensor,
-    k: Tensor,
+    planes: Tensor,
     first: Tensor,
     last: Tensor,
     key_valid: Tensor,
     aligned: bool,
+    consecutive: bool,
     scale: float,
     *settings: int | float | str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     config = CabConfig(**dict(zip(FIELDS, settings, strict=True)))
-    _, room, crossed = _rooms(k.shape[2], aligned, config)
-    shape = (*q.shape[:2], -(-q.shape[2] // config.query_block))
-    full, partial = (_empty_lists(q, shape, width) for width in (room, crossed))
+    shape, *rooms = _rooms(q, key_valid.shape[1], aligned, config)
+    full, partial = (_empty_lists(q, shape, room) for room in rooms)
     return full.counts, full.indices, partial.counts, partial.indices

@@ -26,15 +26,35 @@ MASS_TOLERANCE = 1e-5
 
 @dataclass(frozen=True, eq=False)
 class KeySummary:
-    """What is known of each key block, float32 [B, H_kv, M_k, D] each.
+    """What is known of each key block: all that choosing blocks needs of k.
 
-    ``upper`` and ``lower`` bound the block's keys per channel; where the block is summarised by one
-    vector, all three are that vector.
+    Attributes:
+        planes: [3, B, H_kv, M_k, D]: the mean of a block's keys, and per channel the largest and
+            the smallest of them. [1, B, H_kv, M_k, D] where one vector stands for the block.
     """
 
-    mean: Tensor
-    upper: Tensor
-    lower: Tensor
+    planes: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        return self.planes[0]
+
+    @property
+    def upper(self) -> Tensor:
+        return self.planes[1 if self.box else 0]
+
+    @property
+    def lower(self) -> Tensor:
+        return self.planes[2 if self.box else 0]
+
+    @property
+    def box(self) -> bool:
+        """Whether keys have bounds."""
+        return self.planes.shape[0] == 3
+
+    def heads(self, start: int, stop: int) -> KeySummary:
+        """The same of KV heads ``start`` to ``stop``, float32."""
+        return KeySummary(self.planes[:, :, start:stop].float())
 
 
 def coarsen_queries(q: Tensor, valid: Tensor, query_block: int, how: str) -> Tensor:
@@ -50,16 +70,15 @@ def coarsen_keys(k: Tensor, valid: Tensor, key_block: int, how: str) -> KeySumma
     """Mean and box of every key block (``how="box"``), its mean, or its key of largest norm."""
     blocks, real = _blocked(k, valid, key_block)
     if how == "max_l2":
-        token = _largest(blocks, real)
-        return KeySummary(token, token, token)
+        return KeySummary(_largest(blocks, real).unsqueeze(0))
     mean = _mean(blocks, real)
     if how == "mean":
-        return KeySummary(mean, mean, mean)
+        return KeySummary(mean.unsqueeze(0))
     inhabited = real.any(-1, keepdim=True)
     real = real.unsqueeze(-1)
     upper = blocks.masked_fill(~real, -torch.inf).amax(-2).masked_fill(~inhabited, 0.0)
     lower = blocks.masked_fill(~real, torch.inf).amin(-2).masked_fill(~inhabited, 0.0)
-    return KeySummary(mean, upper, lower)
+    return KeySummary(torch.stack((mean, upper, lower)))
 
 
 def _blocked(x: Tensor, valid: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -97,7 +116,7 @@ def block_logits(query: Tensor, keys: KeySummary, scale: float) -> tuple[Tensor,
         return (queries @ vectors.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
 
     mean = against(keys.mean, grouped) * scale
-    if keys.upper is keys.mean:
+    if not keys.box:
         return mean, mean
     upper = against(keys.upper, grouped.clamp(min=0)) + against(keys.lower, grouped.clamp(max=0))
     return upper * scale, mean
@@ -113,7 +132,7 @@ def block_log_mass(logits: Tensor, visible: Tensor) -> Tensor:
 
 
 def curvature_score(
-    affinity: Tensor, direct: Tensor, visible: Tensor, spans: Spans, config: CabConfig
+    affinity: Tensor, direct: Tensor, visible: Tensor, places: Tensor, config: CabConfig
 ) -> Tensor:
     """What ranks a block beyond the mass target; higher is kept. [B, H, M_q, M_k]
 
@@ -122,6 +141,7 @@ def curvature_score(
             softmax of the upper logits (clusters) or the rectified scores (top-k).
         direct: the score without curvature, the same shape.
         visible: bool, broadcastable to ``affinity``.
+        places: int64 [B, M_q], as in `two_hop`.
 
     With lambda = ``config.redundancy``: ``additive`` is direct - lambda * two-hop, both
     standardised over the row (clusters), or direct min-max scaled and two-hop over M_k (top-k);
@@ -131,7 +151,7 @@ def curvature_score(
     if config.curvature == "none" or weight == 0:
         return direct
     clusters = config.select == "clusters"
-    hops = two_hop(affinity, spans, config.query_block, config.key_block)
+    hops = two_hop(affinity, places, config.query_block, config.key_block)
     if config.curvature == "forman":
         flow = forman_curvature(affinity, hops)
         return (1 - weight) * direct - weight * (standardise(flow, visible) if clusters else flow)
@@ -140,20 +160,18 @@ def curvature_score(
     return min_max(affinity, visible) - weight * hops / affinity.shape[-1]
 
 
-def two_hop(affinity: Tensor, spans: Spans, query_block: int, key_block: int) -> Tensor:
+def two_hop(affinity: Tensor, places: Tensor, query_block: int, key_block: int) -> Tensor:
     """Weight of the paths row i -> row t -> key block j, [B, H, M_q, M_k].
 
-    Key blocks are summed to the query grid before the product and the result is spread back. In
-    chunked prefill the middle of a path is one of the rows at hand: earlier rows are gone.
+    Key blocks are summed to the query grid before the product and the result is spread back.
+    ``places``, int64 [B, M_q], says where on the query grid each row stands: `RowSpans.places`. The
+    middle of a path is one of the rows at hand: those of earlier chunks are gone.
     """
     kv_blocks = affinity.shape[-1]
     coarse = _to_query_grid(affinity, query_block, key_block)
-    # where on the query grid each row of this call stands: 0, 1, ... unless a prefix came before
-    base = (spans.last[:, 0].clamp(min=0) + query_block // 2) // query_block
-    stands = base.unsqueeze(1) + torch.arange(affinity.shape[2], device=affinity.device)
-    inside = stands < coarse.shape[-1]
-    index = stands.clamp(max=coarse.shape[-1] - 1)[:, None, None].expand(-1, *coarse.shape[1:3], -1)
-    to_rows = coarse.gather(-1, index) * inside[:, None, None]
+    inside = places < coarse.shape[-1]
+    index = places.clamp(max=coarse.shape[-1] - 1)[:, None, None]
+    to_rows = coarse.gather(-1, index.expand(-1, *coarse.shape[1:3], -1)) * inside[:, None, None]
     return _from_query_grid(to_rows @ coarse, query_block, key_block, kv_blocks)
 
 
@@ -246,12 +264,13 @@ def select_blocks(
     """The blocks CAB attends, bool [B, H, M_q, M_k], from both logits of `block_logits`."""
     forced = forced_blocks(visible, spans, config).unsqueeze(1)
     visible = visible.unsqueeze(1)
+    places = spans.rows(config.query_block).places(config.query_block)
     cap = torch.maximum(share_of_row(visible, config.max_density), forced.sum(-1, keepdim=True))
     everything = visible.expand_as(upper)
     forced = forced.expand_as(upper)
     if config.select == "topk":
         affinity = mean.relu().masked_fill(~visible, 0.0)
-        score = curvature_score(affinity, affinity, visible, spans, config)
+        score = curvature_score(affinity, affinity, visible, places, config)
         count = torch.minimum(share_of_row(visible, 1 - config.sparsity), cap)
         spare = count - forced.sum(-1, keepdim=True)
         return forced | top_blocks(score, everything & ~forced, spare)
@@ -261,7 +280,7 @@ def select_blocks(
         return kept
     reach = block_log_mass(upper, visible)
     direct = standardise(reach, visible)
-    score = curvature_score(reach.exp(), direct, visible, spans, config)
+    score = curvature_score(reach.exp(), direct, visible, places, config)
     spare = torch.minimum(share_of_row(visible, config.bridges), cap - kept.sum(-1, keepdim=True))
     return kept | top_blocks(score, everything & ~kept, spare)
 

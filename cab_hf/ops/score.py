@@ -6,7 +6,7 @@ Everything here works on a run of heads, so that memory stays bounded however lo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,7 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from cab_hf.config import CabConfig
-from cab_hf.ops.coarsen import Summary
+from cab_hf.ops.coarsen import QuerySummary
+from cab_hf.ops.reference import KeySummary
+from cab_hf.plan import Spans
 
 # affinities are at most 1; float16 keeps 11 bits of anything above 2^-29 when they are scaled up
 AFFINITY_SCALE = 32768.0
@@ -26,9 +28,10 @@ AFFINITY_CHUNK = 128
 AFFINITY_WARPS = 4
 
 
-@dataclass(frozen=True, eq=False)
-class Scores:
-    """The scores of some heads, float32; entries a row may not see mean nothing.
+class Scores(NamedTuple):
+    """The scores of some heads, float32, as kernels take them.
+
+    Entries that a row may not see mean nothing.
 
     Attributes:
         direct: [heads, M_q, width], upper logits (clusters) or mean logits (top-k); the first M_k
@@ -55,32 +58,38 @@ def bytes_per_head(q_blocks: int, kv_blocks: int, config: CabConfig) -> int:
 
 
 def block_scores(
-    summary: Summary, start: int, stop: int, scale: float, config: CabConfig, prefix: bool
+    queries: QuerySummary,
+    keys: KeySummary,
+    start: int,
+    stop: int,
+    scale: float,
+    config: CabConfig,
+    spans: Spans,
 ) -> Scores:
     """The scores of heads ``start`` to ``stop``, counted over batch rows and heads together.
 
-    ``prefix`` says that keys precede the first query (chunked prefill).
+    ``queries`` and ``keys`` are those of all heads.
     """
-    count, (kv_heads, kv_blocks) = stop - start, summary.keys.shape[2:4]
-    heads, q_blocks, dim = summary.queries.shape[1:]
+    count, (kv_heads, kv_blocks) = stop - start, keys.planes.shape[2:4]
+    heads, q_blocks, dim = queries.vectors.shape[1:]
     clusters = config.select == "clusters"
     width, coarse_width = _widths(kv_blocks, config)
-    direct = summary.queries.new_empty(count, q_blocks, width, dtype=torch.float32)
+    direct = queries.vectors.new_empty(count, q_blocks, width, dtype=torch.float32)
     estimate = torch.empty_like(direct) if clusters else None
     block_d = max(16, triton.next_power_of_2(dim))
-    block_m, block_n, steps, warps, stages = _score_tile(q_blocks, block_d, summary.queries.dtype)
+    block_m, block_n, steps, warps, stages = _score_tile(q_blocks, block_d, queries.vectors.dtype)
     tiles = triton.cdiv(q_blocks, block_m * steps) * triton.cdiv(kv_blocks, block_n)
     _block_scores_kernel[(tiles * count,)](
-        summary.queries,
-        summary.keys,
-        summary.rows,
+        queries.vectors,
+        keys.planes,
+        queries.rows,
         direct,
         estimate,
         scale,
         start,
         count,
-        summary.keys.stride(0),
-        summary.rows.stride(0),
+        keys.planes.stride(0),
+        queries.rows.stride(0),
         heads,
         kv_heads,
         q_blocks,
@@ -90,8 +99,9 @@ def block_scores(
         KEY_BLOCK=config.key_block,
         D=dim,
         BLOCK_D=block_d,
-        BOX=summary.box,
+        BOX=keys.box,
         CLUSTERS=clusters,
+        CONSECUTIVE=spans.consecutive,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         STEPS=steps,
@@ -103,18 +113,18 @@ def block_scores(
 
     log_sum = direct.new_empty(count, q_blocks)
     # affinities of 16-bit inputs come from 16-bit operands, and the products may take them so
-    half = summary.queries.dtype != torch.float32 and clusters
+    half = queries.vectors.dtype != torch.float32 and clusters
     dtype = torch.float16 if half else torch.float32
     affinity = direct.new_empty(count, q_blocks, coarse_width, dtype=dtype)
     _affinity_kernel[(triton.cdiv(q_blocks, AFFINITY_ROWS) * count,)](
         direct,
-        summary.rows,
+        queries.rows,
         log_sum,
         affinity,
         AFFINITY_SCALE if half else 1.0,
         start,
         count,
-        summary.rows.stride(0),
+        queries.rows.stride(0),
         heads,
         q_blocks,
         width,
@@ -126,13 +136,11 @@ def block_scores(
         CHUNK=AFFINITY_CHUNK,
         num_warps=AFFINITY_WARPS,
     )
-    return Scores(
-        direct,
-        estimate,
-        log_sum,
-        _two_hop(affinity, summary.rows, start, heads, prefix, half, config),
-        _column_strength(direct, log_sum, summary.rows, start, heads, kv_blocks, config),
-    )
+    hops = _two_hop(affinity, queries.rows, start, heads, spans, half, config)
+    strength = None
+    if config.curvature == "forman":
+        strength = _column_strength(direct, log_sum, queries.rows, start, heads, kv_blocks, config)
+    return Scores(direct, estimate, log_sum, hops, strength)
 
 
 def _score_tile(q_blocks: int, block_d: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
@@ -169,7 +177,7 @@ def _two_hop(
     rows: Tensor,
     start: int,
     heads: int,
-    prefix: bool,
+    spans: Spans,
     half: bool,
     config: CabConfig,
 ) -> Tensor:
@@ -189,7 +197,8 @@ def _two_hop(
         rows.stride(0),
         width,
         QUERY_BLOCK=config.query_block,
-        PREFIX=prefix,
+        PREFIX=spans.q_length != spans.kv_length,
+        CONSECUTIVE=spans.consecutive,
         BLOCK_M=block,
         BLOCK_N=block,
         BLOCK_K=depth,
@@ -207,9 +216,7 @@ def _column_strength(
     heads: int,
     kv_blocks: int,
     config: CabConfig,
-) -> Tensor | None:
-    if config.curvature != "forman":
-        return None
+) -> Tensor:
     count, q_blocks, width = direct.shape
     strength = torch.empty_like(direct)
     _column_strength_kernel[(triton.cdiv(kv_blocks, 64), count)](
@@ -238,6 +245,15 @@ def visible_range(rows, plane, mask, BLOCK: tl.constexpr):
     last = tl.load(rows + 3 * plane, mask=mask, other=-1)
     # division rounds towards zero
     return first // BLOCK, tl.where(last < 0, -1, last // BLOCK)
+
+
+@triton.jit
+def _place(rows, plane, mask, QUERY_BLOCK: tl.constexpr):
+    """`RowSpans.places`: where rows stand on the query grid."""
+    first = tl.load(rows + 2 * plane, mask=mask, other=0)
+    # a row of padding has the largest number there is
+    first = tl.where(tl.load(rows + 3 * plane, mask=mask, other=-1) < 0, 0, first)
+    return (first + QUERY_BLOCK // 2) // QUERY_BLOCK
 
 
 @triton.jit
@@ -280,6 +296,7 @@ def _block_scores_kernel(
     BLOCK_D: tl.constexpr,
     BOX: tl.constexpr,
     CLUSTERS: tl.constexpr,
+    CONSECUTIVE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STEPS: tl.constexpr,
@@ -307,9 +324,10 @@ def _block_scores_kernel(
         bottom = tl.load(key_tile + 2 * key_plane, mask=there, other=0.0)
     first = tile // columns * BLOCK_M * STEPS
     end = tl.minimum(first + BLOCK_M * STEPS, q_blocks)
-    # rows before this one end left of column j0: positions grow by one a query
-    earliest = (j0 * KEY_BLOCK - tl.load(rows + 2 * rows_plane)) // QUERY_BLOCK - 1
-    first = tl.maximum(first, earliest // BLOCK_M * BLOCK_M)
+    if CONSECUTIVE:
+        # rows before this one end left of column j0
+        earliest = (j0 * KEY_BLOCK - tl.load(rows + 2 * rows_plane)) // QUERY_BLOCK - 1
+        first = tl.maximum(first, earliest // BLOCK_M * BLOCK_M)
     for i0 in range(first, end, BLOCK_M):
         i = i0 + tl.arange(0, BLOCK_M)
         inside = i < q_blocks
@@ -414,6 +432,7 @@ def _two_hop_kernel(
     width,
     QUERY_BLOCK: tl.constexpr,
     PREFIX: tl.constexpr,
+    CONSECUTIVE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -430,24 +449,28 @@ def _two_hop_kernel(
     j = j0 + tl.arange(0, BLOCK_N)
     inside = i < q_blocks
     low, high = visible_range(rows + i, rows_plane, inside, QUERY_BLOCK)
-    # where row 0 of this call stands on the query grid: 0 unless a prefix came before
-    base = 0
-    if PREFIX:
-        base = (tl.maximum(tl.load(rows + 2 * rows_plane), 0) + QUERY_BLOCK // 2) // QUERY_BLOCK
-    end = tl.minimum(tl.max(high, 0) + 1 - base, q_blocks)
-    # rows before this one end left of column j0
-    begin = tl.maximum(j0 - base - 1, tl.minimum(tl.min(low, 0) - base, q_blocks))
-    begin = tl.maximum(begin, 0) // BLOCK_K * BLOCK_K
+    begin = 0
+    end = q_blocks
+    if CONSECUTIVE:
+        # where row 0 stands on the query grid: 0 unless a prefix came before
+        base = 0
+        if PREFIX:
+            base = _place(rows, rows_plane, True, QUERY_BLOCK)
+        end = tl.minimum(tl.max(high, 0) + 1 - base, q_blocks)
+        # rows before this one end left of column j0
+        begin = tl.maximum(j0 - base - 1, tl.minimum(tl.min(low, 0) - base, q_blocks))
+        begin = tl.maximum(begin, 0) // BLOCK_K * BLOCK_K
 
     affinity += mine.to(tl.int64) * q_blocks * width
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for t0 in range(begin, end, BLOCK_K):
         t = t0 + tl.arange(0, BLOCK_K)
         known = t < q_blocks
+        place = base + t if CONSECUTIVE else _place(rows + t, rows_plane, known, QUERY_BLOCK)
         # [BLOCK_M, BLOCK_K]: from row i to the column where row t stands
         to_row = tl.load(
-            affinity + i.to(tl.int64)[:, None] * width + (base + t)[None, :],
-            mask=inside[:, None] & (known & (base + t < width))[None, :],
+            affinity + i.to(tl.int64)[:, None] * width + place[None, :],
+            mask=inside[:, None] & (known & (place < width))[None, :],
             other=0.0,
         )
         # [BLOCK_K, BLOCK_N]: from row t to column j

@@ -1,31 +1,35 @@
-"""Deciding: q and k in, a `BlockPlan` out."""
+"""Deciding: q and k in, a `BlockPlan` out.
 
-from cab_hf.predictors.curvature import (
-    AdaptiveCurvaturePredictor,
-    CoarseCurvaturePredictor,
-    CurvaturePredictor,
-    Predictor,
-    by_reference,
-    coarsen_qk_max_l2,
-    compute_block_frc,
-    estimate_flops,
-    generate_block_mask_from_frc,
-    make_predictor,
-    register_predictor,
-    visualize_frc_statistics,
+A predictor summarises keys, then chooses blocks for queries. Any can be registered under a name and
+chosen by ``CabConfig(predictor=name)``; it then runs in every model and every evaluation.
+"""
+
+from cab_hf.predictors.base import Call, Predictor, make_predictor, register_predictor
+from cab_hf.predictors.baselines import (
+    AntidiagonalPredictor,
+    OraclePredictor,
+    RandomPredictor,
+    StreamingPredictor,
 )
+from cab_hf.predictors.curvature import CurvaturePredictor
+from cab_hf.predictors.published import AdaptiveCurvaturePredictor, CoarseCurvaturePredictor
 
 __all__ = [
     "AdaptiveCurvaturePredictor",
+    "AntidiagonalPredictor",
+    "Call",
     "CoarseCurvaturePredictor",
     "CurvaturePredictor",
+    "OraclePredictor",
     "Predictor",
-    "by_reference",
-    "coarsen_qk_max_l2",
-    "compute_block_frc",
-    "estimate_flops",
-    "generate_block_mask_from_frc",
+    "RandomPredictor",
+    "StreamingPredictor",
     "make_predictor",
     "register_predictor",
-    "visualize_frc_statistics",
 ]
+
+register_predictor("antidiagonal", AntidiagonalPredictor)
+register_predictor("curvature", CurvaturePredictor)
+register_predictor("oracle", OraclePredictor)
+register_predictor("random", RandomPredictor)
+register_predictor("streaming", StreamingPredictor)

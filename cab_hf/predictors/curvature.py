@@ -1,46 +1,17 @@
-"""Deciding: q and k in, a `BlockPlan` out.
-
-CAB is `CurvaturePredictor`. Anything with the same signature can be registered under a name and
-chosen by ``CabConfig(predictor=name)``; it then runs in every model and every evaluation. The
-published classes, which give the recipe part by part, are written in `cab_hf.predictors.published`.
-"""
+"""CAB: Curvature-Aware Block-sparse attention, the predictor this package is named after."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from cab_hf.config import CabConfig
 from cab_hf.ops import reference
+from cab_hf.ops.reference import KeySummary
 from cab_hf.plan import BlockPlan, Spans, block_visibility
-from cab_hf.predictors.published import (
-    AdaptiveCurvaturePredictor,
-    CoarseCurvaturePredictor,
-    coarsen_qk_max_l2,
-    compute_block_frc,
-    estimate_flops,
-    generate_block_mask_from_frc,
-    visualize_frc_statistics,
-)
-
-__all__ = [
-    "AdaptiveCurvaturePredictor",
-    "CoarseCurvaturePredictor",
-    "CurvaturePredictor",
-    "Predictor",
-    "by_reference",
-    "coarsen_qk_max_l2",
-    "compute_block_frc",
-    "estimate_flops",
-    "generate_block_mask_from_frc",
-    "make_predictor",
-    "register_predictor",
-    "visualize_frc_statistics",
-]
+from cab_hf.predictors.base import Call, Predictor
 
 # asked once: torch.compile cannot look for packages
 HAS_TRITON = find_spec("triton") is not None
@@ -48,19 +19,8 @@ HAS_TRITON = find_spec("triton") is not None
 SCORES_AT_A_TIME = 1 << 25
 
 
-class Predictor(Protocol):
-    def __call__(self, q: Tensor, k: Tensor, spans: Spans, scale: float) -> BlockPlan:
-        """The plan for q [B, H, N_q, D] over k [B, H_kv, N_k, D], both after RoPE.
-
-        ``spans`` is what each query may see at all, ``scale`` what logits are multiplied by. No
-        gradient flows through a plan. The same inputs must give the same plan: gradient
-        checkpointing runs a layer twice.
-        """
-        ...
-
-
-class CurvaturePredictor:
-    """CAB: Curvature-Aware Block-sparse attention.
+class CurvaturePredictor(Predictor):
+    """CAB.
 
     Coarsens q and k to blocks, estimates each row's attention mass from the block summaries, keeps
     the smallest set of blocks that holds ``config.mass`` and adds bridges by curvature
@@ -68,37 +28,44 @@ class CurvaturePredictor:
     Formulas: `cab_hf.ops.reference`; on CUDA the kernels of `cab_hf.ops.predict` compute them.
     """
 
-    def __init__(self, config: CabConfig) -> None:
-        self.config = config
-
-    def __call__(self, q: Tensor, k: Tensor, spans: Spans, scale: float) -> BlockPlan:
+    def summarise(self, k: Tensor, valid: Tensor | None = None) -> KeySummary:
+        """Mean and bounds of every key block, or its mean or loudest key (``config.coarsen``)."""
         if self.config.check_finite:
-            _refuse_infinite(q=q, k=k)
-        with torch.no_grad():
-            if _has_kernels(q, k):
-                return _by_kernels(q, k, spans, scale, self.config)
-            return by_reference(q, k, spans, scale, self.config)
+            _refuse_infinite("k", k)
+        if valid is None:
+            valid = torch.ones(k.shape[0], k.shape[2], device=k.device, dtype=torch.bool)
+        if _has_kernels(k):
+            from cab_hf.ops import predict
+
+            return predict.summarise(k, valid, self.config)
+        return reference.coarsen_keys(k, valid, self.config.key_block, self.config.coarsen)
+
+    def choose(self, q: Tensor, summary: KeySummary, call: Call) -> BlockPlan:
+        if self.config.check_finite:
+            _refuse_infinite("q", q)
+        if not _has_kernels(q):
+            return by_reference(q, summary, call.spans, call.scale, self.config)
+        from cab_hf.ops import predict
+
+        full, partial = predict.choose(q, summary, call.spans, call.scale, self.config)
+        return BlockPlan(full, partial, call.spans, self.config.query_block, self.config.key_block)
 
 
-def by_reference(q: Tensor, k: Tensor, spans: Spans, scale: float, config: CabConfig) -> BlockPlan:
-    """What `CurvaturePredictor` means, in plain PyTorch on any device."""
+def by_reference(
+    q: Tensor, summary: KeySummary, spans: Spans, scale: float, config: CabConfig
+) -> BlockPlan:
+    """What `CurvaturePredictor.choose` means, in plain PyTorch on any device."""
     visible = block_visibility(spans, config.query_block, config.key_block)
     queries = reference.coarsen_queries(q, spans.last >= 0, config.query_block, config.coarsen)
-    keys = reference.coarsen_keys(k, spans.key_valid, config.key_block, config.coarsen)
-
-    kv_heads = k.shape[1]
+    kv_heads = summary.planes.shape[2]
     group = q.shape[1] // kv_heads
     scores_per_kv_head = visible.numel() * group
     step = max(1, min(kv_heads, SCORES_AT_A_TIME // max(1, scores_per_kv_head)))
     kept = []
     for head in range(0, kv_heads, step):
-        part = reference.KeySummary(
-            *(x[:, head : head + step] for x in (keys.mean, keys.upper, keys.lower))
-        )
-        upper, mean = reference.block_logits(
-            queries[:, head * group : (head + step) * group], part, scale
-        )
-        kept.append(reference.select_blocks(upper, mean, spans, visible, config))
+        some = queries[:, head * group : (head + step) * group]
+        logits = reference.block_logits(some, summary.heads(head, head + step), scale)
+        kept.append(reference.select_blocks(*logits, spans, visible, config))
     return BlockPlan.from_dense(
         torch.cat(kept, dim=1),
         spans,
@@ -107,48 +74,18 @@ def by_reference(q: Tensor, k: Tensor, spans: Spans, scale: float, config: CabCo
     )
 
 
-def _has_kernels(q: Tensor, k: Tensor) -> bool:
-    # imported here and below: models on the CPU never need Triton
-    if not q.is_cuda or not HAS_TRITON:
+def _has_kernels(x: Tensor) -> bool:
+    # imported here and above: models on the CPU never need Triton
+    if not x.is_cuda or not HAS_TRITON:
         return False
     from cab_hf.ops import predict
 
-    return predict.unavailable(q, k) is None
+    return predict.unavailable(x) is None
 
 
-def _by_kernels(q: Tensor, k: Tensor, spans: Spans, scale: float, config: CabConfig) -> BlockPlan:
-    from cab_hf.ops import predict
-
-    full, partial = predict.predict(q, k, spans, scale, config)
-    return BlockPlan(full, partial, spans, config.query_block, config.key_block)
-
-
-def _refuse_infinite(**tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(
-                f"{name} holds infinite or NaN values (shape {tuple(tensor.shape)}); nothing can "
-                "be selected by them. Look for an overflow in the layers before this one."
-            )
-
-
-Factory = Callable[[CabConfig], Predictor]
-_FACTORIES: dict[str, Factory] = {"curvature": CurvaturePredictor}
-
-
-def register_predictor(name: str, factory: Factory) -> None:
-    """Make ``CabConfig(predictor=name)`` use ``factory(config)``. ValueError for a taken name."""
-    if _FACTORIES.get(name, factory) is not factory:
-        raise ValueError(f"predictor {name!r} is registered already; choose another name.")
-    _FACTORIES[name] = factory
-
-
-def make_predictor(config: CabConfig) -> Predictor:
-    """The predictor ``config`` names. Raises ValueError for a name nobody registered."""
-    if config.predictor not in _FACTORIES:
-        known = ", ".join(sorted(_FACTORIES))
+def _refuse_infinite(name: str, x: Tensor) -> None:
+    if not bool(torch.isfinite(x).all()):
         raise ValueError(
-            f"CabConfig.predictor is {config.predictor!r}; registered are {known}. "
-            "cab_hf.predictors.register_predictor adds one."
+            f"{name} holds infinite or NaN values (shape {tuple(x.shape)}); nothing can be "
+            "selected by them. Look for an overflow in the layers before this one."
         )
-    return _FACTORIES[config.predictor](config)

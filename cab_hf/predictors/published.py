@@ -107,9 +107,8 @@ def compute_block_frc(
         )
     keys = k_coarse.float()
     scale = q_coarse.shape[-1] ** -0.5
-    logits, _ = reference.block_logits(
-        q_coarse.float(), reference.KeySummary(keys, keys, keys), scale
-    )
+    one_vector = reference.KeySummary(keys.unsqueeze(0))
+    logits, _ = reference.block_logits(q_coarse.float(), one_vector, scale)
     visible = _visible_blocks(blocks, causal, logits.device)
     affinity = logits.relu().masked_fill(~visible, 0.0)
     triangles = affinity @ affinity

@@ -1,8 +1,7 @@
-"""Attention under a plan with FlexAttention: its FLASH backend, its TRITON backend, its CPU one.
+"""Attention under a plan with FlexAttention: its TRITON backend and its CPU one.
 
-FLASH (`flash`) runs wherever flash-attn-4 can; `backend` says what runs. For the others the plan's
-lists become a `BlockMask` directly, and what FlexAttention does quietly wrong is closed here:
-uncompiled it computes dense attention whatever the lists say, and it falls back to that when
+The plan's lists become a `BlockMask` directly, and what FlexAttention does quietly wrong is closed
+here: uncompiled it computes dense attention whatever the lists say, and it falls back to that when
 the recompilation limit is hit; on CUDA (torch 2.11) the full lists are walked with the strides of
 the partial lists; on CPU compact lists are refused, and the lists alone do not mask inside the
 kernel's own tiles; lists of fewer heads than q has are misread on CUDA; no backward kernel of
@@ -52,51 +51,10 @@ def unavailable(
     return None
 
 
-# while a model is compiled this is asked once, of constants: metadata of packages is not traced
-@torch.compiler.assume_constant_result
-def backend(
-    device: str, head_dim: int, dtype: torch.dtype, training: bool, query_block: int, key_block: int
-) -> str:
-    """Which kernels run this: ``"FLASH"`` where flash-attn-4 can, else ``"TRITON"``, or ``"CPU"``.
-
-    See `flash.unavailable` for what keeps FLASH from running.
-    """
-    if device == "cpu":
-        return "CPU"
-    # a ROCm device has capabilities of other meaning
-    if torch.version.cuda is None or not torch.cuda.is_available():
-        return "TRITON"
-    from cab_hf.ops.attention import flash
-
-    capability = torch.cuda.get_device_capability()
-    reason = flash.unavailable(capability, head_dim, dtype, query_block, key_block)
-    return "TRITON" if reason else "FLASH"
-
-
-def manner(
-    device: str, head_dim: int, dtype: torch.dtype, training: bool, query_block: int, key_block: int
-) -> str:
-    """The backend, and what becomes of blocks for which it has no fast backward, for people."""
-    name = backend(device, head_dim, dtype, training, query_block, key_block)
-    if not training or name == "CPU":
-        return name
-    if name == "FLASH":
-        from cab_hf.ops.attention import flash
-
-        own = flash.own_backward(head_dim, query_block, key_block)
-        return name if own else f"{name}, gradients by triton"
-    rows, columns = merged_blocks(query_block, key_block)
-    if (rows, columns) == (query_block, key_block):
-        return name
-    return f"{name}, blocks merged to {rows} x {columns}"
-
-
 def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float, return_lse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention under ``plan``, [B, H, N_q, D]; see `reference.attention`, which defines it.
-
-    Gradients flow through the output; on FLASH none flow through the log-sum-exp.
 
     Raises:
         NotImplementedError: for ``return_lse`` on CPU.
@@ -107,13 +65,7 @@ def attention(
             "engine='reference'."
         )
     training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    blocks = (plan.query_block, plan.key_block)
     plan.shared_by(q.shape[1])
-    if backend(q.device.type, q.shape[-1], q.dtype, training, *blocks) == "FLASH":
-        from cab_hf.ops.attention import flash
-
-        out, lse = flash.attention(q, k, v, plan, scale)
-        return (out, lse) if return_lse else out
     tables = block_tables(plan, q.shape[1], q.device, training)
     options = kernel_options(plan, q)
     if torch.compiler.is_compiling():

@@ -1,0 +1,85 @@
+"""What a predictor is, what it is told, and the names predictors go by."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cab_hf.config import CabConfig
+from cab_hf.plan import BlockPlan, Spans
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What a predictor is told beside q and k: the turn of one layer in one forward pass.
+
+    Attributes:
+        spans: what each query may see at all.
+        scale: what logits are multiplied by.
+        layer: index of the layer; None where it has none.
+        handed: one mapping for all layers of the forward pass, in which a layer may leave what a
+            later one reads, such as its plan. Gradient checkpointing runs a layer again with the
+            same mapping.
+    """
+
+    spans: Spans
+    scale: float
+    layer: int | None = None
+    handed: dict[Any, Any] = field(default_factory=dict)
+
+
+class Predictor(ABC):
+    """Decides which key blocks are attended. Made anew by every layer: it remembers nothing.
+
+    What is known of k and what is decided with q are apart: a cache keeps the first, and processes
+    that share a text exchange it.
+    """
+
+    def __init__(self, config: CabConfig) -> None:
+        self.config = config
+
+    def summarise(self, k: Tensor, valid: Tensor | None = None) -> Any:
+        """What `choose` needs of k [B, H_kv, N_k, D], after RoPE; by default k itself.
+
+        ``valid``, bool [B, N_k], is False for padding keys; None where no key is padding.
+        """
+        return k
+
+    @abstractmethod
+    def choose(self, q: Tensor, summary: Any, call: Call) -> BlockPlan:
+        """The plan for q [B, H, N_q, D], after RoPE, over the keys that ``summary`` is of.
+
+        The same inputs must give the same plan: gradient checkpointing runs a layer twice.
+        """
+
+    def __call__(self, q: Tensor, k: Tensor, call: Call) -> BlockPlan:
+        """Both in one, without gradient: the plan for q over k."""
+        with torch.no_grad():
+            return self.choose(q, self.summarise(k, call.spans.key_valid), call)
+
+
+Factory = Callable[[CabConfig], Predictor]
+_FACTORIES: dict[str, Factory] = {}
+
+
+def register_predictor(name: str, factory: Factory) -> None:
+    """Make ``CabConfig(predictor=name)`` use ``factory(config)``. ValueError for a taken name."""
+    if _FACTORIES.get(name, factory) is not factory:
+        raise ValueError(f"predictor {name!r} is registered already; choose another name.")
+    _FACTORIES[name] = factory
+
+
+def make_predictor(config: CabConfig) -> Predictor:
+    """The predictor ``config`` names. Raises ValueError for a name nobody registered."""
+    if config.predictor not in _FACTORIES:
+        known = ", ".join(sorted(_FACTORIES))
+        raise ValueError(
+            f"CabConfig.predictor is {config.predictor!r}; registered are {known}. "
+            "cab_hf.register_predictor adds one."
+        )
+    return _FACTORIES[config.predictor](config)
