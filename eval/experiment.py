@@ -7,6 +7,7 @@ the files of a run alone.
 
 from __future__ import annotations
 
+import importlib
 import json
 import shlex
 from abc import ABC, abstractmethod
@@ -23,9 +24,8 @@ from cab_hf.runs.provenance import provenance
 from cab_hf.runs.settings import read_settings, spelled
 
 PROG = "python -m cab_hf.eval"
-SAMPLES, RESULTS, CSV, REPORT, FIGURE = (
-    *("samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"),
-)
+SAMPLES, RESULTS, CSV = "samples.jsonl", "results.json", "results.csv"
+REPORT, FIGURE = "report.md", "figure.png"
 Row = Mapping[str, Any]
 
 
@@ -87,7 +87,7 @@ class Experiment(ABC):
 
     @staticmethod
     @abstractmethod
-    def rows(samples: Sequence[Row], settings: Row) -> list[dict[str, Any]]:
+    def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         """What results show, in order; ``settings`` are the recorded ones."""
 
     @staticmethod
@@ -102,7 +102,7 @@ class Experiment(ABC):
 
     @staticmethod
     @abstractmethod
-    def notes(settings: Row) -> str:
+    def notes(settings: Mapping[str, Any]) -> str:
         """What the words of the report mean."""
 
     @staticmethod
@@ -136,11 +136,16 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
     return rows
 
 
-def render(kind: type[Experiment], folder: Path | str) -> list[dict[str, Any]]:
+def named(name: str) -> type[Experiment]:
+    """The experiment of that command, which is where its module is."""
+    return importlib.import_module(f"cab_hf.eval.{name.replace(' ', '.')}").EXPERIMENT
+
+
+def render(folder: Path | str) -> list[dict[str, Any]]:
     """Derive rows, table, figure and report of ``folder`` anew from its samples; the rows."""
     made = json.loads((Path(folder) / RESULTS).read_text())["provenance"]
     _, samples = read_log(Path(folder) / SAMPLES)
-    return _write(kind, Path(folder), samples, made)
+    return _write(named(made["experiment"]), Path(folder), samples, made)
 
 
 def _measure_missing(experiment: Experiment, log: Log) -> int:
@@ -155,7 +160,7 @@ def _measure_missing(experiment: Experiment, log: Log) -> int:
     return measured
 
 
-def _provenance(experiment: Experiment, results: Path, started: str, measured: int) -> Row:
+def _provenance(experiment: Experiment, results: Path, started: str, measured: int) -> Mapping:
     """Of the last run that added something; its settings are those of all runs together."""
     # as it will be read
     made = json.loads(json.dumps(experiment.provenance(started)))
@@ -172,7 +177,7 @@ def _provenance(experiment: Experiment, results: Path, started: str, measured: i
 
 
 def _write(
-    kind: type[Experiment] | Experiment, out: Path, samples: Sequence[Row], made: Row
+    kind: type[Experiment] | Experiment, out: Path, samples: Sequence[Row], made: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     # as they will be read
     rows = json.loads(json.dumps(kind.rows(samples, made["settings"])))
@@ -183,7 +188,9 @@ def _write(
     return rows
 
 
-def report_text(kind: type[Experiment] | Experiment, rows: Sequence[Row], provenance: Row) -> str:
+def report_text(
+    kind: type[Experiment] | Experiment, rows: Sequence[Row], provenance: Mapping[str, Any]
+) -> str:
     """``report.md`` from what ``results.json`` holds."""
     settings = provenance["settings"]
     others = list(kind.tables(rows).items())[1:]

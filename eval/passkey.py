@@ -279,7 +279,7 @@ class Passkey(Experiment):
     # --- reporting
 
     @staticmethod
-    def rows(samples: Sequence[Row], settings: Row) -> list[dict[str, Any]]:
+    def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         """One row a (method, length, keys); see `summarise`."""
         constant = {name: settings[name] for name in ("stage", "filler")}
         return [{**row, **constant} for row in summarise(samples)]
@@ -299,7 +299,7 @@ class Passkey(Experiment):
         ]
 
     @staticmethod
-    def notes(settings: Row) -> str:
+    def notes(settings: Mapping[str, Any]) -> str:
         return (
             "Accuracy with Wilson's interval, paired difference to dense with Newcombe's, both "
             "95 %. Density: attended over causal (query, key) pairs; of h2o, which prefills "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from cab_hf.eval import __main__, charts
+from cab_hf.eval import __main__, charts, experiment
 from cab_hf.eval.experiment import Experiment, render, run
 from cab_hf.eval.report import markdown_table
 from cab_hf.runs import provenance
@@ -102,20 +102,21 @@ def test_a_run_leaves_five_files_and_says_where(tmp_path, capsys):
     assert str(tmp_path / "figure.png") in printed and str(tmp_path / "report.md") in printed
 
 
-def test_all_else_is_made_anew_from_samples_and_provenance(tmp_path):
+def test_all_else_is_made_anew_from_samples_and_provenance(tmp_path, monkeypatch):
     start(tmp_path)
     before = read(tmp_path)
     for name in ("results.csv", "report.md", "figure.png"):
         (tmp_path / name).unlink()
-    render(Powers, tmp_path)
+    monkeypatch.setattr(experiment, "named", {"powers": Powers}.get)
+    render(tmp_path)
     assert read(tmp_path) == before
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    def stopping(experiment, case):
+    def stopping(powers, case):
         if case["length"] == 2:
             raise KeyboardInterrupt
-        return measure(experiment, case)
+        return measure(powers, case)
 
     measure = Powers.measure
     monkeypatch.setattr(Powers, "measure", stopping)

@@ -304,7 +304,7 @@ def test_the_report_is_made_from_the_files_alone(model_folder, tmp_path):
     settings = json.loads(before["results.json"])["provenance"]["settings"]
     for name in ("results.csv", "report.md", "figure.png"):
         (tmp_path / name).unlink()
-    render(Passkey, tmp_path)
+    render(tmp_path)
     assert {name: (tmp_path / name).read_bytes() for name in FILES} == before
     words = spelled(settings, Settings)
     assert words[words.index("--depths") + 1] == "3"
