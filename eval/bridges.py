@@ -16,10 +16,10 @@ import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -28,17 +28,19 @@ from tqdm import tqdm
 
 from cab_hf.config import COARSEN, CabConfig
 from cab_hf.eval import report
-from cab_hf.eval.settings import comma_separated, option
+from cab_hf.eval.intervals import LEVEL, Interval, mean_interval, wilson
 from cab_hf.ops import reference
 from cab_hf.plan import Spans, block_visibility
 from cab_hf.predictors.baselines import block_mass
+from cab_hf.runs.log import Log, write_atomically
+from cab_hf.runs.provenance import fingerprint, provenance
+from cab_hf.runs.settings import comma_separated, option, read_settings
 
 LAYOUTS = ("segments", "shuffled")
 NEEDLES = ("quiet", "loud")
 MAGNITUDE, H2O, RANDOM = "magnitude", "h2o", "random"
 BOX, MEAN = COARSEN[:2]
 TOKEN = "token"  # blocks of one token have nothing to coarsen
-LEVEL = 0.95  # of every interval
 MARGIN = 0.01  # a mean difference below one bridge in a hundred is none
 BETTER, WORSE, SAME, MIXED = "better", "worse", "no difference", "mixed"
 CHANCE = "no better than random"
@@ -198,7 +200,7 @@ def make_graph(size: tuple[int, int], strength: float, index: int, settings: Set
 
 def seeded(*identity: Any) -> torch.Generator:
     """A generator of its own for everything that has another identity."""
-    return torch.Generator().manual_seed(int(report.fingerprint({"of": identity}), 16))
+    return torch.Generator().manual_seed(int(fingerprint({"of": identity}), 16))
 
 
 def _plant(community: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -312,20 +314,23 @@ def _heavy_and_recent(mass: Tensor, visible: Tensor, budget: Tensor) -> Tensor:
 def run(settings: Settings) -> list[dict[str, Any]]:
     """Measure what is not measured yet, write all results, print the tables; returns the rows."""
     out = Path(settings.out)
-    started = report.utc_now()
-    log = report.SampleLog(out / "samples.jsonl", report.fingerprint(settings.identity()))
-    done = {tuple(sample[name] for name in SAMPLE_FIELDS) for sample in log.samples}
     places = list(product(settings.sizes, settings.strengths, range(settings.seeds)))
-    for size, strength, index in tqdm(places, unit="graph"):
-        if (*size, strength, index) in done:
-            continue
-        place = dict(zip(SAMPLE_FIELDS, (*size, strength, index), strict=True))
-        graph = make_graph(size, strength, index, settings)
-        generator = seeded("selection", settings.seed, *size, strength, index)
-        log.append(place | measure(graph, settings.sparsities, generator))
-    told = {name: getattr(settings, name) for name in ("sizes", "strengths", "seeds")}
-    provenance = report.provenance(settings.identity() | told, "cpu", settings.seed, started)
-    return write_report(out, log.samples, provenance)
+    with Log(out / "samples.jsonl", settings.identity(), SAMPLE_FIELDS) as log:
+        for size, strength, index in tqdm(places, unit="graph"):
+            place = dict(zip(SAMPLE_FIELDS, (*size, strength, index), strict=True))
+            if place not in log:
+                graph = make_graph(size, strength, index, settings)
+                generator = seeded("selection", settings.seed, *size, strength, index)
+                log.append(place | measure(graph, settings.sparsities, generator))
+        told = {name: getattr(settings, name) for name in ("sizes", "strengths", "seeds")}
+        made = provenance(settings.identity() | told, "cpu", log.started)
+        return write_report(out, log.records, made)
+
+
+def main(words: Sequence[str]) -> int:
+    """Run what a command line asks for."""
+    run(read_settings(Settings, words, "python -m cab_hf.eval bridges"))
+    return 0
 
 
 @torch.no_grad()
@@ -357,40 +362,6 @@ def measure(
 
 
 # --- intervals and verdicts
-
-
-Interval = tuple[float, float, float]  # (mean, low, high)
-
-
-@cache
-def student_quantile(level: float, freedom: int) -> float:
-    """t with P(|T| < t) = ``level`` for Student's T of ``freedom`` degrees, by bisection.
-
-    The probability is the finite series of Abramowitz and Stegun, 26.7.3 and 26.7.4.
-    """
-
-    def probability(angle: float) -> float:
-        sine, cosine = math.sin(angle), math.cos(angle)
-        odd = freedom % 2
-        term, total = (cosine if odd else 1.0), 0.0
-        for power in range(odd, freedom - 1, 2):
-            total += term
-            term *= (power + 1) / (power + 2) * cosine * cosine
-        return 2 / math.pi * (angle + sine * total) if odd else sine * total
-
-    low, high = 0.0, math.pi / 2
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if probability(middle) < level else (low, middle)
-    return math.sqrt(freedom) * math.tan(low)
-
-
-def mean_interval(ours: Sequence[float], base: Sequence[float], level: float) -> Interval:
-    """Student's interval of the mean difference of pairs."""
-    values = [one - other for one, other in zip(ours, base, strict=True)]
-    mean = fmean(values)
-    spread = student_quantile(level, len(values) - 1) * stdev(values) / math.sqrt(len(values))
-    return mean, mean - spread, mean + spread
 
 
 def verdict(to_magnitude: Interval, to_random: Interval) -> str:
@@ -521,7 +492,7 @@ def summarise(
             n = row["graphs"] * outcomes.bridges
             found = round(sum(means["retrieval"]) * outcomes.bridges)
             row |= {"n": n, "found": found}
-            row |= dict(zip(("low", "high"), report.wilson(found, n), strict=True))
+            row |= dict(zip(("low", "high"), wilson(found, n), strict=True))
         if contender.baseline is not None:
             together = judged.count(strength is None) if sparsity is None else 1
             level = 1 - (1 - LEVEL) / together
@@ -711,8 +682,8 @@ def write_report(
     """Derive results.json, results.csv, report.md and bridges.png; prints the tables."""
     rows = summarise(samples, provenance["settings"]["sparsities"])
     report.write_results(out, rows, provenance)
-    report.write_atomically(out / "results.csv", report.as_csv(map(_short, rows)))
-    report.write_atomically(out / "report.md", report_text(rows, provenance))
+    write_atomically(out / "results.csv", report.as_csv(map(_short, rows)))
+    write_atomically(out / "report.md", report_text(rows, provenance))
     draw(out / "bridges.png", rows)
     for size, table in tables(rows).items():
         print(f"\n{_size_name(size)}\n\n{table}")
@@ -807,4 +778,4 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=130, format="png")
     plt.close(figure)
-    report.write_atomically(path, drawn.getvalue())
+    write_atomically(path, drawn.getvalue())

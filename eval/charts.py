@@ -1,4 +1,4 @@
-"""Lines over the number of tokens, drawn alike in every figure."""
+"""Lines over the number of tokens and grids of shares, drawn alike in every figure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cab_hf.eval import report
+from cab_hf.runs.log import write_atomically
 
 GREYS = ("black", "dimgrey", "darkgrey", "silver", "gainsboro", "tan", "wheat")
+WIDEST_GRIDS = 14  # columns side by side, over all panels of a heat map
 
 
 @contextmanager
@@ -30,7 +31,7 @@ def figure(path: Path | str, rows: int, columns: int, **options: Any) -> Iterato
         drawing.savefig(drawn, dpi=150, format="png")
     finally:
         plt.close(drawing)
-    report.write_atomically(path, drawn.getvalue())
+    write_atomically(path, drawn.getvalue())
 
 
 def line(
@@ -94,3 +95,40 @@ def short(length: float) -> str:
         if length >= size:
             return f"{length / size:g}{letter}"
     return f"{length:g}"
+
+
+def heatmap(
+    path: Path | str,
+    panels: Mapping[str, Mapping[tuple[float, float], float]],
+    x_label: str,
+    y_label: str,
+) -> None:
+    """Draw shares from 0 to 1 as one grid a panel and save the figure as PNG.
+
+    Args:
+        panels: panel title -> {(x, y): share}. All panels have the same axes; what a panel does not
+            have stays white.
+    """
+    places = {place for grid in panels.values() for place in grid}
+    xs, ys = (sorted({place[axis] for place in places}) for axis in (0, 1))
+    down = -(-len(panels) // max(2, WIDEST_GRIDS // (len(xs) + 1)))
+    across = -(-len(panels) // down)
+    size = (1.6 + across * (0.6 + 0.5 * len(xs)), 1.2 + down * (0.4 + 0.35 * len(ys)))
+    with figure(path, down, across, figsize=size, sharey=True) as axes:
+        for axis in axes.flat[len(panels) :]:
+            axis.set_visible(False)
+        for axis, (name, shares) in zip(axes.flat, panels.items(), strict=False):
+            grid = [[shares.get((x, y), math.nan) for x in xs] for y in ys]
+            image = axis.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+            axis.set_title(name, fontsize=9)
+            axis.set_xticks(range(len(xs)), [f"{round(x, 2):g}" for x in xs], fontsize=7)
+            axis.set_yticks(range(len(ys)), [f"{round(y, 2):g}" for y in ys], fontsize=7)
+            for (x, y), share in shares.items():
+                place = (xs.index(x), ys.index(y))
+                ink = "white" if share < 0.6 else "black"
+                style = {"ha": "center", "va": "center", "fontsize": 6, "color": ink}
+                axis.annotate(f"{share:.0%}", place, **style)
+        whole = axes[0, 0].figure
+        whole.supxlabel(x_label, fontsize=9)
+        whole.supylabel(y_label, fontsize=9)
+        whole.colorbar(image, ax=axes, label="share")

@@ -1,51 +1,49 @@
 """Passkey retrieval: how often a method lets the model read out a number hidden in a long text.
 
-Every method answers the same prompts. Cells are (method, length, keys); a sample is (cell, depth,
-index). What a sample answered is written to ``samples.jsonl`` as it comes; ``results.json``,
-``results.md`` and ``heatmap.png`` are derived from that file.
+Every method answers the same prompts. Cells are (method, length, keys); a case is (cell, depth,
+index).
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from functools import cache, cached_property, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import GenerationConfig
 
 from cab_hf.config import CabConfig
-from cab_hf.eval import report
+from cab_hf.eval import charts
+from cab_hf.eval.experiment import Experiment, Row
 from cab_hf.eval.haystack import FILLERS, Haystack, Prompt, answered, check_haystack
-from cab_hf.eval.methods import (
-    CONTROLS,
-    H2O,
-    METHODS,
-    Cab,
-    Cell,
-    Dense,
-    Full,
-    LayerDensities,
-    Method,
-    NoNeedle,
-)
+from cab_hf.eval.intervals import paired_difference, wilson
+from cab_hf.eval.methods import CONTROLS, METHODS, Cab, Cell, Dense, LayerDensities, Method
 from cab_hf.eval.models import load_model
-from cab_hf.eval.settings import comma_separated, option, parse_assignment
+from cab_hf.eval.report import markdown_table
+from cab_hf.runs.provenance import file_identity
+from cab_hf.runs.settings import (
+    by_device,
+    comma_separated,
+    fill_by_device,
+    option,
+    parse_assignment,
+    require,
+    spell,
+)
 
 ANSWER_TOKENS = 8  # five digits of a token each, and what a model may put around them
 STAGES = {
     "prefill": "Decoding is dense, except that streaming and h2o no longer have what they dropped.",
     "both": "Decoding is sparse too.",
 }
-CELL_FIELDS = ("method", "length", "keys")
-SAMPLE_FIELDS = (*CELL_FIELDS, "depth", "index")
+CELL = ("method", "length", "keys")
+QUESTION = ("length", "keys", "depth", "index")  # what every method is asked alike
 MATCH = "match"  # a budget: what CAB realises in the same cell
 
 
@@ -57,6 +55,12 @@ def parse_depths(text: str) -> tuple[float, ...]:
     if number == 1:
         return (0.5,)
     return tuple(i / (number - 1) for i in range(number))
+
+
+def spell_depths(depths: Sequence[float]) -> str:
+    """What `parse_depths` reads as ``depths``."""
+    number = str(len(depths))
+    return number if parse_depths(number) == tuple(depths) else spell(depths)
 
 
 def parse_budget(text: str) -> str | float:
@@ -78,19 +82,16 @@ class Settings:
         f"comma-separated, of {', '.join(METHODS)}",
         comma_separated(str),
     )
-    lengths: tuple[int, ...] | None = option(
-        None,
-        "comma-separated prompt lengths in tokens (default: 1536 on CPU, 8192 on a GPU)",
-        comma_separated(int),
+    lengths: tuple[int, ...] | None = by_device(
+        (8192,), (1536,), "comma-separated prompt lengths in tokens", comma_separated(int)
     )
     depths: tuple[float, ...] = option(
         parse_depths("5"),
         "comma-separated places of the key in the text, 0 to 1; or how many, evenly spaced",
         parse_depths,
+        spell=spell_depths,
     )
-    samples: int | None = option(
-        None, "samples of each length and depth (default: 1 on CPU, 20 on a GPU)", int
-    )
+    samples: int | None = by_device(20, 1, "samples of each length and depth", int)
     controls: int | None = option(
         None, "how many of them the controls answer too (default: 1 on CPU, all on a GPU)", int
     )
@@ -109,56 +110,43 @@ class Settings:
     out: str = option("passkey_results", "folder for the results; a run found there goes on")
     seed: int = option(0, "of prompts and keys", int)
     device: str | None = option(None, "torch device (default: cuda where there is one)")
-    dtype: str | None = option(None, "torch dtype (default: float32 on CPU, bfloat16 on a GPU)")
+    dtype: str | None = by_device("bfloat16", "float32", "torch dtype")
 
     def __post_init__(self) -> None:
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         small = torch.device(device).type == "cpu"
-        samples = (1 if small else 20) if self.samples is None else self.samples
-        controls = (1 if small else samples) if self.controls is None else self.controls
-        lengths = self.lengths or ((1536,) if small else (8192,))
+        fill_by_device(self, small)
+        few = 1 if small else self.samples
+        resolved = {"device": device, "controls": few if self.controls is None else self.controls}
         # nothing is asked twice: a repeated name or number counts once
-        resolved = {
-            "methods": tuple(dict.fromkeys(self.methods)),
-            "lengths": tuple(dict.fromkeys(lengths)),
-            "depths": tuple(dict.fromkeys(self.depths)),
-            "device": device,
-            "dtype": self.dtype or ("float32" if small else "bfloat16"),
-            "samples": samples,
-            "controls": controls,
-        }
+        for name in ("methods", "lengths", "depths"):
+            resolved[name] = tuple(dict.fromkeys(getattr(self, name)))
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
         self._validate()
 
     def _validate(self) -> None:
+        check = partial(require, self)
         for method in self.methods:
-            self._check("methods", method in METHODS, f"names of {', '.join(METHODS)}", method)
-        self._check("methods", self.methods, "at least one name")
-        self._check("lengths", min(self.lengths) > 0, "numbers of tokens")
-        self._check(
-            "depths", self.depths and all(0 <= d <= 1 for d in self.depths), "shares from 0 to 1"
-        )
-        self._check("samples", self.samples > 0, "at least 1")
-        self._check("controls", 0 <= self.controls <= self.samples, "0 to the number of samples")
-        self._check("stage", self.stage in STAGES, f"one of {', '.join(STAGES)}")
+            check("methods", method in METHODS, f"names of {', '.join(METHODS)}", method)
+        check("methods", self.methods, "at least one name")
+        check("lengths", min(self.lengths) > 0, "numbers of tokens")
+        check("depths", self.depths and all(0 <= d <= 1 for d in self.depths), "shares from 0 to 1")
+        check("samples", self.samples > 0, "at least 1")
+        check("controls", 0 <= self.controls <= self.samples, "0 to the number of samples")
+        check("stage", self.stage in STAGES, f"one of {', '.join(STAGES)}")
         matched = [name for name in self.methods if METHODS[name].matched]
         if self.budget == MATCH:
-            self._check(
+            check(
                 "budget",
                 not matched or Cab.name in self.methods,
                 f"a density such as 0.2 when {', '.join(matched)} is to match a budget and cab, "
                 "whose density would be matched, is not among the methods",
             )
         else:
-            self._check("budget", 0 < self.budget <= 1, "match or a density in (0, 1]")
+            check("budget", 0 < self.budget <= 1, "match or a density in (0, 1]")
         check_haystack(self.filler, self.keys, self.haystack)
         _ = self.cab_config  # refuses bad fields here rather than in the middle of a run
-
-    def _check(self, name: str, holds: object, accepted: str, value: object = None) -> None:
-        if not holds:
-            value = getattr(self, name) if value is None else value
-            raise ValueError(f"{name} must be {accepted}; got {value!r}.")
 
     @cached_property
     def cab_config(self) -> CabConfig:
@@ -167,92 +155,91 @@ class Settings:
         fixed = {"min_length": 0, "sparse_decode": self.stage == "both"}
         return CabConfig.from_dict({**fixed, **chosen})
 
-    def identity(self) -> dict[str, Any]:
-        """What a sample's outcome depends on, without paths: results are committed.
 
-        Methods and lengths are left out, so that a run can be extended by more of them.
-        """
-        text = None
-        if self.haystack is not None:
-            digest = hashlib.sha256(Path(self.haystack).read_bytes()).hexdigest()
-            text = {"name": Path(self.haystack).name, "sha256": digest}
-        model = Path(self.model).name if Path(self.model).exists() else self.model
-        left_out = ("methods", "lengths", "out", "controls", "set")
-        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
-        return {**kept, "model": model, "haystack": text, "cab_config": self.cab_config.to_dict()}
+class Passkey(Experiment):
+    """A case is one prompt under one method; a sample is what was answered."""
 
+    name = "passkey"
+    purpose = "find a number hidden in a long text"
+    title = "Passkey retrieval"
+    caption = "accuracy by depth and length"
+    Settings = Settings
+    CASE = (*CELL, "depth", "index")
+    GROWS = ("methods", "lengths", "controls", "set")
 
-# --- running
+    @cached_property
+    def model_and_tokenizer(self) -> tuple[Any, Any]:
+        settings = self.settings
+        return load_model(settings.model, settings.device, settings.dtype)
 
+    @cached_property
+    def prompt(self) -> Callable[..., Prompt]:
+        """(length, depth, index, hide_needle) -> its prompt, kept for all methods of a length."""
+        settings = self.settings
+        haystack = Haystack(
+            self.model_and_tokenizer[1], settings.filler, settings.keys, settings.haystack
+        )
+        a_length = len(settings.depths) * settings.samples
+        return lru_cache(maxsize=a_length)(partial(haystack.prompt, seed=settings.seed))
 
-def run(settings: Settings) -> list[dict[str, Any]]:
-    """Answer what is not answered yet, write all results, print the table; returns its rows."""
-    out = Path(settings.out)
-    started = report.utc_now()
-    log = report.SampleLog(out / "samples.jsonl", report.fingerprint(settings.identity()))
-    model, tokenizer = load_model(settings.model, settings.device, settings.dtype)
-    haystack = Haystack(tokenizer, settings.filler, settings.keys, settings.haystack)
+    @cached_property
+    def fitted(self) -> Callable[[str, int, float | None], Method]:
+        """(name, length, budget) -> the method set up for it."""
 
-    answerer = Answerer(model, tokenizer, log, settings)
-    with tqdm(total=len(settings.lengths) * answerer.samples_per_length, unit="sample") as bar:
-        for length in settings.lengths:
-            # kept for one length: every method is asked the same
-            prompts = cache(partial(haystack.prompt, length, seed=settings.seed))
-            for name in answerer.methods:
-                answerer.run_cell(name, length, prompts, bar)
+        def fit(name: str, length: int, budget: float | None) -> Method:
+            config, device = self.settings.cab_config, self.settings.device
+            return METHODS[name].fit(Cell(config, budget, length, device))
 
-    told = {"methods": settings.methods, "lengths": settings.lengths, "set": settings.set}
-    provenance = report.provenance(
-        {**settings.identity(), **told, "controls": settings.controls},
-        settings.device,
-        settings.seed,
-        started,
-    )
-    return write_report(out, log.samples, provenance)
+        return lru_cache(maxsize=1)(fit)
 
+    def recorded(self) -> dict[str, Any]:
+        settings, told = self.settings, super().recorded()
+        if settings.haystack is not None:
+            told["haystack"] = file_identity(settings.haystack)
+        if Path(settings.model).exists():
+            told["model"] = Path(settings.model).name
+        return {**told, "cab_config": settings.cab_config.to_dict()}
 
-class Answerer:
-    """Asks a model and writes down what it said."""
-
-    def __init__(self, model, tokenizer, log: report.SampleLog, settings: Settings) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
-        self.log = log
-        self.settings = settings
-        self.done = {tuple(s[name] for name in SAMPLE_FIELDS) for s in log.samples}
-        # those that match a budget wait for the one that sets it
-        chosen = sorted(settings.methods, key=lambda name: METHODS[name].matched)
-        controls = CONTROLS if settings.controls else ()
-        self.methods = [*chosen, *(name for name in controls if name not in chosen)]
-
-    def samples_of(self, method: str) -> int:
-        """Samples of each length and depth that ``method`` answers."""
-        asked = method in self.settings.methods
-        return self.settings.samples if asked else self.settings.controls
+    # --- cases
 
     @property
-    def samples_per_length(self) -> int:
-        return len(self.settings.depths) * sum(map(self.samples_of, self.methods))
-
-    def run_cell(self, name: str, length: int, prompts: Callable[..., Prompt], bar: tqdm) -> None:
-        """Answer the samples of one method at one length; ``prompts(depth, index, ...)``."""
+    def methods(self) -> dict[str, int]:
+        """Method -> its samples of each length and depth, in the order they are measured."""
         settings = self.settings
-        cell = (name, length, settings.keys)
-        samples = list(product(settings.depths, range(self.samples_of(name))))
-        todo = [sample for sample in samples if (*cell, *sample) not in self.done]
-        bar.set_description(f"{name} at {length}")
-        bar.update(len(samples) - len(todo))
-        if not todo:
-            return
-        budget = self.budget(length) if METHODS[name].matched else None
-        method = METHODS[name].fit(Cell(settings.cab_config, budget, length, self.model.device))
-        with method.applied(self.model) as densities:
-            for depth, index in todo:
-                prompt = prompts(depth, index, hide_needle=method.hides_needle)
-                place = dict(zip(SAMPLE_FIELDS, (*cell, depth, index), strict=True))
-                outcome = self.ask(method, prompt, densities)
-                self.log.append({**place, "budget": budget, **outcome})
-                bar.update()
+        # those that match a budget wait for the one that sets it
+        chosen = sorted(settings.methods, key=lambda name: METHODS[name].matched)
+        controls = [name for name in CONTROLS if settings.controls and name not in chosen]
+        return dict.fromkeys(chosen, settings.samples) | dict.fromkeys(controls, settings.controls)
+
+    def expected(self) -> int:
+        settings = self.settings
+        return len(settings.lengths) * len(settings.depths) * sum(self.methods.values())
+
+    def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
+        settings = self.settings
+        for length, (method, number) in product(settings.lengths, self.methods.items()):
+            cell = {"method": method, "length": length, "keys": settings.keys}
+            budget = self.budget(length, samples) if METHODS[method].matched else None
+            for depth, index in product(settings.depths, range(number)):
+                yield {**cell, "depth": depth, "index": index, "budget": budget}
+
+    def budget(self, length: int, samples: Sequence[Row]) -> float:
+        """The density baselines are to match at ``length``, in the layers that are not dense."""
+        if self.settings.budget != MATCH:
+            return self.settings.budget
+        ours = (Cab.name, length, self.settings.keys)
+        realised = [s["sparse_density"] for s in samples if _of(s, CELL) == ours]
+        return fmean(1.0 if density is None else density for density in realised)
+
+    # --- one case
+
+    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
+        model, _ = self.model_and_tokenizer
+        method = self.fitted(case["method"], case["length"], case["budget"])
+        place = (case["length"], case["depth"], case["index"])
+        prompt = self.prompt(*place, hide_needle=method.hides_needle)
+        with method.applied(model) as densities:
+            return self.ask(method, prompt, densities)
 
     def ask(self, method: Method, prompt: Prompt, densities: LayerDensities) -> dict[str, Any]:
         """What became of one prompt; ``density`` is over all layers, dense ones counting 1."""
@@ -274,168 +261,136 @@ class Answerer:
             "seconds": round(seconds, 3),
         }
 
-    def budget(self, length: int) -> float:
-        """The density baselines are to match at ``length``, in the layers that are not dense."""
-        if self.settings.budget != MATCH:
-            return self.settings.budget
-        ours = (Cab.name, length, self.settings.keys)
-        realised = [s["sparse_density"] for s in self.log.samples if _cell(s) == ours]
-        return fmean(1.0 if density is None else density for density in realised)
-
     @torch.no_grad()
     def answer(self, prompt: Prompt) -> str:
         """What the model says next, greedily."""
-        own = self.model.generation_config
+        model, tokenizer = self.model_and_tokenizer
+        own = model.generation_config
         greedy = GenerationConfig(
             max_new_tokens=ANSWER_TOKENS,
             do_sample=False,
             eos_token_id=own.eos_token_id,
             pad_token_id=own.pad_token_id,
         )
-        ids = torch.tensor([prompt.tokens], device=self.model.device)
-        out = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), generation_config=greedy
+        ids = torch.tensor([prompt.tokens], device=model.device)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
+        return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+    # --- reporting
+
+    @staticmethod
+    def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """One row a (method, length, keys); see `summarise`."""
+        constant = {name: settings[name] for name in ("stage", "filler")}
+        return [{**row, **constant} for row in summarise(samples)]
+
+    @staticmethod
+    def tables(rows: Sequence[Row]) -> dict[str, str]:
+        return {"Accuracy": markdown_table(rows, COLUMNS)}
+
+    @staticmethod
+    def readings(rows: Sequence[Row]) -> list[str]:
+        """What CAB costs at the longest prompts."""
+        compared = [row for row in rows if row["method"] == Cab.name and "pairs" in row]
+        return [
+            f"At {row['length']} tokens cab answers {row['correct']} of {row['n']} attending "
+            f"{row['density']:.0%} of the pairs; its difference to dense is {_difference(row)}."
+            for row in compared[-1:]
+        ]
+
+    @staticmethod
+    def notes(settings: Mapping[str, Any]) -> str:
+        return (
+            "Accuracy with Wilson's interval, paired difference to dense with Newcombe's, both "
+            "95 %. Density: attended over causal (query, key) pairs; of h2o, which prefills "
+            "densely, the share of the prompt's keys it keeps. Controls: full keeps every block "
+            "and should say what dense says (below float32 kernels round differently); no_needle "
+            "is asked for a key that is not there; a key outside a method's window should not be "
+            f"found. {STAGES[settings['stage']]}"
         )
-        return self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+    @staticmethod
+    def draw(path: Path, rows: Sequence[Row]) -> None:
+        """Accuracy by depth and length, one panel a method."""
+        panels: dict[str, dict[tuple[float, float], float]] = {}
+        for row in sorted(rows, key=lambda row: list(METHODS).index(row["method"])):
+            panel = panels.setdefault(row["method"], {})
+            panel |= {(row["length"], float(d)): share for d, share in row["by_depth"].items()}
+        charts.heatmap(path, panels, "prompt length (tokens)", "depth of the key")
 
 
-def _cell(sample: dict[str, Any]) -> tuple:
-    return tuple(sample[name] for name in CELL_FIELDS)
+EXPERIMENT = Passkey
 
 
-# --- results, from samples alone
+# --- rows
 
 
-def summarise(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _of(sample: Row, fields: Sequence[str]) -> tuple:
+    return tuple(sample[name] for name in fields)
+
+
+def summarise(samples: Sequence[Row]) -> list[dict[str, Any]]:
     """One row a (method, length, keys): accuracy and its Wilson interval, difference to dense.
 
     The difference is over the samples both answered, with Newcombe's interval. Rows of a method
     that cannot see everything also count the samples whose needle it could not see.
     """
-    cells: dict[tuple, list[dict[str, Any]]] = {}
+    cells: dict[tuple, list[Row]] = {}
     for sample in samples:
-        cells.setdefault(_cell(sample), []).append(sample)
-    dense = {_question(s): s for s in samples if s["method"] == Dense.name}
+        cells.setdefault(_of(sample, CELL), []).append(sample)
+    dense = {_of(s, QUESTION): s for s in samples if s["method"] == Dense.name}
     order = list(METHODS)
-    rows = []
-    for cell in sorted(cells, key=lambda c: (c[1], c[2], order.index(c[0]))):
-        members = cells[cell]
-        correct = sum(s["correct"] for s in members)
-        low, high = report.wilson(correct, len(members))
-        row = {
-            **dict(zip(CELL_FIELDS, cell, strict=True)),
-            "n": len(members),
-            "correct": correct,
-            "accuracy": correct / len(members),
-            "low": low,
-            "high": high,
-            "density": fmean(s["density"] for s in members),
-            "budget": members[0]["budget"],
-        }
-        pairs = [(s, dense[_question(s)]) for s in members if _question(s) in dense]
-        if pairs and cell[0] != Dense.name:
-            ours, base = zip(*((s["correct"], d["correct"]) for s, d in pairs), strict=True)
-            difference = report.paired_difference(ours, base)
-            row |= dict(zip(("delta", "delta_low", "delta_high"), difference, strict=True))
-            row |= {"pairs": len(pairs), "same": sum(s["answer"] == d["answer"] for s, d in pairs)}
-        if any(s["reached"] is not None for s in members):
-            outside = [s["correct"] for s in members if not s["reached"]]
-            row |= {"outside_n": len(outside), "outside_correct": sum(outside)}
-        rows.append(row)
-    return rows
+    return [
+        {**dict(zip(CELL, cell, strict=True)), **_row(cells[cell], dense)}
+        for cell in sorted(cells, key=lambda c: (c[1], c[2], order.index(c[0])))
+    ]
 
 
-def _question(sample: dict[str, Any]) -> tuple:
-    return sample["length"], sample["keys"], sample["depth"], sample["index"]
+def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
+    correct = sum(s["correct"] for s in members)
+    low, high = wilson(correct, len(members))
+    row = {
+        "n": len(members),
+        "correct": correct,
+        "accuracy": correct / len(members),
+        "low": low,
+        "high": high,
+        "density": fmean(s["density"] for s in members),
+        "budget": members[0]["budget"],
+    }
+    pairs = [(s, dense[_of(s, QUESTION)]) for s in members if _of(s, QUESTION) in dense]
+    if pairs and members[0]["method"] != Dense.name:
+        ours, base = zip(*((s["correct"], d["correct"]) for s, d in pairs), strict=True)
+        difference = paired_difference(ours, base)
+        row |= dict(zip(("delta", "delta_low", "delta_high"), difference, strict=True))
+        row |= {"pairs": len(pairs), "same": sum(s["answer"] == d["answer"] for s, d in pairs)}
+    if any(s["reached"] is not None for s in members):
+        outside = [s["correct"] for s in members if not s["reached"]]
+        row |= {"outside_n": len(outside), "outside_correct": sum(outside)}
+    by_depth: dict[str, list[bool]] = {}
+    for s in members:
+        by_depth.setdefault(f"{s['depth']:g}", []).append(s["correct"])
+    return {**row, "by_depth": {depth: fmean(each) for depth, each in by_depth.items()}}
 
 
-def _interval(key: str, low: str, high: str, form: str = ".2f") -> Callable[[dict], str | None]:
-    def shown(row: dict[str, Any]) -> str | None:
-        if row.get(key) is None:
-            return None
-        return f"{row[key]:{form}} [{row[low]:{form}}, {row[high]:{form}}]"
+def _difference(row: Row) -> str | None:
+    if row.get("delta") is None:
+        return None
+    return f"{row['delta']:+.2f} [{row['delta_low']:+.2f}, {row['delta_high']:+.2f}]"
 
-    return shown
+
+def _share(part: str, whole: str, row: Row) -> str | None:
+    return f"{row[part]} of {row[whole]}" if row.get(whole) else None
 
 
 COLUMNS = {
     "method": "method",
     "length": "length",
     "keys": "keys",
-    "correct": lambda row: f"{row['correct']} of {row['n']}",
-    "accuracy [95 %]": _interval("accuracy", "low", "high"),
+    "correct": partial(_share, "correct", "n"),
+    "accuracy [95 %]": lambda row: f"{row['accuracy']:.2f} [{row['low']:.2f}, {row['high']:.2f}]",
     "density": "density",
-    "to dense [95 %]": _interval("delta", "delta_low", "delta_high", "+.2f"),
+    "to dense [95 %]": _difference,
+    "same words as dense": partial(_share, "same", "pairs"),
+    "found outside the window": partial(_share, "outside_correct", "outside_n"),
 }
-
-
-def readings(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What the rows say, a sentence each: first CAB, then the controls."""
-    said = []
-    for row in rows:
-        where = f"at {row['length']} tokens"
-        if row["method"] == Cab.name and "pairs" in row:
-            difference = COLUMNS["to dense [95 %]"](row)
-            said.append(
-                f"{where.capitalize()} cab answers {row['correct']} of {row['n']} attending "
-                f"{row['density']:.0%} of the pairs; its difference to dense is {difference}."
-            )
-        if "outside_n" in row:
-            said.append(
-                f"{row['method']} found {row['outside_correct']} of {row['outside_n']} needles "
-                f"outside its window {where} (it should find none)."
-            )
-        if row["method"] == Full.name and "pairs" in row:
-            said.append(
-                f"full budget gave dense's very words in {row['same']} of {row['pairs']} samples "
-                f"{where} (kernels round differently, so not all need agree below float32)."
-            )
-        if row["method"] == NoNeedle.name:
-            said.append(f"Without the needle, {row['correct']} of {row['n']} are guessed {where}.")
-    if any(row["method"] == H2O.name for row in rows):
-        said.append("h2o prefills densely: its density is the share of the prompt's keys it keeps.")
-    return said
-
-
-def write_report(
-    out: Path, samples: Sequence[dict[str, Any]], provenance: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Derive results.json, results.md and heatmap.png from the samples; prints the table."""
-    settings = provenance["settings"]
-    constant = {name: settings[name] for name in ("stage", "filler")}
-    rows = [{**row, **constant} for row in summarise(samples)]
-    report.write_results(out, rows, provenance)
-
-    table = report.markdown_table(rows, COLUMNS)
-    said = "\n".join(f"* {sentence}" for sentence in readings(rows))
-    made = (
-        f"Model {settings['model']} in {settings['dtype']} on {provenance['device']}, filler "
-        f"{settings['filler']}, stage {settings['stage']}, seed {settings['seed']}; "
-        + ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
-        + f"; commit {provenance['commit'] or 'unknown'}; finished {provenance['finished']}."
-    )
-    explained = (
-        "Accuracy with Wilson's interval, paired difference to dense with Newcombe's, both 95 %. "
-        f"Density: attended over causal (query, key) pairs. {STAGES[settings['stage']]}"
-    )
-    report.write_atomically(
-        out / "results.md",
-        f"# Passkey retrieval\n\n{table}\n\n{said}\n\n{explained}\n\n"
-        f"![accuracy by depth and length](heatmap.png)\n\n{made}\n",
-    )
-    draw_heatmap(out / "heatmap.png", samples)
-    print(f"\n{table}\n\n{said}\n\nheat map: {out / 'heatmap.png'}\ntable: {out / 'results.md'}")
-    return rows
-
-
-def draw_heatmap(path: Path, samples: Sequence[dict[str, Any]]) -> None:
-    """Accuracy by depth and length, one panel a method."""
-    panels: dict[str, dict[tuple[float, float], float]] = {}
-    for method in METHODS:
-        grid: dict[tuple[float, float], list[bool]] = {}
-        for s in samples:
-            if s["method"] == method:
-                grid.setdefault((s["length"], s["depth"]), []).append(s["correct"])
-        if grid:
-            panels[method] = {place: fmean(outcomes) for place, outcomes in grid.items()}
-    report.heatmap(path, panels, "prompt length (tokens)", "depth of the key", "passkey retrieval")

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cab_hf.eval import bridges, passkey, report, speed
-from cab_hf.eval.settings import option
+from cab_hf.eval import bridges, speed
+from cab_hf.eval.passkey import Passkey
+from cab_hf.runs.log import write_atomically
+from cab_hf.runs.settings import option, read_settings
 
 ROOT = Path(__file__).parents[1]
 PLACE = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -52,10 +55,11 @@ def _read(folder: str, rows: list[dict[str, Any]]) -> tuple[str, list[str]]:
     for name, op in speed.OPS.items():
         if folder.startswith(f"speed-{name}"):
             return op.overview(rows), op.readings(rows)
-    return report.markdown_table(rows, passkey.COLUMNS), passkey.readings(rows)
+    return next(iter(Passkey.tables(rows).values())), Passkey.readings(rows)
 
 
-def run(settings: Settings) -> None:
-    """Write the tables of ``settings.page`` anew."""
-    page = Path(settings.page)
-    report.write_atomically(page, render(page.read_text(), ROOT / "eval" / "results"))
+def main(words: Sequence[str]) -> int:
+    """Write the tables of the page anew."""
+    page = Path(read_settings(Settings, words, "python -m cab_hf.eval readme").page)
+    write_atomically(page, render(page.read_text(), ROOT / "eval" / "results"))
+    return 0

@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,9 +24,11 @@ from cab_hf.eval import (
     speed_prefill,
     speed_ttft,
 )
-from cab_hf.eval.settings import add_options, read_options
 from cab_hf.eval.speed_settings import SpeedSettings
-from cab_hf.eval.timing import bench_on, in_a_sentence
+from cab_hf.eval.timing import bench_on
+from cab_hf.runs.log import write_atomically
+from cab_hf.runs.provenance import provenance, utc_now
+from cab_hf.runs.settings import read_settings
 
 # second word -> what it measures, a module with
 #   PURPOSE, TITLE, CAPTION  one line each: of the command, its report and its figure
@@ -49,62 +50,6 @@ OPS: dict[str, ModuleType] = {
 }
 
 
-# --- settings
-
-
-def read_yaml(path: Path | str, kind: type) -> dict[str, Any]:
-    """The settings in a YAML file, a mapping from option to value, by field of ``kind``.
-
-    Values are what would be typed on the command line; lists may be lists, and ``config`` a
-    mapping. ValueError for a file that is none, an option there is not, a value that is refused.
-    """
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"settings must be a YAML file; {path}: {in_a_sentence(error)}.") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"settings must be a mapping from option to value; {path} holds none.")
-    known = {field.name: field for field in fields(kind)}
-    read = {}
-    for key, value in content.items():
-        name = str(key).replace("-", "_")
-        if name not in known:
-            raise ValueError(f"{path} sets {key!r}; the options are {', '.join(known)}.")
-        metadata = known[name].metadata
-        if isinstance(value, dict):
-            value = [f"{field}={setting!r}" for field, setting in value.items()]
-        items = value if isinstance(value, list) else [value]
-        try:
-            if metadata["repeatable"]:
-                read[name] = [metadata["parse"](str(item)) for item in items]
-            elif value is not None:
-                read[name] = metadata["parse"](",".join(map(str, items)))
-        except ValueError as error:
-            raise ValueError(f"{path}, {key}: {error}") from error
-    return read
-
-
-def with_commas(words: Sequence[str]) -> list[str]:
-    """``--lengths 1024 2048`` as ``--lengths 1024,2048``, which is what options understand."""
-    lists = {
-        f"--{name.replace('_', '-')}" for op in OPS.values() for name in op.Settings.KEYS.values()
-    }
-    joined: list[str] = []
-    last_option, values = "", 0
-    for word in words:
-        if word.startswith("-"):
-            last_option, values = word, 0
-        elif last_option in lists:
-            values += 1
-        if values > 1:
-            joined[-1] += f",{word}"
-        else:
-            joined.append(word)
-    return joined
-
-
 # --- the file
 
 
@@ -119,7 +64,7 @@ class Results:
         self.path = Path(settings.out) / "results.json"
         self.settings = settings
         self.op = op
-        self.started = report.utc_now()
+        self.started = utc_now()
         self.rows: list[dict[str, Any]] = []
         if self.path.exists():
             self._resume(json.loads(self.path.read_text()))
@@ -144,12 +89,12 @@ class Results:
         return settings | made_by
 
     def provenance(self) -> dict[str, Any]:
-        """`report.provenance` of this run, and the versions of the dense baselines."""
+        """`provenance` of this run, and the versions of the dense baselines."""
         settings = self.settings
         told = {"op": self.op, **settings.identity()}
         for name, values in settings.KEYS.items():
             told[values] = sorted({*getattr(settings, values), *(row[name] for row in self.rows)})
-        made = report.provenance(told, settings.device, settings.seed, self.started)
+        made = provenance(told, settings.device, self.started)
         behind = {name: one.version() for name, one in dense.on(settings.device).items()}
         made["baselines"] = {name: version for name, version in behind.items() if version}
         # as it will be read
@@ -206,10 +151,10 @@ def write_report(out: Path | str) -> str:
     out = Path(out)
     content = json.loads((out / "results.json").read_text())
     op = OPS[content["provenance"]["settings"]["op"]]
-    report.write_atomically(out / "results.csv", report.as_csv(content["rows"]))
+    write_atomically(out / "results.csv", report.as_csv(content["rows"]))
     op.draw(out / "speed.png", content["rows"])
     text = render(content)
-    report.write_atomically(out / "report.md", text)
+    write_atomically(out / "report.md", text)
     return text
 
 
@@ -234,33 +179,17 @@ def run(op: str, settings: SpeedSettings, results: Results | None = None) -> lis
 
 def main(arguments: Sequence[str]) -> int:
     """Run the op named in ``arguments``, what stands behind ``speed``; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m cab_hf.eval speed", description=__doc__)
+    prog = "python -m cab_hf.eval speed"
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     ops = parser.add_subparsers(dest="op", required=True)
     for name, op in OPS.items():
-        command = ops.add_parser(name, help=op.PURPOSE, description=op.PURPOSE)
-        add_options(command, op.Settings)
-        command.add_argument(
-            "--settings", metavar="FILE", help="YAML file of these options; those typed here win"
-        )
-    parsed = parser.parse_args(with_commas(arguments))
-    kind = OPS[parsed.op].Settings
+        ops.add_parser(name, help=op.PURPOSE, add_help=False)
+    parsed, words = parser.parse_known_args(arguments)
+    op = OPS[parsed.op]
+    settings = read_settings(op.Settings, words, f"{prog} {parsed.op}", op.PURPOSE)
     try:
-        if parsed.settings is not None:
-            fill_in(parsed, read_yaml(parsed.settings, kind), kind)
-        settings = read_options(parsed, kind)
         results = Results(settings, parsed.op)
     except ValueError as error:
-        parser.exit(2, f"{parser.prog} {parsed.op}: {error}\n")
+        parser.exit(2, f"{prog} {parsed.op}: {error}\n")
     run(parsed.op, settings, results)
     return 0
-
-
-def fill_in(parsed: argparse.Namespace, read: Mapping[str, Any], kind: type) -> None:
-    """Add what a file says to what was typed; repeatable options are taken from both."""
-    repeatable = {field.name for field in fields(kind) if field.metadata["repeatable"]}
-    for name, value in read.items():
-        if name in repeatable:
-            # of two assignments to a field the later one holds
-            setattr(parsed, name, [*value, *getattr(parsed, name, ())])
-        elif not hasattr(parsed, name):
-            setattr(parsed, name, value)

@@ -17,12 +17,12 @@ from torch import Tensor
 from cab_hf import engines
 from cab_hf.config import CabConfig
 from cab_hf.eval import charts, dense, report
-from cab_hf.eval.settings import comma_separated, option
 from cab_hf.eval.speed_heads import INPUTS, HeadSettings, time_baselines
-from cab_hf.eval.speed_settings import UNREACHED_MASS, by_device
+from cab_hf.eval.speed_settings import UNREACHED_MASS
 from cab_hf.eval.timing import METHOD_ON_CPU, Bench, in_a_sentence, method_on_gpu
 from cab_hf.plan import BlockPlan, Spans
 from cab_hf.predictors import Call, make_predictor
+from cab_hf.runs.settings import by_device, comma_separated, option
 
 PURPOSE = "time predicting and attending, forward and backward, beside dense kernels"
 TITLE = "Speed of attention"

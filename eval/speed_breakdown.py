@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cab_hf.eval import charts, kernels, report
-from cab_hf.eval.settings import comma_separated
 from cab_hf.eval.speed_model import (
     ModelSettings,
     attending,
@@ -21,7 +20,6 @@ from cab_hf.eval.speed_model import (
     random_model,
     realised_density,
 )
-from cab_hf.eval.speed_settings import by_device
 from cab_hf.eval.timing import (
     METHOD_ON_CPU,
     PROFILED_CALLS,
@@ -30,6 +28,7 @@ from cab_hf.eval.timing import (
     in_a_sentence,
     method_on_gpu,
 )
+from cab_hf.runs.settings import by_device, comma_separated
 
 PURPOSE = "where the time of a prefill goes: coarsen, curvature, select, attention, the rest"
 TITLE = "Where the time of a prefill goes"

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from cab_hf.eval import dense
-from cab_hf.eval.settings import option
 from cab_hf.eval.speed_settings import SpeedSettings
 from cab_hf.eval.timing import Bench, in_a_sentence
+from cab_hf.runs.settings import option
 
 INPUTS = {
     "topics": "random with the block structure of text (runs of tokens that share a direction)",

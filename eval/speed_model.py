@@ -14,8 +14,8 @@ from torch import Tensor
 
 from cab_hf.config import CabConfig
 from cab_hf.eval import dense
-from cab_hf.eval.settings import comma_separated, option
-from cab_hf.eval.speed_settings import UNREACHED_MASS, SpeedSettings, by_device
+from cab_hf.eval.speed_settings import UNREACHED_MASS, SpeedSettings
+from cab_hf.runs.settings import by_device, comma_separated, option
 
 # transformers is imported where it is used: asking for help needs none of it
 if TYPE_CHECKING:

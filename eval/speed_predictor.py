@@ -17,9 +17,7 @@ import torch
 
 from cab_hf.config import CabConfig
 from cab_hf.eval import charts, dense, kernels, report
-from cab_hf.eval.settings import comma_separated, option
 from cab_hf.eval.speed_heads import INPUTS, HeadSettings, time_baselines
-from cab_hf.eval.speed_settings import by_device
 from cab_hf.eval.timing import (
     METHOD_ON_CPU,
     PROFILED_CALLS,
@@ -30,6 +28,7 @@ from cab_hf.eval.timing import (
 )
 from cab_hf.plan import BlockPlan, Spans
 from cab_hf.predictors import Call, make_predictor
+from cab_hf.runs.settings import by_device, comma_separated, option
 
 PURPOSE = "time deciding which blocks are attended, beside dense attention"
 

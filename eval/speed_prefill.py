@@ -17,7 +17,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from cab_hf.eval import charts, report
-from cab_hf.eval.settings import comma_separated, option
 from cab_hf.eval.speed_model import (
     INITIAL_STD,
     ModelSettings,
@@ -28,8 +27,8 @@ from cab_hf.eval.speed_model import (
     realised_density,
     weight_bytes,
 )
-from cab_hf.eval.speed_settings import by_device
 from cab_hf.eval.timing import Bench, in_a_sentence
+from cab_hf.runs.settings import by_device, comma_separated, option
 
 PURPOSE = "the longest prompt that fits, read chunk by chunk: seconds, tokens/s, peak memory"
 TITLE = "Long prompts on one GPU"

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
 from cab_hf.config import CabConfig
-from cab_hf.eval.settings import comma_separated, option, parse_assignment
+from cab_hf.runs.settings import (
+    by_device,
+    comma_separated,
+    fill_by_device,
+    option,
+    parse_assignment,
+    require,
+)
 
 DTYPES = ("bfloat16", "float16", "float32")
 # more of the attention mass than any budget holds: every row of blocks fills its budget
 UNREACHED_MASS = {"mass": 0.999}
-
-
-def by_device(gpu: Any, cpu: Any, help: str, parse: Callable[[str], Any] = str) -> Any:
-    """An `option` whose default is ``gpu`` or, on a CPU, ``cpu``: sizes that tests can wait for."""
-    shown = (
-        ",".join(map(str, value)) if isinstance(value, tuple) else value for value in (gpu, cpu)
-    )
-    told = "{} (default: {}; on CPU: {})".format(help, *shown)
-    metadata = {**option(None, told, parse).metadata, "by_device": (gpu, cpu)}
-    return field(default=None, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -61,10 +58,7 @@ class SpeedSettings:
                 "GPU, or see it work at tiny lengths with --device cpu."
             )
         self._set("device", device)
-        for each in fields(self):
-            if "by_device" in each.metadata and getattr(self, each.name) in (None, ()):
-                gpu, cpu = each.metadata["by_device"]
-                self._set(each.name, cpu if self.on_cpu else gpu)
+        fill_by_device(self, self.on_cpu)
         for name in self.KEYS.values():
             # given twice, measured once
             self._set(name, tuple(dict.fromkeys(getattr(self, name))))
@@ -78,8 +72,7 @@ class SpeedSettings:
 
     def check(self, name: str, holds: object, accepted: str) -> None:
         """Refuse the field ``name`` unless ``holds``."""
-        if not holds:
-            raise ValueError(f"{name} must be {accepted}; got {getattr(self, name)!r}.")
+        require(self, name, holds, accepted)
 
     def check_positive(self, *names: str) -> None:
         """Refuse fields below 1."""

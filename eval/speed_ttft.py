@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cab_hf.eval import charts, dense, report
-from cab_hf.eval.settings import comma_separated, option
 from cab_hf.eval.speed_model import (
     CAB,
     INITIAL_STD,
@@ -25,8 +24,8 @@ from cab_hf.eval.speed_model import (
     random_model,
     realised_density,
 )
-from cab_hf.eval.speed_settings import by_device
 from cab_hf.eval.timing import Bench, in_a_sentence
+from cab_hf.runs.settings import by_device, comma_separated, option
 
 PURPOSE = "time to the first token of a LLaMA, by what it attends with"
 TITLE = "Time to the first token"

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from cab_hf.eval import report, speed, timing
+from cab_hf.eval import speed, timing
 from cab_hf.eval.timing import Timing
+from cab_hf.runs import provenance
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -15,7 +16,7 @@ def quick():
         patch.setattr(timing, "SECONDS_A_CASE", 0.0)
         patch.setattr(timing, "WARM_UP_SECONDS", 0.0)
         # somebody may commit while the tests run
-        patch.setattr(report, "git_commit", lambda: "0" * 40)
+        patch.setattr(provenance, "git_commit", lambda: "0" * 40)
         yield
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cab_hf.eval import __main__, bridges, report
+from cab_hf.eval import __main__, bridges, intervals
 from cab_hf.eval.bridges import BETTER, CHANCE, MIXED, SAME, WORSE, Settings
 
 SPARSITIES = (0.0, 0.5, 0.9)
@@ -202,30 +202,7 @@ def test_density_and_mass_are_over_tokens(size):
     assert found["density"][0] == pytest.approx(float(density), abs=1e-4)
 
 
-# --- intervals and verdicts
-
-
-@pytest.mark.parametrize(
-    ("level", "freedom", "quantile"),
-    [
-        # one degree is Cauchy's: tan(pi / 2 * level); two are level * sqrt(2 / (1 - level²))
-        pytest.param(0.95, 1, math.tan(math.pi / 2 * 0.95), id="1"),
-        pytest.param(0.95, 2, 0.95 * math.sqrt(2 / (1 - 0.95**2)), id="2"),
-        pytest.param(0.95, 3, 3.182446, id="3"),
-        pytest.param(0.95, 19, 2.093024, id="19"),
-        pytest.param(0.999, 20, 3.849516, id="20"),
-        pytest.param(0.95, 2001, 1.961147, id="nearly normal"),
-    ],
-)
-def test_student_quantile_by_table(level, freedom, quantile):
-    assert bridges.student_quantile(level, freedom) == pytest.approx(quantile, abs=2e-5)
-
-
-def test_paired_interval_by_hand():
-    # differences 0, 0.1, 0.2: mean 0.1, deviation 0.1, t(0.95, 2) = 4.302653
-    spread = 4.302653 * 0.1 / math.sqrt(3)
-    found = bridges.mean_interval([0.5, 0.6, 0.9], [0.5, 0.5, 0.7], 0.95)
-    assert found == pytest.approx((0.1, 0.1 - spread, 0.1 + spread), abs=1e-5)
+# --- verdicts
 
 
 FOUND, LOST = (0.3, 0.2, 0.4), (0.0, -0.1, 0.1)
@@ -285,7 +262,7 @@ def test_rows_and_verdicts_by_hand():
     rows = bridges.summarise(samples, (0.9,))
     cab = next(r for r in rows if r["method"] == "cab 1" and r["sparsity"] == 0.9)
     assert (cab["found"], cab["n"], cab["retrieval"]) == (85, 100, pytest.approx(0.85))
-    assert (cab["low"], cab["high"]) == report.wilson(85, 100)
+    assert (cab["low"], cab["high"]) == intervals.wilson(85, 100)
     assert cab["delta"] == pytest.approx(0.45) and cab["mass_delta"] == pytest.approx(0.225)
     words = {r["method"]: r.get("verdict") for r in rows if r["strength"] is None}
     assert words == {"magnitude": None, "cab 1": BETTER, "forman lowest": WORSE, "random": WORSE}
@@ -305,12 +282,14 @@ def folder(tmp_path_factory):
     return folder
 
 
-def command(out, *more):
+def start(out, *more):
     given = ["--sizes", "40x1,24x4", "--strengths", "0.5,1.2", "--sparsities", "0.5,0.9"]
     given += ["--seeds", "3", "--communities", "3", "--bridges", "4", "--dim", "16"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(__main__.COMMANDS, "bridges", "which formula finds bridges")
-        assert __main__.main(["bridges", "--out", str(out), *given, *more]) == 0
+    return __main__.main(["bridges", "--out", str(out), *given, *more])
+
+
+def command(out, *more):
+    assert start(out, *more) == 0
     return json.loads((out / "results.json").read_text())
 
 
@@ -346,9 +325,9 @@ def test_a_run_goes_on_where_it_was_killed(folder, tmp_path, monkeypatch):
     assert rows == json.loads((folder / "results.json").read_text())["rows"]
 
 
-def test_samples_of_other_settings_are_refused(folder):
-    with pytest.raises(ValueError, match="another --out"):
-        command(folder, "--noise", "0.1")
+def test_samples_of_other_settings_are_refused(folder, capsys):
+    assert start(folder, "--noise", "0.1") == 2
+    assert "another --out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The passkey command: its prompts, its scoring, its files, and that it can be killed and go on."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +10,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cab_hf.eval import haystack, passkey
 from cab_hf.eval.__main__ import main
+from cab_hf.eval.experiment import render
 from cab_hf.eval.haystack import Haystack, answered
-from cab_hf.eval.passkey import Settings
+from cab_hf.eval.passkey import Passkey, Settings
+from cab_hf.runs.log import read_log
+from cab_hf.runs.settings import read_settings, spelled
 
 LENGTH = 400
 TEXT = 'It rained all day. The old town slept! "Who goes there?" asked nobody. So it was, and so.'
@@ -82,16 +86,25 @@ def text_file(tmp_path):
     return file
 
 
-def command(model_folder, out, *more, methods=METHODS):
+RESULTS = Path(haystack.__file__).parents[1] / "eval" / "results"
+COMMITTED = sorted(RESULTS.glob("smollm2-*"))
+FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
+
+
+def start(model_folder, out, *more, methods=METHODS):
     given = ["--model", model_folder, "--out", out, "--methods", methods, "--lengths", LENGTH]
     fixed = ["--depths", "3", "--samples", "1", "--device", "cpu"]
     fixed += [word for assignment in SPARSE for word in ("--set", assignment)]
-    assert main(["passkey", *map(str, (*given, *fixed, *more))]) == 0
+    return main(["passkey", *map(str, (*given, *fixed, *more))])
+
+
+def command(model_folder, out, *more, methods=METHODS):
+    assert start(model_folder, out, *more, methods=methods) == 0
     return json.loads((out / "results.json").read_text())
 
 
 def read_samples(out):
-    return [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    return read_log(out / "samples.jsonl")[1]
 
 
 # --- prompts
@@ -259,10 +272,9 @@ def test_settings_from_the_command_line_reach_cab():
 # --- the command
 
 
-def test_the_command_writes_its_four_files(model_folder, tmp_path, capsys):
+def test_the_command_writes_its_files(model_folder, tmp_path, capsys):
     results = command(model_folder, tmp_path)
-    files = {path.name for path in tmp_path.iterdir()}
-    assert files == {"samples.jsonl", "results.json", "results.md", "heatmap.png"}
+    assert {path.name for path in tmp_path.iterdir()} == FILES
     rows = {row["method"]: row for row in results["rows"]}
     assert list(rows) == [*METHODS.split(","), "full", "no_needle"]
     for row in rows.values():
@@ -281,8 +293,26 @@ def test_the_command_writes_its_four_files(model_folder, tmp_path, capsys):
     assert str(tmp_path) not in json.dumps(results)
     printed = capsys.readouterr().out
     assert "| cab |" in printed
-    assert "needles outside its window" in printed
-    assert str(tmp_path / "heatmap.png") in printed
+    assert "found outside the window" in printed
+    assert str(tmp_path / "figure.png") in printed
+
+
+def test_the_report_is_made_from_the_files_alone(model_folder, tmp_path):
+    """And says by which command it was."""
+    command(model_folder, tmp_path, methods="dense,cab")
+    before = {name: (tmp_path / name).read_bytes() for name in FILES}
+    settings = json.loads(before["results.json"])["provenance"]["settings"]
+    for name in ("results.csv", "report.md", "figure.png"):
+        (tmp_path / name).unlink()
+    render(tmp_path)
+    assert {name: (tmp_path / name).read_bytes() for name in FILES} == before
+    words = spelled(settings, Settings)
+    assert words[words.index("--depths") + 1] == "3"
+    assert f"python -m cab_hf.eval passkey {' '.join(words)}" in before["report.md"].decode()
+    # the model's folder is a path, which no result has
+    words[words.index("--model") + 1] = str(model_folder)
+    again = Passkey(read_settings(Settings, words, "passkey"))
+    assert json.loads(json.dumps(again.recorded())) == settings
 
 
 def test_every_method_is_asked_the_same(model_folder, tmp_path):
@@ -295,11 +325,11 @@ def test_every_method_is_asked_the_same(model_folder, tmp_path):
     assert [len(questions) for questions in asked.values()] == [1, 1, 1]
 
 
-def test_a_killed_run_goes_on(model_folder, tmp_path, monkeypatch):
+def test_a_killed_run_goes_on(model_folder, tmp_path, monkeypatch, capsys):
     whole = command(model_folder, tmp_path / "whole", methods="dense,cab,random")
     killed = tmp_path / "killed"
     calls = []
-    answer = passkey.Answerer.answer
+    answer = passkey.Passkey.answer
 
     def counted(self, prompt):
         calls.append(prompt)
@@ -307,7 +337,7 @@ def test_a_killed_run_goes_on(model_folder, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return answer(self, prompt)
 
-    monkeypatch.setattr(passkey.Answerer, "answer", counted)
+    monkeypatch.setattr(passkey.Passkey, "answer", counted)
     with pytest.raises(KeyboardInterrupt):
         command(model_folder, killed, methods="dense,cab,random")
     with open(killed / "samples.jsonl", "a") as file:
@@ -320,14 +350,15 @@ def test_a_killed_run_goes_on(model_folder, tmp_path, monkeypatch):
     command(model_folder, killed, methods="dense,cab,random")
     assert len(calls) == 16
 
-    with pytest.raises(ValueError, match="another --out"):
-        command(model_folder, killed, "--seed", "1", methods="dense,cab,random")
+    assert start(model_folder, killed, "--seed", "1", methods="dense,cab,random") == 2
+    assert "made with seed 0, this run has 1; give another --out" in capsys.readouterr().err
 
 
 def test_a_run_can_be_extended_by_methods(model_folder, tmp_path):
     command(model_folder, tmp_path, "--controls", "0", methods="dense,cab")
     results = command(model_folder, tmp_path, "--controls", "0", methods="cab,streaming")
     assert [row["method"] for row in results["rows"]] == ["dense", "cab", "streaming"]
+    assert results["provenance"]["settings"]["methods"] == ["dense", "cab", "streaming"]
 
 
 def test_both_stages_are_sparse_when_asked(model_folder, tmp_path):
@@ -365,7 +396,20 @@ def test_rows_by_hand():
     assert (streaming["pairs"], streaming["delta"]) == (3, pytest.approx(-1 / 3))
     assert (streaming["outside_n"], streaming["outside_correct"]) == (2, 1)
     assert (full["pairs"], full["same"]) == (1, 1)
-    said = " ".join(passkey.readings([dense, cab, streaming, full]))
+    assert list(cab["by_depth"].items()) == [("0.5", 0.5)]
+    (table,) = Passkey.tables([dense, cab, streaming, full]).values()
+    shown = [[cell.strip() for cell in line.split("|")[-3:-1]] for line in table.splitlines()]
+    # same words as dense, found outside the window
+    assert shown[2:] == [["–", "–"], ["3 of 4", "–"], ["2 of 3", "1 of 2"], ["1 of 1", "–"]]
+    (said,) = Passkey.readings([dense, cab, streaming, full])
     assert "cab answers 2 of 4" in said
-    assert "found 1 of 2 needles outside its window" in said
-    assert "dense's very words in 1 of 1" in said
+
+
+@pytest.mark.parametrize("folder", COMMITTED, ids=lambda folder: folder.name)
+def test_committed_rows_follow_from_their_samples(folder):
+    content = json.loads((folder / "results.json").read_text())
+    identity, samples = read_log(folder / "samples.jsonl")
+    settings = content["provenance"]["settings"]
+    assert identity.items() <= {"experiment": "passkey", **settings}.items()
+    # as shown: the last digits are the library's
+    assert Passkey.tables(Passkey.rows(samples, settings)) == Passkey.tables(content["rows"])

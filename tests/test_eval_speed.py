@@ -10,9 +10,10 @@ from bench import FakeBench, quick, speed_run  # noqa: F401
 
 from cab_hf.config import CabConfig
 from cab_hf.eval import charts, dense, kernels, report, speed, speed_predictor, timing
-from cab_hf.eval.settings import comma_separated
 from cab_hf.eval.speed_predictor import Settings
 from cab_hf.eval.timing import Timing
+from cab_hf.runs import provenance
+from cab_hf.runs.settings import read_settings
 
 COMMON = (
     *("op", "length", "batch", "heads", "kv_heads", "head_dim", "dtype"),
@@ -413,7 +414,7 @@ def test_results_of_other_settings_are_refused(tmp_path, capsys, more, named):
 
 def test_results_of_other_code_are_refused(tmp_path, monkeypatch, capsys):
     command(tmp_path, lengths=["256"])
-    monkeypatch.setattr(report, "git_commit", lambda: "1" * 40)
+    monkeypatch.setattr(provenance, "git_commit", lambda: "1" * 40)
     with pytest.raises(SystemExit):
         command(tmp_path)
     assert "made with commit" in capsys.readouterr().err
@@ -423,13 +424,10 @@ def test_results_of_other_code_are_refused(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("words", [["256", "512"], ["256,512"], ["512,256", "512"]])
-def test_lengths_take_spaces_and_commas(tmp_path, words):
-    assert speed.with_commas(["predictor", "--lengths", *words, "--seed", "1"])[2:] == [
-        ",".join(words),
-        "--seed",
-        "1",
-    ]
-    assert tiny(lengths=comma_separated(int)(",".join(words))).lengths == (256, 512)
+def test_lengths_take_spaces_and_commas(words):
+    given = ["--device", "cpu", "--lengths", *words, "--seed", "1"]
+    settings = read_settings(Settings, given, "speed predictor")
+    assert (settings.lengths, settings.seed) == ((256, 512), 1)
 
 
 def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
@@ -466,7 +464,7 @@ def test_the_file_wins_over_the_defaults(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        pytest.param("length: 256", "sets 'length'; the options are lengths", id="name"),
+        pytest.param("length: 256", "sets 'length'; did you mean lengths?", id="name"),
         pytest.param("seed: many", "seed: invalid literal", id="value"),
         pytest.param("- seed", "a mapping from option to value", id="list"),
         pytest.param("seed: [", "must be a YAML file", id="syntax"),

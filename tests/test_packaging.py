@@ -13,8 +13,8 @@ import cab_hf
 
 ROOT = Path(__file__).parents[1]
 FLOORS = [
-    *("config", "plan", "ops", "predictors", "engines", "frame", "layers"),
-    *("attention", "patches", "eval"),
+    *("runs", "config", "plan", "ops", "predictors", "engines", "frame", "layers", "call"),
+    *("exact", "refusals", "route", "attention", "patches", "eval"),
 ]
 
 
@@ -104,7 +104,7 @@ def test_importing_is_cheap_and_touches_no_gpu():
 
 
 def test_imports_run_one_way():
-    """eval -> patches -> attention, layers -> frame, predictors, engines -> ops -> plan, config."""
+    """eval -> runs, patches -> attention -> route, call -> predictors, engines -> ops -> plan."""
     rank = {name: place for place, name in enumerate(FLOORS)}
     rank["frame"] = rank["engines"] = rank["predictors"]
     folders = [ROOT / "cab_hf", ROOT / "patches", ROOT / "eval"]

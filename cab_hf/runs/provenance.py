@@ -1,0 +1,87 @@
+"""What a reader needs to know to get the same numbers again; never a path, never a host name."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("cab_hf", "torch", "transformers", "triton", "flash-attn-4")
+
+
+def utc_now() -> str:
+    """The time, to the second, as ISO 8601 in UTC."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def fingerprint(settings: Mapping[str, Any]) -> str:
+    """Twelve hex digits that change when any of ``settings`` (JSON-able) does."""
+    canonical = json.dumps(settings, sort_keys=True, default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+
+def file_identity(path: Path | str) -> dict[str, str]:
+    """The ``name`` and ``sha256`` of a file, which say which one it was but not where."""
+    path = Path(path)
+    return {"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+def _git(*arguments: str) -> str | None:
+    folder = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def git_commit() -> str | None:
+    """The commit of this code, ``-dirty`` where files differ from it.
+
+    A copy without its history may be told by ``$CAB_HF_COMMIT``; None where nobody knows.
+    """
+    # an installed copy may lie inside somebody else's repository: only a tracked file is ours
+    if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return os.environ.get("CAB_HF_COMMIT")
+    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes, by package name; those not installed are left out."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def device_name(device: Any) -> str:
+    """The GPU's name, or the processor's architecture."""
+    # imported here: settings and logs need no torch
+    import torch
+
+    device = torch.device(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
+def provenance(settings: Mapping[str, Any], device: Any, started: str) -> dict[str, Any]:
+    """Settings, versions, commit, device and times of a run; ``started`` is from `utc_now`."""
+    return {
+        "settings": dict(settings),
+        "versions": versions(),
+        "commit": git_commit(),
+        "device": device_name(device),
+        "started": started,
+        "finished": utc_now(),
+    }

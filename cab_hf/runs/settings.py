@@ -1,0 +1,220 @@
+"""A command's settings: a dataclass whose fields are options of its command line and of YAML files.
+
+Every option is read as text, typed or from the file, and parsed at one place; `spelled` goes the
+other way, from recorded settings to the words that would give them again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+Settings = TypeVar("Settings")
+Texts = dict[str, "str | list[str]"]
+FILE = "settings"  # the option that names a YAML file
+
+
+# --- declaring
+
+
+def spell(value: Any) -> str:
+    """A value as it is typed; values of a list with commas between."""
+    return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
+
+
+def option(
+    default: Any,
+    help: str,
+    parse: Callable[[str], Any] = str,
+    *,
+    repeatable: bool = False,
+    spell: Callable[[Any], str] = spell,
+) -> Any:
+    """A dataclass field that is also an option ``--name``.
+
+    Args:
+        default: where it is a tuple, the option takes several words as well as commas.
+        parse: from text; a ValueError it raises becomes the usage message.
+        repeatable: the option may be given several times, and its values are a tuple.
+        spell: what ``parse`` understands, from a value; lists are as JSON leaves them.
+    """
+    told = {"help": help, "parse": parse, "repeatable": repeatable, "spell": spell}
+    return dataclasses.field(default=default, metadata=told)
+
+
+def by_device(gpu: Any, cpu: Any, help: str, parse: Callable[[str], Any] = str) -> Any:
+    """An `option` whose default is ``gpu`` or, on a CPU, ``cpu``; see `fill_by_device`."""
+    metadata = {**option(None, help, parse).metadata, "by_device": (gpu, cpu)}
+    return dataclasses.field(default=None, metadata=metadata)
+
+
+def fill_by_device(settings: Any, on_cpu: bool) -> None:
+    """Give fields `by_device` that were not given the default of that device."""
+    for field in dataclasses.fields(settings):
+        if "by_device" in field.metadata and getattr(settings, field.name) in (None, ()):
+            object.__setattr__(settings, field.name, field.metadata["by_device"][on_cpu])
+
+
+def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], tuple]:
+    """A parser of ``a,b,c``."""
+    return lambda text: tuple(parse(part.strip()) for part in text.split(",") if part.strip())
+
+
+def parse_assignment(text: str) -> tuple[str, Any]:
+    """``name=value`` -> (name, value), the value a Python literal or else a string."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"set must be field=value; got {text!r}.")
+    try:
+        return name.strip(), ast.literal_eval(value.strip())
+    except (ValueError, SyntaxError):
+        return name.strip(), value.strip()
+
+
+def require(settings: Any, name: str, holds: object, accepted: str, value: object = None) -> None:
+    """ValueError that ``name`` must be ``accepted``, with the value seen, unless ``holds``."""
+    if not holds:
+        value = getattr(settings, name) if value is None else value
+        raise ValueError(f"{name} must be {accepted}; got {value!r}.")
+
+
+# --- reading
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def read_settings(
+    kind: type[Settings], words: Sequence[str], prog: str, purpose: str = ""
+) -> Settings:
+    """The settings that ``words`` of a command line ask for.
+
+    ``--settings FILE`` reads a YAML mapping from option to value; what is typed wins over it, and
+    repeatable options are taken from both, typed ones last. Whatever is refused ends the process
+    with status 2 and one line on stderr.
+    """
+    parser = _Parser(prog=prog, description=purpose, allow_abbrev=False)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for field in fields.values():
+        _add_option(parser, field)
+    parser.add_argument(
+        f"--{FILE}", metavar="FILE", help="YAML file of these options; those typed here win"
+    )
+    parsed, unknown = parser.parse_known_args(words)
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        parser.error(f"there is no option {name!r}; {_nearest(name, map(_option_name, fields))}")
+    typed = vars(parsed)
+    file = typed.pop(FILE)
+    try:
+        given = _parse(typed, fields)
+        if file is not None:
+            read = _parse(_read_yaml(file, fields), fields, f"{file}, ")
+            both = (name for name in read.keys() & given if fields[name].metadata["repeatable"])
+            given = {**read, **given, **{name: read[name] + given[name] for name in both}}
+        return kind(**given)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
+    told = field.metadata
+    many = any(isinstance(default, tuple) for default in _defaults(field))
+    words = {"action": "append"} if told["repeatable"] else {"nargs": "+"} if many else {}
+    shown = [told["spell"](value) for value in _defaults(field) if value not in (None, ())]
+    default = f" (default: {'; on CPU: '.join(dict.fromkeys(shown))})" if shown else ""
+    parser.add_argument(
+        _option_name(field.name),
+        dest=field.name,
+        default=argparse.SUPPRESS,
+        help=told["help"].replace("%", "%%") + default.replace("%", "%%"),
+        **words,
+    )
+
+
+def _option_name(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _defaults(field: dataclasses.Field) -> tuple:
+    return field.metadata.get("by_device", (field.default,))
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"the options are {', '.join(known)}."
+
+
+def _parse(texts: Texts, fields: Mapping[str, dataclasses.Field], where: str = "") -> Texts:
+    values = {}
+    for name, text in texts.items():
+        told = fields[name].metadata
+        try:
+            if told["repeatable"]:
+                values[name] = tuple(map(told["parse"], text))
+            else:
+                values[name] = told["parse"](text if isinstance(text, str) else ",".join(text))
+        except ValueError as error:
+            raise ValueError(f"{where}{name}: {error}") from error
+    return values
+
+
+def _read_yaml(path: str, fields: Mapping[str, dataclasses.Field]) -> Texts:
+    """What the file sets, as it would be typed: lists may be lists, assignments a mapping."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        why = str(error).splitlines()[0]
+        raise ValueError(f"{FILE} must be a YAML file; {path}: {why}.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{FILE} must be a mapping from option to value; {path} holds none.")
+    texts: Texts = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in fields:
+            raise ValueError(f"{path} sets {key!r}; {_nearest(name, fields)}")
+        if isinstance(value, dict):
+            value = [f"{field}={setting!r}" for field, setting in value.items()]
+        if value is not None:
+            texts[name] = [str(item) for item in (value if isinstance(value, list) else [value])]
+    return texts
+
+
+# --- spelling
+
+
+def spelled(recorded: Mapping[str, Any], kind: type) -> list[str]:
+    """The command line that gives the settings ``recorded`` in results, defaults left out.
+
+    Args:
+        recorded: value by field of ``kind``, as JSON leaves them; what is no field is passed over.
+            A file is a mapping with its ``name``.
+    """
+    on_cpu = str(recorded.get("device", "cpu")).startswith("cpu")
+    words = []
+    for field in dataclasses.fields(kind):
+        value = recorded.get(field.name)
+        if value is None:
+            continue
+        if isinstance(value, Mapping):
+            value = value["name"]
+        told, default = field.metadata, _defaults(field)[-1 if on_cpu else 0]
+        values = value if told["repeatable"] else [value]
+        texts = [told["spell"](each) for each in values]
+        if told["repeatable"]:
+            usual = [told["spell"](each) for each in default]
+        else:
+            usual = [] if default is None else [told["spell"](default)]
+        if texts != usual:
+            words += [word for text in texts for word in (_option_name(field.name), text)]
+    return words

@@ -1,0 +1,216 @@
+"""What an experiment is, and the one way in which all of them are run, resumed and reported.
+
+settings -> cases -> a sample for each -> rows -> tables, a figure and a few words. Samples are
+measured once and logged as they come; everything after them is derived and can be made anew from
+the files of a run alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shlex
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tqdm import tqdm
+
+from cab_hf.eval import report
+from cab_hf.runs.log import Log, read_log, write_atomically
+from cab_hf.runs.provenance import provenance
+from cab_hf.runs.settings import read_settings, spelled
+
+PROG = "python -m cab_hf.eval"
+SAMPLES, RESULTS, CSV = "samples.jsonl", "results.json", "results.csv"
+REPORT, FIGURE = "report.md", "figure.png"
+Row = Mapping[str, Any]
+
+
+class Experiment(ABC):
+    """Base of all experiments; models and benches are opened by `measure`, when first needed.
+
+    Class attributes:
+        name: the words of its command.
+        purpose: one line of help.
+        title: of its report.
+        caption: of its figure.
+        Settings: a dataclass of options (`cab_hf.runs.settings`), with ``out``, the folder.
+        CASE: names of the fields that identify a case, and so a sample.
+        GROWS: settings that say how much is measured and not what; a later run may have others.
+    """
+
+    name: ClassVar[str]
+    purpose: ClassVar[str]
+    title: ClassVar[str]
+    caption: ClassVar[str]
+    Settings: ClassVar[type]
+    CASE: ClassVar[tuple[str, ...]]
+    GROWS: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+
+    # --- measuring
+
+    def recorded(self) -> dict[str, Any]:
+        """The settings as results show them: JSON-able, and no paths, for results are committed."""
+        return {name: value for name, value in asdict(self.settings).items() if name != "out"}
+
+    def identity(self) -> dict[str, Any]:
+        """What two samples must share to stand in one log: all settings but those in `GROWS`."""
+        return {name: value for name, value in self.recorded().items() if name not in self.GROWS}
+
+    def provenance(self, started: str) -> dict[str, Any]:
+        """What results say of the run that made them."""
+        device = getattr(self.settings, "device", "cpu")
+        return {"experiment": self.name, **provenance(self.recorded(), device, started)}
+
+    @abstractmethod
+    def cases(self, samples: Sequence[Row]) -> Iterable[dict[str, Any]]:
+        """All cases in order; beyond `CASE` they may hold what follows from earlier samples.
+
+        ``samples`` grows meanwhile: when a case is asked for, it holds one of every case before.
+        """
+
+    def expected(self) -> int | None:
+        """How many cases there will be, for the progress bar; None where nobody knows."""
+        return None
+
+    @abstractmethod
+    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
+        """What is found in one case; with the fields of the case it is a sample."""
+
+    # --- reporting: from samples and recorded settings alone, where no model is at hand
+
+    @staticmethod
+    @abstractmethod
+    def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What results show, in order; ``settings`` are the recorded ones."""
+
+    @staticmethod
+    @abstractmethod
+    def tables(rows: Sequence[Row]) -> dict[str, str]:
+        """Heading -> Markdown table, the first being the one to look at."""
+
+    @staticmethod
+    @abstractmethod
+    def readings(rows: Sequence[Row]) -> list[str]:
+        """What the rows say, in one or two sentences."""
+
+    @staticmethod
+    @abstractmethod
+    def notes(settings: Mapping[str, Any]) -> str:
+        """What the words of the report mean."""
+
+    @staticmethod
+    @abstractmethod
+    def draw(path: Path, rows: Sequence[Row]) -> None:
+        """The figure, as PNG."""
+
+    # --- the command
+
+    @classmethod
+    def main(cls, words: Sequence[str]) -> int:
+        """Run what ``words`` of a command line ask for; the exit status."""
+        run(cls(read_settings(cls.Settings, words, f"{PROG} {cls.name}", cls.purpose)))
+        return 0
+
+
+def run(experiment: Experiment) -> list[dict[str, Any]]:
+    """Measure what is missing in the folder, write all files, print the first table; the rows.
+
+    Raises:
+        LogError: the folder holds what this run cannot go on with (`cab_hf.runs.log`).
+    """
+    out = Path(experiment.settings.out)
+    identity = {"experiment": experiment.name, **experiment.identity()}
+    with Log(out / SAMPLES, identity, experiment.CASE) as log:
+        measured = _measure_missing(experiment, log)
+        made = _provenance(experiment, out / RESULTS, log.started, measured)
+        rows = _write(experiment, out, log.records, made)
+    print("\n" + "\n\n".join(_summary(experiment, rows)))
+    print(f"\nfigure: {out / FIGURE}\nreport: {out / REPORT}")
+    return rows
+
+
+def named(name: str) -> type[Experiment]:
+    """The experiment of that command, which is where its module is."""
+    return importlib.import_module(f"cab_hf.eval.{name.replace(' ', '.')}").EXPERIMENT
+
+
+def render(folder: Path | str) -> list[dict[str, Any]]:
+    """Derive rows, table, figure and report of ``folder`` anew from its samples; the rows."""
+    made = json.loads((Path(folder) / RESULTS).read_text())["provenance"]
+    _, samples = read_log(Path(folder) / SAMPLES)
+    return _write(named(made["experiment"]), Path(folder), samples, made)
+
+
+def _measure_missing(experiment: Experiment, log: Log) -> int:
+    measured = 0
+    with tqdm(total=experiment.expected(), unit="case") as bar:
+        for case in experiment.cases(log.records):
+            if case not in log:
+                bar.set_description(", ".join(f"{name} {case[name]}" for name in experiment.CASE))
+                log.append({**case, **experiment.measure(case)})
+                measured += 1
+            bar.update()
+    return measured
+
+
+def _provenance(experiment: Experiment, results: Path, started: str, measured: int) -> Mapping:
+    """Of the last run that added something; its settings are those of all runs together."""
+    # as it will be read
+    made = json.loads(json.dumps(experiment.provenance(started)))
+    if not results.exists():
+        return made
+    before = json.loads(results.read_text())["provenance"]
+    for name in experiment.GROWS:
+        old, new = before["settings"].get(name), made["settings"][name]
+        if isinstance(old, list):
+            made["settings"][name] = [*old, *(value for value in new if value not in old)]
+        elif isinstance(old, int):
+            made["settings"][name] = max(old, new)
+    return made if measured or made["settings"] != before["settings"] else before
+
+
+def _write(
+    kind: type[Experiment] | Experiment, out: Path, samples: Sequence[Row], made: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    # as they will be read
+    rows = json.loads(json.dumps(kind.rows(samples, made["settings"])))
+    report.write_results(out, rows, made)
+    write_atomically(out / CSV, report.as_csv(rows))
+    kind.draw(out / FIGURE, rows)
+    write_atomically(out / REPORT, report_text(kind, rows, made))
+    return rows
+
+
+def report_text(
+    kind: type[Experiment] | Experiment, rows: Sequence[Row], provenance: Mapping[str, Any]
+) -> str:
+    """``report.md`` from what ``results.json`` holds."""
+    settings = provenance["settings"]
+    others = list(kind.tables(rows).items())[1:]
+    command = f"{PROG} {kind.name} {shlex.join(spelled(settings, kind.Settings))}".strip()
+    made = (
+        f"Made on {provenance['device']} with "
+        + ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
+        + f", commit {provenance['commit'] or 'unknown'}; finished {provenance['finished']}:"
+    )
+    parts = [
+        f"# {kind.title}",
+        *_summary(kind, rows),
+        f"![{kind.caption}]({FIGURE})",
+        *(f"## {heading}\n\n{table}" for heading, table in others),
+        kind.notes(settings),
+        f"{made}\n\n```\n{command}\n```",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _summary(kind: type[Experiment] | Experiment, rows: Sequence[Row]) -> list[str]:
+    said = " ".join(kind.readings(rows))
+    return [next(iter(kind.tables(rows).values())), *([said] if said else [])]

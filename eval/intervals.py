@@ -1,0 +1,67 @@
+"""95 % intervals of what a sample tells: one proportion, two proportions, a mean difference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, stdev
+
+from scipy import stats
+
+LEVEL = 0.95
+Interval = tuple[float, float, float]  # (estimate, low, high)
+
+
+def wilson(correct: int, n: int) -> tuple[float, float]:
+    """Wilson's score interval (low, high) of a proportion (Wilson 1927), within [0, 1].
+
+    Unlike the normal approximation it is honest at 0 of n and n of n: 10 of 10 gives [0.72, 1].
+    """
+    if n <= 0 or not 0 <= correct <= n:
+        raise ValueError(f"correct must be 0 to n, and n over 0; got correct={correct}, n={n}.")
+    interval = stats.binomtest(correct, n).proportion_ci(LEVEL, method="wilson")
+    return float(interval.low), float(interval.high)
+
+
+def paired_difference(ours: Sequence[bool], base: Sequence[bool]) -> Interval:
+    """Difference of two accuracies measured on the same samples, with its interval.
+
+    The interval is Newcombe's for paired proportions (Newcombe 1998, Statistics in Medicine 17,
+    2635-2650, method 10): it joins the two Wilson intervals through the correlation of the
+    outcomes. It keeps a sensible width where the two never disagree; Wald's has none there.
+
+    Args:
+        ours, base: n outcomes each, outcome i of both being of the same sample.
+
+    Returns:
+        (accuracy of ours minus accuracy of base, low, high).
+    """
+    n = len(ours)
+    if n == 0 or n != len(base):
+        raise ValueError(f"ours and base must be of one length over 0; got {n} and {len(base)}.")
+    right, base_right = sum(map(bool, ours)), sum(map(bool, base))
+    both = sum(bool(a and b) for a, b in zip(ours, base, strict=True))
+    p, q = right / n, base_right / n
+    p_low, p_high = wilson(right, n)
+    q_low, q_high = wilson(base_right, n)
+
+    # both * neither - only ours * only base
+    product = both * n - right * base_right
+    if product > 0:  # the continuity correction that makes it method 10
+        product = max(product - n / 2, 0.0)
+    margins = right * (n - right) * base_right * (n - base_right)
+    phi = product / math.sqrt(margins) if margins else 0.0
+
+    def joined(a: float, b: float) -> float:
+        return math.sqrt(max(a * a - 2 * phi * a * b + b * b, 0.0))
+
+    return p - q, p - q - joined(p - p_low, q_high - q), p - q + joined(p_high - p, q - q_low)
+
+
+def mean_interval(ours: Sequence[float], base: Sequence[float], level: float = LEVEL) -> Interval:
+    """Student's interval of the mean difference of pairs."""
+    values = [one - other for one, other in zip(ours, base, strict=True)]
+    mean, n = fmean(values), len(values)
+    # not ttest_rel: pairs that never differ have an interval, of no width
+    spread = float(stats.t.ppf((1 + level) / 2, n - 1)) * stdev(values) / math.sqrt(n)
+    return mean, mean - spread, mean + spread

@@ -1,0 +1,164 @@
+"""The runner: what it measures, writes and prints, and that it goes on where it stopped."""
+
+import csv
+import json
+from dataclasses import dataclass
+
+import pytest
+
+from cab_hf.eval import __main__, charts, experiment
+from cab_hf.eval.experiment import Experiment, render, run
+from cab_hf.eval.report import markdown_table
+from cab_hf.runs import provenance
+from cab_hf.runs.log import LogError, read_log
+from cab_hf.runs.settings import comma_separated, option
+
+FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
+
+
+MEASURED: list[int] = []
+
+
+@dataclass(frozen=True)
+class Settings:
+    lengths: tuple[int, ...] = option((1, 2), "tokens", comma_separated(int))
+    power: int = option(2, "of the length", int)
+    out: str = option("powers", "folder")
+
+
+class Powers(Experiment):
+    """Raises lengths to a power, then one more: that after the longest."""
+
+    name = "powers"
+    purpose = "raise lengths to a power"
+    title = "Powers"
+    caption = "nothing to see"
+    Settings = Settings
+    CASE = ("length",)
+    GROWS = ("lengths",)
+
+    def cases(self, samples):
+        for length in self.settings.lengths:
+            yield {"length": length}
+        yield {"length": max(s["length"] for s in samples if not s["sought"]) + 1, "sought": True}
+
+    def measure(self, case):
+        MEASURED.append(case["length"])
+        return {"sought": case.get("sought", False), "value": case["length"] ** self.settings.power}
+
+    @staticmethod
+    def rows(samples, settings):
+        ordered = sorted(samples, key=lambda sample: sample["length"])
+        return [{**sample, "power": settings["power"]} for sample in ordered]
+
+    @staticmethod
+    def tables(rows):
+        shown = markdown_table(rows, ["length", "value"])
+        return {"Values": shown, "Powers": markdown_table(rows, ["power"])}
+
+    @staticmethod
+    def readings(rows):
+        return [f"The last is {rows[-1]['value']}."]
+
+    @staticmethod
+    def notes(settings):
+        return f"Power: {settings['power']}."
+
+    @staticmethod
+    def draw(path, rows):
+        with charts.figure(path, 1, 1):
+            pass
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    MEASURED.clear()
+
+
+def start(out, **more):
+    return run(Powers(Settings(out=str(out), **more)))
+
+
+def read(out):
+    return {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+def test_a_run_leaves_five_files_and_says_where(tmp_path, capsys):
+    rows = start(tmp_path)
+    assert [(row["length"], row["value"]) for row in rows] == [(1, 1), (2, 4), (3, 9)]
+    assert read(tmp_path).keys() == FILES
+    content = json.loads((tmp_path / "results.json").read_text())
+    assert content["rows"] == rows
+    assert content["provenance"]["experiment"] == "powers"
+    assert content["provenance"]["settings"] == {"lengths": [1, 2], "power": 2}
+    with open(tmp_path / "results.csv", newline="") as file:
+        assert [line["value"] for line in csv.DictReader(file)] == ["1", "4", "9"]
+    text = (tmp_path / "report.md").read_text()
+    assert text.startswith("# Powers\n\n| length | value |") and "\n## Powers\n\n| power |" in text
+    assert "![nothing to see](figure.png)" in text and "Power: 2." in text
+    assert text.endswith("```\npython -m cab_hf.eval powers\n```\n")
+    printed = capsys.readouterr().out
+    assert "| 3 | 9 |" in printed and "The last is 9." in printed and "| power |" not in printed
+    assert str(tmp_path / "figure.png") in printed and str(tmp_path / "report.md") in printed
+
+
+def test_all_else_is_made_anew_from_samples_and_provenance(tmp_path, monkeypatch):
+    start(tmp_path)
+    before = read(tmp_path)
+    for name in ("results.csv", "report.md", "figure.png"):
+        (tmp_path / name).unlink()
+    monkeypatch.setattr(experiment, "named", {"powers": Powers}.get)
+    render(tmp_path)
+    assert read(tmp_path) == before
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    def stopping(powers, case):
+        if case["length"] == 2:
+            raise KeyboardInterrupt
+        return measure(powers, case)
+
+    measure = Powers.measure
+    monkeypatch.setattr(Powers, "measure", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        start(tmp_path / "killed")
+    monkeypatch.setattr(Powers, "measure", measure)
+    start(tmp_path / "killed")
+    assert MEASURED == [1, 2, 3]
+    start(tmp_path / "whole")
+    logs = (read_log(tmp_path / name / "samples.jsonl") for name in ("whole", "killed"))
+    assert next(logs) == next(logs)
+
+
+def test_nothing_is_measured_twice_and_its_provenance_stays(tmp_path, monkeypatch):
+    start(tmp_path)
+    before = read(tmp_path)
+    monkeypatch.setattr(provenance, "utc_now", lambda: "later")
+    start(tmp_path)
+    assert MEASURED == [1, 2, 3] and read(tmp_path) == before
+
+
+def test_a_run_grows_and_its_command_with_it(tmp_path):
+    start(tmp_path)
+    rows = start(tmp_path, lengths=(5,))
+    assert [row["length"] for row in rows] == [1, 2, 3, 5, 6] and MEASURED == [1, 2, 3, 5, 6]
+    assert "powers --lengths 1,2,5\n" in (tmp_path / "report.md").read_text()
+
+
+def test_samples_of_other_settings_or_experiments_are_refused(tmp_path):
+    class Roots(Powers):
+        name = "roots"
+
+    start(tmp_path)
+    with pytest.raises(LogError, match="made with power 2, this run has 3; give another --out"):
+        start(tmp_path, power=3)
+    with pytest.raises(LogError, match="made with experiment 'powers', this run has 'roots'"):
+        run(Roots(Settings(out=str(tmp_path))))
+
+
+def test_commands_are_listed_and_others_refused(capsys):
+    assert __main__.main(["--help"]) == 0
+    assert "passkey    find a number hidden in a long text" in capsys.readouterr().out
+    for words in (["magic"], []):
+        assert __main__.main(words) == 2
+        assert "give a command, one of bridges, passkey" in capsys.readouterr().err

@@ -1,0 +1,106 @@
+"""Intervals, by hand and by table."""
+
+import math
+from statistics import NormalDist, stdev
+
+import pytest
+
+from cab_hf.eval import intervals
+
+Z2 = NormalDist().inv_cdf(0.975) ** 2
+
+
+@pytest.mark.parametrize(
+    ("correct", "n", "low", "high"),
+    [
+        # at the ends the interval is [n / (n + z²), 1] and its mirror image
+        pytest.param(10, 10, 10 / (10 + Z2), 1.0, id="all"),
+        pytest.param(0, 10, 0.0, Z2 / (10 + Z2), id="none"),
+        pytest.param(5, 10, 0.236593, 0.763407, id="half"),
+        pytest.param(100, 100, 100 / (100 + Z2), 1.0, id="a hundred"),
+        pytest.param(1, 1, 0.206549, 1.0, id="one"),
+    ],
+)
+def test_wilson_by_hand(correct, n, low, high):
+    assert intervals.wilson(correct, n) == pytest.approx((low, high), abs=1e-6)
+
+
+@pytest.mark.parametrize(("correct", "n"), [(1, 0), (-1, 5), (6, 5)])
+def test_wilson_refuses_what_is_no_share(correct, n):
+    with pytest.raises(ValueError, match="correct must be 0 to n"):
+        intervals.wilson(correct, n)
+
+
+def outcomes(both, only_ours, only_base, neither):
+    pairs = [(1, 1)] * both + [(1, 0)] * only_ours + [(0, 1)] * only_base + [(0, 0)] * neither
+    return zip(*pairs, strict=True)
+
+
+# half of the width of Wilson's interval at 5 of 10
+HALF = 0.263407
+
+
+@pytest.mark.parametrize(
+    ("table", "difference", "low", "high"),
+    [
+        # no correlation can be seen: the two intervals join at a right angle
+        pytest.param((10, 0, 0, 0), 0.0, -Z2 / (10 + Z2), Z2 / (10 + Z2), id="both perfect"),
+        # phi = (25 - 10 / 2) / 25 = 0.8, so the width is half² (1 + 1 - 1.6)
+        pytest.param(
+            (5, 0, 0, 5), 0.0, -HALF * math.sqrt(0.4), HALF * math.sqrt(0.4), id="always agree"
+        ),
+        # phi = -25 / 25, and the half widths add up
+        pytest.param((0, 5, 5, 0), 0.0, -2 * HALF, 2 * HALF, id="never agree"),
+        # every sample only ours: 1 - 0, and each end from its own side
+        pytest.param((0, 10, 0, 0), 1.0, 1 - math.sqrt(2) * Z2 / (10 + Z2), 1.0, id="all ours"),
+    ],
+)
+def test_paired_difference_by_hand(table, difference, low, high):
+    ours, base = outcomes(*table)
+    assert intervals.paired_difference(ours, base) == pytest.approx(
+        (difference, low, high), abs=2e-6
+    )
+
+
+def test_paired_difference_turns_with_the_pair():
+    ours, base = outcomes(11, 2, 5, 3)
+    difference, low, high = intervals.paired_difference(ours, base)
+    assert intervals.paired_difference(base, ours) == pytest.approx((-difference, -high, -low))
+    assert low < difference < high
+
+
+def test_paired_difference_refuses_unequal_lengths():
+    with pytest.raises(ValueError, match="one length"):
+        intervals.paired_difference([True], [True, False])
+
+
+@pytest.mark.parametrize(
+    ("level", "freedom", "quantile"),
+    [
+        # one degree is Cauchy's: tan(pi / 2 * level); two are level * sqrt(2 / (1 - level²))
+        pytest.param(0.95, 1, math.tan(math.pi / 2 * 0.95), id="1"),
+        pytest.param(0.95, 2, 0.95 * math.sqrt(2 / (1 - 0.95**2)), id="2"),
+        pytest.param(0.95, 3, 3.182446, id="3"),
+        pytest.param(0.95, 19, 2.093024, id="19"),
+        pytest.param(0.999, 20, 3.849516, id="20"),
+        pytest.param(0.95, 2001, 1.961147, id="nearly normal"),
+    ],
+)
+def test_student_quantile_by_table(level, freedom, quantile):
+    n = freedom + 1
+    values = [float(i) for i in range(n)]
+    mean, low, high = intervals.mean_interval(values, [0.0] * n, level)
+    error = stdev(values) / math.sqrt(n)
+    assert (mean - low) / error == pytest.approx(quantile, abs=2e-5)
+    assert high - mean == pytest.approx(mean - low)
+
+
+def test_paired_interval_by_hand():
+    # differences 0, 0.1, 0.2: mean 0.1, deviation 0.1, t(0.95, 2) = 4.302653
+    spread = 4.302653 * 0.1 / math.sqrt(3)
+    found = intervals.mean_interval([0.5, 0.6, 0.9], [0.5, 0.5, 0.7], 0.95)
+    assert found == pytest.approx((0.1, 0.1 - spread, 0.1 + spread), abs=1e-5)
+
+
+def test_pairs_that_never_differ_have_an_interval_of_no_width():
+    assert intervals.mean_interval([0.5, 0.25], [0.25, 0.0]) == (0.25, 0.25, 0.25)

@@ -1,0 +1,326 @@
+"""What runs share: settings from words and files and back, provenance, a log that survives."""
+
+import fcntl
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from cab_hf.runs import log, provenance
+from cab_hf.runs.log import Log, LogError, read_log
+from cab_hf.runs.settings import (
+    by_device,
+    comma_separated,
+    fill_by_device,
+    option,
+    read_settings,
+    require,
+    spelled,
+)
+
+IDENTITY = {"seed": 0, "config": {"mass": 0.9, "engine": "auto"}}
+KEY = ("length", "index")
+
+
+# --- the log
+
+
+def record(index, **more):
+    return {"length": 8, "index": index, **more}
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A log of two records."""
+    path = tmp_path / "deep" / "samples.jsonl"
+    with Log(path, IDENTITY, KEY) as opened:
+        opened.append(record(0, needle=(1, 2)))
+        opened.append(record(1, needle=None))
+    return path
+
+
+def indices(path):
+    return [each["index"] for each in read_log(path)[1]]
+
+
+def test_records_come_back(path):
+    identity, records = read_log(path)
+    assert identity == IDENTITY
+    assert records == [record(0, needle=[1, 2]), record(1, needle=None)]
+    with Log(path, IDENTITY, KEY) as opened:
+        assert opened.records == records and opened.started.endswith("+00:00")
+        assert record(1) in opened and record(2) not in opened
+
+
+def test_a_record_of_the_same_key_counts_once(path):
+    with Log(path, IDENTITY, KEY) as opened:
+        opened.append(record(1, needle="another"))
+        opened.append(record(2))
+        assert indices(path) == [0, 1, 2]
+    # nor does one that got into the file
+    content = path.read_text()
+    path.write_text(content + content.splitlines()[1] + "\n")
+    with Log(path, IDENTITY, KEY) as opened:
+        assert [each["index"] for each in opened.records] == [0, 1, 2]
+    with Log(path, IDENTITY) as opened:
+        assert [each["index"] for each in opened.records] == [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("torn", ['{"length": 8, "ind', '{"length": 8, "index": 2', '{"a": "\\ud8'])
+def test_a_torn_last_line_is_dropped(path, torn):
+    whole = path.read_bytes()
+    path.write_bytes(whole + torn.encode())
+    assert indices(path) == [0, 1]
+    with Log(path, IDENTITY, KEY) as opened:
+        assert path.read_bytes() == whole
+        opened.append(record(2))
+    assert indices(path) == [0, 1, 2]
+
+
+def test_a_last_line_that_lacks_its_newline_is_kept(path):
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with Log(path, IDENTITY, KEY) as opened:
+        assert len(opened.records) == 2
+        assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("left", [0, 1, 20, None], ids=["none", "brace", "some", "but newline"])
+def test_a_torn_header_is_written_anew(tmp_path, left):
+    path = tmp_path / "samples.jsonl"
+    Log(path, IDENTITY).close()
+    header = path.read_bytes().rstrip()
+    path.write_bytes(header[:left])
+    with Log(path, IDENTITY, KEY) as opened:
+        opened.append(record(0))
+    assert indices(path) == [0] and read_log(path)[0] == IDENTITY
+
+
+@pytest.mark.parametrize(
+    ("identity", "told"),
+    [
+        pytest.param({**IDENTITY, "seed": 1}, "with seed 0, this run has 1; give", id="value"),
+        pytest.param(
+            {**IDENTITY, "config": {"mass": 0.9, "engine": "flex"}},
+            "with config.engine 'auto', this run has 'flex'; give another --out",
+            id="nested",
+        ),
+        pytest.param({**IDENTITY, "more": 2}, "with more None, this run has 2", id="new"),
+        pytest.param({"seed": 0}, "with config {'mass'", id="gone"),
+    ],
+)
+def test_another_identity_is_refused_by_its_first_difference(path, identity, told):
+    before = path.read_bytes() + b'{"torn'
+    path.write_bytes(before)
+    with pytest.raises(LogError, match=re.escape(told)):
+        Log(path, identity, KEY)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        pytest.param('{"index": 0}\n', "does not begin with the header", id="no header"),
+        pytest.param("a letter", "does not begin with the header", id="a text"),
+        pytest.param('{"torn', "does not begin with the header", id="torn"),
+        pytest.param("HEADER\n[1]\n{}\n", "line 2 is not JSON", id="no object"),
+        pytest.param('HEADER\n{}\n{"a"\n{}\n{"to', "line 3 is not JSON", id="no JSON"),
+        pytest.param("HEADER\n\n{}\n", "line 2 is not JSON", id="blank"),
+    ],
+)
+def test_a_file_that_is_no_log_is_refused_and_left_alone(tmp_path, content, told):
+    path = tmp_path / "samples.jsonl"
+    header = json.dumps({"identity": IDENTITY, "started": "then"})
+    path.write_text(content.replace("HEADER", header))
+    before = path.read_bytes()
+    with pytest.raises(LogError, match=told):
+        Log(path, IDENTITY, KEY)
+    assert path.read_bytes() == before
+
+
+def test_a_symbolic_link_is_refused(path, tmp_path):
+    before = path.read_bytes()
+    link = tmp_path / "samples.jsonl"
+    link.symlink_to(path)
+    with pytest.raises(LogError, match="symbolic link"):
+        Log(link, IDENTITY, KEY)
+    assert path.read_bytes() == before
+
+
+def test_a_second_writer_is_refused(path):
+    with Log(path, IDENTITY, KEY) as first:
+        with pytest.raises(LogError, match="written by another process; wait"):
+            Log(path, IDENTITY, KEY)
+        first.append(record(2))
+    # a refused log lets go of the file too
+    with pytest.raises(LogError):
+        Log(path, {}, KEY)
+    with open(path) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+WRITER = """
+import sys, time
+from cab_hf.runs.log import Log
+with Log(sys.argv[1], {"seed": 0}, ("index",)) as log:
+    for index in range(100):
+        if {"index": index} not in log:
+            log.append({"index": index, "value": index * index})
+            print(index, flush=True)
+            time.sleep(float(sys.argv[2]))
+"""
+
+
+def test_a_killed_run_goes_on_with_the_same_records(tmp_path):
+    killed, whole = tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
+    command = [sys.executable, "-c", WRITER]
+    with subprocess.Popen([*command, killed, "60"], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"0\n"
+        # alive it keeps others out, and its lock dies with it
+        with pytest.raises(LogError, match="another process"):
+            Log(killed, {"seed": 0})
+        os.kill(process.pid, signal.SIGKILL)
+    for path in (killed, whole):
+        subprocess.run([*command, path, "0"], check=True, capture_output=True)
+    assert read_log(killed) == read_log(whole)
+    assert len(read_log(killed)[1]) == 100
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "results.json"
+    log.write_atomically(path, "old")
+
+    def fail(*arguments):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(log.os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        log.write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# --- settings
+
+
+@dataclass(frozen=True)
+class Settings:
+    lengths: tuple[int, ...] | None = by_device((8, 16), (4,), "tokens", comma_separated(int))
+    mass: float = option(0.9, "share, 90 %", float)
+    kv_heads: int | None = option(None, "heads", int)
+    set: tuple[str, ...] = option((), "field=value", repeatable=True)
+    text: str | None = option(None, "a file")
+    device: str = option("cuda", "torch device")
+
+    def __post_init__(self):
+        fill_by_device(self, self.device == "cpu")
+        require(self, "mass", 0 < self.mass <= 1, "in (0, 1]")
+
+
+def read(*words):
+    return read_settings(Settings, words, "try")
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        ([], {"lengths": (8, 16)}),
+        (["--device", "cpu"], {"lengths": (4,), "device": "cpu"}),
+        (["--lengths", "1,2"], {"lengths": (1, 2)}),
+        (["--lengths", "1", "2,3"], {"lengths": (1, 2, 3)}),
+        (
+            ["--set", "a=1", "--kv-heads", "2", "--set", "b=x"],
+            {"set": ("a=1", "b=x"), "kv_heads": 2},
+        ),
+    ],
+)
+def test_words_become_settings(words, changes):
+    assert read(*words) == Settings(**changes)
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("lengths: [1, 2]\nmass: 0.5\nkv-heads: 2\nset: {a: 1, b: x}\ntext: null\n")
+    given = read("--settings", str(file), "--mass", "0.7", "--set", "a=2")
+    assert given == Settings((1, 2), 0.7, 2, ("a=1", "b='x'", "a=2"))
+
+
+@pytest.mark.parametrize(
+    ("words", "content", "told"),
+    [
+        pytest.param(["--lenghts=1"], None, "no option '--lenghts'; did you mean --l", id="near"),
+        pytest.param(["--zzz", "1"], None, "the options are --lengths, --mass", id="far"),
+        pytest.param(["--mass", "much"], None, "mass: could not convert", id="value"),
+        pytest.param(["--mass", "3"], None, "mass must be in (0, 1]; got 3.0.", id="refused"),
+        pytest.param(["--mass"], None, "expected one argument", id="nothing"),
+        pytest.param([], "kv_head: 1", "sets 'kv_head'; did you mean kv_heads?", id="file near"),
+        pytest.param([], "zzz: 1", "sets 'zzz'; the options are lengths, mass", id="file far"),
+        pytest.param([], "mass: much", "settings.yaml, mass: could not", id="file value"),
+        pytest.param([], "mass: 3", "mass must be in (0, 1]; got 3.0.", id="file refused"),
+        pytest.param([], "- mass", "a mapping from option to value", id="list"),
+        pytest.param([], "mass: [", "must be a YAML file", id="syntax"),
+        pytest.param(["--settings", "none.yaml"], None, "must be a YAML file", id="no file"),
+    ],
+)
+def test_what_is_refused_is_told_in_a_line(tmp_path, capsys, words, content, told):
+    if content is not None:
+        file = tmp_path / "settings.yaml"
+        file.write_text(content)
+        words = ["--settings", str(file)]
+    with pytest.raises(SystemExit) as stop:
+        read(*words)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert told in said and said.startswith("try: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("recorded", "words"),
+    [
+        pytest.param({"lengths": [8, 16], "device": "cuda", "mass": 0.9}, "", id="defaults"),
+        pytest.param({"lengths": [4], "device": "cpu"}, "--device cpu", id="of the device"),
+        pytest.param({"lengths": [4]}, "", id="of no device"),
+        pytest.param({"mass": 0.5, "kv_heads": 2}, "--mass 0.5 --kv-heads 2", id="values"),
+        pytest.param({"set": ["a=1", "b=2"]}, "--set a=1 --set b=2", id="repeatable"),
+        pytest.param({"text": {"name": "book.txt", "sha256": "0"}}, "--text book.txt", id="file"),
+        pytest.param({"lengths": [1, 2], "other": 3}, "--lengths 1,2", id="list"),
+    ],
+)
+def test_recorded_settings_are_spelled_as_words(recorded, words):
+    assert spelled(recorded, Settings) == words.split()
+
+
+# --- provenance
+
+
+def test_fingerprint_sees_values_and_not_their_order():
+    of = provenance.fingerprint
+    assert of({"a": 1, "b": (2,)}) == of({"b": [2], "a": 1})
+    assert of({"a": 1}) != of({"a": 2})
+
+
+def test_provenance_says_what_made_it_and_not_where():
+    made = provenance.provenance({"seed": 3}, "cpu", provenance.utc_now())
+    assert made["settings"] == {"seed": 3} and made["versions"]["torch"]
+    assert made["finished"].endswith("+00:00")
+    # results are committed: no value is a path
+    assert '"/' not in json.dumps(made)
+
+
+def test_the_commit_is_ours_or_none():
+    commit = provenance.git_commit()
+    assert commit is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", commit)
+
+
+def test_importing_it_loads_neither_torch_nor_the_evaluations():
+    code = (
+        "import sys; import cab_hf.runs.log, cab_hf.runs.provenance, cab_hf.runs.settings;"
+        "print([m for m in ('torch', 'transformers', 'cab_hf.eval') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"
