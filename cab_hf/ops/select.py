@@ -182,14 +182,15 @@ def _select_kernel(
     begin = low // CHUNK * CHUNK
     span = (low, high, sinks, tail)
 
-    weights = scores.estimate
+    # what is not there stands as 0: a None cannot pass through a branch
+    weights = 0
     nothing = float("inf")
     weight_low = nothing
     weight_high = nothing
     weight_cut = 0
     spare = tl.minimum(_share_of(blocks, density), cap) - forced
     if CLUSTERS:
-        weights += row * width
+        weights = scores.estimate + row * width
         spare = tl.minimum(_share_of(blocks, bridges), cap)
         if high >= 0:
             weight_low, weight_high, weight_cut = _clusters(
@@ -202,12 +203,12 @@ def _select_kernel(
     score_cut = 0
     if BRIDGES:
         log_sum = 0.0
-        hops = scores.hops
-        strength = scores.strength
+        hops = 0
+        strength = 0
         if CURVATURE != "none":
-            hops += row * coarse_width
+            hops = scores.hops + row * coarse_width
         if CURVATURE == "forman":
-            strength += row * width
+            strength = scores.strength + row * width
             log_sum = tl.load(scores.log_sum + row)
         if high >= 0:
             left, lowest, highest = curvature_score(
