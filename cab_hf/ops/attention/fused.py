@@ -54,14 +54,17 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows, scale: float
 ) -> None:
     """Write ``out`` [B, H, N_q, D] and its log-sum-exp ``lse``, float32 [B, H, N_q]."""
+    plan, sizes = arguments(q, k, rows)
     tile = _tile(FORWARD_TILES, q, rows)
     tiles = triton.cdiv(q.shape[2], tile.block_m)
     _block_attention_fwd_kernel[(tiles, q.shape[0] * q.shape[1])](
-        *descriptors(tile.block_m, q, out),
+        *descriptors(tile.block_m, q),
         *descriptors(tile.block_n, k, v),
+        *descriptors(tile.block_m, out),
         lse,
-        *arguments(q, k, rows),
+        plan,
         scale * LOG2_E.value,
+        sizes,
         **_constants(tile, q, rows),
     )
 
@@ -77,12 +80,13 @@ def backward(
     tile = _tile(QUERY_GRADIENT_TILES, q, rows)
     tiles = triton.cdiv(q.shape[2], tile.block_m)
     _block_attention_bwd_query_kernel[(tiles, batch * heads)](
-        *descriptors(tile.block_m, q, grad, dq),
+        *descriptors(tile.block_m, q, grad),
         *descriptors(tile.block_n, k, v),
+        *descriptors(tile.block_m, dq),
         terms,
         plan,
-        sizes,
         scale,
+        sizes,
         **_constants(tile, q, rows),
     )
 
@@ -99,11 +103,11 @@ def backward(
         *descriptors(tile.block_n, k, v, dk, dv, *sinks),
         terms,
         by_column(plan, kv_blocks),
-        sizes,
         scale,
         kv_blocks,
         lead,
         batch,
+        sizes,
         **_constants(tile, q, rows),
     )
     for target, parts in zip((dk, dv), sinks, strict=True):
@@ -142,13 +146,13 @@ def _constants(tile: Tile, q: Tensor, rows: Rows) -> dict[str, int | str]:
 @triton.jit
 def _block_attention_fwd_kernel(
     desc_q,
-    desc_out,
     desc_k,
     desc_v,
+    desc_out,
     lse,
     plan,
-    sizes,
     qk_scale,
+    sizes,
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -200,13 +204,13 @@ def _block_attention_fwd_kernel(
 def _block_attention_bwd_query_kernel(
     desc_q,
     desc_do,
-    desc_dq,
     desc_k,
     desc_v,
+    desc_dq,
     terms,
     plan,
-    sizes,
     softmax_scale,
+    sizes,
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -277,11 +281,11 @@ def _block_attention_bwd_key_kernel(
     desc_sink_dv,
     terms,
     plan,
-    sizes,
     softmax_scale,
     kv_blocks,
     lead,
     batches,
+    sizes,
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,

@@ -21,6 +21,7 @@ from cab_hf.plan import BlockLists
 ALIGNMENT = 16
 # queries that any tile divides
 WHOLE_TILE = 128
+# queries whose `Terms` one program computes
 TERM_TILE = 32
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -207,9 +208,10 @@ def vectors_at(x, batch, head, token):
 def load_spans(plan, batch, query, q_length):
     """(first, last) key that each query sees; none where there is no query."""
     inside = query < q_length
-    first = plan.first + batch.to(tl.int64) * plan.first_stride + query
-    last = plan.last + batch.to(tl.int64) * plan.last_stride + query
-    return tl.load(first, mask=inside, other=0), tl.load(last, mask=inside, other=-1)
+    batch = batch.to(tl.int64)
+    first = tl.load(plan.first + batch * plan.first_stride + query, mask=inside, other=0)
+    last = tl.load(plan.last + batch * plan.last_stride + query, mask=inside, other=-1)
+    return first, last
 
 
 @triton.jit
