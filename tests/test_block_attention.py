@@ -99,11 +99,9 @@ def test_values_may_have_a_head_dim_of_their_own(dims):
 def test_registered_op():
     q, k, v = (x.requires_grad_() for x in qkv(q_length=40))
     plan = random_plan(q.detach(), k.detach(), (32, 16))
-    lists = (plan.full.counts, plan.full.indices, plan.partial.counts, plan.partial.indices)
-    spans = (plan.spans.first, plan.spans.last)
     torch.library.opcheck(
         block._forward_op,
-        (q, k, v, *lists, *spans, 32, 16, 0.2),
+        (q, k, v, *block.flattened(plan, 0.2)),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
 

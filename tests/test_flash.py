@@ -6,7 +6,6 @@ from test_engines import random_plan
 from tiny import qkv
 
 from cab_hf.ops.attention import flash
-from cab_hf.plan import Spans
 
 
 @pytest.mark.parametrize("length", [300, 1000, 1024])
@@ -36,9 +35,7 @@ def test_registered_op_has_the_layout_that_models_hand_over():
     """Shapes and strides that torch.compile plans with."""
     q, k, v = qkv(q_length=40)
     plan = random_plan(q, k, (128, 64))
-    spans = Spans.causal(1, 40, 40, "cpu")
-    lists = (plan.full.counts, plan.full.indices, plan.partial.counts, plan.partial.indices)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        out, lse = flash._forward_op(q, k, v, *lists, spans.first, spans.last, 128, 64, 0.2)
+        out, lse = flash.attention(q, k, v, plan, 0.2)
     assert out.shape == q.shape and out.transpose(1, 2).is_contiguous()
     assert lse.shape == q.shape[:3] and lse.dtype == torch.float32

@@ -2,24 +2,36 @@
 
 The definition is `reference.attention`. A plan's lists are read as they are; no mask, bitmap or
 BlockMask is made. Tiles travel by tensor descriptors (TMA on Hopper and later, plain loads before).
-Up to `FUSED_HEAD_DIM` channels one kernel keeps its output in registers (below); above, both
-products are split over D (`split_attention.py`).
+Up to `FUSED_HEAD_DIM` channels one kernel keeps its output in registers (`fused.py`); above, both
+products are split over D (`split.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.library import CustomOpDef
 
 from cab_hf.ops.attention import fused, split
-from cab_hf.ops.attention.tiles import Rows, like
+from cab_hf.ops.attention.tiles import Rows, described, like, row_terms
 from cab_hf.plan import BlockLists, BlockPlan
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (16, 1024)
 FUSED_HEAD_DIM = 256
+# what registered ops take, and give
+PLAN = (
+    "Tensor full_counts, Tensor full_indices, Tensor partial_counts, Tensor partial_indices,"
+    " Tensor first, Tensor last, int query_block, int key_block, float scale"
+)
+FORWARD = f"(Tensor q, Tensor k, Tensor v, {PLAN}) -> (Tensor, Tensor)"
+BACKWARD = (
+    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {PLAN})"
+    " -> (Tensor, Tensor, Tensor)"
+)
 
 
 def unavailable(device: str, head_dim: int, dtype: torch.dtype) -> str | None:
@@ -42,72 +54,62 @@ def attention(
     With ``return_lse`` also the log-sum-exp of every query's logits, float32 [B, H, N_q], -inf for
     a query that sees nothing; gradients flow through the output alone.
     """
-    out, lse = _forward_op(
-        q,
-        k,
-        v,
-        plan.full.counts,
-        plan.full.indices,
-        plan.partial.counts,
-        plan.partial.indices,
-        plan.spans.first,
-        plan.spans.last,
-        plan.query_block,
-        plan.key_block,
-        scale,
-    )
+    out, lse = _forward_op(q, k, v, *flattened(plan, scale))
     return (out, lse) if return_lse else out
 
 
 # --- registered ops
 
 
-@torch.library.custom_op("cab_hf::block_attention", mutates_args=())
-def _forward_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    full_counts: Tensor,
-    full_indices: Tensor,
-    partial_counts: Tensor,
-    partial_indices: Tensor,
-    first: Tensor,
-    last: Tensor,
-    query_block: int,
-    key_block: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    lists = (full_counts, full_indices, partial_counts, partial_indices)
-    rows = _rows(*lists, first, last, query_block, key_block)
-    return _way(q).forward(q, k, v, rows, scale)
+def flattened(plan: BlockPlan, scale: float) -> tuple:
+    """`PLAN`, the arguments of a registered op; `rows_of` takes them back."""
+    lists = (tensor for part in (plan.full, plan.partial) for tensor in (part.counts, part.indices))
+    return *lists, plan.spans.first, plan.spans.last, plan.query_block, plan.key_block, scale
 
 
-@_forward_op.register_fake
-def _(q, k, v, *_):
-    return like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+def rows_of(arguments: tuple) -> tuple[Rows, float]:
+    """The plan and the scale in `PLAN`."""
+    full, partial = BlockLists(*arguments[:2]), BlockLists(*arguments[2:4])
+    return Rows(full, partial, *arguments[4:-1]), arguments[-1]
 
 
-@torch.library.custom_op("cab_hf::block_attention_backward", mutates_args=())
-def backward_op(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    full_counts: Tensor,
-    full_indices: Tensor,
-    partial_counts: Tensor,
-    partial_indices: Tensor,
-    first: Tensor,
-    last: Tensor,
-    query_block: int,
-    key_block: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    lists = (full_counts, full_indices, partial_counts, partial_indices)
-    rows = _rows(*lists, first, last, query_block, key_block)
-    return _way(q).backward(grad, q, k, v, out, lse, rows, scale)
+def register_gradients(forward_op: CustomOpDef, backward_for: Callable[..., CustomOpDef]) -> None:
+    """Shapes and gradients of an op of the schema `FORWARD`.
+
+    Args:
+        backward_for: the op of the schema `BACKWARD` for a head dim, query block and key block.
+    """
+
+    def shapes(q, k, v, *_):
+        return like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+    def save(ctx, inputs, output):
+        *tensors, query_block, key_block, scale = inputs
+        ctx.settings = query_block, key_block, scale
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+
+    def differentiate(ctx, grad, _):
+        q, *others = ctx.saved_tensors
+        backward_op = backward_for(q.shape[3], *ctx.settings[:2])
+        return *backward_op(grad, q, *others, *ctx.settings), *(None,) * 9
+
+    forward_op.register_fake(shapes)
+    forward_op.register_autograd(differentiate, setup_context=save)
+
+
+@torch.library.custom_op("cab_hf::block_attention", mutates_args=(), schema=FORWARD)
+def _forward_op(q, k, v, *plan):
+    q, k, v = map(described, (q, k, v))
+    out, lse = like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    _way(q).forward(q, k, v, out, lse, *rows_of(plan))
+    return out, lse
+
+
+@torch.library.custom_op("cab_hf::block_attention_backward", mutates_args=(), schema=BACKWARD)
+def backward_op(grad, q, k, v, out, lse, *plan):
+    grad, q, k, v = map(described, (grad, q, k, v))
+    return _way(q).backward(grad, q, k, v, row_terms(grad, out, lse), *rows_of(plan))
 
 
 @backward_op.register_fake
@@ -115,34 +117,7 @@ def _(grad, q, k, v, *_):
     return tuple(map(like, (q, k, v)))
 
 
-def _save(ctx, inputs, output):
-    *tensors, ctx.query_block, ctx.key_block, ctx.scale = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
-
-
-def _differentiate(ctx, grad, _):
-    grads = backward_op(grad, *ctx.saved_tensors, ctx.query_block, ctx.key_block, ctx.scale)
-    return *grads, *(None,) * 9
-
-
-_forward_op.register_autograd(_differentiate, setup_context=_save)
-
-
-def _rows(
-    full_counts: Tensor,
-    full_indices: Tensor,
-    partial_counts: Tensor,
-    partial_indices: Tensor,
-    first: Tensor,
-    last: Tensor,
-    query_block: int,
-    key_block: int,
-) -> Rows:
-    full = BlockLists(full_counts, full_indices)
-    partial = BlockLists(partial_counts, partial_indices)
-    first, last = (x if x.stride(-1) == 1 else x.contiguous() for x in (first, last))
-    return Rows(full, partial, first, last, query_block, key_block)
+register_gradients(_forward_op, lambda *_: backward_op)
 
 
 def _way(q: Tensor) -> ModuleType:

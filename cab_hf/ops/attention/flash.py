@@ -21,6 +21,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from cab_hf.ops.attention import block
+from cab_hf.ops.attention.tiles import vectors, vectors_at
 from cab_hf.ops.attention.transpose import transpose
 from cab_hf.plan import BlockLists, BlockPlan
 
@@ -89,51 +90,23 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(out, log-sum-exp) under ``plan``; see `reference.attention`. Gradients flow through out."""
-    return _forward_op(
-        q,
-        k,
-        v,
-        plan.full.counts,
-        plan.full.indices,
-        plan.partial.counts,
-        plan.partial.indices,
-        plan.spans.first,
-        plan.spans.last,
-        plan.query_block,
-        plan.key_block,
-        scale,
-    )
+    return _forward_op(q, k, v, *block.flattened(plan, scale))
 
 
-@torch.library.custom_op("cab_hf::flash_attention", mutates_args=())
-def _forward_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    full_counts: Tensor,
-    full_indices: Tensor,
-    partial_counts: Tensor,
-    partial_indices: Tensor,
-    first: Tensor,
-    last: Tensor,
-    query_block: int,
-    key_block: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("cab_hf::flash_attention", mutates_args=(), schema=block.FORWARD)
+def _forward_op(q, k, v, *plan):
+    rows, scale = block.rows_of(plan)
     flash = _flash()
     batch, heads, length, dim = q.shape
     kv_heads, kv_length = k.shape[1:3]
-    tile = key_tile(dim, key_block)
+    tile = key_tile(dim, rows.key_block)
     lists = [
-        finer_columns(part, key_block // tile, -(-kv_length // tile))
-        for part in (
-            BlockLists(partial_counts, partial_indices),
-            BlockLists(full_counts, full_indices),
-        )
+        finer_columns(part, rows.key_block // tile, -(-kv_length // tile))
+        for part in (rows.partial, rows.full)
     ]
     out = q.new_empty(batch, length, heads, v.shape[3])
     tensors = [*(x.transpose(1, 2) for x in (q, k, v)), out]
-    spans = [first, last]
+    spans = [rows.first, rows.last]
     # a tile of one group's heads reads keys once for all of them; with narrow tiles it is no gain
     packed = tile > TILE and kv_heads < heads
     if packed and lists[0].counts.shape[1] == kv_heads and (batch == 1 or kv_heads == 1):
@@ -149,55 +122,30 @@ def _forward_op(
         softmax_scale=scale,
         return_lse=True,
         pack_gqa=packed and lists[0].counts.shape[1] == 1,
-        **_sparsity(flash, *lists, (query_block, tile), *spans),
+        **_sparsity(flash, *lists, (rows.query_block, tile), *spans),
     )
     out, lse = out.transpose(1, 2), lse.view(batch, heads, length)
-    _blank(out, lse, last)
+    _blank(out, lse, rows.last)
     return out, lse
 
 
-@_forward_op.register_fake
-def _(q, k, v, *_):
-    batch, heads, length, _ = q.shape
-    out = q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
-    return out, q.new_empty(batch, heads, length, dtype=torch.float32)
-
-
-@torch.library.custom_op("cab_hf::flash_attention_backward", mutates_args=())
-def _backward_op(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    full_counts: Tensor,
-    full_indices: Tensor,
-    partial_counts: Tensor,
-    partial_indices: Tensor,
-    first: Tensor,
-    last: Tensor,
-    query_block: int,
-    key_block: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op("cab_hf::flash_attention_backward", mutates_args=(), schema=block.BACKWARD)
+def _backward_op(grad, q, k, v, out, lse, *plan):
+    rows, scale = block.rows_of(plan)
     flash = _flash()
     heads, kv_length = q.shape[1], k.shape[2]
     _, tile = BACKWARD_TILES[q.shape[3]]
     # an infinite sum leaves padding queries, which full blocks do not mask, no weight
-    lse = lse.masked_fill((last < 0).unsqueeze(1), torch.inf)
+    lse = lse.masked_fill((rows.last < 0).unsqueeze(1), torch.inf)
     lists = (
-        by_tile(part, key_block, tile, kv_length).for_heads(heads)
-        for part in (
-            BlockLists(partial_counts, partial_indices),
-            BlockLists(full_counts, full_indices),
-        )
+        by_tile(part, rows.key_block, tile, kv_length).for_heads(heads)
+        for part in (rows.partial, rows.full)
     )
     found = flash.backward(
         *(x.transpose(1, 2) for x in (q, k, v, out, grad)),
         lse,
         scale,
-        **_sparsity(flash, *lists, (query_block, tile), first, last),
+        **_sparsity(flash, *lists, (rows.query_block, tile), rows.first, rows.last),
     )
     return tuple(x.transpose(1, 2) for x in found)
 
@@ -207,21 +155,9 @@ def _(grad, q, k, v, *_):
     return tuple(torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v))
 
 
-def _save(ctx, inputs, output):
-    *tensors, ctx.query_block, ctx.key_block, ctx.scale = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
-
-
-def _differentiate(ctx, grad, _):
-    blocks = (ctx.query_block, ctx.key_block)
-    own = own_backward(ctx.saved_tensors[0].shape[3], *blocks)
-    differentiate = _backward_op if own else block.backward_op
-    grads = differentiate(grad, *ctx.saved_tensors, *blocks, ctx.scale)
-    return *grads, *(None,) * 9
-
-
-_forward_op.register_autograd(_differentiate, setup_context=_save)
+block.register_gradients(
+    _forward_op, lambda *work: _backward_op if own_backward(*work) else block.backward_op
+)
 
 
 # --- lists on the kernels' grid
@@ -289,50 +225,44 @@ def _blank(out: Tensor, lse: Tensor, last: Tensor) -> None:
     batch, heads, length, dim = out.shape
     _blank_kernel[(triton.cdiv(length, BLANK_ROWS), batch)](
         last,
-        out,
-        lse,
         *last.stride(),
-        *out.stride()[:3],
+        vectors(out),
+        lse,
         heads,
         length,
         dim,
-        ROWS=BLANK_ROWS,
-        DIM=triton.next_power_of_2(dim),
+        BLOCK_M=BLANK_ROWS,
+        D=triton.next_power_of_2(dim),
     )
 
 
 @triton.jit
 def _blank_kernel(
     last,
+    last_batch,
+    last_token,
     out,
     lse,
-    last_stride_b,
-    last_stride_n,
-    stride_b,
-    stride_h,
-    stride_n,
     heads,
     length,
     dim,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    D: tl.constexpr,
 ):
     batch = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = row < length
-    seen = tl.load(last + batch * last_stride_b + row * last_stride_n, mask=inside, other=0)
+    seen = tl.load(last + batch * last_batch + row * last_token, mask=inside, other=0)
     blind = inside & (seen < 0)
     if tl.max(blind.to(tl.int32), 0) > 0:
-        channel = tl.arange(0, DIM)
-        # [ROWS, DIM]
-        cells = out + batch * stride_b + row.to(tl.int64)[:, None] * stride_n + channel[None, :]
-        where = blind[:, None] & (channel[None, :] < dim)
-        sums = lse + batch * heads * length + row
-        for _ in range(heads):
-            tl.store(cells, tl.zeros((ROWS, DIM), out.dtype.element_ty), mask=where)
-            tl.store(sums, tl.full((ROWS,), float("-inf"), tl.float32), mask=blind)
-            cells += stride_h
-            sums += length
+        channel = tl.arange(0, D)[None, :]
+        # [BLOCK_M, D]
+        zeros = tl.zeros((BLOCK_M, D), out.data.dtype.element_ty)
+        for head in range(heads):
+            at = vectors_at(out, batch, head, row) + channel
+            tl.store(at, zeros, mask=blind[:, None] & (channel < dim))
+            sums = lse + (batch * heads + head) * length + row
+            tl.store(sums, tl.full((BLOCK_M,), float("-inf"), tl.float32), mask=blind)
 
 
 # --- flash-attn-4

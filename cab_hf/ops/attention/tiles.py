@@ -1,4 +1,8 @@
-"""What the kernels of block attention share: a plan's lists as arguments, tiles, descriptors."""
+"""What the kernels of block attention share: a plan as an argument, tiles, the softmax.
+
+Exponentials are to base two. What a kernel reads of a plan comes as NamedTuples; descriptors of
+tiles stay arguments of their own, since Triton 3.6 launches none inside a tuple.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +14,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cab_hf.ops.attention.transpose import ColumnLists, pack_columns
 from cab_hf.plan import BlockLists
 
 # bytes that a row of a descriptor, and where it starts, must be a multiple of
 ALIGNMENT = 16
 # queries that any tile divides
 WHOLE_TILE = 128
-LOG2_E = 1.4426950408889634
+# queries whose `Terms` one program computes
+TERM_TILE = 32
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 class Rows(NamedTuple):
-    """A plan as the kernels read it; ``first`` and ``last`` are its spans, int32 [B, N_q].
-
-    The last dimension of both has stride 1.
-    """
+    """A plan as the kernels read it; ``first`` and ``last`` are its spans, int32 [B, N_q]."""
 
     full: BlockLists
     partial: BlockLists
@@ -33,31 +38,100 @@ class Rows(NamedTuple):
     key_block: int
 
 
-def row_terms(grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """What backward needs of every query, float32 [B, H, N_q rounded up to `WHOLE_TILE`] each.
+class Lists(NamedTuple):
+    """`BlockLists` as an argument of kernels."""
 
-    The log-sum-exp in powers of two, +inf where a query sees nothing or is none (so that its
-    weights vanish), and the sum over D of grad * out.
+    counts: Tensor
+    indices: Tensor
+    width: int
+
+
+class Plan(NamedTuple):
+    """`Rows` as an argument of kernels; block sizes are constants of theirs.
+
+    The lists stand first, so that ``plan[MASKED]`` are those whose blocks are masked or not.
     """
+
+    full: Lists | ColumnLists
+    partial: Lists | ColumnLists
+    first: Tensor
+    last: Tensor
+    first_stride: int
+    last_stride: int
+
+
+class Sizes(NamedTuple):
+    """Heads of q, of k and of the plan, queries, and query blocks that the plan has rows for.
+
+    Where they are not all, these are the blocks of ``tokens`` queries from ``begin``.
+    """
+
+    heads: int
+    kv_heads: int
+    plan_heads: int
+    q_length: int
+    q_blocks: int
+    begin: int = 0
+    tokens: int = 0
+
+
+class Vectors(NamedTuple):
+    """[B, H, N, D] as an argument of kernels, with the strides of the first three."""
+
+    data: Tensor
+    batch: int
+    head: int
+    token: int
+
+
+class Terms(NamedTuple):
+    """What backward needs of every query, float32 [B, H, room] each.
+
+    Attributes:
+        lse: the log-sum-exp in powers of two, +inf where a query sees nothing or is none (so that
+            its weights vanish).
+        delta: the sum over D of grad * out.
+        room: N_q rounded up to `WHOLE_TILE`.
+    """
+
+    lse: Tensor
+    delta: Tensor
+    room: int
+
+
+def arguments(q: Tensor, k: Tensor, rows: Rows) -> tuple[Plan, Sizes]:
+    """What every kernel is told of a plan, and of q [B, H, N_q, D] and k [B, H_kv, N_k, D]."""
+    full, partial = (Lists(x.counts, x.indices, x.width) for x in (rows.full, rows.partial))
+    first, last = (x if x.stride(1) == 1 else x.contiguous() for x in (rows.first, rows.last))
+    plan = Plan(full, partial, first, last, first.stride(0), last.stride(0))
+    _, plan_heads, q_blocks = full.counts.shape
+    return plan, Sizes(q.shape[1], k.shape[1], plan_heads, q.shape[2], q_blocks)
+
+
+def by_column(plan: Plan, kv_blocks: int) -> Plan:
+    """The plan with its lists the other way round, for each of ``kv_blocks`` key blocks."""
+    full, partial = (pack_columns(lists, kv_blocks) for lists in plan[:2])
+    return plan._replace(full=full, partial=partial)
+
+
+def row_terms(grad: Tensor, out: Tensor, lse: Tensor) -> Terms:
+    """`Terms` of the gradient of ``out``, both [B, H, N_q, D], and the log-sum-exp [B, H, N_q]."""
     batch, heads, length, dim = grad.shape
     room = triton.cdiv(length, WHOLE_TILE) * WHOLE_TILE
-    level, delta = (lse.new_empty(batch, heads, room) for _ in range(2))
-    _row_terms_kernel[(room // 32, batch * heads)](
-        grad,
-        out,
+    terms = Terms(*(lse.new_empty(batch, heads, room) for _ in range(2)), room)
+    _row_terms_kernel[(room // TERM_TILE, batch * heads)](
+        vectors(grad),
+        vectors(out),
         lse,
-        level,
-        delta,
-        *grad.stride()[:3],
-        *out.stride()[:3],
+        terms,
         heads,
         length,
-        room,
+        BLOCK_M=TERM_TILE,
         D=dim,
         BLOCK_D=triton.next_power_of_2(min(dim, 128)),
         num_warps=4,
     )
-    return level, delta
+    return terms
 
 
 def described(x: Tensor) -> Tensor:
@@ -74,10 +148,18 @@ def like(x: Tensor, dim: int | None = None) -> Tensor:
     return x.new_empty(batch, length, heads, dim or x.shape[3]).transpose(1, 2)
 
 
-def descriptors(length: int, *tensors: Tensor) -> list[TensorDescriptor]:
-    """Descriptors of [B, H, N, D] in tiles of ``length`` tokens and all channels."""
+def vectors(x: Tensor) -> Vectors:
+    return Vectors(x, *x.stride()[:3])
+
+
+def descriptors(
+    tokens: int, *tensors: Tensor, channels: int | None = None
+) -> list[TensorDescriptor]:
+    """Descriptors of [B, H, N, D] in tiles of so many tokens and channels, by default all."""
     return [
-        TensorDescriptor.from_tensor(x, [1, 1, length, triton.next_power_of_2(x.shape[3])])
+        TensorDescriptor.from_tensor(
+            x, [1, 1, tokens, channels or triton.next_power_of_2(x.shape[3])]
+        )
         for x in tensors
     ]
 
@@ -92,23 +174,20 @@ def precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-def row_arguments(rows: Rows) -> tuple:
-    """Counts and indices of both lists, their widths, spans and the spans' batch strides."""
-    lists = (rows.full, rows.partial)
-    return (
-        *(tensor for part in lists for tensor in (part.counts, part.indices)),
-        *(part.width for part in lists),
-        rows.first,
-        rows.last,
-        rows.first.stride(0),
-        rows.last.stride(0),
-    )
+@triton.jit
+def locate(plane, start, sizes, QUERY_BLOCK: tl.constexpr):
+    """(batch, head, kv_head, row of the plan's lists) of the query at ``start`` of a plane."""
+    batch = plane // sizes.heads
+    head = plane % sizes.heads
+    kv_head = head // (sizes.heads // sizes.kv_heads)
+    plan_row = plan_plane(batch, head, sizes) * sizes.q_blocks + start // QUERY_BLOCK
+    return batch, head, kv_head, plan_row
 
 
-def sizes(q: Tensor, k: Tensor, rows: Rows) -> tuple[int, ...]:
-    """Heads of q, of k and of the plan, queries, and query blocks."""
-    q_blocks = rows.full.counts.shape[2]
-    return q.shape[1], k.shape[1], rows.full.counts.shape[1], q.shape[2], q_blocks
+@triton.jit
+def plan_plane(batch, head, sizes):
+    plan_head = head // (sizes.heads // sizes.plan_heads)
+    return (batch * sizes.plan_heads + plan_head).to(tl.int64)
 
 
 @triton.jit
@@ -119,8 +198,44 @@ def tile_start(indices, i, BLOCK: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def seen_between(key, low, high):
-    return (key >= low) & (key <= high)
+def vectors_at(x, batch, head, token):
+    """Pointers [N, 1] to the first channel of each token."""
+    plane = x.data + batch.to(tl.int64) * x.batch + head.to(tl.int64) * x.head
+    return plane + token.to(tl.int64)[:, None] * x.token
+
+
+@triton.jit
+def load_spans(plan, batch, query, q_length):
+    """(first, last) key that each query sees; none where there is no query."""
+    inside = query < q_length
+    batch = batch.to(tl.int64)
+    first = tl.load(plan.first + batch * plan.first_stride + query, mask=inside, other=0)
+    last = tl.load(plan.last + batch * plan.last_stride + query, mask=inside, other=-1)
+    return first, last
+
+
+@triton.jit
+def seen_between(key, first, last):
+    return (key >= first) & (key <= last)
+
+
+@triton.jit
+def finite(m):
+    """A row that has seen nothing has no maximum to be relative to."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def online_softmax_update(m_i, l_i, qk, qk_scale, MASKED: tl.constexpr):
+    """(m_i, l_i, p, alpha), where alpha is what anything summed so far is to be multiplied by.
+
+    Without ``MASKED`` every row of ``qk`` must have a finite logit.
+    """
+    m_new = tl.maximum(m_i, tl.max(qk, 1) * qk_scale)
+    m_safe = finite(m_new) if MASKED else m_new
+    p = tl.exp2(qk * qk_scale - m_safe[:, None])
+    alpha = tl.exp2(m_i - m_safe)
+    return m_new, l_i * alpha + tl.sum(p, 1), p, alpha
 
 
 @triton.jit
@@ -128,35 +243,29 @@ def _row_terms_kernel(
     grad,
     out,
     lse,
-    level,
-    delta,
-    grad_batch,
-    grad_head,
-    grad_token,
-    out_batch,
-    out_head,
-    out_token,
+    terms,
     heads,
     length,
-    room,
+    BLOCK_M: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    batch = (tl.program_id(1) // heads).to(tl.int64)
-    head = tl.program_id(1) % heads
-    token = tl.program_id(0) * 32 + tl.arange(0, 32)
-    there = token < length
-    grad += batch * grad_batch + head * grad_head + token.to(tl.int64)[:, None] * grad_token
-    out += batch * out_batch + head * out_head + token.to(tl.int64)[:, None] * out_token
-    total = tl.zeros((32,), tl.float32)
-    for start in tl.static_range(0, D, BLOCK_D):
-        channel = start + tl.arange(0, BLOCK_D)[None, :]
-        inside = there[:, None] & (channel < D)
-        a = tl.load(grad + channel, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(out + channel, mask=inside, other=0.0).to(tl.float32)
-        total += tl.sum(a * b, 1)
     plane = tl.program_id(1).to(tl.int64)
-    tl.store(delta + plane * room + token, total)
-    x = tl.load(lse + plane * length + token, mask=there, other=float("-inf"))
-    x = tl.where(x == float("-inf"), float("inf"), x * 1.4426950408889634)
-    tl.store(level + plane * room + token, x)
+    batch = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    query = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = query < length
+    grad_row = vectors_at(grad, batch, head, query)
+    out_row = vectors_at(out, batch, head, query)
+    delta = tl.zeros((BLOCK_M,), tl.float32)
+    for start in tl.static_range(0, D, BLOCK_D):
+        # [BLOCK_M, BLOCK_D]
+        channel = start + tl.arange(0, BLOCK_D)[None, :]
+        mask = inside[:, None] & (channel < D)
+        do = tl.load(grad_row + channel, mask=mask, other=0.0).to(tl.float32)
+        o = tl.load(out_row + channel, mask=mask, other=0.0).to(tl.float32)
+        delta += tl.sum(do * o, 1)
+    tl.store(terms.delta + plane * terms.room + query, delta)
+    x = tl.load(lse + plane * length + query, mask=inside, other=float("-inf"))
+    x = tl.where(x == float("-inf"), float("inf"), x * LOG2_E)
+    tl.store(terms.lse + plane * terms.room + query, x)

@@ -6,7 +6,7 @@ block), so that nothing of the size of rows x key blocks is held in whole number
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,8 +19,7 @@ WORD = 32
 CHUNK = 256
 
 
-@dataclass(frozen=True, eq=False)
-class ColumnLists:
+class ColumnLists(NamedTuple):
     """For every key block the rows that list it, ascending, packed one after the other.
 
     Attributes:
