@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cab_hf.eval import bridges, speed
+from cab_hf.eval import speed
+from cab_hf.eval.bridges import Bridges
 from cab_hf.eval.passkey import Passkey
 from cab_hf.runs.log import write_atomically
 from cab_hf.runs.settings import option, read_settings
@@ -51,7 +52,7 @@ def render(page: str, results: Path) -> str:
 def _read(folder: str, rows: list[dict[str, Any]]) -> tuple[str, list[str]]:
     """(table, sentences) of the rows of a folder of results."""
     if folder.startswith("bridges"):
-        return bridges.overview(rows), bridges.readings(rows)
+        return next(iter(Bridges.tables(rows).values())), Bridges.readings(rows)
     for name, op in speed.OPS.items():
         if folder.startswith(f"speed-{name}"):
             return op.overview(rows), op.readings(rows)
