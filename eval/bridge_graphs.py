@@ -158,13 +158,13 @@ def _one_of(allowed: Tensor, generator: torch.Generator) -> int:
 Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def published(curvature: str, redundancy: float = 1.0, sign: int = 1) -> Formula:
+def published(curvature: str, redundancy: float = 1.0) -> Formula:
     """The published scores: edges are rectified logits."""
     config = CabConfig.published(curvature=curvature, redundancy=redundancy, **SQUARE)
 
     def score(logits: Tensor, visible: Tensor, places: Tensor) -> Tensor:
         affinity = logits.relu().masked_fill(~visible, 0.0)
-        return sign * reference.curvature_score(affinity, affinity, visible, places, config)
+        return reference.curvature_score(affinity, affinity, visible, places, config)
 
     return score
 
@@ -181,11 +181,12 @@ def cab(redundancy: float) -> Formula:
     return score
 
 
+# the score is the negative curvature: the highest score is the lowest curvature
+FORMAN = published("forman")
 FORMULAS: dict[str, Formula] = {
     MAGNITUDE: lambda logits, visible, places: logits,
-    # the score is the negative curvature: the highest score is the lowest curvature
-    "forman lowest": published("forman"),
-    "forman highest": published("forman", sign=-1),
+    "forman lowest": FORMAN,
+    "forman highest": lambda *block_graph: -FORMAN(*block_graph),
     "additive 0.3": published("additive", 0.3),
     "additive 1": published("additive", 1.0),
     "cab 0.3": cab(0.3),

@@ -7,7 +7,6 @@ index); its sample holds all formulas.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,19 +16,8 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from cab_hf.config import CabConfig
-from cab_hf.eval import charts
-from cab_hf.eval.bridge_graphs import (
-    BOX,
-    H2O,
-    MAGNITUDE,
-    METHODS,
-    RANDOM,
-    TOKEN,
-    GraphSettings,
-    make_graph,
-    measure,
-    seeded,
-)
+from cab_hf.eval import bridge_graphs, charts
+from cab_hf.eval.bridge_graphs import BOX, H2O, MAGNITUDE, METHODS, RANDOM, TOKEN, GraphSettings
 from cab_hf.eval.experiment import Experiment, Row
 from cab_hf.eval.intervals import LEVEL, Interval, mean_interval, wilson
 from cab_hf.eval.report import difference, markdown_table
@@ -108,16 +96,15 @@ class Bridges(Experiment):
         return len(list(self.cases(())))
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
-        settings = self.settings
-        every = product(settings.sizes, settings.strengths, range(settings.seeds))
-        for size, strength, index in every:
-            yield dict(zip(self.CASE, (*size, strength, index), strict=True))
+        given = self.settings
+        for size, *rest in product(given.sizes, given.strengths, range(given.seeds)):
+            yield dict(zip(self.CASE, (*size, *rest), strict=True))
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         *size, strength, index = place = [case[name] for name in self.CASE]
-        graph = make_graph(tuple(size), strength, index, self.settings)
-        generator = seeded("selection", self.settings.seed, *place)
-        return measure(graph, self.settings.sparsities, generator)
+        graph = bridge_graphs.make_graph(tuple(size), strength, index, self.settings)
+        generator = bridge_graphs.seeded("selection", self.settings.seed, *place)
+        return bridge_graphs.measure(graph, self.settings.sparsities, generator)
 
     # --- reporting
 
@@ -128,13 +115,9 @@ class Bridges(Experiment):
 
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
-        """A formula a row at every place; then each size, strength by strength."""
-        sizes = dict.fromkeys(_contender(row).size for row in rows)
-        each = {size: [r for r in rows if _contender(r).size == size] for size in sizes}
-        return {
-            "Bridges found": _overview(_whole(rows)),
-            **{size: _by_strength(of_size) for size, of_size in each.items()},
-        }
+        """A formula a row; then a formula and place a row, strength by strength."""
+        means = [row for row in rows if row["sparsity"] is None]
+        return {"Bridges found": _overview(means), "By strength": _by_strength(means)}
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
@@ -142,8 +125,10 @@ class Bridges(Experiment):
         shipped = f"cab {SHIPPED.redundancy:g}"
         found = [
             f"{row['verdict']} at {_contender(row).place} ({difference(row)} of the bridges)"
-            for row in _whole(rows)
-            if row["method"] == shipped and row["coarsen"] in (TOKEN, SHIPPED.coarsen)
+            for row in rows
+            if _is_whole(row)
+            and row["method"] == shipped
+            and row["coarsen"] in (TOKEN, SHIPPED.coarsen)
         ]
         told = f"CAB's curvature term as it is shipped ({shipped}), beside {MAGNITUDE} alone: "
         return [f"{told}{'; '.join(found)}."] if found else []
@@ -165,28 +150,21 @@ class Bridges(Experiment):
 
     @staticmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
-        """Bridges found against sparsity, strengths together; a panel a size and block summary."""
+        """Bridges found against sparsity, over all strengths; a panel a size and block summary."""
         swept = [row for row in rows if row["sparsity"] is not None]
-        of_all = dict.fromkeys(map(_contender, swept))
-        panels = [contender for contender in of_all if contender.method == MAGNITUDE]
-        across = min(2, len(panels))
-        down = -(-len(panels) // across)
-        size = (4.2 * across, 0.8 + 3.2 * down)
-        with charts.figure(path, down, across, figsize=size, sharex=True, sharey=True) as axes:
-            for axis in axes.flat[len(panels) :]:
-                axis.set_visible(False)
-            for axis, panel in zip(axes.flat, panels, strict=False):
-                for method in METHODS:
-                    ours = {panel._replace(method=method, coarsen=c) for c in (panel.coarsen, None)}
-                    _line(axis, method, [row for row in swept if _contender(row) in ours])
-                axis.set_title(panel.place, fontsize=10)
-                axis.grid(alpha=0.25)
-            whole = axes[0, 0].figure
-            whole.supxlabel("sparsity (share of every row's blocks dropped)", fontsize=10)
-            whole.supylabel("share of the bridges kept", fontsize=10)
-            whole.legend(
-                *axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=5
-            )
+        found: dict[Contender, dict[float, list[float]]] = {}
+        for row in swept:
+            of_row = found.setdefault(_contender(row), {})
+            of_row.setdefault(row["sparsity"], []).append(row["retrieval"])
+        sparsities = sorted({row["sparsity"] for row in swept})
+        lines = {c: [fmean(at[dropped]) for dropped in sparsities] for c, at in found.items()}
+        panels = {
+            plain.place: {c.method: lines[c] for c in lines if c in plain.beside}
+            for plain in lines
+            if plain.method == MAGNITUDE
+        }
+        x_label = "sparsity (share of every row's blocks dropped)"
+        charts.sweep(path, panels, sparsities, x_label, "share of the bridges kept")
 
 
 EXPERIMENT = Bridges
@@ -239,6 +217,12 @@ class Contender(NamedTuple):
         return self._replace(method=MAGNITUDE, coarsen=own or plain)
 
     @property
+    def beside(self) -> set[Contender]:
+        """All methods by the same summary, and those that look at none."""
+        each = product(METHODS, (self.coarsen, None))
+        return {self._replace(method=method, coarsen=coarsen) for method, coarsen in each}
+
+    @property
     def place(self) -> str:
         """The size, and the summary of blocks that is looked at or held against."""
         summary = self.coarsen or self.base.coarsen
@@ -271,9 +255,7 @@ def summarise(samples: Sequence[Row], sparsities: Sequence[float]) -> list[dict[
             outcomes = measured.setdefault(_contender({**sample, **outcome}), {})
             outcomes[graph] = {**outcome, "bridges": planted, "retrieval": retrieval}
 
-    judged = [
-        _strengths(measured[contender]) for contender in measured if contender != contender.base
-    ]
+    judged = [_strengths(outcomes) for who, outcomes in measured.items() if who != who.base]
     rows = []
     for contender, outcomes in measured.items():
         row = partial(_row, measured, contender)
@@ -321,28 +303,30 @@ def _row(
         row |= {"n": n, "found": found} | dict(zip(("low", "high"), wilson(found, n), strict=True))
     if contender == base:
         return row
-    against = {"delta": base, "chance": contender._replace(method=RANDOM, coarsen=None)}
     level = 1 - (1 - LEVEL) / together
-    found: dict[str, Interval] = {}
-    for name, other in against.items():
-        found[name] = mean_interval(retrieval, by_graph(other, "retrieval"), level)
-        row |= dict(zip((name, f"{name}_low", f"{name}_high"), found[name], strict=True))
+    random = contender._replace(method=RANDOM, coarsen=None)
+    intervals = [
+        mean_interval(retrieval, by_graph(other, "retrieval"), level) for other in (base, random)
+    ]
+    for name, interval in zip(("delta", "chance"), intervals, strict=True):
+        row |= dict(zip((name, f"{name}_low", f"{name}_high"), interval, strict=True))
     row |= {"mass_delta": row["mass"] - fmean(by_graph(base, "mass"))}
     row |= {"level": level, "baseline": base.coarsen}
-    return row | ({} if sparsity is not None else {"verdict": verdict(*found.values())})
+    return row | ({} if sparsity is not None else {"verdict": verdict(*intervals)})
 
 
-# --- tables and the figure
+# --- tables
 
 
-def _whole(rows: Sequence[Row]) -> list[Row]:
-    """Those of means over all sparsities and strengths."""
-    return [row for row in rows if row["sparsity"] is None and row["strength"] is None]
+def _is_whole(row: Row) -> bool:
+    """Whether it is the mean over all sparsities and strengths."""
+    return row["sparsity"] is None and row["strength"] is None
 
 
 def _overview(means: Sequence[Row]) -> str:
     """What each formula finds at every place, and one word for all of them."""
     shown: dict[str, dict[str, str]] = {}
+    means = list(filter(_is_whole, means))
     for row in means:
         judged = f" ({row['delta']:+.2f}, {row['verdict']})" if "verdict" in row else ""
         formula = shown.setdefault(row["method"], {"formula": row["method"]})
@@ -355,46 +339,21 @@ def _overview(means: Sequence[Row]) -> str:
     return markdown_table(formulas, ["formula", *places, "anywhere"])
 
 
-def _by_strength(rows: Sequence[Row]) -> str:
-    """Means over the sweep at one size, and the difference to magnitude at each strength."""
-    means = [row for row in rows if row["sparsity"] is None]
+def _by_strength(means: Sequence[Row]) -> str:
+    """What is found over the sweep at every place, and the difference at each strength."""
     at = {(_contender(row), row["strength"]): row for row in means}
 
     def told(strength: float, row: Row) -> str | None:
-        there = at[_contender(row), strength]
-        if "verdict" not in there:
-            return None
-        word = "" if there["verdict"] == SAME else f" {there['verdict']}"
-        return f"{there['delta']:+.2f}{word}"
+        there = at.get((_contender(row), strength), {})
+        # no word where there is no difference
+        words = f"{there['delta']:+.2f} {there['verdict']}" if "verdict" in there else None
+        return words and words.removesuffix(f" {SAME}")
 
     columns = {
-        **{"formula": "method", "blocks by": "coarsen", "bridges found": "retrieval"},
-        **{"mass kept": "mass", "density": "density"},
+        **{"formula": "method", "at": lambda row: _contender(row).place},
+        **{"bridges found": "retrieval", "mass kept": "mass", "density": "density"},
         **{f"to {MAGNITUDE}": difference, "verdict": "verdict"},
     }
     strengths = sorted({row["strength"] for row in means} - {None})
     columns |= {f"strength {strength:g}": partial(told, strength) for strength in strengths}
-    return markdown_table(_whole(means), columns)
-
-
-# Matplotlib's colour, marker and line
-STYLES = ("ko-", "C3v-", "C1^-", "C0s-", "C0D--", "C2P-", "C2X--", "C4*-", "C7.:")
-
-
-def _line(axis: Any, method: str, rows: Sequence[Row]) -> None:
-    """Bridges found by ``method`` at each sparsity; the band is Wilson's interval of magnitude."""
-    found, n = Counter(), Counter()
-    for row in rows:
-        found[row["sparsity"]] += row["found"]
-        n[row["sparsity"]] += row["n"]
-    dropped = sorted(n)
-    places = range(len(dropped))
-    axis.set_xticks(places, [f"{sparsity:g}" for sparsity in dropped])
-    shares = [found[sparsity] / n[sparsity] for sparsity in dropped]
-    style = STYLES[METHODS.index(method)]
-    # magnitude lies under what coincides with it
-    under = {"linewidth": 3, "zorder": 1} if method == MAGNITUDE else {"linewidth": 1.3}
-    axis.plot(places, shares, style, label=method, **under)
-    if method == MAGNITUDE:
-        low, high = zip(*(wilson(found[s], n[s]) for s in dropped), strict=True)
-        axis.fill_between(places, low, high, color="black", alpha=0.12, linewidth=0)
+    return markdown_table(list(filter(_is_whole, means)), columns)

@@ -309,9 +309,9 @@ def test_a_run_goes_on_where_it_was_killed(folder, tmp_path, monkeypatch):
     lines = (folder / "samples.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "samples.jsonl").write_text("".join(lines[:7]) + lines[7][:50])
     made = []
-    make_graph = bridges.make_graph
+    make_graph = bridge_graphs.make_graph
     monkeypatch.setattr(
-        bridges, "make_graph", lambda *place: made.append(place) or make_graph(*place)
+        bridge_graphs, "make_graph", lambda *place: made.append(place) or make_graph(*place)
     )
     monkeypatch.setattr(Bridges, "draw", staticmethod(lambda path, rows: None))
     rows = command(tmp_path)["rows"]
