@@ -144,8 +144,8 @@ class Bridges(Experiment):
             f"{MAGNITUDE} by the same summary of blocks; of {H2O}, {RANDOM} and {MAGNITUDE} itself "
             f"to that by the box. *{BETTER}*, *{WORSE}*: Student's interval leaves out 0 and the "
             f"difference is {MARGIN:g} or more; *{CHANCE}*: better than {MAGNITUDE}, not than "
-            f"random blocks. Verdicts hold together at {LEVEL:.0%} (Bonferroni), those over all "
-            "strengths and those of one strength apart."
+            f"random blocks; *{MIXED}*: better at one place, worse at another. Verdicts over all "
+            f"strengths hold together at {LEVEL:.0%} (Bonferroni), and so do those of one."
         )
 
     @staticmethod
