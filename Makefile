@@ -23,7 +23,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-readme: $(READY)  ## write the tables of README.md anew from eval/results
+readme: $(READY)  ## write eval/results/README.md and the tables of README.md anew from eval/results
 	$(BIN)/python -m cab_hf.eval readme
 
 $(READY): setup.cfg pyproject.toml constraints.txt

@@ -194,7 +194,6 @@ def report_text(
     """``report.md`` from what ``results.json`` holds."""
     settings = provenance["settings"]
     others = list(kind.tables(rows).items())[1:]
-    command = f"{PROG} {kind.name} {shlex.join(spelled(settings, kind.Settings))}".strip()
     made = (
         f"Made on {provenance['device']} with "
         + ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
@@ -206,9 +205,14 @@ def report_text(
         f"![{kind.caption}]({FIGURE})",
         *(f"## {heading}\n\n{table}" for heading, table in others),
         kind.notes(settings),
-        f"{made}\n\n```\n{command}\n```",
+        f"{made}\n\n```\n{command(kind, settings)}\n```",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def command(kind: type[Experiment] | Experiment, settings: Mapping[str, Any]) -> str:
+    """The command line that measures anew what was recorded with ``settings``."""
+    return f"{PROG} {kind.name} {shlex.join(spelled(settings, kind.Settings))}".strip()
 
 
 def _summary(kind: type[Experiment] | Experiment, rows: Sequence[Row]) -> list[str]:

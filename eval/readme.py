@@ -1,65 +1,242 @@
-"""The tables of README.md, written from the results they show.
+"""The pages that show results, written from the files of results alone.
 
-A table stands between ``<!-- results: FOLDER -->`` and ``<!-- end -->``, FOLDER being a folder of
-``eval/results``. Nothing between the two is typed by hand. A folder is read by the command it is
-named after, and by ``passkey`` where it is named after none.
+``eval/results/README.md`` is written whole; in ``README.md`` what stands between
+``<!-- table: NAME -->`` and ``<!-- end -->`` is, NAME being one of `TABLES`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from cab_hf.eval import bridges, speed
-from cab_hf.eval.passkey import Passkey
+from cab_hf.eval.experiment import (
+    CSV,
+    FIGURE,
+    REPORT,
+    RESULTS,
+    SAMPLES,
+    Experiment,
+    Row,
+    command,
+    named,
+)
+from cab_hf.eval.report import difference, digits, markdown_table
 from cab_hf.runs.log import write_atomically
 from cab_hf.runs.settings import option, read_settings
 
 ROOT = Path(__file__).parents[1]
-PLACE = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+# experiments whose folders come first, in this order; those of one by name
+ORDER = (
+    "passkey",
+    *(f"speed {op}" for op in ("ttft", "attention", "predictor", "breakdown", "prefill")),
+    "bridges",
+)
+SPEED = "speed-ttft"
+SPEED_LENGTHS = (8192, 32768, 65536, 131072)
+KEPT = {
+    "one key in noise": "smollm2-8192-1key",
+    "four keys in noise": "smollm2-8192-4keys",
+    "one key in licence prose": "smollm2-8192-text-1key",
+    "four keys in licence prose": "smollm2-8192-text-4keys",
+}
+OTHERS = ("published", "streaming", "random", "antidiagonal", "h2o")  # training-free, as cab is
+INTRODUCTION = f"""# Results
+
+Each folder is one run of an experiment: `{SAMPLES}`, what was measured, a case a line;
+`{RESULTS}`, the rows derived from it (`{CSV}` has them as a table) and where they come from;
+`{FIGURE}`; and `{REPORT}`, all of this to be read. The command below a figure measures it anew, on
+the device named beside it; this page is written by `make readme`."""
+
+
+# --- reading
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a folder of results holds."""
+
+    name: str
+    rows: Sequence[Row]
+    provenance: Mapping[str, Any]
+    kind: type[Experiment]
+
+    def row(self, **wanted: Any) -> Row:
+        """The only row of those values; ValueError where there is none."""
+        found = [r for r in self.rows if wanted.items() <= r.items()]
+        if len(found) != 1:
+            told = ", ".join(f"{name} {value}" for name, value in wanted.items())
+            raise ValueError(f"{self.name} must have one row of {told}; it has {len(found)}.")
+        return found[0]
+
+
+def read_results(folder: Path) -> Results:
+    """What is in ``folder``; ValueError where it is no folder of results of an experiment."""
+    path = folder / RESULTS
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {RESULTS}; measure it again or take it away.")
+    content = json.loads(path.read_text())
+    made = content["provenance"]
+    if "experiment" not in made:
+        raise ValueError(f"{path} names no experiment in its provenance; measure it again.")
+    return Results(folder.name, content["rows"], made, named(made["experiment"]))
+
+
+# --- eval/results/README.md
+
+
+def results_page(results: Path) -> str:
+    """The page of all folders in ``results``; ValueError as of `read_results`."""
+    found = [read_results(folder) for folder in sorted(results.iterdir()) if folder.is_dir()]
+    found.sort(key=lambda each: (_rank(each.kind.name), each.name))
+    return "\n\n".join([INTRODUCTION, *(section(each, found) for each in found)]) + "\n"
+
+
+def section(found: Results, among: Sequence[Results]) -> str:
+    """One folder: table, readings, figure and command; ``among`` are all on the page."""
+    kind, made = found.kind, found.provenance
+    parts = [
+        f"## {': '.join(filter(None, (kind.title, varying(found, among))))}",
+        next(iter(kind.tables(found.rows).values())),
+        " ".join(kind.readings(found.rows)),
+        f"![{kind.caption}]({found.name}/{FIGURE})",
+        f"{source([found])}; [{found.name}]({found.name}/{REPORT}) tells more.",
+        f"```\n{command(kind, made['settings'])}\n```",
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+def varying(found: Results, among: Iterable[Results]) -> str:
+    """In which settings and versions ``found`` differs from others of its experiment."""
+    same = [_identity(each) for each in among if each.kind is found.kind]
+    ours = _identity(found)
+    differing = (
+        name
+        for name in dict.fromkeys(name for each in same for name in each)
+        if len({each.get(name) for each in same}) > 1
+    )
+    told = ((name.replace("_", " "), ours.get(name)) for name in differing)
+    return ", ".join(f"no {name}" if value is None else f"{name} {value}" for name, value in told)
+
+
+def _identity(found: Results) -> dict[str, Any]:
+    """What tells two runs of an experiment apart, as far as it is short enough for a heading."""
+    made, kind = found.provenance, found.kind
+    fixed = {field.name for field in fields(kind.Settings)} - set(kind.GROWS)
+    told = {name: value for name, value in made["settings"].items() if name in fixed}
+    told |= made["versions"]
+    return {name: each for name, each in told.items() if not isinstance(each, (dict, list))}
+
+
+def _rank(name: str) -> int:
+    return ORDER.index(name) if name in ORDER else len(ORDER)
+
+
+def source(found: Sequence[Results]) -> str:
+    """Device, torch and commit of the runs, in one line."""
+    made = [each.provenance for each in found]
+    devices, versions, commits = (
+        " and ".join(dict.fromkeys(values))
+        for values in (
+            [each["device"] for each in made],
+            [each["versions"]["torch"] for each in made],
+            [(each["commit"] or "unknown")[:7] for each in made],
+        )
+    )
+    return f"{devices}, torch {versions}, commit {commits}"
+
+
+# --- README.md
+
+
+def speed_table(results: Path) -> str:
+    """Time to the first token, dense and sparse."""
+    found = read_results(results / SPEED)
+    rows = []
+    for length in SPEED_LENGTHS:
+        dense, cab = (found.row(length=length, implementation=name) for name in ("sdpa", "cab"))
+        rows.append(
+            {
+                "tokens": f"{length:,}",
+                "sdpa s": digits(dense["ms"] / 1000),
+                "cab s": digits(cab["ms"] / 1000),
+                "×": f"{cab['over_sdpa']:.2f}",
+                "density": cab["density"],
+            }
+        )
+    return _table(rows, [found])
+
+
+def kept_table(results: Path) -> str:
+    """Keys found, dense and sparse, and by the best of `OTHERS`; bold where cab loses for sure."""
+    folders = {what: read_results(results / name) for what, name in KEPT.items()}
+    rows = []
+    for what, found in folders.items():
+        dense, cab = (found.row(method=name) for name in ("dense", "cab"))
+        best = max((r for r in found.rows if r["method"] in OTHERS), key=lambda r: r["accuracy"])
+        told = difference(cab)
+        rows.append(
+            {
+                "": what,
+                "dense": dense["accuracy"],
+                "cab": cab["accuracy"],
+                "difference [95 %]": f"**{told}**" if cab["delta_high"] < 0 else told,
+                "density": cab["density"],
+                "best other method": f"{best['method']} {best['accuracy']:.2f}",
+            }
+        )
+    return _table(rows, list(folders.values()))
+
+
+TABLES: dict[str, Callable[[Path], str]] = {"speed": speed_table, "kept": kept_table}
+
+
+def readme_page(page: str, results: Path) -> str:
+    """``page`` with each of `TABLES` made anew; ValueError for a marker or results not there."""
+    for name, table in TABLES.items():
+        begin, end = f"<!-- table: {name} -->\n", "<!-- end -->"
+        place = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+        written = f"{begin}{table(results)}\n{end}"
+        page, count = place.subn(lambda _, written=written: written, page)
+        if count != 1:
+            raise ValueError(
+                f"the page must have one table between {begin.strip()} and {end}; it has {count}."
+            )
+    return page
+
+
+def _table(rows: Sequence[Row], found: Sequence[Results]) -> str:
+    shown = markdown_table(rows, list(rows[0]))
+    return f"{shown}\n\n{source(found)}; more in [eval/results](eval/results)."
+
+
+# --- the command
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Where the page is."""
+    """Where the pages are; results are shown by the README.md in their folder."""
 
     page: str = option(str(ROOT / "README.md"), "the file whose tables are written")
-
-
-def render(page: str, results: Path) -> str:
-    """``page`` with every table made anew; FileNotFoundError for a folder without results."""
-
-    def table(place: re.Match[str]) -> str:
-        folder = results / place[2]
-        content = json.loads((folder / "results.json").read_text())
-        rows, made = content["rows"], content["provenance"]
-        shown, sentences = _read(place[2], rows)
-        said = "\n".join(f"* {sentence}" for sentence in sentences)
-        source = (
-            f"{made['device']}, torch {made['versions']['torch']}, commit {made['commit'][:7]}; "
-            f"rows and figure in [eval/results/{place[2]}](eval/results/{place[2]})."
-        )
-        return f"{place[1]}{shown}\n\n{said}\n\n{source}\n{place[3]}"
-
-    return PLACE.sub(table, page)
-
-
-def _read(folder: str, rows: list[dict[str, Any]]) -> tuple[str, list[str]]:
-    """(table, sentences) of the rows of a folder of results."""
-    if folder.startswith("bridges"):
-        return bridges.overview(rows), bridges.readings(rows)
-    for name, op in speed.OPS.items():
-        if folder.startswith(f"speed-{name}"):
-            return op.overview(rows), op.readings(rows)
-    return next(iter(Passkey.tables(rows).values())), Passkey.readings(rows)
+    results: str = option(str(ROOT / "eval" / "results"), "the folder of all results")
 
 
 def main(words: Sequence[str]) -> int:
-    """Write the tables of the page anew."""
-    page = Path(read_settings(Settings, words, "python -m cab_hf.eval readme").page)
-    write_atomically(page, render(page.read_text(), ROOT / "eval" / "results"))
+    """Write both pages anew, or neither; the exit status."""
+    settings = read_settings(Settings, words, "python -m cab_hf.eval readme")
+    page, results = Path(settings.page), Path(settings.results)
+    try:
+        written = {
+            results / "README.md": results_page(results),
+            page: readme_page(page.read_text(), results),
+        }
+    except ValueError as error:
+        print(f"python -m cab_hf.eval readme: {error}", file=sys.stderr)
+        return 2
+    for path, text in written.items():
+        write_atomically(path, text)
     return 0

@@ -63,6 +63,13 @@ def markdown_table(
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def difference(row: Mapping[str, Any]) -> str | None:
+    """``delta`` of a row with its interval, ``+0.05 [+0.04, +0.06]``; None where it has none."""
+    if row.get("delta") is None:
+        return None
+    return f"{row['delta']:+.2f} [{row['delta_low']:+.2f}, {row['delta_high']:+.2f}]"
+
+
 def digits(value: float | None) -> str | None:
     """A number from 0 up with three digits that count, and no exponent."""
     if not value:

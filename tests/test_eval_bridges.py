@@ -1,6 +1,5 @@
 """The bridges command: its graph, its budgets, its verdicts and its files."""
 
-import csv
 import json
 import math
 from dataclasses import replace
@@ -8,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cab_hf.eval import __main__, bridges, intervals
-from cab_hf.eval.bridges import BETTER, CHANCE, MIXED, SAME, WORSE, Settings
+from cab_hf.eval import __main__, bridge_graphs, bridges, experiment, intervals
+from cab_hf.eval.bridge_graphs import BOX, MAGNITUDE, RANDOM, TOKEN, seeded
+from cab_hf.eval.bridges import BETTER, CHANCE, MIXED, SAME, WORSE, Bridges, Settings
 
 SPARSITIES = (0.0, 0.5, 0.9)
 TINY = Settings(
@@ -25,20 +25,20 @@ SIZES = pytest.mark.parametrize("size", TINY.sizes, ids=["tokens", "blocks"])
 
 
 def graph_of(size, strength=0.5, index=0, **changes):
-    return bridges.make_graph(size, strength, index, replace(TINY, **changes))
+    return bridge_graphs.make_graph(size, strength, index, replace(TINY, **changes))
 
 
 def kept_by(graph, sparsities=SPARSITIES):
     """(method, coarsening) -> bool [S, M, M], with true mass that nobody should need."""
-    mass = torch.rand(1, 1, graph.blocks, graph.blocks, generator=bridges.seeded("mass")).tril()
-    found = bridges.selections(graph, sparsities, mass, bridges.seeded("random"))
+    mass = torch.rand(1, 1, graph.blocks, graph.blocks, generator=seeded("mass")).tril()
+    found = bridge_graphs.selections(graph, sparsities, mass, seeded("random"))
     return {(method, coarsen): keep[:, 0] for method, coarsen, keep in found}
 
 
 # --- the graph
 
 
-@pytest.mark.parametrize("layout", bridges.LAYOUTS)
+@pytest.mark.parametrize("layout", bridge_graphs.LAYOUTS)
 @SIZES
 def test_bridges_join_communities_and_point_back(size, layout):
     for index in range(20):
@@ -50,7 +50,7 @@ def test_bridges_join_communities_and_point_back(size, layout):
         assert torch.equal(graph.needles // graph.block_size, graph.columns)
 
 
-@pytest.mark.parametrize("needle", bridges.NEEDLES)
+@pytest.mark.parametrize("needle", bridge_graphs.NEEDLES)
 @SIZES
 def test_a_planted_bridge_has_the_affinity_it_was_given(size, needle):
     strength = 0.5
@@ -71,7 +71,7 @@ def test_a_planted_bridge_has_the_affinity_it_was_given(size, needle):
 
 
 @pytest.mark.parametrize(
-    ("needle", "louder"), [("quiet", 1.0), ("loud", math.sqrt(1.5))], ids=bridges.NEEDLES
+    ("needle", "louder"), [("quiet", 1.0), ("loud", math.sqrt(1.5))], ids=bridge_graphs.NEEDLES
 )
 def test_only_a_loud_needle_is_louder_than_its_block(needle, louder):
     graph = graph_of((24, 4), 0.5, needle=needle, noise=0.0)
@@ -95,7 +95,7 @@ def test_graphs_differ_by_index_and_come_back():
 def test_every_method_keeps_exactly_the_budget(size):
     graph = graph_of(size)
     kept = kept_by(graph)
-    assert {method for method, _ in kept} == set(bridges.METHODS)
+    assert {method for method, _ in kept} == set(bridge_graphs.METHODS)
     visible = torch.arange(1, graph.blocks + 1)
     for keep in kept.values():
         assert not keep.triu(1).any()
@@ -109,31 +109,29 @@ def test_nothing_a_row_keeps_depends_on_later_rows(size):
     graph = graph_of(size)
     half = graph.blocks // 2
     tokens = half * graph.block_size
-    later = torch.randn(graph.q.shape, generator=bridges.seeded("later")) * 9
+    later = torch.randn(graph.q.shape, generator=seeded("later")) * 9
     later[:, :, :tokens] = 0
     disturbed = replace(graph, q=graph.q + later, k=graph.k + later.flip(-1))
     before, after = kept_by(graph), kept_by(disturbed)
     for name, keep in before.items():
-        if name[0] != bridges.RANDOM:
+        if name[0] != RANDOM:
             assert torch.equal(keep[:, :half], after[name][:, :half]), name
 
 
 @SIZES
 def test_without_redundancy_cab_is_magnitude(size, monkeypatch):
-    plain = bridges.CabConfig(redundancy=0.0, **bridges.SQUARE)
-    formula = bridges.partial(bridges.cab_score, plain)
-    monkeypatch.setitem(bridges.FORMULAS, "cab 0.3", formula)
+    monkeypatch.setitem(bridge_graphs.FORMULAS, "cab 0.3", bridge_graphs.cab(0.0))
     kept = kept_by(graph_of(size))
     for method, coarsen in kept:
         if method == "cab 0.3":
-            assert torch.equal(kept[method, coarsen], kept[bridges.MAGNITUDE, coarsen])
+            assert torch.equal(kept[method, coarsen], kept[MAGNITUDE, coarsen])
 
 
 def test_h2o_by_hand():
     mass = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0], [0, 3, 1, 0], [0, 0, 0, 1]])
     visible = torch.ones(4, 4, dtype=torch.bool).tril()
     budget = torch.tensor([[1], [1], [2], [3]])
-    kept = bridges._heavy_and_recent(mass[None, None], visible[None, None], budget[None, None])
+    kept = bridge_graphs.heavy_and_recent(mass[None, None], visible[None, None], budget[None, None])
     # so far the columns received 2, 1 in row 1; 2, 4 in row 2; 2, 4, 1 in row 3
     expected = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [1, 1, 0, 1]]
     assert kept[0, 0].long().tolist() == expected
@@ -142,36 +140,26 @@ def test_h2o_by_hand():
 # --- what is measured
 
 
-def measured(strength, sparsities, size=(40, 1), graphs=30):
-    """(method, coarsening) -> share of the bridges found at each sparsity."""
-    found = {}
+def test_random_finds_its_density(monkeypatch):
+    monkeypatch.setattr(bridge_graphs, "FORMULAS", {})
+    sparsities, graphs = (0.25, 0.5, 0.75), 30
+    found = torch.zeros(len(sparsities))
     for index in range(graphs):
-        sample = bridges.measure(
-            graph_of(size, strength, index), sparsities, bridges.seeded("random", index)
+        sample = bridge_graphs.measure(
+            graph_of((40, 1), index=index), sparsities, seeded("random", index)
         )
-        for outcome in sample["outcomes"]:
-            name = outcome["method"], outcome["coarsen"]
-            found.setdefault(name, []).append(outcome["found"])
-    bridges_planted = graphs * TINY.bridges
-    return {
-        name: (torch.tensor(counts).sum(0) / bridges_planted).tolist()
-        for name, counts in found.items()
-    }
-
-
-def test_random_finds_its_density():
-    dropped = (0.25, 0.5, 0.75)
-    found = measured(0.5, dropped)[bridges.RANDOM, None]
+        (random,) = (each for each in sample["outcomes"] if each["method"] == RANDOM)
+        found += torch.tensor(random["found"]) / (graphs * TINY.bridges)
     # 120 bridges: twice the standard error, and what rounding up and the diagonal do
-    assert found == pytest.approx([1 - x for x in dropped], abs=0.12)
+    assert found.tolist() == pytest.approx([1 - x for x in sparsities], abs=0.12)
 
 
 @SIZES
 def test_magnitude_finds_bridges_of_overwhelming_strength(size):
     for index in range(5):
         graph = graph_of(size, 40.0, index)
-        coarsen = bridges.TOKEN if size[1] == 1 else bridges.BOX
-        keep = kept_by(graph, (0.9,))[bridges.MAGNITUDE, coarsen][0]
+        coarsen = TOKEN if size[1] == 1 else BOX
+        keep = kept_by(graph, (0.9,))[MAGNITUDE, coarsen][0]
         # an early row's budget is its diagonal block, which holds no bridge
         roomy = keep.sum(-1)[graph.rows] > 1
         assert torch.equal(keep[graph.rows, graph.columns], roomy) and roomy.any()
@@ -179,7 +167,7 @@ def test_magnitude_finds_bridges_of_overwhelming_strength(size):
 
 @SIZES
 def test_everything_finds_everything_at_sparsity_0(size):
-    sample = bridges.measure(graph_of(size), (0.0,), bridges.seeded("random"))
+    sample = bridge_graphs.measure(graph_of(size), (0.0,), seeded("random"))
     for outcome in sample["outcomes"]:
         assert outcome["found"] == [TINY.bridges]
         assert outcome["mass"] == [1.0] and outcome["density"] == [1.0]
@@ -188,14 +176,14 @@ def test_everything_finds_everything_at_sparsity_0(size):
 @SIZES
 def test_density_and_mass_are_over_tokens(size):
     graph = graph_of(size)
-    sample = bridges.measure(graph, (0.5,), bridges.seeded("random"))
+    sample = bridge_graphs.measure(graph, (0.5,), seeded("random"))
     logits = (graph.q @ graph.k.mT)[0, 0] * TINY.dim**-0.5
     causal = torch.ones_like(logits, dtype=torch.bool).tril()
     attention = logits.masked_fill(~causal, -math.inf).softmax(-1)
-    keep = kept_by(graph, (0.5,))[bridges.MAGNITUDE, sample["outcomes"][0]["coarsen"]][0]
+    keep = kept_by(graph, (0.5,))[MAGNITUDE, sample["outcomes"][0]["coarsen"]][0]
     tokens = keep.repeat_interleave(graph.block_size, 0).repeat_interleave(graph.block_size, 1)
     found = sample["outcomes"][0]
-    assert found["method"] == bridges.MAGNITUDE
+    assert found["method"] == MAGNITUDE
     mass = (attention * tokens).sum() / len(attention)
     assert found["mass"][0] == pytest.approx(float(mass), abs=1e-4)
     density = (tokens & causal).sum() / causal.sum()
@@ -243,7 +231,7 @@ def sample_by_hand(index, found):
     outcomes = [
         {
             "method": method,
-            "coarsen": None if method == bridges.RANDOM else bridges.TOKEN,
+            "coarsen": None if method == RANDOM else TOKEN,
             "found": [count],
             "mass": [count / 20],
             "density": [0.25],
@@ -256,20 +244,24 @@ def sample_by_hand(index, found):
 
 def test_rows_and_verdicts_by_hand():
     samples = [
-        sample_by_hand(i, {"magnitude": 4, "cab 1": 8 + i % 2, "forman lowest": 2, "random": 3})
+        sample_by_hand(i, {"magnitude": 4, "cab 0.3": 8 + i % 2, "forman lowest": 2, "random": 3})
         for i in range(10)
     ]
     rows = bridges.summarise(samples, (0.9,))
-    cab = next(r for r in rows if r["method"] == "cab 1" and r["sparsity"] == 0.9)
+    cab = next(r for r in rows if r["method"] == "cab 0.3" and r["sparsity"] == 0.9)
     assert (cab["found"], cab["n"], cab["retrieval"]) == (85, 100, pytest.approx(0.85))
     assert (cab["low"], cab["high"]) == intervals.wilson(85, 100)
     assert cab["delta"] == pytest.approx(0.45) and cab["mass_delta"] == pytest.approx(0.225)
     words = {r["method"]: r.get("verdict") for r in rows if r["strength"] is None}
-    assert words == {"magnitude": None, "cab 1": BETTER, "forman lowest": WORSE, "random": WORSE}
+    assert words == {"magnitude": None, "cab 0.3": BETTER, "forman lowest": WORSE, "random": WORSE}
     # one level over the strengths, where three methods are judged
     assert {r["level"] for r in rows if r.get("verdict")} == {1 - 0.05 / 3}
-    said = bridges.readings(rows)
-    assert any(sentence.startswith("**cab 1: better**: better at 40x1. ") for sentence in said)
+    overview = next(iter(Bridges.tables(rows).values()))
+    assert "| cab 0.3 | 0.85 (+0.45, better) | better |" in overview
+    assert Bridges.readings(rows) == [
+        "CAB's curvature term as it is shipped (cab 0.3), beside magnitude alone: better at 40 "
+        "tokens (+0.45 [+0.40, +0.50] of the bridges)."
+    ]
 
 
 # --- the command
@@ -293,33 +285,35 @@ def command(out, *more):
     return json.loads((out / "results.json").read_text())
 
 
-def test_the_command_leaves_its_files(folder):
-    names = {"samples.jsonl", "results.json", "results.csv", "report.md", "bridges.png"}
-    assert {file.name for file in folder.iterdir()} == names
-    assert (folder / "bridges.png").read_bytes().startswith(b"\x89PNG")
-    content = json.loads((folder / "results.json").read_text())
-    with open(folder / "results.csv", newline="") as file:
-        assert len(list(csv.DictReader(file))) == len(content["rows"])
-    assert bridges.density_gap(content["rows"]) == 0
+def test_densities_are_matched(folder):
+    cells = {}
+    for row in json.loads((folder / "results.json").read_text())["rows"]:
+        cell = (row["blocks"], row["strength"], row["sparsity"])
+        cells.setdefault(cell, set()).add(row["density"])
+    assert all(len(densities) == 1 for densities in cells.values())
 
 
 def test_results_have_provenance_and_rebuild_the_report(folder):
     content = json.loads((folder / "results.json").read_text())
     made = content["provenance"]
     assert made["settings"]["seeds"] == 3 and made["settings"]["needle"] == "quiet"
-    assert made["versions"]["torch"] and made["finished"].endswith("+00:00")
     assert str(folder) not in json.dumps(content)
-    assert bridges.report_text(content["rows"], made) == (folder / "report.md").read_text()
+    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+    text = (folder / "report.md").read_text()
+    assert experiment.report_text(Bridges, content["rows"], made) == text
+    given = "--communities 3 --bridges 4 --dim 16 --sizes 40x1,24x4 --strengths 0.5,1.2"
+    assert text.endswith(f"bridges {given} --sparsities 0.5,0.9 --seeds 3\n```\n")
 
 
 def test_a_run_goes_on_where_it_was_killed(folder, tmp_path, monkeypatch):
     lines = (folder / "samples.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "samples.jsonl").write_text("".join(lines[:7]) + lines[7][:50])
     made = []
-    make_graph = bridges.make_graph
+    make_graph = bridge_graphs.make_graph
     monkeypatch.setattr(
-        bridges, "make_graph", lambda *place: made.append(place) or make_graph(*place)
+        bridge_graphs, "make_graph", lambda *place: made.append(place) or make_graph(*place)
     )
+    monkeypatch.setattr(Bridges, "draw", staticmethod(lambda path, rows: None))
     rows = command(tmp_path)["rows"]
     assert len(made) == len(lines) - 7
     assert rows == json.loads((folder / "results.json").read_text())["rows"]

@@ -1,10 +1,8 @@
-"""Tables, figures and the README made of them."""
-
-from pathlib import Path
+"""Tables and figures."""
 
 import pytest
 
-from cab_hf.eval import charts, readme, report
+from cab_hf.eval import charts, report
 
 
 def test_markdown_table_by_hand():
@@ -28,20 +26,15 @@ def test_heatmap_is_a_picture(tmp_path, panels):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_readme_shows_the_committed_results():
-    root = Path(__file__).parents[1]
-    page = (root / "README.md").read_text()
-    assert readme.render(page, root / "eval" / "results") == page
-    assert page.count("<!-- results: ") >= 2
+@pytest.mark.parametrize("panels", [1, 3])
+def test_sweep_is_a_picture(tmp_path, panels):
+    path = tmp_path / "sweep.png"
+    lines = {"magnitude": [0.5, 0.2], "cab": [0.6, 0.3]}
+    charts.sweep(path, {f"panel {i}": lines for i in range(panels)}, (0.5, 0.9), "x", "y")
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_table_is_made_from_its_results(tmp_path):
-    folder = tmp_path / "one"
-    folder.mkdir()
-    row = {"method": "cab", "length": 8, "keys": 1, "n": 2, "correct": 1, "density": 0.25}
-    row |= {"accuracy": 0.5, "low": 0.1, "high": 0.9}
-    made = {"device": "a GPU", "versions": {"torch": "2"}, "commit": "0123456789"}
-    report.write_results(folder, [row], made)
-    page = readme.render("a\n<!-- results: one -->\nold\n<!-- end -->\nb\n", tmp_path)
-    assert "old" not in page and "| cab | 8 | 1 | 1 of 2 | 0.50 [0.10, 0.90] | 0.25 |" in page
-    assert page.startswith("a\n") and page.endswith("<!-- end -->\nb\n")
+def test_a_difference_is_shown_with_its_interval():
+    row = {"delta": 0.05, "delta_low": -0.041, "delta_high": 0.1}
+    assert report.difference(row) == "+0.05 [-0.04, +0.10]"
+    assert report.difference({"delta": None}) is None and report.difference({}) is None
