@@ -9,6 +9,7 @@ from tiny import qkv
 from cab_hf import BlockPlan, engines
 from cab_hf.ops import reference
 from cab_hf.ops.attention import block, split, transpose
+from cab_hf.ops.attention.tiles import Lists
 from cab_hf.plan import BlockLists, Spans
 
 CASES = [
@@ -133,3 +134,11 @@ def test_transposes_are_those_of_the_definition(rows, columns):
         assert listing.tolist() == chosen[b, p, :, c].nonzero().flatten().tolist()
         slots = packed.slots[start : start + count].long()
         assert (lists.indices[b, p, listing.long(), slots] == c).all()
+
+
+def test_lists_of_one_block_are_widened():
+    """Triton 3.6, which compiles for GPUs, loses a 1 inside the plan; the interpreter does not."""
+    lists = BlockLists(torch.ones(1, 2, 3, dtype=torch.int32), torch.full((1, 2, 3, 1), 7).int())
+    widened = Lists.of(lists)
+    assert widened.width == widened.indices.shape[-1] == 2
+    assert widened.indices[..., 0].eq(7).all()

@@ -4,8 +4,9 @@ import pytest
 import torch
 from attention_cases import assert_engine_within_budget, case, with_gradients
 
+from cab_hf.engines import FLASH, FLEX, Workload, choose
 from cab_hf.ops import reference
-from cab_hf.ops.attention import flash, flex
+from cab_hf.ops.attention import flash
 
 pytestmark = pytest.mark.gpu
 WIDE, NARROW = (128, 128), (128, 64)
@@ -46,27 +47,28 @@ def hopper(gpu):
     return gpu
 
 
-def hold(shape, blocks, device, dtype=torch.bfloat16):
+def hold(shape, blocks, device, dtype=torch.bfloat16, engine=FLASH):
     q, k, v, grad, plan = case(device, dtype, blocks, **shape)
     scale = q.shape[-1] ** -0.5
-    assert_engine_within_budget(flex.attention, q, k, v, grad, plan, scale)
+    assert_engine_within_budget(engine.attention, q, k, v, grad, plan, scale)
 
 
-def runs(expected, blocks, training=True, dim=128, dtype=torch.bfloat16):
-    assert flex.backend("cuda", dim, dtype, training, *blocks) == expected
+def is_flash(blocks, dim=128):
+    """Whether training on such heads and blocks runs FLASH when flex is asked for."""
+    return choose("flex", Workload("cuda", dim, torch.bfloat16, True, *blocks)) is FLASH
 
 
 @pytest.mark.parametrize("blocks", [WIDE, NARROW], ids=["128x128", "128x64"])
 @pytest.mark.parametrize("shape", CASES)
 def test_flash_computes_what_the_reference_defines(hopper, shape, blocks):
-    runs("FLASH", blocks, dim=shape["dim"])
+    assert is_flash(blocks, shape["dim"])
     hold(shape, blocks, hopper)
 
 
 @pytest.mark.parametrize("blocks", [(64, 64), (64, 128), (256, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_flash_with_other_blocks(hopper, blocks, dim):
-    runs("FLASH", blocks, dim=dim)
+    assert is_flash(blocks, dim)
     hold(model(dim=dim), blocks, hopper)
 
 
@@ -86,7 +88,7 @@ def test_gradients_of_other_blocks_than_its_tiles_are_routed(hopper, dim, blocks
 
 @pytest.mark.parametrize("dim", [16, 40, 80, 160, 224])
 def test_flash_of_head_dims_whose_gradients_are_routed(hopper, dim):
-    runs("FLASH", NARROW, dim=dim)
+    assert is_flash(NARROW, dim)
     hold(model(dim=dim), NARROW, hopper)
 
 
@@ -101,9 +103,8 @@ def test_flash_of_head_dims_whose_gradients_are_routed(hopper, dim):
         ),
     ],
 )
-def test_triton_takes_plans_that_heads_share(gpu, monkeypatch, shape, blocks):
-    monkeypatch.setattr(flex, "backend", lambda *_: "TRITON")
-    hold(shape, blocks, gpu)
+def test_triton_takes_plans_that_heads_share(gpu, shape, blocks):
+    hold(shape, blocks, gpu, engine=FLEX)
 
 
 def test_a_gradient_of_ones_without_memory(hopper):
@@ -114,16 +115,18 @@ def test_a_gradient_of_ones_without_memory(hopper):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         return torch.autograd.grad(attend(*leaves, plan, 0.1).sum(), leaves)
 
-    for found, meant in zip(gradients(flex.attention), gradients(reference.attention), strict=True):
+    for found, meant in zip(
+        gradients(FLASH.attention), gradients(reference.attention), strict=True
+    ):
         torch.testing.assert_close(found, meant, atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize("shape", [model(), model(plan_heads=2)], ids=["per-head", "shared"])
 def test_flash_compiles_without_a_break(hopper, shape):
     q, k, v, grad, plan = case(hopper, torch.bfloat16, WIDE, **shape)
-    compiled = torch.compile(flex.attention, fullgraph=True)
+    compiled = torch.compile(FLASH.attention, fullgraph=True)
     found = with_gradients(compiled, (q, k, v), grad, plan, 0.1)
-    meant = with_gradients(flex.attention, (q, k, v), grad, plan, 0.1)
+    meant = with_gradients(FLASH.attention, (q, k, v), grad, plan, 0.1)
     for name, value in meant.items():
         torch.testing.assert_close(found[name], value, atol=0.02, rtol=0.02)
 
@@ -131,10 +134,10 @@ def test_flash_compiles_without_a_break(hopper, shape):
 def test_flash_forward_never_waits_for_the_device(hopper):
     q, k, v, _, plan = case(hopper, torch.bfloat16, NARROW, **model())
     with torch.no_grad():
-        flex.attention(q, k, v, plan, 0.1)
+        FLASH.attention(q, k, v, plan, 0.1)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            flex.attention(q, k, v, plan, 0.1)
+            FLASH.attention(q, k, v, plan, 0.1)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -145,7 +148,7 @@ def test_flash_is_captured_in_a_cuda_graph(hopper, blocks):
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
     def step():
-        out = flex.attention(*leaves, plan, 0.1)
+        out = FLASH.attention(*leaves, plan, 0.1)
         return out, *torch.autograd.grad(out, leaves, grad)
 
     side = torch.cuda.Stream()

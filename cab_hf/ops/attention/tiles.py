@@ -45,6 +45,12 @@ class Lists(NamedTuple):
     indices: Tensor
     width: int
 
+    @classmethod
+    def of(cls, lists: BlockLists) -> Lists:
+        # Triton 3.6 makes a constant of a 1, and loses it in a tuple inside a tuple
+        lists = lists.widened(2) if lists.width < 2 else lists
+        return cls(lists.counts, lists.indices, lists.width)
+
 
 class Plan(NamedTuple):
     """`Rows` as an argument of kernels; block sizes are constants of theirs.
@@ -101,7 +107,7 @@ class Terms(NamedTuple):
 
 def arguments(q: Tensor, k: Tensor, rows: Rows) -> tuple[Plan, Sizes]:
     """What every kernel is told of a plan, and of q [B, H, N_q, D] and k [B, H_kv, N_k, D]."""
-    full, partial = (Lists(x.counts, x.indices, x.width) for x in (rows.full, rows.partial))
+    full, partial = map(Lists.of, (rows.full, rows.partial))
     first, last = (x if x.stride(1) == 1 else x.contiguous() for x in (rows.first, rows.last))
     plan = Plan(full, partial, first, last, first.stride(0), last.stride(0))
     _, plan_heads, q_blocks = full.counts.shape
