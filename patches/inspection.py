@@ -42,15 +42,20 @@ def describe(
         return "\n".join(
             [f"cab_dense: exact attention; a prompt of {tokens} tokens:", *_lines(layers)]
         )
-    if config.select == "clusters":
-        budget = f"mass {config.mass}, bridges {config.bridges}"
-    else:
-        budget = f"sparsity {config.sparsity}"
     head = (
-        f"cab: predictor {config.predictor} ({config.select}: {budget}), blocks "
-        f"{config.query_block} x {config.key_block}; a prompt of {tokens} tokens:"
+        f"cab: predictor {config.predictor}{_budget(config)}, blocks {config.query_block} x "
+        f"{config.key_block}; a prompt of {tokens} tokens:"
     )
     return "\n".join([head, *_lines(layers)])
+
+
+def _budget(config: CabConfig) -> str:
+    """What CAB keeps; another predictor reads of the config what it likes."""
+    if config.predictor != "curvature":
+        return ""
+    if config.select == "topk":
+        return f" (topk: sparsity {config.sparsity})"
+    return f" (clusters: mass {config.mass}, bridges {config.bridges})"
 
 
 def stats(model: PreTrainedModel, reset: bool = False) -> list[dict[str, Any]]:

@@ -1,7 +1,11 @@
 """What is selected: by hand where that is possible, and the promises every recipe keeps."""
 
 import math
+import runpy
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from cab_hf.ops import reference
 from cab_hf.plan import Spans, block_visibility
 from cab_hf.predictors import Call, CurvaturePredictor, make_predictor, register_predictor
 
+EXAMPLE = Path(__file__).parents[1] / "examples" / "own_predictor.py"
 RECIPES = [
     pytest.param(CabConfig(query_block=32, key_block=16), id="clusters"),
     pytest.param(CabConfig(query_block=16, key_block=32), id="clusters-wide-keys"),
@@ -246,6 +251,26 @@ def test_no_gradient_flows_through_a_plan():
 
 
 # --- names
+
+
+def test_the_example_of_an_own_predictor_runs(capsys):
+    runpy.run_path(str(EXAMPLE))["main"]()
+    described, *told = capsys.readouterr().out.split("\nlayer ")
+    assert "predictor loudest" in described and "layers 0-1: sparse" in described
+    assert [line.split(":")[1].strip()[:5] for line in told] == ["0.200", "0.200"]
+
+
+def test_baselines_load_without_an_evaluation():
+    code = (
+        "import sys; from cab_hf.predictors import make_predictor; from cab_hf import CabConfig;"
+        "print(*(make_predictor(CabConfig(predictor=name)).__class__.__name__"
+        " for name in ('antidiagonal', 'oracle', 'random', 'streaming')),"
+        " any(name.startswith('cab_hf.eval') for name in sys.modules))"
+    )
+    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    *names, evaluated = told.stdout.split()
+    assert names == [f"{x}Predictor" for x in ("Antidiagonal", "Oracle", "Random", "Streaming")]
+    assert evaluated == "False"
 
 
 def test_a_predictor_is_registered_by_name():
