@@ -6,6 +6,7 @@ no shape depends on data, except where lists would be larger than `LISTS_AT_MOST
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from cab_hf.config import CabConfig
 from cab_hf.ops.coarsen import coarsen_keys, coarsen_queries, summary_dtype
 from cab_hf.ops.reference import KeySummary
-from cab_hf.ops.score import block_scores, bytes_per_head
+from cab_hf.ops.score import block_scores, turns
 from cab_hf.ops.select import fill_lists, select_blocks
 from cab_hf.plan import BlockLists, Spans, crossed_blocks
 
@@ -82,29 +83,24 @@ def _choose(
     q: Tensor, summary: KeySummary, spans: Spans, scale: float, config: CabConfig, measured: bool
 ) -> tuple[BlockLists, BlockLists]:
     shape, room, crossed = _rooms(q, spans.kv_length, spans.aligned, config)
-    batch, heads, q_blocks = shape
-    flat, kv_blocks = batch * heads, summary.planes.shape[3]
     # lists that would be too large are measured before they are made
-    wide = measured and 4 * flat * q_blocks * room > LISTS_AT_MOST
+    wide = measured and 4 * math.prod(shape) * room > LISTS_AT_MOST
     full = _empty_lists(q, shape, 0 if wide else room)
     partial = _empty_lists(q, shape, crossed)
-    bits = full.counts.new_empty(*shape, -(-kv_blocks // 32)) if wide else None
+    bits = full.counts.new_empty(*shape, -(-summary.planes.shape[3] // 32)) if wide else None
 
     # a summary may come out of a cache, or from another process
     summary = KeySummary(summary.planes.to(summary_dtype(q)).contiguous())
     queries = coarsen_queries(q, spans, config.query_block, config.coarsen)
-    turns = -(-flat * bytes_per_head(q_blocks, kv_blocks, config) // SCORES_AT_A_TIME)
-    step = -(-flat // turns)
-    for start in range(0, flat, step):
-        stop = min(start + step, flat)
-        scores = block_scores(queries, summary, start, stop, scale, config, spans)
-        select_blocks(scores, queries, kv_blocks, start, config, full, partial, bits)
+    for turn in turns(queries, summary, config, SCORES_AT_A_TIME):
+        scores = block_scores(turn, queries, summary, scale, config, spans)
+        select_blocks(turn, scores, config, full, partial, bits)
         # the next turn, and the lists after the last, take its memory
         del scores
     if wide:
         width = max(1, int(full.counts.max()))
         full = BlockLists(full.counts, full.counts.new_empty(*shape, width))
-        fill_lists(bits, queries, kv_blocks, full, partial, config)
+        fill_lists(turn, bits, full, partial, config)
     return full, partial
 
 

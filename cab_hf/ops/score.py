@@ -6,6 +6,7 @@ Everything here works on a run of heads, so that memory stays bounded however lo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -49,54 +50,76 @@ class Scores(NamedTuple):
     strength: Tensor | None
 
 
-def bytes_per_head(q_blocks: int, kv_blocks: int, config: CabConfig) -> int:
-    """What the scores of one head take while they live."""
-    width, coarse = _widths(kv_blocks, config)
-    rows = 1 + (config.select == "clusters") + (config.curvature == "forman")
-    grids = 2 if config.curved else 0
-    return 4 * q_blocks * (rows * width + grids * coarse)
+class Turn(NamedTuple):
+    """The heads whose turn it is, as kernels take them, and how many blocks they have.
+
+    Attributes:
+        rows, rows_plane: `QuerySummary.rows`, and the stride of its first dimension.
+        start, count: the first of them, and how many, batch rows and heads counted together.
+        heads, kv_heads: of a batch row.
+        width, coarse_width: room for the columns of a row on the key and on the query grid.
+    """
+
+    rows: Tensor
+    rows_plane: int
+    start: int
+    count: int
+    heads: int
+    kv_heads: int
+    q_blocks: int
+    kv_blocks: int
+    width: int
+    coarse_width: int
+
+
+def turns(
+    queries: QuerySummary, keys: KeySummary, config: CabConfig, bytes_at_most: int
+) -> Iterator[Turn]:
+    """All heads, as many in each turn as have scores of no more than that many bytes."""
+    batch, heads, q_blocks, _ = queries.vectors.shape
+    kv_heads, kv_blocks = keys.planes.shape[2:4]
+    coarse = triton.cdiv(kv_blocks * config.key_block, config.query_block)
+    chunk = row_chunk(kv_blocks)
+    width, coarse_width = triton.cdiv(kv_blocks, chunk) * chunk, triton.cdiv(coarse, 32) * 32
+    planes = 1 + (config.select == "clusters") + (config.curvature == "forman")
+    a_head = 4 * q_blocks * (planes * width + 2 * config.curved * coarse_width)
+    step = triton.cdiv(batch * heads, triton.cdiv(batch * heads * a_head, bytes_at_most))
+    for start in range(0, batch * heads, step):
+        count = min(step, batch * heads - start)
+        sizes = (heads, kv_heads, q_blocks, kv_blocks, width, coarse_width)
+        yield Turn(queries.rows, queries.rows.stride(0), start, count, *sizes)
 
 
 def block_scores(
+    turn: Turn,
     queries: QuerySummary,
     keys: KeySummary,
-    start: int,
-    stop: int,
     scale: float,
     config: CabConfig,
     spans: Spans,
 ) -> Scores:
-    """The scores of heads ``start`` to ``stop``, counted over batch rows and heads together.
-
-    ``queries`` and ``keys`` are those of all heads.
-    """
-    count, (kv_heads, kv_blocks) = stop - start, keys.planes.shape[2:4]
-    heads, q_blocks, dim = queries.vectors.shape[1:]
+    """The scores of the heads of ``turn``; ``queries`` and ``keys`` are those of all heads."""
+    dim, dtype = queries.vectors.shape[3], queries.vectors.dtype
     clusters = config.select == "clusters"
-    width, coarse_width = _widths(kv_blocks, config)
-    direct = queries.vectors.new_empty(count, q_blocks, width, dtype=torch.float32)
+    blocks = {"QUERY_BLOCK": config.query_block, "KEY_BLOCK": config.key_block}
+
+    def rows_of(width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return queries.vectors.new_empty(turn.count, turn.q_blocks, width, dtype=dtype)
+
+    direct = rows_of(turn.width)
     estimate = torch.empty_like(direct) if clusters else None
     block_d = max(16, triton.next_power_of_2(dim))
-    block_m, block_n, steps, warps, stages = _score_tile(q_blocks, block_d, queries.vectors.dtype)
-    tiles = triton.cdiv(q_blocks, block_m * steps) * triton.cdiv(kv_blocks, block_n)
-    _block_scores_kernel[(tiles * count,)](
+    block_m, block_n, steps, warps, stages = _score_tile(turn.q_blocks, block_d, dtype)
+    tiles = triton.cdiv(turn.q_blocks, block_m * steps) * triton.cdiv(turn.kv_blocks, block_n)
+    _block_scores_kernel[(tiles * turn.count,)](
         queries.vectors,
         keys.planes,
-        queries.rows,
+        keys.planes.stride(0),
         direct,
         estimate,
         scale,
-        start,
-        count,
-        keys.planes.stride(0),
-        queries.rows.stride(0),
-        heads,
-        kv_heads,
-        q_blocks,
-        kv_blocks,
-        width,
-        QUERY_BLOCK=config.query_block,
-        KEY_BLOCK=config.key_block,
+        turn,
+        **blocks,
         D=dim,
         BLOCK_D=block_d,
         BOX=keys.box,
@@ -111,35 +134,52 @@ def block_scores(
     if not config.curved:
         return Scores(direct, estimate, None, None, None)
 
-    log_sum = direct.new_empty(count, q_blocks)
+    log_sum = direct.new_empty(turn.count, turn.q_blocks)
     # affinities of 16-bit inputs come from 16-bit operands, and the products may take them so
-    half = queries.vectors.dtype != torch.float32 and clusters
-    dtype = torch.float16 if half else torch.float32
-    affinity = direct.new_empty(count, q_blocks, coarse_width, dtype=dtype)
-    _affinity_kernel[(triton.cdiv(q_blocks, AFFINITY_ROWS) * count,)](
+    half = dtype != torch.float32 and clusters
+    affinity = rows_of(turn.coarse_width, torch.float16 if half else torch.float32)
+    _affinity_kernel[(triton.cdiv(turn.q_blocks, AFFINITY_ROWS) * turn.count,)](
         direct,
-        queries.rows,
         log_sum,
         affinity,
         AFFINITY_SCALE if half else 1.0,
-        start,
-        count,
-        queries.rows.stride(0),
-        heads,
-        q_blocks,
-        width,
-        coarse_width,
-        QUERY_BLOCK=config.query_block,
-        KEY_BLOCK=config.key_block,
+        turn,
+        **blocks,
         CLUSTERS=clusters,
         ROWS=AFFINITY_ROWS,
         CHUNK=AFFINITY_CHUNK,
         num_warps=AFFINITY_WARPS,
     )
-    hops = _two_hop(affinity, queries.rows, start, heads, spans, half, config)
+    hops = rows_of(turn.coarse_width)
+    block, depth, warps, stages = _hop_tile(turn.q_blocks, half)
+    tiles = triton.cdiv(turn.q_blocks, block) * triton.cdiv(turn.coarse_width, block)
+    _two_hop_kernel[(tiles * turn.count,)](
+        affinity,
+        hops,
+        AFFINITY_SCALE**-2 if half else 1.0,
+        turn,
+        QUERY_BLOCK=config.query_block,
+        PREFIX=spans.q_length != spans.kv_length,
+        CONSECUTIVE=spans.consecutive,
+        BLOCK_M=block,
+        BLOCK_N=block,
+        BLOCK_K=depth,
+        num_warps=warps,
+        num_stages=stages,
+    )
     strength = None
     if config.curvature == "forman":
-        strength = _column_strength(direct, log_sum, queries.rows, start, heads, kv_blocks, config)
+        strength = torch.empty_like(direct)
+        _column_strength_kernel[(triton.cdiv(turn.kv_blocks, 64), turn.count)](
+            direct,
+            log_sum,
+            strength,
+            turn,
+            KEY_BLOCK=config.key_block,
+            CLUSTERS=clusters,
+            BLOCK_M=32,
+            BLOCK_N=64,
+        )
     return Scores(direct, estimate, log_sum, hops, strength)
 
 
@@ -163,79 +203,6 @@ def _hop_tile(q_blocks: int, half: bool) -> tuple[int, int, int, int]:
 def row_chunk(kv_blocks: int) -> int:
     """Columns of a row of scores that a program selects from at a time; a row has whole ones."""
     return min(ROW_CHUNK, triton.next_power_of_2(max(kv_blocks, 32)))
-
-
-def _widths(kv_blocks: int, config: CabConfig) -> tuple[int, int]:
-    """Row lengths of the score tensors on the key and on the query grid, kept aligned."""
-    coarse = triton.cdiv(kv_blocks * config.key_block, config.query_block)
-    chunk = row_chunk(kv_blocks)
-    return triton.cdiv(kv_blocks, chunk) * chunk, triton.cdiv(coarse, 32) * 32
-
-
-def _two_hop(
-    affinity: Tensor,
-    rows: Tensor,
-    start: int,
-    heads: int,
-    spans: Spans,
-    half: bool,
-    config: CabConfig,
-) -> Tensor:
-    count, q_blocks, width = affinity.shape
-    hops = torch.empty_like(affinity, dtype=torch.float32)
-    block, depth, warps, stages = _hop_tile(q_blocks, half)
-    tiles = triton.cdiv(q_blocks, block) * triton.cdiv(width, block)
-    _two_hop_kernel[(tiles * count,)](
-        affinity,
-        rows,
-        hops,
-        AFFINITY_SCALE**-2 if half else 1.0,
-        start,
-        count,
-        heads,
-        q_blocks,
-        rows.stride(0),
-        width,
-        QUERY_BLOCK=config.query_block,
-        PREFIX=spans.q_length != spans.kv_length,
-        CONSECUTIVE=spans.consecutive,
-        BLOCK_M=block,
-        BLOCK_N=block,
-        BLOCK_K=depth,
-        num_warps=warps,
-        num_stages=stages,
-    )
-    return hops
-
-
-def _column_strength(
-    direct: Tensor,
-    log_sum: Tensor,
-    rows: Tensor,
-    start: int,
-    heads: int,
-    kv_blocks: int,
-    config: CabConfig,
-) -> Tensor:
-    count, q_blocks, width = direct.shape
-    strength = torch.empty_like(direct)
-    _column_strength_kernel[(triton.cdiv(kv_blocks, 64), count)](
-        direct,
-        log_sum,
-        rows,
-        strength,
-        start,
-        heads,
-        q_blocks,
-        kv_blocks,
-        rows.stride(0),
-        width,
-        KEY_BLOCK=config.key_block,
-        CLUSTERS=config.select == "clusters",
-        BLOCK_M=32,
-        BLOCK_N=64,
-    )
-    return strength
 
 
 @triton.jit
@@ -277,19 +244,11 @@ def _product(a, b, acc):
 def _block_scores_kernel(
     queries,
     keys,
-    rows,
+    key_plane,
     direct,
     estimate,
     scale,
-    start,
-    count,
-    key_plane,
-    rows_plane,
-    heads,
-    kv_heads,
-    q_blocks,
-    kv_blocks,
-    width,
+    turn,
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     D: tl.constexpr,
@@ -301,14 +260,15 @@ def _block_scores_kernel(
     BLOCK_N: tl.constexpr,
     STEPS: tl.constexpr,
 ):
+    q_blocks, kv_blocks, width = turn.q_blocks, turn.kv_blocks, turn.width
     columns = tl.cdiv(kv_blocks, BLOCK_N)
-    per_head = tl.num_programs(0) // count
+    per_head = tl.num_programs(0) // turn.count
     mine = (tl.program_id(0) // per_head).to(tl.int64)
     tile = tl.program_id(0) % per_head
-    b = (start + mine) // heads
-    kv_head = b * kv_heads + (start + mine) % heads // (heads // kv_heads)
-    rows += b * q_blocks
-    queries += (start + mine) * q_blocks * D
+    plane = turn.start + mine
+    b = plane // turn.heads
+    kv_head = b * turn.kv_heads + plane % turn.heads // (turn.heads // turn.kv_heads)
+    queries += plane * q_blocks * D
     j0 = tile % columns * BLOCK_N
     j = j0 + tl.arange(0, BLOCK_N)
     channel = tl.arange(0, BLOCK_D)
@@ -326,7 +286,8 @@ def _block_scores_kernel(
     end = tl.minimum(first + BLOCK_M * STEPS, q_blocks)
     if CONSECUTIVE:
         # rows before this one end left of column j0
-        earliest = (j0 * KEY_BLOCK - tl.load(rows + 2 * rows_plane)) // QUERY_BLOCK - 1
+        begins = tl.load(turn.rows + b * q_blocks + 2 * turn.rows_plane)
+        earliest = (j0 * KEY_BLOCK - begins) // QUERY_BLOCK - 1
         first = tl.maximum(first, earliest // BLOCK_M * BLOCK_M)
     for i0 in range(first, end, BLOCK_M):
         i = i0 + tl.arange(0, BLOCK_M)
@@ -355,17 +316,10 @@ def _block_scores_kernel(
 @triton.jit
 def _affinity_kernel(
     direct,
-    rows,
     log_sum,
     affinity,
     affinity_scale,
-    start,
-    count,
-    rows_plane,
-    heads,
-    q_blocks,
-    width,
-    coarse_width,
+    turn,
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     CLUSTERS: tl.constexpr,
@@ -373,13 +327,14 @@ def _affinity_kernel(
     CHUNK: tl.constexpr,
 ):
     """Edge weights of some rows summed to the query grid, zeros where a row sees nothing."""
+    q_blocks, width, coarse_width = turn.q_blocks, turn.width, turn.coarse_width
     # the longest rows first
-    tile = tl.num_programs(0) // count - 1 - tl.program_id(0) // count
-    mine = (tl.program_id(0) % count).to(tl.int64)
+    tile = tl.num_programs(0) // turn.count - 1 - tl.program_id(0) // turn.count
+    mine = (tl.program_id(0) % turn.count).to(tl.int64)
     i = tile * ROWS + tl.arange(0, ROWS)
     inside = i < q_blocks
-    rows += (start + mine) // heads * q_blocks + i
-    low, high = visible_range(rows, rows_plane, inside, KEY_BLOCK)
+    rows = turn.rows + ((turn.start + mine) // turn.heads * q_blocks + i)
+    low, high = visible_range(rows, turn.rows_plane, inside, KEY_BLOCK)
     low = low[:, None]
     high = high[:, None]
     direct += ((mine * q_blocks + i) * width)[:, None]
@@ -421,15 +376,9 @@ def _affinity_kernel(
 @triton.jit
 def _two_hop_kernel(
     affinity,
-    rows,
     hops,
     product_scale,
-    start,
-    count,
-    heads,
-    q_blocks,
-    rows_plane,
-    width,
+    turn,
     QUERY_BLOCK: tl.constexpr,
     PREFIX: tl.constexpr,
     CONSECUTIVE: tl.constexpr,
@@ -437,13 +386,13 @@ def _two_hop_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    q_blocks, width, rows_plane = turn.q_blocks, turn.coarse_width, turn.rows_plane
     pid = tl.program_id(0)
-    mine = pid % count
+    mine = pid % turn.count
     columns = tl.cdiv(width, BLOCK_N)
     # the longest rows first
-    tile = tl.num_programs(0) // count - 1 - pid // count
-    b = (start + mine) // heads
-    rows += b * q_blocks
+    tile = tl.num_programs(0) // turn.count - 1 - pid // turn.count
+    rows = turn.rows + (turn.start + mine) // turn.heads * q_blocks
     i = tile // columns * BLOCK_M + tl.arange(0, BLOCK_M)
     j0 = tile % columns * BLOCK_N
     j = j0 + tl.arange(0, BLOCK_N)
@@ -489,14 +438,8 @@ def _two_hop_kernel(
 def _column_strength_kernel(
     direct,
     log_sum,
-    rows,
     strength,
-    start,
-    heads,
-    q_blocks,
-    kv_blocks,
-    rows_plane,
-    width,
+    turn,
     KEY_BLOCK: tl.constexpr,
     CLUSTERS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -504,12 +447,13 @@ def _column_strength_kernel(
 ):
     j = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mine = tl.program_id(1).to(tl.int64)
-    rows += (start + mine) // heads * q_blocks
+    q_blocks, width = turn.q_blocks, turn.width
+    rows = turn.rows + (turn.start + mine) // turn.heads * q_blocks
     above = tl.zeros([BLOCK_N], tl.float32)
     for i0 in range(0, q_blocks, BLOCK_M):
         i = i0 + tl.arange(0, BLOCK_M)
         inside = i < q_blocks
-        low, high = visible_range(rows + i, rows_plane, inside, KEY_BLOCK)
+        low, high = visible_range(rows + i, turn.rows_plane, inside, KEY_BLOCK)
         visible = (j[None, :] >= low[:, None]) & (j[None, :] <= high[:, None])
         place = (mine * q_blocks + i)[:, None] * width + j[None, :]
         score = tl.load(direct + place, mask=visible, other=0.0)

@@ -14,10 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from cab_hf.config import CabConfig
-from cab_hf.ops.coarsen import QuerySummary
 from cab_hf.ops.curvature import curvature_score
 from cab_hf.ops.reference import MASS_TOLERANCE
-from cab_hf.ops.score import Scores, row_chunk, visible_range
+from cab_hf.ops.score import Scores, Turn, row_chunk, visible_range
 from cab_hf.ops.threshold import (
     count_kept,
     is_kept,
@@ -44,16 +43,14 @@ class Lists(NamedTuple):
 
 
 def select_blocks(
+    turn: Turn,
     scores: Scores,
-    queries: QuerySummary,
-    kv_blocks: int,
-    start: int,
     config: CabConfig,
     full: BlockLists,
     partial: BlockLists,
     bits: Tensor | None,
 ) -> None:
-    """Select for the heads of ``scores``, the first of which is ``start``, and write the result.
+    """Select for the heads of ``turn`` by their scores, and write the result.
 
     The scores are used up: their memory holds other values afterwards.
 
@@ -62,11 +59,10 @@ def select_blocks(
         bits: None, or int32 [B, H, M_q, ceil(M_k / 32)]: then only the counts of the lists are
             written, and bit j % 32 of word j // 32 says that block j is kept; see `fill_lists`.
     """
-    count, q_blocks, width = scores.direct.shape
     clusters = config.select == "clusters"
-    _select_kernel[(count * q_blocks,)](
+    _select_kernel[(turn.count * turn.q_blocks,)](
+        turn,
         scores,
-        queries.rows,
         full.counts if bits is None else bits,
         Lists.of(full),
         Lists.of(partial),
@@ -75,14 +71,6 @@ def select_blocks(
         _share(config.bridges),
         _share(1 - config.sparsity),
         _share(config.max_density),
-        start,
-        count,
-        queries.vectors.shape[1],
-        q_blocks,
-        kv_blocks,
-        queries.rows.stride(0),
-        width,
-        scores.hops.shape[-1] if scores.hops is not None else 0,
         0 if bits is None else bits.shape[-1],
         config.sink_blocks,
         config.local_blocks,
@@ -94,32 +82,23 @@ def select_blocks(
         BRIDGES=not clusters or (config.bridges > 0 and config.mass < 1),
         CAPPED=config.max_density < 1,
         LISTS=bits is None,
-        CHUNK=row_chunk(kv_blocks),
+        CHUNK=row_chunk(turn.kv_blocks),
         num_warps=1,
     )
 
 
 def fill_lists(
-    bits: Tensor,
-    queries: QuerySummary,
-    kv_blocks: int,
-    full: BlockLists,
-    partial: BlockLists,
-    config: CabConfig,
+    turn: Turn, bits: Tensor, full: BlockLists, partial: BlockLists, config: CabConfig
 ) -> None:
-    """Write the lists whose counts `select_blocks` left beside ``bits``."""
-    batch, heads, q_blocks = queries.vectors.shape[:3]
-    _block_lists_kernel[(batch * heads * q_blocks,)](
+    """Write the lists of all heads whose counts `select_blocks` left beside ``bits``."""
+    _block_lists_kernel[(full.counts.numel(),)](
+        turn,
         bits,
-        queries.rows,
         Lists.of(full),
         Lists.of(partial),
-        heads,
-        q_blocks,
-        queries.rows.stride(0),
         bits.shape[-1],
         KEY_BLOCK=config.key_block,
-        CHUNK=row_chunk(kv_blocks),
+        CHUNK=row_chunk(turn.kv_blocks),
         num_warps=1,
     )
 
@@ -133,8 +112,8 @@ def _share(share: float) -> int:
 
 @triton.jit(do_not_specialize=["bridges", "density", "max_density"])
 def _select_kernel(
+    turn,
     scores,
-    rows,
     bits,
     full,
     partial,
@@ -143,14 +122,6 @@ def _select_kernel(
     bridges,
     density,
     max_density,
-    start,
-    count,
-    heads,
-    q_blocks,
-    kv_blocks,
-    rows_plane,
-    width,
-    coarse_width,
     word_count,
     sink_blocks,
     local_blocks,
@@ -164,11 +135,13 @@ def _select_kernel(
     LISTS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
+    q_blocks, kv_blocks, width = turn.q_blocks, turn.kv_blocks, turn.width
+    rows_plane = turn.rows_plane
     # the longest rows first
-    i = q_blocks - 1 - tl.program_id(0) // count
-    mine = (tl.program_id(0) % count).to(tl.int64)
+    i = q_blocks - 1 - tl.program_id(0) // turn.count
+    mine = (tl.program_id(0) % turn.count).to(tl.int64)
     row = mine * q_blocks + i
-    rows += (start + mine) // heads * q_blocks + i
+    rows = turn.rows + ((turn.start + mine) // turn.heads * q_blocks + i)
     low, high = visible_range(rows, rows_plane, True, KEY_BLOCK)
     diagonal = tl.load(rows + 2 * rows_plane) // KEY_BLOCK
     # forced are the blocks left of `sinks` and from `tail` on
@@ -206,7 +179,7 @@ def _select_kernel(
         hops = 0
         strength = 0
         if CURVATURE != "none":
-            hops = scores.hops + row * coarse_width
+            hops = scores.hops + row * turn.coarse_width
         if CURVATURE == "forman":
             strength = scores.strength + row * width
             log_sum = tl.load(scores.log_sum + row)
@@ -234,7 +207,7 @@ def _select_kernel(
 
     whole_low, whole_high = _whole_range(rows, rows_plane, KEY_BLOCK)
     # where this row stands among those of all heads
-    row = (start + mine) * q_blocks + i
+    row = (turn.start + mine) * q_blocks + i
     bits += row * word_count
     full_indices = full.indices + row * full.room
     partial_indices = partial.indices + row * partial.room
@@ -284,19 +257,17 @@ def _select_kernel(
 
 @triton.jit
 def _block_lists_kernel(
+    turn,
     bits,
-    rows,
     full,
     partial,
-    heads,
-    q_blocks,
-    rows_plane,
     word_count,
     KEY_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
+    q_blocks, rows_plane = turn.q_blocks, turn.rows_plane
     row = tl.program_id(0).to(tl.int64)
-    rows += row // (heads * q_blocks) * q_blocks + row % q_blocks
+    rows = turn.rows + (row // (turn.heads * q_blocks) * q_blocks + row % q_blocks)
     low, high = visible_range(rows, rows_plane, True, KEY_BLOCK)
     whole_low, whole_high = _whole_range(rows, rows_plane, KEY_BLOCK)
     bits += row * word_count
