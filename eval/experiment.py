@@ -195,10 +195,12 @@ def report_text(
     settings = provenance["settings"]
     others = list(kind.tables(rows).items())[1:]
     command = f"{PROG} {kind.name} {shlex.join(spelled(settings, kind.Settings))}".strip()
+    packages = [f"{name} {version}" for name, version in provenance["versions"].items()]
+    # what was measured beside ours, by its package, which may have more than one
+    packages += provenance.get("baselines", {}).values()
     made = (
-        f"Made on {provenance['device']} with "
-        + ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
-        + f", commit {provenance['commit'] or 'unknown'}; finished {provenance['finished']}:"
+        f"Made on {provenance['device']} with {', '.join(dict.fromkeys(packages))}, commit "
+        f"{provenance['commit'] or 'unknown'}; finished {provenance['finished']}:"
     )
     parts = [
         f"# {kind.title}",
