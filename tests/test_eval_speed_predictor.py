@@ -330,7 +330,7 @@ def test_flash_attn_functions_get_token_major_views():
         return out.transpose(1, 2), "log-sum-exp"
 
     q, k, v = tiny().random_heads(300, 16, torch.device("cpu"), "qkv")
-    checks.check_dense(dense._token_major(kernel), q, k, v, 0.25)
+    checks.check_dense(dense._token_major(kernel), q, k, v)
 
 
 # --- the files

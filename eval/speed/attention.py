@@ -18,12 +18,7 @@ from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, markdown_table, percent
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import TOKENS, UNREACHED_MASS, Speed, grouped, remarks, varying
-from cab_hf.eval.speed.checks import (
-    CHECK_LENGTH,
-    check_gradients,
-    check_rows,
-    gradients_of,
-)
+from cab_hf.eval.speed.checks import CHECK_LENGTH, check_gradients, check_rows, gradients_of
 from cab_hf.eval.speed.heads import HeadSettings, described, time_baselines
 from cab_hf.eval.speed.rates import DIRECTIONS, counted, rates
 from cab_hf.eval.speed.timing import Bench, Timing, in_a_sentence, method_on
@@ -31,11 +26,14 @@ from cab_hf.plan import BlockPlan, Spans
 from cab_hf.predictors import Call, make_predictor
 from cab_hf.runs.settings import by_device, comma_separated, option
 
-SECONDS = 0.5
 UNREACHED = {**UNREACHED_MASS, "min_length": 0}
 EVERYTHING = 1.0  # the budget that leaves nothing out
 ENGINES_ON_GPU = tuple(name for name in engines.ENGINES if name != "reference")
 VARYING = {"head dim": "head_dim", "blocks": "blocks"}  # columns, where rows differ in them
+BY_NAME = (  # of an engine or dense kernel
+    *("attend_ms", "total_ms", "total_eager_ms", "peak_mib", "labels"),
+    *("baselines", "not_measured", "without_graph"),
+)
 GROUP = ("head_dim", "direction", "blocks", "budget")  # rows of one differ in length alone
 
 
@@ -71,7 +69,7 @@ class Settings(HeadSettings):
     engines: tuple[str, ...] | None = by_device(
         ENGINES_ON_GPU, ("reference",), "what attends", comma_separated(str)
     )
-    seconds: float = option(SECONDS, "for timing one case, where it needs less for five", float)
+    seconds: float = option(0.5, "for timing one case, where it needs less for five", float)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,9 +135,7 @@ class Attention(Speed):
             **case,
             **{name: getattr(settings, name) for name in ("batch", "heads", "kv_heads", "dtype")},
             **dict.fromkeys(("density", "attended_pairs", "listed_pairs", "predict_ms", "error")),
-            **{f"{name}_ms": {} for name in ("attend", "total", "total_eager")},
-            **{name: {} for name in ("peak_mib", "labels")},
-            **{name: {} for name in ("baselines", "not_measured", "without_graph")},
+            **{name: {} for name in BY_NAME},
         }
         try:
             _time_engines(sample, settings, bench)
@@ -167,10 +163,9 @@ class Attention(Speed):
         ``tflops_pairs``), of the causal half for dense kernels. ``rate_ratio`` is over
         `RATED_AGAINST`, or the fastest.
         """
-        directions = list(DIRECTIONS)
 
         def order(row: Row) -> tuple[Any, ...]:
-            direction = directions.index(row["direction"])
+            direction = list(DIRECTIONS).index(row["direction"])
             return row["head_dim"], direction, row["blocks"], row["budget"], row["length"]
 
         rows = [dict(sample) for sample in sorted(samples, key=order)]
@@ -219,15 +214,12 @@ class Attention(Speed):
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
         return (
-            f"{described(settings)} A budget is max_density of a predictor that asks for nearly "
-            "all of the mass; density is what came of it, attended over causal pairs. TFLOP/s "
-            "count four operations a pair and channel forward and ten backward: of blocks, every "
-            "pair of a listed block, masked or not; of pairs, those attended alone; of dense "
-            "kernels, half of all. Rates leave predicting out; rate over is that of blocks over "
-            "FA3's forward or FA4's backward, else the fastest dense kernel's. Efficient attention "
-            "gets k and v repeated before the clock starts. A break-even lies between two measured "
-            "lengths on a line through logarithms. ≈: extrapolated by N² beyond "
-            f"{settings['dense_up_to']:,} tokens."
+            f"{described(settings)} A budget is max_density, density what came of it, attended "
+            "over causal pairs. ms: predicting included. TFLOP/s, predicting left out, count four "
+            "operations a pair and channel forward and ten backward: of blocks, every pair of a "
+            "listed block, masked or not; of pairs, those attended; of dense kernels, half of all. "
+            "Rate over: that of blocks over FA3's forward or FA4's backward, else over the fastest "
+            "dense kernel's. Efficient attention gets k and v repeated before the clock starts."
         )
 
     @staticmethod
@@ -242,11 +234,8 @@ class Attention(Speed):
                 _draw_lines(left, some, greys, _time_of)
                 _draw_lines(right, some, greys, lambda name, row: row["tflops"].get(name))
                 predicted = " (predicting included)" if first["direction"] == "forward" else ""
-                left.set_title(
-                    f"{first['direction']}, head dim {first['head_dim']}, blocks "
-                    f"{first['blocks']}: time{predicted}",
-                    fontsize=10,
-                )
+                named = f"{first['direction']}, head dim {first['head_dim']}, {first['blocks']}"
+                left.set_title(f"{named}: time{predicted}", fontsize=10)
                 right.set_title("rate of attending: listed blocks, dense half", fontsize=10)
                 left.set_ylabel("ms")
                 right.set_ylabel("TFLOP/s")

@@ -204,4 +204,4 @@ def made_of(shape: str, settings: Mapping[str, Any]) -> str:
     default = CabConfig().to_dict()
     config = {n: v for n, v in settings["cab_config"].items() if v != default.get(n)}
     chosen = f"CabConfig with {config}" if config else "default CabConfig"
-    return f"{shape}, {chosen}. Method: {settings['method']}."
+    return f"{shape}; {chosen}.\n\nMethod: {settings['method']}."

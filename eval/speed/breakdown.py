@@ -135,7 +135,7 @@ class Breakdown(Speed):
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
         return (
-            f"{described(settings)} Rest: projections, MLP, norms, rotary embedding, cache, "
+            f"{described(settings)}\n\nRest: projections, MLP, norms, rotary embedding, cache, "
             "embedding and the last token's logits. Idle: the wall time less all kernels, negative "
             "where profiled calls ran longer. Density is attended over causal pairs."
         )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch._functorch.config
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cab_hf.engines import REFERENCE
 from cab_hf.plan import BlockPlan, Spans
@@ -22,6 +20,7 @@ CHECK_LENGTH = 600
 # bf16 operands err up to 1e-2, gradients a few times that; a wrong layout errs by about 1
 CHECK_TOLERANCE = 2e-2
 CHECK_GRADIENT_TOLERANCE = 5e-2
+CHECK_BLOCKS = (128, 64)
 CHECKED_QUERIES = 32  # in a row, at the start, in the middle and at the end
 
 
@@ -53,40 +52,11 @@ def gradients_of(
     return lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True)
 
 
-def check_dense(
-    attend: Attend, q: Tensor, k: Tensor, v: Tensor, scale: float, backward: bool = False
-) -> None:
-    """Compare with float32 attention on the first tokens of the inputs, gradients where asked.
-
-    Raises:
-        ArithmeticError: with the relative error; a kernel that computes something else has no time.
-    """
-    q, k, v = (x[:, :, :CHECK_LENGTH] for x in (q, k, v))
-    at = f"at {q.shape[2]} tokens"
-    close(attend(q, k, v, scale), _exact(q, k, v, scale), at)
-    if backward:
-        found = gradients_of(attend, q, k, v, scale)()
-        expected = gradients_of(_exact, *(x.float() for x in (q, k, v)), scale)()
-        close_gradients(found, expected, at)
-
-
 def close(found: Tensor, expected: Tensor, where: str, tolerance: float = CHECK_TOLERANCE) -> None:
     """ArithmeticError, with the relative error, unless the two agree."""
     error = float((found.float() - expected).norm() / expected.norm())
     if not error <= tolerance:  # written so that NaN fails too
         raise ArithmeticError(f"wrong by {error:.2g} (relative) {where}")
-
-
-def close_gradients(found: Iterable[Tensor], expected: Iterable[Tensor], where: str) -> None:
-    """`close` for the gradients of q, k and v."""
-    for name, ours, exact in zip("qkv", found, expected, strict=True):
-        close(ours, exact, f"in the gradient of {name} {where}", CHECK_GRADIENT_TOLERANCE)
-
-
-def _exact(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    full = (q.float(), repeated(k.float(), q), repeated(v.float(), q))
-    with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(*full, is_causal=True, scale=scale)
 
 
 def check_rows(
@@ -140,4 +110,22 @@ def check_gradients(
     found = gradients_of(attend, q, k, v, plan, q.shape[-1] ** -0.5)()
     reference = REFERENCE.attention
     exact = gradients_of(reference, *(x.float() for x in (q, k, v)), plan, q.shape[-1] ** -0.5)()
-    close_gradients(found, exact, f"at {length} tokens")
+    for name, ours, theirs in zip("qkv", found, exact, strict=True):
+        where = f"in the gradient of {name} at {length} tokens"
+        close(ours, theirs, where, CHECK_GRADIENT_TOLERANCE)
+
+
+def check_dense(attend: Attend, q: Tensor, k: Tensor, v: Tensor, backward: bool = False) -> None:
+    """`check_rows` of causal attention on the first tokens, `check_gradients` where asked."""
+
+    def causal(q: Tensor, k: Tensor, spans: Spans) -> BlockPlan:
+        return BlockPlan.causal(spans, q.shape[1], *CHECK_BLOCKS)
+
+    def under_plan(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float) -> Tensor:
+        return attend(q, k, v, scale)
+
+    q, k, v = (x[:, :, :CHECK_LENGTH] for x in (q, k, v))
+    batch, _, length, _ = q.shape
+    check_rows(under_plan, q, k, v, causal(q, k, Spans.causal(batch, length, length, q.device)))
+    if backward:
+        check_gradients(under_plan, q, k, v, causal)

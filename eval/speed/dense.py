@@ -19,12 +19,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import digits
 from cab_hf.eval.speed.checks import Attend, check_dense, gradients_of, repeated
 from cab_hf.eval.speed.timing import Bench, in_a_sentence
 
 COMPARED = ("baseline", "baseline_ms", "extrapolated", "ratio")
 PREFERRED = ("FA3", "cuDNN")  # what a ratio is against, the first that ran
+BREAK_EVEN = "A break-even lies between two measured lengths, on a line through logarithms."
 FLASH_DIMS = range(1, 257)
 WIDE_DIMS = range(257, 1025)
 
@@ -71,12 +73,8 @@ def against(measured: Mapping[str, float], preferred: Iterable[str] = PREFERRED)
     return first or min(measured, key=measured.__getitem__, default=None)
 
 
-def reference(
-    row: Mapping[str, Any],
-    rows: Iterable[Mapping[str, Any]],
-    preferred: Iterable[str] = PREFERRED,
-) -> tuple[str, float, bool] | None:
-    """(baseline, its ms, whether extrapolated), which ``row`` is compared with.
+def compared(row: Row, rows: Iterable[Row], preferred: Iterable[str] = PREFERRED) -> dict[str, Any]:
+    """What ``row`` is compared with, by `COMPARED`: a baseline, its ms, and the ratio to it.
 
     Of the ``baselines`` of rows that differ in length alone: those measured at its own length, or
     else extrapolated from the longest they were measured at; None where it is shorter than that.
@@ -85,21 +83,11 @@ def reference(
     longest = max(measured, key=lambda each: each["length"], default=None)
     source = row if row["baselines"] else longest
     if source is None or source["length"] > row["length"]:
-        return None
+        return dict.fromkeys(COMPARED)
     name = against(source["baselines"], preferred)
     ms = extrapolate(source["baselines"][name], source["length"], row["length"])
-    return name, ms, source is not row
-
-
-def compared(
-    row: Mapping[str, Any],
-    rows: Iterable[Mapping[str, Any]],
-    preferred: Iterable[str] = PREFERRED,
-) -> dict[str, Any]:
-    """What `reference` says, by `COMPARED`, and the ``ratio`` of the row's ``ms`` over it."""
-    found = dict(zip(COMPARED, reference(row, rows, preferred) or (None,) * 3, strict=False))
-    timed = None not in (row["ms"], found["baseline_ms"])
-    return {**found, "ratio": row["ms"] / found["baseline_ms"] if timed else None}
+    ratio = None if row["ms"] is None else row["ms"] / ms
+    return dict(zip(COMPARED, (name, ms, source is not row, ratio), strict=True))
 
 
 def extrapolate(ms: float, measured_at: int, length: int) -> float:
@@ -107,7 +95,7 @@ def extrapolate(ms: float, measured_at: int, length: int) -> float:
     return ms * (length / measured_at) ** 2
 
 
-def time_shown(row: Mapping[str, Any]) -> str | None:
+def time_shown(row: Row) -> str | None:
     """What a row is compared with: ``≈ 842 FA3`` where it is extrapolated."""
     if row["baseline_ms"] is None:
         return None
@@ -129,7 +117,7 @@ def break_even(points: Sequence[tuple[int, float]]) -> float | None:
     return length * (longer / length) ** (math.log(ratio) / math.log(ratio / lower))
 
 
-def break_even_shown(rows: Iterable[Mapping[str, Any]]) -> str | None:
+def break_even_shown(rows: Iterable[Row]) -> str | None:
     """Where that is for the ``ratio`` of rows by length: in a cell, or as the end of a sentence."""
     points = [(row["length"], row["ratio"]) for row in rows if row["ratio"] is not None]
     if not points:
@@ -159,7 +147,7 @@ def measure(
                 raise RuntimeError(f"it takes head dims {low} to {high}, not {q.shape[-1]}")
             attend = baseline.load()
             keys, values = (x if baseline.grouped else repeated(x, q) for x in (k, v))
-            check_dense(attend, q, keys, values, scale, backward)
+            check_dense(attend, q, keys, values, backward)
             if backward:
                 call = gradients_of(attend, q, keys, values, scale)
             else:

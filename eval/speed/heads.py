@@ -92,4 +92,7 @@ def described(settings: Mapping[str, Any]) -> str:
         f"heads of {', '.join(map(str, dims))}, {settings['dtype']}; inputs are "
         f"{INPUTS[settings['inputs']]}, and no model made them"
     )
-    return made_of(shape, settings)
+    return (
+        f"{made_of(shape, settings)}\n\n≈: extrapolated by N² beyond {settings['dense_up_to']:,} "
+        f"tokens. {dense.BREAK_EVEN}"
+    )

@@ -84,6 +84,11 @@ class ModelSettings(SpeedSettings):
         linear = 2.0 * (length * weights + self.hidden * self.vocab)
         return {"linear": linear, "attention": attention}
 
+    def attended_flops(self, length: int, density: float) -> float:
+        """The same in all, where that share of the causal pairs is attended."""
+        work = self.model_flops(length)
+        return work["linear"] + density * work["attention"]
+
     def cache_bytes(self, length: int) -> int:
         """Bytes of the keys and values of a prompt."""
         a_token = 2 * self.layers * self.kv_heads * self.head_dim * self.torch_dtype.itemsize
@@ -172,6 +177,8 @@ def attending(model: PreTrainedModel, name: str, config: CabConfig) -> Iterator[
     Raises:
         ImportError: for a baseline that is not installed.
     """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     from cab_hf.patches import cab, stats
 
     stats(model, reset=True)
@@ -181,8 +188,14 @@ def attending(model: PreTrainedModel, name: str, config: CabConfig) -> Iterator[
         with cab(model, config):
             yield
     else:
-        with _registered(model, f"speed_{name.replace(' ', '_')}", _function(model, name)):
+        way = f"speed_{name.replace(' ', '_')}"
+        ALL_ATTENTION_FUNCTIONS[way] = _function(model, name)
+        try:
+            model.set_attn_implementation(way)
             yield
+        finally:
+            model.set_attn_implementation(SDPA)
+            del ALL_ATTENTION_FUNCTIONS[way]
 
 
 def _function(model: PreTrainedModel, name: str) -> Callable[..., tuple[Tensor, None]]:
@@ -214,21 +227,8 @@ def _function(model: PreTrainedModel, name: str) -> Callable[..., tuple[Tensor, 
     )
     if not baseline.grouped:
         k, v = repeated(k, q), repeated(v, q)
-    check_dense(attend, q, k, v, text.head_dim**-0.5)
+    check_dense(attend, q, k, v)
     return attention
-
-
-@contextmanager
-def _registered(model: PreTrainedModel, name: str, function: Callable) -> Iterator[None]:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS[name] = function
-    try:
-        model.set_attn_implementation(name)
-        yield
-    finally:
-        model.set_attn_implementation(SDPA)
-        del ALL_ATTENTION_FUNCTIONS[name]
 
 
 def realised_density(model: PreTrainedModel) -> float:

@@ -148,8 +148,7 @@ class Predictor(Speed):
     def notes(settings: Mapping[str, Any]) -> str:
         return (
             f"{described(settings)} Density is attended over causal (query, key) pairs. GFLOP/s "
-            "count coarsening, block logits and the two-hop product. ≈: extrapolated by N² beyond "
-            f"{settings['dense_up_to']:,} tokens."
+            "count coarsening, block logits and the two-hop product."
         )
 
     @staticmethod
@@ -261,35 +260,32 @@ COLUMNS = {
 
 def _draw_times(axis: Any, rows: Sequence[Row]) -> None:
     replayed = any(row["graph_ms"] is not None for row in rows)
-    blue = {"color": "C0"}
     timed = "predictor (CUDA graph)" if replayed else "predictor (eager)"
-    charts.line(axis, rows, itemgetter("ms"), label=timed, linewidth=2.2, **blue)
+    charts.line(axis, rows, itemgetter("ms"), label=timed, color="C0", linewidth=2.2)
     if replayed:
-        dotted = {"label": "predictor (eager)", "linestyle": ":", "marker": ""}
-        charts.line(axis, rows, itemgetter("eager_ms"), **dotted, **blue)
+        look = {"label": "predictor (eager)", "color": "C0", "linestyle": ":", "marker": ""}
+        charts.line(axis, rows, itemgetter("eager_ms"), **look)
     for part, colour in zip(PARTS, ("C2", "C3", "C1", "C5"), strict=True):
-        style = {"label": f"    {part}", "color": colour, "linewidth": 1, "markersize": 2.5}
-        charts.line(axis, rows, itemgetter(f"{part}_ms"), **style)
+        look = {"label": f"    {part}", "color": colour, "linewidth": 1, "markersize": 2.5}
+        charts.line(axis, rows, itemgetter(f"{part}_ms"), **look)
     names = dict.fromkeys(name for row in rows for name in row["baselines"])
     for name, grey in zip(names, charts.GREYS, strict=False):
-        style = {"label": f"{name} dense", "color": grey, "linewidth": 1.2, "marker": "s"}
-        charts.line(axis, rows, lambda row, name=name: row["baselines"].get(name), **style)
-    dashed = {"color": "black", "linestyle": "--", "linewidth": 1.2, "marker": ""}
-    beyond = _from_last_measured(rows)
-    charts.line(
-        axis, beyond, itemgetter("baseline_ms"), label="dense, extrapolated by N²", **dashed
-    )
+        look = {"label": f"{name} dense", "color": grey, "linewidth": 1.2, "marker": "s"}
+        charts.line(axis, rows, lambda row, name=name: row["baselines"].get(name), **look)
+    look = {"color": "black", "linestyle": "--", "linewidth": 1.2, "marker": ""}
+    look["label"] = "dense, extrapolated by N²"
+    charts.line(axis, _from_last_measured(rows), itemgetter("baseline_ms"), **look)
     axis.set_ylabel("ms")
     axis.set_title("time of one layer's selection and of its dense attention", fontsize=10)
 
 
 def _draw_share(axis: Any, rows: Sequence[Row]) -> None:
     measured = [row for row in rows if row["extrapolated"] is False]
-    style = {"color": "C0", "linewidth": 2.2}
-    charts.line(axis, measured, itemgetter("ratio"), label="predictor / dense", **style)
-    style |= {"linestyle": "--", "markerfacecolor": "white", "zorder": 1}
-    beyond = _from_last_measured(rows)
-    charts.line(axis, beyond, itemgetter("ratio"), label="dense extrapolated by N²", **style)
+    look = {"color": "C0", "linewidth": 2.2}
+    charts.line(axis, measured, itemgetter("ratio"), label="predictor / dense", **look)
+    look |= {"linestyle": "--", "markerfacecolor": "white", "zorder": 1}
+    look["label"] = "dense extrapolated by N²"
+    charts.line(axis, _from_last_measured(rows), itemgetter("ratio"), **look)
     axis.axhline(1, color="grey", linewidth=1)
     axis.set_ylabel("share of dense attention")
     axis.set_title("what selecting adds to a layer", fontsize=10)

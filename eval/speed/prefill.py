@@ -129,9 +129,8 @@ class Prefill(Speed):
             return sample | {"fits": fits, "error": in_a_sentence(error)}
         finally:
             bench.settle()
-        work = settings.model_flops(length)
-        done = work["linear"] + sample["density"] * work["attention"]
-        sample |= {"fits": True, "ms": ms, "tokens_s": length / ms * 1e3, "tflops": done / ms / 1e9}
+        tflops = settings.attended_flops(length, sample["density"]) / ms / 1e9
+        sample |= {"fits": True, "ms": ms, "tokens_s": length / ms * 1e3, "tflops": tflops}
         if peak is not None:
             sample["peak_gib"] = peak / 1024
             sample["rest_gib"] = sample["peak_gib"] - sample["weights_gib"] - sample["cache_gib"]
@@ -193,7 +192,7 @@ class Prefill(Speed):
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
         return (
-            f"{described(settings)} Chunks have {settings['chunk']:,} tokens, and every layer "
+            f"{described(settings)}\n\nChunks have {settings['chunk']:,} tokens, and every layer "
             "attends sparsely. Rest: the peak less weights and cache, which is what one chunk "
             "needs on its way. Room: all that torch can allocate. Density is attended over causal "
             "pairs, over all layers; TFLOP/s count what is attended. GPUs hold an even share of "
@@ -209,16 +208,11 @@ class Prefill(Speed):
             charts.line(left, rows, itemgetter("tokens_s"))
             left.set_ylabel("tokens/s")
             left.set_title("rate of a whole prefill", fontsize=10)
-            for value, style in (
-                ("peak_gib", {"label": "peak"}),
-                (
-                    "line_gib",
-                    {"label": "the line", "color": "grey", "linestyle": "--", "marker": ""},
-                ),
-                ("cache_gib", {"label": "cache"}),
-                ("weights_gib", {"label": "weights"}),
-            ):
-                charts.line(right, rows, itemgetter(value), **style)
+            charts.line(right, rows, itemgetter("peak_gib"), label="peak")
+            dashed = {"color": "grey", "linestyle": "--", "marker": ""}
+            charts.line(right, rows, itemgetter("line_gib"), label="the line", **dashed)
+            charts.line(right, rows, itemgetter("cache_gib"), label="cache")
+            charts.line(right, rows, itemgetter("weights_gib"), label="weights")
             room = [row["room_gib"] for row in rows if row["room_gib"] is not None]
             if room:
                 right.axhline(min(room), color="C3", linewidth=1, label="what can be allocated")

@@ -54,9 +54,9 @@ def rates(row: Row, alike: Sequence[Row]) -> dict[str, Any]:
     )
     kernels = {name: dense_flops(row) / ms / 1e9 for name, ms in row["baselines"].items()}
     found = {"tflops": blocks | kernels, "tflops_pairs": pairs}
-    rated = dense.reference(row, alike, preferred=RATED_AGAINST[row["direction"]])
-    if rated is None:
+    rated = dense.compared(row, alike, preferred=RATED_AGAINST[row["direction"]])
+    name, ms = rated["baseline"], rated["baseline_ms"]
+    if name is None:
         return {**found, "rated_against": None, "rate_ratio": None}
-    name, ms, _ = rated
     over = {engine: rate / (dense_flops(row) / ms / 1e9) for engine, rate in blocks.items()}
     return {**found, "rated_against": name, "rate_ratio": over}

@@ -95,12 +95,11 @@ class TimeToFirstToken(Speed):
             return sample | {"error": in_a_sentence(error)}
         finally:
             self.bench.settle()
-        work = settings.model_flops(length)
-        done = work["linear"] + sample["density"] * work["attention"]
+        done = settings.attended_flops(length, sample["density"])
         return sample | {
             "ms": ms,
             "peak_gib": None if peak is None else peak / 1024,
-            "ceiling": sum(work.values()) / done,
+            "ceiling": settings.attended_flops(length, 1.0) / done,
             "tflops": done / ms / 1e9,
         }
 
@@ -168,12 +167,10 @@ class TimeToFirstToken(Speed):
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
         return (
-            f"{described(settings)} sdpa is transformers' own; cuDNN, FA3 and the like take its "
-            "place in every layer; cab computes prompts shorter than min_length dense, cab-always "
-            "none. At most: operations of the dense model over those with attention at the "
-            "realised density. Density is attended over causal pairs, over all layers; TFLOP/s "
-            "count what is attended. A break-even lies between two measured lengths on a line "
-            "through logarithms."
+            f"{described(settings)}\n\nsdpa is transformers' own; other dense ways take its place. "
+            "cab computes prompts shorter than min_length dense, cab-always none. "
+            "At most: operations of the dense model over those at the realised density, attended "
+            f"over causal pairs in all layers. TFLOP/s count what is attended. {dense.BREAK_EVEN}"
         )
 
     @staticmethod
