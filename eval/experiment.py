@@ -195,12 +195,10 @@ def report_text(
     settings = provenance["settings"]
     others = list(kind.tables(rows).items())[1:]
     command = f"{PROG} {kind.name} {shlex.join(spelled(settings, kind.Settings))}".strip()
-    packages = [f"{name} {version}" for name, version in provenance["versions"].items()]
-    # what was measured beside ours, by its package, which may have more than one
-    packages += provenance.get("baselines", {}).values()
     made = (
-        f"Made on {provenance['device']} with {', '.join(dict.fromkeys(packages))}, commit "
-        f"{provenance['commit'] or 'unknown'}; finished {provenance['finished']}:"
+        f"Made on {provenance['device']} with "
+        + ", ".join(_packages(provenance))
+        + f", commit {provenance['commit'] or 'unknown'}; finished {provenance['finished']}:"
     )
     parts = [
         f"# {kind.title}",
@@ -216,3 +214,9 @@ def report_text(
 def _summary(kind: type[Experiment] | Experiment, rows: Sequence[Row]) -> list[str]:
     said = " ".join(kind.readings(rows))
     return [next(iter(kind.tables(rows).values())), *([said] if said else [])]
+
+
+def _packages(provenance: Mapping[str, Any]) -> list[str]:
+    """What computed, with its version, and whatever it was compared with."""
+    packages = [f"{name} {version}" for name, version in provenance["versions"].items()]
+    return list(dict.fromkeys([*packages, *provenance.get("baselines", {}).values()]))

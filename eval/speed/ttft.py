@@ -158,9 +158,10 @@ class TimeToFirstToken(Speed):
                 last = ours[-1]
                 told.append(
                     f"At {last['length']:,} tokens {name} is {TIMES(last['over_best'])} as fast as "
-                    f"{last['baseline']}, the fastest dense way, of {TIMES(last['ceiling'])} that "
-                    f"attending {percent(last['density'])} of the pairs can bring at most; it is "
-                    f"faster {dense.break_even_shown(ours)}."
+                    f"{last['baseline']}, the fastest dense way, where attending "
+                    f"{percent(last['density'])} of the pairs can bring "
+                    f"{TIMES(last['ceiling'])} at most; it is faster "
+                    f"{dense.break_even_shown(ours)}."
                 )
         return told
 
