@@ -4,7 +4,7 @@ import pytest
 import torch
 from bench import FakeBench, quick, sample_of, shown, speed_run  # noqa: F401
 
-from cab_hf.eval.speed import breakdown, kernels
+from cab_hf.eval.speed import breakdown, kernels, model
 from cab_hf.eval.speed.breakdown import Breakdown, Settings
 
 TINY = {"layers": 1, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
@@ -99,7 +99,7 @@ def test_memory_that_runs_out_is_a_row(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
 
-    monkeypatch.setattr(breakdown, "prefill", full)
+    monkeypatch.setattr(model, "prefill", full)
     rows = measured()
     assert {row["error"] for row in rows} == {"out of memory: tried to allocate 4.00 GiB"}
     assert "| out of memory: tried to allocate 4.00 GiB |" in shown(Breakdown, rows)

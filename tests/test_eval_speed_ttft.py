@@ -9,7 +9,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cab_hf import CabConfig
 from cab_hf.eval.__main__ import main
-from cab_hf.eval.speed import COMMANDS, dense, model, ttft
+from cab_hf.eval.speed import COMMANDS, dense, model
 from cab_hf.eval.speed.ttft import Settings
 from cab_hf.eval.speed.ttft import TimeToFirstToken as Ttft
 
@@ -172,7 +172,7 @@ def test_memory_that_runs_out_is_a_row(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
 
-    monkeypatch.setattr(ttft, "prefill", full)
+    monkeypatch.setattr(model, "prefill", full)
     settings = tiny(lengths=(96,))
     rows = derive([sample_of(Ttft, settings, case) for case in settings.asked()])
     assert {row["error"] for row in rows} == {"out of memory: tried to allocate 4.00 GiB"}

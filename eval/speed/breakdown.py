@@ -13,15 +13,7 @@ from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, markdown_table, percent
 from cab_hf.eval.speed import kernels
 from cab_hf.eval.speed.base import TOKENS, Speed, by_length, remarks
-from cab_hf.eval.speed.model import (
-    ModelSettings,
-    attending,
-    described,
-    prefill,
-    ran_as,
-    random_model,
-    realised_density,
-)
+from cab_hf.eval.speed.model import ModelSettings, described, prefilling
 from cab_hf.eval.speed.timing import PROFILED_CALLS, in_a_sentence, method_on
 from cab_hf.runs.settings import by_device, comma_separated
 
@@ -75,11 +67,9 @@ class Breakdown(Speed):
             **dict.fromkeys(("why_no_split", "error")),
         }
         try:
-            model = random_model(settings)
-            call = prefill(settings, length)
-            with attending(model, "cab", settings.budgeted(length, min_length=0)):
+            with prefilling(settings, length, "cab", min_length=0) as (call, known):
                 sample["ms"] = bench.time(call, graph=False).ms
-                sample |= {"density": realised_density(model), "ran_as": ran_as(model, length)}
+                sample |= known()
                 try:
                     sample |= kernels.split(bench.kernels(call), PARTS)
                 except RuntimeError as error:

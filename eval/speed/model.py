@@ -231,6 +231,25 @@ def _function(model: PreTrainedModel, name: str) -> Callable[..., tuple[Tensor, 
     return attention
 
 
+@contextmanager
+def prefilling(
+    settings: ModelSettings, length: int, way: str, chunk: int | None = None, **fields: Any
+) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]]]]:
+    """(what reads a prompt, what then is known of it) while the model attends that ``way``.
+
+    Known are its ``density``, and what CAB ``ran_as``; ``fields`` are of its config.
+    """
+    model = random_model(settings)
+    call = prefill(settings, length, chunk)
+
+    def known() -> dict[str, Any]:
+        told = ran_as(model, length) if way in CAB else None
+        return {"density": realised_density(model), "ran_as": told}
+
+    with attending(model, way, settings.budgeted(length, **fields)):
+        yield call, known
+
+
 def realised_density(model: PreTrainedModel) -> float:
     """Attended over causal pairs, over all layers; those computed dense attend everything."""
     from cab_hf.patches import stats

@@ -17,13 +17,11 @@ from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, markdown_table
 from cab_hf.eval.speed.base import TOKENS, Speed, by_length, remarks
 from cab_hf.eval.speed.model import (
+    CAB,
     ModelSettings,
-    attending,
     described,
-    prefill,
-    ran_as,
+    prefilling,
     random_model,
-    realised_density,
     weight_bytes,
 )
 from cab_hf.eval.speed.timing import in_a_sentence
@@ -114,15 +112,13 @@ class Prefill(Speed):
             **dict.fromkeys(("rest_gib", "room_gib", "ran_as", "fits", "error")),
         }
         try:
-            model = random_model(settings)
-            sample["weights_gib"] = weight_bytes(model) / 2**30
+            sample["weights_gib"] = weight_bytes(random_model(settings)) / 2**30
             _warm_up(settings)
             room = bench.room()
             sample["room_gib"] = None if room is None else room / 1024
-            with attending(model, WAY, settings.budgeted(length, min_length=0)):
-                call = prefill(settings, length, settings.chunk)
+            with _prefilling(settings, length) as (call, known):
                 ms, peak = bench.wall(call, warm_up_calls=0)
-                sample |= {"density": realised_density(model), "ran_as": ran_as(model, length)}
+                sample |= known()
         except Exception as error:
             # a length that does not fit is told of, and so is an engine that refuses
             fits = False if _is_no_memory(error) else None
@@ -231,9 +227,12 @@ EXPERIMENT = Prefill
 # once a process: what is compiled stays
 @lru_cache(maxsize=1)
 def _warm_up(settings: Settings) -> None:
-    length = WARM_UP_CHUNKS * settings.chunk
-    with attending(random_model(settings), WAY, settings.budgeted(length, min_length=0)):
-        prefill(settings, length, settings.chunk)()
+    with _prefilling(settings, WARM_UP_CHUNKS * settings.chunk) as (call, _):
+        call()
+
+
+def _prefilling(settings: Settings, length: int) -> Any:
+    return prefilling(settings, length, WAY, settings.chunk, **CAB[WAY])
 
 
 def _is_no_memory(error: BaseException) -> bool:

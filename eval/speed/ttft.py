@@ -13,17 +13,7 @@ from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, markdown_table, percent
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import TOKENS, Speed, by_length, grouped, remarks
-from cab_hf.eval.speed.model import (
-    CAB,
-    SDPA,
-    ModelSettings,
-    attending,
-    described,
-    prefill,
-    ran_as,
-    random_model,
-    realised_density,
-)
+from cab_hf.eval.speed.model import CAB, SDPA, ModelSettings, described, prefilling
 from cab_hf.eval.speed.timing import in_a_sentence
 from cab_hf.runs.settings import by_device, comma_separated, option
 
@@ -84,12 +74,9 @@ class TimeToFirstToken(Speed):
         found = ("ms", "peak_gib", "density", "ceiling", "tflops", "ran_as", "error")
         sample = {"op": "ttft", "dtype": settings.dtype, **dict.fromkeys(found)}
         try:
-            model = random_model(settings)
-            call = prefill(settings, length)
-            with attending(model, name, settings.budgeted(length, **CAB.get(name, {}))):
+            with prefilling(settings, length, name, **CAB.get(name, {})) as (call, known):
                 ms, peak = self.bench.wall(call, settings.runs)
-                sample["ran_as"] = ran_as(model, length) if name in CAB else None
-                sample["density"] = realised_density(model)
+                sample |= known()
         except Exception as error:
             # a kernel that is missing, refuses, is wrong or does not fit is told of
             return sample | {"error": in_a_sentence(error)}
