@@ -196,7 +196,7 @@ def report_text(
     others = list(kind.tables(rows).items())[1:]
     made = (
         f"Made on {provenance['device']} with "
-        + ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
+        + ", ".join(_packages(provenance))
         + f", commit {provenance['commit'] or 'unknown'}; finished {provenance['finished']}:"
     )
     parts = [
@@ -218,3 +218,9 @@ def command(kind: type[Experiment] | Experiment, settings: Mapping[str, Any]) ->
 def _summary(kind: type[Experiment] | Experiment, rows: Sequence[Row]) -> list[str]:
     said = " ".join(kind.readings(rows))
     return [next(iter(kind.tables(rows).values())), *([said] if said else [])]
+
+
+def _packages(provenance: Mapping[str, Any]) -> list[str]:
+    """What computed, with its version, and whatever it was compared with."""
+    packages = [f"{name} {version}" for name, version in provenance["versions"].items()]
+    return list(dict.fromkeys([*packages, *provenance.get("baselines", {}).values()]))

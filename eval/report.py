@@ -82,25 +82,12 @@ def percent(share: float | None) -> str | None:
     return None if share is None else f"{digits(100 * share)} %"
 
 
-def listed(lengths: Sequence[int]) -> str:
-    """Numbers of tokens in a sentence, shortened where they are many."""
-    if len(lengths) > 3:
-        return f"{lengths[0]:,} … {lengths[-1]:,} ({len(lengths)} lengths)"
-    return " and ".join(", ".join(f"{length:,}" for length in lengths).rsplit(", ", 1))
+def column(write: Callable[[Any], str | None], *path: str) -> Callable[[Mapping[str, Any]], Any]:
+    """What `markdown_table` shows of a row: ``write`` of the value at ``path``, if there is one."""
 
+    def cell(row: Any) -> str | None:
+        for name in path:
+            row = (row or {}).get(name)
+        return None if row is None else write(row)
 
-def told_by_length(
-    rows: Sequence[Mapping[str, Any]],
-    reasons: Callable[[Mapping[str, Any]], Mapping[str, str]],
-    sentence: str,
-) -> list[str]:
-    """``sentence`` for each (name, why) of ``reasons(row)``, with the lengths it holds at."""
-    where: dict[tuple[str, str], dict[int, None]] = {}
-    for row in rows:
-        for name, why in reasons(row).items():
-            where.setdefault((name, why), {})[row["length"]] = None
-    told = (
-        sentence.format(name=name, why=why, lengths=listed(list(lengths)))
-        for (name, why), lengths in where.items()
-    )
-    return [line[0].upper() + line[1:] for line in told]
+    return cell

@@ -4,9 +4,13 @@ import json
 
 import pytest
 
-from cab_hf.eval import speed, timing
-from cab_hf.eval.timing import Timing
+from cab_hf.eval.__main__ import main
+from cab_hf.eval.experiment import named
+from cab_hf.eval.speed import timing
+from cab_hf.eval.speed.timing import Timing
 from cab_hf.runs import provenance
+
+FILES = ["figure.png", "report.md", "results.csv", "results.json", "samples.jsonl"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -20,13 +24,36 @@ def quick():
         yield
 
 
-def speed_run(op, out, *words):
-    """What results.json holds after ``speed OP`` on the CPU."""
-    assert speed.main([op, "--device", "cpu", "--out", str(out), *words]) == 0
+def speed_run(op, out, *words, drawn=False):
+    """What results.json holds after ``speed OP`` on the CPU; drawing takes longer than the rest."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not drawn:
+            patch.setattr(named(f"speed {op}"), "draw", lambda *_: None)
+        assert main(["speed", op, "--device", "cpu", "--out", str(out), *words]) == 0
     return json.loads((out / "results.json").read_text())
 
 
-class FakeBench(timing.CpuBench):
+def refused(capsys, op, *words):
+    """What is said of settings of ``speed OP`` that end the process."""
+    with pytest.raises(SystemExit) as stop:
+        main(["speed", op, *words])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def sample_of(kind, settings, case, bench=None):
+    """The sample of ``case`` on a bench, `FakeBench` unless told."""
+    experiment = kind(settings)
+    experiment.bench = FakeBench() if bench is None else bench
+    return {**case, **experiment.measure(case)}
+
+
+def shown(kind, rows):
+    """All tables of ``rows``."""
+    return "\n".join(kind.tables(rows).values())
+
+
+class FakeBench(timing.Bench):
     """A GPU's answers: 2 ms replayed, 3 ms from Python, 1 ms in each of two kernels."""
 
     def __init__(self, why_not=None, kernels=("_coarsen_kernel", "_select_kernel")):

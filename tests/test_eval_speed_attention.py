@@ -7,19 +7,29 @@ from types import ModuleType
 
 import pytest
 import torch
-from bench import FakeBench, quick, speed_run  # noqa: F401
+from bench import FakeBench, quick, refused, sample_of, shown, speed_run  # noqa: F401
 
 from cab_hf.engines import Reference
-from cab_hf.eval import dense, report, speed, speed_attention
-from cab_hf.eval.speed_attention import Settings
+from cab_hf.eval import report
+from cab_hf.eval.speed import attention, checks, dense, rates
+from cab_hf.eval.speed.attention import Attention, Settings
 from cab_hf.plan import BlockPlan, Spans
+from cab_hf.runs.log import read_log
 
 SHAPE = ["--heads", "4", "--kv-heads", "2", "--head-dims", "16", "--seconds", "0"]
 KEY = {"length": 192, "head_dim": 16, "direction": "forward", "blocks": "32x16", "budget": 0.2}
 
 
-def command(out, *words):
-    return speed_run("attention", out, *SHAPE, *words)
+def command(out, *words, **how):
+    return speed_run("attention", out, *SHAPE, *words, **how)
+
+
+def measured(case, bench=None, **more):
+    return sample_of(Attention, tiny(**more), case, bench)
+
+
+def derive(samples):
+    return Attention.rows(samples, {})
 
 
 def tiny(**more):
@@ -27,7 +37,7 @@ def tiny(**more):
 
 
 def row_of(length, ms, baselines=None, direction="forward", budget=0.1, **more):
-    """A measured row, as `speed_attention.measure` makes it: half of all pairs attended."""
+    """A sample, as `Attention.measure` makes it: half of all pairs attended."""
     key = {"length": length, "head_dim": 8, "direction": direction, "budget": budget}
     pairs = length**2 / 4
     shape = {"batch": 1, "heads": 2, "blocks": "32x16"}
@@ -43,7 +53,7 @@ def row_of(length, ms, baselines=None, direction="forward", budget=0.1, **more):
 def finished(tmp_path_factory):
     """The folder of a whole run, to read."""
     out = tmp_path_factory.mktemp("attention")
-    command(out, "--densities", "0.2,1", "--lengths", "96,192")
+    command(out, "--densities", "0.2,1", "--lengths", "96,192", drawn=True)
     return out
 
 
@@ -72,14 +82,14 @@ def test_a_row_has_what_identifies_it_and_what_it_took(finished):
 def test_pairs_and_density_by_hand():
     # 80 queries in blocks of 32, 16 and 16 key blocks of 16: rows end after 2, 4 and 5 of them
     plan = BlockPlan.causal(Spans.causal(1, 80, 80, "cpu"), 2, 32, 16)
-    counted = speed_attention.counted(plan, heads=4)
+    counted = rates.counted(plan, heads=4)
     assert counted["density"] == 1
     assert counted["attended_pairs"] == 4 * 80 * 81 / 2
     assert counted["listed_pairs"] == 4 * (2 + 4 + 5) * 32 * 16
 
 
 def test_rates_by_hand():
-    row, back = speed_attention.derive(
+    row, back = derive(
         [row_of(1000, 2.0, {"FA3": 4.0}), row_of(1000, 2.0, {"FA4": 4.0}, "backward")]
     )
     # four operations a pair and channel; 500,000 pairs in listed blocks, 250,000 of them attended
@@ -93,7 +103,7 @@ def test_rates_by_hand():
 
 
 def test_a_ratio_is_over_the_fastest_and_a_rate_over_the_one_named():
-    (row,) = speed_attention.derive([row_of(1000, 2.0, {"FA3": 4.0, "FA4": 2.0})])
+    (row,) = derive([row_of(1000, 2.0, {"FA3": 4.0, "FA4": 2.0})])
     assert (row["baseline"], row["ratio"]) == ("FA4", 1.5)
     assert (row["rated_against"], row["rate_ratio"]["triton"]) == ("FA3", pytest.approx(1.0))
 
@@ -101,20 +111,21 @@ def test_a_ratio_is_over_the_fastest_and_a_rate_over_the_one_named():
 def test_dense_attention_is_measured_once_for_all_budgets(monkeypatch):
     calls = []
     monkeypatch.setattr(
-        speed_attention, "time_baselines", lambda *known: calls.append(known) or dense.Measured()
+        attention, "time_baselines", lambda *known: calls.append(known) or dense.Measured()
     )
     bench, settings = FakeBench(), tiny(lengths=(96,))
-    for key in settings.asked():
-        speed_attention.measure(settings, key, bench)
+    for case in settings.asked():
+        sample_of(Attention, settings, case, bench)
     assert [backward for *_, backward in calls] == [False, True]
 
 
 def test_a_graph_that_fails_is_told():
-    settings = tiny()
-    row = speed_attention.measure(settings, KEY, FakeBench("it waits"))
+    row = measured(KEY, FakeBench("it waits"))
     assert set(row["without_graph"]) >= {"predicting", "reference", "predicting and reference"}
-    said = " ".join(speed_attention.readings(speed_attention.derive([row])))
-    assert "Forward, predicting could not be captured as a CUDA graph at 192 tokens" in said
+    said = (
+        "| forward | no CUDA graph, so its time is eager | it waits | 192 | predicting, reference"
+    )
+    assert said in shown(Attention, derive([row]))
 
 
 # --- what is not timed
@@ -131,7 +142,7 @@ def test_a_graph_that_fails_is_told():
 def test_a_wrong_engine_is_not_timed(monkeypatch, garbage, why):
     attend = Reference.attention
     monkeypatch.setattr(Reference, "attention", lambda *known: garbage(attend(*known)))
-    row = speed_attention.measure(tiny(), KEY, FakeBench())
+    row = measured(KEY)
     assert row["attend_ms"] == row["total_ms"] == {}
     assert why in row["not_measured"]["reference"] and "queries" in row["not_measured"]["reference"]
     assert row["baselines"] == {"SDPA": 2.0}
@@ -157,7 +168,7 @@ def test_an_engine_with_a_wrong_gradient_is_not_timed(monkeypatch):
 
     wrong.calls = 0
     monkeypatch.setattr(Reference, "attention", wrong)
-    row = speed_attention.measure(tiny(), KEY | {"direction": "backward"}, FakeBench())
+    row = measured(KEY | {"direction": "backward"})
     assert row["attend_ms"] == {}
     assert "in the gradient of q" in row["not_measured"]["reference"]
 
@@ -173,26 +184,26 @@ def test_an_engine_that_fails_together_with_predicting_has_no_time_of_its_own():
                 raise RuntimeError("the plan is new")
             return super().time(call, graph)
 
-    row = speed_attention.measure(tiny(), KEY, Fussy())
+    row = measured(KEY, Fussy())
     assert row["attend_ms"] == {"reference": 2.0} and row["total_ms"] == {}
-    (derived,) = speed_attention.derive([row])
+    (derived,) = derive([row])
     assert derived["ms"] is derived["ratio"] is derived["engine"] is None
-    assert speed_attention.overview([derived])
+    assert Attention.tables([derived])
 
 
 def test_an_engine_says_what_it_ran_as(monkeypatch):
     monkeypatch.setattr(Reference, "label", lambda engine, work: f"{engine.name} (slowly)")
-    row = speed_attention.measure(tiny(), KEY, FakeBench())
-    said = " ".join(speed_attention.readings(speed_attention.derive([row])))
-    assert "Forward, reference ran as reference (slowly) at 192 tokens." in said
+    row = measured(KEY)
+    table = Attention.tables(derive([row]))["Attending, forward"]
+    assert "| reference (slowly) |" in table
 
 
 def test_an_engine_that_cannot_train_says_why(monkeypatch):
     brakes = "has no brakes"
     monkeypatch.setattr(Reference, "unavailable", lambda engine, work: work.training and brakes)
-    row = speed_attention.measure(tiny(), KEY | {"direction": "backward"}, FakeBench())
+    row = measured(KEY | {"direction": "backward"})
     assert "which has no brakes" in row["not_measured"]["reference"]
-    (derived,) = speed_attention.derive([row])
+    (derived,) = derive([row])
     assert derived["ms"] is derived["ratio"] is None
 
 
@@ -202,7 +213,7 @@ def test_some_rows_are_compared_exactly():
     plan = settings.planner(KEY)(q, k, Spans.causal(1, 300, 300, "cpu"))
     full = Reference().attention(q, k, v, plan, 0.25)
     for start, stop in ((0, 32), (100, 150), (268, 300)):
-        found = speed_attention.exact_rows(q, k, v, plan, start, stop)
+        found = checks.exact_rows(q, k, v, plan, start, stop)
         torch.testing.assert_close(found, full[:, :, start:stop])
 
 
@@ -293,13 +304,14 @@ def test_ffpa_is_measured_only_where_it_computes_itself(monkeypatch, hands_over)
             [(1000, 0.9), (2000, 2.0), (8000, 0.5)], 4000, "from about 4,000", id="the last time"
         ),
         pytest.param([(1000, 1.0), (2000, 0.5)], 1000, "from about 1,000", id="at one"),
-        pytest.param([(1000, 0.5), (2000, 0.4)], 1000, "at every length measured", id="always"),
+        pytest.param([(1000, 0.5), (2000, 0.4)], 1000, "at every length from 1,000", id="always"),
         pytest.param([(1000, 0.5), (2000, 1.0)], None, "no length up to 2,000", id="never"),
     ],
 )
 def test_break_even(points, length, told):
     assert dense.break_even(points) == (None if length is None else pytest.approx(length))
-    assert told in dense.break_even_told(points)
+    rows = [{"length": length, "ratio": ratio} for length, ratio in points]
+    assert told in dense.break_even_shown(rows)
 
 
 def test_break_even_is_told_by_budget():
@@ -308,12 +320,18 @@ def test_break_even_is_told_by_budget():
         for length in (1000, 4000)
         for budget in (0.1, 1.0)
     ]
-    sparse, everything = speed_attention.readings(speed_attention.derive(rows))
-    assert sparse.startswith("Forward, a budget of 0.1: predict + attend is faster than the best")
+    rows = derive(rows)
+    sparse, everything = Attention.tables(rows)["At the longest length"].splitlines()[2:]
     # ratios 2 and 5/16
-    assert "from about 1,6" in sparse and "takes 31.2 % of FA3's time" in sparse
-    assert everything.startswith("Forward, everything kept: attending is faster")
-    assert "from about 1,000 tokens on; at 4,000" in everything
+    assert sparse.startswith(
+        "| forward | 4,000 | 0.1 | 0.500 | triton | 5.00 | 16.0 FA3 | 31.2 % |"
+    )
+    assert "from about 1,6" in sparse
+    assert everything.startswith("| forward | 4,000 | all | 0.500 | triton | 4.00 | 16.0 FA3 |")
+    assert "from about 1,000 tokens on" in everything
+    (said,) = Attention.readings(rows)
+    assert said.startswith("Forward, triton attends 50.0 % of the pairs of 4,000 tokens in 31.2 %")
+    assert "of FA3's time, predicting included, and is faster from about 1,6" in said
 
 
 # --- the files
@@ -321,17 +339,14 @@ def test_break_even_is_told_by_budget():
 
 def test_the_report_has_a_table_a_question(finished):
     text = (finished / "report.md").read_text()
-    for heading in (
-        *("\nForward:\n", "\nBackward:\n", "Attending, forward, by engine:"),
-        *("Predict + attend, forward, by engine:", "Attending, backward, by engine:"),
-        *("Dense causal attention, forward:", "Dense causal attention, backward:"),
-    ):
-        assert heading in text
+    for direction in ("forward", "backward"):
+        assert f"\n## Attending, {direction}\n" in text
+        assert f"\n## Dense causal attention, {direction}\n" in text
     widest = max(line.count("|") for line in text.splitlines())
     assert widest <= 14
     # what does not vary is no column
     assert "head dim |" not in text and "CabConfig with {'mass': 0.999, 'min_length': 0}" in text
-    assert (finished / "speed.png").read_bytes().startswith(b"\x89PNG")
+    assert (finished / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_csv_has_a_column_for_every_engine(finished):
@@ -341,33 +356,29 @@ def test_the_csv_has_a_column_for_every_engine(finished):
     assert {"attend_ms.reference", "baselines.SDPA", "tflops.reference"} <= set(table[0])
 
 
-@pytest.fixture
-def undrawn(monkeypatch):
-    monkeypatch.setattr(speed_attention, "draw", lambda *_: None)
-
-
-def test_a_killed_run_goes_on(tmp_path, monkeypatch, undrawn):
+def test_a_killed_run_goes_on(tmp_path, monkeypatch):
     done = []
 
-    def measure(settings, key, bench):
+    def measure(experiment, case):
         if len(done) == 3:
             raise KeyboardInterrupt
-        done.append(tuple(key.values()))
-        return once(settings, key, bench)
+        done.append(tuple(case.values()))
+        return once(experiment, case)
 
-    once = speed_attention.measure
+    once = Attention.measure
     words = ("--lengths", "96", "--densities", "0.2,1")
-    monkeypatch.setattr(speed_attention, "measure", measure)
+    monkeypatch.setattr(Attention, "measure", measure)
     with pytest.raises(KeyboardInterrupt):
         command(tmp_path, *words)
-    before = json.loads((tmp_path / "results.json").read_text())["rows"]
-    monkeypatch.setattr(speed_attention, "measure", once)
+    _, before = read_log(tmp_path / "samples.jsonl")
+    monkeypatch.setattr(Attention, "measure", once)
     rows = command(tmp_path, *words)["rows"]
     assert len(before) == 3 and len(set(done)) == 3 and len(rows) == 4
-    assert [row["attend_ms"] for row in rows][:3] == [row["attend_ms"] for row in before]
+    kept = [row["attend_ms"] for row in rows]
+    assert all(sample["attend_ms"] in kept for sample in before)
 
 
-def test_a_run_grows_by_a_budget(tmp_path, undrawn):
+def test_a_run_grows_by_a_budget(tmp_path):
     words = ("--lengths", "96", "--directions", "forward", "--densities")
     first = command(tmp_path, *words, "0.2")["rows"]
     content = command(tmp_path, *words, "0.5")
@@ -381,12 +392,13 @@ def test_memory_that_runs_out_is_a_row(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
 
     monkeypatch.setattr(Settings, "random_heads", full)
-    row = speed_attention.measure(tiny(), KEY, FakeBench())
+    row = measured(KEY)
     assert row["error"] == "out of memory: tried to allocate 4.00 GiB"
-    derived = speed_attention.derive([row])
+    derived = derive([row])
     assert derived[0]["ms"] is None
-    assert "a budget of 0.2, at 192 tokens: out of" in " ".join(speed_attention.readings(derived))
-    assert speed_attention.overview(derived)
+    said = "| forward | not measured | out of memory: tried to allocate 4.00 GiB | 192 |"
+    assert said in shown(Attention, derived)
+    assert Attention.tables(derived)
 
 
 # --- settings
@@ -405,9 +417,8 @@ def test_memory_that_runs_out_is_a_row(monkeypatch):
     ],
 )
 def test_bad_settings_are_refused_in_a_sentence(tmp_path, options, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        speed.main(["attention", "--device", "cpu", "--out", str(tmp_path / "none"), *options])
-    assert stop.value.code == 2 and message in capsys.readouterr().err
+    words = ["--device", "cpu", "--out", str(tmp_path / "none"), *options]
+    assert message in refused(capsys, "attention", *words)
     assert not (tmp_path / "none").exists()
 
 
@@ -419,18 +430,7 @@ def test_a_budget_is_filled():
     assert settings.budgeted(KEY).mass == 0.5 and settings.budgeted(KEY).curvature == "none"
 
 
-def test_the_readme_shows_the_overview(finished, tmp_path):
-    from cab_hf.eval import readme
-
-    (tmp_path / "speed-attention-h200").symlink_to(finished)
-    page = "before\n<!-- results: speed-attention-h200 -->\n<!-- end -->\nafter\n"
-    shown = readme.render(page, tmp_path)
-    rows = json.loads((finished / "results.json").read_text())["rows"]
-    assert speed_attention.overview(rows) in shown and "Attending, forward" not in shown
-    assert readme.render(shown, tmp_path) == shown
-
-
 def test_numbers_of_all_magnitudes_fit_a_cell():
-    cell = speed_attention._timed("triton", "attend_ms")
-    (row,) = speed_attention.derive([row_of(1000, 2.0)])
-    assert cell(row) == f"2.00 ({report.digits(row['tflops']['triton'])})"
+    (row,) = derive([row_of(1000, 2.0, {"FA3": 4.0})])
+    table = Attention.tables([row])["Dense causal attention, forward"]
+    assert f"| 4.00 ({report.digits(row['tflops']['FA3'])}) |" in table

@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
-from bench import FakeBench, quick, speed_run  # noqa: F401
+from bench import FakeBench, quick, refused, sample_of, shown, speed_run  # noqa: F401
 
 from cab_hf import CabConfig
-from cab_hf.eval import readme, speed, speed_model, speed_prefill
+from cab_hf.eval.speed import model, prefill
+from cab_hf.eval.speed.prefill import Prefill, Settings
 
 TINY = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
 BLOCKS = ("query_block=32", "key_block=16")
@@ -21,7 +22,7 @@ class Device(FakeBench):
         super().__init__()
         self.limit = limit
 
-    def once(self, call):
+    def wall(self, call, warm_up_calls):
         length = int(call().past_key_values.get_seq_length())
         peak = 100.0 + length / 2
         if peak > self.limit:
@@ -32,10 +33,14 @@ class Device(FakeBench):
         return 500.0
 
 
-def search(tmp_path, monkeypatch, limit, *words):
-    """Rows of a run on a `Device`, with those of the search."""
-    monkeypatch.setattr(speed, "bench_on", lambda *_: Device(limit))
-    return speed_run("prefill", tmp_path, *WORDS, "--lengths", "256,512", *words)["rows"]
+def settings_of(length):
+    return Settings(device="cpu", lengths=(length,), chunk=64, config=BLOCKS, **TINY)
+
+
+def search(tmp_path, monkeypatch, bench, *words, **how):
+    """Rows of a run on ``bench``, with those of the search."""
+    monkeypatch.setattr(Prefill, "bench", bench)
+    return speed_run("prefill", tmp_path, *WORDS, "--lengths", "256,512", *words, **how)["rows"]
 
 
 # --- chunks
@@ -44,13 +49,10 @@ def search(tmp_path, monkeypatch, limit, *words):
 @pytest.mark.parametrize("length", [192, 200])
 def test_a_prompt_in_chunks_gives_the_logits_of_the_whole_prompt(length):
     config = CabConfig(mass=1.0, min_length=0, query_block=32, key_block=16)
-    settings = speed_prefill.Settings(
-        device="cpu", lengths=(length,), chunk=64, config=BLOCKS, **TINY
-    )
-    model = speed_model.random_model(settings)
-    whole = speed_model.prefill(settings, length)()
-    with speed_model.attending(model, "cab-always", config):
-        read = speed_model.prefill(settings, length, settings.chunk)()
+    settings = settings_of(length)
+    whole = model.prefill(settings, length)()
+    with model.attending(model.random_model(settings), "cab-always", config):
+        read = model.prefill(settings, length, settings.chunk)()
     torch.testing.assert_close(read.logits, whole.logits)
     assert read.logits.shape == (1, 1, settings.vocab)
     cache = read.past_key_values
@@ -58,15 +60,16 @@ def test_a_prompt_in_chunks_gives_the_logits_of_the_whole_prompt(length):
 
 
 def test_bytes_of_the_cache_are_those_of_its_tensors():
-    settings = speed_prefill.Settings(device="cpu", lengths=(192,), chunk=64, config=BLOCKS, **TINY)
-    cache = speed_model.prefill(settings, 192, settings.chunk)().past_key_values
+    settings = settings_of(192)
+    cache = model.prefill(settings, 192, settings.chunk)().past_key_values
     held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
     assert settings.cache_bytes(192) == held
 
 
 def test_a_row_by_hand():
-    settings = speed_prefill.Settings(device="cpu", lengths=(192,), chunk=64, config=BLOCKS, **TINY)
-    (row,) = speed_prefill.derive([speed_prefill.measure(settings, {"length": 192}, Device())])
+    settings = settings_of(192)
+    case = {"length": 192, "sought": False}
+    (row,) = Prefill.rows([sample_of(Prefill, settings, case, Device())], {})
     assert (row["ms"], row["tokens_s"], row["fits"], row["error"]) == (1920.0, 100.0, True, None)
     assert (row["peak_gib"], row["room_gib"]) == (196 / 1024, 500 / 1024)
     assert row["cache_gib"] == settings.cache_bytes(192) / 2**30
@@ -87,60 +90,53 @@ def test_a_row_by_hand():
     ],
 )
 def test_the_longest_length_is_run(tmp_path, monkeypatch, limit, tried):
-    rows = search(tmp_path, monkeypatch, limit)
+    rows = search(tmp_path, monkeypatch, Device(limit), drawn=limit == 430.0)
     assert {row["length"]: row["fits"] for row in rows if row["sought"]} == tried
     assert [row["length"] for row in rows] == sorted({256, 512, *tried})
     for row in rows:
         assert row["line_gib"] == pytest.approx((100 + row["length"] / 2) / 1024)
         assert (row["peak_gib"] is None) == (row["fits"] is False) == (row["error"] is not None)
-    found = min(tried)
-    said = " ".join(speed_prefill.readings(rows))
-    assert f"{found:,} tokens are the longest prompt that fits, and it was run" in said
+    (said,) = Prefill.readings(rows)
+    assert f"{min(tried):,} tokens are the longest prompt that fits" in said
     assert ("one chunk of 64 more ran out of memory" in said) == (len(tried) > 1)
     assert ("one chunk of 64 more needs 0.50 GiB by the line" in said) == (len(tried) == 1)
-    assert "The peak is 0.10 GiB and 512.00 KiB a token" in said
-    assert (
-        f"a line through 2 lengths, at most 0.00 GiB off there and 0.00 GiB off at {found}" in said
-    )
+    # the base, KiB a token and of it the cache's, lengths, off at most, off where sought
+    assert "| 0.10 | 512.00 | 0.25 | 2 | 0.00 | 0.00 |" in shown(Prefill, rows)
     # (0.1 + 512) GiB, of which a cache of one layer takes 2 x 2 x 16 x 4 bytes a token
-    assert "By that line 1,048,576 tokens need 512.10 GiB" in said and "0.25 GiB for the" in said
+    needs = Prefill.tables(rows)["What 1,048,576 tokens need"].splitlines()[-1]
+    assert needs.startswith("| 512.10 | 0.00 | 0.25 | 511.8")
+    assert needs.endswith("| 0.49 | the rest alone is too much |")
+    if limit == 430.0:
+        assert (tmp_path / "figure.png").stat().st_size > 10_000
     # nothing is left to do
-    monkeypatch.setattr(speed, "bench_on", None)
-    assert speed_run("prefill", tmp_path, *WORDS, "--lengths", "256,512")["rows"] == rows
+    assert search(tmp_path, monkeypatch, None) == rows
 
 
 def test_the_longest_may_be_sought_later(tmp_path, monkeypatch):
-    rows = search(tmp_path, monkeypatch, 500.0, "--longest", "no")
+    rows = search(tmp_path, monkeypatch, Device(), "--longest", "no")
     assert [row["length"] for row in rows] == [256, 512]
-    assert "By the line below 768 tokens would fit; that was not run." in (
-        speed_prefill.readings(rows)
-    )
-    assert len(search(tmp_path, monkeypatch, 500.0)) == 3
+    said = "By the line through the peaks 768 tokens would fit; that was not run."
+    assert Prefill.readings(rows) == [said]
+    assert len(search(tmp_path, monkeypatch, Device())) == 3
 
 
 def test_a_length_that_was_asked_for_and_does_not_fit_bounds_the_search(tmp_path, monkeypatch):
-    rows = search(tmp_path, monkeypatch, 430.0, "--lengths", "256,512,704")
-    assert {row["length"]: row["fits"] for row in rows} == {
-        256: True,
-        512: True,
-        640: True,
-        704: False,
-    }
-    said = " ".join(speed_prefill.readings(rows))
-    assert "Nothing was measured at 704 tokens: out of memory: tried to allocate 4.00 GiB." in said
+    rows = search(tmp_path, monkeypatch, Device(430.0), "--lengths", "256,512,704")
+    fits = {row["length"]: row["fits"] for row in rows}
+    assert fits == {256: True, 512: True, 640: True, 704: False}
+    said = "| not measured | out of memory: tried to allocate 4.00 GiB | 704 |"
+    assert said in shown(Prefill, rows)
 
 
 def test_what_fails_otherwise_ends_the_search(tmp_path, monkeypatch):
     class Broken(Device):
-        def once(self, call):
-            ms, peak = super().once(call)
+        def wall(self, call, warm_up_calls):
+            ms, peak = super().wall(call, warm_up_calls)
             if peak > 400:
                 raise RuntimeError("a kernel is wrong")
             return ms, peak
 
-    monkeypatch.setattr(speed, "bench_on", lambda *_: Broken())
-    content = speed_run("prefill", tmp_path, *WORDS, "--lengths", "256,512")
-    last = content["rows"][-1]
+    last = search(tmp_path, monkeypatch, Broken())[-1]
     assert (last["length"], last["fits"], last["error"]) == (768, None, "a kernel is wrong")
 
 
@@ -154,7 +150,7 @@ def test_what_fails_otherwise_ends_the_search(tmp_path, monkeypatch):
     ],
 )
 def test_how_many_gpus_hold_it(rest, count):
-    assert speed_prefill.gpus_for(weights=10.0, cache=40.0, rest=rest, room=100.0) == count
+    assert prefill.gpus_for(weights=10.0, cache=40.0, rest=rest, room=100.0) == count
 
 
 @pytest.mark.parametrize(
@@ -169,7 +165,7 @@ def test_how_many_gpus_hold_it(rest, count):
     ids=str,
 )
 def test_which_errors_are_of_memory(error, memory):
-    assert speed_prefill._is_no_memory(error) == memory
+    assert prefill._is_no_memory(error) == memory
 
 
 # --- all of it
@@ -178,7 +174,7 @@ def test_which_errors_are_of_memory(error, memory):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("prefill")
-    speed_run("prefill", out, *WORDS, "--lengths", "128,192")
+    speed_run("prefill", out, *WORDS, "--lengths", "128,192", drawn=True)
     return out
 
 
@@ -191,20 +187,8 @@ def test_a_whole_run(finished):
         assert row["peak_gib"] is None and row["room_gib"] is None
     text = (finished / "report.md").read_text()
     assert "The longest prompt that fits is unknown" in text
-    assert "read 64 tokens at a time" in text and "1 layers of 64 channels" in text
-    assert (finished / "speed.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_figure_of_a_gpu_has_its_memory(tmp_path, monkeypatch):
-    search(tmp_path, monkeypatch, 430.0)
-    assert (tmp_path / "speed.png").stat().st_size > 10_000
-
-
-def test_the_readme_shows_the_overview(finished, tmp_path):
-    (tmp_path / "speed-prefill").symlink_to(finished)
-    shown = readme.render("<!-- results: speed-prefill -->\n<!-- end -->\n", tmp_path)
-    rows = json.loads((finished / "results.json").read_text())["rows"]
-    assert speed_prefill.overview(rows) in shown
+    assert "Chunks have 64 tokens" in text and "1 layers of 64 channels" in text
+    assert (finished / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -217,6 +201,5 @@ def test_the_readme_shows_the_overview(finished, tmp_path):
     ],
 )
 def test_bad_settings_are_refused_in_a_sentence(tmp_path, options, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        speed.main(["prefill", "--device", "cpu", "--out", str(tmp_path / "none"), *options])
-    assert stop.value.code == 2 and message in capsys.readouterr().err
+    words = ["--device", "cpu", "--out", str(tmp_path / "none"), *options]
+    assert message in refused(capsys, "prefill", *words)

@@ -12,26 +12,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch._functorch.config
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import digits
-from cab_hf.eval.timing import Bench, in_a_sentence
+from cab_hf.eval.speed.checks import Attend, check_dense, gradients_of, repeated
+from cab_hf.eval.speed.timing import Bench, in_a_sentence
 
-# q [B, H, N, D], k and v [B, H_kv, N, D], scale -> [B, H, N, D]
-Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-
+COMPARED = ("baseline", "baseline_ms", "extrapolated", "ratio")
 PREFERRED = ("FA3", "cuDNN")  # what a ratio is against, the first that ran
-# not a multiple of any kernel's tile; below 512 tokens ffpa hands over to SDPA
-CHECK_LENGTH = 600
-# bf16 operands err up to 1e-2, gradients a few times that; a wrong layout errs by about 1
-CHECK_TOLERANCE = 2e-2
-CHECK_GRADIENT_TOLERANCE = 5e-2
+BREAK_EVEN = "A break-even lies between two measured lengths, on a line through logarithms."
 FLASH_DIMS = range(1, 257)
 WIDE_DIMS = range(257, 1025)
 
@@ -63,14 +58,6 @@ class Measured:
     without_graph: dict[str, str] = field(default_factory=dict)
 
 
-class Reference(NamedTuple):
-    """What a row is compared with: which baseline, its ms, and whether those are extrapolated."""
-
-    name: str
-    ms: float
-    extrapolated: bool
-
-
 def on(device: torch.device | str) -> dict[str, Baseline]:
     """The baselines that make sense on ``device``, by name."""
     return ON_GPU if torch.device(device).type == "cuda" else ON_CPU
@@ -86,24 +73,21 @@ def against(measured: Mapping[str, float], preferred: Iterable[str] = PREFERRED)
     return first or min(measured, key=measured.__getitem__, default=None)
 
 
-def reference(
-    row: Mapping[str, Any],
-    rows: Iterable[Mapping[str, Any]],
-    preferred: Iterable[str] = PREFERRED,
-) -> Reference | None:
-    """What ``row`` is compared with, out of the ``baselines`` of rows that differ in length alone.
+def compared(row: Row, rows: Iterable[Row], preferred: Iterable[str] = PREFERRED) -> dict[str, Any]:
+    """What ``row`` is compared with, by `COMPARED`: a baseline, its ms, and the ratio to it.
 
-    Those measured at its own length, or else extrapolated from the longest they were measured at;
-    None where it is shorter than that.
+    Of the ``baselines`` of rows that differ in length alone: those measured at its own length, or
+    else extrapolated from the longest they were measured at; None where it is shorter than that.
     """
     measured = (each for each in rows if each["baselines"])
     longest = max(measured, key=lambda each: each["length"], default=None)
     source = row if row["baselines"] else longest
     if source is None or source["length"] > row["length"]:
-        return None
+        return dict.fromkeys(COMPARED)
     name = against(source["baselines"], preferred)
     ms = extrapolate(source["baselines"][name], source["length"], row["length"])
-    return Reference(name, ms, source is not row)
+    ratio = None if row["ms"] is None else row["ms"] / ms
+    return dict(zip(COMPARED, (name, ms, source is not row, ratio), strict=True))
 
 
 def extrapolate(ms: float, measured_at: int, length: int) -> float:
@@ -111,8 +95,8 @@ def extrapolate(ms: float, measured_at: int, length: int) -> float:
     return ms * (length / measured_at) ** 2
 
 
-def time_told(row: Mapping[str, Any]) -> str | None:
-    """What a row is compared with, in a cell: ``≈ 842 FA3`` where it is extrapolated."""
+def time_shown(row: Row) -> str | None:
+    """What a row is compared with: ``≈ 842 FA3`` where it is extrapolated."""
     if row["baseline_ms"] is None:
         return None
     return f"{'≈ ' * row['extrapolated']}{digits(row['baseline_ms'])} {row['baseline']}"
@@ -133,13 +117,16 @@ def break_even(points: Sequence[tuple[int, float]]) -> float | None:
     return length * (longer / length) ** (math.log(ratio) / math.log(ratio / lower))
 
 
-def break_even_told(points: Sequence[tuple[int, float]]) -> str:
-    """Where that is, as the end of a sentence."""
+def break_even_shown(rows: Iterable[Row]) -> str | None:
+    """Where that is for the ``ratio`` of rows by length: in a cell, or as the end of a sentence."""
+    points = [(row["length"], row["ratio"]) for row in rows if row["ratio"] is not None]
+    if not points:
+        return None
     length = break_even(points)
     if length is None:
         return f"at no length up to {points[-1][0]:,} tokens"
     if all(ratio < 1 for _, ratio in points):
-        return f"at every length measured, from {round(length):,} tokens on"
+        return f"at every length from {round(length):,} tokens on"
     return f"from about {round(length):,} tokens on"
 
 
@@ -160,9 +147,9 @@ def measure(
                 raise RuntimeError(f"it takes head dims {low} to {high}, not {q.shape[-1]}")
             attend = baseline.load()
             keys, values = (x if baseline.grouped else repeated(x, q) for x in (k, v))
-            check(attend, q, keys, values, scale, backward)
+            check_dense(attend, q, keys, values, backward)
             if backward:
-                call = backward_of(attend, q, keys, values, scale)
+                call = gradients_of(attend, q, keys, values, scale)
             else:
                 call = partial(attend, q, keys, values, scale)
             timing = bench.time(call, graph=not backward)
@@ -177,70 +164,6 @@ def measure(
         if timing.why_not:
             found.without_graph[name] = timing.why_not
     return found
-
-
-def repeated(x: Tensor, q: Tensor) -> Tensor:
-    """k or v [B, H_kv, N, D] with as many heads as q; itself where it has them."""
-    group = q.shape[1] // x.shape[1]
-    return x.repeat_interleave(group, dim=1) if group > 1 else x
-
-
-@torch.enable_grad()
-def backward_of(
-    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *more: Any
-) -> Callable[[], tuple[Tensor, ...]]:
-    """What computes the gradients of q, k and v again and again, the forward pass being done once.
-
-    Raises:
-        RuntimeError: when nothing can be differentiated.
-    """
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    # a compiled backward that may overwrite what it saved runs only once
-    with torch._functorch.config.patch(donated_buffer=False):
-        out = attend(*leaves, *more)
-    if not out.requires_grad:
-        raise RuntimeError("it has no backward")
-    # the same whatever the layout: a gradient is compared with that of another kernel
-    generator = torch.Generator(out.device).manual_seed(0)
-    drawn = torch.randn(out.shape[2:], generator=generator, device=out.device)
-    gradient = torch.empty_like(out).copy_(drawn)
-    return lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True)
-
-
-def check(
-    attend: Attend, q: Tensor, k: Tensor, v: Tensor, scale: float, backward: bool = False
-) -> None:
-    """Compare with float32 attention on the first tokens of the inputs, gradients where asked.
-
-    Raises:
-        ArithmeticError: with the relative error; a kernel that computes something else has no time.
-    """
-    q, k, v = (x[:, :, :CHECK_LENGTH] for x in (q, k, v))
-    at = f"at {q.shape[2]} tokens"
-    close(attend(q, k, v, scale), _exact(q, k, v, scale), at)
-    if backward:
-        found = backward_of(attend, q, k, v, scale)()
-        expected = backward_of(_exact, *(x.float() for x in (q, k, v)), scale)()
-        close_gradients(found, expected, at)
-
-
-def close(found: Tensor, expected: Tensor, where: str, tolerance: float = CHECK_TOLERANCE) -> None:
-    """ArithmeticError, with the relative error, unless the two agree."""
-    error = float((found.float() - expected).norm() / expected.norm())
-    if not error <= tolerance:  # written so that NaN fails too
-        raise ArithmeticError(f"wrong by {error:.2g} (relative) {where}")
-
-
-def close_gradients(found: Iterable[Tensor], expected: Iterable[Tensor], where: str) -> None:
-    """`close` for the gradients of q, k and v."""
-    for name, ours, exact in zip("qkv", found, expected, strict=True):
-        close(ours, exact, f"in the gradient of {name} {where}", CHECK_GRADIENT_TOLERANCE)
-
-
-def _exact(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    full = (q.float(), repeated(k.float(), q), repeated(v.float(), q))
-    with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(*full, is_causal=True, scale=scale)
 
 
 def _sdpa(backend: SDPBackend) -> Callable[[], Attend]:

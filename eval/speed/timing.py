@@ -1,11 +1,12 @@
 """Clocks: how long a call takes, what it needs at its peak, which kernels it runs.
 
-Both have the same face: `CpuBench` is what tests run with, `GpuBench` is what results come from.
+`Bench` is what tests run with, `GpuBench` is what results come from.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import re
 import statistics
 import time
@@ -22,19 +23,22 @@ MOST_RUNS = 100
 SECONDS_A_CASE = 1.5
 PROFILED_CALLS = 5
 FLUSHED_BYTES = 256 << 20  # several times the L2 of any GPU there is
-METHOD_ON_CPU = (
-    f"median of {LEAST_RUNS} to {MOST_RUNS} runs by time.perf_counter after at least "
-    f"{WARM_UP_CALLS} calls and {WARM_UP_SECONDS} s of warm-up; a functional check, no result"
-)
 
 
-def method_on_gpu(seconds: float) -> str:
-    """How `GpuBench.time` measures, in words."""
+def method_on(device: str, seconds: float | None = None) -> str:
+    """How `Bench.time` measures there, in words."""
+    if torch.device(device).type == "cpu":
+        return (
+            f"median of {LEAST_RUNS} to {MOST_RUNS} runs by time.perf_counter after at least "
+            f"{WARM_UP_CALLS} calls and {WARM_UP_SECONDS} s of warm-up; a functional check, no "
+            "result"
+        )
+    seconds = SECONDS_A_CASE if seconds is None else seconds
     return (
-        f"median of {LEAST_RUNS} to {MOST_RUNS} runs ({seconds} s where there is time for "
-        f"more), timed by CUDA events after at least {WARM_UP_CALLS} calls and {WARM_UP_SECONDS} s "
-        f"of warm-up; {FLUSHED_BYTES >> 20} MiB are zeroed before every run, outside of the "
-        "events, so the L2 cache is cold"
+        f"median of {LEAST_RUNS} to {MOST_RUNS} runs ({seconds} s where there is time for more) by "
+        f"CUDA events after at least {WARM_UP_CALLS} calls and {WARM_UP_SECONDS} s of warm-up; "
+        f"{FLUSHED_BYTES >> 20} MiB are zeroed before every run, outside of the events, so the L2 "
+        "cache is cold"
     )
 
 
@@ -54,8 +58,8 @@ class Timing:
         return self.eager if self.graph is None else self.graph
 
 
-class CpuBench:
-    """The clock for tests: no graph, no peak, no kernels.
+class Bench:
+    """The clock of a CPU: no graph, no peak, no kernels.
 
     ``seconds`` is what timing one case may take, `SECONDS_A_CASE` unless told.
     """
@@ -73,30 +77,32 @@ class CpuBench:
 
     def time(self, call: Callable[[], Any], graph: bool = True) -> Timing:
         """The median over many runs; ``graph`` says whether a CUDA graph is made of it as well."""
-        runs = number_of_runs(warm_up(call), self.seconds)
-        return Timing(self._median(call, runs))
+        return Timing(self._median_of(call, number_of_runs(warm_up(call), self.seconds)))
 
-    def wall(self, call: Callable[[], Any], runs: int) -> tuple[float, float | None]:
+    def wall(
+        self, call: Callable[[], Any], runs: int = 1, warm_up_calls: int = 1
+    ) -> tuple[float, float | None]:
         """(median ms until ``call`` and all it started is done, MiB at its peak) of ``runs``.
 
-        For calls of seconds: one of them warms up. The peak is of all that is allocated, by
-        whomever, less the clock's own.
+        For calls of seconds. The peak is of all that is allocated, by whomever, less the clock's
+        own.
         """
-        warm_up(call, calls=1)
-        return self._median(call, runs), None
-
-    def once(self, call: Callable[[], Any]) -> tuple[float, float | None]:
-        """The same of a single run that nothing warms up: for calls of a minute."""
-        return self._median(call, 1), None
+        for _ in range(warm_up_calls):
+            call()
+        return self._median_of(call, runs), None
 
     def room(self) -> float | None:
         """MiB that can be allocated, with all that is already but without the clock's own."""
         return None
 
-    def _median(self, call: Callable[[], Any], runs: int) -> float:
+    def _wait(self) -> None:
+        """Return when the device is done."""
+
+    def _median_of(self, call: Callable[[], Any], runs: int) -> float:
         def once() -> float:
             started = time.perf_counter()
             call()
+            self._wait()
             return (time.perf_counter() - started) * 1e3
 
         return statistics.median(once() for _ in range(runs))
@@ -106,12 +112,11 @@ class CpuBench:
         raise RuntimeError("there is no GPU to profile")
 
 
-class GpuBench:
-    """CUDA events, cold L2, graphs, peak memory and kernel times; the face is `CpuBench`'s."""
+class GpuBench(Bench):
+    """CUDA events, cold L2, graphs, peak memory and kernel times."""
 
     def __init__(self, device: str, seconds: float | None = None) -> None:
-        self.device = torch.device(device)
-        self.seconds = seconds
+        super().__init__(device, seconds)
         if self.device.index is not None:
             torch.cuda.set_device(self.device)
         self.flushed = torch.empty(FLUSHED_BYTES, device=self.device, dtype=torch.uint8)
@@ -143,30 +148,23 @@ class GpuBench:
                 error = error.__context__
             return Timing(eager, why_not=in_a_sentence(error))
 
-    def wall(self, call: Callable[[], Any], runs: int) -> tuple[float, float]:
-        warm_up(call, torch.cuda.synchronize, calls=1)
-        return self._wall(call, runs)
-
-    def once(self, call: Callable[[], Any]) -> tuple[float, float]:
-        return self._wall(call, 1)
+    def wall(
+        self, call: Callable[[], Any], runs: int = 1, warm_up_calls: int = 1
+    ) -> tuple[float, float]:
+        for _ in range(warm_up_calls):
+            call()
+        self.settle()
+        torch.cuda.reset_peak_memory_stats()
+        ms = self._median_of(call, runs)
+        return ms, (torch.cuda.max_memory_allocated() - FLUSHED_BYTES) / 2**20
 
     def room(self) -> float:
         self.settle()
         free, _ = torch.cuda.mem_get_info(self.device)
         return (free + torch.cuda.memory_reserved() - FLUSHED_BYTES) / 2**20
 
-    def _wall(self, call: Callable[[], Any], runs: int) -> tuple[float, float]:
-        self.settle()
-        torch.cuda.reset_peak_memory_stats()
-
-        def once() -> float:
-            started = time.perf_counter()
-            call()
-            torch.cuda.synchronize()
-            return (time.perf_counter() - started) * 1e3
-
-        ms = statistics.median(once() for _ in range(runs))
-        return ms, (torch.cuda.max_memory_allocated() - FLUSHED_BYTES) / 2**20
+    def _wait(self) -> None:
+        torch.cuda.synchronize()
 
     def kernels(self, call: Callable[[], Any]) -> list[list[tuple[str, float]]]:
         from torch.autograd import DeviceType
@@ -193,7 +191,7 @@ class GpuBench:
         return calls
 
     def _median(self, call: Callable[[], Any]) -> float:
-        runs = number_of_runs(warm_up(call, torch.cuda.synchronize), self.seconds)
+        runs = number_of_runs(warm_up(call, self._wait), self.seconds)
         starts, ends = (
             [torch.cuda.Event(enable_timing=True) for _ in range(runs)] for _ in range(2)
         )
@@ -219,31 +217,23 @@ class GpuBench:
         return graph
 
 
-Bench = CpuBench | GpuBench
-
-
 def bench_on(device: str, seconds: float | None = None) -> Bench:
     """The clock of that device."""
-    kind = GpuBench if torch.device(device).type == "cuda" else CpuBench
+    kind = GpuBench if torch.device(device).type == "cuda" else Bench
     return kind(device, seconds)
 
 
-def warm_up(
-    call: Callable[[], Any],
-    wait: Callable[[], None] = lambda: None,
-    calls: int = WARM_UP_CALLS,
-) -> float:
-    """Call until it is warm, ``calls`` times at least; the seconds the last call took."""
+def warm_up(call: Callable[[], Any], wait: Callable[[], None] = lambda: None) -> float:
+    """Call until it is warm; the seconds the last call took."""
     began = time.perf_counter()
-    done = 0
-    while True:
+    for done in itertools.count(1):
         started = time.perf_counter()
         call()
         wait()
         now = time.perf_counter()
-        done += 1
-        if done >= calls and now - began >= WARM_UP_SECONDS:
-            return now - started
+        if done >= WARM_UP_CALLS and now - began >= WARM_UP_SECONDS:
+            break
+    return now - started
 
 
 def number_of_runs(took: float, seconds: float | None = None) -> int:

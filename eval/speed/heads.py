@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cab_hf.eval import dense
-from cab_hf.eval.speed_settings import SpeedSettings
-from cab_hf.eval.timing import Bench, in_a_sentence
+from cab_hf.eval.speed import dense
+from cab_hf.eval.speed.base import SpeedSettings, made_of
+from cab_hf.eval.speed.timing import Bench, in_a_sentence
 from cab_hf.runs.settings import option
 
 INPUTS = {
@@ -42,15 +42,6 @@ class HeadSettings(SpeedSettings):
         self.check_heads()
         self.check("inputs", self.inputs in INPUTS, " or ".join(INPUTS))
         self.check("dense_up_to", self.dense_up_to >= 0, "a number of tokens, 0 for never")
-
-    @staticmethod
-    def shape(told: Mapping[str, Any]) -> str:
-        """What a run with the settings ``told`` of by its results computes on."""
-        dims = told.get("head_dims") or [told["head_dim"]]
-        return (
-            f"Batch {told['batch']}, {told['heads']} query and {told['kv_heads']} key heads of "
-            f"{', '.join(map(str, dims))}, {told['dtype']}"
-        )
 
     def random_heads(
         self, length: int, head_dim: int, device: torch.device, names: str
@@ -91,3 +82,17 @@ def time_baselines(
         why = in_a_sentence(error)
         return dense.Measured(not_measured=dict.fromkeys(dense.on(bench.device), why))
     return dense.measure(q, k, v, head_dim**-0.5, bench, backward)
+
+
+def described(settings: Mapping[str, Any]) -> str:
+    """The heads and inputs of a run with these recorded ``settings``, and how it was timed."""
+    dims = settings.get("head_dims") or [settings["head_dim"]]
+    shape = (
+        f"Batch {settings['batch']}, {settings['heads']} query and {settings['kv_heads']} key "
+        f"heads of {', '.join(map(str, dims))}, {settings['dtype']}; inputs are "
+        f"{INPUTS[settings['inputs']]}, and no model made them"
+    )
+    return (
+        f"{made_of(shape, settings)}\n\n≈: extrapolated by N² beyond {settings['dense_up_to']:,} "
+        f"tokens. {dense.BREAK_EVEN}"
+    )

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from cab_hf.config import CabConfig
-from cab_hf.eval import dense
-from cab_hf.eval.speed_settings import UNREACHED_MASS, SpeedSettings
+from cab_hf.eval.speed import dense
+from cab_hf.eval.speed.base import UNREACHED_MASS, SpeedSettings, made_of
+from cab_hf.eval.speed.checks import CHECK_LENGTH, check_dense, repeated
 from cab_hf.runs.settings import by_device, comma_separated, option
 
 # transformers is imported where it is used: asking for help needs none of it
@@ -70,16 +71,6 @@ class ModelSettings(SpeedSettings):
         config = self.configured(UNREACHED_MASS, max_density=density)
         return dataclasses.replace(config, **fields)
 
-    @staticmethod
-    def shape(told: Mapping[str, Any]) -> str:
-        """The model of a run with the settings ``told`` of by its results."""
-        return (
-            f"A LLaMA with random weights: {told['layers']} layers of {told['hidden']} channels "
-            f"({told['intermediate']} in the MLP), {told['heads']} query and {told['kv_heads']} "
-            f"key heads of {told['head_dim']}, {told['vocab']:,} tokens, {told['dtype']}, "
-            f"max_density {', '.join(told['max_density'])}"
-        )
-
     def model_flops(self, length: int) -> dict[str, float]:
         """Floating-point operations of reading a prompt densely: ``linear`` and ``attention``.
 
@@ -93,10 +84,27 @@ class ModelSettings(SpeedSettings):
         linear = 2.0 * (length * weights + self.hidden * self.vocab)
         return {"linear": linear, "attention": attention}
 
+    def attended_flops(self, length: int, density: float) -> float:
+        """The same in all, where that share of the causal pairs is attended."""
+        work = self.model_flops(length)
+        return work["linear"] + density * work["attention"]
+
     def cache_bytes(self, length: int) -> int:
         """Bytes of the keys and values of a prompt."""
         a_token = 2 * self.layers * self.kv_heads * self.head_dim * self.torch_dtype.itemsize
         return length * a_token
+
+
+def described(settings: Mapping[str, Any]) -> str:
+    """The model of a run with these recorded ``settings``, and how it was timed."""
+    shape = (
+        f"A LLaMA with random weights (standard deviation {INITIAL_STD}): {settings['layers']} "
+        f"layers of {settings['hidden']} channels ({settings['intermediate']} in the MLP), "
+        f"{settings['heads']} query and {settings['kv_heads']} key heads of "
+        f"{settings['head_dim']}, {settings['vocab']:,} tokens, {settings['dtype']}, max_density "
+        f"{', '.join(settings['max_density'])}"
+    )
+    return made_of(shape, settings)
 
 
 @lru_cache(maxsize=1)
@@ -169,6 +177,8 @@ def attending(model: PreTrainedModel, name: str, config: CabConfig) -> Iterator[
     Raises:
         ImportError: for a baseline that is not installed.
     """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     from cab_hf.patches import cab, stats
 
     stats(model, reset=True)
@@ -178,8 +188,14 @@ def attending(model: PreTrainedModel, name: str, config: CabConfig) -> Iterator[
         with cab(model, config):
             yield
     else:
-        with _registered(model, f"speed_{name.replace(' ', '_')}", _function(model, name)):
+        way = f"speed_{name.replace(' ', '_')}"
+        ALL_ATTENTION_FUNCTIONS[way] = _function(model, name)
+        try:
+            model.set_attn_implementation(way)
             yield
+        finally:
+            model.set_attn_implementation(SDPA)
+            del ALL_ATTENTION_FUNCTIONS[way]
 
 
 def _function(model: PreTrainedModel, name: str) -> Callable[..., tuple[Tensor, None]]:
@@ -200,32 +216,38 @@ def _function(model: PreTrainedModel, name: str) -> Callable[..., tuple[Tensor, 
         if mask is not None:
             raise ValueError(f"{name} is causal here and takes no mask; transformers made one.")
         if not baseline.grouped:
-            key, value = dense.repeated(key, query), dense.repeated(value, query)
+            key, value = repeated(key, query), repeated(value, query)
         return attend(query, key, value, scaling).transpose(1, 2), None
 
     text = model.config
     like = {"device": model.device, "dtype": model.dtype}
     q, k, v = (
-        torch.randn(1, heads, dense.CHECK_LENGTH, text.head_dim, **like)
+        torch.randn(1, heads, CHECK_LENGTH, text.head_dim, **like)
         for heads in (text.num_attention_heads, *[text.num_key_value_heads] * 2)
     )
     if not baseline.grouped:
-        k, v = dense.repeated(k, q), dense.repeated(v, q)
-    dense.check(attend, q, k, v, text.head_dim**-0.5)
+        k, v = repeated(k, q), repeated(v, q)
+    check_dense(attend, q, k, v)
     return attention
 
 
 @contextmanager
-def _registered(model: PreTrainedModel, name: str, function: Callable) -> Iterator[None]:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+def prefilling(
+    settings: ModelSettings, length: int, way: str, chunk: int | None = None, **fields: Any
+) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]]]]:
+    """(what reads a prompt, what then is known of it) while the model attends that ``way``.
 
-    ALL_ATTENTION_FUNCTIONS[name] = function
-    try:
-        model.set_attn_implementation(name)
-        yield
-    finally:
-        model.set_attn_implementation(SDPA)
-        del ALL_ATTENTION_FUNCTIONS[name]
+    Known are its ``density``, and what CAB ``ran_as``; ``fields`` are of its config.
+    """
+    model = random_model(settings)
+    call = prefill(settings, length, chunk)
+
+    def known() -> dict[str, Any]:
+        told = ran_as(model, length) if way in CAB else None
+        return {"density": realised_density(model), "ran_as": told}
+
+    with attending(model, way, settings.budgeted(length, **fields)):
+        yield call, known
 
 
 def realised_density(model: PreTrainedModel) -> float:

@@ -1,37 +1,44 @@
-"""The speed command: its rows, its arithmetic, its files, and that it can be killed and go on."""
+"""``speed predictor``, and what all speed ops share: rows, arithmetic, files, going on."""
 
 import csv
 import json
 import math
+import shlex
+from pathlib import Path
 
 import pytest
 import torch
-from bench import FakeBench, quick, speed_run  # noqa: F401
+from bench import FILES, FakeBench, quick, refused, sample_of, shown, speed_run  # noqa: F401
 
 from cab_hf.config import CabConfig
-from cab_hf.eval import charts, dense, kernels, report, speed, speed_predictor, timing
-from cab_hf.eval.speed_predictor import Settings
-from cab_hf.eval.timing import Timing
+from cab_hf.eval import charts, report
+from cab_hf.eval.__main__ import main
+from cab_hf.eval.experiment import named, render
+from cab_hf.eval.speed import checks, dense, kernels, predictor, timing
+from cab_hf.eval.speed.base import MADE_BY
+from cab_hf.eval.speed.predictor import Predictor, Settings
+from cab_hf.eval.speed.timing import Timing
 from cab_hf.runs import provenance
+from cab_hf.runs.log import read_log
 from cab_hf.runs.settings import read_settings
 
 COMMON = (
     *("op", "length", "batch", "heads", "kv_heads", "head_dim", "dtype"),
     *("density", "ms", "peak_mib", "baseline", "baseline_ms", "ratio"),
 )
+RESULTS = Path(__file__).parents[1] / "eval" / "results"
 SHAPE = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
-FILES = ["report.md", "results.csv", "results.json", "speed.png"]
 
 
-def command(out, *more, lengths=("256", "512")):
-    return speed_run("predictor", out, *SHAPE, "--lengths", *lengths, *more)
+def command(out, *more, lengths=("256", "512"), **how):
+    return speed_run("predictor", out, *SHAPE, "--lengths", *lengths, *more, **how)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The folder of a whole run, to read."""
     out = tmp_path_factory.mktemp("finished")
-    command(out, "--config", "mass=0.8")
+    command(out, "--config", "mass=0.8", drawn=True)
     return out
 
 
@@ -44,12 +51,20 @@ def tiny(**more):
 
 
 def row_of(length, ms=1.0, baselines=None, **more):
-    """A measured row, as `speed_predictor.measure` makes it."""
-    parts = dict.fromkeys(f"{part}_ms" for part in speed_predictor.PARTS)
+    """A sample, as `Predictor.measure` makes it."""
+    parts = dict.fromkeys(f"{part}_ms" for part in predictor.PARTS)
     told = {"baselines": baselines or {}, "not_measured": {}, "without_graph": {}}
     times = {"ms": ms, "eager_ms": ms, "graph_ms": None, "peak_mib": None, "gflops": None}
-    shown = {"length": length, "density": None, "error": None, "why_no_split": None}
-    return shown | times | told | parts | more
+    told_of = {"length": length, "density": None, "error": None, "why_no_split": None}
+    return told_of | times | told | parts | more
+
+
+def derive(samples):
+    return Predictor.rows(samples, {})
+
+
+def said_of(rows):
+    return " ".join(Predictor.readings(rows))
 
 
 # --- the row
@@ -74,17 +89,19 @@ def test_the_ratio_is_ours_over_the_baseline(finished):
 
 
 def test_the_time_is_the_replay_and_eager_stands_beside_it():
-    row = speed_predictor.measure(tiny(), {"length": 256}, FakeBench())
+    row = sample_of(Predictor, tiny(), {"length": 256})
     assert (row["ms"], row["graph_ms"], row["eager_ms"], row["peak_mib"]) == (2.0, 2.0, 3.0, 5.0)
     assert (row["coarsen_ms"], row["curvature_ms"], row["select_ms"]) == (1.0, 0.0, 1.0)
     assert row["without_graph"] == {}
 
 
 def test_a_capture_that_fails_is_told():
-    row = speed_predictor.measure(tiny(), {"length": 256}, FakeBench("it waits for the device"))
+    row = sample_of(Predictor, tiny(), {"length": 256}, FakeBench("it waits for the device"))
     assert (row["ms"], row["graph_ms"]) == (3.0, None)
-    said = " ".join(speed_predictor.readings(speed_predictor.derive([row])))
-    assert "Predictor could not be captured" in said and "it waits for the device" in said
+    table = shown(Predictor, derive([row]))
+    assert (
+        "| no CUDA graph, so its time is eager | it waits for the device | 256 | predictor" in table
+    )
 
 
 def test_the_first_error_of_a_capture_is_the_reason():
@@ -113,24 +130,24 @@ def test_inputs_lie_as_transformers_hands_them():
 
 def test_out_of_memory_is_a_row_and_the_run_goes_on(tmp_path, monkeypatch):
     def greedy(config):
-        def predict(q, k, spans, scale):
+        def predict(q, k, call):
             if q.shape[2] > 256:
                 raise torch.OutOfMemoryError(
                     "CUDA out of memory. Tried to allocate 34.00 GiB. GPU 0 has a capacity of ..."
                 )
-            return make(config)(q, k, spans, scale)
+            return make(config)(q, k, call)
 
         return predict
 
-    make = speed_predictor.make_predictor
-    monkeypatch.setattr(speed_predictor, "make_predictor", greedy)
+    make = predictor.make_predictor
+    monkeypatch.setattr(predictor, "make_predictor", greedy)
     first, second, third = command(tmp_path, lengths=("256", "512", "1024"))["rows"]
     assert first["error"] is None and first["ms"] > 0
     assert second["error"] == third["error"] == "out of memory: tried to allocate 34.00 GiB"
     assert second["ms"] is None and second["ratio"] is None and set(second) == set(first)
     assert second["baseline_ms"] > 0
     text = (tmp_path / "report.md").read_text()
-    assert "At 512 tokens: out of memory: tried to allocate 34.00 GiB." in text
+    assert "| not measured | out of memory: tried to allocate 34.00 GiB | 512, 1,024 |" in text
 
 
 # --- arithmetic
@@ -153,7 +170,7 @@ def test_a_baseline_is_extrapolated_from_the_longest_measured():
         row_of(100, 1.0, {"FA3": 1.0, "cuDNN": 0.5}),
         row_of(200, 1.5, {"FA3": 3.0, "cuDNN": 9.0}),
     ]
-    near, middle, far = speed_predictor.derive(rows)
+    near, middle, far = derive(rows)
     assert (near["baseline_ms"], near["extrapolated"]) == (1.0, False)
     assert (middle["baseline_ms"], middle["extrapolated"]) == (3.0, False)
     assert (far["baseline"], far["baseline_ms"], far["extrapolated"]) == ("FA3", 12.0, True)
@@ -161,15 +178,14 @@ def test_a_baseline_is_extrapolated_from_the_longest_measured():
 
 
 def test_nothing_measured_is_no_ratio():
-    (row,) = speed_predictor.derive([row_of(100)])
+    (row,) = derive([row_of(100)])
     assert row["baseline"] is row["ratio"] is row["extrapolated"] is None
 
 
-def test_derived_columns_are_made_anew():
-    early = speed_predictor.derive([row_of(400, 2.0)])
-    late = speed_predictor.derive([*early, row_of(200, 1.0, {"SDPA": 3.0})])
-    assert late == speed_predictor.derive([row_of(200, 1.0, {"SDPA": 3.0}), row_of(400, 2.0)])
-    assert late[1]["extrapolated"] is True
+def test_rows_do_not_depend_on_the_order_of_samples():
+    samples = [row_of(400, 2.0), row_of(200, 1.0, {"SDPA": 3.0})]
+    late = derive(samples)
+    assert late == derive(reversed(samples)) and late[1]["extrapolated"] is True
 
 
 @pytest.mark.parametrize(
@@ -211,14 +227,14 @@ def test_parts_are_medians_of_sums():
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0, 1.5, 2.0])
 def test_growth_of_a_power_of_the_length(exponent):
-    grown = speed_predictor.growth([row_of(n, 3.0 * n**exponent) for n in (1024, 2048, 8192)])
+    grown = predictor.growth([row_of(n, 3.0 * n**exponent) for n in (1024, 2048, 8192)])
     assert grown["growth"] == pytest.approx(8**exponent)
     assert (grown["growth_linear"], grown["growth_quadratic"]) == (8, 64)
     assert grown["exponent"] == pytest.approx(exponent)
 
 
 def test_growth_is_from_the_row_before_that_has_a_time():
-    rows = speed_predictor.derive([row_of(100, 1.0), row_of(200, None), row_of(400, 8.0)])
+    rows = derive([row_of(100, 1.0), row_of(200, None), row_of(400, 8.0)])
     assert [row["growth"] for row in rows] == [None, None, 8.0]
     assert rows[2]["exponent"] == pytest.approx(1.5)
 
@@ -232,30 +248,31 @@ def test_growth_is_from_the_row_before_that_has_a_time():
     ],
 )
 def test_growth_is_summed_up_over_long_inputs(lengths, said):
-    first = speed_predictor.readings(speed_predictor.derive([row_of(n, n / 1e3) for n in lengths]))[
-        0
-    ]
+    (first,) = Predictor.readings(derive([row_of(n, n / 1e3) for n in lengths]))
     assert first.startswith(said) and first.endswith("1.00.")
 
 
 def test_the_report_says_where_we_lose():
-    rows = [row_of(n, ms, {"SDPA": 2.0}) for n, ms in ((100, 3.0), (200, 2.0), (400, 1.0))]
-    said = " ".join(speed_predictor.readings(speed_predictor.derive(rows)))
-    assert "as long as dense attention or longer at 100 and 200 tokens" in said
-    assert "at 400 tokens it takes 50.0 % of SDPA's time" in said
+    rows = derive([row_of(n, ms, {"SDPA": 2.0}) for n, ms in ((100, 3.0), (200, 2.0), (400, 1.0))])
+    first, second, last = Predictor.tables(rows)["Predicting"].splitlines()[2:]
+    assert "| 150 % |" in first and "| 100 % |" in second and "| 50.0 % |" in last
+    said = (
+        "At 400 tokens predicting takes 50.0 % of SDPA's time; it is faster from about 200 tokens"
+    )
+    assert said in said_of(rows)
 
 
 def test_flops_by_hand():
     settings = tiny()
     config = CabConfig(query_block=32, key_block=16)
     # 80 tokens: 3 rows that end after 2, 4 and 5 key blocks
-    work = speed_predictor.predictor_flops(config, settings, 80)
+    work = predictor.predictor_flops(config, settings, 80)
     assert work["coarsen"] == 80 * 16 * (4 + 3 * 2)
     assert work["logits"] == 6 * 16 * 4 * (2 + 4 + 5)
     # paths from row i to row j: i - j + 1, so 3 + 2 * 2 + 3 of them
     assert work["two_hop"] == 2 * 4 * (3 * 1 + 2 * 2 + 1 * 3)
     flat = CabConfig(query_block=32, key_block=16, curvature="none", coarsen="mean")
-    assert speed_predictor.predictor_flops(flat, settings, 80)["two_hop"] == 0
+    assert predictor.predictor_flops(flat, settings, 80)["two_hop"] == 0
 
 
 @pytest.mark.parametrize(
@@ -282,7 +299,7 @@ def test_a_wrong_kernel_is_not_measured(monkeypatch):
 
     attend = dense.ON_CPU["SDPA"].load()
     monkeypatch.setattr(dense, "ON_CPU", {"bad": dense.Baseline(lambda: swapped)})
-    row = speed_predictor.measure(tiny(), {"length": 256}, timing.CpuBench("cpu"))
+    row = sample_of(Predictor, tiny(), {"length": 256}, timing.Bench("cpu"))
     assert row["baselines"] == {} and "wrong by" in row["not_measured"]["bad"]
 
 
@@ -295,7 +312,7 @@ def test_a_package_that_is_missing_is_a_reason(tmp_path, monkeypatch):
     row = command(tmp_path, lengths=["256"])["rows"][0]
     assert row["baseline"] == "SDPA"
     assert row["not_measured"] == {"FA3": "no_such_kernels is not installed"}
-    said = "FA3 was not measured at 256 tokens: no_such_kernels is not installed."
+    said = "| not measured | no_such_kernels is not installed | 256 | FA3 |"
     assert said in (tmp_path / "report.md").read_text()
 
 
@@ -313,20 +330,22 @@ def test_flash_attn_functions_get_token_major_views():
         return out.transpose(1, 2), "log-sum-exp"
 
     q, k, v = tiny().random_heads(300, 16, torch.device("cpu"), "qkv")
-    dense.check(dense._token_major(kernel), q, k, v, 0.25)
+    checks.check_dense(dense._token_major(kernel), q, k, v)
 
 
 # --- the files
 
 
-def test_the_report_is_made_from_the_file_alone(tmp_path, capsys):
-    content = command(tmp_path)
+def test_the_report_is_made_from_the_files_alone(tmp_path, capsys):
+    command(tmp_path, drawn=True)
     printed = capsys.readouterr().out
-    assert printed == (tmp_path / "report.md").read_text() == speed.render(content)
-    for name in FILES:
-        if name != "results.json":
-            (tmp_path / name).unlink()
-    assert speed.write_report(tmp_path) == printed
+    made = (tmp_path / "report.md").read_text()
+    table = next(iter(Predictor.tables(read_rows(tmp_path)).values()))
+    assert table in printed and table in made and "SDPA" in made
+    for name in ("figure.png", "report.md", "results.csv"):
+        (tmp_path / name).unlink()
+    assert render(tmp_path) == read_rows(tmp_path)
+    assert (tmp_path / "report.md").read_text() == made
     assert sorted(path.name for path in tmp_path.iterdir()) == FILES
 
 
@@ -350,14 +369,14 @@ def test_the_csv_has_the_rows(finished):
     ],
 )
 def test_the_figure_is_a_picture(tmp_path, rows):
-    speed_predictor.draw(tmp_path / "speed.png", speed_predictor.derive(rows))
-    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+    Predictor.draw(tmp_path / "figure.png", derive(rows))
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_results_hold_settings_provenance_and_no_path(finished):
     text = (finished / "results.json").read_text()
     made = json.loads(text)["provenance"]
-    assert made["settings"]["cab_config"]["mass"] == 0.8
+    assert made["experiment"] == Predictor.name and made["settings"]["cab_config"]["mass"] == 0.8
     assert "perf_counter" in made["settings"]["method"]
     assert made["versions"]["torch"] and made["commit"] == "0" * 40
     assert str(finished) not in text
@@ -366,26 +385,27 @@ def test_results_hold_settings_provenance_and_no_path(finished):
 def test_a_killed_run_goes_on(tmp_path, monkeypatch, capsys):
     calls = []
 
-    def measure(settings, key, bench):
-        calls.append(key["length"])
+    def measure(experiment, case):
+        calls.append(case["length"])
         if len(calls) == 2:
             raise KeyboardInterrupt
         # what a second measurement of the same length would change
-        return once(settings, key, bench) | {"ms": float(len(calls))}
+        return once(experiment, case) | {"ms": float(len(calls))}
 
-    once = speed_predictor.measure
-    monkeypatch.setattr(speed_predictor, "measure", measure)
+    once = Predictor.measure
+    monkeypatch.setattr(Predictor, "measure", measure)
     with pytest.raises(KeyboardInterrupt):
         command(tmp_path)
-    first = json.loads((tmp_path / "results.json").read_text())["rows"]
+    _, first = read_log(tmp_path / "samples.jsonl")
     content = command(tmp_path)
-    assert calls == [256, 512, 512]
-    assert content["rows"][:1] == first and [row["ms"] for row in content["rows"]] == [1.0, 3.0]
+    assert calls == [256, 512, 512] and [sample["length"] for sample in first] == [256]
+    assert first[0].items() <= content["rows"][0].items()
+    assert [row["ms"] for row in content["rows"]] == [1.0, 3.0]
 
     capsys.readouterr()
     before = (tmp_path / "report.md").read_text()
     assert command(tmp_path) == content
-    assert capsys.readouterr().out == before and len(calls) == 3
+    assert (tmp_path / "report.md").read_text() == before and len(calls) == 3
 
 
 def test_a_run_can_be_extended(tmp_path):
@@ -393,7 +413,7 @@ def test_a_run_can_be_extended(tmp_path):
     content = command(tmp_path, lengths=["256"])
     assert [row["length"] for row in content["rows"]] == [256, 512]
     assert content["rows"][1]["ms"] == first[0]["ms"]
-    assert content["provenance"]["settings"]["lengths"] == [256, 512]
+    assert sorted(content["provenance"]["settings"]["lengths"]) == [256, 512]
 
 
 @pytest.mark.parametrize(
@@ -404,20 +424,53 @@ def test_a_run_can_be_extended(tmp_path):
         pytest.param(["--dtype", "bfloat16"], "dtype", id="dtype"),
     ],
 )
-def test_results_of_other_settings_are_refused(tmp_path, capsys, more, named):
-    command(tmp_path, lengths=["256"])
-    with pytest.raises(SystemExit) as stop:
-        command(tmp_path, *more)
-    assert stop.value.code == 2
+def test_results_of_other_settings_are_refused(finished, capsys, more, named):
+    words = ["speed", "predictor", "--device", "cpu", "--out", str(finished), *SHAPE]
+    assert main([*words, *(more if "--config" in more else ["--config", "mass=0.8", *more])]) == 2
     assert f"made with {named}" in capsys.readouterr().err
 
 
-def test_results_of_other_code_are_refused(tmp_path, monkeypatch, capsys):
-    command(tmp_path, lengths=["256"])
-    monkeypatch.setattr(provenance, "git_commit", lambda: "1" * 40)
-    with pytest.raises(SystemExit):
-        command(tmp_path)
-    assert "made with commit" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("where", "name", "value", "named"),
+    [
+        pytest.param(provenance, "git_commit", lambda: "1" * 40, "commit", id="code"),
+        pytest.param(provenance, "device_name", lambda device: "a GPU", "device", id="GPU"),
+        pytest.param(provenance, "versions", lambda: {"torch": "9"}, "versions", id="versions"),
+        pytest.param(
+            dense,
+            "ON_CPU",
+            {"SDPA": dense.Baseline(dense.ON_CPU["SDPA"].load, lambda: "SDPA 9")},
+            "baselines",
+            id="baselines",
+        ),
+    ],
+)
+def test_results_of_another_making_are_refused(
+    finished, monkeypatch, capsys, where, name, value, named
+):
+    monkeypatch.setattr(where, name, value)
+    words = ["--device", "cpu", "--out", str(finished), *SHAPE, "--config", "mass=0.8"]
+    assert main(["speed", "predictor", *words]) == 2
+    assert f"made with {named}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("folder", sorted(RESULTS.glob("speed-*")), ids=lambda path: path.name)
+def test_committed_results_are_those_of_their_samples(folder, monkeypatch):
+    content = json.loads((folder / "results.json").read_text())
+    made, rows = content["provenance"], content["rows"]
+    kind = named(made["experiment"])
+    identity, samples = read_log(folder / "samples.jsonl")
+    assert {name: identity[name] for name in MADE_BY} == {name: made[name] for name in MADE_BY}
+    again = kind.rows(samples, made["settings"])
+    assert [row["length"] for row in again] == [row["length"] for row in rows]
+    assert [row["ms"] for row in again] == [row["ms"] for row in rows]
+    # the command that is printed gives the settings that are recorded
+    command = (folder / "report.md").read_text().split("```\n")[1]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    given = read_settings(kind.Settings, shlex.split(command.partition(kind.name)[2]), kind.name)
+    recorded = json.loads(json.dumps(kind(given).recorded()))
+    # words change, what they say does not
+    assert {**recorded, "method": ""} == {**made["settings"], "method": ""}
 
 
 # --- settings
@@ -432,10 +485,8 @@ def test_lengths_take_spaces_and_commas(words):
 
 def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as stop:
-        speed.main(["predictor", "--out", str(tmp_path / "none")])
-    assert stop.value.code == 2
-    assert "torch finds no CUDA device" in capsys.readouterr().err
+    said = refused(capsys, "predictor", "--out", str(tmp_path / "none"))
+    assert "torch finds no CUDA device" in said
     assert not (tmp_path / "none").exists()
 
 
@@ -456,8 +507,7 @@ def test_the_file_wins_over_the_defaults(tmp_path):
     file = tmp_path / "speed.yaml"
     file.write_text("lengths: 256\nhead-dim: 16\nheads: 4\nkv_heads: 2\ndevice: cpu\ndtype: null\n")
     out = tmp_path / "out"
-    assert speed.main(["predictor", "--settings", str(file), "--out", str(out)]) == 0
-    settings = json.loads((out / "results.json").read_text())["provenance"]["settings"]
+    settings = speed_run("predictor", out, "--settings", str(file))["provenance"]["settings"]
     assert (settings["lengths"], settings["heads"], settings["dtype"]) == ([256], 4, "float32")
 
 
@@ -475,10 +525,7 @@ def test_bad_files_are_refused_in_a_sentence(tmp_path, capsys, content, message)
     file = tmp_path / "speed.yaml"
     if content is not None:
         file.write_text(content)
-    with pytest.raises(SystemExit) as stop:
-        speed.main(["predictor", "--device", "cpu", "--settings", str(file)])
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in refused(capsys, "predictor", "--device", "cpu", "--settings", str(file))
 
 
 @pytest.mark.parametrize(
@@ -493,21 +540,18 @@ def test_bad_files_are_refused_in_a_sentence(tmp_path, capsys, content, message)
     ],
 )
 def test_bad_settings_are_refused_in_a_sentence(options, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        speed.main(["predictor", "--device", "cpu", *options])
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in refused(capsys, "predictor", "--device", "cpu", *options)
 
 
 @pytest.mark.gpu
 def test_a_gpu_has_graph_peak_parts_and_baselines(gpu, tmp_path):
     out = ["--out", str(tmp_path), "--lengths", "1024", "4096"]
-    assert speed.main(["predictor", *out]) == 0
+    assert main(["speed", "predictor", *out]) == 0
     for row in read_rows(tmp_path):
         assert row["error"] is None and row["without_graph"].get("predictor") is None
         assert row["graph_ms"] == row["ms"] > 0 and row["peak_mib"] > 0
         assert min(row["coarsen_ms"], row["curvature_ms"], row["select_ms"]) > 0
-        kernels = math.fsum(row[f"{part}_ms"] for part in speed_predictor.PARTS)
+        kernels = math.fsum(row[f"{part}_ms"] for part in predictor.PARTS)
         assert kernels <= 2 * row["ms"]
         assert "cuDNN" in row["baselines"], row["not_measured"]
 

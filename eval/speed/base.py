@@ -1,0 +1,207 @@
+"""What all speed ops share: settings that know their device, a clock, what identifies a run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+
+from cab_hf.config import CabConfig
+from cab_hf.eval.experiment import Experiment, Row
+from cab_hf.eval.report import column, markdown_table
+from cab_hf.eval.speed import dense
+from cab_hf.eval.speed.timing import Bench, bench_on
+from cab_hf.runs.settings import (
+    by_device,
+    comma_separated,
+    fill_by_device,
+    option,
+    parse_assignment,
+    require,
+)
+
+DTYPES = ("bfloat16", "float16", "float32")
+# more of the attention mass than any budget holds: every row of blocks fills its budget
+UNREACHED_MASS = {"mass": 0.999}
+TOKENS = {"tokens": column("{:,}".format, "length")}
+MADE_BY = ("device", "versions", "baselines", "commit")  # of the provenance
+
+
+@dataclass(frozen=True)
+class SpeedSettings:
+    """What every speed run is told. None stands for a default that depends on the device.
+
+    Attributes:
+        KEYS: what identifies a case -> the option that lists its values. A run measures their
+            product, the last one varying fastest.
+
+    Raises:
+        ValueError: naming the option, the value seen and what is accepted.
+    """
+
+    KEYS: ClassVar[Mapping[str, str]] = {"length": "lengths"}
+
+    lengths: tuple[int, ...] | None = by_device((), (), "tokens", comma_separated(int))
+    dtype: str | None = by_device("bfloat16", "float32", f"one of {', '.join(DTYPES)}")
+    config: tuple[str, ...] = option(
+        (), "field=value of CabConfig, e.g. mass=0.8; repeatable", repeatable=True
+    )
+    out: str = option("speed_results", "folder for the results; a run found there goes on")
+    seed: int = option(0, "of the inputs", int)
+    device: str | None = option(None, "torch device; the default is the GPU, and cpu is for tests")
+
+    def __post_init__(self) -> None:
+        device = self.device or "cuda"
+        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                f"device is {device!r} and torch finds no CUDA device; run it where there is a "
+                "GPU, or see it work at tiny lengths with --device cpu."
+            )
+        self._set("device", device)
+        fill_by_device(self, torch.device(device).type == "cpu")
+        for name in self.KEYS.values():
+            # given twice, measured once
+            self._set(name, tuple(dict.fromkeys(getattr(self, name))))
+        self._set("lengths", tuple(sorted(self.lengths)))
+        self.check("lengths", self.lengths and self.lengths[0] > 0, "numbers of tokens")
+        self.check("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
+        _ = self.cab_config  # refuses bad fields here rather than in the middle of a run
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def check(self, name: str, holds: object, accepted: str) -> None:
+        """Refuse the field ``name`` unless ``holds``."""
+        require(self, name, holds, accepted)
+
+    def check_positive(self, *names: str) -> None:
+        """Refuse fields below 1."""
+        for name in names:
+            self.check(name, getattr(self, name) > 0, "at least 1")
+
+    def check_heads(self) -> None:
+        """Refuse query heads that the key and value heads do not divide."""
+        self.check_positive("kv_heads")
+        divides = self.heads > 0 and self.heads % self.kv_heads == 0
+        self.check("heads", divides, f"a multiple of kv_heads={self.kv_heads}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def method(self) -> str:
+        """How it is measured, in words."""
+        raise NotImplementedError
+
+    @cached_property
+    def cab_config(self) -> CabConfig:
+        """CAB's config: ``--config`` over the defaults."""
+        return self.configured({})
+
+    def configured(self, defaults: Mapping[str, Any], **fixed: Any) -> CabConfig:
+        """``--config`` over ``defaults``; ValueError where it sets what is ``fixed`` elsewhere."""
+        given = dict(map(parse_assignment, self.config))
+        twice = sorted(fixed.keys() & given.keys())
+        if twice:
+            raise ValueError(
+                f"config sets {twice[0]}, which is an option of its own here, or what is measured."
+            )
+        return CabConfig.from_dict({**defaults, **given, **fixed})
+
+    def asked(self) -> list[dict[str, Any]]:
+        """The cases asked for."""
+        lists = (getattr(self, name) for name in self.KEYS.values())
+        return [dict(zip(self.KEYS, values, strict=True)) for values in itertools.product(*lists)]
+
+
+class Speed(Experiment):
+    """Base of the ops. Only samples of the same code, GPU, versions and baselines are compared."""
+
+    CASE = ("length",)
+    GROWS = ("lengths", "config")  # cab_config is recorded beside the words that make it
+
+    @cached_property
+    def bench(self) -> Bench:
+        return bench_on(self.settings.device, getattr(self.settings, "seconds", None))
+
+    def recorded(self) -> dict[str, Any]:
+        settings = self.settings
+        told = {"cab_config": settings.cab_config.to_dict(), "method": settings.method}
+        return {**super().recorded(), **told}
+
+    def provenance(self, started: str) -> dict[str, Any]:
+        versions = {n: each.version() for n, each in dense.on(self.settings.device).items()}
+        baselines = {name: version for name, version in versions.items() if version}
+        return {**super().provenance(started), "baselines": baselines}
+
+    def identity(self) -> dict[str, Any]:
+        made = self.provenance("")
+        return {**super().identity(), **{name: made[name] for name in MADE_BY}}
+
+    def cases(self, samples: Sequence[Row]) -> list[dict[str, Any]]:
+        return self.settings.asked()
+
+    def expected(self) -> int | None:
+        return len(self.settings.asked())
+
+
+def by_length(samples: Sequence[Row], derived: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Rows to be: the samples by length, with columns for what is ``derived``."""
+    ordered = sorted(samples, key=lambda sample: sample["length"])
+    return [{**sample, **dict.fromkeys(derived)} for sample in ordered]
+
+
+def grouped(rows: Sequence[Row], *names: str) -> list[list[Row]]:
+    """Rows that have the same values in the fields ``names``, together."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return list(groups.values())
+
+
+def varying(rows: Sequence[Row], columns: Mapping[str, str]) -> dict[str, str]:
+    """Those of ``columns``, heading -> field, that differ among rows."""
+    return {h: name for h, name in columns.items() if len({row[name] for row in rows}) > 1}
+
+
+def remarks(
+    rows: Sequence[Row], kinds: Mapping[str, str], by: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
+    """A table of what rows say in words and at which lengths, under its heading; none for nothing.
+
+    Args:
+        kinds: field of the rows -> what it tells of. It holds a text or texts by name; None and ""
+            say nothing.
+        by: heading -> field that tells rows apart beside their length.
+    """
+    lengths: dict[tuple, dict[str, None]] = {}
+    for (field, kind), row in itertools.product(kinds.items(), rows):
+        texts = row[field] if isinstance(row[field], Mapping) else {"": row[field]}
+        for name, text in texts.items():
+            if text:
+                said = (*(row[each] for each in by.values()), kind, text, name)
+                lengths.setdefault(said, {})[f"{row['length']:,}"] = None
+    # what is said of several names alike is said once
+    names: dict[tuple, list[str]] = {}
+    for (*said, name), where in lengths.items():
+        names.setdefault((*said, ", ".join(where)), []).append(name)
+    headings = (*by, "what", "why or how", "tokens", "of")
+    lines = [
+        dict(zip(headings, (*said, ", ".join(who)), strict=True)) for said, who in names.items()
+    ]
+    shown = headings if any(line["of"] for line in lines) else headings[:-1]
+    return {"Remarks": markdown_table(lines, shown)} if lines else {}
+
+
+def made_of(shape: str, settings: Mapping[str, Any]) -> str:
+    """What was computed on and how it was timed, for a report; ``settings`` are recorded ones."""
+    default = CabConfig().to_dict()
+    config = {n: v for n, v in settings["cab_config"].items() if v != default.get(n)}
+    chosen = f"CabConfig with {config}" if config else "default CabConfig"
+    return f"{shape}; {chosen}.\n\nMethod: {settings['method']}."

@@ -1,0 +1,178 @@
+"""``speed breakdown``: where the time of a prefill goes, by the names of its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cab_hf.eval import charts
+from cab_hf.eval.experiment import Row
+from cab_hf.eval.report import column, digits, markdown_table, percent
+from cab_hf.eval.speed import kernels
+from cab_hf.eval.speed.base import TOKENS, Speed, by_length, remarks
+from cab_hf.eval.speed.model import ModelSettings, described, prefilling
+from cab_hf.eval.speed.timing import PROFILED_CALLS, in_a_sentence, method_on
+from cab_hf.runs.settings import by_device, comma_separated
+
+PARTS = {
+    **kernels.PREDICTOR,
+    # our own; FlexAttention's, compiled from a template or not; the dense libraries'
+    "attention": ("block_attention", "flex", "triton_tem", "flash", "fmha", "cudnn"),
+}
+# part -> how a reader calls it
+SHOWN = {part: part for part in PARTS} | {kernels.OTHER: "rest"}
+
+COLOURS = dict(
+    zip((*SHOWN, "idle"), ("C2", "C3", "C1", "C0", "darkgrey", "gainsboro"), strict=True)
+)
+
+
+@dataclass(frozen=True)
+class Settings(ModelSettings):
+    """What a breakdown is told."""
+
+    lengths: tuple[int, ...] | None = by_device(
+        tuple(2**n for n in range(13, 18)), (256, 512), "tokens", comma_separated(int)
+    )
+    layers: int | None = by_device(4, 2, "decoder layers", int)
+
+    @property
+    def method(self) -> str:
+        return (
+            f"{method_on(self.device)}; that is the wall time of the whole prefill, called from "
+            "Python and not profiled; the parts are kernel times of the profiler, median of "
+            f"{PROFILED_CALLS} other calls"
+        )
+
+
+class Breakdown(Speed):
+    """A case is one length."""
+
+    name = "speed breakdown"
+    purpose = "where the time of a prefill goes: coarsen, curvature, select, attention, the rest"
+    title = "Where the time of a prefill goes"
+    caption = "shares of the wall time by length"
+    Settings = Settings
+
+    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
+        settings, bench, length = self.settings, self.bench, case["length"]
+        sample = {
+            "op": "breakdown",
+            **{name: getattr(settings, name) for name in ("layers", "dtype")},
+            **dict.fromkeys(("ms", "density", "ran_as")),
+            **dict.fromkeys(f"{part}_ms" for part in SHOWN),
+            **dict.fromkeys(("why_no_split", "error")),
+        }
+        try:
+            with prefilling(settings, length, "cab", min_length=0) as (call, known):
+                sample["ms"] = bench.time(call, graph=False).ms
+                sample |= known()
+                try:
+                    sample |= kernels.split(bench.kernels(call), PARTS)
+                except RuntimeError as error:
+                    sample["why_no_split"] = in_a_sentence(error)
+        except Exception as error:
+            # an engine that refuses or does not fit is told of
+            sample["error"] = in_a_sentence(error)
+        bench.settle()
+        return sample
+
+    # --- reporting
+
+    @staticmethod
+    def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """By length, with the sum of the parts and by how much that misses the wall time.
+
+        ``idle_ms`` is the wall time less all kernels, ``gap`` its share: what passes while none
+        runs, or, where it is negative, what the two kinds of call differ by.
+        """
+        rows = by_length(samples, ("kernels_ms", "idle_ms", "gap"))
+        for row in rows:
+            if row["ms"] is not None and row[f"{kernels.OTHER}_ms"] is not None:
+                row["kernels_ms"] = sum(row[f"{part}_ms"] for part in SHOWN)
+                row["idle_ms"] = row["ms"] - row["kernels_ms"]
+                row["gap"] = row["idle_ms"] / row["ms"]
+        return rows
+
+    @staticmethod
+    def tables(rows: Sequence[Row]) -> dict[str, str]:
+        kinds = {
+            "ran_as": "ran as",
+            "why_no_split": "not split into parts",
+            "error": "not measured",
+        }
+        return {"Parts": markdown_table(rows, COLUMNS), **remarks(rows, kinds)}
+
+    @staticmethod
+    def readings(rows: Sequence[Row]) -> list[str]:
+        """What predicting and attending take at the longest input; how well the parts add up."""
+        split = [row for row in rows if row["gap"] is not None]
+        if not split:
+            return []
+        last, widest = split[-1], max(split, key=lambda row: abs(row["gap"]))
+        predicting = sum(last[f"{part}_ms"] for part in kernels.PREDICTOR)
+        return [
+            f"At {last['length']:,} tokens {percent(predicting / last['ms'])} of the wall time go "
+            f"to predicting and {percent(last['attention_ms'] / last['ms'])} to attending "
+            f"{percent(last['density'])} of the pairs.",
+            f"The parts miss the wall time by {widest['gap']:+.1%} of it at most, at "
+            f"{widest['length']:,} tokens.",
+        ]
+
+    @staticmethod
+    def notes(settings: Mapping[str, Any]) -> str:
+        return (
+            f"{described(settings)}\n\nRest: projections, MLP, norms, rotary embedding, cache, "
+            "embedding and the last token's logits. Idle: the wall time less all kernels, negative "
+            "where profiled calls ran longer. Density is attended over causal pairs."
+        )
+
+    @staticmethod
+    def draw(path: Path, rows: Sequence[Row]) -> None:
+        """Shares of the wall time, a stacked bar a length, and beside it those of predicting."""
+        split = [row for row in rows if row["gap"] is not None]
+        with charts.figure(path, 1, 2, figsize=(11, 4.6)) as axes:
+            left, right = axes[0]
+            _stack(left, split, {**SHOWN, "idle": "idle"})
+            _stack(right, split, {part: SHOWN[part] for part in kernels.PREDICTOR})
+            left.set_title("where the time of a prefill goes", fontsize=10)
+            right.set_title("of it, predicting", fontsize=10)
+
+
+EXPERIMENT = Breakdown
+
+
+def _with_share(field: str, row: Row) -> str | None:
+    """``12.3 (4.5 %)`` of the wall time, below zero too."""
+    ms = row[field]
+    if ms is None or row["ms"] is None:
+        return None
+    sign = "-" if ms < 0 else ""
+    return f"{sign}{digits(abs(ms))} ({sign}{percent(abs(ms) / row['ms'])})"
+
+
+def _stack(axis: Any, rows: Sequence[Row], parts: Mapping[str, str]) -> None:
+    bars = [charts.short(row["length"]) for row in rows]
+    below = [0.0] * len(rows)
+    for part, shown in parts.items():
+        # a gap below zero has no height: profiled kernels ran longer than the wall time
+        heights = [100 * max(0.0, row[f"{part}_ms"]) / row["ms"] for row in rows]
+        axis.bar(bars, heights, bottom=below, label=shown, color=COLOURS[part])
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+    axis.set_xlabel("tokens")
+    axis.set_ylabel("% of the wall time")
+    if rows:
+        axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+COLUMNS = {
+    **TOKENS,
+    "density": column("{:.3f}".format, "density"),
+    "wall ms": column(digits, "ms"),
+    **{f"{shown} ms": partial(_with_share, f"{part}_ms") for part, shown in SHOWN.items()},
+    "kernels ms": column(digits, "kernels_ms"),
+    "idle ms": partial(_with_share, "idle_ms"),
+}

@@ -1,0 +1,298 @@
+"""``speed predictor``: deciding which blocks are attended, beside the best dense attention."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cab_hf.config import CabConfig
+from cab_hf.eval import charts
+from cab_hf.eval.experiment import Row
+from cab_hf.eval.report import column, digits, markdown_table, percent
+from cab_hf.eval.speed import dense, kernels
+from cab_hf.eval.speed.base import TOKENS, Speed, by_length, remarks
+from cab_hf.eval.speed.heads import HeadSettings, described, time_baselines
+from cab_hf.eval.speed.timing import PROFILED_CALLS, Bench, in_a_sentence, method_on
+from cab_hf.plan import Spans
+from cab_hf.predictors import Call, make_predictor
+from cab_hf.runs.settings import by_device, comma_separated, option
+
+PARTS = (*kernels.PREDICTOR, kernels.OTHER)
+GROWTH_FROM = 131_072  # tokens from which growth is summed up, where there are such rows
+GROWTH = ("growth", "growth_linear", "growth_quadratic", "exponent")
+
+
+@dataclass(frozen=True)
+class Settings(HeadSettings):
+    """What a run of the predictor is told."""
+
+    lengths: tuple[int, ...] | None = by_device(
+        tuple(2**n for n in range(10, 21)), (256, 512), "tokens", comma_separated(int)
+    )
+    head_dim: int = option(128, "channels of a head", int)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_positive("head_dim")
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    @property
+    def method(self) -> str:
+        return (
+            f"{method_on(self.device)}; ms is the replay of a CUDA graph, for the dense baselines "
+            "too, and eager_ms the same calls made from Python; the parts are kernel times of the "
+            f"profiler, median of {PROFILED_CALLS} eager calls; the peak is that of an eager call "
+            "over its inputs, its result included"
+        )
+
+
+class Predictor(Speed):
+    """A case is one length."""
+
+    name = "speed predictor"
+    purpose = "time deciding which blocks are attended, beside dense attention"
+    title = "Speed of the predictor"
+    caption = "time and share of dense attention by length"
+    Settings = Settings
+
+    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
+        settings, bench, length = self.settings, self.bench, case["length"]
+        shape = ("batch", "heads", "kv_heads", "head_dim", "dtype")
+        times = ("ms", "eager_ms", "graph_ms", *(f"{part}_ms" for part in PARTS))
+        sample = {
+            "op": "predictor",
+            **{name: getattr(settings, name) for name in shape},
+            **dict.fromkeys(("density", *times, "peak_mib", "gflops", "why_no_split", "error")),
+            **{name: {} for name in ("baselines", "not_measured", "without_graph")},
+        }
+        try:
+            sample |= time_predictor(settings, length, bench)
+        except torch.OutOfMemoryError as error:
+            sample["error"] = in_a_sentence(error)
+        bench.settle()
+        if length <= settings.dense_up_to:
+            measured = time_baselines(settings, length, settings.head_dim, bench)
+            sample |= {"baselines": measured.times, "not_measured": measured.not_measured}
+            sample["without_graph"] |= measured.without_graph
+            bench.settle()
+        return sample
+
+    # --- reporting
+
+    @staticmethod
+    def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """By length, with the ratio over dense attention and the growth from the row before.
+
+        The row before is the last that has a time.
+        """
+        rows = by_length(samples, (*dense.COMPARED, *GROWTH))
+        before = None
+        for row in rows:
+            row |= dense.compared(row, rows)
+            if row["ms"] is not None:
+                row |= growth([before, row]) if before else {}
+                before = row
+        return rows
+
+    @staticmethod
+    def tables(rows: Sequence[Row]) -> dict[str, str]:
+        names = dict.fromkeys(name for row in rows for name in row["baselines"])
+        kernels = {f"{name} ms": column(digits, "baselines", name) for name in names}
+        measured = [row for row in rows if row["baselines"]]
+        kinds = {
+            "error": "not measured",
+            "why_no_split": "not split into parts",
+            "without_graph": "no CUDA graph, so its time is eager",
+            "not_measured": "not measured",
+        }
+        return {
+            "Predicting": markdown_table(rows, COLUMNS),
+            "Dense causal attention, forward": markdown_table(measured, TOKENS | kernels),
+            **remarks(rows, kinds),
+        }
+
+    @staticmethod
+    def readings(rows: Sequence[Row]) -> list[str]:
+        """What predicting costs at the longest input, and how that grows."""
+        timed = [row for row in rows if row["ms"] is not None]
+        told = []
+        if compared := [row for row in timed if row["ratio"] is not None]:
+            last = compared[-1]
+            told.append(
+                f"At {last['length']:,} tokens predicting takes {percent(last['ratio'])} of "
+                f"{last['baseline']}'s time{' (extrapolated)' * last['extrapolated']}; it is "
+                f"faster {dense.break_even_shown(compared)}."
+            )
+        long = [row for row in timed if row["length"] >= GROWTH_FROM]
+        over = long if len(long) > 1 else timed
+        if len(over) > 1:
+            grown = growth(over)
+            told.append(
+                f"From {over[0]['length']:,} to {over[-1]['length']:,} tokens its time grows "
+                f"{grown['growth']:.1f} times, as N to the power of {grown['exponent']:.2f}."
+            )
+        return told
+
+    @staticmethod
+    def notes(settings: Mapping[str, Any]) -> str:
+        return (
+            f"{described(settings)} Density is attended over causal (query, key) pairs. GFLOP/s "
+            "count coarsening, block logits and the two-hop product."
+        )
+
+    @staticmethod
+    def draw(path: Path, rows: Sequence[Row]) -> None:
+        """Time with its parts and dense attention, and beside it the share of the latter."""
+        lengths = [row["length"] for row in rows]
+        with charts.figure(path, 1, 2, figsize=(11, 4.6), sharex=True) as axes:
+            left, right = axes[0]
+            _draw_times(left, rows)
+            _draw_share(right, rows)
+            charts.over_tokens(left, lengths)
+            charts.over_tokens(right, lengths, lambda share: f"{share * 100:g} %")
+
+
+EXPERIMENT = Predictor
+
+
+# --- measuring
+
+
+@torch.no_grad()
+def time_predictor(settings: Settings, length: int, bench: Bench) -> dict[str, Any]:
+    """Time, parts, peak memory and density of predicting; torch.OutOfMemoryError passes through."""
+    q, k = settings.random_heads(length, settings.head_dim, bench.device, "qk")
+    spans = Spans.causal(settings.batch, length, length, bench.device)
+    call = partial(make_predictor(settings.cab_config), q, k, Call(spans, settings.scale))
+
+    call()  # kernels are compiled and tuned, which takes memory of its own
+    plan, peak = bench.peak(call)
+    density = plan.density()
+    del plan
+    timing = bench.time(call)
+    work = sum(predictor_flops(settings.cab_config, settings, length).values())
+    found = {
+        "density": density,
+        "ms": timing.ms,
+        "eager_ms": timing.eager,
+        "graph_ms": timing.graph,
+        "peak_mib": peak,
+        "gflops": work / timing.ms / 1e6,
+        "without_graph": {"predictor": timing.why_not} if timing.why_not else {},
+    }
+    try:
+        return found | kernels.split(bench.kernels(call))
+    except RuntimeError as error:
+        return found | {"why_no_split": in_a_sentence(error)}
+
+
+def predictor_flops(config: CabConfig, settings: Settings, length: int) -> dict[str, int]:
+    """Floating-point operations of deciding a causal prefill, by step.
+
+    Counted are coarsening (one operation per element for a mean, a maximum or a minimum, two for a
+    norm), block logits (a multiplication and an addition per channel and product: mean, and for
+    boxes upper and lower bound) over the causal tiles, and the two-hop product of the lower
+    triangular matrix on the query grid with itself. Softmax, standardising and selecting are not.
+    """
+    dim, heads = settings.head_dim, settings.batch * settings.heads
+    kv_heads = settings.batch * settings.kv_heads
+    a_query, a_key, products = {"box": (1, 3, 3), "mean": (1, 1, 1), "max_l2": (2, 2, 1)}[
+        config.coarsen
+    ]
+    rows = -(-length // config.query_block)
+    ends = (min(length, (row + 1) * config.query_block) for row in range(rows))
+    tiles = sum(-(-end // config.key_block) for end in ends)
+    # paths i -> t -> j with j <= t <= i
+    paths = rows * (rows + 1) * (rows + 2) // 6
+    return {
+        "coarsen": length * dim * (a_query * heads + a_key * kv_heads),
+        "logits": 2 * products * dim * heads * tiles,
+        "two_hop": 2 * heads * paths if config.curved else 0,
+    }
+
+
+# --- reporting
+
+
+def growth(rows: Sequence[Row]) -> dict[str, float]:
+    """How the time grows from the first row to the last, and how it would if linear or quadratic.
+
+    The exponent is that of N in a least squares fit of log ms over all the rows, at least two.
+    """
+    first, last = rows[0], rows[-1]
+    longer = last["length"] / first["length"]
+    fit = statistics.linear_regression(
+        [math.log(row["length"]) for row in rows], [math.log(row["ms"]) for row in rows]
+    )
+    return dict(zip(GROWTH, (last["ms"] / first["ms"], longer, longer**2, fit.slope), strict=True))
+
+
+def _growth(row: Row) -> str | None:
+    if row["growth"] is None:
+        return None
+    return f"{row['growth']:.2f} (N: {row['growth_linear']:.3g}, N²: {row['growth_quadratic']:.3g})"
+
+
+COLUMNS = {
+    **TOKENS,
+    "graph ms": column(digits, "graph_ms"),
+    "eager ms": column(digits, "eager_ms"),
+    **{part: column(digits, f"{part}_ms") for part in PARTS},
+    "GFLOP/s": column(digits, "gflops"),
+    "peak MiB": column(digits, "peak_mib"),
+    "density": "density",
+    "dense ms": dense.time_shown,
+    "of dense": column(percent, "ratio"),
+    "times the row above": _growth,
+}
+
+
+def _draw_times(axis: Any, rows: Sequence[Row]) -> None:
+    replayed = any(row["graph_ms"] is not None for row in rows)
+    timed = "predictor (CUDA graph)" if replayed else "predictor (eager)"
+    charts.line(axis, rows, itemgetter("ms"), label=timed, color="C0", linewidth=2.2)
+    if replayed:
+        look = {"label": "predictor (eager)", "color": "C0", "linestyle": ":", "marker": ""}
+        charts.line(axis, rows, itemgetter("eager_ms"), **look)
+    for part, colour in zip(PARTS, ("C2", "C3", "C1", "C5"), strict=True):
+        look = {"label": f"    {part}", "color": colour, "linewidth": 1, "markersize": 2.5}
+        charts.line(axis, rows, itemgetter(f"{part}_ms"), **look)
+    names = dict.fromkeys(name for row in rows for name in row["baselines"])
+    for name, grey in zip(names, charts.GREYS, strict=False):
+        look = {"label": f"{name} dense", "color": grey, "linewidth": 1.2, "marker": "s"}
+        charts.line(axis, rows, lambda row, name=name: row["baselines"].get(name), **look)
+    look = {"color": "black", "linestyle": "--", "linewidth": 1.2, "marker": ""}
+    look["label"] = "dense, extrapolated by N²"
+    charts.line(axis, _from_last_measured(rows), itemgetter("baseline_ms"), **look)
+    axis.set_ylabel("ms")
+    axis.set_title("time of one layer's selection and of its dense attention", fontsize=10)
+
+
+def _draw_share(axis: Any, rows: Sequence[Row]) -> None:
+    measured = [row for row in rows if row["extrapolated"] is False]
+    look = {"color": "C0", "linewidth": 2.2}
+    charts.line(axis, measured, itemgetter("ratio"), label="predictor / dense", **look)
+    look |= {"linestyle": "--", "markerfacecolor": "white", "zorder": 1}
+    look["label"] = "dense extrapolated by N²"
+    charts.line(axis, _from_last_measured(rows), itemgetter("ratio"), **look)
+    axis.axhline(1, color="grey", linewidth=1)
+    axis.set_ylabel("share of dense attention")
+    axis.set_title("what selecting adds to a layer", fontsize=10)
+
+
+def _from_last_measured(rows: Sequence[Row]) -> list[Row]:
+    """The rows with an extrapolated baseline, and the one their line starts at."""
+    beyond = [row for row in rows if row["extrapolated"]]
+    measured = [row for row in rows if row["extrapolated"] is False]
+    return [*measured[-1:], *beyond] if beyond else []

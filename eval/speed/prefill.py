@@ -1,0 +1,320 @@
+"""``speed prefill``: the longest prompt a GPU reads, chunk by chunk into one cache."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from cab_hf.eval import charts
+from cab_hf.eval.experiment import Row
+from cab_hf.eval.report import column, digits, markdown_table
+from cab_hf.eval.speed.base import TOKENS, Speed, by_length, remarks
+from cab_hf.eval.speed.model import (
+    CAB,
+    ModelSettings,
+    described,
+    prefilling,
+    random_model,
+    weight_bytes,
+)
+from cab_hf.eval.speed.timing import in_a_sentence
+from cab_hf.runs.settings import by_device, comma_separated, option
+
+WAY = "cab-always"
+# the length whose needs are told even where it does not fit
+GOAL = 2**20
+# the first chunk begins a cache, the second goes on with one: kernels of both are compiled then
+WARM_UP_CHUNKS = 2
+# what CUDA's libraries say when they, and not torch, find no memory
+NO_MEMORY = ("out of memory", "ALLOC_FAILED")
+
+
+def yes_or_no(text: str) -> bool:
+    """What a word means, a boolean of YAML included."""
+    words = {"yes": True, "true": True, "no": False, "false": False}
+    if text.lower() not in words:
+        raise ValueError(f"must be yes or no; got {text!r}.")
+    return words[text.lower()]
+
+
+@dataclass(frozen=True)
+class Settings(ModelSettings):
+    """What a run of chunked prefills is told."""
+
+    lengths: tuple[int, ...] | None = by_device(
+        tuple(2**n for n in range(17, 20)), (256, 512), "tokens", comma_separated(int)
+    )
+    chunk: int | None = by_device(2**15, 128, "tokens read at a time", int)
+    longest: bool = option(True, "whether the longest length that fits is sought", yes_or_no)
+    max_density: tuple[str, ...] = option(
+        ("0.05",), "CAB's budget, the same at every length", comma_separated(str)
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one = len(self.max_density) == 1 and ":" not in self.max_density[0]
+        self.check("max_density", one, "one share, so that lengths compare")
+        block = self.cab_config.query_block
+        whole = self.chunk > 0 and self.chunk % block == 0
+        self.check("chunk", whole, f"a multiple of query_block={block}")
+
+    @property
+    def method(self) -> str:
+        return (
+            f"one run by time.perf_counter after a prompt of {WARM_UP_CHUNKS} chunks that warms "
+            "up, from the first chunk until the device is done: the prompt, random tokens, is read "
+            "into a static cache of exactly its length, and every chunk gives the logits of its "
+            "last token alone; the peak is all that was allocated"
+        )
+
+
+class Prefill(Speed):
+    """A case is one length: those asked for, then those tried in search of the longest that fits.
+
+    What fits is told by a line through the peaks of those asked for, and then run.
+    """
+
+    name = "speed prefill"
+    purpose = "the longest prompt that fits, read chunk by chunk: seconds, tokens/s, peak memory"
+    title = "Long prompts on one GPU"
+    caption = "rate and peak memory by length"
+    Settings = Settings
+    GROWS = (*Speed.GROWS, "longest")
+
+    def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
+        for case in self.settings.asked():
+            yield {**case, "sought": False}
+        while self.settings.longest:
+            length = longest_left(samples)
+            # one that was tried and failed for another reason ends the search
+            if length is None or any(sample["length"] == length for sample in samples):
+                return
+            yield {"length": length, "sought": True}
+
+    def expected(self) -> int | None:
+        return None if self.settings.longest else super().expected()
+
+    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
+        """``fits`` is False where memory ran out, and None where something else went wrong."""
+        settings, bench, length = self.settings, self.bench, case["length"]
+        sample = {
+            "op": "prefill",
+            **{name: getattr(settings, name) for name in ("chunk", "layers", "dtype")},
+            **dict.fromkeys(("ms", "tokens_s", "tflops", "density", "peak_gib", "weights_gib")),
+            "cache_gib": settings.cache_bytes(length) / 2**30,
+            **dict.fromkeys(("rest_gib", "room_gib", "ran_as", "fits", "error")),
+        }
+        try:
+            sample["weights_gib"] = weight_bytes(random_model(settings)) / 2**30
+            _warm_up(settings)
+            room = bench.room()
+            sample["room_gib"] = None if room is None else room / 1024
+            with _prefilling(settings, length) as (call, known):
+                ms, peak = bench.wall(call, warm_up_calls=0)
+                sample |= known()
+        except Exception as error:
+            # a length that does not fit is told of, and so is an engine that refuses
+            fits = False if _is_no_memory(error) else None
+            return sample | {"fits": fits, "error": in_a_sentence(error)}
+        finally:
+            bench.settle()
+        tflops = settings.attended_flops(length, sample["density"]) / ms / 1e9
+        sample |= {"fits": True, "ms": ms, "tokens_s": length / ms * 1e3, "tflops": tflops}
+        if peak is not None:
+            sample["peak_gib"] = peak / 1024
+            sample["rest_gib"] = sample["peak_gib"] - sample["weights_gib"] - sample["cache_gib"]
+        return sample
+
+    # --- reporting
+
+    @staticmethod
+    def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """By length, each with what the line says of its peak."""
+        rows = by_length(samples, ("line_gib",))
+        line = line_through(rows)
+        if line is not None:
+            for row in rows:
+                row["line_gib"] = line.at(row["length"])
+        return rows
+
+    @staticmethod
+    def tables(rows: Sequence[Row]) -> dict[str, str]:
+        made = {"By length": markdown_table(rows, COLUMNS)}
+        line = line_through(rows)
+        if line is not None:
+            cache = rows[0]["cache_gib"] / rows[0]["length"]
+            found = [r["peak_gib"] - r["line_gib"] for r in rows if r["sought"] and r["fits"]]
+            shown = {
+                "GiB": line.base,
+                "KiB a token": line.a_token * 2**20,
+                "of it cache": cache * 2**20,
+                "lengths": line.points,
+                "GiB off at most": line.off,
+                "where sought": max(map(abs, found), default=None),
+            }
+            made["Peak, by a line through those asked for"] = markdown_table([shown], list(shown))
+            needs = needed(rows, line)
+            made[f"What {GOAL:,} tokens need"] = markdown_table([needs], list(needs))
+        return made | remarks(rows, {"ran_as": "ran as", "error": "not measured"})
+
+    @staticmethod
+    def readings(rows: Sequence[Row]) -> list[str]:
+        """The longest prompt, and what one chunk more would take."""
+        line, fitting = line_through(rows), [row for row in rows if row["fits"]]
+        if line is None:
+            unknown = "The longest prompt that fits is unknown: it takes the peaks of two lengths."
+            return [unknown] if fitting else []
+        left = longest_left(rows)
+        if left is not None:
+            return [f"By the line through the peaks {left:,} tokens would fit; that was not run."]
+        last = fitting[-1]
+        more = last["length"] + last["chunk"]
+        failed = any(row["fits"] is False and row["length"] <= more for row in rows)
+        needs = "ran out of memory" if failed else f"needs {line.at(more):,.2f} GiB by the line"
+        return [
+            f"{last['length']:,} tokens are the longest prompt that fits: "
+            f"{digits(last['ms'] / 1e3)} s, {last['tokens_s']:,.0f} tokens/s, "
+            f"{last['peak_gib']:,.2f} of {last['room_gib']:,.2f} GiB at the peak; one chunk of "
+            f"{last['chunk']:,} more {needs}."
+        ]
+
+    @staticmethod
+    def notes(settings: Mapping[str, Any]) -> str:
+        return (
+            f"{described(settings)}\n\nChunks have {settings['chunk']:,} tokens, and every layer "
+            "attends sparsely. Rest: the peak less weights and cache, which is what one chunk "
+            "needs on its way. Room: all that torch can allocate. Density is attended over causal "
+            "pairs, over all layers; TFLOP/s count what is attended. GPUs hold an even share of "
+            "weights and cache, and the rest."
+        )
+
+    @staticmethod
+    def draw(path: Path, rows: Sequence[Row]) -> None:
+        """Tokens a second by length, and beside it what the peak is made of."""
+        lengths = [row["length"] for row in rows]
+        with charts.figure(path, 1, 2, figsize=(11, 4.6)) as axes:
+            left, right = axes[0]
+            charts.line(left, rows, itemgetter("tokens_s"))
+            left.set_ylabel("tokens/s")
+            left.set_title("rate of a whole prefill", fontsize=10)
+            charts.line(right, rows, itemgetter("peak_gib"), label="peak")
+            dashed = {"color": "grey", "linestyle": "--", "marker": ""}
+            charts.line(right, rows, itemgetter("line_gib"), label="the line", **dashed)
+            charts.line(right, rows, itemgetter("cache_gib"), label="cache")
+            charts.line(right, rows, itemgetter("weights_gib"), label="weights")
+            room = [row["room_gib"] for row in rows if row["room_gib"] is not None]
+            if room:
+                right.axhline(min(room), color="C3", linewidth=1, label="what can be allocated")
+            right.set_ylabel("GiB")
+            right.set_title("memory", fontsize=10)
+            charts.over_tokens(left, lengths, "{:,.0f}".format, log=False, legend=False)
+            charts.over_tokens(right, lengths, log=False)
+
+
+EXPERIMENT = Prefill
+
+
+# --- measuring
+
+
+# once a process: what is compiled stays
+@lru_cache(maxsize=1)
+def _warm_up(settings: Settings) -> None:
+    with _prefilling(settings, WARM_UP_CHUNKS * settings.chunk) as (call, _):
+        call()
+
+
+def _prefilling(settings: Settings, length: int) -> Any:
+    return prefilling(settings, length, WAY, settings.chunk, **CAB[WAY])
+
+
+def _is_no_memory(error: BaseException) -> bool:
+    told = isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+    return told or isinstance(error, torch.OutOfMemoryError)
+
+
+# --- reporting
+
+
+class Line(NamedTuple):
+    """Peak GiB by length: ``base + length * a_token``, at most ``off`` from what it is made of."""
+
+    base: float
+    a_token: float
+    off: float
+    points: int
+
+    def at(self, length: int) -> float:
+        return self.base + length * self.a_token
+
+
+def line_through(rows: Iterable[Row]) -> Line | None:
+    """The least-squares line through the peaks of lengths that were asked for; None below two.
+
+    What the search found is left out, so that it can tell how good the line is.
+    """
+    points = [
+        (row["length"], row["peak_gib"])
+        for row in rows
+        if row["peak_gib"] is not None and not row["sought"]
+    ]
+    if len(points) < 2:
+        return None
+    a_token, base = statistics.linear_regression(*zip(*points, strict=True))
+    off = max(abs(peak - base - length * a_token) for length, peak in points)
+    return Line(base, a_token, off, len(points))
+
+
+def longest_left(rows: Sequence[Row]) -> int | None:
+    """The longest length in whole chunks that may still fit, longer than all that ran.
+
+    None when there is none, or no line to tell by. The line is trusted until memory runs out
+    earlier.
+    """
+    line = line_through(rows)
+    if line is None or line.a_token <= 0:
+        return None
+    chunk = rows[0]["chunk"]
+    room = min(row["room_gib"] for row in rows if row["room_gib"] is not None)
+    most = int((room - line.base) / line.a_token)
+    most = min([most, *(row["length"] - 1 for row in rows if row["fits"] is False)])
+    most = most // chunk * chunk
+    return most if most > max(row["length"] for row in rows if row["fits"]) else None
+
+
+def gpus_for(weights: float, cache: float, rest: float, room: float) -> int | None:
+    """The fewest GPUs with ``room`` that hold an even share of weights and cache, and the rest."""
+    return None if rest >= room else max(1, -int(-(weights + cache) // (room - rest)))
+
+
+def needed(rows: Sequence[Row], line: Line) -> dict[str, Any]:
+    """GiB that `GOAL` tokens take by the line, what of, and on how many GPUs they fit."""
+    weights = next(row["weights_gib"] for row in rows if row["fits"])
+    room = min(row["room_gib"] for row in rows if row["room_gib"] is not None)
+    cache = GOAL * rows[0]["cache_gib"] / rows[0]["length"]
+    rest = line.at(GOAL) - weights - cache
+    parts = {"GiB": line.at(GOAL), "weights": weights, "cache": cache, "rest": rest, "room": room}
+    count = gpus_for(weights, cache, rest, room)
+    return {**parts, "GPUs": "the rest alone is too much" if count is None else count}
+
+
+COLUMNS = {
+    **TOKENS,
+    "s": column(lambda ms: digits(ms / 1e3), "ms"),
+    "tokens/s": column("{:,.0f}".format, "tokens_s"),
+    "TFLOP/s": column(digits, "tflops"),
+    "density": column("{:.3f}".format, "density"),
+    "peak GiB": "peak_gib",
+    "weights": "weights_gib",
+    "cache": "cache_gib",
+    "rest": "rest_gib",
+    "by the line": "line_gib",
+    "room": "room_gib",
+}

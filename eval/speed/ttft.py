@@ -1,0 +1,220 @@
+"""``speed ttft``: the time to the first token of a whole model, by what it attends with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cab_hf.eval import charts
+from cab_hf.eval.experiment import Row
+from cab_hf.eval.report import column, digits, markdown_table, percent
+from cab_hf.eval.speed import dense
+from cab_hf.eval.speed.base import TOKENS, Speed, by_length, grouped, remarks
+from cab_hf.eval.speed.model import CAB, SDPA, ModelSettings, described, prefilling
+from cab_hf.eval.speed.timing import in_a_sentence
+from cab_hf.runs.settings import by_device, comma_separated, option
+
+RUNS = 3
+WIDTHS = dict(zip(CAB, (4.0, 1.5), strict=True))
+
+
+@dataclass(frozen=True)
+class Settings(ModelSettings):
+    """What a run of whole prefills is told."""
+
+    KEYS: ClassVar[Mapping[str, str]] = {
+        "length": "lengths",
+        "implementation": "implementations",
+    }
+
+    lengths: tuple[int, ...] | None = by_device(
+        tuple(2**n for n in range(12, 18)), (256, 512), "tokens", comma_separated(int)
+    )
+    implementations: tuple[str, ...] | None = by_device(
+        (SDPA, "cuDNN", "FA3", "FA4", *CAB),
+        (SDPA, "SDPA", *CAB),
+        "ways to attend",
+        comma_separated(str),
+    )
+    runs: int = option(RUNS, "timed runs of every row", int)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_positive("runs")
+        known = (SDPA, *CAB, *dense.on(self.device))
+        named = set(self.implementations) <= set(known)
+        self.check("implementations", named, f"out of {', '.join(known)}")
+
+    @property
+    def method(self) -> str:
+        return (
+            f"median of {self.runs} runs by time.perf_counter after one that warms up, from the "
+            "call of the model on a prompt of random tokens until the device is done: the whole "
+            "prompt is in the cache and the logits of its last token are there; the peak is all "
+            "that was allocated, weights and cache included"
+        )
+
+
+class TimeToFirstToken(Speed):
+    """A case is one length and one way to attend."""
+
+    name = "speed ttft"
+    purpose = "time to the first token of a LLaMA, by what it attends with"
+    title = "Time to the first token"
+    caption = "time to the first token by length, and what CAB gains"
+    Settings = Settings
+    CASE = tuple(Settings.KEYS)
+    GROWS = (*Settings.KEYS.values(), "config")
+
+    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
+        settings, length, name = self.settings, case["length"], case["implementation"]
+        found = ("ms", "peak_gib", "density", "ceiling", "tflops", "ran_as", "error")
+        sample = {"op": "ttft", "dtype": settings.dtype, **dict.fromkeys(found)}
+        try:
+            with prefilling(settings, length, name, **CAB.get(name, {})) as (call, known):
+                ms, peak = self.bench.wall(call, settings.runs)
+                sample |= known()
+        except Exception as error:
+            # a kernel that is missing, refuses, is wrong or does not fit is told of
+            return sample | {"error": in_a_sentence(error)}
+        finally:
+            self.bench.settle()
+        done = settings.attended_flops(length, sample["density"])
+        return sample | {
+            "ms": ms,
+            "peak_gib": None if peak is None else peak / 1024,
+            "ceiling": settings.attended_flops(length, 1.0) / done,
+            "tflops": done / ms / 1e9,
+        }
+
+    # --- reporting
+
+    @staticmethod
+    def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """By length, each beside sdpa and the fastest dense way at its length.
+
+        ``over_sdpa`` and ``over_best`` say how many times faster a row is, ``ratio`` is one over
+        the latter.
+        """
+        derived = ("baseline", "baseline_ms", "ratio", "over_sdpa", "over_best")
+        # ways to attend stay in the order they came in
+        rows = by_length(samples, derived)
+        for alike in grouped(rows, "length"):
+            others = {row["implementation"]: row["ms"] for row in alike}
+            others = {name: ms for name, ms in others.items() if ms and name not in CAB}
+            best = dense.against(others, preferred=())
+            for row in alike:
+                if best is None or row["ms"] is None:
+                    continue
+                row |= {"baseline": best, "baseline_ms": others[best]}
+                row["ratio"] = row["ms"] / others[best]
+                row["over_best"] = 1 / row["ratio"]
+                if SDPA in others:
+                    row["over_sdpa"] = others[SDPA] / row["ms"]
+        return rows
+
+    @staticmethod
+    def tables(rows: Sequence[Row]) -> dict[str, str]:
+        """Seconds of every way to attend and what CAB gains, by length; then all there is."""
+        columns = {f"{n} s": column(_seconds, n, "ms") for n in _implementations(rows)}
+        for name in _implementations(rows):
+            if name in CAB:
+                columns[f"{name} over best dense"] = column(TIMES, name, "over_best")
+                columns[f"{name} at most"] = column(TIMES, name, "ceiling")
+        lengths = [
+            {"length": alike[0]["length"], **{row["implementation"]: row for row in alike}}
+            for alike in grouped(rows, "length")
+        ]
+        kinds = {"ran_as": "ran as", "error": "not measured"}
+        return {
+            "Seconds": markdown_table(lengths, TOKENS | columns),
+            "Every way to attend": markdown_table(rows, COLUMNS),
+            **remarks(rows, kinds, {"way": "implementation"}),
+        }
+
+    @staticmethod
+    def readings(rows: Sequence[Row]) -> list[str]:
+        """What each of `CAB` gains at the longest prompt, of how much there is to gain."""
+        told = []
+        for name in CAB:
+            ours = [r for r in rows if r["implementation"] == name and r["ratio"] is not None]
+            if ours:
+                last = ours[-1]
+                told.append(
+                    f"At {last['length']:,} tokens {name} is {TIMES(last['over_best'])} as fast as "
+                    f"{last['baseline']}, the fastest dense way, where attending "
+                    f"{percent(last['density'])} of the pairs can bring "
+                    f"{TIMES(last['ceiling'])} at most; it is faster "
+                    f"{dense.break_even_shown(ours)}."
+                )
+        return told
+
+    @staticmethod
+    def notes(settings: Mapping[str, Any]) -> str:
+        return (
+            f"{described(settings)}\n\nsdpa is transformers' own; other dense ways take its place. "
+            "cab computes prompts shorter than min_length dense, cab-always none. "
+            "At most: operations of the dense model over those at the realised density, attended "
+            f"over causal pairs in all layers. TFLOP/s count what is attended. {dense.BREAK_EVEN}"
+        )
+
+    @staticmethod
+    def draw(path: Path, rows: Sequence[Row]) -> None:
+        """Seconds by length of every way to attend, and beside it what each of `CAB` gains."""
+        lengths = [row["length"] for row in rows]
+        with charts.figure(path, 1, 2, figsize=(11, 4.6)) as axes:
+            left, right = axes[0]
+            greys = iter(charts.GREYS)
+            for place, name in enumerate(_implementations(rows)):
+                some = [row for row in rows if row["implementation"] == name]
+                if name not in CAB:
+                    look = {"color": next(greys), "marker": "s"}
+                    charts.line(left, some, _seconds_of, label=name, **look)
+                    continue
+                # wide below narrow: where both run alike, both are seen
+                look = {"color": f"C{place}", "linewidth": WIDTHS[name]}
+                charts.line(left, some, _seconds_of, label=name, **look)
+                gained = f"{name} over the fastest dense way"
+                charts.line(right, some, itemgetter("over_best"), label=gained, **look)
+                look |= {"linestyle": "--", "marker": ""}
+                bound = f"    at most, at {name}'s density"
+                charts.line(right, some, itemgetter("ceiling"), label=bound, **look)
+            right.axhline(1, color="grey", linewidth=1)
+            left.set_ylabel("s")
+            left.set_title("time to the first token", fontsize=10)
+            right.set_ylabel("times as fast")
+            right.set_title("what a faster attention brings to the whole model", fontsize=10)
+            charts.over_tokens(left, lengths)
+            charts.over_tokens(right, lengths, log=False)
+
+
+EXPERIMENT = TimeToFirstToken
+
+
+def _implementations(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row["implementation"] for row in rows))
+
+
+def _seconds_of(row: Row) -> float | None:
+    return row["ms"] and row["ms"] / 1e3
+
+
+def _seconds(ms: float) -> str | None:
+    return digits(ms / 1e3)
+
+
+TIMES = "{:.2f}×".format
+COLUMNS = {
+    **TOKENS,
+    "way": "implementation",
+    "s": column(_seconds, "ms"),
+    "density": column("{:.3f}".format, "density"),
+    "over sdpa": column(TIMES, "over_sdpa"),
+    "over best dense": column(TIMES, "over_best"),
+    "at most": column(TIMES, "ceiling"),
+    "peak GiB": column(digits, "peak_gib"),
+    "TFLOP/s": column(digits, "tflops"),
+}
