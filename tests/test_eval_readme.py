@@ -117,16 +117,12 @@ def test_a_page_made_anew_is_the_same(results):
 
 # --- what is committed
 
-UNMERGED = pytest.mark.xfail(strict=True, reason="folders of speed name no experiment")
 
-
-@UNMERGED
 def test_the_readme_shows_the_committed_results():
     page = (ROOT / "README.md").read_text()
     assert readme.readme_page(page, RESULTS) == page
 
 
-@UNMERGED
 def test_the_page_of_results_shows_all_of_them():
     assert readme.results_page(RESULTS) == (RESULTS / "README.md").read_text()
 
