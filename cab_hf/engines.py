@@ -85,6 +85,10 @@ class Engine:
         result = self._attend(q, k, v, plan, scale, return_lse)
         return (result[0][..., :wanted], result[1]) if return_lse else result[..., :wanted]
 
+    def _attend(self, q, k, v, plan, scale, return_lse):
+        """`attention` of values that have as many channels as queries."""
+        raise NotImplementedError
+
 
 class Reference(Engine):
     """Plain PyTorch, everywhere: the meaning of a plan."""

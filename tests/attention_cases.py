@@ -2,10 +2,24 @@
 
 import torch
 from budget import EPS
-from test_engines import random_plan
 
+from cab_hf import BlockPlan
 from cab_hf.frame import Frame
 from cab_hf.ops import reference
+from cab_hf.plan import Spans
+
+
+def random_plan(q, k, blocks, share=0.4, spans=None, heads=None):
+    """A plan that keeps each block with probability ``share``, and every diagonal one."""
+    query_block, key_block = blocks
+    spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
+    shape = BlockPlan.causal(spans, heads or q.shape[1], query_block, key_block).to_dense().shape
+    keep = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < share
+    keep = keep.to(q.device)
+    row = spans.rows(query_block).min_last // key_block
+    diagonal = torch.arange(shape[-1], device=q.device) >= row.unsqueeze(-1)
+    keep = keep | diagonal.unsqueeze(1)
+    return BlockPlan.from_dense(keep, spans, query_block=query_block, key_block=key_block)
 
 
 def laid_out(layout, batch, length, kv_length, align, device):

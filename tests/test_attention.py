@@ -19,6 +19,12 @@ def llama():
     return tiny_model()
 
 
+@pytest.fixture(scope="module")
+def shallow():
+    """One layer, for what every layer does alike and takes long."""
+    return tiny_model(num_hidden_layers=1)
+
+
 def logits(model, **inputs):
     with torch.no_grad():
         return model(**inputs).logits
@@ -301,25 +307,25 @@ def test_loading_by_name_keeps_the_saved_config(tmp_path):
         pytest.param({"attention_mask": torch.arange(130)[None] >= 20}, id="padded"),
     ],
 )
-def test_compiles_without_a_graph_break(llama, inputs):
+def test_compiles_without_a_graph_break(shallow, inputs):
     ids = tokens(1, 130)
-    with cab_hf.cab(llama, SPARSE):
-        expected = logits(llama, input_ids=ids, **inputs)
+    with cab_hf.cab(shallow, SPARSE):
+        expected = logits(shallow, input_ids=ids, **inputs)
         torch._dynamo.reset()
-        compiled = torch.compile(llama, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(shallow, fullgraph=True, backend="aot_eager")
         found = logits(compiled, input_ids=ids, **inputs)
     kept = inputs.get("attention_mask", torch.ones(1, 130)).bool()
     torch.testing.assert_close(found[kept], expected[kept], **EXACT)
 
 
-def test_compiles_again_with_other_settings(llama):
+def test_compiles_again_with_other_settings(shallow):
     """Numbers that differ from an earlier compilation are symbolic to dynamo."""
     ids = tokens(1, 130)
     torch._dynamo.reset()
     for fields in ({}, {"mass": 0.7, "bridges": 0.0}, {"query_block": 64, "sink_blocks": 2}):
-        with cab_hf.cab(llama, SPARSE, **fields):
-            expected = logits(llama, input_ids=ids)
-            compiled = torch.compile(llama, fullgraph=True, backend="aot_eager")
+        with cab_hf.cab(shallow, SPARSE, **fields):
+            expected = logits(shallow, input_ids=ids)
+            compiled = torch.compile(shallow, fullgraph=True, backend="aot_eager")
             torch.testing.assert_close(logits(compiled, input_ids=ids), expected, **EXACT)
 
 

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from attention_cases import assert_engine_within_budget, case, with_gradients
-from test_engines import random_plan
+from attention_cases import assert_engine_within_budget, case, random_plan, with_gradients
 from tiny import qkv
 
 from cab_hf import BlockPlan, engines

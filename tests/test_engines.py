@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention_cases import random_plan
 from budget import assert_within_budget
 from tiny import qkv
 from torch.nn.attention.flex_attention import flex_attention
@@ -26,19 +27,6 @@ BLOCKS = [
     pytest.param((64, 32), id="64x32"),
     pytest.param((32, 64), id="32x64"),
 ]
-
-
-def random_plan(q, k, blocks, share=0.4, spans=None, heads=None):
-    """A plan that keeps each block with probability ``share``, and every diagonal one."""
-    query_block, key_block = blocks
-    spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
-    shape = BlockPlan.causal(spans, heads or q.shape[1], query_block, key_block).to_dense().shape
-    keep = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < share
-    keep = keep.to(q.device)
-    row = spans.rows(query_block).min_last // key_block
-    diagonal = torch.arange(shape[-1], device=q.device) >= row.unsqueeze(-1)
-    keep = keep | diagonal.unsqueeze(1)
-    return BlockPlan.from_dense(keep, spans, query_block=query_block, key_block=key_block)
 
 
 def block_mask(plan, device, training=False):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_engines import random_plan
+from attention_cases import random_plan
 from tiny import qkv
 
 from cab_hf.ops.attention import flash

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from attention_cases import random_plan
 from budget import assert_within_budget
-from test_engines import random_plan
 from tiny import FULL, SPARSE, qkv, tiny_model, tokens
 
 import cab_hf

@@ -27,21 +27,12 @@ SCORES_AT_A_TIME = 256 << 20
 # which waits for the device once
 LISTS_AT_MOST = 2 << 30
 
-# what choosing takes of a CabConfig, in the order of the op
-FIELDS = (
-    "query_block",
-    "key_block",
-    "sink_blocks",
-    "local_blocks",
-    "coarsen",
-    "select",
-    "mass",
-    "bridges",
-    "sparsity",
-    "curvature",
-    "redundancy",
-    "max_density",
-)
+# what choosing takes of a CabConfig, with the types that the registered op has for it
+FIELDS = {
+    **dict.fromkeys(("query_block", "key_block", "sink_blocks", "local_blocks"), "int"),
+    **dict.fromkeys(("coarsen", "select", "curvature"), "str"),
+    **dict.fromkeys(("mass", "bridges", "sparsity", "redundancy", "max_density"), "float"),
+}
 
 
 def unavailable(x: Tensor) -> str | None:
@@ -150,48 +141,23 @@ def _(k: Tensor, valid: Tensor, key_block: int, coarsen: str) -> Tensor:
     return k.new_empty(shape, dtype=summary_dtype(k))
 
 
-@torch.library.custom_op("cab_hf::choose", mutates_args=())
-def _choose_op(
-    q: Tensor,
-    planes: Tensor,
-    first: Tensor,
-    last: Tensor,
-    key_valid: Tensor,
-    aligned: bool,
-    consecutive: bool,
-    scale: float,
-    query_block: int,
-    key_block: int,
-    sink_blocks: int,
-    local_blocks: int,
-    coarsen: str,
-    select: str,
-    mass: float,
-    bridges: float,
-    sparsity: float,
-    curvature: str,
-    redundancy: float,
-    max_density: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    given = locals()
-    config = CabConfig(**{name: given[name] for name in FIELDS})
+@torch.library.custom_op(
+    "cab_hf::choose",
+    mutates_args=(),
+    schema="(Tensor q, Tensor planes, Tensor first, Tensor last, Tensor key_valid, bool aligned,"
+    " bool consecutive, float scale, "
+    + ", ".join(f"{kind} {name}" for name, kind in FIELDS.items())
+    + ") -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _choose_op(q, planes, first, last, key_valid, aligned, consecutive, scale, *settings):
+    config = CabConfig(**dict(zip(FIELDS, settings, strict=True)))
     spans = Spans(first, last, key_valid, aligned, consecutive)
     full, partial = _choose(q, KeySummary(planes), spans, scale, config, measured=False)
     return full.counts, full.indices, partial.counts, partial.indices
 
 
 @_choose_op.register_fake
-def _(
-    q: Tensor,
-    planes: Tensor,
-    first: Tensor,
-    last: Tensor,
-    key_valid: Tensor,
-    aligned: bool,
-    consecutive: bool,
-    scale: float,
-    *settings: int | float | str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(q, planes, first, last, key_valid, aligned, consecutive, scale, *settings):
     config = CabConfig(**dict(zip(FIELDS, settings, strict=True)))
     shape, *rooms = _rooms(q, key_valid.shape[1], aligned, config)
     full, partial = (_empty_lists(q, shape, room) for room in rooms)

@@ -1,0 +1,66 @@
+"""One function decides how a layer is computed, and says why; what runs and `describe` ask it."""
+
+import pytest
+import torch
+
+from cab_hf import CabConfig, engines
+from cab_hf.engines import Workload
+from cab_hf.route import route
+
+SMALL = CabConfig(query_block=32, key_block=16, min_length=100, dense_layers=(3,))
+CPU = Workload("cpu", 16, torch.float32, False, 32, 16)
+
+
+def way(config=SMALL, **changes):
+    usual = {"sparse": True, "layer": 0, "q_length": 300, "kv_length": 300}
+    return route(config, CPU, **{**usual, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "reason"),
+    [
+        pytest.param({}, "sparse", None, id="sparse"),
+        pytest.param({"q_length": 150}, "sparse", None, id="chunk"),
+        pytest.param({"sparse": False}, "exact", None, id="cab_dense"),
+        pytest.param({"window": 8}, "exact", "sliding window of 8 tokens", id="window"),
+        pytest.param({"layer": 3}, "exact", "in dense_layers", id="dense-layer"),
+        pytest.param({"layer": None}, "sparse", None, id="no-index"),
+        pytest.param({"q_length": 1}, "decode", "fewer than query_block=32", id="decode"),
+        pytest.param({"q_length": 1, "kv_length": None}, "decode", "(decode)", id="static-cache"),
+        pytest.param({"kv_length": 99, "q_length": 99}, "exact", "min_length=100", id="short"),
+    ],
+)
+def test_what_is_computed_and_why(changes, kind, reason):
+    found = way(**changes)
+    assert found.kind == kind
+    assert (found.reason is None) if reason is None else reason in found.reason
+    assert found.engine is (engines.REFERENCE if kind == "sparse" else engines.SDPA)
+
+
+def test_single_queries_are_sparse_where_they_are_asked_to_be():
+    config = CabConfig(query_block=32, key_block=16, min_length=0, sparse_decode=True)
+    assert way(config, q_length=1).kind == "sparse"
+    # without knowing how much is written, nothing can be chosen
+    assert way(config, q_length=1, kv_length=None).kind == "decode"
+
+
+def test_the_engine_asked_for_is_the_one():
+    config = CabConfig(query_block=32, key_block=16, min_length=0, engine="flex")
+    assert way(config).engine is engines.FLEX
+    with pytest.raises(ValueError, match="engine is 'triton', which runs on cuda"):
+        way(CabConfig(min_length=0, engine="triton"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [
+        pytest.param({}, 300, id="whole"),
+        pytest.param({"plain": False}, None, id="masked"),
+        pytest.param({"q_length": 200}, None, id="chunk"),
+    ],
+)
+def test_exact_attention_is_told_whether_anything_is_masked(monkeypatch, changes, length):
+    asked = []
+    monkeypatch.setattr(engines, "exact", lambda work, whole: asked.append(whole) or engines.TRITON)
+    assert way(sparse=False, **changes).engine is engines.TRITON
+    assert asked == [length]
