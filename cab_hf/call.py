@@ -6,7 +6,8 @@ where the tokens stand on the block grid, and carries what predictors hand from 
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from cab_hf.plan import BlockPlan
 from cab_hf.predictors import Call
 
 
+@dataclass(eq=False)
 class CabMask:
     """What may be attended, for one forward pass; every layer of one kind gets the same object.
 
@@ -35,30 +37,20 @@ class CabMask:
     """
 
     # transformers asks these two of a mask to tell 2-D and 4-D tensors; this is neither
-    ndim = 0
-    shape = ()
+    ndim: ClassVar[int] = 0
+    shape: ClassVar[tuple[int, ...]] = ()
 
-    def __init__(
-        self,
-        batch: int,
-        q_length: int,
-        kv_length: int | None,
-        q_slot: int | Tensor,
-        valid: Tensor | None = None,
-        document: Tensor | None = None,
-        window: int | None = None,
-    ) -> None:
-        self.batch = batch
-        self.q_length = q_length
-        self.kv_length = kv_length
-        self.q_slot = q_slot
-        self.valid = valid
-        self.document = document
-        self.window = window
-        self._looked_for_documents = document is not None
-        self._frames: dict[tuple[Any, ...], Frame] = {}
-        self._plans: dict[Frame, BlockPlan] = {}
-        self._handed: dict[Any, Any] = {}
+    batch: int
+    q_length: int
+    kv_length: int | None
+    q_slot: int | Tensor
+    valid: Tensor | None = None
+    document: Tensor | None = None
+    window: int | None = None
+    _looked_for_documents: bool = False
+    _frames: dict[tuple[Any, ...], Frame] = field(default_factory=dict)
+    _plans: dict[Frame, BlockPlan] = field(default_factory=dict)
+    _handed: dict[Any, Any] = field(default_factory=dict)
 
     def contiguous(self) -> CabMask:
         """Itself: generate() tidies the masks of static caches this way."""
@@ -75,7 +67,8 @@ class CabMask:
         transformers looks for restarting positions only where there is no cache; ``cu_seq_lens``
         reach the attention function alone.
         """
-        if self._looked_for_documents or self.q_length == 1 or self.q_length != self.kv_length:
+        looked = self._looked_for_documents or self.document is not None
+        if looked or self.q_length == 1 or self.q_length != self.kv_length:
             return
         self._looked_for_documents = True
         if cu_seq_lens is not None:
