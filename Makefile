@@ -10,7 +10,7 @@ passkey: $(READY)  ## find a number hidden in a long text: dense, cab and baseli
 	$(BIN)/python -m cab_hf.eval passkey --out runs/passkey
 
 test: $(READY)  ## the tests that need no GPU
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 gpu-test: $(READY)  ## the tests that need one
 	$(BIN)/python -m pytest -m gpu

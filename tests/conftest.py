@@ -21,4 +21,5 @@ def pytest_configure(config):
     import torch
 
     # many small products: threads that wait for each other cost more than they bring
-    torch.set_num_threads(min(2, torch.get_num_threads()))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    torch.set_num_threads(max(1, min(2, torch.get_num_threads()) // workers))
