@@ -71,10 +71,10 @@ def difference(row: Mapping[str, Any]) -> str | None:
 
 
 def digits(value: float | None) -> str | None:
-    """A number from 0 up with three digits that count, and no exponent."""
+    """A number with three digits that count, and no exponent."""
     if not value:
         return None if value is None else "0"
-    return f"{value:,.{max(0, 2 - math.floor(math.log10(value)))}f}"
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
 
 
 def percent(share: float | None) -> str | None:

@@ -12,10 +12,10 @@ from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, markdown_table, percent
 from cab_hf.eval.speed import kernels
-from cab_hf.eval.speed.base import TOKENS, Speed, by_length, remarks
+from cab_hf.eval.speed.base import DENSITY, TOKENS, Speed, by_length, remarks
 from cab_hf.eval.speed.model import ModelSettings, described, prefilling
-from cab_hf.eval.speed.timing import PROFILED_CALLS, in_a_sentence, method_on
-from cab_hf.runs.settings import by_device, comma_separated
+from cab_hf.eval.speed.timing import PROFILED_CALLS, method_on
+from cab_hf.runs.settings import by_device
 
 PARTS = {
     **kernels.PREDICTOR,
@@ -34,9 +34,6 @@ COLOURS = dict(
 class Settings(ModelSettings):
     """What a breakdown is told."""
 
-    lengths: tuple[int, ...] | None = by_device(
-        tuple(2**n for n in range(13, 18)), (256, 512), "tokens", comma_separated(int)
-    )
     layers: int | None = by_device(4, 2, "decoder layers", int)
 
     @property
@@ -57,28 +54,14 @@ class Breakdown(Speed):
     caption = "shares of the wall time by length"
     Settings = Settings
 
-    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        settings, bench, length = self.settings, self.bench, case["length"]
-        sample = {
-            "op": "breakdown",
-            **{name: getattr(settings, name) for name in ("layers", "dtype")},
-            **dict.fromkeys(("ms", "density", "ran_as")),
-            **dict.fromkeys(f"{part}_ms" for part in SHOWN),
-            **dict.fromkeys(("why_no_split", "error")),
-        }
-        try:
-            with prefilling(settings, length, "cab", min_length=0) as (call, known):
-                sample["ms"] = bench.time(call, graph=False).ms
-                sample |= known()
-                try:
-                    sample |= kernels.split(bench.kernels(call), PARTS)
-                except RuntimeError as error:
-                    sample["why_no_split"] = in_a_sentence(error)
-        except Exception as error:
-            # an engine that refuses or does not fit is told of
-            sample["error"] = in_a_sentence(error)
-        bench.settle()
-        return sample
+    SHAPE = ("layers", "dtype")
+    FOUND = ("ms", "density", "ran_as", *(f"{part}_ms" for part in SHOWN), "why_no_split")
+    TOLD = Exception  # an engine that refuses or does not fit
+
+    def find(self, sample: dict[str, Any]) -> None:
+        with prefilling(self.settings, sample["length"], "cab", min_length=0) as (call, known):
+            sample["ms"] = self.bench.time(call, graph=False).ms
+            sample |= known() | kernels.profiled(self.bench, call, PARTS)
 
     # --- reporting
 
@@ -99,12 +82,7 @@ class Breakdown(Speed):
 
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
-        kinds = {
-            "ran_as": "ran as",
-            "why_no_split": "not split into parts",
-            "error": "not measured",
-        }
-        return {"Parts": markdown_table(rows, COLUMNS), **remarks(rows, kinds)}
+        return {"Parts": markdown_table(rows, COLUMNS), **remarks(rows)}
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
@@ -146,12 +124,9 @@ EXPERIMENT = Breakdown
 
 
 def _with_share(field: str, row: Row) -> str | None:
-    """``12.3 (4.5 %)`` of the wall time, below zero too."""
+    """``12.3 (4.5 %)`` of the wall time."""
     ms = row[field]
-    if ms is None or row["ms"] is None:
-        return None
-    sign = "-" if ms < 0 else ""
-    return f"{sign}{digits(abs(ms))} ({sign}{percent(abs(ms) / row['ms'])})"
+    return None if ms is None else f"{digits(ms)} ({percent(ms / row['ms'])})"
 
 
 def _stack(axis: Any, rows: Sequence[Row], parts: Mapping[str, str]) -> None:
@@ -170,7 +145,7 @@ def _stack(axis: Any, rows: Sequence[Row], parts: Mapping[str, str]) -> None:
 
 COLUMNS = {
     **TOKENS,
-    "density": column("{:.3f}".format, "density"),
+    **DENSITY,
     "wall ms": column(digits, "ms"),
     **{f"{shown} ms": partial(_with_share, f"{part}_ms") for part, shown in SHOWN.items()},
     "kernels ms": column(digits, "kernels_ms"),

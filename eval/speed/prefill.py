@@ -15,16 +15,8 @@ import torch
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, markdown_table
-from cab_hf.eval.speed.base import TOKENS, Speed, by_length, remarks
-from cab_hf.eval.speed.model import (
-    CAB,
-    ModelSettings,
-    described,
-    prefilling,
-    random_model,
-    weight_bytes,
-)
-from cab_hf.eval.speed.timing import in_a_sentence
+from cab_hf.eval.speed.base import DENSITY, TOKENS, Speed, by_length, powers, remarks
+from cab_hf.eval.speed.model import CAB, ModelSettings, described, prefilling, random_model
 from cab_hf.runs.settings import by_device, comma_separated, option
 
 WAY = "cab-always"
@@ -48,9 +40,7 @@ def yes_or_no(text: str) -> bool:
 class Settings(ModelSettings):
     """What a run of chunked prefills is told."""
 
-    lengths: tuple[int, ...] | None = by_device(
-        tuple(2**n for n in range(17, 20)), (256, 512), "tokens", comma_separated(int)
-    )
+    lengths: tuple[int, ...] | None = powers(17, 19)
     chunk: int | None = by_device(2**15, 128, "tokens read at a time", int)
     longest: bool = option(True, "whether the longest length that fits is sought", yes_or_no)
     max_density: tuple[str, ...] = option(
@@ -101,36 +91,34 @@ class Prefill(Speed):
     def expected(self) -> int | None:
         return None if self.settings.longest else super().expected()
 
-    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """``fits`` is False where memory ran out, and None where something else went wrong."""
-        settings, bench, length = self.settings, self.bench, case["length"]
-        sample = {
-            "op": "prefill",
-            **{name: getattr(settings, name) for name in ("chunk", "layers", "dtype")},
-            **dict.fromkeys(("ms", "tokens_s", "tflops", "density", "peak_gib", "weights_gib")),
-            "cache_gib": settings.cache_bytes(length) / 2**30,
-            **dict.fromkeys(("rest_gib", "room_gib", "ran_as", "fits", "error")),
-        }
-        try:
-            sample["weights_gib"] = weight_bytes(random_model(settings)) / 2**30
-            _warm_up(settings)
-            room = bench.room()
-            sample["room_gib"] = None if room is None else room / 1024
-            with _prefilling(settings, length) as (call, known):
-                ms, peak = bench.wall(call, warm_up_calls=0)
-                sample |= known()
-        except Exception as error:
-            # a length that does not fit is told of, and so is an engine that refuses
-            fits = False if _is_no_memory(error) else None
-            return sample | {"fits": fits, "error": in_a_sentence(error)}
-        finally:
-            bench.settle()
+    SHAPE = ("chunk", "layers", "dtype")
+    FOUND = (
+        *("ms", "tokens_s", "tflops", "density", "peak_gib", "weights_gib", "cache_gib"),
+        *("rest_gib", "room_gib", "ran_as", "fits"),
+    )
+    TOLD = Exception  # a length that does not fit, or an engine that refuses
+
+    def find(self, sample: dict[str, Any]) -> None:
+        settings, bench, length = self.settings, self.bench, sample["length"]
+        sample["cache_gib"] = settings.cache_bytes(length) / 2**30
+        model = random_model(settings)
+        weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+        sample["weights_gib"] = weights / 2**30
+        _warm_up(settings)
+        room = bench.room()
+        sample["room_gib"] = None if room is None else room / 1024
+        with _prefilling(settings, length) as (call, known):
+            ms, peak = bench.wall(call, warm_up_calls=0)
+            sample |= known()
         tflops = settings.attended_flops(length, sample["density"]) / ms / 1e9
         sample |= {"fits": True, "ms": ms, "tokens_s": length / ms * 1e3, "tflops": tflops}
         if peak is not None:
             sample["peak_gib"] = peak / 1024
             sample["rest_gib"] = sample["peak_gib"] - sample["weights_gib"] - sample["cache_gib"]
-        return sample
+
+    def told(self, error: Exception) -> dict[str, Any]:
+        """``fits`` is False where memory ran out, and None where something else went wrong."""
+        return {**super().told(error), "fits": False if _is_no_memory(error) else None}
 
     # --- reporting
 
@@ -162,7 +150,7 @@ class Prefill(Speed):
             made["Peak, by a line through those asked for"] = markdown_table([shown], list(shown))
             needs = needed(rows, line)
             made[f"What {GOAL:,} tokens need"] = markdown_table([needs], list(needs))
-        return made | remarks(rows, {"ran_as": "ran as", "error": "not measured"})
+        return made | remarks(rows)
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
@@ -202,8 +190,6 @@ class Prefill(Speed):
         with charts.figure(path, 1, 2, figsize=(11, 4.6)) as axes:
             left, right = axes[0]
             charts.line(left, rows, itemgetter("tokens_s"))
-            left.set_ylabel("tokens/s")
-            left.set_title("rate of a whole prefill", fontsize=10)
             charts.line(right, rows, itemgetter("peak_gib"), label="peak")
             dashed = {"color": "grey", "linestyle": "--", "marker": ""}
             charts.line(right, rows, itemgetter("line_gib"), label="the line", **dashed)
@@ -212,10 +198,9 @@ class Prefill(Speed):
             room = [row["room_gib"] for row in rows if row["room_gib"] is not None]
             if room:
                 right.axhline(min(room), color="C3", linewidth=1, label="what can be allocated")
-            right.set_ylabel("GiB")
-            right.set_title("memory", fontsize=10)
-            charts.over_tokens(left, lengths, "{:,.0f}".format, log=False, legend=False)
-            charts.over_tokens(right, lengths, log=False)
+            rate = ("rate of a whole prefill", "tokens/s", "{:,.0f}".format)
+            charts.over_tokens(left, lengths, *rate, log=False)
+            charts.over_tokens(right, lengths, "memory", "GiB", log=False)
 
 
 EXPERIMENT = Prefill
@@ -310,7 +295,7 @@ COLUMNS = {
     "s": column(lambda ms: digits(ms / 1e3), "ms"),
     "tokens/s": column("{:,.0f}".format, "tokens_s"),
     "TFLOP/s": column(digits, "tflops"),
-    "density": column("{:.3f}".format, "density"),
+    **DENSITY,
     "peak GiB": "peak_gib",
     "weights": "weights_gib",
     "cache": "cache_gib",

@@ -12,9 +12,8 @@ from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, markdown_table, percent
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.base import TOKENS, Speed, by_length, grouped, remarks
+from cab_hf.eval.speed.base import DENSITY, TOKENS, Speed, by_length, grouped, powers, remarks
 from cab_hf.eval.speed.model import CAB, SDPA, ModelSettings, described, prefilling
-from cab_hf.eval.speed.timing import in_a_sentence
 from cab_hf.runs.settings import by_device, comma_separated, option
 
 RUNS = 3
@@ -25,14 +24,9 @@ WIDTHS = dict(zip(CAB, (4.0, 1.5), strict=True))
 class Settings(ModelSettings):
     """What a run of whole prefills is told."""
 
-    KEYS: ClassVar[Mapping[str, str]] = {
-        "length": "lengths",
-        "implementation": "implementations",
-    }
+    KEYS: ClassVar[Mapping[str, str]] = {"length": "lengths", "implementation": "implementations"}
 
-    lengths: tuple[int, ...] | None = by_device(
-        tuple(2**n for n in range(12, 18)), (256, 512), "tokens", comma_separated(int)
-    )
+    lengths: tuple[int, ...] | None = powers(12, 17)
     implementations: tuple[str, ...] | None = by_device(
         (SDPA, "cuDNN", "FA3", "FA4", *CAB),
         (SDPA, "SDPA", *CAB),
@@ -69,21 +63,17 @@ class TimeToFirstToken(Speed):
     CASE = tuple(Settings.KEYS)
     GROWS = (*Settings.KEYS.values(), "config")
 
-    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        settings, length, name = self.settings, case["length"], case["implementation"]
-        found = ("ms", "peak_gib", "density", "ceiling", "tflops", "ran_as", "error")
-        sample = {"op": "ttft", "dtype": settings.dtype, **dict.fromkeys(found)}
-        try:
-            with prefilling(settings, length, name, **CAB.get(name, {})) as (call, known):
-                ms, peak = self.bench.wall(call, settings.runs)
-                sample |= known()
-        except Exception as error:
-            # a kernel that is missing, refuses, is wrong or does not fit is told of
-            return sample | {"error": in_a_sentence(error)}
-        finally:
-            self.bench.settle()
+    SHAPE = ("dtype",)
+    FOUND = ("ms", "peak_gib", "density", "ceiling", "tflops", "ran_as")
+    TOLD = Exception  # a kernel that is missing, refuses, is wrong or does not fit
+
+    def find(self, sample: dict[str, Any]) -> None:
+        settings, length, name = self.settings, sample["length"], sample["implementation"]
+        with prefilling(settings, length, name, **CAB.get(name, {})) as (call, known):
+            ms, peak = self.bench.wall(call, settings.runs)
+            sample |= known()
         done = settings.attended_flops(length, sample["density"])
-        return sample | {
+        sample |= {
             "ms": ms,
             "peak_gib": None if peak is None else peak / 1024,
             "ceiling": settings.attended_flops(length, 1.0) / done,
@@ -128,11 +118,10 @@ class TimeToFirstToken(Speed):
             {"length": alike[0]["length"], **{row["implementation"]: row for row in alike}}
             for alike in grouped(rows, "length")
         ]
-        kinds = {"ran_as": "ran as", "error": "not measured"}
         return {
             "Seconds": markdown_table(lengths, TOKENS | columns),
             "Every way to attend": markdown_table(rows, COLUMNS),
-            **remarks(rows, kinds, {"way": "implementation"}),
+            **remarks(rows, {"way": "implementation"}),
         }
 
     @staticmethod
@@ -183,12 +172,9 @@ class TimeToFirstToken(Speed):
                 bound = f"    at most, at {name}'s density"
                 charts.line(right, some, itemgetter("ceiling"), label=bound, **look)
             right.axhline(1, color="grey", linewidth=1)
-            left.set_ylabel("s")
-            left.set_title("time to the first token", fontsize=10)
-            right.set_ylabel("times as fast")
-            right.set_title("what a faster attention brings to the whole model", fontsize=10)
-            charts.over_tokens(left, lengths)
-            charts.over_tokens(right, lengths, log=False)
+            charts.over_tokens(left, lengths, "time to the first token", "s")
+            title = "what a faster attention brings to the whole model"
+            charts.over_tokens(right, lengths, title, "times as fast", log=False)
 
 
 EXPERIMENT = TimeToFirstToken
@@ -211,7 +197,7 @@ COLUMNS = {
     **TOKENS,
     "way": "implementation",
     "s": column(_seconds, "ms"),
-    "density": column("{:.3f}".format, "density"),
+    **DENSITY,
     "over sdpa": column(TIMES, "over_sdpa"),
     "over best dense": column(TIMES, "over_best"),
     "at most": column(TIMES, "ceiling"),
