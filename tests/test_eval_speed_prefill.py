@@ -1,6 +1,8 @@
 """``speed prefill``: chunks into one cache, the line, the search for the longest, what is said."""
 
 import json
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,7 +40,15 @@ def settings_of(length):
 
 
 def search(tmp_path, monkeypatch, bench, *words, **how):
-    """Rows of a run on ``bench``, with those of the search."""
+    """Rows of a run on ``bench``, with those of the search; no prompt is read."""
+
+    @contextmanager
+    def prefilling(settings, length, way, chunk):
+        cache = SimpleNamespace(get_seq_length=lambda: length)
+        read = SimpleNamespace(past_key_values=cache)
+        yield lambda: read, lambda: {"density": 0.1, "ran_as": None}
+
+    monkeypatch.setattr(prefill, "prefilling", prefilling)
     monkeypatch.setattr(Prefill, "bench", bench)
     return speed_run("prefill", tmp_path, *WORDS, "--lengths", "256,512", *words, **how)["rows"]
 

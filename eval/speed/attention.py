@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,7 +34,6 @@ from cab_hf.plan import BlockPlan, Spans
 from cab_hf.predictors import Call, make_predictor
 from cab_hf.runs.settings import by_device, comma_separated, option
 
-UNREACHED = {**UNREACHED_MASS, "min_length": 0}
 EVERYTHING = 1.0  # the budget that leaves nothing out
 ENGINES_ON_GPU = tuple(name for name in engines.ENGINES if name != "reference")
 VARYING = {"head dim": "head_dim", "blocks": "blocks"}  # columns, where rows differ in them
@@ -52,6 +52,7 @@ class Settings(HeadSettings):
         "blocks": "blocks",
         "budget": "densities",
     }
+    DEFAULTS = {**UNREACHED_MASS, "min_length": 0}
 
     head_dims: tuple[int, ...] | None = by_device(
         (128,), (32,), "channels of a head", comma_separated(int)
@@ -93,18 +94,13 @@ class Settings(HeadSettings):
             f"gradients on {CHECK_LENGTH} tokens"
         )
 
-    @cached_property
-    def cab_config(self) -> CabConfig:
-        """A mass that no budget reaches, so that every row of blocks fills its own."""
-        return self.configured(UNREACHED)
-
     def budgeted(self, case: Mapping[str, Any]) -> CabConfig:
         """The config that fills the budget of ``case``."""
         sizes = case["blocks"].split("x")
         self.check("blocks", len(sizes) == 2 and all(map(str.isdigit, sizes)), "like 128x64")
         query_block, key_block = map(int, sizes)
         return self.configured(
-            UNREACHED, max_density=case["budget"], query_block=query_block, key_block=key_block
+            max_density=case["budget"], query_block=query_block, key_block=key_block
         )
 
     def planner(self, case: Mapping[str, Any]) -> Callable[[Tensor, Tensor, Spans], BlockPlan]:
@@ -204,11 +200,9 @@ class Attention(HeadSpeed):
         `RATED_AGAINST`, or the fastest.
         """
 
-        def order(row: Row) -> tuple[Any, ...]:
-            direction = list(DIRECTIONS).index(row["direction"])
-            return row["head_dim"], direction, row["blocks"], row["budget"], row["length"]
-
-        rows = [dict(sample) for sample in sorted(samples, key=order)]
+        ordered = sorted(samples, key=itemgetter("head_dim", "blocks", "budget", "length"))
+        rows = [dict(s) for way in DIRECTIONS for s in ordered if s["direction"] == way]
+        rows.sort(key=itemgetter("head_dim"))
         for alike in grouped(rows, "head_dim", "direction"):
             for row in alike:
                 times = _times(row)
@@ -369,7 +363,7 @@ def _direction_tables(rows: Sequence[Row], which: Mapping[str, Any]) -> dict[str
 
 
 def _time_of(name: str, row: Row) -> float | None:
-    return row["total_ms"].get(name, row["attend_ms"].get(name, row["baselines"].get(name)))
+    return {**row["baselines"], **row["attend_ms"], **row["total_ms"]}.get(name)
 
 
 def _draw_lines(

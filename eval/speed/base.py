@@ -14,7 +14,7 @@ import torch
 
 from cab_hf.config import CabConfig
 from cab_hf.eval.experiment import Experiment, Row
-from cab_hf.eval.report import column, markdown_table
+from cab_hf.eval.report import column, digits, markdown_table
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.timing import Bench, bench_on, in_a_sentence
 from cab_hf.runs.settings import (
@@ -57,12 +57,14 @@ class SpeedSettings:
     Attributes:
         KEYS: what identifies a case -> the option that lists its values. A run measures their
             product, the last one varying fastest.
+        DEFAULTS: fields of CabConfig whose default is another one here.
 
     Raises:
         ValueError: naming the option, the value seen and what is accepted.
     """
 
     KEYS: ClassVar[Mapping[str, str]] = {"length": "lengths"}
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {}
 
     lengths: tuple[int, ...] | None = powers(13, 17)
     dtype: str | None = by_device("bfloat16", "float32", f"one of {', '.join(DTYPES)}")
@@ -115,17 +117,17 @@ class SpeedSettings:
     @cached_property
     def cab_config(self) -> CabConfig:
         """CAB's config: ``--config`` over the defaults."""
-        return self.configured({})
+        return self.configured()
 
-    def configured(self, defaults: Mapping[str, Any], **fixed: Any) -> CabConfig:
-        """``--config`` over ``defaults``; ValueError where it sets what is ``fixed`` elsewhere."""
+    def configured(self, **fixed: Any) -> CabConfig:
+        """``--config`` over `DEFAULTS`; ValueError where it sets what is ``fixed`` elsewhere."""
         given = dict(map(parse_assignment, self.config))
         twice = sorted(fixed.keys() & given.keys())
         if twice:
             raise ValueError(
                 f"config sets {twice[0]}, which is an option of its own here, or what is measured."
             )
-        return CabConfig.from_dict({**defaults, **given, **fixed})
+        return CabConfig.from_dict({**self.DEFAULTS, **given, **fixed})
 
     def asked(self) -> list[dict[str, Any]]:
         """The cases asked for."""
@@ -194,6 +196,11 @@ class Speed(Experiment):
     def told(self, error: Exception) -> dict[str, Any]:
         """What a sample says of ``error``."""
         return {"error": in_a_sentence(error)}
+
+
+def seconds(ms: float) -> str | None:
+    """``ms`` in a cell of seconds."""
+    return digits(ms / 1e3)
 
 
 def by_length(samples: Sequence[Row], derived: Sequence[str] = ()) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,8 @@ INITIAL_STD = 0.02
 class ModelSettings(SpeedSettings):
     """Of ops that run a whole LLaMA with random weights; the defaults have LLaMA-3-8B's shape."""
 
+    DEFAULTS = UNREACHED_MASS
+
     layers: int | None = by_device(32, 2, "decoder layers", int)
     hidden: int | None = by_device(4096, 64, "channels between layers", int)
     intermediate: int | None = by_device(14336, 128, "channels inside the MLP", int)
@@ -53,11 +55,6 @@ class ModelSettings(SpeedSettings):
         for length in self.lengths:
             self.budgeted(length)
 
-    @cached_property
-    def cab_config(self) -> CabConfig:
-        """A mass that no budget reaches, so that every row of blocks fills its own."""
-        return self.configured(UNREACHED_MASS)
-
     def budgeted(self, length: int, **fields: Any) -> CabConfig:
         """The config at that length, with ``fields`` beyond its budget."""
         try:
@@ -69,8 +66,7 @@ class ModelSettings(SpeedSettings):
         self.check(
             "max_density", density, f"a share, or LENGTH:SHARE pairs that name {length:,} tokens"
         )
-        config = self.configured(UNREACHED_MASS, max_density=density)
-        return dataclasses.replace(config, **fields)
+        return dataclasses.replace(self.configured(max_density=density), **fields)
 
     def model_flops(self, length: int) -> dict[str, float]:
         """Floating-point operations of reading a prompt densely: ``linear`` and ``attention``.
@@ -229,12 +225,11 @@ def _function(model: PreTrainedModel, name: str) -> Callable[..., tuple[Tensor, 
 
 @contextmanager
 def prefilling(
-    settings: ModelSettings, length: int, way: str, chunk: int | None = None, **fields: Any
+    settings: ModelSettings, length: int, way: str, chunk: int | None = None
 ) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]]]]:
     """(what reads a prompt, what then is known of it) while the model attends that ``way``.
 
     Known are its ``density``, attended over causal pairs in all layers, and what CAB ``ran_as``.
-    ``fields`` are of its config.
     """
     from cab_hf.patches import describe, stats
 
@@ -248,5 +243,5 @@ def prefilling(
         return {"density": fmean(layers), "ran_as": told}
 
     call = prefill(settings, length, chunk)
-    with attending(model, way, settings.budgeted(length, **fields)):
+    with attending(model, way, settings.budgeted(length, **CAB.get(way, {}))):
         yield call, known

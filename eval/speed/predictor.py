@@ -228,12 +228,9 @@ COLUMNS = {
 
 
 def _draw_times(axis: Any, rows: Sequence[Row]) -> None:
-    replayed = any(row["graph_ms"] is not None for row in rows)
-    timed = "predictor (CUDA graph)" if replayed else "predictor (eager)"
-    charts.line(axis, rows, itemgetter("ms"), label=timed, color="C0", linewidth=2.2)
-    if replayed:
-        look = {"label": "predictor (eager)", "color": "C0", "linestyle": ":", "marker": ""}
-        charts.line(axis, rows, itemgetter("eager_ms"), **look)
+    charts.line(axis, rows, itemgetter("ms"), label="predictor", color="C0", linewidth=2.2)
+    look = {"label": "predictor (eager)", "color": "C0", "linestyle": ":", "marker": ""}
+    charts.line(axis, rows, itemgetter("eager_ms"), **look)
     for part, colour in zip(PARTS, ("C2", "C3", "C1", "C5"), strict=True):
         look = {"label": f"    {part}", "color": colour, "linewidth": 1, "markersize": 2.5}
         charts.line(axis, rows, itemgetter(f"{part}_ms"), **look)

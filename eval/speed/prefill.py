@@ -15,8 +15,8 @@ import torch
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, markdown_table
-from cab_hf.eval.speed.base import DENSITY, TOKENS, Speed, by_length, powers, remarks
-from cab_hf.eval.speed.model import CAB, ModelSettings, described, prefilling, random_model
+from cab_hf.eval.speed.base import DENSITY, TOKENS, Speed, by_length, powers, remarks, seconds
+from cab_hf.eval.speed.model import ModelSettings, described, prefilling, random_model
 from cab_hf.runs.settings import by_device, comma_separated, option
 
 WAY = "cab-always"
@@ -107,7 +107,7 @@ class Prefill(Speed):
         _warm_up(settings)
         room = bench.room()
         sample["room_gib"] = None if room is None else room / 1024
-        with _prefilling(settings, length) as (call, known):
+        with prefilling(settings, length, WAY, settings.chunk) as (call, known):
             ms, peak = bench.wall(call, warm_up_calls=0)
             sample |= known()
         tflops = settings.attended_flops(length, sample["density"]) / ms / 1e9
@@ -168,7 +168,7 @@ class Prefill(Speed):
         needs = "ran out of memory" if failed else f"needs {line.at(more):,.2f} GiB by the line"
         return [
             f"{last['length']:,} tokens are the longest prompt that fits: "
-            f"{digits(last['ms'] / 1e3)} s, {last['tokens_s']:,.0f} tokens/s, "
+            f"{seconds(last['ms'])} s, {last['tokens_s']:,.0f} tokens/s, "
             f"{last['peak_gib']:,.2f} of {last['room_gib']:,.2f} GiB at the peak; one chunk of "
             f"{last['chunk']:,} more {needs}."
         ]
@@ -212,12 +212,8 @@ EXPERIMENT = Prefill
 # once a process: what is compiled stays
 @lru_cache(maxsize=1)
 def _warm_up(settings: Settings) -> None:
-    with _prefilling(settings, WARM_UP_CHUNKS * settings.chunk) as (call, _):
+    with prefilling(settings, WARM_UP_CHUNKS * settings.chunk, WAY, settings.chunk) as (call, _):
         call()
-
-
-def _prefilling(settings: Settings, length: int) -> Any:
-    return prefilling(settings, length, WAY, settings.chunk, **CAB[WAY])
 
 
 def _is_no_memory(error: BaseException) -> bool:
@@ -292,7 +288,7 @@ def needed(rows: Sequence[Row], line: Line) -> dict[str, Any]:
 
 COLUMNS = {
     **TOKENS,
-    "s": column(lambda ms: digits(ms / 1e3), "ms"),
+    "s": column(seconds, "ms"),
     "tokens/s": column("{:,.0f}".format, "tokens_s"),
     "TFLOP/s": column(digits, "tflops"),
     **DENSITY,

@@ -12,11 +12,20 @@ from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, markdown_table, percent
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.base import DENSITY, TOKENS, Speed, by_length, grouped, powers, remarks
+from cab_hf.eval.speed.base import (
+    DENSITY,
+    TOKENS,
+    Speed,
+    by_length,
+    grouped,
+    powers,
+    remarks,
+    seconds,
+)
 from cab_hf.eval.speed.model import CAB, SDPA, ModelSettings, described, prefilling
 from cab_hf.runs.settings import by_device, comma_separated, option
 
-RUNS = 3
+TIMES = "{:.2f}×".format
 WIDTHS = dict(zip(CAB, (4.0, 1.5), strict=True))
 
 
@@ -33,7 +42,7 @@ class Settings(ModelSettings):
         "ways to attend",
         comma_separated(str),
     )
-    runs: int = option(RUNS, "timed runs of every row", int)
+    runs: int = option(3, "timed runs of every row", int)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,7 +78,7 @@ class TimeToFirstToken(Speed):
 
     def find(self, sample: dict[str, Any]) -> None:
         settings, length, name = self.settings, sample["length"], sample["implementation"]
-        with prefilling(settings, length, name, **CAB.get(name, {})) as (call, known):
+        with prefilling(settings, length, name) as (call, known):
             ms, peak = self.bench.wall(call, settings.runs)
             sample |= known()
         done = settings.attended_flops(length, sample["density"])
@@ -109,7 +118,7 @@ class TimeToFirstToken(Speed):
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
         """Seconds of every way to attend and what CAB gains, by length; then all there is."""
-        columns = {f"{n} s": column(_seconds, n, "ms") for n in _implementations(rows)}
+        columns = {f"{n} s": column(seconds, n, "ms") for n in _implementations(rows)}
         for name in _implementations(rows):
             if name in CAB:
                 columns[f"{name} over best dense"] = column(TIMES, name, "over_best")
@@ -159,18 +168,18 @@ class TimeToFirstToken(Speed):
             greys = iter(charts.GREYS)
             for place, name in enumerate(_implementations(rows)):
                 some = [row for row in rows if row["implementation"] == name]
-                if name not in CAB:
+                if name in CAB:
+                    # wide below narrow: where both run alike, both are seen
+                    look = {"color": f"C{place}", "linewidth": WIDTHS[name]}
+                    gained = f"{name} over the fastest dense way"
+                    charts.line(right, some, itemgetter("over_best"), label=gained, **look)
+                    bound = {"linestyle": "--", "marker": "", "label": f"    at most, of {name}"}
+                    charts.line(right, some, itemgetter("ceiling"), **look, **bound)
+                else:
                     look = {"color": next(greys), "marker": "s"}
-                    charts.line(left, some, _seconds_of, label=name, **look)
-                    continue
-                # wide below narrow: where both run alike, both are seen
-                look = {"color": f"C{place}", "linewidth": WIDTHS[name]}
-                charts.line(left, some, _seconds_of, label=name, **look)
-                gained = f"{name} over the fastest dense way"
-                charts.line(right, some, itemgetter("over_best"), label=gained, **look)
-                look |= {"linestyle": "--", "marker": ""}
-                bound = f"    at most, at {name}'s density"
-                charts.line(right, some, itemgetter("ceiling"), label=bound, **look)
+                charts.line(
+                    left, some, lambda row: row["ms"] and row["ms"] / 1e3, label=name, **look
+                )
             right.axhline(1, color="grey", linewidth=1)
             charts.over_tokens(left, lengths, "time to the first token", "s")
             title = "what a faster attention brings to the whole model"
@@ -184,19 +193,10 @@ def _implementations(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["implementation"] for row in rows))
 
 
-def _seconds_of(row: Row) -> float | None:
-    return row["ms"] and row["ms"] / 1e3
-
-
-def _seconds(ms: float) -> str | None:
-    return digits(ms / 1e3)
-
-
-TIMES = "{:.2f}×".format
 COLUMNS = {
     **TOKENS,
     "way": "implementation",
-    "s": column(_seconds, "ms"),
+    "s": column(seconds, "ms"),
     **DENSITY,
     "over sdpa": column(TIMES, "over_sdpa"),
     "over best dense": column(TIMES, "over_best"),
