@@ -11,7 +11,7 @@ from bench import FakeBench, quick, refused, sample_of, shown, speed_run  # noqa
 
 from cab_hf.engines import Reference
 from cab_hf.eval import report
-from cab_hf.eval.speed import checks, dense, rates
+from cab_hf.eval.speed import attention, checks, dense
 from cab_hf.eval.speed.attention import Attention, Settings
 from cab_hf.plan import BlockPlan, Spans
 from cab_hf.runs.log import read_log
@@ -82,7 +82,7 @@ def test_a_row_has_what_identifies_it_and_what_it_took(finished):
 def test_pairs_and_density_by_hand():
     # 80 queries in blocks of 32, 16 and 16 key blocks of 16: rows end after 2, 4 and 5 of them
     plan = BlockPlan.causal(Spans.causal(1, 80, 80, "cpu"), 2, 32, 16)
-    counted = rates.counted(plan, heads=4)
+    counted = attention.counted(plan, heads=4)
     assert counted["density"] == 1
     assert counted["attended_pairs"] == 4 * 80 * 81 / 2
     assert counted["listed_pairs"] == 4 * (2 + 4 + 5) * 32 * 16
@@ -111,7 +111,7 @@ def test_a_ratio_is_over_the_fastest_and_a_rate_over_the_one_named():
 def test_dense_attention_is_measured_once_for_all_budgets(monkeypatch):
     calls = []
     monkeypatch.setattr(dense, "measure", lambda *known: calls.append(known) or {})
-    bench, settings = FakeBench(), tiny(lengths=(96,))
+    bench, settings = FakeBench(), tiny(lengths=(96,), densities=(0.2, 1.0))
     for case in settings.asked():
         sample_of(Attention, settings, case, bench)
     assert [backward for *_, backward in calls] == [False, True]

@@ -29,10 +29,10 @@ class Device(FakeBench):
         peak = 100.0 + length / 2
         if peak > self.limit:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
-        return 10.0 * length, peak
+        return 10.0 * length, peak / 1024
 
     def room(self):
-        return 500.0
+        return 500.0 / 1024
 
 
 def settings_of(length):
@@ -142,7 +142,7 @@ def test_what_fails_otherwise_ends_the_search(tmp_path, monkeypatch):
     class Broken(Device):
         def wall(self, call, warm_up_calls):
             ms, peak = super().wall(call, warm_up_calls)
-            if peak > 400:
+            if peak > 400 / 1024:
                 raise RuntimeError("a kernel is wrong")
             return ms, peak
 

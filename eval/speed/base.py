@@ -7,7 +7,6 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -222,12 +221,12 @@ def varying(rows: Sequence[Row], columns: Mapping[str, str]) -> dict[str, str]:
     return {h: name for h, name in columns.items() if len({row[name] for row in rows}) > 1}
 
 
-def remarks(rows: Sequence[Row], by: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+def remarks(rows: Sequence[Row], by: Mapping[str, str] | None = None) -> dict[str, str]:
     """A table of `REMARKS` and at which lengths, under its heading; none where nothing is said.
 
     ``by``, heading -> field, tells rows apart beside their length.
     """
-    lengths: dict[tuple, list[str]] = {}
+    by, lengths = by or {}, {}
     for (field, kind), row in itertools.product(REMARKS.items(), rows):
         said = row.get(field) or {}
         for name, text in (said if isinstance(said, Mapping) else {"": said}).items():

@@ -11,19 +11,18 @@ from typing import Any
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, markdown_table, percent
-from cab_hf.eval.speed import kernels
 from cab_hf.eval.speed.base import DENSITY, TOKENS, Speed, by_length, remarks
 from cab_hf.eval.speed.model import ModelSettings, described, prefilling
-from cab_hf.eval.speed.timing import PROFILED_CALLS, method_on
+from cab_hf.eval.speed.timing import OTHER, PREDICTOR, PROFILED_CALLS, method_on
 from cab_hf.runs.settings import by_device
 
 PARTS = {
-    **kernels.PREDICTOR,
+    **PREDICTOR,
     # our own; FlexAttention's, compiled from a template or not; the dense libraries'
     "attention": ("block_attention", "flex", "triton_tem", "flash", "fmha", "cudnn"),
 }
 # part -> how a reader calls it
-SHOWN = {part: part for part in PARTS} | {kernels.OTHER: "rest"}
+SHOWN = {part: part for part in PARTS} | {OTHER: "rest"}
 
 COLOURS = dict(
     zip((*SHOWN, "idle"), ("C2", "C3", "C1", "C0", "darkgrey", "gainsboro"), strict=True)
@@ -61,7 +60,7 @@ class Breakdown(Speed):
     def find(self, sample: dict[str, Any]) -> None:
         with prefilling(self.settings, sample["length"], "cab-always") as (call, known):
             sample["ms"] = self.bench.time(call, graph=False).ms
-            sample |= known() | kernels.profiled(self.bench, call, PARTS)
+            sample |= known() | self.bench.parts(call, PARTS)
 
     # --- reporting
 
@@ -74,7 +73,7 @@ class Breakdown(Speed):
         """
         rows = by_length(samples, ("kernels_ms", "idle_ms", "gap"))
         for row in rows:
-            if row["ms"] is not None and row[f"{kernels.OTHER}_ms"] is not None:
+            if row["ms"] is not None and row[f"{OTHER}_ms"] is not None:
                 row["kernels_ms"] = sum(row[f"{part}_ms"] for part in SHOWN)
                 row["idle_ms"] = row["ms"] - row["kernels_ms"]
                 row["gap"] = row["idle_ms"] / row["ms"]
@@ -91,7 +90,7 @@ class Breakdown(Speed):
         if not split:
             return []
         last, widest = split[-1], max(split, key=lambda row: abs(row["gap"]))
-        predicting = sum(last[f"{part}_ms"] for part in kernels.PREDICTOR)
+        predicting = sum(last[f"{part}_ms"] for part in PREDICTOR)
         return [
             f"At {last['length']:,} tokens {percent(predicting / last['ms'])} of the wall time go "
             f"to predicting and {percent(last['attention_ms'] / last['ms'])} to attending "
@@ -115,7 +114,7 @@ class Breakdown(Speed):
         with charts.figure(path, 1, 2, figsize=(11, 4.6)) as axes:
             left, right = axes[0]
             _stack(left, split, {**SHOWN, "idle": "idle"})
-            _stack(right, split, {part: SHOWN[part] for part in kernels.PREDICTOR})
+            _stack(right, split, {part: SHOWN[part] for part in PREDICTOR})
             left.set_title("where the time of a prefill goes", fontsize=10)
             right.set_title("of it, predicting", fontsize=10)
 

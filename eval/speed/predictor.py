@@ -17,15 +17,15 @@ from cab_hf.config import CabConfig
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, markdown_table, percent
-from cab_hf.eval.speed import dense, kernels
+from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import TOKENS, by_length, powers, remarks
 from cab_hf.eval.speed.heads import HeadSettings, HeadSpeed, described, draw_dense, names
-from cab_hf.eval.speed.timing import PROFILED_CALLS, method_on
+from cab_hf.eval.speed.timing import OTHER, PREDICTOR, PROFILED_CALLS, method_on
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
 from cab_hf.runs.settings import option
 
-PARTS = (*kernels.PREDICTOR, kernels.OTHER)
+PARTS = (*PREDICTOR, OTHER)
 GROWTH_FROM = 131_072  # tokens from which growth is summed up, where there are such rows
 GROWTH = ("growth", "growth_linear", "growth_quadratic", "exponent")
 
@@ -87,7 +87,7 @@ class Predictor(HeadSpeed):
             "graph_ms": timing.graph,
             "peak_mib": peak,
             "gflops": work / timing.ms / 1e6,
-            **kernels.profiled(bench, call),
+            **bench.parts(call),
         }
 
     # --- reporting

@@ -105,16 +105,14 @@ class Prefill(Speed):
         weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
         sample["weights_gib"] = weights / 2**30
         _warm_up(settings)
-        room = bench.room()
-        sample["room_gib"] = None if room is None else room / 1024
+        sample["room_gib"] = bench.room()
         with prefilling(settings, length, WAY, settings.chunk) as (call, known):
             ms, peak = bench.wall(call, warm_up_calls=0)
-            sample |= known()
-        tflops = settings.attended_flops(length, sample["density"]) / ms / 1e9
-        sample |= {"fits": True, "ms": ms, "tokens_s": length / ms * 1e3, "tflops": tflops}
+            sample |= {"fits": True, "ms": ms, "peak_gib": peak, **known()}
+        sample["tokens_s"] = length / ms * 1e3
+        sample["tflops"] = settings.attended_flops(length, sample["density"]) / ms / 1e9
         if peak is not None:
-            sample["peak_gib"] = peak / 1024
-            sample["rest_gib"] = sample["peak_gib"] - sample["weights_gib"] - sample["cache_gib"]
+            sample["rest_gib"] = peak - sample["weights_gib"] - sample["cache_gib"]
 
     def told(self, error: Exception) -> dict[str, Any]:
         """``fits`` is False where memory ran out, and None where something else went wrong."""
@@ -195,9 +193,8 @@ class Prefill(Speed):
             charts.line(right, rows, itemgetter("line_gib"), label="the line", **dashed)
             charts.line(right, rows, itemgetter("cache_gib"), label="cache")
             charts.line(right, rows, itemgetter("weights_gib"), label="weights")
-            room = [row["room_gib"] for row in rows if row["room_gib"] is not None]
-            if room:
-                right.axhline(min(room), color="C3", linewidth=1, label="what can be allocated")
+            if room := room_of(rows):
+                right.axhline(room, color="C3", linewidth=1, label="what can be allocated")
             rate = ("rate of a whole prefill", "tokens/s", "{:,.0f}".format)
             charts.over_tokens(left, lengths, *rate, log=False)
             charts.over_tokens(right, lengths, "memory", "GiB", log=False)
@@ -253,6 +250,11 @@ def line_through(rows: Iterable[Row]) -> Line | None:
     return Line(base, a_token, off, len(points))
 
 
+def room_of(rows: Iterable[Row]) -> float | None:
+    """GiB that could be allocated in every row that says so; None where none does."""
+    return min((row["room_gib"] for row in rows if row["room_gib"] is not None), default=None)
+
+
 def longest_left(rows: Sequence[Row]) -> int | None:
     """The longest length in whole chunks that may still fit, longer than all that ran.
 
@@ -263,8 +265,7 @@ def longest_left(rows: Sequence[Row]) -> int | None:
     if line is None or line.a_token <= 0:
         return None
     chunk = rows[0]["chunk"]
-    room = min(row["room_gib"] for row in rows if row["room_gib"] is not None)
-    most = int((room - line.base) / line.a_token)
+    most = int((room_of(rows) - line.base) / line.a_token)
     most = min([most, *(row["length"] - 1 for row in rows if row["fits"] is False)])
     most = most // chunk * chunk
     return most if most > max(row["length"] for row in rows if row["fits"]) else None
@@ -278,8 +279,7 @@ def gpus_for(weights: float, cache: float, rest: float, room: float) -> int | No
 def needed(rows: Sequence[Row], line: Line) -> dict[str, Any]:
     """GiB that `GOAL` tokens take by the line, what of, and on how many GPUs they fit."""
     weights = next(row["weights_gib"] for row in rows if row["fits"])
-    room = min(row["room_gib"] for row in rows if row["room_gib"] is not None)
-    cache = GOAL * rows[0]["cache_gib"] / rows[0]["length"]
+    room, cache = room_of(rows), GOAL * rows[0]["cache_gib"] / rows[0]["length"]
     rest = line.at(GOAL) - weights - cache
     parts = {"GiB": line.at(GOAL), "weights": weights, "cache": cache, "rest": rest, "room": room}
     count = gpus_for(weights, cache, rest, room)

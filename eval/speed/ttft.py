@@ -84,7 +84,7 @@ class TimeToFirstToken(Speed):
         done = settings.attended_flops(length, sample["density"])
         sample |= {
             "ms": ms,
-            "peak_gib": None if peak is None else peak / 1024,
+            "peak_gib": peak,
             "ceiling": settings.attended_flops(length, 1.0) / done,
             "tflops": done / ms / 1e9,
         }
@@ -173,8 +173,9 @@ class TimeToFirstToken(Speed):
                     look = {"color": f"C{place}", "linewidth": WIDTHS[name]}
                     gained = f"{name} over the fastest dense way"
                     charts.line(right, some, itemgetter("over_best"), label=gained, **look)
-                    bound = {"linestyle": "--", "marker": "", "label": f"    at most, of {name}"}
-                    charts.line(right, some, itemgetter("ceiling"), **look, **bound)
+                    dashed = {**look, "linestyle": "--", "marker": ""}
+                    bound = f"    at most, at {name}'s density"
+                    charts.line(right, some, itemgetter("ceiling"), label=bound, **dashed)
                 else:
                     look = {"color": next(greys), "marker": "s"}
                 charts.line(
