@@ -16,22 +16,15 @@ from cab_hf import engines
 from cab_hf.config import CabConfig
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, markdown_table, percent
+from cab_hf.eval.report import column, digits, grouped, markdown_table, percent
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.base import (
-    DENSITY,
-    TOKENS,
-    UNREACHED_MASS,
-    grouped,
-    remarks,
-    varying,
-)
+from cab_hf.eval.speed.base import TOKENS, UNREACHED_MASS, listed, remarks, varying
 from cab_hf.eval.speed.checks import CHECK_LENGTH, check_gradients, check_rows, gradients_of
 from cab_hf.eval.speed.heads import HeadSettings, HeadSpeed, described, draw_dense, names
 from cab_hf.eval.speed.timing import in_a_sentence, method_on
 from cab_hf.plan import BlockPlan, Spans
 from cab_hf.predictors import Call, make_predictor
-from cab_hf.runs.settings import by_device, comma_separated, option
+from cab_hf.runs.settings import comma_separated, option
 
 # direction -> its floating-point operations over those of the forward pass: five products, not two
 DIRECTIONS = {"forward": 1.0, "backward": 2.5}
@@ -57,23 +50,19 @@ class Settings(HeadSettings):
     }
     DEFAULTS = {**UNREACHED_MASS, "min_length": 0}
 
-    head_dims: tuple[int, ...] | None = by_device(
-        (128,), (32,), "channels of a head", comma_separated(int)
-    )
+    head_dims: tuple[int, ...] | None = listed((128,), (32,), "channels of a head", int)
     densities: tuple[float, ...] = option(
         (0.05, 0.1, 0.2, EVERYTHING),
         "max_density of the predictor, which fills it; 1 keeps everything and predicts nothing",
         comma_separated(float),
     )
-    blocks: tuple[str, ...] | None = by_device(
-        ("128x64",), ("32x16",), "query block x key block", comma_separated(str.lower)
+    blocks: tuple[str, ...] | None = listed(
+        ("128x64",), ("32x16",), "query block x key block", str.lower
     )
     directions: tuple[str, ...] = option(
         tuple(DIRECTIONS), "forward, backward or both", comma_separated(str)
     )
-    engines: tuple[str, ...] | None = by_device(
-        ENGINES_ON_GPU, ("reference",), "what attends", comma_separated(str)
-    )
+    engines: tuple[str, ...] | None = listed(ENGINES_ON_GPU, ("reference",), "what attends")
     seconds: float = option(0.5, "for timing one case, where it needs less for five", float)
 
     def __post_init__(self) -> None:
@@ -370,7 +359,7 @@ def _dense(name: str, row: Row) -> str | None:
     return f"{digits(row['baselines'][name])} ({digits(row['tflops'][name])})"
 
 
-BUDGET = {"budget": _budget, **DENSITY}
+BUDGET = {"budget": _budget, "density": column("{:.3f}".format, "density")}
 RATES = {
     "TFLOP/s of blocks": column(digits, "tflops"),
     "of pairs": column(digits, "tflops_pairs"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ import torch
 
 from cab_hf.config import CabConfig
 from cab_hf.eval.experiment import Experiment, Row
-from cab_hf.eval.report import column, digits, markdown_table
+from cab_hf.eval.report import column, markdown_table
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.timing import Bench, bench_on, in_a_sentence
 from cab_hf.runs.settings import (
@@ -44,7 +44,12 @@ MADE_BY = ("device", "versions", "baselines", "commit")  # of the provenance
 def powers(low: int, high: int) -> Any:
     """The option of lengths, by default 2^low to 2^high tokens; few and short ones on a CPU."""
     every = tuple(2**n for n in range(low, high + 1))
-    return by_device(every, (256, 512), "tokens", comma_separated(int))
+    return listed(every, (256, 512), "tokens", int)
+
+
+def listed(gpu: tuple, cpu: tuple, help: str, parse: Callable[[str], Any] = str) -> Any:
+    """An option `by_device` that takes several values."""
+    return by_device(gpu, cpu, help, comma_separated(parse))
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class SpeedSettings:
         KEYS: what identifies a case -> the option that lists its values. A run measures their
             product, the last one varying fastest.
         DEFAULTS: fields of CabConfig whose default is another one here.
+        POSITIVE: numbers from 1 up.
 
     Raises:
         ValueError: naming the option, the value seen and what is accepted.
@@ -64,6 +70,7 @@ class SpeedSettings:
 
     KEYS: ClassVar[Mapping[str, str]] = {"length": "lengths"}
     DEFAULTS: ClassVar[Mapping[str, Any]] = {}
+    POSITIVE: ClassVar[tuple[str, ...]] = ()
 
     lengths: tuple[int, ...] | None = powers(13, 17)
     dtype: str | None = by_device("bfloat16", "float32", f"one of {', '.join(DTYPES)}")
@@ -89,6 +96,8 @@ class SpeedSettings:
         self._set("lengths", tuple(sorted(self.lengths)))
         self.check("lengths", self.lengths and self.lengths[0] > 0, "numbers of tokens")
         self.check("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
+        for name in self.POSITIVE:
+            self.check(name, getattr(self, name) > 0, "at least 1")
         _ = self.cab_config  # refuses bad fields here rather than in the middle of a run
 
     def _set(self, name: str, value: Any) -> None:
@@ -98,14 +107,8 @@ class SpeedSettings:
         """Refuse the field ``name`` unless ``holds``."""
         require(self, name, holds, accepted)
 
-    def check_positive(self, *names: str) -> None:
-        """Refuse fields below 1."""
-        for name in names:
-            self.check(name, getattr(self, name) > 0, "at least 1")
-
     def check_heads(self) -> None:
         """Refuse query heads that the key and value heads do not divide."""
-        self.check_positive("kv_heads")
         divides = self.heads > 0 and self.heads % self.kv_heads == 0
         self.check("heads", divides, f"a multiple of kv_heads={self.kv_heads}")
 
@@ -197,23 +200,10 @@ class Speed(Experiment):
         return {"error": in_a_sentence(error)}
 
 
-def seconds(ms: float) -> str | None:
-    """``ms`` in a cell of seconds."""
-    return digits(ms / 1e3)
-
-
 def by_length(samples: Sequence[Row], derived: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Rows to be: the samples by length, with columns for what is ``derived``."""
     ordered = sorted(samples, key=lambda sample: sample["length"])
     return [{**sample, **dict.fromkeys(derived)} for sample in ordered]
-
-
-def grouped(rows: Sequence[Row], *names: str) -> list[list[Row]]:
-    """Rows that have the same values in the fields ``names``, together."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[name] for name in names), []).append(row)
-    return list(groups.values())
 
 
 def varying(rows: Sequence[Row], columns: Mapping[str, str]) -> dict[str, str]:

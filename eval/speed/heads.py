@@ -31,6 +31,8 @@ TOPIC_STRENGTH = 0.8
 class HeadSettings(SpeedSettings):
     """Of ops that run on the heads of one layer."""
 
+    POSITIVE = ("batch", "kv_heads")
+
     batch: int = option(1, "sequences", int)
     heads: int = option(32, "query heads", int)
     kv_heads: int = option(8, "key and value heads", int)
@@ -41,7 +43,6 @@ class HeadSettings(SpeedSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_positive("batch")
         self.check_heads()
         self.check("inputs", self.inputs in INPUTS, " or ".join(INPUTS))
         self.check("dense_up_to", self.dense_up_to >= 0, "a number of tokens, 0 for never")

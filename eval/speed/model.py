@@ -34,6 +34,7 @@ class ModelSettings(SpeedSettings):
     """Of ops that run a whole LLaMA with random weights; the defaults have LLaMA-3-8B's shape."""
 
     DEFAULTS = UNREACHED_MASS
+    POSITIVE = ("layers", "hidden", "intermediate", "kv_heads", "head_dim", "vocab")
 
     layers: int | None = by_device(32, 2, "decoder layers", int)
     hidden: int | None = by_device(4096, 64, "channels between layers", int)
@@ -50,8 +51,6 @@ class ModelSettings(SpeedSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_heads()
-        sizes = ("layers", "hidden", "intermediate", "head_dim", "vocab")
-        self.check_positive(*sizes)
         for length in self.lengths:
             self.budgeted(length)
 

@@ -34,12 +34,10 @@ GROWTH = ("growth", "growth_linear", "growth_quadratic", "exponent")
 class Settings(HeadSettings):
     """What a run of the predictor is told."""
 
+    POSITIVE = (*HeadSettings.POSITIVE, "head_dim")
+
     lengths: tuple[int, ...] | None = powers(10, 20)
     head_dim: int = option(128, "channels of a head", int)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_positive("head_dim")
 
     @property
     def method(self) -> str:

@@ -14,8 +14,8 @@ import torch
 
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, markdown_table
-from cab_hf.eval.speed.base import DENSITY, TOKENS, Speed, by_length, powers, remarks, seconds
+from cab_hf.eval.report import column, digits, markdown_table, seconds
+from cab_hf.eval.speed.base import DENSITY, TOKENS, Speed, by_length, powers, remarks
 from cab_hf.eval.speed.model import ModelSettings, described, prefilling, random_model
 from cab_hf.runs.settings import by_device, comma_separated, option
 

@@ -10,20 +10,11 @@ from typing import Any, ClassVar
 
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, markdown_table, percent
+from cab_hf.eval.report import column, digits, grouped, markdown_table, percent, seconds
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.base import (
-    DENSITY,
-    TOKENS,
-    Speed,
-    by_length,
-    grouped,
-    powers,
-    remarks,
-    seconds,
-)
+from cab_hf.eval.speed.base import DENSITY, TOKENS, Speed, by_length, listed, powers, remarks
 from cab_hf.eval.speed.model import CAB, SDPA, ModelSettings, described, prefilling
-from cab_hf.runs.settings import by_device, comma_separated, option
+from cab_hf.runs.settings import option
 
 TIMES = "{:.2f}×".format
 WIDTHS = dict(zip(CAB, (4.0, 1.5), strict=True))
@@ -35,18 +26,16 @@ class Settings(ModelSettings):
 
     KEYS: ClassVar[Mapping[str, str]] = {"length": "lengths", "implementation": "implementations"}
 
+    POSITIVE = (*ModelSettings.POSITIVE, "runs")
+
     lengths: tuple[int, ...] | None = powers(12, 17)
-    implementations: tuple[str, ...] | None = by_device(
-        (SDPA, "cuDNN", "FA3", "FA4", *CAB),
-        (SDPA, "SDPA", *CAB),
-        "ways to attend",
-        comma_separated(str),
+    implementations: tuple[str, ...] | None = listed(
+        (SDPA, "cuDNN", "FA3", "FA4", *CAB), (SDPA, "SDPA", *CAB), "ways to attend"
     )
     runs: int = option(3, "timed runs of every row", int)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_positive("runs")
         known = (SDPA, *CAB, *dense.on(self.device))
         named = set(self.implementations) <= set(known)
         self.check("implementations", named, f"out of {', '.join(known)}")
