@@ -158,11 +158,14 @@ class Attention(HeadSpeed):
         self,
         sample: dict[str, Any],
         name: str,
-        attend: Callable[[BlockPlan, float], Tensor],
+        attend: partial[Tensor],
         decide: Callable[[], BlockPlan],
         plan: BlockPlan,
     ) -> None:
-        """Write into ``sample`` what attending takes, and together with predicting."""
+        """Write into ``sample`` what attending takes, and together with predicting.
+
+        ``attend`` is an engine's function of q, k and v, called with a plan and a scale.
+        """
         scale = sample["head_dim"] ** -0.5
         if sample["direction"] == "backward":
             whole = gradients_of(attend.func, *attend.args, plan, scale)
@@ -191,7 +194,6 @@ class Attention(HeadSpeed):
         ``tflops_pairs``), of the causal half for dense kernels. ``rate_ratio`` is over
         `RATED_AGAINST`, or the fastest.
         """
-
         ordered = sorted(samples, key=itemgetter("head_dim", "blocks", "budget", "length"))
         rows = [dict(s) for way in DIRECTIONS for s in ordered if s["direction"] == way]
         rows.sort(key=itemgetter("head_dim"))

@@ -198,19 +198,11 @@ def _function(model: PreTrainedModel, name: str) -> Callable[..., tuple[Tensor, 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return kernel(q, *(x if baseline.grouped else repeated(x, q) for x in (k, v)), scale)
 
-    def attention(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        *,
-        scaling: float,
-        **_: Any,
-    ) -> tuple[Tensor, None]:
+    def attention(module: Any, *given: Any, scaling: float, **_: Any) -> tuple[Tensor, None]:
+        *heads, mask = given
         if mask is not None:
             raise ValueError(f"{name} is causal here and takes no mask; transformers made one.")
-        return attend(query, key, value, scaling).transpose(1, 2), None
+        return attend(*heads, scaling).transpose(1, 2), None
 
     text = model.config
     like = {"device": model.device, "dtype": model.dtype}

@@ -226,7 +226,9 @@ COLUMNS = {
 
 
 def _draw_times(axis: Any, rows: Sequence[Row]) -> None:
-    charts.line(axis, rows, itemgetter("ms"), label="predictor", color="C0", linewidth=2.2)
+    replayed = any(row["graph_ms"] is not None for row in rows)
+    look = {"label": f"predictor{' (CUDA graph)' * replayed}", "color": "C0", "linewidth": 2.2}
+    charts.line(axis, rows, itemgetter("ms"), **look)
     look = {"label": "predictor (eager)", "color": "C0", "linestyle": ":", "marker": ""}
     charts.line(axis, rows, itemgetter("eager_ms"), **look)
     for part, colour in zip(PARTS, ("C2", "C3", "C1", "C5"), strict=True):
