@@ -52,19 +52,24 @@ def line(
 def over_tokens(
     axis: Any,
     lengths: Sequence[int],
+    title: str,
+    label: str,
     write: Callable[[float], str] = "{:g}".format,
     log: bool = True,
     legend: bool = True,
 ) -> None:
-    """Give ``axis`` its scales, ticks, grid and legend.
+    """Give ``axis`` its title, scales, ticks, grid and legend.
 
     Args:
+        label: of the vertical axis.
         write: a value on the vertical axis, as text.
         log: whether that axis is logarithmic.
         legend: whether the lines are named here.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+    axis.set_title(title, fontsize=10)
+    axis.set_ylabel(label)
     axis.set_xscale("log", base=2)
     axis.set_xlabel("tokens")
     axis.set_xticks(apart(lengths))

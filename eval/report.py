@@ -40,6 +40,14 @@ def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
     return written.getvalue()
 
 
+def grouped(rows: Sequence[Mapping[str, Any]], *names: str) -> list[list[Mapping[str, Any]]]:
+    """Rows that have the same values in the fields ``names``, together."""
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return list(groups.values())
+
+
 def _cell(value: Any) -> str:
     if value is None:
         return "–"
@@ -71,10 +79,15 @@ def difference(row: Mapping[str, Any]) -> str | None:
 
 
 def digits(value: float | None) -> str | None:
-    """A number from 0 up with three digits that count, and no exponent."""
+    """A number with three digits that count, and no exponent."""
     if not value:
         return None if value is None else "0"
-    return f"{value:,.{max(0, 2 - math.floor(math.log10(value)))}f}"
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def seconds(ms: float) -> str | None:
+    """Milliseconds as seconds, ``1.37``."""
+    return digits(ms / 1e3)
 
 
 def percent(share: float | None) -> str | None:

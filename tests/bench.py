@@ -17,8 +17,10 @@ FILES = ["figure.png", "report.md", "results.csv", "results.json", "samples.json
 def quick():
     """Import it where speed commands run: every case is timed as few times as can be."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "SECONDS_A_CASE", 0.0)
-        patch.setattr(timing, "WARM_UP_SECONDS", 0.0)
+        for name in ("SECONDS_A_CASE", "WARM_UP_SECONDS"):
+            patch.setattr(timing, name, 0.0)
+        for name in ("WARM_UP_CALLS", "LEAST_RUNS", "MOST_RUNS"):
+            patch.setattr(timing, name, 1)
         # somebody may commit while the tests run
         patch.setattr(provenance, "git_commit", lambda: "0" * 40)
         yield

@@ -11,7 +11,7 @@ from bench import FakeBench, quick, refused, sample_of, shown, speed_run  # noqa
 
 from cab_hf.engines import Reference
 from cab_hf.eval import report
-from cab_hf.eval.speed import attention, checks, dense, rates
+from cab_hf.eval.speed import attention, checks, dense
 from cab_hf.eval.speed.attention import Attention, Settings
 from cab_hf.plan import BlockPlan, Spans
 from cab_hf.runs.log import read_log
@@ -82,7 +82,7 @@ def test_a_row_has_what_identifies_it_and_what_it_took(finished):
 def test_pairs_and_density_by_hand():
     # 80 queries in blocks of 32, 16 and 16 key blocks of 16: rows end after 2, 4 and 5 of them
     plan = BlockPlan.causal(Spans.causal(1, 80, 80, "cpu"), 2, 32, 16)
-    counted = rates.counted(plan, heads=4)
+    counted = attention.counted(plan, heads=4)
     assert counted["density"] == 1
     assert counted["attended_pairs"] == 4 * 80 * 81 / 2
     assert counted["listed_pairs"] == 4 * (2 + 4 + 5) * 32 * 16
@@ -110,10 +110,8 @@ def test_a_ratio_is_over_the_fastest_and_a_rate_over_the_one_named():
 
 def test_dense_attention_is_measured_once_for_all_budgets(monkeypatch):
     calls = []
-    monkeypatch.setattr(
-        attention, "time_baselines", lambda *known: calls.append(known) or dense.Measured()
-    )
-    bench, settings = FakeBench(), tiny(lengths=(96,))
+    monkeypatch.setattr(dense, "measure", lambda *known: calls.append(known) or {})
+    bench, settings = FakeBench(), tiny(lengths=(96,), densities=(0.2, 1.0))
     for case in settings.asked():
         sample_of(Attention, settings, case, bench)
     assert [backward for *_, backward in calls] == [False, True]
@@ -225,8 +223,8 @@ def test_a_head_dim_that_is_not_taken_is_a_reason(monkeypatch):
     monkeypatch.setattr(dense, "ON_CPU", narrow)
     q = torch.randn(1, 2, 300, 320)
     measured = dense.measure(q, q, q, 0.05, FakeBench())
-    assert measured.not_measured == {"FA3": "it takes head dims 1 to 256, not 320"}
-    assert measured.times == {"SDPA": 2.0}
+    assert measured["not_measured"] == {"FA3": "it takes head dims 1 to 256, not 320"}
+    assert measured["baselines"] == {"SDPA": 2.0}
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -242,7 +240,7 @@ def test_heads_are_repeated_for_kernels_that_do_not_group(monkeypatch, backward)
     monkeypatch.setattr(dense, "ON_CPU", {"efficient": one})
     q, k, v = tiny().random_heads(300, 16, torch.device("cpu"), "qkv")
     measured = dense.measure(q, k, v, 0.25, FakeBench(), backward)
-    assert measured.not_measured == {} and set(seen) == {(4, 4)}
+    assert measured["not_measured"] == {} and set(seen) == {(4, 4)}
 
 
 def test_a_kernel_without_a_backward_is_a_reason(monkeypatch):
@@ -251,7 +249,7 @@ def test_a_kernel_without_a_backward_is_a_reason(monkeypatch):
     monkeypatch.setattr(dense, "ON_CPU", {"FA3": detached})
     q = torch.randn(1, 2, 300, 16)
     measured = dense.measure(q, q, q, 0.25, FakeBench(), backward=True)
-    assert measured.not_measured == {"FA3": "it has no backward"}
+    assert measured["not_measured"] == {"FA3": "it has no backward"}
 
 
 def test_a_baseline_with_a_wrong_gradient_is_not_timed(monkeypatch):
@@ -261,9 +259,9 @@ def test_a_baseline_with_a_wrong_gradient_is_not_timed(monkeypatch):
     forward = dense.ON_CPU["SDPA"].load()
     monkeypatch.setattr(dense, "ON_CPU", {"FA4": dense.Baseline(lambda: attend)})
     q, k, v = tiny().random_heads(300, 16, torch.device("cpu"), "qkv")
-    assert dense.measure(q, k, v, 0.25, FakeBench()).times == {"FA4": 2.0}
+    assert dense.measure(q, k, v, 0.25, FakeBench())["baselines"] == {"FA4": 2.0}
     measured = dense.measure(q, k, v, 0.25, FakeBench(), backward=True)
-    assert "in the gradient of v at 300 tokens" in measured.not_measured["FA4"]
+    assert "in the gradient of v at 300 tokens" in measured["not_measured"]["FA4"]
 
 
 @pytest.mark.parametrize("hands_over", [False, True])
@@ -285,11 +283,11 @@ def test_ffpa_is_measured_only_where_it_computes_itself(monkeypatch, hands_over)
     q = torch.randn(1, 4, 100, 320)
     measured = dense.measure(q, q[:, :2], q[:, 2:], 0.05, FakeBench())
     if hands_over:
-        assert measured.not_measured == {"ffpa CuTe": "it would hand this over to SDPA"}
+        assert measured["not_measured"] == {"ffpa CuTe": "it would hand this over to SDPA"}
     else:
-        assert measured.times == {"ffpa CuTe": 2.0}
+        assert measured["baselines"] == {"ffpa CuTe": 2.0}
     narrow = dense.measure(q[..., :128], q[..., :128], q[..., :128], 0.05, FakeBench())
-    assert narrow.not_measured == {"ffpa CuTe": "it takes head dims 257 to 1024, not 128"}
+    assert narrow["not_measured"] == {"ffpa CuTe": "it takes head dims 257 to 1024, not 128"}
 
 
 # --- break-even

@@ -4,7 +4,7 @@ import pytest
 import torch
 from bench import FakeBench, quick, sample_of, shown, speed_run  # noqa: F401
 
-from cab_hf.eval.speed import breakdown, kernels, model
+from cab_hf.eval.speed import breakdown, model, timing
 from cab_hf.eval.speed.breakdown import Breakdown, Settings
 
 TINY = {"layers": 1, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
@@ -46,7 +46,7 @@ def split_row(length, ms, **parts):
     ],
 )
 def test_kernels_of_a_prefill_are_sorted_by_name(kernel, part):
-    assert kernels.part_of(kernel, breakdown.PARTS) == part
+    assert timing.part_of(kernel, breakdown.PARTS) == part
 
 
 def test_a_row_holds_the_wall_time_and_its_parts():

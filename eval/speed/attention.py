@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,25 +16,24 @@ from cab_hf import engines
 from cab_hf.config import CabConfig
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, markdown_table, percent
+from cab_hf.eval.report import column, digits, grouped, markdown_table, percent
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.base import TOKENS, UNREACHED_MASS, Speed, grouped, remarks, varying
+from cab_hf.eval.speed.base import TOKENS, UNREACHED_MASS, listed, remarks, varying
 from cab_hf.eval.speed.checks import CHECK_LENGTH, check_gradients, check_rows, gradients_of
-from cab_hf.eval.speed.heads import HeadSettings, described, time_baselines
-from cab_hf.eval.speed.rates import DIRECTIONS, counted, rates
-from cab_hf.eval.speed.timing import Bench, Timing, in_a_sentence, method_on
+from cab_hf.eval.speed.heads import HeadSettings, HeadSpeed, described, draw_dense, names
+from cab_hf.eval.speed.timing import in_a_sentence, method_on
 from cab_hf.plan import BlockPlan, Spans
 from cab_hf.predictors import Call, make_predictor
-from cab_hf.runs.settings import by_device, comma_separated, option
+from cab_hf.runs.settings import comma_separated, option
 
-UNREACHED = {**UNREACHED_MASS, "min_length": 0}
+# direction -> its floating-point operations over those of the forward pass: five products, not two
+DIRECTIONS = {"forward": 1.0, "backward": 2.5}
+# whose rate an engine's is held against: the fastest dense kernels known
+RATED_AGAINST = {"forward": ("FA3",), "backward": ("FA4",)}
 EVERYTHING = 1.0  # the budget that leaves nothing out
 ENGINES_ON_GPU = tuple(name for name in engines.ENGINES if name != "reference")
 VARYING = {"head dim": "head_dim", "blocks": "blocks"}  # columns, where rows differ in them
-BY_NAME = (  # of an engine or dense kernel
-    *("attend_ms", "total_ms", "total_eager_ms", "peak_mib", "labels"),
-    *("baselines", "not_measured", "without_graph"),
-)
+OF_ENGINES = ("attend_ms", "total_ms", "total_eager_ms", "peak_mib", "labels")
 GROUP = ("head_dim", "direction", "blocks", "budget")  # rows of one differ in length alone
 
 
@@ -48,27 +48,21 @@ class Settings(HeadSettings):
         "blocks": "blocks",
         "budget": "densities",
     }
+    DEFAULTS = {**UNREACHED_MASS, "min_length": 0}
 
-    lengths: tuple[int, ...] | None = by_device(
-        tuple(2**n for n in range(13, 18)), (256, 512), "tokens", comma_separated(int)
-    )
-    head_dims: tuple[int, ...] | None = by_device(
-        (128,), (32,), "channels of a head", comma_separated(int)
-    )
+    head_dims: tuple[int, ...] | None = listed((128,), (32,), "channels of a head", int)
     densities: tuple[float, ...] = option(
         (0.05, 0.1, 0.2, EVERYTHING),
         "max_density of the predictor, which fills it; 1 keeps everything and predicts nothing",
         comma_separated(float),
     )
-    blocks: tuple[str, ...] | None = by_device(
-        ("128x64",), ("32x16",), "query block x key block", comma_separated(str.lower)
+    blocks: tuple[str, ...] | None = listed(
+        ("128x64",), ("32x16",), "query block x key block", str.lower
     )
     directions: tuple[str, ...] = option(
         tuple(DIRECTIONS), "forward, backward or both", comma_separated(str)
     )
-    engines: tuple[str, ...] | None = by_device(
-        ENGINES_ON_GPU, ("reference",), "what attends", comma_separated(str)
-    )
+    engines: tuple[str, ...] | None = listed(ENGINES_ON_GPU, ("reference",), "what attends")
     seconds: float = option(0.5, "for timing one case, where it needs less for five", float)
 
     def __post_init__(self) -> None:
@@ -92,18 +86,13 @@ class Settings(HeadSettings):
             f"gradients on {CHECK_LENGTH} tokens"
         )
 
-    @cached_property
-    def cab_config(self) -> CabConfig:
-        """A mass that no budget reaches, so that every row of blocks fills its own."""
-        return self.configured(UNREACHED)
-
     def budgeted(self, case: Mapping[str, Any]) -> CabConfig:
         """The config that fills the budget of ``case``."""
         sizes = case["blocks"].split("x")
         self.check("blocks", len(sizes) == 2 and all(map(str.isdigit, sizes)), "like 128x64")
         query_block, key_block = map(int, sizes)
         return self.configured(
-            UNREACHED, max_density=case["budget"], query_block=query_block, key_block=key_block
+            max_density=case["budget"], query_block=query_block, key_block=key_block
         )
 
     def planner(self, case: Mapping[str, Any]) -> Callable[[Tensor, Tensor, Spans], BlockPlan]:
@@ -117,7 +106,7 @@ class Settings(HeadSettings):
         return lambda q, k, spans: predict(q, k, Call(spans, q.shape[-1] ** -0.5))
 
 
-class Attention(Speed):
+class Attention(HeadSpeed):
     """A case is one length, head dim, direction, size of blocks and budget."""
 
     name = "speed attention"
@@ -128,28 +117,70 @@ class Attention(Speed):
     CASE = tuple(Settings.KEYS)
     GROWS = (*Settings.KEYS.values(), "config")
 
-    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
+    FOUND = ("density", "attended_pairs", "listed_pairs", "predict_ms")
+    BY_NAME = (*OF_ENGINES, *HeadSpeed.BY_NAME)
+
+    @torch.no_grad()
+    def find(self, sample: dict[str, Any]) -> None:
         settings, bench = self.settings, self.bench
-        sample = {
-            "op": "attention",
-            **case,
-            **{name: getattr(settings, name) for name in ("batch", "heads", "kv_heads", "dtype")},
-            **dict.fromkeys(("density", "attended_pairs", "listed_pairs", "predict_ms", "error")),
-            **{name: {} for name in BY_NAME},
-        }
-        try:
-            _time_engines(sample, settings, bench)
-        except torch.OutOfMemoryError as error:
-            sample["error"] = in_a_sentence(error)
-        bench.settle()
-        if case["length"] <= settings.dense_up_to:
-            heads = (case["length"], case["head_dim"], case["direction"])
-            measured = _time_dense(settings, *heads, bench)
-            sample["baselines"] = measured.times
-            sample["not_measured"] |= measured.not_measured
-            sample["without_graph"] |= measured.without_graph
+        length, head_dim = sample["length"], sample["head_dim"]
+        heads = settings.random_heads(length, head_dim, bench.device, "qkv")
+        spans = Spans.causal(settings.batch, length, length, bench.device)
+        planner = settings.planner(sample)
+        decide = partial(planner, *heads[:2], spans)
+        plan = decide()
+        sample |= counted(plan, settings.heads)
+        if _predicts(sample):
+            sample["predict_ms"] = self.time(sample, "predicting", decide).ms
+        work = engines.Workload(
+            device=bench.device.type,
+            head_dim=head_dim,
+            dtype=settings.torch_dtype,
+            training=sample["direction"] == "backward",
+            query_block=plan.query_block,
+            key_block=plan.key_block,
+        )
+        for name in settings.engines:
             bench.settle()
-        return sample
+            try:
+                engine = engines.choose(name, work)
+                check_rows(engine.attention, *heads, plan)
+                if work.training:
+                    check_gradients(engine.attention, *heads, planner)
+                self.time_engine(sample, name, partial(engine.attention, *heads), decide, plan)
+            except Exception as error:
+                # an engine that refuses or is wrong is told of and not measured
+                sample["not_measured"][name] = in_a_sentence(error)
+            else:
+                sample["labels"][name] = engine.label(work)
+
+    def time_engine(
+        self,
+        sample: dict[str, Any],
+        name: str,
+        attend: partial[Tensor],
+        decide: Callable[[], BlockPlan],
+        plan: BlockPlan,
+    ) -> None:
+        """Write into ``sample`` what attending takes, and together with predicting.
+
+        ``attend`` is an engine's function of q, k and v, called with a plan and a scale.
+        """
+        scale = sample["head_dim"] ** -0.5
+        if sample["direction"] == "backward":
+            whole = gradients_of(attend.func, *attend.args, plan, scale)
+            sample["attend_ms"][name] = self.bench.time(whole, graph=False).ms
+        else:
+            sample["attend_ms"][name] = self.time(sample, name, lambda: attend(plan, scale)).ms
+            if not _predicts(sample):
+                return
+
+            def whole() -> Tensor:
+                return attend(decide(), scale)
+
+            timing = self.time(sample, f"predicting and {name}", whole)
+            sample["total_ms"][name], sample["total_eager_ms"][name] = timing.ms, timing.eager
+        sample["peak_mib"][name] = self.bench.peak(whole)[1]
 
     # --- reporting
 
@@ -163,12 +194,9 @@ class Attention(Speed):
         ``tflops_pairs``), of the causal half for dense kernels. ``rate_ratio`` is over
         `RATED_AGAINST`, or the fastest.
         """
-
-        def order(row: Row) -> tuple[Any, ...]:
-            direction = list(DIRECTIONS).index(row["direction"])
-            return row["head_dim"], direction, row["blocks"], row["budget"], row["length"]
-
-        rows = [dict(sample) for sample in sorted(samples, key=order)]
+        ordered = sorted(samples, key=itemgetter("head_dim", "blocks", "budget", "length"))
+        rows = [dict(s) for way in DIRECTIONS for s in ordered if s["direction"] == way]
+        rows.sort(key=itemgetter("head_dim"))
         for alike in grouped(rows, "head_dim", "direction"):
             for row in alike:
                 times = _times(row)
@@ -185,13 +213,8 @@ class Attention(Speed):
         made = {"At the longest length": markdown_table(_longest(rows), longest)}
         for some in grouped(rows, "direction"):
             made |= _direction_tables(some, which)
-        kinds = {
-            "error": "not measured",
-            "without_graph": "no CUDA graph, so its time is eager",
-            "not_measured": "not measured",
-        }
         by = {"direction": "direction"} | varying(rows, {"head dim": "head_dim"})
-        return made | remarks(rows, kinds, by)
+        return made | remarks(rows, by)
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
@@ -226,107 +249,73 @@ class Attention(Speed):
     def draw(path: Path, rows: Sequence[Row]) -> None:
         """Time and rate by length: two panels for every direction, head dim and size of blocks."""
         panels = grouped(rows, "head_dim", "blocks", "direction")
-        # one grey a kernel, in every panel
-        greys = dict(zip(_names(rows, "baselines"), charts.GREYS, strict=False))
         with charts.figure(path, len(panels), 2, figsize=(12, 4.8 * len(panels))) as axes:
             for (left, right), some in zip(axes, panels, strict=True):
+                # one grey a kernel, in every panel
+                _draw_lines(left, some, names(rows), _time_of)
+                _draw_lines(right, some, names(rows), lambda name, row: row["tflops"].get(name))
                 first, lengths = some[0], [row["length"] for row in some]
-                _draw_lines(left, some, greys, _time_of)
-                _draw_lines(right, some, greys, lambda name, row: row["tflops"].get(name))
                 predicted = " (predicting included)" if first["direction"] == "forward" else ""
                 named = f"{first['direction']}, head dim {first['head_dim']}, {first['blocks']}"
-                left.set_title(f"{named}: time{predicted}", fontsize=10)
-                right.set_title("rate of attending: listed blocks, dense half", fontsize=10)
-                left.set_ylabel("ms")
-                right.set_ylabel("TFLOP/s")
-                charts.over_tokens(left, lengths)
-                charts.over_tokens(right, lengths, log=False, legend=False)
+                charts.over_tokens(left, lengths, f"{named}: time{predicted}", "ms")
+                rate = ("rate of attending: listed blocks, dense half", "TFLOP/s")
+                charts.over_tokens(right, lengths, *rate, log=False, legend=False)
 
 
 EXPERIMENT = Attention
 
 
-# --- measuring
+# --- operations and rates
 
 
-@lru_cache(maxsize=1)
-def _time_dense(
-    settings: Settings, length: int, head_dim: int, direction: str, bench: Bench
-) -> dense.Measured:
-    """Measured once for all the blocks and budgets that are compared with it."""
-    return time_baselines(settings, length, head_dim, bench, direction == "backward")
+def counted(plan: BlockPlan, heads: int) -> dict[str, float]:
+    """Density, and (query, key) pairs over all ``heads``: attended ones, and all of listed blocks.
+
+    A listed block counts whole, masked pairs and all: that is what a kernel computes.
+    """
+    attended, causal = map(int, plan.pairs())
+    listed = int(plan.full.counts.sum() + plan.partial.counts.sum())
+    sharing = plan.shared_by(heads)
+    return {
+        "density": attended / causal,
+        "attended_pairs": attended * sharing,
+        "listed_pairs": listed * sharing * plan.query_block * plan.key_block,
+    }
 
 
-@torch.no_grad()
-def _time_engines(sample: dict[str, Any], settings: Settings, bench: Bench) -> None:
-    """Write into ``sample`` what predicting and every engine takes, or why it was not measured."""
-    length, head_dim = sample["length"], sample["head_dim"]
-    heads = settings.random_heads(length, head_dim, bench.device, "qkv")
-    spans = Spans.causal(settings.batch, length, length, bench.device)
-    planner = settings.planner(sample)
-    decide = partial(planner, *heads[:2], spans)
-    plan = decide()
-    sample |= counted(plan, settings.heads)
-    if _predicts(sample):
-        sample["predict_ms"] = _time(sample, "predicting", decide, bench).ms
-    work = engines.Workload(
-        device=bench.device.type,
-        head_dim=head_dim,
-        dtype=settings.torch_dtype,
-        training=sample["direction"] == "backward",
-        query_block=plan.query_block,
-        key_block=plan.key_block,
+def flops(row: Row, pairs: float) -> float:
+    """Floating-point operations of that many (query, key) pairs in the row's direction.
+
+    Forward, a pair is a multiplication and an addition per channel, in each of two products.
+    """
+    return 4 * row["head_dim"] * pairs * DIRECTIONS[row["direction"]]
+
+
+def dense_flops(row: Row) -> float:
+    """The same for the causal half of all pairs."""
+    return flops(row, row["batch"] * row["heads"] * row["length"] ** 2 / 2)
+
+
+def rates(row: Row, alike: Sequence[Row]) -> dict[str, Any]:
+    """TFLOP/s of the engines and dense kernels of ``row``, and whose its engines are compared with.
+
+    ``alike`` has the head dim and direction of ``row``.
+    """
+    blocks, pairs = (
+        {name: flops(row, row[counted]) / ms / 1e9 for name, ms in row["attend_ms"].items()}
+        for counted in ("listed_pairs", "attended_pairs")
     )
-    for name in settings.engines:
-        bench.settle()
-        try:
-            engine = engines.choose(name, work)
-            check_rows(engine.attention, *heads, plan)
-            if work.training:
-                check_gradients(engine.attention, *heads, planner)
-                _time_backward(sample, name, engine.attention, (*heads, plan), bench)
-            else:
-                _time_forward(sample, name, partial(engine.attention, *heads), decide, plan, bench)
-        except Exception as error:
-            # an engine that refuses or is wrong is told of and not measured
-            sample["not_measured"][name] = in_a_sentence(error)
-        else:
-            sample["labels"][name] = engine.label(work)
+    kernels = {name: dense_flops(row) / ms / 1e9 for name, ms in row["baselines"].items()}
+    found = {"tflops": blocks | kernels, "tflops_pairs": pairs}
+    rated = dense.compared(row, alike, preferred=RATED_AGAINST[row["direction"]])
+    name, ms = rated["baseline"], rated["baseline_ms"]
+    if name is None:
+        return {**found, "rated_against": None, "rate_ratio": None}
+    over = {engine: rate / (dense_flops(row) / ms / 1e9) for engine, rate in blocks.items()}
+    return {**found, "rated_against": name, "rate_ratio": over}
 
 
-def _time(sample: dict[str, Any], what: str, call: Callable[[], Any], bench: Bench) -> Timing:
-    timing = bench.time(call)
-    if timing.why_not:
-        sample["without_graph"][what] = timing.why_not
-    return timing
-
-
-def _time_forward(
-    sample: dict[str, Any],
-    name: str,
-    attend: Callable[[BlockPlan, float], Tensor],
-    decide: Callable[[], BlockPlan],
-    plan: BlockPlan,
-    bench: Bench,
-) -> None:
-    scale = sample["head_dim"] ** -0.5
-    sample["attend_ms"][name] = _time(sample, name, lambda: attend(plan, scale), bench).ms
-    if _predicts(sample):
-        timing = _time(sample, f"predicting and {name}", lambda: attend(decide(), scale), bench)
-        sample["total_ms"][name], sample["total_eager_ms"][name] = timing.ms, timing.eager
-        sample["peak_mib"][name] = bench.peak(lambda: attend(decide(), scale))[1]
-
-
-def _time_backward(
-    sample: dict[str, Any],
-    name: str,
-    attend: Callable[..., Tensor],
-    known: tuple[Any, ...],
-    bench: Bench,
-) -> None:
-    backward = gradients_of(attend, *known, sample["head_dim"] ** -0.5)
-    sample["attend_ms"][name] = bench.time(backward, graph=False).ms
-    sample["peak_mib"][name] = bench.peak(backward)[1]
+# --- showing
 
 
 def _predicts(row: Row) -> bool:
@@ -339,7 +328,10 @@ def _times(row: Row) -> Mapping[str, float]:
     return row["total_ms" if _predicts(row) else "attend_ms"]
 
 
-# --- reporting
+def _of_engine(row: Row, name: str | None) -> dict[str, Any]:
+    """``row`` with what one engine has where it has something by name."""
+    by_name = (*OF_ENGINES, "tflops", "tflops_pairs", "rate_ratio")
+    return {**row, "engine": name, **{f: (row[f] or {}).get(name) for f in by_name}}
 
 
 def _longest(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -348,32 +340,18 @@ def _longest(rows: Sequence[Row]) -> list[dict[str, Any]]:
     for alike in grouped(rows, *GROUP):
         compared = [row for row in alike if row["ratio"] is not None]
         last = (compared or alike)[-1]
+        last = _of_engine(last, last["engine"])
         longest.append({**last, "break_even": dense.break_even_shown(compared)})
     return longest
-
-
-def _names(rows: Sequence[Row], field: str) -> list[str]:
-    """The names in ``field`` of any row, each once."""
-    return list(dict.fromkeys(name for row in rows for name in row[field]))
 
 
 def _budget(row: Row) -> str:
     return "all" if row["budget"] == EVERYTHING else f"{row['budget']:g}"
 
 
-def _of(field: str) -> Callable[[Row], str | None]:
-    """What the engine of the row has in ``field``."""
-    return lambda row: digits((row[field] or {}).get(row["engine"]))
-
-
 def _of_dense(row: Row) -> str | None:
-    ms = _times(row).get(row["engine"])
+    ms = row["total_ms" if _predicts(row) else "attend_ms"]
     return None if None in (ms, row["baseline_ms"]) else percent(ms / row["baseline_ms"])
-
-
-def _rate_over(row: Row) -> str | None:
-    ratio = (row["rate_ratio"] or {}).get(row["engine"])
-    return None if ratio is None else f"{ratio:.2f} {row['rated_against']}"
 
 
 def _dense(name: str, row: Row) -> str | None:
@@ -384,6 +362,13 @@ def _dense(name: str, row: Row) -> str | None:
 
 
 BUDGET = {"budget": _budget, "density": column("{:.3f}".format, "density")}
+RATES = {
+    "TFLOP/s of blocks": column(digits, "tflops"),
+    "of pairs": column(digits, "tflops_pairs"),
+    "rate over": lambda row: (
+        row["rate_ratio"] and f"{row['rate_ratio']:.2f} {row['rated_against']}"
+    ),
+}
 # of a row
 LONGEST = {
     **BUDGET,
@@ -391,24 +376,20 @@ LONGEST = {
     "ms": column(digits, "ms"),
     "dense ms": dense.time_shown,
     "of dense": column(percent, "ratio"),
-    "TFLOP/s of blocks": _of("tflops"),
-    "of pairs": _of("tflops_pairs"),
-    "rate over": _rate_over,
+    **RATES,
     "faster than dense": "break_even",
 }
 # of a row and each of its engines
 ENGINES = {
     **BUDGET,
-    "engine": lambda row: row["labels"].get(row["engine"], row["engine"]),
+    "engine": lambda row: row["labels"] or row["engine"],
     "predict ms": column(digits, "predict_ms"),
-    "attend ms": _of("attend_ms"),
-    "predict + attend ms": _of("total_ms"),
-    "from Python ms": _of("total_eager_ms"),
+    "attend ms": column(digits, "attend_ms"),
+    "predict + attend ms": column(digits, "total_ms"),
+    "from Python ms": column(digits, "total_eager_ms"),
     "of dense": _of_dense,
-    "TFLOP/s of blocks": _of("tflops"),
-    "of pairs": _of("tflops_pairs"),
-    "rate over": _rate_over,
-    "peak MiB": _of("peak_mib"),
+    **RATES,
+    "peak MiB": column(digits, "peak_mib"),
 }
 FORWARD_ONLY = ("predict ms", "predict + attend ms", "from Python ms")
 
@@ -418,9 +399,9 @@ def _direction_tables(rows: Sequence[Row], which: Mapping[str, Any]) -> dict[str
     direction = rows[0]["direction"]
     hidden = () if direction == "forward" else FORWARD_ONLY
     columns = which | {heading: get for heading, get in ENGINES.items() if heading not in hidden}
-    by_engine = [{**row, "engine": name} for row in rows for name in row["attend_ms"]]
+    by_engine = [_of_engine(row, name) for row in rows for name in row["attend_ms"]]
     once = [alike[0] for alike in grouped(rows, "head_dim", "length")]
-    kernels = {f"{n} ms (TFLOP/s)": partial(_dense, n) for n in _names(rows, "baselines")}
+    kernels = {f"{name} ms (TFLOP/s)": partial(_dense, name) for name in names(rows)}
     which = varying(once, {"head dim": "head_dim"}) | TOKENS
     return {
         f"Attending, {direction}": markdown_table(by_engine, columns),
@@ -429,22 +410,18 @@ def _direction_tables(rows: Sequence[Row], which: Mapping[str, Any]) -> dict[str
 
 
 def _time_of(name: str, row: Row) -> float | None:
-    return row["total_ms"].get(name, row["attend_ms"].get(name, row["baselines"].get(name)))
+    return {**row["baselines"], **row["attend_ms"], **row["total_ms"]}.get(name)
 
 
 def _draw_lines(
     axis: Any,
     rows: Sequence[Row],
-    greys: Mapping[str, str],
+    kernels: Sequence[str],
     value: Callable[[str, Row], float | None],
 ) -> None:
-    names = _names(rows, "attend_ms")
     for colour, alike in enumerate(grouped(rows, "budget")):
-        for name, style in zip(names, ("-", "--", ":"), strict=False):
+        for name, style in zip(names(rows, "attend_ms"), ("-", "--", ":"), strict=False):
             label = f"{name}, {_budget(alike[0])}"
             look = {"color": f"C{colour}", "linestyle": style, "label": label}
             charts.line(axis, alike, partial(value, name), **look)
-    once = [alike[0] for alike in grouped(rows, "length")]
-    for name, grey in greys.items():
-        look = {"color": grey, "linewidth": 1.2, "marker": "s", "label": f"{name} dense"}
-        charts.line(axis, once, partial(value, name), **look)
+    draw_dense(axis, [alike[0] for alike in grouped(rows, "length")], kernels, value)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from cab_hf.config import CabConfig
 from cab_hf.eval.experiment import Experiment, Row
 from cab_hf.eval.report import column, markdown_table
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.timing import Bench, bench_on
+from cab_hf.eval.speed.timing import Bench, bench_on, in_a_sentence
 from cab_hf.runs.settings import (
     by_device,
     comma_separated,
@@ -29,24 +29,50 @@ DTYPES = ("bfloat16", "float16", "float32")
 # more of the attention mass than any budget holds: every row of blocks fills its budget
 UNREACHED_MASS = {"mass": 0.999}
 TOKENS = {"tokens": column("{:,}".format, "length")}
+DENSITY = {"density": column("{:.3f}".format, "density")}
+# field of a sample -> what it tells of; it holds a text or texts by name
+REMARKS = {
+    "ran_as": "ran as",
+    "error": "not measured",
+    "why_no_split": "not split into parts",
+    "without_graph": "no CUDA graph, so its time is eager",
+    "not_measured": "not measured",
+}
 MADE_BY = ("device", "versions", "baselines", "commit")  # of the provenance
+
+
+def powers(low: int, high: int) -> Any:
+    """The option of lengths, by default 2^low to 2^high tokens; few and short ones on a CPU."""
+    every = tuple(2**n for n in range(low, high + 1))
+    return listed(every, (256, 512), "tokens", int)
+
+
+def listed(gpu: tuple, cpu: tuple, help: str, parse: Callable[[str], Any] = str) -> Any:
+    """An option `by_device` that takes several values."""
+    return by_device(gpu, cpu, help, comma_separated(parse))
 
 
 @dataclass(frozen=True)
 class SpeedSettings:
     """What every speed run is told. None stands for a default that depends on the device.
 
+    Subclasses have ``method``, how it is measured, in words.
+
     Attributes:
         KEYS: what identifies a case -> the option that lists its values. A run measures their
             product, the last one varying fastest.
+        DEFAULTS: fields of CabConfig whose default is another one here.
+        POSITIVE: numbers from 1 up.
 
     Raises:
         ValueError: naming the option, the value seen and what is accepted.
     """
 
     KEYS: ClassVar[Mapping[str, str]] = {"length": "lengths"}
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {}
+    POSITIVE: ClassVar[tuple[str, ...]] = ()
 
-    lengths: tuple[int, ...] | None = by_device((), (), "tokens", comma_separated(int))
+    lengths: tuple[int, ...] | None = powers(13, 17)
     dtype: str | None = by_device("bfloat16", "float32", f"one of {', '.join(DTYPES)}")
     config: tuple[str, ...] = option(
         (), "field=value of CabConfig, e.g. mass=0.8; repeatable", repeatable=True
@@ -70,6 +96,8 @@ class SpeedSettings:
         self._set("lengths", tuple(sorted(self.lengths)))
         self.check("lengths", self.lengths and self.lengths[0] > 0, "numbers of tokens")
         self.check("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
+        for name in self.POSITIVE:
+            self.check(name, getattr(self, name) > 0, "at least 1")
         _ = self.cab_config  # refuses bad fields here rather than in the middle of a run
 
     def _set(self, name: str, value: Any) -> None:
@@ -79,14 +107,8 @@ class SpeedSettings:
         """Refuse the field ``name`` unless ``holds``."""
         require(self, name, holds, accepted)
 
-    def check_positive(self, *names: str) -> None:
-        """Refuse fields below 1."""
-        for name in names:
-            self.check(name, getattr(self, name) > 0, "at least 1")
-
     def check_heads(self) -> None:
         """Refuse query heads that the key and value heads do not divide."""
-        self.check_positive("kv_heads")
         divides = self.heads > 0 and self.heads % self.kv_heads == 0
         self.check("heads", divides, f"a multiple of kv_heads={self.kv_heads}")
 
@@ -94,25 +116,20 @@ class SpeedSettings:
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
-    @property
-    def method(self) -> str:
-        """How it is measured, in words."""
-        raise NotImplementedError
-
     @cached_property
     def cab_config(self) -> CabConfig:
         """CAB's config: ``--config`` over the defaults."""
-        return self.configured({})
+        return self.configured()
 
-    def configured(self, defaults: Mapping[str, Any], **fixed: Any) -> CabConfig:
-        """``--config`` over ``defaults``; ValueError where it sets what is ``fixed`` elsewhere."""
+    def configured(self, **fixed: Any) -> CabConfig:
+        """``--config`` over `DEFAULTS`; ValueError where it sets what is ``fixed`` elsewhere."""
         given = dict(map(parse_assignment, self.config))
         twice = sorted(fixed.keys() & given.keys())
         if twice:
             raise ValueError(
                 f"config sets {twice[0]}, which is an option of its own here, or what is measured."
             )
-        return CabConfig.from_dict({**defaults, **given, **fixed})
+        return CabConfig.from_dict({**self.DEFAULTS, **given, **fixed})
 
     def asked(self) -> list[dict[str, Any]]:
         """The cases asked for."""
@@ -121,10 +138,21 @@ class SpeedSettings:
 
 
 class Speed(Experiment):
-    """Base of the ops. Only samples of the same code, GPU, versions and baselines are compared."""
+    """Base of the ops. Only samples of the same code, GPU, versions and baselines are compared.
+
+    Class attributes:
+        SHAPE: settings that a sample repeats.
+        FOUND: fields of a sample that are None until `find` has found them.
+        BY_NAME: those that hold something by name, at first nothing.
+        TOLD: errors that a sample tells of; others end the run.
+    """
 
     CASE = ("length",)
     GROWS = ("lengths", "config")  # cab_config is recorded beside the words that make it
+    SHAPE: ClassVar[tuple[str, ...]]
+    FOUND: ClassVar[tuple[str, ...]]
+    BY_NAME: ClassVar[tuple[str, ...]] = ()
+    TOLD: ClassVar[type[Exception]] = torch.OutOfMemoryError
 
     @cached_property
     def bench(self) -> Bench:
@@ -150,6 +178,27 @@ class Speed(Experiment):
     def expected(self) -> int | None:
         return len(self.settings.asked())
 
+    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
+        """What `find` finds, or as much of it as was found before an error that is told of."""
+        sample = {"op": self.name.removeprefix("speed "), **case}
+        sample |= {name: getattr(self.settings, name) for name in self.SHAPE}
+        sample |= dict.fromkeys((*self.FOUND, "error"))
+        sample |= {name: {} for name in self.BY_NAME}
+        try:
+            self.find(sample)
+        except self.TOLD as error:
+            sample |= self.told(error)
+        self.bench.settle()
+        return sample
+
+    @abstractmethod
+    def find(self, sample: dict[str, Any]) -> None:
+        """Write into ``sample``, which has the fields of its case, what is found."""
+
+    def told(self, error: Exception) -> dict[str, Any]:
+        """What a sample says of ``error``."""
+        return {"error": in_a_sentence(error)}
+
 
 def by_length(samples: Sequence[Row], derived: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Rows to be: the samples by length, with columns for what is ``derived``."""
@@ -157,40 +206,26 @@ def by_length(samples: Sequence[Row], derived: Sequence[str] = ()) -> list[dict[
     return [{**sample, **dict.fromkeys(derived)} for sample in ordered]
 
 
-def grouped(rows: Sequence[Row], *names: str) -> list[list[Row]]:
-    """Rows that have the same values in the fields ``names``, together."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[name] for name in names), []).append(row)
-    return list(groups.values())
-
-
 def varying(rows: Sequence[Row], columns: Mapping[str, str]) -> dict[str, str]:
     """Those of ``columns``, heading -> field, that differ among rows."""
     return {h: name for h, name in columns.items() if len({row[name] for row in rows}) > 1}
 
 
-def remarks(
-    rows: Sequence[Row], kinds: Mapping[str, str], by: Mapping[str, str] = MappingProxyType({})
-) -> dict[str, str]:
-    """A table of what rows say in words and at which lengths, under its heading; none for nothing.
+def remarks(rows: Sequence[Row], by: Mapping[str, str] | None = None) -> dict[str, str]:
+    """A table of `REMARKS` and at which lengths, under its heading; none where nothing is said.
 
-    Args:
-        kinds: field of the rows -> what it tells of. It holds a text or texts by name; None and ""
-            say nothing.
-        by: heading -> field that tells rows apart beside their length.
+    ``by``, heading -> field, tells rows apart beside their length.
     """
-    lengths: dict[tuple, dict[str, None]] = {}
-    for (field, kind), row in itertools.product(kinds.items(), rows):
-        texts = row[field] if isinstance(row[field], Mapping) else {"": row[field]}
-        for name, text in texts.items():
-            if text:
-                said = (*(row[each] for each in by.values()), kind, text, name)
-                lengths.setdefault(said, {})[f"{row['length']:,}"] = None
+    by, lengths = by or {}, {}
+    for (field, kind), row in itertools.product(REMARKS.items(), rows):
+        said = row.get(field) or {}
+        for name, text in (said if isinstance(said, Mapping) else {"": said}).items():
+            told = (*(row[each] for each in by.values()), kind, text, name)
+            lengths.setdefault(told, []).append(f"{row['length']:,}")
     # what is said of several names alike is said once
     names: dict[tuple, list[str]] = {}
     for (*said, name), where in lengths.items():
-        names.setdefault((*said, ", ".join(where)), []).append(name)
+        names.setdefault((*said, ", ".join(dict.fromkeys(where))), []).append(name)
     headings = (*by, "what", "why or how", "tokens", "of")
     lines = [
         dict(zip(headings, (*said, ", ".join(who)), strict=True)) for said, who in names.items()

@@ -11,19 +11,18 @@ from typing import Any
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, markdown_table, percent
-from cab_hf.eval.speed import kernels
-from cab_hf.eval.speed.base import TOKENS, Speed, by_length, remarks
+from cab_hf.eval.speed.base import DENSITY, TOKENS, Speed, by_length, remarks
 from cab_hf.eval.speed.model import ModelSettings, described, prefilling
-from cab_hf.eval.speed.timing import PROFILED_CALLS, in_a_sentence, method_on
-from cab_hf.runs.settings import by_device, comma_separated
+from cab_hf.eval.speed.timing import OTHER, PREDICTOR, PROFILED_CALLS, method_on
+from cab_hf.runs.settings import by_device
 
 PARTS = {
-    **kernels.PREDICTOR,
+    **PREDICTOR,
     # our own; FlexAttention's, compiled from a template or not; the dense libraries'
     "attention": ("block_attention", "flex", "triton_tem", "flash", "fmha", "cudnn"),
 }
 # part -> how a reader calls it
-SHOWN = {part: part for part in PARTS} | {kernels.OTHER: "rest"}
+SHOWN = {part: part for part in PARTS} | {OTHER: "rest"}
 
 COLOURS = dict(
     zip((*SHOWN, "idle"), ("C2", "C3", "C1", "C0", "darkgrey", "gainsboro"), strict=True)
@@ -34,9 +33,6 @@ COLOURS = dict(
 class Settings(ModelSettings):
     """What a breakdown is told."""
 
-    lengths: tuple[int, ...] | None = by_device(
-        tuple(2**n for n in range(13, 18)), (256, 512), "tokens", comma_separated(int)
-    )
     layers: int | None = by_device(4, 2, "decoder layers", int)
 
     @property
@@ -57,28 +53,14 @@ class Breakdown(Speed):
     caption = "shares of the wall time by length"
     Settings = Settings
 
-    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        settings, bench, length = self.settings, self.bench, case["length"]
-        sample = {
-            "op": "breakdown",
-            **{name: getattr(settings, name) for name in ("layers", "dtype")},
-            **dict.fromkeys(("ms", "density", "ran_as")),
-            **dict.fromkeys(f"{part}_ms" for part in SHOWN),
-            **dict.fromkeys(("why_no_split", "error")),
-        }
-        try:
-            with prefilling(settings, length, "cab", min_length=0) as (call, known):
-                sample["ms"] = bench.time(call, graph=False).ms
-                sample |= known()
-                try:
-                    sample |= kernels.split(bench.kernels(call), PARTS)
-                except RuntimeError as error:
-                    sample["why_no_split"] = in_a_sentence(error)
-        except Exception as error:
-            # an engine that refuses or does not fit is told of
-            sample["error"] = in_a_sentence(error)
-        bench.settle()
-        return sample
+    SHAPE = ("layers", "dtype")
+    FOUND = ("ms", "density", "ran_as", *(f"{part}_ms" for part in SHOWN), "why_no_split")
+    TOLD = Exception  # an engine that refuses or does not fit
+
+    def find(self, sample: dict[str, Any]) -> None:
+        with prefilling(self.settings, sample["length"], "cab-always") as (call, known):
+            sample["ms"] = self.bench.time(call, graph=False).ms
+            sample |= known() | self.bench.parts(call, PARTS)
 
     # --- reporting
 
@@ -91,7 +73,7 @@ class Breakdown(Speed):
         """
         rows = by_length(samples, ("kernels_ms", "idle_ms", "gap"))
         for row in rows:
-            if row["ms"] is not None and row[f"{kernels.OTHER}_ms"] is not None:
+            if row["ms"] is not None and row[f"{OTHER}_ms"] is not None:
                 row["kernels_ms"] = sum(row[f"{part}_ms"] for part in SHOWN)
                 row["idle_ms"] = row["ms"] - row["kernels_ms"]
                 row["gap"] = row["idle_ms"] / row["ms"]
@@ -99,12 +81,7 @@ class Breakdown(Speed):
 
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
-        kinds = {
-            "ran_as": "ran as",
-            "why_no_split": "not split into parts",
-            "error": "not measured",
-        }
-        return {"Parts": markdown_table(rows, COLUMNS), **remarks(rows, kinds)}
+        return {"Parts": markdown_table(rows, COLUMNS), **remarks(rows)}
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
@@ -113,7 +90,7 @@ class Breakdown(Speed):
         if not split:
             return []
         last, widest = split[-1], max(split, key=lambda row: abs(row["gap"]))
-        predicting = sum(last[f"{part}_ms"] for part in kernels.PREDICTOR)
+        predicting = sum(last[f"{part}_ms"] for part in PREDICTOR)
         return [
             f"At {last['length']:,} tokens {percent(predicting / last['ms'])} of the wall time go "
             f"to predicting and {percent(last['attention_ms'] / last['ms'])} to attending "
@@ -137,7 +114,7 @@ class Breakdown(Speed):
         with charts.figure(path, 1, 2, figsize=(11, 4.6)) as axes:
             left, right = axes[0]
             _stack(left, split, {**SHOWN, "idle": "idle"})
-            _stack(right, split, {part: SHOWN[part] for part in kernels.PREDICTOR})
+            _stack(right, split, {part: SHOWN[part] for part in PREDICTOR})
             left.set_title("where the time of a prefill goes", fontsize=10)
             right.set_title("of it, predicting", fontsize=10)
 
@@ -146,12 +123,9 @@ EXPERIMENT = Breakdown
 
 
 def _with_share(field: str, row: Row) -> str | None:
-    """``12.3 (4.5 %)`` of the wall time, below zero too."""
+    """``12.3 (4.5 %)`` of the wall time."""
     ms = row[field]
-    if ms is None or row["ms"] is None:
-        return None
-    sign = "-" if ms < 0 else ""
-    return f"{sign}{digits(abs(ms))} ({sign}{percent(abs(ms) / row['ms'])})"
+    return None if ms is None else f"{digits(ms)} ({percent(ms / row['ms'])})"
 
 
 def _stack(axis: Any, rows: Sequence[Row], parts: Mapping[str, str]) -> None:
@@ -170,7 +144,7 @@ def _stack(axis: Any, rows: Sequence[Row], parts: Mapping[str, str]) -> None:
 
 COLUMNS = {
     **TOKENS,
-    "density": column("{:.3f}".format, "density"),
+    **DENSITY,
     "wall ms": column(digits, "ms"),
     **{f"{shown} ms": partial(_with_share, f"{part}_ms") for part, shown in SHOWN.items()},
     "kernels ms": column(digits, "kernels_ms"),

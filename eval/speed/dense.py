@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -24,6 +24,7 @@ from cab_hf.eval.report import digits
 from cab_hf.eval.speed.checks import Attend, check_dense, gradients_of, repeated
 from cab_hf.eval.speed.timing import Bench, in_a_sentence
 
+MEASURED = ("baselines", "not_measured", "without_graph")
 COMPARED = ("baseline", "baseline_ms", "extrapolated", "ratio")
 PREFERRED = ("FA3", "cuDNN")  # what a ratio is against, the first that ran
 BREAK_EVEN = "A break-even lies between two measured lengths, on a line through logarithms."
@@ -47,15 +48,6 @@ class Baseline:
     version: Callable[[], str | None] = lambda: None
     head_dims: range = range(1, 1 << 16)
     grouped: bool = True
-
-
-@dataclass
-class Measured:
-    """Of the baselines by name: ms, or why there are none, and why ms is not that of a graph."""
-
-    times: dict[str, float] = field(default_factory=dict)
-    not_measured: dict[str, str] = field(default_factory=dict)
-    without_graph: dict[str, str] = field(default_factory=dict)
 
 
 def on(device: torch.device | str) -> dict[str, Baseline]:
@@ -133,13 +125,14 @@ def break_even_shown(rows: Iterable[Row]) -> str | None:
 @torch.no_grad()
 def measure(
     q: Tensor, k: Tensor, v: Tensor, scale: float, bench: Bench, backward: bool = False
-) -> Measured:
+) -> dict[str, dict[str, Any]]:
     """Time every baseline on q [B, H, N, D], k and v [B, H_kv, N, D], or say why not.
 
+    By `MEASURED` and name: ms, why there are none, and why ms is not that of a graph.
     ``backward`` times the backward pass alone, called from Python; the forward pass is replayed
     from a CUDA graph where one can be made of it.
     """
-    found = Measured()
+    found = {field: {} for field in MEASURED}
     for name, baseline in on(bench.device).items():
         try:
             if q.shape[-1] not in baseline.head_dims:
@@ -155,14 +148,14 @@ def measure(
             timing = bench.time(call, graph=not backward)
         except Exception as error:
             # a kernel that is missing, refuses or is wrong is told of and not measured
-            found.not_measured[name] = in_a_sentence(error)
+            found["not_measured"][name] = in_a_sentence(error)
             continue
         finally:
             # what one baseline saved for its backward is not the next one's burden
             call = keys = values = None
-        found.times[name] = timing.ms
+        found["baselines"][name] = timing.ms
         if timing.why_not:
-            found.without_graph[name] = timing.why_not
+            found["without_graph"][name] = timing.why_not
     return found
 
 
@@ -189,16 +182,14 @@ def _token_major(kernel: Callable[..., Tensor | tuple]) -> Attend:
     return attend
 
 
-def _load_fa3() -> Attend:
-    # the wheel of the forward pass alone has a module of its own
-    name = "flash_attn_interface" if find_spec("flash_attn_interface") else "fa3_fwd_interface"
-    return _token_major(import_module(name).flash_attn_func)
+def _flash(*modules: str) -> Callable[[], Attend]:
+    """flash-attn's function of the first of these modules that is installed."""
 
+    def load() -> Attend:
+        name = next(filter(find_spec, modules), modules[-1])
+        return _token_major(import_module(name).flash_attn_func)
 
-def _load_fa4() -> Attend:
-    from flash_attn.cute import flash_attn_func
-
-    return _token_major(flash_attn_func)
+    return load
 
 
 def _ffpa(backend: str) -> Callable[[], Attend]:
@@ -241,9 +232,12 @@ def _cudnn_version() -> str | None:
 
 ON_GPU = {
     "FA3": Baseline(
-        _load_fa3, _package("flash_attn_3", "flash-attn-3", "fa3-fwd"), head_dims=FLASH_DIMS
+        # the wheel of the forward pass alone has a module of its own
+        _flash("flash_attn_interface", "fa3_fwd_interface"),
+        _package("flash_attn_3", "flash-attn-3", "fa3-fwd"),
+        head_dims=FLASH_DIMS,
     ),
-    "FA4": Baseline(_load_fa4, _package("flash-attn-4"), head_dims=FLASH_DIMS),
+    "FA4": Baseline(_flash("flash_attn.cute"), _package("flash-attn-4"), head_dims=FLASH_DIMS),
     "cuDNN": Baseline(_sdpa(SDPBackend.CUDNN_ATTENTION), _cudnn_version, head_dims=FLASH_DIMS),
     "flash": Baseline(_sdpa(SDPBackend.FLASH_ATTENTION), head_dims=FLASH_DIMS),
     "efficient": Baseline(_sdpa(SDPBackend.EFFICIENT_ATTENTION), grouped=False),

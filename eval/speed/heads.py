@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cab_hf.eval import charts
+from cab_hf.eval.experiment import Row
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.base import SpeedSettings, made_of
-from cab_hf.eval.speed.timing import Bench, in_a_sentence
+from cab_hf.eval.speed.base import Speed, SpeedSettings, made_of
+from cab_hf.eval.speed.timing import Bench, Timing, in_a_sentence
 from cab_hf.runs.settings import option
 
 INPUTS = {
@@ -28,6 +31,8 @@ TOPIC_STRENGTH = 0.8
 class HeadSettings(SpeedSettings):
     """Of ops that run on the heads of one layer."""
 
+    POSITIVE = ("batch", "kv_heads")
+
     batch: int = option(1, "sequences", int)
     heads: int = option(32, "query heads", int)
     kv_heads: int = option(8, "key and value heads", int)
@@ -38,7 +43,6 @@ class HeadSettings(SpeedSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_positive("batch")
         self.check_heads()
         self.check("inputs", self.inputs in INPUTS, " or ".join(INPUTS))
         self.check("dense_up_to", self.dense_up_to >= 0, "a number of tokens, 0 for never")
@@ -72,15 +76,41 @@ class HeadSettings(SpeedSettings):
         return tuple(made)
 
 
+class HeadSpeed(Speed):
+    """Base of ops on the heads of one layer: dense attention is measured beside them."""
+
+    SHAPE = ("batch", "heads", "kv_heads", "dtype")
+    BY_NAME = dense.MEASURED
+
+    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
+        sample = super().measure(case)
+        if case["length"] <= self.settings.dense_up_to:
+            backward = sample.get("direction") == "backward"
+            heads = (case["length"], sample["head_dim"], backward)
+            for field, by_name in time_baselines(self.settings, self.bench, *heads).items():
+                sample[field] |= by_name
+            self.bench.settle()
+        return sample
+
+    def time(self, sample: dict[str, Any], what: str, call: Callable[[], Any]) -> Timing:
+        """`Bench.time`, with a word in ``sample`` where there is no graph of ``what``."""
+        timing = self.bench.time(call)
+        if timing.why_not:
+            sample["without_graph"][what] = timing.why_not
+        return timing
+
+
+# once for all that is compared with it
+@lru_cache(maxsize=1)
 def time_baselines(
-    settings: HeadSettings, length: int, head_dim: int, bench: Bench, backward: bool = False
-) -> dense.Measured:
+    settings: HeadSettings, bench: Bench, length: int, head_dim: int, backward: bool
+) -> dict[str, dict[str, Any]]:
     """Every dense baseline on random heads, as `dense.measure`; where they do not fit, none."""
     try:
         q, k, v = settings.random_heads(length, head_dim, bench.device, "qkv")
     except torch.OutOfMemoryError as error:
         why = in_a_sentence(error)
-        return dense.Measured(not_measured=dict.fromkeys(dense.on(bench.device), why))
+        return {"not_measured": dict.fromkeys(dense.on(bench.device), why)}
     return dense.measure(q, k, v, head_dim**-0.5, bench, backward)
 
 
@@ -96,3 +126,20 @@ def described(settings: Mapping[str, Any]) -> str:
         f"{made_of(shape, settings)}\n\n≈: extrapolated by N² beyond {settings['dense_up_to']:,} "
         f"tokens. {dense.BREAK_EVEN}"
     )
+
+
+def names(rows: Sequence[Row], field: str = "baselines") -> list[str]:
+    """The names in ``field`` of any row, each once."""
+    return list(dict.fromkeys(name for row in rows for name in row[field]))
+
+
+def draw_dense(
+    axis: Any,
+    rows: Sequence[Row],
+    kernels: Sequence[str],
+    value: Callable[[str, Row], float | None],
+) -> None:
+    """One grey line for each of the dense ``kernels``, always the same one."""
+    for name, grey in zip(kernels, charts.GREYS, strict=False):
+        look = {"color": grey, "linewidth": 1.2, "marker": "s", "label": f"{name} dense"}
+        charts.line(axis, rows, partial(value, name), **look)

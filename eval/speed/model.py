@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,9 @@ INITIAL_STD = 0.02
 class ModelSettings(SpeedSettings):
     """Of ops that run a whole LLaMA with random weights; the defaults have LLaMA-3-8B's shape."""
 
+    DEFAULTS = UNREACHED_MASS
+    POSITIVE = ("layers", "hidden", "intermediate", "kv_heads", "head_dim", "vocab")
+
     layers: int | None = by_device(32, 2, "decoder layers", int)
     hidden: int | None = by_device(4096, 64, "channels between layers", int)
     intermediate: int | None = by_device(14336, 128, "channels inside the MLP", int)
@@ -47,15 +51,8 @@ class ModelSettings(SpeedSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_heads()
-        sizes = ("layers", "hidden", "intermediate", "head_dim", "vocab")
-        self.check_positive(*sizes)
         for length in self.lengths:
             self.budgeted(length)
-
-    @cached_property
-    def cab_config(self) -> CabConfig:
-        """A mass that no budget reaches, so that every row of blocks fills its own."""
-        return self.configured(UNREACHED_MASS)
 
     def budgeted(self, length: int, **fields: Any) -> CabConfig:
         """The config at that length, with ``fields`` beyond its budget."""
@@ -68,8 +65,7 @@ class ModelSettings(SpeedSettings):
         self.check(
             "max_density", density, f"a share, or LENGTH:SHARE pairs that name {length:,} tokens"
         )
-        config = self.configured(UNREACHED_MASS, max_density=density)
-        return dataclasses.replace(config, **fields)
+        return dataclasses.replace(self.configured(max_density=density), **fields)
 
     def model_flops(self, length: int) -> dict[str, float]:
         """Floating-point operations of reading a prompt densely: ``linear`` and ``attention``.
@@ -135,10 +131,6 @@ def random_model(settings: ModelSettings) -> PreTrainedModel:
     return model.eval()
 
 
-def weight_bytes(model: PreTrainedModel) -> int:
-    return sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-
-
 def prefill(settings: ModelSettings, length: int, chunk: int | None = None) -> Callable[[], Any]:
     """What reads a random prompt of that length into a new cache and gives its last logits.
 
@@ -201,23 +193,16 @@ def attending(model: PreTrainedModel, name: str, config: CabConfig) -> Iterator[
 def _function(model: PreTrainedModel, name: str) -> Callable[..., tuple[Tensor, None]]:
     """A dense baseline under the signature of transformers' attention functions."""
     baseline = dense.on(model.device)[name]
-    attend = baseline.load()
+    kernel = baseline.load()
 
-    def attention(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        *,
-        scaling: float,
-        **_: Any,
-    ) -> tuple[Tensor, None]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return kernel(q, *(x if baseline.grouped else repeated(x, q) for x in (k, v)), scale)
+
+    def attention(module: Any, *given: Any, scaling: float, **_: Any) -> tuple[Tensor, None]:
+        *heads, mask = given
         if mask is not None:
             raise ValueError(f"{name} is causal here and takes no mask; transformers made one.")
-        if not baseline.grouped:
-            key, value = repeated(key, query), repeated(value, query)
-        return attend(query, key, value, scaling).transpose(1, 2), None
+        return attend(*heads, scaling).transpose(1, 2), None
 
     text = model.config
     like = {"device": model.device, "dtype": model.dtype}
@@ -225,42 +210,29 @@ def _function(model: PreTrainedModel, name: str) -> Callable[..., tuple[Tensor, 
         torch.randn(1, heads, CHECK_LENGTH, text.head_dim, **like)
         for heads in (text.num_attention_heads, *[text.num_key_value_heads] * 2)
     )
-    if not baseline.grouped:
-        k, v = repeated(k, q), repeated(v, q)
     check_dense(attend, q, k, v)
     return attention
 
 
 @contextmanager
 def prefilling(
-    settings: ModelSettings, length: int, way: str, chunk: int | None = None, **fields: Any
+    settings: ModelSettings, length: int, way: str, chunk: int | None = None
 ) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]]]]:
     """(what reads a prompt, what then is known of it) while the model attends that ``way``.
 
-    Known are its ``density``, and what CAB ``ran_as``; ``fields`` are of its config.
+    Known are its ``density``, attended over causal pairs in all layers, and what CAB ``ran_as``.
     """
+    from cab_hf.patches import describe, stats
+
     model = random_model(settings)
-    call = prefill(settings, length, chunk)
 
     def known() -> dict[str, Any]:
-        told = ran_as(model, length) if way in CAB else None
-        return {"density": realised_density(model), "ran_as": told}
+        # layers that are computed dense attend everything
+        layers = [1.0 if layer["density"] is None else layer["density"] for layer in stats(model)]
+        lines = describe(model, tokens=length, training=False).splitlines()[1:]
+        told = "; ".join(map(str.strip, lines)) if way in CAB else None
+        return {"density": fmean(layers), "ran_as": told}
 
-    with attending(model, way, settings.budgeted(length, **fields)):
+    call = prefill(settings, length, chunk)
+    with attending(model, way, settings.budgeted(length, **CAB.get(way, {}))):
         yield call, known
-
-
-def realised_density(model: PreTrainedModel) -> float:
-    """Attended over causal pairs, over all layers; those computed dense attend everything."""
-    from cab_hf.patches import stats
-
-    layers = [layer["density"] for layer in stats(model)]
-    return sum(1.0 if density is None else density for density in layers) / len(layers)
-
-
-def ran_as(model: PreTrainedModel, length: int) -> str:
-    """What its layers do with a prompt of that length, in a line."""
-    from cab_hf.patches import describe
-
-    lines = describe(model, tokens=length, training=False).splitlines()[1:]
-    return "; ".join(line.strip() for line in lines)

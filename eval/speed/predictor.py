@@ -17,15 +17,15 @@ from cab_hf.config import CabConfig
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, markdown_table, percent
-from cab_hf.eval.speed import dense, kernels
-from cab_hf.eval.speed.base import TOKENS, Speed, by_length, remarks
-from cab_hf.eval.speed.heads import HeadSettings, described, time_baselines
-from cab_hf.eval.speed.timing import PROFILED_CALLS, Bench, in_a_sentence, method_on
+from cab_hf.eval.speed import dense
+from cab_hf.eval.speed.base import TOKENS, by_length, powers, remarks
+from cab_hf.eval.speed.heads import HeadSettings, HeadSpeed, described, draw_dense, names
+from cab_hf.eval.speed.timing import OTHER, PREDICTOR, PROFILED_CALLS, method_on
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
-from cab_hf.runs.settings import by_device, comma_separated, option
+from cab_hf.runs.settings import option
 
-PARTS = (*kernels.PREDICTOR, kernels.OTHER)
+PARTS = (*PREDICTOR, OTHER)
 GROWTH_FROM = 131_072  # tokens from which growth is summed up, where there are such rows
 GROWTH = ("growth", "growth_linear", "growth_quadratic", "exponent")
 
@@ -34,18 +34,10 @@ GROWTH = ("growth", "growth_linear", "growth_quadratic", "exponent")
 class Settings(HeadSettings):
     """What a run of the predictor is told."""
 
-    lengths: tuple[int, ...] | None = by_device(
-        tuple(2**n for n in range(10, 21)), (256, 512), "tokens", comma_separated(int)
-    )
+    POSITIVE = (*HeadSettings.POSITIVE, "head_dim")
+
+    lengths: tuple[int, ...] | None = powers(10, 20)
     head_dim: int = option(128, "channels of a head", int)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_positive("head_dim")
-
-    @property
-    def scale(self) -> float:
-        return self.head_dim**-0.5
 
     @property
     def method(self) -> str:
@@ -57,7 +49,7 @@ class Settings(HeadSettings):
         )
 
 
-class Predictor(Speed):
+class Predictor(HeadSpeed):
     """A case is one length."""
 
     name = "speed predictor"
@@ -66,27 +58,35 @@ class Predictor(Speed):
     caption = "time and share of dense attention by length"
     Settings = Settings
 
-    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        settings, bench, length = self.settings, self.bench, case["length"]
-        shape = ("batch", "heads", "kv_heads", "head_dim", "dtype")
-        times = ("ms", "eager_ms", "graph_ms", *(f"{part}_ms" for part in PARTS))
-        sample = {
-            "op": "predictor",
-            **{name: getattr(settings, name) for name in shape},
-            **dict.fromkeys(("density", *times, "peak_mib", "gflops", "why_no_split", "error")),
-            **{name: {} for name in ("baselines", "not_measured", "without_graph")},
+    SHAPE = (*HeadSpeed.SHAPE, "head_dim")
+    FOUND = (
+        *("density", "ms", "eager_ms", "graph_ms", *(f"{part}_ms" for part in PARTS)),
+        *("peak_mib", "gflops", "why_no_split"),
+    )
+
+    @torch.no_grad()
+    def find(self, sample: dict[str, Any]) -> None:
+        settings, bench, length = self.settings, self.bench, sample["length"]
+        q, k = settings.random_heads(length, settings.head_dim, bench.device, "qk")
+        spans = Spans.causal(settings.batch, length, length, bench.device)
+        known = Call(spans, settings.head_dim**-0.5)
+        call = partial(make_predictor(settings.cab_config), q, k, known)
+
+        call()  # kernels are compiled and tuned, which takes memory of its own
+        plan, peak = bench.peak(call)
+        density = plan.density()
+        del plan
+        timing = self.time(sample, "predictor", call)
+        work = sum(predictor_flops(settings.cab_config, settings, length).values())
+        sample |= {
+            "density": density,
+            "ms": timing.ms,
+            "eager_ms": timing.eager,
+            "graph_ms": timing.graph,
+            "peak_mib": peak,
+            "gflops": work / timing.ms / 1e6,
+            **bench.parts(call),
         }
-        try:
-            sample |= time_predictor(settings, length, bench)
-        except torch.OutOfMemoryError as error:
-            sample["error"] = in_a_sentence(error)
-        bench.settle()
-        if length <= settings.dense_up_to:
-            measured = time_baselines(settings, length, settings.head_dim, bench)
-            sample |= {"baselines": measured.times, "not_measured": measured.not_measured}
-            sample["without_graph"] |= measured.without_graph
-            bench.settle()
-        return sample
 
     # --- reporting
 
@@ -107,19 +107,12 @@ class Predictor(Speed):
 
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
-        names = dict.fromkeys(name for row in rows for name in row["baselines"])
-        kernels = {f"{name} ms": column(digits, "baselines", name) for name in names}
+        dense_ms = {f"{name} ms": column(digits, "baselines", name) for name in names(rows)}
         measured = [row for row in rows if row["baselines"]]
-        kinds = {
-            "error": "not measured",
-            "why_no_split": "not split into parts",
-            "without_graph": "no CUDA graph, so its time is eager",
-            "not_measured": "not measured",
-        }
         return {
             "Predicting": markdown_table(rows, COLUMNS),
-            "Dense causal attention, forward": markdown_table(measured, TOKENS | kernels),
-            **remarks(rows, kinds),
+            "Dense causal attention, forward": markdown_table(measured, TOKENS | dense_ms),
+            **remarks(rows),
         }
 
     @staticmethod
@@ -159,42 +152,16 @@ class Predictor(Speed):
             left, right = axes[0]
             _draw_times(left, rows)
             _draw_share(right, rows)
-            charts.over_tokens(left, lengths)
-            charts.over_tokens(right, lengths, lambda share: f"{share * 100:g} %")
+            title = "time of one layer's selection and of its dense attention"
+            charts.over_tokens(left, lengths, title, "ms")
+            title, share = "what selecting adds to a layer", "share of dense attention"
+            charts.over_tokens(right, lengths, title, share, lambda value: f"{value * 100:g} %")
 
 
 EXPERIMENT = Predictor
 
 
 # --- measuring
-
-
-@torch.no_grad()
-def time_predictor(settings: Settings, length: int, bench: Bench) -> dict[str, Any]:
-    """Time, parts, peak memory and density of predicting; torch.OutOfMemoryError passes through."""
-    q, k = settings.random_heads(length, settings.head_dim, bench.device, "qk")
-    spans = Spans.causal(settings.batch, length, length, bench.device)
-    call = partial(make_predictor(settings.cab_config), q, k, Call(spans, settings.scale))
-
-    call()  # kernels are compiled and tuned, which takes memory of its own
-    plan, peak = bench.peak(call)
-    density = plan.density()
-    del plan
-    timing = bench.time(call)
-    work = sum(predictor_flops(settings.cab_config, settings, length).values())
-    found = {
-        "density": density,
-        "ms": timing.ms,
-        "eager_ms": timing.eager,
-        "graph_ms": timing.graph,
-        "peak_mib": peak,
-        "gflops": work / timing.ms / 1e6,
-        "without_graph": {"predictor": timing.why_not} if timing.why_not else {},
-    }
-    try:
-        return found | kernels.split(bench.kernels(call))
-    except RuntimeError as error:
-        return found | {"why_no_split": in_a_sentence(error)}
 
 
 def predictor_flops(config: CabConfig, settings: Settings, length: int) -> dict[str, int]:
@@ -260,23 +227,17 @@ COLUMNS = {
 
 def _draw_times(axis: Any, rows: Sequence[Row]) -> None:
     replayed = any(row["graph_ms"] is not None for row in rows)
-    timed = "predictor (CUDA graph)" if replayed else "predictor (eager)"
-    charts.line(axis, rows, itemgetter("ms"), label=timed, color="C0", linewidth=2.2)
-    if replayed:
-        look = {"label": "predictor (eager)", "color": "C0", "linestyle": ":", "marker": ""}
-        charts.line(axis, rows, itemgetter("eager_ms"), **look)
+    look = {"label": f"predictor{' (CUDA graph)' * replayed}", "color": "C0", "linewidth": 2.2}
+    charts.line(axis, rows, itemgetter("ms"), **look)
+    look = {"label": "predictor (eager)", "color": "C0", "linestyle": ":", "marker": ""}
+    charts.line(axis, rows, itemgetter("eager_ms"), **look)
     for part, colour in zip(PARTS, ("C2", "C3", "C1", "C5"), strict=True):
         look = {"label": f"    {part}", "color": colour, "linewidth": 1, "markersize": 2.5}
         charts.line(axis, rows, itemgetter(f"{part}_ms"), **look)
-    names = dict.fromkeys(name for row in rows for name in row["baselines"])
-    for name, grey in zip(names, charts.GREYS, strict=False):
-        look = {"label": f"{name} dense", "color": grey, "linewidth": 1.2, "marker": "s"}
-        charts.line(axis, rows, lambda row, name=name: row["baselines"].get(name), **look)
+    draw_dense(axis, rows, names(rows), lambda name, row: row["baselines"].get(name))
     look = {"color": "black", "linestyle": "--", "linewidth": 1.2, "marker": ""}
     look["label"] = "dense, extrapolated by N²"
     charts.line(axis, _from_last_measured(rows), itemgetter("baseline_ms"), **look)
-    axis.set_ylabel("ms")
-    axis.set_title("time of one layer's selection and of its dense attention", fontsize=10)
 
 
 def _draw_share(axis: Any, rows: Sequence[Row]) -> None:
@@ -287,8 +248,6 @@ def _draw_share(axis: Any, rows: Sequence[Row]) -> None:
     look["label"] = "dense extrapolated by N²"
     charts.line(axis, _from_last_measured(rows), itemgetter("ratio"), **look)
     axis.axhline(1, color="grey", linewidth=1)
-    axis.set_ylabel("share of dense attention")
-    axis.set_title("what selecting adds to a layer", fontsize=10)
 
 
 def _from_last_measured(rows: Sequence[Row]) -> list[Row]:

@@ -14,17 +14,9 @@ import torch
 
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, markdown_table
-from cab_hf.eval.speed.base import TOKENS, Speed, by_length, remarks
-from cab_hf.eval.speed.model import (
-    CAB,
-    ModelSettings,
-    described,
-    prefilling,
-    random_model,
-    weight_bytes,
-)
-from cab_hf.eval.speed.timing import in_a_sentence
+from cab_hf.eval.report import column, digits, markdown_table, seconds
+from cab_hf.eval.speed.base import DENSITY, TOKENS, Speed, by_length, powers, remarks
+from cab_hf.eval.speed.model import ModelSettings, described, prefilling, random_model
 from cab_hf.runs.settings import by_device, comma_separated, option
 
 WAY = "cab-always"
@@ -48,9 +40,7 @@ def yes_or_no(text: str) -> bool:
 class Settings(ModelSettings):
     """What a run of chunked prefills is told."""
 
-    lengths: tuple[int, ...] | None = by_device(
-        tuple(2**n for n in range(17, 20)), (256, 512), "tokens", comma_separated(int)
-    )
+    lengths: tuple[int, ...] | None = powers(17, 19)
     chunk: int | None = by_device(2**15, 128, "tokens read at a time", int)
     longest: bool = option(True, "whether the longest length that fits is sought", yes_or_no)
     max_density: tuple[str, ...] = option(
@@ -101,36 +91,32 @@ class Prefill(Speed):
     def expected(self) -> int | None:
         return None if self.settings.longest else super().expected()
 
-    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """``fits`` is False where memory ran out, and None where something else went wrong."""
-        settings, bench, length = self.settings, self.bench, case["length"]
-        sample = {
-            "op": "prefill",
-            **{name: getattr(settings, name) for name in ("chunk", "layers", "dtype")},
-            **dict.fromkeys(("ms", "tokens_s", "tflops", "density", "peak_gib", "weights_gib")),
-            "cache_gib": settings.cache_bytes(length) / 2**30,
-            **dict.fromkeys(("rest_gib", "room_gib", "ran_as", "fits", "error")),
-        }
-        try:
-            sample["weights_gib"] = weight_bytes(random_model(settings)) / 2**30
-            _warm_up(settings)
-            room = bench.room()
-            sample["room_gib"] = None if room is None else room / 1024
-            with _prefilling(settings, length) as (call, known):
-                ms, peak = bench.wall(call, warm_up_calls=0)
-                sample |= known()
-        except Exception as error:
-            # a length that does not fit is told of, and so is an engine that refuses
-            fits = False if _is_no_memory(error) else None
-            return sample | {"fits": fits, "error": in_a_sentence(error)}
-        finally:
-            bench.settle()
-        tflops = settings.attended_flops(length, sample["density"]) / ms / 1e9
-        sample |= {"fits": True, "ms": ms, "tokens_s": length / ms * 1e3, "tflops": tflops}
+    SHAPE = ("chunk", "layers", "dtype")
+    FOUND = (
+        *("ms", "tokens_s", "tflops", "density", "peak_gib", "weights_gib", "cache_gib"),
+        *("rest_gib", "room_gib", "ran_as", "fits"),
+    )
+    TOLD = Exception  # a length that does not fit, or an engine that refuses
+
+    def find(self, sample: dict[str, Any]) -> None:
+        settings, bench, length = self.settings, self.bench, sample["length"]
+        sample["cache_gib"] = settings.cache_bytes(length) / 2**30
+        model = random_model(settings)
+        weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+        sample["weights_gib"] = weights / 2**30
+        _warm_up(settings)
+        sample["room_gib"] = bench.room()
+        with prefilling(settings, length, WAY, settings.chunk) as (call, known):
+            ms, peak = bench.wall(call, warm_up_calls=0)
+            sample |= {"fits": True, "ms": ms, "peak_gib": peak, **known()}
+        sample["tokens_s"] = length / ms * 1e3
+        sample["tflops"] = settings.attended_flops(length, sample["density"]) / ms / 1e9
         if peak is not None:
-            sample["peak_gib"] = peak / 1024
-            sample["rest_gib"] = sample["peak_gib"] - sample["weights_gib"] - sample["cache_gib"]
-        return sample
+            sample["rest_gib"] = peak - sample["weights_gib"] - sample["cache_gib"]
+
+    def told(self, error: Exception) -> dict[str, Any]:
+        """``fits`` is False where memory ran out, and None where something else went wrong."""
+        return {**super().told(error), "fits": False if _is_no_memory(error) else None}
 
     # --- reporting
 
@@ -162,7 +148,7 @@ class Prefill(Speed):
             made["Peak, by a line through those asked for"] = markdown_table([shown], list(shown))
             needs = needed(rows, line)
             made[f"What {GOAL:,} tokens need"] = markdown_table([needs], list(needs))
-        return made | remarks(rows, {"ran_as": "ran as", "error": "not measured"})
+        return made | remarks(rows)
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
@@ -180,7 +166,7 @@ class Prefill(Speed):
         needs = "ran out of memory" if failed else f"needs {line.at(more):,.2f} GiB by the line"
         return [
             f"{last['length']:,} tokens are the longest prompt that fits: "
-            f"{digits(last['ms'] / 1e3)} s, {last['tokens_s']:,.0f} tokens/s, "
+            f"{seconds(last['ms'])} s, {last['tokens_s']:,.0f} tokens/s, "
             f"{last['peak_gib']:,.2f} of {last['room_gib']:,.2f} GiB at the peak; one chunk of "
             f"{last['chunk']:,} more {needs}."
         ]
@@ -202,20 +188,16 @@ class Prefill(Speed):
         with charts.figure(path, 1, 2, figsize=(11, 4.6)) as axes:
             left, right = axes[0]
             charts.line(left, rows, itemgetter("tokens_s"))
-            left.set_ylabel("tokens/s")
-            left.set_title("rate of a whole prefill", fontsize=10)
             charts.line(right, rows, itemgetter("peak_gib"), label="peak")
             dashed = {"color": "grey", "linestyle": "--", "marker": ""}
             charts.line(right, rows, itemgetter("line_gib"), label="the line", **dashed)
             charts.line(right, rows, itemgetter("cache_gib"), label="cache")
             charts.line(right, rows, itemgetter("weights_gib"), label="weights")
-            room = [row["room_gib"] for row in rows if row["room_gib"] is not None]
-            if room:
-                right.axhline(min(room), color="C3", linewidth=1, label="what can be allocated")
-            right.set_ylabel("GiB")
-            right.set_title("memory", fontsize=10)
-            charts.over_tokens(left, lengths, "{:,.0f}".format, log=False, legend=False)
-            charts.over_tokens(right, lengths, log=False)
+            if room := room_of(rows):
+                right.axhline(room, color="C3", linewidth=1, label="what can be allocated")
+            rate = ("rate of a whole prefill", "tokens/s", "{:,.0f}".format)
+            charts.over_tokens(left, lengths, *rate, log=False)
+            charts.over_tokens(right, lengths, "memory", "GiB", log=False)
 
 
 EXPERIMENT = Prefill
@@ -227,12 +209,8 @@ EXPERIMENT = Prefill
 # once a process: what is compiled stays
 @lru_cache(maxsize=1)
 def _warm_up(settings: Settings) -> None:
-    with _prefilling(settings, WARM_UP_CHUNKS * settings.chunk) as (call, _):
+    with prefilling(settings, WARM_UP_CHUNKS * settings.chunk, WAY, settings.chunk) as (call, _):
         call()
-
-
-def _prefilling(settings: Settings, length: int) -> Any:
-    return prefilling(settings, length, WAY, settings.chunk, **CAB[WAY])
 
 
 def _is_no_memory(error: BaseException) -> bool:
@@ -272,6 +250,11 @@ def line_through(rows: Iterable[Row]) -> Line | None:
     return Line(base, a_token, off, len(points))
 
 
+def room_of(rows: Iterable[Row]) -> float | None:
+    """GiB that could be allocated in every row that says so; None where none does."""
+    return min((row["room_gib"] for row in rows if row["room_gib"] is not None), default=None)
+
+
 def longest_left(rows: Sequence[Row]) -> int | None:
     """The longest length in whole chunks that may still fit, longer than all that ran.
 
@@ -282,8 +265,7 @@ def longest_left(rows: Sequence[Row]) -> int | None:
     if line is None or line.a_token <= 0:
         return None
     chunk = rows[0]["chunk"]
-    room = min(row["room_gib"] for row in rows if row["room_gib"] is not None)
-    most = int((room - line.base) / line.a_token)
+    most = int((room_of(rows) - line.base) / line.a_token)
     most = min([most, *(row["length"] - 1 for row in rows if row["fits"] is False)])
     most = most // chunk * chunk
     return most if most > max(row["length"] for row in rows if row["fits"]) else None
@@ -297,8 +279,7 @@ def gpus_for(weights: float, cache: float, rest: float, room: float) -> int | No
 def needed(rows: Sequence[Row], line: Line) -> dict[str, Any]:
     """GiB that `GOAL` tokens take by the line, what of, and on how many GPUs they fit."""
     weights = next(row["weights_gib"] for row in rows if row["fits"])
-    room = min(row["room_gib"] for row in rows if row["room_gib"] is not None)
-    cache = GOAL * rows[0]["cache_gib"] / rows[0]["length"]
+    room, cache = room_of(rows), GOAL * rows[0]["cache_gib"] / rows[0]["length"]
     rest = line.at(GOAL) - weights - cache
     parts = {"GiB": line.at(GOAL), "weights": weights, "cache": cache, "rest": rest, "room": room}
     count = gpus_for(weights, cache, rest, room)
@@ -307,10 +288,10 @@ def needed(rows: Sequence[Row], line: Line) -> dict[str, Any]:
 
 COLUMNS = {
     **TOKENS,
-    "s": column(lambda ms: digits(ms / 1e3), "ms"),
+    "s": column(seconds, "ms"),
     "tokens/s": column("{:,.0f}".format, "tokens_s"),
     "TFLOP/s": column(digits, "tflops"),
-    "density": column("{:.3f}".format, "density"),
+    **DENSITY,
     "peak GiB": "peak_gib",
     "weights": "weights_gib",
     "cache": "cache_gib",

@@ -10,7 +10,7 @@ import itertools
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,13 @@ MOST_RUNS = 100
 SECONDS_A_CASE = 1.5
 PROFILED_CALLS = 5
 FLUSHED_BYTES = 256 << 20  # several times the L2 of any GPU there is
+# part -> what the names of its kernels contain; the first that fits
+PREDICTOR = {
+    "coarsen": ("coarsen",),
+    "curvature": ("block_scores", "affinity", "two_hop", "column_strength"),
+    "select": ("select", "lists"),
+}
+OTHER = "other"
 
 
 def method_on(device: str, seconds: float | None = None) -> str:
@@ -82,7 +89,7 @@ class Bench:
     def wall(
         self, call: Callable[[], Any], runs: int = 1, warm_up_calls: int = 1
     ) -> tuple[float, float | None]:
-        """(median ms until ``call`` and all it started is done, MiB at its peak) of ``runs``.
+        """(median ms until ``call`` and all it started is done, GiB at its peak) of ``runs``.
 
         For calls of seconds. The peak is of all that is allocated, by whomever, less the clock's
         own.
@@ -92,7 +99,7 @@ class Bench:
         return self._median_of(call, runs), None
 
     def room(self) -> float | None:
-        """MiB that can be allocated, with all that is already but without the clock's own."""
+        """GiB that can be allocated, with all that is already but without the clock's own."""
         return None
 
     def _wait(self) -> None:
@@ -106,6 +113,15 @@ class Bench:
             return (time.perf_counter() - started) * 1e3
 
         return statistics.median(once() for _ in range(runs))
+
+    def parts(
+        self, call: Callable[[], Any], parts: Mapping[str, Sequence[str]] = PREDICTOR
+    ) -> dict[str, Any]:
+        """`split` of the kernels of ``call``, or ``why_no_split``."""
+        try:
+            return split(self.kernels(call), parts)
+        except RuntimeError as error:
+            return {"why_no_split": in_a_sentence(error)}
 
     def kernels(self, call: Callable[[], Any]) -> list[list[tuple[str, float]]]:
         """(name, ms) of the kernels of every profiled call."""
@@ -156,12 +172,12 @@ class GpuBench(Bench):
         self.settle()
         torch.cuda.reset_peak_memory_stats()
         ms = self._median_of(call, runs)
-        return ms, (torch.cuda.max_memory_allocated() - FLUSHED_BYTES) / 2**20
+        return ms, (torch.cuda.max_memory_allocated() - FLUSHED_BYTES) / 2**30
 
     def room(self) -> float:
         self.settle()
         free, _ = torch.cuda.mem_get_info(self.device)
-        return (free + torch.cuda.memory_reserved() - FLUSHED_BYTES) / 2**20
+        return (free + torch.cuda.memory_reserved() - FLUSHED_BYTES) / 2**30
 
     def _wait(self) -> None:
         torch.cuda.synchronize()
@@ -254,3 +270,21 @@ def in_a_sentence(error: BaseException) -> str:
     # the name of the most general error says nothing
     told = first if first and kind == "RuntimeError" else ": ".join(filter(None, (kind, first)))
     return (told if len(told) <= 160 else f"{told[:157]}...").rstrip(".")
+
+
+def part_of(kernel: str, parts: Mapping[str, Sequence[str]] = PREDICTOR) -> str:
+    """Which of ``parts`` a kernel of that name belongs to; `OTHER` where none fits."""
+    fitting = (part for part, marks in parts.items() if any(mark in kernel for mark in marks))
+    return next(fitting, OTHER)
+
+
+def split(
+    calls: Sequence[Sequence[tuple[str, float]]],
+    parts: Mapping[str, Sequence[str]] = PREDICTOR,
+) -> dict[str, float]:
+    """ms of every part and of the rest, the median over calls of (kernel name, ms) each."""
+    sums = {part: [0.0] * len(calls) for part in (*parts, OTHER)}
+    for place, call in enumerate(calls):
+        for name, ms in call:
+            sums[part_of(name, parts)][place] += ms
+    return {f"{part}_ms": statistics.median(spent) for part, spent in sums.items()}

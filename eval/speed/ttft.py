@@ -10,14 +10,13 @@ from typing import Any, ClassVar
 
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, markdown_table, percent
+from cab_hf.eval.report import column, digits, grouped, markdown_table, percent, seconds
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.base import TOKENS, Speed, by_length, grouped, remarks
+from cab_hf.eval.speed.base import DENSITY, TOKENS, Speed, by_length, listed, powers, remarks
 from cab_hf.eval.speed.model import CAB, SDPA, ModelSettings, described, prefilling
-from cab_hf.eval.speed.timing import in_a_sentence
-from cab_hf.runs.settings import by_device, comma_separated, option
+from cab_hf.runs.settings import option
 
-RUNS = 3
+TIMES = "{:.2f}×".format
 WIDTHS = dict(zip(CAB, (4.0, 1.5), strict=True))
 
 
@@ -25,25 +24,18 @@ WIDTHS = dict(zip(CAB, (4.0, 1.5), strict=True))
 class Settings(ModelSettings):
     """What a run of whole prefills is told."""
 
-    KEYS: ClassVar[Mapping[str, str]] = {
-        "length": "lengths",
-        "implementation": "implementations",
-    }
+    KEYS: ClassVar[Mapping[str, str]] = {"length": "lengths", "implementation": "implementations"}
 
-    lengths: tuple[int, ...] | None = by_device(
-        tuple(2**n for n in range(12, 18)), (256, 512), "tokens", comma_separated(int)
+    POSITIVE = (*ModelSettings.POSITIVE, "runs")
+
+    lengths: tuple[int, ...] | None = powers(12, 17)
+    implementations: tuple[str, ...] | None = listed(
+        (SDPA, "cuDNN", "FA3", "FA4", *CAB), (SDPA, "SDPA", *CAB), "ways to attend"
     )
-    implementations: tuple[str, ...] | None = by_device(
-        (SDPA, "cuDNN", "FA3", "FA4", *CAB),
-        (SDPA, "SDPA", *CAB),
-        "ways to attend",
-        comma_separated(str),
-    )
-    runs: int = option(RUNS, "timed runs of every row", int)
+    runs: int = option(3, "timed runs of every row", int)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_positive("runs")
         known = (SDPA, *CAB, *dense.on(self.device))
         named = set(self.implementations) <= set(known)
         self.check("implementations", named, f"out of {', '.join(known)}")
@@ -69,23 +61,19 @@ class TimeToFirstToken(Speed):
     CASE = tuple(Settings.KEYS)
     GROWS = (*Settings.KEYS.values(), "config")
 
-    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        settings, length, name = self.settings, case["length"], case["implementation"]
-        found = ("ms", "peak_gib", "density", "ceiling", "tflops", "ran_as", "error")
-        sample = {"op": "ttft", "dtype": settings.dtype, **dict.fromkeys(found)}
-        try:
-            with prefilling(settings, length, name, **CAB.get(name, {})) as (call, known):
-                ms, peak = self.bench.wall(call, settings.runs)
-                sample |= known()
-        except Exception as error:
-            # a kernel that is missing, refuses, is wrong or does not fit is told of
-            return sample | {"error": in_a_sentence(error)}
-        finally:
-            self.bench.settle()
+    SHAPE = ("dtype",)
+    FOUND = ("ms", "peak_gib", "density", "ceiling", "tflops", "ran_as")
+    TOLD = Exception  # a kernel that is missing, refuses, is wrong or does not fit
+
+    def find(self, sample: dict[str, Any]) -> None:
+        settings, length, name = self.settings, sample["length"], sample["implementation"]
+        with prefilling(settings, length, name) as (call, known):
+            ms, peak = self.bench.wall(call, settings.runs)
+            sample |= known()
         done = settings.attended_flops(length, sample["density"])
-        return sample | {
+        sample |= {
             "ms": ms,
-            "peak_gib": None if peak is None else peak / 1024,
+            "peak_gib": peak,
             "ceiling": settings.attended_flops(length, 1.0) / done,
             "tflops": done / ms / 1e9,
         }
@@ -119,7 +107,7 @@ class TimeToFirstToken(Speed):
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
         """Seconds of every way to attend and what CAB gains, by length; then all there is."""
-        columns = {f"{n} s": column(_seconds, n, "ms") for n in _implementations(rows)}
+        columns = {f"{n} s": column(seconds, n, "ms") for n in _implementations(rows)}
         for name in _implementations(rows):
             if name in CAB:
                 columns[f"{name} over best dense"] = column(TIMES, name, "over_best")
@@ -128,11 +116,10 @@ class TimeToFirstToken(Speed):
             {"length": alike[0]["length"], **{row["implementation"]: row for row in alike}}
             for alike in grouped(rows, "length")
         ]
-        kinds = {"ran_as": "ran as", "error": "not measured"}
         return {
             "Seconds": markdown_table(lengths, TOKENS | columns),
             "Every way to attend": markdown_table(rows, COLUMNS),
-            **remarks(rows, kinds, {"way": "implementation"}),
+            **remarks(rows, {"way": "implementation"}),
         }
 
     @staticmethod
@@ -170,25 +157,23 @@ class TimeToFirstToken(Speed):
             greys = iter(charts.GREYS)
             for place, name in enumerate(_implementations(rows)):
                 some = [row for row in rows if row["implementation"] == name]
-                if name not in CAB:
+                if name in CAB:
+                    # wide below narrow: where both run alike, both are seen
+                    look = {"color": f"C{place}", "linewidth": WIDTHS[name]}
+                    gained = f"{name} over the fastest dense way"
+                    charts.line(right, some, itemgetter("over_best"), label=gained, **look)
+                    dashed = {**look, "linestyle": "--", "marker": ""}
+                    bound = f"    at most, at {name}'s density"
+                    charts.line(right, some, itemgetter("ceiling"), label=bound, **dashed)
+                else:
                     look = {"color": next(greys), "marker": "s"}
-                    charts.line(left, some, _seconds_of, label=name, **look)
-                    continue
-                # wide below narrow: where both run alike, both are seen
-                look = {"color": f"C{place}", "linewidth": WIDTHS[name]}
-                charts.line(left, some, _seconds_of, label=name, **look)
-                gained = f"{name} over the fastest dense way"
-                charts.line(right, some, itemgetter("over_best"), label=gained, **look)
-                look |= {"linestyle": "--", "marker": ""}
-                bound = f"    at most, at {name}'s density"
-                charts.line(right, some, itemgetter("ceiling"), label=bound, **look)
+                charts.line(
+                    left, some, lambda row: row["ms"] and row["ms"] / 1e3, label=name, **look
+                )
             right.axhline(1, color="grey", linewidth=1)
-            left.set_ylabel("s")
-            left.set_title("time to the first token", fontsize=10)
-            right.set_ylabel("times as fast")
-            right.set_title("what a faster attention brings to the whole model", fontsize=10)
-            charts.over_tokens(left, lengths)
-            charts.over_tokens(right, lengths, log=False)
+            charts.over_tokens(left, lengths, "time to the first token", "s")
+            title = "what a faster attention brings to the whole model"
+            charts.over_tokens(right, lengths, title, "times as fast", log=False)
 
 
 EXPERIMENT = TimeToFirstToken
@@ -198,20 +183,11 @@ def _implementations(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["implementation"] for row in rows))
 
 
-def _seconds_of(row: Row) -> float | None:
-    return row["ms"] and row["ms"] / 1e3
-
-
-def _seconds(ms: float) -> str | None:
-    return digits(ms / 1e3)
-
-
-TIMES = "{:.2f}×".format
 COLUMNS = {
     **TOKENS,
     "way": "implementation",
-    "s": column(_seconds, "ms"),
-    "density": column("{:.3f}".format, "density"),
+    "s": column(seconds, "ms"),
+    **DENSITY,
     "over sdpa": column(TIMES, "over_sdpa"),
     "over best dense": column(TIMES, "over_best"),
     "at most": column(TIMES, "ceiling"),
