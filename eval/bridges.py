@@ -65,9 +65,6 @@ class Settings(GraphSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # nothing is measured twice: a repeated number counts once
-        for name in ("sizes", "strengths", "sparsities"):
-            object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
         check = partial(require, self)
         check("sizes", self.sizes, "at least one size")
         # bridges share no block, and what is left must never lie in one community

@@ -61,8 +61,13 @@ def fill_by_device(settings: Any, on_cpu: bool) -> None:
 
 
 def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], tuple]:
-    """A parser of ``a,b,c``."""
-    return lambda text: tuple(parse(part.strip()) for part in text.split(",") if part.strip())
+    """A parser of ``a,b,c``; what is given twice counts once."""
+
+    def parse_all(text: str) -> tuple:
+        parts = filter(None, map(str.strip, text.split(",")))
+        return tuple(dict.fromkeys(map(parse, parts)))
+
+    return parse_all
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
