@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import bisect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
@@ -96,17 +97,11 @@ def fitted_sparsity(config: CabConfig, cell: Cell) -> CabConfig:
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """Base of all methods.
-
-    Class attributes:
-        name: what the command line calls it.
-        matched: whether `fit` needs a budget.
-        hides_needle: whether it is shown the prompts without what they ask for.
-    """
+    """Base of all methods."""
 
     name: ClassVar[str]
-    matched: ClassVar[bool] = False
-    hides_needle: ClassVar[bool] = False
+    matched: ClassVar[bool] = False  # whether `fit` needs a budget
+    hides_needle: ClassVar[bool] = False  # whether its prompts lack what they ask for
 
     @classmethod
     @abstractmethod
@@ -226,27 +221,24 @@ class Streaming(Cab):
 
 
 @dataclass(frozen=True)
-class TopShare(Cab):
-    """Base of methods that keep the best share of every row over CAB's forced blocks."""
+class Random(Cab):
+    """Random blocks over the forced ones, other ones for every head and row: the lower bar.
 
+    Base of all that keep a share of every row.
+    """
+
+    name = "random"
     matched = True
 
     @classmethod
-    def fit(cls, cell: Cell) -> TopShare:
+    def fit(cls, cell: Cell) -> Random:
         # how many blocks a row keeps does not depend on which, so the cheapest choice is fitted
-        fitted = fitted_sparsity(replace(cell.config, predictor="random"), cell)
+        fitted = fitted_sparsity(replace(cell.config, predictor=Random.name), cell)
         return cls(replace(fitted, predictor=cls.name))
 
 
 @dataclass(frozen=True)
-class Random(TopShare):
-    """Random blocks over the forced ones, other ones for every head and row: the lower bar."""
-
-    name = "random"
-
-
-@dataclass(frozen=True)
-class Antidiagonal(TopShare):
+class Antidiagonal(Random):
     """XAttention's strided antidiagonal sums (Xu et al. 2025, arXiv 2503.16428), at stride 8.
 
     The original keeps blocks up to a share of the mass, not the best of each row.
@@ -256,63 +248,13 @@ class Antidiagonal(TopShare):
 
 
 @dataclass(frozen=True)
-class Oracle(TopShare):
+class Oracle(Random):
     """The true attention mass of every block: no predictor keeps more of it.
 
     Costs more than dense attention. Best by mass is not best by accuracy, only close to it.
     """
 
     name = "oracle"
-
-
-class HeavyHitterAttention:
-    """The attention function of `H2O`: dense prefill, one eviction, decoding over what was kept.
-
-    Attributes:
-        budget: share of the prompt's keys that is kept.
-        kept: attention module -> bool [B, H_kv, N_prompt].
-    """
-
-    def __init__(self, budget: float) -> None:
-        self.budget = budget
-        self.kept: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
-
-    @torch.no_grad()
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        **kwargs,
-    ) -> tuple[Tensor, None]:
-        """What transformers calls: query [B, H, N_q, D] -> ([B, N_q, H, D], None)."""
-        q_length, kv_length = query.shape[2], key.shape[2]
-        prefill = q_length == kv_length
-        if attention_mask is not None or not (prefill or q_length == 1):
-            raise ValueError(
-                f"h2o takes a whole prompt without padding, then single tokens; got {q_length} "
-                f"queries on {kv_length} keys"
-                + (" with a mask." if attention_mask is not None else ".")
-            )
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        mask = None
-        if prefill:
-            spans = Spans.causal(query.shape[0], q_length, kv_length, query.device)
-            received = column_sums(query, key, spans, scale)
-            # the paper has no rule for grouped queries: a KV head's keys are judged by its group
-            received = received.unflatten(1, (key.shape[1], -1)).sum(2)
-            self.kept[module] = heavy_and_recent(received, self.budget)
-        else:
-            kept = self.kept[module]
-            kept = F.pad(kept, (0, kv_length - kept.shape[-1]), value=True)
-            mask = kept.repeat_interleave(query.shape[1] // key.shape[1], dim=1).unsqueeze(2)
-        out = F.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=prefill, scale=scale, enable_gqa=True
-        )
-        return out.transpose(1, 2).contiguous(), None
 
 
 def heavy_and_recent(received: Tensor, budget: float) -> Tensor:
@@ -354,18 +296,56 @@ class H2O(Method):
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
-        attention = HeavyHitterAttention(self.budget)
-        AttentionInterface.register(H2O_ATTENTION, attention)
+        kept: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
+        AttentionInterface.register(H2O_ATTENTION, partial(self.attend, kept))
         AttentionMaskInterface.register(H2O_ATTENTION, sdpa_mask)
         before = model.config.get_text_config()._attn_implementation
         model.set_attn_implementation(H2O_ATTENTION)
         try:
-            yield lambda: [kept.float().mean().item() for kept in attention.kept.values()]
+            yield lambda: [keys.float().mean().item() for keys in kept.values()]
         finally:
             model.set_attn_implementation(before)
 
+    @torch.no_grad()
+    def attend(
+        self,
+        kept: MutableMapping[nn.Module, Tensor],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, None]:
+        """What transformers calls: query [B, H, N_q, D] -> ([B, N_q, H, D], None).
 
-_COMPARED = (Dense, Cab, Published, Streaming, Random, Antidiagonal, Oracle, H2O)
-_CONTROLS = (Full, NoNeedle)
-METHODS: dict[str, type[Method]] = {method.name: method for method in (*_COMPARED, *_CONTROLS)}
-CONTROLS = tuple(method.name for method in _CONTROLS)
+        ``kept`` has the prompt's keys that are left to each module, bool [B, H_kv, N_prompt].
+        """
+        q_length, kv_length = query.shape[2], key.shape[2]
+        prefill = q_length == kv_length
+        if attention_mask is not None or not (prefill or q_length == 1):
+            raise ValueError(
+                f"h2o takes a whole prompt without padding, then single tokens; got {q_length} "
+                f"queries on {kv_length} keys"
+                + (" with a mask." if attention_mask is not None else ".")
+            )
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        mask = None
+        if prefill:
+            spans = Spans.causal(query.shape[0], q_length, kv_length, query.device)
+            received = column_sums(query, key, spans, scale).unflatten(1, (key.shape[1], -1))
+            kept[module] = heavy_and_recent(received.sum(2), self.budget)
+        else:
+            ours = kept[module]
+            seen = F.pad(ours, (0, kv_length - ours.shape[-1]), value=True)
+            mask = seen.repeat_interleave(query.shape[1] // key.shape[1], dim=1).unsqueeze(2)
+        out = F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=prefill, scale=scale, enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+
+COMPARED = (Dense, Cab, Published, Streaming, Random, Antidiagonal, Oracle, H2O)
+CONTROLS = {method.name: method for method in (Full, NoNeedle)}
+METHODS: dict[str, type[Method]] = {method.name: method for method in COMPARED} | CONTROLS
