@@ -245,9 +245,11 @@ def test_decoded_text_is_scored(answer, correct):
         pytest.param(["--filler", "prose"], "filler must be one of", id="filler"),
         pytest.param(["--filler", "text"], "haystack must be a text file", id="no file"),
         pytest.param(["--haystack", "x.txt"], "haystack must be a text file", id="idle file"),
-        pytest.param(["--filler", "text", "--haystack", "no.txt"], "a text file with filler", id="file"),
+        pytest.param(
+            ["--filler", "text", "--haystack", "no.txt"], "a text file with filler", id="file"
+        ),
         pytest.param(["--keys", "99"], "keys must be 1 to", id="keys"),
-        pytest.param(["--set", "mass"], "set must be field=value", id="assignment"),
+        pytest.param(["--set", "mass"], "set: an assignment is field=value", id="assignment"),
         pytest.param(["--set", "mass=3"], "mass", id="field value"),
         pytest.param(["--set", "weight=3"], "weight", id="field name"),
         pytest.param(["--lengths", "many"], "lengths: invalid literal", id="length"),
