@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 Settings = TypeVar("Settings")
-Texts = dict[str, "str | list[str]"]
+Fields = Mapping[str, dataclasses.Field]
 FILE = "settings"  # the option that names a YAML file
 
 
@@ -40,7 +40,7 @@ def option(
     Args:
         default: where it is a tuple, the option takes several words as well as commas.
         parse: from text; a ValueError it raises becomes the usage message.
-        repeatable: the option may be given several times, and its values are a tuple.
+        repeatable: the option is an assignment and may be given several times; a tuple of texts.
         spell: what ``parse`` understands, from a value; lists are as JSON leaves them.
     """
     told = {"help": help, "parse": parse, "repeatable": repeatable, "spell": spell}
@@ -74,7 +74,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     """``name=value`` -> (name, value), the value a Python literal or else a string."""
     name, equals, value = text.partition("=")
     if not equals:
-        raise ValueError(f"set must be field=value; got {text!r}.")
+        raise ValueError(f"an assignment is field=value; got {text!r}.")
     try:
         return name.strip(), ast.literal_eval(value.strip())
     except (ValueError, SyntaxError):
@@ -109,9 +109,8 @@ def read_settings(
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for field in fields.values():
         _add_option(parser, field)
-    parser.add_argument(
-        f"--{FILE}", metavar="FILE", help="YAML file of these options; those typed here win"
-    )
+    told = "YAML file of these options; those typed here win"
+    parser.add_argument(f"--{FILE}", metavar="FILE", help=told)
     parsed, unknown = parser.parse_known_args(words)
     if unknown:
         name = unknown[0].partition("=")[0]
@@ -130,18 +129,14 @@ def read_settings(
 
 
 def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
-    told = field.metadata
-    many = any(isinstance(default, tuple) for default in _defaults(field))
+    told, defaults = field.metadata, _defaults(field)
+    many = any(isinstance(default, tuple) for default in defaults)
     words = {"action": "append"} if told["repeatable"] else {"nargs": "+"} if many else {}
-    shown = [told["spell"](value) for value in _defaults(field) if value not in (None, ())]
+    shown = [told["spell"](value) for value in defaults if value not in (None, ())]
     default = f" (default: {'; on CPU: '.join(dict.fromkeys(shown))})" if shown else ""
-    parser.add_argument(
-        _option_name(field.name),
-        dest=field.name,
-        default=argparse.SUPPRESS,
-        help=told["help"].replace("%", "%%") + default.replace("%", "%%"),
-        **words,
-    )
+    # without a default, what is not typed is not there
+    words |= {"default": argparse.SUPPRESS, "help": (told["help"] + default).replace("%", "%%")}
+    parser.add_argument(_option_name(field.name), dest=field.name, **words)
 
 
 def _option_name(name: str) -> str:
@@ -158,13 +153,14 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"the options are {', '.join(known)}."
 
 
-def _parse(texts: Texts, fields: Mapping[str, dataclasses.Field], where: str = "") -> Texts:
+def _parse(texts: Mapping[str, Any], fields: Fields, where: str = "") -> dict[str, Any]:
     values = {}
     for name, text in texts.items():
         told = fields[name].metadata
         try:
             if told["repeatable"]:
-                values[name] = tuple(map(told["parse"], text))
+                dict(map(parse_assignment, text))  # refused here, where the option is known
+                values[name] = tuple(text)
             else:
                 values[name] = told["parse"](text if isinstance(text, str) else ",".join(text))
         except ValueError as error:
@@ -172,7 +168,7 @@ def _parse(texts: Texts, fields: Mapping[str, dataclasses.Field], where: str = "
     return values
 
 
-def _read_yaml(path: str, fields: Mapping[str, dataclasses.Field]) -> Texts:
+def _read_yaml(path: str, fields: Fields) -> dict[str, list[str]]:
     """What the file sets, as it would be typed: lists may be lists, assignments a mapping."""
     import yaml
 
@@ -183,7 +179,7 @@ def _read_yaml(path: str, fields: Mapping[str, dataclasses.Field]) -> Texts:
         raise ValueError(f"{FILE} must be a YAML file; {path}: {why}.") from None
     if not isinstance(content, dict):
         raise ValueError(f"{FILE} must be a mapping from option to value; {path} holds none.")
-    texts: Texts = {}
+    texts = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in fields:
@@ -201,9 +197,8 @@ def _read_yaml(path: str, fields: Mapping[str, dataclasses.Field]) -> Texts:
 def spelled(recorded: Mapping[str, Any], kind: type) -> list[str]:
     """The command line that gives the settings ``recorded`` in results, defaults left out.
 
-    Args:
-        recorded: value by field of ``kind``, as JSON leaves them; what is no field is passed over.
-            A file is a mapping with its ``name``.
+    ``recorded`` is as JSON leaves it; a file is a mapping with its ``name``, and what is no field
+    of ``kind`` is passed over.
     """
     on_cpu = str(recorded.get("device", "cpu")).startswith("cpu")
     words = []
@@ -211,15 +206,10 @@ def spelled(recorded: Mapping[str, Any], kind: type) -> list[str]:
         value = recorded.get(field.name)
         if value is None:
             continue
-        if isinstance(value, Mapping):
-            value = value["name"]
+        value = value["name"] if isinstance(value, Mapping) else value
         told, default = field.metadata, _defaults(field)[-1 if on_cpu else 0]
-        values = value if told["repeatable"] else [value]
-        texts = [told["spell"](each) for each in values]
-        if told["repeatable"]:
-            usual = [told["spell"](each) for each in default]
-        else:
-            usual = [] if default is None else [told["spell"](default)]
-        if texts != usual:
+        values, usual = (each if told["repeatable"] else [each] for each in (value, default))
+        texts = list(map(told["spell"], values))
+        if default is None or texts != list(map(told["spell"], usual)):
             words += [word for text in texts for word in (_option_name(field.name), text)]
     return words
