@@ -56,13 +56,7 @@ def over_tokens(
     log: bool = True,
     legend: bool = True,
 ) -> None:
-    """Give ``axis`` its scales, ticks, grid and legend.
-
-    Args:
-        write: a value on the vertical axis, as text.
-        log: whether that axis is logarithmic.
-        legend: whether the lines are named here.
-    """
+    """Give ``axis`` its scales, ticks, grid and legend; ``write`` and ``log`` are of values."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_xscale("log", base=2)
@@ -105,12 +99,7 @@ def heatmap(
     x_label: str,
     y_label: str,
 ) -> None:
-    """Draw shares from 0 to 1 as one grid a panel and save the figure as PNG.
-
-    Args:
-        panels: panel title -> {(x, y): share}. All panels have the same axes; what a panel does not
-            have stays white.
-    """
+    """Draw shares from 0 to 1 as one grid a panel, title -> {(x, y): share}, on the same axes."""
     places = {place for grid in panels.values() for place in grid}
     xs, ys = (sorted({place[axis] for place in places}) for axis in (0, 1))
     down = -(-len(panels) // max(2, WIDEST_GRIDS // (len(xs) + 1)))

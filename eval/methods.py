@@ -39,6 +39,7 @@ PROBE_DIM = 16  # head dim of the random q and k that a budget is fitted on
 SEED = 0  # of the probe
 H2O_ATTENTION = "cab_h2o"
 
+# () -> density per layer since the last call, None for a layer computed dense
 LayerDensities = Callable[[], list[float | None]]
 
 
@@ -62,24 +63,21 @@ class Cell:
     device: torch.device | str = "cpu"
 
 
-def planned_density(config: CabConfig, length: int, device: torch.device | str = "cpu") -> float:
-    """Density of what ``config`` selects for ``length`` tokens of random q and k, one head.
-
-    Exact for selections that keep a number of blocks a row, whichever these are.
-    """
-    generator = torch.Generator(device).manual_seed(SEED)
-    q, k = torch.randn(2, 1, 1, length, PROBE_DIM, generator=generator, device=device)
-    spans = Spans.causal(1, length, length, device)
-    return make_predictor(config)(q, k, Call(spans, PROBE_DIM**-0.5)).density()
-
-
 def fitted_config(candidates: Sequence[CabConfig], cell: Cell) -> CabConfig:
-    """Of configs in order of rising density, the one nearest to the cell's budget."""
+    """Of configs in order of rising density, the one nearest to the cell's budget.
+
+    Their density is that on random q and k of one head, which is exact for selections that keep a
+    number of blocks a row, whichever these are.
+    """
     if cell.budget is None or not 0 < cell.budget <= 1:
         raise ValueError(f"budget must be a density in (0, 1] to match; got {cell.budget!r}")
+    length, device = cell.length, cell.device
+    generator = torch.Generator(device).manual_seed(SEED)
+    q, k = torch.randn(2, 1, 1, length, PROBE_DIM, generator=generator, device=device)
+    call = Call(Spans.causal(1, length, length, device), PROBE_DIM**-0.5)
 
     def beyond(config: CabConfig) -> float:
-        return planned_density(config, cell.length, cell.device) - cell.budget
+        return make_predictor(config)(q, k, call).density() - cell.budget
 
     above = bisect.bisect_left(candidates, 0.0, key=beyond)
     neighbours = candidates[max(0, above - 1) : above + 1]
@@ -104,17 +102,13 @@ class Method(ABC):
     hides_needle: ClassVar[bool] = False  # whether its prompts lack what they ask for
 
     @classmethod
-    @abstractmethod
     def fit(cls, cell: Cell) -> Method:
         """The method set up for ``cell``. Raises ValueError when a budget is needed and missing."""
+        return cls()
 
     @abstractmethod
     def applied(self, model: PreTrainedModel) -> AbstractContextManager[LayerDensities]:
-        """The method is on inside; what was there before is back afterwards.
-
-        Yields a function without arguments: density per layer since it was last called, None for
-        layers computed dense.
-        """
+        """The method is on inside; what was there before is back afterwards."""
 
     def reaches(self, length: int, asking: int, needle: tuple[int, int]) -> bool | None:
         """Whether the queries from ``asking`` on may see a token of ``needle`` = [start, end).
@@ -129,10 +123,6 @@ class Dense(Method):
     """The model's own attention as it was loaded: the upper bar. Requires nothing."""
 
     name = "dense"
-
-    @classmethod
-    def fit(cls, cell: Cell) -> Dense:
-        return cls()
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
@@ -260,9 +250,7 @@ class Oracle(Random):
 def heavy_and_recent(received: Tensor, budget: float) -> Tensor:
     """Which keys H2O keeps, bool [..., N]: half the budget the latest, half the most attended.
 
-    Args:
-        received: attention each key received, [..., N].
-        budget: share of the N keys that is kept, rounded.
+    ``received`` is the attention each key received, [..., N]; ``budget`` the share that is kept.
     """
     length = received.shape[-1]
     kept = max(1, round(budget * length))
