@@ -56,7 +56,7 @@ def over_tokens(
     log: bool = True,
     legend: bool = True,
 ) -> None:
-    """Give ``axis`` its scales, ticks, grid and legend; ``write`` and ``log`` are of values."""
+    """Give ``axis`` its scales, ticks, grid and legend; ``write`` tells its values."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_xscale("log", base=2)

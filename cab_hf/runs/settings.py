@@ -10,7 +10,7 @@ import argparse
 import ast
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,10 +35,9 @@ def option(
     repeatable: bool = False,
     spell: Callable[[Any], str] = spell,
 ) -> Any:
-    """A dataclass field that is also an option ``--name``.
+    """A dataclass field that is also an option ``--name``; of several words if it is a tuple.
 
     Args:
-        default: where it is a tuple, the option takes several words as well as commas.
         parse: from text; a ValueError it raises becomes the usage message.
         repeatable: the option is an assignment and may be given several times; a tuple of texts.
         spell: what ``parse`` understands, from a value; lists are as JSON leaves them.
@@ -49,8 +48,8 @@ def option(
 
 def by_device(gpu: Any, cpu: Any, help: str, parse: Callable[[str], Any] = str) -> Any:
     """An `option` whose default is ``gpu`` or, on a CPU, ``cpu``; see `fill_by_device`."""
-    metadata = {**option(None, help, parse).metadata, "by_device": (gpu, cpu)}
-    return dataclasses.field(default=None, metadata=metadata)
+    told = {**option(None, help, parse).metadata, "by_device": (gpu, cpu)}
+    return dataclasses.field(default=None, metadata=told)
 
 
 def fill_by_device(settings: Any, on_cpu: bool) -> None:
@@ -114,7 +113,8 @@ def read_settings(
     parsed, unknown = parser.parse_known_args(words)
     if unknown:
         name = unknown[0].partition("=")[0]
-        parser.error(f"there is no option {name!r}; {_nearest(name, map(_option_name, fields))}")
+        near = _nearest(name, list(map(_option_name, fields)))
+        parser.error(f"there is no option {name!r}; {near}")
     typed = vars(parsed)
     file = typed.pop(FILE)
     try:
@@ -147,8 +147,7 @@ def _defaults(field: dataclasses.Field) -> tuple:
     return field.metadata.get("by_device", (field.default,))
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    known = list(known)
+def _nearest(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]}?" if near else f"the options are {', '.join(known)}."
 
@@ -183,7 +182,7 @@ def _read_yaml(path: str, fields: Fields) -> dict[str, list[str]]:
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in fields:
-            raise ValueError(f"{path} sets {key!r}; {_nearest(name, fields)}")
+            raise ValueError(f"{path} sets {key!r}; {_nearest(name, list(fields))}")
         if isinstance(value, dict):
             value = [f"{field}={setting!r}" for field, setting in value.items()]
         if value is not None:
