@@ -32,9 +32,6 @@ TOKEN = "token"  # how blocks of one token are summarised: there is nothing to c
 SQUARE = {"query_block": 64, "key_block": 64}
 
 
-# --- the graph
-
-
 @dataclass(frozen=True)
 class GraphSettings:
     """What all graphs have in common; a ValueError names the option that is refused."""
@@ -144,9 +141,6 @@ def _one_of(allowed: Tensor, generator: torch.Generator) -> int:
     return int(choices[torch.randint(len(choices), (), generator=generator)])
 
 
-# --- the formulas
-
-
 # (logits [1, 1, M, M], visible, places [1, M]) -> what ranks a row's blocks, the highest kept
 Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -228,9 +222,6 @@ def heavy_and_recent(mass: Tensor, visible: Tensor, budget: Tensor) -> Tensor:
     recent = visible & (block > block.unsqueeze(-1) - latest)
     received = mass.cumsum(-2).expand(recent.shape)
     return recent | reference.top_blocks(received, visible & ~recent, budget - latest)
-
-
-# --- what they keep
 
 
 @torch.no_grad()

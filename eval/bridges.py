@@ -180,19 +180,18 @@ class Bridges(Experiment):
                 of_row.setdefault(row["sparsity"], []).append(row["retrieval"])
         sparsities = sorted({dropped for at in found.values() for dropped in at})
         lines = {c: [fmean(at[dropped]) for dropped in sparsities] for c, at in found.items()}
-        panels = {
-            plain.place: {c.method: lines[c] for c in lines if c in plain.beside}
-            for plain in lines
-            if plain.method == MAGNITUDE
-        }
+        panels = {}
+        for plain in (who for who in lines if who.method == MAGNITUDE):
+            # all methods by the same summary, and those that look at none
+            beside = {plain, plain._replace(coarsen=None)}
+            panels[plain.place] = {
+                c.method: lines[c] for c in lines if c._replace(method=MAGNITUDE) in beside
+            }
         x_label = "sparsity (share of every row's blocks dropped)"
         charts.sweep(path, panels, sparsities, x_label, "share of the bridges kept")
 
 
 EXPERIMENT = Bridges
-
-
-# --- verdicts
 
 
 def verdict(to_magnitude: Interval, to_random: Interval) -> str:
@@ -214,9 +213,6 @@ def joint_verdict(verdicts: Sequence[str]) -> str:
     return next((word for word in (BETTER, WORSE) if word in verdicts), SAME)
 
 
-# --- rows
-
-
 class Contender(NamedTuple):
     """What is compared; ``coarsen`` is None for methods that do not look at block summaries."""
 
@@ -235,12 +231,6 @@ class Contender(NamedTuple):
         plain = TOKEN if self.block_size == 1 else BOX
         own = None if self.method == MAGNITUDE else self.coarsen
         return self._replace(method=MAGNITUDE, coarsen=own or plain)
-
-    @property
-    def beside(self) -> set[Contender]:
-        """All methods by the same summary, and those that look at none."""
-        each = product(METHODS, (self.coarsen, None))
-        return {self._replace(method=method, coarsen=coarsen) for method, coarsen in each}
 
     @property
     def place(self) -> str:
@@ -302,9 +292,6 @@ def _row(
     row |= {"mass_delta": row["mass"] - fmean(by_graph(base, "mass"))}
     row |= {"level": level, "baseline": base.coarsen}
     return row if sparsity is not None else {**row, "verdict": verdict(*intervals)}
-
-
-# --- tables
 
 
 def _is_whole(row: Row) -> bool:

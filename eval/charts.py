@@ -132,11 +132,9 @@ def sweep(
     x_label: str,
     y_label: str,
 ) -> None:
-    """Draw shares at each of ``ticks``, evenly spaced, as lines and save the figure as PNG.
+    """Draw shares at each of ``ticks``, evenly spaced, as lines; at most as many as `LINES`.
 
-    Args:
-        panels: panel title -> name -> shares, at most as many as `LINES`; all panels have the same
-            names, and the first is drawn broad and beneath the others.
+    ``panels`` are title -> name -> shares, with the same names; the first one is broad and beneath.
     """
     across = min(2, len(panels))
     down = -(-len(panels) // across)

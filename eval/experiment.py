@@ -112,9 +112,6 @@ class Experiment(ABC):
         return 0
 
 
-Kind = type[Experiment] | Experiment
-
-
 def run(experiment: Experiment) -> list[dict[str, Any]]:
     """Measure what is missing in the folder, write all files, print the first table; the rows.
 
@@ -126,8 +123,8 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
     with Log(out / SAMPLES, identity, experiment.CASE) as log:
         measured = _measure_missing(experiment, log)
         made = _provenance(experiment, out / RESULTS, log.started, measured)
-        rows = _write(experiment, out, log.records, made)
-    print("\n" + "\n\n".join(summary(experiment, rows)))
+        rows = _write(type(experiment), out, log.records, made)
+    print("\n" + "\n\n".join(summary(type(experiment), rows)))
     print(f"\nfigure: {out / FIGURE}\nreport: {out / REPORT}")
     return rows
 
@@ -172,7 +169,9 @@ def _provenance(experiment: Experiment, results: Path, started: str, measured: b
     return made if measured or made["settings"] != before["settings"] else before
 
 
-def _write(kind: Kind, out: Path, samples: Sequence[Row], made: Row) -> list[dict[str, Any]]:
+def _write(
+    kind: type[Experiment], out: Path, samples: Sequence[Row], made: Row
+) -> list[dict[str, Any]]:
     # as they will be read
     rows = json.loads(json.dumps(kind.rows(samples, made["settings"])))
     report.write_results(out, rows, made)
@@ -182,13 +181,13 @@ def _write(kind: Kind, out: Path, samples: Sequence[Row], made: Row) -> list[dic
     return rows
 
 
-def summary(kind: Kind, rows: Sequence[Row]) -> list[str]:
+def summary(kind: type[Experiment], rows: Sequence[Row]) -> list[str]:
     """What to look at first: the first table, and the readings where there are some."""
     parts = [next(iter(kind.tables(rows).values())), " ".join(kind.readings(rows))]
     return list(filter(None, parts))
 
 
-def report_text(kind: Kind, rows: Sequence[Row], provenance: Row) -> str:
+def report_text(kind: type[Experiment], rows: Sequence[Row], provenance: Row) -> str:
     """``report.md`` from what ``results.json`` holds."""
     others = list(kind.tables(rows).items())[1:]
     # what computed, with its version, and whatever it was compared with
@@ -207,7 +206,7 @@ def report_text(kind: Kind, rows: Sequence[Row], provenance: Row) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def command(kind: Kind, settings: Row) -> str:
+def command(kind: type[Experiment], settings: Row) -> str:
     """The command line, as code, that measures anew what was recorded with ``settings``."""
     words = [PROG, kind.name, shlex.join(spelled(settings, kind.Settings))]
     return f"```\n{' '.join(filter(None, words))}\n```"

@@ -52,19 +52,13 @@ ANSWER = "The pass key{whose} is "
 
 @dataclass(frozen=True)
 class Prompt:
-    """One rendered prompt.
-
-    Attributes:
-        tokens: its ids.
-        key: the digits it asks for.
-        needle: [start, end) of the sentences that hold the key, in tokens; None if left out.
-        asking: the token where the question starts.
-    """
+    """One rendered prompt, as token ids."""
 
     tokens: tuple[int, ...]
-    key: str
+    key: str  # the digits it asks for
+    # [start, end) of the sentences that hold the key, in tokens; None if left out
     needle: tuple[int, int] | None
-    asking: int
+    asking: int  # the token where the question starts
 
 
 class Haystack:
@@ -130,7 +124,6 @@ class Haystack:
         return self.tokenizer(text, add_special_tokens=plain)["input_ids"]
 
     def size(self, text: str) -> int:
-        """How many tokens that is."""
         return len(self.encode(text))
 
     def render(

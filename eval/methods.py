@@ -43,24 +43,14 @@ H2O_ATTENTION = "cab_h2o"
 LayerDensities = Callable[[], list[float | None]]
 
 
-# --- matching a budget
-
-
 @dataclass(frozen=True)
 class Cell:
-    """What a method is fitted to.
+    """What a method is fitted to."""
 
-    Attributes:
-        config: CAB's config here; its block sizes, engine and dense layers hold for every method.
-        budget: density to match in the layers that are not dense, or None where none is matched.
-        length: tokens of the prompts.
-        device: where fitting computes.
-    """
-
-    config: CabConfig
-    budget: float | None
-    length: int
-    device: torch.device | str = "cpu"
+    config: CabConfig  # CAB's; block sizes, engine and dense layers hold for every method
+    budget: float | None  # density to match in the layers that are not dense
+    length: int  # tokens of the prompts
+    device: torch.device | str = "cpu"  # where fitting computes
 
 
 def fitted_config(candidates: Sequence[CabConfig], cell: Cell) -> CabConfig:
@@ -88,9 +78,6 @@ def fitted_sparsity(config: CabConfig, cell: Cell) -> CabConfig:
     """``config`` with the sparsity that realises the cell's budget, forced blocks counted."""
     dropped = range(BUDGET_STEPS - 1, -1, -1)
     return fitted_config([replace(config, sparsity=d / BUDGET_STEPS) for d in dropped], cell)
-
-
-# --- methods
 
 
 @dataclass(frozen=True)
@@ -313,10 +300,10 @@ class H2O(Method):
         q_length, kv_length = query.shape[2], key.shape[2]
         prefill = q_length == kv_length
         if attention_mask is not None or not (prefill or q_length == 1):
+            masked = "" if attention_mask is None else " with a mask"
             raise ValueError(
                 f"h2o takes a whole prompt without padding, then single tokens; got {q_length} "
-                f"queries on {kv_length} keys"
-                + (" with a mask." if attention_mask is not None else ".")
+                f"queries on {kv_length} keys{masked}."
             )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         mask = None

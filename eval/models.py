@@ -57,9 +57,8 @@ def load_model(
 
 def cache_folder() -> Path:
     """For converted models: $CAB_HF_CACHE, else $XDG_CACHE_HOME/cab_hf, else ~/.cache/cab_hf."""
-    if os.environ.get("CAB_HF_CACHE"):
-        return Path(os.environ["CAB_HF_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cab_hf"
+    shared = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("CAB_HF_CACHE") or shared / "cab_hf")
 
 
 def smollm2_folder() -> Path:

@@ -63,11 +63,6 @@ def spell_depths(depths: Sequence[float]) -> str:
     return number if parse_depths(number) == tuple(depths) else spell(depths)
 
 
-def parse_budget(text: str) -> str | float:
-    """``match``, or a density."""
-    return MATCH if text == MATCH else float(text)
-
-
 @dataclass(frozen=True)
 class Settings:
     """What a run is told. None stands for a default that depends on the device."""
@@ -98,7 +93,9 @@ class Settings:
         "prefill", "prefill: decoding is dense for block methods; both: it is sparse as well"
     )
     budget: str | float = option(
-        MATCH, "density of the baselines: match (what cab realises), or a number", parse_budget
+        MATCH,
+        "density of the baselines: match (what cab realises), or a number",
+        lambda text: MATCH if text == MATCH else float(text),
     )
     set: tuple[str, ...] = option(
         (), "field=value of CabConfig, e.g. mass=0.8; repeatable", repeatable=True
@@ -251,12 +248,8 @@ class Passkey(Experiment):
         """What the model says next, greedily."""
         model, tokenizer = self.model_and_tokenizer
         own = model.generation_config
-        greedy = GenerationConfig(
-            max_new_tokens=ANSWER_TOKENS,
-            do_sample=False,
-            eos_token_id=own.eos_token_id,
-            pad_token_id=own.pad_token_id,
-        )
+        ends = {"eos_token_id": own.eos_token_id, "pad_token_id": own.pad_token_id}
+        greedy = GenerationConfig(max_new_tokens=ANSWER_TOKENS, do_sample=False, **ends)
         ids = torch.tensor([prompt.tokens], device=model.device)
         out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
         return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
@@ -309,17 +302,14 @@ class Passkey(Experiment):
     @staticmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
         """Accuracy by depth and length, one panel a method."""
-        panels: dict[str, dict[tuple[float, float], float]] = {}
-        for row in sorted(rows, key=lambda row: list(METHODS).index(row["method"])):
-            panel = panels.setdefault(row["method"], {})
-            panel |= {(row["length"], float(d)): share for d, share in row["by_depth"].items()}
+        panels = {name: {} for name in METHODS if any(row["method"] == name for row in rows)}
+        for row in rows:
+            for depth, share in row["by_depth"].items():
+                panels[row["method"]][row["length"], float(depth)] = share
         charts.heatmap(path, panels, "prompt length (tokens)", "depth of the key")
 
 
 EXPERIMENT = Passkey
-
-
-# --- rows
 
 
 def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:

@@ -44,9 +44,6 @@ Each folder is one run of an experiment: `{SAMPLES}`, what was measured, a case 
 the device named beside it; this page is written by `make readme`."""
 
 
-# --- reading
-
-
 @dataclass(frozen=True)
 class Results:
     """What a folder of results holds."""
@@ -75,9 +72,6 @@ def read_results(folder: Path) -> Results:
     if "experiment" not in made:
         raise ValueError(f"{path} names no experiment in its provenance; measure it again.")
     return Results(folder.name, content["rows"], made, named(made["experiment"]))
-
-
-# --- eval/results/README.md
 
 
 def results_page(results: Path) -> str:
@@ -132,9 +126,6 @@ def source(found: Sequence[Results]) -> str:
     return ", ".join(what + " and ".join(dict.fromkeys(each)) for what, each in told.items())
 
 
-# --- README.md
-
-
 def speed_table(results: Path) -> str:
     """Time to the first token, dense and sparse."""
     found = read_results(results / SPEED)
@@ -187,9 +178,6 @@ def readme_page(page: str, results: Path) -> str:
 def _table(rows: Sequence[Row], found: Sequence[Results]) -> str:
     shown = markdown_table(rows, list(rows[0]))
     return f"{shown}\n\n{source(found)}; more in [eval/results](eval/results)."
-
-
-# --- the command
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,6 @@ Fields = Mapping[str, dataclasses.Field]
 FILE = "settings"  # the option that names a YAML file
 
 
-# --- declaring
-
-
 def spell(value: Any) -> str:
     """A value as it is typed; values of a list with commas between."""
     return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
@@ -85,9 +82,6 @@ def require(settings: Any, name: str, holds: object, accepted: str, value: objec
     if not holds:
         value = getattr(settings, name) if value is None else value
         raise ValueError(f"{name} must be {accepted}; got {value!r}.")
-
-
-# --- reading
 
 
 class _Parser(argparse.ArgumentParser):
@@ -188,9 +182,6 @@ def _read_yaml(path: str, fields: Fields) -> dict[str, list[str]]:
         if value is not None:
             texts[name] = [str(item) for item in (value if isinstance(value, list) else [value])]
     return texts
-
-
-# --- spelling
 
 
 def spelled(recorded: Mapping[str, Any], kind: type) -> list[str]:
