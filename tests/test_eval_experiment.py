@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from cab_hf.eval import __main__, charts, experiment
+from cab_hf.eval import __main__, charts, experiment, speed
 from cab_hf.eval.experiment import Experiment, render, run
 from cab_hf.eval.report import markdown_table
 from cab_hf.runs import provenance
@@ -166,6 +166,12 @@ def test_listing_commands_imports_none():
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("name", ["bridges", "passkey", *(f"speed {op}" for op in speed.COMMANDS)])
+def test_a_purpose_is_read_as_it_is(name):
+    kind = experiment.named(name)
+    assert __main__._purpose(kind.__module__) == kind.purpose
 
 
 def test_commands_are_listed_and_others_refused(capsys):

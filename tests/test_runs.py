@@ -233,6 +233,7 @@ def read(*words):
         (["--device", "cpu"], {"lengths": (4,), "device": "cpu"}),
         (["--lengths", "1,2"], {"lengths": (1, 2)}),
         (["--lengths", "1", "2,3"], {"lengths": (1, 2, 3)}),
+        (["--lengths", "2,1", "2"], {"lengths": (2, 1)}),
         (
             ["--set", "a=1", "--kv-heads", "2", "--set", "b=x"],
             {"set": ("a=1", "b=x"), "kv_heads": 2},
