@@ -32,9 +32,6 @@ TOKEN = "token"  # how blocks of one token are summarised: there is nothing to c
 SQUARE = {"query_block": 64, "key_block": 64}
 
 
-# --- the graph
-
-
 @dataclass(frozen=True)
 class GraphSettings:
     """What all graphs have in common; a ValueError names the option that is refused."""
@@ -66,21 +63,14 @@ class GraphSettings:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A causal graph of M blocks of ``block_size`` tokens.
+    """A causal graph of M blocks of ``block_size`` tokens; indices are int64."""
 
-    Attributes:
-        q, k: float32 [1, 1, M * block_size, D].
-        community: int64 [M], of every block.
-        rows, columns: int64 [bridges], query block and key block of every bridge.
-        needles: int64 [bridges], the one token that carries the bridge's key.
-    """
-
-    q: Tensor
+    q: Tensor  # float32 [1, 1, M * block_size, D], as k
     k: Tensor
-    community: Tensor
-    rows: Tensor
-    columns: Tensor
-    needles: Tensor
+    community: Tensor  # [M], of every block
+    rows: Tensor  # [bridges], the query block
+    columns: Tensor  # [bridges], the key block
+    needles: Tensor  # [bridges], the one token that carries the bridge's key
     block_size: int
 
     @property
@@ -99,16 +89,16 @@ def make_graph(
     inside a community.
     """
     blocks, block_size = size
+    communities, bridges = settings.communities, settings.bridges
     generator = seeded("graph", settings.seed, *size, strength, index)
     normal = partial(torch.randn, generator=generator)
-    community = torch.arange(blocks) * settings.communities // blocks
+    community = torch.arange(blocks) * communities // blocks
     if settings.layout == "shuffled":
         community = community[torch.randperm(blocks, generator=generator)]
-    rows, columns = _plant(community, settings.bridges, generator)
-    within = torch.randint(block_size, (settings.bridges,), generator=generator)
-    needles = columns * block_size + within
+    rows, columns = _plant(community, bridges, generator)
+    needles = columns * block_size + torch.randint(block_size, (bridges,), generator=generator)
     directions = torch.linalg.qr(normal(settings.dim, settings.dim)).Q
-    prototypes, shared = directions[: settings.communities], directions[settings.communities :]
+    prototypes, shared = directions[:communities], directions[communities:][:bridges]
 
     # q·k / sqrt(D) of two vectors of this length along one direction is the affinity
     length = math.sqrt(settings.affinity * math.sqrt(settings.dim))
@@ -116,9 +106,9 @@ def make_graph(
     q = centre + settings.noise * normal(centre.shape)
     k = centre + settings.noise * normal(centre.shape)
 
-    bridge = math.sqrt(strength) * length * shared[: settings.bridges]
+    bridge = math.sqrt(strength) * length * shared
     before = k[needles]
-    grown = torch.ones(settings.bridges, 1)
+    grown = torch.ones(bridges, 1)
     if settings.needle == "quiet":
         # what the key loses when it is shortened to the norm it had, the queries make up for
         grown = (before + bridge).norm(dim=-1, keepdim=True) / before.norm(dim=-1, keepdim=True)
@@ -149,9 +139,6 @@ def _plant(community: Tensor, count: int, generator: torch.Generator) -> tuple[T
 def _one_of(allowed: Tensor, generator: torch.Generator) -> int:
     choices = allowed.nonzero().flatten()
     return int(choices[torch.randint(len(choices), (), generator=generator)])
-
-
-# --- the formulas
 
 
 # (logits [1, 1, M, M], visible, places [1, M]) -> what ranks a row's blocks, the highest kept
@@ -200,11 +187,8 @@ def selections(
 ) -> Iterator[tuple[str, str | None, Tensor]]:
     """(method, coarsening, bool [S, 1, M, M]) of every method: the blocks kept at each sparsity.
 
-    A row of n visible blocks keeps ceil((1 - sparsity) n) of them, its diagonal block always.
-
-    Args:
-        mass: true attention mass of every block, [1, 1, M, M]; h2o ranks by it.
-        generator: of the random selection.
+    A row of n visible blocks keeps ceil((1 - sparsity) n) of them, its diagonal block always. h2o
+    ranks by ``mass``, the true attention mass of every block, [1, 1, M, M].
     """
     spans = Spans.causal(1, graph.blocks, graph.blocks, "cpu")
     visible = block_visibility(spans, 1, 1).unsqueeze(1)
@@ -238,9 +222,6 @@ def heavy_and_recent(mass: Tensor, visible: Tensor, budget: Tensor) -> Tensor:
     recent = visible & (block > block.unsqueeze(-1) - latest)
     received = mass.cumsum(-2).expand(recent.shape)
     return recent | reference.top_blocks(received, visible & ~recent, budget - latest)
-
-
-# --- what they keep
 
 
 @torch.no_grad()

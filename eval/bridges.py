@@ -65,9 +65,6 @@ class Settings(GraphSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # nothing is measured twice: a repeated number counts once
-        for name in ("sizes", "strengths", "sparsities"):
-            object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
         check = partial(require, self)
         check("sizes", self.sizes, "at least one size")
         # bridges share no block, and what is left must never lie in one community
@@ -110,8 +107,33 @@ class Bridges(Experiment):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Rows of (size, method, coarsening, strength, sparsity); see `summarise`."""
-        return summarise(samples, settings["sparsities"])
+        """Rows of (size, method, coarsening, strength, sparsity), and of means over these.
+
+        A row whose ``sparsity`` is None is the mean over the sweep, and carries a verdict; one
+        whose ``strength`` is None too is also the mean over the strengths. ``delta`` is the paired
+        difference to the row's baseline over graphs and ``chance`` that to random blocks, both in
+        bridges found and with Student's interval: at 95 % in the rows of one sparsity; in the
+        others at 95 % for all such verdicts together (Bonferroni), those over the strengths and
+        those of one strength being counted apart.
+        """
+        measured: dict[Contender, Outcomes] = {}
+        for sample in samples:
+            planted, graph = sample["bridges"], (sample["strength"], sample["index"])
+            for outcome in sample["outcomes"]:
+                retrieval = [found / planted for found in outcome["found"]]
+                outcomes = measured.setdefault(Contender.of({**sample, **outcome}), {})
+                outcomes[graph] = {**outcome, "bridges": planted, "retrieval": retrieval}
+
+        sparsities = settings["sparsities"]
+        judged = [_strengths(outcomes) for who, outcomes in measured.items() if who != who.base]
+        rows = []
+        for contender, outcomes in measured.items():
+            row = partial(_row, measured, contender, sparsities)
+            for strength in _strengths(outcomes):
+                rows.append(row(strength, None, sum(map(len, judged))))
+                rows += [row(strength, dropped) for dropped in sparsities]
+            rows.append(row(None, None, len(judged)))
+        return rows
 
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
@@ -124,7 +146,7 @@ class Bridges(Experiment):
         """Whether the curvature term that the package ships finds bridges."""
         shipped = f"cab {SHIPPED.redundancy:g}"
         found = [
-            f"{row['verdict']} at {_contender(row).place} ({difference(row)} of the bridges)"
+            f"{row['verdict']} at {Contender.of(row).place} ({difference(row)} of the bridges)"
             for row in rows
             if _is_whole(row)
             and row["method"] == shipped
@@ -151,26 +173,25 @@ class Bridges(Experiment):
     @staticmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
         """Bridges found against sparsity, over all strengths; a panel a size and block summary."""
-        swept = [row for row in rows if row["sparsity"] is not None]
         found: dict[Contender, dict[float, list[float]]] = {}
-        for row in swept:
-            of_row = found.setdefault(_contender(row), {})
-            of_row.setdefault(row["sparsity"], []).append(row["retrieval"])
-        sparsities = sorted({row["sparsity"] for row in swept})
+        for row in rows:
+            if row["sparsity"] is not None:
+                of_row = found.setdefault(Contender.of(row), {})
+                of_row.setdefault(row["sparsity"], []).append(row["retrieval"])
+        sparsities = sorted({dropped for at in found.values() for dropped in at})
         lines = {c: [fmean(at[dropped]) for dropped in sparsities] for c, at in found.items()}
-        panels = {
-            plain.place: {c.method: lines[c] for c in lines if c in plain.beside}
-            for plain in lines
-            if plain.method == MAGNITUDE
-        }
+        panels = {}
+        for plain in (who for who in lines if who.method == MAGNITUDE):
+            # all methods by the same summary, and those that look at none
+            beside = {plain, plain._replace(coarsen=None)}
+            panels[plain.place] = {
+                c.method: lines[c] for c in lines if c._replace(method=MAGNITUDE) in beside
+            }
         x_label = "sparsity (share of every row's blocks dropped)"
         charts.sweep(path, panels, sparsities, x_label, "share of the bridges kept")
 
 
 EXPERIMENT = Bridges
-
-
-# --- verdicts
 
 
 def verdict(to_magnitude: Interval, to_random: Interval) -> str:
@@ -187,13 +208,9 @@ def verdict(to_magnitude: Interval, to_random: Interval) -> str:
 
 def joint_verdict(verdicts: Sequence[str]) -> str:
     """One word for several places: ``mixed`` where one is better and another worse."""
-    better, worse = BETTER in verdicts, WORSE in verdicts
-    if better and worse:
+    if {BETTER, WORSE} <= set(verdicts):
         return MIXED
-    return BETTER if better else WORSE if worse else SAME
-
-
-# --- rows
+    return next((word for word in (BETTER, WORSE) if word in verdicts), SAME)
 
 
 class Contender(NamedTuple):
@@ -204,10 +221,9 @@ class Contender(NamedTuple):
     method: str
     coarsen: str | None
 
-    @property
-    def size(self) -> str:
-        tokens = self.block_size
-        return f"{self.blocks} " + ("tokens" if tokens == 1 else f"blocks of {tokens} tokens")
+    @classmethod
+    def of(cls, row: Row) -> Contender:
+        return cls(*(row[field] for field in cls._fields))
 
     @property
     def base(self) -> Contender:
@@ -217,53 +233,16 @@ class Contender(NamedTuple):
         return self._replace(method=MAGNITUDE, coarsen=own or plain)
 
     @property
-    def beside(self) -> set[Contender]:
-        """All methods by the same summary, and those that look at none."""
-        each = product(METHODS, (self.coarsen, None))
-        return {self._replace(method=method, coarsen=coarsen) for method, coarsen in each}
-
-    @property
     def place(self) -> str:
         """The size, and the summary of blocks that is looked at or held against."""
-        summary = self.coarsen or self.base.coarsen
-        return self.size if summary == TOKEN else f"{self.size}, {summary}"
-
-
-def _contender(row: Row) -> Contender:
-    return Contender(*(row[field] for field in Contender._fields))
+        if self.block_size == 1:
+            return f"{self.blocks} tokens"
+        size = f"{self.blocks} blocks of {self.block_size} tokens"
+        return f"{size}, {self.coarsen or self.base.coarsen}"
 
 
 # (strength, index) of a graph -> what it gave at each sparsity, and how many ``bridges`` it has
 Outcomes = dict[tuple[float, int], Row]
-
-
-def summarise(samples: Sequence[Row], sparsities: Sequence[float]) -> list[dict[str, Any]]:
-    """Rows of (size, method, coarsening, strength, sparsity), and of means over these.
-
-    A row whose ``sparsity`` is None is the mean over the sweep, and carries a verdict; one whose
-    ``strength`` is None too is also the mean over the strengths. ``delta`` is the paired difference
-    to the row's baseline over graphs and ``chance`` that to random blocks, both in bridges found
-    and with Student's interval: at 95 % in the rows of one sparsity; in the others at 95 % for all
-    such verdicts together (Bonferroni), those over the strengths and those of one strength being
-    counted apart.
-    """
-    measured: dict[Contender, Outcomes] = {}
-    for sample in samples:
-        planted, graph = sample["bridges"], (sample["strength"], sample["index"])
-        for outcome in sample["outcomes"]:
-            retrieval = [found / planted for found in outcome["found"]]
-            outcomes = measured.setdefault(_contender({**sample, **outcome}), {})
-            outcomes[graph] = {**outcome, "bridges": planted, "retrieval": retrieval}
-
-    judged = [_strengths(outcomes) for who, outcomes in measured.items() if who != who.base]
-    rows = []
-    for contender, outcomes in measured.items():
-        row = partial(_row, measured, contender)
-        for strength in _strengths(outcomes):
-            rows.append(row(strength, None, range(len(sparsities)), sum(map(len, judged))))
-            rows += [row(strength, dropped, [c]) for c, dropped in enumerate(sparsities)]
-        rows.append(row(None, None, range(len(sparsities)), len(judged)))
-    return rows
 
 
 def _strengths(outcomes: Outcomes) -> list[float]:
@@ -273,13 +252,14 @@ def _strengths(outcomes: Outcomes) -> list[float]:
 def _row(
     measured: Mapping[Contender, Outcomes],
     contender: Contender,
+    sparsities: Sequence[float],
     strength: float | None,
     sparsity: float | None,
-    columns: Sequence[int],
     together: int = 1,
 ) -> dict[str, Any]:
-    """The row of ``columns`` of the sweep; its interval holds with ``together`` - 1 others."""
+    """A row, whose interval holds with ``together`` - 1 others."""
     ours, base = measured[contender], contender.base
+    columns = [c for c, each in enumerate(sparsities) if sparsity in (None, each)]
     strengths = _strengths(ours) if strength is None else [strength]
 
     def by_graph(of: Contender, what: str) -> list[float]:
@@ -305,17 +285,13 @@ def _row(
         return row
     level = 1 - (1 - LEVEL) / together
     random = contender._replace(method=RANDOM, coarsen=None)
-    intervals = [
-        mean_interval(retrieval, by_graph(other, "retrieval"), level) for other in (base, random)
-    ]
-    for name, interval in zip(("delta", "chance"), intervals, strict=True):
-        row |= dict(zip((name, f"{name}_low", f"{name}_high"), interval, strict=True))
+    intervals = []
+    for name, other in (("delta", base), ("chance", random)):
+        intervals.append(mean_interval(retrieval, by_graph(other, "retrieval"), level))
+        row |= dict(zip((name, f"{name}_low", f"{name}_high"), intervals[-1], strict=True))
     row |= {"mass_delta": row["mass"] - fmean(by_graph(base, "mass"))}
     row |= {"level": level, "baseline": base.coarsen}
-    return row | ({} if sparsity is not None else {"verdict": verdict(*intervals)})
-
-
-# --- tables
+    return row if sparsity is not None else {**row, "verdict": verdict(*intervals)}
 
 
 def _is_whole(row: Row) -> bool:
@@ -330,27 +306,27 @@ def _overview(means: Sequence[Row]) -> str:
     for row in means:
         judged = f" ({row['delta']:+.2f}, {row['verdict']})" if "verdict" in row else ""
         formula = shown.setdefault(row["method"], {"formula": row["method"]})
-        formula[_contender(row).place] = f"{row['retrieval']:.2f}{judged}"
+        formula[Contender.of(row).place] = f"{row['retrieval']:.2f}{judged}"
     for method in shown.keys() - {MAGNITUDE}:
         words = [row["verdict"] for row in means if row["method"] == method]
         shown[method]["anywhere"] = joint_verdict(words)
-    places = dict.fromkeys(_contender(row).place for row in means)
+    places = dict.fromkeys(Contender.of(row).place for row in means)
     formulas = [shown[method] for method in METHODS if method in shown]
     return markdown_table(formulas, ["formula", *places, "anywhere"])
 
 
 def _by_strength(means: Sequence[Row]) -> str:
     """What is found over the sweep at every place, and the difference at each strength."""
-    at = {(_contender(row), row["strength"]): row for row in means}
+    at = {(Contender.of(row), row["strength"]): row for row in means}
 
     def told(strength: float, row: Row) -> str | None:
-        there = at.get((_contender(row), strength), {})
+        there = at.get((Contender.of(row), strength), {})
         # no word where there is no difference
         words = f"{there['delta']:+.2f} {there['verdict']}" if "verdict" in there else None
         return words and words.removesuffix(f" {SAME}")
 
     columns = {
-        **{"formula": "method", "at": lambda row: _contender(row).place},
+        **{"formula": "method", "at": lambda row: Contender.of(row).place},
         **{"bridges found": "retrieval", "mass kept": "mass", "density": "density"},
         **{f"to {MAGNITUDE}": difference, "verdict": "verdict"},
     }

@@ -14,7 +14,7 @@ from cab_hf.runs.log import write_atomically
 GREYS = ("black", "dimgrey", "darkgrey", "silver", "gainsboro", "tan", "wheat")
 # colour, marker and line of each line; the others are held against the first
 LINES = ("ko-", "C3v-", "C1^-", "C0s-", "C0D--", "C2P-", "C2X--", "C4*-", "C7.:")
-WIDEST_GRIDS = 14  # columns side by side, over all panels of a heat map
+WIDEST_GRIDS = 24  # columns side by side, over all panels of a heat map
 
 
 @contextmanager
@@ -58,14 +58,7 @@ def over_tokens(
     log: bool = True,
     legend: bool = True,
 ) -> None:
-    """Give ``axis`` its title, scales, ticks, grid and legend.
-
-    Args:
-        label: of the vertical axis.
-        write: a value on the vertical axis, as text.
-        log: whether that axis is logarithmic.
-        legend: whether the lines are named here.
-    """
+    """Give ``axis`` its title, scales, ticks, grid and legend; ``write`` tells its values."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_title(title, fontsize=10)
@@ -110,17 +103,12 @@ def heatmap(
     x_label: str,
     y_label: str,
 ) -> None:
-    """Draw shares from 0 to 1 as one grid a panel and save the figure as PNG.
-
-    Args:
-        panels: panel title -> {(x, y): share}. All panels have the same axes; what a panel does not
-            have stays white.
-    """
+    """Draw shares from 0 to 1 as one grid a panel, title -> {(x, y): share}, on the same axes."""
     places = {place for grid in panels.values() for place in grid}
     xs, ys = (sorted({place[axis] for place in places}) for axis in (0, 1))
     down = -(-len(panels) // max(2, WIDEST_GRIDS // (len(xs) + 1)))
     across = -(-len(panels) // down)
-    size = (1.6 + across * (0.6 + 0.5 * len(xs)), 1.2 + down * (0.4 + 0.35 * len(ys)))
+    size = (1.6 + across * (0.6 + 0.5 * len(xs)), 1.2 + down * (0.4 + 0.22 * len(ys)))
     with figure(path, down, across, figsize=size, sharey=True) as axes:
         for axis in axes.flat[len(panels) :]:
             axis.set_visible(False)
@@ -148,11 +136,9 @@ def sweep(
     x_label: str,
     y_label: str,
 ) -> None:
-    """Draw shares at each of ``ticks``, evenly spaced, as lines and save the figure as PNG.
+    """Draw shares at each of ``ticks``, evenly spaced, as lines; at most as many as `LINES`.
 
-    Args:
-        panels: panel title -> name -> shares, at most as many as `LINES`; all panels have the same
-            names, and the first is drawn broad and beneath the others.
+    ``panels`` are title -> name -> shares, with the same names; the first one is broad and beneath.
     """
     across = min(2, len(panels))
     down = -(-len(panels) // across)

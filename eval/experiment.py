@@ -30,24 +30,17 @@ Row = Mapping[str, Any]
 
 
 class Experiment(ABC):
-    """Base of all experiments; models and benches are opened by `measure`, when first needed.
+    """Base of all experiments; models and benches are opened by `measure`, when first needed."""
 
-    Class attributes:
-        name: the words of its command.
-        purpose: one line of help.
-        title: of its report.
-        caption: of its figure.
-        Settings: a dataclass of options (`cab_hf.runs.settings`), with ``out``, the folder.
-        CASE: names of the fields that identify a case, and so a sample.
-        GROWS: settings that say how much is measured and not what; a later run may have others.
-    """
-
-    name: ClassVar[str]
-    purpose: ClassVar[str]
-    title: ClassVar[str]
-    caption: ClassVar[str]
+    name: ClassVar[str]  # the words of its command
+    purpose: ClassVar[str]  # one line of help
+    title: ClassVar[str]  # of its report
+    caption: ClassVar[str]  # of its figure
+    # a dataclass of options (`cab_hf.runs.settings`), with ``out``, the folder
     Settings: ClassVar[type]
+    # names of the fields that identify a case, and so a sample
     CASE: ClassVar[tuple[str, ...]]
+    # settings that say how much is measured and not what; a later run may have others
     GROWS: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, settings: Any) -> None:
@@ -130,8 +123,8 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
     with Log(out / SAMPLES, identity, experiment.CASE) as log:
         measured = _measure_missing(experiment, log)
         made = _provenance(experiment, out / RESULTS, log.started, measured)
-        rows = _write(experiment, out, log.records, made)
-    print("\n" + "\n\n".join(_summary(experiment, rows)))
+        rows = _write(type(experiment), out, log.records, made)
+    print("\n" + "\n\n".join(summary(type(experiment), rows)))
     print(f"\nfigure: {out / FIGURE}\nreport: {out / REPORT}")
     return rows
 
@@ -148,19 +141,19 @@ def render(folder: Path | str) -> list[dict[str, Any]]:
     return _write(named(made["experiment"]), Path(folder), samples, made)
 
 
-def _measure_missing(experiment: Experiment, log: Log) -> int:
-    measured = 0
+def _measure_missing(experiment: Experiment, log: Log) -> bool:
+    """Whether there was something to measure."""
+    before = len(log.records)
     with tqdm(total=experiment.expected(), unit="case") as bar:
         for case in experiment.cases(log.records):
             if case not in log:
                 bar.set_description(", ".join(f"{name} {case[name]}" for name in experiment.CASE))
                 log.append({**case, **experiment.measure(case)})
-                measured += 1
             bar.update()
-    return measured
+    return len(log.records) > before
 
 
-def _provenance(experiment: Experiment, results: Path, started: str, measured: int) -> Mapping:
+def _provenance(experiment: Experiment, results: Path, started: str, measured: bool) -> Row:
     """Of the last run that added something; its settings are those of all runs together."""
     # as it will be read
     made = json.loads(json.dumps(experiment.provenance(started)))
@@ -170,14 +163,14 @@ def _provenance(experiment: Experiment, results: Path, started: str, measured: i
     for name in experiment.GROWS:
         old, new = before["settings"].get(name), made["settings"][name]
         if isinstance(old, list):
-            made["settings"][name] = [*old, *(value for value in new if value not in old)]
+            made["settings"][name] = list(dict.fromkeys([*old, *new]))
         elif isinstance(old, int):
             made["settings"][name] = max(old, new)
     return made if measured or made["settings"] != before["settings"] else before
 
 
 def _write(
-    kind: type[Experiment] | Experiment, out: Path, samples: Sequence[Row], made: Mapping[str, Any]
+    kind: type[Experiment], out: Path, samples: Sequence[Row], made: Row
 ) -> list[dict[str, Any]]:
     # as they will be read
     rows = json.loads(json.dumps(kind.rows(samples, made["settings"])))
@@ -188,39 +181,32 @@ def _write(
     return rows
 
 
-def report_text(
-    kind: type[Experiment] | Experiment, rows: Sequence[Row], provenance: Mapping[str, Any]
-) -> str:
+def summary(kind: type[Experiment], rows: Sequence[Row]) -> list[str]:
+    """What to look at first: the first table, and the readings where there are some."""
+    parts = [next(iter(kind.tables(rows).values())), " ".join(kind.readings(rows))]
+    return list(filter(None, parts))
+
+
+def report_text(kind: type[Experiment], rows: Sequence[Row], provenance: Row) -> str:
     """``report.md`` from what ``results.json`` holds."""
-    settings = provenance["settings"]
     others = list(kind.tables(rows).items())[1:]
-    made = (
-        f"Made on {provenance['device']} with "
-        + ", ".join(_packages(provenance))
-        + f", commit {provenance['commit'] or 'unknown'}; finished {provenance['finished']}:"
-    )
+    # what computed, with its version, and whatever it was compared with
+    packages = [f"{name} {version}" for name, version in provenance["versions"].items()]
+    packages += provenance.get("baselines", {}).values()
     parts = [
         f"# {kind.title}",
-        *_summary(kind, rows),
+        *summary(kind, rows),
         f"![{kind.caption}]({FIGURE})",
         *(f"## {heading}\n\n{table}" for heading, table in others),
-        kind.notes(settings),
-        f"{made}\n\n```\n{command(kind, settings)}\n```",
+        kind.notes(provenance["settings"]),
+        f"Made on {provenance['device']} with {', '.join(dict.fromkeys(packages))}, commit "
+        f"{provenance['commit'] or 'unknown'}; finished {provenance['finished']}:",
+        command(kind, provenance["settings"]),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def command(kind: type[Experiment] | Experiment, settings: Mapping[str, Any]) -> str:
-    """The command line that measures anew what was recorded with ``settings``."""
-    return f"{PROG} {kind.name} {shlex.join(spelled(settings, kind.Settings))}".strip()
-
-
-def _summary(kind: type[Experiment] | Experiment, rows: Sequence[Row]) -> list[str]:
-    said = " ".join(kind.readings(rows))
-    return [next(iter(kind.tables(rows).values())), *([said] if said else [])]
-
-
-def _packages(provenance: Mapping[str, Any]) -> list[str]:
-    """What computed, with its version, and whatever it was compared with."""
-    packages = [f"{name} {version}" for name, version in provenance["versions"].items()]
-    return list(dict.fromkeys([*packages, *provenance.get("baselines", {}).values()]))
+def command(kind: type[Experiment], settings: Row) -> str:
+    """The command line, as code, that measures anew what was recorded with ``settings``."""
+    words = [PROG, kind.name, shlex.join(spelled(settings, kind.Settings))]
+    return f"```\n{' '.join(filter(None, words))}\n```"

@@ -9,13 +9,13 @@ from __future__ import annotations
 import bisect
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count
+from itertools import accumulate
 from pathlib import Path
 
 FILLERS = ("noise", "distractors", "text")
-KEY_DIGITS = 5
+NUMBERS = range(10_000, 100_000)  # keys, and numbers that are none
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[.!?][\"'”’)])\s+")
 NOISE = (
     "The grass is green.",
@@ -52,19 +52,13 @@ ANSWER = "The pass key{whose} is "
 
 @dataclass(frozen=True)
 class Prompt:
-    """One rendered prompt.
-
-    Attributes:
-        tokens: its ids.
-        key: the digits it asks for.
-        needle: [start, end) of the sentences that hold the key, in tokens; None if left out.
-        asking: the token where the question starts.
-    """
+    """One rendered prompt, as token ids."""
 
     tokens: tuple[int, ...]
-    key: str
+    key: str  # the digits it asks for
+    # [start, end) of the sentences that hold the key, in tokens; None if left out
     needle: tuple[int, int] | None
-    asking: int
+    asking: int  # the token where the question starts
 
 
 class Haystack:
@@ -76,14 +70,11 @@ class Haystack:
             among them) or ``text`` (the sentences of ``file``, from a place of the sample's own).
         keys: how many named keys are hidden; 1 is a nameless one.
         file: UTF-8 text for ``text``.
-    Raises:
-        ValueError: as `check_haystack`.
     """
 
     def __init__(
         self, tokenizer, filler: str = "noise", keys: int = 1, file: Path | str | None = None
     ) -> None:
-        check_haystack(filler, keys, file)
         self.tokenizer = tokenizer
         self.filler = filler
         self.keys = keys
@@ -104,33 +95,26 @@ class Haystack:
             ValueError: ``length`` has no room for instruction, keys and question.
         """
         rng = random.Random(f"{seed}/{length}/{depth:.6f}/{index}/{self.keys}")
-        low, high = 10 ** (KEY_DIGITS - 1), 10**KEY_DIGITS
-        keys = [str(key) for key in rng.sample(range(low, high), self.keys)]
+        keys = [str(key) for key in rng.sample(NUMBERS, self.keys)]
         names = rng.sample(NAMES, self.keys)
         whose = [f" for {name}" if self.keys > 1 else "" for name in names]
-        needles = [NEEDLE.format(whose=w, key=k) for w, k in zip(whose, keys, strict=True)]
+        texts = [NEEDLE.format(whose=w, key=k) for w, k in zip(whose, keys, strict=True)]
         # the other keys are spread evenly, a random way into their stretches
         others = self.keys - 1
         depths = [depth, *((i + rng.random()) / others for i in range(others))]
-        draft = _Draft(self, whose[0], list(zip(depths, needles, strict=True)))
+        needles = list(zip(depths, texts, strict=True))
 
-        sentences = self._enough(self._stream(rng, set(keys)), length)
-        taken = self._most_that_fit(draft, sentences, length)
-        # the text starts within a sentence, as excerpts do: the end of the first one left out
-        words = self._most_words_that_fit(draft, sentences[taken], sentences[:taken], length)
-        sentences = [*words, *sentences[:taken]]
-
-        full = draft.render(sentences)
-        at = full.index(needles[0])
+        sentences = self._fitted(whose[0], needles, self._enough(rng, keys, length), length)
+        full = self.render(whose[0], needles, sentences)
+        at = full.index(texts[0])
         # the blank in front belongs to the first token
-        start = self.size(full[:at].removesuffix(" "))
-        needle = (start, self.size(full[: at + len(needles[0])]))
-        text = draft.render(sentences, hide_needle) if hide_needle else full
+        needle = (self.size(full[:at].removesuffix(" ")), self.size(full[: at + len(texts[0])]))
+        text = self.render(whose[0], [], sentences) if hide_needle else full
         return Prompt(
             tokens=tuple(self.encode(text)),
             key=keys[0],
             needle=None if hide_needle else needle,
-            asking=self.size(text[: text.rindex(draft.question)]),
+            asking=self.size(text[: text.rindex(QUESTION.format(whose=whose[0]))]),
         )
 
     def encode(self, text: str) -> list[int]:
@@ -140,11 +124,27 @@ class Haystack:
         return self.tokenizer(text, add_special_tokens=plain)["input_ids"]
 
     def size(self, text: str) -> int:
-        """How many tokens that is."""
         return len(self.encode(text))
 
-    def chat(self, content: str, answer: str) -> str:
-        """The prompt as the model reads it, with the answer begun."""
+    def render(
+        self, whose: str, needles: Sequence[tuple[float, str]], sentences: Sequence[str]
+    ) -> str:
+        """The prompt as the model reads it, with the answer begun.
+
+        Each of ``needles``, (depth, text), is at the sentence border nearest to its depth.
+        """
+        ends = [0, *accumulate(map(self._sentence_size, sentences))]
+        placed = list(sentences)
+        # deepest first: what is inserted later does not move what is there
+        for depth, needle in sorted(needles, reverse=True):
+            placed.insert(_nearest(ends, depth * ends[-1]), needle)
+        several = self.keys > 1
+        instruction = INSTRUCTION.format(
+            are="are important pass keys" if several else "is an important pass key",
+            it="them" if several else "it",
+        )
+        content = f"{instruction}\n\n{' '.join(placed)}\n\n{QUESTION.format(whose=whose)}"
+        answer = ANSWER.format(whose=whose)
         if self.tokenizer.chat_template is None:
             return f"{content}\n\n{answer}"
         turn = [{"role": "user", "content": content}]
@@ -153,97 +153,60 @@ class Haystack:
         )
         return rendered + answer
 
-    def sentence_sizes(self, sentences: Sequence[str]) -> list[int]:
-        """Tokens of each sentence as it stands in running text."""
-        for sentence in set(sentences) - self._sizes.keys():
+    def _sentence_size(self, sentence: str) -> int:
+        """Tokens of a sentence as it stands in running text."""
+        if sentence not in self._sizes:
             # measured behind another: alone, some tokenizers add a token for the start of a text
             alone, joined = (
                 len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
                 for text in (NOISE[0], f"{NOISE[0]} {sentence}")
             )
             self._sizes[sentence] = joined - alone
-        return [self._sizes[sentence] for sentence in sentences]
+        return self._sizes[sentence]
 
-    def _stream(self, rng: random.Random, keys: set[str]) -> Iterator[str]:
-        """Sentences without end, from an offset of the sample's own."""
+    def _enough(self, rng: random.Random, keys: Sequence[str], length: int) -> list[str]:
+        """Sentences of more than ``length`` tokens, from an offset of the sample's own."""
         offset = rng.randrange(len(self.sentences))
-        for i in count():
-            if self.filler == "distractors" and i % DISTRACTOR_EVERY == DISTRACTOR_EVERY - 1:
-                number = rng.randrange(10 ** (KEY_DIGITS - 1), 10**KEY_DIGITS)
-                if str(number) not in keys:
-                    yield rng.choice(DISTRACTORS).format(number)
-                    continue
-            yield self.sentences[(offset + i) % len(self.sentences)]
-
-    def _enough(self, stream: Iterator[str], length: int) -> list[str]:
-        """Sentences of more than ``length`` tokens."""
         sentences, total = [], 0
         while total <= length:
-            sentences.append(next(stream))
-            total += max(1, self.sentence_sizes(sentences[-1:])[0])
+            place = len(sentences)
+            sentence = self.sentences[(offset + place) % len(self.sentences)]
+            if self.filler == "distractors" and place % DISTRACTOR_EVERY == DISTRACTOR_EVERY - 1:
+                number = str(rng.choice(NUMBERS))
+                if number not in keys:
+                    sentence = rng.choice(DISTRACTORS).format(number)
+            sentences.append(sentence)
+            total += max(1, self._sentence_size(sentence))
         return sentences
 
-    def _most_that_fit(self, draft: _Draft, sentences: list[str], length: int) -> int:
-        """How many of ``sentences`` the prompt has room for."""
-        room = length - self.size(draft.render([]))
-        if room < 0:
+    def _fitted(
+        self, whose: str, needles: Sequence[tuple[float, str]], sentences: list[str], length: int
+    ) -> list[str]:
+        """As many of ``sentences`` as there is room for, and before them what fits of the next."""
+
+        def room(chosen: list[str]) -> int:
+            return length - self.size(self.render(whose, needles, chosen))
+
+        free = room([])
+        if free < 0:
             raise ValueError(
                 f"length {length} has no room for the question and {self.keys} keys, which take "
-                f"{length - room} tokens; give a longer one."
+                f"{length - free} tokens; give a longer one."
             )
-        ends = list(accumulate(self.sentence_sizes(sentences)))
-
-        def fits(taken: int) -> bool:
-            return self.size(draft.render(sentences[:taken])) <= length
-
         # sizes add up nearly: the sum says where to look, rendering decides
-        taken = sum(end <= room for end in ends)
-        while taken and not fits(taken):
+        taken = sum(end <= free for end in accumulate(map(self._sentence_size, sentences)))
+        while taken and room(sentences[:taken]) < 0:
             taken -= 1
-        while taken < len(sentences) - 1 and fits(taken + 1):
+        while taken < len(sentences) - 1 and room(sentences[: taken + 1]) >= 0:
             taken += 1
-        return taken
-
-    def _most_words_that_fit(
-        self, draft: _Draft, sentence: str, sentences: list[str], length: int
-    ) -> list[str]:
-        """The longest end of ``sentence`` that fits before ``sentences``: [] or one string."""
-        room = length - self.size(draft.render(sentences))
-        words = sentence.split()
+        # the text starts within a sentence, as excerpts do: the end of the first one left out
+        whole, words = sentences[:taken], sentences[taken].split()
         # a word takes a token at least
-        for start in range(max(1, len(words) - room), len(words)):
-            end = " ".join(words[start:])
-            if self.size(draft.render([end, *sentences])) <= length:
-                return [end]
-        return []
-
-
-@dataclass(frozen=True)
-class _Draft:
-    """A prompt but for its filler: ``needles`` are (depth, sentences), the one asked for first."""
-
-    haystack: Haystack
-    whose: str
-    needles: list[tuple[float, str]]
-
-    @property
-    def question(self) -> str:
-        return QUESTION.format(whose=self.whose)
-
-    def render(self, sentences: list[str], hide_needles: bool = False) -> str:
-        """The prompt as text, each needle at the sentence border nearest to its depth."""
-        ends = [0, *accumulate(self.haystack.sentence_sizes(sentences))]
-        placed = list(sentences)
-        # deepest first: what is inserted later does not move what is there
-        for depth, needle in sorted(self.needles, reverse=True) if not hide_needles else ():
-            placed.insert(_nearest(ends, depth * ends[-1]), needle)
-        several = len(self.needles) > 1
-        instruction = INSTRUCTION.format(
-            are="are important pass keys" if several else "is an important pass key",
-            it="them" if several else "it",
-        )
-        content = f"{instruction}\n\n{' '.join(placed)}\n\n{self.question}"
-        return self.haystack.chat(content, ANSWER.format(whose=self.whose))
+        for start in range(max(1, len(words) - room(whole)), len(words)):
+            excerpt = [" ".join(words[start:]), *whole]
+            if room(excerpt) >= 0:
+                return excerpt
+        return whole
 
 
 def _nearest(ascending: list[int], target: float) -> int:
@@ -253,25 +216,10 @@ def _nearest(ascending: list[int], target: float) -> int:
     return min(around, key=lambda i: abs(ascending[i] - target))
 
 
-def check_haystack(filler: str, keys: int, file: Path | str | None) -> None:
-    """Raises ValueError for an unknown filler, too many keys, or a file missing or not needed."""
-    if filler not in FILLERS:
-        raise ValueError(f"filler must be one of {', '.join(FILLERS)}; got {filler!r}.")
-    if not 1 <= keys <= len(NAMES):
-        raise ValueError(f"keys must be 1 to {len(NAMES)}; got {keys}.")
-    if (filler == "text") != (file is not None):
-        raise ValueError(
-            f"haystack is the file of the filler 'text'; got haystack={file!r} with filler "
-            f"{filler!r}: give both or neither."
-        )
-    if file is not None and not Path(file).is_file():
-        raise ValueError(f"haystack must be a text file; got {file!r}.")
-
-
 def split_sentences(text: str) -> list[str]:
     """The sentences of a text, white space made single blanks; ValueError for an empty text."""
     running = " ".join(text.split())
-    sentences = [s for s in SENTENCE_END.split(running) if s]
+    sentences = list(filter(None, SENTENCE_END.split(running)))
     if not sentences:
         raise ValueError("haystack has no text in it.")
     return sentences

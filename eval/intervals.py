@@ -24,17 +24,11 @@ def wilson(correct: int, n: int) -> tuple[float, float]:
 
 
 def paired_difference(ours: Sequence[bool], base: Sequence[bool]) -> Interval:
-    """Difference of two accuracies measured on the same samples, with its interval.
+    """Accuracy of ``ours`` minus that of ``base``, outcomes of the same n samples in order.
 
     The interval is Newcombe's for paired proportions (Newcombe 1998, Statistics in Medicine 17,
     2635-2650, method 10): it joins the two Wilson intervals through the correlation of the
     outcomes. It keeps a sensible width where the two never disagree; Wald's has none there.
-
-    Args:
-        ours, base: n outcomes each, outcome i of both being of the same sample.
-
-    Returns:
-        (accuracy of ours minus accuracy of base, low, high).
     """
     n = len(ours)
     if n == 0 or n != len(base):
@@ -42,9 +36,7 @@ def paired_difference(ours: Sequence[bool], base: Sequence[bool]) -> Interval:
     right, base_right = sum(map(bool, ours)), sum(map(bool, base))
     both = sum(bool(a and b) for a, b in zip(ours, base, strict=True))
     p, q = right / n, base_right / n
-    p_low, p_high = wilson(right, n)
-    q_low, q_high = wilson(base_right, n)
-
+    (p_low, p_high), (q_low, q_high) = wilson(right, n), wilson(base_right, n)
     # both * neither - only ours * only base
     product = both * n - right * base_right
     if product > 0:  # the continuity correction that makes it method 10

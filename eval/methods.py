@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import bisect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
@@ -38,47 +39,35 @@ PROBE_DIM = 16  # head dim of the random q and k that a budget is fitted on
 SEED = 0  # of the probe
 H2O_ATTENTION = "cab_h2o"
 
+# () -> density per layer since the last call, None for a layer computed dense
 LayerDensities = Callable[[], list[float | None]]
-
-
-# --- matching a budget
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What a method is fitted to.
+    """What a method is fitted to."""
 
-    Attributes:
-        config: CAB's config here; its block sizes, engine and dense layers hold for every method.
-        budget: density to match in the layers that are not dense, or None where none is matched.
-        length: tokens of the prompts.
-        device: where fitting computes.
-    """
-
-    config: CabConfig
-    budget: float | None
-    length: int
-    device: torch.device | str = "cpu"
-
-
-def planned_density(config: CabConfig, length: int, device: torch.device | str = "cpu") -> float:
-    """Density of what ``config`` selects for ``length`` tokens of random q and k, one head.
-
-    Exact for selections that keep a number of blocks a row, whichever these are.
-    """
-    generator = torch.Generator(device).manual_seed(SEED)
-    q, k = torch.randn(2, 1, 1, length, PROBE_DIM, generator=generator, device=device)
-    spans = Spans.causal(1, length, length, device)
-    return make_predictor(config)(q, k, Call(spans, PROBE_DIM**-0.5)).density()
+    config: CabConfig  # CAB's; block sizes, engine and dense layers hold for every method
+    budget: float | None  # density to match in the layers that are not dense
+    length: int  # tokens of the prompts
+    device: torch.device | str = "cpu"  # where fitting computes
 
 
 def fitted_config(candidates: Sequence[CabConfig], cell: Cell) -> CabConfig:
-    """Of configs in order of rising density, the one nearest to the cell's budget."""
+    """Of configs in order of rising density, the one nearest to the cell's budget.
+
+    Their density is that on random q and k of one head, which is exact for selections that keep a
+    number of blocks a row, whichever these are.
+    """
     if cell.budget is None or not 0 < cell.budget <= 1:
         raise ValueError(f"budget must be a density in (0, 1] to match; got {cell.budget!r}")
+    length, device = cell.length, cell.device
+    generator = torch.Generator(device).manual_seed(SEED)
+    q, k = torch.randn(2, 1, 1, length, PROBE_DIM, generator=generator, device=device)
+    call = Call(Spans.causal(1, length, length, device), PROBE_DIM**-0.5)
 
     def beyond(config: CabConfig) -> float:
-        return planned_density(config, cell.length, cell.device) - cell.budget
+        return make_predictor(config)(q, k, call).density() - cell.budget
 
     above = bisect.bisect_left(candidates, 0.0, key=beyond)
     neighbours = candidates[max(0, above - 1) : above + 1]
@@ -91,35 +80,22 @@ def fitted_sparsity(config: CabConfig, cell: Cell) -> CabConfig:
     return fitted_config([replace(config, sparsity=d / BUDGET_STEPS) for d in dropped], cell)
 
 
-# --- methods
-
-
 @dataclass(frozen=True)
 class Method(ABC):
-    """Base of all methods.
-
-    Class attributes:
-        name: what the command line calls it.
-        matched: whether `fit` needs a budget.
-        hides_needle: whether it is shown the prompts without what they ask for.
-    """
+    """Base of all methods."""
 
     name: ClassVar[str]
-    matched: ClassVar[bool] = False
-    hides_needle: ClassVar[bool] = False
+    matched: ClassVar[bool] = False  # whether `fit` needs a budget
+    hides_needle: ClassVar[bool] = False  # whether its prompts lack what they ask for
 
     @classmethod
-    @abstractmethod
     def fit(cls, cell: Cell) -> Method:
         """The method set up for ``cell``. Raises ValueError when a budget is needed and missing."""
+        return cls()
 
     @abstractmethod
     def applied(self, model: PreTrainedModel) -> AbstractContextManager[LayerDensities]:
-        """The method is on inside; what was there before is back afterwards.
-
-        Yields a function without arguments: density per layer since it was last called, None for
-        layers computed dense.
-        """
+        """The method is on inside; what was there before is back afterwards."""
 
     def reaches(self, length: int, asking: int, needle: tuple[int, int]) -> bool | None:
         """Whether the queries from ``asking`` on may see a token of ``needle`` = [start, end).
@@ -134,10 +110,6 @@ class Dense(Method):
     """The model's own attention as it was loaded: the upper bar. Requires nothing."""
 
     name = "dense"
-
-    @classmethod
-    def fit(cls, cell: Cell) -> Dense:
-        return cls()
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
@@ -226,27 +198,24 @@ class Streaming(Cab):
 
 
 @dataclass(frozen=True)
-class TopShare(Cab):
-    """Base of methods that keep the best share of every row over CAB's forced blocks."""
+class Random(Cab):
+    """Random blocks over the forced ones, other ones for every head and row: the lower bar.
 
+    Base of all that keep a share of every row.
+    """
+
+    name = "random"
     matched = True
 
     @classmethod
-    def fit(cls, cell: Cell) -> TopShare:
+    def fit(cls, cell: Cell) -> Random:
         # how many blocks a row keeps does not depend on which, so the cheapest choice is fitted
-        fitted = fitted_sparsity(replace(cell.config, predictor="random"), cell)
+        fitted = fitted_sparsity(replace(cell.config, predictor=Random.name), cell)
         return cls(replace(fitted, predictor=cls.name))
 
 
 @dataclass(frozen=True)
-class Random(TopShare):
-    """Random blocks over the forced ones, other ones for every head and row: the lower bar."""
-
-    name = "random"
-
-
-@dataclass(frozen=True)
-class Antidiagonal(TopShare):
+class Antidiagonal(Random):
     """XAttention's strided antidiagonal sums (Xu et al. 2025, arXiv 2503.16428), at stride 8.
 
     The original keeps blocks up to a share of the mass, not the best of each row.
@@ -256,7 +225,7 @@ class Antidiagonal(TopShare):
 
 
 @dataclass(frozen=True)
-class Oracle(TopShare):
+class Oracle(Random):
     """The true attention mass of every block: no predictor keeps more of it.
 
     Costs more than dense attention. Best by mass is not best by accuracy, only close to it.
@@ -265,62 +234,10 @@ class Oracle(TopShare):
     name = "oracle"
 
 
-class HeavyHitterAttention:
-    """The attention function of `H2O`: dense prefill, one eviction, decoding over what was kept.
-
-    Attributes:
-        budget: share of the prompt's keys that is kept.
-        kept: attention module -> bool [B, H_kv, N_prompt].
-    """
-
-    def __init__(self, budget: float) -> None:
-        self.budget = budget
-        self.kept: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
-
-    @torch.no_grad()
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        **kwargs,
-    ) -> tuple[Tensor, None]:
-        """What transformers calls: query [B, H, N_q, D] -> ([B, N_q, H, D], None)."""
-        q_length, kv_length = query.shape[2], key.shape[2]
-        prefill = q_length == kv_length
-        if attention_mask is not None or not (prefill or q_length == 1):
-            raise ValueError(
-                f"h2o takes a whole prompt without padding, then single tokens; got {q_length} "
-                f"queries on {kv_length} keys"
-                + (" with a mask." if attention_mask is not None else ".")
-            )
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        mask = None
-        if prefill:
-            spans = Spans.causal(query.shape[0], q_length, kv_length, query.device)
-            received = column_sums(query, key, spans, scale)
-            # the paper has no rule for grouped queries: a KV head's keys are judged by its group
-            received = received.unflatten(1, (key.shape[1], -1)).sum(2)
-            self.kept[module] = heavy_and_recent(received, self.budget)
-        else:
-            kept = self.kept[module]
-            kept = F.pad(kept, (0, kv_length - kept.shape[-1]), value=True)
-            mask = kept.repeat_interleave(query.shape[1] // key.shape[1], dim=1).unsqueeze(2)
-        out = F.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=prefill, scale=scale, enable_gqa=True
-        )
-        return out.transpose(1, 2).contiguous(), None
-
-
 def heavy_and_recent(received: Tensor, budget: float) -> Tensor:
     """Which keys H2O keeps, bool [..., N]: half the budget the latest, half the most attended.
 
-    Args:
-        received: attention each key received, [..., N].
-        budget: share of the N keys that is kept, rounded.
+    ``received`` is the attention each key received, [..., N]; ``budget`` the share that is kept.
     """
     length = received.shape[-1]
     kept = max(1, round(budget * length))
@@ -354,18 +271,56 @@ class H2O(Method):
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
-        attention = HeavyHitterAttention(self.budget)
-        AttentionInterface.register(H2O_ATTENTION, attention)
+        kept: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
+        AttentionInterface.register(H2O_ATTENTION, partial(self.attend, kept))
         AttentionMaskInterface.register(H2O_ATTENTION, sdpa_mask)
         before = model.config.get_text_config()._attn_implementation
         model.set_attn_implementation(H2O_ATTENTION)
         try:
-            yield lambda: [kept.float().mean().item() for kept in attention.kept.values()]
+            yield lambda: [keys.float().mean().item() for keys in kept.values()]
         finally:
             model.set_attn_implementation(before)
 
+    @torch.no_grad()
+    def attend(
+        self,
+        kept: MutableMapping[nn.Module, Tensor],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, None]:
+        """What transformers calls: query [B, H, N_q, D] -> ([B, N_q, H, D], None).
 
-_COMPARED = (Dense, Cab, Published, Streaming, Random, Antidiagonal, Oracle, H2O)
-_CONTROLS = (Full, NoNeedle)
-METHODS: dict[str, type[Method]] = {method.name: method for method in (*_COMPARED, *_CONTROLS)}
-CONTROLS = tuple(method.name for method in _CONTROLS)
+        ``kept`` has the prompt's keys that are left to each module, bool [B, H_kv, N_prompt].
+        """
+        q_length, kv_length = query.shape[2], key.shape[2]
+        prefill = q_length == kv_length
+        if attention_mask is not None or not (prefill or q_length == 1):
+            masked = "" if attention_mask is None else " with a mask"
+            raise ValueError(
+                f"h2o takes a whole prompt without padding, then single tokens; got {q_length} "
+                f"queries on {kv_length} keys{masked}."
+            )
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        mask = None
+        if prefill:
+            spans = Spans.causal(query.shape[0], q_length, kv_length, query.device)
+            received = column_sums(query, key, spans, scale).unflatten(1, (key.shape[1], -1))
+            kept[module] = heavy_and_recent(received.sum(2), self.budget)
+        else:
+            ours = kept[module]
+            seen = F.pad(ours, (0, kv_length - ours.shape[-1]), value=True)
+            mask = seen.repeat_interleave(query.shape[1] // key.shape[1], dim=1).unsqueeze(2)
+        out = F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=prefill, scale=scale, enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+
+COMPARED = (Dense, Cab, Published, Streaming, Random, Antidiagonal, Oracle, H2O)
+CONTROLS = {method.name: method for method in (Full, NoNeedle)}
+METHODS: dict[str, type[Method]] = {method.name: method for method in COMPARED} | CONTROLS

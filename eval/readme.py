@@ -14,17 +14,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from cab_hf.eval.experiment import (
-    CSV,
-    FIGURE,
-    REPORT,
-    RESULTS,
-    SAMPLES,
-    Experiment,
-    Row,
-    command,
-    named,
-)
+from cab_hf.eval import experiment
+from cab_hf.eval.experiment import CSV, FIGURE, REPORT, RESULTS, SAMPLES, Experiment, Row, named
 from cab_hf.eval.report import difference, digits, markdown_table
 from cab_hf.runs.log import write_atomically
 from cab_hf.runs.settings import option, read_settings
@@ -51,9 +42,6 @@ Each folder is one run of an experiment: `{SAMPLES}`, what was measured, a case 
 `{RESULTS}`, the rows derived from it (`{CSV}` has them as a table) and where they come from;
 `{FIGURE}`; and `{REPORT}`, all of this to be read. The command below a figure measures it anew, on
 the device named beside it; this page is written by `make readme`."""
-
-
-# --- reading
 
 
 @dataclass(frozen=True)
@@ -86,71 +74,56 @@ def read_results(folder: Path) -> Results:
     return Results(folder.name, content["rows"], made, named(made["experiment"]))
 
 
-# --- eval/results/README.md
-
-
 def results_page(results: Path) -> str:
     """The page of all folders in ``results``; ValueError as of `read_results`."""
     found = [read_results(folder) for folder in sorted(results.iterdir()) if folder.is_dir()]
-    found.sort(key=lambda each: (_rank(each.kind.name), each.name))
+    # those of one experiment by name
+    found.sort(key=lambda each: (*(each.kind.name != name for name in ORDER), each.name))
     return "\n\n".join([INTRODUCTION, *(section(each, found) for each in found)]) + "\n"
 
 
 def section(found: Results, among: Sequence[Results]) -> str:
     """One folder: table, readings, figure and command; ``among`` are all on the page."""
-    kind, made = found.kind, found.provenance
+    kind = found.kind
     parts = [
         f"## {': '.join(filter(None, (kind.title, varying(found, among))))}",
-        next(iter(kind.tables(found.rows).values())),
-        " ".join(kind.readings(found.rows)),
+        *experiment.summary(kind, found.rows),
         f"![{kind.caption}]({found.name}/{FIGURE})",
         f"{source([found])}; [{found.name}]({found.name}/{REPORT}) tells more.",
-        f"```\n{command(kind, made['settings'])}\n```",
+        experiment.command(kind, found.provenance["settings"]),
     ]
-    return "\n\n".join(filter(None, parts))
+    return "\n\n".join(parts)
 
 
 def varying(found: Results, among: Iterable[Results]) -> str:
     """In which settings and versions ``found`` differs from others of its experiment."""
     same = [_identity(each) for each in among if each.kind is found.kind]
-    ours = _identity(found)
-    differing = (
-        name
-        for name in dict.fromkeys(name for each in same for name in each)
-        if len({each.get(name) for each in same}) > 1
-    )
-    told = ((name.replace("_", " "), ours.get(name)) for name in differing)
-    return ", ".join(f"no {name}" if value is None else f"{name} {value}" for name, value in told)
+    told = []
+    for name in dict.fromkeys(name for each in same for name in each):
+        if len({each.get(name) for each in same}) > 1:
+            value, name = _identity(found).get(name), name.replace("_", " ")
+            told.append(f"no {name}" if value is None else f"{name} {value}")
+    return ", ".join(told)
 
 
 def _identity(found: Results) -> dict[str, Any]:
     """What tells two runs of an experiment apart, as far as it is short enough for a heading."""
     made, kind = found.provenance, found.kind
     fixed = {field.name for field in fields(kind.Settings)} - set(kind.GROWS)
-    told = {name: value for name, value in made["settings"].items() if name in fixed}
+    told = {name: made["settings"][name] for name in made["settings"] if name in fixed}
     told |= made["versions"]
     return {name: each for name, each in told.items() if not isinstance(each, (dict, list))}
-
-
-def _rank(name: str) -> int:
-    return ORDER.index(name) if name in ORDER else len(ORDER)
 
 
 def source(found: Sequence[Results]) -> str:
     """Device, torch and commit of the runs, in one line."""
     made = [each.provenance for each in found]
-    devices, versions, commits = (
-        " and ".join(dict.fromkeys(values))
-        for values in (
-            [each["device"] for each in made],
-            [each["versions"]["torch"] for each in made],
-            [(each["commit"] or "unknown")[:7] for each in made],
-        )
-    )
-    return f"{devices}, torch {versions}, commit {commits}"
-
-
-# --- README.md
+    told = {
+        "": [each["device"] for each in made],
+        "torch ": [each["versions"]["torch"] for each in made],
+        "commit ": [(each["commit"] or "unknown")[:7] for each in made],
+    }
+    return ", ".join(what + " and ".join(dict.fromkeys(each)) for what, each in told.items())
 
 
 def speed_table(results: Path) -> str:
@@ -159,15 +132,9 @@ def speed_table(results: Path) -> str:
     rows = []
     for length in SPEED_LENGTHS:
         dense, cab = (found.row(length=length, implementation=name) for name in ("sdpa", "cab"))
-        rows.append(
-            {
-                "tokens": f"{length:,}",
-                "sdpa s": digits(dense["ms"] / 1000),
-                "cab s": digits(cab["ms"] / 1000),
-                "×": f"{cab['over_sdpa']:.2f}",
-                "density": cab["density"],
-            }
-        )
+        seconds = {"sdpa s": digits(dense["ms"] / 1000), "cab s": digits(cab["ms"] / 1000)}
+        gained = {"×": f"{cab['over_sdpa']:.2f}", "density": cab["density"]}
+        rows.append({"tokens": f"{length:,}", **seconds, **gained})
     return _table(rows, [found])
 
 
@@ -203,18 +170,14 @@ def readme_page(page: str, results: Path) -> str:
         written = f"{begin}{table(results)}\n{end}"
         page, count = place.subn(lambda _, written=written: written, page)
         if count != 1:
-            raise ValueError(
-                f"the page must have one table between {begin.strip()} and {end}; it has {count}."
-            )
+            between = f"between {begin.strip()} and {end}"
+            raise ValueError(f"the page must have one table {between}; it has {count}.")
     return page
 
 
 def _table(rows: Sequence[Row], found: Sequence[Results]) -> str:
     shown = markdown_table(rows, list(rows[0]))
     return f"{shown}\n\n{source(found)}; more in [eval/results](eval/results)."
-
-
-# --- the command
 
 
 @dataclass(frozen=True)
@@ -227,16 +190,14 @@ class Settings:
 
 def main(words: Sequence[str]) -> int:
     """Write both pages anew, or neither; the exit status."""
-    settings = read_settings(Settings, words, "python -m cab_hf.eval readme")
+    prog = f"{experiment.PROG} readme"
+    settings = read_settings(Settings, words, prog)
     page, results = Path(settings.page), Path(settings.results)
     try:
-        written = {
-            results / "README.md": results_page(results),
-            page: readme_page(page.read_text(), results),
-        }
+        texts = results_page(results), readme_page(page.read_text(), results)
     except ValueError as error:
-        print(f"python -m cab_hf.eval readme: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return 2
-    for path, text in written.items():
+    for path, text in zip((results / "README.md", page), texts, strict=True):
         write_atomically(path, text)
     return 0

@@ -14,13 +14,11 @@ from cab_hf.runs.log import write_atomically
 
 
 def write_results(
-    folder: Path | str, rows: Sequence[Mapping[str, Any]], provenance: Mapping[str, Any]
-) -> Path:
-    """Write ``{"rows": rows, "provenance": provenance}`` to results.json; returns its path."""
-    path = Path(folder) / "results.json"
+    folder: Path, rows: Sequence[Mapping[str, Any]], provenance: Mapping[str, Any]
+) -> None:
+    """Write ``{"rows": rows, "provenance": provenance}`` to results.json."""
     content = {"rows": list(rows), "provenance": provenance}
-    write_atomically(path, json.dumps(content, indent=2) + "\n")
-    return path
+    write_atomically(folder / "results.json", json.dumps(content, indent=2) + "\n")
 
 
 def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -59,9 +57,7 @@ def markdown_table(
 ) -> str:
     """A Markdown table: floats with two decimals, None and missing values a dash.
 
-    Args:
-        columns: keys of the rows, in order; or a dict from heading to a key, or to a function of
-            the row.
+    ``columns`` are keys of the rows; or a dict from heading to a key or a function of the row.
     """
     columns = columns if isinstance(columns, Mapping) else {name: name for name in columns}
     lines = [list(columns), ["---"] * len(columns)]

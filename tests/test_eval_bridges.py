@@ -247,7 +247,7 @@ def test_rows_and_verdicts_by_hand():
         sample_by_hand(i, {"magnitude": 4, "cab 0.3": 8 + i % 2, "forman lowest": 2, "random": 3})
         for i in range(10)
     ]
-    rows = bridges.summarise(samples, (0.9,))
+    rows = Bridges.rows(samples, {"sparsities": (0.9,)})
     cab = next(r for r in rows if r["method"] == "cab 0.3" and r["sparsity"] == 0.9)
     assert (cab["found"], cab["n"], cab["retrieval"]) == (85, 100, pytest.approx(0.85))
     assert (cab["low"], cab["high"]) == intervals.wilson(85, 100)

@@ -2,11 +2,13 @@
 
 import csv
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
 
-from cab_hf.eval import __main__, charts, experiment
+from cab_hf.eval import __main__, charts, experiment, speed
 from cab_hf.eval.experiment import Experiment, render, run
 from cab_hf.eval.report import markdown_table
 from cab_hf.runs import provenance
@@ -154,6 +156,22 @@ def test_samples_of_other_settings_or_experiments_are_refused(tmp_path):
         start(tmp_path, power=3)
     with pytest.raises(LogError, match="made with experiment 'powers', this run has 'roots'"):
         run(Roots(Settings(out=str(tmp_path))))
+
+
+def test_listing_commands_imports_none():
+    code = (
+        "import sys; from cab_hf.eval.__main__ import main;"
+        "main(['--help']); main(['speed', '-h']);"
+        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("name", ["bridges", "passkey", *(f"speed {op}" for op in speed.COMMANDS)])
+def test_a_purpose_is_read_as_it_is(name):
+    kind = experiment.named(name)
+    assert __main__._purpose(kind.__module__) == kind.purpose
 
 
 def test_commands_are_listed_and_others_refused(capsys):

@@ -118,4 +118,4 @@ def test_without_wheel_and_index_it_says_what_to_do(tmp_path, monkeypatch):
 
 def test_an_unknown_dtype_is_refused():
     with pytest.raises(ValueError, match="dtype must name a torch dtype"):
-        models.load_model("anything", dtype="float13")
+        models.load_model("anything", "cpu", "float13")

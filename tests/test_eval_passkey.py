@@ -134,12 +134,12 @@ def test_prompts_fit_and_hold_the_needle_at_its_depth(chat, filler, keys, depth,
 
 
 def test_needles_stand_at_sentence_borders(tokenizer):
-    draft = haystack._Draft(Haystack(tokenizer), "", [(0.5, "HERE."), (0.9, "THERE.")])
+    render, needles = Haystack(tokenizer).render, [(0.5, "HERE."), (0.9, "THERE.")]
     sentences = ["The grass is green."] * 10
     # all of one size, so that half is behind the fifth
     expected = [*sentences[:5], "HERE.", *sentences[5:9], "THERE.", *sentences[9:]]
-    assert " ".join(expected) in draft.render(sentences)
-    assert "HERE" not in draft.render(sentences, hide_needles=True)
+    assert " ".join(expected) in render("", needles, sentences)
+    assert "HERE" not in render("", [], sentences)
 
 
 def test_the_answer_is_begun(tokenizer):
@@ -243,11 +243,13 @@ def test_decoded_text_is_scored(answer, correct):
         pytest.param(["--controls", "9"], "controls must be 0 to", id="controls"),
         pytest.param(["--stage", "decode"], "stage must be one of", id="stage"),
         pytest.param(["--filler", "prose"], "filler must be one of", id="filler"),
-        pytest.param(["--filler", "text"], "haystack is the file", id="no file"),
-        pytest.param(["--haystack", "x.txt"], "haystack is the file", id="idle file"),
-        pytest.param(["--filler", "text", "--haystack", "no.txt"], "a text file", id="file"),
+        pytest.param(["--filler", "text"], "haystack must be a text file", id="no file"),
+        pytest.param(["--haystack", "x.txt"], "haystack must be a text file", id="idle file"),
+        pytest.param(
+            ["--filler", "text", "--haystack", "no.txt"], "a text file with filler", id="file"
+        ),
         pytest.param(["--keys", "99"], "keys must be 1 to", id="keys"),
-        pytest.param(["--set", "mass"], "set must be field=value", id="assignment"),
+        pytest.param(["--set", "mass"], "set: an assignment is field=value", id="assignment"),
         pytest.param(["--set", "mass=3"], "mass", id="field value"),
         pytest.param(["--set", "weight=3"], "weight", id="field name"),
         pytest.param(["--lengths", "many"], "lengths: invalid literal", id="length"),
@@ -386,7 +388,8 @@ def test_rows_by_hand():
         *(sample("streaming", i, i < 2, reached=i == 0) for i in range(3)),
         sample("full", 2, True),
     ]
-    dense, cab, streaming, full = passkey.summarise(samples)
+    settings = {"stage": "prefill", "filler": "noise"}
+    dense, cab, streaming, full = Passkey.rows(samples, settings)
     assert (dense["n"], dense["correct"], dense["accuracy"]) == (4, 3, 0.75)
     assert "delta" not in dense
     assert cab["density"] == pytest.approx(0.15)

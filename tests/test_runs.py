@@ -233,6 +233,7 @@ def read(*words):
         (["--device", "cpu"], {"lengths": (4,), "device": "cpu"}),
         (["--lengths", "1,2"], {"lengths": (1, 2)}),
         (["--lengths", "1", "2,3"], {"lengths": (1, 2, 3)}),
+        (["--lengths", "2,1", "2"], {"lengths": (2, 1)}),
         (
             ["--set", "a=1", "--kv-heads", "2", "--set", "b=x"],
             {"set": ("a=1", "b=x"), "kv_heads": 2},
@@ -257,6 +258,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path
         pytest.param(["--zzz", "1"], None, "the options are --lengths, --mass", id="far"),
         pytest.param(["--mass", "much"], None, "mass: could not convert", id="value"),
         pytest.param(["--mass", "3"], None, "mass must be in (0, 1]; got 3.0.", id="refused"),
+        pytest.param(["--set", "a"], None, "set: an assignment is field=value", id="assignment"),
         pytest.param(["--mass"], None, "expected one argument", id="nothing"),
         pytest.param([], "kv_head: 1", "sets 'kv_head'; did you mean kv_heads?", id="file near"),
         pytest.param([], "zzz: 1", "sets 'zzz'; the options are lengths, mass", id="file far"),

@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ class Log:
     dropped, and one that only lacks its newline gets it.
 
     Args:
-        path: the file, made where there is none, with its folder.
         identity: JSON-able; what two records must share to stand in one log.
         key: names of the fields that tell records apart, so that none counts twice; without them
             every record counts.
@@ -94,9 +93,7 @@ class Log:
             self._write(header)
             return
         found, records, whole = _parse(self.path, content)
-        difference = _first_difference(found["identity"], identity)
-        if difference is not None:
-            name, seen, wanted = difference
+        for name, seen, wanted in _differences(found["identity"], identity):
             raise LogError(
                 f"{self.path} was made with {name} {seen!r}, this run has {wanted!r}; give another "
                 "--out, or what the first run had to go on with it."
@@ -112,10 +109,9 @@ class Log:
         return json.dumps([record.get(name) for name in self.key])
 
     def _count(self, record: Record) -> bool:
-        key = self._key(record)
-        if self.key and key in self._seen:
+        if self.key and record in self:
             return False
-        self._seen.add(key)
+        self._seen.add(self._key(record))
         self.records.append(record)
         return True
 
@@ -155,13 +151,11 @@ def _open_locked(path: Path) -> Any:
 
 def _parse(path: Path, content: bytes) -> tuple[dict[str, Any], list[Record], int]:
     """(header, records, length of what is whole) of a log's bytes."""
-    *lines, tail = content.split(b"\n")
-    found = [_object(line) for line in lines]
+    found = [_object(line) for line in content.split(b"\n")]
     whole = len(content)
-    if _object(tail) is not None:
-        found.append(_object(tail))
-    else:
-        whole -= len(tail)
+    if found[-1] is None:
+        found.pop()
+        whole = content.rfind(b"\n") + 1
     if not found or not {"identity", "started"} <= (found[0] or {}).keys():
         raise LogError(f"{path} does not begin with the header of a run; give another --out.")
     if None in found:
@@ -179,16 +173,14 @@ def _object(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _first_difference(
-    seen: Any, wanted: Any, name: str = "identity"
-) -> tuple[str, Any, Any] | None:
-    """(name, seen, wanted) of the first value that differs, fields of mappings one by one."""
-    if not (isinstance(seen, dict) and isinstance(wanted, dict)):
-        return None if seen == wanted else (name, seen, wanted)
-    prefix = "" if name == "identity" else f"{name}."
-    fields = dict.fromkeys((*wanted, *seen))
-    differences = (_first_difference(seen.get(f), wanted.get(f), f"{prefix}{f}") for f in fields)
-    return next((difference for difference in differences if difference is not None), None)
+def _differences(seen: Any, wanted: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(name, seen, wanted) of values that differ, fields of mappings one by one."""
+    if isinstance(seen, dict) and isinstance(wanted, dict):
+        for field in dict.fromkeys((*wanted, *seen)):
+            inner = f"{name}.{field}" if name else field
+            yield from _differences(seen.get(field), wanted.get(field), inner)
+    elif seen != wanted:
+        yield name or "identity", seen, wanted
 
 
 def write_atomically(path: Path | str, data: str | bytes) -> None:

@@ -34,11 +34,9 @@ def file_identity(path: Path | str) -> dict[str, str]:
 
 
 def _git(*arguments: str) -> str | None:
-    folder = Path(__file__).resolve().parent
+    command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -10,16 +10,13 @@ import argparse
 import ast
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 Settings = TypeVar("Settings")
-Texts = dict[str, "str | list[str]"]
+Fields = Mapping[str, dataclasses.Field]
 FILE = "settings"  # the option that names a YAML file
-
-
-# --- declaring
 
 
 def spell(value: Any) -> str:
@@ -35,12 +32,11 @@ def option(
     repeatable: bool = False,
     spell: Callable[[Any], str] = spell,
 ) -> Any:
-    """A dataclass field that is also an option ``--name``.
+    """A dataclass field that is also an option ``--name``; of several words if it is a tuple.
 
     Args:
-        default: where it is a tuple, the option takes several words as well as commas.
         parse: from text; a ValueError it raises becomes the usage message.
-        repeatable: the option may be given several times, and its values are a tuple.
+        repeatable: the option is an assignment and may be given several times; a tuple of texts.
         spell: what ``parse`` understands, from a value; lists are as JSON leaves them.
     """
     told = {"help": help, "parse": parse, "repeatable": repeatable, "spell": spell}
@@ -49,8 +45,8 @@ def option(
 
 def by_device(gpu: Any, cpu: Any, help: str, parse: Callable[[str], Any] = str) -> Any:
     """An `option` whose default is ``gpu`` or, on a CPU, ``cpu``; see `fill_by_device`."""
-    metadata = {**option(None, help, parse).metadata, "by_device": (gpu, cpu)}
-    return dataclasses.field(default=None, metadata=metadata)
+    told = {**option(None, help, parse).metadata, "by_device": (gpu, cpu)}
+    return dataclasses.field(default=None, metadata=told)
 
 
 def fill_by_device(settings: Any, on_cpu: bool) -> None:
@@ -61,15 +57,20 @@ def fill_by_device(settings: Any, on_cpu: bool) -> None:
 
 
 def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], tuple]:
-    """A parser of ``a,b,c``."""
-    return lambda text: tuple(parse(part.strip()) for part in text.split(",") if part.strip())
+    """A parser of ``a,b,c``; what is given twice counts once."""
+
+    def parse_all(text: str) -> tuple:
+        parts = filter(None, map(str.strip, text.split(",")))
+        return tuple(dict.fromkeys(map(parse, parts)))
+
+    return parse_all
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
     """``name=value`` -> (name, value), the value a Python literal or else a string."""
     name, equals, value = text.partition("=")
     if not equals:
-        raise ValueError(f"set must be field=value; got {text!r}.")
+        raise ValueError(f"an assignment is field=value; got {text!r}.")
     try:
         return name.strip(), ast.literal_eval(value.strip())
     except (ValueError, SyntaxError):
@@ -81,9 +82,6 @@ def require(settings: Any, name: str, holds: object, accepted: str, value: objec
     if not holds:
         value = getattr(settings, name) if value is None else value
         raise ValueError(f"{name} must be {accepted}; got {value!r}.")
-
-
-# --- reading
 
 
 class _Parser(argparse.ArgumentParser):
@@ -104,13 +102,13 @@ def read_settings(
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for field in fields.values():
         _add_option(parser, field)
-    parser.add_argument(
-        f"--{FILE}", metavar="FILE", help="YAML file of these options; those typed here win"
-    )
+    told = "YAML file of these options; those typed here win"
+    parser.add_argument(f"--{FILE}", metavar="FILE", help=told)
     parsed, unknown = parser.parse_known_args(words)
     if unknown:
         name = unknown[0].partition("=")[0]
-        parser.error(f"there is no option {name!r}; {_nearest(name, map(_option_name, fields))}")
+        near = _nearest(name, list(map(_option_name, fields)))
+        parser.error(f"there is no option {name!r}; {near}")
     typed = vars(parsed)
     file = typed.pop(FILE)
     try:
@@ -125,18 +123,14 @@ def read_settings(
 
 
 def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
-    told = field.metadata
-    many = any(isinstance(default, tuple) for default in _defaults(field))
+    told, defaults = field.metadata, _defaults(field)
+    many = any(isinstance(default, tuple) for default in defaults)
     words = {"action": "append"} if told["repeatable"] else {"nargs": "+"} if many else {}
-    shown = [told["spell"](value) for value in _defaults(field) if value not in (None, ())]
+    shown = [told["spell"](value) for value in defaults if value not in (None, ())]
     default = f" (default: {'; on CPU: '.join(dict.fromkeys(shown))})" if shown else ""
-    parser.add_argument(
-        _option_name(field.name),
-        dest=field.name,
-        default=argparse.SUPPRESS,
-        help=told["help"].replace("%", "%%") + default.replace("%", "%%"),
-        **words,
-    )
+    # without a default, what is not typed is not there
+    words |= {"default": argparse.SUPPRESS, "help": (told["help"] + default).replace("%", "%%")}
+    parser.add_argument(_option_name(field.name), dest=field.name, **words)
 
 
 def _option_name(name: str) -> str:
@@ -147,19 +141,19 @@ def _defaults(field: dataclasses.Field) -> tuple:
     return field.metadata.get("by_device", (field.default,))
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    known = list(known)
+def _nearest(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]}?" if near else f"the options are {', '.join(known)}."
 
 
-def _parse(texts: Texts, fields: Mapping[str, dataclasses.Field], where: str = "") -> Texts:
+def _parse(texts: Mapping[str, Any], fields: Fields, where: str = "") -> dict[str, Any]:
     values = {}
     for name, text in texts.items():
         told = fields[name].metadata
         try:
             if told["repeatable"]:
-                values[name] = tuple(map(told["parse"], text))
+                dict(map(parse_assignment, text))  # refused here, where the option is known
+                values[name] = tuple(text)
             else:
                 values[name] = told["parse"](text if isinstance(text, str) else ",".join(text))
         except ValueError as error:
@@ -167,7 +161,7 @@ def _parse(texts: Texts, fields: Mapping[str, dataclasses.Field], where: str = "
     return values
 
 
-def _read_yaml(path: str, fields: Mapping[str, dataclasses.Field]) -> Texts:
+def _read_yaml(path: str, fields: Fields) -> dict[str, list[str]]:
     """What the file sets, as it would be typed: lists may be lists, assignments a mapping."""
     import yaml
 
@@ -178,11 +172,11 @@ def _read_yaml(path: str, fields: Mapping[str, dataclasses.Field]) -> Texts:
         raise ValueError(f"{FILE} must be a YAML file; {path}: {why}.") from None
     if not isinstance(content, dict):
         raise ValueError(f"{FILE} must be a mapping from option to value; {path} holds none.")
-    texts: Texts = {}
+    texts = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in fields:
-            raise ValueError(f"{path} sets {key!r}; {_nearest(name, fields)}")
+            raise ValueError(f"{path} sets {key!r}; {_nearest(name, list(fields))}")
         if isinstance(value, dict):
             value = [f"{field}={setting!r}" for field, setting in value.items()]
         if value is not None:
@@ -190,15 +184,11 @@ def _read_yaml(path: str, fields: Mapping[str, dataclasses.Field]) -> Texts:
     return texts
 
 
-# --- spelling
-
-
 def spelled(recorded: Mapping[str, Any], kind: type) -> list[str]:
     """The command line that gives the settings ``recorded`` in results, defaults left out.
 
-    Args:
-        recorded: value by field of ``kind``, as JSON leaves them; what is no field is passed over.
-            A file is a mapping with its ``name``.
+    ``recorded`` is as JSON leaves it; a file is a mapping with its ``name``, and what is no field
+    of ``kind`` is passed over.
     """
     on_cpu = str(recorded.get("device", "cpu")).startswith("cpu")
     words = []
@@ -206,15 +196,10 @@ def spelled(recorded: Mapping[str, Any], kind: type) -> list[str]:
         value = recorded.get(field.name)
         if value is None:
             continue
-        if isinstance(value, Mapping):
-            value = value["name"]
+        value = value["name"] if isinstance(value, Mapping) else value
         told, default = field.metadata, _defaults(field)[-1 if on_cpu else 0]
-        values = value if told["repeatable"] else [value]
-        texts = [told["spell"](each) for each in values]
-        if told["repeatable"]:
-            usual = [told["spell"](each) for each in default]
-        else:
-            usual = [] if default is None else [told["spell"](default)]
-        if texts != usual:
+        values, usual = (each if told["repeatable"] else [each] for each in (value, default))
+        texts = list(map(told["spell"], values))
+        if default is None or texts != list(map(told["spell"], usual)):
             words += [word for text in texts for word in (_option_name(field.name), text)]
     return words
