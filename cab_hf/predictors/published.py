@@ -147,14 +147,8 @@ def generate_block_mask_from_frc(
     require(keep in KEPT_SIDE.values(), "keep", keep, "'lowest' or 'highest'")
     visible = _visible_blocks(frc, causal)
     count = reference.share_of_row(visible, 1 - sparsity)
-    return _best_blocks(-frc if keep == "lowest" else frc, visible, count, keep_diagonal)
-
-
-def _best_blocks(score: Tensor, visible: Tensor, count: Tensor, keep_diagonal: bool) -> Tensor:
-    """The ``count`` best blocks of each row, the diagonal among them when it is forced."""
-    forced = _diagonal(visible, keep_diagonal)
-    candidates = (visible & ~forced).expand_as(score)
-    return forced | reference.top_blocks(score, candidates, count - forced.sum(-1, keepdim=True))
+    forced = visible.diag().diag() & bool(keep_diagonal)
+    return _best_blocks(-frc if keep == "lowest" else frc, visible, forced, count)
 
 
 def _visible_blocks(like: Tensor, causal: bool) -> Tensor:
@@ -162,8 +156,10 @@ def _visible_blocks(like: Tensor, causal: bool) -> Tensor:
     return everything.tril() if causal else everything
 
 
-def _diagonal(like: Tensor, keep: bool) -> Tensor:
-    return torch.eye(len(like), device=like.device, dtype=torch.bool) & keep
+def _best_blocks(score: Tensor, visible: Tensor, forced: Tensor, count: Tensor) -> Tensor:
+    """The ``count`` best blocks of each row, those that are forced among them."""
+    candidates = (visible & ~forced).expand_as(score)
+    return forced | reference.top_blocks(score, candidates, count - forced.sum(-1, keepdim=True))
 
 
 # --- predictors
@@ -299,13 +295,13 @@ class AdaptiveCurvaturePredictor(CoarseCurvaturePredictor):
         score = -frc if KEPT_SIDE[self.formula] == "lowest" else frc
         # scaled first: a row of equal curvatures is then exactly its own mean
         deviations = reference.standardise(reference.min_max(score, visible), visible)
-        beyond = visible & (deviations > self.threshold)
-        beyond = beyond | _diagonal(visible, self.keep_diagonal)
+        forced = visible.diag().diag() & bool(self.keep_diagonal)
+        beyond = forced | (visible & (deviations > self.threshold))
         count = beyond.sum(-1, keepdim=True).clamp(
             min=reference.share_of_row(visible, self.min_keep),
             max=reference.share_of_row(visible, self.max_keep),
         )
-        return _best_blocks(score, visible, count, self.keep_diagonal)
+        return _best_blocks(score, visible, forced, count)
 
     def extra_repr(self) -> str:
         adaptive = f"threshold={self.threshold}, min_keep={self.min_keep}, max_keep={self.max_keep}"
@@ -444,17 +440,14 @@ def estimate_flops(
 
 def _kept_pairs(n: int, blocks: int, block_size: int, sparsity: float, causal: bool) -> int:
     """(query, key) pairs of one head that are attended."""
-
-    def kept(seen: int) -> int:
-        # rounded as `reference.share_of_row` rounds
-        return math.ceil((1 - sparsity) * seen - 1e-9)
-
+    # rounded as `reference.share_of_row` rounds
+    kept = [math.ceil((1 - sparsity) * seen - 1e-9) for seen in range(1, blocks + 1)]
     if not causal:
-        return kept(blocks) * n * n // blocks
+        return kept[-1] * n * n // blocks
     pairs = 0
-    for row in range(blocks):
+    for row, blocks_kept in enumerate(kept):
         queries = min(block_size, n - row * block_size)
-        pairs += queries * (queries + 1) // 2 + (kept(row + 1) - 1) * queries * block_size
+        pairs += queries * (queries + 1) // 2 + (blocks_kept - 1) * queries * block_size
     return pairs
 
 
