@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,35 +75,30 @@ class CabConfig:
     check_finite: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("query_block", "key_block"):
-            size = self._whole(name, least=16)
-            if size % 16:
-                self._refuse(name, "a multiple of 16")
-        if max(self.query_block, self.key_block) % min(self.query_block, self.key_block):
-            self._refuse("key_block", f"a divisor or a multiple of query_block={self.query_block}")
-        for name in ("sink_blocks", "local_blocks", "min_length"):
-            self._whole(name, least=0)
+        blocks = ("query_block", "key_block")
+        self._require(blocks, lambda size: is_whole(size, 16), "a whole number >= 16")
+        self._require(blocks, lambda size: size % 16 == 0, "a multiple of 16")
+        fits = max(self.query_block, self.key_block) % min(self.query_block, self.key_block) == 0
+        of_rows = f"a divisor or a multiple of query_block={self.query_block}"
+        self._require(("key_block",), lambda _: fits, of_rows)
+        counts = ("sink_blocks", "local_blocks", "min_length")
+        self._require(counts, lambda count: is_whole(count, 0), "a whole number >= 0")
         for name, choices in (("coarsen", COARSEN), ("select", SELECT), ("curvature", CURVATURE)):
-            if getattr(self, name) not in choices:
-                self._refuse(name, "one of " + ", ".join(map(repr, choices)))
-        self._share("mass", above=0.0)
-        self._share("max_density", above=0.0)
-        self._share("bridges")
-        self._share("redundancy")
-        self._share("sparsity")
-        if self.sparsity == 1:
-            self._refuse("sparsity", "below 1: every row needs at least one block")
-        for name in ("engine", "predictor"):
-            if not isinstance(getattr(self, name), str):
-                self._refuse(name, "a name (str)")
-        for name in ("sparse_decode", "check_finite"):
-            if not isinstance(getattr(self, name), bool):
-                self._refuse(name, "True or False")
-        layers = self.dense_layers
-        if not isinstance(layers, (tuple, list)) or not all(_is_int(i) and i >= 0 for i in layers):
-            self._refuse("dense_layers", "a tuple of layer indices >= 0")
+            self._require((name,), choices.__contains__, "one of " + ", ".join(map(repr, choices)))
+        self._require(("mass", "max_density"), lambda x: is_share(x) and x > 0, "in (0, 1]")
+        self._require(("bridges", "redundancy", "sparsity"), is_share, "in [0, 1]")
+        every_row = "below 1: every row needs at least one block"
+        self._require(("sparsity",), lambda share: share < 1, every_row)
+        self._require(("engine", "predictor"), lambda x: isinstance(x, str), "a name (str)")
+        switches = ("sparse_decode", "check_finite")
+        self._require(switches, lambda x: isinstance(x, bool), "True or False")
+
+        def indices(layers: Any) -> bool:
+            return isinstance(layers, (tuple, list)) and all(is_whole(i, 0) for i in layers)
+
+        self._require(("dense_layers",), indices, "a tuple of layer indices >= 0")
         # a list is what JSON gives back; a frozen value must hash
-        object.__setattr__(self, "dense_layers", tuple(layers))
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
 
     @classmethod
     def published(
@@ -153,22 +149,26 @@ class CabConfig:
         """Plain values that survive JSON, ready for ``model.config.cab_config``."""
         return {**dataclasses.asdict(self), "dense_layers": list(self.dense_layers)}
 
-    def _refuse(self, name: str, accepted: str) -> None:
-        raise ValueError(f"CabConfig.{name} is {getattr(self, name)!r}; it must be {accepted}.")
-
-    def _whole(self, name: str, least: int) -> int:
-        value = getattr(self, name)
-        if not _is_int(value) or value < least:
-            self._refuse(name, f"a whole number >= {least}")
-        return value
-
-    def _share(self, name: str, above: float | None = None) -> None:
-        value = getattr(self, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        # written so that NaN fails too
-        if not number or not 0 <= value <= 1 or (above is not None and not value > above):
-            self._refuse(name, "in (0, 1]" if above is not None else "in [0, 1]")
+    def _require(self, names: tuple[str, ...], accepts: Callable[[Any], bool], what: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            require(accepts(value), f"CabConfig.{name}", value, what)
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def require(accepted: bool, name: str, value: Any, what: str) -> None:
+    """Refuse the ``value`` of an argument, in one sentence, unless it is ``accepted``."""
+    if not accepted:
+        raise ValueError(f"{name} is {value!r}; it must be {what}.")
+
+
+def is_whole(value: Any, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and math.isfinite(value)
+
+
+def is_share(value: Any) -> bool:
+    return is_number(value) and 0 <= value <= 1

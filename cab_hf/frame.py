@@ -55,30 +55,29 @@ class Frame:
 
         if valid is None:
             valid = torch.ones(batch, kv_length, dtype=torch.bool, device=device)
-        rank = valid.cumsum(-1) - 1
-        if document is None:
-            first = torch.zeros_like(rank)
-            place, length = rank, kv_length
-        else:
-            first, shift, length = _aligned_documents(rank, valid, document, align)
-            place = rank + shift
-        key_source, key_valid = _invert(place, valid, length)
-
         mine = slice(q_slot, q_slot + q_length)
         real = valid[:, mine]
-        position = place[:, mine]
-        # a document call has its queries where its keys are; else they close up from the left
-        inside = position if document is not None else real.cumsum(-1) - 1
-        q_frame = length if document is not None else q_length
+        place = valid.cumsum(-1) - 1
+        if document is None:
+            first, length = torch.zeros_like(place), kv_length
+            # queries close up from the left
+            inside, q_frame = real.cumsum(-1) - 1, q_length
+        else:
+            first, shift, length = _aligned_documents(valid, document, align)
+            place = place + shift
+            # queries are where their keys are
+            inside, q_frame = place[:, mine], length
+        key_source, key_valid = _invert(place, valid, length)
         query_source, query_valid = _invert(inside, real, q_frame)
 
         def by_query(values: Tensor, fill: int) -> Tensor:
             taken = values.gather(1, query_source).masked_fill(~query_valid, fill)
             return taken.to(torch.int32)
 
-        spans = Spans(by_query(first[:, mine], 0), by_query(position, -1), key_valid, aligned=True)
-        place = inside.masked_fill(~real, 0)
-        return cls(spans, kv_length, query_source, key_source, place, ~real)
+        starts, ends = by_query(first[:, mine], 0), by_query(place[:, mine], -1)
+        spans = Spans(starts, ends, key_valid, aligned=True)
+        inside = inside.masked_fill(~real, 0)
+        return cls(spans, kv_length, query_source, key_source, inside, ~real)
 
     def queries(self, x: Tensor) -> Tensor:
         """[B, H, N_q, D] from the call's order to the frame's."""
@@ -110,9 +109,7 @@ def _invert(place: Tensor, real: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return source[:, :length], filled[:, :length]
 
 
-def _aligned_documents(
-    rank: Tensor, valid: Tensor, document: Tensor, align: int
-) -> tuple[Tensor, Tensor, int]:
+def _aligned_documents(valid: Tensor, document: Tensor, align: int) -> tuple[Tensor, Tensor, int]:
     """(where each token's document starts, shift from rank to place, length) of the frame."""
     count = int(document.max()) + 1
     document = document.to(torch.int64)

@@ -6,12 +6,12 @@ For models of the Hub there is nothing to build; see `cab_hf.apply_cab`.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from cab_hf.config import CabConfig
+from cab_hf.config import CabConfig, is_whole, require
 from cab_hf.engines import ENGINES, Workload, choose
 from cab_hf.plan import BlockPlan, Spans
 from cab_hf.predictors import Call, CoarseCurvaturePredictor, CurvaturePredictor
@@ -58,13 +58,11 @@ class CABAttention(nn.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _require_divisor("num_heads", num_heads, "dim", dim)
         _require_divisor("num_kv_heads", num_kv_heads, "num_heads", num_heads)
-        if engine not in ("auto", *ENGINES):
-            known = ", ".join(map(repr, ("auto", *ENGINES)))
-            raise ValueError(f"engine is {engine!r}; it must be one of {known}.")
+        engines = ("auto", *ENGINES)
+        require(engine in engines, "engine", engine, "one of " + ", ".join(map(repr, engines)))
         # made in any case: it names what it refuses as it is named here, the config does not
         published = CoarseCurvaturePredictor(block_size, sparsity, formula=formula, causal=causal)
-        if block_size % 16:
-            raise ValueError(f"block_size is {block_size}; it must be a multiple of 16.")
+        require(block_size % 16 == 0, "block_size", block_size, "a multiple of 16")
         self.config = CabConfig.published(
             sparsity, formula, query_block=block_size, key_block=block_size, engine=engine
         )
@@ -82,11 +80,9 @@ class CABAttention(nn.Module):
         Raises:
             ValueError: for another shape, or an engine asked for by name that cannot run this.
         """
-        if x.ndim != 3 or x.shape[-1] != self.q_proj.in_features or not x.numel():
-            raise ValueError(
-                f"the shape of x is {list(x.shape)}; it must be [B, N, {self.q_proj.in_features}], "
-                "none 0."
-            )
+        dim = self.q_proj.in_features
+        fits = x.ndim == 3 and x.shape[-1] == dim and x.numel() > 0
+        require(fits, "the shape of x", list(x.shape), f"[B, N, {dim}], none 0")
         q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         scale = self.head_dim**-0.5
         plan = self._plan(q, k, scale)
@@ -100,17 +96,14 @@ class CABAttention(nn.Module):
 
     def _plan(self, q: Tensor, k: Tensor, scale: float) -> BlockPlan:
         batch, _, length, _ = q.shape
+        spans = Spans.causal(batch, length, length, q.device)
         if self.causal:
-            spans = Spans.causal(batch, length, length, q.device)
             return self.predictor(q, k, Call(spans, scale))
         # CurvaturePredictor reads a query's own position off the end of its span, which says
         # nothing when every span ends with the text
-        return BlockPlan.from_dense(
-            self.predictor(q, k),
-            _everything(batch, length, q.device),
-            query_block=self.config.query_block,
-            key_block=self.config.key_block,
-        )
+        spans = replace(spans, last=spans.first + (length - 1), aligned=False)
+        block = self.config.query_block
+        return BlockPlan.from_dense(self.predictor(q, k), spans, query_block=block, key_block=block)
 
 
 class CABAttentionLayer(nn.Module):
@@ -157,16 +150,8 @@ class CABAttentionLayer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-def _everything(batch: int, length: int, device: torch.device) -> Spans:
-    """Every query sees every key."""
-    first = torch.zeros(batch, length, device=device, dtype=torch.int32)
-    every_key = torch.ones(batch, length, device=device, dtype=torch.bool)
-    return Spans(first, first + (length - 1), every_key)
-
-
 def _require_divisor(name: str, value: Any, of: str, whole: Any) -> None:
     for label, number in ((of, whole), (name, value)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ValueError(f"{label} is {number!r}; it must be a whole number >= 1.")
+        require(is_whole(number), label, number, "a whole number >= 1")
     if whole % value:
         raise ValueError(f"{name} is {value}; it must divide {of}={whole}.")

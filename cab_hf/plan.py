@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -137,9 +138,7 @@ class BlockLists:
         # everything not chosen is written to one spare column, cut off afterwards
         slot = torch.where(chosen, slot, width).to(torch.int64)
         column = torch.arange(columns, device=chosen.device, dtype=torch.int32)
-        indices = torch.zeros(
-            *chosen.shape[:-1], width + 1, device=chosen.device, dtype=torch.int32
-        )
+        indices = column.new_zeros(*chosen.shape[:-1], width + 1)
         indices.scatter_(-1, slot, column.expand_as(slot))
         indices[..., width] = 0
         return cls(chosen.sum(-1, dtype=torch.int32), indices[..., :width].contiguous())
@@ -156,9 +155,7 @@ class BlockLists:
     def to_dense(self, columns: int) -> Tensor:
         """bool [B, H, M, columns], the inverse of `from_dense`."""
         target = torch.where(self.listed(), self.indices, columns).to(torch.int64)
-        dense = torch.zeros(
-            *self.counts.shape, columns + 1, device=self.counts.device, dtype=torch.bool
-        )
+        dense = target.new_zeros(*self.counts.shape, columns + 1, dtype=torch.bool)
         return dense.scatter_(-1, target, True)[..., :columns]
 
     def transpose(self, columns: int) -> BlockLists:
@@ -170,8 +167,11 @@ class BlockLists:
         own = self.counts.shape[1]
         if own in (1, heads):
             return self
-        parts = (x.repeat_interleave(heads // own, dim=1) for x in (self.counts, self.indices))
-        return BlockLists(*parts)
+        return self.each(lambda x: x.repeat_interleave(heads // own, dim=1))
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> BlockLists:
+        """The same change made to counts and indices."""
+        return BlockLists(change(self.counts), change(self.indices))
 
     def widened(self, width: int) -> BlockLists:
         """The same lists with room for ``width`` entries a row."""
@@ -201,12 +201,7 @@ class BlockPlan:
 
     @classmethod
     def from_dense(
-        cls,
-        keep: Tensor,
-        spans: Spans,
-        *,
-        query_block: int,
-        key_block: int,
+        cls, keep: Tensor, spans: Spans, *, query_block: int, key_block: int
     ) -> BlockPlan:
         """The plan that attends ``keep``, bool [B, H, M_q, M_k], as far as the spans allow."""
         visible, whole = _visibility(spans.rows(query_block), key_block, spans.kv_length)
@@ -292,17 +287,12 @@ class BlockPlan:
         stop = self.q_length if stop is None else min(stop, self.q_length)
         kv_stop = self.kv_length if kv_stop is None else kv_stop
         rows = slice(start // self.query_block, -(-stop // self.query_block))
-        lists = (
-            BlockLists(part.counts[:, :, rows], part.indices[:, :, rows])
-            for part in (self.full, self.partial)
-        )
+        lists = (part.each(lambda x: x[:, :, rows]) for part in (self.full, self.partial))
         full, partial = (part.to_dense(self.kv_blocks) for part in lists)
-        query = torch.arange(start, stop, device=full.device) // self.query_block - rows.start
+        row = torch.arange(start, stop, device=full.device) // self.query_block - rows.start
         key = torch.arange(kv_stop, device=full.device)
-        blocks = (full | partial)[:, :, query, : -(-kv_stop // self.key_block)]
-        tokens = blocks.repeat_interleave(self.key_block, dim=-1)[..., :kv_stop]
-        first = self.spans.first[:, start:stop, None]
-        last = self.spans.last[:, start:stop, None]
+        tokens = (full | partial)[:, :, row][..., key // self.key_block]
+        first, last = (x[:, start:stop, None] for x in (self.spans.first, self.spans.last))
         return tokens & ((key >= first) & (key <= last)).unsqueeze(1)
 
     def transpose(self) -> tuple[BlockLists, BlockLists]:
@@ -335,33 +325,28 @@ class BlockPlan:
         Raises:
             ValueError: naming the list and what is wrong with it.
         """
-        visible, whole = _visibility(
-            self.spans.rows(self.query_block), self.key_block, self.kv_length
-        )
+        rows, columns = self.spans.rows(self.query_block), self.kv_blocks
         shape = (self.batch, self.heads, self.q_blocks)
         for name, part in (("full", self.full), ("partial", self.partial)):
-            for field, tensor, expected in (
-                ("counts", part.counts, shape),
-                ("indices", part.indices, (*shape, part.width)),
-            ):
-                if tensor.dtype != torch.int32 or tuple(tensor.shape) != expected:
-                    raise ValueError(
-                        f"{name}.{field} is {tensor.dtype} {tuple(tensor.shape)}; it must be int32 "
-                        f"{expected}."
-                    )
-            if bool(((part.counts < 0) | (part.counts > part.width)).any()):
-                raise ValueError(f"{name}.counts leave 0 to {part.width}, the width of its lists.")
-            listed = part.listed()
-            outside = (part.indices < 0) | (part.indices >= self.kv_blocks)
-            if bool((outside & listed).any()):
-                raise ValueError(f"{name}.indices leave 0 to {self.kv_blocks - 1}, the key blocks.")
-            falling = part.indices[..., 1:] <= part.indices[..., :-1]
-            if bool((falling & listed[..., 1:]).any()):
-                raise ValueError(f"{name}.indices are not strictly ascending within a row.")
-        full, partial = self.full.to_dense(self.kv_blocks), self.partial.to_dense(self.kv_blocks)
-        if bool((full & partial).any()):
-            raise ValueError("A block is listed in both full and partial.")
-        if bool((full & ~whole.unsqueeze(1)).any()):
-            raise ValueError("full lists a block that some query of its row may not see wholly.")
-        if bool((partial & ~visible.unsqueeze(1)).any()):
-            raise ValueError("partial lists a block that no query of its row may see.")
+            for field, expected in (("counts", shape), ("indices", (*shape, part.width))):
+                x = getattr(part, field)
+                if x.dtype != torch.int32 or tuple(x.shape) != expected:
+                    found = f"{x.dtype} {tuple(x.shape)}"
+                    raise ValueError(f"{name}.{field} is {found}; it must be int32 {expected}.")
+            counts, indices, listed = part.counts, part.indices, part.listed()
+            beyond = (counts < 0) | (counts > part.width)
+            _refuse(beyond, f"{name}.counts leave 0 to {part.width}, the width of its lists.")
+            outside = listed & ((indices < 0) | (indices >= columns))
+            _refuse(outside, f"{name}.indices leave 0 to {columns - 1}, the key blocks.")
+            falling = listed[..., 1:] & (indices[..., 1:] <= indices[..., :-1])
+            _refuse(falling, f"{name}.indices are not strictly ascending within a row.")
+        full, partial = self.full.to_dense(columns), self.partial.to_dense(columns)
+        visible, whole = (x.unsqueeze(1) for x in _visibility(rows, self.key_block, self.kv_length))
+        _refuse(full & partial, "A block is listed in both full and partial.")
+        _refuse(full & ~whole, "full lists a block that some query of its row may not see wholly.")
+        _refuse(partial & ~visible, "partial lists a block that no query of its row may see.")
+
+
+def _refuse(found: Tensor, sentence: str) -> None:
+    if bool(found.any()):
+        raise ValueError(sentence)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -34,19 +36,20 @@ def describe(
     config = settings(text)
     tokens = tokens or getattr(text, "max_position_embeddings", None) or config.min_length
     training = model.training if training is None else training
+    head = "cab_dense: exact attention"
+    if name == "cab":
+        blocks = f"blocks {config.query_block} x {config.key_block}"
+        head = f"cab: predictor {config.predictor}{_budget(config)}, {blocks}"
+    lines = [f"{head}; a prompt of {tokens} tokens:"]
     layers = [
-        (index, _sentence(module, config, model.dtype, tokens, training, name == "cab"))
+        (_sentence(module, config, model.dtype, tokens, training, name == "cab"), index)
         for index, module in attention_layers(model)
     ]
-    if name == "cab_dense":
-        return "\n".join(
-            [f"cab_dense: exact attention; a prompt of {tokens} tokens:", *_lines(layers)]
-        )
-    head = (
-        f"cab: predictor {config.predictor}{_budget(config)}, blocks {config.query_block} x "
-        f"{config.key_block}; a prompt of {tokens} tokens:"
-    )
-    return "\n".join([head, *_lines(layers)])
+    for sentence, run in groupby(layers, key=itemgetter(0)):
+        first, *others = [index for _, index in run]
+        of = f"layers {first}-{others[-1]}" if others else f"layer {first}"
+        lines.append(f"  {of}: {sentence}")
+    return "\n".join(lines)
 
 
 def _budget(config: CabConfig) -> str:
@@ -109,22 +112,3 @@ def _sentence(
     # what computes it is told where that is not what anybody would expect
     how = [] if way.reason and way.engine is SDPA else [way.engine.name]
     return ", ".join(["dense", *([way.reason] if way.reason else []), *how])
-
-
-def _lines(layers: list[tuple[int, str]]) -> list[str]:
-    return [f"  {_span(run)}: {run[0][1]}" for run in _runs(layers)]
-
-
-def _runs(layers: list[tuple[int, str]]) -> list[list[tuple[int, str]]]:
-    runs: list[list[tuple[int, str]]] = []
-    for layer in layers:
-        if runs and runs[-1][0][1] == layer[1]:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    return runs
-
-
-def _span(run: list[tuple[int, str]]) -> str:
-    first, last = run[0][0], run[-1][0]
-    return f"layer {first}" if first == last else f"layers {first}-{last}"

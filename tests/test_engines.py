@@ -220,15 +220,7 @@ def test_the_ragged_last_block_is_partial():
     ],
 )
 def test_an_engine_asked_for_by_name_never_falls_back(work, reason, instead):
-    usual = {
-        "device": "cpu",
-        "head_dim": 64,
-        "dtype": torch.float32,
-        "training": False,
-        "query_block": 128,
-        "key_block": 64,
-    }
-    work = engines.Workload(**{**usual, **work})
+    work = workload(**{"device": "cpu", "head_dim": 64, "dtype": torch.float32, **work})
     with pytest.raises(ValueError, match=reason):
         engines.choose("flex", work)
     assert engines.choose("auto", work).name == instead
@@ -269,7 +261,7 @@ HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
 )
 def test_flex_takes_flash_where_it_can(monkeypatch, capability, work, expected):
     pretend(monkeypatch, capability)
-    work = engines.Workload(**workload(**work))
+    work = workload(**work)
     assert f"({expected}" in engines.choose("flex", work).label(work)
 
 
@@ -304,7 +296,7 @@ def test_flash_needs_a_recent_package(monkeypatch):
 )
 def test_the_label_says_what_runs(monkeypatch, name, work, expected):
     pretend(monkeypatch, HOPPER)
-    work = engines.Workload(**workload(**work))
+    work = workload(**work)
     assert engines.choose(name, work).label(work) == expected
 
 
@@ -324,22 +316,22 @@ def test_the_label_says_what_runs(monkeypatch, name, work, expected):
 def test_what_computes_exact_attention(monkeypatch, work, length, expected):
     pretend(monkeypatch, HOPPER)
     monkeypatch.setattr(ffpa, "_missing", lambda: None)
-    assert engines.exact(engines.Workload(**workload(**work)), length).name == expected
+    assert engines.exact(workload(**work), length).name == expected
 
 
 def test_gpus_that_nothing_was_measured_on_keep_to_pytorch(monkeypatch):
     pretend(monkeypatch, AMPERE)
-    assert engines.choose("auto", engines.Workload(**workload())) is engines.FLEX
-    assert engines.exact(engines.Workload(**workload()), None) is engines.SDPA
-    assert engines.exact(engines.Workload(**workload(head_dim=512)), 4096) is engines.SDPA
-    assert engines.choose("triton", engines.Workload(**workload())) is engines.TRITON
+    assert engines.choose("auto", workload()) is engines.FLEX
+    assert engines.exact(workload(), None) is engines.SDPA
+    assert engines.exact(workload(head_dim=512), 4096) is engines.SDPA
+    assert engines.choose("triton", workload()) is engines.TRITON
 
 
 def test_ffpa_is_left_alone_where_it_is_not_installed(monkeypatch):
     pretend(monkeypatch, HOPPER)
     monkeypatch.setattr(ffpa, "find_spec", lambda name: None)
     monkeypatch.setattr(ffpa, "_missing", ffpa._missing.__wrapped__)
-    assert engines.exact(engines.Workload(**workload(head_dim=512)), 4096) is engines.TRITON
+    assert engines.exact(workload(head_dim=512), 4096) is engines.TRITON
 
 
 def measured(folder):
@@ -374,7 +366,7 @@ def test_ffpa_is_used_where_it_was_measured_faster():
 
 
 def workload(**changes):
-    return {**USUAL, **changes}
+    return engines.Workload(**{**USUAL, **changes})
 
 
 def pretend(monkeypatch, capability):

@@ -6,12 +6,14 @@ The definitions are `reference.coarsen_queries` and `reference.coarsen_keys`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from cab_hf.ops.attention.tiles import vectors
 from cab_hf.ops.reference import KeySummary
 from cab_hf.plan import Spans
 
@@ -78,12 +80,11 @@ def _launch(
     blocks = target.shape[3]
     queries = rows is not None
     _coarsen_kernel[(batch * heads * blocks,)](
-        x,
+        vectors(x),
         first,
         real,
         target,
         rows,
-        *x.stride()[:3],
         first.stride(0) if queries else 0,
         real.stride(0),
         target.stride(0),
@@ -107,6 +108,17 @@ def _flat(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+class Tokens(NamedTuple):
+    """The block of a head that a program summarises, and where it reads tokens and which count."""
+
+    x: tl.tensor
+    stride: tl.tensor
+    real: tl.tensor
+    channel: tl.tensor
+    block: tl.tensor
+    length: tl.tensor
+
+
 @triton.jit
 def _coarsen_kernel(
     x,
@@ -114,9 +126,6 @@ def _coarsen_kernel(
     real,
     target,
     rows,
-    stride_b,
-    stride_h,
-    stride_n,
     first_stride_b,
     real_stride_b,
     plane,
@@ -138,16 +147,15 @@ def _coarsen_kernel(
     head = pid % heads
     block = pid // heads % blocks
     b = pid // (heads * blocks)
-    x += b * stride_b + head * stride_h
+    data = x.data + (b * x.batch + head * x.head)
     real += b * real_stride_b
     channel = tl.arange(0, BLOCK_D)
     target += ((b * heads + head) * blocks + block) * D + channel
+    tokens = Tokens(data, x.token, real, channel, block, length)
     if LOUDEST:
-        token = _loudest(x, stride_n, real, QUERIES, block, length, channel, BLOCK, ROWS, D)
+        token = _loudest(tokens, BLOCK, ROWS, D, QUERIES)
     else:
-        token, upper, lower = _mean_and_box(
-            x, stride_n, real, QUERIES, block, length, channel, BLOCK, ROWS, D, BLOCK_D, BOX
-        )
+        token, upper, lower = _mean_and_box(tokens, BLOCK, ROWS, D, QUERIES, BOX)
         if BOX:
             _store(target + plane, upper, channel < D)
             _store(target + 2 * plane, lower, channel < D)
@@ -168,59 +176,41 @@ def _store(target, x, mask):
 
 @triton.jit
 def _read_rows(
-    source,
-    stride,
-    real,
-    QUERIES: tl.constexpr,
-    block,
-    start,
-    length,
-    channel,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
+    tokens, start, BLOCK: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr
 ):
     """Some tokens of a block, float32 [ROWS, BLOCK_D], and which of them count."""
     inside = start + tl.arange(0, ROWS)
-    token = block * BLOCK + inside
-    there = (inside < BLOCK) & (token < length)
+    token = tokens.block * BLOCK + inside
+    there = (inside < BLOCK) & (token < tokens.length)
     # what exists is read without waiting to know what counts
     x = tl.load(
-        source + token[:, None] * stride + channel[None, :],
-        mask=there[:, None] & (channel[None, :] < D),
+        tokens.x + token[:, None] * tokens.stride + tokens.channel[None, :],
+        mask=there[:, None] & (tokens.channel[None, :] < D),
         other=0.0,
     ).to(tl.float32)
     if QUERIES:
-        counts = there & (tl.load(real + token, mask=there, other=-1) >= 0)
+        counts = there & (tl.load(tokens.real + token, mask=there, other=-1) >= 0)
     else:
-        counts = there & (tl.load(real + token, mask=there, other=0) != 0)
+        counts = there & (tl.load(tokens.real + token, mask=there, other=0) != 0)
     return x, counts
 
 
 @triton.jit
 def _mean_and_box(
-    source,
-    stride,
-    real,
-    QUERIES: tl.constexpr,
-    block,
-    length,
-    channel,
+    tokens,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    QUERIES: tl.constexpr,
     BOX: tl.constexpr,
 ):
     # [ROWS, BLOCK_D]: reduced over rows once, at the end
-    total = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    upper = tl.full([ROWS, BLOCK_D], float("-inf"), tl.float32)
-    lower = tl.full([ROWS, BLOCK_D], float("inf"), tl.float32)
+    total = tl.zeros([ROWS, tokens.channel.shape[0]], tl.float32)
+    upper = tl.full(total.shape, float("-inf"), tl.float32)
+    lower = tl.full(total.shape, float("inf"), tl.float32)
     counted = tl.zeros([ROWS], tl.int32)
     for start in tl.static_range(0, BLOCK, ROWS):
-        x, counts = _read_rows(
-            source, stride, real, QUERIES, block, start, length, channel, BLOCK, ROWS, D
-        )
+        x, counts = _read_rows(tokens, start, BLOCK, ROWS, D, QUERIES)
         total += tl.where(counts[:, None], x, 0.0)
         counted += counts.to(tl.int32)
         if BOX:
@@ -235,30 +225,20 @@ def _mean_and_box(
 
 @triton.jit
 def _loudest(
-    source,
-    stride,
-    real,
-    QUERIES: tl.constexpr,
-    block,
-    length,
-    channel,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
+    tokens, BLOCK: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr
 ):
     """The token of largest norm; the first token where no token counts, as in the reference."""
     best = -1.0
-    where = block * BLOCK
+    where = tokens.block * BLOCK
     for start in tl.static_range(0, BLOCK, ROWS):
-        x, counts = _read_rows(
-            source, stride, real, QUERIES, block, start, length, channel, BLOCK, ROWS, D
-        )
+        x, counts = _read_rows(tokens, start, BLOCK, ROWS, D, QUERIES)
         norm = tl.where(counts, tl.sum(x * x, 1), -1.0)
         loudest = tl.max(norm, 0)
         here = tl.argmax(norm, 0, tie_break_left=True)
-        where = tl.where(loudest > best, block * BLOCK + start + here, where)
+        where = tl.where(loudest > best, tokens.block * BLOCK + start + here, where)
         best = tl.maximum(best, loudest)
-    return tl.load(source + where * stride + channel, mask=channel < D, other=0.0).to(tl.float32)
+    at = tokens.x + where * tokens.stride + tokens.channel
+    return tl.load(at, mask=tokens.channel < D, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cab_hf.config import is_number, is_share, is_whole, require
 from cab_hf.ops import reference
 
 if TYPE_CHECKING:
@@ -54,14 +55,11 @@ def coarsen_qk_max_l2(q: Tensor, k: Tensor, block_size: int = 64) -> tuple[Tenso
     Raises:
         ValueError: for shapes that do not fit, or a block size below 1.
     """
-    _require_heads("q", q, "k", k)
-    _require_whole("block_size", block_size)
-
-    def every_token(x: Tensor) -> Tensor:
-        return torch.ones(x.shape[0], x.shape[2], device=x.device, dtype=torch.bool)
-
-    queries = reference.coarsen_queries(q, every_token(q), block_size, "max_l2")
-    return queries, reference.coarsen_keys(k, every_token(k), block_size, "max_l2").mean
+    _require_heads(q=q, k=k)
+    _require_sizes(block_size=block_size)
+    queries, keys = (x.new_ones(x.shape[0], x.shape[2], dtype=torch.bool) for x in (q, k))
+    q_coarse = reference.coarsen_queries(q, queries, block_size, "max_l2")
+    return q_coarse, reference.coarsen_keys(k, keys, block_size, "max_l2").mean
 
 
 def compute_block_frc(
@@ -97,19 +95,17 @@ def compute_block_frc(
         ValueError: for shapes that do not fit, different numbers of query and key blocks, an
             unknown formula, or a redundancy outside [0, 1].
     """
-    _require_heads("q_coarse", q_coarse, "k_coarse", k_coarse)
-    _require_formula(formula, redundancy)
+    _require_heads(q_coarse=q_coarse, k_coarse=k_coarse)
+    _require_recipe(formula, redundancy)
     blocks = q_coarse.shape[2]
     if k_coarse.shape[2] != blocks:
         raise ValueError(
             f"k_coarse has {k_coarse.shape[2]} blocks and q_coarse {blocks}; they must be equal in "
             "number, since triangles walk from key blocks on as query blocks."
         )
-    keys = k_coarse.float()
-    scale = q_coarse.shape[-1] ** -0.5
-    one_vector = reference.KeySummary(keys.unsqueeze(0))
-    logits, _ = reference.block_logits(q_coarse.float(), one_vector, scale)
-    visible = _visible_blocks(blocks, causal, logits.device)
+    one_vector = reference.KeySummary(k_coarse.float().unsqueeze(0))
+    logits, _ = reference.block_logits(q_coarse.float(), one_vector, q_coarse.shape[-1] ** -0.5)
+    visible = _visible_blocks(logits, causal)
     affinity = logits.relu().masked_fill(~visible, 0.0)
     triangles = affinity @ affinity
     if formula == "additive":
@@ -146,33 +142,24 @@ def generate_block_mask_from_frc(
         ValueError: for a curvature that is not square, a sparsity outside [0, 1), or an unknown
             ``keep``.
     """
-    _require_square("frc", frc)
-    _require_sparsity(sparsity)
-    visible = _visible_blocks(frc.shape[-1], causal, frc.device)
+    _require_square(frc)
+    _require_recipe(sparsity=sparsity)
+    require(keep in KEPT_SIDE.values(), "keep", keep, "'lowest' or 'highest'")
+    visible = _visible_blocks(frc, causal)
     count = reference.share_of_row(visible, 1 - sparsity)
-    return _best_blocks(_kept_side_up(frc, keep), visible, count, keep_diagonal)
+    forced = visible.diag().diag() & bool(keep_diagonal)
+    return _best_blocks(-frc if keep == "lowest" else frc, visible, forced, count)
 
 
-def _best_blocks(score: Tensor, visible: Tensor, count: Tensor, keep_diagonal: bool) -> Tensor:
-    """The ``count`` best blocks of each row, the diagonal among them when it is forced."""
-    forced = _diagonal(visible) if keep_diagonal else torch.zeros_like(visible)
-    candidates = (visible & ~forced).expand_as(score)
-    return forced | reference.top_blocks(score, candidates, count - forced.sum(-1, keepdim=True))
-
-
-def _kept_side_up(frc: Tensor, keep: str) -> Tensor:
-    if keep not in KEPT_SIDE.values():
-        raise ValueError(f"keep is {keep!r}; it must be 'lowest' or 'highest'.")
-    return -frc if keep == "lowest" else frc
-
-
-def _visible_blocks(blocks: int, causal: bool, device: torch.device) -> Tensor:
-    everything = torch.ones(blocks, blocks, device=device, dtype=torch.bool)
+def _visible_blocks(like: Tensor, causal: bool) -> Tensor:
+    everything = torch.ones_like(like[0, 0], dtype=torch.bool)
     return everything.tril() if causal else everything
 
 
-def _diagonal(visible: Tensor) -> Tensor:
-    return torch.eye(visible.shape[-1], device=visible.device, dtype=torch.bool)
+def _best_blocks(score: Tensor, visible: Tensor, forced: Tensor, count: Tensor) -> Tensor:
+    """The ``count`` best blocks of each row, those that are forced among them."""
+    candidates = (visible & ~forced).expand_as(score)
+    return forced | reference.top_blocks(score, candidates, count - forced.sum(-1, keepdim=True))
 
 
 # --- predictors
@@ -206,9 +193,8 @@ class CoarseCurvaturePredictor(nn.Module):
         causal: bool = True,
     ) -> None:
         super().__init__()
-        _require_whole("block_size", block_size)
-        _require_sparsity(sparsity)
-        _require_formula(formula, redundancy)
+        _require_sizes(block_size=block_size)
+        _require_recipe(formula, redundancy, sparsity)
         self.block_size = block_size
         self.sparsity = sparsity
         self.formula = formula
@@ -227,7 +213,7 @@ class CoarseCurvaturePredictor(nn.Module):
         Raises:
             ValueError: for shapes that do not fit, or q and k of different lengths.
         """
-        _require_heads("q", q, "k", k)
+        _require_heads(q=q, k=k)
         if q.shape[2] != k.shape[2]:
             raise ValueError(
                 f"k has {k.shape[2]} tokens and q {q.shape[2]}; they must be of one length: these "
@@ -286,10 +272,10 @@ class AdaptiveCurvaturePredictor(CoarseCurvaturePredictor):
         keep_diagonal: bool = True,
         causal: bool = True,
     ) -> None:
-        _require(_is_number(threshold), "threshold", threshold, "a finite number")
+        require(is_number(threshold), "threshold", threshold, "a finite number")
         for name, share in (("min_keep", min_keep), ("max_keep", max_keep)):
-            _require(_is_number(share) and 0 < share <= 1, name, share, "in (0, 1]")
-        _require(min_keep <= max_keep, "min_keep", min_keep, f"at most max_keep={max_keep}")
+            require(is_share(share) and share > 0, name, share, "in (0, 1]")
+        require(min_keep <= max_keep, "min_keep", min_keep, f"at most max_keep={max_keep}")
         super().__init__(
             block_size,
             1 - min_keep,
@@ -304,19 +290,18 @@ class AdaptiveCurvaturePredictor(CoarseCurvaturePredictor):
 
     def select(self, frc: Tensor) -> Tensor:
         """The blocks kept by their curvature ``frc``, [B, H, M, M] -> bool [B, H, M, M]."""
-        _require_square("frc", frc)
-        visible = _visible_blocks(frc.shape[-1], self.causal, frc.device)
-        score = _kept_side_up(frc, KEPT_SIDE[self.formula])
+        _require_square(frc)
+        visible = _visible_blocks(frc, self.causal)
+        score = -frc if KEPT_SIDE[self.formula] == "lowest" else frc
         # scaled first: a row of equal curvatures is then exactly its own mean
         deviations = reference.standardise(reference.min_max(score, visible), visible)
-        beyond = visible & (deviations > self.threshold)
-        if self.keep_diagonal:
-            beyond = beyond | _diagonal(visible)
+        forced = visible.diag().diag() & bool(self.keep_diagonal)
+        beyond = forced | (visible & (deviations > self.threshold))
         count = beyond.sum(-1, keepdim=True).clamp(
             min=reference.share_of_row(visible, self.min_keep),
             max=reference.share_of_row(visible, self.max_keep),
         )
-        return _best_blocks(score, visible, count, self.keep_diagonal)
+        return _best_blocks(score, visible, forced, count)
 
     def extra_repr(self) -> str:
         adaptive = f"threshold={self.threshold}, min_keep={self.min_keep}, max_keep={self.max_keep}"
@@ -349,12 +334,12 @@ def visualize_frc_statistics(
         ValueError: for shapes that do not fit.
         ImportError: without matplotlib.
     """
-    _require_square("frc", frc)
+    _require_square(frc)
     others = {"affinity": affinity, "triangles": triangles}
     others = {name: other for name, other in others.items() if other is not None}
     for name, other in others.items():
         expected = f"{list(frc.shape)} like frc"
-        _require(other.shape == frc.shape, f"the shape of {name}", list(other.shape), expected)
+        require(other.shape == frc.shape, f"the shape of {name}", list(other.shape), expected)
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -362,40 +347,32 @@ def visualize_frc_statistics(
             "visualize_frc_statistics draws with matplotlib, which cannot be imported; "
             "`pip install matplotlib` brings it."
         ) from error
-    frc = frc.detach().float().cpu()
-    visible = _visible_blocks(frc.shape[-1], causal, frc.device)
+    visible = _visible_blocks(frc, causal).cpu()
+    frc, *drawn = (x.detach().float().cpu() for x in (frc, *others.values()))
     figure = Figure(figsize=(15, 8), layout="constrained")
-    panels = list(figure.subplots(2, 3).flat)
-    _draw_histogram(panels[0], frc[..., visible])
-    _draw_heat_map(panels[1], frc[0, 0].masked_fill(~visible, torch.nan))
-    _draw_quantiles(panels[2], frc, visible)
-    for panel, (name, other) in zip(panels[3:], others.items(), strict=False):
-        _draw_against(panel, name, other.detach().float().cpu()[..., visible], frc[..., visible])
-    for spare in panels[3 + len(others) :]:
-        spare.remove()
+    *panels, first, second, spare = figure.subplots(2, 3).flat
+    _draw_curvature(panels, frc, visible)
+    for panel, name, other in zip((first, second), others, drawn, strict=False):
+        _draw_against(panel, name, other[..., visible], frc[..., visible])
+    for panel in (first, second, spare)[len(others) :]:
+        panel.remove()
     if path is not None:
         figure.savefig(path)
     return figure
 
 
-def _draw_histogram(axes: Axes, curvature: Tensor) -> None:
-    axes.hist(curvature.flatten().numpy(), bins=100)
-    axes.set(title="curvature, all heads", xlabel="curvature", ylabel="blocks")
-
-
-def _draw_heat_map(axes: Axes, curvature: Tensor) -> None:
-    image = axes.imshow(curvature.numpy(), aspect="equal")
-    axes.figure.colorbar(image, ax=axes)
-    axes.set(title="curvature, first head", xlabel="key block", ylabel="query block")
-
-
-def _draw_quantiles(axes: Axes, frc: Tensor, visible: Tensor) -> None:
+def _draw_curvature(panels: list[Axes], frc: Tensor, visible: Tensor) -> None:
+    histogram, heat_map, by_row = panels
+    histogram.hist(frc[..., visible].flatten().numpy(), bins=100)
+    histogram.set(title="curvature, all heads", xlabel="curvature", ylabel="blocks")
+    image = heat_map.imshow(frc[0, 0].masked_fill(~visible, torch.nan).numpy(), aspect="equal")
+    heat_map.figure.colorbar(image, ax=heat_map)
+    heat_map.set(title="curvature, first head", xlabel="key block", ylabel="query block")
     levels = torch.tensor(QUANTILES)
     rows = [frc[:, :, i, seen].flatten().quantile(levels) for i, seen in enumerate(visible)]
-    for level, line in zip(QUANTILES, torch.stack(rows, dim=1), strict=True):
-        axes.plot(line.numpy(), label=f"{level:.0%} lie below")
-    axes.legend()
-    axes.set(title="curvature by row, all heads", xlabel="query block", ylabel="curvature")
+    by_row.plot(torch.stack(rows).numpy(), label=[f"{level:.0%} lie below" for level in QUANTILES])
+    by_row.legend()
+    by_row.set(title="curvature by row, all heads", xlabel="query block", ylabel="curvature")
 
 
 def _draw_against(axes: Axes, name: str, other: Tensor, curvature: Tensor) -> None:
@@ -442,20 +419,15 @@ def estimate_flops(
     sorting and what else is linear in pairs or M^2 is left out, and projections are.
 
     Args:
-        n: tokens.
-        head_dim: channels of a head.
+        n, head_dim: tokens, and channels of a head.
         heads: query heads; keys are counted for as many.
-        block_size: tokens in a query block and in a key block.
-        sparsity: share of every row's visible blocks that is dropped, in [0, 1).
-        causal: whether a query sees the keys up to itself only.
+        block_size, sparsity, causal: see `CoarseCurvaturePredictor`.
 
     Raises:
         ValueError: for a size below 1, or a sparsity outside [0, 1).
     """
-    sizes = {"n": n, "head_dim": head_dim, "heads": heads, "block_size": block_size}
-    for name, size in sizes.items():
-        _require_whole(name, size)
-    _require_sparsity(sparsity)
+    _require_sizes(n=n, head_dim=head_dim, heads=heads, block_size=block_size)
+    _require_recipe(sparsity=sparsity)
     blocks = -(-n // block_size)
     return FlopsEstimate(
         coarsen=4 * n * head_dim * heads,
@@ -468,62 +440,46 @@ def estimate_flops(
 
 def _kept_pairs(n: int, blocks: int, block_size: int, sparsity: float, causal: bool) -> int:
     """(query, key) pairs of one head that are attended."""
-
-    def kept(seen: int) -> int:
-        # rounded as `reference.share_of_row` rounds
-        return math.ceil((1 - sparsity) * seen - 1e-9)
-
+    # rounded as `reference.share_of_row` rounds
+    kept = [math.ceil((1 - sparsity) * seen - 1e-9) for seen in range(1, blocks + 1)]
     if not causal:
-        return kept(blocks) * n * n // blocks
+        return kept[-1] * n * n // blocks
     pairs = 0
-    for row in range(blocks):
+    for row, blocks_kept in enumerate(kept):
         queries = min(block_size, n - row * block_size)
-        pairs += queries * (queries + 1) // 2 + (kept(row + 1) - 1) * queries * block_size
+        pairs += queries * (queries + 1) // 2 + (blocks_kept - 1) * queries * block_size
     return pairs
 
 
 # --- refusals
 
 
-def _require(accepted: bool, name: str, value: Any, what: str) -> None:
-    if not accepted:
-        raise ValueError(f"{name} is {value!r}; it must be {what}.")
+def _require_sizes(**sizes: Any) -> None:
+    for name, size in sizes.items():
+        require(is_whole(size), name, size, "a whole number >= 1")
 
 
-def _is_number(value: Any) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and math.isfinite(value)
+def _require_recipe(formula: Any = "forman", redundancy: Any = 0, sparsity: Any = 0) -> None:
+    require(formula in KEPT_SIDE, "formula", formula, "'forman' or 'additive'")
+    require(is_share(redundancy), "redundancy", redundancy, "in [0, 1]")
+    kept = is_share(sparsity) and sparsity < 1
+    require(kept, "sparsity", sparsity, "in [0, 1): a row keeps at least one block")
 
 
-def _require_whole(name: str, value: Any) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    _require(whole and value >= 1, name, value, "a whole number >= 1")
+def _require_square(frc: Tensor) -> None:
+    square = frc.ndim == 4 and frc.shape[2] == frc.shape[3] and frc.numel() > 0
+    require(square, "the shape of frc", list(frc.shape), "[B, H, M, M], none 0")
 
 
-def _require_sparsity(sparsity: Any) -> None:
-    accepted = _is_number(sparsity) and 0 <= sparsity < 1
-    _require(accepted, "sparsity", sparsity, "in [0, 1): a row keeps at least one block")
-
-
-def _require_formula(formula: Any, redundancy: Any) -> None:
-    _require(formula in KEPT_SIDE, "formula", formula, "'forman' or 'additive'")
-    accepted = _is_number(redundancy) and 0 <= redundancy <= 1
-    _require(accepted, "redundancy", redundancy, "in [0, 1]")
-
-
-def _require_square(name: str, x: Tensor) -> None:
-    square = x.ndim == 4 and x.shape[2] == x.shape[3] and x.numel() > 0
-    _require(square, f"the shape of {name}", list(x.shape), "[B, H, M, M], none 0")
-
-
-def _require_heads(q_name: str, q: Tensor, k_name: str, k: Tensor) -> None:
+def _require_heads(**pair: Tensor) -> None:
     """q [B, H, N_q, D] and k [B, H_kv, N_k, D], nothing empty, H a multiple of H_kv."""
+    (q_name, q), (k_name, k) = pair.items()
     for name, x, heads in ((q_name, q, "H"), (k_name, k, "H_kv")):
         inhabited = x.ndim == 4 and x.numel() > 0
-        _require(inhabited, f"the shape of {name}", list(x.shape), f"[B, {heads}, N, D], none 0")
+        require(inhabited, f"the shape of {name}", list(x.shape), f"[B, {heads}, N, D], none 0")
     fitting = f"[{q.shape[0]}, H_kv, N, {q.shape[3]}] to go with {q_name} {list(q.shape)}"
     same = (k.shape[0], k.shape[3]) == (q.shape[0], q.shape[3])
-    _require(same, f"the shape of {k_name}", list(k.shape), fitting)
+    require(same, f"the shape of {k_name}", list(k.shape), fitting)
     if q.shape[1] % k.shape[1]:
         raise ValueError(
             f"{q_name} has {q.shape[1]} heads and {k_name} {k.shape[1]}; the heads of {q_name} "

@@ -9,7 +9,6 @@ computed by our own kernels, from the output and log-sum-exp of its forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
@@ -111,7 +110,7 @@ def _forward_op(q, k, v, *plan):
     packed = tile > TILE and kv_heads < heads
     if packed and lists[0].counts.shape[1] == kv_heads and (batch == 1 or kv_heads == 1):
         tensors = [_heads_as_batch(x, kv_heads) for x in tensors]
-        lists = [_each(part, lambda x: x.flatten(0, 1).unsqueeze(1)) for part in lists]
+        lists = [part.each(lambda x: x.flatten(0, 1).unsqueeze(1)) for part in lists]
         spans = [x.repeat_interleave(kv_heads, dim=0) for x in spans]
     else:
         lists = [part.for_heads(heads) for part in lists]
@@ -141,12 +140,9 @@ def _backward_op(grad, q, k, v, out, lse, *plan):
         by_tile(part, rows.key_block, tile, kv_length).for_heads(heads)
         for part in (rows.partial, rows.full)
     )
-    found = flash.backward(
-        *(x.transpose(1, 2) for x in (q, k, v, out, grad)),
-        lse,
-        scale,
-        **_sparsity(flash, *lists, (rows.query_block, tile), rows.first, rows.last),
-    )
+    tensors = (x.transpose(1, 2) for x in (q, k, v, out, grad))
+    plan = _sparsity(flash, *lists, (rows.query_block, tile), rows.first, rows.last)
+    found = flash.backward(*tensors, lse, scale, **plan)
     return tuple(x.transpose(1, 2) for x in found)
 
 
@@ -186,35 +182,23 @@ def finer_columns(lists: BlockLists, parts: int, columns: int) -> BlockLists:
 def by_tile(lists: BlockLists, key_block: int, tile: int, kv_length: int) -> BlockLists:
     """For every tile of keys the query blocks that attend it."""
     turned = transposed(lists, -(-kv_length // key_block))
-    return finer_rows(turned, key_block // tile, -(-kv_length // tile))
+    parts, tiles = key_block // tile, -(-kv_length // tile)
+    if parts == 1:
+        return turned
+    return turned.each(lambda x: x.repeat_interleave(parts, dim=2).narrow(2, 0, tiles).contiguous())
 
 
 def transposed(lists: BlockLists, columns: int) -> BlockLists:
     """`BlockLists.transpose` on the GPU; large lists, unless captured, wait to be no wider."""
-    rows = lists.counts.shape[2]
-    bytes_at_most = lists.counts.shape[0] * lists.counts.shape[1] * columns * rows * 4
-    wide = bytes_at_most <= WIDE_LISTS or _capturing()
+    batch, heads, rows = lists.counts.shape
+    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    wide = captured or 4 * batch * heads * columns * rows <= WIDE_LISTS
     return transpose(lists, columns, rows if wide else None)
-
-
-def finer_rows(lists: BlockLists, parts: int, rows: int) -> BlockLists:
-    """The same lists for each of the ``parts`` that a row is made of, of which ``rows`` exist."""
-    if parts == 1:
-        return lists
-    return _each(lists, lambda x: x.repeat_interleave(parts, dim=2).narrow(2, 0, rows).contiguous())
 
 
 def _heads_as_batch(x: Tensor, kv_heads: int) -> Tensor:
     """[1, N, H, D] as [H_kv, N, H / H_kv, D]; for one KV head any batch stays as it is."""
     return x if kv_heads == 1 else x.squeeze(0).unflatten(1, (kv_heads, -1)).transpose(0, 1)
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def _each(lists: BlockLists, change: Callable[[Tensor], Tensor]) -> BlockLists:
-    return BlockLists(change(lists.counts), change(lists.indices))
 
 
 # --- padding queries

@@ -44,7 +44,7 @@ def unavailable(
         if not any(map(shutil.which, ("c++", "g++", "clang++"))):
             return "compiles C++ on CPU, and no C++ compiler is installed"
         return None
-    if head_dim > MAX_HEAD_DIM or head_dim < 16:
+    if not 16 <= head_dim <= MAX_HEAD_DIM:
         return f"takes head dims 16 to {MAX_HEAD_DIM}, not {head_dim}"
     if training and any(block % TRAINED and TRAINED % block for block in (query_block, key_block)):
         return f"trains on CUDA with blocks that divide {TRAINED} or are multiples of it"
@@ -107,18 +107,17 @@ class BlockTables(NamedTuple):
     """A plan as FlexAttention wants it: lists on the kernel's grid, and what masks inside blocks.
 
     Attributes:
-        partial, full: for each query block its key blocks, of one width.
-        partial_t, full_t: for each key block its query blocks, which backward reads; else None.
+        lists: for each query block its key blocks: counts and indices of partial ones, and of
+            full ones, of one width.
+        transposed: likewise for each key block its query blocks, which backward reads; else empty.
         blocks: (query, key) block sizes of these lists.
         first, last: the plan's spans, int32 [B, N_q].
         bitmap: bool [B, H, M_q, M_k], the plan's own blocks, where lists alone do not say it all.
         bitmap_blocks: (query, key) block sizes of the bitmap.
     """
 
-    partial: tuple[Tensor, Tensor]
-    full: tuple[Tensor, Tensor]
-    partial_t: tuple[Tensor, Tensor] | None
-    full_t: tuple[Tensor, Tensor] | None
+    lists: tuple[Tensor, ...]
+    transposed: tuple[Tensor, ...]
     blocks: tuple[int, int]
     first: Tensor
     last: Tensor
@@ -128,30 +127,19 @@ class BlockTables(NamedTuple):
 
 def block_tables(plan: BlockPlan, heads: int, device: torch.device, training: bool) -> BlockTables:
     """The plan's lists for ``heads`` of q, merged to blocks with a backward, and transposed."""
-    full, partial, blocks = plan.full, plan.partial, (plan.query_block, plan.key_block)
+    lists, blocks = (plan.partial, plan.full), plan.blocks
     merged = training and merged_blocks(*blocks) != blocks
     if merged:
-        full, partial, blocks = _merged(plan)
-    partial_t = full_t = None
+        lists, blocks = _merged(plan)
+    transposed = ()
     if training:
         key_blocks = -(-plan.kv_length // blocks[1])
-        transposed = (_transposed(part, key_blocks) for part in (partial, full))
-        partial_t, full_t = _same_width(*(part.for_heads(heads) for part in transposed))
-    partial, full = _same_width(partial.for_heads(heads), full.for_heads(heads))
+        transposed = _tables(heads, *(_transposed(part, key_blocks) for part in lists))
     bitmap = None
     if merged or device.type == "cpu":
         bitmap = plan.to_dense().repeat_interleave(plan.shared_by(heads), dim=1)
-    return BlockTables(
-        partial,
-        full,
-        partial_t,
-        full_t,
-        blocks,
-        plan.spans.first,
-        plan.spans.last,
-        bitmap,
-        (plan.query_block, plan.key_block),
-    )
+    spans = plan.spans.first, plan.spans.last
+    return BlockTables(_tables(heads, *lists), transposed, blocks, *spans, bitmap, plan.blocks)
 
 
 def _transposed(lists: BlockLists, columns: int) -> BlockLists:
@@ -174,14 +162,10 @@ def block_mask(tables: BlockTables, q_length: int, kv_length: int) -> BlockMask:
         listed = bitmap[batch, head, query // rows, key // columns]
         return listed & in_span(batch, head, query, key)
 
-    transposed = (None,) * 4
-    if tables.partial_t is not None:
-        transposed = (*tables.partial_t, *tables.full_t)
     return BlockMask(
         (q_length, kv_length),
-        *tables.partial,
-        *tables.full,
-        *transposed,
+        *tables.lists,
+        *(tables.transposed or (None,) * 4),
         BLOCK_SIZE=tables.blocks,
         mask_mod=in_span if bitmap is None else listed_and_in_span,
     )
@@ -193,13 +177,13 @@ def merged_blocks(query_block: int, key_block: int) -> tuple[int, int]:
     return rows, columns
 
 
-def _merged(plan: BlockPlan) -> tuple[BlockLists, BlockLists, tuple[int, int]]:
-    """(full, partial, block sizes) of the plan on a grid of blocks no smaller than `TRAINED`.
+def _merged(plan: BlockPlan) -> tuple[tuple[BlockLists, BlockLists], tuple[int, int]]:
+    """((partial, full), block sizes) of the plan on a grid of blocks no smaller than `TRAINED`.
 
     A merged block is full when all it is made of is full, and partial when anything in it is
     attended; the mask then decides inside.
     """
-    blocks = merged_blocks(plan.query_block, plan.key_block)
+    blocks = merged_blocks(*plan.blocks)
     rows, columns = blocks[0] // plan.query_block, blocks[1] // plan.key_block
 
     def tiles(lists: BlockLists) -> Tensor:
@@ -210,12 +194,14 @@ def _merged(plan: BlockPlan) -> tuple[BlockLists, BlockLists, tuple[int, int]]:
     full, partial = tiles(plan.full), tiles(plan.partial)
     whole = full.all(dim=5).all(dim=3)
     some = (full | partial).any(dim=5).any(dim=3) & ~whole
-    return BlockLists.from_dense(whole), BlockLists.from_dense(some), blocks
+    return (BlockLists.from_dense(some), BlockLists.from_dense(whole)), blocks
 
 
-def _same_width(*lists: BlockLists) -> tuple[tuple[Tensor, Tensor], ...]:
-    width = max(each.width for each in lists)
-    return tuple((each.counts, each.widened(width).indices) for each in lists)
+def _tables(heads: int, *lists: BlockLists) -> tuple[Tensor, ...]:
+    """Counts and indices of each of the lists, of one width, for so many heads."""
+    width = max(part.width for part in lists)
+    lists = tuple(part.for_heads(heads).widened(width) for part in lists)
+    return tuple(tensor for part in lists for tensor in (part.counts, part.indices))
 
 
 def kernel_options(plan: BlockPlan, q: Tensor) -> dict[str, int | str] | None:
@@ -226,11 +212,10 @@ def kernel_options(plan: BlockPlan, q: Tensor) -> dict[str, int | str] | None:
     wide = q.shape[-1] * q.element_size() > 256
     rows, columns, stages = (64, 32, 2) if wide else (128, 64, 3)
     # named, since for short queries AUTO picks the decoding kernel, which reads other mask shapes
-    options = {
+    return {
         "BACKEND": "TRITON",
         # the largest power of two that divides the block
         "fwd_BLOCK_M": min(rows, plan.query_block & -plan.query_block),
         "fwd_BLOCK_N": min(columns, plan.key_block & -plan.key_block),
         "fwd_num_stages": stages,
     }
-    return options

@@ -94,34 +94,28 @@ def forward(
 ) -> None:
     """Write ``out`` [B, H, N_q, D] and its log-sum-exp ``lse``, float32 [B, H, N_q]."""
     for piece in _pieces(q, k, rows, matrices=1):
-        _forward_piece(q, k, v, out, lse, piece, scale)
-
-
-def _forward_piece(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, piece: Piece, scale: float
-) -> None:
-    # a function of its own, so that weights are given back before those of the next piece
-    rows, plan, sizes, keys, stretch = piece
-    planes, stretches = q.shape[0] * q.shape[1], keys // stretch
-    p = _matrix(q, piece)
-    shape = (planes, stretches, sizes.tokens)
-    sums = Sums(*(q.new_empty(shape, dtype=torch.float32) for _ in range(2)))
-    _weigh(q, k, p, piece, scale, sums)
-    tile = _row_tile(rows)
-    _block_attention_split_lse_kernel[(sizes.tokens // tile, planes)](
-        sums,
-        lse,
-        plan,
-        stretches,
-        sizes,
-        QUERY_BLOCK=rows.query_block,
-        KEY_BLOCK=rows.key_block,
-        BLOCK_M=tile,
-        STRETCH=stretch,
-        STRETCHES=STRETCHES,
-        num_warps=4,
-    )
-    _multiply_rows(p, v, out, piece, 1.0, sums.m_i, lse)
+        part, plan, sizes, keys, stretch = piece
+        planes, stretches, tile = q.shape[0] * q.shape[1], keys // stretch, _row_tile(rows)
+        p = _matrix(q, piece)
+        shape = (planes, stretches, sizes.tokens)
+        sums = Sums(*(q.new_empty(shape, dtype=torch.float32) for _ in range(2)))
+        _weigh(q, k, p, piece, scale, sums)
+        _block_attention_split_lse_kernel[(sizes.tokens // tile, planes)](
+            sums,
+            lse,
+            plan,
+            stretches,
+            sizes,
+            QUERY_BLOCK=part.query_block,
+            KEY_BLOCK=part.key_block,
+            BLOCK_M=tile,
+            STRETCH=stretch,
+            STRETCHES=STRETCHES,
+            num_warps=4,
+        )
+        _multiply_rows(p, v, out, piece, 1.0, sums.m_i, lse)
+        # the next piece takes their memory
+        del p, sums
 
 
 def backward(
@@ -132,28 +126,15 @@ def backward(
     # summed over pieces
     dk, dv = (torch.zeros_like(like(x), dtype=torch.float32) for x in (k, v))
     for piece in _pieces(q, k, rows, matrices=2):
-        _backward_piece(grad, q, k, v, terms, (dq, dk, dv), piece, scale)
+        p, ds = (_matrix(q, piece) for _ in range(2))
+        _weigh(q, k, p, piece, scale, terms=terms, gradients=(grad, v, ds))
+        _multiply_rows(ds, k, dq, piece, scale)
+        columns = by_column(piece.plan, triton.cdiv(k.shape[2], rows.key_block))
+        _multiply_columns(p, grad, dv, piece, columns, 1.0)
+        _multiply_columns(ds, q, dk, piece, columns, scale)
+        # the next piece takes their memory
+        del p, ds, columns
     return dq, dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _backward_piece(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    terms: Terms,
-    grads: tuple[Tensor, Tensor, Tensor],
-    piece: Piece,
-    scale: float,
-) -> None:
-    """Write the piece's rows of the first of ``grads``, and add to the others."""
-    dq, dk, dv = grads
-    p, ds = (_matrix(q, piece) for _ in range(2))
-    _weigh(q, k, p, piece, scale, None, terms, grad, v, ds)
-    _multiply_rows(ds, k, dq, piece, scale)
-    columns = by_column(piece.plan, triton.cdiv(k.shape[2], piece.rows.key_block))
-    _multiply_columns(p, grad, dv, piece, columns, 1.0)
-    _multiply_columns(ds, q, dk, piece, columns, scale)
 
 
 def _pieces(q: Tensor, k: Tensor, rows: Rows, matrices: int) -> Iterator[Piece]:
@@ -200,30 +181,22 @@ def _weigh(
     p: Tensor,
     piece: Piece,
     scale: float,
-    sums: Sums | None,
+    sums: Sums | None = None,
     terms: Terms | None = None,
-    grad: Tensor | None = None,
-    v: Tensor | None = None,
-    ds: Tensor | None = None,
+    gradients: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
-    """Write the weights ``p``, and ``sums`` or, from what follows it, their gradients ``ds``."""
+    """Write the weights ``p``, and ``sums`` or, from ``terms``, the last of (grad, v, ds)."""
     rows, plan, sizes, keys, stretch = piece
     tile = _row_tile(rows)
-    backward = (None,) * 4
-    if ds is not None:
-        backward = (
-            *descriptors(tile, grad, channels=DEPTH),
-            *descriptors(stretch, v, channels=DEPTH),
-            vectors(v),
-            _tiled(ds, tile, stretch),
-        )
+
+    def product(x: Tensor, y: Tensor, target: Tensor) -> tuple:
+        of_x, of_y = descriptors(tile, x, channels=DEPTH), descriptors(stretch, y, channels=DEPTH)
+        return *of_x, *of_y, vectors(y), _tiled(target, tile, stretch)
+
     grid = (keys // stretch, sizes.tokens // tile, q.shape[0] * q.shape[1])
     _block_attention_split_p_kernel[grid](
-        *descriptors(tile, q, channels=DEPTH),
-        *descriptors(stretch, k, channels=DEPTH),
-        vectors(k),
-        _tiled(p, tile, stretch),
-        *backward,
+        *product(q, k, p),
+        *(product(*gradients) if gradients else (None,) * 4),
         sums,
         terms,
         plan,
@@ -360,7 +333,6 @@ def _products(
     desc_y,
     y,
     cell,
-    kv_length,
     BLOCK_M: tl.constexpr,
     STRETCH: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
@@ -371,9 +343,7 @@ def _products(
     """x @ y.T [BLOCK_M, STRETCH] of the queries and keys of a cell, DEPTH channels at a time."""
     acc = tl.zeros((BLOCK_M, STRETCH), tl.float32)
     channel = tl.arange(0, DEPTH)[None, :]
-    # what lies behind the last key is masked later, since no query sees it
-    key = tl.minimum(cell.key, kv_length - 1)
-    y_rows = vectors_at(y, cell.batch, cell.kv_head, key) + channel
+    y_rows = vectors_at(y, cell.batch, cell.kv_head, cell.key) + channel
     for depth in range(0, D, DEPTH):
         # [BLOCK_M, DEPTH] and [STRETCH, DEPTH]
         a = desc_x.load([cell.batch, cell.head, cell.start, depth]).reshape(BLOCK_M, DEPTH)
@@ -422,11 +392,10 @@ def _block_attention_split_p_kernel(
         key, taken = _listed_keys(plan, plan_row, column + tl.arange(0, STRETCH), KEY_BLOCK)
         first_key, _ = _listed_keys(plan, plan_row, column, KEY_BLOCK)
         start = sizes.begin + row
-        cell = Cell(batch, head, kv_head, start, key, first_key)
+        # what lies behind the last key is masked, since no query sees it
+        cell = Cell(batch, head, kv_head, start, tl.minimum(key, kv_length - 1), first_key)
         # [BLOCK_M, STRETCH]
-        qk = _products(
-            desc_q, desc_k, k, cell, kv_length, BLOCK_M, STRETCH, KEY_BLOCK, D, DEPTH, PRECISION
-        )
+        qk = _products(desc_q, desc_k, k, cell, BLOCK_M, STRETCH, KEY_BLOCK, D, DEPTH, PRECISION)
         query = start + tl.arange(0, BLOCK_M)
         if column + STRETCH > full:
             first, last = load_spans(plan, batch, query, sizes.q_length)
@@ -449,17 +418,7 @@ def _block_attention_split_p_kernel(
             p = tl.exp2(qk * qk_scale - lse[:, None])
             desc_p.store([plane * sizes.tokens + row, column], p.to(desc_p.dtype))
             dp = _products(
-                desc_do,
-                desc_v,
-                v,
-                cell,
-                kv_length,
-                BLOCK_M,
-                STRETCH,
-                KEY_BLOCK,
-                D,
-                DEPTH,
-                PRECISION,
+                desc_do, desc_v, v, cell, BLOCK_M, STRETCH, KEY_BLOCK, D, DEPTH, PRECISION
             )
             ds = p * (dp - delta[:, None])
             desc_ds.store([plane * sizes.tokens + row, column], ds.to(desc_ds.dtype))

@@ -98,7 +98,6 @@ def _fill(
         words,
         lists.counts.shape[2],
         lists.width,
-        SLOTS=slots is not None,
         CHUNK=CHUNK,
         num_warps=1,
     )
@@ -145,7 +144,6 @@ def _unpack_kernel(
     words,
     row_count,
     width,
-    SLOTS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     column = tl.program_id(0)
@@ -161,7 +159,7 @@ def _unpack_kernel(
         listed = (word >> (row % 32)) & 1
         place = start + written + tl.cumsum(listed, 0) - 1
         tl.store(rows + place, row, mask=listed != 0)
-        if SLOTS:
+        if slots is not None:
             slot = _find(column, list_counts, list_indices, row, width, listed != 0, CHUNK)
             tl.store(slots + place, slot, mask=listed != 0)
         written += tl.sum(listed, 0)
