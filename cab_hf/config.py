@@ -76,8 +76,8 @@ class CabConfig:
 
     def __post_init__(self) -> None:
         blocks = ("query_block", "key_block")
-        self._require(blocks, lambda size: is_whole(size, 16), "a whole number >= 16")
-        self._require(blocks, lambda size: size % 16 == 0, "a multiple of 16")
+        whole = "a whole number >= 16, a multiple of 16"
+        self._require(blocks, lambda size: is_whole(size, 16) and size % 16 == 0, whole)
         fits = max(self.query_block, self.key_block) % min(self.query_block, self.key_block) == 0
         of_rows = f"a divisor or a multiple of query_block={self.query_block}"
         self._require(("key_block",), lambda _: fits, of_rows)
