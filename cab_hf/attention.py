@@ -175,9 +175,6 @@ def _parsed(items: tuple[tuple[str, Any], ...]) -> CabConfig:
     return CabConfig.from_dict(dict(items))
 
 
-# --- what was attended
-
-
 @dataclass
 class Attended:
     """(query, key) pairs a layer attended and could have attended, int64 scalars on its device."""

@@ -103,8 +103,6 @@ class Bridges(Experiment):
         generator = bridge_graphs.seeded("selection", self.settings.seed, *place)
         return bridge_graphs.measure(graph, self.settings.sparsities, generator)
 
-    # --- reporting
-
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Rows of (size, method, coarsening, strength, sparsity), and of means over these.

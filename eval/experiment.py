@@ -46,8 +46,6 @@ class Experiment(ABC):
     def __init__(self, settings: Any) -> None:
         self.settings = settings
 
-    # --- measuring
-
     def recorded(self) -> dict[str, Any]:
         """The settings as results show them: JSON-able, and no paths, for results are committed."""
         return {name: value for name, value in asdict(self.settings).items() if name != "out"}
@@ -76,8 +74,6 @@ class Experiment(ABC):
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """What is found in one case; with the fields of the case it is a sample."""
 
-    # --- reporting: from samples and recorded settings alone, where no model is at hand
-
     @staticmethod
     @abstractmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -102,8 +98,6 @@ class Experiment(ABC):
     @abstractmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
         """The figure, as PNG."""
-
-    # --- the command
 
     @classmethod
     def main(cls, words: Sequence[str]) -> int:

@@ -184,8 +184,6 @@ class Passkey(Experiment):
             told["model"] = Path(settings.model).name
         return {**told, "cab_config": settings.cab_config.to_dict()}
 
-    # --- cases
-
     @property
     def methods(self) -> dict[str, int]:
         """Method -> its samples of each length and depth, in the order they are measured."""
@@ -214,8 +212,6 @@ class Passkey(Experiment):
         ours = (Cab.name, length, self.settings.keys)
         realised = [s["sparse_density"] for s in samples if cell_of(s) == ours]
         return fmean(1.0 if density is None else density for density in realised)
-
-    # --- one case
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """What became of one prompt; ``density`` is over all layers, dense ones counting 1."""
@@ -253,8 +249,6 @@ class Passkey(Experiment):
         ids = torch.tensor([prompt.tokens], device=model.device)
         out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
         return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-
-    # --- reporting
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:

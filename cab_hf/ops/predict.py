@@ -126,9 +126,6 @@ def _capturing(q: Tensor) -> bool:
     return q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-# --- registered ops
-
-
 @torch.library.custom_op("cab_hf::summarise", mutates_args=())
 def _summarise_op(k: Tensor, valid: Tensor, key_block: int, coarsen: str) -> Tensor:
     return coarsen_keys(k, valid, key_block, coarsen).planes

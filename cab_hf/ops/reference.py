@@ -21,9 +21,6 @@ QUERY_CHUNK = 256
 MASS_TOLERANCE = 1e-5
 
 
-# --- coarsen
-
-
 @dataclass(frozen=True, eq=False)
 class KeySummary:
     """What is known of each key block: all that choosing blocks needs of k.
@@ -101,9 +98,6 @@ def _largest(blocks: Tensor, real: Tensor) -> Tensor:
     return blocks.gather(-2, index).squeeze(-2)
 
 
-# --- score
-
-
 def block_logits(query: Tensor, keys: KeySummary, scale: float) -> tuple[Tensor, Tensor]:
     """(upper, mean) logits of every query block against every key block, [B, H, M_q, M_k].
 
@@ -126,9 +120,6 @@ def block_log_mass(logits: Tensor, visible: Tensor) -> Tensor:
     """log softmax over the visible key blocks, -inf outside them."""
     masked = logits.masked_fill(~visible, -torch.inf)
     return F.log_softmax(masked, dim=-1).masked_fill(~visible, -torch.inf)
-
-
-# --- curvature
 
 
 def curvature_score(
@@ -215,9 +206,6 @@ def min_max(x: Tensor, visible: Tensor) -> Tensor:
     return scaled.masked_fill(~visible, 0.0)
 
 
-# --- select
-
-
 def forced_blocks(visible: Tensor, spans: Spans, config: CabConfig) -> Tensor:
     """bool [B, M_q, M_k]: sinks, local blocks and the blocks of the row's own positions."""
     rows = spans.rows(config.query_block)
@@ -283,9 +271,6 @@ def select_blocks(
     score = curvature_score(reach.exp(), direct, visible, places, config)
     spare = torch.minimum(share_of_row(visible, config.bridges), cap - kept.sum(-1, keepdim=True))
     return kept | top_blocks(score, everything & ~kept, spare)
-
-
-# --- attend
 
 
 def attention(

@@ -107,9 +107,6 @@ def _share(share: float) -> int:
     return round(share * SHARE_ONE.value)
 
 
-# --- the kernels
-
-
 @triton.jit(do_not_specialize=["bridges", "density", "max_density"])
 def _select_kernel(
     turn,
@@ -294,9 +291,6 @@ def _block_lists_kernel(
         )
 
 
-# --- clusters
-
-
 @triton.jit
 def _clusters(
     weights,
@@ -373,9 +367,6 @@ def _weigh(estimate, span, begin, CHUNK: tl.constexpr):
         source += CHUNK
     tl.debug_barrier()
     return tl.sum(held, 0), tl.sum(total, 0), tl.max(largest, 0)
-
-
-# --- lists
 
 
 @triton.jit

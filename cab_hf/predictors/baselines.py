@@ -90,9 +90,6 @@ class OraclePredictor(AntidiagonalPredictor):
     stride = 1
 
 
-# --- exact attention, a few rows at a time
-
-
 def attention_rows(
     q: Tensor,
     k: Tensor,

@@ -27,9 +27,6 @@ POINTS_DRAWN = 20_000
 QUANTILES = (0.1, 0.5, 0.9)
 
 
-# --- the recipe, part by part
-
-
 class BlockFrc(NamedTuple):
     """Curvature of the block graph and what it is made of, float32 [B, H, M, M] each.
 
@@ -160,9 +157,6 @@ def _best_blocks(score: Tensor, visible: Tensor, forced: Tensor, count: Tensor) 
     """The ``count`` best blocks of each row, those that are forced among them."""
     candidates = (visible & ~forced).expand_as(score)
     return forced | reference.top_blocks(score, candidates, count - forced.sum(-1, keepdim=True))
-
-
-# --- predictors
 
 
 class CoarseCurvaturePredictor(nn.Module):
@@ -308,9 +302,6 @@ class AdaptiveCurvaturePredictor(CoarseCurvaturePredictor):
         return f"block_size={self.block_size}, {adaptive}, formula={self.formula!r}"
 
 
-# --- looking at it, counting it
-
-
 def visualize_frc_statistics(
     frc: Tensor,
     affinity: Tensor | None = None,
@@ -449,9 +440,6 @@ def _kept_pairs(n: int, blocks: int, block_size: int, sparsity: float, causal: b
         queries = min(block_size, n - row * block_size)
         pairs += queries * (queries + 1) // 2 + (blocks_kept - 1) * queries * block_size
     return pairs
-
-
-# --- refusals
 
 
 def _require_sizes(**sizes: Any) -> None:

@@ -182,8 +182,6 @@ class Attention(HeadSpeed):
             sample["total_ms"][name], sample["total_eager_ms"][name] = timing.ms, timing.eager
         sample["peak_mib"][name] = self.bench.peak(whole)[1]
 
-    # --- reporting
-
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         """In the order of `GROUP` and length, each with its fastest engine, dense attention, rates.
@@ -265,9 +263,6 @@ class Attention(HeadSpeed):
 EXPERIMENT = Attention
 
 
-# --- operations and rates
-
-
 def counted(plan: BlockPlan, heads: int) -> dict[str, float]:
     """Density, and (query, key) pairs over all ``heads``: attended ones, and all of listed blocks.
 
@@ -313,9 +308,6 @@ def rates(row: Row, alike: Sequence[Row]) -> dict[str, Any]:
         return {**found, "rated_against": None, "rate_ratio": None}
     over = {engine: rate / (dense_flops(row) / ms / 1e9) for engine, rate in blocks.items()}
     return {**found, "rated_against": name, "rate_ratio": over}
-
-
-# --- showing
 
 
 def _predicts(row: Row) -> bool:

@@ -62,8 +62,6 @@ class Breakdown(Speed):
             sample["ms"] = self.bench.time(call, graph=False).ms
             sample |= known() | self.bench.parts(call, PARTS)
 
-    # --- reporting
-
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         """By length, with the sum of the parts and by how much that misses the wall time.

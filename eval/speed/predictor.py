@@ -88,8 +88,6 @@ class Predictor(HeadSpeed):
             **bench.parts(call),
         }
 
-    # --- reporting
-
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         """By length, with the ratio over dense attention and the growth from the row before.
@@ -161,9 +159,6 @@ class Predictor(HeadSpeed):
 EXPERIMENT = Predictor
 
 
-# --- measuring
-
-
 def predictor_flops(config: CabConfig, settings: Settings, length: int) -> dict[str, int]:
     """Floating-point operations of deciding a causal prefill, by step.
 
@@ -187,9 +182,6 @@ def predictor_flops(config: CabConfig, settings: Settings, length: int) -> dict[
         "logits": 2 * products * dim * heads * tiles,
         "two_hop": 2 * heads * paths if config.curved else 0,
     }
-
-
-# --- reporting
 
 
 def growth(rows: Sequence[Row]) -> dict[str, float]:

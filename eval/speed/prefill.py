@@ -118,8 +118,6 @@ class Prefill(Speed):
         """``fits`` is False where memory ran out, and None where something else went wrong."""
         return {**super().told(error), "fits": False if _is_no_memory(error) else None}
 
-    # --- reporting
-
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         """By length, each with what the line says of its peak."""
@@ -203,9 +201,6 @@ class Prefill(Speed):
 EXPERIMENT = Prefill
 
 
-# --- measuring
-
-
 # once a process: what is compiled stays
 @lru_cache(maxsize=1)
 def _warm_up(settings: Settings) -> None:
@@ -216,9 +211,6 @@ def _warm_up(settings: Settings) -> None:
 def _is_no_memory(error: BaseException) -> bool:
     told = isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
     return told or isinstance(error, torch.OutOfMemoryError)
-
-
-# --- reporting
 
 
 class Line(NamedTuple):

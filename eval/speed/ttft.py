@@ -78,8 +78,6 @@ class TimeToFirstToken(Speed):
             "tflops": done / ms / 1e9,
         }
 
-    # --- reporting
-
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         """By length, each beside sdpa and the fastest dense way at its length.

@@ -58,9 +58,6 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-# --- registered ops
-
-
 def flattened(plan: BlockPlan, scale: float) -> tuple:
     """`PLAN`, the arguments of a registered op; `rows_of` takes them back."""
     lists = (tensor for part in (plan.full, plan.partial) for tensor in (part.counts, part.indices))

@@ -156,9 +156,6 @@ block.register_gradients(
 )
 
 
-# --- lists on the kernels' grid
-
-
 def key_tile(head_dim: int, key_block: int) -> int:
     """How many keys the kernels take at a time, which divides the key block."""
     wide = key_block % (2 * TILE) == 0 and head_dim <= WIDE_HEAD_DIM
@@ -199,9 +196,6 @@ def transposed(lists: BlockLists, columns: int) -> BlockLists:
 def _heads_as_batch(x: Tensor, kv_heads: int) -> Tensor:
     """[1, N, H, D] as [H_kv, N, H / H_kv, D]; for one KV head any batch stays as it is."""
     return x if kv_heads == 1 else x.squeeze(0).unflatten(1, (kv_heads, -1)).transpose(0, 1)
-
-
-# --- padding queries
 
 
 def _blank(out: Tensor, lse: Tensor, last: Tensor) -> None:
@@ -247,9 +241,6 @@ def _blank_kernel(
             tl.store(at, zeros, mask=blind[:, None] & (channel < dim))
             sums = lse + (batch * heads + head) * length + row
             tl.store(sums, tl.full((BLOCK_M,), float("-inf"), tl.float32), mask=blind)
-
-
-# --- flash-attn-4
 
 
 @cache

@@ -140,9 +140,6 @@ def _constants(tile: Tile, q: Tensor, rows: Rows) -> dict[str, int | str]:
     }
 
 
-# --- kernels
-
-
 @triton.jit
 def _block_attention_fwd_kernel(
     desc_q,

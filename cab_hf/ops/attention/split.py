@@ -298,9 +298,6 @@ def _constants(x: Tensor, rows: Rows) -> dict[str, int | str]:
     }
 
 
-# --- kernels
-
-
 class Cell(NamedTuple):
     """A tile of queries and a stretch of the keys its row lists: what one program multiplies."""
 
