@@ -47,10 +47,10 @@ def coarsen_queries(q: Tensor, spans: Spans, query_block: int, how: str) -> Quer
     """
     batch, heads, length, dim = q.shape
     blocks = triton.cdiv(length, query_block)
-    vectors = q.new_empty(batch, heads, blocks, dim, dtype=summary_dtype(q))
+    planes = q.new_empty(1, batch, heads, blocks, dim, dtype=summary_dtype(q))
     rows = q.new_empty(4, batch, blocks, dtype=torch.int32)
-    _launch(q, spans.last, vectors.unsqueeze(0), query_block, how, _flat(spans.first), rows)
-    return QuerySummary(vectors, rows)
+    _launch(q, spans.last, planes, query_block, how, _flat(spans.first), rows)
+    return QuerySummary(planes[0], rows)
 
 
 def coarsen_keys(k: Tensor, valid: Tensor, key_block: int, how: str) -> KeySummary:

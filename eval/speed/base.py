@@ -90,9 +90,6 @@ class SpeedSettings:
             )
         self._set("device", device)
         fill_by_device(self, torch.device(device).type == "cpu")
-        for name in self.KEYS.values():
-            # given twice, measured once
-            self._set(name, tuple(dict.fromkeys(getattr(self, name))))
         self._set("lengths", tuple(sorted(self.lengths)))
         self.check("lengths", self.lengths and self.lengths[0] > 0, "numbers of tokens")
         self.check("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
