@@ -52,8 +52,9 @@ ANSWER = "The pass key{whose} is "
 
 @dataclass(frozen=True)
 class Prompt:
-    """One rendered prompt, as token ids."""
+    """One rendered prompt."""
 
+    text: str
     tokens: tuple[int, ...]
     key: str  # the digits it asks for
     # [start, end) of the sentences that hold the key, in tokens; None if left out
@@ -111,6 +112,7 @@ class Haystack:
         needle = (self.size(full[:at].removesuffix(" ")), self.size(full[: at + len(texts[0])]))
         text = self.render(whose[0], [], sentences) if hide_needle else full
         return Prompt(
+            text=text,
             tokens=tuple(self.encode(text)),
             key=keys[0],
             needle=None if hide_needle else needle,

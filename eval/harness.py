@@ -1,0 +1,71 @@
+"""lm-evaluation-harness, with CAB as a model and hidden keys as tasks.
+
+    python -m cab_hf.eval harness --tasks cab_passkey,cab_passkey_multi,cab_recall \\
+        --model cab --model_args pretrained=smollm2,min_length=0,mass=0.8 \\
+        --metadata '{"max_seq_lengths": [4096, 8192]}'
+
+Everything is handed to lm_eval as it is, except that `pretrained=smollm2` names a model that needs
+no hub; `harness -- --help` says what lm_eval takes. `--model cab` is its `hf` with CAB switched on,
+and fields of CabConfig are further model_args. `--model hf` with attn_implementation=cab runs CAB
+as the model's own config has it, and with any other implementation what CAB is compared with.
+
+Metadata of the tasks: max_seq_lengths, in tokens (4096); seed (0); haystack, a UTF-8 file that the
+keys are hidden in (noise); samples of passkey per length (20), the prompts of `eval passkey` at its
+five depths in turn; documents of recall per length (4). Prompts have their chat template already,
+so no --apply_chat_template; where they fill the model's context, max_length in model_args makes
+room for the 8 tokens of the reply, without which lm_eval drops as many at the start.
+
+For models without CAB lm_eval alone runs the same tasks:
+
+    lm_eval --tasks cab_passkey --model hf --model_args pretrained=gpt2 \\
+        --include_path $(python -c 'from cab_hf.eval import harness; print(harness.TASKS)')
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import cab_hf  # noqa: F401  registers "cab" with transformers
+from cab_hf.eval.experiment import PROG
+from cab_hf.eval.models import SMOLLM2, smollm2_folder
+
+TASKS = Path(__file__).with_name("tasks")
+INCLUDE = "--include_path"
+# as key=value, or in JSON
+NAMES_SMOLLM2 = re.compile(rf"""(\b(?:pretrained|tokenizer)(?:=|"\s*:\s*")){SMOLLM2}(?=$|[,"])""")
+
+
+def main(words: Sequence[str]) -> int:
+    """Run lm_eval with ``words`` on its command line; the exit status."""
+    if list(words) in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
+    if importlib.util.find_spec("lm_eval") is None:
+        told = "lm_eval is not installed; pip install 'cab_hf[harness]' brings it."
+        print(f"{PROG} harness: {told}", file=sys.stderr)
+        return 2
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.registry import register_model
+
+    from cab_hf.eval.lm import CabLM
+
+    register_model("cab")(CabLM)
+    sys.argv = ["lm_eval", *handed_on(words)]
+    cli_evaluate()
+    return 0
+
+
+def handed_on(words: Sequence[str]) -> list[str]:
+    """The words of lm_eval's own command line; an include path among them replaces our tasks."""
+    given = list(words[1:] if words[:1] == ["--"] else words)
+    given = [NAMES_SMOLLM2.sub(_with_folder, word) for word in given]
+    included = any(word.partition("=")[0] == INCLUDE for word in given)
+    return given if included else [*given, INCLUDE, str(TASKS)]
+
+
+def _with_folder(match: re.Match) -> str:
+    return f"{match[1]}{smollm2_folder()}"

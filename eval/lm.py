@@ -1,0 +1,22 @@
+"""The model that lm-evaluation-harness knows as ``cab``; importing this needs lm_eval."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from lm_eval.models.huggingface import HFLM
+
+from cab_hf.config import CabConfig
+from cab_hf.patches import apply_cab
+
+FIELDS = {field.name for field in dataclasses.fields(CabConfig)}
+
+
+class CabLM(HFLM):
+    """lm_eval's ``hf`` with CAB switched on: fields of `CabConfig` are arguments like its own."""
+
+    def __init__(self, pretrained: Any, **arguments: Any) -> None:
+        chosen = {name: arguments.pop(name) for name in FIELDS & arguments.keys()}
+        super().__init__(pretrained, **arguments)
+        apply_cab(self.model, **chosen)

@@ -1,0 +1,76 @@
+"""Documents and scores of the tasks beside this file, as lm-evaluation-harness calls them.
+
+``--model_args`` and ``--metadata`` arrive as keywords, all of them at every function; what is none
+of its own is for others. Lengths take turns, so that ``--limit`` leaves documents of every one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+from cab_hf.eval.haystack import Haystack, answered
+
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+Documents = list[dict[str, Any]]
+
+
+def passkey_documents(
+    *,
+    max_seq_lengths: Sequence[int] = (4096,),
+    samples: int = 20,
+    keys: int = 1,
+    haystack: str | None = None,
+    seed: int = 0,
+    **others: Any,
+) -> Documents:
+    """``samples`` prompts of each length, those of ``cab_hf.eval passkey``, its depths in turn.
+
+    Args:
+        keys: how many are hidden.
+        haystack: UTF-8 file whose sentences are around them; noise by default.
+    """
+    hay = Haystack(load_tokenizer(**others), "text" if haystack else "noise", keys, haystack)
+    documents = []
+    for number, length in product(range(samples), max_seq_lengths):
+        index, depth = divmod(number, len(DEPTHS))
+        prompt = hay.prompt(length, DEPTHS[depth], index, seed)
+        place = {"length": length, "depth": DEPTHS[depth], "index": index}
+        documents.append({"text": prompt.text, "key": prompt.key, **place})
+    return documents
+
+
+def passkey(**metadata: Any) -> dict[str, Any]:
+    """`passkey_documents` as a data set."""
+    return _as_split(passkey_documents(**metadata))
+
+
+def found(document: dict[str, Any], replies: Sequence[str]) -> dict[str, float]:
+    """Whether the key asked for was said, under the document's length."""
+    return {str(document["length"]): float(answered(replies[0], document["key"]))}
+
+
+def load_tokenizer(
+    tokenizer: str | None = None,
+    pretrained: str | None = None,
+    model: str | None = None,
+    trust_remote_code: bool = False,
+    **others: Any,
+) -> Any:
+    """The tokenizer that documents are measured with, named as RULER's tasks have it named."""
+    from transformers import AutoTokenizer
+
+    name = tokenizer or pretrained or model
+    if not name:
+        raise ValueError(
+            "tokenizer must be the name or path of one, as lengths are in its tokens; got none. "
+            "Give --model_args pretrained=NAME or --metadata tokenizer=NAME."
+        )
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+
+
+def _as_split(documents: Documents) -> dict[str, Any]:
+    import datasets
+
+    return {"test": datasets.Dataset.from_list(documents)}
