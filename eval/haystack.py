@@ -17,6 +17,9 @@ from pathlib import Path
 FILLERS = ("noise", "distractors", "text")
 NUMBERS = range(10_000, 100_000)  # keys, and numbers that are none
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[.!?][\"'”’)])\s+")
+LINE = re.compile(r"\n+[^\n]+")
+# words of a sentence; a text with most of its words in longer ones is no prose
+LONG_SENTENCE = 60
 NOISE = (
     "The grass is green.",
     "The sky is blue.",
@@ -71,14 +74,21 @@ class Haystack:
             among them) or ``text`` (the sentences of ``file``, from a place of the sample's own).
         keys: how many named keys are hidden; 1 is a nameless one.
         file: UTF-8 text for ``text``.
+        question_first: ask before the text, too, so that it is read knowing what is sought.
     """
 
     def __init__(
-        self, tokenizer, filler: str = "noise", keys: int = 1, file: Path | str | None = None
+        self,
+        tokenizer,
+        filler: str = "noise",
+        keys: int = 1,
+        file: Path | str | None = None,
+        question_first: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.filler = filler
         self.keys = keys
+        self.question_first = question_first
         self.sentences = split_sentences(Path(file).read_text("utf-8")) if file else NOISE
         self._sizes: dict[str, int] = {}
 
@@ -145,7 +155,9 @@ class Haystack:
             are="are important pass keys" if several else "is an important pass key",
             it="them" if several else "it",
         )
-        content = f"{instruction}\n\n{' '.join(placed)}\n\n{QUESTION.format(whose=whose)}"
+        question = QUESTION.format(whose=whose)
+        first = [question] if self.question_first else []
+        content = "\n\n".join([instruction, *first, running(placed), question])
         answer = ANSWER.format(whose=whose)
         if self.tokenizer.chat_template is None:
             return f"{content}\n\n{answer}"
@@ -219,12 +231,24 @@ def _nearest(ascending: list[int], target: float) -> int:
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a text, white space made single blanks; ValueError for an empty text."""
-    running = " ".join(text.split())
-    sentences = list(filter(None, SENTENCE_END.split(running)))
+    """The sentences of a text, white space made single blanks; ValueError for an empty text.
+
+    Of a text that has few ends of sentences, as source code, they are the lines, each with its
+    indentation and behind its line break.
+    """
+    sentences = list(filter(None, SENTENCE_END.split(" ".join(text.split()))))
     if not sentences:
         raise ValueError("haystack has no text in it.")
-    return sentences
+    words = [len(sentence.split()) for sentence in sentences]
+    if 2 * sum(count for count in words if count > LONG_SENTENCE) <= sum(words):
+        return sentences
+    return LINE.findall("\n".join(["", *map(str.rstrip, text.splitlines())]))
+
+
+def running(sentences: Sequence[str]) -> str:
+    """Sentences as one text, with a blank between those that are not lines."""
+    spaced = (text if text.startswith("\n") else f" {text}" for text in sentences)
+    return "".join(spaced).lstrip()
 
 
 def answered(text: str, key: str) -> bool:

@@ -1,0 +1,171 @@
+"""Documents to be read in one pass: running text in which keys are named, and named again later.
+
+A document is made from (tokenizer, sentences, length, keys, seed, index) and nothing else, so every
+method, and every run, is shown the same ones.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
+
+from cab_hf.eval.haystack import NAMES, NEEDLE, NOISE, NUMBERS, running
+
+REPEAT = "As was said above, the pass key{whose} is {key}."
+KEPT_SENTENCES = 2**16  # whose tokens are remembered
+
+Tokens = tuple[int, ...]
+Span = tuple[int, int]  # [start, end) in tokens
+
+
+class Document(NamedTuple):
+    """Running text with keys in its first half that its second half repeats."""
+
+    tokens: Tokens
+    needles: tuple[Span, ...]  # what states each key, in the order of the text
+    answers: tuple[Span, ...]  # the digits of each key where it is repeated, keys as in `needles`
+
+
+def recall_document(
+    tokenizer: Any, sentences: Sequence[str], length: int, keys: int, index: int, seed: int = 0
+) -> Document:
+    """A document of ``length`` tokens with ``keys`` keys, each of another name.
+
+    The keys are stated at random sentence borders of the first half, and repeated in another order
+    at random ones of the second.
+
+    Args:
+        tokenizer: of transformers; special tokens it puts before a text are the first ones.
+        sentences: of the running text, which starts at one of the document's own and wraps round.
+        index: number of the document.
+    Raises:
+        ValueError: ``keys`` is more than there are names, or ``length`` has no room for them.
+    """
+    if not 1 <= keys <= len(NAMES):
+        raise ValueError(f"keys must be 1 to {len(NAMES)}; got {keys!r}.")
+    rng = random.Random(f"{seed}/{length}/{keys}/{index}")
+    numbers = list(map(str, rng.sample(NUMBERS, keys)))
+    named = [
+        {"whose": f" for {name}", "key": number}
+        for name, number in zip(rng.sample(NAMES, keys), numbers, strict=True)
+    ]
+    order = _another_order(rng, keys)
+    needles = [sentence_tokens(tokenizer, NEEDLE.format(**each)) for each in named]
+    repeats = [REPEAT.format(**named[key]) for key in order]
+    statements = [*needles, *(sentence_tokens(tokenizer, repeat) for repeat in repeats)]
+
+    begun = leading_tokens(tokenizer)
+    # of running text: how much the first half has room for, and how much the document
+    early = length // 2 - len(begun) - _total(needles)
+    late = length - len(begun) - _total(statements)
+    pieces = _text(tokenizer, sentences, rng.randrange(len(sentences)), late)
+    ends = [0, *accumulate(map(len, pieces))]
+    halves = [
+        [border for border, end in enumerate(ends) if end <= early],
+        [border for border, end in enumerate(ends) if early <= end <= late],
+    ]
+    if not all(halves):
+        raise ValueError(
+            f"length {length} has no room for {keys} keys at sentence borders of both halves; give "
+            "a longer one or fewer keys."
+        )
+    borders = [border for half in halves for border in _drawn(rng, half, keys)]
+
+    tokens, starts, done = list(begun), [], 0
+    for border, statement in zip(borders, statements, strict=True):
+        tokens.extend(chain(*pieces[done:border]))
+        starts.append(len(tokens))
+        tokens.extend(statement)
+        done = border
+    tokens.extend(chain(*pieces[done:]))
+
+    answers = {}
+    for key, start, repeat in zip(order, starts[keys:], repeats, strict=True):
+        first, last = digits_of(tokenizer, repeat, numbers[key])
+        answers[key] = start + first, start + last
+    return Document(
+        tokens=tuple(tokens[:length]),
+        needles=tuple((at, at + len(each)) for at, each in zip(starts, needles, strict=False)),
+        answers=tuple(answers[key] for key in range(keys)),
+    )
+
+
+def plain_document(
+    tokenizer: Any, sentences: Sequence[str], length: int, index: int, seed: int = 0
+) -> Tokens:
+    """The first ``length`` tokens of running text and nothing else; see `recall_document`."""
+    rng = random.Random(f"{seed}/{length}/{index}")
+    begun = leading_tokens(tokenizer)
+    pieces = _text(tokenizer, sentences, rng.randrange(len(sentences)), length)
+    return tuple(chain(begun, *pieces))[:length]
+
+
+@lru_cache(maxsize=KEPT_SENTENCES)
+def sentence_tokens(tokenizer: Any, sentence: str) -> Tokens:
+    """Tokens of a sentence as it stands in running text."""
+    return _behind_another(tokenizer, sentence)
+
+
+@lru_cache(maxsize=8)
+def leading_tokens(tokenizer: Any) -> Tokens:
+    """The special tokens that ``tokenizer`` puts before a text."""
+    with_special, alone = (
+        tokenizer(NOISE[0], add_special_tokens=special)["input_ids"] for special in (True, False)
+    )
+    first = next(at for at, token in enumerate(with_special) if token == alone[0])
+    return tuple(with_special[:first])
+
+
+def digits_of(tokenizer: Any, sentence: str, digits: str) -> Span:
+    """Which of `sentence_tokens` hold the ``digits``; a blank may be in the first one, too."""
+    at = sentence.index(digits)
+    whole, before, until = (
+        _behind_another(tokenizer, text)
+        for text in (sentence, sentence[:at], sentence[: at + len(digits)])
+    )
+    return shared(whole, before), len(until)
+
+
+def shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts have in common from the start on."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _behind_another(tokenizer: Any, sentence: str) -> Tokens:
+    # alone, some tokenizers add a token for the start of a text
+    alone, joined = (
+        tokenizer(running(sentences), add_special_tokens=False)["input_ids"]
+        for sentences in (NOISE[:1], (NOISE[0], sentence))
+    )
+    return tuple(joined[len(alone) :])
+
+
+def _text(tokenizer: Any, sentences: Sequence[str], first: int, size: int) -> list[Tokens]:
+    """Sentences of at least ``size`` tokens from the ``first`` on, round and round."""
+    pieces, total = [], 0
+    while total < size:
+        sentence = sentences[(first + len(pieces)) % len(sentences)]
+        pieces.append(sentence_tokens(tokenizer, sentence))
+        total += len(pieces[-1])
+    return pieces
+
+
+def _another_order(rng: random.Random, keys: int) -> list[int]:
+    order = list(range(keys))
+    while keys > 1 and order == sorted(order):
+        rng.shuffle(order)
+    return order
+
+
+def _drawn(rng: random.Random, borders: Sequence[int], count: int) -> list[int]:
+    """``count`` of ``borders``, ascending; some several times only where there are too few."""
+    draw = rng.sample if len(borders) >= count else rng.choices
+    return sorted(draw(borders, k=count))
+
+
+def _total(pieces: Sequence[Tokens]) -> int:
+    return sum(map(len, pieces))
