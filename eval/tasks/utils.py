@@ -7,10 +7,12 @@ of its own is for others. Lengths take turns, so that ``--limit`` leaves documen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import chain, product
+from pathlib import Path
 from typing import Any
 
-from cab_hf.eval.haystack import Haystack, answered
+from cab_hf.eval.documents import leading_tokens, recall_document
+from cab_hf.eval.haystack import NOISE, Haystack, answered, split_sentences
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 Documents = list[dict[str, Any]]
@@ -49,6 +51,51 @@ def passkey(**metadata: Any) -> dict[str, Any]:
 def found(document: dict[str, Any], replies: Sequence[str]) -> dict[str, float]:
     """Whether the key asked for was said, under the document's length."""
     return {str(document["length"]): float(answered(replies[0], document["key"]))}
+
+
+def recall_documents(
+    *,
+    keys: int,
+    max_seq_lengths: Sequence[int] = (4096,),
+    documents: int = 4,
+    haystack: str | None = None,
+    seed: int = 0,
+    **others: Any,
+) -> Documents:
+    """For each key of ``documents`` of each length: the text before it is repeated, and its digits.
+
+    lm_eval scores a blank that ends the text together with the digits. Other arguments are those of
+    `passkey_documents`.
+    """
+    tokenizer = load_tokenizer(**others)
+    sentences = split_sentences(Path(haystack).read_text("utf-8")) if haystack else NOISE
+    begun = len(leading_tokens(tokenizer))  # lm_eval puts them there again
+
+    def text(tokens: Sequence[int]) -> str:
+        return tokenizer.decode(tokens[begun:], clean_up_tokenization_spaces=False)
+
+    def asked(length: int, index: int) -> Documents:
+        tokens, _, answers = recall_document(tokenizer, sentences, length, keys, index, seed)
+        place = {"length": length, "index": index}
+        parts = [(text(tokens[:start]), text(tokens[:end])) for start, end in answers]
+        return [{"text": before, "key": whole[len(before) :], **place} for before, whole in parts]
+
+    made: Documents = []
+    for index in range(documents):
+        alike = [asked(length, index) for length in max_seq_lengths]
+        made += chain(*zip(*alike, strict=True))
+    return made
+
+
+def recall(**metadata: Any) -> dict[str, Any]:
+    """`recall_documents` as a data set."""
+    return _as_split(recall_documents(**metadata))
+
+
+def recalled(document: dict[str, Any], replies: Sequence[tuple[float, bool]]) -> dict[str, float]:
+    """Whether each token of the key was the likeliest, under the document's length."""
+    ((_, likeliest),) = replies
+    return {str(document["length"]): float(likeliest)}
 
 
 def load_tokenizer(
