@@ -2,18 +2,23 @@
 
     python -m cab_hf.eval harness --tasks cab_passkey,cab_passkey_multi,cab_recall \\
         --model cab --model_args pretrained=smollm2,min_length=0,mass=0.8 \\
-        --metadata '{"max_seq_lengths": [4096, 8192]}'
+        --metadata '{"max_seq_lengths": [2048, 4096]}'
 
 Everything is handed to lm_eval as it is, except that `pretrained=smollm2` names a model that needs
 no hub; `harness -- --help` says what lm_eval takes. `--model cab` is its `hf` with CAB switched on,
 and fields of CabConfig are further model_args. `--model hf` with attn_implementation=cab runs CAB
-as the model's own config has it, and with any other implementation what CAB is compared with.
+as the model's own config has it, and with any other implementation what CAB is compared with. All
+tasks of lm_eval's own run so, too; RULER's want lm_eval[ruler] and a network.
 
 Metadata of the tasks: max_seq_lengths, in tokens (4096); seed (0); haystack, a UTF-8 file that the
 keys are hidden in (noise); samples of passkey per length (20), the prompts of `eval passkey` at its
-five depths in turn; documents of recall per length (4). Prompts have their chat template already,
-so no --apply_chat_template; where they fill the model's context, max_length in model_args makes
-room for the 8 tokens of the reply, without which lm_eval drops as many at the start.
+five depths in turn; documents of recall per length (4), each asked for its twelve keys, which the
+standard error takes for independent. To mind:
+
+* Prompts have their chat template already: no --apply_chat_template.
+* Where prompts fill the model's context, lm_eval drops 8 tokens at the start to make room for the
+  reply, unless max_length in model_args is as much longer.
+* --use_cache remembers replies whatever the model: each model and setting wants its own path.
 
 For models without CAB lm_eval alone runs the same tasks:
 
