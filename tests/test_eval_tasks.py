@@ -9,16 +9,20 @@ from dataclasses import fields
 import pytest
 import yaml
 from tiny import tiny_model
+from transformers import AutoTokenizer
 from words import TEXT, make_tokenizer
 
 from cab_hf import CabConfig
 from cab_hf.eval import harness, passkey
 from cab_hf.eval.__main__ import main
-from cab_hf.eval.haystack import Haystack
+from cab_hf.eval.documents import recall_document
+from cab_hf.eval.haystack import NOISE, Haystack, split_sentences
+from cab_hf.eval.models import smollm2_folder
 
 LENGTHS = [300, 450]
 LONGER = (650, 700)  # room for the twelve keys of cab_recall
 NAMES = ["cab_passkey", "cab_passkey_multi", "cab_recall"]
+SPARSE = ("query_block=32", "key_block=16", "min_length=0", "mass=0.2", "engine=reference")
 MAKERS = {"passkey_documents": {"keys": 2}, "recall_documents": {"keys": 3, "documents": 2}}
 
 
@@ -93,6 +97,23 @@ def test_recall_asks_for_every_key_behind_its_statement(utils, folder):
         assert "saidabove,thepasskeyfor" in text[-40:] and text.endswith("is")
     # documents differ, and what they are asked for as well
     assert len({document["key"] for document in found}) == 6
+
+
+@pytest.mark.parametrize("text", [None, TEXT], ids=["noise", "text"])
+def test_recall_is_read_as_it_was_measured(text, utils, tmp_path):
+    """Text is what lm_eval takes; its tokens are those of the document, up to the key's last."""
+    sentences = NOISE if text is None else split_sentences(text)
+    file = None if text is None else tmp_path / "book.txt"
+    if file:
+        file.write_text(text)
+    given = {"keys": 12, "documents": 1, "max_seq_lengths": [900], "haystack": file}
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
+    made = recall_document(tokenizer, sentences, 900, 12, 0)
+    found = utils.recall_documents(**given, pretrained=smollm2_folder())
+    for document, (start, end) in zip(found, made.answers, strict=True):
+        assert len(document["key"]) == end - start == 5
+        read = tokenizer(document["text"] + document["key"])["input_ids"]
+        assert tuple(read) == made.tokens[:end]
 
 
 @pytest.mark.parametrize(("maker", "given"), MAKERS.items(), ids=MAKERS)
@@ -193,58 +214,57 @@ def test_fields_of_the_config_are_no_arguments_of_hf():
     assert not {field.name for field in fields(CabConfig)} & set(theirs)
 
 
-def run(monkeypatch, out, folder, model, arguments, *more):
-    """(results, samples) of all tasks, as lm_eval writes them."""
-    monkeypatch.setattr(sys, "argv", [])
-    given = {"max_seq_lengths": LONGER, "samples": 4, "documents": 1}
+def run(out, folder, model, arguments):
+    """(results, samples by task) as lm_eval writes them."""
+    given = {"max_seq_lengths": LONGER, "samples": 3, "documents": 1}
     words = ["--tasks", ",".join(NAMES), "--model", model, "--device", "cpu", "--log_samples"]
-    words += ["--model_args", f"pretrained={folder},dtype=float32,{arguments}", *more]
+    words += ["--model_args", f"pretrained={folder},dtype=float32,{arguments}"]
     words += ["--metadata", json.dumps(given), "--output_path", str(out)]
-    assert main(["harness", "--", *words]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [])
+        assert main(["harness", "--", *words]) == 0
     (results,) = out.rglob("results_*.json")
-    samples = {
-        name: [
-            json.loads(line)
-            for file in out.rglob(f"samples_{name}_2*.jsonl")
-            for line in file.read_text().splitlines()
-        ]
-        for name in NAMES
-    }
+    samples = {}
+    for name in NAMES:
+        # a file's name ends with the date
+        (file,) = out.rglob(f"samples_{name}_2*.jsonl")
+        samples[name] = [json.loads(line) for line in file.read_text().splitlines()]
     return json.loads(results.read_text())["results"], samples
 
 
-SPARSE = {"query_block": 32, "key_block": 16, "min_length": 0, "mass": 0.2, "engine": "reference"}
-
-
-def test_lm_eval_runs_the_tasks(folder, tmp_path, monkeypatch):
-    """With CAB as it is set, told by what it replies, and one accuracy with its error a length."""
+@pytest.fixture(scope="module")
+def runs(folder, tmp_path_factory):
+    """Method of the passkey command -> what lm_eval makes of it."""
     pytest.importorskip("lm_eval")
-    assigned = [f"{name}={value}" for name, value in SPARSE.items()]
-    sparse, dense = (
-        run(monkeypatch, tmp_path / model, folder, model, arguments)
-        for model, arguments in (("cab", ",".join(assigned)), ("hf", "attn_implementation=sdpa"))
-    )
-    for results, samples in (sparse, dense):
-        assert {name: len(samples[name]) for name in NAMES} == {
-            "cab_passkey": 8,
-            "cab_passkey_multi": 8,
-            "cab_recall": 24,
-        }
+    models = {"cab": ("cab", ",".join(SPARSE)), "dense": ("hf", "attn_implementation=sdpa")}
+    out = tmp_path_factory.mktemp("runs")
+    return {name: run(out / name, folder, *model) for name, model in models.items()}
+
+
+def test_lm_eval_gives_every_length_an_accuracy_with_its_error(runs):
+    for results, samples in runs.values():
+        assert [len(samples[name]) for name in NAMES] == [6, 6, 24]
         for name in NAMES:
-            for length in map(str, LONGER):
+            told = {key.split(",")[0] for key in results[name] if "_stderr" not in key}
+            assert {metric for metric in told if metric.isdigit()} == {"650", "700"}
+            for length in LONGER:
                 assert 0 <= results[name][f"{length},none"] <= 1
                 assert isinstance(results[name][f"{length}_stderr,none"], float)
-            assert "4096,none" not in results[name]
-    # as the passkey command has it answered
+
+
+def test_lm_eval_is_answered_as_the_passkey_command_is(runs, folder):
     options = {"model": folder, "lengths": LONGER, "device": "cpu", "dtype": "float32"}
-    asked = passkey.Passkey(passkey.Settings(**options, set=tuple(assigned)))
-    for method, (_, samples) in (("dense", dense), ("cab", sparse)):
+    command = passkey.Passkey(passkey.Settings(**options, set=SPARSE))
+    for method, (_, samples) in runs.items():
         for sample in samples["cab_passkey"]:
             place = {name: sample["doc"][name] for name in ("length", "depth", "index")}
             case = {"method": method, "keys": 1, "budget": None, **place}
-            assert asked.measure(case)["answer"] == sample["resps"][0][0]
-    likelihoods = [
+            assert command.measure(case)["answer"] == sample["resps"][0][0]
+
+
+def test_teacher_forced_keys_are_read_sparsely(runs):
+    cab, dense = (
         [sample["resps"][0][0][0] for sample in samples["cab_recall"]]
-        for _, samples in (sparse, dense)
-    ]
-    assert likelihoods[0] != likelihoods[1]
+        for _, samples in (runs["cab"], runs["dense"])
+    )
+    assert cab != dense
