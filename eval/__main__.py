@@ -13,7 +13,9 @@ from cab_hf.eval.experiment import PROG
 from cab_hf.runs.log import LogError
 
 # command -> module, with an `Experiment` called EXPERIMENT, or ``main(words)``, or COMMANDS again
-COMMANDS = {name: f"cab_hf.eval.{name}" for name in ("bridges", "passkey", "readme", "speed")}
+COMMANDS = {
+    name: f"cab_hf.eval.{name}" for name in ("bridges", "fidelity", "passkey", "readme", "speed")
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
