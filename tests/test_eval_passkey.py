@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
+from words import CHAT, TEXT, make_tokenizer
 
 from cab_hf.eval import haystack, passkey
 from cab_hf.eval.__main__ import main
@@ -17,41 +17,8 @@ from cab_hf.runs.log import read_log
 from cab_hf.runs.settings import read_settings, spelled
 
 LENGTH = 400
-TEXT = 'It rained all day. The old town slept! "Who goes there?" asked nobody. So it was, and so.'
 METHODS = "dense,cab,published,streaming,random,antidiagonal,oracle,h2o"
 SPARSE = ("query_block=32", "key_block=16", "mass=0.2", "bridges=0.0")
-CHAT = (
-    "{% for message in messages %}user : {{ message['content'] }} end {% endfor %}"
-    "{% if add_generation_prompt %}assistant : {% endif %}"
-)
-
-
-def make_tokenizer(chat_template=None):
-    """Words and single digits, each a token of a tiny vocabulary."""
-    texts = [
-        *haystack.NOISE,
-        *haystack.DISTRACTORS,
-        *haystack.NAMES,
-        haystack.INSTRUCTION,
-        haystack.NEEDLE,
-        haystack.QUESTION,
-        TEXT,
-        "are important pass keys is an them it for user assistant end : 0 1 2 3 4 5 6 7 8 9",
-    ]
-    split = pre_tokenizers.Sequence(
-        [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)]
-    )
-    words = {word for text in texts for word, _ in split.pre_tokenize_str(text)}
-    vocabulary = {word: i for i, word in enumerate(["<unk>", "<eos>", *sorted(words)])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = split
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<unk>",
-        eos_token="<eos>",
-        pad_token="<eos>",
-        chat_template=chat_template,
-    )
 
 
 @pytest.fixture(scope="module")

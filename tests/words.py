@@ -1,0 +1,41 @@
+"""A tokenizer of words and single digits, which knows what keys are hidden in."""
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from cab_hf.eval import documents, haystack
+
+TEXT = 'It rained all day. The old town slept! "Who goes there?" asked nobody. So it was, and so.'
+CHAT = (
+    "{% for message in messages %}user : {{ message['content'] }} end {% endfor %}"
+    "{% if add_generation_prompt %}assistant : {% endif %}"
+)
+
+
+def make_tokenizer(chat_template=None):
+    """Words and single digits, each a token of a tiny vocabulary."""
+    texts = [
+        *haystack.NOISE,
+        *haystack.DISTRACTORS,
+        *haystack.NAMES,
+        haystack.INSTRUCTION,
+        haystack.NEEDLE,
+        haystack.QUESTION,
+        documents.REPEAT,
+        TEXT,
+        "are important pass keys is an them it for user assistant end : 0 1 2 3 4 5 6 7 8 9",
+    ]
+    split = pre_tokenizers.Sequence(
+        [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)]
+    )
+    words = {word for text in texts for word, _ in split.pre_tokenize_str(text)}
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "<eos>", *sorted(words)])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = split
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        eos_token="<eos>",
+        pad_token="<eos>",
+        chat_template=chat_template,
+    )
