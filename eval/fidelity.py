@@ -65,6 +65,7 @@ NAME = re.compile(r"[\w.-]+")
 
 
 def parse_budget(text: str) -> str | float:
+    """A density, or `MATCH`."""
     return MATCH if text == MATCH else float(text)
 
 
@@ -77,14 +78,15 @@ def cab_config(told: str) -> CabConfig:
     """Of ``field=value,field=value`` or a JSON file; sparse at any length.
 
     Raises:
-        ValueError: there is no such file, or what is told are no fields of CabConfig.
+        ValueError: there is no such file, or what it or ``told`` has are no fields of CabConfig.
     """
     if not told.endswith(".json"):
         given = dict(map(parse_assignment, filter(None, FIELD.split(told))))
         return CabConfig.from_dict({"min_length": 0, **given})
-    if not Path(told).is_file():
-        raise ValueError(f"cab must name a file of CabConfig fields; there is no {told!r}.")
-    content = json.loads(Path(told).read_text("utf-8"))
+    try:
+        content = json.loads(Path(told).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cab must name a JSON file of CabConfig fields: {error}.") from None
     fields = content.get("cab_config", content) if isinstance(content, dict) else content
     # a file holds all fields, with the length from which a user wants to be sparse
     return CabConfig.from_dict({**CabConfig.from_dict(fields).to_dict(), "min_length": 0})

@@ -134,14 +134,17 @@ def test_the_key_stands_behind_its_prompt(chat, question_first):
         pytest.param(["--cab", "=mass=0.5"], "cab must be NAME=field=value", id="cab nameless"),
         pytest.param(["--cab", "wide=weight=3"], "no field 'weight'", id="cab field"),
         pytest.param(["--cab", "wide=mass=3"], "mass", id="cab value"),
-        pytest.param(["--cab", "wide=no.json"], "there is no 'no.json'", id="cab file"),
+        pytest.param(["--cab", "wide=no.json"], "a JSON file of CabConfig fields: ", id="cab file"),
+        pytest.param(["--cab", "wide=b.json"], "JSON file of CabConfig", id="cab text"),
+        pytest.param(["--cab", "wide=list.json"], "must be a dict of CabConfig", id="cab list"),
     ],
 )
 def test_bad_settings_are_refused_in_a_sentence(options, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").mkdir()
-    for name in ("a/b.txt", "b.md"):
+    for name in ("a/b.txt", "b.md", "b.json"):
         (tmp_path / name).write_text(TEXT)
+    (tmp_path / "list.json").write_text("[]")
     with pytest.raises(SystemExit) as stop:
         main(["fidelity", *options])
     assert stop.value.code == 2
