@@ -424,10 +424,14 @@ class Fidelity(Experiment):
     def draw(path: Path, rows: Sequence[Row]) -> None:
         """Recall, pass and perplexity over density, a row of panels each text and length."""
         panels = grouped(rows, "text", "length")
-        # of one look in all panels
         names = dict.fromkeys(row["method"] for row in rows if row["method"] != Dense.name)
+        # one look in all panels, and CAB before the others
         looks = {
-            name: {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)]}
+            name: {
+                "color": f"C{i % 10}",
+                "marker": MARKERS[i % len(MARKERS)],
+                "zorder": 3 if kind_of(name) is Cab else 2,
+            }
             for i, name in enumerate(names)
         }
         size = (3.6 * len(DRAWN), 0.9 + 2.7 * len(panels))
@@ -435,10 +439,8 @@ class Fidelity(Experiment):
             for beside, own in zip(axes, panels, strict=True):
                 for axis, (probe, (title, value)) in zip(beside, DRAWN.items(), strict=True):
                     _panel(axis, own, probe, value, looks)
-                    axis.set_title(f"{title}: {own[0]['text']}, {own[0]['length']:,} tokens")
-            for axis in axes.flat:
-                axis.title.set_fontsize(9)
-                axis.grid(alpha=0.25)
+                    where = f"{own[0]['text']}, {own[0]['length']:,} tokens"
+                    axis.set_title(f"{title}: {where}", fontsize=9)
             whole = axes[0, 0].figure
             whole.supxlabel("density", fontsize=10)
             drawn = {}
@@ -546,7 +548,7 @@ def _panel(
     rows: Sequence[Row],
     probe: str,
     value: str,
-    looks: Mapping[str, Mapping[str, str]],
+    looks: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """``value`` of a probe over density, a line a method; dense attention is a level."""
     found = [row for row in rows if row.get(probe, {}).get(value) is not None]
@@ -573,6 +575,7 @@ def _panel(
     # matched densities differ by less than means anything
     missing = max(0.0, NARROWEST - (right - left)) / 2
     axis.set_xlim(left - missing, right + missing)
+    axis.grid(alpha=0.25)
 
 
 def _of(probe: str, write: Callable[[Row], str | None]) -> tuple[str, Callable[[Row], Any]]:
