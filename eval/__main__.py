@@ -14,7 +14,8 @@ from cab_hf.runs.log import LogError
 
 # command -> module, with an `Experiment` called EXPERIMENT, or ``main(words)``, or COMMANDS again
 COMMANDS = {
-    name: f"cab_hf.eval.{name}" for name in ("bridges", "harness", "passkey", "readme", "speed")
+    name: f"cab_hf.eval.{name}"
+    for name in ("bridges", "fidelity", "harness", "passkey", "readme", "speed")
 }
 
 

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 # experiments whose folders come first, in this order; those of one by name
 ORDER = (
     "passkey",
+    "fidelity",
     *(f"speed {op}" for op in ("ttft", "attention", "predictor", "breakdown", "prefill")),
     "bridges",
 )

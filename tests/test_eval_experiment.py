@@ -168,7 +168,9 @@ def test_listing_commands_imports_none():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("name", ["bridges", "passkey", *(f"speed {op}" for op in speed.COMMANDS)])
+@pytest.mark.parametrize(
+    "name", ["bridges", "fidelity", "passkey", *(f"speed {op}" for op in speed.COMMANDS)]
+)
 def test_a_purpose_is_read_as_it_is(name):
     kind = experiment.named(name)
     assert __main__._purpose(kind.__module__) == kind.purpose
@@ -179,4 +181,4 @@ def test_commands_are_listed_and_others_refused(capsys):
     assert "passkey    find a number hidden in a long text" in capsys.readouterr().out
     for words in (["magic"], []):
         assert __main__.main(words) == 2
-        assert "give a command, one of bridges, passkey" in capsys.readouterr().err
+        assert "give a command, one of bridges, fidelity" in capsys.readouterr().err

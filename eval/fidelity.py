@@ -1,0 +1,634 @@
+"""Fidelity: whether a method keeps the answers of dense attention, on any text.
+
+Nothing is generated: a model reads a text whose answers stand in it, once, and is asked what it
+would have said at each of their tokens. Cells are (method, text, length, budget); a case is
+(cell, probe, depth, index).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from itertools import product
+from operator import itemgetter
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cab_hf.config import CabConfig
+from cab_hf.eval import charts
+from cab_hf.eval.documents import (
+    Span,
+    Tokens,
+    plain_document,
+    recall_document,
+    sentence_tokens,
+    shared,
+)
+from cab_hf.eval.experiment import Experiment, Row
+from cab_hf.eval.haystack import ANSWER, NAMES, Haystack, Prompt
+from cab_hf.eval.intervals import mean_interval, paired_difference, wilson
+from cab_hf.eval.methods import H2O, METHODS, Cab, Cell, Dense, Method
+from cab_hf.eval.models import load_model
+from cab_hf.eval.passkey import MATCH, fitted, parse_depths
+from cab_hf.eval.report import column, difference, grouped, markdown_table
+from cab_hf.runs.provenance import file_identity
+from cab_hf.runs.settings import (
+    by_device,
+    comma_separated,
+    fill_by_device,
+    option,
+    parse_assignment,
+    require,
+)
+
+PASS, QUESTION_FIRST, RECALL, PERPLEXITY = "pass", "question_first", "recall", "perplexity"
+PROBES = (PASS, QUESTION_FIRST, RECALL, PERPLEXITY)
+PROMPTED = (PASS, QUESTION_FIRST)  # probes that are prompts; the others are documents
+NOISE = "noise"  # the text that is no file
+CELL = ("method", "text", "length", "budget")
+cell_of = itemgetter(*CELL)
+# what every method is asked alike
+question_of = itemgetter("text", "length", "probe", "depth", "index")
+LOGITS_AT_ONCE = 1024  # positions whose logits are in float32 at the same time
+FIELD = re.compile(r",(?=\s*\w+\s*=)")  # between two assignments, whose values may have commas
+NAME = re.compile(r"[\w.-]+")
+
+
+def parse_budget(text: str) -> str | float:
+    """A density, or `MATCH`."""
+    return MATCH if text == MATCH else float(text)
+
+
+def spell_texts(texts: Sequence[str | Mapping[str, str]]) -> str:
+    """Texts as they are typed, from what is given or recorded."""
+    return ",".join(text["name"] if isinstance(text, Mapping) else text for text in texts)
+
+
+def cab_config(told: str) -> CabConfig:
+    """Of ``field=value,field=value`` or a JSON file; sparse at any length.
+
+    Raises:
+        ValueError: there is no such file, or what it or ``told`` has are no fields of CabConfig.
+    """
+    if not told.endswith(".json"):
+        given = dict(map(parse_assignment, filter(None, FIELD.split(told))))
+        return CabConfig.from_dict({"min_length": 0, **given})
+    try:
+        content = json.loads(Path(told).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cab must name a JSON file of CabConfig fields: {error}.") from None
+    fields = content.get("cab_config", content) if isinstance(content, dict) else content
+    # a file holds all fields, with the length from which a user wants to be sparse
+    return CabConfig.from_dict({**CabConfig.from_dict(fields).to_dict(), "min_length": 0})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is told. None stands for a default that depends on the device."""
+
+    model: str = option("smollm2", "name or path of a causal LM; smollm2 needs no hub")
+    methods: tuple[str, ...] | None = by_device(
+        ("dense", "cab", "published", "streaming", "random", "antidiagonal"),
+        ("dense", "cab", "random"),
+        f"comma-separated, of {', '.join(name for name in METHODS if name != H2O.name)}",
+        comma_separated(str),
+    )
+    cab: tuple[str, ...] = option(
+        (),
+        "another configuration as method cab:NAME, NAME=field=value,... or NAME=FILE.json; "
+        "repeatable",
+        repeatable=True,
+    )
+    texts: tuple[str, ...] = option(
+        (NOISE,),
+        f"comma-separated, {NOISE} (five sentences for ever) or UTF-8 files, which go round too",
+        comma_separated(str),
+        spell=spell_texts,
+    )
+    probes: tuple[str, ...] = option(
+        PROBES, f"comma-separated, of {', '.join(PROBES)}", comma_separated(str)
+    )
+    lengths: tuple[int, ...] | None = by_device(
+        (8192,), (1024,), "comma-separated lengths in tokens", comma_separated(int)
+    )
+    depths: int | None = by_device(20, 2, "places of the key in a prompt, evenly spaced", int)
+    pass_samples: int | None = by_device(100, 2, "prompts of each length, over all depths", int)
+    documents: int | None = by_device(20, 1, "documents of each length", int)
+    keys: int = option(12, "how many keys a document has", int)
+    budgets: tuple[str | float, ...] = option(
+        (MATCH,),
+        f"comma-separated densities of the baselines: {MATCH} (what --{MATCH} realises), numbers",
+        comma_separated(parse_budget),
+    )
+    match: str = option(Cab.name, "the method whose density is matched, cab or cab:NAME")
+    set: tuple[str, ...] = option(
+        (), "field=value of CabConfig, e.g. mass=0.8; repeatable", repeatable=True
+    )
+    out: str = option("fidelity_results", "folder for the results; a run found there goes on")
+    seed: int = option(0, "of prompts, documents and keys", int)
+    device: str | None = option(None, "torch device (default: cuda where there is one)")
+    dtype: str | None = by_device("bfloat16", "float32", "torch dtype")
+
+    def __post_init__(self) -> None:
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        object.__setattr__(self, "device", device)
+        fill_by_device(self, torch.device(device).type == "cpu")
+        check = partial(require, self)
+        decoding = f"without {H2O.name}, whose prefill is dense, for nothing is decoded here"
+        check("methods", H2O.name not in self.methods, decoding, H2O.name)
+        for method in self.methods:
+            check("methods", method in METHODS, f"names of {', '.join(METHODS)}", method)
+        check("methods", self.methods, "at least one name")
+        for probe in self.probes:
+            check("probes", probe in PROBES, f"of {', '.join(PROBES)}", probe)
+        check("probes", self.probes, "at least one name")
+        for text in self.texts:
+            check("texts", text == NOISE or Path(text).is_file(), f"{NOISE} or text files", text)
+        distinct = self.texts and len(self.files) == len(self.texts)
+        check("texts", distinct, "at least one, of different names without folder and ending")
+        check("lengths", min(self.lengths) > 0, "numbers of tokens")
+        for name in ("depths", "pass_samples", "documents"):
+            check(name, getattr(self, name) > 0, "at least 1")
+        check("keys", 1 <= self.keys <= len(NAMES), f"1 to {len(NAMES)}")
+        densities = [budget for budget in self.budgets if budget != MATCH]
+        fits = self.budgets and all(0 < density <= 1 for density in densities)
+        check("budgets", fits, f"{MATCH} or densities in (0, 1]")
+        # refuses bad fields here rather than in the middle of a run
+        check("match", self.match in self.configs, f"one of {', '.join(self.configs)}")
+        matched = [name for name in self.methods if METHODS[name].matched]
+        check(
+            "budgets",
+            not matched or MATCH not in self.budgets or self.match in self.compared,
+            f"densities such as 0.2 when {', '.join(matched)} is to match a budget and "
+            f"{self.match}, whose density would be matched, is not among the methods",
+        )
+
+    @cached_property
+    def files(self) -> dict[str, str | None]:
+        """Short name of each text -> its file, None for noise."""
+        return {Path(text).stem: None if text == NOISE else text for text in self.texts}
+
+    @cached_property
+    def configs(self) -> dict[str, CabConfig]:
+        """``cab``, the defaults and ``--set``; and ``cab:NAME`` for each ``--cab``."""
+        chosen = {Cab.name: CabConfig.from_dict({"min_length": 0, **_assigned(self.set)})}
+        for name, told in _assigned(self.cab).items():
+            accepted = "NAME=field=value,... or NAME=FILE.json"
+            fits = NAME.fullmatch(name) and isinstance(told, str) and told
+            require(self, "cab", fits, accepted, f"{name}={told}")
+            chosen[f"{Cab.name}:{name}"] = cab_config(told)
+        return chosen
+
+    @cached_property
+    def compared(self) -> tuple[str, ...]:
+        """All methods; those that match a budget wait for the one that sets it."""
+        others = [name for name in self.configs if name != Cab.name]
+        return tuple(sorted((*self.methods, *others), key=lambda name: kind_of(name).matched))
+
+
+def _assigned(texts: Sequence[str]) -> dict[str, Any]:
+    return dict(map(parse_assignment, texts))
+
+
+def kind_of(method: str) -> type[Method]:
+    """The class of a method; of ``cab:NAME``, that of cab."""
+    return METHODS[method.partition(":")[0]]
+
+
+class Reading(NamedTuple):
+    """What is read in one pass, and which tokens of it should be foreseen."""
+
+    tokens: Tokens
+    spans: tuple[Span, ...]
+
+
+class Fidelity(Experiment):
+    """A case is one text read under one method; a sample is what of it was foreseen."""
+
+    name = "fidelity"
+    purpose = "whether answers and perplexity are those of dense attention, on texts of your own"
+    title = "Fidelity to dense attention"
+    caption = "recall, passkey and perplexity by density"
+    Settings = Settings
+    CASE = (*CELL, "probe", "depth", "index")
+    GROWS = (
+        *("methods", "lengths", "probes", "budgets", "pass_samples", "documents"),
+        # what they say is in cab_configs
+        *("set", "cab"),
+    )
+
+    @cached_property
+    def model_and_tokenizer(self) -> tuple[Any, Any]:
+        settings = self.settings
+        return load_model(settings.model, settings.device, settings.dtype)
+
+    @cached_property
+    def haystack(self) -> Callable[[str, bool], Haystack]:
+        """(text, question_first) -> what makes its prompts."""
+        files, (_, tokenizer) = self.settings.files, self.model_and_tokenizer
+
+        @lru_cache
+        def made(text: str, question_first: bool) -> Haystack:
+            filler = NOISE if files[text] is None else "text"
+            return Haystack(tokenizer, filler, 1, files[text], question_first)
+
+        return made
+
+    @cached_property
+    def reading(self) -> Callable[..., Reading]:
+        """(text, length, probe, depth, index, hide_needle) -> it, kept for all methods."""
+        settings = self.settings
+        a_length = len(PROMPTED) * settings.pass_samples + 2 * settings.documents
+        return lru_cache(maxsize=a_length)(self._reading)
+
+    def _reading(
+        self,
+        text: str,
+        length: int,
+        probe: str,
+        depth: float | None,
+        index: int,
+        hide_needle: bool = False,
+    ) -> Reading:
+        settings, (_, tokenizer) = self.settings, self.model_and_tokenizer
+        haystack = self.haystack(text, probe == QUESTION_FIRST)
+        if probe in PROMPTED:
+            prompt = haystack.prompt(length, depth, index, settings.seed, hide_needle)
+            return answered(tokenizer, prompt)
+        place = (tokenizer, haystack.sentences, length)
+        if probe == PERPLEXITY:
+            tokens = plain_document(*place, index, settings.seed)
+            return Reading(tokens, ((length // 2, length),))
+        document = recall_document(*place, settings.keys, index, settings.seed)
+        return Reading(document.tokens, document.answers)
+
+    def recorded(self) -> dict[str, Any]:
+        settings, told = self.settings, super().recorded()
+        files = settings.files.values()
+        told["texts"] = [NOISE if file is None else file_identity(file) for file in files]
+        told["cab"] = [
+            f"{name}={Path(value).name if value.endswith('.json') else value}"
+            for name, value in _assigned(settings.cab).items()
+        ]
+        if Path(settings.model).exists():
+            told["model"] = Path(settings.model).name
+        configs = {name: config.to_dict() for name, config in settings.configs.items()}
+        return {**told, "cab_configs": configs}
+
+    @cached_property
+    def arms(self) -> list[tuple[str, str | float | None]]:
+        """(method, budget) in the order they are measured."""
+        compared, budgets = self.settings.compared, self.settings.budgets
+        free = [(name, None) for name in compared if not kind_of(name).matched]
+        return free + [
+            (name, budget) for budget, name in product(budgets, compared) if kind_of(name).matched
+        ]
+
+    def asked(self, method: str) -> list[dict[str, Any]]:
+        """Probe, depth and index of all that a method is asked of a text and a length."""
+        settings = self.settings
+        depths = parse_depths(str(settings.depths))
+        prompts = [
+            {"depth": depths[i % len(depths)], "index": i // len(depths)}
+            for i in range(settings.pass_samples)
+        ]
+        documents = [{"depth": None, "index": index} for index in range(settings.documents)]
+        # a document has no needle to hide
+        hidden = kind_of(method).hides_needle
+        return [
+            {"probe": probe, **place}
+            for probe in settings.probes
+            if probe in PROMPTED or not hidden
+            for place in (prompts if probe in PROMPTED else documents)
+        ]
+
+    def expected(self) -> int:
+        settings = self.settings
+        asked = sum(len(self.asked(method)) for method, _ in self.arms)
+        return len(settings.texts) * len(settings.lengths) * asked
+
+    def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
+        settings = self.settings
+        places = product(settings.files, settings.lengths)
+        for (text, length), (method, budget) in product(places, self.arms):
+            cell = dict(zip(CELL, (method, text, length, budget), strict=True))
+            matched = self.realised(text, length, samples) if budget == MATCH else budget
+            for asked in self.asked(method):
+                yield {**cell, **asked, "fitted": matched}
+
+    def realised(self, text: str, length: int, samples: Sequence[Row]) -> float:
+        """What the matched method keeps of ``text``, in the layers that are not dense."""
+        ours = (self.settings.match, text, length, None)
+        realised = [s["sparse_density"] for s in _usual(samples) if cell_of(s) == ours]
+        return fmean(1.0 if density is None else density for density in realised)
+
+    def method(self, case: Mapping[str, Any]) -> Method:
+        """Set up for a case; block sizes and engine of baselines are the matched method's."""
+        settings, name = self.settings, case["method"]
+        config = settings.configs.get(name, settings.configs[settings.match])
+        cell = Cell(config, case["fitted"], case["length"], settings.device)
+        return fitted(kind_of(name).name, cell)
+
+    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
+        """What was foreseen; ``density`` is over all layers, dense ones counting 1."""
+        model, _ = self.model_and_tokenizer
+        method = self.method(case)
+        reading = self.reading(*question_of(case), hide_needle=method.hides_needle)
+        with method.applied(model) as densities:
+            started = time.perf_counter()
+            found = surprise if case["probe"] == PERPLEXITY else foreseen
+            told = found(model, reading)
+            seconds = time.perf_counter() - started
+            layers = densities()
+        sparse = [density for density in layers if density is not None]
+        density = fmean(1.0 if density is None else density for density in layers)
+        config = getattr(method, "config", None)
+        return {
+            "tokens": len(reading.tokens),
+            **told,
+            "density": density,
+            "sparse_density": fmean(sparse) if sparse else None,
+            "cost": cost_of(config, density) if config else density,
+            "seconds": round(seconds, 3),
+        }
+
+    @staticmethod
+    def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """One row a (method, text, length, budget), with what was found by each probe.
+
+        Of answers: the share that is right with Wilson's interval, and the difference to dense with
+        Newcombe's. Of perplexity: its ratio to dense, the geometric mean over documents with
+        Student's interval. Both over what this method and dense attention have read alike.
+        """
+        cells: dict[tuple, list[Row]] = {}
+        for sample in samples:
+            cells.setdefault(cell_of(sample), []).append(sample)
+        dense = {question_of(s): s for s in samples if s["method"] == Dense.name}
+        texts, kinds = list(dict.fromkeys(s["text"] for s in samples)), list(METHODS.values())
+
+        def place(cell: tuple) -> tuple:
+            method, text, length, _ = cell
+            kind = kind_of(method)
+            return texts.index(text), length, kinds.index(kind), method != kind.name
+
+        return [
+            {**dict(zip(CELL, cell, strict=True)), **_row(cells[cell], dense)}
+            for cell in sorted(cells, key=place)
+        ]
+
+    @staticmethod
+    def tables(rows: Sequence[Row]) -> dict[str, str]:
+        shown = {
+            heading: write
+            for heading, (probe, write) in COLUMNS.items()
+            if probe is None or any(row.get(probe) for row in rows)
+        }
+        return {f"On {own[0]['text']}": markdown_table(own, shown) for own in grouped(rows, "text")}
+
+    @staticmethod
+    def readings(rows: Sequence[Row]) -> list[str]:
+        """What CAB changes in each text, at the greatest length."""
+        cab = {row["text"]: row for row in rows if row["method"] == Cab.name and _changes(row)}
+        return [
+            f"On {text}, {row['length']} tokens, cab attends {row['density']:.0%} of the pairs; "
+            f"against dense: {', '.join(_changes(row))}."
+            for text, row in cab.items()
+        ]
+
+    @staticmethod
+    def notes(settings: Mapping[str, Any]) -> str:
+        return (
+            "Nothing is generated: an answer is right when each of its tokens is the likeliest one "
+            "after all that stands before it. Pass: a key in a text, asked for behind it; question "
+            "first: asked for before it as well. Recall: keys stated in the first half of a "
+            "document and repeated in its second. Perplexity: of the second half of a document "
+            "without keys. Shares with Wilson's interval, differences to dense with Newcombe's "
+            "(of recall over keys, those of one document counting as independent), ratios of "
+            "perplexity the geometric mean over documents with Student's, all 95 %. Density: "
+            "attended over causal (query, key) pairs; cost: with what passes compute that choose "
+            "exactly. Query blocks are decided as a whole, so that what an answer's first token "
+            "attends may depend on its later ones, as on all that follow in the block."
+        )
+
+    @staticmethod
+    def draw(path: Path, rows: Sequence[Row]) -> None:
+        """Recall, pass and perplexity over density, a row of panels each text and length."""
+        panels = grouped(rows, "text", "length")
+        names = dict.fromkeys(row["method"] for row in rows if row["method"] != Dense.name)
+        # one look in all panels, and CAB before the others
+        looks = {
+            name: {
+                "color": f"C{i % 10}",
+                "marker": MARKERS[i % len(MARKERS)],
+                "zorder": 3 if kind_of(name) is Cab else 2,
+            }
+            for i, name in enumerate(names)
+        }
+        size = (3.6 * len(DRAWN), 0.9 + 2.7 * len(panels))
+        with charts.figure(path, len(panels), len(DRAWN), figsize=size) as axes:
+            for beside, own in zip(axes, panels, strict=True):
+                for axis, (probe, (title, value)) in zip(beside, DRAWN.items(), strict=True):
+                    _panel(axis, own, probe, value, looks)
+                    where = f"{own[0]['text']}, {own[0]['length']:,} tokens"
+                    axis.set_title(f"{title}: {where}", fontsize=9)
+            whole = axes[0, 0].figure
+            whole.supxlabel("density", fontsize=10)
+            drawn = {}
+            for axis in axes.flat:
+                handles, labels = axis.get_legend_handles_labels()
+                drawn |= dict(zip(labels, handles, strict=True))
+            whole.legend(drawn.values(), drawn, loc="outside upper center", ncols=6, fontsize=8)
+
+
+EXPERIMENT = Fidelity
+
+
+def cost_of(config: CabConfig, density: float) -> float:
+    """Share of all causal pairs that is computed with ``config``: what is attended."""
+    return density
+
+
+def answered(tokenizer: Any, prompt: Prompt) -> Reading:
+    """A prompt and, behind it, the key it asks for."""
+    begun = ANSWER.format(whose="")
+    before, whole = (sentence_tokens(tokenizer, text) for text in (begun, begun + prompt.key))
+    # some tokenizers have the last blank and the first digit in one token
+    same = shared(before, whole)
+    kept = prompt.tokens[: len(prompt.tokens) - (len(before) - same)]
+    return Reading(kept + whole[same:], ((len(kept), len(kept) + len(whole) - same),))
+
+
+def foreseen(model: Any, reading: Reading) -> dict[str, list[bool]]:
+    """Of each span whether all of its tokens are those that ``model`` finds likeliest."""
+    places = [place for span in reading.spans for place in range(*span)]
+    likeliest = _predictions(model, reading.tokens, places).argmax(-1).tolist()
+    wrong = {p for p, token in zip(places, likeliest, strict=True) if token != reading.tokens[p]}
+    return {"right": [wrong.isdisjoint(range(*span)) for span in reading.spans]}
+
+
+def surprise(model: Any, reading: Reading) -> dict[str, float | int]:
+    """The sum of negative log-likelihoods of all tokens in the spans, and how many they are."""
+    places = [place for span in reading.spans for place in range(*span)]
+    logits = _predictions(model, reading.tokens, places)
+    targets = torch.tensor([reading.tokens[place] for place in places], device=logits.device)
+    parts = zip(logits.split(LOGITS_AT_ONCE), targets.split(LOGITS_AT_ONCE), strict=True)
+    nll = sum(F.cross_entropy(few.float(), told, reduction="sum").item() for few, told in parts)
+    return {"nll": nll, "count": len(places)}
+
+
+@torch.no_grad()
+def _predictions(model: Any, tokens: Tokens, places: Sequence[int]) -> Tensor:
+    """Logits for the tokens at ``places``, [places, vocabulary], from one pass."""
+    ids = torch.tensor([tokens], device=model.device)
+    before = torch.tensor(places, device=model.device) - 1
+    return model(ids, logits_to_keep=before, use_cache=False).logits[0]
+
+
+def _usual(samples: Sequence[Row]) -> list[Row]:
+    """The samples that tell a density: a question that is asked twice is not usual."""
+    return [s for s in samples if s["probe"] != QUESTION_FIRST] or list(samples)
+
+
+def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
+    row = {
+        "fitted": members[0]["fitted"],
+        "density": fmean(s["density"] for s in _usual(members)),
+        "cost": fmean(s["cost"] for s in _usual(members)),
+    }
+    compared = {} if members[0]["method"] == Dense.name else dense
+    for probe in PROBES:
+        own = [s for s in members if s["probe"] == probe]
+        pairs = [(s, compared[question_of(s)]) for s in own if question_of(s) in compared]
+        if own:
+            row[probe] = (_perplexity if probe == PERPLEXITY else _answers)(own, pairs)
+    return row
+
+
+def _answers(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
+    """What was right; every key counts, and only keys both were asked for are compared."""
+    right = [each for s in own for each in s["right"]]
+    low, high = wilson(sum(right), len(right))
+    told = {"n": len(right), "correct": sum(right), "share": fmean(right), "low": low, "high": high}
+    if not pairs:
+        return told
+    both = [keys for s, base in pairs for keys in zip(s["right"], base["right"], strict=True)]
+    ours, base = zip(*both, strict=True)
+    interval = paired_difference(ours, base)
+    told |= dict(zip(("delta", "delta_low", "delta_high"), interval, strict=True))
+    return {**told, "pairs": len(both), "ratio": sum(ours) / sum(base) if any(base) else None}
+
+
+def _perplexity(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
+    """Over all tokens; its ratio is that of the same documents, each counting once."""
+    nll, count = (sum(s[name] for s in own) for name in ("nll", "count"))
+    told = {"n": len(own), "tokens": count, "value": math.exp(nll / count)}
+    if not pairs:
+        return told
+    means = [[s["nll"] / s["count"] for s in each] for each in zip(*pairs, strict=True)]
+    ratio = math.exp(fmean(means[0]) - fmean(means[1]))
+    told |= {"pairs": len(pairs), "ratio": ratio}
+    if len(pairs) > 1:
+        _, low, high = mean_interval(*means)
+        told |= {"ratio_low": math.exp(low), "ratio_high": math.exp(high)}
+    return told
+
+
+def _panel(
+    axis: Any,
+    rows: Sequence[Row],
+    probe: str,
+    value: str,
+    looks: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """``value`` of a probe over density, a line a method; dense attention is a level."""
+    found = [row for row in rows if row.get(probe, {}).get(value) is not None]
+    for row in found:
+        if row["method"] == Dense.name:
+            axis.axhline(row[probe][value], color="black", linestyle="--", label=Dense.name)
+    if value == "ratio" and any(row["method"] == Dense.name for row in rows):
+        axis.axhline(1, color="black", linestyle="--", label=Dense.name)
+    for own in grouped([row for row in found if row["method"] in looks], "method"):
+        own = sorted(own, key=itemgetter("density"))
+        told, name = [row[probe] for row in own], own[0]["method"]
+        low, high = EDGES[value]
+        # a single document has no interval
+        reach = [
+            [abs(each.get(edge, each[value]) - each[value]) for each in told]
+            for edge in (low, high)
+        ]
+        values = [each[value] for each in told]
+        style = {"label": name, "markersize": 5, "linewidth": 1.2, "elinewidth": 0.6}
+        axis.errorbar([row["density"] for row in own], values, reach, **style, **looks[name])
+    if value == "share":
+        axis.set_ylim(-0.04, 1.04)
+    left, right = axis.get_xlim()
+    # matched densities differ by less than means anything
+    missing = max(0.0, NARROWEST - (right - left)) / 2
+    axis.set_xlim(left - missing, right + missing)
+    axis.grid(alpha=0.25)
+
+
+def _of(probe: str, write: Callable[[Row], str | None]) -> tuple[str, Callable[[Row], Any]]:
+    """A column of what a probe found: the probe, and what is shown of a row."""
+    return probe, column(write, probe)
+
+
+def _share(found: Row) -> str:
+    return f"{found['share']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
+
+
+def _ratio(found: Row) -> str | None:
+    """A ratio to dense with its interval, where there is one."""
+    if found.get("ratio") is None:
+        return None
+    ends = [found[end] for end in EDGES["ratio"] if end in found]
+    return f"{found['ratio']:.3f}" + (f" [{ends[0]:.3f}, {ends[1]:.3f}]" if ends else "")
+
+
+def _changes(row: Row) -> list[str]:
+    """What a method changes against dense, a probe an item."""
+    told = {probe: (difference if probe != PERPLEXITY else _ratio) for probe in PROBES}
+    found = {probe: write(row[probe]) for probe, write in told.items() if row.get(probe)}
+    times = {PERPLEXITY: "× "}
+    return [
+        f"{probe.replace('_', ' ')} {times.get(probe, '')}{change}"
+        for probe, change in found.items()
+        if change
+    ]
+
+
+MARKERS = "osv^DPX*<>p"
+NARROWEST = 0.1  # densities that a panel spans at least
+DRAWN = {
+    RECALL: ("recall", "share"),
+    PASS: ("pass", "share"),
+    PERPLEXITY: ("perplexity × dense", "ratio"),
+}
+EDGES = {"share": ("low", "high"), "ratio": ("ratio_low", "ratio_high")}
+# heading -> the probe that a row must have for it, and what is shown of a row
+COLUMNS = {
+    "method": (None, "method"),
+    "length": (None, "length"),
+    "budget": (None, "budget"),
+    "density": (None, "density"),
+    "cost": (None, "cost"),
+    "pass [95 %]": _of(PASS, _share),
+    "pass to dense": _of(PASS, difference),
+    "question first": _of(QUESTION_FIRST, _share),
+    "question first to dense": _of(QUESTION_FIRST, difference),
+    "recall [95 %]": _of(RECALL, _share),
+    "recall to dense": _of(RECALL, difference),
+    "recall × dense": _of(RECALL, _ratio),
+    "perplexity": _of(PERPLEXITY, lambda found: f"{found['value']:.2f}"),
+    "perplexity × dense [95 %]": _of(PERPLEXITY, _ratio),
+}

@@ -1,0 +1,135 @@
+"""Documents of recall: what they hold, where, and that nothing else decides it."""
+
+import re
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+from words import TEXT, make_tokenizer
+
+from cab_hf.eval.documents import digits_of, plain_document, recall_document, sentence_tokens
+from cab_hf.eval.haystack import NOISE, running, split_sentences
+
+LENGTH, KEYS = 900, 6
+PLACE = {"length": LENGTH, "keys": KEYS, "index": 0, "seed": 0}
+CODE = (
+    "import os\n\n\ndef area(width, height):\n    both = width * height  \n    return both\n" * 12
+)
+
+
+def make_merging_tokenizer():
+    """Bytes merged within words, with the blank before them; a token before every text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    numbers = [f"The number is {number}." for number in range(10_000, 100_000, 991)]
+    kept = {"vocab_size": 600, "special_tokens": ["<s>"], "show_progress": False}
+    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **kept)
+    tokenizer.train_from_iterator([*NOISE, *numbers], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+
+
+TOKENIZERS = {"words": make_tokenizer(), "merging": make_merging_tokenizer()}
+
+
+def text_of(tokenizer, tokens):
+    """Without blanks, which a tokenizer of words puts between digits."""
+    return tokenizer.decode(tokens).replace(" ", "")
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("sentences", [NOISE, split_sentences(TEXT)], ids=["noise", "text"])
+def test_spans_are_what_they_say(name, sentences):
+    tokenizer = TOKENIZERS[name]
+    document = recall_document(tokenizer, sentences, **PLACE)
+    assert len(document.tokens) == LENGTH
+    assert len(document.needles) == len(document.answers) == KEYS
+    for needle, answer in zip(document.needles, document.answers, strict=True):
+        assert needle[1] <= LENGTH // 2 <= answer[0]
+        stated = text_of(tokenizer, document.tokens[slice(*needle)])
+        digits = text_of(tokenizer, document.tokens[slice(*answer)])
+        whose, key = re.fullmatch(r"Thepasskeyfor(\w+)is(\d+)\.Rememberit\..*", stated).groups()
+        assert digits == key
+        before = text_of(tokenizer, document.tokens[answer[0] - 30 : answer[0]])
+        assert before.endswith(f"thepasskeyfor{whose}is")
+
+
+def test_keys_are_repeated_in_another_order():
+    for index in range(8):
+        place = {**PLACE, "keys": 2, "index": index}
+        document = recall_document(TOKENIZERS["words"], NOISE, **place)
+        assert list(document.needles) == sorted(document.needles)
+        assert list(document.answers) != sorted(document.answers)
+
+
+@pytest.mark.parametrize("change", ["index", "seed", "keys", "length"])
+def test_a_document_is_a_function_of_its_place(change):
+    document = recall_document(make_tokenizer(), NOISE, **PLACE)
+    assert recall_document(make_tokenizer(), list(NOISE), **PLACE) == document
+    other = recall_document(make_tokenizer(), NOISE, **{**PLACE, change: PLACE[change] + 1})
+    assert other.answers[:2] != document.answers[:2]
+
+
+def test_a_plain_document_is_running_text():
+    tokenizer, words = TOKENIZERS["words"], " ".join([*NOISE, *NOISE])
+    # goes round: noise has far fewer tokens
+    tokens = plain_document(tokenizer, NOISE, 100, index=3)
+    assert len(tokens) == 100
+    assert text_of(tokenizer, tokens[:20]) in words.replace(" ", "")
+    starts = {plain_document(tokenizer, NOISE, 20, index) for index in range(12)}
+    assert len(starts) > 2
+
+
+def test_special_tokens_stand_before_a_document():
+    tokenizer = TOKENIZERS["merging"]
+    for tokens in (
+        plain_document(tokenizer, NOISE, 50, 0),
+        recall_document(tokenizer, NOISE, **PLACE).tokens,
+    ):
+        assert tokens[0] == tokenizer.bos_token_id
+        assert tokenizer.bos_token_id not in tokens[1:]
+
+
+def test_a_blank_in_the_first_token_belongs_to_the_digits():
+    tokenizer, sentence = TOKENIZERS["merging"], "The number is 10000."
+    tokens = sentence_tokens(tokenizer, sentence)
+    start, end = digits_of(tokenizer, sentence, "10000")
+    assert tokenizer.decode(tokens[start:end]) == " 10000"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"keys": 0}, "keys must be 1 to", id="no keys"),
+        pytest.param({"keys": 99}, "keys must be 1 to", id="too many"),
+        pytest.param({"length": 200}, "length 200 has no room for 6 keys", id="too short"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        recall_document(TOKENIZERS["words"], NOISE, **{**PLACE, **change})
+
+
+# --- sentences
+
+
+def test_lines_are_the_sentences_of_source_code():
+    lines = split_sentences(CODE)
+    assert lines[:4] == [
+        "\nimport os",
+        "\n\n\ndef area(width, height):",
+        "\n    both = width * height",
+        "\n    return both",
+    ]
+    # as it was, but for blanks at the ends of lines
+    assert running(lines) == CODE.replace("height  \n", "height\n").strip()
+
+
+def test_prose_is_split_at_its_sentences_wherever_lines_end():
+    long = "A" + "\nword" * 61 + "."
+    sentences = split_sentences(f"{long} {TEXT * 9}")
+    assert sentences[0] == " ".join(long.split())
+    assert sentences[1:5] == split_sentences(TEXT)[:4]
+    assert running(NOISE) == " ".join(NOISE)

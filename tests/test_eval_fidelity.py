@@ -1,0 +1,314 @@
+"""The fidelity command: what it reads, how it scores, its rows, and that it can be resumed."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import tiny_model
+from torch.nn import functional as F
+from words import CHAT, TEXT, make_tokenizer
+
+from cab_hf.config import CabConfig
+from cab_hf.eval import fidelity
+from cab_hf.eval.__main__ import main
+from cab_hf.eval.experiment import render
+from cab_hf.eval.fidelity import Fidelity, Reading, Settings, answered, foreseen, surprise
+from cab_hf.eval.haystack import QUESTION, Haystack
+from cab_hf.eval.intervals import mean_interval, paired_difference
+from cab_hf.runs.settings import read_settings, spelled
+
+LENGTH = 300
+SPARSE = ("query_block=32", "key_block=16", "mass=0.2", "bridges=0.0")
+SMALL = "query_block=32,key_block=16,mass=0.6"
+FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    folder, tokenizer = tmp_path_factory.mktemp("tiny-llama"), make_tokenizer()
+    sizes = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 1}
+    tiny_model(num_hidden_layers=2, **sizes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def book(tmp_path):
+    file = tmp_path / "book.txt"
+    file.write_text(TEXT)
+    return str(file)
+
+
+def start(model_folder, out, *more, methods="dense,cab,random", drawn=False):
+    given = ["--model", model_folder, "--out", out, "--methods", methods, "--lengths", LENGTH]
+    fixed = ["--keys", "2", "--device", "cpu"]
+    fixed += [word for assignment in SPARSE for word in ("--set", assignment)]
+    with pytest.MonkeyPatch.context() as patch:
+        # which takes longer than the rest
+        if not drawn:
+            patch.setattr(Fidelity, "draw", lambda *_: None)
+        return main(["fidelity", *map(str, (*given, *fixed, *more))])
+
+
+def command(model_folder, out, *more, **kind):
+    assert start(model_folder, out, *more, **kind) == 0
+    return json.loads((out / "results.json").read_text())
+
+
+# --- scoring
+
+
+def answering(logits):
+    """A model whose logits [length, vocabulary] are these, whatever it reads."""
+
+    def model(ids, logits_to_keep, use_cache):
+        assert ids.shape == (1, len(logits))
+        return SimpleNamespace(logits=logits[None, logits_to_keep])
+
+    model.device = "cpu"
+    return model
+
+
+@pytest.mark.parametrize(
+    ("said", "right"),
+    [
+        pytest.param([0, 1, 2, 3, 4, 5, 6, 7], [True, True], id="all"),
+        pytest.param([0, 1, 2, 9, 4, 5, 6, 7], [False, True], id="last digit of the first"),
+        pytest.param([0, 9, 2, 3, 4, 9, 6, 7], [False, False], id="first digits"),
+        pytest.param([9, 1, 2, 3, 9, 5, 6, 9], [True, True], id="what is not asked"),
+    ],
+)
+def test_an_answer_is_right_when_all_its_tokens_are(said, right):
+    # each token is said where the one before it stands
+    model = answering(F.one_hot(torch.tensor([*said[1:], 0]), 20).float())
+    reading = Reading(tuple(range(8)), ((1, 4), (5, 7)))
+    assert foreseen(model, reading) == {"right": right}
+
+
+def test_surprise_is_the_likelihood_of_the_second_half(monkeypatch):
+    monkeypatch.setattr(fidelity, "LOGITS_AT_ONCE", 3)
+    logits = torch.randn(9, 20, generator=torch.Generator().manual_seed(0))
+    told = surprise(answering(logits), Reading(tuple(range(9)), ((4, 9),)))
+    likely = logits.log_softmax(-1)
+    assert told["count"] == 5
+    assert told["nll"] == pytest.approx(-sum(likely[i - 1, i].item() for i in range(4, 9)))
+
+
+@pytest.mark.parametrize("chat", [None, CHAT], ids=["plain", "chat"])
+@pytest.mark.parametrize("question_first", [False, True])
+def test_the_key_stands_behind_its_prompt(chat, question_first):
+    tokenizer = make_tokenizer(chat)
+    prompt = Haystack(tokenizer, question_first=question_first).prompt(LENGTH, 0.5, 0)
+    reading = answered(tokenizer, prompt)
+    ((start, end),) = reading.spans
+    assert reading.tokens[:start] == prompt.tokens
+    assert end == len(reading.tokens)
+    assert tokenizer.decode(reading.tokens[start:]).replace(" ", "") == prompt.key
+    text, question = tokenizer.decode(prompt.tokens), QUESTION.format(whose="").strip("?")
+    assert text.count(question) == 1 + question_first
+    assert tokenizer.decode(prompt.tokens[prompt.asking :]).startswith(question)
+    if question_first:
+        assert text.index(question) < text.index("The pass key")
+
+
+# --- settings
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param(["--methods", "h2o"], "without h2o, whose prefill is dense", id="h2o"),
+        pytest.param(["--methods", "magic"], "methods must be names of dense", id="method"),
+        pytest.param(["--probes", "pass,guess"], "probes must be of pass", id="probe"),
+        pytest.param(["--texts", "no.txt"], "texts must be noise or text files", id="text"),
+        pytest.param(["--texts", "a/b.txt,b.md"], "texts must be at least one", id="same name"),
+        pytest.param(["--budgets", "match,2"], "budgets must be match or dens", id="budget"),
+        pytest.param(["--methods", "random"], "budgets must be densities such", id="no match"),
+        pytest.param(["--match", "cab:wide"], "match must be one of cab;", id="match"),
+        pytest.param(["--keys", "99"], "keys must be 1 to", id="keys"),
+        pytest.param(["--documents", "0"], "documents must be at least 1", id="documents"),
+        pytest.param(["--cab", "wide"], "cab: an assignment is field=value", id="cab"),
+        pytest.param(["--cab", "wide="], "cab must be NAME=field=value", id="cab empty"),
+        pytest.param(["--cab", "=mass=0.5"], "cab must be NAME=field=value", id="cab nameless"),
+        pytest.param(["--cab", "wide=weight=3"], "no field 'weight'", id="cab field"),
+        pytest.param(["--cab", "wide=mass=3"], "mass", id="cab value"),
+        pytest.param(["--cab", "wide=no.json"], "a JSON file of CabConfig fields: ", id="cab file"),
+        pytest.param(["--cab", "wide=b.json"], "JSON file of CabConfig", id="cab text"),
+        pytest.param(["--cab", "wide=list.json"], "must be a dict of CabConfig", id="cab list"),
+    ],
+)
+def test_bad_settings_are_refused_in_a_sentence(options, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    for name in ("a/b.txt", "b.md", "b.json"):
+        (tmp_path / name).write_text(TEXT)
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(SystemExit) as stop:
+        main(["fidelity", *options])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_configurations_are_told_apart(tmp_path):
+    plain, whole = tmp_path / "plain.json", tmp_path / "whole.json"
+    plain.write_text(json.dumps({"mass": 0.7}))
+    whole.write_text(json.dumps({"cab_config": CabConfig(mass=0.6).to_dict(), "other": 1}))
+    told = ("a=mass=0.8,dense_layers=(0,2),coarsen=mean", f"b={plain}", f"c={whole}")
+    settings = Settings(cab=told, set=("mass=0.5",))
+    configs = settings.configs
+    masses = {"cab": 0.5, "cab:a": 0.8, "cab:b": 0.7, "cab:c": 0.6}
+    assert {name: config.mass for name, config in configs.items()} == masses
+    assert (configs["cab:a"].dense_layers, configs["cab:a"].coarsen) == ((0, 2), "mean")
+    assert {config.min_length for config in configs.values()} == {0}
+    recorded = Fidelity(settings).recorded()
+    assert recorded["cab"][1:] == ["b=plain.json", "c=whole.json"]
+    assert str(tmp_path) not in json.dumps(recorded)
+
+
+# --- the command
+
+
+def test_the_command_writes_its_files(model_folder, tmp_path, book, capsys):
+    more = ("--texts", f"noise,{book}", "--budgets", "match,0.5", "--cab", f"wide={SMALL}")
+    results = command(model_folder, tmp_path / "out", *more)
+    rows = results["rows"]
+    arms = [*((name, None) for name in ("dense", "cab", "cab:wide")), ("random", "match")]
+    arms += [("random", 0.5)]
+    cells = [(row["text"], row["method"], row["budget"]) for row in rows]
+    assert cells == [(text, *arm) for text in ("noise", "book") for arm in arms]
+    for dense, cab, wide, matched, half in (rows[:5], rows[5:]):
+        assert dense["density"] == dense["cost"] == 1
+        assert cab["density"] < wide["density"] < 1
+        assert matched["fitted"] == pytest.approx(cab["density"])
+        assert matched["density"] == pytest.approx(cab["density"], abs=0.05)
+        assert half["density"] == pytest.approx(0.5, abs=0.05)
+        for row in (cab, wide, matched, half):
+            assert (row["pass"]["n"], row["recall"]["n"], row["recall"]["pairs"]) == (2, 2, 2)
+            assert row["perplexity"]["ratio"] > 0
+    assert str(tmp_path) not in json.dumps(results)
+    noise, file = results["provenance"]["settings"]["texts"]
+    assert (noise, file["name"]) == ("noise", "book.txt")
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "## On book" in report
+    assert "On book, 300 tokens, cab attends" in capsys.readouterr().out
+
+
+def test_full_reads_as_dense_does(model_folder, tmp_path):
+    results = command(model_folder, tmp_path, methods="dense,full,no_needle")
+    dense, full, hidden = results["rows"]
+    assert full["density"] == 1
+    assert full["perplexity"]["ratio"] == pytest.approx(1, abs=1e-5)
+    assert full["recall"]["share"] == dense["recall"]["share"]
+    # documents have no needle to hide
+    assert "pass" in hidden
+    assert "recall" not in hidden
+
+
+def test_the_report_is_made_from_the_files_alone(model_folder, tmp_path, book):
+    """And says by which command it was."""
+    out, texts = tmp_path / "out", ("--texts", f"noise,{book}")
+    command(model_folder, out, *texts, "--cab", f"wide={SMALL}", "--probes", "recall", drawn=True)
+    before = {name: (out / name).read_bytes() for name in FILES}
+    settings = json.loads(before["results.json"])["provenance"]["settings"]
+    for name in ("results.csv", "report.md", "figure.png"):
+        (out / name).unlink()
+    render(out)
+    assert {name: (out / name).read_bytes() for name in FILES} == before
+    words = spelled(settings, Settings)
+    # no result has the paths of files
+    for option, path in (("--model", str(model_folder)), ("--texts", f"noise,{book}")):
+        words[words.index(option) + 1] = path
+    again = Fidelity(read_settings(Settings, words, "fidelity"))
+    assert json.loads(json.dumps(again.recorded())) == settings
+
+
+def test_a_killed_run_goes_on_and_grows(model_folder, tmp_path, monkeypatch, capsys):
+    whole = command(model_folder, tmp_path / "whole")
+    killed, calls, measure = tmp_path / "killed", [], Fidelity.measure
+
+    def counted(self, case):
+        calls.append(case)
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+        return measure(self, case)
+
+    monkeypatch.setattr(Fidelity, "measure", counted)
+    with pytest.raises(KeyboardInterrupt):
+        command(model_folder, killed)
+    resumed = command(model_folder, killed)
+    # 8 of 3 methods' 6 samples were measured
+    assert len(calls) == 9 + 10
+    assert resumed["rows"] == whole["rows"]
+
+    grown = command(model_folder, killed, "--documents", "2", methods="dense")
+    assert len(calls) == 19 + 2
+    assert [row["recall"]["n"] for row in grown["rows"]] == [4, 2, 2]
+    assert [case["index"] for case in calls[-2:]] == [1, 1]
+
+    assert start(model_folder, killed, "--cab", f"wide={SMALL}") == 2
+    assert "give another --out" in capsys.readouterr().err
+
+
+# --- rows
+
+
+def sample(method, probe, index, text="noise", **found):
+    place = {"method": method, "text": text, "length": 8, "budget": None, "probe": probe}
+    fixed = {"depth": None, "index": index, "fitted": None, "density": 1.0, "cost": 1.0}
+    return {**place, **fixed, **found}
+
+
+def test_rows_by_hand():
+    samples = [
+        sample("dense", "recall", 0, right=[True, True]),
+        sample("dense", "recall", 1, right=[True, False]),
+        sample("dense", "perplexity", 0, nll=10.0, count=10),
+        sample("dense", "perplexity", 1, nll=20.0, count=10),
+        sample("cab:a", "recall", 0, right=[True, False], density=0.2),
+        sample("cab:a", "perplexity", 0, nll=11.0, count=10, density=0.3),
+        sample("cab", "recall", 0, right=[True, False], density=0.1, cost=0.3),
+        sample("cab", "recall", 1, right=[False, False], density=0.2, cost=0.5),
+        # dense has read no third document
+        sample("cab", "recall", 2, right=[True, True], density=0.3, cost=0.4),
+        sample("cab", "perplexity", 0, nll=11.0, count=10, density=0.2, cost=0.4),
+        sample("cab", "perplexity", 1, nll=23.0, count=10, density=0.2, cost=0.4),
+        sample("cab", "question_first", 0, right=[True], density=0.9, cost=0.9),
+    ]
+    dense, cab, other = rows = Fidelity.rows(samples, {})
+    assert [row["method"] for row in rows] == ["dense", "cab", "cab:a"]
+    assert "delta" not in dense["recall"]
+    assert dense["perplexity"]["value"] == pytest.approx(math.exp(1.5))
+    # a question asked twice tells no usual density
+    assert (cab["density"], cab["cost"]) == (pytest.approx(0.2), pytest.approx(0.4))
+    recall, perplexity = cab["recall"], cab["perplexity"]
+    assert (recall["n"], recall["correct"], recall["pairs"]) == (6, 3, 4)
+    expected = paired_difference([1, 0, 0, 0], [1, 1, 1, 0])
+    assert [recall[name] for name in ("delta", "delta_low", "delta_high")] == list(expected)
+    assert recall["ratio"] == pytest.approx(1 / 3)
+    interval = map(math.exp, mean_interval([1.1, 2.3], [1.0, 2.0]))
+    found = [perplexity[name] for name in ("ratio", "ratio_low", "ratio_high")]
+    assert found == pytest.approx(list(interval))
+    # one document has a ratio and no interval
+    assert other["perplexity"]["ratio"] == pytest.approx(math.exp(0.1))
+    assert "ratio_low" not in other["perplexity"]
+    (table,) = Fidelity.tables(rows).values()
+    # no row has it
+    assert "pass [95 %]" not in table
+    assert "| 0.333 |" in table
+    (said,) = Fidelity.readings(rows)
+    assert said.startswith(
+        "On noise, 8 tokens, cab attends 20% of the pairs; against dense: recall"
+    )
+
+
+def test_a_table_a_text():
+    samples = [
+        sample(method, "pass", 0, text, right=[True])
+        for text in ("prose", "code")
+        for method in ("dense", "cab")
+    ]
+    rows = Fidelity.rows(samples, {})
+    assert list(Fidelity.tables(rows)) == ["On prose", "On code"]
+    assert len(Fidelity.readings(rows)) == 2
