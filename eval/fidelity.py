@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.config import CabConfig
-from cab_hf.eval import charts
-from cab_hf.eval.documents import (
+from cab_hf.documents import (
+    NAMES,
     Span,
     Tokens,
     plain_document,
@@ -34,8 +34,9 @@ from cab_hf.eval.documents import (
     sentence_tokens,
     shared,
 )
+from cab_hf.eval import charts
 from cab_hf.eval.experiment import Experiment, Row
-from cab_hf.eval.haystack import ANSWER, NAMES, Haystack, Prompt
+from cab_hf.eval.haystack import ANSWER, Haystack, Prompt
 from cab_hf.eval.intervals import mean_interval, paired_difference, wilson
 from cab_hf.eval.methods import H2O, METHODS, Cab, Cell, Dense, Method
 from cab_hf.eval.models import load_model

@@ -14,19 +14,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
+from cab_hf.documents import NAMES, NEEDLE, NOISE, NUMBERS, running, split_sentences
+
 FILLERS = ("noise", "distractors", "text")
-NUMBERS = range(10_000, 100_000)  # keys, and numbers that are none
-SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[.!?][\"'”’)])\s+")
-LINE = re.compile(r"\n+[^\n]+")
-# words of a sentence; a text with most of its words in longer ones is no prose
-LONG_SENTENCE = 60
-NOISE = (
-    "The grass is green.",
-    "The sky is blue.",
-    "The sun is yellow.",
-    "Here we go.",
-    "There and back again.",
-)
 # numbers that are no pass keys: a selector that looks for digits finds these as well
 DISTRACTOR_EVERY = 12
 DISTRACTORS = (
@@ -39,14 +29,7 @@ DISTRACTORS = (
     "The train has the number {}.",
     "The meter shows {}.",
 )
-NAMES = (
-    *("Alice", "Bob", "Carol", "David", "Emma", "Frank", "Grace", "Henry"),
-    *("Julia", "Kevin", "Laura", "Martin", "Nancy", "Oscar", "Peter", "Rachel"),
-    *("Simon", "Tina", "Victor", "Wendy", "Adam", "Beth", "Chris", "Diana"),
-    *("Eric", "Fiona", "George", "Helen", "Ivan", "Jane", "Karl", "Linda"),
-)
 INSTRUCTION = "There {are} hidden in the text below. Find {it} and remember {it}."
-NEEDLE = "The pass key{whose} is {key}. Remember it. {key} is the pass key{whose}."
 QUESTION = "What is the pass key{whose}?"
 # the answer is begun for the model, blank included, so that the first digit already is predicted by
 # the last token of the prefill; otherwise only decoding would be tested where decoding is dense
@@ -228,27 +211,6 @@ def _nearest(ascending: list[int], target: float) -> int:
     above = bisect.bisect_left(ascending, target)
     around = range(max(0, above - 1), min(above + 1, len(ascending)))
     return min(around, key=lambda i: abs(ascending[i] - target))
-
-
-def split_sentences(text: str) -> list[str]:
-    """The sentences of a text, white space made single blanks; ValueError for an empty text.
-
-    Of a text that has few ends of sentences, as source code, they are the lines, each with its
-    indentation and behind its line break.
-    """
-    sentences = list(filter(None, SENTENCE_END.split(" ".join(text.split()))))
-    if not sentences:
-        raise ValueError("haystack has no text in it.")
-    words = [len(sentence.split()) for sentence in sentences]
-    if 2 * sum(count for count in words if count > LONG_SENTENCE) <= sum(words):
-        return sentences
-    return LINE.findall("\n".join(["", *map(str.rstrip, text.splitlines())]))
-
-
-def running(sentences: Sequence[str]) -> str:
-    """Sentences as one text, with a blank between those that are not lines."""
-    spaced = (text if text.startswith("\n") else f" {text}" for text in sentences)
-    return "".join(spaced).lstrip()
 
 
 def answered(text: str, key: str) -> bool:

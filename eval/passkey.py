@@ -20,9 +20,10 @@ import torch
 from transformers import GenerationConfig
 
 from cab_hf.config import CabConfig
+from cab_hf.documents import NAMES
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Experiment, Row
-from cab_hf.eval.haystack import FILLERS, NAMES, Haystack, Prompt, answered
+from cab_hf.eval.haystack import FILLERS, Haystack, Prompt, answered
 from cab_hf.eval.intervals import paired_difference, wilson
 from cab_hf.eval.methods import CONTROLS, METHODS, Cab, Cell, Dense, Method
 from cab_hf.eval.models import load_model

@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 from words import TEXT, make_tokenizer
 
 from cab_hf import CabConfig
+from cab_hf.documents import NOISE, recall_document, split_sentences
 from cab_hf.eval import harness, passkey
 from cab_hf.eval.__main__ import main
-from cab_hf.eval.documents import recall_document
-from cab_hf.eval.haystack import NOISE, Haystack, split_sentences
+from cab_hf.eval.haystack import Haystack
 from cab_hf.eval.models import smollm2_folder
 
 LENGTHS = [300, 450]

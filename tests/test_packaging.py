@@ -13,7 +13,18 @@ import cab_hf
 
 ROOT = Path(__file__).parents[1]
 FLOORS = [
-    *("runs", "config", "plan", "ops", "predictors", "engines", "frame", "layers", "call"),
+    *(
+        "runs",
+        "config",
+        "documents",
+        "plan",
+        "ops",
+        "predictors",
+        "engines",
+        "frame",
+        "layers",
+        "call",
+    ),
     *("exact", "refusals", "route", "attention", "patches", "eval"),
 ]
 

@@ -3,7 +3,8 @@
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from cab_hf.eval import documents, haystack
+from cab_hf import documents
+from cab_hf.eval import haystack
 
 TEXT = 'It rained all day. The old town slept! "Who goes there?" asked nobody. So it was, and so.'
 CHAT = (
@@ -15,11 +16,11 @@ CHAT = (
 def make_tokenizer(chat_template=None):
     """Words and single digits, each a token of a tiny vocabulary."""
     texts = [
-        *haystack.NOISE,
+        *documents.NOISE,
         *haystack.DISTRACTORS,
-        *haystack.NAMES,
+        *documents.NAMES,
         haystack.INSTRUCTION,
-        haystack.NEEDLE,
+        documents.NEEDLE,
         haystack.QUESTION,
         documents.REPEAT,
         TEXT,

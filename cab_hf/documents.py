@@ -7,13 +7,31 @@ method, and every run, is shown the same ones.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
-from cab_hf.eval.haystack import NAMES, NEEDLE, NOISE, NUMBERS, running
-
+NUMBERS = range(10_000, 100_000)  # keys, and numbers that are none
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[.!?][\"'”’)])\s+")
+LINE = re.compile(r"\n+[^\n]+")
+# words of a sentence; a text with most of its words in longer ones is no prose
+LONG_SENTENCE = 60
+NOISE = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)
+NAMES = (
+    *("Alice", "Bob", "Carol", "David", "Emma", "Frank", "Grace", "Henry"),
+    *("Julia", "Kevin", "Laura", "Martin", "Nancy", "Oscar", "Peter", "Rachel"),
+    *("Simon", "Tina", "Victor", "Wendy", "Adam", "Beth", "Chris", "Diana"),
+    *("Eric", "Fiona", "George", "Helen", "Ivan", "Jane", "Karl", "Linda"),
+)
+NEEDLE = "The pass key{whose} is {key}. Remember it. {key} is the pass key{whose}."
 REPEAT = "As was said above, the pass key{whose} is {key}."
 KEPT_SENTENCES = 2**16  # whose tokens are remembered
 
@@ -101,6 +119,27 @@ def plain_document(
     begun = leading_tokens(tokenizer)
     pieces = _text(tokenizer, sentences, rng.randrange(len(sentences)), length)
     return tuple(chain(begun, *pieces))[:length]
+
+
+def split_sentences(text: str) -> list[str]:
+    """The sentences of a text, white space made single blanks; ValueError for an empty text.
+
+    Of a text that has few ends of sentences, as source code, they are the lines, each with its
+    indentation and behind its line break.
+    """
+    sentences = list(filter(None, SENTENCE_END.split(" ".join(text.split()))))
+    if not sentences:
+        raise ValueError("haystack has no text in it.")
+    words = [len(sentence.split()) for sentence in sentences]
+    if 2 * sum(count for count in words if count > LONG_SENTENCE) <= sum(words):
+        return sentences
+    return LINE.findall("\n".join(["", *map(str.rstrip, text.splitlines())]))
+
+
+def running(sentences: Sequence[str]) -> str:
+    """Sentences as one text, with a blank between those that are not lines."""
+    spaced = (text if text.startswith("\n") else f" {text}" for text in sentences)
+    return "".join(spaced).lstrip()
 
 
 @lru_cache(maxsize=KEPT_SENTENCES)

@@ -7,8 +7,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 from words import TEXT, make_tokenizer
 
-from cab_hf.eval.documents import digits_of, plain_document, recall_document, sentence_tokens
-from cab_hf.eval.haystack import NOISE, running, split_sentences
+from cab_hf.documents import (
+    NOISE,
+    digits_of,
+    plain_document,
+    recall_document,
+    running,
+    sentence_tokens,
+    split_sentences,
+)
 
 LENGTH, KEYS = 900, 6
 PLACE = {"length": LENGTH, "keys": KEYS, "index": 0, "seed": 0}
