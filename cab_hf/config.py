@@ -26,6 +26,12 @@ class CabConfig:
         sink_blocks: key blocks at the start of the text (of each packed document) every row keeps.
         local_blocks: key blocks up to and including the diagonal every row keeps. The key blocks
             that hold the row's own positions are kept even when they are more than this.
+        dense_tail: in query blocks. A query block with one of the last ``dense_tail * query_block``
+            tokens of a text (of each packed document) attends everything it may: what is asked at
+            the end is asked by these rows. Nobody knows whether more comes, so what ends a call
+            counts as an end: in chunked prefill every chunk has a tail, and attends more than the
+            whole text at once would, never less. Calls of fewer than ``query_block`` queries have
+            none.
         coarsen: how a key block is summarised: ``"box"`` (per-channel bounds and mean), ``"mean"``,
             or ``"max_l2"`` (its key of largest norm, as for queries; the published recipe).
         select: ``"clusters"`` takes the smallest set of blocks holding ``mass``, then bridges;
@@ -59,6 +65,7 @@ class CabConfig:
     key_block: int = 64
     sink_blocks: int = 1
     local_blocks: int = 2
+    dense_tail: int = 1
     coarsen: str = "box"
     select: str = "clusters"
     mass: float = 0.9
@@ -81,7 +88,7 @@ class CabConfig:
         fits = max(self.query_block, self.key_block) % min(self.query_block, self.key_block) == 0
         of_rows = f"a divisor or a multiple of query_block={self.query_block}"
         self._require(("key_block",), lambda _: fits, of_rows)
-        counts = ("sink_blocks", "local_blocks", "min_length")
+        counts = ("sink_blocks", "local_blocks", "dense_tail", "min_length")
         self._require(counts, lambda count: is_whole(count, 0), "a whole number >= 0")
         for name, choices in (("coarsen", COARSEN), ("select", SELECT), ("curvature", CURVATURE)):
             self._require((name,), choices.__contains__, "one of " + ", ".join(map(repr, choices)))
@@ -117,6 +124,7 @@ class CabConfig:
             "key_block": 64,
             "sink_blocks": 0,
             "local_blocks": 1,
+            "dense_tail": 0,
             "coarsen": "max_l2",
             "select": "topk",
             "redundancy": 1.0 if curvature == "forman" else cls.redundancy,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ class Spans:
     key_valid: Tensor
     aligned: bool = False
     consecutive: bool = True
+    # what the layers of a forward pass would each make again
+    _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def causal(cls, batch: int, q_length: int, kv_length: int, device: torch.device | str) -> Spans:
@@ -62,6 +65,31 @@ class Spans:
         first = F.pad(self.first, (0, padding)).unflatten(1, (-1, query_block))
         last = F.pad(self.last, (0, padding), value=-1).unflatten(1, (-1, query_block))
         return first, last
+
+    def tail(self, tokens: int, query_block: int) -> Tensor:
+        """bool [B, M_q]: query blocks with one of the last ``tokens`` real tokens of a document.
+
+        What ends the call ends a document. Fewer queries than a block have no tail.
+        """
+        key = ("tail", tokens, query_block)
+        if key not in self._made:
+            self._made[key] = self._tail(tokens, query_block)
+        return self._made[key]
+
+    def _tail(self, tokens: int, query_block: int) -> Tensor:
+        if tokens == 0 or self.q_length < query_block:
+            blocks = -(-self.q_length // query_block)
+            return torch.zeros(
+                self.first.shape[0], blocks, device=self.first.device, dtype=torch.bool
+            )
+        # what stands so many queries later, if it is a token of the same document
+        beyond = min(tokens, self.q_length)
+        later_first = F.pad(self.first[:, tokens:], (0, beyond))
+        later_last = F.pad(self.last[:, tokens:], (0, beyond), value=-1)
+        ends = (self.last >= 0) & ((later_last < 0) | (later_first != self.first))
+        return (
+            F.pad(ends, (0, -self.q_length % query_block)).unflatten(1, (-1, query_block)).any(-1)
+        )
 
     def rows(self, query_block: int) -> RowSpans:
         """The spans of every query block, padding queries left out."""
@@ -328,11 +356,11 @@ class BlockPlan:
         rows, columns = self.spans.rows(self.query_block), self.kv_blocks
         shape = (self.batch, self.heads, self.q_blocks)
         for name, part in (("full", self.full), ("partial", self.partial)):
-            for field, expected in (("counts", shape), ("indices", (*shape, part.width))):
-                x = getattr(part, field)
+            for what, expected in (("counts", shape), ("indices", (*shape, part.width))):
+                x = getattr(part, what)
                 if x.dtype != torch.int32 or tuple(x.shape) != expected:
                     found = f"{x.dtype} {tuple(x.shape)}"
-                    raise ValueError(f"{name}.{field} is {found}; it must be int32 {expected}.")
+                    raise ValueError(f"{name}.{what} is {found}; it must be int32 {expected}.")
             counts, indices, listed = part.counts, part.indices, part.listed()
             beyond = (counts < 0) | (counts > part.width)
             _refuse(beyond, f"{name}.counts leave 0 to {part.width}, the width of its lists.")

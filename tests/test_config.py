@@ -15,6 +15,7 @@ from cab_hf import CabConfig
         ("key_block", 48),
         ("sink_blocks", -1),
         ("local_blocks", True),
+        ("dense_tail", -1),
         ("coarsen", "max"),
         ("select", "all"),
         ("curvature", "ollivier"),
@@ -66,5 +67,5 @@ def test_published_is_the_published_recipe():
     config = CabConfig.published(sparsity=0.9)
     assert (config.coarsen, config.select, config.curvature) == ("max_l2", "topk", "forman")
     assert (config.query_block, config.key_block, config.sparsity) == (64, 64, 0.9)
-    assert (config.redundancy, config.sink_blocks) == (1.0, 0)
-    assert CabConfig.published(min_length=0).min_length == 0
+    assert (config.redundancy, config.sink_blocks, config.dense_tail) == (1.0, 0, 0)
+    assert CabConfig.published(min_length=0, dense_tail=1).dense_tail == 1

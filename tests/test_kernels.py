@@ -32,6 +32,9 @@ CONFIGS = [
     pytest.param(CabConfig.published(0.7, **GRID), id="published"),
     pytest.param(CabConfig.published(0.7, "additive", **GRID), id="published-additive"),
     pytest.param(CabConfig.published(0.7, "none", **GRID), id="published-magnitude"),
+    pytest.param(CabConfig.published(0.7, "none", **GRID, dense_tail=1), id="published-tail"),
+    pytest.param(CabConfig(**SMALL, dense_tail=0), id="no-tail"),
+    pytest.param(CabConfig(**SMALL, dense_tail=2, max_density=0.4), id="two-tails-capped"),
 ]
 SHAPES = [
     pytest.param(SHAPE | {"kv_length": 250}, id="chunk-of-a-longer-text"),
@@ -254,7 +257,7 @@ def test_a_whole_text_selects_the_same_as_pieces_that_make_it_up(config):
 
 def test_rows_without_curvature_select_what_they_do_in_the_whole_text():
     q, k = loud(**SHAPE | {"q_length": 256})
-    config = CabConfig(**SMALL, redundancy=0.0)
+    config = CabConfig(**SMALL, redundancy=0.0, dense_tail=0)
     rows, spans = pieces(q, k, (32, 96), (160, 224))
     held = plans(config, q, k)[0][:, :, [1, 2, 5, 6]]
     assert torch.equal(plans(config, rows, k, spans)[0], held)

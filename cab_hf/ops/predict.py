@@ -30,6 +30,7 @@ LISTS_AT_MOST = 2 << 30
 # what choosing takes of a CabConfig, with the types that the registered op has for it
 FIELDS = {
     **dict.fromkeys(("query_block", "key_block", "sink_blocks", "local_blocks"), "int"),
+    "dense_tail": "int",
     **dict.fromkeys(("coarsen", "select", "curvature"), "str"),
     **dict.fromkeys(("mass", "bridges", "sparsity", "redundancy", "max_density"), "float"),
 }
@@ -74,6 +75,7 @@ def _choose(
     q: Tensor, summary: KeySummary, spans: Spans, scale: float, config: CabConfig, measured: bool
 ) -> tuple[BlockLists, BlockLists]:
     shape, room, crossed = _rooms(q, spans.kv_length, spans.aligned, config)
+    tail = _tail(spans, config)
     # lists that would be too large are measured before they are made
     wide = measured and 4 * math.prod(shape) * room > LISTS_AT_MOST
     full = _empty_lists(q, shape, 0 if wide else room)
@@ -85,7 +87,7 @@ def _choose(
     queries = coarsen_queries(q, spans, config.query_block, config.coarsen)
     for turn in turns(queries, summary, config, SCORES_AT_A_TIME):
         scores = block_scores(turn, queries, summary, scale, config, spans)
-        select_blocks(turn, scores, config, full, partial, bits)
+        select_blocks(turn, scores, config, full, partial, bits, tail)
         # the next turn, and the lists after the last, take its memory
         del scores
     if wide:
@@ -93,6 +95,17 @@ def _choose(
         full = BlockLists(full.counts, full.counts.new_empty(*shape, width))
         fill_lists(turn, bits, full, partial, config)
     return full, partial
+
+
+def _tail(spans: Spans, config: CabConfig) -> Tensor | None:
+    """bool [B, M_q], the rows that keep everything; None where that is none."""
+    if not _has_tail(spans.q_length, config):
+        return None
+    return spans.tail(config.dense_tail * config.query_block, config.query_block)
+
+
+def _has_tail(q_length: int, config: CabConfig) -> bool:
+    return config.dense_tail > 0 and q_length >= config.query_block
 
 
 def _rooms(
@@ -105,6 +118,8 @@ def _rooms(
     share = config.max_density
     if config.select == "topk":
         share = min(share, 1 - config.sparsity)
+    if _has_tail(q.shape[2], config):
+        share = 1.0
     # one more than the share: it is rounded up, and here in floating point
     room = min(kv_blocks, max(int(share * kv_blocks) + 2, forced))
     shape = (*q.shape[:2], -(-q.shape[2] // config.query_block))

@@ -207,7 +207,10 @@ def min_max(x: Tensor, visible: Tensor) -> Tensor:
 
 
 def forced_blocks(visible: Tensor, spans: Spans, config: CabConfig) -> Tensor:
-    """bool [B, M_q, M_k]: sinks, local blocks and the blocks of the row's own positions."""
+    """bool [B, M_q, M_k]: sinks, local blocks, those of the row's own positions, all of a tail's.
+
+    The tail is the query blocks of ``config.dense_tail``, see `Spans.tail`.
+    """
     rows = spans.rows(config.query_block)
     block = torch.arange(visible.shape[-1], device=visible.device)
     first = (rows.min_first // config.key_block).unsqueeze(-1)
@@ -215,7 +218,8 @@ def forced_blocks(visible: Tensor, spans: Spans, config: CabConfig) -> Tensor:
     diagonal = (rows.min_last // config.key_block).unsqueeze(-1)
     sink = block < first + config.sink_blocks
     local = (block > last - config.local_blocks) | (block >= diagonal)
-    return visible & (sink | local)
+    tail = spans.tail(config.dense_tail * config.query_block, config.query_block)
+    return visible & (sink | local | tail.unsqueeze(-1))
 
 
 def share_of_row(visible: Tensor, share: float) -> Tensor:

@@ -49,6 +49,7 @@ def select_blocks(
     full: BlockLists,
     partial: BlockLists,
     bits: Tensor | None,
+    whole: Tensor | None = None,
 ) -> None:
     """Select for the heads of ``turn`` by their scores, and write the result.
 
@@ -58,12 +59,14 @@ def select_blocks(
         full, partial: lists of all heads with room for what a row may keep, filled for these.
         bits: None, or int32 [B, H, M_q, ceil(M_k / 32)]: then only the counts of the lists are
             written, and bit j % 32 of word j // 32 says that block j is kept; see `fill_lists`.
+        whole: bool [B, M_q], contiguous, the rows that keep everything; None where none does.
     """
     clusters = config.select == "clusters"
     _select_kernel[(turn.count * turn.q_blocks,)](
         turn,
         scores,
         full.counts if bits is None else bits,
+        full.counts if whole is None else whole,
         Lists.of(full),
         Lists.of(partial),
         config.mass - MASS_TOLERANCE,
@@ -81,6 +84,7 @@ def select_blocks(
         CURVATURE=config.curvature if config.curved else "none",
         BRIDGES=not clusters or (config.bridges > 0 and config.mass < 1),
         CAPPED=config.max_density < 1,
+        WHOLE=whole is not None,
         LISTS=bits is None,
         CHUNK=row_chunk(turn.kv_blocks),
         num_warps=1,
@@ -112,6 +116,7 @@ def _select_kernel(
     turn,
     scores,
     bits,
+    whole,
     full,
     partial,
     mass,
@@ -129,6 +134,7 @@ def _select_kernel(
     CURVATURE: tl.constexpr,
     BRIDGES: tl.constexpr,
     CAPPED: tl.constexpr,
+    WHOLE: tl.constexpr,
     LISTS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -138,13 +144,16 @@ def _select_kernel(
     i = q_blocks - 1 - tl.program_id(0) // turn.count
     mine = (tl.program_id(0) % turn.count).to(tl.int64)
     row = mine * q_blocks + i
-    rows = turn.rows + ((turn.start + mine) // turn.heads * q_blocks + i)
+    place = (turn.start + mine) // turn.heads * q_blocks + i
+    rows = turn.rows + place
     low, high = visible_range(rows, rows_plane, True, KEY_BLOCK)
     diagonal = tl.load(rows + 2 * rows_plane) // KEY_BLOCK
     # forced are the blocks left of `sinks` and from `tail` on
     blocks = tl.maximum(high - low + 1, 0)
     sinks = tl.minimum(low + sink_blocks, high + 1)
     tail = tl.maximum(tl.minimum(high + 1 - local_blocks, diagonal), low)
+    if WHOLE:
+        tail = tl.where(tl.load(whole + place), low, tail)
     forced = blocks - tl.maximum(tail - sinks, 0)
     cap = blocks
     if CAPPED:
