@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.masking_utils import causal_mask_function
 
-from cab_hf.engines import EXACT_BLOCK
 from cab_hf.frame import Frame
-from cab_hf.plan import BlockPlan
+from cab_hf.plan import EXACT_BLOCK, BlockPlan
 from cab_hf.predictors import Call
 
 

@@ -56,7 +56,9 @@ def plans(config, q, k, spans=None):
     spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     scale = q.shape[-1] ** -0.5
     full, partial = lists(q, k, spans, scale, config)
-    plan = BlockPlan(full, partial, spans, config.query_block, config.key_block)
+    rows = spans.tail_rows(config.dense_tail * config.query_block, config.query_block)
+    blocks = config.query_block, config.key_block
+    plan = BlockPlan(full, partial, spans, *blocks, whole_rows=rows)
     plan.validate()
     keys = reference.coarsen_keys(k, spans.key_valid, config.key_block, config.coarsen)
     meant = by_reference(q, keys, spans, scale, config)
@@ -220,7 +222,7 @@ def test_the_registered_ops_keep_their_promises():
     planes = predict.summarise(k, spans.key_valid, config).planes
     known = (spans.first, spans.last, spans.key_valid, spans.aligned, spans.consecutive)
     settings = [getattr(config, name) for name in predict.FIELDS]
-    inputs = (q, planes, *known, 0.25, *settings)
+    inputs = (q, planes, *known, spans.tail(32, 32), False, 0.25, *settings)
     torch.library.opcheck(torch.ops.cab_hf.choose.default, inputs, test_utils=checks)
 
 

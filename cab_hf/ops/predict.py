@@ -16,7 +16,7 @@ from cab_hf.config import CabConfig
 from cab_hf.ops.coarsen import coarsen_keys, coarsen_queries, summary_dtype
 from cab_hf.ops.reference import KeySummary
 from cab_hf.ops.score import block_scores, turns
-from cab_hf.ops.select import fill_lists, select_blocks
+from cab_hf.ops.select import Tail, fill_lists, select_blocks
 from cab_hf.plan import BlockLists, Spans, crossed_blocks
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -30,7 +30,6 @@ LISTS_AT_MOST = 2 << 30
 # what choosing takes of a CabConfig, with the types that the registered op has for it
 FIELDS = {
     **dict.fromkeys(("query_block", "key_block", "sink_blocks", "local_blocks"), "int"),
-    "dense_tail": "int",
     **dict.fromkeys(("coarsen", "select", "curvature"), "str"),
     **dict.fromkeys(("mass", "bridges", "sparsity", "redundancy", "max_density"), "float"),
 }
@@ -60,27 +59,35 @@ def choose(
 ) -> tuple[BlockLists, BlockLists]:
     """(full, partial) lists of the key blocks CAB attends for q [B, H, N_q, D].
 
+    Rows of ``spans.tail_rows``, where there are any, list nothing: the plan is to name them.
     Safe in a CUDA graph, and under ``torch.compile(fullgraph=True)``.
     """
     if torch.compiler.is_compiling():
         known = (spans.first, spans.last, spans.key_valid, spans.aligned, spans.consecutive)
         settings = [getattr(config, name) for name in FIELDS]
-        lists = torch.ops.cab_hf.choose(q, summary.planes, *known, scale, *settings)
+        tail = _tail(spans, config)
+        lists = torch.ops.cab_hf.choose(q, summary.planes, *known, *tail, scale, *settings)
         return BlockLists(*lists[:2]), BlockLists(*lists[2:])
     with _on(q):
-        return _choose(q, summary, spans, scale, config, measured=not _capturing(q))
+        tail = _tail(spans, config)
+        return _choose(q, summary, spans, tail, scale, config, measured=not _capturing(q))
 
 
 def _choose(
-    q: Tensor, summary: KeySummary, spans: Spans, scale: float, config: CabConfig, measured: bool
+    q: Tensor,
+    summary: KeySummary,
+    spans: Spans,
+    tail: Tail,
+    scale: float,
+    config: CabConfig,
+    measured: bool,
 ) -> tuple[BlockLists, BlockLists]:
-    shape, room, crossed = _rooms(q, spans.kv_length, spans.aligned, config)
-    tail = _tail(spans, config)
+    shape, room, crossed = _rooms(q, spans.kv_length, spans.aligned, tail, config)
     # lists that would be too large are measured before they are made
     wide = measured and 4 * math.prod(shape) * room > LISTS_AT_MOST
     full = _empty_lists(q, shape, 0 if wide else room)
     partial = _empty_lists(q, shape, crossed)
-    bits = full.counts.new_empty(*shape, -(-summary.planes.shape[3] // 32)) if wide else None
+    bits = full.counts.new_zeros(*shape, -(-summary.planes.shape[3] // 32)) if wide else None
 
     # a summary may come out of a cache, or from another process
     summary = KeySummary(summary.planes.to(summary_dtype(q)).contiguous())
@@ -97,19 +104,15 @@ def _choose(
     return full, partial
 
 
-def _tail(spans: Spans, config: CabConfig) -> Tensor | None:
-    """bool [B, M_q], the rows that keep everything; None where that is none."""
-    if not _has_tail(spans.q_length, config):
-        return None
-    return spans.tail(config.dense_tail * config.query_block, config.query_block)
-
-
-def _has_tail(q_length: int, config: CabConfig) -> bool:
-    return config.dense_tail > 0 and q_length >= config.query_block
+def _tail(spans: Spans, config: CabConfig) -> Tail:
+    listed = spans.documents is None
+    if config.dense_tail == 0 or spans.q_length < config.query_block:
+        return Tail(None, listed)
+    return Tail(spans.tail(config.dense_tail * config.query_block, config.query_block), listed)
 
 
 def _rooms(
-    q: Tensor, kv_length: int, aligned: bool, config: CabConfig
+    q: Tensor, kv_length: int, aligned: bool, tail: Tail, config: CabConfig
 ) -> tuple[tuple[int, int, int], int, int]:
     """([B, H, M_q], the most full blocks that a row can list, the most partial ones)."""
     kv_blocks = -(-kv_length // config.key_block)
@@ -118,7 +121,7 @@ def _rooms(
     share = config.max_density
     if config.select == "topk":
         share = min(share, 1 - config.sparsity)
-    if _has_tail(q.shape[2], config):
+    if tail.rows is not None and tail.listed:
         share = 1.0
     # one more than the share: it is rounded up, and here in floating point
     room = min(kv_blocks, max(int(share * kv_blocks) + 2, forced))
@@ -157,20 +160,22 @@ def _(k: Tensor, valid: Tensor, key_block: int, coarsen: str) -> Tensor:
     "cab_hf::choose",
     mutates_args=(),
     schema="(Tensor q, Tensor planes, Tensor first, Tensor last, Tensor key_valid, bool aligned,"
-    " bool consecutive, float scale, "
+    " bool consecutive, Tensor? tail, bool tail_listed, float scale, "
     + ", ".join(f"{kind} {name}" for name, kind in FIELDS.items())
     + ") -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _choose_op(q, planes, first, last, key_valid, aligned, consecutive, scale, *settings):
-    config = CabConfig(**dict(zip(FIELDS, settings, strict=True)))
+def _choose_op(q, planes, first, last, key_valid, aligned, consecutive, *others):
+    *tail, scale = others[:3]
+    config = CabConfig(**dict(zip(FIELDS, others[3:], strict=True)))
     spans = Spans(first, last, key_valid, aligned, consecutive)
-    full, partial = _choose(q, KeySummary(planes), spans, scale, config, measured=False)
+    summary = KeySummary(planes)
+    full, partial = _choose(q, summary, spans, Tail(*tail), scale, config, measured=False)
     return full.counts, full.indices, partial.counts, partial.indices
 
 
 @_choose_op.register_fake
-def _(q, planes, first, last, key_valid, aligned, consecutive, scale, *settings):
-    config = CabConfig(**dict(zip(FIELDS, settings, strict=True)))
-    shape, *rooms = _rooms(q, key_valid.shape[1], aligned, config)
+def _(q, planes, first, last, key_valid, aligned, consecutive, *others):
+    config = CabConfig(**dict(zip(FIELDS, others[3:], strict=True)))
+    shape, *rooms = _rooms(q, key_valid.shape[1], aligned, Tail(*others[:2]), config)
     full, partial = (_empty_lists(q, shape, room) for room in rooms)
     return full.counts, full.indices, partial.counts, partial.indices

@@ -42,6 +42,18 @@ class Lists(NamedTuple):
         return cls(lists.counts, lists.indices, lists.width)
 
 
+class Tail(NamedTuple):
+    """The rows that keep everything.
+
+    Attributes:
+        rows: bool [B, M_q], contiguous; None where there are none.
+        listed: whether they list it; otherwise they list nothing, and the plan names them.
+    """
+
+    rows: Tensor | None
+    listed: bool
+
+
 def select_blocks(
     turn: Turn,
     scores: Scores,
@@ -49,7 +61,7 @@ def select_blocks(
     full: BlockLists,
     partial: BlockLists,
     bits: Tensor | None,
-    whole: Tensor | None = None,
+    tail: Tail,
 ) -> None:
     """Select for the heads of ``turn`` by their scores, and write the result.
 
@@ -59,14 +71,15 @@ def select_blocks(
         full, partial: lists of all heads with room for what a row may keep, filled for these.
         bits: None, or int32 [B, H, M_q, ceil(M_k / 32)]: then only the counts of the lists are
             written, and bit j % 32 of word j // 32 says that block j is kept; see `fill_lists`.
-        whole: bool [B, M_q], contiguous, the rows that keep everything; None where none does.
+            They stay as they are for rows that list nothing.
+        tail: the rows that keep everything.
     """
     clusters = config.select == "clusters"
     _select_kernel[(turn.count * turn.q_blocks,)](
         turn,
         scores,
         full.counts if bits is None else bits,
-        full.counts if whole is None else whole,
+        full.counts if tail.rows is None else tail.rows,
         Lists.of(full),
         Lists.of(partial),
         config.mass - MASS_TOLERANCE,
@@ -84,7 +97,7 @@ def select_blocks(
         CURVATURE=config.curvature if config.curved else "none",
         BRIDGES=not clusters or (config.bridges > 0 and config.mass < 1),
         CAPPED=config.max_density < 1,
-        WHOLE=whole is not None,
+        TAIL="none" if tail.rows is None else "listed" if tail.listed else "named",
         LISTS=bits is None,
         CHUNK=row_chunk(turn.kv_blocks),
         num_warps=1,
@@ -116,7 +129,7 @@ def _select_kernel(
     turn,
     scores,
     bits,
-    whole,
+    tail_rows,
     full,
     partial,
     mass,
@@ -134,7 +147,7 @@ def _select_kernel(
     CURVATURE: tl.constexpr,
     BRIDGES: tl.constexpr,
     CAPPED: tl.constexpr,
-    WHOLE: tl.constexpr,
+    TAIL: tl.constexpr,
     LISTS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -145,6 +158,15 @@ def _select_kernel(
     mine = (tl.program_id(0) % turn.count).to(tl.int64)
     row = mine * q_blocks + i
     place = (turn.start + mine) // turn.heads * q_blocks + i
+    # where this row stands among those of all heads
+    lists_row = (turn.start + mine) * q_blocks + i
+    unlisted = False
+    if TAIL == "named":
+        unlisted = tl.load(tail_rows + place)
+    if unlisted:
+        tl.store(full.counts + lists_row, 0)
+        tl.store(partial.counts + lists_row, 0)
+        return
     rows = turn.rows + place
     low, high = visible_range(rows, rows_plane, True, KEY_BLOCK)
     diagonal = tl.load(rows + 2 * rows_plane) // KEY_BLOCK
@@ -152,8 +174,8 @@ def _select_kernel(
     blocks = tl.maximum(high - low + 1, 0)
     sinks = tl.minimum(low + sink_blocks, high + 1)
     tail = tl.maximum(tl.minimum(high + 1 - local_blocks, diagonal), low)
-    if WHOLE:
-        tail = tl.where(tl.load(whole + place), low, tail)
+    if TAIL == "listed":
+        tail = tl.where(tl.load(tail_rows + place), low, tail)
     forced = blocks - tl.maximum(tail - sinks, 0)
     cap = blocks
     if CAPPED:
@@ -212,11 +234,9 @@ def _select_kernel(
             )
 
     whole_low, whole_high = _whole_range(rows, rows_plane, KEY_BLOCK)
-    # where this row stands among those of all heads
-    row = (turn.start + mine) * q_blocks + i
-    bits += row * word_count
-    full_indices = full.indices + row * full.room
-    partial_indices = partial.indices + row * partial.room
+    bits += lists_row * word_count
+    full_indices = full.indices + lists_row * full.room
+    partial_indices = partial.indices + lists_row * partial.room
     full_count = 0
     partial_count = 0
     column = begin + tl.arange(0, CHUNK)
@@ -257,8 +277,8 @@ def _select_kernel(
             full_count += full_here
             partial_count += tl.sum(kept.to(tl.int32), 0) - full_here
         column += CHUNK
-    tl.store(full.counts + row, full_count)
-    tl.store(partial.counts + row, partial_count)
+    tl.store(full.counts + lists_row, full_count)
+    tl.store(partial.counts + lists_row, partial_count)
 
 
 @triton.jit

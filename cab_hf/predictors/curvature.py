@@ -48,7 +48,9 @@ class CurvaturePredictor(Predictor):
         from cab_hf.ops import predict
 
         full, partial = predict.choose(q, summary, call.spans, call.scale, self.config)
-        return BlockPlan(full, partial, call.spans, self.config.query_block, self.config.key_block)
+        blocks = self.config.query_block, self.config.key_block
+        rows = _tail_rows(call.spans, self.config)
+        return BlockPlan(full, partial, call.spans, *blocks, whole_rows=rows)
 
 
 def by_reference(
@@ -71,7 +73,13 @@ def by_reference(
         spans,
         query_block=config.query_block,
         key_block=config.key_block,
+        whole_rows=_tail_rows(spans, config),
     )
+
+
+def _tail_rows(spans: Spans, config: CabConfig) -> Tensor | None:
+    """The rows that attend everything and so list nothing; None where it is not known how many."""
+    return spans.tail_rows(config.dense_tail * config.query_block, config.query_block)
 
 
 def _has_kernels(x: Tensor) -> bool:
