@@ -5,6 +5,7 @@ A call is routed (decode, exact or sparse), a plan is predicted, and an engine r
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -84,7 +85,7 @@ def _attend(
         kv_length = key.shape[2]
         mask = CabMask(query.shape[0], query.shape[2], kv_length, kv_length - query.shape[2])
     mask.find_documents(position_ids, cu_seq_lens_q)
-    config = settings(module.config)
+    config = mask.parsed(module.config, settings)
     way = route(
         config,
         Workload.of(query, key, value, (config.query_block, config.key_block)),
@@ -146,7 +147,28 @@ def settings(config: PreTrainedConfig) -> CabConfig:
         return saved
     if not isinstance(saved, dict):
         return CabConfig.from_dict(saved)
-    return _constant(tuple((name, _plain(value)) for name, value in saved.items()))
+    if torch.compiler.is_compiling():
+        return _constant(tuple((name, _plain(value)) for name, value in saved.items()))
+    return _latest.parse(saved)
+
+
+class _Latest:
+    """The dict that was parsed last, as it was then: every layer of a model brings the same one.
+
+    Numbers of a table are compared by identity first, which is faster than hashing them.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[dict[str, Any], CabConfig] | None = None
+
+    def parse(self, saved: dict[str, Any]) -> CabConfig:
+        known = self._known
+        if known is None or known[0] != saved:
+            known = self._known = copy.deepcopy(saved), CabConfig.from_dict(saved)
+        return known[1]
+
+
+_latest = _Latest()
 
 
 def _plain(value: Any) -> Any:
@@ -155,8 +177,9 @@ def _plain(value: Any) -> Any:
     A number that differed in an earlier compilation is symbolic to dynamo. It becomes a constant
     where Python needs one: as the length of a range, as text.
     """
-    if isinstance(value, list):
-        return tuple(map(_plain, value))
+    if isinstance(value, (list, tuple)):
+        # a table has thousands of numbers: each call that is traced counts
+        return tuple([float.fromhex(x.hex()) if type(x) is float else _plain(x) for x in value])
     if isinstance(value, float):
         return float.fromhex(value.hex())
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:

@@ -6,6 +6,7 @@ where the tokens stand on the block grid, and carries what predictors hand from 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -14,9 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.masking_utils import causal_mask_function
 
-from cab_hf.engines import EXACT_BLOCK
 from cab_hf.frame import Frame
-from cab_hf.plan import BlockPlan
+from cab_hf.plan import EXACT_BLOCK, BlockPlan
 from cab_hf.predictors import Call
 
 
@@ -51,6 +51,7 @@ class CabMask:
     _frames: dict[tuple[Any, ...], Frame] = field(default_factory=dict)
     _plans: dict[Frame, BlockPlan] = field(default_factory=dict)
     _handed: dict[Any, Any] = field(default_factory=dict)
+    _parsed: list[tuple[Any, Any]] = field(default_factory=list)
 
     def contiguous(self) -> CabMask:
         """Itself: generate() tidies the masks of static caches this way."""
@@ -110,6 +111,17 @@ class CabMask:
         if frame not in self._plans:
             self._plans[frame] = BlockPlan.causal(frame.spans, 1, EXACT_BLOCK, EXACT_BLOCK)
         return self._plans[frame]
+
+    def parsed(self, config: Any, parse: Callable[[Any], Any]) -> Any:
+        """What ``parse`` makes of a model's ``config``, once a forward pass.
+
+        Tables of budgets are long, and torch.compile traces every number that is looked at.
+        """
+        for known, result in self._parsed:
+            if known is config:
+                return result
+        self._parsed.append((config, parse(config)))
+        return self._parsed[-1][1]
 
     def call(self, frame: Frame, scale: float, layer: int | None) -> Call:
         """What the predictor of one layer is told; what it hands on reaches the later layers."""

@@ -6,11 +6,13 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 COARSEN = ("box", "mean", "max_l2")
 CURVATURE = ("none", "additive", "forman")
 SELECT = ("clusters", "topk")
+# a number for every head of every layer, [layers][heads]
+Table = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,22 @@ class CabConfig:
         sink_blocks: key blocks at the start of the text (of each packed document) every row keeps.
         local_blocks: key blocks up to and including the diagonal every row keeps. The key blocks
             that hold the row's own positions are kept even when they are more than this.
+        dense_tail: in query blocks. A query block with one of the last ``dense_tail * query_block``
+            tokens of a text (of each packed document) attends everything it may: what is asked at
+            the end is asked by these rows. Nobody knows whether more comes, so what ends a call
+            counts as an end: in chunked prefill every chunk has a tail, and attends more than the
+            whole text at once would, never less. Calls of fewer than ``query_block`` queries have
+            none.
         coarsen: how a key block is summarised: ``"box"`` (per-channel bounds and mean), ``"mean"``,
             or ``"max_l2"`` (its key of largest norm, as for queries; the published recipe).
         select: ``"clusters"`` takes the smallest set of blocks holding ``mass``, then bridges;
             ``"topk"`` takes a fixed share of every row.
-        mass: with ``"clusters"``, the share of estimated attention mass a row keeps, in (0, 1].
-            1 keeps every block and is exact.
+        mass: with ``"clusters"``, the share of estimated attention mass a row keeps, in (0, 1]; 1
+            lists every block and is exact. Or a `Table` of them, in [0, 1]: where a head has 0 it
+            keeps its forced blocks alone, where it has 1 it attends everything and lists nothing.
+        exact_share: the share of a row's blocks, forced ones counted, that a head keeps by exact
+            scores (`reference.exact_scores`), in [0, 1]; 0 leaves it to the estimate. A number or a
+            `Table`. A head that attends everything does so whatever stands here.
         bridges: with ``"clusters"``, the share of a row's blocks added by curvature score, in
             [0, 1].
         sparsity: with ``"topk"``, the share of a row's blocks that is dropped, in [0, 1).
@@ -40,7 +52,7 @@ class CabConfig:
         redundancy: weight of the curvature term, in [0, 1]; 0 is the selection by magnitude, bit
             for bit.
         max_density: at most this share of a row's blocks is kept, in (0, 1]; forced blocks always
-            are.
+            are, and heads of mass 1 in a `Table` know no such bound.
         dense_layers: layer indices computed with exact attention.
         min_length: inputs with fewer keys than this are computed with exact attention.
         engine: ``"auto"`` (the fastest that can), ``"flex"``, ``"triton"`` or ``"reference"``. One
@@ -59,9 +71,11 @@ class CabConfig:
     key_block: int = 64
     sink_blocks: int = 1
     local_blocks: int = 2
+    dense_tail: int = 1
     coarsen: str = "box"
     select: str = "clusters"
-    mass: float = 0.9
+    mass: float | Table = 0.9
+    exact_share: float | Table = 0.0
     bridges: float = 0.05
     sparsity: float = 0.95
     curvature: str = "additive"
@@ -81,11 +95,13 @@ class CabConfig:
         fits = max(self.query_block, self.key_block) % min(self.query_block, self.key_block) == 0
         of_rows = f"a divisor or a multiple of query_block={self.query_block}"
         self._require(("key_block",), lambda _: fits, of_rows)
-        counts = ("sink_blocks", "local_blocks", "min_length")
+        counts = ("sink_blocks", "local_blocks", "dense_tail", "min_length")
         self._require(counts, lambda count: is_whole(count, 0), "a whole number >= 0")
         for name, choices in (("coarsen", COARSEN), ("select", SELECT), ("curvature", CURVATURE)):
             self._require((name,), choices.__contains__, "one of " + ", ".join(map(repr, choices)))
-        self._require(("mass", "max_density"), lambda x: is_share(x) and x > 0, "in (0, 1]")
+        for name in ("mass", "exact_share"):
+            self._freeze_table(name)
+        self._require(("max_density",), lambda x: is_share(x) and x > 0, "in (0, 1]")
         self._require(("bridges", "redundancy", "sparsity"), is_share, "in [0, 1]")
         every_row = "below 1: every row needs at least one block"
         self._require(("sparsity",), lambda share: share < 1, every_row)
@@ -117,6 +133,7 @@ class CabConfig:
             "key_block": 64,
             "sink_blocks": 0,
             "local_blocks": 1,
+            "dense_tail": 0,
             "coarsen": "max_l2",
             "select": "topk",
             "redundancy": 1.0 if curvature == "forman" else cls.redundancy,
@@ -142,17 +159,120 @@ class CabConfig:
         """Whether curvature takes part in the selection at all."""
         if self.curvature == "none" or self.redundancy == 0:
             return False
-        # with clusters it ranks bridges, and a row that keeps all its mass has none to add
-        return self.select == "topk" or (self.bridges > 0 and self.mass < 1)
+        # with clusters it ranks bridges, and a row that keeps all or none of its mass has none
+        rows = self.mass if isinstance(self.mass, tuple) else ((self.mass,),)
+        bridged = self.bridges > 0 and any(0 < mass < 1 for row in rows for mass in row)
+        return self.select == "topk" or bridged
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that survive JSON, ready for ``model.config.cab_config``."""
-        return {**dataclasses.asdict(self), "dense_layers": list(self.dense_layers)}
+        return {name: _thawed(value) for name, value in vars(self).items()}
+
+    def _freeze_table(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, (tuple, list)):
+            rows = tuple(tuple(row) if isinstance(row, (tuple, list)) else row for row in value)
+            lengths = {len(row) if isinstance(row, tuple) else 0 for row in rows}
+            fits = len(lengths) == 1 and 0 not in lengths
+            shares = fits and all(is_share(share) for row in rows for share in row)
+            what = (
+                "a number, or a table [layers][heads] of shares in [0, 1], its rows of one length"
+            )
+            if not shares:
+                raise ValueError(f"CabConfig.{name} is {_short(value)}; it must be {what}.")
+            # as with dense_layers: a list is what JSON gives back
+            object.__setattr__(self, name, rows)
+        elif name == "mass":
+            self._require((name,), lambda x: is_share(x) and x > 0, "in (0, 1], or a table")
+        else:
+            self._require((name,), is_share, "in [0, 1], or a table")
 
     def _require(self, names: tuple[str, ...], accepts: Callable[[Any], bool], what: str) -> None:
         for name in names:
             value = getattr(self, name)
             require(accepts(value), f"CabConfig.{name}", value, what)
+
+
+class Budgets(NamedTuple):
+    """What the heads of one layer keep: some attend everything, some go by exact scores.
+
+    Attributes:
+        mass: as in `CabConfig`, of each head, or a single number where that is the same for all.
+        exact_share: likewise of each head, 0 for those left to the estimate; empty where all are.
+        whole: heads that attend everything, and so list nothing.
+    """
+
+    mass: tuple[float, ...]
+    exact_share: tuple[float, ...] = ()
+    whole: tuple[int, ...] = ()
+
+    @property
+    def exact(self) -> tuple[int, ...]:
+        """Heads that go by exact scores."""
+        return tuple([head for head, share in enumerate(self.exact_share) if share > 0])
+
+    def estimated(self, heads: int) -> set[float]:
+        """The masses of those of ``heads`` that are left to the estimate."""
+        apart = {*self.whole, *self.exact}
+        masses = self.mass if len(self.mass) > 1 else self.mass * heads
+        return {mass for head, mass in enumerate(masses) if head not in apart}
+
+    @property
+    def bridged(self) -> bool:
+        """Whether some head has bridges beyond its mass: none has that keeps all of it, or none."""
+        return any(0 < mass < 1 for mass in self.mass)
+
+
+# functions: torch.compile traces no method of a value that is a constant to it
+def budgets_of(config: CabConfig, layer: int | None, heads: int) -> Budgets:
+    """What each of the ``heads`` of a layer keeps.
+
+    Raises:
+        ValueError: where a table has no such layer or another number of heads, or there is a table
+            and the layer has no index.
+    """
+    mass = _of_layer(config, "mass", layer, heads)
+    shares = _of_layer(config, "exact_share", layer, heads)
+    whole: tuple[int, ...] = ()
+    if config.select == "topk":
+        mass = (1.0,)
+    elif isinstance(config.mass, tuple):
+        whole = tuple([head for head in range(heads) if mass[head] == 1])
+    elif config.mass == 1:
+        shares = ()
+    if any(shares):
+        shares = shares if len(shares) > 1 else shares * heads
+        shares = tuple([0.0 if head in whole else shares[head] for head in range(heads)])
+    mass = mass[:1] if len(set(mass)) == 1 else mass
+    return Budgets(mass, shares if any(shares) else (), whole)
+
+
+def _of_layer(config: CabConfig, name: str, layer: int | None, heads: int) -> tuple[float, ...]:
+    """The row of a field that may be a table, or its one number."""
+    table = getattr(config, name)
+    if not isinstance(table, tuple):
+        return (table,)
+    if layer is None:
+        raise ValueError(
+            f"CabConfig.{name} is a table of layers, and this layer has no index; give one number "
+            "for all."
+        )
+    if layer >= len(table) or heads != len(table[0]):
+        raise ValueError(
+            f"CabConfig.{name} has {len(table)} layers of {len(table[0])} heads, which do not fit "
+            f"layer {layer} of {heads} heads; calibrate this model, or give one number."
+        )
+    return table[layer]
+
+
+def _thawed(value: Any) -> Any:
+    return [_thawed(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _short(value: Any) -> str:
+    """A value as a sentence can hold it."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def require(accepted: bool, name: str, value: Any, what: str) -> None:

@@ -10,14 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.ops import reference
-from cab_hf.ops.attention import ffpa
+from cab_hf.ops.attention import ffpa, whole
 from cab_hf.plan import BlockPlan
 
 HOPPER = 9
 # SDPA's fast kernels end here; beyond, all it has is memory-efficient attention
 SDPA_HEAD_DIM = 256
-# query and key blocks of the plan that keeps everything
-EXACT_BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -78,15 +76,15 @@ class Engine:
         """
         wanted = v.shape[-1]
         if wanted == q.shape[-1]:
-            return self._attend(q, k, v, plan, scale, return_lse)
+            return whole.attention(self._attend, q, k, v, plan, scale, return_lse)
         # kernels take one head dim: channels of zeros change no logit and no value
         widest = max(wanted, q.shape[-1])
         q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
-        result = self._attend(q, k, v, plan, scale, return_lse)
+        result = whole.attention(self._attend, q, k, v, plan, scale, return_lse)
         return (result[0][..., :wanted], result[1]) if return_lse else result[..., :wanted]
 
     def _attend(self, q, k, v, plan, scale, return_lse):
-        """`attention` of values that have as many channels as queries."""
+        """`attention` under the lists of a plan, of values with as many channels as queries."""
         raise NotImplementedError
 
 

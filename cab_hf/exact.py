@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.call import CabMask
-from cab_hf.engines import EXACT_BLOCK, FFPA, SDPA, Engine
+from cab_hf.engines import FFPA, SDPA, Engine
+from cab_hf.plan import EXACT_BLOCK
 
 # query rows that share one mask tensor, and the elements it may have: they bound memory, not the
 # result

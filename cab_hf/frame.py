@@ -59,11 +59,11 @@ class Frame:
         real = valid[:, mine]
         place = valid.cumsum(-1) - 1
         if document is None:
-            first, length = torch.zeros_like(place), kv_length
+            first, length, documents = torch.zeros_like(place), kv_length, 1
             # queries close up from the left
             inside, q_frame = real.cumsum(-1) - 1, q_length
         else:
-            first, shift, length = _aligned_documents(valid, document, align)
+            first, shift, length, documents = _aligned_documents(valid, document, align)
             place = place + shift
             # queries are where their keys are
             inside, q_frame = place[:, mine], length
@@ -75,7 +75,7 @@ class Frame:
             return taken.to(torch.int32)
 
         starts, ends = by_query(first[:, mine], 0), by_query(place[:, mine], -1)
-        spans = Spans(starts, ends, key_valid, aligned=True)
+        spans = Spans(starts, ends, key_valid, aligned=True, documents=documents)
         inside = inside.masked_fill(~real, 0)
         return cls(spans, kv_length, query_source, key_source, inside, ~real)
 
@@ -109,8 +109,10 @@ def _invert(place: Tensor, real: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return source[:, :length], filled[:, :length]
 
 
-def _aligned_documents(valid: Tensor, document: Tensor, align: int) -> tuple[Tensor, Tensor, int]:
-    """(where each token's document starts, shift from rank to place, length) of the frame."""
+def _aligned_documents(
+    valid: Tensor, document: Tensor, align: int
+) -> tuple[Tensor, Tensor, int, int]:
+    """(where a token's document starts, shift from rank to place, length, documents) of a frame."""
     count = int(document.max()) + 1
     document = document.to(torch.int64)
     lengths = torch.zeros(document.shape[0], count, dtype=torch.int64, device=document.device)
@@ -118,7 +120,8 @@ def _aligned_documents(valid: Tensor, document: Tensor, align: int) -> tuple[Ten
     room = (lengths + align - 1) // align * align
     starts, packed = (F.pad(x.cumsum(-1), (1, -1)) for x in (room, lengths))
     first = starts.gather(1, document)
-    return first, first - packed.gather(1, document), int((starts[:, -1] + lengths[:, -1]).max())
+    length = int((starts[:, -1] + lengths[:, -1]).max())
+    return first, first - packed.gather(1, document), length, count
 
 
 def _spans_in_place(document: Tensor) -> Spans:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+# query and key blocks of a plan that keeps everything; larger ones stay
+EXACT_BLOCK = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +29,8 @@ class Spans:
             are consecutive tokens of one document.
         consecutive: known without looking: every query block begins where the one before it ends,
             as in a text and in a chunk of one. Pieces of a text from several places do not.
+        documents: known without looking: each batch row holds at most so many documents, the
+            queries of each in one stretch. None where nobody counted.
     """
 
     first: Tensor
@@ -32,6 +38,9 @@ class Spans:
     key_valid: Tensor
     aligned: bool = False
     consecutive: bool = True
+    documents: int | None = None
+    # what the layers of a forward pass would each make again
+    _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def causal(cls, batch: int, q_length: int, kv_length: int, device: torch.device | str) -> Spans:
@@ -42,6 +51,7 @@ class Spans:
             last=last.expand(batch, -1),
             key_valid=torch.ones(batch, kv_length, device=device, dtype=torch.bool),
             aligned=True,
+            documents=1,
         )
 
     @property
@@ -62,6 +72,50 @@ class Spans:
         first = F.pad(self.first, (0, padding)).unflatten(1, (-1, query_block))
         last = F.pad(self.last, (0, padding), value=-1).unflatten(1, (-1, query_block))
         return first, last
+
+    def tail(self, tokens: int, query_block: int) -> Tensor:
+        """bool [B, M_q]: query blocks with one of the last ``tokens`` real tokens of a document.
+
+        What ends the call ends a document. Fewer queries than a block have no tail.
+        """
+        return self.made(("tail", tokens, query_block), lambda: self._tail(tokens, query_block))
+
+    def tail_rows(self, tokens: int, query_block: int) -> Tensor | None:
+        """int64 [B, R]: the indices of `tail`, ascending, -1 behind the last of a batch row.
+
+        None where there is no tail, or where only looking would tell how many rows it can have.
+        """
+        if tokens == 0 or self.q_length < query_block or self.documents is None:
+            return None
+        room = self.documents * (-(-tokens // query_block) + 1)
+
+        def listed() -> Tensor:
+            lists = BlockLists.from_dense(self.tail(tokens, query_block)[:, None, None], room)
+            rows = torch.where(lists.listed(), lists.indices, -1)
+            return rows[:, 0, 0].to(torch.int64)
+
+        return self.made(("tail rows", tokens, query_block), listed)
+
+    def made(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` returns, made once for all who ask by this key."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def _tail(self, tokens: int, query_block: int) -> Tensor:
+        if tokens == 0 or self.q_length < query_block:
+            blocks = -(-self.q_length // query_block)
+            return torch.zeros(
+                self.first.shape[0], blocks, device=self.first.device, dtype=torch.bool
+            )
+        # what stands so many queries later, if it is a token of the same document
+        beyond = min(tokens, self.q_length)
+        later_first = F.pad(self.first[:, tokens:], (0, beyond))
+        later_last = F.pad(self.last[:, tokens:], (0, beyond), value=-1)
+        ends = (self.last >= 0) & ((later_last < 0) | (later_first != self.first))
+        return (
+            F.pad(ends, (0, -self.q_length % query_block)).unflatten(1, (-1, query_block)).any(-1)
+        )
 
     def rows(self, query_block: int) -> RowSpans:
         """The spans of every query block, padding queries left out."""
@@ -184,13 +238,16 @@ class BlockPlan:
 
     Query block i holds queries [i * query_block, (i + 1) * query_block), key block j likewise. A
     query attends a key when the key's block is listed for the query's block and the key lies in the
-    query's span.
+    query's span. Lists are as wide as the longest of them: heads and rows that attend everything
+    their spans allow are named instead, and list nothing.
 
     Attributes:
         full: blocks every query of the row sees wholly, so that no masking is needed inside.
         partial: blocks cut by the diagonal, a document border or padding.
         spans: what each query may see (token level).
         query_block, key_block: block sizes in tokens.
+        whole_heads: heads of the plan that attend everything, ascending.
+        whole_rows: int64 [B, R], query blocks that attend everything, each named once; -1 for none.
     """
 
     full: BlockLists
@@ -198,12 +255,24 @@ class BlockPlan:
     spans: Spans
     query_block: int
     key_block: int
+    whole_heads: tuple[int, ...] = ()
+    whole_rows: Tensor | None = None
 
     @classmethod
     def from_dense(
-        cls, keep: Tensor, spans: Spans, *, query_block: int, key_block: int
+        cls,
+        keep: Tensor,
+        spans: Spans,
+        *,
+        query_block: int,
+        key_block: int,
+        whole_heads: tuple[int, ...] = (),
+        whole_rows: Tensor | None = None,
     ) -> BlockPlan:
-        """The plan that attends ``keep``, bool [B, H, M_q, M_k], as far as the spans allow."""
+        """The plan that attends ``keep``, bool [B, H, M_q, M_k], as far as the spans allow.
+
+        ``whole_heads`` and ``whole_rows`` attend everything, whatever ``keep`` says of them.
+        """
         visible, whole = _visibility(spans.rows(query_block), key_block, spans.kv_length)
         if keep.dtype != torch.bool or keep.ndim != 4 or keep.shape[2:] != visible.shape[1:]:
             raise ValueError(
@@ -211,6 +280,8 @@ class BlockPlan:
                 f"[B, H, {visible.shape[1]}, {visible.shape[2]}] for these spans and block sizes."
             )
         keep = keep & visible.unsqueeze(1)
+        if whole_heads or whole_rows is not None:
+            keep = keep & ~_grid(keep.shape[:3], whole_heads, whole_rows, keep.device).unsqueeze(-1)
         whole = whole.unsqueeze(1)
         crossed = crossed_blocks(query_block, key_block) if spans.aligned else None
         return cls(
@@ -219,6 +290,8 @@ class BlockPlan:
             spans=spans,
             query_block=query_block,
             key_block=key_block,
+            whole_heads=whole_heads,
+            whole_rows=whole_rows,
         )
 
     @classmethod
@@ -227,6 +300,14 @@ class BlockPlan:
         visible = block_visibility(spans, query_block, key_block)
         keep = visible.unsqueeze(1).expand(-1, heads, -1, -1)
         return cls.from_dense(keep, spans, query_block=query_block, key_block=key_block)
+
+    @classmethod
+    def unlisted(cls, spans: Spans, heads: int, query_block: int, key_block: int) -> BlockPlan:
+        """The same attention by naming every head: there is nothing to list."""
+        shape = (spans.first.shape[0], heads, -(-spans.q_length // query_block))
+        counts = torch.zeros(shape, device=spans.first.device, dtype=torch.int32)
+        nothing = BlockLists(counts, counts.new_empty(*shape, 0))
+        return cls(nothing, nothing, spans, query_block, key_block, tuple(range(heads)))
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -273,9 +354,21 @@ class BlockPlan:
     def kv_blocks(self) -> int:
         return -(-self.kv_length // self.key_block)
 
+    def whole(self) -> Tensor | None:
+        """bool [B, H, M_q]: the rows that attend everything and list nothing; None for none."""
+        if not self.whole_heads and self.whole_rows is None:
+            return None
+        counts = self.full.counts
+        return _grid(counts.shape, self.whole_heads, self.whole_rows, counts.device)
+
     def to_dense(self) -> Tensor:
         """bool [B, H, M_q, M_k]: the attended blocks."""
-        return self.full.to_dense(self.kv_blocks) | self.partial.to_dense(self.kv_blocks)
+        listed = self.full.to_dense(self.kv_blocks) | self.partial.to_dense(self.kv_blocks)
+        whole = self.whole()
+        if whole is None:
+            return listed
+        visible = block_visibility(self.spans, self.query_block, self.key_block)
+        return listed | (whole.unsqueeze(-1) & visible.unsqueeze(1))
 
     def token_mask(
         self, start: int = 0, stop: int | None = None, kv_stop: int | None = None
@@ -292,11 +385,14 @@ class BlockPlan:
         row = torch.arange(start, stop, device=full.device) // self.query_block - rows.start
         key = torch.arange(kv_stop, device=full.device)
         tokens = (full | partial)[:, :, row][..., key // self.key_block]
+        whole = self.whole()
+        if whole is not None:
+            tokens = tokens | whole[:, :, rows][:, :, row].unsqueeze(-1)
         first, last = (x[:, start:stop, None] for x in (self.spans.first, self.spans.last))
         return tokens & ((key >= first) & (key <= last)).unsqueeze(1)
 
     def transpose(self) -> tuple[BlockLists, BlockLists]:
-        """(full, partial): for every key block the query blocks that attend it, for a backward."""
+        """(full, partial): for every key block the query blocks that list it, for a backward."""
         return self.full.transpose(self.kv_blocks), self.partial.transpose(self.kv_blocks)
 
     def pairs(self) -> tuple[Tensor, Tensor]:
@@ -312,6 +408,10 @@ class BlockPlan:
             high = torch.minimum(start + (self.key_block - 1), last.unsqueeze(1))
             seen = (high - low + 1).clamp(min=0).sum(-1, dtype=torch.int64)
             attended = attended + torch.where(listed[..., slot], seen, 0).sum()
+        whole = self.whole()
+        if whole is not None:
+            seen = (last - first + 1).clamp(min=0).sum(-1, dtype=torch.int64)
+            attended = attended + (whole * seen.unsqueeze(1)).sum()
         return attended, self.spans.pairs() * self.heads
 
     def density(self) -> float:
@@ -328,11 +428,11 @@ class BlockPlan:
         rows, columns = self.spans.rows(self.query_block), self.kv_blocks
         shape = (self.batch, self.heads, self.q_blocks)
         for name, part in (("full", self.full), ("partial", self.partial)):
-            for field, expected in (("counts", shape), ("indices", (*shape, part.width))):
-                x = getattr(part, field)
+            for what, expected in (("counts", shape), ("indices", (*shape, part.width))):
+                x = getattr(part, what)
                 if x.dtype != torch.int32 or tuple(x.shape) != expected:
                     found = f"{x.dtype} {tuple(x.shape)}"
-                    raise ValueError(f"{name}.{field} is {found}; it must be int32 {expected}.")
+                    raise ValueError(f"{name}.{what} is {found}; it must be int32 {expected}.")
             counts, indices, listed = part.counts, part.indices, part.listed()
             beyond = (counts < 0) | (counts > part.width)
             _refuse(beyond, f"{name}.counts leave 0 to {part.width}, the width of its lists.")
@@ -345,6 +445,43 @@ class BlockPlan:
         _refuse(full & partial, "A block is listed in both full and partial.")
         _refuse(full & ~whole, "full lists a block that some query of its row may not see wholly.")
         _refuse(partial & ~visible, "partial lists a block that no query of its row may see.")
+        self._validate_whole()
+
+    def _validate_whole(self) -> None:
+        heads = self.whole_heads
+        if tuple(sorted(set(heads))) != heads or not all(0 <= h < self.heads for h in heads):
+            raise ValueError(
+                f"whole_heads is {heads}; it must be heads 0 to {self.heads - 1}, ascending."
+            )
+        if self.whole_rows is not None:
+            rows = self.whole_rows
+            if rows.dtype != torch.int64 or rows.ndim != 2 or rows.shape[0] != self.batch:
+                found = f"{rows.dtype} {tuple(rows.shape)}"
+                raise ValueError(f"whole_rows is {found}; it must be int64 [{self.batch}, R].")
+            outside = (rows < -1) | (rows >= self.q_blocks)
+            _refuse(outside, f"whole_rows leave -1 to {self.q_blocks - 1}, the query blocks.")
+            ordered = rows.sort(-1).values
+            again = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+            _refuse(again, "whole_rows name a query block twice.")
+        whole = self.whole()
+        if whole is not None:
+            listing = whole & (self.full.counts + self.partial.counts > 0)
+            _refuse(listing, "A row that attends everything lists blocks as well.")
+
+
+def _grid(
+    shape: tuple[int, int, int], heads: tuple[int, ...], rows: Tensor | None, device: torch.device
+) -> Tensor:
+    """bool [B, H, M_q] of that ``shape``: True for all of ``heads``, and for ``rows`` [B, R]."""
+    batch, count, blocks = shape
+    grid = torch.zeros(batch, count, blocks + 1, device=device, dtype=torch.bool)
+    if rows is not None:
+        # -1 lands in one spare column
+        place = rows.masked_fill(rows < 0, blocks).unsqueeze(1).expand(-1, count, -1)
+        grid.scatter_(-1, place, True)
+    for head in heads:
+        grid[:, head] = True
+    return grid[..., :blocks]
 
 
 def _refuse(found: Tensor, sentence: str) -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from cab_hf import engines
 from cab_hf.config import CabConfig
-from cab_hf.engines import EXACT_BLOCK, SDPA, Engine, Workload
+from cab_hf.engines import SDPA, Engine, Workload
+from cab_hf.plan import EXACT_BLOCK
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cab_hf.attention import attended, settings
-from cab_hf.config import CabConfig
+from cab_hf.config import CabConfig, budgets_of
 from cab_hf.engines import SDPA, Workload
 from cab_hf.route import route
+
+UNCALIBRATED = "uncalibrated: `python -m cab_hf.eval calibrate --model ...` finds budgets a head"
 
 
 def describe(
@@ -40,7 +42,8 @@ def describe(
     if name == "cab":
         blocks = f"blocks {config.query_block} x {config.key_block}"
         head = f"cab: predictor {config.predictor}{_budget(config)}, {blocks}"
-    lines = [f"{head}; a prompt of {tokens} tokens:"]
+    hint = f" ({UNCALIBRATED})" if name == "cab" and _uncalibrated(config) else ""
+    lines = [f"{head}; a prompt of {tokens} tokens{hint}:"]
     layers = [
         (_sentence(module, config, model.dtype, tokens, training, name == "cab"), index)
         for index, module in attention_layers(model)
@@ -57,8 +60,36 @@ def _budget(config: CabConfig) -> str:
     if config.predictor != "curvature":
         return ""
     if config.select == "topk":
-        return f" (topk: sparsity {config.sparsity})"
-    return f" (clusters: mass {config.mass}, bridges {config.bridges})"
+        kept = f"topk: sparsity {config.sparsity}"
+    else:
+        kept = f"clusters: mass {_mass(config)}, bridges {config.bridges}"
+    return f" ({kept}{_apart(config)})"
+
+
+def _mass(config: CabConfig) -> str:
+    if not isinstance(config.mass, tuple):
+        return str(config.mass)
+    masses = [mass for row in config.mass for mass in row]
+    mean = sum(masses) / len(masses)
+    return f"a head, {min(masses):.2f} to {max(masses):.2f}, mean {mean:.2f}"
+
+
+def _apart(config: CabConfig) -> str:
+    """How many heads are not left to the estimate."""
+    tables = [table for table in (config.mass, config.exact_share) if isinstance(table, tuple)]
+    if not tables:
+        exact = config.exact_share > 0 and (config.mass < 1 or config.select == "topk")
+        return f"; every head exact, {config.exact_share} of a row" if exact else ""
+    layers, heads = len(tables[0]), len(tables[0][0])
+    budgets = [budgets_of(config, layer, heads) for layer in range(layers)]
+    exact, dense = sum(len(b.exact) for b in budgets), sum(len(b.whole) for b in budgets)
+    return f"; {exact} heads exact, {dense} dense"
+
+
+def _uncalibrated(config: CabConfig) -> bool:
+    """Whether all heads get what nobody has measured them to need."""
+    clusters = config.predictor == "curvature" and config.select == "clusters"
+    return clusters and not isinstance(config.mass, tuple)
 
 
 def stats(model: PreTrainedModel, reset: bool = False) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from cab_hf.attention import settings
-from cab_hf.config import CabConfig
+from cab_hf.config import CabConfig, budgets_of
 from cab_hf.predictors import make_predictor
 
 
@@ -40,11 +40,16 @@ def apply_cab(
         The same model.
 
     Raises:
-        ValueError: for a bad setting, or a model whose attention cannot be replaced by name.
+        ValueError: for a bad setting, a table of budgets that does not fit the model, or a model
+            whose attention cannot be replaced by name.
     """
     text = _text_config(model)
     config = CabConfig.from_dict({**(config or settings(text)).to_dict(), **overrides})
     make_predictor(config)
+    layers, heads = text.num_hidden_layers, text.num_attention_heads
+    # some models have other heads in each layer; then a table is looked at where it is used
+    if isinstance(heads, int):
+        budgets_of(config, layers - 1, heads)
     before = _Before(text._attn_implementation, getattr(text, "cab_config", None))
     _switch(model, "cab")
     text.cab_config = config.to_dict()

@@ -9,8 +9,11 @@ from cab_hf.ops import reference
 from cab_hf.plan import Spans
 
 
-def random_plan(q, k, blocks, share=0.4, spans=None, heads=None):
-    """A plan that keeps each block with probability ``share``, and every diagonal one."""
+def random_plan(q, k, blocks, share=0.4, spans=None, heads=None, **whole):
+    """A plan that keeps each block with probability ``share``, and every diagonal one.
+
+    ``whole`` names what attends everything, as `BlockPlan.from_dense` has it.
+    """
     query_block, key_block = blocks
     spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     shape = BlockPlan.causal(spans, heads or q.shape[1], query_block, key_block).to_dense().shape
@@ -19,7 +22,7 @@ def random_plan(q, k, blocks, share=0.4, spans=None, heads=None):
     row = spans.rows(query_block).min_last // key_block
     diagonal = torch.arange(shape[-1], device=q.device) >= row.unsqueeze(-1)
     keep = keep | diagonal.unsqueeze(1)
-    return BlockPlan.from_dense(keep, spans, query_block=query_block, key_block=key_block)
+    return BlockPlan.from_dense(keep, spans, query_block=query_block, key_block=key_block, **whole)
 
 
 def laid_out(layout, batch, length, kv_length, align, device):
@@ -56,14 +59,32 @@ def draw(device, dtype, q_length, kv_length=None, batch=1, heads=6, kv_heads=2, 
     return [normal(*size) for size in sizes]
 
 
-def case(device, dtype, blocks, layout="causal", plan_heads=None, share=0.4, **shape):
-    """(q, k, v, gradient, plan) of one case."""
+def case(
+    device,
+    dtype,
+    blocks,
+    layout="causal",
+    plan_heads=None,
+    share=0.4,
+    whole_heads=(),
+    whole_rows=None,
+    **shape,
+):
+    """(q, k, v, gradient, plan) of one case.
+
+    ``whole_rows`` are lists of rows, one for each batch row, or "tail".
+    """
     q, k, v, grad = draw(device, dtype, **shape)
     batch, kv_length = q.shape[0], k.shape[2]
     frame = laid_out(layout, batch, q.shape[2], kv_length, max(blocks), device)
     q, grad, k, v = frame.queries(q), frame.queries(grad), frame.keys(k), frame.keys(v)
     pattern = q if plan_heads is None else q[:, :plan_heads]
-    plan = random_plan(pattern, k, blocks, share, frame.spans)
+    if whole_rows == "tail":
+        whole_rows = frame.spans.tail_rows(blocks[0], blocks[0])
+    elif whole_rows is not None:
+        whole_rows = torch.tensor(whole_rows, device=device)
+    whole = {"whole_heads": whole_heads, "whole_rows": whole_rows}
+    plan = random_plan(pattern, k, blocks, share, frame.spans, **whole)
     plan.validate()
     return q, k, v, grad, plan
 

@@ -197,9 +197,9 @@ def test_packed_documents_answer_as_they_do_alone(llama, told_by):
 
 
 def test_chunks_of_whole_query_blocks_answer_as_one_prefill_without_curvature(llama):
-    """Two-hop paths need rows that chunking has left behind; all else is the same."""
+    """Two-hop paths need rows that chunking has left behind, and every chunk has an end."""
     ids = tokens(1, 328)
-    with cab_hf.cab(llama, SPARSE, redundancy=0.0), torch.no_grad():
+    with cab_hf.cab(llama, SPARSE, redundancy=0.0, dense_tail=0), torch.no_grad():
         whole = llama(ids).logits
         cache, pieces = None, []
         for piece in ids.split(96, dim=1):

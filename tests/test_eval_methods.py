@@ -109,7 +109,7 @@ def test_rows_of_padding_attend_nothing():
 
 
 def test_streaming_keeps_sink_and_window_and_nothing_else():
-    config = replace(SMALL, predictor="streaming", sink_blocks=1, local_blocks=3)
+    config = replace(SMALL, predictor="streaming", sink_blocks=1, local_blocks=3, dense_tail=0)
     spans = Spans.causal(1, 320, 320, "cpu")
     keep = make_predictor(config)(*random_qk(320), Call(spans, 0.25)).to_dense()
     assert keep.shape == (1, 6, 10, 20)
@@ -121,7 +121,7 @@ def test_streaming_keeps_sink_and_window_and_nothing_else():
 
 
 def test_streaming_knows_what_its_window_reaches():
-    config = replace(SMALL, predictor="streaming", sink_blocks=1, local_blocks=4)
+    config = replace(SMALL, predictor="streaming", sink_blocks=1, local_blocks=4, dense_tail=0)
     streaming = methods.Streaming(config)
     # the question starts in the row of queries [288, 320), which keeps keys [0, 16) and [256, 320)
     assert streaming.reaches(320, 300, (10, 20))
@@ -129,6 +129,8 @@ def test_streaming_knows_what_its_window_reaches():
     assert streaming.reaches(320, 300, (200, 257))
     # a question that starts a row earlier is asked with that row's window too
     assert streaming.reaches(320, 280, (200, 240))
+    # and one of a tail reaches everything
+    assert methods.Streaming(replace(config, dense_tail=1)).reaches(320, 300, (16, 256))
 
 
 def test_random_is_the_same_again_and_differs_by_head_and_text():
@@ -159,7 +161,7 @@ def test_planted_mass_is_kept(name):
 
 @pytest.mark.parametrize("name", ["random", "oracle", "antidiagonal"])
 def test_a_row_keeps_its_share_forced_blocks_counted(name):
-    config = replace(SMALL, predictor=name, sparsity=0.7)
+    config = replace(SMALL, predictor=name, sparsity=0.7, dense_tail=0)
     spans = Spans.causal(1, 640, 640, "cpu")
     keep = make_predictor(config)(*random_qk(640), Call(spans, 0.25)).to_dense()
     for row in range(20):

@@ -84,8 +84,9 @@ def test_a_row_by_hand():
     assert (row["peak_gib"], row["room_gib"]) == (196 / 1024, 500 / 1024)
     assert row["cache_gib"] == settings.cache_bytes(192) / 2**30
     assert row["rest_gib"] == pytest.approx(196 / 1024 - row["cache_gib"] - row["weights_gib"])
-    # the prompt that warms up is not counted, and one length makes no line
-    assert 0 < row["density"] < 0.6 and row["line_gib"] is None
+    # the prompt that warms up is not counted, and one length makes no line; half of each chunk is
+    # its tail
+    assert 0 < row["density"] < 0.8 and row["line_gib"] is None
 
 
 # --- the longest

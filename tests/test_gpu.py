@@ -8,6 +8,7 @@ from tiny import FULL, SPARSE, qkv, tiny_model, tokens
 
 import cab_hf
 from cab_hf import CabConfig, engines
+from cab_hf.config import budgets_of
 from cab_hf.frame import Frame
 from cab_hf.ops import reference
 from cab_hf.ops.attention import flex
@@ -213,7 +214,7 @@ def lost_mass(q, k, spans, config, kept, meant):
 def referred(q, k, spans, scale, config):
     """The plan of the reference."""
     keys = reference.coarsen_keys(k, spans.key_valid, config.key_block, config.coarsen)
-    return by_reference(q, keys, spans, scale, config)
+    return by_reference(q, keys, spans, scale, config, budgets_of(config, None, q.shape[1]))
 
 
 @pytest.mark.parametrize(("config", "shape"), PREDICTED)

@@ -1,10 +1,13 @@
 """The kernels of the predictor, in Triton's interpreter: each against the op it stands for."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny import qkv
 
 from cab_hf import BlockPlan, CabConfig
+from cab_hf.config import budgets_of
 from cab_hf.frame import Frame
 from cab_hf.ops import coarsen, predict, reference
 from cab_hf.plan import Spans
@@ -32,6 +35,9 @@ CONFIGS = [
     pytest.param(CabConfig.published(0.7, **GRID), id="published"),
     pytest.param(CabConfig.published(0.7, "additive", **GRID), id="published-additive"),
     pytest.param(CabConfig.published(0.7, "none", **GRID), id="published-magnitude"),
+    pytest.param(CabConfig.published(0.7, "none", **GRID, dense_tail=1), id="published-tail"),
+    pytest.param(CabConfig(**SMALL, dense_tail=0), id="no-tail"),
+    pytest.param(CabConfig(**SMALL, dense_tail=2, max_density=0.4), id="two-tails-capped"),
 ]
 SHAPES = [
     pytest.param(SHAPE | {"kv_length": 250}, id="chunk-of-a-longer-text"),
@@ -45,7 +51,8 @@ SHAPES = [
 
 def lists(q, k, spans, scale, config):
     """(full, partial) of the kernels, both halves."""
-    return predict.choose(q, predict.summarise(k, spans.key_valid, config), spans, scale, config)
+    summary = replace(predict.summarise(k, spans.key_valid, config), keys=k)
+    return predict.choose(q, summary, spans, scale, config, budgets_of(config, 0, q.shape[1]))
 
 
 def plans(config, q, k, spans=None):
@@ -53,10 +60,13 @@ def plans(config, q, k, spans=None):
     spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     scale = q.shape[-1] ** -0.5
     full, partial = lists(q, k, spans, scale, config)
-    plan = BlockPlan(full, partial, spans, config.query_block, config.key_block)
+    rows = spans.tail_rows(config.dense_tail * config.query_block, config.query_block)
+    blocks = config.query_block, config.key_block
+    budgets = budgets_of(config, 0, q.shape[1])
+    plan = BlockPlan(full, partial, spans, *blocks, budgets.whole, rows)
     plan.validate()
     keys = reference.coarsen_keys(k, spans.key_valid, config.key_block, config.coarsen)
-    meant = by_reference(q, keys, spans, scale, config)
+    meant = by_reference(q, replace(keys, keys=k), spans, scale, config, budgets)
     assert torch.equal(plan.full.counts, meant.full.counts)
     return plan.to_dense(), meant.to_dense()
 
@@ -217,7 +227,8 @@ def test_the_registered_ops_keep_their_promises():
     planes = predict.summarise(k, spans.key_valid, config).planes
     known = (spans.first, spans.last, spans.key_valid, spans.aligned, spans.consecutive)
     settings = [getattr(config, name) for name in predict.FIELDS]
-    inputs = (q, planes, *known, 0.25, *settings)
+    tail, budgets = (spans.tail(32, 32), False), map(list, budgets_of(config, 0, 2))
+    inputs = (q, planes, k, *known, *tail, *budgets, 0.25, *settings)
     torch.library.opcheck(torch.ops.cab_hf.choose.default, inputs, test_utils=checks)
 
 
@@ -254,7 +265,7 @@ def test_a_whole_text_selects_the_same_as_pieces_that_make_it_up(config):
 
 def test_rows_without_curvature_select_what_they_do_in_the_whole_text():
     q, k = loud(**SHAPE | {"q_length": 256})
-    config = CabConfig(**SMALL, redundancy=0.0)
+    config = CabConfig(**SMALL, redundancy=0.0, dense_tail=0)
     rows, spans = pieces(q, k, (32, 96), (160, 224))
     held = plans(config, q, k)[0][:, :, [1, 2, 5, 6]]
     assert torch.equal(plans(config, rows, k, spans)[0], held)
@@ -269,8 +280,8 @@ def test_a_summary_out_of_a_cache_selects_the_same():
     room[:, :, :, :KEY_BLOCKS] = summary.planes
     kept = reference.KeySummary(room[:, :, :, :KEY_BLOCKS])
     for one, other in zip(
-        predict.choose(q, kept, spans, 0.25, config),
-        predict.choose(q, summary, spans, 0.25, config),
+        predict.choose(q, kept, spans, 0.25, config, budgets_of(config, 0, q.shape[1])),
+        predict.choose(q, summary, spans, 0.25, config, budgets_of(config, 0, q.shape[1])),
         strict=True,
     ):
         assert torch.equal(one.to_dense(KEY_BLOCKS), other.to_dense(KEY_BLOCKS))

@@ -12,6 +12,7 @@ import torch
 from tiny import qkv
 
 from cab_hf import CabConfig
+from cab_hf.frame import Frame
 from cab_hf.ops import reference
 from cab_hf.plan import Spans, block_visibility
 from cab_hf.predictors import Call, CurvaturePredictor, make_predictor, register_predictor
@@ -152,7 +153,7 @@ def test_a_share_is_rounded_up_but_not_by_rounding_error():
 
 def test_forced_blocks_by_hand():
     spans = Spans.causal(1, 128, 128, "cpu")
-    config = CabConfig(query_block=32, key_block=16, sink_blocks=1, local_blocks=3)
+    config = CabConfig(query_block=32, key_block=16, sink_blocks=1, local_blocks=3, dense_tail=0)
     forced = reference.forced_blocks(block_visibility(spans, 32, 16), spans, config)
     assert [row.nonzero().flatten().tolist() for row in forced[0]] == [
         [0, 1],
@@ -162,12 +163,65 @@ def test_forced_blocks_by_hand():
     ]
 
 
+@pytest.mark.parametrize(
+    ("length", "tail", "rows"),
+    [
+        pytest.param(128, 0, [], id="none"),
+        pytest.param(128, 1, [3], id="whole-blocks"),
+        pytest.param(130, 1, [3, 4], id="a-block-more-where-the-last-is-short"),
+        pytest.param(130, 2, [2, 3, 4], id="two"),
+        pytest.param(128, 9, [0, 1, 2, 3], id="everything"),
+        pytest.param(32, 1, [0], id="one-block"),
+        pytest.param(31, 1, [], id="fewer-than-a-block"),
+    ],
+)
+def test_the_tail_is_forced(length, tail, rows):
+    spans = Spans.causal(2, length, length + 64, "cpu")
+    config = CabConfig(query_block=32, key_block=16, dense_tail=tail)
+    visible = block_visibility(spans, 32, 16)
+    forced = reference.forced_blocks(visible, spans, config)
+    whole = (forced == visible).all(-1)
+    assert torch.equal(spans.tail(tail * 32, 32)[0].nonzero().flatten(), torch.tensor(rows).long())
+    others = [row for row in range(whole.shape[1]) if row not in rows]
+    assert whole[0, rows].all() and not whole[0, others].any()
+
+
+def test_every_document_has_a_tail_of_its_own_real_tokens():
+    valid = torch.ones(2, 150, dtype=torch.bool)
+    valid[0, :23] = False
+    valid[1, 140:] = False
+    document = (torch.arange(150) >= 70).long().expand(2, -1)
+    frame = Frame.build(2, 150, 150, 0, valid, document, align=32, device=torch.device("cpu"))
+    # 47 + 80 tokens, and 70 + 70, from one border to the next
+    assert frame.spans.tail(32, 32).nonzero().tolist() == [
+        [0, 0],
+        [0, 1],
+        [0, 3],
+        [0, 4],
+        [1, 1],
+        [1, 2],
+        [1, 4],
+        [1, 5],
+    ]
+
+
+@pytest.mark.parametrize("name", ["antidiagonal", "curvature", "oracle", "random", "streaming"])
+def test_every_predictor_has_a_tail(name):
+    q, k, _ = qkv(q_length=300)
+    config = CabConfig(query_block=32, key_block=16, predictor=name, mass=0.2)
+    plan = make_predictor(config)(q, k, Call(Spans.causal(1, 300, 300, "cpu"), 0.25))
+    tail = plan.token_mask()[:, :, 300 - 32 :]
+    assert torch.equal(tail, torch.ones(300, 300, dtype=torch.bool).tril()[-32:].expand_as(tail))
+    assert plan.density() < 0.8
+
+
 def test_a_needle_is_found_by_the_box_and_not_by_the_mean():
     """One key in a thousand answers the query; its block's mean hides it."""
     q, k, _ = qkv(q_length=1024, heads=1, kv_heads=1, dim=32)
     k = k * 0.5
     k[..., 500, :] = q[0, 0, -16:].mean(0) * 8
     fields = {"query_block": 16, "key_block": 64, "mass": 0.2, "bridges": 0.0, "local_blocks": 1}
+    fields["dense_tail"] = 0
     needle = 500 // 64
     assert select(CabConfig(**fields), q, k).to_dense()[0, 0, -1, needle]
     by_mean = select(CabConfig(coarsen="mean", **fields), q, k)
@@ -257,7 +311,7 @@ def test_the_example_of_an_own_predictor_runs(capsys):
     runpy.run_path(str(EXAMPLE))["main"]()
     described, *told = capsys.readouterr().out.split("\nlayer ")
     assert "predictor loudest" in described and "layers 0-1: sparse" in described
-    assert [line.split(":")[1].strip()[:5] for line in told] == ["0.200", "0.200"]
+    assert [line.split(":")[1].strip()[:5] for line in told] == ["0.297", "0.297"]
 
 
 def test_baselines_load_without_an_evaluation():

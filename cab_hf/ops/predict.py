@@ -7,18 +7,26 @@ no shape depends on data, except where lists would be larger than `LISTS_AT_MOST
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from cab_hf.config import CabConfig
+from cab_hf.config import Budgets, CabConfig
+from cab_hf.ops import reference
 from cab_hf.ops.coarsen import coarsen_keys, coarsen_queries, summary_dtype
 from cab_hf.ops.reference import KeySummary
-from cab_hf.ops.score import block_scores, turns
-from cab_hf.ops.select import fill_lists, select_blocks
+from cab_hf.ops.score import Scores, Turn, block_scores, turns
+from cab_hf.ops.select import Tail, fill_lists, own_masses, select_blocks
 from cab_hf.plan import BlockLists, Spans, crossed_blocks
 
+# asked once: looking takes longer than launching
+HAS_EXACT_SCORES = find_spec("cab_hf.ops.exact_scores") is not None
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD_DIM = 256
 # bytes of scores alive at a time; heads take turns so that it is enough
@@ -31,7 +39,7 @@ LISTS_AT_MOST = 2 << 30
 FIELDS = {
     **dict.fromkeys(("query_block", "key_block", "sink_blocks", "local_blocks"), "int"),
     **dict.fromkeys(("coarsen", "select", "curvature"), "str"),
-    **dict.fromkeys(("mass", "bridges", "sparsity", "redundancy", "max_density"), "float"),
+    **dict.fromkeys(("bridges", "sparsity", "redundancy", "max_density"), "float"),
 }
 
 
@@ -55,39 +63,66 @@ def summarise(k: Tensor, valid: Tensor, config: CabConfig) -> KeySummary:
 
 
 def choose(
-    q: Tensor, summary: KeySummary, spans: Spans, scale: float, config: CabConfig
+    q: Tensor,
+    summary: KeySummary,
+    spans: Spans,
+    scale: float,
+    config: CabConfig,
+    budgets: Budgets,
 ) -> tuple[BlockLists, BlockLists]:
     """(full, partial) lists of the key blocks CAB attends for q [B, H, N_q, D].
 
-    Safe in a CUDA graph, and under ``torch.compile(fullgraph=True)``.
+    Heads of ``budgets.whole`` and rows of ``spans.tail_rows``, where there are any, list nothing:
+    the plan is to name them. Safe under ``torch.compile(fullgraph=True)``, and in a CUDA graph once
+    the budgets of the layer have been on the device.
     """
     if torch.compiler.is_compiling():
         known = (spans.first, spans.last, spans.key_valid, spans.aligned, spans.consecutive)
         settings = [getattr(config, name) for name in FIELDS]
-        lists = torch.ops.cab_hf.choose(q, summary.planes, *known, scale, *settings)
+        tail = _tail(spans, config)
+        own = map(list, budgets)
+        lists = torch.ops.cab_hf.choose(
+            q, summary.planes, summary.keys, *known, *tail, *own, scale, *settings
+        )
         return BlockLists(*lists[:2]), BlockLists(*lists[2:])
     with _on(q):
-        return _choose(q, summary, spans, scale, config, measured=not _capturing(q))
+        tail = _tail(spans, config)
+        measured = not _capturing(q)
+        return _choose(q, summary, spans, tail, budgets, scale, config, measured)
 
 
 def _choose(
-    q: Tensor, summary: KeySummary, spans: Spans, scale: float, config: CabConfig, measured: bool
+    q: Tensor,
+    summary: KeySummary,
+    spans: Spans,
+    tail: Tail,
+    budgets: Budgets,
+    scale: float,
+    config: CabConfig,
+    measured: bool,
 ) -> tuple[BlockLists, BlockLists]:
-    shape, room, crossed = _rooms(q, spans.kv_length, spans.aligned, config)
+    shape, room, crossed = _rooms(q, spans.kv_length, spans.aligned, tail, budgets, config)
     # lists that would be too large are measured before they are made
     wide = measured and 4 * math.prod(shape) * room > LISTS_AT_MOST
     full = _empty_lists(q, shape, 0 if wide else room)
     partial = _empty_lists(q, shape, crossed)
-    bits = full.counts.new_empty(*shape, -(-summary.planes.shape[3] // 32)) if wide else None
+    bits = full.counts.new_zeros(*shape, -(-summary.planes.shape[3] // 32)) if wide else None
 
     # a summary may come out of a cache, or from another process
+    keys = summary.keys
     summary = KeySummary(summary.planes.to(summary_dtype(q)).contiguous())
+    masses = own_masses(budgets, q.shape[1], q.device)
     queries = coarsen_queries(q, spans, config.query_block, config.coarsen)
     for turn in turns(queries, summary, config, SCORES_AT_A_TIME):
         scores = block_scores(turn, queries, summary, scale, config, spans)
-        select_blocks(turn, scores, config, full, partial, bits)
+        select_blocks(turn, scores, config, budgets, masses, full, partial, bits, tail)
         # the next turn, and the lists after the last, take its memory
         del scores
+    for head in budgets.exact:
+        own = q[:, head : head + 1], keys[:, head // (q.shape[1] // keys.shape[1])].unsqueeze(1)
+        share = budgets.exact_share[head]
+        for one, scores in _exact_turns(turn, head, *own, spans, scale, config):
+            _select_exact(one, scores, share, config, full, partial, bits, tail)
     if wide:
         width = max(1, int(full.counts.max()))
         full = BlockLists(full.counts, full.counts.new_empty(*shape, width))
@@ -95,16 +130,55 @@ def _choose(
     return full, partial
 
 
+def _exact_turns(
+    turn: Turn, head: int, q: Tensor, k: Tensor, spans: Spans, scale: float, config: CabConfig
+) -> Iterator[tuple[Turn, Scores]]:
+    """A turn of its own for a head of every batch row, by exact scores of q and k [B, 1, N, D]."""
+    scores = _exact_scores(q, k, spans, scale, config.query_block, config.key_block)
+    for row, direct in enumerate(F.pad(scores, (0, turn.width - scores.shape[3]))):
+        start = row * turn.heads + head
+        yield turn._replace(start=start, count=1), Scores(direct, None, None, None, None)
+
+
+def _select_exact(
+    turn: Turn, scores: Scores, share: float, config: CabConfig, *lists: BlockLists | Tail
+) -> None:
+    """`reference.select_exact`: the best by ``scores``, as where a fixed share of rows is kept."""
+    fixed = {"select": "topk", "curvature": "none", "mass": 1.0, "exact_share": 0.0}
+    best = replace(config, sparsity=1 - share, **fixed)
+    select_blocks(turn, scores, best, Budgets((1.0,)), None, *lists)
+
+
+def _exact_scores(*arguments: Any) -> Tensor:
+    """`reference.exact_scores`, by its kernel where there is one."""
+    if not HAS_EXACT_SCORES:
+        return reference.exact_scores(*arguments)
+    from cab_hf.ops.exact_scores import exact_scores
+
+    return exact_scores(*arguments)
+
+
+def _tail(spans: Spans, config: CabConfig) -> Tail:
+    listed = spans.documents is None
+    if config.dense_tail == 0 or spans.q_length < config.query_block:
+        return Tail(None, listed)
+    return Tail(spans.tail(config.dense_tail * config.query_block, config.query_block), listed)
+
+
 def _rooms(
-    q: Tensor, kv_length: int, aligned: bool, config: CabConfig
+    q: Tensor, kv_length: int, aligned: bool, tail: Tail, budgets: Budgets, config: CabConfig
 ) -> tuple[tuple[int, int, int], int, int]:
     """([B, H, M_q], the most full blocks that a row can list, the most partial ones)."""
     kv_blocks = -(-kv_length // config.key_block)
     crossed = crossed_blocks(config.query_block, config.key_block)
     forced = config.sink_blocks + max(config.local_blocks, crossed)
-    share = config.max_density
-    if config.select == "topk":
-        share = min(share, 1 - config.sparsity)
+    clusters = config.select == "clusters"
+    share = 1.0 if clusters else 1 - config.sparsity
+    if not any(budgets.estimated(q.shape[1])):
+        share = 0.0
+    share = min(config.max_density, max(share, *budgets.exact_share, 0.0))
+    if tail.rows is not None and tail.listed:
+        share = 1.0
     # one more than the share: it is rounded up, and here in floating point
     room = min(kv_blocks, max(int(share * kv_blocks) + 2, forced))
     shape = (*q.shape[:2], -(-q.shape[2] // config.query_block))
@@ -141,21 +215,32 @@ def _(k: Tensor, valid: Tensor, key_block: int, coarsen: str) -> Tensor:
 @torch.library.custom_op(
     "cab_hf::choose",
     mutates_args=(),
-    schema="(Tensor q, Tensor planes, Tensor first, Tensor last, Tensor key_valid, bool aligned,"
-    " bool consecutive, float scale, "
+    schema="(Tensor q, Tensor planes, Tensor? keys, Tensor first, Tensor last, Tensor key_valid,"
+    " bool aligned, bool consecutive, Tensor? tail, bool tail_listed, float[] mass,"
+    " float[] exact_share, int[] whole, float scale, "
     + ", ".join(f"{kind} {name}" for name, kind in FIELDS.items())
     + ") -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _choose_op(q, planes, first, last, key_valid, aligned, consecutive, scale, *settings):
-    config = CabConfig(**dict(zip(FIELDS, settings, strict=True)))
+def _choose_op(q, planes, keys, first, last, key_valid, aligned, consecutive, *others):
+    tail, budgets, scale, config = _told(others)
     spans = Spans(first, last, key_valid, aligned, consecutive)
-    full, partial = _choose(q, KeySummary(planes), spans, scale, config, measured=False)
+    summary = KeySummary(planes, keys)
+    full, partial = _choose(q, summary, spans, tail, budgets, scale, config, measured=False)
     return full.counts, full.indices, partial.counts, partial.indices
 
 
 @_choose_op.register_fake
-def _(q, planes, first, last, key_valid, aligned, consecutive, scale, *settings):
-    config = CabConfig(**dict(zip(FIELDS, settings, strict=True)))
-    shape, *rooms = _rooms(q, key_valid.shape[1], aligned, config)
+def _(q, planes, keys, first, last, key_valid, aligned, consecutive, *others):
+    tail, budgets, _, config = _told(others)
+    shape, *rooms = _rooms(q, key_valid.shape[1], aligned, tail, budgets, config)
     full, partial = (_empty_lists(q, shape, room) for room in rooms)
     return full.counts, full.indices, partial.counts, partial.indices
+
+
+def _told(others: tuple) -> tuple[Tail, Budgets, float, CabConfig]:
+    """What the registered op is told beside tensors and spans."""
+    *tail, mass, exact_share, whole, scale = others[:6]
+    budgets = Budgets(*map(tuple, (mass, exact_share, whole)))
+    settings = dict(zip(FIELDS, others[6:], strict=True))
+    # curvature looks whether there are bridges, of which only the masses tell
+    return Tail(*tail), budgets, scale, CabConfig(**settings, mass=(budgets.mass,))

@@ -6,6 +6,7 @@ blocks. Everything between the scores and the selection is float32.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +14,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.config import CabConfig
-from cab_hf.plan import BlockPlan, Spans
+from cab_hf.plan import BlockPlan, RowSpans, Spans
 
 # rows of attention computed at a time: bounds the token mask, not the result
 QUERY_CHUNK = 256
 # a mass target met within this is met: sums of thousands of float32 shares are no better
 MASS_TOLERANCE = 1e-5
+# rows of exact attention held at once
+QUERIES_AT_A_TIME = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,9 +31,11 @@ class KeySummary:
     Attributes:
         planes: [3, B, H_kv, M_k, D]: the mean of a block's keys, and per channel the largest and
             the smallest of them. [1, B, H_kv, M_k, D] where one vector stands for the block.
+        keys: [B, H_kv, N_k, D], the keys themselves where heads go by exact scores, else None.
     """
 
     planes: Tensor
+    keys: Tensor | None = None
 
     @property
     def mean(self) -> Tensor:
@@ -207,7 +212,10 @@ def min_max(x: Tensor, visible: Tensor) -> Tensor:
 
 
 def forced_blocks(visible: Tensor, spans: Spans, config: CabConfig) -> Tensor:
-    """bool [B, M_q, M_k]: sinks, local blocks and the blocks of the row's own positions."""
+    """bool [B, M_q, M_k]: sinks, local blocks, those of the row's own positions, all of a tail's.
+
+    The tail is the query blocks of ``config.dense_tail``, see `Spans.tail`.
+    """
     rows = spans.rows(config.query_block)
     block = torch.arange(visible.shape[-1], device=visible.device)
     first = (rows.min_first // config.key_block).unsqueeze(-1)
@@ -215,7 +223,8 @@ def forced_blocks(visible: Tensor, spans: Spans, config: CabConfig) -> Tensor:
     diagonal = (rows.min_last // config.key_block).unsqueeze(-1)
     sink = block < first + config.sink_blocks
     local = (block > last - config.local_blocks) | (block >= diagonal)
-    return visible & (sink | local)
+    tail = spans.tail(config.dense_tail * config.query_block, config.query_block)
+    return visible & (sink | local | tail.unsqueeze(-1))
 
 
 def share_of_row(visible: Tensor, share: float) -> Tensor:
@@ -232,8 +241,13 @@ def top_blocks(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
     return candidates & (rank < count)
 
 
-def top_mass(log_mass: Tensor, forced: Tensor, visible: Tensor, mass: float, cap: Tensor) -> Tensor:
-    """bool: the smallest set of blocks that holds ``mass``, forced ones first, at most ``cap``."""
+def top_mass(
+    log_mass: Tensor, forced: Tensor, visible: Tensor, mass: float | Tensor, cap: Tensor
+) -> Tensor:
+    """bool: the smallest set of blocks that holds ``mass``, forced ones first, at most ``cap``.
+
+    ``mass`` is a number, or a tensor that broadcasts with the rows: one for each head.
+    """
     share = log_mass.exp()
     # a forced block's share counts, whatever its size: it goes to the front of the queue
     queue = torch.where(forced, 2.0, share).masked_fill(~visible, -1.0)
@@ -241,15 +255,23 @@ def top_mass(log_mass: Tensor, forced: Tensor, visible: Tensor, mass: float, cap
     queued = share.gather(-1, order)
     before = queued.cumsum(-1) - queued
     rank = torch.arange(queued.shape[-1], device=queued.device)
-    taken = torch.ones_like(forced) if mass >= 1 else before < mass - MASS_TOLERANCE
+    taken = (before < mass - MASS_TOLERANCE) | torch.as_tensor(mass >= 1, device=before.device)
     taken = (taken & (rank < cap)).gather(-1, order.argsort(-1))
     return (taken | forced) & visible
 
 
 def select_blocks(
-    upper: Tensor, mean: Tensor, spans: Spans, visible: Tensor, config: CabConfig
+    upper: Tensor,
+    mean: Tensor,
+    spans: Spans,
+    visible: Tensor,
+    config: CabConfig,
+    mass: float | Tensor,
 ) -> Tensor:
-    """The blocks CAB attends, bool [B, H, M_q, M_k], from both logits of `block_logits`."""
+    """The blocks CAB attends, bool [B, H, M_q, M_k], from both logits of `block_logits`.
+
+    ``mass`` is that of all heads, or float32 [H], one for each; a head of 0 has no bridges.
+    """
     forced = forced_blocks(visible, spans, config).unsqueeze(1)
     visible = visible.unsqueeze(1)
     places = spans.rows(config.query_block).places(config.query_block)
@@ -263,14 +285,96 @@ def select_blocks(
         spare = count - forced.sum(-1, keepdim=True)
         return forced | top_blocks(score, everything & ~forced, spare)
     estimate = block_log_mass((upper + mean) / 2, visible)
-    kept = top_mass(estimate, forced, everything, config.mass, cap)
+    mass = mass[:, None, None] if isinstance(mass, Tensor) else mass
+    kept = top_mass(estimate, forced, everything, mass, cap)
     if config.bridges == 0:
         return kept
     reach = block_log_mass(upper, visible)
     direct = standardise(reach, visible)
     score = curvature_score(reach.exp(), direct, visible, places, config)
     spare = torch.minimum(share_of_row(visible, config.bridges), cap - kept.sum(-1, keepdim=True))
-    return kept | top_blocks(score, everything & ~kept, spare)
+    return kept | top_blocks(score, everything & ~kept, spare * (mass > 0))
+
+
+def select_exact(
+    scores: Tensor, spans: Spans, visible: Tensor, config: CabConfig, shares: Sequence[float]
+) -> Tensor:
+    """The blocks of heads that go by `exact_scores` [B, n, M_q, M_k], bool of the same shape.
+
+    A head keeps its forced blocks and the best others, ``shares`` [n] of each row in all.
+    """
+    forced = forced_blocks(visible, spans, config).unsqueeze(1)
+    visible = visible.unsqueeze(1)
+    known = forced.sum(-1, keepdim=True)
+    cap = torch.maximum(share_of_row(visible, config.max_density), known)
+    count = torch.cat([share_of_row(visible, share) for share in shares], dim=1)
+    spare = torch.minimum(count, cap) - known
+    return forced | top_blocks(scores, (visible & ~forced).expand_as(scores), spare)
+
+
+def exact_scores(
+    q: Tensor, k: Tensor, spans: Spans, scale: float, query_block: int, key_block: int
+) -> Tensor:
+    """The largest share that any query of a query block gives a key block, [B, H, M_q, M_k].
+
+    A query's share of a block is its attention to the block's keys, summed: float32, 0 where the
+    query sees nothing of it. Padding queries count for nothing. No N x N tensor is ever whole.
+    """
+    shape = (*q.shape[:2], -(-q.shape[2] // query_block), -(-k.shape[2] // key_block))
+    largest = torch.zeros(shape, device=q.device)
+    for start, rows in attention_rows(q, k, spans, scale, at_a_time=query_block):
+        shares = F.pad(rows, (0, -rows.shape[-1] % key_block)).unflatten(-1, (-1, key_block))
+        largest[:, :, start // query_block, : shares.shape[3]] = shares.sum(-1).amax(2)
+    return largest
+
+
+def attention_rows(
+    q: Tensor,
+    k: Tensor,
+    spans: Spans,
+    scale: float,
+    stride: int = 1,
+    at_a_time: int = QUERIES_AT_A_TIME,
+) -> Iterator[tuple[int, Tensor]]:
+    """Attention probabilities over tiles of ``stride`` tokens, some rows of tiles at a time.
+
+    The logit of a tile is the mean over its antidiagonal, which every query and every key of the
+    tile enters once. ``stride`` 1 is exact attention. No N x N tensor is ever whole.
+
+    Args:
+        q: [B, H, N_q, D]. k: [B, H_kv, N_k, D].
+        at_a_time: rows of tiles yielded at once.
+
+    Yields:
+        (first row, float32 [B, H, rows, T]): T ends behind the last key tile these rows see, and a
+        row of padding is zero.
+    """
+    rows = spans.rows(stride)
+    queries = _tiles(q, stride, backwards=True).unflatten(1, (k.shape[1], -1))
+    keys = _tiles(k, stride).unsqueeze(2).transpose(-1, -2)
+    for start in range(0, queries.shape[3], at_a_time):
+        chunk = slice(start, start + at_a_time)
+        reach = _reach(spans, slice(start * stride, (start + at_a_time) * stride))
+        seen = -(-reach // stride)
+        visible = _visible_tiles(rows, chunk, seen, stride)
+        logits = (queries[:, :, :, chunk] @ keys[..., :seen]).flatten(1, 2) * (scale / stride)
+        probabilities = logits.masked_fill(~visible, -torch.inf).softmax(-1)
+        # softmax over nothing is NaN: a row of padding attends nothing
+        yield start, probabilities.masked_fill(~visible, 0.0)
+
+
+def _tiles(x: Tensor, stride: int, backwards: bool = False) -> Tensor:
+    """[B, H, N, D] -> float32 [B, H, T, stride * D], the tokens of each tile in a row."""
+    tiles = F.pad(x, (0, 0, 0, -x.shape[2] % stride)).unflatten(2, (-1, stride)).float()
+    return (tiles.flip(3) if backwards else tiles).flatten(3)
+
+
+def _visible_tiles(rows: RowSpans, chunk: slice, tiles: int, stride: int) -> Tensor:
+    """bool [B, 1, rows, tiles]: some query of the row may see some key of the tile."""
+    key = torch.arange(0, tiles * stride, stride, device=rows.max_last.device)
+    begins = key <= rows.max_last[:, chunk, None]
+    ends = key + (stride - 1) >= rows.min_first[:, chunk, None]
+    return (begins & ends & (rows.queries[:, chunk, None] > 0)).unsqueeze(1)
 
 
 def attention(

@@ -7,13 +7,15 @@ apart.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cab_hf.config import CabConfig
+from cab_hf.config import Budgets, CabConfig
 from cab_hf.ops.curvature import curvature_score
 from cab_hf.ops.reference import MASS_TOLERANCE
 from cab_hf.ops.score import Scores, Turn, row_chunk, visible_range
@@ -28,6 +30,9 @@ from cab_hf.plan import BlockLists
 
 # shares of a row travel as whole multiples of 2^-40: a float32 argument would turn 5 % of 20 into 2
 SHARE_ONE = tl.constexpr(1 << 40)
+TOLERANCE = tl.constexpr(MASS_TOLERANCE)
+# layers whose masses stay on a device
+COPIES = 1024
 
 
 class Lists(NamedTuple):
@@ -42,31 +47,68 @@ class Lists(NamedTuple):
         return cls(lists.counts, lists.indices, lists.width)
 
 
+class Tail(NamedTuple):
+    """The rows that keep everything.
+
+    Attributes:
+        rows: bool [B, M_q], contiguous; None where there are none.
+        listed: whether they list it; otherwise they list nothing, and the plan names them.
+    """
+
+    rows: Tensor | None
+    listed: bool
+
+
+def own_masses(budgets: Budgets, heads: int, device: torch.device) -> Tensor | None:
+    """float32 [H], the mass of each head, -1 for one that is not left to the estimate.
+
+    None where all heads are, by one mass. Made once: the copy to the device is a wait.
+    """
+    apart = {*budgets.whole, *budgets.exact}
+    if len(budgets.mass) == 1 and not apart:
+        return None
+    masses = budgets.mass if len(budgets.mass) > 1 else budgets.mass * heads
+    return _copied(tuple(-1.0 if h in apart else m for h, m in enumerate(masses)), device)
+
+
+@lru_cache(COPIES)
+def _copied(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device)
+
+
 def select_blocks(
     turn: Turn,
     scores: Scores,
     config: CabConfig,
+    budgets: Budgets,
+    masses: Tensor | None,
     full: BlockLists,
     partial: BlockLists,
     bits: Tensor | None,
+    tail: Tail,
 ) -> None:
     """Select for the heads of ``turn`` by their scores, and write the result.
 
     The scores are used up: their memory holds other values afterwards.
 
     Args:
+        masses: `own_masses` of all heads; those of -1 list nothing.
         full, partial: lists of all heads with room for what a row may keep, filled for these.
         bits: None, or int32 [B, H, M_q, ceil(M_k / 32)]: then only the counts of the lists are
             written, and bit j % 32 of word j // 32 says that block j is kept; see `fill_lists`.
+            They stay as they are for rows that list nothing.
+        tail: the rows that keep everything.
     """
     clusters = config.select == "clusters"
     _select_kernel[(turn.count * turn.q_blocks,)](
         turn,
         scores,
         full.counts if bits is None else bits,
+        full.counts if tail.rows is None else tail.rows,
+        full.counts if masses is None else masses,
         Lists.of(full),
         Lists.of(partial),
-        config.mass - MASS_TOLERANCE,
+        budgets.mass[0] - MASS_TOLERANCE,
         config.redundancy,
         _share(config.bridges),
         _share(1 - config.sparsity),
@@ -77,10 +119,12 @@ def select_blocks(
         QUERY_BLOCK=config.query_block,
         KEY_BLOCK=config.key_block,
         CLUSTERS=clusters,
-        EXACT=config.mass == 1,
+        OWN_MASS=masses is not None,
+        EXACT=masses is None and budgets.mass[0] == 1,
         CURVATURE=config.curvature if config.curved else "none",
-        BRIDGES=not clusters or (config.bridges > 0 and config.mass < 1),
+        BRIDGES=not clusters or (config.bridges > 0 and budgets.bridged),
         CAPPED=config.max_density < 1,
+        TAIL="none" if tail.rows is None else "listed" if tail.listed else "named",
         LISTS=bits is None,
         CHUNK=row_chunk(turn.kv_blocks),
         num_warps=1,
@@ -112,6 +156,8 @@ def _select_kernel(
     turn,
     scores,
     bits,
+    tail_rows,
+    masses,
     full,
     partial,
     mass,
@@ -125,10 +171,12 @@ def _select_kernel(
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     CLUSTERS: tl.constexpr,
+    OWN_MASS: tl.constexpr,
     EXACT: tl.constexpr,
     CURVATURE: tl.constexpr,
     BRIDGES: tl.constexpr,
     CAPPED: tl.constexpr,
+    TAIL: tl.constexpr,
     LISTS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -138,13 +186,31 @@ def _select_kernel(
     i = q_blocks - 1 - tl.program_id(0) // turn.count
     mine = (tl.program_id(0) % turn.count).to(tl.int64)
     row = mine * q_blocks + i
-    rows = turn.rows + ((turn.start + mine) // turn.heads * q_blocks + i)
+    place = (turn.start + mine) // turn.heads * q_blocks + i
+    # where this row stands among those of all heads
+    lists_row = (turn.start + mine) * q_blocks + i
+    if OWN_MASS:
+        own_mass = tl.load(masses + (turn.start + mine) % turn.heads)
+        mass = own_mass - TOLERANCE
+    if OWN_MASS or TAIL == "named":
+        unlisted = False
+        if OWN_MASS:
+            unlisted = own_mass < 0
+        if TAIL == "named":
+            unlisted = unlisted | tl.load(tail_rows + place)
+        if unlisted:
+            tl.store(full.counts + lists_row, 0)
+            tl.store(partial.counts + lists_row, 0)
+            return
+    rows = turn.rows + place
     low, high = visible_range(rows, rows_plane, True, KEY_BLOCK)
     diagonal = tl.load(rows + 2 * rows_plane) // KEY_BLOCK
     # forced are the blocks left of `sinks` and from `tail` on
     blocks = tl.maximum(high - low + 1, 0)
     sinks = tl.minimum(low + sink_blocks, high + 1)
     tail = tl.maximum(tl.minimum(high + 1 - local_blocks, diagonal), low)
+    if TAIL == "listed":
+        tail = tl.where(tl.load(tail_rows + place), low, tail)
     forced = blocks - tl.maximum(tail - sinks, 0)
     cap = blocks
     if CAPPED:
@@ -162,6 +228,8 @@ def _select_kernel(
     if CLUSTERS:
         weights = scores.estimate + row * width
         spare = tl.minimum(_share_of(blocks, bridges), cap)
+        if OWN_MASS:
+            spare = tl.where(own_mass > 0, spare, 0)
         if high >= 0:
             weight_low, weight_high, weight_cut = _clusters(
                 weights, span, mass, forced, cap, begin, EXACT, CAPPED, CHUNK
@@ -203,11 +271,9 @@ def _select_kernel(
             )
 
     whole_low, whole_high = _whole_range(rows, rows_plane, KEY_BLOCK)
-    # where this row stands among those of all heads
-    row = (turn.start + mine) * q_blocks + i
-    bits += row * word_count
-    full_indices = full.indices + row * full.room
-    partial_indices = partial.indices + row * partial.room
+    bits += lists_row * word_count
+    full_indices = full.indices + lists_row * full.room
+    partial_indices = partial.indices + lists_row * partial.room
     full_count = 0
     partial_count = 0
     column = begin + tl.arange(0, CHUNK)
@@ -248,8 +314,8 @@ def _select_kernel(
             full_count += full_here
             partial_count += tl.sum(kept.to(tl.int32), 0) - full_here
         column += CHUNK
-    tl.store(full.counts + row, full_count)
-    tl.store(partial.counts + row, partial_count)
+    tl.store(full.counts + lists_row, full_count)
+    tl.store(partial.counts + lists_row, partial_count)
 
 
 @triton.jit

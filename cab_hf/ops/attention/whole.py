@@ -1,0 +1,142 @@
+"""What a plan names instead of listing: heads and rows that attend everything.
+
+They run apart from the lists, under one plan of one head that keeps everything, and their output
+is put into place. The definition is `reference.attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
+
+Attend = Callable[..., Tensor | tuple[Tensor, Tensor]]
+
+
+def attention(
+    attend: Attend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: BlockPlan,
+    scale: float,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention under ``plan``, what it names included, by an engine that reads lists alone.
+
+    Args:
+        attend: attention under the lists of a plan, under the signature of `reference.attention`.
+    """
+    if not plan.whole_heads and plan.whole_rows is None:
+        return attend(q, k, v, plan, scale, return_lse)
+    if len(plan.whole_heads) == plan.heads:
+        return attend(q, k, v, _everything(plan), scale, return_lse)
+    listed = replace(plan, whole_heads=(), whole_rows=None)
+    found = attend(q, k, v, listed, scale, return_lse)
+    found = found if return_lse else (found,)
+    # backward reads what an engine returned: it changes in place only where there is none
+    trained = found[0].requires_grad
+    if plan.whole_rows is not None:
+        found = _with_rows(attend, found, q, k, v, plan, scale, trained)
+    if plan.whole_heads:
+        found = _with_heads(attend, found, q, k, v, plan, scale, trained)
+    return tuple(found) if return_lse else found[0]
+
+
+def _with_heads(attend, found, q, k, v, plan, scale, trained) -> list[Tensor]:
+    """``found`` (out, or out and log-sum-exp) with the heads that attend everything."""
+    sharing, group = plan.shared_by(q.shape[1]), q.shape[1] // k.shape[1]
+    heads = [head * sharing + i for head in plan.whole_heads for i in range(sharing)]
+    kv_heads = [head // group for head in heads]
+    # as many of each group share its keys as they are, others have keys of their own
+    shared = sorted(set(kv_heads))
+    if len({kv_heads.count(head) for head in shared}) == 1:
+        kv_heads = shared
+    some = take_heads(q, heads), take_heads(k, kv_heads), take_heads(v, kv_heads)
+    apart = attend(*some, _everything(plan), scale, len(found) > 1)
+    apart = apart if len(found) > 1 else (apart,)
+    together = []
+    for target, source in zip(found, apart, strict=True):
+        if trained:
+            planes = list(target.unbind(1))
+            for head, plane in zip(heads, source.unbind(1), strict=True):
+                planes[head] = plane
+            target = torch.stack(planes, dim=1)
+        else:
+            for i, head in enumerate(heads):
+                target[:, head].copy_(source[:, i])
+        together.append(target)
+    return together
+
+
+def _with_rows(attend, found, q, k, v, plan, scale, trained) -> list[Tensor]:
+    """``found`` (out, or out and log-sum-exp) with the rows that attend everything."""
+    query, real, rows = plan.spans.made(
+        ("whole rows", plan.whole_rows, plan.blocks), lambda: _gathered(plan)
+    )
+    apart = attend(_take(q, query), k, v, rows, scale, len(found) > 1)
+    apart = apart if len(found) > 1 else (apart,)
+    # such a row listed nothing: its output is 0 and its sum -inf. Several places may be filled
+    # from nowhere, so adding nothing is what can be done to all of them
+    target, source = found[0], apart[0].masked_fill(~real[:, None, :, None], 0.0)
+    add = target.scatter_add if trained else target.scatter_add_
+    together = [add(2, query[:, None, :, None].expand_as(source), source)]
+    for target, source in zip(found[1:], apart[1:], strict=True):
+        source = source.masked_fill(~real[:, None], -torch.inf)
+        raised = target.scatter_reduce if trained else target.scatter_reduce_
+        together.append(raised(2, query[:, None].expand_as(source), source, "amax"))
+    return together
+
+
+def take_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
+    """Some heads of x [B, H, N, D], ascending: a view where they are neighbours."""
+    first, last = heads[0], heads[-1]
+    if list(heads) == list(range(first, last + 1)):
+        return x if len(heads) == x.shape[1] else x[:, first : last + 1]
+    planes = x.unbind(1)
+    return torch.stack([planes[head] for head in heads], dim=1)
+
+
+def _take(x: Tensor, query: Tensor) -> Tensor:
+    return x.gather(2, query[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def _everything(plan: BlockPlan) -> BlockPlan:
+    """The plan of one head that keeps everything of all queries; made once for all layers."""
+    spans, blocks = plan.spans, tuple(max(size, EXACT_BLOCK) for size in plan.blocks)
+    return spans.made(
+        ("everything", blocks, plan.blocks),
+        lambda: BlockPlan.causal(_for_blocks(spans, plan, *blocks), 1, *blocks),
+    )
+
+
+def _gathered(plan: BlockPlan) -> tuple[Tensor, Tensor, BlockPlan]:
+    """The queries of the rows that attend everything, and the plan of one head for them.
+
+    Returns:
+        (int64 [B, R * query_block], the queries; bool likewise, which of them exist; the plan).
+    """
+    spans, size = plan.spans, plan.query_block
+    inside = torch.arange(size, device=spans.last.device)
+    query = (plan.whole_rows.unsqueeze(-1) * size + inside).flatten(1)
+    real = (query >= 0) & (query < spans.q_length)
+    query = query.clamp(0, spans.q_length - 1)
+    some = replace(
+        spans,
+        first=spans.first.gather(1, query),
+        last=spans.last.gather(1, query).masked_fill(~real, -1),
+        consecutive=False,
+    )
+    blocks = size, max(plan.key_block, EXACT_BLOCK)
+    return query, real, BlockPlan.causal(_for_blocks(some, plan, *blocks), 1, *blocks)
+
+
+def _for_blocks(spans: Spans, plan: BlockPlan, *blocks: int) -> Spans:
+    """``spans`` without the claim that documents begin at block borders, if these are others."""
+    borders = max(plan.blocks)
+    kept = spans.documents == 1 or all(borders % size == 0 for size in blocks)
+    return spans if kept else replace(spans, aligned=False)
