@@ -10,7 +10,7 @@ from cab_hf.registration import register_when_imported
 
 if TYPE_CHECKING:
     from cab_hf.config import CabConfig
-    from cab_hf.patches import apply_cab, cab, describe, remove_cab, stats
+    from cab_hf.patches import apply_cab, cab, calibrate, describe, remove_cab, stats
     from cab_hf.plan import BlockPlan
     from cab_hf.predictors import register_predictor
 
@@ -20,6 +20,7 @@ __all__ = [
     "CabConfig",
     "apply_cab",
     "cab",
+    "calibrate",
     "describe",
     "register_predictor",
     "remove_cab",
@@ -30,7 +31,9 @@ _HOME = {
     "BlockPlan": "cab_hf.plan",
     "CabConfig": "cab_hf.config",
     "register_predictor": "cab_hf.predictors",
-    **dict.fromkeys(("apply_cab", "cab", "describe", "remove_cab", "stats"), "cab_hf.patches"),
+    **dict.fromkeys(
+        ("apply_cab", "cab", "calibrate", "describe", "remove_cab", "stats"), "cab_hf.patches"
+    ),
 }
 
 register_when_imported()

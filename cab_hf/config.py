@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 COARSEN = ("box", "mean", "max_l2")
 CURVATURE = ("none", "additive", "forman")
 SELECT = ("clusters", "topk")
+CALIBRATIONS = Path(__file__).parent / "calibrations"
 # a number for every head of every layer, [layers][heads]
 Table = tuple[tuple[float, ...], ...]
 
@@ -39,14 +42,16 @@ class CabConfig:
         select: ``"clusters"`` takes the smallest set of blocks holding ``mass``, then bridges;
             ``"topk"`` takes a fixed share of every row.
         mass: with ``"clusters"``, the share of estimated attention mass a row keeps, in (0, 1]; 1
-            lists every block and is exact. Or a `Table` of them, in [0, 1]: where a head has 0 it
-            keeps its forced blocks alone, where it has 1 it attends everything and lists nothing.
-        exact_share: the share of a row's blocks, forced ones counted, that a head keeps by exact
-            scores (`reference.exact_scores`), in [0, 1]; 0 leaves it to the estimate. A number or a
-            `Table`. A head that attends everything does so whatever stands here.
-        bridges: with ``"clusters"``, the share of a row's blocks added by curvature score, in
-            [0, 1].
-        sparsity: with ``"topk"``, the share of a row's blocks that is dropped, in [0, 1).
+            lists every block and is exact. Or a `Table` of them, in [0, 1]: a head of 1 attends
+            everything and lists nothing, one of 0 keeps no block for its mass.
+        bridges: with ``"clusters"``, the share of a row's blocks added by curvature score (by the
+            most that any query needs of them, in heads that choose by exact scores), in [0, 1].
+            A number or a `Table`.
+        exact_stride: how a head's blocks are scored: 0 by the estimate; s > 0 by exact scores of
+            every s-th query (`reference.exact_scores`), which takes .55 / s of the time that the
+            head would take to attend everything; s divides ``query_block``. A number or a `Table`.
+        sparsity: with ``"topk"``, the share of a row's blocks that is dropped, in [0, 1). A number
+            or a `Table`.
         curvature: ``"additive"`` (direct minus ``redundancy`` times two-hop), ``"forman"``
             (Forman-Ricci), or ``"none"``.
         redundancy: weight of the curvature term, in [0, 1]; 0 is the selection by magnitude, bit
@@ -75,9 +80,9 @@ class CabConfig:
     coarsen: str = "box"
     select: str = "clusters"
     mass: float | Table = 0.9
-    exact_share: float | Table = 0.0
-    bridges: float = 0.05
-    sparsity: float = 0.95
+    bridges: float | Table = 0.05
+    exact_stride: int | Table = 0
+    sparsity: float | Table = 0.95
     curvature: str = "additive"
     redundancy: float = 0.3
     max_density: float = 1.0
@@ -99,12 +104,18 @@ class CabConfig:
         self._require(counts, lambda count: is_whole(count, 0), "a whole number >= 0")
         for name, choices in (("coarsen", COARSEN), ("select", SELECT), ("curvature", CURVATURE)):
             self._require((name,), choices.__contains__, "one of " + ", ".join(map(repr, choices)))
-        for name in ("mass", "exact_share"):
-            self._freeze_table(name)
+        self._freeze_table("mass", is_share, "in [0, 1]")
+        if not isinstance(self.mass, tuple):
+            self._require(("mass",), lambda mass: mass > 0, "in (0, 1], or a table")
+        self._freeze_table("bridges", is_share, "in [0, 1]")
+        fits = f"0 or a divisor of query_block={self.query_block}"
+        self._freeze_table(
+            "exact_stride", lambda x: x == 0 or is_whole(x) and self.query_block % x == 0, fits
+        )
+        every_row = "in [0, 1): every row needs at least one block"
+        self._freeze_table("sparsity", lambda x: is_share(x) and x < 1, every_row)
         self._require(("max_density",), lambda x: is_share(x) and x > 0, "in (0, 1]")
-        self._require(("bridges", "redundancy", "sparsity"), is_share, "in [0, 1]")
-        every_row = "below 1: every row needs at least one block"
-        self._require(("sparsity",), lambda share: share < 1, every_row)
+        self._require(("redundancy",), is_share, "in [0, 1]")
         self._require(("engine", "predictor"), lambda x: isinstance(x, str), "a name (str)")
         switches = ("sparse_decode", "check_finite")
         self._require(switches, lambda x: isinstance(x, bool), "True or False")
@@ -154,38 +165,61 @@ class CabConfig:
             raise ValueError(f"CabConfig has no field {unknown[0]!r}; its fields are {known}.")
         return cls(**settings)
 
+    @classmethod
+    def calibrated(cls, name_or_path: str | Path) -> CabConfig:
+        """The config of a calibration: one of `shipped`, or a file that `save` wrote.
+
+        Raises:
+            ValueError: for what is neither, or a file that holds no config.
+        """
+        path = CALIBRATIONS / f"{name_or_path}.json"
+        path = path if path.is_file() else Path(name_or_path)
+        if not path.is_file():
+            known = ", ".join(cls.shipped())
+            raise ValueError(f"{str(name_or_path)!r} is neither a file nor one of {known}.")
+        try:
+            content = json.loads(path.read_text("utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} must be a JSON file of CabConfig fields: {error}.") from None
+        return cls.from_dict(content)
+
+    @staticmethod
+    def shipped() -> tuple[str, ...]:
+        """The names of calibrations that come with the package."""
+        return tuple(sorted(path.stem for path in CALIBRATIONS.glob("*.json")))
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a JSON file that `calibrated` reads."""
+        Path(path).write_text(json.dumps(self.to_dict()) + "\n", "utf-8")
+
     @property
     def curved(self) -> bool:
         """Whether curvature takes part in the selection at all."""
         if self.curvature == "none" or self.redundancy == 0:
             return False
-        # with clusters it ranks bridges, and a row that keeps all or none of its mass has none
-        rows = self.mass if isinstance(self.mass, tuple) else ((self.mass,),)
-        bridged = self.bridges > 0 and any(0 < mass < 1 for row in rows for mass in row)
+        # with clusters it ranks bridges, and a row that keeps all its mass has none to add
+        bridged = self.bridges != 0 and self.mass != 1
         return self.select == "topk" or bridged
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that survive JSON, ready for ``model.config.cab_config``."""
         return {name: _thawed(value) for name, value in vars(self).items()}
 
-    def _freeze_table(self, name: str) -> None:
+    def _freeze_table(self, name: str, accepts: Callable[[Any], bool], what: str) -> None:
+        """Refuse what is neither accepted nor a table of what is; a list becomes a tuple."""
         value = getattr(self, name)
-        if isinstance(value, (tuple, list)):
-            rows = tuple(tuple(row) if isinstance(row, (tuple, list)) else row for row in value)
-            lengths = {len(row) if isinstance(row, tuple) else 0 for row in rows}
-            fits = len(lengths) == 1 and 0 not in lengths
-            shares = fits and all(is_share(share) for row in rows for share in row)
-            what = (
-                "a number, or a table [layers][heads] of shares in [0, 1], its rows of one length"
+        if not isinstance(value, (tuple, list)):
+            self._require((name,), accepts, f"{what}, or a table")
+            return
+        rows = tuple(tuple(row) if isinstance(row, (tuple, list)) else () for row in value)
+        even = len({len(row) for row in rows}) == 1 and rows[0] != ()
+        if not even or not all(accepts(each) for row in rows for each in row):
+            raise ValueError(
+                f"CabConfig.{name} is {_short(value)}; it must be {what}, or a table "
+                "[layers][heads] of such numbers, its rows of one length."
             )
-            if not shares:
-                raise ValueError(f"CabConfig.{name} is {_short(value)}; it must be {what}.")
-            # as with dense_layers: a list is what JSON gives back
-            object.__setattr__(self, name, rows)
-        elif name == "mass":
-            self._require((name,), lambda x: is_share(x) and x > 0, "in (0, 1], or a table")
-        else:
-            self._require((name,), is_share, "in [0, 1], or a table")
+        # as with dense_layers: a list is what JSON gives back
+        object.__setattr__(self, name, rows)
 
     def _require(self, names: tuple[str, ...], accepts: Callable[[Any], bool], what: str) -> None:
         for name in names:
@@ -194,57 +228,62 @@ class CabConfig:
 
 
 class Budgets(NamedTuple):
-    """What the heads of one layer keep: some attend everything, some go by exact scores.
+    """What the heads of one layer get: fields of `CabConfig`, a number for each head or for all.
 
     Attributes:
-        mass: as in `CabConfig`, of each head, or a single number where that is the same for all.
-        exact_share: likewise of each head, 0 for those left to the estimate; empty where all are.
         whole: heads that attend everything, and so list nothing.
     """
 
     mass: tuple[float, ...]
-    exact_share: tuple[float, ...] = ()
+    bridges: tuple[float, ...]
+    sparsity: tuple[float, ...]
+    exact_stride: tuple[int, ...] = (0,)
     whole: tuple[int, ...] = ()
 
     @property
-    def exact(self) -> tuple[int, ...]:
-        """Heads that go by exact scores."""
-        return tuple([head for head, share in enumerate(self.exact_share) if share > 0])
+    def alike(self) -> bool:
+        """Whether there is one number for all heads, and none is apart."""
+        return not self.whole and all(len(numbers) == 1 for numbers in self[:4])
 
-    def estimated(self, heads: int) -> set[float]:
-        """The masses of those of ``heads`` that are left to the estimate."""
-        apart = {*self.whole, *self.exact}
-        masses = self.mass if len(self.mass) > 1 else self.mass * heads
-        return {mass for head, mass in enumerate(masses) if head not in apart}
+    def of_head(self, head: int) -> tuple[float, float, float, int]:
+        """(mass, bridges, sparsity, exact_stride) of one head."""
+        return tuple([numbers[head if len(numbers) > 1 else 0] for numbers in self[:4]])
 
-    @property
-    def bridged(self) -> bool:
-        """Whether some head has bridges beyond its mass: none has that keeps all of it, or none."""
-        return any(0 < mass < 1 for mass in self.mass)
+    def of_heads(self, heads: Sequence[int]) -> Budgets:
+        """Those of some heads, as far as they are listed."""
+        picked = [
+            tuple([numbers[head] for head in heads]) if len(numbers) > 1 else numbers
+            for numbers in self[:4]
+        ]
+        return Budgets(*picked)
+
+    def exact(self, heads: int) -> tuple[int, ...]:
+        """Those of ``heads`` that choose by exact scores."""
+        if not any(self.exact_stride):
+            return ()
+        listed = [head for head in range(heads) if head not in self.whole]
+        return tuple([head for head in listed if self.of_head(head)[3] > 0])
 
 
 # functions: torch.compile traces no method of a value that is a constant to it
 def budgets_of(config: CabConfig, layer: int | None, heads: int) -> Budgets:
-    """What each of the ``heads`` of a layer keeps.
+    """What each of the ``heads`` of a layer gets.
 
     Raises:
         ValueError: where a table has no such layer or another number of heads, or there is a table
             and the layer has no index.
     """
-    mass = _of_layer(config, "mass", layer, heads)
-    shares = _of_layer(config, "exact_share", layer, heads)
+    fields = ("mass", "bridges", "sparsity", "exact_stride")
+    mass, bridges, sparsity, stride = [_of_layer(config, name, layer, heads) for name in fields]
     whole: tuple[int, ...] = ()
-    if config.select == "topk":
-        mass = (1.0,)
-    elif isinstance(config.mass, tuple):
-        whole = tuple([head for head in range(heads) if mass[head] == 1])
-    elif config.mass == 1:
-        shares = ()
-    if any(shares):
-        shares = shares if len(shares) > 1 else shares * heads
-        shares = tuple([0.0 if head in whole else shares[head] for head in range(heads)])
-    mass = mass[:1] if len(set(mass)) == 1 else mass
-    return Budgets(mass, shares if any(shares) else (), whole)
+    if config.select == "clusters":
+        if isinstance(config.mass, tuple):
+            whole = tuple([head for head in range(heads) if mass[head] == 1])
+        elif config.mass == 1:
+            # everything is listed: nothing is to be scored
+            stride = (0,)
+    numbers = [x[:1] if len(set(x)) == 1 else x for x in (mass, bridges, sparsity, stride)]
+    return Budgets(*numbers, whole)
 
 
 def _of_layer(config: CabConfig, name: str, layer: int | None, heads: int) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cab_hf.attention import attended, settings
-from cab_hf.config import CabConfig, budgets_of
+from cab_hf.config import CabConfig, Table, budgets_of
 from cab_hf.engines import SDPA, Workload
 from cab_hf.route import route
 
@@ -60,29 +60,30 @@ def _budget(config: CabConfig) -> str:
     if config.predictor != "curvature":
         return ""
     if config.select == "topk":
-        kept = f"topk: sparsity {config.sparsity}"
+        kept = f"topk: sparsity {_numbers(config.sparsity)}"
     else:
-        kept = f"clusters: mass {_mass(config)}, bridges {config.bridges}"
+        kept = f"clusters: mass {_numbers(config.mass)}, bridges {_numbers(config.bridges)}"
     return f" ({kept}{_apart(config)})"
 
 
-def _mass(config: CabConfig) -> str:
-    if not isinstance(config.mass, tuple):
-        return str(config.mass)
-    masses = [mass for row in config.mass for mass in row]
-    mean = sum(masses) / len(masses)
-    return f"a head, {min(masses):.2f} to {max(masses):.2f}, mean {mean:.2f}"
+def _numbers(told: float | Table) -> str:
+    """A number, or a table in a few words."""
+    if not isinstance(told, tuple):
+        return str(told)
+    numbers = [number for row in told for number in row]
+    mean = sum(numbers) / len(numbers)
+    return f"a head ({min(numbers):.2f} to {max(numbers):.2f}, mean {mean:.2f})"
 
 
 def _apart(config: CabConfig) -> str:
     """How many heads are not left to the estimate."""
-    tables = [table for table in (config.mass, config.exact_share) if isinstance(table, tuple)]
+    stride = config.exact_stride
+    tables = [table for table in (config.mass, stride) if isinstance(table, tuple)]
     if not tables:
-        exact = config.exact_share > 0 and (config.mass < 1 or config.select == "topk")
-        return f"; every head exact, {config.exact_share} of a row" if exact else ""
+        return f"; every head exact, by 1 query in {stride}" if stride else ""
     layers, heads = len(tables[0]), len(tables[0][0])
     budgets = [budgets_of(config, layer, heads) for layer in range(layers)]
-    exact, dense = sum(len(b.exact) for b in budgets), sum(len(b.whole) for b in budgets)
+    exact, dense = sum(len(b.exact(heads)) for b in budgets), sum(len(b.whole) for b in budgets)
     return f"; {exact} heads exact, {dense} dense"
 
 

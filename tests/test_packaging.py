@@ -74,6 +74,7 @@ def test_the_public_surface_is_this():
         "CabConfig",
         "apply_cab",
         "cab",
+        "calibrate",
         "describe",
         "register_predictor",
         "remove_cab",

@@ -10,23 +10,20 @@ import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from importlib.util import find_spec
-from typing import Any
+from functools import lru_cache
+from itertools import product
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from cab_hf.config import Budgets, CabConfig
-from cab_hf.ops import reference
 from cab_hf.ops.coarsen import coarsen_keys, coarsen_queries, summary_dtype
+from cab_hf.ops.exact_scores import exact_scores
 from cab_hf.ops.reference import KeySummary
 from cab_hf.ops.score import Scores, Turn, block_scores, turns
-from cab_hf.ops.select import Tail, fill_lists, own_masses, select_blocks
+from cab_hf.ops.select import COPIES, Own, Tail, fill_lists, select_blocks
 from cab_hf.plan import BlockLists, Spans, crossed_blocks
 
-# asked once: looking takes longer than launching
-HAS_EXACT_SCORES = find_spec("cab_hf.ops.exact_scores") is not None
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD_DIM = 256
 # bytes of scores alive at a time; heads take turns so that it is enough
@@ -39,7 +36,7 @@ LISTS_AT_MOST = 2 << 30
 FIELDS = {
     **dict.fromkeys(("query_block", "key_block", "sink_blocks", "local_blocks"), "int"),
     **dict.fromkeys(("coarsen", "select", "curvature"), "str"),
-    **dict.fromkeys(("bridges", "sparsity", "redundancy", "max_density"), "float"),
+    **dict.fromkeys(("redundancy", "max_density"), "float"),
 }
 
 
@@ -111,18 +108,22 @@ def _choose(
     # a summary may come out of a cache, or from another process
     keys = summary.keys
     summary = KeySummary(summary.planes.to(summary_dtype(q)).contiguous())
-    masses = own_masses(budgets, q.shape[1], q.device)
     queries = coarsen_queries(q, spans, config.query_block, config.coarsen)
+    heads, lists = q.shape[1], (full, partial, bits, tail)
+    exact, clusters = budgets.exact(heads), config.select == "clusters"
+    own = Own.of(budgets, clusters, heads, q.device, exact=False)
     for turn in turns(queries, summary, config, SCORES_AT_A_TIME):
+        if len(exact) == heads:
+            break
         scores = block_scores(turn, queries, summary, scale, config, spans)
-        select_blocks(turn, scores, config, budgets, masses, full, partial, bits, tail)
+        select_blocks(turn, scores, config, budgets, own, *lists)
         # the next turn, and the lists after the last, take its memory
         del scores
-    for head in budgets.exact:
-        own = q[:, head : head + 1], keys[:, head // (q.shape[1] // keys.shape[1])].unsqueeze(1)
-        share = budgets.exact_share[head]
-        for one, scores in _exact_turns(turn, head, *own, spans, scale, config):
-            _select_exact(one, scores, share, config, full, partial, bits, tail)
+    if exact:
+        plain = replace(config, curvature="none")
+        own = Own.of(budgets, clusters, heads, q.device, exact=True)
+        for one, scores in _exact_turns(turn, q, keys, budgets, spans, scale, config):
+            select_blocks(one, scores, plain, budgets, own, *lists)
     if wide:
         width = max(1, int(full.counts.max()))
         full = BlockLists(full.counts, full.counts.new_empty(*shape, width))
@@ -131,31 +132,36 @@ def _choose(
 
 
 def _exact_turns(
-    turn: Turn, head: int, q: Tensor, k: Tensor, spans: Spans, scale: float, config: CabConfig
+    turn: Turn,
+    q: Tensor,
+    k: Tensor,
+    budgets: Budgets,
+    spans: Spans,
+    scale: float,
+    config: CabConfig,
 ) -> Iterator[tuple[Turn, Scores]]:
-    """A turn of its own for a head of every batch row, by exact scores of q and k [B, 1, N, D]."""
-    scores = _exact_scores(q, k, spans, scale, config.query_block, config.key_block)
-    for row, direct in enumerate(F.pad(scores, (0, turn.width - scores.shape[3]))):
-        start = row * turn.heads + head
-        yield turn._replace(start=start, count=1), Scores(direct, None, None, None, None)
+    """A turn for every head that chooses by exact scores, of every batch row."""
+    batch, heads = q.shape[:2]
+    by_stride: dict[int, list[int]] = {}
+    for head in budgets.exact(heads):
+        by_stride.setdefault(budgets.of_head(head)[3], []).append(head)
+    step = max(1, SCORES_AT_A_TIME // (8 * batch * turn.q_blocks * turn.width))
+    blocks = config.query_block, config.key_block
+    for stride, alike in by_stride.items():
+        for first in range(0, len(alike), step):
+            some = alike[first : first + step]
+            which = _copied(tuple(some), q.device)
+            scores = exact_scores(q, k, which, spans, scale, *blocks, stride, turn.width)
+            for row, (at, head) in product(range(batch), enumerate(some)):
+                direct, estimate = (x[row, at].unsqueeze(0) for x in scores)
+                start = row * heads + head
+                one = turn._replace(start=start, count=1)
+                yield one, Scores(direct, estimate, None, None, None)
 
 
-def _select_exact(
-    turn: Turn, scores: Scores, share: float, config: CabConfig, *lists: BlockLists | Tail
-) -> None:
-    """`reference.select_exact`: the best by ``scores``, as where a fixed share of rows is kept."""
-    fixed = {"select": "topk", "curvature": "none", "mass": 1.0, "exact_share": 0.0}
-    best = replace(config, sparsity=1 - share, **fixed)
-    select_blocks(turn, scores, best, Budgets((1.0,)), None, *lists)
-
-
-def _exact_scores(*arguments: Any) -> Tensor:
-    """`reference.exact_scores`, by its kernel where there is one."""
-    if not HAS_EXACT_SCORES:
-        return reference.exact_scores(*arguments)
-    from cab_hf.ops.exact_scores import exact_scores
-
-    return exact_scores(*arguments)
+@lru_cache(COPIES)
+def _copied(heads: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(heads, dtype=torch.int32, device=device)
 
 
 def _tail(spans: Spans, config: CabConfig) -> Tail:
@@ -172,11 +178,13 @@ def _rooms(
     kv_blocks = -(-kv_length // config.key_block)
     crossed = crossed_blocks(config.query_block, config.key_block)
     forced = config.sink_blocks + max(config.local_blocks, crossed)
-    clusters = config.select == "clusters"
-    share = 1.0 if clusters else 1 - config.sparsity
-    if not any(budgets.estimated(q.shape[1])):
-        share = 0.0
-    share = min(config.max_density, max(share, *budgets.exact_share, 0.0))
+    listed = [budgets.of_head(head) for head in range(q.shape[1]) if head not in budgets.whole]
+    share = 1 - min(budgets.sparsity)
+    if config.select == "clusters":
+        bridges = max((bridges for _, bridges, *_ in listed), default=0.0)
+        # they come to what is forced
+        share = 1.0 if any(mass for mass, *_ in listed) else bridges + forced / kv_blocks
+    share = min(share, config.max_density)
     if tail.rows is not None and tail.listed:
         share = 1.0
     # one more than the share: it is rounded up, and here in floating point
@@ -217,7 +225,7 @@ def _(k: Tensor, valid: Tensor, key_block: int, coarsen: str) -> Tensor:
     mutates_args=(),
     schema="(Tensor q, Tensor planes, Tensor? keys, Tensor first, Tensor last, Tensor key_valid,"
     " bool aligned, bool consecutive, Tensor? tail, bool tail_listed, float[] mass,"
-    " float[] exact_share, int[] whole, float scale, "
+    " float[] bridges, float[] sparsity, int[] exact_stride, int[] whole, float scale, "
     + ", ".join(f"{kind} {name}" for name, kind in FIELDS.items())
     + ") -> (Tensor, Tensor, Tensor, Tensor)",
 )
@@ -239,8 +247,10 @@ def _(q, planes, keys, first, last, key_valid, aligned, consecutive, *others):
 
 def _told(others: tuple) -> tuple[Tail, Budgets, float, CabConfig]:
     """What the registered op is told beside tensors and spans."""
-    *tail, mass, exact_share, whole, scale = others[:6]
-    budgets = Budgets(*map(tuple, (mass, exact_share, whole)))
-    settings = dict(zip(FIELDS, others[6:], strict=True))
-    # curvature looks whether there are bridges, of which only the masses tell
-    return Tail(*tail), budgets, scale, CabConfig(**settings, mass=(budgets.mass,))
+    *tail, scale = *others[:2], others[7]
+    budgets = Budgets(*map(tuple, others[2:7]))
+    settings = dict(zip(FIELDS, others[8:], strict=True))
+    # curvature looks whether there are bridges
+    shared = {"mass": 1 if budgets.mass == (1,) else (budgets.mass,)}
+    shared["bridges"] = (budgets.bridges,)
+    return Tail(*tail), budgets, scale, CabConfig(**settings, **shared)

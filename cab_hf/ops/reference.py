@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.config import CabConfig
+from cab_hf.config import Budgets, CabConfig
 from cab_hf.plan import BlockPlan, RowSpans, Spans
 
 # rows of attention computed at a time: bounds the token mask, not the result
@@ -227,7 +227,7 @@ def forced_blocks(visible: Tensor, spans: Spans, config: CabConfig) -> Tensor:
     return visible & (sink | local | tail.unsqueeze(-1))
 
 
-def share_of_row(visible: Tensor, share: float) -> Tensor:
+def share_of_row(visible: Tensor, share: float | Tensor) -> Tensor:
     """The number of blocks that is ``share`` of each row's visible blocks, rounded up."""
     blocks = visible.sum(-1, keepdim=True).to(torch.float64)
     # 0.05 * 20 must not round up to 2
@@ -242,11 +242,11 @@ def top_blocks(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
 
 
 def top_mass(
-    log_mass: Tensor, forced: Tensor, visible: Tensor, mass: float | Tensor, cap: Tensor
+    log_mass: Tensor, forced: Tensor, visible: Tensor, mass: Tensor, cap: Tensor
 ) -> Tensor:
     """bool: the smallest set of blocks that holds ``mass``, forced ones first, at most ``cap``.
 
-    ``mass`` is a number, or a tensor that broadcasts with the rows: one for each head.
+    ``mass`` broadcasts with the rows: one for each head, or for all.
     """
     share = log_mass.exp()
     # a forced block's share counts, whatever its size: it goes to the front of the queue
@@ -255,7 +255,7 @@ def top_mass(
     queued = share.gather(-1, order)
     before = queued.cumsum(-1) - queued
     rank = torch.arange(queued.shape[-1], device=queued.device)
-    taken = (before < mass - MASS_TOLERANCE) | torch.as_tensor(mass >= 1, device=before.device)
+    taken = (before < mass - MASS_TOLERANCE) | (mass >= 1)
     taken = (taken & (rank < cap)).gather(-1, order.argsort(-1))
     return (taken | forced) & visible
 
@@ -266,66 +266,97 @@ def select_blocks(
     spans: Spans,
     visible: Tensor,
     config: CabConfig,
-    mass: float | Tensor,
+    budgets: Budgets,
 ) -> Tensor:
     """The blocks CAB attends, bool [B, H, M_q, M_k], from both logits of `block_logits`.
 
-    ``mass`` is that of all heads, or float32 [H], one for each; a head of 0 has no bridges.
+    ``budgets`` are those of the heads at hand.
     """
-    forced = forced_blocks(visible, spans, config).unsqueeze(1)
-    visible = visible.unsqueeze(1)
     places = spans.rows(config.query_block).places(config.query_block)
-    cap = torch.maximum(share_of_row(visible, config.max_density), forced.sum(-1, keepdim=True))
-    everything = visible.expand_as(upper)
-    forced = forced.expand_as(upper)
     if config.select == "topk":
-        affinity = mean.relu().masked_fill(~visible, 0.0)
-        score = curvature_score(affinity, affinity, visible, places, config)
-        count = torch.minimum(share_of_row(visible, 1 - config.sparsity), cap)
-        spare = count - forced.sum(-1, keepdim=True)
-        return forced | top_blocks(score, everything & ~forced, spare)
-    estimate = block_log_mass((upper + mean) / 2, visible)
-    mass = mass[:, None, None] if isinstance(mass, Tensor) else mass
-    kept = top_mass(estimate, forced, everything, mass, cap)
-    if config.bridges == 0:
-        return kept
-    reach = block_log_mass(upper, visible)
-    direct = standardise(reach, visible)
-    score = curvature_score(reach.exp(), direct, visible, places, config)
-    spare = torch.minimum(share_of_row(visible, config.bridges), cap - kept.sum(-1, keepdim=True))
-    return kept | top_blocks(score, everything & ~kept, spare * (mass > 0))
+        affinity = mean.relu().masked_fill(~visible.unsqueeze(1), 0.0)
+        score = curvature_score(affinity, affinity, visible.unsqueeze(1), places, config)
+        return best_blocks(score, None, spans, visible, config, budgets)
+    estimate = block_log_mass((upper + mean) / 2, visible.unsqueeze(1))
+    if not any(budgets.bridges):
+        return best_blocks(estimate, estimate, spans, visible, config, budgets)
+    reach = block_log_mass(upper, visible.unsqueeze(1))
+    direct = standardise(reach, visible.unsqueeze(1))
+    score = curvature_score(reach.exp(), direct, visible.unsqueeze(1), places, config)
+    return best_blocks(score, estimate, spans, visible, config, budgets)
 
 
-def select_exact(
-    scores: Tensor, spans: Spans, visible: Tensor, config: CabConfig, shares: Sequence[float]
+def best_blocks(
+    score: Tensor,
+    log_mass: Tensor | None,
+    spans: Spans,
+    visible: Tensor,
+    config: CabConfig,
+    budgets: Budgets,
 ) -> Tensor:
-    """The blocks of heads that go by `exact_scores` [B, n, M_q, M_k], bool of the same shape.
+    """The blocks that ``budgets`` pay for, bool [B, H, M_q, M_k] like ``score``.
 
-    A head keeps its forced blocks and the best others, ``shares`` [n] of each row in all.
+    By ``select="clusters"`` the fewest that hold the mass, and then bridges, the best by ``score``;
+    by ``"topk"`` the best alone. Forced ones always.
     """
     forced = forced_blocks(visible, spans, config).unsqueeze(1)
     visible = visible.unsqueeze(1)
-    known = forced.sum(-1, keepdim=True)
-    cap = torch.maximum(share_of_row(visible, config.max_density), known)
-    count = torch.cat([share_of_row(visible, share) for share in shares], dim=1)
-    spare = torch.minimum(count, cap) - known
-    return forced | top_blocks(scores, (visible & ~forced).expand_as(scores), spare)
+    cap = torch.maximum(share_of_row(visible, config.max_density), forced.sum(-1, keepdim=True))
+    everything, forced = visible.expand_as(score), forced.expand_as(score)
+    mass, bridges, sparsity = (_by_head(numbers, score) for numbers in budgets[:3])
+    if log_mass is None or config.select == "topk":
+        spare = torch.minimum(share_of_row(visible, 1 - sparsity), cap)
+        spare = spare - forced.sum(-1, keepdim=True)
+        return forced | top_blocks(score, everything & ~forced, spare)
+    kept = top_mass(log_mass, forced, everything, mass, cap)
+    spare = torch.minimum(share_of_row(visible, bridges), cap - kept.sum(-1, keepdim=True))
+    return kept | top_blocks(score, everything & ~kept, spare)
+
+
+def _by_head(numbers: Sequence[float], like: Tensor) -> Tensor:
+    """A number for each head, or for all, as float64 that broadcasts with [B, H, M_q, M_k]."""
+    return torch.tensor(numbers, device=like.device, dtype=torch.float64)[:, None, None]
 
 
 def exact_scores(
-    q: Tensor, k: Tensor, spans: Spans, scale: float, query_block: int, key_block: int
-) -> Tensor:
-    """The largest share that any query of a query block gives a key block, [B, H, M_q, M_k].
+    q: Tensor,
+    k: Tensor,
+    spans: Spans,
+    scale: float,
+    query_block: int,
+    key_block: int,
+    stride: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """What queries need of every key block: (most, log mass), float32 [B, H, M_q, M_k] both.
 
-    A query's share of a block is its attention to the block's keys, summed: float32, 0 where the
-    query sees nothing of it. Padding queries count for nothing. No N x N tensor is ever whole.
+    The share that a query gives to a key block is the softmax, over the blocks it sees, of the
+    largest logit of any key inside: by whole queries and keys, nothing is pooled before it is
+    scored. ``most`` is the largest share that any query of the query block gives, log mass the
+    logarithm of their sum. Every ``stride``-th query of a block is looked at, and no padding.
     """
+    samples = query_block // stride
+    queries = q[:, :, stride - 1 :: stride]
+    first, last = (x[:, None, stride - 1 :: stride, None] for x in (spans.first, spans.last))
+    keys = k.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(-1, -2)
+    key = torch.arange(k.shape[2], device=k.device)
     shape = (*q.shape[:2], -(-q.shape[2] // query_block), -(-k.shape[2] // key_block))
-    largest = torch.zeros(shape, device=q.device)
-    for start, rows in attention_rows(q, k, spans, scale, at_a_time=query_block):
-        shares = F.pad(rows, (0, -rows.shape[-1] % key_block)).unflatten(-1, (-1, key_block))
-        largest[:, :, start // query_block, : shares.shape[3]] = shares.sum(-1).amax(2)
-    return largest
+    most, mass = (torch.zeros(shape, device=q.device) for _ in range(2))
+    step = max(1, QUERIES_AT_A_TIME // samples) * samples
+    for start in range(0, queries.shape[2], step):
+        rows = slice(start, start + step)
+        logits = queries[:, :, rows].float() @ keys * scale
+        logits = logits.masked_fill(
+            (key < first[:, :, rows]) | (key > last[:, :, rows]), -torch.inf
+        )
+        logits = F.pad(logits, (0, -k.shape[2] % key_block), value=-torch.inf)
+        largest = logits.unflatten(-1, (-1, key_block)).amax(-1)
+        # softmax over nothing is NaN: a row of padding needs nothing
+        shares = largest.softmax(-1).masked_fill(largest == -torch.inf, 0.0)
+        shares = F.pad(shares, (0, 0, 0, -shares.shape[2] % samples)).unflatten(2, (-1, samples))
+        blocks = slice(start // samples, start // samples + shares.shape[2])
+        most[:, :, blocks], mass[:, :, blocks] = shares.amax(3), shares.sum(3)
+    # far below any share that counts, and finite: a row may have no sample
+    return most, mass.clamp(min=1e-30).log()
 
 
 def attention_rows(

@@ -59,21 +59,42 @@ class Tail(NamedTuple):
     listed: bool
 
 
-def own_masses(budgets: Budgets, heads: int, device: torch.device) -> Tensor | None:
-    """float32 [H], the mass of each head, -1 for one that is not left to the estimate.
+class Own(NamedTuple):
+    """Budgets of all heads, each its own.
 
-    None where all heads are, by one mass. Made once: the copy to the device is a wait.
+    Attributes:
+        mass: float32 [H], -1 for heads that list nothing.
+        share: int64 [H], of a row's blocks, as `SHARE_ONE` has it: what bridges add, or (top-k)
+            what is kept.
     """
-    apart = {*budgets.whole, *budgets.exact}
-    if len(budgets.mass) == 1 and not apart:
-        return None
-    masses = budgets.mass if len(budgets.mass) > 1 else budgets.mass * heads
-    return _copied(tuple(-1.0 if h in apart else m for h, m in enumerate(masses)), device)
+
+    mass: Tensor
+    share: Tensor
+
+    @classmethod
+    def of(
+        cls, budgets: Budgets, clusters: bool, heads: int, device: torch.device, exact: bool
+    ) -> Own | None:
+        """For heads that choose by exact scores, or for those left to the estimate.
+
+        None where all heads do, and all alike. Made once: the copy to the device is a wait.
+        """
+        scored = budgets.exact(heads)
+        if budgets.alike and (len(scored) == heads) == exact:
+            return None
+        chosen = [head for head in range(heads) if (head in scored) == exact]
+        listed = {head for head in chosen if head not in budgets.whole}
+        numbers = [budgets.of_head(head) for head in range(heads)]
+        masses = [mass if h in listed else -1.0 for h, (mass, *_) in enumerate(numbers)]
+        shares = [_share(x[1] if clusters else 1 - x[2]) for x in numbers]
+        return cls(*_copied(tuple(masses), tuple(shares), device))
 
 
 @lru_cache(COPIES)
-def _copied(values: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, device=device)
+def _copied(
+    masses: tuple[float, ...], shares: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    return torch.tensor(masses, device=device), torch.tensor(shares, device=device)
 
 
 def select_blocks(
@@ -81,7 +102,7 @@ def select_blocks(
     scores: Scores,
     config: CabConfig,
     budgets: Budgets,
-    masses: Tensor | None,
+    own: Own | None,
     full: BlockLists,
     partial: BlockLists,
     bits: Tensor | None,
@@ -92,7 +113,7 @@ def select_blocks(
     The scores are used up: their memory holds other values afterwards.
 
     Args:
-        masses: `own_masses` of all heads; those of -1 list nothing.
+        own: where heads have budgets of their own.
         full, partial: lists of all heads with room for what a row may keep, filled for these.
         bits: None, or int32 [B, H, M_q, ceil(M_k / 32)]: then only the counts of the lists are
             written, and bit j % 32 of word j // 32 says that block j is kept; see `fill_lists`.
@@ -100,18 +121,19 @@ def select_blocks(
         tail: the rows that keep everything.
     """
     clusters = config.select == "clusters"
+    (mass, *_), (bridges, *_), (sparsity, *_) = budgets[:3]
+    exact = budgets.mass == (1,)
     _select_kernel[(turn.count * turn.q_blocks,)](
         turn,
         scores,
         full.counts if bits is None else bits,
         full.counts if tail.rows is None else tail.rows,
-        full.counts if masses is None else masses,
+        Own(full.counts, full.counts) if own is None else own,
         Lists.of(full),
         Lists.of(partial),
-        budgets.mass[0] - MASS_TOLERANCE,
+        mass - MASS_TOLERANCE,
         config.redundancy,
-        _share(config.bridges),
-        _share(1 - config.sparsity),
+        _share(bridges if clusters else 1 - sparsity),
         _share(config.max_density),
         0 if bits is None else bits.shape[-1],
         config.sink_blocks,
@@ -119,10 +141,10 @@ def select_blocks(
         QUERY_BLOCK=config.query_block,
         KEY_BLOCK=config.key_block,
         CLUSTERS=clusters,
-        OWN_MASS=masses is not None,
-        EXACT=masses is None and budgets.mass[0] == 1,
+        OWN=own is not None,
+        EXACT=exact,
         CURVATURE=config.curvature if config.curved else "none",
-        BRIDGES=not clusters or (config.bridges > 0 and budgets.bridged),
+        BRIDGES=not clusters or (any(budgets.bridges) and not exact),
         CAPPED=config.max_density < 1,
         TAIL="none" if tail.rows is None else "listed" if tail.listed else "named",
         LISTS=bits is None,
@@ -151,19 +173,18 @@ def _share(share: float) -> int:
     return round(share * SHARE_ONE.value)
 
 
-@triton.jit(do_not_specialize=["bridges", "density", "max_density"])
+@triton.jit(do_not_specialize=["share", "max_density"])
 def _select_kernel(
     turn,
     scores,
     bits,
     tail_rows,
-    masses,
+    own,
     full,
     partial,
     mass,
     redundancy,
-    bridges,
-    density,
+    share,
     max_density,
     word_count,
     sink_blocks,
@@ -171,7 +192,7 @@ def _select_kernel(
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     CLUSTERS: tl.constexpr,
-    OWN_MASS: tl.constexpr,
+    OWN: tl.constexpr,
     EXACT: tl.constexpr,
     CURVATURE: tl.constexpr,
     BRIDGES: tl.constexpr,
@@ -189,12 +210,14 @@ def _select_kernel(
     place = (turn.start + mine) // turn.heads * q_blocks + i
     # where this row stands among those of all heads
     lists_row = (turn.start + mine) * q_blocks + i
-    if OWN_MASS:
-        own_mass = tl.load(masses + (turn.start + mine) % turn.heads)
+    if OWN:
+        head = (turn.start + mine) % turn.heads
+        own_mass = tl.load(own.mass + head)
         mass = own_mass - TOLERANCE
-    if OWN_MASS or TAIL == "named":
+        share = tl.load(own.share + head)
+    if OWN or TAIL == "named":
         unlisted = False
-        if OWN_MASS:
+        if OWN:
             unlisted = own_mass < 0
         if TAIL == "named":
             unlisted = unlisted | tl.load(tail_rows + place)
@@ -224,12 +247,9 @@ def _select_kernel(
     weight_low = nothing
     weight_high = nothing
     weight_cut = 0
-    spare = tl.minimum(_share_of(blocks, density), cap) - forced
+    spare = tl.minimum(_share_of(blocks, share), cap)
     if CLUSTERS:
         weights = scores.estimate + row * width
-        spare = tl.minimum(_share_of(blocks, bridges), cap)
-        if OWN_MASS:
-            spare = tl.where(own_mass > 0, spare, 0)
         if high >= 0:
             weight_low, weight_high, weight_cut = _clusters(
                 weights, span, mass, forced, cap, begin, EXACT, CAPPED, CHUNK
@@ -266,6 +286,8 @@ def _select_kernel(
             )
             if CLUSTERS:
                 spare = tl.minimum(spare, cap - (blocks - left))
+            else:
+                spare -= forced
             score_low, score_high, score_cut = threshold_by_count(
                 values, just_below(lowest), highest, left, spare, begin, high + 1, CHUNK
             )

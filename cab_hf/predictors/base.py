@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,11 +57,26 @@ class Predictor(ABC):
         The same inputs must give the same plan: gradient checkpointing runs a layer twice.
         """
 
+    def options(self) -> tuple[Mapping[str, float], ...]:
+        """What a calibration may give a head: the same fields of `CabConfig`, which take tables.
+
+        Raises:
+            ValueError: where heads have nothing of their own.
+        """
+        raise ValueError(
+            f"predictor {self.config.predictor!r} knows no budgets a head, so that there is "
+            "nothing to calibrate."
+        )
+
     def __call__(self, q: Tensor, k: Tensor, call: Call) -> BlockPlan:
         """Both in one, without gradient: the plan for q over k."""
         with torch.no_grad():
             return self.choose(q, self.summarise(k, call.spans.key_valid), call)
 
+
+# shares of a row that are dropped, of the options of predictors that keep a share
+SPARSITIES = (0.98, 0.96, 0.93, 0.9, 0.86, 0.8, 0.7, 0.5, 0.0)
+SHARE_OPTIONS = tuple({"sparsity": sparsity} for sparsity in SPARSITIES)
 
 Factory = Callable[[CabConfig], Predictor]
 _FACTORIES: dict[str, Factory] = {}

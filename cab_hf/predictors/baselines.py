@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cab_hf.config import budgets_of
 from cab_hf.ops import reference
 from cab_hf.ops.reference import attention_rows
 from cab_hf.plan import BlockPlan, Spans, block_visibility
-from cab_hf.predictors.base import Call, Predictor
+from cab_hf.predictors.base import SHARE_OPTIONS, Call, Predictor
 
 ANTIDIAGONAL_STRIDE = 8  # of XAttention's 8 and 16 the finer one
 SEED = 0  # of the random blocks
@@ -40,14 +42,15 @@ class ScorePredictor(Predictor):
     def score(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         """What ranks the key blocks of a row, highest kept: [B, H, M_q, M_k]."""
 
+    def options(self) -> tuple[Mapping[str, float], ...]:
+        return SHARE_OPTIONS
+
     def choose(self, q: Tensor, summary: Tensor, call: Call) -> BlockPlan:
         config, spans = self.config, call.spans
         visible = block_visibility(spans, config.query_block, config.key_block)
-        forced = reference.forced_blocks(visible, spans, config).unsqueeze(1)
-        visible = visible.unsqueeze(1)
-        spare = reference.share_of_row(visible, 1 - config.sparsity) - forced.sum(-1, keepdim=True)
+        budgets = budgets_of(config, call.layer, q.shape[1])
         score = self.score(q, summary, call)
-        keep = forced | reference.top_blocks(score, visible & ~forced, spare)
+        keep = reference.best_blocks(score, None, spans, visible, config, budgets)
         return BlockPlan.from_dense(
             keep, spans, query_block=config.query_block, key_block=config.key_block
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -12,12 +13,23 @@ from cab_hf.config import Budgets, CabConfig, budgets_of
 from cab_hf.ops import reference
 from cab_hf.ops.reference import KeySummary
 from cab_hf.plan import BlockPlan, Spans, block_visibility
-from cab_hf.predictors.base import Call, Predictor
+from cab_hf.predictors.base import SHARE_OPTIONS, Call, Predictor
 
 # asked once: torch.compile cannot look for packages
 HAS_TRITON = find_spec("triton") is not None
 # elements of a [heads, M_q, M_k] score tensor worked on at a time; some 20 of them live at once
 SCORES_AT_A_TIME = 1 << 25
+# (mass, bridges) that a head can be given by a calibration, by how its blocks are scored
+ESTIMATED = (
+    *((0.0, 0.0), (0.5, 0.0), (0.7, 0.0), (0.8, 0.0), (0.8, 0.02), (0.9, 0.0), (0.9, 0.02)),
+    *((0.9, 0.05), (0.95, 0.03), (0.98, 0.05)),
+)
+EXACT = (
+    *((0.0, 0.07), (0.0, 0.1), (0.0, 0.14), (0.0, 0.2), (0.0, 0.3)),
+    *((0.8, 0.0), (0.8, 0.03), (0.9, 0.0), (0.9, 0.03), (0.95, 0.0), (0.95, 0.05)),
+)
+EXACT_STRIDES = (2, 4, 8, 16)
+EVERYTHING = ((1.0, 0.0),)
 
 
 class CurvaturePredictor(Predictor):
@@ -26,9 +38,21 @@ class CurvaturePredictor(Predictor):
     Coarsens q and k to blocks, estimates each row's attention mass from the block summaries, keeps
     the smallest set of blocks that holds ``config.mass`` and adds bridges by curvature
     (``config.select="clusters"``), or keeps a fixed share (``"topk"``, the published recipe). What
-    a head keeps can be its own: everything, or the best by exact scores (``config.exact_share``).
+    a head keeps can be its own, and by exact scores instead (``config.exact_stride``).
     Formulas: `cab_hf.ops.reference`; on CUDA the kernels of `cab_hf.ops.predict` compute them.
     """
+
+    def options(self) -> tuple[Mapping[str, float], ...]:
+        """Masses and bridges, by the estimate or by exact scores; or shares of a row."""
+        if self.config.select == "topk":
+            return SHARE_OPTIONS
+        strides = [s for s in EXACT_STRIDES if self.config.query_block % s == 0]
+        kinds = [(0, ESTIMATED), *((stride, EXACT) for stride in strides), (0, EVERYTHING)]
+        return tuple(
+            {"mass": mass, "bridges": bridges, "exact_stride": stride}
+            for stride, budgets in kinds
+            for mass, bridges in budgets
+        )
 
     def summarise(self, k: Tensor, valid: Tensor | None = None) -> KeySummary:
         """Mean and bounds of every key block, or its mean or loudest key (``config.coarsen``)."""
@@ -42,7 +66,7 @@ class CurvaturePredictor(Predictor):
             summary = predict.summarise(k, valid, self.config)
         else:
             summary = reference.coarsen_keys(k, valid, self.config.key_block, self.config.coarsen)
-        return replace(summary, keys=k) if self.config.exact_share else summary
+        return replace(summary, keys=k) if self.config.exact_stride else summary
 
     def choose(self, q: Tensor, summary: KeySummary, call: Call) -> BlockPlan:
         if self.config.check_finite:
@@ -52,10 +76,10 @@ class CurvaturePredictor(Predictor):
         blocks = config.query_block, config.key_block
         if len(budgets.whole) == q.shape[1]:
             return BlockPlan.unlisted(spans, q.shape[1], *blocks)
-        if budgets.exact and summary.keys is None:
+        if summary.keys is None and (exact := budgets.exact(q.shape[1])):
             raise ValueError(
-                f"exact_share is above 0 for {len(budgets.exact)} heads, and the summary holds no "
-                "keys; make it by a predictor of the same config."
+                f"exact_stride is above 0 for {len(exact)} heads, and the summary holds no keys; "
+                "make it by a predictor of the same config."
             )
         if not _has_kernels(q):
             return by_reference(q, summary, spans, call.scale, config, budgets)
@@ -75,9 +99,6 @@ def by_reference(
     budgets: Budgets,
 ) -> BlockPlan:
     """What `CurvaturePredictor.choose` means, in plain PyTorch on any device."""
-    mass = budgets.mass[0]
-    if len(budgets.mass) > 1:
-        mass = torch.tensor(budgets.mass, device=q.device)
     visible = block_visibility(spans, config.query_block, config.key_block)
     queries = reference.coarsen_queries(q, spans.last >= 0, config.query_block, config.coarsen)
     kv_heads = summary.planes.shape[2]
@@ -88,16 +109,23 @@ def by_reference(
     for head in range(0, kv_heads, step):
         some = queries[:, head * group : (head + step) * group]
         logits = reference.block_logits(some, summary.heads(head, head + step), scale)
-        own = mass[head * group : (head + step) * group] if isinstance(mass, Tensor) else mass
+        own = budgets.of_heads(range(head * group, (head + step) * group))
         kept.append(reference.select_blocks(*logits, spans, visible, config, own))
     keep = torch.cat(kept, dim=1)
-    if budgets.exact:
-        heads = list(budgets.exact)
-        keys = summary.keys[:, [head // group for head in heads]]
-        blocks = config.query_block, config.key_block
-        scores = reference.exact_scores(q[:, heads], keys, spans, scale, *blocks)
-        shares = [budgets.exact_share[head] for head in heads]
-        keep[:, heads] = reference.select_exact(scores, spans, visible, config, shares)
+    for head in budgets.exact(q.shape[1]):
+        own = budgets.of_heads([head])
+        key_head = head // group
+        scored = reference.exact_scores(
+            q[:, head : head + 1],
+            summary.keys[:, key_head : key_head + 1],
+            spans,
+            scale,
+            config.query_block,
+            config.key_block,
+            own.exact_stride[0],
+        )
+        most, log_mass = scored[0], reference.block_log_mass(scored[1], visible.unsqueeze(1))
+        keep[:, [head]] = reference.best_blocks(most, log_mass, spans, visible, config, own)
     return BlockPlan.from_dense(
         keep,
         spans,

@@ -1,0 +1,260 @@
+"""Calibration: what every head of a model loses at every budget, and the budgets that follow.
+
+Measured a document at a time by the parts of `cab_hf.calibrate`; a case is one document. Beside the
+files of every experiment the folder gets a config for each target density, which
+`CabConfig.calibrated` reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from cab_hf.config import CabConfig
+from cab_hf.documents import recall_document, split_sentences
+from cab_hf.eval import charts
+from cab_hf.eval.experiment import PROG, RESULTS, SAMPLES, Experiment, Row, run
+from cab_hf.eval.models import load_model
+from cab_hf.eval.report import grouped, markdown_table
+from cab_hf.patches.calibration import (
+    DOCUMENTS,
+    KEYS,
+    LENGTH,
+    averaged,
+    budgeted,
+    built_in_text,
+    losses,
+)
+from cab_hf.predictors import make_predictor
+from cab_hf.predictors.calibration import Losses, pass_cost
+from cab_hf.runs.log import read_log
+from cab_hf.runs.provenance import file_identity
+from cab_hf.runs.settings import (
+    by_device,
+    comma_separated,
+    fill_by_device,
+    option,
+    parse_assignment,
+    read_settings,
+    require,
+)
+
+BUILT_IN = "built-in"
+DIGITS = 5  # that count, of a recorded loss
+KINDS = ("estimate", "exact", "all")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is told."""
+
+    model: str = option("smollm2", "name or path of a causal LM; smollm2 needs no hub")
+    texts: tuple[str, ...] = option(
+        (BUILT_IN,),
+        f"comma-separated UTF-8 files that keys are hidden in; {BUILT_IN}: Python's reference",
+        comma_separated(str),
+    )
+    target_densities: tuple[float, ...] = option(
+        (0.25, 0.15),
+        "comma-separated shares of the pairs to spend, exact passes included",
+        comma_separated(float),
+    )
+    length: int | None = by_device(LENGTH, 1024, "tokens of a document", int)
+    documents: int | None = by_device(DOCUMENTS, 1, "how many documents are read", int)
+    set: tuple[str, ...] = option(
+        (), "field=value of CabConfig, e.g. query_block=64; repeatable", repeatable=True
+    )
+    out: str = option("calibration_results", "folder for the results; a run found there goes on")
+    seed: int = option(0, "of documents and keys", int)
+    device: str | None = option(None, "torch device (default: cuda where there is one)")
+    dtype: str | None = by_device("bfloat16", "float32", "torch dtype")
+
+    def __post_init__(self) -> None:
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        object.__setattr__(self, "device", device)
+        fill_by_device(self, torch.device(device).type == "cpu")
+        check = partial(require, self)
+        for text in self.texts:
+            there = text == BUILT_IN or Path(text).is_file()
+            check("texts", there, f"UTF-8 files or {BUILT_IN}", text)
+        targets = self.target_densities
+        check("target_densities", targets and all(0 < d <= 1 for d in targets), "in (0, 1]")
+        check("length", self.length > 0, "a number of tokens")
+        check("documents", self.documents > 0, "at least 1")
+        _ = self.cab_config  # refuses bad fields here rather than in the middle of a run
+
+    @cached_property
+    def cab_config(self) -> CabConfig:
+        """What every head shares: ``--set`` over the defaults."""
+        return CabConfig.from_dict(dict(map(parse_assignment, self.set)))
+
+
+class Calibrate(Experiment):
+    """A sample is what all heads lose on one document."""
+
+    name = "calibrate"
+    purpose = "give each head of a model the budget it needs"
+    title = "Budgets a head"
+    caption = "what each head attends, layer by layer"
+    Settings = Settings
+    CASE = ("document",)
+    GROWS = ("documents", "target_densities")
+
+    @cached_property
+    def model_and_tokenizer(self) -> tuple[Any, Any]:
+        settings = self.settings
+        return load_model(settings.model, settings.device, settings.dtype)
+
+    @cached_property
+    def sentences(self) -> list[str]:
+        texts = (
+            built_in_text() if text == BUILT_IN else Path(text).read_text("utf-8")
+            for text in self.settings.texts
+        )
+        return split_sentences("\n\n".join(texts))
+
+    def recorded(self) -> dict[str, Any]:
+        settings, told = self.settings, super().recorded()
+        told["texts"] = [
+            text if text == BUILT_IN else file_identity(text) for text in settings.texts
+        ]
+        if Path(settings.model).exists():
+            told["model"] = Path(settings.model).name
+        config = settings.cab_config
+        options = [dict(option) for option in make_predictor(config).options()]
+        return {**told, "cab_config": config.to_dict(), "options": options}
+
+    def expected(self) -> int:
+        return self.settings.documents
+
+    def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
+        yield from ({"document": index} for index in range(self.settings.documents))
+
+    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
+        """By layer, [heads][options] of each of `Losses`."""
+        settings, (model, tokenizer) = self.settings, self.model_and_tokenizer
+        document = recall_document(
+            tokenizer, self.sentences, settings.length, KEYS, case["document"], settings.seed
+        )
+        config = settings.cab_config
+        found = losses(model, document, config, make_predictor(config).options())
+        return {
+            "layers": model.config.get_text_config().num_hidden_layers,
+            "losses": {
+                str(layer): {name: _short(x) for name, x in each._asdict().items()}
+                for layer, each in found.items()
+            },
+        }
+
+    @staticmethod
+    def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """One row a (target, layer, head): its option, and what it loses there."""
+        options = settings["options"]
+        found = averaged([_read(sample) for sample in samples])
+        rows = []
+        for target in settings["target_densities"]:
+            chosen = _budgeted(samples, settings, target)
+            for layer, each in found.items():
+                for head in range(each.density.shape[0]):
+                    own = {field: getattr(chosen, field)[layer][head] for field in options[0]}
+                    at = options.index(own)
+                    of_head = {name: float(x[head, at]) for name, x in each._asdict().items()}
+                    spent = of_head["density"] + pass_cost(own.get("exact_stride", 0))
+                    place = {"target": target, "layer": layer, "head": head}
+                    rows.append({**place, **own, "kind": _kind(own), **of_head, "cost": spent})
+        return rows
+
+    @staticmethod
+    def tables(rows: Sequence[Row]) -> dict[str, str]:
+        made = []
+        for some in grouped(rows, "target"):
+            kinds = Counter(row["kind"] for row in some)
+            means = {name: fmean(row[name] for row in some) for name in MEANS}
+            made.append({"target": some[0]["target"], "heads": len(some), **kinds, **means})
+        return {"Spent": markdown_table(made, COLUMNS)}
+
+    @staticmethod
+    def readings(rows: Sequence[Row]) -> list[str]:
+        return []
+
+    @staticmethod
+    def notes(settings: Mapping[str, Any]) -> str:
+        return (
+            f"Of {settings['documents']} documents of {settings['length']} tokens with {KEYS} keys "
+            "each. Estimate, exact and all are how many heads choose blocks by the estimate, by an "
+            "exact pass over some of their queries, or attend everything. Missed: the attention "
+            "mass a head leaves out, squared, mean over queries and heads; needle: of the mass on "
+            "the key that a query looks for, what is left out; cost: density and exact passes."
+        )
+
+    @staticmethod
+    def draw(path: Path, rows: Sequence[Row]) -> None:
+        """What each head attends, a panel a target."""
+        panels = {
+            f"target {some[0]['target']:g}": {
+                (float(row["head"]), float(row["layer"])): row["density"] for row in some
+            }
+            for some in grouped(rows, "target")
+        }
+        charts.heatmap(path, panels, "head", "layer")
+
+    @classmethod
+    def main(cls, words: Sequence[str]) -> int:
+        """Run, then write a config for each target."""
+        settings = read_settings(Settings, words, f"{PROG} {cls.name}", cls.purpose)
+        run(cls(settings))
+        for path in write_configs(Path(settings.out)):
+            print(f"config: {path}")
+        return 0
+
+
+EXPERIMENT = Calibrate
+
+
+def write_configs(folder: Path) -> list[Path]:
+    """``cab_config-DENSITY.json`` for each target density of the run in ``folder``."""
+    settings = json.loads((folder / RESULTS).read_text())["provenance"]["settings"]
+    _, samples = read_log(folder / SAMPLES)
+    paths = []
+    for target in settings["target_densities"]:
+        paths.append(folder / f"cab_config-{target:g}.json")
+        _budgeted(samples, settings, target).save(paths[-1])
+    return paths
+
+
+def _budgeted(samples: Sequence[Row], settings: Mapping[str, Any], target: float) -> CabConfig:
+    config = CabConfig.from_dict(settings["cab_config"])
+    found = averaged([_read(sample) for sample in samples])
+    return budgeted(config, settings["options"], found, target, samples[0]["layers"])
+
+
+MEANS = ("density", "cost", "missed", "needle")
+COLUMNS = {
+    **{name: name for name in ("target", "heads", *KINDS)},
+    **{name: (lambda row, name=name: f"{row[name]:.4f}") for name in MEANS},
+}
+
+
+def _kind(own: Mapping[str, Any]) -> str:
+    if own.get("mass") == 1:
+        return "all"
+    return "exact" if own.get("exact_stride") else "estimate"
+
+
+def _short(x: torch.Tensor) -> list[list[float]]:
+    return [[float(f"{value:.{DIGITS}g}") for value in row] for row in x.tolist()]
+
+
+def _read(sample: Row) -> dict[int, Losses]:
+    return {
+        int(layer): Losses(*(torch.tensor(each[n], dtype=torch.float64) for n in Losses._fields))
+        for layer, each in sample["losses"].items()
+    }

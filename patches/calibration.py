@@ -1,0 +1,178 @@
+"""`calibrate`: budgets a head for a loaded model, found in a few dense passes over a few texts."""
+
+from __future__ import annotations
+
+import pydoc_data.topics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from cab_hf.attention import cab_dense_attention, settings
+from cab_hf.call import cab_mask
+from cab_hf.config import CabConfig
+from cab_hf.documents import Document, recall_document, split_sentences
+from cab_hf.plan import Spans
+from cab_hf.predictors import Call, make_predictor
+from cab_hf.predictors.calibration import (
+    NEEDLE_WEIGHT,
+    Losses,
+    Needles,
+    Option,
+    allocate,
+    costs,
+    measure,
+    tables,
+)
+
+CAPTURED = "cab_captured"
+TARGET_DENSITY = 0.25
+LENGTH = 8192
+DOCUMENTS = 3
+KEYS = 12  # named keys hidden in a document, and repeated in it
+
+
+def calibrate(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    texts: Sequence[str] | None = None,
+    target_density: float = TARGET_DENSITY,
+    *,
+    config: CabConfig | None = None,
+    length: int | None = None,
+    documents: int = DOCUMENTS,
+    seed: int = 0,
+) -> CabConfig:
+    """Give every head of ``model`` the budget it needs, out of one density for all.
+
+    The model reads ``documents`` texts with keys hidden in them once, densely; layer by layer it is
+    measured what every head would lose at every option of its predictor, in attention mass and on
+    the keys (`cab_hf.predictors.calibration`). Nothing is trained, and nothing of a layer is kept
+    but its losses.
+
+    Args:
+        model: a causal language model of transformers.
+        tokenizer: its tokenizer.
+        texts: what to hide keys in, best of the kind the model is for; by default the reference
+            pages that come with Python.
+        target_density: of the layers that attend sparsely, at ``length`` tokens: attended over
+            causal pairs, and the share of dense attention's time that exact passes take.
+        config: whose blocks, predictor and forced blocks stay; by default the model's own.
+        length: tokens of a document; by default 8,192, or as many as the model can read.
+
+    Returns:
+        The config with a table for each field that was measured, which from now on is the model's
+        ``config.cab_config``. `CabConfig.save` writes it to a file.
+
+    Raises:
+        ValueError: for a density that forced blocks alone exceed, or a model none of whose layers
+            attends sparsely.
+    """
+    text = model.config.get_text_config()
+    config = config or settings(text)
+    options = make_predictor(config).options()
+    length = length or longest(model)
+    sentences = split_sentences("\n\n".join(texts) if texts is not None else built_in_text())
+    measured = [
+        losses(
+            model, recall_document(tokenizer, sentences, length, KEYS, index, seed), config, options
+        )
+        for index in range(documents)
+    ]
+    chosen = budgeted(config, options, averaged(measured), target_density, text.num_hidden_layers)
+    text.cab_config = chosen.to_dict()
+    return chosen
+
+
+def longest(model: PreTrainedModel) -> int:
+    """`LENGTH`, or as many tokens as the model can read."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(LENGTH, most or LENGTH)
+
+
+def built_in_text() -> str:
+    """The reference pages that come with Python."""
+    topics = pydoc_data.topics.topics
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+@torch.no_grad()
+def losses(
+    model: PreTrainedModel, document: Document, config: CabConfig, options: Sequence[Option]
+) -> dict[int, Losses]:
+    """What the heads of each layer lose on one document; layers with a window have no part."""
+    found: dict[int, Losses] = {}
+    looking = [
+        (query, *needle)
+        for needle, (start, end) in zip(document.needles, document.answers, strict=True)
+        # the token before predicts a digit
+        for query in range(start - 1, end - 1)
+    ]
+
+    def look(module: nn.Module, q: Tensor, k: Tensor, scale: float) -> None:
+        layer = module.layer_idx
+        if layer in config.dense_layers:
+            return
+        needles = Needles(*torch.tensor(looking, device=q.device).unbind(1))
+        call = Call(Spans.causal(1, q.shape[2], k.shape[2], q.device), scale, layer)
+        found[layer] = Losses(*(x.cpu() for x in measure(q, k, call, config, options, needles)))
+
+    ids = torch.tensor([document.tokens], device=model.device)
+    with _captured(model, look):
+        model(ids, use_cache=False, logits_to_keep=1)
+    return found
+
+
+def averaged(measured: Sequence[dict[int, Losses]]) -> dict[int, Losses]:
+    """The mean over documents."""
+    return {
+        layer: Losses(
+            *(torch.stack(x).mean(0) for x in zip(*(m[layer] for m in measured), strict=True))
+        )
+        for layer in measured[0]
+    }
+
+
+def budgeted(
+    config: CabConfig,
+    options: Sequence[Option],
+    found: dict[int, Losses],
+    target_density: float,
+    layers: int,
+) -> CabConfig:
+    """``config`` with the tables that lose least at ``target_density``.
+
+    Layers without losses are computed exactly, whatever stands in their row.
+    """
+    if not found:
+        raise ValueError("None of the model's layers attends sparsely: there is nothing to share.")
+    missed, needle, density = (torch.stack(x) for x in zip(*found.values(), strict=True))
+    loss = missed + NEEDLE_WEIGHT * needle
+    some = allocate(loss, costs(options, density), target_density)
+    choice = torch.zeros(layers, some.shape[1], dtype=torch.int64)
+    choice[list(found)] = some
+    return CabConfig.from_dict({**config.to_dict(), **tables(options, choice)})
+
+
+@contextmanager
+def _captured(model: PreTrainedModel, look: Any) -> Iterator[None]:
+    """Let ``look(module, q, k, scale)`` see every layer without a window, while all is dense."""
+
+    def attend(module, query, key, value, attention_mask, scaling=None, **others):
+        if others.get("sliding_window") is None:
+            look(module, query, key, query.shape[-1] ** -0.5 if scaling is None else scaling)
+        return cab_dense_attention(
+            module, query, key, value, attention_mask, scaling=scaling, **others
+        )
+
+    AttentionInterface.register(CAPTURED, attend)
+    AttentionMaskInterface.register(CAPTURED, cab_mask)
+    before = model.config.get_text_config()._attn_implementation
+    model.set_attn_implementation(CAPTURED)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

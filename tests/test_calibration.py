@@ -1,0 +1,173 @@
+"""Budgets a head: what is lost at each option, and how a density is spent."""
+
+from itertools import product
+
+import pytest
+import torch
+from tiny import qkv, tiny_model
+from words import make_tokenizer
+
+import cab_hf
+from cab_hf import CabConfig
+from cab_hf.patches import calibration as of_models
+from cab_hf.plan import Spans
+from cab_hf.predictors import Call, make_predictor
+from cab_hf.predictors.calibration import (
+    Needles,
+    allocate,
+    costs,
+    measure,
+    pass_cost,
+    tables,
+)
+
+SMALL = {"query_block": 16, "key_block": 16, "min_length": 0}
+EVERYTHING = {"mass": 1.0, "bridges": 0.0, "exact_stride": 0}
+FORCED = {"mass": 0.0, "bridges": 0.0, "exact_stride": 0}
+EXACT = {"mass": 0.9, "bridges": 0.0, "exact_stride": 2}
+NO_NEEDLES = Needles(*torch.zeros(3, 0, dtype=torch.int64))
+
+
+def losses_of(q, k, options, needles=NO_NEEDLES, **fields):
+    config = CabConfig(**SMALL | fields)
+    call = Call(Spans.causal(1, q.shape[2], k.shape[2], "cpu"), q.shape[-1] ** -0.5, 3)
+    return measure(q, k, call, config, options, needles)
+
+
+def test_what_attends_everything_loses_nothing():
+    q, k, _ = qkv(q_length=150, heads=4, kv_heads=2)
+    found = losses_of(q, k, [EVERYTHING, FORCED])
+    torch.testing.assert_close(found.missed[:, 0], torch.zeros(4, dtype=torch.float64))
+    torch.testing.assert_close(found.density[:, 0], torch.ones(4, dtype=torch.float64))
+    assert (found.missed[:, 1] > 0).all() and (found.density[:, 1] < 0.7).all()
+
+
+def test_missed_mass_is_that_of_the_true_shares_by_hand():
+    q, k, _ = qkv(q_length=70, heads=2, kv_heads=1)
+    found = losses_of(q, k, [FORCED], dense_tail=0)
+    plan = make_predictor(CabConfig(**SMALL, dense_tail=0, mass=((0.0, 0.0),)))(
+        q, k, Call(Spans.causal(1, 70, 70, "cpu"), q.shape[-1] ** -0.5, 0)
+    )
+    logits = q @ k.repeat_interleave(2, 1).transpose(-1, -2) * q.shape[-1] ** -0.5
+    seen = torch.ones(70, 70, dtype=torch.bool).tril()
+    shares = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+    left = (shares * ~plan.token_mask()).sum(-1).square().mean(-1)
+    torch.testing.assert_close(found.missed[:, 0].float(), left[0], atol=1e-5, rtol=1e-4)
+    attended = plan.token_mask().sum((-1, -2)) / seen.sum()
+    torch.testing.assert_close(found.density[:, 0].float(), attended[0])
+
+
+def test_a_needle_outside_the_kept_blocks_is_missed():
+    q, k, _ = qkv(q_length=160, heads=2, kv_heads=2)
+    # head 0 looks for keys 40 to 43 from query 100 on, head 1 for nothing
+    k[0, 0, 40:44] = 8.0
+    q[0, 0, 100] = 8.0
+    needles = Needles(torch.tensor([100]), torch.tensor([40]), torch.tensor([44]))
+    found = losses_of(q, k, [FORCED, EXACT, EVERYTHING], needles, dense_tail=0)
+    assert found.needle[0, 0] > 0.9
+    assert found.needle[0, 2] == 0 and found.needle[1, 0] < 0.2
+
+
+@pytest.mark.parametrize("target", [0.3, 0.5, 0.8])
+def test_a_density_is_spent_where_it_saves_most(target):
+    torch.manual_seed(0)
+    loss = torch.rand(2, 2, 4).sort(-1, descending=True).values
+    cost = torch.rand(2, 2, 4).sort(-1).values * 0.9
+    choice = allocate(loss, cost, target)
+    spent = cost.gather(-1, choice.unsqueeze(-1)).mean()
+    assert spent <= target
+    lost = loss.gather(-1, choice.unsqueeze(-1)).sum()
+    # nobody who spends no more loses less
+    flat_loss, flat_cost = loss.reshape(4, 4), cost.reshape(4, 4)
+    for other in product(range(4), repeat=4):
+        picked = torch.tensor(other).unsqueeze(-1)
+        if flat_cost.gather(-1, picked).mean() <= spent:
+            assert flat_loss.gather(-1, picked).sum() >= lost - 1e-6
+
+
+def test_the_same_losses_are_allocated_alike():
+    torch.manual_seed(1)
+    loss, cost = torch.rand(3, 5, 6), torch.rand(3, 5, 6)
+    assert torch.equal(allocate(loss, cost, 0.4), allocate(loss.clone(), cost.clone(), 0.4))
+
+
+def test_a_target_below_what_is_forced_is_refused():
+    with pytest.raises(ValueError, match=r"target_density is 0\.1; it must be at least 0\.300"):
+        allocate(torch.rand(1, 2, 2), torch.full((1, 2, 2), 0.3), 0.1)
+
+
+def test_exact_passes_count():
+    density = torch.full((1, 3), 0.2)
+    spent = costs([FORCED, EXACT, EVERYTHING], density)
+    assert spent[0].tolist() == pytest.approx([0.2, 0.2 + pass_cost(2), 0.2])
+    assert pass_cost(1) > pass_cost(4) > pass_cost(16) > pass_cost(0) == 0
+
+
+def test_tables_give_each_head_its_option():
+    made = tables([FORCED, EXACT], torch.tensor([[0, 1], [1, 1]]))
+    assert made["mass"] == ((0.0, 0.9), (0.9, 0.9))
+    assert made["exact_stride"] == ((0, 2), (2, 2))
+    assert CabConfig(**made).of_layer(0, 2).exact == (1,)
+
+
+@pytest.fixture
+def model():
+    tokenizer = make_tokenizer()
+    return tiny_model(vocab_size=len(tokenizer)), tokenizer
+
+
+@pytest.mark.parametrize("predictor", ["curvature", "antidiagonal"])
+def test_a_model_is_calibrated_and_saved(model, predictor, tmp_path):
+    model, tokenizer = model
+    config = CabConfig(**SMALL, predictor=predictor)
+    before = model.config._attn_implementation
+    given = cab_hf.calibrate(
+        model, tokenizer, ["Nobody knows. So it goes."], 0.7, config=config, length=600, documents=1
+    )
+    assert model.config._attn_implementation == before
+    assert model.config.cab_config == given.to_dict()
+    given.save(tmp_path / "own.json")
+    assert CabConfig.calibrated(tmp_path / "own.json") == given
+    cab_hf.apply_cab(model)
+    ids = torch.randint(2, 50, (1, 600), generator=torch.Generator().manual_seed(0))
+    model(ids)
+    densities = [layer["density"] for layer in cab_hf.stats(model)]
+    assert all(0 < density < 1 for density in densities)
+    assert sum(densities) / len(densities) < 0.8
+
+
+def test_another_density_gives_other_budgets(model):
+    model, tokenizer = model
+    low, high = (
+        cab_hf.calibrate(
+            model,
+            tokenizer,
+            ["So it goes."],
+            density,
+            config=CabConfig(**SMALL),
+            length=600,
+            documents=1,
+        )
+        for density in (0.55, 0.9)
+    )
+    mean = [sum(map(sum, each.mass)) for each in (low, high)]
+    assert mean[0] < mean[1]
+
+
+def test_what_ships_is_found_by_name():
+    names = CabConfig.shipped()
+    assert "smollm2-0.25" in names and "smollm2-0.15" in names
+    config = CabConfig.calibrated("smollm2-0.25")
+    assert len(config.mass) == 30 and {len(row) for row in config.mass} == {9}
+    with pytest.raises(ValueError, match="smollm2-0.25"):
+        CabConfig.calibrated("gpt-5")
+
+
+def test_documents_and_losses_are_the_same_twice(model):
+    model, tokenizer = model
+    options = make_predictor(CabConfig(**SMALL)).options()
+    sentences = ["Nobody knows.", "So it goes."]
+    document = of_models.recall_document(tokenizer, sentences, 500, 3, 0)
+    one, other = (of_models.losses(model, document, CabConfig(**SMALL), options) for _ in range(2))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[0][i], other[0][i]) for i in range(3))
