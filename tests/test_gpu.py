@@ -1,5 +1,7 @@
 """What only a CUDA device can show. Run with `make gpu-test`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from attention_cases import random_plan
@@ -245,17 +247,35 @@ def test_kernels_select_for_padded_and_packed_texts(gpu):
     assert (found != meant).sum() <= 0.001 * meant.sum()
 
 
-def test_predicting_is_captured_in_a_cuda_graph(gpu):
+def test_kernels_select_what_the_reference_selects_for_every_kind_of_head(gpu):
+    q, k = heads_on(gpu, length=2000)
+    heads = q.shape[1]
+    masses = (0.0, 0.3, 0.9, 1.0) + (0.7,) * (heads - 4)
+    shares = (0.0, 0.0, 0.2) + (0.0,) * (heads - 3)
+    config = CabConfig(mass=(masses,), exact_share=(shares,))
+    spans = Spans.causal(1, 2000, 2000, gpu)
+    plan = CurvaturePredictor(config)(q, k, Call(spans, 128**-0.5, 0))
+    plan.validate()
+    keys = reference.coarsen_keys(k, spans.key_valid, config.key_block, config.coarsen)
+    budgets = budgets_of(config, 0, heads)
+    meant = by_reference(q, replace(keys, keys=k), spans, 128**-0.5, config, budgets).to_dense()
+    assert (plan.to_dense() != meant).sum() <= 0.001 * meant.sum()
+
+
+@pytest.mark.parametrize("mass", [0.9, "table"])
+def test_predicting_is_captured_in_a_cuda_graph(gpu, mass):
     q, k = heads_on(gpu)
     spans = Spans.causal(1, 8191, 8191, gpu)
-    predictor = CurvaturePredictor(CabConfig())
-    predictor(q, k, Call(spans, 128**-0.5))
+    if mass == "table":
+        mass = ((0.0, 1.0) + (0.5,) * (q.shape[1] - 2),)
+    predictor = CurvaturePredictor(CabConfig(mass=mass))
+    predictor(q, k, Call(spans, 128**-0.5, 0))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = predictor(q, k, Call(spans, 128**-0.5))
+        captured = predictor(q, k, Call(spans, 128**-0.5, 0))
     q.copy_(q.roll(512, dims=2))
     graph.replay()
-    meant = predictor(q, k, Call(spans, 128**-0.5))
+    meant = predictor(q, k, Call(spans, 128**-0.5, 0))
     assert torch.equal(captured.to_dense(), meant.to_dense())
 
 

@@ -57,6 +57,15 @@ def test_kernels_compute_what_the_reference_defines(gpu, shape, blocks, dtype):
     assert_engine_within_budget(block.attention, q, k, v, grad, plan, scale)
 
 
+@pytest.mark.parametrize("layout", ["causal", "padded", "packed"])
+@pytest.mark.parametrize("dim", [128, 320])
+def test_what_is_named_is_attended_beside_the_lists(gpu, dim, layout):
+    shape = {"q_length": 777, "heads": 4, "kv_heads": 2, "dim": dim, "batch": 2, "layout": layout}
+    named = {"whole_heads": (0, 3), "whole_rows": "tail"}
+    q, k, v, grad, plan = case(gpu, torch.bfloat16, (128, 64), **shape, **named)
+    assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad, plan, dim**-0.5)
+
+
 @pytest.mark.parametrize("dim", [64, 320])
 def test_float32(gpu, dim):
     shape = {"q_length": 333, "heads": 4, "kv_heads": 2, "dim": dim}
