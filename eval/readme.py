@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     "passkey",
     "fidelity",
+    "calibrate",
     *(f"speed {op}" for op in ("ttft", "attention", "predictor", "breakdown", "prefill")),
     "bridges",
 )
