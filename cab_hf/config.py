@@ -75,7 +75,7 @@ class CabConfig:
     query_block: int = 128
     key_block: int = 64
     sink_blocks: int = 1
-    local_blocks: int = 2
+    local_blocks: int = 3
     dense_tail: int = 1
     coarsen: str = "box"
     select: str = "clusters"
@@ -150,6 +150,11 @@ class CabConfig:
             "redundancy": 1.0 if curvature == "forman" else cls.redundancy,
         }
         return cls(**{**recipe, "sparsity": sparsity, "curvature": curvature, **overrides})
+
+    @classmethod
+    def original(cls, **overrides: Any) -> CabConfig:
+        """What the defaults were first: two local blocks, and no tail."""
+        return cls(**{"local_blocks": 2, "dense_tail": 0, **overrides})
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> CabConfig:

@@ -111,6 +111,43 @@ def recall_document(
     )
 
 
+def with_copies(
+    document: Document, count: int, size: int, seed: int = 0
+) -> tuple[Document, tuple[tuple[int, int], ...]]:
+    """The document with passages of its first half copied into its second, and where.
+
+    A copy takes the place of what stood there, and leaves out needles and answers. Each pair is
+    (start of the passage, start of its copy), ``size`` tokens long both; there are ``count`` of
+    them, or as many as there is room for.
+    """
+    tokens, length = list(document.tokens), len(document.tokens)
+    rng = random.Random(f"{seed}/{length}/{count}/{size}")
+    # a statement is no longer than the longest needle
+    room = max(end - start for start, end in document.needles)
+    taken = [*document.needles, *((end - room, end + 1) for _, end in document.answers)]
+
+    def free(low: int, high: int) -> int | None:
+        starts = [
+            start
+            for start in range(low, high - size)
+            if all(end <= start or start + size <= begin for begin, end in taken)
+        ]
+        if not starts:
+            return None
+        start = rng.choice(starts)
+        taken.append((start, start + size))
+        return start
+
+    copies = []
+    for _ in range(count):
+        source, target = free(0, length // 2), free(length // 2, length)
+        if source is None or target is None:
+            break
+        tokens[target : target + size] = tokens[source : source + size]
+        copies.append((source, target))
+    return document._replace(tokens=tuple(tokens)), tuple(copies)
+
+
 def plain_document(
     tokenizer: Any, sentences: Sequence[str], length: int, index: int, seed: int = 0
 ) -> Tokens:

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from cab_hf.attention import cab_dense_attention, settings
 from cab_hf.call import cab_mask
 from cab_hf.config import CabConfig
-from cab_hf.documents import Document, recall_document, split_sentences
+from cab_hf.documents import Document, recall_document, split_sentences, with_copies
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
 from cab_hf.predictors.calibration import (
@@ -33,6 +33,9 @@ TARGET_DENSITY = 0.25
 LENGTH = 8192
 DOCUMENTS = 3
 KEYS = 12  # named keys hidden in a document, and repeated in it
+COPIES, PASSAGE = 4, 128  # passages of a document that it has twice, and their tokens
+RECOGNISED = 16  # tokens of a copy after which every 8th is to be foreseen
+EVERY = 8
 
 
 def calibrate(
@@ -48,10 +51,11 @@ def calibrate(
 ) -> CabConfig:
     """Give every head of ``model`` the budget it needs, out of one density for all.
 
-    The model reads ``documents`` texts with keys hidden in them once, densely; layer by layer it is
-    measured what every head would lose at every option of its predictor, in attention mass and on
-    the keys (`cab_hf.predictors.calibration`). Nothing is trained, and nothing of a layer is kept
-    but its losses.
+    The model reads ``documents`` texts with keys and copies of passages hidden in them once,
+    densely; layer by layer it is measured what every head would lose at every option of its
+    predictor, in attention mass and on what the text has twice
+    (`cab_hf.predictors.calibration`). Nothing is trained, and nothing of a layer is kept but its
+    losses.
 
     Args:
         model: a causal language model of transformers.
@@ -105,11 +109,18 @@ def losses(
 ) -> dict[int, Losses]:
     """What the heads of each layer lose on one document; layers with a window have no part."""
     found: dict[int, Losses] = {}
+    document, copies = with_copies(document, COPIES, PASSAGE)
     looking = [
         (query, *needle)
         for needle, (start, end) in zip(document.needles, document.answers, strict=True)
         # the token before predicts a digit
         for query in range(start - 1, end - 1)
+    ]
+    looking += [
+        # what came next the first time
+        (target + at, source + at, source + at + 2)
+        for source, target in copies
+        for at in range(RECOGNISED, PASSAGE - 1, EVERY)
     ]
 
     def look(module: nn.Module, q: Tensor, k: Tensor, scale: float) -> None:

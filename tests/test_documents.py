@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 from words import TEXT, make_tokenizer
 
+from cab_hf import documents
 from cab_hf.documents import (
     NOISE,
     digits_of,
@@ -140,3 +141,21 @@ def test_prose_is_split_at_its_sentences_wherever_lines_end():
     assert sentences[0] == " ".join(long.split())
     assert sentences[1:5] == split_sentences(TEXT)[:4]
     assert running(NOISE) == " ".join(NOISE)
+
+
+def test_copies_stand_twice_and_spare_what_is_asked_for():
+    tokenizer = make_tokenizer()
+    document = recall_document(tokenizer, split_sentences(TEXT), 900, 3, 0)
+    changed, copies = documents.with_copies(document, 2, 40)
+    assert len(copies) == 2 and len(changed.tokens) == 900
+    assert (changed.needles, changed.answers) == (document.needles, document.answers)
+    for source, target in copies:
+        assert source + 40 <= 450 <= target
+        again = changed.tokens[target : target + 40]
+        assert (
+            again == changed.tokens[source : source + 40] == document.tokens[source : source + 40]
+        )
+    for start, end in (*document.needles, *document.answers):
+        assert changed.tokens[start:end] == document.tokens[start:end]
+    assert documents.with_copies(document, 2, 40) == (changed, copies)
+    assert documents.with_copies(document, 2, 800)[1] == ()
