@@ -250,9 +250,10 @@ def test_kernels_select_for_padded_and_packed_texts(gpu):
 def test_kernels_select_what_the_reference_selects_for_every_kind_of_head(gpu):
     q, k = heads_on(gpu, length=2000)
     heads = q.shape[1]
-    masses = (0.0, 0.3, 0.9, 1.0) + (0.7,) * (heads - 4)
-    shares = (0.0, 0.0, 0.2) + (0.0,) * (heads - 3)
-    config = CabConfig(mass=(masses,), exact_share=(shares,))
+    masses = (0.0, 0.3, 0.9, 1.0, 0.0) + (0.7,) * (heads - 5)
+    strides = (0, 0, 8, 4, 4) + (0,) * (heads - 5)
+    bridges = (0.0, 0.1) + (0.05,) * (heads - 2)
+    config = CabConfig(mass=(masses,), exact_stride=(strides,), bridges=(bridges,))
     spans = Spans.causal(1, 2000, 2000, gpu)
     plan = CurvaturePredictor(config)(q, k, Call(spans, 128**-0.5, 0))
     plan.validate()
