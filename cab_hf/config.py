@@ -198,7 +198,8 @@ class CabConfig:
         if self.curvature == "none" or self.redundancy == 0:
             return False
         # with clusters it ranks bridges, and a row that keeps all its mass has none to add
-        bridged = self.bridges != 0 and self.mass != 1
+        table = self.bridges if isinstance(self.bridges, tuple) else ((self.bridges,),)
+        bridged = any(map(any, table)) and self.mass != 1
         return self.select == "topk" or bridged
 
     def to_dict(self) -> dict[str, Any]:

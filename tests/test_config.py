@@ -140,6 +140,22 @@ def test_heads_that_choose_by_exact_scores(fields, exact):
     assert budgets_of(CabConfig(**fields), 0, 3).exact(3) == exact
 
 
+@pytest.mark.parametrize(
+    ("fields", "curved"),
+    [
+        pytest.param({}, True, id="default"),
+        pytest.param({"redundancy": 0.0}, False, id="no-weight"),
+        pytest.param({"bridges": 0.0}, False, id="no-bridges"),
+        pytest.param({"bridges": ((0.0, 0.0), (0.0, 0.0))}, False, id="a-table-of-none"),
+        pytest.param({"bridges": ((0.0, 0.0), (0.0, 0.1))}, True, id="one-head-has-bridges"),
+        pytest.param({"mass": 1.0}, False, id="everything-listed"),
+        pytest.param({"bridges": 0.0, "select": "topk"}, True, id="topk"),
+    ],
+)
+def test_curvature_takes_part_where_it_ranks_something(fields, curved):
+    assert CabConfig(**fields).curved == curved
+
+
 def test_budgets_of_some_heads():
     config = CabConfig(mass=TABLE, exact_stride=STRIDES)
     budgets = budgets_of(config, 0, 3)
