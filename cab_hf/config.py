@@ -110,7 +110,7 @@ class CabConfig:
         self._freeze_table("bridges", is_share, "in [0, 1]")
         fits = f"0 or a divisor of query_block={self.query_block}"
         self._freeze_table(
-            "exact_stride", lambda x: x == 0 or is_whole(x) and self.query_block % x == 0, fits
+            "exact_stride", lambda x: is_whole(x, 0) and self.query_block % (x or 1) == 0, fits
         )
         every_row = "in [0, 1): every row needs at least one block"
         self._freeze_table("sparsity", lambda x: is_share(x) and x < 1, every_row)
@@ -203,7 +203,8 @@ class CabConfig:
         if self.curvature == "none" or self.redundancy == 0:
             return False
         # with clusters it ranks bridges, and a row that keeps all its mass has none to add
-        bridged = self.bridges != 0 and self.mass != 1
+        table = self.bridges if isinstance(self.bridges, tuple) else ((self.bridges,),)
+        bridged = any(map(any, table)) and self.mass != 1
         return self.select == "topk" or bridged
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Turning CAB on and off on a loaded model, fitting it to the model, and seeing what it does there."""
+"""Turning CAB on and off on a loaded model, fitting it to one, and seeing what it does there."""
 
 from cab_hf.patches.calibration import calibrate
 from cab_hf.patches.inspection import describe, stats

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import laid_out
-from tiny import SPARSE, qkv, tiny_model, tokens
-from torch.nn import functional as F
+from selecting import by_kernels, loud, on_the_cpu
+from tiny import SPARSE, tiny_model, tokens
 
 import cab_hf
-from cab_hf import BlockPlan, CabConfig, attention
-from cab_hf.config import budgets_of
+from cab_hf import CabConfig, attention
+from cab_hf.config import Budgets, budgets_of
 from cab_hf.ops import predict, reference
 from cab_hf.plan import Spans, block_visibility
 from cab_hf.predictors import Call, CurvaturePredictor
@@ -21,43 +21,29 @@ from cab_hf.predictors import Call, CurvaturePredictor
 EXACT = {"atol": 2e-5, "rtol": 1e-4}
 SMALL = {"query_block": 32, "key_block": 16}
 SHAPE = {"q_length": 136, "heads": 4, "kv_heads": 2, "dim": 16}
-MIXED = {"mass": ((0.0, 0.3, 0.9, 1.0),), "exact_share": ((0.0, 0.0, 0.3, 0.0),)}
+MIXED = {"mass": ((0.0, 0.3, 0.9, 1.0),), "exact_stride": ((0, 0, 4, 2),)}
 CONFIGS = [
     pytest.param(CabConfig(**SMALL, mass=((0.0, 0.3, 0.9, 1.0),)), id="masses"),
-    pytest.param(CabConfig(**SMALL, mass=((0.0, 0.0, 0.0, 0.0),)), id="forced-alone"),
+    pytest.param(CabConfig(**SMALL, mass=((0.0,) * 4,), bridges=0.0), id="forced-alone"),
+    pytest.param(CabConfig(**SMALL, mass=((0.0,) * 4,), bridges=0.3), id="bridges-alone"),
+    pytest.param(CabConfig(**SMALL, mass=0.5, bridges=((0.0, 0.1, 0.3, 1.0),)), id="bridges"),
+    pytest.param(
+        CabConfig(**SMALL, bridges=((0.0, 0.1, 0.3, 1.0),), curvature="forman", mass=0.5),
+        id="bridges-forman",
+    ),
     pytest.param(CabConfig(**SMALL, **MIXED), id="all-kinds"),
     pytest.param(CabConfig(**SMALL, **MIXED, max_density=0.4), id="all-kinds-capped"),
-    pytest.param(CabConfig(**SMALL, exact_share=0.4), id="all-exact"),
-    pytest.param(CabConfig(**SMALL, exact_share=((0.4, 0.0, 1.0, 0.0),)), id="some-exact"),
     pytest.param(
-        CabConfig.published(0.7, query_block=16, key_block=16, exact_share=((0.5, 0, 0, 0.2),)),
-        id="published-some-exact",
+        CabConfig(**SMALL, mass=1.0, bridges=((0.0, 0.1, 0.3, 0.0),), exact_stride=((0, 4, 8, 1),)),
+        id="everything-listed",
+    ),
+    pytest.param(
+        CabConfig.published(
+            query_block=16, key_block=16, sparsity=((0.0, 0.5, 0.7, 0.9),), mass=((1.0,) * 4,)
+        ),
+        id="published-shares",
     ),
 ]
-
-
-def on_the_cpu(config, q, k, spans, scale=0.25):
-    """The plan of `CurvaturePredictor` by the reference."""
-    plan = CurvaturePredictor(config)(q, k, Call(spans, scale, 0))
-    plan.validate()
-    return plan
-
-
-def by_kernels(config, q, k, spans, scale=0.25):
-    """The same by the kernels, in the interpreter."""
-    budgets = budgets_of(config, 0, q.shape[1])
-    summary = replace(predict.summarise(k, spans.key_valid, config), keys=k)
-    full, partial = predict.choose(q, summary, spans, scale, config, budgets)
-    rows = spans.tail_rows(config.dense_tail * config.query_block, config.query_block)
-    blocks = config.query_block, config.key_block
-    plan = BlockPlan(full, partial, spans, *blocks, budgets.whole, rows)
-    plan.validate()
-    return plan
-
-
-def loud(**shape):
-    q, k, _ = qkv(**shape)
-    return 2 * q, 2 * k
 
 
 def test_each_head_keeps_its_own_mass_by_hand():
@@ -74,51 +60,43 @@ def test_each_head_keeps_its_own_mass_by_hand():
     ]
 
 
-@pytest.mark.parametrize("layout", ["causal", "padded", "packed"])
-def test_exact_scores_are_the_largest_share_of_any_query(layout):
-    q, k, _ = qkv(q_length=75, batch=2, heads=4, kv_heads=2)
-    frame = laid_out(layout, 2, 75, 75, 32, "cpu")
-    q, k, spans = frame.queries(q), frame.keys(k), frame.spans
-    found = reference.exact_scores(q, k, spans, 0.3, 32, 16)
-    seen = BlockPlan.causal(spans, 4, 32, 16).token_mask()
-    logits = (q @ k.repeat_interleave(2, 1).transpose(-1, -2)) * 0.3
-    shares = logits.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num()
-    shares = F.pad(shares, (0, -shares.shape[3] % 16, 0, -shares.shape[2] % 32))
-    meant = shares.unflatten(3, (-1, 16)).sum(-1).unflatten(2, (-1, 32)).amax(3)
-    torch.testing.assert_close(found, meant, atol=1e-6, rtol=1e-5)
-
-
-def test_exact_heads_keep_a_share_of_every_row_by_hand():
+def test_each_head_adds_its_own_bridges_by_hand():
     spans = Spans.causal(1, 160, 160, "cpu")
     config = CabConfig(query_block=16, key_block=16, local_blocks=1, dense_tail=0)
     visible = block_visibility(spans, 16, 16)
-    scores = torch.zeros(1, 2, 10, 10)
-    scores[:, 0, 9, 4] = 0.5
-    scores[:, 0, 9, 6] = 0.7
-    kept = reference.select_exact(scores, spans, visible, config, (0.3, 0.5))
-    # forced blocks 0 and 9 count, and ties go to the lower index
-    assert kept[0, 0, 9].nonzero().flatten().tolist() == [0, 6, 9]
-    assert kept[0, 1, 9].nonzero().flatten().tolist() == [0, 1, 2, 3, 9]
+    score = torch.zeros(1, 4, 10, 10)
+    score[:, :, 9, 4] = 0.5
+    score[:, :, 9, 6] = 0.7
+    # all of the mass is on block 5
+    log_mass = torch.full((1, 4, 10, 10), -50.0)
+    log_mass[..., 5] = 0.0
+    budgets = Budgets((0.0, 0.0, 0.9, 0.9), (0.0, 0.1, 0.2, 0.3), (0.95,))
+    kept = reference.best_blocks(score, log_mass, spans, visible, config, budgets)
+    # beside forced blocks 0 and 9, and of equals the lower
+    assert [row.nonzero().flatten().tolist() for row in kept[0, :, 9]] == [
+        [0, 9],
+        [0, 6, 9],
+        [0, 4, 5, 6, 9],
+        [0, 1, 4, 5, 6, 9],
+    ]
 
 
-def test_one_loud_query_is_enough_for_an_exact_head():
-    """A mean over the block's queries hides the only one that looks there."""
-    q, k, _ = qkv(q_length=512, heads=2, kv_heads=1, dim=32)
-    q, k = q / 4, k / 4
-    k[..., 200, :] = 4.0
-    q[0, :, 480, :] = 4.0
-    q[0, :, 481:512, :] -= 4.0 / 31
-    config = CabConfig(
-        query_block=32, key_block=16, dense_tail=0, mass=0.2, exact_share=((0.2, 0.0),)
-    )
-    kept = on_the_cpu(config, q, k, Spans.causal(1, 512, 512, "cpu")).to_dense()
-    assert kept[0, 0, 15, 200 // 16] and kept[0, 0].sum() < kept[0, 0].numel() / 4
+@pytest.mark.parametrize("select", ["clusters", "topk"])
+def test_a_mass_of_one_lists_everything_whatever_the_other_budgets(select):
+    q, k = loud(**SHAPE)
+    spans = Spans.causal(1, 136, 136, "cpu")
+    tables = {"bridges": ((0.0, 0.1, 0.0, 1.0),), "exact_stride": ((0, 4, 8, 2),)}
+    everything = {"mass": 1.0} if select == "clusters" else {"sparsity": 0.0}
+    config = CabConfig(**SMALL, select=select, **everything, **tables)
+    meant = block_visibility(spans, 32, 16).unsqueeze(1).expand(-1, 4, -1, -1)
+    for plan in (on_the_cpu(config, q, k, spans), by_kernels(config, q, k, spans)):
+        assert plan.whole_heads == () and torch.equal(plan.to_dense(), meant)
 
 
 def test_the_reference_does_every_kind_of_head():
     q, k = loud(**SHAPE)
     spans = Spans.causal(1, 136, 136, "cpu")
-    config = CabConfig(**SMALL, **MIXED)
+    config = CabConfig(**SMALL, **MIXED, bridges=((0.0, 0.05, 0.05, 0.05),))
     plan = on_the_cpu(config, q, k, spans)
     visible = block_visibility(spans, 32, 16)
     forced = reference.forced_blocks(visible, spans, config)
@@ -128,9 +106,8 @@ def test_the_reference_does_every_kind_of_head():
     assert torch.equal(kept[3], visible[0])
     alone = on_the_cpu(CabConfig(**SMALL, mass=0.3), q, k, spans)
     assert torch.equal(kept[1], alone.to_dense()[0, 1])
-    scores = reference.exact_scores(q[:, 2:3], k[:, 1:], spans, 0.25, 32, 16)
-    meant = reference.select_exact(scores, spans, visible, config, (0.3,))
-    assert torch.equal(kept[2], meant[0, 0])
+    exact = on_the_cpu(CabConfig(**SMALL, mass=0.9, exact_stride=4), q, k, spans)
+    assert torch.equal(kept[2], exact.to_dense()[0, 2])
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -175,8 +152,24 @@ def test_measured_lists_are_as_wide_as_the_longest_that_is_listed(monkeypatch):
     [
         pytest.param({"max_density": 0.1}, 1, 0.1, id="capped"),
         pytest.param({"mass": ((0.9,) * 31 + (1.0,),), "max_density": 0.1}, 1, 0.1, id="one-whole"),
-        pytest.param({"mass": ((0.0,) * 31 + (1.0,),)}, 1, 0.0, id="forced-and-whole"),
-        pytest.param({"exact_share": 0.05}, 1, 0.05, id="all-exact"),
+        pytest.param(
+            {"mass": ((0.0,) * 31 + (1.0,),), "bridges": 0.0}, 1, 0.0, id="forced-and-whole"
+        ),
+        pytest.param(
+            {"mass": ((0.0,) * 32,), "bridges": ((0.02,) * 31 + (0.07,),)}, 1, 0.07, id="bridges"
+        ),
+        pytest.param(
+            {"mass": ((0.0,) * 31 + (1.0,),), "bridges": ((0.02,) * 31 + (0.5,),)},
+            1,
+            0.02,
+            id="bridges-of-a-whole-head",
+        ),
+        pytest.param(
+            {"mass": ((0.0,) * 32,), "bridges": 0.1, "exact_stride": 4}, 1, 0.1, id="all-exact"
+        ),
+        pytest.param(
+            {"select": "topk", "sparsity": ((0.95,) * 31 + (0.9,),)}, 1, 0.1, id="topk-shares"
+        ),
         pytest.param({"max_density": 0.1}, None, 1.0, id="tails-listed"),
     ],
 )
@@ -188,7 +181,7 @@ def test_lists_of_a_million_tokens_are_as_wide_as_what_is_listed(fields, documen
     shape, room, _ = predict._rooms(q, length, True, tail, budgets_of(config, 0, 32), config)
     assert shape == (1, 32, 8192)
     # rounded up, or what is forced
-    assert share * 16384 <= room <= share * 16384 + 5
+    assert share * 16384 <= room <= share * 16384 + 6
 
 
 def test_the_registered_op_takes_tables():
@@ -207,9 +200,9 @@ def test_the_registered_op_takes_tables():
 
 def test_a_summary_without_keys_is_refused():
     q, k = loud(**SHAPE)
-    config = CabConfig(**SMALL, exact_share=0.2)
+    config = CabConfig(**SMALL, exact_stride=4)
     summary = replace(CurvaturePredictor(config).summarise(k), keys=None)
-    with pytest.raises(ValueError, match="exact_share is above 0 for 4 heads"):
+    with pytest.raises(ValueError, match="exact_stride is above 0 for 4 heads"):
         CurvaturePredictor(config).choose(q, summary, Call(Spans.causal(1, 136, 136, "cpu"), 0.25))
 
 
@@ -217,7 +210,8 @@ def test_a_summary_without_keys_is_refused():
 ROW = (0.0, 0.3, 0.9, 1.0, 0.5, 0.5)
 TABLES = {
     "mass": [list(ROW), list(reversed(ROW)), [0.4] * 6],
-    "exact_share": [[0.0] * 5 + [0.3], [0.0] * 6, [0.2] * 6],
+    "bridges": [[0.1] * 6, [0.1, 0.0] * 3, [0.2] * 6],
+    "exact_stride": [[0] * 5 + [2], [0] * 6, [4] * 6],
 }
 
 
@@ -295,8 +289,8 @@ def test_tables_compile_without_a_graph_break_and_change():
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for row in (ROW, tuple(reversed(ROW))):
-        exact = [[0.0] * 4 + [0.3, 0.0]]
-        with cab_hf.cab(model, SPARSE, mass=[list(row)], exact_share=exact):
+        exact = [[0] * 4 + [2, 0]]
+        with cab_hf.cab(model, SPARSE, mass=[list(row)], exact_stride=exact):
             expected = logits(model, ids)
             torch.testing.assert_close(logits(compiled, ids), expected, **EXACT)
 
@@ -304,10 +298,10 @@ def test_tables_compile_without_a_graph_break_and_change():
 def test_describe_sums_tables_up(llama):
     with cab_hf.cab(llama, SPARSE, **TABLES):
         head = cab_hf.describe(llama, tokens=500).splitlines()[0]
-    assert "mass a head, 0.00 to 1.00, mean 0.49, bridges 0.1; 7 heads exact, 2 dense" in head
-    assert "uncalibrated" not in head
-    with cab_hf.cab(llama, SPARSE, exact_share=0.2):
-        assert "; every head exact, 0.2 of a row" in cab_hf.describe(llama)
+    assert "mass a head (0.00 to 1.00, mean 0.49), bridges a head (0.00 to 0.20, mean 0.12)" in head
+    assert "; 7 heads exact, 2 dense)" in head and "uncalibrated" not in head
+    with cab_hf.cab(llama, SPARSE, exact_stride=4):
+        assert "; every head exact, by 1 query in 4)" in cab_hf.describe(llama)
     with cab_hf.cab(llama, SPARSE):
         head = cab_hf.describe(llama, tokens=500).splitlines()[0]
     assert "mass 0.4" in head and head.endswith("finds budgets a head):")

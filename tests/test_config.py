@@ -38,9 +38,16 @@ from cab_hf.config import Budgets, budgets_of
         ("mass", ((0.5, 1.1),)),
         ("mass", ((0.5, 0.5), (0.5,))),
         ("mass", (0.5, 0.5)),
-        ("exact_share", 1.5),
-        ("exact_share", ((),)),
-        ("exact_share", (("a",),)),
+        ("bridges", ((0.1, 1.5),)),
+        ("sparsity", ((0.5, 1.0),)),
+        ("exact_stride", 3),
+        ("exact_stride", -1),
+        ("exact_stride", 256),
+        ("exact_stride", 2.0),
+        ("exact_stride", False),
+        ("exact_stride", ((),)),
+        ("exact_stride", ((4, "a"),)),
+        ("exact_stride", ((4, 0.0),)),
     ],
 )
 def test_a_bad_value_is_named(field, value):
@@ -61,7 +68,7 @@ def test_it_is_frozen_and_hashes():
         CabConfig(),
         CabConfig(dense_layers=(0, 3), mass=1),
         CabConfig.published(0.9, "additive"),
-        CabConfig(mass=((0.0, 0.5), (1, 0.25)), exact_share=((0.1, 0), (0, 0))),
+        CabConfig(mass=((0.0, 0.5), (1, 0.25)), exact_stride=((4, 0), (0, 128)), bridges=((0, 1),)),
     ],
     ids=["default", "changed", "published", "tables"],
 )
@@ -70,39 +77,103 @@ def test_it_survives_json(config):
 
 
 def test_lists_of_a_table_are_frozen_and_given_back():
-    config = CabConfig(mass=[[0.5, 1.0]], exact_share=[[0.1, 0.0]])
+    config = CabConfig(mass=[[0.5, 1.0]], exact_stride=[[4, 0]])
     assert config.mass == ((0.5, 1.0),) and hash(config) == hash(CabConfig(**config.to_dict()))
     assert config.to_dict()["mass"] == [[0.5, 1.0]]
-    assert config.to_dict()["exact_share"] == [[0.1, 0.0]]
+    assert config.to_dict()["exact_stride"] == [[4, 0]]
 
 
 TABLE = ((0.0, 0.3, 1.0), (0.6, 0.6, 0.6), (1.0, 1.0, 1.0))
+STRIDES = ((4, 0, 8), (8, 8, 8), (0, 0, 0))
+# of what is not told
+REST = {"mass": (0.9,), "bridges": (0.05,), "sparsity": (0.95,)}
 
 
 @pytest.mark.parametrize(
-    ("fields", "layer", "budgets"),
+    ("fields", "layer", "told"),
     [
-        pytest.param({}, None, Budgets((0.9,)), id="a-number"),
-        pytest.param({"mass": 1}, 0, Budgets((1,)), id="everything-listed"),
-        pytest.param({"mass": TABLE}, 0, Budgets((0.0, 0.3, 1.0), (), (2,)), id="table"),
-        pytest.param({"mass": TABLE}, 1, Budgets((0.6,)), id="a-layer-of-one-number"),
-        pytest.param({"mass": TABLE}, 2, Budgets((1.0,), (), (0, 1, 2)), id="a-dense-layer"),
-        pytest.param({"exact_share": 0.2}, None, Budgets((0.9,), (0.2, 0.2, 0.2)), id="all-exact"),
+        pytest.param({}, None, {}, id="a-number"),
+        pytest.param({"mass": 1}, 0, {"mass": (1,)}, id="everything-listed"),
+        pytest.param({"mass": TABLE}, 0, {"mass": TABLE[0], "whole": (2,)}, id="table"),
+        pytest.param({"mass": TABLE}, 1, {"mass": (0.6,)}, id="a-layer-of-one-number"),
         pytest.param(
-            {"mass": TABLE, "exact_share": 0.2},
-            0,
-            Budgets((0.0, 0.3, 1.0), (0.2, 0.2, 0.0), (2,)),
-            id="dense-before-exact",
+            {"mass": TABLE}, 2, {"mass": (1.0,), "whole": (0, 1, 2)}, id="a-layer-of-ones"
         ),
-        pytest.param({"mass": 1.0, "exact_share": 0.2}, 0, Budgets((1.0,)), id="all-before-exact"),
-        pytest.param({"mass": TABLE, "select": "topk"}, 0, Budgets((1.0,)), id="topk"),
+        pytest.param({"bridges": TABLE}, 0, {"bridges": TABLE[0]}, id="bridges"),
+        pytest.param({"exact_stride": 8}, None, {"exact_stride": (8,)}, id="all-exact"),
+        pytest.param({"exact_stride": STRIDES}, 0, {"exact_stride": STRIDES[0]}, id="some-exact"),
+        pytest.param(
+            {"exact_stride": STRIDES}, 1, {"exact_stride": (8,)}, id="a-layer-of-one-stride"
+        ),
+        pytest.param(
+            {"mass": 1.0, "exact_stride": STRIDES, "bridges": TABLE},
+            0,
+            {"mass": (1.0,), "bridges": TABLE[0]},
+            id="everything-before-exact",
+        ),
+        pytest.param(
+            {"mass": TABLE, "select": "topk"}, 0, {"mass": TABLE[0]}, id="topk-knows-no-mass"
+        ),
+        pytest.param(
+            {"mass": 1.0, "exact_stride": 4, "select": "topk"},
+            0,
+            {"mass": (1.0,), "exact_stride": (4,)},
+            id="topk-exact",
+        ),
     ],
 )
-def test_budgets_of_a_layer(fields, layer, budgets):
-    assert budgets_of(CabConfig(**fields), layer, 3) == budgets
+def test_budgets_of_a_layer(fields, layer, told):
+    assert budgets_of(CabConfig(**fields), layer, 3) == Budgets(**REST | told)
 
 
-@pytest.mark.parametrize("name", ["mass", "exact_share"])
+@pytest.mark.parametrize(
+    ("fields", "exact"),
+    [
+        pytest.param({}, (), id="none"),
+        pytest.param({"exact_stride": 4}, (0, 1, 2), id="all"),
+        pytest.param({"exact_stride": STRIDES}, (0, 2), id="some"),
+        pytest.param({"exact_stride": STRIDES, "mass": TABLE}, (0,), id="but-whole-ones"),
+        pytest.param({"exact_stride": STRIDES, "mass": 1.0}, (), id="but-where-all-is-listed"),
+    ],
+)
+def test_heads_that_choose_by_exact_scores(fields, exact):
+    assert budgets_of(CabConfig(**fields), 0, 3).exact(3) == exact
+
+
+@pytest.mark.parametrize(
+    ("fields", "curved"),
+    [
+        pytest.param({}, True, id="default"),
+        pytest.param({"redundancy": 0.0}, False, id="no-weight"),
+        pytest.param({"bridges": 0.0}, False, id="no-bridges"),
+        pytest.param({"bridges": ((0.0, 0.0), (0.0, 0.0))}, False, id="a-table-of-none"),
+        pytest.param({"bridges": ((0.0, 0.0), (0.0, 0.1))}, True, id="one-head-has-bridges"),
+        pytest.param({"mass": 1.0}, False, id="everything-listed"),
+        pytest.param({"bridges": 0.0, "select": "topk"}, True, id="topk"),
+    ],
+)
+def test_curvature_takes_part_where_it_ranks_something(fields, curved):
+    assert CabConfig(**fields).curved == curved
+
+
+def test_budgets_of_some_heads():
+    config = CabConfig(mass=TABLE, exact_stride=STRIDES)
+    budgets = budgets_of(config, 0, 3)
+    assert budgets.of_head(1) == (0.3, 0.05, 0.95, 0)
+    assert budgets.of_heads([2, 0]) == Budgets((1.0, 0.0), (0.05,), (0.95,), (8, 4))
+    assert not budgets.alike and budgets_of(config, 1, 3).alike
+
+
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [
+        ("mass", TABLE),
+        ("bridges", TABLE),
+        ("exact_stride", STRIDES),
+        ("sparsity", ((0.5, 0.6, 0.7),) * 3),
+    ],
+    ids=["mass", "bridges", "exact_stride", "sparsity"],
+)
 @pytest.mark.parametrize(
     ("layer", "heads", "sentence"),
     [
@@ -111,9 +182,9 @@ def test_budgets_of_a_layer(fields, layer, budgets):
         pytest.param(None, 3, "this layer has no index", id="no-index"),
     ],
 )
-def test_a_table_of_another_model_is_refused(name, layer, heads, sentence):
+def test_a_table_of_another_model_is_refused(name, table, layer, heads, sentence):
     with pytest.raises(ValueError, match=rf"CabConfig\.{name} .*{sentence}"):
-        budgets_of(CabConfig(**{name: TABLE}), layer, heads)
+        budgets_of(CabConfig(**{name: table}), layer, heads)
 
 
 def test_unknown_fields_and_wrong_kinds_are_refused():

@@ -250,9 +250,10 @@ def test_kernels_select_for_padded_and_packed_texts(gpu):
 def test_kernels_select_what_the_reference_selects_for_every_kind_of_head(gpu):
     q, k = heads_on(gpu, length=2000)
     heads = q.shape[1]
-    masses = (0.0, 0.3, 0.9, 1.0) + (0.7,) * (heads - 4)
-    shares = (0.0, 0.0, 0.2) + (0.0,) * (heads - 3)
-    config = CabConfig(mass=(masses,), exact_share=(shares,))
+    masses = (0.0, 0.3, 0.9, 1.0, 0.0) + (0.7,) * (heads - 5)
+    strides = (0, 0, 8, 4, 4) + (0,) * (heads - 5)
+    bridges = (0.0, 0.1) + (0.05,) * (heads - 2)
+    config = CabConfig(mass=(masses,), exact_stride=(strides,), bridges=(bridges,))
     spans = Spans.causal(1, 2000, 2000, gpu)
     plan = CurvaturePredictor(config)(q, k, Call(spans, 128**-0.5, 0))
     plan.validate()
@@ -260,6 +261,93 @@ def test_kernels_select_what_the_reference_selects_for_every_kind_of_head(gpu):
     budgets = budgets_of(config, 0, heads)
     meant = by_reference(q, replace(keys, keys=k), spans, 128**-0.5, config, budgets).to_dense()
     assert (plan.to_dense() != meant).sum() <= 0.001 * meant.sum()
+
+
+EXACT_BLOCKS = [(128, 64), (64, 128), (48, 48), (256, 256)]
+
+
+@pytest.mark.parametrize("stride", [1, 2, 4, 8])
+@pytest.mark.parametrize("blocks", EXACT_BLOCKS, ids=lambda blocks: "x".join(map(str, blocks)))
+def test_exact_scores_are_those_of_the_reference(gpu, blocks, stride):
+    from cab_hf.ops.exact_scores import exact_scores
+
+    q, k = heads_on(gpu, length=2000, q_length=1900)
+    spans = Spans.causal(1, 1900, 2000, gpu)
+    heads = torch.tensor([5, 0, 3], dtype=torch.int32, device=gpu)
+    width = 64
+    most, log_mass = exact_scores(q, k, heads, spans, 128**-0.5, *blocks, stride, width)
+    assert torch.isfinite(most).all() and torch.isfinite(log_mass).all()
+    visible = block_visibility(spans, *blocks).unsqueeze(1)
+    columns = visible.shape[-1]
+    meant_most, meant_mass = (
+        x[:, heads.long()] for x in reference.exact_scores(q, k, spans, 128**-0.5, *blocks, stride)
+    )
+    # products of bfloat16 are exact in float32, their sums are not
+    torch.testing.assert_close(most[..., :columns], meant_most, atol=1e-4, rtol=1e-3)
+    found, meant = (
+        reference.block_log_mass(x, visible).exp() for x in (log_mass[..., :columns], meant_mass)
+    )
+    torch.testing.assert_close(found, meant, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"mass": 0.9, "exact_stride": 4}, id="mass-and-bridges"),
+        pytest.param({"mass": ((0.0,) * 8,), "bridges": 0.2, "exact_stride": 1}, id="bridges"),
+        pytest.param({"exact_stride": ((1, 2, 4, 8, 16, 0, 0, 4),)}, id="all-strides"),
+        pytest.param({"exact_stride": 4, "max_density": 0.2}, id="capped"),
+        pytest.param({"exact_stride": 4, "select": "topk", "sparsity": 0.8}, id="topk"),
+    ],
+)
+@pytest.mark.parametrize("measured", [False, True], ids=["wide", "measured"])
+def test_exact_heads_select_what_the_reference_selects(gpu, monkeypatch, fields, measured):
+    from cab_hf.ops import predict
+
+    if measured:
+        monkeypatch.setattr(predict, "LISTS_AT_MOST", 0)
+    q, k = heads_on(gpu, length=2000)
+    config, spans = CabConfig(**fields), Spans.causal(1, 2000, 2000, gpu)
+    plan = CurvaturePredictor(config)(q, k, Call(spans, 128**-0.5, 0))
+    plan.validate()
+    keys = reference.coarsen_keys(k, spans.key_valid, config.key_block, config.coarsen)
+    budgets = budgets_of(config, 0, 8)
+    meant = by_reference(q, replace(keys, keys=k), spans, 128**-0.5, config, budgets).to_dense()
+    # rounding moves thresholds; nothing else may differ
+    assert (plan.to_dense() != meant).sum() <= 0.001 * meant.sum()
+
+
+def test_exact_heads_select_for_padded_and_packed_texts(gpu):
+    q, k = heads_on(gpu, length=2000, batch=2)
+    valid = torch.ones(2, 2000, dtype=torch.bool, device=gpu)
+    valid[0, :333] = False
+    document = (torch.arange(2000, device=gpu) >= 900).long().expand(2, -1)
+    frame = Frame.build(2, 2000, 2000, 0, valid, document, align=128, device=gpu)
+    q, k, spans = frame.queries(q), frame.keys(k), frame.spans
+    config = CabConfig(exact_stride=4)
+    found = CurvaturePredictor(config)(q, k, Call(spans, 128**-0.5, 0)).to_dense()
+    keys = reference.coarsen_keys(k, spans.key_valid, config.key_block, config.coarsen)
+    budgets = budgets_of(config, 0, 8)
+    meant = by_reference(q, replace(keys, keys=k), spans, 128**-0.5, config, budgets).to_dense()
+    assert (found != meant).sum() <= 0.001 * meant.sum()
+
+
+def test_exact_scores_stay_within_their_scratch(gpu):
+    """32 heads of 65,536 tokens: nothing but scratch beside the 4 MiB a head that are found."""
+    from cab_hf.ops import exact_scores
+
+    length, stride = 65_536, 4
+    q, k = heads_on(gpu, length=length, heads=32, kv_heads=8)
+    spans = Spans.causal(1, length, length, gpu)
+    heads = torch.arange(32, dtype=torch.int32, device=gpu)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    scores = exact_scores.exact_scores(q, k, heads, spans, 128**-0.5, 128, 64, stride, 1024)
+    given = sum(x.numel() * x.element_size() for x in scores)
+    scratch = torch.cuda.max_memory_allocated() - before - given
+    assert given == 32 * 4 << 20 and scratch <= exact_scores.SCRATCH_AT_A_TIME + (1 << 20)
+    assert all(torch.isfinite(x).all() for x in scores)
 
 
 @pytest.mark.parametrize("mass", [0.9, "table"])

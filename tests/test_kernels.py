@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from selecting import loud
 from tiny import qkv
 
 from cab_hf import BlockPlan, CabConfig
@@ -69,12 +70,6 @@ def plans(config, q, k, spans=None):
     meant = by_reference(q, replace(keys, keys=k), spans, scale, config, budgets)
     assert torch.equal(plan.full.counts, meant.full.counts)
     return plan.to_dense(), meant.to_dense()
-
-
-def loud(**shape):
-    """q and k whose blocks differ enough that masses are neither flat nor all on one block."""
-    q, k, _ = qkv(**shape)
-    return 2 * q, 2 * k
 
 
 @pytest.mark.parametrize("config", CONFIGS)

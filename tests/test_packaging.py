@@ -62,7 +62,10 @@ def test_a_wheel_exposes_cab_hf_alone(tmp_path):
     assert top == {"cab_hf"}
     for path in ("eval/passkey.py", "patches/switch.py", "ops/reference.py", "py.typed"):
         assert f"cab_hf/{path}" in names
-    # no package, so that only setup.cfg's package data names them
+    # no packages, so that only setup.cfg's package data names them
+    calibrations = {path.name for path in (ROOT / "cab_hf" / "calibrations").glob("*.json")}
+    shipped = {name for name in names if name.startswith("cab_hf/calibrations/")}
+    assert calibrations == {Path(name).name for name in shipped}
     tasks = {path.name for path in (ROOT / "eval" / "tasks").iterdir() if path.is_file()}
     assert tasks == {Path(name).name for name in names if name.startswith("cab_hf/eval/tasks/")}
 

@@ -1,0 +1,35 @@
+"""What is selected by the reference and by the kernels, for the tests that compare them."""
+
+from dataclasses import replace
+
+from tiny import qkv
+
+from cab_hf import BlockPlan
+from cab_hf.config import budgets_of
+from cab_hf.ops import predict
+from cab_hf.predictors import Call, CurvaturePredictor
+
+
+def on_the_cpu(config, q, k, spans, scale=0.25):
+    """The plan of `CurvaturePredictor` by the reference."""
+    plan = CurvaturePredictor(config)(q, k, Call(spans, scale, 0))
+    plan.validate()
+    return plan
+
+
+def by_kernels(config, q, k, spans, scale=0.25):
+    """The same by the kernels, in the interpreter."""
+    budgets = budgets_of(config, 0, q.shape[1])
+    summary = replace(predict.summarise(k, spans.key_valid, config), keys=k)
+    full, partial = predict.choose(q, summary, spans, scale, config, budgets)
+    rows = spans.tail_rows(config.dense_tail * config.query_block, config.query_block)
+    blocks = config.query_block, config.key_block
+    plan = BlockPlan(full, partial, spans, *blocks, budgets.whole, rows)
+    plan.validate()
+    return plan
+
+
+def loud(**shape):
+    """q and k whose blocks differ enough that masses are neither flat nor all on one block."""
+    q, k, _ = qkv(**shape)
+    return 2 * q, 2 * k
