@@ -25,7 +25,10 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     "passkey",
     "fidelity",
-    *(f"speed {op}" for op in ("ttft", "attention", "predictor", "breakdown", "prefill")),
+    *(
+        f"speed {op}"
+        for op in ("ttft", "attention", "predictor", "budgets", "breakdown", "prefill")
+    ),
     "bridges",
 )
 SPEED = "speed-ttft"
