@@ -96,7 +96,7 @@ class Settings(HeadSettings):
     def budgeted(self, form: Form, q: Tensor, k: Tensor) -> CabConfig:
         """The config of that form, filled as `forms.budgeted` says."""
         even = self.configured(max_density=1.0, exact_stride=0)
-        return forms.budgeted(even, *self.apart(form), form.whole, q, k)
+        return forms.budgeted(even, *self.apart(form), q, k, form.whole)
 
 
 class Budgets(HeadSpeed):

@@ -132,44 +132,50 @@ def filled(config: CabConfig, density: float, q: Tensor, k: Tensor) -> CabConfig
     return replace(config, max_density=best)
 
 
+Pairs = Collection[tuple[int, int]]  # (layer, head)
+
+
 def budgeted(
     config: CabConfig,
-    apart: Mapping[Form, Collection[tuple[int, int]]],
+    apart: Mapping[Form, Pairs],
     layers: int,
     heads: int,
-    whole: float,
     q: Tensor,
     k: Tensor,
+    whole: float | None = None,
 ) -> CabConfig:
     """``config`` with tables [layers][heads] and the max_density that leaves the asked density.
 
     Args:
         config: one budget for all heads.
-        apart: the (layer, head) pairs of each form; the forms have one density.
-        whole: the share of heads that attend everything. The others share what is left.
+        apart: the heads of each form; the forms have one density.
         q, k: as in `filled`.
+        whole: the share of heads that attend everything, where it is not that of the tables.
     """
     (density,) = {form.density for form in apart}
-    config = filled(config, (density - whole) / (1 - whole), q, k)
-    return replace(config, **tables(config, apart, layers, heads))
+    if whole is None:
+        everything = [len(pairs) for form, pairs in apart.items() if form.kind == "whole"]
+        whole = sum(everything) / (layers * heads)
+    # the others share what is left
+    even = filled(config, (density - whole) / (1 - whole), q, k)
+    return replace(even, **tables(config, apart, layers, heads))
 
 
 def tables(
-    config: CabConfig, apart: Mapping[Form, Collection[tuple[int, int]]], layers: int, heads: int
+    config: CabConfig, apart: Mapping[Form, Pairs], layers: int, heads: int
 ) -> dict[str, Any]:
-    """The fields of ``config`` that are tables where heads are ``apart``."""
-    return {
-        name: table
-        for form, pairs in apart.items()
-        for name, table in form.table(pairs, layers, heads, config.mass).items()
-    }
+    """The fields of ``config`` that become tables [layers][heads] where heads are ``apart``."""
+    made = {}
+    for form, pairs in apart.items():
+        made |= form.table(pairs, layers, heads, config.mass)
+    return made
 
 
 def shared_out(forms: Sequence[Form], layers: int, heads: int) -> dict[Form, list[tuple[int, int]]]:
-    """The (layer, head) pairs of each form in a whole model: those of one, then of the next."""
+    """The heads of each form in a whole model: those of one, then those of the next."""
     pairs, apart = spread(layers, heads), {}
     for form in forms:
-        count = round(form.share * len(pairs))
+        count = round(form.share * layers * heads)
         apart[form], pairs = pairs[:count], pairs[count:]
     return apart
 
