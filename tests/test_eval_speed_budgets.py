@@ -276,7 +276,7 @@ def test_what_fails_in_one_layer_has_no_mean(monkeypatch):
 def test_a_graph_that_fails_is_told():
     row = measured("exact:0.5:4:0.5", FakeBench("it waits"))
     whats = ("predict", "attend", "total")
-    expected = {f"{what}, 2 heads apart" for what in whats} | {"the exact pass"}
+    expected = {f"{what}, 2 apart" for what in whats} | {"the exact pass"}
     assert expected <= set(row["without_graph"])
 
 

@@ -163,7 +163,7 @@ class Budgets(HeadSpeed):
         timed = {"predict_ms": decide, "attend_ms": lambda: attend(plan, scale), "total_ms": whole}
         for field, call in timed.items():
             what = field.removesuffix("_ms")
-            sample[field][count] = self.time(sample, f"{what}, {count} heads apart", call).ms
+            sample[field][count] = self.time(sample, f"{what}, {count} apart", call).ms
         sample["peak_mib"][count] = self.bench.peak(whole)[1]
 
     @staticmethod

@@ -24,6 +24,8 @@ HALVINGS = 14
 # its multiples, modulo 1, stand far apart however many there are
 GOLDEN = 0.6180339887498949
 
+Pairs = Collection[tuple[int, int]]  # (layer, head)
+
 
 class Form(NamedTuple):
     """Which share of all heads is apart, and how.
@@ -71,10 +73,8 @@ class Form(NamedTuple):
         """The share of heads that attend everything."""
         return self.share if self.kind == "whole" else 0.0
 
-    def table(
-        self, apart: Collection[tuple[int, int]], layers: int, heads: int, mass: float
-    ) -> dict[str, Any]:
-        """Fields of CabConfig in which ``apart``, (layer, head), are what the form has apart.
+    def table(self, apart: Pairs, layers: int, heads: int, mass: float) -> dict[str, Any]:
+        """The field of CabConfig, [layers][heads], that sets the heads ``apart`` from the others.
 
         ``mass`` is that of the others where a table of it is made.
         """
@@ -132,9 +132,6 @@ def filled(config: CabConfig, density: float, q: Tensor, k: Tensor) -> CabConfig
     return replace(config, max_density=best)
 
 
-Pairs = Collection[tuple[int, int]]  # (layer, head)
-
-
 def budgeted(
     config: CabConfig,
     apart: Mapping[Form, Pairs],
@@ -153,9 +150,7 @@ def budgeted(
         whole: the share of heads that attend everything, where it is not that of the tables.
     """
     (density,) = {form.density for form in apart}
-    if whole is None:
-        everything = [len(pairs) for form, pairs in apart.items() if form.kind == "whole"]
-        whole = sum(everything) / (layers * heads)
+    whole = whole_share(apart, layers, heads) if whole is None else whole
     # the others share what is left
     even = filled(config, (density - whole) / (1 - whole), q, k)
     return replace(even, **tables(config, apart, layers, heads))
@@ -169,6 +164,12 @@ def tables(
     for form, pairs in apart.items():
         made |= form.table(pairs, layers, heads, config.mass)
     return made
+
+
+def whole_share(apart: Mapping[Form, Pairs], layers: int, heads: int) -> float:
+    """The share of all heads that attends everything."""
+    counts = (len(pairs) for form, pairs in apart.items() if form.kind == "whole")
+    return sum(counts) / (layers * heads)
 
 
 def shared_out(forms: Sequence[Form], layers: int, heads: int) -> dict[Form, list[tuple[int, int]]]:

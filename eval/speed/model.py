@@ -72,10 +72,12 @@ class ModelSettings(SpeedSettings):
         shares = sum(form.share for form in given) <= 1
         accepted = "one form of each kind, of one density, and no more heads than there are"
         self.check("budgets", alone and together and shares, accepted)
-        apart = forms.shared_out(given, self.layers, self.heads)
+        shape = self.layers, self.heads
+        apart = forms.shared_out(given, *shape)
+        left = forms.whole_share(apart, *shape) < given[0].density
+        self.check("budgets", left, f"fewer whole heads, in {self.layers} layers of {self.heads}")
         # a stride that no config takes is refused here
-        even = self.cab_config
-        dataclasses.replace(even, **forms.tables(even, apart, self.layers, self.heads))
+        dataclasses.replace(self.cab_config, **forms.tables(self.cab_config, apart, *shape))
 
     def calibrated(self, length: int) -> CabConfig:
         """The config of `CALIBRATED` at that length: ``budgets`` for the heads of all layers.
