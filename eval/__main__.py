@@ -15,7 +15,7 @@ from cab_hf.runs.log import LogError
 # command -> module, with an `Experiment` called EXPERIMENT, or ``main(words)``, or COMMANDS again
 COMMANDS = {
     name: f"cab_hf.eval.{name}"
-    for name in ("bridges", "fidelity", "harness", "passkey", "readme", "speed")
+    for name in ("bridges", "calibrate", "fidelity", "harness", "passkey", "readme", "speed")
 }
 
 

@@ -42,6 +42,7 @@ from cab_hf.eval.methods import H2O, METHODS, Cab, Cell, Dense, Method
 from cab_hf.eval.models import load_model
 from cab_hf.eval.passkey import MATCH, fitted, parse_depths
 from cab_hf.eval.report import column, difference, grouped, markdown_table
+from cab_hf.predictors.calibration import passes
 from cab_hf.runs.provenance import file_identity
 from cab_hf.runs.settings import (
     by_device,
@@ -76,11 +77,13 @@ def spell_texts(texts: Sequence[str | Mapping[str, str]]) -> str:
 
 
 def cab_config(told: str) -> CabConfig:
-    """Of ``field=value,field=value`` or a JSON file; sparse at any length.
+    """Of ``field=value,field=value``, a JSON file or what ships; sparse at any length.
 
     Raises:
         ValueError: there is no such file, or what it or ``told`` has are no fields of CabConfig.
     """
+    if told in CabConfig.shipped():
+        return CabConfig.from_dict({**CabConfig.calibrated(told).to_dict(), "min_length": 0})
     if not told.endswith(".json"):
         given = dict(map(parse_assignment, filter(None, FIELD.split(told))))
         return CabConfig.from_dict({"min_length": 0, **given})
@@ -106,7 +109,8 @@ class Settings:
     )
     cab: tuple[str, ...] = option(
         (),
-        "another configuration as method cab:NAME, NAME=field=value,... or NAME=FILE.json; "
+        "another configuration as method cab:NAME, NAME=field=value,..., NAME=FILE.json or "
+        "NAME=SHIPPED; "
         "repeatable",
         repeatable=True,
     )
@@ -328,10 +332,15 @@ class Fidelity(Experiment):
                 yield {**cell, **asked, "fitted": matched}
 
     def realised(self, text: str, length: int, samples: Sequence[Row]) -> float:
-        """What the matched method keeps of ``text``, in the layers that are not dense."""
+        """What the matched method takes on ``text``, in the layers that are not dense."""
         ours = (self.settings.match, text, length, None)
-        realised = [s["sparse_density"] for s in _usual(samples) if cell_of(s) == ours]
-        return fmean(1.0 if density is None else density for density in realised)
+        # what passes take, the others may attend
+        realised = [
+            1.0 if s["sparse_density"] is None else s["sparse_density"] + s["cost"] - s["density"]
+            for s in _usual(samples)
+            if cell_of(s) == ours
+        ]
+        return fmean(realised)
 
     def method(self, case: Mapping[str, Any]) -> Method:
         """Set up for a case; block sizes and engine of baselines are the matched method's."""
@@ -455,8 +464,8 @@ EXPERIMENT = Fidelity
 
 
 def cost_of(config: CabConfig, density: float) -> float:
-    """Share of all causal pairs that is computed with ``config``: what is attended."""
-    return density
+    """What ``config`` takes, as a share of dense attention: what is attended, and exact passes."""
+    return density + passes(config)
 
 
 def answered(tokenizer: Any, prompt: Prompt) -> Reading:

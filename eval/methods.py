@@ -35,6 +35,7 @@ from cab_hf.predictors import Call, make_predictor
 from cab_hf.predictors.baselines import column_sums
 
 BUDGET_STEPS = 1000  # a share of a row is fitted to this fraction
+BUDGETS = ("mass", "bridges", "sparsity", "exact_stride")  # fields that take tables
 PROBE_DIM = 16  # head dim of the random q and k that a budget is fitted on
 SEED = 0  # of the probe
 H2O_ATTENTION = "cab_h2o"
@@ -51,6 +52,11 @@ class Cell:
     budget: float | None  # density to match in the layers that are not dense
     length: int  # tokens of the prompts
     device: torch.device | str = "cpu"  # where fitting computes
+
+    @property
+    def shared(self) -> CabConfig:
+        """What of the config holds for every method: all but budgets a head."""
+        return replace(self.config, **{name: getattr(CabConfig, name) for name in BUDGETS})
 
 
 def fitted_config(candidates: Sequence[CabConfig], cell: Cell) -> CabConfig:
@@ -150,7 +156,7 @@ class Full(Cab):
 
     @classmethod
     def fit(cls, cell: Cell) -> Full:
-        return cls(replace(cell.config, select="clusters", mass=1.0, max_density=1.0))
+        return cls(replace(cell.shared, select="clusters", mass=1.0, max_density=1.0))
 
 
 @dataclass(frozen=True)
@@ -165,7 +171,7 @@ class Published(Cab):
 
     @classmethod
     def fit(cls, cell: Cell) -> Published:
-        kept = ("min_length", "dense_layers", "engine", "sparse_decode")
+        kept = ("min_length", "dense_layers", "engine", "sparse_decode", "dense_tail")
         shared = {field: getattr(cell.config, field) for field in kept}
         return cls(fitted_sparsity(CabConfig.published(**shared), cell))
 
@@ -185,7 +191,7 @@ class Streaming(Cab):
 
     @classmethod
     def fit(cls, cell: Cell) -> Streaming:
-        base = replace(cell.config, predictor="streaming", sink_blocks=1, sparse_decode=True)
+        base = replace(cell.shared, predictor="streaming", sink_blocks=1, sparse_decode=True)
         windows = range(1, -(-cell.length // base.key_block) + 1)
         return cls(fitted_config([replace(base, local_blocks=w) for w in windows], cell))
 
@@ -210,7 +216,7 @@ class Random(Cab):
     @classmethod
     def fit(cls, cell: Cell) -> Random:
         # how many blocks a row keeps does not depend on which, so the cheapest choice is fitted
-        fitted = fitted_sparsity(replace(cell.config, predictor=Random.name), cell)
+        fitted = fitted_sparsity(replace(cell.shared, predictor=Random.name), cell)
         return cls(replace(fitted, predictor=cls.name))
 
 

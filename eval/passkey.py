@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import product
 from operator import itemgetter
@@ -25,7 +25,7 @@ from cab_hf.eval import charts
 from cab_hf.eval.experiment import Experiment, Row
 from cab_hf.eval.haystack import FILLERS, Haystack, Prompt, answered
 from cab_hf.eval.intervals import paired_difference, wilson
-from cab_hf.eval.methods import CONTROLS, METHODS, Cab, Cell, Dense, Method
+from cab_hf.eval.methods import CONTROLS, METHODS, Cab, Cell, Dense, Method, Streaming
 from cab_hf.eval.models import load_model
 from cab_hf.eval.report import difference, markdown_table
 from cab_hf.runs.provenance import file_identity
@@ -218,7 +218,11 @@ class Passkey(Experiment):
         """What became of one prompt; ``density`` is over all layers, dense ones counting 1."""
         settings, (model, _) = self.settings, self.model_and_tokenizer
         length = case["length"]
-        cell = Cell(settings.cab_config, case["budget"], length, settings.device)
+        config = settings.cab_config
+        if case["method"] == Streaming.name:
+            # with a tail the question would see what left the window, which nothing is to find
+            config = replace(config, dense_tail=0)
+        cell = Cell(config, case["budget"], length, settings.device)
         method = fitted(case["method"], cell)
         prompt = self.prompt(length, case["depth"], case["index"], hide_needle=method.hides_needle)
         with method.applied(model) as densities:

@@ -25,10 +25,9 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     "passkey",
     "fidelity",
-    *(
-        f"speed {op}"
-        for op in ("ttft", "attention", "predictor", "budgets", "breakdown", "prefill")
-    ),
+    "calibrate",
+    *(f"speed {op}" for op in ("ttft", "attention", "predictor", "budgets")),
+    *(f"speed {op}" for op in ("breakdown", "prefill")),
     "bridges",
 )
 SPEED = "speed-ttft"

@@ -9,6 +9,7 @@ from words import make_tokenizer
 
 import cab_hf
 from cab_hf import CabConfig
+from cab_hf.config import budgets_of
 from cab_hf.patches import calibration as of_models
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
@@ -45,7 +46,7 @@ def test_what_attends_everything_loses_nothing():
 def test_missed_mass_is_that_of_the_true_shares_by_hand():
     q, k, _ = qkv(q_length=70, heads=2, kv_heads=1)
     found = losses_of(q, k, [FORCED], dense_tail=0)
-    plan = make_predictor(CabConfig(**SMALL, dense_tail=0, mass=((0.0, 0.0),)))(
+    plan = make_predictor(CabConfig(**SMALL, dense_tail=0, mass=((0.0, 0.0),), bridges=0))(
         q, k, Call(Spans.causal(1, 70, 70, "cpu"), q.shape[-1] ** -0.5, 0)
     )
     logits = q @ k.repeat_interleave(2, 1).transpose(-1, -2) * q.shape[-1] ** -0.5
@@ -107,11 +108,12 @@ def test_tables_give_each_head_its_option():
     made = tables([FORCED, EXACT], torch.tensor([[0, 1], [1, 1]]))
     assert made["mass"] == ((0.0, 0.9), (0.9, 0.9))
     assert made["exact_stride"] == ((0, 2), (2, 2))
-    assert CabConfig(**made).of_layer(0, 2).exact == (1,)
+    assert budgets_of(CabConfig(**made), 0, 2).exact(2) == (1,)
 
 
 @pytest.fixture
-def model():
+def model(monkeypatch):
+    monkeypatch.setattr(of_models, "KEYS", 2)
     tokenizer = make_tokenizer()
     return tiny_model(vocab_size=len(tokenizer)), tokenizer
 
@@ -122,14 +124,14 @@ def test_a_model_is_calibrated_and_saved(model, predictor, tmp_path):
     config = CabConfig(**SMALL, predictor=predictor)
     before = model.config._attn_implementation
     given = cab_hf.calibrate(
-        model, tokenizer, ["Nobody knows. So it goes."], 0.7, config=config, length=600, documents=1
+        model, tokenizer, ["Nobody knows. So it goes."], 0.7, config=config, length=300, documents=1
     )
     assert model.config._attn_implementation == before
     assert model.config.cab_config == given.to_dict()
     given.save(tmp_path / "own.json")
     assert CabConfig.calibrated(tmp_path / "own.json") == given
     cab_hf.apply_cab(model)
-    ids = torch.randint(2, 50, (1, 600), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(2, 50, (1, 300), generator=torch.Generator().manual_seed(0))
     model(ids)
     densities = [layer["density"] for layer in cab_hf.stats(model)]
     assert all(0 < density < 1 for density in densities)
@@ -145,7 +147,7 @@ def test_another_density_gives_other_budgets(model):
             ["So it goes."],
             density,
             config=CabConfig(**SMALL),
-            length=600,
+            length=300,
             documents=1,
         )
         for density in (0.55, 0.9)

@@ -181,4 +181,4 @@ def test_commands_are_listed_and_others_refused(capsys):
     assert "passkey    find a number hidden in a long text" in capsys.readouterr().out
     for words in (["magic"], []):
         assert __main__.main(words) == 2
-        assert "give a command, one of bridges, fidelity" in capsys.readouterr().err
+        assert "give a command, one of bridges, calibrate, fidelity" in capsys.readouterr().err

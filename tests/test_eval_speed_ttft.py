@@ -230,7 +230,7 @@ def test_memory_that_runs_out_is_a_row(monkeypatch):
             ["--budgets", "whole:0.3:0.5,exact:0.8:4:0.5"], "no more heads than", id="heads apart"
         ),
         pytest.param(
-            ["--budgets", "whole:0.6:0.61", "--layers", "1"], "fewer whole heads", id="rounded up"
+            ["--budgets", "whole:0.7:0.71", "--layers", "1"], "fewer whole heads", id="rounded up"
         ),
         pytest.param(["--budgets", "exact:0.5:3:0.5"], "exact_stride", id="stride"),
     ],

@@ -59,6 +59,21 @@ def pass_cost(stride: float) -> float:
     return EXACT_PASS + EXACT_PASS_PER_STRIDE / stride if stride else 0.0
 
 
+def passes(config: CabConfig) -> float:
+    """The mean over heads of what exact passes take, as a share of dense attention's time."""
+    stride, mass = config.exact_stride, config.mass
+    if not isinstance(stride, tuple):
+        return pass_cost(stride)
+    rows = mass if isinstance(mass, tuple) else ((mass,) * len(stride[0]),) * len(stride)
+    # heads that attend everything are not looked at before
+    spent = [
+        0.0 if whole == 1 else pass_cost(each)
+        for row, masses in zip(stride, rows, strict=False)
+        for each, whole in zip(row, masses, strict=True)
+    ]
+    return sum(spent) / len(spent)
+
+
 def costs(options: Sequence[Option], density: Tensor) -> Tensor:
     """What each option takes, as a share of dense attention: [..., options] like ``density``."""
     passes = [pass_cost(option.get("exact_stride", 0)) for option in options]

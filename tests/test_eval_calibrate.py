@@ -1,0 +1,91 @@
+"""The calibrate command: losses of a document a sample, budgets and config files from them."""
+
+import json
+
+import pytest
+from tiny import tiny_model
+from words import TEXT, make_tokenizer
+
+from cab_hf import CabConfig
+from cab_hf.eval import calibrate
+from cab_hf.eval.__main__ import main
+from cab_hf.eval.calibrate import Calibrate
+from cab_hf.eval.experiment import render
+
+SMALL = ("query_block=16", "key_block=16")
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    folder, tokenizer = tmp_path_factory.mktemp("tiny-llama"), make_tokenizer()
+    sizes = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 1}
+    tiny_model(num_hidden_layers=2, **sizes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def book(tmp_path, monkeypatch):
+    monkeypatch.setattr(calibrate, "KEYS", 2)
+    file = tmp_path / "book.txt"
+    file.write_text(TEXT)
+    return file
+
+
+def command(model_folder, book, out, *more):
+    given = ["--model", model_folder, "--texts", book, "--out", out, "--length", 300]
+    given += ["--device", "cpu", *(word for field in SMALL for word in ("--set", field))]
+    return main(["calibrate", *map(str, (*given, *more))])
+
+
+def test_it_writes_a_config_for_every_density_and_goes_on(model_folder, book, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert command(model_folder, book, out, "--target-densities", "0.6") == 0
+    low = CabConfig.calibrated(out / "cab_config-0.6.json")
+    assert len(low.mass) == 2 and len(low.mass[0]) == 6
+    assert low.query_block == 16 and low.min_length == CabConfig().min_length
+    assert command(model_folder, book, out, "--target-densities", "0.9", "--documents", 2) == 0
+    content = json.loads((out / "results.json").read_text())
+    assert content["provenance"]["settings"]["target_densities"] == [0.6, 0.9]
+    assert len((out / "samples.jsonl").read_text().splitlines()) == 3
+    for target in (0.6, 0.9):
+        assert (out / f"cab_config-{target}.json").is_file()
+        costs = [row["cost"] for row in content["rows"] if row["target"] == target]
+        assert len(costs) == 12 and sum(costs) / 12 <= target + 1e-4
+    assert "config: " in capsys.readouterr().out
+    before = (out / "results.json").read_text()
+    render(out)
+    assert (out / "results.json").read_text() == before
+    assert (out / "figure.png").stat().st_size > 10_000
+
+
+def test_rows_say_what_each_head_got(model_folder, book, tmp_path):
+    out = tmp_path / "run"
+    assert command(model_folder, book, out, "--target-densities", "0.7") == 0
+    config = CabConfig.calibrated(out / "cab_config-0.7.json")
+    for row in json.loads((out / "results.json").read_text())["rows"]:
+        for field in ("mass", "bridges", "exact_stride"):
+            assert row[field] == getattr(config, field)[row["layer"]][row["head"]]
+        kind = "exact" if row["exact_stride"] else "all" if row["mass"] == 1 else "estimate"
+        assert row["kind"] == kind
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--target-densities", "1.5"], r"target_densities must be in (0, 1]"),
+        (["--texts", "nowhere.txt"], "texts must be UTF-8 files or built-in"),
+        (["--set", "mas=1"], "CabConfig has no field 'mas'"),
+    ],
+)
+def test_bad_settings_are_refused(words, told, capsys):
+    with pytest.raises(SystemExit):
+        main(["calibrate", *words])
+    assert told in capsys.readouterr().err
+
+
+def test_the_table_counts_kinds_of_heads():
+    shared = {"target": 0.2, "density": 0.1, "cost": 0.2, "missed": 0.01, "needle": 0.0}
+    kinds = ("estimate", "estimate", "exact", "all")
+    (table,) = Calibrate.tables([{**shared, "kind": kind} for kind in kinds]).values()
+    assert "| 0.20 | 4 | 2 | 1 | 1 | 0.1000 | 0.2000 | 0.0100 | 0.0000 |" in table
