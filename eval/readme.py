@@ -26,7 +26,8 @@ ORDER = (
     "passkey",
     "fidelity",
     "calibrate",
-    *(f"speed {op}" for op in ("ttft", "attention", "predictor", "breakdown", "prefill")),
+    *(f"speed {op}" for op in ("ttft", "attention", "predictor", "budgets")),
+    *(f"speed {op}" for op in ("breakdown", "prefill")),
     "bridges",
 )
 SPEED = "speed-ttft"

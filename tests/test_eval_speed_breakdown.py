@@ -15,8 +15,8 @@ def derive(samples):
     return Breakdown.rows(samples, {})
 
 
-def measured(bench=None):
-    settings = Settings(device="cpu", lengths=(96,), config=BLOCKS, **TINY)
+def measured(bench=None, **more):
+    settings = Settings(device="cpu", lengths=(96,), config=BLOCKS, **TINY, **more)
     return derive([sample_of(Breakdown, settings, {"length": 96}, bench)])
 
 
@@ -32,6 +32,7 @@ def split_row(length, ms, **parts):
     [
         ("_coarsen_kernel", "coarsen"),
         ("_two_hop_kernel_0d1d2d", "curvature"),
+        ("_exact_scores_kernel", "curvature"),
         ("_block_lists_kernel", "select"),
         ("_block_attention_fwd_kernel", "attention"),
         ("_block_attention_split_levels_kernel", "attention"),
@@ -93,6 +94,12 @@ def test_a_whole_run_says_that_a_cpu_has_no_kernels(tmp_path):
     text = (tmp_path / "report.md").read_text()
     assert "| not split into parts | there is no GPU to profile | 96, 192 |" in text
     assert "| ran as | layer 0: sparse, engine reference" in text
+
+
+def test_budgets_a_head_are_what_is_attended():
+    (row,) = measured(FakeBench(), budgets=("whole:0.75:0.9",))
+    (even,) = measured(FakeBench())
+    assert row["density"] > even["density"]
 
 
 def test_memory_that_runs_out_is_a_row(monkeypatch):

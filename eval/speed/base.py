@@ -37,6 +37,7 @@ REMARKS = {
     "why_no_split": "not split into parts",
     "without_graph": "no CUDA graph, so its time is eager",
     "not_measured": "not measured",
+    "missed": "density missed",
 }
 MADE_BY = ("device", "versions", "baselines", "commit")  # of the provenance
 

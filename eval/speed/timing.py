@@ -26,7 +26,7 @@ FLUSHED_BYTES = 256 << 20  # several times the L2 of any GPU there is
 # part -> what the names of its kernels contain; the first that fits
 PREDICTOR = {
     "coarsen": ("coarsen",),
-    "curvature": ("block_scores", "affinity", "two_hop", "column_strength"),
+    "curvature": ("block_scores", "exact_scores", "affinity", "two_hop", "column_strength"),
     "select": ("select", "lists"),
 }
 OTHER = "other"

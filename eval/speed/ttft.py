@@ -13,11 +13,19 @@ from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, grouped, markdown_table, percent, seconds
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import DENSITY, TOKENS, Speed, by_length, listed, powers, remarks
-from cab_hf.eval.speed.model import CAB, SDPA, ModelSettings, described, prefilling
+from cab_hf.eval.speed.model import (
+    CAB,
+    CALIBRATED,
+    EVEN,
+    SDPA,
+    ModelSettings,
+    described,
+    prefilling,
+)
 from cab_hf.runs.settings import option
 
 TIMES = "{:.2f}×".format
-WIDTHS = dict(zip(CAB, (4.0, 1.5), strict=True))
+WIDTHS = dict(zip(CAB, (4.0, 1.5, 1.5), strict=True))
 
 
 @dataclass(frozen=True)
@@ -30,15 +38,20 @@ class Settings(ModelSettings):
 
     lengths: tuple[int, ...] | None = powers(12, 17)
     implementations: tuple[str, ...] | None = listed(
-        (SDPA, "cuDNN", "FA3", "FA4", *CAB), (SDPA, "SDPA", *CAB), "ways to attend"
+        (SDPA, "cuDNN", "FA3", "FA4", *EVEN), (SDPA, "SDPA", *EVEN), "ways to attend"
     )
     runs: int = option(3, "timed runs of every row", int)
 
     def __post_init__(self) -> None:
+        asked = self.implementations
         super().__post_init__()
+        if self.budgets and not asked:
+            self._set("implementations", (*self.implementations, CALIBRATED))
         known = (SDPA, *CAB, *dense.on(self.device))
         named = set(self.implementations) <= set(known)
         self.check("implementations", named, f"out of {', '.join(known)}")
+        fits = self.budgets or CALIBRATED not in self.implementations
+        self.check("budgets", fits, f"given where {CALIBRATED} is to run")
 
     @property
     def method(self) -> str:
@@ -141,7 +154,8 @@ class TimeToFirstToken(Speed):
     def notes(settings: Mapping[str, Any]) -> str:
         return (
             f"{described(settings)}\n\nsdpa is transformers' own; other dense ways take its place. "
-            "cab computes prompts shorter than min_length dense, cab-always none. "
+            "cab computes prompts shorter than min_length dense, the other two none; the heads "
+            "apart of cab-calibrated lie evenly over all layers, and no calibration chose them. "
             "At most: operations of the dense model over those at the realised density, attended "
             f"over causal pairs in all layers. TFLOP/s count what is attended. {dense.BREAK_EVEN}"
         )
