@@ -53,7 +53,7 @@ def row_of(length, ms, baselines=None, direction="forward", budget=0.1, **more):
 def finished(tmp_path_factory):
     """The folder of a whole run, to read."""
     out = tmp_path_factory.mktemp("attention")
-    command(out, "--densities", "0.2,1", "--lengths", "96,192", drawn=True)
+    command(out, "--densities", "0.2,1", "--lengths", "192,384", drawn=True)
     return out
 
 
@@ -67,7 +67,7 @@ def test_a_row_has_what_identifies_it_and_what_it_took(finished):
         (direction, budget, length)
         for direction in ("forward", "backward")
         for budget in (0.2, 1.0)
-        for length in (96, 192)
+        for length in (192, 384)
     ]
     for row in rows:
         assert (row["head_dim"], row["blocks"], row["dtype"]) == (16, "32x16", "float32")
