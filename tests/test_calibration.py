@@ -40,7 +40,7 @@ def test_what_attends_everything_loses_nothing():
     found = losses_of(q, k, [EVERYTHING, FORCED])
     torch.testing.assert_close(found.missed[:, 0], torch.zeros(4, dtype=torch.float64))
     torch.testing.assert_close(found.density[:, 0], torch.ones(4, dtype=torch.float64))
-    assert (found.missed[:, 1] > 0).all() and (found.density[:, 1] < 0.7).all()
+    assert (found.missed[:, 1] > 0).all() and (found.density[:, 1] < 0.9).all()
 
 
 def test_missed_mass_is_that_of_the_true_shares_by_hand():

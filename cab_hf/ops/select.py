@@ -329,8 +329,8 @@ def _select_kernel(
         else:
             # [CHUNK / 32, 32]: one bit a block
             word = tl.reshape(kept.to(tl.int32), [CHUNK // 32, 32]) << tl.arange(0, 32)[None, :]
-            place = first // 32 + tl.arange(0, CHUNK // 32)
-            tl.store(bits + place, tl.sum(word, 1), mask=place < word_count)
+            words = first // 32 + tl.arange(0, CHUNK // 32)
+            tl.store(bits + words, tl.sum(word, 1), mask=words < word_count)
             whole = kept & (column >= whole_low) & (column <= whole_high)
             full_here = tl.sum(whole.to(tl.int32), 0)
             full_count += full_here
