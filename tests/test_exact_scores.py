@@ -331,7 +331,8 @@ def test_rows_without_a_sample_keep_what_is_forced_and_the_first_bridges():
     """Two queries of a block of 32, where every fourth is looked at: nothing is known of them."""
     q, k = loud(**SHAPE | {"q_length": 130})
     spans = Spans.causal(1, 130, 130, "cpu")
-    fields = {"mass": ((0.0,) * 4,), "bridges": 0.3, "dense_tail": 0, "exact_stride": 4}
+    fields = {"mass": ((0.0,) * 4,), "bridges": 0.3, "exact_stride": 4}
+    fields |= {"dense_tail": 0, "local_blocks": 2}
     config = CabConfig(**SMALL, **fields)
     for plan in (on_the_cpu(config, q, k, spans), by_kernels(config, q, k, spans)):
         last = plan.to_dense()[0, :, 4]
