@@ -147,6 +147,26 @@ def test_without_gradient_it_is_put_in_place(shape, blocks, return_lse):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "blocks"), [case for case in CASES if "dim" not in case.values[0]]
+)
+def test_rows_may_walk_the_keys_in_parts(shape, blocks, return_lse, monkeypatch):
+    """Long texts: few rows that walk all keys would leave a GPU waiting."""
+    q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
+    monkeypatch.setattr(whole, "SPLIT_KEYS", 16)
+    monkeypatch.setattr(whole, "EXACT_BLOCK", max(blocks))
+    splits = []
+    gathered = whole._gathered
+    monkeypatch.setattr(whole, "_gathered", lambda *a: splits.append(a[1]) or gathered(*a))
+    found = engines.TRITON.attention(q, k, v, plan, 0.2, return_lse)
+    meant = reference.attention(q, k, v, listed(plan), 0.2, return_lse)
+    for a, b in zip(*((x if return_lse else (x,)) for x in (found, meant)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    assert all(number > 1 for number in splits)
+    assert bool(splits) == (plan.whole_rows is not None)
+
+
 def test_values_may_have_a_head_dim_of_their_own():
     q, k, _ = qkv(q_length=70, dim=24)
     v = qkv(q_length=70)[2]

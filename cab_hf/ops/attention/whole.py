@@ -14,6 +14,10 @@ from torch import Tensor
 
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
 
+# keys that a part of a row has at least, and the most parts
+SPLIT_KEYS = 4096
+MOST_SPLITS = 16
+
 Attend = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
 
@@ -75,21 +79,41 @@ def _with_heads(attend, found, q, k, v, plan, scale, trained) -> list[Tensor]:
 
 def _with_rows(attend, found, q, k, v, plan, scale, trained) -> list[Tensor]:
     """``found`` (out, or out and log-sum-exp) with the rows that attend everything."""
+    # merging weighs by log-sum-exps, through which no gradient flows
+    splits = 1 if trained or torch.compiler.is_compiling() else _splits(plan.kv_length)
     query, real, rows = plan.spans.made(
-        ("whole rows", plan.whole_rows, plan.blocks), lambda: _gathered(plan)
+        ("whole rows", plan.whole_rows, plan.blocks, splits), lambda: _gathered(plan, splits)
     )
-    apart = attend(_take(q, query), k, v, rows, scale, len(found) > 1)
-    apart = apart if len(found) > 1 else (apart,)
+    some = _take(q, query)
+    if splits == 1:
+        apart = attend(some, k, v, rows, scale, len(found) > 1)
+        apart = apart if len(found) > 1 else (apart,)
+    else:
+        apart = _merged(*attend(some.repeat(1, 1, splits, 1), k, v, rows, scale, True), splits)
     # such a row listed nothing: its output is 0 and its sum -inf. Several places may be filled
     # from nowhere, so adding nothing is what can be done to all of them
     target, source = found[0], apart[0].masked_fill(~real[:, None, :, None], 0.0)
     add = target.scatter_add if trained else target.scatter_add_
     together = [add(2, query[:, None, :, None].expand_as(source), source)]
-    for target, source in zip(found[1:], apart[1:], strict=True):
+    for target, source in zip(found[1:], apart[1:], strict=False):
         source = source.masked_fill(~real[:, None], -torch.inf)
         raised = target.scatter_reduce if trained else target.scatter_reduce_
         together.append(raised(2, query[:, None].expand_as(source), source, "amax"))
     return together
+
+
+def _splits(kv_length: int) -> int:
+    """In how many parts rows walk the keys: few rows that walk them all leave a GPU waiting."""
+    return max(1, min(MOST_SPLITS, kv_length // SPLIT_KEYS))
+
+
+def _merged(out: Tensor, lse: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """(out, log-sum-exp) over all keys, of those over each part, one behind the other."""
+    out, lse = (x.unflatten(2, (splits, -1)) for x in (out, lse))
+    total = lse.logsumexp(2)
+    # a query that sees nothing has no part to weigh
+    weight = (lse - total.unsqueeze(2)).exp().nan_to_num(0.0).unsqueeze(-1)
+    return (out * weight).sum(2).to(out.dtype), total
 
 
 def take_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
@@ -114,23 +138,28 @@ def _everything(plan: BlockPlan) -> BlockPlan:
     )
 
 
-def _gathered(plan: BlockPlan) -> tuple[Tensor, Tensor, BlockPlan]:
+def _gathered(plan: BlockPlan, splits: int) -> tuple[Tensor, Tensor, BlockPlan]:
     """The queries of the rows that attend everything, and the plan of one head for them.
 
     Returns:
-        (int64 [B, R * query_block], the queries; bool likewise, which of them exist; the plan).
+        (int64 [B, R * query_block], the queries; bool likewise, which of them exist; the plan,
+        which has them ``splits`` times, each time over another part of the keys).
     """
     spans, size = plan.spans, plan.query_block
     inside = torch.arange(size, device=spans.last.device)
     query = (plan.whole_rows.unsqueeze(-1) * size + inside).flatten(1)
     real = (query >= 0) & (query < spans.q_length)
     query = query.clamp(0, spans.q_length - 1)
-    some = replace(
-        spans,
-        first=spans.first.gather(1, query),
-        last=spans.last.gather(1, query).masked_fill(~real, -1),
-        consecutive=False,
-    )
+    first = spans.first.gather(1, query)
+    last = spans.last.gather(1, query).masked_fill(~real, -1)
+    if splits > 1:
+        # whole blocks, so that no block is cut where a part ends
+        part = -(-plan.kv_length // (splits * EXACT_BLOCK)) * EXACT_BLOCK
+        begins = part * torch.arange(splits, device=first.device, dtype=first.dtype)[:, None]
+        first = torch.maximum(first.unsqueeze(1), begins).flatten(1)
+        last = torch.minimum(last.unsqueeze(1), begins + (part - 1)).flatten(1)
+        last = last.masked_fill(last < first, -1)
+    some = replace(spans, first=first, last=last, consecutive=False)
     blocks = size, max(plan.key_block, EXACT_BLOCK)
     return query, real, BlockPlan.causal(_for_blocks(some, plan, *blocks), 1, *blocks)
 
