@@ -158,10 +158,10 @@ def test_another_density_gives_other_budgets(model):
 
 def test_what_ships_is_found_by_name():
     names = CabConfig.shipped()
-    assert "smollm2-0.25" in names and "smollm2-0.15" in names
-    config = CabConfig.calibrated("smollm2-0.25")
+    assert names == ("smollm2-0.13", "smollm2-0.22")
+    config = CabConfig.calibrated("smollm2-0.22")
     assert len(config.mass) == 30 and {len(row) for row in config.mass} == {9}
-    with pytest.raises(ValueError, match="smollm2-0.25"):
+    with pytest.raises(ValueError, match="smollm2-0.13, smollm2-0.22"):
         CabConfig.calibrated("gpt-5")
 
 

@@ -7,11 +7,11 @@ import pytest
 
 from cab_hf.eval import readme, report
 from cab_hf.eval.passkey import Passkey
-from cab_hf.eval.readme import KEPT, SPEED, SPEED_LENGTHS
+from cab_hf.eval.readme import ARMS, KEPT, SPEED, SPEED_LENGTHS, TEXTS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "eval" / "results"
-COMMITTED = [*KEPT.values(), "bridges"]
+COMMITTED = [KEPT, "smollm2-8192-text-1key", "bridges"]
 PAGE = "a\n<!-- table: speed -->\nold\n<!-- end -->\nb\n<!-- table: kept -->\n<!-- end -->\nc\n"
 MADE = {"experiment": "passkey", "device": "a GPU", "commit": "0123456789"}
 
@@ -37,12 +37,15 @@ def write(folder, rows, **made):
 @pytest.fixture
 def results(tmp_path):
     """A folder that has all that both pages ask for; the speed rows have passkey's experiment."""
-    for what, name in KEPT.items():
-        loss = -0.4 if "prose" in what else -0.02
-        rows = [answers("dense", 0.9, 1.0), answers("cab", 0.9 + loss, 0.2, loss)]
-        rows += [answers("random", 0.3, 0.2, -0.6), answers("h2o", 0.4, 0.2, -0.5)]
-        # a control is no method
-        write(tmp_path / name, [*rows, answers("full", 0.9, 1.0, 0.0)])
+    rows = []
+    for text in TEXTS:
+        for method in ARMS:
+            lost = {"delta_high": -0.1, "ratio": 1.2, "ratio_low": 1.1} if method == "cab" else {}
+            same = {"delta_high": 0.1, "ratio": 1.01, "ratio_low": 1.0}
+            found = {"share": 0.5} | ({} if method == "dense" else same | lost)
+            cost = {"text": text, "method": method, "cost": 1.0 if method == "dense" else 0.2}
+            rows.append({**cost, "pass": found, "recall": found, "perplexity": found})
+    write(tmp_path / KEPT, rows)
     rows = []
     for length in SPEED_LENGTHS:
         rows.append({"length": length, "implementation": "sdpa", "ms": 250.0})
@@ -90,11 +93,12 @@ def test_all_folders_are_on_the_page_in_order(results, monkeypatch):
     kinds = {"passkey": Passkey, "bridges": Later}
     monkeypatch.setattr(readme, "named", kinds.get)
     write(results / "a", [answers("dense", 0.9, 1.0)], experiment="bridges")
-    (results / SPEED / "results.json").write_text(
-        (results / KEPT["one key in noise"] / "results.json").read_text()
-    )
+    for name in (SPEED, KEPT):
+        write(results / f"{name}-passkey", [answers("dense", 0.9, 1.0)])
+        (results / name / "results.json").unlink()
+        (results / name).rmdir()
     shown = re.findall(r"\]\((\S+)/report.md\)", readme.results_page(results))
-    assert shown == [*sorted([*KEPT.values(), SPEED]), "a"]
+    assert shown == [f"{KEPT}-passkey", f"{SPEED}-passkey", "a"]
 
 
 def test_tables_of_the_readme_by_hand(results):
@@ -103,11 +107,11 @@ def test_tables_of_the_readme_by_hand(results):
     assert "| tokens | sdpa s | cab s | × | density |" in page
     assert "| 131,072 | 0.250 | 0.100 | 2.50 | 0.10 |" in page
     assert "a GPU, torch 2, commit fedcba9; more in [eval/results](eval/results)." in page
-    assert "| one key in noise | 0.90 | 0.88 | -0.02 [-0.12, +0.08] | 0.20 | h2o 0.40 |" in page
+    assert "| licence prose | dense | 1.00 | 0.50 | 0.50 | × 1.000 |" in page
+    assert "| source code | calibrated to 0.22 | 0.20 | 0.50 | 0.50 | × 1.010 |" in page
     # what is lost for sure is seen
-    lost = "| 0.90 | 0.50 | **-0.40 [-0.50, -0.30]** | 0.20 | h2o 0.40 |"
-    assert f"| one key in licence prose {lost}" in page
-    assert page.count("\n| ") == 2 * 2 + 2 * 4
+    assert "| source code | cab as it comes | 0.20 | **0.50** | **0.50** | **× 1.200** |" in page
+    assert page.count("\n| ") == 2 * 2 + 4 + 8
 
 
 def test_a_page_made_anew_is_the_same(results):

@@ -7,6 +7,10 @@ import pytest
 import torch
 from tiny import tiny_model, tokens
 from transformers import AutoModelForCausalLM
+from words import make_tokenizer
+
+from cab_hf import CabConfig
+from cab_hf.patches import calibration
 
 PAGE = (Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -15,7 +19,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """A tiny model stands for whatever the README loads by name."""
-    tiny_model().save_pretrained(tmp_path)
+    tiny_model(vocab_size=len(make_tokenizer())).save_pretrained(tmp_path)
     load = AutoModelForCausalLM.from_pretrained
 
     def loaded(name, **options):
@@ -24,8 +28,15 @@ def hub(monkeypatch, tmp_path):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
 
 
-def test_the_python_of_the_readme_runs(hub, capsys):
-    place = {"inputs": {"input_ids": tokens(1, 150), "max_new_tokens": 2, "do_sample": False}}
+def test_the_python_of_the_readme_runs(hub, capsys, monkeypatch, tmp_path):
+    inputs = {"input_ids": tokens(1, 150), "max_new_tokens": 2, "do_sample": False}
+    monkeypatch.chdir(tmp_path)
+    # many blocks in a short text
+    small = CabConfig(query_block=16, key_block=16, min_length=0)
+    monkeypatch.setattr(calibration, "settings", lambda _: small)
+    monkeypatch.setattr(calibration, "LENGTH", 900)
+    monkeypatch.setattr(calibration, "KEYS", 2)
+    place = {"inputs": inputs, "tokenizer": make_tokenizer()}
     with torch.no_grad():
         for block in BLOCKS:
             exec(block, place)
