@@ -22,11 +22,12 @@ from cab_hf.predictors.base import Call, make_predictor
 
 # of the loss: what a missed needle weighs beside missed mass squared
 NEEDLE_WEIGHT = 3.0
-# an exact pass takes this share of a dense head's time, and this over its stride: at least what an
-# H200 was measured to take at 131,072 tokens and 128 channels (eval/results/speed-budgets)
+# an exact pass takes this share of a dense head's time, and this over its stride: what an H200 was
+# seen to take at 131,072 tokens and 128 channels, a few heads at a time
 EXACT_PASS, EXACT_PASS_PER_STRIDE = 0.02, 0.55
 HALVINGS = 100  # of the bracket around the multiplier
-QUERIES_AT_A_TIME = 512
+# of exact attention held at once, over all heads
+SHARES_AT_A_TIME = 1 << 28
 
 # fields of `CabConfig` that take a table -> a head's value
 Option = Mapping[str, float]
@@ -105,7 +106,8 @@ def measure(
     density = (pairs[None, :, :, None] * keep).sum((1, 2)) / pairs.sum()
 
     missed = torch.zeros_like(density)
-    step = max(1, QUERIES_AT_A_TIME // config.query_block) * config.query_block
+    a_row = heads * spans.kv_length * config.query_block
+    step = max(1, SHARES_AT_A_TIME // a_row) * config.query_block
     for start in range(0, spans.q_length, step):
         shares = _block_shares(q, k, call, config.key_block, slice(start, start + step))
         rows = slice(start // config.query_block, -(-(start + step) // config.query_block))
