@@ -21,8 +21,8 @@ import torch
 from cab_hf.config import CabConfig
 from cab_hf.documents import recall_document, split_sentences
 from cab_hf.eval import charts
-from cab_hf.eval.experiment import PROG, RESULTS, SAMPLES, Experiment, Row, run
-from cab_hf.eval.models import load_model
+from cab_hf.eval.experiment import PROG, RESULTS, SAMPLES, Row, run
+from cab_hf.eval.on_model import OnModel, OnModelSettings
 from cab_hf.eval.report import grouped, markdown_table
 from cab_hf.patches.calibration import (
     DOCUMENTS,
@@ -40,7 +40,6 @@ from cab_hf.runs.provenance import file_identity
 from cab_hf.runs.settings import (
     by_device,
     comma_separated,
-    fill_by_device,
     option,
     parse_assignment,
     read_settings,
@@ -53,10 +52,9 @@ KINDS = ("estimate", "exact", "all")
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(OnModelSettings):
     """What a run is told."""
 
-    model: str = option("smollm2", "name or path of a causal LM; smollm2 needs no hub")
     texts: tuple[str, ...] = option(
         (BUILT_IN,),
         f"comma-separated UTF-8 files that keys are hidden in; {BUILT_IN}: Python's reference",
@@ -69,18 +67,10 @@ class Settings:
     )
     length: int | None = by_device(LENGTH, 1024, "tokens of a document", int)
     documents: int | None = by_device(DOCUMENTS, 1, "how many documents are read", int)
-    set: tuple[str, ...] = option(
-        (), "field=value of CabConfig, e.g. query_block=64; repeatable", repeatable=True
-    )
     out: str = option("calibration_results", "folder for the results; a run found there goes on")
-    seed: int = option(0, "of documents and keys", int)
-    device: str | None = option(None, "torch device (default: cuda where there is one)")
-    dtype: str | None = by_device("bfloat16", "float32", "torch dtype")
 
     def __post_init__(self) -> None:
-        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        object.__setattr__(self, "device", device)
-        fill_by_device(self, torch.device(device).type == "cpu")
+        super().__post_init__()
         check = partial(require, self)
         for text in self.texts:
             there = text == BUILT_IN or Path(text).is_file()
@@ -97,7 +87,7 @@ class Settings:
         return CabConfig.from_dict(dict(map(parse_assignment, self.set)))
 
 
-class Calibrate(Experiment):
+class Calibrate(OnModel):
     """A sample is what all heads lose on one document."""
 
     name = "calibrate"
@@ -107,11 +97,6 @@ class Calibrate(Experiment):
     Settings = Settings
     CASE = ("document",)
     GROWS = ("documents", "target_densities")
-
-    @cached_property
-    def model_and_tokenizer(self) -> tuple[Any, Any]:
-        settings = self.settings
-        return load_model(settings.model, settings.device, settings.dtype)
 
     @cached_property
     def sentences(self) -> list[str]:
@@ -126,8 +111,6 @@ class Calibrate(Experiment):
         told["texts"] = [
             text if text == BUILT_IN else file_identity(text) for text in settings.texts
         ]
-        if Path(settings.model).exists():
-            told["model"] = Path(settings.model).name
         config = settings.cab_config
         options = [dict(option) for option in make_predictor(config).options()]
         return {**told, "cab_config": config.to_dict(), "options": options}

@@ -18,28 +18,21 @@ from itertools import product
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
-from torch.nn import functional as F
+from typing import Any
 
 from cab_hf.config import CabConfig
 from cab_hf.documents import (
     NAMES,
-    Span,
-    Tokens,
     plain_document,
     recall_document,
-    sentence_tokens,
-    shared,
 )
 from cab_hf.eval import charts
-from cab_hf.eval.experiment import Experiment, Row
-from cab_hf.eval.haystack import ANSWER, Haystack, Prompt
+from cab_hf.eval.experiment import Row
+from cab_hf.eval.foresight import Reading, answered, foreseen, surprise
+from cab_hf.eval.haystack import Haystack
 from cab_hf.eval.intervals import mean_interval, paired_difference, wilson
 from cab_hf.eval.methods import H2O, METHODS, Cab, Cell, Dense, Method
-from cab_hf.eval.models import load_model
+from cab_hf.eval.on_model import OnModel, OnModelSettings
 from cab_hf.eval.passkey import MATCH, fitted, parse_depths
 from cab_hf.eval.report import column, difference, grouped, markdown_table
 from cab_hf.predictors.calibration import passes
@@ -47,7 +40,6 @@ from cab_hf.runs.provenance import file_identity
 from cab_hf.runs.settings import (
     by_device,
     comma_separated,
-    fill_by_device,
     option,
     parse_assignment,
     require,
@@ -61,7 +53,6 @@ CELL = ("method", "text", "length", "budget")
 cell_of = itemgetter(*CELL)
 # what every method is asked alike
 question_of = itemgetter("text", "length", "probe", "depth", "index")
-LOGITS_AT_ONCE = 1024  # positions whose logits are in float32 at the same time
 FIELD = re.compile(r",(?=\s*\w+\s*=)")  # between two assignments, whose values may have commas
 NAME = re.compile(r"[\w.-]+")
 
@@ -97,10 +88,9 @@ def cab_config(told: str) -> CabConfig:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(OnModelSettings):
     """What a run is told. None stands for a default that depends on the device."""
 
-    model: str = option("smollm2", "name or path of a causal LM; smollm2 needs no hub")
     methods: tuple[str, ...] | None = by_device(
         ("dense", "cab", "published", "streaming", "random", "antidiagonal"),
         ("dense", "cab", "random"),
@@ -136,18 +126,10 @@ class Settings:
         comma_separated(parse_budget),
     )
     match: str = option(Cab.name, "the method whose density is matched, cab or cab:NAME")
-    set: tuple[str, ...] = option(
-        (), "field=value of CabConfig, e.g. mass=0.8; repeatable", repeatable=True
-    )
     out: str = option("fidelity_results", "folder for the results; a run found there goes on")
-    seed: int = option(0, "of prompts, documents and keys", int)
-    device: str | None = option(None, "torch device (default: cuda where there is one)")
-    dtype: str | None = by_device("bfloat16", "float32", "torch dtype")
 
     def __post_init__(self) -> None:
-        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        object.__setattr__(self, "device", device)
-        fill_by_device(self, torch.device(device).type == "cpu")
+        super().__post_init__()
         check = partial(require, self)
         decoding = f"without {H2O.name}, whose prefill is dense, for nothing is decoded here"
         check("methods", H2O.name not in self.methods, decoding, H2O.name)
@@ -210,14 +192,7 @@ def kind_of(method: str) -> type[Method]:
     return METHODS[method.partition(":")[0]]
 
 
-class Reading(NamedTuple):
-    """What is read in one pass, and which tokens of it should be foreseen."""
-
-    tokens: Tokens
-    spans: tuple[Span, ...]
-
-
-class Fidelity(Experiment):
+class Fidelity(OnModel):
     """A case is one text read under one method; a sample is what of it was foreseen."""
 
     name = "fidelity"
@@ -231,11 +206,6 @@ class Fidelity(Experiment):
         # what they say is in cab_configs
         *("set", "cab"),
     )
-
-    @cached_property
-    def model_and_tokenizer(self) -> tuple[Any, Any]:
-        settings = self.settings
-        return load_model(settings.model, settings.device, settings.dtype)
 
     @cached_property
     def haystack(self) -> Callable[[str, bool], Haystack]:
@@ -285,8 +255,6 @@ class Fidelity(Experiment):
             f"{name}={Path(value).name if value.endswith('.json') else value}"
             for name, value in _assigned(settings.cab).items()
         ]
-        if Path(settings.model).exists():
-            told["model"] = Path(settings.model).name
         configs = {name: config.to_dict() for name, config in settings.configs.items()}
         return {**told, "cab_configs": configs}
 
@@ -466,42 +434,6 @@ EXPERIMENT = Fidelity
 def cost_of(config: CabConfig, density: float) -> float:
     """What ``config`` takes, as a share of dense attention: what is attended, and exact passes."""
     return density + passes(config)
-
-
-def answered(tokenizer: Any, prompt: Prompt) -> Reading:
-    """A prompt and, behind it, the key it asks for."""
-    begun = ANSWER.format(whose="")
-    before, whole = (sentence_tokens(tokenizer, text) for text in (begun, begun + prompt.key))
-    # some tokenizers have the last blank and the first digit in one token
-    same = shared(before, whole)
-    kept = prompt.tokens[: len(prompt.tokens) - (len(before) - same)]
-    return Reading(kept + whole[same:], ((len(kept), len(kept) + len(whole) - same),))
-
-
-def foreseen(model: Any, reading: Reading) -> dict[str, list[bool]]:
-    """Of each span whether all of its tokens are those that ``model`` finds likeliest."""
-    places = [place for span in reading.spans for place in range(*span)]
-    likeliest = _predictions(model, reading.tokens, places).argmax(-1).tolist()
-    wrong = {p for p, token in zip(places, likeliest, strict=True) if token != reading.tokens[p]}
-    return {"right": [wrong.isdisjoint(range(*span)) for span in reading.spans]}
-
-
-def surprise(model: Any, reading: Reading) -> dict[str, float | int]:
-    """The sum of negative log-likelihoods of all tokens in the spans, and how many they are."""
-    places = [place for span in reading.spans for place in range(*span)]
-    logits = _predictions(model, reading.tokens, places)
-    targets = torch.tensor([reading.tokens[place] for place in places], device=logits.device)
-    parts = zip(logits.split(LOGITS_AT_ONCE), targets.split(LOGITS_AT_ONCE), strict=True)
-    nll = sum(F.cross_entropy(few.float(), told, reduction="sum").item() for few, told in parts)
-    return {"nll": nll, "count": len(places)}
-
-
-@torch.no_grad()
-def _predictions(model: Any, tokens: Tokens, places: Sequence[int]) -> Tensor:
-    """Logits for the tokens at ``places``, [places, vocabulary], from one pass."""
-    ids = torch.tensor([tokens], device=model.device)
-    before = torch.tensor(places, device=model.device) - 1
-    return model(ids, logits_to_keep=before, use_cache=False).logits[0]
 
 
 def _usual(samples: Sequence[Row]) -> list[Row]:

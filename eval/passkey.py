@@ -22,17 +22,16 @@ from transformers import GenerationConfig
 from cab_hf.config import CabConfig
 from cab_hf.documents import NAMES
 from cab_hf.eval import charts
-from cab_hf.eval.experiment import Experiment, Row
+from cab_hf.eval.experiment import Row
 from cab_hf.eval.haystack import FILLERS, Haystack, Prompt, answered
 from cab_hf.eval.intervals import paired_difference, wilson
 from cab_hf.eval.methods import CONTROLS, METHODS, Cab, Cell, Dense, Method, Streaming
-from cab_hf.eval.models import load_model
+from cab_hf.eval.on_model import OnModel, OnModelSettings
 from cab_hf.eval.report import difference, markdown_table
 from cab_hf.runs.provenance import file_identity
 from cab_hf.runs.settings import (
     by_device,
     comma_separated,
-    fill_by_device,
     option,
     parse_assignment,
     require,
@@ -65,10 +64,9 @@ def spell_depths(depths: Sequence[float]) -> str:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(OnModelSettings):
     """What a run is told. None stands for a default that depends on the device."""
 
-    model: str = option("smollm2", "name or path of a causal LM; smollm2 needs no hub")
     methods: tuple[str, ...] = option(
         ("dense", "cab", "published", "streaming", "random", "h2o"),
         f"comma-separated, of {', '.join(METHODS)}",
@@ -98,21 +96,12 @@ class Settings:
         "density of the baselines: match (what cab realises), or a number",
         lambda text: MATCH if text == MATCH else float(text),
     )
-    set: tuple[str, ...] = option(
-        (), "field=value of CabConfig, e.g. mass=0.8; repeatable", repeatable=True
-    )
     out: str = option("passkey_results", "folder for the results; a run found there goes on")
-    seed: int = option(0, "of prompts and keys", int)
-    device: str | None = option(None, "torch device (default: cuda where there is one)")
-    dtype: str | None = by_device("bfloat16", "float32", "torch dtype")
 
     def __post_init__(self) -> None:
-        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        object.__setattr__(self, "device", device)
-        small = torch.device(device).type == "cpu"
-        fill_by_device(self, small)
+        super().__post_init__()
         if self.controls is None:
-            object.__setattr__(self, "controls", 1 if small else self.samples)
+            object.__setattr__(self, "controls", 1 if self.on_cpu else self.samples)
         check = partial(require, self)
         for method in self.methods:
             check("methods", method in METHODS, f"names of {', '.join(METHODS)}", method)
@@ -153,7 +142,7 @@ def fitted(name: str, cell: Cell) -> Method:
     return METHODS[name].fit(cell)
 
 
-class Passkey(Experiment):
+class Passkey(OnModel):
     """A case is one prompt under one method; a sample is what was answered."""
 
     name = "passkey"
@@ -163,11 +152,6 @@ class Passkey(Experiment):
     Settings = Settings
     CASE = (*CELL, "depth", "index")
     GROWS = ("methods", "lengths", "controls", "set")
-
-    @cached_property
-    def model_and_tokenizer(self) -> tuple[Any, Any]:
-        settings = self.settings
-        return load_model(settings.model, settings.device, settings.dtype)
 
     @cached_property
     def prompt(self) -> Callable[..., Prompt]:
@@ -181,8 +165,6 @@ class Passkey(Experiment):
         settings, told = self.settings, super().recorded()
         if settings.haystack is not None:
             told["haystack"] = file_identity(settings.haystack)
-        if Path(settings.model).exists():
-            told["model"] = Path(settings.model).name
         return {**told, "cab_config": settings.cab_config.to_dict()}
 
     @property

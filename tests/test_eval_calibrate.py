@@ -1,6 +1,7 @@
 """The calibrate command: losses of a document a sample, budgets and config files from them."""
 
 import json
+from pathlib import Path
 
 import pytest
 from tiny import tiny_model
@@ -11,6 +12,7 @@ from cab_hf.eval import calibrate
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.calibrate import Calibrate
 from cab_hf.eval.experiment import render
+from cab_hf.runs.log import read_log
 
 SMALL = ("query_block=16", "key_block=16")
 
@@ -89,3 +91,13 @@ def test_the_table_counts_kinds_of_heads():
     kinds = ("estimate", "estimate", "exact", "all")
     (table,) = Calibrate.tables([{**shared, "kind": kind} for kind in kinds]).values()
     assert "| 0.20 | 4 | 2 | 1 | 1 | 0.1000 | 0.2000 | 0.0100 | 0.0000 |" in table
+
+
+def test_what_ships_follows_from_the_committed_samples():
+    folder = Path(__file__).parents[1] / "eval" / "results" / "calibrate-smollm2"
+    settings = json.loads((folder / "results.json").read_text())["provenance"]["settings"]
+    _, samples = read_log(folder / "samples.jsonl")
+    for target in settings["target_densities"]:
+        # a name has two digits of it
+        shipped = CabConfig.calibrated(f"smollm2-{int(100 * target) / 100:g}")
+        assert calibrate._budgeted(samples, settings, target) == shipped

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,12 +12,14 @@ from torch.nn import functional as F
 from words import CHAT, TEXT, make_tokenizer
 
 from cab_hf.config import CabConfig
-from cab_hf.eval import fidelity
+from cab_hf.eval import foresight
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.experiment import render
-from cab_hf.eval.fidelity import Fidelity, Reading, Settings, answered, foreseen, surprise
+from cab_hf.eval.fidelity import Fidelity, Settings
+from cab_hf.eval.foresight import Reading, answered, foreseen, surprise
 from cab_hf.eval.haystack import QUESTION, Haystack
 from cab_hf.eval.intervals import mean_interval, paired_difference
+from cab_hf.runs.log import read_log
 from cab_hf.runs.settings import read_settings, spelled
 
 LENGTH = 300
@@ -88,7 +91,7 @@ def test_an_answer_is_right_when_all_its_tokens_are(said, right):
 
 
 def test_surprise_is_the_likelihood_of_the_second_half(monkeypatch):
-    monkeypatch.setattr(fidelity, "LOGITS_AT_ONCE", 3)
+    monkeypatch.setattr(foresight, "LOGITS_AT_ONCE", 3)
     logits = torch.randn(9, 20, generator=torch.Generator().manual_seed(0))
     told = surprise(answering(logits), Reading(tuple(range(9)), ((4, 9),)))
     likely = logits.log_softmax(-1)
@@ -312,3 +315,11 @@ def test_a_table_a_text():
     rows = Fidelity.rows(samples, {})
     assert list(Fidelity.tables(rows)) == ["On prose", "On code"]
     assert len(Fidelity.readings(rows)) == 2
+
+
+def test_committed_results_are_those_of_their_samples():
+    folder = Path(__file__).parents[1] / "eval" / "results" / "fidelity-smollm2"
+    content = json.loads((folder / "results.json").read_text())
+    _, samples = read_log(folder / "samples.jsonl")
+    again = Fidelity.rows(samples, content["provenance"]["settings"])
+    assert json.loads(json.dumps(again)) == content["rows"]
