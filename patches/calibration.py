@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from cab_hf.attention import cab_dense_attention, settings
 from cab_hf.call import cab_mask
-from cab_hf.config import CabConfig
+from cab_hf.config import CabConfig, is_share, is_whole, require
 from cab_hf.documents import Document, recall_document, split_sentences, with_copies
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
@@ -72,9 +72,13 @@ def calibrate(
         ``config.cab_config``. `CabConfig.save` writes it to a file.
 
     Raises:
-        ValueError: for a density that forced blocks alone exceed, or a model none of whose layers
-            attends sparsely.
+        ValueError: for a bad argument, a density that forced blocks alone exceed, a text too short
+            for what is hidden in it, or a model none of whose layers attends sparsely.
     """
+    accepted = is_share(target_density) and target_density > 0
+    require(accepted, "target_density", target_density, "in (0, 1]")
+    for name, count in (("documents", documents), ("length", length)):
+        require(count is None or is_whole(count), name, count, "a whole number >= 1")
     text = model.config.get_text_config()
     config = config or settings(text)
     options = make_predictor(config).options()

@@ -156,6 +156,25 @@ def test_another_density_gives_other_budgets(model):
     assert mean[0] < mean[1]
 
 
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"target_density": 2}, r"target_density is 2; it must be in \(0, 1\]"),
+        ({"target_density": 0.01}, r"target_density is 0\.01; it must be at least 0\."),
+        ({"documents": 0}, "documents is 0; it must be a whole number"),
+        ({"length": 50}, "length 50 has no room"),
+        ({"config": CabConfig(predictor="streaming")}, "'streaming' knows no budgets a head"),
+        ({"config": CabConfig(**SMALL, dense_layers=(0, 1, 2))}, "there is nothing to share"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused(model, bad, message):
+    model, tokenizer = model
+    told = {"target_density": 0.6, "config": CabConfig(**SMALL), "length": 300, "documents": 1}
+    with pytest.raises(ValueError, match=message):
+        cab_hf.calibrate(model, tokenizer, ["So it goes."], **told | bad)
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_what_ships_is_found_by_name():
     names = CabConfig.shipped()
     assert names == ("smollm2-0.13", "smollm2-0.22")
