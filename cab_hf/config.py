@@ -48,8 +48,9 @@ class CabConfig:
             most that any query needs of them, in heads that choose by exact scores), in [0, 1].
             A number or a `Table`.
         exact_stride: how a head's blocks are scored: 0 by the estimate; s > 0 by exact scores of
-            every s-th query (`reference.exact_scores`), which takes .55 / s of the time that the
-            head would take to attend everything; s divides ``query_block``. A number or a `Table`.
+            the first query of a block and every s-th after it (`reference.exact_scores`), which
+            takes some .55 / s of the time that the head would take to attend everything; s divides
+            ``query_block``. A number or a `Table`.
         sparsity: with ``"topk"``, the share of a row's blocks that is dropped, in [0, 1). A number
             or a `Table`.
         curvature: ``"additive"`` (direct minus ``redundancy`` times two-hop), ``"forman"``

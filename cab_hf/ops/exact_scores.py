@@ -105,8 +105,7 @@ def exact_scores(
         )
     if group == samples:
         return most, log_mass
-    parts = (x.unflatten(2, (-1, samples // group)) for x in (most, log_mass))
-    most, log_mass = parts
+    most, log_mass = (x.unflatten(2, (-1, samples // group)) for x in (most, log_mass))
     return most.amax(3), log_mass.logsumexp(3)
 
 
@@ -149,7 +148,7 @@ def _exact_scores_kernel(
     turn = tl.num_programs(0) - 1 - tl.program_id(0)
     tile = begin + turn
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    query = row * STRIDE + STRIDE - 1
+    query = row * STRIDE
     inside = query < q_length
     lowest = tl.load(first + batch.to(tl.int64) * first_stride + query, mask=inside, other=0)
     highest = tl.load(last + batch.to(tl.int64) * last_stride + query, mask=inside, other=-1)
@@ -217,6 +216,6 @@ def _exact_scores_kernel(
         share = tl.reshape(share, (CHUNK, BLOCK_M // GROUP, GROUP))
         cell = target[None, :] + column[:, None]
         tl.store(most + cell, tl.max(share, 2), mask=written[None, :])
-        # far below any share that counts, and finite: a row may have no sample
+        # far below any share that counts, and finite
         total = tl.maximum(tl.sum(share, 2), 1e-30)
         tl.store(log_mass + cell, tl.log(total), mask=written[None, :])

@@ -332,11 +332,12 @@ def exact_scores(
     The share that a query gives to a key block is the softmax, over the blocks it sees, of the
     largest logit of any key inside: by whole queries and keys, nothing is pooled before it is
     scored. ``most`` is the largest share that any query of the query block gives, log mass the
-    logarithm of their sum. Every ``stride``-th query of a block is looked at, and no padding.
+    logarithm of their sum. Looked at are the first query of a block and every ``stride``-th after
+    it, and no padding: neighbours need the same blocks.
     """
     samples = query_block // stride
-    queries = q[:, :, stride - 1 :: stride]
-    first, last = (x[:, None, stride - 1 :: stride, None] for x in (spans.first, spans.last))
+    queries = q[:, :, ::stride]
+    first, last = (x[:, None, ::stride, None] for x in (spans.first, spans.last))
     keys = k.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(-1, -2)
     key = torch.arange(k.shape[2], device=k.device)
     shape = (*q.shape[:2], -(-q.shape[2] // query_block), -(-k.shape[2] // key_block))
@@ -355,7 +356,7 @@ def exact_scores(
         shares = F.pad(shares, (0, 0, 0, -shares.shape[2] % samples)).unflatten(2, (-1, samples))
         blocks = slice(start // samples, start // samples + shares.shape[2])
         most[:, :, blocks], mass[:, :, blocks] = shares.amax(3), shares.sum(3)
-    # far below any share that counts, and finite: a row may have no sample
+    # far below any share that counts, and finite
     return most, mass.clamp(min=1e-30).log()
 
 
