@@ -128,9 +128,15 @@ def source(found: Sequence[Results]) -> str:
     told = {
         "": [each["device"] for each in made],
         "torch ": [each["versions"]["torch"] for each in made],
-        "commit ": [(each["commit"] or "unknown")[:7] for each in made],
+        "commit ": [_short(each["commit"] or "unknown") for each in made],
     }
     return ", ".join(what + " and ".join(dict.fromkeys(each)) for what, each in told.items())
+
+
+def _short(commit: str) -> str:
+    """Seven digits of a commit, and whether files differed from it."""
+    digits_of_it, *changed = commit.split("-", 1)
+    return "-".join([digits_of_it[:7], *changed])
 
 
 def speed_table(results: Path) -> str:

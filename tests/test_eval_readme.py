@@ -114,6 +114,13 @@ def test_tables_of_the_readme_by_hand(results):
     assert page.count("\n| ") == 2 * 2 + 4 + 8
 
 
+def test_a_commit_whose_files_had_changed_is_shown_as_that(results):
+    found = readme.read_results(results / SPEED)
+    assert "commit fedcba9;" in f"{readme.source([found])};"
+    found.provenance["commit"] = "fedcba9876-dirty"
+    assert readme.source([found]).endswith("commit fedcba9-dirty")
+
+
 def test_a_page_made_anew_is_the_same(results):
     page = readme.readme_page(PAGE, results)
     assert readme.readme_page(page, results) == page
