@@ -135,8 +135,8 @@ def source(found: Sequence[Results]) -> str:
 
 def _short(commit: str) -> str:
     """Seven digits of a commit, and whether files differed from it."""
-    digits_of_it, *changed = commit.split("-", 1)
-    return "-".join([digits_of_it[:7], *changed])
+    number, *changed = commit.split("-", 1)
+    return "-".join([number[:7], *changed])
 
 
 def speed_table(results: Path) -> str:
