@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny import tiny_model
-from words import TEXT, make_tokenizer
+from words import TEXT, save_llama
 
 from cab_hf import CabConfig
 from cab_hf.eval import calibrate
@@ -19,11 +18,7 @@ SMALL = ("query_block=16", "key_block=16")
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    folder, tokenizer = tmp_path_factory.mktemp("tiny-llama"), make_tokenizer()
-    sizes = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 1}
-    tiny_model(num_hidden_layers=2, **sizes).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_llama(tmp_path_factory.mktemp("tiny-llama"))
 
 
 @pytest.fixture

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import tiny_model
 from torch.nn import functional as F
-from words import CHAT, TEXT, make_tokenizer
+from words import CHAT, TEXT, make_tokenizer, save_llama
 
 from cab_hf.config import CabConfig
 from cab_hf.eval import foresight
@@ -30,11 +29,7 @@ FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.pn
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    folder, tokenizer = tmp_path_factory.mktemp("tiny-llama"), make_tokenizer()
-    sizes = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 1}
-    tiny_model(num_hidden_layers=2, **sizes).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_llama(tmp_path_factory.mktemp("tiny-llama"))
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """A tokenizer of words and single digits, which knows what keys are hidden in."""
 
+from tiny import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -40,3 +41,12 @@ def make_tokenizer(chat_template=None):
         pad_token="<eos>",
         chat_template=chat_template,
     )
+
+
+def save_llama(folder):
+    """A tiny model that knows these words, and its tokenizer, in ``folder``, which it returns."""
+    tokenizer = make_tokenizer()
+    sizes = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 1}
+    tiny_model(num_hidden_layers=2, **sizes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -178,7 +178,9 @@ def _rooms(
     kv_blocks = -(-kv_length // config.key_block)
     crossed = crossed_blocks(config.query_block, config.key_block)
     forced = config.sink_blocks + max(config.local_blocks, crossed)
-    listed = [budgets.of_head(head) for head in range(q.shape[1]) if head not in budgets.whole]
+    # of heads that are alike one tells all
+    heads = range(1 if budgets.alike else q.shape[1])
+    listed = [budgets.of_head(head) for head in heads if head not in budgets.whole]
     share = 1 - min(budgets.sparsity)
     if config.select == "clusters":
         bridges = max((bridges for _, bridges, *_ in listed), default=0.0)

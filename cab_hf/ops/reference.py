@@ -6,7 +6,7 @@ blocks. Everything between the scores and the selection is float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.config import Budgets, CabConfig
-from cab_hf.plan import BlockPlan, RowSpans, Spans
+from cab_hf.plan import BlockPlan, Spans
 
 # rows of attention computed at a time: bounds the token mask, not the result
 QUERY_CHUNK = 256
@@ -358,55 +358,6 @@ def exact_scores(
         most[:, :, blocks], mass[:, :, blocks] = shares.amax(3), shares.sum(3)
     # far below any share that counts, and finite
     return most, mass.clamp(min=1e-30).log()
-
-
-def attention_rows(
-    q: Tensor,
-    k: Tensor,
-    spans: Spans,
-    scale: float,
-    stride: int = 1,
-    at_a_time: int = QUERIES_AT_A_TIME,
-) -> Iterator[tuple[int, Tensor]]:
-    """Attention probabilities over tiles of ``stride`` tokens, some rows of tiles at a time.
-
-    The logit of a tile is the mean over its antidiagonal, which every query and every key of the
-    tile enters once. ``stride`` 1 is exact attention. No N x N tensor is ever whole.
-
-    Args:
-        q: [B, H, N_q, D]. k: [B, H_kv, N_k, D].
-        at_a_time: rows of tiles yielded at once.
-
-    Yields:
-        (first row, float32 [B, H, rows, T]): T ends behind the last key tile these rows see, and a
-        row of padding is zero.
-    """
-    rows = spans.rows(stride)
-    queries = _tiles(q, stride, backwards=True).unflatten(1, (k.shape[1], -1))
-    keys = _tiles(k, stride).unsqueeze(2).transpose(-1, -2)
-    for start in range(0, queries.shape[3], at_a_time):
-        chunk = slice(start, start + at_a_time)
-        reach = _reach(spans, slice(start * stride, (start + at_a_time) * stride))
-        seen = -(-reach // stride)
-        visible = _visible_tiles(rows, chunk, seen, stride)
-        logits = (queries[:, :, :, chunk] @ keys[..., :seen]).flatten(1, 2) * (scale / stride)
-        probabilities = logits.masked_fill(~visible, -torch.inf).softmax(-1)
-        # softmax over nothing is NaN: a row of padding attends nothing
-        yield start, probabilities.masked_fill(~visible, 0.0)
-
-
-def _tiles(x: Tensor, stride: int, backwards: bool = False) -> Tensor:
-    """[B, H, N, D] -> float32 [B, H, T, stride * D], the tokens of each tile in a row."""
-    tiles = F.pad(x, (0, 0, 0, -x.shape[2] % stride)).unflatten(2, (-1, stride)).float()
-    return (tiles.flip(3) if backwards else tiles).flatten(3)
-
-
-def _visible_tiles(rows: RowSpans, chunk: slice, tiles: int, stride: int) -> Tensor:
-    """bool [B, 1, rows, tiles]: some query of the row may see some key of the tile."""
-    key = torch.arange(0, tiles * stride, stride, device=rows.max_last.device)
-    begins = key <= rows.max_last[:, chunk, None]
-    ends = key + (stride - 1) >= rows.min_first[:, chunk, None]
-    return (begins & ends & (rows.queries[:, chunk, None] > 0)).unsqueeze(1)
 
 
 def attention(

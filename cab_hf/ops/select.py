@@ -72,6 +72,7 @@ class Own(NamedTuple):
     share: Tensor
 
     @classmethod
+    @lru_cache(COPIES)
     def of(
         cls, budgets: Budgets, clusters: bool, heads: int, device: torch.device, exact: bool
     ) -> Own | None:
@@ -87,14 +88,7 @@ class Own(NamedTuple):
         numbers = [budgets.of_head(head) for head in range(heads)]
         masses = [mass if h in listed else -1.0 for h, (mass, *_) in enumerate(numbers)]
         shares = [_share(x[1] if clusters else 1 - x[2]) for x in numbers]
-        return cls(*_copied(tuple(masses), tuple(shares), device))
-
-
-@lru_cache(COPIES)
-def _copied(
-    masses: tuple[float, ...], shares: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    return torch.tensor(masses, device=device), torch.tensor(shares, device=device)
+        return cls(torch.tensor(masses, device=device), torch.tensor(shares, device=device))
 
 
 def select_blocks(
