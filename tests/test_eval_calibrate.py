@@ -88,11 +88,11 @@ def test_the_table_counts_kinds_of_heads():
     assert "| 0.20 | 4 | 2 | 1 | 1 | 0.1000 | 0.2000 | 0.0100 | 0.0000 |" in table
 
 
-def test_what_ships_follows_from_the_committed_samples():
-    folder = Path(__file__).parents[1] / "eval" / "results" / "calibrate-smollm2"
+@pytest.mark.parametrize("name", ["calibrate-smollm2", "calibrate-smollm2-narrow"])
+def test_what_ships_follows_from_the_committed_samples(name):
+    folder = Path(__file__).parents[1] / "eval" / "results" / name
     settings = json.loads((folder / "results.json").read_text())["provenance"]["settings"]
     _, samples = read_log(folder / "samples.jsonl")
     for target in settings["target_densities"]:
-        # a name has two digits of it
-        shipped = CabConfig.calibrated(f"smollm2-{int(100 * target) / 100:g}")
+        shipped = CabConfig.calibrated(f"smollm2-{target:g}")
         assert calibrate._budgeted(samples, settings, target) == shipped
