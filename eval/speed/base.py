@@ -16,6 +16,7 @@ from cab_hf.eval.experiment import Experiment, Row
 from cab_hf.eval.report import column, markdown_table
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.timing import Bench, bench_on, in_a_sentence
+from cab_hf.runs.provenance import computing_device
 from cab_hf.runs.settings import (
     by_device,
     comma_separated,
@@ -84,11 +85,12 @@ class SpeedSettings:
 
     def __post_init__(self) -> None:
         device = self.device or "cuda"
-        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        if device.partition(":")[0] == "cuda" and not torch.cuda.is_available():
             raise ValueError(
                 f"device is {device!r} and torch finds no CUDA device; run it where there is a "
                 "GPU, or see it work at tiny lengths with --device cpu."
             )
+        computing_device(device)
         self._set("device", device)
         fill_by_device(self, torch.device(device).type == "cpu")
         self._set("lengths", tuple(sorted(self.lengths)))
