@@ -23,6 +23,7 @@ from cab_hf.documents import Document, recall_document, split_sentences
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import PROG, SAMPLES, Row, read_provenance, run
 from cab_hf.eval.haystack import read_sentences
+from cab_hf.eval.methods import known
 from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
 from cab_hf.eval.report import grouped, markdown_table
 from cab_hf.patches.calibration import (
@@ -88,7 +89,7 @@ class Settings(OnModelSettings):
     @cached_property
     def cab_config(self) -> CabConfig:
         """What every head shares: ``--set`` over the defaults."""
-        return CabConfig.from_dict(dict(map(parse_assignment, self.set)))
+        return known(CabConfig.from_dict(dict(map(parse_assignment, self.set))))
 
 
 class Calibrate(OnModel):
@@ -233,7 +234,8 @@ def write_configs(folder: Path) -> list[Path]:
 def _budgeted(samples: Sequence[Row], settings: Mapping[str, Any], target: float) -> CabConfig:
     config = CabConfig.from_dict(settings["cab_config"])
     found = averaged([_read(sample) for sample in samples])
-    return budgeted(config, settings["options"], found, target, samples[0]["layers"])
+    with refusing("target_densities"):
+        return budgeted(config, settings["options"], found, target, samples[0]["layers"])
 
 
 MEANS = ("density", "cost", "missed", "needle")

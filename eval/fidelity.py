@@ -31,7 +31,7 @@ from cab_hf.eval.experiment import Row
 from cab_hf.eval.foresight import Reading, answered, foreseen, surprise
 from cab_hf.eval.haystack import Haystack, read_sentences
 from cab_hf.eval.intervals import mean_interval, paired_difference, wilson
-from cab_hf.eval.methods import H2O, METHODS, Cab, Cell, Dense, Method
+from cab_hf.eval.methods import H2O, METHODS, Cab, Cell, Dense, Method, known
 from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
 from cab_hf.eval.passkey import MATCH, fitted, parse_depths
 from cab_hf.eval.report import column, difference, grouped, markdown_table
@@ -178,7 +178,7 @@ class Settings(OnModelSettings):
             fits = NAME.fullmatch(name) and isinstance(told, str) and told
             require(self, "cab", fits, accepted, f"{name}={told}")
             chosen[f"{Cab.name}:{name}"] = cab_config(told)
-        return chosen
+        return {name: known(config) for name, config in chosen.items()}
 
     @cached_property
     def compared(self) -> tuple[str, ...]:

@@ -42,7 +42,9 @@ class OnModelSettings:
     dtype: str | None = by_device("bfloat16", "float32", f"one of {', '.join(DTYPES)}")
 
     def __post_init__(self) -> None:
-        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = self.device
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
         computing_device(device)
         object.__setattr__(self, "device", device)
         fill_by_device(self, self.on_cpu)
@@ -96,10 +98,10 @@ class OnModel(Experiment):
         config = load_config(settings.model, settings.trust_remote_code)
         most, longest = most_tokens(config, self.WRITTEN), max(self.lengths())
         if most is not None and longest > most:
-            behind = f" and the {self.WRITTEN} written behind it" if self.WRITTEN else ""
+            behind = f" with {self.WRITTEN} tokens written behind" if self.WRITTEN else ""
             raise Refused(
-                f"{self.LENGTHS} must be at most {most}, as positions of model {settings.model!r} "
-                f"go{behind}; got {longest}. Where a model goes on beyond them, its config says so."
+                f"{self.LENGTHS} must be at most {most}, as far as the positions in the config of "
+                f"model {settings.model!r} reach{behind}; got {longest}."
             )
 
     def recorded(self) -> dict[str, Any]:

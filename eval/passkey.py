@@ -24,7 +24,7 @@ from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.haystack import FILLERS, Haystack, Prompt, answered, read_sentences
 from cab_hf.eval.intervals import paired_difference, wilson
-from cab_hf.eval.methods import CONTROLS, METHODS, Cab, Cell, Dense, Method, Streaming
+from cab_hf.eval.methods import CONTROLS, METHODS, Cab, Cell, Dense, Method, Streaming, known
 from cab_hf.eval.models import greedily
 from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
 from cab_hf.eval.report import difference, markdown_table
@@ -135,7 +135,7 @@ class Settings(OnModelSettings):
         """CAB's config: ``--set`` over the defaults, sparse at any length."""
         chosen = dict(map(parse_assignment, self.set))
         fixed = {"min_length": 0, "sparse_decode": self.stage == "both"}
-        return CabConfig.from_dict({**fixed, **chosen})
+        return known(CabConfig.from_dict({**fixed, **chosen}))
 
 
 @lru_cache(maxsize=1)

@@ -168,8 +168,10 @@ def read_log(path: Path | str, key: Sequence[str] = ()) -> tuple[dict[str, Any],
         ) from None
     header, records, _ = _parse(path, content, key)
     if key:
-        # the first of each key, in order
-        records = list({_key(record, key): record for record in reversed(records)}.values())[::-1]
+        first: dict[str, Record] = {}
+        for record in records:
+            first.setdefault(_key(record, key), record)
+        records = list(first.values())
     return header["identity"], records
 
 

@@ -13,6 +13,7 @@ import torch
 
 from cab_hf.config import CabConfig
 from cab_hf.eval.experiment import Experiment, Row
+from cab_hf.eval.methods import known
 from cab_hf.eval.report import column, markdown_table
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.timing import Bench, bench_on, in_a_sentence
@@ -84,7 +85,7 @@ class SpeedSettings:
     device: str | None = option(None, "torch device; the default is the GPU, and cpu is for tests")
 
     def __post_init__(self) -> None:
-        device = self.device or "cuda"
+        device = "cuda" if self.device is None else self.device
         if device.partition(":")[0] == "cuda" and not torch.cuda.is_available():
             raise ValueError(
                 f"device is {device!r} and torch finds no CUDA device; run it where there is a "
@@ -96,6 +97,7 @@ class SpeedSettings:
         self._set("lengths", tuple(sorted(self.lengths)))
         self.check("lengths", self.lengths and self.lengths[0] > 0, "numbers of tokens")
         self.check("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
+        self.check("seed", 0 <= self.seed < 1 << 63, "0 to 2^63 - 1")
         for name in self.POSITIVE:
             self.check(name, getattr(self, name) > 0, "at least 1")
         _ = self.cab_config  # refuses bad fields here rather than in the middle of a run
@@ -129,7 +131,7 @@ class SpeedSettings:
             raise ValueError(
                 f"config sets {twice[0]}, which is an option of its own here, or what is measured."
             )
-        return CabConfig.from_dict({**self.DEFAULTS, **given, **fixed})
+        return known(CabConfig.from_dict({**self.DEFAULTS, **given, **fixed}))
 
     def asked(self) -> list[dict[str, Any]]:
         """The cases asked for."""
