@@ -122,9 +122,9 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
         Refused: what is asked for cannot be measured.
     """
     out = Path(experiment.settings.out)
+    _refuse_files_of_others(out)
     experiment.check()
     identity = {"experiment": experiment.name, **experiment.identity()}
-    _refuse_files_of_others(out)
     with Log(out / SAMPLES, identity, experiment.CASE) as log:
         before = read_provenance(out)
         measured = _measure_missing(experiment, log)

@@ -150,10 +150,17 @@ def most_tokens(config: PreTrainedConfig, written: int = 0) -> int | None:
     return max([told, *stretched])
 
 
+def is_local(name_or_path: str) -> bool:
+    """Whether all files of a model are in folders, those of what an adapter is for as well."""
+    folder = Path(_source(name_or_path))
+    base = _base_of(folder)
+    return folder.is_dir() and (base is None or is_local(base))
+
+
 def content_sha256(name_or_path: str) -> str:
     """SHA-256 of all that a model's folder says of what it computes, wherever it stands.
 
-    A model of a hub must have been loaded: then the folder is that of its files in the cache.
+    What is not local must have been loaded: then the folder is that of its files in the cache.
     """
     folder = Path(_source(name_or_path))
     if not folder.is_dir():

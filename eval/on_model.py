@@ -17,6 +17,7 @@ from cab_hf.eval.experiment import Experiment
 from cab_hf.eval.models import (
     SMOLLM2,
     content_sha256,
+    is_local,
     load_config,
     load_model,
     load_tokenizer,
@@ -82,7 +83,7 @@ class OnModel(Experiment):
     @cached_property
     def content(self) -> str:
         """What the model is, wherever it stands."""
-        if not Path(self.settings.model).is_dir():
+        if not is_local(self.settings.model):
             # a hub may have another by now: it is what is loaded
             _ = self.model
         return content_sha256(self.settings.model)

@@ -217,6 +217,10 @@ def test_an_adapter_is_one_with_the_model_it_is_for(copied, tmp_path):
     before = models.content_sha256(str(adapter))
     retouched(copied, "config.json", rms_norm_eps=0.1)
     assert models.content_sha256(str(adapter)) != before
+    # what is not there yet cannot be told by its content
+    assert models.is_local(str(adapter))
+    retouched(adapter, "adapter_config.json", base_model_name_or_path="someone/tiny")
+    assert not models.is_local(str(adapter))
 
 
 HUB = """

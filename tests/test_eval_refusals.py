@@ -128,9 +128,7 @@ def test_of_a_text(refused, command, words, file, told):
         pytest.param("fidelity", "--methods h2o", "methods must be without h2o", id="decoding"),
         pytest.param("fidelity", "--documents -1", "documents must be at least 1", id="documents"),
         pytest.param("fidelity", "--lengths 1", "lengths must be numbers of", id="one token"),
-        pytest.param(
-            "calibrate", "--documents 0", "documents must be at least 1", id="none read"
-        ),
+        pytest.param("calibrate", "--documents 0", "documents must be at least 1", id="none read"),
         pytest.param("calibrate", "--target-densities 7", "must be in (0, 1]", id="density"),
         pytest.param("bridges", "--sizes 1x1", "sizes must be", id="size"),
         pytest.param("bridges", "--out book.txt", "cannot be written", id="out of bridges"),
