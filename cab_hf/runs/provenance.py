@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from cab_hf.runs.settings import Refused
+
 PACKAGES = ("cab_hf", "torch", "transformers", "triton", "flash-attn-4")
 
 
@@ -65,7 +67,7 @@ def versions() -> dict[str, str]:
 
 
 def computing_device(name: str) -> Any:
-    """The torch device of that name; ValueError where torch cannot compute on it here."""
+    """The torch device of that name; Refused where torch cannot compute on it here."""
     import torch
 
     try:
@@ -74,7 +76,7 @@ def computing_device(name: str) -> Any:
         torch.ones(1, device=device).item()
     except Exception as error:
         why = str(error).partition("\n")[0].rstrip(".")
-        raise ValueError(
+        raise Refused(
             f"device must be one that torch computes on here, such as cpu; got {name!r} ({why})."
         ) from None
     return device

@@ -86,12 +86,15 @@ class SpeedSettings:
 
     def __post_init__(self) -> None:
         device = "cuda" if self.device is None else self.device
-        if device.partition(":")[0] == "cuda" and not torch.cuda.is_available():
+        on_gpu = device == "cuda" or device.removeprefix("cuda:").isdigit()
+        if on_gpu and not torch.cuda.is_available():
             raise ValueError(
                 f"device is {device!r} and torch finds no CUDA device; run it where there is a "
                 "GPU, or see it work at tiny lengths with --device cpu."
             )
-        computing_device(device)
+        # a GPU is asked to compute by `Speed.check`, not by whoever reads settings
+        if not on_gpu:
+            computing_device(device)
         self._set("device", device)
         fill_by_device(self, torch.device(device).type == "cpu")
         self._set("lengths", tuple(sorted(self.lengths)))
@@ -159,6 +162,9 @@ class Speed(Experiment):
     @cached_property
     def bench(self) -> Bench:
         return bench_on(self.settings.device, getattr(self.settings, "seconds", None))
+
+    def check(self) -> None:
+        computing_device(self.settings.device)
 
     def recorded(self) -> dict[str, Any]:
         settings = self.settings
