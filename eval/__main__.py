@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import re
 import sys
@@ -10,8 +11,9 @@ from pathlib import Path
 from types import ModuleType
 
 from cab_hf.eval.experiment import PROG
-from cab_hf.runs.log import LogError
+from cab_hf.runs.settings import Refused
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # command -> module, with an `Experiment` called EXPERIMENT, or ``main(words)``, or COMMANDS again
 COMMANDS = {
     name: f"cab_hf.eval.{name}"
@@ -41,8 +43,13 @@ def _run(words: Sequence[str], group: ModuleType, prog: str) -> int:
         return _run(words, module, f"{prog} {name}")
     try:
         return module.main(words) if hasattr(module, "main") else module.EXPERIMENT.main(words)
-    except LogError as error:
+    except Refused as error:
         return _refuse(prog, f"{name}: {error}")
+    except OSError as error:
+        # wherever it is noticed, in a cache of compiled kernels as well
+        if error.errno not in DISK_FULL:
+            raise
+        return _refuse(prog, f"{name}: {error.strerror}; make room, and the run goes on.")
 
 
 def _purpose(module: str) -> str:
@@ -53,7 +60,8 @@ def _purpose(module: str) -> str:
 
 
 def _refuse(prog: str, why: str) -> int:
-    print(f"{prog}: {why}", file=sys.stderr)
+    # what other libraries say takes several lines at times
+    print(f"{prog}: {' '.join(why.split())}", file=sys.stderr)
     return 2
 
 

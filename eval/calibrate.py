@@ -19,10 +19,12 @@ from typing import Any
 import torch
 
 from cab_hf.config import CabConfig
-from cab_hf.documents import recall_document, split_sentences
+from cab_hf.documents import Document, recall_document, split_sentences
 from cab_hf.eval import charts
-from cab_hf.eval.experiment import PROG, RESULTS, SAMPLES, Row, run
-from cab_hf.eval.on_model import OnModel, OnModelSettings
+from cab_hf.eval.experiment import PROG, SAMPLES, Row, read_provenance, run
+from cab_hf.eval.haystack import read_sentences
+from cab_hf.eval.methods import known
+from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
 from cab_hf.eval.report import grouped, markdown_table
 from cab_hf.patches.calibration import (
     DOCUMENTS,
@@ -35,7 +37,7 @@ from cab_hf.patches.calibration import (
 )
 from cab_hf.predictors import make_predictor
 from cab_hf.predictors.calibration import Losses, pass_cost
-from cab_hf.runs.log import read_log
+from cab_hf.runs.log import read_log, write_atomically, writing
 from cab_hf.runs.provenance import file_identity
 from cab_hf.runs.settings import (
     by_device,
@@ -75,6 +77,9 @@ class Settings(OnModelSettings):
         for text in self.texts:
             there = text == BUILT_IN or Path(text).is_file()
             check("texts", there, f"UTF-8 files or {BUILT_IN}", text)
+            if text != BUILT_IN:
+                read_sentences("texts", text)
+        check("texts", self.texts, f"UTF-8 files or {BUILT_IN}")
         targets = self.target_densities
         check("target_densities", targets and all(0 < d <= 1 for d in targets), "in (0, 1]")
         check("length", self.length > 0, "a number of tokens")
@@ -84,7 +89,7 @@ class Settings(OnModelSettings):
     @cached_property
     def cab_config(self) -> CabConfig:
         """What every head shares: ``--set`` over the defaults."""
-        return CabConfig.from_dict(dict(map(parse_assignment, self.set)))
+        return known(CabConfig.from_dict(dict(map(parse_assignment, self.set))))
 
 
 class Calibrate(OnModel):
@@ -97,6 +102,7 @@ class Calibrate(OnModel):
     Settings = Settings
     CASE = ("document",)
     GROWS = ("documents", "target_densities")
+    LENGTHS = "length"
 
     @cached_property
     def sentences(self) -> list[str]:
@@ -105,6 +111,18 @@ class Calibrate(OnModel):
             for text in self.settings.texts
         )
         return split_sentences("\n\n".join(texts))
+
+    def check(self) -> None:
+        super().check()
+        self.document(0)
+
+    def document(self, index: int) -> Document:
+        """What is read of that number."""
+        settings = self.settings
+        with refusing("length"):
+            return recall_document(
+                self.tokenizer, self.sentences, settings.length, KEYS, index, settings.seed
+            )
 
     def recorded(self) -> dict[str, Any]:
         settings, told = self.settings, super().recorded()
@@ -123,12 +141,10 @@ class Calibrate(OnModel):
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """By layer, [heads][options] of each of `Losses`."""
-        settings, (model, tokenizer) = self.settings, self.model_and_tokenizer
-        document = recall_document(
-            tokenizer, self.sentences, settings.length, KEYS, case["document"], settings.seed
-        )
-        config = settings.cab_config
-        found = losses(model, document, config, make_predictor(config).options())
+        model, config = self.model, self.settings.cab_config
+        document = self.document(case["document"])
+        with refusing("model"):
+            found = losses(model, document, config, make_predictor(config).options())
         return {
             "layers": model.config.get_text_config().num_hidden_layers,
             "losses": {
@@ -204,19 +220,22 @@ EXPERIMENT = Calibrate
 
 def write_configs(folder: Path) -> list[Path]:
     """``cab_config-DENSITY.json`` for each target density of the run in ``folder``."""
-    settings = json.loads((folder / RESULTS).read_text())["provenance"]["settings"]
-    _, samples = read_log(folder / SAMPLES)
+    settings = read_provenance(folder)["settings"]
+    _, samples = read_log(folder / SAMPLES, Calibrate.CASE)
     paths = []
     for target in settings["target_densities"]:
         paths.append(folder / f"cab_config-{target:g}.json")
-        _budgeted(samples, settings, target).save(paths[-1])
+        config = _budgeted(samples, settings, target)
+        with writing(paths[-1]):
+            write_atomically(paths[-1], json.dumps(config.to_dict()) + "\n")
     return paths
 
 
 def _budgeted(samples: Sequence[Row], settings: Mapping[str, Any], target: float) -> CabConfig:
     config = CabConfig.from_dict(settings["cab_config"])
     found = averaged([_read(sample) for sample in samples])
-    return budgeted(config, settings["options"], found, target, samples[0]["layers"])
+    with refusing("target_densities"):
+        return budgeted(config, settings["options"], found, target, samples[0]["layers"])
 
 
 MEANS = ("density", "cost", "missed", "needle")

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from tqdm import tqdm
 
 from cab_hf.eval import report
-from cab_hf.runs.log import Log, read_log, write_atomically
+from cab_hf.runs.log import Log, LogError, read_log, write_atomically, writing
 from cab_hf.runs.provenance import provenance
 from cab_hf.runs.settings import read_settings, spelled
 
@@ -66,6 +66,13 @@ class Experiment(ABC):
         ``samples`` grows meanwhile: when a case is asked for, it holds one of every case before.
         """
 
+    def check(self) -> None:  # noqa: B027  most have nothing to refuse
+        """Refuse, before anything is written, what could not be measured.
+
+        Raises:
+            Refused: naming the setting, the value seen and what is accepted.
+        """
+
     def expected(self) -> int | None:
         """How many cases there will be, for the progress bar; None where nobody knows."""
         return None
@@ -110,13 +117,18 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
     """Measure what is missing in the folder, write all files, print the first table; the rows.
 
     Raises:
-        LogError: the folder holds what this run cannot go on with (`cab_hf.runs.log`).
+        LogError: the folder holds what this run cannot go on with (`cab_hf.runs.log`), or cannot be
+            written.
+        Refused: what is asked for cannot be measured.
     """
     out = Path(experiment.settings.out)
+    _refuse_files_of_others(out)
+    experiment.check()
     identity = {"experiment": experiment.name, **experiment.identity()}
     with Log(out / SAMPLES, identity, experiment.CASE) as log:
+        before = read_provenance(out)
         measured = _measure_missing(experiment, log)
-        made = _provenance(experiment, out / RESULTS, log.started, measured)
+        made = _provenance(experiment, before, log.started, measured)
         rows = _write(type(experiment), out, log.records, made)
     print("\n" + "\n\n".join(summary(type(experiment), rows)))
     print(f"\nfigure: {out / FIGURE}\nreport: {out / REPORT}")
@@ -130,9 +142,41 @@ def named(name: str) -> type[Experiment]:
 
 def render(folder: Path | str) -> list[dict[str, Any]]:
     """Derive rows, table, figure and report of ``folder`` anew from its samples; the rows."""
-    made = json.loads((Path(folder) / RESULTS).read_text())["provenance"]
-    _, samples = read_log(Path(folder) / SAMPLES)
-    return _write(named(made["experiment"]), Path(folder), samples, made)
+    made = read_provenance(Path(folder))
+    if made is None:
+        raise LogError(f"{folder} has no {RESULTS}; let the run that it is of end.")
+    kind = named(made["experiment"])
+    _, samples = read_log(Path(folder) / SAMPLES, kind.CASE)
+    return _write(kind, Path(folder), samples, made)
+
+
+def read_provenance(folder: Path) -> Row | None:
+    """What results in ``folder`` say of the run that made them; None where there are none.
+
+    Raises:
+        LogError: there is something else under their name.
+    """
+    path = folder / RESULTS
+    if not path.exists():
+        return None
+    try:
+        made = json.loads(path.read_bytes())["provenance"]
+        if {"settings", "versions"} <= made.keys():
+            return made
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        pass
+    raise LogError(f"{path} has no results of a run; take it away, and it is written anew.")
+
+
+def _refuse_files_of_others(out: Path) -> None:
+    """Files under the names of results, where no samples are, are not ours to write over."""
+    if not (out / SAMPLES).exists():
+        for name in (RESULTS, CSV, REPORT, FIGURE):
+            if (out / name).exists():
+                raise LogError(
+                    f"{out} has {name} and no {SAMPLES}, so that it is of no run; take it away or "
+                    "give another --out."
+                )
 
 
 def _measure_missing(experiment: Experiment, log: Log) -> bool:
@@ -147,13 +191,12 @@ def _measure_missing(experiment: Experiment, log: Log) -> bool:
     return len(log.records) > before
 
 
-def _provenance(experiment: Experiment, results: Path, started: str, measured: bool) -> Row:
+def _provenance(experiment: Experiment, before: Row | None, started: str, measured: bool) -> Row:
     """Of the last run that added something; its settings are those of all runs together."""
     # as it will be read
     made = json.loads(json.dumps(experiment.provenance(started)))
-    if not results.exists():
+    if before is None:
         return made
-    before = json.loads(results.read_text())["provenance"]
     for name in experiment.GROWS:
         old, new = before["settings"].get(name), made["settings"][name]
         if isinstance(old, list):
@@ -168,10 +211,11 @@ def _write(
 ) -> list[dict[str, Any]]:
     # as they will be read
     rows = json.loads(json.dumps(kind.rows(samples, made["settings"])))
-    report.write_results(out, rows, made)
-    write_atomically(out / CSV, report.as_csv(rows))
-    kind.draw(out / FIGURE, rows)
-    write_atomically(out / REPORT, report_text(kind, rows, made))
+    with writing(out):
+        report.write_results(out, rows, made)
+        write_atomically(out / CSV, report.as_csv(rows))
+        kind.draw(out / FIGURE, rows)
+        write_atomically(out / REPORT, report_text(kind, rows, made))
     return rows
 
 

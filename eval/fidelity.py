@@ -29,10 +29,10 @@ from cab_hf.documents import (
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.foresight import Reading, answered, foreseen, surprise
-from cab_hf.eval.haystack import Haystack
+from cab_hf.eval.haystack import Haystack, read_sentences
 from cab_hf.eval.intervals import mean_interval, paired_difference, wilson
-from cab_hf.eval.methods import H2O, METHODS, Cab, Cell, Dense, Method
-from cab_hf.eval.on_model import OnModel, OnModelSettings
+from cab_hf.eval.methods import H2O, METHODS, Cab, Cell, Dense, Method, known
+from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
 from cab_hf.eval.passkey import MATCH, fitted, parse_depths
 from cab_hf.eval.report import column, difference, grouped, markdown_table
 from cab_hf.predictors.calibration import passes
@@ -141,9 +141,13 @@ class Settings(OnModelSettings):
         check("probes", self.probes, "at least one name")
         for text in self.texts:
             check("texts", text == NOISE or Path(text).is_file(), f"{NOISE} or text files", text)
+        for text in self.texts:
+            if text != NOISE:
+                read_sentences("texts", text)
         distinct = self.texts and len(self.files) == len(self.texts)
         check("texts", distinct, "at least one, of different names without folder and ending")
-        check("lengths", min(self.lengths) > 0, "numbers of tokens")
+        # a text of one token has nothing to foresee
+        check("lengths", self.lengths and min(self.lengths) > 1, "numbers of tokens, 2 at least")
         for name in ("depths", "pass_samples", "documents"):
             check(name, getattr(self, name) > 0, "at least 1")
         check("keys", 1 <= self.keys <= len(NAMES), f"1 to {len(NAMES)}")
@@ -174,7 +178,7 @@ class Settings(OnModelSettings):
             fits = NAME.fullmatch(name) and isinstance(told, str) and told
             require(self, "cab", fits, accepted, f"{name}={told}")
             chosen[f"{Cab.name}:{name}"] = cab_config(told)
-        return chosen
+        return {name: known(config) for name, config in chosen.items()}
 
     @cached_property
     def compared(self) -> tuple[str, ...]:
@@ -207,10 +211,19 @@ class Fidelity(OnModel):
         *("set", "cab"),
     )
 
+    def check(self) -> None:
+        super().check()
+        probes = self.settings.probes
+        for text, length in product(self.settings.files, self.settings.lengths):
+            for probe in filter(PROMPTED.__contains__, probes):
+                self.haystack(text, probe == QUESTION_FIRST).check_room(length)
+            if RECALL in probes:
+                self.reading(text, length, RECALL, None, 0)
+
     @cached_property
     def haystack(self) -> Callable[[str, bool], Haystack]:
         """(text, question_first) -> what makes its prompts."""
-        files, (_, tokenizer) = self.settings.files, self.model_and_tokenizer
+        files, tokenizer = self.settings.files, self.tokenizer
 
         @lru_cache
         def made(text: str, question_first: bool) -> Haystack:
@@ -235,7 +248,7 @@ class Fidelity(OnModel):
         index: int,
         hide_needle: bool = False,
     ) -> Reading:
-        settings, (_, tokenizer) = self.settings, self.model_and_tokenizer
+        settings, tokenizer = self.settings, self.tokenizer
         haystack = self.haystack(text, probe == QUESTION_FIRST)
         if probe in PROMPTED:
             prompt = haystack.prompt(length, depth, index, settings.seed, hide_needle)
@@ -244,7 +257,8 @@ class Fidelity(OnModel):
         if probe == PERPLEXITY:
             tokens = plain_document(*place, index, settings.seed)
             return Reading(tokens, ((length // 2, length),))
-        document = recall_document(*place, settings.keys, index, settings.seed)
+        with refusing("lengths"):
+            document = recall_document(*place, settings.keys, index, settings.seed)
         return Reading(document.tokens, document.answers)
 
     def recorded(self) -> dict[str, Any]:
@@ -319,10 +333,10 @@ class Fidelity(OnModel):
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """What was foreseen; ``density`` is over all layers, dense ones counting 1."""
-        model, _ = self.model_and_tokenizer
+        model = self.model
         method = self.method(case)
         reading = self.reading(*question_of(case), hide_needle=method.hides_needle)
-        with method.applied(model) as densities:
+        with refusing("model"), method.applied(model) as densities:
             started = time.perf_counter()
             found = surprise if case["probe"] == PERPLEXITY else foreseen
             told = found(model, reading)

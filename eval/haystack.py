@@ -15,6 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from cab_hf.documents import NAMES, NEEDLE, NOISE, NUMBERS, running, split_sentences
+from cab_hf.runs.settings import Refused
 
 FILLERS = ("noise", "distractors", "text")
 # numbers that are no pass keys: a selector that looks for digits finds these as well
@@ -72,7 +73,7 @@ class Haystack:
         self.filler = filler
         self.keys = keys
         self.question_first = question_first
-        self.sentences = split_sentences(Path(file).read_text("utf-8")) if file else NOISE
+        self.sentences = read_sentences("haystack", file) if file else NOISE
         self._sizes: dict[str, int] = {}
 
     def prompt(
@@ -86,7 +87,7 @@ class Haystack:
             index: number of the sample.
             hide_needle: leave out all keys and change nothing else.
         Raises:
-            ValueError: ``length`` has no room for instruction, keys and question.
+            Refused: ``length`` has no room for instruction, keys and question.
         """
         rng = random.Random(f"{seed}/{length}/{depth:.6f}/{index}/{self.keys}")
         keys = [str(key) for key in rng.sample(NUMBERS, self.keys)]
@@ -111,6 +112,17 @@ class Haystack:
             needle=None if hide_needle else needle,
             asking=self.size(text[: text.rindex(QUESTION.format(whose=whose[0]))]),
         )
+
+    def check_room(self, length: int) -> None:
+        """Refuse a length that the longest of instructions, keys and questions do not fit in.
+
+        Raises:
+            Refused: as of `prompt`.
+        """
+        names = sorted(NAMES, key=len)[-self.keys :]
+        whose = [f" for {name}" if self.keys > 1 else "" for name in names]
+        needles = [(0.0, NEEDLE.format(whose=each, key=NUMBERS[-1])) for each in whose]
+        self._room(whose[-1], needles, length)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a rendered prompt."""
@@ -176,6 +188,16 @@ class Haystack:
             total += max(1, self._sentence_size(sentence))
         return sentences
 
+    def _room(self, whose: str, needles: Sequence[tuple[float, str]], length: int) -> int:
+        """Tokens that are left for sentences."""
+        free = length - self.size(self.render(whose, needles, []))
+        if free < 0:
+            raise Refused(
+                f"length {length} has no room for the question and {self.keys} keys, which take "
+                f"{length - free} tokens; give a longer one."
+            )
+        return free
+
     def _fitted(
         self, whose: str, needles: Sequence[tuple[float, str]], sentences: list[str], length: int
     ) -> list[str]:
@@ -184,12 +206,7 @@ class Haystack:
         def room(chosen: list[str]) -> int:
             return length - self.size(self.render(whose, needles, chosen))
 
-        free = room([])
-        if free < 0:
-            raise ValueError(
-                f"length {length} has no room for the question and {self.keys} keys, which take "
-                f"{length - free} tokens; give a longer one."
-            )
+        free = self._room(whose, needles, length)
         # sizes add up nearly: the sum says where to look, rendering decides
         taken = sum(end <= free for end in accumulate(map(self._sentence_size, sentences)))
         while taken and room(sentences[:taken]) < 0:
@@ -204,6 +221,19 @@ class Haystack:
             if room(excerpt) >= 0:
                 return excerpt
         return whole
+
+
+def read_sentences(name: str, file: Path | str) -> list[str]:
+    """The sentences of a UTF-8 text; Refused by the setting ``name`` where the file is none."""
+    try:
+        text = Path(file).read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "not UTF-8"
+        raise Refused(f"{name} must name a UTF-8 text; got {str(file)!r} ({why}).") from None
+    if not text.strip() or "\0" in text:
+        why = "binary" if text.strip() else "empty"
+        raise Refused(f"{name} must name a UTF-8 text; got {str(file)!r} ({why}).")
+    return split_sentences(text)
 
 
 def _nearest(ascending: list[int], target: float) -> int:

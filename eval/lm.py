@@ -8,15 +8,20 @@ from typing import Any
 from lm_eval.models.huggingface import HFLM
 
 from cab_hf.config import CabConfig
+from cab_hf.eval.models import greedy
 from cab_hf.patches import apply_cab
 
 FIELDS = {field.name for field in dataclasses.fields(CabConfig)}
 
 
 class CabLM(HFLM):
-    """lm_eval's ``hf`` with CAB switched on: fields of `CabConfig` are arguments like its own."""
+    """lm_eval's ``hf`` with CAB switched on: fields of `CabConfig` are arguments like its own.
+
+    How tokens are chosen is for the task to say; where it says nothing, they are the likeliest.
+    """
 
     def __init__(self, pretrained: Any, **arguments: Any) -> None:
         chosen = {name: arguments.pop(name) for name in FIELDS & arguments.keys()}
         super().__init__(pretrained, **arguments)
+        self.model.generation_config = greedy(self.model)
         apply_cab(self.model, **chosen)

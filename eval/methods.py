@@ -30,6 +30,7 @@ from transformers.masking_utils import sdpa_mask
 
 import cab_hf
 from cab_hf.config import CabConfig
+from cab_hf.engines import ENGINES
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
 from cab_hf.predictors.baselines import column_sums
@@ -57,6 +58,15 @@ class Cell:
     def shared(self) -> CabConfig:
         """What of the config holds for every method: all but budgets a head."""
         return replace(self.config, **{name: getattr(CabConfig, name) for name in BUDGETS})
+
+
+def known(config: CabConfig) -> CabConfig:
+    """The config itself; ValueError where its predictor or its engine is a name that nobody has."""
+    make_predictor(config)
+    if config.engine not in ("auto", *ENGINES):
+        names = ", ".join(("auto", *ENGINES))
+        raise ValueError(f"CabConfig.engine is {config.engine!r}; it must be one of {names}.")
+    return config
 
 
 def fitted_config(candidates: Sequence[CabConfig], cell: Cell) -> CabConfig:

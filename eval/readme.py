@@ -74,11 +74,11 @@ def read_results(folder: Path) -> Results:
     path = folder / RESULTS
     if not path.is_file():
         raise ValueError(f"{folder} has no {RESULTS}; measure it again or take it away.")
-    content = json.loads(path.read_text())
-    made = content["provenance"]
+    made = experiment.read_provenance(folder)
     if "experiment" not in made:
         raise ValueError(f"{path} names no experiment in its provenance; measure it again.")
-    return Results(folder.name, content["rows"], made, named(made["experiment"]))
+    rows = json.loads(path.read_text())["rows"]
+    return Results(folder.name, rows, made, named(made["experiment"]))
 
 
 def results_page(results: Path) -> str:
@@ -216,9 +216,9 @@ def main(words: Sequence[str]) -> int:
     page, results = Path(settings.page), Path(settings.results)
     try:
         texts = results_page(results), readme_page(page.read_text(), results)
-    except ValueError as error:
+        for path, text in zip((results / "README.md", page), texts, strict=True):
+            write_atomically(path, text)
+    except (OSError, ValueError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
-    for path, text in zip((results / "README.md", page), texts, strict=True):
-        write_atomically(path, text)
     return 0

@@ -1,19 +1,21 @@
 """The runner: what it measures, writes and prints, and that it goes on where it stopped."""
 
 import csv
+import errno
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
 
 import pytest
 
-from cab_hf.eval import __main__, charts, experiment, speed
+from cab_hf.eval import __main__, charts, experiment, readme, speed
 from cab_hf.eval.experiment import Experiment, render, run
 from cab_hf.eval.report import markdown_table
 from cab_hf.runs import provenance
 from cab_hf.runs.log import LogError, read_log
-from cab_hf.runs.settings import comma_separated, option
+from cab_hf.runs.settings import Refused, comma_separated, option
 
 FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
 
@@ -156,6 +158,83 @@ def test_samples_of_other_settings_or_experiments_are_refused(tmp_path):
         start(tmp_path, power=3)
     with pytest.raises(LogError, match="made with experiment 'powers', this run has 'roots'"):
         run(Roots(Settings(out=str(tmp_path))))
+
+
+def test_a_sample_that_stands_twice_in_the_log_counts_once(tmp_path, monkeypatch):
+    start(tmp_path)
+    before = read(tmp_path)["results.json"]
+    log = tmp_path / "samples.jsonl"
+    log.write_text(log.read_text() + log.read_text().partition("\n")[2])
+    monkeypatch.setattr(experiment, "named", {"powers": Powers}.get)
+    render(tmp_path)
+    assert read(tmp_path)["results.json"] == before
+
+
+def test_files_of_others_are_not_written_over(tmp_path):
+    (tmp_path / "report.md").write_text("mine")
+    with pytest.raises(LogError, match="has report.md and no samples.jsonl, so that it is of no"):
+        start(tmp_path)
+    assert read(tmp_path) == {"report.md": b"mine"} and not MEASURED
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"provenance": {}}', "\0"])
+def test_results_that_are_none_are_refused_before_anything_is_measured(tmp_path, content):
+    start(tmp_path)
+    MEASURED.clear()
+    (tmp_path / "results.json").write_text(content)
+    for going_on in (lambda: start(tmp_path, lengths=(7,)), lambda: render(tmp_path)):
+        with pytest.raises(LogError, match="results.json has no results of a run; take it away"):
+            going_on()
+    assert not MEASURED
+
+
+def test_results_that_cannot_be_written_are_told_by_their_folder(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(experiment, "write_atomically", full)
+    with pytest.raises(LogError, match=f"{tmp_path} cannot be written .No space left on device"):
+        start(tmp_path)
+    monkeypatch.undo()
+    start(tmp_path)
+    assert MEASURED == [1, 2, 3] and read(tmp_path).keys() == FILES
+
+
+def test_what_cannot_be_measured_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    def refuse(powers):
+        raise Refused("lengths must be short")
+
+    monkeypatch.setattr(Powers, "check", refuse)
+    with pytest.raises(Refused):
+        start(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        pytest.param(Refused("length 3 is\n too short."), "length 3 is too short.", id="refused"),
+        pytest.param(LogError("no log."), "no log.", id="log"),
+        pytest.param(
+            OSError(errno.ENOSPC, "No space left on device"),
+            "No space left on device; make room, and the run goes on.",
+            id="full disk",
+        ),
+        pytest.param(ValueError("a bug"), None, id="bug"),
+        pytest.param(OSError(errno.EBADF, "Bad file descriptor"), None, id="bug with files"),
+    ],
+)
+def test_a_user_gets_a_line_and_a_bug_its_traceback(monkeypatch, capsys, error, told):
+    def fail(words):
+        raise error
+
+    monkeypatch.setattr(readme, "main", fail)
+    if told is None:
+        with pytest.raises(type(error)):
+            __main__.main(["readme"])
+        return
+    assert __main__.main(["readme"]) == 2
+    assert capsys.readouterr().err == f"python -m cab_hf.eval: readme: {told}\n"
 
 
 def test_listing_commands_imports_none():

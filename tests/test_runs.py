@@ -1,5 +1,6 @@
 """What runs share: settings from words and files and back, provenance, a log that survives."""
 
+import errno
 import fcntl
 import json
 import os
@@ -17,6 +18,7 @@ from cab_hf.runs.settings import (
     by_device,
     comma_separated,
     fill_by_device,
+    flag,
     option,
     read_settings,
     require,
@@ -90,7 +92,7 @@ def test_a_last_line_that_lacks_its_newline_is_kept(path):
         assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize("left", [0, 1, 20, None], ids=["none", "brace", "some", "but newline"])
+@pytest.mark.parametrize("left", [0, 1, 20, -1], ids=["none", "brace", "some", "but brace"])
 def test_a_torn_header_is_written_anew(tmp_path, left):
     path = tmp_path / "samples.jsonl"
     Log(path, IDENTITY).close()
@@ -99,6 +101,80 @@ def test_a_torn_header_is_written_anew(tmp_path, left):
     with Log(path, IDENTITY, KEY) as opened:
         opened.append(record(0))
     assert indices(path) == [0] and read_log(path)[0] == IDENTITY
+
+
+def test_a_whole_header_that_lacks_its_newline_is_kept(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    header = json.dumps({"identity": IDENTITY, "started": "then"})
+    path.write_text(header)
+    with Log(path, IDENTITY, KEY) as opened:
+        assert opened.started == "then"
+    assert path.read_text() == f"{header}\n"
+
+
+def test_reading_takes_the_first_record_of_a_key(path):
+    with open(path, "a") as file:
+        file.write(json.dumps(record(0, needle="another")) + "\n")
+    assert read_log(path, KEY)[1] == [record(0, needle=[1, 2]), record(1, needle=None)]
+    assert len(read_log(path)[1]) == 3
+
+
+def test_a_disk_that_is_full_leaves_the_log_as_it_was(path, monkeypatch):
+    whole, write = path.read_bytes(), os.write
+
+    def full(file, data):
+        if len(data) <= 10:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data[:10])
+
+    with Log(path, IDENTITY, KEY) as opened:
+        monkeypatch.setattr(log.os, "write", full)
+        with pytest.raises(LogError, match="cannot be written .No space left on device.; make"):
+            opened.append(record(2))
+        assert path.read_bytes() == whole and record(2) not in opened
+        monkeypatch.setattr(log.os, "write", write)
+        opened.append(record(2))
+    assert indices(path) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("taken", [os.unlink, lambda path: os.replace(path, f"{path}.old")])
+def test_a_log_that_is_taken_away_is_not_written_on(path, taken):
+    with Log(path, IDENTITY, KEY) as first:
+        taken(path)
+        # another run may own the folder now, and says so itself
+        with Log(path, IDENTITY, KEY) as second:
+            with pytest.raises(LogError, match="was removed or replaced while this run wrote it"):
+                first.append(record(2))
+            first.close()
+            second.append(record(7))
+            with pytest.raises(LogError, match=f"process {os.getpid()} on"):
+                Log(path, IDENTITY, KEY)
+    assert indices(path) == [7]
+
+
+def test_a_file_system_without_locks_is_refused(path, monkeypatch):
+    def none(*arguments):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(log.fcntl, "flock", none)
+    with pytest.raises(LogError, match="file system without locks .No locks available."):
+        Log(path, IDENTITY, KEY)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        pytest.param(lambda at: (at / "samples.jsonl").mkdir(), "Is a directory", id="folder"),
+        pytest.param(lambda at: os.mkfifo(at / "samples.jsonl"), "is no file", id="pipe"),
+        pytest.param(lambda at: (at.rmdir(), at.touch()), "File exists", id="folder is a file"),
+    ],
+)
+def test_what_is_no_file_in_a_folder_is_refused(tmp_path, make, told):
+    out = tmp_path / "out"
+    out.mkdir()
+    make(out)
+    with pytest.raises(LogError, match=told):
+        Log(out / "samples.jsonl", IDENTITY, KEY)
 
 
 @pytest.mark.parametrize(
@@ -128,15 +204,17 @@ def test_another_identity_is_refused_by_its_first_difference(path, identity, tol
         pytest.param('{"index": 0}\n', "does not begin with the header", id="no header"),
         pytest.param("a letter", "does not begin with the header", id="a text"),
         pytest.param('{"torn', "does not begin with the header", id="torn"),
-        pytest.param("HEADER\n[1]\n{}\n", "line 2 is not JSON", id="no object"),
-        pytest.param('HEADER\n{}\n{"a"\n{}\n{"to', "line 3 is not JSON", id="no JSON"),
-        pytest.param("HEADER\n\n{}\n", "line 2 is not JSON", id="blank"),
+        pytest.param("HEADER\n[1]\n{}\n", "line 2 is no JSON object", id="no object"),
+        pytest.param('HEADER\nRECORD\n{"a"\nRECORD\n{"to', "line 3 is no JSON", id="no JSON"),
+        pytest.param("HEADER\n\nRECORD\n", "line 2 is no JSON", id="blank"),
+        pytest.param("HEADER\nRECORD\n{}\n", "line 3 has no 'length'", id="no key"),
+        pytest.param("HEADER\nRECORD\n[1]", "line 3 is no JSON object", id="list behind"),
     ],
 )
 def test_a_file_that_is_no_log_is_refused_and_left_alone(tmp_path, content, told):
     path = tmp_path / "samples.jsonl"
     header = json.dumps({"identity": IDENTITY, "started": "then"})
-    path.write_text(content.replace("HEADER", header))
+    path.write_text(content.replace("HEADER", header).replace("RECORD", json.dumps(record(0))))
     before = path.read_bytes()
     with pytest.raises(LogError, match=told):
         Log(path, IDENTITY, KEY)
@@ -154,9 +232,12 @@ def test_a_symbolic_link_is_refused(path, tmp_path):
 
 def test_a_second_writer_is_refused(path):
     with Log(path, IDENTITY, KEY) as first:
-        with pytest.raises(LogError, match="written by another process; wait"):
+        told = f"written by another process .process {os.getpid()} on .+ since .+; wait for it"
+        with pytest.raises(LogError, match=told):
             Log(path, IDENTITY, KEY)
         first.append(record(2))
+    # who wrote it is not left behind
+    assert list(path.parent.iterdir()) == [path]
     # a refused log lets go of the file too
     with pytest.raises(LogError):
         Log(path, {}, KEY)
@@ -189,6 +270,8 @@ def test_a_killed_run_goes_on_with_the_same_records(tmp_path):
         subprocess.run([*command, path, "0"], check=True, capture_output=True)
     assert read_log(killed) == read_log(whole)
     assert len(read_log(killed)[1]) == 100
+    # what the killed one said of itself went with the next
+    assert sorted(tmp_path.iterdir()) == [killed, whole]
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
@@ -205,6 +288,14 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_writing_replaces_a_link_and_does_not_follow_it(tmp_path):
+    path, elsewhere = tmp_path / "results.json", tmp_path / "elsewhere"
+    elsewhere.write_text("old")
+    path.symlink_to(elsewhere)
+    log.write_atomically(path, "new")
+    assert (path.read_text(), elsewhere.read_text()) == ("new", "old")
+
+
 # --- settings
 
 
@@ -216,6 +307,7 @@ class Settings:
     set: tuple[str, ...] = option((), "field=value", repeatable=True)
     text: str | None = option(None, "a file")
     device: str = option("cuda", "torch device")
+    loud: bool = flag("say more")
 
     def __post_init__(self):
         fill_by_device(self, self.device == "cpu")
@@ -238,6 +330,9 @@ def read(*words):
             ["--set", "a=1", "--kv-heads", "2", "--set", "b=x"],
             {"set": ("a=1", "b=x"), "kv_heads": 2},
         ),
+        (["--loud"], {"loud": True}),
+        (["--loud", "--mass", "0.5"], {"loud": True, "mass": 0.5}),
+        (["--loud", "False"], {}),
     ],
 )
 def test_words_become_settings(words, changes):
@@ -246,9 +341,11 @@ def test_words_become_settings(words, changes):
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path):
     file = tmp_path / "settings.yaml"
-    file.write_text("lengths: [1, 2]\nmass: 0.5\nkv-heads: 2\nset: {a: 1, b: x}\ntext: null\n")
+    file.write_text(
+        "lengths: [1, 2]\nmass: 0.5\nkv-heads: 2\nset: {a: 1, b: x}\ntext: null\nloud: yes\n"
+    )
     given = read("--settings", str(file), "--mass", "0.7", "--set", "a=2")
-    assert given == Settings((1, 2), 0.7, 2, ("a=1", "b='x'", "a=2"))
+    assert given == Settings((1, 2), 0.7, 2, ("a=1", "b='x'", "a=2"), loud=True)
 
 
 @pytest.mark.parametrize(
@@ -260,6 +357,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path
         pytest.param(["--mass", "3"], None, "mass must be in (0, 1]; got 3.0.", id="refused"),
         pytest.param(["--set", "a"], None, "set: an assignment is field=value", id="assignment"),
         pytest.param(["--mass"], None, "expected one argument", id="nothing"),
+        pytest.param(["--loud", "very"], None, "loud: it is turned on by its name", id="flag"),
         pytest.param([], "kv_head: 1", "sets 'kv_head'; did you mean kv_heads?", id="file near"),
         pytest.param([], "zzz: 1", "sets 'zzz'; the options are lengths, mass", id="file far"),
         pytest.param([], "mass: much", "settings.yaml, mass: could not", id="file value"),
@@ -291,6 +389,8 @@ def test_what_is_refused_is_told_in_a_line(tmp_path, capsys, words, content, tol
         pytest.param({"set": ["a=1", "b=2"]}, "--set a=1 --set b=2", id="repeatable"),
         pytest.param({"text": {"name": "book.txt", "sha256": "0"}}, "--text book.txt", id="file"),
         pytest.param({"lengths": [1, 2], "other": 3}, "--lengths 1,2", id="list"),
+        pytest.param({"loud": True}, "--loud True", id="flag"),
+        pytest.param({"loud": False}, "", id="no flag"),
     ],
 )
 def test_recorded_settings_are_spelled_as_words(recorded, words):
@@ -312,6 +412,13 @@ def test_provenance_says_what_made_it_and_not_where():
     assert made["finished"].endswith("+00:00")
     # results are committed: no value is a path
     assert '"/' not in json.dumps(made)
+
+
+@pytest.mark.parametrize("name", ["gpu", "cpu:x", "", "meta", "cuda:99"])
+def test_a_device_that_computes_nothing_is_refused(name):
+    with pytest.raises(ValueError, match=f"device must be one that .* got '{name}' .+") as refused:
+        provenance.computing_device(name)
+    assert "\n" not in str(refused.value)
 
 
 def test_the_commit_is_ours_or_none():

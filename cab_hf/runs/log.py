@@ -11,26 +11,34 @@ import errno
 import fcntl
 import json
 import os
+import platform
+import stat
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from cab_hf.runs.provenance import utc_now
+from cab_hf.runs.settings import Refused
 
 Record = dict[str, Any]
+# a file system without locks says one of these
+NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
-class LogError(ValueError):
-    """A log that a run cannot go on with; the message is one sentence for whoever started it."""
+class LogError(Refused):
+    """Files that a run cannot go on with or cannot write."""
 
 
 class Log:
     """The log of a run, open for it alone.
 
-    A lock on the file, which dies with its process, keeps a second writer out. All of an existing
-    file is read and checked before anything is changed; then a last line that a kill tore off is
-    dropped, and one that only lacks its newline gets it.
+    A lock on the file, which dies with its process, keeps a second writer out; who holds it stands
+    in a hidden file beside it, which is gone when the log is closed. All of an existing file is
+    read and checked before anything is changed; then a last line that a kill tore off is dropped,
+    and one that only lacks its newline gets it. A record that cannot be written leaves the file as
+    it was.
 
     Args:
         identity: JSON-able; what two records must share to stand in one log.
@@ -42,8 +50,9 @@ class Log:
         started: when the log was begun, as ISO 8601 in UTC.
 
     Raises:
-        LogError: another process writes the file, it is a symbolic link, it belongs to a run of
-            another identity, or a whole line is no JSON object.
+        LogError: another process writes the file, it is a symbolic link or no file, it belongs to a
+            run of another identity, a whole line is no JSON object or lacks a field of ``key``, or
+            nothing can be written there.
     """
 
     def __init__(
@@ -53,10 +62,13 @@ class Log:
         self.key = tuple(key)
         self.records: list[Record] = []
         self._seen: set[str] = set()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = _open_locked(self.path)
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = _open_locked(self.path)
         try:
-            self._read(json.loads(json.dumps(identity)))
+            with writing(self.path):
+                self._sign()
+                self._read(json.loads(json.dumps(identity)))
         except BaseException:
             self.close()
             raise
@@ -69,30 +81,50 @@ class Log:
 
     def close(self) -> None:
         """Let others write."""
-        self._file.close()
+        if self._file >= 0:
+            # while the lock is held, lest the next writer's be removed
+            with suppress(OSError):
+                if _is_open_at(self._file, self.path):
+                    _writer_of(self.path).unlink()
+            os.close(self._file)
+            self._file = -1
 
     def __contains__(self, record: Mapping[str, Any]) -> bool:
         """Whether there is a record of the same key."""
-        return self._key(record) in self._seen
+        return _key(record, self.key) in self._seen
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one JSON-able record; one whose key is there already is passed over."""
+        """Write one JSON-able record; one whose key is there already is passed over.
+
+        Raises:
+            LogError: it cannot be written, or the file has been taken away.
+        """
         line = json.dumps(record)
-        if self._count(json.loads(line)):
+        if record in self:
+            return
+        if not _is_open_at(self._file, self.path):
+            raise LogError(
+                f"{self.path} was removed or replaced while this run wrote it; start it again, in "
+                "a folder that nothing else writes."
+            )
+        with writing(self.path):
             self._write(line)
+        self._count(json.loads(line))
+
+    def _sign(self) -> None:
+        """Say in a file beside the log who writes it; it proves nothing, the lock does."""
+        writer = _writer_of(self.path)
+        write_atomically(writer, f"process {os.getpid()} on {platform.node()} since {utc_now()}")
 
     def _read(self, identity: Mapping[str, Any]) -> None:
-        self._file.seek(0)
-        content = self._file.read()
+        content = _read_all(self._file)
         self.started = utc_now()
         header = json.dumps({"identity": identity, "started": self.started})
-        # up to the time, which was another then, so much of a torn first line is known
-        known = header[: header.rindex('"started"')].encode()
-        if b"\n" not in content and (known.startswith(content) or content.startswith(known)):
-            self._file.truncate(0)
+        if _is_torn_header(content, header):
+            os.ftruncate(self._file, 0)
             self._write(header)
             return
-        found, records, whole = _parse(self.path, content)
+        found, records, whole = _parse(self.path, content, self.key)
         for name, seen, wanted in _differences(found["identity"], identity):
             raise LogError(
                 f"{self.path} was made with {name} {seen!r}, this run has {wanted!r}; give another "
@@ -101,37 +133,72 @@ class Log:
         self.started = found["started"]
         for record in records:
             self._count(record)
-        self._file.truncate(whole)
+        os.ftruncate(self._file, whole)
         if not content[:whole].endswith(b"\n"):
             self._write("")
 
-    def _key(self, record: Mapping[str, Any]) -> str:
-        return json.dumps([record.get(name) for name in self.key])
-
-    def _count(self, record: Record) -> bool:
-        if self.key and record in self:
-            return False
-        self._seen.add(self._key(record))
-        self.records.append(record)
-        return True
+    def _count(self, record: Record) -> None:
+        if not self.key or record not in self:
+            self._seen.add(_key(record, self.key))
+            self.records.append(record)
 
     def _write(self, line: str) -> None:
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        size = os.fstat(self._file).st_size
+        try:
+            left = line.encode() + b"\n"
+            while left:
+                left = left[os.write(self._file, left) :]
+            os.fsync(self._file)
+        except OSError:
+            os.ftruncate(self._file, size)
+            raise
 
 
-def read_log(path: Path | str) -> tuple[dict[str, Any], list[Record]]:
-    """(identity, records) of a log, which is neither locked nor changed; LogError as for `Log`."""
+def read_log(path: Path | str, key: Sequence[str] = ()) -> tuple[dict[str, Any], list[Record]]:
+    """(identity, records) of a log, which is neither locked nor changed; LogError as for `Log`.
+
+    Of records that share the fields ``key`` the first is taken, as by `Log`.
+    """
     path = Path(path)
-    header, records, _ = _parse(path, path.read_bytes())
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise LogError(
+            f"{path} cannot be read ({error.strerror}); give the run's folder."
+        ) from None
+    header, records, _ = _parse(path, content, key)
+    if key:
+        first: dict[str, Record] = {}
+        for record in records:
+            first.setdefault(_key(record, key), record)
+        records = list(first.values())
     return header["identity"], records
 
 
-def _open_locked(path: Path) -> Any:
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+@contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """What the file system refuses inside becomes a `LogError` that names ``path``."""
     try:
-        file = os.fdopen(os.open(path, flags, 0o644), "a+b")
+        yield
+    except OSError as error:
+        raise LogError(
+            f"{path} cannot be written ({error.strerror}); make room there or give another --out."
+        ) from error
+
+
+def _key(record: Mapping[str, Any], names: Iterable[str]) -> str:
+    return json.dumps([record.get(name) for name in names])
+
+
+def _writer_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.writer")
+
+
+def _open_locked(path: Path) -> int:
+    """A descriptor of the file at ``path``, made at need, that holds its lock."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        file = os.open(path, flags, 0o644)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
@@ -140,36 +207,96 @@ def _open_locked(path: Path) -> Any:
             "the file itself there."
         ) from None
     try:
+        _lock(file, path)
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise LogError(f"{path} is no file; take it away or give another --out.")
+        if _is_open_at(file, path):
+            return file
+    except BaseException:
+        os.close(file)
+        raise
+    # taken away between opening and locking
+    os.close(file)
+    return _open_locked(path)
+
+
+def _lock(file: int, path: Path) -> None:
+    try:
+        # of the open file: it ends with the process, however that ends
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            raise LogError(
+                f"{path} is on a file system without locks ({error.strerror}), where two runs "
+                "could write it; give an --out on another."
+            ) from None
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
         raise LogError(
-            f"{path} is being written by another process; wait for it, or give another --out."
+            f"{path} is being written by another process{_told_writer(path)}; wait for it, or give "
+            "another --out."
         ) from None
-    return file
 
 
-def _parse(path: Path, content: bytes) -> tuple[dict[str, Any], list[Record], int]:
+def _told_writer(path: Path) -> str:
+    try:
+        return f" ({_writer_of(path).read_text()})"
+    except (OSError, ValueError):
+        return ""
+
+
+def _is_open_at(file: int, path: Path) -> bool:
+    """Whether what stands at ``path`` is the open file."""
+    try:
+        return os.path.samestat(os.fstat(file), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _read_all(file: int) -> bytes:
+    with os.fdopen(os.dup(file), "rb") as whole:
+        whole.seek(0)
+        return whole.read()
+
+
+def _is_torn_header(content: bytes, header: str) -> bool:
+    """Whether ``content`` is all that a kill left of ``header``."""
+    # the time was another then: only what is before it is known
+    known = header[: header.rindex('"started"')].encode()
+    begun = known.startswith(content) or content.startswith(known)
+    return begun and b"\n" not in content and _object(content) is None
+
+
+def _parse(
+    path: Path, content: bytes, key: Sequence[str]
+) -> tuple[dict[str, Any], list[Record], int]:
     """(header, records, length of what is whole) of a log's bytes."""
-    found = [_object(line) for line in content.split(b"\n")]
+    lines = content.split(b"\n")
     whole = len(content)
-    if found[-1] is None:
-        found.pop()
-        whole = content.rfind(b"\n") + 1
+    if not _is_json(lines[-1]):
+        # torn off by a kill, or nothing behind the last newline
+        whole -= len(lines.pop())
+    found = [_object(line) for line in lines]
     if not found or not {"identity", "started"} <= (found[0] or {}).keys():
         raise LogError(f"{path} does not begin with the header of a run; give another --out.")
-    if None in found:
-        raise LogError(
-            f"{path}, line {found.index(None) + 1} is not JSON; repair it or give another --out."
-        )
+    for number, record in enumerate(found[1:], 2):
+        lacking = [name for name in key if name not in (record or {})]
+        if record is None or lacking:
+            told = "is no JSON object" if record is None else f"has no {lacking[0]!r}"
+            raise LogError(f"{path}, line {number} {told}; repair it or give another --out.")
     return found[0], found[1:], whole
 
 
-def _object(line: bytes) -> dict[str, Any] | None:
+def _is_json(line: bytes) -> bool:
     try:
-        value = json.loads(line)
+        json.loads(line)
     except ValueError:
-        return None
+        return False
+    return True
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    value = json.loads(line) if _is_json(line) else None
     return value if isinstance(value, dict) else None
 
 
@@ -192,6 +319,7 @@ def write_atomically(path: Path | str, data: str | bytes) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
         os.chmod(temporary, 0o644)
+        # a link is replaced and not followed
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

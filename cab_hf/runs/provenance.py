@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from cab_hf.runs.settings import Refused
+
 PACKAGES = ("cab_hf", "torch", "transformers", "triton", "flash-attn-4")
 
 
@@ -62,6 +64,22 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def computing_device(name: str) -> Any:
+    """The torch device of that name; Refused where torch cannot compute on it here."""
+    import torch
+
+    try:
+        device = torch.device(name)
+        # only a value that comes back proves it: a device may be missing, or may hold none
+        torch.ones(1, device=device).item()
+    except Exception as error:
+        why = str(error).partition("\n")[0].rstrip(".")
+        raise Refused(
+            f"device must be one that torch computes on here, such as cpu; got {name!r} ({why})."
+        ) from None
+    return device
 
 
 def device_name(device: Any) -> str:

@@ -19,6 +19,10 @@ Fields = Mapping[str, dataclasses.Field]
 FILE = "settings"  # the option that names a YAML file
 
 
+class Refused(ValueError):
+    """What whoever started a run got wrong; its message is one sentence for them."""
+
+
 def spell(value: Any) -> str:
     """A value as it is typed; values of a list with commas between."""
     return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
@@ -41,6 +45,19 @@ def option(
     """
     told = {"help": help, "parse": parse, "repeatable": repeatable, "spell": spell}
     return dataclasses.field(default=default, metadata=told)
+
+
+def flag(help: str) -> Any:
+    """An `option` that its name alone turns on; False where it is not given."""
+    told = {**option(False, help, parse_flag).metadata, "flag": True}
+    return dataclasses.field(default=False, metadata=told)
+
+
+def parse_flag(text: str) -> bool:
+    """``true`` or ``false``, in any case."""
+    if text.lower() not in ("true", "false"):
+        raise ValueError(f"it is turned on by its name, or true or false; got {text!r}.")
+    return text.lower() == "true"
 
 
 def by_device(gpu: Any, cpu: Any, help: str, parse: Callable[[str], Any] = str) -> Any:
@@ -126,7 +143,8 @@ def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field) -> No
     told, defaults = field.metadata, _defaults(field)
     many = any(isinstance(default, tuple) for default in defaults)
     words = {"action": "append"} if told["repeatable"] else {"nargs": "+"} if many else {}
-    shown = [told["spell"](value) for value in defaults if value not in (None, ())]
+    words |= {"nargs": "?", "const": "true"} if told.get("flag") else {}
+    shown = [told["spell"](value) for value in defaults if value not in (None, (), False)]
     default = f" (default: {'; on CPU: '.join(dict.fromkeys(shown))})" if shown else ""
     # without a default, what is not typed is not there
     words |= {"default": argparse.SUPPRESS, "help": (told["help"] + default).replace("%", "%%")}

@@ -13,9 +13,11 @@ import torch
 
 from cab_hf.config import CabConfig
 from cab_hf.eval.experiment import Experiment, Row
+from cab_hf.eval.methods import known
 from cab_hf.eval.report import column, markdown_table
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.timing import Bench, bench_on, in_a_sentence
+from cab_hf.runs.provenance import computing_device
 from cab_hf.runs.settings import (
     by_device,
     comma_separated,
@@ -83,17 +85,22 @@ class SpeedSettings:
     device: str | None = option(None, "torch device; the default is the GPU, and cpu is for tests")
 
     def __post_init__(self) -> None:
-        device = self.device or "cuda"
-        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        device = "cuda" if self.device is None else self.device
+        on_gpu = device == "cuda" or device.removeprefix("cuda:").isdigit()
+        if on_gpu and not torch.cuda.is_available():
             raise ValueError(
                 f"device is {device!r} and torch finds no CUDA device; run it where there is a "
                 "GPU, or see it work at tiny lengths with --device cpu."
             )
+        # a GPU is asked to compute by `Speed.check`, not by whoever reads settings
+        if not on_gpu:
+            computing_device(device)
         self._set("device", device)
         fill_by_device(self, torch.device(device).type == "cpu")
         self._set("lengths", tuple(sorted(self.lengths)))
         self.check("lengths", self.lengths and self.lengths[0] > 0, "numbers of tokens")
         self.check("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
+        self.check("seed", 0 <= self.seed < 1 << 63, "0 to 2^63 - 1")
         for name in self.POSITIVE:
             self.check(name, getattr(self, name) > 0, "at least 1")
         _ = self.cab_config  # refuses bad fields here rather than in the middle of a run
@@ -127,7 +134,7 @@ class SpeedSettings:
             raise ValueError(
                 f"config sets {twice[0]}, which is an option of its own here, or what is measured."
             )
-        return CabConfig.from_dict({**self.DEFAULTS, **given, **fixed})
+        return known(CabConfig.from_dict({**self.DEFAULTS, **given, **fixed}))
 
     def asked(self) -> list[dict[str, Any]]:
         """The cases asked for."""
@@ -155,6 +162,9 @@ class Speed(Experiment):
     @cached_property
     def bench(self) -> Bench:
         return bench_on(self.settings.device, getattr(self.settings, "seconds", None))
+
+    def check(self) -> None:
+        computing_device(self.settings.device)
 
     def recorded(self) -> dict[str, Any]:
         settings = self.settings
