@@ -95,6 +95,7 @@ def _attend(
         kv_length=mask.kv_length,
         window=mask.window,
         plain=mask.plain,
+        longest=mask.longest if sparse and mask.window is None else None,
     )
     if way.kind == "sparse":
         out = _sparse(module, query, key, value, mask, scale, config, way.engine)
@@ -118,6 +119,11 @@ def _sparse(
     q, k, v = frame.queries(query), frame.keys(key), frame.keys(value)
     call = mask.call(frame, scale, getattr(module, "layer_idx", None))
     plan = make_predictor(config)(q, k, call)
+    fewest = 0 if config.sparse_decode else config.query_block
+    short = frame.short(fewest, config.min_length, plan.query_block)
+    if short is not None:
+        # documents that would be exact alone
+        plan = plan.with_whole_rows(short)
     out = engine.attention(q, k, v, plan, scale)
     if not torch.compiler.is_compiling():
         _record(module, plan)
