@@ -34,8 +34,6 @@ class CabMask:
         valid: bool [B, N_k], False for padding keys; None when no key is padding.
         document: int [B, N_k], equal for tokens of one packed document; None when not packed.
         window: sliding-window width in tokens; None without one.
-        lengths: of the documents of every batch row; None where there is one text a row without
-            padding, and where nobody may wait for the device (compiling, decoding).
     """
 
     # transformers asks these two of a mask to tell 2-D and 4-D tensors; this is neither
@@ -50,6 +48,8 @@ class CabMask:
     document: Tensor | None = None
     window: int | None = None
     _looked_for_documents: bool = False
+    # of the document ids, where they are known without a wait
+    _most_documents: int | None = None
     _lengths: list[list[Length]] | None = None
     _frames: dict[tuple[Any, ...], Frame] = field(default_factory=dict)
     _plans: dict[Frame, BlockPlan] = field(default_factory=dict)
@@ -67,11 +67,15 @@ class CabMask:
 
     @property
     def lengths(self) -> list[list[Length]] | None:
+        """Of the documents of every batch row.
+
+        None where each row is one text without padding, and where nobody may wait for the device.
+        """
         known = self._lengths is not None or self.document is None
         if not known and not torch.compiler.is_compiling():
             document, valid = self.document, self.valid
             valid = torch.ones_like(document, dtype=torch.bool) if valid is None else valid
-            self._lengths = whole_documents(valid, document.to(valid.device))
+            self._lengths = whole_documents(valid, document.to(valid.device), self._most_documents)
         return self._lengths
 
     @property
@@ -91,6 +95,7 @@ class CabMask:
         all that is in it. While compiling nobody looks at positions.
 
         Raises:
+            ValueError: for ``cu_seq_lens`` of another number of tokens.
             NotImplementedError: for ``cu_seq_lens`` in a call that continues a cache.
         """
         if self._looked_for_documents:
@@ -106,12 +111,19 @@ class CabMask:
         if self.document is None and begins and self.q_length > 1:
             if cu_seq_lens is not None:
                 self.document = _documents_between(cu_seq_lens, self.batch, self.kv_length)
-            # pictures have positions of several dimensions
-            elif position_ids is not None and position_ids.ndim == 2:
+                self._most_documents = cu_seq_lens.shape[0]
+            elif self._told_by(position_ids):
                 starts = _starts(position_ids, self.valid)
         # a decode step is too short to pay for a wait
         if self.q_length > 1 and not torch.compiler.is_compiling():
             self._look(starts)
+
+    def _told_by(self, position_ids: Tensor | None) -> bool:
+        """Whether these may be looked at, and are one a token: those of pictures are several."""
+        unknown = position_ids is None or position_ids.is_floating_point()
+        if unknown or torch.compiler.is_compiling():
+            return False
+        return tuple(position_ids.shape) in ((1, self.q_length), (self.batch, self.q_length))
 
     def _look(self, starts: Tensor | None) -> None:
         """What the host must know of padding and of documents' ``starts``, in one wait."""
@@ -123,8 +135,10 @@ class CabMask:
         if not asked:
             return
         counts = torch.stack(asked, dim=-1).tolist()
-        if starts is not None and any(row[0] > 1 for row in counts):
-            self.document = (starts.cumsum(-1) - 1).clamp(min=0).expand(self.batch, -1)
+        if starts is not None:
+            self._most_documents = max(row[0] for row in counts)
+            if self._most_documents > 1:
+                self.document = (starts.cumsum(-1) - 1).clamp(min=0).expand(self.batch, -1)
         if self.valid is not None and all(row[-1] == self.kv_length for row in counts):
             # the mask-free kernels are faster
             self.valid = None
@@ -263,8 +277,18 @@ def _documents(
 
 
 def _documents_between(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
-    """Document ids int [B, N] of cumulative lengths, of one row for all or of rows one by one."""
+    """Document ids int [B, N] of cumulative lengths: of one row for all, or of all rows in one.
+
+    What lies behind the last is a document of its own.
+    """
     slot = torch.arange(batch * length, device=cu_seq_lens.device)
+    if not torch.compiler.is_compiling():
+        end = int(cu_seq_lens[-1])
+        if end > batch * length or (batch > 1 and end not in (length, batch * length)):
+            raise ValueError(
+                f"cu_seq_lens_q ends at {end} in a call of {batch} x {length} tokens; it must end "
+                f"at {batch * length}."
+            )
     if batch > 1:
         # lengths of one row begin again with every row
         slot = slot % cu_seq_lens[-1]

@@ -116,7 +116,7 @@ class Frame:
         return cls(spans, kv_length, query_source, key_source, inside, ~real, sizes, lengths)
 
     def short(self, queries: int, tokens: int, query_block: int) -> Tensor | None:
-        """int64 [B, R]: query blocks of documents with fewer ``queries`` or ``tokens``; -1 for none.
+        """int64 [B, R]: query blocks of documents with fewer ``queries`` or ``tokens``, then -1.
 
         None where no document is. ``query_block`` is one that the frame was built for.
         """
@@ -171,14 +171,21 @@ def _invert(place: Tensor, real: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return source[:, :length], filled[:, :length]
 
 
-def whole_documents(valid: Tensor, document: Tensor) -> list[list[Length]]:
-    """The lengths of documents all of whose tokens are queries. Waits for the device."""
-    tokens = document_lengths(valid, document, int(document.max()) + 1)
+def whole_documents(
+    valid: Tensor, document: Tensor, documents: int | None = None
+) -> list[list[Length]]:
+    """The lengths of documents all of whose tokens are queries. Waits for the device.
+
+    ``documents`` is an upper bound of how many there are; looked for without it.
+    """
+    if documents is None:
+        documents = int(document.max()) + 1
+    tokens = document_lengths(valid, document, documents)
     return [[Length(count, count) for count in row] for row in tokens.tolist()]
 
 
 def document_lengths(valid: Tensor, document: Tensor, documents: int) -> Tensor:
-    """int64 [B, documents]: the real tokens of each, for ``document`` and ``valid`` of `CabMask`."""
+    """int64 [B, documents]: the real tokens of each; ``valid`` and ``document`` as in `CabMask`."""
     tokens = torch.zeros(valid.shape[0], documents, dtype=torch.int64, device=valid.device)
     return tokens.scatter_add_(1, document.to(torch.int64), valid.to(torch.int64))
 
@@ -194,8 +201,11 @@ def _aligned_documents(tokens: Tensor, document: Tensor, align: int) -> tuple[Te
 
 def _extent(lengths: Sequence[Length], align: int) -> int:
     """Where the last of some documents ends, each of which starts at a block border."""
-    *others, last = [length.tokens for length in lengths]
-    return sum(-(-tokens // align) * align for tokens in others) + last
+    start = end = 0
+    for _, tokens in lengths:
+        end = start + tokens if tokens else end
+        start += -(-tokens // align) * align
+    return end
 
 
 def _spans_in_place(document: Tensor) -> Spans:
