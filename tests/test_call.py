@@ -6,7 +6,7 @@ from tiny import SPARSE, tiny_model, tokens
 
 import cab_hf
 from cab_hf.call import CabMask, cab_mask
-from cab_hf.frame import Frame
+from cab_hf.frame import Frame, Length
 from cab_hf.predictors import CurvaturePredictor, register_predictor
 
 DECIDED = []
@@ -142,3 +142,33 @@ def test_padding_of_documents_that_stay_where_they_are(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(NotImplementedError, match="attention_mask is set for packed documents"):
         Frame.build(1, 4, 4, 0, document > 0, document, 16, torch.device("cpu"))
+
+
+# --- short documents
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "nobody-looked"])
+@pytest.mark.parametrize(
+    ("least", "rows"),
+    [
+        pytest.param({"queries": 0, "tokens": 20}, [[], []], id="none"),
+        pytest.param({"queries": 0, "tokens": 21}, [[0, 1], []], id="tokens"),
+        pytest.param({"queries": 21, "tokens": 0}, [[0, 1], []], id="queries"),
+        pytest.param({"queries": 0, "tokens": 41}, [[0, 1], [0, 1, 2]], id="all"),
+    ],
+)
+def test_query_blocks_of_short_texts(least, rows, known):
+    real = torch.arange(40) >= torch.tensor([[20], [0]])
+    lengths = [[Length(20, 20)], [Length(40, 40)]] if known else None
+    frame = Frame.build(2, 40, 40, 0, real, None, 16, torch.device("cpu"), lengths)
+    found = frame.short(**least, query_block=16)
+    if known and rows == [[], []]:
+        assert found is None
+        return
+    assert [[row for row in batch if row >= 0] for batch in found.tolist()] == rows
+    # what is gathered is no more than needed, where that is known
+    assert not known or found.shape[1] == max(map(len, rows))
+
+
+def test_no_text_is_short_in_a_plain_call():
+    assert Frame.build(1, 40, 40, 0, None, None, 16, torch.device("cpu")).short(99, 99, 16) is None
