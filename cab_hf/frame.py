@@ -100,7 +100,8 @@ class Frame:
             place = place + shift
             # queries are where their keys are
             inside = place[:, mine]
-            length = q_frame = max(_extent(row, align) for row in lengths)
+            # a call of nothing but padding has a frame as well
+            length = q_frame = max(1, *(_extent(row, align) for row in lengths))
             sizes = (tokens.gather(1, document.to(torch.int64)),) * 2
         key_source, key_valid = _invert(place, valid, length)
         query_source, query_valid = _invert(inside, real, q_frame)

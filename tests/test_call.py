@@ -172,3 +172,10 @@ def test_query_blocks_of_short_texts(least, rows, known):
 
 def test_no_text_is_short_in_a_plain_call():
     assert Frame.build(1, 40, 40, 0, None, None, 16, torch.device("cpu")).short(99, 99, 16) is None
+
+
+def test_a_call_of_nothing_but_padding_has_a_frame():
+    document = torch.tensor([[0, 0, 1, 1]])
+    frame = Frame.build(1, 4, 4, 0, document < 0, document, 16, torch.device("cpu"))
+    assert frame.spans.last.tolist() == [[-1]]
+    assert not frame.restore(frame.queries(torch.ones(1, 1, 4, 2))).any()
