@@ -54,7 +54,8 @@ class CabConfig:
         sparsity: with ``"topk"``, the share of a row's blocks that is dropped, in [0, 1). A number
             or a `Table`.
         curvature: ``"additive"`` (direct minus ``redundancy`` times two-hop), ``"forman"``
-            (Forman-Ricci), or ``"none"``.
+            (Forman-Ricci), or ``"none"``. With ``"topk"``, ``"additive"`` weighs by the key blocks
+            of the call, as published: there padding and packing change what a text selects.
         redundancy: weight of the curvature term, in [0, 1]; 0 is the selection by magnitude, bit
             for bit.
         max_density: at most this share of a row's blocks is kept, in (0, 1]; forced blocks always
