@@ -40,8 +40,15 @@ def cab_attention(
         key, value: [B, H_kv, N_k, D] after the cache update.
         attention_mask: what `cab_mask` made, or None for plain causal attention.
         kwargs: what transformers adds; ``scaling`` (1/sqrt(D) by default), ``position_ids`` int
-            [B, N_q], which mark packed documents where they fall back, and ``cu_seq_lens_q`` int
-            [documents + 1], their cumulative lengths, are used.
+            [B, N_q] and ``cu_seq_lens_q`` int [documents + 1] are used.
+
+    Packed documents do not see each other. One begins where ``position_ids`` of real tokens fall
+    back or repeat the position of a document's first token (which then was all of it), or where
+    ``cu_seq_lens_q``, cumulative lengths, say so; with a mask or a cache as without. "sdpa" looks
+    at positions where there is neither, and then this is the same: also where they leap forward,
+    which begins a document there and nowhere else. A call that continues a cache sees all of it.
+    Under torch.compile positions are looked at where "sdpa" does, and documents are not moved to
+    block borders: neither selection nor ``min_length`` is then that of each alone.
 
     Returns:
         [B, N_q, H, D], and None for the attention weights, which never exist.
@@ -95,6 +102,7 @@ def _attend(
         kv_length=mask.kv_length,
         window=mask.window,
         plain=mask.plain,
+        longest=mask.longest if sparse and mask.window is None else None,
     )
     if way.kind == "sparse":
         out = _sparse(module, query, key, value, mask, scale, config, way.engine)
@@ -118,6 +126,11 @@ def _sparse(
     q, k, v = frame.queries(query), frame.keys(key), frame.keys(value)
     call = mask.call(frame, scale, getattr(module, "layer_idx", None))
     plan = make_predictor(config)(q, k, call)
+    fewest = 0 if config.sparse_decode else config.query_block
+    short = frame.short(fewest, config.min_length, plan.query_block)
+    if short is not None:
+        # documents that would be exact alone
+        plan = plan.with_whole_rows(short)
     out = engine.attention(q, k, v, plan, scale)
     if not torch.compiler.is_compiling():
         _record(module, plan)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.masking_utils import causal_mask_function
 
-from cab_hf.frame import Frame
+from cab_hf.frame import Frame, Length, whole_documents
 from cab_hf.plan import EXACT_BLOCK, BlockPlan
 from cab_hf.predictors import Call
 
@@ -48,6 +48,9 @@ class CabMask:
     document: Tensor | None = None
     window: int | None = None
     _looked_for_documents: bool = False
+    # of the document ids, where they are known without a wait
+    _most_documents: int | None = None
+    _lengths: list[list[Length]] | None = None
     _frames: dict[tuple[Any, ...], Frame] = field(default_factory=dict)
     _plans: dict[Frame, BlockPlan] = field(default_factory=dict)
     _handed: dict[Any, Any] = field(default_factory=dict)
@@ -62,30 +65,85 @@ class CabMask:
         """Nothing but causality."""
         return self.valid is None and self.document is None and self.window is None
 
-    def find_documents(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> None:
-        """Recognise packing that only the attention call can see, once a forward pass.
+    @property
+    def lengths(self) -> list[list[Length]] | None:
+        """Of the documents of every batch row.
 
-        transformers looks for restarting positions only where there is no cache; ``cu_seq_lens``
-        reach the attention function alone.
+        None where each row is one text without padding, and where nobody may wait for the device.
         """
-        looked = self._looked_for_documents or self.document is not None
-        if looked or self.q_length == 1 or self.q_length != self.kv_length:
+        known = self._lengths is not None or self.document is None
+        if not known and not torch.compiler.is_compiling():
+            document, valid = self.document, self.valid
+            valid = torch.ones_like(document, dtype=torch.bool) if valid is None else valid
+            self._lengths = whole_documents(valid, document.to(valid.device), self._most_documents)
+        return self._lengths
+
+    @property
+    def longest(self) -> Length | None:
+        """The most queries and the most tokens of any document; None where `lengths` is."""
+        if self.lengths is None:
+            return None
+        everyone = [length for row in self.lengths for length in row]
+        return Length(max(x.queries for x in everyone), max(x.tokens for x in everyone))
+
+    def find_documents(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> None:
+        """Recognise packing and padding that only the attention call can see, once a forward pass.
+
+        A row is packed where ``cu_seq_lens``, int [documents + 1], says so, or else where
+        ``position_ids``, int [B or 1, N_q], restart, whatever mask or cache comes with them:
+        transformers looks at them only where there is neither. A call that continues a cache sees
+        all that is in it. While compiling nobody looks at positions.
+
+        Raises:
+            ValueError: for ``cu_seq_lens`` of another number of tokens.
+            NotImplementedError: for ``cu_seq_lens`` in a call that continues a cache.
+        """
+        if self._looked_for_documents:
             return
         self._looked_for_documents = True
-        if cu_seq_lens is not None:
-            slot = torch.arange(self.kv_length, device=cu_seq_lens.device)
-            document = torch.bucketize(slot, cu_seq_lens[1:], right=True)
-            self.document = document.expand(self.batch, -1)
-        elif (
-            self.valid is None
-            and position_ids is not None
-            and position_ids.shape[-1] == self.q_length
-            and position_ids.ndim == 2
-            and not torch.compiler.is_compiling()
-        ):
-            restarts = F.pad(position_ids[:, 1:] < position_ids[:, :-1], (1, 0))
-            if restarts.any():
-                self.document = restarts.cumsum(-1).expand(self.batch, -1)
+        begins = self.q_length == self.kv_length
+        if cu_seq_lens is not None and not begins:
+            raise NotImplementedError(
+                f"cu_seq_lens_q is set in a call of {self.q_length} tokens that continues a cache; "
+                "'cab' packs documents in one call. Leave it out, or the cache."
+            )
+        starts = None
+        if self.document is None and begins and self.q_length > 1:
+            if cu_seq_lens is not None:
+                self.document = _documents_between(cu_seq_lens, self.batch, self.kv_length)
+                self._most_documents = cu_seq_lens.shape[0]
+            elif self._told_by(position_ids):
+                starts = _starts(position_ids, self.valid)
+        # a decode step is too short to pay for a wait
+        if self.q_length > 1 and not torch.compiler.is_compiling():
+            self._look(starts)
+
+    def _told_by(self, position_ids: Tensor | None) -> bool:
+        """Whether these may be looked at, and are one a token: those of pictures are several."""
+        unknown = position_ids is None or position_ids.is_floating_point()
+        if unknown or torch.compiler.is_compiling():
+            return False
+        return tuple(position_ids.shape) in ((1, self.q_length), (self.batch, self.q_length))
+
+    def _look(self, starts: Tensor | None) -> None:
+        """What the host must know of padding and of documents' ``starts``, in one wait."""
+        asked = [] if starts is None else [starts.sum(-1).expand(self.batch)]
+        if self.valid is not None:
+            mine = self.valid[:, self.q_slot : self.q_slot + self.q_length]
+            asked = [x.to(self.valid.device) for x in asked]
+            asked += [mine.sum(-1), self.valid.sum(-1)]
+        if not asked:
+            return
+        counts = torch.stack(asked, dim=-1).tolist()
+        if starts is not None:
+            self._most_documents = max(row[0] for row in counts)
+            if self._most_documents > 1:
+                self.document = (starts.cumsum(-1) - 1).clamp(min=0).expand(self.batch, -1)
+        if self.valid is not None and all(row[-1] == self.kv_length for row in counts):
+            # the mask-free kernels are faster
+            self.valid = None
+        if self.valid is not None and self.document is None:
+            self._lengths = [[Length(*row[-2:])] for row in counts]
 
     def frame(self, query_block: int, key_block: int, device: torch.device) -> Frame:
         """Where the tokens of this call stand on the block grid; made once for all layers."""
@@ -103,6 +161,7 @@ class CabMask:
                 document,
                 align=max(query_block, key_block),
                 device=device,
+                lengths=self.lengths,
             )
         return self._frames[key]
 
@@ -187,9 +246,6 @@ def cab_mask(
             device, torch.bool
         )
         valid = F.pad(valid, (0, (written or kv_length) - valid.shape[1]), value=False)
-        # one sync a prefill buys the mask-free kernels; a decode step is too short to pay it
-        if eager and not decode and bool(valid.all()):
-            valid = None
 
     document = None
     if mask_function is not causal_mask_function and not decode:
@@ -218,3 +274,42 @@ def _documents(
     if eager and not bool(starts.any()):
         return None
     return starts.cumsum(-1)
+
+
+def _documents_between(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
+    """Document ids int [B, N] of cumulative lengths: of one row for all, or of all rows in one.
+
+    What lies behind the last is a document of its own.
+    """
+    slot = torch.arange(batch * length, device=cu_seq_lens.device)
+    if not torch.compiler.is_compiling():
+        end = int(cu_seq_lens[-1])
+        if end > batch * length or (batch > 1 and end not in (length, batch * length)):
+            raise ValueError(
+                f"cu_seq_lens_q ends at {end} in a call of {batch} x {length} tokens; it must end "
+                f"at {batch * length}."
+            )
+    if batch > 1:
+        # lengths of one row begin again with every row
+        slot = slot % cu_seq_lens[-1]
+    return torch.bucketize(slot, cu_seq_lens[1:], right=True).unflatten(0, (batch, length))
+
+
+def _starts(position_ids: Tensor, valid: Tensor | None) -> Tensor:
+    """bool [B or 1, N]: real tokens that begin a document, the first of a row among them.
+
+    A document begins where the position is below that of the real token before. One that repeats
+    the position of a beginning begins another: the one before it was a document of one token.
+    Positions that repeat elsewhere are those of a picture's tokens.
+    """
+    slot = torch.arange(position_ids.shape[1], device=position_ids.device)
+    if valid is not None:
+        valid = valid.to(position_ids.device)
+        # padding has the position of the real token before it, and so begins nothing
+        latest = torch.where(valid, slot, -1).cummax(-1).values
+        position_ids = position_ids.expand(valid.shape[0], -1).gather(1, latest.clamp(min=0))
+        position_ids = position_ids.masked_fill(latest < 0, torch.iinfo(position_ids.dtype).max)
+    step = F.pad(position_ids[:, 1:].sub(position_ids[:, :-1]).sign(), (1, 0), value=-1)
+    moved = torch.where(step != 0, slot, 0).cummax(-1).values
+    starts = step.gather(1, moved) < 0
+    return starts if valid is None else starts & valid

@@ -54,13 +54,17 @@ class CabConfig:
         sparsity: with ``"topk"``, the share of a row's blocks that is dropped, in [0, 1). A number
             or a `Table`.
         curvature: ``"additive"`` (direct minus ``redundancy`` times two-hop), ``"forman"``
-            (Forman-Ricci), or ``"none"``.
+            (Forman-Ricci), or ``"none"``. With ``"topk"``, ``"additive"`` weighs by the key blocks
+            of the call, as published: there padding and packing change what a text selects.
         redundancy: weight of the curvature term, in [0, 1]; 0 is the selection by magnitude, bit
             for bit.
         max_density: at most this share of a row's blocks is kept, in (0, 1]; forced blocks always
             are, and heads of mass 1 in a `Table` know no such bound.
         dense_layers: layer indices computed with exact attention.
-        min_length: inputs with fewer keys than this are computed with exact attention.
+        min_length: in tokens. A text (a packed document, a row without its padding) that has fewer
+            so far is computed with exact attention, and so are the first chunks of a longer prompt.
+            So is, unless ``sparse_decode``, what has fewer than ``query_block`` queries in a call:
+            the last chunk of a prompt cannot be told from a step of assisted decoding.
         engine: ``"auto"`` (the fastest that can), ``"flex"``, ``"triton"`` or ``"reference"``. One
             asked for by name never falls back.
         predictor: name of a registered predictor; ``"curvature"`` is CAB.

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.plan import Spans
+from cab_hf.plan import Spans, named_rows
+
+
+class Length(NamedTuple):
+    """How long a document is: its queries in this call, and its tokens so far. No padding."""
+
+    queries: int
+    tokens: int
+
+    def short(self, queries: int, tokens: int) -> bool:
+        """Whether it has fewer of either."""
+        return self.queries < queries or self.tokens < tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +38,9 @@ class Frame:
             None when the frame is the call itself.
         query_place: int64 [B, N_q], where each query of the call stands in the frame.
         padding: bool [B, N_q], the call's padding queries.
+        sizes: the `Length` of each frame position's document, int64 [B, N'_q] twice; None where all
+            are as long as the call, or nobody knows.
+        lengths: the same of every document of a batch row, on the host; None where nobody may wait.
     """
 
     spans: Spans
@@ -33,6 +49,8 @@ class Frame:
     key_source: Tensor | None = None
     query_place: Tensor | None = None
     padding: Tensor | None = None
+    sizes: tuple[Tensor, Tensor] | None = None
+    lengths: Sequence[Sequence[Length]] | None = None
 
     @classmethod
     def build(
@@ -45,11 +63,21 @@ class Frame:
         document: Tensor | None,
         align: int,
         device: torch.device,
+        lengths: Sequence[Sequence[Length]] | None = None,
     ) -> Frame:
-        """The frame of a call; arguments as in `CabMask`. ``align`` is the larger block size."""
+        """The frame of a call; arguments as in `CabMask`. ``align`` is the larger block size.
+
+        Raises:
+            NotImplementedError: while compiling, for documents with padding.
+        """
         if valid is None and document is None:
             return cls(Spans.causal(batch, q_length, kv_length, device), kv_length)
         if document is not None and torch.compiler.is_compiling():
+            if valid is not None:
+                raise NotImplementedError(
+                    "attention_mask is set for packed documents under torch.compile, where 'cab' "
+                    "cannot look for padding; leave it out, or do not compile."
+                )
             # moving documents needs their lengths on the host; they stay where they are
             return cls(_spans_in_place(document), kv_length)
 
@@ -62,11 +90,19 @@ class Frame:
             first, length, documents = torch.zeros_like(place), kv_length, 1
             # queries close up from the left
             inside, q_frame = real.cumsum(-1) - 1, q_length
+            sizes = real.sum(-1, keepdim=True), valid.sum(-1, keepdim=True)
         else:
-            first, shift, length, documents = _aligned_documents(valid, document, align)
+            if lengths is None:
+                lengths = whole_documents(valid, document)
+            documents = len(lengths[0])
+            tokens = document_lengths(valid, document, documents)
+            first, shift = _aligned_documents(tokens, document, align)
             place = place + shift
             # queries are where their keys are
-            inside, q_frame = place[:, mine], length
+            inside = place[:, mine]
+            # a call of nothing but padding has a frame as well
+            length = q_frame = max(1, *(_extent(row, align) for row in lengths))
+            sizes = (tokens.gather(1, document.to(torch.int64)),) * 2
         key_source, key_valid = _invert(place, valid, length)
         query_source, query_valid = _invert(inside, real, q_frame)
 
@@ -76,8 +112,35 @@ class Frame:
 
         starts, ends = by_query(first[:, mine], 0), by_query(place[:, mine], -1)
         spans = Spans(starts, ends, key_valid, aligned=True, documents=documents)
+        sizes = tuple([by_query(x.expand(-1, kv_length)[:, mine], 0) for x in sizes])
         inside = inside.masked_fill(~real, 0)
-        return cls(spans, kv_length, query_source, key_source, inside, ~real)
+        return cls(spans, kv_length, query_source, key_source, inside, ~real, sizes, lengths)
+
+    def short(self, queries: int, tokens: int, query_block: int) -> Tensor | None:
+        """int64 [B, R]: query blocks of documents with fewer ``queries`` or ``tokens``, then -1.
+
+        None where no document is. ``query_block`` is one that the frame was built for.
+        """
+        if self.sizes is None:
+            return None
+        if self.lengths is None:
+            # where nobody may look, as many as there could be
+            room = -(-max(queries, tokens) // query_block)
+        else:
+            short = [[x for x in row if x.short(queries, tokens)] for row in self.lengths]
+            room = max(sum(-(-x.queries // query_block) for x in row) for row in short)
+        if room == 0:
+            return None
+        return self.spans.made(
+            ("short", queries, tokens, query_block),
+            lambda: named_rows(self._short(queries, tokens, query_block), room),
+        )
+
+    def _short(self, queries: int, tokens: int, query_block: int) -> Tensor:
+        """bool [B, M_q]: the query blocks of `short`."""
+        short = (self.sizes[0] < queries) | (self.sizes[1] < tokens)
+        short = F.pad(short & (self.spans.last >= 0), (0, -short.shape[1] % query_block))
+        return short.unflatten(1, (-1, query_block)).any(-1)
 
     def queries(self, x: Tensor) -> Tensor:
         """[B, H, N_q, D] from the call's order to the frame's."""
@@ -109,19 +172,41 @@ def _invert(place: Tensor, real: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return source[:, :length], filled[:, :length]
 
 
-def _aligned_documents(
-    valid: Tensor, document: Tensor, align: int
-) -> tuple[Tensor, Tensor, int, int]:
-    """(where a token's document starts, shift from rank to place, length, documents) of a frame."""
-    count = int(document.max()) + 1
+def whole_documents(
+    valid: Tensor, document: Tensor, documents: int | None = None
+) -> list[list[Length]]:
+    """The lengths of documents all of whose tokens are queries. Waits for the device.
+
+    ``documents`` is an upper bound of how many there are; looked for without it.
+    """
+    if documents is None:
+        documents = int(document.max()) + 1
+    tokens = document_lengths(valid, document, documents)
+    return [[Length(count, count) for count in row] for row in tokens.tolist()]
+
+
+def document_lengths(valid: Tensor, document: Tensor, documents: int) -> Tensor:
+    """int64 [B, documents]: the real tokens of each; ``valid`` and ``document`` as in `CabMask`."""
+    tokens = torch.zeros(valid.shape[0], documents, dtype=torch.int64, device=valid.device)
+    return tokens.scatter_add_(1, document.to(torch.int64), valid.to(torch.int64))
+
+
+def _aligned_documents(tokens: Tensor, document: Tensor, align: int) -> tuple[Tensor, Tensor]:
+    """(where a token's document starts, shift from rank to place) of a frame, int64 [B, N_k]."""
+    room = (tokens + align - 1) // align * align
+    starts, packed = (F.pad(x.cumsum(-1), (1, -1)) for x in (room, tokens))
     document = document.to(torch.int64)
-    lengths = torch.zeros(document.shape[0], count, dtype=torch.int64, device=document.device)
-    lengths.scatter_add_(1, document, valid.to(torch.int64))
-    room = (lengths + align - 1) // align * align
-    starts, packed = (F.pad(x.cumsum(-1), (1, -1)) for x in (room, lengths))
     first = starts.gather(1, document)
-    length = int((starts[:, -1] + lengths[:, -1]).max())
-    return first, first - packed.gather(1, document), length, count
+    return first, first - packed.gather(1, document)
+
+
+def _extent(lengths: Sequence[Length], align: int) -> int:
+    """Where the last of some documents ends, each of which starts at a block border."""
+    start = end = 0
+    for _, tokens in lengths:
+        end = start + tokens if tokens else end
+        start += -(-tokens // align) * align
+    return end
 
 
 def _spans_in_place(document: Tensor) -> Spans:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -89,12 +89,10 @@ class Spans:
             return None
         room = self.documents * (-(-tokens // query_block) + 1)
 
-        def listed() -> Tensor:
-            lists = BlockLists.from_dense(self.tail(tokens, query_block)[:, None, None], room)
-            rows = torch.where(lists.listed(), lists.indices, -1)
-            return rows[:, 0, 0].to(torch.int64)
-
-        return self.made(("tail rows", tokens, query_block), listed)
+        return self.made(
+            ("tail rows", tokens, query_block),
+            lambda: named_rows(self.tail(tokens, query_block), room),
+        )
 
     def made(self, key: Any, make: Callable[[], Any]) -> Any:
         """What ``make`` returns, made once for all who ask by this key."""
@@ -232,6 +230,15 @@ class BlockLists:
         return BlockLists(self.counts, F.pad(self.indices, (0, max(0, width - self.width))))
 
 
+def named_rows(chosen: Tensor, room: int) -> Tensor:
+    """int64 [B, R]: the True columns of bool [B, M], ascending, -1 behind the last of a batch row.
+
+    ``room`` is an upper bound of how many there are.
+    """
+    lists = BlockLists.from_dense(chosen[:, None, None], room)
+    return torch.where(lists.listed(), lists.indices, -1)[:, 0, 0].to(torch.int64)
+
+
 @dataclass(frozen=True, eq=False)
 class BlockPlan:
     """Which key blocks are attended, per batch row, head and query block.
@@ -353,6 +360,21 @@ class BlockPlan:
     @property
     def kv_blocks(self) -> int:
         return -(-self.kv_length // self.key_block)
+
+    def with_whole_rows(self, rows: Tensor) -> BlockPlan:
+        """The same plan, in which ``rows`` attend everything too; as ``whole_rows``."""
+        grid = self.spans.made(
+            ("grid", rows, self.q_blocks),
+            lambda: _grid((self.batch, 1, self.q_blocks), (), rows, rows.device),
+        )
+        full, partial = (
+            BlockLists(part.counts.masked_fill(grid, 0), part.indices)
+            for part in (self.full, self.partial)
+        )
+        if self.whole_rows is not None:
+            before = self.whole_rows
+            rows = self.spans.made(("both", rows, before), lambda: _both(rows, before, grid[:, 0]))
+        return replace(self, full=full, partial=partial, whole_rows=rows)
 
     def whole(self) -> Tensor | None:
         """bool [B, H, M_q]: the rows that attend everything and list nothing; None for none."""
@@ -482,6 +504,12 @@ def _grid(
     for head in heads:
         grid[:, head] = True
     return grid[..., :blocks]
+
+
+def _both(rows: Tensor, others: Tensor, grid: Tensor) -> Tensor:
+    """``rows`` and ``others``, each once; ``grid`` is bool [B, M_q], True for ``rows``."""
+    named = (others >= 0) & grid.gather(1, others.clamp(min=0))
+    return torch.cat((rows, others.masked_fill(named, -1)), dim=1)
 
 
 def _refuse(found: Tensor, sentence: str) -> None:

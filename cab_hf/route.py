@@ -36,6 +36,7 @@ def route(
     kv_length: int | None,
     window: int | None = None,
     plain: bool = True,
+    longest: tuple[int, int] | None = None,
 ) -> Route:
     """The route of one layer in one call.
 
@@ -45,11 +46,14 @@ def route(
         kv_length: keys written so far; None where that is not known without a wait.
         window: width of a sliding window.
         plain: nothing but causality and the window masks.
+        longest: the most queries and keys that any document of the call has, padding left out; None
+            where that is what the call has.
 
     Raises:
         ValueError: for an engine asked for by name that cannot run this.
     """
-    kind, reason = _kind(config, layer, q_length, kv_length, window) if sparse else ("exact", None)
+    queries, keys = longest or (q_length, kv_length)
+    kind, reason = _kind(config, layer, queries, keys, window) if sparse else ("exact", None)
     if kind == "sparse":
         return Route(kind, engines.choose(config.engine, work))
     if q_length < EXACT_BLOCK or window is not None or kv_length is None:

@@ -78,6 +78,73 @@ def test_full_budget_equals_sdpa_with_packed_documents(family, implementation):
     torch.testing.assert_close(logits(model, **inputs), expected, **EXACT)
 
 
+PACKED = pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param((60, 90), id="two"),
+        pytest.param((50, 1, 99), id="one-token"),
+        pytest.param((1, 1, 1, 147), id="one-token-first"),
+        pytest.param((148, 1, 1), id="one-token-last"),
+    ],
+)
+BESIDE = pytest.mark.parametrize(
+    "beside",
+    [
+        pytest.param({"use_cache": True}, id="cache"),
+        pytest.param({"use_cache": False, "left": 0, "right": 0}, id="mask"),
+        pytest.param({"use_cache": True, "left": 0, "right": 0}, id="mask-and-cache"),
+        pytest.param({"use_cache": False, "left": 0, "right": 1}, id="right"),
+        pytest.param({"use_cache": True, "left": 40, "right": 0}, id="left"),
+        pytest.param({"use_cache": True, "left": 5, "right": 33}, id="both"),
+    ],
+)
+
+
+def packed(lengths, use_cache, left=None, right=0, hole=0):
+    """(inputs, where their real tokens are) of documents one behind the other, and of padding."""
+    ids = tokens(1, sum(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
+    inputs = {"use_cache": use_cache}
+    if left is None:
+        return inputs | {"input_ids": ids, "position_ids": positions}, slice(None)
+    middle = lengths[0] // 2
+    real = torch.cat([torch.ones(middle), torch.zeros(hole), torch.ones(sum(lengths) - middle)])
+    real = torch.cat([torch.zeros(left), real, torch.zeros(right)]).bool()
+    # what stands at padding is nobody's, and must tell nothing
+    inputs["input_ids"] = tokens(1, len(real), seed=5).masked_scatter(real, ids)
+    filler = torch.arange(len(real)).flip(0).unsqueeze(0)
+    inputs["position_ids"] = filler.masked_scatter(real, positions)
+    return inputs | {"attention_mask": real.long().unsqueeze(0)}, real
+
+
+@PACKED
+@BESIDE
+@pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
+@pytest.mark.parametrize("family", ["llama", "qwen3-some-sliding"])
+def test_documents_are_apart_whatever_comes_with_their_positions(
+    family, implementation, lengths, beside
+):
+    """sdpa looks at positions where there is neither mask nor cache."""
+    model = tiny_model(family, num_hidden_layers=2)
+    expected = logits(model, **packed(lengths, use_cache=False)[0])
+    cab_hf.apply_cab(model, FULL)
+    model.set_attn_implementation(implementation)
+    inputs, real = packed(lengths, **beside)
+    torch.testing.assert_close(logits(model, **inputs)[:, real], expected, **EXACT)
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_positions_that_leap_or_repeat_mean_what_they_mean_to_sdpa(llama, use_cache):
+    places = torch.arange(150)
+    leaping = torch.where(places < 60, places, places + 40)
+    inputs = {"input_ids": tokens(1, 150), "use_cache": use_cache}
+    for positions in (leaping, places + 7):
+        inputs["position_ids"] = positions.unsqueeze(0)
+        expected = logits(llama, **inputs)
+        with cab_hf.cab(llama, FULL):
+            torch.testing.assert_close(logits(llama, **inputs), expected, **EXACT)
+
+
 # --- generation
 
 
@@ -194,6 +261,93 @@ def test_packed_documents_answer_as_they_do_alone(llama, told_by):
             place = torch.arange(shift, shift + document.shape[1]).unsqueeze(0)
             alone = logits(llama, input_ids=document, position_ids=place)[0]
             torch.testing.assert_close(found, alone, **EXACT)
+
+
+@PACKED
+@BESIDE
+@pytest.mark.parametrize("hole", [0, 7])
+def test_packed_documents_answer_as_they_do_alone_whatever_comes_with_them(
+    shallow, lengths, beside, hole
+):
+    inputs, real = packed(lengths, hole=hole, **beside)
+    with cab_hf.cab(shallow, SPARSE, dense_tail=0):
+        found = logits(shallow, **inputs)[:, real].split(lengths, dim=1)
+        for document, answer in zip(tokens(1, 150).split(lengths, dim=1), found, strict=True):
+            torch.testing.assert_close(answer, logits(shallow, input_ids=document), **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("ends", "lengths"),
+    [
+        pytest.param([0, 60, 150], [(60, 90), (60, 90)], id="of-one-row"),
+        pytest.param([0, 60, 150, 190, 250, 300], [(60, 90), (40, 60, 50)], id="of-all-rows"),
+    ],
+)
+def test_cumulative_lengths_of_a_batch(llama, ends, lengths):
+    ids, positions = tokens(2, 150), torch.arange(150)
+    ends = torch.tensor(ends, dtype=torch.int32)
+    with cab_hf.cab(llama, SPARSE):
+        found = logits(llama, input_ids=ids, cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+        for row, answers, split in zip(ids, found, lengths, strict=True):
+            documents = [x.split(split) for x in (row, positions, answers)]
+            for document, place, answer in zip(*documents, strict=True):
+                alone = logits(llama, input_ids=document[None], position_ids=place[None])[0]
+                torch.testing.assert_close(answer, alone, **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "layout", "least"),
+    [
+        pytest.param((100,), "right", 120, id="padded-right"),
+        pytest.param((100,), "left", 120, id="padded-left"),
+        pytest.param((100, 250, 119), "batch-left", 120, id="batch-left"),
+        pytest.param((100, 250, 120), "batch-right", 120, id="batch-right"),
+        pytest.param((300, 100), "packed", 200, id="packed"),
+        pytest.param((40, 199, 1, 200, 33), "packed", 200, id="packed-many"),
+        pytest.param((150, 199), "packed", 200, id="packed-short-ones"),
+    ],
+)
+def test_each_text_is_short_or_long_by_itself(shallow, lengths, layout, least):
+    texts = [tokens(1, n, seed=n) for n in lengths]
+    config = {"min_length": least, "dense_tail": 0, "local_blocks": 1, "mass": 0.2}
+    with cab_hf.cab(shallow, SPARSE, **config):
+        alone = [logits(shallow, input_ids=text)[0] for text in texts]
+        if layout == "packed":
+            positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
+            ids = torch.cat(texts, dim=1)
+            found = logits(shallow, input_ids=ids, position_ids=positions)[0].split(lengths)
+        else:
+            longest = max(150, *lengths)
+            slots = torch.arange(longest)
+            real = torch.stack(
+                [slots >= longest - n if "left" in layout else slots < n for n in lengths]
+            )
+            ids = tokens(len(texts), longest).masked_scatter(real, torch.cat(texts, dim=1)[0])
+            answers = logits(
+                shallow,
+                input_ids=ids,
+                attention_mask=real.long(),
+                position_ids=(real.cumsum(-1) - 1).clamp(min=0),
+            )
+            found = [answer[kept] for answer, kept in zip(answers, real, strict=True)]
+    for answer, expected in zip(found, alone, strict=True):
+        torch.testing.assert_close(answer, expected, **EXACT)
+
+
+@pytest.mark.parametrize("lengths", [(150,), (150, 192), (128, 150)], ids=str)
+def test_a_last_chunk_of_less_than_a_query_block_is_exact(shallow, lengths):
+    """It cannot be told from a step of assisted decoding; rows of a batch have one each."""
+    longest, row = max(lengths), lengths.index(150)
+    ids = tokens(len(lengths), longest)
+    real = torch.stack([torch.arange(longest) < n for n in lengths])
+    with cab_hf.cab(shallow, SPARSE, redundancy=0.0, dense_tail=0), torch.no_grad():
+        whole = shallow(ids[[row], :150]).logits
+        cache = shallow(ids[:, :128], attention_mask=real[:, :128]).past_key_values
+        found = shallow(ids[:, 128:], attention_mask=real, past_key_values=cache).logits
+    # one layer: its keys and values are the same whatever was attended
+    exact = logits(shallow, input_ids=ids[[row], :150])
+    torch.testing.assert_close(found[row, :22], exact[0, 128:], **EXACT)
+    assert not torch.allclose(exact[0, 128:], whole[0, 128:], atol=1e-3)
 
 
 def test_chunks_of_whole_query_blocks_answer_as_one_prefill_without_curvature(llama):

@@ -1,9 +1,12 @@
 """What the layers of one forward pass share: each is told who it is, and may hand plans on."""
 
+import pytest
 import torch
 from tiny import SPARSE, tiny_model, tokens
 
 import cab_hf
+from cab_hf.call import CabMask, cab_mask
+from cab_hf.frame import Frame, Length
 from cab_hf.predictors import CurvaturePredictor, register_predictor
 
 DECIDED = []
@@ -50,3 +53,129 @@ def test_a_layer_run_again_by_checkpointing_finds_what_was_handed():
         for found, wanted in zip(gradients(), expected, strict=True):
             torch.testing.assert_close(found, wanted)
         assert DECIDED == [0]
+
+
+# --- documents
+
+
+@pytest.mark.parametrize(
+    ("positions", "real", "documents"),
+    [
+        pytest.param([0, 1, 2, 3], None, None, id="one"),
+        pytest.param([0, 1, 0, 1], None, [0, 0, 1, 1], id="two"),
+        pytest.param([0, 0, 0, 1], None, [0, 1, 2, 2], id="one-token-first"),
+        pytest.param([0, 1, 0, 0], None, [0, 0, 1, 2], id="one-token-last"),
+        pytest.param([3, 3, 4, 3], None, [0, 1, 1, 2], id="beginning-elsewhere"),
+        pytest.param([0, 1, 1, 2], None, None, id="a-picture"),
+        pytest.param([0, 1, 5, 6], None, None, id="a-leap"),
+        pytest.param([1, 1, 0, 1], [0, 0, 1, 1], None, id="padding-of-generate"),
+        pytest.param([0, 0, 0, 1], [0, 0, 1, 1], None, id="padding-clamped"),
+        pytest.param([0, 1, 0, 0], [1, 1, 0, 0], None, id="padding-behind"),
+        pytest.param([0, 9, 1, 0], [1, 0, 1, 1], [0, 0, 0, 1], id="a-hole"),
+        pytest.param([7, 0, 3, 0], [0, 1, 0, 1], [0, 0, 0, 1], id="one-token-each"),
+        pytest.param([1, 2, 3, 4], [0, 0, 0, 0], None, id="padding-only"),
+    ],
+)
+def test_documents_begin_where_positions_restart(positions, real, documents):
+    padding = None if real is None else torch.tensor([real, [1] * 4])
+    rows = 1 if real is None else 2
+    mask = cab_mask(rows, 4, 4, attention_mask=padding)
+    mask.find_documents(torch.tensor([positions, [0, 1, 2, 3]][:rows]), None)
+    if documents is None:
+        assert mask.document is None
+    else:
+        wanted = [documents, [0] * 4][:rows]
+        kept = torch.ones(rows, 4, dtype=torch.bool) if padding is None else padding.bool()
+        assert mask.document[kept].tolist() == torch.tensor(wanted)[kept].tolist()
+
+
+def test_a_mask_without_padding_is_none():
+    mask = cab_mask(2, 4, 4, attention_mask=torch.ones(2, 4))
+    mask.find_documents(None, None)
+    assert mask.valid is None and mask.plain and mask.lengths is None
+
+
+def test_lengths_are_of_documents_without_padding():
+    real = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]])
+    mask = cab_mask(2, 6, 6, attention_mask=real)
+    mask.find_documents(torch.tensor([[0, 0, 1, 2, 0, 0], [0, 1, 0, 1, 0, 1]]), None)
+    assert [[x.tokens for x in row] for row in mask.lengths] == [[3, 1, 0], [2, 2, 2]]
+    # a chunk behind a cache: (queries, tokens so far)
+    mask = cab_mask(2, 2, 6, q_offset=4, attention_mask=real)
+    mask.find_documents(torch.tensor([[3, 4], [4, 5]]), None)
+    assert mask.lengths == [[(1, 4)], [(2, 6)]] and mask.longest == (2, 6)
+
+
+@pytest.mark.parametrize(
+    ("mask", "ends", "error", "sentence"),
+    [
+        pytest.param(
+            CabMask(1, 4, 9, 5),
+            [0, 2, 4],
+            NotImplementedError,
+            "cu_seq_lens_q is set in a call of 4 tokens that continues a cache",
+            id="cache",
+        ),
+        pytest.param(
+            CabMask(1, 1, None, torch.tensor(8)),
+            [0, 1],
+            NotImplementedError,
+            "cu_seq_lens_q is set in a call of 1 tokens",
+            id="decode",
+        ),
+        pytest.param(
+            CabMask(1, 4, 4, 0), [0, 2, 5], ValueError, "ends at 5 .* must end at 4", id="long"
+        ),
+        pytest.param(
+            CabMask(2, 4, 4, 0), [0, 2, 5], ValueError, "ends at 5 .* must end at 8", id="batch"
+        ),
+    ],
+)
+def test_cumulative_lengths_that_do_not_fit(mask, ends, error, sentence):
+    with pytest.raises(error, match=sentence):
+        mask.find_documents(None, torch.tensor(ends))
+
+
+def test_padding_of_documents_that_stay_where_they_are(monkeypatch):
+    """Under torch.compile nobody looks where it is."""
+    document = torch.tensor([[0, 0, 1, 1]])
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(NotImplementedError, match="attention_mask is set for packed documents"):
+        Frame.build(1, 4, 4, 0, document > 0, document, 16, torch.device("cpu"))
+
+
+# --- short documents
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "nobody-looked"])
+@pytest.mark.parametrize(
+    ("least", "rows"),
+    [
+        pytest.param({"queries": 0, "tokens": 20}, [[], []], id="none"),
+        pytest.param({"queries": 0, "tokens": 21}, [[0, 1], []], id="tokens"),
+        pytest.param({"queries": 21, "tokens": 0}, [[0, 1], []], id="queries"),
+        pytest.param({"queries": 0, "tokens": 41}, [[0, 1], [0, 1, 2]], id="all"),
+    ],
+)
+def test_query_blocks_of_short_texts(least, rows, known):
+    real = torch.arange(40) >= torch.tensor([[20], [0]])
+    lengths = [[Length(20, 20)], [Length(40, 40)]] if known else None
+    frame = Frame.build(2, 40, 40, 0, real, None, 16, torch.device("cpu"), lengths)
+    found = frame.short(**least, query_block=16)
+    if known and rows == [[], []]:
+        assert found is None
+        return
+    assert [[row for row in batch if row >= 0] for batch in found.tolist()] == rows
+    # what is gathered is no more than needed, where that is known
+    assert not known or found.shape[1] == max(map(len, rows))
+
+
+def test_no_text_is_short_in_a_plain_call():
+    assert Frame.build(1, 40, 40, 0, None, None, 16, torch.device("cpu")).short(99, 99, 16) is None
+
+
+def test_a_call_of_nothing_but_padding_has_a_frame():
+    document = torch.tensor([[0, 0, 1, 1]])
+    frame = Frame.build(1, 4, 4, 0, document < 0, document, 16, torch.device("cpu"))
+    assert frame.spans.last.tolist() == [[-1]]
+    assert not frame.restore(frame.queries(torch.ones(1, 1, 4, 2))).any()

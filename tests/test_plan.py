@@ -114,6 +114,28 @@ def test_from_dense_names_the_shape_it_wants():
         )
 
 
+@pytest.mark.parametrize(
+    ("before", "rows", "after"),
+    [
+        pytest.param(None, [[2, 0]], {0, 2}, id="none-before"),
+        pytest.param([[1, 2]], [[2, 0]], {0, 1, 2}, id="some-before"),
+        pytest.param([[-1, 3]], [[-1, 0]], {0, 3}, id="gaps"),
+    ],
+)
+def test_rows_that_are_to_attend_everything_too(before, rows, after):
+    spans = Spans.causal(1, 16, 16, "cpu")
+    keep = torch.eye(4, dtype=torch.bool)[None, None].expand(1, 2, -1, -1)
+    before = None if before is None else torch.tensor(before)
+    plan = BlockPlan.from_dense(keep, spans, query_block=4, key_block=4, whole_rows=before)
+    found = plan.with_whole_rows(torch.tensor(rows))
+    found.validate()
+    whole = torch.tensor([row in after for row in range(4)])
+    everything = block_visibility(spans, 4, 4)[0]
+    wanted = torch.where(whole[:, None], everything, keep[0, 0])
+    assert torch.equal(found.to_dense(), wanted.expand(1, 2, -1, -1))
+    assert torch.equal(found.whole(), whole.expand(1, 2, -1))
+
+
 # --- frames
 
 

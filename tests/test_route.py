@@ -28,6 +28,9 @@ def way(config=SMALL, **changes):
         pytest.param({"q_length": 1}, "decode", "fewer than query_block=32", id="decode"),
         pytest.param({"q_length": 1, "kv_length": None}, "decode", "(decode)", id="static-cache"),
         pytest.param({"kv_length": 99, "q_length": 99}, "exact", "min_length=100", id="short"),
+        pytest.param({"longest": (99, 99)}, "exact", "min_length=100", id="short-texts"),
+        pytest.param({"longest": (31, 300)}, "decode", "fewer than query_block=32", id="rests"),
+        pytest.param({"longest": (32, 100)}, "sparse", None, id="one-long-text"),
     ],
 )
 def test_what_is_computed_and_why(changes, kind, reason):

@@ -1,0 +1,346 @@
+"""What holds for any text, however it is padded, packed, cut into chunks and budgeted.
+
+2,000 cases, always the same; ``CASES=20000`` draws as many others.
+"""
+
+import os
+from typing import NamedTuple
+
+import torch
+from budget import EPS
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from transformers import DynamicCache, LlamaConfig
+
+from cab_hf import CabConfig
+from cab_hf.attention import cab_attention, cab_dense_attention
+from cab_hf.call import cab_mask
+from cab_hf.plan import Spans
+from cab_hf.predictors import Call, make_predictor
+
+CASES = int(os.environ.get("CASES", "0"))
+BLOCKS = ((16, 16), (32, 16), (64, 16), (48, 16), (32, 32), (16, 32), (16, 48), (32, 64))
+# a difference that rounding makes, as a share of the largest number
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
+LAYER = nn.Module()
+LAYER.config, LAYER.layer_idx = LlamaConfig(), 0
+EVERYTHING = {"select": "clusters", "mass": 1.0, "max_density": 1.0}
+
+
+def cases(share):
+    """That share of all cases; small ones are not sought, they are small anyhow."""
+    return settings(
+        max_examples=int((CASES or 2000) * share),
+        derandomize=not CASES,
+        database=None,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+# --- what is drawn
+
+
+class Heads(NamedTuple):
+    query: int
+    key: int
+    dim: int
+    dtype: torch.dtype
+    seed: int
+
+    def draw(self, batch, length):
+        """q, k and v whose blocks differ, as a model hands them over."""
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def normal(heads):
+            x = torch.randn(batch, length, heads, self.dim, generator=generator)
+            return x.to(self.dtype).transpose(1, 2)
+
+        return 2 * normal(self.query), 2 * normal(self.key), normal(self.key)
+
+
+class Row(NamedTuple):
+    """One row of a batch: its padding before, inside and behind, and its documents' lengths."""
+
+    left: int
+    hole: int
+    right: int
+    lengths: tuple[int, ...]
+
+    @property
+    def tokens(self):
+        return sum(self.lengths)
+
+    def document(self):
+        """[N]: which document a slot belongs to, -1 for padding."""
+        ids = torch.repeat_interleave(torch.tensor(self.lengths))
+        middle = self.tokens // 2
+
+        def padding(count):
+            return torch.full((count,), -1)
+
+        pieces = padding(self.left), ids[:middle], padding(self.hole), ids[middle:]
+        return torch.cat([*pieces, padding(self.right)])
+
+
+class Batch(NamedTuple):
+    """Documents [B, N] as in `Row.document`, and what tells of them."""
+
+    document: torch.Tensor
+    told: str
+
+    @property
+    def arguments(self):
+        """Those of `attend`."""
+        real = self.document >= 0
+        filled = torch.where(real, self.document, 0)
+        # padding belongs to the document before it
+        filled = filled.cummax(-1).values
+        begins = F.pad(filled[:, 1:] != filled[:, :-1], (1, 0), value=True)
+        arguments = {} if real.all() and self.told != "positions, ones" else {"real": real}
+        if self.told == "lengths":
+            ends = [*begins.flatten().nonzero().flatten().tolist(), begins.numel()]
+            return arguments | {"ends": torch.tensor(ends, dtype=torch.int32)}
+        rank = real.cumsum(-1) - 1
+        first = torch.where(begins & real, rank, 0)
+        for row in range(len(real)):
+            for document in range(int(filled[row].max()) + 1):
+                mine = self.document[row] == document
+                first[row, mine] = int(rank[row][mine].min())
+        positions = torch.where(real, rank - first, torch.arange(real.shape[1]).flip(0))
+        return arguments | {"positions": positions}
+
+    @property
+    def seen(self):
+        """bool [B, 1, N, N]: a real token of the same document, not behind the query."""
+        same = self.document.unsqueeze(-1) == self.document.unsqueeze(-2)
+        return (same & (self.document >= 0).unsqueeze(-2)).tril().unsqueeze(1)
+
+    def texts(self):
+        """(row, slots) of every document."""
+        for row, document in enumerate(self.document):
+            for one in range(int(document.max()) + 1):
+                yield row, (document == one).nonzero().flatten()
+
+
+@st.composite
+def heads(draw):
+    kv_heads = draw(st.integers(1, 2))
+    return Heads(
+        query=kv_heads * draw(st.integers(1, 3)),
+        key=kv_heads,
+        dim=draw(st.sampled_from((8, 16))),
+        dtype=draw(st.sampled_from((torch.float32, torch.bfloat16))),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+@st.composite
+def batches(draw, longest=120):
+    rows = []
+    for _ in range(draw(st.integers(1, 2))):
+        tokens = draw(st.integers(1, longest))
+        cuts = draw(st.lists(st.integers(0, tokens), max_size=3))
+        if draw(st.booleans()):
+            # documents of one token
+            cuts += [min(cut + 1, tokens) for cut in cuts[:1]]
+        ends = sorted({*cuts, tokens} - {0})
+        lengths = tuple(b - a for a, b in zip([0, *ends], ends, strict=False))
+        padding = st.one_of(st.just(0), st.integers(0, 40))
+        rows.append(Row(draw(padding), draw(padding), draw(padding), lengths))
+    documents = [row.document() for row in rows]
+    length = max(map(len, documents))
+    # a row is as long as the longest
+    left = draw(st.booleans())
+    padded = [
+        F.pad(x, (length - len(x), 0) if left else (0, length - len(x)), value=-1)
+        for x in documents
+    ]
+    return Batch(
+        torch.stack(padded), draw(st.sampled_from(("positions", "positions, ones", "lengths")))
+    )
+
+
+def per_head(draw, count, values):
+    """One number for all, or a table of them."""
+    if draw(st.booleans()):
+        return draw(values)
+    return (tuple(draw(values) for _ in range(count)),)
+
+
+@st.composite
+def budgets(draw, count, **fixed):
+    """Settings of any kind for ``count`` heads."""
+    query_block, key_block = draw(st.sampled_from(BLOCKS))
+    strides = [s for s in (0, 2, 4, 16) if s == 0 or query_block % s == 0]
+    curvature = draw(st.sampled_from(("none", "additive", "forman")))
+    # two-hop paths of the additive recipe are weighed by how many blocks a call has
+    choices = ("clusters",) if curvature == "additive" else ("clusters", "clusters", "topk")
+    fields = {
+        "query_block": query_block,
+        "key_block": key_block,
+        "sink_blocks": draw(st.integers(0, 2)),
+        "local_blocks": draw(st.integers(0, 3)),
+        "dense_tail": draw(st.integers(0, 2)),
+        "select": draw(st.sampled_from(choices)),
+        "sparsity": draw(st.sampled_from((0.3, 0.8))),
+        "mass": per_head(draw, count, st.sampled_from((0.2, 0.5, 0.9, 1.0))),
+        "bridges": per_head(draw, count, st.sampled_from((0.0, 0.1, 0.4))),
+        "exact_stride": per_head(draw, count, st.sampled_from(strides)),
+        "coarsen": draw(st.sampled_from(("box", "mean", "max_l2"))),
+        "curvature": curvature,
+        "redundancy": draw(st.sampled_from((0.0, 0.3, 1.0))),
+        "max_density": draw(st.sampled_from((1.0, 0.5))),
+        "min_length": draw(st.sampled_from((0, 0, 0, 40, 80, 120))),
+    }
+    return CabConfig(**{**fields, **fixed})
+
+
+# --- what is computed
+
+
+def attend(config, q, k, v, past=0, real=None, positions=None, ends=None, sparse=True):
+    """[B, N, H, D] of "cab", as a layer of a model calls it."""
+    LAYER.config.cab_config = config.to_dict()
+    mask = cab_mask(q.shape[0], q.shape[2], k.shape[2], q_offset=past, attention_mask=real)
+    function = cab_attention if sparse else cab_dense_attention
+    told = {"position_ids": positions, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    return function(LAYER, q, k, v, mask, **told)[0]
+
+
+def masked(q, k, v, seen):
+    """[B, N, H, D]: softmax over the keys of ``seen``, bool [B, 1 or H, N_q, N_k]; 0 for none."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    blind = ~seen.any(-1, keepdim=True)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | blind)
+    return out.masked_fill(blind, 0.0).transpose(1, 2)
+
+
+def assert_is(found, q, k, v, seen, kept):
+    """Of ``kept``, bool [B, N]: at most twice the error that plain PyTorch makes."""
+    exact = masked(*(x.double() for x in (q, k, v)), seen)
+    plain = masked(q, k, v, seen)
+    assert found.dtype == q.dtype and torch.isfinite(found).all()
+    error, usual = ((x.double() - exact)[kept].abs().max() for x in (found, plain))
+    assert error <= 2 * (usual + EPS[q.dtype] * exact.abs().max())
+
+
+def assert_same(found, expected):
+    allowed = ROUNDING[expected.dtype] * max(1.0, float(expected.abs().max()))
+    assert (found.double() - expected.double()).abs().max() <= allowed
+
+
+# --- what holds
+
+
+@cases(0.25)
+@given(st.data())
+def test_everything_is_plain_attention(data):
+    """Mass 1, and "cab_dense": every layout against a mask of whole tokens."""
+    shape, batch = data.draw(heads()), data.draw(batches())
+    config = data.draw(budgets(shape.query, **EVERYTHING))
+    q, k, v = shape.draw(*batch.document.shape)
+    out = attend(config, q, k, v, **batch.arguments, sparse=data.draw(st.booleans()))
+    assert_is(out, q, k, v, batch.seen, batch.document >= 0)
+
+
+@cases(0.3)
+@given(st.data())
+def test_a_text_is_answered_as_it_is_alone(data):
+    """Whatever is padded to it or packed with it, at any budget."""
+    shape, batch = data.draw(heads()), data.draw(batches())
+    predictor = data.draw(st.sampled_from(("curvature",) * 5 + ("streaming", "oracle")))
+    config = data.draw(budgets(shape.query, predictor=predictor))
+    q, k, v = shape.draw(*batch.document.shape)
+    out = attend(config, q, k, v, **batch.arguments)
+    for row, slots in batch.texts():
+        alone = attend(config, *(x[row : row + 1, :, slots] for x in (q, k, v)))
+        assert_same(out[row : row + 1, slots], alone)
+
+
+@cases(0.15)
+@given(st.data())
+def test_a_plan_is_what_is_attended(data):
+    """The predictor's plan as a mask of tokens, and what no budget takes away."""
+    shape, length = data.draw(heads()), data.draw(st.integers(1, 160))
+    config = data.draw(budgets(shape.query, min_length=0))
+    q, k, v = shape.draw(1, length)
+    spans = Spans.causal(1, length, length, "cpu")
+    plan = make_predictor(config)(q, k, Call(spans, shape.dim**-0.5, 0))
+    plan.validate()
+    seen = plan.token_mask()
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    assert not (seen & ~causal).any()
+    assert seen.diagonal(dim1=-2, dim2=-1).all()
+    assert (seen | ~causal)[:, :, :, : config.sink_blocks * config.key_block].all()
+    if config.select == "clusters" and isinstance(config.mass, tuple):
+        for head, mass in enumerate(config.mass[0]):
+            assert mass < 1 or torch.equal(seen[0, head], causal)
+    if length >= config.query_block:
+        tail = max(0, length - config.dense_tail * config.query_block)
+        assert torch.equal(seen[0, :, tail:], causal[tail:].expand_as(seen[0, :, tail:]))
+    else:
+        # so few queries are exact
+        seen = causal[None, None]
+    kept = torch.ones(1, length, dtype=torch.bool)
+    assert_is(attend(config, q, k, v), q, k, v, seen, kept)
+
+
+@cases(0.1)
+@given(st.data())
+def test_chunks_of_whole_query_blocks_are_one_prefill(data):
+    """Without curvature and tails; a rest of less than a query block is exact."""
+    shape = data.draw(heads())
+    plain = {"redundancy": 0.0, "dense_tail": 0, "min_length": 0}
+    config = data.draw(budgets(shape.query, **plain))
+    size = config.query_block
+    chunk = size * data.draw(st.integers(1, 3))
+    lengths = data.draw(st.lists(st.integers(1, 160), min_size=1, max_size=2))
+    # each row begins at a border of the query blocks, wherever the chunk begins
+    lefts = [size * data.draw(st.integers(0, 2)) for _ in lengths]
+    total = max(map(sum, zip(lefts, lengths, strict=True)))
+    slots = torch.arange(total)
+    real = torch.stack(
+        [(slots >= left) & (slots < left + n) for left, n in zip(lefts, lengths, strict=True)]
+    )
+    q, k, v = shape.draw(len(lengths), total)
+    cache, pieces = DynamicCache(), []
+    for start in range(0, total, chunk):
+        mine = slice(start, min(start + chunk, total))
+        keys, values = cache.update(k[:, :, mine], v[:, :, mine], 0)
+        pieces.append(
+            attend(config, q[:, :, mine], keys, values, past=start, real=real[:, : mine.stop])
+        )
+    found = torch.cat(pieces, dim=1)
+    for row, (left, length) in enumerate(zip(lefts, lengths, strict=True)):
+        text = [x[row : row + 1, :, left : left + length] for x in (q, k, v)]
+        whole, exact = attend(config, *text), attend(config, *text, sparse=False)
+        # the queries of this text in the chunk that it ends in
+        rest = length - max(0, (left + length - 1) // chunk * chunk - left)
+        border = length - rest if rest < size else length
+        expected = torch.cat((whole[:, :border], exact[:, border:]), dim=1)
+        assert_same(found[row : row + 1, left : left + length], expected)
+
+
+@cases(0.2)
+@given(st.data())
+def test_any_chunks_of_everything_are_plain_attention(data):
+    shape = data.draw(heads())
+    config = data.draw(budgets(shape.query, **EVERYTHING))
+    row = Row(data.draw(st.integers(0, 40)), 0, 0, (data.draw(st.integers(1, 120)),))
+    batch = Batch(torch.stack([row.document()]), "positions, ones")
+    total = batch.document.shape[1]
+    q, k, v = shape.draw(1, total)
+    sparse = data.draw(st.booleans())
+    cache, pieces, start = DynamicCache(), [], 0
+    while start < total:
+        stop = min(total, start + data.draw(st.integers(1, 90)))
+        keys, values = cache.update(k[:, :, start:stop], v[:, :, start:stop], 0)
+        real = batch.document[:, :stop] >= 0
+        arguments = {"past": start, "real": real, "sparse": sparse}
+        pieces.append(attend(config, q[:, :, start:stop], keys, values, **arguments))
+        start = stop
+    assert_is(torch.cat(pieces, 1), q, k, v, batch.seen, batch.document >= 0)
