@@ -7,7 +7,7 @@ where the tokens stand on the block grid, and carries what predictors hand from 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -80,6 +80,20 @@ class CabMask:
 
     def __getattr__(self, name: str) -> Any:
         raise self.misused(name)
+
+    def __getitem__(self, index: Any) -> CabMask:
+        """``mask[:, :, -n:, :]``, as Gemma 4 asks where layers compute the last n queries alone."""
+        slices = isinstance(index, tuple) and all(isinstance(each, slice) for each in index)
+        if not slices or len(index) != 4 or {index[i] == slice(None) for i in (0, 1, 3)} != {True}:
+            raise self.misused("getitem")
+        start, stop, step = index[2].indices(self.q_length)
+        if (stop, step) != (self.q_length, 1) or start == stop:
+            raise self.misused("getitem")
+        if start == 0:
+            return self
+        # what the layers share is about all queries
+        fresh = {"_frames": {}, "_plans": {}, "_handed": {}}
+        return replace(self, q_length=stop - start, q_slot=self.q_slot + start, **fresh)
 
     @classmethod
     def __torch_function__(
@@ -196,7 +210,7 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 # Python asks the class for these, not `__getattr__`
-for _name in ("getitem", "setitem", "invert", "neg", "lt", "le", "gt", "ge"):
+for _name in ("setitem", "invert", "neg", "lt", "le", "gt", "ge"):
     setattr(CabMask, f"__{_name}__", _operator(_name))
 for _name in ("add", "sub", "mul", "truediv", "and", "or", "xor"):
     setattr(CabMask, f"__{_name}__", _operator(_name))
