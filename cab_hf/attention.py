@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from cab_hf.call import CabMask
-from cab_hf.config import CabConfig
+from cab_hf.config import MOST, CabConfig, require_layers
 from cab_hf.engines import Engine, Workload
 from cab_hf.exact import exact_attention
 from cab_hf.plan import BlockPlan
@@ -40,7 +40,9 @@ def cab_attention(
         key, value: [B, H_kv, N_k, D] after the cache update.
         attention_mask: what `cab_mask` made, or None for plain causal attention.
         kwargs: what transformers adds; ``scaling`` (1/sqrt(D) by default), ``position_ids`` int
-            [B, N_q] and ``cu_seq_lens_q`` int [documents + 1] are used.
+            [B, N_q] and ``cu_seq_lens_q`` int [documents + 1] are used and, without a mask,
+            ``sliding_window`` in tokens. What is None or in `refusals.HARMLESS` is ignored, the
+            rest refused.
 
     Packed documents do not see each other. One begins where ``position_ids`` of real tokens fall
     back or repeat the position of a document's first token (which then was all of it), or where
@@ -82,16 +84,17 @@ def _attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     position_ids: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     refuse(module, query, key, mask, dropout, sliding_window, kwargs)
     query, key, value = _one_dtype(module, query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if mask is None:
-        kv_length = key.shape[2]
-        mask = CabMask(query.shape[0], query.shape[2], kv_length, kv_length - query.shape[2])
-    mask.find_documents(position_ids, cu_seq_lens_q)
+        batch, q_length, kv_length = query.shape[0], query.shape[2], key.shape[2]
+        mask = CabMask(
+            batch, q_length, kv_length, kv_length - q_length, window=sliding_window or None
+        )
+    mask.find_documents(position_ids, kwargs.get("cu_seq_lens_q"))
     config = mask.parsed(module.config, settings)
     way = route(
         config,
@@ -154,8 +157,18 @@ def _one_dtype(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def settings(config: PreTrainedConfig) -> CabConfig:
-    """The CabConfig a model's config carries, the defaults when it carries none."""
-    saved = getattr(config, "cab_config", None) or {}
+    """The CabConfig a model's config carries, the defaults when it carries none.
+
+    Raises:
+        ValueError: for what is no CabConfig, or one of layers that the model does not have.
+    """
+    saved = getattr(config, "cab_config", None)
+    found = _parse({} if saved is None else saved)
+    require_layers(found, config)
+    return found
+
+
+def _parse(saved: Any) -> CabConfig:
     if isinstance(saved, CabConfig):
         return saved
     if not isinstance(saved, dict):
@@ -195,9 +208,10 @@ def _plain(value: Any) -> Any:
         return tuple([float.fromhex(x.hex()) if type(x) is float else _plain(x) for x in value])
     if isinstance(value, float):
         return float.fromhex(value.hex())
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+    # what is larger is refused
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST:
         return len(range(value))
-    return value
+    return value if isinstance(value, (str, int)) else repr(value)
 
 
 # a constant to torch.compile, which wants plain arguments and would look into a cached function

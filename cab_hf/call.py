@@ -7,7 +7,7 @@ where the tokens stand on the block grid, and carries what predictors hand from 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +18,19 @@ from transformers.masking_utils import causal_mask_function
 from cab_hf.frame import Frame, Length, whole_documents
 from cab_hf.plan import EXACT_BLOCK, BlockPlan
 from cab_hf.predictors import Call
+
+
+class NotATensor(NotImplementedError, AttributeError):
+    """A model computes with the mask itself. An AttributeError too, so that `hasattr` says no."""
+
+
+class _NoShape(tuple[int, ...]):
+    """The shape of what is no tensor: its length may be asked, a size may not."""
+
+    mask: CabMask
+
+    def __getitem__(self, index: Any) -> Any:
+        raise self.mask.misused("a size")
 
 
 @dataclass(eq=False)
@@ -34,11 +47,14 @@ class CabMask:
         valid: bool [B, N_k], False for padding keys; None when no key is padding.
         document: int [B, N_k], equal for tokens of one packed document; None when not packed.
         window: sliding-window width in tokens; None without one.
+        slots: length of the key tensor a layer hands over; None where nobody has said.
+        model: whose it is, for sentences about it.
+        refusal: why no layer may use it; None where layers may. Models also make masks that none
+            of their layers uses.
     """
 
-    # transformers asks these two of a mask to tell 2-D and 4-D tensors; this is neither
+    # transformers asks this and the shape of a mask to tell 2-D and 4-D tensors; this is neither
     ndim: ClassVar[int] = 0
-    shape: ClassVar[tuple[int, ...]] = ()
 
     batch: int
     q_length: int
@@ -47,6 +63,9 @@ class CabMask:
     valid: Tensor | None = None
     document: Tensor | None = None
     window: int | None = None
+    slots: int | None = None
+    model: str = "this model"
+    refusal: str | None = None
     _looked_for_documents: bool = False
     # of the document ids, where they are known without a wait
     _most_documents: int | None = None
@@ -55,6 +74,45 @@ class CabMask:
     _plans: dict[Frame, BlockPlan] = field(default_factory=dict)
     _handed: dict[Any, Any] = field(default_factory=dict)
     _parsed: list[tuple[Any, Any]] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = _NoShape()
+        shape.mask = self
+        return shape
+
+    def __getattr__(self, name: str) -> Any:
+        raise self.misused(name)
+
+    def __getitem__(self, index: Any) -> CabMask:
+        """``mask[:, :, -n:, :]``, as Gemma 4 asks where layers compute the last n queries alone."""
+        slices = isinstance(index, tuple) and all(isinstance(each, slice) for each in index)
+        if not slices or len(index) != 4 or {index[i] == slice(None) for i in (0, 1, 3)} != {True}:
+            raise self.misused("getitem")
+        start, stop, step = index[2].indices(self.q_length)
+        if (stop, step) != (self.q_length, 1) or start == stop:
+            raise self.misused("getitem")
+        if start == 0:
+            return self
+        # what the layers share is about all queries
+        fresh = {"_frames": {}, "_plans": {}, "_handed": {}}
+        return replace(self, q_length=stop - start, q_slot=self.q_slot + start, **fresh)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        masks = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls)]
+        # none of them where it stands in a list, as for torch.cat
+        mask = masks[0] if masks else cls(0, 0, 0, 0)
+        raise mask.misused(getattr(function, "__name__", "a function of torch"))
+
+    def misused(self, what: str) -> NotATensor:
+        """What a model is told that takes this for a tensor."""
+        return NotATensor(
+            f"{self.model} computes with its attention mask (asks it for {what!r}), of which 'cab' "
+            "makes no tensor. Load it with attn_implementation='eager'."
+        )
 
     def contiguous(self) -> CabMask:
         """Itself: generate() tidies the masks of static caches this way."""
@@ -203,6 +261,26 @@ class CabMask:
         return (seen | (key == query)).unsqueeze(1)
 
 
+def _operator(name: str) -> Callable[..., Any]:
+    def refused(self: CabMask, *_: Any) -> Any:
+        raise self.misused(name)
+
+    return refused
+
+
+# Python asks the class for these, not `__getattr__`
+for _name in ("setitem", "invert", "neg", "lt", "le", "gt", "ge"):
+    setattr(CabMask, f"__{_name}__", _operator(_name))
+for _name in ("add", "sub", "mul", "truediv", "and", "or", "xor"):
+    setattr(CabMask, f"__{_name}__", _operator(_name))
+    setattr(CabMask, f"__r{_name}__", _operator(_name))
+
+
+def named(config: Any) -> str:
+    """What a model calls itself, for sentences about it."""
+    return getattr(config, "model_type", None) or "this model"
+
+
 def cab_mask(
     batch_size: int,
     q_length: int,
@@ -214,23 +292,22 @@ def cab_mask(
     local_size: int | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    config: Any = None,
     **_: Any,
 ) -> CabMask:
     """The mask hook registered beside "cab": a `CabMask` instead of a [B, 1, N_q, N_k] tensor.
 
     Called by transformers once a forward pass and kind of layer, with its own arguments.
 
+    Patterns other than causal, sliding-window and packed are refused by the layer that uses them:
+    BART's decoder has a mask made for the encoder that it may not have.
+
     Raises:
-        NotImplementedError: for patterns other than causal, sliding-window and packed.
+        ValueError: for a padding mask of another batch size.
     """
     # generate() with a static cache calls the hook, then the model does again with what it returned
     if isinstance(attention_mask, CabMask):
         return attention_mask
-    if use_vmap:
-        raise NotImplementedError(
-            "attn_implementation='cab' computes causal attention; this model adds an "
-            "or_mask_function or and_mask_function. Load it with attn_implementation='sdpa'."
-        )
     eager = not torch.compiler.is_compiling()
     decode = q_length == 1
     if isinstance(q_offset, Tensor):
@@ -242,15 +319,65 @@ def cab_mask(
 
     valid = None
     if attention_mask is not None:
+        if attention_mask.shape[0] != batch_size:
+            raise ValueError(
+                f"attention_mask has {attention_mask.shape[0]} rows and the batch {batch_size}; "
+                "give one row for each text."
+            )
         valid = attention_mask[:, kv_offset : kv_offset + (written or kv_length)].to(
             device, torch.bool
         )
         valid = F.pad(valid, (0, (written or kv_length) - valid.shape[1]), value=False)
 
+    refusal = _refusal(config, mask_function, local_size, use_vmap, q_length, batch_size, device)
     document = None
-    if mask_function is not causal_mask_function and not decode:
+    if refusal is None and mask_function is not causal_mask_function and not decode:
         document = _documents(mask_function, batch_size, q_length, q_offset, device)
-    return CabMask(batch_size, q_length, written, q_slot, valid, document, local_size)
+    return CabMask(
+        batch_size,
+        q_length,
+        written,
+        q_slot,
+        valid,
+        document,
+        local_size,
+        slots=kv_length,
+        model=named(config),
+        refusal=refusal,
+    )
+
+
+def _refusal(
+    config: Any,
+    mask_function: Any,
+    local_size: int | None,
+    use_vmap: bool,
+    q_length: int,
+    batch: int,
+    device: Any,
+) -> str | None:
+    """Why no layer may attend as the arguments of the mask hook say; None where layers may."""
+    if use_vmap:
+        found = "adds an or_mask_function or and_mask_function"
+    elif local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
+        found = f"attends in chunks of {local_size}"
+    elif _looks_ahead(mask_function, q_length, batch, device):
+        found = "has a mask that lets tokens see later ones"
+    else:
+        return None
+    return (
+        f"{named(config)} {found}; 'cab' computes causal attention, whole or under sliding "
+        "windows. Load it with attn_implementation='sdpa'."
+    )
+
+
+def _looks_ahead(mask_function: Any, q_length: int, batch: int, device: Any) -> bool:
+    """Whether a token sees the one behind it."""
+    if mask_function is causal_mask_function or q_length == 1 or torch.compiler.is_compiling():
+        return False
+    row = torch.arange(batch, device=device).unsqueeze(-1)
+    slot = torch.arange(q_length - 1, device=device).unsqueeze(0)
+    return bool(mask_function(row, torch.zeros_like(row), slot, slot + 1).any())
 
 
 def _documents(
@@ -265,11 +392,6 @@ def _documents(
     slot = torch.arange(q_length, device=device).unsqueeze(0)
     before = (slot - 1).clamp(min=0)
     eager = not torch.compiler.is_compiling()
-    if eager and bool((mask_function(row, head, before, slot) & (slot > before)).any()):
-        raise NotImplementedError(
-            "attn_implementation='cab' computes causal attention; this model's mask lets tokens "
-            "see later ones. Load it with attn_implementation='sdpa'."
-        )
     starts = ~mask_function(row, head, slot, before).expand(batch, q_length) & (slot > 0)
     if eager and not bool(starts.any()):
         return None

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 COARSEN = ("box", "mean", "max_l2")
 CURVATURE = ("none", "additive", "forman")
 SELECT = ("clusters", "topk")
+# blocks and tokens are counted in int32
+MOST = 2**31 - 1
 CALIBRATIONS = Path(__file__).parent / "calibrations"
 # a number for every head of every layer, [layers][heads]
 Table = tuple[tuple[float, ...], ...]
@@ -100,13 +102,13 @@ class CabConfig:
 
     def __post_init__(self) -> None:
         blocks = ("query_block", "key_block")
-        whole = "a whole number >= 16, a multiple of 16"
-        self._require(blocks, lambda size: is_whole(size, 16) and size % 16 == 0, whole)
+        whole = f"a whole number from 16 to {MOST}, a multiple of 16"
+        self._require(blocks, lambda size: is_count(size) and size and size % 16 == 0, whole)
         fits = max(self.query_block, self.key_block) % min(self.query_block, self.key_block) == 0
         of_rows = f"a divisor or a multiple of query_block={self.query_block}"
         self._require(("key_block",), lambda _: fits, of_rows)
         counts = ("sink_blocks", "local_blocks", "dense_tail", "min_length")
-        self._require(counts, lambda count: is_whole(count, 0), "a whole number >= 0")
+        self._require(counts, is_count, f"a whole number from 0 to {MOST}")
         for name, choices in (("coarsen", COARSEN), ("select", SELECT), ("curvature", CURVATURE)):
             self._require((name,), choices.__contains__, "one of " + ", ".join(map(repr, choices)))
         self._freeze_table("mass", is_share, "in [0, 1]")
@@ -126,7 +128,7 @@ class CabConfig:
         self._require(switches, lambda x: isinstance(x, bool), "True or False")
 
         def indices(layers: Any) -> bool:
-            return isinstance(layers, (tuple, list)) and all(is_whole(i, 0) for i in layers)
+            return isinstance(layers, (tuple, list)) and all(is_count(i) for i in layers)
 
         self._require(("dense_layers",), indices, "a tuple of layer indices >= 0")
         # a list is what JSON gives back; a frozen value must hash
@@ -169,10 +171,11 @@ class CabConfig:
                 f"cab_config is {settings!r}; it must be a dict of CabConfig fields "
                 "(CabConfig(...).to_dict() makes one)."
             )
-        unknown = sorted(set(settings) - {field.name for field in dataclasses.fields(cls)})
-        if unknown:
-            known = ", ".join(field.name for field in dataclasses.fields(cls))
-            raise ValueError(f"CabConfig has no field {unknown[0]!r}; its fields are {known}.")
+        fields = [field.name for field in dataclasses.fields(cls)]
+        for name in settings:
+            if name not in fields:
+                known = ", ".join(fields)
+                raise ValueError(f"CabConfig has no field {name!r}; its fields are {known}.")
         return cls(**settings)
 
     @classmethod
@@ -276,6 +279,24 @@ class Budgets(NamedTuple):
         return tuple([head for head in listed if self.of_head(head)[3] > 0])
 
 
+def require_layers(config: CabConfig, model_config: Any) -> None:
+    """Refuse ``dense_layers`` that a model does not have.
+
+    Args:
+        model_config: a transformers config; one that counts no layers knows nothing better.
+
+    Raises:
+        ValueError: naming the first of them, and how many layers there are.
+    """
+    fields = ("num_hidden_layers", "decoder_layers")
+    counts = [n for n in [getattr(model_config, name, None) for name in fields] if is_whole(n)]
+    for layer in config.dense_layers:
+        if counts and layer >= max(counts):
+            raise ValueError(
+                f"CabConfig.dense_layers has {layer}; this model has layers 0 to {max(counts) - 1}."
+            )
+
+
 # functions: torch.compile traces no method of a value that is a constant to it
 def budgets_of(config: CabConfig, layer: int | None, heads: int) -> Budgets:
     """What each of the ``heads`` of a layer gets.
@@ -328,11 +349,15 @@ def _short(value: Any) -> str:
 def require(accepted: bool, name: str, value: Any, what: str) -> None:
     """Refuse the ``value`` of an argument, in one sentence, unless it is ``accepted``."""
     if not accepted:
-        raise ValueError(f"{name} is {value!r}; it must be {what}.")
+        raise ValueError(f"{name} is {_short(value)}; it must be {what}.")
 
 
 def is_whole(value: Any, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_count(value: Any) -> bool:
+    return is_whole(value, 0) and value <= MOST
 
 
 def is_number(value: Any) -> bool:

@@ -8,9 +8,51 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cab_hf.call import CabMask
+from cab_hf.call import CabMask, named
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# looked at one by one
+READ = frozenset({"cu_seq_lens_q", "is_causal", "output_attentions"})
+# what reaches attention functions and says nothing about attention: caching is done by then, the
+# lengths follow from cu_seq_lens_q, the rest concerns the model around the layer
+HARMLESS = frozenset(
+    {
+        "cache_position",
+        "cu_seq_lens_k",
+        "deterministic",
+        "ignore_index",
+        "labels",
+        "logits_to_keep",
+        "max_length_k",
+        "max_length_q",
+        "mm_token_type_ids",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "return_dict",
+        "seq_idx",
+        "shift_labels",
+        "token_type_ids",
+        "use_cache",
+    }
+)
+# what else models hand over, by what it asks for
+MEANINGS = {
+    "alibi_slopes": "a bias on logits",
+    "attn_bias": "a bias on logits",
+    "attn_mask": "a mask of its own",
+    "block_indices": "blocks chosen by an indexer",
+    "block_mask": "a mask of its own",
+    "head_mask": "weights of heads",
+    "indices": "keys chosen by an indexer",
+    "key_padding_mask": "a mask of its own",
+    "layer_head_mask": "weights of heads",
+    "position_bias": "a bias on logits",
+    "s_aux": "sink logits",
+    "sinks": "sink logits",
+    "softcap": "soft-capped logits",
+}
 
 
 def refuse(
@@ -32,59 +74,125 @@ def refuse(
             "a context-parallel mesh is active; 'cab' would attend to this rank's shard only. "
             "Leave the context_parallel region, or use attn_implementation='sdpa' inside it."
         )
-    if dropout:
-        raise ValueError(
-            f"dropout is {dropout}; 'cab' has no attention dropout. "
-            "Set config.attention_dropout = 0.0 or call model.eval()."
-        )
-    is_causal = kwargs.get("is_causal")
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if not is_causal:
-        raise ValueError(
-            "is_causal is False; 'cab' computes causal self-attention only. "
-            "Use attn_implementation='sdpa' for bidirectional and cross attention."
-        )
-    if key.shape[2] < query.shape[2]:
-        raise ValueError(
-            f"key has {key.shape[2]} tokens and query {query.shape[2]}; 'cab' computes causal "
-            "self-attention, where no query lies behind the keys."
-        )
+    _refuse_directions(module, query, key, kwargs)
     if kwargs.get("output_attentions"):
         raise ValueError(
             "output_attentions is True; 'cab' never forms attention weights. "
             "Use attn_implementation='eager' to read them."
         )
-    for name, meaning in (("softcap", "soft-capped logits"), ("s_aux", "sink logits")):
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(
-                f"{name} is set ({meaning}); 'cab' does not compute them. "
-                "Use attn_implementation='eager' or a flash implementation for this model."
-            )
-    if kwargs.get("cache") is not None:
-        raise NotImplementedError(
-            "cache is a paged cache (continuous batching); 'cab' does not read one. "
-            "Use attn_implementation='sdpa' for generate_batch."
-        )
-    if kwargs.get("position_bias") is not None:
-        raise NotImplementedError(
-            "position_bias is set; 'cab' adds no bias to logits. Use attn_implementation='sdpa'."
-        )
-    if mask is not None and not isinstance(mask, CabMask):
-        seen = f"a tensor of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
+    _refuse_keywords(named(getattr(module, "config", None)), kwargs)
+    if mask is not None:
+        _refuse_mask(mask, key, sliding_window)
+    if dropout:
         raise ValueError(
-            f"attention_mask is {seen}; 'cab' takes the 2-D padding mask [batch, tokens] of the "
-            "tokenizer, or none. Use attn_implementation='sdpa' for a mask of your own."
-        )
-    if mask is not None and mask.window is not None and sliding_window is None:
-        raise NotImplementedError(
-            f"this layer attends in chunks of {mask.window}; 'cab' knows sliding windows and full "
-            "attention. Use attn_implementation='sdpa' for this model."
+            f"dropout is {dropout}; 'cab' has no attention dropout. "
+            "Set config.attention_dropout = 0.0 or call model.eval()."
         )
     if query.dtype not in DTYPES:
         raise ValueError(
             f"query is {query.dtype}; 'cab' takes float16, bfloat16 and float32. "
             "Load the model with one of these dtypes."
         )
+
+
+def foreseen(module: nn.Module) -> str | None:
+    """What an attention layer will be refused for, as far as the layer itself shows it."""
+    if getattr(module, "sinks", None) is not None:
+        return MEANINGS["sinks"]
+    if getattr(module, "attn_logit_softcapping", None) is not None:
+        return MEANINGS["softcap"]
+    if hasattr(module, "rel_logits_proj"):
+        return MEANINGS["position_bias"]
+    # a layer that skips its own indexer takes what another layer's has chosen
+    if getattr(module, "indexer", None) is not None or getattr(module, "skip_topk", False):
+        return MEANINGS["indices"]
+    if hasattr(module, "prepare_dynamic_mask"):
+        return MEANINGS["block_mask"]
+    if layer_type(module) == "chunked_attention":
+        return f"attention in chunks of {module.config.attention_chunk_size}"
+    return None
+
+
+def layer_type(module: nn.Module) -> str | None:
+    """What the model's config calls this layer, where it names its layers."""
+    types = getattr(module.config, "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    return types[index] if types and index is not None and index < len(types) else None
+
+
+def _refuse_directions(
+    module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any]
+) -> None:
+    is_causal = kwargs.get("is_causal")
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not is_causal:
+        raise ValueError(
+            f"is_causal is False in {type(module).__name__}; 'cab' computes causal self-attention "
+            "only. Use attn_implementation='sdpa' for bidirectional and cross attention, "
+            "{'text_config': 'cab'} where the language model is one part of several."
+        )
+    if key.shape[2] < query.shape[2]:
+        raise ValueError(
+            f"key has {key.shape[2]} tokens and query {query.shape[2]}; 'cab' computes causal "
+            "self-attention, where no query lies behind the keys."
+        )
+
+
+def _refuse_keywords(model: str, kwargs: dict[str, Any]) -> None:
+    """Whatever is handed over, and neither used nor known to change nothing."""
+    if kwargs.get("cache") is not None:
+        raise NotImplementedError(
+            "cache is a paged cache (continuous batching); 'cab' does not read one. "
+            "Use attn_implementation='sdpa' for generate_batch."
+        )
+    if kwargs.get("softmax_scale") is not None:
+        raise ValueError(
+            f"softmax_scale is {_short(kwargs['softmax_scale'])}; 'cab' calls it scaling, as "
+            "transformers does."
+        )
+    for name, value in kwargs.items():
+        if value is None or name in READ or name in HARMLESS:
+            continue
+        if name in MEANINGS:
+            raise NotImplementedError(
+                f"{name} is set ({MEANINGS[name]}); 'cab' does not compute that. "
+                f"Use attn_implementation='eager' for {model}."
+            )
+        raise ValueError(
+            f"{name} is {_short(value)}; 'cab' does not know this argument and would ignore it. "
+            f"Leave it out, or use attn_implementation='eager' for {model}."
+        )
+    if kwargs.get("cu_seq_lens_k") is not None and kwargs.get("cu_seq_lens_q") is None:
+        raise ValueError("cu_seq_lens_k is set and cu_seq_lens_q is None; 'cab' reads the latter.")
+
+
+def _refuse_mask(mask: Any, key: Tensor, sliding_window: int | None) -> None:
+    if not isinstance(mask, CabMask):
+        raise ValueError(
+            f"attention_mask is {_short(mask)}; 'cab' takes the 2-D padding mask [batch, tokens] "
+            "of the tokenizer, or none. Use attn_implementation='sdpa' for a mask of your own."
+        )
+    if mask.refusal is not None:
+        raise NotImplementedError(mask.refusal)
+    if mask.slots is not None and mask.slots != key.shape[2]:
+        raise ValueError(
+            f"attention_mask has {mask.slots} tokens and there are {key.shape[2]} keys; give one "
+            "number for each token."
+        )
+    # eager and sdpa compute what the mask says; the keyword is for kernels that read no mask
+    if mask.window is None and sliding_window is not None and sliding_window < key.shape[2]:
+        raise NotImplementedError(
+            f"sliding_window is {sliding_window}, and the mask of this layer has none; 'cab' "
+            f"cannot tell which of them {mask.model} means. Use attn_implementation='sdpa'."
+        )
+
+
+def _short(value: Any) -> str:
+    """A value as a sentence can hold it."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _context_parallel_active() -> bool:

@@ -2,23 +2,33 @@
 
 transformers itself imports torch and its modelling code only when a model class is first touched.
 Registration waits for that moment, so that importing cab_hf costs next to nothing.
+
+Two functions are registered under two names. What transformers has no registry for is told at two
+places, and changes nothing for a model that does not ask for "cab": its configs have a
+``cab_config`` (`_Setting`), and its check of an implementation's name asks us about ours.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
+import re
 import sys
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+CONFIGURATION = "transformers.configuration_utils"
 MODELING = "transformers.modeling_utils"
+NAMES = ("cab", "cab_dense")
 
 
 def register() -> None:
     """Register both implementations now."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     from cab_hf.attention import cab_attention, cab_dense_attention
     from cab_hf.call import cab_mask
@@ -27,21 +37,120 @@ def register() -> None:
     AttentionInterface.register("cab_dense", cab_dense_attention)
     AttentionMaskInterface.register("cab", cab_mask)
     AttentionMaskInterface.register("cab_dense", cab_mask)
+    PreTrainedModel.get_correct_attn_implementation = _asking_us(
+        PreTrainedModel.get_correct_attn_implementation
+    )
+
+
+def add_setting() -> None:
+    """Give transformers' configs their ``cab_config`` now."""
+    from transformers.configuration_utils import PreTrainedConfig
+
+    PreTrainedConfig.cab_config = _Setting()
+
+
+class _Setting:
+    """``config.cab_config``: None until it is set, and always what JSON can hold.
+
+    `from_pretrained` takes a setting only where configs have an attribute of its name, and a
+    CabConfig could not be saved. What is stored is checked where it is used.
+    """
+
+    def __get__(self, config: Any, owner: type) -> Any:
+        return None if config is None else vars(config).get("cab_config")
+
+    def __set__(self, config: Any, value: Any) -> None:
+        from cab_hf.config import CabConfig
+
+        vars(config)["cab_config"] = value.to_dict() if isinstance(value, CabConfig) else value
+
+    def __delete__(self, config: Any) -> None:
+        vars(config).pop("cab_config", None)
+
+
+def _asking_us(check: Callable[..., str]) -> Callable[..., str]:
+    """transformers' check of an implementation's name, for one model: we look at it first."""
+
+    @functools.wraps(check)
+    def ask(model: Any, requested: str | None, *args: Any, **kwargs: Any) -> str:
+        if requested in NAMES:
+            refuse_unreachable(type(model))
+        refuse_misplaced(model.config)
+        return check(model, requested, *args, **kwargs)
+
+    return ask
+
+
+def refuse_unreachable(model: type) -> None:
+    """Refuse a model class whose attention no registered function replaces.
+
+    Such a class takes any registered name and does nothing with it, or fails in a dict of its own
+    attention classes. What its source does not show is let through.
+
+    Raises:
+        ValueError: naming the class, and what works.
+    """
+    if not _reachable(model):
+        works = "sdpa" if model._supports_sdpa else "eager"
+        raise ValueError(
+            f"{model.__name__} computes no attention through transformers' attention interface, so "
+            f"attn_implementation='cab' cannot reach it; load it with {works!r}."
+        )
+
+
+def refuse_misplaced(config: Any) -> None:
+    """Refuse a ``cab_config`` beside the text config of a model that is to use it.
+
+    Raises:
+        ValueError: naming the config, and where its setting belongs.
+    """
+    text = config.get_text_config()
+    unread = config.cab_config is not None and text.cab_config is None
+    if unread and text._attn_implementation in NAMES:
+        raise ValueError(
+            f"cab_config is set on {type(config).__name__}, whose layers read that of its text "
+            "config; set config.get_text_config().cab_config, or call cab_hf.apply_cab(model)."
+        )
+
+
+@functools.cache
+def _reachable(model: type) -> bool:
+    from transformers import PreTrainedModel
+
+    for base in model.__mro__:
+        if not issubclass(base, PreTrainedModel) or base is PreTrainedModel:
+            continue
+        try:
+            source = inspect.getsource(sys.modules[base.__module__])
+        except (OSError, TypeError, KeyError):
+            # a notebook's own model
+            return True
+        # a dict of attention classes, where it is not that of a vision tower beside the text
+        if re.search(r"\b(?!\w*VISION)\w+_ATTENTION_CLASSES\[", source):
+            return False
+        # parts that are made by name are asked for themselves
+        if "ALL_ATTENTION_FUNCTIONS" in source or "AutoModel" in source:
+            return True
+    return False
 
 
 def register_when_imported() -> None:
-    """Register now if transformers' modelling code is loaded, else as soon as it is."""
-    if MODELING in sys.modules:
-        register()
-    else:
-        sys.meta_path.insert(0, _AfterModeling())
+    """Do both now if transformers' code is loaded, else as soon as it is."""
+    for name, action in ((CONFIGURATION, add_setting), (MODELING, register)):
+        if name in sys.modules:
+            action()
+        else:
+            sys.meta_path.insert(0, _After(name, action))
 
 
-class _AfterModeling(MetaPathFinder):
-    """Finds nothing itself: lets the others find `MODELING`, and registers once it has run."""
+class _After(MetaPathFinder):
+    """Finds nothing itself: lets the others find a module, and acts once it has run."""
+
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
+        self._name, self._action = name, action
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != MODELING:
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -49,9 +158,9 @@ class _AfterModeling(MetaPathFinder):
             return spec
         run = spec.loader.exec_module
 
-        def run_then_register(module: ModuleType) -> None:
+        def run_then_act(module: ModuleType) -> None:
             run(module)
-            register()
+            self._action()
 
-        spec.loader.exec_module = run_then_register
+        spec.loader.exec_module = run_then_act
         return spec

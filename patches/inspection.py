@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
@@ -12,8 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cab_hf.attention import attended, settings
-from cab_hf.config import CabConfig, Table, budgets_of
+from cab_hf.config import CabConfig, Table, budgets_of, is_whole, require
 from cab_hf.engines import SDPA, Workload
+from cab_hf.refusals import foreseen, layer_type
 from cab_hf.route import route
 
 UNCALIBRATED = "uncalibrated: `python -m cab_hf.eval calibrate --model ...` finds budgets a head"
@@ -29,8 +31,13 @@ def describe(
         training: whether gradients flow; by default ``model.training``.
 
     Returns:
-        One line for the settings, then one line a run of layers that behave alike.
+        One line for the settings, then one line a run of layers that behave alike. Layers that show
+        what they will be refused for are called refused.
+
+    Raises:
+        ValueError: for a length that no prompt has, or a bad ``cab_config``.
     """
+    require(tokens is None or is_whole(tokens), "tokens", tokens, "a whole number >= 1, or None")
     text = model.config.get_text_config()
     name = text._attn_implementation
     if name not in ("cab", "cab_dense"):
@@ -48,6 +55,8 @@ def describe(
         (_sentence(module, config, model.dtype, tokens, training, name == "cab"), index)
         for index, module in attention_layers(model)
     ]
+    if not layers:
+        lines.append("  no layer is known to attend causally, and those that do not are refused.")
     for sentence, run in groupby(layers, key=itemgetter(0)):
         first, *others = [index for _, index in run]
         of = f"layers {first}-{others[-1]}" if others else f"layer {first}"
@@ -110,11 +119,28 @@ def stats(model: PreTrainedModel, reset: bool = False) -> list[dict[str, Any]]:
     return rows
 
 
-def attention_layers(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+def attention_layers(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]:
     """(layer index, module) of every self-attention module, in order."""
+    text = model.config.get_text_config()
+    unnumbered = 0
     for module in model.modules():
-        if getattr(module, "is_causal", False) and hasattr(module, "layer_idx"):
+        if _causal(module):
             yield module.layer_idx, module
+        elif _causal_by_call(module, text):
+            yield unnumbered, module
+            unnumbered += 1
+
+
+def _causal(module: nn.Module) -> bool:
+    """Whether a module is a layer of causal self-attention; not all of them say so."""
+    unsaid = hasattr(module, "num_key_value_groups")
+    return hasattr(module, "layer_idx") and getattr(module, "is_causal", unsaid)
+
+
+def _causal_by_call(module: nn.Module, text: Any) -> bool:
+    """Whether a module has no index and may be told in the call that it is causal, as CLIP's."""
+    told = hasattr(module, "is_causal") and not hasattr(module, "layer_idx")
+    return told and getattr(module, "config", None) is text
 
 
 def _sentence(
@@ -125,22 +151,49 @@ def _sentence(
     training: bool,
     sparse: bool,
 ) -> str:
-    text = module.config
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    reason = foreseen(module)
+    if reason is not None:
+        return f"refused, {reason}"
     device = next(module.parameters()).device.type
     blocks = config.query_block, config.key_block
-    work = Workload(device, head_dim, dtype, training, *blocks)
+    work = Workload(device, _head_dim(module), dtype, training, *blocks)
     way = route(
         config,
         work,
         sparse=sparse,
-        layer=module.layer_idx,
+        layer=getattr(module, "layer_idx", None),
         q_length=tokens,
         kv_length=tokens,
-        window=getattr(module, "sliding_window", None),
+        window=_window(module),
     )
     if way.kind == "sparse":
-        return f"sparse, engine {way.engine.label(work)}"
-    # what computes it is told where that is not what anybody would expect
-    how = [] if way.reason and way.engine is SDPA else [way.engine.name]
-    return ", ".join(["dense", *([way.reason] if way.reason else []), *how])
+        told = f"sparse, engine {way.engine.label(work)}"
+    else:
+        # what computes it is told where that is not what anybody would expect
+        how = [] if way.reason and way.engine is SDPA else [way.engine.name]
+        told = ", ".join(["dense", *([way.reason] if way.reason else []), *how])
+    causal = getattr(module, "is_causal", True)
+    return told if causal else f"{told}; refused unless its model calls it causal"
+
+
+def _head_dim(module: nn.Module) -> int:
+    """Channels of a query: what the layer says, or its config."""
+    for owner in (module, module.config):
+        for name in ("qk_head_dim", "head_dim"):
+            if isinstance(getattr(owner, name, None), int):
+                return getattr(owner, name)
+    return module.config.hidden_size // module.config.num_attention_heads
+
+
+def _window(module: nn.Module) -> int | None:
+    """Width of a layer's sliding window, None without one.
+
+    Some layers do not know: their model makes one mask by its config for all of them.
+    """
+    if hasattr(module, "sliding_window"):
+        return module.sliding_window
+    model = sys.modules[type(module).__module__]
+    windowed = layer_type(module) in (None, "sliding_attention")
+    if windowed and hasattr(model, "create_sliding_window_causal_mask"):
+        return getattr(module.config, "sliding_window", None)
+    return None

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from cab_hf.attention import settings
-from cab_hf.config import CabConfig, budgets_of
+from cab_hf.config import CabConfig, budgets_of, require_layers
 from cab_hf.predictors import make_predictor
 
 
@@ -46,6 +46,7 @@ def apply_cab(
     text = _text_config(model)
     config = CabConfig.from_dict({**(config or settings(text)).to_dict(), **overrides})
     make_predictor(config)
+    require_layers(config, text)
     layers, heads = text.num_hidden_layers, text.num_attention_heads
     # some models have other heads in each layer; then a table is looked at where it is used
     if isinstance(heads, int):

@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
-from tiny import FAMILIES, FULL, SPARSE, tiny_model, tokens
-from transformers import LlamaForSequenceClassification
+import transformers
+from tiny import FAMILIES, FULL, SIZES, SPARSE, tiny_model, tokens
+from transformers import AttentionInterface, LlamaForSequenceClassification
 
 import cab_hf
 from cab_hf import BlockPlan, CabConfig, engines
@@ -423,6 +424,60 @@ def test_sparse_training_moves_only_through_attended_keys(llama):
 # --- other doors
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({}, id="sparse"),
+        pytest.param({"mass": 0.5, "bridges": 0.2}, id="fewer"),
+        pytest.param({"min_length": 1000}, id="exact"),
+        pytest.param({"query_block": 512}, id="decode"),
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
+@pytest.mark.parametrize("padding", [0, 37])
+def test_models_may_ask_for_a_view_of_what_they_get(monkeypatch, family, fields, padding):
+    """As AFMoE and JetMoE do; a hook in the model sees what attention gave it."""
+    given = []
+    model = cab_hf.apply_cab(tiny_model(family), FULL, **fields)
+    attend = AttentionInterface._global_mapping["cab"]
+
+    def keep(*args, **kwargs):
+        given.append(attend(*args, **kwargs))
+        return given[-1]
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "cab", keep)
+    ids, mask = left_padded(tokens(2, 150), padding)
+    logits(model, input_ids=ids, attention_mask=mask)
+    assert len(given) == 3 and all(out.is_contiguous() for out, _ in given)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        pytest.param("Phimoe", {"sliding_window": 40, "num_local_experts": 2}, id="phimoe"),
+        pytest.param("Mixtral", {"sliding_window": 40, "num_local_experts": 2}, id="mixtral"),
+        pytest.param("Starcoder2", {"sliding_window": 40}, id="starcoder2"),
+        pytest.param("Bart", {"decoder_layers": 2, "d_model": 48}, id="bart-decoder"),
+        pytest.param("JetMoe", {"num_local_experts": 2, "kv_channels": 16}, id="jetmoe"),
+    ],
+)
+@pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
+def test_masks_that_a_layer_does_not_announce(name, fields, implementation):
+    """PhiMoE's layers do not know of their window; BART makes a mask that no layer uses."""
+    config = getattr(transformers, f"{name}Config")(**SIZES | fields)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    ids, mask = left_padded(tokens(2, 120), 21)
+    expected = logits(model, input_ids=ids, attention_mask=mask)
+    cab_hf.apply_cab(model, FULL)
+    model.set_attn_implementation(implementation)
+    found = logits(model, input_ids=ids, attention_mask=mask)
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], **EXACT)
+    window = "sliding window of 40 tokens" if "sliding_window" in fields else "engine reference"
+    if implementation == "cab":
+        assert window in cab_hf.describe(model, tokens=120)
+
+
 def test_sequence_classification_with_right_padding():
     model = tiny_model(model_class=LlamaForSequenceClassification)
     ids = tokens(2, 120)
@@ -451,6 +506,20 @@ def test_loading_by_name_keeps_the_saved_config(tmp_path):
     ids = tokens(1, 200)
     assert torch.equal(logits(again, input_ids=ids), logits(model, input_ids=ids))
     assert cab_hf.stats(again) == cab_hf.stats(model)
+
+
+@pytest.mark.parametrize("chosen", [SPARSE, SPARSE.to_dict()], ids=["CabConfig", "dict"])
+def test_settings_are_given_where_a_model_is_loaded(tmp_path, chosen):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(
+        tmp_path, attn_implementation="cab", cab_config=chosen, dtype=torch.float32
+    )
+    ids = tokens(1, 200)
+    expected = logits(cab_hf.apply_cab(model, SPARSE), input_ids=ids)
+    assert torch.equal(logits(again, input_ids=ids), expected)
+    again.save_pretrained(tmp_path)
+    assert type(model).from_pretrained(tmp_path).config.cab_config == SPARSE.to_dict()
 
 
 @pytest.mark.parametrize(

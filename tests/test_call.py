@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from tiny import SPARSE, tiny_model, tokens
+from tiny import FULL, SIZES, SPARSE, tiny_model, tokens
+from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 import cab_hf
 from cab_hf.call import CabMask, cab_mask
@@ -179,3 +180,45 @@ def test_a_call_of_nothing_but_padding_has_a_frame():
     frame = Frame.build(1, 4, 4, 0, document < 0, document, 16, torch.device("cpu"))
     assert frame.spans.last.tolist() == [[-1]]
     assert not frame.restore(frame.queries(torch.ones(1, 1, 4, 2))).any()
+
+# --- what models do with a mask
+
+
+@pytest.mark.parametrize("logits_to_keep", [0, 1, 20, 50])
+@pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
+def test_the_last_queries_alone_are_asked_for_by_slicing_the_mask(logits_to_keep, implementation):
+    """Gemma 4 does so before layers that share the keys of others."""
+    sizes = SIZES | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 40}
+    config = Gemma4TextConfig(
+        **sizes,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        vocab_size_per_layer_input=64,
+        hidden_size_per_layer_input=16,
+    )
+    torch.manual_seed(0)
+    model = Gemma4ForCausalLM(config).eval()
+    ids = tokens(2, 150)
+    mask = (torch.arange(150) >= torch.tensor([[21], [0]])).long()
+    inputs = {"input_ids": ids, "attention_mask": mask, "logits_to_keep": logits_to_keep}
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        cab_hf.apply_cab(model, FULL)
+        model.set_attn_implementation(implementation)
+        found = model(**inputs).logits
+    seen = mask[:, -logits_to_keep:].bool()
+    torch.testing.assert_close(found[seen], expected[seen], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        pytest.param((slice(None), slice(None), slice(2), slice(None)), id="first-queries"),
+        pytest.param((slice(None), slice(None), slice(8, None), slice(None)), id="no-query"),
+        pytest.param((slice(None), slice(None), slice(-4, None), slice(4)), id="fewer-keys"),
+        pytest.param((slice(None), slice(None), slice(None, None, 2), slice(None)), id="stride"),
+        pytest.param((slice(None), 0), id="a-head"),
+    ],
+)
+def test_a_mask_is_sliced_to_its_last_queries_only(index):
+    with pytest.raises(NotImplementedError, match="computes with its attention mask"):
+        cab_mask(1, 8, 8)[index]

@@ -1,10 +1,12 @@
+import copy
 import dataclasses
 import json
 
 import pytest
+from transformers import LlamaConfig, PreTrainedConfig, WhisperConfig
 
 from cab_hf import CabConfig
-from cab_hf.config import Budgets, budgets_of
+from cab_hf.config import Budgets, budgets_of, require_layers
 
 
 @pytest.mark.parametrize(
@@ -48,11 +50,21 @@ from cab_hf.config import Budgets, budgets_of
         ("exact_stride", ((),)),
         ("exact_stride", ((4, "a"),)),
         ("exact_stride", ((4, 0.0),)),
+        ("mass", {}),
+        ("min_length", 2**70),
+        ("query_block", 2**70),
+        ("key_block", 2**31),
+        ("sink_blocks", 2**31),
+        ("local_blocks", 2**40),
+        ("dense_tail", 2**63),
+        ("dense_layers", (2**31,)),
+        ("engine", list(range(1000))),
     ],
 )
 def test_a_bad_value_is_named(field, value):
-    with pytest.raises(ValueError, match=rf"CabConfig\.{field} is .*; it must be "):
+    with pytest.raises(ValueError, match=rf"CabConfig\.{field} is .*; it must be ") as refused:
         CabConfig(**{field: value})
+    assert len(str(refused.value)) < 200
 
 
 def test_it_is_frozen_and_hashes():
@@ -187,9 +199,47 @@ def test_a_table_of_another_model_is_refused(name, table, layer, heads, sentence
         budgets_of(CabConfig(**{name: table}), layer, heads)
 
 
+@pytest.mark.parametrize(
+    ("config", "last"),
+    [
+        pytest.param(LlamaConfig(num_hidden_layers=3), 2, id="llama"),
+        pytest.param(WhisperConfig(encoder_layers=2, decoder_layers=5), 4, id="decoder"),
+    ],
+)
+def test_layers_that_a_model_does_not_have(config, last):
+    require_layers(CabConfig(dense_layers=(0, last)), config)
+    with pytest.raises(ValueError, match=rf"dense_layers has 99; .* 0 to {last}\."):
+        require_layers(CabConfig(dense_layers=(0, 99)), config)
+
+
+def test_a_model_that_counts_no_layers_has_all_of_them():
+    require_layers(CabConfig(dense_layers=(99,)), PreTrainedConfig())
+
+
+def test_in_a_models_config_it_can_be_saved(tmp_path):
+    chosen = CabConfig(mass=((0.5, 1.0),), dense_layers=(0,))
+    for config in (LlamaConfig(cab_config=chosen), LlamaConfig()):
+        config.cab_config = chosen
+        config.save_pretrained(tmp_path)
+        assert LlamaConfig.from_pretrained(tmp_path).cab_config == chosen.to_dict()
+
+
+def test_a_models_config_has_none_until_it_is_set():
+    config = LlamaConfig()
+    assert config.cab_config is None and "cab_config" not in config.to_dict()
+    config.cab_config = {"mass": 0.5}
+    other = copy.deepcopy(config)
+    other.cab_config["mass"] = 1.0
+    assert config.cab_config == {"mass": 0.5}
+    del config.cab_config
+    assert config.cab_config is None and "cab_config" not in config.to_dict()
+
+
 def test_unknown_fields_and_wrong_kinds_are_refused():
     with pytest.raises(ValueError, match="no field 'topk'; its fields are query_block"):
         CabConfig.from_dict({"topk": 3})
+    with pytest.raises(ValueError, match="no field 1; its fields are query_block"):
+        CabConfig.from_dict({1: 2, "topk": 3})
     with pytest.raises(ValueError, match="it must be a dict"):
         CabConfig.from_dict("mass=0.9")
 

@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from tiny import FULL, SPARSE, tiny_model, tokens
+import transformers
+from tiny import FULL, SIZES, SPARSE, tiny_model, tokens
 
 import cab_hf
 from cab_hf import CabConfig
@@ -87,6 +88,40 @@ def test_describe_says_what_runs_where_and_why(model):
     assert "shorter than min_length=100" in cab_hf.describe(model, tokens=99)
     sliding = cab_hf.apply_cab(tiny_model("qwen3-some-sliding"), SPARSE)
     assert "layers 1-2: dense, sliding window of 40 tokens" in cab_hf.describe(sliding)
+
+
+def test_describe_finds_layers_that_are_causal_by_call_alone():
+    config = transformers.CLIPTextConfig(
+        **SIZES | {"num_hidden_layers": 2, "eos_token_id": 2}, projection_dim=48
+    )
+    model = transformers.CLIPTextModel(config).eval()
+    model.config.cab_config = FULL
+    model.set_attn_implementation("cab")
+    assert "layers 0-1: sparse" in cab_hf.describe(model, tokens=100)
+    with torch.no_grad():
+        model(tokens(1, 100))
+    assert cab_hf.stats(model) == [{"layer": i, "density": 1.0} for i in range(2)]
+
+
+def test_describe_does_not_pretend_to_layers():
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=48, num_hidden_layers=1, num_attention_heads=6
+    )
+    model = transformers.BertModel(config)
+    model.set_attn_implementation("cab")
+    assert "no layer is known to attend causally" in cab_hf.describe(model)
+
+
+def test_describe_says_what_will_be_refused_layer_by_layer():
+    config = transformers.MiMoV2FlashConfig(
+        **SIZES | {"num_hidden_layers": 2}, layer_types=["full_attention", "sliding_attention"]
+    )
+    with torch.device("meta"):
+        model = transformers.MiMoV2FlashForCausalLM(config)
+    model.set_attn_implementation("cab")
+    lines = cab_hf.describe(model, tokens=200).splitlines()[1:]
+    assert lines[0] == "  layer 0: dense, input shorter than min_length=16384"
+    assert lines[1] == "  layer 1: refused, sink logits"
 
 
 def test_describe_agrees_with_what_runs(model):
