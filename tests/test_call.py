@@ -181,6 +181,7 @@ def test_a_call_of_nothing_but_padding_has_a_frame():
     assert frame.spans.last.tolist() == [[-1]]
     assert not frame.restore(frame.queries(torch.ones(1, 1, 4, 2))).any()
 
+
 # --- what models do with a mask
 
 
