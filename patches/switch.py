@@ -153,12 +153,22 @@ def _turn_on(
 
 
 def _check_budgets(config: CabConfig, text: PreTrainedConfig) -> None:
-    layers, heads = (
-        getattr(text, name, None) for name in ("num_hidden_layers", "num_attention_heads")
-    )
-    # some models have other heads in each layer; then a table is looked at where it is used
-    if isinstance(layers, int) and isinstance(heads, int):
+    """Refuse tables that do not fit, where a model has as many heads in every layer.
+
+    Otherwise a table is looked at where it is used.
+    """
+    layers, heads = (_number(text, name) for name in ("num_hidden_layers", "num_attention_heads"))
+    if layers is not None and heads is not None:
         budgets_of(config, layers - 1, heads)
+
+
+def _number(text: PreTrainedConfig, name: str) -> int | None:
+    try:
+        value = getattr(text, name, None)
+    except RuntimeError:
+        # what differs from layer to layer, transformers' heterogeneous configs refuse to say
+        return None
+    return value if isinstance(value, int) else None
 
 
 def _switch(model: PreTrainedModel, text: PreTrainedConfig) -> None:
