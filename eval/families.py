@@ -143,7 +143,8 @@ class Families(Experiment):
         shown = [verdict for verdict in reversed(VERDICTS) if count[verdict]]
         with charts.figure(path, 1, 1, figsize=(6, 0.6 + 0.4 * len(shown))) as axes:
             bars = axes[0, 0].barh(shown, [count[verdict] for verdict in shown])
-            axes[0, 0].bar_label(bars)
+            axes[0, 0].bar_label(bars, padding=2)
+            axes[0, 0].margins(x=0.1)
             axes[0, 0].set_xlabel("model types")
 
 
@@ -219,16 +220,18 @@ def _overview(rows: Sequence[Row]) -> str:
     for verdict in VERDICTS:
         types = [row["model_type"] for row in rows if row["verdict"] == verdict]
         if types:
-            shown.append({"": verdict, "types": len(types), "which": ", ".join(types)})
-    return markdown_table(shown, ["", "types", "which"])
+            shown.append({"verdict": verdict, "types": len(types), "which": ", ".join(types)})
+    return markdown_table(shown, ["verdict", "types", "which"])
 
 
 # --- one type, in a process of its own
 
 
 def in_a_process(model_type: str, timeout: float, memory: float) -> dict[str, Any]:
-    """What `examine` finds, or why it did not come to an end in ``timeout`` seconds and ``memory``
-    GiB."""
+    """What `examine` finds, in at most ``timeout`` seconds and ``memory`` GiB of address space.
+
+    A type that needs more, or kills its process, is as good as not built.
+    """
     # children are forked from a process that has imported everything and computed nothing
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
