@@ -14,11 +14,9 @@ from cab_hf.eval.experiment import PROG
 from cab_hf.runs.settings import Refused
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+NAMES = ("bridges", "calibrate", "families", "fidelity", "harness", "passkey", "readme", "speed")
 # command -> module, with an `Experiment` called EXPERIMENT, or ``main(words)``, or COMMANDS again
-COMMANDS = {
-    name: f"cab_hf.eval.{name}"
-    for name in ("bridges", "calibrate", "fidelity", "harness", "passkey", "readme", "speed")
-}
+COMMANDS = {name: f"cab_hf.eval.{name}" for name in NAMES}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

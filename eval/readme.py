@@ -30,6 +30,7 @@ ORDER = (
     *(f"speed {op}" for op in ("ttft", "attention", "predictor", "budgets")),
     *(f"speed {op}" for op in ("breakdown", "prefill")),
     "bridges",
+    "families",
 )
 SPEED = "speed-ttft"
 SPEED_LENGTHS = (8192, 32768, 65536, 131072)

@@ -1,29 +1,62 @@
-"""`apply_cab`, `remove_cab` and the context manager `cab`."""
+"""`apply_cab`, `remove_cab` and the context manager `cab`.
+
+What stood before is kept as an attribute of the model itself, so that it goes wherever the model
+goes: into a deep copy, under an adapter and out again, into a pickle. A saved config knows nothing
+of it.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from cab_hf.attention import settings
 from cab_hf.config import CabConfig, budgets_of, require_layers
 from cab_hf.predictors import make_predictor
 
+FOUND = "_cab_found"  # attribute of a model: list of `_Found`, the oldest first
 
-@dataclasses.dataclass(frozen=True)
-class _Before:
-    """What `remove_cab` puts back."""
 
+@dataclasses.dataclass
+class _Was:
+    """One config, and what stood in it."""
+
+    config: PreTrainedConfig
     implementation: str
-    cab_config: dict[str, Any] | None
+    cab_config: Any
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> _Was:
+        return cls(config, config._attn_implementation, getattr(config, "cab_config", None))
+
+    def changed(self) -> bool:
+        return self.config._attn_implementation != self.implementation
+
+    def put_back(self) -> None:
+        # not the property, which would set all configs inside too
+        self.config._attn_implementation_internal = self.implementation
+        if self.cab_config is not None:
+            self.config.cab_config = self.cab_config
+        elif hasattr(self.config, "cab_config"):
+            del self.config.cab_config
 
 
-_before: WeakKeyDictionary[PreTrainedModel, _Before] = WeakKeyDictionary()
+@dataclasses.dataclass(eq=False)
+class _Found:
+    """What `apply_cab`, or the ``with`` block of `cab` (``scoped``), found in a model's configs."""
+
+    was: list[_Was]
+    scoped: bool
+
+    def put_back(self) -> None:
+        for each in self.was:
+            each.put_back()
 
 
 def apply_cab(
@@ -31,8 +64,12 @@ def apply_cab(
 ) -> PreTrainedModel:
     """Switch a loaded model to ``"cab"``. Applying again only replaces the config.
 
+    Only the text model of a vision-language model is switched. The model gets a config of its own:
+    another model built from the same config object stays as it is.
+
     Args:
-        model: a transformers causal language model, or a PEFT model around one.
+        model: a transformers causal language model, or a PEFT model around one; the whole of it,
+            as modules outside keep the config they had.
         config: the settings; by default those in ``model.config.cab_config``, else `CabConfig()`.
         overrides: fields of `CabConfig` to change in it, e.g. ``mass=0.8``.
 
@@ -43,25 +80,25 @@ def apply_cab(
         ValueError: for a bad setting, a table of budgets that does not fit the model, or a model
             whose attention cannot be replaced by name.
     """
-    text = _text_config(model)
-    config = CabConfig.from_dict({**(config or settings(text)).to_dict(), **overrides})
-    make_predictor(config)
-    require_layers(config, text)
-    layers, heads = text.num_hidden_layers, text.num_attention_heads
-    # some models have other heads in each layer; then a table is looked at where it is used
-    if isinstance(heads, int):
-        budgets_of(config, layers - 1, heads)
-    before = _Before(text._attn_implementation, getattr(text, "cab_config", None))
-    _switch(model, "cab")
-    text.cab_config = config.to_dict()
-    _before.setdefault(model, before)
+    was = _turn_on(model, config, overrides)
+    found = _found(model)
+    if not found:
+        found.append(_Found(was, scoped=False))
     return model
 
 
 def remove_cab(model: PreTrainedModel) -> PreTrainedModel:
-    """Put back what the model had before `apply_cab`; a model it was not applied to stays as is."""
-    if model in _before:
-        _restore(model, _before.pop(model))
+    """Put back what the model had before `apply_cab`; a model it was not applied to stays as is.
+
+    Inside a ``with cab(model)`` block this holds until the block ends.
+    """
+    for module in model.modules():
+        found = vars(module).get(FOUND)
+        if found:
+            _own_configs(model)
+            found[0].put_back()
+            if not found[-1].scoped:
+                found.pop()
     return model
 
 
@@ -69,32 +106,77 @@ def remove_cab(model: PreTrainedModel) -> PreTrainedModel:
 def cab(
     model: PreTrainedModel, config: CabConfig | None = None, **overrides: Any
 ) -> Iterator[PreTrainedModel]:
-    """`apply_cab` for the length of a ``with`` block; afterwards the model is as it was found."""
-    text = _text_config(model)
-    found = _Before(text._attn_implementation, getattr(text, "cab_config", None))
-    was_applied = model in _before
+    """`apply_cab` for the length of a ``with`` block; afterwards the model is as it was found.
+
+    Blocks may overlap and end in any order: the last one to end leaves what the first one found.
+    """
+    mine = _Found(_turn_on(model, config, overrides), scoped=True)
+    found = _found(model)
+    found.append(mine)
     try:
-        yield apply_cab(model, config, **overrides)
+        yield model
     finally:
-        _restore(model, found)
-        if not was_applied:
-            _before.pop(model, None)
+        _end(model, found, mine)
 
 
-def _restore(model: PreTrainedModel, before: _Before) -> None:
-    _switch(model, before.implementation)
-    text = _text_config(model)
-    if before.cab_config is not None:
-        text.cab_config = before.cab_config
-    elif hasattr(text, "cab_config"):
-        del text.cab_config
+def _end(model: PreTrainedModel, found: list[_Found], mine: _Found) -> None:
+    """End the ``with`` block that found ``mine``."""
+    place = found.index(mine)
+    if mine is found[-1]:
+        _own_configs(model)
+        mine.put_back()
+    else:
+        # a block that began later goes on, and will leave what this one found
+        found[place + 1].was = mine.was
+    del found[place]
 
 
-def _switch(model: PreTrainedModel, implementation: str) -> None:
-    text = _text_config(model)
-    if text._attn_implementation != implementation:
-        model.set_attn_implementation(implementation)
-    if text._attn_implementation != implementation:
+def _turn_on(
+    model: PreTrainedModel, config: CabConfig | None, overrides: dict[str, Any]
+) -> list[_Was]:
+    """Switch ``model`` on, or leave it as it is and raise; what stood in each changed config."""
+    inner = _transformers_model(model)
+    text = inner.config.get_text_config()
+    config = CabConfig.from_dict({**(config or settings(text)).to_dict(), **overrides})
+    make_predictor(config)
+    require_layers(config, text)
+    _check_budgets(config, text)
+    was = [_Was.of(each) for each in _own_configs(model)]
+    text = inner.config.get_text_config()
+    try:
+        _switch(inner, text)
+    except BaseException:
+        for each in was:
+            each.put_back()
+        raise
+    text.cab_config = config.to_dict()
+    return [each for each in was if each.changed() or each.config is text]
+
+
+def _check_budgets(config: CabConfig, text: PreTrainedConfig) -> None:
+    """Refuse tables that do not fit, where a model has as many heads in every layer.
+
+    Otherwise a table is looked at where it is used.
+    """
+    layers, heads = (_number(text, name) for name in ("num_hidden_layers", "num_attention_heads"))
+    if layers is not None and heads is not None:
+        budgets_of(config, layers - 1, heads)
+
+
+def _number(text: PreTrainedConfig, name: str) -> int | None:
+    try:
+        value = getattr(text, name, None)
+    except RuntimeError:
+        # what differs from layer to layer, transformers' heterogeneous configs refuse to say
+        return None
+    return value if isinstance(value, int) else None
+
+
+def _switch(model: PreTrainedModel, text: PreTrainedConfig) -> None:
+    """Have the layers under the config ``text`` attend by "cab", and no others."""
+    if text._attn_implementation != "cab":
+        model.set_attn_implementation(_request(model.config, text) or "cab")
+    if text._attn_implementation != "cab":
         raise ValueError(
             f"{type(model).__name__} keeps attn_implementation={text._attn_implementation!r}: its "
             "attention is not reached through transformers' attention interface, so 'cab' cannot "
@@ -102,5 +184,59 @@ def _switch(model: PreTrainedModel, implementation: str) -> None:
         )
 
 
-def _text_config(model: PreTrainedModel) -> Any:
-    return model.config.get_text_config()
+def _request(config: PreTrainedConfig, text: PreTrainedConfig) -> Any:
+    """What transformers is to be told, e.g. ``{"text_config": "cab"}``; None if ``text`` is not
+    in ``config``.
+    """
+    if config is text:
+        return "cab"
+    inner = ((name, getattr(config, name, None)) for name in config.sub_configs)
+    requests = ((name, _request(each, text)) for name, each in inner if each is not None)
+    return next(({name: request} for name, request in requests if request), None)
+
+
+def _transformers_model(model: nn.Module) -> PreTrainedModel:
+    """The model itself, or the one inside of an adapter or another wrapper."""
+    found = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    inner = next(found, None)
+    if inner is None:
+        raise ValueError(
+            f"model is a {type(model).__name__} with no transformers model in it; give a causal "
+            "language model of transformers."
+        )
+    return inner
+
+
+def _found(model: nn.Module) -> list[_Found]:
+    return vars(_transformers_model(model)).setdefault(FOUND, [])
+
+
+def _own_configs(model: nn.Module) -> list[PreTrainedConfig]:
+    """Give ``model`` configs that no other model holds; all of them.
+
+    Every module that holds one is pointed to its twin, and so is what `FOUND` remembers. Twins are
+    shallow: what is switched stands in the config itself.
+    """
+    twins: dict[int, tuple[PreTrainedConfig, PreTrainedConfig]] = {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig):
+                vars(module)[name] = _twin(value, twins)
+    for module in model.modules():
+        for found in vars(module).get(FOUND, ()):
+            for was in found.was:
+                was.config = twins.get(id(was.config), (None, was.config))[1]
+    return [twin for _, twin in twins.values()]
+
+
+def _twin(
+    config: PreTrainedConfig, twins: dict[int, tuple[PreTrainedConfig, PreTrainedConfig]]
+) -> PreTrainedConfig:
+    # the original is kept beside it, so that its id is not given to another meanwhile
+    if id(config) not in twins:
+        twin = copy.copy(config)
+        twins[id(config)] = config, twin
+        for name, value in vars(config).items():
+            if isinstance(value, PreTrainedConfig):
+                vars(twin)[name] = _twin(value, twins)
+    return twins[id(config)][1]

@@ -248,7 +248,8 @@ def test_listing_commands_imports_none():
 
 
 @pytest.mark.parametrize(
-    "name", ["bridges", "fidelity", "passkey", *(f"speed {op}" for op in speed.COMMANDS)]
+    "name",
+    ["bridges", "families", "fidelity", "passkey", *(f"speed {op}" for op in speed.COMMANDS)],
 )
 def test_a_purpose_is_read_as_it_is(name):
     kind = experiment.named(name)
@@ -260,4 +261,7 @@ def test_commands_are_listed_and_others_refused(capsys):
     assert "passkey    find a number hidden in a long text" in capsys.readouterr().out
     for words in (["magic"], []):
         assert __main__.main(words) == 2
-        assert "give a command, one of bridges, calibrate, fidelity" in capsys.readouterr().err
+        assert (
+            "give a command, one of bridges, calibrate, families, fidelity"
+            in capsys.readouterr().err
+        )

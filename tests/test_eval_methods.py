@@ -257,7 +257,7 @@ def test_a_method_leaves_the_model_as_it_was(name, model, ids):
         assert densities()
         raise RuntimeError("in the middle")
     assert model.config._attn_implementation == "sdpa"
-    assert not hasattr(model.config, "cab_config")
+    assert model.config.cab_config is None
     assert torch.equal(logits(model, ids), before)
 
 

@@ -1,11 +1,22 @@
 """Turning CAB on and off, and what the model says of itself."""
 
 import copy
+import io
 
 import pytest
 import torch
 import transformers
 from tiny import FULL, SIZES, SPARSE, tiny_model, tokens
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    FalconConfig,
+    FalconForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
 import cab_hf
 from cab_hf import CabConfig
@@ -56,6 +67,250 @@ def test_two_models_do_not_share_settings(model):
         model(ids)
         other(ids)
     assert all(row["density"] is None for row in cab_hf.stats(other))
+
+
+def wrapped_in_lora(model):
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+
+
+def through_pickle(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def wrapped_after(model):
+    return wrapped_in_lora(cab_hf.apply_cab(model, SPARSE))
+
+
+def merged_after(model):
+    return cab_hf.apply_cab(wrapped_in_lora(model), SPARSE).merge_and_unload()
+
+
+def inside_of_an_adapter(model):
+    return cab_hf.apply_cab(wrapped_in_lora(model), SPARSE).get_base_model()
+
+
+def compiled_after(model):
+    return torch.compile(cab_hf.apply_cab(model, SPARSE))
+
+
+@pytest.mark.parametrize(
+    "applied_as",
+    [
+        pytest.param(lambda m: copy.deepcopy(cab_hf.apply_cab(m, SPARSE)), id="deep-copy"),
+        pytest.param(lambda m: through_pickle(cab_hf.apply_cab(m, SPARSE)), id="pickle"),
+        pytest.param(wrapped_after, id="adapter-put-around-it"),
+        pytest.param(lambda m: copy.deepcopy(wrapped_after(m)), id="copy-with-adapter"),
+        pytest.param(lambda m: wrapped_after(m).merge_and_unload(), id="adapter-merged"),
+        pytest.param(merged_after, id="applied-adapter-merged"),
+        pytest.param(inside_of_an_adapter, id="inside-of-an-adapter"),
+        pytest.param(compiled_after, id="compiled"),
+    ],
+)
+def test_what_was_there_before_goes_where_the_model_goes(model, applied_as):
+    before = state(model)
+    moved = applied_as(model)
+    assert state(moved)[0] == "cab"
+    cab_hf.remove_cab(moved)
+    assert state(moved) == before
+
+
+def test_a_copy_is_switched_alone(model):
+    cab_hf.apply_cab(model, SPARSE)
+    with cab_hf.cab(model, mass=0.7):
+        other = copy.deepcopy(model)
+    cab_hf.remove_cab(model)
+    assert state(model) == ("sdpa", None) and state(other)[1]["mass"] == 0.7
+    cab_hf.remove_cab(other)
+    assert state(other) == ("sdpa", None)
+
+
+def test_a_saved_config_has_the_settings_and_nothing_else_of_ours(model, tmp_path):
+    plain = model.config.to_dict()
+    cab_hf.apply_cab(model, SPARSE).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.to_dict().keys() == plain.keys() | {"cab_config", "architectures"}
+    before = state(loaded)
+    assert before[0] == "sdpa" and CabConfig.from_dict(before[1]) == SPARSE
+    # nobody has applied it to what was loaded
+    assert state(cab_hf.remove_cab(loaded)) == before
+    assert state(cab_hf.remove_cab(cab_hf.apply_cab(loaded, mass=0.6))) == before
+
+
+@pytest.mark.parametrize("applied", [False, True], ids=["plain", "applied"])
+@pytest.mark.parametrize("first_to_end", [0, 1, 2])
+def test_blocks_may_end_in_any_order(model, first_to_end, applied):
+    if applied:
+        cab_hf.apply_cab(model, FULL)
+    before = state(model)
+    blocks = [cab_hf.cab(model, mass=mass) for mass in (0.5, 0.6, 0.7)]
+    for block in blocks:
+        block.__enter__()
+    blocks.pop(first_to_end).__exit__(None, None, None)
+    # the block that began last of those still open is the one that holds
+    assert state(model)[1]["mass"] == (0.6 if first_to_end == 2 else 0.7)
+    for block in blocks:
+        block.__exit__(None, None, None)
+    assert state(model) == before
+    cab_hf.remove_cab(model)
+    assert state(model) == ("sdpa", None)
+
+
+INSIDE = {
+    "remove": cab_hf.remove_cab,
+    "apply": lambda model: cab_hf.apply_cab(model, mass=0.7),
+    "remove-and-apply": lambda model: cab_hf.apply_cab(cab_hf.remove_cab(model), mass=0.7),
+    "another-implementation": lambda model: model.set_attn_implementation("eager"),
+}
+
+
+@pytest.mark.parametrize("applied", [False, True], ids=["plain", "applied"])
+@pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
+def test_a_block_leaves_what_it_found_whatever_happens_inside(model, inside, applied):
+    if applied:
+        cab_hf.apply_cab(model, FULL)
+    before = state(model)
+    with cab_hf.cab(model, mass=0.5):
+        inside(model)
+    assert state(model) == before
+    cab_hf.remove_cab(model)
+    assert state(model) == ("sdpa", None)
+
+
+def test_removing_inside_a_block_holds_until_it_ends(model):
+    cab_hf.apply_cab(model, FULL)
+    with cab_hf.cab(model, mass=0.5):
+        assert state(cab_hf.remove_cab(model)) == ("sdpa", None)
+    assert CabConfig.from_dict(model.config.cab_config) == FULL
+
+
+def test_a_block_restores_settings_that_were_put_there_by_hand(model):
+    cab_hf.apply_cab(model, FULL)
+    model.config.cab_config = SPARSE.to_dict()
+    model.set_attn_implementation("cab_dense")
+    with cab_hf.cab(model, mass=0.5):
+        pass
+    assert state(model) == ("cab_dense", SPARSE.to_dict())
+
+
+def tiny_llava(**implementations):
+    vision = CLIPVisionConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=28,
+        patch_size=14,
+        projection_dim=16,
+    )
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=LlamaConfig(**SIZES),
+        image_token_index=5,
+        attn_implementation=implementations or None,
+    )
+    return LlavaForConditionalGeneration(config).eval()
+
+
+def implementations(model):
+    config = model.config
+    return {
+        name: part._attn_implementation
+        for name, part in (("", config), ("v", config.vision_config), ("t", config.text_config))
+    }
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        pytest.param({}, id="sdpa"),
+        pytest.param({"vision_config": "eager"}, id="vision-eager"),
+        pytest.param({"text_config": "eager"}, id="text-eager"),
+        pytest.param({"": "eager", "text_config": "sdpa"}, id="top-eager"),
+    ],
+)
+def test_only_the_text_of_a_vision_language_model_is_switched(told):
+    model = tiny_llava(**told)
+    before = implementations(model)
+    ids = tokens(1, 150).clamp(min=6)
+    ids[:, 3:7] = 5
+    pixels = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(input_ids=ids, pixel_values=pixels).logits
+        cab_hf.apply_cab(model, FULL)
+        assert implementations(model) == before | {"t": "cab"}
+        got = model(input_ids=ids, pixel_values=pixels).logits
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+    assert [row["density"] for row in cab_hf.stats(model)] == [1.0, 1.0, 1.0]
+    cab_hf.remove_cab(model)
+    assert implementations(model) == before
+    with cab_hf.cab(model, FULL):
+        assert implementations(model) == before | {"t": "cab"}
+    assert implementations(model) == before
+
+
+def test_two_models_of_one_config_do_not_share_the_switch():
+    config = LlamaConfig(**SIZES)
+    a, b = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
+    ids = tokens(1, 200)
+    with torch.no_grad():
+        expected = b(ids).logits
+        cab_hf.apply_cab(a, SPARSE)
+        assert state(b) == ("sdpa", None) == (config._attn_implementation, None)
+        assert torch.equal(b(ids).logits, expected)
+        cab_hf.apply_cab(b, FULL)
+        assert state(a)[1]["mass"] == SPARSE.mass
+        cab_hf.remove_cab(a)
+        assert state(b)[1]["mass"] == FULL.mass
+    with cab_hf.cab(b, mass=0.7):
+        born_later = LlamaForCausalLM(b.config)
+    cab_hf.remove_cab(b)
+    assert state(born_later)[1]["mass"] == 0.7
+
+
+@pytest.mark.parametrize("build", [tiny_model, tiny_llava], ids=["text", "vision-language"])
+def test_all_modules_of_a_model_hold_its_own_config(build):
+    model = build()
+    before = {id(held) for held in configs_of(model)}
+    cab_hf.apply_cab(model, SPARSE)
+    after = {id(held) for held in configs_of(model)}
+    assert len(after) == len(before) and not after & before
+    assert id(model.config) in after and id(model.config.get_text_config()) in after
+
+
+def configs_of(model):
+    held = [vars(module).get("config") for module in model.modules()]
+    return [config for config in held if config is not None]
+
+
+def no_attention_by_name():
+    return FalconForCausalLM(
+        FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "told"),
+    [
+        pytest.param(lambda: torch.nn.Linear(2, 2), {}, "no transformers model", id="no-model"),
+        pytest.param(no_attention_by_name, {}, "keeps attn_implementation='sdpa'", id="falcon"),
+        pytest.param(tiny_model, {"mass": 7}, "mass", id="setting"),
+        pytest.param(tiny_llava, {"mass": [[0.5] * 5] * 3}, "mass", id="table"),
+    ],
+)
+def test_what_cannot_be_switched_is_refused_and_left_as_it_is(build, options, told):
+    model = build()
+    config = getattr(model, "config", None)
+    before = copy.deepcopy(config)
+    with pytest.raises(ValueError, match=told):
+        cab_hf.apply_cab(model, **options)
+    with pytest.raises(ValueError, match=told), cab_hf.cab(model, **options):
+        pass
+    assert getattr(model, "config", None) == before
+    assert cab_hf.remove_cab(model) is model and getattr(model, "config", None) == before
 
 
 def test_stats_add_up_until_reset(model):

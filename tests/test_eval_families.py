@@ -1,0 +1,182 @@
+"""The sweep over model types: the families that matter, its verdicts, its guard, its files."""
+
+import json
+
+import pytest
+import torch
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from cab_hf.eval import __main__, families
+from cab_hf.eval.families import EXACT, FAILS, IN_PART, NOT_BUILT, NOT_OURS, REFUSED, WRONG
+
+# with experts, latent keys, windows, recurrent layers, cross-attention, layers that differ
+EXACT_TYPES = """
+    llama mistral ministral mixtral qwen2 qwen3 qwen3_moe gemma gemma3 gemma4_text phi3 phimoe olmo2
+    granite cohere2 glm4 deepseek_v3 smollm3 starcoder2 stablelm gpt_neox opt bert minimax
+    granitemoehybrid mllama
+"""
+REFUSED_TYPES = "gemma2 vaultgemma gpt_oss llama4 llama4_text doge minimax_m3_vl_text deepseek_v32"
+# whose attention no registered function reaches
+NOT_REACHED_TYPES = "falcon bloom mpt gptj gpt_neo codegen xglm openai-gpt mamba"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As in the processes of a run: threads only get in each other's way in models so small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def judged(model_type):
+    return families._row({"model_type": model_type, **families.examine(model_type)})
+
+
+@pytest.mark.parametrize("model_type", EXACT_TYPES.split())
+def test_a_type_attends_exactly(model_type):
+    row = judged(model_type)
+    assert row["by_name"] == row["applied"] == EXACT, row
+    assert row.get("windowed", EXACT) == EXACT, row
+    assert row["layers"] >= row["sparse"] > 0 and row["reads_padding"] == []
+
+
+@pytest.mark.parametrize("model_type", REFUSED_TYPES.split())
+def test_a_type_is_refused_in_a_sentence(model_type):
+    row = judged(model_type)
+    assert row["verdict"] == REFUSED, row
+    assert "attn_implementation=" in row["said"] and row["said"].endswith(".")
+
+
+@pytest.mark.parametrize("model_type", NOT_REACHED_TYPES.split())
+def test_a_type_that_is_not_reached_is_not_switched(model_type):
+    row = judged(model_type)
+    assert row["verdict"] == REFUSED, row
+
+
+# --- verdicts
+
+
+@pytest.fixture
+def replace_cab():
+    """Have "cab" be another function for one test."""
+    before = ALL_ATTENTION_FUNCTIONS["cab"]
+    yield lambda function: AttentionInterface.register("cab", function)
+    AttentionInterface.register("cab", before)
+
+
+def without_the_first_key(module, query, key, value, mask, **options):
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+    seen[1:, 0] = False
+    return sdpa(module, query, key, value, seen[None, None], **options)
+
+
+def as_a_traceback(module, *arguments, **options):
+    raise KeyError("cab")
+
+
+@pytest.mark.parametrize(
+    ("function", "verdict"),
+    [
+        pytest.param(without_the_first_key, WRONG, id="another-answer"),
+        pytest.param(as_a_traceback, FAILS, id="error"),
+    ],
+)
+def test_what_is_not_right_is_seen(replace_cab, function, verdict):
+    replace_cab(function)
+    assert judged("llama")["verdict"] == verdict
+
+
+FINE, NO = {"difference": 1e-5}, {"refused": "cab does not."}
+OFF, BROKEN = {"difference": 2e-4}, {"failed": "KeyError: 'cab'"}
+
+
+def sample_of(by_name, applied, layers):
+    """Of a type, with the outcomes of two inputs behind each of two doors."""
+    sample = {"model_type": "x", "model": "X", "reads_padding": []}
+    for name, outcomes in (("by_name", by_name), ("applied", applied)):
+        inputs = dict(zip(("plain", "left padded"), outcomes, strict=True))
+        sample[name] = {"inputs": inputs, "layers": layers, "sparse": layers}
+    return sample
+
+
+@pytest.mark.parametrize(
+    ("by_name", "applied", "verdict"),
+    [
+        pytest.param([FINE, FINE], [FINE, FINE], EXACT, id="exact"),
+        pytest.param([NO, NO], [NO, NO], REFUSED, id="refused"),
+        pytest.param([FINE, NO], [FINE, NO], IN_PART, id="one-input-refused"),
+        pytest.param([FINE, FINE], [NO, NO], IN_PART, id="one-door-refused"),
+        pytest.param([FINE, OFF], [NO, NO], WRONG, id="one-input-off"),
+        pytest.param([BROKEN, BROKEN], [NO, NO], FAILS, id="one-door-fails"),
+        pytest.param([FINE, {"difference": float("nan")}], [FINE, FINE], WRONG, id="not-a-number"),
+    ],
+)
+def test_the_worst_is_said_of_all(by_name, applied, verdict):
+    assert families._row(sample_of(by_name, applied, layers=2))["verdict"] == verdict
+
+
+def test_what_no_layer_has_asked_cab_for_is_not_called_exact():
+    row = families._row(sample_of([FINE, FINE], [FINE, FINE], layers=0))
+    assert row["verdict"] == NOT_OURS
+
+
+def test_an_input_with_padding_that_the_model_reads_is_not_compared():
+    row = judged("recurrent_gemma")
+    assert row["verdict"] == EXACT and row["reads_padding"] == ["left padded"]
+
+
+# --- processes, command and files
+
+
+@pytest.mark.parametrize(
+    ("model_type", "timeout", "why"),
+    [
+        pytest.param("llama", 0.01, "took longer than 0.01 seconds", id="slow"),
+        pytest.param("gemma4_assistant", 120, "hidden_size_per_layer_input", id="no-config"),
+    ],
+)
+def test_a_type_that_cannot_be_examined_ends_nothing_else(model_type, timeout, why):
+    assert why in families.in_a_process(model_type, timeout, 12)["not_built"]
+
+
+def test_the_command_writes_everything_and_goes_on_after_a_kill(tmp_path, monkeypatch, capsys):
+    command = ["families", "--types", "llama,gemma2,gpt_neo", "--out", str(tmp_path)]
+    measured = []
+
+    def killed_after_two(model_type, timeout, memory):
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(model_type)
+        return families.examine(model_type)
+
+    monkeypatch.setattr(families, "in_a_process", killed_after_two)
+    with pytest.raises(KeyboardInterrupt):
+        __main__.main(command)
+    monkeypatch.setattr(families, "in_a_process", lambda *_: {"not_built": "no reason"})
+    assert __main__.main(command) == 0
+    rows = {
+        row["model_type"]: row
+        for row in json.loads((tmp_path / "results.json").read_text())["rows"]
+    }
+    assert [rows[t]["verdict"] for t in ("llama", "gemma2", "gpt_neo")] == [
+        EXACT,
+        REFUSED,
+        NOT_BUILT,
+    ]
+    told = (
+        "Of 3 types 2 could be built: 1 attend exactly, 1 are refused in a sentence, none do "
+        "anything else."
+    )
+    assert told in capsys.readouterr().out
+    report = (tmp_path / "report.md").read_text()
+    assert "| exact | 1 | llama |" in report and "softcap is set" in report
+    assert (tmp_path / "figure.png").stat().st_size > 0
+
+
+def test_a_type_that_does_not_exist_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main(["families", "--types", "llama,llamma"])
+    assert "types must be types of AutoModelForCausalLM; got 'llamma'" in capsys.readouterr().err
