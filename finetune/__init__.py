@@ -1,1 +1,1 @@
-"""Fine-tuning: a model that reads longer texts than it was made for, by LoRA on long documents."""
+"""Fine-tuning by LoRA over long documents: data, loss, the loop, and merging what it learnt."""
