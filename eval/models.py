@@ -50,7 +50,7 @@ WEIGHTS = ("*.safetensors", "*_model*.bin")
 
 
 def load_model(
-    name_or_path: str, device: Any, dtype: str, trust_remote_code: bool = False
+    name_or_path: str, device: Any, dtype: str, trust_remote_code: bool = False, **options: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model in eval mode on ``device``, and its tokenizer with a pad token.
 
@@ -58,6 +58,7 @@ def load_model(
         name_or_path: ``smollm2``, or whatever ``AutoModelForCausalLM.from_pretrained`` takes.
         dtype: a torch dtype's name.
         trust_remote_code: run Python code that comes with the model.
+        options: more of what ``from_pretrained`` takes, such as a ``config``.
 
     Raises:
         Refused: there is no such model, or it cannot be loaded.
@@ -72,7 +73,10 @@ def load_model(
     tokenizer = load_tokenizer(name_or_path, trust_remote_code)
     with _loading(name_or_path):
         model = AutoModelForCausalLM.from_pretrained(
-            _source(name_or_path), dtype=torch_dtype, trust_remote_code=trust_remote_code
+            _source(name_or_path),
+            dtype=torch_dtype,
+            trust_remote_code=trust_remote_code,
+            **options,
         )
         model = model.to(device).eval()
     if model.generation_config.pad_token_id is None:

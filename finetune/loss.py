@@ -1,0 +1,188 @@
+"""Cross-entropy of hidden states and the weight of a head, without the logits of a whole text.
+
+128k tokens times a vocabulary of 128k are 32 GiB in bfloat16. Here a chunk of tokens has its logits
+at a time, and its gradient is made while they are there: nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED = -100
+KERNELS = ("auto", "liger", "chunks")
+# of one chunk: 256 MiB in float32, and products large enough to keep a GPU busy
+CHUNK_LOGITS = 2**26
+# tiles of matrix products are whole where chunks are multiples of it
+CHUNK_STEP = 128
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    chunk_tokens: int | None = None,
+    kernel: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The sum of -log softmax(hidden weight^T)[label] over labelled tokens, and how many they are.
+
+    A sum, so that ranks and micro-steps add up before anybody divides. Products are in autocast's
+    dtype where it is on, else in the narrower of both; softmax and sums are in float32, or float64
+    where the products are.
+
+    Args:
+        hidden: [B, N, D], the last hidden states, scaled as the model scales its logits.
+        weight: [V, D], of the head.
+        labels: int64 [B, N], the token that each is to predict: already shifted. Those of -100
+            are ignored and cost nothing.
+        chunk_tokens: tokens whose logits exist at a time; by default as many as have 2^26 of them.
+        kernel: ``chunks``, or ``liger`` for liger-kernel's op on CUDA; ``auto`` takes liger where
+            it can and the weight is frozen, whose gradient it would sum in the weight's dtype.
+
+    Returns:
+        The sum, a float scalar, and the number of labelled tokens, an int64 scalar.
+
+    Raises:
+        ValueError: shapes that do not fit, a label outside the vocabulary, a bad ``chunk_tokens``
+            or ``kernel``, or liger-kernel where it is not installed or does not compute.
+    """
+    _check(hidden, weight, labels, chunk_tokens, kernel)
+    dtype = _dtype_of_products(hidden, weight)
+    h = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
+    w, target = weight.to(dtype), labels.reshape(-1)
+    labelled = (target != IGNORED).nonzero().squeeze(-1)
+    _check_labels(target[labelled], weight.shape[0])
+    count = torch.tensor(labelled.numel(), device=labels.device)
+    if _takes_liger(kernel, h, weight):
+        return _liger(h, w, target), count
+    chunk = chunk_tokens or _tokens_of_chunk(weight.shape[0])
+    return _ChunkedCrossEntropy.apply(h, w, target, labelled, chunk, torch.is_grad_enabled()), count
+
+
+def _check(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None, kernel: str
+) -> None:
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel is {kernel!r}; it must be one of {', '.join(KERNELS)}.")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1, or None.")
+    if weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"weight is of shape {tuple(weight.shape)} and hidden {tuple(hidden.shape)}; give "
+            "weight [V, D] for hidden [B, N, D]."
+        )
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"labels are of shape {tuple(labels.shape)} and hidden {tuple(hidden.shape)}; give one "
+            "label for each token."
+        )
+
+
+def _check_labels(labels: Tensor, vocabulary: int) -> None:
+    if labels.numel() == 0:
+        return
+    # one wait; a gather outside the vocabulary would end a CUDA process
+    least, most = torch.stack(labels.aminmax()).tolist()
+    if least < 0 or most >= vocabulary:
+        wrong = least if least < 0 else most
+        raise ValueError(
+            f"labels have {wrong} and the head {vocabulary} tokens; give labels from 0 to "
+            f"{vocabulary - 1}, or {IGNORED} for what is not to be learnt."
+        )
+
+
+def _dtype_of_products(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    # a head trained in float32 in a model of bfloat16, or norms that hand over float32
+    return min(hidden.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
+
+
+def _tokens_of_chunk(vocabulary: int) -> int:
+    return max(1, CHUNK_LOGITS // (vocabulary * CHUNK_STEP)) * CHUNK_STEP
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """The sum over tokens, its gradient made in the forward pass: it is linear in the sum's own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h: Tensor,
+        w: Tensor,
+        target: Tensor,
+        labelled: Tensor,
+        chunk: int,
+        learning: bool,
+    ) -> Tensor:
+        """h [T, D], w [V, D], target [T], labelled: indices of the tokens that count."""
+        wide = torch.float64 if h.dtype == torch.float64 else torch.float32
+        dh = torch.zeros_like(h) if learning and ctx.needs_input_grad[0] else None
+        dw = torch.zeros_like(w, dtype=wide) if learning and ctx.needs_input_grad[1] else None
+        total = torch.zeros((), dtype=wide, device=h.device)
+        # under autocast the products would be cast again
+        with torch.autocast(h.device.type, enabled=False):
+            for tokens in labelled.split(chunk) if labelled.numel() else ():
+                h_c = h[tokens]
+                loss, dlogits = _softmax_and_loss(h_c, w, target[tokens], wide)
+                total += loss
+                if dh is not None:
+                    dh[tokens] = dlogits @ w
+                if dw is not None:
+                    dw += dlogits.T @ h_c
+        ctx.save_for_backward(dh, None if dw is None else dw.to(w.dtype))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        dh, dw = [None if x is None else x * dtotal.to(x.dtype) for x in ctx.saved_tensors]
+        return dh, dw, None, None, None, None
+
+
+def _softmax_and_loss(
+    h: Tensor, w: Tensor, target: Tensor, wide: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Of one chunk h [C, D]: the loss, a scalar, and its gradient by the logits [C, V]."""
+    # [C, V]; everything below is in place but the last cast
+    logits = (h @ w.T).to(wide)
+    target = target.unsqueeze(-1)
+    own = logits.gather(1, target)
+    lse = logits.logsumexp(-1, keepdim=True)
+    p = logits.sub_(lse).exp_()
+    loss = (lse - own).sum()
+    p.scatter_add_(1, target, torch.full_like(own, -1))
+    return loss, p.to(h.dtype)
+
+
+def _takes_liger(kernel: str, h: Tensor, weight: Tensor) -> bool:
+    if kernel == "chunks":
+        return False
+    installed = find_spec("liger_kernel") is not None
+    if kernel == "auto":
+        return installed and h.is_cuda and h.dtype != torch.float64 and not weight.requires_grad
+    if not installed:
+        raise ValueError(
+            "kernel is 'liger' and liger-kernel is not installed; `pip install liger-kernel`, or "
+            "take 'chunks'."
+        )
+    if not h.is_cuda or h.dtype == torch.float64:
+        raise ValueError(
+            f"kernel is 'liger' and the products are {h.dtype} on {h.device.type}; it computes on "
+            "CUDA, up to float32: take 'chunks'."
+        )
+    return True
+
+
+def _liger(h: Tensor, w: Tensor, target: Tensor) -> Tensor:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return liger_fused_linear_cross_entropy(
+        h, w, target, ignore_index=IGNORED, reduction="sum"
+    ).float()

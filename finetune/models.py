@@ -1,0 +1,547 @@
+"""Models to train: loaded for a length, with adapters, and run as far as their loss.
+
+The head of a model is never asked for logits. While `forward_hidden` and `forward_loss` run, it
+hands its input on: what the model then does to logits, such as scaling them, it does to the hidden
+states, which is the same as long as it is linear. The model itself is called, through whatever is
+wrapped around it, so that DDP's and FSDP's hooks run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from cab_hf.attention import settings
+from cab_hf.config import CabConfig
+from cab_hf.eval import models as evaluated
+from cab_hf.finetune.loss import linear_cross_entropy
+from cab_hf.patches import apply_cab
+from cab_hf.runs.log import write_atomically
+
+TINY = "tiny"
+TINY_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+}
+ROPES = ("linear", "dynamic", "yarn", "llama3", "theta")
+# of Llama 3.1, whose scaling it is
+LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# as PEFT has it
+ALL_LINEAR = "all-linear"
+SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+# what an adapter says of the model it was trained in, beside adapter_config.json
+BASE = "base.json"
+
+
+def load_model(
+    name: str,
+    *,
+    attn_implementation: str = "cab",
+    cab_config: CabConfig | Mapping[str, Any] | None = None,
+    dtype: str = "bfloat16",
+    device: Any = "cpu",
+    length: int | None = None,
+    rope: str | None = None,
+    rope_factor: float | None = None,
+    rope_theta: float | None = None,
+    qlora: bool = False,
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal LM in eval mode whose positions reach ``length`` tokens, and its tokenizer.
+
+    Args:
+        name: ``smollm2``, ``tiny`` (a random LLaMA that reads bytes), a folder, or a hub's name.
+        cab_config: settings of "cab"; by default those in the model's config, else `CabConfig()`.
+        dtype: a torch dtype's name; that of the weights.
+        rope, rope_factor, rope_theta: as of `stretch_positions`.
+        qlora: weights in 4 bits (NF4, bitsandbytes), products in ``dtype``.
+
+    Raises:
+        Refused: there is no such model, or it cannot be loaded.
+        ValueError: positions that do not reach ``length``, a scaling that does not fit the model,
+            a bad dtype or ``cab_config``, or qlora without bitsandbytes.
+    """
+    config = _tiny_config() if name == TINY else evaluated.load_config(name, trust_remote_code)
+    stretch_positions(config, name, length, rope, rope_factor, rope_theta)
+    if name == TINY:
+        model, tokenizer = _tiny_model(config, attn_implementation, dtype, device), _reads_bytes()
+    else:
+        options = {"config": config, "attn_implementation": attn_implementation}
+        options |= _four_bits(dtype, device) if qlora else {}
+        model, tokenizer = evaluated.load_model(name, device, dtype, trust_remote_code, **options)
+    if attn_implementation == "cab":
+        apply_cab(model, _cab_config(cab_config, config))
+    # what PEFT records as the base of an adapter: no path where a name says it
+    model.name_or_path = name
+    return model, tokenizer
+
+
+def _cab_config(given: Any, config: PreTrainedConfig) -> CabConfig:
+    if given is None:
+        return settings(config.get_text_config())
+    return given if isinstance(given, CabConfig) else CabConfig.from_dict(dict(given))
+
+
+def _four_bits(dtype: str, device: Any) -> dict[str, Any]:
+    if find_spec("bitsandbytes") is None:
+        raise ValueError(
+            "qlora is True and bitsandbytes is not installed; `pip install bitsandbytes`, or leave "
+            "it out."
+        )
+    from transformers import BitsAndBytesConfig
+
+    quantised = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        # of one kind with all else, as FSDP shards
+        bnb_4bit_quant_storage=dtype,
+    )
+    return {"quantization_config": quantised, "device_map": {"": device}}
+
+
+def stretch_positions(
+    config: PreTrainedConfig,
+    name: str,
+    length: int | None,
+    rope: str | None = None,
+    factor: float | None = None,
+    theta: float | None = None,
+) -> None:
+    """Change the rotary positions of ``config`` in place so that they reach ``length`` tokens.
+
+    Args:
+        name: of the model, for sentences about it.
+        rope: ``linear`` divides all frequencies by the factor, ``dynamic`` raises theta with the
+            longest position of a call, ``yarn`` and ``llama3`` divide the low ones, ``theta`` has
+            another base; None leaves them.
+        factor: times as many positions; by default what ``length`` needs.
+        theta: the base of ``theta``; by default theta * factor^(D / (D - 2)), by which the lowest
+            frequency falls by the factor (NTK-aware).
+
+    Raises:
+        ValueError: positions that do not reach, a scaling of what has one already or has no
+            rotary positions, or numbers without the scaling they are for.
+    """
+    _check_rope(rope, factor, theta)
+    reach = evaluated.most_tokens(config)
+    if rope is None:
+        if None not in (length, reach) and length > reach:
+            raise ValueError(
+                f"length is {length} and the positions of model {name!r} reach {reach}; give rope, "
+                f"one of {', '.join(ROPES)}, or a shorter length."
+            )
+        return
+    text = config.get_text_config()
+    original, parameters = _plain_positions(text, name, rope)
+    factor = _factor(factor, length, original, rope)
+    text.rope_parameters = {**parameters, **_scaled(rope, factor, theta, original, text)}
+    if rope not in ("linear", "dynamic"):
+        # those two read what was learnt here, the others beside their factor
+        text.max_position_embeddings = round(factor * original)
+
+
+def _check_rope(rope: str | None, factor: float | None, theta: float | None) -> None:
+    if rope is not None and rope not in ROPES:
+        raise ValueError(f"rope is {rope!r}; it must be one of {', '.join(ROPES)}, or None.")
+    if rope is None and factor is not None:
+        raise ValueError(f"rope_factor is {factor} and rope is None; give one of {ROPES}.")
+    if theta is not None and (rope != "theta" or theta <= 0):
+        raise ValueError(
+            f"rope_theta is {theta} and rope {rope!r}; it is the base of 'theta', > 0."
+        )
+
+
+def _plain_positions(text: Any, name: str, rope: str) -> tuple[int, dict[str, Any]]:
+    """(positions learnt, rope parameters) of a config without a scaling."""
+    parameters = getattr(text, "rope_parameters", None)
+    original = getattr(text, "max_position_embeddings", None)
+    if not parameters or original is None or "rope_type" not in parameters:
+        raise ValueError(
+            f"rope is {rope!r} and model {name!r} has no rotary positions that are alike in all "
+            "layers; leave rope out."
+        )
+    if parameters["rope_type"] != "default":
+        raise ValueError(
+            f"rope is {rope!r} and the positions of model {name!r} have the scaling "
+            f"{parameters['rope_type']!r} already; leave rope out, or take a model without."
+        )
+    return original, parameters
+
+
+def _factor(factor: float | None, length: int | None, original: int, rope: str) -> float:
+    needed = 0.0 if length is None else length / original
+    if factor is None and needed <= 1:
+        raise ValueError(
+            f"rope is {rope!r} and length {length} is within the {original} positions of the "
+            "model; leave rope out, or give rope_factor."
+        )
+    factor = needed if factor is None else float(factor)
+    if factor < max(1.0, needed):
+        raise ValueError(
+            f"rope_factor is {factor:g} and must be at least {max(1.0, needed):g}, for a length of "
+            f"{length} tokens in a model of {original} positions."
+        )
+    return factor
+
+
+def _scaled(
+    rope: str, factor: float, theta: float | None, original: int, text: Any
+) -> dict[str, Any]:
+    if rope == "theta":
+        base, dim = text.rope_parameters["rope_theta"], _rotary_dim(text)
+        return {"rope_theta": theta or base * factor ** (dim / (dim - 2))}
+    scaled = {"rope_type": rope, "factor": factor}
+    if rope in ("yarn", "llama3"):
+        scaled["original_max_position_embeddings"] = original
+    return scaled | (LLAMA3_FACTORS if rope == "llama3" else {})
+
+
+def _rotary_dim(text: Any) -> int:
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(dim * text.rope_parameters.get("partial_rotary_factor", 1.0))
+
+
+def _tiny_config() -> LlamaConfig:
+    special = {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": 257}
+    return LlamaConfig(vocab_size=258, **special, **TINY_SIZES)
+
+
+def _tiny_model(config: LlamaConfig, attention: str, dtype: str, device: Any) -> LlamaForCausalLM:
+    with torch.random.fork_rng(devices=[]):
+        # always the same one, whatever the seed of a run
+        torch.manual_seed(0)
+        config._attn_implementation = attention
+        model = LlamaForCausalLM(config)
+    return model.to(device, getattr(torch, dtype)).eval()
+
+
+def _reads_bytes() -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are bytes, so that digits are one each."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate([*letters, "<eos>", "<pad>"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+
+
+def with_lora(
+    model: PreTrainedModel,
+    targets: Sequence[str] | str,
+    rank: int,
+    alpha: float,
+    dropout: float = 0.0,
+    norms: bool = False,
+    embeddings: bool = False,
+    qlora: bool = False,
+) -> Any:
+    """``model`` with LoRA adapters in float32, all else frozen; a PeftModel.
+
+    Args:
+        targets: last names of linear layers, such as ``q_proj``, or ``all-linear`` for all but
+            the head.
+        alpha: an adapter's product is scaled by ``alpha / rank``.
+        dropout: of what adapters read.
+        norms: train all norms as well, and
+        embeddings: the input embeddings, as LongLoRA does; with them a head that is tied to them.
+        qlora: ``model`` is one of 4 bits; refused where it is not.
+
+    Raises:
+        ValueError: a target that is no layer of the model, numbers out of range, adapters of a
+            head that is tied to the embeddings, or dropout in front of a head.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    listed = sorted(set(targets.split(",") if isinstance(targets, str) else targets))
+    targets = ALL_LINEAR if listed == [ALL_LINEAR] else listed
+    _check_adapters(model, targets, rank, alpha, dropout, embeddings, qlora)
+    tied = _are_tied(model)
+    kept = [*(_names_of_norms(model) if norms else ()), *(_names_of_embeddings(model, embeddings))]
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=targets,
+        modules_to_save=kept or None,
+        ensure_weight_tying=embeddings and tied,
+        task_type="CAUSAL_LM",
+    )
+    adapted = get_peft_model(model, config)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            # what is learnt in small steps would be rounded away
+            parameter.data = parameter.data.float()
+    _keep_dtype(adapted, model.dtype)
+    return adapted
+
+
+def _check_adapters(
+    model: PreTrainedModel,
+    targets: Sequence[str] | str,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    embeddings: bool,
+    qlora: bool,
+) -> None:
+    if rank < 1:
+        raise ValueError(f"rank is {rank}; it must be at least 1.")
+    if alpha <= 0:
+        raise ValueError(f"alpha is {alpha}; it must be above 0.")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout is {dropout}; it must be at least 0 and below 1.")
+    if qlora and not getattr(model, "is_loaded_in_4bit", False):
+        raise ValueError(
+            "qlora is True and the model has no 4-bit weights; load it with qlora too."
+        )
+    if targets == ALL_LINEAR:
+        return
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if _linear(module)}
+    for target in targets:
+        if target not in names:
+            near = difflib.get_close_matches(target, sorted(names), n=1)
+            told = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(names))}."
+            raise ValueError(f"targets have {target!r}, no linear layer of this model; {told}")
+    head = _name_of(model, model.get_output_embeddings())
+    if head in targets and _are_tied(model):
+        raise ValueError(
+            f"targets have {head!r}, which shares its weight with the embeddings in this model; "
+            "train both with embeddings, or leave it out."
+        )
+    if head in targets and dropout:
+        raise ValueError(
+            f"dropout is {dropout} and targets have {head!r}, whose adapter is added to its weight "
+            "for the loss; give 0, or leave the head out."
+        )
+
+
+def _linear(module: nn.Module) -> bool:
+    # those of bitsandbytes are of this class too
+    return isinstance(module, nn.Linear)
+
+
+def _are_tied(model: PreTrainedModel) -> bool:
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _name_of(model: nn.Module, wanted: nn.Module | None) -> str | None:
+    """The last name of a module."""
+    names = (name for name, module in model.named_modules() if module is wanted)
+    return next(names, "").rpartition(".")[2] or None
+
+
+def _names_of_norms(model: nn.Module) -> list[str]:
+    """Last names of the norms of a model: transformers has no class for them all."""
+    named = model.named_modules()
+    return sorted(
+        {name.rpartition(".")[2] for name, m in named if type(m).__name__.endswith("Norm")}
+    )
+
+
+def _names_of_embeddings(model: PreTrainedModel, embeddings: bool) -> list[str]:
+    return [_name_of(model, model.get_input_embeddings())] if embeddings else []
+
+
+def _keep_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have modules trained in float32 hand on what the model computes in."""
+    from peft.utils import ModulesToSaveWrapper
+
+    for wrapper in model.modules():
+        if not isinstance(wrapper, ModulesToSaveWrapper):
+            continue
+        for module in wrapper.modules_to_save.values():
+            if _linear(module):
+                module.register_forward_pre_hook(_read_own_dtype)
+            else:
+                module.register_forward_hook(_hand_on(dtype))
+
+
+def _read_own_dtype(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.to(module.weight.dtype) for x in inputs)
+
+
+def _hand_on(dtype: torch.dtype) -> Callable[..., Tensor]:
+    return lambda module, inputs, output: output.to(dtype)
+
+
+def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The hidden states of which the head would make logits, and the weight it would do it with.
+
+    Args:
+        model: a causal LM, with adapters or without, or DDP around one; under FSDP, which takes
+            the weight away again when the model has run, `forward_loss`.
+        batch: ``input_ids`` int64 [B, N] and whatever else the model takes; labels are left out.
+
+    Returns:
+        hidden [B, N, D], scaled as the model scales its logits, and weight [V, D], an adapter's
+        product added.
+
+    Raises:
+        NotImplementedError: a head whose logits are no such product.
+    """
+    seen = {}
+
+    def take(hidden: Tensor) -> Tensor:
+        seen["weight"] = head_weight(head)
+        return hidden
+
+    causal = causal_model(model)
+    head = _head_of(causal)
+    with _replaced(head, "forward", take):
+        inputs = {name: x for name, x in batch.items() if name != "labels"}
+        hidden = model(**inputs, use_cache=False).logits
+    return hidden, seen["weight"]
+
+
+def forward_loss(
+    model: nn.Module, batch: Mapping[str, Tensor], **how: Any
+) -> tuple[Tensor, Tensor]:
+    """`linear_cross_entropy` of a batch inside the model's own forward pass, as FSDP needs it.
+
+    Args:
+        model: a causal LM, with adapters or without, or whatever DDP or FSDP make of one.
+        batch: ``input_ids`` and ``labels`` int64 [B, N], already shifted, and whatever else the
+            model takes.
+        how: ``chunk_tokens`` and ``kernel`` of `linear_cross_entropy`.
+
+    Returns:
+        The sum over labelled tokens and their number, two scalars.
+
+    Raises:
+        NotImplementedError: as `forward_hidden`; ValueError: as `linear_cross_entropy`.
+    """
+    seen = {}
+
+    def loss(logits: Tensor, labels: Tensor, *_: Any, **__: Any) -> Tensor:
+        total, seen["count"] = linear_cross_entropy(logits, head_weight(head), labels, **how)
+        return total
+
+    causal = causal_model(model)
+    head = _head_of(causal)
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(head, "forward", lambda hidden: hidden))
+        stack.enter_context(_replaced(causal, "_loss_function", loss))
+        total = model(**batch, use_cache=False).loss
+    return total, seen["count"]
+
+
+def causal_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside DDP, torch.compile and PEFT."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return causal_model(model.module)
+    if hasattr(model, "_orig_mod"):
+        return causal_model(model._orig_mod)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _head_of(causal: PreTrainedModel) -> nn.Module:
+    """The module that makes logits; NotImplementedError where they are no scaled product."""
+    kind, text = type(causal).__name__, causal.config.get_text_config()
+    for name in SOFT_CAPS:
+        if getattr(text, name, None) is not None:
+            raise NotImplementedError(
+                f"{kind} caps its logits ({name}={getattr(text, name)}), which is not computed "
+                "without making them; train another model."
+            )
+    head = causal.get_output_embeddings()
+    if head is None or getattr(head, "bias", None) is not None:
+        told = "no head" if head is None else "a head with a bias"
+        raise NotImplementedError(
+            f"{kind} has {told}, and the loss is computed of hidden states and one weight; train "
+            "another model."
+        )
+    return head
+
+
+def head_weight(head: nn.Module) -> Tensor:
+    """[V, D]: what a head multiplies by, the products of its adapters added.
+
+    Raises:
+        NotImplementedError: for an adapter that is no plain LoRA.
+    """
+    if not hasattr(head, "lora_A"):
+        return head.weight
+    weight = head.base_layer.weight
+    for name in () if head.merged or head.disable_adapters else head.active_adapters:
+        if head.lora_variant.get(name) is not None or name not in head.lora_A:
+            raise NotImplementedError(
+                f"the head has adapter {name!r}, which is no plain LoRA; leave the head out."
+            )
+        a, b = head.lora_A[name].weight, head.lora_B[name].weight
+        weight = weight + (head.scaling[name] * (b @ a)).to(weight.dtype)
+    return weight
+
+
+@contextmanager
+def _replaced(owner: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Have an attribute of an instance be another while it lasts."""
+    before = vars(owner).get(name, _replaced)
+    object.__setattr__(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is _replaced:
+            object.__delattr__(owner, name)
+        else:
+            object.__setattr__(owner, name, before)
+
+
+def base_sha256(name: str) -> str:
+    """SHA-256 of what a base computes, wherever it stands; of what is not local, once loaded."""
+    if name != TINY:
+        return evaluated.content_sha256(name)
+    return hashlib.sha256(_tiny_config().to_json_string().encode()).hexdigest()
+
+
+def save_adapter(
+    adapted: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path | str,
+    state_dict: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write an adapter, its tokenizer, and what it was trained in, for `cab_hf.finetune.merge`.
+
+    Args:
+        adapted: what `with_lora` returned, unwrapped.
+        state_dict: its parameters, where FSDP has sharded them.
+    """
+    folder = Path(folder)
+    # PEFT would ask a hub whether the embeddings have grown
+    adapted.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
+    tokenizer.save_pretrained(folder)
+    causal = causal_model(adapted)
+    text = causal.config.get_text_config()
+    told = {
+        "sha256": base_sha256(causal.name_or_path),
+        "rope_parameters": getattr(text, "rope_parameters", None),
+        "max_position_embeddings": getattr(text, "max_position_embeddings", None),
+        "cab_config": getattr(text, "cab_config", None),
+    }
+    write_atomically(folder / BASE, json.dumps(told, indent=2) + "\n")
