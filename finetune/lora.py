@@ -9,27 +9,30 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import DistributedType, broadcast_object_list, set_seed
 from torch import nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 import cab_hf
-from cab_hf.finetune import checkpoints, curve, meter
+from cab_hf.finetune import checkpoints, curve, dry_run, meter
 from cab_hf.finetune.checkpoints import Checkpoints
-from cab_hf.finetune.data import open_data
-from cab_hf.finetune.models import load_model, with_lora
+from cab_hf.finetune.data import HOLD_OUT, Packed, held_out
+from cab_hf.finetune.models import load_model, save_adapter, with_lora
 from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate, one_sum
 from cab_hf.finetune.settings import PROG, Settings, read
+from cab_hf.finetune.sources import make_source
 from cab_hf.finetune.validation import Validation
 from cab_hf.runs.log import Log, write_atomically
 from cab_hf.runs.provenance import provenance
@@ -48,8 +51,9 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         with accelerating(settings) as accelerator, memory_told(settings):
             if settings.dry_run:
-                return dry_run(settings, accelerator)
-            Run(settings, accelerator).train()
+                tell_what_would_run(settings, accelerator)
+            else:
+                Run(settings, accelerator).train()
     except (Refused, NotImplementedError) as error:
         of = f" (process {rank})" if rank else ""
         print(f"{PROG}{of}: {' '.join(str(error).split())}", file=sys.stderr)
@@ -59,13 +63,13 @@ def main(words: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def accelerating(settings: Settings) -> Iterator[Accelerator]:
-    """The processes of this run, together; autocast only where weights of two dtypes meet."""
+    """The processes of this run, together."""
     for name in settings.trackers:
         _require_tracker(name)
-    mixed = settings.dtype == "bfloat16" and (settings.norms or settings.embeddings)
     accelerator = Accelerator(
         cpu=settings.cpu or not torch.cuda.is_available(),
-        mixed_precision="bf16" if mixed else "no",
+        # no autocast: frozen weights have the dtype that is computed in, whatever a launcher says
+        mixed_precision="no",
         log_with=list(settings.trackers) or None,
         project_dir=settings.out,
     )
@@ -90,7 +94,7 @@ def memory_told(settings: Settings) -> Iterator[None]:
         peak = torch.cuda.max_memory_allocated() / meter.GIB
         raise Refused(
             f"the GPU ran out of memory at {peak:.1f} GiB; change, in this order, "
-            f"{meter.savings(settings)}."
+            f"{dry_run.savings(settings)}."
         ) from error
 
 
@@ -119,14 +123,13 @@ class Run:
             self.accumulation = settings.accumulation(self.processes)
             # the same adapter in every process
             set_seed(settings.seed)
-            self.model, tokenizer = build(settings, accelerator.device)
-            self.data, held_out = open_data(settings, tokenizer, self.rank, self.processes)
+            self.model, self.tokenizer = build(settings, accelerator.device)
+            self.data, kept = open_data(settings, self.tokenizer, self.rank, self.processes)
         self.batches = batches_of(self.data, settings.micro_batch)
         self.meter = meter.Meter(meter.Cost.of(self.model))
         self.objective, self.optimizer = self._prepare()
-        self.validation = Validation(
-            tokenizer, held_out, settings.evaluated_lengths(), settings.passkeys, accelerator
-        )
+        lengths = settings.evaluated_lengths()
+        self.validation = Validation(self.tokenizer, kept, lengths, settings.passkeys, accelerator)
         self.checkpoints = Checkpoints(
             self.out / CHECKPOINTS, self.rank, self.processes, accelerator.wait_for_everyone
         )
@@ -212,7 +215,7 @@ class Run:
         return {**record, **speed, "peak_gib": peak_gib}, stop > 0
 
     def _gradients(self, micro_batches: Sequence[Batch], tokens: float) -> float:
-        """Make the gradients of the loss of a step's ``tokens``; this process's share of its sum."""
+        """Make the gradients of a step of ``tokens``; this process's share of its summed loss."""
         # gradients are averaged over the processes, and the loss is a mean over all of their tokens
         scale = self.processes / max(1.0, tokens)
         total = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
@@ -240,9 +243,11 @@ class Run:
             "optimizer": checkpoints.optimizer_of(self.optimizer, self.model),
         }
         mine = {"random": checkpoints.random_state(), "data": json.dumps(self.data.state_dict())}
-        self.checkpoints.save(
-            step, shared, mine, lambda folder: save_adapter(self.model, folder, parameters)
-        )
+
+        def write_adapter(folder: Path) -> None:
+            save_adapter(self.model, self.tokenizer, folder, parameters)
+
+        self.checkpoints.save(step, shared, mine, write_adapter)
 
     def _end(self, log: Log) -> None:
         """What a finished run leaves: its adapter, a curve, and where both come from."""
@@ -294,14 +299,23 @@ def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:
         dtype=settings.dtype,
         device=device,
         length=settings.length,
-        rope=None if settings.rope == "none" else settings.rope,
+        rope=settings.rope_or_none(),
         rope_factor=settings.rope_factor or None,
         rope_theta=settings.rope_theta or None,
         qlora=settings.qlora,
         trust_remote_code=settings.trust_remote_code,
     )
-    model.config.use_cache = False
-    model = with_lora(
+    model = adapted(settings, model)
+    if settings.checkpointing:
+        # transformers has renamed it
+        old = model.gradient_checkpointing_enable
+        getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
+    return model, tokenizer
+
+
+def adapted(settings: Settings, model: nn.Module) -> nn.Module:
+    """``model`` with the adapter that the settings ask for."""
+    return with_lora(
         model,
         settings.targets,
         settings.rank,
@@ -309,11 +323,51 @@ def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:
         dropout=settings.dropout,
         norms=settings.norms,
         embeddings=settings.embeddings,
-        qlora=settings.qlora,
+        # a skeleton has no bits at all
+        qlora=settings.qlora and not settings.dry_run,
     )
-    if settings.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model, tokenizer
+
+
+def open_data(
+    settings: Settings, tokenizer: Any, rank: int, processes: int
+) -> tuple[Packed, list[Batch]]:
+    """The sequences of this process, and those that the loss is watched on."""
+
+    def opened(sources: Sequence[tuple[str, float]]) -> list[tuple[Any, float]]:
+        how = {"split": settings.split, "streaming": settings.streaming, "seed": settings.seed}
+        field = settings.text_field
+        return [(make_source(name, text_field=field, **how), share) for name, share in sources]
+
+    own = opened(settings.validation_sources())
+    # documents are left out of training where they are needed
+    hold_out = HOLD_OUT if settings.held_out and not own else 0
+    packed = Packed(
+        tokenizer,
+        opened(settings.sources()),
+        settings.length,
+        settings.seed,
+        rank=rank,
+        world=processes,
+        hold_out=hold_out,
+    )
+    if not settings.held_out:
+        return packed, []
+    sources = own or opened(settings.sources())
+    watched = held_out(
+        tokenizer, sources, settings.length, settings.held_out, hold_out=hold_out or 1
+    )
+    return packed, watched
+
+
+def tell_what_would_run(settings: Settings, accelerator: Accelerator) -> None:
+    """Print the settings, what a step costs and whether it fits."""
+    processes = accelerator.num_processes
+    shards = processes if accelerator.distributed_type == DistributedType.FSDP else 1
+    with refusing():
+        settings.accumulation(processes)
+        model = adapted(settings, dry_run.skeleton(settings))
+    if accelerator.is_main_process:
+        print(dry_run.report(settings, model, processes, shards, accelerator.device))
 
 
 def batches_of(sequences: Any, size: int) -> Iterator[Batch]:

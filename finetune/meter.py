@@ -44,6 +44,7 @@ class Cost:
         channels: query heads times head dim, of a layer.
         parameters, trained_parameters: all that are there, and those that are trained.
         weight_bytes: of frozen parameters and buffers.
+        adapted: channels that a token brings to all adapters of the model together.
     """
 
     frozen: int
@@ -53,6 +54,7 @@ class Cost:
     parameters: int
     trained_parameters: int
     weight_bytes: int
+    adapted: int
     config: Any = field(repr=False)
 
     @classmethod
@@ -71,6 +73,7 @@ class Cost:
             parameters=sum(p.numel() for p in model.parameters()),
             trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
             weight_bytes=sum(p.numel() * p.element_size() for p in kept),
+            adapted=sum(m.in_features for m in model.modules() if hasattr(m, "base_layer")),
             config=config,
         )
 
@@ -218,9 +221,9 @@ def memory(
     *,
     itemsize: int = 2,
     checkpointing: bool = True,
-    targets: int = 4,
     shards: int = 1,
     loss_tokens: int = 1024,
+    quantised: float | None = None,
 ) -> Memory:
     """An estimate of the memory of a training step.
 
@@ -228,9 +231,9 @@ def memory(
         tokens: of a micro batch.
         itemsize: bytes of an activation.
         checkpointing: whether layers keep only what comes in.
-        targets: linear layers of a block that LoRA adds to; what they read is kept in float32.
         shards: processes that the weights are spread over.
         loss_tokens: tokens whose logits exist at once.
+        quantised: bytes of a weight of the layers, where that is not what ``cost`` has seen.
     """
     config = cost.config
     hidden, inner = config.hidden_size, getattr(config, "intermediate_size", 0)
@@ -238,14 +241,21 @@ def memory(
     share = config.num_key_value_heads / config.num_attention_heads
     # norms in float32 and what comes of them, q and the output of attention, k and v, gated MLP
     kept = itemsize * (4 * hidden + 2 * cost.channels + 2 * share * cost.channels + 4 * inner)
-    kept += 2 * 4 * hidden + targets * 4 * hidden
+    kept += 2 * 4 * hidden
+    # an adapter keeps what it reads, in float32
+    kept += 4 * cost.adapted / layers
     of_layer = tokens * kept
     flowing = tokens * itemsize * (hidden + 2 * inner)
     # a value, its gradient and two moments
     optimizer = 16 * cost.trained_parameters
-    gathered = cost.weight_bytes / max(1, layers) * 2 if shards > 1 else 0.0
+    weights = cost.weight_bytes
+    if quantised is not None:
+        in_layers = cost.frozen - hidden * config.vocab_size
+        weights -= in_layers * (itemsize - quantised)
+    # a layer that computes, and the next one
+    gathered = 2 * weights / layers if shards > 1 else 0.0
     return Memory(
-        weights=cost.weight_bytes / shards + gathered,
+        weights=weights / shards + gathered,
         optimizer=optimizer / shards,
         checkpoints=tokens * hidden * itemsize * layers,
         layer=(of_layer if checkpointing else of_layer * layers) + flowing,

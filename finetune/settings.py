@@ -67,7 +67,10 @@ class Settings:
     split: str = option("train", "of sources of the hub")
     streaming: bool = flag("read sources of the hub as they come")
     length: int = option(8192, "tokens of a packed sequence", int)
-    held_out: int = option(8, "sequences kept for validation", int)
+    held_out: int = option(8, "sequences that the loss is watched on; 0: none", int)
+    validation: tuple[str, ...] = option(
+        (), "sources of those; by default documents that training leaves out", comma_separated(str)
+    )
     # optimisation
     steps: int = option(200, "of the optimiser", int)
     lr: float = option(2e-4, "largest learning rate", float)
@@ -111,6 +114,7 @@ class Settings:
         require(self, "trackers", not unknown, f"some of {', '.join(TRACKERS)}", unknown)
         self._check_steps()
         self.sources()
+        self.validation_sources()
 
     def _check_steps(self) -> None:
         accepted = f"less than steps={self.steps}"
@@ -130,19 +134,30 @@ class Settings:
             require(self, name, holds(getattr(self, name)), accepted)
 
     def sources(self) -> list[tuple[str, float]]:
-        """(name, weight) of every source, as given in ``data``; ValueError for a bad weight."""
+        """(name, weight) of every source in ``data``."""
+        return self._weighted("data")
+
+    def validation_sources(self) -> list[tuple[str, float]]:
+        """(name, weight) of every source in ``validation``."""
+        return self._weighted("validation")
+
+    def _weighted(self, field: str) -> list[tuple[str, float]]:
         found = []
-        for text in self.data:
+        for text in getattr(self, field):
             name, equals, weight = text.rpartition("=")
             name = name if equals else text
             try:
                 number = float(weight) if equals else 1.0
             except ValueError:
-                number = 0.0
-            accepted = "NAME or NAME=WEIGHT with a weight above 0"
-            require(self, "data", name and 0 < number < float("inf"), accepted, text)
+                number = -1.0
+            accepted = "NAME or NAME=WEIGHT with a weight of 0 or more"
+            require(self, field, name and 0 <= number < float("inf"), accepted, text)
             found.append((name, number))
         return found
+
+    def rope_or_none(self) -> str | None:
+        """How positions are stretched; None: they are left as they are."""
+        return None if self.rope == "none" else self.rope
 
     def cab_config(self) -> dict[str, Any]:
         """The fields of CabConfig that were given."""

@@ -57,10 +57,10 @@ class Validation:
         return range(self.accelerator.process_index, -(-count // processes) * processes, processes)
 
     def _loss(self, objective: nn.Module) -> float:
-        loss, tokens = 0.0, 0.0
+        device, loss, tokens = self.accelerator.device, 0.0, 0.0
         for index in self._mine(len(self.held_out)):
             sequence = self.held_out[index % len(self.held_out)]
-            batch = {name: each[None].to(self.accelerator.device) for name, each in sequence.items()}
+            batch = {name: each[None].to(device) for name, each in sequence.items()}
             part = objective(batch).item()
             # one that is asked again only keeps the others company
             if index < len(self.held_out):
