@@ -48,7 +48,12 @@ class Document(NamedTuple):
 
 
 def recall_document(
-    tokenizer: Any, sentences: Sequence[str], length: int, keys: int, index: int, seed: int = 0
+    tokenizer: Any,
+    sentences: Sequence[str],
+    length: int,
+    keys: int,
+    index: int,
+    seed: int | str = 0,
 ) -> Document:
     """A document of ``length`` tokens with ``keys`` keys, each of another name.
 
@@ -212,12 +217,14 @@ def shared(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _behind_another(tokenizer: Any, sentence: str) -> Tokens:
-    # alone, some tokenizers add a token for the start of a text
-    alone, joined = (
-        tokenizer(running(sentences), add_special_tokens=False)["input_ids"]
-        for sentences in (NOISE[:1], (NOISE[0], sentence))
-    )
-    return tuple(joined[len(alone) :])
+    joined = tokenizer(running((NOISE[0], sentence)), add_special_tokens=False)["input_ids"]
+    return tuple(joined[_another(tokenizer) :])
+
+
+@lru_cache(maxsize=8)
+def _another(tokenizer: Any) -> int:
+    """Tokens of a sentence that others are behind: alone, some tokenizers add one for its start."""
+    return len(tokenizer(NOISE[0], add_special_tokens=False)["input_ids"])
 
 
 def _text(tokenizer: Any, sentences: Sequence[str], first: int, size: int) -> list[Tokens]:

@@ -1,0 +1,341 @@
+"""Documents packed into sequences of one length, each document attending to itself alone."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cab_hf.finetune.sources import (
+    IGNORED,
+    Documents,
+    Part,
+    Source,
+    State,
+    TextSource,
+    Tokenised,
+    make_source,
+)
+from cab_hf.runs.settings import Refused
+
+__all__ = ["HOLD_OUT", "IGNORED", "Ahead", "Packed", "held_out", "make_source"]
+
+HOLD_OUT = 100  # of so many documents one is kept from training
+Item = dict[str, Tensor]
+
+
+class Packed:
+    """Sequences without end, and one process's share of them.
+
+    A sequence is a dict of int64 tensors [length]: ``input_ids``; ``position_ids``, which restart
+    in each document, and so say what may be attended; and ``labels``, what each token is to
+    predict: already shifted, -100 where the next token is of another document, padding or not to be
+    learnt.
+
+    The next document is of the source that is furthest behind its share of the tokens. One that is
+    longer than the room left in a sequence goes on in a later one as a document of its own, the
+    last token before the cut still predicting the first behind it. Synthetic documents are never
+    cut: one that does not fit waits for the next sequence, and where nothing else is there to fill
+    this one, padding does.
+
+    Sequence i goes to process i % ``world``. The order does not depend on ``world``, for every
+    process packs all of them and makes tensors of its own.
+
+    Args:
+        tokenizer: of transformers.
+        sources: each with its share of the tokens; of a share of 0 are the texts that synthetic
+            documents alone are to be hidden in.
+        length: tokens of a sequence.
+        seed: of the order of documents, beside the seeds that the sources have.
+        drop_rest: drop what is behind a cut instead.
+        hold_out: of so many documents of a source, in the order of its data, the first is kept for
+            `held_out`; 0 keeps none.
+        only_held_out: pack those that are kept instead of the others.
+    Raises:
+        Refused: arguments that make no sense together; then, while it goes on, documents that
+            cannot be read or learnt.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        sources: Sequence[tuple[Source, float]],
+        length: int,
+        seed: int,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        drop_rest: bool = False,
+        hold_out: int = HOLD_OUT,
+        only_held_out: bool = False,
+    ) -> None:
+        _check(sources, length, rank, world, hold_out)
+        self.length, self.rank, self.world = length, rank, world
+        self._identity = {
+            "sources": [[source.name, source.rows, float(share)] for source, share in sources],
+            "length": length,
+            "seed": seed,
+            "drop_rest": drop_rest,
+            "hold_out": hold_out,
+        }
+        self._padding = _padding_of(tokenizer)
+        part = Part(hold_out, only_held_out)
+        self._feeds = _feeds(tokenizer, sources, part, length, seed, drop_rest)
+        self._made = 0  # sequences, of all processes
+
+    @property
+    def epoch(self) -> int:
+        """How often every source has been read from end to end, synthetic ones left out."""
+        epochs = [feed.epoch for feed in self._feeds if feed.epoch is not None]
+        return min(epochs, default=0)
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        self._finish_round()
+        for _ in range(self.rank):
+            self._pack()
+        return _as_tensors(self._pack(), self.length, self._padding)
+
+    def state_dict(self) -> State:
+        """The place behind the last sequence, small and as JSON has it; equal in all processes."""
+        self._finish_round()
+        feeds = [feed.state_dict() for feed in self._feeds]
+        return {"identity": self._identity, "made": self._made, "feeds": feeds}
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from a place, in as many processes as divide the sequences made until then.
+
+        Raises:
+            Refused: it is a place in other data, or ``world`` does not divide.
+        """
+        for name, mine in self._identity.items():
+            theirs = state["identity"].get(name)
+            if theirs != mine:
+                raise Refused(
+                    f"{name} of the data must be {theirs!r}, as where the run goes on; got "
+                    f"{mine!r}."
+                )
+        if state["made"] % self.world:
+            raise Refused(
+                f"world must divide the {state['made']} sequences read until the run goes on; got "
+                f"{self.world}."
+            )
+        self._made = state["made"]
+        for feed, place in zip(self._feeds, state["feeds"], strict=True):
+            feed.load_state_dict(place)
+
+    def _finish_round(self) -> None:
+        """Pass over what the other processes read beside this one's last sequence."""
+        while self._made % self.world:
+            self._pack()
+
+    def _pack(self) -> list[Tokenised]:
+        """The pieces of the next sequence."""
+        pieces, room = [], self.length
+        while room and (feed := self._furthest_behind(room)):
+            pieces.append(feed.take(room))
+            room -= len(pieces[-1].tokens)
+        self._made += 1
+        return pieces
+
+    def _furthest_behind(self, room: int) -> _Feed | None:
+        """Of the sources whose next document may stand in ``room`` tokens; None: there is none."""
+        by_lag = sorted(self._feeds, key=lambda feed: feed.taken / feed.share)
+        return next((feed for feed in by_lag if feed.fits(room)), None)
+
+
+class Ahead:
+    """The sequences of a `Packed`, made by a thread while what was made before is learnt.
+
+    Its places are those behind the sequences it has given out, whatever the thread has made since;
+    ``packed`` is the thread's from the first sequence on. What goes wrong there is raised here.
+
+    Args:
+        depth: sequences that are made ahead.
+    """
+
+    def __init__(self, packed: Packed, depth: int = 2) -> None:
+        self._packed, self._depth = packed, depth
+        self._place = packed.state_dict()
+        self._made: queue.Queue | None = None
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        if self._made is None:
+            self._made = queue.Queue(self._depth)
+            threading.Thread(target=self._work, daemon=True).start()
+        item, place = self._made.get()
+        if isinstance(item, Exception):
+            # nothing comes behind it: asked again, it is raised again
+            self._made.put((item, place))
+            raise item
+        self._place = place
+        return item
+
+    def state_dict(self) -> State:
+        """As of `Packed`, behind the last sequence that was given out."""
+        return self._place
+
+    def load_state_dict(self, state: State) -> None:
+        """As of `Packed`, before the first sequence; RuntimeError behind it."""
+        if self._made is not None:
+            raise RuntimeError("a place is loaded before the first sequence is read.")
+        self._packed.load_state_dict(state)
+        self._place = state
+
+    def _work(self) -> None:
+        try:
+            for item in self._packed:
+                self._made.put((item, self._packed.state_dict()))
+        except Exception as error:
+            self._made.put((error, None))
+
+
+class _Feed:
+    """The documents of one source as they are packed, a piece at a time."""
+
+    def __init__(self, documents: Documents, share: float, whole: bool, drop_rest: bool) -> None:
+        self._documents, self._drop_rest = documents, drop_rest
+        self.share, self._whole = share, whole
+        self.taken = 0  # tokens
+        self._begun: State = {}  # the place of the document that pieces are taken of
+        self._document: Tokenised | None = None
+        self._done = 0  # tokens of it
+
+    @property
+    def epoch(self) -> int | None:
+        return self._documents.epoch
+
+    def fits(self, room: int) -> bool:
+        """Whether some of its next document may stand in ``room`` tokens: of a whole one, all."""
+        return not self._whole or len(self._next().tokens) <= room
+
+    def take(self, room: int) -> Tokenised:
+        """What comes next, at most ``room`` tokens."""
+        document = self._next()
+        piece = Tokenised(*(part[self._done : self._done + room] for part in document))
+        self._done += len(piece.tokens)
+        self.taken += len(piece.tokens)
+        # a last token has been predicted before the cut, and nothing is left for it to predict
+        if self._drop_rest or len(document.tokens) - self._done < 2:
+            self._document, self._done = None, 0
+        return piece
+
+    def _next(self) -> Tokenised:
+        if self._document is None:
+            self._begun = self._documents.state_dict()
+            self._document = next(self._documents)
+        return self._document
+
+    def state_dict(self) -> State:
+        begun = self._documents.state_dict() if self._document is None else self._begun
+        return {"taken": self.taken, "begun": begun, "done": self._done}
+
+    def load_state_dict(self, state: State) -> None:
+        self.taken, self._done = state["taken"], state["done"]
+        self._documents.load_state_dict(state["begun"])
+        self._document = None
+        if self._done:
+            self._next()
+
+
+def held_out(
+    tokenizer: Any,
+    sources: Sequence[tuple[Source, float]],
+    length: int,
+    count: int,
+    seed: int = 0,
+    *,
+    hold_out: int = HOLD_OUT,
+) -> list[Item]:
+    """Sequences of the documents that `Packed` with the same ``hold_out`` passes over.
+
+    They are always the same: ``count`` of them, or fewer where these hold every document already.
+
+    Args:
+        hold_out: as of `Packed`; 1 takes every document, of sources that training does not read.
+    Raises:
+        Refused: a source has no document that is held out, or as of `Packed`.
+    """
+    if count < 1:
+        raise Refused(f"count of held-out sequences must be 1 or more; got {count!r}.")
+    packed = Packed(tokenizer, sources, length, seed, hold_out=hold_out, only_held_out=True)
+    sequences: list[Item] = []
+    while len(sequences) < count and not packed.epoch:
+        sequences.append(next(packed))
+    return sequences
+
+
+def _check(
+    sources: Sequence[tuple[Source, float]], length: int, rank: int, world: int, hold_out: int
+) -> None:
+    shares = [share for _, share in sources]
+    refusals = {
+        "sources must be at least one with a share of the tokens": shares and any(shares),
+        "shares of sources must be numbers, none below 0": all(
+            math.isfinite(share) and share >= 0 for share in shares
+        ),
+        "length must be 2 tokens or more": length >= 2,
+        "rank must be 0 or more and below world": 0 <= rank < world,
+        "hold_out must be 0 or more": hold_out >= 0,
+    }
+    seen = {"sources": shares, "shares": shares, "length": length, "hold_out": hold_out}
+    seen["rank"] = f"{rank} of {world}"
+    for refusal, holds in refusals.items():
+        if not holds:
+            raise Refused(f"{refusal}; got {seen[refusal.split()[0]]}.")
+
+
+def _feeds(
+    tokenizer: Any,
+    sources: Sequence[tuple[Source, float]],
+    part: Part,
+    length: int,
+    seed: int,
+    drop_rest: bool,
+) -> list[_Feed]:
+    texts = [source for source, _ in sources if isinstance(source, TextSource)]
+    return [
+        # one entry named twice is shuffled twice
+        _Feed(
+            source.documents(tokenizer, part, f"{seed}/{place}", length, texts),
+            share,
+            source.whole,
+            drop_rest,
+        )
+        for place, (source, share) in enumerate(sources)
+        if share
+    ]
+
+
+def _padding_of(tokenizer: Any) -> int:
+    """A token that nothing is learnt of."""
+    tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(token for token in tokens if token is not None)
+
+
+def _as_tensors(pieces: Sequence[Tokenised], length: int, padding: int) -> Item:
+    """Pieces one behind the other, and padding as one more document."""
+    sizes = [len(piece.tokens) for piece in pieces]
+    left = length - sum(sizes)
+    end = Tokenised(np.full(left, padding, np.int32), np.full(left, IGNORED, np.int32))
+    tokens, labels = zip(*pieces, end, strict=True)
+    columns = {
+        "input_ids": tokens,
+        "position_ids": [np.arange(size) for size in (*sizes, left)],
+        "labels": labels,
+    }
+    return {
+        name: torch.from_numpy(np.concatenate(parts).astype(np.int64))
+        for name, parts in columns.items()
+    }

@@ -1,0 +1,199 @@
+"""Documents that a model learns retrieval from: keys hidden in running text and asked for again.
+
+They are worded as those of the evaluations are, and none is one of theirs: what an evaluation
+draws, it draws from a seed whose text begins with a whole number, and what is drawn here from one
+that begins with ``finetune/``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import random
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+from cab_hf.documents import (
+    NAMES,
+    NEEDLE,
+    NUMBERS,
+    Document,
+    Span,
+    Tokens,
+    digits_of,
+    leading_tokens,
+    recall_document,
+    sentence_tokens,
+)
+from cab_hf.eval.haystack import ANSWER, DISTRACTOR_EVERY, DISTRACTORS, INSTRUCTION, QUESTION
+from cab_hf.runs.settings import Refused
+
+PREFIX = "retrieval"
+# how many keys a document has: one asked for at the end, without and with other numbers in the
+# text; several, asked for one after the other; and several that running text repeats
+KEYS = {"passkey": 1, "distractors": 1, "multi": 4, "recall": 12}
+# stands for the running text while the turns around it are written
+TEXT = "<<running text>>"
+
+
+class Entry(NamedTuple):
+    """What a source of synthetic documents is made of."""
+
+    kinds: tuple[str, ...]  # of KEYS; they take turns, and one named twice has two
+    length: int | None  # tokens of a document; None: as many as a sequence has
+
+
+def is_entry(name: str) -> bool:
+    """Whether a source named so is synthetic."""
+    return name.partition(":")[0] == PREFIX
+
+
+def parse_entry(name: str) -> Entry:
+    """``retrieval:KIND+KIND:LENGTH`` as an `Entry`; ``:LENGTH`` may be left out.
+
+    Raises:
+        Refused: a kind is none, or the length no number of tokens.
+    """
+    _, kinds, length, *others = [*name.split(":"), "", ""]
+    if any(others) or not (length.isdecimal() and int(length) or not length):
+        raise Refused(
+            f"{PREFIX} must be {PREFIX}:KINDS:LENGTH, the length a number of tokens; got {name!r}."
+        )
+    for kind in kinds.split("+"):
+        if kind not in KEYS:
+            near = difflib.get_close_matches(kind, KEYS, n=1)
+            told = f"did you mean {near[0]}" if near else f"the kinds are {', '.join(KEYS)}"
+            raise Refused(f"{PREFIX} has no kind {kind!r} in {name!r}; {told}.")
+    return Entry(tuple(kinds.split("+")), int(length) if length else None)
+
+
+def retrieval_document(
+    kind: str, tokenizer: Any, sentences: Sequence[str], length: int, index: int, seed: Any = 0
+) -> Document:
+    """A document of ``length`` tokens that asks for what its text has hidden.
+
+    Args:
+        kind: of `KEYS`.
+        sentences: of the running text; they go round where they are too few.
+        index: number of the document.
+        seed: of all that is drawn; anything that has a text of its own.
+    Raises:
+        ValueError: ``length`` has no room for the keys and questions.
+    """
+    keys, own_seed = KEYS[kind], f"finetune/{seed}"
+    if kind == "recall":
+        return recall_document(tokenizer, sentences, length, keys, index, own_seed)
+    rng = random.Random(f"{own_seed}/{kind}/{length}/{index}")
+    return _asked_at_the_end(tokenizer, sentences, length, keys, rng, kind == "distractors")
+
+
+def _asked_at_the_end(
+    tokenizer: Any,
+    sentences: Sequence[str],
+    length: int,
+    keys: int,
+    rng: random.Random,
+    distractors: bool,
+) -> Document:
+    numbers = list(map(str, rng.sample(NUMBERS, keys)))
+    names = rng.sample(NAMES, keys)
+    whose = [f" for {name}" if keys > 1 else "" for name in names]
+    statements = [
+        sentence_tokens(tokenizer, NEEDLE.format(whose=name, key=number))
+        for name, number in zip(whose, numbers, strict=True)
+    ]
+    # keys are asked for in this order and stated in any
+    before, after = _around(tokenizer, whose, numbers)
+    head = (*leading_tokens(tokenizer), *tokenizer(before, add_special_tokens=False)["input_ids"])
+    tail = sentence_tokens(tokenizer, after)
+
+    room = length - len(head) - len(tail) - sum(map(len, statements))
+    if room < 0:
+        raise ValueError(
+            f"length {length} has no room for the question and {keys} keys, which take "
+            f"{length - room} tokens; give a longer one."
+        )
+    pieces = _fitted(_running(tokenizer, sentences, numbers, rng, distractors), room)
+    body, needles = _with_statements(pieces, statements, rng)
+    asking = len(head) + len(body)
+    answers = (digits_of(tokenizer, after, number) for number in numbers)
+    return Document(
+        tokens=(*head, *body, *tail),
+        needles=tuple((len(head) + start, len(head) + end) for start, end in needles),
+        answers=tuple((asking + start, asking + end) for start, end in answers),
+    )
+
+
+def _around(tokenizer: Any, whose: Sequence[str], numbers: Sequence[str]) -> tuple[str, str]:
+    """The text before the running text, and that behind it, with every question and its answer."""
+    several = len(numbers) > 1
+    instruction = INSTRUCTION.format(
+        are="are important pass keys" if several else "is an important pass key",
+        it="them" if several else "it",
+    )
+    questions = [QUESTION.format(whose=name) for name in whose]
+    questions[0] = "\n\n".join([instruction, TEXT, questions[0]])
+    answers = [
+        f"{ANSWER.format(whose=name)}{number}." for name, number in zip(whose, numbers, strict=True)
+    ]
+    said = list(chain(*zip(questions, answers, strict=True)))
+    if tokenizer.chat_template is None:
+        rendered = "\n\n".join(said)
+    else:
+        turns = [
+            {"role": ("user", "assistant")[turn % 2], "content": content}
+            for turn, content in enumerate(said)
+        ]
+        rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+    before, after = rendered.split(TEXT)
+    return before, after
+
+
+def _running(
+    tokenizer: Any,
+    sentences: Sequence[str],
+    numbers: Sequence[str],
+    rng: random.Random,
+    distractors: bool,
+) -> Iterator[Tokens]:
+    """Tokens of sentence after sentence without end, other numbers among them if asked for."""
+    at, place = rng.randrange(len(sentences)), 0
+    while True:
+        sentence = sentences[(at + place) % len(sentences)]
+        place += 1
+        if distractors and place % DISTRACTOR_EVERY == 0:
+            number = str(rng.choice(NUMBERS))
+            if number not in numbers:
+                sentence = rng.choice(DISTRACTORS).format(number)
+        yield sentence_tokens(tokenizer, sentence)
+
+
+def _fitted(pieces: Iterator[Tokens], room: int) -> list[Tokens]:
+    """The first of ``pieces``, ``room`` tokens in all: it starts within one, as excerpts do."""
+    taken, total = [], 0
+    while total < room:
+        taken.append(next(pieces))
+        total += len(taken[-1])
+    over = total - room
+    while over and over >= len(taken[0]):
+        over -= len(taken.pop(0))
+    if over:
+        taken[0] = taken[0][over:]
+    return taken
+
+
+def _with_statements(
+    pieces: Sequence[Tokens], statements: Sequence[Tokens], rng: random.Random
+) -> tuple[list[int], list[Span]]:
+    """Running text with each statement at a border of its own choice, and where they are."""
+    borders = [rng.randrange(len(pieces) + 1) for _ in statements]
+    body: list[int] = []
+    spans: dict[int, Span] = {}
+    done = 0
+    for key in sorted(range(len(statements)), key=borders.__getitem__):
+        body.extend(chain(*pieces[done : borders[key]]))
+        done = borders[key]
+        spans[key] = (len(body), len(body) + len(statements[key]))
+        body.extend(statements[key])
+    body.extend(chain(*pieces[done:]))
+    return body, [spans[key] for key in range(len(statements))]

@@ -1,0 +1,547 @@
+"""Where documents come from, and a place among them that a run can go back to.
+
+Everything here is without end, epoch after epoch, and has a ``state_dict`` that JSON keeps: the
+place of the document that comes next. What was read ahead is no part of it; it is read again.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import random
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from cab_hf.documents import NOISE, leading_tokens, split_sentences
+from cab_hf.finetune.retrieval import Entry, is_entry, parse_entry, retrieval_document
+from cab_hf.runs.settings import Refused
+
+State = dict[str, Any]
+IGNORED = -100  # a label that is not to be learnt
+# files by their endings: what `datasets` reads them with
+KINDS = {
+    ".txt": ("text", {"sample_by": "document"}),
+    ".jsonl": ("json", {}),
+    ".json": ("json", {}),
+    ".parquet": ("parquet", {}),
+}
+# rows read at once; from a stream, which has no rows to choose from, these are what is shuffled
+BLOCK_ROWS = 64
+BLOCK_STREAMED = 256
+TOKENISED_CHARACTERS = 2**20  # of texts that are tokenised at once
+# more than text has: sentences around keys go round only where a source has no more of them
+CHARACTERS_A_TOKEN = 6
+# keys stand at the ends of sentences: what goes on without one, as tables do, is cut to these
+SHORT = re.compile(r"\s*\S.{0,600}(?!\S)|\s*\S.{0,600}", re.DOTALL)
+
+
+class Tokenised(NamedTuple):
+    """A document, or a piece of one.
+
+    Attributes:
+        tokens: int32 [n].
+        labels: int32 [n], what each token is to predict, already shifted; IGNORED where nothing.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+
+
+class Documents(Protocol):
+    """The documents of one source, without end."""
+
+    epoch: int | None  # how often all of them were read; None: there are always others
+
+    def __next__(self) -> Tokenised: ...
+
+    def state_dict(self) -> State:
+        """The place of the next document; nothing that comes later changes it."""
+
+    def load_state_dict(self, state: State) -> None: ...
+
+
+class Part(NamedTuple):
+    """Which documents of a source: the held out ones, or all others.
+
+    Of every ``every`` documents, in the order of the data and whatever the seed, the first is held
+    out; none where ``every`` is 0.
+    """
+
+    every: int
+    held_out: bool = False
+
+    def has(self, number: int) -> bool:
+        return bool(self.every and number % self.every == 0) == self.held_out
+
+    def of(self, rows: int) -> np.ndarray:
+        """The numbers that it has, of ``rows``: int64, ascending."""
+        apart = np.zeros(rows, dtype=bool)
+        if self.every:
+            apart[:: self.every] = True
+        return np.flatnonzero(apart == self.held_out)
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Texts that `datasets` reads.
+
+    Attributes:
+        dataset: a Dataset or an IterableDataset with the field alone.
+        skip_short: pass over documents of fewer than two tokens instead of refusing them.
+    """
+
+    name: str
+    dataset: Any
+    field: str
+    seed: int = 0
+    shuffle: bool = True
+    skip_short: bool = False
+
+    whole = False  # a document may go on in the next sequence
+
+    @property
+    def rows(self) -> int | None:
+        """How many documents it has; None where nobody knows before the end."""
+        return len(self.dataset) if hasattr(self.dataset, "__len__") else None
+
+    def texts(self, part: Part, salt: str) -> Texts:
+        """Its texts; ``salt`` tells the order from that of another reader of the same source."""
+        kind = _Streamed if self.rows is None else _Rows
+        return Texts(kind(self, part, f"{salt}/{self.seed}" if self.shuffle else None))
+
+    def documents(
+        self, tokenizer: Any, part: Part, salt: str, length: int, others: Sequence[TextSource]
+    ) -> Documents:
+        """Its documents as a sequence of ``length`` tokens takes them."""
+        return _TextDocuments(self, self.texts(part, salt), tokenizer)
+
+
+@dataclass(frozen=True)
+class RetrievalSource:
+    """Synthetic documents, with keys hidden in the text of the sources beside it.
+
+    Attributes:
+        learn_text: whether the running text is to be learnt too, and not the answers alone.
+    """
+
+    name: str
+    entry: Entry
+    seed: int = 0
+    learn_text: bool = False
+
+    whole = True  # a question without its text cannot be answered
+    rows = None
+
+    def documents(
+        self, tokenizer: Any, part: Part, salt: str, length: int, others: Sequence[TextSource]
+    ) -> Documents:
+        """As of `TextSource`.
+
+        Raises:
+            Refused: a document is longer than a sequence, or has no room for its keys.
+        """
+        size = self.entry.length or length
+        if size > length:
+            raise Refused(
+                f"source {self.name!r} has documents of {size} tokens, and a sequence has "
+                f"{length}; give it the length of a sequence or less."
+            )
+        for kind in self.entry.kinds:
+            try:
+                retrieval_document(kind, tokenizer, NOISE, size, 0)
+            except ValueError as error:
+                raise Refused(f"source {self.name!r}: {error}") from None
+        haystacks = [other.texts(part, f"{salt}/{self.name}") for other in others]
+        seed = f"{salt}/{self.seed}/{part.held_out}"
+        return _RetrievalDocuments(self, tokenizer, size, seed, haystacks)
+
+
+Source = TextSource | RetrievalSource
+
+
+def make_source(
+    name: str,
+    *,
+    text_field: str = "text",
+    split: str = "train",
+    streaming: bool = False,
+    seed: int = 0,
+    shuffle: bool = True,
+    skip_short: bool = False,
+    learn_text: bool = False,
+) -> Source:
+    """What documents are read of.
+
+    Args:
+        name: a ``.txt`` file, which is one document, or a ``.jsonl`` or ``.parquet`` file with one
+            a row; a folder of such files of one kind; ``retrieval:passkey+multi:8192``, synthetic
+            documents of those kinds and that many tokens (see `finetune.retrieval.KEYS`); or a
+            data set of the hub, ``NAME`` or ``NAME:CONFIG``.
+        text_field: the field of a row with its text; files of text have one of their own.
+        split: of a data set of the hub.
+        streaming: read while training instead of downloading and indexing first. What is shuffled
+            then are blocks of 256 documents, in the order they come.
+        seed: of the order of the documents, or of the synthetic ones.
+        shuffle: False leaves the documents in the order of the data.
+        skip_short: pass over documents of fewer than two tokens instead of refusing them.
+        learn_text: of synthetic documents learn the running text too, and not the answers alone.
+    Raises:
+        Refused: there is no such source, it cannot be read, is empty or has no such field.
+    """
+    if is_entry(name):
+        return RetrievalSource(name, parse_entry(name), seed, learn_text)
+    files = _local_files(name)
+    told = repr(name)
+    if files and not any(file.stat().st_size for file in files):
+        raise Refused(f"source {told} has no documents; give one with text in it.")
+    with _reading(told):
+        dataset = _open_files(files, streaming) if files else _open_of_hub(name, split, streaming)
+        field = "text" if files and files[0].suffix == ".txt" else text_field
+        fields = dataset.column_names or list(next(iter(dataset), {}))
+    if not fields or (not streaming and not len(dataset)):
+        raise Refused(f"source {told} has no documents; give one with text in it.")
+    if field not in fields:
+        near = difflib.get_close_matches(field, fields, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"its fields are {', '.join(fields)}."
+        raise Refused(f"source {told} has no field {field!r}; {hint}")
+    # a name without its folder: results and checkpoints say which file, not where
+    shown = Path(name).name if files else name
+    dataset = dataset.select_columns([field])
+    return TextSource(shown, dataset, field, seed, shuffle, skip_short)
+
+
+def _local_files(name: str) -> list[Path]:
+    """The files that ``name`` stands for, none where it is no path."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        found = sorted(file for file in path.rglob("*") if file.suffix in KINDS)
+        kinds = sorted({file.suffix for file in found})
+        if len(kinds) != 1:
+            held = " and ".join(kinds) or "no"
+            raise Refused(
+                f"source {name!r} must be a folder of files of one kind of {', '.join(KINDS)}; it "
+                f"holds {held} files."
+            )
+        return found
+    if path.is_file():
+        if path.suffix not in KINDS:
+            raise Refused(f"source {name!r} must be a file of {', '.join(KINDS)}.")
+        return [path]
+    if path.suffix in KINDS or path.is_absolute() or name.startswith((".", "~")):
+        raise Refused(f"source {name!r} is no file or folder that is there; give one that is.")
+    return []
+
+
+def _open_files(files: Sequence[Path], streaming: bool) -> Any:
+    from datasets import load_dataset
+
+    kind, options = KINDS[files[0].suffix]
+    # of an empty file datasets cannot tell the fields; one of text is a document, and refused later
+    filled = [file for file in files if kind == "text" or file.stat().st_size]
+    data_files = {"train": list(map(str, filled))}
+    return load_dataset(kind, data_files=data_files, split="train", streaming=streaming, **options)
+
+
+def _open_of_hub(name: str, split: str, streaming: bool) -> Any:
+    from datasets import load_dataset
+
+    path, _, config = name.partition(":")
+    return load_dataset(path, config or None, split=split, streaming=streaming)
+
+
+@contextmanager
+def _reading(told: str) -> Iterator[None]:
+    """Whatever goes wrong inside is told of the source, which whoever started the run has named."""
+    try:
+        yield
+    except (Refused, MemoryError):
+        raise
+    except Exception as error:
+        # what datasets raises says that it failed, and its cause why
+        why = _first_line(error.__cause__ or error).rstrip(".")
+        raise Refused(
+            f"source {told} cannot be read ({why}); give a file, a folder or a data set of the hub "
+            "that can."
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[0]
+
+
+class _Rows:
+    """Blocks of texts of a Dataset, whose rows are shuffled as a whole, anew each epoch."""
+
+    def __init__(self, source: TextSource, part: Part, seed: str | None) -> None:
+        self._source, self._seed = source, seed
+        self._rows = part.of(source.rows)
+        if not len(self._rows):
+            _refuse_nothing(source, part)
+        self.epoch = self._row = 0
+        self._ordered = self._in_order()
+
+    def place(self) -> State:
+        return {"epoch": self.epoch, "row": self._row}
+
+    def go_to(self, place: State) -> None:
+        self.epoch, self._row = place["epoch"], place["row"]
+        self._ordered = self._in_order()
+
+    def read(self) -> list[str]:
+        if self._row == len(self._ordered):
+            self.epoch, self._row = self.epoch + 1, 0
+            self._ordered = self._in_order()
+        rows = self._ordered[self._row : self._row + BLOCK_ROWS]
+        self._row += len(rows)
+        with _reading(repr(self._source.name)):
+            texts = self._source.dataset[rows.tolist()][self._source.field]
+        return [
+            _checked(text, row, self._source)
+            for row, text in zip(rows.tolist(), texts, strict=True)
+        ]
+
+    def _in_order(self) -> np.ndarray:
+        if self._seed is None:
+            return self._rows
+        drawn = random.Random(f"{self._seed}/{self.epoch}").getrandbits(32)
+        # of numpy's generators the one whose draws are the same in every version
+        return np.random.RandomState(drawn).permutation(self._rows)
+
+
+class _Streamed:
+    """Blocks of texts of an IterableDataset, each shuffled by itself.
+
+    datasets' own shuffling is not used: its buffer is lost when a run goes on.
+    """
+
+    def __init__(self, source: TextSource, part: Part, seed: str | None) -> None:
+        self._source, self._part, self._seed = source, part, seed
+        # its place is its own: a second reader of a source must not move the first
+        self._dataset = copy.deepcopy(source.dataset)
+        self._start = copy.deepcopy(self._dataset.state_dict())
+        self._rows: Iterator[Mapping[str, Any]] = iter(self._dataset)
+        self.epoch = self._number = self._block = 0
+        # asked for where a block ends: behind a load a data set tells its place from the first row
+        self._at = self._start
+
+    def place(self) -> State:
+        return {
+            "epoch": self.epoch,
+            "number": self._number,
+            "block": self._block,
+            "dataset": self._at,
+        }
+
+    def go_to(self, place: State) -> None:
+        self.epoch, self._number = place["epoch"], place["number"]
+        self._block, self._at = place["block"], place["dataset"]
+        self._dataset.load_state_dict(copy.deepcopy(self._at))
+        self._rows = iter(self._dataset)
+
+    def read(self) -> list[str]:
+        texts = self._next_block()
+        if not texts:
+            if not self._block:
+                _refuse_nothing(self._source, self._part)
+            begun = {"epoch": self.epoch + 1, "number": 0, "block": 0, "dataset": self._start}
+            self.go_to(begun)
+            texts = self._next_block()
+        if self._seed is not None:
+            random.Random(f"{self._seed}/{self.epoch}/{self._block}").shuffle(texts)
+        self._block += 1
+        return texts
+
+    def _next_block(self) -> list[str]:
+        texts: list[str] = []
+        with _reading(repr(self._source.name)):
+            for row in self._rows:
+                if self._part.has(self._number):
+                    text = row.get(self._source.field)
+                    texts.append(_checked(text, self._number, self._source))
+                self._number += 1
+                if len(texts) == BLOCK_STREAMED:
+                    break
+        if texts:
+            self._at = copy.deepcopy(self._dataset.state_dict())
+        return texts
+
+
+def _checked(text: Any, number: int, source: TextSource) -> str:
+    if not isinstance(text, str):
+        raise Refused(
+            f"field {source.field!r} of source {source.name!r} must hold text; document {number} "
+            f"has {text!r}."
+        )
+    return text
+
+
+def _refuse_nothing(source: TextSource, part: Part) -> None:
+    which = "held-out documents" if part.held_out else "documents"
+    rule = f"one in {part.every} is held out" if part.every else "none is held out"
+    raise Refused(
+        f"source {source.name!r} has no {which} where {rule}; give it more, or hold out another "
+        "share."
+    )
+
+
+class Texts:
+    """The texts of a source, without end; see `Documents` for its state."""
+
+    def __init__(self, reader: _Rows | _Streamed) -> None:
+        self._reader = reader
+        self._begun = reader.place()  # where the block was read
+        self._block: list[str] = []
+        self._taken = 0  # texts of the block
+
+    @property
+    def epoch(self) -> int:
+        return self._reader.epoch
+
+    def peek(self, characters: int = 1) -> list[str]:
+        """The texts that come next: one at least, and more up to ``characters`` in all."""
+        if self._taken == len(self._block):
+            self._begun = self._reader.place()
+            self._block, self._taken = self._reader.read(), 0
+        texts: list[str] = []
+        for text in self._block[self._taken :]:
+            texts.append(text)
+            characters -= len(text)
+            if characters <= 0:
+                break
+        return texts
+
+    def advance(self) -> None:
+        """Go on to the text behind the one that came next."""
+        self._taken += 1
+
+    def state_dict(self) -> State:
+        return {"block": self._begun, "taken": self._taken}
+
+    def load_state_dict(self, state: State) -> None:
+        self._begun, self._taken = state["block"], state["taken"]
+        self._reader.go_to(self._begun)
+        self._block = self._reader.read() if self._taken else []
+
+
+class _TextDocuments:
+    """Texts as tokens: the special ones before a text, its own, and the one that ends it."""
+
+    def __init__(self, source: TextSource, texts: Texts, tokenizer: Any) -> None:
+        self._source, self._texts, self._tokenizer = source, texts, tokenizer
+        self._ready: deque[np.ndarray] = deque()
+        self._before = leading_tokens(tokenizer)
+        end = tokenizer.eos_token_id
+        self._after = () if end is None else (end,)
+
+    @property
+    def epoch(self) -> int:
+        return self._texts.epoch
+
+    def __next__(self) -> Tokenised:
+        begun = self._texts.epoch
+        while True:
+            if not self._ready:
+                self._tokenise()
+            ids = self._ready.popleft()
+            self._texts.advance()
+            if len(ids) >= 2:
+                tokens = np.asarray((*self._before, *ids, *self._after), dtype=np.int32)
+                return Tokenised(tokens, np.append(tokens[1:], np.int32(IGNORED)))
+            if not self._source.skip_short or self._texts.epoch > begun + 1:
+                self._refuse_short(ids)
+
+    def _tokenise(self) -> None:
+        texts = self._texts.peek(TOKENISED_CHARACTERS)
+        encoded = self._tokenizer(
+            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+        )
+        self._ready.extend(encoded["input_ids"])
+
+    def _refuse_short(self, ids: Sequence[int]) -> None:
+        every = "only documents" if self._source.skip_short else "a document"
+        raise Refused(
+            f"source {self._source.name!r} has {every} of {len(ids)} tokens, and two are the "
+            "fewest that one can be learnt of; take it out, or skip short ones."
+        )
+
+    def state_dict(self) -> State:
+        return self._texts.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        self._texts.load_state_dict(state)
+        self._ready.clear()
+
+
+class _RetrievalDocuments:
+    """Synthetic documents in turns: of the kinds, and of the sources whose text is around keys."""
+
+    def __init__(
+        self,
+        source: RetrievalSource,
+        tokenizer: Any,
+        length: int,
+        seed: str,
+        haystacks: Sequence[Texts],
+    ) -> None:
+        self._source, self._tokenizer = source, tokenizer
+        self._length, self._seed, self._haystacks = length, seed, haystacks
+        self._index = 0
+        self.epoch = None
+
+    def __next__(self) -> Tokenised:
+        kinds, index = self._source.entry.kinds, self._index
+        sentences = self._sentences()
+        document = retrieval_document(
+            kinds[index % len(kinds)],
+            self._tokenizer,
+            sentences,
+            self._length,
+            index,
+            self._seed,
+        )
+        self._index += 1
+        tokens = np.asarray(document.tokens, dtype=np.int32)
+        labels = np.append(tokens[1:], np.int32(IGNORED))
+        if not self._source.learn_text:
+            learnt = np.zeros(len(tokens), dtype=bool)
+            for start, end in document.answers:
+                # each is predicted by the token before it
+                learnt[start - 1 : end - 1] = True
+            labels[~learnt] = IGNORED
+        return Tokenised(tokens, labels)
+
+    def _sentences(self) -> Sequence[str]:
+        """Of as many texts as one document takes, of a place of its own where they are longer."""
+        if not self._haystacks:
+            return NOISE
+        turn = self._index // len(self._source.entry.kinds)
+        texts = self._haystacks[turn % len(self._haystacks)]
+        rng = random.Random(f"{self._seed}/text/{self._index}")
+        wanted, begun = self._length * CHARACTERS_A_TOKEN, texts.epoch
+        sentences: list[str] = []
+        while wanted > 0 and texts.epoch <= begun + 1:
+            text = texts.peek()[0]
+            texts.advance()
+            start = rng.randrange(max(1, len(text) - wanted))
+            excerpt = text[start : start + wanted]
+            if excerpt.strip():
+                for sentence in split_sentences(excerpt):
+                    sentences.extend(piece.strip(" ") for piece in SHORT.findall(sentence))
+                wanted -= len(excerpt)
+        return sentences or NOISE
+
+    def state_dict(self) -> State:
+        return {"index": self._index, "texts": [texts.state_dict() for texts in self._haystacks]}
+
+    def load_state_dict(self, state: State) -> None:
+        self._index = state["index"]
+        for texts, place in zip(self._haystacks, state["texts"], strict=True):
+            texts.load_state_dict(place)

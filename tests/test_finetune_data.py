@@ -1,0 +1,579 @@
+"""Documents as sequences: what stands where, whose share it is, and that a kill changes nothing."""
+
+import json
+import re
+from itertools import islice
+
+import datasets
+import pytest
+import torch
+from tiny import FULL, tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+from words import make_tokenizer
+
+import cab_hf
+from cab_hf.documents import NAMES
+from cab_hf.finetune import data, sources
+from cab_hf.finetune.data import Ahead, Packed, held_out, make_source
+from cab_hf.runs.settings import Refused
+
+EXACT = {"atol": 2e-5, "rtol": 1e-4}
+TOKENIZER = make_tokenizer()
+LENGTH = 48
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch, tmp_path_factory):
+    """So that a few dozen documents are several blocks, and several calls of a tokenizer."""
+    # what datasets makes of files is nobody's but the test's, and nobody is told
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+    monkeypatch.setattr(sources, "BLOCK_ROWS", 7)
+    monkeypatch.setattr(sources, "BLOCK_STREAMED", 9)
+    monkeypatch.setattr(sources, "TOKENISED_CHARACTERS", 300)
+
+
+def text(number):
+    """The document of a number: its digits, and names from 2 to about 60."""
+    names = NAMES[number % len(NAMES) :] + NAMES
+    return f"{number} " + " ".join(names[: 2 + number * 7 % 59])
+
+
+def texts_of(count):
+    return [text(number) for number in range(count)]
+
+
+def tokens_of(text):
+    return [*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id]
+
+
+def in_memory(texts, **options):
+    dataset = datasets.Dataset.from_dict({"text": texts})
+    return sources.TextSource("memory", dataset, "text", **options)
+
+
+def written(folder, ending, texts):
+    """A name of a source with these texts, in three files of one kind."""
+    folder = folder / ending
+    folder.mkdir()
+    for part in range(3):
+        some = texts[part * len(texts) // 3 : (part + 1) * len(texts) // 3]
+        file = folder / f"{part}.{ending}"
+        if ending == "txt":
+            for number, each in enumerate(some):
+                (folder / f"{part}-{number:03}.txt").write_text(each)
+        elif ending == "jsonl":
+            file.write_text("".join(json.dumps({"text": each, "n": 1}) + "\n" for each in some))
+        else:
+            datasets.Dataset.from_dict({"text": some, "n": [1] * len(some)}).to_parquet(file)
+    return str(folder)
+
+
+def firsts(packed, count):
+    return list(islice(packed, count))
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert torch.equal(one[name], other[name]), name
+
+
+# --- what stands where
+
+
+def letters():
+    """A tokenizer whose tokens are letters, `.` the end of a document and `_` padding."""
+    vocabulary = {letter: at for at, letter in enumerate("_.abcdefghijklmnopqrstuvwxyz")}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="_"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=".", pad_token="_")
+
+
+def spelled(tokenizer, tokens):
+    """Tokens as letters, `-` where a label is ignored."""
+    return "".join("-" if t < 0 else tokenizer.convert_ids_to_tokens(int(t)) for t in tokens)
+
+
+@pytest.mark.parametrize(
+    ("length", "drop_rest", "expected"),
+    [
+        pytest.param(
+            7,
+            False,
+            [
+                ("abcde.f", "0123450", "bcde.-g"),
+                ("g.hijkl", "0101234", ".-ijklm"),
+                ("mno.abc", "0123012", "no.-bcd"),
+            ],
+            id="rests go on",
+        ),
+        pytest.param(
+            7,
+            True,
+            [
+                ("abcde.f", "0123450", "bcde.-g"),
+                ("hijklmn", "0123456", "ijklmno"),
+                ("abcde.f", "0123450", "bcde.-g"),
+            ],
+            id="rests are dropped",
+        ),
+        pytest.param(
+            8,
+            False,
+            [("abcde.fg", "01234501", "bcde.-g."), ("hijklmno", "01234567", "ijklmno.")],
+            id="a last token has been predicted",
+        ),
+        pytest.param(
+            4,
+            False,
+            [("abcd", "0123", "bcde"), ("e.fg", "0101", ".-g."), ("hijk", "0123", "ijkl")],
+            id="shorter than a document",
+        ),
+    ],
+)
+def test_documents_stand_one_behind_the_other(length, drop_rest, expected):
+    tokenizer = letters()
+    source = in_memory(["a b c d e", "f g", "h i j k l m n o"], shuffle=False)
+    packed = Packed(tokenizer, [(source, 1.0)], length, 0, drop_rest=drop_rest, hold_out=0)
+    for ids, positions, labels in expected:
+        found = next(packed)
+        assert spelled(tokenizer, found["input_ids"]) == ids
+        assert "".join(map(str, found["position_ids"].tolist())) == positions
+        assert spelled(tokenizer, found["labels"]) == labels
+        assert {x.dtype for x in found.values()} == {torch.int64}
+
+
+@pytest.mark.parametrize("drop_rest", [False, True])
+def test_every_token_is_learnt_once(drop_rest):
+    """But for the first of each document, and for what is dropped."""
+    source = in_memory(texts_of(30), shuffle=False)
+    packed = Packed(TOKENIZER, [(source, 1)], LENGTH, 0, drop_rest=drop_rest, hold_out=0)
+    learnt = [label for item in firsts(packed, 20) for label in item["labels"].tolist()]
+    learnt = [label for label in learnt if label != data.IGNORED]
+    all_of_them = [token for each in texts_of(30) for token in tokens_of(each)[1:]]
+    if drop_rest:
+        assert len(learnt) < 20 * LENGTH
+    else:
+        assert learnt[: len(all_of_them)] == all_of_them[: len(learnt)]
+        assert len(learnt) > 20 * LENGTH * 0.9
+
+
+def test_special_tokens_begin_a_text_and_not_its_rest():
+    tokenizer = letters()
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        "z $A", special_tokens=[("z", tokenizer.convert_tokens_to_ids("z"))]
+    )
+    source = in_memory(["a b c d", "e f"], shuffle=False)
+    packed = Packed(tokenizer, [(source, 1)], 4, 0, hold_out=0)
+    found = [spelled(tokenizer, item["input_ids"]) for item in firsts(packed, 3)]
+    assert found == ["zabc", "d.ze", "f.za"]
+
+
+# --- what documents mean to a model
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "cab"])
+def test_packed_documents_answer_as_they_do_alone(implementation):
+    model = tiny_model(num_hidden_layers=2, vocab_size=len(TOKENIZER))
+    cab_hf.apply_cab(model, FULL)
+    model.set_attn_implementation(implementation)
+    source = in_memory(texts_of(12), shuffle=False)
+    packed = Packed(TOKENIZER, [(source, 1)], 150, 0, hold_out=0)
+
+    def logits(ids, positions):
+        with torch.no_grad():
+            return model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[
+                0
+            ]
+
+    for item in firsts(packed, 2):
+        ids, positions = item["input_ids"], item["position_ids"]
+        starts = (positions == 0).nonzero()[:, 0].tolist()
+        assert len(starts) > 2
+        found = logits(ids, positions)
+        for start, end in zip(starts, [*starts[1:], 150], strict=True):
+            alone = logits(ids[start:end], torch.arange(end - start))
+            torch.testing.assert_close(found[start:end], alone, **EXACT)
+        # as one document they are another text
+        assert not torch.allclose(logits(ids, torch.arange(150))[-1], found[-1], atol=1e-2)
+
+
+# --- shares
+
+RETRIEVAL = "retrieval:passkey+distractors+multi:260"
+
+
+def test_sources_have_their_shares_of_the_tokens():
+    shares = {"a": 0.5, "b": 0.3, "c": 0.2}
+    mixed = [(in_memory([f"{name} " * 20] * 9), share) for name, share in shares.items()]
+    tokenizer = letters()
+    packed = Packed(tokenizer, mixed, 64, 0, hold_out=0)
+    seen = "".join(spelled(tokenizer, item["input_ids"]) for item in firsts(packed, 40))
+    for name, share in shares.items():
+        assert seen.count(name) / (len(seen) - seen.count(".")) == pytest.approx(share, abs=0.02)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.0], ids=["text beside", "no text beside"])
+def test_synthetic_documents_are_never_cut(share):
+    mixed = [(in_memory(texts_of(20)), share), (make_source(RETRIEVAL), 0.7)]
+    whole, padded = 0, 0
+    for item in firsts(Packed(TOKENIZER, mixed, 300, 0), 12):
+        ids, positions, labels = (item[name].tolist() for name in item)
+        starts = [at for at, position in enumerate(positions) if position == 0]
+        sizes = {at: end - at for at, end in zip(starts, [*starts[1:], len(ids)], strict=True)}
+        begins = [at for at in starts if TOKENIZER.decode(ids[at : at + 3]) == "There is an"]
+        begins += [at for at in starts if TOKENIZER.decode(ids[at : at + 2]) == "There are"]
+        assert [sizes[at] for at in begins] == [260] * len(begins)
+        whole += len(begins)
+        if not share:
+            padded += 1
+            assert labels[260:] == [data.IGNORED] * 40
+            assert ids[260:] == [TOKENIZER.pad_token_id] * 40
+    assert whole >= 8
+    assert padded == (0 if share else 12)
+
+
+# --- position
+
+KINDS = [
+    pytest.param("txt", {}, id="txt"),
+    pytest.param("jsonl", {}, id="jsonl"),
+    pytest.param("parquet", {}, id="parquet"),
+    pytest.param("jsonl", {"shuffle": False}, id="in the order of the data"),
+    pytest.param("txt", {"streaming": True}, id="txt, streaming"),
+    pytest.param("jsonl", {"streaming": True}, id="jsonl, streaming"),
+    pytest.param("parquet", {"streaming": True}, id="parquet, streaming"),
+    pytest.param(
+        "jsonl", {"streaming": True, "shuffle": False}, id="streaming in the order of the data"
+    ),
+]
+
+
+@pytest.mark.parametrize("mixture", ["text alone", "retrieval beside"])
+@pytest.mark.parametrize(("ending", "options"), KINDS)
+def test_a_killed_run_goes_on_where_it_was(tmp_path, ending, options, mixture):
+    name = written(tmp_path, ending, texts_of(40))
+
+    def opened():
+        mixture = [(make_source(name, **options), 0.6)]
+        if mixture == "retrieval beside":
+            mixture.append((make_source(RETRIEVAL), 0.4))
+        return Packed(TOKENIZER, mixture, 280, 5, hold_out=10)
+
+    packed, states, items = opened(), [], []
+    # more than two epochs, and the end of each
+    while packed.epoch < 2 or len(items) % 5:
+        states.append(json.dumps(packed.state_dict()))
+        items.append(next(packed))
+    assert len(items) < 80
+    for at in range(0, len(items), 3):
+        again = opened()
+        again.load_state_dict(json.loads(states[at]))
+        assert json.dumps(again.state_dict()) == states[at]
+        assert_same(firsts(again, 4)[: len(items) - at], items[at : at + 4])
+    assert max(map(len, states)) < 3000
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_order_is_another_one_each_epoch_and_each_seed(tmp_path, streaming):
+    name = written(tmp_path, "jsonl", texts_of(40))
+
+    def numbers(salt, **options):
+        source = make_source(name, streaming=streaming, **options)
+        texts = source.texts(sources.Part(0), str(salt))
+        drawn = []
+        for _ in range(120):
+            drawn.append(int(texts.peek()[0].split()[0]))
+            texts.advance()
+        return [drawn[:40], drawn[40:80], drawn[80:]]
+
+    one, other = numbers(0), numbers(1)
+    assert all(sorted(epoch) == list(range(40)) for epoch in (*one, *other))
+    assert one == numbers(0)
+    assert len({tuple(epoch) for epoch in (*one, *other)}) == 6
+    assert numbers(0, seed=1) != one
+    assert numbers(0, shuffle=False) == [list(range(40))] * 3
+
+
+# --- processes
+
+
+def mixed():
+    return [(in_memory(texts_of(40)), 0.6), (make_source(RETRIEVAL), 0.4)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_order_does_not_depend_on_the_world(world):
+    alone = firsts(Packed(TOKENIZER, mixed(), 280, 0), 12)
+    ranks = [Packed(TOKENIZER, mixed(), 280, 0, rank=r, world=world) for r in range(world)]
+    for round_ in range(12 // world):
+        assert_same(list(map(next, ranks)), alone[round_ * world : (round_ + 1) * world])
+        states = [json.dumps(rank.state_dict()) for rank in ranks]
+        assert len(set(states)) == 1
+    # and goes on in another
+    packed = Packed(TOKENIZER, mixed(), 280, 0)
+    state = packed.state_dict()
+    for _ in range(4):
+        next(ranks[0])
+    packed.load_state_dict(ranks[0].state_dict())
+    expected = firsts(Packed(TOKENIZER, mixed(), 280, 0), 12 + 4 * world + 2)[-2:]
+    assert_same(firsts(packed, 2), expected)
+    assert json.dumps(packed.state_dict()) != json.dumps(state)
+
+
+def test_asking_for_the_place_changes_nothing():
+    asked, unasked = (Packed(TOKENIZER, mixed(), 280, 0, rank=1, world=3) for _ in range(2))
+    found = []
+    for _ in range(5):
+        found.append(next(asked))
+        asked.state_dict()
+    assert_same(found, firsts(unasked, 5))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_reading_ahead_gives_the_same_and_knows_its_place(world):
+    def opened():
+        return Packed(TOKENIZER, mixed(), 280, 0, rank=world - 1, world=world)
+
+    expected, ahead = firsts(opened(), 8), Ahead(opened())
+    assert_same(firsts(ahead, 4), expected[:4])
+    state = json.loads(json.dumps(ahead.state_dict()))
+    with pytest.raises(RuntimeError, match="before the first sequence"):
+        ahead.load_state_dict(state)
+    again = Ahead(opened())
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    assert_same(firsts(again, 4), expected[4:])
+
+
+def test_what_goes_wrong_ahead_is_raised_where_it_is_read():
+    ahead = Ahead(
+        Packed(TOKENIZER, [(in_memory([text(9), "a"], shuffle=False), 1)], 90, 0, hold_out=0)
+    )
+    for _ in range(2):
+        with pytest.raises(Refused, match="a document of 1 tokens"):
+            next(ahead)
+
+
+# --- validation
+
+
+def numbers_in(items):
+    """The numbers of documents, four digits, that these sequences hold one behind the other."""
+    ids = torch.cat([item["input_ids"] for item in items])
+    found = re.findall(r"(?<!\d )(\d \d \d \d)(?! \d)", TOKENIZER.decode(ids))
+    return {number.replace(" ", "") for number in found}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_training_never_sees_what_is_held_out(tmp_path, streaming):
+    numbered = [text(1000 + number) for number in range(60)]
+    source = make_source(written(tmp_path, "jsonl", numbered), streaming=streaming)
+    for seed in (0, 1):
+        kept = held_out(TOKENIZER, [(source, 1)], LENGTH, 99, seed, hold_out=10)
+        packed = Packed(TOKENIZER, [(source, 1)], LENGTH, seed, hold_out=10)
+        trained = []
+        while packed.epoch < 2:
+            trained.append(next(packed))
+        apart = {str(1000 + number) for number in range(0, 60, 10)}
+        assert numbers_in(kept) == apart
+        assert numbers_in(trained) == {str(1000 + number) for number in range(60)} - apart
+        assert_same(held_out(TOKENIZER, [(source, 1)], LENGTH, 99, seed, hold_out=10), kept)
+        assert_same(held_out(TOKENIZER, [(source, 1)], LENGTH, 2, seed, hold_out=10), kept[:2])
+
+
+def test_a_source_of_its_own_is_held_out_as_a_whole():
+    kept = held_out(TOKENIZER, [(in_memory([text(1000), text(1001)]), 1)], LENGTH, 9, hold_out=1)
+    assert numbers_in(kept) == {"1000", "1001"}
+
+
+def test_held_out_retrieval_is_of_held_out_text():
+    numbered = [" ".join(["rained" if number % 10 else "nobody"] * 300) for number in range(40)]
+    mixed = [(in_memory(numbered), 0), (make_source("retrieval:passkey:200"), 1)]
+    kept = held_out(TOKENIZER, mixed, 200, 4, hold_out=10)
+    trained = firsts(Packed(TOKENIZER, mixed, 200, 0, hold_out=10), 4)
+    read = [TOKENIZER.decode(item["input_ids"]) for item in kept]
+    assert all("nobody" in text and "rained" not in text for text in read)
+    read = [TOKENIZER.decode(item["input_ids"]) for item in trained]
+    assert all("rained" in text and "nobody" not in text for text in read)
+
+
+# --- throughput
+
+
+def test_texts_are_tokenised_in_batches(monkeypatch):
+    calls = []
+    tokenise = type(TOKENIZER).__call__
+
+    def counting(self, text, **options):
+        calls.append(text)
+        return tokenise(self, text, **options)
+
+    monkeypatch.setattr(type(TOKENIZER), "__call__", counting)
+    monkeypatch.setattr(sources, "TOKENISED_CHARACTERS", 2**20)
+    monkeypatch.setattr(sources, "BLOCK_ROWS", 64)
+    packed = Packed(TOKENIZER, [(in_memory(texts_of(640)), 1)], 20_000, 0, hold_out=0)
+    next(packed)
+    assert packed.epoch == 0
+    assert len(calls) < 14
+
+
+# --- the hub
+
+
+def test_names_of_the_hub_are_loaded_by_datasets(monkeypatch):
+    asked = []
+
+    def load_dataset(*args, **options):
+        asked.append((args, options))
+        return datasets.Dataset.from_dict({"story": texts_of(9), "title": ["a"] * 9})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    source = make_source("someone/books:small", text_field="story", split="validation")
+    ((args, options),) = asked
+    assert args == ("someone/books", "small")
+    assert options == {"split": "validation", "streaming": False}
+    found = next(Packed(TOKENIZER, [(source, 1)], LENGTH, 0))
+    assert found["input_ids"].shape == (LENGTH,)
+
+
+# --- what is refused
+
+
+def file_of(folder, name, content):
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+LINE = json.dumps({"content": "a b c", "title": "x"}) + "\n"
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["at once", "streaming"])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        pytest.param("a.txt", "", "has no documents", id="empty text"),
+        pytest.param("a.jsonl", "", "has no documents", id="empty jsonl"),
+        pytest.param(
+            "a.jsonl",
+            LINE.replace("content", "texts"),
+            "has no field 'text'; did you mean texts\\?",
+            id="near field",
+        ),
+        pytest.param(
+            "a.jsonl", LINE, "has no field 'text'; its fields are content, title", id="no field"
+        ),
+        pytest.param("a.txt", b"\xff\xfe\x00bin", "cannot be read \\(.*codec", id="binary"),
+        pytest.param("a.jsonl", "{not json", "cannot be read", id="no json"),
+        pytest.param("a.parquet", "PAR0", "cannot be read", id="no parquet"),
+        pytest.param("a.csv", "text", "must be a file of .txt, .jsonl", id="another kind"),
+        pytest.param(
+            "a.jsonl",
+            '{"text": "It rained all day."}\n{"text": null}\n',
+            "field 'text' of source 'a.jsonl' must hold text; document 1 has None",
+            id="no text",
+        ),
+        pytest.param(
+            "a.jsonl",
+            '{"text": "It rained all day."}\n{"text": "It"}\n',
+            "source 'a.jsonl' has a document of 1 tokens, and two are the fewest",
+            id="short",
+        ),
+    ],
+)
+def test_bad_data_is_refused_in_a_sentence(tmp_path, name, content, message, streaming):
+    path = file_of(tmp_path, name, content)
+    with pytest.raises(Refused, match=message) as refusal:
+        source = make_source(path, streaming=streaming)
+        firsts(Packed(TOKENIZER, [(source, 1)], 20, 0, hold_out=0), 2)
+    assert len(str(refusal.value).splitlines()) == 1
+
+
+def test_a_file_that_is_not_there_is_none_of_the_hub(tmp_path):
+    for name in (str(tmp_path / "none.txt"), "none.jsonl", "./none", str(tmp_path / "none")):
+        with pytest.raises(Refused, match="is no file or folder that is there"):
+            make_source(name)
+
+
+def test_a_folder_holds_files_of_one_kind(tmp_path):
+    with pytest.raises(Refused, match="it holds no files"):
+        make_source(str(tmp_path))
+    file_of(tmp_path, "a.txt", "a b c")
+    file_of(tmp_path, "b.jsonl", LINE)
+    with pytest.raises(Refused, match="it holds .jsonl and .txt files"):
+        make_source(str(tmp_path))
+
+
+@pytest.mark.parametrize("texts", [["", "a", ""], ["a b c", "", "d"]], ids=["all", "some"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_short_documents_are_passed_over_where_asked(texts, streaming):
+    tokenizer = letters()
+    dataset = datasets.Dataset.from_dict({"text": texts})
+    dataset = dataset.to_iterable_dataset() if streaming else dataset
+    source = sources.TextSource("memory", dataset, "text", shuffle=False, skip_short=True)
+    packed = Packed(tokenizer, [(source, 1)], 8, 0, hold_out=0)
+    if texts[0]:
+        assert spelled(tokenizer, next(packed)["input_ids"]) == "abc.abc."
+    else:
+        with pytest.raises(Refused, match="has only documents of"):
+            next(packed)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"sources": []}, "sources must be at least one with a share", id="none"),
+        pytest.param({"share": 0}, "sources must be at least one with a share", id="no share"),
+        pytest.param({"share": -1}, "shares of sources must be numbers, none below 0", id="minus"),
+        pytest.param({"share": float("nan")}, "shares of sources must be numbers", id="nan"),
+        pytest.param({"length": 1}, "length must be 2 tokens or more; got 1", id="length"),
+        pytest.param({"rank": 2, "world": 2}, "below world; got 2 of 2", id="rank"),
+        pytest.param({"hold_out": -1}, "hold_out must be 0 or more; got -1", id="hold_out"),
+        pytest.param({"hold_out": 1}, "has no documents where one in 1 is held out", id="all out"),
+        pytest.param(
+            {"hold_out": 0, "only_held_out": True},
+            "has no held-out documents where none is held out",
+            id="none out",
+        ),
+        pytest.param({"source": "retrieval:passkey:99"}, "and a sequence has 48", id="too long"),
+        pytest.param({"source": "retrieval:passkey:40"}, "length 40 has no room", id="no room"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(change, message):
+    change = dict(change)
+    source = make_source(change.pop("source")) if "source" in change else in_memory(texts_of(9))
+    mixture = change.pop("sources", [(source, change.pop("share", 1))])
+    place = {"length": LENGTH, "seed": 0, **change}
+    with pytest.raises(Refused, match=message):
+        Packed(TOKENIZER, mixture, **place)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"length": 64}, "length of the data must be 48, as where", id="length"),
+        pytest.param({"seed": 1}, "seed of the data must be 0", id="seed"),
+        pytest.param({"texts": texts_of(8)}, "sources of the data must be", id="sources"),
+        pytest.param({"drop_rest": True}, "drop_rest of the data must be False", id="drop_rest"),
+        pytest.param({"world": 2}, "world must divide the 3 sequences", id="world"),
+    ],
+)
+def test_a_place_in_other_data_is_refused(change, message):
+    def opened(texts=None, **change):
+        source = in_memory(texts or texts_of(9))
+        return Packed(TOKENIZER, [(source, 1)], **{"length": LENGTH, "seed": 0, **change})
+
+    packed = opened()
+    firsts(packed, 3)
+    with pytest.raises(Refused, match=message):
+        opened(**change).load_state_dict(packed.state_dict())
+
+
+def test_no_held_out_sequences_are_refused():
+    with pytest.raises(Refused, match="count of held-out sequences must be 1 or more; got 0"):
+        held_out(TOKENIZER, [(in_memory(texts_of(9)), 1)], LENGTH, 0)
