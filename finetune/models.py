@@ -1,9 +1,8 @@
-"""Models to train: loaded for a length, with adapters, and run as far as their loss.
+"""Models to train: loaded for a length, with adapters, and run without their head.
 
-The head of a model is never asked for logits. While `forward_hidden` and `forward_loss` run, it
-hands its input on: what the model then does to logits, such as scaling them, it does to the hidden
-states, which is the same as long as it is linear. The model itself is called, through whatever is
-wrapped around it, so that DDP's and FSDP's hooks run.
+While `forward_hidden` runs, the head hands its input on: what the model then does to logits, such
+as scaling them, it does to the hidden states, which is the same as long as it is linear. The model
+itself is called, through whatever is wrapped around it, so that all hooks run.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,10 +27,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from cab_hf.attention import settings
 from cab_hf.config import CabConfig
 from cab_hf.eval import models as evaluated
-from cab_hf.finetune.loss import linear_cross_entropy
 from cab_hf.patches import apply_cab
 from cab_hf.runs.log import write_atomically
 
@@ -73,7 +70,8 @@ def load_model(
 
     Args:
         name: ``smollm2``, ``tiny`` (a random LLaMA that reads bytes), a folder, or a hub's name.
-        cab_config: settings of "cab"; by default those in the model's config, else `CabConfig()`.
+        cab_config: settings of "cab"; fields in a mapping change those in the model's config,
+            which are taken by default, else `CabConfig()`.
         dtype: a torch dtype's name; that of the weights.
         rope, rope_factor, rope_theta: as of `stretch_positions`.
         qlora: weights in 4 bits (NF4, bitsandbytes), products in ``dtype``.
@@ -83,25 +81,38 @@ def load_model(
         ValueError: positions that do not reach ``length``, a scaling that does not fit the model,
             a bad dtype or ``cab_config``, or qlora without bitsandbytes.
     """
-    config = _tiny_config() if name == TINY else evaluated.load_config(name, trust_remote_code)
+    config = open_config(name, trust_remote_code)
     stretch_positions(config, name, length, rope, rope_factor, rope_theta)
-    if name == TINY:
-        model, tokenizer = _tiny_model(config, attn_implementation, dtype, device), _reads_bytes()
-    else:
-        options = {"config": config, "attn_implementation": attn_implementation}
-        options |= _four_bits(dtype, device) if qlora else {}
-        model, tokenizer = evaluated.load_model(name, device, dtype, trust_remote_code, **options)
+    options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
+    options |= _four_bits(dtype, device) if qlora else {}
+    model, tokenizer = open_model(name, config, dtype, device, **options)
     if attn_implementation == "cab":
-        apply_cab(model, _cab_config(cab_config, config))
-    # what PEFT records as the base of an adapter: no path where a name says it
-    model.name_or_path = name
+        whole = cab_config is None or isinstance(cab_config, CabConfig)
+        apply_cab(model, cab_config) if whole else apply_cab(model, **cab_config)
     return model, tokenizer
 
 
-def _cab_config(given: Any, config: PreTrainedConfig) -> CabConfig:
-    if given is None:
-        return settings(config.get_text_config())
-    return given if isinstance(given, CabConfig) else CabConfig.from_dict(dict(given))
+def open_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The config of a model, which may be changed before `open_model` takes it."""
+    return _tiny_config() if name == TINY else evaluated.load_config(name, trust_remote_code)
+
+
+def open_model(
+    name: str, config: PreTrainedConfig, dtype: str, device: Any, **options: Any
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model ``name`` of a ``config`` in eval mode, and its tokenizer; errors of `load_model`.
+
+    Args:
+        options: of ``from_pretrained``.
+    """
+    if name == TINY:
+        attention = options.get("attn_implementation", "sdpa")
+        model, tokenizer = _tiny_model(config, attention, dtype, device), _reads_bytes()
+    else:
+        model, tokenizer = evaluated.load_model(name, device, dtype, config=config, **options)
+    # what PEFT records as the base of an adapter: no path where a name says it
+    model.name_or_path = name
+    return model, tokenizer
 
 
 def _four_bits(dtype: str, device: Any) -> dict[str, Any]:
@@ -261,7 +272,7 @@ def with_lora(
     embeddings: bool = False,
     qlora: bool = False,
 ) -> Any:
-    """``model`` with LoRA adapters in float32, all else frozen; a PeftModel.
+    """``model`` with LoRA adapters, all else frozen; a PeftModel. What is trained is in float32.
 
     Args:
         targets: last names of linear layers, such as ``q_proj``, or ``all-linear`` for all but
@@ -294,7 +305,7 @@ def with_lora(
     )
     adapted = get_peft_model(model, config)
     for parameter in adapted.parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and parameter.dtype.itemsize < torch.float32.itemsize:
             # what is learnt in small steps would be rounded away
             parameter.data = parameter.data.float()
     _keep_dtype(adapted, model.dtype)
@@ -395,8 +406,8 @@ def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tenso
     """The hidden states of which the head would make logits, and the weight it would do it with.
 
     Args:
-        model: a causal LM, with adapters or without, or DDP around one; under FSDP, which takes
-            the weight away again when the model has run, `forward_loss`.
+        model: a causal LM, with adapters or without, or DDP around one. Under FSDP the weight is
+            there only while the wrapped module runs: call this, and use the weight, inside of it.
         batch: ``input_ids`` int64 [B, N] and whatever else the model takes; labels are left out.
 
     Returns:
@@ -418,38 +429,6 @@ def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tenso
         inputs = {name: x for name, x in batch.items() if name != "labels"}
         hidden = model(**inputs, use_cache=False).logits
     return hidden, seen["weight"]
-
-
-def forward_loss(
-    model: nn.Module, batch: Mapping[str, Tensor], **how: Any
-) -> tuple[Tensor, Tensor]:
-    """`linear_cross_entropy` of a batch inside the model's own forward pass, as FSDP needs it.
-
-    Args:
-        model: a causal LM, with adapters or without, or whatever DDP or FSDP make of one.
-        batch: ``input_ids`` and ``labels`` int64 [B, N], already shifted, and whatever else the
-            model takes.
-        how: ``chunk_tokens`` and ``kernel`` of `linear_cross_entropy`.
-
-    Returns:
-        The sum over labelled tokens and their number, two scalars.
-
-    Raises:
-        NotImplementedError: as `forward_hidden`; ValueError: as `linear_cross_entropy`.
-    """
-    seen = {}
-
-    def loss(logits: Tensor, labels: Tensor, *_: Any, **__: Any) -> Tensor:
-        total, seen["count"] = linear_cross_entropy(logits, head_weight(head), labels, **how)
-        return total
-
-    causal = causal_model(model)
-    head = _head_of(causal)
-    with ExitStack() as stack:
-        stack.enter_context(_replaced(head, "forward", lambda hidden: hidden))
-        stack.enter_context(_replaced(causal, "_loss_function", loss))
-        total = model(**batch, use_cache=False).loss
-    return total, seen["count"]
 
 
 def causal_model(model: nn.Module) -> PreTrainedModel:

@@ -1,0 +1,382 @@
+"""Merge an adapter into its base: ``python -m cab_hf.finetune.merge ADAPTER OUT``.
+
+The merged model is written beside OUT, read again, and asked for the logits that the base with the
+adapter gives; only then does OUT appear.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from cab_hf.eval import models as evaluated
+from cab_hf.finetune.models import (
+    BASE,
+    base_sha256,
+    causal_model,
+    open_config,
+    open_model,
+)
+from cab_hf.runs.log import read_log, write_atomically
+from cab_hf.runs.provenance import versions
+from cab_hf.runs.settings import Refused, flag, option, read_settings, require
+
+PROG = "python -m cab_hf.finetune.merge"
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+LOG = "log.jsonl"
+WEIGHTS = "adapter_model.safetensors"
+# a run writes its adapters this deep: OUT/adapter, OUT/checkpoints/step-1/adapter
+DEPTH = 3
+TEXTS, TOKENS = 2, 64
+# to the dtype, of the largest logit
+ROUNDINGS = 16
+# what a run's log may say, and how a card calls it
+FIGURES = {
+    "step": "steps",
+    "loss": "loss of the last step",
+    "held_out_loss": "held-out loss",
+    "passkey": "keys found",
+    "density": "density of attention",
+    "tokens_per_second": "tokens per second",
+    "mfu": "useful MFU",
+    "peak_gib": "peak memory in GiB",
+}
+CARD = """---
+base_model: {base}
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- cab
+- long-context
+---
+
+# {name}
+
+An adapter for long documents, trained with cab_hf and merged into its base.
+Its config has the settings of the sparse attention it was trained with:
+
+```python
+import cab_hf
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{name}", attn_implementation="cab")
+```
+
+Without `cab_hf`, and without `attn_implementation`, attention is dense.
+
+|   |   |
+|---|---|
+{table}
+"""
+
+
+@dataclass(frozen=True)
+class MergeSettings:
+    """Options of the command, ADAPTER and OUT among them."""
+
+    adapter: str = option("", "folder with what finetune/lora.py or PEFT saved")
+    out: str = option("", "folder of the merged model; it must not be there")
+    base: str = option("", "another place of the model that the adapter is for")
+    dtype: str = option("", "of the merged weights (default: that of the base)")
+    device: str = option("cpu", "torch device to merge and compare on")
+    run: str = option("", "folder of the run, for the card (default: where the adapter lies)")
+    push: str = option("", "repository of the hub to upload the merged model to")
+    trust_remote_code: bool = flag("run Python code that comes with the model")
+
+    def __post_init__(self) -> None:
+        require(self, "adapter", self.adapter, "a folder with an adapter")
+        require(self, "out", self.out, "a folder to write")
+        accepted = f"one of {', '.join(DTYPES)}"
+        require(self, "dtype", self.dtype in ("", *DTYPES), accepted)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Merge as ``words`` (default: the command line) ask for; the exit status."""
+    settings = read_settings(MergeSettings, _named(words), PROG, __doc__.partition("\n")[0])
+    try:
+        difference = merge(settings)
+        if settings.push:
+            push(settings.out, settings.push)
+    except (Refused, NotImplementedError) as error:
+        print(f"{PROG}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(f"{settings.out}: merged; the largest difference of a logit is {difference:.2g}")
+    return 0
+
+
+def _named(words: Sequence[str] | None) -> list[str]:
+    """ADAPTER and OUT, which come first, as the options that they are."""
+    words = list(sys.argv[1:] if words is None else words)
+    named = []
+    for name in ("--adapter", "--out"):
+        if words and not words[0].startswith("-"):
+            named += [name, words.pop(0)]
+    return named + words
+
+
+def merge(settings: MergeSettings) -> float:
+    """Write the merged model to ``settings.out``; the largest difference of a logit.
+
+    Raises:
+        Refused: there is no adapter, it is for another base, the folder is there already, or the
+            merged model computes something else.
+    """
+    adapter, out = Path(settings.adapter), Path(settings.out)
+    if out.exists():
+        raise Refused(f"out must be a new folder; {settings.out!r} is there already.")
+    config = read_adapter_config(adapter)
+    base = settings.base or config.base_model_name_or_path
+    figures = read_figures(Path(settings.run) if settings.run else None, adapter)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
+        folder = Path(scratch) / "merged"
+        expected = _write(folder, adapter, base, config, settings)
+        difference = compare(folder, expected, settings)
+        page = card(out.name, folder, base, config, figures, difference)
+        write_atomically(folder / "README.md", page)
+        os.rename(folder, out)
+    return difference
+
+
+def read_adapter_config(adapter: Path) -> Any:
+    """PEFT's config of an adapter; Refused where there is none, or none of LoRA."""
+    from peft import LoraConfig, PeftConfig
+
+    if not (adapter / evaluated.ADAPTER_CONFIG).is_file() or not (adapter / WEIGHTS).is_file():
+        raise Refused(
+            f"adapter must be a folder with {evaluated.ADAPTER_CONFIG} and {WEIGHTS}; got "
+            f"{str(adapter)!r}."
+        )
+    config = PeftConfig.from_pretrained(str(adapter))
+    if not isinstance(config, LoraConfig):
+        raise Refused(f"adapter {adapter.name} must be LoRA's; got {config.peft_type.value}.")
+    config.inference_mode = False
+    return config
+
+
+def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeSettings) -> Tensor:
+    """Write the merged model to ``folder``; the logits that it is to have."""
+    told = read_base(adapter)
+    model_config = open_config(base, settings.trust_remote_code)
+    restore(model_config.get_text_config(), told)
+    dtype = settings.dtype or str(model_config.dtype or torch.float32).removeprefix("torch.")
+    model, tokenizer = open_model(
+        base, model_config, dtype, settings.device, trust_remote_code=settings.trust_remote_code
+    )
+    # what is not local is in a cache by now
+    check_base(adapter, base, told, config.base_model_name_or_path)
+    adapted = attach(model, adapter, config)
+    expected = probe(adapted)
+    _untie(adapted)
+    with warnings.catch_warnings():
+        # PEFT says that it unties what has been trained apart
+        warnings.simplefilter("ignore")
+        merged = adapted.merge_and_unload()
+    merged.config.use_cache = True
+    merged.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return expected
+
+
+def read_base(adapter: Path) -> dict[str, Any]:
+    """What `save_adapter` noted of the model an adapter was trained in; {} where nobody did."""
+    file = adapter / BASE
+    return json.loads(file.read_text("utf-8")) if file.is_file() else {}
+
+
+def restore(text: Any, told: Mapping[str, Any]) -> None:
+    """Give a base's config the positions and "cab" settings an adapter was trained with."""
+    for name in ("rope_parameters", "max_position_embeddings", "cab_config"):
+        if told.get(name) is not None:
+            setattr(text, name, told[name])
+
+
+def check_base(adapter: Path, base: str, told: Mapping[str, Any], recorded: str | None) -> None:
+    """Refuse a base that an adapter was not trained in, by its content or else by its name."""
+    if "sha256" in told:
+        seen = base_sha256(base)
+        if seen != told["sha256"]:
+            raise Refused(
+                f"adapter {adapter.name} was trained in a model of SHA-256 {told['sha256'][:12]}, "
+                f"and base {_name(base)!r} has {seen[:12]}; give the --base it was trained in."
+            )
+    elif _name(base) != _name(recorded or base):
+        raise Refused(
+            f"adapter {adapter.name} was trained in {_name(recorded)!r}, and base is "
+            f"{_name(base)!r}; give the --base it was trained in."
+        )
+
+
+def _name(model: str) -> str:
+    """Of a model, without the folders it stands in here."""
+    return Path(model).name if Path(model).exists() else model
+
+
+def attach(model: PreTrainedModel, adapter: Path, config: Any) -> Any:
+    """``model`` with the adapter in ``adapter``; Refused where they do not fit."""
+    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    wrong = f"adapter {adapter.name} does not fit base {_name(model.name_or_path)!r}: "
+    try:
+        adapted = get_peft_model(model, config).eval()
+    except ValueError as error:
+        why = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+        raise Refused(f"{wrong}{why}; give the --base it was trained in.") from error
+    found = load_file(adapter / WEIGHTS)
+    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    # a head tied to trained embeddings is written once, or twice
+    shared = {name for name, x in wanted.items() if _is_written_elsewhere(name, x, wanted, found)}
+    for name in sorted(wanted.keys() - shared | found.keys()):
+        ours, theirs = (tuple(x[name].shape) if name in x else None for x in (wanted, found))
+        if ours != theirs:
+            part = name.removeprefix("base_model.model.")
+            raise Refused(
+                f"{wrong}{part} is {_shaped(theirs)} in the adapter and {_shaped(ours)} in the "
+                "base; give the --base it was trained in."
+            )
+    set_peft_model_state_dict(adapted, found)
+    return adapted
+
+
+def _is_written_elsewhere(
+    name: str, tensor: Tensor, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]
+) -> bool:
+    same = [other for other, x in wanted.items() if x.data_ptr() == tensor.data_ptr()]
+    return name not in found and any(other in found for other in same)
+
+
+def _shaped(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else f"of shape {list(shape)}"
+
+
+def _untie(adapted: Any) -> None:
+    """Give a head that shares its weight its own, where an adapter changes one of the two."""
+    causal = causal_model(adapted)
+    head, embeddings = causal.get_output_embeddings(), causal.get_input_embeddings()
+    layers = [getattr(x, "base_layer", None) for x in (head, embeddings)]
+    owners = [layer or x for layer, x in zip(layers, (head, embeddings), strict=True)]
+    if layers == [None, None] or owners[0].weight is not owners[1].weight:
+        return
+    owners[0].weight = nn.Parameter(owners[0].weight.detach().clone())
+    causal.config.get_text_config().tie_word_embeddings = False
+    causal.config.tie_word_embeddings = False
+
+
+@torch.no_grad()
+def probe(model: nn.Module) -> Tensor:
+    """Logits [TEXTS, TOKENS, V] of tokens that are always the same, on the CPU."""
+    vocabulary = model.config.get_text_config().vocab_size
+    drawn = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (TEXTS, TOKENS), generator=drawn)
+    device = model.get_input_embeddings().weight.device
+    return model(tokens.to(device), use_cache=False).logits.cpu()
+
+
+def compare(folder: Path, expected: Tensor, settings: MergeSettings) -> float:
+    """The largest difference of a logit that the model in ``folder`` has from ``expected``.
+
+    Raises:
+        Refused: it is more than `bound` allows, or no number.
+    """
+    merged = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", trust_remote_code=settings.trust_remote_code
+    )
+    found = probe(merged.to(settings.device).eval())
+    difference = (found.double() - expected.double()).abs().max().item()
+    most = bound(expected, merged.dtype)
+    if not difference <= most:
+        raise Refused(
+            f"the merged model has a logit that is {difference:.2g} off that of base and adapter, "
+            f"more than {most:.2g}, the roundings of {str(merged.dtype).removeprefix('torch.')}; "
+            "merge in a wider --dtype."
+        )
+    return difference
+
+
+def bound(expected: Tensor, dtype: torch.dtype) -> float:
+    """How far logits may be off: some roundings to ``dtype`` of the largest of them."""
+    return ROUNDINGS * torch.finfo(dtype).eps * expected.double().abs().max().item()
+
+
+def read_figures(run: Path | None, adapter: Path) -> dict[str, Any]:
+    """The last of each figure in a run's log, by name; {} where an adapter lies in no run.
+
+    Raises:
+        LogError: ``run`` was given and has no log, or a log is damaged.
+    """
+    above = [adapter.resolve(), *adapter.resolve().parents][: DEPTH + 1]
+    logs = [folder / LOG for folder in above if (folder / LOG).is_file()]
+    if run is None and not logs:
+        return {}
+    _, records = read_log(run / LOG if run else logs[0])
+    figures = {name: x for record in records for name, x in record.items() if x is not None}
+    return {name: figures[name] for name in FIGURES if name in figures}
+
+
+def card(
+    name: str,
+    folder: Path,
+    base: str,
+    config: Any,
+    figures: Mapping[str, Any],
+    difference: float,
+) -> str:
+    """The page of a merged model, its front matter read by the hub."""
+    model = json.loads((folder / "config.json").read_text("utf-8"))
+    kept = config.modules_to_save or []
+    rows = {
+        "base": _name(base),
+        "adapter": f"LoRA, rank {config.r}, alpha {config.lora_alpha:g}",
+        "layers": ", ".join(sorted(config.target_modules)),
+        "trained whole": ", ".join(sorted(kept)),
+        "positions": _positions(model),
+        "largest difference of a logit, merged to adapter and base": f"{difference:.2g}",
+        **{told: _figure(figures[key]) for key, told in FIGURES.items() if key in figures},
+        "made with": ", ".join(f"{package} {version}" for package, version in versions().items()),
+    }
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items() if value)
+    return CARD.format(name=name, base=_name(base), table=table)
+
+
+def _positions(model: Mapping[str, Any]) -> str:
+    text = model.get("text_config", model)
+    rope = (text.get("rope_parameters") or {}).get("rope_type", "default")
+    stretched = "" if rope == "default" else f", stretched by {rope}"
+    return f"{text.get('max_position_embeddings')}{stretched}"
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{_figure(x)} at {key}" for key, x in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def push(folder: Path | str, name: str) -> None:
+    """Upload a merged model to the hub; Refused where that is not to be."""
+    from huggingface_hub import HfApi
+
+    try:
+        repository = HfApi().create_repo(name, exist_ok=True).repo_id
+        HfApi().upload_folder(repo_id=repository, folder_path=str(folder))
+    except Exception as error:
+        why = str(error).partition("\n")[0].rstrip(".")
+        raise Refused(
+            f"push must be a repository of the hub that you may write; got {name!r} ({why}), and "
+            f"{folder} has the model."
+        ) from error
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,246 @@
+"""The loss of long texts: cross-entropy and its gradients, to the last digits, without logits."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from torch.utils.checkpoint import checkpoint
+
+from cab_hf.finetune import loss
+from cab_hf.finetune.loss import IGNORED, linear_cross_entropy
+
+VOCABULARY, CHANNELS = 51, 24
+LABELS = {
+    "all": slice(0, 0),
+    "some": slice(3, 20),
+    "none in the first chunk": slice(0, 9),
+    "one": slice(0, -1),
+    "none": slice(None),
+}
+
+
+def made(batch=2, length=37, ignored=slice(0, 0), dtype=torch.float64, seed=0):
+    """hidden [B, N, D], weight [V, D], labels [B, N]; some of the flattened labels ignored."""
+    draw = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(batch, length, CHANNELS, generator=draw, dtype=dtype)
+    weight = torch.randn(VOCABULARY, CHANNELS, generator=draw, dtype=dtype)
+    labels = torch.randint(VOCABULARY, (batch, length), generator=draw)
+    labels.view(-1)[ignored] = IGNORED
+    return hidden.requires_grad_(), weight.requires_grad_(), labels
+
+
+def by_torch(hidden, weight, labels):
+    logits = (hidden @ weight.T).flatten(0, -2)
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def gradients(total, *of):
+    # of a mean, not of the sum: what comes from behind counts too
+    return torch.autograd.grad(total / 7, of)
+
+
+@pytest.mark.parametrize("ignored", LABELS.values(), ids=LABELS)
+@pytest.mark.parametrize("chunk", [1, 8, 1000, None])
+def test_it_is_torchs_cross_entropy(ignored, chunk):
+    hidden, weight, labels = made(ignored=ignored)
+    total, count = linear_cross_entropy(hidden, weight, labels, chunk_tokens=chunk)
+    expected = by_torch(hidden, weight, labels)
+    assert count == (labels != IGNORED).sum()
+    torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
+    found = gradients(total, hidden, weight)
+    torch.testing.assert_close(found, gradients(expected, hidden, weight), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 111), (3, 63), (1, 205)], ids=str)
+def test_any_length_in_float32_errs_by_a_millionth(shape):
+    hidden, weight, labels = made(*shape, dtype=torch.float32)
+    total, _ = linear_cross_entropy(hidden, weight, labels, chunk_tokens=16)
+    found = total, *gradients(total, hidden, weight)
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    expected = by_torch(*wide, labels)
+    for ours, exact in zip(found, (expected, *gradients(expected, *wide)), strict=True):
+        assert (ours - exact).abs().max() <= 1e-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)], ids=str)
+def test_no_tokens_have_no_loss(shape):
+    hidden, weight, labels = made(*shape)
+    total, count = linear_cross_entropy(hidden, weight, labels)
+    total.backward()
+    assert (total, count) == (0, 0)
+    assert hidden.grad.shape == hidden.shape and weight.grad.abs().max() == 0
+
+
+def test_what_is_ignored_may_be_anything():
+    hidden, weight, labels = made(ignored=slice(5, 12))
+    spoiled = hidden.detach().clone()
+    spoiled.view(-1, CHANNELS)[5:12] = torch.nan
+    spoiled.requires_grad_()
+    found = gradients(linear_cross_entropy(spoiled, weight, labels)[0], spoiled, weight)
+    expected = gradients(linear_cross_entropy(hidden, weight, labels)[0], hidden, weight)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_sums_of_parts_are_the_sum_of_all():
+    hidden, weight, labels = made(ignored=slice(3, 20))
+    whole = linear_cross_entropy(hidden, weight, labels)
+    parts = [
+        linear_cross_entropy(hidden[:, part], weight, labels[:, part])
+        for part in (slice(0, 11), slice(11, None))
+    ]
+    torch.testing.assert_close(whole, tuple(a + b for a, b in zip(*parts, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("hidden_dtype", "weight_dtype", "autocast"),
+    [
+        pytest.param(torch.bfloat16, torch.bfloat16, False, id="bfloat16"),
+        pytest.param(torch.bfloat16, torch.float32, False, id="head trained in float32"),
+        pytest.param(torch.float32, torch.bfloat16, False, id="hidden in float32"),
+        pytest.param(torch.float32, torch.float32, True, id="autocast"),
+    ],
+)
+def test_products_are_in_the_narrower_dtype_and_sums_are_not(hidden_dtype, weight_dtype, autocast):
+    hidden, weight, labels = made(1, 300, dtype=torch.float32)
+    hidden, weight = (
+        x.detach().to(torch.bfloat16).to(dtype).requires_grad_()
+        for x, dtype in ((hidden, hidden_dtype), (weight, weight_dtype))
+    )
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        total, _ = linear_cross_entropy(hidden, weight, labels, chunk_tokens=64)
+    logits = (hidden.to(torch.bfloat16) @ weight.to(torch.bfloat16).T).float()
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    assert total.dtype == torch.float32
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
+    exact = gradients(by_torch(hidden.double(), weight.double(), labels), hidden, weight)
+    for ours, wanted, of in zip(
+        gradients(total, hidden, weight), exact, (hidden, weight), strict=True
+    ):
+        assert ours.dtype == of.dtype
+        assert (ours - wanted).abs().max() <= 0.02 * wanted.abs().max()
+
+
+def test_only_what_learns_gets_a_gradient():
+    hidden, weight, labels = made()
+    frozen = weight.detach()
+    total, _ = linear_cross_entropy(hidden, frozen, labels)
+    expected = gradients(by_torch(hidden, frozen, labels), hidden)
+    torch.testing.assert_close(gradients(total, hidden), expected)
+    with torch.no_grad():
+        alone, _ = linear_cross_entropy(hidden, weight, labels)
+    assert not alone.requires_grad and alone == total
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many elements the largest tensor made inside has."""
+
+    made = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        sizes = [x.numel() for x in tree_flatten(out)[0] if isinstance(x, torch.Tensor)]
+        self.made = max([self.made, *sizes])
+        return out
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["head frozen", "head trained"])
+def test_no_tensor_is_larger_than_a_chunk_of_logits(trained):
+    hidden, weight, labels = made(1, 640, dtype=torch.float32)
+    weight.requires_grad_(trained)
+    with Largest() as largest:
+        linear_cross_entropy(hidden, weight, labels, chunk_tokens=32)[0].backward()
+    assert hidden.grad.abs().sum() > 0
+    # 640 x 51 logits would be the largest of all
+    assert largest.made == max(hidden.numel(), 32 * VOCABULARY) == 640 * CHANNELS
+    with Largest() as largest:
+        by_torch(hidden, weight, labels).backward()
+    assert largest.made == 640 * VOCABULARY
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "tokens"),
+    [
+        pytest.param(128_256, 512, id="llama3"),
+        pytest.param(49_152, 1280, id="smollm2"),
+        pytest.param(2_000_000, 128, id="huge"),
+    ],
+)
+def test_how_long_a_chunk_is(vocabulary, tokens):
+    assert loss._tokens_of_chunk(vocabulary) == tokens
+
+
+def test_it_may_be_computed_again_under_checkpointing():
+    hidden, weight, labels = made()
+
+    def total(hidden, weight):
+        return linear_cross_entropy(hidden, weight, labels, chunk_tokens=8)[0]
+
+    again = checkpoint(total, hidden, weight, use_reentrant=False)
+    expected = gradients(total(hidden, weight), hidden, weight)
+    torch.testing.assert_close(gradients(again, hidden, weight), expected, rtol=0, atol=0)
+
+
+class Head(nn.Module):
+    """One layer and a head, frozen or not, as DDP sees them."""
+
+    def __init__(self, trained):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(CHANNELS, CHANNELS)
+        self.head = nn.Linear(CHANNELS, VOCABULARY, bias=False).requires_grad_(trained)
+
+    def forward(self, hidden, labels):
+        return linear_cross_entropy(self.layer(hidden), self.head.weight, labels)[0]
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["head frozen", "head trained"])
+@pytest.mark.parametrize("ignored", [LABELS["some"], LABELS["none"]], ids=["some", "none"])
+def test_ddp_misses_no_gradient(one_process, trained, ignored):
+    hidden, _, labels = made(ignored=ignored, dtype=torch.float32)
+    alone, spread = Head(trained), nn.parallel.DistributedDataParallel(Head(trained))
+    # DDP refuses a second pass when a parameter had no gradient in the first
+    for _ in range(2):
+        spread(hidden, labels).backward()
+        alone(hidden, labels).backward()
+    for ours, expected in zip(spread.module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        pytest.param({"kernel": "fast"}, "kernel is 'fast'; it must be one of auto, ", id="kernel"),
+        pytest.param({"chunk_tokens": 0}, "chunk_tokens is 0; it must be at least 1", id="chunk"),
+        pytest.param({"weight": torch.ones(5, 3)}, r"weight is of shape \(5, 3\)", id="weight"),
+        pytest.param({"labels": torch.ones(2, 36).long()}, r"labels .*\(2, 36\)", id="labels"),
+        pytest.param(
+            {"labels": torch.full((2, 37), 51)}, "labels have 51 and the head 51 tokens", id="over"
+        ),
+        pytest.param({"labels": torch.full((2, 37), -1)}, "labels have -1 and", id="below"),
+        pytest.param({"kernel": "liger"}, "liger-kernel is not installed; `pip", id="no liger"),
+    ],
+)
+def test_what_is_refused(change, sentence, monkeypatch):
+    monkeypatch.setattr(loss, "find_spec", lambda name: None)
+    hidden, weight, labels = made()
+    with pytest.raises(ValueError, match=sentence):
+        linear_cross_entropy(**{"hidden": hidden, "weight": weight, "labels": labels, **change})
+
+
+def test_liger_is_not_taken_for_what_it_does_not_compute(monkeypatch):
+    monkeypatch.setattr(loss, "find_spec", lambda name: name)
+    hidden, weight, labels = made()
+    with pytest.raises(ValueError, match="the products are torch.float64 on cpu"):
+        linear_cross_entropy(hidden, weight, labels, kernel="liger")
+    total, _ = linear_cross_entropy(hidden, weight, labels, kernel="auto")
+    torch.testing.assert_close(total, by_torch(hidden, weight, labels))

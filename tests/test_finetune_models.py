@@ -1,0 +1,392 @@
+"""Models to train: positions that reach, adapters in float32, and hidden states for logits."""
+
+import json
+
+import pytest
+import torch
+from tiny import SPARSE, tiny_model, tokens
+from torch import nn
+from torch.nn import functional as F
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    PhiConfig,
+    PhiForCausalLM,
+)
+from words import save_llama
+
+import cab_hf
+from cab_hf.finetune import models
+from cab_hf.finetune.loss import IGNORED, linear_cross_entropy
+from cab_hf.finetune.models import forward_hidden, load_model, stretch_positions, with_lora
+from cab_hf.runs.settings import Refused
+
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj")
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
+
+
+def double(**options):
+    return tiny_model(**options).double()
+
+
+def adapted(model=None, targets=LINEAR, rank=4, alpha=8.0, **options):
+    """A model with adapters that do something."""
+    torch.manual_seed(1)
+    wrapped = with_lora(model or tiny_model(), targets, rank, alpha, **options)
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return wrapped
+
+
+def batch_of(length=90, rows=2):
+    """Packed documents, labels shifted, the last of each document and some more to be ignored."""
+    ids = tokens(rows, length)
+    labels = torch.cat([ids[:, 1:], torch.full((rows, 1), IGNORED)], dim=1)
+    labels[:, [40, 50]] = IGNORED
+    positions = torch.cat([torch.arange(41), torch.arange(length - 41)]).expand(rows, -1)
+    return {"input_ids": ids, "position_ids": positions, "labels": labels}
+
+
+def by_logits(model, batch):
+    inputs = {name: x for name, x in batch.items() if name != "labels"}
+    logits = model(**inputs, use_cache=False).logits.flatten(0, 1)
+    return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
+
+
+def by_hidden(model, batch):
+    return linear_cross_entropy(*forward_hidden(model, batch), batch["labels"], chunk_tokens=16)[0]
+
+
+def learnt(model):
+    return {name: x for name, x in model.named_parameters() if x.requires_grad}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(tiny_model, id="llama"),
+        pytest.param(lambda: tiny_model("qwen3"), id="qwen3"),
+        pytest.param(
+            lambda: CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.3)).eval(),
+            id="scaled logits",
+        ),
+        pytest.param(
+            lambda: GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=5.0)).eval(),
+            id="divided logits",
+        ),
+        pytest.param(lambda: adapted(double()), id="lora"),
+        pytest.param(lambda: adapted(double(), (*LINEAR, "lm_head")), id="lora on the head"),
+        pytest.param(
+            lambda: adapted(double(), norms=True, embeddings=True), id="norms and embeddings"
+        ),
+        pytest.param(lambda: adapted(double(tie_word_embeddings=True), embeddings=True), id="tied"),
+    ],
+)
+def test_the_loss_is_that_of_the_logits(make):
+    model, batch = make().double(), batch_of()
+    expected, found = by_logits(model, batch), by_hidden(model, batch)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+    parameters = learnt(model).values()
+    ours, theirs = (torch.autograd.grad(x, parameters) for x in (found, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    assert all(x.abs().sum() > 0 for x in ours)
+    # and the head gives logits again
+    assert model(batch["input_ids"]).logits.shape[-1] == 64
+
+
+def test_a_forward_pass_that_fails_leaves_the_head_as_it_was():
+    model = tiny_model()
+    with pytest.raises(IndexError):
+        forward_hidden(model, {"input_ids": torch.full((1, 4), 10_000)})
+    assert model(tokens(1, 4)).logits.shape == (1, 4, 64)
+
+
+def test_no_logits_are_made(monkeypatch):
+    model = adapted(targets=(*LINEAR, "lm_head"))
+    monkeypatch.setattr(
+        type(model.get_base_model().lm_head), "forward", lambda *_: pytest.fail("it was called")
+    )
+    with pytest.raises(pytest.fail.Exception):
+        model(tokens(1, 4))
+    monkeypatch.undo()
+    hidden, weight = forward_hidden(model, batch_of())
+    assert hidden.shape == (2, 90, 48) and weight.shape == (64, 48)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "cab"])
+def test_checkpointing_changes_no_gradient(attention):
+    model, batch = adapted(targets=(*LINEAR, "lm_head")), batch_of(200)
+    if attention == "cab":
+        cab_hf.apply_cab(model, SPARSE)
+    model.train()
+    parameters = learnt(model).values()
+    expected = torch.autograd.grad(by_hidden(model, batch), parameters)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    found = torch.autograd.grad(by_hidden(model, batch), parameters)
+    torch.testing.assert_close(found, expected)
+    if attention == "cab":
+        assert all(layer["density"] < 1 for layer in cab_hf.stats(model))
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+def test_ddp_misses_no_gradient(one_process, checkpointing):
+    options = {"norms": True, "embeddings": True, "targets": (*LINEAR, "lm_head")}
+    alone, inner, batch = adapted(**options), adapted(**options), batch_of()
+    if checkpointing:
+        inner.train().gradient_checkpointing_enable({"use_reentrant": False})
+    spread = nn.parallel.DistributedDataParallel(inner)
+    # DDP refuses a second pass when a parameter had no gradient in the first
+    for _ in range(2):
+        by_hidden(spread, batch).backward()
+        by_hidden(alone, batch).backward()
+    expected = {name: x.grad for name, x in learnt(alone).items()}
+    torch.testing.assert_close({name: x.grad for name, x in learnt(inner).items()}, expected)
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        pytest.param(
+            lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, final_logit_softcapping=30.0)),
+            r"Gemma2ForCausalLM caps its logits \(final_logit_softcapping=30.0\)",
+            id="soft cap",
+        ),
+        pytest.param(
+            lambda: PhiForCausalLM(PhiConfig(**SMALL)),
+            "PhiForCausalLM has a head with a bias",
+            id="bias",
+        ),
+    ],
+)
+def test_heads_of_other_logits_are_refused(model, sentence):
+    with pytest.raises(NotImplementedError, match=sentence):
+        forward_hidden(model().eval(), batch_of())
+
+
+LLAMA = {"max_position_embeddings": 1000, "head_dim": 16}
+
+
+def stretched(rope, length=None, **options):
+    config = LlamaConfig(**SMALL, **LLAMA)
+    stretch_positions(config, "a-model", length, rope, **options)
+    return config
+
+
+def frequencies(config, length):
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rotary = LlamaRotaryEmbedding(config)
+    rotary(torch.ones(1), torch.arange(length).unsqueeze(0))
+    return rotary.inv_freq
+
+
+@pytest.mark.parametrize(
+    ("rope", "lowest", "highest"),
+    [
+        # shares that the lowest and the highest frequency keep
+        pytest.param("linear", 1 / 4, 1 / 4, id="linear"),
+        pytest.param("dynamic", None, 1, id="dynamic"),
+        pytest.param("yarn", 1 / 4, 1, id="yarn"),
+        pytest.param("llama3", 1 / 4, 1, id="llama3"),
+        pytest.param("theta", 1 / 4, 1, id="theta"),
+    ],
+)
+def test_positions_are_stretched_as_the_name_says(rope, lowest, highest):
+    plain = frequencies(LlamaConfig(**SMALL, **LLAMA), 4000)
+    config = stretched(rope, 4000)
+    config.validate_rope()
+    found = frequencies(config, 4000) / plain
+    assert found[0].item() == pytest.approx(highest)
+    if lowest is None:
+        # theta grows with the call: by (4 x 4000 / 1000 - 3)^(16 / 14)
+        lowest = 13.0 ** -(16 / 14 * 14 / 16)
+    assert found[-1].item() == pytest.approx(lowest, rel=1e-4)
+    assert models.evaluated.most_tokens(config) == 4000
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "expected"),
+    [
+        pytest.param({"rope": "yarn", "length": 4000}, "factor", 4.0, id="factor of length"),
+        pytest.param({"rope": "yarn", "factor": 8.0}, "factor", 8.0, id="factor alone"),
+        pytest.param(
+            {"rope": "linear", "length": 4000, "factor": 8}, "factor", 8.0, id="factor and length"
+        ),
+        pytest.param(
+            {"rope": "theta", "length": 4000, "theta": 5e5}, "rope_theta", 5e5, id="theta"
+        ),
+        pytest.param({"rope": None, "length": 1000}, "rope_type", "default", id="none needed"),
+    ],
+)
+def test_what_is_given_wins(options, field, expected):
+    assert stretched(**options).rope_parameters[field] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        pytest.param(
+            {"rope": None, "length": 1001},
+            "length is 1001 and the positions of model 'a-model' reach 1000; give rope, one of "
+            "linear, dynamic, yarn, llama3, theta, or a shorter length",
+            id="no scaling",
+        ),
+        pytest.param(
+            {"rope": "yarn", "length": 4000, "factor": 2.0},
+            "rope_factor is 2 and must be at least 4",
+            id="too little",
+        ),
+        pytest.param({"rope": "yarn", "factor": 0.5}, "rope_factor is 0.5 and", id="shrunk"),
+        pytest.param({"rope": "yarn", "length": 900}, "length 900 is within the", id="unneeded"),
+        pytest.param({"rope": "ntk", "length": 4000}, "rope is 'ntk'; it must be", id="unknown"),
+        pytest.param(
+            {"rope": None, "factor": 2.0}, "rope_factor is 2.0 and rope is None", id="factor"
+        ),
+        pytest.param(
+            {"rope": "yarn", "length": 4000, "theta": 5e5}, "rope_theta is 500000.0", id="theta"
+        ),
+    ],
+)
+def test_positions_that_are_refused(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        stretched(**options)
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        pytest.param(stretched("yarn", 2000), "have the scaling 'yarn' already", id="scaled"),
+        pytest.param(GPT2Config(), "has no rotary positions that are alike", id="learned"),
+    ],
+)
+def test_models_that_are_not_stretched(config, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        stretch_positions(config, "a-model", 4000, "yarn")
+
+
+def test_a_model_is_loaded_to_be_trained(tmp_path):
+    folder = str(save_llama(tmp_path / "model"))
+    model, tokenizer = load_model(
+        folder, cab_config={"mass": 0.5}, dtype="bfloat16", length=4096, rope="yarn"
+    )
+    assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "cab"
+    assert model.config.cab_config["mass"] == 0.5
+    assert model.config.max_position_embeddings == 4096
+    assert model.model.rotary_emb.rope_type == "yarn"
+    assert tokenizer.pad_token is not None
+    with pytest.raises(Refused, match="cannot be loaded"):
+        load_model(str(tmp_path / "nothing"))
+    with pytest.raises(ValueError, match="length is 4096 and the positions"):
+        load_model(folder, length=4096)
+
+
+def test_tiny_is_one_model_whatever_the_seed():
+    state = torch.random.get_rng_state()
+    first, tokenizer = load_model("tiny", dtype="float32", attn_implementation="sdpa")
+    assert torch.equal(torch.random.get_rng_state(), state)
+    torch.manual_seed(7)
+    second, _ = load_model("tiny", dtype="float32", attn_implementation="sdpa")
+    torch.testing.assert_close(first.state_dict(), second.state_dict(), rtol=0, atol=0)
+    text = "Digits: 1234, é and\n\nlines"
+    ids = tokenizer(text).input_ids
+    assert tokenizer.decode(ids) == text and len(ids) == len(text.encode())
+    assert max(ids) < first.config.vocab_size and tokenizer.eos_token_id == 256
+
+
+def test_a_quantised_model_needs_its_package(monkeypatch):
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="qlora is True and bitsandbytes is not installed"):
+        load_model("smollm2", qlora=True)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
+@pytest.mark.parametrize("norms", [False, True], ids=["", "norms"])
+@pytest.mark.parametrize("embeddings", [False, True], ids=["", "embeddings"])
+def test_what_is_trained_and_in_which_dtype(tied, norms, embeddings):
+    model = tiny_model(tie_word_embeddings=tied).to(torch.bfloat16)
+    wrapped = with_lora(model, LINEAR, 2, 4.0, norms=norms, embeddings=embeddings)
+    trained = learnt(wrapped)
+    assert {x.dtype for x in trained.values()} == {torch.float32}
+    kinds = {name.split(".modules_to_save")[0].rpartition(".")[2] for name in trained}
+    # the head of tied embeddings is the same parameter
+    expected = {"norm", "input_layernorm", "post_attention_layernorm"} if norms else set()
+    expected |= {"embed_tokens"} if embeddings else set()
+    assert {kind for kind in kinds if "lora" not in kind and kind != "weight"} == expected
+    assert sum("lora_A" in name for name in trained) == 3 * len(LINEAR)
+    # without autocast, in the model's own dtype
+    hidden, weight = forward_hidden(wrapped, batch_of())
+    assert hidden.dtype == torch.bfloat16
+    if tied and embeddings:
+        assert weight is wrapped.get_input_embeddings().weight and weight.requires_grad
+    assert wrapped(tokens(1, 5)).logits.isfinite().all()
+    by_hidden(wrapped, batch_of()).backward()
+    missing = [name for name, x in trained.items() if x.grad is None]
+    assert not missing
+
+
+@pytest.mark.parametrize("spelling", ["all-linear", ("all-linear",)], ids=["word", "list"])
+def test_all_linear_layers_but_the_head(spelling):
+    trained = learnt(with_lora(tiny_model(), spelling, 2, 4.0))
+    assert len(trained) == 3 * 7 * 2 and not any("lm_head" in name for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        pytest.param(
+            {"targets": ["q_prj"]}, "targets have 'q_prj'.*did you mean q_proj", id="near"
+        ),
+        pytest.param({"targets": ["xyz"]}, "targets have 'xyz'.*there are down_proj,", id="far"),
+        pytest.param({"rank": 0}, "rank is 0; it must be at least 1", id="rank"),
+        pytest.param({"alpha": 0}, "alpha is 0; it must be above 0", id="alpha"),
+        pytest.param({"dropout": 1.0}, "dropout is 1.0; it must be", id="dropout"),
+        pytest.param({"qlora": True}, "qlora is True and the model has no 4-bit", id="qlora"),
+        pytest.param(
+            {"targets": ["lm_head"], "dropout": 0.1}, "dropout is 0.1 and targets", id="head"
+        ),
+        pytest.param(
+            {"targets": ["lm_head"], "tied": True}, "'lm_head', which shares its weight", id="tied"
+        ),
+    ],
+)
+def test_adapters_that_are_refused(options, sentence):
+    model = tiny_model(tie_word_embeddings=options.pop("tied", False))
+    with pytest.raises(ValueError, match=sentence):
+        with_lora(model, **{"targets": LINEAR, "rank": 2, "alpha": 4.0, **options})
+
+
+def test_an_adapter_says_what_it_was_trained_in(tmp_path):
+    model, tokenizer = load_model("tiny", cab_config=SPARSE, length=2048, rope="linear")
+    models.save_adapter(adapted(model, norms=True), tokenizer, tmp_path)
+    told = json.loads((tmp_path / models.BASE).read_text())
+    assert told["sha256"] == models.base_sha256("tiny")
+    assert told["rope_parameters"]["factor"] == 2.0 and told["max_position_embeddings"] == 1024
+    assert told["cab_config"] == SPARSE.to_dict()
+    recorded = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert recorded["base_model_name_or_path"] == "tiny"
