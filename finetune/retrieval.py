@@ -144,8 +144,17 @@ def _around(tokenizer: Any, whose: Sequence[str], numbers: Sequence[str]) -> tup
             {"role": ("user", "assistant")[turn % 2], "content": content}
             for turn, content in enumerate(said)
         ]
-        rendered = tokenizer.apply_chat_template(turns, tokenize=False)
-    before, after = rendered.split(TEXT)
+        # the last answer is begun as in an evaluation, whatever a template makes of a finished one
+        asked = tokenizer.apply_chat_template(
+            turns[:-1], tokenize=False, add_generation_prompt=True
+        )
+        rendered = asked + said[-1]
+    before, found, after = rendered.partition(TEXT)
+    if not found:
+        raise ValueError(
+            "tokenizer must have a chat template that writes what a user says as it stands; got "
+            "one that changes it."
+        )
     return before, after
 
 

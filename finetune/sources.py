@@ -311,7 +311,7 @@ class _Rows:
     def _in_order(self) -> np.ndarray:
         if self._seed is None:
             return self._rows
-        drawn = random.Random(f"{self._seed}/{self.epoch}").getrandbits(32)
+        drawn = random.Random(f"finetune/{self._seed}/{self.epoch}").getrandbits(32)
         # of numpy's generators the one whose draws are the same in every version
         return np.random.RandomState(drawn).permutation(self._rows)
 
@@ -355,7 +355,7 @@ class _Streamed:
             self.go_to(begun)
             texts = self._next_block()
         if self._seed is not None:
-            random.Random(f"{self._seed}/{self.epoch}/{self._block}").shuffle(texts)
+            random.Random(f"finetune/{self._seed}/{self.epoch}/{self._block}").shuffle(texts)
         self._block += 1
         return texts
 
@@ -524,7 +524,7 @@ class _RetrievalDocuments:
             return NOISE
         turn = self._index // len(self._source.entry.kinds)
         texts = self._haystacks[turn % len(self._haystacks)]
-        rng = random.Random(f"{self._seed}/text/{self._index}")
+        rng = random.Random(f"finetune/{self._seed}/text/{self._index}")
         wanted, begun = self._length * CHARACTERS_A_TOKEN, texts.epoch
         sentences: list[str] = []
         while wanted > 0 and texts.epoch <= begun + 1:

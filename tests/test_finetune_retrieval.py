@@ -1,0 +1,292 @@
+"""Documents that teach retrieval: asked as evaluations ask, and none of theirs."""
+
+import random
+import re
+
+import datasets
+import pytest
+from words import CHAT, TEXT, make_tokenizer
+
+from cab_hf import documents
+from cab_hf.documents import NOISE, plain_document, recall_document, split_sentences
+from cab_hf.eval.haystack import DISTRACTORS, Haystack
+from cab_hf.finetune import sources
+from cab_hf.finetune.data import IGNORED, Packed, held_out, make_source
+from cab_hf.finetune.retrieval import KEYS, Entry, parse_entry, retrieval_document
+from cab_hf.runs.settings import Refused
+
+LENGTH = 900
+TOKENIZERS = {"plain": make_tokenizer(), "chat": make_tokenizer(CHAT)}
+SENTENCES = split_sentences(TEXT)
+kinds = pytest.mark.parametrize("kind", KEYS)
+
+
+def text_of(tokenizer, tokens):
+    """Without blanks, which a tokenizer of words puts between digits."""
+    return tokenizer.decode(tokens).replace(" ", "")
+
+
+def document_of(kind, tokenizer="plain", length=LENGTH, index=0, seed=0):
+    return retrieval_document(kind, TOKENIZERS[tokenizer], SENTENCES, length, index, seed)
+
+
+# --- what a document holds
+
+
+@kinds
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+def test_each_key_is_stated_once_and_answered_later(kind, tokenizer):
+    for length in (LENGTH, LENGTH + 7):
+        document = document_of(kind, tokenizer, length)
+        assert len(document.tokens) == length
+        assert len(document.needles) == len(document.answers) == KEYS[kind]
+        words = TOKENIZERS[tokenizer]
+        for needle, answer in zip(document.needles, document.answers, strict=True):
+            stated = text_of(words, document.tokens[slice(*needle)])
+            whose, key = re.fullmatch(
+                r"Thepasskey(?:for(\w+))?is(\d+)\.Rememberit\..*", stated
+            ).groups()
+            assert (whose is None) == (KEYS[kind] == 1)
+            assert text_of(words, document.tokens[slice(*answer)]) == key
+            before = text_of(words, document.tokens[answer[0] - 30 : answer[0]])
+            assert before.endswith(f"thepasskeyfor{whose}is" if kind == "recall" else "is")
+            assert needle[1] < answer[0]
+
+
+@pytest.mark.parametrize("kind", ["passkey", "multi"])
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+def test_a_question_at_the_end_is_worded_as_the_evaluations_word_it(kind, tokenizer):
+    words = TOKENIZERS[tokenizer]
+    document = document_of(kind, tokenizer)
+    haystack = Haystack(words, keys=KEYS[kind])
+    stated = text_of(words, document.tokens[slice(*document.needles[-1])])
+    whose = re.match(r"Thepasskeyfor([A-Z][a-z]+)is", stated)
+    whose = f" for {whose[1]}" if whose else ""
+    # a prompt whose text is a mark alone
+    mark = "Here we go."
+    before, after = (
+        text_of(words, haystack.encode(part))
+        for part in haystack.render(whose, [], [mark]).split(mark)
+    )
+    read = text_of(words, document.tokens[: document.answers[-1][0]])
+    assert read.startswith(before)
+    assert read.endswith(after)
+
+
+def test_every_key_of_several_is_asked_for():
+    document = document_of("multi", "chat")
+    asking = document.answers[0][0] - 30
+    asked = text_of(TOKENIZERS["chat"], document.tokens[asking:])
+    assert asked.count("Whatisthepasskeyfor") == KEYS["multi"]
+    assert list(document.answers) == sorted(document.answers)
+    orders = {
+        tuple(sorted(range(4), key=document_of("multi", index=index).needles.__getitem__))
+        for index in range(9)
+    }
+    assert len(orders) > 3
+
+
+def test_distractors_are_other_numbers():
+    def numbers(kind):
+        document = document_of(kind, length=2000)
+        read = text_of(TOKENIZERS["plain"], document.tokens)
+        key = text_of(TOKENIZERS["plain"], document.tokens[slice(*document.answers[0])])
+        return read, set(re.findall(r"\d{5}", read)) - {key}
+
+    assert numbers("passkey")[1] == set()
+    read, others = numbers("distractors")
+    assert len(others) > 5
+    worded = [each.replace(" ", "").partition("{}")[0] for each in DISTRACTORS]
+    assert all(any(f"{each}{number}" in read for each in worded) for number in others)
+
+
+def test_keys_stand_anywhere_in_the_text():
+    places = sorted(document_of("passkey", index=index).needles[0][0] for index in range(40))
+    assert places[0] < LENGTH * 0.1 and places[-1] > LENGTH * 0.85
+    assert LENGTH * 0.3 < places[20] < LENGTH * 0.7
+
+
+@kinds
+@pytest.mark.parametrize("change", ["index", "seed", "length"])
+def test_a_document_is_a_function_of_its_place(kind, change):
+    place = {"index": 1, "seed": 0, "length": LENGTH}
+    document = document_of(kind, **place)
+    assert document == document_of(kind, **place)
+    other = document_of(kind, **{**place, change: place[change] + 1})
+
+    def keys(found):
+        return {found.tokens[start:end] for start, end in found.answers}
+
+    assert keys(other) != keys(document)
+
+
+# --- what is learnt
+
+
+def read_of(name, texts=(), length=LENGTH, count=4, **options):
+    mixture = [(make_source(name, **options), 1)]
+    if texts:
+        dataset = datasets.Dataset.from_dict({"text": list(texts)})
+        mixture.append((sources.TextSource("beside", dataset, "text"), 0))
+    packed = Packed(TOKENIZERS["chat"], mixture, length, 0, hold_out=0)
+    return [next(packed) for _ in range(count)]
+
+
+@kinds
+def test_the_answers_alone_are_learnt(kind):
+    (item,) = read_of(f"retrieval:{kind}", count=1)
+    ids, labels = item["input_ids"].tolist(), item["labels"].tolist()
+    learnt = [at for at, label in enumerate(labels) if label != IGNORED]
+    assert len(learnt) == 5 * KEYS[kind]
+    # shifted: a label is the token behind
+    assert all(labels[at] == ids[at + 1] for at in learnt)
+    answers = [
+        text_of(TOKENIZERS["chat"], [ids[at + 1] for at in learnt[n : n + 5]])
+        for n in range(0, len(learnt), 5)
+    ]
+    read = text_of(TOKENIZERS["chat"], ids)
+    assert all(re.fullmatch(r"\d{5}", answer) for answer in answers)
+    # stated twice in its needle, and once more where it is learnt
+    assert [read.count(answer) for answer in answers] == [3] * KEYS[kind]
+
+
+def test_text_is_learnt_where_asked():
+    (item,) = read_of("retrieval:passkey", count=1, learn_text=True)
+    assert item["labels"].tolist() == [*item["input_ids"][1:].tolist(), IGNORED]
+
+
+def test_kinds_take_turns():
+    items = read_of("retrieval:passkey+recall+passkey", count=6)
+    learnt = [int((item["labels"] != IGNORED).sum()) // 5 for item in items]
+    assert learnt == [1, 12, 1, 1, 12, 1]
+
+
+# --- the text around keys
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        pytest.param(["The old town slept! " * 300], id="longer than a document"),
+        pytest.param(["The old town slept!"] * 50, id="shorter than a document"),
+        pytest.param(["old town slept " * 900], id="no sentences"),
+        pytest.param(["", " ", "The old town slept! " * 90], id="some blank"),
+    ],
+)
+def test_keys_are_hidden_in_the_text_of_the_sources_beside(texts):
+    for item in read_of("retrieval:passkey+recall", texts):
+        read = text_of(TOKENIZERS["chat"], item["input_ids"])
+        assert read.count("oldtownslept") > 20
+        assert "grassisgreen" not in read
+
+
+def test_another_text_is_around_the_keys_of_each_document():
+    texts = [f"{name} slept. " * 400 for name in documents.NAMES]
+    read = [
+        text_of(TOKENIZERS["chat"], item["input_ids"])
+        for item in read_of("retrieval:passkey", texts, count=8)
+    ]
+    assert len({max(documents.NAMES, key=each.count) for each in read}) == 8
+
+
+def test_without_text_beside_keys_are_hidden_in_noise():
+    for texts in ([], [" ", ""]):
+        (item,) = read_of("retrieval:passkey", texts, count=1)
+        assert "grassisgreen" in text_of(TOKENIZERS["chat"], item["input_ids"])
+
+
+# --- apart from the evaluations
+
+
+class Recorded(random.Random):
+    """A generator that says what it was made of."""
+
+    seeds: list = []
+
+    def __init__(self, seed=None):
+        self.seeds.append(seed)
+        super().__init__(seed)
+
+
+def test_no_document_is_one_of_the_evaluations(monkeypatch):
+    """Whatever whole number an evaluation's seed is, for its text begins with that number."""
+    monkeypatch.setattr(random, "Random", Recorded)
+    words, drawn = TOKENIZERS["chat"], {}
+
+    def record(name, draw):
+        monkeypatch.setattr(Recorded, "seeds", [])
+        draw()
+        drawn[name] = set(map(str, Recorded.seeds))
+
+    def evaluate():
+        for seed in (-1, 0, 1, 12):
+            recall_document(words, NOISE, LENGTH, 12, 0, seed)
+            plain_document(words, NOISE, LENGTH, 0, seed)
+            for keys in (1, 4):
+                Haystack(words, keys=keys).prompt(LENGTH, 0.5, 0, seed)
+
+    def train():
+        for seed in (-1, 0, 1, 12):
+            mixture = [(make_source(f"retrieval:{'+'.join(KEYS)}", seed=seed), 1)]
+            packed = Packed(words, mixture, LENGTH, seed)
+            for _ in KEYS:
+                next(packed)
+            held_out(words, mixture, LENGTH, 4, seed)
+
+    record("evaluations", evaluate)
+    record("training", train)
+    assert all(re.match(r"-?\d+/", seed) for seed in drawn["evaluations"])
+    assert all(seed.startswith("finetune/") for seed in drawn["training"])
+    assert len(drawn["training"]) > 2 * 4 * len(KEYS)
+
+
+def test_held_out_documents_are_others():
+    mixture = [(make_source("retrieval:passkey"), 1)]
+    packed = Packed(TOKENIZERS["plain"], mixture, LENGTH, 0)
+    trained = {tuple(next(packed)["input_ids"].tolist()) for _ in range(4)}
+    kept = {
+        tuple(item["input_ids"].tolist())
+        for item in held_out(TOKENIZERS["plain"], mixture, LENGTH, 4)
+    }
+    assert len(trained) == len(kept) == 4
+    assert not trained & kept
+
+
+# --- entries
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("retrieval:passkey", Entry(("passkey",), None)),
+        ("retrieval:passkey+multi+recall:32768", Entry(("passkey", "multi", "recall"), 32768)),
+        (
+            "retrieval:recall+recall+distractors:900",
+            Entry(("recall", "recall", "distractors"), 900),
+        ),
+    ],
+)
+def test_an_entry_is_read(name, expected):
+    assert parse_entry(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        pytest.param("retrieval", "has no kind ''", id="no kind"),
+        pytest.param("retrieval:passkeys", "no kind 'passkeys' .* did you mean passkey", id="near"),
+        pytest.param("retrieval:passkey+x", "the kinds are passkey, distractors", id="unknown"),
+        pytest.param("retrieval:passkey:8k", "the length a number of tokens", id="no number"),
+        pytest.param("retrieval:passkey:0", "the length a number of tokens", id="nothing"),
+        pytest.param("retrieval:passkey:9:9", "must be retrieval:KINDS:LENGTH", id="too much"),
+    ],
+)
+def test_what_is_no_entry_is_refused(name, message):
+    with pytest.raises(Refused, match=message):
+        make_source(name)
+
+
+@kinds
+def test_a_length_without_room_is_refused(kind):
+    with pytest.raises(ValueError, match="has no room for"):
+        document_of(kind, length=40)
