@@ -511,9 +511,12 @@ def save_adapter(
 
     Args:
         adapted: what `with_lora` returned, unwrapped.
-        state_dict: its parameters, where FSDP has sharded them.
+        state_dict: its parameters, whole, where FSDP has sharded them; each under one name at
+            least, if it has several.
     """
     folder = Path(folder)
+    if state_dict is not None:
+        state_dict = _under_all_names(adapted, state_dict)
     # PEFT would ask a hub whether the embeddings have grown
     adapted.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
     tokenizer.save_pretrained(folder)
@@ -526,3 +529,11 @@ def save_adapter(
         "cab_config": getattr(text, "cab_config", None),
     }
     write_atomically(folder / BASE, json.dumps(told, indent=2) + "\n")
+
+
+def _under_all_names(model: nn.Module, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Give tied parameters, which PyTorch lists once, the names that PEFT looks for."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    known = {id(named[name]): x for name, x in state_dict.items() if name in named}
+    tied = {name: known[id(each)] for name, each in named.items() if id(each) in known}
+    return {**tied, **state_dict}

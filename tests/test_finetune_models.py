@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny import SPARSE, tiny_model, tokens
 from torch import nn
 from torch.nn import functional as F
@@ -390,3 +391,21 @@ def test_an_adapter_says_what_it_was_trained_in(tmp_path):
     assert told["cab_config"] == SPARSE.to_dict()
     recorded = json.loads((tmp_path / "adapter_config.json").read_text())
     assert recorded["base_model_name_or_path"] == "tiny"
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
+def test_parameters_that_were_gathered_are_saved_as_the_models_own(tmp_path, tied):
+    model = adapted(tiny_model(tie_word_embeddings=tied), norms=True, embeddings=True)
+    model.get_base_model().name_or_path = "tiny"
+    _, tokenizer = load_model("tiny", dtype="float32")
+    models.save_adapter(model, tokenizer, tmp_path / "own")
+    gathered = {name: x.detach().clone() for name, x in learnt(model).items()}
+    with torch.no_grad():
+        for parameter in learnt(model).values():
+            parameter.zero_()
+    models.save_adapter(model, tokenizer, tmp_path / "gathered", gathered)
+    own, theirs = (
+        load_file(tmp_path / place / "adapter_model.safetensors") for place in ("own", "gathered")
+    )
+    torch.testing.assert_close(theirs, own, rtol=0, atol=0)
+    assert ("base_model.model.lm_head.weight" in own) == tied

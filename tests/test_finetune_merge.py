@@ -1,0 +1,341 @@
+"""An adapter becomes part of its base, and nothing else of either changes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import SPARSE, tiny_model, tokens
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from words import make_tokenizer, save_llama
+
+from cab_hf.finetune import merge as merging
+from cab_hf.finetune.merge import MergeSettings, main, merge
+from cab_hf.finetune.models import BASE, load_model, save_adapter, with_lora
+from cab_hf.runs.log import Log
+from cab_hf.runs.settings import Refused
+
+LINEAR = ("q_proj", "v_proj", "down_proj")
+LENGTH = {"length": 4096, "rope": "yarn"}
+
+
+def save_tied(folder):
+    """As `save_llama`, the head tied to the embeddings."""
+    tokenizer = make_tokenizer()
+    sizes = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 1}
+    tiny_model(tie_word_embeddings=True, **sizes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Folders of models, by name."""
+    folder = tmp_path_factory.mktemp("bases")
+    return {"llama": save_llama(folder / "llama"), "tied": save_tied(folder / "tied")}
+
+
+def trained(base, folder, targets=LINEAR, dtype="float32", given=LENGTH, **options):
+    """An adapter of ``base`` in ``folder``, as after training; the model with it."""
+    model, tokenizer = load_model(str(base), cab_config=SPARSE, dtype=dtype, **given)
+    torch.manual_seed(1)
+    adapted = with_lora(model, targets, 4, 8.0, **options)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    save_adapter(adapted, tokenizer, folder)
+    return adapted
+
+
+def merged_into(tmp_path, **options):
+    settings = MergeSettings(
+        adapter=str(tmp_path / "adapter"), out=str(tmp_path / "merged"), **options
+    )
+    return merge(settings)
+
+
+def loaded(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", trust_remote_code=False, **options
+    ).eval()
+
+
+@pytest.mark.parametrize(
+    ("base", "options"),
+    [
+        pytest.param("llama", {}, id="lora"),
+        pytest.param("llama", {"targets": "all-linear"}, id="all linear"),
+        pytest.param("llama", {"targets": (*LINEAR, "lm_head")}, id="head"),
+        pytest.param("llama", {"norms": True, "embeddings": True}, id="norms and embeddings"),
+        pytest.param("tied", {}, id="tied"),
+        pytest.param("tied", {"norms": True, "embeddings": True}, id="tied embeddings trained"),
+        pytest.param("llama", {"dtype": "bfloat16"}, id="bfloat16"),
+    ],
+)
+def test_the_merged_model_is_base_and_adapter(bases, tmp_path, base, options):
+    adapted = trained(bases[base], tmp_path / "adapter", **options)
+    difference = merged_into(tmp_path, dtype=options.get("dtype", ""))
+    merged, ids = loaded(tmp_path / "merged"), tokens(2, 90)
+    adapted.set_attn_implementation("sdpa")
+    expected, plain = adapted(ids).logits.float(), loaded(bases[base])(ids).logits.float()
+    found = merged(ids).logits.float()
+    off = 1e-4 if merged.dtype == torch.float32 else 0.1
+    assert difference < off * expected.abs().max()
+    assert (found - expected).abs().max() < off * expected.abs().max()
+    # and the adapter had something to say
+    assert (plain - expected).abs().max() > 3 * off * expected.abs().max()
+    assert merged.config.rope_parameters["factor"] == 2.0
+    assert merged.config.tie_word_embeddings == (base == "tied")
+    assert merged.num_parameters() == loaded(bases[base]).num_parameters()
+    assert merged.config.cab_config == SPARSE.to_dict()
+    assert sorted(x.suffix for x in (tmp_path / "merged").glob("model*")) == [".safetensors"]
+
+
+def test_a_merged_model_is_loaded_as_any_other(bases, tmp_path):
+    adapted = trained(bases["llama"], tmp_path / "adapter")
+    merged_into(tmp_path)
+    merged, ids = loaded(tmp_path / "merged", attn_implementation="cab"), tokens(1, 300)
+    torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-3, atol=1e-3)
+    merged.set_attn_implementation("sdpa")
+    assert (merged(ids).logits - adapted(ids).logits).abs().max() > 0.01
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged", trust_remote_code=False)
+    assert tokenizer("It rained.").input_ids == make_tokenizer()("It rained.").input_ids
+
+
+def test_a_head_of_its_own_where_only_it_was_adapted(bases, tmp_path):
+    """As PEFT alone allows: LoRA of a head whose weight is that of the embeddings."""
+    from peft import LoraConfig, get_peft_model
+
+    model, _ = load_model(str(bases["tied"]), dtype="float32", attn_implementation="sdpa")
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
+    adapted = get_peft_model(model, config)
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    expected = adapted.eval()(tokens(1, 50)).logits
+    merged_into(tmp_path)
+    merged = loaded(tmp_path / "merged")
+    torch.testing.assert_close(merged(tokens(1, 50)).logits, expected, rtol=1e-4, atol=1e-4)
+    assert merged.config.tie_word_embeddings is False
+
+
+def test_a_tied_head_may_be_written_once(bases, tmp_path):
+    trained(bases["tied"], tmp_path / "adapter", embeddings=True)
+    file = tmp_path / "adapter" / merging.WEIGHTS
+    weights = load_file(file)
+    heads = [name for name in weights if "lm_head" in name]
+    assert heads
+    save_file({name: x for name, x in weights.items() if name not in heads}, file)
+    merged_into(tmp_path)
+
+
+def other_content(base, folder):
+    """The same architecture, another weight, under the same name."""
+    shutil.copytree(base, folder)
+    model = loaded(folder)
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def forget(folder, file=BASE, **fields):
+    """Make an adapter one that PEFT has saved, with ``fields`` in its config."""
+    (folder / file).unlink()
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_an_adapter_without_a_word_of_its_base_is_told_by_name(bases, tmp_path):
+    trained(bases["llama"], tmp_path / "adapter", given={})
+    forget(tmp_path / "adapter", base_model_name_or_path="someone/llama")
+    with pytest.raises(Refused, match="was trained in 'someone/llama', and base is 'tied'"):
+        merged_into(tmp_path, base=str(bases["tied"]))
+    forget_name = {"base_model_name_or_path": str(bases["llama"])}
+    (tmp_path / "adapter" / BASE).touch()
+    forget(tmp_path / "adapter", **forget_name)
+    merged_into(tmp_path)
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["other weights", "a copy"])
+def test_a_base_is_its_content_and_not_its_name(bases, tmp_path, copied):
+    trained(bases["llama"], tmp_path / "adapter")
+    place = tmp_path / "elsewhere" / "llama"
+    if copied:
+        shutil.copytree(bases["llama"], place)
+        merged_into(tmp_path, base=str(place))
+        return
+    sentence = "adapter was trained in a model of SHA-256 [0-9a-f]{12}, and base 'llama' has"
+    with pytest.raises(Refused, match=sentence):
+        merged_into(tmp_path, base=str(other_content(bases["llama"], place)))
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sentence"),
+    [
+        pytest.param({"hidden_size": 96}, "is of shape .* in the adapter and of shape", id="width"),
+        pytest.param({"num_hidden_layers": 1}, "layers.1.* is .* and missing in the", id="layers"),
+        pytest.param({"num_hidden_layers": 3}, "layers.2.* is missing in the adapter", id="more"),
+    ],
+)
+def test_an_adapter_of_other_shapes_is_refused(bases, tmp_path, sizes, sentence):
+    trained(bases["llama"], tmp_path / "adapter", given={})
+    other = tmp_path / "llama"
+    tiny_model(**{"num_hidden_layers": 2, "vocab_size": 250, **sizes}).save_pretrained(other)
+    make_tokenizer().save_pretrained(other)
+    forget(tmp_path / "adapter")
+    with pytest.raises(Refused, match=f"does not fit base 'llama': .*{sentence}"):
+        merged_into(tmp_path, base=str(other))
+
+
+def test_an_adapter_of_layers_that_are_not_there_is_refused(bases, tmp_path):
+    trained(bases["llama"], tmp_path / "adapter", given={})
+    forget(tmp_path / "adapter", target_modules=["c_attn"])
+    with pytest.raises(Refused, match="does not fit base 'llama': Target modules .*c_attn"):
+        merged_into(tmp_path)
+
+
+@pytest.mark.parametrize("lost", ["nothing", "adapter", "positions"])
+def test_a_wrong_merge_is_not_kept(bases, tmp_path, monkeypatch, lost):
+    trained(bases["llama"], tmp_path / "adapter", norms=True)
+    save = merging.PreTrainedModel.save_pretrained
+
+    def spoiled(model, folder, **options):
+        with torch.no_grad():
+            if lost == "adapter":
+                model.model.norm.weight.add_(0.01)
+            if lost == "positions":
+                model.config.rope_parameters["factor"] = 1.0
+        save(model, folder, **options)
+
+    monkeypatch.setattr(merging.PreTrainedModel, "save_pretrained", spoiled)
+    if lost == "nothing":
+        merged_into(tmp_path)
+        return
+    with pytest.raises(Refused, match="has a logit that is .* off that of base and adapter, more"):
+        merged_into(tmp_path)
+    assert [x.name for x in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_logits_that_are_no_numbers_are_refused(bases, tmp_path):
+    trained(bases["llama"], tmp_path / "adapter", norms=True)
+    file = tmp_path / "adapter" / merging.WEIGHTS
+    weights = load_file(file)
+    spoiled = next(name for name in weights if name.endswith("norm.weight"))
+    save_file({**weights, spoiled: weights[spoiled] * torch.nan}, file)
+    with pytest.raises(Refused, match="a logit that is nan off"):
+        merged_into(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share"),
+    [
+        pytest.param(torch.float32, 1e-4, id="float32"),
+        pytest.param(torch.float16, 0.015, id="float16"),
+        pytest.param(torch.bfloat16, 0.13, id="bfloat16"),
+    ],
+)
+def test_the_bound_is_a_share_of_the_largest_logit(dtype, share):
+    assert merging.bound(torch.tensor([3.0, -20.0]), dtype) == pytest.approx(20 * share)
+
+
+def run_of(folder, place):
+    """A run's folder, its adapter at ``place``."""
+    with Log(folder / "log.jsonl", {"run": "lora"}, ("kind", "step")) as log:
+        log.append({"kind": "step", "step": 1, "loss": 3.0, "density": 0.5})
+        log.append({"kind": "evaluation", "step": 1, "held_out_loss": 2.5, "passkey": {"64": 0.5}})
+        log.append({"kind": "step", "step": 2, "loss": 2.0, "mfu": None, "unheard": 7})
+    return folder / place
+
+
+@pytest.mark.parametrize("place", ["adapter", "checkpoints/step-00000002/adapter"])
+def test_the_card_has_the_figures_of_the_run(bases, tmp_path, place):
+    adapter = run_of(tmp_path / "run", place)
+    trained(bases["llama"], adapter, norms=True)
+    merge(MergeSettings(adapter=str(adapter), out=str(tmp_path / "my-model")))
+    page = (tmp_path / "my-model" / "README.md").read_text()
+    for line in (
+        "base_model: llama",
+        "# my-model",
+        "| adapter | LoRA, rank 4, alpha 8 |",
+        "| layers | down_proj, q_proj, v_proj |",
+        "| trained whole | input_layernorm, norm, post_attention_layernorm |",
+        "| positions | 4096, stretched by yarn |",
+        "| steps | 2 |",
+        "| loss of the last step | 2 |",
+        "| held-out loss | 2.5 |",
+        "| keys found | 0.5 at 64 |",
+        "| density of attention | 0.5 |",
+    ):
+        assert line in page.split("\n"), page
+    assert "MFU" not in page and "unheard" not in page and str(tmp_path) not in page
+
+
+def test_a_run_that_is_named_must_be_one(bases, tmp_path):
+    trained(bases["llama"], tmp_path / "adapter")
+    with pytest.raises(Refused, match="log.jsonl cannot be read"):
+        merged_into(tmp_path, run=str(tmp_path))
+
+
+def test_the_command_merges_and_says_so(tmp_path, capsys):
+    model, tokenizer = load_model("tiny", cab_config=SPARSE, dtype="float32")
+    save_adapter(with_lora(model, LINEAR, 2, 4.0), tokenizer, tmp_path / "adapter")
+    words = [str(tmp_path / "adapter"), str(tmp_path / "merged")]
+    assert main(words) == 0
+    assert "merged; the largest difference of a logit is" in capsys.readouterr().out
+    assert loaded(tmp_path / "merged").config.cab_config == SPARSE.to_dict()
+    assert main(words) == 2
+    assert "out must be a new folder; " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        pytest.param([], "adapter must be a folder with an adapter", id="nothing"),
+        pytest.param(["a"], "out must be a folder to write", id="no out"),
+        pytest.param(["a", "b", "--dtpe", "x"], "did you mean --dtype", id="unknown option"),
+        pytest.param(["a", "b", "--dtype", "int8"], "dtype must be one of bfloat16", id="dtype"),
+    ],
+)
+def test_words_that_are_refused(words, sentence, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2 and sentence in capsys.readouterr().err
+
+
+def test_what_is_no_adapter_is_refused(tmp_path, capsys):
+    assert main([str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "adapter must be a folder with adapter_config.json and" in capsys.readouterr().err
+
+
+class Hub:
+    """Stands for the hub's client."""
+
+    uploads = []
+
+    def create_repo(self, name, exist_ok):
+        if "/" not in name:
+            raise ValueError("no such owner.\nand more")
+        return type("Repository", (), {"repo_id": name})
+
+    def upload_folder(self, repo_id, folder_path):
+        self.uploads.append((repo_id, sorted(x.name for x in Path(folder_path).iterdir())))
+
+
+def test_a_merged_model_is_pushed_when_asked(bases, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    trained(bases["llama"], tmp_path / "adapter")
+    words = [str(tmp_path / "adapter"), str(tmp_path / "merged"), "--push"]
+    assert main([*words, "me/mine"]) == 0
+    ((name, files),) = Hub.uploads
+    assert name == "me/mine" and {"README.md", "config.json", "model.safetensors"} <= set(files)
+    shutil.rmtree(tmp_path / "merged")
+    assert main([*words, "mine"]) == 2
+    assert (
+        "push must be a repository of the hub that you may write; got 'mine' (no such owner)"
+        in (capsys.readouterr().err)
+    )
+    assert (tmp_path / "merged").exists()
