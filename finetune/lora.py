@@ -255,7 +255,8 @@ class Run:
         shutil.copytree(newest / checkpoints.ADAPTER, self.out / ADAPTER, dirs_exist_ok=True)
         curve.draw(self.out / CURVE, log.records)
         told = provenance(asdict(self.settings), self.accelerator.device, log.started)
-        last = [each for each in log.records if each["kind"] == curve.EVALUATION][-1:]
+        evaluations = [each for each in log.records if each["kind"] == curve.EVALUATION]
+        last = evaluations[-1] if evaluations else None
         results = {"provenance": told, "processes": self.processes, "evaluation": last}
         write_atomically(self.out / RESULTS, json.dumps(results, indent=2) + "\n")
         self._tell(f"{self.settings.steps} steps; {self.out / ADAPTER}, {self.out / CURVE}")

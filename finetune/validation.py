@@ -10,6 +10,7 @@ from torch import nn
 
 from cab_hf.documents import NOISE, Document, recall_document
 from cab_hf.finetune.objective import Batch, labelled, one_sum
+from cab_hf.runs.settings import Refused
 
 # no evaluation and no training document is made from it
 SEED = "finetune/validation"
@@ -24,6 +25,9 @@ class Validation:
     Args:
         held_out: sequences that training never sees, [N] tensors each.
         keys: documents looked at for every one of ``lengths``.
+
+    Raises:
+        Refused: a document of one of the lengths has no room for a key.
     """
 
     def __init__(
@@ -35,17 +39,19 @@ class Validation:
         accelerator: Any,
     ) -> None:
         self.accelerator = accelerator
-        self.tokenizer = tokenizer
         self.held_out = held_out
-        self.lengths = lengths if keys else ()
-        self.keys = keys
+        # made now: what has no room is refused before anything is learnt
+        self.documents = {
+            length: [_document(tokenizer, length, index) for index in self._mine(keys)]
+            for length in (lengths if keys else ())
+        }
 
     @torch.no_grad()
     def measure(self, objective: nn.Module) -> dict[str, Any]:
         """``held_out_loss``, a token's, and ``passkey``, the share of keys found by length."""
         objective.eval()
         try:
-            found = {str(length): self._passkey(objective, length) for length in self.lengths}
+            found = {str(length): self._passkey(objective, length) for length in self.documents}
             loss = self._loss(objective) if self.held_out else None
         finally:
             objective.train()
@@ -69,17 +75,23 @@ class Validation:
         return loss / max(1.0, tokens)
 
     def _passkey(self, objective: nn.Module, length: int) -> float:
-        asked = self._mine(self.keys)
-        found = sum(self._found(objective, length, index) for index in asked)
-        found, count = one_sum([float(found), float(len(asked))], self.accelerator)
+        documents = self.documents[length]
+        found = sum(self._found(objective, document) for document in documents)
+        found, count = one_sum([float(found), float(len(documents))], self.accelerator)
         return found / count
 
-    def _found(self, objective: nn.Module, length: int, index: int) -> bool:
+    def _found(self, objective: nn.Module, document: Document) -> bool:
         """Whether a key that the document's second half repeats is foreseen there, all of it."""
-        document: Document = recall_document(self.tokenizer, NOISE, length, 1, index, SEED)
         start, end = document.answers[0]
         ids = torch.tensor([document.tokens], device=self.accelerator.device)
-        positions = torch.arange(length, device=ids.device)[None]
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
         before = torch.arange(start - 1, end - 1, device=ids.device)
         foreseen = objective({"input_ids": ids, "position_ids": positions}, before)
         return foreseen.tolist() == list(document.tokens[start:end])
+
+
+def _document(tokenizer: Any, length: int, index: int) -> Document:
+    try:
+        return recall_document(tokenizer, NOISE, length, 1, index, SEED)
+    except ValueError as error:
+        raise Refused(f"passkey_lengths: {error}") from error

@@ -21,7 +21,7 @@ TRAIN = ["finetune/lora.py", "--config", "finetune/configs/tiny_cpu.yaml"]
 SMALL = [
     *("--config", str(ROOT / "finetune" / "configs" / "tiny_cpu.yaml"), "--cpu"),
     *("--data", "retrieval:passkey:256", "--length", "256", "--steps", "4", "--save-every", "9"),
-    *("--eval-every", "0", "--held-out", "0"),
+    *("--eval-every", "0", "--held-out", "0", "--passkey-lengths", "256"),
 ]
 # the same program, with a few words to each of its processes
 MEDDLED = """
@@ -31,9 +31,9 @@ from cab_hf.finetune import lora
 rank, step = int(os.environ["RANK"]), lora.Run._step
 
 def meddled(run, at, asked):
-    if "killed" in run.settings.out and at == 3:
+    if run.out.name == "killed" and at == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    if "stopped" in run.settings.out and at == 3 and rank == 1:
+    if run.out.name == "stopped" and at == 3 and rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
     return step(run, at, asked)
 
@@ -49,9 +49,11 @@ for words in sys.argv[1].split(" / "):
 
 
 def launched(words):
-    """A command line that has ended, run by this Python's accelerate."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", *words[2:]]
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    """A command line that has ended: of this Python, or of its accelerate."""
+    module = ["-m", "accelerate.commands.launch"] if words[0] == "accelerate" else []
+    command = [sys.executable, *module, *words[2 if module else 1 :]]
+    # as on a user's CPU: without a GPU nothing is interpreted, for that is slow
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
@@ -70,91 +72,94 @@ def steps(out, field):
     return [each[field] for each in records if each["kind"] == "step"]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """The folder of runs of two processes: whole, stopped and gone on, and killed."""
-    folder = tmp_path_factory.mktemp("runs")
-    script = folder / "meddled.py"
+def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
+    """All that takes a launcher, in as few launches as that takes."""
+    script = tmp_path / "meddled.py"
     script.write_text(MEDDLED)
     words = {
-        name: " ".join([*TRAIN[1:], "--out", str(folder / name)])
+        name: " ".join([*TRAIN[1:], "--out", str(tmp_path / name)])
         for name in ("whole", "stopped", "killed")
     }
-    words["plain"] = f"{' '.join(SMALL)} --dropout 0 --out {folder / 'plain'}"
-    # the second time it is asked to stop, it has gone past that
-    series = " / ".join(words[name] for name in ("whole", "plain", "stopped", "stopped"))
+    words["two"] = " ".join([*SMALL, "--dropout", "0", "--out", str(tmp_path / "two")])
+    # the second time it is asked to stop at step 3, it has gone past that
+    series = " / ".join(words[name] for name in ("whole", "two", "stopped", "stopped"))
     done = launched([*LAUNCH, str(script), series])
     assert done.returncode == 0, done.stderr[-3000:]
-    killed = launched([*LAUNCH, str(script), words["killed"]])
-    assert killed.returncode != 0
-    (folder / "printed").write_text(done.stdout)
-    (folder / "at the kill").write_text(json.dumps(losses(folder / "killed")))
-    resumed = launched([*LAUNCH, *TRAIN, "--out", str(folder / "killed")])
+    assert launched([*LAUNCH, str(script), words["killed"]]).returncode != 0
+    # killed between two checkpoints, it has to compute step 3 anew
+    assert [step for _, step, _ in losses(tmp_path / "killed")] == [1, 2]
+    resumed = launched([*LAUNCH, *TRAIN, "--out", str(tmp_path / "killed")])
     assert resumed.returncode == 0, resumed.stderr[-3000:]
-    return folder
+
+    words = ["python", "-m", "cab_hf.finetune.merge", str(tmp_path / "killed" / "adapter")]
+    merged = launched([*words, str(tmp_path / "merged")])
+    assert merged.returncode == 0, merged.stderr[-3000:]
+    assert (tmp_path / "merged" / "model.safetensors").exists()
+
+    check_that_a_killed_run_goes_on_to_the_last_bit(tmp_path)
+    check_that_all_processes_stop_where_one_is_asked_to(tmp_path, done.stdout)
+    check_that_two_processes_learn_what_one_does_in_two_turns(tmp_path)
 
 
-def test_a_killed_run_goes_on_to_the_last_bit(runs):
-    whole, killed = losses(runs / "whole"), losses(runs / "killed")
-    assert [step for kind, step, _ in whole if kind == "step"] == [1, 2, 3, 4, 5, 6]
-    assert killed == whole
-    # it was killed between two checkpoints, and so has computed step 3 anew
-    assert [step for _, step, _ in json.loads((runs / "at the kill").read_text())] == [1, 2]
-    norms = [steps(runs / name, "grad_norm") for name in ("whole", "killed")]
-    assert norms[0] == norms[1]
-    tensors = [
-        load_file(runs / name / "adapter" / "adapter_model.safetensors")
-        for name in ("whole", "killed")
-    ]
-    assert all(torch.equal(x, tensors[1][name]) for name, x in tensors[0].items())
+def check_that_a_killed_run_goes_on_to_the_last_bit(folder):
+    whole, killed = folder / "whole", folder / "killed"
+    assert [step for kind, step, _ in losses(whole) if kind == "step"] == [1, 2, 3, 4, 5, 6]
+    assert losses(killed) == losses(whole)
+    assert steps(killed, "grad_norm") == steps(whole, "grad_norm")
+    one, other = (load_file(x / "adapter" / "adapter_model.safetensors") for x in (whole, killed))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_all_processes_stop_where_one_is_asked_to(runs):
-    printed = (runs / "printed").read_text()
+def check_that_all_processes_stop_where_one_is_asked_to(folder, printed):
     assert printed.count("stopped at step 3 as asked; the same command goes on.") == 1
-    assert printed.count("status 0") == 8 and "status 2" not in printed
-    assert losses(runs / "stopped") == losses(runs / "whole")
-    kept = sorted(path.name for path in (runs / "stopped" / "checkpoints").iterdir())
+    # of two processes and four runs
+    assert printed.count("status 0") == 8
+    assert losses(folder / "stopped") == losses(folder / "whole")
+    kept = sorted(path.name for path in (folder / "stopped" / "checkpoints").iterdir())
     assert kept == ["step-00000004", "step-00000006"]
 
 
-def test_two_processes_learn_what_one_does_in_two_micro_batches(runs, tmp_path):
-    words = [*SMALL, "--dropout", "0", "--tokens-per-step", "512", "--out", str(tmp_path / "one")]
-    assert lora.main(words) == 0
-    for field in ("loss", "grad_norm"):
-        one, two = steps(tmp_path / "one", field), steps(runs / "plain", field)
+def check_that_two_processes_learn_what_one_does_in_two_turns(folder):
+    words = [*SMALL, "--dropout", "0", "--tokens-per-step", "512", "--out", str(folder / "one")]
+    assert launched(["python", "finetune/lora.py", *words]).returncode == 0
+    for field in ("density", "grad_norm", "loss"):
+        one, two = steps(folder / "one", field), steps(folder / "two", field)
         assert one == pytest.approx(two, rel=1e-5)
     # no two steps are alike
     assert len(set(one)) == len(one) == 4
 
 
-def test_a_finished_run_has_left_its_files(runs):
-    names = {path.name for path in (runs / "whole").iterdir()}
-    assert names == {"log.jsonl", "curve.png", "results.json", "adapter", "checkpoints"}
-    assert (runs / "whole" / "curve.png").read_bytes().startswith(b"\x89PNG")
-    results = json.loads((runs / "whole" / "results.json").read_text())
-    assert results["processes"] == 2 and results["provenance"]["settings"]["length"] == 512
-    assert results["evaluation"][0]["step"] == 6
-
-
-def test_every_step_has_a_line_with_all_of_it(runs):
-    _, records = read_log(runs / "whole" / lora.LOG)
-    for each in records:
-        if each["kind"] == "evaluation":
-            assert 0 < each["held_out_loss"] < 10
-            assert all(0 <= share <= 1 for share in each["passkey"].values())
-            assert each["passkey"].keys() == {"256", "512"}
-            continue
-        assert 0 < each["density"] < 1 and each["grad_norm"] > 0 and each["lr"] > 0
-        assert each["tokens_per_second"] == pytest.approx(2 * each["tokens_per_second_per_gpu"])
-        assert each["tokens_per_second"] * each["seconds"] == pytest.approx(2 * 512)
-        # nobody knows what a CPU could do
-        assert each["mfu"] is None and each["peak_gib"] is None
-    assert {each["step"] for each in records if each["kind"] == "evaluation"} == {3, 6}
-
-
 def run(tmp_path, *words, name="run"):
     return lora.main([*SMALL, *words, "--out", str(tmp_path / name)])
+
+
+def test_a_finished_run_has_left_its_files(tmp_path):
+    watched = ["--held-out", "2", "--eval-every", "3", "--passkey-lengths", "192,256"]
+    assert run(tmp_path, *watched, "--validation", "retrieval:passkey:256") == 0
+    out = tmp_path / "run"
+    names = {path.name for path in out.iterdir()}
+    assert names == {"log.jsonl", "curve.png", "results.json", "adapter", "checkpoints"}
+    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+    results = json.loads((out / "results.json").read_text())
+    assert results["processes"] == 1 and results["provenance"]["settings"]["length"] == 256
+    assert results["evaluation"]["step"] == 4
+    for each in read_log(out / lora.LOG)[1]:
+        check_line(each)
+    evaluated = [each["step"] for each in read_log(out / lora.LOG)[1] if "passkey" in each]
+    assert evaluated == [3, 4]
+
+
+def check_line(record):
+    if record["kind"] == "evaluation":
+        assert 0 < record["held_out_loss"] < 10
+        assert record["passkey"].keys() == {"192", "256"}
+        assert all(0 <= share <= 1 for share in record["passkey"].values())
+        return
+    assert 0 < record["density"] < 1 and record["grad_norm"] > 0 and record["lr"] > 0
+    assert record["tokens_per_second"] == record["tokens_per_second_per_gpu"]
+    assert record["tokens_per_second"] * record["seconds"] == pytest.approx(256)
+    # nobody knows what a CPU could do
+    assert record["mfu"] is None and record["peak_gib"] is None
 
 
 def test_micro_batches_and_accumulation_are_one_step(tmp_path):
@@ -197,6 +202,7 @@ def test_dense_layers_are_logged_as_dense(tmp_path):
         ),
         pytest.param(["--length", "4096"], "4096", id="positions"),
         pytest.param(["--targets", "q_prj"], "did you mean q_proj?", id="target"),
+        pytest.param(["--passkey-lengths", "64"], "64 has no room for 1 keys", id="keys"),
         pytest.param(["--data", "gone.txt"], "gone.txt", id="data"),
         pytest.param(["--cab", "mas=1"], "mas", id="cab"),
         pytest.param(["--trackers", "wandb"], "pip install wandb", id="tracker"),
