@@ -259,5 +259,5 @@ def memory(
         optimizer=optimizer / shards,
         checkpoints=tokens * hidden * itemsize * layers,
         layer=(of_layer if checkpointing else of_layer * layers) + flowing,
-        loss=2 * tokens * hidden * itemsize + 2 * 4 * loss_tokens * config.vocab_size,
+        loss=2 * tokens * hidden * itemsize + 2 * 4 * min(tokens, loss_tokens) * config.vocab_size,
     )

@@ -125,7 +125,7 @@ def test_importing_is_cheap_and_touches_no_gpu():
 
 
 def test_imports_run_one_way():
-    """finetune -> eval -> runs, patches -> attention -> route, call -> predictors, engines -> ops -> plan."""
+    """finetune -> eval -> runs, patches -> attention -> route, call -> ops -> plan."""
     rank = {name: place for place, name in enumerate(FLOORS)}
     rank["frame"] = rank["engines"] = rank["predictors"]
     folders = [ROOT / name for name in ("cab_hf", "patches", "eval", "finetune")]
