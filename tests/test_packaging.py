@@ -25,7 +25,7 @@ FLOORS = [
         "layers",
         "call",
     ),
-    *("exact", "refusals", "route", "attention", "patches", "eval"),
+    *("exact", "refusals", "route", "attention", "patches", "eval", "finetune"),
 ]
 
 
@@ -68,6 +68,9 @@ def test_a_wheel_exposes_cab_hf_alone(tmp_path):
     assert calibrations == {Path(name).name for name in shipped}
     tasks = {path.name for path in (ROOT / "eval" / "tasks").iterdir() if path.is_file()}
     assert tasks == {Path(name).name for name in names if name.startswith("cab_hf/eval/tasks/")}
+    told = {str(path.relative_to(ROOT)) for path in (ROOT / "finetune").rglob("*.yaml")}
+    shipped = {name for name in names if name.startswith("cab_hf/finetune/")}
+    assert told and {f"cab_hf/{name}" for name in told} <= shipped
 
 
 def test_the_public_surface_is_this():
@@ -122,10 +125,10 @@ def test_importing_is_cheap_and_touches_no_gpu():
 
 
 def test_imports_run_one_way():
-    """eval -> runs, patches -> attention -> route, call -> predictors, engines -> ops -> plan."""
+    """finetune -> eval -> runs, patches -> attention -> route, call -> ops -> plan."""
     rank = {name: place for place, name in enumerate(FLOORS)}
     rank["frame"] = rank["engines"] = rank["predictors"]
-    folders = [ROOT / "cab_hf", ROOT / "patches", ROOT / "eval"]
+    folders = [ROOT / name for name in ("cab_hf", "patches", "eval", "finetune")]
     for path in (p for folder in folders for p in folder.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         mine = parts[1] if parts[0] == "cab_hf" else parts[0]

@@ -107,31 +107,31 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read_settings(
-    kind: type[Settings], words: Sequence[str], prog: str, purpose: str = ""
+    kind: type[Settings], words: Sequence[str], prog: str, purpose: str = "", file: str = FILE
 ) -> Settings:
     """The settings that ``words`` of a command line ask for.
 
-    ``--settings FILE`` reads a YAML mapping from option to value; what is typed wins over it, and
-    repeatable options are taken from both, typed ones last. Whatever is refused ends the process
-    with status 2 and one line on stderr.
+    ``--settings FILE`` (or another name, ``file``) reads a YAML mapping from option to value; what
+    is typed wins over it, and repeatable options are taken from both, typed ones last. Whatever is
+    refused ends the process with status 2 and one line on stderr.
     """
     parser = _Parser(prog=prog, description=purpose, allow_abbrev=False)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for field in fields.values():
         _add_option(parser, field)
     told = "YAML file of these options; those typed here win"
-    parser.add_argument(f"--{FILE}", metavar="FILE", help=told)
+    parser.add_argument(f"--{file}", metavar="FILE", help=told)
     parsed, unknown = parser.parse_known_args(words)
     if unknown:
         name = unknown[0].partition("=")[0]
         near = _nearest(name, list(map(_option_name, fields)))
         parser.error(f"there is no option {name!r}; {near}")
     typed = vars(parsed)
-    file = typed.pop(FILE)
+    path = typed.pop(file)
     try:
         given = _parse(typed, fields)
-        if file is not None:
-            read = _parse(_read_yaml(file, fields), fields, f"{file}, ")
+        if path is not None:
+            read = _parse(_read_yaml(path, fields, file), fields, f"{path}, ")
             both = (name for name in read.keys() & given if fields[name].metadata["repeatable"])
             given = {**read, **given, **{name: read[name] + given[name] for name in both}}
         return kind(**given)
@@ -179,7 +179,7 @@ def _parse(texts: Mapping[str, Any], fields: Fields, where: str = "") -> dict[st
     return values
 
 
-def _read_yaml(path: str, fields: Fields) -> dict[str, list[str]]:
+def _read_yaml(path: str, fields: Fields, named: str) -> dict[str, list[str]]:
     """What the file sets, as it would be typed: lists may be lists, assignments a mapping."""
     import yaml
 
@@ -187,9 +187,9 @@ def _read_yaml(path: str, fields: Fields) -> dict[str, list[str]]:
         content = yaml.safe_load(Path(path).read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         why = str(error).splitlines()[0]
-        raise ValueError(f"{FILE} must be a YAML file; {path}: {why}.") from None
+        raise ValueError(f"{named} must be a YAML file; {path}: {why}.") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{FILE} must be a mapping from option to value; {path} holds none.")
+        raise ValueError(f"{named} must be a mapping from option to value; {path} holds none.")
     texts = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")

@@ -1,0 +1,249 @@
+"""Checkpoints that a kill cannot spoil, and what is in them: all that a run needs to go on exactly.
+
+A checkpoint is a folder ``step-00000050`` with a file of what all processes share, one of each
+process, and the adapter. It is written under another name, put on disk, and renamed: a folder of
+that name is whole. Only then is an older one removed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from cab_hf.runs.log import writing
+from cab_hf.runs.settings import Refused
+
+KEPT = 2
+SHARED, MINE, ADAPTER = "shared.pt", "process-{}.pt", "adapter"
+NAME = re.compile(r"step-(\d{8,})")
+State = dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of a run, in one folder that all of its processes see.
+
+    Args:
+        processes: how many there are; ``rank`` is which of them this is.
+        wait: returns when all processes have called it.
+        kept: how many of the newest are left there.
+    """
+
+    def __init__(
+        self, folder: Path | str, rank: int, processes: int, wait: Callable[[], None], kept=KEPT
+    ) -> None:
+        self.folder = Path(folder)
+        self.rank, self.processes = rank, processes
+        self.wait, self.kept = wait, kept
+
+    def newest(self) -> Path | None:
+        """The folder of the last whole checkpoint; None where there is none."""
+        return max(self._whole(), key=step_of, default=None)
+
+    def save(
+        self, step: int, shared: State, mine: State, write_adapter: Callable[[Path], None]
+    ) -> Path:
+        """Save as the checkpoint of ``step``, called by all processes; its folder.
+
+        One that is there already is left as it is.
+
+        Args:
+            shared: what is the same in all processes; only that of process 0 is looked at.
+            mine: of this process.
+            write_adapter: writes into a folder that it is given; called in process 0.
+
+        Raises:
+            LogError: it cannot be written; older checkpoints are as they were.
+        """
+        target = self.folder / f"step-{step:08d}"
+        aside = self.folder / f".{target.name}.partial"
+        if target.exists():
+            return target
+        with writing(target):
+            if self.rank == 0:
+                self._clear(aside)
+            self.wait()
+            torch.save(mine, aside / MINE.format(self.rank))
+            put_on_disk(aside / MINE.format(self.rank))
+            if self.rank == 0:
+                torch.save({**shared, "step": step, "processes": self.processes}, aside / SHARED)
+                write_adapter(aside / ADAPTER)
+            self.wait()
+            if self.rank == 0:
+                self._publish(aside, target)
+        self.wait()
+        return target
+
+    def load(self, folder: Path) -> tuple[State, State]:
+        """(shared, mine) of a checkpoint, tensors on the CPU.
+
+        Raises:
+            Refused: it was made by another number of processes, or cannot be read.
+        """
+        try:
+            shared = torch.load(folder / SHARED, map_location="cpu", weights_only=True)
+            if shared["processes"] != self.processes:
+                raise Refused(
+                    f"{folder.name} was made by {shared['processes']} processes and this run has "
+                    f"{self.processes}; start as many as then, or give another --out."
+                )
+            mine = folder / MINE.format(self.rank)
+            return shared, torch.load(mine, map_location="cpu", weights_only=True)
+        except Refused:
+            raise
+        except Exception as error:
+            why = str(error).partition("\n")[0].rstrip(".")
+            raise Refused(
+                f"checkpoint {folder.name} cannot be read ({why}); take it away, and the run goes "
+                "on from the one before."
+            ) from error
+
+    def _whole(self) -> Iterator[Path]:
+        if self.folder.is_dir():
+            yield from (path for path in self.folder.iterdir() if NAME.fullmatch(path.name))
+
+    def _clear(self, aside: Path) -> None:
+        """Make room: what a kill left half-written is nobody's."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for left in self.folder.glob(".step-*"):
+            shutil.rmtree(left)
+        aside.mkdir()
+
+    def _publish(self, aside: Path, target: Path) -> None:
+        for path in aside.rglob("*"):
+            put_on_disk(path)
+        put_on_disk(aside)
+        os.rename(aside, target)
+        put_on_disk(self.folder)
+        for old in sorted(self._whole(), key=step_of)[: -self.kept]:
+            # half-removed, it must not look whole
+            hidden = old.with_name(f".{old.name}.removed")
+            os.rename(old, hidden)
+            shutil.rmtree(hidden)
+
+
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint's folder."""
+    return int(NAME.fullmatch(folder.name)[1])
+
+
+def put_on_disk(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def asked_to_stop() -> Iterator[Callable[[], bool]]:
+    """Inside, SIGTERM does nothing but make the function that is given say True."""
+    asked = []
+    before = signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
+    try:
+        yield lambda: bool(asked)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by name."""
+    return {name: each for name, each in model.named_parameters() if each.requires_grad}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy on the CPU of all of a tensor; called by all processes where it is spread."""
+    tensor = tensor.detach()
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.to("cpu", copy=True)
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of what is trained, whole and on the CPU, by name."""
+    return {name: whole(each) for name, each in trained(model).items()}
+
+
+def load_parameters(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Give what is trained the values of `parameters_of`.
+
+    Raises:
+        Refused: another set of parameters was trained.
+    """
+    mine = trained(model)
+    odd = sorted(mine.keys() ^ saved.keys())
+    if odd:
+        raise Refused(
+            f"the checkpoint trains other parameters ({odd[0]} is one of {len(odd)}); give what "
+            "the first run had, or another --out."
+        )
+    with torch.no_grad():
+        for name, parameter in mine.items():
+            parameter.copy_(_spread_like(saved[name], parameter))
+
+
+def optimizer_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, State]:
+    """What the optimiser remembers of each trained parameter, whole and on the CPU, by name."""
+    return {
+        name: {key: whole(value) for key, value in optimizer.state[each].items()}
+        for name, each in trained(model).items()
+        if each in optimizer.state
+    }
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, State]
+) -> None:
+    """Give the optimiser what `optimizer_of` found."""
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    for name, parameter in trained(model).items():
+        if name not in saved:
+            continue
+        state = {key: value for key, value in saved[name].items() if key != "step"}
+        state = {key: _spread_like(value, parameter) for key, value in state.items()}
+        # a fused step counts on the device, others on the CPU; it is never spread
+        steps = saved[name]["step"]
+        optimizer.state[parameter] = {
+            "step": steps.to(parameter.device) if fused else steps,
+            **state,
+        }
+
+
+def _spread_like(value: Tensor, parameter: Tensor) -> Tensor:
+    value = value.to(parameter.device)
+    if isinstance(parameter, DTensor):
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    return value
+
+
+def random_state() -> State:
+    """Of every generator that this process may draw from."""
+    kind, keys, *rest = np.random.get_state()
+    state = {
+        "python": random.getstate(),
+        "numpy": (kind, keys.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def load_random_state(state: Mapping[str, Any]) -> None:
+    """Let every generator go on as it was when `random_state` looked."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,68 @@
+"""The figure of a run, drawn from its log."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cab_hf.runs.log import write_atomically
+
+STEP, EVALUATION = "step", "evaluation"  # kinds of records
+Record = Mapping[str, Any]
+
+
+def draw(path: Path | str, records: Sequence[Record]) -> None:
+    """Draw loss, and shares of one (keys found, density, MFU), over the steps; as PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (losses, shares) = plt.subplots(2, 1, sharex=True, layout="constrained", figsize=(7, 6))
+    try:
+        for axis, lines in ((losses, _losses(records)), (shares, _shares(records))):
+            for label, points in lines.items():
+                if points:
+                    style = {"marker": "o"} if len(points) < 30 else {}
+                    axis.plot(*zip(*points, strict=True), label=label, markersize=3, **style)
+            axis.grid(alpha=0.3)
+            if axis.get_legend_handles_labels()[0]:
+                axis.legend(fontsize=8)
+        losses.set_ylabel("loss of a token")
+        shares.set_ylabel("share")
+        shares.set_ylim(0, 1.05)
+        shares.set_xlabel("step")
+        drawn = io.BytesIO()
+        figure.savefig(drawn, dpi=150, format="png")
+    finally:
+        plt.close(figure)
+    write_atomically(path, drawn.getvalue())
+
+
+def _losses(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
+    return {
+        "training": _points(records, STEP, "loss"),
+        "held out": _points(records, EVALUATION, "held_out_loss"),
+    }
+
+
+def _shares(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
+    lengths = {n: None for each in records for n in each.get("passkey", {})}
+    found = {
+        f"keys found in {int(length):,} tokens": [
+            (each["step"], each["passkey"][length])
+            for each in records
+            if length in each.get("passkey", {})
+        ]
+        for length in lengths
+    }
+    lines = {"density": "density", "useful MFU": "mfu", "dense-equivalent": "mfu_dense_equivalent"}
+    return {**found, **{name: _points(records, STEP, field) for name, field in lines.items()}}
+
+
+def _points(records: Sequence[Record], kind: str, field: str) -> list[tuple[int, float]]:
+    """(step, value) of records that have one, in order of the steps."""
+    chosen = (each for each in records if each["kind"] == kind and each.get(field) is not None)
+    return sorted((each["step"], each[field]) for each in chosen)

@@ -1,0 +1,118 @@
+"""What a run would be, without its weights: its FLOPs, its memory, and whether it fits."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from cab_hf.eval.models import load_config
+from cab_hf.finetune import meter
+from cab_hf.finetune.loss import CHUNK_LOGITS
+from cab_hf.finetune.models import TINY, load_model, stretch_positions
+from cab_hf.finetune.settings import Settings
+
+# 4 bits and the scales of NF4, quantised twice
+FOUR_BIT_BYTES = 0.52
+# what an allocator and libraries need beside tensors
+USABLE = 0.94
+
+
+def skeleton(settings: Settings) -> nn.Module:
+    """The model to be trained with parameters that take no memory; errors as of `load_model`."""
+    stretched = {
+        "length": settings.length,
+        "rope": settings.rope_or_none(),
+        "rope_factor": settings.rope_factor or None,
+        "rope_theta": settings.rope_theta or None,
+    }
+    how = {"attn_implementation": settings.attention, "dtype": settings.dtype}
+    if settings.model == TINY:
+        return load_model(TINY, **stretched, **how)[0]
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(settings.model, settings.trust_remote_code)
+    stretch_positions(config, settings.model, *stretched.values())
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            config, trust_remote_code=settings.trust_remote_code, **how
+        )
+
+
+def report(
+    settings: Settings, model: nn.Module, processes: int, shards: int, device: torch.device
+) -> str:
+    """What `--dry-run` prints.
+
+    Args:
+        model: with its adapter.
+        processes: that take part; ``shards`` of them hold the frozen weights together.
+    """
+    cost = meter.Cost.of(model)
+    tokens = processes * settings.length * settings.micro_batch * settings.accumulation(processes)
+    # one document a sequence: the most pairs there can be
+    pairs = cost.pairs(torch.arange(settings.length)[None])
+    attention = sum(map(cost.attention, pairs)) * tokens / settings.length
+    products = cost.products(tokens)
+    needed = memory(settings, cost, shards)
+    gib = {name: f"{size / meter.GIB:.2f}" for name, size in asdict(needed).items()}
+    parts = ", ".join(f"{name} {size}" for name, size in gib.items())
+    lines = [
+        json.dumps(asdict(settings), indent=2),
+        f"parameters: {cost.parameters:,}, {cost.trained_parameters:,} of them trained",
+        f"a step: {tokens:,} tokens of {processes} processes, {settings.accumulation(processes)} "
+        "micro batches each",
+        f"FLOPs of a step: {products + attention:.3e}, with dense attention, which is "
+        f"{attention / (products + attention):.0%} of them",
+        f"memory of a process, estimated: {needed.total / meter.GIB:.2f} GiB ({parts})",
+        verdict(settings, needed, device),
+    ]
+    return "\n".join(lines)
+
+
+def memory(settings: Settings, cost: meter.Cost, shards: int) -> meter.Memory:
+    """The estimate for these settings."""
+    return meter.memory(
+        cost,
+        settings.length * settings.micro_batch,
+        itemsize=2 if settings.dtype == "bfloat16" else 4,
+        checkpointing=settings.checkpointing,
+        shards=shards,
+        loss_tokens=CHUNK_LOGITS // cost.config.vocab_size,
+        quantised=FOUR_BIT_BYTES if settings.qlora else None,
+    )
+
+
+def capacity(device: torch.device) -> int:
+    """Bytes that a process may have: of its GPU, or of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def verdict(settings: Settings, needed: meter.Memory, device: torch.device) -> str:
+    """Whether it fits, and what to change where it does not."""
+    has = capacity(device)
+    told = f"{has / meter.GIB:.1f} GiB of {'a GPU' if device.type == 'cuda' else 'this machine'}"
+    if needed.total <= USABLE * has:
+        return f"fits into {told}"
+    return f"does not fit into {told}; change, in this order, {savings(settings)}"
+
+
+def savings(settings: Settings) -> str:
+    """Three settings that take less memory, what costs least first."""
+    known: list[tuple[Any, str]] = [
+        (settings.micro_batch > 1, "--micro-batch 1"),
+        (not settings.checkpointing, "--checkpointing true"),
+        (settings.embeddings, "--embeddings false"),
+        (not settings.qlora, "--qlora (or more GPUs by accelerate's fsdp2 config)"),
+        (settings.dtype == "float32", "--dtype bfloat16"),
+        (True, f"--length {settings.length // 2}"),
+        (settings.rank > 8, f"--rank {settings.rank // 2}"),
+        (True, "--passkeys 0"),
+    ]
+    return ", ".join([told for saves, told in known if saves][:3])

@@ -1,0 +1,383 @@
+"""Fine-tune a causal language model by LoRA on long documents: ``lora.py --config FILE ...``.
+
+``accelerate launch --config_file finetune/accelerate/fsdp2_8gpu.yaml finetune/lora.py --config
+finetune/configs/llama3_8b_32k.yaml`` spreads it over GPUs; ``python finetune/lora.py ...`` runs one
+process. The same command goes on with what an earlier one of the same settings left in its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, broadcast_object_list, set_seed
+from torch import nn
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+import cab_hf
+from cab_hf.finetune import checkpoints, curve, dry_run, meter
+from cab_hf.finetune.checkpoints import Checkpoints
+from cab_hf.finetune.data import HOLD_OUT, Packed, held_out
+from cab_hf.finetune.models import load_model, save_adapter, with_lora
+from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate, one_sum
+from cab_hf.finetune.settings import PROG, Settings, read
+from cab_hf.finetune.sources import make_source
+from cab_hf.finetune.validation import Validation
+from cab_hf.runs.log import Log, write_atomically
+from cab_hf.runs.provenance import provenance
+from cab_hf.runs.settings import Refused
+
+LOG, CURVE, RESULTS, ADAPTER, CHECKPOINTS = (
+    *("log.jsonl", "curve.png", "results.json"),
+    *("adapter", "checkpoints"),
+)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run what ``words`` (default: the command line) ask for; the exit status."""
+    settings = read(sys.argv[1:] if words is None else words)
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        with accelerating(settings) as accelerator, memory_told(settings):
+            if settings.dry_run:
+                tell_what_would_run(settings, accelerator)
+            else:
+                Run(settings, accelerator).train()
+    except (Refused, NotImplementedError) as error:
+        of = f" (process {rank})" if rank else ""
+        print(f"{PROG}{of}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+@contextmanager
+def accelerating(settings: Settings) -> Iterator[Accelerator]:
+    """The processes of this run, together."""
+    for name in settings.trackers:
+        _require_tracker(name)
+    accelerator = Accelerator(
+        cpu=settings.cpu or not torch.cuda.is_available(),
+        # no autocast: frozen weights have the dtype that is computed in, whatever a launcher says
+        mixed_precision="no",
+        log_with=list(settings.trackers) or None,
+        project_dir=settings.out,
+    )
+    try:
+        yield accelerator
+    finally:
+        accelerator.end_training()
+
+
+def _require_tracker(name: str) -> None:
+    # accelerate leaves out what is not installed, and says so in a log that nobody reads
+    if find_spec(name) is None:
+        raise Refused(f"trackers must be installed; {name!r} is not: pip install {name}.")
+
+
+@contextmanager
+def memory_told(settings: Settings) -> Iterator[None]:
+    """A device that runs out of memory inside is told of in one sentence."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        peak = torch.cuda.max_memory_allocated() / meter.GIB
+        raise Refused(
+            f"the GPU ran out of memory at {peak:.1f} GiB; change, in this order, "
+            f"{dry_run.savings(settings)}."
+        ) from error
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """What is wrong with a setting is told in one line, whoever finds it."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        raise Refused(str(error)) from error
+
+
+class Run:
+    """A run: all that it trains with, and where it has got to.
+
+    Raises:
+        Refused: what the settings ask for cannot be done, or what is in their folder cannot be
+            gone on with.
+    """
+
+    def __init__(self, settings: Settings, accelerator: Accelerator) -> None:
+        self.settings, self.accelerator = settings, accelerator
+        self.processes, self.rank = accelerator.num_processes, accelerator.process_index
+        self.out = Path(settings.out)
+        with refusing():
+            self.accumulation = settings.accumulation(self.processes)
+            # the same adapter in every process
+            set_seed(settings.seed)
+            self.model, self.tokenizer = build(settings, accelerator.device)
+            self.data, kept = open_data(settings, self.tokenizer, self.rank, self.processes)
+        self.batches = batches_of(self.data, settings.micro_batch)
+        self.meter = meter.Meter(meter.Cost.of(self.model))
+        self.objective, self.optimizer = self._prepare()
+        lengths = settings.evaluated_lengths()
+        self.validation = Validation(self.tokenizer, kept, lengths, settings.passkeys, accelerator)
+        self.checkpoints = Checkpoints(
+            self.out / CHECKPOINTS, self.rank, self.processes, accelerator.wait_for_everyone
+        )
+        self.done = self._resume()
+
+    def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The loss and the optimiser, spread over the processes."""
+        settings = self.settings
+        optimizer = torch.optim.AdamW(
+            checkpoints.trained(self.model).values(),
+            lr=settings.lr,
+            betas=(0.9, settings.beta2),
+            weight_decay=settings.weight_decay,
+            fused=self.accelerator.device.type == "cuda",
+        )
+        objective = Objective(self.model, settings.loss_kernel)
+        objective, optimizer = self.accelerator.prepare(objective, optimizer)
+        return objective.train(), optimizer
+
+    def _resume(self) -> int:
+        """Go on from the newest checkpoint; the steps that are done."""
+        # another dropout in every process
+        set_seed(self.settings.seed + self.rank)
+        # one process looks, lest two see different folders
+        (newest,) = broadcast_object_list([self.checkpoints.newest()])
+        if newest is None:
+            return 0
+        shared, mine = self.checkpoints.load(newest)
+        checkpoints.load_parameters(self.model, shared["parameters"])
+        checkpoints.load_optimizer(self.optimizer, self.model, shared["optimizer"])
+        self.data.load_state_dict(json.loads(mine["data"]))
+        checkpoints.load_random_state(mine["random"])
+        return shared["step"]
+
+    def train(self) -> None:
+        """All steps that are left, and the end."""
+        with self._log() as log, checkpoints.asked_to_stop() as asked, self._bar() as bar:
+            for step in range(self.done + 1, self.settings.steps + 1):
+                record, stop = self._step(step, asked)
+                self._note(log, curve.STEP, step, record)
+                bar.set_postfix(loss=f"{record['loss']:.3f}", refresh=False)
+                bar.update()
+                last = step == self.settings.steps
+                if self._due(self.settings.eval_every, step, last):
+                    found = self.validation.measure(self.objective)
+                    self._note(log, curve.EVALUATION, step, found)
+                    # evaluation attends, too
+                    cab_hf.stats(self.model, reset=True)
+                if stop or self._due(self.settings.save_every, step, last):
+                    self._save(step)
+                if stop and not last:
+                    self._tell(f"stopped at step {step} as asked; the same command goes on.")
+                    return
+            if log is not None:
+                self._end(log)
+
+    def _step(self, step: int, asked: Any) -> tuple[dict[str, Any], bool]:
+        """One step of the optimiser: what the log says of it, and whether it is to be the last."""
+        settings, accelerator = self.settings, self.accelerator
+        self.meter.begin()
+        micro_batches = [next(self.batches) for _ in range(self.accumulation)]
+        counted = float(sum(labelled(batch) for batch in micro_batches))
+        (tokens,) = one_sum([counted], accelerator)
+        rate = learning_rate(
+            step,
+            steps=settings.steps,
+            warmup=settings.warmup,
+            lr=settings.lr,
+            lr_end=settings.lr_end,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        loss = self._gradients(micro_batches, tokens)
+        norm = self._clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        mine = [loss, float(asked()), *self.meter.totals()]
+        loss, stop, *totals = one_sum(mine, accelerator)
+        peak = meter.peak_flops(accelerator.device, settings.peak_tflops)
+        speed = meter.line(totals, self.meter.seconds(), self.processes, peak)
+        peak_gib = meter.peak_gib(accelerator.device)
+        record = {"loss": loss / max(1.0, tokens), "grad_norm": norm, "lr": rate}
+        return {**record, **speed, "peak_gib": peak_gib}, stop > 0
+
+    def _gradients(self, micro_batches: Sequence[Batch], tokens: float) -> float:
+        """Make the gradients of a step of ``tokens``; this process's share of its summed loss."""
+        # gradients are averaged over the processes, and the loss is a mean over all of their tokens
+        scale = self.processes / max(1.0, tokens)
+        total = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
+        for place, batch in enumerate(micro_batches, 1):
+            on_device = {name: each.to(total.device) for name, each in batch.items()}
+            alone = place < len(micro_batches)
+            with self.accelerator.no_sync(self.objective) if alone else nullcontext():
+                loss = self.objective(on_device)
+                self.accelerator.backward(loss * scale)
+            total += loss.detach()
+            self.meter.count(batch["position_ids"], cab_hf.stats(self.model, reset=True))
+        return total.item()
+
+    def _clip(self) -> float:
+        """Clip the gradients of all processes together; their norm before."""
+        trained = list(checkpoints.trained(self.model).values())
+        norm = nn.utils.clip_grad_norm_(trained, self.settings.clip or float("inf"))
+        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+    def _save(self, step: int) -> None:
+        # all processes give their parts of what is spread
+        parameters = checkpoints.parameters_of(self.model)
+        shared = {
+            "parameters": parameters,
+            "optimizer": checkpoints.optimizer_of(self.optimizer, self.model),
+        }
+        mine = {"random": checkpoints.random_state(), "data": json.dumps(self.data.state_dict())}
+
+        def write_adapter(folder: Path) -> None:
+            save_adapter(self.model, self.tokenizer, folder, parameters)
+
+        self.checkpoints.save(step, shared, mine, write_adapter)
+
+    def _end(self, log: Log) -> None:
+        """What a finished run leaves: its adapter, a curve, and where both come from."""
+        newest = self.checkpoints.newest()
+        shutil.copytree(newest / checkpoints.ADAPTER, self.out / ADAPTER, dirs_exist_ok=True)
+        curve.draw(self.out / CURVE, log.records)
+        told = provenance(asdict(self.settings), self.accelerator.device, log.started)
+        evaluations = [each for each in log.records if each["kind"] == curve.EVALUATION]
+        last = evaluations[-1] if evaluations else None
+        results = {"provenance": told, "processes": self.processes, "evaluation": last}
+        write_atomically(self.out / RESULTS, json.dumps(results, indent=2) + "\n")
+        self._tell(f"{self.settings.steps} steps; {self.out / ADAPTER}, {self.out / CURVE}")
+
+    def _log(self) -> Any:
+        """The log where this process writes it; a record counts once, however often it is made."""
+        if not self.accelerator.is_main_process:
+            return nullcontext()
+        identity = self.settings.identity(self.processes)
+        return Log(self.out / LOG, identity, ("kind", "step"))
+
+    def _note(self, log: Log | None, kind: str, step: int, record: Mapping[str, Any]) -> None:
+        if log is not None:
+            log.append({"kind": kind, "step": step, **record})
+            numbers = {name: x for name, x in record.items() if isinstance(x, float)}
+            self.accelerator.log(numbers, step=step)
+
+    def _bar(self) -> tqdm:
+        return tqdm(
+            total=self.settings.steps,
+            initial=self.done,
+            unit="step",
+            disable=not self.accelerator.is_local_main_process,
+        )
+
+    def _tell(self, sentence: str) -> None:
+        if self.accelerator.is_main_process:
+            tqdm.write(sentence)
+
+    @staticmethod
+    def _due(every: int, step: int, last: bool) -> bool:
+        return bool(every) and (last or step % every == 0)
+
+
+def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:
+    """The model with its adapter, on ``device``, and its tokenizer."""
+    model, tokenizer = load_model(
+        settings.model,
+        attn_implementation=settings.attention,
+        cab_config=settings.cab_config() or None,
+        dtype=settings.dtype,
+        device=device,
+        length=settings.length,
+        rope=settings.rope_or_none(),
+        rope_factor=settings.rope_factor or None,
+        rope_theta=settings.rope_theta or None,
+        qlora=settings.qlora,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    model = adapted(settings, model)
+    if settings.checkpointing:
+        # transformers has renamed it
+        old = model.gradient_checkpointing_enable
+        getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
+    return model, tokenizer
+
+
+def adapted(settings: Settings, model: nn.Module) -> nn.Module:
+    """``model`` with the adapter that the settings ask for."""
+    return with_lora(
+        model,
+        settings.targets,
+        settings.rank,
+        settings.alpha,
+        dropout=settings.dropout,
+        norms=settings.norms,
+        embeddings=settings.embeddings,
+        # a skeleton has no bits at all
+        qlora=settings.qlora and not settings.dry_run,
+    )
+
+
+def open_data(
+    settings: Settings, tokenizer: Any, rank: int, processes: int
+) -> tuple[Packed, list[Batch]]:
+    """The sequences of this process, and those that the loss is watched on."""
+
+    def opened(sources: Sequence[tuple[str, float]]) -> list[tuple[Any, float]]:
+        how = {"split": settings.split, "streaming": settings.streaming, "seed": settings.seed}
+        field = settings.text_field
+        return [(make_source(name, text_field=field, **how), share) for name, share in sources]
+
+    own = opened(settings.validation_sources())
+    # documents are left out of training where they are needed
+    hold_out = HOLD_OUT if settings.held_out and not own else 0
+    packed = Packed(
+        tokenizer,
+        opened(settings.sources()),
+        settings.length,
+        settings.seed,
+        rank=rank,
+        world=processes,
+        hold_out=hold_out,
+    )
+    if not settings.held_out:
+        return packed, []
+    sources = own or opened(settings.sources())
+    watched = held_out(
+        tokenizer, sources, settings.length, settings.held_out, hold_out=hold_out or 1
+    )
+    return packed, watched
+
+
+def tell_what_would_run(settings: Settings, accelerator: Accelerator) -> None:
+    """Print the settings, what a step costs and whether it fits."""
+    processes = accelerator.num_processes
+    shards = processes if accelerator.distributed_type == DistributedType.FSDP else 1
+    with refusing():
+        settings.accumulation(processes)
+        model = adapted(settings, dry_run.skeleton(settings))
+    if accelerator.is_main_process:
+        print(dry_run.report(settings, model, processes, shards, accelerator.device))
+
+
+def batches_of(sequences: Any, size: int) -> Iterator[Batch]:
+    """Each ``size`` sequences as int64 tensors [size, length]."""
+    sequences = iter(sequences)
+    while True:
+        several = [next(sequences) for _ in range(size)]
+        yield {name: torch.stack([each[name] for each in several]) for name in several[0]}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

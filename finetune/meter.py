@@ -1,0 +1,263 @@
+"""What a step costs and how well it went: FLOPs, MFU, density, memory.
+
+A step's useful FLOPs are those of the forward and the backward pass over the pairs that are
+attended; what checkpointing and the loss compute a second time counts for nothing. Dense-equivalent
+FLOPs are those of the same step with every pair that causality allows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+GIB = 2**30
+# bf16 without sparsity, by a part of the name that torch gives a GPU; from the makers' data sheets
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 NVL": 835.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "RTX 4090": 165.0,
+}
+# of every weight and token: a product forward, one for the gradient of what came in, and one for
+# that of the weight
+FROZEN, TRAINED = 4, 6
+# of every pair and channel: two products forward and four backward
+ATTENTION = 12
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What decides the FLOPs and the memory of a model's training step.
+
+    Attributes:
+        frozen, trained: weights that multiply every token.
+        windows: of each layer, the tokens that its sliding window shows; None without one.
+        channels: query heads times head dim, of a layer.
+        parameters, trained_parameters: all that are there, and those that are trained.
+        weight_bytes: of frozen parameters and buffers.
+        adapted: channels that a token brings to all adapters of the model together.
+    """
+
+    frozen: int
+    trained: int
+    windows: tuple[int | None, ...]
+    channels: int
+    parameters: int
+    trained_parameters: int
+    weight_bytes: int
+    adapted: int
+    config: Any = field(repr=False)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Cost:
+        """The cost of a causal language model of transformers, with or without an adapter."""
+        config = model.config.get_text_config()
+        head_dim = getattr(config, "head_dim", None)
+        head_dim = head_dim or config.hidden_size // config.num_attention_heads
+        products = list(_products(model))
+        kept = [p for p in (*model.parameters(), *model.buffers()) if not p.requires_grad]
+        return cls(
+            frozen=sum(size for size, trained in products if not trained),
+            trained=sum(size for size, trained in products if trained),
+            windows=tuple(_windows(config)),
+            channels=config.num_attention_heads * head_dim,
+            parameters=sum(p.numel() for p in model.parameters()),
+            trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            weight_bytes=sum(p.numel() * p.element_size() for p in kept),
+            adapted=sum(m.in_features for m in model.modules() if hasattr(m, "base_layer")),
+            config=config,
+        )
+
+    def products(self, tokens: int) -> float:
+        """FLOPs of all products with weights, forward and backward."""
+        return float(tokens) * (FROZEN * self.frozen + TRAINED * self.trained)
+
+    def pairs(self, positions: Tensor) -> tuple[int, ...]:
+        """(query, key) pairs of a head that each layer may attend.
+
+        ``positions``, int [B, N], restart with each document.
+        """
+        seen = positions.to(torch.int64) + 1
+        of_window = {
+            window: int((seen if window is None else seen.clamp(max=window)).sum())
+            for window in set(self.windows)
+        }
+        return tuple(of_window[window] for window in self.windows)
+
+    def attention(self, pairs: float) -> float:
+        """FLOPs of attending that many pairs in every head of a layer, forward and backward."""
+        return ATTENTION * pairs * self.channels
+
+
+def _products(model: nn.Module) -> Iterable[tuple[int, bool]]:
+    """(weights, whether they are trained) of every linear layer that computes."""
+    for name, module in model.named_modules():
+        # an adapter's layer is the one it wraps and two of its own; a copy that is trained stands
+        # beside the frozen one it is used for
+        wraps = hasattr(module, "base_layer") or ".original_module" in f".{name}"
+        if not wraps and hasattr(module, "in_features") and hasattr(module, "weight"):
+            yield module.in_features * module.out_features, module.weight.requires_grad
+
+
+def _windows(config: Any) -> list[int | None]:
+    layers = config.num_hidden_layers
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window] * layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def peak_flops(device: torch.device, told_tflops: float = 0.0) -> float | None:
+    """FLOP/s that a device could reach in bfloat16; None where nobody knows."""
+    if told_tflops:
+        return told_tflops * 1e12
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    found = [tflops for part, tflops in PEAK_TFLOPS.items() if part in name]
+    return found[0] * 1e12 if found else None
+
+
+def peak_gib(device: torch.device) -> float | None:
+    """GiB that were allocated at most since the last call; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    peak = torch.cuda.max_memory_allocated(device) / GIB
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
+class Meter:
+    """Counts what a step of this process computes."""
+
+    def __init__(self, cost: Cost) -> None:
+        self.cost = cost
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._start = time.perf_counter()
+        self.tokens = 0
+        self.products = self.attended = self.causal = 0.0
+
+    def count(self, positions: Tensor, layers: Iterable[Mapping[str, Any]]) -> None:
+        """Add a micro batch, after its backward pass.
+
+        Args:
+            positions: int [B, N], restarting with each document.
+            layers: what `cab_hf.stats` says of it; layers without a density attended everything.
+        """
+        self.tokens += positions.numel()
+        self.products += self.cost.products(positions.numel())
+        densities = [layer["density"] for layer in layers]
+        for pairs, density in zip(self.cost.pairs(positions), densities, strict=True):
+            flops = self.cost.attention(pairs)
+            self.causal += flops
+            self.attended += flops * (1.0 if density is None else density)
+
+    def totals(self) -> list[float]:
+        """What processes add up before one of them writes `line`."""
+        return [float(self.tokens), self.products, self.attended, self.causal]
+
+    def seconds(self) -> float:
+        """Since the step began; the device must have been waited for."""
+        return time.perf_counter() - self._start
+
+
+def line(
+    totals: Sequence[float], seconds: float, processes: int, peak: float | None
+) -> dict[str, float | None]:
+    """What a step's line of the log says of speed.
+
+    Args:
+        totals: sums of `Meter.totals` over all processes.
+        peak: FLOP/s that a device could reach, or None.
+    """
+    tokens, products, attended, causal = totals
+
+    def share(flops: float) -> float | None:
+        return None if peak is None else flops / (seconds * processes * peak)
+
+    return {
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "tokens_per_second_per_gpu": tokens / seconds / processes,
+        "mfu": share(products + attended),
+        "mfu_dense_equivalent": share(products + causal),
+        "density": attended / causal if causal else 1.0,
+    }
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a device at the peak of a step, part by part."""
+
+    weights: float
+    optimizer: float
+    checkpoints: float
+    layer: float
+    loss: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.optimizer + self.checkpoints + self.layer + self.loss
+
+
+def memory(
+    cost: Cost,
+    tokens: int,
+    *,
+    itemsize: int = 2,
+    checkpointing: bool = True,
+    shards: int = 1,
+    loss_tokens: int = 1024,
+    quantised: float | None = None,
+) -> Memory:
+    """An estimate of the memory of a training step.
+
+    Args:
+        tokens: of a micro batch.
+        itemsize: bytes of an activation.
+        checkpointing: whether layers keep only what comes in.
+        shards: processes that the weights are spread over.
+        loss_tokens: tokens whose logits exist at once.
+        quantised: bytes of a weight of the layers, where that is not what ``cost`` has seen.
+    """
+    config = cost.config
+    hidden, inner = config.hidden_size, getattr(config, "intermediate_size", 0)
+    layers = config.num_hidden_layers
+    share = config.num_key_value_heads / config.num_attention_heads
+    # norms in float32 and what comes of them, q and the output of attention, k and v, gated MLP
+    kept = itemsize * (4 * hidden + 2 * cost.channels + 2 * share * cost.channels + 4 * inner)
+    kept += 2 * 4 * hidden
+    # an adapter keeps what it reads, in float32
+    kept += 4 * cost.adapted / layers
+    of_layer = tokens * kept
+    flowing = tokens * itemsize * (hidden + 2 * inner)
+    # a value, its gradient and two moments
+    optimizer = 16 * cost.trained_parameters
+    weights = cost.weight_bytes
+    if quantised is not None:
+        in_layers = cost.frozen - hidden * config.vocab_size
+        weights -= in_layers * (itemsize - quantised)
+    # a layer that computes, and the next one
+    gathered = 2 * weights / layers if shards > 1 else 0.0
+    return Memory(
+        weights=weights / shards + gathered,
+        optimizer=optimizer / shards,
+        checkpoints=tokens * hidden * itemsize * layers,
+        layer=(of_layer if checkpointing else of_layer * layers) + flowing,
+        loss=2 * tokens * hidden * itemsize + 2 * 4 * min(tokens, loss_tokens) * config.vocab_size,
+    )

@@ -1,0 +1,66 @@
+"""What all processes compute together: the loss of a micro batch, or what a model foresees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cab_hf.finetune.loss import linear_cross_entropy
+from cab_hf.finetune.models import forward_hidden
+
+IGNORED = -100
+Batch = Mapping[str, Tensor]
+
+
+class Objective(nn.Module):
+    """A model and its loss as one module.
+
+    What spreads a model over processes hooks into the call of a module: so the loss, which reads
+    the weight of the head, has to be made inside of one.
+    """
+
+    def __init__(self, model: nn.Module, kernel: str = "auto") -> None:
+        super().__init__()
+        self.model = model
+        self.kernel = kernel
+        # FSDP2 asks for it: the layers that it gathers one by one
+        self._no_split_modules = getattr(model, "_no_split_modules", None)
+
+    def forward(self, batch: Batch, places: Tensor | None = None) -> Tensor:
+        """The summed loss of a batch, a float scalar; or the likeliest tokens behind ``places``.
+
+        Args:
+            batch: ``input_ids``, ``position_ids`` and, for a loss, ``labels``: int64 [B, N], the
+                labels being shifted already and -100 where there is nothing to learn.
+            places: int64 [P], of tokens of the first row.
+        """
+        hidden, weight = forward_hidden(self.model, batch)
+        if places is not None:
+            return (hidden[0, places].to(weight.dtype) @ weight.T).argmax(-1)
+        return linear_cross_entropy(hidden, weight, batch["labels"], kernel=self.kernel)[0]
+
+
+def labelled(batch: Batch) -> Tensor:
+    """How many tokens of a batch are to be learnt, an int64 scalar."""
+    return (batch["labels"] != IGNORED).sum()
+
+
+def learning_rate(step: int, *, steps: int, warmup: int, lr: float, lr_end: float) -> float:
+    """The rate of a step from 1 to ``steps``: it rises in a line, then falls along a cosine.
+
+    It is ``lr`` at step ``warmup`` and ``lr * lr_end`` at the last one.
+    """
+    if step <= warmup:
+        return lr * step / warmup
+    done = (step - warmup) / (steps - warmup)
+    return lr * (lr_end + (1 - lr_end) * (1 + math.cos(math.pi * done)) / 2)
+
+
+def one_sum(values: list[float], accelerator: Any) -> list[float]:
+    """Each of ``values`` summed over all processes, in one go and in float64."""
+    mine = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
+    return accelerator.reduce(mine, "sum").tolist()

@@ -1,0 +1,194 @@
+"""What a fine-tuning run is told: a dataclass of options, from a YAML file and from typed words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cab_hf.runs.settings import (
+    Refused,
+    comma_separated,
+    flag,
+    option,
+    parse_assignment,
+    parse_flag,
+    read_settings,
+    require,
+)
+
+PROG = "finetune/lora.py"
+CONFIG = "config"  # the option that names a YAML file
+DTYPES = ("bfloat16", "float32")
+ROPES = ("none", "linear", "dynamic", "yarn", "llama3", "theta")
+TRACKERS = ("tensorboard", "trackio", "wandb")
+KERNELS = ("auto", "liger", "chunks")
+# settings that may change when a run goes on: they decide where and how often, and not what
+FREE = ("out", "save_every", "eval_every", "trackers", "dry_run", "cpu", "peak_tflops")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of ``finetune/lora.py``; lengths and rates in tokens and steps.
+
+    Raises:
+        ValueError: naming the option, the value seen and what is accepted.
+    """
+
+    # model
+    model: str = option("smollm2", "smollm2, tiny, a folder, or a name of the hub")
+    attention: str = option("cab", "attn_implementation while training: cab, sdpa, ...")
+    cab: tuple[str, ...] = option(
+        (), "field=value of CabConfig; may be given several times", repeatable=True
+    )
+    dtype: str = option("bfloat16", "of the frozen weights; trained ones are float32")
+    rope: str = option("none", f"how positions are stretched: {', '.join(ROPES)}")
+    rope_factor: float = option(0.0, "times as many positions; 0: what the length needs", float)
+    rope_theta: float = option(0.0, "the new base of theta; 0: what the factor asks for", float)
+    trust_remote_code: bool = flag("run Python code that comes with the model")
+    checkpointing: bool = option(True, "layers are computed again in the backward pass", parse_flag)
+    # adapter
+    targets: tuple[str, ...] = option(
+        ("q_proj", "k_proj", "v_proj", "o_proj"), "linear layers LoRA adds to", comma_separated(str)
+    )
+    rank: int = option(16, "of LoRA's products", int)
+    alpha: float = option(32.0, "LoRA adds alpha / rank of its product", float)
+    dropout: float = option(0.0, "of what LoRA reads", float)
+    norms: bool = flag("train norms, too")
+    embeddings: bool = flag("train embeddings, too")
+    qlora: bool = flag("hold frozen weights in 4 bits (bitsandbytes)")
+    # data
+    data: tuple[str, ...] = option(
+        (),
+        "sources, each NAME or NAME=WEIGHT: of the hub, local, or retrieval:...",
+        comma_separated(str),
+    )
+    text_field: str = option("text", "field of a record that is its text")
+    split: str = option("train", "of sources of the hub")
+    streaming: bool = flag("read sources of the hub as they come")
+    length: int = option(8192, "tokens of a packed sequence", int)
+    held_out: int = option(8, "sequences that the loss is watched on; 0: none", int)
+    validation: tuple[str, ...] = option(
+        (), "sources of those; by default documents that training leaves out", comma_separated(str)
+    )
+    # optimisation
+    steps: int = option(200, "of the optimiser", int)
+    lr: float = option(2e-4, "largest learning rate", float)
+    lr_end: float = option(0.1, "learning rate of the last step, as a share of the largest", float)
+    warmup: int = option(10, "steps of rising learning rate", int)
+    weight_decay: float = option(0.0, "of AdamW", float)
+    beta2: float = option(0.95, "of AdamW", float)
+    clip: float = option(1.0, "largest norm of the gradient; 0 leaves it as it is", float)
+    tokens_per_step: int = option(0, "of all processes; 0: one micro batch of each", int)
+    micro_batch: int = option(1, "sequences a process computes at once", int)
+    loss_kernel: str = option("auto", f"of the loss: {', '.join(KERNELS)}")
+    seed: int = option(0, "of the adapter, of dropout and of the data", int)
+    # run
+    out: str = option("runs/lora", "folder of log, checkpoints, adapter and curve")
+    save_every: int = option(50, "steps between checkpoints; the newest two are kept", int)
+    eval_every: int = option(50, "steps between evaluations; 0: none", int)
+    passkeys: int = option(4, "keys looked for at each length of an evaluation; 0: none", int)
+    passkey_lengths: tuple[int, ...] = option(
+        (), "tokens; by default half of the length and all of it", comma_separated(int)
+    )
+    trackers: tuple[str, ...] = option((), f"also {', '.join(TRACKERS)}", comma_separated(str))
+    peak_tflops: float = option(0.0, "of the GPU in bfloat16, where its name is not known", float)
+    cpu: bool = flag("compute on the CPU, also where there is a GPU")
+    dry_run: bool = flag("say what would run, what it costs and whether it fits; then end")
+
+    def __post_init__(self) -> None:
+        self._one_of("dtype", DTYPES)
+        self._one_of("rope", ROPES)
+        self._one_of("loss_kernel", KERNELS)
+        self._at_least(1, "rank", "steps", "micro_batch", "save_every")
+        self._at_least(2, "length")
+        self._at_least(0, "warmup", "tokens_per_step", "held_out", "eval_every", "passkeys")
+        self._within("a number above 0", lambda x: x > 0, "lr", "alpha")
+        any_size = ("rope_factor", "rope_theta", "weight_decay", "clip", "peak_tflops")
+        self._within("0 or more", lambda x: x >= 0, *any_size)
+        self._within("in [0, 1)", lambda x: 0 <= x < 1, "dropout", "beta2")
+        self._within("in [0, 1]", lambda x: 0 <= x <= 1, "lr_end")
+        require(self, "data", self.data, "at least one source, such as text.jsonl")
+        require(self, "targets", self.targets, "at least one linear layer, such as q_proj")
+        unknown = [name for name in self.trackers if name not in TRACKERS]
+        require(self, "trackers", not unknown, f"some of {', '.join(TRACKERS)}", unknown)
+        self._check_steps()
+        self.sources()
+        self.validation_sources()
+
+    def _check_steps(self) -> None:
+        accepted = f"less than steps={self.steps}"
+        require(self, "warmup", self.warmup < self.steps, accepted)
+        longest = max(self.passkey_lengths, default=2)
+        accepted = f"at most length={self.length}, and 2 or more"
+        require(self, "passkey_lengths", 2 <= longest <= self.length, accepted)
+
+    def _one_of(self, name: str, accepted: Sequence[str]) -> None:
+        require(self, name, getattr(self, name) in accepted, f"one of {', '.join(accepted)}")
+
+    def _at_least(self, least: int, *names: str) -> None:
+        self._within(f"a whole number from {least} on", lambda x: x >= least, *names)
+
+    def _within(self, accepted: str, holds: Callable[[Any], bool], *names: str) -> None:
+        for name in names:
+            require(self, name, holds(getattr(self, name)), accepted)
+
+    def sources(self) -> list[tuple[str, float]]:
+        """(name, weight) of every source in ``data``."""
+        return self._weighted("data")
+
+    def validation_sources(self) -> list[tuple[str, float]]:
+        """(name, weight) of every source in ``validation``."""
+        return self._weighted("validation")
+
+    def _weighted(self, field: str) -> list[tuple[str, float]]:
+        found = []
+        for text in getattr(self, field):
+            name, equals, weight = text.rpartition("=")
+            name = name if equals else text
+            try:
+                number = float(weight) if equals else 1.0
+            except ValueError:
+                number = -1.0
+            accepted = "NAME or NAME=WEIGHT with a weight of 0 or more"
+            require(self, field, name and 0 <= number < float("inf"), accepted, text)
+            found.append((name, number))
+        return found
+
+    def rope_or_none(self) -> str | None:
+        """How positions are stretched; None: they are left as they are."""
+        return None if self.rope == "none" else self.rope
+
+    def cab_config(self) -> dict[str, Any]:
+        """The fields of CabConfig that were given."""
+        return dict(map(parse_assignment, self.cab))
+
+    def accumulation(self, world: int) -> int:
+        """Micro batches of each of ``world`` processes in a step of the optimiser.
+
+        Raises:
+            Refused: ``tokens_per_step`` is no multiple of what all processes compute at once.
+        """
+        at_once = world * self.length * self.micro_batch
+        micro_batches, rest = divmod(self.tokens_per_step or at_once, at_once)
+        if rest:
+            raise Refused(
+                f"tokens_per_step must be a multiple of {at_once} ({world} processes x length "
+                f"{self.length} x micro_batch {self.micro_batch}); got {self.tokens_per_step}."
+            )
+        return micro_batches
+
+    def evaluated_lengths(self) -> tuple[int, ...]:
+        """Tokens of the documents that keys are looked for in."""
+        return self.passkey_lengths or (self.length // 2, self.length)
+
+    def identity(self, world: int) -> dict[str, Any]:
+        """What two runs must share for one to go on with the other's checkpoints, JSON-able."""
+        told = {name: value for name, value in asdict(self).items() if name not in FREE}
+        return {"run": "lora", **told, "processes": world}
+
+
+def read(words: Sequence[str]) -> Settings:
+    """The settings of a command line; what is refused ends the process with status 2."""
+    purpose = "Fine-tune a causal language model on long documents, by LoRA."
+    return read_settings(Settings, words, PROG, purpose, file=CONFIG)

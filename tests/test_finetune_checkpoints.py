@@ -1,0 +1,180 @@
+"""Checkpoints: whole or not there, the newest two, and all that a run needs to go on exactly."""
+
+import os
+import random
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cab_hf.finetune import checkpoints
+from cab_hf.finetune.checkpoints import Checkpoints, asked_to_stop
+from cab_hf.runs.log import LogError
+from cab_hf.runs.settings import Refused
+
+
+class Killed(BaseException):
+    """What no handler expects, as a kill is."""
+
+
+@pytest.fixture
+def kept(tmp_path):
+    return Checkpoints(tmp_path / "checkpoints", 0, 1, lambda: None)
+
+
+def adapter(folder):
+    folder.mkdir()
+    (folder / "weights").write_text("of the adapter")
+
+
+def save(kept, step):
+    return kept.save(step, {"value": torch.full((3,), step)}, {"data": str(step)}, adapter)
+
+
+def names(kept):
+    return sorted(path.name for path in kept.folder.iterdir())
+
+
+def test_the_newest_two_are_kept(kept):
+    assert kept.newest() is None
+    for step in (2, 4, 6, 8):
+        save(kept, step)
+    assert names(kept) == ["step-00000006", "step-00000008"]
+    shared, mine = kept.load(kept.newest())
+    assert (shared["step"], shared["value"].tolist(), mine["data"]) == (8, [8, 8, 8], "8")
+    assert (kept.newest() / "adapter" / "weights").read_text() == "of the adapter"
+
+
+def test_steps_are_ordered_as_numbers(kept):
+    for step in (99_999_999, 100_000_000):
+        save(kept, step)
+    assert checkpoints.step_of(kept.newest()) == 100_000_000
+
+
+@pytest.mark.parametrize(
+    ("where", "left", "newest"),
+    [
+        pytest.param("save", 0, 2, id="before anything is written"),
+        pytest.param("save", 1, 2, id="with the shared part missing"),
+        pytest.param("put_on_disk", 2, 2, id="before all is on disk"),
+        pytest.param("rename", 0, 2, id="before it has its name"),
+        pytest.param("rename", 1, 3, id="before an old one is taken away"),
+        pytest.param("rmtree", 0, 3, id="while an old one is taken away"),
+    ],
+)
+def test_a_half_written_checkpoint_is_never_picked_up(kept, monkeypatch, where, left, newest):
+    save(kept, 1)
+    save(kept, 2)
+    owner = {"save": torch, "put_on_disk": checkpoints, "rename": os, "rmtree": checkpoints.shutil}
+    true, calls = getattr(owner[where], where), []
+
+    def killed(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) > left:
+            raise Killed
+        return true(*arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner[where], where, killed)
+        with pytest.raises(Killed):
+            save(kept, 3)
+    assert checkpoints.step_of(kept.newest()) == newest
+    assert kept.load(kept.newest())[0]["step"] == newest
+    save(kept, 4)
+    # what was left of the kill is gone
+    assert names(kept) == [f"step-{newest:08d}", "step-00000004"]
+
+
+def test_all_is_on_disk_before_it_has_its_name(kept, monkeypatch):
+    done = []
+    sync, rename = checkpoints.put_on_disk, os.rename
+    monkeypatch.setattr(checkpoints, "put_on_disk", lambda path: (done.append(path), sync(path)))
+    monkeypatch.setattr(os, "rename", lambda *names: (done.append("renamed"), rename(*names)))
+    target = save(kept, 1)
+    before = {path.name for path in done[: done.index("renamed")]}
+    assert {path.name for path in target.rglob("*")} <= before
+    assert done[-1] == kept.folder
+
+
+def test_a_full_disk_leaves_the_older_ones(kept, monkeypatch):
+    save(kept, 1)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "put_on_disk", full)
+    with pytest.raises(LogError, match="step-00000002 cannot be written .No space left"):
+        save(kept, 2)
+    assert checkpoints.step_of(kept.newest()) == 1
+
+
+def test_another_number_of_processes_is_refused(kept):
+    folder = save(kept, 1)
+    more = Checkpoints(kept.folder, 0, 2, lambda: None)
+    with pytest.raises(Refused, match="was made by 1 processes and this run has 2; start as many"):
+        more.load(folder)
+
+
+def test_a_damaged_checkpoint_is_refused(kept):
+    folder = save(kept, 1)
+    (folder / checkpoints.SHARED).write_bytes(b"no checkpoint")
+    with pytest.raises(Refused, match="step-00000001 cannot be read .*; take it away"):
+        kept.load(folder)
+
+
+def test_being_asked_to_stop_is_noted_and_nothing_else():
+    before = signal.getsignal(signal.SIGTERM)
+    with asked_to_stop() as asked:
+        assert not asked()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def trainer():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    # frozen parameters are nobody's to save
+    model[0].bias.requires_grad_(False)
+    return model, torch.optim.AdamW(checkpoints.trained(model).values(), lr=0.1)
+
+
+def step(model, optimizer):
+    # of each generator a draw
+    scale = random.random() + float(np.random.rand())
+    loss = model(torch.randn(8, 4)).square().mean() * scale
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def test_steps_go_on_bit_for_bit(kept):
+    model, optimizer = trainer()
+    random.seed(0), np.random.seed(0)
+    for _ in range(2):
+        step(model, optimizer)
+    shared = {
+        "parameters": checkpoints.parameters_of(model),
+        "optimizer": checkpoints.optimizer_of(optimizer, model),
+    }
+    kept.save(2, shared, {"random": checkpoints.random_state()}, adapter)
+    uninterrupted = [step(model, optimizer) for _ in range(3)]
+
+    again, fresh = trainer()
+    shared, mine = kept.load(kept.newest())
+    assert shared["parameters"].keys() == {"0.weight", "2.weight", "2.bias"}
+    checkpoints.load_parameters(again, shared["parameters"])
+    checkpoints.load_optimizer(fresh, again, shared["optimizer"])
+    checkpoints.load_random_state(mine["random"])
+    assert [step(again, fresh) for _ in range(3)] == uninterrupted
+
+
+def test_a_checkpoint_of_other_parameters_is_refused():
+    model, _ = trainer()
+    saved = checkpoints.parameters_of(model)
+    model[0].bias.requires_grad_(True)
+    with pytest.raises(Refused, match="trains other parameters .0.bias is one of 1."):
+        checkpoints.load_parameters(model, saved)

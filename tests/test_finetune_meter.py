@@ -1,0 +1,115 @@
+"""FLOPs against torch's own counter, pairs and shares by hand, memory against tensors held."""
+
+import pytest
+import torch
+from tiny import tiny_model, tokens
+from torch.utils.flop_counter import FlopCounterMode
+
+from cab_hf.finetune import meter
+from cab_hf.finetune.models import with_lora
+from cab_hf.finetune.objective import Objective
+
+TARGETS = ("q_proj", "v_proj", "down_proj")
+
+
+def adapted(**overrides):
+    model = tiny_model(attn_implementation="eager", **overrides)
+    return with_lora(model, TARGETS, rank=4, alpha=8)
+
+
+def batch(length):
+    ids = tokens(1, length)
+    positions = torch.arange(length)[None]
+    return {"input_ids": ids, "position_ids": positions, "labels": ids}
+
+
+def test_flops_are_those_that_torch_counts():
+    length = 64
+    model = adapted().train()
+    # otherwise the first layer has no gradient to hand on
+    model.enable_input_require_grads()
+    counter = FlopCounterMode(display=False)
+    with counter:
+        Objective(model, "chunks")(batch(length)).backward()
+    cost = meter.Cost.of(model)
+    # eager attention computes what causality forbids as well
+    expected = cost.products(length) + 3 * cost.attention(length**2)
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.01)
+
+
+def test_weights_are_counted_once_and_by_what_is_trained():
+    cost = meter.Cost.of(adapted())
+    hidden, inner, heads, kv, vocabulary, layers, rank = 48, 64, 96, 32, 64, 3, 4
+    frozen = 2 * hidden * heads + 2 * hidden * kv + 3 * hidden * inner
+    trained = rank * (hidden + heads + hidden + kv + inner + hidden)
+    assert cost.frozen == layers * frozen + vocabulary * hidden
+    assert cost.trained == cost.trained_parameters == layers * trained
+    # q, k, v, o, gate, up, down, an embedding, a head and norms
+    rest = vocabulary * hidden + (2 * layers + 1) * hidden
+    assert cost.parameters == cost.frozen + cost.trained + rest
+    assert cost.adapted == layers * (hidden + hidden + inner)
+
+
+def test_norms_and_embeddings_that_are_trained_count_as_such():
+    model = with_lora(tiny_model(), ("q_proj",), 4, 8, norms=True, embeddings=True)
+    cost = meter.Cost.of(model)
+    assert cost.trained_parameters == 3 * 4 * (48 + 96) + 7 * 48 + 64 * 48
+    # an embedding is looked up, and multiplies nothing
+    assert cost.trained == 3 * 4 * (48 + 96)
+
+
+@pytest.mark.parametrize(
+    ("positions", "pairs"),
+    [
+        pytest.param([[0, 1, 2, 3]], 10, id="one document"),
+        pytest.param([[0, 1, 0, 1]], 6, id="two documents"),
+        pytest.param([[0, 1, 2, 3], [0, 0, 1, 2]], 17, id="two rows"),
+    ],
+)
+def test_pairs_are_those_within_documents(positions, pairs):
+    cost = meter.Cost.of(tiny_model())
+    assert cost.pairs(torch.tensor(positions)) == (pairs,) * 3
+
+
+def test_a_sliding_window_shows_fewer_pairs():
+    cost = meter.Cost.of(tiny_model("mistral-sliding"))
+    # 40 + 39 + ... + 1 at the start, 40 for each of the others
+    assert cost.pairs(torch.arange(60)[None]) == (820 + 20 * 40,) * 3
+    some = meter.Cost.of(tiny_model("qwen3-some-sliding"))
+    assert sorted(some.pairs(torch.arange(60)[None])) == [1620, 1620, 1830]
+    assert some.windows == (None, 40, 40)
+
+
+def test_a_line_has_what_was_attended_beside_what_could_have_been():
+    cost = meter.Cost.of(tiny_model())
+    counted = meter.Meter(cost)
+    layers = [{"layer": i, "density": density} for i, density in enumerate((0.5, None, 0.25))]
+    counted.count(torch.arange(100)[None], layers)
+    found = meter.line(counted.totals(), seconds=2.0, processes=1, peak=1e9)
+    attention = cost.attention(5050)
+    assert found["density"] == pytest.approx((0.5 + 1 + 0.25) / 3)
+    products = cost.products(100)
+    assert found["mfu"] == pytest.approx((products + 1.75 * attention) / 2e9)
+    assert found["mfu_dense_equivalent"] == pytest.approx((products + 3 * attention) / 2e9)
+    assert found["tokens_per_second"] == 50
+    counted.begin()
+    assert counted.totals() == [0.0] * 4
+
+
+def test_processes_share_the_peak_and_not_the_tokens():
+    one = meter.line([100, 1e9, 1e9, 2e9], 1.0, 1, 1e10)
+    four = meter.line([400, 4e9, 4e9, 8e9], 1.0, 4, 1e10)
+    assert four["mfu"] == one["mfu"] and four["density"] == one["density"] == 0.5
+    assert four["tokens_per_second_per_gpu"] == one["tokens_per_second_per_gpu"] == 100
+
+
+def test_what_memory_depends_on():
+    cost = meter.Cost.of(adapted())
+    short, long = (meter.memory(cost, size, loss_tokens=8) for size in (1000, 2000))
+    assert long.checkpoints == 2 * short.checkpoints == 2 * 1000 * 48 * 2 * 3
+    assert long.weights == short.weights == cost.weight_bytes
+    assert long.optimizer == 16 * cost.trained_parameters
+    kept = meter.memory(cost, 1000, checkpointing=False, loss_tokens=8)
+    assert kept.layer > 2 * short.layer and kept.total > short.total
+    spread = meter.memory(cost, 1000, shards=4, loss_tokens=8)
+    assert spread.optimizer == short.optimizer / 4 and spread.weights < short.weights
