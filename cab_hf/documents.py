@@ -33,6 +33,23 @@ NAMES = (
 )
 NEEDLE = "The pass key{whose} is {key}. Remember it. {key} is the pass key{whose}."
 REPEAT = "As was said above, the pass key{whose} is {key}."
+# numbers that are no pass keys: a selector that looks for digits finds these as well
+DISTRACTOR_EVERY = 12
+DISTRACTORS = (
+    "The locker number is {}.",
+    "The order number is {}.",
+    "The house has the number {}.",
+    "The ticket has the number {}.",
+    "The phone extension is {}.",
+    "The invoice number is {}.",
+    "The train has the number {}.",
+    "The meter shows {}.",
+)
+INSTRUCTION = "There {are} hidden in the text below. Find {it} and remember {it}."
+QUESTION = "What is the pass key{whose}?"
+# the answer is begun for the model, blank included, so that the first digit already is predicted by
+# the last token of the prefill; otherwise only decoding would be tested where decoding is dense
+ANSWER = "The pass key{whose} is "
 KEPT_SENTENCES = 2**16  # whose tokens are remembered
 
 Tokens = tuple[int, ...]

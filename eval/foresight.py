@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.documents import Span, Tokens, sentence_tokens, shared
-from cab_hf.eval.haystack import ANSWER, Prompt
+from cab_hf.documents import ANSWER, Span, Tokens, sentence_tokens, shared
+from cab_hf.eval.haystack import Prompt
 
 LOGITS_AT_ONCE = 1024  # positions whose logits are in float32 at the same time
 

@@ -36,7 +36,7 @@ from pathlib import Path
 
 import cab_hf  # noqa: F401  registers "cab" with transformers
 from cab_hf.eval.experiment import PROG
-from cab_hf.eval.models import SMOLLM2, smollm2_folder
+from cab_hf.runs.models import SMOLLM2, smollm2_folder
 
 TASKS = Path(__file__).with_name("tasks")
 INCLUDE = "--include_path"

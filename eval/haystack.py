@@ -14,27 +14,22 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from cab_hf.documents import NAMES, NEEDLE, NOISE, NUMBERS, running, split_sentences
+from cab_hf.documents import (
+    ANSWER,
+    DISTRACTOR_EVERY,
+    DISTRACTORS,
+    INSTRUCTION,
+    NAMES,
+    NEEDLE,
+    NOISE,
+    NUMBERS,
+    QUESTION,
+    running,
+    split_sentences,
+)
 from cab_hf.runs.settings import Refused
 
 FILLERS = ("noise", "distractors", "text")
-# numbers that are no pass keys: a selector that looks for digits finds these as well
-DISTRACTOR_EVERY = 12
-DISTRACTORS = (
-    "The locker number is {}.",
-    "The order number is {}.",
-    "The house has the number {}.",
-    "The ticket has the number {}.",
-    "The phone extension is {}.",
-    "The invoice number is {}.",
-    "The train has the number {}.",
-    "The meter shows {}.",
-)
-INSTRUCTION = "There {are} hidden in the text below. Find {it} and remember {it}."
-QUESTION = "What is the pass key{whose}?"
-# the answer is begun for the model, blank included, so that the first digit already is predicted by
-# the last token of the prefill; otherwise only decoding would be tested where decoding is dense
-ANSWER = "The pass key{whose} is "
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 from lm_eval.models.huggingface import HFLM
 
 from cab_hf.config import CabConfig
-from cab_hf.eval.models import greedy
 from cab_hf.patches import apply_cab
+from cab_hf.runs.models import greedy
 
 FIELDS = {field.name for field in dataclasses.fields(CabConfig)}
 

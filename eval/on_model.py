@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from cab_hf.eval.experiment import Experiment
-from cab_hf.eval.models import (
+from cab_hf.runs.models import (
     SMOLLM2,
     content_sha256,
     is_local,

@@ -25,9 +25,9 @@ from cab_hf.eval.experiment import Row
 from cab_hf.eval.haystack import FILLERS, Haystack, Prompt, answered, read_sentences
 from cab_hf.eval.intervals import paired_difference, wilson
 from cab_hf.eval.methods import CONTROLS, METHODS, Cab, Cell, Dense, Method, Streaming, known
-from cab_hf.eval.models import greedily
 from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
 from cab_hf.eval.report import difference, markdown_table
+from cab_hf.runs.models import greedily
 from cab_hf.runs.provenance import file_identity
 from cab_hf.runs.settings import (
     by_device,

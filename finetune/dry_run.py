@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from cab_hf.eval.models import load_config
 from cab_hf.finetune import meter
 from cab_hf.finetune.loss import CHUNK_LOGITS
 from cab_hf.finetune.models import TINY, load_model, stretch_positions
 from cab_hf.finetune.settings import Settings
+from cab_hf.runs.models import load_config
 
 # 4 bits and the scales of NF4, quantised twice
 FOUR_BIT_BYTES = 0.52

@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cab_hf.eval import models as evaluated
 from cab_hf.finetune.models import (
     BASE,
     base_sha256,
@@ -29,6 +28,7 @@ from cab_hf.finetune.models import (
     open_config,
     open_model,
 )
+from cab_hf.runs import models as run_models
 from cab_hf.runs.log import read_log, write_atomically
 from cab_hf.runs.provenance import versions
 from cab_hf.runs.settings import Refused, flag, option, read_settings, require
@@ -154,9 +154,9 @@ def read_adapter_config(adapter: Path) -> Any:
     """PEFT's config of an adapter; Refused where there is none, or none of LoRA."""
     from peft import LoraConfig, PeftConfig
 
-    if not (adapter / evaluated.ADAPTER_CONFIG).is_file() or not (adapter / WEIGHTS).is_file():
+    if not (adapter / run_models.ADAPTER_CONFIG).is_file() or not (adapter / WEIGHTS).is_file():
         raise Refused(
-            f"adapter must be a folder with {evaluated.ADAPTER_CONFIG} and {WEIGHTS}; got "
+            f"adapter must be a folder with {run_models.ADAPTER_CONFIG} and {WEIGHTS}; got "
             f"{str(adapter)!r}."
         )
     config = PeftConfig.from_pretrained(str(adapter))

@@ -30,8 +30,8 @@ from transformers import (
 )
 
 from cab_hf.config import CabConfig
-from cab_hf.eval import models as evaluated
 from cab_hf.patches import apply_cab
+from cab_hf.runs import models as run_models
 from cab_hf.runs.log import write_atomically
 
 TINY = "tiny"
@@ -96,7 +96,7 @@ def load_model(
 
 def open_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The config of a model, which may be changed before `open_model` takes it."""
-    return _tiny_config() if name == TINY else evaluated.load_config(name, trust_remote_code)
+    return _tiny_config() if name == TINY else run_models.load_config(name, trust_remote_code)
 
 
 def open_model(
@@ -111,7 +111,7 @@ def open_model(
         attention = options.get("attn_implementation", "sdpa")
         model, tokenizer = _tiny_model(config, attention, dtype, device), _reads_bytes()
     else:
-        model, tokenizer = evaluated.load_model(name, device, dtype, config=config, **options)
+        model, tokenizer = run_models.load_model(name, device, dtype, config=config, **options)
     # what PEFT records as the base of an adapter: no path where a name says it
     model.name_or_path = name
     return model, tokenizer
@@ -160,7 +160,7 @@ def stretch_positions(
             rotary positions, or numbers without the scaling they are for.
     """
     _check_rope(rope, factor, theta)
-    reach = evaluated.most_tokens(config)
+    reach = run_models.most_tokens(config)
     if rope is None:
         if None not in (length, reach) and length > reach:
             raise ValueError(
@@ -498,7 +498,7 @@ def _replaced(owner: nn.Module, name: str, value: Any) -> Iterator[None]:
 def base_sha256(name: str) -> str:
     """SHA-256 of what a base computes, wherever it stands; of what is not local, once loaded."""
     if name != TINY:
-        return evaluated.content_sha256(name)
+        return run_models.content_sha256(name)
     return hashlib.sha256(_tiny_config().to_json_string().encode()).hexdigest()
 
 

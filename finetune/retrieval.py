@@ -14,9 +14,14 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from cab_hf.documents import (
+    ANSWER,
+    DISTRACTOR_EVERY,
+    DISTRACTORS,
+    INSTRUCTION,
     NAMES,
     NEEDLE,
     NUMBERS,
+    QUESTION,
     Document,
     Span,
     Tokens,
@@ -25,7 +30,6 @@ from cab_hf.documents import (
     recall_document,
     sentence_tokens,
 )
-from cab_hf.eval.haystack import ANSWER, DISTRACTOR_EVERY, DISTRACTORS, INSTRUCTION, QUESTION
 from cab_hf.runs.settings import Refused
 
 PREFIX = "retrieval"

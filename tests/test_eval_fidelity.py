@@ -11,12 +11,13 @@ from torch.nn import functional as F
 from words import CHAT, TEXT, make_tokenizer, save_llama
 
 from cab_hf.config import CabConfig
+from cab_hf.documents import QUESTION
 from cab_hf.eval import foresight
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.experiment import render
 from cab_hf.eval.fidelity import Fidelity, Settings
 from cab_hf.eval.foresight import Reading, answered, foreseen, surprise
-from cab_hf.eval.haystack import QUESTION, Haystack
+from cab_hf.eval.haystack import Haystack
 from cab_hf.eval.intervals import mean_interval, paired_difference
 from cab_hf.runs.log import read_log
 from cab_hf.runs.settings import read_settings, spelled

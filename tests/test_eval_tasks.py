@@ -17,7 +17,7 @@ from cab_hf.documents import NOISE, recall_document, split_sentences
 from cab_hf.eval import harness, passkey
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.haystack import Haystack
-from cab_hf.eval.models import smollm2_folder
+from cab_hf.runs.models import smollm2_folder
 
 LENGTHS = [300, 450]
 LONGER = (650, 700)  # room for the twelve keys of cab_recall

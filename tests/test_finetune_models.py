@@ -228,7 +228,7 @@ def test_positions_are_stretched_as_the_name_says(rope, lowest, highest):
         # theta grows with the call: by (4 x 4000 / 1000 - 3)^(16 / 14)
         lowest = 13.0 ** -(16 / 14 * 14 / 16)
     assert found[-1].item() == pytest.approx(lowest, rel=1e-4)
-    assert models.evaluated.most_tokens(config) == 4000
+    assert models.run_models.most_tokens(config) == 4000
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 from words import CHAT, TEXT, make_tokenizer
 
 from cab_hf import documents
-from cab_hf.documents import NOISE, plain_document, recall_document, split_sentences
-from cab_hf.eval.haystack import DISTRACTORS, Haystack
+from cab_hf.documents import DISTRACTORS, NOISE, plain_document, recall_document, split_sentences
+from cab_hf.eval.haystack import Haystack
 from cab_hf.finetune import sources
 from cab_hf.finetune.data import IGNORED, Packed, held_out, make_source
 from cab_hf.finetune.retrieval import KEYS, Entry, parse_entry, retrieval_document

@@ -5,7 +5,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cab_hf import documents
-from cab_hf.eval import haystack
 
 TEXT = 'It rained all day. The old town slept! "Who goes there?" asked nobody. So it was, and so.'
 CHAT = (
@@ -18,11 +17,11 @@ def make_tokenizer(chat_template=None):
     """Words and single digits, each a token of a tiny vocabulary."""
     texts = [
         *documents.NOISE,
-        *haystack.DISTRACTORS,
+        *documents.DISTRACTORS,
         *documents.NAMES,
-        haystack.INSTRUCTION,
+        documents.INSTRUCTION,
         documents.NEEDLE,
-        haystack.QUESTION,
+        documents.QUESTION,
         documents.REPEAT,
         TEXT,
         "are important pass keys is an them it for user assistant end : 0 1 2 3 4 5 6 7 8 9",

@@ -1,4 +1,4 @@
-"""Models to evaluate: any causal LM by name or path, and ``smollm2``, a LLaMA that needs no hub.
+"""Models of runs: any causal LM by name or path, and ``smollm2``, a LLaMA that needs no hub.
 
 SmolLM2-135M-Instruct (Apache-2.0; 30 layers, 9 query and 3 KV heads, head dim 64, 8,192 tokens)
 comes as GGUF inside a PyPI wheel. It is converted to safetensors once, in the user's cache, and

@@ -21,7 +21,7 @@ from tiny import tiny_model
 from transformers import GPT2Config, LlamaConfig
 from words import save_llama
 
-from cab_hf.eval import models
+from cab_hf.runs import models
 from cab_hf.runs.settings import Refused
 
 ROOT = Path(__file__).parents[1]
@@ -225,7 +225,7 @@ def test_an_adapter_is_one_with_the_model_it_is_for(copied, tmp_path):
 
 HUB = """
 import sys
-from cab_hf.eval import models
+from cab_hf.runs import models
 _, tokenizer = models.load_model("someone/tiny", "cpu", "float32")
 print(models.content_sha256("someone/tiny"))
 """
