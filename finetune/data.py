@@ -245,8 +245,6 @@ class _Feed:
         self.taken, self._done = state["taken"], state["done"]
         self._documents.load_state_dict(state["begun"])
         self._document = None
-        if self._done:
-            self._next()
 
 
 def held_out(

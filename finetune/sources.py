@@ -387,8 +387,8 @@ def _refuse_nothing(source: TextSource, part: Part) -> None:
     which = "held-out documents" if part.held_out else "documents"
     rule = f"one in {part.every} is held out" if part.every else "none is held out"
     raise Refused(
-        f"source {source.name!r} has no {which} where {rule}; give it more, or hold out another "
-        "share."
+        f"source {source.name!r} has no {which} where {rule}; give it more, or hold out those "
+        "of another source."
     )
 
 

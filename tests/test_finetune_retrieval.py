@@ -189,6 +189,13 @@ def test_another_text_is_around_the_keys_of_each_document():
     assert len({max(documents.NAMES, key=each.count) for each in read}) == 8
 
 
+def test_a_long_text_is_not_always_read_from_its_start():
+    texts = ["".join(f"{name} slept. " * 600 for name in documents.NAMES)]
+    items = read_of("retrieval:passkey", texts, count=8)
+    read = [text_of(TOKENIZERS["chat"], item["input_ids"]) for item in items]
+    assert len({max(documents.NAMES, key=each.count) for each in read}) > 4
+
+
 def test_without_text_beside_keys_are_hidden_in_noise():
     for texts in ([], [" ", ""]):
         (item,) = read_of("retrieval:passkey", texts, count=1)
