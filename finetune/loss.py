@@ -109,7 +109,7 @@ def _tokens_of_chunk(vocabulary: int) -> int:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The sum over tokens, its gradient made in the forward pass: it is linear in the sum's own."""
+    """The sum over tokens. Its gradient is made with it, and only scaled in the backward pass."""
 
     @staticmethod
     def forward(
@@ -126,16 +126,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         dh = torch.zeros_like(h) if learning and ctx.needs_input_grad[0] else None
         dw = torch.zeros_like(w, dtype=wide) if learning and ctx.needs_input_grad[1] else None
         total = torch.zeros((), dtype=wide, device=h.device)
-        # under autocast the products would be cast again
-        with torch.autocast(h.device.type, enabled=False):
-            for tokens in labelled.split(chunk) if labelled.numel() else ():
-                h_c = h[tokens]
-                loss, dlogits = _softmax_and_loss(h_c, w, target[tokens], wide)
-                total += loss
-                if dh is not None:
-                    dh[tokens] = dlogits @ w
-                if dw is not None:
-                    dw += dlogits.T @ h_c
+        for tokens in labelled.split(chunk) if labelled.numel() else ():
+            h_c = h[tokens]
+            loss, dlogits = _softmax_and_loss(h_c, w, target[tokens], wide)
+            total += loss
+            if dh is not None:
+                dh[tokens] = dlogits @ w
+            if dw is not None:
+                dw += dlogits.T @ h_c
         ctx.save_for_backward(dh, None if dw is None else dw.to(w.dtype))
         return total
 

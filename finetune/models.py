@@ -16,6 +16,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -523,12 +524,22 @@ def save_adapter(
     causal = causal_model(adapted)
     text = causal.config.get_text_config()
     told = {
-        "sha256": base_sha256(causal.name_or_path),
+        "sha256": _content(causal),
         "rope_parameters": getattr(text, "rope_parameters", None),
         "max_position_embeddings": getattr(text, "max_position_embeddings", None),
         "cab_config": getattr(text, "cab_config", None),
     }
     write_atomically(folder / BASE, json.dumps(told, indent=2) + "\n")
+
+
+def _content(causal: PreTrainedModel) -> str:
+    """Its `base_sha256`, read once: checkpoints are many and bases are large."""
+    if causal not in _contents:
+        _contents[causal] = base_sha256(causal.name_or_path)
+    return _contents[causal]
+
+
+_contents: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 
 
 def _under_all_names(model: nn.Module, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -409,3 +409,13 @@ def test_parameters_that_were_gathered_are_saved_as_the_models_own(tmp_path, tie
     )
     torch.testing.assert_close(theirs, own, rtol=0, atol=0)
     assert ("base_model.model.lm_head.weight" in own) == tied
+
+
+def test_a_base_is_read_once_for_all_checkpoints(tmp_path, monkeypatch):
+    model, tokenizer = load_model("tiny", dtype="float32")
+    model, read = adapted(model), []
+    monkeypatch.setattr(models, "base_sha256", lambda name: read.append(name) or "0" * 64)
+    for place in ("first", "second"):
+        models.save_adapter(model, tokenizer, tmp_path / place)
+        assert json.loads((tmp_path / place / models.BASE).read_text())["sha256"] == "0" * 64
+    assert read == ["tiny"]
