@@ -202,17 +202,21 @@ def line(
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a device at the peak of a step, part by part."""
+    """Bytes of a device at the peak of a step, part by part.
+
+    Attributes:
+        layers: what layers keep for the backward pass.
+        working: the loss, or a layer's backward pass: what is larger.
+    """
 
     weights: float
     optimizer: float
-    checkpoints: float
-    layer: float
-    loss: float
+    layers: float
+    working: float
 
     @property
     def total(self) -> float:
-        return self.weights + self.optimizer + self.checkpoints + self.layer + self.loss
+        return self.weights + self.optimizer + self.layers + self.working
 
 
 def memory(
@@ -239,13 +243,15 @@ def memory(
     hidden, inner = config.hidden_size, getattr(config, "intermediate_size", 0)
     layers = config.num_hidden_layers
     share = config.num_key_value_heads / config.num_attention_heads
-    # norms in float32 and what comes of them, q and the output of attention, k and v, gated MLP
-    kept = itemsize * (4 * hidden + 2 * cost.channels + 2 * share * cost.channels + 4 * inner)
-    kept += 2 * 4 * hidden
-    # an adapter keeps what it reads, in float32
-    kept += 4 * cost.adapted / layers
-    of_layer = tokens * kept
+    # what comes in, the norms' inputs and outputs; q, the output of attention, k, v; the gated MLP
+    kept = itemsize * (4 * hidden + (2 + 2 * share) * cost.channels + 3 * inner)
+    if itemsize < 4:
+        # norms compute in float32, and each adapter keeps what it reads so
+        kept += 2 * 4 * hidden + 4 * cost.adapted / layers
+    kept *= tokens
     flowing = tokens * itemsize * (hidden + 2 * inner)
+    logit = 4 if itemsize == 4 else 4 + itemsize
+    loss = tokens * hidden * itemsize + logit * min(tokens, loss_tokens) * config.vocab_size
     # a value, its gradient and two moments
     optimizer = 16 * cost.trained_parameters
     weights = cost.weight_bytes
@@ -257,7 +263,7 @@ def memory(
     return Memory(
         weights=weights / shards + gathered,
         optimizer=optimizer / shards,
-        checkpoints=tokens * hidden * itemsize * layers,
-        layer=(of_layer if checkpointing else of_layer * layers) + flowing,
-        loss=2 * tokens * hidden * itemsize + 2 * 4 * min(tokens, loss_tokens) * config.vocab_size,
+        layers=tokens * hidden * itemsize * layers if checkpointing else kept * layers,
+        # the last layers' gradients begin where the loss ends
+        working=max(loss, flowing + (kept if checkpointing else 0)),
     )

@@ -1,8 +1,12 @@
 """FLOPs against torch's own counter, pairs and shares by hand, memory against tensors held."""
 
+import weakref
+
 import pytest
 import torch
 from tiny import tiny_model, tokens
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from cab_hf.finetune import meter
@@ -106,10 +110,68 @@ def test_processes_share_the_peak_and_not_the_tokens():
 def test_what_memory_depends_on():
     cost = meter.Cost.of(adapted())
     short, long = (meter.memory(cost, size, loss_tokens=8) for size in (1000, 2000))
-    assert long.checkpoints == 2 * short.checkpoints == 2 * 1000 * 48 * 2 * 3
+    assert long.layers == 2 * short.layers == 2 * 1000 * 48 * 2 * 3
     assert long.weights == short.weights == cost.weight_bytes
     assert long.optimizer == 16 * cost.trained_parameters
     kept = meter.memory(cost, 1000, checkpointing=False, loss_tokens=8)
-    assert kept.layer > 2 * short.layer and kept.total > short.total
+    assert kept.layers > 3 * short.layers and kept.total > short.total
     spread = meter.memory(cost, 1000, shards=4, loss_tokens=8)
     assert spread.optimizer == short.optimizer / 4 and spread.weights < short.weights
+
+
+class Held(TorchDispatchMode):
+    """The bytes of all tensors there are, and the most there have been."""
+
+    def __init__(self, *there):
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen = {}
+        for tensor in there:
+            self._see(tensor)
+
+    def _see(self, tensor):
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        if key not in self._seen:
+            self._seen[key] = weakref.ref(storage, lambda _: self._gone(key, size))
+            self.now += size
+            self.peak = max(self.peak, self.now)
+
+    def _gone(self, key, size):
+        del self._seen[key]
+        self.now -= size
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if isinstance(each, torch.Tensor):
+                self._see(each)
+        return made
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype", "checkpointing"),
+    [
+        pytest.param(64, torch.float32, True, id="a layer is the peak"),
+        pytest.param(8192, torch.float32, True, id="the loss is the peak"),
+        pytest.param(64, torch.float32, False, id="layers keep all"),
+        pytest.param(64, torch.bfloat16, True, id="bfloat16"),
+        pytest.param(64, torch.bfloat16, False, id="bfloat16, layers keep all"),
+    ],
+)
+def test_the_estimate_of_memory_is_near_what_is_held(vocabulary, dtype, checkpointing):
+    sizes = {"hidden_size": 128, "intermediate_size": 448, "vocab_size": vocabulary}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32}
+    model = tiny_model(attn_implementation="sdpa", num_hidden_layers=4, **sizes, **heads)
+    model = with_lora(model.to(dtype), ("q_proj", "k_proj", "v_proj", "o_proj"), 4, 8)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    with Held(*model.parameters(), *model.buffers()) as held:
+        Objective(model, "chunks")(batch(512)).backward()
+        optimizer.step()
+    told = {"itemsize": dtype.itemsize, "checkpointing": checkpointing, "loss_tokens": 2**26}
+    estimate = meter.memory(meter.Cost.of(model), 512, **told)
+    assert estimate.total == pytest.approx(held.peak, rel=0.15)
