@@ -28,7 +28,7 @@ from tqdm import tqdm
 import cab_hf
 from cab_hf.finetune import checkpoints, curve, dry_run, meter
 from cab_hf.finetune.checkpoints import Checkpoints
-from cab_hf.finetune.data import HOLD_OUT, Packed, held_out
+from cab_hf.finetune.data import HOLD_OUT, Ahead, Packed, held_out
 from cab_hf.finetune.models import load_model, save_adapter, with_lora
 from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate, one_sum
 from cab_hf.finetune.settings import PROG, Settings, read
@@ -124,7 +124,9 @@ class Run:
             # the same adapter in every process
             set_seed(settings.seed)
             self.model, self.tokenizer = build(settings, accelerator.device)
-            self.data, kept = open_data(settings, self.tokenizer, self.rank, self.processes)
+            packed, kept = open_data(settings, self.tokenizer, self.rank, self.processes)
+        # made by a thread while a step computes
+        self.data = Ahead(packed)
         self.batches = batches_of(self.data, settings.micro_batch)
         self.meter = meter.Meter(meter.Cost.of(self.model))
         self.objective, self.optimizer = self._prepare()
