@@ -22,6 +22,7 @@ FLOORS = [
         "predictors",
         "engines",
         "frame",
+        "distributed",
         "layers",
         "call",
     ),
