@@ -1,5 +1,6 @@
 """Context parallelism: one text over many processes, each with a shard of its tokens."""
 
+from cab_hf.distributed.choosing import predict, union
 from cab_hf.distributed.exchange import RankLost
 from cab_hf.distributed.schemes import (
     contiguous_attention,
@@ -11,7 +12,9 @@ from cab_hf.distributed.schemes import (
 __all__ = [
     "RankLost",
     "contiguous_attention",
+    "predict",
     "ring_attention",
     "two_launches",
+    "union",
     "zigzag_attention",
 ]
