@@ -9,7 +9,14 @@ import torch
 import torch.distributed as dist
 
 # imported once, by the process that all others are forked from
-PRELOADED = ["torch", "torch.distributed", "transformers.models.llama", "tiny", "cab_hf.attention"]
+PRELOADED = [
+    "torch.distributed",
+    "cab_hf.attention",
+    "cab_hf.distributed",
+    "transformers.generation.utils",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen3")),
+    "transformers.models.smollm3.modeling_smollm3",
+]
 # seconds after which what a process was asked counts as hanging
 PATIENCE = 120
 

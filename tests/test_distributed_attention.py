@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from ranks import Ranks
 from shards import BLOCK, TEXTS, layout_for, shard_of, together
 from tiny import qkv
 
@@ -16,13 +15,6 @@ SCHEMES = {
     "contiguous": distributed.contiguous_attention,
     "ring": distributed.ring_attention,
 }
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    ranks = Ranks(8, tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.close()
 
 
 def whole(layout, group, kv_heads, dim=16):

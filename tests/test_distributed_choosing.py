@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ranks import Ranks
 from shards import BLOCK, TEXTS, frame_of, layout_for, shard_of
 from tiny import qkv
 
@@ -37,13 +36,6 @@ CONFIGS = {
     "random": replace(SMALL, predictor="random", sparsity=0.6),
     "antidiagonal": replace(SMALL, predictor="antidiagonal", sparsity=0.6),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    ranks = Ranks(4, tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.close()
 
 
 def whole(layout):

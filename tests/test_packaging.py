@@ -79,6 +79,7 @@ def test_the_public_surface_is_this():
         "apply_cab",
         "cab",
         "calibrate",
+        "context_parallel",
         "describe",
         "register_predictor",
         "remove_cab",

@@ -16,11 +16,10 @@ right, and as slow as on one.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from cab_hf.config import Budgets, CabConfig, budgets_of
 from cab_hf.distributed.exchange import gathered, group_of
@@ -28,6 +27,9 @@ from cab_hf.distributed.layout import Places, Shard, layout_of, lengths_between,
 from cab_hf.ops.reference import KeySummary
 from cab_hf.plan import EXACT_BLOCK, BlockLists, BlockPlan, named_rows
 from cab_hf.predictors import Call, CurvaturePredictor, Predictor, make_predictor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def predict(

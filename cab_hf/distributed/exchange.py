@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
 
-# torch renames them: the new name where there is one
-_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+# models attend on one process where torch is built without the rest of it
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store, Work
+
 # seconds that survivors give each other to say that they live
 GRACE = 5.0
 
@@ -34,7 +35,7 @@ def group_of(group: ProcessGroup | None) -> ProcessGroup:
             "torch.distributed.init_process_group() first."
         )
     group = dist.group.WORLD if group is None else group
-    if not isinstance(group, ProcessGroup):
+    if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
             f"group is {group!r}; it must be a ProcessGroup this process is in, such as "
             "mesh.get_group('cp')."
@@ -46,14 +47,18 @@ def start_gather(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
     """(what will be the x [n, ...] of all ranks, [W * n, ...]; the work to wait for)."""
     everyone = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     with watched(group):
-        return everyone, _gather(everyone, x.contiguous(), group=group, async_op=True)
+        return everyone, _collective("all_gather_single")(
+            everyone, x.contiguous(), group=group, async_op=True
+        )
 
 
 def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
     """(what will be this rank's part [n, ...] of the sum of all x [W * n, ...]; the work)."""
     mine = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
     with watched(group):
-        return mine, _reduce_scatter(mine, x.contiguous(), group=group, async_op=True)
+        return mine, _collective("reduce_scatter_single")(
+            mine, x.contiguous(), group=group, async_op=True
+        )
 
 
 def finish(work: Work, group: ProcessGroup) -> None:
@@ -131,7 +136,7 @@ def _obituary(group: ProcessGroup, error: RuntimeError) -> str:
     return f"rank {me} of {group.size()} stops, as {found} ({_sentence(error)})"
 
 
-def _silent(store: dist.Store, others: list[int]) -> list[int]:
+def _silent(store: Store, others: list[int]) -> list[int]:
     """Those who have said neither that they live nor why they do not."""
     deadline = time.monotonic() + GRACE
     while True:
@@ -143,6 +148,17 @@ def _silent(store: dist.Store, others: list[int]) -> list[int]:
         if not silent or time.monotonic() > deadline:
             return silent
         time.sleep(0.05)
+
+
+# what torch called its collectives before 2.13
+FORMERLY = {
+    "all_gather_single": "all_gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+}
+
+
+def _collective(name: str) -> Any:
+    return getattr(dist, name, None) or getattr(dist, FORMERLY[name])
 
 
 def _key(what: str, rank: int) -> str:

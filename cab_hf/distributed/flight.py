@@ -8,14 +8,16 @@ V, not those of the whole text in every layer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
 
 from cab_hf.distributed.exchange import finish, start_gather, start_reduce_scatter
 from cab_hf.distributed.layout import Places
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
 
 # (k, v) of some KV heads, [B, h, N', D] and [B, h, N', D_v], to what is computed of them
 Attend = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from cab_hf import engines
 from cab_hf.config import is_whole, require
@@ -25,6 +24,9 @@ from cab_hf.distributed.layout import (
 )
 from cab_hf.engines import Engine, Workload
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
