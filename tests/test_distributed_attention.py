@@ -97,3 +97,13 @@ def test_without_causality_documents_see_all_of_themselves(ranks):
     found = ranks.run(2, on_a_rank, "zigzag", ends, 2, 2, {"causal": False})
     layout = layout_for(2, ends)
     assert_same(found, layout, in_one_process(layout, 2, 2, causal=False))
+
+
+def test_zigzag_gives_every_rank_the_same_work():
+    pairs = {}
+    for order in ("zigzag", "contiguous"):
+        places = layout_for(4, None, order).places(BLOCK, "cpu")
+        pairs[order] = [int(places.spans(rank, 1).pairs()) for rank in range(4)]
+    assert len(set(pairs["zigzag"])) == 1
+    assert sum(pairs["contiguous"]) == sum(pairs["zigzag"])
+    assert max(pairs["contiguous"]) > 1.7 * pairs["zigzag"][0]

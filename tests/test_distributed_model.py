@@ -4,14 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ranks import Ranks
 from tiny import FULL, SPARSE, tiny_model, tokens
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import cab_hf
 from cab_hf import distributed
 from cab_hf.distributed.layout import layout_of
 
 BLOCK = 32
-# blocks of a config's sizes, two layers, several documents of which one is shorter than min_length
 PACKED = [0, 70, 71, 300, 655]
 CONFIGS = {
     "sparse": SPARSE,
@@ -21,6 +25,14 @@ CONFIGS = {
     "a-dense-layer": replace(SPARSE, dense_layers=(1,)),
     "streaming": replace(SPARSE, predictor="streaming"),
 }
+
+
+@pytest.fixture
+def four(tmp_path):
+    """Four processes and no other: wrappers speak to all there are."""
+    ranks = Ranks(4, tmp_path)
+    yield ranks
+    ranks.close()
 
 
 def model_of(implementation, config=None, **settings):
@@ -156,3 +168,45 @@ def test_a_shard_by_hand(ranks):
 
 def sharded(group, batch):
     return distributed.shard(batch, group, 16)
+
+
+def wrapped_step_on_a_rank(group, batches, wrap):
+    """The gradients of a step on two texts, each held by two of four ranks: data parallel too."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    model = WRAPS[wrap](model_of("cab", SPARSE).train())
+    batch, ranks = batches[mesh.get_local_rank("dp")], mesh.get_group("cp")
+    with cab_hf.context_parallel(model, ranks, block=BLOCK):
+        inputs = distributed.shard(batch, ranks, BLOCK)
+        # gradients are averaged over four ranks, of which two share a text
+        loss = 2 * model(**inputs, use_cache=False).loss
+        loss.backward()
+    whole = {name: weight.grad for name, weight in model.named_parameters()}
+    return {
+        name.removeprefix("module."): grad.full_tensor() if isinstance(grad, DTensor) else grad
+        for name, grad in whole.items()
+    }
+
+
+def sharded_weights(model):
+    everyone = init_device_mesh("cpu", (4,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=everyone)
+    return fully_shard(model, mesh=everyone)
+
+
+WRAPS = {
+    "ddp": DistributedDataParallel,
+    "fsdp2": sharded_weights,
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_data_parallel_wrappers_go_around_it(four, wrap):
+    batches = [batch_of(400), batch_of(400)]
+    batches[1]["input_ids"] = tokens(2, 400, seed=5)
+    found = four.run(4, wrapped_step_on_a_rank, batches, wrap)
+    expected = [in_one_process(batch, (("cab", SPARSE), {}))[2] for batch in batches]
+    for name, first in expected[0].items():
+        meant = (first + expected[1][name]) / 2
+        for gradients in found:
+            assert (gradients[name] - meant).abs().max() <= 1e-4 * meant.abs().max(), name

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cab_hf.config import CabConfig, is_whole, require
 from cab_hf.distributed.choosing import choose, short_rows
-from cab_hf.distributed.exchange import RankLost, agree, group_of, say_why
+from cab_hf.distributed.exchange import RankLost, agree, forget_why, group_of, say_why
 from cab_hf.distributed.layout import Layout, Places, Shard, layout_of, lengths_between
 from cab_hf.distributed.schemes import Turn, facts
 from cab_hf.plan import EXACT_BLOCK, BlockPlan
@@ -168,6 +168,7 @@ def context_parallel(
     modules = list(model.modules())
     _refuse_model(model, modules)
     parallel = Parallel(group, heads_k_stride, block, again)
+    forget_why(group)
     for module in modules:
         setattr(module, PARALLEL, parallel)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,11 +107,15 @@ def watched(group: ProcessGroup) -> Iterator[None]:
 
 def say_why(group: ProcessGroup, error: BaseException) -> None:
     """Leave the cause of this rank's end where the others will look for it."""
-    try:
+    # the store may have gone with the rank that kept it
+    with suppress(RuntimeError, AttributeError):
         group.get_group_store().set(_key("cause", group.rank()), _sentence(error))
-    except RuntimeError:
-        # the store may have gone with the rank that kept it
-        return
+
+
+def forget_why(group: ProcessGroup) -> None:
+    """Take back what `say_why` said: this rank goes on."""
+    with suppress(RuntimeError, AttributeError):
+        group.get_group_store().delete_key(_key("cause", group.rank()))
 
 
 def _obituary(group: ProcessGroup, error: RuntimeError) -> str:
@@ -128,7 +132,7 @@ def _obituary(group: ProcessGroup, error: RuntimeError) -> str:
             for rank in others
             if store.check([_key("cause", rank)])
         ]
-    except RuntimeError:
+    except (RuntimeError, AttributeError):
         return f"rank {me} of {group.size()} stops, as another rank is gone: {_sentence(error)}"
     if not causes and silent:
         causes = [f"rank {', '.join(map(str, silent))} is gone without a word"]
