@@ -176,8 +176,8 @@ def _across_ranks(
     )
     if way.kind != "sparse":
         return parallel.exact(query, key, value, layout, scale, mask.window)
-    turn = parallel.call(layout, query, config, scale, layer, mask.handed)
-    out, plan = parallel.sparse(query, key, value, layout, turn, config)
+    call = parallel.call(mask, layout, query, config, scale, layer, mask.handed)
+    out, plan = parallel.sparse(query, key, value, layout, call, config)
     _record(module, plan)
     return out
 

@@ -1,5 +1,6 @@
 """A model on several ranks, each with a shard of the text, against the same model on one."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cab_hf
 from cab_hf import distributed
 from cab_hf.distributed.layout import layout_of
+from cab_hf.plan import Spans
 
 BLOCK = 32
 PACKED = [0, 70, 71, 300, 655]
@@ -118,6 +120,21 @@ def test_so_is_that_of_other_models_and_settings(ranks, build, settings, world):
     batch = batch_of(400)
     found = ranks.run(world, step_on_a_rank, batch, build, settings)
     assert_same_step(found, in_one_process(batch, build))
+
+
+def spans_after_each_pass(group, ids):
+    model, alive = model_of("cab", SPARSE), []
+    for _ in range(3):
+        with torch.no_grad(), cab_hf.context_parallel(model, group, block=BLOCK):
+            model(**distributed.shard({"input_ids": ids}, group, BLOCK), use_cache=False)
+        gc.collect()
+        alive.append(sum(isinstance(x, Spans) for x in gc.get_objects()))
+    return alive
+
+
+def test_nothing_made_for_a_forward_pass_outlives_it(ranks):
+    for first, *later in ranks.run(2, spans_after_each_pass, tokens(1, 333)):
+        assert later == [first, first]
 
 
 def generated_on_a_rank(group, ids):

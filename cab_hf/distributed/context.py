@@ -37,6 +37,7 @@ class Parallel:
     block: int
     again: bool
     _layouts: WeakKeyDictionary[Any, Layout] = field(default_factory=WeakKeyDictionary)
+    _spans: WeakKeyDictionary[Any, dict[Any, Shard]] = field(default_factory=WeakKeyDictionary)
 
     def layout(self, forward_pass: Any, *told: Any) -> Layout:
         """How the text of a forward pass is dealt out, agreed on once by all ranks.
@@ -102,11 +103,12 @@ class Parallel:
     ) -> Tensor:
         """[B, H, n, D] of q [B, H, n, D] over all ranks' k and v [B, H_kv, n, D]."""
         places = layout.places(layout.exact_block, q.device)
-        spans = places.spans(self.group.rank(), q.shape[0], window=window)
+        spans = places.kept_spans(self.group.rank(), q.shape[0], window=window)
         return self.turn(spans, places, scale, "auto").attention(q, k, v)[0]
 
     def call(
         self,
+        forward_pass: Any,
         layout: Layout,
         q: Tensor,
         config: CabConfig,
@@ -114,9 +116,13 @@ class Parallel:
         layer: int | None,
         handed: dict[Any, Any],
     ) -> Call:
-        """What the predictor of one layer is told."""
+        """What the predictor of one layer is told; the layers of a forward pass share spans."""
         places = layout.places(max(config.query_block, config.key_block), q.device)
-        return Call(places.spans(self.group.rank(), q.shape[0]), scale, layer, handed)
+        known = self._spans.setdefault(forward_pass, {})
+        key = places, q.shape[0]
+        if key not in known:
+            known[key] = places.spans(self.group.rank(), q.shape[0])
+        return Call(known[key], scale, layer, handed)
 
     def sparse(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, call: Call, config: CabConfig

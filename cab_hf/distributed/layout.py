@@ -166,15 +166,20 @@ class Places:
         """
         return self.source[::size] // size, self.filled[::size]
 
-    def spans(self, rank: int, batch: int, causal: bool = True, window: int | None = None) -> Shard:
-        """What the queries of a rank may see of the frame; made once for all layers."""
-        made = self.frame.spans.made
-        return made(
+    def kept_spans(
+        self, rank: int, batch: int, causal: bool = True, window: int | None = None
+    ) -> Shard:
+        """`spans`, the same object every time: for plans that leave nothing out."""
+        return self.frame.spans.made(
             ("shard", rank, batch, causal, window),
-            lambda: self._spans(rank, batch, causal, window),
+            lambda: self.spans(rank, batch, causal, window),
         )
 
-    def _spans(self, rank: int, batch: int, causal: bool, window: int | None) -> Shard:
+    def spans(self, rank: int, batch: int, causal: bool = True, window: int | None = None) -> Shard:
+        """What the queries of a rank may see of the frame, and nothing made of it yet.
+
+        What is made of plans stays with their spans: those of a forward pass go with it.
+        """
         first, last = self.begins, self.place[rank]
         if window is not None:
             first = torch.maximum(first, last - (window - 1))
@@ -246,12 +251,18 @@ def take_rows(plan: BlockPlan, rows: Tensor, spans: Spans) -> BlockPlan:
     )
     whole = plan.whole_rows
     if whole is not None:
-        named = torch.zeros(
-            plan.batch, plan.q_blocks + 1, device=whole.device, dtype=torch.bool
-        ).scatter(1, whole.where(whole >= 0, plan.q_blocks), True)
-        named = named[:, index] & ~missing
-        whole = named_rows(named, min(whole.shape[1], rows.shape[0]))
+        # the layers of a forward pass name the same rows
+        whole = spans.made(("taken", whole, rows), lambda: _taken(plan, rows))
     return replace(plan, full=full, partial=partial, spans=spans, whole_rows=whole)
+
+
+def _taken(plan: BlockPlan, rows: Tensor) -> Tensor:
+    """``plan.whole_rows``, as places in ``rows``."""
+    whole = plan.whole_rows
+    named = torch.zeros(plan.batch, plan.q_blocks + 1, device=whole.device, dtype=torch.bool)
+    named.scatter_(1, whole.where(whole >= 0, plan.q_blocks), True)
+    named = named[:, rows.clamp(min=0)] & (rows >= 0)
+    return named_rows(named, min(whole.shape[1], rows.shape[0]))
 
 
 def take_heads(plan: BlockPlan, start: int, stop: int, heads: int) -> BlockPlan:

@@ -74,7 +74,11 @@ class Turn:
         halves = self.spans.made("halves", self._halves)
         found = []
         for tokens, spans in halves:
-            part = take_rows(plan, tokens[:: plan.query_block] // plan.query_block, spans)
+            rows = spans.made(
+                ("rows", plan.query_block),
+                lambda tokens=tokens: tokens[:: plan.query_block] // plan.query_block,
+            )
+            part = take_rows(plan, rows, spans)
             some = q[:, :, tokens]
             found.append(engine.attention(some, k, v, part, self.scale, return_lse=True))
         back = torch.cat([tokens for tokens, _ in halves]).argsort()
@@ -256,8 +260,9 @@ def _turn(
         )
     align = layout.exact_block if plan is None else max(plan.blocks)
     places = layout.places(align, q.device)
-    spans = places.spans(group.rank(), q.shape[0], causal)
-    if plan is not None:
+    if plan is None:
+        spans = places.kept_spans(group.rank(), q.shape[0], causal)
+    else:
         _refuse_plan(plan, q, places, causal)
         spans = plan.spans
     scale = q.shape[-1] ** -0.5 if scale is None else scale
