@@ -303,10 +303,12 @@ def _around(q: Tensor, k: Tensor, v: Tensor, turn: Turn, engine: Engine) -> tupl
             passing = _passed(k, v, turn.group)
         spans = turn.spans.made(("of rank", holder), lambda h=holder: _seen_of(turn, h))
         found = engine.attention(q, k, v, everything(spans, size), turn.scale, return_lse=True)
+        # merged at no less than float32, rounded once
+        found = found[0].to(found[1].dtype), found[1]
         out, lse = found if out is None else _merged(out, lse, *found)
         if step + 1 < world:
             k, v = passing()
-    return out, lse.detach()
+    return out.to(q.dtype), lse.detach()
 
 
 def _seen_of(turn: Turn, holder: int) -> Spans:
@@ -337,7 +339,7 @@ def _merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple
     blind = total == -torch.inf
     level = total.masked_fill(blind, 0.0)
     mine, others = ((x - level).exp().unsqueeze(-1) for x in (lse, other_lse))
-    return (out * mine + other * others).to(out.dtype), total
+    return out * mine + other * others, total
 
 
 def _passed(k: Tensor, v: Tensor, group: ProcessGroup) -> Callable[[], tuple[Tensor, Tensor]]:
