@@ -10,6 +10,7 @@ from cab_hf.registration import register_when_imported
 
 if TYPE_CHECKING:
     from cab_hf.config import CabConfig
+    from cab_hf.distributed import context_parallel
     from cab_hf.patches import apply_cab, cab, calibrate, describe, remove_cab, stats
     from cab_hf.plan import BlockPlan
     from cab_hf.predictors import register_predictor
@@ -21,6 +22,7 @@ __all__ = [
     "apply_cab",
     "cab",
     "calibrate",
+    "context_parallel",
     "describe",
     "register_predictor",
     "remove_cab",
@@ -30,6 +32,7 @@ __all__ = [
 _HOME = {
     "BlockPlan": "cab_hf.plan",
     "CabConfig": "cab_hf.config",
+    "context_parallel": "cab_hf.distributed",
     "register_predictor": "cab_hf.predictors",
     **dict.fromkeys(
         ("apply_cab", "cab", "calibrate", "describe", "remove_cab", "stats"), "cab_hf.patches"

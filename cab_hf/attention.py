@@ -17,11 +17,13 @@ from transformers import PreTrainedConfig
 
 from cab_hf.call import CabMask
 from cab_hf.config import MOST, CabConfig, require_layers
+from cab_hf.distributed.context import PARALLEL, Parallel
 from cab_hf.engines import Engine, Workload
 from cab_hf.exact import exact_attention
+from cab_hf.frame import Length
 from cab_hf.plan import BlockPlan
 from cab_hf.predictors import make_predictor
-from cab_hf.refusals import refuse
+from cab_hf.refusals import refuse, refuse_across_ranks
 from cab_hf.route import route
 
 
@@ -94,6 +96,11 @@ def _attend(
         mask = CabMask(
             batch, q_length, kv_length, kv_length - q_length, window=sliding_window or None
         )
+    parallel = getattr(module, PARALLEL, None)
+    if parallel is not None:
+        told = position_ids, kwargs.get("cu_seq_lens_q")
+        out = _across_ranks(parallel, module, query, key, value, mask, scale, sparse, *told)
+        return out.transpose(1, 2).contiguous(), None
     mask.find_documents(position_ids, kwargs.get("cu_seq_lens_q"))
     config = mask.parsed(module.config, settings)
     way = route(
@@ -138,6 +145,41 @@ def _sparse(
     if not torch.compiler.is_compiling():
         _record(module, plan)
     return frame.restore(out)
+
+
+def _across_ranks(
+    parallel: Parallel,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: CabMask,
+    scale: float,
+    sparse: bool,
+    position_ids: Tensor | None,
+    cu_seq_lens: Tensor | None,
+) -> Tensor:
+    """Inside `context_parallel`: routed as the whole text would be, over the keys of all ranks."""
+    refuse_across_ranks(mask, query, key)
+    config, layer = mask.parsed(module.config, settings), getattr(module, "layer_idx", None)
+    layout = parallel.layout(mask, query, key, value, config, position_ids, cu_seq_lens)
+    longest = max(layout.lengths)
+    way = route(
+        config,
+        Workload.of(query, key, value, (config.query_block, config.key_block)),
+        sparse=sparse,
+        layer=layer,
+        q_length=layout.text,
+        kv_length=layout.text,
+        window=mask.window,
+        longest=Length(longest, longest),
+    )
+    if way.kind != "sparse":
+        return parallel.exact(query, key, value, layout, scale, mask.window)
+    call = parallel.call(mask, layout, query, config, scale, layer, mask.handed)
+    out, plan = parallel.sparse(query, key, value, layout, call, config)
+    _record(module, plan)
+    return out
 
 
 def _one_dtype(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -240,6 +240,11 @@ class CabMask:
         self._parsed.append((config, parse(config)))
         return self._parsed[-1][1]
 
+    @property
+    def handed(self) -> dict[Any, Any]:
+        """What predictors of one layer leave for those of later ones."""
+        return self._handed
+
     def call(self, frame: Frame, scale: float, layer: int | None) -> Call:
         """What the predictor of one layer is told; what it hands on reaches the later layers."""
         return Call(frame.spans, scale, layer, self._handed)

@@ -13,6 +13,16 @@ def gpu():
     return torch.device("cuda")
 
 
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory):
+    """Eight processes that talk by gloo, for tests of several ranks."""
+    from ranks import Ranks
+
+    ranks = Ranks(8, tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()
+
+
 def pytest_configure(config):
     # kernels run in Triton's interpreter wherever they are not tested on a GPU
     if config.option.markexpr != "gpu":

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cab_hf.config import Budgets, CabConfig
-from cab_hf.ops.coarsen import coarsen_keys, coarsen_queries, summary_dtype
+from cab_hf.ops.coarsen import QuerySummary, coarsen_keys, coarsen_queries, summary_dtype
 from cab_hf.ops.exact_scores import exact_scores
 from cab_hf.ops.reference import KeySummary
 from cab_hf.ops.score import Scores, Turn, block_scores, turns
@@ -66,12 +66,15 @@ def choose(
     scale: float,
     config: CabConfig,
     budgets: Budgets,
+    vectors: Tensor | None = None,
 ) -> tuple[BlockLists, BlockLists]:
     """(full, partial) lists of the key blocks CAB attends for q [B, H, N_q, D].
 
     Heads of ``budgets.whole`` and rows of ``spans.tail_rows``, where there are any, list nothing:
-    the plan is to name them. Safe under ``torch.compile(fullgraph=True)``, and in a CUDA graph once
-    the budgets of the layer have been on the device.
+    the plan is to name them. ``vectors``, [B, H, M_q, D], are the query blocks of q where somebody
+    has coarsened them already; not while compiling. Safe under
+    ``torch.compile(fullgraph=True)``, and in a CUDA graph once the budgets of the layer have been
+    on the device.
     """
     if torch.compiler.is_compiling():
         known = (spans.first, spans.last, spans.key_valid, spans.aligned, spans.consecutive)
@@ -85,7 +88,7 @@ def choose(
     with _on(q):
         tail = _tail(spans, config)
         measured = not _capturing(q)
-        return _choose(q, summary, spans, tail, budgets, scale, config, measured)
+        return _choose(q, summary, spans, tail, budgets, scale, config, measured, vectors)
 
 
 def _choose(
@@ -97,6 +100,7 @@ def _choose(
     scale: float,
     config: CabConfig,
     measured: bool,
+    vectors: Tensor | None = None,
 ) -> tuple[BlockLists, BlockLists]:
     shape, room, crossed = _rooms(q, spans.kv_length, spans.aligned, tail, budgets, config)
     # lists that would be too large are measured before they are made
@@ -108,7 +112,10 @@ def _choose(
     # a summary may come out of a cache, or from another process
     keys = summary.keys
     summary = KeySummary(summary.planes.to(summary_dtype(q)).contiguous())
-    queries = coarsen_queries(q, spans, config.query_block, config.coarsen)
+    if vectors is None:
+        queries = coarsen_queries(q, spans, config.query_block, config.coarsen)
+    else:
+        queries = QuerySummary(vectors.to(summary_dtype(q)).contiguous(), _rows(spans, config))
     heads, lists = q.shape[1], (full, partial, bits, tail)
     exact, clusters = budgets.exact(heads), config.select == "clusters"
     own = Own.of(budgets, clusters, heads, q.device, exact=False)
@@ -162,6 +169,12 @@ def _exact_turns(
 @lru_cache(COPIES)
 def _copied(heads: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(heads, dtype=torch.int32, device=device)
+
+
+def _rows(spans: Spans, config: CabConfig) -> Tensor:
+    """What `coarsen_queries` finds out on its way: `QuerySummary.rows`."""
+    rows = spans.rows(config.query_block)
+    return torch.stack((rows.min_first, rows.max_first, rows.min_last, rows.max_last))
 
 
 def _tail(spans: Spans, config: CabConfig) -> Tail:

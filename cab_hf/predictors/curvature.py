@@ -68,7 +68,25 @@ class CurvaturePredictor(Predictor):
             summary = reference.coarsen_keys(k, valid, self.config.key_block, self.config.coarsen)
         return replace(summary, keys=k) if self.config.exact_stride else summary
 
-    def choose(self, q: Tensor, summary: KeySummary, call: Call) -> BlockPlan:
+    def vectors(self, q: Tensor, spans: Spans) -> Tensor:
+        """One vector for every query block of q [B, H, N_q, D]: [B, H, M_q, D]."""
+        config = self.config
+        if config.check_finite:
+            _refuse_infinite("q", q)
+        if _has_kernels(q):
+            from cab_hf.ops import predict
+
+            return predict.coarsen_queries(q, spans, config.query_block, config.coarsen).vectors
+        return reference.coarsen_queries(q, spans.last >= 0, config.query_block, config.coarsen)
+
+    def choose(
+        self, q: Tensor, summary: KeySummary, call: Call, vectors: Tensor | None = None
+    ) -> BlockPlan:
+        """See `Predictor.choose`.
+
+        With ``vectors`` of all query blocks, which several processes have made of their own parts
+        of q, only heads that choose by exact scores read q.
+        """
         if self.config.check_finite:
             _refuse_infinite("q", q)
         config, spans = self.config, call.spans
@@ -82,10 +100,10 @@ class CurvaturePredictor(Predictor):
                 "make it by a predictor of the same config."
             )
         if not _has_kernels(q):
-            return by_reference(q, summary, spans, call.scale, config, budgets)
+            return by_reference(q, summary, spans, call.scale, config, budgets, vectors)
         from cab_hf.ops import predict
 
-        full, partial = predict.choose(q, summary, spans, call.scale, config, budgets)
+        full, partial = predict.choose(q, summary, spans, call.scale, config, budgets, vectors)
         rows = _tail_rows(spans, config)
         return BlockPlan(full, partial, spans, *blocks, budgets.whole, rows)
 
@@ -97,10 +115,13 @@ def by_reference(
     scale: float,
     config: CabConfig,
     budgets: Budgets,
+    vectors: Tensor | None = None,
 ) -> BlockPlan:
     """What `CurvaturePredictor.choose` means, in plain PyTorch on any device."""
     visible = block_visibility(spans, config.query_block, config.key_block)
-    queries = reference.coarsen_queries(q, spans.last >= 0, config.query_block, config.coarsen)
+    queries = vectors
+    if queries is None:
+        queries = reference.coarsen_queries(q, spans.last >= 0, config.query_block, config.coarsen)
     kv_heads = summary.planes.shape[2]
     group = q.shape[1] // kv_heads
     scores_per_kv_head = visible.numel() * group

@@ -1,0 +1,26 @@
+"""Context parallelism: one text over many processes, each with a shard of its tokens."""
+
+from cab_hf.distributed.batch import shard, unshard, whole_cache
+from cab_hf.distributed.choosing import predict, union
+from cab_hf.distributed.context import context_parallel
+from cab_hf.distributed.exchange import RankLost
+from cab_hf.distributed.schemes import (
+    contiguous_attention,
+    ring_attention,
+    two_launches,
+    zigzag_attention,
+)
+
+__all__ = [
+    "RankLost",
+    "context_parallel",
+    "contiguous_attention",
+    "predict",
+    "ring_attention",
+    "shard",
+    "two_launches",
+    "union",
+    "unshard",
+    "whole_cache",
+    "zigzag_attention",
+]

@@ -1,0 +1,181 @@
+"""Batches dealt out to ranks, and what ranks have made of them put together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cab_hf.distributed.exchange import gathered, group_of
+from cab_hf.distributed.layout import Layout, layout_of, lengths_between
+from cab_hf.plan import EXACT_BLOCK
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+IGNORED = -100
+KNOWN = ("input_ids", "labels", "position_ids", "attention_mask", "cu_seq_lens_q")
+
+
+def shard(
+    batch: Mapping[str, Tensor], group: ProcessGroup | None = None, block: int = EXACT_BLOCK
+) -> dict[str, Tensor]:
+    """This rank's part of a batch, for a model inside `cab_hf.context_parallel`.
+
+    Args:
+        batch: the whole of it, the same on every rank: ``input_ids`` int [B, N] and, where there
+            are, ``labels`` [B, N] and what tells packed documents: ``cu_seq_lens_q`` int
+            [documents + 1], or ``position_ids`` [1 or B, N] that restart at 0. Rows are packed
+            alike. An ``attention_mask`` must have no padding in it.
+        group, block: as in `cab_hf.context_parallel`.
+
+    Returns:
+        ``input_ids`` [B, n], n the same on all ranks (padding is token 0, and counts in no loss);
+        ``position_ids`` [1, n], positions in the document; ``cu_seq_lens_q``, where documents of
+        the whole text begin and end. With labels also ``labels`` and ``shift_labels`` [B, n], both
+        shifted before they were dealt out, and ``num_items_in_batch``, how many labels of the whole
+        batch count: by these a transformers model returns its rank's share of the mean loss, which
+        the ranks' losses add up to, as their gradients do. Where gradients are averaged over ranks
+        (DDP, FSDP), scale the loss by their number.
+
+    Raises:
+        ValueError: for padding, rows packed differently, or what nobody knows how to deal out.
+    """
+    group = group_of(group)
+    for name in batch:
+        if name not in KNOWN:
+            raise ValueError(
+                f"batch has {name!r}, which shard does not know how to deal out; leave it out, and "
+                "shard it yourself by cab_hf.distributed.layout."
+            )
+    ids = batch["input_ids"]
+    lengths = _documents(batch)
+    layout = layout_of(lengths, group.size(), block)
+    mine = {
+        "input_ids": _dealt(ids, layout, group.rank(), 0),
+        "position_ids": layout.positions[group.rank()].to(ids.device)[None],
+        "cu_seq_lens_q": torch.tensor([0, *lengths], dtype=torch.int32, device=ids.device).cumsum(
+            0, dtype=torch.int32
+        ),
+    }
+    labels = batch.get("labels")
+    if labels is not None:
+        shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        mine["labels"] = mine["shift_labels"] = _dealt(shifted, layout, group.rank(), IGNORED)
+        mine["num_items_in_batch"] = (shifted != IGNORED).sum()
+    return mine
+
+
+def unshard(
+    x: Tensor,
+    cu_seqlens: Tensor,
+    group: ProcessGroup | None = None,
+    dim: int = 1,
+    block: int = EXACT_BLOCK,
+) -> Tensor:
+    """The x of all ranks in the order of the text, padding left out; on every rank, no gradient.
+
+    Args:
+        x: of n tokens in dimension ``dim``, such as logits [B, n, V].
+        cu_seqlens: the ``cu_seq_lens_q`` that `shard` returned.
+    """
+    group = group_of(group)
+    layout = layout_of(lengths_between(cu_seqlens), group.size(), block)
+    if x.shape[dim] != layout.tokens:
+        raise ValueError(
+            f"x has {x.shape[dim]} tokens in dimension {dim}, and a rank of {group.size()} holds "
+            f"{layout.tokens}; give what the model made of a shard."
+        )
+    holders = layout.holders.to(x.device)
+    return gathered(x.movedim(dim, 0), group).index_select(0, holders).movedim(0, dim)
+
+
+def whole_cache(
+    cache: Any,
+    cu_seqlens: Tensor,
+    group: ProcessGroup | None = None,
+    block: int = EXACT_BLOCK,
+) -> Any:
+    """The cache of a prefill over ranks, made whole on each of them, so that ``generate`` goes on.
+
+    Every rank then holds K and V of the whole text, W times what it had, and has received all but
+    its own part of it: 2 layers H_kv N D elements. Layers take turns, so that one of them is held
+    twice at a time. What follows is one process's, each rank for itself, outside of
+    `cab_hf.context_parallel`. ``generate`` wants a token to begin with: ``cache.crop(N - 1)``, and
+    give it the whole ``input_ids``.
+
+    Args:
+        cache: a transformers ``DynamicCache``, ``past_key_values`` of the prefill's output.
+        cu_seqlens: the ``cu_seq_lens_q`` that `shard` returned.
+
+    Returns:
+        The same cache.
+
+    Raises:
+        NotImplementedError: for layers that hold anything else than the K and V of every token,
+            and for packed documents, which generation does not know.
+    """
+    documents = len(lengths_between(cu_seqlens))
+    if documents > 1:
+        raise NotImplementedError(
+            f"cu_seqlens has {documents} documents; a cache from which generate goes on holds one. "
+            "Prefill them apart."
+        )
+    for layer in cache.layers:
+        if type(layer).__name__ != "DynamicLayer":
+            raise NotImplementedError(
+                f"a layer of the cache is a {type(layer).__name__}; whole_cache knows "
+                "DynamicLayer, which holds the keys of every token."
+            )
+    for layer in cache.layers:
+        layer.keys = unshard(layer.keys, cu_seqlens, group, 2, block).contiguous()
+        layer.values = unshard(layer.values, cu_seqlens, group, 2, block).contiguous()
+    return cache
+
+
+def _dealt(x: Tensor, layout: Layout, rank: int, padding: int) -> Tensor:
+    """[B, n] of [B, N]."""
+    mine = x.index_select(1, layout.slots[rank].to(x.device))
+    return mine.masked_fill(~layout.real[rank].to(x.device), padding)
+
+
+def _documents(batch: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """The lengths of the documents that every row of a batch is packed of."""
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    if mask is not None and not bool(mask.bool().all()):
+        raise ValueError(
+            f"attention_mask has {int((mask == 0).sum())} padding tokens; a text is dealt out to "
+            "ranks without: give rows of one length, or pack them."
+        )
+    cu_seq_lens, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")
+    tokens = ids.shape[1]
+    if cu_seq_lens is not None:
+        lengths = lengths_between(cu_seq_lens)
+    elif positions is None:
+        lengths = (tokens,)
+    else:
+        lengths = _restarts(positions, tokens)
+    if sum(lengths) != tokens:
+        raise ValueError(
+            f"cu_seq_lens_q ends at {sum(lengths)} and input_ids has {tokens} tokens; it must end "
+            "where they do."
+        )
+    return lengths
+
+
+def _restarts(positions: Tensor, tokens: int) -> tuple[int, ...]:
+    """The lengths of documents whose positions count from 0."""
+    starts = positions == 0
+    begins = starts[0].nonzero().squeeze(1)
+    ends = F.pad(begins[1:], (0, 1), value=tokens)
+    within = torch.arange(tokens, device=positions.device)
+    counted = within - begins.repeat_interleave(ends - begins) if starts[0, 0] else None
+    if counted is None or not bool((positions == counted).all()):
+        raise ValueError(
+            "position_ids do not count from 0 in every document, the same in every row; leave them "
+            "out, or say by cu_seq_lens_q where documents begin and end."
+        )
+    return tuple((ends - begins).tolist())

@@ -1,0 +1,208 @@
+"""A model whose attention sees a shard of the text: what its layers need to know of the others."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from cab_hf.config import CabConfig, is_whole, require
+from cab_hf.distributed.choosing import choose, short_rows
+from cab_hf.distributed.exchange import RankLost, agree, forget_why, group_of, say_why
+from cab_hf.distributed.layout import Layout, Places, Shard, layout_of, lengths_between
+from cab_hf.distributed.schemes import Turn, facts
+from cab_hf.plan import EXACT_BLOCK, BlockPlan
+from cab_hf.predictors import Call, make_predictor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# attribute of every module of a model inside `context_parallel`
+PARALLEL = "_cab_parallel"
+NAMES = ("cab", "cab_dense")
+
+
+@dataclass(eq=False)
+class Parallel:
+    """How the attention of one model goes over ranks; the arguments of `context_parallel`."""
+
+    group: ProcessGroup
+    heads_k_stride: int
+    block: int
+    again: bool
+    _layouts: WeakKeyDictionary[Any, Layout] = field(default_factory=WeakKeyDictionary)
+    _spans: WeakKeyDictionary[Any, dict[Any, Shard]] = field(default_factory=WeakKeyDictionary)
+
+    def layout(self, forward_pass: Any, *told: Any) -> Layout:
+        """How the text of a forward pass is dealt out, agreed on once by all ranks.
+
+        Args:
+            forward_pass: any object that the layers of one forward pass share, and its replay by
+                gradient checkpointing; every rank has one of its own.
+            told: q, k, v, config, position_ids and cu_seq_lens_q of the first layer that asks.
+
+        Raises:
+            ValueError: on every rank, where they differ, or hold another's tokens.
+        """
+        if forward_pass not in self._layouts:
+            self._layouts[forward_pass] = self._agreed(*told)
+        return self._layouts[forward_pass]
+
+    def _agreed(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        config: CabConfig,
+        position_ids: Tensor | None,
+        cu_seq_lens: Tensor | None,
+    ) -> Layout:
+        layout = None
+        if cu_seq_lens is not None:
+            layout = layout_of(lengths_between(cu_seq_lens), self.group.size(), self.block)
+        wrong = self._misplaced(layout, q.shape[2], position_ids)
+        known = facts(q, k, v, layout)
+        known["tokens whose positions are another rank's"] = wrong
+        known["settings (their checksum)"] = _checksum(config)
+        agree(known, self.group, q.device)
+        if wrong:
+            raise ValueError(
+                f"position_ids and cu_seq_lens_q do not say how {q.shape[2]} tokens are held by "
+                f"rank {self.group.rank()} of {self.group.size()}, in blocks of {self.block}; give "
+                "the model what cab_hf.distributed.shard(batch, group) returns."
+            )
+        return layout
+
+    def _misplaced(self, layout: Layout | None, tokens: int, position_ids: Tensor | None) -> int:
+        """How many of the tokens are not known to be this rank's."""
+        if layout is None or position_ids is None or layout.tokens != tokens:
+            return tokens
+        expected = layout.positions[self.group.rank()].to(position_ids.device)
+        return int((position_ids != expected).any(0).sum())
+
+    def turn(self, spans: Shard, places: Places, scale: float, engine: str) -> Turn:
+        """Exact attention of this rank's queries."""
+        return Turn(
+            places,
+            self.group,
+            spans,
+            scale,
+            heads_k_stride=self.heads_k_stride,
+            engine=engine,
+            again=self.again,
+        )
+
+    def exact(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int | None
+    ) -> Tensor:
+        """[B, H, n, D] of q [B, H, n, D] over all ranks' k and v [B, H_kv, n, D]."""
+        places = layout.places(layout.exact_block, q.device)
+        spans = places.kept_spans(self.group.rank(), q.shape[0], window=window)
+        return self.turn(spans, places, scale, "auto").attention(q, k, v)[0]
+
+    def call(
+        self,
+        forward_pass: Any,
+        layout: Layout,
+        q: Tensor,
+        config: CabConfig,
+        scale: float,
+        layer: int | None,
+        handed: dict[Any, Any],
+    ) -> Call:
+        """What the predictor of one layer is told; the layers of a forward pass share spans."""
+        places = layout.places(max(config.query_block, config.key_block), q.device)
+        known = self._spans.setdefault(forward_pass, {})
+        key = places, q.shape[0]
+        if key not in known:
+            known[key] = places.spans(self.group.rank(), q.shape[0])
+        return Call(known[key], scale, layer, handed)
+
+    def sparse(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, call: Call, config: CabConfig
+    ) -> tuple[Tensor, BlockPlan]:
+        """The same under the plan of CAB, and that plan; ``call`` is one of `Parallel.call`."""
+        places = layout.places(max(config.query_block, config.key_block), q.device)
+        plan = choose(make_predictor(config), q, k, places, self.group, call)
+        fewest = 0 if config.sparse_decode else config.query_block
+        short = short_rows(places, call.spans, fewest, config.min_length, plan.query_block)
+        if short is not None:
+            # documents that would be exact alone
+            plan = plan.with_whole_rows(short)
+        turn = self.turn(call.spans, places, call.scale, config.engine)
+        return replace(turn, plan=plan).attention(q, k, v)[0], plan
+
+
+@contextmanager
+def context_parallel(
+    model: nn.Module,
+    group: ProcessGroup | None = None,
+    *,
+    heads_k_stride: int = 1,
+    block: int = EXACT_BLOCK,
+    again: bool = True,
+) -> Iterator[nn.Module]:
+    """Inside the block, the attention of ``model`` is over a text that all ranks of ``group`` hold.
+
+    Each rank gives its model what `cab_hf.distributed.shard` returns for the same batch: shards of
+    the tokens, and where they belong. Attention gathers keys; all else in a model is a token's own.
+    Selection is that of one process, bit for bit. A backward pass belongs inside the block too:
+    gradients of parameters are those of a rank's own tokens, to be summed over the ranks.
+
+    Args:
+        model: with ``attn_implementation`` "cab" or "cab_dense".
+        group: the ranks that hold one text; None for all.
+        heads_k_stride: KV heads whose K and V travel together.
+        block: tokens of which chunks are whole multiples; the same as for ``shard``. The blocks of
+            the model's CabConfig divide it.
+        again: gather K and V once more for the backward pass; False under gradient checkpointing,
+            which does so by itself.
+
+    Raises:
+        ValueError: for a model of another implementation, or one that is inside such a block.
+        RankLost: inside, where another rank has stopped.
+    """
+    group = group_of(group)
+    require(is_whole(heads_k_stride), "heads_k_stride", heads_k_stride, "a whole number >= 1")
+    require(is_whole(block) and block % 16 == 0, "block", block, "a multiple of 16")
+    modules = list(model.modules())
+    _refuse_model(model, modules)
+    parallel = Parallel(group, heads_k_stride, block, again)
+    forget_why(group)
+    for module in modules:
+        setattr(module, PARALLEL, parallel)
+    try:
+        yield model
+    except BaseException as error:
+        if not isinstance(error, RankLost):
+            say_why(group, error)
+        raise
+    finally:
+        for module in modules:
+            delattr(module, PARALLEL)
+
+
+def _refuse_model(model: nn.Module, modules: list[nn.Module]) -> None:
+    configs = [module.config for module in modules if hasattr(module, "config")]
+    names = {getattr(config, "_attn_implementation", None) for config in configs}
+    if not names.intersection(NAMES):
+        found = ", ".join(sorted(map(repr, names))) or "none"
+        raise ValueError(
+            f"attn_implementation of {type(model).__name__} is {found}; context_parallel is for "
+            "'cab' and 'cab_dense': load the model with one of them, or call cab_hf.apply_cab."
+        )
+    if any(hasattr(module, PARALLEL) for module in modules):
+        raise ValueError(
+            f"{type(model).__name__} is inside context_parallel already; leave that block first."
+        )
+
+
+@lru_cache
+def _checksum(config: CabConfig) -> int:
+    return zlib.crc32(repr(config).encode())

@@ -1,0 +1,328 @@
+"""Where the tokens of a text stand: on which rank, and in the frame that one process would use.
+
+Every document is padded to 2 W chunks of whole blocks, W the number of ranks. By ``"zigzag"`` rank
+r holds chunks r and 2 W - 1 - r of every document, an early and a late one, so that causal work is
+the same on all ranks; by ``"contiguous"`` chunks 2 r and 2 r + 1. Padding never leaves its rank:
+keys are put into the `Frame` of one process, and plans are in its key blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from cab_hf.frame import Frame, Length
+from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, named_rows
+
+ORDERS = ("zigzag", "contiguous")
+# layouts kept, and the places made of each: those of a few batches on their way
+KEPT = 8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How documents are dealt out; the same on every rank.
+
+    Attributes:
+        lengths: real tokens of each document, in order.
+        world: ranks.
+        block: tokens of which chunks are whole multiples; blocks of plans divide it.
+        order: one of `ORDERS`.
+    """
+
+    lengths: tuple[int, ...]
+    world: int
+    block: int = EXACT_BLOCK
+    order: str = "zigzag"
+
+    @property
+    def text(self) -> int:
+        """Real tokens of the whole text."""
+        return sum(self.lengths)
+
+    @cached_property
+    def chunks(self) -> tuple[int, ...]:
+        """Tokens of a chunk of each document, padding included."""
+        least = 2 * self.world * self.block
+        return tuple([-(-length // least) * self.block for length in self.lengths])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that each rank holds, padding included."""
+        return 2 * sum(self.chunks)
+
+    @property
+    def exact_block(self) -> int:
+        """Query and key block of plans that keep everything."""
+        return math.gcd(self.block, EXACT_BLOCK)
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """int64 [W, n]: where the tokens of each rank stand in their document, padding behind."""
+        early = torch.arange(self.world).unsqueeze(1)
+        late = 2 * self.world - 1 - early
+        if self.order == "contiguous":
+            early, late = 2 * early, 2 * early + 1
+        held = [
+            chunk * size + torch.arange(size) for size in self.chunks for chunk in (early, late)
+        ]
+        return torch.cat(held, dim=1)
+
+    @cached_property
+    def documents(self) -> Tensor:
+        """int64 [n]: the document of each token of a rank, the same for all ranks."""
+        sizes = torch.tensor(self.chunks)
+        return torch.arange(len(self.lengths)).repeat_interleave(2 * sizes)
+
+    @cached_property
+    def late(self) -> Tensor:
+        """bool [n]: whether a token of a rank is of its second chunk of a document."""
+        return torch.cat([torch.arange(2 * size) >= size for size in self.chunks])
+
+    @cached_property
+    def real(self) -> Tensor:
+        """bool [W, n]: False for padding."""
+        return self.offsets < torch.tensor(self.lengths)[self.documents]
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64 [W, n]: positions in the document; padding repeats the last real one."""
+        return torch.minimum(self.offsets, torch.tensor(self.lengths)[self.documents] - 1)
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """int64 [W, n]: tokens of the whole text that each rank holds; padding repeats one."""
+        begins = torch.tensor([0, *self.lengths]).cumsum(0)
+        return begins[self.documents] + self.positions
+
+    @cached_property
+    def holders(self) -> Tensor:
+        """int64 [N]: for each token of the text, rank * n + where it stands on the rank."""
+        return self._inverse(self.slots, self.text)
+
+    def _inverse(self, place: Tensor, length: int) -> Tensor:
+        """int64 [length]: who holds what stands at each place; 0 where nothing does."""
+        holder = torch.zeros(length, dtype=torch.int64)
+        real = self.real.flatten()
+        holder[place.flatten()[real]] = real.nonzero().squeeze(1)
+        return holder
+
+    def places(self, align: int, device: torch.device | str) -> Places:
+        """Of a frame whose documents begin at multiples of ``align``; made once for all layers."""
+        return _places(self, align, torch.device(device))
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where the tokens of all ranks stand in the frame of one process.
+
+    Attributes:
+        align: at multiples of which documents begin in the frame.
+        place: int64 [W, n], the frame position of each token of each rank; -1 for padding.
+        source: int64 [N'], rank * n + index of the token that stands there; 0 where none does.
+        filled: bool [N'], where one does.
+        begins: int64 [n], where the document of each token of a rank begins in the frame.
+    """
+
+    layout: Layout
+    align: int
+    place: Tensor
+    source: Tensor
+    filled: Tensor
+    begins: Tensor
+
+    @property
+    def length(self) -> int:
+        """N', the keys of the frame."""
+        return self.source.shape[0]
+
+    @cached_property
+    def home(self) -> tuple[Tensor, Tensor]:
+        """(`place` of all ranks, flat and 0 for padding; which of it is padding)."""
+        place = self.place.flatten()
+        return place.clamp(min=0), place < 0
+
+    @cached_property
+    def frame(self) -> Frame:
+        """The frame of one process, of one batch row."""
+        lengths, device = self.layout.lengths, self.source.device
+        document = None
+        if len(lengths) > 1:
+            sizes = torch.tensor(lengths, device=device)
+            document = torch.arange(len(lengths), device=device).repeat_interleave(sizes)[None]
+        known = [[Length(length, length) for length in lengths]]
+        text = self.layout.text
+        return Frame.build(1, text, text, 0, None, document, self.align, device, known)
+
+    def blocks(self, size: int) -> tuple[Tensor, Tensor]:
+        """(rank * blocks of a rank + block that stands there, whether one does), both [N' / size].
+
+        A block of the frame that holds any token begins with one, and so does the rank's block.
+        """
+        return self.source[::size] // size, self.filled[::size]
+
+    def kept_spans(
+        self, rank: int, batch: int, causal: bool = True, window: int | None = None
+    ) -> Shard:
+        """`spans`, the same object every time: for plans that leave nothing out."""
+        return self.frame.spans.made(
+            ("shard", rank, batch, causal, window),
+            lambda: self.spans(rank, batch, causal, window),
+        )
+
+    def spans(self, rank: int, batch: int, causal: bool = True, window: int | None = None) -> Shard:
+        """What the queries of a rank may see of the frame, and nothing made of it yet.
+
+        What is made of plans stays with their spans: those of a forward pass go with it.
+        """
+        first, last = self.begins, self.place[rank]
+        if window is not None:
+            first = torch.maximum(first, last - (window - 1))
+        if not causal:
+            lengths = torch.tensor(self.layout.lengths, device=last.device)
+            ends = self.begins + lengths[self.layout.documents.to(last.device)] - 1
+            last = ends.where(last >= 0, -1)
+
+        def rows(x: Tensor) -> Tensor:
+            return x.to(torch.int32).expand(batch, -1)
+
+        text = self.frame.spans
+        return Shard(
+            rows(first),
+            rows(last),
+            self.filled.expand(batch, -1),
+            aligned=causal and window is None,
+            consecutive=False,
+            # each is held in two stretches
+            documents=2 * len(self.layout.lengths),
+            text=replace(text, **{name: getattr(text, name).expand(batch, -1) for name in TENSORS}),
+        )
+
+
+# the tensors of `Spans`
+TENSORS = ("first", "last", "key_valid")
+
+
+@dataclass(frozen=True, eq=False)
+class Shard(Spans):
+    """The spans of one rank's queries. Which of them end a text only the whole text can tell.
+
+    Attributes:
+        text: the spans of the whole text, in the same frame.
+    """
+
+    text: Spans | None = None
+
+    def _tail(self, tokens: int, query_block: int) -> Tensor:
+        return self.taken(self.text.tail(tokens, query_block), query_block)
+
+    def text_rows(self, query_block: int) -> Tensor:
+        """int64 [m]: which query block of the whole text each of this rank is; -1 for padding."""
+        rows = self.rows(query_block)
+        return rows.places(query_block).masked_fill(rows.queries == 0, -1)[0]
+
+    def taken(self, named: Tensor, query_block: int) -> Tensor:
+        """bool [B, m]: those of the whole text's query blocks, bool [B, M], that this rank has."""
+        rows = self.text_rows(query_block)
+        return named[:, rows.clamp(min=0)] & (rows >= 0)
+
+
+def take_rows(plan: BlockPlan, rows: Tensor, spans: Spans) -> BlockPlan:
+    """The plan of some query blocks of ``plan``.
+
+    Args:
+        rows: int64 [m], the query blocks; -1 for one that lists nothing.
+        spans: of the queries of these blocks.
+    """
+    missing = rows < 0
+    index = rows.clamp(min=0)
+    full, partial = (
+        replace(
+            part,
+            counts=part.counts[:, :, index].masked_fill(missing, 0),
+            indices=part.indices[:, :, index],
+        )
+        for part in (plan.full, plan.partial)
+    )
+    whole = plan.whole_rows
+    if whole is not None:
+        # the layers of a forward pass name the same rows
+        whole = spans.made(("taken", whole, rows), lambda: _taken(plan, rows))
+    return replace(plan, full=full, partial=partial, spans=spans, whole_rows=whole)
+
+
+def _taken(plan: BlockPlan, rows: Tensor) -> Tensor:
+    """``plan.whole_rows``, as places in ``rows``."""
+    whole = plan.whole_rows
+    named = torch.zeros(plan.batch, plan.q_blocks + 1, device=whole.device, dtype=torch.bool)
+    named.scatter_(1, whole.where(whole >= 0, plan.q_blocks), True)
+    named = named[:, rows.clamp(min=0)] & (rows >= 0)
+    return named_rows(named, min(whole.shape[1], rows.shape[0]))
+
+
+def take_heads(plan: BlockPlan, start: int, stop: int, heads: int) -> BlockPlan:
+    """The plan of heads ``start`` to ``stop`` of ``heads`` of q; see `BlockPlan.shared_by`."""
+    sharing = plan.shared_by(heads)
+    if plan.heads == 1:
+        return plan
+    whole = plan.whole_heads
+    if start % sharing or stop % sharing:
+        # a head of the plan is cut: give each head of q its own
+        plan = replace(plan, full=plan.full.for_heads(heads), partial=plan.partial.for_heads(heads))
+        whole = tuple([head * sharing + i for head in whole for i in range(sharing)])
+        sharing = 1
+    start, stop = start // sharing, stop // sharing
+    full, partial = (
+        part.each(lambda x: x[:, start:stop].contiguous()) for part in (plan.full, plan.partial)
+    )
+    whole = tuple([head - start for head in whole if start <= head < stop])
+    return replace(plan, full=full, partial=partial, whole_heads=whole)
+
+
+def lengths_between(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
+    """The lengths of documents that begin and end at ``cu_seqlens``, int [documents + 1].
+
+    Waits for the device. What repeats is no document.
+
+    Raises:
+        ValueError: where they do not begin at 0 and rise.
+    """
+    ends = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    lengths = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+    if not lengths or ends[0] != 0 or min(lengths) < 0 or ends[-1] == 0:
+        raise ValueError(
+            f"cu_seqlens is {ends if len(ends) < 10 else [*ends[:9], '...']}; it must begin at 0, "
+            "rise, and end at the tokens of the whole text."
+        )
+    return tuple([length for length in lengths if length])
+
+
+@lru_cache(KEPT)
+def layout_of(
+    lengths: tuple[int, ...], world: int, block: int = EXACT_BLOCK, order: str = "zigzag"
+) -> Layout:
+    """The `Layout`, the same object for the same arguments."""
+    return Layout(lengths, world, block, order)
+
+
+@lru_cache(KEPT)
+def _places(layout: Layout, align: int, device: torch.device) -> Places:
+    if layout.block % align:
+        raise ValueError(
+            f"block is {layout.block}, of which the blocks of this plan are no part ({align}); "
+            f"give block={math.lcm(layout.block, align)} to what shards and to what attends."
+        )
+    room = [-(-length // align) * align for length in layout.lengths]
+    starts = torch.tensor([0, *room]).cumsum(0)
+    begins = starts[layout.documents]
+    place = (begins + layout.offsets).masked_fill(~layout.real, -1)
+    length = int(starts[-2]) + layout.lengths[-1]
+    filled = torch.zeros(length, dtype=torch.bool)
+    filled[place[layout.real]] = True
+    source = layout._inverse(place, length)
+    return Places(layout, align, *(x.to(device) for x in (place, source, filled, begins)))

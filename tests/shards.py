@@ -1,0 +1,40 @@
+"""Texts dealt out to ranks, and put together again."""
+
+import torch
+
+from cab_hf.distributed.layout import layout_of, lengths_between
+from cab_hf.frame import Frame, Length
+
+BLOCK = 32
+# where documents begin and end; None is a text that fills all ranks
+TEXTS = {
+    "causal": None,
+    "padded": [0, 461],
+    "packed": [0, 70, 71, 300, 655],
+}
+
+
+def layout_for(world, ends, order="zigzag"):
+    lengths = (2 * world * BLOCK * 2,) if ends is None else lengths_between(ends)
+    return layout_of(lengths, world, BLOCK, order)
+
+
+def shard_of(x, layout, rank):
+    """What a rank holds of [B, H, N, D]; padding is noise that must not matter."""
+    held = x[:, :, layout.slots[rank]].clone()
+    held[:, :, ~layout.real[rank]] = 7.0
+    return held
+
+
+def together(shards, layout):
+    """[B, H, N, ...] of what the ranks hold."""
+    return torch.cat(shards, dim=2)[:, :, layout.holders]
+
+
+def frame_of(layout, align):
+    """The frame of one process that holds the whole text."""
+    document = torch.arange(len(layout.lengths)).repeat_interleave(torch.tensor(layout.lengths))
+    document = document[None] if len(layout.lengths) > 1 else None
+    lengths = [[Length(length, length) for length in layout.lengths]]
+    text = layout.text
+    return Frame.build(1, text, text, 0, None, document, align, torch.device("cpu"), lengths)

@@ -1,0 +1,109 @@
+"""Attention over a text that several ranks hold, against one process that holds it all."""
+
+import math
+
+import pytest
+import torch
+from shards import BLOCK, TEXTS, layout_for, shard_of, together
+from tiny import qkv
+
+from cab_hf import distributed
+
+SCHEMES = {
+    "zigzag": distributed.zigzag_attention,
+    "two-launches": distributed.two_launches,
+    "contiguous": distributed.contiguous_attention,
+    "ring": distributed.ring_attention,
+}
+
+
+def whole(layout, group, kv_heads, dim=16):
+    """q, k, v and the gradient of the output for the real tokens of the text."""
+    q, k, v = qkv(2, kv_heads * group, kv_heads, layout.text, dim=dim)
+    grad = qkv(2, kv_heads * group, kv_heads, layout.text, dim=dim, seed=9)[0]
+    return q, k, v, grad
+
+
+def on_a_rank(process_group, scheme, ends, group, kv_heads, settings):
+    """{"out", "lse", "dq", "dk", "dv"} of a rank."""
+    order = "contiguous" if scheme == "contiguous" else "zigzag"
+    layout, rank = layout_for(process_group.size(), ends, order), process_group.rank()
+    *inputs, grad = (shard_of(x, layout, rank) for x in whole(layout, group, kv_heads))
+    leaves = [x.requires_grad_() for x in inputs]
+    out, lse = SCHEMES[scheme](
+        *leaves, group=process_group, cu_seqlens=ends, block=BLOCK, engine="reference", **settings
+    )
+    # the loss of a padding query counts nothing
+    grad = grad * layout.real[rank][:, None]
+    gradients = torch.autograd.grad(out, leaves, grad)
+    found = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
+    return {name: x.detach() for name, x in found.items()}
+
+
+def in_one_process(layout, group, kv_heads, causal=True):
+    q, k, v, grad = whole(layout, group, kv_heads)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    document = torch.arange(len(layout.lengths)).repeat_interleave(torch.tensor(layout.lengths))
+    seen = document[:, None] == document
+    if causal:
+        seen = seen.tril()
+    keys, values = (x.repeat_interleave(group, dim=1) for x in leaves[1:])
+    logits = (leaves[0] @ keys.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -torch.inf)
+    out = logits.softmax(-1) @ values
+    gradients = torch.autograd.grad(out, leaves, grad)
+    lse = logits.logsumexp(-1).detach()
+    names = ("out", "lse", "dq", "dk", "dv")
+    return dict(zip(names, (out.detach(), lse, *gradients), strict=True))
+
+
+def assert_same(found, layout, expected):
+    for name, meant in expected.items():
+        result = together([each[name] for each in found], layout)
+        error = (result - meant).abs().max() / meant.abs().max()
+        assert error <= 1e-5, f"{name}: {error:.2g}"
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(("group", "kv_heads"), [(1, 2), (4, 2)])
+def test_zigzag_is_what_one_process_computes(ranks, world, text, group, kv_heads):
+    ends = TEXTS[text]
+    found = ranks.run(world, on_a_rank, "zigzag", ends, group, kv_heads, {})
+    layout = layout_for(world, ends)
+    assert_same(found, layout, in_one_process(layout, group, kv_heads))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "settings"),
+    [
+        pytest.param("two-launches", {}, id="two-launches"),
+        pytest.param("contiguous", {}, id="contiguous"),
+        pytest.param("ring", {}, id="ring"),
+        pytest.param("zigzag", {"heads_k_stride": 2}, id="two-heads-at-a-time"),
+        pytest.param("zigzag", {"heads_k_stride": 5}, id="more-heads-than-there-are"),
+        pytest.param("zigzag", {"again": False}, id="kept-for-backward"),
+    ],
+)
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_scheme_computes_the_same(ranks, scheme, settings, text):
+    ends = TEXTS[text]
+    found = ranks.run(4, on_a_rank, scheme, ends, 2, 3, settings)
+    layout = layout_for(4, ends, "contiguous" if scheme == "contiguous" else "zigzag")
+    assert_same(found, layout, in_one_process(layout, 2, 3))
+
+
+def test_without_causality_documents_see_all_of_themselves(ranks):
+    ends = TEXTS["packed"]
+    found = ranks.run(2, on_a_rank, "zigzag", ends, 2, 2, {"causal": False})
+    layout = layout_for(2, ends)
+    assert_same(found, layout, in_one_process(layout, 2, 2, causal=False))
+
+
+def test_zigzag_gives_every_rank_the_same_work():
+    pairs = {}
+    for order in ("zigzag", "contiguous"):
+        places = layout_for(4, None, order).places(BLOCK, "cpu")
+        pairs[order] = [int(places.spans(rank, 1).pairs()) for rank in range(4)]
+    assert len(set(pairs["zigzag"])) == 1
+    assert sum(pairs["contiguous"]) == sum(pairs["zigzag"])
+    assert max(pairs["contiguous"]) > 1.7 * pairs["zigzag"][0]

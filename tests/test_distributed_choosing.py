@@ -1,0 +1,141 @@
+"""Plans made by several ranks, against the rows of the plan that one process makes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from shards import BLOCK, TEXTS, frame_of, layout_for, shard_of
+from tiny import qkv
+
+from cab_hf import CabConfig, distributed
+from cab_hf.ops import reference
+from cab_hf.predictors import Call, make_predictor
+
+HEADS, KV_HEADS, DIM = 4, 2, 16
+SMALL = CabConfig(query_block=32, key_block=16, mass=0.4, bridges=0.1, min_length=0)
+# heads of a layer: by estimate, by exact scores, everything, hardly anything
+TABLES = {
+    "mass": ((0.4, 0.3, 1.0, 0.0),),
+    "bridges": ((0.1, 0.1, 0.0, 0.0),),
+    "exact_stride": ((0, 4, 0, 2),),
+}
+CONFIGS = {
+    "clusters": SMALL,
+    "wide-keys": replace(SMALL, query_block=16, key_block=32),
+    "forman": replace(SMALL, curvature="forman"),
+    "without-curvature": replace(SMALL, redundancy=0),
+    "without-bridges": replace(SMALL, bridges=0.0),
+    "no-tail": replace(SMALL, dense_tail=0),
+    "long-tail": replace(SMALL, dense_tail=3),
+    "calibrated": replace(SMALL, **TABLES),
+    "calibrated-plain": replace(SMALL, **TABLES, redundancy=0),
+    "capped": replace(SMALL, max_density=0.4),
+    "published": CabConfig.published(0.6, query_block=32, key_block=32, min_length=0),
+    "additive": CabConfig.published(0.6, "additive", query_block=32, key_block=16, min_length=0),
+    "streaming": replace(SMALL, predictor="streaming"),
+    "random": replace(SMALL, predictor="random", sparsity=0.6),
+    "antidiagonal": replace(SMALL, predictor="antidiagonal", sparsity=0.6),
+}
+
+
+def whole(layout):
+    """q and k with some blocks that matter more than others."""
+    q, k, v = qkv(1, HEADS, KV_HEADS, layout.text, dim=DIM)
+    return 2 * q, 2 * k, v
+
+
+def on_a_rank(process_group, config, ends):
+    """The lists and names of this rank's plan, and which rows of the text they are of."""
+    layout, rank = layout_for(process_group.size(), ends), process_group.rank()
+    q, k, _ = (shard_of(x, layout, rank) for x in whole(layout))
+    plan = distributed.predict(
+        q, k, group=process_group, config=config, layer=0, cu_seqlens=ends, block=BLOCK
+    )
+    plan.validate()
+    return plan.to_dense(), plan.whole(), plan.spans.text_rows(plan.query_block), plan.whole_heads
+
+
+def in_one_process(config, layout):
+    q, k, _ = whole(layout)
+    frame = frame_of(layout, max(config.query_block, config.key_block))
+    call = Call(frame.spans, DIM**-0.5, 0)
+    return make_predictor(config)(frame.queries(q), frame.keys(k), call)
+
+
+def assert_rows_of(found, plan):
+    seen = torch.zeros(plan.q_blocks, dtype=torch.int64)
+    for dense, whole, rows, heads in found:
+        mine = rows >= 0
+        assert torch.equal(dense[:, :, mine], plan.to_dense()[:, :, rows[mine]])
+        assert not dense[:, :, ~mine].any()
+        assert heads == plan.whole_heads
+        if plan.whole() is not None:
+            assert torch.equal(whole[:, :, mine], plan.whole()[:, :, rows[mine]])
+        seen[rows[mine]] += 1
+    # a row of nothing but the padding between documents is nobody's
+    inhabited = plan.spans.rows(plan.query_block).queries[0] > 0
+    assert torch.equal(seen, inhabited.long())
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_plans_are_the_rows_of_one_plan(ranks, config, text):
+    found = ranks.run(4, on_a_rank, CONFIGS[config], TEXTS[text])
+    assert_rows_of(found, in_one_process(CONFIGS[config], layout_for(4, TEXTS[text])))
+
+
+def test_a_single_rank_makes_the_plan_of_one_process(ranks):
+    found = ranks.run(1, on_a_rank, SMALL, TEXTS["packed"])
+    assert_rows_of(found, in_one_process(SMALL, layout_for(1, TEXTS["packed"])))
+
+
+def attended_on_a_rank(process_group, config, ends):
+    layout, rank = layout_for(process_group.size(), ends), process_group.rank()
+    q, k, v = (shard_of(x, layout, rank).requires_grad_() for x in whole(layout))
+    shared = {"group": process_group, "cu_seqlens": ends, "block": BLOCK}
+    plan = distributed.predict(q, k, config=config, layer=0, **shared)
+    found = {}
+    for name in ("zigzag_attention", "two_launches"):
+        out, lse = getattr(distributed, name)(q, k, v, plan=plan, engine="reference", **shared)
+        loss = (out * layout.real[rank][:, None]).square().sum()
+        found[name] = out.detach(), lse, *torch.autograd.grad(loss, (q, k, v))
+    return found
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("config", ["clusters", "calibrated"])
+def test_attention_under_plans_is_that_of_one_process(ranks, config, text):
+    config, ends = CONFIGS[config], TEXTS[text]
+    layout = layout_for(4, ends)
+    found = ranks.run(4, attended_on_a_rank, config, ends)
+    plan = in_one_process(config, layout)
+    frame = frame_of(layout, 32)
+    leaves = [x.requires_grad_() for x in whole(layout)]
+    inputs = frame.queries(leaves[0]), *map(frame.keys, leaves[1:])
+    out, lse = reference.attention(*inputs, plan, DIM**-0.5, return_lse=True)
+    out = frame.restore(out)
+    gradients = torch.autograd.grad(out.square().sum(), leaves)
+    if frame.query_place is not None:
+        lse = lse.gather(2, frame.query_place[:, None].expand(-1, HEADS, -1))
+    for name in ("zigzag_attention", "two_launches"):
+        for i, meant in enumerate((out, lse, *gradients)):
+            parts = [each[name][i] for each in found]
+            result = torch.cat(parts, dim=2)[:, :, layout.holders]
+            assert (result - meant).abs().max() <= 1e-5 * meant.abs().max()
+
+
+def test_the_union_of_needed_blocks_by_hand(ranks):
+    config = replace(SMALL, mass=0.05, bridges=0.0, dense_tail=0, local_blocks=1)
+    layout = layout_for(4, None)
+    for rank, needed in enumerate(ranks.run(4, needed_on_a_rank, config)):
+        rows = in_one_process(config, layout).to_dense()
+        mine = rows[:, :, layout.slots[rank][::32] // 32].any(2)
+        assert torch.equal(needed, mine.unflatten(1, (KV_HEADS, -1)).any(2))
+        assert 0 < needed.float().mean() < 1
+
+
+def needed_on_a_rank(process_group, config):
+    layout = layout_for(process_group.size(), None)
+    q, k, _ = (shard_of(x, layout, process_group.rank()) for x in whole(layout))
+    plan = distributed.predict(q, k, group=process_group, config=config, block=BLOCK)
+    return distributed.union(plan, KV_HEADS)

@@ -1,0 +1,60 @@
+"""The kernels under the spans of a shard, in Triton's interpreter: early and late rows together."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import assert_engine_within_budget, random_plan
+from selecting import by_kernels, loud, on_the_cpu
+from shards import layout_for, shard_of
+from tiny import qkv
+
+from cab_hf import CabConfig
+from cab_hf.config import budgets_of
+from cab_hf.ops import predict
+from cab_hf.ops.attention import block
+
+SMALL = CabConfig(query_block=32, key_block=16, mass=0.4)
+SHAPE = {"heads": 2, "kv_heads": 1, "dim": 16}
+
+
+def shard_spans(ends, rank):
+    """(the layout of two ranks, its places, what the queries of one may see)."""
+    layout = layout_for(2, ends)
+    places = layout.places(32, "cpu")
+    return layout, places, places.spans(rank, 1)
+
+
+def test_attention_of_a_shard():
+    layout, places, spans = shard_spans([0, 33, 150], 1)
+    q, k, v = qkv(q_length=layout.text, **SHAPE)
+    q, grad = shard_of(q, layout, 1), shard_of(q.flip(2), layout, 1)
+    k, v = places.frame.keys(k), places.frame.keys(v)
+    plan = random_plan(q, k, (32, 16), spans=spans)
+    assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.25)
+
+
+@pytest.mark.parametrize("ends", [[0, 221], [0, 33, 210]], ids=["one-text", "packed"])
+def test_the_choice_of_a_shard(ends):
+    layout, places, spans = shard_spans(ends, 0)
+    q, k = loud(q_length=layout.text, **SHAPE)
+    q, k = shard_of(q, layout, 0), places.frame.keys(k)
+    config = replace(SMALL, redundancy=0)
+    found, meant = (choose(config, q, k, spans) for choose in (by_kernels, on_the_cpu))
+    assert torch.equal(found.to_dense(), meant.to_dense())
+
+
+def test_vectors_stand_for_queries():
+    _, places, spans = shard_spans([0, 221], 0)
+    spans = spans.text
+    q, k = loud(q_length=places.length, **SHAPE)
+    summary, budgets = predict.summarise(k, spans.key_valid, SMALL), budgets_of(SMALL, 0, 2)
+    vectors = predict.coarsen_queries(q, spans, SMALL.query_block, SMALL.coarsen).vectors
+    nothing = q.new_zeros(1).expand(q.shape)
+
+    def chosen(queries, *given):
+        lists = predict.choose(queries, summary, spans, 0.25, SMALL, budgets, *given)
+        return torch.stack([part.to_dense(places.length // 16 + 1) for part in lists])
+
+    assert torch.equal(chosen(nothing, vectors), chosen(q))
+    assert not torch.equal(chosen(nothing), chosen(q))
