@@ -11,11 +11,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from words import CHAT, TEXT, make_tokenizer
 
 from cab_hf import documents
-from cab_hf.eval import haystack, models, passkey
+from cab_hf.eval import haystack, passkey
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.experiment import render
 from cab_hf.eval.haystack import Haystack, answered
 from cab_hf.eval.passkey import Passkey, Settings
+from cab_hf.runs import models
 from cab_hf.runs.log import read_log
 from cab_hf.runs.settings import read_settings, spelled
 
