@@ -73,6 +73,15 @@ def test_a_record_of_the_same_key_counts_once(path):
         assert [each["index"] for each in opened.records] == [0, 1, 2, 0]
 
 
+def test_every_record_counts_without_a_key(tmp_path):
+    path = tmp_path / "log.jsonl"
+    with Log(path, IDENTITY) as opened:
+        for _ in range(3):
+            opened.append({"index": 0})
+        assert len(opened.records) == 3
+    assert len(read_log(path)[1]) == 3
+
+
 @pytest.mark.parametrize("torn", ['{"length": 8, "ind', '{"length": 8, "index": 2', '{"a": "\\ud8'])
 def test_a_torn_last_line_is_dropped(path, torn):
     whole = path.read_bytes()

@@ -90,8 +90,8 @@ class Log:
             self._file = -1
 
     def __contains__(self, record: Mapping[str, Any]) -> bool:
-        """Whether there is a record of the same key."""
-        return _key(record, self.key) in self._seen
+        """Whether there is a record of the same key; without a key no two are the same."""
+        return bool(self.key) and _key(record, self.key) in self._seen
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one JSON-able record; one whose key is there already is passed over.
@@ -138,7 +138,7 @@ class Log:
             self._write("")
 
     def _count(self, record: Record) -> None:
-        if not self.key or record not in self:
+        if record not in self:
             self._seen.add(_key(record, self.key))
             self.records.append(record)
 
