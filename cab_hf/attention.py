@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,14 +17,17 @@ from transformers import PreTrainedConfig
 
 from cab_hf.call import CabMask
 from cab_hf.config import MOST, CabConfig, require_layers
-from cab_hf.distributed.context import PARALLEL, Parallel
 from cab_hf.engines import Engine, Workload
 from cab_hf.exact import exact_attention
-from cab_hf.frame import Length
+from cab_hf.frame import PARALLEL, Length
 from cab_hf.plan import BlockPlan
 from cab_hf.predictors import make_predictor
 from cab_hf.refusals import refuse, refuse_across_ranks
 from cab_hf.route import route
+
+if TYPE_CHECKING:
+    # imported where a text is first dealt out
+    from cab_hf.distributed.context import Parallel
 
 
 def cab_attention(

@@ -51,6 +51,7 @@ class CabMask:
         model: whose it is, for sentences about it.
         refusal: why no layer may use it; None where layers may. Models also make masks that none
             of their layers uses.
+        handed: what predictors of one layer leave for those of later ones.
     """
 
     # transformers asks this and the shape of a mask to tell 2-D and 4-D tensors; this is neither
@@ -66,13 +67,13 @@ class CabMask:
     slots: int | None = None
     model: str = "this model"
     refusal: str | None = None
+    handed: dict[Any, Any] = field(default_factory=dict)
     _looked_for_documents: bool = False
     # of the document ids, where they are known without a wait
     _most_documents: int | None = None
     _lengths: list[list[Length]] | None = None
     _frames: dict[tuple[Any, ...], Frame] = field(default_factory=dict)
     _plans: dict[Frame, BlockPlan] = field(default_factory=dict)
-    _handed: dict[Any, Any] = field(default_factory=dict)
     _parsed: list[tuple[Any, Any]] = field(default_factory=list)
 
     @property
@@ -95,7 +96,7 @@ class CabMask:
         if start == 0:
             return self
         # what the layers share is about all queries
-        fresh = {"_frames": {}, "_plans": {}, "_handed": {}}
+        fresh = {"_frames": {}, "_plans": {}, "handed": {}}
         return replace(self, q_length=stop - start, q_slot=self.q_slot + start, **fresh)
 
     @classmethod
@@ -240,14 +241,9 @@ class CabMask:
         self._parsed.append((config, parse(config)))
         return self._parsed[-1][1]
 
-    @property
-    def handed(self) -> dict[Any, Any]:
-        """What predictors of one layer leave for those of later ones."""
-        return self._handed
-
     def call(self, frame: Frame, scale: float, layer: int | None) -> Call:
         """What the predictor of one layer is told; what it hands on reaches the later layers."""
-        return Call(frame.spans, scale, layer, self._handed)
+        return Call(frame.spans, scale, layer, self.handed)
 
     def dense_rows(self, start: int, stop: int, low: int, high: int, device: Any) -> Tensor:
         """bool [B or 1, 1, stop - start, high - low]: keys that these queries may see."""

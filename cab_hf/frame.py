@@ -12,6 +12,9 @@ from torch.nn import functional as F
 
 from cab_hf.plan import Spans, named_rows
 
+# attribute of every module of a model whose texts are in the frame of several ranks
+PARALLEL = "_cab_parallel"
+
 
 class Length(NamedTuple):
     """How long a document is: its queries in this call, and its tokens so far. No padding."""

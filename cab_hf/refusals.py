@@ -112,7 +112,9 @@ def refuse_across_ranks(mask: CabMask, query: Tensor, key: Tensor) -> None:
             "context_parallel 'cab' reads whole texts. Leave the block first: "
             "cab_hf.distributed.whole_cache gives every rank the cache from which generate goes on."
         )
-    if mask.valid is not None and not bool(mask.valid.all()):
+    # looked at once a forward pass: no layer but the first waits for the device
+    mask.find_documents(None, None)
+    if mask.valid is not None:
         raise NotImplementedError(
             "attention_mask has padding; inside context_parallel a text has none but that of "
             "cab_hf.distributed.shard, which needs no mask. Give rows of one length, or pack them."

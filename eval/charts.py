@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cab_hf.runs.log import write_atomically
+from cab_hf.runs.figure import figure
 
 GREYS = ("black", "dimgrey", "darkgrey", "silver", "gainsboro", "tan", "wheat")
 # colour, marker and line of each line; the others are held against the first
 LINES = ("ko-", "C3v-", "C1^-", "C0s-", "C0D--", "C2P-", "C2X--", "C4*-", "C7.:")
 WIDEST_GRIDS = 24  # columns side by side, over all panels of a heat map
-
-
-@contextmanager
-def figure(path: Path | str, rows: int, columns: int, **options: Any) -> Iterator[Any]:
-    """The axes of a grid, an array [rows, columns]; on leaving the figure is saved as PNG."""
-    # imported here: measuring draws nothing
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    drawing, axes = plt.subplots(rows, columns, squeeze=False, layout="constrained", **options)
-    try:
-        yield axes
-        drawn = io.BytesIO()
-        drawing.savefig(drawn, dpi=150, format="png")
-    finally:
-        plt.close(drawing)
-    write_atomically(path, drawn.getvalue())
 
 
 def line(

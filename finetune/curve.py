@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cab_hf.runs.log import write_atomically
+from cab_hf.runs.figure import figure
 
 STEP, EVALUATION = "step", "evaluation"  # kinds of records
 Record = Mapping[str, Any]
@@ -15,13 +14,8 @@ Record = Mapping[str, Any]
 
 def draw(path: Path | str, records: Sequence[Record]) -> None:
     """Draw loss, and shares of one (keys found, density, MFU), over the steps; as PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (losses, shares) = plt.subplots(2, 1, sharex=True, layout="constrained", figsize=(7, 6))
-    try:
+    with figure(path, 2, 1, sharex=True, figsize=(7, 6)) as axes:
+        losses, shares = axes[:, 0]
         for axis, lines in ((losses, _losses(records)), (shares, _shares(records))):
             for label, points in lines.items():
                 if points:
@@ -34,11 +28,6 @@ def draw(path: Path | str, records: Sequence[Record]) -> None:
         shares.set_ylabel("share")
         shares.set_ylim(0, 1.05)
         shares.set_xlabel("step")
-        drawn = io.BytesIO()
-        figure.savefig(drawn, dpi=150, format="png")
-    finally:
-        plt.close(figure)
-    write_atomically(path, drawn.getvalue())
 
 
 def _losses(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:

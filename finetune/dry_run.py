@@ -24,12 +24,7 @@ USABLE = 0.94
 
 def skeleton(settings: Settings) -> nn.Module:
     """The model to be trained with parameters that take no memory; errors as of `load_model`."""
-    stretched = {
-        "length": settings.length,
-        "rope": settings.rope_or_none(),
-        "rope_factor": settings.rope_factor or None,
-        "rope_theta": settings.rope_theta or None,
-    }
+    stretched = settings.positions()
     how = {"attn_implementation": settings.attention, "dtype": settings.dtype}
     if settings.model == TINY:
         return load_model(TINY, **stretched, **how)[0]

@@ -301,10 +301,7 @@ def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:
         cab_config=settings.cab_config() or None,
         dtype=settings.dtype,
         device=device,
-        length=settings.length,
-        rope=settings.rope_or_none(),
-        rope_factor=settings.rope_factor or None,
-        rope_theta=settings.rope_theta or None,
+        **settings.positions(),
         qlora=settings.qlora,
         trust_remote_code=settings.trust_remote_code,
     )

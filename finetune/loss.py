@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-IGNORED = -100
+IGNORED = -100  # a label that is not to be learnt
 KERNELS = ("auto", "liger", "chunks")
 # of one chunk: 256 MiB in float32, and products large enough to keep a GPU busy
 CHUNK_LOGITS = 2**26

@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -494,7 +493,6 @@ def _replaced(owner: nn.Module, name: str, value: Any) -> Iterator[None]:
             object.__setattr__(owner, name, before)
 
 
-@lru_cache
 def base_sha256(name: str) -> str:
     """SHA-256 of what a base computes, wherever it stands; of what is not local, once loaded."""
     if name != TINY:

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cab_hf.finetune.loss import linear_cross_entropy
+from cab_hf.finetune.loss import IGNORED, linear_cross_entropy
 from cab_hf.finetune.models import forward_hidden
 
-IGNORED = -100
 Batch = Mapping[str, Tensor]
 
 

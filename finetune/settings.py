@@ -155,9 +155,14 @@ class Settings:
             found.append((name, number))
         return found
 
-    def rope_or_none(self) -> str | None:
-        """How positions are stretched; None: they are left as they are."""
-        return None if self.rope == "none" else self.rope
+    def positions(self) -> dict[str, Any]:
+        """What `models.stretch_positions` is told; without ``rope`` positions stay as they are."""
+        return {
+            "length": self.length,
+            "rope": None if self.rope == "none" else self.rope,
+            "rope_factor": self.rope_factor or None,
+            "rope_theta": self.rope_theta or None,
+        }
 
     def cab_config(self) -> dict[str, Any]:
         """The fields of CabConfig that were given."""

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from cab_hf.documents import NOISE, leading_tokens, split_sentences
+from cab_hf.finetune.loss import IGNORED
 from cab_hf.finetune.retrieval import Entry, is_entry, parse_entry, retrieval_document
 from cab_hf.runs.settings import Refused
 
 State = dict[str, Any]
-IGNORED = -100  # a label that is not to be learnt
 # files by their endings: what `datasets` reads them with
 KINDS = {
     ".txt": ("text", {"sample_by": "document"}),

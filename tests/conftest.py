@@ -13,6 +13,17 @@ def gpu():
     return torch.device("cuda")
 
 
+@pytest.fixture
+def one_process(tmp_path):
+    """A process group of this process alone."""
+    import torch
+
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory):
     """Eight processes that talk by gloo, for tests of several ranks."""

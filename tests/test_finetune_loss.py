@@ -195,14 +195,6 @@ class Head(nn.Module):
         return linear_cross_entropy(self.layer(hidden), self.head.weight, labels)[0]
 
 
-@pytest.fixture
-def one_process(tmp_path):
-    store = f"file://{tmp_path / 'store'}"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize("trained", [False, True], ids=["head frozen", "head trained"])
 @pytest.mark.parametrize("ignored", [LABELS["some"], LABELS["none"]], ids=["some", "none"])
 def test_ddp_misses_no_gradient(one_process, trained, ignored):

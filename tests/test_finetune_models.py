@@ -147,14 +147,6 @@ def test_checkpointing_changes_no_gradient(attention):
         assert all(layer["density"] < 1 for layer in cab_hf.stats(model))
 
 
-@pytest.fixture
-def one_process(tmp_path):
-    store = f"file://{tmp_path / 'store'}"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 def test_ddp_misses_no_gradient(one_process, checkpointing):
     options = {"norms": True, "embeddings": True, "targets": (*LINEAR, "lm_head")}

@@ -17,14 +17,13 @@ from cab_hf.distributed.choosing import choose, short_rows
 from cab_hf.distributed.exchange import RankLost, agree, forget_why, group_of, say_why
 from cab_hf.distributed.layout import Layout, Places, Shard, layout_of, lengths_between
 from cab_hf.distributed.schemes import Turn, facts
+from cab_hf.frame import PARALLEL
 from cab_hf.plan import EXACT_BLOCK, BlockPlan
 from cab_hf.predictors import Call, make_predictor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# attribute of every module of a model inside `context_parallel`
-PARALLEL = "_cab_parallel"
 NAMES = ("cab", "cab_dense")
 
 

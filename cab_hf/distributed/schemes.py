@@ -146,7 +146,7 @@ def zigzag_attention(
 
 def two_launches(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
     """`zigzag_attention` with the early and the late chunks launched one after the other."""
-    return _turn(q, k, v, "zigzag", apart=True, **settings).attention(q, k, v)
+    return _turn(q, k, v, "zigzag", apart=True, **_filled(settings)).attention(q, k, v)
 
 
 def contiguous_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
@@ -154,7 +154,7 @@ def contiguous_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tu
 
     The last rank then has the most to attend: the scheme of LLaMA-3's training.
     """
-    return _turn(q, k, v, "contiguous", **settings).attention(q, k, v)
+    return _turn(q, k, v, "contiguous", **_filled(settings)).attention(q, k, v)
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
@@ -165,7 +165,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Te
     Raises:
         NotImplementedError: for a ``plan``, or gradients by an engine whose log-sum-exp has none.
     """
-    turn = _turn(q, k, v, "zigzag", **settings)
+    turn = _turn(q, k, v, "zigzag", **_filled(settings))
     if turn.plan is not None:
         raise NotImplementedError("plan is set; ring_attention takes none. Use zigzag_attention.")
     size = turn.places.layout.exact_block
@@ -224,6 +224,11 @@ def _named(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in ("q", "k", "v")}
 
 
+def _filled(settings: dict[str, Any]) -> dict[str, Any]:
+    """With the defaults of `zigzag_attention` for what is not given."""
+    return {**zigzag_attention.__kwdefaults__, **settings}
+
+
 def _turn(
     q: Tensor,
     k: Tensor,
@@ -231,15 +236,15 @@ def _turn(
     order: str,
     *,
     group: ProcessGroup | None,
-    plan: BlockPlan | None = None,
-    heads_k_stride: int = 1,
-    cu_seqlens: Tensor | None = None,
-    causal: bool = True,
-    scale: float | None = None,
-    engine: str = "auto",
-    block: int = EXACT_BLOCK,
-    again: bool = True,
-    check: bool = True,
+    plan: BlockPlan | None,
+    heads_k_stride: int,
+    cu_seqlens: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    engine: str,
+    block: int,
+    again: bool,
+    check: bool,
     apart: bool = False,
 ) -> Turn:
     """The arguments of `zigzag_attention`, looked at; raises what it says."""
