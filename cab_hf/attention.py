@@ -138,12 +138,15 @@ def _sparse(
     frame = mask.frame(config.query_block, config.key_block, query.device)
     q, k, v = frame.queries(query), frame.keys(key), frame.keys(value)
     call = mask.call(frame, scale, getattr(module, "layer_idx", None))
-    plan = make_predictor(config)(q, k, call)
-    fewest = 0 if config.sparse_decode else config.query_block
-    short = frame.short(fewest, config.min_length, plan.query_block)
-    if short is not None:
+
+    def predict() -> BlockPlan:
+        plan = make_predictor(config)(q, k, call)
+        fewest = 0 if config.sparse_decode else config.query_block
+        short = frame.short(fewest, config.min_length, plan.query_block)
         # documents that would be exact alone
-        plan = plan.with_whole_rows(short)
+        return plan if short is None else plan.with_whole_rows(short)
+
+    plan = mask.planned(module, query, predict)
     out = engine.attention(q, k, v, plan, scale)
     if not torch.compiler.is_compiling():
         _record(module, plan)
@@ -180,9 +183,9 @@ def _across_ranks(
     if way.kind != "sparse":
         return parallel.exact(query, key, value, layout, scale, mask.window)
     call = parallel.call(mask, layout, query, config, scale, layer, mask.handed)
-    out, plan = parallel.sparse(query, key, value, layout, call, config)
+    plan = mask.planned(module, query, lambda: parallel.predict(query, key, layout, call, config))
     _record(module, plan)
-    return out
+    return parallel.sparse(query, key, value, layout, call, config, plan)
 
 
 def _one_dtype(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:

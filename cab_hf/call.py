@@ -75,6 +75,8 @@ class CabMask:
     _frames: dict[tuple[Any, ...], Frame] = field(default_factory=dict)
     _plans: dict[Frame, BlockPlan] = field(default_factory=dict)
     _parsed: list[tuple[Any, Any]] = field(default_factory=list)
+    # of layers that gradients flow through
+    _predicted: dict[Any, list[BlockPlan]] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -96,7 +98,7 @@ class CabMask:
         if start == 0:
             return self
         # what the layers share is about all queries
-        fresh = {"_frames": {}, "_plans": {}, "handed": {}}
+        fresh = {"_frames": {}, "_plans": {}, "handed": {}, "_predicted": {}}
         return replace(self, q_length=stop - start, q_slot=self.q_slot + start, **fresh)
 
     @classmethod
@@ -241,6 +243,20 @@ class CabMask:
         self._parsed.append((config, parse(config)))
         return self._parsed[-1][1]
 
+    def planned(self, layer: Any, query: Tensor, predict: Callable[[], BlockPlan]) -> BlockPlan:
+        """What ``predict`` chooses for ``layer``, kept for a second forward pass.
+
+        Gradient checkpointing computes a layer again in the backward pass: it then attends under
+        the plan of the first time. A layer that a model calls several times is predicted anew.
+        """
+        if torch.compiler.is_compiling() or not query.requires_grad:
+            return predict()
+        kept = self._predicted.setdefault(layer, [])
+        if not _in_backward_pass():
+            kept.append(predict())
+            return kept[-1]
+        return kept.pop() if len(kept) == 1 else predict()
+
     def call(self, frame: Frame, scale: float, layer: int | None) -> Call:
         """What the predictor of one layer is told; what it hands on reaches the later layers."""
         return Call(frame.spans, scale, layer, self.handed)
@@ -260,6 +276,11 @@ class CabMask:
             seen = seen & (document[:, start:stop, None] == document[:, None, low:high])
         # a padding query would see nothing, and softmax over nothing is NaN: let it see itself
         return (seen | (key == query)).unsqueeze(1)
+
+
+def _in_backward_pass() -> bool:
+    # what torch.utils.checkpoint asks too
+    return torch._C._current_graph_task_id() != -1
 
 
 def _operator(name: str) -> Callable[..., Any]:

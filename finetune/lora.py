@@ -29,7 +29,7 @@ import cab_hf
 from cab_hf.finetune import checkpoints, curve, dry_run, meter
 from cab_hf.finetune.checkpoints import Checkpoints
 from cab_hf.finetune.data import HOLD_OUT, Ahead, Packed, held_out
-from cab_hf.finetune.models import load_model, save_adapter, with_lora
+from cab_hf.finetune.models import compute_layers_again, load_model, save_adapter, with_lora
 from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate, one_sum
 from cab_hf.finetune.settings import PROG, Settings, read
 from cab_hf.finetune.sources import make_source
@@ -307,9 +307,7 @@ def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:
     )
     model = adapted(settings, model)
     if settings.checkpointing:
-        # transformers has renamed it
-        old = model.gradient_checkpointing_enable
-        getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
+        compute_layers_again(model)
     return model, tokenizer
 
 

@@ -313,6 +313,13 @@ def with_lora(
     return adapted
 
 
+def compute_layers_again(model: nn.Module) -> None:
+    """Have layers keep what comes in alone, and compute the rest again in the backward pass."""
+    # transformers has renamed it
+    old = model.gradient_checkpointing_enable
+    getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
+
+
 def _check_adapters(
     model: PreTrainedModel,
     targets: Sequence[str] | str,

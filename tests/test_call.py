@@ -56,6 +56,48 @@ def test_a_layer_run_again_by_checkpointing_finds_what_was_handed():
         assert DECIDED == [0]
 
 
+class Counted(CurvaturePredictor):
+    def choose(self, q, summary, call):
+        DECIDED.append(call.layer)
+        return super().choose(q, summary, call)
+
+
+register_predictor("counted", Counted)
+
+
+def test_a_layer_run_again_by_checkpointing_attends_under_the_plan_of_before():
+    ids = tokens(1, 300)
+    model = tiny_model().train()
+    model.gradient_checkpointing_enable()
+    layers = list(range(model.config.num_hidden_layers))
+    with cab_hf.cab(model, SPARSE, predictor="counted"):
+        for _ in range(2):
+            DECIDED.clear()
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            assert layers == DECIDED
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_layer_that_is_called_twice_has_a_plan_each_time(checkpointing):
+    ids = tokens(1, 300)
+    model = tiny_model().train()
+    model.model.layers[1] = model.model.layers[0]
+
+    def gradients():
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    with cab_hf.cab(model, SPARSE, predictor="counted"):
+        DECIDED.clear()
+        expected = gradients()
+        assert DECIDED == [0, 0, 2]
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        for found, wanted in zip(gradients(), expected, strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
 # --- documents
 
 

@@ -123,19 +123,31 @@ class Parallel:
             known[key] = places.spans(self.group.rank(), q.shape[0])
         return Call(known[key], scale, layer, handed)
 
-    def sparse(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, call: Call, config: CabConfig
-    ) -> tuple[Tensor, BlockPlan]:
-        """The same under the plan of CAB, and that plan; ``call`` is one of `Parallel.call`."""
+    def predict(
+        self, q: Tensor, k: Tensor, layout: Layout, call: Call, config: CabConfig
+    ) -> BlockPlan:
+        """CAB's plan of this rank's queries; ``call`` is one of `Parallel.call`."""
         places = layout.places(max(config.query_block, config.key_block), q.device)
         plan = choose(make_predictor(config), q, k, places, self.group, call)
         fewest = 0 if config.sparse_decode else config.query_block
         short = short_rows(places, call.spans, fewest, config.min_length, plan.query_block)
-        if short is not None:
-            # documents that would be exact alone
-            plan = plan.with_whole_rows(short)
+        # documents that would be exact alone
+        return plan if short is None else plan.with_whole_rows(short)
+
+    def sparse(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: Layout,
+        call: Call,
+        config: CabConfig,
+        plan: BlockPlan,
+    ) -> Tensor:
+        """As `exact`, under a plan of `predict`."""
+        places = layout.places(max(config.query_block, config.key_block), q.device)
         turn = self.turn(call.spans, places, call.scale, config.engine)
-        return replace(turn, plan=plan).attention(q, k, v)[0], plan
+        return replace(turn, plan=plan).attention(q, k, v)[0]
 
 
 @contextmanager

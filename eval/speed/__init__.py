@@ -2,5 +2,5 @@
 
 COMMANDS = {
     op: f"cab_hf.eval.speed.{op}"
-    for op in ("predictor", "attention", "budgets", "ttft", "breakdown", "prefill")
+    for op in ("predictor", "attention", "budgets", "ttft", "breakdown", "prefill", "lora")
 }

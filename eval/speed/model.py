@@ -231,7 +231,7 @@ def attending(model: PreTrainedModel, name: str, config: CabConfig) -> Iterator[
 
 
 def _function(model: PreTrainedModel, name: str) -> Callable[..., tuple[Tensor, None]]:
-    """A dense baseline under the signature of transformers' attention functions."""
+    """A dense baseline under the signature of transformers' attention functions, checked."""
     baseline = dense.on(model.device)[name]
     kernel = baseline.load()
 
@@ -250,7 +250,7 @@ def _function(model: PreTrainedModel, name: str) -> Callable[..., tuple[Tensor, 
         torch.randn(1, heads, CHECK_LENGTH, text.head_dim, **like)
         for heads in (text.num_attention_heads, *[text.num_key_value_heads] * 2)
     )
-    check_dense(attend, q, k, v)
+    check_dense(attend, q, k, v, backward=model.training)
     return attention
 
 

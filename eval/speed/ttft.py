@@ -162,33 +162,35 @@ class TimeToFirstToken(Speed):
 
     @staticmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
-        """Seconds by length of every way to attend, and beside it what each of `CAB` gains."""
-        lengths = [row["length"] for row in rows]
-        with charts.figure(path, 1, 2, figsize=(11, 4.6)) as axes:
-            left, right = axes[0]
-            greys = iter(charts.GREYS)
-            for place, name in enumerate(_implementations(rows)):
-                some = [row for row in rows if row["implementation"] == name]
-                if name in CAB:
-                    # wide below narrow: where both run alike, both are seen
-                    look = {"color": f"C{place}", "linewidth": WIDTHS[name]}
-                    gained = f"{name} over the fastest dense way"
-                    charts.line(right, some, itemgetter("over_best"), label=gained, **look)
-                    dashed = {**look, "linestyle": "--", "marker": ""}
-                    bound = f"    at most, at {name}'s density"
-                    charts.line(right, some, itemgetter("ceiling"), label=bound, **dashed)
-                else:
-                    look = {"color": next(greys), "marker": "s"}
-                charts.line(
-                    left, some, lambda row: row["ms"] and row["ms"] / 1e3, label=name, **look
-                )
-            right.axhline(1, color="grey", linewidth=1)
-            charts.over_tokens(left, lengths, "time to the first token", "s")
-            title = "what a faster attention brings to the whole model"
-            charts.over_tokens(right, lengths, title, "times as fast", log=False)
+        drawn(path, rows, "time to the first token")
 
 
 EXPERIMENT = TimeToFirstToken
+
+
+def drawn(path: Path, rows: Sequence[Row], what: str) -> None:
+    """Seconds by length of every way to attend, and beside it what each of `CAB` gains."""
+    lengths = [row["length"] for row in rows]
+    with charts.figure(path, 1, 2, figsize=(11, 4.6)) as axes:
+        left, right = axes[0]
+        greys = iter(charts.GREYS)
+        for place, name in enumerate(_implementations(rows)):
+            some = [row for row in rows if row["implementation"] == name]
+            if name in CAB:
+                # wide below narrow: where both run alike, both are seen
+                look = {"color": f"C{place}", "linewidth": WIDTHS[name]}
+                gained = f"{name} over the fastest dense way"
+                charts.line(right, some, itemgetter("over_best"), label=gained, **look)
+                dashed = {**look, "linestyle": "--", "marker": ""}
+                bound = f"    at most, at {name}'s density"
+                charts.line(right, some, itemgetter("ceiling"), label=bound, **dashed)
+            else:
+                look = {"color": next(greys), "marker": "s"}
+            charts.line(left, some, lambda row: row["ms"] and row["ms"] / 1e3, label=name, **look)
+        right.axhline(1, color="grey", linewidth=1)
+        charts.over_tokens(left, lengths, what, "s")
+        title = "what a faster attention brings to the whole model"
+        charts.over_tokens(right, lengths, title, "times as fast", log=False)
 
 
 def _implementations(rows: Sequence[Row]) -> list[str]:
