@@ -1,5 +1,6 @@
 """The manuals: made once of what an index has, always the same, and never half made."""
 
+import gzip
 import hashlib
 import io
 import json
@@ -20,12 +21,13 @@ from cab_hf.runs.settings import Refused
 def sdist(files):
     """A source distribution of a package `thing`, as bytes."""
     packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+    with tarfile.open(fileobj=packed, mode="w") as archive:
         for name, text in files.items():
             member = tarfile.TarInfo(f"thing-1.0/{name}")
             member.size = len(text.encode())
             archive.addfile(member, io.BytesIO(text.encode()))
-    return packed.getvalue()
+    # the same at any time
+    return gzip.compress(packed.getvalue(), mtime=0)
 
 
 FILES = {
