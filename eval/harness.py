@@ -4,11 +4,12 @@
         --model cab --model_args pretrained=smollm2,min_length=0,mass=0.8 \\
         --metadata '{"max_seq_lengths": [2048, 4096]}'
 
-Everything is handed to lm_eval as it is, except that `pretrained=smollm2` names a model that needs
-no hub; `harness -- --help` says what lm_eval takes. `--model cab` is its `hf` with CAB switched on,
-and fields of CabConfig are further model_args. `--model hf` with attn_implementation=cab runs CAB
-as the model's own config has it, and with any other implementation what CAB is compared with. All
-tasks of lm_eval's own run so, too; RULER's want lm_eval[ruler] and a network.
+Everything is handed to lm_eval as it is, except that `pretrained=smollm2` and `smollm2-32k` name
+models that need no hub; `harness -- --help` says what lm_eval takes. `--model cab` is its `hf` with
+CAB switched on, and fields of CabConfig are further model_args. `--model hf` with
+attn_implementation=cab runs CAB as the model's own config has it, and with any other implementation
+what CAB is compared with. All tasks of lm_eval's own run so, too; RULER's want lm_eval[ruler] and a
+network.
 
 Metadata of the tasks: max_seq_lengths, in tokens (4096); seed (0); haystack, a UTF-8 file that the
 keys are hidden in (noise); samples of passkey per length (20), the prompts of `eval passkey` at its
@@ -36,12 +37,12 @@ from pathlib import Path
 
 import cab_hf  # noqa: F401  registers "cab" with transformers
 from cab_hf.eval.experiment import PROG
-from cab_hf.runs.models import SMOLLM2, smollm2_folder
+from cab_hf.runs.models import is_made, made_folder
 
 TASKS = Path(__file__).with_name("tasks")
 INCLUDE = "--include_path"
 # as key=value, or in JSON
-NAMES_SMOLLM2 = re.compile(rf"""(\b(?:pretrained|tokenizer)(?:=|"\s*:\s*")){SMOLLM2}(?=$|[,"])""")
+NAMES_MODEL = re.compile(r"""(\b(?:pretrained|tokenizer)(?:=|"\s*:\s*"))([^,"]+)""")
 
 
 def main(words: Sequence[str]) -> int:
@@ -67,10 +68,11 @@ def main(words: Sequence[str]) -> int:
 def handed_on(words: Sequence[str]) -> list[str]:
     """The words of lm_eval's own command line; an include path among them replaces our tasks."""
     given = list(words[1:] if words[:1] == ["--"] else words)
-    given = [NAMES_SMOLLM2.sub(_with_folder, word) for word in given]
+    given = [NAMES_MODEL.sub(_with_folder, word) for word in given]
     included = any(word.partition("=")[0] == INCLUDE for word in given)
     return given if included else [*given, INCLUDE, str(TASKS)]
 
 
 def _with_folder(match: re.Match) -> str:
-    return f"{match[1]}{smollm2_folder()}"
+    before, name = match.groups()
+    return f"{before}{made_folder(name)}" if is_made(name) else match[0]

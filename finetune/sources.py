@@ -21,6 +21,7 @@ import numpy as np
 
 from cab_hf.documents import NOISE, leading_tokens, split_sentences
 from cab_hf.finetune.loss import IGNORED
+from cab_hf.finetune.manuals import MANUALS, manuals_file
 from cab_hf.finetune.retrieval import Entry, is_entry, parse_entry, retrieval_document
 from cab_hf.runs.settings import Refused
 
@@ -181,10 +182,11 @@ def make_source(
 
     Args:
         name: a ``.txt`` file, which is one document, or a ``.jsonl`` or ``.parquet`` file with one
-            a row; a folder of such files of one kind; ``retrieval:passkey+multi:8192``, synthetic
-            documents of those kinds and that many tokens (see `finetune.retrieval.KEYS`); or a
-            data set of the hub, ``NAME`` or ``NAME:CONFIG``.
-        text_field: the field of a row with its text; files of text have one of their own.
+            a row; a folder of such files of one kind; ``manuals``, those of open-source packages
+            (see `finetune.manuals`); ``retrieval:passkey+multi:8192``, synthetic documents of
+            those kinds and that many tokens (see `finetune.retrieval.KEYS`); or a data set of the
+            hub, ``NAME`` or ``NAME:CONFIG``.
+        text_field: the field of a row with its text; files of text and manuals have their own.
         split: of a data set of the hub.
         streaming: read while training instead of downloading and indexing first. What is shuffled
             then are blocks of 256 documents, in the order they come.
@@ -197,13 +199,14 @@ def make_source(
     """
     if is_entry(name):
         return RetrievalSource(name, parse_entry(name), seed, learn_text)
-    files = _local_files(name)
+    files = [manuals_file()] if name == MANUALS else _local_files(name)
     told = repr(name)
     if files and not any(file.stat().st_size for file in files):
         raise Refused(f"source {told} has no documents; give one with text in it.")
     with _reading(told):
         dataset = _open_files(files, streaming) if files else _open_of_hub(name, split, streaming)
-        field = "text" if files and files[0].suffix == ".txt" else text_field
+        own = name == MANUALS or (files and files[0].suffix == ".txt")
+        field = "text" if own else text_field
         fields = dataset.column_names or list(next(iter(dataset), {}))
     if not fields or (not streaming and not len(dataset)):
         raise Refused(f"source {told} has no documents; give one with text in it.")

@@ -181,12 +181,17 @@ def test_a_tokenizer_is_needed(utils):
             ["--metadata", '{"tokenizer": "HERE"}'],
             id="json",
         ),
+        pytest.param(
+            ["-a", "pretrained=smollm2-32k,tokenizer=smollm2"],
+            ["-a", "pretrained=HERE-32k,tokenizer=HERE"],
+            id="with its adapter",
+        ),
         pytest.param(["-a", "pretrained=smollm2-large"], None, id="a longer name"),
         pytest.param(["--metadata", '{"seed": 1}'], None, id="metadata"),
     ],
 )
 def test_words_are_handed_on(words, expected, monkeypatch):
-    monkeypatch.setattr(harness, "smollm2_folder", lambda: "HERE")
+    monkeypatch.setattr(harness, "made_folder", lambda name: name.replace("smollm2", "HERE"))
     ours = ["--include_path", str(harness.TASKS)]
     assert harness.handed_on(words) == [*(expected or words), *ours]
 

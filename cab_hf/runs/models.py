@@ -1,8 +1,9 @@
-"""Models of runs: any causal LM by name or path, and ``smollm2``, a LLaMA that needs no hub.
+"""Models of runs: any causal LM by name or path, and two that need no hub.
 
-SmolLM2-135M-Instruct (Apache-2.0; 30 layers, 9 query and 3 KV heads, head dim 64, 8,192 tokens)
-comes as GGUF inside a PyPI wheel. It is converted to safetensors once, in the user's cache, and
-loads in a fraction of a second after that.
+``smollm2`` is SmolLM2-135M-Instruct (Apache-2.0; 30 layers, 9 query and 3 KV heads, head dim 64,
+8,192 tokens), which comes as GGUF inside a PyPI wheel. It is converted to safetensors once, in the
+user's cache, and loads in a fraction of a second after that. ``smollm2-32k`` is the same with an
+adapter for 32,768 tokens that comes with cab_hf, merged once into the same cache.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,9 @@ GGUF_VARIABLE = "CAB_HF_SMOLLM2_GGUF"
 STALE_SECONDS = 3600
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", "base.json")
+# models that are a base and an adapter in a folder of the package
+ADAPTED = {"smollm2-32k": Path(__file__).parents[1] / "adapters" / "smollm2-32k"}
 # what a folder holds of a model beside its weights
 TEXTS = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")
 # of weights that are there twice the first are read
@@ -55,7 +59,8 @@ def load_model(
     """A causal language model in eval mode on ``device``, and its tokenizer with a pad token.
 
     Args:
-        name_or_path: ``smollm2``, or whatever ``AutoModelForCausalLM.from_pretrained`` takes.
+        name_or_path: ``smollm2``, ``smollm2-32k``, or whatever
+            ``AutoModelForCausalLM.from_pretrained`` takes.
         dtype: a torch dtype's name.
         trust_remote_code: run Python code that comes with the model.
         options: more of what ``from_pretrained`` takes, such as a ``config``.
@@ -164,12 +169,17 @@ def is_local(name_or_path: str) -> bool:
 def content_sha256(name_or_path: str) -> str:
     """SHA-256 of all that a model's folder says of what it computes, wherever it stands.
 
-    What is not local must have been loaded: then the folder is that of its files in the cache.
+    What is not local must have been loaded: then the folder is that of its files in the cache. What
+    is made in the cache is what it is made of: versions of libraries write other files.
     """
+    if name_or_path == SMOLLM2:
+        return SMOLLM2_SHA256
+    if name_or_path in ADAPTED:
+        return content_sha256(str(_adapter_of(name_or_path)))
     folder = Path(_source(name_or_path))
     if not folder.is_dir():
         folder = _folder_in_cache(name_or_path)
-    of_each = {file.name: _sha256(file) for file in _files_of_model(folder)}
+    of_each = {file.name: file_sha256(file) for file in _files_of_model(folder)}
     base = _base_of(folder)
     if base is not None:
         of_each["base model"] = content_sha256(base)
@@ -181,7 +191,8 @@ def _files_of_model(folder: Path) -> list[Path]:
     return weights + [file for kind in TEXTS for file in folder.glob(kind)]
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """SHA-256 of what is in a file."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while part := file.read(1 << 20):
@@ -210,7 +221,21 @@ def _base_of(folder: Path) -> str | None:
 
 
 def _source(name_or_path: str) -> str:
-    return str(smollm2_folder()) if name_or_path == SMOLLM2 else name_or_path
+    return str(made_folder(name_or_path)) if is_made(name_or_path) else name_or_path
+
+
+def is_made(name: str) -> bool:
+    """Whether it names a model that is made in the cache."""
+    return name == SMOLLM2 or name in ADAPTED
+
+
+def made_folder(name: str) -> Path:
+    """The folder of a model that is made in the cache, which is done when it is not there yet.
+
+    Raises:
+        Refused: as `smollm2_folder` and `adapted_folder`.
+    """
+    return smollm2_folder() if name == SMOLLM2 else adapted_folder(name)
 
 
 @contextmanager
@@ -249,22 +274,82 @@ def smollm2_folder() -> Path:
     target = cache_folder() / f"smollm2-135m-instruct-{SMOLLM2_SHA256[:12]}"
     if target.is_dir():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in target.parent.glob(".smollm2-*"):
-        if time.time() - leftover.stat().st_mtime > STALE_SECONDS:
-            shutil.rmtree(leftover, ignore_errors=True)
-    # everything happens in a folder beside the target, and the last step is one rename
-    with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=target.parent) as scratch:
-        converted = Path(scratch) / "converted"
-        gguf = find_smollm2_gguf(Path(scratch))
+    with scratch_beside(target, ".smollm2-") as scratch:
+        converted = scratch / "converted"
+        gguf = find_smollm2_gguf(scratch)
         _check_gguf(gguf)
         convert_gguf(gguf, converted)
-        try:
-            converted.rename(target)
-        except OSError:
-            if not target.is_dir():  # otherwise another process was first, and its copy is as good
-                raise
+        keep_first(converted, target)
     return target
+
+
+def adapted_folder(name: str) -> Path:
+    """The folder of a model of `ADAPTED` in float32, merged when it is not there yet.
+
+    Raises:
+        Refused: its adapter is not in the package, peft is not installed, or the base cannot be
+            had or is another than the one that the adapter was trained in.
+    """
+    adapter = _adapter_of(name)
+    # by its content, that of its base included: another would be another model
+    target = cache_folder() / f"{name}-{content_sha256(name)[:12]}"
+    if target.is_dir():
+        return target
+    with scratch_beside(target, f".{name}-") as scratch:
+        merged = scratch / name
+        _merge(name, adapter, merged)
+        keep_first(merged, target)
+    return target
+
+
+def _adapter_of(name: str) -> Path:
+    adapter = ADAPTED[name]
+    missing = [file for file in ADAPTER_FILES if not (adapter / file).is_file()]
+    if missing:
+        raise Refused(
+            f"model {name!r} is a base with an adapter, whose {missing[0]} does not come with this "
+            f"version of cab_hf; give {SMOLLM2}, or install a version that has it."
+        )
+    return adapter
+
+
+def _merge(name: str, adapter: Path, out: Path) -> None:
+    try:
+        # a floor above, and looked for where a model is asked for that needs it
+        merging = import_module("cab_hf.finetune.merge")
+        settings = merging.MergeSettings(adapter=str(adapter), out=str(out), dtype="float32")
+        merging.merge(settings)
+    except ImportError as error:
+        raise Refused(
+            f"model {name!r} is merged once, and {error.name or error} is not installed; "
+            "`pip install 'cab_hf[finetune]'` brings it."
+        ) from error
+    except Refused as error:
+        raise Refused(f"model {name!r} cannot be merged: {error}") from error
+
+
+@contextmanager
+def scratch_beside(target: Path, prefix: str) -> Iterator[Path]:
+    """A folder to make ``target`` in, so that one rename is the last step.
+
+    Args:
+        prefix: of its name; half-made ones that killed processes have left are removed.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in target.parent.glob(f"{prefix}*"):
+        if time.time() - leftover.stat().st_mtime > STALE_SECONDS:
+            shutil.rmtree(leftover, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as scratch:
+        yield Path(scratch)
+
+
+def keep_first(made: Path, target: Path) -> None:
+    """Rename a folder to ``target``, unless another process was first: its copy is as good."""
+    try:
+        made.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
 
 
 def find_smollm2_gguf(scratch: Path) -> Path:
@@ -311,7 +396,7 @@ def _gguf_of_downloaded_wheel(scratch: Path) -> Path:
 
 
 def _check_gguf(gguf: Path) -> None:
-    found = _sha256(gguf)
+    found = file_sha256(gguf)
     if found != SMOLLM2_SHA256:
         raise Refused(
             f"{gguf.name} has SHA-256 {found}, and {SMOLLM2} is {SMOLLM2_SHA256}; take it from the "
