@@ -253,9 +253,13 @@ class CabMask:
             return predict()
         kept = self._predicted.setdefault(layer, [])
         if not _in_backward_pass():
-            kept.append(predict())
-            return kept[-1]
-        return kept.pop() if len(kept) == 1 else predict()
+            plan = predict()
+            # lists of all layers would stand beside what the longest layer needs
+            kept.append(plan.each(_put_by))
+            return plan
+        if len(kept) != 1:
+            return predict()
+        return kept.pop().each(lambda x: x.to(query.device, non_blocking=True))
 
     def call(self, frame: Frame, scale: float, layer: int | None) -> Call:
         """What the predictor of one layer is told; what it hands on reaches the later layers."""
@@ -276,6 +280,13 @@ class CabMask:
             seen = seen & (document[:, start:stop, None] == document[:, None, low:high])
         # a padding query would see nothing, and softmax over nothing is NaN: let it see itself
         return (seen | (key == query)).unsqueeze(1)
+
+
+def _put_by(x: Tensor) -> Tensor:
+    """A copy in the host's memory, without waiting for it; on a CPU the tensor itself."""
+    if not x.is_cuda:
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 def _in_backward_pass() -> bool:

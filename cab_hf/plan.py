@@ -361,6 +361,10 @@ class BlockPlan:
     def kv_blocks(self) -> int:
         return -(-self.kv_length // self.key_block)
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> BlockPlan:
+        """The same change made to all counts and indices."""
+        return replace(self, full=self.full.each(change), partial=self.partial.each(change))
+
     def with_whole_rows(self, rows: Tensor) -> BlockPlan:
         """The same plan, in which ``rows`` attend everything too; as ``whole_rows``."""
         grid = self.spans.made(

@@ -45,9 +45,13 @@ from cab_hf.runs.settings import (
     require,
 )
 
-PASS, QUESTION_FIRST, RECALL, PERPLEXITY = "pass", "question_first", "recall", "perplexity"
-PROBES = (PASS, QUESTION_FIRST, RECALL, PERPLEXITY)
-PROMPTED = (PASS, QUESTION_FIRST)  # probes that are prompts; the others are documents
+PASS, QUESTION_FIRST, MULTI_KEY = "pass", "question_first", "multi_key"
+RECALL, PERPLEXITY = "recall", "perplexity"
+PROBES = (PASS, QUESTION_FIRST, MULTI_KEY, RECALL, PERPLEXITY)
+USUAL = (PASS, QUESTION_FIRST, RECALL, PERPLEXITY)  # unless others are asked for
+PROMPTED = (PASS, QUESTION_FIRST, MULTI_KEY)  # probes that are prompts; the others are documents
+# keys in the prompts of a probe, each of another name, where they are several
+NAMED_KEYS = {MULTI_KEY: 4}
 NOISE = "noise"  # the text that is no file
 CELL = ("method", "text", "length", "budget")
 cell_of = itemgetter(*CELL)
@@ -111,7 +115,7 @@ class Settings(OnModelSettings):
         spell=spell_texts,
     )
     probes: tuple[str, ...] = option(
-        PROBES, f"comma-separated, of {', '.join(PROBES)}", comma_separated(str)
+        USUAL, f"comma-separated, of {', '.join(PROBES)}", comma_separated(str)
     )
     lengths: tuple[int, ...] | None = by_device(
         (8192,), (1024,), "comma-separated lengths in tokens", comma_separated(int)
@@ -216,19 +220,20 @@ class Fidelity(OnModel):
         probes = self.settings.probes
         for text, length in product(self.settings.files, self.settings.lengths):
             for probe in filter(PROMPTED.__contains__, probes):
-                self.haystack(text, probe == QUESTION_FIRST).check_room(length)
+                self.haystack(text, probe).check_room(length)
             if RECALL in probes:
                 self.reading(text, length, RECALL, None, 0)
 
     @cached_property
-    def haystack(self) -> Callable[[str, bool], Haystack]:
-        """(text, question_first) -> what makes its prompts."""
+    def haystack(self) -> Callable[[str, str], Haystack]:
+        """(text, probe) -> what makes its prompts."""
         files, tokenizer = self.settings.files, self.tokenizer
 
         @lru_cache
-        def made(text: str, question_first: bool) -> Haystack:
+        def made(text: str, probe: str) -> Haystack:
             filler = NOISE if files[text] is None else "text"
-            return Haystack(tokenizer, filler, 1, files[text], question_first)
+            keys = NAMED_KEYS.get(probe, 1)
+            return Haystack(tokenizer, filler, keys, files[text], probe == QUESTION_FIRST)
 
         return made
 
@@ -249,7 +254,7 @@ class Fidelity(OnModel):
         hide_needle: bool = False,
     ) -> Reading:
         settings, tokenizer = self.settings, self.tokenizer
-        haystack = self.haystack(text, probe == QUESTION_FIRST)
+        haystack = self.haystack(text, probe)
         if probe in PROMPTED:
             prompt = haystack.prompt(length, depth, index, settings.seed, hide_needle)
             return answered(tokenizer, prompt)
@@ -402,9 +407,10 @@ class Fidelity(OnModel):
         return (
             "Nothing is generated: an answer is right when each of its tokens is the likeliest one "
             "after all that stands before it. Pass: a key in a text, asked for behind it; question "
-            "first: asked for before it as well. Recall: keys stated in the first half of a "
-            "document and repeated in its second. Perplexity: of the second half of a document "
-            "without keys. Shares with Wilson's interval, differences to dense with Newcombe's "
+            "first: asked for before it as well; multi key: one of four of different names. "
+            "Recall: keys stated in the first half of a document and repeated in its second. "
+            "Perplexity: of the second half of a document without keys. Shares with Wilson's "
+            "interval, differences to dense with Newcombe's "
             "(of recall over keys, those of one document counting as independent), ratios of "
             "perplexity the geometric mean over documents with Student's, all 95 %. Density: "
             "attended over causal (query, key) pairs; cost: with what passes compute that choose "
@@ -582,6 +588,8 @@ COLUMNS = {
     "pass to dense": _of(PASS, difference),
     "question first": _of(QUESTION_FIRST, _share),
     "question first to dense": _of(QUESTION_FIRST, difference),
+    "multi key [95 %]": _of(MULTI_KEY, _share),
+    "multi key to dense": _of(MULTI_KEY, difference),
     "recall [95 %]": _of(RECALL, _share),
     "recall to dense": _of(RECALL, difference),
     "recall × dense": _of(RECALL, _ratio),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.documents import ANSWER, Span, Tokens, sentence_tokens, shared
+from cab_hf.documents import Span, Tokens, sentence_tokens, shared
 from cab_hf.eval.haystack import Prompt
 
 LOGITS_AT_ONCE = 1024  # positions whose logits are in float32 at the same time
@@ -24,8 +24,8 @@ class Reading(NamedTuple):
 
 def answered(tokenizer: Any, prompt: Prompt) -> Reading:
     """A prompt and, behind it, the key it asks for."""
-    begun = ANSWER.format(whose="")
-    before, whole = (sentence_tokens(tokenizer, text) for text in (begun, begun + prompt.key))
+    answers = (prompt.begun, prompt.begun + prompt.key)
+    before, whole = (sentence_tokens(tokenizer, answer) for answer in answers)
     # some tokenizers have the last blank and the first digit in one token
     same = shared(before, whole)
     kept = prompt.tokens[: len(prompt.tokens) - (len(before) - same)]

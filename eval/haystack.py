@@ -42,6 +42,7 @@ class Prompt:
     # [start, end) of the sentences that hold the key, in tokens; None if left out
     needle: tuple[int, int] | None
     asking: int  # the token where the question starts
+    begun: str  # the answer's beginning, with which it ends
 
 
 class Haystack:
@@ -106,6 +107,7 @@ class Haystack:
             key=keys[0],
             needle=None if hide_needle else needle,
             asking=self.size(text[: text.rindex(QUESTION.format(whose=whose[0]))]),
+            begun=ANSWER.format(whose=whose[0]),
         )
 
     def check_room(self, length: int) -> None:

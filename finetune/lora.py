@@ -247,7 +247,9 @@ class Run:
         mine = {"random": checkpoints.random_state(), "data": json.dumps(self.data.state_dict())}
 
         def write_adapter(folder: Path) -> None:
-            save_adapter(self.model, self.tokenizer, folder, parameters)
+            dtype = getattr(torch, self.settings.adapter_dtype)
+            rounded = {name: x.to(dtype) for name, x in parameters.items()}
+            save_adapter(self.model, self.tokenizer, folder, rounded)
 
         self.checkpoints.save(step, shared, mine, write_adapter)
 

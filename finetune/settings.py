@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cab_hf.config import CabConfig
 from cab_hf.runs.settings import (
     Refused,
     comma_separated,
@@ -41,6 +42,9 @@ class Settings:
     cab: tuple[str, ...] = option(
         (), "field=value of CabConfig; may be given several times", repeatable=True
     )
+    calibration: str = option(
+        "", f"budgets of heads: {', '.join(CabConfig.shipped())}, or a file of calibrate"
+    )
     dtype: str = option("bfloat16", "of the frozen weights; trained ones are float32")
     rope: str = option("none", f"how positions are stretched: {', '.join(ROPES)}")
     rope_factor: float = option(0.0, "times as many positions; 0: what the length needs", float)
@@ -56,6 +60,7 @@ class Settings:
     dropout: float = option(0.0, "of what LoRA reads", float)
     norms: bool = flag("train norms, too")
     embeddings: bool = flag("train embeddings, too")
+    adapter_dtype: str = option("float32", "of the adapter as a file; a run goes on in float32")
     qlora: bool = flag("hold frozen weights in 4 bits (bitsandbytes)")
     # data
     data: tuple[str, ...] = option(
@@ -98,6 +103,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         self._one_of("dtype", DTYPES)
+        self._one_of("adapter_dtype", DTYPES)
         self._one_of("rope", ROPES)
         self._one_of("loss_kernel", KERNELS)
         self._at_least(1, "rank", "steps", "micro_batch", "save_every")
@@ -113,6 +119,8 @@ class Settings:
         unknown = [name for name in self.trackers if name not in TRACKERS]
         require(self, "trackers", not unknown, f"some of {', '.join(TRACKERS)}", unknown)
         self._check_steps()
+        # refuses a calibration that is none
+        self.cab_config()
         self.sources()
         self.validation_sources()
 
@@ -165,8 +173,11 @@ class Settings:
         }
 
     def cab_config(self) -> dict[str, Any]:
-        """The fields of CabConfig that were given."""
-        return dict(map(parse_assignment, self.cab))
+        """The fields of CabConfig that were given; a calibration has all of them."""
+        given = dict(map(parse_assignment, self.cab))
+        if not self.calibration:
+            return given
+        return {**CabConfig.calibrated(self.calibration).to_dict(), **given}
 
     def accumulation(self, world: int) -> int:
         """Micro batches of each of ``world`` processes in a step of the optimiser.

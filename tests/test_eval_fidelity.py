@@ -112,6 +112,28 @@ def test_the_key_stands_behind_its_prompt(chat, question_first):
         assert text.index(question) < text.index("The pass key")
 
 
+@pytest.mark.parametrize("chat", [None, CHAT], ids=["plain", "chat"])
+def test_one_of_four_keys_stands_behind_its_prompt(chat):
+    tokenizer = make_tokenizer(chat)
+    prompt = Haystack(tokenizer, keys=4).prompt(LENGTH, 0.5, 0)
+    reading = answered(tokenizer, prompt)
+    ((start, end),) = reading.spans
+    assert reading.tokens[:start] == prompt.tokens
+    assert end == len(reading.tokens)
+    assert tokenizer.decode(reading.tokens[start:]).replace(" ", "") == prompt.key
+    assert tokenizer.decode(prompt.tokens).replace(" ", "").endswith(prompt.begun.replace(" ", ""))
+    assert tokenizer.decode(prompt.tokens).count("Remember it") == 4
+
+
+def test_of_several_keys_one_is_asked_for(model_folder, tmp_path):
+    results = command(model_folder, tmp_path, "--probes", "pass,multi_key", methods="dense")
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").open()][1:]
+    assert {each["probe"] for each in samples} == {"pass", "multi_key"}
+    assert all(len(each["right"]) == 1 for each in samples)
+    assert results["rows"][0]["multi_key"]["n"] == results["rows"][0]["pass"]["n"] == 2
+    assert "| multi key [95 %] |" in (tmp_path / "report.md").read_text()
+
+
 # --- settings
 
 

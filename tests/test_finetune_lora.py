@@ -164,6 +164,21 @@ def check_line(record):
     assert record["mfu"] is None and record["peak_gib"] is None
 
 
+def test_an_adapter_may_be_rounded_and_what_a_run_goes_on_with_is_not(tmp_path):
+    assert run(tmp_path, "--adapter-dtype", "bfloat16") == 0
+    assert run(tmp_path, name="whole") == 0
+    rounded, whole = (
+        load_file(tmp_path / name / "adapter" / "adapter_model.safetensors")
+        for name in ("run", "whole")
+    )
+    assert {x.dtype for x in rounded.values()} == {torch.bfloat16}
+    assert {name: x.bfloat16() for name, x in whole.items()}.keys() == rounded.keys()
+    for name, x in whole.items():
+        assert x.dtype == torch.float32 and torch.equal(x.bfloat16(), rounded[name])
+    shared = torch.load(next((tmp_path / "run").rglob("shared.pt")), weights_only=True)
+    assert {x.dtype for x in shared["parameters"].values()} == {torch.float32}
+
+
 def test_micro_batches_and_accumulation_are_one_step(tmp_path):
     assert run(tmp_path, "--dropout", "0", "--micro-batch", "2", name="rows") == 0
     assert run(tmp_path, "--dropout", "0", "--tokens-per-step", "512", name="turns") == 0

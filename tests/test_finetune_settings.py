@@ -50,6 +50,15 @@ def test_accelerate_reads_its_configs(name, kind, processes):
     assert found.mixed_precision == "no"
 
 
+def test_a_calibration_is_a_whole_config_and_fields_change_it():
+    shipped = CabConfig.calibrated("smollm2-0.22").to_dict()
+    assert settings(calibration="smollm2-0.22").cab_config() == shipped
+    given = settings(calibration="smollm2-0.22", cab=("min_length=64",)).cab_config()
+    assert given == {**shipped, "min_length": 64}
+    with pytest.raises(ValueError, match="'smollm3' is neither a file nor one of smollm2-0.13"):
+        settings(calibration="smollm3")
+
+
 def test_typed_words_win_over_the_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("data: {a.txt: 0.75, b.jsonl: 0.25}\nlr: 1.0e-4\nlength: 512\nrank: 8\n")

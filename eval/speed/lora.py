@@ -29,8 +29,9 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALPHA = 32.0
 LEARNING_RATE = 1e-4
 CLIP = 1.0
-# tokens of the step that compiles all kernels: one that is timed may take a minute
-WARM_UP_TOKENS = 8192
+# tokens of the step that compiles all kernels, which is as long as CAB wants a text: one that is
+# timed may take a minute
+WARM_UP_TOKENS = 2**15
 
 
 @dataclass(frozen=True)
