@@ -258,7 +258,8 @@ class Run:
         newest = self.checkpoints.newest()
         shutil.copytree(newest / checkpoints.ADAPTER, self.out / ADAPTER, dirs_exist_ok=True)
         curve.draw(self.out / CURVE, log.records)
-        told = provenance(asdict(self.settings), self.accelerator.device, log.started)
+        settings = {name: x for name, x in asdict(self.settings).items() if name != "out"}
+        told = provenance(settings, self.accelerator.device, log.started)
         evaluations = [each for each in log.records if each["kind"] == curve.EVALUATION]
         last = evaluations[-1] if evaluations else None
         results = {"provenance": told, "processes": self.processes, "evaluation": last}
