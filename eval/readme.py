@@ -28,7 +28,7 @@ ORDER = (
     "fidelity",
     "calibrate",
     *(f"speed {op}" for op in ("ttft", "attention", "predictor", "budgets")),
-    *(f"speed {op}" for op in ("breakdown", "prefill")),
+    *(f"speed {op}" for op in ("breakdown", "prefill", "context-parallel")),
     "bridges",
     "families",
 )
