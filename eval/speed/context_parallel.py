@@ -26,7 +26,6 @@ from cab_hf.eval.speed.base import (
     listed,
     made_of,
     remarks,
-    varying,
 )
 from cab_hf.eval.speed.forecast import LINKS
 from cab_hf.eval.speed.heads import INPUTS, RandomHeads, inputs_option
@@ -259,7 +258,9 @@ class ContextParallel(Speed):
 
         attended, causal, shares = zip(*team.everyone(team.together(seen)), strict=True)
         sample["density"] = sum(attended) / sum(causal)
-        sample["needed"], sample["needed_by_rank"] = sum(shares) / len(shares), list(shares)
+        # one rank alone has the last rows, which attend everything
+        if team.group is not None:
+            sample["needed"], sample["needed_by_rank"] = sum(shares) / len(shares), list(shares)
         choose = partial(turn.choose, q, k)
         sample["choose_ms"] = team.slowest(self.bench, choose, settings.runs, LINK_SECONDS).ms
 
@@ -307,9 +308,7 @@ class ContextParallel(Speed):
         foreseen = [row for row in rows if not row["measured"]]
         if foreseen:
             made["Foreseen efficiency"] = _foreseen(foreseen)
-        by = varying(turns, {"ranks": "world"})
-        by |= {"direction": "direction", "scheme": "scheme"}
-        return made | remarks([*turns, *links], by)
+        return made | remarks(list(map(_by_scheme, [*turns, *links])), {"direction": "direction"})
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
@@ -323,7 +322,8 @@ class ContextParallel(Speed):
             shown = ", ".join(f"{row['scheme']} {percent(row['efficiency'])}" for row in same)
             told.append(
                 f"{last['direction'].capitalize()} of {last['length']:,} tokens on "
-                f"{last['world']} ranks, of as many times one rank's rate: {shown}."
+                f"{last['world']} ranks runs at this share of {last['world']} times the rate of "
+                f"one: {shown}."
             )
         return told
 
@@ -365,6 +365,12 @@ class ContextParallel(Speed):
 
 
 EXPERIMENT = ContextParallel
+
+
+def _by_scheme(row: Row) -> dict[str, Any]:
+    """``row`` with what is told of it under the name of its scheme and ranks."""
+    name = row["scheme"] + f" on {row['world']}" * (row["world"] > 1)
+    return {**row, **{told: {name: row[told]} for told in ("error", "ran_as") if row[told]}}
 
 
 def _started_and_finished(start: Any, team: Team) -> None:
