@@ -29,10 +29,7 @@ def _run(words: Sequence[str], group: ModuleType, prog: str) -> int:
     """Run the command of ``group.COMMANDS`` that ``words`` begin with."""
     name, *words = words or [""]
     if name in ("-h", "--help"):
-        wide = max(10, *map(len, group.COMMANDS))
-        listed = [
-            f"  {name:{wide}} {_purpose(module)}\n" for name, module in group.COMMANDS.items()
-        ]
+        listed = [f"  {name:10} {_purpose(module)}\n" for name, module in group.COMMANDS.items()]
         print(f"{group.__doc__}\n\n{''.join(listed)}\nCOMMAND --help says more.")
         return 0
     if name not in group.COMMANDS:

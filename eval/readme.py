@@ -187,6 +187,7 @@ def parallel_table(results: Path) -> str:
     """Forward and backward over the most ranks measured: the share of so many times one's rate."""
     found = read_results(results / PARALLEL)
     rows = [r for r in found.rows if r["measured"] and r["direction"] == PARALLEL_DIRECTION]
+    # links have no direction, and one rank alone no efficiency
     world = max(row["world"] for row in rows)
     shown = []
     for alike in grouped([row for row in rows if row["world"] == world], "length"):
