@@ -22,7 +22,8 @@ from cab_hf.eval.speed.team import Team, recorded, replay
 from cab_hf.eval.speed.timing import Bench
 
 ROOT = Path(__file__).parents[1]
-LAUNCH = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
+# standalone: several may run at once
+LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 COMMAND = ["-m", "cab_hf.eval", "speed", "context-parallel"]
 # 900 tokens leave padding on a rank
 QUICK = ["--device", "cpu", "--lengths", "900", "--seconds", "0", "--runs", "2"]
@@ -416,6 +417,11 @@ def test_other_places_are_foreseen():
     assert rows["grouped", FORWARD, 8192, 2, 1]["predicted_ms"] == pytest.approx(320 + 8 * 16)
     # the links of four ranks, the most there were: seven times 4 MiB
     assert rows["grouped", FORWARD, 8192, 8, 1]["predicted_ms"] == pytest.approx(80.028)
+    text = shown(ContextParallel, list(rows.values()))
+    assert (
+        "| forward | 8,192 | grouped | 80.0, 100.0 % | 161, 99.7 % |" in text
+        and "| 8 ranks, 2 hosts |" in text
+    )
     # between hosts 50 GB/s: 15 times 2 MiB
     slow = 15 * 2**21 / 50e6
     assert rows["grouped", FORWARD, 8192, 16, 2]["predicted_ms"] == pytest.approx(40 + slow)

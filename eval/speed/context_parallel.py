@@ -307,7 +307,7 @@ class ContextParallel(Speed):
         made["Links"] = markdown_table(_fits(links), LINK_COLUMNS)
         foreseen = [row for row in rows if not row["measured"]]
         if foreseen:
-            made["Foreseen efficiency"] = _foreseen(foreseen)
+            made["Foreseen ms and efficiency"] = _foreseen(foreseen)
         return made | remarks(list(map(_by_scheme, [*turns, *links])), {"direction": "direction"})
 
     @staticmethod
@@ -384,7 +384,7 @@ COLUMNS = {
     "scheme": "scheme",
     "predicted ms": column(digits, "predicted_ms"),
     "ms": column(digits, "ms"),
-    "a second": column(digits, "iterations_s"),
+    "turns/s": column(digits, "iterations_s"),
     "predicted efficiency": column(percent, "predicted_efficiency"),
     "efficiency": column(percent, "efficiency"),
     "collectives": column(percent, "collectives_share"),
@@ -419,7 +419,10 @@ def _foreseen(rows: Sequence[Row]) -> str:
     """A column for each place, ranks and hosts."""
     lines = []
     for alike in grouped(rows, "direction", "length", "scheme"):
-        places = {_place(row): percent(row["predicted_efficiency"]) for row in alike}
+        places = {
+            _place(row): f"{digits(row['predicted_ms'])}, {percent(row['predicted_efficiency'])}"
+            for row in alike
+        }
         lines.append({**alike[0], **places})
     which = {"direction": "direction", **TOKENS, "scheme": "scheme"}
     return markdown_table(lines, which | {name: name for name in dict.fromkeys(map(_place, rows))})

@@ -175,14 +175,15 @@ def shown(found: Mapping[str, Link | None]) -> dict[str, dict[str, float] | None
 def described(settings: Mapping[str, Any]) -> str:
     """What predictions take for granted, for a report."""
     return (
-        "Predicted: the time of one rank, divided by the share of causal pairs of the rank that "
-        "has the most, and links by a latency and a rate fitted to all-gathers and reduce-"
+        "Predicted: the time of one rank, times the share of causal pairs of the rank that has the "
+        "most, and links by a latency and a rate fitted to all-gathers and reduce-"
         "scatters. A slice of KV heads is attended while the next one travels; the first slice "
         "waits, and backward slices are gathered again while gradients of those before go home. A "
         "ring passes all heads on beside each step, and waits for each hop backward. Every rank "
-        "chooses CAB's blocks for the whole text; how fast kernels are on smaller texts, and the "
-        "summaries of keys that travel for CAB, are left out. Dense attention that did not fit on "
-        "one rank is extrapolated by N². Links of numbers of ranks that were not measured are "
-        "those of the most that were; between hosts a GPU receives at most "
+        "chooses CAB's blocks for the whole text. Left out are what kernels lose on smaller texts, "
+        "what collectives take from them, and the summaries of keys that travel for CAB. Dense "
+        "attention that did not fit on one rank is extrapolated by N². Links of numbers of ranks "
+        "that were not measured are those of the most that were; between hosts a GPU receives at "
+        "most "
         f"{settings['between_gb']:g} GB/s."
     )
