@@ -42,7 +42,6 @@ class Scheme:
         function: of `cab_hf.distributed`; None for one rank alone.
         order: who holds what, as in `Layout`.
         sparse: whether CAB chooses blocks first.
-        against: whose rate on one rank it is held against.
     """
 
     function: Callable[..., tuple[Tensor, Tensor]] | None
@@ -51,6 +50,7 @@ class Scheme:
 
     @property
     def against(self) -> str:
+        """The one rank whose rate it is held against."""
         return "alone+cab" if self.sparse else "alone"
 
 
@@ -101,13 +101,15 @@ class Turn:
         return x[:, :, self.layout.real[self.group.rank()].to(x.device)]
 
     @cached_property
-    def spans(self) -> dict[torch.device, Spans]:
-        """Of the whole text by device: what is made of them once serves every call."""
+    def _by_device(self) -> dict[torch.device, Spans]:
         return {}
 
-    def _spans(self, q: Tensor) -> Spans:
-        made = Spans.causal(q.shape[0], self.length, self.length, q.device)
-        return self.spans.setdefault(q.device, made)
+    def spans(self, q: Tensor) -> Spans:
+        """Of the whole text; the same every time, as is what is made of them."""
+        if q.device not in self._by_device:
+            made = Spans.causal(q.shape[0], self.length, self.length, q.device)
+            self._by_device[q.device] = made
+        return self._by_device[q.device]
 
     @torch.no_grad()
     def choose(self, q: Tensor, k: Tensor) -> BlockPlan | None:
@@ -115,7 +117,7 @@ class Turn:
         if not self.scheme.sparse:
             return None
         if self.layout is None:
-            call = Call(self._spans(q), q.shape[-1] ** -0.5)
+            call = Call(self.spans(q), q.shape[-1] ** -0.5)
             return make_predictor(self.config)(q, k, call)
         text = {"cu_seqlens": (0, self.length), "block": EXACT_BLOCK}
         return predict(q, k, group=self.group, config=self.config, **text)
@@ -138,7 +140,7 @@ class Turn:
         plan = self.choose(q, k)
         if self.layout is None:
             engine = engines.choose(self.config.engine, self.workload(q, k, v))
-            plan = plan or everything(self._spans(q), EXACT_BLOCK)
+            plan = plan or everything(self.spans(q), EXACT_BLOCK)
             return engine.attention(q, k, v, plan, q.shape[-1] ** -0.5, return_lse=True)[0]
         return self.scheme.function(
             *(q, k, v),
@@ -191,7 +193,7 @@ def check(turn: Turn, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> None:
     generator = torch.Generator(q.device).manual_seed(0)
     gradient = torch.randn(q.shape, device=q.device, generator=generator).to(q.dtype)
     whole = replace(turn, scheme=ALONE[turn.scheme.against])
-    plan = whole.choose(q, k) or everything(whole._spans(q), EXACT_BLOCK)
+    plan = whole.choose(q, k) or everything(whole.spans(q), EXACT_BLOCK)
 
     def exactly(*heads: Tensor) -> Tensor:
         return REFERENCE.attention(*heads, plan, q.shape[-1] ** -0.5)
