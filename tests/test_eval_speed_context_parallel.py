@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -226,10 +227,29 @@ def test_a_text_that_does_not_fit_is_told_of(ranks, scheme):
     assert first["error"] == "out of memory: tried to allocate 40.00 GiB" and first["ms"] is None
 
 
+def busy_alone(group):
+    """(a case of one rank alone, seconds it took), that rank being busy for half a second."""
+
+    def busy(group, patch):
+        draw = Settings.random_heads
+
+        def drawn(*given, **more):
+            time.sleep(0.25)
+            return draw(*given, **more)
+
+        patch.setattr(Settings, "random_heads", drawn)
+
+    Team(group, group).everyone(None)
+    start = time.monotonic()
+    return sample_on(group, "alone", FORWARD, busy), time.monotonic() - start
+
+
 def test_one_rank_alone_computes_while_others_wait(ranks):
-    first, second = ranks.run(2, sample_on, "alone", FORWARD)
+    (first, _), (second, seconds) = ranks.run(2, busy_alone)
     assert first["ms"] > 0 and first["collectives_ms"] is None
     assert second["ms"] is None and second["error"] is None
+    # for what is checked, and for what is timed
+    assert seconds > 0.5
 
 
 def ring_backward(group, patch):
