@@ -98,11 +98,14 @@ def test_a_whole_run(resumed):
     schemes = [*turns.ALONE, *turns.OVER_RANKS]
     found = [(row["direction"], row["scheme"]) for row in rows if row["scheme"] != "links"]
     assert found == [(way, scheme) for way in (FORWARD, BOTH) for scheme in schemes]
+    assert [row["world"] for row in rows[:7]] == [1, 1, 2, 2, 2, 2, 2]
     for row in rows:
         # on the CPU a ring is differentiated as well
         assert row["error"] is None
         if row["scheme"] == "links":
-            assert [len(each) for each in row["points"].values()] == [3, 3]
+            # from one other rank
+            sizes = [[received for received, _ in each] for each in row["points"].values()]
+            assert sizes == [[2**17, 2**19, 2**21]] * 2
         elif row["scheme"] in turns.OVER_RANKS:
             assert row["efficiency"] == row["alone_ms"] / row["ms"] / 2
             assert row["collectives_share"] == row["collectives_ms"] / row["ms"] > 0
