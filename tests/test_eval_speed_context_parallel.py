@@ -25,35 +25,37 @@ from cab_hf.eval.speed.timing import Bench
 ROOT = Path(__file__).parents[1]
 # standalone: several may run at once
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-COMMAND = ["-m", "cab_hf.eval", "speed", "context-parallel"]
+COMMAND = ["speed", "context-parallel"]
 # 900 tokens leave padding on a rank
 QUICK = ["--device", "cpu", "--lengths", "900", "--seconds", "0", "--runs", "2"]
-# the same program, killed on rank 0 at the eighth case
+# the same program, killed on rank 0 at the case of that number
 KILLED = """
 import os, signal, sys
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.speed.context_parallel import ContextParallel
+from cab_hf.runs import provenance
 
-measure, asked = ContextParallel.measure, []
+# somebody may commit between two runs
+provenance.git_commit = lambda: "0" * 40
+measure, asked, last = ContextParallel.measure, [], int(sys.argv[1])
 
 def meddled(self, case):
     asked.append(case)
-    if len(asked) == 8:
+    if len(asked) == last:
         os.kill(os.getpid(), signal.SIGKILL)
     return measure(self, case)
 
 ContextParallel.measure = meddled
-raise SystemExit(main(sys.argv[1:]))
+raise SystemExit(main(sys.argv[2:]))
 """
 
 
 def launched(*words):
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"OMP_NUM_THREADS": "1", "CAB_HF_COMMIT": "0" * 40}
     return subprocess.run(
         [sys.executable, *LAUNCH, *words],
         cwd=ROOT,
-        env=environment,
+        env=environment | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -75,10 +77,10 @@ def resumed(tmp_path_factory):
     script = out / "killed.py"
     script.write_text(KILLED)
     folder = out / "run"
-    words = [*QUICK, "--out", str(folder)]
-    assert launched(str(script), *COMMAND[2:], *words).returncode != 0
+    words = [*COMMAND, *QUICK, "--out", str(folder)]
+    assert launched(str(script), "8", *words).returncode != 0
     left = (folder / "samples.jsonl").read_text()
-    done = launched(*COMMAND, *words)
+    done = launched(str(script), "0", *words)
     assert done.returncode == 0, done.stderr[-3000:]
     return left, folder
 
@@ -139,7 +141,7 @@ def test_bytes_that_travel_are_those_of_the_model(resumed):
 
 def test_without_torchrun_it_says_how_to_launch(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
-    assert main([*COMMAND[2:], *QUICK, "--out", str(tmp_path / "none")]) == 2
+    assert main([*COMMAND, *QUICK, "--out", str(tmp_path / "none")]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     command = "torchrun --nproc_per_node=N -m cab_hf.eval speed context-parallel."
     assert said.endswith(command)
@@ -417,6 +419,9 @@ def test_what_did_not_fit_on_one_rank_is_predicted_and_held_against_nothing():
         sample("grouped+cab", FORWARD, 2048, 100.0),
         sample("grouped+cab", FORWARD, 1024, 9.0),
     )
+    first, every, *_ = ContextParallel.tables(list(rows.values())).values()
+    assert "1,024" not in first and "| forward | 2,048 | 2 | grouped |" in first
+    assert "| forward | 1,024 | 1 | alone |" in every
     row = rows["grouped", FORWARD, 2048, 2, 1]
     assert row["efficiency"] is None and row["alone_ms"] is None
     # 160 ms by N², halved, and 4 MiB
