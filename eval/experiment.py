@@ -106,6 +106,11 @@ class Experiment(ABC):
     def draw(path: Path, rows: Sequence[Row]) -> None:
         """The figure, as PNG."""
 
+    @staticmethod
+    def programs(settings: Row) -> list[str]:
+        """How runs with the recorded ``settings`` were begun, before the words of the command."""
+        return [PROG]
+
     @classmethod
     def main(cls, words: Sequence[str]) -> int:
         """Run what ``words`` of a command line ask for; the exit status."""
@@ -137,7 +142,8 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
 
 def named(name: str) -> type[Experiment]:
     """The experiment of that command, which is where its module is."""
-    return importlib.import_module(f"cab_hf.eval.{name.replace(' ', '.')}").EXPERIMENT
+    place = name.replace(" ", ".").replace("-", "_")
+    return importlib.import_module(f"cab_hf.eval.{place}").EXPERIMENT
 
 
 def render(folder: Path | str) -> list[dict[str, Any]]:
@@ -245,6 +251,7 @@ def report_text(kind: type[Experiment], rows: Sequence[Row], provenance: Row) ->
 
 
 def command(kind: type[Experiment], settings: Row) -> str:
-    """The command line, as code, that measures anew what was recorded with ``settings``."""
-    words = [PROG, kind.name, shlex.join(spelled(settings, kind.Settings))]
-    return f"```\n{' '.join(filter(None, words))}\n```"
+    """The command lines, as code, that measure anew what was recorded with ``settings``."""
+    words = kind.name, shlex.join(spelled(settings, kind.Settings))
+    lines = [" ".join(filter(None, (program, *words))) for program in kind.programs(settings)]
+    return "\n".join(["```", *lines, "```"])

@@ -1,7 +1,7 @@
 """The pages that show results, written from the files of results alone.
 
 ``eval/results/README.md`` is written whole; in ``README.md`` what stands between
-``<!-- table: NAME -->`` and ``<!-- end -->`` is, NAME being one of `TABLES`.
+``<!-- table: NAME -->`` and ``<!-- end -->`` is, NAME being one of `TABLES` or `WHERE_THERE`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from cab_hf.eval import experiment
 from cab_hf.eval.experiment import CSV, FIGURE, REPORT, RESULTS, SAMPLES, Experiment, Row, named
-from cab_hf.eval.report import digits, markdown_table
+from cab_hf.eval.report import digits, grouped, markdown_table, percent
 from cab_hf.runs.log import write_atomically
 from cab_hf.runs.settings import option, read_settings
 
@@ -28,13 +28,15 @@ ORDER = (
     "fidelity",
     "calibrate",
     *(f"speed {op}" for op in ("ttft", "attention", "predictor", "budgets")),
-    *(f"speed {op}" for op in ("breakdown", "prefill", "lora")),
+    *(f"speed {op}" for op in ("breakdown", "prefill", "lora", "context-parallel")),
     "bridges",
     "families",
 )
 SPEED = "speed-ttft"
 SPEED_LENGTHS = (8192, 32768, 65536, 131072)
 KEPT = "fidelity-smollm2"
+PARALLEL = "speed-context-parallel"
+PARALLEL_DIRECTION = "forward+backward"
 TEXTS = {"licences": "licence prose", "source": "source code"}
 ARMS = {
     "dense": "dense",
@@ -181,13 +183,33 @@ def _bold(told: str, lost: bool) -> str:
     return f"**{told}**" if lost else told
 
 
+def parallel_table(results: Path) -> str:
+    """Forward and backward over the most ranks measured: the share of so many times one's rate."""
+    found = read_results(results / PARALLEL)
+    rows = [r for r in found.rows if r["measured"] and r["direction"] == PARALLEL_DIRECTION]
+    # links have no direction, and one rank alone no efficiency
+    world = max(row["world"] for row in rows)
+    shown = []
+    for alike in grouped([row for row in rows if row["world"] == world], "length"):
+        told = {row["scheme"]: percent(row["efficiency"]) for row in alike}
+        shown.append({"tokens": f"{alike[0]['length']:,}", "ranks": world, **told})
+    return _table(shown, [found])
+
+
 TABLES: dict[str, Callable[[Path], str]] = {"speed": speed_table, "kept": kept_table}
+# written where the page has their marker and results are there
+WHERE_THERE = {"parallel": (PARALLEL, parallel_table)}
 
 
 def readme_page(page: str, results: Path) -> str:
-    """``page`` with each of `TABLES` made anew; ValueError for a marker or results not there."""
-    for name, table in TABLES.items():
-        begin, end = f"<!-- table: {name} -->\n", "<!-- end -->"
+    """``page`` with its tables made anew; ValueError where `TABLES` lack a marker or results."""
+    there = {
+        name: table
+        for name, (folder, table) in WHERE_THERE.items()
+        if _begin(name) in page and (results / folder).is_dir()
+    }
+    for name, table in (TABLES | there).items():
+        begin, end = _begin(name), "<!-- end -->"
         place = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
         written = f"{begin}{table(results)}\n{end}"
         page, count = place.subn(lambda _, written=written: written, page)
@@ -195,6 +217,11 @@ def readme_page(page: str, results: Path) -> str:
             between = f"between {begin.strip()} and {end}"
             raise ValueError(f"the page must have one table {between}; it has {count}.")
     return page
+
+
+def _begin(name: str) -> str:
+    """What stands before a table."""
+    return f"<!-- table: {name} -->\n"
 
 
 def _table(rows: Sequence[Row], found: Sequence[Results]) -> str:

@@ -138,6 +138,32 @@ def test_the_page_of_results_shows_all_of_them():
     assert readme.results_page(RESULTS) == (RESULTS / "README.md").read_text()
 
 
+def ranked(scheme, world, efficiency, **more):
+    """A row of context parallelism."""
+    row = {"scheme": scheme, "world": world, "length": 65536, "direction": "forward+backward"}
+    return {**row, "measured": True, "efficiency": efficiency, **more}
+
+
+def test_context_parallelism_is_shown_where_it_was_measured(results):
+    marker = "<!-- table: parallel -->\n"
+    page = f"{PAGE}{marker}nothing yet\n<!-- end -->\n"
+    without = readme.readme_page(page, results)
+    assert without == f"{readme.readme_page(PAGE, results)}{marker}nothing yet\n<!-- end -->\n"
+    rows = [
+        ranked("grouped", 2, 0.75),
+        ranked("ring", 8, None),
+        ranked("grouped", 8, 0.875),
+        ranked("grouped", 8, 0.5, direction="forward"),
+        ranked("grouped", 16, 0.9, measured=False),
+    ]
+    write(results / readme.PARALLEL, rows, experiment="speed context-parallel")
+    told = readme.readme_page(page, results).split(marker)[1]
+    assert told.startswith("| tokens | ranks | ring | grouped |")
+    assert "| 65,536 | 8 | – | 87.5 % |\n\n" in told
+    # a page without the marker has no such table
+    assert readme.readme_page(PAGE, results).count("table:") == 2
+
+
 # --- what is refused
 
 

@@ -55,6 +55,12 @@ def listed(gpu: tuple, cpu: tuple, help: str, parse: Callable[[str], Any] = str)
     return by_device(gpu, cpu, help, comma_separated(parse))
 
 
+def densities(*default: str) -> Any:
+    """The option of CAB's budget, which may be another one at some lengths."""
+    told = "CAB's budget, or LENGTH:DENSITY for that length alone"
+    return option(default, told, comma_separated(str))
+
+
 @dataclass(frozen=True)
 class SpeedSettings:
     """What every speed run is told. None stands for a default that depends on the device.
@@ -135,6 +141,19 @@ class SpeedSettings:
                 f"config sets {twice[0]}, which is an option of its own here, or what is measured."
             )
         return known(CabConfig.from_dict({**self.DEFAULTS, **given, **fixed}))
+
+    def density_at(self, length: int) -> float:
+        """``max_density`` of subclasses that have it, written as `densities` says, at a length."""
+        try:
+            written = [part.rpartition(":") for part in self.max_density]
+            densities = {int(at) if colon else None: float(x) for at, colon, x in written}
+            density = densities.get(length, densities.get(None))
+        except ValueError:
+            density = None
+        self.check(
+            "max_density", density, f"a share, or LENGTH:SHARE pairs that name {length:,} tokens"
+        )
+        return density
 
     def asked(self) -> list[dict[str, Any]]:
         """The cases asked for."""

@@ -27,25 +27,17 @@ TOPIC_TOKENS = 512
 TOPIC_STRENGTH = 0.8
 
 
-@dataclass(frozen=True)
-class HeadSettings(SpeedSettings):
-    """Of ops that run on the heads of one layer."""
+def inputs_option() -> Any:
+    """The option of what q and k are like."""
+    return option("topics", "topics (blocks differ, as in text) or noise (they do not)")
 
-    POSITIVE = ("batch", "kv_heads")
 
-    batch: int = option(1, "sequences", int)
-    heads: int = option(32, "query heads", int)
-    kv_heads: int = option(8, "key and value heads", int)
-    inputs: str = option("topics", "topics (blocks differ, as in text) or noise (they do not)")
-    dense_up_to: int = option(
-        131_072, "tokens up to which dense attention is run; beyond, it is extrapolated by N²", int
-    )
+class RandomHeads:
+    """Of settings that have batch, heads, kv_heads, inputs, seed and a dtype: heads like them."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_heads()
+    def check_inputs(self) -> None:
+        """Refuse inputs that nobody knows."""
         self.check("inputs", self.inputs in INPUTS, " or ".join(INPUTS))
-        self.check("dense_up_to", self.dense_up_to >= 0, "a number of tokens, 0 for never")
 
     def random_heads(
         self, length: int, head_dim: int, device: torch.device, names: str
@@ -74,6 +66,27 @@ class HeadSettings(SpeedSettings):
                 x += shared[:, None]
             made.append(x.transpose(1, 2))
         return tuple(made)
+
+
+@dataclass(frozen=True)
+class HeadSettings(RandomHeads, SpeedSettings):
+    """Of ops that run on the heads of one layer."""
+
+    POSITIVE = ("batch", "kv_heads")
+
+    batch: int = option(1, "sequences", int)
+    heads: int = option(32, "query heads", int)
+    kv_heads: int = option(8, "key and value heads", int)
+    inputs: str = inputs_option()
+    dense_up_to: int = option(
+        131_072, "tokens up to which dense attention is run; beyond, it is extrapolated by N²", int
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_heads()
+        self.check_inputs()
+        self.check("dense_up_to", self.dense_up_to >= 0, "a number of tokens, 0 for never")
 
 
 class HeadSpeed(Speed):

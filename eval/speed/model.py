@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cab_hf.config import CabConfig
 from cab_hf.eval.speed import dense, forms
-from cab_hf.eval.speed.base import UNREACHED_MASS, SpeedSettings, made_of
+from cab_hf.eval.speed.base import UNREACHED_MASS, SpeedSettings, densities, made_of
 from cab_hf.eval.speed.checks import CHECK_LENGTH, check_dense, repeated
 from cab_hf.eval.speed.forms import Form
 from cab_hf.runs.settings import by_device, comma_separated, option
@@ -48,9 +48,7 @@ class ModelSettings(SpeedSettings):
     head_dim: int | None = by_device(128, 16, "channels of a head", int)
     vocab: int | None = by_device(128_256, 256, "tokens there are", int)
     rope_theta: float = option(500_000.0, "base of the rotary frequencies", float)
-    max_density: tuple[str, ...] = option(
-        ("0.1",), "CAB's budget, or LENGTH:DENSITY for that length alone", comma_separated(str)
-    )
+    max_density: tuple[str, ...] = densities("0.1")
     budgets: tuple[str, ...] = option(
         (),
         f"budgets a head for {CALIBRATED}, e.g. whole:0.04:0.1: {forms.SPELLINGS}",
@@ -94,16 +92,7 @@ class ModelSettings(SpeedSettings):
 
     def budgeted(self, length: int, **fields: Any) -> CabConfig:
         """The config at that length, with ``fields`` beyond its budget."""
-        try:
-            written = [part.rpartition(":") for part in self.max_density]
-            densities = {int(at) if colon else None: float(x) for at, colon, x in written}
-            density = densities.get(length, densities.get(None))
-        except ValueError:
-            density = None
-        self.check(
-            "max_density", density, f"a share, or LENGTH:SHARE pairs that name {length:,} tokens"
-        )
-        return dataclasses.replace(self.configured(max_density=density), **fields)
+        return dataclasses.replace(self.configured(max_density=self.density_at(length)), **fields)
 
     def model_flops(self, length: int) -> dict[str, float]:
         """Floating-point operations of reading a prompt densely: ``linear`` and ``attention``.

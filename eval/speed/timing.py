@@ -98,6 +98,21 @@ class Bench:
             call()
         return self._median_of(call, runs), None
 
+    def walls(
+        self, call: Callable[[], Any], runs: int, before: Callable[[], Any] = lambda: None
+    ) -> tuple[list[float], float | None]:
+        """As `wall`, with the ms of every run; ``before`` is called ahead of each, untimed."""
+
+        def once() -> float:
+            before()
+            self._wait()
+            started = time.perf_counter()
+            call()
+            self._wait()
+            return (time.perf_counter() - started) * 1e3
+
+        return [once() for _ in range(runs)], None
+
     def room(self) -> float | None:
         """GiB that can be allocated, with all that is already but without the clock's own."""
         return None
@@ -106,13 +121,7 @@ class Bench:
         """Return when the device is done."""
 
     def _median_of(self, call: Callable[[], Any], runs: int) -> float:
-        def once() -> float:
-            started = time.perf_counter()
-            call()
-            self._wait()
-            return (time.perf_counter() - started) * 1e3
-
-        return statistics.median(once() for _ in range(runs))
+        return statistics.median(self.walls(call, runs)[0])
 
     def parts(
         self, call: Callable[[], Any], parts: Mapping[str, Sequence[str]] = PREDICTOR
@@ -170,9 +179,15 @@ class GpuBench(Bench):
         for _ in range(warm_up_calls):
             call()
         self.settle()
+        times, peak = self.walls(call, runs)
+        return statistics.median(times), peak
+
+    def walls(
+        self, call: Callable[[], Any], runs: int, before: Callable[[], Any] = lambda: None
+    ) -> tuple[list[float], float]:
         torch.cuda.reset_peak_memory_stats()
-        ms = self._median_of(call, runs)
-        return ms, (torch.cuda.max_memory_allocated() - FLUSHED_BYTES) / 2**30
+        times, _ = super().walls(call, runs, before)
+        return times, (torch.cuda.max_memory_allocated() - FLUSHED_BYTES) / 2**30
 
     def room(self) -> float:
         self.settle()

@@ -1,0 +1,440 @@
+"""``speed context-parallel``: a layer's attention over ranks, beside one rank alone and a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cab_hf.config import CabConfig
+from cab_hf.distributed import RankLost
+from cab_hf.distributed.exchange import finish, start_gather, start_reduce_scatter
+from cab_hf.eval import charts
+from cab_hf.eval.experiment import PROG, Row, run
+from cab_hf.eval.report import column, digits, grouped, markdown_table, percent
+from cab_hf.eval.speed import forecast
+from cab_hf.eval.speed.base import (
+    TOKENS,
+    UNREACHED_MASS,
+    Speed,
+    SpeedSettings,
+    densities,
+    listed,
+    made_of,
+    remarks,
+)
+from cab_hf.eval.speed.forecast import LINKS
+from cab_hf.eval.speed.heads import INPUTS, RandomHeads, inputs_option
+from cab_hf.eval.speed.links import BOTH, FORWARD
+from cab_hf.eval.speed.team import Team, launched, recorded, replay
+from cab_hf.eval.speed.timing import MOST_RUNS
+from cab_hf.eval.speed.turns import ALONE, OVER_RANKS, SCHEMES, Turn, check, needed
+from cab_hf.plan import EXACT_BLOCK, BlockPlan
+from cab_hf.runs.settings import Refused, by_device, comma_separated, option, read_settings
+
+DIRECTIONS = (FORWARD, BOTH)
+# query heads, KV heads, channels of each
+SHAPES = {"llama3-8b": (32, 8, 128), "llama3-70b": (64, 8, 128), "tiny": (4, 2, 16)}
+LINK_SECONDS = 0.5  # for timing one collective of one size
+
+
+@dataclass(frozen=True)
+class Settings(RandomHeads, SpeedSettings):
+    """What a run of context parallelism is told."""
+
+    DEFAULTS = {**UNREACHED_MASS, "min_length": 0}
+    POSITIVE = ("batch", "heads_k_stride", "runs", "between_gb", "ranks_a_host")
+
+    lengths: tuple[int, ...] | None = listed(
+        tuple(2**n for n in range(16, 21)), (1024,), "tokens of the whole text", int
+    )
+    shape: str | None = by_device("llama3-8b", "tiny", f"heads of a layer: {', '.join(SHAPES)}")
+    batch: int = option(1, "sequences", int)
+    inputs: str = inputs_option()
+    max_density: tuple[str, ...] = densities("0.1")
+    directions: tuple[str, ...] = option(DIRECTIONS, " or ".join(DIRECTIONS), comma_separated(str))
+    schemes: tuple[str, ...] = option(
+        tuple(OVER_RANKS), "what is compared over ranks", comma_separated(str)
+    )
+    heads_k_stride: int = option(1, "KV heads that travel together", int)
+    runs: int = option(3, "timed runs of a case, at least", int)
+    seconds: float = option(5.0, "for timing one case, where it needs less for --runs", float)
+    link_mib: tuple[float, ...] | None = listed(
+        (1.0, 4.0, 16.0, 64.0, 256.0), (0.125, 0.5, 2.0), "MiB a rank gives to be timed", float
+    )
+    between_gb: float = option(50.0, "GB/s a GPU receives from another host (400 Gb/s)", float)
+    ranks_a_host: int = option(8, "GPUs of one host, where more hosts are foreseen", int)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_inputs()
+        ours = self.device in ("cuda", "cpu")
+        self.check("device", ours, "cuda or cpu: every rank takes the GPU of its own number")
+        self.check("shape", self.shape in SHAPES, f"one of {', '.join(SHAPES)}")
+        for name, known in (("directions", DIRECTIONS), ("schemes", OVER_RANKS)):
+            given = getattr(self, name)
+            self.check(name, given and set(given) <= set(known), f"out of {', '.join(known)}")
+        self.check("seconds", self.seconds >= 0, "0 or more")
+        sizes = self.link_mib
+        self.check("link_mib", len(sizes) > 1 and min(sizes) > 0, "two sizes or more, above 0")
+        for length in self.lengths:
+            self.budgeted(length)
+
+    @property
+    def heads(self) -> int:
+        return SHAPES[self.shape][0]
+
+    @property
+    def kv_heads(self) -> int:
+        return SHAPES[self.shape][1]
+
+    @property
+    def head_dim(self) -> int:
+        return SHAPES[self.shape][2]
+
+    def budgeted(self, length: int) -> CabConfig:
+        """The config at that length."""
+        config = self.configured(max_density=self.density_at(length))
+        block = max(config.query_block, config.key_block)
+        if EXACT_BLOCK % block:
+            raise ValueError(
+                f"config has blocks of {block}; they must divide {EXACT_BLOCK}, of which the "
+                "chunks of ranks are whole multiples."
+            )
+        return config
+
+    @property
+    def method(self) -> str:
+        return (
+            f"median of {self.runs} to {MOST_RUNS} runs ({self.seconds} s where there is time for "
+            "more) by time.perf_counter after one that warms up: all ranks begin together, the "
+            "device is waited for, and the slowest rank of each run counts; CAB's plan is made "
+            "inside of what is timed; the peak is the highest of any rank, inputs included; "
+            "collectives are those that one such turn started, started again one after the other "
+            "without compute; every scheme is compared with float32 attention of one process, "
+            "gradients too, before it is timed"
+        )
+
+
+class ContextParallel(Speed):
+    """A case is one number of ranks, length, direction and scheme, or what the links do.
+
+    Rank 0 runs the experiment; the others measure the cases that it tells them of. A rank that
+    fails where the others wait for it ends the run, at the latest when torch's patience does.
+    """
+
+    name = "speed context-parallel"
+    purpose = "attention of one layer over the ranks of torchrun, beside one rank and a cost model"
+    title = "Context parallelism"
+    caption = "efficiency over ranks by length"
+    Settings = Settings
+    CASE = ("world", "length", "direction", "scheme")
+    GROWS = (*Speed.GROWS, "worlds", "directions", "schemes", "between_gb", "ranks_a_host")
+    SHAPE = ("shape", "batch", "dtype")
+    FOUND = (
+        *("ms", "runs", "peak_gib", "collectives_ms", "received_bytes", "ran_as"),
+        *("density", "needed", "needed_by_rank", "choose_ms", "points"),
+    )
+    TOLD = Exception  # what does not fit, refuses or is wrong is told of and not measured
+
+    def __init__(self, settings: Settings, team: Team | None = None) -> None:
+        super().__init__(settings)
+        self.team = Team() if team is None else team
+
+    @classmethod
+    def main(cls, words: Sequence[str]) -> int:
+        settings = read_settings(cls.Settings, words, f"{PROG} {cls.name}", cls.purpose)
+        with launched(settings.device, f"cab_hf.eval {cls.name}") as team:
+            cls(settings, team).over_ranks()
+        return 0
+
+    @staticmethod
+    def programs(settings: Mapping[str, Any]) -> list[str]:
+        return [f"torchrun --nproc_per_node={n} -m cab_hf.eval" for n in settings["worlds"]]
+
+    def recorded(self) -> dict[str, Any]:
+        return {**super().recorded(), "worlds": [self.team.size]}
+
+    def check(self) -> None:
+        super().check()
+        if self.team.size < 2:
+            raise Refused("it is about ranks, and torchrun started 1; give it --nproc_per_node=2.")
+
+    def over_ranks(self) -> None:
+        """Run on rank 0, and measure on the others what it is at."""
+        if self.team.rank:
+            while (case := self.team.told(None)) is not None:
+                super().measure(case)
+            return
+        try:
+            run(self)
+        except RankLost:
+            # nobody is left to tell
+            raise
+        except Exception:
+            self.team.told(None)
+            raise
+        self.team.told(None)
+
+    def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
+        settings, world = self.settings, self.team.size
+        yield {"world": world, "length": 0, "direction": None, "scheme": LINKS}
+        alone = dict.fromkeys(SCHEMES[scheme].against for scheme in settings.schemes)
+        for length in settings.lengths:
+            for scheme in (*alone, *settings.schemes):
+                for direction in settings.directions:
+                    ranks = 1 if scheme in ALONE else world
+                    case = {"world": ranks, "length": length, "direction": direction}
+                    yield {**case, "scheme": scheme}
+
+    def expected(self) -> int:
+        return sum(1 for _ in self.cases(()))
+
+    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
+        return super().measure(self.team.told(case))
+
+    def told(self, error: Exception) -> dict[str, Any]:
+        if isinstance(error, RankLost):
+            raise error
+        return super().told(error)
+
+    def find(self, sample: dict[str, Any]) -> None:
+        team = self.team
+        if sample["scheme"] == LINKS:
+            self.time_links(sample)
+        elif sample["world"] > 1:
+            self.time_turn(sample, team)
+        else:
+            try:
+                if team.rank == 0:
+                    self.time_turn(sample, Team())
+            finally:
+                # the others wait meanwhile
+                team.told(None)
+
+    def turn(self, sample: Mapping[str, Any], team: Team, length: int) -> Turn:
+        """The scheme of a case, on a text of ``length`` tokens."""
+        settings, scheme = self.settings, SCHEMES[sample["scheme"]]
+        config = settings.budgeted(sample["length"])
+        return Turn(scheme, length, team.group, config, settings.heads_k_stride)
+
+    def time_turn(self, sample: dict[str, Any], team: Team) -> None:
+        """Write into ``sample`` what a turn takes, once it is known to be right."""
+        settings, bench = self.settings, self.bench
+        backward = sample["direction"] == BOTH
+        heads = partial(
+            settings.random_heads, head_dim=settings.head_dim, device=bench.device, names="qkv"
+        )
+        # chunks of two blocks, the last one not whole
+        small = self.turn(sample, team, 4 * team.size * EXACT_BLOCK - 37)
+        team.together(lambda: check(small, *heads(small.length), backward))
+        turn = self.turn(sample, team, sample["length"])
+        held = team.together(lambda: [turn.dealt(x) for x in heads(turn.length)])
+        bench.settle()
+        if backward:
+            call = turn.both(*held, team.together(lambda: torch.randn_like(held[0])))
+        else:
+            call = turn.forward(*held)
+        sample["ran_as"] = turn.label(*held, backward)
+        sample |= team.slowest(bench, call, settings.runs, settings.seconds)._asdict()
+        if turn.scheme.sparse:
+            self.describe_plan(sample, team, turn, *held[:2])
+        if team.group is not None:
+            self.time_collectives(sample, team, call)
+
+    def describe_plan(
+        self, sample: dict[str, Any], team: Team, turn: Turn, q: torch.Tensor, k: torch.Tensor
+    ) -> None:
+        """Write what CAB chose, and how long that took."""
+        settings = self.settings
+
+        def seen() -> tuple[int, int, float]:
+            plan: BlockPlan = turn.choose(q, k)
+            return *map(int, plan.pairs()), needed(plan, settings.heads, settings.kv_heads)
+
+        attended, causal, shares = zip(*team.everyone(team.together(seen)), strict=True)
+        sample["density"] = sum(attended) / sum(causal)
+        # one rank alone has the last rows, which attend everything
+        if team.group is not None:
+            sample["needed"], sample["needed_by_rank"] = sum(shares) / len(shares), list(shares)
+        choose = partial(turn.choose, q, k)
+        sample["choose_ms"] = team.slowest(self.bench, choose, settings.runs, LINK_SECONDS).ms
+
+    def time_collectives(self, sample: dict[str, Any], team: Team, call: Callable[[], Any]) -> None:
+        """Write what the collectives of a turn take by themselves, and bytes that a rank gets."""
+        with recorded() as seen:
+            team.together(call)
+        sample["received_bytes"] = sum(each.bytes for each in seen)
+        again = team.together(lambda: replay(seen, team.group, self.bench.device))
+        settings = self.settings
+        found = team.slowest(self.bench, again, settings.runs, settings.seconds)
+        sample["collectives_ms"] = found.ms
+
+    def time_links(self, sample: dict[str, Any]) -> None:
+        """Write (bytes that every rank receives, ms) of collectives of several sizes."""
+        settings, team, bench = self.settings, self.team, self.bench
+        sample["points"] = {"all-gather": [], "reduce-scatter": []}
+        for size in settings.link_mib:
+            elements = int(size * 2**20) // settings.torch_dtype.itemsize
+            like = {"dtype": settings.torch_dtype, "device": bench.device}
+            mine = team.together(lambda e=elements, like=like: torch.zeros(e, **like))
+            all_of = team.together(lambda e=elements, like=like: torch.zeros(team.size * e, **like))
+            ways = {
+                "all-gather": partial(start_gather, mine, team.group),
+                "reduce-scatter": partial(start_reduce_scatter, all_of, team.group),
+            }
+            for name, start in ways.items():
+                call = partial(_started_and_finished, start, team)
+                found = team.slowest(bench, call, settings.runs, LINK_SECONDS)
+                received = (team.size - 1) * mine.nbytes
+                sample["points"][name].append([received, found.ms])
+
+    @staticmethod
+    def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What was measured, each with what the model says, then what it says of other ranks."""
+        return forecast.rows(samples, settings, SHAPES[settings["shape"]])
+
+    @staticmethod
+    def tables(rows: Sequence[Row]) -> dict[str, str]:
+        """What was measured beside what was predicted, at the longest text and at all of them;
+        links; and places that were not measured."""
+        turns = [row for row in rows if row["measured"] and row["scheme"] != LINKS]
+        most = max((row["length"] for row in turns), default=0)
+        longest = [row for row in turns if row["length"] == most]
+        made = {"At the longest text": markdown_table(longest, COLUMNS)}
+        if len(longest) < len(turns):
+            made["Predicted and measured"] = markdown_table(turns, COLUMNS)
+        links = [row for row in rows if row["scheme"] == LINKS]
+        made["Links"] = markdown_table(_fits(links), LINK_COLUMNS)
+        foreseen = [row for row in rows if not row["measured"]]
+        if foreseen:
+            made["Foreseen ms and efficiency"] = _foreseen(foreseen)
+        return made | remarks(list(map(_by_scheme, [*turns, *links])), {"direction": "direction"})
+
+    @staticmethod
+    def readings(rows: Sequence[Row]) -> list[str]:
+        """Of each direction, how the schemes compare at the longest text on most ranks."""
+        told = []
+        compared = [row for row in rows if row["measured"] and row["efficiency"] is not None]
+        for some in grouped(compared, "direction"):
+            last = max(some, key=lambda row: (row["world"], row["length"]))
+            same = [r for r in some if all(r[n] == last[n] for n in ("world", "length"))]
+            same.sort(key=lambda row: -row["efficiency"])
+            shown = ", ".join(f"{row['scheme']} {percent(row['efficiency'])}" for row in same)
+            told.append(
+                f"{last['direction'].capitalize()} of {last['length']:,} tokens on "
+                f"{last['world']} ranks runs at this share of {last['world']} times the rate of "
+                f"one: {shown}."
+            )
+        return told
+
+    @staticmethod
+    def notes(settings: Mapping[str, Any]) -> str:
+        heads, kv_heads, head_dim = SHAPES[settings["shape"]]
+        shape = (
+            f"One layer of {settings['shape']}: batch {settings['batch']}, {heads} query and "
+            f"{kv_heads} key heads of {head_dim}, {settings['dtype']}; inputs are "
+            f"{INPUTS[settings['inputs']]}; max_density {', '.join(settings['max_density'])}; "
+            f"{settings['heads_k_stride']} KV heads travel together"
+        )
+        return (
+            f"{made_of(shape, settings)}\n\nAlone is one rank with the whole text. Efficiency is "
+            "its time over the ranks' number and time. Collectives: their time, without compute, "
+            "over that of the turn; what is hidden behind compute counts. Key blocks needed: those "
+            "that any query of a rank attends, the mean over ranks and KV heads; ranks get all of "
+            f"them.\n\n{forecast.described(settings)}"
+        )
+
+    @staticmethod
+    def draw(path: Path, rows: Sequence[Row]) -> None:
+        """Efficiency by length, measured and predicted: a panel a direction and number of ranks."""
+        turns = [row for row in rows if row["measured"] and row["scheme"] in OVER_RANKS]
+        panels = grouped(turns, "world", "direction")
+        across = len({row["direction"] for row in turns})
+        down = -(-len(panels) // across)
+        with charts.figure(path, down, across, figsize=(6 * across, 4.6 * down)) as axes:
+            for axis, some in zip(axes.flat, panels, strict=False):
+                for colour, alike in enumerate(grouped(some, "scheme")):
+                    look = {"color": f"C{colour}"}
+                    named = {"label": alike[0]["scheme"]}
+                    charts.line(axis, alike, lambda r: r["efficiency"], **look, **named)
+                    dashed = {"linestyle": "--", "marker": "", "linewidth": 1}
+                    charts.line(axis, alike, lambda r: r["predicted_efficiency"], **look, **dashed)
+                title = f"{some[0]['direction']}, {some[0]['world']} ranks (dashed: predicted)"
+                lengths = [row["length"] for row in some]
+                charts.over_tokens(axis, lengths, title, "efficiency", "{:.0%}".format, log=False)
+
+
+EXPERIMENT = ContextParallel
+
+
+def _by_scheme(row: Row) -> dict[str, Any]:
+    """``row`` with what is told of it under the name of its scheme and ranks."""
+    name = row["scheme"] + f" on {row['world']}" * (row["world"] > 1)
+    return {**row, **{told: {name: row[told]} for told in ("error", "ran_as") if row[told]}}
+
+
+def _started_and_finished(start: Callable[[], tuple[Any, Any]], team: Team) -> None:
+    # what is received is held until it is there
+    _received, work = start()
+    finish(work, team.group)
+
+
+COLUMNS = {
+    "direction": "direction",
+    **TOKENS,
+    "ranks": "world",
+    "scheme": "scheme",
+    "predicted ms": column(digits, "predicted_ms"),
+    "ms": column(digits, "ms"),
+    "turns/s": column(digits, "iterations_s"),
+    "predicted efficiency": column(percent, "predicted_efficiency"),
+    "efficiency": column(percent, "efficiency"),
+    "collectives": column(percent, "collectives_share"),
+    "peak GiB": column(digits, "peak_gib"),
+    "density": column("{:.3f}".format, "density"),
+    "key blocks needed": column(percent, "needed"),
+}
+LINK_COLUMNS = {
+    "ranks": "world",
+    "collective": "collective",
+    "latency µs": column(digits, "latency_us"),
+    "GB/s a rank receives": column(digits, "gb_s"),
+    "ms by MiB received": "measured",
+}
+
+
+def _fits(links: Sequence[Row]) -> list[dict[str, Any]]:
+    """A line for each collective of each number of ranks."""
+    return [
+        {
+            "world": row["world"],
+            "collective": name,
+            **(row["fits"].get(name) or {}),
+            "measured": ", ".join(f"{b / 2**20:g}: {digits(ms)}" for b, ms in points),
+        }
+        for row in links
+        for name, points in (row["points"] or {}).items()
+    ]
+
+
+def _foreseen(rows: Sequence[Row]) -> str:
+    """A column for each place, ranks and hosts."""
+    lines = []
+    for alike in grouped(rows, "direction", "length", "scheme"):
+        places = {
+            _place(row): f"{digits(row['predicted_ms'])}, {percent(row['predicted_efficiency'])}"
+            for row in alike
+        }
+        lines.append({**alike[0], **places})
+    which = {"direction": "direction", **TOKENS, "scheme": "scheme"}
+    return markdown_table(lines, which | {name: name for name in dict.fromkeys(map(_place, rows))})
+
+
+def _place(row: Row) -> str:
+    hosts = f", {row['hosts']} hosts" if row["hosts"] > 1 else ""
+    return f"{row['world']} ranks{hosts}"
