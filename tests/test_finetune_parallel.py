@@ -170,21 +170,26 @@ def test_a_replica_holds_every_token_once(four):
 
 
 class Knowing(nn.Module):
-    """Foresees what it is asked for, where it does not err."""
+    """Foresees the next token of documents that it knows by heart, where it does not err."""
 
-    def __init__(self, errs):
+    def __init__(self, documents, errs):
         super().__init__()
-        self.errs = errs
+        self.documents, self.errs = documents, errs
 
     def forward(self, batch, places):
-        return batch["labels"][0, places] + self.errs
+        ids, at = batch["input_ids"][0], batch["position_ids"][0]
+        for document in self.documents[int(batch["cu_seq_lens_q"][-1])].values():
+            tokens = torch.tensor(document.tokens)
+            # padding is 0
+            if ((tokens[at] == ids) | (ids == 0)).all():
+                return tokens[at[places] + 1] + self.errs
 
 
 def passkeys_on_a_process(group, erring):
     parallel, accelerator = parallel_of(group, 2)
     _, tokenizer = load_model("tiny", attn_implementation="cab", dtype="float32", device="cpu")
     told = Validation(tokenizer, [], (300, 1024), 7, accelerator, parallel)
-    found = told.measure(Knowing(group.rank() in erring))["passkey"]
+    found = told.measure(Knowing(told.documents, group.rank() in erring))["passkey"]
     return found, told.documents
 
 
