@@ -90,6 +90,9 @@ def test_processes_learn_together_what_one_learns(tmp_path):
         check_that_they_are_the_same(tmp_path / f"{name}-of-two", tmp_path / f"{name}-of-one")
     check_that_they_are_the_same(tmp_path / "fsdp2", tmp_path / "cab-of-one")
     check_that_they_are_the_same(tmp_path / "grid", tmp_path / "replicas")
+    # what replicas learn at once, one process learns in turns
+    assert lora.main([*WORDS, "--tokens-per-step", "1024", "--out", str(tmp_path / "one")]) == 0
+    check_that_they_are_the_same(tmp_path / "grid", tmp_path / "one")
     check_that_a_killed_run_goes_on_to_the_last_bit(*(tmp_path / name for name in ENDS))
 
 
