@@ -13,7 +13,7 @@ from torch import nn
 from cab_hf.finetune import meter
 from cab_hf.finetune.loss import CHUNK_LOGITS
 from cab_hf.finetune.models import TINY, load_model, stretch_positions
-from cab_hf.finetune.settings import Settings
+from cab_hf.finetune.settings import ACROSS, Settings
 from cab_hf.runs.models import load_config
 
 # 4 bits and the scales of NF4, quantised twice
@@ -48,7 +48,8 @@ def report(
         processes: that take part; ``shards`` of them hold the frozen weights together.
     """
     cost = meter.Cost.of(model)
-    tokens = processes * settings.length * settings.micro_batch * settings.accumulation(processes)
+    replicas, accumulation = settings.replicas(processes), settings.accumulation(processes)
+    tokens = replicas * settings.length * settings.micro_batch * accumulation
     # one document a sequence: the most pairs there can be
     pairs = cost.pairs(torch.arange(settings.length)[None])
     attention = sum(map(cost.attention, pairs)) * tokens / settings.length
@@ -59,8 +60,8 @@ def report(
     lines = [
         json.dumps(asdict(settings), indent=2),
         f"parameters: {cost.parameters:,}, {cost.trained_parameters:,} of them trained",
-        f"a step: {tokens:,} tokens of {processes} processes, {settings.accumulation(processes)} "
-        "micro batches each",
+        f"a step: {tokens:,} tokens of {processes} processes, {accumulation} micro batches "
+        + ("each" if settings.cp == 1 else f"of each {settings.cp} of them"),
         f"FLOPs of a step: {products + attention:.3e}, with dense attention, which is "
         f"{attention / (products + attention):.0%} of them",
         f"memory of a process, estimated: {needed.total / meter.GIB:.2f} GiB ({parts})",
@@ -77,6 +78,7 @@ def memory(settings: Settings, cost: meter.Cost, shards: int) -> meter.Memory:
         itemsize=2 if settings.dtype == "bfloat16" else 4,
         checkpointing=settings.checkpointing,
         shards=shards,
+        cp=settings.cp,
         loss_tokens=CHUNK_LOGITS // cost.config.vocab_size,
         quantised=FOUR_BIT_BYTES if settings.qlora else None,
     )
@@ -106,6 +108,7 @@ def savings(settings: Settings) -> str:
         (settings.embeddings, "--embeddings false"),
         (not settings.qlora, "--qlora (or more GPUs by accelerate's fsdp2 config)"),
         (settings.dtype == "float32", "--dtype bfloat16"),
+        (settings.attention in ACROSS, f"--cp {2 * settings.cp} (on as many GPUs)"),
         (True, f"--length {settings.length // 2}"),
         (settings.rank > 8, f"--rank {settings.rank // 2}"),
         (True, "--passkeys 0"),

@@ -2,7 +2,8 @@
 
 ``accelerate launch --config_file finetune/accelerate/fsdp2_8gpu.yaml finetune/lora.py --config
 finetune/configs/llama3_8b_32k.yaml`` spreads it over GPUs; ``python finetune/lora.py ...`` runs one
-process. The same command goes on with what an earlier one of the same settings left in its folder.
+process. With ``--cp N`` every sequence is dealt out over N of the processes, for what is too long
+for one. The same command goes on with what an earlier one of the same settings left in its folder.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from cab_hf.finetune.checkpoints import Checkpoints
 from cab_hf.finetune.data import HOLD_OUT, Ahead, Packed, held_out
 from cab_hf.finetune.models import compute_layers_again, load_model, save_adapter, with_lora
 from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate, one_sum
+from cab_hf.finetune.parallel import Parallel
 from cab_hf.finetune.settings import PROG, Settings, read
 from cab_hf.finetune.sources import make_source
 from cab_hf.finetune.validation import Validation
@@ -124,14 +126,17 @@ class Run:
             # the same adapter in every process
             set_seed(settings.seed)
             self.model, self.tokenizer = build(settings, accelerator.device)
-            packed, kept = open_data(settings, self.tokenizer, self.rank, self.processes)
+            self.parallel = Parallel(settings, self.model, accelerator)
+            packed, kept = open_data(settings, self.tokenizer, self.parallel)
         # made by a thread while a step computes
         self.data = Ahead(packed)
         self.batches = batches_of(self.data, settings.micro_batch)
         self.meter = meter.Meter(meter.Cost.of(self.model))
         self.objective, self.optimizer = self._prepare()
         lengths = settings.evaluated_lengths()
-        self.validation = Validation(self.tokenizer, kept, lengths, settings.passkeys, accelerator)
+        self.validation = Validation(
+            self.tokenizer, kept, lengths, settings.passkeys, accelerator, self.parallel
+        )
         self.checkpoints = Checkpoints(
             self.out / CHECKPOINTS, self.rank, self.processes, accelerator.wait_for_everyone
         )
@@ -168,7 +173,9 @@ class Run:
 
     def train(self) -> None:
         """All steps that are left, and the end."""
-        with self._log() as log, checkpoints.asked_to_stop() as asked, self._bar() as bar:
+        attending = self.parallel.attending(self.model)
+        stopping = checkpoints.asked_to_stop()
+        with self._log() as log, attending, stopping as asked, self._bar() as bar:
             for step in range(self.done + 1, self.settings.steps + 1):
                 record, stop = self._step(step, asked)
                 self._note(log, curve.STEP, step, record)
@@ -192,7 +199,7 @@ class Run:
         """One step of the optimiser: what the log says of it, and whether it is to be the last."""
         settings, accelerator = self.settings, self.accelerator
         self.meter.begin()
-        micro_batches = [next(self.batches) for _ in range(self.accumulation)]
+        micro_batches = [self.parallel.dealt(next(self.batches)) for _ in range(self.accumulation)]
         counted = float(sum(labelled(batch) for batch in micro_batches))
         (tokens,) = one_sum([counted], accelerator)
         rate = learning_rate(
@@ -218,7 +225,8 @@ class Run:
 
     def _gradients(self, micro_batches: Sequence[Batch], tokens: float) -> float:
         """Make the gradients of a step of ``tokens``; this process's share of its summed loss."""
-        # gradients are averaged over the processes, and the loss is a mean over all of their tokens
+        # gradients are averaged over the processes, and the loss is the mean of all their tokens;
+        # each is in one process, whether that holds sequences or shards of them
         scale = self.processes / max(1.0, tokens)
         total = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
         for place, batch in enumerate(micro_batches, 1):
@@ -228,7 +236,8 @@ class Run:
                 loss = self.objective(on_device)
                 self.accelerator.backward(loss * scale)
             total += loss.detach()
-            self.meter.count(batch["position_ids"], cab_hf.stats(self.model, reset=True))
+            positions = self.parallel.positions(batch)
+            self.meter.count(positions, cab_hf.stats(self.model, reset=True))
         return total.item()
 
     def _clip(self) -> float:
@@ -329,10 +338,8 @@ def adapted(settings: Settings, model: nn.Module) -> nn.Module:
     )
 
 
-def open_data(
-    settings: Settings, tokenizer: Any, rank: int, processes: int
-) -> tuple[Packed, list[Batch]]:
-    """The sequences of this process, and those that the loss is watched on."""
+def open_data(settings: Settings, tokenizer: Any, parallel: Parallel) -> tuple[Packed, list[Batch]]:
+    """The sequences of this process's replica, and those that the loss is watched on."""
 
     def opened(sources: Sequence[tuple[str, float]]) -> list[tuple[Any, float]]:
         how = {"split": settings.split, "streaming": settings.streaming, "seed": settings.seed}
@@ -347,8 +354,8 @@ def open_data(
         opened(settings.sources()),
         settings.length,
         settings.seed,
-        rank=rank,
-        world=processes,
+        rank=parallel.replica,
+        world=parallel.replicas,
         hold_out=hold_out,
     )
     if not settings.held_out:

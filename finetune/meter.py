@@ -226,6 +226,7 @@ def memory(
     itemsize: int = 2,
     checkpointing: bool = True,
     shards: int = 1,
+    cp: int = 1,
     loss_tokens: int = 1024,
     quantised: float | None = None,
 ) -> Memory:
@@ -236,6 +237,7 @@ def memory(
         itemsize: bytes of an activation.
         checkpointing: whether layers keep only what comes in.
         shards: processes that the weights are spread over.
+        cp: processes that the tokens are dealt out over, evenly; padding is not counted.
         loss_tokens: tokens whose logits exist at once.
         quantised: bytes of a weight of the layers, where that is not what ``cost`` has seen.
     """
@@ -248,6 +250,9 @@ def memory(
     if itemsize < 4:
         # norms compute in float32, and each adapter keeps what it reads so
         kept += 2 * 4 * hidden + 4 * cost.adapted / layers
+    # keys and values of the whole text, while a layer attends
+    travelling = 2 * share * cost.channels * itemsize * tokens if cp > 1 else 0.0
+    tokens = tokens / cp
     kept *= tokens
     flowing = tokens * itemsize * (hidden + 2 * inner)
     logit = 4 if itemsize == 4 else 4 + itemsize
@@ -265,5 +270,5 @@ def memory(
         optimizer=optimizer / shards,
         layers=tokens * hidden * itemsize * layers if checkpointing else kept * layers,
         # the last layers' gradients begin where the loss ends
-        working=max(loss, flowing + (kept if checkpointing else 0)),
+        working=max(loss, flowing + travelling + (kept if checkpointing else 0)),
     )

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cab_hf.config import CabConfig
+from cab_hf.plan import EXACT_BLOCK
 from cab_hf.runs.settings import (
     Refused,
     comma_separated,
@@ -24,6 +25,8 @@ DTYPES = ("bfloat16", "float32")
 ROPES = ("none", "linear", "dynamic", "yarn", "llama3", "theta")
 TRACKERS = ("tensorboard", "trackio", "wandb")
 KERNELS = ("auto", "liger", "chunks")
+# what attends to a sequence that several processes hold
+ACROSS = ("cab", "cab_dense")
 # settings that may change when a run goes on: they decide where and how often, and not what
 FREE = ("out", "save_every", "eval_every", "trackers", "dry_run", "cpu", "peak_tflops")
 
@@ -86,6 +89,7 @@ class Settings:
     clip: float = option(1.0, "largest norm of the gradient; 0 leaves it as it is", float)
     tokens_per_step: int = option(0, "of all processes; 0: one micro batch of each", int)
     micro_batch: int = option(1, "sequences a process computes at once", int)
+    cp: int = option(1, "processes that each sequence is dealt out over", int)
     loss_kernel: str = option("auto", f"of the loss: {', '.join(KERNELS)}")
     seed: int = option(0, "of the adapter, of dropout and of the data", int)
     # run
@@ -106,7 +110,7 @@ class Settings:
         self._one_of("adapter_dtype", DTYPES)
         self._one_of("rope", ROPES)
         self._one_of("loss_kernel", KERNELS)
-        self._at_least(1, "rank", "steps", "micro_batch", "save_every")
+        self._at_least(1, "rank", "steps", "micro_batch", "save_every", "cp")
         self._at_least(2, "length")
         self._at_least(0, "warmup", "tokens_per_step", "held_out", "eval_every", "passkeys")
         self._within("a number above 0", lambda x: x > 0, "lr", "alpha")
@@ -119,6 +123,7 @@ class Settings:
         unknown = [name for name in self.trackers if name not in TRACKERS]
         require(self, "trackers", not unknown, f"some of {', '.join(TRACKERS)}", unknown)
         self._check_steps()
+        self._check_cp()
         # refuses a calibration that is none
         self.cab_config()
         self.sources()
@@ -130,6 +135,16 @@ class Settings:
         longest = max(self.passkey_lengths, default=2)
         accepted = f"at most length={self.length}, and 2 or more"
         require(self, "passkey_lengths", 2 <= longest <= self.length, accepted)
+
+    def _check_cp(self) -> None:
+        if self.cp == 1:
+            return
+        accepted = f"one of {', '.join(ACROSS)} with cp={self.cp}"
+        require(self, "attention", self.attention in ACROSS, accepted)
+        # an early and a late chunk of a document for each
+        least = 2 * self.cp * EXACT_BLOCK
+        accepted = f"{least} or more with cp={self.cp}, {2 * EXACT_BLOCK} for each process"
+        require(self, "length", self.length >= least, accepted)
 
     def _one_of(self, name: str, accepted: Sequence[str]) -> None:
         require(self, name, getattr(self, name) in accepted, f"one of {', '.join(accepted)}")
@@ -179,17 +194,30 @@ class Settings:
             return given
         return {**CabConfig.calibrated(self.calibration).to_dict(), **given}
 
-    def accumulation(self, world: int) -> int:
-        """Micro batches of each of ``world`` processes in a step of the optimiser.
+    def replicas(self, processes: int) -> int:
+        """How many groups of ``cp`` processes learn, each a sequence of its own.
 
         Raises:
-            Refused: ``tokens_per_step`` is no multiple of what all processes compute at once.
+            Refused: ``cp`` does not divide the processes.
         """
-        at_once = world * self.length * self.micro_batch
+        if processes % self.cp:
+            raise Refused(f"cp must divide the {processes} processes of the run; got {self.cp}.")
+        return processes // self.cp
+
+    def accumulation(self, processes: int) -> int:
+        """Micro batches of each of the `replicas` in a step of the optimiser.
+
+        Raises:
+            Refused: as of `replicas`, or ``tokens_per_step`` is no multiple of what all processes
+                compute at once.
+        """
+        replicas = self.replicas(processes)
+        at_once = replicas * self.length * self.micro_batch
         micro_batches, rest = divmod(self.tokens_per_step or at_once, at_once)
         if rest:
+            who = "processes" if self.cp == 1 else f"groups of {self.cp} processes"
             raise Refused(
-                f"tokens_per_step must be a multiple of {at_once} ({world} processes x length "
+                f"tokens_per_step must be a multiple of {at_once} ({replicas} {who} x length "
                 f"{self.length} x micro_batch {self.micro_batch}); got {self.tokens_per_step}."
             )
         return micro_batches

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from cab_hf.documents import NOISE, Document, recall_document
+from cab_hf.finetune.loss import IGNORED
 from cab_hf.finetune.objective import Batch, labelled, one_sum
+from cab_hf.finetune.parallel import Parallel
 from cab_hf.runs.settings import Refused
 
 # no evaluation and no training document is made from it
@@ -17,9 +19,9 @@ SEED = "finetune/validation"
 
 
 class Validation:
-    """The same questions at every evaluation, dealt out to the processes.
+    """The same questions at every evaluation, dealt out to the replicas.
 
-    All processes ask equally often, for a model that is spread over them is called by all at once:
+    All replicas ask equally often, for a model that is spread over them is called by all at once:
     what is left over at the end of a round is asked of more documents.
 
     Args:
@@ -37,12 +39,13 @@ class Validation:
         lengths: Sequence[int],
         keys: int,
         accelerator: Any,
+        parallel: Parallel,
     ) -> None:
-        self.accelerator = accelerator
+        self.accelerator, self.parallel = accelerator, parallel
         self.held_out = held_out
         # made now: what has no room is refused before anything is learnt
         self.documents = {
-            length: [_document(tokenizer, length, index) for index in self._mine(keys)]
+            length: {index: _document(tokenizer, length, index) for index in self._mine(keys)}
             for length in (lengths if keys else ())
         }
 
@@ -58,15 +61,14 @@ class Validation:
         return {"held_out_loss": loss, "passkey": found}
 
     def _mine(self, count: int) -> range:
-        """Which of ``count`` questions, made a multiple of the processes, this one asks."""
-        processes = self.accelerator.num_processes
-        return range(self.accelerator.process_index, -(-count // processes) * processes, processes)
+        """Which of ``count`` questions, made a multiple of the replicas, this process asks."""
+        replicas = self.parallel.replicas
+        return range(self.parallel.replica, -(-count // replicas) * replicas, replicas)
 
     def _loss(self, objective: nn.Module) -> float:
-        device, loss, tokens = self.accelerator.device, 0.0, 0.0
+        loss, tokens = 0.0, 0.0
         for index in self._mine(len(self.held_out)):
-            sequence = self.held_out[index % len(self.held_out)]
-            batch = {name: each[None].to(device) for name, each in sequence.items()}
+            batch = self._dealt(self.held_out[index % len(self.held_out)])
             part = objective(batch).item()
             # one that is asked again only keeps the others company
             if index < len(self.held_out):
@@ -76,18 +78,32 @@ class Validation:
 
     def _passkey(self, objective: nn.Module, length: int) -> float:
         documents = self.documents[length]
-        found = sum(self._found(objective, document) for document in documents)
-        found, count = one_sum([float(found), float(len(documents))], self.accelerator)
-        return found / count
+        missed = [0.0] * (len(documents) * self.parallel.replicas)
+        for index, document in documents.items():
+            missed[index] = float(self._missed(objective, document))
+        # the tokens of a key may be in several processes
+        missed = one_sum(missed, self.accelerator)
+        return missed.count(0.0) / len(missed)
 
-    def _found(self, objective: nn.Module, document: Document) -> bool:
-        """Whether a key that the document's second half repeats is foreseen there, all of it."""
+    def _missed(self, objective: nn.Module, document: Document) -> int:
+        """Tokens of a key, where the document's second half repeats it, that are not foreseen.
+
+        Of those that this process holds.
+        """
         start, end = document.answers[0]
-        ids = torch.tensor([document.tokens], device=self.accelerator.device)
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        before = torch.arange(start - 1, end - 1, device=ids.device)
-        foreseen = objective({"input_ids": ids, "position_ids": positions}, before)
-        return foreseen.tolist() == list(document.tokens[start:end])
+        tokens = torch.tensor(document.tokens)
+        labels = torch.full_like(tokens, IGNORED)
+        labels[start - 1 : end - 1] = tokens[start:end]
+        positions = torch.arange(len(tokens))
+        batch = self._dealt({"input_ids": tokens, "position_ids": positions, "labels": labels})
+        (meant,) = batch["labels"]
+        places = (meant != IGNORED).nonzero().squeeze(1)
+        return int((objective(batch, places) != meant[places]).sum())
+
+    def _dealt(self, sequence: Batch) -> Batch:
+        """What this process computes of a sequence, [N] tensors, on its device."""
+        mine = self.parallel.dealt({name: each[None] for name, each in sequence.items()})
+        return {name: each.to(self.accelerator.device) for name, each in mine.items()}
 
 
 def _document(tokenizer: Any, length: int, index: int) -> Document:

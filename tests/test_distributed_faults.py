@@ -168,6 +168,8 @@ def refused(group, what):
         batch["attention_mask"] = torch.ones(1, 256).tril(-1)
     if what == "unknown":
         batch["pixel_values"] = torch.ones(1)
+    if what == "labels":
+        batch["labels"] = batch["shift_labels"] = batch["input_ids"]
     if what == "leap":
         batch["position_ids"] = torch.arange(1, 257)[None]
     if what == "end":
@@ -194,6 +196,7 @@ def refused(group, what):
         ("implementation", "attn_implementation of LlamaForCausalLM is 'sdpa'; context_parallel"),
         ("padding", "attention_mask has 256 padding tokens"),
         ("unknown", "batch has 'pixel_values'"),
+        ("labels", "batch has labels and shift_labels, which are labels shifted already"),
         ("leap", "position_ids do not count from 0"),
         ("end", "cu_seq_lens_q ends at 200 and input_ids has 256"),
         ("group", "group is 'cp'; it must be a ProcessGroup"),

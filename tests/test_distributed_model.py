@@ -182,6 +182,11 @@ def test_a_shard_by_hand(ranks):
     assert second["labels"][0, 48:].tolist() == [*range(48, 55), *[-100] * 9]
     assert first["num_items_in_batch"] == 44
     assert first["cu_seq_lens_q"].tolist() == [0, 5, 45]
+    batch["shift_labels"] = batch.pop("labels") + 100
+    shifted = ranks.run(2, sharded, batch)[1]
+    # and labels that are shifted stay as they are
+    assert shifted["labels"][0, 48:].tolist() == [*range(147, 155), *[-100] * 8]
+    assert shifted["num_items_in_batch"] == 45
 
 
 def sharded(group, batch):

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 IGNORED = -100
-KNOWN = ("input_ids", "labels", "position_ids", "attention_mask", "cu_seq_lens_q")
+KNOWN = (
+    *("input_ids", "labels", "shift_labels"),
+    *("position_ids", "attention_mask", "cu_seq_lens_q"),
+)
 
 
 def shard(
@@ -27,9 +30,10 @@ def shard(
 
     Args:
         batch: the whole of it, the same on every rank: ``input_ids`` int [B, N] and, where there
-            are, ``labels`` [B, N] and what tells packed documents: ``cu_seq_lens_q`` int
-            [documents + 1], or ``position_ids`` [1 or B, N] that restart at 0. Rows are packed
-            alike. An ``attention_mask`` must have no padding in it.
+            are, ``labels`` [B, N], or ``shift_labels`` that are shifted already, and what tells
+            packed documents: ``cu_seq_lens_q`` int [documents + 1], or ``position_ids`` [1 or B, N]
+            that restart at 0. Rows are packed alike. An ``attention_mask`` must have no padding in
+            it.
         group, block: as in `cab_hf.context_parallel`.
 
     Returns:
@@ -42,7 +46,8 @@ def shard(
         (DDP, FSDP), scale the loss by their number.
 
     Raises:
-        ValueError: for padding, rows packed differently, or what nobody knows how to deal out.
+        ValueError: for padding, rows packed differently, labels given twice, or what nobody knows
+            how to deal out.
     """
     group = group_of(group)
     for name in batch:
@@ -61,9 +66,8 @@ def shard(
             0, dtype=torch.int32
         ),
     }
-    labels = batch.get("labels")
-    if labels is not None:
-        shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    shifted = _shifted(batch)
+    if shifted is not None:
         mine["labels"] = mine["shift_labels"] = _dealt(shifted, layout, group.rank(), IGNORED)
         mine["num_items_in_batch"] = (shifted != IGNORED).sum()
     return mine
@@ -134,6 +138,16 @@ def whole_cache(
         layer.keys = unshard(layer.keys, cu_seqlens, group, 2, block).contiguous()
         layer.values = unshard(layer.values, cu_seqlens, group, 2, block).contiguous()
     return cache
+
+
+def _shifted(batch: Mapping[str, Tensor]) -> Tensor | None:
+    """[B, N], what each token is to predict; None where nothing says so."""
+    labels, shifted = batch.get("labels"), batch.get("shift_labels")
+    if labels is not None and shifted is not None:
+        raise ValueError(
+            "batch has labels and shift_labels, which are labels shifted already; give one of them."
+        )
+    return shifted if labels is None else F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 def _dealt(x: Tensor, layout: Layout, rank: int, padding: int) -> Tensor:

@@ -166,6 +166,12 @@ def context_parallel(
     Selection is that of one process, bit for bit. A backward pass belongs inside the block too:
     gradients of parameters are those of a rank's own tokens, to be summed over the ranks.
 
+    Ulysses needs no such block: DeepSpeed exchanges tokens for heads around the registered
+    function, and each rank attends some heads over the whole text, as one process would. Name "cab"
+    to ``UlyssesSPAttentionHF.register_with_transformers``; or to accelerate, as
+    ``handler.sp_attn_implementation`` once there is a handler, which refuses names it does not
+    know. Heads limit the ranks, and budgets must be one number for all heads.
+
     Args:
         model: with ``attn_implementation`` "cab" or "cab_dense".
         group: the ranks that hold one text; None for all.

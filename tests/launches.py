@@ -1,0 +1,68 @@
+"""Runs of finetune/lora.py: started as a user does, meddled with, and read again."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from cab_hf.finetune import lora
+from cab_hf.runs.log import read_log
+
+ROOT = Path(__file__).parents[1]
+LAUNCH = ["accelerate", "launch", "--config_file", "finetune/accelerate/cpu_2.yaml"]
+TRAIN = ["finetune/lora.py", "--config", "finetune/configs/tiny_cpu.yaml"]
+SMALL = [
+    *("--config", str(ROOT / "finetune" / "configs" / "tiny_cpu.yaml"), "--cpu"),
+    *("--data", "retrieval:passkey:256", "--length", "256", "--steps", "4", "--save-every", "9"),
+    *("--eval-every", "0", "--held-out", "0", "--passkey-lengths", "256"),
+]
+# the same program, with a few words to each of its processes
+MEDDLED = """
+import os, signal, sys
+from cab_hf.finetune import lora
+
+rank, step = int(os.environ["RANK"]), lora.Run._step
+
+def meddled(run, at, asked):
+    # not when it goes on
+    if run.out.name == "killed" and at == 3 and not run.done:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if run.out.name == "stopped" and at == 3 and rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return step(run, at, asked)
+
+lora.Run._step = meddled
+# several runs of the same processes
+lora.Accelerator.end_training = lambda self: None
+for words in sys.argv[1].split(" / "):
+    status = lora.main(words.split())
+    # not printed: what two processes print gets mixed
+    with open(f"{sys.argv[0]}.{rank}", "a") as told:
+        told.write(str(status))
+    if status:
+        raise SystemExit(status)
+"""
+
+
+def launched(words):
+    """A command line that has ended: of this Python, or of its accelerate."""
+    module = ["-m", "accelerate.commands.launch"] if words[0] == "accelerate" else []
+    command = [sys.executable, *module, *words[2 if module else 1 :]]
+    # as on a user's CPU: without a GPU nothing is interpreted, for that is slow
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def losses(out):
+    _, records = read_log(out / lora.LOG)
+    return [
+        (each["kind"], each["step"], each.get("loss", each.get("held_out_loss")))
+        for each in records
+    ]
+
+
+def steps(out, field):
+    _, records = read_log(out / lora.LOG)
+    return [each[field] for each in records if each["kind"] == "step"]
