@@ -1,7 +1,7 @@
 """The pages that show results, written from the files of results alone.
 
-``eval/results/README.md`` is written whole; in ``README.md`` what stands between
-``<!-- table: NAME -->`` and ``<!-- end -->`` is, NAME being one of `TABLES` or `WHERE_THERE`.
+``eval/results/README.md`` is written whole; in ``README.md`` and ``finetune/README.md`` what stands
+between ``<!-- table: NAME -->`` and ``<!-- end -->`` is, NAME being one of `TABLES` or `WHERE_THERE`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,17 @@ ORDER = (
 SPEED = "speed-ttft"
 SPEED_LENGTHS = (8192, 32768, 65536, 131072)
 KEPT = "fidelity-smollm2"
+STEP = "speed-lora"
+TRAINED = "fidelity-smollm2-32k"
+TRAINED_TOKENS = 32768
+# what a model was trained with -> the folder of what it keeps, and how it is read there
+TRAININGS = {
+    "not at all": ("fidelity-smollm2-beyond", ("dense",)),
+    "dense": ("fidelity-smollm2-32k-dense-trained", ("dense", "cab:0.22")),
+    "cab": (TRAINED, ("dense", "cab:0.22")),
+}
 PARALLEL = "speed-context-parallel"
+PARALLELS = (PARALLEL, f"{PARALLEL}-stride-4")
 PARALLEL_DIRECTION = "forward+backward"
 TEXTS = {"licences": "licence prose", "source": "source code"}
 ARMS = {
@@ -183,32 +193,99 @@ def _bold(told: str, lost: bool) -> str:
     return f"**{told}**" if lost else told
 
 
+def lora_table(results: Path) -> str:
+    """A training step, dense and sparse."""
+    found = read_results(results / STEP)
+    rows = []
+    for cab in (row for row in found.rows if row["implementation"] == "cab"):
+        alike = [row for row in found.rows if row["length"] == cab["length"]]
+        times = {f"{row['implementation']} s": digits(row["ms"] / 1000) for row in alike}
+        gained = {"×": f"{cab['over_best']:.2f}", "at most": f"{cab['ceiling']:.2f}"}
+        rows.append({"tokens": f"{cab['length']:,}", **times, **gained, "density": cab["density"]})
+    return _table(rows, [found])
+
+
+def trained_table(results: Path) -> str:
+    """What models keep that were trained and read densely or sparsely.
+
+    Bold where an interval lies below that of dense training and dense reading.
+    """
+    found = {name: read_results(results / folder) for name, (folder, _) in TRAININGS.items()}
+    wanted = {"length": TRAINED_TOKENS}
+    best = found["dense"].row(method="dense", **wanted)
+    probes = {"asked at the end": "pass", "one of four": "multi_key", "in the middle": "recall"}
+    rows = []
+    for name, (_, methods) in TRAININGS.items():
+        for method in methods:
+            row = found[name].row(method=method, **wanted)
+            kept = {
+                heading: _bold(_with_interval(row[probe]), row[probe]["high"] < best[probe]["low"])
+                for heading, probe in probes.items()
+            }
+            told = {"trained": name, "read": ARMS[method].split()[0], "density": row["density"]}
+            perplexity = {"perplexity": digits(row["perplexity"]["value"])}
+            rows.append({**told, **kept, **perplexity})
+    return _table(rows, list(found.values()))
+
+
+def _with_interval(found: Row) -> str:
+    return f"{found['share']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
+
+
 def parallel_table(results: Path) -> str:
     """Forward and backward over the most ranks measured: the share of so many times one's rate."""
-    found = read_results(results / PARALLEL)
+    found = [read_results(results / name) for name in PARALLELS if (results / name).is_dir()]
+    shown = [row for each in found for row in _efficiencies(each)]
+    columns = dict.fromkeys(name for row in shown for name in row)
+    return _table([{name: row.get(name) for name in columns} for row in shown], found)
+
+
+def _efficiencies(found: Results) -> list[dict[str, Any]]:
+    """A row a length, a column a scheme."""
     rows = [r for r in found.rows if r["measured"] and r["direction"] == PARALLEL_DIRECTION]
     # links have no direction, and one rank alone no efficiency
     world = max(row["world"] for row in rows)
-    shown = []
-    for alike in grouped([row for row in rows if row["world"] == world], "length"):
-        told = {row["scheme"]: percent(row["efficiency"]) for row in alike}
-        shown.append({"tokens": f"{alike[0]['length']:,}", "ranks": world, **told})
-    return _table(shown, [found])
+    told = {"ranks": world, "KV heads at a time": found.provenance["settings"]["heads_k_stride"]}
+    return [
+        {"tokens": f"{alike[0]['length']:,}", **told}
+        | {row["scheme"]: percent(row["efficiency"]) for row in alike}
+        for alike in grouped([row for row in rows if row["world"] == world], "length")
+    ]
 
 
 TABLES: dict[str, Callable[[Path], str]] = {"speed": speed_table, "kept": kept_table}
 # written where the page has their marker and results are there
-WHERE_THERE = {"parallel": (PARALLEL, parallel_table)}
+WHERE_THERE = {
+    "lora": (STEP, lora_table),
+    "trained": (TRAINED, trained_table),
+    "parallel": (PARALLEL, parallel_table),
+}
 
 
 def readme_page(page: str, results: Path) -> str:
     """``page`` with its tables made anew; ValueError where `TABLES` lack a marker or results."""
-    there = {
+    return _with_tables(page, results, TABLES | _there(page, results))
+
+
+def finetune_page(page: str, results: Path) -> str:
+    """The same of a page that is a folder further down, and has whatever tables it likes."""
+    made = {
+        name: lambda results, table=table: table(results).replace("](eval/", "](../eval/")
+        for name, table in _there(page, results).items()
+    }
+    return _with_tables(page, results, made)
+
+
+def _there(page: str, results: Path) -> dict[str, Callable[[Path], str]]:
+    return {
         name: table
         for name, (folder, table) in WHERE_THERE.items()
         if _begin(name) in page and (results / folder).is_dir()
     }
-    for name, table in (TABLES | there).items():
+
+
+def _with_tables(page: str, results: Path, tables: Mapping[str, Callable[[Path], str]]) -> str:
+    for name, table in tables.items():
         begin, end = _begin(name), "<!-- end -->"
         place = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
         written = f"{begin}{table(results)}\n{end}"
@@ -234,17 +311,22 @@ class Settings:
     """Where the pages are; results are shown by the README.md in their folder."""
 
     page: str = option(str(ROOT / "README.md"), "the file whose tables are written")
+    finetune: str = option(str(ROOT / "finetune" / "README.md"), "another such file")
     results: str = option(str(ROOT / "eval" / "results"), "the folder of all results")
 
 
 def main(words: Sequence[str]) -> int:
-    """Write both pages anew, or neither; the exit status."""
+    """Write all pages anew, or none; the exit status."""
     prog = f"{experiment.PROG} readme"
     settings = read_settings(Settings, words, prog)
-    page, results = Path(settings.page), Path(settings.results)
+    page, more, results = map(Path, (settings.page, settings.finetune, settings.results))
     try:
-        texts = results_page(results), readme_page(page.read_text(), results)
-        for path, text in zip((results / "README.md", page), texts, strict=True):
+        pages = {
+            results / "README.md": results_page(results),
+            page: readme_page(page.read_text(), results),
+            more: finetune_page(more.read_text(), results),
+        }
+        for path, text in pages.items():
             write_atomically(path, text)
     except (OSError, ValueError) as error:
         print(f"{prog}: {error}", file=sys.stderr)

@@ -30,6 +30,8 @@ def on_a_rank(process_group, scheme, ends, group, kv_heads, settings):
     layout, rank = layout_for(process_group.size(), ends, order), process_group.rank()
     *inputs, grad = (shard_of(x, layout, rank) for x in whole(layout, group, kv_heads))
     leaves = [x.requires_grad_() for x in inputs]
+    # slices of few heads, so that one travels while another is attended
+    settings = {"heads_k_stride": 1, **settings}
     out, lse = SCHEMES[scheme](
         *leaves, group=process_group, cu_seqlens=ends, block=BLOCK, engine="reference", **settings
     )

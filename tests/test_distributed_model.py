@@ -67,7 +67,9 @@ def step_on_a_rank(group, batch, build, settings):
     model = model_of(*build[0], **build[1]).train()
     if settings.get("checkpointing"):
         model.gradient_checkpointing_enable()
-    ours = {name: x for name, x in settings.items() if name != "checkpointing"}
+    # slices of few heads, so that one travels while another is attended
+    ours = {"heads_k_stride": 1, **settings}
+    ours.pop("checkpointing", None)
     with cab_hf.context_parallel(model, group, block=BLOCK, **ours):
         inputs = distributed.shard(batch, group, BLOCK)
         loss, logits, gradients = step(model, inputs)

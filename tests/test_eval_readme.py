@@ -132,10 +132,43 @@ def test_a_page_made_anew_is_the_same(results):
 def test_the_readme_shows_the_committed_results():
     page = (ROOT / "README.md").read_text()
     assert readme.readme_page(page, RESULTS) == page
+    page = (ROOT / "finetune" / "README.md").read_text()
+    assert readme.finetune_page(page, RESULTS) == page
 
 
 def test_the_page_of_results_shows_all_of_them():
     assert readme.results_page(RESULTS) == (RESULTS / "README.md").read_text()
+
+
+def test_a_step_of_training_is_shown_beside_all_dense_ones(results):
+    rows = [
+        {"length": 4096, "implementation": name, "ms": ms, "over_best": 1.5, "ceiling": 2.0}
+        | {"density": density}
+        for name, ms, density in (("sdpa", 4000.0, 1.0), ("FA4", 3000.0, 1.0), ("cab", 2000.0, 0.2))
+    ]
+    write(results / readme.STEP, rows, experiment="speed lora")
+    told = readme.finetune_page("<!-- table: lora -->\n<!-- end -->\n", results)
+    assert "| tokens | sdpa s | FA4 s | cab s | × | at most | density |" in told
+    assert "| 4,096 | 4.00 | 3.00 | 2.00 | 1.50 | 2.00 | 0.20 |" in told
+    # seen from a folder further down
+    assert "more in [eval/results](../eval/results)." in told
+
+
+def test_what_trainings_keep_is_bold_where_it_is_less_for_sure(results):
+    def row(method, share, low, high):
+        found = {"share": share, "low": low, "high": high, "value": 6.0}
+        place = {"method": method, "length": readme.TRAINED_TOKENS, "density": 0.5}
+        return place | dict.fromkeys(("pass", "multi_key", "recall", "perplexity"), found)
+
+    kept = {"not at all": (0.0, 0.0, 0.1), "dense": (0.9, 0.8, 1.0), "cab": (0.7, 0.6, 0.85)}
+    for name, (folder, methods) in readme.TRAININGS.items():
+        rows = [row(method, *kept[name]) for method in methods]
+        write(results / folder, rows, experiment="fidelity")
+    told = readme.finetune_page("<!-- table: trained -->\n<!-- end -->\n", results)
+    none, one = "**0.00 [0.00, 0.10]**", "0.70 [0.60, 0.85]"
+    assert f"| not at all | dense | 0.50 | {none} | {none} | {none} | 6.00 |" in told
+    assert f"| cab | calibrated | 0.50 | {one} | {one} | {one} | 6.00 |" in told
+    assert told.count("\n| ") == 2 + 5
 
 
 def ranked(scheme, world, efficiency, **more):
@@ -156,10 +189,16 @@ def test_context_parallelism_is_shown_where_it_was_measured(results):
         ranked("grouped", 8, 0.5, direction="forward"),
         ranked("grouped", 16, 0.9, measured=False),
     ]
-    write(results / readme.PARALLEL, rows, experiment="speed context-parallel")
+    made = {"experiment": "speed context-parallel"}
+    write(results / readme.PARALLEL, rows, settings={"heads_k_stride": 1}, **made)
     told = readme.readme_page(page, results).split(marker)[1]
-    assert told.startswith("| tokens | ranks | ring | grouped |")
-    assert "| 65,536 | 8 | – | 87.5 % |\n\n" in told
+    assert told.startswith("| tokens | ranks | KV heads at a time | ring | grouped |")
+    assert "| 65,536 | 8 | 1 | – | 87.5 % |\n\n" in told
+    # the same with more heads at a time stands below, in the same columns
+    settings = {"heads_k_stride": 4}
+    write(results / readme.PARALLELS[1], [ranked("grouped", 8, 1.0)], settings=settings, **made)
+    told = readme.readme_page(page, results).split(marker)[1]
+    assert "| 65,536 | 8 | 1 | – | 87.5 % |\n| 65,536 | 8 | 4 | – | 100 % |\n\n" in told
     # a page without the marker has no such table
     assert readme.readme_page(PAGE, results).count("table:") == 2
 
@@ -205,10 +244,12 @@ def test_what_is_missing_is_refused(results, change, page, message):
         readme.readme_page(page, results)
 
 
-def test_the_command_writes_both_pages_or_none(results, tmp_path, capsys, monkeypatch):
+def test_the_command_writes_all_pages_or_none(results, tmp_path, capsys, monkeypatch):
     file = tmp_path / "page.md"
     file.write_text(PAGE)
-    words = ["--page", str(file), "--results", str(results)]
+    more = tmp_path / "more.md"
+    more.write_text("no tables are needed here")
+    words = ["--page", str(file), "--results", str(results), "--finetune", str(more)]
     monkeypatch.setattr(readme, "results_page", lambda results: "all\n")
     assert readme.main(words) == 0
     assert (results / "README.md").read_text() == "all\n"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from cab_hf.config import CabConfig, is_whole, require
 from cab_hf.distributed.choosing import choose, short_rows
 from cab_hf.distributed.exchange import RankLost, agree, forget_why, group_of, say_why
+from cab_hf.distributed.flight import KV_HEADS_TOGETHER
 from cab_hf.distributed.layout import Layout, Places, Shard, layout_of, lengths_between
 from cab_hf.distributed.schemes import Turn, facts
 from cab_hf.frame import PARALLEL
@@ -155,7 +156,7 @@ def context_parallel(
     model: nn.Module,
     group: ProcessGroup | None = None,
     *,
-    heads_k_stride: int = 1,
+    heads_k_stride: int = KV_HEADS_TOGETHER,
     block: int = EXACT_BLOCK,
     again: bool = True,
 ) -> Iterator[nn.Module]:
@@ -175,7 +176,7 @@ def context_parallel(
     Args:
         model: with ``attn_implementation`` "cab" or "cab_dense".
         group: the ranks that hold one text; None for all.
-        heads_k_stride: KV heads whose K and V travel together.
+        heads_k_stride: KV heads whose K and V travel together; fewer take less memory.
         block: tokens of which chunks are whole multiples; the same as for ``shard``. The blocks of
             the model's CabConfig divide it.
         again: gather K and V once more for the backward pass; False under gradient checkpointing,

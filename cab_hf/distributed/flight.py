@@ -19,6 +19,9 @@ from cab_hf.distributed.layout import Places
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
+# two slices of eight heads took 7 % less than eight did, forward and backward, on two H200s: every
+# slice ends with a part of the GPU idle
+KV_HEADS_TOGETHER = 4
 # (k, v) of some KV heads, [B, h, N', D] and [B, h, N', D_v], to what is computed of them
 Attend = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 

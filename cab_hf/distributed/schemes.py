@@ -13,7 +13,7 @@ from torch import Tensor
 from cab_hf import engines
 from cab_hf.config import is_whole, require
 from cab_hf.distributed.exchange import agree, finish, group_of, watched
-from cab_hf.distributed.flight import Flight, over_slices
+from cab_hf.distributed.flight import KV_HEADS_TOGETHER, Flight, over_slices
 from cab_hf.distributed.layout import (
     Layout,
     Places,
@@ -47,7 +47,7 @@ class Turn:
     spans: Spans
     scale: float
     plan: BlockPlan | None = None
-    heads_k_stride: int = 1
+    heads_k_stride: int = KV_HEADS_TOGETHER
     engine: str = "auto"
     apart: bool = False
     again: bool = True
@@ -98,7 +98,7 @@ def zigzag_attention(
     *,
     group: ProcessGroup | None,
     plan: BlockPlan | None = None,
-    heads_k_stride: int = 1,
+    heads_k_stride: int = KV_HEADS_TOGETHER,
     cu_seqlens: Tensor | None = None,
     causal: bool = True,
     scale: float | None = None,
@@ -120,7 +120,7 @@ def zigzag_attention(
         group: the ranks that hold one text; None for all.
         plan: which key blocks are attended, of this rank's query blocks: `predict` makes one. All
             by default.
-        heads_k_stride: KV heads that travel together, at least 1.
+        heads_k_stride: KV heads that travel together, at least 1: fewer take less memory.
         cu_seqlens: int [documents + 1], where documents of the whole text begin and end, padding
             left out, on every rank. By default one document without padding, of W n tokens.
         causal: whether queries see no key behind them.

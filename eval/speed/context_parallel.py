@@ -13,6 +13,7 @@ import torch
 from cab_hf.config import CabConfig
 from cab_hf.distributed import RankLost
 from cab_hf.distributed.exchange import finish, start_gather, start_reduce_scatter
+from cab_hf.distributed.flight import KV_HEADS_TOGETHER
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import PROG, Row, run
 from cab_hf.eval.report import column, digits, grouped, markdown_table, percent
@@ -60,7 +61,7 @@ class Settings(RandomHeads, SpeedSettings):
     schemes: tuple[str, ...] = option(
         tuple(OVER_RANKS), "what is compared over ranks", comma_separated(str)
     )
-    heads_k_stride: int = option(1, "KV heads that travel together", int)
+    heads_k_stride: int = option(KV_HEADS_TOGETHER, "KV heads that travel together", int)
     runs: int = option(3, "timed runs of a case, at least", int)
     seconds: float = option(5.0, "for timing one case, where it needs less for --runs", float)
     link_mib: tuple[float, ...] | None = listed(

@@ -20,6 +20,7 @@ from cab_hf.distributed import (
     union,
     zigzag_attention,
 )
+from cab_hf.distributed.flight import KV_HEADS_TOGETHER
 from cab_hf.distributed.layout import Layout, layout_of, take_heads
 from cab_hf.distributed.schemes import everything
 from cab_hf.engines import REFERENCE, Workload
@@ -79,7 +80,7 @@ class Turn:
     length: int
     group: ProcessGroup | None
     config: CabConfig
-    heads_k_stride: int = 1
+    heads_k_stride: int = KV_HEADS_TOGETHER
 
     @cached_property
     def layout(self) -> Layout | None:
