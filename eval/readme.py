@@ -1,7 +1,7 @@
 """The pages that show results, written from the files of results alone.
 
 ``eval/results/README.md`` is written whole; in ``README.md`` and ``finetune/README.md`` what stands
-between ``<!-- table: NAME -->`` and ``<!-- end -->`` is, NAME being one of `TABLES` or `WHERE_THERE`.
+between ``<!-- table: NAME -->`` and ``<!-- end -->`` is, NAME being of `TABLES` or `WHERE_THERE`.
 """
 
 from __future__ import annotations
