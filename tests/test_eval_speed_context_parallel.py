@@ -304,6 +304,20 @@ def test_the_slowest_rank_of_each_run_counts(ranks):
     assert ranks.run(2, paced, 1, 0.0101)[0][0].runs == 5
 
 
+def in_a_row(group, row):
+    calls = []
+    team, bench = Team(group, group), Paced(group.rank())
+    return team.slowest(bench, lambda: calls.append(1), 3, 0.0, row), len(calls)
+
+
+def test_calls_that_are_short_follow_one_another(ranks):
+    # one takes 2 ms; a run of five takes 20 by rank 0
+    for found, calls in ranks.run(2, in_a_row, 5):
+        assert (found.ms, found.runs, found.in_a_row, calls) == (20.0 / 5, 3, 5, 2 + 3 * 5)
+    # a second has room for 500
+    assert ranks.run(2, in_a_row, 600)[0][0].in_a_row == 500
+
+
 def together(group, failing):
     team = Team(group, group)
 

@@ -31,7 +31,7 @@ from cab_hf.eval.speed.base import (
 from cab_hf.eval.speed.forecast import LINKS
 from cab_hf.eval.speed.heads import INPUTS, RandomHeads, inputs_option
 from cab_hf.eval.speed.links import BOTH, FORWARD
-from cab_hf.eval.speed.team import Team, launched, recorded, replay
+from cab_hf.eval.speed.team import ROW_SECONDS, Team, launched, recorded, replay
 from cab_hf.eval.speed.timing import MOST_RUNS
 from cab_hf.eval.speed.turns import ALONE, OVER_RANKS, SCHEMES, Turn, check, needed
 from cab_hf.plan import EXACT_BLOCK, BlockPlan
@@ -48,7 +48,7 @@ class Settings(RandomHeads, SpeedSettings):
     """What a run of context parallelism is told."""
 
     DEFAULTS = {**UNREACHED_MASS, "min_length": 0}
-    POSITIVE = ("batch", "heads_k_stride", "runs", "between_gb", "ranks_a_host")
+    POSITIVE = ("batch", "heads_k_stride", "runs", "turns", "between_gb", "ranks_a_host")
 
     lengths: tuple[int, ...] | None = listed(
         tuple(2**n for n in range(16, 21)), (1024,), "tokens of the whole text", int
@@ -63,6 +63,7 @@ class Settings(RandomHeads, SpeedSettings):
     )
     heads_k_stride: int = option(KV_HEADS_TOGETHER, "KV heads that travel together", int)
     runs: int = option(3, "timed runs of a case, at least", int)
+    turns: int = option(8, "in a row in a timed run, as many of them as take a second", int)
     seconds: float = option(5.0, "for timing one case, where it needs less for --runs", float)
     link_mib: tuple[float, ...] | None = listed(
         (1.0, 4.0, 16.0, 64.0, 256.0), (0.125, 0.5, 2.0), "MiB a rank gives to be timed", float
@@ -112,10 +113,12 @@ class Settings(RandomHeads, SpeedSettings):
     def method(self) -> str:
         return (
             f"median of {self.runs} to {MOST_RUNS} runs ({self.seconds} s where there is time for "
-            "more) by time.perf_counter after one that warms up: all ranks begin together, the "
-            "device is waited for, and the slowest rank of each run counts; CAB's plan is made "
-            "inside of what is timed; the peak is the highest of any rank, inputs included; "
-            "collectives are those that one such turn started, started again one after the other "
+            f"more) by time.perf_counter after one that warms up, a run being {self.turns} turns "
+            f"in a row, fewer where they take more than {ROW_SECONDS:g} s: all ranks begin "
+            "together, the device is waited for, and the slowest rank of each run counts; CAB's "
+            "plan is made inside of what is timed; the peak is the highest of any rank, inputs "
+            "included; collectives are those that one such turn started, started again one after "
+            "the other "
             "without compute; every scheme is compared with float32 attention of one process, "
             "gradients too, before it is timed"
         )
@@ -137,7 +140,7 @@ class ContextParallel(Speed):
     GROWS = (*Speed.GROWS, "worlds", "directions", "schemes", "between_gb", "ranks_a_host")
     SHAPE = ("shape", "batch", "dtype")
     FOUND = (
-        *("ms", "runs", "peak_gib", "collectives_ms", "received_bytes", "ran_as"),
+        *("ms", "runs", "in_a_row", "peak_gib", "collectives_ms", "received_bytes", "ran_as"),
         *("density", "needed", "needed_by_rank", "choose_ms", "points"),
     )
     TOLD = Exception  # what does not fit, refuses or is wrong is told of and not measured
@@ -241,7 +244,8 @@ class ContextParallel(Speed):
         else:
             call = turn.forward(*held)
         sample["ran_as"] = turn.label(*held, backward)
-        sample |= team.slowest(bench, call, settings.runs, settings.seconds)._asdict()
+        how = settings.runs, settings.seconds, settings.turns
+        sample |= team.slowest(bench, call, *how)._asdict()
         if turn.scheme.sparse:
             self.describe_plan(sample, team, turn, *held[:2])
         if team.group is not None:

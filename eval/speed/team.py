@@ -31,14 +31,19 @@ PATIENCE = timedelta(hours=2)
 GATHERS = ("all_gather_single", "all_gather_into_tensor")
 SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
 HOPS = "batch_isend_irecv"
+ROW_SECONDS = 1.0  # that several calls in a row may take
 
 
 class Slowest(NamedTuple):
-    """The median over ``runs`` of what the slowest rank took, and the highest peak of any rank."""
+    """The median over ``runs`` of what the slowest rank took, and the highest peak of any rank.
+
+    Every run is so many calls ``in_a_row``, and ``ms`` that of one of them.
+    """
 
     ms: float
     peak_gib: float | None
     runs: int
+    in_a_row: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,25 +106,42 @@ class Team:
         if self.group is not None:
             dist.barrier(self.group)
 
-    def slowest(self, bench: Bench, call: Callable[[], Any], least: int, seconds: float) -> Slowest:
+    def slowest(
+        self,
+        bench: Bench,
+        call: Callable[[], Any],
+        least: int,
+        seconds: float,
+        in_a_row: int = 1,
+    ) -> Slowest:
         """Time ``call``, which all ranks begin together: at least ``least`` runs, for ``seconds``.
 
-        One call before them warms up.
+        A run is at most ``in_a_row`` calls, as many as take `ROW_SECONDS`: what follows on others
+        is set under way while they compute, as the layers of a model are. One call before all of
+        them warms up, and one tells how long it takes.
         """
 
-        def walls(runs: int) -> tuple[list[float], float | None]:
-            return self.together(lambda: bench.walls(call, runs, self.barrier))
+        def walls(runs: int, row: int = 1) -> tuple[list[float], float | None]:
+            def some() -> None:
+                for _ in range(row):
+                    call()
+
+            return self.together(lambda: bench.walls(some, runs, self.barrier))
 
         self.together(lambda: bench.walls(call, 1))
         first, peak = walls(1)
-        took = max(self.everyone(first[0]))
-        runs = min(MOST_RUNS, max(least, int(seconds * 1e3 / max(took, 1e-6))))
-        if runs > 1:
+        took = max(*self.everyone(first[0]), 1e-6)
+        row = max(1, min(in_a_row, int(ROW_SECONDS * 1e3 / took)))
+        runs = min(MOST_RUNS, max(least, int(seconds * 1e3 / (row * took))))
+        if row > 1:
+            first, peak = walls(runs, row)
+        elif runs > 1:
             more, peak = walls(runs - 1)
             first += more
         each = [max(times) for times in zip(*self.everyone(first), strict=True)]
         peaks = self.everyone(peak)
-        return Slowest(statistics.median(each), None if None in peaks else max(peaks), runs)
+        highest = None if None in peaks else max(peaks)
+        return Slowest(statistics.median(each) / row, highest, runs, row)
 
 
 @contextmanager
