@@ -249,7 +249,7 @@ class CabMask:
         Gradient checkpointing computes a layer again in the backward pass: it then attends under
         the plan of the first time. A layer that a model calls several times is predicted anew.
         """
-        if torch.compiler.is_compiling() or not query.requires_grad:
+        if torch.compiler.is_compiling() or not query.requires_grad or _is_captured(query):
             return predict()
         kept = self._predicted.setdefault(layer, [])
         if not _in_backward_pass():
@@ -280,6 +280,11 @@ class CabMask:
             seen = seen & (document[:, start:stop, None] == document[:, None, low:high])
         # a padding query would see nothing, and softmax over nothing is NaN: let it see itself
         return (seen | (key == query)).unsqueeze(1)
+
+
+def _is_captured(x: Tensor) -> bool:
+    # a graph that is replayed knows no host
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _put_by(x: Tensor) -> Tensor:
