@@ -192,7 +192,10 @@ class Settings:
         given = dict(map(parse_assignment, self.cab))
         if not self.calibration:
             return given
-        return {**CabConfig.calibrated(self.calibration).to_dict(), **given}
+        try:
+            return {**CabConfig.calibrated(self.calibration).to_dict(), **given}
+        except ValueError as error:
+            raise ValueError(f"calibration {error}") from None
 
     def replicas(self, processes: int) -> int:
         """How many groups of ``cp`` processes learn, each a sequence of its own.

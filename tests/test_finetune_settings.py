@@ -55,7 +55,9 @@ def test_a_calibration_is_a_whole_config_and_fields_change_it():
     assert settings(calibration="smollm2-0.22").cab_config() == shipped
     given = settings(calibration="smollm2-0.22", cab=("min_length=64",)).cab_config()
     assert given == {**shipped, "min_length": 64}
-    with pytest.raises(ValueError, match="'smollm3' is neither a file nor one of smollm2-0.13"):
+    with pytest.raises(
+        ValueError, match="calibration 'smollm3' is neither a file nor one of smoll"
+    ):
         settings(calibration="smollm3")
 
 
