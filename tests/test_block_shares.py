@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from cab_hf import BlockPlan
 from cab_hf.ops import reference
+from cab_hf.ops.block_shares import block_shares
 from cab_hf.plan import Spans
 
 REDUCTIONS = ["max", "mean"]
@@ -95,3 +96,72 @@ def test_no_earlier_row_feels_the_future():
     after = reference.block_shares(q, k, spans, 0.25, 32, 16, "max")
     assert torch.equal(before[:, :, :3], after[:, :, :3])
     assert not torch.equal(before[:, :, 3:], after[:, :, 3:])
+
+
+# --- the kernel
+
+
+def case(blocks, layout="causal", **shape):
+    return {"blocks": blocks, "layout": layout, "shape": shape}
+
+
+KERNEL_CASES = [
+    pytest.param(case((32, 16), q_length=75), id="q32"),
+    pytest.param(case((128, 64), q_length=300, heads=2, kv_heads=1), id="default-blocks"),
+    pytest.param(case((16, 16), q_length=63, heads=2, kv_heads=1), id="q16"),
+    pytest.param(case((48, 48), q_length=111, heads=2, kv_heads=1), id="q48-k48"),
+    pytest.param(case((16, 256), q_length=301, heads=2, kv_heads=1), id="k256-over-q16"),
+    pytest.param(case((32, 16), q_length=75, dim=24), id="d24"),
+    pytest.param(case((32, 16), q_length=75, kv_heads=6), id="no-groups"),
+    pytest.param(case((32, 16), "padded", q_length=111, batch=2), id="padded"),
+    pytest.param(case((32, 16), "packed", q_length=111, batch=2), id="packed"),
+    pytest.param(case((32, 16), "in-place", q_length=111, batch=2), id="in-place"),
+    pytest.param(case((32, 16), "chunk", q_length=75, kv_length=205), id="chunk"),
+    pytest.param(case((32, 16), q_length=3), id="below-one-block"),
+]
+
+
+def laid_in(layout, q, k, align):
+    """(q, k, spans) in a layout."""
+    batch, length = q.shape[0], q.shape[2]
+    if layout == "in-place":
+        # what torch.compile sees: borders inside of blocks
+        last = torch.arange(length, dtype=torch.int32).expand(batch, -1)
+        first = ((last >= 37).int() * 37).contiguous()
+        return q, k, Spans(first, last, torch.ones(batch, length, dtype=torch.bool))
+    frame = laid_out(layout, batch, length, k.shape[2], align, "cpu")
+    return frame.queries(q), frame.keys(k), frame.spans
+
+
+@pytest.fixture
+def uninitialised_is_nan():
+    """What a kernel does not write is NaN, not whatever was there before."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("case", KERNEL_CASES)
+def test_the_kernel_finds_what_the_reference_finds(case, reduction, uninitialised_is_nan):
+    blocks = case["blocks"]
+    q, k, spans = laid_in(case["layout"], *loud(**case["shape"]), max(blocks))
+    told = spans, q.shape[-1] ** -0.5, *blocks, reduction
+    meant = reference.block_shares(q, k, *told)
+    torch.testing.assert_close(block_shares(q, k, *told), meant, atol=2e-6, rtol=1e-4)
+
+
+def test_sixteen_bits_find_the_same():
+    # bfloat16 is for a GPU: the interpreter multiplies its bits as whole numbers
+    q, k = (x.half() for x in loud(q_length=111, heads=2, kv_heads=1))
+    told = Spans.causal(1, 111, 111, "cpu"), 0.25, 32, 16, "mean"
+    meant = reference.block_shares(q, k, *told)
+    # there products are summed in 16 bits
+    torch.testing.assert_close(block_shares(q, k, *told), meant, atol=2e-2, rtol=2e-2)
+
+
+def test_the_registered_op_says_what_it_returns():
+    q, k = loud(q_length=75, heads=2, kv_heads=1)
+    spans = Spans.causal(1, 75, 75, "cpu")
+    told = q, k, spans.first, spans.last, 0.25, 32, 16, True
+    torch.library.opcheck(torch.ops.cab_hf.block_shares, told, test_utils=("test_faketensor",))

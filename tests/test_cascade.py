@@ -11,7 +11,7 @@ from tiny import FULL, SMALL, SPARSE, tiny_model, tokens
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.plan import Spans
-from cab_hf.predictors import Call, CascadePredictor, make_predictor
+from cab_hf.predictors import Call, CascadePredictor, cascade, make_predictor
 from cab_hf.predictors.cascade import pooled
 
 BLOCKS = {"query_block": 32, "key_block": 16, "min_length": 0}
@@ -209,6 +209,16 @@ def test_rows_of_a_batch_and_documents_choose_alone(layout):
     found = found[:, :, -rows:] if layout == "packed" else found[:, :, :rows]
     found = found[..., -columns:] if layout == "packed" else found[..., :columns]
     assert torch.equal(found, meant)
+
+
+@pytest.mark.parametrize("heads", ["each", "all"])
+def test_an_anchor_by_the_kernel_chooses_what_it_does_by_the_reference(heads, monkeypatch):
+    config = replace(CASCADE, anchors=(0,), anchor_heads=heads)
+    (meant,) = layers_of(config, 1, length=111)
+    asked = []
+    monkeypatch.setattr(cascade, "has_kernels", lambda q: asked.append(q) or True)
+    (found,) = layers_of(config, 1, length=111)
+    assert asked and torch.equal(found.to_dense(), meant.to_dense())
 
 
 # --- what is refused

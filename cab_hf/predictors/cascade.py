@@ -24,6 +24,7 @@ from cab_hf.predictors.curvature import (
     EXACT,
     SCORES_AT_A_TIME,
     CurvaturePredictor,
+    has_kernels,
     refuse_infinite,
     tail_rows,
 )
@@ -160,9 +161,14 @@ class ExactPredictor(Predictor):
         blocks = config.query_block, config.key_block
         if len(budgets_of(config, call.layer, q.shape[1]).whole) == q.shape[1]:
             return BlockPlan.unlisted(call.spans, q.shape[1], *blocks)
-        shares = reference.block_shares(
-            q, summary, call.spans, call.scale, *blocks, config.anchor_reduction
-        )
+        told = call.spans, call.scale, *blocks, config.anchor_reduction
+        if has_kernels(q):
+            # imported here: models on the CPU never need Triton
+            from cab_hf.ops.block_shares import block_shares
+
+            shares = block_shares(q, summary, *told)
+        else:
+            shares = reference.block_shares(q, summary, *told)
         shares = pooled(shares, summary.shape[1], config)
         return selected(shares, shares, call, config)
 

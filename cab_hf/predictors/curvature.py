@@ -60,7 +60,7 @@ class CurvaturePredictor(Predictor):
             refuse_infinite("k", k)
         if valid is None:
             valid = torch.ones(k.shape[0], k.shape[2], device=k.device, dtype=torch.bool)
-        if _has_kernels(k):
+        if has_kernels(k):
             from cab_hf.ops import predict
 
             summary = predict.summarise(k, valid, self.config)
@@ -73,7 +73,7 @@ class CurvaturePredictor(Predictor):
         config = self.config
         if config.check_finite:
             refuse_infinite("q", q)
-        if _has_kernels(q):
+        if has_kernels(q):
             from cab_hf.ops import predict
 
             return predict.coarsen_queries(q, spans, config.query_block, config.coarsen).vectors
@@ -99,7 +99,7 @@ class CurvaturePredictor(Predictor):
                 f"exact_stride is above 0 for {len(exact)} heads, and the summary holds no keys; "
                 "make it by a predictor of the same config."
             )
-        if not _has_kernels(q):
+        if not has_kernels(q):
             return by_reference(q, summary, spans, call.scale, config, budgets, vectors)
         from cab_hf.ops import predict
 
@@ -162,7 +162,8 @@ def tail_rows(spans: Spans, config: CabConfig) -> Tensor | None:
     return spans.tail_rows(config.dense_tail * config.query_block, config.query_block)
 
 
-def _has_kernels(x: Tensor) -> bool:
+def has_kernels(x: Tensor) -> bool:
+    """Whether the predictor's kernels take ``x``."""
     # imported here and above: models on the CPU never need Triton
     if not x.is_cuda or not HAS_TRITON:
         return False
