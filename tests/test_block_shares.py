@@ -114,6 +114,10 @@ KERNEL_CASES = [
     pytest.param(case((32, 16), q_length=75, dim=24), id="d24"),
     pytest.param(case((32, 16), q_length=75, kv_heads=6), id="no-groups"),
     pytest.param(case((32, 16), "padded", q_length=111, batch=2), id="padded"),
+    # long enough for tiles that no mask is needed for
+    pytest.param(
+        case((32, 16), "padded", q_length=301, batch=2, heads=2, kv_heads=1), id="padded-long"
+    ),
     pytest.param(case((32, 16), "packed", q_length=111, batch=2), id="packed"),
     pytest.param(case((32, 16), "in-place", q_length=111, batch=2), id="in-place"),
     pytest.param(case((32, 16), "chunk", q_length=75, kv_length=205), id="chunk"),
