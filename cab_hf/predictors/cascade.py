@@ -22,7 +22,6 @@ from cab_hf.predictors.curvature import (
     ESTIMATED,
     EVERYTHING,
     EXACT,
-    SCORES_AT_A_TIME,
     CurvaturePredictor,
     has_kernels,
     refuse_infinite,
@@ -30,6 +29,8 @@ from cab_hf.predictors.curvature import (
 )
 
 HANDED = "cascade"  # under which an anchor leaves its plan
+# elements of [heads, M_q, M_k] that are sorted at a time; some 20 of them live at once
+SORTED_AT_A_TIME = 1 << 22
 LEAST = 1e-30  # far below any share that counts, and finite as a logarithm
 
 
@@ -225,7 +226,7 @@ def selected(
     budgets = budgets_of(config, call.layer, heads)
     visible = block_visibility(spans, config.query_block, config.key_block)
     kept = []
-    step = max(1, SCORES_AT_A_TIME // max(1, visible.numel()))
+    step = max(1, SORTED_AT_A_TIME // max(1, visible.numel()))
     for start in range(0, heads, step):
         some = slice(start, start + step)
         own = budgets.of_heads(range(heads)[some])
