@@ -13,9 +13,20 @@ from typing import Any, NamedTuple
 COARSEN = ("box", "mean", "max_l2")
 CURVATURE = ("none", "additive", "forman")
 SELECT = ("clusters", "topk")
+ANCHOR_SCORES = ("exact", "cab")
+ANCHOR_HEADS = ("each", "group", "all")
+ANCHOR_REDUCTION = ("max", "mean")
 # blocks and tokens are counted in int32
 MOST = 2**31 - 1
 CALIBRATIONS = Path(__file__).parent / "calibrations"
+CHOICES = {
+    "coarsen": COARSEN,
+    "select": SELECT,
+    "curvature": CURVATURE,
+    "anchor_scores": ANCHOR_SCORES,
+    "anchor_heads": ANCHOR_HEADS,
+    "anchor_reduction": ANCHOR_REDUCTION,
+}
 # a number for every head of every layer, [layers][heads]
 Table = tuple[tuple[float, ...], ...]
 
@@ -69,7 +80,21 @@ class CabConfig:
             the last chunk of a prompt cannot be told from a step of assisted decoding.
         engine: ``"auto"`` (the fastest that can), ``"flex"``, ``"triton"`` or ``"reference"``. One
             asked for by name never falls back.
-        predictor: name of a registered predictor; ``"curvature"`` is CAB.
+        predictor: name of a registered predictor; ``"curvature"`` is CAB, ``"cascade"`` decides in
+            ``anchors`` alone.
+        anchors: with ``"cascade"``, indices of the layers that choose blocks, ascending. The layers
+            behind each attend what it has chosen. The first sparse layer is one of them.
+        head_map: with ``"cascade"``, a table [layers][heads]: the head of its anchor whose blocks a
+            head attends; () for the same head. Rows of anchors are not read. Where heads share a
+            plan, its columns are the plan's heads.
+        anchor_scores: how anchors choose: ``"cab"`` as CAB does, or ``"exact"`` by the attention
+            mass that key blocks really get, which takes about as long as dense attention and reads
+            no ``exact_stride``.
+        anchor_heads: which heads of an anchor share its blocks: ``"each"`` has its own, those of a
+            KV head do (``"group"``), or ``"all"``. Budgets are then one number for all.
+        anchor_reduction: what counts of the mass that the queries of a block give a key block, and
+            of the heads that share a plan: the ``"max"``, which finds what few look for, or the
+            ``"mean"``.
         sparse_decode: when True, single-token steps attend only the blocks the predictor selects;
             otherwise, and on a static cache, they attend everything.
         check_finite: refuse queries and keys that hold infinities or NaN, by name. Costs a pass
@@ -97,6 +122,11 @@ class CabConfig:
     min_length: int = 16384
     engine: str = "auto"
     predictor: str = "curvature"
+    anchors: tuple[int, ...] = ()
+    head_map: Table = ()
+    anchor_scores: str = "exact"
+    anchor_heads: str = "each"
+    anchor_reduction: str = "max"
     sparse_decode: bool = False
     check_finite: bool = False
 
@@ -109,7 +139,7 @@ class CabConfig:
         self._require(("key_block",), lambda _: fits, of_rows)
         counts = ("sink_blocks", "local_blocks", "dense_tail", "min_length")
         self._require(counts, is_count, f"a whole number from 0 to {MOST}")
-        for name, choices in (("coarsen", COARSEN), ("select", SELECT), ("curvature", CURVATURE)):
+        for name, choices in CHOICES.items():
             self._require((name,), choices.__contains__, "one of " + ", ".join(map(repr, choices)))
         self._freeze_table("mass", is_share, "in [0, 1]")
         if not isinstance(self.mass, tuple):
@@ -130,9 +160,16 @@ class CabConfig:
         def indices(layers: Any) -> bool:
             return isinstance(layers, (tuple, list)) and all(is_count(i) for i in layers)
 
-        self._require(("dense_layers",), indices, "a tuple of layer indices >= 0")
+        self._require(("dense_layers", "anchors"), indices, "a tuple of layer indices >= 0")
         # a list is what JSON gives back; a frozen value must hash
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        object.__setattr__(self, "anchors", tuple(self.anchors))
+        # an empty one is a table of nothing, which is what JSON gives back of ()
+        object.__setattr__(self, "head_map", self.head_map or ())
+        if self.head_map != ():
+            self._freeze_table("head_map", is_count, "() for the same heads")
+        if self.predictor == "cascade":
+            self._check_cascade()
 
     @classmethod
     def published(
@@ -219,6 +256,29 @@ class CabConfig:
         """Plain values that survive JSON, ready for ``model.config.cab_config``."""
         return {name: _thawed(value) for name, value in vars(self).items()}
 
+    def _check_cascade(self) -> None:
+        """What deciding in some layers asks of the other fields."""
+
+        def ascending(layers: tuple[int, ...]) -> bool:
+            return layers != () and list(layers) == sorted(set(layers))
+
+        self._require(("anchors",), ascending, "ascending layer indices, at least one of them")
+        dense = sorted(set(self.anchors) & set(self.dense_layers))
+        if dense:
+            raise ValueError(
+                f"CabConfig.anchors has {dense[0]}, which is in dense_layers and chooses nothing; "
+                "take it out of one of them."
+            )
+        if self.anchor_heads == "each":
+            return
+        pooled = f"that heads share (anchor_heads={self.anchor_heads!r})"
+        self._require(("exact_stride",), lambda stride: stride == 0, f"0 for a plan {pooled}")
+        for name in ("mass", "bridges", "sparsity"):
+            what = f"one number for a plan {pooled}"
+            self._require((name,), lambda value: not isinstance(value, tuple), what)
+        clusters = f"'clusters' for a plan {pooled}"
+        self._require(("select",), lambda select: select == "clusters", clusters)
+
     def _freeze_table(self, name: str, accepts: Callable[[Any], bool], what: str) -> None:
         """Refuse what is neither accepted nor a table of what is; a list becomes a tuple."""
         value = getattr(self, name)
@@ -295,6 +355,31 @@ def require_layers(config: CabConfig, model_config: Any) -> None:
             raise ValueError(
                 f"CabConfig.dense_layers has {layer}; this model has layers 0 to {max(counts) - 1}."
             )
+    if counts and config.predictor == "cascade":
+        _require_anchors(config, model_config, max(counts))
+
+
+def _require_anchors(config: CabConfig, model_config: Any, layers: int) -> None:
+    """Refuse anchors, and a map of heads, that a model of so many layers does not have."""
+    if config.anchors[-1] >= layers:
+        raise ValueError(
+            f"CabConfig.anchors has {config.anchors[-1]}; this model has layers 0 to {layers - 1}."
+        )
+    kinds = getattr(model_config, "layer_types", None) or ["full_attention"] * layers
+    sparse = [
+        layer
+        for layer, kind in enumerate(kinds)
+        if kind == "full_attention" and layer not in config.dense_layers
+    ]
+    if sparse and sparse[0] not in config.anchors:
+        raise ValueError(
+            f"CabConfig.anchors is {config.anchors}, and layer {sparse[0]} is the first sparse "
+            "one, for which nobody chooses; add it."
+        )
+    if config.head_map and len(config.head_map) != layers:
+        raise ValueError(
+            f"CabConfig.head_map has {len(config.head_map)} layers; this model has {layers}."
+        )
 
 
 # functions: torch.compile traces no method of a value that is a constant to it

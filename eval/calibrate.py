@@ -1,8 +1,9 @@
 """Calibration: what every head of a model loses at every budget, and the budgets that follow.
 
-Measured a document at a time by the parts of `cab_hf.calibrate`; a case is one document. Beside the
-files of every experiment the folder gets a config for each target density, which
-`CabConfig.calibrated` reads.
+Or, with ``--anchors``, what the blocks of every layer keep for every other, and a cascade. Measured
+a document at a time by the parts of `cab_hf.calibrate`; a case is one document. Beside the files of
+every experiment the folder gets a config for each target density, which `CabConfig.calibrated`
+reads.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 from cab_hf.config import CabConfig
 from cab_hf.documents import Document, recall_document, split_sentences
-from cab_hf.eval import charts
+from cab_hf.eval import anchors, charts
 from cab_hf.eval.experiment import PROG, SAMPLES, Row, read_provenance, run
 from cab_hf.eval.haystack import read_sentences
 from cab_hf.eval.methods import known
@@ -33,13 +34,16 @@ from cab_hf.patches.calibration import (
     averaged,
     budgeted,
     built_in_text,
+    kept_of,
     losses,
 )
 from cab_hf.predictors import make_predictor
 from cab_hf.predictors.calibration import Losses, pass_cost
 from cab_hf.runs.log import read_log, write_atomically, writing
+from cab_hf.runs.models import load_config
 from cab_hf.runs.provenance import file_identity
 from cab_hf.runs.settings import (
+    Refused,
     by_device,
     comma_separated,
     option,
@@ -67,6 +71,9 @@ class Settings(OnModelSettings):
         "comma-separated shares of the pairs to spend, exact passes included",
         comma_separated(float),
     )
+    anchors: int = option(
+        0, "layers that choose blocks for those behind them, which are found; 0: all choose", int
+    )
     length: int | None = by_device(LENGTH, 1024, "tokens of a document", int)
     documents: int | None = by_device(DOCUMENTS, 1, "how many documents are read", int)
     out: str = option("calibration_results", "folder for the results; a run found there goes on")
@@ -82,6 +89,7 @@ class Settings(OnModelSettings):
         check("texts", self.texts, f"UTF-8 files or {BUILT_IN}")
         targets = self.target_densities
         check("target_densities", targets and all(0 < d <= 1 for d in targets), "in (0, 1]")
+        check("anchors", self.anchors >= 0, "a number of layers, or 0")
         check("length", self.length > 0, "a number of tokens")
         check("documents", self.documents > 0, "at least 1")
         _ = self.cab_config  # refuses bad fields here rather than in the middle of a run
@@ -114,6 +122,14 @@ class Calibrate(OnModel):
 
     def check(self) -> None:
         super().check()
+        settings = self.settings
+        text = load_config(settings.model, settings.trust_remote_code).get_text_config()
+        layers = text.num_hidden_layers - len(settings.cab_config.dense_layers)
+        if settings.anchors > layers:
+            raise Refused(
+                f"anchors must be at most {layers}, the layers of model {settings.model!r} that "
+                f"are not dense; got {settings.anchors}."
+            )
         self.document(0)
 
     def document(self, index: int) -> Document:
@@ -130,8 +146,21 @@ class Calibrate(OnModel):
             text if text == BUILT_IN else file_identity(text) for text in settings.texts
         ]
         config = settings.cab_config
+        told["cab_config"] = config.to_dict()
+        if settings.anchors:
+            return told
+        del told["anchors"]
         options = [dict(option) for option in make_predictor(config).options()]
-        return {**told, "cab_config": config.to_dict(), "options": options}
+        return {**told, "options": options}
+
+    def identity(self) -> dict[str, Any]:
+        told = super().identity()
+        if self.settings.anchors:
+            # anchors are measured at each target, and any number of them follows
+            told["target_densities"] = list(self.settings.target_densities)
+            del told["anchors"]
+            told["cascade"] = True
+        return told
 
     def expected(self) -> int:
         return self.settings.documents
@@ -140,9 +169,21 @@ class Calibrate(OnModel):
         yield from ({"document": index} for index in range(self.settings.documents))
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """By layer, [heads][options] of each of `Losses`."""
+        """By layer, [heads][options] of each of `Losses`; with anchors, `Kept` by target."""
         model, config = self.model, self.settings.cab_config
         document = self.document(case["document"])
+        if self.settings.anchors:
+            targets = self.settings.target_densities
+            with refusing("model"):
+                layers, kept = kept_of(model, document, config, targets)
+            return {
+                "layers": model.config.get_text_config().num_hidden_layers,
+                "measured": layers,
+                "kept": {
+                    f"{target:g}": anchors.recorded(each)
+                    for target, each in zip(targets, kept, strict=True)
+                },
+            }
         with refusing("model"):
             found = losses(model, document, config, make_predictor(config).options())
         return {
@@ -156,6 +197,8 @@ class Calibrate(OnModel):
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         """One row a (target, layer, head): its option, and what it loses there."""
+        if "anchors" in settings:
+            return anchors.rows(samples, settings)
         options = settings["options"]
         found = averaged([_read(sample) for sample in samples])
         rows = []
@@ -173,6 +216,8 @@ class Calibrate(OnModel):
 
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
+        if "anchor" in rows[0]:
+            return anchors.tables(rows)
         made = []
         for some in grouped(rows, "target"):
             kinds = Counter(row["kind"] for row in some)
@@ -186,6 +231,8 @@ class Calibrate(OnModel):
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
+        if "anchors" in settings:
+            return anchors.notes(settings)
         return (
             f"Of {settings['documents']} documents of {settings['length']} tokens with {KEYS} keys "
             "each. Estimate, exact and all are how many heads choose blocks by the estimate, by an "
@@ -197,6 +244,8 @@ class Calibrate(OnModel):
     @staticmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
         """What each head attends, a panel a target."""
+        if "anchor" in rows[0]:
+            return anchors.draw(path, rows)
         panels = {
             f"target {some[0]['target']:g}": {
                 (float(row["head"]), float(row["layer"])): row["density"] for row in some
@@ -225,7 +274,8 @@ def write_configs(folder: Path) -> list[Path]:
     paths = []
     for target in settings["target_densities"]:
         paths.append(folder / f"cab_config-{target:g}.json")
-        config = _budgeted(samples, settings, target)
+        told = anchors.config_of if "anchors" in settings else _budgeted
+        config = told(samples, settings, target)
         with writing(paths[-1]):
             write_atomically(paths[-1], json.dumps(config.to_dict()) + "\n")
     return paths

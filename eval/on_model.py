@@ -33,7 +33,9 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 class OnModelSettings:
     """The model, and where it runs. None stands for a default that depends on the device."""
 
-    model: str = option("smollm2", "a causal LM's name or path; smollm2, smollm2-32k need no hub")
+    model: str = option(
+        "smollm2", "a causal LM's name or path; smollm2, smollm2-32k, tiny need no hub"
+    )
     trust_remote_code: bool = flag("run Python code that comes with the model")
     set: tuple[str, ...] = option(
         (), "field=value of CabConfig, e.g. mass=0.8; repeatable", repeatable=True

@@ -12,9 +12,9 @@ from torch import nn
 
 from cab_hf.finetune import meter
 from cab_hf.finetune.loss import CHUNK_LOGITS
-from cab_hf.finetune.models import TINY, load_model, stretch_positions
+from cab_hf.finetune.models import load_model, stretch_positions
 from cab_hf.finetune.settings import ACROSS, Settings
-from cab_hf.runs.models import load_config
+from cab_hf.runs.models import TINY, load_config
 
 # 4 bits and the scales of NF4, quantised twice
 FOUR_BIT_BYTES = 0.52

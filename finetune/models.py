@@ -8,7 +8,6 @@ itself is called, through whatever is wrapped around it, so that all hooks run.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,12 +19,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
 )
 
 from cab_hf.config import CabConfig
@@ -33,16 +29,6 @@ from cab_hf.patches import apply_cab
 from cab_hf.runs import models as run_models
 from cab_hf.runs.log import write_atomically
 
-TINY = "tiny"
-TINY_SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 1024,
-}
 ROPES = ("linear", "dynamic", "yarn", "llama3", "theta")
 # of Llama 3.1, whose scaling it is
 LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -95,7 +81,7 @@ def load_model(
 
 def open_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The config of a model, which may be changed before `open_model` takes it."""
-    return _tiny_config() if name == TINY else run_models.load_config(name, trust_remote_code)
+    return run_models.load_config(name, trust_remote_code)
 
 
 def open_model(
@@ -106,11 +92,7 @@ def open_model(
     Args:
         options: of ``from_pretrained``.
     """
-    if name == TINY:
-        attention = options.get("attn_implementation", "sdpa")
-        model, tokenizer = _tiny_model(config, attention, dtype, device), _reads_bytes()
-    else:
-        model, tokenizer = run_models.load_model(name, device, dtype, config=config, **options)
+    model, tokenizer = run_models.load_model(name, device, dtype, config=config, **options)
     # what PEFT records as the base of an adapter: no path where a name says it
     model.name_or_path = name
     return model, tokenizer
@@ -235,32 +217,6 @@ def _scaled(
 def _rotary_dim(text: Any) -> int:
     dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return int(dim * text.rope_parameters.get("partial_rotary_factor", 1.0))
-
-
-def _tiny_config() -> LlamaConfig:
-    special = {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": 257}
-    return LlamaConfig(vocab_size=258, **special, **TINY_SIZES)
-
-
-def _tiny_model(config: LlamaConfig, attention: str, dtype: str, device: Any) -> LlamaForCausalLM:
-    with torch.random.fork_rng(devices=[]):
-        # always the same one, whatever the seed of a run
-        torch.manual_seed(0)
-        config._attn_implementation = attention
-        model = LlamaForCausalLM(config)
-    return model.to(device, getattr(torch, dtype)).eval()
-
-
-def _reads_bytes() -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are bytes, so that digits are one each."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: i for i, letter in enumerate([*letters, "<eos>", "<pad>"])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
 
 
 def with_lora(
@@ -502,9 +458,7 @@ def _replaced(owner: nn.Module, name: str, value: Any) -> Iterator[None]:
 
 def base_sha256(name: str) -> str:
     """SHA-256 of what a base computes, wherever it stands; of what is not local, once loaded."""
-    if name != TINY:
-        return run_models.content_sha256(name)
-    return hashlib.sha256(_tiny_config().to_json_string().encode()).hexdigest()
+    return run_models.content_sha256(name)
 
 
 def save_adapter(

@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from cab_hf.attention import cab_dense_attention, settings
 from cab_hf.call import cab_mask
 from cab_hf.config import CabConfig, is_share, is_whole, require
 from cab_hf.documents import Document, recall_document, split_sentences, with_copies
+from cab_hf.patches.inspection import attention_layers
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
+from cab_hf.predictors.anchors import Kept, View, kept_between, viewed, with_share
 from cab_hf.predictors.calibration import (
     NEEDLE_WEIGHT,
     Losses,
@@ -113,6 +116,24 @@ def losses(
 ) -> dict[int, Losses]:
     """What the heads of each layer lose on one document; layers with a window have no part."""
     found: dict[int, Losses] = {}
+    tokens, looking = sought(document)
+
+    def look(module: nn.Module, q: Tensor, k: Tensor, scale: float) -> None:
+        layer = module.layer_idx
+        if layer in config.dense_layers:
+            return
+        needles = Needles(*(x.to(q.device) for x in looking))
+        call = Call(Spans.causal(1, q.shape[2], k.shape[2], q.device), scale, layer)
+        found[layer] = Losses(*(x.cpu() for x in measure(q, k, call, config, options, needles)))
+
+    ids = torch.tensor([tokens], device=model.device)
+    with _captured(model, look):
+        model(ids, use_cache=False, logits_to_keep=1)
+    return found
+
+
+def sought(document: Document) -> tuple[Sequence[int], Needles]:
+    """A document with copies of its passages, and who is to find what in it."""
     document, copies = with_copies(document, COPIES, PASSAGE)
     looking = [
         (query, *needle)
@@ -126,19 +147,74 @@ def losses(
         for source, target in copies
         for at in range(RECOGNISED, PASSAGE - 1, EVERY)
     ]
+    return document.tokens, Needles(*torch.tensor(looking).unbind(1))
+
+
+@torch.no_grad()
+def kept_of(
+    model: PreTrainedModel, document: Document, config: CabConfig, shares: Sequence[float]
+) -> tuple[list[int], list[Kept]]:
+    """The layers that could attend sparsely, and what blocks of each keep of each, by share.
+
+    Args:
+        shares: of a row, that blocks are chosen for.
+
+    Raises:
+        ValueError: for a model whose layers differ in their heads, or have no index.
+    """
+    views: dict[int, list[View]] = {}
+    heads: dict[int, tuple[int, int]] = {}
+    tokens, needles = sought(document)
 
     def look(module: nn.Module, q: Tensor, k: Tensor, scale: float) -> None:
         layer = module.layer_idx
         if layer in config.dense_layers:
             return
-        needles = Needles(*torch.tensor(looking, device=q.device).unbind(1))
+        heads[layer] = q.shape[1], k.shape[1]
+        here = Needles(*(x.to(q.device) for x in needles))
         call = Call(Spans.causal(1, q.shape[2], k.shape[2], q.device), scale, layer)
-        found[layer] = Losses(*(x.cpu() for x in measure(q, k, call, config, options, needles)))
+        views[layer] = [viewed(q, k, call, with_share(config, share), here) for share in shares]
 
-    ids = torch.tensor([document.tokens], device=model.device)
-    with _captured(model, look):
+    ids = torch.tensor([tokens], device=model.device)
+    with _changes(model) as importance, _captured(model, look):
         model(ids, use_cache=False, logits_to_keep=1)
-    return found
+    if not views:
+        raise ValueError("None of the model's layers attends sparsely: none can be an anchor.")
+    if len(set(heads.values())) > 1:
+        told = ", ".join(f"{q} over {k}" for q, k in sorted(set(heads.values())))
+        raise ValueError(
+            f"The model's layers differ in their heads ({told}); 'cascade' is for models whose "
+            "layers have the same."
+        )
+    layers = sorted(views)
+    weights = [importance[layer] for layer in layers]
+    by_share = zip(*(views[layer] for layer in layers), strict=True)
+    return layers, [kept_between(some, weights) for some in by_share]
+
+
+@contextmanager
+def _changes(model: PreTrainedModel) -> Iterator[dict[int, float]]:
+    """How much each layer changes its input, by its index: the mean of 1 - cosine over tokens."""
+    found: dict[int, float] = {}
+    hooks = []
+
+    def watch(index: int, layer: nn.Module) -> None:
+        def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            before = args[0] if args else kwargs["hidden_states"]
+            after = output[0] if isinstance(output, tuple) else output
+            cosine = F.cosine_similarity(before.float(), after.float(), dim=-1)
+            found[index] = float(1 - cosine.mean())
+
+        hooks.append(layer.register_forward_hook(note, with_kwargs=True))
+
+    names = {id(module): name for name, module in model.named_modules()}
+    for index, module in attention_layers(model):
+        watch(index, model.get_submodule(names[id(module)].rpartition(".")[0]))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def averaged(measured: Sequence[dict[int, Losses]]) -> dict[int, Losses]:

@@ -66,6 +66,8 @@ def describe(
 
 def _budget(config: CabConfig) -> str:
     """What CAB keeps; another predictor reads of the config what it likes."""
+    if config.predictor == "cascade":
+        return f" ({len(config.anchors)} anchors by {config.anchor_scores} scores)"
     if config.predictor != "curvature":
         return ""
     if config.select == "topk":
@@ -73,6 +75,17 @@ def _budget(config: CabConfig) -> str:
     else:
         kept = f"clusters: mass {_numbers(config.mass)}, bridges {_numbers(config.bridges)}"
     return f" ({kept}{_apart(config)})"
+
+
+def _chosen(config: CabConfig, module: nn.Module) -> str:
+    """Where a cascade takes the blocks of a layer from."""
+    layer = getattr(module, "layer_idx", None)
+    if config.predictor != "cascade" or layer is None:
+        return ""
+    before = [anchor for anchor in config.anchors if anchor <= layer]
+    if not before:
+        return ", refused: no anchor before it"
+    return ", an anchor" if before[-1] == layer else f", the blocks of layer {before[-1]}"
 
 
 def _numbers(told: float | Table) -> str:
@@ -167,7 +180,7 @@ def _sentence(
         window=_window(module),
     )
     if way.kind == "sparse":
-        told = f"sparse, engine {way.engine.label(work)}"
+        told = f"sparse, engine {way.engine.label(work)}{_chosen(config, module)}"
     else:
         # what computes it is told where that is not what anybody would expect
         how = [] if way.reason and way.engine is SDPA else [way.engine.name]

@@ -34,6 +34,16 @@ CONFIGS = {
     "additive": CabConfig.published(0.6, "additive", query_block=32, key_block=16, min_length=0),
     "streaming": replace(SMALL, predictor="streaming"),
     "random": replace(SMALL, predictor="random", sparsity=0.6),
+    "cascade": replace(SMALL, predictor="cascade", anchors=(0,)),
+    "cascade-mean-tables": replace(
+        SMALL, predictor="cascade", anchors=(0,), anchor_reduction="mean", mass=TABLES["mass"]
+    ),
+    "cascade-by-cab": replace(
+        SMALL, predictor="cascade", anchors=(0,), anchor_scores="cab", **TABLES
+    ),
+    "cascade-pooled": replace(
+        SMALL, predictor="cascade", anchors=(0,), anchor_scores="cab", anchor_heads="group"
+    ),
     "antidiagonal": replace(SMALL, predictor="antidiagonal", sparsity=0.6),
 }
 

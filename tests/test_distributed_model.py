@@ -26,6 +26,13 @@ CONFIGS = {
     "some-documents-exact": replace(SPARSE, min_length=300),
     "a-dense-layer": replace(SPARSE, dense_layers=(1,)),
     "streaming": replace(SPARSE, predictor="streaming"),
+    "cascade": replace(SPARSE, predictor="cascade", anchors=(0,), anchor_heads="group"),
+    "cascade-by-cab": replace(
+        SPARSE,
+        **{"predictor": "cascade", "anchors": (0,), "anchor_scores": "cab"},
+        head_map=((0,) * 6, (5, 0, 0, 1, 4, 2)),
+        min_length=300,
+    ),
 }
 
 
@@ -110,6 +117,9 @@ def test_a_training_step_is_that_of_one_process(ranks, config, ends):
     [
         pytest.param((("cab_dense",), {}), {}, 2, id="cab_dense"),
         pytest.param((("cab", SPARSE), {}), {"checkpointing": True}, 2, id="checkpointing"),
+        pytest.param(
+            (("cab", CONFIGS["cascade"]), {}), {"checkpointing": True}, 2, id="cascade-checkpointed"
+        ),
         pytest.param((("cab", SPARSE), {}), {"heads_k_stride": 2}, 2, id="both-heads-at-once"),
         pytest.param((("cab", SPARSE), {}), {}, 1, id="alone"),
         pytest.param(

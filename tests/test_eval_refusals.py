@@ -22,7 +22,7 @@ LENGTH = {"passkey": "lengths", "fidelity": "lengths", "calibrate": "length"}
 def folder(tmp_path_factory):
     """A tiny model, and files that are nothing to read."""
     folder = tmp_path_factory.mktemp("given")
-    save_llama(folder / "tiny")
+    save_llama(folder / "own")
     (folder / "book.txt").write_text(TEXT)
     (folder / "binary").write_bytes(bytes(range(256)))
     (folder / "zeros").write_text("a text. \0 of zeros.")
@@ -40,7 +40,7 @@ def refused(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(folder)
     out = tmp_path / "out"
 
-    def run(command, words, model="tiny"):
+    def run(command, words, model="own"):
         words = [*command.split(), *words.split()]
         if command in SMALL:
             fixed = ["--model", model, *SMALL[command].split(), "--device", "cpu"]
@@ -158,7 +158,7 @@ def test_of_pages(folder, monkeypatch, capsys, words):
 
 
 def test_what_no_target_can_have_is_told_by_its_name(folder, tmp_path, capsys):
-    words = f"calibrate --model {folder}/tiny {SMALL['calibrate']} --device cpu --out {tmp_path}"
+    words = f"calibrate --model {folder}/own {SMALL['calibrate']} --device cpu --out {tmp_path}"
     assert main([*words.split(), "--target-densities", "0.001"]) == 2
     assert "target_densities: target_density is 0.001; it must be" in capsys.readouterr().err
 
@@ -185,7 +185,7 @@ def test_a_bug_is_not_told_as_a_refusal(folder, tmp_path, monkeypatch, error):
 
     # raised here, by no statement of cab_hf
     monkeypatch.setattr(Passkey, "answer", broken)
-    words = f"passkey --model {folder}/tiny {SMALL['passkey']} --device cpu --out {tmp_path}/out"
+    words = f"passkey --model {folder}/own {SMALL['passkey']} --device cpu --out {tmp_path}/out"
     with pytest.raises(type(error)):
         main(words.split())
 

@@ -375,11 +375,11 @@ def test_adapters_that_are_refused(options, sentence):
 
 
 def test_an_adapter_says_what_it_was_trained_in(tmp_path):
-    model, tokenizer = load_model("tiny", cab_config=SPARSE, length=2048, rope="linear")
+    model, tokenizer = load_model("tiny", cab_config=SPARSE, length=8192, rope="linear")
     models.save_adapter(adapted(model, norms=True), tokenizer, tmp_path)
     told = json.loads((tmp_path / models.BASE).read_text())
     assert told["sha256"] == models.base_sha256("tiny")
-    assert told["rope_parameters"]["factor"] == 2.0 and told["max_position_embeddings"] == 1024
+    assert told["rope_parameters"]["factor"] == 2.0 and told["max_position_embeddings"] == 4096
     assert told["cab_config"] == SPARSE.to_dict()
     recorded = json.loads((tmp_path / "adapter_config.json").read_text())
     assert recorded["base_model_name_or_path"] == "tiny"

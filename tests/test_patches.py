@@ -345,6 +345,17 @@ def test_describe_says_what_runs_where_and_why(model):
     assert "layers 1-2: dense, sliding window of 40 tokens" in cab_hf.describe(sliding)
 
 
+def test_describe_says_which_layer_chooses_for_which(model):
+    cab_hf.apply_cab(model, SPARSE, predictor="cascade", anchors=(0, 2))
+    lines = cab_hf.describe(model, tokens=500).splitlines()
+    assert "predictor cascade (2 anchors by exact scores)" in lines[0]
+    assert lines[1:] == [
+        "  layer 0: sparse, engine reference, an anchor",
+        "  layer 1: sparse, engine reference, the blocks of layer 0",
+        "  layer 2: sparse, engine reference, an anchor",
+    ]
+
+
 def test_describe_finds_layers_that_are_causal_by_call_alone():
     config = transformers.CLIPTextConfig(
         **SIZES | {"num_hidden_layers": 2, "eos_token_id": 2}, projection_dim=48

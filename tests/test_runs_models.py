@@ -21,6 +21,9 @@ from tiny import tiny_model
 from transformers import GPT2Config, LlamaConfig
 from words import save_llama
 
+import cab_hf
+from cab_hf import CabConfig
+from cab_hf.eval.__main__ import main
 from cab_hf.runs import models
 from cab_hf.runs.settings import Refused
 
@@ -225,6 +228,9 @@ def test_an_adapter_is_one_with_the_model_it_is_for(copied, tmp_path):
 
 HUB = """
 import sys
+import cab_hf
+from cab_hf import CabConfig
+from cab_hf.eval.__main__ import main
 from cab_hf.runs import models
 _, tokenizer = models.load_model("someone/tiny", "cpu", "float32")
 print(models.content_sha256("someone/tiny"))
@@ -325,3 +331,56 @@ def test_a_config_that_names_no_positions_sets_no_bound():
     from transformers import BloomConfig
 
     assert models.most_tokens(BloomConfig()) is None
+
+
+# --- tiny
+
+
+@pytest.fixture(scope="module")
+def llama2():
+    """The model for development, and its tokenizer."""
+    return models.load_model("tiny", "cpu", "float32")
+
+
+def test_tiny_is_llama_2_in_small(llama2):
+    model, tokenizer = llama2
+    config = model.config
+    assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (2, 64, 2)
+    assert config.num_key_value_heads == 2 and not config.tie_word_embeddings
+    assert sum(x.numel() for x in model.parameters()) == 115_264
+    assert models.is_local("tiny") and len(models.content_sha256("tiny")) == 64
+    assert models.load_config("tiny").to_dict() == models._tiny_config().to_dict()
+    assert tokenizer("12").input_ids == [*map(tokenizer.convert_tokens_to_ids, "12")]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"predictor": "cascade", "anchors": (0,)},
+        {"predictor": "cascade", "anchors": (0,), "anchor_scores": "cab", "anchor_heads": "all"},
+    ],
+    ids=["cab", "cascade-exact", "cascade-by-cab"],
+)
+def test_cab_and_cascade_run_on_tiny(llama2, fields):
+    """With everything kept they are dense, and with less they are near it."""
+    model, _ = llama2
+    ids = torch.randint(256, (1, 500), generator=torch.Generator().manual_seed(0))
+    small = {"query_block": 32, "key_block": 16, "min_length": 0, **fields}
+    with torch.no_grad():
+        dense = model(ids).logits
+        with cab_hf.cab(model, CabConfig(**small, mass=1.0)):
+            torch.testing.assert_close(model(ids).logits, dense, atol=1e-5, rtol=1e-4)
+        with cab_hf.cab(model, CabConfig(**small, mass=0.5)):
+            found = model(ids).logits
+            densities = [layer["density"] for layer in cab_hf.stats(model, reset=True)]
+    assert not torch.equal(found, dense) and (found - dense).abs().max() < dense.abs().max()
+    assert all(0 < density < 0.95 for density in densities)
+
+
+def test_evaluations_take_tiny(tmp_path, capsys):
+    words = "--model tiny --device cpu --length 4000 --target-densities 0.3 --anchors 1"
+    told = ["--set", "anchor_scores=cab"]
+    assert main(["calibrate", *words.split(), *told, "--out", str(tmp_path / "run")]) == 0
+    assert CabConfig.calibrated(tmp_path / "run" / "cab_config-0.3.json").anchors == (0,)
+    assert "config: " in capsys.readouterr().out

@@ -7,10 +7,12 @@ travels too, and nothing else:
   the coarsened queries of all, chooses for all rows, and keeps its own. That part of choosing is
   not divided by the ranks.
 * heads that choose by exact scores need keys: theirs are gathered.
+* an anchor of a cascade that goes by exact scores needs all keys, and they are gathered; the
+  layers behind it need nothing.
 * which rows end a text (``dense_tail``) is told by the layout.
 
-A predictor that is not CAB itself is handed the whole q and k, gathered, by every rank: always
-right, and as slow as on one.
+Any other predictor that is not CAB itself is handed the whole q and k, gathered, by every rank:
+always right, and as slow as on one.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from cab_hf.distributed.exchange import gathered, group_of
 from cab_hf.distributed.layout import Places, Shard, layout_of, lengths_between, take_rows
 from cab_hf.ops.reference import KeySummary
 from cab_hf.plan import EXACT_BLOCK, BlockLists, BlockPlan, named_rows
-from cab_hf.predictors import Call, CurvaturePredictor, Predictor, make_predictor
+from cab_hf.predictors import (
+    Call,
+    CascadePredictor,
+    CurvaturePredictor,
+    Predictor,
+    make_predictor,
+)
+from cab_hf.predictors.cascade import ExactPredictor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -69,6 +78,12 @@ def choose(
     predictor: Predictor, q: Tensor, k: Tensor, places: Places, group: ProcessGroup, call: Call
 ) -> BlockPlan:
     """`predict` by a predictor, ``call.spans`` being a `Shard` of ``places``."""
+    if isinstance(predictor, CascadePredictor):
+        # an anchor hands on the rows of this rank
+        heads, anchor = (q.shape[1], k.shape[1]), predictor.anchor
+        return predictor.handed_on(heads, call, lambda: choose(anchor, q, k, places, group, call))
+    if isinstance(predictor, ExactPredictor):
+        return predictor.choose(q, _tokens(k, places, group), call)
     if type(predictor) is not CurvaturePredictor:
         return _by_all_of_it(predictor, q, k, places, group, call)
     config = predictor.config

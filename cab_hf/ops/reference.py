@@ -272,8 +272,8 @@ def select_blocks(
 
     ``budgets`` are those of the heads at hand.
     """
-    places = spans.rows(config.query_block).places(config.query_block)
     if config.select == "topk":
+        places = spans.rows(config.query_block).places(config.query_block)
         affinity = mean.relu().masked_fill(~visible.unsqueeze(1), 0.0)
         score = curvature_score(affinity, affinity, visible.unsqueeze(1), places, config)
         return best_blocks(score, None, spans, visible, config, budgets)
@@ -281,6 +281,19 @@ def select_blocks(
     if not any(budgets.bridges):
         return best_blocks(estimate, estimate, spans, visible, config, budgets)
     reach = block_log_mass(upper, visible.unsqueeze(1))
+    return clusters_and_bridges(estimate, reach, spans, visible, config, budgets)
+
+
+def clusters_and_bridges(
+    estimate: Tensor,
+    reach: Tensor,
+    spans: Spans,
+    visible: Tensor,
+    config: CabConfig,
+    budgets: Budgets,
+) -> Tensor:
+    """Clusters by the log mass ``estimate``, bridges by curvature over the log mass ``reach``."""
+    places = spans.rows(config.query_block).places(config.query_block)
     direct = standardise(reach, visible.unsqueeze(1))
     score = curvature_score(reach.exp(), direct, visible.unsqueeze(1), places, config)
     return best_blocks(score, estimate, spans, visible, config, budgets)
@@ -358,6 +371,41 @@ def exact_scores(
         most[:, :, blocks], mass[:, :, blocks] = shares.amax(3), shares.sum(3)
     # far below any share that counts, and finite
     return most, mass.clamp(min=1e-30).log()
+
+
+def block_shares(
+    q: Tensor,
+    k: Tensor,
+    spans: Spans,
+    scale: float,
+    query_block: int,
+    key_block: int,
+    reduction: str,
+) -> Tensor:
+    """The attention that the queries of a block give each key block, float32 [B, H, M_q, M_k].
+
+    What a query gives is the sum of its attention probabilities over the block's keys. ``"max"`` is
+    the most that any query of the query block gives, ``"mean"`` the mean over its queries. Padding
+    gives nothing and counts for nothing; a row of padding is zero. No N x N tensor is ever whole.
+    """
+    keys = k.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(-1, -2)
+    key = torch.arange(k.shape[2], device=k.device)
+    first, last = (x[:, None, :, None] for x in (spans.first, spans.last))
+    counts = spans.rows(query_block).queries.clamp(min=1)[:, None, :, None]
+    rows = []
+    step = max(1, QUERIES_AT_A_TIME // query_block) * query_block
+    for start in range(0, q.shape[2], step):
+        some = slice(start, start + step)
+        logits = q[:, :, some].float() @ keys * scale
+        seen = (key >= first[:, :, some]) & (key <= last[:, :, some])
+        # softmax over nothing is NaN: a row of padding gives nothing
+        shares = logits.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0.0)
+        padding = (0, -shares.shape[3] % key_block, 0, -shares.shape[2] % query_block)
+        blocks = F.pad(shares, padding).unflatten(3, (-1, key_block)).sum(-1)
+        blocks = blocks.unflatten(2, (-1, query_block))
+        rows.append(blocks.amax(3) if reduction == "max" else blocks.sum(3))
+    found = torch.cat(rows, dim=2)
+    return found if reduction == "max" else found / counts
 
 
 def attention(

@@ -11,6 +11,7 @@ from cab_hf.predictors.baselines import (
     RandomPredictor,
     StreamingPredictor,
 )
+from cab_hf.predictors.cascade import CascadePredictor
 from cab_hf.predictors.curvature import CurvaturePredictor
 from cab_hf.predictors.published import AdaptiveCurvaturePredictor, CoarseCurvaturePredictor
 
@@ -18,6 +19,7 @@ __all__ = [
     "AdaptiveCurvaturePredictor",
     "AntidiagonalPredictor",
     "Call",
+    "CascadePredictor",
     "CoarseCurvaturePredictor",
     "CurvaturePredictor",
     "OraclePredictor",
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 register_predictor("antidiagonal", AntidiagonalPredictor)
+register_predictor("cascade", CascadePredictor)
 register_predictor("curvature", CurvaturePredictor)
 register_predictor("oracle", OraclePredictor)
 register_predictor("random", RandomPredictor)

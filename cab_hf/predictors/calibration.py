@@ -109,7 +109,7 @@ def measure(
     a_row = heads * spans.kv_length * config.query_block
     step = max(1, SHARES_AT_A_TIME // a_row) * config.query_block
     for start in range(0, spans.q_length, step):
-        shares = _block_shares(q, k, call, config.key_block, slice(start, start + step))
+        shares = block_shares_of(q, k, call, config.key_block, slice(start, start + step))
         rows = slice(start // config.query_block, -(-(start + step) // config.query_block))
         held = _held(shares, keep[:, rows], config.query_block)
         missed += (shares.sum(-1, keepdim=True) - held).square().sum(1).double()
@@ -118,7 +118,7 @@ def measure(
     # [H, n, M_k]: what falls on the needle of each query
     key = torch.arange(k.shape[2], device=k.device)
     sought = (key >= needles.starts[:, None]) & (key < needles.ends[:, None])
-    shares = _block_shares(q, k, call, config.key_block, needles.queries, sought)
+    shares = block_shares_of(q, k, call, config.key_block, needles.queries, sought)
     left = ~keep[:, needles.queries // config.query_block]
     needle = (shares.unsqueeze(-1) * left).sum((1, 2)).double() / max(1, len(needles.queries))
     return Losses(missed, needle, density)
@@ -187,7 +187,7 @@ def _pairs(spans: Spans, config: CabConfig) -> Tensor:
     return rows.sum(1).double()
 
 
-def _block_shares(
+def block_shares_of(
     q: Tensor,
     k: Tensor,
     call: Call,

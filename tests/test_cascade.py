@@ -1,0 +1,379 @@
+"""Cascade: anchors choose, the layers behind them attend the same blocks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import laid_out
+from selecting import loud
+from tiny import FULL, SMALL, SPARSE, tiny_model, tokens
+
+import cab_hf
+from cab_hf import CabConfig
+from cab_hf.plan import Spans
+from cab_hf.predictors import Call, CascadePredictor, cascade, make_predictor
+from cab_hf.predictors.cascade import pooled
+
+BLOCKS = {"query_block": 32, "key_block": 16, "min_length": 0}
+CASCADE = replace(SPARSE, predictor="cascade", anchors=(0, 2))
+BY_CAB = replace(CASCADE, anchor_scores="cab")
+LENGTH = 205
+REDUCTIONS = ["max", "mean"]
+
+
+def layers_of(config, count=4, length=LENGTH, spans=None, **shape):
+    """The plans of some layers of one forward pass, each with q and k of its own."""
+    predictor, handed, plans = make_predictor(config), {}, []
+    for layer in range(count):
+        q, k = loud(q_length=length, seed=layer, **{"heads": 4, "kv_heads": 2, **shape})
+        spans = spans or Spans.causal(q.shape[0], length, length, "cpu")
+        plans.append(predictor(q, k, Call(spans, 0.25, layer, handed)))
+        plans[-1].validate()
+    return plans
+
+
+# --- what is handed on
+
+
+@pytest.mark.parametrize("config", [CASCADE, BY_CAB], ids=["exact", "cab"])
+def test_layers_attend_what_the_anchor_before_them_chose(config):
+    plans = [plan.to_dense() for plan in layers_of(config)]
+    assert torch.equal(plans[0], plans[1]) and torch.equal(plans[2], plans[3])
+    assert not torch.equal(plans[0], plans[2])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"curvature": "forman", "max_density": 0.4},
+        {"mass": ((0.4, 0.3, 1.0, 0.0),) * 4, "exact_stride": ((0, 4, 0, 2),) * 4},
+        {"select": "topk", "sparsity": 0.6},
+    ],
+    ids=["clusters", "forman", "tables", "topk"],
+)
+def test_as_many_anchors_as_layers_are_no_cascade(fields):
+    plain = replace(SPARSE, **fields)
+    config = replace(plain, predictor="cascade", anchors=(0, 1, 2, 3), anchor_scores="cab")
+    for one, other in zip(layers_of(config), layers_of(plain), strict=True):
+        for part in ("full", "partial"):
+            assert torch.equal(getattr(one, part).counts, getattr(other, part).counts)
+            assert torch.equal(getattr(one, part).indices, getattr(other, part).indices)
+        assert torch.equal(one.whole_rows, other.whole_rows)
+        assert one.whole_heads == other.whole_heads
+
+
+def test_a_head_attends_what_its_row_of_the_map_says():
+    row = (2, 0, 0, 3)
+    table = {"mass": ((1.0, 0.4, 0.9, 0.0),) * 2}
+    config = replace(BY_CAB, anchors=(0,), head_map=((0,) * 4, row), **table)
+    anchor, reuse = layers_of(config, 2)
+    assert torch.equal(reuse.to_dense(), anchor.to_dense()[:, list(row)])
+    assert anchor.whole_heads == (0,) and reuse.whole_heads == (1, 2)
+
+
+def test_a_layer_that_reuses_reads_neither_q_nor_k():
+    handed, predictor = {}, make_predictor(CASCADE)
+    q, k = loud(q_length=64)
+    spans = Spans.causal(1, 64, 64, "cpu")
+    first = predictor(q, k, Call(spans, 0.25, 0, handed))
+    nothing = torch.full_like(q, torch.nan), torch.full_like(k, torch.nan)
+    again = predictor(*nothing, Call(spans, 0.25, 1, handed))
+    assert torch.equal(first.to_dense(), again.to_dense())
+
+
+# --- how anchors choose
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_the_most_finds_what_one_query_looks_for_and_the_mean_does_not(reduction):
+    q, k = loud(q_length=512, heads=1, kv_heads=1)
+    # one query looks for key 200, the others of its block for six keys elsewhere
+    q, k = q / 8, k / 8
+    k[..., 200, :], k[..., 20:320:48, :] = 4.0, -1.0
+    q[..., 480:, :] = -1.0
+    q[..., 490, :] = 4.0
+    config = replace(
+        CASCADE, mass=0.01, bridges=0.1, dense_tail=0, anchor_reduction=reduction, anchors=(0,)
+    )
+    kept = make_predictor(config)(q, k, Call(Spans.causal(1, 512, 512, "cpu"), 0.25, 0)).to_dense()
+    assert bool(kept[0, 0, 15, 200 // 16]) == (reduction == "max")
+    assert kept.float().mean() < 0.3
+
+
+def test_an_exact_anchor_keeps_the_fewest_blocks_that_hold_the_mass():
+    config = CabConfig(
+        **BLOCKS,
+        **{"sink_blocks": 0, "local_blocks": 1, "dense_tail": 0, "mass": 0.7, "bridges": 0.0},
+        **{"predictor": "cascade", "anchors": (0,), "anchor_reduction": "mean"},
+    )
+    q, k = loud(q_length=LENGTH, heads=2, kv_heads=1)
+    plan = make_predictor(config)(q, k, Call(Spans.causal(1, LENGTH, LENGTH, "cpu"), 0.25, 0))
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    logits = (q @ k.transpose(-1, -2) * 0.25).masked_fill(~seen, -torch.inf)
+    held = (logits.softmax(-1) * plan.token_mask()).sum(-1)
+    for row, block in enumerate(held[0, 0].split(32)):
+        assert block.mean() >= 0.7 - 1e-4
+        shares = logits.softmax(-1)[0, 0, row * 32 : row * 32 + 32].mean(0)
+        blocks = torch.stack([x.sum() for x in shares.split(16)])
+        kept = plan.to_dense()[0, 0, row]
+        beyond = kept.clone()
+        # the row's own positions are forced
+        beyond[row * 2 :] = False
+        if beyond.any():
+            assert blocks[kept].sum() - blocks[beyond].min() < 0.7
+
+
+@pytest.mark.parametrize("scores", ["exact", "cab"])
+@pytest.mark.parametrize("heads", ["each", "group", "all"])
+def test_budgets_hold_for_anchors_as_for_cab(scores, heads):
+    config = replace(
+        BY_CAB, anchor_scores=scores, anchor_heads=heads, mass=1.0, max_density=0.3, dense_tail=1
+    )
+    plan, *_ = layers_of(config)
+    assert plan.heads == {"each": 4, "group": 2, "all": 1}[heads]
+    # and named, where the tail lists nothing
+    assert plan.whole_rows.tolist() == [[5, 6]]
+    kept = plan.to_dense().sum(-1)
+    visible = torch.tensor([min(13, 2 * row + 2) for row in range(7)])
+    forced = torch.tensor([2, 4, 4, 4, 4, 4, 0])
+    capped = torch.maximum((0.3 * visible).ceil().long(), forced)
+    # the tail begins in row 5
+    assert torch.equal(kept[0, :, :5], capped[:5].expand(plan.heads, -1))
+    assert torch.equal(kept[0, :, 5:], visible[5:].expand(plan.heads, -1))
+    dense = plan.to_dense()
+    assert dense[..., 0].all()
+    for row in range(7):
+        assert dense[0, :, row, 2 * row : 2 * row + 2][..., : 13 - 2 * row].all()
+
+
+def test_whole_heads_list_nothing():
+    table = ((0.0, 1.0, 0.5, 1.0),) * 4
+    anchor, reuse, *_ = layers_of(replace(CASCADE, mass=table))
+    assert anchor.whole_heads == reuse.whole_heads == (1, 3)
+    everything, *_ = layers_of(replace(CASCADE, mass=((1.0,) * 4,) * 4))
+    assert everything.whole_heads == (0, 1, 2, 3) and everything.full.width == 0
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_pooling_by_hand(reduction):
+    shares = torch.rand(2, 4, 3, 5, generator=torch.Generator().manual_seed(0))
+    config = replace(CASCADE, anchor_heads="group", anchor_reduction=reduction)
+    pair = torch.maximum if reduction == "max" else lambda a, b: (a + b) / 2
+    low, high = pair(shares[:, 0], shares[:, 1]), pair(shares[:, 2], shares[:, 3])
+    torch.testing.assert_close(pooled(shares, 2, config), torch.stack((low, high), 1))
+    config = replace(config, anchor_heads="all")
+    torch.testing.assert_close(pooled(shares, 2, config), pair(low, high).unsqueeze(1))
+
+
+@pytest.mark.parametrize("scores", ["exact", "cab"])
+@pytest.mark.parametrize("heads", ["group", "all"])
+def test_heads_that_are_alike_share_what_each_would_choose(scores, heads):
+    """All heads have the same queries and keys: the plan they share is that of any."""
+    fields = {"anchor_scores": scores, "bridges": 0.2, "anchors": (0,)}
+    config = replace(CASCADE, **fields)
+    q, k = (x.expand(-1, 4, -1, -1) for x in loud(q_length=LENGTH, heads=1, kv_heads=1))
+    call = Call(Spans.causal(1, LENGTH, LENGTH, "cpu"), 0.25, 0)
+    each = make_predictor(config)(q, k[:, :2], call).to_dense()
+    shared = make_predictor(replace(config, anchor_heads=heads))(q, k[:, :2], call).to_dense()
+    assert torch.equal(shared, each[:, : shared.shape[1]])
+
+
+@pytest.mark.parametrize("heads", ["each", "group", "all"])
+@pytest.mark.parametrize("scores", ["exact", "cab"])
+def test_no_earlier_row_feels_the_future(scores, heads):
+    config = replace(BY_CAB, anchors=(0,), anchor_scores=scores, anchor_heads=heads, dense_tail=0)
+    predictor, call = make_predictor(config), Call(Spans.causal(1, 150, 150, "cpu"), 0.25, 0)
+    q, k = loud(q_length=150)
+    before = predictor(q, k, call).to_dense()
+    q[:, :, 96:], k[:, :, 96:] = 5.0, -7.0
+    after = predictor(q, k, call).to_dense()
+    assert torch.equal(before[:, :, :3], after[:, :, :3])
+    assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_rows_of_a_batch_and_documents_choose_alone(layout):
+    q, k = loud(q_length=111, batch=2, heads=2, kv_heads=1)
+    frame = laid_out(layout, 2, 111, 111, 32, "cpu")
+    predictor = make_predictor(replace(CASCADE, anchors=(0,)))
+    call = Call(frame.spans, 0.25, 0)
+    together = predictor(frame.queries(q), frame.keys(k), call)
+    together.validate()
+    # of the second batch row, the part that stands alone; its blocks begin where documents do
+    begin = 111 // 3 if layout == "packed" else 0
+    q, k = q[1:, :, begin:], k[1:, :, begin:]
+    alone = predictor(q, k, Call(Spans.causal(1, 111 - begin, 111 - begin, "cpu"), 0.25, 0))
+    found, meant = together.to_dense()[1:], alone.to_dense()
+    rows, columns = meant.shape[2:]
+    found = found[:, :, -rows:] if layout == "packed" else found[:, :, :rows]
+    found = found[..., -columns:] if layout == "packed" else found[..., :columns]
+    assert torch.equal(found, meant)
+
+
+@pytest.mark.parametrize("heads", ["each", "all"])
+def test_an_anchor_by_the_kernel_chooses_what_it_does_by_the_reference(heads, monkeypatch):
+    config = replace(CASCADE, anchors=(0,), anchor_heads=heads)
+    (meant,) = layers_of(config, 1, length=111)
+    asked = []
+    monkeypatch.setattr(cascade, "has_kernels", lambda q: asked.append(q) or True)
+    (found,) = layers_of(config, 1, length=111)
+    assert asked and torch.equal(found.to_dense(), meant.to_dense())
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"anchors": ()}, r"anchors is \(\); it must be ascending layer indices"),
+        ({"anchors": (3, 0)}, r"anchors is \(3, 0\); it must be ascending"),
+        ({"anchors": (0, 0.5)}, "a tuple of layer indices"),
+        ({"anchors": (0, 4), "dense_layers": (4,)}, "anchors has 4, which is in dense_layers"),
+        ({"anchor_scores": "guess"}, "one of 'exact', 'cab'"),
+        ({"anchor_heads": "some"}, "one of 'each', 'group', 'all'"),
+        ({"anchor_reduction": "sum"}, "one of 'max', 'mean'"),
+        ({"head_map": ((0, -1),)}, "head_map is .*it must be"),
+        ({"head_map": ((0, 1), (0,))}, "head_map is .*rows of one length"),
+        ({"anchor_heads": "all", "mass": ((0.5, 0.5),)}, "one number for a plan that heads share"),
+        ({"anchor_heads": "all", "exact_stride": 4}, "exact_stride is 4; it must be 0 for a plan"),
+        ({"anchor_heads": "group", "select": "topk"}, "'clusters' for a plan that heads share"),
+    ],
+)
+def test_what_no_cascade_can_be_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        replace(CASCADE, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"anchors": (1,)}, "layer 0 is the first sparse one, for which nobody chooses"),
+        ({"anchors": (0,), "dense_layers": (0,)}, "in dense_layers"),
+        ({"anchors": (2,), "dense_layers": (0,)}, "layer 1 is the first sparse one"),
+        ({"anchors": (0, 3)}, "anchors has 3; this model has layers 0 to 2"),
+        ({"head_map": ((0,) * 6,)}, "head_map has 1 layers; this model has 3"),
+        ({"head_map": ((0,) * 4,) * 3}, "3 layers of 4 heads, which do not fit layer 1"),
+        ({"head_map": ((6,) * 6,) * 3}, "do not fit layer 1 and a plan of 6 heads"),
+    ],
+)
+def test_what_does_not_fit_a_model_is_refused(fields, message):
+    model = tiny_model()
+    with pytest.raises(ValueError, match=message):
+        cab_hf.apply_cab(model, replace(CASCADE, **fields))
+        model(tokens(1, 80))
+
+
+def test_a_layer_that_nothing_is_handed_to_is_refused():
+    q, k = loud(q_length=64)
+    spans, predictor = Spans.causal(1, 64, 64, "cpu"), CascadePredictor(CASCADE)
+    with pytest.raises(ValueError, match="Layer 1 attends what layer 0 chooses, which has handed"):
+        predictor(q, k, Call(spans, 0.25, 1))
+    with pytest.raises(ValueError, match="A layer has no index"):
+        predictor(q, k, Call(spans, 0.25))
+    handed = {}
+    predictor(q, k, Call(spans, 0.25, 0, handed))
+    # the anchor in between was never asked
+    with pytest.raises(ValueError, match="Layer 3 attends what layer 2 chooses"):
+        predictor(q, k, Call(spans, 0.25, 3, handed))
+    with pytest.raises(ValueError, match="Layer 1 has 3 heads over 2 of k, and its anchor"):
+        predictor(q[:, :3], k, Call(spans, 0.25, 1, handed))
+
+
+# --- in models
+
+
+def logits_of(model, config, ids, **told):
+    with cab_hf.cab(model, config), torch.no_grad():
+        return model(ids, **told).logits
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-some-sliding", "smollm3"])
+def test_a_full_budget_is_dense(family):
+    model, ids = tiny_model(family), tokens(2, 150)
+    anchors = (0, 2) if family != "qwen3-some-sliding" else (0,)
+    config = replace(FULL, predictor="cascade", anchors=anchors)
+    with torch.no_grad():
+        meant = model(ids).logits
+    torch.testing.assert_close(logits_of(model, config, ids), meant, atol=1e-4, rtol=1e-4)
+
+
+def test_all_layers_as_anchors_give_the_logits_of_cab():
+    model, ids = tiny_model(), tokens(2, 300)
+    config = replace(BY_CAB, anchors=(0, 1, 2))
+    assert torch.equal(logits_of(model, config, ids), logits_of(model, SPARSE, ids))
+    assert not torch.equal(logits_of(model, BY_CAB, ids), logits_of(model, SPARSE, ids))
+
+
+def test_a_dense_layer_is_never_asked():
+    model, ids = tiny_model(), tokens(1, 200)
+    config = replace(CASCADE, anchors=(1,), dense_layers=(0,))
+    with cab_hf.cab(model, config), torch.no_grad():
+        model(ids)
+        first, *others = cab_hf.stats(model)
+    assert first["density"] is None
+    assert others[0]["density"] == others[1]["density"] < 1
+
+
+@pytest.mark.parametrize("heads", ["each", "group", "all"])
+def test_every_chunk_of_a_prefill_has_anchors_of_its_own(heads):
+    """The last chunk attends under the plans that its own queries have made."""
+    model, ids = tiny_model(), tokens(1, 256)
+    config = replace(CASCADE, anchors=(0,), anchor_heads=heads, dense_tail=0)
+    with cab_hf.cab(model, config), torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        cache = model(ids[:, :128]).past_key_values
+        last = model(ids[:, 128:], past_key_values=cache).logits
+    torch.testing.assert_close(last, whole[:, 128:], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("config", [CASCADE, BY_CAB, replace(BY_CAB, anchor_heads="all")])
+def test_checkpointed_gradients_are_the_same(config):
+    ids, gradients = tokens(1, 200), []
+    for checkpointing in (False, True):
+        model = tiny_model().train()
+        cab_hf.apply_cab(model, config)
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append([x.grad for x in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+def test_reentrant_checkpointing_never_takes_another_anchors_plan():
+    model, ids = tiny_model().train(), tokens(1, 200)
+    cab_hf.apply_cab(model, replace(CASCADE, anchors=(0, 2)))
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    loss = model(ids, labels=ids, use_cache=False).loss
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        loss.backward()
+
+
+def test_generation_reads_sparsely_and_writes():
+    model, ids = tiny_model(), tokens(1, 150)
+    cab_hf.apply_cab(model, replace(FULL, predictor="cascade", anchors=(0,), sparse_decode=True))
+    found = model.generate(ids, max_new_tokens=6, do_sample=False)
+    cab_hf.remove_cab(model)
+    assert torch.equal(found, model.generate(ids, max_new_tokens=6, do_sample=False))
+
+
+@pytest.mark.parametrize("fields", [{"head_map": ((3,) * 6,) * 3}, {"anchor_heads": "all"}])
+def test_it_compiles_without_a_graph_break(fields):
+    model, ids = tiny_model(), tokens(1, 150)
+    config = replace(CASCADE, anchors=(0,), engine="reference", **fields)
+    expected = logits_of(model, config, ids, use_cache=False)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with cab_hf.cab(model, config), torch.no_grad():
+        found = compiled(ids, use_cache=False).logits
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_it_survives_json(tmp_path):
+    config = replace(CASCADE, head_map=((0, 1), (1, 0), (0, 0)), anchor_heads="group")
+    config.save(tmp_path / "own.json")
+    assert CabConfig.calibrated(tmp_path / "own.json") == config
+    assert CabConfig.from_dict(SMALL.to_dict()).head_map == ()
