@@ -101,16 +101,24 @@ class Team:
         if self.group is not None:
             dist.barrier(self.group)
 
-    def slowest(self, bench: Bench, call: Callable[[], Any], least: int, seconds: float) -> Slowest:
+    def slowest(
+        self,
+        bench: Bench,
+        call: Callable[[], Any],
+        least: int,
+        seconds: float = 0.0,
+        warm_up_calls: int = 1,
+    ) -> Slowest:
         """Time ``call``, which all ranks begin together: at least ``least`` runs, for ``seconds``.
 
-        One call before them warms up.
+        ``warm_up_calls`` before them are not counted.
         """
 
         def walls(runs: int) -> tuple[list[float], float | None]:
             return self.together(lambda: bench.walls(call, runs, self.barrier))
 
-        self.together(lambda: bench.walls(call, 1))
+        if warm_up_calls:
+            self.together(lambda: bench.walls(call, warm_up_calls))
         first, peak = walls(1)
         took = max(self.everyone(first[0]))
         runs = min(MOST_RUNS, max(least, int(seconds * 1e3 / max(took, 1e-6))))

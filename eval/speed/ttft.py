@@ -12,7 +12,15 @@ from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, grouped, markdown_table, percent, seconds
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.base import DENSITY, TOKENS, Speed, by_length, listed, powers, remarks
+from cab_hf.eval.speed.base import (
+    DENSITY,
+    TOKENS,
+    SpeedSettings,
+    by_length,
+    listed,
+    powers,
+    remarks,
+)
 from cab_hf.eval.speed.model import (
     CAB,
     CALIBRATED,
@@ -22,6 +30,7 @@ from cab_hf.eval.speed.model import (
     described,
     prefilling,
 )
+from cab_hf.eval.speed.ranked import Ranked, by_torchrun
 from cab_hf.runs.settings import option
 
 TIMES = "{:.2f}×".format
@@ -63,7 +72,7 @@ class Settings(ModelSettings):
         )
 
 
-class TimeToFirstToken(Speed):
+class TimeToFirstToken(Ranked):
     """A case is one length and one way to attend."""
 
     name = "speed ttft"
@@ -77,6 +86,10 @@ class TimeToFirstToken(Speed):
     SHAPE = ("dtype",)
     FOUND = ("ms", "peak_gib", "density", "ceiling", "tflops", "ran_as")
     TOLD = Exception  # a kernel that is missing, refuses, is wrong or does not fit
+
+    @staticmethod
+    def needs_ranks(settings: SpeedSettings) -> bool:
+        return by_torchrun()
 
     def find(self, sample: dict[str, Any]) -> None:
         settings, length, name = self.settings, sample["length"], sample["implementation"]
