@@ -161,6 +161,12 @@ def random_model(settings: ModelSettings) -> PreTrainedModel:
     return model.eval()
 
 
+def prompt_of(settings: ModelSettings, length: int) -> Tensor:
+    """A prompt int64 [1, length] of random tokens, the same on all ranks."""
+    generator = torch.Generator(settings.device).manual_seed(settings.seed)
+    return torch.randint(settings.vocab, (1, length), generator=generator, device=settings.device)
+
+
 def prefill(settings: ModelSettings, length: int, chunk: int | None = None) -> Callable[[], Any]:
     """What reads a random prompt of that length into a new cache and gives its last logits.
 
@@ -170,9 +176,7 @@ def prefill(settings: ModelSettings, length: int, chunk: int | None = None) -> C
     """
     from transformers import StaticCache
 
-    model = random_model(settings)
-    generator = torch.Generator(settings.device).manual_seed(settings.seed)
-    prompt = torch.randint(settings.vocab, (1, length), generator=generator, device=settings.device)
+    model, prompt = random_model(settings), prompt_of(settings, length)
 
     @torch.inference_mode()
     def call() -> Any:
