@@ -546,7 +546,8 @@ def drawn_over_ranks(path: Path, rows: Sequence[Row]) -> None:
         told = ("a training step", "tokens/s of a rank", "{:,.0f}".format)
         charts.over_tokens(left, lengths, *told)
         shown = ("over one rank alone", "efficiency", "{:.0%}".format)
-        charts.over_tokens(right, lengths, *shown, log=False)
+        # the same lines
+        charts.over_tokens(right, lengths, *shown, log=False, legend=False)
 
 
 SPREADING = (
