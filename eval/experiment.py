@@ -40,6 +40,8 @@ class Experiment(ABC):
     Settings: ClassVar[type]
     # names of the fields that identify a case, and so a sample
     CASE: ClassVar[tuple[str, ...]]
+    # fields that samples of earlier versions lack -> what they would have had
+    ADDED: ClassVar[Mapping[str, Any]] = {}
     # settings that say how much is measured and not what; a later run may have others
     GROWS: ClassVar[tuple[str, ...]] = ()
 
@@ -130,7 +132,7 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
     _refuse_files_of_others(out)
     experiment.check()
     identity = {"experiment": experiment.name, **experiment.identity()}
-    with Log(out / SAMPLES, identity, experiment.CASE) as log:
+    with Log(out / SAMPLES, identity, experiment.CASE, experiment.ADDED) as log:
         before = read_provenance(out)
         measured = _measure_missing(experiment, log)
         made = _provenance(experiment, before, log.started, measured)
@@ -152,7 +154,7 @@ def render(folder: Path | str) -> list[dict[str, Any]]:
     if made is None:
         raise LogError(f"{folder} has no {RESULTS}; let the run that it is of end.")
     kind = named(made["experiment"])
-    _, samples = read_log(Path(folder) / SAMPLES, kind.CASE)
+    _, samples = read_log(Path(folder) / SAMPLES, kind.CASE, kind.ADDED)
     return _write(kind, Path(folder), samples, made)
 
 
@@ -204,7 +206,7 @@ def _provenance(experiment: Experiment, before: Row | None, started: str, measur
     if before is None:
         return made
     for name in experiment.GROWS:
-        old, new = before["settings"].get(name), made["settings"][name]
+        old, new = before["settings"].get(name), made["settings"].get(name)
         if isinstance(old, list):
             made["settings"][name] = list(dict.fromkeys([*old, *new]))
         elif isinstance(old, int):

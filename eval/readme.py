@@ -90,8 +90,9 @@ def read_results(folder: Path) -> Results:
     made = experiment.read_provenance(folder)
     if "experiment" not in made:
         raise ValueError(f"{path} names no experiment in its provenance; measure it again.")
-    rows = json.loads(path.read_text())["rows"]
-    return Results(folder.name, rows, made, named(made["experiment"]))
+    kind = named(made["experiment"])
+    rows = [{**kind.ADDED, **row} for row in json.loads(path.read_text())["rows"]]
+    return Results(folder.name, rows, made, kind)
 
 
 def results_page(results: Path) -> str:

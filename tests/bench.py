@@ -1,6 +1,10 @@
 """Running speed commands quickly, and a bench that answers as a GPU would."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +14,9 @@ from cab_hf.eval.speed import timing
 from cab_hf.eval.speed.timing import Timing
 from cab_hf.runs import provenance
 
+ROOT = Path(__file__).parents[1]
+# standalone: several may run at once
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 FILES = ["figure.png", "report.md", "results.csv", "results.json", "samples.jsonl"]
 
 
@@ -33,6 +40,19 @@ def speed_run(op, out, *words, drawn=False):
             patch.setattr(named(f"speed {op}"), "draw", lambda *_: None)
         assert main(["speed", op, "--device", "cpu", "--out", str(out), *words]) == 0
     return json.loads((out / "results.json").read_text())
+
+
+def torchrun(*words):
+    """Two ranks of a module or a script, that have ended."""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, *TORCHRUN, *words],
+        cwd=ROOT,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 def refused(capsys, op, *words):

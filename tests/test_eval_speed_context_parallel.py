@@ -1,16 +1,12 @@
 """``speed context-parallel``: two processes, killed and resumed, and its parts by hand."""
 
 import json
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from bench import refused, shown
+from bench import refused, shown, torchrun
 
 from cab_hf import distributed
 from cab_hf.eval import experiment
@@ -22,9 +18,6 @@ from cab_hf.eval.speed.links import BOTH, FORWARD
 from cab_hf.eval.speed.team import Team, recorded, replay
 from cab_hf.eval.speed.timing import Bench
 
-ROOT = Path(__file__).parents[1]
-# standalone: several may run at once
-LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 COMMAND = ["speed", "context-parallel"]
 # 900 tokens leave padding on a rank
 QUICK = ["--device", "cpu", "--lengths", "900", "--seconds", "0", "--runs", "2"]
@@ -50,18 +43,6 @@ raise SystemExit(main(sys.argv[2:]))
 """
 
 
-def launched(*words):
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, *LAUNCH, *words],
-        cwd=ROOT,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 def settings_of(**more):
     given = {"device": "cpu", "lengths": (600,), "seconds": 0.0, "runs": 1, "link_mib": (0.01, 0.1)}
     return Settings(**{**given, **more})
@@ -78,9 +59,9 @@ def resumed(tmp_path_factory):
     script.write_text(KILLED)
     folder = out / "run"
     words = [*COMMAND, *QUICK, "--out", str(folder)]
-    assert launched(str(script), "8", *words).returncode != 0
+    assert torchrun(str(script), "8", *words).returncode != 0
     left = (folder / "samples.jsonl").read_text()
-    done = launched(str(script), "0", *words)
+    done = torchrun(str(script), "0", *words)
     assert done.returncode == 0, done.stderr[-3000:]
     return left, folder
 
@@ -120,7 +101,7 @@ def test_a_whole_run(resumed):
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_report_says_how_it_was_launched(resumed):
+def test_a_report_says_how_it_was_torchrun(resumed):
     text = (resumed[1] / "report.md").read_text()
     begun = "torchrun --nproc_per_node=2 -m cab_hf.eval speed context-parallel --lengths 900"
     assert begun in text

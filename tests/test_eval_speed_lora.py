@@ -11,6 +11,8 @@ from cab_hf.eval.speed.lora import LoraStep, Settings
 
 TINY = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
 SMALL = ("query_block=32", "key_block=16", "local_blocks=1", "min_length=0")
+# a case of one process
+ONE = {"spread": "alone", "world": 1, "sought": False}
 BLOCKS = [word for each in SMALL for word in ("--config", each)]
 
 
@@ -54,7 +56,8 @@ def test_operations_by_hand():
 
 def test_a_row_has_its_ceiling_by_hand():
     settings = tiny(lengths=(192,), config=SMALL)
-    row = sample_of(LoraStep, settings, {"length": 192, "implementation": "cab"}, Clock())
+    case = {"length": 192, "implementation": "cab", **ONE}
+    row = sample_of(LoraStep, settings, case, Clock())
     flops = lora.useful_flops(lora.trainee(settings).cost, 192)
     assert (row["ms"], row["peak_gib"], row["error"]) == (500.0, 2.0, None)
     assert 0 < row["density"] < 0.7 and "sparse" in row["ran_as"]
@@ -65,7 +68,7 @@ def test_a_row_has_its_ceiling_by_hand():
 def test_what_warms_up_does_not_count(monkeypatch):
     monkeypatch.setattr(lora, "WARM_UP_TOKENS", 16)
     settings = tiny(lengths=(192,), config=SMALL)
-    case = {"length": 192, "implementation": "cab"}
+    case = {"length": 192, "implementation": "cab", **ONE}
     short = sample_of(LoraStep, settings, case, Clock())["density"]
     monkeypatch.setattr(lora, "WARM_UP_TOKENS", 192)
     assert sample_of(LoraStep, settings, case, Clock())["density"] == pytest.approx(short)
@@ -81,7 +84,7 @@ def test_a_kernel_without_gradients_is_a_row_with_its_reason(monkeypatch):
     baseline = lora.dense.Baseline(lambda: forward_only)
     monkeypatch.setattr(lora.dense, "ON_CPU", {"FA3": baseline})
     settings = tiny(lengths=(96,), implementations=("FA3",))
-    assert "no backward" in sample_of(LoraStep, settings, settings.asked()[0])["error"]
+    assert "no backward" in sample_of(LoraStep, settings, {**settings.asked()[0], **ONE})["error"]
 
 
 def test_a_whole_run(tmp_path):

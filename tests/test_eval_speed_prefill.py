@@ -9,7 +9,7 @@ import torch
 from bench import FakeBench, quick, refused, sample_of, shown, speed_run  # noqa: F401
 
 from cab_hf import CabConfig
-from cab_hf.eval.speed import model, prefill
+from cab_hf.eval.speed import model, prefill, timing
 from cab_hf.eval.speed.prefill import Prefill, Settings
 
 TINY = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
@@ -176,7 +176,7 @@ def test_how_many_gpus_hold_it(rest, count):
     ids=str,
 )
 def test_which_errors_are_of_memory(error, memory):
-    assert prefill._is_no_memory(error) == memory
+    assert timing.ran_out(error) == memory
 
 
 # --- all of it

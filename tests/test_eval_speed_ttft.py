@@ -24,7 +24,7 @@ def tiny(**more):
 
 
 def derive(samples):
-    return Ttft.rows(samples, {})
+    return Ttft.rows([{"world": 1, **sample} for sample in samples], {})
 
 
 def told(length, implementation, ms, density=1.0, **more):

@@ -73,6 +73,23 @@ def test_a_record_of_the_same_key_counts_once(path):
         assert [each["index"] for each in opened.records] == [0, 1, 2, 0]
 
 
+def test_a_key_may_gain_fields_that_older_records_lack(path):
+    added, key = {"world": 1, "needle": 5}, (*KEY, "world")
+    content = path.read_bytes()
+    with pytest.raises(LogError, match="line 2 has no 'world'"):
+        Log(path, IDENTITY, key)
+    with Log(path, IDENTITY, key, added) as opened:
+        # what a record has is its own
+        assert opened.records == [
+            record(0, needle=[1, 2], world=1),
+            record(1, world=1, needle=None),
+        ]
+        assert record(1, world=1) in opened and record(1, world=2) not in opened
+        opened.append(record(1, world=2))
+    assert path.read_bytes().startswith(content)
+    assert [each["world"] for each in read_log(path, key, added)[1]] == [1, 1, 2]
+
+
 def test_every_record_counts_without_a_key(tmp_path):
     path = tmp_path / "log.jsonl"
     with Log(path, IDENTITY) as opened:

@@ -45,20 +45,17 @@ def group_of(group: ProcessGroup | None) -> ProcessGroup:
 
 def start_gather(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
     """(what will be the x [n, ...] of all ranks, [W * n, ...]; the work to wait for)."""
-    everyone = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+    # memory that runs out is no loss of a rank
+    x, everyone = x.contiguous(), x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     with watched(group):
-        return everyone, _collective("all_gather_single")(
-            everyone, x.contiguous(), group=group, async_op=True
-        )
+        return everyone, _collective("all_gather_single")(everyone, x, group=group, async_op=True)
 
 
 def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
     """(what will be this rank's part [n, ...] of the sum of all x [W * n, ...]; the work)."""
-    mine = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    x, mine = x.contiguous(), x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
     with watched(group):
-        return mine, _collective("reduce_scatter_single")(
-            mine, x.contiguous(), group=group, async_op=True
-        )
+        return mine, _collective("reduce_scatter_single")(mine, x, group=group, async_op=True)
 
 
 def finish(work: Work, group: ProcessGroup) -> None:

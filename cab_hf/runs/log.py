@@ -44,6 +44,8 @@ class Log:
         identity: JSON-able; what two records must share to stand in one log.
         key: names of the fields that tell records apart, so that none counts twice; without them
             every record counts.
+        added: fields that records of earlier versions lack, and what they would have had; a record
+            is read with them, and the file stays as it is.
 
     Attributes:
         records: all records, in order, as JSON reads them; it grows as they are appended.
@@ -56,10 +58,15 @@ class Log:
     """
 
     def __init__(
-        self, path: Path | str, identity: Mapping[str, Any], key: Sequence[str] = ()
+        self,
+        path: Path | str,
+        identity: Mapping[str, Any],
+        key: Sequence[str] = (),
+        added: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = Path(path)
         self.key = tuple(key)
+        self.added = added or {}
         self.records: list[Record] = []
         self._seen: set[str] = set()
         with writing(self.path):
@@ -124,7 +131,7 @@ class Log:
             os.ftruncate(self._file, 0)
             self._write(header)
             return
-        found, records, whole = _parse(self.path, content, self.key)
+        found, records, whole = _parse(self.path, content, self.key, self.added)
         for name, seen, wanted in _differences(found["identity"], identity):
             raise LogError(
                 f"{self.path} was made with {name} {seen!r}, this run has {wanted!r}; give another "
@@ -154,10 +161,13 @@ class Log:
             raise
 
 
-def read_log(path: Path | str, key: Sequence[str] = ()) -> tuple[dict[str, Any], list[Record]]:
+def read_log(
+    path: Path | str, key: Sequence[str] = (), added: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], list[Record]]:
     """(identity, records) of a log, which is neither locked nor changed; LogError as for `Log`.
 
-    Of records that share the fields ``key`` the first is taken, as by `Log`.
+    Of records that share the fields ``key`` the first is taken, and all are read with what is
+    ``added``, as by `Log`.
     """
     path = Path(path)
     try:
@@ -166,7 +176,7 @@ def read_log(path: Path | str, key: Sequence[str] = ()) -> tuple[dict[str, Any],
         raise LogError(
             f"{path} cannot be read ({error.strerror}); give the run's folder."
         ) from None
-    header, records, _ = _parse(path, content, key)
+    header, records, _ = _parse(path, content, key, added or {})
     if key:
         first: dict[str, Record] = {}
         for record in records:
@@ -268,7 +278,7 @@ def _is_torn_header(content: bytes, header: str) -> bool:
 
 
 def _parse(
-    path: Path, content: bytes, key: Sequence[str]
+    path: Path, content: bytes, key: Sequence[str], added: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[Record], int]:
     """(header, records, length of what is whole) of a log's bytes."""
     lines = content.split(b"\n")
@@ -279,12 +289,14 @@ def _parse(
     found = [_object(line) for line in lines]
     if not found or not {"identity", "started"} <= (found[0] or {}).keys():
         raise LogError(f"{path} does not begin with the header of a run; give another --out.")
-    for number, record in enumerate(found[1:], 2):
+    # what is no object is refused below
+    records = [record if record is None else {**added, **record} for record in found[1:]]
+    for number, record in enumerate(records, 2):
         lacking = [name for name in key if name not in (record or {})]
         if record is None or lacking:
             told = "is no JSON object" if record is None else f"has no {lacking[0]!r}"
             raise LogError(f"{path}, line {number} {told}; repair it or give another --out.")
-    return found[0], found[1:], whole
+    return found[0], records, whole
 
 
 def _is_json(line: bytes) -> bool:

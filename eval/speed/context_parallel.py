@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from cab_hf.config import CabConfig
-from cab_hf.distributed import RankLost
 from cab_hf.distributed.exchange import finish, start_gather, start_reduce_scatter
 from cab_hf.distributed.flight import KV_HEADS_TOGETHER
 from cab_hf.eval import charts
-from cab_hf.eval.experiment import PROG, Row, run
+from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, grouped, markdown_table, percent
 from cab_hf.eval.speed import forecast
 from cab_hf.eval.speed.base import (
@@ -31,11 +30,12 @@ from cab_hf.eval.speed.base import (
 from cab_hf.eval.speed.forecast import LINKS
 from cab_hf.eval.speed.heads import INPUTS, RandomHeads, inputs_option
 from cab_hf.eval.speed.links import BOTH, FORWARD
-from cab_hf.eval.speed.team import ROW_SECONDS, Team, launched, recorded, replay
+from cab_hf.eval.speed.ranked import Ranked
+from cab_hf.eval.speed.team import ROW_SECONDS, Team, recorded, replay
 from cab_hf.eval.speed.timing import MOST_RUNS
 from cab_hf.eval.speed.turns import ALONE, OVER_RANKS, SCHEMES, Turn, check, needed
 from cab_hf.plan import EXACT_BLOCK, BlockPlan
-from cab_hf.runs.settings import Refused, by_device, comma_separated, option, read_settings
+from cab_hf.runs.settings import by_device, comma_separated, option
 
 DIRECTIONS = (FORWARD, BOTH)
 # query heads, KV heads, channels of each
@@ -124,12 +124,8 @@ class Settings(RandomHeads, SpeedSettings):
         )
 
 
-class ContextParallel(Speed):
-    """A case is one number of ranks, length, direction and scheme, or what the links do.
-
-    Rank 0 runs the experiment; the others measure the cases that it tells them of. A rank that
-    fails where the others wait for it ends the run, at the latest when torch's patience does.
-    """
+class ContextParallel(Ranked):
+    """A case is one number of ranks, length, direction and scheme, or what the links do."""
 
     name = "speed context-parallel"
     purpose = "attention of one layer over the ranks of torchrun, beside one rank and a cost model"
@@ -145,45 +141,6 @@ class ContextParallel(Speed):
     )
     TOLD = Exception  # what does not fit, refuses or is wrong is told of and not measured
 
-    def __init__(self, settings: Settings, team: Team | None = None) -> None:
-        super().__init__(settings)
-        self.team = Team() if team is None else team
-
-    @classmethod
-    def main(cls, words: Sequence[str]) -> int:
-        settings = read_settings(cls.Settings, words, f"{PROG} {cls.name}", cls.purpose)
-        with launched(settings.device, f"cab_hf.eval {cls.name}") as team:
-            cls(settings, team).over_ranks()
-        return 0
-
-    @staticmethod
-    def programs(settings: Mapping[str, Any]) -> list[str]:
-        return [f"torchrun --nproc_per_node={n} -m cab_hf.eval" for n in settings["worlds"]]
-
-    def recorded(self) -> dict[str, Any]:
-        return {**super().recorded(), "worlds": [self.team.size]}
-
-    def check(self) -> None:
-        super().check()
-        if self.team.size < 2:
-            raise Refused("it is about ranks, and torchrun started 1; give it --nproc_per_node=2.")
-
-    def over_ranks(self) -> None:
-        """Run on rank 0, and measure on the others what it is at."""
-        if self.team.rank:
-            while (case := self.team.told(None)) is not None:
-                super().measure(case)
-            return
-        try:
-            run(self)
-        except RankLost:
-            # nobody is left to tell
-            raise
-        except Exception:
-            self.team.told(None)
-            raise
-        self.team.told(None)
-
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         settings, world = self.settings, self.team.size
         yield {"world": world, "length": 0, "direction": None, "scheme": LINKS}
@@ -198,14 +155,6 @@ class ContextParallel(Speed):
     def expected(self) -> int:
         return sum(1 for _ in self.cases(()))
 
-    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        return super().measure(self.team.told(case))
-
-    def told(self, error: Exception) -> dict[str, Any]:
-        if isinstance(error, RankLost):
-            raise error
-        return super().told(error)
-
     def find(self, sample: dict[str, Any]) -> None:
         team = self.team
         if sample["scheme"] == LINKS:
@@ -213,12 +162,7 @@ class ContextParallel(Speed):
         elif sample["world"] > 1:
             self.time_turn(sample, team)
         else:
-            try:
-                if team.rank == 0:
-                    self.time_turn(sample, Team())
-            finally:
-                # the others wait meanwhile
-                team.told(None)
+            self.alone(lambda: self.time_turn(sample, Team()))
 
     def turn(self, sample: Mapping[str, Any], team: Team, length: int) -> Turn:
         """The scheme of a case, on a text of ``length`` tokens."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SDPA = "sdpa"  # what transformers attends with unless it is told otherwise
+CAB_DENSE = "cab_dense"  # exact, and over ranks as well
 CALIBRATED = "cab-calibrated"  # CAB with budgets a head
 # how CAB is run -> what is set beyond the budget
 CAB = {"cab": {}, "cab-always": {"min_length": 0}, CALIBRATED: {"min_length": 0}}
@@ -160,6 +161,12 @@ def random_model(settings: ModelSettings) -> PreTrainedModel:
     return model.eval()
 
 
+def prompt_of(settings: ModelSettings, length: int) -> Tensor:
+    """A prompt int64 [1, length] of random tokens, the same on all ranks."""
+    generator = torch.Generator(settings.device).manual_seed(settings.seed)
+    return torch.randint(settings.vocab, (1, length), generator=generator, device=settings.device)
+
+
 def prefill(settings: ModelSettings, length: int, chunk: int | None = None) -> Callable[[], Any]:
     """What reads a random prompt of that length into a new cache and gives its last logits.
 
@@ -169,9 +176,7 @@ def prefill(settings: ModelSettings, length: int, chunk: int | None = None) -> C
     """
     from transformers import StaticCache
 
-    model = random_model(settings)
-    generator = torch.Generator(settings.device).manual_seed(settings.seed)
-    prompt = torch.randint(settings.vocab, (1, length), generator=generator, device=settings.device)
+    model, prompt = random_model(settings), prompt_of(settings, length)
 
     @torch.inference_mode()
     def call() -> Any:
@@ -191,7 +196,7 @@ def prefill(settings: ModelSettings, length: int, chunk: int | None = None) -> C
 
 @contextmanager
 def attending(model: PreTrainedModel, name: str, config: CabConfig) -> Iterator[None]:
-    """Let ``model`` attend by ``name`` for a while: sdpa, one of `CAB`, or a dense baseline.
+    """Let ``model`` attend by ``name`` for a while: sdpa, cab_dense, one of `CAB`, or a baseline.
 
     What it attends is counted anew.
 
@@ -203,19 +208,20 @@ def attending(model: PreTrainedModel, name: str, config: CabConfig) -> Iterator[
     from cab_hf.patches import cab, stats
 
     stats(model, reset=True)
-    if name == SDPA:
-        yield
-    elif name in CAB:
+    if name in CAB:
         with cab(model, config):
             yield
-    else:
+        return
+    way = name
+    if name not in (SDPA, CAB_DENSE):
         way = f"speed_{name.replace(' ', '_')}"
         ALL_ATTENTION_FUNCTIONS[way] = _function(model, name)
-        try:
-            model.set_attn_implementation(way)
-            yield
-        finally:
-            model.set_attn_implementation(SDPA)
+    try:
+        model.set_attn_implementation(way)
+        yield
+    finally:
+        model.set_attn_implementation(SDPA)
+        if way != name:
             del ALL_ATTENTION_FUNCTIONS[way]
 
 

@@ -10,13 +10,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, markdown_table, seconds
 from cab_hf.eval.speed.base import DENSITY, TOKENS, Speed, by_length, powers, remarks
 from cab_hf.eval.speed.model import ModelSettings, described, prefilling, random_model
+from cab_hf.eval.speed.timing import ran_out
 from cab_hf.runs.settings import by_device, comma_separated, option
 
 WAY = "cab-always"
@@ -24,8 +23,6 @@ WAY = "cab-always"
 GOAL = 2**20
 # the first chunk begins a cache, the second goes on with one: kernels of both are compiled then
 WARM_UP_CHUNKS = 2
-# what CUDA's libraries say when they, and not torch, find no memory
-NO_MEMORY = ("out of memory", "ALLOC_FAILED")
 
 
 def yes_or_no(text: str) -> bool:
@@ -118,7 +115,7 @@ class Prefill(Speed):
 
     def told(self, error: Exception) -> dict[str, Any]:
         """``fits`` is False where memory ran out, and None where something else went wrong."""
-        return {**super().told(error), "fits": False if _is_no_memory(error) else None}
+        return {**super().told(error), "fits": False if ran_out(error) else None}
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -208,11 +205,6 @@ EXPERIMENT = Prefill
 def _warm_up(settings: Settings) -> None:
     with prefilling(settings, WARM_UP_CHUNKS * settings.chunk, WAY, settings.chunk) as (call, _):
         call()
-
-
-def _is_no_memory(error: BaseException) -> bool:
-    told = isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
-    return told or isinstance(error, torch.OutOfMemoryError)
 
 
 class Line(NamedTuple):

@@ -111,14 +111,16 @@ class Team:
         bench: Bench,
         call: Callable[[], Any],
         least: int,
-        seconds: float,
+        seconds: float = 0.0,
         in_a_row: int = 1,
+        warm_up_calls: int = 1,
     ) -> Slowest:
         """Time ``call``, which all ranks begin together: at least ``least`` runs, for ``seconds``.
 
         A run is at most ``in_a_row`` calls, as many as take `ROW_SECONDS`: what follows on others
-        is set under way while they compute, as the layers of a model are. One call before all of
-        them warms up, and one tells how long it takes.
+        is set under way while they compute, as the layers of a model are. ``warm_up_calls`` before
+        all of them are not counted; where there may be several in a row, one more tells how long
+        it takes.
         """
 
         def walls(runs: int, row: int = 1) -> tuple[list[float], float | None]:
@@ -128,7 +130,8 @@ class Team:
 
             return self.together(lambda: bench.walls(some, runs, self.barrier))
 
-        self.together(lambda: bench.walls(call, 1))
+        if warm_up_calls:
+            self.together(lambda: bench.walls(call, warm_up_calls))
         first, peak = walls(1)
         took = max(*self.everyone(first[0]), 1e-6)
         row = max(1, min(in_a_row, int(ROW_SECONDS * 1e3 / took)))

@@ -22,6 +22,8 @@ LEAST_RUNS = 5
 MOST_RUNS = 100
 SECONDS_A_CASE = 1.5
 PROFILED_CALLS = 5
+# what CUDA's libraries say when they, and not torch, find no memory
+NO_MEMORY = ("out of memory", "ALLOC_FAILED")
 FLUSHED_BYTES = 256 << 20  # several times the L2 of any GPU there is
 # part -> what the names of its kernels contain; the first that fits
 PREDICTOR = {
@@ -285,6 +287,12 @@ def in_a_sentence(error: BaseException) -> str:
     # the name of the most general error says nothing
     told = first if first and kind == "RuntimeError" else ": ".join(filter(None, (kind, first)))
     return (told if len(told) <= 160 else f"{told[:157]}...").rstrip(".")
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether ``error`` says that there is no memory left, here or on another rank."""
+    told = isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+    return told or isinstance(error, torch.OutOfMemoryError)
 
 
 def part_of(kernel: str, parts: Mapping[str, Sequence[str]] = PREDICTOR) -> str:

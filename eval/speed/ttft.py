@@ -1,8 +1,11 @@
-"""``speed ttft``: the time to the first token of a whole model, by what it attends with."""
+"""``speed ttft``: the time to the first token of a whole model, by what it attends with.
+
+Started by torchrun, it deals the prompt out over the ranks, which read it together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -12,9 +15,18 @@ from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, grouped, markdown_table, percent, seconds
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.base import DENSITY, TOKENS, Speed, by_length, listed, powers, remarks
+from cab_hf.eval.speed.base import (
+    DENSITY,
+    TOKENS,
+    SpeedSettings,
+    by_length,
+    listed,
+    powers,
+    remarks,
+)
 from cab_hf.eval.speed.model import (
     CAB,
+    CAB_DENSE,
     CALIBRATED,
     EVEN,
     SDPA,
@@ -22,9 +34,12 @@ from cab_hf.eval.speed.model import (
     described,
     prefilling,
 )
+from cab_hf.eval.speed.ranked import Ranked, by_torchrun
 from cab_hf.runs.settings import option
 
 TIMES = "{:.2f}×".format
+# of a rank that an MLP reads at a time: what it makes of half a million is 14 GiB a tensor
+MLP_TOKENS = 2**16
 WIDTHS = dict(zip(CAB, (4.0, 1.5, 1.5), strict=True))
 
 
@@ -45,9 +60,14 @@ class Settings(ModelSettings):
     def __post_init__(self) -> None:
         asked = self.implementations
         super().__post_init__()
+        if by_torchrun() and not asked:
+            self._set("implementations", (CAB_DENSE, *EVEN))
         if self.budgets and not asked:
             self._set("implementations", (*self.implementations, CALIBRATED))
-        known = (SDPA, *CAB, *dense.on(self.device))
+        # what knows of other ranks
+        known = (CAB_DENSE, *CAB)
+        if not by_torchrun():
+            known = (SDPA, *known, *dense.on(self.device))
         named = set(self.implementations) <= set(known)
         self.check("implementations", named, f"out of {', '.join(known)}")
         fits = self.budgets or CALIBRATED not in self.implementations
@@ -55,41 +75,71 @@ class Settings(ModelSettings):
 
     @property
     def method(self) -> str:
-        return (
+        told = (
             f"median of {self.runs} runs by time.perf_counter after one that warms up, from the "
             "call of the model on a prompt of random tokens until the device is done: the whole "
             "prompt is in the cache and the logits of its last token are there; the peak is all "
             "that was allocated, weights and cache included"
         )
+        if by_torchrun():
+            told += (
+                "; all ranks begin together, the slowest of each run and the highest peak of any "
+                "count"
+            )
+        return told
 
 
-class TimeToFirstToken(Speed):
-    """A case is one length and one way to attend."""
+class TimeToFirstToken(Ranked):
+    """A case is one length, one way to attend, and on how many ranks."""
 
     name = "speed ttft"
     purpose = "time to the first token of a LLaMA, by what it attends with"
     title = "Time to the first token"
     caption = "time to the first token by length, and what CAB gains"
     Settings = Settings
-    CASE = tuple(Settings.KEYS)
-    GROWS = (*Settings.KEYS.values(), "config")
+    CASE = (*Settings.KEYS, "world")
+    ADDED: ClassVar[Mapping[str, Any]] = {"world": 1}
+    GROWS = (*Settings.KEYS.values(), "config", "worlds")
 
     SHAPE = ("dtype",)
     FOUND = ("ms", "peak_gib", "density", "ceiling", "tflops", "ran_as")
     TOLD = Exception  # a kernel that is missing, refuses, is wrong or does not fit
 
+    @staticmethod
+    def needs_ranks(settings: SpeedSettings) -> bool:
+        return by_torchrun()
+
+    def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
+        for case in self.settings.asked():
+            yield {**case, "world": self.team.size}
+
     def find(self, sample: dict[str, Any]) -> None:
         settings, length, name = self.settings, sample["length"], sample["implementation"]
-        with prefilling(settings, length, name) as (call, known):
-            ms, peak = self.bench.wall(call, settings.runs)
-            sample |= known()
+        if self.team.size > 1:
+            ms, peak = self.find_across(sample)
+        else:
+            with prefilling(settings, length, name) as (call, known):
+                ms, peak = self.bench.wall(call, settings.runs)
+                sample |= known()
         done = settings.attended_flops(length, sample["density"])
         sample |= {
             "ms": ms,
             "peak_gib": peak,
             "ceiling": settings.attended_flops(length, 1.0) / done,
-            "tflops": done / ms / 1e9,
+            "tflops": done / ms / 1e9 / self.team.size,
         }
+
+    def find_across(self, sample: dict[str, Any]) -> tuple[float, float | None]:
+        """(ms, peak GiB) of a prompt that all ranks read, the rest being written."""
+        from cab_hf.eval.speed.across import prefilling_across
+
+        team, bench, settings = self.team, self.bench, self.settings
+        length, name = sample["length"], sample["implementation"]
+        team.together(bench.settle)
+        with prefilling_across(settings, length, name, team, MLP_TOKENS) as (call, known):
+            found = team.slowest(bench, call, settings.runs)
+            sample |= known()
+        return found.ms, found.peak_gib
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -101,7 +151,7 @@ class TimeToFirstToken(Speed):
         derived = ("baseline", "baseline_ms", "ratio", "over_sdpa", "over_best")
         # ways to attend stay in the order they came in
         rows = by_length(samples, derived)
-        for alike in grouped(rows, "length"):
+        for alike in grouped(rows, "length", "world"):
             others = {row["implementation"]: row["ms"] for row in alike}
             others = {name: ms for name, ms in others.items() if ms and name not in CAB}
             best = dense.against(others, preferred=())
@@ -124,26 +174,31 @@ class TimeToFirstToken(Speed):
                 columns[f"{name} over best dense"] = column(TIMES, name, "over_best")
                 columns[f"{name} at most"] = column(TIMES, name, "ceiling")
         lengths = [
-            {"length": alike[0]["length"], **{row["implementation"]: row for row in alike}}
-            for alike in grouped(rows, "length")
+            {**alike[0], **{row["implementation"]: row for row in alike}}
+            for alike in grouped(rows, "length", "world")
         ]
+        ranks = {"ranks": "world"} if is_over_ranks(rows) else {}
         return {
-            "Seconds": markdown_table(lengths, TOKENS | columns),
-            "Every way to attend": markdown_table(rows, COLUMNS),
-            **remarks(rows, {"way": "implementation"}),
+            "Seconds": markdown_table(lengths, TOKENS | ranks | columns),
+            "Every way to attend": markdown_table(rows, TOKENS | ranks | COLUMNS),
+            **remarks(rows, {"way": "implementation"} | ranks),
         }
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
         """What each of `CAB` gains at the longest prompt, of how much there is to gain."""
         told = []
-        for name in CAB:
-            ours = [r for r in rows if r["implementation"] == name and r["ratio"] is not None]
-            if ours:
+        compared = [row for row in rows if row["ratio"] is not None]
+        for alike in grouped(compared, "world"):
+            on = f" on {alike[0]['world']} ranks" if is_over_ranks(alike) else ""
+            for name in CAB:
+                ours = [row for row in alike if row["implementation"] == name]
+                if not ours:
+                    continue
                 last = ours[-1]
                 told.append(
-                    f"At {last['length']:,} tokens {name} is {TIMES(last['over_best'])} as fast as "
-                    f"{last['baseline']}, the fastest dense way, where attending "
+                    f"At {last['length']:,} tokens{on} {name} is {TIMES(last['over_best'])} as "
+                    f"fast as {last['baseline']}, the fastest dense way, where attending "
                     f"{percent(last['density'])} of the pairs can bring "
                     f"{TIMES(last['ceiling'])} at most; it is faster "
                     f"{dense.break_even_shown(ours)}."
@@ -152,20 +207,30 @@ class TimeToFirstToken(Speed):
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
-        return (
+        told = (
             f"{described(settings)}\n\nsdpa is transformers' own; other dense ways take its place. "
             "cab computes prompts shorter than min_length dense, the other two none; the heads "
             "apart of cab-calibrated lie evenly over all layers, and no calibration chose them. "
             "At most: operations of the dense model over those at the realised density, attended "
             f"over causal pairs in all layers. TFLOP/s count what is attended. {dense.BREAK_EVEN}"
         )
+        return f"{told}\n\n{ACROSS}" if settings.get("worlds") else told
 
     @staticmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
-        drawn(path, rows, "time to the first token")
+        """Of the most ranks there are."""
+        world = max(row["world"] for row in rows)
+        some = [row for row in rows if row["world"] == world]
+        on = f" on {world} ranks" if is_over_ranks(some) else ""
+        drawn(path, some, f"time to the first token{on}")
 
 
 EXPERIMENT = TimeToFirstToken
+
+
+def is_over_ranks(rows: Sequence[Row]) -> bool:
+    """Whether any of ``rows`` is of several ranks."""
+    return any(row["world"] > 1 for row in rows)
 
 
 def drawn(path: Path, rows: Sequence[Row], what: str) -> None:
@@ -197,8 +262,15 @@ def _implementations(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["implementation"] for row in rows))
 
 
+ACROSS = (
+    "Ranks share one prompt, dealt out by cab_hf.distributed.shard and read inside "
+    "cab_hf.context_parallel: every rank reads its tokens through all layers, and the one that has "
+    "the prompt's last makes its logits. The cache stays dealt out as the prompt is: each rank has "
+    "keys and values of its own tokens in all layers. MLPs are given at most "
+    f"{MLP_TOKENS:,} tokens at a time, by a hook of this benchmark alone; in models of "
+    "transformers they read all tokens of a rank at once. TFLOP/s are those of a rank."
+)
 COLUMNS = {
-    **TOKENS,
     "way": "implementation",
     "s": column(seconds, "ms"),
     **DENSITY,
