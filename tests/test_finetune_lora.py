@@ -157,7 +157,7 @@ def test_dense_layers_are_logged_as_dense(tmp_path):
         pytest.param(
             ["--tokens-per-step", "300"], "tokens_per_step must be a multiple", id="steps"
         ),
-        pytest.param(["--length", "4096"], "4096", id="positions"),
+        pytest.param(["--length", "8192"], "8192", id="positions"),
         pytest.param(["--targets", "q_prj"], "did you mean q_proj?", id="target"),
         pytest.param(["--passkey-lengths", "64"], "64 has no room for 1 keys", id="keys"),
         pytest.param(["--data", "gone.txt"], "gone.txt", id="data"),
