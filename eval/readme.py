@@ -197,9 +197,10 @@ def _bold(told: str, lost: bool) -> str:
 def lora_table(results: Path) -> str:
     """A training step, dense and sparse."""
     found = read_results(results / STEP)
+    one = [row for row in found.rows if row["spread"] == "alone" and not row["sought"]]
     rows = []
-    for cab in (row for row in found.rows if row["implementation"] == "cab"):
-        alike = [row for row in found.rows if row["length"] == cab["length"]]
+    for cab in (row for row in one if row["implementation"] == "cab"):
+        alike = [row for row in one if row["length"] == cab["length"]]
         times = {f"{row['implementation']} s": digits(row["ms"] / 1000) for row in alike}
         gained = {"×": f"{cab['over_best']:.2f}", "at most": f"{cab['ceiling']:.2f}"}
         rows.append({"tokens": f"{cab['length']:,}", **times, **gained, "density": cab["density"]})

@@ -464,7 +464,7 @@ def test_committed_results_are_those_of_their_samples(folder, monkeypatch):
     content = json.loads((folder / "results.json").read_text())
     made, rows = content["provenance"], content["rows"]
     kind = named(made["experiment"])
-    identity, samples = read_log(folder / "samples.jsonl")
+    identity, samples = read_log(folder / "samples.jsonl", added=kind.ADDED)
     assert {name: identity[name] for name in MADE_BY} == {name: made[name] for name in MADE_BY}
     again = kind.rows(samples, made["settings"])
     assert [row["length"] for row in again] == [row["length"] for row in rows]

@@ -218,16 +218,16 @@ class LoraStep(TimeToFirstToken):
                 sample["peak_gib"] = self.peak(lambda: call(length), team)
                 sample |= {"fits": True, **known()}
                 return
-            ms, peak, _ = self.timed(lambda: call(length), team)
+            found = self.timed(lambda: call(length), team)
             sample |= {"fits": True, **known()}
         flops = useful_flops(cost, length)
         done = flops(sample["density"])
         shares = sample["world"] if how == CP else 1
         sample |= {
-            "ms": ms,
-            "peak_gib": peak,
+            "ms": found.ms,
+            "peak_gib": found.peak_gib,
             "ceiling": flops(1.0) / done,
-            "tflops": done / shares / ms / 1e9,
+            "tflops": done / shares / found.ms / 1e9,
         }
 
     def timed(self, call: Callable[[], None], team: Team) -> Slowest:
