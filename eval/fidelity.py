@@ -34,7 +34,7 @@ from cab_hf.eval.intervals import mean_interval, paired_difference, wilson
 from cab_hf.eval.methods import H2O, METHODS, Cab, Cell, Dense, Method, known
 from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
 from cab_hf.eval.passkey import MATCH, fitted, parse_depths
-from cab_hf.eval.report import column, difference, grouped, markdown_table
+from cab_hf.eval.report import column, difference, grouped, markdown_table, with_interval
 from cab_hf.predictors.calibration import passes
 from cab_hf.runs.provenance import file_identity
 from cab_hf.runs.settings import (
@@ -546,7 +546,7 @@ def _of(probe: str, write: Callable[[Row], str | None]) -> tuple[str, Callable[[
 
 
 def _share(found: Row) -> str:
-    return f"{found['share']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
+    return with_interval(found["share"], found["low"], found["high"])
 
 
 def _ratio(found: Row) -> str | None:

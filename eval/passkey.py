@@ -26,7 +26,7 @@ from cab_hf.eval.haystack import FILLERS, Haystack, Prompt, answered, read_sente
 from cab_hf.eval.intervals import paired_difference, wilson
 from cab_hf.eval.methods import CONTROLS, METHODS, Cab, Cell, Dense, Method, Streaming, known
 from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
-from cab_hf.eval.report import difference, markdown_table
+from cab_hf.eval.report import difference, markdown_table, with_interval
 from cab_hf.runs.models import greedily
 from cab_hf.runs.provenance import file_identity
 from cab_hf.runs.settings import (
@@ -338,7 +338,7 @@ COLUMNS = {
     "length": "length",
     "keys": "keys",
     "correct": partial(_share, "correct", "n"),
-    "accuracy [95 %]": lambda row: f"{row['accuracy']:.2f} [{row['low']:.2f}, {row['high']:.2f}]",
+    "accuracy [95 %]": lambda row: with_interval(row["accuracy"], row["low"], row["high"]),
     "density": "density",
     "to dense [95 %]": difference,
     "same words as dense": partial(_share, "same", "pairs"),

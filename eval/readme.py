@@ -17,7 +17,7 @@ from typing import Any
 
 from cab_hf.eval import experiment
 from cab_hf.eval.experiment import CSV, FIGURE, REPORT, RESULTS, SAMPLES, Experiment, Row, named
-from cab_hf.eval.report import digits, grouped, markdown_table, percent
+from cab_hf.eval.report import digits, grouped, markdown_table, percent, with_interval
 from cab_hf.runs.log import write_atomically
 from cab_hf.runs.settings import option, read_settings
 
@@ -220,18 +220,14 @@ def trained_table(results: Path) -> str:
     for name, (_, methods) in TRAININGS.items():
         for method in methods:
             row = found[name].row(method=method, **wanted)
-            kept = {
-                heading: _bold(_with_interval(row[probe]), row[probe]["high"] < best[probe]["low"])
-                for heading, probe in probes.items()
-            }
+            kept = {}
+            for heading, probe in probes.items():
+                share, low, high = (row[probe][name] for name in ("share", "low", "high"))
+                kept[heading] = _bold(with_interval(share, low, high), high < best[probe]["low"])
             told = {"trained": name, "read": ARMS[method].split()[0], "density": row["density"]}
             perplexity = {"perplexity": digits(row["perplexity"]["value"])}
             rows.append({**told, **kept, **perplexity})
     return _table(rows, list(found.values()))
-
-
-def _with_interval(found: Row) -> str:
-    return f"{found['share']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
 
 
 def parallel_table(results: Path) -> str:

@@ -74,6 +74,11 @@ def difference(row: Mapping[str, Any]) -> str | None:
     return f"{row['delta']:+.2f} [{row['delta_low']:+.2f}, {row['delta_high']:+.2f}]"
 
 
+def with_interval(share: float, low: float, high: float) -> str:
+    """A share and the interval around it."""
+    return f"{share:.2f} [{low:.2f}, {high:.2f}]"
+
+
 def digits(value: float | None) -> str | None:
     """A number with three digits that count, and no exponent."""
     if not value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,6 +16,9 @@ from cab_hf.distributed.layout import layout_of, lengths_between
 from cab_hf.finetune.objective import Batch
 from cab_hf.finetune.settings import Settings
 from cab_hf.plan import EXACT_BLOCK
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # what a model is given of a shard, beside the labels of the loss
 INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q")
@@ -47,8 +50,7 @@ class Parallel:
             shape = self.replicas, settings.cp
             mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp", "cp"))
             self.group = mesh.get_group("cp")
-            config = cab_config(model.config.get_text_config())
-            self.block = math.lcm(EXACT_BLOCK, config.query_block, config.key_block)
+            self.block = block_of(model)
 
     def attending(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Inside, ``model`` attends to sequences that its replica holds."""
@@ -64,11 +66,7 @@ class Parallel:
         """
         if self.group is None:
             return batch
-        row = {name: each.reshape(1, -1) for name, each in batch.items()}
-        if "labels" in row:
-            row["shift_labels"] = row.pop("labels")
-        mine = shard(row, self.group, self.block)
-        return {name: mine[name] for name in (*INPUTS, "labels") if name in mine}
+        return dealt(batch, self.group, self.block)
 
     def positions(self, dealt: Batch) -> Tensor:
         """int64 [B, n], where the tokens of a dealt batch stand in their documents.
@@ -80,3 +78,18 @@ class Parallel:
         lengths = lengths_between(dealt["cu_seq_lens_q"])
         layout = layout_of(lengths, self.group.size(), self.block)
         return dealt["position_ids"][:, layout.real[self.group.rank()]]
+
+
+def block_of(model: nn.Module) -> int:
+    """Tokens of which the chunks of processes are whole multiples."""
+    config = cab_config(model.config.get_text_config())
+    return math.lcm(EXACT_BLOCK, config.query_block, config.key_block)
+
+
+def dealt(batch: Batch, group: ProcessGroup, block: int) -> Batch:
+    """A process's tokens of a batch [B, N] whose labels, if it has any, are shifted already."""
+    row = {name: each.reshape(1, -1) for name, each in batch.items()}
+    if "labels" in row:
+        row["shift_labels"] = row.pop("labels")
+    mine = shard(row, group, block)
+    return {name: mine[name] for name in (*INPUTS, "labels") if name in mine}

@@ -165,6 +165,7 @@ def kept_of(
     views: dict[int, list[View]] = {}
     heads: dict[int, tuple[int, int]] = {}
     tokens, needles = sought(document)
+    configs = [with_share(config, share) for share in shares]
 
     def look(module: nn.Module, q: Tensor, k: Tensor, scale: float) -> None:
         layer = module.layer_idx
@@ -173,7 +174,7 @@ def kept_of(
         heads[layer] = q.shape[1], k.shape[1]
         here = Needles(*(x.to(q.device) for x in needles))
         call = Call(Spans.causal(1, q.shape[2], k.shape[2], q.device), scale, layer)
-        views[layer] = [viewed(q, k, call, with_share(config, share), here) for share in shares]
+        views[layer] = viewed(q, k, call, configs, here)
 
     ids = torch.tensor([tokens], device=model.device)
     with _changes(model) as importance, _captured(model, look):

@@ -64,7 +64,7 @@ def views_of(config, layers, share=0.4):
     """Of layers of q and k [1, H, N, D] each."""
     spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
     config = with_share(replace(config, dense_tail=0), share)
-    return [viewed(q, k, Call(spans, 0.25, 7), config, NEEDLES) for q, k in layers]
+    return [viewed(q, k, Call(spans, 0.25, 7), [config], NEEDLES)[0] for q, k in layers]
 
 
 def loud(seed, heads=4):

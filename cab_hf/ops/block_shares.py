@@ -45,15 +45,13 @@ def block_shares(
 ) -> Tensor:
     """`reference.block_shares`, float32 [B, H, M_q, M_k]; traced as one registered op."""
     largest = reduction == "max"
-    blocks = query_block, key_block
+    told = q, k, spans.first, spans.last, scale, query_block, key_block, largest
     if torch.compiler.is_compiling():
-        found = torch.ops.cab_hf.block_shares(
-            q, k, spans.first, spans.last, scale, *blocks, largest
-        )
+        found = torch.ops.cab_hf.block_shares(*told)
     else:
         # Triton launches on the current device
         with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-            found = _block_shares(q, k, spans.first, spans.last, scale, *blocks, largest)
+            found = _block_shares(*told)
     if largest:
         return found
     return found / spans.rows(query_block).queries.clamp(min=1)[:, None, :, None]
@@ -238,18 +236,7 @@ def _logits(
     return qk
 
 
-@torch.library.custom_op("cab_hf::block_shares", mutates_args=())
-def _block_shares_op(
-    q: Tensor,
-    k: Tensor,
-    first: Tensor,
-    last: Tensor,
-    scale: float,
-    query_block: int,
-    key_block: int,
-    largest: bool,
-) -> Tensor:
-    return _block_shares(q, k, first, last, scale, query_block, key_block, largest)
+_block_shares_op = torch.library.custom_op("cab_hf::block_shares", _block_shares, mutates_args=())
 
 
 @_block_shares_op.register_fake

@@ -60,20 +60,31 @@ def with_share(config: CabConfig, share: float) -> CabConfig:
     return replace(config, mass=1.0, bridges=0.0, exact_stride=0, max_density=share)
 
 
-def viewed(q: Tensor, k: Tensor, call: Call, config: CabConfig, needles: Needles) -> View:
-    """The `View` of one layer: q [1, H, N, D] and k [1, H_kv, N, D] of one text."""
-    alone = Call(call.spans, call.scale, 0)
-    keep = anchor_predictor(config)(q, k, alone).to_dense()[0]
+def viewed(
+    q: Tensor, k: Tensor, call: Call, configs: Sequence[CabConfig], needles: Needles
+) -> list[View]:
+    """The `View` of one layer by each config: q [1, H, N, D] and k [1, H_kv, N, D] of one text.
+
+    Args:
+        configs: of the same blocks.
+    """
+    alone, (config, *_) = Call(call.spans, call.scale, 0), configs
     blocks = config.query_block, config.key_block
     mass = reference.block_shares(q, k, call.spans, call.scale, *blocks, "mean")[0]
     queries = call.spans.rows(config.query_block).queries[0, :, None]
     key = torch.arange(k.shape[2], device=k.device)
     sought = (key >= needles.starts[:, None]) & (key < needles.ends[:, None])
     needle = block_shares_of(q, k, call, config.key_block, needles.queries, sought)
-    # heads that share a plan lose together
-    mass, needle = (x.unflatten(0, (keep.shape[0], -1)).mean(1) for x in (mass * queries, needle))
     rows = needles.queries // config.query_block
-    return View(*(x.cpu() for x in (keep, mass / queries.sum(), needle, rows)))
+    views = []
+    for config in configs:
+        keep = anchor_predictor(config)(q, k, alone).to_dense()[0]
+        # heads that share a plan lose together
+        own, sought_by = (
+            x.unflatten(0, (keep.shape[0], -1)).mean(1) for x in (mass * queries, needle)
+        )
+        views.append(View(*(x.cpu() for x in (keep, own / queries.sum(), sought_by, rows))))
+    return views
 
 
 def kept_between(views: Sequence[View], importance: Sequence[float]) -> Kept:

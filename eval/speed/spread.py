@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,12 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cab_hf import context_parallel
 from cab_hf.config import CabConfig
-from cab_hf.distributed import shard
 from cab_hf.distributed.layout import layout_of
 from cab_hf.eval.speed.checks import CHECK_GRADIENT_TOLERANCE, close
 from cab_hf.eval.speed.model import CAB_DENSE, INITIAL_STD
 from cab_hf.eval.speed.team import Team
-from cab_hf.plan import EXACT_BLOCK
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -95,6 +92,8 @@ def shared(
         spread_weights(objective, layers, team.group)
         yield Shared(objective, lambda tokens: sequences(tokens, team.rank))
     else:
+        from cab_hf.finetune.parallel import dealt
+
         model, block = objective.model, block_of(objective.model)
         wrapped = DistributedDataParallel(objective, process_group=team.group)
         # a layer that is computed again gathers again by itself
@@ -117,18 +116,10 @@ def spread_weights(objective: nn.Module, layers: Sequence[nn.Module], group: Pro
 
 
 def block_of(model: nn.Module) -> int:
-    """Tokens of which the chunks of ranks are whole multiples."""
-    from cab_hf.attention import settings
+    """Tokens of which the chunks of ranks are whole multiples, as finetuning has it."""
+    from cab_hf.finetune import parallel
 
-    config = settings(model.config.get_text_config())
-    return math.lcm(EXACT_BLOCK, config.query_block, config.key_block)
-
-
-def dealt(sequence: Mapping[str, Tensor], group: ProcessGroup, block: int) -> Batch:
-    """This rank's tokens of a sequence [1, N] whose labels are shifted already."""
-    row = {name: x for name, x in sequence.items() if name != "labels"}
-    mine = shard({**row, "shift_labels": sequence["labels"]}, group, block)
-    return {name: mine[name] for name in ("input_ids", "position_ids", "cu_seq_lens_q", "labels")}
+    return parallel.block_of(model)
 
 
 def causal_pairs(spread: str, length: int, team: Team, block: int) -> int:
