@@ -1,11 +1,14 @@
 """Exact scores on the GPU: what queries need of every key block, by whole queries and whole keys.
 
-The definition is `reference.exact_scores`. One sweep over the keys: only the largest logit of a key
-block is kept, so that next to no exponentials are taken. What a tile of rows found waits in a
-scratch row until its normaliser is known.
+The definitions are `reference.exact_scores`, which goes by the loudest key of a block and so takes
+next to no exponentials, and `reference.block_shares`, which goes by all of them. Either is one
+sweep over the keys: what a tile of rows found, one number a row and key block, waits in a scratch
+row until its normaliser is known.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,11 +28,19 @@ from cab_hf.ops.attention.tiles import (
 )
 from cab_hf.plan import Spans
 
-# sampled queries of a program, keys that it takes at a time, and how it is scheduled; from an H200
-TILE_ROWS = 64
-TILE_KEYS = 128
-WARPS = 4
-STAGES = 3
+
+class Tiles(NamedTuple):
+    """Sampled queries of a program, keys that it takes at a time, and how it is scheduled."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# both from an H200
+LOUDEST = Tiles(64, 128, 4, 3)
+SUMMED = Tiles(128, 128, 8, 3)
 # the most key blocks of a row that are normalised at a time
 CHUNK = 64
 # bytes of scratch at a time
@@ -57,18 +68,45 @@ def exact_scores(
         stride: so many queries of a block stand for one that is looked at; divides ``query_block``.
         width: room for the columns of a row, a multiple of 32.
     """
+    told = spans.first, spans.last, scale, query_block, key_block, stride, width
+    most, mass = swept(q, k, heads, *told, summed=False)
+    # far below any share that counts, and finite
+    return most, mass.clamp_(min=1e-30).log_()
+
+
+def swept(
+    q: Tensor,
+    k: Tensor,
+    heads: Tensor,
+    first: Tensor,
+    last: Tensor,
+    scale: float,
+    query_block: int,
+    key_block: int,
+    stride: int,
+    width: int,
+    summed: bool,
+) -> tuple[Tensor, Tensor]:
+    """The largest share of any looked at query of a block, and the sum of them.
+
+    Args:
+        first, last: those of `Spans`.
+        summed: whether a key block gets what all of its keys get, or goes by its loudest.
+        others, and what is returned: as in `exact_scores`.
+    """
     batch, q_heads, q_length, dim = q.shape
+    tiled = SUMMED if summed else LOUDEST
     # sampled queries of a query block go to groups of a power of two, which tiles hold whole
     samples = query_block // stride
-    group = tile_of(samples, TILE_ROWS)
+    group = tile_of(samples, tiled.rows)
     rows = triton.cdiv(q_length, query_block) * samples
     most = q.new_empty(batch, len(heads), rows // group, width, dtype=torch.float32)
-    log_mass = torch.empty_like(most)
-    tiles, planes = triton.cdiv(rows, TILE_ROWS), batch * len(heads)
-    step = max(1, SCRATCH_AT_A_TIME // (4 * planes * TILE_ROWS * width))
-    scratch = q.new_empty(min(step, tiles) * planes, width, TILE_ROWS, dtype=torch.float32)
-    first, last = (x if x.stride(1) == 1 else x.contiguous() for x in (spans.first, spans.last))
-    tile_keys = TILE_KEYS if TILE_KEYS % key_block == 0 else tile_of(key_block, TILE_KEYS)
+    mass = torch.empty_like(most)
+    tiles, planes = triton.cdiv(rows, tiled.rows), batch * len(heads)
+    step = max(1, SCRATCH_AT_A_TIME // (4 * planes * tiled.rows * width))
+    scratch = q.new_empty(min(step, tiles) * planes, width, tiled.rows, dtype=torch.float32)
+    first, last = (x if x.stride(1) == 1 else x.contiguous() for x in (first, last))
+    tile_keys = tiled.keys if tiled.keys % key_block == 0 else tile_of(key_block, tiled.keys)
     k = described(k)
     # the longest rows first
     for end in range(tiles, 0, -step):
@@ -83,7 +121,7 @@ def exact_scores(
             last.stride(0),
             scratch,
             most,
-            log_mass,
+            mass,
             scale * LOG2_E.value,
             begin,
             len(heads),
@@ -91,22 +129,23 @@ def exact_scores(
             q_length,
             rows // group,
             width,
+            SUMMED=summed,
             STRIDE=stride,
             GROUP=group,
             KEY_BLOCK=key_block,
-            BLOCK_M=TILE_ROWS,
+            BLOCK_M=tiled.rows,
             BLOCK_N=tile_keys,
             CHUNK=tile_of(width, CHUNK),
             D=dim,
             BLOCK_D=triton.next_power_of_2(dim),
             PRECISION=precision(q),
-            STAGES=STAGES,
-            num_warps=WARPS,
+            STAGES=tiled.stages,
+            num_warps=tiled.warps,
         )
     if group == samples:
-        return most, log_mass
-    most, log_mass = (x.unflatten(2, (-1, samples // group)) for x in (most, log_mass))
-    return most.amax(3), log_mass.logsumexp(3)
+        return most, mass
+    most, mass = (x.unflatten(2, (-1, samples // group)) for x in (most, mass))
+    return most.amax(3), mass.sum(3)
 
 
 @triton.jit
@@ -120,7 +159,7 @@ def _exact_scores_kernel(
     last_stride,
     scratch,
     most,
-    log_mass,
+    mass,
     qk_scale,
     begin,
     count,
@@ -128,6 +167,7 @@ def _exact_scores_kernel(
     q_length,
     groups,
     width,
+    SUMMED: tl.constexpr,
     STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
@@ -177,6 +217,7 @@ def _exact_scores_kernel(
         ends = whole_low if PART == 0 else whole_high if PART == 1 else end
         for i in tl.range(begins, ends, num_stages=STAGES):
             top = tl.full((BLOCK_M, BLOCKS), float("-inf"), tl.float32)
+            total = tl.zeros((BLOCK_M, BLOCKS), tl.float32)
             for start in tl.static_range(0, STEP, BLOCK_N):
                 # [BLOCK_N, D], then [BLOCK_M, BLOCK_N]
                 column = i * STEP + start
@@ -188,8 +229,14 @@ def _exact_scores_kernel(
                     qk = tl.where(seen, qk, float("-inf"))
                 # [BLOCK_M, BLOCKS]
                 by_block = tl.reshape(qk, (BLOCK_M, BLOCKS, BLOCK_N // BLOCKS))
-                top = tl.maximum(top, tl.max(by_block, 2))
-            top = top * qk_scale
+                peak = tl.maximum(top, tl.max(by_block, 2) * qk_scale)
+                if SUMMED:
+                    level = finite(peak)
+                    p = tl.exp2(by_block * qk_scale - level[:, :, None])
+                    total = total * tl.exp2(top - level) + tl.sum(p, 2)
+                top = peak
+            if SUMMED:
+                top += tl.log2(total)
             m_new = tl.maximum(m_i, tl.max(top, 1))
             m_safe = finite(m_new)
             l_i = l_i * tl.exp2(m_i - m_safe) + tl.sum(tl.exp2(top - m_safe[:, None]), 1)
@@ -216,6 +263,4 @@ def _exact_scores_kernel(
         share = tl.reshape(share, (CHUNK, BLOCK_M // GROUP, GROUP))
         cell = target[None, :] + column[:, None]
         tl.store(most + cell, tl.max(share, 2), mask=written[None, :])
-        # far below any share that counts, and finite
-        total = tl.maximum(tl.sum(share, 2), 1e-30)
-        tl.store(log_mass + cell, tl.log(total), mask=written[None, :])
+        tl.store(mass + cell, tl.sum(share, 2), mask=written[None, :])
