@@ -149,3 +149,23 @@ def needed_on_a_rank(process_group, config):
     q, k, _ = (shard_of(x, layout, process_group.rank()) for x in whole(layout))
     plan = distributed.predict(q, k, group=process_group, config=config, block=BLOCK)
     return distributed.union(plan, KV_HEADS)
+
+
+def test_layers_of_a_text_share_spans(ranks):
+    for same, refusal in ranks.run(2, twice_on_a_rank):
+        assert same and refusal.startswith("spans is of another text than q")
+
+
+def twice_on_a_rank(process_group):
+    layout = layout_for(2, TEXTS["packed"])
+    q, k, _ = (shard_of(x, layout, process_group.rank()) for x in whole(layout))
+    told = {"group": process_group, "config": SMALL, "block": BLOCK}
+    ends = {"cu_seqlens": TEXTS["packed"]}
+    first = distributed.predict(q, k, **told, **ends)
+    again = distributed.predict(q, k, **told, **ends, spans=first.spans)
+    same = again.spans is first.spans and torch.equal(again.to_dense(), first.to_dense())
+    try:
+        distributed.predict(q, k, **told, spans=first.spans)
+    except ValueError as error:
+        return same, str(error)
+    return same, ""

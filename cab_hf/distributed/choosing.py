@@ -27,7 +27,7 @@ from cab_hf.config import Budgets, CabConfig, budgets_of
 from cab_hf.distributed.exchange import gathered, group_of
 from cab_hf.distributed.layout import Places, Shard, layout_of, lengths_between, take_rows
 from cab_hf.ops.reference import KeySummary
-from cab_hf.plan import EXACT_BLOCK, BlockLists, BlockPlan, named_rows
+from cab_hf.plan import EXACT_BLOCK, BlockLists, BlockPlan, Spans, named_rows
 from cab_hf.predictors import (
     Call,
     CascadePredictor,
@@ -51,6 +51,7 @@ def predict(
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
     block: int = EXACT_BLOCK,
+    spans: Spans | None = None,
 ) -> BlockPlan:
     """The plan of this rank's queries for `zigzag_attention`, rows of the plan of one process.
 
@@ -58,9 +59,14 @@ def predict(
         q, k, group, scale, cu_seqlens, block: as in `zigzag_attention`; every rank calls this.
         config: whose predictor decides; its blocks divide ``block``.
         layer: whose budgets count, where they are a table.
+        spans: those of the plan of another layer of the same text: what is made of them is then
+            made once for both.
 
     Returns:
         A plan of [B, H, n / query_block] rows, in key blocks of the frame of the whole text.
+
+    Raises:
+        ValueError: for ``spans`` of another text.
     """
     group = group_of(group)
     world, tokens = group.size(), q.shape[2]
@@ -68,7 +74,13 @@ def predict(
     places = layout_of(lengths, world, block).places(
         max(config.query_block, config.key_block), q.device
     )
-    spans = places.spans(group.rank(), q.shape[0])
+    if spans is None:
+        spans = places.spans(group.rank(), q.shape[0])
+    elif getattr(spans, "places", None) is not places or spans.first.shape[0] != q.shape[0]:
+        raise ValueError(
+            "spans is of another text than q; give those of a plan that predict made of this text "
+            "on this rank, or None."
+        )
     call = Call(spans, q.shape[-1] ** -0.5 if scale is None else scale, layer)
     return choose(make_predictor(config), q, k, places, group, call)
 

@@ -201,6 +201,7 @@ class Places:
             # each is held in two stretches
             documents=2 * len(self.layout.lengths),
             text=replace(text, **{name: getattr(text, name).expand(batch, -1) for name in TENSORS}),
+            places=self,
         )
 
 
@@ -214,9 +215,11 @@ class Shard(Spans):
 
     Attributes:
         text: the spans of the whole text, in the same frame.
+        places: where its tokens stand.
     """
 
     text: Spans | None = None
+    places: Places | None = None
 
     def _tail(self, tokens: int, query_block: int) -> Tensor:
         return self.taken(self.text.tail(tokens, query_block), query_block)

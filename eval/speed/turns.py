@@ -120,8 +120,12 @@ class Turn:
         if self.layout is None:
             call = Call(self.spans(q), q.shape[-1] ** -0.5)
             return make_predictor(self.config)(q, k, call)
-        text = {"cu_seqlens": (0, self.length), "block": EXACT_BLOCK}
-        return predict(q, k, group=self.group, config=self.config, **text)
+        told = {"cu_seqlens": (0, self.length), "block": EXACT_BLOCK}
+        # as the layers of a forward pass share them
+        known = self._by_device.get(q.device)
+        plan = predict(q, k, group=self.group, config=self.config, spans=known, **told)
+        self._by_device[q.device] = plan.spans
+        return plan
 
     def workload(self, q: Tensor, k: Tensor, v: Tensor) -> Workload:
         """What the engine is asked for, with the gradients that these need."""
