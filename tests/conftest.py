@@ -14,6 +14,16 @@ def gpu():
 
 
 @pytest.fixture
+def uninitialised_is_nan():
+    """What a kernel does not write is NaN, not whatever was there before."""
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def one_process(tmp_path):
     """A process group of this process alone."""
     import torch

@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 
+import torch
+from attention_cases import laid_out
 from tiny import qkv
 
 from cab_hf import BlockPlan
 from cab_hf.config import budgets_of
 from cab_hf.ops import predict
+from cab_hf.plan import Spans
 from cab_hf.predictors import Call, CurvaturePredictor
 
 
@@ -33,3 +36,15 @@ def loud(**shape):
     """q and k whose blocks differ enough that masses are neither flat nor all on one block."""
     q, k, _ = qkv(**shape)
     return 2 * q, 2 * k
+
+
+def laid_in(layout, q, k, align):
+    """(q, k, spans) in a layout."""
+    batch, length = q.shape[0], q.shape[2]
+    if layout == "in-place":
+        # what torch.compile sees: borders inside of blocks
+        last = torch.arange(length, dtype=torch.int32).expand(batch, -1)
+        first = ((last >= 37).int() * 37).contiguous()
+        return q, k, Spans(first, last, torch.ones(batch, length, dtype=torch.bool))
+    frame = laid_out(layout, batch, length, k.shape[2], align, "cpu")
+    return frame.queries(q), frame.keys(k), frame.spans

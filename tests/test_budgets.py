@@ -176,10 +176,9 @@ def test_measured_lists_are_as_wide_as_the_longest_that_is_listed(monkeypatch):
 def test_lists_of_a_million_tokens_are_as_wide_as_what_is_listed(fields, documents, share):
     """A whole head or row in the lists would make 17 GiB of them."""
     length, config = 1 << 20, CabConfig(**fields)
-    q = torch.empty(1, 32, length, 128, device="meta")
     tail = predict.Tail(torch.empty(1, 8192, device="meta"), documents is None)
-    shape, room, _ = predict._rooms(q, length, True, tail, budgets_of(config, 0, 32), config)
-    assert shape == (1, 32, 8192)
+    shape, budgets = (1, 32, 8192), budgets_of(config, 0, 32)
+    room, _ = predict._rooms(shape, length, True, tail, budgets, config)
     # rounded up, or what is forced
     assert share * 16384 <= room <= share * 16384 + 6
 
@@ -188,10 +187,8 @@ def test_the_registered_op_takes_tables():
     q, k = loud(**SHAPE | {"q_length": 64})
     spans, config = Spans.causal(1, 64, 64, "cpu"), CabConfig(**SMALL, **MIXED)
     planes = predict.summarise(k, spans.key_valid, config).planes
-    known = (spans.first, spans.last, spans.key_valid, spans.aligned, spans.consecutive)
-    settings = [getattr(config, name) for name in predict.FIELDS]
-    budgets = map(list, budgets_of(config, 0, 4))
-    inputs = (q, planes, k, *known, spans.tail(32, 32), False, *budgets, 0.25, *settings)
+    told = predict._telling(spans, config, budgets_of(config, 0, 4))
+    inputs = (q, planes, k, 0.25, *told)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.cab_hf.choose.default, inputs, test_utils=checks)
     counts, *_ = torch.ops.cab_hf.choose(*inputs)

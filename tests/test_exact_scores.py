@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attention_cases import laid_out
-from selecting import by_kernels, loud, on_the_cpu
+from selecting import by_kernels, laid_in, loud, on_the_cpu
 from tiny import qkv
 from torch.nn import functional as F
 
@@ -14,14 +14,6 @@ from cab_hf.plan import Spans, block_visibility
 
 SMALL = {"query_block": 32, "key_block": 16}
 SHAPE = {"q_length": 136, "heads": 4, "kv_heads": 2, "dim": 16}
-
-
-@pytest.fixture
-def uninitialised_is_nan():
-    """What a kernel does not write is NaN, not whatever was there before."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 # --- the definition
@@ -178,18 +170,6 @@ KERNEL_CASES = [
     pytest.param(case((32, 16), 4, q_length=34), id="a-row-without-a-sample"),
     pytest.param(case((32, 16), 4, q_length=3), id="no-sample-at-all"),
 ]
-
-
-def laid_in(layout, q, k, align):
-    """(q, k, spans) in a layout."""
-    batch, length = q.shape[0], q.shape[2]
-    if layout == "in-place":
-        # what torch.compile sees: borders inside of blocks
-        last = torch.arange(length, dtype=torch.int32).expand(batch, -1)
-        first = ((last >= 37).int() * 37).contiguous()
-        return q, k, Spans(first, last, torch.ones(batch, length, dtype=torch.bool))
-    frame = laid_out(layout, batch, length, k.shape[2], align, "cpu")
-    return frame.queries(q), frame.keys(k), frame.spans
 
 
 def of_kernel(q, k, spans, scale, blocks, stride, some=None, more=0):

@@ -220,10 +220,8 @@ def test_the_registered_ops_keep_their_promises():
     inputs = (k, spans.key_valid, config.key_block, config.coarsen)
     torch.library.opcheck(torch.ops.cab_hf.summarise.default, inputs, test_utils=checks)
     planes = predict.summarise(k, spans.key_valid, config).planes
-    known = (spans.first, spans.last, spans.key_valid, spans.aligned, spans.consecutive)
-    settings = [getattr(config, name) for name in predict.FIELDS]
-    tail, budgets = (spans.tail(32, 32), False), map(list, budgets_of(config, 0, 2))
-    inputs = (q, planes, k, *known, *tail, *budgets, 0.25, *settings)
+    told = predict._telling(spans, config, budgets_of(config, 0, 2))
+    inputs = (q, planes, k, 0.25, *told)
     torch.library.opcheck(torch.ops.cab_hf.choose.default, inputs, test_utils=checks)
 
 

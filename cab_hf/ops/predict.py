@@ -1,7 +1,8 @@
 """Predict on the GPU, in two halves: summarise keys, then choose blocks. Each is a registered op.
 
-The definition is `CurvaturePredictor` on the ops of `reference`. No step waits for the device, and
-no shape depends on data, except where lists would be larger than `LISTS_AT_MOST`.
+The definition is `CurvaturePredictor` on the ops of `reference`. Who has scored blocks already
+chooses by shares. No step waits for the device, and no shape depends on data, except where lists
+would be larger than `LISTS_AT_MOST`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from torch import Tensor
 from cab_hf.config import Budgets, CabConfig
 from cab_hf.ops.coarsen import QuerySummary, coarsen_keys, coarsen_queries, summary_dtype
 from cab_hf.ops.exact_scores import exact_scores
-from cab_hf.ops.reference import KeySummary
-from cab_hf.ops.score import Scores, Turn, block_scores, turns
+from cab_hf.ops.reference import KeySummary, log_share_
+from cab_hf.ops.score import Scores, Turn, block_graph, block_scores, turns
 from cab_hf.ops.select import COPIES, Own, Tail, fill_lists, select_blocks
 from cab_hf.plan import BlockLists, Spans, crossed_blocks
 
@@ -28,6 +29,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD_DIM = 256
 # bytes of scores alive at a time; heads take turns so that it is enough
 SCORES_AT_A_TIME = 256 << 20
+# the same where shares of all heads are alive beside them
+SHARES_AT_A_TIME = 64 << 20
 # bytes of lists that are made as wide as a row could ever need; wider ones are measured first,
 # which waits for the device once
 LISTS_AT_MOST = 2 << 30
@@ -38,6 +41,14 @@ FIELDS = {
     **dict.fromkeys(("coarsen", "select", "curvature"), "str"),
     **dict.fromkeys(("redundancy", "max_density"), "float"),
 }
+# how the registered ops are told what `_told` understands
+TOLD = (
+    "Tensor first, Tensor last, Tensor key_valid, bool aligned, bool consecutive, Tensor? tail,"
+    " bool tail_listed, float[] mass, float[] bridges, float[] sparsity, int[] exact_stride,"
+    " int[] whole, " + ", ".join(f"{kind} {name}" for name, kind in FIELDS.items())
+)
+# turns with their scores, what selects by them, and budgets of own
+Scored = Iterator[tuple[Turn, Scores, CabConfig, Own | None]]
 
 
 def unavailable(x: Tensor) -> str | None:
@@ -77,38 +88,77 @@ def choose(
     on the device.
     """
     if torch.compiler.is_compiling():
-        known = (spans.first, spans.last, spans.key_valid, spans.aligned, spans.consecutive)
-        settings = [getattr(config, name) for name in FIELDS]
-        tail = _tail(spans, config)
-        own = map(list, budgets)
-        lists = torch.ops.cab_hf.choose(
-            q, summary.planes, summary.keys, *known, *tail, *own, scale, *settings
-        )
+        told = _telling(spans, config, budgets)
+        lists = torch.ops.cab_hf.choose(q, summary.planes, summary.keys, scale, *told)
         return BlockLists(*lists[:2]), BlockLists(*lists[2:])
     with _on(q):
         tail = _tail(spans, config)
-        measured = not _capturing(q)
-        return _choose(q, summary, spans, tail, budgets, scale, config, measured, vectors)
+        scored = _scored(q, summary, spans, budgets, scale, config, vectors)
+        shape = *q.shape[:2], -(-q.shape[2] // config.query_block)
+        return _chosen(shape, scored, spans, tail, budgets, config, measured=not _capturing(q))
 
 
-def _choose(
-    q: Tensor,
-    summary: KeySummary,
+def choose_by_shares(
+    shares: Tensor, reach: Tensor | None, spans: Spans, config: CabConfig, budgets: Budgets
+) -> tuple[BlockLists, BlockLists]:
+    """(full, partial) lists of the key blocks that heads attend by their shares.
+
+    As `choose` otherwise: what lists nothing, and what is safe.
+
+    Args:
+        shares: float32 [B, heads, M_q, M_k], what key blocks have of each row, up to a factor of
+            the row: they fill the mass, and rank bridges (clusters), or rank all (top-k).
+        reach: the same shape: bridges are ranked by curvature over it instead; None for shares.
+        budgets: of these heads; ``exact_stride`` is not read.
+    """
+    if torch.compiler.is_compiling():
+        told = _telling(spans, config, budgets)
+        lists = torch.ops.cab_hf.choose_by_shares(shares, reach, *told)
+        return BlockLists(*lists[:2]), BlockLists(*lists[2:])
+    with _on(shares):
+        tail, measured = _tail(spans, config), not _capturing(shares)
+        scored = _shared(shares, reach, spans, budgets, config)
+        return _chosen(shares.shape[:3], scored, spans, tail, budgets, config, measured)
+
+
+def _chosen(
+    shape: tuple[int, int, int],
+    scored: Scored,
     spans: Spans,
     tail: Tail,
     budgets: Budgets,
-    scale: float,
     config: CabConfig,
     measured: bool,
-    vectors: Tensor | None = None,
 ) -> tuple[BlockLists, BlockLists]:
-    shape, room, crossed = _rooms(q, spans.kv_length, spans.aligned, tail, budgets, config)
+    """(full, partial) lists of [B, H, M_q] rows, filled by one turn after the other."""
+    room, crossed = _rooms(shape, spans.kv_length, spans.aligned, tail, budgets, config)
     # lists that would be too large are measured before they are made
     wide = measured and 4 * math.prod(shape) * room > LISTS_AT_MOST
-    full = _empty_lists(q, shape, 0 if wide else room)
-    partial = _empty_lists(q, shape, crossed)
-    bits = full.counts.new_zeros(*shape, -(-summary.planes.shape[3] // 32)) if wide else None
+    full = _empty_lists(spans.first, shape, 0 if wide else room)
+    partial = _empty_lists(spans.first, shape, crossed)
+    words = -(-spans.kv_length // (32 * config.key_block))
+    bits = full.counts.new_zeros(*shape, words) if wide else None
+    for turn, scores, by, own in scored:
+        select_blocks(turn, scores, by, budgets, own, full, partial, bits, tail)
+        # the next turn, and the lists after the last, take its memory
+        del scores
+    if wide:
+        width = max(1, int(full.counts.max()))
+        full = BlockLists(full.counts, full.counts.new_empty(*shape, width))
+        fill_lists(turn, bits, full, partial, config)
+    return full, partial
 
+
+def _scored(
+    q: Tensor,
+    summary: KeySummary,
+    spans: Spans,
+    budgets: Budgets,
+    scale: float,
+    config: CabConfig,
+    vectors: Tensor | None = None,
+) -> Scored:
+    """Heads that choose by the estimate, then those that choose by exact scores."""
     # a summary may come out of a cache, or from another process
     keys = summary.keys
     summary = KeySummary(summary.planes.to(summary_dtype(q)).contiguous())
@@ -116,26 +166,60 @@ def _choose(
         queries = coarsen_queries(q, spans, config.query_block, config.coarsen)
     else:
         queries = QuerySummary(vectors.to(summary_dtype(q)).contiguous(), _rows(spans, config))
-    heads, lists = q.shape[1], (full, partial, bits, tail)
+    batch, heads, q_blocks, _ = queries.vectors.shape
+    kv_heads, kv_blocks = summary.planes.shape[2:4]
+    shape = batch, heads, kv_heads, q_blocks, kv_blocks
     exact, clusters = budgets.exact(heads), config.select == "clusters"
     own = Own.of(budgets, clusters, heads, q.device, exact=False)
-    for turn in turns(queries, summary, config, SCORES_AT_A_TIME):
+    for turn in turns(queries.rows, shape, config, SCORES_AT_A_TIME):
         if len(exact) == heads:
             break
-        scores = block_scores(turn, queries, summary, scale, config, spans)
-        select_blocks(turn, scores, config, budgets, own, *lists)
-        # the next turn, and the lists after the last, take its memory
-        del scores
+        yield turn, block_scores(turn, queries, summary, scale, config, spans), config, own
     if exact:
         plain = replace(config, curvature="none")
         own = Own.of(budgets, clusters, heads, q.device, exact=True)
         for one, scores in _exact_turns(turn, q, keys, budgets, spans, scale, config):
-            select_blocks(one, scores, plain, budgets, own, *lists)
-    if wide:
-        width = max(1, int(full.counts.max()))
-        full = BlockLists(full.counts, full.counts.new_empty(*shape, width))
-        fill_lists(turn, bits, full, partial, config)
-    return full, partial
+            yield one, scores, plain, own
+
+
+def _shared(
+    shares: Tensor, reach: Tensor | None, spans: Spans, budgets: Budgets, config: CabConfig
+) -> Scored:
+    """A few heads at a time, by their shares, which stay as they are."""
+    batch, heads, *blocks = shares.shape
+    clusters = config.select == "clusters"
+    ranked = not clusters or any(budgets.bridges)
+    if reach is None or not ranked:
+        config = replace(config, curvature="none")
+    plain = budgets._replace(exact_stride=(0,))
+    own = Own.of(plain, clusters, heads, shares.device, exact=False)
+    shape = batch, heads, heads, *blocks
+    for turn in turns(_rows(spans, config), shape, config, SHARES_AT_A_TIME):
+        yield turn, _share_scores(turn, shares, reach, ranked, spans, config), config, own
+
+
+def _share_scores(
+    turn: Turn, shares: Tensor, reach: Tensor | None, ranked: bool, spans: Spans, config: CabConfig
+) -> Scores:
+    clusters = config.select == "clusters"
+    estimate = _of_turn(turn, shares, logarithms=True) if clusters else None
+    # without bridges nobody reads it
+    direct = estimate
+    if ranked and reach is None:
+        direct = _of_turn(turn, shares, logarithms=False)
+    elif ranked:
+        direct = _of_turn(turn, reach, logarithms=True)
+    return Scores(direct, estimate, *block_graph(turn, direct, False, config, spans))
+
+
+def _of_turn(turn: Turn, shares: Tensor, logarithms: bool) -> Tensor:
+    """A copy of the shares of its heads, or their logarithms, [heads, M_q, width]."""
+    some = shares.flatten(0, 1)[turn.start : turn.start + turn.count]
+    wide = some.new_empty(turn.count, turn.q_blocks, turn.width)
+    columns = wide[..., : turn.kv_blocks].copy_(some)
+    if logarithms:
+        log_share_(columns)
+    return wide
 
 
 def _exact_turns(
@@ -185,14 +269,19 @@ def _tail(spans: Spans, config: CabConfig) -> Tail:
 
 
 def _rooms(
-    q: Tensor, kv_length: int, aligned: bool, tail: Tail, budgets: Budgets, config: CabConfig
-) -> tuple[tuple[int, int, int], int, int]:
-    """([B, H, M_q], the most full blocks that a row can list, the most partial ones)."""
+    shape: tuple[int, int, int],
+    kv_length: int,
+    aligned: bool,
+    tail: Tail,
+    budgets: Budgets,
+    config: CabConfig,
+) -> tuple[int, int]:
+    """(the most full blocks that a row of [B, H, M_q] can list, the most partial ones)."""
     kv_blocks = -(-kv_length // config.key_block)
     crossed = crossed_blocks(config.query_block, config.key_block)
     forced = config.sink_blocks + max(config.local_blocks, crossed)
     # of heads that are alike one tells all
-    heads = range(1 if budgets.alike else q.shape[1])
+    heads = range(1 if budgets.alike else shape[1])
     listed = [budgets.of_head(head) for head in heads if head not in budgets.whole]
     share = 1 - min(budgets.sparsity)
     if config.select == "clusters":
@@ -204,12 +293,11 @@ def _rooms(
         share = 1.0
     # one more than the share: it is rounded up, and here in floating point
     room = min(kv_blocks, max(int(share * kv_blocks) + 2, forced))
-    shape = (*q.shape[:2], -(-q.shape[2] // config.query_block))
-    return shape, room, min(kv_blocks, crossed if aligned else kv_blocks)
+    return room, min(kv_blocks, crossed if aligned else kv_blocks)
 
 
-def _empty_lists(q: Tensor, shape: tuple[int, int, int], room: int) -> BlockLists:
-    counts = q.new_empty(shape, dtype=torch.int32)
+def _empty_lists(like: Tensor, shape: tuple[int, int, int], room: int) -> BlockLists:
+    counts = like.new_empty(shape, dtype=torch.int32)
     return BlockLists(counts, counts.new_empty(*shape, room))
 
 
@@ -238,34 +326,62 @@ def _(k: Tensor, valid: Tensor, key_block: int, coarsen: str) -> Tensor:
 @torch.library.custom_op(
     "cab_hf::choose",
     mutates_args=(),
-    schema="(Tensor q, Tensor planes, Tensor? keys, Tensor first, Tensor last, Tensor key_valid,"
-    " bool aligned, bool consecutive, Tensor? tail, bool tail_listed, float[] mass,"
-    " float[] bridges, float[] sparsity, int[] exact_stride, int[] whole, float scale, "
-    + ", ".join(f"{kind} {name}" for name, kind in FIELDS.items())
-    + ") -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor planes, Tensor? keys, float scale, {TOLD})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _choose_op(q, planes, keys, first, last, key_valid, aligned, consecutive, *others):
-    tail, budgets, scale, config = _told(others)
-    spans = Spans(first, last, key_valid, aligned, consecutive)
-    summary = KeySummary(planes, keys)
-    full, partial = _choose(q, summary, spans, tail, budgets, scale, config, measured=False)
-    return full.counts, full.indices, partial.counts, partial.indices
+def _choose_op(q, planes, keys, scale, *told):
+    spans, tail, budgets, config = _told(told)
+    scored = _scored(q, KeySummary(planes, keys), spans, budgets, scale, config)
+    shape = *q.shape[:2], -(-q.shape[2] // config.query_block)
+    return _four(*_chosen(shape, scored, spans, tail, budgets, config, measured=False))
 
 
 @_choose_op.register_fake
-def _(q, planes, keys, first, last, key_valid, aligned, consecutive, *others):
-    tail, budgets, _, config = _told(others)
-    shape, *rooms = _rooms(q, key_valid.shape[1], aligned, tail, budgets, config)
-    full, partial = (_empty_lists(q, shape, room) for room in rooms)
+def _(q, planes, keys, scale, *told):
+    config = _told(told)[-1]
+    return _unfilled(q, (*q.shape[:2], -(-q.shape[2] // config.query_block)), told)
+
+
+@torch.library.custom_op(
+    "cab_hf::choose_by_shares",
+    mutates_args=(),
+    schema=f"(Tensor shares, Tensor? reach, {TOLD}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _choose_by_shares_op(shares, reach, *told):
+    spans, tail, budgets, config = _told(told)
+    scored = _shared(shares, reach, spans, budgets, config)
+    return _four(*_chosen(shares.shape[:3], scored, spans, tail, budgets, config, measured=False))
+
+
+@_choose_by_shares_op.register_fake
+def _(shares, reach, *told):
+    return _unfilled(shares, shares.shape[:3], told)
+
+
+def _unfilled(
+    like: Tensor, shape: tuple[int, int, int], told: tuple
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    spans, tail, budgets, config = _told(told)
+    rooms = _rooms(shape, spans.kv_length, spans.aligned, tail, budgets, config)
+    return _four(*[_empty_lists(like, shape, room) for room in rooms])
+
+
+def _four(full: BlockLists, partial: BlockLists) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return full.counts, full.indices, partial.counts, partial.indices
 
 
-def _told(others: tuple) -> tuple[Tail, Budgets, float, CabConfig]:
-    """What the registered op is told beside tensors and spans."""
-    *tail, scale = *others[:2], others[7]
-    budgets = Budgets(*map(tuple, others[2:7]))
-    settings = dict(zip(FIELDS, others[8:], strict=True))
+def _telling(spans: Spans, config: CabConfig, budgets: Budgets) -> tuple:
+    """What a registered op is told by the schema `TOLD`."""
+    known = spans.first, spans.last, spans.key_valid, spans.aligned, spans.consecutive
+    settings = [getattr(config, name) for name in FIELDS]
+    return *known, *_tail(spans, config), *map(list, budgets), *settings
+
+
+def _told(told: tuple) -> tuple[Spans, Tail, Budgets, CabConfig]:
+    """What `_telling` has told."""
+    budgets = Budgets(*map(tuple, told[7:12]))
+    settings = dict(zip(FIELDS, told[12:], strict=True))
     # curvature looks whether there are bridges
     shared = {"mass": 1 if budgets.mass == (1,) else (budgets.mass,)}
     shared["bridges"] = (budgets.bridges,)
-    return Tail(*tail), budgets, scale, CabConfig(**settings, **shared)
+    return Spans(*told[:5]), Tail(*told[5:7]), budgets, CabConfig(**settings, **shared)

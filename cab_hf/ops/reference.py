@@ -20,6 +20,8 @@ from cab_hf.plan import BlockPlan, Spans
 QUERY_CHUNK = 256
 # a mass target met within this is met: sums of thousands of float32 shares are no better
 MASS_TOLERANCE = 1e-5
+# far below any share that counts, and finite as a logarithm
+LEAST = 1e-30
 # rows of exact attention held at once
 QUERIES_AT_A_TIME = 128
 
@@ -369,8 +371,7 @@ def exact_scores(
         shares = F.pad(shares, (0, 0, 0, -shares.shape[2] % samples)).unflatten(2, (-1, samples))
         blocks = slice(start // samples, start // samples + shares.shape[2])
         most[:, :, blocks], mass[:, :, blocks] = shares.amax(3), shares.sum(3)
-    # far below any share that counts, and finite
-    return most, mass.clamp(min=1e-30).log()
+    return most, mass.clamp(min=LEAST).log()
 
 
 def block_shares(
@@ -406,6 +407,12 @@ def block_shares(
         rows.append(blocks.amax(3) if reduction == "max" else blocks.sum(3))
     found = torch.cat(rows, dim=2)
     return found if reduction == "max" else found / counts
+
+
+def log_share_(shares: Tensor) -> Tensor:
+    """``shares`` [..., M_k], in place: the logarithm of what each block has of its row."""
+    total = shares.sum(-1, keepdim=True).clamp_(min=LEAST)
+    return shares.div_(total).clamp_(min=LEAST).log_()
 
 
 def attention(

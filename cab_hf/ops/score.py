@@ -73,11 +73,15 @@ class Turn(NamedTuple):
 
 
 def turns(
-    queries: QuerySummary, keys: KeySummary, config: CabConfig, bytes_at_most: int
+    rows: Tensor, shape: tuple[int, int, int, int, int], config: CabConfig, bytes_at_most: int
 ) -> Iterator[Turn]:
-    """All heads, as many in each turn as have scores of no more than that many bytes."""
-    batch, heads, q_blocks, _ = queries.vectors.shape
-    kv_heads, kv_blocks = keys.planes.shape[2:4]
+    """All heads, as many in each turn as have scores of no more than that many bytes.
+
+    Args:
+        rows: `QuerySummary.rows`.
+        shape: batch, heads, KV heads, query blocks, key blocks.
+    """
+    batch, heads, kv_heads, q_blocks, kv_blocks = shape
     coarse = triton.cdiv(kv_blocks * config.key_block, config.query_block)
     chunk = row_chunk(kv_blocks)
     width, coarse_width = triton.cdiv(kv_blocks, chunk) * chunk, triton.cdiv(coarse, 32) * 32
@@ -87,7 +91,7 @@ def turns(
     for start in range(0, batch * heads, step):
         count = min(step, batch * heads - start)
         sizes = (heads, kv_heads, q_blocks, kv_blocks, width, coarse_width)
-        yield Turn(queries.rows, queries.rows.stride(0), start, count, *sizes)
+        yield Turn(rows, rows.stride(0), start, count, *sizes)
 
 
 def block_scores(
@@ -102,11 +106,8 @@ def block_scores(
     dim, dtype = queries.vectors.shape[3], queries.vectors.dtype
     clusters = config.select == "clusters"
     blocks = {"QUERY_BLOCK": config.query_block, "KEY_BLOCK": config.key_block}
-
-    def rows_of(width: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return queries.vectors.new_empty(turn.count, turn.q_blocks, width, dtype=dtype)
-
-    direct = rows_of(turn.width)
+    shape = turn.count, turn.q_blocks, turn.width
+    direct = queries.vectors.new_empty(shape, dtype=torch.float32)
     estimate = torch.empty_like(direct) if clusters else None
     block_d = max(16, triton.next_power_of_2(dim))
     block_m, block_n, steps, warps, stages = _score_tile(turn.q_blocks, block_d, dtype)
@@ -131,13 +132,25 @@ def block_scores(
         num_warps=warps,
         num_stages=stages,
     )
-    if not config.curved:
-        return Scores(direct, estimate, None, None, None)
-
-    log_sum = direct.new_empty(turn.count, turn.q_blocks)
     # affinities of 16-bit inputs come from 16-bit operands, and the products may take them so
     half = dtype != torch.float32 and clusters
-    affinity = rows_of(turn.coarse_width, torch.float16 if half else torch.float32)
+    return Scores(direct, estimate, *block_graph(turn, direct, half, config, spans))
+
+
+def block_graph(
+    turn: Turn, direct: Tensor, half: bool, config: CabConfig, spans: Spans
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(log_sum, hops, strength) of `Scores` over their ``direct``, which stays as it is.
+
+    ``half`` keeps affinities in float16.
+    """
+    if not config.curved:
+        return None, None, None
+    blocks = {"QUERY_BLOCK": config.query_block, "KEY_BLOCK": config.key_block}
+    clusters = config.select == "clusters"
+    log_sum = direct.new_empty(turn.count, turn.q_blocks)
+    shape = turn.count, turn.q_blocks, turn.coarse_width
+    affinity = direct.new_empty(shape, dtype=torch.float16 if half else torch.float32)
     _affinity_kernel[(triton.cdiv(turn.q_blocks, AFFINITY_ROWS) * turn.count,)](
         direct,
         log_sum,
@@ -150,7 +163,7 @@ def block_scores(
         CHUNK=AFFINITY_CHUNK,
         num_warps=AFFINITY_WARPS,
     )
-    hops = rows_of(turn.coarse_width)
+    hops = direct.new_empty(shape)
     block, depth, warps, stages = _hop_tile(turn.q_blocks, half)
     tiles = triton.cdiv(turn.q_blocks, block) * triton.cdiv(turn.coarse_width, block)
     _two_hop_kernel[(tiles * turn.count,)](
@@ -180,7 +193,7 @@ def block_scores(
             BLOCK_M=32,
             BLOCK_N=64,
         )
-    return Scores(direct, estimate, log_sum, hops, strength)
+    return log_sum, hops, strength
 
 
 def _score_tile(q_blocks: int, block_d: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:

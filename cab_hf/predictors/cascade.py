@@ -31,7 +31,6 @@ from cab_hf.predictors.curvature import (
 HANDED = "cascade"  # under which an anchor leaves its plan
 # elements of [heads, M_q, M_k] that are sorted at a time; some 20 of them live at once
 SORTED_AT_A_TIME = 1 << 22
-LEAST = 1e-30  # far below any share that counts, and finite as a logarithm
 
 
 class Handed(NamedTuple):
@@ -167,10 +166,9 @@ class ExactPredictor(Predictor):
             # imported here: models on the CPU never need Triton
             from cab_hf.ops.block_shares import block_shares
 
-            shares = block_shares(q, summary, *told)
-        else:
-            shares = reference.block_shares(q, summary, *told)
-        shares = pooled(shares, summary.shape[1], config)
+            shares = pooled(block_shares(q, summary, *told), summary.shape[1], config)
+            return selected_by_kernels(shares, None, call, config)
+        shares = pooled(reference.block_shares(q, summary, *told), summary.shape[1], config)
         return selected(shares, shares, call, config)
 
 
@@ -199,6 +197,8 @@ class PooledPredictor(Predictor):
         shares = (torch.cat(found, dim=1) for found in (estimate, reach))
         if config.anchor_heads == "all":
             shares = (reduced(each, config.anchor_reduction) for each in shares)
+        if has_kernels(q):
+            return selected_by_kernels(*shares, call, config)
         return selected(*shares, call, config, bridged=True)
 
 
@@ -247,7 +247,20 @@ def selected(
     )
 
 
+def selected_by_kernels(
+    shares: Tensor, reach: Tensor | None, call: Call, config: CabConfig
+) -> BlockPlan:
+    """`selected`, sorting nothing: ``reach``, where there is one, ranks by curvature over it."""
+    # imported here: models on the CPU never need Triton
+    from cab_hf.ops import predict
+
+    budgets = budgets_of(config, call.layer, shares.shape[1])
+    full, partial = predict.choose_by_shares(shares, reach, call.spans, config, budgets)
+    rows = tail_rows(call.spans, config)
+    blocks = config.query_block, config.key_block
+    return BlockPlan(full, partial, call.spans, *blocks, budgets.whole, rows)
+
+
 def _log_share(shares: Tensor, visible: Tensor) -> Tensor:
     """The logarithm of what each block has of its row; -inf where the row sees nothing."""
-    total = shares.sum(-1, keepdim=True).clamp(min=LEAST)
-    return (shares / total).clamp(min=LEAST).log().masked_fill(~visible.unsqueeze(1), -torch.inf)
+    return reference.log_share_(shares.clone()).masked_fill(~visible.unsqueeze(1), -torch.inf)
