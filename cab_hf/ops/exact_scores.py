@@ -40,7 +40,7 @@ class Tiles(NamedTuple):
 
 # both from an H200
 LOUDEST = Tiles(64, 128, 4, 3)
-SUMMED = Tiles(128, 128, 8, 3)
+SUMMED = Tiles(128, 128, 8, 2)
 # the most key blocks of a row that are normalised at a time
 CHUNK = 64
 # bytes of scratch at a time
