@@ -36,6 +36,7 @@ SPEED = "speed-ttft"
 SPEED_LENGTHS = (8192, 32768, 65536, 131072)
 KEPT = "fidelity-smollm2"
 STEP = "speed-lora"
+SPREAD = f"{STEP}-spread"
 TRAINED = "fidelity-smollm2-32k"
 TRAINED_TOKENS = 32768
 # what a model was trained with -> the folder of what it keeps, and how it is read there
@@ -45,8 +46,9 @@ TRAININGS = {
     "cab": (TRAINED, ("dense", "cab:0.22")),
 }
 PARALLEL = "speed-context-parallel"
-PARALLELS = (PARALLEL, f"{PARALLEL}-stride-4")
-PARALLEL_DIRECTION = "forward+backward"
+PARALLELS = (PARALLEL, f"{PARALLEL}-1m")
+# cab, and what it spares the work of
+SPARSE, WHOLE = "grouped+cab", "grouped"
 TEXTS = {"licences": "licence prose", "source": "source code"}
 ARMS = {
     "dense": "dense",
@@ -207,6 +209,25 @@ def lora_table(results: Path) -> str:
     return _table(rows, [found])
 
 
+def spread_table(results: Path) -> str:
+    """A training step over ranks, beside one rank alone."""
+    found = read_results(results / SPREAD)
+    rows = [
+        {
+            "tokens": f"{row['length']:,}",
+            "GPUs": row["world"],
+            "spread": row["spread"],
+            "attention": row["implementation"],
+            "s": digits(row["ms"] / 1000),
+            "tokens/s a GPU": f"{row['tokens_s']:,.0f}",
+            "of one": percent(row["efficiency"]),
+        }
+        for row in found.rows
+        if row["ms"]
+    ]
+    return _table(rows, [found])
+
+
 def trained_table(results: Path) -> str:
     """What models keep that were trained and read densely or sparsely.
 
@@ -231,7 +252,7 @@ def trained_table(results: Path) -> str:
 
 
 def parallel_table(results: Path) -> str:
-    """Forward and backward over the most ranks measured: the share of so many times one's rate."""
+    """Attention over the most ranks measured: its share of so many times one's rate, and CAB's."""
     found = [read_results(results / name) for name in PARALLELS if (results / name).is_dir()]
     shown = [row for each in found for row in _efficiencies(each)]
     columns = dict.fromkeys(name for row in shown for name in row)
@@ -239,22 +260,28 @@ def parallel_table(results: Path) -> str:
 
 
 def _efficiencies(found: Results) -> list[dict[str, Any]]:
-    """A row a length, a column a scheme."""
-    rows = [r for r in found.rows if r["measured"] and r["direction"] == PARALLEL_DIRECTION]
+    """A row a length and direction, a column a scheme."""
     # links have no direction, and one rank alone no efficiency
+    rows = [row for row in found.rows if row["measured"] and row["direction"]]
     world = max(row["world"] for row in rows)
-    told = {"ranks": world, "KV heads at a time": found.provenance["settings"]["heads_k_stride"]}
-    return [
-        {"tokens": f"{alike[0]['length']:,}", **told}
-        | {row["scheme"]: percent(row["efficiency"]) for row in alike}
-        for alike in grouped([row for row in rows if row["world"] == world], "length")
-    ]
+    made = []
+    for alike in grouped([row for row in rows if row["world"] == world], "length", "direction"):
+        place = {"tokens": f"{alike[0]['length']:,}", "ranks": world, "pass": alike[0]["direction"]}
+        schemes = {row["scheme"]: percent(row["efficiency"]) for row in alike}
+        ms = {row["scheme"]: row["ms"] for row in alike if row["ms"]}
+        density = next((row["density"] for row in alike if row["scheme"] == SPARSE), None)
+        told: dict[str, Any] = {"density": density}
+        if ms.keys() >= {SPARSE, WHOLE}:
+            told["cab over dense"] = f"{ms[WHOLE] / ms[SPARSE]:.2f} ×"
+        made.append(place | schemes | told)
+    return made
 
 
 TABLES: dict[str, Callable[[Path], str]] = {"speed": speed_table, "kept": kept_table}
 # written where the page has their marker and results are there
 WHERE_THERE = {
     "lora": (STEP, lora_table),
+    "spread": (SPREAD, spread_table),
     "trained": (TRAINED, trained_table),
     "parallel": (PARALLEL, parallel_table),
 }

@@ -171,10 +171,31 @@ def test_what_trainings_keep_is_bold_where_it_is_less_for_sure(results):
     assert told.count("\n| ") == 2 + 5
 
 
+def test_a_step_over_ranks_is_shown_beside_one(results):
+    step = {"length": 32768, "implementation": "cab"}
+    rows = [
+        {
+            **step,
+            "spread": "alone",
+            "world": 1,
+            "ms": 4000.0,
+            "tokens_s": 8192.0,
+            "efficiency": 1.0,
+        },
+        {**step, "spread": "ddp", "world": 2, "ms": 5000.0, "tokens_s": 6553.6, "efficiency": 0.8},
+        {**step, "spread": "cp", "world": 2, "ms": None, "tokens_s": None, "efficiency": None},
+    ]
+    write(results / readme.SPREAD, rows, experiment="speed lora")
+    told = readme.finetune_page("<!-- table: spread -->\n<!-- end -->\n", results)
+    assert "| 32,768 | 1 | alone | cab | 4.00 | 8,192 | 100 % |\n" in told
+    assert "| 32,768 | 2 | ddp | cab | 5.00 | 6,554 | 80.0 % |\n\n" in told
+
+
 def ranked(scheme, world, efficiency, **more):
     """A row of context parallelism."""
     row = {"scheme": scheme, "world": world, "length": 65536, "direction": "forward+backward"}
-    return {**row, "measured": True, "efficiency": efficiency, **more}
+    found = {"efficiency": efficiency, "ms": None, "density": None}
+    return {**row, "measured": True, **found, **more}
 
 
 def test_context_parallelism_is_shown_where_it_was_measured(results):
@@ -190,15 +211,18 @@ def test_context_parallelism_is_shown_where_it_was_measured(results):
         ranked("grouped", 16, 0.9, measured=False),
     ]
     made = {"experiment": "speed context-parallel"}
-    write(results / readme.PARALLEL, rows, settings={"heads_k_stride": 1}, **made)
+    write(results / readme.PARALLEL, rows, **made)
     told = readme.readme_page(page, results).split(marker)[1]
-    assert told.startswith("| tokens | ranks | KV heads at a time | ring | grouped |")
-    assert "| 65,536 | 8 | 1 | – | 87.5 % |\n\n" in told
-    # the same with more heads at a time stands below, in the same columns
-    settings = {"heads_k_stride": 4}
-    write(results / readme.PARALLELS[1], [ranked("grouped", 8, 1.0)], settings=settings, **made)
+    assert told.startswith("| tokens | ranks | pass | ring | grouped | density |")
+    assert "| 65,536 | 8 | forward+backward | – | 87.5 % | – |\n" in told
+    assert "| 65,536 | 8 | forward | – | 50.0 % | – |\n\n" in told
+    # longer texts stand below, in the same columns, and beside CAB what it spares
+    longer = {"direction": "forward", "length": 131072}
+    rows = [ranked("grouped", 2, 1.0, ms=30.0, **longer)]
+    rows.append(ranked("grouped+cab", 2, 0.75, ms=4.0, density=0.1, **longer))
+    write(results / readme.PARALLELS[1], rows, **made)
     told = readme.readme_page(page, results).split(marker)[1]
-    assert "| 65,536 | 8 | 1 | – | 87.5 % |\n| 65,536 | 8 | 4 | – | 100 % |\n\n" in told
+    assert "| 131,072 | 2 | forward | – | 100 % | 0.10 | 75.0 % | 7.50 × |\n\n" in told
     # a page without the marker has no such table
     assert readme.readme_page(PAGE, results).count("table:") == 2
 

@@ -19,8 +19,8 @@ from cab_hf.distributed.layout import Places
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-# two slices of eight heads took 7 % less than eight did, forward and backward, on two H200s: every
-# slice ends with a part of the GPU idle
+# over two H200s a turn of CAB on 131,072 tokens took 17.0 ms by 4 of 8 heads, 17.6 by 2, 18.0 by 8
+# and 19.6 by 1: the first slice hides behind nothing, and each ends with idle parts
 KV_HEADS_TOGETHER = 4
 # (k, v) of some KV heads, [B, h, N', D] and [B, h, N', D_v], to what is computed of them
 Attend = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
