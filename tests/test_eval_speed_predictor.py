@@ -278,6 +278,16 @@ def test_flops_by_hand():
     assert work["two_hop"] == 2 * 4 * (3 * 1 + 2 * 2 + 1 * 3)
     flat = CabConfig(query_block=32, key_block=16, curvature="none", coarsen="mean")
     assert predictor.predictor_flops(flat, settings, 80)["two_hop"] == 0
+    exact = CabConfig(predictor="cascade", anchors=(3,))
+    assert predictor.predictor_flops(exact, settings, 80) == {"logits": 2 * 16 * 4 * (80 * 81 // 2)}
+
+
+def test_of_a_cascade_an_anchor_is_timed(tmp_path):
+    blocks = ("--config", "query_block=32", "--config", "key_block=16")
+    more = (*blocks, "--config", "predictor=cascade", "--config", "anchors=[3]")
+    command(tmp_path / "run", *more, lengths=("256",))
+    (row,) = read_rows(tmp_path / "run")
+    assert row["ms"] > 0 and 0 < row["density"] < 1
 
 
 @pytest.mark.parametrize(
@@ -473,7 +483,7 @@ def test_committed_results_are_those_of_their_samples(folder, monkeypatch):
     command = (folder / "report.md").read_text().split("```\n")[1]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     given = read_settings(kind.Settings, shlex.split(command.partition(kind.name)[2]), kind.name)
-    recorded = json.loads(json.dumps(kind(given).recorded()))
+    recorded = {"worlds": [], **json.loads(json.dumps(kind(given).recorded()))}
     # a run knows nothing of the options and fields that came after it
     recorded = {name: recorded[name] for name in made["settings"]}
     known = made["settings"]["cab_config"]

@@ -20,10 +20,17 @@ from cab_hf.eval.report import column, digits, grouped, markdown_table, percent
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import TOKENS, UNREACHED_MASS, listed, remarks, varying
 from cab_hf.eval.speed.checks import CHECK_LENGTH, check_gradients, check_rows, gradients_of
-from cab_hf.eval.speed.heads import HeadSettings, HeadSpeed, described, draw_dense, names
+from cab_hf.eval.speed.heads import (
+    HeadSettings,
+    HeadSpeed,
+    call_of,
+    described,
+    draw_dense,
+    names,
+)
 from cab_hf.eval.speed.timing import in_a_sentence, method_on
 from cab_hf.plan import BlockPlan, Spans
-from cab_hf.predictors import Call, make_predictor
+from cab_hf.predictors import make_predictor
 from cab_hf.runs.settings import comma_separated, option
 
 # direction -> its floating-point operations over those of the forward pass: five products, not two
@@ -103,7 +110,7 @@ class Settings(HeadSettings):
                 spans, q.shape[1], config.query_block, config.key_block
             )
         predict = make_predictor(config)
-        return lambda q, k, spans: predict(q, k, Call(spans, q.shape[-1] ** -0.5))
+        return lambda q, k, spans: predict(q, k, call_of(config, spans, q.shape[-1]))
 
 
 class Attention(HeadSpeed):

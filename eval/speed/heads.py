@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cab_hf.config import CabConfig
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import Speed, SpeedSettings, made_of
 from cab_hf.eval.speed.timing import Bench, Timing, in_a_sentence
+from cab_hf.plan import Spans
+from cab_hf.predictors import Call
 from cab_hf.runs.settings import option
 
 INPUTS = {
@@ -66,6 +69,11 @@ class RandomHeads:
                 x += shared[:, None]
             made.append(x.transpose(1, 2))
         return tuple(made)
+
+
+def call_of(config: CabConfig, spans: Spans, head_dim: int) -> Call:
+    """What the predictor of ``config`` is told: of a cascade, the turn of its first anchor."""
+    return Call(spans, head_dim**-0.5, config.anchors[0] if config.anchors else None)
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,17 @@ from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, markdown_table, percent
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import TOKENS, by_length, powers, remarks
-from cab_hf.eval.speed.heads import HeadSettings, HeadSpeed, described, draw_dense, names
+from cab_hf.eval.speed.heads import (
+    HeadSettings,
+    HeadSpeed,
+    call_of,
+    described,
+    draw_dense,
+    names,
+)
 from cab_hf.eval.speed.timing import OTHER, PREDICTOR, PROFILED_CALLS, method_on
 from cab_hf.plan import Spans
-from cab_hf.predictors import Call, make_predictor
+from cab_hf.predictors import make_predictor
 from cab_hf.runs.settings import option
 
 PARTS = (*PREDICTOR, OTHER)
@@ -69,15 +76,15 @@ class Predictor(HeadSpeed):
         settings, bench, length = self.settings, self.bench, sample["length"]
         q, k = settings.random_heads(length, settings.head_dim, bench.device, "qk")
         spans = Spans.causal(settings.batch, length, length, bench.device)
-        known = Call(spans, settings.head_dim**-0.5)
-        call = partial(make_predictor(settings.cab_config), q, k, known)
+        config = settings.cab_config
+        call = partial(make_predictor(config), q, k, call_of(config, spans, settings.head_dim))
 
         call()  # kernels are compiled and tuned, which takes memory of its own
         plan, peak = bench.peak(call)
         density = plan.density()
         del plan
         timing = self.time(sample, "predictor", call)
-        work = sum(predictor_flops(settings.cab_config, settings, length).values())
+        work = sum(predictor_flops(config, settings, length).values())
         sample |= {
             "density": density,
             "ms": timing.ms,
@@ -166,8 +173,11 @@ def predictor_flops(config: CabConfig, settings: Settings, length: int) -> dict[
     norm), block logits (a multiplication and an addition per channel and product: mean, and for
     boxes upper and lower bound) over the causal tiles, and the two-hop product of the lower
     triangular matrix on the query grid with itself. Softmax, standardising and selecting are not.
+    An anchor that goes by exact scores computes all logits once.
     """
     dim, heads = settings.head_dim, settings.batch * settings.heads
+    if config.predictor == "cascade" and config.anchor_scores == "exact":
+        return {"logits": dim * heads * length * (length + 1)}
     kv_heads = settings.batch * settings.kv_heads
     a_query, a_key, products = {"box": (1, 3, 3), "mean": (1, 1, 1), "max_l2": (2, 2, 1)}[
         config.coarsen
