@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -14,55 +16,86 @@ from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.on_model import refusing
 from cab_hf.eval.report import grouped, markdown_table
-from cab_hf.predictors.anchors import Kept, cascaded, gains, similarity
-
-DIGITS = 5  # that count, of what is recorded
+from cab_hf.predictors.anchors import (
+    SHARES,
+    Allotment,
+    Kept,
+    cascaded,
+    evenly,
+    gains,
+    nearest,
+    own_budgets,
+    similarity,
+    within,
+)
 
 
 def recorded(kept: Kept) -> dict[str, Any]:
-    """`Kept` as a sample holds it."""
-    return {name: _short(x.tolist()) for name, x in kept._asdict().items()}
+    """`Kept` as a sample holds it; a layer has nothing of those behind it."""
+    behind = torch.ones_like(kept.mass[..., 0, 0]).triu()[..., None, None]
+    some = kept._replace(mass=kept.mass * behind, needle=kept.needle * behind)
+    return {name: _packed(x) for name, x in some._asdict().items()}
 
 
-def averaged(samples: Sequence[Row], share: float) -> Kept:
-    """The mean over documents of what was kept at a share."""
-    told = [sample["kept"][f"{share:g}"] for sample in samples]
-    return Kept(
-        *(
-            torch.tensor([each[name] for each in told], dtype=torch.float64).mean(0)
-            for name in Kept._fields
+def averaged(samples: Sequence[Row]) -> list[Kept]:
+    """The mean over documents of what was kept, by `SHARES`."""
+    return [
+        Kept(
+            *(
+                torch.stack([_unpacked(sample["kept"][at][name]) for sample in samples]).mean(0)
+                for name in Kept._fields
+            )
         )
-    )
+        for at in range(len(SHARES))
+    ]
 
 
-def config_of(samples: Sequence[Row], settings: Mapping[str, Any], share: float) -> CabConfig:
-    """The cascade that the samples tell, for a share of every row."""
+def config_of(samples: Sequence[Row], settings: Mapping[str, Any], target: float) -> CabConfig:
+    """The cascade that the samples tell, for a share of the pairs."""
     config, first = CabConfig.from_dict(settings["cab_config"]), samples[0]
-    kept = averaged(samples, share)
-    with refusing("anchors"):
-        return cascaded(
-            config, kept, first["measured"], first["layers"], settings["anchors"], share
-        )
+    told = first["measured"], first["layers"], settings["anchors"], target
+    with refusing("target_densities"):
+        return cascaded(config, averaged(samples), *told)
 
 
 def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row a (target, anchor, layer): what the blocks of one keep of the other's attention."""
-    measured, made = samples[0]["measured"], []
-    for share in settings["target_densities"]:
-        kept = averaged(samples, share)
-        mass, needle = similarity(kept, gains(kept))
-        anchors = config_of(samples, settings, share).anchors
+    """One row a (target, anchor, layer): what the blocks of one keep of the other's attention.
+
+    By the measured share that is nearest to the target; of a layer and its anchor, what each of its
+    heads has by its own share, too.
+    """
+    kept, measured, made = averaged(samples), samples[0]["measured"], []
+    own = own_budgets(CabConfig.from_dict(settings["cab_config"]))
+    for target in settings["target_densities"]:
+        some = kept[nearest(target)]
+        mass, needle = similarity(some, gains(some))
+        with refusing("target_densities"):
+            found = (within if own else evenly)(kept, settings["anchors"], target)
+        shown = _shown(kept, found)
         for a, anchor in enumerate(measured):
             for b, layer in enumerate(measured[a:], start=a):
-                chosen = max(each for each in anchors if each <= layer) == anchor
-                found = {"mass": float(mass[a, b]), "needle": float(needle[a, b])}
-                place = {"target": share, "anchor": anchor, "layer": layer, "chosen": chosen}
-                made.append({**place, **found, "importance": float(kept.importance[b])})
+                place = {"target": target, "anchor": anchor, "layer": layer}
+                place["chosen"] = found.of_layer[b] == a
+                alike = {"mass": float(mass[a, b]), "needle": float(needle[a, b])}
+                told = shown[b] if place["chosen"] else dict.fromkeys(shown[b])
+                made.append(place | alike | {"importance": float(some.importance[b])} | told)
     return made
 
 
+def _shown(kept: Sequence[Kept], found: Allotment) -> list[dict[str, float]]:
+    """Of each layer, under the allotment: its density, and what it keeps of what there is."""
+    mass, needle, density = (
+        found.of(torch.stack([getattr(each, name) for each in kept])).mean(-1)
+        for name in ("mass", "needle", "density")
+    )
+    needed = kept[0].needed.mean(-1)
+    told = zip(density, mass, needle, needed, strict=True)
+    names = ("density", "kept_mass", "kept_needle", "needed")
+    return [dict(zip(names, map(float, each), strict=True)) for each in told]
+
+
 def tables(rows: Sequence[Row]) -> dict[str, str]:
-    """A row a target: the anchors, and what the layers behind them keep."""
+    """A row a target: the anchors, and what these and the layers behind them keep."""
     made = []
     for some in grouped(rows, "target"):
         chosen = [row for row in some if row["chosen"]]
@@ -75,11 +108,14 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
 
 def notes(settings: Mapping[str, Any]) -> str:
     return (
-        f"Of {settings['documents']} documents of {settings['length']} tokens. Every layer chooses "
-        "the share `target` of each row; mass is the share of a layer's attention that the blocks "
-        "keep, needle the share of what falls on the key that a query looks for, each head by the "
-        "head of its anchor that keeps most. Anchors are those of highest total of mass and "
-        "needles, weighed by how much a layer changes its input (1 - cosine)."
+        f"Of {settings['documents']} documents of {settings['length']} tokens. Mass is the share "
+        "of a layer's attention that its blocks keep, needle the share of what falls on the key "
+        "that a query looks for, over all heads. Every head takes the head of its anchor, and "
+        "every head of an anchor the share of a row, that are worth most at one price, which makes "
+        "the mean density of all layers the target; heads that share a plan have the target as "
+        "their share. Anchors are those of highest worth, weighed by how much a layer changes its "
+        "input (1 - cosine). The figure is of all layers at the measured share nearest to the "
+        "target."
     )
 
 
@@ -101,23 +137,41 @@ def _listed(own: Sequence[Row]) -> str:
 
 def _means(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     """Of layers that there are; None for none."""
-    return {
-        f"{kind}, {name}": fmean(row[kind] for row in rows) if rows else None
-        for kind in ("mass", "needle")
-    }
+    found: dict[str, Any] = dict.fromkeys(("density", "mass", "needle"))
+    if rows:
+        found = {
+            "density": fmean(row["density"] for row in rows),
+            "mass": fmean(row["kept_mass"] for row in rows),
+            "needle": _of_all(rows),
+        }
+    return {f"{kind}, {name}": value for kind, value in found.items()}
+
+
+def _of_all(rows: Sequence[Row]) -> float | None:
+    """The share that is kept of the mass on needles in all layers together."""
+    needed = sum(row["needed"] for row in rows)
+    return sum(row["kept_needle"] for row in rows) / needed if needed else None
 
 
 COLUMNS = {
     "target": "target",
     "anchors": "anchors",
     **{
-        name: (lambda row, name=name: "–" if row[name] is None else f"{row[name]:.4f}")
-        for name in ("mass, anchors", "mass, others", "needle, anchors", "needle, others")
+        f"{kind}, {name}": (
+            lambda row, key=f"{kind}, {name}": "–" if row[key] is None else f"{row[key]:.4f}"
+        )
+        for name in ("anchors", "others")
+        for kind in ("density", "mass", "needle")
     },
 }
 
 
-def _short(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_short(each) for each in value]
-    return float(f"{value:.{DIGITS}g}")
+def _packed(x: torch.Tensor) -> dict[str, Any]:
+    """float16, compressed: heads by heads by layers by layers are many."""
+    content = zlib.compress(x.half().numpy().tobytes(), 9)
+    return {"shape": list(x.shape), "float16": base64.b64encode(content).decode()}
+
+
+def _unpacked(told: Mapping[str, Any]) -> torch.Tensor:
+    content = bytearray(zlib.decompress(base64.b64decode(told["float16"])))
+    return torch.frombuffer(content, dtype=torch.float16).view(told["shape"]).double()

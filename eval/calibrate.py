@@ -38,6 +38,7 @@ from cab_hf.patches.calibration import (
     losses,
 )
 from cab_hf.predictors import make_predictor
+from cab_hf.predictors.anchors import SHARES
 from cab_hf.predictors.calibration import Losses, pass_cost
 from cab_hf.runs.log import read_log, write_atomically, writing
 from cab_hf.runs.models import load_config
@@ -156,10 +157,9 @@ class Calibrate(OnModel):
     def identity(self) -> dict[str, Any]:
         told = super().identity()
         if self.settings.anchors:
-            # anchors are measured at each target, and any number of them follows
-            told["target_densities"] = list(self.settings.target_densities)
+            # any number of them follows from the same samples
             del told["anchors"]
-            told["cascade"] = True
+            told["shares"] = list(SHARES)
         return told
 
     def expected(self) -> int:
@@ -169,20 +169,16 @@ class Calibrate(OnModel):
         yield from ({"document": index} for index in range(self.settings.documents))
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """By layer, [heads][options] of each of `Losses`; with anchors, `Kept` by target."""
+        """By layer, [heads][options] of each of `Losses`; with anchors, `Kept` by `SHARES`."""
         model, config = self.model, self.settings.cab_config
         document = self.document(case["document"])
         if self.settings.anchors:
-            targets = self.settings.target_densities
             with refusing("model"):
-                layers, kept = kept_of(model, document, config, targets)
+                layers, kept = kept_of(model, document, config)
             return {
                 "layers": model.config.get_text_config().num_hidden_layers,
                 "measured": layers,
-                "kept": {
-                    f"{target:g}": anchors.recorded(each)
-                    for target, each in zip(targets, kept, strict=True)
-                },
+                "kept": list(map(anchors.recorded, kept)),
             }
         with refusing("model"):
             found = losses(model, document, config, make_predictor(config).options())

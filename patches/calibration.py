@@ -19,7 +19,7 @@ from cab_hf.documents import Document, recall_document, split_sentences, with_co
 from cab_hf.patches.inspection import attention_layers
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
-from cab_hf.predictors.anchors import Kept, View, kept_between, viewed, with_share
+from cab_hf.predictors.anchors import SHARES, Kept, View, kept_between, viewed, with_share
 from cab_hf.predictors.calibration import (
     NEEDLE_WEIGHT,
     Losses,
@@ -152,12 +152,9 @@ def sought(document: Document) -> tuple[Sequence[int], Needles]:
 
 @torch.no_grad()
 def kept_of(
-    model: PreTrainedModel, document: Document, config: CabConfig, shares: Sequence[float]
+    model: PreTrainedModel, document: Document, config: CabConfig
 ) -> tuple[list[int], list[Kept]]:
-    """The layers that could attend sparsely, and what blocks of each keep of each, by share.
-
-    Args:
-        shares: of a row, that blocks are chosen for.
+    """The layers that could attend sparsely, and what blocks of each keep of each, by `SHARES`.
 
     Raises:
         ValueError: for a model whose layers differ in their heads, or have no index.
@@ -165,7 +162,6 @@ def kept_of(
     views: dict[int, list[View]] = {}
     heads: dict[int, tuple[int, int]] = {}
     tokens, needles = sought(document)
-    configs = [with_share(config, share) for share in shares]
 
     def look(module: nn.Module, q: Tensor, k: Tensor, scale: float) -> None:
         layer = module.layer_idx
@@ -174,6 +170,7 @@ def kept_of(
         heads[layer] = q.shape[1], k.shape[1]
         here = Needles(*(x.to(q.device) for x in needles))
         call = Call(Spans.causal(1, q.shape[2], k.shape[2], q.device), scale, layer)
+        configs = [with_share(config, share, q.shape[1]) for share in SHARES]
         views[layer] = viewed(q, k, call, configs, here)
 
     ids = torch.tensor([tokens], device=model.device)

@@ -11,16 +11,19 @@ from cab_hf import CabConfig
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
 from cab_hf.predictors.anchors import (
+    SHARES,
     Kept,
+    allotted,
     best_anchors,
     cascaded,
+    evenly,
     gains,
-    head_map,
     kept_between,
     similarity,
     values,
     viewed,
     with_share,
+    within,
 )
 from cab_hf.predictors.calibration import Needles
 
@@ -60,11 +63,14 @@ def test_more_anchors_than_layers_are_refused(count):
         best_anchors([[1.0] * 4] * 4, count)
 
 
-def views_of(config, layers, share=0.4):
-    """Of layers of q and k [1, H, N, D] each."""
+def kept_at(config, layers, shares, importance=None):
+    """`Kept` at each share, of layers of q and k [1, H, N, D] each."""
     spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
-    config = with_share(replace(config, dense_tail=0), share)
-    return [viewed(q, k, Call(spans, 0.25, 7), [config], NEEDLES)[0] for q, k in layers]
+    config, heads = replace(config, dense_tail=0), layers[0][0].shape[1]
+    configs = [with_share(config, share, heads) for share in shares]
+    views = [viewed(q, k, Call(spans, 0.25, 7), configs, NEEDLES) for q, k in layers]
+    weights = importance or [1.0] * len(layers)
+    return [kept_between(some, weights) for some in zip(*views, strict=True)]
 
 
 def loud(seed, heads=4):
@@ -81,22 +87,24 @@ def test_a_planted_permutation_of_heads_is_recovered(scores):
         x[:, :, ::size].repeat_interleave(size, 2)[:, :, :LENGTH] for x, size in ((q, 32), (k, 16))
     )
     order = [2, 0, 3, 1]
-    kept = kept_between(views_of(config, [(q, k), (q[:, order], k[:, order])]), [1.0, 1.0])
-    assert head_map(gains(kept), (0,)) == ((0, 1, 2, 3), tuple(order))
+    kept = kept_at(config, [(q, k), (q[:, order], k[:, order])], SHARES)
+    at = kept[4]
+    assert allotted([at], (0,), 0.0).sources.tolist() == [[0, 1, 2, 3], order]
     # and nothing is lost by it
-    mass, _ = similarity(kept, gains(kept))
+    mass, _ = similarity(at, gains(at))
     torch.testing.assert_close(mass[0], mass[0, :1].expand(2))
-    assert cascaded(config, kept, (0, 1), 2, 1, 0.4).head_map[1] == tuple(order)
+    assert cascaded(config, kept, (0, 1), 2, 1, 0.5).head_map[1] == tuple(order)
 
 
 def test_what_is_kept_by_hand():
     (q, k), (other_q, other_k) = loud(0, heads=2), loud(1, heads=2)
-    kept = kept_between(views_of(SMALL, [(q, k), (other_q, other_k)]), [1.0, 1.0])
+    (kept,) = kept_at(SMALL, [(q, k), (other_q, other_k)], [0.4])
     config = replace(
-        with_share(replace(SMALL, dense_tail=0), 0.4), predictor="cascade", anchors=(0,)
+        with_share(replace(SMALL, dense_tail=0), 0.4, 2), predictor="cascade", anchors=(0,)
     )
     spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
-    tokens = make_predictor(config)(q, k, Call(spans, 0.25, 0)).token_mask()[0, 1]
+    plan = make_predictor(config)(q, k, Call(spans, 0.25, 0))
+    tokens = plan.token_mask()[0, 1]
     logits = other_q[0, 0] @ other_k[0, 0].T * 0.25
     seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     shares = logits.masked_fill(~seen, -torch.inf).softmax(-1)
@@ -105,12 +113,16 @@ def test_what_is_kept_by_hand():
     assert float(kept.mass[0, 1, 1, 0]) == pytest.approx(float(meant), abs=1e-5)
     found = [(shares * tokens)[140, 40:44].sum(), (shares * tokens)[150, 90:94].sum()]
     assert float(kept.needle[0, 1, 1, 0]) == pytest.approx(float(sum(found) / 2), abs=1e-6)
+    listed = sum(part.counts[0, 1].sum() for part in (plan.full, plan.partial))
+    # 13 rows of 32 queries over key blocks of 16
+    blocks = sum(range(2, 26, 2)) + 25
+    assert float(kept.density[0, 1]) == pytest.approx(float(listed) / blocks)
     needed = (shares[140, 40:44].sum() + shares[150, 90:94].sum()) / 2
     assert float(kept.needed[1, 0]) == pytest.approx(float(needed), abs=1e-6)
 
 
 def test_a_full_share_keeps_everything():
-    kept = kept_between(views_of(SMALL, [loud(0), loud(1)], share=1.0), [0.5, 0.25])
+    (kept,) = kept_at(SMALL, [loud(0), loud(1)], [1.0], [0.5, 0.25])
     torch.testing.assert_close(kept.mass, torch.ones(2, 2, 4, 4, dtype=torch.float64))
     mass, needle = similarity(kept, gains(kept))
     torch.testing.assert_close(mass, torch.ones(2, 2, dtype=torch.float64))
@@ -121,31 +133,114 @@ def test_a_full_share_keeps_everything():
 def test_heads_that_share_a_plan_are_one(heads, shared):
     config = replace(SMALL, anchor_heads=heads)
     q, k, _ = qkv(q_length=LENGTH, heads=4, kv_heads=2)
-    views = views_of(config, [(q, k), (2 * q, k)])
-    kept = kept_between(views, [1.0, 1.0])
-    assert kept.mass.shape == (2, 2, shared, shared)
+    kept = kept_at(config, [(q, k), (2 * q, k)], SHARES)
+    assert kept[0].mass.shape == (2, 2, shared, shared)
     chosen = cascaded(config, kept, (1, 3), 4, 1, 0.4)
-    assert chosen.anchors == (1,)
+    assert (chosen.anchors, chosen.mass, chosen.max_density) == ((1,), 1.0, 0.4)
     assert [len(row) for row in chosen.head_map] == ([] if shared == 1 else [2] * 4)
+
+
+def told(mass, density, needle=None, importance=None):
+    """A `Kept` of [L, L, P, P] and [L, P]."""
+    layers, heads = mass.shape[1:3]
+    needle = torch.zeros_like(mass) if needle is None else needle
+    weights = torch.tensor(importance or [1.0] * layers).double()
+    return Kept(mass, needle, torch.ones(layers, heads).double(), density, weights)
 
 
 def test_what_layers_change_weighs():
     """Layer 2 is like neither; whether it decides is a matter of how much layers 1 and 2 do."""
     mass = torch.ones(3, 3, 1, 1, dtype=torch.float64)
     mass[0, 1], mass[0, 2], mass[1, 2] = 0.5, 0.6, 0.55
-    nothing = torch.zeros_like(mass), torch.zeros(3, 1, dtype=torch.float64)
+    nothing = torch.zeros(3, 1, dtype=torch.float64)
 
     def anchors(*importance):
-        return best_anchors(values(Kept(mass, *nothing, torch.tensor(importance).double())), 2)
+        return best_anchors(values([told(mass, nothing, importance=importance)]), 2)
 
     assert anchors(1.0, 1.0, 0.1) == (0, 1)
     assert anchors(1.0, 0.1, 1.0) == (0, 2)
 
 
+def test_heads_and_shares_by_hand():
+    """Head 1 of layer 0 keeps more with more blocks, head 0 and those of layer 1 do not."""
+    few = torch.tensor([[[0.9, 0.1], [0.95, 0.5]], [[0.9, 0.2], [0.4, 0.9]]]).double()
+    much = torch.tensor([[[0.9, 0.1], [0.95, 0.9]], [[0.9, 0.2], [0.8, 0.9]]]).double()
+    # [a, b, head of a, head of b]; a layer that chooses has its own blocks, whatever others keep
+    mass = [torch.stack([each, each.flip(1)]) for each in (few, much)]
+    density = [torch.full((2, 2), share).double() for share in (0.1, 0.4)]
+    kept = [told(*both) for both in zip(mass, density, strict=True)]
+    # .4 more for one head, at .3 more of two that have these blocks
+    for price, options in ((0.0, [0, 1]), (0.66, [0, 1]), (0.67, [0, 0])):
+        found = allotted(kept, (0,), price)
+        assert found.of_layer == (0, 0) and found.sources[0].tolist() == [0, 1]
+        assert found.options[0].tolist() == options
+    kept_mass = allotted(kept, (0,), 0.0).of(torch.stack(mass))
+    torch.testing.assert_close(kept_mass[0], torch.tensor([0.9, 0.9]).double())
+
+
+def test_an_allotment_is_the_best_that_one_change_comes_to():
+    torch.manual_seed(0)
+    mass = torch.rand(3, 4, 4, 3, 3).double().cumsum(0) / 3
+    density = torch.tensor([0.1, 0.2, 0.5]).double()[:, None, None].expand(3, 4, 3)
+    kept = [told(*both) for both in zip(mass, density, strict=True)]
+    found = allotted(kept, (0, 2), 0.8)
+
+    def worth(sources, options):
+        each = found._replace(sources=sources, options=options)
+        return float((each.of(mass) - 0.8 * each.of(density)).sum())
+
+    best = worth(found.sources, found.options)
+    for layer, head, source in ((i, j, k) for i in (1, 3) for j in range(3) for k in range(3)):
+        sources, options = found.sources.clone(), found.options.clone()
+        anchor = found.of_layer[layer]
+        sources[layer, head], options[layer, head] = source, found.options[anchor, source]
+        assert worth(sources, options) <= best + 1e-9
+    for anchor, head, option in ((i, j, k) for i in (0, 2) for j in range(3) for k in range(3)):
+        options = found.options.clone()
+        for layer in (i for i in range(4) if found.of_layer[i] == anchor):
+            options[layer][found.sources[layer] == head] = option
+        assert worth(found.sources, options) <= best + 1e-9
+
+
+@pytest.mark.parametrize("target", [0.38, 0.42, 0.5])
+def test_the_target_is_met_by_heads_that_differ(target):
+    kept = kept_at(SMALL, [loud(0), loud(1), loud(2)], SHARES)
+    found = within(kept, 2, target)
+    density = float(found.of(torch.stack([each.density for each in kept])).mean())
+    assert target - 0.05 < density <= target
+    assert len(set(found.options.flatten().tolist())) > 1
+    # it keeps more than the largest even share that costs no more
+    costs = [float(each.density.mean()) for each in kept]
+    at = max(i for i, cost in enumerate(costs) if cost <= density)
+    same = allotted(kept[at : at + 1], found.anchors, 0.0)
+    mine, alike = (
+        float(each.of(torch.stack([gains(x) for x in some])).mean())
+        for each, some in ((found, kept), (same, kept[at : at + 1]))
+    )
+    assert mine > alike
+
+
+def test_a_target_below_what_is_forced_is_refused():
+    kept = kept_at(SMALL, [loud(0), loud(1)], SHARES)
+    with pytest.raises(ValueError, match=r"target density is 0\.01; blocks that are always kept"):
+        within(kept, 1, 0.01)
+    # and all may have the most
+    assert set(within(kept, 1, 1.0).options.flatten().tolist()) <= set(range(len(SHARES)))
+
+
+def test_heads_that_share_a_plan_get_the_target():
+    kept = kept_at(SMALL, [loud(0), loud(1)], SHARES)
+    assert set(evenly(kept, 1, 0.19).options.flatten().tolist()) == {SHARES.index(0.2)}
+
+
 def test_the_saved_cascade_is_a_config():
-    kept = kept_between(views_of(SMALL, [loud(0), loud(1)]), [1.0, 1.0])
-    config = cascaded(SMALL, kept, (0, 1), 2, 2, 0.25)
+    kept = kept_at(SMALL, [loud(0), loud(1)], SHARES)
+    config = cascaded(SMALL, kept, (0, 2), 4, 2, 0.4)
     assert CabConfig.from_dict(config.to_dict()) == config
-    assert (config.anchors, config.max_density, config.mass) == ((0, 1), 0.25, 1.0)
+    assert config.anchors == (0, 2) and len(config.bridges) == len(config.head_map) == 4
+    found = within(kept, 2, 0.4)
+    assert [SHARES.index(share) for share in config.bridges[2]] == found.options[1].tolist()
+    assert not any(map(any, config.mass)) and config.max_density == 1.0
     published = CabConfig.published(0.9, query_block=32, key_block=16)
-    assert cascaded(published, kept, (0, 1), 2, 1, 0.25).sparsity == 0.75
+    rows = cascaded(published, kept, (0, 2), 4, 2, 0.4).sparsity
+    assert rows[2] == tuple(1 - share for share in config.bridges[2])

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from cab_hf.eval.__main__ import main
 from cab_hf.eval.calibrate import Calibrate
 from cab_hf.eval.experiment import render
 from cab_hf.patches import calibration as of_models
+from cab_hf.predictors.anchors import SHARES
 from cab_hf.runs.log import read_log
 
 SMALL = ("query_block=16", "key_block=16")
@@ -107,28 +109,35 @@ def test_what_ships_follows_from_the_committed_samples(name):
 
 
 def test_anchors_are_found_and_saved_with_their_map(model_folder, book, tmp_path, capsys):
-    out, words = tmp_path / "run", ("--target-densities", "0.5", "--anchors")
+    out, words = tmp_path / "run", ("--target-densities", "0.8", "--anchors")
     assert command(model_folder, book, out, *words, 1) == 0
-    config = CabConfig.calibrated(out / "cab_config-0.5.json")
-    assert (config.predictor, config.anchors, config.max_density) == ("cascade", (0,), 0.5)
+    config = CabConfig.calibrated(out / "cab_config-0.8.json")
+    assert (config.predictor, config.anchors, config.max_density) == ("cascade", (0,), 1.0)
+    assert set(config.bridges[0]) <= set(SHARES) and len(config.bridges) == 2
     assert config.head_map[0] == tuple(range(6)) and len(config.head_map) == 2
-    first = (out / "cab_config-0.5.json").read_text()
+    first = (out / "cab_config-0.8.json").read_text()
     samples = (out / "samples.jsonl").read_text()
     # another number of them follows from the same samples
     assert command(model_folder, book, out, *words, 2) == 0
     assert (out / "samples.jsonl").read_text() == samples
-    assert CabConfig.calibrated(out / "cab_config-0.5.json").anchors == (0, 1)
+    assert CabConfig.calibrated(out / "cab_config-0.8.json").anchors == (0, 1)
     before = (out / "results.json").read_text()
     render(out)
     assert (out / "results.json").read_text() == before
     assert (out / "figure.png").stat().st_size > 10_000
     # and a run anew finds the same
     assert command(model_folder, book, tmp_path / "again", *words, 1) == 0
-    assert (tmp_path / "again" / "cab_config-0.5.json").read_text() == first
+    assert (tmp_path / "again" / "cab_config-0.8.json").read_text() == first
     rows = json.loads(before)["rows"]
     assert [(row["anchor"], row["layer"]) for row in rows] == [(0, 0), (0, 1), (1, 1)]
     assert all(0 < row[name] <= 1 + 1e-4 for row in rows for name in ("mass", "needle"))
     assert [row["chosen"] for row in rows] == [True, False, True]
+    assert fmean(row["density"] for row in rows if row["chosen"]) <= 0.8
+    assert [row["density"] is None for row in rows] == [False, True, False]
+    # another target needs nothing that was not measured
+    assert command(model_folder, book, out, "--target-densities", "0.9", *words[2:], 1) == 0
+    assert (out / "samples.jsonl").read_text() == samples
+    assert CabConfig.calibrated(out / "cab_config-0.9.json").anchors == (0,)
     assert command(model_folder, book, tmp_path / "too-many", *words, 3) != 0
     assert "anchors must be at most 2" in capsys.readouterr().err
     assert not (tmp_path / "too-many").exists()
@@ -152,14 +161,14 @@ def test_a_calibrated_cascade_runs_and_its_anchors_take_budgets(
 ):
     monkeypatch.setattr(of_models, "KEYS", 2)
     out = tmp_path / "run"
-    assert command(model_folder, book, out, "--target-densities", "0.5", "--anchors", 1) == 0
-    config = replace(CabConfig.calibrated(out / "cab_config-0.5.json"), min_length=0)
+    assert command(model_folder, book, out, "--target-densities", "0.8", "--anchors", 1) == 0
+    config = replace(CabConfig.calibrated(out / "cab_config-0.8.json"), min_length=0)
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     ids = torch.arange(3, 60).repeat(5)[None]
     with cab_hf.cab(model, config), torch.no_grad():
         model(ids)
         first, second = (layer["density"] for layer in cab_hf.stats(model))
-    assert 0.4 < first < 0.75 and second == pytest.approx(first, abs=0.05)
+    assert 0.5 < first <= 0.85 and second == pytest.approx(first, abs=0.1)
     tokenizer, text = AutoTokenizer.from_pretrained(model_folder), book.read_text()
     # the same anchors and heads, with budgets a head
     told = {"config": replace(config, max_density=1.0), "length": 300, "documents": 1}

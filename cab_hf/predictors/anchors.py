@@ -1,8 +1,10 @@
 """Which layers of a model are to choose blocks for which, and whose head a head takes them from.
 
-What the blocks of one layer keep of the attention of another is measured on a text, at one share of
-every row (`viewed`, `kept_between`). A dynamic program then picks the anchors (`best_anchors`), and
-every head takes the head of its anchor that keeps most for it (`head_map`).
+What the blocks of one layer keep of the attention of another is measured on a text, at several
+shares of a row (`viewed`, `kept_between`). Blocks have a price: a dynamic program picks the anchors
+that are worth most at it (`best_anchors`), every head takes the head of its anchor that is, and
+every head of an anchor the share that is for all who take from it (`allotted`). The price is what
+makes the model attend as much as it may (`cascaded`).
 """
 
 from __future__ import annotations
@@ -16,9 +18,15 @@ from torch import Tensor
 
 from cab_hf.config import CabConfig
 from cab_hf.ops import reference
+from cab_hf.plan import block_visibility
 from cab_hf.predictors.base import Call
 from cab_hf.predictors.calibration import NEEDLE_WEIGHT, Needles, block_shares_of
 from cab_hf.predictors.cascade import anchor_predictor
+
+# of a row's blocks, what a head of an anchor may be given beside those that are forced
+SHARES = (0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.45)
+ROUNDS = 20  # heads and shares are found in turns, which settle after a few
+HALVINGS = 40  # of the range in which the price is
 
 
 class View(NamedTuple):
@@ -26,12 +34,14 @@ class View(NamedTuple):
 
     Attributes:
         keep: bool [P, M_q, M_k], the blocks it would choose.
+        density: float32 [P], the share of all that is visible that they are.
         mass: float32 [P, M_q, M_k], the attention blocks get, of all that queries give; sums to 1.
         needle: float32 [P, n, M_k], what falls on the needle that each of n queries looks for.
         rows: int64 [n], the query blocks of those.
     """
 
     keep: Tensor
+    density: Tensor
     mass: Tensor
     needle: Tensor
     rows: Tensor
@@ -44,19 +54,61 @@ class Kept(NamedTuple):
         mass: share of the attention of b's head that the blocks of a's head keep.
         needle: mean over needle queries of the attention on the needle that they keep.
         needed: [L, P], the mean of what there is of that.
+        density: [L, P], the share of pairs that a's blocks are.
         importance: [L], how much a layer changes its input: 1 - cosine.
     """
 
     mass: Tensor
     needle: Tensor
     needed: Tensor
+    density: Tensor
     importance: Tensor
 
 
-def with_share(config: CabConfig, share: float) -> CabConfig:
-    """``config`` with no budgets but one: that share of every row."""
+class Allotment(NamedTuple):
+    """Who takes blocks from whom, and how many there are.
+
+    Attributes:
+        anchors: ascending, as indices of what was measured; [L] says which of them a layer has.
+        sources: int64 [L, P], the head of its anchor that each head has.
+        options: int64 [L, P], which of the shares each head has, by its anchor's head.
+    """
+
+    anchors: tuple[int, ...]
+    of_layer: tuple[int, ...]
+    sources: Tensor
+    options: Tensor
+
+    def of(self, found: Tensor) -> Tensor:
+        """[L, P]: what each head has of [S, L, L, P, P], or pays of [S, L, P]."""
+        layer, anchor = torch.arange(len(self.of_layer)), torch.tensor(self.of_layer)
+        place = self.options, anchor[:, None].expand_as(self.sources)
+        if found.ndim == 3:
+            return found[(*place, self.sources)]
+        head = torch.arange(self.sources.shape[1]).expand_as(self.sources)
+        return found[(*place, layer[:, None].expand_as(head), self.sources, head)]
+
+
+def with_share(config: CabConfig, share: float, heads: int) -> CabConfig:
+    """``config`` for one layer of so many heads, with no budgets but one: that share of a row."""
+    return with_shares(config, [[share] * heads]) if own_budgets(config) else even(config, share)
+
+
+def own_budgets(config: CabConfig) -> bool:
+    """Whether heads may have budgets of their own: those that share a plan may not."""
+    return config.anchor_heads == "each"
+
+
+def with_shares(config: CabConfig, shares: Sequence[Sequence[float]]) -> CabConfig:
+    """``config`` with a share of a row for each head, [layers][heads], and no other budgets."""
     if config.select == "topk":
-        return replace(config, sparsity=1 - share)
+        return replace(config, sparsity=[[1 - share for share in row] for row in shares])
+    nothing = [[0.0] * len(row) for row in shares]
+    return replace(config, mass=nothing, bridges=shares, exact_stride=0, max_density=1.0)
+
+
+def even(config: CabConfig, share: float) -> CabConfig:
+    """The same share for all heads of all layers, forced blocks among them."""
     return replace(config, mass=1.0, bridges=0.0, exact_stride=0, max_density=share)
 
 
@@ -76,6 +128,7 @@ def viewed(
     sought = (key >= needles.starts[:, None]) & (key < needles.ends[:, None])
     needle = block_shares_of(q, k, call, config.key_block, needles.queries, sought)
     rows = needles.queries // config.query_block
+    visible = block_visibility(call.spans, *blocks).sum()
     views = []
     for config in configs:
         keep = anchor_predictor(config)(q, k, alone).to_dense()[0]
@@ -83,7 +136,9 @@ def viewed(
         own, sought_by = (
             x.unflatten(0, (keep.shape[0], -1)).mean(1) for x in (mass * queries, needle)
         )
-        views.append(View(*(x.cpu() for x in (keep, own / queries.sum(), sought_by, rows))))
+        density = keep.sum((1, 2)) / visible
+        found = keep, density, own / queries.sum(), sought_by, rows
+        views.append(View(*(x.cpu() for x in found)))
     return views
 
 
@@ -101,8 +156,9 @@ def kept_between(views: Sequence[View], importance: Sequence[float]) -> Kept:
         return found.view(layers, heads, layers, heads).transpose(1, 2).double()
 
     needed = needle.sum(-1).view(layers, heads).double()
+    density = torch.stack([view.density for view in views]).double()
     told = torch.tensor(importance, dtype=torch.float64)
-    return Kept(products(keep, mass), products(keep[:, :, rows], needle), needed, told)
+    return Kept(products(keep, mass), products(keep[:, :, rows], needle), needed, density, told)
 
 
 def gains(kept: Kept) -> Tensor:
@@ -132,18 +188,17 @@ def sources(gain: Tensor, a: int, b: int) -> list[int]:
     return [max(range(len(column)), key=column.__getitem__) for column in columns]
 
 
-def values(kept: Kept) -> list[list[float]]:
-    """[a][b]: what it is worth that layer a chooses for layer b, weighed by b's importance."""
-    gain = gains(kept)
-    layers = range(len(kept.importance))
-    return [
-        [
-            float(kept.importance[b])
-            * float(gain[a, b, sources(gain, a, b), range(gain.shape[-1])].mean())
-            for b in layers
-        ]
-        for a in layers
-    ]
+def values(kept: Sequence[Kept], price: float = 0.0) -> list[list[float]]:
+    """[a][b]: what it is worth that layer a chooses for layer b, weighed by b's importance.
+
+    Every head of b takes the head and the share of a that are worth most to it.
+
+    Args:
+        kept: at each share.
+        price: of attending everything, by the measure of `gains`.
+    """
+    worth = torch.stack([gains(each) - price * each.density[:, None, :, None] for each in kept])
+    return (worth.amax((0, 3)).mean(-1) * kept[0].importance).tolist()
 
 
 def best_anchors(value: Sequence[Sequence[float]], count: int) -> tuple[int, ...]:
@@ -173,30 +228,108 @@ def best_anchors(value: Sequence[Sequence[float]], count: int) -> tuple[int, ...
     return best[layers][1]
 
 
-def head_map(gain: Tensor, anchors: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """[layers][heads]: the head of a layer's anchor that each head has most of."""
-    of_layer = [max(a for a in anchors if a <= b) for b in range(gain.shape[0])]
-    return tuple(tuple(sources(gain, a, b)) for b, a in enumerate(of_layer))
+def allotted(kept: Sequence[Kept], anchors: Sequence[int], price: float) -> Allotment:
+    """The heads and shares that are worth most at a price: each in turn, the others as they are.
+
+    A head of an anchor has its own blocks. Of several that are worth the same, the first.
+    """
+    layers, heads = kept[0].needed.shape
+    of_layer = [max(a for a in anchors if a <= b) for b in range(layers)]
+    # [S, L, L, P, P]
+    worth = torch.stack([gains(each) - price * each.density[:, None, :, None] for each in kept])
+    every = torch.arange(heads)
+    options = {a: worth[:, a, a, every, every].argmax(0) for a in anchors}
+    before = None
+    for _ in range(ROUNDS):
+        sources = [
+            every if a == b else worth[options[a], a, b, every].argmax(0)
+            for b, a in enumerate(of_layer)
+        ]
+        for a in anchors:
+            total = worth.new_zeros(len(kept), heads)
+            for b in (b for b in range(layers) if of_layer[b] == a):
+                total.index_add_(1, sources[b], worth[:, a, b, sources[b], every])
+            options[a] = total.argmax(0)
+        now = torch.stack([options[a][source] for a, source in zip(of_layer, sources, strict=True)])
+        if before is not None and torch.equal(now, before):
+            break
+        before = now
+    return Allotment(tuple(anchors), tuple(of_layer), torch.stack(sources), now)
+
+
+def within(kept: Sequence[Kept], count: int, target: float) -> Allotment:
+    """The `Allotment` to ``count`` anchors under which the mean density of heads is the target.
+
+    Raises:
+        ValueError: for a target that no share, or any, comes to; see `best_anchors` for the count.
+    """
+    density = torch.stack([each.density for each in kept])
+    least, most = (float(each.density.mean()) for each in (kept[0], kept[-1]))
+    if not least <= target:
+        raise ValueError(
+            f"target density is {target:g}; blocks that are always kept and the smallest share "
+            f"take {least:.3g} of what was measured."
+        )
+    found = None
+    cheap, dear = 0.0, 2 * (1 + NEEDLE_WEIGHT) / max(1e-6, most - least)
+    for halving in range(HALVINGS):
+        # the first is what costs nothing
+        price = (cheap + dear) / 2 if halving else cheap
+        tried = allotted(kept, best_anchors(values(kept, price), count), price)
+        if float(tried.of(density).mean()) <= target:
+            found, dear = tried, price
+            if not price:
+                break
+        else:
+            cheap = price
+    return found or allotted(kept, best_anchors(values(kept, dear), count), dear)
 
 
 def cascaded(
-    config: CabConfig, kept: Kept, layers: Sequence[int], total: int, count: int, share: float
+    config: CabConfig,
+    kept: Sequence[Kept],
+    layers: Sequence[int],
+    total: int,
+    count: int,
+    target: float,
 ) -> CabConfig:
     """The cascade of ``count`` anchors for a model of ``total`` layers.
 
     Args:
-        layers: the indices of those that ``kept`` is of; the others have no part.
-        share: of a row that is kept.
+        kept: at each of `SHARES`; of the layers with these indices, the others have no part.
+        target: share of the pairs that the model is to attend. Heads that share a plan, which have
+            no budgets of their own, all get it as their share.
+
+    Raises:
+        ValueError: see `within`.
     """
-    anchors = best_anchors(values(kept), count)
-    own = head_map(gains(kept), anchors)
-    rows = {layer: row for layer, row in zip(layers, own, strict=True)}
-    nothing = tuple(range(len(own[0])))
-    table = tuple(rows.get(layer, nothing) for layer in range(total))
+    if own_budgets(config):
+        found = within(kept, count, target)
+        shares = [[SHARES[0]] * len(found.sources[0]) for _ in range(total)]
+        for anchor in found.anchors:
+            shares[layers[anchor]] = [SHARES[option] for option in found.options[anchor]]
+        config = with_shares(config, shares)
+    else:
+        found = evenly(kept, count, target)
+        config = even(config, target)
+    rows = {layer: row.tolist() for layer, row in zip(layers, found.sources, strict=True)}
+    nothing = list(range(found.sources.shape[1]))
     return replace(
-        with_share(config, share),
+        config,
         predictor="cascade",
-        anchors=tuple(layers[anchor] for anchor in anchors),
+        anchors=tuple(layers[anchor] for anchor in found.anchors),
         # one plan for all heads has no heads to choose from
-        head_map=table if len(nothing) > 1 else (),
+        head_map=[rows.get(i, nothing) for i in range(total)] if len(nothing) > 1 else (),
     )
+
+
+def evenly(kept: Sequence[Kept], count: int, target: float) -> Allotment:
+    """The `Allotment` by the measured share that is nearest to the target, the same for all."""
+    at = nearest(target)
+    found = allotted(kept[at : at + 1], best_anchors(values(kept[at : at + 1]), count), 0.0)
+    return found._replace(options=found.options + at)
+
+
+def nearest(target: float) -> int:
+    """Which of `SHARES` is nearest to the target."""
+    return min(range(len(SHARES)), key=lambda i: abs(SHARES[i] - target))
