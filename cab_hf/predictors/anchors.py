@@ -69,7 +69,8 @@ class Allotment(NamedTuple):
     """Who takes blocks from whom, and how many there are.
 
     Attributes:
-        anchors: ascending, as indices of what was measured; [L] says which of them a layer has.
+        anchors: ascending, as indices of what was measured.
+        of_layer: [L], the anchor of each layer.
         sources: int64 [L, P], the head of its anchor that each head has.
         options: int64 [L, P], which of the shares each head has, by its anchor's head.
     """
