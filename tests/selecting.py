@@ -48,3 +48,26 @@ def laid_in(layout, q, k, align):
         return q, k, Spans(first, last, torch.ones(batch, length, dtype=torch.bool))
     frame = laid_out(layout, batch, length, k.shape[2], align, "cpu")
     return frame.queries(q), frame.keys(k), frame.spans
+
+
+def heads_on(
+    device,
+    length=8191,
+    q_length=None,
+    batch=1,
+    heads=8,
+    kv_heads=2,
+    dim=128,
+    dtype=torch.bfloat16,
+    topics=32,
+):
+    """q and k as a model lays them out, with runs of tokens about one thing, as in text."""
+    generator = torch.Generator(device).manual_seed(0)
+    like = {"device": device, "generator": generator}
+    theme = torch.randn(topics, dim, **like)
+    theme *= 0.8 * dim**0.5 / theme.norm(dim=-1, keepdim=True)
+    runs = torch.randint(topics, (length // 300 + 1,), **like).repeat_interleave(300)[:length]
+    k = torch.randn(batch, length, kv_heads, dim, **like) + theme[runs][:, None]
+    q = torch.randn(batch, length, heads, dim, **like) + theme[runs][:, None]
+    q = q[:, length - (q_length or length) :]
+    return q.to(dtype).transpose(1, 2), k.to(dtype).transpose(1, 2)

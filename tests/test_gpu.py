@@ -6,6 +6,7 @@ import pytest
 import torch
 from attention_cases import random_plan
 from budget import assert_within_budget
+from selecting import heads_on
 from tiny import FULL, SPARSE, qkv, tiny_model, tokens
 
 import cab_hf
@@ -177,29 +178,6 @@ PREDICTED = [
         CabConfig(), {"dim": 256, "length": 4097, "dtype": torch.float32}, id="d256-float32"
     ),
 ]
-
-
-def heads_on(
-    device,
-    length=8191,
-    q_length=None,
-    batch=1,
-    heads=8,
-    kv_heads=2,
-    dim=128,
-    dtype=torch.bfloat16,
-    topics=32,
-):
-    """q and k as a model lays them out, with runs of tokens about one thing, as in text."""
-    generator = torch.Generator(device).manual_seed(0)
-    like = {"device": device, "generator": generator}
-    theme = torch.randn(topics, dim, **like)
-    theme *= 0.8 * dim**0.5 / theme.norm(dim=-1, keepdim=True)
-    runs = torch.randint(topics, (length // 300 + 1,), **like).repeat_interleave(300)[:length]
-    k = torch.randn(batch, length, kv_heads, dim, **like) + theme[runs][:, None]
-    q = torch.randn(batch, length, heads, dim, **like) + theme[runs][:, None]
-    q = q[:, length - (q_length or length) :]
-    return q.to(dtype).transpose(1, 2), k.to(dtype).transpose(1, 2)
 
 
 def lost_mass(q, k, spans, config, kept, meant):
