@@ -311,9 +311,9 @@ class ContextParallel(Ranked):
                     look = {"color": f"C{colour}"}
                     named = {"label": alike[0]["scheme"]}
                     charts.line(axis, alike, lambda r: r["efficiency"], **look, **named)
-                    dashed = {"linestyle": "--", "marker": "", "linewidth": 1}
-                    charts.line(axis, alike, lambda r: r["predicted_efficiency"], **look, **dashed)
-                title = f"{some[0]['direction']}, {some[0]['world']} ranks (dashed: predicted)"
+                    hollow = {"linestyle": "--", "marker": "s", "fillstyle": "none", "linewidth": 1}
+                    charts.line(axis, alike, lambda r: r["predicted_efficiency"], **look, **hollow)
+                title = f"{some[0]['direction']}, {some[0]['world']} ranks (hollow: predicted)"
                 lengths = [row["length"] for row in some]
                 charts.over_tokens(axis, lengths, title, "efficiency", "{:.0%}".format, log=False)
 
