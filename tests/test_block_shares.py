@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attention_cases import laid_out
-from selecting import loud
+from selecting import laid_in, loud
 from torch.nn import functional as F
 
 from cab_hf import BlockPlan
@@ -123,26 +123,6 @@ KERNEL_CASES = [
     pytest.param(case((32, 16), "chunk", q_length=75, kv_length=205), id="chunk"),
     pytest.param(case((32, 16), q_length=3), id="below-one-block"),
 ]
-
-
-def laid_in(layout, q, k, align):
-    """(q, k, spans) in a layout."""
-    batch, length = q.shape[0], q.shape[2]
-    if layout == "in-place":
-        # what torch.compile sees: borders inside of blocks
-        last = torch.arange(length, dtype=torch.int32).expand(batch, -1)
-        first = ((last >= 37).int() * 37).contiguous()
-        return q, k, Spans(first, last, torch.ones(batch, length, dtype=torch.bool))
-    frame = laid_out(layout, batch, length, k.shape[2], align, "cpu")
-    return frame.queries(q), frame.keys(k), frame.spans
-
-
-@pytest.fixture
-def uninitialised_is_nan():
-    """What a kernel does not write is NaN, not whatever was there before."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
