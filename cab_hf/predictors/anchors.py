@@ -198,8 +198,12 @@ def values(kept: Sequence[Kept], price: float = 0.0) -> list[list[float]]:
         kept: at each share.
         price: of attending everything, by the measure of `gains`.
     """
-    worth = torch.stack([gains(each) - price * each.density[:, None, :, None] for each in kept])
-    return (worth.amax((0, 3)).mean(-1) * kept[0].importance).tolist()
+    return (worth_at(kept, price).amax((0, 3)).mean(-1) * kept[0].importance).tolist()
+
+
+def worth_at(kept: Sequence[Kept], price: float) -> Tensor:
+    """[S, L, L, P, P]: `gains` at each share, less what the blocks of a's head cost."""
+    return torch.stack([gains(each) - price * each.density[:, None, :, None] for each in kept])
 
 
 def best_anchors(value: Sequence[Sequence[float]], count: int) -> tuple[int, ...]:
@@ -236,9 +240,7 @@ def allotted(kept: Sequence[Kept], anchors: Sequence[int], price: float) -> Allo
     """
     layers, heads = kept[0].needed.shape
     of_layer = [max(a for a in anchors if a <= b) for b in range(layers)]
-    # [S, L, L, P, P]
-    worth = torch.stack([gains(each) - price * each.density[:, None, :, None] for each in kept])
-    every = torch.arange(heads)
+    worth, every = worth_at(kept, price), torch.arange(heads)
     options = {a: worth[:, a, a, every, every].argmax(0) for a in anchors}
     before = None
     for _ in range(ROUNDS):
@@ -262,14 +264,15 @@ def within(kept: Sequence[Kept], count: int, target: float) -> Allotment:
     """The `Allotment` to ``count`` anchors under which the mean density of heads is the target.
 
     Raises:
-        ValueError: for a target that no share, or any, comes to; see `best_anchors` for the count.
+        ValueError: for a target below what the smallest share takes; see `best_anchors` for the
+            count.
     """
     density = torch.stack([each.density for each in kept])
     least, most = (float(each.density.mean()) for each in (kept[0], kept[-1]))
     if not least <= target:
         raise ValueError(
-            f"target density is {target:g}; blocks that are always kept and the smallest share "
-            f"take {least:.3g} of what was measured."
+            f"target density is {target:g}; it must be at least {least:.3g}, which blocks that are "
+            "always kept and the smallest share take of what was measured."
         )
     found = None
     cheap, dear = 0.0, 2 * (1 + NEEDLE_WEIGHT) / max(1e-6, most - least)
