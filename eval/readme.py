@@ -109,13 +109,22 @@ def section(found: Results, among: Sequence[Results]) -> str:
     """One folder: table, readings, figure and command; ``among`` are all on the page."""
     kind = found.kind
     parts = [
-        f"## {': '.join(filter(None, (kind.title, varying(found, among))))}",
+        f"## {heading(found, among)}",
         *experiment.summary(kind, found.rows),
         f"![{kind.caption}]({found.name}/{FIGURE})",
         f"{source([found])}; [{found.name}]({found.name}/{REPORT}) tells more.",
         experiment.command(kind, found.provenance["settings"]),
     ]
     return "\n\n".join(parts)
+
+
+def heading(found: Results, among: Sequence[Results]) -> str:
+    """The title of a section, unlike that of any other."""
+    told, *others = (
+        ": ".join(filter(None, (each.kind.title, varying(each, among))))
+        for each in (found, *(each for each in among if each is not found))
+    )
+    return f"{told} ({found.name})" if told in others else told
 
 
 def varying(found: Results, among: Iterable[Results]) -> str:

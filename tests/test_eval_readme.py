@@ -86,6 +86,19 @@ def test_headings_say_what_varies(tmp_path):
     ]
 
 
+def test_runs_that_differ_in_nothing_short_go_by_their_folders(tmp_path):
+    for name in "ab":
+        write(tmp_path / name, [answers("dense", 0.9, 1.0)], settings={"methods": [name]})
+    write(tmp_path / "c", [answers("dense", 0.9, 1.0)], settings={"keys": 4})
+    found = [readme.read_results(tmp_path / name) for name in "abc"]
+    told = [readme.section(each, found).splitlines()[0] for each in found]
+    assert told == [
+        "## Passkey retrieval: keys 1 (a)",
+        "## Passkey retrieval: keys 1 (b)",
+        "## Passkey retrieval: keys 4",
+    ]
+
+
 def test_all_folders_are_on_the_page_in_order(results, monkeypatch):
     class Later(Passkey):
         name = "bridges"
