@@ -246,7 +246,7 @@ def drawn(path: Path, rows: Sequence[Row], what: str) -> None:
                 look = {"color": f"C{place}", "linewidth": WIDTHS[name]}
                 gained = f"{name} over the fastest dense way"
                 charts.line(right, some, itemgetter("over_best"), label=gained, **look)
-                dashed = {**look, "linestyle": "--", "marker": ""}
+                dashed = {**look, "linestyle": "--", "marker": "s", "fillstyle": "none"}
                 bound = f"    at most, at {name}'s density"
                 charts.line(right, some, itemgetter("ceiling"), label=bound, **dashed)
             else:
