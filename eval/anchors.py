@@ -20,13 +20,11 @@ from cab_hf.predictors.anchors import (
     SHARES,
     Allotment,
     Kept,
+    allotment,
     cascaded,
-    evenly,
     gains,
     nearest,
-    own_budgets,
     similarity,
-    within,
 )
 
 
@@ -65,12 +63,12 @@ def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, 
     heads has by its own share, too.
     """
     kept, measured, made = averaged(samples), samples[0]["measured"], []
-    own = own_budgets(CabConfig.from_dict(settings["cab_config"]))
+    config = CabConfig.from_dict(settings["cab_config"])
     for target in settings["target_densities"]:
         some = kept[nearest(target)]
         mass, needle = similarity(some, gains(some))
         with refusing("target_densities"):
-            found = (within if own else evenly)(kept, settings["anchors"], target)
+            found = allotment(config, kept, settings["anchors"], target)
         shown = _shown(kept, found)
         for a, anchor in enumerate(measured):
             for b, layer in enumerate(measured[a:], start=a):

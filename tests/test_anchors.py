@@ -15,15 +15,16 @@ from cab_hf.predictors.anchors import (
     Kept,
     allotted,
     best_anchors,
+    best_at,
     cascaded,
     evenly,
     gains,
     kept_between,
     similarity,
-    values,
     viewed,
     with_share,
     within,
+    worth_at,
 )
 from cab_hf.predictors.calibration import Needles
 
@@ -89,7 +90,7 @@ def test_a_planted_permutation_of_heads_is_recovered(scores):
     order = [2, 0, 3, 1]
     kept = kept_at(config, [(q, k), (q[:, order], k[:, order])], SHARES)
     at = kept[4]
-    assert allotted([at], (0,), 0.0).sources.tolist() == [[0, 1, 2, 3], order]
+    assert allotted(worth_at([at], 0.0), (0,)).sources.tolist() == [[0, 1, 2, 3], order]
     # and nothing is lost by it
     mass, _ = similarity(at, gains(at))
     torch.testing.assert_close(mass[0], mass[0, :1].expand(2))
@@ -155,7 +156,7 @@ def test_what_layers_change_weighs():
     nothing = torch.zeros(3, 1, dtype=torch.float64)
 
     def anchors(*importance):
-        return best_anchors(values([told(mass, nothing, importance=importance)]), 2)
+        return best_at([told(mass, nothing, importance=importance)], 2, 0.0).anchors
 
     assert anchors(1.0, 1.0, 0.1) == (0, 1)
     assert anchors(1.0, 0.1, 1.0) == (0, 2)
@@ -171,10 +172,10 @@ def test_heads_and_shares_by_hand():
     kept = [told(*both) for both in zip(mass, density, strict=True)]
     # .4 more for one head, at .3 more of two that have these blocks
     for price, options in ((0.0, [0, 1]), (0.66, [0, 1]), (0.67, [0, 0])):
-        found = allotted(kept, (0,), price)
+        found = allotted(worth_at(kept, price), (0,))
         assert found.of_layer == (0, 0) and found.sources[0].tolist() == [0, 1]
         assert found.options[0].tolist() == options
-    kept_mass = allotted(kept, (0,), 0.0).of(torch.stack(mass))
+    kept_mass = allotted(worth_at(kept, 0.0), (0,)).of(torch.stack(mass))
     torch.testing.assert_close(kept_mass[0], torch.tensor([0.9, 0.9]).double())
 
 
@@ -183,7 +184,7 @@ def test_an_allotment_is_the_best_that_one_change_comes_to():
     mass = torch.rand(3, 4, 4, 3, 3).double().cumsum(0) / 3
     density = torch.tensor([0.1, 0.2, 0.5]).double()[:, None, None].expand(3, 4, 3)
     kept = [told(*both) for both in zip(mass, density, strict=True)]
-    found = allotted(kept, (0, 2), 0.8)
+    found = allotted(worth_at(kept, 0.8), (0, 2))
 
     def worth(sources, options):
         each = found._replace(sources=sources, options=options)
@@ -212,7 +213,7 @@ def test_the_target_is_met_by_heads_that_differ(target):
     # it keeps more than the largest even share that costs no more
     costs = [float(each.density.mean()) for each in kept]
     at = max(i for i, cost in enumerate(costs) if cost <= density)
-    same = allotted(kept[at : at + 1], found.anchors, 0.0)
+    same = allotted(worth_at(kept[at : at + 1], 0.0), found.anchors)
     mine, alike = (
         float(each.of(torch.stack([gains(x) for x in some])).mean())
         for each, some in ((found, kept), (same, kept[at : at + 1]))

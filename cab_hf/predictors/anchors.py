@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from cab_hf.config import CabConfig
-from cab_hf.ops import reference
 from cab_hf.plan import block_visibility
 from cab_hf.predictors.base import Call
+from cab_hf.predictors.baselines import block_mass
 from cab_hf.predictors.calibration import NEEDLE_WEIGHT, Needles, block_shares_of
 from cab_hf.predictors.cascade import anchor_predictor
 
@@ -123,8 +123,8 @@ def viewed(
     """
     alone, (config, *_) = Call(call.spans, call.scale, 0), configs
     blocks = config.query_block, config.key_block
-    mass = reference.block_shares(q, k, call.spans, call.scale, *blocks, "mean")[0]
-    queries = call.spans.rows(config.query_block).queries[0, :, None]
+    mass = block_mass(q, k, call.spans, call.scale, *blocks)[0]
+    mass /= call.spans.rows(config.query_block).queries.sum()
     key = torch.arange(k.shape[2], device=k.device)
     sought = (key >= needles.starts[:, None]) & (key < needles.ends[:, None])
     needle = block_shares_of(q, k, call, config.key_block, needles.queries, sought)
@@ -134,11 +134,9 @@ def viewed(
     for config in configs:
         keep = anchor_predictor(config)(q, k, alone).to_dense()[0]
         # heads that share a plan lose together
-        own, sought_by = (
-            x.unflatten(0, (keep.shape[0], -1)).mean(1) for x in (mass * queries, needle)
-        )
+        own, sought_by = (x.unflatten(0, (keep.shape[0], -1)).mean(1) for x in (mass, needle))
         density = keep.sum((1, 2)) / visible
-        found = keep, density, own / queries.sum(), sought_by, rows
+        found = keep, density, own, sought_by, rows
         views.append(View(*(x.cpu() for x in found)))
     return views
 
@@ -173,37 +171,32 @@ def similarity(kept: Kept, gain: Tensor) -> tuple[Tensor, Tensor]:
     The map is the best by ``gain``, as `gains` has it. A layer has its own blocks by itself.
     """
     layers, heads = kept.needed.shape
-    best = torch.tensor(
-        [[sources(gain, a, b) for b in range(layers)] for a in range(layers)]
-    ).unsqueeze(2)
+    best = gain.argmax(2, keepdim=True)
+    own = torch.arange(layers)
+    best[own, own, 0] = torch.arange(heads)
     mass, needle = (x.gather(2, best).squeeze(2) for x in (kept.mass, kept.needle))
     needed = kept.needed.sum(-1)
     return mass.mean(-1), torch.where(needed > 0, needle.sum(-1) / needed.clamp(min=1e-30), 1.0)
 
 
-def sources(gain: Tensor, a: int, b: int) -> list[int]:
-    """For each head of layer b, the head of layer a that it has most of; the first of several."""
-    if a == b:
-        return list(range(gain.shape[-1]))
-    columns = gain[a, b].T.tolist()
-    return [max(range(len(column)), key=column.__getitem__) for column in columns]
+def worth_at(kept: Sequence[Kept], price: float) -> Tensor:
+    """[S, L, L, P, P]: `gains` at each share, less what the blocks of a's head cost.
+
+    Args:
+        price: of attending everything, by the measure of `gains`.
+    """
+    return torch.stack([gains(each) - price * each.density[:, None, :, None] for each in kept])
 
 
-def values(kept: Sequence[Kept], price: float = 0.0) -> list[list[float]]:
+def values(worth: Tensor, importance: Tensor) -> list[list[float]]:
     """[a][b]: what it is worth that layer a chooses for layer b, weighed by b's importance.
 
     Every head of b takes the head and the share of a that are worth most to it.
 
     Args:
-        kept: at each share.
-        price: of attending everything, by the measure of `gains`.
+        worth: as of `worth_at`.
     """
-    return (worth_at(kept, price).amax((0, 3)).mean(-1) * kept[0].importance).tolist()
-
-
-def worth_at(kept: Sequence[Kept], price: float) -> Tensor:
-    """[S, L, L, P, P]: `gains` at each share, less what the blocks of a's head cost."""
-    return torch.stack([gains(each) - price * each.density[:, None, :, None] for each in kept])
+    return (worth.amax((0, 3)).mean(-1) * importance).tolist()
 
 
 def best_anchors(value: Sequence[Sequence[float]], count: int) -> tuple[int, ...]:
@@ -233,14 +226,17 @@ def best_anchors(value: Sequence[Sequence[float]], count: int) -> tuple[int, ...
     return best[layers][1]
 
 
-def allotted(kept: Sequence[Kept], anchors: Sequence[int], price: float) -> Allotment:
-    """The heads and shares that are worth most at a price: each in turn, the others as they are.
+def allotted(worth: Tensor, anchors: Sequence[int]) -> Allotment:
+    """The heads and shares that are worth most, each in turn and the others as they are.
 
     A head of an anchor has its own blocks. Of several that are worth the same, the first.
+
+    Args:
+        worth: as of `worth_at`.
     """
-    layers, heads = kept[0].needed.shape
+    shares, layers, _, heads, _ = worth.shape
     of_layer = [max(a for a in anchors if a <= b) for b in range(layers)]
-    worth, every = worth_at(kept, price), torch.arange(heads)
+    every = torch.arange(heads)
     options = {a: worth[:, a, a, every, every].argmax(0) for a in anchors}
     before = None
     for _ in range(ROUNDS):
@@ -249,7 +245,7 @@ def allotted(kept: Sequence[Kept], anchors: Sequence[int], price: float) -> Allo
             for b, a in enumerate(of_layer)
         ]
         for a in anchors:
-            total = worth.new_zeros(len(kept), heads)
+            total = worth.new_zeros(shares, heads)
             for b in (b for b in range(layers) if of_layer[b] == a):
                 total.index_add_(1, sources[b], worth[:, a, b, sources[b], every])
             options[a] = total.argmax(0)
@@ -258,6 +254,12 @@ def allotted(kept: Sequence[Kept], anchors: Sequence[int], price: float) -> Allo
             break
         before = now
     return Allotment(tuple(anchors), tuple(of_layer), torch.stack(sources), now)
+
+
+def best_at(kept: Sequence[Kept], count: int, price: float) -> Allotment:
+    """The `Allotment` to the ``count`` anchors that are worth most at a price."""
+    worth = worth_at(kept, price)
+    return allotted(worth, best_anchors(values(worth, kept[0].importance), count))
 
 
 def within(kept: Sequence[Kept], count: int, target: float) -> Allotment:
@@ -279,14 +281,14 @@ def within(kept: Sequence[Kept], count: int, target: float) -> Allotment:
     for halving in range(HALVINGS):
         # the first is what costs nothing
         price = (cheap + dear) / 2 if halving else cheap
-        tried = allotted(kept, best_anchors(values(kept, price), count), price)
+        tried = best_at(kept, count, price)
         if float(tried.of(density).mean()) <= target:
             found, dear = tried, price
             if not price:
                 break
         else:
             cheap = price
-    return found or allotted(kept, best_anchors(values(kept, dear), count), dear)
+    return found or best_at(kept, count, dear)
 
 
 def cascaded(
@@ -307,14 +309,13 @@ def cascaded(
     Raises:
         ValueError: see `within`.
     """
+    found = allotment(config, kept, count, target)
     if own_budgets(config):
-        found = within(kept, count, target)
         shares = [[SHARES[0]] * len(found.sources[0]) for _ in range(total)]
         for anchor in found.anchors:
             shares[layers[anchor]] = [SHARES[option] for option in found.options[anchor]]
         config = with_shares(config, shares)
     else:
-        found = evenly(kept, count, target)
         config = even(config, target)
     rows = {layer: row.tolist() for layer, row in zip(layers, found.sources, strict=True)}
     nothing = list(range(found.sources.shape[1]))
@@ -327,10 +328,15 @@ def cascaded(
     )
 
 
+def allotment(config: CabConfig, kept: Sequence[Kept], count: int, target: float) -> Allotment:
+    """`within` the target, or `evenly` where heads share a plan."""
+    return (within if own_budgets(config) else evenly)(kept, count, target)
+
+
 def evenly(kept: Sequence[Kept], count: int, target: float) -> Allotment:
     """The `Allotment` by the measured share that is nearest to the target, the same for all."""
     at = nearest(target)
-    found = allotted(kept[at : at + 1], best_anchors(values(kept[at : at + 1]), count), 0.0)
+    found = best_at(kept[at : at + 1], count, 0.0)
     return found._replace(options=found.options + at)
 
 

@@ -13,7 +13,7 @@ from cab_hf import context_parallel
 from cab_hf.distributed import shard
 from cab_hf.distributed.layout import layout_of
 from cab_hf.eval.speed.model import ModelSettings, prefilling, prompt_of, random_model
-from cab_hf.eval.speed.spread import CP, block_of, causal_pairs
+from cab_hf.eval.speed.spread import CP, block_of, causal_pairs, density_of_all
 from cab_hf.eval.speed.team import Team
 
 
@@ -32,9 +32,7 @@ def prefilling_across(
         pairs = causal_pairs(CP, length, team, block)
 
         def known() -> dict[str, Any]:
-            everyone = team.everyone((known_here()["density"], pairs))
-            attended = sum(density * pairs for density, pairs in everyone)
-            return {"density": attended / sum(pairs for _, pairs in everyone)}
+            return {"density": density_of_all(team, known_here()["density"], pairs)}
 
         with context_parallel(model, team.group, block=block), mlp_in_chunks(model, mlp_tokens):
             yield reading(model, prompt_of(settings, length), team, block), known

@@ -459,8 +459,7 @@ def found_in(settings: Settings, length: int, way: str, how: str, team: Team) ->
     # layers that are computed dense attend everything
     layers = [1.0 if x["density"] is None else x["density"] for x in stats(model, reset=True)]
     pairs = spread.causal_pairs(how, length, team, spread.block_of(model))
-    everyone = team.everyone((fmean(layers), pairs))
-    density = sum(share * pairs for share, pairs in everyone) / sum(n for _, n in everyone)
+    density = spread.density_of_all(team, fmean(layers), pairs)
     lines = describe(model, tokens=length, training=True).splitlines()[1:]
     # ranks that share a sequence are not what is described
     told = "; ".join(map(str.strip, lines)) if way == CAB and how != CP else None

@@ -132,6 +132,12 @@ def causal_pairs(spread: str, length: int, team: Team, block: int) -> int:
     return int((layout.positions[team.rank] + 1)[layout.real[team.rank]].sum())
 
 
+def density_of_all(team: Team, density: float, pairs: int) -> float:
+    """What all ranks attend over causal pairs, this one that share of so many."""
+    everyone = team.everyone((density, pairs))
+    return sum(share * n for share, n in everyone) / sum(n for _, n in everyone)
+
+
 def tokens_of_step(spread: str, world: int, length: int) -> int:
     """That all ranks learn in a step together."""
     return length * world if spread in (DDP, FSDP2) else length
