@@ -6,7 +6,7 @@ blocks. Everything between the scores and the selection is float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -351,19 +351,10 @@ def exact_scores(
     it, and no padding: neighbours need the same blocks.
     """
     samples = query_block // stride
-    queries = q[:, :, ::stride]
-    first, last = (x[:, None, ::stride, None] for x in (spans.first, spans.last))
-    keys = k.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(-1, -2)
-    key = torch.arange(k.shape[2], device=k.device)
     shape = (*q.shape[:2], -(-q.shape[2] // query_block), -(-k.shape[2] // key_block))
     most, mass = (torch.zeros(shape, device=q.device) for _ in range(2))
     step = max(1, QUERIES_AT_A_TIME // samples) * samples
-    for start in range(0, queries.shape[2], step):
-        rows = slice(start, start + step)
-        logits = queries[:, :, rows].float() @ keys * scale
-        logits = logits.masked_fill(
-            (key < first[:, :, rows]) | (key > last[:, :, rows]), -torch.inf
-        )
+    for start, logits in _logits(q, k, spans, scale, step, stride):
         logits = F.pad(logits, (0, -k.shape[2] % key_block), value=-torch.inf)
         largest = logits.unflatten(-1, (-1, key_block)).amax(-1)
         # softmax over nothing is NaN: a row of padding needs nothing
@@ -389,24 +380,36 @@ def block_shares(
     the most that any query of the query block gives, ``"mean"`` the mean over its queries. Padding
     gives nothing and counts for nothing; a row of padding is zero. No N x N tensor is ever whole.
     """
-    keys = k.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(-1, -2)
-    key = torch.arange(k.shape[2], device=k.device)
-    first, last = (x[:, None, :, None] for x in (spans.first, spans.last))
     counts = spans.rows(query_block).queries.clamp(min=1)[:, None, :, None]
     rows = []
     step = max(1, QUERIES_AT_A_TIME // query_block) * query_block
-    for start in range(0, q.shape[2], step):
-        some = slice(start, start + step)
-        logits = q[:, :, some].float() @ keys * scale
-        seen = (key >= first[:, :, some]) & (key <= last[:, :, some])
+    for _, logits in _logits(q, k, spans, scale, step):
         # softmax over nothing is NaN: a row of padding gives nothing
-        shares = logits.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0.0)
+        shares = logits.softmax(-1).masked_fill(logits == -torch.inf, 0.0)
         padding = (0, -shares.shape[3] % key_block, 0, -shares.shape[2] % query_block)
         blocks = F.pad(shares, padding).unflatten(3, (-1, key_block)).sum(-1)
         blocks = blocks.unflatten(2, (-1, query_block))
         rows.append(blocks.amax(3) if reduction == "max" else blocks.sum(3))
     found = torch.cat(rows, dim=2)
     return found if reduction == "max" else found / counts
+
+
+def _logits(
+    q: Tensor, k: Tensor, spans: Spans, scale: float, at_a_time: int, stride: int = 1
+) -> Iterator[tuple[int, Tensor]]:
+    """Of every ``stride``-th query, so many at a time: (which is first, float32 [B, H, n, N_k]).
+
+    -inf for a key that a query does not see.
+    """
+    queries = q[:, :, ::stride]
+    first, last = (x[:, None, ::stride, None] for x in (spans.first, spans.last))
+    keys = k.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(-1, -2)
+    key = torch.arange(k.shape[2], device=k.device)
+    for start in range(0, queries.shape[2], at_a_time):
+        some = slice(start, start + at_a_time)
+        logits = queries[:, :, some].float() @ keys * scale
+        unseen = (key < first[:, :, some]) | (key > last[:, :, some])
+        yield start, logits.masked_fill(unseen, -torch.inf)
 
 
 def log_share_(shares: Tensor) -> Tensor:
