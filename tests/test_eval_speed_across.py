@@ -51,7 +51,7 @@ def read_on(group, way, length):
     """(logits, keys a layer, density) on a rank."""
     settings = tiny(lengths=(length,), max_density=("0.2",))
     team = Team(group, group)
-    with across.prefilling_across(settings, length, way, team, 100) as (call, known):
+    with across.prefilling_across(settings, length, way, team, 100, 512) as (call, known):
         read = call()
         cached = [layer.keys.shape[2] for layer in read.past_key_values.layers]
         # inference tensors stay where they were made

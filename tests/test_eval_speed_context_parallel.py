@@ -291,6 +291,19 @@ def in_a_row(group, row):
     return team.slowest(bench, lambda: calls.append(1), 3, 0.0, row), len(calls)
 
 
+def warmed_up(group, warm_up):
+    calls = []
+    team, bench = Team(group, group), Paced(group.rank())
+    return team.slowest(bench, lambda: calls.append(1), 1, warm_up=warm_up), len(calls)
+
+
+def test_a_first_call_that_is_long_enough_counts(ranks):
+    # it takes a second, the one behind it 2 ms by rank 1
+    for warm_up, expected in ((2.0, (2.0, 2)), (0.5, (1000.0, 1)), (0.0, (1000.0, 1))):
+        for found, calls in ranks.run(2, warmed_up, warm_up):
+            assert (found.ms, calls) == expected
+
+
 def test_calls_that_are_short_follow_one_another(ranks):
     # one takes 2 ms; a run of five takes 20 by rank 0
     for found, calls in ranks.run(2, in_a_row, 5):
@@ -498,7 +511,39 @@ def test_a_folder_may_hold_runs_of_several_numbers_of_ranks():
     assert told.splitlines()[1:-1] == [f"torchrun --nproc_per_node={n} -m {name}" for n in (2, 8)]
 
 
-def test_one_rank_is_refused(one_process, tmp_path):
-    measured = ContextParallel(settings_of(out=str(tmp_path)), Team(dist.group.WORLD))
-    with pytest.raises(ValueError, match="torchrun started 1; give it --nproc_per_node=2"):
-        measured.over_ranks()
+def test_one_rank_measures_what_more_are_held_against(one_process, tmp_path):
+    out = tmp_path / "run"
+    settings = settings_of(out=str(out), schemes=("grouped", "grouped+cab"))
+    ContextParallel(settings, Team(dist.group.WORLD)).over_ranks()
+    results = json.loads((out / "results.json").read_text())
+    assert results["provenance"]["settings"]["worlds"] == [1]
+    found = [(row["scheme"], row["direction"]) for row in results["rows"]]
+    assert sorted(found) == sorted((name, way) for name in turns.ALONE for way in (FORWARD, BOTH))
+    assert all(row["ms"] > 0 for row in results["rows"])
+    assert (out / "figure.png").read_bytes().startswith(b"\x89PNG")
+    text = (out / "report.md").read_text()
+    assert "torchrun --nproc_per_node=1 -m" in text and "## Links" not in text
+    # and the others go on from there
+    more = ContextParallel(settings, Sized(2))
+    assert [case for case in more.cases(()) if case["world"] == 1] == [
+        {"world": 1, "length": 600, "direction": way, "scheme": name}
+        for name in turns.ALONE
+        for way in (FORWARD, BOTH)
+    ]
+
+
+def test_a_long_text_is_warmed_up_by_a_shorter_one(monkeypatch):
+    monkeypatch.setattr("cab_hf.eval.speed.context_parallel.WARM_UP_TOKENS", 256)
+    seen = []
+    attend = turns.Turn.attend
+
+    def watched(self, q, k, v):
+        seen.append(self.length)
+        return attend(self, q, k, v)
+
+    monkeypatch.setattr(turns.Turn, "attend", watched)
+    measured = ContextParallel(settings_of(), Team())
+    case = {"world": 1, "length": 600, "direction": FORWARD, "scheme": "alone"}
+    assert measured.measure(case)["error"] is None
+    # checked, warmed up, called once more since it takes no seconds, how many, timed
+    assert seen[:3] == [4 * 128 - 37, 256, 600] and set(seen[2:]) == {600}

@@ -51,61 +51,66 @@ class Flight:
         self.slices = [slice(i, min(i + heads_k_stride, k.shape[1])) for i in starts]
         self._coming: dict[int, tuple[Tensor, Work]] = {}
         self._going: list[Work] = []
-        # slices as autograd keeps them, their memory given back in between
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        # the slice at hand, and those that autograd keeps, their memory given back in between
+        self._here: Tensor | None = None
+        self._kept: dict[int, Tensor] = {}
 
     def start(self, i: int) -> None:
         """Set slice ``i`` under way; nothing if it is, or is none."""
         if not 0 <= i < len(self.slices) or i in self._coming:
             return
         heads = self.slices[i]
-        # tokens first: what ranks send stands one behind the other
-        both = torch.cat((self.k[:, heads], self.v[:, heads]), dim=-1).permute(2, 0, 1, 3)
-        self._coming[i] = start_gather(both, self.group)
+        self._coming[i] = start_gather(_together(self.k[:, heads], self.v[:, heads]), self.group)
 
-    def arrive(self, i: int, room: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """K and V of slice ``i`` in the order of the frame, into ``room`` if there is one."""
-        self.start(i)
-        both, work = self._coming.pop(i)
-        finish(work, self.group)
-        dim, source = self.k.shape[-1], self.places.source
-        parts = both[..., :dim], both[..., dim:]
-        if room is None:
-            return tuple([part.index_select(0, source).permute(1, 2, 0, 3) for part in parts])
-        for part, target in zip(parts, room, strict=True):
-            target.permute(2, 0, 1, 3).copy_(part.index_select(0, source))
-        return room
+    def arrive(self, i: int) -> tuple[Tensor, Tensor]:
+        """K and V of slice ``i`` in the order of the frame, parts of one tensor."""
+        both = self._arrived(i).index_select(0, self.places.source)
+        # not `detach`: what comes back is what autograd has seen, and no change to it
+        self._here = both.data
+        return self._apart(both)
 
-    def attended(self, i: int, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
-        """``out``, after whose gradient slice ``i`` is there again; until then it takes no room."""
+    def attended(self, i: int, out: Tensor) -> Tensor:
+        """``out``, after whose gradient slice ``i``, the last to arrive, is there again; until then
+        it takes no room."""
+        here, self._here = self._here, None
         if not self.again or not out.requires_grad:
             return out
         out = _Return.apply(out, self, i)
-        # not `detach`: what comes back is what autograd has seen, and no change to it
-        self._kept[i] = k.data, v.data
-        for x in self._kept[i]:
-            x.untyped_storage().resize_(0)
+        self._kept[i] = here
+        here.untyped_storage().resize_(0)
         return out
 
     def come_back(self, i: int) -> None:
         """Put slice ``i`` where autograd will look for it, and set the one before under way."""
         self.start(i)
         self.start(i - 1)
-        for x in self._kept[i]:
-            x.untyped_storage().resize_(x.numel() * x.element_size())
-        self.arrive(i, self._kept[i])
+        both, kept = self._arrived(i), self._kept[i]
+        kept.untyped_storage().resize_(kept.nbytes)
+        torch.index_select(both, 0, self.places.source, out=kept)
 
     def send_home(self, i: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of this rank's K and V; valid after `landed`."""
-        for x in self._kept.get(i, ()):
-            x.untyped_storage().resize_(0)
+        if i in self._kept:
+            self._kept[i].untyped_storage().resize_(0)
         place, padding = self.places.home
-        both = torch.cat((dk, dv), dim=-1).permute(2, 0, 1, 3).index_select(0, place)
-        both = both.masked_fill(padding[:, None, None, None], 0.0)
+        both = _together(dk, dv).index_select(0, place)
+        if padding is not None:
+            both.index_fill_(0, padding, 0.0)
         mine, work = start_reduce_scatter(both, self.group)
         self._going.append(work)
-        mine = mine.permute(1, 2, 0, 3)
-        return mine[..., : dk.shape[-1]], mine[..., dk.shape[-1] :]
+        return self._apart(mine)
+
+    def _arrived(self, i: int) -> Tensor:
+        """[W * n, B, h, D + D_v]: what the ranks sent of slice ``i``, one behind the other."""
+        self.start(i)
+        both, work = self._coming.pop(i)
+        finish(work, self.group)
+        return both
+
+    def _apart(self, both: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, h, n, D] and [B, h, n, D_v] of what `_together` made, without a copy."""
+        both, dim = both.permute(1, 2, 0, 3), self.k.shape[-1]
+        return both[..., :dim], both[..., dim:]
 
     def landed(self) -> None:
         """Wait for all gradients sent home."""
@@ -129,9 +134,14 @@ def over_slices(flight: Flight, k: Tensor, v: Tensor, attend: Attend) -> tuple[T
             _Arrive.apply(flight, i, *tickets[2 * i : 2 * i + 2]) if tracked else (flight.arrive(i))
         )
         out, lse = attend(keys, values, i)
-        outs.append(flight.attended(i, keys, values, out))
+        outs.append(flight.attended(i, out))
         sums.append(lse.detach())
     return torch.cat(outs, dim=1), torch.cat(sums, dim=1)
+
+
+def _together(k: Tensor, v: Tensor) -> Tensor:
+    """[n, B, h, D + D_v]: tokens first, so that ranks can be put one behind the other."""
+    return torch.cat([x.permute(2, 0, 1, 3) for x in (k, v)], dim=-1)
 
 
 class _Depart(torch.autograd.Function):

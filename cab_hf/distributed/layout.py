@@ -142,10 +142,12 @@ class Places:
         return self.source.shape[0]
 
     @cached_property
-    def home(self) -> tuple[Tensor, Tensor]:
-        """(`place` of all ranks, flat and 0 for padding; which of it is padding)."""
+    def home(self) -> tuple[Tensor, Tensor | None]:
+        """(`place` of all ranks, flat and 0 for padding; int64, which of it is padding, or None
+        where there is none)."""
         place = self.place.flatten()
-        return place.clamp(min=0), place < 0
+        padding = (place < 0).nonzero().squeeze(1)
+        return place.clamp(min=0), padding if len(padding) else None
 
     @cached_property
     def frame(self) -> Frame:

@@ -19,13 +19,15 @@ from cab_hf.eval.speed.team import Team
 
 @contextmanager
 def prefilling_across(
-    settings: ModelSettings, length: int, way: str, team: Team, mlp_tokens: int
+    settings: ModelSettings, length: int, way: str, team: Team, mlp_tokens: int, warm_up: int
 ) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]]]]:
     """As `prefilling`, where each rank of ``team`` reads its tokens of the prompt.
 
     What is known is of all ranks, and asked for by all of them. MLPs read at most ``mlp_tokens``
-    at a time.
+    at a time. Of a prompt longer than ``warm_up``, so many tokens have been read before.
     """
+    from cab_hf.patches import stats
+
     model = random_model(settings)
     with prefilling(settings, length, way) as (_, known_here):
         block = block_of(model)
@@ -34,8 +36,13 @@ def prefilling_across(
         def known() -> dict[str, Any]:
             return {"density": density_of_all(team, known_here()["density"], pairs)}
 
+        prompt = prompt_of(settings, length)
         with context_parallel(model, team.group, block=block), mlp_in_chunks(model, mlp_tokens):
-            yield reading(model, prompt_of(settings, length), team, block), known
+            if length > warm_up:
+                team.together(reading(model, prompt[:, :warm_up], team, block))
+                # what that one attended is not of the prompt that is asked for
+                stats(model, reset=True)
+            yield reading(model, prompt, team, block), known
 
 
 def reading(model: nn.Module, prompt: Tensor, team: Team, block: int) -> Callable[[], Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +42,9 @@ DIRECTIONS = (FORWARD, BOTH)
 # query heads, KV heads, channels of each
 SHAPES = {"llama3-8b": (32, 8, 128), "llama3-70b": (64, 8, 128), "tiny": (4, 2, 16)}
 LINK_SECONDS = 0.5  # for timing one collective of one size
+# a longer text is warmed up by one of so many tokens; a turn on it that takes more seconds than
+# that is not computed again for being the first
+WARM_UP_TOKENS, WARM_UP_SECONDS = 2**17, 2.0
 
 
 @dataclass(frozen=True)
@@ -113,8 +117,9 @@ class Settings(RandomHeads, SpeedSettings):
     def method(self) -> str:
         return (
             f"median of {self.runs} to {MOST_RUNS} runs ({self.seconds} s where there is time for "
-            f"more) by time.perf_counter after one that warms up, a run being {self.turns} turns "
-            f"in a row, fewer where they take more than {ROW_SECONDS:g} s: all ranks begin "
+            f"more) by time.perf_counter after one that warms up (where it takes more than "
+            f"{WARM_UP_SECONDS:g} s, one of {WARM_UP_TOKENS:,} tokens), a run being {self.turns} "
+            f"turns in a row, fewer where they take more than {ROW_SECONDS:g} s: all ranks begin "
             "together, the device is waited for, and the slowest rank of each run counts; CAB's "
             "plan is made inside of what is timed; the peak is the highest of any rank, inputs "
             "included; collectives are those that one such turn started, started again one after "
@@ -140,13 +145,16 @@ class ContextParallel(Ranked):
         *("density", "needed", "needed_by_rank", "choose_ms", "points"),
     )
     TOLD = Exception  # what does not fit, refuses or is wrong is told of and not measured
+    LEAST_RANKS = 1  # which measures what more of them are held against
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         settings, world = self.settings, self.team.size
-        yield {"world": world, "length": 0, "direction": None, "scheme": LINKS}
+        over_ranks = settings.schemes if world > 1 else ()
+        if over_ranks:
+            yield {"world": world, "length": 0, "direction": None, "scheme": LINKS}
         alone = dict.fromkeys(SCHEMES[scheme].against for scheme in settings.schemes)
         for length in settings.lengths:
-            for scheme in (*alone, *settings.schemes):
+            for scheme in (*alone, *over_ranks):
                 for direction in settings.directions:
                     ranks = 1 if scheme in ALONE else world
                     case = {"world": ranks, "length": length, "direction": direction}
@@ -174,26 +182,40 @@ class ContextParallel(Ranked):
         """Write into ``sample`` what a turn takes, once it is known to be right."""
         settings, bench = self.settings, self.bench
         backward = sample["direction"] == BOTH
-        heads = partial(
-            settings.random_heads, head_dim=settings.head_dim, device=bench.device, names="qkv"
-        )
         # chunks of two blocks, the last one not whole
         small = self.turn(sample, team, 4 * team.size * EXACT_BLOCK - 37)
-        team.together(lambda: check(small, *heads(small.length), backward))
-        turn = self.turn(sample, team, sample["length"])
-        held = team.together(lambda: [turn.dealt(x) for x in heads(turn.length)])
+        team.together(lambda: check(small, *self.whole(small), backward))
+        warm_up = math.inf
+        if sample["length"] > WARM_UP_TOKENS:
+            warm_up = WARM_UP_SECONDS
+            short = self.turn(sample, team, WARM_UP_TOKENS)
+            team.together(self.held(short, team, backward)[1])
         bench.settle()
-        if backward:
-            call = turn.both(*held, team.together(lambda: torch.randn_like(held[0])))
-        else:
-            call = turn.forward(*held)
+        turn = self.turn(sample, team, sample["length"])
+        held, call = self.held(turn, team, backward)
         sample["ran_as"] = turn.label(*held, backward)
-        how = settings.runs, settings.seconds, settings.turns
+        how = settings.runs, settings.seconds, settings.turns, warm_up
         sample |= team.slowest(bench, call, *how)._asdict()
         if turn.scheme.sparse:
             self.describe_plan(sample, team, turn, *held[:2])
         if team.group is not None:
             self.time_collectives(sample, team, call)
+
+    def whole(self, turn: Turn) -> tuple[torch.Tensor, ...]:
+        """q, k and v of the text of a turn."""
+        settings = self.settings
+        return settings.random_heads(
+            turn.length, head_dim=settings.head_dim, device=self.bench.device, names="qkv"
+        )
+
+    def held(
+        self, turn: Turn, team: Team, backward: bool
+    ) -> tuple[list[torch.Tensor], Callable[[], Any]]:
+        """(what this rank holds of q, k and v, what computes the turn on them)."""
+        held = team.together(lambda: [turn.dealt(x) for x in self.whole(turn)])
+        if not backward:
+            return held, turn.forward(*held)
+        return held, turn.both(*held, team.together(lambda: torch.randn_like(held[0])))
 
     def describe_plan(
         self, sample: dict[str, Any], team: Team, turn: Turn, q: torch.Tensor, k: torch.Tensor
@@ -220,7 +242,8 @@ class ContextParallel(Ranked):
         sample["received_bytes"] = sum(each.bytes for each in seen)
         again = team.together(lambda: replay(seen, team.group, self.bench.device))
         settings = self.settings
-        found = team.slowest(self.bench, again, settings.runs, settings.seconds)
+        seconds = min(settings.seconds, LINK_SECONDS)
+        found = team.slowest(self.bench, again, settings.runs, seconds)
         sample["collectives_ms"] = found.ms
 
     def time_links(self, sample: dict[str, Any]) -> None:
@@ -258,7 +281,8 @@ class ContextParallel(Ranked):
         if len(longest) < len(turns):
             made["Predicted and measured"] = markdown_table(turns, COLUMNS)
         links = [row for row in rows if row["scheme"] == LINKS]
-        made["Links"] = markdown_table(_fits(links), LINK_COLUMNS)
+        if links:
+            made["Links"] = markdown_table(_fits(links), LINK_COLUMNS)
         foreseen = [row for row in rows if not row["measured"]]
         if foreseen:
             made["Foreseen ms and efficiency"] = _foreseen(foreseen)
@@ -301,7 +325,10 @@ class ContextParallel(Ranked):
     @staticmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
         """Efficiency by length, measured and predicted: a panel a direction and number of ranks."""
-        turns = [row for row in rows if row["measured"] and row["scheme"] in OVER_RANKS]
+        measured = [row for row in rows if row["measured"]]
+        turns = [row for row in measured if row["scheme"] in OVER_RANKS]
+        # one rank that is alone is held against itself
+        turns = turns or [{**r, "efficiency": 1.0} for r in measured if r["scheme"] in ALONE]
         panels = grouped(turns, "world", "direction")
         across = len({row["direction"] for row in turns})
         down = -(-len(panels) // across)

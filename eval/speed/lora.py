@@ -236,7 +236,7 @@ class LoraStep(TimeToFirstToken):
         if team.group is None:
             return Slowest(*bench.wall(call, runs, warm_up_calls=0), runs)
         team.together(bench.settle)
-        return team.slowest(bench, call, runs, warm_up_calls=0)
+        return team.slowest(bench, call, runs, warm_up=0)
 
     def peak(self, call: Callable[[], None], team: Team) -> float | None:
         """GiB that a step needs on any rank; what comes behind the peak is not computed."""
@@ -246,7 +246,7 @@ class LoraStep(TimeToFirstToken):
                 call()
 
         team.together(self.bench.settle)
-        return team.slowest(self.bench, until, 1, warm_up_calls=0).peak_gib
+        return team.slowest(self.bench, until, 1, warm_up=0).peak_gib
 
     def told(self, error: Exception) -> dict[str, Any]:
         """``fits`` is False where memory ran out, and None where something else went wrong."""

@@ -27,6 +27,8 @@ class Ranked(Speed):
     fails where the others wait for it ends the run, at the latest when torch's patience does.
     """
 
+    LEAST_RANKS = 2
+
     def __init__(self, settings: Any, team: Team | None = None) -> None:
         super().__init__(settings)
         self.team = Team() if team is None else team
@@ -64,7 +66,7 @@ class Ranked(Speed):
         super().check()
         if not self.is_ranked:
             return
-        if self.team.size < 2:
+        if self.team.size < self.LEAST_RANKS:
             raise Refused("it is about ranks, and torchrun started 1; give it --nproc_per_node=2.")
         if self.settings.device not in ("cuda", "cpu"):
             raise Refused(

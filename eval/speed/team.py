@@ -6,6 +6,7 @@ goes over a group of its own, on the CPU.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -113,14 +114,13 @@ class Team:
         least: int,
         seconds: float = 0.0,
         in_a_row: int = 1,
-        warm_up_calls: int = 1,
+        warm_up: float = math.inf,
     ) -> Slowest:
         """Time ``call``, which all ranks begin together: at least ``least`` runs, for ``seconds``.
 
         A run is at most ``in_a_row`` calls, as many as take `ROW_SECONDS`: what follows on others
-        is set under way while they compute, as the layers of a model are. ``warm_up_calls`` before
-        all of them are not counted; where there may be several in a row, one more tells how long
-        it takes.
+        is set under way while they compute, as the layers of a model are; how many, one before
+        tells. A first call is not counted, unless it takes more than ``warm_up`` seconds.
         """
 
         def walls(runs: int, row: int = 1) -> tuple[list[float], float | None]:
@@ -130,10 +130,13 @@ class Team:
 
             return self.together(lambda: bench.walls(some, runs, self.barrier))
 
-        if warm_up_calls:
-            self.together(lambda: bench.walls(call, warm_up_calls))
-        first, peak = walls(1)
-        took = max(*self.everyone(first[0]), 1e-6)
+        def one() -> tuple[list[float], float | None, float]:
+            first, peak = walls(1)
+            return first, peak, max(*self.everyone(first[0]), 1e-6)
+
+        first, peak, took = one()
+        if took <= warm_up * 1e3:
+            first, peak, took = one()
         row = max(1, min(in_a_row, int(ROW_SECONDS * 1e3 / took)))
         runs = min(MOST_RUNS, max(least, int(seconds * 1e3 / (row * took))))
         if row > 1:

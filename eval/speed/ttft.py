@@ -40,6 +40,9 @@ from cab_hf.runs.settings import option
 TIMES = "{:.2f}×".format
 # of a rank that an MLP reads at a time: what it makes of half a million is 14 GiB a tensor
 MLP_TOKENS = 2**16
+# over ranks: of the prompt that compiles all kernels, behind which a first call counts as one that
+# is timed if it takes more seconds than that
+WARM_UP_TOKENS, WARM_UP_SECONDS = 2**17, 60.0
 WIDTHS = dict(zip(CAB, (4.0, 1.5, 1.5), strict=True))
 
 
@@ -84,7 +87,8 @@ class Settings(ModelSettings):
         if by_torchrun():
             told += (
                 "; all ranks begin together, the slowest of each run and the highest peak of any "
-                "count"
+                f"count; a run of more than {WARM_UP_SECONDS:g} s is warmed up by a prompt of "
+                f"{WARM_UP_TOKENS:,} tokens"
             )
         return told
 
@@ -136,8 +140,9 @@ class TimeToFirstToken(Ranked):
         team, bench, settings = self.team, self.bench, self.settings
         length, name = sample["length"], sample["implementation"]
         team.together(bench.settle)
-        with prefilling_across(settings, length, name, team, MLP_TOKENS) as (call, known):
-            found = team.slowest(bench, call, settings.runs)
+        told = settings, length, name, team, MLP_TOKENS, WARM_UP_TOKENS
+        with prefilling_across(*told) as (call, known):
+            found = team.slowest(bench, call, settings.runs, warm_up=WARM_UP_SECONDS)
             sample |= known()
         return found.ms, found.peak_gib
 
