@@ -13,7 +13,7 @@ from cab_hf.eval import experiment
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.experiment import named
 from cab_hf.eval.speed import links, turns
-from cab_hf.eval.speed.context_parallel import ContextParallel, Settings
+from cab_hf.eval.speed.context_parallel import ContextParallel, Settings, noted
 from cab_hf.eval.speed.links import BOTH, FORWARD
 from cab_hf.eval.speed.team import Team, recorded, replay
 from cab_hf.eval.speed.timing import Bench
@@ -547,3 +547,13 @@ def test_a_long_text_is_warmed_up_by_a_shorter_one(monkeypatch):
     assert measured.measure(case)["error"] is None
     # checked, warmed up, called once more since it takes no seconds, how many, timed
     assert seen[:3] == [4 * 128 - 37, 256, 600] and set(seen[2:]) == {600}
+    # CAB compiles for every length
+    seen.clear()
+    assert measured.measure({**case, "scheme": "alone+cab"})["error"] is None
+    assert set(seen) == {4 * 128 - 37, 600}
+
+
+def test_collectives_are_those_of_the_first_call():
+    calls = []
+    call, found = noted(lambda: calls.append(1) or len(calls))
+    assert (call(), call()) == (1, 2) and found == []

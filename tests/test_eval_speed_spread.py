@@ -255,7 +255,12 @@ def test_what_is_meant_is_computed_in_float32():
         def forward(self, batch):
             return self.layer(batch.to(self.layer.weight.dtype)).float().square().sum()
 
-    found = spread.meant(Loss(), "cp", 2, 32, lambda tokens, number: x)
+    loss = Loss()
+    alone = loss, "cp", 2, 32, lambda tokens, number: x
+    rounded = spread.of_one_process(*alone)
+    assert spread.meant(rounded, None).rounding == 0.0
+    with spread.in_float32(loss):
+        found = spread.meant(rounded, spread.of_one_process(*alone))
     exact = torch.nn.Parameter(weight.float())
     (x @ exact.T).square().sum().div(32).backward()
     torch.testing.assert_close(found.gradients, exact.grad.flatten())

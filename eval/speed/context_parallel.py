@@ -32,7 +32,7 @@ from cab_hf.eval.speed.forecast import LINKS
 from cab_hf.eval.speed.heads import INPUTS, RandomHeads, inputs_option
 from cab_hf.eval.speed.links import BOTH, FORWARD
 from cab_hf.eval.speed.ranked import Ranked
-from cab_hf.eval.speed.team import ROW_SECONDS, Team, recorded, replay
+from cab_hf.eval.speed.team import ROW_SECONDS, Collective, Team, recorded, replay
 from cab_hf.eval.speed.timing import MOST_RUNS
 from cab_hf.eval.speed.turns import ALONE, OVER_RANKS, SCHEMES, Turn, check, needed
 from cab_hf.plan import EXACT_BLOCK, BlockPlan
@@ -42,8 +42,8 @@ DIRECTIONS = (FORWARD, BOTH)
 # query heads, KV heads, channels of each
 SHAPES = {"llama3-8b": (32, 8, 128), "llama3-70b": (64, 8, 128), "tiny": (4, 2, 16)}
 LINK_SECONDS = 0.5  # for timing one collective of one size
-# a longer text is warmed up by one of so many tokens; a turn on it that takes more seconds than
-# that is not computed again for being the first
+# dense attention of a longer text is warmed up by one of so many tokens; a turn on it that takes
+# more seconds than that is not computed again for being the first. CAB has kernels for every length
 WARM_UP_TOKENS, WARM_UP_SECONDS = 2**17, 2.0
 
 
@@ -117,14 +117,13 @@ class Settings(RandomHeads, SpeedSettings):
     def method(self) -> str:
         return (
             f"median of {self.runs} to {MOST_RUNS} runs ({self.seconds} s where there is time for "
-            f"more) by time.perf_counter after one that warms up (where it takes more than "
-            f"{WARM_UP_SECONDS:g} s, one of {WARM_UP_TOKENS:,} tokens), a run being {self.turns} "
-            f"turns in a row, fewer where they take more than {ROW_SECONDS:g} s: all ranks begin "
-            "together, the device is waited for, and the slowest rank of each run counts; CAB's "
-            "plan is made inside of what is timed; the peak is the highest of any rank, inputs "
-            "included; collectives are those that one such turn started, started again one after "
-            "the other "
-            "without compute; every scheme is compared with float32 attention of one process, "
+            f"more) by time.perf_counter after one that warms up (where dense attention takes more "
+            f"than {WARM_UP_SECONDS:g} s, one of {WARM_UP_TOKENS:,} tokens), a run being "
+            f"{self.turns} turns in a row, fewer where they take more than {ROW_SECONDS:g} s: all "
+            "ranks begin together, the device is waited for, and the slowest rank of each run "
+            "counts; CAB's plan is made inside of what is timed; the peak is the highest of any "
+            "rank, inputs included; collectives are those that the first turn started, started "
+            "again one after the other without compute; every scheme is compared with float32 attention of one process, "
             "gradients too, before it is timed"
         )
 
@@ -185,21 +184,21 @@ class ContextParallel(Ranked):
         # chunks of two blocks, the last one not whole
         small = self.turn(sample, team, 4 * team.size * EXACT_BLOCK - 37)
         team.together(lambda: check(small, *self.whole(small), backward))
-        warm_up = math.inf
-        if sample["length"] > WARM_UP_TOKENS:
+        turn, warm_up = self.turn(sample, team, sample["length"]), math.inf
+        if turn.length > WARM_UP_TOKENS and not turn.scheme.sparse:
             warm_up = WARM_UP_SECONDS
             short = self.turn(sample, team, WARM_UP_TOKENS)
             team.together(self.held(short, team, backward)[1])
         bench.settle()
-        turn = self.turn(sample, team, sample["length"])
         held, call = self.held(turn, team, backward)
+        call, collectives = noted(call)
         sample["ran_as"] = turn.label(*held, backward)
         how = settings.runs, settings.seconds, settings.turns, warm_up
         sample |= team.slowest(bench, call, *how)._asdict()
         if turn.scheme.sparse:
             self.describe_plan(sample, team, turn, *held[:2])
         if team.group is not None:
-            self.time_collectives(sample, team, call)
+            self.time_collectives(sample, team, collectives)
 
     def whole(self, turn: Turn) -> tuple[torch.Tensor, ...]:
         """q, k and v of the text of a turn."""
@@ -235,10 +234,10 @@ class ContextParallel(Ranked):
         choose = partial(turn.choose, q, k)
         sample["choose_ms"] = team.slowest(self.bench, choose, settings.runs, LINK_SECONDS).ms
 
-    def time_collectives(self, sample: dict[str, Any], team: Team, call: Callable[[], Any]) -> None:
+    def time_collectives(
+        self, sample: dict[str, Any], team: Team, seen: Sequence[Collective]
+    ) -> None:
         """Write what the collectives of a turn take by themselves, and bytes that a rank gets."""
-        with recorded() as seen:
-            team.together(call)
         sample["received_bytes"] = sum(each.bytes for each in seen)
         again = team.together(lambda: replay(seen, team.group, self.bench.device))
         settings = self.settings
@@ -352,6 +351,24 @@ def _by_scheme(row: Row) -> dict[str, Any]:
     """``row`` with what is told of it under the name of its scheme and ranks."""
     name = row["scheme"] + f" on {row['world']}" * (row["world"] > 1)
     return {**row, **{told: {name: row[told]} for told in ("error", "ran_as") if row[told]}}
+
+
+def noted(call: Callable[[], Any]) -> tuple[Callable[[], Any], list[Collective]]:
+    """(``call``, the collectives that it starts when it is called first)."""
+    found: list[Collective] = []
+    is_first = True
+
+    def noting() -> Any:
+        nonlocal is_first
+        if not is_first:
+            return call()
+        is_first = False
+        with recorded() as seen:
+            made = call()
+        found.extend(seen)
+        return made
+
+    return noting, found
 
 
 def _started_and_finished(start: Callable[[], tuple[Any, Any]], team: Team) -> None:

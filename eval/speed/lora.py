@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
@@ -428,19 +429,28 @@ def sharing(settings: Settings, length: int, way: str, how: str, team: Team) -> 
             yield shared
         return
     dtype = settings.torch_dtype
-    with attending(model, way, spread.check_config(config, dtype)):
+    check = spread.check_config(config, dtype)
+
+    def of_one_process() -> Tensor:
+        alone = objective, how, team.size, tokens, sequences
+        return team.together(lambda: spread.of_one_process(*alone))
+
+    with attending(model, way, check):
         tokens = spread.check_length(team, spread.block_of(model))
         spread.draw_adapters([p for p in objective.parameters() if p.requires_grad], settings.seed)
-        args = objective, how, team.size, tokens, sequences
-        # not kept: what is timed has the memory to itself
-        meant = [team.together(lambda: spread.meant(*args))]
-        with made() as shared:
-            place = f"{how} at {tokens} tokens"
-            team.together(
-                lambda: spread.check_gradients(shared.gradients(tokens), meant.pop(), place)
-            )
-            with cab(model, config) if way == CAB else nullcontext():
-                yield shared
+        rounded, exact = of_one_process(), None
+    if dtype != torch.float32:
+        # every block is kept, which is what transformers computes
+        with attending(model, SDPA, config), spread.in_float32(objective):
+            exact = of_one_process()
+    # not kept: what is timed has the memory to itself
+    meant = [spread.meant(rounded, exact)]
+    del rounded, exact
+    with attending(model, way, check), made() as shared:
+        place = f"{how} at {tokens} tokens"
+        team.together(lambda: spread.check_gradients(shared.gradients(tokens), meant.pop(), place))
+        with cab(model, config) if way == CAB else nullcontext():
+            yield shared
 
 
 def learn(shared: Shared, optimizer: torch.optim.Optimizer, tokens: int) -> None:

@@ -183,24 +183,22 @@ class Meant(NamedTuple):
     rounding: float
 
 
-def meant(
+def of_one_process(
     objective: nn.Module, spread: str, world: int, tokens: int, sequences: Sequences
-) -> Meant:
-    """`Meant` for what ``world`` ranks learn in a step; all gradients one behind the other."""
+) -> Tensor:
+    """The gradients of what ``world`` ranks learn in a step, one behind the other."""
     numbers = range(world if spread in (DDP, FSDP2) else 1)
+    each = [
+        flat(Shared(objective, lambda tokens, n=n: sequences(tokens, n)).gradients(tokens))
+        for n in numbers
+    ]
+    return sum(each) / len(numbers)
 
-    def of_one_process() -> Tensor:
-        each = [
-            flat(Shared(objective, lambda tokens, n=n: sequences(tokens, n)).gradients(tokens))
-            for n in numbers
-        ]
-        return sum(each) / len(numbers)
 
-    rounded = of_one_process()
-    if all(p.dtype == torch.float32 for p in objective.parameters()):
+def meant(rounded: Tensor, exact: Tensor | None) -> Meant:
+    """`Meant` from what one process computes as ranks do, and in float32 where that is more."""
+    if exact is None:
         return Meant(rounded, 0.0)
-    with in_float32(objective):
-        exact = of_one_process()
     return Meant(exact, float((rounded - exact).norm() / exact.norm()))
 
 
