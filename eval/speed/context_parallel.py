@@ -123,8 +123,8 @@ class Settings(RandomHeads, SpeedSettings):
             "ranks begin together, the device is waited for, and the slowest rank of each run "
             "counts; CAB's plan is made inside of what is timed; the peak is the highest of any "
             "rank, inputs included; collectives are those that the first turn started, started "
-            "again one after the other without compute; every scheme is compared with float32 attention of one process, "
-            "gradients too, before it is timed"
+            "again one after the other without compute; every scheme is compared with float32 "
+            "attention of one process, gradients too, before it is timed"
         )
 
 
