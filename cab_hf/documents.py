@@ -71,6 +71,7 @@ def recall_document(
     keys: int,
     index: int,
     seed: int | str = 0,
+    border: int = 1,
 ) -> Document:
     """A document of ``length`` tokens with ``keys`` keys, each of another name.
 
@@ -81,6 +82,7 @@ def recall_document(
         tokenizer: of transformers; special tokens it puts before a text are the first ones.
         sentences: of the running text, which starts at one of the document's own and wraps round.
         index: number of the document.
+        border: of which the place of every answer is a multiple; more text stands before it then.
     Raises:
         ValueError: ``keys`` is more than there are names, or ``length`` has no room for them.
     """
@@ -100,32 +102,44 @@ def recall_document(
     begun = leading_tokens(tokenizer)
     # of running text: how much the first half has room for, and how much the document
     early = length // 2 - len(begun) - _total(needles)
-    late = length - len(begun) - _total(statements)
-    pieces = _text(tokenizer, sentences, rng.randrange(len(sentences)), late)
+    moved = keys * (border - 1)
+    late = length - len(begun) - _total(statements) - moved
+    pieces = _text(tokenizer, sentences, rng.randrange(len(sentences)), late + moved)
     ends = [0, *accumulate(map(len, pieces))]
     halves = [
-        [border for border, end in enumerate(ends) if end <= early],
-        [border for border, end in enumerate(ends) if early <= end <= late],
+        [at for at, end in enumerate(ends) if end <= early],
+        [at for at, end in enumerate(ends) if early <= end <= late],
     ]
     if not all(halves):
         raise ValueError(
             f"length {length} has no room for {keys} keys at sentence borders of both halves; give "
             "a longer one or fewer keys."
         )
-    borders = [border for half in halves for border in _drawn(rng, half, keys)]
+    borders = [at for half in halves for at in _drawn(rng, half, keys)]
+
+    digits = [
+        digits_of(tokenizer, repeat, numbers[key])
+        for key, repeat in zip(order, repeats, strict=True)
+    ]
+    firsts = [None] * keys + [first for first, _ in digits]
+    more = [*chain(*_text(tokenizer, sentences, rng.randrange(len(sentences)), border - 1))]
 
     tokens, starts, done = list(begun), [], 0
-    for border, statement in zip(borders, statements, strict=True):
-        tokens.extend(chain(*pieces[done:border]))
+    for at, statement, first in zip(borders, statements, firsts, strict=True):
+        tokens.extend(chain(*pieces[done:at]))
+        if first is not None:
+            missing = -(len(tokens) + first) % border
+            # what ends a sentence
+            tokens.extend(more[len(more) - missing :])
         starts.append(len(tokens))
         tokens.extend(statement)
-        done = border
+        done = at
     tokens.extend(chain(*pieces[done:]))
 
-    answers = {}
-    for key, start, repeat in zip(order, starts[keys:], repeats, strict=True):
-        first, last = digits_of(tokenizer, repeat, numbers[key])
-        answers[key] = start + first, start + last
+    answers = {
+        key: (start + first, start + last)
+        for key, start, (first, last) in zip(order, starts[keys:], digits, strict=True)
+    }
     return Document(
         tokens=tuple(tokens[:length]),
         needles=tuple((at, at + len(each)) for at, each in zip(starts, needles, strict=False)),

@@ -47,11 +47,15 @@ from cab_hf.runs.settings import (
 
 PASS, QUESTION_FIRST, MULTI_KEY = "pass", "question_first", "multi_key"
 RECALL, PERPLEXITY = "recall", "perplexity"
-PROBES = (PASS, QUESTION_FIRST, MULTI_KEY, RECALL, PERPLEXITY)
+# of what begins a query block: nothing that chooses with the query before it has seen it
+RECALL_BORDER, PERPLEXITY_BORDER = "recall_border", "perplexity_border"
+RECALLS, PERPLEXITIES = (RECALL, RECALL_BORDER), (PERPLEXITY, PERPLEXITY_BORDER)
+PROBES = (PASS, QUESTION_FIRST, MULTI_KEY, *RECALLS, *PERPLEXITIES)
 USUAL = (PASS, QUESTION_FIRST, RECALL, PERPLEXITY)  # unless others are asked for
 PROMPTED = (PASS, QUESTION_FIRST, MULTI_KEY)  # probes that are prompts; the others are documents
 # keys in the prompts of a probe, each of another name, where they are several
 NAMED_KEYS = {MULTI_KEY: 4}
+BORDER = 128  # tokens of which query blocks are parts
 NOISE = "noise"  # the text that is no file
 CELL = ("method", "text", "length", "budget")
 cell_of = itemgetter(*CELL)
@@ -155,6 +159,9 @@ class Settings(OnModelSettings):
         for name in ("depths", "pass_samples", "documents"):
             check(name, getattr(self, name) > 0, "at least 1")
         check("keys", 1 <= self.keys <= len(NAMES), f"1 to {len(NAMES)}")
+        whole = all(BORDER % config.query_block == 0 for config in self.configs.values())
+        borders = whole or not {RECALL_BORDER, PERPLEXITY_BORDER} & set(self.probes)
+        check("probes", borders, f"none at borders where query blocks are no part of {BORDER}")
         densities = [budget for budget in self.budgets if budget != MATCH]
         fits = self.budgets and all(0 < density <= 1 for density in densities)
         check("budgets", fits, f"{MATCH} or densities in (0, 1]")
@@ -221,8 +228,8 @@ class Fidelity(OnModel):
         for text, length in product(self.settings.files, self.settings.lengths):
             for probe in filter(PROMPTED.__contains__, probes):
                 self.haystack(text, probe).check_room(length)
-            if RECALL in probes:
-                self.reading(text, length, RECALL, None, 0)
+            for probe in filter(RECALLS.__contains__, probes):
+                self.reading(text, length, probe, None, 0)
 
     @cached_property
     def haystack(self) -> Callable[[str, str], Haystack]:
@@ -241,7 +248,7 @@ class Fidelity(OnModel):
     def reading(self) -> Callable[..., Reading]:
         """(text, length, probe, depth, index, hide_needle) -> it, kept for all methods."""
         settings = self.settings
-        a_length = len(PROMPTED) * settings.pass_samples + 2 * settings.documents
+        a_length = len(PROMPTED) * settings.pass_samples + 4 * settings.documents
         return lru_cache(maxsize=a_length)(self._reading)
 
     def _reading(
@@ -259,11 +266,15 @@ class Fidelity(OnModel):
             prompt = haystack.prompt(length, depth, index, settings.seed, hide_needle)
             return answered(tokenizer, prompt)
         place = (tokenizer, haystack.sentences, length)
-        if probe == PERPLEXITY:
+        if probe in PERPLEXITIES:
             tokens = plain_document(*place, index, settings.seed)
-            return Reading(tokens, ((length // 2, length),))
+            if probe == PERPLEXITY:
+                return Reading(tokens, ((length // 2, length),))
+            borders = range(-(-length // 2 // BORDER) * BORDER, length, BORDER)
+            return Reading(tokens, tuple((at, at + 1) for at in borders))
+        border = BORDER if probe == RECALL_BORDER else 1
         with refusing("lengths"):
-            document = recall_document(*place, settings.keys, index, settings.seed)
+            document = recall_document(*place, settings.keys, index, settings.seed, border)
         return Reading(document.tokens, document.answers)
 
     def recorded(self) -> dict[str, Any]:
@@ -343,7 +354,7 @@ class Fidelity(OnModel):
         reading = self.reading(*question_of(case), hide_needle=method.hides_needle)
         with refusing("model"), method.applied(model) as densities:
             started = time.perf_counter()
-            found = surprise if case["probe"] == PERPLEXITY else foreseen
+            found = surprise if case["probe"] in PERPLEXITIES else foreseen
             told = found(model, reading)
             seconds = time.perf_counter() - started
             layers = densities()
@@ -415,7 +426,9 @@ class Fidelity(OnModel):
             "perplexity the geometric mean over documents with Student's, all 95 %. Density: "
             "attended over causal (query, key) pairs; cost: with what passes compute that choose "
             "exactly. Query blocks are decided as a whole, so that what an answer's first token "
-            "attends may depend on its later ones, as on all that follow in the block."
+            "attends may depend on its later ones, as on all that follow in the block. At borders "
+            "it does not: there numbers of recall, and the tokens of perplexity, are the first of "
+            f"{BORDER} tokens that whole query blocks make up."
         )
 
     @staticmethod
@@ -472,7 +485,7 @@ def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
         own = [s for s in members if s["probe"] == probe]
         pairs = [(s, compared[question_of(s)]) for s in own if question_of(s) in compared]
         if own:
-            row[probe] = (_perplexity if probe == PERPLEXITY else _answers)(own, pairs)
+            row[probe] = (_perplexity if probe in PERPLEXITIES else _answers)(own, pairs)
     return row
 
 
@@ -559,9 +572,9 @@ def _ratio(found: Row) -> str | None:
 
 def _changes(row: Row) -> list[str]:
     """What a method changes against dense, a probe an item."""
-    told = {probe: (difference if probe != PERPLEXITY else _ratio) for probe in PROBES}
+    told = {probe: (_ratio if probe in PERPLEXITIES else difference) for probe in PROBES}
     found = {probe: write(row[probe]) for probe, write in told.items() if row.get(probe)}
-    times = {PERPLEXITY: "× "}
+    times = dict.fromkeys(PERPLEXITIES, "× ")
     return [
         f"{probe.replace('_', ' ')} {times.get(probe, '')}{change}"
         for probe, change in found.items()
@@ -593,6 +606,9 @@ COLUMNS = {
     "recall [95 %]": _of(RECALL, _share),
     "recall to dense": _of(RECALL, difference),
     "recall × dense": _of(RECALL, _ratio),
+    "recall at borders [95 %]": _of(RECALL_BORDER, _share),
+    "recall at borders to dense": _of(RECALL_BORDER, difference),
     "perplexity": _of(PERPLEXITY, lambda found: f"{found['value']:.2f}"),
     "perplexity × dense [95 %]": _of(PERPLEXITY, _ratio),
+    "perplexity at borders × dense [95 %]": _of(PERPLEXITY_BORDER, _ratio),
 }

@@ -46,7 +46,7 @@ TRAININGS = {
     "cab": (TRAINED, ("dense", "cab:0.22")),
 }
 PARALLEL = "speed-context-parallel"
-PARALLELS = (PARALLEL, f"{PARALLEL}-1m")
+PARALLELS = tuple(PARALLEL + which for which in ("", "-1m", "-4", "-4-70b"))
 # cab, and what it spares the work of
 SPARSE, WHOLE = "grouped+cab", "grouped"
 TEXTS = {"licences": "licence prose", "source": "source code"}
@@ -275,7 +275,10 @@ def _efficiencies(found: Results) -> list[dict[str, Any]]:
     world = max(row["world"] for row in rows)
     made = []
     for alike in grouped([row for row in rows if row["world"] == world], "length", "direction"):
-        place = {"tokens": f"{alike[0]['length']:,}", "ranks": world, "pass": alike[0]["direction"]}
+        place = {
+            **{"heads of": alike[0]["shape"], "tokens": f"{alike[0]['length']:,}"},
+            **{"ranks": world, "pass": alike[0]["direction"]},
+        }
         schemes = {row["scheme"]: percent(row["efficiency"]) for row in alike}
         ms = {row["scheme"]: row["ms"] for row in alike if row["ms"]}
         density = next((row["density"] for row in alike if row["scheme"] == SPARSE), None)

@@ -64,6 +64,27 @@ def test_spans_are_what_they_say(name, sentences):
         assert before.endswith(f"thepasskeyfor{whose}is")
 
 
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_answers_may_begin_at_borders(name):
+    tokenizer, place = TOKENIZERS[name], {**PLACE, "length": 2 * LENGTH}
+    plain, document = (
+        recall_document(tokenizer, split_sentences(TEXT), **place, border=border)
+        for border in (1, 32)
+    )
+    assert plain == recall_document(tokenizer, split_sentences(TEXT), **place)
+    assert len(document.tokens) == len(plain.tokens) == 2 * LENGTH
+    assert document.needles == plain.needles
+    for answer, other in zip(document.answers, plain.answers, strict=True):
+        assert answer[0] % 32 == 0 and LENGTH <= answer[0] < answer[1] <= 2 * LENGTH
+        assert document.tokens[slice(*answer)] == plain.tokens[slice(*other)]
+        said = [x.tokens[at - 6 : at] for x, at in ((document, answer[0]), (plain, other[0]))]
+        assert said[0] == said[1]
+        # a sentence has ended where the repeat begins
+        before = text_of(tokenizer, document.tokens[answer[0] - 60 : answer[0]])
+        assert re.search(r"[.!?]\W?Aswassaidabove", before)
+    assert any(answer[0] % 32 for answer in plain.answers)
+
+
 def test_keys_are_repeated_in_another_order():
     for index in range(8):
         place = {**PLACE, "keys": 2, "index": index}

@@ -12,7 +12,7 @@ from words import CHAT, TEXT, make_tokenizer, save_llama
 
 from cab_hf.config import CabConfig
 from cab_hf.documents import QUESTION
-from cab_hf.eval import foresight
+from cab_hf.eval import fidelity, foresight
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.experiment import render
 from cab_hf.eval.fidelity import Fidelity, Settings
@@ -147,6 +147,11 @@ def test_of_several_keys_one_is_asked_for(model_folder, tmp_path):
         pytest.param(["--texts", "a/b.txt,b.md"], "texts must be at least one", id="same name"),
         pytest.param(["--budgets", "match,2"], "budgets must be match or dens", id="budget"),
         pytest.param(["--methods", "random"], "budgets must be densities such", id="no match"),
+        pytest.param(
+            ["--probes", "recall_border", "--set", "query_block=256"],
+            "no part of 128",
+            id="borders",
+        ),
         pytest.param(["--match", "cab:wide"], "match must be one of cab;", id="match"),
         pytest.param(["--keys", "99"], "keys must be 1 to", id="keys"),
         pytest.param(["--documents", "0"], "documents must be at least 1", id="documents"),
@@ -214,6 +219,40 @@ def test_the_command_writes_its_files(model_folder, tmp_path, book, capsys):
     report = (tmp_path / "out" / "report.md").read_text()
     assert "## On book" in report
     assert "On book, 300 tokens, cab attends" in capsys.readouterr().out
+
+
+def test_borders_are_read_beside_the_rest(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(fidelity, "BORDER", 32)
+    probes = ("--probes", "recall,recall_border,perplexity,perplexity_border")
+    results = command(model_folder, tmp_path, *probes, methods="dense,full,cab")
+    dense, cab, full = sorted(results["rows"], key=lambda row: row["method"] != "dense")
+    # tokens 160, 192, 224, 256 and 288
+    assert dense["perplexity_border"]["tokens"] == 5
+    for row in (dense, cab, full):
+        assert row["recall_border"]["n"] == row["recall"]["n"] == 2
+    assert full["perplexity_border"]["ratio"] == pytest.approx(1, abs=1e-5)
+    assert cab["perplexity_border"]["ratio"] != pytest.approx(1, abs=1e-5)
+    report = (tmp_path / "report.md").read_text()
+    assert "recall at borders [95 %]" in report and "perplexity at borders × dense" in report
+
+
+@pytest.mark.parametrize("probe", ["recall", "recall_border"])
+def test_only_at_borders_nothing_behind_takes_part(model_folder, monkeypatch, probe):
+    monkeypatch.setattr(fidelity, "BORDER", 32)
+    given = {"device": "cpu", "lengths": (900,), "keys": 2, "set": SPARSE, "methods": ("cab",)}
+    measured = Fidelity(Settings(model=str(model_folder), **given))
+    reading = measured.reading("noise", 900, probe, None, 0)
+    case = {"method": "cab", "text": "noise", "length": 900, "budget": None, "fitted": None}
+
+    def before(tokens, at):
+        with measured.method(case).applied(measured.model):
+            return foresight._predictions(measured.model, tokens, [at])
+
+    changes = 0
+    for at, _ in reading.spans:
+        others = reading.tokens[:at] + tuple(reversed(reading.tokens[at:]))
+        changes += not torch.equal(before(reading.tokens, at), before(others, at))
+    assert (changes > 0) == (probe == "recall")
 
 
 def test_full_reads_as_dense_does(model_folder, tmp_path):

@@ -207,7 +207,7 @@ def test_a_step_over_ranks_is_shown_beside_one(results):
 def ranked(scheme, world, efficiency, **more):
     """A row of context parallelism."""
     row = {"scheme": scheme, "world": world, "length": 65536, "direction": "forward+backward"}
-    found = {"efficiency": efficiency, "ms": None, "density": None}
+    found = {"efficiency": efficiency, "ms": None, "density": None, "shape": "llama3-8b"}
     return {**row, "measured": True, **found, **more}
 
 
@@ -226,16 +226,16 @@ def test_context_parallelism_is_shown_where_it_was_measured(results):
     made = {"experiment": "speed context-parallel"}
     write(results / readme.PARALLEL, rows, **made)
     told = readme.readme_page(page, results).split(marker)[1]
-    assert told.startswith("| tokens | ranks | pass | ring | grouped | density |")
-    assert "| 65,536 | 8 | forward+backward | – | 87.5 % | – |\n" in told
-    assert "| 65,536 | 8 | forward | – | 50.0 % | – |\n\n" in told
+    assert told.startswith("| heads of | tokens | ranks | pass | ring | grouped | density |")
+    assert "| llama3-8b | 65,536 | 8 | forward+backward | – | 87.5 % | – |\n" in told
+    assert "| llama3-8b | 65,536 | 8 | forward | – | 50.0 % | – |\n\n" in told
     # longer texts stand below, in the same columns, and beside CAB what it spares
     longer = {"direction": "forward", "length": 131072}
     rows = [ranked("grouped", 2, 1.0, ms=30.0, **longer)]
     rows.append(ranked("grouped+cab", 2, 0.75, ms=4.0, density=0.1, **longer))
     write(results / readme.PARALLELS[1], rows, **made)
     told = readme.readme_page(page, results).split(marker)[1]
-    assert "| 131,072 | 2 | forward | – | 100 % | 0.10 | 75.0 % | 7.50 × |\n\n" in told
+    assert "| llama3-8b | 131,072 | 2 | forward | – | 100 % | 0.10 | 75.0 % | 7.50 × |\n\n" in told
     # a page without the marker has no such table
     assert readme.readme_page(PAGE, results).count("table:") == 2
 
