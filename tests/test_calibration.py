@@ -14,11 +14,13 @@ from cab_hf.patches import calibration as of_models
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
 from cab_hf.predictors.calibration import (
+    EXACT_ANCHOR,
     Needles,
     allocate,
     costs,
     measure,
     pass_cost,
+    passes,
     tables,
 )
 
@@ -102,6 +104,21 @@ def test_exact_passes_count():
     spent = costs([FORCED, EXACT, EVERYTHING], density)
     assert spent[0].tolist() == pytest.approx([0.2, 0.2 + pass_cost(2), 0.2])
     assert pass_cost(1) > pass_cost(4) > pass_cost(16) > pass_cost(0) == 0
+
+
+def test_what_passes_take_of_a_model():
+    whole = pass_cost(2)
+    assert passes(CabConfig(), 4) == 0
+    assert passes(CabConfig(exact_stride=2), 4) == whole
+    table = {"exact_stride": ((0, 2), (2, 2)), "mass": ((0.9, 0.9), (1.0, 0.9))}
+    # a head that attends everything is not looked at
+    assert passes(CabConfig(**table), 2) == pytest.approx(whole / 2)
+    cascade = {"predictor": "cascade", "anchors": (0, 3)}
+    assert passes(CabConfig(**cascade), 8) == pytest.approx(EXACT_ANCHOR / 4)
+    # of anchors that choose as CAB does, those of anchors alone
+    cascade["anchor_scores"] = "cab"
+    assert passes(CabConfig(**cascade, exact_stride=2), 8) == pytest.approx(whole / 4)
+    assert passes(CabConfig(**{**cascade, "anchors": (0,)}, **table), 2) == pytest.approx(whole / 4)
 
 
 def test_tables_give_each_head_its_option():
