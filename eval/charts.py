@@ -13,6 +13,7 @@ GREYS = ("black", "dimgrey", "darkgrey", "silver", "gainsboro", "tan", "wheat")
 # colour, marker and line of each line; the others are held against the first
 LINES = ("ko-", "C3v-", "C1^-", "C0s-", "C0D--", "C2P-", "C2X--", "C4*-", "C7.:")
 WIDEST_GRIDS = 24  # columns side by side, over all panels of a heat map
+MOST_WRITTEN = 20  # columns of a heat map whose shares are written into it
 
 
 def line(
@@ -82,12 +83,17 @@ def heatmap(
     x_label: str,
     y_label: str,
 ) -> None:
-    """Draw shares from 0 to 1 as one grid a panel, title -> {(x, y): share}, on the same axes."""
+    """Draw shares from 0 to 1 as one grid a panel, title -> {(x, y): share}, on the same axes.
+
+    Shares are written into their cells where there are few enough columns.
+    """
     places = {place for grid in panels.values() for place in grid}
     xs, ys = (sorted({place[axis] for place in places}) for axis in (0, 1))
     down = -(-len(panels) // max(2, WIDEST_GRIDS // (len(xs) + 1)))
     across = -(-len(panels) // down)
-    size = (1.6 + across * (0.6 + 0.5 * len(xs)), 1.2 + down * (0.4 + 0.22 * len(ys)))
+    written = len(xs) <= MOST_WRITTEN
+    width = 0.5 if written else 0.22
+    size = (1.6 + across * (0.6 + width * len(xs)), 1.2 + down * (0.4 + 0.22 * len(ys)))
     with figure(path, down, across, figsize=size, sharey=True) as axes:
         for axis in axes.flat[len(panels) :]:
             axis.set_visible(False)
@@ -97,7 +103,7 @@ def heatmap(
             axis.set_title(name, fontsize=9)
             axis.set_xticks(range(len(xs)), [f"{round(x, 2):g}" for x in xs], fontsize=7)
             axis.set_yticks(range(len(ys)), [f"{round(y, 2):g}" for y in ys], fontsize=7)
-            for (x, y), share in shares.items():
+            for (x, y), share in shares.items() if written else ():
                 place = (xs.index(x), ys.index(y))
                 ink = "white" if share < 0.6 else "black"
                 style = {"ha": "center", "va": "center", "fontsize": 6, "color": ink}
