@@ -169,12 +169,12 @@ def test_efficiency_is_over_the_same_way_and_length_alone():
     assert "A rank of 4 does, with cab and 1,000 tokens, this share of what one alone" in said
 
 
-def sample_on(group, how, way, meddle=None, **more):
+def sample_on(group, how, way, meddle=None, settings=None, **more):
     """The sample of a case, on each rank of a group."""
     with pytest.MonkeyPatch.context() as patch:
         if meddle is not None:
             meddle(group, patch)
-        measured = LoraStep(settings_of(), Team(group, group))
+        measured = LoraStep(settings_of(**(settings or {})), Team(group, group))
         world = 1 if how == "alone" else group.size()
         case = {"length": 600, "implementation": way, "spread": how, "world": world}
         try:
@@ -231,6 +231,35 @@ def test_what_is_wrong_is_not_timed(ranks, how, way, meddle):
         assert sample["ms"] is None and sample["fits"] is None
         with pytest.raises(AssertionError, match=rf"wrong by .* in the gradients of {how} at"):
             raise AssertionError(sample["error"])
+
+
+def in_float32_by(group, patch):
+    """Note in which dtypes and by which attention one process computes what is compared."""
+    computed = spread.of_one_process
+
+    def noted(objective, *given):
+        first = next(objective.parameters())
+        way = objective.model.config.get_text_config()._attn_implementation
+        NOTED.append((first.dtype, way))
+        return computed(objective, *given)
+
+    NOTED.clear()
+    patch.setattr(spread, "of_one_process", noted)
+
+
+NOTED = []
+
+
+def noted_on(group, how, way):
+    sample = sample_on(group, how, way, in_float32_by, {"dtype": "bfloat16"})
+    return sample["error"], sample["ms"], list(NOTED)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2", "cp"])
+def test_what_is_rounded_is_held_against_transformers_own_in_float32(ranks, how):
+    for error, ms, noted in ranks.run(2, noted_on, how, "cab"):
+        assert error is None and ms > 0
+        assert noted == [(torch.bfloat16, "cab"), (torch.float32, "sdpa")]
 
 
 def test_gradients_may_be_off_by_little_more_than_one_process_is():
