@@ -49,13 +49,17 @@ PARALLEL = "speed-context-parallel"
 PARALLELS = tuple(PARALLEL + which for which in ("", "-1m", "-4", "-4-70b"))
 # cab, and what it spares the work of
 SPARSE, WHOLE = "grouped+cab", "grouped"
+BORDERS = "fidelity-smollm2-borders"
 TEXTS = {"licences": "licence prose", "source": "source code"}
 ARMS = {
     "dense": "dense",
     "cab": "cab as it comes",
     "cab:0.22": "calibrated to 0.22",
     "cab:0.13": "calibrated to 0.13",
+    "cab:five": "five exact anchors",
+    "cab:eight": "eight exact anchors",
 }
+KEPT_ARMS = ("dense", "cab", "cab:0.22", "cab:0.13")
 # perplexity over dense attention's from which on a reader would mind
 SURELY_WORSE = 1.03
 INTRODUCTION = f"""# Results
@@ -180,15 +184,35 @@ def kept_table(results: Path) -> str:
     """What is foreseen of two texts, densely and sparsely; bold where cab loses for sure."""
     found = read_results(results / KEPT)
     rows = []
-    for (text, what), (method, how) in product(TEXTS.items(), ARMS.items()):
+    for (text, what), method in product(TEXTS.items(), KEPT_ARMS):
         row = found.row(text=text, method=method)
         kept = {
             "asked at the end": _share(row["pass"]),
             "in the middle": _share(row["recall"]),
             "perplexity": _times(row["perplexity"]),
         }
-        rows.append({"text": what, "attention": how, "cost": row["cost"], **kept})
+        rows.append({"text": what, "attention": ARMS[method], "cost": row["cost"], **kept})
     return _table(rows, [found])
+
+
+def borders_table(results: Path) -> str:
+    """What is foreseen in the middle of a text, and where nothing behind it helps to choose."""
+    found = read_results(results / BORDERS)
+    probes = {"in the middle": "recall", "at borders": "recall_border"}
+    rows = [
+        {
+            **{"attention": ARMS[row["method"]], "cost": row["cost"]},
+            **{heading: _share_between(row[probe]) for heading, probe in probes.items()},
+        }
+        for row in found.rows
+    ]
+    return _table(rows, [found])
+
+
+def _share_between(found: Row) -> str:
+    """What was right, with its interval; bold where it is less than of dense attention for sure."""
+    told = with_interval(found["share"], found["low"], found["high"])
+    return _bold(told, found.get("delta_high", 0.0) < 0)
 
 
 def _share(found: Row) -> str:
@@ -296,6 +320,7 @@ WHERE_THERE = {
     "spread": (SPREAD, spread_table),
     "trained": (TRAINED, trained_table),
     "parallel": (PARALLEL, parallel_table),
+    "borders": (BORDERS, borders_table),
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from cab_hf.eval import readme, report
 from cab_hf.eval.passkey import Passkey
-from cab_hf.eval.readme import ARMS, KEPT, SPEED, SPEED_LENGTHS, TEXTS
+from cab_hf.eval.readme import KEPT, KEPT_ARMS, SPEED, SPEED_LENGTHS, TEXTS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "eval" / "results"
@@ -39,7 +39,7 @@ def results(tmp_path):
     """A folder that has all that both pages ask for; the speed rows have passkey's experiment."""
     rows = []
     for text in TEXTS:
-        for method in ARMS:
+        for method in KEPT_ARMS:
             lost = {"delta_high": -0.1, "ratio": 1.2, "ratio_low": 1.1} if method == "cab" else {}
             same = {"delta_high": 0.1, "ratio": 1.01, "ratio_low": 1.0}
             found = {"share": 0.5} | ({} if method == "dense" else same | lost)
@@ -182,6 +182,21 @@ def test_what_trainings_keep_is_bold_where_it_is_less_for_sure(results):
     assert f"| not at all | dense | 0.50 | {none} | {none} | {none} | 6.00 |" in told
     assert f"| cab | calibrated | 0.50 | {one} | {one} | {one} | 6.00 |" in told
     assert told.count("\n| ") == 2 + 5
+
+
+def test_what_nothing_foresaw_stands_beside_the_rest(results):
+    def row(method, share, high):
+        found = {"share": share, "low": share - 0.1, "high": share + 0.1, "delta_high": high}
+        return {"method": method, "cost": 0.5, "recall": found, "recall_border": found}
+
+    rows = [row("dense", 0.6, 0.0), row("cab:0.13", 0.3, -0.2), row("cab:eight", 0.7, 0.2)]
+    write(results / readme.BORDERS, rows, experiment="fidelity")
+    marker = "<!-- table: borders -->\n"
+    told = readme.readme_page(f"{PAGE}{marker}<!-- end -->\n", results).split(marker)[1]
+    assert told.startswith("| attention | cost | in the middle | at borders |")
+    lost, kept = "**0.30 [0.20, 0.40]**", "0.70 [0.60, 0.80]"
+    assert f"| calibrated to 0.13 | 0.50 | {lost} | {lost} |\n" in told
+    assert f"| eight exact anchors | 0.50 | {kept} | {kept} |\n" in told
 
 
 def test_a_step_over_ranks_is_shown_beside_one(results):
