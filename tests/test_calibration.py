@@ -194,7 +194,7 @@ def test_what_cannot_be_calibrated_is_refused(model, bad, message):
 
 def test_what_ships_is_found_by_name():
     names = CabConfig.shipped()
-    assert names == ("smollm2-0.13", "smollm2-0.22")
+    assert names == ("smollm2-0.13", "smollm2-0.22", "smollm2-anchors-5", "smollm2-anchors-8")
     config = CabConfig.calibrated("smollm2-0.22")
     assert len(config.mass) == 30 and {len(row) for row in config.mass} == {9}
     with pytest.raises(ValueError, match="smollm2-0.13, smollm2-0.22"):

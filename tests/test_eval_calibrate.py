@@ -12,14 +12,15 @@ from words import TEXT, save_llama
 
 import cab_hf
 from cab_hf import CabConfig
-from cab_hf.eval import calibrate
+from cab_hf.eval import anchors, calibrate
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.calibrate import Calibrate
-from cab_hf.eval.experiment import render
+from cab_hf.eval.experiment import SAMPLES, read_provenance, render
 from cab_hf.patches import calibration as of_models
 from cab_hf.predictors.anchors import SHARES
 from cab_hf.runs.log import read_log
 
+RESULTS = Path(__file__).parents[1] / "eval" / "results"
 SMALL = ("query_block=16", "key_block=16")
 
 
@@ -175,3 +176,13 @@ def test_a_calibrated_cascade_runs_and_its_anchors_take_budgets(
     given = cab_hf.calibrate(model, tokenizer, [text], 0.7, **told)
     assert given.anchors == (0,) and given.head_map == config.head_map
     assert len(given.mass[0]) == 6
+
+
+@pytest.mark.parametrize("count", [5, 8])
+def test_the_cascades_that_ship_follow_from_what_was_measured(count):
+    folder = RESULTS / "calibrate-smollm2-anchors"
+    settings = {**read_provenance(folder)["settings"], "anchors": count}
+    _, samples = read_log(folder / SAMPLES, Calibrate.CASE)
+    shipped = CabConfig.calibrated(f"smollm2-anchors-{count}")
+    assert len(shipped.anchors) == count
+    assert anchors.config_of(samples, settings, 0.15) == shipped
