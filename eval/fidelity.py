@@ -359,15 +359,14 @@ class Fidelity(OnModel):
             seconds = time.perf_counter() - started
             layers = densities()
         sparse = [density for density in layers if density is not None]
-        whole = [1.0 if density is None else density for density in layers]
-        density = fmean(whole)
+        density = fmean(1.0 if density is None else density for density in layers)
         config = getattr(method, "config", None)
         return {
             "tokens": len(reading.tokens),
             **told,
             "density": density,
             "sparse_density": fmean(sparse) if sparse else None,
-            "cost": cost_of(config, whole) if config else density,
+            "cost": density + passes(config, len(layers)) if config else density,
             "seconds": round(seconds, 3),
         }
 
@@ -463,15 +462,6 @@ class Fidelity(OnModel):
 
 
 EXPERIMENT = Fidelity
-
-
-def cost_of(config: CabConfig, densities: Sequence[float]) -> float:
-    """What ``config`` takes, as a share of dense attention: what is attended, and exact passes.
-
-    Args:
-        densities: of all layers.
-    """
-    return fmean(densities) + passes(config, len(densities))
 
 
 def _usual(samples: Sequence[Row]) -> list[Row]:

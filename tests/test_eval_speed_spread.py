@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
 from bench import FakeBench, refused, shown, torchrun
 from torch import nn
 
@@ -116,6 +117,12 @@ def test_without_torchrun_it_says_how_to_launch(tmp_path, monkeypatch, capsys, h
 def test_bad_settings_are_refused_in_a_sentence(tmp_path, options, message, capsys):
     words = ["--device", "cpu", "--out", str(tmp_path / "none"), *options]
     assert message in refused(capsys, "lora", *words)
+
+
+def test_one_rank_is_refused(one_process, tmp_path):
+    measured = LoraStep(settings_of(out=str(tmp_path)), Team(dist.group.WORLD))
+    with pytest.raises(ValueError, match="torchrun started 1; give it --nproc_per_node=2"):
+        measured.over_ranks()
 
 
 def test_one_process_is_told_as_before():
