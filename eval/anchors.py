@@ -17,10 +17,10 @@ from cab_hf.eval.experiment import Row
 from cab_hf.eval.on_model import refusing
 from cab_hf.eval.report import grouped, markdown_table
 from cab_hf.predictors.anchors import (
-    SHARES,
     Allotment,
     Kept,
     allotment,
+    averaged_kept,
     cascaded,
     gains,
     nearest,
@@ -37,15 +37,12 @@ def recorded(kept: Kept) -> dict[str, Any]:
 
 def averaged(samples: Sequence[Row]) -> list[Kept]:
     """The mean over documents of what was kept, by `SHARES`."""
-    return [
-        Kept(
-            *(
-                torch.stack([_unpacked(sample["kept"][at][name]) for sample in samples]).mean(0)
-                for name in Kept._fields
-            )
-        )
-        for at in range(len(SHARES))
-    ]
+    return averaged_kept(
+        [
+            [Kept(*(_unpacked(of_share[name]) for name in Kept._fields)) for of_share in each]
+            for each in (sample["kept"] for sample in samples)
+        ]
+    )
 
 
 def config_of(samples: Sequence[Row], settings: Mapping[str, Any], target: float) -> CabConfig:

@@ -19,7 +19,16 @@ from cab_hf.documents import Document, recall_document, split_sentences, with_co
 from cab_hf.patches.inspection import attention_layers
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
-from cab_hf.predictors.anchors import SHARES, Kept, View, kept_between, viewed, with_share
+from cab_hf.predictors.anchors import (
+    SHARES,
+    Kept,
+    View,
+    averaged_kept,
+    cascaded,
+    kept_between,
+    viewed,
+    with_share,
+)
 from cab_hf.predictors.calibration import (
     NEEDLE_WEIGHT,
     Losses,
@@ -48,6 +57,7 @@ def calibrate(
     target_density: float = TARGET_DENSITY,
     *,
     config: CabConfig | None = None,
+    anchors: int | None = None,
     length: int | None = None,
     documents: int = DOCUMENTS,
     seed: int = 0,
@@ -58,7 +68,8 @@ def calibrate(
     densely; layer by layer it is measured what every head would lose at every option of its
     predictor, in attention mass and on what the text has twice
     (`cab_hf.predictors.calibration`). Nothing is trained, and nothing of a layer is kept but its
-    losses.
+    losses. With ``anchors`` it is measured what the blocks of every layer keep for every other, and
+    the model gets a cascade (`cab_hf.predictors.anchors`).
 
     Args:
         model: a causal language model of transformers.
@@ -66,8 +77,13 @@ def calibrate(
         texts: what to hide keys in, best of the kind the model is for; by default the reference
             pages that come with Python.
         target_density: of the layers that attend sparsely, at ``length`` tokens: attended over
-            causal pairs, and the share of dense attention's time that exact passes take.
-        config: whose blocks, predictor and forced blocks stay; by default the model's own.
+            causal pairs, and the share of dense attention's time that exact passes take; with
+            ``anchors`` attended pairs alone.
+        config: whose blocks, predictor and forced blocks stay; by default the model's own. Of a
+            cascade, its anchors and heads stay too.
+        anchors: how many layers are to choose blocks for those behind them; which ones, and which
+            of their heads for whom, is found. By default every layer chooses, or those that
+            ``config`` names.
         length: tokens of a document; by default 8,192, or as many as the model can read.
 
     Returns:
@@ -76,24 +92,29 @@ def calibrate(
 
     Raises:
         ValueError: for a bad argument, a density that forced blocks alone exceed, a text too short
-            for what is hidden in it, or a model none of whose layers attends sparsely.
+            for what is hidden in it, a model none of whose layers attends sparsely, or one whose
+            layers differ in their heads where there are to be anchors.
     """
     accepted = is_share(target_density) and target_density > 0
     require(accepted, "target_density", target_density, "in (0, 1]")
-    for name, count in (("documents", documents), ("length", length)):
+    for name, count in (("documents", documents), ("anchors", anchors), ("length", length)):
         require(count is None or is_whole(count), name, count, "a whole number >= 1")
     text = model.config.get_text_config()
     config = config or settings(text)
-    options = make_predictor(config).options()
     length = length or longest(model)
     sentences = split_sentences("\n\n".join(texts) if texts is not None else built_in_text())
-    measured = [
-        losses(
-            model, recall_document(tokenizer, sentences, length, KEYS, index, seed), config, options
-        )
+    read = (
+        recall_document(tokenizer, sentences, length, KEYS, index, seed)
         for index in range(documents)
-    ]
-    chosen = budgeted(config, options, averaged(measured), target_density, text.num_hidden_layers)
+    )
+    if anchors is None:
+        options = make_predictor(config).options()
+        found = averaged([losses(model, document, config, options) for document in read])
+        chosen = budgeted(config, options, found, target_density, text.num_hidden_layers)
+    else:
+        layers, kept = zip(*(kept_of(model, document, config) for document in read), strict=True)
+        told = layers[0], text.num_hidden_layers, anchors, target_density
+        chosen = cascaded(config, averaged_kept(kept), *told)
     text.cab_config = chosen.to_dict()
     return chosen
 

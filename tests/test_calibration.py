@@ -155,6 +155,23 @@ def test_a_model_is_calibrated_and_saved(model, predictor, tmp_path):
     assert sum(densities) / len(densities) < 0.8
 
 
+def test_a_model_is_given_a_cascade(model):
+    model, tokenizer = model
+    ids = torch.randint(2, 50, (1, 300), generator=torch.Generator().manual_seed(0))
+    told = {"config": CabConfig(**SMALL), "length": 300, "documents": 2, "anchors": 2}
+    given = cab_hf.calibrate(model, tokenizer, ["Nobody knows. So it goes."], 0.7, **told)
+    assert given.predictor == "cascade" and len(given.anchors) == 2 and given.anchors[0] == 0
+    assert model.config.cab_config == given.to_dict()
+    cab_hf.apply_cab(model)
+    model(ids)
+    densities = [layer["density"] for layer in cab_hf.stats(model)]
+    assert sum(densities) / len(densities) < 0.8
+    # budgets of the anchors that were found, which stay
+    del told["anchors"]
+    again = cab_hf.calibrate(model, tokenizer, ["So it goes."], 0.7, **told | {"config": given})
+    assert (again.anchors, again.head_map) == (given.anchors, given.head_map)
+
+
 def test_another_density_gives_other_budgets(model):
     model, tokenizer = model
     low, high = (
@@ -179,6 +196,8 @@ def test_another_density_gives_other_budgets(model):
         ({"target_density": 2}, r"target_density is 2; it must be in \(0, 1\]"),
         ({"target_density": 0.01}, r"target_density is 0\.01; it must be at least 0\."),
         ({"documents": 0}, "documents is 0; it must be a whole number"),
+        ({"anchors": 0}, "anchors is 0; it must be a whole number"),
+        ({"anchors": 9}, "anchors is 9; it must be 1 to 3, the sparse layers"),
         ({"length": 50}, "length 50 has no room"),
         ({"config": CabConfig(predictor="streaming")}, "'streaming' knows no budgets a head"),
         ({"config": CabConfig(**SMALL, dense_layers=(0, 1, 2))}, "there is nothing to share"),

@@ -171,8 +171,15 @@ def test_a_calibrated_cascade_runs_and_its_anchors_take_budgets(
         first, second = (layer["density"] for layer in cab_hf.stats(model))
     assert 0.5 < first <= 0.85 and second == pytest.approx(first, abs=0.1)
     tokenizer, text = AutoTokenizer.from_pretrained(model_folder), book.read_text()
+    told = {"length": 300, "documents": 1}
+    # the library finds what the command found
+    own = CabConfig.from_dict(
+        json.loads((out / "results.json").read_text())["provenance"]["settings"]["cab_config"]
+    )
+    given = cab_hf.calibrate(model, tokenizer, [text], 0.8, config=own, anchors=1, **told)
+    assert replace(given, min_length=0) == config
     # the same anchors and heads, with budgets a head
-    told = {"config": replace(config, max_density=1.0), "length": 300, "documents": 1}
+    told["config"] = replace(config, max_density=1.0)
     given = cab_hf.calibrate(model, tokenizer, [text], 0.7, **told)
     assert given.anchors == (0,) and given.head_map == config.head_map
     assert len(given.mass[0]) == 6

@@ -160,6 +160,14 @@ def kept_between(views: Sequence[View], importance: Sequence[float]) -> Kept:
     return Kept(products(keep, mass), products(keep[:, :, rows], needle), needed, density, told)
 
 
+def averaged_kept(measured: Sequence[Sequence[Kept]]) -> list[Kept]:
+    """The mean over documents of what was kept of each, by `SHARES`."""
+    return [
+        Kept(*(torch.stack(parts).mean(0) for parts in zip(*of_share, strict=True)))
+        for of_share in zip(*measured, strict=True)
+    ]
+
+
 def gains(kept: Kept) -> Tensor:
     """What a head of b has of the blocks of a head of a, needles weighed as budgets weigh them."""
     return kept.mass + NEEDLE_WEIGHT * kept.needle
