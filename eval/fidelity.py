@@ -213,7 +213,7 @@ class Fidelity(OnModel):
     name = "fidelity"
     purpose = "whether answers and perplexity are those of dense attention, on texts of your own"
     title = "Fidelity to dense attention"
-    caption = "recall, passkey and perplexity by density"
+    caption = "recall, passkey and perplexity by cost"
     Settings = Settings
     CASE = (*CELL, "probe", "depth", "index")
     GROWS = (
@@ -433,8 +433,10 @@ class Fidelity(OnModel):
 
     @staticmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
-        """Recall, pass and perplexity over density, a row of panels each text and length."""
+        """Recall, pass and perplexity over cost, a row of panels each text and length."""
         panels = grouped(rows, "text", "length")
+        asked = [probe for probe in DRAWN if any(row.get(probe) for row in rows)]
+        columns = {probe: DRAWN[probe] for probe in asked or DRAWN}
         names = dict.fromkeys(row["method"] for row in rows if row["method"] != Dense.name)
         # one look in all panels, and CAB before the others
         looks = {
@@ -445,15 +447,15 @@ class Fidelity(OnModel):
             }
             for i, name in enumerate(names)
         }
-        size = (3.6 * len(DRAWN), 0.9 + 2.7 * len(panels))
-        with charts.figure(path, len(panels), len(DRAWN), figsize=size) as axes:
+        size = (max(7.2, 3.6 * len(columns)), 0.9 + 2.9 * len(panels))
+        with charts.figure(path, len(panels), len(columns), figsize=size) as axes:
             for beside, own in zip(axes, panels, strict=True):
-                for axis, (probe, (title, value)) in zip(beside, DRAWN.items(), strict=True):
+                for axis, (probe, (title, value)) in zip(beside, columns.items(), strict=True):
                     _panel(axis, own, probe, value, looks)
                     where = f"{own[0]['text']}, {own[0]['length']:,} tokens"
-                    axis.set_title(f"{title}: {where}", fontsize=9)
+                    axis.set_title(f"{title}\n{where}", fontsize=9)
             whole = axes[0, 0].figure
-            whole.supxlabel("density", fontsize=10)
+            whole.supxlabel("cost: density and exact passes", fontsize=10)
             drawn = {}
             for axis in axes.flat:
                 handles, labels = axis.get_legend_handles_labels()
@@ -520,7 +522,7 @@ def _panel(
     value: str,
     looks: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """``value`` of a probe over density, a line a method; dense attention is a level."""
+    """``value`` of a probe over cost, a line a method; dense attention is a level."""
     found = [row for row in rows if row.get(probe, {}).get(value) is not None]
     for row in found:
         if row["method"] == Dense.name:
@@ -528,7 +530,7 @@ def _panel(
     if value == "ratio" and any(row["method"] == Dense.name for row in rows):
         axis.axhline(1, color="black", linestyle="--", label=Dense.name)
     for own in grouped([row for row in found if row["method"] in looks], "method"):
-        own = sorted(own, key=itemgetter("density"))
+        own = sorted(own, key=itemgetter("cost"))
         told, name = [row[probe] for row in own], own[0]["method"]
         low, high = EDGES[value]
         # a single document has no interval
@@ -538,11 +540,11 @@ def _panel(
         ]
         values = [each[value] for each in told]
         style = {"label": name, "markersize": 5, "linewidth": 1.2, "elinewidth": 0.6}
-        axis.errorbar([row["density"] for row in own], values, reach, **style, **looks[name])
+        axis.errorbar([row["cost"] for row in own], values, reach, **style, **looks[name])
     if value == "share":
         axis.set_ylim(-0.04, 1.04)
     left, right = axis.get_xlim()
-    # matched densities differ by less than means anything
+    # costs that are matched differ by less than means anything
     missing = max(0.0, NARROWEST - (right - left)) / 2
     axis.set_xlim(left - missing, right + missing)
     axis.grid(alpha=0.25)
@@ -578,11 +580,13 @@ def _changes(row: Row) -> list[str]:
 
 
 MARKERS = "osv^DPX*<>p"
-NARROWEST = 0.1  # densities that a panel spans at least
+NARROWEST = 0.1  # of the cost, that a panel spans at least
 DRAWN = {
     RECALL: ("recall", "share"),
+    RECALL_BORDER: ("recall at borders", "share"),
     PASS: ("pass", "share"),
     PERPLEXITY: ("perplexity × dense", "ratio"),
+    PERPLEXITY_BORDER: ("perplexity at borders × dense", "ratio"),
 }
 EDGES = {"share": ("low", "high"), "ratio": ("ratio_low", "ratio_high")}
 # heading -> the probe that a row must have for it, and what is shown of a row

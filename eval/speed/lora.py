@@ -535,10 +535,14 @@ def longest_readings(rows: Sequence[Row]) -> list[str]:
 
 
 def drawn_over_ranks(path: Path, rows: Sequence[Row]) -> None:
-    """Tokens a second of a rank by length, however it shares, and its share of one rank's alone."""
+    """Tokens a second of a rank by length, however it shares, and its share of one rank's alone.
+
+    The latter where one rank alone was measured.
+    """
     lengths = [row["length"] for row in rows]
-    with charts.figure(path, 1, 2, figsize=(11, 4.6)) as axes:
-        left, right = axes[0]
+    panels = 1 + any(row["efficiency"] is not None for row in rows)
+    with charts.figure(path, 1, panels, figsize=(5.5 * panels, 4.6)) as axes:
+        left, *beside = axes[0]
         markers = dict(zip(SPREADS, "os^v", strict=True))
         ways = list(dict.fromkeys(row["implementation"] for row in rows))
         for alike in grouped(rows, *APART):
@@ -548,14 +552,15 @@ def drawn_over_ranks(path: Path, rows: Sequence[Row]) -> None:
             colour = f"C{ways.index(first['implementation'])}"
             look = {"color": colour, "marker": markers[how], "label": name}
             charts.line(left, alike, itemgetter("tokens_s"), **look)
-            if how != ALONE:
+            for right in beside if how != ALONE else ():
                 charts.line(right, alike, itemgetter("efficiency"), **look)
-        right.axhline(1, color="grey", linewidth=1)
         told = ("a training step", "tokens/s of a rank", "{:,.0f}".format)
         charts.over_tokens(left, lengths, *told)
-        shown = ("over one rank alone", "efficiency", "{:.0%}".format)
-        # the same lines
-        charts.over_tokens(right, lengths, *shown, log=False, legend=False)
+        for right in beside:
+            right.axhline(1, color="grey", linewidth=1)
+            shown = ("over one rank alone", "efficiency", "{:.0%}".format)
+            # the same lines
+            charts.over_tokens(right, lengths, *shown, log=False, legend=False)
 
 
 SPREADING = (
