@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +35,27 @@ ORDER = (
 )
 SPEED = "speed-ttft"
 SPEED_LENGTHS = (8192, 32768, 65536, 131072)
-KEPT = "fidelity-smollm2"
+KEPT = "fidelity-smollm2-cascade"
 STEP = "speed-lora"
-SPREAD = f"{STEP}-spread"
+SPREAD, LONGEST = f"{STEP}-spread", f"{STEP}-longest"
 TRAINED = "fidelity-smollm2-32k"
 TRAINED_TOKENS = 32768
-# what a model was trained with -> the folder of what it keeps, and how it is read there
+# what a model was trained with -> the folders of what it keeps, and how it is read there
 TRAININGS = {
-    "not at all": ("fidelity-smollm2-beyond", ("dense",)),
-    "dense": ("fidelity-smollm2-32k-dense-trained", ("dense", "cab:0.22")),
-    "cab": (TRAINED, ("dense", "cab:0.22")),
+    "not at all": (("fidelity-smollm2-beyond",), ("dense",)),
+    "dense": (("fidelity-smollm2-32k-dense-trained",), ("dense", "cab:0.22")),
+    "cab": ((TRAINED, f"{TRAINED}-borders"), ("dense", "cab:0.22", "cab:five")),
 }
 PARALLEL = "speed-context-parallel"
-PARALLELS = tuple(PARALLEL + which for which in ("", "-1m", "-4", "-4-70b"))
+PARALLELS = tuple(PARALLEL + which for which in ("", "-1m", "-4", "-4-70b", "-4-1m", "-4-1m-70b"))
+DEALT = f"{STEP}-cp"
+# what ranks share -> the folders of how long it takes them
+SHARED = {
+    "training step": (DEALT, f"{DEALT}-4"),
+    "first token": (f"{SPEED}-1m", f"{SPEED}-1m-4"),
+}
 # cab, and what it spares the work of
 SPARSE, WHOLE = "grouped+cab", "grouped"
-BORDERS = "fidelity-smollm2-borders"
 TEXTS = {"licences": "licence prose", "source": "source code"}
 ARMS = {
     "dense": "dense",
@@ -58,8 +64,7 @@ ARMS = {
     "cab:0.13": "calibrated to 0.13",
     "cab:five": "a cascade of five anchors",
 }
-KEPT_ARMS = ("dense", "cab", "cab:0.13")
-BORDER_ARMS = ("dense", "cab:0.22", "cab:0.13", "cab:five")
+KEPT_ARMS = ("dense", "cab", "cab:0.13", "cab:0.22", "cab:five")
 # perplexity over dense attention's from which on a reader would mind
 SURELY_WORSE = 1.03
 INTRODUCTION = f"""# Results
@@ -189,30 +194,12 @@ def kept_table(results: Path) -> str:
         kept = {
             "asked at the end": _share(row["pass"]),
             "in the middle": _share(row["recall"]),
+            "at borders": _share(row["recall_border"]),
             "perplexity": _times(row["perplexity"]),
+            "and at borders": _times(row["perplexity_border"]),
         }
         rows.append({"text": what, "attention": ARMS[method], "cost": row["cost"], **kept})
     return _table(rows, [found])
-
-
-def borders_table(results: Path) -> str:
-    """What is foreseen in the middle of a text, and where nothing behind it helps to choose."""
-    found = read_results(results / BORDERS)
-    probes = {"in the middle": "recall", "at borders": "recall_border"}
-    rows = [
-        {
-            **{"attention": ARMS[row["method"]], "cost": row["cost"]},
-            **{heading: _share_between(row[probe]) for heading, probe in probes.items()},
-        }
-        for row in (found.row(method=method) for method in BORDER_ARMS)
-    ]
-    return _table(rows, [found])
-
-
-def _share_between(found: Row) -> str:
-    """What was right, with its interval; bold where it is less than of dense attention for sure."""
-    told = with_interval(found["share"], found["low"], found["high"])
-    return _bold(told, found.get("delta_high", 0.0) < 0)
 
 
 def _share(found: Row) -> str:
@@ -255,10 +242,49 @@ def spread_table(results: Path) -> str:
             "tokens/s a GPU": f"{row['tokens_s']:,.0f}",
             "of one": percent(row["efficiency"]),
         }
-        for row in found.rows
+        for row in sorted(found.rows, key=itemgetter("length", "world"))
         if row["ms"]
     ]
     return _table(rows, [found])
+
+
+def longest_table(results: Path) -> str:
+    """The longest sequence of which a training step fits on one GPU."""
+    found = read_results(results / LONGEST)
+    rows = [
+        {
+            "attention": some[0]["implementation"],
+            "tokens": f"{longest['length']:,}",
+            "peak GiB": digits(longest["peak_gib"]),
+            "too many": f"{min(row['length'] for row in some if not row['fits']):,}",
+        }
+        for some in grouped([row for row in found.rows if row["sought"]], "implementation")
+        for longest in [max((row for row in some if row["fits"]), key=itemgetter("length"))]
+    ]
+    return _table(rows, [found])
+
+
+def dealt_table(results: Path) -> str:
+    """What ranks share one text for, dense and sparse."""
+    rows, read = [], []
+    for what, folders in SHARED.items():
+        for folder in filter(Path.is_dir, (results / name for name in folders)):
+            read.append(read_results(folder))
+            cab = read[-1].row(implementation="cab")
+            dense = next((row for row in read[-1].rows if row["density"] == 1), None)
+            rows.append(
+                {
+                    "seconds of a": what,
+                    "tokens": f"{cab['length']:,}",
+                    "GPUs": cab["world"],
+                    "dense": dense and digits(dense["ms"] / 1000),
+                    "cab": digits(cab["ms"] / 1000),
+                    "×": dense and cab["over_best"],
+                    "density": cab["density"],
+                    "GiB a GPU": digits(cab["peak_gib"]),
+                }
+            )
+    return _table(rows, read)
 
 
 def trained_table(results: Path) -> str:
@@ -266,22 +292,38 @@ def trained_table(results: Path) -> str:
 
     Bold where an interval lies below that of dense training and dense reading.
     """
-    found = {name: read_results(results / folder) for name, (folder, _) in TRAININGS.items()}
-    wanted = {"length": TRAINED_TOKENS}
-    best = found["dense"].row(method="dense", **wanted)
-    probes = {"asked at the end": "pass", "one of four": "multi_key", "in the middle": "recall"}
+    found = {
+        name: [read_results(results / folder) for folder in folders]
+        for name, (folders, _) in TRAININGS.items()
+    }
+    best = _read_of(found["dense"], "dense")
+    probes = {"asked at the end": "pass", "one of four": "multi_key"}
+    probes |= {"in the middle": "recall", "at borders": "recall_border"}
     rows = []
     for name, (_, methods) in TRAININGS.items():
         for method in methods:
-            row = found[name].row(method=method, **wanted)
-            kept = {}
+            row = _read_of(found[name], method)
+            told = {"trained": name, "read": ARMS[method], "cost": row["cost"]}
             for heading, probe in probes.items():
-                share, low, high = (row[probe][name] for name in ("share", "low", "high"))
-                kept[heading] = _bold(with_interval(share, low, high), high < best[probe]["low"])
-            told = {"trained": name, "read": ARMS[method].split()[0], "density": row["density"]}
-            perplexity = {"perplexity": digits(row["perplexity"]["value"])}
-            rows.append({**told, **kept, **perplexity})
-    return _table(rows, list(found.values()))
+                part = row.get(probe)
+                told[heading] = part and _beside(part, best.get(probe, part))
+            value = row.get("perplexity")
+            rows.append(told | {"perplexity": value and digits(value["value"])})
+    return _table(rows, [each for some in found.values() for each in some])
+
+
+def _beside(found: Row, best: Row) -> str:
+    """What was right, with its interval; bold where that lies below the one of ``best``."""
+    told = with_interval(found["share"], found["low"], found["high"])
+    return _bold(told, found["high"] < best["low"])
+
+
+def _read_of(found: Sequence[Results], method: str) -> Row:
+    """The row of a way of reading, with the probes of all folders that have it."""
+    wanted = {"method": method, "length": TRAINED_TOKENS}
+    rows = [row for each in found for row in each.rows if wanted.items() <= row.items()]
+    # what several folders have is that of the first
+    return {name: value for row in reversed(rows) for name, value in row.items()}
 
 
 def parallel_table(results: Path) -> str:
@@ -320,7 +362,8 @@ WHERE_THERE = {
     "spread": (SPREAD, spread_table),
     "trained": (TRAINED, trained_table),
     "parallel": (PARALLEL, parallel_table),
-    "borders": (BORDERS, borders_table),
+    "longest": (LONGEST, longest_table),
+    "dealt": (DEALT, dealt_table),
 }
 
 
