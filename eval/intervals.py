@@ -1,4 +1,4 @@
-"""95 % intervals of what a sample tells: one proportion, two proportions, a mean difference."""
+"""95 % intervals of what a sample tells: one proportion, two proportions, two means."""
 
 from __future__ import annotations
 
@@ -48,6 +48,21 @@ def paired_difference(ours: Sequence[bool], base: Sequence[bool]) -> Interval:
         return math.sqrt(max(a * a - 2 * phi * a * b + b * b, 0.0))
 
     return p - q, p - q - joined(p - p_low, q_high - q), p - q + joined(p_high - p, q - q_low)
+
+
+def ratio_interval(ours: Sequence[float], base: Sequence[float]) -> Interval:
+    """Geometric mean of ``ours`` over that of ``base``, with Welch's interval of the logarithms.
+
+    Of two samples without pairs, at least two positive values each; those of times, which are
+    slower by a factor rather than by so much.
+    """
+    ours, base = ([math.log(value) for value in values] for values in (ours, base))
+    estimate = math.exp(fmean(ours) - fmean(base))
+    if not (stdev(ours) or stdev(base)):
+        # runs that never differ have an interval, of no width
+        return estimate, estimate, estimate
+    found = stats.ttest_ind(ours, base, equal_var=False).confidence_interval(LEVEL)
+    return estimate, math.exp(found.low), math.exp(found.high)
 
 
 def mean_interval(ours: Sequence[float], base: Sequence[float], level: float = LEVEL) -> Interval:

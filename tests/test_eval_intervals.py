@@ -102,5 +102,14 @@ def test_paired_interval_by_hand():
     assert found == pytest.approx((0.1, 0.1 - spread, 0.1 + spread), abs=1e-5)
 
 
+def test_ratio_of_two_samples_by_hand():
+    # logarithms 0 and 0.2 beside 0 and 0: Welch's freedom is 1, whose t(0.975) is 12.7062
+    found = intervals.ratio_interval([1.0, math.exp(0.2)], [1.0, 1.0])
+    reach = 12.7062 * 0.1
+    expected = (0.1, 0.1 - reach, 0.1 + reach)
+    assert [math.log(x) for x in found] == pytest.approx(expected, abs=1e-5)
+    assert intervals.ratio_interval([2.0, 2.0], [4.0, 4.0]) == (0.5, 0.5, 0.5)
+
+
 def test_pairs_that_never_differ_have_an_interval_of_no_width():
     assert intervals.mean_interval([0.5, 0.25], [0.25, 0.0]) == (0.25, 0.25, 0.25)

@@ -12,7 +12,7 @@ from cab_hf import distributed
 from cab_hf.eval import experiment
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.experiment import named
-from cab_hf.eval.speed import links, turns
+from cab_hf.eval.speed import forecast, links, turns
 from cab_hf.eval.speed.context_parallel import ContextParallel, Settings, noted
 from cab_hf.eval.speed.links import BOTH, FORWARD
 from cab_hf.eval.speed.team import Team, recorded, replay
@@ -92,6 +92,9 @@ def test_a_whole_run(resumed):
         elif row["scheme"] in turns.OVER_RANKS:
             assert row["efficiency"] == row["alone_ms"] / row["ms"] / 2
             assert row["collectives_share"] == row["collectives_ms"] / row["ms"] > 0
+        assert (row["of_two_launches"] is not None) == (row["scheme"] == "grouped")
+        if row["scheme"] != "links":
+            assert len(row["each_ms"]) == 2 and sum(row["each_ms"]) / 2 == pytest.approx(row["ms"])
     sparse = [row for row in rows if "cab" in row["scheme"]]
     alone, over = sparse[::2], sparse[1::2]
     for one, many in zip(alone, over, strict=True):
@@ -99,6 +102,20 @@ def test_a_whole_run(resumed):
         assert one["density"] == many["density"] < 1
         assert one["needed"] is None and many["needed_by_rank"][0] == 1 > many["needed_by_rank"][1]
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_launch_is_held_against_two_with_an_interval(resumed):
+    rows = json.loads((resumed[1] / "results.json").read_text())["rows"]
+    for way in (FORWARD, BOTH):
+        found = {row["scheme"]: row for row in rows if row["direction"] == way and row["measured"]}
+        one, two = found["grouped"], found["two-launches"]
+        told = one["of_two_launches"]
+        assert 0 < told["low"] <= told["ratio"] <= told["high"]
+        # one run each has none, nor has a log of before runs were recorded
+        for each in ([1.0], None):
+            alone = forecast.compared({**one, "each_ms": each}, two)
+            assert alone == {"of_two_launches": {"ratio": one["ms"] / two["ms"]}}
+    assert "| of two launches |" in (resumed[1] / "report.md").read_text()
 
 
 def test_a_report_says_how_it_was_torchrun(resumed):

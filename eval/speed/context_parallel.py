@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -140,9 +140,10 @@ class ContextParallel(Ranked):
     GROWS = (*Speed.GROWS, "worlds", "directions", "schemes", "between_gb", "ranks_a_host")
     SHAPE = ("shape", "batch", "dtype")
     FOUND = (
-        *("ms", "runs", "in_a_row", "peak_gib", "collectives_ms", "received_bytes", "ran_as"),
-        *("density", "needed", "needed_by_rank", "choose_ms", "points"),
+        *("ms", "runs", "in_a_row", "each_ms", "peak_gib", "collectives_ms", "received_bytes"),
+        *("ran_as", "density", "needed", "needed_by_rank", "choose_ms", "points"),
     )
+    ADDED: ClassVar[Mapping[str, Any]] = {"each_ms": None}
     TOLD = Exception  # what does not fit, refuses or is wrong is told of and not measured
     LEAST_RANKS = 1  # which measures what more of them are held against
 
@@ -315,7 +316,9 @@ class ContextParallel(Ranked):
         )
         return (
             f"{made_of(shape, settings)}\n\nAlone is one rank with the whole text. Efficiency is "
-            "its time over the ranks' number and time. Collectives: their time, without compute, "
+            "its time over the ranks' number and time. Of two launches: the time over theirs, with "
+            "Welch's 95 % interval over runs where their times are recorded. Collectives: their "
+            "time, without compute, "
             "over that of the turn; what is hidden behind compute counts. Key blocks needed: those "
             "that any query of a rank attends, the mean over ranks and KV heads; ranks get all of "
             f"them.\n\n{forecast.described(settings)}"
@@ -377,6 +380,12 @@ def _started_and_finished(start: Callable[[], tuple[Any, Any]], team: Team) -> N
     finish(work, team.group)
 
 
+def _ratio(found: Mapping[str, float]) -> str:
+    """A ratio of times, and its interval where runs were several."""
+    told = f"{found['ratio']:.3f}"
+    return told + (f" [{found['low']:.3f}, {found['high']:.3f}]" if "low" in found else "")
+
+
 COLUMNS = {
     "direction": "direction",
     **TOKENS,
@@ -387,6 +396,7 @@ COLUMNS = {
     "turns/s": column(digits, "iterations_s"),
     "predicted efficiency": column(percent, "predicted_efficiency"),
     "efficiency": column(percent, "efficiency"),
+    "of two launches": column(_ratio, "of_two_launches"),
     "collectives": column(percent, "collectives_share"),
     "peak GiB": column(digits, "peak_gib"),
     "density": column("{:.3f}".format, "density"),

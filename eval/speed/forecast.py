@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from cab_hf.distributed.layout import layout_of
 from cab_hf.eval.experiment import Row
+from cab_hf.eval.intervals import ratio_interval
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.links import BOTH, FORWARD, Alone, Link, Text, fitted, turn
 from cab_hf.eval.speed.turns import ALONE, OVER_RANKS, SCHEMES
@@ -19,10 +21,13 @@ from cab_hf.plan import EXACT_BLOCK
 # the scheme of a sample that tells of links
 LINKS = "links"
 COLLECTIVES = ("all-gather", "reduce-scatter")
+# a rank's early and late chunk in one kernel, or in one each
+ONE_LAUNCH, TWO_LAUNCHES = "grouped", "two-launches"
+place_of = itemgetter("direction", "length", "world")
 # numbers of ranks and of hosts that are foreseen
 WORLDS, HOSTS = (2, 4, 8, 16), (1, 2, 4)
 DERIVED = (
-    *("iterations_s", "alone_ms", "efficiency", "collectives_share"),
+    *("iterations_s", "alone_ms", "efficiency", "of_two_launches", "collectives_share"),
     *("predicted_ms", "predicted_efficiency", "fits"),
 )
 
@@ -113,7 +118,11 @@ def rows(
         key=lambda s: (s["direction"] != FORWARD, s["length"], s["world"], places[s["scheme"]])
     )
     blank = {"hosts": 1, "measured": True, **dict.fromkeys(DERIVED)}
-    made = [{**sample, **blank, **derived(sample, model)} for sample in turns]
+    two = {place_of(s): s for s in turns if s["scheme"] == TWO_LAUNCHES}
+    made = [
+        {**sample, **blank, **derived(sample, model), **compared(sample, two.get(place_of(sample)))}
+        for sample in turns
+    ]
     for sample in samples:
         if sample["scheme"] == LINKS:
             made.append({**sample, **blank, "fits": shown(fits(sample))})
@@ -136,6 +145,17 @@ def derived(sample: Row, model: Model) -> dict[str, Any]:
     if None not in (ms, sample["collectives_ms"]):
         found["collectives_share"] = sample["collectives_ms"] / ms
     return found
+
+
+def compared(sample: Row, two: Row | None) -> dict[str, Any]:
+    """What one launch takes of the time of two, with an interval where both ran several times."""
+    if sample["scheme"] != ONE_LAUNCH or two is None or None in (sample["ms"], two["ms"]):
+        return {}
+    runs = [each["each_ms"] or () for each in (sample, two)]
+    if min(map(len, runs)) < 2:
+        return {"of_two_launches": {"ratio": sample["ms"] / two["ms"]}}
+    ratio, low, high = ratio_interval(*runs)
+    return {"of_two_launches": {"ratio": ratio, "low": low, "high": high}}
 
 
 def foreseen(turns: Sequence[Row], model: Model, blank: Row) -> list[dict[str, Any]]:

@@ -38,13 +38,15 @@ ROW_SECONDS = 1.0  # that several calls in a row may take
 class Slowest(NamedTuple):
     """The median over ``runs`` of what the slowest rank took, and the highest peak of any rank.
 
-    Every run is so many calls ``in_a_row``, and ``ms`` that of one of them.
+    Every run is so many calls ``in_a_row``, and ``ms`` that of one of them; ``each_ms`` are those
+    of all runs.
     """
 
     ms: float
     peak_gib: float | None
     runs: int
     in_a_row: int = 1
+    each_ms: Sequence[float] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,10 +146,10 @@ class Team:
         elif runs > 1:
             more, peak = walls(runs - 1)
             first += more
-        each = [max(times) for times in zip(*self.everyone(first), strict=True)]
+        each = [max(times) / row for times in zip(*self.everyone(first), strict=True)]
         peaks = self.everyone(peak)
         highest = None if None in peaks else max(peaks)
-        return Slowest(statistics.median(each) / row, highest, runs, row)
+        return Slowest(statistics.median(each), highest, runs, row, each)
 
 
 @contextmanager
