@@ -479,10 +479,11 @@ def test_committed_results_are_those_of_their_samples(folder, monkeypatch):
     again = kind.rows(samples, made["settings"])
     assert [row["length"] for row in again] == [row["length"] for row in rows]
     assert [row["ms"] for row in again] == [row["ms"] for row in rows]
-    # the command that is printed gives the settings that are recorded
-    command = (folder / "report.md").read_text().split("```\n")[1]
+    # the commands that are printed, one a number of ranks, give the settings that are recorded
+    printed = (folder / "report.md").read_text().split("```\n")[1].splitlines()
+    (words,) = {command.partition(kind.name)[2] for command in printed}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    given = read_settings(kind.Settings, shlex.split(command.partition(kind.name)[2]), kind.name)
+    given = read_settings(kind.Settings, shlex.split(words), kind.name)
     recorded = {"worlds": [], **json.loads(json.dumps(kind(given).recorded()))}
     # a run knows nothing of the options and fields that came after it
     recorded = {name: recorded[name] for name in made["settings"]}
