@@ -10,12 +10,15 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from cab_hf.config import CabConfig
+from cab_hf.documents import Document
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.on_model import refusing
 from cab_hf.eval.report import grouped, markdown_table
+from cab_hf.patches.calibration import kept_of
 from cab_hf.predictors.anchors import (
     Allotment,
     Kept,
@@ -26,6 +29,12 @@ from cab_hf.predictors.anchors import (
     nearest,
     similarity,
 )
+
+
+def found_in(model: PreTrainedModel, document: Document, config: CabConfig) -> dict[str, Any]:
+    """What a sample holds of a document: the layers that were measured, and `Kept` by `SHARES`."""
+    layers, kept = kept_of(model, document, config)
+    return {"measured": layers, "kept": list(map(recorded, kept))}
 
 
 def recorded(kept: Kept) -> dict[str, Any]:

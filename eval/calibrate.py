@@ -9,37 +9,28 @@ reads.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from statistics import fmean
+from types import ModuleType
 from typing import Any
-
-import torch
 
 from cab_hf.config import CabConfig
 from cab_hf.documents import Document, recall_document, split_sentences
-from cab_hf.eval import anchors, charts
+from cab_hf.eval import anchors, budgets
 from cab_hf.eval.experiment import PROG, SAMPLES, Row, read_provenance, run
 from cab_hf.eval.haystack import read_sentences
 from cab_hf.eval.methods import known
 from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
-from cab_hf.eval.report import grouped, markdown_table
 from cab_hf.patches.calibration import (
     DOCUMENTS,
     KEYS,
     LENGTH,
-    averaged,
-    budgeted,
     built_in_text,
-    kept_of,
-    losses,
 )
 from cab_hf.predictors import make_predictor
 from cab_hf.predictors.anchors import SHARES
-from cab_hf.predictors.calibration import Losses, pass_cost
 from cab_hf.runs.log import read_log, write_atomically, writing
 from cab_hf.runs.models import load_config
 from cab_hf.runs.provenance import file_identity
@@ -54,8 +45,6 @@ from cab_hf.runs.settings import (
 )
 
 BUILT_IN = "built-in"
-DIGITS = 5  # that count, of a recorded loss
-KINDS = ("estimate", "exact", "all")
 
 
 @dataclass(frozen=True)
@@ -169,57 +158,21 @@ class Calibrate(OnModel):
         yield from ({"document": index} for index in range(self.settings.documents))
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """By layer, [heads][options] of each of `Losses`; with anchors, `Kept` by `SHARES`."""
-        model, config = self.model, self.settings.cab_config
-        document = self.document(case["document"])
-        if self.settings.anchors:
-            with refusing("model"):
-                layers, kept = kept_of(model, document, config)
-            return {
-                "layers": model.config.get_text_config().num_hidden_layers,
-                "measured": layers,
-                "kept": list(map(anchors.recorded, kept)),
-            }
+        """What the document tells, of budgets or of anchors."""
+        model, document = self.model, self.document(case["document"])
+        way = anchors if self.settings.anchors else budgets
         with refusing("model"):
-            found = losses(model, document, config, make_predictor(config).options())
-        return {
-            "layers": model.config.get_text_config().num_hidden_layers,
-            "losses": {
-                str(layer): {name: _short(x) for name, x in each._asdict().items()}
-                for layer, each in found.items()
-            },
-        }
+            found = way.found_in(model, document, self.settings.cab_config)
+        return {"layers": model.config.get_text_config().num_hidden_layers, **found}
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """One row a (target, layer, head): its option, and what it loses there."""
-        if "anchors" in settings:
-            return anchors.rows(samples, settings)
-        options = settings["options"]
-        found = averaged([_read(sample) for sample in samples])
-        rows = []
-        for target in settings["target_densities"]:
-            chosen = _budgeted(samples, settings, target)
-            for layer, each in found.items():
-                for head in range(each.density.shape[0]):
-                    own = {field: getattr(chosen, field)[layer][head] for field in options[0]}
-                    at = options.index(own)
-                    of_head = {name: float(x[head, at]) for name, x in each._asdict().items()}
-                    spent = of_head["density"] + pass_cost(own.get("exact_stride", 0))
-                    place = {"target": target, "layer": layer, "head": head}
-                    rows.append({**place, **own, "kind": _kind(own), **of_head, "cost": spent})
-        return rows
+        """As `budgets.rows` or `anchors.rows`."""
+        return _asked(settings).rows(samples, settings)
 
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
-        if "anchor" in rows[0]:
-            return anchors.tables(rows)
-        made = []
-        for some in grouped(rows, "target"):
-            kinds = Counter(row["kind"] for row in some)
-            means = {name: fmean(row[name] for row in some) for name in MEANS}
-            made.append({"target": some[0]["target"], "heads": len(some), **kinds, **means})
-        return {"Spent": markdown_table(made, COLUMNS)}
+        return _shown(rows).tables(rows)
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
@@ -227,28 +180,11 @@ class Calibrate(OnModel):
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
-        if "anchors" in settings:
-            return anchors.notes(settings)
-        return (
-            f"Of {settings['documents']} documents of {settings['length']} tokens with {KEYS} keys "
-            "each. Estimate, exact and all are how many heads choose blocks by the estimate, by an "
-            "exact pass over some of their queries, or attend everything. Missed: the attention "
-            "mass a head leaves out, squared, mean over queries and heads; needle: of the mass on "
-            "the key that a query looks for, what is left out; cost: density and exact passes."
-        )
+        return _asked(settings).notes(settings)
 
     @staticmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
-        """What each head attends, a panel a target."""
-        if "anchor" in rows[0]:
-            return anchors.draw(path, rows)
-        panels = {
-            f"target {some[0]['target']:g}": {
-                (float(row["head"]), float(row["layer"])): row["density"] for row in some
-            }
-            for some in grouped(rows, "target")
-        }
-        charts.heatmap(path, panels, "head", "layer")
+        _shown(rows).draw(path, rows)
 
     @classmethod
     def main(cls, words: Sequence[str]) -> int:
@@ -270,39 +206,17 @@ def write_configs(folder: Path) -> list[Path]:
     paths = []
     for target in settings["target_densities"]:
         paths.append(folder / f"cab_config-{target:g}.json")
-        told = anchors.config_of if "anchors" in settings else _budgeted
-        config = told(samples, settings, target)
+        config = _asked(settings).config_of(samples, settings, target)
         with writing(paths[-1]):
             write_atomically(paths[-1], json.dumps(config.to_dict()) + "\n")
     return paths
 
 
-def _budgeted(samples: Sequence[Row], settings: Mapping[str, Any], target: float) -> CabConfig:
-    config = CabConfig.from_dict(settings["cab_config"])
-    found = averaged([_read(sample) for sample in samples])
-    with refusing("target_densities"):
-        return budgeted(config, settings["options"], found, target, samples[0]["layers"])
+def _asked(settings: Mapping[str, Any]) -> ModuleType:
+    """Who knows what to make of samples that were recorded with these settings."""
+    return anchors if "anchors" in settings else budgets
 
 
-MEANS = ("density", "cost", "missed", "needle")
-COLUMNS = {
-    **{name: name for name in ("target", "heads", *KINDS)},
-    **{name: (lambda row, name=name: f"{row[name]:.4f}") for name in MEANS},
-}
-
-
-def _kind(own: Mapping[str, Any]) -> str:
-    if own.get("mass") == 1:
-        return "all"
-    return "exact" if own.get("exact_stride") else "estimate"
-
-
-def _short(x: torch.Tensor) -> list[list[float]]:
-    return [[float(f"{value:.{DIGITS}g}") for value in row] for row in x.tolist()]
-
-
-def _read(sample: Row) -> dict[int, Losses]:
-    return {
-        int(layer): Losses(*(torch.tensor(each[n], dtype=torch.float64) for n in Losses._fields))
-        for layer, each in sample["losses"].items()
-    }
+def _shown(rows: Sequence[Row]) -> ModuleType:
+    """Who has made these rows, and shows them."""
+    return anchors if "anchor" in rows[0] else budgets

@@ -12,7 +12,7 @@ from words import TEXT, save_llama
 
 import cab_hf
 from cab_hf import CabConfig
-from cab_hf.eval import anchors, calibrate
+from cab_hf.eval import anchors, budgets, calibrate
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.calibrate import Calibrate
 from cab_hf.eval.experiment import SAMPLES, read_provenance, render
@@ -103,7 +103,7 @@ def test_what_ships_follows_from_the_committed_samples(name):
     _, samples = read_log(folder / "samples.jsonl")
     for target in settings["target_densities"]:
         shipped = CabConfig.calibrated(f"smollm2-{target:g}")
-        assert calibrate._budgeted(samples, settings, target) == shipped
+        assert budgets.config_of(samples, settings, target) == shipped
 
 
 # --- anchors
