@@ -140,7 +140,7 @@ def losses(
     tokens, looking = sought(document)
 
     def look(module: nn.Module, q: Tensor, k: Tensor, scale: float) -> None:
-        layer = module.layer_idx
+        layer = _index_of(module)
         if layer in config.dense_layers:
             return
         needles = Needles(*(x.to(q.device) for x in looking))
@@ -185,7 +185,7 @@ def kept_of(
     tokens, needles = sought(document)
 
     def look(module: nn.Module, q: Tensor, k: Tensor, scale: float) -> None:
-        layer = module.layer_idx
+        layer = _index_of(module)
         if layer in config.dense_layers:
             return
         heads[layer] = q.shape[1], k.shape[1]
@@ -211,6 +211,15 @@ def kept_of(
     return layers, [kept_between(some, weights) for some in by_share]
 
 
+def _index_of(module: nn.Module) -> int:
+    if module.layer_idx is None:
+        raise ValueError(
+            f"{type(module).__name__} serves several layers and has no index; a table of layers "
+            "has no place for it. Give one number for all heads."
+        )
+    return module.layer_idx
+
+
 @contextmanager
 def _changes(model: PreTrainedModel) -> Iterator[dict[int, float]]:
     """How much each layer changes its input, by its index: the mean of 1 - cosine over tokens."""
@@ -228,7 +237,11 @@ def _changes(model: PreTrainedModel) -> Iterator[dict[int, float]]:
 
     names = {id(module): name for name, module in model.named_modules()}
     for index, module in attention_layers(model):
-        watch(index, model.get_submodule(names[id(module)].rpartition(".")[0]))
+        around = names[id(module)].rpartition(".")[0]
+        # of a layer that attends twice, in a list
+        while isinstance(model.get_submodule(around), nn.ModuleList):
+            around = around.rpartition(".")[0]
+        watch(index, model.get_submodule(around))
     try:
         yield found
     finally:

@@ -164,6 +164,9 @@ def _check_budgets(config: CabConfig, text: PreTrainedConfig) -> None:
 
 
 def _number(text: PreTrainedConfig, name: str) -> int | None:
+    """What a config says of all layers alike; None where it does not."""
+    if getattr(text, f"{name}_per_layer", None) is not None:
+        return None
     try:
         value = getattr(text, name, None)
     except RuntimeError:

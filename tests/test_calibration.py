@@ -10,6 +10,7 @@ from words import make_tokenizer
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.config import budgets_of
+from cab_hf.eval.tiny_types import tiny_model as tiny_type
 from cab_hf.patches import calibration as of_models
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
@@ -170,6 +171,32 @@ def test_a_model_is_given_a_cascade(model):
     del told["anchors"]
     again = cab_hf.calibrate(model, tokenizer, ["So it goes."], 0.7, **told | {"config": given})
     assert (again.anchors, again.head_map) == (given.anchors, given.head_map)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "anchors"),
+    [
+        pytest.param("longcat_flash", 8, None, id="two attentions a layer"),
+        pytest.param("longcat_flash", 8, 2, id="two attentions a layer, anchors"),
+        pytest.param("laguna", 4, 2, id="heads are told by layer"),
+    ],
+)
+def test_layers_of_another_making_are_calibrated(model, kind, layers, anchors):
+    tokenizer, model = model[1], tiny_type(kind).eval()
+    told = {"config": CabConfig(**SMALL), "length": 300, "documents": 1, "anchors": anchors}
+    given = cab_hf.calibrate(model, tokenizer, ["Nobody knows. So it goes."], 0.8, **told)
+    assert len(given.mass) == layers
+    with cab_hf.cab(model), torch.no_grad():
+        model(torch.arange(300)[None] % 90 + 32)
+        assert len(cab_hf.stats(model)) == layers
+
+
+@pytest.mark.parametrize("anchors", [None, 2])
+def test_a_layer_without_an_index_has_no_place_in_a_table(model, anchors):
+    tokenizer, model = model[1], tiny_type("zamba").eval()
+    told = {"config": CabConfig(**SMALL), "length": 300, "documents": 1, "anchors": anchors}
+    with pytest.raises(ValueError, match="serves several layers and has no index"):
+        cab_hf.calibrate(model, tokenizer, ["So it goes."], 0.8, **told)
 
 
 def test_another_density_gives_other_budgets(model):
