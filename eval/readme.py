@@ -47,7 +47,7 @@ TRAININGS = {
     "cab": ((TRAINED, f"{TRAINED}-borders"), ("dense", "cab:0.22", "cab:five")),
 }
 PARALLEL = "speed-context-parallel"
-PARALLELS = tuple(PARALLEL + which for which in ("", "-1m", "-4", "-4-70b", "-4-1m", "-4-1m-70b"))
+PARALLELS = tuple(PARALLEL + which for which in ("", "-1m", "-4", "-4-1m", "-4-70b", "-4-1m-70b"))
 DEALT = f"{STEP}-cp"
 # what ranks share -> the folders of how long it takes them
 SHARED = {
@@ -290,13 +290,14 @@ def dealt_table(results: Path) -> str:
 def trained_table(results: Path) -> str:
     """What models keep that were trained and read densely or sparsely.
 
-    Bold where an interval lies below that of dense training and dense reading.
+    Bold where an interval lies below that of dense training and dense reading; of what that was not
+    asked, of dense reading.
     """
     found = {
         name: [read_results(results / folder) for folder in folders]
         for name, (folders, _) in TRAININGS.items()
     }
-    best = _read_of(found["dense"], "dense")
+    best = _read_of([*found["dense"], *found["cab"]], "dense")
     probes = {"asked at the end": "pass", "one of four": "multi_key"}
     probes |= {"in the middle": "recall", "at borders": "recall_border"}
     rows = []
@@ -306,7 +307,7 @@ def trained_table(results: Path) -> str:
             told = {"trained": name, "read": ARMS[method], "cost": row["cost"]}
             for heading, probe in probes.items():
                 part = row.get(probe)
-                told[heading] = part and _beside(part, best.get(probe, part))
+                told[heading] = part and _beside(part, best[probe])
             value = row.get("perplexity")
             rows.append(told | {"perplexity": value and digits(value["value"])})
     return _table(rows, [each for some in found.values() for each in some])
