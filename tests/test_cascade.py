@@ -7,6 +7,7 @@ import torch
 from attention_cases import laid_out
 from selecting import loud
 from tiny import FULL, SMALL, SPARSE, tiny_model, tokens
+from torch import nn
 
 import cab_hf
 from cab_hf import CabConfig
@@ -349,6 +350,19 @@ def test_reentrant_checkpointing_never_takes_another_anchors_plan():
     model.enable_input_require_grads()
     loss = model(ids, labels=ids, use_cache=False).loss
     with pytest.raises(ValueError, match="use_reentrant=False"):
+        loss.backward()
+
+
+def test_a_layer_called_several_times_is_not_computed_again_under_another_calls_plan():
+    model, ids = tiny_model().train(), tokens(1, 200)
+    first, second = model.model.layers[:2]
+    model.model.layers = nn.ModuleList([first, second, first, second])
+    model.config.num_hidden_layers = 4
+    cab_hf.apply_cab(model, replace(CASCADE, anchors=(0,)))
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    loss = model(ids, labels=ids, use_cache=False).loss
+    with pytest.raises(ValueError, match="not of layers that are called several times"):
         loss.backward()
 
 

@@ -105,7 +105,8 @@ class CascadePredictor(Predictor):
             raise ValueError(
                 f"Layer {layer} attends what layer {before[-1]} chooses, which has handed nothing "
                 "on in this pass; make an anchor of a layer that attends sparsely, and checkpoint "
-                "gradients with use_reentrant=False."
+                "gradients with use_reentrant=False, and not of layers that are called several "
+                "times."
             )
         if handed.heads != heads:
             raise ValueError(
