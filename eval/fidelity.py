@@ -428,7 +428,7 @@ class Fidelity(OnModel):
             "exactly. Query blocks are decided as a whole, so that what an answer's first token "
             "attends may depend on its later ones, as on all that follow in the block. At borders "
             "it does not: there numbers of recall, and the tokens of perplexity, are the first of "
-            f"{BORDER} tokens that whole query blocks make up."
+            f"{BORDER} tokens that whole query blocks make up.{_cascades(settings['cab_configs'])}"
         )
 
     @staticmethod
@@ -464,6 +464,19 @@ class Fidelity(OnModel):
 
 
 EXPERIMENT = Fidelity
+
+
+def _cascades(configs: Mapping[str, Mapping[str, Any]]) -> str:
+    """Which methods are cascades, and how they differ; of configs as they are recorded."""
+    told = []
+    for name, config in configs.items():
+        if anchors := config.get("anchors"):
+            alike = not isinstance(config["mass"], Sequence)
+            budget = f"{config['max_density']:g} of each row" if alike else "budgets a head"
+            plans = SHARING[config["anchor_heads"]]
+            scores = f"{len(anchors)} anchors by {config['anchor_scores']} scores"
+            told.append(f"{name} of {scores}, {plans}, {budget}")
+    return f" Cascades: {'; '.join(told)}." if told else ""
 
 
 def _usual(samples: Sequence[Row]) -> list[Row]:
@@ -579,6 +592,8 @@ def _changes(row: Row) -> list[str]:
     ]
 
 
+# whose a plan of an anchor is
+SHARING = {"each": "a plan a head", "group": "a plan a KV head", "all": "one plan for all heads"}
 MARKERS = "osv^DPX*<>p"
 NARROWEST = 0.1  # of the cost, that a panel spans at least
 DRAWN = {

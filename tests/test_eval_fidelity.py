@@ -221,6 +221,20 @@ def test_the_command_writes_its_files(model_folder, tmp_path, book, capsys):
     assert "On book, 300 tokens, cab attends" in capsys.readouterr().out
 
 
+def test_a_report_says_what_its_cascades_are():
+    shared = {"max_density": 0.15, "anchor_scores": "cab", "anchor_heads": "group"}
+    configs = {
+        "cab": {"max_density": 1.0},
+        "cab:a": CabConfig.calibrated("smollm2-anchors-5").to_dict(),
+        "cab:b": CabConfig(predictor="cascade", anchors=(0, 2), **shared).to_dict(),
+    }
+    assert Fidelity.notes({"cab_configs": configs}).endswith(
+        " Cascades: cab:a of 5 anchors by exact scores, a plan a head, budgets a head; "
+        "cab:b of 2 anchors by cab scores, a plan a KV head, 0.15 of each row."
+    )
+    assert "Cascades" not in Fidelity.notes({"cab_configs": {"cab": configs["cab"]}})
+
+
 def test_borders_are_read_beside_the_rest(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(fidelity, "BORDER", 32)
     probes = ("--probes", "recall,recall_border,perplexity,perplexity_border")
