@@ -38,8 +38,14 @@ def found_in(model: PreTrainedModel, document: Document, config: CabConfig) -> d
 
 def config_of(samples: Sequence[Row], settings: Mapping[str, Any], target: float) -> CabConfig:
     """The budgets that the samples tell, for a share of the pairs."""
+    return _within(_averaged(samples), samples, settings, target)
+
+
+def _within(
+    found: Mapping[int, Losses], samples: Sequence[Row], settings: Mapping[str, Any], target: float
+) -> CabConfig:
+    """The budgets by what was ``found`` in the samples on average."""
     config = CabConfig.from_dict(settings["cab_config"])
-    found = averaged([_read(sample) for sample in samples])
     with refusing("target_densities"):
         return budgeted(config, settings["options"], found, target, samples[0]["layers"])
 
@@ -47,10 +53,10 @@ def config_of(samples: Sequence[Row], settings: Mapping[str, Any], target: float
 def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One row a (target, layer, head): its option, and what it loses there."""
     options = settings["options"]
-    found = averaged([_read(sample) for sample in samples])
+    found = _averaged(samples)
     made = []
     for target in settings["target_densities"]:
-        chosen = config_of(samples, settings, target)
+        chosen = _within(found, samples, settings, target)
         for layer, each in found.items():
             for head in range(each.density.shape[0]):
                 own = {field: getattr(chosen, field)[layer][head] for field in options[0]}
@@ -108,6 +114,10 @@ def _kind(own: Mapping[str, Any]) -> str:
 
 def _short(x: torch.Tensor) -> list[list[float]]:
     return [[float(f"{value:.{DIGITS}g}") for value in row] for row in x.tolist()]
+
+
+def _averaged(samples: Sequence[Row]) -> dict[int, Losses]:
+    return averaged([_read(sample) for sample in samples])
 
 
 def _read(sample: Row) -> dict[int, Losses]:

@@ -23,12 +23,7 @@ from cab_hf.eval.experiment import PROG, SAMPLES, Row, read_provenance, run
 from cab_hf.eval.haystack import read_sentences
 from cab_hf.eval.methods import known
 from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
-from cab_hf.patches.calibration import (
-    DOCUMENTS,
-    KEYS,
-    LENGTH,
-    built_in_text,
-)
+from cab_hf.patches.calibration import DOCUMENTS, KEYS, LENGTH, built_in_text
 from cab_hf.predictors import make_predictor
 from cab_hf.predictors.anchors import SHARES
 from cab_hf.runs.log import read_log, write_atomically, writing

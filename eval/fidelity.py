@@ -34,7 +34,14 @@ from cab_hf.eval.intervals import mean_interval, paired_difference, wilson
 from cab_hf.eval.methods import H2O, METHODS, Cab, Cell, Dense, Method, known
 from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
 from cab_hf.eval.passkey import MATCH, fitted, parse_depths
-from cab_hf.eval.report import column, difference, grouped, markdown_table, with_interval
+from cab_hf.eval.report import (
+    column,
+    difference,
+    grouped,
+    markdown_table,
+    ratio_with_interval,
+    with_interval,
+)
 from cab_hf.predictors.calibration import passes
 from cab_hf.runs.provenance import file_identity
 from cab_hf.runs.settings import (
@@ -576,8 +583,7 @@ def _ratio(found: Row) -> str | None:
     """A ratio to dense with its interval, where there is one."""
     if found.get("ratio") is None:
         return None
-    ends = [found[end] for end in EDGES["ratio"] if end in found]
-    return f"{found['ratio']:.3f}" + (f" [{ends[0]:.3f}, {ends[1]:.3f}]" if ends else "")
+    return ratio_with_interval(found["ratio"], *map(found.get, EDGES["ratio"]))
 
 
 def _changes(row: Row) -> list[str]:

@@ -19,6 +19,7 @@ from typing import Any
 from cab_hf.eval import experiment
 from cab_hf.eval.experiment import CSV, FIGURE, REPORT, RESULTS, SAMPLES, Experiment, Row, named
 from cab_hf.eval.report import digits, grouped, markdown_table, percent, with_interval
+from cab_hf.eval.speed.lora import told_longest
 from cab_hf.runs.log import write_atomically
 from cab_hf.runs.settings import option, read_settings
 
@@ -251,15 +252,15 @@ def spread_table(results: Path) -> str:
 def longest_table(results: Path) -> str:
     """The longest sequence of which a training step fits on one GPU."""
     found = read_results(results / LONGEST)
+    sought = [row for row in found.rows if row["sought"]]
     rows = [
         {
-            "attention": some[0]["implementation"],
+            "attention": longest["implementation"],
             "tokens": f"{longest['length']:,}",
             "peak GiB": digits(longest["peak_gib"]),
-            "too many": f"{min(row['length'] for row in some if not row['fits']):,}",
+            "too many": f"{longest['over']:,}",
         }
-        for some in grouped([row for row in found.rows if row["sought"]], "implementation")
-        for longest in [max((row for row in some if row["fits"]), key=itemgetter("length"))]
+        for longest in map(told_longest, grouped(sought, "implementation"))
     ]
     return _table(rows, [found])
 
@@ -271,15 +272,15 @@ def dealt_table(results: Path) -> str:
         for folder in filter(Path.is_dir, (results / name for name in folders)):
             read.append(read_results(folder))
             cab = read[-1].row(implementation="cab")
-            dense = next((row for row in read[-1].rows if row["density"] == 1), None)
+            dense = cab["baseline_ms"]
             rows.append(
                 {
                     "seconds of a": what,
                     "tokens": f"{cab['length']:,}",
                     "GPUs": cab["world"],
-                    "dense": dense and digits(dense["ms"] / 1000),
+                    "dense": dense and digits(dense / 1000),
                     "cab": digits(cab["ms"] / 1000),
-                    "×": dense and cab["over_best"],
+                    "×": cab["over_best"],
                     "density": cab["density"],
                     "GiB a GPU": digits(cab["peak_gib"]),
                 }
@@ -320,9 +321,13 @@ def _beside(found: Row, best: Row) -> str:
 
 
 def _read_of(found: Sequence[Results], method: str) -> Row:
-    """The row of a way of reading, with the probes of all folders that have it."""
+    """The row of a way of reading, with the probes of all folders that have it.
+
+    ValueError where none has it, or one several times.
+    """
     wanted = {"method": method, "length": TRAINED_TOKENS}
-    rows = [row for each in found for row in each.rows if wanted.items() <= row.items()]
+    having = [each for each in found if any(wanted.items() <= row.items() for row in each.rows)]
+    rows = [each.row(**wanted) for each in having or found[:1]]
     # what several folders have is that of the first
     return {name: value for row in reversed(rows) for name, value in row.items()}
 

@@ -74,6 +74,11 @@ def difference(row: Mapping[str, Any]) -> str | None:
     return f"{row['delta']:+.2f} [{row['delta_low']:+.2f}, {row['delta_high']:+.2f}]"
 
 
+def ratio_with_interval(ratio: float, low: float | None, high: float | None) -> str:
+    """A ratio, and the interval around it where there is one."""
+    return f"{ratio:.3f}" + ("" if low is None else f" [{low:.3f}, {high:.3f}]")
+
+
 def with_interval(share: float, low: float, high: float) -> str:
     """A share and the interval around it."""
     return f"{share:.2f} [{low:.2f}, {high:.2f}]"

@@ -195,11 +195,16 @@ def test_what_trainings_keep_is_bold_where_it_is_less_for_sure(results):
     cascade = f"| cab | a cascade of five anchors | 0.50 | – | – | **{less}** | **{less}** | – |"
     assert cascade in told
     assert told.count("\n| ") == 2 + 6
+    # what no folder has is refused
+    rewrite(results, f"{readme.TRAINED}-borders")
+    with pytest.raises(ValueError, match="must have one row of method cab:five"):
+        readme.finetune_page("<!-- table: trained -->\n<!-- end -->\n", results)
 
 
 def test_the_longest_sequences_are_shown_beside_what_is_too_long(results):
     def tried(name, length, fits, sought=True):
         row = {"implementation": name, "length": length, "fits": fits, "sought": sought}
+        row |= {"spread": "alone", "world": 1, "room_gib": 140.0}
         return row | {"peak_gib": length / 1024 if fits else None}
 
     rows = [tried("sdpa", 65536, True, sought=False), tried("sdpa", 4096, True)]
@@ -213,7 +218,8 @@ def test_the_longest_sequences_are_shown_beside_what_is_too_long(results):
 def test_what_ranks_share_is_shown_with_what_it_takes(results):
     def of(name, ms, over=None):
         row = {"implementation": name, "length": 131072, "world": 2, "peak_gib": 50.0, "ms": ms}
-        return row | {"density": 1.0 if name == "cab_dense" else 0.1, "over_best": over}
+        row |= {"density": 1.0 if name == "cab_dense" else 0.1}
+        return row | {"over_best": over, "baseline_ms": over and 5000.0}
 
     rows = [of("cab", 2000.0, 2.5), of("cab_dense", 5000.0, 1.0)]
     (step, _), (first, _) = readme.SHARED.values()

@@ -16,7 +16,14 @@ from cab_hf.distributed.exchange import finish, start_gather, start_reduce_scatt
 from cab_hf.distributed.flight import KV_HEADS_TOGETHER
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, grouped, markdown_table, percent
+from cab_hf.eval.report import (
+    column,
+    digits,
+    grouped,
+    markdown_table,
+    percent,
+    ratio_with_interval,
+)
 from cab_hf.eval.speed import forecast
 from cab_hf.eval.speed.base import (
     TOKENS,
@@ -318,10 +325,9 @@ class ContextParallel(Ranked):
             f"{made_of(shape, settings)}\n\nAlone is one rank with the whole text. Efficiency is "
             "its time over the ranks' number and time. Of two launches: the time over theirs, with "
             "Welch's 95 % interval over runs where their times are recorded. Collectives: their "
-            "time, without compute, "
-            "over that of the turn; what is hidden behind compute counts. Key blocks needed: those "
-            "that any query of a rank attends, the mean over ranks and KV heads; ranks get all of "
-            f"them.\n\n{forecast.described(settings)}"
+            "time, without compute, over that of the turn; what is hidden behind compute counts. "
+            "Key blocks needed: those that any query of a rank attends, the mean over ranks and KV "
+            f"heads; ranks get all of them.\n\n{forecast.described(settings)}"
         )
 
     @staticmethod
@@ -381,9 +387,7 @@ def _started_and_finished(start: Callable[[], tuple[Any, Any]], team: Team) -> N
 
 
 def _ratio(found: Mapping[str, float]) -> str:
-    """A ratio of times, and its interval where runs were several."""
-    told = f"{found['ratio']:.3f}"
-    return told + (f" [{found['low']:.3f}, {found['high']:.3f}]" if "low" in found else "")
+    return ratio_with_interval(found["ratio"], found.get("low"), found.get("high"))
 
 
 COLUMNS = {
