@@ -57,13 +57,15 @@ class CabConfig:
         mass: with ``"clusters"``, the share of estimated attention mass a row keeps, in (0, 1]; 1
             lists every block and is exact. Or a `Table` of them, in [0, 1]: a head of 1 attends
             everything and lists nothing, one of 0 keeps no block for its mass.
-        bridges: with ``"clusters"``, the share of a row's blocks added by curvature score (by the
-            most that any query needs of them, in heads that choose by exact scores), in [0, 1].
-            A number or a `Table`.
-        exact_stride: how a head's blocks are scored: 0 by the estimate; s > 0 by exact scores of
-            the first query of a block and every s-th after it (`reference.exact_scores`), which
-            takes some .55 / s of the time that the head would take to attend everything; s divides
-            ``query_block``. A number or a `Table`.
+        bridges: with ``"clusters"``, the share of a row's blocks added by the largest share of
+            attention that any of the ``exact_queries`` gives them, or without those by curvature,
+            in [0, 1]. A number or a `Table`.
+        exact_queries: how many queries of a block are scored against every key: its outliers, those
+            least like the block's mean query (`reference.outlier_queries`). They see what the mean
+            hides, and half of the estimated mass is theirs. 0 leaves the choice to the estimate
+            over block summaries. A divisor of ``query_block``, or a `Table`.
+        min_blocks: with ``"clusters"``, a row keeps at least so many blocks (or all it has), the
+            best by mass: where a text is short, a share of the mass is too few.
         sparsity: with ``"topk"``, the share of a row's blocks that is dropped, in [0, 1). A number
             or a `Table`.
         curvature: ``"additive"`` (direct minus ``redundancy`` times two-hop), ``"forman"``
@@ -89,7 +91,7 @@ class CabConfig:
             plan, its columns are the plan's heads.
         anchor_scores: how anchors choose: ``"cab"`` as CAB does, or ``"exact"`` by the attention
             mass that key blocks really get, which takes about as long as dense attention and reads
-            no ``exact_stride``.
+            no ``exact_queries``.
         anchor_heads: which heads of an anchor share its blocks: ``"each"`` has its own, those of a
             KV head do (``"group"``), or ``"all"``. Budgets are then one number for all.
         anchor_reduction: what counts of the mass that the queries of a block give a key block, and
@@ -111,9 +113,10 @@ class CabConfig:
     dense_tail: int = 1
     coarsen: str = "box"
     select: str = "clusters"
-    mass: float | Table = 0.9
-    bridges: float | Table = 0.05
-    exact_stride: int | Table = 0
+    mass: float | Table = 0.8
+    bridges: float | Table = 0.03
+    exact_queries: int | Table = 16
+    min_blocks: int = 24
     sparsity: float | Table = 0.95
     curvature: str = "additive"
     redundancy: float = 0.3
@@ -137,7 +140,7 @@ class CabConfig:
         fits = max(self.query_block, self.key_block) % min(self.query_block, self.key_block) == 0
         of_rows = f"a divisor or a multiple of query_block={self.query_block}"
         self._require(("key_block",), lambda _: fits, of_rows)
-        counts = ("sink_blocks", "local_blocks", "dense_tail", "min_length")
+        counts = ("sink_blocks", "local_blocks", "min_blocks", "dense_tail", "min_length")
         self._require(counts, is_count, f"a whole number from 0 to {MOST}")
         for name, choices in CHOICES.items():
             self._require((name,), choices.__contains__, "one of " + ", ".join(map(repr, choices)))
@@ -147,7 +150,7 @@ class CabConfig:
         self._freeze_table("bridges", is_share, "in [0, 1]")
         fits = f"0 or a divisor of query_block={self.query_block}"
         self._freeze_table(
-            "exact_stride", lambda x: is_whole(x, 0) and self.query_block % (x or 1) == 0, fits
+            "exact_queries", lambda x: is_whole(x, 0) and self.query_block % (x or 1) == 0, fits
         )
         every_row = "in [0, 1): every row needs at least one block"
         self._freeze_table("sparsity", lambda x: is_share(x) and x < 1, every_row)
@@ -189,6 +192,7 @@ class CabConfig:
             "sink_blocks": 0,
             "local_blocks": 1,
             "dense_tail": 0,
+            "exact_queries": 0,
             "coarsen": "max_l2",
             "select": "topk",
             "redundancy": 1.0 if curvature == "forman" else cls.redundancy,
@@ -247,6 +251,10 @@ class CabConfig:
         """Whether curvature takes part in the selection at all."""
         if self.curvature == "none" or self.redundancy == 0:
             return False
+        exact = self.exact_queries
+        # heads that score queries exactly rank by those
+        if all(map(all, exact)) if isinstance(exact, tuple) else exact:
+            return False
         # with clusters it ranks bridges, and a row that keeps all its mass has none to add
         table = self.bridges if isinstance(self.bridges, tuple) else ((self.bridges,),)
         bridged = any(map(any, table)) and self.mass != 1
@@ -272,7 +280,7 @@ class CabConfig:
         if self.anchor_heads == "each":
             return
         pooled = f"that heads share (anchor_heads={self.anchor_heads!r})"
-        self._require(("exact_stride",), lambda stride: stride == 0, f"0 for a plan {pooled}")
+        self._require(("exact_queries",), lambda stride: stride == 0, f"0 for a plan {pooled}")
         for name in ("mass", "bridges", "sparsity"):
             what = f"one number for a plan {pooled}"
             self._require((name,), lambda value: not isinstance(value, tuple), what)
@@ -311,7 +319,7 @@ class Budgets(NamedTuple):
     mass: tuple[float, ...]
     bridges: tuple[float, ...]
     sparsity: tuple[float, ...]
-    exact_stride: tuple[int, ...] = (0,)
+    exact_queries: tuple[int, ...] = (0,)
     whole: tuple[int, ...] = ()
 
     @property
@@ -320,7 +328,7 @@ class Budgets(NamedTuple):
         return not self.whole and all(len(numbers) == 1 for numbers in self[:4])
 
     def of_head(self, head: int) -> tuple[float, float, float, int]:
-        """(mass, bridges, sparsity, exact_stride) of one head."""
+        """(mass, bridges, sparsity, exact_queries) of one head."""
         return tuple([numbers[head if len(numbers) > 1 else 0] for numbers in self[:4]])
 
     def of_heads(self, heads: Sequence[int]) -> Budgets:
@@ -333,7 +341,7 @@ class Budgets(NamedTuple):
 
     def exact(self, heads: int) -> tuple[int, ...]:
         """Those of ``heads`` that choose by exact scores."""
-        if not any(self.exact_stride):
+        if not any(self.exact_queries):
             return ()
         listed = [head for head in range(heads) if head not in self.whole]
         return tuple([head for head in listed if self.of_head(head)[3] > 0])
@@ -390,16 +398,16 @@ def budgets_of(config: CabConfig, layer: int | None, heads: int) -> Budgets:
         ValueError: where a table has no such layer or another number of heads, or there is a table
             and the layer has no index.
     """
-    fields = ("mass", "bridges", "sparsity", "exact_stride")
-    mass, bridges, sparsity, stride = [_of_layer(config, name, layer, heads) for name in fields]
+    fields = ("mass", "bridges", "sparsity", "exact_queries")
+    mass, bridges, sparsity, exact = [_of_layer(config, name, layer, heads) for name in fields]
     whole: tuple[int, ...] = ()
     if config.select == "clusters":
         if isinstance(config.mass, tuple):
             whole = tuple([head for head in range(heads) if mass[head] == 1])
         elif config.mass == 1:
             # everything is listed: nothing is to be scored
-            stride = (0,)
-    numbers = [x[:1] if len(set(x)) == 1 else x for x in (mass, bridges, sparsity, stride)]
+            exact = (0,)
+    numbers = [x[:1] if len(set(x)) == 1 else x for x in (mass, bridges, sparsity, exact)]
     return Budgets(*numbers, whole)
 
 

@@ -1,13 +1,14 @@
-"""Exact scores on the GPU: what queries need of every key block, by whole queries and whole keys.
+"""Exact scores on the GPU: what the outlier queries of a block need of every key block.
 
-The definitions are `reference.exact_scores`, which goes by the loudest key of a block and so takes
-next to no exponentials, and `reference.block_shares`, which goes by all of them. Either is one
-sweep over the keys: what a tile of rows found, one number a row and key block, waits in a scratch
-row until its normaliser is known.
+The definitions are `reference.outlier_queries` and `reference.exact_scores`. Three kernels: keys
+are cut to the scored channels, outlier queries are found and gathered, and one sweep over the keys
+leaves the largest logit of every key block in a scratch row until the row's normaliser is known.
+Where the device has it, all products are of 8-bit floats.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -26,179 +27,356 @@ from cab_hf.ops.attention.tiles import (
     vectors,
     vectors_at,
 )
+from cab_hf.ops.score import Turn
 from cab_hf.plan import Spans
 
+FP8 = torch.float8_e4m3fn
+FP8_CAPABILITY = (8, 9)
+LARGEST_FP8 = tl.constexpr(448.0)
+# keys are scaled by a constant, so that no key's bits depend on another key: what fits are keys
+# from 2^-4 to 1792 in any channel, in three bits each
+KEY_SCALE = 0.25
+# and rows to this norm: products of keys of norms up to 32,000 then fit a float16
+ROW_NORM = 8.0
+# channels of a product of 8-bit floats come in multiples of this
+LEAST_CHANNELS = 32
 
-class Tiles(NamedTuple):
-    """Sampled queries of a program, keys that it takes at a time, and how it is scheduled."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-# both from an H200
-LOUDEST = Tiles(64, 128, 4, 3)
-SUMMED = Tiles(128, 128, 8, 2)
+# gathered queries of a program, keys that it takes at a time, and how it is scheduled: an H200's
+ROWS, KEYS, WARPS, STAGES = 128, 128, 4, 3
 # the most key blocks of a row that are normalised at a time
 CHUNK = 64
 # bytes of scratch at a time
-SCRATCH_AT_A_TIME = 256 << 20
+SCRATCH_AT_A_TIME = 512 << 20
+# plans of layers whose channels stay on a device
+COPIES = 64
+
+
+class OutlierRows(NamedTuple):
+    """The outlier queries of every query block of some heads, one behind the other.
+
+    Attributes:
+        vectors: [heads, M_q * count, C], scaled.
+        scale: float32 [heads, M_q * count], what makes logits in powers of two of their products.
+        first, last: int32 of the same shape, the keys that a query sees; none where last is -1.
+        count: of each query block.
+    """
+
+    vectors: Tensor
+    scale: Tensor
+    first: Tensor
+    last: Tensor
+    count: int
+
+
+def scored_dtype(x: Tensor) -> torch.dtype:
+    """What products of ``x`` are computed in: 8-bit floats where 16-bit ones have such units."""
+    if x.is_cuda and x.dtype != torch.float32 and torch.version.cuda is not None:
+        return FP8 if torch.cuda.get_device_capability(x.device) >= FP8_CAPABILITY else x.dtype
+    return x.dtype
+
+
+def scored_keys(k: Tensor, channels: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The scored ``channels`` of k [B, H_kv, N_k, D]: [B, H_kv, N_k, C], zeros behind the last.
+
+    All of them for (). 8-bit floats hold `KEY_SCALE` of a key, and nothing of its neighbours.
+    """
+    batch, heads, length, dim = k.shape
+    index = _on_device(channels or tuple(range(dim)), k.device)
+    width = _padded(len(index))
+    k = k if k.stride(-1) == 1 else k.contiguous()
+    keys = k.new_empty(batch, heads, length, width, dtype=dtype)
+    tokens = 64
+    _scored_keys_kernel[(triton.cdiv(length, tokens), batch * heads)](
+        vectors(k),
+        index,
+        keys,
+        KEY_SCALE if dtype == FP8 else 1.0,
+        heads,
+        length,
+        len(index),
+        BLOCK_N=tokens,
+        BLOCK_C=width,
+        LIMITED=dtype == FP8,
+        num_warps=4,
+    )
+    return keys
+
+
+def outlier_rows(
+    q: Tensor,
+    spans: Spans,
+    turn: Turn,
+    scale: float,
+    query_block: int,
+    count: int,
+    channels: tuple[int, ...],
+    dtype: torch.dtype,
+) -> OutlierRows:
+    """The ``count`` outliers of every query block of q [B, H, N_q, D], for the heads of ``turn``."""
+    length, dim = q.shape[2:]
+    index = _on_device(channels or tuple(range(dim)), q.device)
+    shape = turn.count, turn.q_blocks * count
+    rows = OutlierRows(
+        q.new_empty(*shape, _padded(len(index)), dtype=dtype),
+        q.new_empty(shape, dtype=torch.float32),
+        *(torch.empty(shape, device=q.device, dtype=torch.int32) for _ in range(2)),
+        count,
+    )
+    first, last = (x if x.stride(1) == 1 else x.contiguous() for x in (spans.first, spans.last))
+    _outlier_rows_kernel[(turn.q_blocks, turn.count)](
+        vectors(q if q.stride(-1) == 1 else q.contiguous()),
+        index,
+        first,
+        last,
+        first.stride(0),
+        last.stride(0),
+        rows.vectors,
+        rows.scale,
+        rows.first,
+        rows.last,
+        scale * LOG2_E.value / (KEY_SCALE if dtype == FP8 else 1.0),
+        turn.start,
+        turn.heads,
+        length,
+        len(index),
+        ROW_NORM=ROW_NORM if dtype == FP8 else 0.0,
+        QUERY_BLOCK=query_block,
+        COUNT=count,
+        BLOCK_Q=triton.next_power_of_2(query_block),
+        D=dim,
+        BLOCK_D=triton.next_power_of_2(dim),
+        BLOCK_C=rows.vectors.shape[2],
+        num_warps=4 if query_block <= 128 else 8,
+    )
+    return rows
 
 
 def exact_scores(
-    q: Tensor,
-    k: Tensor,
-    heads: Tensor,
-    spans: Spans,
-    scale: float,
-    query_block: int,
-    key_block: int,
-    stride: int,
-    width: int,
+    turn: Turn, rows: OutlierRows, keys: Tensor, key_block: int, most: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`reference.exact_scores` of some heads: (most, log mass), float32 [B, n, M_q, width] both.
+    """`reference.exact_scores` of the heads of ``turn``: (most, shares), float32 of a shape.
 
-    The first M_k columns are key blocks. Log masses are up to a constant of the row.
+    Entries of blocks that a row does not see mean nothing.
 
     Args:
-        q: [B, H, N_q, D]. k: [B, H_kv, N_k, D].
-        heads: int32 [n], which heads of q.
-        stride: so many queries of a block stand for one that is looked at; divides ``query_block``.
-        width: room for the columns of a row, a multiple of 32.
+        keys: [B, H_kv, N_k, C], those of `scored_keys` for all heads.
+        most: [heads, M_q, width], whose memory the answer may take.
     """
-    told = spans.first, spans.last, scale, query_block, key_block, stride, width
-    most, mass = swept(q, k, heads, *told, summed=False)
-    # far below any share that counts, and finite
-    return most, mass.clamp_(min=1e-30).log_()
-
-
-def swept(
-    q: Tensor,
-    k: Tensor,
-    heads: Tensor,
-    first: Tensor,
-    last: Tensor,
-    scale: float,
-    query_block: int,
-    key_block: int,
-    stride: int,
-    width: int,
-    summed: bool,
-) -> tuple[Tensor, Tensor]:
-    """The largest share of any looked at query of a block, and the sum of them.
-
-    Args:
-        first, last: those of `Spans`.
-        summed: whether a key block gets what all of its keys get, or goes by its loudest.
-        others, and what is returned: as in `exact_scores`.
-    """
-    batch, q_heads, q_length, dim = q.shape
-    tiled = SUMMED if summed else LOUDEST
-    # sampled queries of a query block go to groups of a power of two, which tiles hold whole
-    samples = query_block // stride
-    group = tile_of(samples, tiled.rows)
-    rows = triton.cdiv(q_length, query_block) * samples
-    most = q.new_empty(batch, len(heads), rows // group, width, dtype=torch.float32)
-    mass = torch.empty_like(most)
-    tiles, planes = triton.cdiv(rows, tiled.rows), batch * len(heads)
-    step = max(1, SCRATCH_AT_A_TIME // (4 * planes * tiled.rows * width))
-    scratch = q.new_empty(min(step, tiles) * planes, width, tiled.rows, dtype=torch.float32)
-    first, last = (x if x.stride(1) == 1 else x.contiguous() for x in (first, last))
-    tile_keys = tiled.keys if tiled.keys % key_block == 0 else tile_of(key_block, tiled.keys)
-    k = described(k)
+    planes, total, dim = rows.vectors.shape
+    # the rows of a query block go to groups of a power of two, which tiles hold whole
+    group = tile_of(rows.count, ROWS)
+    groups = total // group
+    if group != rows.count:
+        most = most.new_empty(planes, groups, turn.width)
+    shares = torch.empty_like(most)
+    half = rows.vectors.dtype == FP8
+    tiles = triton.cdiv(total, ROWS)
+    a_tile = (2 if half else 4) * planes * ROWS * turn.width
+    step = max(1, SCRATCH_AT_A_TIME // a_tile)
+    scratch = torch.empty(
+        min(step, tiles) * planes * turn.width * ROWS,
+        device=most.device,
+        dtype=torch.float16 if half else torch.float32,
+    )
+    tile_keys = KEYS if KEYS % key_block == 0 else tile_of(key_block, KEYS)
     # the longest rows first
     for end in range(tiles, 0, -step):
         begin = max(0, end - step)
         _exact_scores_kernel[(end - begin, planes)](
-            vectors(q if q.stride(-1) == 1 else q.contiguous()),
-            *descriptors(tile_keys, k),
-            heads,
-            first,
-            last,
-            first.stride(0),
-            last.stride(0),
+            rows.vectors,
+            rows.scale,
+            rows.first,
+            rows.last,
+            *descriptors(tile_keys, described(keys)),
             scratch,
             most,
-            mass,
-            scale * LOG2_E.value,
+            shares,
+            turn.start,
             begin,
-            len(heads),
-            q_heads // k.shape[1],
-            q_length,
-            rows // group,
-            width,
-            SUMMED=summed,
-            STRIDE=stride,
+            turn.heads,
+            turn.heads // turn.kv_heads,
+            total,
+            groups,
+            turn.width,
             GROUP=group,
             KEY_BLOCK=key_block,
-            BLOCK_M=tiled.rows,
+            BLOCK_M=ROWS,
             BLOCK_N=tile_keys,
-            CHUNK=tile_of(width, CHUNK),
-            D=dim,
-            BLOCK_D=triton.next_power_of_2(dim),
-            PRECISION=precision(q),
-            STAGES=tiled.stages,
-            num_warps=tiled.warps,
+            CHUNK=tile_of(turn.width, CHUNK),
+            BLOCK_D=dim,
+            HALF=half,
+            PRECISION=precision(rows.vectors),
+            STAGES=STAGES,
+            num_warps=WARPS,
         )
-    if group == samples:
-        return most, mass
-    most, mass = (x.unflatten(2, (-1, samples // group)) for x in (most, mass))
-    return most.amax(3), mass.sum(3)
+    if group == rows.count:
+        return most, shares
+    most, shares = (x.unflatten(1, (-1, rows.count // group)) for x in (most, shares))
+    return most.amax(2), shares.sum(2)
+
+
+def _padded(channels: int) -> int:
+    return max(LEAST_CHANNELS, triton.next_power_of_2(channels))
+
+
+@lru_cache(COPIES)
+def _on_device(channels: tuple[int, ...], device: torch.device) -> Tensor:
+    """Made once: the copy to the device is a wait."""
+    return torch.tensor(channels, device=device, dtype=torch.int32)
 
 
 @triton.jit
-def _exact_scores_kernel(
-    q,
-    desc_k,
+def _scored_keys_kernel(
+    k,
+    channels,
+    keys,
+    key_scale,
     heads,
+    length,
+    count,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    LIMITED: tl.constexpr,
+):
+    plane = tl.program_id(1)
+    token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.arange(0, BLOCK_C)
+    channel = tl.load(channels + column, mask=column < count, other=0)
+    inside = (token < length)[:, None]
+    # [BLOCK_N, BLOCK_C]
+    x = tl.load(
+        vectors_at(k, plane // heads, plane % heads, token) + channel[None, :],
+        mask=inside & (column < count)[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    target = (plane.to(tl.int64) * length + token)[:, None] * BLOCK_C + column[None, :]
+    tl.store(keys + target, _limited(x * key_scale, LIMITED).to(keys.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _outlier_rows_kernel(
+    q,
+    channels,
     first,
     last,
     first_stride,
     last_stride,
+    rows,
+    scales,
+    rows_first,
+    rows_last,
+    qk_scale,
+    start,
+    heads,
+    length,
+    channel_count,
+    ROW_NORM: tl.constexpr,
+    QUERY_BLOCK: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    block = tl.program_id(0)
+    mine = tl.program_id(1).to(tl.int64)
+    batch = (start + mine) // heads
+    head = (start + mine) % heads
+    place = tl.arange(0, BLOCK_Q)
+    query = block * QUERY_BLOCK + place
+    inside = (place < QUERY_BLOCK) & (query < length)
+    lowest = tl.load(first + batch * first_stride + query, mask=inside, other=0)
+    highest = tl.load(last + batch * last_stride + query, mask=inside, other=-1)
+    real = highest >= 0
+    rank = place
+    at = vectors_at(q, batch, head, query)
+    if COUNT < QUERY_BLOCK:
+        # [BLOCK_Q, BLOCK_D]
+        channel = tl.arange(0, BLOCK_D)[None, :]
+        x = tl.load(at + channel, mask=real[:, None] & (channel < D), other=0.0).to(tl.float32)
+        mean = tl.sum(x, 0) / tl.maximum(tl.sum(real.to(tl.int32), 0), 1).to(tl.float32)
+        cosine = tl.sum(x * mean[None, :], 1) / tl.sqrt(tl.maximum(tl.sum(x * x, 1), 1e-16))
+        # a NaN comes first, so that ranks are a permutation whatever q holds
+        cosine = tl.where(cosine == cosine, cosine, float("-inf"))
+        cosine = tl.where(real, cosine, float("inf"))
+        ahead = cosine[None, :] < cosine[:, None]
+        tied = (cosine[None, :] == cosine[:, None]) & (place[None, :] < place[:, None])
+        rank = tl.sum((ahead | tied).to(tl.int32), 1)
+    chosen = (rank < COUNT) & (place < QUERY_BLOCK)
+    row = (mine * tl.num_programs(0) + block) * COUNT + rank
+    # [BLOCK_Q, BLOCK_C]
+    column = tl.arange(0, BLOCK_C)
+    channel = tl.load(channels + column, mask=column < channel_count, other=0)
+    x = tl.load(
+        at + channel[None, :],
+        mask=(chosen & real)[:, None] & (column < channel_count)[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    scale = tl.full([BLOCK_Q], 1.0, tl.float32)
+    if ROW_NORM > 0:
+        scale = ROW_NORM / tl.sqrt(tl.maximum(tl.sum(x * x, 1), 1e-16))
+    x = _limited(x * scale[:, None], ROW_NORM > 0).to(rows.dtype.element_ty)
+    tl.store(rows + row[:, None] * BLOCK_C + column[None, :], x, mask=chosen[:, None])
+    tl.store(scales + row, qk_scale / scale, mask=chosen)
+    tl.store(rows_first + row, lowest, mask=chosen)
+    tl.store(rows_last + row, highest, mask=chosen)
+
+
+@triton.jit
+def _limited(x, LIMITED: tl.constexpr):
+    if LIMITED:
+        # the comparison keeps NaN
+        x = tl.where(tl.abs(x) > LARGEST_FP8, tl.where(x > 0, LARGEST_FP8, -LARGEST_FP8), x)
+    return x
+
+
+@triton.jit
+def _exact_scores_kernel(
+    rows,
+    scales,
+    rows_first,
+    rows_last,
+    desc_k,
     scratch,
     most,
-    mass,
-    qk_scale,
+    shares,
+    start,
     begin,
-    count,
+    heads,
     group_heads,
-    q_length,
+    row_count,
     groups,
     width,
-    SUMMED: tl.constexpr,
-    STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
-    D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     # a step of the sweep is a tile of several key blocks, or a key block of several tiles
     STEP: tl.constexpr = BLOCK_N if BLOCK_N > KEY_BLOCK else KEY_BLOCK
     BLOCKS: tl.constexpr = STEP // KEY_BLOCK
+    DTYPE: tl.constexpr = tl.float16 if HALF else tl.float32
     plane = tl.program_id(1)
-    batch = plane // count
-    head = tl.load(heads + plane % count)
-    turn = tl.num_programs(0) - 1 - tl.program_id(0)
-    tile = begin + turn
+    batch = (start + plane) // heads
+    kv_head = (start + plane) % heads // group_heads
+    tile = begin + tl.num_programs(0) - 1 - tl.program_id(0)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    query = row * STRIDE
-    inside = query < q_length
-    lowest = tl.load(first + batch.to(tl.int64) * first_stride + query, mask=inside, other=0)
-    highest = tl.load(last + batch.to(tl.int64) * last_stride + query, mask=inside, other=-1)
+    inside = row < row_count
+    line = plane.to(tl.int64) * row_count + row
+    lowest = tl.load(rows_first + line, mask=inside, other=0)
+    highest = tl.load(rows_last + line, mask=inside, other=-1)
+    scale = tl.load(scales + line, mask=inside, other=1.0)
     real = highest >= 0
     # [BLOCK_M, BLOCK_D]
-    channel = tl.arange(0, BLOCK_D)[None, :]
-    at = vectors_at(q, batch, head, query) + channel
-    x = tl.load(at, mask=inside[:, None] & (channel < D), other=0.0)
+    at = rows + line[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    x = tl.load(at, mask=inside[:, None], other=0.0)
 
-    # tiles of keys that some row sees, and those that all rows see wholly
+    # steps that some row sees, and those that all rows see wholly
     low = tl.min(tl.where(real, lowest, 2147483647), 0) // STEP
     high = tl.max(highest, 0) // STEP
     whole_low = tl.cdiv(tl.max(tl.where(real, lowest, -1), 0), STEP)
@@ -216,33 +394,26 @@ def _exact_scores_kernel(
         begins = low if PART == 0 else whole_low if PART == 1 else whole_high
         ends = whole_low if PART == 0 else whole_high if PART == 1 else end
         for i in tl.range(begins, ends, num_stages=STAGES):
-            top = tl.full((BLOCK_M, BLOCKS), float("-inf"), tl.float32)
-            total = tl.zeros((BLOCK_M, BLOCKS), tl.float32)
-            for start in tl.static_range(0, STEP, BLOCK_N):
-                # [BLOCK_N, D], then [BLOCK_M, BLOCK_N]
-                column = i * STEP + start
-                k = desc_k.load([batch, head // group_heads, column, 0]).reshape(BLOCK_N, BLOCK_D)
-                qk = tl.dot(x, k.T, input_precision=PRECISION)
+            top = tl.full((BLOCK_M, BLOCKS), float("-inf"), DTYPE)
+            for offset in tl.static_range(0, STEP, BLOCK_N):
+                # [BLOCK_N, BLOCK_D], then [BLOCK_M, BLOCK_N]
+                column = i * STEP + offset
+                k = desc_k.load([batch, kv_head, column, 0]).reshape(BLOCK_N, BLOCK_D)
+                qk = tl.dot(x, k.T, input_precision=PRECISION, out_dtype=DTYPE)
                 if PART != 1:
                     key = column + tl.arange(0, BLOCK_N)[None, :]
                     seen = seen_between(key, lowest[:, None], highest[:, None])
                     qk = tl.where(seen, qk, float("-inf"))
                 # [BLOCK_M, BLOCKS]
                 by_block = tl.reshape(qk, (BLOCK_M, BLOCKS, BLOCK_N // BLOCKS))
-                peak = tl.maximum(top, tl.max(by_block, 2) * qk_scale)
-                if SUMMED:
-                    level = finite(peak)
-                    p = tl.exp2(by_block * qk_scale - level[:, :, None])
-                    total = total * tl.exp2(top - level) + tl.sum(p, 2)
-                top = peak
-            if SUMMED:
-                top += tl.log2(total)
-            m_new = tl.maximum(m_i, tl.max(top, 1))
+                top = tl.maximum(top, tl.max(by_block, 2))
+            logit = top.to(tl.float32) * scale[:, None]
+            m_new = tl.maximum(m_i, tl.max(logit, 1))
             m_safe = finite(m_new)
-            l_i = l_i * tl.exp2(m_i - m_safe) + tl.sum(tl.exp2(top - m_safe[:, None]), 1)
+            l_i = l_i * tl.exp2(m_i - m_safe) + tl.sum(tl.exp2(logit - m_safe[:, None]), 1)
             m_i = m_new
             block = i * BLOCKS + tl.arange(0, BLOCKS)
-            tl.store(kept[:, None] + block[None, :].to(tl.int64) * BLOCK_M, top)
+            tl.store(kept[:, None] + block[None, :].to(tl.int64) * BLOCK_M, logit.to(DTYPE))
     tl.debug_barrier()
 
     # what a row sees nothing of weighs nothing
@@ -250,7 +421,7 @@ def _exact_scores_kernel(
     line = tile * (BLOCK_M // GROUP) + tl.arange(0, BLOCK_M // GROUP)
     written = line < groups
     target = (plane.to(tl.int64) * groups + line) * width
-    for j0 in range(0, width, CHUNK):
+    for j0 in range(low * BLOCKS // CHUNK * CHUNK, tl.minimum(end * BLOCKS, width), CHUNK):
         column = j0 + tl.arange(0, CHUNK)
         there = (column >= low * BLOCKS) & (column < end * BLOCKS)
         # [CHUNK, BLOCK_M], then [CHUNK, BLOCK_M / GROUP]
@@ -259,8 +430,8 @@ def _exact_scores_kernel(
             mask=there[:, None],
             other=float("-inf"),
         )
-        share = tl.exp2(top - norm[None, :])
+        share = tl.exp2(top.to(tl.float32) - norm[None, :])
         share = tl.reshape(share, (CHUNK, BLOCK_M // GROUP, GROUP))
         cell = target[None, :] + column[:, None]
         tl.store(most + cell, tl.max(share, 2), mask=written[None, :])
-        tl.store(mass + cell, tl.sum(share, 2), mask=written[None, :])
+        tl.store(shares + cell, tl.sum(share, 2), mask=written[None, :])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -33,7 +34,8 @@ class KeySummary:
     Attributes:
         planes: [3, B, H_kv, M_k, D]: the mean of a block's keys, and per channel the largest and
             the smallest of them. [1, B, H_kv, M_k, D] where one vector stands for the block.
-        keys: [B, H_kv, N_k, D], the keys themselves where heads go by exact scores, else None.
+        keys: [B, H_kv, N_k, C], the scored channels of every key where outlier queries are scored
+            exactly, as that is computed; else None.
     """
 
     planes: Tensor
@@ -244,11 +246,12 @@ def top_blocks(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
 
 
 def top_mass(
-    log_mass: Tensor, forced: Tensor, visible: Tensor, mass: Tensor, cap: Tensor
+    log_mass: Tensor, forced: Tensor, visible: Tensor, mass: Tensor, least: int, cap: Tensor
 ) -> Tensor:
     """bool: the smallest set of blocks that holds ``mass``, forced ones first, at most ``cap``.
 
-    ``mass`` broadcasts with the rows: one for each head, or for all.
+    ``mass`` broadcasts with the rows: one for each head, or for all. Where it is above 0, rows keep
+    ``least`` blocks, or all they have.
     """
     share = log_mass.exp()
     # a forced block's share counts, whatever its size: it goes to the front of the queue
@@ -257,7 +260,7 @@ def top_mass(
     queued = share.gather(-1, order)
     before = queued.cumsum(-1) - queued
     rank = torch.arange(queued.shape[-1], device=queued.device)
-    taken = (before < mass - MASS_TOLERANCE) | (mass >= 1)
+    taken = (before < mass - MASS_TOLERANCE) | (mass >= 1) | ((rank < least) & (mass > 0))
     taken = (taken & (rank < cap)).gather(-1, order.argsort(-1))
     return (taken | forced) & visible
 
@@ -323,7 +326,7 @@ def best_blocks(
         spare = torch.minimum(share_of_row(visible, 1 - sparsity), cap)
         spare = spare - forced.sum(-1, keepdim=True)
         return forced | top_blocks(score, everything & ~forced, spare)
-    kept = top_mass(log_mass, forced, everything, mass, cap)
+    kept = top_mass(log_mass, forced, everything, mass, config.min_blocks, cap)
     spare = torch.minimum(share_of_row(visible, bridges), cap - kept.sum(-1, keepdim=True))
     return kept | top_blocks(score, everything & ~kept, spare)
 
@@ -333,36 +336,70 @@ def _by_head(numbers: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(numbers, device=like.device, dtype=torch.float64)[:, None, None]
 
 
+def outlier_queries(q: Tensor, spans: Spans, query_block: int, count: int) -> Tensor:
+    """The queries of each block least like the block's mean query: int64 [B, H, M_q, count].
+
+    They are positions in q [B, H, N_q, D], by rising cosine with the mean, ties to the earlier; -1
+    where a block has fewer real queries. A block's whole ``query_block`` queries come in order.
+    """
+    blocks, real = _blocked(q, spans.last >= 0, query_block)
+    mean = _mean(blocks, real).unsqueeze(-2)
+    cosine = (blocks * mean).sum(-1) / blocks.square().sum(-1).clamp(min=1e-16).sqrt()
+    cosine = cosine.nan_to_num(nan=-torch.inf).masked_fill(~real, torch.inf)
+    inside = torch.arange(query_block, device=q.device).expand(cosine.shape)
+    if count < query_block:
+        inside = cosine.argsort(dim=-1, stable=True)[..., :count]
+    start = torch.arange(0, q.shape[2], query_block, device=q.device)
+    missing = ~real.expand(cosine.shape).gather(-1, inside)
+    return (inside + start[:, None]).masked_fill(missing, -1)
+
+
 def exact_scores(
-    q: Tensor,
-    k: Tensor,
-    spans: Spans,
-    scale: float,
-    query_block: int,
-    key_block: int,
-    stride: int = 1,
+    rows: Tensor, positions: Tensor, keys: Tensor, spans: Spans, scale: float, key_block: int
 ) -> tuple[Tensor, Tensor]:
-    """What queries need of every key block: (most, log mass), float32 [B, H, M_q, M_k] both.
+    """What the gathered queries of a block need of every key block: (most, shares).
 
     The share that a query gives to a key block is the softmax, over the blocks it sees, of the
-    largest logit of any key inside: by whole queries and keys, nothing is pooled before it is
-    scored. ``most`` is the largest share that any query of the query block gives, log mass the
-    logarithm of their sum. Looked at are the first query of a block and every ``stride``-th after
-    it, and no padding: neighbours need the same blocks.
+    largest logit of any key inside. ``most`` is the largest share that any query of the block
+    gives, ``shares`` the sum of them: float32 [B, H, M_q, M_k] both.
+
+    Args:
+        rows: [B, H, M_q, S, C], what is scored of S queries of each block.
+        positions: int64 [B, H, M_q, S], which queries they are; -1 for none.
+        keys: [B, H_kv, N_k, C], the same channels of the keys.
     """
-    samples = query_block // stride
-    shape = (*q.shape[:2], -(-q.shape[2] // query_block), -(-k.shape[2] // key_block))
-    most, mass = (torch.zeros(shape, device=q.device) for _ in range(2))
-    step = max(1, QUERIES_AT_A_TIME // samples) * samples
-    for start, logits in _logits(q, k, spans, scale, step, stride):
-        logits = F.pad(logits, (0, -k.shape[2] % key_block), value=-torch.inf)
+    heads, kv_blocks = rows.shape[1], -(-keys.shape[2] // key_block)
+    most, shares = (rows.new_zeros(*rows.shape[:3], kv_blocks).float() for _ in range(2))
+    key = torch.arange(keys.shape[2], device=keys.device)
+    group, step = heads // keys.shape[1], max(1, QUERIES_AT_A_TIME // rows.shape[3])
+    for head, start in product(range(heads), range(0, rows.shape[2], step)):
+        some = slice(start, start + step)
+        at = positions[:, head, some].flatten(1)
+        first, last = (x.gather(1, at.clamp(min=0)) for x in (spans.first, spans.last))
+        last = last.masked_fill(at < 0, -1)
+        queries = rows[:, head, some].flatten(1, 2).float()
+        logits = queries @ keys[:, head // group].float().transpose(-1, -2) * scale
+        unseen = (key < first.unsqueeze(-1)) | (key > last.unsqueeze(-1))
+        logits = F.pad(
+            logits.masked_fill(unseen, -torch.inf), (0, -len(key) % key_block), value=-torch.inf
+        )
         largest = logits.unflatten(-1, (-1, key_block)).amax(-1)
-        # softmax over nothing is NaN: a row of padding needs nothing
-        shares = largest.softmax(-1).masked_fill(largest == -torch.inf, 0.0)
-        shares = F.pad(shares, (0, 0, 0, -shares.shape[2] % samples)).unflatten(2, (-1, samples))
-        blocks = slice(start // samples, start // samples + shares.shape[2])
-        most[:, :, blocks], mass[:, :, blocks] = shares.amax(3), shares.sum(3)
-    return most, mass.clamp(min=LEAST).log()
+        # softmax over nothing is NaN: who sees nothing needs nothing
+        given = largest.softmax(-1).masked_fill(largest == -torch.inf, 0.0)
+        given = given.unflatten(1, (-1, rows.shape[3]))
+        most[:, head, some], shares[:, head, some] = given.amax(2), given.sum(2)
+    return most, shares
+
+
+def shared_mass(estimate: Tensor, shares: Tensor, visible: Tensor) -> Tensor:
+    """log of the mean of two shares of a row: of ``estimate``, log shares, and of exact ones.
+
+    The estimate speaks for the many queries that are like their mean, ``shares`` (of any total) for
+    the outliers. -inf outside ``visible``.
+    """
+    total = shares.sum(-1, keepdim=True).clamp(min=LEAST)
+    both = (estimate.exp() + shares / total) / 2
+    return both.clamp(min=LEAST).log().masked_fill(~visible, -torch.inf)
 
 
 def block_shares(
@@ -395,19 +432,18 @@ def block_shares(
 
 
 def _logits(
-    q: Tensor, k: Tensor, spans: Spans, scale: float, at_a_time: int, stride: int = 1
+    q: Tensor, k: Tensor, spans: Spans, scale: float, at_a_time: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Of every ``stride``-th query, so many at a time: (which is first, float32 [B, H, n, N_k]).
+    """Of so many queries at a time: (which is first, float32 [B, H, n, N_k]).
 
     -inf for a key that a query does not see.
     """
-    queries = q[:, :, ::stride]
-    first, last = (x[:, None, ::stride, None] for x in (spans.first, spans.last))
+    first, last = (x[:, None, :, None] for x in (spans.first, spans.last))
     keys = k.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(-1, -2)
     key = torch.arange(k.shape[2], device=k.device)
-    for start in range(0, queries.shape[2], at_a_time):
+    for start in range(0, q.shape[2], at_a_time):
         some = slice(start, start + at_a_time)
-        logits = queries[:, :, some].float() @ keys * scale
+        logits = q[:, :, some].float() @ keys * scale
         unseen = (key < first[:, :, some]) | (key > last[:, :, some])
         yield start, logits.masked_fill(unseen, -torch.inf)
 

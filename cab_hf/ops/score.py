@@ -38,6 +38,8 @@ class Scores(NamedTuple):
         direct: [heads, M_q, width], upper logits (clusters) or mean logits (top-k); the first M_k
             columns are key blocks.
         estimate: the same shape, half of upper plus mean logits (clusters); None for top-k.
+        shares: the same shape, what the outlier queries of a row give, of any total, where these
+            are scored; ``direct`` then is the most that one of them gives.
         log_sum: [heads, M_q], log-sum-exp of a row of ``direct``; None without curvature.
         hops: [heads, M_q, coarse width], two-hop weights on the query grid; None without curvature.
         strength: like ``direct``, column strengths; None without Forman.
@@ -48,6 +50,7 @@ class Scores(NamedTuple):
     log_sum: Tensor | None
     hops: Tensor | None
     strength: Tensor | None
+    shares: Tensor | None = None
 
 
 class Turn(NamedTuple):

@@ -129,6 +129,7 @@ def select_blocks(
         config.redundancy,
         _share(bridges if clusters else 1 - sparsity),
         _share(config.max_density),
+        config.min_blocks,
         0 if bits is None else bits.shape[-1],
         config.sink_blocks,
         config.local_blocks,
@@ -140,6 +141,7 @@ def select_blocks(
         CURVATURE=config.curvature if config.curved else "none",
         BRIDGES=not clusters or (any(budgets.bridges) and not exact),
         CAPPED=config.max_density < 1,
+        SHARED=scores.shares is not None,
         TAIL="none" if tail.rows is None else "listed" if tail.listed else "named",
         LISTS=bits is None,
         CHUNK=row_chunk(turn.kv_blocks),
@@ -180,6 +182,7 @@ def _select_kernel(
     redundancy,
     share,
     max_density,
+    min_blocks,
     word_count,
     sink_blocks,
     local_blocks,
@@ -191,6 +194,7 @@ def _select_kernel(
     CURVATURE: tl.constexpr,
     BRIDGES: tl.constexpr,
     CAPPED: tl.constexpr,
+    SHARED: tl.constexpr,
     TAIL: tl.constexpr,
     LISTS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -245,8 +249,19 @@ def _select_kernel(
     if CLUSTERS:
         weights = scores.estimate + row * width
         if high >= 0:
+            shares = 0
+            if SHARED:
+                shares = scores.shares + row * width
+            least = tl.minimum(tl.where(mass > -TOLERANCE, min_blocks, 0), cap)
             weight_low, weight_high, weight_cut = _clusters(
-                weights, span, mass, forced, cap, begin, EXACT, CAPPED, CHUNK
+                (weights, shares),
+                span,
+                (mass, forced, least, cap),
+                begin,
+                EXACT,
+                CAPPED,
+                SHARED,
+                CHUNK,
             )
 
     values = scores.direct + row * width
@@ -375,22 +390,26 @@ def _block_lists_kernel(
 
 @triton.jit
 def _clusters(
-    weights,
+    rows,
     span,
-    mass,
-    forced,
-    cap,
+    bounds,
     begin,
     EXACT: tl.constexpr,
     CAPPED: tl.constexpr,
+    SHARED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Turn a row of logits into weights; (low, high, cut) of those that `reference.top_mass` keeps.
 
-    ``span`` of the row, which sees some block: first and last block that it sees, first that is no
-    sink, first of its tail.
+    Args:
+        rows: logits and, where ``SHARED``, what outlier queries give.
+        span: of the row, which sees some block: first and last block that it sees, first that is no
+            sink, first of its tail.
+        bounds: mass, and in blocks those that are forced, the fewest and the most that are kept.
     """
-    held, total, largest = _weigh(weights, span, begin, CHUNK)
+    weights, shares = rows
+    mass, forced, least, cap = bounds
+    held, total, largest = _weigh(weights, shares, span, begin, SHARED, CHUNK)
     low, high, _, _ = span
     blocks = high - low + 1
     if EXACT:
@@ -402,22 +421,27 @@ def _clusters(
         weight_low, weight_high, weight_cut = threshold_by_mass(
             weights, largest, total, missing, blocks, begin, high + 1, CHUNK
         )
-    if CAPPED:
-        room = cap - forced
+    wanted = -1
+    if EXACT == 0 or CAPPED:
         taken = count_kept(weights, weight_low, weight_high, weight_cut, begin, high + 1, CHUNK)
-        if taken > room:
-            under = tl.full([], -0.5, tl.float32)
-            weight_low, weight_high, weight_cut = threshold_by_count(
-                weights, under, largest, blocks - forced, room, begin, high + 1, CHUNK
-            )
+        if EXACT == 0 and taken < least - forced:
+            wanted = least - forced
+        if CAPPED and taken > cap - forced:
+            wanted = cap - forced
+    if wanted >= 0:
+        under = tl.full([], -0.5, tl.float32)
+        weight_low, weight_high, weight_cut = threshold_by_count(
+            weights, under, largest, blocks - forced, wanted, begin, high + 1, CHUNK
+        )
     return weight_low, weight_high, weight_cut
 
 
 @triton.jit
-def _weigh(estimate, span, begin, CHUNK: tl.constexpr):
-    """Replace a row of logits by exp(logit - largest), -1 where a block is forced or unseen.
+def _weigh(estimate, shares, span, begin, SHARED: tl.constexpr, CHUNK: tl.constexpr):
+    """Replace a row of logits by its softmax times a constant, -1 where a block is forced or unseen.
 
-    Returns (sum over the forced, sum over the others, the largest of these).
+    Where ``SHARED``, by the sum of that softmax and of the ``shares`` as a part of theirs. Returns
+    (sum over the forced, sum over the others, the largest of these).
     """
     low, high, sinks, tail = span
     # pointers and columns move on apart: a column that also is an address is compared as 64 bits
@@ -431,6 +455,10 @@ def _weigh(estimate, span, begin, CHUNK: tl.constexpr):
         column += CHUNK
         source += CHUNK
     top = tl.max(peak, 0)
+    part = 1.0
+    given_part = 0.0
+    if SHARED:
+        part, given_part = _parts(estimate, shares, top, low, high, begin, CHUNK)
     column = begin + tl.arange(0, CHUNK)
     source = estimate + column
     held = tl.zeros([CHUNK], tl.float32)
@@ -440,6 +468,9 @@ def _weigh(estimate, span, begin, CHUNK: tl.constexpr):
         visible = (column >= low) & (column <= high)
         free = (column >= sinks) & (column < tail)
         weight = tl.exp(tl.where(visible, tl.load(source), float("-inf")) - top)
+        if SHARED:
+            given = tl.where(visible, tl.load(shares + column), 0.0)
+            weight = weight * part + given * given_part
         held += tl.where(free, 0.0, weight)
         weight = tl.where(free, weight, 0.0)
         total += weight
@@ -449,6 +480,21 @@ def _weigh(estimate, span, begin, CHUNK: tl.constexpr):
         source += CHUNK
     tl.debug_barrier()
     return tl.sum(held, 0), tl.sum(total, 0), tl.max(largest, 0)
+
+
+@triton.jit
+def _parts(estimate, shares, top, low, high, begin, CHUNK: tl.constexpr):
+    """What makes the exponentials of a row, and its ``shares``, sum to 1."""
+    column = begin + tl.arange(0, CHUNK)
+    weight = tl.zeros([CHUNK], tl.float32)
+    given = tl.zeros([CHUNK], tl.float32)
+    for _ in range(begin, high + 1, CHUNK):
+        visible = (column >= low) & (column <= high)
+        logit = tl.load(estimate + column)
+        weight += tl.exp(tl.where(visible, logit, float("-inf")) - top)
+        given += tl.where(visible, tl.load(shares + column), 0.0)
+        column += CHUNK
+    return 1 / tl.sum(weight, 0), 1 / tl.maximum(tl.sum(given, 0), 1e-30)
 
 
 @triton.jit
