@@ -18,7 +18,6 @@ ANCHOR_HEADS = ("each", "group", "all")
 ANCHOR_REDUCTION = ("max", "mean")
 # blocks and tokens are counted in int32
 MOST = 2**31 - 1
-CALIBRATIONS = Path(__file__).parent / "calibrations"
 CHOICES = {
     "coarsen": COARSEN,
     "select": SELECT,
@@ -216,27 +215,19 @@ class CabConfig:
         return cls(**settings)
 
     @classmethod
-    def calibrated(cls, name_or_path: str | Path) -> CabConfig:
-        """The config of a calibration: one of `shipped`, or a file that `save` wrote.
+    def calibrated(cls, path: str | Path) -> CabConfig:
+        """The config of a calibration: a file that `save` wrote.
 
         Raises:
-            ValueError: for what is neither, or a file that holds no config.
+            ValueError: where there is no such file, or it holds no config.
         """
-        path = CALIBRATIONS / f"{name_or_path}.json"
-        path = path if path.is_file() else Path(name_or_path)
-        if not path.is_file():
-            known = ", ".join(cls.shipped())
-            raise ValueError(f"{str(name_or_path)!r} is neither a file nor one of {known}.")
+        if not Path(path).is_file():
+            raise ValueError(f"{str(path)!r} is no file; give one that CabConfig.save wrote.")
         try:
-            content = json.loads(path.read_text("utf-8"))
+            content = json.loads(Path(path).read_text("utf-8"))
         except ValueError as error:
             raise ValueError(f"{path} must be a JSON file of CabConfig fields: {error}.") from None
         return cls.from_dict(content)
-
-    @staticmethod
-    def shipped() -> tuple[str, ...]:
-        """The names of calibrations that come with the package."""
-        return tuple(sorted(path.stem for path in CALIBRATIONS.glob("*.json")))
 
     def save(self, path: str | Path) -> None:
         """Write it to a JSON file that `calibrated` reads."""

@@ -238,13 +238,12 @@ def test_what_cannot_be_calibrated_is_refused(model, bad, message):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_what_ships_is_found_by_name():
-    names = CabConfig.shipped()
-    assert names == ("smollm2-0.13", "smollm2-0.22", "smollm2-anchors-5", "smollm2-anchors-8")
-    config = CabConfig.calibrated("smollm2-0.22")
-    assert len(config.mass) == 30 and {len(row) for row in config.mass} == {9}
-    with pytest.raises(ValueError, match="smollm2-0.13, smollm2-0.22"):
+def test_what_is_no_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="'gpt-5' is no file; give one that CabConfig.save wrote"):
         CabConfig.calibrated("gpt-5")
+    (tmp_path / "own.json").write_text("mass: 0.5")
+    with pytest.raises(ValueError, match="own.json must be a JSON file of CabConfig fields"):
+        CabConfig.calibrated(tmp_path / "own.json")
 
 
 def test_documents_and_losses_are_the_same_twice(model):
