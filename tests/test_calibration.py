@@ -15,7 +15,6 @@ from cab_hf.patches import calibration as of_models
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
 from cab_hf.predictors.calibration import (
-    EXACT_ANCHOR,
     Needles,
     allocate,
     costs,
@@ -114,10 +113,9 @@ def test_what_passes_take_of_a_model():
     table = {"exact_stride": ((0, 2), (2, 2)), "mass": ((0.9, 0.9), (1.0, 0.9))}
     # a head that attends everything is not looked at
     assert passes(CabConfig(**table), 2) == pytest.approx(whole / 2)
+    # of a cascade those of anchors alone
     cascade = {"predictor": "cascade", "anchors": (0, 3)}
-    assert passes(CabConfig(**cascade), 8) == pytest.approx(EXACT_ANCHOR / 4)
-    # of anchors that choose as CAB does, those of anchors alone
-    cascade["anchor_scores"] = "cab"
+    assert passes(CabConfig(**cascade), 8) == 0
     assert passes(CabConfig(**cascade, exact_stride=2), 8) == pytest.approx(whole / 4)
     assert passes(CabConfig(**{**cascade, "anchors": (0,)}, **table), 2) == pytest.approx(whole / 4)
 

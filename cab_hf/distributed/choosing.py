@@ -7,8 +7,7 @@ travels too, and nothing else:
   the coarsened queries of all, chooses for all rows, and keeps its own. That part of choosing is
   not divided by the ranks.
 * heads that choose by exact scores need keys: theirs are gathered.
-* an anchor of a cascade that goes by exact scores needs all keys, and they are gathered; the
-  layers behind it need nothing.
+* the layers behind an anchor of a cascade need nothing.
 * which rows end a text (``dense_tail``) is told by the layout.
 
 Any other predictor that is not CAB itself is handed the whole q and k, gathered, by every rank:
@@ -35,7 +34,6 @@ from cab_hf.predictors import (
     Predictor,
     make_predictor,
 )
-from cab_hf.predictors.cascade import ExactPredictor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -94,8 +92,6 @@ def choose(
         # an anchor hands on the rows of this rank
         heads, anchor = (q.shape[1], k.shape[1]), predictor.anchor
         return predictor.handed_on(heads, call, lambda: choose(anchor, q, k, places, group, call))
-    if isinstance(predictor, ExactPredictor):
-        return predictor.choose(q, _tokens(k, places, group), call)
     if type(predictor) is not CurvaturePredictor:
         return _by_all_of_it(predictor, q, k, places, group, call)
     config = predictor.config
