@@ -1,9 +1,8 @@
 """Exact scores on the GPU: what queries need of every key block, by whole queries and whole keys.
 
-The definitions are `reference.exact_scores`, which goes by the loudest key of a block and so takes
-next to no exponentials, and `reference.block_shares`, which goes by all of them. Either is one
-sweep over the keys: what a tile of rows found, one number a row and key block, waits in a scratch
-row until its normaliser is known.
+The definition is `reference.exact_scores`, which goes by the loudest key of a block and so takes
+next to no exponentials. It is one sweep over the keys: what a tile of rows found, one number a row
+and key block, waits in a scratch row until its normaliser is known.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# both from an H200
-LOUDEST = Tiles(64, 128, 4, 3)
-SUMMED = Tiles(128, 128, 8, 2)
+# from an H200
+TILES = Tiles(64, 128, 4, 3)
 # the most key blocks of a row that are normalised at a time
 CHUNK = 64
 # bytes of scratch at a time
@@ -68,45 +66,18 @@ def exact_scores(
         stride: so many queries of a block stand for one that is looked at; divides ``query_block``.
         width: room for the columns of a row, a multiple of 32.
     """
-    told = spans.first, spans.last, scale, query_block, key_block, stride, width
-    most, mass = swept(q, k, heads, *told, summed=False)
-    # far below any share that counts, and finite
-    return most, mass.clamp_(min=1e-30).log_()
-
-
-def swept(
-    q: Tensor,
-    k: Tensor,
-    heads: Tensor,
-    first: Tensor,
-    last: Tensor,
-    scale: float,
-    query_block: int,
-    key_block: int,
-    stride: int,
-    width: int,
-    summed: bool,
-) -> tuple[Tensor, Tensor]:
-    """The largest share of any looked at query of a block, and the sum of them.
-
-    Args:
-        first, last: those of `Spans`.
-        summed: whether a key block gets what all of its keys get, or goes by its loudest.
-        others, and what is returned: as in `exact_scores`.
-    """
     batch, q_heads, q_length, dim = q.shape
-    tiled = SUMMED if summed else LOUDEST
     # sampled queries of a query block go to groups of a power of two, which tiles hold whole
     samples = query_block // stride
-    group = tile_of(samples, tiled.rows)
+    group = tile_of(samples, TILES.rows)
     rows = triton.cdiv(q_length, query_block) * samples
     most = q.new_empty(batch, len(heads), rows // group, width, dtype=torch.float32)
     mass = torch.empty_like(most)
-    tiles, planes = triton.cdiv(rows, tiled.rows), batch * len(heads)
-    step = max(1, SCRATCH_AT_A_TIME // (4 * planes * tiled.rows * width))
-    scratch = q.new_empty(min(step, tiles) * planes, width, tiled.rows, dtype=torch.float32)
-    first, last = (x if x.stride(1) == 1 else x.contiguous() for x in (first, last))
-    tile_keys = tiled.keys if tiled.keys % key_block == 0 else tile_of(key_block, tiled.keys)
+    tiles, planes = triton.cdiv(rows, TILES.rows), batch * len(heads)
+    step = max(1, SCRATCH_AT_A_TIME // (4 * planes * TILES.rows * width))
+    scratch = q.new_empty(min(step, tiles) * planes, width, TILES.rows, dtype=torch.float32)
+    first, last = (x if x.stride(1) == 1 else x.contiguous() for x in (spans.first, spans.last))
+    tile_keys = TILES.keys if TILES.keys % key_block == 0 else tile_of(key_block, TILES.keys)
     k = described(k)
     # the longest rows first
     for end in range(tiles, 0, -step):
@@ -129,23 +100,23 @@ def swept(
             q_length,
             rows // group,
             width,
-            SUMMED=summed,
             STRIDE=stride,
             GROUP=group,
             KEY_BLOCK=key_block,
-            BLOCK_M=tiled.rows,
+            BLOCK_M=TILES.rows,
             BLOCK_N=tile_keys,
             CHUNK=tile_of(width, CHUNK),
             D=dim,
             BLOCK_D=triton.next_power_of_2(dim),
             PRECISION=precision(q),
-            STAGES=tiled.stages,
-            num_warps=tiled.warps,
+            STAGES=TILES.stages,
+            num_warps=TILES.warps,
         )
-    if group == samples:
-        return most, mass
-    most, mass = (x.unflatten(2, (-1, samples // group)) for x in (most, mass))
-    return most.amax(3), mass.sum(3)
+    if group != samples:
+        most, mass = (x.unflatten(2, (-1, samples // group)) for x in (most, mass))
+        most, mass = most.amax(3), mass.sum(3)
+    # far below any share that counts, and finite
+    return most, mass.clamp_(min=1e-30).log_()
 
 
 @triton.jit
@@ -167,7 +138,6 @@ def _exact_scores_kernel(
     q_length,
     groups,
     width,
-    SUMMED: tl.constexpr,
     STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
@@ -217,7 +187,6 @@ def _exact_scores_kernel(
         ends = whole_low if PART == 0 else whole_high if PART == 1 else end
         for i in tl.range(begins, ends, num_stages=STAGES):
             top = tl.full((BLOCK_M, BLOCKS), float("-inf"), tl.float32)
-            total = tl.zeros((BLOCK_M, BLOCKS), tl.float32)
             for start in tl.static_range(0, STEP, BLOCK_N):
                 # [BLOCK_N, D], then [BLOCK_M, BLOCK_N]
                 column = i * STEP + start
@@ -229,14 +198,7 @@ def _exact_scores_kernel(
                     qk = tl.where(seen, qk, float("-inf"))
                 # [BLOCK_M, BLOCKS]
                 by_block = tl.reshape(qk, (BLOCK_M, BLOCKS, BLOCK_N // BLOCKS))
-                peak = tl.maximum(top, tl.max(by_block, 2) * qk_scale)
-                if SUMMED:
-                    level = finite(peak)
-                    p = tl.exp2(by_block * qk_scale - level[:, :, None])
-                    total = total * tl.exp2(top - level) + tl.sum(p, 2)
-                top = peak
-            if SUMMED:
-                top += tl.log2(total)
+                top = tl.maximum(top, tl.max(by_block, 2) * qk_scale)
             m_new = tl.maximum(m_i, tl.max(top, 1))
             m_safe = finite(m_new)
             l_i = l_i * tl.exp2(m_i - m_safe) + tl.sum(tl.exp2(top - m_safe[:, None]), 1)

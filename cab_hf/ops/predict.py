@@ -1,8 +1,7 @@
 """Predict on the GPU, in two halves: summarise keys, then choose blocks. Each is a registered op.
 
-The definition is `CurvaturePredictor` on the ops of `reference`. Who has scored blocks already
-chooses by shares. No step waits for the device, and no shape depends on data, except where lists
-would be larger than `LISTS_AT_MOST`.
+The definition is `CurvaturePredictor` on the ops of `reference`. No step waits for the device, and
+no shape depends on data, except where lists would be larger than `LISTS_AT_MOST`.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from torch import Tensor
 from cab_hf.config import Budgets, CabConfig
 from cab_hf.ops.coarsen import QuerySummary, coarsen_keys, coarsen_queries, summary_dtype
 from cab_hf.ops.exact_scores import exact_scores
-from cab_hf.ops.reference import KeySummary, log_share_
-from cab_hf.ops.score import Scores, Turn, block_graph, block_scores, turns
+from cab_hf.ops.reference import KeySummary
+from cab_hf.ops.score import Scores, Turn, block_scores, turns
 from cab_hf.ops.select import COPIES, Own, Tail, fill_lists, select_blocks
 from cab_hf.plan import BlockLists, Spans, crossed_blocks
 
@@ -29,8 +28,6 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD_DIM = 256
 # bytes of scores alive at a time; heads take turns so that it is enough
 SCORES_AT_A_TIME = 256 << 20
-# the same where shares of all heads are alive beside them
-SHARES_AT_A_TIME = 64 << 20
 # bytes of lists that are made as wide as a row could ever need; wider ones are measured first,
 # which waits for the device once
 LISTS_AT_MOST = 2 << 30
@@ -41,7 +38,7 @@ FIELDS = {
     **dict.fromkeys(("coarsen", "select", "curvature"), "str"),
     **dict.fromkeys(("redundancy", "max_density"), "float"),
 }
-# how the registered ops are told what `_told` understands
+# how the registered op is told what `_told` understands
 TOLD = (
     "Tensor first, Tensor last, Tensor key_valid, bool aligned, bool consecutive, Tensor? tail,"
     " bool tail_listed, float[] mass, float[] bridges, float[] sparsity, int[] exact_stride,"
@@ -96,29 +93,6 @@ def choose(
         scored = _scored(q, summary, spans, budgets, scale, config, vectors)
         shape = *q.shape[:2], -(-q.shape[2] // config.query_block)
         return _chosen(shape, scored, spans, tail, budgets, config, measured=not _capturing(q))
-
-
-def choose_by_shares(
-    shares: Tensor, reach: Tensor | None, spans: Spans, config: CabConfig, budgets: Budgets
-) -> tuple[BlockLists, BlockLists]:
-    """(full, partial) lists of the key blocks that heads attend by their shares.
-
-    As `choose` otherwise: what lists nothing, and what is safe.
-
-    Args:
-        shares: float32 [B, heads, M_q, M_k], what key blocks have of each row, up to a factor of
-            the row: they fill the mass, and rank bridges (clusters), or rank all (top-k).
-        reach: the same shape: bridges are ranked by curvature over it instead; None for shares.
-        budgets: of these heads; ``exact_stride`` is not read.
-    """
-    if torch.compiler.is_compiling():
-        told = _telling(spans, config, budgets)
-        lists = torch.ops.cab_hf.choose_by_shares(shares, reach, *told)
-        return BlockLists(*lists[:2]), BlockLists(*lists[2:])
-    with _on(shares):
-        tail, measured = _tail(spans, config), not _capturing(shares)
-        scored = _shared(shares, reach, spans, budgets, config)
-        return _chosen(shares.shape[:3], scored, spans, tail, budgets, config, measured)
 
 
 def _chosen(
@@ -180,46 +154,6 @@ def _scored(
         own = Own.of(budgets, clusters, heads, q.device, exact=True)
         for one, scores in _exact_turns(turn, q, keys, budgets, spans, scale, config):
             yield one, scores, plain, own
-
-
-def _shared(
-    shares: Tensor, reach: Tensor | None, spans: Spans, budgets: Budgets, config: CabConfig
-) -> Scored:
-    """A few heads at a time, by their shares, which stay as they are."""
-    batch, heads, *blocks = shares.shape
-    clusters = config.select == "clusters"
-    ranked = not clusters or any(budgets.bridges)
-    if reach is None or not ranked:
-        config = replace(config, curvature="none")
-    plain = budgets._replace(exact_stride=(0,))
-    own = Own.of(plain, clusters, heads, shares.device, exact=False)
-    shape = batch, heads, heads, *blocks
-    for turn in turns(_rows(spans, config), shape, config, SHARES_AT_A_TIME):
-        yield turn, _share_scores(turn, shares, reach, ranked, spans, config), config, own
-
-
-def _share_scores(
-    turn: Turn, shares: Tensor, reach: Tensor | None, ranked: bool, spans: Spans, config: CabConfig
-) -> Scores:
-    clusters = config.select == "clusters"
-    estimate = _of_turn(turn, shares, logarithms=True) if clusters else None
-    # without bridges nobody reads it
-    direct = estimate
-    if ranked and reach is None:
-        direct = _of_turn(turn, shares, logarithms=False)
-    elif ranked:
-        direct = _of_turn(turn, reach, logarithms=True)
-    return Scores(direct, estimate, *block_graph(turn, direct, False, config, spans))
-
-
-def _of_turn(turn: Turn, shares: Tensor, logarithms: bool) -> Tensor:
-    """A copy of the shares of its heads, or their logarithms, [heads, M_q, width]."""
-    some = shares.flatten(0, 1)[turn.start : turn.start + turn.count]
-    wide = some.new_empty(turn.count, turn.q_blocks, turn.width)
-    columns = wide[..., : turn.kv_blocks].copy_(some)
-    if logarithms:
-        log_share_(columns)
-    return wide
 
 
 def _exact_turns(
@@ -338,32 +272,10 @@ def _choose_op(q, planes, keys, scale, *told):
 
 @_choose_op.register_fake
 def _(q, planes, keys, scale, *told):
-    config = _told(told)[-1]
-    return _unfilled(q, (*q.shape[:2], -(-q.shape[2] // config.query_block)), told)
-
-
-@torch.library.custom_op(
-    "cab_hf::choose_by_shares",
-    mutates_args=(),
-    schema=f"(Tensor shares, Tensor? reach, {TOLD}) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _choose_by_shares_op(shares, reach, *told):
     spans, tail, budgets, config = _told(told)
-    scored = _shared(shares, reach, spans, budgets, config)
-    return _four(*_chosen(shares.shape[:3], scored, spans, tail, budgets, config, measured=False))
-
-
-@_choose_by_shares_op.register_fake
-def _(shares, reach, *told):
-    return _unfilled(shares, shares.shape[:3], told)
-
-
-def _unfilled(
-    like: Tensor, shape: tuple[int, int, int], told: tuple
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    spans, tail, budgets, config = _told(told)
+    shape = *q.shape[:2], -(-q.shape[2] // config.query_block)
     rooms = _rooms(shape, spans.kv_length, spans.aligned, tail, budgets, config)
-    return _four(*[_empty_lists(like, shape, room) for room in rooms])
+    return _four(*[_empty_lists(q, shape, room) for room in rooms])
 
 
 def _four(full: BlockLists, partial: BlockLists) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -371,7 +283,7 @@ def _four(full: BlockLists, partial: BlockLists) -> tuple[Tensor, Tensor, Tensor
 
 
 def _telling(spans: Spans, config: CabConfig, budgets: Budgets) -> tuple:
-    """What a registered op is told by the schema `TOLD`."""
+    """What the registered op is told by the schema `TOLD`."""
     known = spans.first, spans.last, spans.key_valid, spans.aligned, spans.consecutive
     settings = [getattr(config, name) for name in FIELDS]
     return *known, *_tail(spans, config), *map(list, budgets), *settings
