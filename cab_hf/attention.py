@@ -23,6 +23,7 @@ from cab_hf.frame import PARALLEL, Length
 from cab_hf.plan import BlockPlan
 from cab_hf.predictors import make_predictor
 from cab_hf.refusals import refuse, refuse_across_ranks
+from cab_hf.rotary import slow_channels
 from cab_hf.route import route
 
 if TYPE_CHECKING:
@@ -137,7 +138,8 @@ def _sparse(
 ) -> Tensor:
     frame = mask.frame(config.query_block, config.key_block, query.device)
     q, k, v = frame.queries(query), frame.keys(key), frame.keys(value)
-    call = mask.call(frame, scale, getattr(module, "layer_idx", None))
+    channels = slow_channels(module, q.shape[-1])
+    call = mask.call(frame, scale, getattr(module, "layer_idx", None), channels)
 
     def predict() -> BlockPlan:
         plan = make_predictor(config)(q, k, call)
@@ -182,7 +184,8 @@ def _across_ranks(
     )
     if way.kind != "sparse":
         return parallel.exact(query, key, value, layout, scale, mask.window)
-    call = parallel.call(mask, layout, query, config, scale, layer, mask.handed)
+    channels = slow_channels(module, query.shape[-1])
+    call = parallel.call(mask, layout, query, config, scale, layer, mask.handed, channels)
     plan = mask.planned(module, query, lambda: parallel.predict(query, key, layout, call, config))
     _record(module, plan)
     return parallel.sparse(query, key, value, layout, call, config, plan)

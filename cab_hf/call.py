@@ -264,9 +264,11 @@ class CabMask:
             return predict()
         return kept.pop().each(lambda x: x.to(query.device, non_blocking=True))
 
-    def call(self, frame: Frame, scale: float, layer: int | None) -> Call:
+    def call(
+        self, frame: Frame, scale: float, layer: int | None, channels: tuple[int, ...]
+    ) -> Call:
         """What the predictor of one layer is told; what it hands on reaches the later layers."""
-        return Call(frame.spans, scale, layer, self.handed)
+        return Call(frame.spans, scale, layer, self.handed, channels)
 
     def dense_rows(self, start: int, stop: int, low: int, high: int, device: Any) -> Tensor:
         """bool [B or 1, 1, stop - start, high - low]: keys that these queries may see."""

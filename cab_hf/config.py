@@ -13,20 +13,9 @@ from typing import Any, NamedTuple
 COARSEN = ("box", "mean", "max_l2")
 CURVATURE = ("none", "additive", "forman")
 SELECT = ("clusters", "topk")
-ANCHOR_SCORES = ("exact", "cab")
-ANCHOR_HEADS = ("each", "group", "all")
-ANCHOR_REDUCTION = ("max", "mean")
 # blocks and tokens are counted in int32
 MOST = 2**31 - 1
-CALIBRATIONS = Path(__file__).parent / "calibrations"
-CHOICES = {
-    "coarsen": COARSEN,
-    "select": SELECT,
-    "curvature": CURVATURE,
-    "anchor_scores": ANCHOR_SCORES,
-    "anchor_heads": ANCHOR_HEADS,
-    "anchor_reduction": ANCHOR_REDUCTION,
-}
+CHOICES = {"coarsen": COARSEN, "select": SELECT, "curvature": CURVATURE}
 # a number for every head of every layer, [layers][heads]
 Table = tuple[tuple[float, ...], ...]
 
@@ -82,21 +71,12 @@ class CabConfig:
             the last chunk of a prompt cannot be told from a step of assisted decoding.
         engine: ``"auto"`` (the fastest that can), ``"flex"``, ``"triton"`` or ``"reference"``. One
             asked for by name never falls back.
-        predictor: name of a registered predictor; ``"curvature"`` is CAB, ``"cascade"`` decides in
-            ``anchors`` alone.
+        predictor: name of a registered predictor; ``"curvature"`` is CAB, ``"cascade"`` is CAB
+            that decides in ``anchors`` alone.
         anchors: with ``"cascade"``, indices of the layers that choose blocks, ascending. The layers
             behind each attend what it has chosen. The first sparse layer is one of them.
         head_map: with ``"cascade"``, a table [layers][heads]: the head of its anchor whose blocks a
-            head attends; () for the same head. Rows of anchors are not read. Where heads share a
-            plan, its columns are the plan's heads.
-        anchor_scores: how anchors choose: ``"cab"`` as CAB does, or ``"exact"`` by the attention
-            mass that key blocks really get, which takes about as long as dense attention and reads
-            no ``exact_queries``.
-        anchor_heads: which heads of an anchor share its blocks: ``"each"`` has its own, those of a
-            KV head do (``"group"``), or ``"all"``. Budgets are then one number for all.
-        anchor_reduction: what counts of the mass that the queries of a block give a key block, and
-            of the heads that share a plan: the ``"max"``, which finds what few look for, or the
-            ``"mean"``.
+            head attends; () for the same head. Rows of anchors are not read.
         sparse_decode: when True, single-token steps attend only the blocks the predictor selects;
             otherwise, and on a static cache, they attend everything.
         check_finite: refuse queries and keys that hold infinities or NaN, by name. Costs a pass
@@ -127,9 +107,6 @@ class CabConfig:
     predictor: str = "curvature"
     anchors: tuple[int, ...] = ()
     head_map: Table = ()
-    anchor_scores: str = "exact"
-    anchor_heads: str = "each"
-    anchor_reduction: str = "max"
     sparse_decode: bool = False
     check_finite: bool = False
 
@@ -220,27 +197,19 @@ class CabConfig:
         return cls(**settings)
 
     @classmethod
-    def calibrated(cls, name_or_path: str | Path) -> CabConfig:
-        """The config of a calibration: one of `shipped`, or a file that `save` wrote.
+    def calibrated(cls, path: str | Path) -> CabConfig:
+        """The config of a calibration: a file that `save` wrote.
 
         Raises:
-            ValueError: for what is neither, or a file that holds no config.
+            ValueError: where there is no such file, or it holds no config.
         """
-        path = CALIBRATIONS / f"{name_or_path}.json"
-        path = path if path.is_file() else Path(name_or_path)
-        if not path.is_file():
-            known = ", ".join(cls.shipped())
-            raise ValueError(f"{str(name_or_path)!r} is neither a file nor one of {known}.")
+        if not Path(path).is_file():
+            raise ValueError(f"{str(path)!r} is no file; give one that CabConfig.save wrote.")
         try:
-            content = json.loads(path.read_text("utf-8"))
+            content = json.loads(Path(path).read_text("utf-8"))
         except ValueError as error:
             raise ValueError(f"{path} must be a JSON file of CabConfig fields: {error}.") from None
         return cls.from_dict(content)
-
-    @staticmethod
-    def shipped() -> tuple[str, ...]:
-        """The names of calibrations that come with the package."""
-        return tuple(sorted(path.stem for path in CALIBRATIONS.glob("*.json")))
 
     def save(self, path: str | Path) -> None:
         """Write it to a JSON file that `calibrated` reads."""
@@ -277,15 +246,6 @@ class CabConfig:
                 f"CabConfig.anchors has {dense[0]}, which is in dense_layers and chooses nothing; "
                 "take it out of one of them."
             )
-        if self.anchor_heads == "each":
-            return
-        pooled = f"that heads share (anchor_heads={self.anchor_heads!r})"
-        self._require(("exact_queries",), lambda stride: stride == 0, f"0 for a plan {pooled}")
-        for name in ("mass", "bridges", "sparsity"):
-            what = f"one number for a plan {pooled}"
-            self._require((name,), lambda value: not isinstance(value, tuple), what)
-        clusters = f"'clusters' for a plan {pooled}"
-        self._require(("select",), lambda select: select == "clusters", clusters)
 
     def _freeze_table(self, name: str, accepts: Callable[[Any], bool], what: str) -> None:
         """Refuse what is neither accepted nor a table of what is; a list becomes a tuple."""

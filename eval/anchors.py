@@ -22,12 +22,12 @@ from cab_hf.patches.calibration import kept_of
 from cab_hf.predictors.anchors import (
     Allotment,
     Kept,
-    allotment,
     averaged_kept,
     cascaded,
     gains,
     nearest,
     similarity,
+    within,
 )
 
 
@@ -69,12 +69,11 @@ def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, 
     heads has by its own share, too.
     """
     kept, measured, made = averaged(samples), samples[0]["measured"], []
-    config = CabConfig.from_dict(settings["cab_config"])
     for target in settings["target_densities"]:
         some = kept[nearest(target)]
         mass, needle = similarity(some, gains(some))
         with refusing("target_densities"):
-            found = allotment(config, kept, settings["anchors"], target)
+            found = within(kept, settings["anchors"], target)
         shown = _shown(kept, found)
         for a, anchor in enumerate(measured):
             for b, layer in enumerate(measured[a:], start=a):
@@ -116,10 +115,9 @@ def notes(settings: Mapping[str, Any]) -> str:
         "of a layer's attention that its blocks keep, needle the share of what falls on the key "
         "that a query looks for, over all heads. Every head takes the head of its anchor, and "
         "every head of an anchor the share of a row, that are worth most at one price, which makes "
-        "the mean density of all layers the target; heads that share a plan have the target as "
-        "their share. Anchors are those of highest worth, weighed by how much a layer changes its "
-        "input (1 - cosine). The figure is of all layers at the measured share nearest to the "
-        "target."
+        "the mean density of all layers the target. Anchors are those of highest worth, weighed by "
+        "how much a layer changes its input (1 - cosine). The figure is of all layers at the "
+        "measured share nearest to the target."
     )
 
 

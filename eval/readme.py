@@ -361,9 +361,10 @@ def _efficiencies(found: Results) -> list[dict[str, Any]]:
     return made
 
 
-TABLES: dict[str, Callable[[Path], str]] = {"speed": speed_table, "kept": kept_table}
+TABLES: dict[str, Callable[[Path], str]] = {"speed": speed_table}
 # written where the page has their marker and results are there
 WHERE_THERE = {
+    "kept": (KEPT, kept_table),
     "lora": (STEP, lora_table),
     "spread": (SPREAD, spread_table),
     "trained": (TRAINED, trained_table),

@@ -45,9 +45,7 @@ class Settings:
     cab: tuple[str, ...] = option(
         (), "field=value of CabConfig; may be given several times", repeatable=True
     )
-    calibration: str = option(
-        "", f"budgets of heads: {', '.join(CabConfig.shipped())}, or a file of calibrate"
-    )
+    calibration: str = option("", "budgets of heads: a file of calibrate")
     dtype: str = option("bfloat16", "of the frozen weights; trained ones are float32")
     rope: str = option("none", f"how positions are stretched: {', '.join(ROPES)}")
     rope_factor: float = option(0.0, "times as many positions; 0: what the length needs", float)

@@ -27,7 +27,6 @@ from cab_hf.predictors.anchors import (
     cascaded,
     kept_between,
     viewed,
-    with_share,
 )
 from cab_hf.predictors.calibration import (
     NEEDLE_WEIGHT,
@@ -191,8 +190,7 @@ def kept_of(
         heads[layer] = q.shape[1], k.shape[1]
         here = Needles(*(x.to(q.device) for x in needles))
         call = Call(Spans.causal(1, q.shape[2], k.shape[2], q.device), scale, layer)
-        configs = [with_share(config, share, q.shape[1]) for share in SHARES]
-        views[layer] = viewed(q, k, call, configs, here)
+        views[layer] = viewed(q, k, call, config, SHARES, here)
 
     ids = torch.tensor([tokens], device=model.device)
     with _changes(model) as importance, _captured(model, look):

@@ -67,7 +67,7 @@ def describe(
 def _budget(config: CabConfig) -> str:
     """What CAB keeps; another predictor reads of the config what it likes."""
     if config.predictor == "cascade":
-        return f" ({len(config.anchors)} anchors by {config.anchor_scores} scores)"
+        return f" ({len(config.anchors)} anchors)"
     if config.predictor != "curvature":
         return ""
     if config.select == "topk":

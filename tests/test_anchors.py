@@ -17,12 +17,11 @@ from cab_hf.predictors.anchors import (
     best_anchors,
     best_at,
     cascaded,
-    evenly,
     gains,
     kept_between,
     similarity,
     viewed,
-    with_share,
+    with_shares,
     within,
     worth_at,
 )
@@ -66,10 +65,11 @@ def test_more_anchors_than_layers_are_refused(count):
 
 def kept_at(config, layers, shares, importance=None):
     """`Kept` at each share, of layers of q and k [1, H, N, D] each."""
-    spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
-    config, heads = replace(config, dense_tail=0), layers[0][0].shape[1]
-    configs = [with_share(config, share, heads) for share in shares]
-    views = [viewed(q, k, Call(spans, 0.25, 7), configs, NEEDLES) for q, k in layers]
+    spans, config = Spans.causal(1, LENGTH, LENGTH, "cpu"), replace(config, dense_tail=0)
+    views = [
+        viewed(q, k, Call(spans, 0.25, layer), config, shares, NEEDLES)
+        for layer, (q, k) in enumerate(layers)
+    ]
     weights = importance or [1.0] * len(layers)
     return [kept_between(some, weights) for some in zip(*views, strict=True)]
 
@@ -79,9 +79,9 @@ def loud(seed, heads=4):
     return 3 * q, 3 * k
 
 
-@pytest.mark.parametrize("scores", ["exact", "cab"])
-def test_a_planted_permutation_of_heads_is_recovered(scores):
-    config = replace(SMALL, anchor_scores=scores)
+@pytest.mark.parametrize("stride", [0, 4])
+def test_a_planted_permutation_of_heads_is_recovered(stride):
+    config = replace(SMALL, exact_stride=stride)
     q, k = loud(0)
     # tokens of a block are alike, so that the estimate is as good as the truth
     q, k = (
@@ -100,9 +100,7 @@ def test_a_planted_permutation_of_heads_is_recovered(scores):
 def test_what_is_kept_by_hand():
     (q, k), (other_q, other_k) = loud(0, heads=2), loud(1, heads=2)
     (kept,) = kept_at(SMALL, [(q, k), (other_q, other_k)], [0.4])
-    config = replace(
-        with_share(replace(SMALL, dense_tail=0), 0.4, 2), predictor="cascade", anchors=(0,)
-    )
+    config = with_shares(replace(SMALL, dense_tail=0), [[0.4, 0.4]])
     spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
     plan = make_predictor(config)(q, k, Call(spans, 0.25, 0))
     tokens = plan.token_mask()[0, 1]
@@ -128,17 +126,6 @@ def test_a_full_share_keeps_everything():
     mass, needle = similarity(kept, gains(kept))
     torch.testing.assert_close(mass, torch.ones(2, 2, dtype=torch.float64))
     torch.testing.assert_close(needle, torch.ones(2, 2, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(("heads", "shared"), [("group", 2), ("all", 1)])
-def test_heads_that_share_a_plan_are_one(heads, shared):
-    config = replace(SMALL, anchor_heads=heads)
-    q, k, _ = qkv(q_length=LENGTH, heads=4, kv_heads=2)
-    kept = kept_at(config, [(q, k), (2 * q, k)], SHARES)
-    assert kept[0].mass.shape == (2, 2, shared, shared)
-    chosen = cascaded(config, kept, (1, 3), 4, 1, 0.4)
-    assert (chosen.anchors, chosen.mass, chosen.max_density) == ((1,), 1.0, 0.4)
-    assert [len(row) for row in chosen.head_map] == ([] if shared == 1 else [2] * 4)
 
 
 def told(mass, density, needle=None, importance=None):
@@ -231,9 +218,21 @@ def test_a_target_below_what_is_forced_is_refused():
     assert set(within(kept, 1, 1.0).options.flatten().tolist()) <= set(range(len(SHARES)))
 
 
-def test_heads_that_share_a_plan_get_the_target():
-    kept = kept_at(SMALL, [loud(0), loud(1)], SHARES)
-    assert set(evenly(kept, 1, 0.19).options.flatten().tolist()) == {SHARES.index(0.2)}
+@pytest.mark.parametrize("stride", [4, ((4, 0, 2, 0), (0, 0, 4, 4))], ids=["all", "some"])
+def test_anchors_are_found_by_the_scores_that_they_choose_by(stride):
+    config, layers = replace(SMALL, exact_stride=stride), [loud(0), loud(1)]
+    kept = kept_at(config, layers, SHARES)
+    found = cascaded(config, kept, (0, 1), 2, 2, 0.4)
+    assert found.exact_stride == stride
+    # the blocks that were measured are those that an anchor then attends
+    spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
+    of_shares = torch.stack([each.density for each in kept])
+    for layer, (q, k) in enumerate(layers):
+        call = Call(spans, 0.25, layer)
+        keep = make_predictor(replace(found, dense_tail=0))(q, k, call).to_dense()[0].float()
+        rows = [SHARES.index(share) for share in found.bridges[layer]]
+        meant = of_shares[rows, layer, range(4)] * (sum(range(2, 26, 2)) + 25)
+        torch.testing.assert_close(keep.sum((1, 2)).double(), meant)
 
 
 def test_the_saved_cascade_is_a_config():

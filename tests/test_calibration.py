@@ -15,7 +15,6 @@ from cab_hf.patches import calibration as of_models
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
 from cab_hf.predictors.calibration import (
-    EXACT_ANCHOR,
     Needles,
     allocate,
     costs,
@@ -114,10 +113,9 @@ def test_what_passes_take_of_a_model():
     table = {"exact_stride": ((0, 2), (2, 2)), "mass": ((0.9, 0.9), (1.0, 0.9))}
     # a head that attends everything is not looked at
     assert passes(CabConfig(**table), 2) == pytest.approx(whole / 2)
+    # of a cascade those of anchors alone
     cascade = {"predictor": "cascade", "anchors": (0, 3)}
-    assert passes(CabConfig(**cascade), 8) == pytest.approx(EXACT_ANCHOR / 4)
-    # of anchors that choose as CAB does, those of anchors alone
-    cascade["anchor_scores"] = "cab"
+    assert passes(CabConfig(**cascade), 8) == 0
     assert passes(CabConfig(**cascade, exact_stride=2), 8) == pytest.approx(whole / 4)
     assert passes(CabConfig(**{**cascade, "anchors": (0,)}, **table), 2) == pytest.approx(whole / 4)
 
@@ -238,13 +236,12 @@ def test_what_cannot_be_calibrated_is_refused(model, bad, message):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_what_ships_is_found_by_name():
-    names = CabConfig.shipped()
-    assert names == ("smollm2-0.13", "smollm2-0.22", "smollm2-anchors-5", "smollm2-anchors-8")
-    config = CabConfig.calibrated("smollm2-0.22")
-    assert len(config.mass) == 30 and {len(row) for row in config.mass} == {9}
-    with pytest.raises(ValueError, match="smollm2-0.13, smollm2-0.22"):
+def test_what_is_no_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="'gpt-5' is no file; give one that CabConfig.save wrote"):
         CabConfig.calibrated("gpt-5")
+    (tmp_path / "own.json").write_text("mass: 0.5")
+    with pytest.raises(ValueError, match="own.json must be a JSON file of CabConfig fields"):
+        CabConfig.calibrated(tmp_path / "own.json")
 
 
 def test_documents_and_losses_are_the_same_twice(model):

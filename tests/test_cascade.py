@@ -12,14 +12,11 @@ from torch import nn
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.plan import Spans
-from cab_hf.predictors import Call, CascadePredictor, cascade, make_predictor
-from cab_hf.predictors.cascade import pooled
+from cab_hf.predictors import Call, CascadePredictor, make_predictor
 
-BLOCKS = {"query_block": 32, "key_block": 16, "min_length": 0}
 CASCADE = replace(SPARSE, predictor="cascade", anchors=(0, 2))
-BY_CAB = replace(CASCADE, anchor_scores="cab")
+EXACT = replace(CASCADE, exact_stride=4)
 LENGTH = 205
-REDUCTIONS = ["max", "mean"]
 
 
 def layers_of(config, count=4, length=LENGTH, spans=None, **shape):
@@ -36,7 +33,7 @@ def layers_of(config, count=4, length=LENGTH, spans=None, **shape):
 # --- what is handed on
 
 
-@pytest.mark.parametrize("config", [CASCADE, BY_CAB], ids=["exact", "cab"])
+@pytest.mark.parametrize("config", [CASCADE, EXACT], ids=["estimate", "exact"])
 def test_layers_attend_what_the_anchor_before_them_chose(config):
     plans = [plan.to_dense() for plan in layers_of(config)]
     assert torch.equal(plans[0], plans[1]) and torch.equal(plans[2], plans[3])
@@ -48,14 +45,15 @@ def test_layers_attend_what_the_anchor_before_them_chose(config):
     [
         {},
         {"curvature": "forman", "max_density": 0.4},
+        {"exact_stride": 4},
         {"mass": ((0.4, 0.3, 1.0, 0.0),) * 4, "exact_stride": ((0, 4, 0, 2),) * 4},
         {"select": "topk", "sparsity": 0.6},
     ],
-    ids=["clusters", "forman", "tables", "topk"],
+    ids=["clusters", "forman", "exact", "tables", "topk"],
 )
 def test_as_many_anchors_as_layers_are_no_cascade(fields):
     plain = replace(SPARSE, **fields)
-    config = replace(plain, predictor="cascade", anchors=(0, 1, 2, 3), anchor_scores="cab")
+    config = replace(plain, predictor="cascade", anchors=(0, 1, 2, 3))
     for one, other in zip(layers_of(config), layers_of(plain), strict=True):
         for part in ("full", "partial"):
             assert torch.equal(getattr(one, part).counts, getattr(other, part).counts)
@@ -67,7 +65,7 @@ def test_as_many_anchors_as_layers_are_no_cascade(fields):
 def test_a_head_attends_what_its_row_of_the_map_says():
     row = (2, 0, 0, 3)
     table = {"mass": ((1.0, 0.4, 0.9, 0.0),) * 2}
-    config = replace(BY_CAB, anchors=(0,), head_map=((0,) * 4, row), **table)
+    config = replace(CASCADE, anchors=(0,), head_map=((0,) * 4, row), **table)
     anchor, reuse = layers_of(config, 2)
     assert torch.equal(reuse.to_dense(), anchor.to_dense()[:, list(row)])
     assert anchor.whole_heads == (0,) and reuse.whole_heads == (1, 2)
@@ -83,71 +81,6 @@ def test_a_layer_that_reuses_reads_neither_q_nor_k():
     assert torch.equal(first.to_dense(), again.to_dense())
 
 
-# --- how anchors choose
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_the_most_finds_what_one_query_looks_for_and_the_mean_does_not(reduction):
-    q, k = loud(q_length=512, heads=1, kv_heads=1)
-    # one query looks for key 200, the others of its block for six keys elsewhere
-    q, k = q / 8, k / 8
-    k[..., 200, :], k[..., 20:320:48, :] = 4.0, -1.0
-    q[..., 480:, :] = -1.0
-    q[..., 490, :] = 4.0
-    config = replace(
-        CASCADE, mass=0.01, bridges=0.1, dense_tail=0, anchor_reduction=reduction, anchors=(0,)
-    )
-    kept = make_predictor(config)(q, k, Call(Spans.causal(1, 512, 512, "cpu"), 0.25, 0)).to_dense()
-    assert bool(kept[0, 0, 15, 200 // 16]) == (reduction == "max")
-    assert kept.float().mean() < 0.3
-
-
-def test_an_exact_anchor_keeps_the_fewest_blocks_that_hold_the_mass():
-    config = CabConfig(
-        **BLOCKS,
-        **{"sink_blocks": 0, "local_blocks": 1, "dense_tail": 0, "mass": 0.7, "bridges": 0.0},
-        **{"predictor": "cascade", "anchors": (0,), "anchor_reduction": "mean"},
-    )
-    q, k = loud(q_length=LENGTH, heads=2, kv_heads=1)
-    plan = make_predictor(config)(q, k, Call(Spans.causal(1, LENGTH, LENGTH, "cpu"), 0.25, 0))
-    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    logits = (q @ k.transpose(-1, -2) * 0.25).masked_fill(~seen, -torch.inf)
-    held = (logits.softmax(-1) * plan.token_mask()).sum(-1)
-    for row, block in enumerate(held[0, 0].split(32)):
-        assert block.mean() >= 0.7 - 1e-4
-        shares = logits.softmax(-1)[0, 0, row * 32 : row * 32 + 32].mean(0)
-        blocks = torch.stack([x.sum() for x in shares.split(16)])
-        kept = plan.to_dense()[0, 0, row]
-        beyond = kept.clone()
-        # the row's own positions are forced
-        beyond[row * 2 :] = False
-        if beyond.any():
-            assert blocks[kept].sum() - blocks[beyond].min() < 0.7
-
-
-@pytest.mark.parametrize("scores", ["exact", "cab"])
-@pytest.mark.parametrize("heads", ["each", "group", "all"])
-def test_budgets_hold_for_anchors_as_for_cab(scores, heads):
-    config = replace(
-        BY_CAB, anchor_scores=scores, anchor_heads=heads, mass=1.0, max_density=0.3, dense_tail=1
-    )
-    plan, *_ = layers_of(config)
-    assert plan.heads == {"each": 4, "group": 2, "all": 1}[heads]
-    # and named, where the tail lists nothing
-    assert plan.whole_rows.tolist() == [[5, 6]]
-    kept = plan.to_dense().sum(-1)
-    visible = torch.tensor([min(13, 2 * row + 2) for row in range(7)])
-    forced = torch.tensor([2, 4, 4, 4, 4, 4, 0])
-    capped = torch.maximum((0.3 * visible).ceil().long(), forced)
-    # the tail begins in row 5
-    assert torch.equal(kept[0, :, :5], capped[:5].expand(plan.heads, -1))
-    assert torch.equal(kept[0, :, 5:], visible[5:].expand(plan.heads, -1))
-    dense = plan.to_dense()
-    assert dense[..., 0].all()
-    for row in range(7):
-        assert dense[0, :, row, 2 * row : 2 * row + 2][..., : 13 - 2 * row].all()
-
-
 def test_whole_heads_list_nothing():
     table = ((0.0, 1.0, 0.5, 1.0),) * 4
     anchor, reuse, *_ = layers_of(replace(CASCADE, mass=table))
@@ -156,35 +89,10 @@ def test_whole_heads_list_nothing():
     assert everything.whole_heads == (0, 1, 2, 3) and everything.full.width == 0
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_pooling_by_hand(reduction):
-    shares = torch.rand(2, 4, 3, 5, generator=torch.Generator().manual_seed(0))
-    config = replace(CASCADE, anchor_heads="group", anchor_reduction=reduction)
-    pair = torch.maximum if reduction == "max" else lambda a, b: (a + b) / 2
-    low, high = pair(shares[:, 0], shares[:, 1]), pair(shares[:, 2], shares[:, 3])
-    torch.testing.assert_close(pooled(shares, 2, config), torch.stack((low, high), 1))
-    config = replace(config, anchor_heads="all")
-    torch.testing.assert_close(pooled(shares, 2, config), pair(low, high).unsqueeze(1))
-
-
-@pytest.mark.parametrize("scores", ["exact", "cab"])
-@pytest.mark.parametrize("heads", ["group", "all"])
-def test_heads_that_are_alike_share_what_each_would_choose(scores, heads):
-    """All heads have the same queries and keys: the plan they share is that of any."""
-    fields = {"anchor_scores": scores, "bridges": 0.2, "anchors": (0,)}
-    config = replace(CASCADE, **fields)
-    q, k = (x.expand(-1, 4, -1, -1) for x in loud(q_length=LENGTH, heads=1, kv_heads=1))
-    call = Call(Spans.causal(1, LENGTH, LENGTH, "cpu"), 0.25, 0)
-    each = make_predictor(config)(q, k[:, :2], call).to_dense()
-    shared = make_predictor(replace(config, anchor_heads=heads))(q, k[:, :2], call).to_dense()
-    assert torch.equal(shared, each[:, : shared.shape[1]])
-
-
-@pytest.mark.parametrize("heads", ["each", "group", "all"])
-@pytest.mark.parametrize("scores", ["exact", "cab"])
-def test_no_earlier_row_feels_the_future(scores, heads):
-    config = replace(BY_CAB, anchors=(0,), anchor_scores=scores, anchor_heads=heads, dense_tail=0)
-    predictor, call = make_predictor(config), Call(Spans.causal(1, 150, 150, "cpu"), 0.25, 0)
+@pytest.mark.parametrize("config", [CASCADE, EXACT], ids=["estimate", "exact"])
+def test_no_earlier_row_feels_the_future(config):
+    predictor = make_predictor(replace(config, anchors=(0,), dense_tail=0))
+    call = Call(Spans.causal(1, 150, 150, "cpu"), 0.25, 0)
     q, k = loud(q_length=150)
     before = predictor(q, k, call).to_dense()
     q[:, :, 96:], k[:, :, 96:] = 5.0, -7.0
@@ -212,16 +120,6 @@ def test_rows_of_a_batch_and_documents_choose_alone(layout):
     assert torch.equal(found, meant)
 
 
-@pytest.mark.parametrize("heads", ["each", "group", "all"])
-def test_an_anchor_by_the_kernel_chooses_what_it_does_by_the_reference(heads, monkeypatch):
-    config = replace(CASCADE, anchors=(0,), anchor_heads=heads, mass=0.7, local_blocks=1)
-    (meant,) = layers_of(config, 1)
-    asked = []
-    monkeypatch.setattr(cascade, "has_kernels", lambda q: asked.append(q) or True)
-    (found,) = layers_of(config, 1)
-    assert asked and torch.equal(found.to_dense(), meant.to_dense())
-
-
 # --- what is refused
 
 
@@ -232,14 +130,8 @@ def test_an_anchor_by_the_kernel_chooses_what_it_does_by_the_reference(heads, mo
         ({"anchors": (3, 0)}, r"anchors is \(3, 0\); it must be ascending"),
         ({"anchors": (0, 0.5)}, "a tuple of layer indices"),
         ({"anchors": (0, 4), "dense_layers": (4,)}, "anchors has 4, which is in dense_layers"),
-        ({"anchor_scores": "guess"}, "one of 'exact', 'cab'"),
-        ({"anchor_heads": "some"}, "one of 'each', 'group', 'all'"),
-        ({"anchor_reduction": "sum"}, "one of 'max', 'mean'"),
         ({"head_map": ((0, -1),)}, "head_map is .*it must be"),
         ({"head_map": ((0, 1), (0,))}, "head_map is .*rows of one length"),
-        ({"anchor_heads": "all", "mass": ((0.5, 0.5),)}, "one number for a plan that heads share"),
-        ({"anchor_heads": "all", "exact_stride": 4}, "exact_stride is 4; it must be 0 for a plan"),
-        ({"anchor_heads": "group", "select": "topk"}, "'clusters' for a plan that heads share"),
     ],
 )
 def test_what_no_cascade_can_be_is_refused(fields, message):
@@ -302,9 +194,9 @@ def test_a_full_budget_is_dense(family):
 
 def test_all_layers_as_anchors_give_the_logits_of_cab():
     model, ids = tiny_model(), tokens(2, 300)
-    config = replace(BY_CAB, anchors=(0, 1, 2))
+    config = replace(CASCADE, anchors=(0, 1, 2))
     assert torch.equal(logits_of(model, config, ids), logits_of(model, SPARSE, ids))
-    assert not torch.equal(logits_of(model, BY_CAB, ids), logits_of(model, SPARSE, ids))
+    assert not torch.equal(logits_of(model, CASCADE, ids), logits_of(model, SPARSE, ids))
 
 
 def test_a_dense_layer_is_never_asked():
@@ -317,11 +209,12 @@ def test_a_dense_layer_is_never_asked():
     assert others[0]["density"] == others[1]["density"] < 1
 
 
-@pytest.mark.parametrize("heads", ["each", "group", "all"])
-def test_every_chunk_of_a_prefill_has_anchors_of_its_own(heads):
+@pytest.mark.parametrize("config", [CASCADE, EXACT], ids=["estimate", "exact"])
+def test_every_chunk_of_a_prefill_has_anchors_of_its_own(config):
     """The last chunk attends under the plans that its own queries have made."""
     model, ids = tiny_model(), tokens(1, 256)
-    config = replace(CASCADE, anchors=(0,), anchor_heads=heads, dense_tail=0)
+    # two-hop paths of earlier chunks are gone
+    config = replace(config, anchors=(0,), dense_tail=0, redundancy=0.0)
     with cab_hf.cab(model, config), torch.no_grad():
         whole = model(ids, use_cache=False).logits
         cache = model(ids[:, :128]).past_key_values
@@ -329,7 +222,7 @@ def test_every_chunk_of_a_prefill_has_anchors_of_its_own(heads):
     torch.testing.assert_close(last, whole[:, 128:], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("config", [CASCADE, BY_CAB, replace(BY_CAB, anchor_heads="all")])
+@pytest.mark.parametrize("config", [CASCADE, EXACT], ids=["estimate", "exact"])
 def test_checkpointed_gradients_are_the_same(config):
     ids, gradients = tokens(1, 200), []
     for checkpointing in (False, True):
@@ -374,7 +267,7 @@ def test_generation_reads_sparsely_and_writes():
     assert torch.equal(found, model.generate(ids, max_new_tokens=6, do_sample=False))
 
 
-@pytest.mark.parametrize("fields", [{"head_map": ((3,) * 6,) * 3}, {"anchor_heads": "all"}])
+@pytest.mark.parametrize("fields", [{"head_map": ((3,) * 6,) * 3}, {"exact_stride": 4}])
 def test_it_compiles_without_a_graph_break(fields):
     model, ids = tiny_model(), tokens(1, 150)
     config = replace(CASCADE, anchors=(0,), engine="reference", **fields)
@@ -387,7 +280,7 @@ def test_it_compiles_without_a_graph_break(fields):
 
 
 def test_it_survives_json(tmp_path):
-    config = replace(CASCADE, head_map=((0, 1), (1, 0), (0, 0)), anchor_heads="group")
+    config = replace(CASCADE, head_map=((0, 1), (1, 0), (0, 0)))
     config.save(tmp_path / "own.json")
     assert CabConfig.calibrated(tmp_path / "own.json") == config
     assert CabConfig.from_dict(SMALL.to_dict()).head_map == ()

@@ -35,15 +35,7 @@ CONFIGS = {
     "streaming": replace(SMALL, predictor="streaming"),
     "random": replace(SMALL, predictor="random", sparsity=0.6),
     "cascade": replace(SMALL, predictor="cascade", anchors=(0,)),
-    "cascade-mean-tables": replace(
-        SMALL, predictor="cascade", anchors=(0,), anchor_reduction="mean", mass=TABLES["mass"]
-    ),
-    "cascade-by-cab": replace(
-        SMALL, predictor="cascade", anchors=(0,), anchor_scores="cab", **TABLES
-    ),
-    "cascade-pooled": replace(
-        SMALL, predictor="cascade", anchors=(0,), anchor_scores="cab", anchor_heads="group"
-    ),
+    "cascade-calibrated": replace(SMALL, predictor="cascade", anchors=(0,), **TABLES),
     "antidiagonal": replace(SMALL, predictor="antidiagonal", sparsity=0.6),
 }
 

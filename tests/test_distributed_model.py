@@ -26,10 +26,10 @@ CONFIGS = {
     "some-documents-exact": replace(SPARSE, min_length=300),
     "a-dense-layer": replace(SPARSE, dense_layers=(1,)),
     "streaming": replace(SPARSE, predictor="streaming"),
-    "cascade": replace(SPARSE, predictor="cascade", anchors=(0,), anchor_heads="group"),
-    "cascade-by-cab": replace(
+    "cascade": replace(SPARSE, predictor="cascade", anchors=(0,)),
+    "cascade-exact": replace(
         SPARSE,
-        **{"predictor": "cascade", "anchors": (0,), "anchor_scores": "cab"},
+        **{"predictor": "cascade", "anchors": (0,), "exact_stride": 4},
         head_map=((0,) * 6, (5, 0, 0, 1, 4, 2)),
         min_length=300,
     ),

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -12,15 +11,13 @@ from words import TEXT, save_llama
 
 import cab_hf
 from cab_hf import CabConfig
-from cab_hf.eval import anchors, budgets, calibrate
+from cab_hf.eval import calibrate
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.calibrate import Calibrate
-from cab_hf.eval.experiment import SAMPLES, read_provenance, render
+from cab_hf.eval.experiment import render
 from cab_hf.patches import calibration as of_models
 from cab_hf.predictors.anchors import SHARES
-from cab_hf.runs.log import read_log
 
-RESULTS = Path(__file__).parents[1] / "eval" / "results"
 SMALL = ("query_block=16", "key_block=16")
 
 
@@ -96,16 +93,6 @@ def test_the_table_counts_kinds_of_heads():
     assert "| 0.20 | 4 | 2 | 1 | 1 | 0.1000 | 0.2000 | 0.0100 | 0.0000 |" in table
 
 
-@pytest.mark.parametrize("name", ["calibrate-smollm2", "calibrate-smollm2-narrow"])
-def test_what_ships_follows_from_the_committed_samples(name):
-    folder = Path(__file__).parents[1] / "eval" / "results" / name
-    settings = json.loads((folder / "results.json").read_text())["provenance"]["settings"]
-    _, samples = read_log(folder / "samples.jsonl")
-    for target in settings["target_densities"]:
-        shipped = CabConfig.calibrated(f"smollm2-{target:g}")
-        assert budgets.config_of(samples, settings, target) == shipped
-
-
 # --- anchors
 
 
@@ -172,24 +159,15 @@ def test_a_calibrated_cascade_runs_and_its_anchors_take_budgets(
     assert 0.5 < first <= 0.85 and second == pytest.approx(first, abs=0.1)
     tokenizer, text = AutoTokenizer.from_pretrained(model_folder), book.read_text()
     told = {"length": 300, "documents": 1}
-    # the library finds what the command found
+    # the library finds what the command found, which is recorded in 16 bits
     own = CabConfig.from_dict(
         json.loads((out / "results.json").read_text())["provenance"]["settings"]["cab_config"]
     )
     given = cab_hf.calibrate(model, tokenizer, [text], 0.8, config=own, anchors=1, **told)
-    assert replace(given, min_length=0) == config
+    assert given.anchors == config.anchors
+    assert fmean(given.bridges[0]) == pytest.approx(fmean(config.bridges[0]), abs=0.05)
     # the same anchors and heads, with budgets a head
     told["config"] = replace(config, max_density=1.0)
     given = cab_hf.calibrate(model, tokenizer, [text], 0.7, **told)
     assert given.anchors == (0,) and given.head_map == config.head_map
     assert len(given.mass[0]) == 6
-
-
-@pytest.mark.parametrize("count", [5, 8])
-def test_the_cascades_that_ship_follow_from_what_was_measured(count):
-    folder = RESULTS / "calibrate-smollm2-anchors"
-    settings = {**read_provenance(folder)["settings"], "anchors": count}
-    _, samples = read_log(folder / SAMPLES, Calibrate.CASE)
-    shipped = CabConfig.calibrated(f"smollm2-anchors-{count}")
-    assert len(shipped.anchors) == count
-    assert anchors.config_of(samples, settings, 0.15) == shipped

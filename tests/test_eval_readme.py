@@ -11,7 +11,7 @@ from cab_hf.eval.readme import KEPT, KEPT_ARMS, SPEED, SPEED_LENGTHS, TEXTS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "eval" / "results"
-COMMITTED = [KEPT, "smollm2-8192-text-1key", "bridges"]
+COMMITTED = ["fidelity-smollm2", "smollm2-8192-text-1key", "bridges"]
 PAGE = "a\n<!-- table: speed -->\nold\n<!-- end -->\nb\n<!-- table: kept -->\n<!-- end -->\nc\n"
 MADE = {"experiment": "passkey", "device": "a GPU", "commit": "0123456789"}
 PROBES = ("pass", "recall", "recall_border", "perplexity", "perplexity_border")
@@ -128,6 +128,14 @@ def test_tables_of_the_readme_by_hand(results):
     lost = "**0.50** | **0.50** | **0.50** | **× 1.200** | **× 1.200** |"
     assert f"| source code | cab as it comes | 0.20 | {lost}" in page
     assert page.count("\n| ") == 2 * 2 + 4 + 10
+
+
+def test_a_table_whose_results_are_gone_stays_as_it_is(results):
+    drop(results, KEPT)
+    for file in (results / KEPT).iterdir():
+        file.unlink()
+    (results / KEPT).rmdir()
+    assert readme.readme_page(PAGE, results).endswith(PAGE[PAGE.index("b\n") :])
 
 
 def test_a_commit_whose_files_had_changed_is_shown_as_that(results):
@@ -319,7 +327,7 @@ def rewrite(results, name, **made):
             id="no row",
         ),
         pytest.param(
-            None, PAGE[: PAGE.index("b\n")], "one table between <!-- table: kept -->", id="marker"
+            None, PAGE[PAGE.index("b\n") :], "one table between <!-- table: speed -->", id="marker"
         ),
     ],
 )

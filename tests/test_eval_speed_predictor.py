@@ -18,7 +18,7 @@ from cab_hf.eval import charts, report
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.experiment import named, render
 from cab_hf.eval.speed import checks, dense, predictor, timing
-from cab_hf.eval.speed.base import MADE_BY
+from cab_hf.eval.speed.base import MADE_BY, made_of
 from cab_hf.eval.speed.predictor import Predictor, Settings
 from cab_hf.eval.speed.timing import Timing
 from cab_hf.runs import provenance
@@ -278,16 +278,24 @@ def test_flops_by_hand():
     assert work["two_hop"] == 2 * 4 * (3 * 1 + 2 * 2 + 1 * 3)
     flat = CabConfig(query_block=32, key_block=16, curvature="none", coarsen="mean")
     assert predictor.predictor_flops(flat, settings, 80)["two_hop"] == 0
-    exact = CabConfig(predictor="cascade", anchors=(3,))
-    assert predictor.predictor_flops(exact, settings, 80) == {"logits": 2 * 16 * 4 * (80 * 81 // 2)}
 
 
 def test_of_a_cascade_an_anchor_is_timed(tmp_path):
     blocks = ("--config", "query_block=32", "--config", "key_block=16")
     more = (*blocks, "--config", "predictor=cascade", "--config", "anchors=[3]")
+    more += ("--config", "mass=0.3")
     command(tmp_path / "run", *more, lengths=("256",))
     (row,) = read_rows(tmp_path / "run")
     assert row["ms"] > 0 and 0 < row["density"] < 1
+
+
+def test_a_report_tells_the_fields_that_are_not_the_default_and_still_there():
+    recorded = {**CabConfig(mass=0.5).to_dict(), "gone": "since"}
+    told = made_of("Two heads", {"cab_config": recorded, "method": "a clock"})
+    assert told == "Two heads; CabConfig with {'mass': 0.5}.\n\nMethod: a clock."
+    recorded["mass"] = CabConfig().mass
+    told = made_of("Two heads", {"cab_config": recorded, "method": "a clock"})
+    assert told.startswith("Two heads; default CabConfig.")
 
 
 @pytest.mark.parametrize(
@@ -485,10 +493,13 @@ def test_committed_results_are_those_of_their_samples(folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     given = read_settings(kind.Settings, shlex.split(words), kind.name)
     recorded = {"worlds": [], **json.loads(json.dumps(kind(given).recorded()))}
-    # a run knows nothing of the options and fields that came after it
+    # a run knows nothing of the options and fields that came after it, and some have gone since
     recorded = {name: recorded[name] for name in made["settings"]}
-    known = made["settings"]["cab_config"]
-    recorded["cab_config"] = {name: recorded["cab_config"][name] for name in known}
+    configs = recorded["cab_config"], made["settings"]["cab_config"]
+    both = set.intersection(*map(set, configs))
+    recorded["cab_config"], made["settings"]["cab_config"] = (
+        {name: config[name] for name in both} for config in configs
+    )
     # words change, what they say does not; how many ranks there are is torchrun's to say
     blank = {"method": "", "worlds": []}
     assert {**recorded, **blank} == {**made["settings"], **blank}

@@ -50,14 +50,13 @@ def test_accelerate_reads_its_configs(name, kind, processes):
     assert found.mixed_precision == "no"
 
 
-def test_a_calibration_is_a_whole_config_and_fields_change_it():
-    shipped = CabConfig.calibrated("smollm2-0.22").to_dict()
-    assert settings(calibration="smollm2-0.22").cab_config() == shipped
-    given = settings(calibration="smollm2-0.22", cab=("min_length=64",)).cab_config()
-    assert given == {**shipped, "min_length": 64}
-    with pytest.raises(
-        ValueError, match="calibration 'smollm3' is neither a file nor one of smoll"
-    ):
+def test_a_calibration_is_a_whole_config_and_fields_change_it(tmp_path):
+    own, file = CabConfig(mass=((0.5, 1.0), (0.0, 0.9))), str(tmp_path / "own.json")
+    own.save(file)
+    assert settings(calibration=file).cab_config() == own.to_dict()
+    given = settings(calibration=file, cab=("min_length=64",)).cab_config()
+    assert given == {**own.to_dict(), "min_length": 64}
+    with pytest.raises(ValueError, match="calibration 'smollm3' is no file; give one that"):
         settings(calibration="smollm3")
 
 

@@ -358,9 +358,9 @@ def test_tiny_is_llama_2_in_small(llama2):
     [
         {},
         {"predictor": "cascade", "anchors": (0,)},
-        {"predictor": "cascade", "anchors": (0,), "anchor_scores": "cab", "anchor_heads": "all"},
+        {"predictor": "cascade", "anchors": (0,), "exact_stride": 4},
     ],
-    ids=["cab", "cascade-exact", "cascade-by-cab"],
+    ids=["cab", "cascade", "cascade-exact"],
 )
 def test_cab_and_cascade_run_on_tiny(llama2, fields):
     """With everything kept they are dense, and with less they are near it."""
@@ -380,7 +380,6 @@ def test_cab_and_cascade_run_on_tiny(llama2, fields):
 
 def test_evaluations_take_tiny(tmp_path, capsys):
     words = "--model tiny --device cpu --length 4000 --target-densities 0.3 --anchors 1"
-    told = ["--set", "anchor_scores=cab"]
-    assert main(["calibrate", *words.split(), *told, "--out", str(tmp_path / "run")]) == 0
+    assert main(["calibrate", *words.split(), "--out", str(tmp_path / "run")]) == 0
     assert CabConfig.calibrated(tmp_path / "run" / "cab_config-0.3.json").anchors == (0,)
     assert "config: " in capsys.readouterr().out

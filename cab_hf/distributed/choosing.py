@@ -6,9 +6,9 @@ travels too, and nothing else:
 * two-hop paths run through the rows of the whole text: where curvature takes part, every rank gets
   the coarsened queries of all, chooses for all rows, and keeps its own. That part of choosing is
   not divided by the ranks.
-* heads that choose by exact scores need keys: theirs are gathered.
-* an anchor of a cascade that goes by exact scores needs all keys, and they are gathered; the
-  layers behind it need nothing.
+* heads whose outlier queries are scored exactly need keys: the scored channels of theirs are
+  gathered, in 8 bits where they are scored so. Every rank scores the queries that it holds.
+* the layers behind an anchor of a cascade need nothing.
 * which rows end a text (``dense_tail``) is told by the layout.
 
 Any other predictor that is not CAB itself is handed the whole q and k, gathered, by every rank:
@@ -35,7 +35,6 @@ from cab_hf.predictors import (
     Predictor,
     make_predictor,
 )
-from cab_hf.predictors.cascade import ExactPredictor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -94,19 +93,17 @@ def choose(
         # an anchor hands on the rows of this rank
         heads, anchor = (q.shape[1], k.shape[1]), predictor.anchor
         return predictor.handed_on(heads, call, lambda: choose(anchor, q, k, places, group, call))
-    if isinstance(predictor, ExactPredictor):
-        return predictor.choose(q, _tokens(k, places, group), call)
     if type(predictor) is not CurvaturePredictor:
         return _by_all_of_it(predictor, q, k, places, group, call)
     config = predictor.config
     budgets = budgets_of(config, call.layer, q.shape[1])
-    summary = predictor.summarise(
-        k, places.layout.real[group.rank()].to(k.device).expand(k.shape[0], -1)
-    )
-    summary = _everyones_summary(summary, places, group, config.key_block)
+    real = places.layout.real[group.rank()].to(k.device).expand(k.shape[0], -1)
+    mine = predictor.summarise(k, real, call.channels)
+    summary = _everyones_summary(mine, places, group, config.key_block)
     exact = budgets.exact(q.shape[1])
     if exact:
-        summary = replace(summary, keys=_keys_of(exact, k, q.shape[1] // k.shape[1], places, group))
+        sharing = q.shape[1] // k.shape[1]
+        summary = replace(summary, keys=_keys_of(exact, mine.keys, sharing, places, group))
     if not _hops(config, budgets):
         return predictor.choose(q, summary, call)
     plan = _for_all_rows(config, q, summary, places, group, call)
@@ -143,7 +140,7 @@ def _for_all_rows(
     call: Call,
 ) -> BlockPlan:
     """The estimated plan of all rows of the text, of which this rank keeps its own."""
-    predictor = CurvaturePredictor(replace(config, exact_stride=0))
+    predictor = CurvaturePredictor(replace(config, exact_queries=0))
     spans, size = call.spans, config.query_block
     mine = predictor.vectors(q, spans).permute(2, 0, 1, 3)
     vectors = _blocks(mine, places, group, size).permute(1, 2, 0, 3)
@@ -196,13 +193,15 @@ def _tokens(x: Tensor, places: Places, group: ProcessGroup) -> Tensor:
 
 
 def _keys_of(
-    heads: tuple[int, ...], k: Tensor, group_size: int, places: Places, group: ProcessGroup
+    heads: tuple[int, ...], keys: Tensor, group_size: int, places: Places, group: ProcessGroup
 ) -> Tensor:
-    """[B, H_kv, N', D]: the keys that these heads of q attend; those of others mean nothing."""
+    """[B, H_kv, N', C]: the scored keys that these heads of q need; those of others mean nothing."""
     needed = sorted({head // group_size for head in heads})
-    keys = k.new_empty(*k.shape[:2], places.length, k.shape[3])
-    keys[:, needed] = _tokens(k[:, needed], places, group)
-    return keys
+    # bytes travel where backends know no floats of 8 bits
+    bits = keys.view(torch.uint8) if keys.element_size() == 1 else keys
+    everyone = bits.new_empty(*bits.shape[:2], places.length, bits.shape[3])
+    everyone[:, needed] = _tokens(bits[:, needed], places, group)
+    return everyone.view(keys.dtype)
 
 
 def _with_heads(plan: BlockPlan, other: BlockPlan, heads: tuple[int, ...]) -> BlockPlan:

@@ -115,6 +115,7 @@ class Parallel:
         scale: float,
         layer: int | None,
         handed: dict[Any, Any],
+        channels: tuple[int, ...],
     ) -> Call:
         """What the predictor of one layer is told; the layers of a forward pass share spans."""
         places = layout.places(max(config.query_block, config.key_block), q.device)
@@ -122,7 +123,7 @@ class Parallel:
         key = places, q.shape[0]
         if key not in known:
             known[key] = places.spans(self.group.rank(), q.shape[0])
-        return Call(known[key], scale, layer, handed)
+        return Call(known[key], scale, layer, handed, channels)
 
     def predict(
         self, q: Tensor, k: Tensor, layout: Layout, call: Call, config: CabConfig

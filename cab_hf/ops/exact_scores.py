@@ -82,7 +82,7 @@ def scored_keys(k: Tensor, channels: tuple[int, ...], dtype: torch.dtype) -> Ten
     """
     batch, heads, length, dim = k.shape
     index = _on_device(channels or tuple(range(dim)), k.device)
-    width = _padded(len(index))
+    width = padded_channels(len(index))
     k = k if k.stride(-1) == 1 else k.contiguous()
     keys = k.new_empty(batch, heads, length, width, dtype=dtype)
     tokens = 64
@@ -117,7 +117,7 @@ def outlier_rows(
     index = _on_device(channels or tuple(range(dim)), q.device)
     shape = turn.count, turn.q_blocks * count
     rows = OutlierRows(
-        q.new_empty(*shape, _padded(len(index)), dtype=dtype),
+        q.new_empty(*shape, padded_channels(len(index)), dtype=dtype),
         q.new_empty(shape, dtype=torch.float32),
         *(torch.empty(shape, device=q.device, dtype=torch.int32) for _ in range(2)),
         count,
@@ -215,7 +215,8 @@ def exact_scores(
     return most.amax(2), shares.sum(2)
 
 
-def _padded(channels: int) -> int:
+def padded_channels(channels: int) -> int:
+    """How wide scored vectors are."""
     return max(LEAST_CHANNELS, triton.next_power_of_2(channels))
 
 

@@ -1,8 +1,7 @@
 """Predict on the GPU, in two halves: summarise keys, then choose blocks. Each is a registered op.
 
-The definition is `CurvaturePredictor` on the ops of `reference`. Who has scored blocks already
-chooses by shares. No step waits for the device, and no shape depends on data, except where lists
-would be larger than `LISTS_AT_MOST`.
+The definition is `CurvaturePredictor` on the ops of `reference`. No step waits for the device, and
+no shape depends on data, except where lists would be larger than `LISTS_AT_MOST`.
 """
 
 from __future__ import annotations
@@ -11,26 +10,29 @@ import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import lru_cache
-from itertools import product
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from cab_hf.config import Budgets, CabConfig
 from cab_hf.ops.coarsen import QuerySummary, coarsen_keys, coarsen_queries, summary_dtype
-from cab_hf.ops.exact_scores import exact_scores
-from cab_hf.ops.reference import KeySummary, log_share_
-from cab_hf.ops.score import Scores, Turn, block_graph, block_scores, turns
-from cab_hf.ops.select import COPIES, Own, Tail, fill_lists, select_blocks
+from cab_hf.ops.exact_scores import (
+    exact_scores,
+    outlier_rows,
+    padded_channels,
+    scored_dtype,
+    scored_keys,
+)
+from cab_hf.ops.reference import KeySummary
+from cab_hf.ops.score import Scores, Turn, block_scores, turns
+from cab_hf.ops.select import Own, Tail, fill_lists, select_blocks
 from cab_hf.plan import BlockLists, Spans, crossed_blocks
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD_DIM = 256
 # bytes of scores alive at a time; heads take turns so that it is enough
 SCORES_AT_A_TIME = 256 << 20
-# the same where shares of all heads are alive beside them
-SHARES_AT_A_TIME = 64 << 20
 # bytes of lists that are made as wide as a row could ever need; wider ones are measured first,
 # which waits for the device once
 LISTS_AT_MOST = 2 << 30
@@ -38,13 +40,14 @@ LISTS_AT_MOST = 2 << 30
 # what choosing takes of a CabConfig, with the types that the registered op has for it
 FIELDS = {
     **dict.fromkeys(("query_block", "key_block", "sink_blocks", "local_blocks"), "int"),
+    "min_blocks": "int",
     **dict.fromkeys(("coarsen", "select", "curvature"), "str"),
     **dict.fromkeys(("redundancy", "max_density"), "float"),
 }
-# how the registered ops are told what `_told` understands
+# how the registered op is told what `_told` understands
 TOLD = (
     "Tensor first, Tensor last, Tensor key_valid, bool aligned, bool consecutive, Tensor? tail,"
-    " bool tail_listed, float[] mass, float[] bridges, float[] sparsity, int[] exact_stride,"
+    " bool tail_listed, float[] mass, float[] bridges, float[] sparsity, int[] exact_queries,"
     " int[] whole, " + ", ".join(f"{kind} {name}" for name, kind in FIELDS.items())
 )
 # turns with their scores, what selects by them, and budgets of own
@@ -62,12 +65,22 @@ def unavailable(x: Tensor) -> str | None:
     return None
 
 
-def summarise(k: Tensor, valid: Tensor, config: CabConfig) -> KeySummary:
-    """The summary of every key block of k [B, H_kv, N_k, D]; see `coarsen.coarsen_keys`."""
+def summarise(
+    k: Tensor, valid: Tensor, config: CabConfig, channels: tuple[int, ...] = ()
+) -> KeySummary:
+    """The summary of every key block of k [B, H_kv, N_k, D]; see `coarsen.coarsen_keys`.
+
+    With the ``channels`` of all keys that `scored_keys` keeps, where queries are scored exactly.
+    """
+    scored = config.exact_queries != 0
     if torch.compiler.is_compiling():
-        return KeySummary(torch.ops.cab_hf.summarise(k, valid, config.key_block, config.coarsen))
+        planes = torch.ops.cab_hf.summarise(k, valid, config.key_block, config.coarsen)
+        keys = torch.ops.cab_hf.scored_keys(k, channels) if scored else None
+        return KeySummary(planes, keys)
     with _on(k):
-        return coarsen_keys(k, valid, config.key_block, config.coarsen)
+        summary = coarsen_keys(k, valid, config.key_block, config.coarsen)
+        keys = scored_keys(k, channels, scored_dtype(k)) if scored else None
+    return replace(summary, keys=keys)
 
 
 def choose(
@@ -77,48 +90,28 @@ def choose(
     scale: float,
     config: CabConfig,
     budgets: Budgets,
+    channels: tuple[int, ...] = (),
     vectors: Tensor | None = None,
 ) -> tuple[BlockLists, BlockLists]:
     """(full, partial) lists of the key blocks CAB attends for q [B, H, N_q, D].
 
     Heads of ``budgets.whole`` and rows of ``spans.tail_rows``, where there are any, list nothing:
-    the plan is to name them. ``vectors``, [B, H, M_q, D], are the query blocks of q where somebody
+    the plan is to name them. ``channels`` are those of ``summary.keys``; ``vectors``, [B, H, M_q, D], are the query blocks of q where somebody
     has coarsened them already; not while compiling. Safe under
     ``torch.compile(fullgraph=True)``, and in a CUDA graph once the budgets of the layer have been
     on the device.
     """
     if torch.compiler.is_compiling():
         told = _telling(spans, config, budgets)
-        lists = torch.ops.cab_hf.choose(q, summary.planes, summary.keys, scale, *told)
+        lists = torch.ops.cab_hf.choose(
+            q, summary.planes, summary.keys, scale, channels, *told
+        )
         return BlockLists(*lists[:2]), BlockLists(*lists[2:])
     with _on(q):
         tail = _tail(spans, config)
-        scored = _scored(q, summary, spans, budgets, scale, config, vectors)
+        scored = _scored(q, summary, spans, budgets, scale, config, channels, vectors)
         shape = *q.shape[:2], -(-q.shape[2] // config.query_block)
         return _chosen(shape, scored, spans, tail, budgets, config, measured=not _capturing(q))
-
-
-def choose_by_shares(
-    shares: Tensor, reach: Tensor | None, spans: Spans, config: CabConfig, budgets: Budgets
-) -> tuple[BlockLists, BlockLists]:
-    """(full, partial) lists of the key blocks that heads attend by their shares.
-
-    As `choose` otherwise: what lists nothing, and what is safe.
-
-    Args:
-        shares: float32 [B, heads, M_q, M_k], what key blocks have of each row, up to a factor of
-            the row: they fill the mass, and rank bridges (clusters), or rank all (top-k).
-        reach: the same shape: bridges are ranked by curvature over it instead; None for shares.
-        budgets: of these heads; ``exact_stride`` is not read.
-    """
-    if torch.compiler.is_compiling():
-        told = _telling(spans, config, budgets)
-        lists = torch.ops.cab_hf.choose_by_shares(shares, reach, *told)
-        return BlockLists(*lists[:2]), BlockLists(*lists[2:])
-    with _on(shares):
-        tail, measured = _tail(spans, config), not _capturing(shares)
-        scored = _shared(shares, reach, spans, budgets, config)
-        return _chosen(shares.shape[:3], scored, spans, tail, budgets, config, measured)
 
 
 def _chosen(
@@ -156,9 +149,10 @@ def _scored(
     budgets: Budgets,
     scale: float,
     config: CabConfig,
+    channels: tuple[int, ...],
     vectors: Tensor | None = None,
 ) -> Scored:
-    """Heads that choose by the estimate, then those that choose by exact scores."""
+    """Heads that choose by the estimate, then those whose outlier queries are scored exactly."""
     # a summary may come out of a cache, or from another process
     keys = summary.keys
     summary = KeySummary(summary.planes.to(summary_dtype(q)).contiguous())
@@ -175,84 +169,28 @@ def _scored(
         if len(exact) == heads:
             break
         yield turn, block_scores(turn, queries, summary, scale, config, spans), config, own
-    if exact:
-        plain = replace(config, curvature="none")
-        own = Own.of(budgets, clusters, heads, q.device, exact=True)
-        for one, scores in _exact_turns(turn, q, keys, budgets, spans, scale, config):
-            yield one, scores, plain, own
+    plain = replace(config, curvature="none")
+    own = Own.of(budgets, clusters, heads, q.device, exact=True)
+    for one, count in _exact_turns(turn, batch, budgets):
+        scores = block_scores(one, queries, summary, scale, plain, spans)
+        told = scale, config.query_block, count, channels, keys.dtype
+        rows = outlier_rows(q, spans, one, *told)
+        most, shares = exact_scores(one, rows, keys, config.key_block, scores.direct)
+        yield one, scores._replace(direct=most, shares=shares), plain, own
 
 
-def _shared(
-    shares: Tensor, reach: Tensor | None, spans: Spans, budgets: Budgets, config: CabConfig
-) -> Scored:
-    """A few heads at a time, by their shares, which stay as they are."""
-    batch, heads, *blocks = shares.shape
-    clusters = config.select == "clusters"
-    ranked = not clusters or any(budgets.bridges)
-    if reach is None or not ranked:
-        config = replace(config, curvature="none")
-    plain = budgets._replace(exact_stride=(0,))
-    own = Own.of(plain, clusters, heads, shares.device, exact=False)
-    shape = batch, heads, heads, *blocks
-    for turn in turns(_rows(spans, config), shape, config, SHARES_AT_A_TIME):
-        yield turn, _share_scores(turn, shares, reach, ranked, spans, config), config, own
-
-
-def _share_scores(
-    turn: Turn, shares: Tensor, reach: Tensor | None, ranked: bool, spans: Spans, config: CabConfig
-) -> Scores:
-    clusters = config.select == "clusters"
-    estimate = _of_turn(turn, shares, logarithms=True) if clusters else None
-    # without bridges nobody reads it
-    direct = estimate
-    if ranked and reach is None:
-        direct = _of_turn(turn, shares, logarithms=False)
-    elif ranked:
-        direct = _of_turn(turn, reach, logarithms=True)
-    return Scores(direct, estimate, *block_graph(turn, direct, False, config, spans))
-
-
-def _of_turn(turn: Turn, shares: Tensor, logarithms: bool) -> Tensor:
-    """A copy of the shares of its heads, or their logarithms, [heads, M_q, width]."""
-    some = shares.flatten(0, 1)[turn.start : turn.start + turn.count]
-    wide = some.new_empty(turn.count, turn.q_blocks, turn.width)
-    columns = wide[..., : turn.kv_blocks].copy_(some)
-    if logarithms:
-        log_share_(columns)
-    return wide
-
-
-def _exact_turns(
-    turn: Turn,
-    q: Tensor,
-    k: Tensor,
-    budgets: Budgets,
-    spans: Spans,
-    scale: float,
-    config: CabConfig,
-) -> Iterator[tuple[Turn, Scores]]:
-    """A turn for every head that chooses by exact scores, of every batch row."""
-    batch, heads = q.shape[:2]
-    by_stride: dict[int, list[int]] = {}
-    for head in budgets.exact(heads):
-        by_stride.setdefault(budgets.of_head(head)[3], []).append(head)
-    step = max(1, SCORES_AT_A_TIME // (8 * batch * turn.q_blocks * turn.width))
-    blocks = config.query_block, config.key_block
-    for stride, alike in by_stride.items():
-        for first in range(0, len(alike), step):
-            some = alike[first : first + step]
-            which = _copied(tuple(some), q.device)
-            scores = exact_scores(q, k, which, spans, scale, *blocks, stride, turn.width)
-            for row, (at, head) in product(range(batch), enumerate(some)):
-                direct, estimate = (x[row, at].unsqueeze(0) for x in scores)
-                start = row * heads + head
-                one = turn._replace(start=start, count=1)
-                yield one, Scores(direct, estimate, None, None, None)
-
-
-@lru_cache(COPIES)
-def _copied(heads: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(heads, dtype=torch.int32, device=device)
+def _exact_turns(turn: Turn, batch: int, budgets: Budgets) -> Iterator[tuple[Turn, int]]:
+    """Neighbouring heads with as many exact queries, as many at a time as have room, and those."""
+    exact = budgets.exact(turn.heads)
+    counts = [budgets.of_head(head)[3] if head in exact else 0 for head in range(turn.heads)]
+    planes = counts * batch
+    # an estimate, the most and the sum of shares
+    room = max(1, SCORES_AT_A_TIME // (12 * turn.q_blocks * turn.width))
+    for count, run in groupby(range(len(planes)), key=planes.__getitem__):
+        run = list(run)
+        step = -(-len(run) // -(-len(run) // room))
+        for start in run[::step] if count else ():
+            yield turn._replace(start=start, count=min(step, run[-1] + 1 - start)), count
 
 
 def _rows(spans: Spans, config: CabConfig) -> Tensor:
@@ -323,47 +261,37 @@ def _(k: Tensor, valid: Tensor, key_block: int, coarsen: str) -> Tensor:
     return k.new_empty(shape, dtype=summary_dtype(k))
 
 
+@torch.library.custom_op("cab_hf::scored_keys", mutates_args=())
+def _scored_keys_op(k: Tensor, channels: list[int]) -> Tensor:
+    return scored_keys(k, tuple(channels), scored_dtype(k))
+
+
+@_scored_keys_op.register_fake
+def _(k: Tensor, channels: list[int]) -> Tensor:
+    width = padded_channels(len(channels) or k.shape[3])
+    return k.new_empty(*k.shape[:3], width, dtype=scored_dtype(k))
+
+
 @torch.library.custom_op(
     "cab_hf::choose",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor planes, Tensor? keys, float scale, {TOLD})"
+    schema=f"(Tensor q, Tensor planes, Tensor? keys, float scale, int[] channels, {TOLD})"
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _choose_op(q, planes, keys, scale, *told):
+def _choose_op(q, planes, keys, scale, channels, *told):
     spans, tail, budgets, config = _told(told)
-    scored = _scored(q, KeySummary(planes, keys), spans, budgets, scale, config)
+    summary = KeySummary(planes, keys)
+    scored = _scored(q, summary, spans, budgets, scale, config, tuple(channels))
     shape = *q.shape[:2], -(-q.shape[2] // config.query_block)
     return _four(*_chosen(shape, scored, spans, tail, budgets, config, measured=False))
 
 
 @_choose_op.register_fake
-def _(q, planes, keys, scale, *told):
-    config = _told(told)[-1]
-    return _unfilled(q, (*q.shape[:2], -(-q.shape[2] // config.query_block)), told)
-
-
-@torch.library.custom_op(
-    "cab_hf::choose_by_shares",
-    mutates_args=(),
-    schema=f"(Tensor shares, Tensor? reach, {TOLD}) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _choose_by_shares_op(shares, reach, *told):
+def _(q, planes, keys, scale, channels, *told):
     spans, tail, budgets, config = _told(told)
-    scored = _shared(shares, reach, spans, budgets, config)
-    return _four(*_chosen(shares.shape[:3], scored, spans, tail, budgets, config, measured=False))
-
-
-@_choose_by_shares_op.register_fake
-def _(shares, reach, *told):
-    return _unfilled(shares, shares.shape[:3], told)
-
-
-def _unfilled(
-    like: Tensor, shape: tuple[int, int, int], told: tuple
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    spans, tail, budgets, config = _told(told)
+    shape = *q.shape[:2], -(-q.shape[2] // config.query_block)
     rooms = _rooms(shape, spans.kv_length, spans.aligned, tail, budgets, config)
-    return _four(*[_empty_lists(like, shape, room) for room in rooms])
+    return _four(*[_empty_lists(q, shape, room) for room in rooms])
 
 
 def _four(full: BlockLists, partial: BlockLists) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -371,7 +299,7 @@ def _four(full: BlockLists, partial: BlockLists) -> tuple[Tensor, Tensor, Tensor
 
 
 def _telling(spans: Spans, config: CabConfig, budgets: Budgets) -> tuple:
-    """What a registered op is told by the schema `TOLD`."""
+    """What the registered op is told by the schema `TOLD`."""
     known = spans.first, spans.last, spans.key_valid, spans.aligned, spans.consecutive
     settings = [getattr(config, name) for name in FIELDS]
     return *known, *_tail(spans, config), *map(list, budgets), *settings
@@ -381,7 +309,7 @@ def _told(told: tuple) -> tuple[Spans, Tail, Budgets, CabConfig]:
     """What `_telling` has told."""
     budgets = Budgets(*map(tuple, told[7:12]))
     settings = dict(zip(FIELDS, told[12:], strict=True))
-    # curvature looks whether there are bridges
+    # curvature looks whether there are bridges, and heads left to rank by it
     shared = {"mass": 1 if budgets.mass == (1,) else (budgets.mass,)}
-    shared["bridges"] = (budgets.bridges,)
+    shared |= {"bridges": (budgets.bridges,), "exact_queries": (budgets.exact_queries,)}
     return Spans(*told[:5]), Tail(*told[5:7]), budgets, CabConfig(**settings, **shared)

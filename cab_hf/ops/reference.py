@@ -6,7 +6,7 @@ blocks. Everything between the scores and the selection is float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -285,19 +285,8 @@ def select_blocks(
     estimate = block_log_mass((upper + mean) / 2, visible.unsqueeze(1))
     if not any(budgets.bridges):
         return best_blocks(estimate, estimate, spans, visible, config, budgets)
+    # bridges by curvature over what keys could reach
     reach = block_log_mass(upper, visible.unsqueeze(1))
-    return clusters_and_bridges(estimate, reach, spans, visible, config, budgets)
-
-
-def clusters_and_bridges(
-    estimate: Tensor,
-    reach: Tensor,
-    spans: Spans,
-    visible: Tensor,
-    config: CabConfig,
-    budgets: Budgets,
-) -> Tensor:
-    """Clusters by the log mass ``estimate``, bridges by curvature over the log mass ``reach``."""
     places = spans.rows(config.query_block).places(config.query_block)
     direct = standardise(reach, visible.unsqueeze(1))
     score = curvature_score(reach.exp(), direct, visible.unsqueeze(1), places, config)
@@ -400,58 +389,6 @@ def shared_mass(estimate: Tensor, shares: Tensor, visible: Tensor) -> Tensor:
     total = shares.sum(-1, keepdim=True).clamp(min=LEAST)
     both = (estimate.exp() + shares / total) / 2
     return both.clamp(min=LEAST).log().masked_fill(~visible, -torch.inf)
-
-
-def block_shares(
-    q: Tensor,
-    k: Tensor,
-    spans: Spans,
-    scale: float,
-    query_block: int,
-    key_block: int,
-    reduction: str,
-) -> Tensor:
-    """The attention that the queries of a block give each key block, float32 [B, H, M_q, M_k].
-
-    What a query gives is the sum of its attention probabilities over the block's keys. ``"max"`` is
-    the most that any query of the query block gives, ``"mean"`` the mean over its queries. Padding
-    gives nothing and counts for nothing; a row of padding is zero. No N x N tensor is ever whole.
-    """
-    counts = spans.rows(query_block).queries.clamp(min=1)[:, None, :, None]
-    rows = []
-    step = max(1, QUERIES_AT_A_TIME // query_block) * query_block
-    for _, logits in _logits(q, k, spans, scale, step):
-        # softmax over nothing is NaN: a row of padding gives nothing
-        shares = logits.softmax(-1).masked_fill(logits == -torch.inf, 0.0)
-        padding = (0, -shares.shape[3] % key_block, 0, -shares.shape[2] % query_block)
-        blocks = F.pad(shares, padding).unflatten(3, (-1, key_block)).sum(-1)
-        blocks = blocks.unflatten(2, (-1, query_block))
-        rows.append(blocks.amax(3) if reduction == "max" else blocks.sum(3))
-    found = torch.cat(rows, dim=2)
-    return found if reduction == "max" else found / counts
-
-
-def _logits(
-    q: Tensor, k: Tensor, spans: Spans, scale: float, at_a_time: int
-) -> Iterator[tuple[int, Tensor]]:
-    """Of so many queries at a time: (which is first, float32 [B, H, n, N_k]).
-
-    -inf for a key that a query does not see.
-    """
-    first, last = (x[:, None, :, None] for x in (spans.first, spans.last))
-    keys = k.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(-1, -2)
-    key = torch.arange(k.shape[2], device=k.device)
-    for start in range(0, q.shape[2], at_a_time):
-        some = slice(start, start + at_a_time)
-        logits = q[:, :, some].float() @ keys * scale
-        unseen = (key < first[:, :, some]) | (key > last[:, :, some])
-        yield start, logits.masked_fill(unseen, -torch.inf)
-
-
-def log_share_(shares: Tensor) -> Tensor:
-    """``shares`` [..., M_k], in place: the logarithm of what each block has of its row."""
-    total = shares.sum(-1, keepdim=True).clamp_(min=LEAST)
-    return shares.div_(total).clamp_(min=LEAST).log_()
 
 
 def attention(

@@ -21,7 +21,7 @@ from cab_hf.plan import block_visibility
 from cab_hf.predictors.base import Call
 from cab_hf.predictors.baselines import block_mass
 from cab_hf.predictors.calibration import NEEDLE_WEIGHT, Needles, block_shares_of
-from cab_hf.predictors.cascade import anchor_predictor
+from cab_hf.predictors.curvature import CurvaturePredictor
 
 # of a row's blocks, what a head of an anchor may be given beside those that are forced
 SHARES = (0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.45)
@@ -30,13 +30,13 @@ HALVINGS = 40  # of the range in which the price is
 
 
 class View(NamedTuple):
-    """What is looked at of one layer; P are the heads of a plan, R rows and needle queries.
+    """What is looked at of one layer.
 
     Attributes:
-        keep: bool [P, M_q, M_k], the blocks it would choose.
-        density: float32 [P], the share of all that is visible that they are.
-        mass: float32 [P, M_q, M_k], the attention blocks get, of all that queries give; sums to 1.
-        needle: float32 [P, n, M_k], what falls on the needle that each of n queries looks for.
+        keep: bool [H, M_q, M_k], the blocks it would choose.
+        density: float32 [H], the share of all that is visible that they are.
+        mass: float32 [H, M_q, M_k], the attention blocks get, of all that queries give; sums to 1.
+        needle: float32 [H, n, M_k], what falls on the needle that each of n queries looks for.
         rows: int64 [n], the query blocks of those.
     """
 
@@ -48,13 +48,13 @@ class View(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What blocks of layer a keep for layer b: float64 [L, L, P, P], as [a, b, head, head].
+    """What blocks of layer a keep for layer b: float64 [L, L, H, H], as [a, b, head, head].
 
     Attributes:
         mass: share of the attention of b's head that the blocks of a's head keep.
         needle: mean over needle queries of the attention on the needle that they keep.
-        needed: [L, P], the mean of what there is of that.
-        density: [L, P], the share of pairs that a's blocks are.
+        needed: [L, H], the mean of what there is of that.
+        density: [L, H], the share of pairs that a's blocks are.
         importance: [L], how much a layer changes its input: 1 - cosine.
     """
 
@@ -71,8 +71,8 @@ class Allotment(NamedTuple):
     Attributes:
         anchors: ascending, as indices of what was measured.
         of_layer: [L], the anchor of each layer.
-        sources: int64 [L, P], the head of its anchor that each head has.
-        options: int64 [L, P], which of the shares each head has, by its anchor's head.
+        sources: int64 [L, H], the head of its anchor that each head has.
+        options: int64 [L, H], which of the shares each head has, by its anchor's head.
     """
 
     anchors: tuple[int, ...]
@@ -81,7 +81,7 @@ class Allotment(NamedTuple):
     options: Tensor
 
     def of(self, found: Tensor) -> Tensor:
-        """[L, P]: what each head has of [S, L, L, P, P], or pays of [S, L, P]."""
+        """[L, H]: what each head has of [S, L, L, H, H], or pays of [S, L, H]."""
         layer, anchor = torch.arange(len(self.of_layer)), torch.tensor(self.of_layer)
         place = self.options, anchor[:, None].expand_as(self.sources)
         if found.ndim == 3:
@@ -90,38 +90,25 @@ class Allotment(NamedTuple):
         return found[(*place, layer[:, None].expand_as(head), self.sources, head)]
 
 
-def with_share(config: CabConfig, share: float, heads: int) -> CabConfig:
-    """``config`` for one layer of so many heads, with no budgets but one: that share of a row."""
-    return with_shares(config, [[share] * heads]) if own_budgets(config) else even(config, share)
-
-
-def own_budgets(config: CabConfig) -> bool:
-    """Whether heads may have budgets of their own: those that share a plan may not."""
-    return config.anchor_heads == "each"
-
-
 def with_shares(config: CabConfig, shares: Sequence[Sequence[float]]) -> CabConfig:
-    """``config`` with a share of a row for each head, [layers][heads], and no other budgets."""
+    """``config`` with a share of a row for each head, [layers][heads], and no other budgets.
+
+    How blocks are scored stays.
+    """
     if config.select == "topk":
         return replace(config, sparsity=[[1 - share for share in row] for row in shares])
     nothing = [[0.0] * len(row) for row in shares]
-    return replace(config, mass=nothing, bridges=shares, exact_stride=0, max_density=1.0)
-
-
-def even(config: CabConfig, share: float) -> CabConfig:
-    """The same share for all heads of all layers, forced blocks among them."""
-    return replace(config, mass=1.0, bridges=0.0, exact_stride=0, max_density=share)
+    return replace(config, mass=nothing, bridges=shares, max_density=1.0)
 
 
 def viewed(
-    q: Tensor, k: Tensor, call: Call, configs: Sequence[CabConfig], needles: Needles
+    q: Tensor, k: Tensor, call: Call, config: CabConfig, shares: Sequence[float], needles: Needles
 ) -> list[View]:
-    """The `View` of one layer by each config: q [1, H, N, D] and k [1, H_kv, N, D] of one text.
+    """The `View` of one layer at each share of a row, the same for all of its heads.
 
     Args:
-        configs: of the same blocks.
+        q: [1, H, N, D]. k: [1, H_kv, N, D]. Of one text.
     """
-    alone, (config, *_) = Call(call.spans, call.scale, 0), configs
     blocks = config.query_block, config.key_block
     mass = block_mass(q, k, call.spans, call.scale, *blocks)[0]
     mass /= call.spans.rows(config.query_block).queries.sum()
@@ -131,12 +118,11 @@ def viewed(
     rows = needles.queries // config.query_block
     visible = block_visibility(call.spans, *blocks).sum()
     views = []
-    for config in configs:
-        keep = anchor_predictor(config)(q, k, alone).to_dense()[0]
-        # heads that share a plan lose together
-        own, sought_by = (x.unflatten(0, (keep.shape[0], -1)).mean(1) for x in (mass, needle))
-        density = keep.sum((1, 2)) / visible
-        found = keep, density, own, sought_by, rows
+    for share in shares:
+        # tables that reach to the layer, for which `exact_stride` may have one
+        some = with_shares(config, [[share] * q.shape[1]] * (call.layer + 1))
+        keep = CurvaturePredictor(some)(q, k, call).to_dense()[0]
+        found = keep, keep.sum((1, 2)) / visible, mass, needle, rows
         views.append(View(*(x.cpu() for x in found)))
     return views
 
@@ -188,7 +174,7 @@ def similarity(kept: Kept, gain: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def worth_at(kept: Sequence[Kept], price: float) -> Tensor:
-    """[S, L, L, P, P]: `gains` at each share, less what the blocks of a's head cost.
+    """[S, L, L, H, H]: `gains` at each share, less what the blocks of a's head cost.
 
     Args:
         price: of attending everything, by the measure of `gains`.
@@ -311,41 +297,23 @@ def cascaded(
 
     Args:
         kept: at each of `SHARES`; of the layers with these indices, the others have no part.
-        target: share of the pairs that the model is to attend. Heads that share a plan, which have
-            no budgets of their own, all get it as their share.
+        target: share of the pairs that the model is to attend.
 
     Raises:
         ValueError: see `within`.
     """
-    found = allotment(config, kept, count, target)
-    if own_budgets(config):
-        shares = [[SHARES[0]] * len(found.sources[0]) for _ in range(total)]
-        for anchor in found.anchors:
-            shares[layers[anchor]] = [SHARES[option] for option in found.options[anchor]]
-        config = with_shares(config, shares)
-    else:
-        config = even(config, target)
+    found = within(kept, count, target)
+    same = list(range(found.sources.shape[1]))
+    shares = [[SHARES[0]] * len(same) for _ in range(total)]
+    for anchor in found.anchors:
+        shares[layers[anchor]] = [SHARES[option] for option in found.options[anchor]]
     rows = {layer: row.tolist() for layer, row in zip(layers, found.sources, strict=True)}
-    nothing = list(range(found.sources.shape[1]))
     return replace(
-        config,
+        with_shares(config, shares),
         predictor="cascade",
         anchors=tuple(layers[anchor] for anchor in found.anchors),
-        # one plan for all heads has no heads to choose from
-        head_map=[rows.get(i, nothing) for i in range(total)] if len(nothing) > 1 else (),
+        head_map=[rows.get(layer, same) for layer in range(total)],
     )
-
-
-def allotment(config: CabConfig, kept: Sequence[Kept], count: int, target: float) -> Allotment:
-    """`within` the target, or `evenly` where heads share a plan."""
-    return (within if own_budgets(config) else evenly)(kept, count, target)
-
-
-def evenly(kept: Sequence[Kept], count: int, target: float) -> Allotment:
-    """The `Allotment` by the measured share that is nearest to the target, the same for all."""
-    at = nearest(target)
-    found = best_at(kept[at : at + 1], count, 0.0)
-    return found._replace(options=found.options + at)
 
 
 def nearest(target: float) -> int:

@@ -22,18 +22,18 @@ class Call:
         spans: what each query may see at all.
         scale: what logits are multiplied by.
         layer: index of the layer; None where it has none.
-        channels: those of q and k that stand for all where scores are to be cheap, ascending; ()
-            for all of them.
         handed: one mapping for all layers of the forward pass, in which a layer may leave what a
             later one reads, such as its plan. Gradient checkpointing runs a layer again with the
             same mapping.
+        channels: those of q and k that are scored where scores are to be cheap, ascending; () for
+            all of them.
     """
 
     spans: Spans
     scale: float
     layer: int | None = None
-    channels: tuple[int, ...] = ()
     handed: dict[Any, Any] = field(default_factory=dict)
+    channels: tuple[int, ...] = ()
 
 
 class Predictor(ABC):

@@ -25,8 +25,6 @@ NEEDLE_WEIGHT = 3.0
 # an exact pass takes this share of a dense head's time, and this over its stride: what an H200 was
 # seen to take at 131,072 tokens and 128 channels, a few heads at a time
 EXACT_PASS, EXACT_PASS_PER_STRIDE = 0.02, 0.55
-# and a layer whose heads all choose by exact shares of blocks this share of a dense layer's
-EXACT_ANCHOR = 0.75
 HALVINGS = 100  # of the bracket around the multiplier
 # of exact attention held at once, over all heads
 SHARES_AT_A_TIME = 1 << 28
@@ -65,11 +63,7 @@ def pass_cost(stride: float) -> float:
 def passes(config: CabConfig, layers: int) -> float:
     """What exact passes take in a model of so many layers, as a share of dense attention's time."""
     stride, mass = config.exact_stride, config.mass
-    chosen: Sequence[int] = range(layers)
-    if config.predictor == "cascade":
-        chosen = config.anchors
-        if config.anchor_scores == "exact":
-            return EXACT_ANCHOR * len(chosen) / layers
+    chosen = config.anchors if config.predictor == "cascade" else range(layers)
     if not isinstance(stride, tuple):
         return pass_cost(stride) * len(chosen) / layers
     rows = mass if isinstance(mass, tuple) else ((mass,) * len(stride[0]),) * len(stride)
@@ -177,7 +171,7 @@ def tables(options: Sequence[Option], choice: Tensor) -> dict[str, tuple[tuple[f
 
 def _by_itself(call: Call) -> Call:
     """The same turn, by itself and of the first layer: tables of one layer fit it."""
-    return Call(call.spans, call.scale, 0)
+    return Call(call.spans, call.scale, 0, channels=call.channels)
 
 
 def _of_all(option: Option, heads: int) -> dict[str, tuple[tuple[float, ...]]]:

@@ -28,7 +28,7 @@ EXACT = (
     *((0.0, 0.07), (0.0, 0.1), (0.0, 0.14), (0.0, 0.2), (0.0, 0.3)),
     *((0.8, 0.0), (0.8, 0.03), (0.9, 0.0), (0.9, 0.03), (0.95, 0.0), (0.95, 0.05)),
 )
-EXACT_STRIDES = (2, 4, 8, 16)
+EXACT_QUERIES = (8, 16, 32)
 EVERYTHING = ((1.0, 0.0),)
 
 
@@ -38,7 +38,8 @@ class CurvaturePredictor(Predictor):
     Coarsens q and k to blocks, estimates each row's attention mass from the block summaries, keeps
     the smallest set of blocks that holds ``config.mass`` and adds bridges by curvature
     (``config.select="clusters"``), or keeps a fixed share (``"topk"``, the published recipe). What
-    a head keeps can be its own, and by exact scores instead (``config.exact_stride``).
+    a head keeps can be its own. With ``config.exact_queries`` the outlier queries of every block are
+    scored against every key: half of the mass is theirs, and bridges are what one of them needs.
     Formulas: `cab_hf.ops.reference`; on CUDA the kernels of `cab_hf.ops.predict` compute them.
     """
 
@@ -46,16 +47,21 @@ class CurvaturePredictor(Predictor):
         """Masses and bridges, by the estimate or by exact scores; or shares of a row."""
         if self.config.select == "topk":
             return SHARE_OPTIONS
-        strides = [s for s in EXACT_STRIDES if self.config.query_block % s == 0]
-        kinds = [(0, ESTIMATED), *((stride, EXACT) for stride in strides), (0, EVERYTHING)]
+        counts = [count for count in EXACT_QUERIES if self.config.query_block % count == 0]
+        kinds = [(0, ESTIMATED), *((count, EXACT) for count in counts), (0, EVERYTHING)]
         return tuple(
-            {"mass": mass, "bridges": bridges, "exact_stride": stride}
-            for stride, budgets in kinds
+            {"mass": mass, "bridges": bridges, "exact_queries": count}
+            for count, budgets in kinds
             for mass, bridges in budgets
         )
 
-    def summarise(self, k: Tensor, valid: Tensor | None = None) -> KeySummary:
-        """Mean and bounds of every key block, or its mean or loudest key (``config.coarsen``)."""
+    def summarise(
+        self, k: Tensor, valid: Tensor | None = None, channels: tuple[int, ...] = ()
+    ) -> KeySummary:
+        """Mean and bounds of every key block, or its mean or loudest key (``config.coarsen``).
+
+        With the ``channels`` of every key (() for all) where queries are scored exactly.
+        """
         if self.config.check_finite:
             refuse_infinite("k", k)
         if valid is None:
@@ -63,10 +69,13 @@ class CurvaturePredictor(Predictor):
         if has_kernels(k):
             from cab_hf.ops import predict
 
-            summary = predict.summarise(k, valid, self.config)
-        else:
-            summary = reference.coarsen_keys(k, valid, self.config.key_block, self.config.coarsen)
-        return replace(summary, keys=k) if self.config.exact_stride else summary
+            return predict.summarise(k, valid, self.config, channels)
+        summary = reference.coarsen_keys(k, valid, self.config.key_block, self.config.coarsen)
+        return replace(summary, keys=picked(k, channels)) if self.config.exact_queries else summary
+
+    def __call__(self, q: Tensor, k: Tensor, call: Call) -> BlockPlan:
+        with torch.no_grad():
+            return self.choose(q, self.summarise(k, call.spans.key_valid, call.channels), call)
 
     def vectors(self, q: Tensor, spans: Spans) -> Tensor:
         """One vector for every query block of q [B, H, N_q, D]: [B, H, M_q, D]."""
@@ -85,7 +94,7 @@ class CurvaturePredictor(Predictor):
         """See `Predictor.choose`.
 
         With ``vectors`` of all query blocks, which several processes have made of their own parts
-        of q, only heads that choose by exact scores read q.
+        of q, only heads that score queries exactly read q.
         """
         if self.config.check_finite:
             refuse_infinite("q", q)
@@ -96,14 +105,16 @@ class CurvaturePredictor(Predictor):
             return BlockPlan.unlisted(spans, q.shape[1], *blocks)
         if summary.keys is None and (exact := budgets.exact(q.shape[1])):
             raise ValueError(
-                f"exact_stride is above 0 for {len(exact)} heads, and the summary holds no keys; "
+                f"exact_queries is above 0 for {len(exact)} heads, and the summary holds no keys; "
                 "make it by a predictor of the same config."
             )
         if not has_kernels(q):
-            return by_reference(q, summary, spans, call.scale, config, budgets, vectors)
+            return by_reference(q, summary, call, config, budgets, vectors)
         from cab_hf.ops import predict
 
-        full, partial = predict.choose(q, summary, spans, call.scale, config, budgets, vectors)
+        full, partial = predict.choose(
+            q, summary, spans, call.scale, config, budgets, call.channels, vectors
+        )
         rows = tail_rows(spans, config)
         return BlockPlan(full, partial, spans, *blocks, budgets.whole, rows)
 
@@ -111,13 +122,13 @@ class CurvaturePredictor(Predictor):
 def by_reference(
     q: Tensor,
     summary: KeySummary,
-    spans: Spans,
-    scale: float,
+    call: Call,
     config: CabConfig,
     budgets: Budgets,
     vectors: Tensor | None = None,
 ) -> BlockPlan:
     """What `CurvaturePredictor.choose` means, in plain PyTorch on any device."""
+    spans, scale = call.spans, call.scale
     visible = block_visibility(spans, config.query_block, config.key_block)
     queries = vectors
     if queries is None:
@@ -126,35 +137,65 @@ def by_reference(
     group = q.shape[1] // kv_heads
     scores_per_kv_head = visible.numel() * group
     step = max(1, min(kv_heads, SCORES_AT_A_TIME // max(1, scores_per_kv_head)))
-    kept = []
+    exact, kept = budgets.exact(q.shape[1]), []
     for head in range(0, kv_heads, step):
-        some = queries[:, head * group : (head + step) * group]
+        mine = range(head * group, min(head + step, kv_heads) * group)
+        some = queries[:, mine.start : mine.stop]
         logits = reference.block_logits(some, summary.heads(head, head + step), scale)
-        own = budgets.of_heads(range(head * group, (head + step) * group))
-        kept.append(reference.select_blocks(*logits, spans, visible, config, own))
-    keep = torch.cat(kept, dim=1)
-    for head in budgets.exact(q.shape[1]):
-        own = budgets.of_heads([head])
-        key_head = head // group
-        scored = reference.exact_scores(
-            q[:, head : head + 1],
-            summary.keys[:, key_head : key_head + 1],
-            spans,
-            scale,
-            config.query_block,
-            config.key_block,
-            own.exact_stride[0],
-        )
-        most, log_mass = scored[0], reference.block_log_mass(scored[1], visible.unsqueeze(1))
-        keep[:, [head]] = reference.best_blocks(most, log_mass, spans, visible, config, own)
+        keep = torch.zeros(*logits[0].shape, device=q.device, dtype=torch.bool)
+        if not exact or not set(mine) <= set(exact):
+            own = budgets.of_heads(mine)
+            keep = reference.select_blocks(*logits, spans, visible, config, own)
+        for at, index in enumerate(mine):
+            if index in exact:
+                estimate = sum(logits)[:, [at]] / 2
+                keep[:, [at]] = _by_outliers(
+                    q[:, [index]],
+                    summary.keys[:, [index // group]],
+                    estimate,
+                    visible,
+                    call,
+                    config,
+                    budgets.of_heads([index]),
+                )
+        kept.append(keep)
     return BlockPlan.from_dense(
-        keep,
+        torch.cat(kept, dim=1),
         spans,
         query_block=config.query_block,
         key_block=config.key_block,
         whole_heads=budgets.whole,
         whole_rows=tail_rows(spans, config),
     )
+
+
+def _by_outliers(
+    q: Tensor,
+    keys: Tensor,
+    estimate: Tensor,
+    visible: Tensor,
+    call: Call,
+    config: CabConfig,
+    own: Budgets,
+) -> Tensor:
+    """The blocks of one head, bool [B, 1, M_q, M_k], whose outlier queries are scored exactly."""
+    spans, count = call.spans, own.exact_queries[0]
+    positions = reference.outlier_queries(q, spans, config.query_block, count)
+    scored = picked(q, call.channels)
+    at = positions.clamp(min=0).flatten(2).unsqueeze(-1).expand(-1, -1, -1, scored.shape[3])
+    rows = scored.gather(2, at).unflatten(2, (-1, count))
+    told = spans, call.scale, config.key_block
+    most, shares = reference.exact_scores(rows, positions, keys, *told)
+    log_mass = None
+    if config.select == "clusters":
+        seen = visible.unsqueeze(1)
+        log_mass = reference.shared_mass(reference.block_log_mass(estimate, seen), shares, seen)
+    return reference.best_blocks(most, log_mass, spans, visible, config, own)
+
+
+def picked(x: Tensor, channels: tuple[int, ...]) -> Tensor:
+    """Some channels of x [..., D], all of them for ()."""
+    return x[..., list(channels)] if channels else x
 
 
 def tail_rows(spans: Spans, config: CabConfig) -> Tensor | None:

@@ -264,6 +264,8 @@ def remarks(rows: Sequence[Row], by: Mapping[str, str] | None = None) -> dict[st
 def made_of(shape: str, settings: Mapping[str, Any]) -> str:
     """What was computed on and how it was timed, for a report; ``settings`` are recorded ones."""
     default = CabConfig().to_dict()
-    config = {n: v for n, v in settings["cab_config"].items() if v != default.get(n)}
+    # of fields that have gone since, the command tells
+    known = {n: v for n, v in settings["cab_config"].items() if n in default}
+    config = {n: v for n, v in known.items() if v != default[n]}
     chosen = f"CabConfig with {config}" if config else "default CabConfig"
     return f"{shape}; {chosen}.\n\nMethod: {settings['method']}."

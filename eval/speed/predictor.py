@@ -173,11 +173,8 @@ def predictor_flops(config: CabConfig, settings: Settings, length: int) -> dict[
     norm), block logits (a multiplication and an addition per channel and product: mean, and for
     boxes upper and lower bound) over the causal tiles, and the two-hop product of the lower
     triangular matrix on the query grid with itself. Softmax, standardising and selecting are not.
-    An anchor that goes by exact scores computes all logits once.
     """
     dim, heads = settings.head_dim, settings.batch * settings.heads
-    if config.predictor == "cascade" and config.anchor_scores == "exact":
-        return {"logits": dim * heads * length * (length + 1)}
     kv_heads = settings.batch * settings.kv_heads
     a_query, a_key, products = {"box": (1, 3, 3), "mean": (1, 1, 1), "max_l2": (2, 2, 1)}[
         config.coarsen

@@ -1,0 +1,57 @@
+"""Which channels of a head are scored where scores are to be cheap: those that turn slowest.
+
+Rotary position embeddings turn pairs of channels, each pair at a frequency of its own. Fast pairs
+tell near tokens apart; what a query and a key far before it have in common stands in the slow ones.
+Half of the channels, the slow ones, choose nearly the blocks that all of them do.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+# 8-bit products take multiples of 32 channels: half of fewer than these saves nothing
+LEAST_HEAD_DIM = 64
+
+
+def slow_channels(module: Any, head_dim: int) -> tuple[int, ...]:
+    """The half of a head's channels that rotate slowest, ascending; () where that is not known.
+
+    Args:
+        module: an attention layer of transformers. How its model pairs channels is seen by its
+            ``rotate_half``. Heads that are rotated in part, or not at all, keep all channels.
+    """
+    config = getattr(module, "config", None)
+    rotated_in_part = (
+        getattr(module, "use_rope", True) in (False, 0)
+        or getattr(config, "qk_rope_head_dim", None)
+        or any(factor != 1 for factor in _partial_factors(config))
+    )
+    if rotated_in_part or head_dim < LEAST_HEAD_DIM or head_dim % 4:
+        return ()
+    return _slow_half(type(module).__module__, head_dim)
+
+
+def _partial_factors(config: Any) -> list[float]:
+    """Every share of a head that the config says is rotated."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    # some models have others in each kind of layer
+    kinds = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
+    told = [getattr(config, "partial_rotary_factor", None)]
+    told += [each.get("partial_rotary_factor") for each in kinds]
+    return [factor for factor in told if factor is not None]
+
+
+# a constant where a model is compiled
+@torch.compiler.assume_constant_result
+def _slow_half(module_name: str, head_dim: int) -> tuple[int, ...]:
+    rotate_half = getattr(sys.modules.get(module_name), "rotate_half", None)
+    if rotate_half is None:
+        return ()
+    partner = abs(int(rotate_half(torch.arange(float(head_dim), device="cpu"))[0]))
+    half, quarter = head_dim // 2, head_dim // 4
+    if partner == half:
+        return (*range(quarter, half), *range(half + quarter, head_dim))
+    return tuple(range(half, head_dim)) if partner == 1 else ()
