@@ -57,7 +57,7 @@ Span = tuple[int, int]  # [start, end) in tokens
 
 
 class Document(NamedTuple):
-    """Running text with keys in its first half that its second half repeats."""
+    """Running text in which keys are stated and, further behind, repeated."""
 
     tokens: Tokens
     needles: tuple[Span, ...]  # what states each key, in the order of the text
@@ -145,6 +145,69 @@ def recall_document(
         needles=tuple((at, at + len(each)) for at, each in zip(starts, needles, strict=False)),
         answers=tuple(answers[key] for key in range(keys)),
     )
+
+
+def asked_document(
+    tokenizer: Any,
+    sentences: Sequence[str],
+    length: int,
+    keys: int,
+    index: int,
+    seed: int | str = 0,
+) -> tuple[Document, int]:
+    """A document whose end repeats all keys, and how many of its tokens stand before that end.
+
+    What stands before is a prompt: running text with the keys stated at random sentence borders.
+    Behind it there is one sentence a key, in another order, and nothing else.
+
+    Args:
+        length: in tokens, of all together; the others as of `recall_document`.
+    Raises:
+        ValueError: ``keys`` is more than there are names, or ``length`` has no room for them.
+    """
+    if not 1 <= keys <= len(NAMES):
+        raise ValueError(f"keys must be 1 to {len(NAMES)}; got {keys!r}.")
+    rng = random.Random(f"{seed}/asked/{length}/{keys}/{index}")
+    numbers = list(map(str, rng.sample(NUMBERS, keys)))
+    named = [
+        {"whose": f" for {name}", "key": number}
+        for name, number in zip(rng.sample(NAMES, keys), numbers, strict=True)
+    ]
+    order = _another_order(rng, keys)
+    needles = [sentence_tokens(tokenizer, NEEDLE.format(**each)) for each in named]
+    repeats = [REPEAT.format(**named[key]) for key in order]
+    asking = [sentence_tokens(tokenizer, repeat) for repeat in repeats]
+
+    tokens = list(leading_tokens(tokenizer))
+    prompt = length - _total(asking)
+    text = prompt - len(tokens) - _total(needles)
+    pieces = _text(tokenizer, sentences, rng.randrange(len(sentences)), text)
+    borders = [at for at, end in enumerate([0, *accumulate(map(len, pieces))]) if end <= text]
+    if not borders:
+        raise ValueError(
+            f"length {length} has no room for {keys} keys and as many questions behind them; give "
+            "a longer one or fewer keys."
+        )
+    starts, done = [], 0
+    for at, needle in zip(_drawn(rng, borders, keys), needles, strict=True):
+        tokens.extend(chain(*pieces[done:at]))
+        starts.append(len(tokens))
+        tokens.extend(needle)
+        done = at
+    tokens.extend(chain(*pieces[done:]))
+    tokens = tokens[:prompt]
+
+    answers = {}
+    for key, repeat, question in zip(order, repeats, asking, strict=True):
+        first, last = digits_of(tokenizer, repeat, numbers[key])
+        answers[key] = len(tokens) + first, len(tokens) + last
+        tokens.extend(question)
+    document = Document(
+        tokens=tuple(tokens),
+        needles=tuple((at, at + len(each)) for at, each in zip(starts, needles, strict=True)),
+        answers=tuple(answers[key] for key in range(keys)),
+    )
+    return document, prompt
 
 
 def with_copies(

@@ -1,8 +1,9 @@
 """Fidelity: whether a method keeps the answers of dense attention, on any text.
 
 Nothing is generated: a model reads a text whose answers stand in it, once, and is asked what it
-would have said at each of their tokens. Cells are (method, text, length, budget); a case is
-(cell, probe, depth, index).
+would have said at each of their tokens. Two probes are what a user of sparse prefill feels: there
+the method reads a prompt, and what follows is read through the KV cache, densely. Cells are
+(method, text, length, budget); a case is (cell, probe, depth, index).
 """
 
 from __future__ import annotations
@@ -20,29 +21,52 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from torch import Tensor
+
 from cab_hf.config import CabConfig
 from cab_hf.documents import (
     NAMES,
+    asked_document,
     plain_document,
     recall_document,
 )
 from cab_hf.eval import charts
+from cab_hf.eval.attention_time import AttentionClock, layer_bench
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.foresight import Reading, answered, foreseen, surprise
+from cab_hf.eval.foresight import (
+    CHUNK,
+    Reading,
+    answered,
+    distributions,
+    divergence,
+    foreseen,
+    surprise,
+)
 from cab_hf.eval.haystack import Haystack, read_sentences
 from cab_hf.eval.intervals import mean_interval, paired_difference, wilson
-from cab_hf.eval.methods import H2O, METHODS, Cab, Cell, Dense, Method, known
+from cab_hf.eval.methods import (
+    H2O,
+    METHODS,
+    Cab,
+    Cell,
+    Dense,
+    Full,
+    Method,
+    Realised,
+    known,
+    realised_on,
+)
 from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
 from cab_hf.eval.passkey import MATCH, fitted, parse_depths
 from cab_hf.eval.report import (
     column,
     difference,
+    digits,
     grouped,
     markdown_table,
     ratio_with_interval,
     with_interval,
 )
-from cab_hf.predictors.calibration import passes
 from cab_hf.runs.provenance import file_identity
 from cab_hf.runs.settings import (
     by_device,
@@ -57,8 +81,15 @@ RECALL, PERPLEXITY = "recall", "perplexity"
 # of what begins a query block: nothing that chooses with the query before it has seen it
 RECALL_BORDER, PERPLEXITY_BORDER = "recall_border", "perplexity_border"
 RECALLS, PERPLEXITIES = (RECALL, RECALL_BORDER), (PERPLEXITY, PERPLEXITY_BORDER)
-PROBES = (PASS, QUESTION_FIRST, MULTI_KEY, *RECALLS, *PERPLEXITIES)
-USUAL = (PASS, QUESTION_FIRST, RECALL, PERPLEXITY)  # unless others are asked for
+# of what follows a prompt: the prompt is read by the method, what follows through the KV cache
+CONTINUATION, ASKED = "continuation", "asked"
+PROBES = (CONTINUATION, ASKED, PASS, QUESTION_FIRST, MULTI_KEY, *RECALLS, *PERPLEXITIES)
+# unless others are asked for
+USUAL = (CONTINUATION, ASKED, PASS, QUESTION_FIRST, RECALL, PERPLEXITY)
+# no probe that is asked for: how long attention takes, on a GPU once a cell
+TIME = "time"
+# tokens of a text that are read behind a prompt, and the most of it that they may be
+CONTINUED, CONTINUED_SHARE = 256, 8
 PROMPTED = (PASS, QUESTION_FIRST, MULTI_KEY)  # probes that are prompts; the others are documents
 # keys in the prompts of a probe, each of another name, where they are several
 NAMED_KEYS = {MULTI_KEY: 4}
@@ -83,13 +114,11 @@ def spell_texts(texts: Sequence[str | Mapping[str, str]]) -> str:
 
 
 def cab_config(told: str) -> CabConfig:
-    """Of ``field=value,field=value``, a JSON file or what ships; sparse at any length.
+    """Of ``field=value,field=value`` or a JSON file; sparse at any length.
 
     Raises:
         ValueError: there is no such file, or what it or ``told`` has are no fields of CabConfig.
     """
-    if told in CabConfig.shipped():
-        return CabConfig.from_dict({**CabConfig.calibrated(told).to_dict(), "min_length": 0})
     if not told.endswith(".json"):
         given = dict(map(parse_assignment, filter(None, FIELD.split(told))))
         return CabConfig.from_dict({"min_length": 0, **given})
@@ -107,15 +136,14 @@ class Settings(OnModelSettings):
     """What a run is told. None stands for a default that depends on the device."""
 
     methods: tuple[str, ...] | None = by_device(
-        ("dense", "cab", "published", "streaming", "random", "antidiagonal"),
-        ("dense", "cab", "random"),
+        ("dense", "full", "cab", "published", "streaming", "random", "antidiagonal"),
+        ("dense", "full", "cab", "random"),
         f"comma-separated, of {', '.join(name for name in METHODS if name != H2O.name)}",
         comma_separated(str),
     )
     cab: tuple[str, ...] = option(
         (),
-        "another configuration as method cab:NAME, NAME=field=value,..., NAME=FILE.json or "
-        "NAME=SHIPPED; "
+        "another configuration as method cab:NAME, NAME=field=value,... or NAME=FILE.json; "
         "repeatable",
         repeatable=True,
     )
@@ -134,7 +162,13 @@ class Settings(OnModelSettings):
     depths: int | None = by_device(20, 2, "places of the key in a prompt, evenly spaced", int)
     pass_samples: int | None = by_device(100, 2, "prompts of each length, over all depths", int)
     documents: int | None = by_device(20, 1, "documents of each length", int)
-    keys: int = option(12, "how many keys a document has", int)
+    keys: int = option(12, "how many keys a document of recall has", int)
+    asked: int | None = by_device(
+        12,
+        4,
+        f"how many keys a prompt of the probe {ASKED} has, all asked for behind it; 0: none",
+        int,
+    )
     budgets: tuple[str | float, ...] = option(
         (MATCH,),
         f"comma-separated densities of the baselines: {MATCH} (what --{MATCH} realises), numbers",
@@ -146,6 +180,8 @@ class Settings(OnModelSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check = partial(require, self)
+        only_asked = self.asked or set(self.probes) != {ASKED}
+        check("asked", only_asked, f"at least 1 where {ASKED} is the only probe")
         decoding = f"without {H2O.name}, whose prefill is dense, for nothing is decoded here"
         check("methods", H2O.name not in self.methods, decoding, H2O.name)
         for method in self.methods:
@@ -166,6 +202,7 @@ class Settings(OnModelSettings):
         for name in ("depths", "pass_samples", "documents"):
             check(name, getattr(self, name) > 0, "at least 1")
         check("keys", 1 <= self.keys <= len(NAMES), f"1 to {len(NAMES)}")
+        check("asked", 0 <= self.asked <= len(NAMES), f"0 to {len(NAMES)}")
         whole = all(BORDER % config.query_block == 0 for config in self.configs.values())
         borders = whole or not {RECALL_BORDER, PERPLEXITY_BORDER} & set(self.probes)
         check("probes", borders, f"none at borders where query blocks are no part of {BORDER}")
@@ -199,6 +236,12 @@ class Settings(OnModelSettings):
         return {name: known(config) for name, config in chosen.items()}
 
     @cached_property
+    def chunk(self) -> int:
+        """Tokens behind a prompt that are read at once: too few for any config to be sparse."""
+        smallest = min(config.query_block for config in self.configs.values())
+        return min(CHUNK, smallest - 1, CabConfig.published().query_block - 1)
+
+    @cached_property
     def compared(self) -> tuple[str, ...]:
         """All methods; those that match a budget wait for the one that sets it."""
         others = [name for name in self.configs if name != Cab.name]
@@ -220,7 +263,7 @@ class Fidelity(OnModel):
     name = "fidelity"
     purpose = "whether answers and perplexity are those of dense attention, on texts of your own"
     title = "Fidelity to dense attention"
-    caption = "recall, passkey and perplexity by cost"
+    caption = "quality by attention time, or by density where no time was measured"
     Settings = Settings
     CASE = (*CELL, "probe", "depth", "index")
     GROWS = (
@@ -231,11 +274,13 @@ class Fidelity(OnModel):
 
     def check(self) -> None:
         super().check()
-        probes = self.settings.probes
-        for text, length in product(self.settings.files, self.settings.lengths):
+        settings = self.settings
+        probes = settings.probes
+        for text, length in product(settings.files, settings.lengths):
             for probe in filter(PROMPTED.__contains__, probes):
                 self.haystack(text, probe).check_room(length)
-            for probe in filter(RECALLS.__contains__, probes):
+            asked = (ASKED,) if settings.asked else ()
+            for probe in filter((*RECALLS, *asked).__contains__, probes):
                 self.reading(text, length, probe, None, 0)
 
     @cached_property
@@ -255,7 +300,7 @@ class Fidelity(OnModel):
     def reading(self) -> Callable[..., Reading]:
         """(text, length, probe, depth, index, hide_needle) -> it, kept for all methods."""
         settings = self.settings
-        a_length = len(PROMPTED) * settings.pass_samples + 4 * settings.documents
+        a_length = len(PROMPTED) * settings.pass_samples + len(PROBES) * settings.documents
         return lru_cache(maxsize=a_length)(self._reading)
 
     def _reading(
@@ -273,16 +318,52 @@ class Fidelity(OnModel):
             prompt = haystack.prompt(length, depth, index, settings.seed, hide_needle)
             return answered(tokenizer, prompt)
         place = (tokenizer, haystack.sentences, length)
-        if probe in PERPLEXITIES:
+        if probe in (CONTINUATION, TIME, *PERPLEXITIES):
             tokens = plain_document(*place, index, settings.seed)
-            if probe == PERPLEXITY:
+            if probe == CONTINUATION:
+                prompt = length - max(1, min(CONTINUED, length // CONTINUED_SHARE))
+                return Reading(tokens, ((prompt, length),), prompt)
+            if probe in (PERPLEXITY, TIME):
                 return Reading(tokens, ((length // 2, length),))
             borders = range(-(-length // 2 // BORDER) * BORDER, length, BORDER)
             return Reading(tokens, tuple((at, at + 1) for at in borders))
         border = BORDER if probe == RECALL_BORDER else 1
         with refusing("lengths"):
+            if probe == ASKED:
+                document, prompt = asked_document(*place, settings.asked, index, settings.seed)
+                return Reading(document.tokens, document.answers, prompt)
             document = recall_document(*place, settings.keys, index, settings.seed, border)
         return Reading(document.tokens, document.answers)
+
+    @cached_property
+    def reference(self) -> Callable[[str, int, int], Tensor]:
+        """(text, length, index) -> dense log-probabilities of a continuation, on the CPU.
+
+        Kept for the methods that are held against them; a run that goes on computes them anew.
+        """
+
+        @lru_cache(maxsize=self.settings.documents)
+        def made(text: str, length: int, index: int) -> Tensor:
+            reading = self.reading(text, length, CONTINUATION, None, index)
+            return distributions(self.model, reading, self.settings.chunk).cpu()
+
+        return made
+
+    @cached_property
+    def realised_on(self) -> Callable[[str, int], Realised]:
+        """(text, length) -> what tells a config's density there, always the same one."""
+
+        @lru_cache
+        def made(text: str, length: int) -> Realised:
+            return realised_on(self.model, self.reading(text, length, PERPLEXITY, None, 0).tokens)
+
+        return made
+
+    @cached_property
+    def clock(self) -> AttentionClock | None:
+        """What times attention in a model's layers; None where times would mean nothing."""
+        bench = layer_bench(self.settings.device)
+        return None if bench is None else AttentionClock(bench)
 
     def recorded(self) -> dict[str, Any]:
         settings, told = self.settings, super().recorded()
@@ -304,7 +385,7 @@ class Fidelity(OnModel):
             (name, budget) for budget, name in product(budgets, compared) if kind_of(name).matched
         ]
 
-    def asked(self, method: str) -> list[dict[str, Any]]:
+    def questions(self, method: str) -> list[dict[str, Any]]:
         """Probe, depth and index of all that a method is asked of a text and a length."""
         settings = self.settings
         depths = parse_depths(str(settings.depths))
@@ -315,17 +396,21 @@ class Fidelity(OnModel):
         documents = [{"depth": None, "index": index} for index in range(settings.documents)]
         # a document has no needle to hide
         hidden = kind_of(method).hides_needle
-        return [
+        asked = [probe for probe in settings.probes if probe != ASKED or settings.asked]
+        found = [
             {"probe": probe, **place}
-            for probe in settings.probes
+            for probe in asked
             if probe in PROMPTED or not hidden
             for place in (prompts if probe in PROMPTED else documents)
         ]
+        if self.clock is not None and not hidden:
+            found.append({"probe": TIME, "depth": None, "index": 0})
+        return found
 
     def expected(self) -> int:
         settings = self.settings
-        asked = sum(len(self.asked(method)) for method, _ in self.arms)
-        return len(settings.texts) * len(settings.lengths) * asked
+        questions = sum(len(self.questions(method)) for method, _ in self.arms)
+        return len(settings.texts) * len(settings.lengths) * questions
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         settings = self.settings
@@ -333,49 +418,65 @@ class Fidelity(OnModel):
         for (text, length), (method, budget) in product(places, self.arms):
             cell = dict(zip(CELL, (method, text, length, budget), strict=True))
             matched = self.realised(text, length, samples) if budget == MATCH else budget
-            for asked in self.asked(method):
-                yield {**cell, **asked, "fitted": matched}
+            for question in self.questions(method):
+                yield {**cell, **question, "fitted": matched}
 
     def realised(self, text: str, length: int, samples: Sequence[Row]) -> float:
         """What the matched method takes on ``text``, in the layers that are not dense."""
         ours = (self.settings.match, text, length, None)
-        # what passes take, the others may attend
-        realised = [
-            1.0 if s["sparse_density"] is None else s["sparse_density"] + s["cost"] - s["density"]
-            for s in _usual(samples)
-            if cell_of(s) == ours
-        ]
-        return fmean(realised)
+        own = [s["sparse_density"] for s in _usual(samples) if cell_of(s) == ours]
+        return fmean(1.0 if density is None else density for density in own)
 
     def method(self, case: Mapping[str, Any]) -> Method:
         """Set up for a case; block sizes and engine of baselines are the matched method's."""
         settings, name = self.settings, case["method"]
         config = settings.configs.get(name, settings.configs[settings.match])
-        cell = Cell(config, case["fitted"], case["length"], settings.device)
+        length = case["length"]
+        realised = self.realised_on(case["text"], length)
+        cell = Cell(config, case["fitted"], length, settings.device, realised)
         return fitted(kind_of(name).name, cell)
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """What was foreseen; ``density`` is over all layers, dense ones counting 1."""
-        model = self.model
-        method = self.method(case)
-        reading = self.reading(*question_of(case), hide_needle=method.hides_needle)
-        with refusing("model"), method.applied(model) as densities:
+        method, probe = self.method(case), case["probe"]
+        question = question_of(case)
+        reading = self.reading(*question, hide_needle=method.hides_needle)
+        if probe == TIME:
+            config = getattr(method, "config", None)
+            with refusing("model"):
+                return {
+                    "tokens": len(reading.tokens),
+                    **self.clock.time(self.model, reading.tokens, config),
+                }
+        if probe == CONTINUATION:
+            # before the method is on
+            self.reference(case["text"], case["length"], case["index"])
+        with refusing("model"), method.applied(self.model) as densities:
             started = time.perf_counter()
-            found = surprise if case["probe"] in PERPLEXITIES else foreseen
-            told = found(model, reading)
+            told = self.read(case, reading)
             seconds = time.perf_counter() - started
             layers = densities()
         sparse = [density for density in layers if density is not None]
-        density = fmean(1.0 if density is None else density for density in layers)
-        config = getattr(method, "config", None)
         return {
             "tokens": len(reading.tokens),
             **told,
-            "density": density,
+            "density": fmean(1.0 if density is None else density for density in layers),
             "sparse_density": fmean(sparse) if sparse else None,
-            "cost": density + passes(config, len(layers)) if config else density,
             "seconds": round(seconds, 3),
         }
+
+    def read(self, case: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
+        """What the model foresees of ``reading``, by the method that is on."""
+        probe, chunk = case["probe"], self.settings.chunk
+        if probe == CONTINUATION:
+            dense = self.reference(case["text"], case["length"], case["index"])
+            # dense attention is what the others are held against, and so exactly itself
+            itself = case["method"] == Dense.name
+            found = dense if itself else distributions(self.model, reading, chunk)
+            return divergence(found, dense, reading)
+        if probe in PERPLEXITIES:
+            return surprise(self.model, reading)
+        return foreseen(self.model, reading, chunk)
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -383,7 +484,9 @@ class Fidelity(OnModel):
 
         Of answers: the share that is right with Wilson's interval, and the difference to dense with
         Newcombe's. Of perplexity: its ratio to dense, the geometric mean over documents with
-        Student's interval. Both over what this method and dense attention have read alike.
+        Student's interval. Both over what this method and dense attention have read alike. Of what
+        follows a prompt also the KL divergence a token, the mean over documents with Student's
+        interval, and the share of tokens at which greedy decoding would agree with dense.
         """
         cells: dict[tuple, list[Row]] = {}
         for sample in samples:
@@ -413,10 +516,10 @@ class Fidelity(OnModel):
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
         """What CAB changes in each text, at the greatest length."""
-        cab = {row["text"]: row for row in rows if row["method"] == Cab.name and _changes(row)}
+        cab = {row["text"]: row for row in rows if row["method"] == Cab.name and _compared(row)}
         return [
-            f"On {text}, {row['length']} tokens, cab attends {row['density']:.0%} of the pairs; "
-            f"against dense: {', '.join(_changes(row))}."
+            f"On {text}, {row['length']} tokens, cab attends {row['density']:.0%} of the pairs"
+            f"{_time_said(row)}; against dense: {', '.join([*_behind(row, rows), *_changes(row)])}."
             for text, row in cab.items()
         ]
 
@@ -424,15 +527,25 @@ class Fidelity(OnModel):
     def notes(settings: Mapping[str, Any]) -> str:
         return (
             "Nothing is generated: an answer is right when each of its tokens is the likeliest one "
-            "after all that stands before it. Pass: a key in a text, asked for behind it; question "
-            "first: asked for before it as well; multi key: one of four of different names. "
-            "Recall: keys stated in the first half of a document and repeated in its second. "
-            "Perplexity: of the second half of a document without keys. Shares with Wilson's "
+            "after all that stands before it. Behind the prompt: the method reads a prompt, and "
+            f"{CONTINUED} tokens of the same text that follow (an eighth of it at most) are read "
+            "through the KV cache, teacher forced, by exact attention but for methods that have "
+            "dropped keys for good; KL is KL(dense || method) of the next token, in nats, a "
+            "token, the mean over documents with Student's interval; agreement is the share of "
+            "tokens at which both find the same token likeliest. Full, the sparse path with all "
+            "blocks, shows what of it kernels and rounding leave. Asked behind the prompt: keys "
+            "stated in the prompt and repeated behind it. Attention ms: choosing blocks and "
+            "attending them in all layers, by CUDA events, on the q, k and v of one text of the "
+            "cell as dense attention has them; × dense: over the fastest dense kernel on the "
+            "same. Pass: a key in a text, asked for behind it; question first: asked for before "
+            "it as well; multi key: one of four of different names. Recall: keys stated in the "
+            "first half of a document and repeated in its second. Perplexity: of the second half "
+            "of a document without keys. Shares with Wilson's "
             "interval, differences to dense with Newcombe's "
             "(of recall over keys, those of one document counting as independent), ratios of "
             "perplexity the geometric mean over documents with Student's, all 95 %. Density: "
-            "attended over causal (query, key) pairs; cost: with what passes compute that choose "
-            "exactly. Query blocks are decided as a whole, so that what an answer's first token "
+            "attended over causal (query, key) pairs. "
+            "Query blocks are decided as a whole, so that what an answer's first token "
             "attends may depend on its later ones, as on all that follow in the block. At borders "
             "it does not: there numbers of recall, and the tokens of perplexity, are the first of "
             f"{BORDER} tokens that whole query blocks make up.{_cascades(settings['cab_configs'])}"
@@ -440,7 +553,7 @@ class Fidelity(OnModel):
 
     @staticmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
-        """Recall, pass and perplexity over cost, a row of panels each text and length."""
+        """Quality over attention time or density, a row of panels each text and length."""
         panels = grouped(rows, "text", "length")
         asked = [probe for probe in DRAWN if any(row.get(probe) for row in rows)]
         columns = {probe: DRAWN[probe] for probe in asked or DRAWN}
@@ -462,7 +575,6 @@ class Fidelity(OnModel):
                     where = f"{own[0]['text']}, {own[0]['length']:,} tokens"
                     axis.set_title(f"{title}\n{where}", fontsize=9)
             whole = axes[0, 0].figure
-            whole.supxlabel("cost: density and exact passes", fontsize=10)
             drawn = {}
             for axis in axes.flat:
                 handles, labels = axis.get_legend_handles_labels()
@@ -480,30 +592,58 @@ def _cascades(configs: Mapping[str, Mapping[str, Any]]) -> str:
         if anchors := config.get("anchors"):
             alike = not isinstance(config["mass"], Sequence)
             budget = f"{config['max_density']:g} of each row" if alike else "budgets a head"
-            plans = SHARING[config["anchor_heads"]]
-            scores = f"{len(anchors)} anchors by {config['anchor_scores']} scores"
-            told.append(f"{name} of {scores}, {plans}, {budget}")
+            how = ""
+            # older results say how anchors chose, and for whom
+            if "anchor_scores" in config:
+                how = f" by {config['anchor_scores']} scores, {SHARING[config['anchor_heads']]}"
+            told.append(f"{name} of {len(anchors)} anchors{how}, {budget}")
     return f" Cascades: {'; '.join(told)}." if told else ""
 
 
 def _usual(samples: Sequence[Row]) -> list[Row]:
-    """The samples that tell a density: a question that is asked twice is not usual."""
-    return [s for s in samples if s["probe"] != QUESTION_FIRST] or list(samples)
+    """The samples whose density is that of a cell.
+
+    Those that read a text of its length in one pass and are asked nothing twice; where there are
+    none, all that have a density.
+    """
+    told = [s for s in samples if s["probe"] != TIME]
+    unusual = (QUESTION_FIRST, CONTINUATION, ASKED)
+    return [s for s in told if s["probe"] not in unusual] or told
 
 
 def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
-    row = {
-        "fitted": members[0]["fitted"],
-        "density": fmean(s["density"] for s in _usual(members)),
-        "cost": fmean(s["cost"] for s in _usual(members)),
-    }
+    row = {"fitted": members[0]["fitted"]}
+    usual = [s["density"] for s in _usual(members)]
+    row |= {"density": fmean(usual) if usual else None, **_times(members)}
     compared = {} if members[0]["method"] == Dense.name else dense
+    scored = dict.fromkeys(PERPLEXITIES, _perplexity) | {CONTINUATION: _continuation}
     for probe in PROBES:
         own = [s for s in members if s["probe"] == probe]
         pairs = [(s, compared[question_of(s)]) for s in own if question_of(s) in compared]
         if own:
-            row[probe] = (_perplexity if probe in PERPLEXITIES else _answers)(own, pairs)
+            row[probe] = scored.get(probe, _answers)(own, pairs)
     return row
+
+
+def _times(members: Sequence[Row]) -> dict[str, Any]:
+    """What attention took, and over dense attention; nothing but None where it was not timed."""
+    timed = next((s for s in members if s["probe"] == TIME), None)
+    if timed is None:
+        return dict.fromkeys((*TIMES, "over_dense"))
+    over = (timed["predict_ms"] + timed["attend_ms"]) / timed["dense_ms"]
+    return {**{name: timed[name] for name in TIMES}, "over_dense": over}
+
+
+def _continuation(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
+    """KL divergence a token and greedy agreement, and what `_perplexity` tells."""
+    means = [s["kl"] / s["count"] for s in own]
+    told = {"kl": fmean(means)}
+    if len(own) > 1:
+        _, low, high = mean_interval(means, [0.0] * len(means))
+        # no divergence is below 0
+        told |= {"kl_low": max(0.0, low), "kl_high": high}
+    agreed, count = (sum(s[name] for s in own) for name in ("agree", "count"))
+    return {**told, "agreement": agreed / count, **_perplexity(own, pairs)}
 
 
 def _answers(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
@@ -542,15 +682,18 @@ def _panel(
     value: str,
     looks: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """``value`` of a probe over cost, a line a method; dense attention is a level."""
+    """``value`` of a probe over time or density, a line a method; dense attention is a level."""
     found = [row for row in rows if row.get(probe, {}).get(value) is not None]
     for row in found:
-        if row["method"] == Dense.name:
+        if row["method"] == Dense.name and value != "kl":
             axis.axhline(row[probe][value], color="black", linestyle="--", label=Dense.name)
     if value == "ratio" and any(row["method"] == Dense.name for row in rows):
         axis.axhline(1, color="black", linestyle="--", label=Dense.name)
-    for own in grouped([row for row in found if row["method"] in looks], "method"):
-        own = sorted(own, key=itemgetter("cost"))
+    drawn = [row for row in found if row["method"] in looks]
+    timed = bool(drawn) and all(row.get("over_dense") is not None for row in drawn)
+    share = "over_dense" if timed else "density"
+    for own in grouped(drawn, "method"):
+        own = sorted(own, key=itemgetter(share))
         told, name = [row[probe] for row in own], own[0]["method"]
         low, high = EDGES[value]
         # a single document has no interval
@@ -560,13 +703,17 @@ def _panel(
         ]
         values = [each[value] for each in told]
         style = {"label": name, "markersize": 5, "linewidth": 1.2, "elinewidth": 0.6}
-        axis.errorbar([row["cost"] for row in own], values, reach, **style, **looks[name])
+        axis.errorbar([row[share] for row in own], values, reach, **style, **looks[name])
     if value == "share":
         axis.set_ylim(-0.04, 1.04)
+    # what a method changes and what kernels leave are some powers of ten apart
+    if value == "kl" and drawn and all(row[probe][value] > 0 for row in drawn):
+        axis.set_yscale("log", nonpositive="clip")
     left, right = axis.get_xlim()
-    # costs that are matched differ by less than means anything
+    # shares that are matched differ by less than means anything
     missing = max(0.0, NARROWEST - (right - left)) / 2
     axis.set_xlim(left - missing, right + missing)
+    axis.set_xlabel("attention time × dense" if timed else "density", fontsize=8)
     axis.grid(alpha=0.25)
 
 
@@ -586,13 +733,60 @@ def _ratio(found: Row) -> str | None:
     return ratio_with_interval(found["ratio"], *map(found.get, EDGES["ratio"]))
 
 
+def _divergence(found: Row) -> str:
+    """KL a token, and its interval where there is one."""
+    edges = [digits(found[edge]) for edge in EDGES["kl"] if found.get(edge) is not None]
+    return f"{digits(found['kl'])}{' [{}, {}]'.format(*edges) if edges else ''}"
+
+
+def _milliseconds(row: Row) -> str | None:
+    """What attention took: ``12.3 (1.20 + 11.1)``, choosing and attending."""
+    if row.get("attend_ms") is None:
+        return None
+    predict, attend = row["predict_ms"], row["attend_ms"]
+    return f"{digits(predict + attend)} ({digits(predict)} + {digits(attend)})"
+
+
+def _over_dense(row: Row) -> str | None:
+    over = row.get("over_dense")
+    return None if over is None else f"{over:.2f} {row['dense_kernel']}"
+
+
+def _time_said(row: Row) -> str:
+    """What attention takes, as the end of half a sentence."""
+    over = row.get("over_dense")
+    return "" if over is None else f" in {over:.2f} × the time of {row['dense_kernel']}"
+
+
+def _compared(row: Row) -> bool:
+    """Whether there is anything to say of a row against dense."""
+    return bool(row.get(CONTINUATION, {}).get("pairs") or _changes(row))
+
+
+def _behind(row: Row, rows: Sequence[Row]) -> list[str]:
+    """What follows a prompt, against dense; beside what the sparse path at full budget leaves."""
+    found = row.get(CONTINUATION)
+    if not found or not found.get("pairs"):
+        return []
+    place = itemgetter("text", "length")
+    full = [each for each in rows if each["method"] == Full.name and place(each) == place(row)]
+    noise = [digits(each[CONTINUATION]["kl"]) for each in full if each.get(CONTINUATION)]
+    beside = f" (of the kernels alone {noise[0]})" if noise else ""
+    return [
+        f"behind the prompt KL {_divergence(found)} a token{beside}",
+        f"greedy agreement {found['agreement']:.1%}",
+        f"perplexity behind the prompt × {_ratio(found)}",
+    ]
+
+
 def _changes(row: Row) -> list[str]:
     """What a method changes against dense, a probe an item."""
-    told = {probe: (_ratio if probe in PERPLEXITIES else difference) for probe in PROBES}
+    probes = [probe for probe in PROBES if probe != CONTINUATION]
+    told = {probe: (_ratio if probe in PERPLEXITIES else difference) for probe in probes}
     found = {probe: write(row[probe]) for probe, write in told.items() if row.get(probe)}
     times = dict.fromkeys(PERPLEXITIES, "× ")
     return [
-        f"{probe.replace('_', ' ')} {times.get(probe, '')}{change}"
+        f"{SAID.get(probe, probe.replace('_', ' '))} {times.get(probe, '')}{change}"
         for probe, change in found.items()
         if change
     ]
@@ -601,22 +795,36 @@ def _changes(row: Row) -> list[str]:
 # whose a plan of an anchor is
 SHARING = {"each": "a plan a head", "group": "a plan a KV head", "all": "one plan for all heads"}
 MARKERS = "osv^DPX*<>p"
-NARROWEST = 0.1  # of the cost, that a panel spans at least
+NARROWEST = 0.1  # of a share of dense attention, that a panel spans at least
+TIMES = ("predict_ms", "attend_ms", "dense_ms", "dense_kernel")
+SAID = {ASKED: "asked behind the prompt"}
 DRAWN = {
+    CONTINUATION: ("KL behind the prompt", "kl"),
+    ASKED: ("asked behind the prompt", "share"),
     RECALL: ("recall", "share"),
     RECALL_BORDER: ("recall at borders", "share"),
     PASS: ("pass", "share"),
     PERPLEXITY: ("perplexity × dense", "ratio"),
     PERPLEXITY_BORDER: ("perplexity at borders × dense", "ratio"),
 }
-EDGES = {"share": ("low", "high"), "ratio": ("ratio_low", "ratio_high")}
-# heading -> the probe that a row must have for it, and what is shown of a row
+EDGES = {
+    "share": ("low", "high"),
+    "ratio": ("ratio_low", "ratio_high"),
+    "kl": ("kl_low", "kl_high"),
+}
+# heading -> the probe or time that a row must have for it, and what is shown of a row
 COLUMNS = {
     "method": (None, "method"),
     "length": (None, "length"),
     "budget": (None, "budget"),
     "density": (None, "density"),
-    "cost": (None, "cost"),
+    "KL behind the prompt": _of(CONTINUATION, _divergence),
+    "agreement": _of(CONTINUATION, lambda found: f"{found['agreement']:.3f}"),
+    "perplexity behind the prompt × dense": _of(CONTINUATION, _ratio),
+    "asked behind the prompt": _of(ASKED, _share),
+    "asked to dense": _of(ASKED, difference),
+    "attention ms (predict + attend)": ("attend_ms", _milliseconds),
+    "× dense": ("attend_ms", _over_dense),
     "pass [95 %]": _of(PASS, _share),
     "pass to dense": _of(PASS, difference),
     "question first": _of(QUESTION_FIRST, _share),

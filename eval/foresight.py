@@ -1,4 +1,4 @@
-"""Teacher forcing: what a model foresees of a text that stands there already, in one pass."""
+"""Teacher forcing: what a model foresees of a text that stands there already."""
 
 from __future__ import annotations
 
@@ -13,13 +13,26 @@ from cab_hf.documents import Span, Tokens, sentence_tokens, shared
 from cab_hf.eval.haystack import Prompt
 
 LOGITS_AT_ONCE = 1024  # positions whose logits are in float32 at the same time
+CHUNK = 64  # tokens behind a prompt that are read at once, unless told
 
 
 class Reading(NamedTuple):
-    """What is read in one pass, and which tokens of it should be foreseen."""
+    """What is read, and which tokens of it should be foreseen.
+
+    Attributes:
+        spans: [start, end) of those tokens.
+        prompt: how many tokens are prefilled; what follows is read through the KV cache, chunk by
+            chunk. None where all tokens are read in one pass.
+    """
 
     tokens: Tokens
     spans: tuple[Span, ...]
+    prompt: int | None = None
+
+    @property
+    def places(self) -> list[int]:
+        """The tokens that should be foreseen, in order of the spans."""
+        return [place for span in self.spans for place in range(*span)]
 
 
 def answered(tokenizer: Any, prompt: Prompt) -> Reading:
@@ -32,27 +45,68 @@ def answered(tokenizer: Any, prompt: Prompt) -> Reading:
     return Reading(kept + whole[same:], ((len(kept), len(kept) + len(whole) - same),))
 
 
-def foreseen(model: Any, reading: Reading) -> dict[str, list[bool]]:
+def foreseen(model: Any, reading: Reading, chunk: int = CHUNK) -> dict[str, list[bool]]:
     """Of each span whether all of its tokens are those that ``model`` finds likeliest."""
-    places = [place for span in reading.spans for place in range(*span)]
-    likeliest = _predictions(model, reading.tokens, places).argmax(-1).tolist()
+    places = reading.places
+    likeliest = _predictions(model, reading, places, chunk).argmax(-1).tolist()
     wrong = {p for p, token in zip(places, likeliest, strict=True) if token != reading.tokens[p]}
     return {"right": [wrong.isdisjoint(range(*span)) for span in reading.spans]}
 
 
 def surprise(model: Any, reading: Reading) -> dict[str, float | int]:
     """The sum of negative log-likelihoods of all tokens in the spans, and how many they are."""
-    places = [place for span in reading.spans for place in range(*span)]
-    logits = _predictions(model, reading.tokens, places)
+    places = reading.places
+    logits = _predictions(model, reading, places)
     targets = torch.tensor([reading.tokens[place] for place in places], device=logits.device)
     parts = zip(logits.split(LOGITS_AT_ONCE), targets.split(LOGITS_AT_ONCE), strict=True)
     nll = sum(F.cross_entropy(few.float(), told, reduction="sum").item() for few, told in parts)
     return {"nll": nll, "count": len(places)}
 
 
+def distributions(model: Any, reading: Reading, chunk: int = CHUNK) -> Tensor:
+    """The log-probabilities ``model`` gives at each place, float32 [places, vocabulary]."""
+    return _predictions(model, reading, reading.places, chunk).float().log_softmax(-1)
+
+
+def divergence(found: Tensor, dense: Tensor, reading: Reading) -> dict[str, float | int]:
+    """How far log-probabilities ``found`` are from those of dense attention.
+
+    Args:
+        found, dense: [places, vocabulary], of the places of ``reading``.
+
+    Returns:
+        ``kl``, the sum over places of KL(dense || found) in nats; ``agree``, at how many places
+        both find the same token likeliest; ``nll``, the sum of negative log-likelihoods of the
+        tokens that stand there, by ``found``; and ``count``, how many places there are.
+    """
+    dense = dense.to(found.device)
+    kl = F.kl_div(found, dense, log_target=True, reduction="none").sum(-1, dtype=torch.float64)
+    targets = torch.tensor([reading.tokens[at] for at in reading.places], device=found.device)
+    return {
+        "kl": kl.sum().item(),
+        "agree": int((found.argmax(-1) == dense.argmax(-1)).sum()),
+        "nll": F.nll_loss(found, targets, reduction="sum").item(),
+        "count": len(targets),
+    }
+
+
 @torch.no_grad()
-def _predictions(model: Any, tokens: Tokens, places: Sequence[int]) -> Tensor:
-    """Logits for the tokens at ``places``, [places, vocabulary], from one pass."""
-    ids = torch.tensor([tokens], device=model.device)
+def _predictions(model: Any, reading: Reading, places: Sequence[int], chunk: int = CHUNK) -> Tensor:
+    """Logits for the tokens at ``places``, [places, vocabulary]."""
+    ids = torch.tensor([reading.tokens], device=model.device)
     before = torch.tensor(places, device=model.device) - 1
-    return model(ids, logits_to_keep=before, use_cache=False).logits[0]
+    if reading.prompt is None:
+        return model(ids, logits_to_keep=before, use_cache=False).logits[0]
+    if min(places) < reading.prompt:
+        raise ValueError(
+            f"places must be behind the prompt of {reading.prompt}; got {min(places)}."
+        )
+    prompt = model(ids[:, : reading.prompt], use_cache=True, logits_to_keep=1)
+    # of the last token of the prompt, and of all behind it but the last of the text
+    logits = [prompt.logits[0]]
+    last = len(reading.tokens) - 1
+    for start in range(reading.prompt, last, chunk):
+        few = ids[:, start : min(start + chunk, last)]
+        read = model(few, past_key_values=prompt.past_key_values, use_cache=True)
+        logits.append(read.logits[0])
+    return torch.cat(logits)[before - (reading.prompt - 1)]

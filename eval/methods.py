@@ -17,8 +17,9 @@ import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from statistics import fmean
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
@@ -35,7 +36,7 @@ from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
 from cab_hf.predictors.baselines import column_sums
 
-BUDGET_STEPS = 1000  # a share of a row is fitted to this fraction
+BUDGET_STEPS = 1000  # a share of a row, or of the mass, is fitted to this fraction
 BUDGETS = ("mass", "bridges", "sparsity", "exact_stride")  # fields that take tables
 PROBE_DIM = 16  # head dim of the random q and k that a budget is fitted on
 SEED = 0  # of the probe
@@ -43,6 +44,10 @@ H2O_ATTENTION = "cab_h2o"
 
 # () -> density per layer since the last call, None for a layer computed dense
 LayerDensities = Callable[[], list[float | None]]
+
+
+# config -> its density in the layers of a model that are sparse, on a text like those of a cell
+Realised = Callable[[CabConfig], float]
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class Cell:
     budget: float | None  # density to match in the layers that are not dense
     length: int  # tokens of the prompts
     device: torch.device | str = "cpu"  # where fitting computes
+    # asked by methods whose density depends on the text
+    realised: Realised | None = field(default=None, repr=False)
 
     @property
     def shared(self) -> CabConfig:
@@ -75,19 +82,43 @@ def fitted_config(candidates: Sequence[CabConfig], cell: Cell) -> CabConfig:
     Their density is that on random q and k of one head, which is exact for selections that keep a
     number of blocks a row, whichever these are.
     """
-    if cell.budget is None or not 0 < cell.budget <= 1:
-        raise ValueError(f"budget must be a density in (0, 1] to match; got {cell.budget!r}")
     length, device = cell.length, cell.device
     generator = torch.Generator(device).manual_seed(SEED)
     q, k = torch.randn(2, 1, 1, length, PROBE_DIM, generator=generator, device=device)
     call = Call(Spans.causal(1, length, length, device), PROBE_DIM**-0.5)
+    return nearest(candidates, cell, lambda config: make_predictor(config)(q, k, call).density())
 
+
+def nearest(candidates: Sequence[CabConfig], cell: Cell, density: Realised) -> CabConfig:
+    """Of configs in order of rising ``density``, the one nearest to the cell's budget.
+
+    Raises:
+        ValueError: the budget is no density.
+    """
+    if cell.budget is None or not 0 < cell.budget <= 1:
+        raise ValueError(f"budget must be a density in (0, 1] to match; got {cell.budget!r}")
+
+    @cache
     def beyond(config: CabConfig) -> float:
-        return make_predictor(config)(q, k, call).density() - cell.budget
+        return density(config) - cell.budget
 
     above = bisect.bisect_left(candidates, 0.0, key=beyond)
     neighbours = candidates[max(0, above - 1) : above + 1]
     return min(neighbours, key=lambda config: abs(beyond(config)))
+
+
+def realised_on(model: PreTrainedModel, tokens: Sequence[int]) -> Realised:
+    """What tells how much of ``tokens`` a config attends when ``model`` reads them."""
+
+    @torch.no_grad()
+    def realised(config: CabConfig) -> float:
+        ids = torch.tensor([tokens], device=model.device)
+        with Cab(config).applied(model) as densities:
+            model(ids, use_cache=False, logits_to_keep=1)
+            sparse = [density for density in densities() if density is not None]
+        return fmean(sparse) if sparse else 1.0
+
+    return realised
 
 
 def fitted_sparsity(config: CabConfig, cell: Cell) -> CabConfig:
@@ -166,7 +197,8 @@ class Full(Cab):
 
     @classmethod
     def fit(cls, cell: Cell) -> Full:
-        return cls(replace(cell.shared, select="clusters", mass=1.0, max_density=1.0))
+        everything = {"select": "clusters", "mass": 1.0, "max_density": 1.0}
+        return cls(replace(cell.shared, predictor="curvature", **everything))
 
 
 @dataclass(frozen=True)
@@ -238,6 +270,41 @@ class Antidiagonal(Random):
     """
 
     name = "antidiagonal"
+
+
+@dataclass(frozen=True)
+class VerticalSlash(Random):
+    """MInference's vertical-slash pattern (Jiang et al. 2024, arXiv 2407.02490), at block grain.
+
+    The last 64 queries' attention ranks columns and diagonals; a row keeps the blocks that the best
+    of them touch. Every row's choice depends on the end of the text, whose questions it favours.
+    """
+
+    name = "vertical_slash"
+
+
+@dataclass(frozen=True)
+class MeanPooled(Cab):
+    """Block scores of mean-pooled queries and keys, a row's best up to a share of their softmax.
+
+    Pooled as in MInference's block-sparse heads (Jiang et al. 2024, arXiv 2407.02490), chosen by
+    top-p as in FlexPrefill (Lai et al. 2025, arXiv 2502.20766). The share is the one whose density,
+    on a text of the cell, is nearest to the budget.
+    """
+
+    name = "mean_pooled"
+    matched = True
+
+    @classmethod
+    def fit(cls, cell: Cell) -> MeanPooled:
+        if cell.realised is None:
+            raise ValueError(
+                "mean_pooled needs a cell that tells the density of a config on a text."
+            )
+        pooled = {"coarsen": "mean", "select": "clusters", "curvature": "none", "bridges": 0.0}
+        base = replace(cell.shared, predictor="curvature", max_density=1.0, **pooled)
+        shares = (step / BUDGET_STEPS for step in range(1, BUDGET_STEPS + 1))
+        return cls(nearest([replace(base, mass=mass) for mass in shares], cell, cell.realised))
 
 
 @dataclass(frozen=True)
@@ -337,6 +404,9 @@ class H2O(Method):
         return out.transpose(1, 2).contiguous(), None
 
 
-COMPARED = (Dense, Cab, Published, Streaming, Random, Antidiagonal, Oracle, H2O)
+COMPARED = (
+    *(Dense, Cab, Published, Streaming, Random, Antidiagonal, VerticalSlash, MeanPooled, Oracle),
+    H2O,
+)
 CONTROLS = {method.name: method for method in (Full, NoNeedle)}
 METHODS: dict[str, type[Method]] = {method.name: method for method in COMPARED} | CONTROLS

@@ -24,7 +24,18 @@ from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.haystack import FILLERS, Haystack, Prompt, answered, read_sentences
 from cab_hf.eval.intervals import paired_difference, wilson
-from cab_hf.eval.methods import CONTROLS, METHODS, Cab, Cell, Dense, Method, Streaming, known
+from cab_hf.eval.methods import (
+    CONTROLS,
+    METHODS,
+    Cab,
+    Cell,
+    Dense,
+    Method,
+    Realised,
+    Streaming,
+    known,
+    realised_on,
+)
 from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
 from cab_hf.eval.report import difference, markdown_table, with_interval
 from cab_hf.runs.models import greedily
@@ -173,6 +184,17 @@ class Passkey(OnModel):
         a_length = len(settings.depths) * settings.samples
         return lru_cache(maxsize=a_length)(partial(self.haystack.prompt, seed=settings.seed))
 
+    @cached_property
+    def realised(self) -> Callable[[int], Realised]:
+        """Length -> what tells a config's density there; always the same one, by which cells go."""
+        depth = self.settings.depths[0]
+
+        @lru_cache
+        def made(length: int) -> Realised:
+            return realised_on(self.model, self.prompt(length, depth, 0).tokens)
+
+        return made
+
     def recorded(self) -> dict[str, Any]:
         settings, told = self.settings, super().recorded()
         if settings.haystack is not None:
@@ -215,7 +237,7 @@ class Passkey(OnModel):
         if case["method"] == Streaming.name:
             # with a tail the question would see what left the window, which nothing is to find
             config = replace(config, dense_tail=0)
-        cell = Cell(config, case["budget"], length, settings.device)
+        cell = Cell(config, case["budget"], length, settings.device, self.realised(length))
         method = fitted(case["method"], cell)
         prompt = self.prompt(length, case["depth"], case["index"], hide_needle=method.hides_needle)
         with refusing("model"), method.applied(self.model) as densities:

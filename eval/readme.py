@@ -199,8 +199,14 @@ def kept_table(results: Path) -> str:
             "perplexity": _times(row["perplexity"]),
             "and at borders": _times(row["perplexity_border"]),
         }
-        rows.append({"text": what, "attention": ARMS[method], "cost": row["cost"], **kept})
+        rows.append({"text": what, "attention": ARMS[method], **_spent(row), **kept})
     return _table(rows, [found])
+
+
+def _spent(row: Row) -> dict[str, float]:
+    """What is attended: the density, or the estimated cost that results of older runs have."""
+    name = "cost" if "cost" in row else "density"
+    return {name: row[name]}
 
 
 def _share(found: Row) -> str:
@@ -305,7 +311,7 @@ def trained_table(results: Path) -> str:
     for name, (_, methods) in TRAININGS.items():
         for method in methods:
             row = _read_of(found[name], method)
-            told = {"trained": name, "read": ARMS[method], "cost": row["cost"]}
+            told = {"trained": name, "read": ARMS[method], **_spent(row)}
             for heading, probe in probes.items():
                 part = row.get(probe)
                 told[heading] = part and _beside(part, best[probe])

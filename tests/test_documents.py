@@ -10,6 +10,7 @@ from words import TEXT, make_tokenizer
 from cab_hf import documents
 from cab_hf.documents import (
     NOISE,
+    asked_document,
     digits_of,
     plain_document,
     recall_document,
@@ -180,3 +181,29 @@ def test_copies_stand_twice_and_spare_what_is_asked_for():
         assert changed.tokens[start:end] == document.tokens[start:end]
     assert documents.with_copies(document, 2, 40) == (changed, copies)
     assert documents.with_copies(document, 2, 800)[1] == ()
+
+
+# --- keys that are asked for behind a prompt
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_all_keys_are_stated_in_the_prompt_and_repeated_behind_it(name):
+    tokenizer = TOKENIZERS[name]
+    document, prompt = asked_document(tokenizer, NOISE, **PLACE)
+    assert len(document.tokens) == LENGTH
+    for needle, answer in zip(document.needles, document.answers, strict=True):
+        assert needle[1] <= prompt <= answer[0] < answer[1] <= LENGTH
+        stated = text_of(tokenizer, document.tokens[slice(*needle)])
+        digits = text_of(tokenizer, document.tokens[slice(*answer)])
+        assert re.fullmatch(r"\d{5}", digits) and stated.count(digits) == 2
+    behind = text_of(tokenizer, document.tokens[prompt:])
+    assert behind.startswith("Aswassaid") and behind.count("Aswassaid") == KEYS
+    # none is asked for in the order in which it was stated
+    assert list(document.answers) != sorted(document.answers)
+
+
+def test_a_prompt_without_room_for_its_keys_is_refused():
+    with pytest.raises(ValueError, match="length 150 has no room for 6 keys and as many questions"):
+        asked_document(TOKENIZERS["words"], NOISE, **{**PLACE, "length": 150})
+    with pytest.raises(ValueError, match="keys must be 1 to"):
+        asked_document(TOKENIZERS["words"], NOISE, **{**PLACE, "keys": 0})

@@ -12,13 +12,16 @@ from words import CHAT, TEXT, make_tokenizer, save_llama
 
 from cab_hf.config import CabConfig
 from cab_hf.documents import QUESTION
-from cab_hf.eval import fidelity, foresight
+from cab_hf.eval import attention_time, fidelity, foresight
 from cab_hf.eval.__main__ import main
+from cab_hf.eval.attention_time import AttentionClock
 from cab_hf.eval.experiment import render
 from cab_hf.eval.fidelity import Fidelity, Settings
-from cab_hf.eval.foresight import Reading, answered, foreseen, surprise
+from cab_hf.eval.foresight import Reading, answered, distributions, divergence, foreseen, surprise
 from cab_hf.eval.haystack import Haystack
 from cab_hf.eval.intervals import mean_interval, paired_difference
+from cab_hf.eval.methods import METHODS
+from cab_hf.eval.speed.timing import Bench, Timing
 from cab_hf.runs.log import read_log
 from cab_hf.runs.settings import read_settings, spelled
 
@@ -95,6 +98,33 @@ def test_surprise_is_the_likelihood_of_the_second_half(monkeypatch):
     assert told["nll"] == pytest.approx(-sum(likely[i - 1, i].item() for i in range(4, 9)))
 
 
+def test_divergence_by_hand():
+    """Two places, three tokens: at the first the method is sure of another one, at the second same.
+
+    KL([1/2, 1/4, 1/4] || [1/4, 1/2, 1/4]) = 1/2 log 2 - 1/4 log 2.
+    """
+    dense = torch.tensor([[2.0, 1, 1], [1, 1, 2]]).div(4).log()
+    found = torch.tensor([[1.0, 2, 1], [1, 1, 2]]).div(4).log()
+    told = divergence(found, dense, Reading((0, 1, 2), ((1, 3),)))
+    assert told["kl"] == pytest.approx(math.log(2) / 4)
+    assert (told["agree"], told["count"]) == (1, 2)
+    # of what stands there, token 1 and token 2
+    assert told["nll"] == pytest.approx(math.log(2) + math.log(2))
+    assert divergence(dense, dense, Reading((0, 1, 2), ((1, 3),)))["kl"] == 0
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_what_follows_a_prompt_is_foreseen_as_in_one_pass(model_folder, chunk):
+    model = Fidelity(Settings(model=str(model_folder), device="cpu")).model
+    tokens = tuple(torch.randint(3, 60, (90,), generator=torch.Generator().manual_seed(0)).tolist())
+    spans = ((50, 51), (60, 90))
+    whole = distributions(model, Reading(tokens, spans))
+    behind = distributions(model, Reading(tokens, spans, prompt=50), chunk)
+    torch.testing.assert_close(behind, whole, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="must be behind the prompt of 70; got 50"):
+        distributions(model, Reading(tokens, spans, prompt=70))
+
+
 @pytest.mark.parametrize("chat", [None, CHAT], ids=["plain", "chat"])
 @pytest.mark.parametrize("question_first", [False, True])
 def test_the_key_stands_behind_its_prompt(chat, question_first):
@@ -142,7 +172,7 @@ def test_of_several_keys_one_is_asked_for(model_folder, tmp_path):
     [
         pytest.param(["--methods", "h2o"], "without h2o, whose prefill is dense", id="h2o"),
         pytest.param(["--methods", "magic"], "methods must be names of dense", id="method"),
-        pytest.param(["--probes", "pass,guess"], "probes must be of pass", id="probe"),
+        pytest.param(["--probes", "pass,guess"], "probes must be of continuation", id="probe"),
         pytest.param(["--texts", "no.txt"], "texts must be noise or text files", id="text"),
         pytest.param(["--texts", "a/b.txt,b.md"], "texts must be at least one", id="same name"),
         pytest.param(["--budgets", "match,2"], "budgets must be match or dens", id="budget"),
@@ -154,6 +184,8 @@ def test_of_several_keys_one_is_asked_for(model_folder, tmp_path):
         ),
         pytest.param(["--match", "cab:wide"], "match must be one of cab;", id="match"),
         pytest.param(["--keys", "99"], "keys must be 1 to", id="keys"),
+        pytest.param(["--asked", "99"], "asked must be 0 to", id="asked"),
+        pytest.param(["--asked", "0", "--probes", "asked"], "asked must be at least 1", id="none"),
         pytest.param(["--documents", "0"], "documents must be at least 1", id="documents"),
         pytest.param(["--cab", "wide"], "cab: an assignment is field=value", id="cab"),
         pytest.param(["--cab", "wide="], "cab must be NAME=field=value", id="cab empty"),
@@ -205,7 +237,9 @@ def test_the_command_writes_its_files(model_folder, tmp_path, book, capsys):
     cells = [(row["text"], row["method"], row["budget"]) for row in rows]
     assert cells == [(text, *arm) for text in ("noise", "book") for arm in arms]
     for dense, cab, wide, matched, half in (rows[:5], rows[5:]):
-        assert dense["density"] == dense["cost"] == 1
+        assert dense["density"] == 1
+        # times of a CPU mean nothing
+        assert dense["attend_ms"] is cab["over_dense"] is None
         assert cab["density"] < wide["density"] < 1
         assert matched["fitted"] == pytest.approx(cab["density"])
         assert matched["density"] == pytest.approx(cab["density"], abs=0.05)
@@ -218,6 +252,7 @@ def test_the_command_writes_its_files(model_folder, tmp_path, book, capsys):
     assert (noise, file["name"]) == ("noise", "book.txt")
     report = (tmp_path / "out" / "report.md").read_text()
     assert "## On book" in report
+    assert "attention ms" not in report
     assert "On book, 300 tokens, cab attends" in capsys.readouterr().out
 
 
@@ -262,7 +297,7 @@ def test_only_at_borders_nothing_behind_takes_part(model_folder, monkeypatch, pr
 
     def before(tokens, at):
         with measured.method(case).applied(measured.model):
-            return foresight._predictions(measured.model, tokens, [at])
+            return foresight._predictions(measured.model, Reading(tokens, ()), [at])
 
     changes = 0
     for at, _ in reading.spans:
@@ -300,6 +335,139 @@ def test_the_report_is_made_from_the_files_alone(model_folder, tmp_path, book):
     assert json.loads(json.dumps(again.recorded())) == settings
 
 
+BEHIND = ("--probes", "continuation,asked", "--lengths", 900, "--documents", 2, "--asked", 2)
+
+
+def test_what_follows_a_prompt_is_held_against_dense(model_folder, tmp_path):
+    results = command(
+        model_folder, tmp_path, *BEHIND, "--budgets", "0.05", methods="dense,full,cab,streaming"
+    )
+    rows = {row["method"]: row for row in results["rows"]}
+    behind = {name: row["continuation"] for name, row in rows.items()}
+    # an eighth of 900 tokens, of two documents
+    assert {found["tokens"] for found in behind.values()} == {2 * 112}
+    assert (behind["dense"]["kl"], behind["dense"]["agreement"]) == (0, 1)
+    assert "ratio" not in behind["dense"]
+    assert behind["full"]["kl"] == pytest.approx(0, abs=1e-8)
+    assert behind["full"]["ratio"] == pytest.approx(1, abs=1e-5)
+    # a window behind which everything is gone
+    assert behind["streaming"]["kl"] > behind["cab"]["kl"] > 10 * abs(behind["full"]["kl"])
+    for found in behind.values():
+        assert 0 <= found["kl_low"] <= max(found["kl"], 0) <= found["kl_high"]
+    assert {row["asked"]["n"] for row in rows.values()} == {4}
+    report = (tmp_path / "report.md").read_text()
+    first = "| density | KL behind the prompt | agreement | perplexity behind the prompt × dense |"
+    assert first in report and "| asked behind the prompt |" in report
+    assert "against dense: behind the prompt KL" in report and "(of the kernels alone " in report
+
+
+def test_what_follows_a_prompt_is_read_exactly_but_by_what_has_no_keys_left(model_folder):
+    given = {"device": "cpu", "lengths": (900,), "set": SPARSE, "methods": ("cab",)}
+    measured = Fidelity(Settings(model=str(model_folder), **given))
+    reading = measured.reading("noise", 900, "continuation", None, 0)
+    chunk = measured.settings.chunk
+    assert chunk == 31 and reading.prompt == 900 - 112
+    for name, pairs in (("cab", 788), ("streaming", 899)):
+        case = {"method": name, "text": "noise", "length": 900, "fitted": 0.1}
+        with measured.method(case).applied(measured.model):
+            distributions(measured.model, reading, chunk)
+            (layer, *_) = fidelity_stats(measured.model)
+            # of one head
+            assert int(layer.causal) % (pairs * (pairs + 1) // 2) == 0
+
+
+def fidelity_stats(model):
+    from cab_hf.attention import attended
+
+    return [attended[module] for module in model.modules() if module in attended]
+
+
+def test_a_killed_run_of_continuations_ends_as_a_whole_one(model_folder, tmp_path, monkeypatch):
+    whole = command(model_folder, tmp_path / "whole", *BEHIND)
+    measure, calls = Fidelity.measure, []
+
+    def counted(self, case):
+        calls.append(case)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return measure(self, case)
+
+    monkeypatch.setattr(Fidelity, "measure", counted)
+    with pytest.raises(KeyboardInterrupt):
+        command(model_folder, tmp_path / "killed", *BEHIND)
+    assert command(model_folder, tmp_path / "killed", *BEHIND)["rows"] == whole["rows"]
+
+
+def test_nothing_is_asked_where_no_keys_are(model_folder, tmp_path):
+    more = ("--probes", "continuation,asked", "--asked", "0")
+    (row,) = command(model_folder, tmp_path, *more, methods="dense")["rows"]
+    assert "continuation" in row and "asked" not in row
+
+
+# --- time
+
+
+class CountingBench(Bench):
+    """Says that a call took as many ms as calls came before it."""
+
+    def __init__(self):
+        super().__init__("cpu")
+        self.calls = 0
+
+    def time(self, call, graph=True):
+        call()
+        self.calls += 1
+        return Timing(float(self.calls))
+
+
+def test_layers_are_timed_apart_and_summed(model_folder):
+    model = Fidelity(Settings(model=str(model_folder), device="cpu")).model
+    clock, tokens = AttentionClock(CountingBench()), tuple(range(3, 63)) * 10
+    dense = clock.time(model, tokens, None)
+    # one shape is measured once, and there are two layers
+    assert dense == {
+        "predict_ms": 0.0,
+        "attend_ms": 2.0,
+        "dense_ms": 2.0,
+        "dense_kernel": "SDPA",
+    }
+    config = CabConfig(min_length=0, query_block=32, key_block=16)
+    told = clock.time(model, tokens, config)
+    assert (told["predict_ms"], told["attend_ms"], told["dense_ms"]) == (2 + 4, 3 + 5, 2)
+    # an exact layer takes what dense attention does
+    told = clock.time(model, tokens, CabConfig(min_length=0, dense_layers=(0,)))
+    assert (told["predict_ms"], told["attend_ms"]) == (6, 1 + 7)
+    cascade = CabConfig(min_length=0, predictor="cascade", anchors=(0,))
+    assert clock.time(model, tokens, cascade)["dense_ms"] == 2
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_times_stand_beside_quality(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(fidelity, "layer_bench", lambda device: CountingBench())
+    results = command(model_folder, tmp_path, "--probes", "continuation", drawn=True)
+    dense, cab, random = results["rows"]
+    assert dense["over_dense"] == 1
+    assert cab["over_dense"] == (cab["predict_ms"] + cab["attend_ms"]) / cab["dense_ms"]
+    assert random["attend_ms"] > 0
+    report = (tmp_path / "report.md").read_text()
+    assert "| attention ms (predict + attend) | × dense |" in report
+    assert f"in {cab['over_dense']:.2f} × the time of SDPA" in report
+
+
+def test_a_cpu_is_not_timed():
+    assert attention_time.layer_bench("cpu") is None
+
+
+def test_every_method_is_read(model_folder, tmp_path):
+    names = [name for name in METHODS if name != "h2o"]
+    more = ("--probes", "continuation", "--lengths", "600", "--budgets", "0.5")
+    rows = command(model_folder, tmp_path, *more, methods=",".join(names))["rows"]
+    # no_needle has nothing to hide here
+    assert [row["method"] for row in rows] == [name for name in names if name != "no_needle"]
+    densities = {row["method"]: row["density"] for row in rows}
+    assert densities["mean_pooled"] == pytest.approx(0.5, abs=0.06)
+
+
 def test_a_killed_run_goes_on_and_grows(model_folder, tmp_path, monkeypatch, capsys):
     whole = command(model_folder, tmp_path / "whole")
     killed, calls, measure = tmp_path / "killed", [], Fidelity.measure
@@ -314,14 +482,14 @@ def test_a_killed_run_goes_on_and_grows(model_folder, tmp_path, monkeypatch, cap
     with pytest.raises(KeyboardInterrupt):
         command(model_folder, killed)
     resumed = command(model_folder, killed)
-    # 8 of 3 methods' 6 samples were measured
-    assert len(calls) == 9 + 10
+    # 8 of 3 methods' 8 samples were measured
+    assert len(calls) == 9 + 16
     assert resumed["rows"] == whole["rows"]
 
     grown = command(model_folder, killed, "--documents", "2", methods="dense")
-    assert len(calls) == 19 + 2
+    assert len(calls) == 25 + 4
     assert [row["recall"]["n"] for row in grown["rows"]] == [4, 2, 2]
-    assert [case["index"] for case in calls[-2:]] == [1, 1]
+    assert [case["index"] for case in calls[-4:]] == [1] * 4
 
     assert start(model_folder, killed, "--cab", f"wide={SMALL}") == 2
     assert "give another --out" in capsys.readouterr().err
@@ -332,7 +500,7 @@ def test_a_killed_run_goes_on_and_grows(model_folder, tmp_path, monkeypatch, cap
 
 def sample(method, probe, index, text="noise", **found):
     place = {"method": method, "text": text, "length": 8, "budget": None, "probe": probe}
-    fixed = {"depth": None, "index": index, "fitted": None, "density": 1.0, "cost": 1.0}
+    fixed = {"depth": None, "index": index, "fitted": None, "density": 1.0}
     return {**place, **fixed, **found}
 
 
@@ -344,20 +512,20 @@ def test_rows_by_hand():
         sample("dense", "perplexity", 1, nll=20.0, count=10),
         sample("cab:a", "recall", 0, right=[True, False], density=0.2),
         sample("cab:a", "perplexity", 0, nll=11.0, count=10, density=0.3),
-        sample("cab", "recall", 0, right=[True, False], density=0.1, cost=0.3),
-        sample("cab", "recall", 1, right=[False, False], density=0.2, cost=0.5),
+        sample("cab", "recall", 0, right=[True, False], density=0.1),
+        sample("cab", "recall", 1, right=[False, False], density=0.2),
         # dense has read no third document
-        sample("cab", "recall", 2, right=[True, True], density=0.3, cost=0.4),
-        sample("cab", "perplexity", 0, nll=11.0, count=10, density=0.2, cost=0.4),
-        sample("cab", "perplexity", 1, nll=23.0, count=10, density=0.2, cost=0.4),
-        sample("cab", "question_first", 0, right=[True], density=0.9, cost=0.9),
+        sample("cab", "recall", 2, right=[True, True], density=0.3),
+        sample("cab", "perplexity", 0, nll=11.0, count=10, density=0.2),
+        sample("cab", "perplexity", 1, nll=23.0, count=10, density=0.2),
+        sample("cab", "question_first", 0, right=[True], density=0.9),
     ]
     dense, cab, other = rows = Fidelity.rows(samples, {})
     assert [row["method"] for row in rows] == ["dense", "cab", "cab:a"]
     assert "delta" not in dense["recall"]
     assert dense["perplexity"]["value"] == pytest.approx(math.exp(1.5))
     # a question asked twice tells no usual density
-    assert (cab["density"], cab["cost"]) == (pytest.approx(0.2), pytest.approx(0.4))
+    assert cab["density"] == pytest.approx(0.2)
     recall, perplexity = cab["recall"], cab["perplexity"]
     assert (recall["n"], recall["correct"], recall["pairs"]) == (6, 3, 4)
     expected = paired_difference([1, 0, 0, 0], [1, 1, 1, 0])

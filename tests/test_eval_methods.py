@@ -15,6 +15,8 @@ from cab_hf.predictors import Call, baselines, make_predictor
 LENGTH = 600
 SMALL = cab_hf.CabConfig(min_length=0, query_block=32, key_block=16)
 CELL = Cell(SMALL, 0.4, LENGTH)
+# of the fit of top-p, whose density depends on the text; a share that pays for itself
+SHARED = replace(CELL, realised=lambda config: config.mass)
 MATCHED = [name for name, method in METHODS.items() if method.matched]
 
 
@@ -97,6 +99,58 @@ def test_antidiagonal_score_by_hand():
     torch.testing.assert_close(rows[0, 0, 1], torch.stack([first_logit, second_logit]).softmax(0))
 
 
+def test_vertical_slash_by_hand():
+    """Blocks of two; the last two of eight queries ask, and attend one key each.
+
+    Query 6 attends key 1 (distance 5), query 7 attends key 7 (distance 0). So the best columns are
+    1 and 7, the best diagonals 5 and 0: distance 5 touches blocks two and three before the
+    diagonal's.
+    """
+    q, k = torch.zeros(1, 1, 8, 8), torch.eye(8)[None, None]
+    q[0, 0, 6, 1] = q[0, 0, 7, 7] = 100.0
+    # what is not the last two does not ask
+    q[0, 0, :6] = 50.0
+    score = baselines.vertical_slash_scores(q, k, Spans.causal(1, 8, 8, "cpu"), 1.0, 2, 2, asking=2)
+    visible = torch.ones(4, 4, dtype=torch.bool).tril()
+    expected = torch.eye(4)
+    expected[:, 0] = expected[:, 3] = 1.0
+    expected[2, 0] = expected[3, 0] = expected[3, 1] = 1.0
+    torch.testing.assert_close(score[0, 0] * visible, expected * visible)
+
+
+@pytest.mark.parametrize("length", [1, 63, 205, 320])
+def test_vertical_slash_scores_are_those_of_eager_attention(length):
+    q, k = random_qk(length)
+    blocks = 32, 16
+    score = baselines.vertical_slash_scores(
+        q, k, Spans.causal(1, length, length, "cpu"), 0.25, *blocks, asking=20
+    )
+    attention = eager_probabilities(q, k, 0.25)[:, :, -20:]
+    distance = torch.arange(length)[-20:, None] - torch.arange(length)
+    column = attention.sum(2)
+    diagonal = torch.stack([(attention * (distance == d)).sum((2, 3)) for d in range(length)], -1)
+    for row in range(length // 32):  # whole rows
+        for block in range(2 * row + 2):
+            keys = slice(16 * block, min(16 * block + 16, length))
+            nearest = max(0, 32 * row - keys.stop + 1)
+            touched = diagonal[..., nearest : 32 * row + 32 - keys.start].amax(-1)
+            best = torch.maximum(column[..., keys].amax(-1), touched)
+            torch.testing.assert_close(score[:, :, row, block], best)
+
+
+@pytest.mark.parametrize("length", [33, 111, 320])
+def test_vertical_slash_sees_no_later_block(length):
+    q, k = random_qk(length)
+    config = replace(SMALL, predictor="vertical_slash", sparsity=0.6, dense_tail=0)
+    spans = Spans.causal(1, length, length, "cpu")
+    plan = make_predictor(config)(q, k, Call(spans, 0.25))
+    plan.validate()
+    keep = plan.to_dense()[0]
+    rows, blocks = torch.arange(keep.shape[1]), torch.arange(keep.shape[2])
+    later = 16 * blocks > 32 * rows[:, None] + 31
+    assert not keep[:, later].any()
+
+
 def test_rows_of_padding_attend_nothing():
     q, k = random_qk(96)
     spans = Spans.causal(1, 96, 96, "cpu")
@@ -159,7 +213,7 @@ def test_planted_mass_is_kept(name):
     assert keep[:, :, spare, planted].all()
 
 
-@pytest.mark.parametrize("name", ["random", "oracle", "antidiagonal"])
+@pytest.mark.parametrize("name", ["random", "oracle", "antidiagonal", "vertical_slash"])
 def test_a_row_keeps_its_share_forced_blocks_counted(name):
     config = replace(SMALL, predictor=name, sparsity=0.7, dense_tail=0, local_blocks=2)
     spans = Spans.causal(1, 640, 640, "cpu")
@@ -177,7 +231,7 @@ def test_single_queries_have_plans_too():
     """What sparse decoding asks for: one query at the end of many keys."""
     q, k = random_qk(200)
     spans = Spans.causal(1, 1, 200, "cpu")
-    for name in ("streaming", "random", "oracle", "antidiagonal"):
+    for name in ("streaming", "random", "oracle", "antidiagonal", "vertical_slash"):
         config = replace(SMALL, predictor=name, sparsity=0.5)
         plan = make_predictor(config)(q[:, :, -1:], k, Call(spans, 0.25))
         plan.validate()
@@ -251,7 +305,7 @@ def test_a_method_leaves_the_model_as_it_was(name, model, ids):
     before = logits(model, ids)
     with (
         pytest.raises(RuntimeError, match="in the middle"),
-        METHODS[name].fit(CELL).applied(model) as densities,
+        METHODS[name].fit(SHARED).applied(model) as densities,
     ):
         generate(model, ids)
         assert densities()
@@ -268,6 +322,7 @@ def test_matched_methods_realise_the_budget(name, budget, model, ids):
     tolerance = 0.06 if name == "published" else 0.03
     # without what is forced at the end of so short a text
     cell = replace(CELL, config=replace(CELL.config, dense_tail=0), budget=budget)
+    cell = replace(cell, realised=methods.realised_on(model, ids[0].tolist()))
     with METHODS[name].fit(cell).applied(model) as densities:
         logits(model, ids)
         assert densities() == pytest.approx([budget] * 2, abs=tolerance)
@@ -276,7 +331,15 @@ def test_matched_methods_realise_the_budget(name, budget, model, ids):
 @pytest.mark.parametrize("name", MATCHED)
 def test_matched_methods_need_a_budget(name):
     with pytest.raises(ValueError, match="budget"):
-        METHODS[name].fit(replace(CELL, budget=None))
+        METHODS[name].fit(replace(SHARED, budget=None))
+
+
+def test_mean_pooled_is_fitted_by_mass_on_a_text():
+    fitted = methods.MeanPooled.fit(SHARED).config
+    assert (fitted.mass, fitted.coarsen, fitted.bridges) == (0.4, "mean", 0)
+    assert not fitted.curved
+    with pytest.raises(ValueError, match="mean_pooled needs a cell that tells the density"):
+        methods.MeanPooled.fit(CELL)
 
 
 def test_full_budget_equals_dense(model, ids):

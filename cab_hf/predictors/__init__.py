@@ -10,6 +10,7 @@ from cab_hf.predictors.baselines import (
     OraclePredictor,
     RandomPredictor,
     StreamingPredictor,
+    VerticalSlashPredictor,
 )
 from cab_hf.predictors.cascade import CascadePredictor
 from cab_hf.predictors.curvature import CurvaturePredictor
@@ -26,6 +27,7 @@ __all__ = [
     "Predictor",
     "RandomPredictor",
     "StreamingPredictor",
+    "VerticalSlashPredictor",
     "make_predictor",
     "register_predictor",
 ]
@@ -36,3 +38,4 @@ register_predictor("curvature", CurvaturePredictor)
 register_predictor("oracle", OraclePredictor)
 register_predictor("random", RandomPredictor)
 register_predictor("streaming", StreamingPredictor)
+register_predictor("vertical_slash", VerticalSlashPredictor)

@@ -1,7 +1,7 @@
 """What CAB is held against: predictors that keep a fixed share of every row, or a window.
 
-``streaming``, ``random``, ``antidiagonal`` and ``oracle``. All but the first keep a row's forced
-blocks and its best by a score, 1 - sparsity of it in all.
+``streaming``, ``random``, ``antidiagonal``, ``vertical_slash`` and ``oracle``. All but the first
+keep a row's forced blocks and its best by a score, 1 - sparsity of it in all.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from cab_hf.plan import BlockPlan, RowSpans, Spans, block_visibility
 from cab_hf.predictors.base import SHARE_OPTIONS, Call, Predictor
 
 ANTIDIAGONAL_STRIDE = 8  # of XAttention's 8 and 16 the finer one
+ASKING_QUERIES = 64  # of vertical_slash: the last queries, whose attention ranks all blocks
 SEED = 0  # of the random blocks
 
 
@@ -90,6 +91,83 @@ class OraclePredictor(AntidiagonalPredictor):
     """The true attention mass of every block, from exact attention: costs more than attending."""
 
     stride = 1
+
+
+class VerticalSlashPredictor(ScorePredictor):
+    """MInference's vertical-slash pattern (Jiang et al. 2024, arXiv 2407.02490), at block grain.
+
+    The attention of the text's last `ASKING_QUERIES` queries is summed over columns (keys) and over
+    diagonals (distances between query and key). A block scores what the best column or diagonal
+    that touches it has. The original keeps a fixed number of columns and of diagonals for a head,
+    token by token; here every row keeps its share of blocks, whichever of the two touches them.
+
+    Which blocks any row keeps depends on the end of the text, as in the original.
+    """
+
+    def score(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        blocks = self.config.query_block, self.config.key_block
+        return vertical_slash_scores(q, k, call.spans, call.scale, *blocks)
+
+
+def vertical_slash_scores(
+    q: Tensor,
+    k: Tensor,
+    spans: Spans,
+    scale: float,
+    query_block: int,
+    key_block: int,
+    asking: int = ASKING_QUERIES,
+) -> Tensor:
+    """The best column or diagonal that touches each block, float32 [B, H, M_q, M_k].
+
+    Columns and diagonals are ranked by the attention they get from the last ``asking`` real queries
+    of each batch row.
+
+    Args:
+        q: [B, H, N_q, D]. k: [B, H_kv, N_k, D].
+    """
+    batch, heads, q_length, _ = q.shape
+    kv_heads, kv_length = k.shape[1:3]
+    key = torch.arange(kv_length, device=q.device)
+    # [B, R]: the last real queries of each batch row, and where they stand among the keys
+    query = torch.arange(q_length, device=q.device).where(spans.last >= 0, -1)
+    query = query.topk(min(asking, q_length), dim=-1).values
+    first = spans.first.gather(1, query.clamp(min=0)).long()
+    last = spans.last.gather(1, query.clamp(min=0)).long().where(query >= 0, -1)
+    seen = (key >= first.unsqueeze(-1)) & (key <= last.unsqueeze(-1)) & spans.key_valid[:, None]
+    # [B, 1, R, N_k]: the key at each distance before a query
+    far = (last.unsqueeze(-1) - key).unsqueeze(1)
+
+    # a block is touched by the distances of its first query to its last key, and so on upwards
+    rows = spans.rows(query_block)
+    ends = torch.arange(key_block - 1, kv_length + key_block - 1, key_block, device=q.device)
+    begins = rows.min_last.long().where(rows.queries > 0, 0)
+    nearest = begins.unsqueeze(-1) - ends
+    # behind as many zeros as the nearest may be below none
+    zeros = query_block + key_block - 2
+    window = (nearest + zeros).clamp(0, kv_length - 1 + zeros)
+
+    scores = []
+    for head in range(kv_heads):
+        group = slice(head * heads // kv_heads, (head + 1) * heads // kv_heads)
+        index = query.clamp(min=0)[:, None, :, None].expand(-1, -1, -1, q.shape[-1])
+        own = q[:, group]
+        own = own.gather(2, index.expand(-1, own.shape[1], -1, -1)).float()
+        logits = own @ k[:, head : head + 1].float().transpose(-1, -2) * scale
+        mask = seen.unsqueeze(1)
+        attention = logits.masked_fill(~mask, -torch.inf).softmax(-1).masked_fill(~mask, 0.0)
+        vertical = attention.sum(2)
+        by_distance = attention.gather(-1, far.clamp(min=0).expand_as(attention))
+        slash = by_distance.masked_fill(far < 0, 0.0).sum(2)
+
+        columns = F.pad(vertical, (0, -kv_length % key_block)).unflatten(-1, (-1, key_block))
+        columns = columns.amax(-1).unsqueeze(2)
+        # entry t: the best of the distances t - zeros to t
+        best = F.max_pool1d(F.pad(slash, (zeros, zeros)), zeros + 1, stride=1)
+        place = window.flatten(1).unsqueeze(1).expand(-1, best.shape[1], -1)
+        diagonals = best.gather(-1, place).unflatten(-1, window.shape[1:])
+        scores.append(torch.maximum(columns, diagonals))
+    return torch.cat(scores, dim=1)
 
 
 def attention_rows(

@@ -1,0 +1,173 @@
+"""How long attention takes on a model's own queries and keys, beside the fastest dense kernel.
+
+A text is read once with dense attention. In each layer, before it goes on, the clock is put to the
+q, k and v that the layer has there: to choosing blocks, and to attending them. So all methods are
+timed on the same inputs.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from cab_hf.attention import cab_dense_attention
+from cab_hf.call import cab_mask
+from cab_hf.config import CabConfig
+from cab_hf.documents import Tokens
+from cab_hf.engines import Workload
+from cab_hf.eval.speed import dense
+from cab_hf.eval.speed.timing import Bench, GpuBench, Timing
+from cab_hf.plan import Spans
+from cab_hf.predictors import Call, make_predictor
+from cab_hf.route import route
+
+WATCHED = "cab_watched"  # the attention under which layers are timed
+WARM_UP_CALLS = 2
+RUNS = 5
+FLUSHES = 8  # of the L2 cache before a run; meanwhile its kernels are queued
+
+# (module, q [B, H, N, D], k and v [B, H_kv, N, D], scale, window) -> nothing
+Look = Callable[[nn.Module, Tensor, Tensor, Tensor, float, int | None], None]
+
+
+class LayerBench(GpuBench):
+    """A clock for one layer among many: few runs, no CUDA graphs.
+
+    A launch takes as long as a small kernel. So the GPU is kept busy before every run while the
+    host queues what is timed, and the events enclose kernels alone, unless the call itself waits.
+    """
+
+    def time(self, call: Callable[[], Any], graph: bool = True) -> Timing:
+        for _ in range(WARM_UP_CALLS):
+            call()
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(RUNS)]
+        for start, end in events:
+            torch.cuda.synchronize()
+            for _ in range(FLUSHES):
+                self.flushed.zero_()
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return Timing(statistics.median(start.elapsed_time(end) for start, end in events))
+
+
+def layer_bench(device: torch.device | str) -> Bench | None:
+    """The clock for layers on ``device``; None where times would mean nothing, as on a CPU."""
+    return LayerBench(str(device)) if torch.device(device).type == "cuda" else None
+
+
+class AttentionClock:
+    """Times what attention takes in all layers of a model, summed.
+
+    Args:
+        bench: what a call is timed by.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self._dense: dict[tuple, tuple[str, float]] = {}
+
+    @torch.no_grad()
+    def time(self, model: Any, tokens: Tokens, config: CabConfig | None) -> dict[str, Any]:
+        """Milliseconds that attention takes in one pass over ``tokens``.
+
+        Args:
+            config: how blocks are chosen; None for dense attention alone.
+
+        Returns:
+            ``predict_ms``, choosing blocks; ``attend_ms``, attending them, and exact attention
+            where layers are exact; ``dense_ms``, the fastest dense kernel in all layers; and
+            ``dense_kernel``, its name. Layers with a sliding window are left out of all three.
+        """
+        spent = {"predict_ms": 0.0, "attend_ms": 0.0, "dense_ms": 0.0, "dense_kernel": None}
+        handed: dict[Any, Any] = {}
+
+        def look(
+            module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+        ) -> None:
+            if window is not None:
+                return
+            layer = getattr(module, "layer_idx", None)
+            name, dense_ms = self.dense(q, k, v, scale)
+            spent["dense_kernel"] = name
+            spent["dense_ms"] += dense_ms
+            if config is None:
+                predict_ms, attend_ms = 0.0, dense_ms
+            else:
+                times = self._sparse(q, k, v, scale, config, layer, handed)
+                predict_ms, attend_ms = times or (0.0, dense_ms)
+            spent["predict_ms"] += predict_ms
+            spent["attend_ms"] += attend_ms
+
+        ids = torch.tensor([tokens], device=model.device)
+        with watched(model, look):
+            model(ids, use_cache=False, logits_to_keep=1)
+        return spent
+
+    def dense(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[str, float]:
+        """The fastest dense kernel and its ms, measured once for tensors of one shape.
+
+        Raises:
+            RuntimeError: where no dense kernel runs.
+        """
+        key = (q.shape, k.shape, q.dtype)
+        if key not in self._dense:
+            found = dense.measure(q, k, v, scale, self.bench)
+            if not found["baselines"]:
+                raise RuntimeError(f"no dense kernel runs here: {found['not_measured']}")
+            self._dense[key] = min(found["baselines"].items(), key=lambda each: each[1])
+        return self._dense[key]
+
+    def _sparse(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        config: CabConfig,
+        layer: int | None,
+        handed: dict[Any, Any],
+    ) -> tuple[float, float] | None:
+        """(ms of choosing, ms of attending) in one layer; None where the layer is exact."""
+        batch, _, length, _ = q.shape
+        work = Workload.of(q, k, v, (config.query_block, config.key_block))
+        told = {"layer": layer, "q_length": length, "kv_length": length}
+        way = route(config, work, sparse=True, **told)
+        if way.kind != "sparse":
+            return None
+        call = Call(Spans.causal(batch, length, length, q.device), scale, layer, handed)
+        predict = partial(make_predictor(config), q, k, call)
+        # before the clock starts: what spans keep is made once for all layers of a pass
+        plan = predict()
+        attend = partial(way.engine.attention, q, k, v, plan, scale)
+        return self.bench.time(predict).ms, self.bench.time(attend).ms
+
+
+@contextmanager
+def watched(model: Any, look: Look) -> Iterator[None]:
+    """Inside, ``model`` attends densely, and ``look`` sees what each layer attends with."""
+
+    def attend(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        scale = kwargs.get("scaling")
+        window = kwargs.get("sliding_window") or getattr(mask, "window", None)
+        look(module, q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, window)
+        return cab_dense_attention(module, q, k, v, mask, **kwargs)
+
+    AttentionInterface.register(WATCHED, attend)
+    AttentionMaskInterface.register(WATCHED, cab_mask)
+    before = model.config.get_text_config()._attn_implementation
+    model.set_attn_implementation(WATCHED)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

@@ -1,0 +1,53 @@
+"""Fidelity on a CUDA device: that attention is timed, and that the noise of kernels is small."""
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from words import make_tokenizer
+
+from cab_hf.eval.__main__ import main
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A random model with the heads of SmolLM2."""
+    folder, tokenizer = tmp_path_factory.mktemp("model"), make_tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=4,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        max_position_embeddings=65536,
+        initializer_range=0.1,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_attention_is_timed_beside_what_is_kept(gpu, model_folder, tmp_path):
+    methods = "dense,full,cab,streaming,random,antidiagonal,vertical_slash,mean_pooled"
+    words = ["--model", model_folder, "--out", tmp_path, "--methods", methods]
+    words += ["--lengths", 16384, "--documents", 2, "--probes", "continuation,asked,recall"]
+    assert main(["fidelity", *map(str, words)]) == 0
+    rows = {
+        row["method"]: row for row in json.loads((tmp_path / "results.json").read_text())["rows"]
+    }
+    assert set(rows) == set(methods.split(","))
+    for row in rows.values():
+        assert row["dense_ms"] > 0 and row["attend_ms"] > 0
+    assert rows["dense"]["over_dense"] == 1
+    assert rows["streaming"]["attend_ms"] < rows["full"]["attend_ms"]
+    behind = {name: row["continuation"]["kl"] for name, row in rows.items()}
+    assert behind["dense"] == 0
+    assert behind["full"] < behind["streaming"]
