@@ -119,7 +119,7 @@ class CabConfig:
     redundancy: float = 0.3
     max_density: float = 1.0
     dense_layers: tuple[int, ...] = ()
-    min_length: int = 16384
+    min_length: int = 8192
     engine: str = "auto"
     predictor: str = "curvature"
     anchors: tuple[int, ...] = ()

@@ -67,6 +67,11 @@ def test_a_bad_value_is_named(field, value):
     assert len(str(refused.value)) < 200
 
 
+def test_a_model_of_8192_tokens_can_be_sparse_as_it_comes():
+    assert CabConfig().min_length == 8192
+    assert {CabConfig.calibrated(name).min_length for name in CabConfig.shipped()} == {8192}
+
+
 def test_it_is_frozen_and_hashes():
     config = CabConfig(dense_layers=[1, 2])
     assert hash(config) == hash(CabConfig(dense_layers=(1, 2)))

@@ -386,7 +386,7 @@ def test_describe_says_what_will_be_refused_layer_by_layer():
         model = transformers.MiMoV2FlashForCausalLM(config)
     model.set_attn_implementation("cab")
     lines = cab_hf.describe(model, tokens=200).splitlines()[1:]
-    assert lines[0] == "  layer 0: dense, input shorter than min_length=16384"
+    assert lines[0] == "  layer 0: dense, input shorter than min_length=8192"
     assert lines[1] == "  layer 1: refused, sink logits"
 
 
