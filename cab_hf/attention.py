@@ -19,6 +19,7 @@ from cab_hf.call import CabMask
 from cab_hf.config import MOST, CabConfig, require_layers
 from cab_hf.engines import Engine, Workload
 from cab_hf.exact import exact_attention
+from cab_hf.fit import warn_if_never_sparse
 from cab_hf.frame import PARALLEL, Length
 from cab_hf.plan import BlockPlan
 from cab_hf.predictors import make_predictor
@@ -105,7 +106,7 @@ def _attend(
         out = _across_ranks(parallel, module, query, key, value, mask, scale, sparse, *told)
         return out.transpose(1, 2).contiguous(), None
     mask.find_documents(position_ids, kwargs.get("cu_seq_lens_q"))
-    config = mask.parsed(module.config, settings)
+    config = mask.parsed(module.config, settings_in_use if sparse else settings)
     way = route(
         config,
         Workload.of(query, key, value, (config.query_block, config.key_block)),
@@ -167,7 +168,8 @@ def _across_ranks(
 ) -> Tensor:
     """Inside `context_parallel`: routed as the whole text would be, over the keys of all ranks."""
     refuse_across_ranks(mask, query, key)
-    config, layer = mask.parsed(module.config, settings), getattr(module, "layer_idx", None)
+    config = mask.parsed(module.config, settings_in_use if sparse else settings)
+    layer = getattr(module, "layer_idx", None)
     layout = parallel.layout(mask, query, key, value, config, position_ids, cu_seq_lens)
     longest = max(layout.lengths)
     way = route(
@@ -213,6 +215,14 @@ def settings(config: PreTrainedConfig) -> CabConfig:
     saved = getattr(config, "cab_config", None)
     found = _parse({} if saved is None else saved)
     require_layers(found, config)
+    return found
+
+
+def settings_in_use(config: PreTrainedConfig) -> CabConfig:
+    """`settings`, with a warning where they never let a prompt attend sparsely."""
+    found = settings(config)
+    if not torch.compiler.is_compiling():
+        warn_if_never_sparse(found.min_length, config)
     return found
 
 

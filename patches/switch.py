@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from cab_hf.attention import settings
 from cab_hf.config import CabConfig, budgets_of, require_layers
+from cab_hf.fit import warn_if_never_sparse
 from cab_hf.predictors import make_predictor
 
 FOUND = "_cab_found"  # attribute of a model: list of `_Found`, the oldest first
@@ -150,6 +151,7 @@ def _turn_on(
             each.put_back()
         raise
     text.cab_config = config.to_dict()
+    warn_if_never_sparse(config.min_length, text)
     return [each for each in was if each.changed() or each.config is text]
 
 

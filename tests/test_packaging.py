@@ -14,6 +14,7 @@ import cab_hf
 ROOT = Path(__file__).parents[1]
 FLOORS = [
     *(
+        "fit",
         "runs",
         "config",
         "documents",

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import cab_hf
-from cab_hf import CabConfig
+from cab_hf import CabConfig, fit
 
 
 @pytest.fixture
@@ -409,3 +409,85 @@ def test_a_peft_model_is_switched_too(model):
             assert cab_hf.describe(wrapped, tokens=200).count("sparse") == 1
             torch.testing.assert_close(wrapped(ids).logits, expected, atol=2e-5, rtol=1e-4)
             assert cab_hf.stats(wrapped)[0]["density"] == 1
+
+
+# --- a model whose positions end before any prompt is long enough
+
+
+@pytest.fixture
+def nothing_said(monkeypatch):
+    monkeypatch.setattr(fit, "_warned", set())
+
+
+def switched_on(model, min_length):
+    cab_hf.apply_cab(model, min_length=min_length)
+
+
+def switched_on_for_a_block(model, min_length):
+    with cab_hf.cab(model, min_length=min_length):
+        pass
+
+
+def read_as_it_was_loaded(model, min_length):
+    model.config.cab_config = {"min_length": min_length}
+    model.set_attn_implementation("cab")
+    with torch.no_grad():
+        model(tokens(1, 40))
+
+
+WAYS_ON = [switched_on, switched_on_for_a_block, read_as_it_was_loaded]
+
+
+def said(recorded):
+    return [str(each.message) for each in recorded if "positions" in str(each.message)]
+
+
+@pytest.mark.parametrize("turn_on", WAYS_ON)
+def test_a_model_that_can_never_be_sparse_says_so_once(model, nothing_said, recwarn, turn_on):
+    turn_on(model, 8192)
+    (sentence,) = said(recwarn)
+    assert sentence.startswith("llama has 2,048 positions and min_length is 8,192, so 'cab' ")
+    assert 'set cab_config={"min_length": 1024}' in sentence
+    # whatever follows with the same model
+    for again in WAYS_ON:
+        again(model, 8192)
+    assert len(said(recwarn)) == 1
+    # other settings are other news
+    turn_on(model, 4096)
+    assert len(said(recwarn)) == 2
+
+
+@pytest.mark.parametrize("turn_on", WAYS_ON)
+@pytest.mark.parametrize(
+    ("changes", "min_length"),
+    [
+        pytest.param({}, 2048, id="equal"),
+        pytest.param(
+            {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+            8192,
+            id="stretched",
+        ),
+    ],
+)
+def test_a_model_that_can_be_sparse_says_nothing(
+    nothing_said, recwarn, turn_on, changes, min_length
+):
+    turn_on(tiny_model(**changes), min_length)
+    assert not said(recwarn)
+
+
+def test_exact_attention_that_was_asked_for_is_no_news(model, nothing_said, recwarn):
+    model.set_attn_implementation("cab_dense")
+    with torch.no_grad():
+        model(tokens(1, 40))
+    cab_hf.describe(model)
+    assert not said(recwarn)
+
+
+def test_nothing_is_said_while_a_model_is_compiled(nothing_said, recwarn):
+    model = tiny_model(num_hidden_layers=1)
+    model.set_attn_implementation("cab")
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(model, fullgraph=True, backend="eager")(tokens(1, 40))
+    assert not said(recwarn)

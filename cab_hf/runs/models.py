@@ -24,6 +24,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cab_hf.fit import positions
 from cab_hf.runs.settings import Refused
 
 # torch and transformers are imported where they are used: finding a file needs neither
@@ -200,21 +201,11 @@ def most_tokens(config: PreTrainedConfig, written: int = 0) -> int | None:
 
     Rotary positions go on beyond the last one that a model has seen, for a few tokens without harm.
     """
-    text = config.get_text_config()
-    told = getattr(text, "max_position_embeddings", None)
-    if not isinstance(told, int) or told <= 0:
+    reach = positions(config)
+    if reach is None:
         return None
-    rotary = getattr(text, "rope_parameters", None)
-    if not rotary:
-        return told - written
-    # some models have others in each kind of layer
-    kinds = [each for each in rotary.values() if isinstance(each, dict)] or [rotary]
-    stretched = [
-        int(each["factor"] * (each.get("original_max_position_embeddings") or told))
-        for each in kinds
-        if each.get("factor")
-    ]
-    return max([told, *stretched])
+    rotary = getattr(config.get_text_config(), "rope_parameters", None)
+    return reach if rotary else reach - written
 
 
 def is_local(name_or_path: str) -> bool:
