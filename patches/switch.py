@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from cab_hf.attention import settings
 from cab_hf.config import CabConfig, budgets_of, require_layers
-from cab_hf.fit import warn_if_never_sparse
+from cab_hf.fit import number, require_origin, warn_if_never_sparse
 from cab_hf.predictors import make_predictor
 
 FOUND = "_cab_found"  # attribute of a model: list of `_Found`, the oldest first
@@ -78,8 +78,8 @@ def apply_cab(
         The same model.
 
     Raises:
-        ValueError: for a bad setting, a table of budgets that does not fit the model, or a model
-            whose attention cannot be replaced by name.
+        ValueError: for a bad setting, a calibration or a table of budgets that does not fit the
+            model, or a model whose attention cannot be replaced by name.
     """
     was = _turn_on(model, config, overrides)
     found = _found(model)
@@ -140,6 +140,7 @@ def _turn_on(
     text = inner.config.get_text_config()
     config = CabConfig.from_dict({**(config or settings(text)).to_dict(), **overrides})
     make_predictor(config)
+    require_origin(config.origin, text)
     require_layers(config, text)
     _check_budgets(config, text)
     was = [_Was.of(each) for each in _own_configs(model)]
@@ -160,21 +161,9 @@ def _check_budgets(config: CabConfig, text: PreTrainedConfig) -> None:
 
     Otherwise a table is looked at where it is used.
     """
-    layers, heads = (_number(text, name) for name in ("num_hidden_layers", "num_attention_heads"))
+    layers, heads = (number(text, name) for name in ("num_hidden_layers", "num_attention_heads"))
     if layers is not None and heads is not None:
         budgets_of(config, layers - 1, heads)
-
-
-def _number(text: PreTrainedConfig, name: str) -> int | None:
-    """What a config says of all layers alike; None where it does not."""
-    if getattr(text, f"{name}_per_layer", None) is not None:
-        return None
-    try:
-        value = getattr(text, name, None)
-    except RuntimeError:
-        # what differs from layer to layer, transformers' heterogeneous configs refuse to say
-        return None
-    return value if isinstance(value, int) else None
 
 
 def _switch(model: PreTrainedModel, text: PreTrainedConfig) -> None:

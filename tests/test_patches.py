@@ -1,6 +1,7 @@
 """Turning CAB on and off, and what the model says of itself."""
 
 import copy
+import dataclasses
 import io
 
 import pytest
@@ -20,6 +21,7 @@ from transformers import (
 
 import cab_hf
 from cab_hf import CabConfig, fit
+from cab_hf.fit import Origin
 
 
 @pytest.fixture
@@ -409,6 +411,63 @@ def test_a_peft_model_is_switched_too(model):
             assert cab_hf.describe(wrapped, tokens=200).count("sparse") == 1
             torch.testing.assert_close(wrapped(ids).logits, expected, atol=2e-5, rtol=1e-4)
             assert cab_hf.stats(wrapped)[0]["density"] == 1
+
+
+# --- what a calibration was measured for
+
+OWN = Origin("somebody's", layers=3, heads=6, kv_heads=2, length=4096)
+
+
+def test_describe_says_what_was_calibrated_for(model):
+    cab_hf.apply_cab(model, SPARSE, mass=((0.5,) * 6,) * 3, origin=OWN)
+    first = cab_hf.describe(model, tokens=500).splitlines()[0]
+    assert first.endswith("a prompt of 500 tokens (calibrated for somebody's at 4,096 tokens):")
+    # one number for all heads is nobody's calibration
+    cab_hf.apply_cab(model, mass=0.5)
+    assert "uncalibrated" in cab_hf.describe(model)
+
+
+@pytest.mark.parametrize(
+    ("other", "counts"),
+    [
+        ({"layers": 4}, "4 layers, 6 heads, 2 KV heads"),
+        ({"heads": 12}, "3 layers, 12 heads, 2 KV heads"),
+        ({"kv_heads": 6}, "3 layers, 6 heads, 6 KV heads"),
+    ],
+)
+def test_the_calibration_of_another_model_is_refused(model, other, counts):
+    config = dataclasses.replace(SPARSE, origin=OWN._replace(**other))
+    told = rf"for somebody's \({counts}\), and llama has 3 layers, 6 heads, 2 KV heads; calibrate"
+    with pytest.raises(ValueError, match=told):
+        cab_hf.apply_cab(model, config)
+    assert state(model) == ("sdpa", None)
+    model.config.cab_config = config
+    model.set_attn_implementation("cab")
+    for use in (cab_hf.describe, lambda model: model(tokens(1, 40))):
+        with pytest.raises(ValueError, match=told):
+            use(model)
+
+
+@pytest.mark.parametrize("unsaid", ["layers", "heads", "kv_heads"])
+def test_what_a_calibration_does_not_say_is_not_compared(model, unsaid):
+    cab_hf.apply_cab(model, SPARSE, origin=OWN._replace(**{unsaid: None}))
+
+
+def test_a_calibrated_model_compiles(model):
+    cab_hf.apply_cab(model, SPARSE, origin=OWN._replace(kv_heads=None))
+    ids = tokens(1, 200)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found = torch.compile(model, fullgraph=True, backend="eager")(ids).logits
+        torch.testing.assert_close(found, model(ids).logits, atol=2e-5, rtol=1e-4)
+
+
+def test_a_calibration_of_another_model_is_named_where_it_is_compiled(model):
+    model.config.cab_config = dataclasses.replace(SPARSE, origin=OWN._replace(layers=4))
+    model.set_attn_implementation("cab")
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="was calibrated for somebody's"):
+        torch.compile(model, fullgraph=True, backend="eager")(tokens(1, 40))
 
 
 # --- a model whose positions end before any prompt is long enough
