@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from cab_hf.attention import settings
-from cab_hf.config import CabConfig, budgets_of, require_layers
+from cab_hf.config import CabConfig, budgets_of, require, require_layers
 from cab_hf.fit import number, require_origin, warn_if_never_sparse
 from cab_hf.predictors import make_predictor
 
+# what settings may be given as
+Settings = CabConfig | Mapping[str, Any] | str | Path
 FOUND = "_cab_found"  # attribute of a model: list of `_Found`, the oldest first
 
 
@@ -61,7 +64,7 @@ class _Found:
 
 
 def apply_cab(
-    model: PreTrainedModel, config: CabConfig | None = None, **overrides: Any
+    model: PreTrainedModel, config: Settings | None = None, **overrides: Any
 ) -> PreTrainedModel:
     """Switch a loaded model to ``"cab"``. Applying again only replaces the config.
 
@@ -71,7 +74,9 @@ def apply_cab(
     Args:
         model: a transformers causal language model, or a PEFT model around one; the whole of it,
             as modules outside keep the config they had.
-        config: the settings; by default those in ``model.config.cab_config``, else `CabConfig()`.
+        config: the settings: a `CabConfig`, a dict of its fields, or what `CabConfig.calibrated`
+            reads, a calibration's file or name. By default those in ``model.config.cab_config``,
+            else `CabConfig()`.
         overrides: fields of `CabConfig` to change in it, e.g. ``mass=0.8``.
 
     Returns:
@@ -105,7 +110,7 @@ def remove_cab(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def cab(
-    model: PreTrainedModel, config: CabConfig | None = None, **overrides: Any
+    model: PreTrainedModel, config: Settings | None = None, **overrides: Any
 ) -> Iterator[PreTrainedModel]:
     """`apply_cab` for the length of a ``with`` block; afterwards the model is as it was found.
 
@@ -133,12 +138,13 @@ def _end(model: PreTrainedModel, found: list[_Found], mine: _Found) -> None:
 
 
 def _turn_on(
-    model: PreTrainedModel, config: CabConfig | None, overrides: dict[str, Any]
+    model: PreTrainedModel, config: Settings | None, overrides: dict[str, Any]
 ) -> list[_Was]:
     """Switch ``model`` on, or leave it as it is and raise; what stood in each changed config."""
     inner = _transformers_model(model)
     text = inner.config.get_text_config()
-    config = CabConfig.from_dict({**(config or settings(text)).to_dict(), **overrides})
+    told = settings(text) if config is None else _config_of(config)
+    config = CabConfig.from_dict({**told.to_dict(), **overrides})
     make_predictor(config)
     require_origin(config.origin, text)
     require_layers(config, text)
@@ -154,6 +160,17 @@ def _turn_on(
     text.cab_config = config.to_dict()
     warn_if_never_sparse(config.min_length, text)
     return [each for each in was if each.changed() or each.config is text]
+
+
+def _config_of(told: Settings) -> CabConfig:
+    """The settings somebody has typed."""
+    if isinstance(told, (str, Path)):
+        return CabConfig.calibrated(told)
+    if isinstance(told, Mapping):
+        return CabConfig.from_dict(told)
+    what = "a CabConfig, a dict of its fields, or the file or name of a calibration"
+    require(isinstance(told, CabConfig), "config", told, what)
+    return told
 
 
 def _check_budgets(config: CabConfig, text: PreTrainedConfig) -> None:

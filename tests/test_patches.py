@@ -413,6 +413,37 @@ def test_a_peft_model_is_switched_too(model):
             assert cab_hf.stats(wrapped)[0]["density"] == 1
 
 
+# --- settings as they are typed
+
+
+@pytest.mark.parametrize("kind", ["dict", "str", "path"])
+def test_settings_may_be_a_dict_or_a_file(model, tmp_path, kind):
+    chosen = dataclasses.replace(SPARSE, dense_layers=(1,))
+    chosen.save(tmp_path / "own.json")
+    told = {"dict": chosen.to_dict(), "str": str(tmp_path / "own.json")}.get(
+        kind, tmp_path / "own.json"
+    )
+    with cab_hf.cab(model, told, mass=0.7):
+        assert state(model) == ("cab", dataclasses.replace(chosen, mass=0.7).to_dict())
+    cab_hf.apply_cab(model, told)
+    assert state(model) == ("cab", chosen.to_dict())
+    plain = tiny_model()
+    plain.save_pretrained(tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", attn_implementation="cab", cab_config=told
+    )
+    # what is saved with a model needs no other file
+    assert state(loaded) == ("cab", chosen.to_dict())
+
+
+def test_a_dict_is_all_there_is_and_fields_change_what_there_is(model):
+    cab_hf.apply_cab(model, SPARSE)
+    cab_hf.apply_cab(model, mass=0.8)
+    assert state(model)[1] == dataclasses.replace(SPARSE, mass=0.8).to_dict()
+    cab_hf.apply_cab(model, {"mass": 0.8})
+    assert state(model)[1] == CabConfig(mass=0.8).to_dict()
+
+
 # --- what a calibration was measured for
 
 OWN = Origin("somebody's", layers=3, heads=6, kv_heads=2, length=4096)
