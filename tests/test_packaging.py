@@ -27,7 +27,7 @@ FLOORS = [
         "layers",
         "call",
     ),
-    *("exact", "refusals", "route", "attention", "patches", "finetune", "eval"),
+    *("exact", "refusals", "route", "attention", "loading", "patches", "finetune", "eval"),
 ]
 
 
@@ -85,6 +85,7 @@ def test_the_public_surface_is_this():
         "calibrate",
         "context_parallel",
         "describe",
+        "load_model",
         "register_predictor",
         "remove_cab",
         "stats",

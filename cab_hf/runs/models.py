@@ -68,27 +68,31 @@ WEIGHTS = ("*.safetensors", "*_model*.bin")
 
 
 def load_model(
-    name_or_path: str, device: Any, dtype: str, trust_remote_code: bool = False, **options: Any
+    name_or_path: str, device: Any, dtype: Any, trust_remote_code: bool = False, **options: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model in eval mode on ``device``, and its tokenizer with a pad token.
+
+    `cab_hf.load_model` is this with defaults, and with CAB.
 
     Args:
         name_or_path: ``smollm2``, ``smollm2-32k``, ``tiny``, or whatever
             ``AutoModelForCausalLM.from_pretrained`` takes.
-        dtype: a torch dtype's name.
+        dtype: a torch dtype, or the name of one.
         trust_remote_code: run Python code that comes with the model.
         options: more of what ``from_pretrained`` takes, such as a ``config``.
 
     Raises:
         Refused: there is no such model, or it cannot be loaded.
-        ValueError: ``dtype`` names none.
+        ValueError: ``dtype`` is none.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch_dtype = getattr(torch, dtype, None)
+    torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(torch_dtype, torch.dtype):
-        raise ValueError(f"dtype must name a torch dtype such as float32; got {dtype!r}.")
+        raise ValueError(
+            f"dtype must name a torch dtype such as float32, or be one; got {dtype!r}."
+        )
     tokenizer = load_tokenizer(name_or_path, trust_remote_code)
     if name_or_path == TINY:
         return _tiny_model(torch_dtype, **options).to(device), tokenizer
@@ -304,7 +308,8 @@ def _loading(name: str) -> Iterator[None]:
         told = f"model {name!r} cannot be loaded ({why})"
         if "trust_remote_code" in str(error):
             raise Refused(
-                f"{told}; read that code, and give --trust-remote-code if it is to run."
+                f"{told}; read that code, and give --trust-remote-code if it is to run "
+                "(in Python trust_remote_code=True)."
             ) from error
         raise Refused(
             f"{told}; give {SMOLLM2}, a folder or a name of the hub that transformers loads."
