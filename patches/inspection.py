@@ -18,7 +18,7 @@ from cab_hf.engines import SDPA, Workload
 from cab_hf.refusals import foreseen, layer_type
 from cab_hf.route import route
 
-UNCALIBRATED = "uncalibrated: `python -m cab_hf.eval calibrate --model ...` finds budgets a head"
+UNCALIBRATED = "uncalibrated: see cab_hf.calibrate"
 
 
 def describe(
