@@ -11,6 +11,7 @@ from cab_hf.registration import register_when_imported
 if TYPE_CHECKING:
     from cab_hf.config import CabConfig
     from cab_hf.distributed import context_parallel
+    from cab_hf.loading import load_model
     from cab_hf.patches import apply_cab, cab, calibrate, describe, remove_cab, stats
     from cab_hf.plan import BlockPlan
     from cab_hf.predictors import register_predictor
@@ -24,6 +25,7 @@ __all__ = [
     "calibrate",
     "context_parallel",
     "describe",
+    "load_model",
     "register_predictor",
     "remove_cab",
     "stats",
@@ -33,6 +35,7 @@ _HOME = {
     "BlockPlan": "cab_hf.plan",
     "CabConfig": "cab_hf.config",
     "context_parallel": "cab_hf.distributed",
+    "load_model": "cab_hf.loading",
     "register_predictor": "cab_hf.predictors",
     **dict.fromkeys(
         ("apply_cab", "cab", "calibrate", "describe", "remove_cab", "stats"), "cab_hf.patches"

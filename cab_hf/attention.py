@@ -19,6 +19,7 @@ from cab_hf.call import CabMask
 from cab_hf.config import MOST, CabConfig, require_layers
 from cab_hf.engines import Engine, Workload
 from cab_hf.exact import exact_attention
+from cab_hf.fit import Origin, require_origin, warn_if_never_sparse
 from cab_hf.frame import PARALLEL, Length
 from cab_hf.plan import BlockPlan
 from cab_hf.predictors import make_predictor
@@ -106,7 +107,7 @@ def _attend(
         out = _across_ranks(parallel, module, query, key, value, mask, scale, sparse, *told)
         return out.transpose(1, 2).contiguous(), None
     mask.find_documents(position_ids, kwargs.get("cu_seq_lens_q"))
-    config = mask.parsed(module.config, settings)
+    config = mask.parsed(module.config, settings_in_use if sparse else settings)
     way = route(
         config,
         Workload.of(query, key, value, (config.query_block, config.key_block)),
@@ -169,7 +170,8 @@ def _across_ranks(
 ) -> Tensor:
     """Inside `context_parallel`: routed as the whole text would be, over the keys of all ranks."""
     refuse_across_ranks(mask, query, key)
-    config, layer = mask.parsed(module.config, settings), getattr(module, "layer_idx", None)
+    config = mask.parsed(module.config, settings_in_use if sparse else settings)
+    layer = getattr(module, "layer_idx", None)
     layout = parallel.layout(mask, query, key, value, config, position_ids, cu_seq_lens)
     longest = max(layout.lengths)
     way = route(
@@ -211,11 +213,21 @@ def settings(config: PreTrainedConfig) -> CabConfig:
     """The CabConfig a model's config carries, the defaults when it carries none.
 
     Raises:
-        ValueError: for what is no CabConfig, or one of layers that the model does not have.
+        ValueError: for what is no CabConfig, one of layers that the model does not have, or a
+            calibration of a model of another shape.
     """
     saved = getattr(config, "cab_config", None)
     found = _parse({} if saved is None else saved)
+    require_origin(found.origin, config)
     require_layers(found, config)
+    return found
+
+
+def settings_in_use(config: PreTrainedConfig) -> CabConfig:
+    """`settings`, with a warning where they never let a prompt attend sparsely."""
+    found = settings(config)
+    if not torch.compiler.is_compiling():
+        warn_if_never_sparse(found.min_length, config)
     return found
 
 
@@ -259,10 +271,12 @@ def _plain(value: Any) -> Any:
         return tuple([float.fromhex(x.hex()) if type(x) is float else _plain(x) for x in value])
     if isinstance(value, float):
         return float.fromhex(value.hex())
+    if isinstance(value, dict) and set(value) == set(Origin._fields):
+        return tuple([(name, _plain(each)) for name, each in value.items()])
     # what is larger is refused
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST:
         return len(range(value))
-    return value if isinstance(value, (str, int)) else repr(value)
+    return value if value is None or isinstance(value, (str, int)) else repr(value)
 
 
 # a constant to torch.compile, which wants plain arguments and would look into a cached function

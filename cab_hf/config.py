@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cab_hf.fit import Origin
+
 COARSEN = ("box", "mean", "max_l2")
 CURVATURE = ("none", "additive", "forman")
 SELECT = ("clusters", "topk")
@@ -81,6 +83,8 @@ class CabConfig:
             otherwise, and on a static cache, they attend everything.
         check_finite: refuse queries and keys that hold infinities or NaN, by name. Costs a pass
             over both and a wait for the device in every sparse layer; not under CUDA graphs.
+        origin: what a calibration was measured for, an `Origin` or a dict of its fields; a model of
+            other layers or heads is refused. None for settings that nobody calibrated.
 
     Raises:
         ValueError: naming the field, the value seen and what is accepted.
@@ -102,13 +106,14 @@ class CabConfig:
     redundancy: float = 0.3
     max_density: float = 1.0
     dense_layers: tuple[int, ...] = ()
-    min_length: int = 16384
+    min_length: int = 8192
     engine: str = "auto"
     predictor: str = "curvature"
     anchors: tuple[int, ...] = ()
     head_map: Table = ()
     sparse_decode: bool = False
     check_finite: bool = False
+    origin: Origin | None = None
 
     def __post_init__(self) -> None:
         blocks = ("query_block", "key_block")
@@ -148,6 +153,8 @@ class CabConfig:
         object.__setattr__(self, "head_map", self.head_map or ())
         if self.head_map != ():
             self._freeze_table("head_map", is_count, "() for the same heads")
+        if self.origin is not None:
+            object.__setattr__(self, "origin", Origin.of(self.origin))
         if self.predictor == "cascade":
             self._check_cascade()
 
@@ -231,7 +238,7 @@ class CabConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that survive JSON, ready for ``model.config.cab_config``."""
-        return {name: _thawed(value) for name, value in vars(self).items()}
+        return {name: _thawed(value) for name, value in vars(self).items() if value is not None}
 
     def _check_cascade(self) -> None:
         """What deciding in some layers asks of the other fields."""
@@ -390,6 +397,8 @@ def _of_layer(config: CabConfig, name: str, layer: int | None, heads: int) -> tu
 
 
 def _thawed(value: Any) -> Any:
+    if isinstance(value, Origin):
+        return value._asdict()
     return [_thawed(item) for item in value] if isinstance(value, tuple) else value
 
 

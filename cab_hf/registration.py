@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
@@ -53,7 +54,8 @@ class _Setting:
     """``config.cab_config``: None until it is set, and always what JSON can hold.
 
     `from_pretrained` takes a setting only where configs have an attribute of its name, and a
-    CabConfig could not be saved. What is stored is checked where it is used.
+    CabConfig could not be saved. A string is what `CabConfig.calibrated` reads, and read at once:
+    what is saved with a model needs no other file. What is stored is checked where it is used.
     """
 
     def __get__(self, config: Any, owner: type) -> Any:
@@ -62,6 +64,11 @@ class _Setting:
     def __set__(self, config: Any, value: Any) -> None:
         from cab_hf.config import CabConfig
 
+        if isinstance(value, (str, PurePath)):
+            try:
+                value = CabConfig.calibrated(value)
+            except ValueError as error:
+                raise ValueError(f"cab_config {error}") from None
         vars(config)["cab_config"] = value.to_dict() if isinstance(value, CabConfig) else value
 
     def __delete__(self, config: Any) -> None:

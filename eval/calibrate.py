@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +23,7 @@ from cab_hf.eval.experiment import PROG, SAMPLES, Row, read_provenance, run
 from cab_hf.eval.haystack import read_sentences
 from cab_hf.eval.methods import known
 from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
+from cab_hf.fit import Origin, number
 from cab_hf.patches.calibration import DOCUMENTS, KEYS, LENGTH, built_in_text
 from cab_hf.predictors import make_predictor
 from cab_hf.predictors.anchors import SHARES
@@ -40,6 +41,7 @@ from cab_hf.runs.settings import (
 )
 
 BUILT_IN = "built-in"
+HEADS = {"heads": "attention_heads", "kv_heads": "key_value_heads"}
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,9 @@ class Calibrate(OnModel):
         way = anchors if self.settings.anchors else budgets
         with refusing("model"):
             found = way.found_in(model, document, self.settings.cab_config)
-        return {"layers": model.config.get_text_config().num_hidden_layers, **found}
+        text = model.config.get_text_config()
+        counts = {name: number(text, f"num_{told}") for name, told in HEADS.items()}
+        return {"layers": text.num_hidden_layers, **counts, **found}
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -202,9 +206,16 @@ def write_configs(folder: Path) -> list[Path]:
     for target in settings["target_densities"]:
         paths.append(folder / f"cab_config-{target:g}.json")
         config = _asked(settings).config_of(samples, settings, target)
+        config = replace(config, origin=_origin(settings, samples[0]))
         with writing(paths[-1]):
             write_atomically(paths[-1], json.dumps(config.to_dict()) + "\n")
     return paths
+
+
+def _origin(settings: Mapping[str, Any], sample: Row) -> Origin:
+    """What was measured for; runs from before heads were recorded do not say how many."""
+    counts = sample["layers"], sample.get("heads"), sample.get("kv_heads")
+    return Origin(Path(settings["model"]).name, *counts, settings["length"])
 
 
 def _asked(settings: Mapping[str, Any]) -> ModuleType:

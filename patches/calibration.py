@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pydoc_data.topics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from cab_hf.attention import cab_dense_attention, settings
 from cab_hf.call import cab_mask
 from cab_hf.config import CabConfig, is_share, is_whole, require
 from cab_hf.documents import Document, recall_document, split_sentences, with_copies
+from cab_hf.fit import Origin
 from cab_hf.patches.inspection import attention_layers
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
@@ -86,8 +88,9 @@ def calibrate(
         length: tokens of a document; by default 8,192, or as many as the model can read.
 
     Returns:
-        The config with a table for each field that was measured, which from now on is the model's
-        ``config.cab_config``. `CabConfig.save` writes it to a file.
+        The config with a table for each field that was measured, and what it was measured for
+        (``origin``); from now on it is the model's ``config.cab_config``. `CabConfig.save` writes
+        it to a file.
 
     Raises:
         ValueError: for a bad argument, a density that forced blocks alone exceed, a text too short
@@ -114,6 +117,7 @@ def calibrate(
         layers, kept = zip(*(kept_of(model, document, config) for document in read), strict=True)
         told = layers[0], text.num_hidden_layers, anchors, target_density
         chosen = cascaded(config, averaged_kept(kept), *told)
+    chosen = dataclasses.replace(chosen, origin=Origin.found(text, length))
     text.cab_config = chosen.to_dict()
     return chosen
 

@@ -18,7 +18,7 @@ from cab_hf.engines import SDPA, Workload
 from cab_hf.refusals import foreseen, layer_type
 from cab_hf.route import route
 
-UNCALIBRATED = "uncalibrated: `python -m cab_hf.eval calibrate --model ...` finds budgets a head"
+UNCALIBRATED = "uncalibrated: see cab_hf.calibrate"
 
 
 def describe(
@@ -49,7 +49,7 @@ def describe(
     if name == "cab":
         blocks = f"blocks {config.query_block} x {config.key_block}"
         head = f"cab: predictor {config.predictor}{_budget(config)}, {blocks}"
-    hint = f" ({UNCALIBRATED})" if name == "cab" and _uncalibrated(config) else ""
+    hint = _calibration(config) if name == "cab" else ""
     lines = [f"{head}; a prompt of {tokens} tokens{hint}:"]
     layers = [
         (_sentence(module, config, model.dtype, tokens, training, name == "cab"), index)
@@ -107,6 +107,15 @@ def _apart(config: CabConfig) -> str:
     budgets = [budgets_of(config, layer, heads) for layer in range(layers)]
     exact, dense = sum(len(b.exact(heads)) for b in budgets), sum(len(b.whole) for b in budgets)
     return f"; {exact} heads exact, {dense} dense"
+
+
+def _calibration(config: CabConfig) -> str:
+    """Whose budgets these are, in brackets; nothing where nobody can say."""
+    if _uncalibrated(config):
+        return f" ({UNCALIBRATED})"
+    if config.origin is None:
+        return ""
+    return f" (calibrated for {config.origin.model} at {config.origin.length:,} tokens)"
 
 
 def _uncalibrated(config: CabConfig) -> bool:

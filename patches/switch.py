@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from cab_hf.attention import settings
-from cab_hf.config import CabConfig, budgets_of, require_layers
+from cab_hf.config import CabConfig, budgets_of, require, require_layers
+from cab_hf.fit import number, require_origin, warn_if_never_sparse
 from cab_hf.predictors import make_predictor
 
+# what settings may be given as
+Settings = CabConfig | Mapping[str, Any] | str | Path
 FOUND = "_cab_found"  # attribute of a model: list of `_Found`, the oldest first
 
 
@@ -60,7 +64,7 @@ class _Found:
 
 
 def apply_cab(
-    model: PreTrainedModel, config: CabConfig | None = None, **overrides: Any
+    model: PreTrainedModel, config: Settings | None = None, **overrides: Any
 ) -> PreTrainedModel:
     """Switch a loaded model to ``"cab"``. Applying again only replaces the config.
 
@@ -70,15 +74,17 @@ def apply_cab(
     Args:
         model: a transformers causal language model, or a PEFT model around one; the whole of it,
             as modules outside keep the config they had.
-        config: the settings; by default those in ``model.config.cab_config``, else `CabConfig()`.
+        config: the settings: a `CabConfig`, a dict of its fields, or what `CabConfig.calibrated`
+            reads, a calibration's file or name. By default those in ``model.config.cab_config``,
+            else `CabConfig()`.
         overrides: fields of `CabConfig` to change in it, e.g. ``mass=0.8``.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: for a bad setting, a table of budgets that does not fit the model, or a model
-            whose attention cannot be replaced by name.
+        ValueError: for a bad setting, a calibration or a table of budgets that does not fit the
+            model, or a model whose attention cannot be replaced by name.
     """
     was = _turn_on(model, config, overrides)
     found = _found(model)
@@ -104,7 +110,7 @@ def remove_cab(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def cab(
-    model: PreTrainedModel, config: CabConfig | None = None, **overrides: Any
+    model: PreTrainedModel, config: Settings | None = None, **overrides: Any
 ) -> Iterator[PreTrainedModel]:
     """`apply_cab` for the length of a ``with`` block; afterwards the model is as it was found.
 
@@ -132,13 +138,15 @@ def _end(model: PreTrainedModel, found: list[_Found], mine: _Found) -> None:
 
 
 def _turn_on(
-    model: PreTrainedModel, config: CabConfig | None, overrides: dict[str, Any]
+    model: PreTrainedModel, config: Settings | None, overrides: dict[str, Any]
 ) -> list[_Was]:
     """Switch ``model`` on, or leave it as it is and raise; what stood in each changed config."""
     inner = _transformers_model(model)
     text = inner.config.get_text_config()
-    config = CabConfig.from_dict({**(config or settings(text)).to_dict(), **overrides})
+    told = settings(text) if config is None else _config_of(config)
+    config = CabConfig.from_dict({**told.to_dict(), **overrides})
     make_predictor(config)
+    require_origin(config.origin, text)
     require_layers(config, text)
     _check_budgets(config, text)
     was = [_Was.of(each) for each in _own_configs(model)]
@@ -150,7 +158,19 @@ def _turn_on(
             each.put_back()
         raise
     text.cab_config = config.to_dict()
+    warn_if_never_sparse(config.min_length, text)
     return [each for each in was if each.changed() or each.config is text]
+
+
+def _config_of(told: Settings) -> CabConfig:
+    """The settings somebody has typed."""
+    if isinstance(told, (str, Path)):
+        return CabConfig.calibrated(told)
+    if isinstance(told, Mapping):
+        return CabConfig.from_dict(told)
+    what = "a CabConfig, a dict of its fields, or the file or name of a calibration"
+    require(isinstance(told, CabConfig), "config", told, what)
+    return told
 
 
 def _check_budgets(config: CabConfig, text: PreTrainedConfig) -> None:
@@ -158,21 +178,9 @@ def _check_budgets(config: CabConfig, text: PreTrainedConfig) -> None:
 
     Otherwise a table is looked at where it is used.
     """
-    layers, heads = (_number(text, name) for name in ("num_hidden_layers", "num_attention_heads"))
+    layers, heads = (number(text, name) for name in ("num_hidden_layers", "num_attention_heads"))
     if layers is not None and heads is not None:
         budgets_of(config, layers - 1, heads)
-
-
-def _number(text: PreTrainedConfig, name: str) -> int | None:
-    """What a config says of all layers alike; None where it does not."""
-    if getattr(text, f"{name}_per_layer", None) is not None:
-        return None
-    try:
-        value = getattr(text, name, None)
-    except RuntimeError:
-        # what differs from layer to layer, transformers' heterogeneous configs refuse to say
-        return None
-    return value if isinstance(value, int) else None
 
 
 def _switch(model: PreTrainedModel, text: PreTrainedConfig) -> None:

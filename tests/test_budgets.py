@@ -301,4 +301,4 @@ def test_describe_sums_tables_up(llama):
         assert "; every head exact, by 1 query in 4)" in cab_hf.describe(llama)
     with cab_hf.cab(llama, SPARSE):
         head = cab_hf.describe(llama, tokens=500).splitlines()[0]
-    assert "mass 0.4" in head and head.endswith("finds budgets a head):")
+    assert "mass 0.4" in head and head.endswith("(uncalibrated: see cab_hf.calibrate):")

@@ -11,6 +11,7 @@ import cab_hf
 from cab_hf import CabConfig
 from cab_hf.config import budgets_of
 from cab_hf.eval.tiny_types import tiny_model as tiny_type
+from cab_hf.fit import Origin
 from cab_hf.patches import calibration as of_models
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
@@ -144,6 +145,7 @@ def test_a_model_is_calibrated_and_saved(model, predictor, tmp_path):
     )
     assert model.config._attn_implementation == before
     assert model.config.cab_config == given.to_dict()
+    assert given.origin == Origin("llama", layers=3, heads=6, kv_heads=2, length=300)
     given.save(tmp_path / "own.json")
     assert CabConfig.calibrated(tmp_path / "own.json") == given
     cab_hf.apply_cab(model)

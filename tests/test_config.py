@@ -7,6 +7,9 @@ from transformers import LlamaConfig, PreTrainedConfig, WhisperConfig
 
 from cab_hf import CabConfig
 from cab_hf.config import Budgets, budgets_of, require_layers
+from cab_hf.fit import Origin
+
+ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=8192)
 
 
 @pytest.mark.parametrize(
@@ -59,12 +62,24 @@ from cab_hf.config import Budgets, budgets_of, require_layers
         ("dense_tail", 2**63),
         ("dense_layers", (2**31,)),
         ("engine", list(range(1000))),
+        ("origin", "smollm2"),
+        ("origin", ("smollm2", 30)),
+        ("origin", {"model": "smollm2"}),
+        ("origin", {**ORIGIN._asdict(), "heads": 0}),
+        ("origin", {**ORIGIN._asdict(), "layers": "30"}),
+        ("origin", {**ORIGIN._asdict(), "length": None}),
+        ("origin", {**ORIGIN._asdict(), "model": None}),
     ],
 )
 def test_a_bad_value_is_named(field, value):
     with pytest.raises(ValueError, match=rf"CabConfig\.{field} is .*; it must be ") as refused:
         CabConfig(**{field: value})
     assert len(str(refused.value)) < 200
+
+
+def test_a_model_of_8192_tokens_can_be_sparse_as_it_comes():
+    assert CabConfig().min_length == 8192
+    assert {CabConfig.calibrated(name).min_length for name in CabConfig.shipped()} == {8192}
 
 
 def test_it_is_frozen_and_hashes():
@@ -81,8 +96,10 @@ def test_it_is_frozen_and_hashes():
         CabConfig(dense_layers=(0, 3), mass=1),
         CabConfig.published(0.9, "additive"),
         CabConfig(mass=((0.0, 0.5), (1, 0.25)), exact_stride=((4, 0), (0, 128)), bridges=((0, 1),)),
+        CabConfig(origin=ORIGIN),
+        CabConfig(origin=ORIGIN._replace(layers=None, heads=None, kv_heads=None)),
     ],
-    ids=["default", "changed", "published", "tables"],
+    ids=["default", "changed", "published", "tables", "calibrated", "calibrated-uneven"],
 )
 def test_it_survives_json(config):
     assert CabConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
@@ -93,6 +110,18 @@ def test_lists_of_a_table_are_frozen_and_given_back():
     assert config.mass == ((0.5, 1.0),) and hash(config) == hash(CabConfig(**config.to_dict()))
     assert config.to_dict()["mass"] == [[0.5, 1.0]]
     assert config.to_dict()["exact_stride"] == [[4, 0]]
+
+
+def test_what_was_calibrated_for_is_named_in_the_file(tmp_path):
+    config = CabConfig(origin=ORIGIN)
+    config.save(tmp_path / "own.json")
+    told = {"model": "smollm2", "layers": 30, "heads": 9, "kv_heads": 3, "length": 8192}
+    assert json.loads((tmp_path / "own.json").read_text())["origin"] == told
+    assert CabConfig.calibrated(tmp_path / "own.json") == config == CabConfig(origin=told)
+    assert hash(config) == hash(CabConfig(origin=told)) != hash(CabConfig())
+    # of settings that nobody calibrated there is nothing to say
+    assert "origin" not in CabConfig().to_dict()
+    assert {CabConfig.calibrated(name).origin for name in CabConfig.shipped()} == {ORIGIN}
 
 
 TABLE = ((0.0, 0.3, 1.0), (0.6, 0.6, 0.6), (1.0, 1.0, 1.0))

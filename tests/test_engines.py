@@ -11,7 +11,7 @@ from budget import assert_within_budget
 from tiny import qkv
 from torch.nn.attention.flex_attention import flex_attention
 
-from cab_hf import BlockPlan, CabConfig, engines
+from cab_hf import BlockPlan, engines
 from cab_hf.frame import Frame
 from cab_hf.ops import reference
 from cab_hf.ops.attention import ffpa, flash, flex
@@ -334,11 +334,15 @@ def test_ffpa_is_left_alone_where_it_is_not_installed(monkeypatch):
     assert engines.exact(workload(head_dim=512), 4096) is engines.TRITON
 
 
+# at 8,192 tokens engines are within 0.14 ms of each other, and launches decide between them
+LONG = 16384
+
+
 def measured(folder):
-    """The rows of a committed speed run of the lengths that are computed sparsely."""
+    """The rows of a committed speed run of the lengths that engines are chosen for."""
     path = Path(__file__).parents[1] / "eval" / "results" / folder / "results.json"
     rows = json.loads(path.read_text())["rows"]
-    kept = [row for row in rows if row["length"] >= CabConfig().min_length and not row["error"]]
+    kept = [row for row in rows if row["length"] >= LONG and not row["error"]]
     assert kept
     return kept
 

@@ -15,6 +15,7 @@ from cab_hf.eval import calibrate
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.calibrate import Calibrate
 from cab_hf.eval.experiment import render
+from cab_hf.fit import Origin
 from cab_hf.patches import calibration as of_models
 from cab_hf.predictors.anchors import SHARES
 
@@ -45,6 +46,7 @@ def test_it_writes_a_config_for_every_density_and_goes_on(model_folder, book, tm
     assert command(model_folder, book, out, "--target-densities", "0.6") == 0
     low = CabConfig.calibrated(out / "cab_config-0.6.json")
     assert len(low.mass) == 2 and len(low.mass[0]) == 6
+    assert low.origin == Origin(Path(model_folder).name, 2, 6, 2, 300)
     assert low.query_block == 16 and low.min_length == CabConfig().min_length
     assert command(model_folder, book, out, "--target-densities", "0.9", "--documents", 2) == 0
     content = json.loads((out / "results.json").read_text())

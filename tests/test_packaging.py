@@ -14,6 +14,7 @@ import cab_hf
 ROOT = Path(__file__).parents[1]
 FLOORS = [
     *(
+        "fit",
         "runs",
         "config",
         "documents",
@@ -26,7 +27,7 @@ FLOORS = [
         "layers",
         "call",
     ),
-    *("exact", "refusals", "route", "attention", "patches", "finetune", "eval"),
+    *("exact", "refusals", "route", "attention", "loading", "patches", "finetune", "eval"),
 ]
 
 
@@ -81,6 +82,7 @@ def test_the_public_surface_is_this():
         "calibrate",
         "context_parallel",
         "describe",
+        "load_model",
         "register_predictor",
         "remove_cab",
         "stats",

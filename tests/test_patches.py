@@ -1,6 +1,7 @@
 """Turning CAB on and off, and what the model says of itself."""
 
 import copy
+import dataclasses
 import io
 
 import pytest
@@ -19,7 +20,8 @@ from transformers import (
 )
 
 import cab_hf
-from cab_hf import CabConfig
+from cab_hf import CabConfig, fit
+from cab_hf.fit import Origin
 
 
 @pytest.fixture
@@ -386,7 +388,7 @@ def test_describe_says_what_will_be_refused_layer_by_layer():
         model = transformers.MiMoV2FlashForCausalLM(config)
     model.set_attn_implementation("cab")
     lines = cab_hf.describe(model, tokens=200).splitlines()[1:]
-    assert lines[0] == "  layer 0: dense, input shorter than min_length=16384"
+    assert lines[0] == "  layer 0: dense, input shorter than min_length=8192"
     assert lines[1] == "  layer 1: refused, sink logits"
 
 
@@ -409,3 +411,173 @@ def test_a_peft_model_is_switched_too(model):
             assert cab_hf.describe(wrapped, tokens=200).count("sparse") == 1
             torch.testing.assert_close(wrapped(ids).logits, expected, atol=2e-5, rtol=1e-4)
             assert cab_hf.stats(wrapped)[0]["density"] == 1
+
+
+# --- settings as they are typed
+
+
+@pytest.mark.parametrize("kind", ["dict", "str", "path"])
+def test_settings_may_be_a_dict_or_a_file(model, tmp_path, kind):
+    chosen = dataclasses.replace(SPARSE, dense_layers=(1,))
+    chosen.save(tmp_path / "own.json")
+    told = {"dict": chosen.to_dict(), "str": str(tmp_path / "own.json")}.get(
+        kind, tmp_path / "own.json"
+    )
+    with cab_hf.cab(model, told, mass=0.7):
+        assert state(model) == ("cab", dataclasses.replace(chosen, mass=0.7).to_dict())
+    cab_hf.apply_cab(model, told)
+    assert state(model) == ("cab", chosen.to_dict())
+    plain = tiny_model()
+    plain.save_pretrained(tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", attn_implementation="cab", cab_config=told
+    )
+    # what is saved with a model needs no other file
+    assert state(loaded) == ("cab", chosen.to_dict())
+
+
+def test_a_dict_is_all_there_is_and_fields_change_what_there_is(model):
+    cab_hf.apply_cab(model, SPARSE)
+    cab_hf.apply_cab(model, mass=0.8)
+    assert state(model)[1] == dataclasses.replace(SPARSE, mass=0.8).to_dict()
+    cab_hf.apply_cab(model, {"mass": 0.8})
+    assert state(model)[1] == CabConfig(mass=0.8).to_dict()
+
+
+# --- what a calibration was measured for
+
+OWN = Origin("somebody's", layers=3, heads=6, kv_heads=2, length=4096)
+
+
+def test_describe_says_what_was_calibrated_for(model):
+    cab_hf.apply_cab(model, SPARSE, mass=((0.5,) * 6,) * 3, origin=OWN)
+    first = cab_hf.describe(model, tokens=500).splitlines()[0]
+    assert first.endswith("a prompt of 500 tokens (calibrated for somebody's at 4,096 tokens):")
+    # one number for all heads is nobody's calibration
+    cab_hf.apply_cab(model, mass=0.5)
+    assert "uncalibrated" in cab_hf.describe(model)
+
+
+@pytest.mark.parametrize(
+    ("other", "counts"),
+    [
+        ({"layers": 4}, "4 layers, 6 heads, 2 KV heads"),
+        ({"heads": 12}, "3 layers, 12 heads, 2 KV heads"),
+        ({"kv_heads": 6}, "3 layers, 6 heads, 6 KV heads"),
+    ],
+)
+def test_the_calibration_of_another_model_is_refused(model, other, counts):
+    config = dataclasses.replace(SPARSE, origin=OWN._replace(**other))
+    told = rf"for somebody's \({counts}\), and llama has 3 layers, 6 heads, 2 KV heads; calibrate"
+    with pytest.raises(ValueError, match=told):
+        cab_hf.apply_cab(model, config)
+    assert state(model) == ("sdpa", None)
+    model.config.cab_config = config
+    model.set_attn_implementation("cab")
+    for use in (cab_hf.describe, lambda model: model(tokens(1, 40))):
+        with pytest.raises(ValueError, match=told):
+            use(model)
+
+
+@pytest.mark.parametrize("unsaid", ["layers", "heads", "kv_heads"])
+def test_what_a_calibration_does_not_say_is_not_compared(model, unsaid):
+    cab_hf.apply_cab(model, SPARSE, origin=OWN._replace(**{unsaid: None}))
+
+
+def test_a_calibrated_model_compiles(model):
+    cab_hf.apply_cab(model, SPARSE, origin=OWN._replace(kv_heads=None))
+    ids = tokens(1, 200)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found = torch.compile(model, fullgraph=True, backend="eager")(ids).logits
+        torch.testing.assert_close(found, model(ids).logits, atol=2e-5, rtol=1e-4)
+
+
+def test_a_calibration_of_another_model_is_named_where_it_is_compiled(model):
+    model.config.cab_config = dataclasses.replace(SPARSE, origin=OWN._replace(layers=4))
+    model.set_attn_implementation("cab")
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="was calibrated for somebody's"):
+        torch.compile(model, fullgraph=True, backend="eager")(tokens(1, 40))
+
+
+# --- a model whose positions end before any prompt is long enough
+
+
+@pytest.fixture
+def nothing_said(monkeypatch):
+    monkeypatch.setattr(fit, "_warned", set())
+
+
+def switched_on(model, min_length):
+    cab_hf.apply_cab(model, min_length=min_length)
+
+
+def switched_on_for_a_block(model, min_length):
+    with cab_hf.cab(model, min_length=min_length):
+        pass
+
+
+def read_as_it_was_loaded(model, min_length):
+    model.config.cab_config = {"min_length": min_length}
+    model.set_attn_implementation("cab")
+    with torch.no_grad():
+        model(tokens(1, 40))
+
+
+WAYS_ON = [switched_on, switched_on_for_a_block, read_as_it_was_loaded]
+
+
+def said(recorded):
+    return [str(each.message) for each in recorded if "positions" in str(each.message)]
+
+
+@pytest.mark.parametrize("turn_on", WAYS_ON)
+def test_a_model_that_can_never_be_sparse_says_so_once(model, nothing_said, recwarn, turn_on):
+    turn_on(model, 8192)
+    (sentence,) = said(recwarn)
+    assert sentence.startswith("llama has 2,048 positions and min_length is 8,192, so 'cab' ")
+    assert 'set cab_config={"min_length": 1024}' in sentence
+    # whatever follows with the same model
+    for again in WAYS_ON:
+        again(model, 8192)
+    assert len(said(recwarn)) == 1
+    # other settings are other news
+    turn_on(model, 4096)
+    assert len(said(recwarn)) == 2
+
+
+@pytest.mark.parametrize("turn_on", WAYS_ON)
+@pytest.mark.parametrize(
+    ("changes", "min_length"),
+    [
+        pytest.param({}, 2048, id="equal"),
+        pytest.param(
+            {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+            8192,
+            id="stretched",
+        ),
+    ],
+)
+def test_a_model_that_can_be_sparse_says_nothing(
+    nothing_said, recwarn, turn_on, changes, min_length
+):
+    turn_on(tiny_model(**changes), min_length)
+    assert not said(recwarn)
+
+
+def test_exact_attention_that_was_asked_for_is_no_news(model, nothing_said, recwarn):
+    model.set_attn_implementation("cab_dense")
+    with torch.no_grad():
+        model(tokens(1, 40))
+    cab_hf.describe(model)
+    assert not said(recwarn)
+
+
+def test_nothing_is_said_while_a_model_is_compiled(nothing_said, recwarn):
+    model = tiny_model(num_hidden_layers=1)
+    model.set_attn_implementation("cab")
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(model, fullgraph=True, backend="eager")(tokens(1, 40))
+    assert not said(recwarn)

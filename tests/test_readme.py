@@ -1,51 +1,101 @@
 """What users paste from the README runs, and the page stays a page."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_model, tokens
-from transformers import AutoModelForCausalLM
-from words import make_tokenizer
+from tiny import tiny_model
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from words import save_llama
 
+import cab_hf
 from cab_hf import CabConfig
 from cab_hf.patches import calibration
+from cab_hf.runs import models
 
 PAGE = (Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
+# what the first block loads, with as many layers and heads
+LLAMA = LlamaConfig(
+    vocab_size=8,
+    hidden_size=4096,
+    intermediate_size=8,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=131072,
+)
+
+
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A tiny model stands for whatever the README loads by name."""
-    tiny_model(vocab_size=len(make_tokenizer())).save_pretrained(tmp_path)
+    """A tiny model of as many positions stands for whatever the README loads by name."""
+    folder = save_llama(tmp_path / "tiny")
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = LLAMA.max_position_embeddings
+    (folder / "config.json").write_text(json.dumps(config))
     load = AutoModelForCausalLM.from_pretrained
 
     def loaded(name, **options):
-        return load(tmp_path, **options)
+        assert name in ("meta-llama/Llama-3.1-8B", str(folder))
+        return load(folder, **options)
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
+    # of the embedded model as well
+    monkeypatch.setattr(models, "made_folder", lambda name: folder)
+
+
+def on_this_machine(block):
+    """The same block without a GPU, and with a text that a tiny model soon has read."""
+    return block.replace('"cuda"', '"cpu"').replace("* 1150", "* 20")
 
 
 def test_the_python_of_the_readme_runs(hub, capsys, monkeypatch, tmp_path):
-    inputs = {"input_ids": tokens(1, 150), "max_new_tokens": 2, "do_sample": False}
     monkeypatch.chdir(tmp_path)
     # many blocks in a short text
     small = CabConfig(query_block=16, key_block=16, min_length=0)
     monkeypatch.setattr(calibration, "settings", lambda _: small)
     monkeypatch.setattr(calibration, "LENGTH", 900)
     monkeypatch.setattr(calibration, "KEYS", 2)
-    place = {"inputs": inputs, "tokenizer": make_tokenizer()}
+    place, printed = {}, []
     with torch.no_grad():
         for block in BLOCKS:
-            exec(block, place)
-    assert place["model"].config._attn_implementation == "cab"
-    described = capsys.readouterr().out
-    assert "layer 0: dense, in dense_layers" in described and "'density'" in described
+            exec(on_this_machine(block), place)
+            printed.append(capsys.readouterr().out)
+    model = place["model"]
+    assert model.config._attn_implementation == "cab"
+    # the first thing that is seen is that it is on, and the layer that was left out later is not
+    assert "a prompt of 131072 tokens" in printed[0] and "  layers 0-1: sparse" in printed[0]
+    assert "layer 0: dense, in dense_layers" in printed[2] and "'density'" in printed[2]
+    assert place["output"].shape[1] > place["inputs"].input_ids.shape[1] > 200
+    fresh = tiny_model(num_hidden_layers=2)
+    assert cab_hf.apply_cab(fresh, "budgets.json").config.cab_config == place["config"].to_dict()
+
+
+def test_the_readme_shows_what_describe_says():
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LLAMA).eval()
+    model.set_attn_implementation("cab")
+    says = cab_hf.describe(model).replace("engine reference", "engine flex (FLASH)")
+    assert f"```\n{says}\n```" in PAGE
+
+
+def test_the_readme_knows_the_models_that_need_no_hub():
+    names = re.findall(r'load_model\("([^"]+)"\)', PAGE)
+    assert names and all(models.is_made(name) for name in names)
+    for name, folder in models.ADAPTED.items():
+        base = json.loads((folder / "base.json").read_text())
+        assert f"`{name}`" in PAGE
+        assert f"{base['max_position_embeddings']:,} positions" in PAGE
+        assert f"sparsely from {base['cab_config']['min_length']:,} tokens on" in PAGE
+    assert f"sparse from {CabConfig().min_length:,} tokens on (`min_length`" in PAGE
 
 
 def test_the_readme_is_for_the_first_five_minutes():
-    assert len(PAGE.splitlines()) <= 145
+    assert len(PAGE.splitlines()) <= 165
     for path in re.findall(r"\]\(([^)#]+)\)", PAGE):
         assert (Path(__file__).parents[1] / path).exists(), path

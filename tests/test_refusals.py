@@ -22,6 +22,7 @@ from transformers import (
 from transformers.masking_utils import chunked_causal_mask_function
 
 import cab_hf
+from cab_hf import apply_cab
 from cab_hf.attention import cab_attention, cab_dense_attention
 from cab_hf.call import CabMask, cab_mask
 from cab_hf.refusals import HARMLESS, MEANINGS
@@ -137,7 +138,7 @@ def test_an_unknown_engine(model):
 @pytest.mark.parametrize(
     "saved",
     [
-        *({"budget": 3}, {"mass": 7}, "mass=0.9", "", 0, {"mass": {}}, {"min_length": 2**70}),
+        *({"budget": 3}, {"mass": 7}, 0, ["mass", 0.9], {"mass": {}}, {"min_length": 2**70}),
         *({"dense_layers": [99]}, {1: 2, "a": 3}),
     ],
     ids=repr,
@@ -150,6 +151,26 @@ def test_a_bad_saved_config(saved):
         model(tokens(1, 40))
     with pytest.raises(ValueError, match="CabConfig|cab_config"):
         cab_hf.describe(model)
+
+
+@pytest.mark.parametrize("told", ["mass=0.9", "", "nowhere.json"])
+def test_a_name_that_is_no_calibration(told):
+    model = tiny_model()
+    for give in (lambda: setattr(model.config, "cab_config", told), lambda: apply_cab(model, told)):
+        with pytest.raises(ValueError, match=f"{told!r} is neither a file nor one of smollm2-0.13"):
+            give()
+    assert model.config.cab_config is None
+
+
+@pytest.mark.parametrize("told", [3, 0.8, [("mass", 0.8)], SMALL.mass, type(SMALL)], ids=repr)
+def test_settings_of_another_kind(told):
+    model = tiny_model()
+    sentence = "config is .*; it must be a CabConfig, a dict of its fields, or the file or name"
+    with pytest.raises(ValueError, match=sentence):
+        apply_cab(model, told)
+    with pytest.raises(ValueError, match=sentence), cab_hf.cab(model, told):
+        pass
+    assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("saved", [{"mass": {}}, {"min_length": 2**70}], ids=repr)

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from tiny import SPARSE, tokens
 from words import save_llama
 
+import cab_hf
+from cab_hf import CabConfig
 from cab_hf.eval import fidelity, passkey
 from cab_hf.finetune import merge as merging
 from cab_hf.finetune.models import load_model, save_adapter, with_lora
@@ -79,6 +81,15 @@ def test_it_is_merged_once_in_float32_with_positions_that_reach(shipped, monkeyp
 
 def rewrite(file, **fields):
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def test_from_python_it_attends_by_its_own_settings_or_those_that_are_given(shipped):
+    model, tokenizer = cab_hf.load_model(NAME, device="cpu")
+    assert model.config._attn_implementation == "cab" and tokenizer.pad_token is not None
+    assert model.config.cab_config == SPARSE.to_dict()
+    chosen = CabConfig(mass=0.5)
+    model, _ = cab_hf.load_model(NAME, device="cpu", cab_config=chosen)
+    assert model.config.cab_config == chosen.to_dict()
 
 
 @pytest.mark.parametrize("changed", ["nothing", "weights", "positions", "base"])

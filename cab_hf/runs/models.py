@@ -24,6 +24,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cab_hf.fit import positions
 from cab_hf.runs.settings import Refused
 
 # torch and transformers are imported where they are used: finding a file needs neither
@@ -67,27 +68,31 @@ WEIGHTS = ("*.safetensors", "*_model*.bin")
 
 
 def load_model(
-    name_or_path: str, device: Any, dtype: str, trust_remote_code: bool = False, **options: Any
+    name_or_path: str, device: Any, dtype: Any, trust_remote_code: bool = False, **options: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model in eval mode on ``device``, and its tokenizer with a pad token.
+
+    `cab_hf.load_model` is this with defaults, and with CAB.
 
     Args:
         name_or_path: ``smollm2``, ``smollm2-32k``, ``tiny``, or whatever
             ``AutoModelForCausalLM.from_pretrained`` takes.
-        dtype: a torch dtype's name.
+        dtype: a torch dtype, or the name of one.
         trust_remote_code: run Python code that comes with the model.
         options: more of what ``from_pretrained`` takes, such as a ``config``.
 
     Raises:
         Refused: there is no such model, or it cannot be loaded.
-        ValueError: ``dtype`` names none.
+        ValueError: ``dtype`` is none.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch_dtype = getattr(torch, dtype, None)
+    torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(torch_dtype, torch.dtype):
-        raise ValueError(f"dtype must name a torch dtype such as float32; got {dtype!r}.")
+        raise ValueError(
+            f"dtype must name a torch dtype such as float32, or be one; got {dtype!r}."
+        )
     tokenizer = load_tokenizer(name_or_path, trust_remote_code)
     if name_or_path == TINY:
         return _tiny_model(torch_dtype, **options).to(device), tokenizer
@@ -200,21 +205,11 @@ def most_tokens(config: PreTrainedConfig, written: int = 0) -> int | None:
 
     Rotary positions go on beyond the last one that a model has seen, for a few tokens without harm.
     """
-    text = config.get_text_config()
-    told = getattr(text, "max_position_embeddings", None)
-    if not isinstance(told, int) or told <= 0:
+    reach = positions(config)
+    if reach is None:
         return None
-    rotary = getattr(text, "rope_parameters", None)
-    if not rotary:
-        return told - written
-    # some models have others in each kind of layer
-    kinds = [each for each in rotary.values() if isinstance(each, dict)] or [rotary]
-    stretched = [
-        int(each["factor"] * (each.get("original_max_position_embeddings") or told))
-        for each in kinds
-        if each.get("factor")
-    ]
-    return max([told, *stretched])
+    rotary = getattr(config.get_text_config(), "rope_parameters", None)
+    return reach if rotary else reach - written
 
 
 def is_local(name_or_path: str) -> bool:
@@ -313,7 +308,8 @@ def _loading(name: str) -> Iterator[None]:
         told = f"model {name!r} cannot be loaded ({why})"
         if "trust_remote_code" in str(error):
             raise Refused(
-                f"{told}; read that code, and give --trust-remote-code if it is to run."
+                f"{told}; read that code, and give --trust-remote-code if it is to run "
+                "(in Python trust_remote_code=True)."
             ) from error
         raise Refused(
             f"{told}; give {SMOLLM2}, a folder or a name of the hub that transformers loads."

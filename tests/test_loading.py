@@ -1,0 +1,110 @@
+"""`cab_hf.load_model`: one line, and the settings it was told hold whatever the model is called."""
+
+import shutil
+
+import pytest
+import torch
+from tiny import SPARSE
+from words import save_llama
+
+import cab_hf
+from cab_hf import CabConfig, fit
+from cab_hf.runs import models
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return save_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture
+def stand_ins(saved, tmp_path, monkeypatch):
+    """The saved model stands for the embedded one, and for one of the hub."""
+    monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(models, "find_smollm2_gguf", lambda scratch: scratch / "model.gguf")
+    monkeypatch.setattr(models, "_check_gguf", lambda gguf: None)
+    monkeypatch.setattr(models, "convert_gguf", lambda gguf, to: shutil.copytree(saved, to))
+    source = models._source
+    of_hub = {"someone/tiny": str(saved)}
+    monkeypatch.setattr(models, "_source", lambda name: of_hub.get(name) or source(name))
+    return {"folder": str(saved), "path": saved, "hub": "someone/tiny"}
+
+
+NAMES = ["tiny", "smollm2", "folder", "path", "hub"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_line_loads_a_model_that_attends_by_cab(stand_ins, name):
+    model, tokenizer = cab_hf.load_model(stand_ins.get(name, name), device="cpu")
+    assert model.config._attn_implementation == "cab" and not model.training
+    assert (model.device.type, model.dtype) == ("cpu", torch.float32)
+    assert cab_hf.describe(model, tokens=9000).splitlines()[1].startswith("  layers 0-1: sparse")
+    assert tokenizer.pad_token is not None
+
+
+@pytest.mark.parametrize("told", ["config", "dict", "file"])
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_hold_for_every_name(stand_ins, name, told, tmp_path):
+    SPARSE.save(tmp_path / "own.json")
+    given = {"config": SPARSE, "dict": SPARSE.to_dict(), "file": str(tmp_path / "own.json")}[told]
+    model, _ = cab_hf.load_model(stand_ins.get(name, name), device="cpu", cab_config=given)
+    assert model.config.cab_config == SPARSE.to_dict()
+    ids = torch.randint(3, 50, (1, 300), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model(ids)
+    assert all(0 < row["density"] < 1 for row in cab_hf.stats(model))
+
+
+@pytest.mark.parametrize(
+    ("there", "told", "device", "dtype"),
+    [
+        pytest.param(True, {}, "cuda", torch.bfloat16, id="a-gpu"),
+        pytest.param(False, {}, "cpu", torch.float32, id="none"),
+        pytest.param(True, {"device": "cpu"}, "cpu", torch.float32, id="cpu-beside-a-gpu"),
+        pytest.param(True, {"device": "cuda:1"}, "cuda:1", torch.bfloat16, id="another-gpu"),
+        pytest.param(False, {"dtype": "float16"}, "cpu", "float16", id="a-name"),
+        pytest.param(False, {"dtype": torch.float16}, "cpu", torch.float16, id="a-dtype"),
+    ],
+)
+def test_defaults_are_those_of_the_machine(monkeypatch, there, told, device, dtype):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    seen, load = [], models.load_model
+
+    def watched(name, device, dtype, *others, **options):
+        seen.append((device, dtype))
+        return load(name, "cpu", "float32", *others, **options)
+
+    monkeypatch.setattr(models, "load_model", watched)
+    cab_hf.load_model("tiny", **told)
+    assert seen == [(device, dtype)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16"])
+def test_a_dtype_may_be_one_or_its_name(dtype):
+    assert cab_hf.load_model("tiny", device="cpu", dtype=dtype)[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("told", "sentence"),
+    [
+        pytest.param({"dtype": "float13"}, "dtype must name a torch dtype", id="dtype"),
+        pytest.param({"dtype": 16}, "dtype must name a torch dtype", id="dtype-kind"),
+        pytest.param({"cab_config": 3}, "cab_config is 3; it must be", id="kind"),
+        pytest.param({"cab_config": {"masss": 1}}, "CabConfig has no field 'masss'", id="field"),
+        pytest.param({"cab_config": "smollm2-0.22"}, "calibrated for smollm2", id="calibration"),
+        pytest.param({"cab_config": "none.json"}, "cab_config 'none.json' is neither", id="file"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_read(told, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        cab_hf.load_model("tiny", device="cpu", **told)
+
+
+def test_a_model_too_short_for_its_settings_says_so(monkeypatch, recwarn):
+    monkeypatch.setattr(fit, "_warned", set())
+    cab_hf.load_model("tiny", device="cpu", attn_implementation="sdpa")
+    assert not [each for each in recwarn if "positions" in str(each.message)]
+    cab_hf.load_model("tiny", device="cpu")
+    (told,) = [str(each.message) for each in recwarn if "positions" in str(each.message)]
+    assert told.startswith("llama has 4,096 positions and min_length is 8,192")
+    cab_hf.load_model("tiny", device="cpu", cab_config=CabConfig(min_length=4096))
