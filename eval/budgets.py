@@ -19,7 +19,7 @@ from cab_hf.eval.on_model import refusing
 from cab_hf.eval.report import grouped, markdown_table
 from cab_hf.patches.calibration import KEYS, averaged, budgeted, losses
 from cab_hf.predictors import make_predictor
-from cab_hf.predictors.calibration import Losses, pass_cost
+from cab_hf.predictors.calibration import Losses, scoring_cost
 
 DIGITS = 5  # that count, of a recorded loss
 KINDS = ("estimate", "exact", "all")
@@ -62,7 +62,8 @@ def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, 
                 own = {field: getattr(chosen, field)[layer][head] for field in options[0]}
                 at = options.index(own)
                 of_head = {name: float(x[head, at]) for name, x in each._asdict().items()}
-                spent = of_head["density"] + pass_cost(own.get("exact_stride", 0))
+                scored = own.get("exact_queries", 0), chosen.query_block
+                spent = of_head["density"] + scoring_cost(*scored)
                 place = {"target": target, "layer": layer, "head": head}
                 made.append({**place, **own, "kind": _kind(own), **of_head, "cost": spent})
     return made
@@ -81,10 +82,10 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
 def notes(settings: Mapping[str, Any]) -> str:
     return (
         f"Of {settings['documents']} documents of {settings['length']} tokens with {KEYS} keys "
-        "each. Estimate, exact and all are how many heads choose blocks by the estimate, by an "
-        "exact pass over some of their queries, or attend everything. Missed: the attention mass a "
+        "each. Estimate, exact and all are how many heads choose blocks by the estimate, by "
+        "exact scores of outlier queries, or attend everything. Missed: the attention mass a "
         "head leaves out, squared, mean over queries and heads; needle: of the mass on the key "
-        "that a query looks for, what is left out; cost: density and exact passes."
+        "that a query looks for, what is left out; cost: density and what exact scores take."
     )
 
 
@@ -109,7 +110,7 @@ COLUMNS = {
 def _kind(own: Mapping[str, Any]) -> str:
     if own.get("mass") == 1:
         return "all"
-    return "exact" if own.get("exact_stride") else "estimate"
+    return "exact" if own.get("exact_queries") else "estimate"
 
 
 def _short(x: torch.Tensor) -> list[list[float]]:

@@ -37,7 +37,7 @@ from cab_hf.predictors import Call, make_predictor
 from cab_hf.predictors.baselines import column_sums
 
 BUDGET_STEPS = 1000  # a share of a row, or of the mass, is fitted to this fraction
-BUDGETS = ("mass", "bridges", "sparsity", "exact_stride")  # fields that take tables
+BUDGETS = ("mass", "bridges", "sparsity", "exact_queries")  # fields that take tables
 PROBE_DIM = 16  # head dim of the random q and k that a budget is fitted on
 SEED = 0  # of the probe
 H2O_ATTENTION = "cab_h2o"

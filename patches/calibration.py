@@ -78,7 +78,7 @@ def calibrate(
         texts: what to hide keys in, best of the kind the model is for; by default the reference
             pages that come with Python.
         target_density: of the layers that attend sparsely, at ``length`` tokens: attended over
-            causal pairs, and the share of dense attention's time that exact passes take; with
+            causal pairs, and the share of dense attention's time that exact scores take; with
             ``anchors`` attended pairs alone.
         config: whose blocks, predictor and forced blocks stay; by default the model's own. Of a
             cascade, its anchors and heads stay too.
@@ -276,7 +276,7 @@ def budgeted(
         raise ValueError("None of the model's layers attends sparsely: there is nothing to share.")
     missed, needle, density = (torch.stack(x) for x in zip(*found.values(), strict=True))
     loss = missed + NEEDLE_WEIGHT * needle
-    some = allocate(loss, costs(options, density), target_density)
+    some = allocate(loss, costs(options, density, config.query_block), target_density)
     choice = torch.zeros(layers, some.shape[1], dtype=torch.int64)
     choice[list(found)] = some
     return CabConfig.from_dict({**config.to_dict(), **tables(options, choice)})

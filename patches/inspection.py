@@ -99,10 +99,10 @@ def _numbers(told: float | Table) -> str:
 
 def _apart(config: CabConfig) -> str:
     """How many heads are not left to the estimate."""
-    stride = config.exact_stride
-    tables = [table for table in (config.mass, stride) if isinstance(table, tuple)]
+    count = config.exact_queries
+    tables = [table for table in (config.mass, count) if isinstance(table, tuple)]
     if not tables:
-        return f"; every head exact, by 1 query in {stride}" if stride else ""
+        return f", {count} queries of a block scored exactly" if count else ""
     layers, heads = len(tables[0]), len(tables[0][0])
     budgets = [budgets_of(config, layer, heads) for layer in range(layers)]
     exact, dense = sum(len(b.exact(heads)) for b in budgets), sum(len(b.whole) for b in budgets)

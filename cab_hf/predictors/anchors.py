@@ -119,7 +119,7 @@ def viewed(
     visible = block_visibility(call.spans, *blocks).sum()
     views = []
     for share in shares:
-        # tables that reach to the layer, for which `exact_stride` may have one
+        # tables that reach to the layer, for which `exact_queries` may have one
         some = with_shares(config, [[share] * q.shape[1]] * (call.layer + 1))
         keep = CurvaturePredictor(some)(q, k, call).to_dense()[0]
         found = keep, keep.sum((1, 2)) / visible, mass, needle, rows

@@ -22,9 +22,9 @@ from cab_hf.predictors.base import Call, make_predictor
 
 # of the loss: what a missed needle weighs beside missed mass squared
 NEEDLE_WEIGHT = 3.0
-# an exact pass takes this share of a dense head's time, and this over its stride: what an H200 was
-# seen to take at 131,072 tokens and 128 channels, a few heads at a time
-EXACT_PASS, EXACT_PASS_PER_STRIDE = 0.02, 0.55
+# scoring every query exactly would take this share of a dense head's time: what an H200 was seen to
+# take at 131,072 tokens and 128 channels, half of them in 8 bits, for an eighth of the queries
+EXACT_SCORES = 0.2
 HALVINGS = 100  # of the bracket around the multiplier
 # of exact attention held at once, over all heads
 SHARES_AT_A_TIME = 1 << 28
@@ -55,31 +55,15 @@ class Needles(NamedTuple):
     ends: Tensor
 
 
-def pass_cost(stride: float) -> float:
-    """The time of an exact pass over every ``stride``-th query, as a share of a dense head's."""
-    return EXACT_PASS + EXACT_PASS_PER_STRIDE / stride if stride else 0.0
+def scoring_cost(exact_queries: int, query_block: int) -> float:
+    """The time of scoring so many queries of each block, as a share of a dense head's."""
+    return EXACT_SCORES * exact_queries / query_block
 
 
-def passes(config: CabConfig, layers: int) -> float:
-    """What exact passes take in a model of so many layers, as a share of dense attention's time."""
-    stride, mass = config.exact_stride, config.mass
-    chosen = config.anchors if config.predictor == "cascade" else range(layers)
-    if not isinstance(stride, tuple):
-        return pass_cost(stride) * len(chosen) / layers
-    rows = mass if isinstance(mass, tuple) else ((mass,) * len(stride[0]),) * len(stride)
-    # heads that attend everything are not looked at before
-    spent = [
-        0.0 if whole == 1 else pass_cost(each)
-        for layer in chosen
-        for each, whole in zip(stride[layer], rows[layer], strict=True)
-    ]
-    return sum(spent) / (layers * len(stride[0]))
-
-
-def costs(options: Sequence[Option], density: Tensor) -> Tensor:
+def costs(options: Sequence[Option], density: Tensor, query_block: int) -> Tensor:
     """What each option takes, as a share of dense attention: [..., options] like ``density``."""
-    passes = [pass_cost(option.get("exact_stride", 0)) for option in options]
-    return density + torch.tensor(passes, dtype=density.dtype, device=density.device)
+    scoring = [scoring_cost(option.get("exact_queries", 0), query_block) for option in options]
+    return density + torch.tensor(scoring, dtype=density.dtype, device=density.device)
 
 
 def measure(

@@ -71,7 +71,7 @@ class Settings(HeadSettings):
         self.check("forms", self.forms, f"like {forms.SPELLINGS}")
         self.check("seconds", self.seconds >= 0, "0 or more")
         # one budget for all is what forms depart from; budgets that fit no config are refused here
-        even = self.configured(max_density=1.0, exact_stride=0)
+        even = self.configured(max_density=1.0, exact_queries=0)
         tables = any(isinstance(share, tuple) for share in (even.mass, even.bridges))
         self.check("config", not tables, "without tables: forms make those")
         for text in self.forms:
@@ -95,7 +95,7 @@ class Settings(HeadSettings):
 
     def budgeted(self, form: Form, q: Tensor, k: Tensor) -> CabConfig:
         """The config of that form, filled as `forms.budgeted` says."""
-        even = self.configured(max_density=1.0, exact_stride=0)
+        even = self.configured(max_density=1.0, exact_queries=0)
         return forms.budgeted(even, *self.apart(form), q, k, form.whole)
 
 

@@ -80,7 +80,7 @@ class Form(NamedTuple):
         """
         if self.kind == "uniform":
             return {}
-        own = {"whole": ("mass", 1.0, mass), "exact": ("exact_stride", self.stride, 0)}
+        own = {"whole": ("mass", 1.0, mass), "exact": ("exact_queries", self.stride, 0)}
         name, there, elsewhere = own[self.kind]
         return {
             name: tuple(
