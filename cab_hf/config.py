@@ -184,11 +184,6 @@ class CabConfig:
         return cls(**{**recipe, "sparsity": sparsity, "curvature": curvature, **overrides})
 
     @classmethod
-    def original(cls, **overrides: Any) -> CabConfig:
-        """What the defaults were first: two local blocks, and no tail."""
-        return cls(**{"local_blocks": 2, "dense_tail": 0, **overrides})
-
-    @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> CabConfig:
         """The config saved by `to_dict`. Raises ValueError for a field that does not exist."""
         if not isinstance(settings, Mapping):

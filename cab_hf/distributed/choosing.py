@@ -195,7 +195,7 @@ def _tokens(x: Tensor, places: Places, group: ProcessGroup) -> Tensor:
 def _keys_of(
     heads: tuple[int, ...], keys: Tensor, group_size: int, places: Places, group: ProcessGroup
 ) -> Tensor:
-    """[B, H_kv, N', C]: the scored keys that these heads of q need; those of others mean nothing."""
+    """[B, H_kv, N', C]: the scored keys that these heads of q need, of others anything."""
     needed = sorted({head // group_size for head in heads})
     # bytes travel where backends know no floats of 8 bits
     bits = keys.view(torch.uint8) if keys.element_size() == 1 else keys

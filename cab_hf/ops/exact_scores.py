@@ -112,7 +112,7 @@ def outlier_rows(
     channels: tuple[int, ...],
     dtype: torch.dtype,
 ) -> OutlierRows:
-    """The ``count`` outliers of every query block of q [B, H, N_q, D], for the heads of ``turn``."""
+    """The ``count`` outliers of every query block of q [B, H, N_q, D], of the heads of ``turn``."""
     length, dim = q.shape[2:]
     index = _on_device(channels or tuple(range(dim)), q.device)
     shape = turn.count, turn.q_blocks * count

@@ -96,16 +96,14 @@ def choose(
     """(full, partial) lists of the key blocks CAB attends for q [B, H, N_q, D].
 
     Heads of ``budgets.whole`` and rows of ``spans.tail_rows``, where there are any, list nothing:
-    the plan is to name them. ``channels`` are those of ``summary.keys``; ``vectors``, [B, H, M_q, D], are the query blocks of q where somebody
-    has coarsened them already; not while compiling. Safe under
-    ``torch.compile(fullgraph=True)``, and in a CUDA graph once the budgets of the layer have been
-    on the device.
+    the plan is to name them. ``channels`` are those of ``summary.keys``. ``vectors``,
+    [B, H, M_q, D], are the query blocks of q where somebody has coarsened them already; not while
+    compiling. Safe under ``torch.compile(fullgraph=True)``, and in a CUDA graph once the budgets of
+    the layer and its channels have been on the device.
     """
     if torch.compiler.is_compiling():
         told = _telling(spans, config, budgets)
-        lists = torch.ops.cab_hf.choose(
-            q, summary.planes, summary.keys, scale, channels, *told
-        )
+        lists = torch.ops.cab_hf.choose(q, summary.planes, summary.keys, scale, channels, *told)
         return BlockLists(*lists[:2]), BlockLists(*lists[2:])
     with _on(q):
         tail = _tail(spans, config)

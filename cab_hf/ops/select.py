@@ -438,7 +438,7 @@ def _clusters(
 
 @triton.jit
 def _weigh(estimate, shares, span, begin, SHARED: tl.constexpr, CHUNK: tl.constexpr):
-    """Replace a row of logits by its softmax times a constant, -1 where a block is forced or unseen.
+    """Replace a row of logits by multiples of its softmax, -1 where a block is forced or unseen.
 
     Where ``SHARED``, by the sum of that softmax and of the ``shares`` as a part of theirs. Returns
     (sum over the forced, sum over the others, the largest of these).

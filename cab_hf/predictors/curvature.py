@@ -38,8 +38,9 @@ class CurvaturePredictor(Predictor):
     Coarsens q and k to blocks, estimates each row's attention mass from the block summaries, keeps
     the smallest set of blocks that holds ``config.mass`` and adds bridges by curvature
     (``config.select="clusters"``), or keeps a fixed share (``"topk"``, the published recipe). What
-    a head keeps can be its own. With ``config.exact_queries`` the outlier queries of every block are
-    scored against every key: half of the mass is theirs, and bridges are what one of them needs.
+    a head keeps can be its own. With ``config.exact_queries`` the outlier queries of every block
+    are scored against every key: half of the mass is theirs, and bridges are what one of them
+    needs most.
     Formulas: `cab_hf.ops.reference`; on CUDA the kernels of `cab_hf.ops.predict` compute them.
     """
 
