@@ -33,7 +33,6 @@ from cab_hf.plan import Spans
 
 FP8 = torch.float8_e4m3fn
 FP8_CAPABILITY = (8, 9)
-LARGEST_FP8 = tl.constexpr(448.0)
 # keys are scaled by a constant, so that no key's bits depend on another key: what fits are keys
 # from 2^-4 to 1792 in any channel, in three bits each
 KEY_SCALE = 0.25
@@ -42,8 +41,11 @@ ROW_NORM = 8.0
 # channels of a product of 8-bit floats come in multiples of this
 LEAST_CHANNELS = 32
 
-# gathered queries of a program, keys that it takes at a time, and how it is scheduled: an H200's
-ROWS, KEYS, WARPS, STAGES = 64, 256, 4, 3
+# gathered queries of a program, how it is scheduled, and the keys it takes at a time: what an H200
+# runs fastest, and fewer where channels or their dtype are so wide that tiles had no room
+ROWS, WARPS, STAGES, REGISTERS = 64, 4, 3, 168
+MOST_KEYS = 256
+BYTES_OF_KEYS = 32 << 10
 # the most key blocks of a row that are normalised at a time
 CHUNK = 64
 # bytes of scratch at a time
@@ -149,7 +151,6 @@ def scored_keys(k: Tensor, channels: tuple[int, ...], dtype: torch.dtype) -> Ten
         length,
         BLOCK_N=tokens,
         BLOCK_C=runs.room,
-        LIMITED=dtype == FP8,
         **runs.constants,
         num_warps=4,
     )
@@ -185,7 +186,7 @@ def outlier_rows(
     )
     first, last = (x if x.stride(1) == 1 else x.contiguous() for x in (spans.first, spans.last))
     # fewer channels at a time leave room for more programs
-    chunk = min(32, triton.next_power_of_2(dim))
+    chunk = min(64, triton.next_power_of_2(dim))
     _outlier_rows_kernel[(q_blocks, some)](
         vectors(q if q.stride(-1) == 1 else q.contiguous()),
         first,
@@ -209,7 +210,7 @@ def outlier_rows(
         BLOCK_C=runs.room,
         MEANS=means is not None,
         **runs.constants,
-        num_warps=4 if query_block <= 128 else 8,
+        num_warps=8 if query_block <= 128 else 8,
     )
     return rows
 
@@ -241,7 +242,8 @@ def exact_scores(
         device=most.device,
         dtype=torch.float16 if half else torch.float32,
     )
-    tile_keys = KEYS if KEYS % key_block == 0 else tile_of(key_block, KEYS)
+    most_keys = min(MOST_KEYS, BYTES_OF_KEYS // (dim * keys.element_size()))
+    tile_keys = most_keys if most_keys % key_block == 0 else tile_of(key_block, most_keys)
     # the longest rows first
     for end in range(tiles, 0, -step):
         begin = max(0, end - step)
@@ -268,6 +270,8 @@ def exact_scores(
             PRECISION=precision(rows.vectors),
             STAGES=STAGES,
             num_warps=WARPS,
+            # sums of 32 bits take more, and there is no third program to make room for
+            maxnreg=REGISTERS if half else None,
         )
     if group == rows.count:
         return most, shares
@@ -300,7 +304,6 @@ def _scored_keys_kernel(
     RUNS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    LIMITED: tl.constexpr,
 ):
     plane = tl.program_id(1)
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -311,8 +314,8 @@ def _scored_keys_kernel(
     width: tl.constexpr = RUNS * BLOCK_C
     line = plane.to(tl.int64) * length + token
     target = keys + line[:, None] * width + tl.arange(0, width)[None, :]
-    x = _limited(x * key_scale, LIMITED).to(keys.dtype.element_ty)
-    tl.store(target, x, mask=inside[:, None])
+    # what 8 bits do not hold becomes the largest that they do
+    tl.store(target, (x * key_scale).to(keys.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
@@ -360,26 +363,27 @@ def _outlier_rows_kernel(
     rank = place
     if MEANS or COUNT < QUERY_BLOCK:
         share = 1 / tl.maximum(tl.sum(real.to(tl.int32), 0), 1).to(tl.float32)
-        product = tl.zeros([BLOCK_Q], tl.float32)
-        square = tl.zeros([BLOCK_Q], tl.float32)
+        # summed over channels once, at the end
+        product = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+        square = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
         for begin in tl.static_range(0, D, BLOCK_D):
             # [BLOCK_Q, BLOCK_D]
             channel = begin + tl.arange(0, BLOCK_D)
             there = real[:, None] & (channel < D)[None, :]
             x = tl.load(at + channel[None, :], mask=there, other=0.0).to(tl.float32)
             mean = tl.sum(x, 0) * share
-            product += tl.sum(x * mean[None, :], 1)
-            square += tl.sum(x * x, 1)
+            product += x * mean[None, :]
+            square += x * x
             if MEANS:
-                target = means + ((start + mine) * q_blocks + block) * D + channel
-                store_summary(target, mean, channel < D)
-        cosine = product / tl.sqrt(tl.maximum(square, 1e-16))
+                to_mean = means + ((start + mine) * q_blocks + block) * D + channel
+                store_summary(to_mean, mean, channel < D)
+        cosine = tl.sum(product, 1) / tl.sqrt(tl.maximum(tl.sum(square, 1), 1e-16))
         # a NaN comes first, so that ranks are a permutation whatever q holds
         cosine = tl.where(cosine == cosine, cosine, float("-inf"))
         cosine = tl.where(real, cosine, float("inf"))
     if MEANS and head == 0:
-        target = row_spans + batch * q_blocks + block
-        store_row_spans(first, last, target, row_spans_plane, block, length, QUERY_BLOCK)
+        to_spans = row_spans + batch * q_blocks + block
+        store_row_spans(first, last, to_spans, row_spans_plane, block, length, QUERY_BLOCK)
     if COUNT < QUERY_BLOCK:
         ahead = cosine[None, :] < cosine[:, None]
         tied = (cosine[None, :] == cosine[:, None]) & (place[None, :] < place[:, None])
@@ -393,19 +397,16 @@ def _outlier_rows_kernel(
         scale = ROW_NORM / tl.sqrt(tl.maximum(tl.sum(x * x, 1), 1e-16))
     width: tl.constexpr = RUNS * BLOCK_C
     target = rows.vectors + row[:, None] * width + tl.arange(0, width)[None, :]
-    x = _limited(x * scale[:, None], ROW_NORM > 0).to(rows.vectors.dtype.element_ty)
-    tl.store(target, x, mask=chosen[:, None])
+    tl.store(target, (x * scale[:, None]).to(rows.vectors.dtype.element_ty), mask=chosen[:, None])
     tl.store(rows.scale + row, qk_scale / scale, mask=chosen)
     tl.store(rows.first + row, lowest, mask=chosen)
     tl.store(rows.last + row, highest, mask=chosen)
 
 
 @triton.jit
-def _limited(x, LIMITED: tl.constexpr):
-    if LIMITED:
-        # the comparison keeps NaN
-        x = tl.where(tl.abs(x) > LARGEST_FP8, tl.where(x > 0, LARGEST_FP8, -LARGEST_FP8), x)
-    return x
+def _larger(a, b):
+    # tl.max would turn float16 into float32, of which half as many are compared at once
+    return tl.maximum(a, b)
 
 
 @triton.jit
@@ -478,10 +479,11 @@ def _exact_scores_kernel(
                 if PART != 1:
                     key = column + tl.arange(0, BLOCK_N)[None, :]
                     seen = seen_between(key, lowest[:, None], highest[:, None])
-                    qk = tl.where(seen, qk, float("-inf"))
+                    # a scalar would turn all into float32
+                    qk = tl.where(seen, qk, tl.full(qk.shape, float("-inf"), DTYPE))
                 # [BLOCK_M, BLOCKS]
                 by_block = tl.reshape(qk, (BLOCK_M, BLOCKS, BLOCK_N // BLOCKS))
-                top = tl.maximum(top, tl.max(by_block, 2))
+                top = tl.maximum(top, tl.reduce(by_block, 2, _larger))
             logit = top.to(tl.float32) * scale[:, None]
             m_new = tl.maximum(m_i, tl.max(logit, 1))
             m_safe = finite(m_new)
