@@ -231,7 +231,7 @@ def test_kernels_select_what_the_reference_selects_for_every_kind_of_head(gpu):
     masses = (0.0, 0.3, 0.9, 1.0, 0.0) + (0.7,) * (heads - 5)
     strides = (0, 0, 8, 4, 4) + (0,) * (heads - 5)
     bridges = (0.0, 0.1) + (0.05,) * (heads - 2)
-    config = CabConfig(mass=(masses,), exact_stride=(strides,), bridges=(bridges,))
+    config = CabConfig(mass=(masses,), exact_queries=(strides,), bridges=(bridges,))
     spans = Spans.causal(1, 2000, 2000, gpu)
     plan = CurvaturePredictor(config)(q, k, Call(spans, 128**-0.5, 0))
     plan.validate()
@@ -271,11 +271,11 @@ def test_exact_scores_are_those_of_the_reference(gpu, blocks, stride):
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param({"mass": 0.9, "exact_stride": 4}, id="mass-and-bridges"),
-        pytest.param({"mass": ((0.0,) * 8,), "bridges": 0.2, "exact_stride": 1}, id="bridges"),
-        pytest.param({"exact_stride": ((1, 2, 4, 8, 16, 0, 0, 4),)}, id="all-strides"),
-        pytest.param({"exact_stride": 4, "max_density": 0.2}, id="capped"),
-        pytest.param({"exact_stride": 4, "select": "topk", "sparsity": 0.8}, id="topk"),
+        pytest.param({"mass": 0.9, "exact_queries": 4}, id="mass-and-bridges"),
+        pytest.param({"mass": ((0.0,) * 8,), "bridges": 0.2, "exact_queries": 1}, id="bridges"),
+        pytest.param({"exact_queries": ((1, 2, 4, 8, 16, 0, 0, 4),)}, id="all-strides"),
+        pytest.param({"exact_queries": 4, "max_density": 0.2}, id="capped"),
+        pytest.param({"exact_queries": 4, "select": "topk", "sparsity": 0.8}, id="topk"),
     ],
 )
 @pytest.mark.parametrize("measured", [False, True], ids=["wide", "measured"])
@@ -302,7 +302,7 @@ def test_exact_heads_select_for_padded_and_packed_texts(gpu):
     document = (torch.arange(2000, device=gpu) >= 900).long().expand(2, -1)
     frame = Frame.build(2, 2000, 2000, 0, valid, document, align=128, device=gpu)
     q, k, spans = frame.queries(q), frame.keys(k), frame.spans
-    config = CabConfig(exact_stride=4)
+    config = CabConfig(exact_queries=4)
     found = CurvaturePredictor(config)(q, k, Call(spans, 128**-0.5, 0)).to_dense()
     keys = reference.coarsen_keys(k, spans.key_valid, config.key_block, config.coarsen)
     budgets = budgets_of(config, 0, 8)
