@@ -55,8 +55,9 @@ class CabConfig:
             least like the block's mean query (`reference.outlier_queries`). They see what the mean
             hides, and half of the estimated mass is theirs. 0 leaves the choice to the estimate
             over block summaries. A divisor of ``query_block``, or a `Table`.
-        min_blocks: with ``"clusters"``, a row keeps at least so many blocks (or all it has), the
-            best by mass: where a text is short, a share of the mass is too few.
+        min_share: with ``"clusters"``, blocks of a smaller share of a row's estimated mass are left
+            out even where ``mass`` is not reached, in [0, 1): far text that hardly counts is spread
+            over more blocks the longer a text is. Not where mass is 1.
         sparsity: with ``"topk"``, the share of a row's blocks that is dropped, in [0, 1). A number
             or a `Table`.
         curvature: ``"additive"`` (direct minus ``redundancy`` times two-hop), ``"forman"``
@@ -100,7 +101,7 @@ class CabConfig:
     mass: float | Table = 0.8
     bridges: float | Table = 0.03
     exact_queries: int | Table = 16
-    min_blocks: int = 24
+    min_share: float = 0.001
     sparsity: float | Table = 0.95
     curvature: str = "additive"
     redundancy: float = 0.3
@@ -122,7 +123,7 @@ class CabConfig:
         fits = max(self.query_block, self.key_block) % min(self.query_block, self.key_block) == 0
         of_rows = f"a divisor or a multiple of query_block={self.query_block}"
         self._require(("key_block",), lambda _: fits, of_rows)
-        counts = ("sink_blocks", "local_blocks", "min_blocks", "dense_tail", "min_length")
+        counts = ("sink_blocks", "local_blocks", "dense_tail", "min_length")
         self._require(counts, is_count, f"a whole number from 0 to {MOST}")
         for name, choices in CHOICES.items():
             self._require((name,), choices.__contains__, "one of " + ", ".join(map(repr, choices)))
@@ -136,6 +137,7 @@ class CabConfig:
         )
         every_row = "in [0, 1): every row needs at least one block"
         self._freeze_table("sparsity", lambda x: is_share(x) and x < 1, every_row)
+        self._require(("min_share",), lambda x: is_share(x) and x < 1, "in [0, 1)")
         self._require(("max_density",), lambda x: is_share(x) and x > 0, "in (0, 1]")
         self._require(("redundancy",), is_share, "in [0, 1]")
         self._require(("engine", "predictor"), lambda x: isinstance(x, str), "a name (str)")

@@ -19,14 +19,14 @@ from cab_hf.plan import Spans, block_visibility
 from cab_hf.predictors import Call, CurvaturePredictor
 
 EXACT = {"atol": 2e-5, "rtol": 1e-4}
-SMALL = {"query_block": 32, "key_block": 16, "min_blocks": 0}
+SMALL = {"query_block": 32, "key_block": 16, "min_share": 0.0}
 ESTIMATE = {**SMALL, "exact_queries": 0}
 SHAPE = {"q_length": 136, "heads": 4, "kv_heads": 2, "dim": 16}
 MIXED = {"mass": ((0.0, 0.3, 0.9, 1.0),), "exact_queries": ((0, 0, 4, 2),)}
 CONFIGS = [
     pytest.param(CabConfig(**ESTIMATE, mass=((0.0, 0.3, 0.9, 1.0),)), id="masses"),
     pytest.param(
-        CabConfig(**{**ESTIMATE, "min_blocks": 4}, mass=((0.0, 0.3, 0.9, 1.0),)), id="min-blocks"
+        CabConfig(**{**ESTIMATE, "min_share": 0.1}, mass=((0.0, 0.3, 0.9, 1.0),)), id="min-share"
     ),
     pytest.param(CabConfig(**ESTIMATE, mass=((0.0,) * 4,), bridges=0.0), id="forced-alone"),
     pytest.param(CabConfig(**ESTIMATE, mass=((0.0,) * 4,), bridges=0.3), id="bridges-alone"),
@@ -70,7 +70,7 @@ def test_each_head_keeps_its_own_mass_by_hand():
 
 def test_each_head_adds_its_own_bridges_by_hand():
     spans = Spans.causal(1, 160, 160, "cpu")
-    config = CabConfig(16, 16, local_blocks=1, dense_tail=0, min_blocks=0)
+    config = CabConfig(16, 16, local_blocks=1, dense_tail=0, min_share=0.0)
     visible = block_visibility(spans, 16, 16)
     score = torch.zeros(1, 4, 10, 10)
     score[:, :, 9, 4] = 0.5
@@ -194,15 +194,15 @@ def test_lists_of_a_million_tokens_are_as_wide_as_what_is_listed(fields, documen
 def test_the_registered_op_takes_tables():
     q, k = loud(**SHAPE | {"q_length": 64})
     spans, config = Spans.causal(1, 64, 64, "cpu"), CabConfig(**SMALL, **MIXED)
-    summary = predict.summarise(k, spans.key_valid, config, (1, 3, 5))
+    summary = predict.summarise(k, spans.key_valid, config, (1, 2, 9, 10))
     told = predict._telling(spans, config, budgets_of(config, 0, 4))
-    inputs = (q, summary.planes, summary.keys, 0.25, [1, 3, 5], *told)
+    inputs = (q, summary.planes, summary.keys, 0.25, [1, 2, 9, 10], *told)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.cab_hf.choose.default, inputs, test_utils=checks)
     counts, *_ = torch.ops.cab_hf.choose(*inputs)
-    found = by_kernels(config, q, k, spans, channels=(1, 3, 5))
+    found = by_kernels(config, q, k, spans, channels=(1, 2, 9, 10))
     assert torch.equal(counts, found.full.counts)
-    inputs = (k, [1, 3, 5])
+    inputs = (k, [1, 2, 9, 10])
     torch.library.opcheck(torch.ops.cab_hf.scored_keys.default, inputs, test_utils=checks)
 
 

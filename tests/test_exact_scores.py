@@ -10,11 +10,12 @@ from torch.nn import functional as F
 
 from cab_hf import BlockPlan, CabConfig
 from cab_hf.ops import predict, reference
-from cab_hf.ops.coarsen import coarsen_queries
+from cab_hf.ops.coarsen import QuerySummary, coarsen_queries
 from cab_hf.ops.exact_scores import (
     FP8,
     KEY_SCALE,
     LEAST_CHANNELS,
+    Channels,
     exact_scores,
     outlier_rows,
     scored_keys,
@@ -23,7 +24,7 @@ from cab_hf.ops.score import Turn
 from cab_hf.plan import Spans, block_visibility
 from cab_hf.predictors.curvature import picked
 
-SMALL = {"query_block": 32, "key_block": 16, "min_blocks": 0}
+SMALL = {"query_block": 32, "key_block": 16, "min_share": 0.0}
 SHAPE = {"q_length": 136, "heads": 4, "kv_heads": 2, "dim": 16}
 
 
@@ -245,8 +246,10 @@ KERNEL_CASES = [
     pytest.param(case((16, 256), 8, q_length=300), id="k256-over-q16"),
     pytest.param(case((32, 16), 8, q_length=75, dim=24), id="d24"),
     pytest.param(case((32, 16), 8, q_length=75, dim=80), id="d80"),
-    pytest.param(case((32, 16), 8, q_length=75, dim=24, channels=(1, 5, 22)), id="d24-three"),
-    pytest.param(case((32, 16), 32, q_length=75, channels=(0, 9, 15)), id="all-of-three-channels"),
+    pytest.param(
+        case((32, 16), 8, q_length=75, dim=24, channels=(1, 2, 3, 20, 21, 22)), id="d24-two-runs"
+    ),
+    pytest.param(case((32, 16), 32, q_length=75, channels=(3, 4, 5)), id="all-of-three-channels"),
     pytest.param(
         case((32, 16), 8, q_length=111, dim=80, channels=tuple(range(40, 80))), id="d80-half"
     ),
@@ -261,6 +264,12 @@ KERNEL_CASES = [
     pytest.param(case((32, 16), 8, q_length=34), id="a-row-of-two-queries"),
     pytest.param(case((32, 16), 8, q_length=3), id="fewer-than-are-asked-for"),
 ]
+
+
+def channels_of(scored, channels, dim=16):
+    """What is scored, out of vectors whose runs are filled up."""
+    runs = Channels.of(channels, dim)
+    return scored.unflatten(-1, (runs.count, runs.room))[..., : runs.size].flatten(-2)
 
 
 def turn_of(q, k, spans, blocks, start=0, planes=None, more=0):
@@ -285,7 +294,9 @@ def turn_of(q, k, spans, blocks, start=0, planes=None, more=0):
 def by_kernel(q, k, spans, scale, blocks, count, channels=(), **turn):
     """(most, shares) of the planes of a turn, [planes, M_q, M_k]; 0 where a row sees nothing."""
     turn = turn_of(q, k, spans, blocks, **turn)
-    rows = outlier_rows(q, spans, turn, scale, blocks[0], count, channels, q.dtype)
+    rows = outlier_rows(
+        q, spans, (turn.start, turn.count), scale, blocks[0], count, channels, q.dtype
+    )
     keys = scored_keys(k, channels, k.dtype)
     most = q.new_empty(turn.count, turn.q_blocks, turn.width, dtype=torch.float32)
     found = exact_scores(turn, rows, keys, blocks[1], most)
@@ -315,17 +326,17 @@ def test_the_kernels_find_what_the_reference_finds(case, uninitialised_is_nan):
 def test_the_kernel_gathers_the_outliers_of_the_reference(layout, count):
     q, k = loud(q_length=111, kv_length=205 if layout == "chunk" else 111, batch=2, dim=24)
     q, k, spans = laid_in(layout, q, k, 32)
-    channels = (3, 4, 20)
+    channels = (3, 4, 20, 21)
     rows, positions = outliers_of(q, spans, 32, count, channels)
-    found = outlier_rows(
-        q, spans, turn_of(q, k, spans, (32, 16)), 1.0, 32, count, channels, q.dtype
-    )
+    found = outlier_rows(q, spans, (0, q.shape[0] * q.shape[1]), 1.0, 32, count, channels, q.dtype)
     missing = positions.flatten() < 0
     assert torch.equal(found.last.flatten() < 0, missing)
-    held = found.vectors[..., :3].flatten(0, 1)[~missing]
+    held = channels_of(found.vectors, channels).flatten(0, 1)[~missing]
     assert torch.equal(held, rows.flatten(0, 3)[~missing])
     # what makes products a multiple of 32 channels is nothing
-    assert found.vectors.shape[2] == LEAST_CHANNELS and not found.vectors[..., 3:].any()
+    assert found.vectors.shape[2] == LEAST_CHANNELS
+    given = found.vectors.flatten(0, 1)[~missing]
+    torch.testing.assert_close(given.square().sum(-1), held.square().sum(-1))
     batch = torch.arange(2)[:, None, None, None].expand(positions.shape)
     for told, spanned in ((found.first, spans.first), (found.last, spans.last)):
         meant = spanned[batch, positions.clamp(min=0)].flatten()
@@ -336,7 +347,7 @@ def test_ties_go_to_the_earlier_in_the_kernel_too():
     q = torch.ones(1, 1, 40, 16)
     q[..., 30, :] = -1.0
     spans = Spans.causal(1, 40, 40, "cpu")
-    found = outlier_rows(q, spans, turn_of(q, q, spans, (32, 16)), 1.0, 32, 4, (), q.dtype)
+    found = outlier_rows(q, spans, (0, 1), 1.0, 32, 4, (), q.dtype)
     assert found.last.tolist() == [[30, 0, 1, 2, 32, 33, 34, 35]]
 
 
@@ -370,6 +381,25 @@ def test_sixteen_bits_find_the_same():
         torch.testing.assert_close(one, other.flatten(0, 1), atol=2e-2, rtol=2e-2)
 
 
+def test_means_found_on_the_way_are_those_of_coarsening():
+    q, k = loud(**SHAPE | {"batch": 2, "dim": 24})
+    for layout in ("causal", "padded"):
+        x, _, spans = laid_in(layout, q, k, 32)
+        meant = coarsen_queries(x, spans, 32, "mean")
+        found = QuerySummary(torch.full_like(meant.vectors, torch.nan), -1 - meant.rows)
+        # in turns, as heads of different counts are
+        for start, some in ((0, 3), (3, 5)):
+            outlier_rows(x, spans, (start, some), 1.0, 32, 8, (), x.dtype, found)
+        torch.testing.assert_close(found.vectors, meant.vectors, atol=1e-6, rtol=1e-6)
+        assert torch.equal(found.rows, meant.rows)
+
+
+@pytest.mark.parametrize("channels", [(0, 2, 4), (0, 1, 8), (15, 16), (1, 2, 5, 6, 9, 10)], ids=str)
+def test_channels_that_are_no_runs_are_refused(channels):
+    with pytest.raises(ValueError, match="channels is .*one run of channels below 16, or two runs"):
+        Channels.of(channels, 16)
+
+
 # --- keys of 8 bits
 
 
@@ -383,7 +413,7 @@ def test_keys_of_eight_bits_by_hand():
     assert not found.float()[..., 6:].any()
 
 
-@pytest.mark.parametrize("channels", [(), (2, 3, 11)], ids=["all", "some"])
+@pytest.mark.parametrize("channels", [(), (2, 3, 10, 11)], ids=["all", "some"])
 def test_bits_of_a_key_are_its_own(channels):
     """So that chunks, caches and ranks hold what the whole text alone would."""
     _, k = loud(**SHAPE)
@@ -395,7 +425,7 @@ def test_bits_of_a_key_are_its_own(channels):
         held = scored_keys(x, channels, FP8)[:, :, at : at + 1]
         assert torch.equal(held.view(torch.uint8), alone.view(torch.uint8))
     # and they hold it to an eighth at most of what it is
-    kept = alone.float()[..., : len(channels) or 16] / KEY_SCALE
+    kept = channels_of(alone.float(), channels) / KEY_SCALE
     meant = picked(k[:, :, 40:41], channels)
     assert ((kept - meant).abs() <= meant.abs() / 16 + 2**-9 / KEY_SCALE).all()
 
@@ -421,11 +451,11 @@ SELECTED = [
     pytest.param(CabConfig(**SMALL, mass=0.6, exact_queries=1), id="one-query"),
     pytest.param(CabConfig(**SMALL, mass=0.6, exact_queries=32), id="every-query"),
     pytest.param(
-        CabConfig(**{**SMALL, "min_blocks": 5}, mass=0.2, exact_queries=8), id="min-blocks"
+        CabConfig(**{**SMALL, "min_share": 0.1}, mass=0.9, exact_queries=8), id="min-share"
     ),
     pytest.param(
-        CabConfig(**{**SMALL, "min_blocks": 5}, mass=((0.2, 0.0, 0.9, 1.0),), exact_queries=8),
-        id="min-blocks-of-some",
+        CabConfig(**{**SMALL, "min_share": 0.1}, mass=((0.7, 0.0, 0.9, 1.0),), exact_queries=8),
+        id="min-share-of-some",
     ),
     pytest.param(CabConfig(**SMALL, mass=0.6, exact_queries=COUNTS), id="some-heads"),
     pytest.param(CabConfig(**SMALL, mass=0.6, exact_queries=((4, 1, 2, 8),)), id="all-counts"),
@@ -444,8 +474,8 @@ SELECTED = [
     pytest.param(
         CabConfig(**SMALL, exact_queries=COUNTS, curvature="forman", mass=0.5), id="beside-forman"
     ),
-    pytest.param(CabConfig(48, 16, exact_queries=12, mass=0.5, min_blocks=0), id="q48"),
-    pytest.param(CabConfig(16, 32, exact_queries=2, mass=0.5, min_blocks=0), id="wide-keys"),
+    pytest.param(CabConfig(48, 16, exact_queries=12, mass=0.5, min_share=0.0), id="q48"),
+    pytest.param(CabConfig(16, 32, exact_queries=2, mass=0.5, min_share=0.0), id="wide-keys"),
     pytest.param(
         CabConfig.published(0.7, query_block=16, key_block=16, exact_queries=4), id="topk"
     ),
@@ -458,7 +488,7 @@ SELECTED = [
 ]
 
 
-@pytest.mark.parametrize("channels", [(), (1, 6, 7, 12)], ids=["all", "some-channels"])
+@pytest.mark.parametrize("channels", [(), (1, 2, 9, 10)], ids=["all", "some-channels"])
 @pytest.mark.parametrize("config", SELECTED)
 def test_kernels_select_what_the_reference_selects(config, channels):
     q, k = loud(**SHAPE)

@@ -19,11 +19,11 @@ from cab_hf.predictors import Call, CurvaturePredictor, make_predictor, register
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_predictor.py"
 # so few blocks as these texts have would all be kept
-FEW = {"min_blocks": 0}
+FEW = {"min_share": 0.0}
 ESTIMATE = {**FEW, "exact_queries": 0, "mass": 0.9, "bridges": 0.05}
 RECIPES = [
     pytest.param(CabConfig(32, 16, **FEW), id="outliers"),
-    pytest.param(CabConfig(32, 16, **{**ESTIMATE, "min_blocks": 5}), id="min-blocks"),
+    pytest.param(CabConfig(32, 16, **{**ESTIMATE, "min_share": 0.1}), id="min-share"),
     pytest.param(CabConfig(32, 16, **ESTIMATE), id="clusters"),
     pytest.param(CabConfig(16, 32, **ESTIMATE), id="clusters-wide-keys"),
     pytest.param(CabConfig(32, 32, curvature="forman", **ESTIMATE), id="clusters-forman"),
@@ -144,14 +144,11 @@ def test_smallest_set_of_blocks_by_hand():
     assert kept(0.9) == [0, 1, 2, 3]
     assert kept(0.9, cap=2) == [0, 1]
     assert kept(1.0) == [0, 1, 2, 3]
-    # or so many, the best by mass, where there is room
-    assert kept(0.05, least=2) == [0, 1]
-    assert kept(0.05, least=3) == [0, 1, 3]
-    assert kept(0.05, least=9) == [0, 1, 2, 3]
-    assert kept(0.05, least=3, cap=2) == [0, 1]
-    assert kept(0.55, least=2) == [0, 1, 3]
-    # not a head that keeps nothing for its mass
-    assert kept(0.0, least=3) == [0]
+    # none of a share that hardly counts, but for forced ones
+    assert kept(0.95, least=0.15) == [0, 1, 2, 3]
+    assert kept(0.95, least=0.25) == [0, 1, 3]
+    assert kept(0.95, least=0.5) == [0]
+    assert kept(1.0, least=0.5) == [0, 1, 2, 3]
 
 
 def test_ties_go_to_the_lower_index():
@@ -235,7 +232,7 @@ def test_a_needle_is_found_by_the_box_and_not_by_the_mean():
     k = k * 0.5
     k[..., 500, :] = q[0, 0, -16:].mean(0) * 8
     fields = {"query_block": 16, "key_block": 64, "mass": 0.2, "bridges": 0.0, "local_blocks": 1}
-    fields |= {"dense_tail": 0, "exact_queries": 0, "min_blocks": 0}
+    fields |= {"dense_tail": 0, "exact_queries": 0, "min_share": 0.0}
     needle = 500 // 64
     assert select(CabConfig(**fields), q, k).to_dense()[0, 0, -1, needle]
     by_mean = select(CabConfig(coarsen="mean", **fields), q, k)

@@ -157,17 +157,18 @@ def _coarsen_kernel(
     else:
         token, upper, lower = _mean_and_box(tokens, BLOCK, ROWS, D, QUERIES, BOX)
         if BOX:
-            _store(target + plane, upper, channel < D)
-            _store(target + 2 * plane, lower, channel < D)
-    _store(target, token, channel < D)
+            store_summary(target + plane, upper, channel < D)
+            store_summary(target + 2 * plane, lower, channel < D)
+    store_summary(target, token, channel < D)
     if QUERIES and head == 0:
         first += b * first_stride_b
         rows += b * blocks + block
-        _store_row_spans(first, real, rows, rows_plane, block, length, BLOCK)
+        store_row_spans(first, real, rows, rows_plane, block, length, BLOCK)
 
 
 @triton.jit
-def _store(target, x, mask):
+def store_summary(target, x, mask):
+    """Store float32, cut to what a float16 holds where the target is one."""
     if target.dtype.element_ty == tl.float16:
         # the comparison keeps NaN
         x = tl.where(tl.abs(x) > 65504.0, tl.where(x > 0, 65504.0, -65504.0), x)
@@ -242,7 +243,8 @@ def _loudest(
 
 
 @triton.jit
-def _store_row_spans(first, last, target, plane, block, length, BLOCK: tl.constexpr):
+def store_row_spans(first, last, target, plane, block, length, BLOCK: tl.constexpr):
+    """The fields of `QuerySummary.rows` of one query block."""
     nobody: tl.constexpr = 2147483647
     SIZE: tl.constexpr = triton.next_power_of_2(BLOCK)
     inside = tl.arange(0, SIZE)

@@ -8,7 +8,7 @@ Where the device has it, all products are of 8-bit floats.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from cab_hf.ops.attention.tiles import (
     vectors,
     vectors_at,
 )
+from cab_hf.ops.coarsen import QuerySummary, store_row_spans, store_summary
 from cab_hf.ops.score import Turn, visible_range
 from cab_hf.plan import Spans
 
@@ -42,13 +43,64 @@ ROW_NORM = 8.0
 LEAST_CHANNELS = 32
 
 # gathered queries of a program, keys that it takes at a time, and how it is scheduled: an H200's
-ROWS, KEYS, WARPS, STAGES = 128, 128, 4, 3
+ROWS, KEYS, WARPS, STAGES = 64, 256, 4, 3
 # the most key blocks of a row that are normalised at a time
 CHUNK = 64
 # bytes of scratch at a time
 SCRATCH_AT_A_TIME = 512 << 20
-# plans of layers whose channels stay on a device
-COPIES = 64
+
+
+class Channels(NamedTuple):
+    """Which channels are scored, as kernels take them: equal runs of neighbours.
+
+    Attributes:
+        first: where the first run begins.
+        step: from where one begins to where the next does.
+        size, count: of a run, and how many there are.
+    """
+
+    first: int
+    step: int
+    size: int
+    count: int
+
+    @classmethod
+    def of(cls, channels: tuple[int, ...], dim: int) -> Channels:
+        """Those of `Call.channels`, () for all ``dim``.
+
+        Raises:
+            ValueError: for channels that are not one run, or two of one size.
+        """
+        channels = channels or tuple(range(dim))
+        starts = [channels[0], *(b for a, b in pairwise(channels) if b != a + 1)]
+        size = len(channels) // len(starts)
+        made = cls(starts[0], (starts[-1] - starts[0]) or dim, size, len(starts))
+        if len(starts) > 2 or channels != made.listed or channels[-1] >= dim:
+            raise ValueError(
+                f"channels is {channels}; scored are one run of channels below {dim}, or two runs "
+                "of one size."
+            )
+        return made
+
+    @property
+    def listed(self) -> tuple[int, ...]:
+        starts = [self.first + run * self.step for run in range(self.count)]
+        return tuple(start + at for start in starts for at in range(self.size))
+
+    @property
+    def width(self) -> int:
+        """How wide scored vectors are: runs are filled up to powers of two, by zeros."""
+        return self.count * self.room
+
+    @property
+    def room(self) -> int:
+        """Of one run."""
+        return max(LEAST_CHANNELS // self.count, triton.next_power_of_2(self.size))
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """As arguments of kernels."""
+        return {"FIRST": self.first, "STEP": self.step, "SIZE": self.size, "RUNS": self.count}
 
 
 class OutlierRows(NamedTuple):
@@ -67,6 +119,10 @@ class OutlierRows(NamedTuple):
     last: Tensor
     count: int
 
+    def heads(self, start: int, stop: int) -> OutlierRows:
+        """Those of some of its heads."""
+        return OutlierRows(*(x[start:stop] for x in self[:4]), self.count)
+
 
 def scored_dtype(x: Tensor) -> torch.dtype:
     """What products of ``x`` are computed in: 8-bit floats where 16-bit ones have such units."""
@@ -81,22 +137,20 @@ def scored_keys(k: Tensor, channels: tuple[int, ...], dtype: torch.dtype) -> Ten
     All of them for (). 8-bit floats hold `KEY_SCALE` of a key, and nothing of its neighbours.
     """
     batch, heads, length, dim = k.shape
-    index = _on_device(channels or tuple(range(dim)), k.device)
-    width = padded_channels(len(index))
+    runs = Channels.of(channels, dim)
     k = k if k.stride(-1) == 1 else k.contiguous()
-    keys = k.new_empty(batch, heads, length, width, dtype=dtype)
-    tokens = 64
+    keys = k.new_empty(batch, heads, length, runs.width, dtype=dtype)
+    tokens = 128
     _scored_keys_kernel[(triton.cdiv(length, tokens), batch * heads)](
         vectors(k),
-        index,
         keys,
         KEY_SCALE if dtype == FP8 else 1.0,
         heads,
         length,
-        len(index),
         BLOCK_N=tokens,
-        BLOCK_C=width,
+        BLOCK_C=runs.room,
         LIMITED=dtype == FP8,
+        **runs.constants,
         num_warps=4,
     )
     return keys
@@ -105,47 +159,56 @@ def scored_keys(k: Tensor, channels: tuple[int, ...], dtype: torch.dtype) -> Ten
 def outlier_rows(
     q: Tensor,
     spans: Spans,
-    turn: Turn,
+    planes: tuple[int, int],
     scale: float,
     query_block: int,
     count: int,
     channels: tuple[int, ...],
     dtype: torch.dtype,
+    means: QuerySummary | None = None,
 ) -> OutlierRows:
-    """The ``count`` outliers of every query block of q [B, H, N_q, D], of the heads of ``turn``."""
-    length, dim = q.shape[2:]
-    index = _on_device(channels or tuple(range(dim)), q.device)
-    shape = turn.count, turn.q_blocks * count
+    """The ``count`` outliers of every query block of some heads of q [B, H, N_q, D].
+
+    Args:
+        planes: the first head, and how many, batch rows and heads counted together.
+        means: is filled for these heads, as `coarsen.coarsen_queries` would.
+    """
+    heads, length, dim = q.shape[1:]
+    runs, q_blocks = Channels.of(channels, dim), triton.cdiv(length, query_block)
+    start, some = planes
+    shape = some, q_blocks * count
     rows = OutlierRows(
-        q.new_empty(*shape, padded_channels(len(index)), dtype=dtype),
+        q.new_empty(*shape, runs.width, dtype=dtype),
         q.new_empty(shape, dtype=torch.float32),
         *(torch.empty(shape, device=q.device, dtype=torch.int32) for _ in range(2)),
         count,
     )
     first, last = (x if x.stride(1) == 1 else x.contiguous() for x in (spans.first, spans.last))
-    _outlier_rows_kernel[(turn.q_blocks, turn.count)](
+    # fewer channels at a time leave room for more programs
+    chunk = min(32, triton.next_power_of_2(dim))
+    _outlier_rows_kernel[(q_blocks, some)](
         vectors(q if q.stride(-1) == 1 else q.contiguous()),
-        index,
         first,
         last,
         first.stride(0),
         last.stride(0),
-        rows.vectors,
-        rows.scale,
-        rows.first,
-        rows.last,
+        rows,
+        None if means is None else means.vectors,
+        None if means is None else means.rows,
+        0 if means is None else means.rows.stride(0),
         scale * LOG2_E.value / (KEY_SCALE if dtype == FP8 else 1.0),
-        turn.start,
-        turn.heads,
+        start,
+        heads,
         length,
-        len(index),
         ROW_NORM=ROW_NORM if dtype == FP8 else 0.0,
         QUERY_BLOCK=query_block,
         COUNT=count,
         BLOCK_Q=triton.next_power_of_2(query_block),
         D=dim,
-        BLOCK_D=triton.next_power_of_2(dim),
-        BLOCK_C=rows.vectors.shape[2],
+        BLOCK_D=chunk,
+        BLOCK_C=runs.room,
+        MEANS=means is not None,
+        **runs.constants,
         num_warps=4 if query_block <= 128 else 8,
     )
     return rows
@@ -183,10 +246,7 @@ def exact_scores(
     for end in range(tiles, 0, -step):
         begin = max(0, end - step)
         _exact_scores_kernel[(end - begin, planes)](
-            rows.vectors,
-            rows.scale,
-            rows.first,
-            rows.last,
+            rows,
             *descriptors(tile_keys, described(keys)),
             scratch,
             most,
@@ -213,112 +273,129 @@ def exact_scores(
     return most.amax(2), shares.sum(2)
 
 
-def padded_channels(channels: int) -> int:
-    """How wide scored vectors are."""
-    return max(LEAST_CHANNELS, triton.next_power_of_2(channels))
-
-
-@lru_cache(COPIES)
-def _on_device(channels: tuple[int, ...], device: torch.device) -> Tensor:
-    """Made once: the copy to the device is a wait."""
-    return torch.tensor(channels, device=device, dtype=torch.int32)
+@triton.jit
+def _scored(
+    at, there, FIRST: tl.constexpr, STEP: tl.constexpr, SIZE: tl.constexpr, RUNS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """The scored channels of the vectors that begin ``at``, float32 [N, RUNS * BLOCK_C]."""
+    inside = tl.arange(0, BLOCK_C)[None, None, :]
+    channel = FIRST + STEP * tl.arange(0, RUNS)[None, :, None] + inside
+    x = tl.load(at[:, :, None] + channel, mask=there[:, None, None] & (inside < SIZE), other=0.0)
+    return tl.reshape(x, (at.shape[0], RUNS * BLOCK_C)).to(tl.float32)
 
 
 @triton.jit
 def _scored_keys_kernel(
     k,
-    channels,
     keys,
     key_scale,
     heads,
     length,
-    count,
+    FIRST: tl.constexpr,
+    STEP: tl.constexpr,
+    SIZE: tl.constexpr,
+    RUNS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     LIMITED: tl.constexpr,
 ):
     plane = tl.program_id(1)
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    column = tl.arange(0, BLOCK_C)
-    channel = tl.load(channels + column, mask=column < count, other=0)
-    inside = (token < length)[:, None]
-    # [BLOCK_N, BLOCK_C]
-    x = tl.load(
-        vectors_at(k, plane // heads, plane % heads, token) + channel[None, :],
-        mask=inside & (column < count)[None, :],
-        other=0.0,
-    ).to(tl.float32)
-    target = (plane.to(tl.int64) * length + token)[:, None] * BLOCK_C + column[None, :]
-    tl.store(keys + target, _limited(x * key_scale, LIMITED).to(keys.dtype.element_ty), mask=inside)
+    inside = token < length
+    # [BLOCK_N, RUNS * BLOCK_C]
+    at = vectors_at(k, plane // heads, plane % heads, token)
+    x = _scored(at, inside, FIRST, STEP, SIZE, RUNS, BLOCK_C)
+    width: tl.constexpr = RUNS * BLOCK_C
+    line = plane.to(tl.int64) * length + token
+    target = keys + line[:, None] * width + tl.arange(0, width)[None, :]
+    x = _limited(x * key_scale, LIMITED).to(keys.dtype.element_ty)
+    tl.store(target, x, mask=inside[:, None])
 
 
 @triton.jit
 def _outlier_rows_kernel(
     q,
-    channels,
     first,
     last,
     first_stride,
     last_stride,
     rows,
-    scales,
-    rows_first,
-    rows_last,
+    means,
+    row_spans,
+    row_spans_plane,
     qk_scale,
     start,
     heads,
     length,
-    channel_count,
     ROW_NORM: tl.constexpr,
     QUERY_BLOCK: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    FIRST: tl.constexpr,
+    STEP: tl.constexpr,
+    SIZE: tl.constexpr,
+    RUNS: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    MEANS: tl.constexpr,
 ):
     block = tl.program_id(0)
+    q_blocks = tl.num_programs(0)
     mine = tl.program_id(1).to(tl.int64)
     batch = (start + mine) // heads
     head = (start + mine) % heads
     place = tl.arange(0, BLOCK_Q)
     query = block * QUERY_BLOCK + place
     inside = (place < QUERY_BLOCK) & (query < length)
-    lowest = tl.load(first + batch * first_stride + query, mask=inside, other=0)
-    highest = tl.load(last + batch * last_stride + query, mask=inside, other=-1)
+    first += batch * first_stride
+    last += batch * last_stride
+    lowest = tl.load(first + query, mask=inside, other=0)
+    highest = tl.load(last + query, mask=inside, other=-1)
     real = highest >= 0
-    rank = place
     at = vectors_at(q, batch, head, query)
-    if COUNT < QUERY_BLOCK:
-        # [BLOCK_Q, BLOCK_D]
-        channel = tl.arange(0, BLOCK_D)[None, :]
-        x = tl.load(at + channel, mask=real[:, None] & (channel < D), other=0.0).to(tl.float32)
-        mean = tl.sum(x, 0) / tl.maximum(tl.sum(real.to(tl.int32), 0), 1).to(tl.float32)
-        cosine = tl.sum(x * mean[None, :], 1) / tl.sqrt(tl.maximum(tl.sum(x * x, 1), 1e-16))
+    rank = place
+    if MEANS or COUNT < QUERY_BLOCK:
+        share = 1 / tl.maximum(tl.sum(real.to(tl.int32), 0), 1).to(tl.float32)
+        product = tl.zeros([BLOCK_Q], tl.float32)
+        square = tl.zeros([BLOCK_Q], tl.float32)
+        for begin in tl.static_range(0, D, BLOCK_D):
+            # [BLOCK_Q, BLOCK_D]
+            channel = begin + tl.arange(0, BLOCK_D)
+            there = real[:, None] & (channel < D)[None, :]
+            x = tl.load(at + channel[None, :], mask=there, other=0.0).to(tl.float32)
+            mean = tl.sum(x, 0) * share
+            product += tl.sum(x * mean[None, :], 1)
+            square += tl.sum(x * x, 1)
+            if MEANS:
+                target = means + ((start + mine) * q_blocks + block) * D + channel
+                store_summary(target, mean, channel < D)
+        cosine = product / tl.sqrt(tl.maximum(square, 1e-16))
         # a NaN comes first, so that ranks are a permutation whatever q holds
         cosine = tl.where(cosine == cosine, cosine, float("-inf"))
         cosine = tl.where(real, cosine, float("inf"))
+    if MEANS and head == 0:
+        target = row_spans + batch * q_blocks + block
+        store_row_spans(first, last, target, row_spans_plane, block, length, QUERY_BLOCK)
+    if COUNT < QUERY_BLOCK:
         ahead = cosine[None, :] < cosine[:, None]
         tied = (cosine[None, :] == cosine[:, None]) & (place[None, :] < place[:, None])
         rank = tl.sum((ahead | tied).to(tl.int32), 1)
     chosen = (rank < COUNT) & (place < QUERY_BLOCK)
-    row = (mine * tl.num_programs(0) + block) * COUNT + rank
-    # [BLOCK_Q, BLOCK_C]
-    column = tl.arange(0, BLOCK_C)
-    channel = tl.load(channels + column, mask=column < channel_count, other=0)
-    x = tl.load(
-        at + channel[None, :],
-        mask=(chosen & real)[:, None] & (column < channel_count)[None, :],
-        other=0.0,
-    ).to(tl.float32)
+    row = (mine * q_blocks + block) * COUNT + rank
+    # [BLOCK_Q, RUNS * BLOCK_C]
+    x = _scored(at, chosen & real, FIRST, STEP, SIZE, RUNS, BLOCK_C)
     scale = tl.full([BLOCK_Q], 1.0, tl.float32)
     if ROW_NORM > 0:
         scale = ROW_NORM / tl.sqrt(tl.maximum(tl.sum(x * x, 1), 1e-16))
-    x = _limited(x * scale[:, None], ROW_NORM > 0).to(rows.dtype.element_ty)
-    tl.store(rows + row[:, None] * BLOCK_C + column[None, :], x, mask=chosen[:, None])
-    tl.store(scales + row, qk_scale / scale, mask=chosen)
-    tl.store(rows_first + row, lowest, mask=chosen)
-    tl.store(rows_last + row, highest, mask=chosen)
+    width: tl.constexpr = RUNS * BLOCK_C
+    target = rows.vectors + row[:, None] * width + tl.arange(0, width)[None, :]
+    x = _limited(x * scale[:, None], ROW_NORM > 0).to(rows.vectors.dtype.element_ty)
+    tl.store(target, x, mask=chosen[:, None])
+    tl.store(rows.scale + row, qk_scale / scale, mask=chosen)
+    tl.store(rows.first + row, lowest, mask=chosen)
+    tl.store(rows.last + row, highest, mask=chosen)
 
 
 @triton.jit
@@ -332,9 +409,6 @@ def _limited(x, LIMITED: tl.constexpr):
 @triton.jit
 def _exact_scores_kernel(
     rows,
-    scales,
-    rows_first,
-    rows_last,
     desc_k,
     scratch,
     most,
@@ -366,12 +440,12 @@ def _exact_scores_kernel(
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = row < row_count
     line = plane.to(tl.int64) * row_count + row
-    lowest = tl.load(rows_first + line, mask=inside, other=0)
-    highest = tl.load(rows_last + line, mask=inside, other=-1)
-    scale = tl.load(scales + line, mask=inside, other=1.0)
+    lowest = tl.load(rows.first + line, mask=inside, other=0)
+    highest = tl.load(rows.last + line, mask=inside, other=-1)
+    scale = tl.load(rows.scale + line, mask=inside, other=1.0)
     real = highest >= 0
     # [BLOCK_M, BLOCK_D]
-    at = rows + line[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    at = rows.vectors + line[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     x = tl.load(at, mask=inside[:, None], other=0.0)
 
     # steps that some row sees, and those that all rows see wholly

@@ -18,9 +18,9 @@ from torch import Tensor
 from cab_hf.config import Budgets, CabConfig
 from cab_hf.ops.coarsen import QuerySummary, coarsen_keys, coarsen_queries, summary_dtype
 from cab_hf.ops.exact_scores import (
+    Channels,
     exact_scores,
     outlier_rows,
-    padded_channels,
     scored_dtype,
     scored_keys,
 )
@@ -32,7 +32,7 @@ from cab_hf.plan import BlockLists, Spans, crossed_blocks
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD_DIM = 256
 # bytes of scores alive at a time; heads take turns so that it is enough
-SCORES_AT_A_TIME = 256 << 20
+SCORES_AT_A_TIME = 1 << 30
 # bytes of lists that are made as wide as a row could ever need; wider ones are measured first,
 # which waits for the device once
 LISTS_AT_MOST = 2 << 30
@@ -40,9 +40,8 @@ LISTS_AT_MOST = 2 << 30
 # what choosing takes of a CabConfig, with the types that the registered op has for it
 FIELDS = {
     **dict.fromkeys(("query_block", "key_block", "sink_blocks", "local_blocks"), "int"),
-    "min_blocks": "int",
     **dict.fromkeys(("coarsen", "select", "curvature"), "str"),
-    **dict.fromkeys(("redundancy", "max_density"), "float"),
+    **dict.fromkeys(("redundancy", "min_share", "max_density"), "float"),
 }
 # how the registered op is told what `_told` understands
 TOLD = (
@@ -154,14 +153,17 @@ def _scored(
     # a summary may come out of a cache, or from another process
     keys = summary.keys
     summary = KeySummary(summary.planes.to(summary_dtype(q)).contiguous())
-    if vectors is None:
+    heads, exact = q.shape[1], budgets.exact(q.shape[1])
+    fused = vectors is None and len(exact) == heads and config.coarsen != "max_l2"
+    if fused:
+        queries = _empty_summary(q, config.query_block)
+    elif vectors is None:
         queries = coarsen_queries(q, spans, config.query_block, config.coarsen)
     else:
         queries = QuerySummary(vectors.to(summary_dtype(q)).contiguous(), _rows(spans, config))
-    batch, heads, q_blocks, _ = queries.vectors.shape
-    kv_heads, kv_blocks = summary.planes.shape[2:4]
-    shape = batch, heads, kv_heads, q_blocks, kv_blocks
-    exact, clusters = budgets.exact(heads), config.select == "clusters"
+    batch, _, q_blocks, _ = queries.vectors.shape
+    shape = batch, heads, *summary.planes.shape[2:3], q_blocks, summary.planes.shape[3]
+    clusters = config.select == "clusters"
     own = Own.of(budgets, clusters, heads, q.device, exact=False)
     for turn in turns(queries.rows, shape, config, SCORES_AT_A_TIME):
         if len(exact) == heads:
@@ -169,26 +171,36 @@ def _scored(
         yield turn, block_scores(turn, queries, summary, scale, config, spans), config, own
     plain = replace(config, curvature="none")
     own = Own.of(budgets, clusters, heads, q.device, exact=True)
-    for one, count in _exact_turns(turn, batch, budgets):
-        scores = block_scores(one, queries, summary, scale, plain, spans)
+    for count, start, some in _alike(budgets, batch, heads):
         told = scale, config.query_block, count, channels, keys.dtype
-        rows = outlier_rows(q, spans, one, *told)
-        most, shares = exact_scores(one, rows, keys, config.key_block, scores.direct)
-        yield one, scores._replace(direct=most, shares=shares), plain, own
+        rows = outlier_rows(q, spans, (start, some), *told, queries if fused else None)
+        # an estimate, the most and the sum of shares
+        room = max(1, SCORES_AT_A_TIME // (12 * turn.q_blocks * turn.width))
+        step = -(-some // -(-some // room))
+        for at in range(0, some, step):
+            one = turn._replace(start=start + at, count=min(step, some - at))
+            scores = block_scores(one, queries, summary, scale, plain, spans)
+            mine = rows.heads(at, at + one.count)
+            most, shares = exact_scores(one, mine, keys, config.key_block, scores.direct)
+            yield one, scores._replace(direct=most, shares=shares), plain, own
+            del scores, most, shares
 
 
-def _exact_turns(turn: Turn, batch: int, budgets: Budgets) -> Iterator[tuple[Turn, int]]:
-    """Neighbouring heads with as many exact queries, as many at a time as have room, and those."""
-    exact = budgets.exact(turn.heads)
-    counts = [budgets.of_head(head)[3] if head in exact else 0 for head in range(turn.heads)]
-    planes = counts * batch
-    # an estimate, the most and the sum of shares
-    room = max(1, SCORES_AT_A_TIME // (12 * turn.q_blocks * turn.width))
-    for count, run in groupby(range(len(planes)), key=planes.__getitem__):
-        run = list(run)
-        step = -(-len(run) // -(-len(run) // room))
-        for start in run[::step] if count else ():
-            yield turn._replace(start=start, count=min(step, run[-1] + 1 - start)), count
+def _alike(budgets: Budgets, batch: int, heads: int) -> Iterator[tuple[int, int, int]]:
+    """(exact queries, first, how many) of neighbouring heads that score as many, if any."""
+    exact = budgets.exact(heads)
+    counts = [budgets.of_head(head)[3] if head in exact else 0 for head in range(heads)] * batch
+    for count, run in groupby(range(len(counts)), key=counts.__getitem__):
+        first, *others = run
+        if count:
+            yield count, first, 1 + len(others)
+
+
+def _empty_summary(q: Tensor, query_block: int) -> QuerySummary:
+    batch, heads, length, dim = q.shape
+    blocks = -(-length // query_block)
+    vectors = q.new_empty(batch, heads, blocks, dim, dtype=summary_dtype(q))
+    return QuerySummary(vectors, q.new_empty(4, batch, blocks, dtype=torch.int32))
 
 
 def _rows(spans: Spans, config: CabConfig) -> Tensor:
@@ -266,7 +278,7 @@ def _scored_keys_op(k: Tensor, channels: list[int]) -> Tensor:
 
 @_scored_keys_op.register_fake
 def _(k: Tensor, channels: list[int]) -> Tensor:
-    width = padded_channels(len(channels) or k.shape[3])
+    width = Channels.of(tuple(channels), k.shape[3]).width
     return k.new_empty(*k.shape[:3], width, dtype=scored_dtype(k))
 
 

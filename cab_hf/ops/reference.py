@@ -246,12 +246,12 @@ def top_blocks(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
 
 
 def top_mass(
-    log_mass: Tensor, forced: Tensor, visible: Tensor, mass: Tensor, least: int, cap: Tensor
+    log_mass: Tensor, forced: Tensor, visible: Tensor, mass: Tensor, least: float, cap: Tensor
 ) -> Tensor:
     """bool: the smallest set of blocks that holds ``mass``, forced ones first, at most ``cap``.
 
-    ``mass`` broadcasts with the rows: one for each head, or for all. Where it is above 0, rows keep
-    ``least`` blocks, or all they have.
+    ``mass`` broadcasts with the rows: one for each head, or for all. Blocks of a share of no more
+    than ``least`` are left out, unless mass is 1.
     """
     share = log_mass.exp()
     # a forced block's share counts, whatever its size: it goes to the front of the queue
@@ -260,7 +260,7 @@ def top_mass(
     queued = share.gather(-1, order)
     before = queued.cumsum(-1) - queued
     rank = torch.arange(queued.shape[-1], device=queued.device)
-    taken = (before < mass - MASS_TOLERANCE) | (mass >= 1) | ((rank < least) & (mass > 0))
+    taken = ((before < mass - MASS_TOLERANCE) & (queued > least)) | (mass >= 1)
     taken = (taken & (rank < cap)).gather(-1, order.argsort(-1))
     return (taken | forced) & visible
 
@@ -315,7 +315,7 @@ def best_blocks(
         spare = torch.minimum(share_of_row(visible, 1 - sparsity), cap)
         spare = spare - forced.sum(-1, keepdim=True)
         return forced | top_blocks(score, everything & ~forced, spare)
-    kept = top_mass(log_mass, forced, everything, mass, config.min_blocks, cap)
+    kept = top_mass(log_mass, forced, everything, mass, config.min_share, cap)
     spare = torch.minimum(share_of_row(visible, bridges), cap - kept.sum(-1, keepdim=True))
     return kept | top_blocks(score, everything & ~kept, spare)
 

@@ -129,7 +129,7 @@ def select_blocks(
         config.redundancy,
         _share(bridges if clusters else 1 - sparsity),
         _share(config.max_density),
-        config.min_blocks,
+        config.min_share,
         0 if bits is None else bits.shape[-1],
         config.sink_blocks,
         config.local_blocks,
@@ -182,7 +182,7 @@ def _select_kernel(
     redundancy,
     share,
     max_density,
-    min_blocks,
+    min_share,
     word_count,
     sink_blocks,
     local_blocks,
@@ -252,11 +252,10 @@ def _select_kernel(
             shares = 0
             if SHARED:
                 shares = scores.shares + row * width
-            least = tl.minimum(tl.where(mass > -TOLERANCE, min_blocks, 0), cap)
             weight_low, weight_high, weight_cut = _clusters(
                 (weights, shares),
                 span,
-                (mass, forced, least, cap),
+                (mass, forced, min_share, cap),
                 begin,
                 EXACT,
                 CAPPED,
@@ -405,10 +404,11 @@ def _clusters(
         rows: logits and, where ``SHARED``, what outlier queries give.
         span: of the row, which sees some block: first and last block that it sees, first that is no
             sink, first of its tail.
-        bounds: mass, and in blocks those that are forced, the fewest and the most that are kept.
+        bounds: mass; in blocks those that are forced; the share of what is left out in any case;
+            and the most blocks that are kept.
     """
     weights, shares = rows
-    mass, forced, least, cap = bounds
+    mass, forced, min_share, cap = bounds
     held, total, largest = _weigh(weights, shares, span, begin, SHARED, CHUNK)
     low, high, _, _ = span
     blocks = high - low + 1
@@ -421,18 +421,18 @@ def _clusters(
         weight_low, weight_high, weight_cut = threshold_by_mass(
             weights, largest, total, missing, blocks, begin, high + 1, CHUNK
         )
-    wanted = -1
-    if EXACT == 0 or CAPPED:
+        # what is > low and left of the cut, or > high, is kept: not where it is too small
+        least = min_share * (held + total)
+        weight_low = tl.maximum(weight_low, least)
+        weight_high = tl.maximum(weight_high, least)
+    if CAPPED:
+        room = cap - forced
         taken = count_kept(weights, weight_low, weight_high, weight_cut, begin, high + 1, CHUNK)
-        if EXACT == 0 and taken < least - forced:
-            wanted = least - forced
-        if CAPPED and taken > cap - forced:
-            wanted = cap - forced
-    if wanted >= 0:
-        under = tl.full([], -0.5, tl.float32)
-        weight_low, weight_high, weight_cut = threshold_by_count(
-            weights, under, largest, blocks - forced, wanted, begin, high + 1, CHUNK
-        )
+        if taken > room:
+            under = tl.full([], -0.5, tl.float32)
+            weight_low, weight_high, weight_cut = threshold_by_count(
+                weights, under, largest, blocks - forced, room, begin, high + 1, CHUNK
+            )
     return weight_low, weight_high, weight_cut
 
 
@@ -447,18 +447,27 @@ def _weigh(estimate, shares, span, begin, SHARED: tl.constexpr, CHUNK: tl.conste
     # pointers and columns move on apart: a column that also is an address is compared as 64 bits
     column = begin + tl.arange(0, CHUNK)
     source = estimate + column
-    peak = tl.full([CHUNK], float("-inf"), tl.float32)
+    peak = tl.full([CHUNK], -1e30, tl.float32)
+    summed = tl.zeros([CHUNK], tl.float32)
+    given = tl.zeros([CHUNK], tl.float32)
     for _ in range(begin, high + 1, CHUNK):
         visible = (column >= low) & (column <= high)
         # a row has room for whole chunks: what lies beyond is read, fast, and dropped
-        peak = tl.maximum(peak, tl.where(visible, tl.load(source), float("-inf")))
+        logit = tl.where(visible, tl.load(source), float("-inf"))
+        new_peak = tl.maximum(peak, logit)
+        if SHARED:
+            summed = summed * tl.exp(peak - new_peak) + tl.exp(logit - new_peak)
+            given += tl.where(visible, tl.load(shares + column), 0.0)
+        peak = new_peak
         column += CHUNK
         source += CHUNK
     top = tl.max(peak, 0)
     part = 1.0
     given_part = 0.0
     if SHARED:
-        part, given_part = _parts(estimate, shares, top, low, high, begin, CHUNK)
+        # so that either sums to 1
+        part = 1 / tl.sum(summed * tl.exp(peak - top), 0)
+        given_part = 1 / tl.maximum(tl.sum(given, 0), 1e-30)
     column = begin + tl.arange(0, CHUNK)
     source = estimate + column
     held = tl.zeros([CHUNK], tl.float32)
@@ -469,8 +478,8 @@ def _weigh(estimate, shares, span, begin, SHARED: tl.constexpr, CHUNK: tl.conste
         free = (column >= sinks) & (column < tail)
         weight = tl.exp(tl.where(visible, tl.load(source), float("-inf")) - top)
         if SHARED:
-            given = tl.where(visible, tl.load(shares + column), 0.0)
-            weight = weight * part + given * given_part
+            share = tl.where(visible, tl.load(shares + column), 0.0)
+            weight = weight * part + share * given_part
         held += tl.where(free, 0.0, weight)
         weight = tl.where(free, weight, 0.0)
         total += weight
@@ -480,21 +489,6 @@ def _weigh(estimate, shares, span, begin, SHARED: tl.constexpr, CHUNK: tl.conste
         source += CHUNK
     tl.debug_barrier()
     return tl.sum(held, 0), tl.sum(total, 0), tl.max(largest, 0)
-
-
-@triton.jit
-def _parts(estimate, shares, top, low, high, begin, CHUNK: tl.constexpr):
-    """What makes the exponentials of a row, and its ``shares``, sum to 1."""
-    column = begin + tl.arange(0, CHUNK)
-    weight = tl.zeros([CHUNK], tl.float32)
-    given = tl.zeros([CHUNK], tl.float32)
-    for _ in range(begin, high + 1, CHUNK):
-        visible = (column >= low) & (column <= high)
-        logit = tl.load(estimate + column)
-        weight += tl.exp(tl.where(visible, logit, float("-inf")) - top)
-        given += tl.where(visible, tl.load(shares + column), 0.0)
-        column += CHUNK
-    return 1 / tl.sum(weight, 0), 1 / tl.maximum(tl.sum(given, 0), 1e-30)
 
 
 @triton.jit

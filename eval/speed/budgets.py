@@ -250,8 +250,9 @@ class Budgets(HeadSpeed):
             "scores of Q queries a block, the others by the estimate; all attend D. Where S is no "
             "whole number of heads, two layers are measured, one with fewer and one with more, and "
             "what a form takes is their mean at the weights of a model that has S of all its heads "
-            "apart, densities and lists included; the peak is the larger. max_density is the budget of the heads that list "
-            "blocks, found by halving; forced blocks and the last rows, which attend everything, "
+            "apart, densities and lists included; the peak is the larger. max_density is the "
+            "budget of the heads that list blocks, found by halving; forced blocks and the last "
+            "rows, which attend everything, "
             f"count, and a density missed by more than {percent(TOLERANCE)} is told of. Over "
             "uniform: over even budgets of the same density. Lists: what the plan of a layer holds."
         )
