@@ -26,6 +26,7 @@ from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.timing import Bench, GpuBench, Timing
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
+from cab_hf.rotary import slow_channels
 from cab_hf.route import route
 
 WATCHED = "cab_watched"  # the attention under which layers are timed
@@ -95,14 +96,13 @@ class AttentionClock:
         ) -> None:
             if window is not None:
                 return
-            layer = getattr(module, "layer_idx", None)
             name, dense_ms = self.dense(q, k, v, scale)
             spent["dense_kernel"] = name
             spent["dense_ms"] += dense_ms
             if config is None:
                 predict_ms, attend_ms = 0.0, dense_ms
             else:
-                times = self._sparse(q, k, v, scale, config, layer, handed)
+                times = self._sparse(module, q, k, v, scale, config, handed)
                 predict_ms, attend_ms = times or (0.0, dense_ms)
             spent["predict_ms"] += predict_ms
             spent["attend_ms"] += attend_ms
@@ -128,22 +128,24 @@ class AttentionClock:
 
     def _sparse(
         self,
+        module: nn.Module,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         scale: float,
         config: CabConfig,
-        layer: int | None,
         handed: dict[Any, Any],
     ) -> tuple[float, float] | None:
         """(ms of choosing, ms of attending) in one layer; None where the layer is exact."""
-        batch, _, length, _ = q.shape
+        batch, _, length, dim = q.shape
+        layer = getattr(module, "layer_idx", None)
         work = Workload.of(q, k, v, (config.query_block, config.key_block))
         told = {"layer": layer, "q_length": length, "kv_length": length}
         way = route(config, work, sparse=True, **told)
         if way.kind != "sparse":
             return None
-        call = Call(Spans.causal(batch, length, length, q.device), scale, layer, handed)
+        spans, channels = Spans.causal(batch, length, length, q.device), slow_channels(module, dim)
+        call = Call(spans, scale, layer, handed, channels)
         predict = partial(make_predictor(config), q, k, call)
         # before the clock starts: what spans keep is made once for all layers of a pass
         plan = predict()

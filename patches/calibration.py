@@ -40,6 +40,7 @@ from cab_hf.predictors.calibration import (
     measure,
     tables,
 )
+from cab_hf.rotary import slow_channels
 
 CAPTURED = "cab_captured"
 TARGET_DENSITY = 0.25
@@ -147,7 +148,8 @@ def losses(
         if layer in config.dense_layers:
             return
         needles = Needles(*(x.to(q.device) for x in looking))
-        call = Call(Spans.causal(1, q.shape[2], k.shape[2], q.device), scale, layer)
+        spans = Spans.causal(1, q.shape[2], k.shape[2], q.device)
+        call = Call(spans, scale, layer, channels=slow_channels(module, q.shape[-1]))
         found[layer] = Losses(*(x.cpu() for x in measure(q, k, call, config, options, needles)))
 
     ids = torch.tensor([tokens], device=model.device)
@@ -193,7 +195,8 @@ def kept_of(
             return
         heads[layer] = q.shape[1], k.shape[1]
         here = Needles(*(x.to(q.device) for x in needles))
-        call = Call(Spans.causal(1, q.shape[2], k.shape[2], q.device), scale, layer)
+        spans = Spans.causal(1, q.shape[2], k.shape[2], q.device)
+        call = Call(spans, scale, layer, channels=slow_channels(module, q.shape[-1]))
         views[layer] = viewed(q, k, call, config, SHARES, here)
 
     ids = torch.tensor([tokens], device=model.device)

@@ -1,7 +1,5 @@
 """What is selected by the reference and by the kernels, for the tests that compare them."""
 
-from dataclasses import replace
-
 import torch
 from attention_cases import laid_out
 from tiny import qkv
@@ -13,18 +11,18 @@ from cab_hf.plan import Spans
 from cab_hf.predictors import Call, CurvaturePredictor
 
 
-def on_the_cpu(config, q, k, spans, scale=0.25):
+def on_the_cpu(config, q, k, spans, scale=0.25, channels=()):
     """The plan of `CurvaturePredictor` by the reference."""
-    plan = CurvaturePredictor(config)(q, k, Call(spans, scale, 0))
+    plan = CurvaturePredictor(config)(q, k, Call(spans, scale, 0, channels=channels))
     plan.validate()
     return plan
 
 
-def by_kernels(config, q, k, spans, scale=0.25):
+def by_kernels(config, q, k, spans, scale=0.25, channels=()):
     """The same by the kernels, in the interpreter."""
     budgets = budgets_of(config, 0, q.shape[1])
-    summary = replace(predict.summarise(k, spans.key_valid, config), keys=k)
-    full, partial = predict.choose(q, summary, spans, scale, config, budgets)
+    summary = predict.summarise(k, spans.key_valid, config, channels)
+    full, partial = predict.choose(q, summary, spans, scale, config, budgets, channels)
     rows = spans.tail_rows(config.dense_tail * config.query_block, config.query_block)
     blocks = config.query_block, config.key_block
     plan = BlockPlan(full, partial, spans, *blocks, budgets.whole, rows)

@@ -79,9 +79,9 @@ def loud(seed, heads=4):
     return 3 * q, 3 * k
 
 
-@pytest.mark.parametrize("stride", [0, 4])
-def test_a_planted_permutation_of_heads_is_recovered(stride):
-    config = replace(SMALL, exact_stride=stride)
+@pytest.mark.parametrize("exact_queries", [0, 4])
+def test_a_planted_permutation_of_heads_is_recovered(exact_queries):
+    config = replace(SMALL, exact_queries=exact_queries)
     q, k = loud(0)
     # tokens of a block are alike, so that the estimate is as good as the truth
     q, k = (
@@ -218,12 +218,12 @@ def test_a_target_below_what_is_forced_is_refused():
     assert set(within(kept, 1, 1.0).options.flatten().tolist()) <= set(range(len(SHARES)))
 
 
-@pytest.mark.parametrize("stride", [4, ((4, 0, 2, 0), (0, 0, 4, 4))], ids=["all", "some"])
-def test_anchors_are_found_by_the_scores_that_they_choose_by(stride):
-    config, layers = replace(SMALL, exact_stride=stride), [loud(0), loud(1)]
+@pytest.mark.parametrize("counts", [4, ((4, 0, 2, 0), (0, 0, 4, 4))], ids=["all", "some"])
+def test_anchors_are_found_by_the_scores_that_they_choose_by(counts):
+    config, layers = replace(SMALL, exact_queries=counts), [loud(0), loud(1)]
     kept = kept_at(config, layers, SHARES)
     found = cascaded(config, kept, (0, 1), 2, 2, 0.4)
-    assert found.exact_stride == stride
+    assert found.exact_queries == counts
     # the blocks that were measured are those that an anchor then attends
     spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
     of_shares = torch.stack([each.density for each in kept])

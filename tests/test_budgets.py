@@ -19,22 +19,28 @@ from cab_hf.plan import Spans, block_visibility
 from cab_hf.predictors import Call, CurvaturePredictor
 
 EXACT = {"atol": 2e-5, "rtol": 1e-4}
-SMALL = {"query_block": 32, "key_block": 16}
+SMALL = {"query_block": 32, "key_block": 16, "min_share": 0.0}
+ESTIMATE = {**SMALL, "exact_queries": 0}
 SHAPE = {"q_length": 136, "heads": 4, "kv_heads": 2, "dim": 16}
-MIXED = {"mass": ((0.0, 0.3, 0.9, 1.0),), "exact_stride": ((0, 0, 4, 2),)}
+MIXED = {"mass": ((0.0, 0.3, 0.9, 1.0),), "exact_queries": ((0, 0, 4, 2),)}
 CONFIGS = [
-    pytest.param(CabConfig(**SMALL, mass=((0.0, 0.3, 0.9, 1.0),)), id="masses"),
-    pytest.param(CabConfig(**SMALL, mass=((0.0,) * 4,), bridges=0.0), id="forced-alone"),
-    pytest.param(CabConfig(**SMALL, mass=((0.0,) * 4,), bridges=0.3), id="bridges-alone"),
-    pytest.param(CabConfig(**SMALL, mass=0.5, bridges=((0.0, 0.1, 0.3, 1.0),)), id="bridges"),
+    pytest.param(CabConfig(**ESTIMATE, mass=((0.0, 0.3, 0.9, 1.0),)), id="masses"),
     pytest.param(
-        CabConfig(**SMALL, bridges=((0.0, 0.1, 0.3, 1.0),), curvature="forman", mass=0.5),
+        CabConfig(**{**ESTIMATE, "min_share": 0.1}, mass=((0.0, 0.3, 0.9, 1.0),)), id="min-share"
+    ),
+    pytest.param(CabConfig(**ESTIMATE, mass=((0.0,) * 4,), bridges=0.0), id="forced-alone"),
+    pytest.param(CabConfig(**ESTIMATE, mass=((0.0,) * 4,), bridges=0.3), id="bridges-alone"),
+    pytest.param(CabConfig(**ESTIMATE, mass=0.5, bridges=((0.0, 0.1, 0.3, 1.0),)), id="bridges"),
+    pytest.param(
+        CabConfig(**ESTIMATE, bridges=((0.0, 0.1, 0.3, 1.0),), curvature="forman", mass=0.5),
         id="bridges-forman",
     ),
     pytest.param(CabConfig(**SMALL, **MIXED), id="all-kinds"),
     pytest.param(CabConfig(**SMALL, **MIXED, max_density=0.4), id="all-kinds-capped"),
     pytest.param(
-        CabConfig(**SMALL, mass=1.0, bridges=((0.0, 0.1, 0.3, 0.0),), exact_stride=((0, 4, 8, 1),)),
+        CabConfig(
+            **SMALL, mass=1.0, bridges=((0.0, 0.1, 0.3, 0.0),), exact_queries=((0, 4, 8, 1),)
+        ),
         id="everything-listed",
     ),
     pytest.param(
@@ -50,7 +56,9 @@ def test_each_head_keeps_its_own_mass_by_hand():
     share = torch.tensor([0.1, 0.4, 0.2, 0.3]).expand(1, 5, 1, 4)
     forced = torch.tensor([True, False, False, False]).expand(1, 5, 1, 4)
     mass = torch.tensor([0.0, 0.45, 0.55, 0.9, 1.0])[:, None, None]
-    chosen = reference.top_mass(share.log(), forced, torch.ones_like(forced), mass, torch.tensor(9))
+    chosen = reference.top_mass(
+        share.log(), forced, torch.ones_like(forced), mass, 0, torch.tensor(9)
+    )
     assert [row.nonzero().flatten().tolist() for row in chosen[0, :, 0]] == [
         [0],
         [0, 1],
@@ -62,7 +70,7 @@ def test_each_head_keeps_its_own_mass_by_hand():
 
 def test_each_head_adds_its_own_bridges_by_hand():
     spans = Spans.causal(1, 160, 160, "cpu")
-    config = CabConfig(query_block=16, key_block=16, local_blocks=1, dense_tail=0)
+    config = CabConfig(16, 16, local_blocks=1, dense_tail=0, min_share=0.0)
     visible = block_visibility(spans, 16, 16)
     score = torch.zeros(1, 4, 10, 10)
     score[:, :, 9, 4] = 0.5
@@ -70,7 +78,7 @@ def test_each_head_adds_its_own_bridges_by_hand():
     # all of the mass is on block 5
     log_mass = torch.full((1, 4, 10, 10), -50.0)
     log_mass[..., 5] = 0.0
-    budgets = Budgets((0.0, 0.0, 0.9, 0.9), (0.0, 0.1, 0.2, 0.3), (0.95,))
+    budgets = Budgets((0.0, 0.0, 0.9, 0.9), (0.0, 0.1, 0.2, 0.3), (0.95,), (0,))
     kept = reference.best_blocks(score, log_mass, spans, visible, config, budgets)
     # beside forced blocks 0 and 9, and of equals the lower
     assert [row.nonzero().flatten().tolist() for row in kept[0, :, 9]] == [
@@ -85,7 +93,7 @@ def test_each_head_adds_its_own_bridges_by_hand():
 def test_a_mass_of_one_lists_everything_whatever_the_other_budgets(select):
     q, k = loud(**SHAPE)
     spans = Spans.causal(1, 136, 136, "cpu")
-    tables = {"bridges": ((0.0, 0.1, 0.0, 1.0),), "exact_stride": ((0, 4, 8, 2),)}
+    tables = {"bridges": ((0.0, 0.1, 0.0, 1.0),), "exact_queries": ((0, 4, 8, 2),)}
     everything = {"mass": 1.0} if select == "clusters" else {"sparsity": 0.0}
     config = CabConfig(**SMALL, select=select, **everything, **tables)
     meant = block_visibility(spans, 32, 16).unsqueeze(1).expand(-1, 4, -1, -1)
@@ -104,9 +112,9 @@ def test_the_reference_does_every_kind_of_head():
     assert plan.whole_heads == (3,)
     assert torch.equal(kept[0], forced[0])
     assert torch.equal(kept[3], visible[0])
-    alone = on_the_cpu(CabConfig(**SMALL, mass=0.3), q, k, spans)
+    alone = on_the_cpu(CabConfig(**ESTIMATE, mass=0.3, bridges=0.05), q, k, spans)
     assert torch.equal(kept[1], alone.to_dense()[0, 1])
-    exact = on_the_cpu(CabConfig(**SMALL, mass=0.9, exact_stride=4), q, k, spans)
+    exact = on_the_cpu(CabConfig(**SMALL, mass=0.9, bridges=0.05, exact_queries=4), q, k, spans)
     assert torch.equal(kept[2], exact.to_dense()[0, 2])
 
 
@@ -165,7 +173,7 @@ def test_measured_lists_are_as_wide_as_the_longest_that_is_listed(monkeypatch):
             id="bridges-of-a-whole-head",
         ),
         pytest.param(
-            {"mass": ((0.0,) * 32,), "bridges": 0.1, "exact_stride": 4}, 1, 0.1, id="all-exact"
+            {"mass": ((0.0,) * 32,), "bridges": 0.1, "exact_queries": 4}, 1, 0.1, id="all-exact"
         ),
         pytest.param(
             {"select": "topk", "sparsity": ((0.95,) * 31 + (0.9,),)}, 1, 0.1, id="topk-shares"
@@ -186,20 +194,23 @@ def test_lists_of_a_million_tokens_are_as_wide_as_what_is_listed(fields, documen
 def test_the_registered_op_takes_tables():
     q, k = loud(**SHAPE | {"q_length": 64})
     spans, config = Spans.causal(1, 64, 64, "cpu"), CabConfig(**SMALL, **MIXED)
-    planes = predict.summarise(k, spans.key_valid, config).planes
+    summary = predict.summarise(k, spans.key_valid, config, (1, 2, 9, 10))
     told = predict._telling(spans, config, budgets_of(config, 0, 4))
-    inputs = (q, planes, k, 0.25, *told)
+    inputs = (q, summary.planes, summary.keys, 0.25, [1, 2, 9, 10], *told)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.cab_hf.choose.default, inputs, test_utils=checks)
     counts, *_ = torch.ops.cab_hf.choose(*inputs)
-    assert torch.equal(counts, by_kernels(config, q, k, spans).full.counts)
+    found = by_kernels(config, q, k, spans, channels=(1, 2, 9, 10))
+    assert torch.equal(counts, found.full.counts)
+    inputs = (k, [1, 2, 9, 10])
+    torch.library.opcheck(torch.ops.cab_hf.scored_keys.default, inputs, test_utils=checks)
 
 
 def test_a_summary_without_keys_is_refused():
     q, k = loud(**SHAPE)
-    config = CabConfig(**SMALL, exact_stride=4)
+    config = CabConfig(**SMALL, exact_queries=4)
     summary = replace(CurvaturePredictor(config).summarise(k), keys=None)
-    with pytest.raises(ValueError, match="exact_stride is above 0 for 4 heads"):
+    with pytest.raises(ValueError, match="exact_queries is above 0 for 4 heads"):
         CurvaturePredictor(config).choose(q, summary, Call(Spans.causal(1, 136, 136, "cpu"), 0.25))
 
 
@@ -208,7 +219,7 @@ ROW = (0.0, 0.3, 0.9, 1.0, 0.5, 0.5)
 TABLES = {
     "mass": [list(ROW), list(reversed(ROW)), [0.4] * 6],
     "bridges": [[0.1] * 6, [0.1, 0.0] * 3, [0.2] * 6],
-    "exact_stride": [[0] * 5 + [2], [0] * 6, [4] * 6],
+    "exact_queries": [[0] * 5 + [2], [0] * 6, [4] * 6],
 }
 
 
@@ -287,7 +298,7 @@ def test_tables_compile_without_a_graph_break_and_change():
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for row in (ROW, tuple(reversed(ROW))):
         exact = [[0] * 4 + [2, 0]]
-        with cab_hf.cab(model, SPARSE, mass=[list(row)], exact_stride=exact):
+        with cab_hf.cab(model, SPARSE, mass=[list(row)], exact_queries=exact):
             expected = logits(model, ids)
             torch.testing.assert_close(logits(compiled, ids), expected, **EXACT)
 
@@ -297,8 +308,8 @@ def test_describe_sums_tables_up(llama):
         head = cab_hf.describe(llama, tokens=500).splitlines()[0]
     assert "mass a head (0.00 to 1.00, mean 0.49), bridges a head (0.00 to 0.20, mean 0.12)" in head
     assert "; 7 heads exact, 2 dense)" in head and "uncalibrated" not in head
-    with cab_hf.cab(llama, SPARSE, exact_stride=4):
-        assert "; every head exact, by 1 query in 4)" in cab_hf.describe(llama)
+    with cab_hf.cab(llama, SPARSE, exact_queries=4):
+        assert ", 4 queries of a block scored exactly)" in cab_hf.describe(llama)
     with cab_hf.cab(llama, SPARSE):
         head = cab_hf.describe(llama, tokens=500).splitlines()[0]
     assert "mass 0.4" in head and head.endswith("(uncalibrated: see cab_hf.calibrate):")

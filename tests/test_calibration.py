@@ -20,15 +20,14 @@ from cab_hf.predictors.calibration import (
     allocate,
     costs,
     measure,
-    pass_cost,
-    passes,
+    scoring_cost,
     tables,
 )
 
-SMALL = {"query_block": 16, "key_block": 16, "min_length": 0}
-EVERYTHING = {"mass": 1.0, "bridges": 0.0, "exact_stride": 0}
-FORCED = {"mass": 0.0, "bridges": 0.0, "exact_stride": 0}
-EXACT = {"mass": 0.9, "bridges": 0.0, "exact_stride": 2}
+SMALL = {"query_block": 16, "key_block": 16, "min_length": 0, "min_share": 0.0}
+EVERYTHING = {"mass": 1.0, "bridges": 0.0, "exact_queries": 0}
+FORCED = {"mass": 0.0, "bridges": 0.0, "exact_queries": 0}
+EXACT = {"mass": 0.9, "bridges": 0.0, "exact_queries": 2}
 NO_NEEDLES = Needles(*torch.zeros(3, 0, dtype=torch.int64))
 
 
@@ -100,31 +99,19 @@ def test_a_target_below_what_is_forced_is_refused():
         allocate(torch.rand(1, 2, 2), torch.full((1, 2, 2), 0.3), 0.1)
 
 
-def test_exact_passes_count():
+def test_exact_scores_count():
     density = torch.full((1, 3), 0.2)
-    spent = costs([FORCED, EXACT, EVERYTHING], density)
-    assert spent[0].tolist() == pytest.approx([0.2, 0.2 + pass_cost(2), 0.2])
-    assert pass_cost(1) > pass_cost(4) > pass_cost(16) > pass_cost(0) == 0
-
-
-def test_what_passes_take_of_a_model():
-    whole = pass_cost(2)
-    assert passes(CabConfig(), 4) == 0
-    assert passes(CabConfig(exact_stride=2), 4) == whole
-    table = {"exact_stride": ((0, 2), (2, 2)), "mass": ((0.9, 0.9), (1.0, 0.9))}
-    # a head that attends everything is not looked at
-    assert passes(CabConfig(**table), 2) == pytest.approx(whole / 2)
-    # of a cascade those of anchors alone
-    cascade = {"predictor": "cascade", "anchors": (0, 3)}
-    assert passes(CabConfig(**cascade), 8) == 0
-    assert passes(CabConfig(**cascade, exact_stride=2), 8) == pytest.approx(whole / 4)
-    assert passes(CabConfig(**{**cascade, "anchors": (0,)}, **table), 2) == pytest.approx(whole / 4)
+    spent = costs([FORCED, EXACT, EVERYTHING], density, 16)
+    assert spent[0].tolist() == pytest.approx([0.2, 0.2 + scoring_cost(2, 16), 0.2])
+    # as many of a block of twice the size are half of the work
+    assert scoring_cost(16, 128) == 2 * scoring_cost(8, 128) == 2 * scoring_cost(16, 256) > 0
+    assert scoring_cost(0, 128) == 0
 
 
 def test_tables_give_each_head_its_option():
     made = tables([FORCED, EXACT], torch.tensor([[0, 1], [1, 1]]))
     assert made["mass"] == ((0.0, 0.9), (0.9, 0.9))
-    assert made["exact_stride"] == ((0, 2), (2, 2))
+    assert made["exact_queries"] == ((0, 2), (2, 2))
     assert budgets_of(CabConfig(**made), 0, 2).exact(2) == (1,)
 
 

@@ -14,8 +14,8 @@ DECIDED = []
 
 
 class FirstLayerDecides(CurvaturePredictor):
-    def summarise(self, k, valid=None):
-        return k, valid
+    def summarise(self, k, valid=None, channels=()):
+        return k, valid, channels
 
     def choose(self, q, summary, call):
         if "plan" not in call.handed:

@@ -15,7 +15,7 @@ from cab_hf.plan import Spans
 from cab_hf.predictors import Call, CascadePredictor, make_predictor
 
 CASCADE = replace(SPARSE, predictor="cascade", anchors=(0, 2))
-EXACT = replace(CASCADE, exact_stride=4)
+EXACT = replace(CASCADE, exact_queries=4)
 LENGTH = 205
 
 
@@ -45,8 +45,8 @@ def test_layers_attend_what_the_anchor_before_them_chose(config):
     [
         {},
         {"curvature": "forman", "max_density": 0.4},
-        {"exact_stride": 4},
-        {"mass": ((0.4, 0.3, 1.0, 0.0),) * 4, "exact_stride": ((0, 4, 0, 2),) * 4},
+        {"exact_queries": 4},
+        {"mass": ((0.4, 0.3, 1.0, 0.0),) * 4, "exact_queries": ((0, 4, 0, 2),) * 4},
         {"select": "topk", "sparsity": 0.6},
     ],
     ids=["clusters", "forman", "exact", "tables", "topk"],
@@ -267,7 +267,7 @@ def test_generation_reads_sparsely_and_writes():
     assert torch.equal(found, model.generate(ids, max_new_tokens=6, do_sample=False))
 
 
-@pytest.mark.parametrize("fields", [{"head_map": ((3,) * 6,) * 3}, {"exact_stride": 4}])
+@pytest.mark.parametrize("fields", [{"head_map": ((3,) * 6,) * 3}, {"exact_queries": 4}])
 def test_it_compiles_without_a_graph_break(fields):
     model, ids = tiny_model(), tokens(1, 150)
     config = replace(CASCADE, anchors=(0,), engine="reference", **fields)

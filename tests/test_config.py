@@ -22,6 +22,8 @@ ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=8192)
         ("sink_blocks", -1),
         ("local_blocks", True),
         ("dense_tail", -1),
+        ("min_share", -0.1),
+        ("min_share", 1.0),
         ("coarsen", "max"),
         ("select", "all"),
         ("curvature", "ollivier"),
@@ -45,14 +47,14 @@ ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=8192)
         ("mass", (0.5, 0.5)),
         ("bridges", ((0.1, 1.5),)),
         ("sparsity", ((0.5, 1.0),)),
-        ("exact_stride", 3),
-        ("exact_stride", -1),
-        ("exact_stride", 256),
-        ("exact_stride", 2.0),
-        ("exact_stride", False),
-        ("exact_stride", ((),)),
-        ("exact_stride", ((4, "a"),)),
-        ("exact_stride", ((4, 0.0),)),
+        ("exact_queries", 3),
+        ("exact_queries", -1),
+        ("exact_queries", 256),
+        ("exact_queries", 2.0),
+        ("exact_queries", False),
+        ("exact_queries", ((),)),
+        ("exact_queries", ((4, "a"),)),
+        ("exact_queries", ((4, 0.0),)),
         ("mass", {}),
         ("min_length", 2**70),
         ("query_block", 2**70),
@@ -79,7 +81,6 @@ def test_a_bad_value_is_named(field, value):
 
 def test_a_model_of_8192_tokens_can_be_sparse_as_it_comes():
     assert CabConfig().min_length == 8192
-    assert {CabConfig.calibrated(name).min_length for name in CabConfig.shipped()} == {8192}
 
 
 def test_it_is_frozen_and_hashes():
@@ -95,7 +96,9 @@ def test_it_is_frozen_and_hashes():
         CabConfig(),
         CabConfig(dense_layers=(0, 3), mass=1),
         CabConfig.published(0.9, "additive"),
-        CabConfig(mass=((0.0, 0.5), (1, 0.25)), exact_stride=((4, 0), (0, 128)), bridges=((0, 1),)),
+        CabConfig(
+            mass=((0.0, 0.5), (1, 0.25)), exact_queries=((4, 0), (0, 128)), bridges=((0, 1),)
+        ),
         CabConfig(origin=ORIGIN),
         CabConfig(origin=ORIGIN._replace(layers=None, heads=None, kv_heads=None)),
     ],
@@ -106,10 +109,10 @@ def test_it_survives_json(config):
 
 
 def test_lists_of_a_table_are_frozen_and_given_back():
-    config = CabConfig(mass=[[0.5, 1.0]], exact_stride=[[4, 0]])
+    config = CabConfig(mass=[[0.5, 1.0]], exact_queries=[[4, 0]])
     assert config.mass == ((0.5, 1.0),) and hash(config) == hash(CabConfig(**config.to_dict()))
     assert config.to_dict()["mass"] == [[0.5, 1.0]]
-    assert config.to_dict()["exact_stride"] == [[4, 0]]
+    assert config.to_dict()["exact_queries"] == [[4, 0]]
 
 
 def test_what_was_calibrated_for_is_named_in_the_file(tmp_path):
@@ -121,44 +124,43 @@ def test_what_was_calibrated_for_is_named_in_the_file(tmp_path):
     assert hash(config) == hash(CabConfig(origin=told)) != hash(CabConfig())
     # of settings that nobody calibrated there is nothing to say
     assert "origin" not in CabConfig().to_dict()
-    assert {CabConfig.calibrated(name).origin for name in CabConfig.shipped()} == {ORIGIN}
 
 
 TABLE = ((0.0, 0.3, 1.0), (0.6, 0.6, 0.6), (1.0, 1.0, 1.0))
-STRIDES = ((4, 0, 8), (8, 8, 8), (0, 0, 0))
+COUNTS = ((4, 0, 8), (8, 8, 8), (0, 0, 0))
 # of what is not told
-REST = {"mass": (0.9,), "bridges": (0.05,), "sparsity": (0.95,)}
+REST = {"mass": (0.8,), "bridges": (0.03,), "sparsity": (0.95,), "exact_queries": (16,)}
 
 
 @pytest.mark.parametrize(
     ("fields", "layer", "told"),
     [
         pytest.param({}, None, {}, id="a-number"),
-        pytest.param({"mass": 1}, 0, {"mass": (1,)}, id="everything-listed"),
+        pytest.param({"mass": 1}, 0, {"mass": (1,), "exact_queries": (0,)}, id="everything-listed"),
         pytest.param({"mass": TABLE}, 0, {"mass": TABLE[0], "whole": (2,)}, id="table"),
         pytest.param({"mass": TABLE}, 1, {"mass": (0.6,)}, id="a-layer-of-one-number"),
         pytest.param(
             {"mass": TABLE}, 2, {"mass": (1.0,), "whole": (0, 1, 2)}, id="a-layer-of-ones"
         ),
         pytest.param({"bridges": TABLE}, 0, {"bridges": TABLE[0]}, id="bridges"),
-        pytest.param({"exact_stride": 8}, None, {"exact_stride": (8,)}, id="all-exact"),
-        pytest.param({"exact_stride": STRIDES}, 0, {"exact_stride": STRIDES[0]}, id="some-exact"),
+        pytest.param({"exact_queries": 8}, None, {"exact_queries": (8,)}, id="all-exact"),
+        pytest.param({"exact_queries": COUNTS}, 0, {"exact_queries": COUNTS[0]}, id="some-exact"),
         pytest.param(
-            {"exact_stride": STRIDES}, 1, {"exact_stride": (8,)}, id="a-layer-of-one-stride"
+            {"exact_queries": COUNTS}, 1, {"exact_queries": (8,)}, id="a-layer-of-one-count"
         ),
         pytest.param(
-            {"mass": 1.0, "exact_stride": STRIDES, "bridges": TABLE},
+            {"mass": 1.0, "exact_queries": COUNTS, "bridges": TABLE},
             0,
-            {"mass": (1.0,), "bridges": TABLE[0]},
+            {"mass": (1.0,), "bridges": TABLE[0], "exact_queries": (0,)},
             id="everything-before-exact",
         ),
         pytest.param(
             {"mass": TABLE, "select": "topk"}, 0, {"mass": TABLE[0]}, id="topk-knows-no-mass"
         ),
         pytest.param(
-            {"mass": 1.0, "exact_stride": 4, "select": "topk"},
+            {"mass": 1.0, "exact_queries": 4, "select": "topk"},
             0,
-            {"mass": (1.0,), "exact_stride": (4,)},
+            {"mass": (1.0,), "exact_queries": (4,)},
             id="topk-exact",
         ),
     ],
@@ -170,11 +172,12 @@ def test_budgets_of_a_layer(fields, layer, told):
 @pytest.mark.parametrize(
     ("fields", "exact"),
     [
-        pytest.param({}, (), id="none"),
-        pytest.param({"exact_stride": 4}, (0, 1, 2), id="all"),
-        pytest.param({"exact_stride": STRIDES}, (0, 2), id="some"),
-        pytest.param({"exact_stride": STRIDES, "mass": TABLE}, (0,), id="but-whole-ones"),
-        pytest.param({"exact_stride": STRIDES, "mass": 1.0}, (), id="but-where-all-is-listed"),
+        pytest.param({"exact_queries": 0}, (), id="none"),
+        pytest.param({}, (0, 1, 2), id="all-by-default"),
+        pytest.param({"exact_queries": 4}, (0, 1, 2), id="all"),
+        pytest.param({"exact_queries": COUNTS}, (0, 2), id="some"),
+        pytest.param({"exact_queries": COUNTS, "mass": TABLE}, (0,), id="but-whole-ones"),
+        pytest.param({"exact_queries": COUNTS, "mass": 1.0}, (), id="but-where-all-is-listed"),
     ],
 )
 def test_heads_that_choose_by_exact_scores(fields, exact):
@@ -185,6 +188,9 @@ def test_heads_that_choose_by_exact_scores(fields, exact):
     ("fields", "curved"),
     [
         pytest.param({}, True, id="default"),
+        pytest.param({"exact_queries": 16}, False, id="every-head-exact"),
+        pytest.param({"exact_queries": ((8, 16), (16, 16))}, False, id="a-table-of-exact"),
+        pytest.param({"exact_queries": ((8, 0), (16, 16))}, True, id="one-head-by-the-estimate"),
         pytest.param({"redundancy": 0.0}, False, id="no-weight"),
         pytest.param({"bridges": 0.0}, False, id="no-bridges"),
         pytest.param({"bridges": ((0.0, 0.0), (0.0, 0.0))}, False, id="a-table-of-none"),
@@ -194,14 +200,14 @@ def test_heads_that_choose_by_exact_scores(fields, exact):
     ],
 )
 def test_curvature_takes_part_where_it_ranks_something(fields, curved):
-    assert CabConfig(**fields).curved == curved
+    assert CabConfig(**{"exact_queries": 0, **fields}).curved == curved
 
 
 def test_budgets_of_some_heads():
-    config = CabConfig(mass=TABLE, exact_stride=STRIDES)
+    config = CabConfig(mass=TABLE, exact_queries=COUNTS)
     budgets = budgets_of(config, 0, 3)
-    assert budgets.of_head(1) == (0.3, 0.05, 0.95, 0)
-    assert budgets.of_heads([2, 0]) == Budgets((1.0, 0.0), (0.05,), (0.95,), (8, 4))
+    assert budgets.of_head(1) == (0.3, 0.03, 0.95, 0)
+    assert budgets.of_heads([2, 0]) == Budgets((1.0, 0.0), (0.03,), (0.95,), (8, 4))
     assert not budgets.alike and budgets_of(config, 1, 3).alike
 
 
@@ -210,10 +216,10 @@ def test_budgets_of_some_heads():
     [
         ("mass", TABLE),
         ("bridges", TABLE),
-        ("exact_stride", STRIDES),
+        ("exact_queries", COUNTS),
         ("sparsity", ((0.5, 0.6, 0.7),) * 3),
     ],
-    ids=["mass", "bridges", "exact_stride", "sparsity"],
+    ids=["mass", "bridges", "exact_queries", "sparsity"],
 )
 @pytest.mark.parametrize(
     ("layer", "heads", "sentence"),

@@ -8,25 +8,33 @@ from shards import BLOCK, TEXTS, frame_of, layout_for, shard_of
 from tiny import qkv
 
 from cab_hf import CabConfig, distributed
+from cab_hf.distributed import choosing
 from cab_hf.ops import reference
 from cab_hf.predictors import Call, make_predictor
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
-SMALL = CabConfig(query_block=32, key_block=16, mass=0.4, bridges=0.1, min_length=0)
+# the half of 64 channels that LLaMA turns slowest
+SLOW = (*range(16, 32), *range(48, 64))
+SMALL = CabConfig(32, 16, mass=0.4, bridges=0.1, min_length=0, min_share=0.0, exact_queries=8)
+ESTIMATE = replace(SMALL, exact_queries=0)
 # heads of a layer: by estimate, by exact scores, everything, hardly anything
 TABLES = {
     "mass": ((0.4, 0.3, 1.0, 0.0),),
     "bridges": ((0.1, 0.1, 0.0, 0.0),),
-    "exact_stride": ((0, 4, 0, 2),),
+    "exact_queries": ((0, 4, 0, 2),),
 }
 CONFIGS = {
-    "clusters": SMALL,
-    "wide-keys": replace(SMALL, query_block=16, key_block=32),
-    "forman": replace(SMALL, curvature="forman"),
-    "without-curvature": replace(SMALL, redundancy=0),
-    "without-bridges": replace(SMALL, bridges=0.0),
-    "no-tail": replace(SMALL, dense_tail=0),
-    "long-tail": replace(SMALL, dense_tail=3),
+    "exact": SMALL,
+    "exact-every-query": replace(SMALL, exact_queries=32),
+    "exact-min-share": replace(SMALL, mass=0.9, min_share=0.1),
+    "clusters": ESTIMATE,
+    "min-share": replace(ESTIMATE, mass=0.9, min_share=0.1),
+    "wide-keys": replace(ESTIMATE, query_block=16, key_block=32),
+    "forman": replace(ESTIMATE, curvature="forman"),
+    "without-curvature": replace(ESTIMATE, redundancy=0),
+    "without-bridges": replace(ESTIMATE, bridges=0.0),
+    "no-tail": replace(ESTIMATE, dense_tail=0),
+    "long-tail": replace(ESTIMATE, dense_tail=3),
     "calibrated": replace(SMALL, **TABLES),
     "calibrated-plain": replace(SMALL, **TABLES, redundancy=0),
     "capped": replace(SMALL, max_density=0.4),
@@ -40,9 +48,9 @@ CONFIGS = {
 }
 
 
-def whole(layout):
+def whole(layout, dim=DIM):
     """q and k with some blocks that matter more than others."""
-    q, k, v = qkv(1, HEADS, KV_HEADS, layout.text, dim=DIM)
+    q, k, v = qkv(1, HEADS, KV_HEADS, layout.text, dim=dim)
     return 2 * q, 2 * k, v
 
 
@@ -53,14 +61,18 @@ def on_a_rank(process_group, config, ends):
     plan = distributed.predict(
         q, k, group=process_group, config=config, layer=0, cu_seqlens=ends, block=BLOCK
     )
+    return told_of(plan)
+
+
+def told_of(plan):
     plan.validate()
     return plan.to_dense(), plan.whole(), plan.spans.text_rows(plan.query_block), plan.whole_heads
 
 
-def in_one_process(config, layout):
-    q, k, _ = whole(layout)
+def in_one_process(config, layout, dim=DIM, channels=()):
+    q, k, _ = whole(layout, dim)
     frame = frame_of(layout, max(config.query_block, config.key_block))
-    call = Call(frame.spans, DIM**-0.5, 0)
+    call = Call(frame.spans, DIM**-0.5, 0, channels=channels)
     return make_predictor(config)(frame.queries(q), frame.keys(k), call)
 
 
@@ -86,6 +98,26 @@ def test_plans_are_the_rows_of_one_plan(ranks, config, text):
     assert_rows_of(found, in_one_process(CONFIGS[config], layout_for(4, TEXTS[text])))
 
 
+def on_a_rank_by_slow_channels(process_group, config, ends):
+    layout, rank = layout_for(process_group.size(), ends), process_group.rank()
+    q, k, _ = (shard_of(x, layout, rank) for x in whole(layout, 64))
+    places = layout.places(max(config.query_block, config.key_block), q.device)
+    call = Call(places.spans(rank, 1), DIM**-0.5, 0, channels=SLOW)
+    return told_of(choosing.choose(make_predictor(config), q, k, places, process_group, call))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("config", ["exact", "calibrated", "cascade"])
+def test_half_of_the_channels_choose_the_rows_of_one_plan(ranks, config, text):
+    config = CONFIGS[config]
+    found = ranks.run(4, on_a_rank_by_slow_channels, config, TEXTS[text])
+    layout = layout_for(4, TEXTS[text])
+    plan = in_one_process(config, layout, 64, SLOW)
+    assert_rows_of(found, plan)
+    # and they are other rows than all of them choose
+    assert not torch.equal(plan.to_dense(), in_one_process(config, layout, 64).to_dense())
+
+
 def test_a_single_rank_makes_the_plan_of_one_process(ranks):
     found = ranks.run(1, on_a_rank, SMALL, TEXTS["packed"])
     assert_rows_of(found, in_one_process(SMALL, layout_for(1, TEXTS["packed"])))
@@ -105,7 +137,7 @@ def attended_on_a_rank(process_group, config, ends):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("config", ["clusters", "calibrated"])
+@pytest.mark.parametrize("config", ["clusters", "exact", "calibrated"])
 def test_attention_under_plans_is_that_of_one_process(ranks, config, text):
     config, ends = CONFIGS[config], TEXTS[text]
     layout = layout_for(4, ends)

@@ -20,7 +20,7 @@ from cab_hf.fit import Origin
 from cab_hf.patches import calibration as of_models
 from cab_hf.predictors.anchors import SHARES
 
-SMALL = ("query_block=16", "key_block=16")
+SMALL = ("query_block=16", "key_block=16", "min_share=0.0")
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +69,9 @@ def test_rows_say_what_each_head_got(model_folder, book, tmp_path):
     assert command(model_folder, book, out, "--target-densities", "0.7") == 0
     config = CabConfig.calibrated(out / "cab_config-0.7.json")
     for row in json.loads((out / "results.json").read_text())["rows"]:
-        for field in ("mass", "bridges", "exact_stride"):
+        for field in ("mass", "bridges", "exact_queries"):
             assert row[field] == getattr(config, field)[row["layer"]][row["head"]]
-        kind = "exact" if row["exact_stride"] else "all" if row["mass"] == 1 else "estimate"
+        kind = "exact" if row["exact_queries"] else "all" if row["mass"] == 1 else "estimate"
         assert row["kind"] == kind
 
 

@@ -131,8 +131,8 @@ def test_forms_share_out_a_model():
     tables = forms.tables(config, apart, 8, 10)
     masses = [mass for row in tables["mass"] for mass in row]
     assert masses.count(1.0) == 8 and masses.count(config.mass) == 72
-    strides = [stride for row in tables["exact_stride"] for stride in row]
-    assert strides.count(4) == 20 and strides.count(0) == 60
+    counts = [count for row in tables["exact_queries"] for count in row]
+    assert counts.count(4) == 20 and counts.count(0) == 60
 
 
 # --- densities
@@ -182,11 +182,13 @@ def test_a_row_has_what_every_layer_took():
     assert row["exact_pass_ms"] is None and row["baselines"] == {"SDPA": 2.0}
 
 
-def test_an_exact_pass_is_timed_alone():
+def test_an_exact_head_is_timed_alone():
     assert measured("exact:0.5:4:0.5", FakeBench())["exact_pass_ms"] == 2.0
+    settings = tiny()
     q, k = torch.randn(2, 1, 1, 96, 16)
-    most, _ = budgets.exact_pass(q, k, tiny().cab_config, 4)()
-    assert most.shape == (1, 1, 6, 6)
+    config = settings.budgeted(Form.parse("exact:0.5:4:0.5"), q, k)
+    plan = budgets.exactly_chosen(q, k, config, 4)()
+    assert plan.to_dense().shape == (1, 1, 6, 6)
 
 
 def test_bytes_of_lists_by_hand():
@@ -225,7 +227,7 @@ def test_dense_attention_is_extrapolated_to_lengths_it_was_not_run_at():
     assert (short["pass_ratio"], long["pass_ratio"]) == (0.5, 0.5)
     assert "≈ 64.0 FA3" in shown(Budgets, [short, long])
     (said,) = Budgets.readings([short, long])
-    assert "of a head of FA3 (extrapolated), 50.0 % at stride 1" in said
+    assert "of a head of FA3 (extrapolated), 50.0 % by 1 queries" in said
 
 
 def test_what_uneven_budgets_cost_is_said():
@@ -277,7 +279,7 @@ def test_what_fails_in_one_layer_has_no_mean(monkeypatch):
 def test_a_graph_that_fails_is_told():
     row = measured("exact:0.5:4:0.5", FakeBench("it waits"))
     whats = ("predict", "attend", "total")
-    expected = {f"{what}, 2 apart" for what in whats} | {"the exact pass"}
+    expected = {f"{what}, 2 apart" for what in whats} | {"one exact head"}
     assert expected <= set(row["without_graph"])
 
 
@@ -300,7 +302,7 @@ def test_a_whole_run(finished):
         assert row["error"] is None and row["ms"] > 0 and row["over_uniform"] > 0
         assert (row["exact_pass_ms"] is not None) == row["form"].startswith("exact")
     text = (finished / "report.md").read_text()
-    for heading in ("Layers", "An exact pass of one head", "Dense causal attention, forward"):
+    for heading in ("Layers", "Choosing for one exact head", "Dense causal attention, forward"):
         assert f"\n## {heading}\n" in text
     assert "two layers are measured" in text
     assert (finished / "figure.png").read_bytes().startswith(b"\x89PNG")
@@ -321,9 +323,11 @@ def test_a_run_grows_by_a_form(tmp_path):
     ("options", "message"),
     [
         pytest.param(["--forms", "most:0.1"], "forms: budgets are uniform:DENSITY", id="form"),
-        pytest.param(["--forms", "exact:0.1:3:0.5"], "exact_stride", id="stride"),
+        pytest.param(["--forms", "exact:0.1:3:0.5"], "exact_queries", id="queries"),
         pytest.param(["--config", "max_density=0.3"], "config sets max_density", id="twice"),
-        pytest.param(["--config", "exact_stride=4"], "config sets exact_stride", id="stride twice"),
+        pytest.param(
+            ["--config", "exact_queries=((0,4),)"], "config must be without tables", id="two tables"
+        ),
         pytest.param(
             ["--config", "mass=((1.0,0.5),)"], "config must be without tables", id="a table"
         ),

@@ -7,6 +7,7 @@ import json
 import math
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -269,21 +270,29 @@ def test_the_report_says_where_we_lose():
 
 def test_flops_by_hand():
     settings = tiny()
-    config = CabConfig(query_block=32, key_block=16)
+    config = CabConfig(query_block=32, key_block=16, exact_queries=0)
     # 80 tokens: 3 rows that end after 2, 4 and 5 key blocks
     work = predictor.predictor_flops(config, settings, 80)
     assert work["coarsen"] == 80 * 16 * (4 + 3 * 2)
     assert work["logits"] == 6 * 16 * 4 * (2 + 4 + 5)
     # paths from row i to row j: i - j + 1, so 3 + 2 * 2 + 3 of them
     assert work["two_hop"] == 2 * 4 * (3 * 1 + 2 * 2 + 1 * 3)
-    flat = CabConfig(query_block=32, key_block=16, curvature="none", coarsen="mean")
+    assert work["exact"] == 0
+    exact = predictor.predictor_flops(replace(config, exact_queries=8), settings, 80)
+    # of four heads 8 queries a row, over 32, 64 and 80 keys of 16 channels
+    assert exact["exact"] == 2 * 16 * 4 * 8 * (32 + 64 + 80) and exact["two_hop"] == 0
+    some = replace(config, exact_queries=((8, 0, 16, 0),), mass=((0.5, 0.5, 1.0, 0.5),))
+    # a head that attends everything chooses nothing
+    work = predictor.predictor_flops(replace(some, predictor="cascade", anchors=(0,)), settings, 80)
+    assert work["exact"] == 2 * 16 * 8 * (32 + 64 + 80)
+    flat = replace(config, curvature="none", coarsen="mean")
     assert predictor.predictor_flops(flat, settings, 80)["two_hop"] == 0
 
 
 def test_of_a_cascade_an_anchor_is_timed(tmp_path):
     blocks = ("--config", "query_block=32", "--config", "key_block=16")
     more = (*blocks, "--config", "predictor=cascade", "--config", "anchors=[3]")
-    more += ("--config", "mass=0.3")
+    more += ("--config", "mass=0.3", "--config", "min_share=0.0")
     command(tmp_path / "run", *more, lengths=("256",))
     (row,) = read_rows(tmp_path / "run")
     assert row["ms"] > 0 and 0 < row["density"] < 1

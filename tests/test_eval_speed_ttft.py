@@ -90,7 +90,7 @@ def test_a_calibrated_model_has_heads_apart_and_the_density_asked_for():
     settings = tiny(lengths=(256,), budgets=budgets, config=config)
     made = settings.calibrated(256)
     assert sum(mass == 1 for row in made.mass for mass in row) == 3
-    assert sum(stride == 4 for row in made.exact_stride for stride in row) == 6
+    assert sum(count == 4 for row in made.exact_queries for count in row) == 6
     assert (len(made.mass), len(made.mass[0]), made.min_length) == (3, 4, 0)
     row = sample_of(Ttft, settings, {"length": 256, "implementation": "cab-calibrated"})
     assert row["error"] is None and row["density"] == pytest.approx(0.6, rel=0.02)
@@ -234,7 +234,7 @@ def test_memory_that_runs_out_is_a_row(monkeypatch):
         pytest.param(
             ["--budgets", "whole:0.7:0.71", "--layers", "1"], "fewer whole heads", id="rounded up"
         ),
-        pytest.param(["--budgets", "exact:0.5:3:0.5"], "exact_stride", id="stride"),
+        pytest.param(["--budgets", "exact:0.5:3:0.5"], "exact_queries", id="queries"),
     ],
 )
 def test_bad_settings_are_refused_in_a_sentence(tmp_path, options, message, capsys):

@@ -13,11 +13,12 @@ SCALE = 128**-0.5
 SHARES = (0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.45, 0.07)
 
 
-@pytest.mark.parametrize("stride", [0, 4])
-def test_heads_of_an_anchor_have_budgets_of_their_own(gpu, monkeypatch, stride):
+@pytest.mark.parametrize("count", [0, 16])
+def test_heads_of_an_anchor_have_budgets_of_their_own(gpu, monkeypatch, count):
     told = {"mass": ((0.0,) * 8,), "bridges": (SHARES,), "anchors": (0,)}
-    config = CabConfig(predictor="cascade", exact_stride=stride, **told)
-    q, k = heads_on(gpu, 4000)
+    config = CabConfig(predictor="cascade", exact_queries=count, **told)
+    # float32: 16-bit keys are scored in 8 bits
+    q, k = heads_on(gpu, 4000, dtype=torch.float32)
     call = Call(Spans.causal(1, 4000, 4000, gpu), SCALE, 0)
     found = make_predictor(config)(q, k, call).to_dense()
     monkeypatch.setattr(curvature, "has_kernels", lambda x: False)

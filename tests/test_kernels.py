@@ -15,30 +15,40 @@ from cab_hf.plan import Spans
 from cab_hf.predictors import Call, CurvaturePredictor
 from cab_hf.predictors.curvature import by_reference
 
-SMALL = {"query_block": 32, "key_block": 16}
+SMALL = {"query_block": 32, "key_block": 16, "min_share": 0.0}
+# by the estimate: exact scores have a file of their own
+ESTIMATE = {"exact_queries": 0, "mass": 0.9, "bridges": 0.05}
 GRID = {"query_block": 16, "key_block": 16}
 LENGTH = 136
 KEY_BLOCKS = 9
 SHAPE = {"q_length": LENGTH, "heads": 2, "kv_heads": 1, "dim": 16}
 
+
+def small(**fields):
+    return CabConfig(**{**SMALL, **ESTIMATE, **fields})
+
+
 CONFIGS = [
-    pytest.param(CabConfig(**SMALL), id="clusters"),
-    pytest.param(CabConfig(**SMALL, redundancy=0.0), id="clusters-no-curvature"),
-    pytest.param(CabConfig(**SMALL, curvature="forman"), id="clusters-forman"),
-    pytest.param(CabConfig(**SMALL, bridges=0.0), id="clusters-no-bridges"),
-    pytest.param(CabConfig(**SMALL, mass=1.0), id="everything"),
-    pytest.param(CabConfig(**SMALL, max_density=0.4), id="capped"),
-    pytest.param(CabConfig(**SMALL, mass=1.0, max_density=0.4), id="capped-everything"),
-    pytest.param(CabConfig(**SMALL, coarsen="mean"), id="mean"),
-    pytest.param(CabConfig(query_block=16, key_block=32), id="wide-keys"),
-    pytest.param(CabConfig(query_block=48, key_block=16), id="three-to-one"),
-    pytest.param(CabConfig(**SMALL, sink_blocks=0, local_blocks=0), id="nothing-forced"),
+    pytest.param(small(), id="clusters"),
+    pytest.param(small(redundancy=0.0), id="clusters-no-curvature"),
+    pytest.param(small(curvature="forman"), id="clusters-forman"),
+    pytest.param(small(bridges=0.0), id="clusters-no-bridges"),
+    pytest.param(small(mass=1.0), id="everything"),
+    pytest.param(small(max_density=0.4), id="capped"),
+    pytest.param(small(mass=1.0, max_density=0.4), id="capped-everything"),
+    pytest.param(small(coarsen="mean"), id="mean"),
+    pytest.param(small(query_block=16, key_block=32), id="wide-keys"),
+    pytest.param(small(query_block=48, key_block=16), id="three-to-one"),
+    pytest.param(small(sink_blocks=0, local_blocks=0), id="nothing-forced"),
     pytest.param(CabConfig.published(0.7, **GRID), id="published"),
     pytest.param(CabConfig.published(0.7, "additive", **GRID), id="published-additive"),
     pytest.param(CabConfig.published(0.7, "none", **GRID), id="published-magnitude"),
     pytest.param(CabConfig.published(0.7, "none", **GRID, dense_tail=1), id="published-tail"),
-    pytest.param(CabConfig(**SMALL, dense_tail=0), id="no-tail"),
-    pytest.param(CabConfig(**SMALL, dense_tail=2, max_density=0.4), id="two-tails-capped"),
+    pytest.param(small(dense_tail=0), id="no-tail"),
+    pytest.param(small(dense_tail=2, max_density=0.4), id="two-tails-capped"),
+    pytest.param(small(mass=0.9, min_share=0.1), id="min-share"),
+    pytest.param(small(mass=0.9, min_share=0.1, max_density=0.4), id="min-share-capped"),
+    pytest.param(small(mass=0.5, exact_queries=8), id="outliers"),
 ]
 SHAPES = [
     pytest.param(SHAPE | {"kv_length": 250}, id="chunk-of-a-longer-text"),
@@ -52,7 +62,7 @@ SHAPES = [
 
 def lists(q, k, spans, scale, config):
     """(full, partial) of the kernels, both halves."""
-    summary = replace(predict.summarise(k, spans.key_valid, config), keys=k)
+    summary = predict.summarise(k, spans.key_valid, config)
     return predict.choose(q, summary, spans, scale, config, budgets_of(config, 0, q.shape[1]))
 
 
@@ -67,7 +77,8 @@ def plans(config, q, k, spans=None):
     plan = BlockPlan(full, partial, spans, *blocks, budgets.whole, rows)
     plan.validate()
     keys = reference.coarsen_keys(k, spans.key_valid, config.key_block, config.coarsen)
-    meant = by_reference(q, replace(keys, keys=k), spans, scale, config, budgets)
+    call = Call(spans, scale, 0)
+    meant = by_reference(q, replace(keys, keys=k), call, config, budgets)
     assert torch.equal(plan.full.counts, meant.full.counts)
     return plan.to_dense(), meant.to_dense()
 
@@ -80,14 +91,14 @@ def test_the_plan_is_that_of_the_reference(config):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_plan_is_that_of_the_reference_for_every_shape(shape):
-    found, meant = plans(CabConfig(**SMALL), *loud(**shape))
+    found, meant = plans(small(), *loud(**shape))
     assert torch.equal(found, meant)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_sixteen_bits_select_the_same(dtype):
     q, k = (x.to(dtype) for x in loud(**SHAPE))
-    found, meant = plans(CabConfig(**SMALL), q, k)
+    found, meant = plans(small(), q, k)
     # means are rounded to 11 bits: a block at the edge of a threshold may differ
     assert (found != meant).sum() <= 0.001 * meant.numel()
 
@@ -99,7 +110,7 @@ def test_padding_and_documents():
     document = (torch.arange(150) >= 70).long().expand(2, -1)
     frame = Frame.build(2, 150, 150, 0, valid, document, align=32, device=torch.device("cpu"))
     q, k = loud(q_length=150, heads=2, kv_heads=1, dim=16, batch=2)
-    found, meant = plans(CabConfig(**SMALL), frame.queries(q), frame.keys(k), frame.spans)
+    found, meant = plans(small(), frame.queries(q), frame.keys(k), frame.spans)
     assert torch.equal(found, meant)
 
 
@@ -109,7 +120,7 @@ def test_documents_left_where_they_are():
     last = torch.arange(150, dtype=torch.int32)
     spans = Spans(first[None].int(), last[None], torch.ones(1, 150, dtype=torch.bool))
     q, k = loud(q_length=150, heads=2, kv_heads=1, dim=16)
-    found, meant = plans(CabConfig(**SMALL), q, k, spans)
+    found, meant = plans(small(), q, k, spans)
     assert torch.equal(found, meant)
 
 
@@ -141,7 +152,7 @@ def test_ties_and_extremes(change, config):
 def test_sixteen_bits_hold_one_huge_key():
     q, k = (x.bfloat16() for x in loud(**SHAPE))
     k[:, :, 51] = 1e30
-    found, _ = plans(CabConfig(**SMALL), q.abs(), k)
+    found, _ = plans(small(), q.abs(), k)
     # every row that comes after it
     assert found[..., 2:, 51 // 16].all()
 
@@ -151,7 +162,7 @@ def test_sixteen_bits_hold_one_huge_key():
 def test_check_finite_names_the_tensor(name, value):
     tensors = dict(zip("qk", loud(**SHAPE), strict=True))
     tensors[name][0, 0, 5, 3] = value
-    predictor = CurvaturePredictor(CabConfig(**SMALL, check_finite=True))
+    predictor = CurvaturePredictor(small(check_finite=True))
     with pytest.raises(ValueError, match=f"^{name} holds infinite or NaN"):
         predictor(tensors["q"], tensors["k"], Call(Spans.causal(1, LENGTH, LENGTH, "cpu"), 0.25))
 
@@ -160,7 +171,7 @@ def test_nan_selects_something_and_ends():
     q, k = loud(**SHAPE)
     q[0, 0, 40] = float("nan")
     spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
-    full, partial = lists(q, k, spans, 0.25, CabConfig(**SMALL))
+    full, partial = lists(q, k, spans, 0.25, small())
     BlockPlan(full, partial, spans, 32, 16).validate()
 
 
@@ -190,14 +201,14 @@ def test_summaries_are_those_of_the_reference(how, length):
 
 def test_heads_in_turns_select_the_same(monkeypatch):
     q, k = loud(**SHAPE | {"q_length": 90, "kv_heads": 2, "batch": 2})
-    together = plans(CabConfig(**SMALL), q, k)[0]
+    together = plans(small(), q, k)[0]
     monkeypatch.setattr(predict, "SCORES_AT_A_TIME", 1)
-    assert torch.equal(plans(CabConfig(**SMALL), q, k)[0], together)
+    assert torch.equal(plans(small(), q, k)[0], together)
 
 
 def test_measured_lists_hold_the_same(monkeypatch):
     q, k = loud(**SHAPE)
-    config = CabConfig(**SMALL, mass=0.5, bridges=0.0)
+    config = small(mass=0.5, bridges=0.0)
     spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
     widest = lists(q, k, spans, 0.25, config)[0]
     monkeypatch.setattr(predict, "LISTS_AT_MOST", 0)
@@ -215,13 +226,13 @@ def test_lists_of_a_fixed_share_are_narrow():
 
 def test_the_registered_ops_keep_their_promises():
     q, k = loud(**SHAPE | {"q_length": 64})
-    spans, config = Spans.causal(1, 64, 64, "cpu"), CabConfig(**SMALL)
+    spans, config = Spans.causal(1, 64, 64, "cpu"), small()
     checks = ("test_schema", "test_faketensor")
     inputs = (k, spans.key_valid, config.key_block, config.coarsen)
     torch.library.opcheck(torch.ops.cab_hf.summarise.default, inputs, test_utils=checks)
     planes = predict.summarise(k, spans.key_valid, config).planes
     told = predict._telling(spans, config, budgets_of(config, 0, 2))
-    inputs = (q, planes, k, 0.25, *told)
+    inputs = (q, planes, None, 0.25, [], *told)
     torch.library.opcheck(torch.ops.cab_hf.choose.default, inputs, test_utils=checks)
 
 
@@ -240,7 +251,7 @@ def pieces(q, k, *places):
     return q[:, :, token], Spans(first, last, whole.key_valid, True, consecutive=False)
 
 
-@pytest.mark.parametrize("config", [CONFIGS[i] for i in (0, 2, 5, 8, 9, 12)])
+@pytest.mark.parametrize("config", [CONFIGS[i] for i in (0, 2, 5, 8, 9, 12, -1)])
 def test_rows_from_several_places(config):
     q, k = loud(**SHAPE | {"q_length": 330})
     # 96 tokens are whole query blocks in every config
@@ -249,16 +260,23 @@ def test_rows_from_several_places(config):
     assert torch.equal(found, meant)
 
 
-@pytest.mark.parametrize("config", CONFIGS[:1] + CONFIGS[2:3])
+@pytest.mark.parametrize("config", [CONFIGS[i] for i in (0, 2, -1)])
 def test_a_whole_text_selects_the_same_as_pieces_that_make_it_up(config):
     q, k = loud(**SHAPE)
     rows, spans = pieces(q, k, (0, 64), (64, LENGTH))
     assert torch.equal(plans(config, rows, k, spans)[0], plans(config, q, k)[0])
 
 
-def test_rows_without_curvature_select_what_they_do_in_the_whole_text():
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"redundancy": 0.0}, id="estimate"),
+        pytest.param({"mass": 0.5, "exact_queries": 8}, id="outliers"),
+    ],
+)
+def test_rows_without_curvature_select_what_they_do_in_the_whole_text(fields):
     q, k = loud(**SHAPE | {"q_length": 256})
-    config = CabConfig(**SMALL, redundancy=0.0, dense_tail=0)
+    config = small(dense_tail=0, **fields)
     rows, spans = pieces(q, k, (32, 96), (160, 224))
     held = plans(config, q, k)[0][:, :, [1, 2, 5, 6]]
     assert torch.equal(plans(config, rows, k, spans)[0], held)
@@ -267,7 +285,7 @@ def test_rows_without_curvature_select_what_they_do_in_the_whole_text():
 def test_a_summary_out_of_a_cache_selects_the_same():
     """Of another layout, and in another precision than the kernels': room behind the last block."""
     q, k = loud(**SHAPE)
-    spans, config = Spans.causal(1, LENGTH, LENGTH, "cpu"), CabConfig(**SMALL)
+    spans, config = Spans.causal(1, LENGTH, LENGTH, "cpu"), small()
     summary = predict.summarise(k, spans.key_valid, config)
     room = torch.full((*summary.planes.shape[:3], 20, 16), 1e3, dtype=torch.float64)
     room[:, :, :, :KEY_BLOCKS] = summary.planes

@@ -18,11 +18,16 @@ from cab_hf.plan import Spans, block_visibility
 from cab_hf.predictors import Call, CurvaturePredictor, make_predictor, register_predictor
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_predictor.py"
+# so few blocks as these texts have would all be kept
+FEW = {"min_share": 0.0}
+ESTIMATE = {**FEW, "exact_queries": 0, "mass": 0.9, "bridges": 0.05}
 RECIPES = [
-    pytest.param(CabConfig(query_block=32, key_block=16), id="clusters"),
-    pytest.param(CabConfig(query_block=16, key_block=32), id="clusters-wide-keys"),
-    pytest.param(CabConfig(query_block=32, key_block=32, curvature="forman"), id="clusters-forman"),
-    pytest.param(CabConfig(query_block=32, key_block=16, coarsen="mean"), id="mean"),
+    pytest.param(CabConfig(32, 16, **FEW), id="outliers"),
+    pytest.param(CabConfig(32, 16, **{**ESTIMATE, "min_share": 0.1}), id="min-share"),
+    pytest.param(CabConfig(32, 16, **ESTIMATE), id="clusters"),
+    pytest.param(CabConfig(16, 32, **ESTIMATE), id="clusters-wide-keys"),
+    pytest.param(CabConfig(32, 32, curvature="forman", **ESTIMATE), id="clusters-forman"),
+    pytest.param(CabConfig(32, 16, coarsen="mean", **ESTIMATE), id="mean"),
     pytest.param(CabConfig.published(0.7, query_block=32, key_block=32), id="published"),
     pytest.param(CabConfig.published(0.7, "additive", query_block=32, key_block=16), id="additive"),
 ]
@@ -128,8 +133,9 @@ def test_smallest_set_of_blocks_by_hand():
     forced = torch.tensor([[True, False, False, False]])
     visible = torch.ones_like(forced)
 
-    def kept(mass, cap=9):
-        chosen = reference.top_mass(share.log(), forced, visible, mass, torch.tensor([[cap]]))
+    def kept(mass, cap=9, least=0):
+        told = torch.tensor([[mass]]), least, torch.tensor([[cap]])
+        chosen = reference.top_mass(share.log(), forced, visible, *told)
         return chosen.nonzero()[:, 1].tolist()
 
     assert kept(0.05) == [0]
@@ -138,6 +144,11 @@ def test_smallest_set_of_blocks_by_hand():
     assert kept(0.9) == [0, 1, 2, 3]
     assert kept(0.9, cap=2) == [0, 1]
     assert kept(1.0) == [0, 1, 2, 3]
+    # none of a share that hardly counts, but for forced ones
+    assert kept(0.95, least=0.15) == [0, 1, 2, 3]
+    assert kept(0.95, least=0.25) == [0, 1, 3]
+    assert kept(0.95, least=0.5) == [0]
+    assert kept(1.0, least=0.5) == [0, 1, 2, 3]
 
 
 def test_ties_go_to_the_lower_index():
@@ -208,7 +219,7 @@ def test_every_document_has_a_tail_of_its_own_real_tokens():
 @pytest.mark.parametrize("name", ["antidiagonal", "curvature", "oracle", "random", "streaming"])
 def test_every_predictor_has_a_tail(name):
     q, k, _ = qkv(q_length=300)
-    config = CabConfig(query_block=32, key_block=16, predictor=name, mass=0.2)
+    config = CabConfig(query_block=32, key_block=16, predictor=name, mass=0.2, **FEW)
     plan = make_predictor(config)(q, k, Call(Spans.causal(1, 300, 300, "cpu"), 0.25))
     tail = plan.token_mask()[:, :, 300 - 32 :]
     assert torch.equal(tail, torch.ones(300, 300, dtype=torch.bool).tril()[-32:].expand_as(tail))
@@ -221,7 +232,7 @@ def test_a_needle_is_found_by_the_box_and_not_by_the_mean():
     k = k * 0.5
     k[..., 500, :] = q[0, 0, -16:].mean(0) * 8
     fields = {"query_block": 16, "key_block": 64, "mass": 0.2, "bridges": 0.0, "local_blocks": 1}
-    fields["dense_tail"] = 0
+    fields |= {"dense_tail": 0, "exact_queries": 0, "min_share": 0.0}
     needle = 500 // 64
     assert select(CabConfig(**fields), q, k).to_dense()[0, 0, -1, needle]
     by_mean = select(CabConfig(coarsen="mean", **fields), q, k)
@@ -300,7 +311,7 @@ def test_heads_worked_on_in_parts_select_the_same(config, monkeypatch):
 
 def test_no_gradient_flows_through_a_plan():
     q, k, _ = qkv(q_length=100)
-    plan = select(CabConfig(query_block=32, key_block=16), q.requires_grad_(), k.requires_grad_())
+    plan = select(CabConfig(32, 16, **FEW), q.requires_grad_(), k.requires_grad_())
     assert not plan.full.counts.requires_grad
 
 

@@ -10,22 +10,23 @@ import torch
 from budget import EPS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.nn import functional as F
 from transformers import DynamicCache, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from cab_hf import CabConfig
 from cab_hf.attention import cab_attention, cab_dense_attention
 from cab_hf.call import cab_mask
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
+from cab_hf.rotary import slow_channels
 
 CASES = int(os.environ.get("CASES", "0"))
 BLOCKS = ((16, 16), (32, 16), (64, 16), (48, 16), (32, 32), (16, 32), (16, 48), (32, 64))
 # a difference that rounding makes, as a share of the largest number
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
-LAYER = nn.Module()
-LAYER.config, LAYER.layer_idx = LlamaConfig(), 0
+# pairs of its channels turn, so that of large heads half are scored
+LAYER = LlamaAttention(LlamaConfig(hidden_size=16, num_attention_heads=1), 0)
 EVERYTHING = {"select": "clusters", "mass": 1.0, "max_density": 1.0}
 
 
@@ -132,7 +133,7 @@ def heads(draw):
     return Heads(
         query=kv_heads * draw(st.integers(1, 3)),
         key=kv_heads,
-        dim=draw(st.sampled_from((8, 16))),
+        dim=draw(st.sampled_from((8, 16, 16, 64))),
         dtype=draw(st.sampled_from((torch.float32, torch.bfloat16))),
         seed=draw(st.integers(0, 2**16)),
     )
@@ -175,7 +176,6 @@ def per_head(draw, count, values):
 def budgets(draw, count, **fixed):
     """Settings of any kind for ``count`` heads."""
     query_block, key_block = draw(st.sampled_from(BLOCKS))
-    strides = [s for s in (0, 2, 4, 16) if s == 0 or query_block % s == 0]
     curvature = draw(st.sampled_from(("none", "additive", "forman")))
     # two-hop paths of the additive recipe are weighed by how many blocks a call has
     choices = ("clusters",) if curvature == "additive" else ("clusters", "clusters", "topk")
@@ -189,7 +189,8 @@ def budgets(draw, count, **fixed):
         "sparsity": draw(st.sampled_from((0.3, 0.8))),
         "mass": per_head(draw, count, st.sampled_from((0.2, 0.5, 0.9, 1.0))),
         "bridges": per_head(draw, count, st.sampled_from((0.0, 0.1, 0.4))),
-        "exact_stride": per_head(draw, count, st.sampled_from(strides)),
+        "min_share": draw(st.sampled_from((0.0, 0.0, 0.1))),
+        "exact_queries": per_head(draw, count, st.sampled_from((0, 2, 4, 16))),
         "coarsen": draw(st.sampled_from(("box", "mean", "max_l2"))),
         "curvature": curvature,
         "redundancy": draw(st.sampled_from((0.0, 0.3, 1.0))),
@@ -269,7 +270,8 @@ def test_a_plan_is_what_is_attended(data):
     config = data.draw(budgets(shape.query, min_length=0))
     q, k, v = shape.draw(1, length)
     spans = Spans.causal(1, length, length, "cpu")
-    plan = make_predictor(config)(q, k, Call(spans, shape.dim**-0.5, 0))
+    call = Call(spans, shape.dim**-0.5, 0, channels=slow_channels(LAYER, shape.dim))
+    plan = make_predictor(config)(q, k, call)
     plan.validate()
     seen = plan.token_mask()
     causal = torch.ones(length, length, dtype=torch.bool).tril()

@@ -157,7 +157,7 @@ def test_a_bad_saved_config(saved):
 def test_a_name_that_is_no_calibration(told):
     model = tiny_model()
     for give in (lambda: setattr(model.config, "cab_config", told), lambda: apply_cab(model, told)):
-        with pytest.raises(ValueError, match=f"{told!r} is neither a file nor one of smollm2-0.13"):
+        with pytest.raises(ValueError, match=f"{told!r} is no file; give one that"):
             give()
     assert model.config.cab_config is None
 

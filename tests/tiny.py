@@ -1,5 +1,7 @@
 """Tiny random models of the families, and the settings that make them sparse."""
 
+from dataclasses import replace
+
 import torch
 from transformers import (
     LlamaConfig,
@@ -41,9 +43,9 @@ FAMILIES = {
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {}),
 }
 # blocks small enough that a few hundred tokens are many of them
-SMALL = CabConfig(query_block=32, key_block=16, min_length=0)
+SMALL = CabConfig(query_block=32, key_block=16, min_length=0, min_share=0.0)
 FULL = CabConfig(query_block=32, key_block=16, min_length=0, mass=1.0)
-SPARSE = CabConfig(query_block=32, key_block=16, min_length=0, mass=0.4, bridges=0.1)
+SPARSE = replace(SMALL, mass=0.4, bridges=0.1, exact_queries=8)
 
 
 def tiny_model(family="llama", model_class=None, **overrides):

@@ -28,7 +28,7 @@ from cab_hf.ops.attention.tiles import (
     vectors_at,
 )
 from cab_hf.ops.coarsen import QuerySummary, store_row_spans, store_summary
-from cab_hf.ops.score import Turn
+from cab_hf.ops.score import Turn, visible_range
 from cab_hf.plan import Spans
 
 FP8 = torch.float8_e4m3fn
@@ -253,13 +253,11 @@ def exact_scores(
             scratch,
             most,
             shares,
-            turn.start,
+            turn,
             begin,
-            turn.heads,
-            turn.heads // turn.kv_heads,
             total,
             groups,
-            turn.width,
+            COUNT=rows.count,
             GROUP=group,
             KEY_BLOCK=key_block,
             BLOCK_M=ROWS,
@@ -416,13 +414,11 @@ def _exact_scores_kernel(
     scratch,
     most,
     shares,
-    start,
+    turn,
     begin,
-    heads,
-    group_heads,
     row_count,
     groups,
-    width,
+    COUNT: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -437,9 +433,10 @@ def _exact_scores_kernel(
     STEP: tl.constexpr = BLOCK_N if BLOCK_N > KEY_BLOCK else KEY_BLOCK
     BLOCKS: tl.constexpr = STEP // KEY_BLOCK
     DTYPE: tl.constexpr = tl.float16 if HALF else tl.float32
+    q_blocks, width, heads, kv_heads = turn.q_blocks, turn.width, turn.heads, turn.kv_heads
     plane = tl.program_id(1)
-    batch = (start + plane) // heads
-    kv_head = (start + plane) % heads // group_heads
+    batch = (turn.start + plane) // heads
+    kv_head = (turn.start + plane) % heads // (heads // kv_heads)
     tile = begin + tl.num_programs(0) - 1 - tl.program_id(0)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = row < row_count
@@ -498,7 +495,10 @@ def _exact_scores_kernel(
     line = tile * (BLOCK_M // GROUP) + tl.arange(0, BLOCK_M // GROUP)
     written = line < groups
     target = (plane.to(tl.int64) * groups + line) * width
-    for j0 in range(low * BLOCKS // CHUNK * CHUNK, tl.minimum(end * BLOCKS, width), CHUNK):
+    # all that query blocks see is written: their outliers may see less
+    seen = turn.rows + (batch * q_blocks + row // COUNT)
+    first, last = visible_range(seen, turn.rows_plane, inside, KEY_BLOCK)
+    for j0 in range(tl.min(first, 0) // CHUNK * CHUNK, tl.max(last, 0) + 1, CHUNK):
         column = j0 + tl.arange(0, CHUNK)
         there = (column >= low * BLOCKS) & (column < end * BLOCKS)
         # [CHUNK, BLOCK_M], then [CHUNK, BLOCK_M / GROUP]

@@ -24,7 +24,6 @@ from cab_hf.eval.speed.checks import check_rows
 from cab_hf.eval.speed.forms import Form
 from cab_hf.eval.speed.heads import HeadSettings, HeadSpeed, described, names
 from cab_hf.eval.speed.timing import method_on
-from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan, Spans
 from cab_hf.predictors import Call, make_predictor
 from cab_hf.runs.settings import by_device, option
@@ -55,8 +54,8 @@ class Settings(HeadSettings):
 
     lengths: tuple[int, ...] | None = listed((131_072,), (512,), "tokens", int)
     forms: tuple[str, ...] | None = listed(
-        ("uniform:0.1", "whole:0.04:0.1", "exact:0.1:1:0.08", "exact:0.1:4:0.08", "uniform:0.08"),
-        ("uniform:0.5", "whole:0.1:0.5", "exact:0.3:1:0.5", "exact:0.3:4:0.5"),
+        ("uniform:0.1", "whole:0.04:0.1", "exact:0.1:64:0.08", "exact:0.1:16:0.08", "uniform:0.08"),
+        ("uniform:0.5", "whole:0.1:0.5", "exact:0.3:16:0.5", "exact:0.3:4:0.5"),
         forms.SPELLINGS,
         forms.spelled,
     )
@@ -71,8 +70,9 @@ class Settings(HeadSettings):
         self.check("forms", self.forms, f"like {forms.SPELLINGS}")
         self.check("seconds", self.seconds >= 0, "0 or more")
         # one budget for all is what forms depart from; budgets that fit no config are refused here
-        even = self.configured(max_density=1.0, exact_queries=0)
-        tables = any(isinstance(share, tuple) for share in (even.mass, even.bridges))
+        even = self.configured(max_density=1.0)
+        alike = even.mass, even.bridges, even.exact_queries
+        tables = any(isinstance(number, tuple) for number in alike)
         self.check("config", not tables, "without tables: forms make those")
         for text in self.forms:
             form = Form.parse(text)
@@ -95,7 +95,7 @@ class Settings(HeadSettings):
 
     def budgeted(self, form: Form, q: Tensor, k: Tensor) -> CabConfig:
         """The config of that form, filled as `forms.budgeted` says."""
-        even = self.configured(max_density=1.0, exact_queries=0)
+        even = self.configured(max_density=1.0)
         return forms.budgeted(even, *self.apart(form), q, k, form.whole)
 
 
@@ -137,8 +137,8 @@ class Budgets(HeadSpeed):
         sample["weights"] = {str(count): weight for count, weight in weights.items()}
         if form.kind == "exact":
             bench.settle()
-            scored = exact_pass(*one, config, form.stride)
-            sample["exact_pass_ms"] = self.time(sample, "the exact pass", scored).ms
+            chosen = exactly_chosen(*one, config, form.queries)
+            sample["exact_pass_ms"] = self.time(sample, "one exact head", chosen).ms
 
     def time_layer(
         self,
@@ -171,8 +171,8 @@ class Budgets(HeadSpeed):
         """By length: the mean over layers, beside dense attention and even budgets.
 
         ``ms`` is predicting and attending; ``ratio`` is over FA3, else `dense.compared`'s;
-        ``over_uniform`` is over even budgets of the same density; ``pass_ratio`` is what an exact
-        pass takes of the time of one dense head.
+        ``over_uniform`` is over even budgets of the same density; ``pass_ratio`` is what
+        choosing for one head by exact scores takes of the time of one dense head.
         """
         rows = sorted(map(dict, samples), key=itemgetter("length"))
         for row in rows:
@@ -198,7 +198,7 @@ class Budgets(HeadSpeed):
 
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
-        """What every form takes, then layer by layer, exact passes and dense attention."""
+        """What every form takes, then layer by layer, one exact head and dense attention."""
         layers = [_of_layer(row, count) for row in rows for count in row["weights"]]
         passes = [row for row in rows if row["exact_pass_ms"] is not None]
         dense_ms = {f"{name} ms": column(digits, "baselines", name) for name in names(rows)}
@@ -209,12 +209,12 @@ class Budgets(HeadSpeed):
             "Dense causal attention, forward": markdown_table(once, TOKENS | dense_ms),
         }
         if passes:
-            made["An exact pass of one head"] = markdown_table(passes, PASSES)
+            made["Choosing for one exact head"] = markdown_table(passes, PASSES)
         return made | remarks(rows, {"budgets": "form"})
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
-        """At the longest input, what each form costs over even budgets, and an exact pass."""
+        """At the longest input, what each form costs over even budgets, and one exact head."""
         timed = [row for row in rows if row["ms"] is not None]
         if not timed:
             return []
@@ -229,14 +229,15 @@ class Budgets(HeadSpeed):
                 "density, predicting included."
             )
         passes = {
-            Form.parse(row["form"]).stride: row for row in last if row["pass_ratio"] is not None
+            Form.parse(row["form"]).queries: row for row in last if row["pass_ratio"] is not None
         }
         if passes:
-            shares = (f"{percent(r['pass_ratio'])} at stride {s}" for s, r in passes.items())
+            shares = (f"{percent(r['pass_ratio'])} by {n} queries" for n, r in passes.items())
             first = next(iter(passes.values()))
             told.append(
-                f"An exact pass of one head takes, of the time of a head of {first['baseline']}"
-                f"{' (extrapolated)' * first['extrapolated']}, {', '.join(shares)}."
+                "Choosing for one head by exact scores of outlier queries takes, of the time of a "
+                f"head of {first['baseline']}{' (extrapolated)' * first['extrapolated']}, "
+                f"{', '.join(shares)}."
             )
         return told
 
@@ -245,12 +246,13 @@ class Budgets(HeadSpeed):
         return (
             f"{described(settings)}\n\nuniform:D: all heads alike attend the share D of causal "
             "pairs. whole:S:D: the share S of the heads attends everything and lists nothing, the "
-            "others get what is left of D. exact:S:T:D: the share S of the heads chooses by exact "
-            "scores of every T-th query; all attend D. Where S is no whole number of heads, two "
-            "layers are measured, one with fewer and one with more, and what a form takes is their "
-            "mean at the weights of a model that has S of all its heads apart, densities and lists "
-            "included; the peak is the larger. max_density is the budget of the heads that list "
-            "blocks, found by halving; forced blocks and the last rows, which attend everything, "
+            "others get what is left of D. exact:S:Q:D: the share S of the heads chooses by exact "
+            "scores of Q queries a block, the others by the estimate; all attend D. Where S is no "
+            "whole number of heads, two layers are measured, one with fewer and one with more, and "
+            "what a form takes is their mean at the weights of a model that has S of all its heads "
+            "apart, densities and lists included; the peak is the larger. max_density is the "
+            "budget of the heads that list blocks, found by halving; forced blocks and the last "
+            "rows, which attend everything, "
             f"count, and a density missed by more than {percent(TOLERANCE)} is told of. Over "
             "uniform: over even budgets of the same density. Lists: what the plan of a layer holds."
         )
@@ -302,19 +304,16 @@ def list_bytes(plan: BlockPlan) -> int:
     return sum(x.numel() * x.element_size() for some in lists for x in (some.counts, some.indices))
 
 
-def exact_pass(q: Tensor, k: Tensor, config: CabConfig, stride: int) -> Callable[[], Any]:
-    """What scores every ``stride``-th query of one head, q and k [1, 1, N, D], against all keys."""
-    length = q.shape[2]
-    spans, scale = Spans.causal(1, length, length, q.device), q.shape[-1] ** -0.5
-    blocks = config.query_block, config.key_block
-    if not q.is_cuda:
-        return partial(reference.exact_scores, q, k, spans, scale, *blocks, stride)
-    # imported here: CPUs need no Triton
-    from cab_hf.ops.exact_scores import exact_scores
+def exactly_chosen(
+    q: Tensor, k: Tensor, config: CabConfig, queries: int
+) -> Callable[[], BlockPlan]:
+    """What chooses for one head, q and k [1, 1, N, D], by exact scores of so many queries a block.
 
-    heads = torch.zeros(1, device=q.device, dtype=torch.int32)
-    width = -(-length // (32 * config.key_block)) * 32
-    return partial(exact_scores, q, k, heads, spans, scale, *blocks, stride, width)
+    Keys are summarised and blocks selected within it.
+    """
+    length = q.shape[2]
+    known = Call(Spans.causal(1, length, length, q.device), q.shape[-1] ** -0.5)
+    return partial(make_predictor(replace(config, exact_queries=queries)), q, k, known)
 
 
 def _of_layer(row: Row, count: str) -> dict[str, Any]:

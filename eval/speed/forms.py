@@ -12,12 +12,12 @@ from cab_hf.config import CabConfig
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
 
-SPELLINGS = "uniform:DENSITY, whole:SHARE:DENSITY or exact:SHARE:STRIDE:DENSITY"
+SPELLINGS = "uniform:DENSITY, whole:SHARE:DENSITY or exact:SHARE:QUERIES:DENSITY"
 # kind -> what its spelling gives, in order
 GIVEN = {
     "uniform": ("density",),
     "whole": ("share", "density"),
-    "exact": ("share", "stride", "density"),
+    "exact": ("share", "queries", "density"),
 }
 # halvings of the bracket around a max_density: 1/16,384 is left of it
 HALVINGS = 14
@@ -35,13 +35,13 @@ class Form(NamedTuple):
             ``"exact"`` choose by exact scores.
         density: what all heads together attend.
         share: of the heads, those apart.
-        stride: every so many queries are scored.
+        queries: how many of a query block are scored, its outliers.
     """
 
     kind: str
     density: float
     share: float = 0.0
-    stride: int = 0
+    queries: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Form:
@@ -55,14 +55,14 @@ class Form(NamedTuple):
         if form is None or not form._possible():
             raise ValueError(
                 f"budgets are {SPELLINGS}: shares in (0, 1], whole heads fewer than the density, a "
-                f"whole stride of at least 1; got {text!r}."
+                f"whole number of queries; got {text!r}."
             )
         return form
 
     def _possible(self) -> bool:
         shares = 0 < self.density <= 1 and (self.kind == "uniform" or 0 < self.share <= 1)
-        strides = isinstance(self.stride, int) and (self.kind != "exact" or self.stride > 0)
-        return shares and strides and self.whole < self.density
+        counted = isinstance(self.queries, int) and (self.kind != "exact" or self.queries > 0)
+        return shares and counted and self.whole < self.density
 
     def __str__(self) -> str:
         """As it is spelled."""
@@ -80,7 +80,7 @@ class Form(NamedTuple):
         """
         if self.kind == "uniform":
             return {}
-        own = {"whole": ("mass", 1.0, mass), "exact": ("exact_queries", self.stride, 0)}
+        own = {"whole": ("mass", 1.0, mass), "exact": ("exact_queries", self.queries, 0)}
         name, there, elsewhere = own[self.kind]
         return {
             name: tuple(

@@ -75,7 +75,7 @@ class ModelSettings(SpeedSettings):
         apart = forms.shared_out(given, *shape)
         left = forms.whole_share(apart, *shape) < given[0].density
         self.check("budgets", left, f"fewer whole heads, in {self.layers} layers of {self.heads}")
-        # a stride that no config takes is refused here
+        # a number of queries that no config takes is refused here
         dataclasses.replace(self.cab_config, **forms.tables(self.cab_config, apart, *shape))
 
     def calibrated(self, length: int) -> CabConfig:

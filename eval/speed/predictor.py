@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cab_hf.config import CabConfig
+from cab_hf.config import CabConfig, budgets_of
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, markdown_table, percent
@@ -146,7 +146,7 @@ class Predictor(HeadSpeed):
     def notes(settings: Mapping[str, Any]) -> str:
         return (
             f"{described(settings)} Density is attended over causal (query, key) pairs. GFLOP/s "
-            "count coarsening, block logits and the two-hop product."
+            "count coarsening, block logits, exact scores and the two-hop product."
         )
 
     @staticmethod
@@ -171,8 +171,10 @@ def predictor_flops(config: CabConfig, settings: Settings, length: int) -> dict[
 
     Counted are coarsening (one operation per element for a mean, a maximum or a minimum, two for a
     norm), block logits (a multiplication and an addition per channel and product: mean, and for
-    boxes upper and lower bound) over the causal tiles, and the two-hop product of the lower
-    triangular matrix on the query grid with itself. Softmax, standardising and selecting are not.
+    boxes upper and lower bound) over the causal tiles, exact scores (a multiplication and an
+    addition per channel, of which all are scored here, of the outlier queries of every block and
+    the keys up to its end), and the two-hop product of the lower triangular matrix on the query
+    grid with itself. Finding outliers, softmax, standardising and selecting are not.
     """
     dim, heads = settings.head_dim, settings.batch * settings.heads
     kv_heads = settings.batch * settings.kv_heads
@@ -180,13 +182,17 @@ def predictor_flops(config: CabConfig, settings: Settings, length: int) -> dict[
         config.coarsen
     ]
     rows = -(-length // config.query_block)
-    ends = (min(length, (row + 1) * config.query_block) for row in range(rows))
+    ends = [min(length, (row + 1) * config.query_block) for row in range(rows)]
     tiles = sum(-(-end // config.key_block) for end in ends)
+    budgets = budgets_of(config, config.anchors[0] if config.anchors else None, settings.heads)
+    # of all heads of one text
+    queries = sum(budgets.of_head(head)[3] for head in budgets.exact(settings.heads))
     # paths i -> t -> j with j <= t <= i
     paths = rows * (rows + 1) * (rows + 2) // 6
     return {
         "coarsen": length * dim * (a_query * heads + a_key * kv_heads),
         "logits": 2 * products * dim * heads * tiles,
+        "exact": 2 * dim * settings.batch * queries * sum(ends),
         "two_hop": 2 * heads * paths if config.curved else 0,
     }
 

@@ -1,0 +1,168 @@
+"""Which channels turn slowest, seen from the attention layers of models."""
+
+import sys
+
+import pytest
+import torch
+from tiny import SPARSE, tiny_model, tokens
+from torch import nn
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+)
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.smollm3.modeling_smollm3 import SmolLM3Attention
+
+import cab_hf
+from cab_hf.rotary import slow_channels
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "pad_token_id": 0,
+}
+# pairs of channels 32 apart, and of neighbours
+HALVES = (*range(16, 32), *range(48, 64))
+NEIGHBOURS = tuple(range(32, 64))
+
+
+def attention_of(model):
+    """The first attention layer of a model."""
+    return next(
+        each for name, each in model.named_modules() if name.endswith(("attn", "attention"))
+    )
+
+
+def made(config_class, model_class, **fields):
+    torch.manual_seed(0)
+    return model_class(config_class(**{**SIZES, **fields})).eval()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_pairs_half_a_head_apart(family):
+    model = tiny_model(family, head_dim=64)
+    assert slow_channels(attention_of(model), 64) == HALVES
+
+
+@pytest.mark.parametrize(
+    "classes",
+    [
+        pytest.param((CohereConfig, CohereForCausalLM), id="cohere"),
+        pytest.param((Ernie4_5Config, Ernie4_5ForCausalLM), id="ernie"),
+    ],
+)
+def test_pairs_of_neighbours(classes):
+    assert slow_channels(attention_of(made(*classes)), 64) == NEIGHBOURS
+
+
+@pytest.mark.parametrize(
+    ("channels", "make"),
+    [
+        pytest.param(HALVES, lambda: tiny_model(head_dim=64), id="llama"),
+        pytest.param(NEIGHBOURS, lambda: made(CohereConfig, CohereForCausalLM), id="cohere"),
+        pytest.param(NEIGHBOURS, lambda: made(Ernie4_5Config, Ernie4_5ForCausalLM), id="ernie"),
+    ],
+)
+def test_they_are_those_that_the_model_turns_least(channels, make):
+    """By what its own rotation does to a vector from one position to the next."""
+    model = make()
+    rotary = next(each for name, each in model.named_modules() if name.endswith("rotary_emb"))
+    ones = torch.ones(1, 1, 2, 64)
+    turns = rotary(ones, torch.arange(2)[None])
+    rotate = sys.modules[type(attention_of(model)).__module__].apply_rotary_pos_emb
+    rotated, _ = rotate(ones, ones, *turns)
+    turned = (rotated[0, 0, 1] - rotated[0, 0, 0]).abs()
+    assert turned[list(channels)].max() < turned[[*set(range(64)) - set(channels)]].min()
+
+
+@pytest.mark.parametrize(
+    ("make", "head_dim"),
+    [
+        pytest.param(lambda: tiny_model(), 16, id="small-heads"),
+        pytest.param(lambda: made(PhiConfig, PhiForCausalLM), 64, id="phi-in-part"),
+        pytest.param(lambda: made(GlmConfig, GlmForCausalLM), 64, id="glm-in-part"),
+        pytest.param(lambda: made(GPTNeoXConfig, GPTNeoXForCausalLM), 64, id="neox-in-part"),
+    ],
+)
+def test_all_channels_where_half_are_not_known(make, head_dim):
+    assert slow_channels(attention_of(make()), head_dim) == ()
+
+
+def test_all_channels_of_what_is_rotated_by_nobody():
+    # a module of torch has no rotate_half
+    assert slow_channels(nn.Linear(2, 2), 64) == ()
+    # nor has one that is asked without a model
+    assert slow_channels(None, 64) == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "channels"),
+    [
+        pytest.param({}, HALVES, id="plain"),
+        pytest.param({"partial_rotary_factor": 0.5}, (), id="in-part"),
+        pytest.param({"partial_rotary_factor": 1.0}, HALVES, id="the-whole-of-it"),
+        pytest.param({"qk_rope_head_dim": 32}, (), id="a-part-of-its-own"),
+        pytest.param({"rope_parameters": {"partial_rotary_factor": 0.25}}, (), id="in-parameters"),
+        pytest.param(
+            {"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.25}}},
+            (),
+            id="in-those-of-a-kind-of-layer",
+        ),
+    ],
+)
+def test_what_a_config_says(fields, channels):
+    module = attention_of(tiny_model(head_dim=64))
+    for name, value in fields.items():
+        setattr(module.config, name, value)
+    assert isinstance(module, LlamaAttention)
+    assert slow_channels(module, 64) == channels
+
+
+@pytest.mark.parametrize(("head_dim", "count"), [(32, 0), (62, 0), (64, 32), (80, 40), (128, 64)])
+def test_half_of_large_heads(head_dim, count):
+    assert len(slow_channels(attention_of(tiny_model(head_dim=64)), head_dim)) == count
+
+
+def test_layers_without_rotation_keep_all_channels():
+    """SmolLM3 rotates nothing in every fourth layer."""
+    model = tiny_model("smollm3", head_dim=64, num_hidden_layers=4)
+    layers = [each for each in model.modules() if isinstance(each, SmolLM3Attention)]
+    assert [slow_channels(layer, 64) for layer in layers] == [HALVES] * 3 + [()]
+
+
+def test_a_model_scores_them(monkeypatch):
+    scored = []
+    own = cab_hf.predictors.CurvaturePredictor.summarise
+
+    def watched(self, k, valid=None, channels=()):
+        scored.append(channels)
+        return own(self, k, valid, channels)
+
+    monkeypatch.setattr(cab_hf.predictors.CurvaturePredictor, "summarise", watched)
+    model = tiny_model(head_dim=64)
+    with cab_hf.cab(model, SPARSE), torch.no_grad():
+        model(tokens(1, 100))
+    assert scored == [HALVES] * 3
+
+
+def test_it_compiles_without_a_graph_break():
+    model, ids = tiny_model(head_dim=64, num_hidden_layers=1), tokens(1, 150)
+    with cab_hf.cab(model, SPARSE), torch.no_grad():
+        expected = model(ids).logits
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        for _ in range(2):
+            torch.testing.assert_close(compiled(ids).logits, expected, atol=2e-5, rtol=1e-4)
