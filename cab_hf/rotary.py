@@ -51,7 +51,14 @@ def _slow_half(module_name: str, head_dim: int) -> tuple[int, ...]:
     if rotate_half is None:
         return ()
     partner = abs(int(rotate_half(torch.arange(float(head_dim), device="cpu"))[0]))
+    if partner == head_dim // 2:
+        return llama_channels(head_dim)
+    return tuple(range(head_dim // 2, head_dim)) if partner == 1 else ()
+
+
+def llama_channels(head_dim: int) -> tuple[int, ...]:
+    """Those of `slow_channels` where channel i turns with channel i + head_dim / 2, as in LLaMA."""
+    if head_dim < LEAST_HEAD_DIM or head_dim % 4:
+        return ()
     half, quarter = head_dim // 2, head_dim // 4
-    if partner == half:
-        return (*range(quarter, half), *range(half + quarter, head_dim))
-    return tuple(range(half, head_dim)) if partner == 1 else ()
+    return (*range(quarter, half), *range(half + quarter, head_dim))

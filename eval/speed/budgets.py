@@ -26,6 +26,7 @@ from cab_hf.eval.speed.heads import HeadSettings, HeadSpeed, described, names
 from cab_hf.eval.speed.timing import method_on
 from cab_hf.plan import BlockPlan, Spans
 from cab_hf.predictors import Call, make_predictor
+from cab_hf.rotary import llama_channels
 from cab_hf.runs.settings import by_device, option
 
 MIB = 2**20
@@ -130,7 +131,8 @@ class Budgets(HeadSpeed):
         weights = mix(form.share, settings.heads)
         for layer, count in enumerate(weights):
             bench.settle()
-            known = Call(spans, settings.head_dim**-0.5, layer)
+            channels = llama_channels(settings.head_dim)
+            known = Call(spans, settings.head_dim**-0.5, layer, channels=channels)
             decide = partial(make_predictor(config), q, k, known)
             self.time_layer(sample, str(count), decide, partial(engine.attention, q, k, v))
         # only now: what fails in one layer has no mean

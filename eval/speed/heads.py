@@ -18,6 +18,7 @@ from cab_hf.eval.speed.base import Speed, SpeedSettings, made_of
 from cab_hf.eval.speed.timing import Bench, Timing, in_a_sentence
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call
+from cab_hf.rotary import llama_channels
 from cab_hf.runs.settings import option
 
 INPUTS = {
@@ -72,8 +73,9 @@ class RandomHeads:
 
 
 def call_of(config: CabConfig, spans: Spans, head_dim: int) -> Call:
-    """What the predictor of ``config`` is told: of a cascade, the turn of its first anchor."""
-    return Call(spans, head_dim**-0.5, config.anchors[0] if config.anchors else None)
+    """What the predictor of ``config`` is told: in a cascade of its first anchor, as in a LLaMA."""
+    layer = config.anchors[0] if config.anchors else None
+    return Call(spans, head_dim**-0.5, layer, channels=llama_channels(head_dim))
 
 
 @dataclass(frozen=True)
