@@ -159,7 +159,8 @@ def test_a_calibrated_cascade_runs_and_its_anchors_take_budgets(
     with cab_hf.cab(model, config), torch.no_grad():
         model(ids)
         first, second = (layer["density"] for layer in cab_hf.stats(model))
-    assert 0.5 < first <= 0.85 and second == pytest.approx(first, abs=0.1)
+    # heads of the second layer attend what heads of the first chose, whichever they like
+    assert 0.5 < first < 0.95 and (first + second) / 2 == pytest.approx(0.8, abs=0.05)
     tokenizer, text = AutoTokenizer.from_pretrained(model_folder), book.read_text()
     told = {"length": 300, "documents": 1}
     # the library finds what the command found, which is recorded in 16 bits
