@@ -43,7 +43,7 @@ LEAST_CHANNELS = 32
 
 # gathered queries of a program, how it is scheduled, and the keys it takes at a time: what an H200
 # runs fastest, and fewer where channels or their dtype are so wide that tiles had no room
-ROWS, WARPS, STAGES, REGISTERS = 64, 4, 3, 168
+ROWS, WARPS, STAGES = 64, 4, 3
 MOST_KEYS = 256
 BYTES_OF_KEYS = 32 << 10
 # the most key blocks of a row that are normalised at a time
@@ -143,7 +143,7 @@ def scored_keys(k: Tensor, channels: tuple[int, ...], dtype: torch.dtype) -> Ten
     k = k if k.stride(-1) == 1 else k.contiguous()
     keys = k.new_empty(batch, heads, length, runs.width, dtype=dtype)
     tokens = 128
-    _scored_keys_kernel[(triton.cdiv(length, tokens), batch * heads)](
+    _scored_keys_kernel[(batch * heads, triton.cdiv(length, tokens))](
         vectors(k),
         keys,
         KEY_SCALE if dtype == FP8 else 1.0,
@@ -187,7 +187,8 @@ def outlier_rows(
     first, last = (x if x.stride(1) == 1 else x.contiguous() for x in (spans.first, spans.last))
     # fewer channels at a time leave room for more programs
     chunk = min(64, triton.next_power_of_2(dim))
-    _outlier_rows_kernel[(q_blocks, some)](
+    # heads run fastest: neighbouring programs read neighbouring memory of a [B, N, H, D] tensor
+    _outlier_rows_kernel[(some, q_blocks)](
         vectors(q if q.stride(-1) == 1 else q.contiguous()),
         first,
         last,
@@ -268,8 +269,6 @@ def exact_scores(
             PRECISION=precision(rows.vectors),
             STAGES=STAGES,
             num_warps=WARPS,
-            # sums of 32 bits take more, and there is no third program to make room for
-            maxnreg=REGISTERS if half else None,
         )
     if group == rows.count:
         return most, shares
@@ -303,8 +302,8 @@ def _scored_keys_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    plane = tl.program_id(1)
-    token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    plane = tl.program_id(0)
+    token = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = token < length
     # [BLOCK_N, RUNS * BLOCK_C]
     at = vectors_at(k, plane // heads, plane % heads, token)
@@ -344,9 +343,9 @@ def _outlier_rows_kernel(
     BLOCK_C: tl.constexpr,
     MEANS: tl.constexpr,
 ):
-    block = tl.program_id(0)
-    q_blocks = tl.num_programs(0)
-    mine = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(1)
+    q_blocks = tl.num_programs(1)
+    mine = tl.program_id(0).to(tl.int64)
     batch = (start + mine) // heads
     head = (start + mine) % heads
     place = tl.arange(0, BLOCK_Q)
