@@ -98,10 +98,10 @@ class CabConfig:
     dense_tail: int = 1
     coarsen: str = "box"
     select: str = "clusters"
-    mass: float | Table = 0.99
+    mass: float | Table = 0.95
     bridges: float | Table = 0.02
     exact_queries: int | Table = 16
-    min_share: float = 0.006
+    min_share: float = 0.0015
     sparsity: float | Table = 0.95
     curvature: str = "additive"
     redundancy: float = 0.3

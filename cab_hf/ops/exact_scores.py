@@ -28,6 +28,7 @@ from cab_hf.ops.attention.tiles import (
     vectors_at,
 )
 from cab_hf.ops.coarsen import QuerySummary, store_row_spans, store_summary
+from cab_hf.ops.reference import COSINE_STEPS, LEAST_SQUARE
 from cab_hf.ops.score import Turn, visible_range
 from cab_hf.plan import Spans
 
@@ -48,6 +49,10 @@ MOST_KEYS = 256
 BYTES_OF_KEYS = 32 << 10
 # the most key blocks of a row that are normalised at a time
 CHUNK = 64
+# of the outliers, that a program gathers
+ROWS_GATHERED = 64
+COSINE_STEPS = tl.constexpr(COSINE_STEPS)
+LEAST_SQUARE = tl.constexpr(LEAST_SQUARE)
 # bytes of scratch at a time
 SCRATCH_AT_A_TIME = 512 << 20
 
@@ -177,41 +182,57 @@ def outlier_rows(
     heads, length, dim = q.shape[1:]
     runs, q_blocks = Channels.of(channels, dim), triton.cdiv(length, query_block)
     start, some = planes
-    shape = some, q_blocks * count
+    total = q_blocks * count
     rows = OutlierRows(
-        q.new_empty(*shape, runs.width, dtype=dtype),
-        q.new_empty(shape, dtype=torch.float32),
-        *(torch.empty(shape, device=q.device, dtype=torch.int32) for _ in range(2)),
+        q.new_empty(some, total, runs.width, dtype=dtype),
+        q.new_empty(some, total, dtype=torch.float32),
+        *(torch.empty(some, total, device=q.device, dtype=torch.int32) for _ in range(2)),
         count,
     )
     first, last = (x if x.stride(1) == 1 else x.contiguous() for x in (spans.first, spans.last))
-    # fewer channels at a time leave room for more programs
-    chunk = min(64, triton.next_power_of_2(dim))
+    at = vectors(q if q.stride(-1) == 1 else q.contiguous())
+    positions = torch.empty_like(rows.last)
     # heads run fastest: neighbouring programs read neighbouring memory of a [B, N, H, D] tensor
-    _outlier_rows_kernel[(some, q_blocks)](
-        vectors(q if q.stride(-1) == 1 else q.contiguous()),
+    _outlier_queries_kernel[(some, q_blocks)](
+        at,
         first,
         last,
         first.stride(0),
         last.stride(0),
-        rows,
+        positions,
         None if means is None else means.vectors,
         None if means is None else means.rows,
         0 if means is None else means.rows.stride(0),
-        scale * LOG2_E.value / (KEY_SCALE if dtype == FP8 else 1.0),
         start,
         heads,
         length,
-        ROW_NORM=ROW_NORM if dtype == FP8 else 0.0,
         QUERY_BLOCK=query_block,
         COUNT=count,
         BLOCK_Q=triton.next_power_of_2(query_block),
         D=dim,
-        BLOCK_D=chunk,
-        BLOCK_C=runs.room,
+        BLOCK_D=min(32, triton.next_power_of_2(dim)),
         MEANS=means is not None,
+        num_warps=8,
+        # three programs a multiprocessor: it waits for memory, and for its own reductions
+        maxnreg=80,
+    )
+    _gathered_rows_kernel[(some, triton.cdiv(total, ROWS_GATHERED))](
+        at,
+        first,
+        last,
+        first.stride(0),
+        last.stride(0),
+        positions,
+        rows,
+        scale * LOG2_E.value / (KEY_SCALE if dtype == FP8 else 1.0),
+        start,
+        heads,
+        total,
+        ROW_NORM=ROW_NORM if dtype == FP8 else 0.0,
+        BLOCK_M=ROWS_GATHERED,
+        BLOCK_C=runs.room,
         **runs.constants,
-        num_warps=8 if query_block <= 128 else 8,
+        num_warps=4,
     )
     return rows
 
@@ -316,33 +337,27 @@ def _scored_keys_kernel(
 
 
 @triton.jit
-def _outlier_rows_kernel(
+def _outlier_queries_kernel(
     q,
     first,
     last,
     first_stride,
     last_stride,
-    rows,
+    positions,
     means,
     row_spans,
     row_spans_plane,
-    qk_scale,
     start,
     heads,
     length,
-    ROW_NORM: tl.constexpr,
     QUERY_BLOCK: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    FIRST: tl.constexpr,
-    STEP: tl.constexpr,
-    SIZE: tl.constexpr,
-    RUNS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
     MEANS: tl.constexpr,
 ):
+    """The positions of the outliers of a query block, -1 for none; its mean on the way."""
     block = tl.program_id(1)
     q_blocks = tl.num_programs(1)
     mine = tl.program_id(0).to(tl.int64)
@@ -353,16 +368,15 @@ def _outlier_rows_kernel(
     inside = (place < QUERY_BLOCK) & (query < length)
     first += batch * first_stride
     last += batch * last_stride
-    lowest = tl.load(first + query, mask=inside, other=0)
-    highest = tl.load(last + query, mask=inside, other=-1)
-    real = highest >= 0
-    at = vectors_at(q, batch, head, query)
+    real = tl.load(last + query, mask=inside, other=-1) >= 0
     rank = place
     if MEANS or COUNT < QUERY_BLOCK:
+        at = vectors_at(q, batch, head, query)
         share = 1 / tl.maximum(tl.sum(real.to(tl.int32), 0), 1).to(tl.float32)
         # summed over channels once, at the end
         product = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
         square = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+        size = tl.zeros([BLOCK_D], tl.float32)
         for begin in tl.static_range(0, D, BLOCK_D):
             # [BLOCK_Q, BLOCK_D]
             channel = begin + tl.arange(0, BLOCK_D)
@@ -371,33 +385,69 @@ def _outlier_rows_kernel(
             mean = tl.sum(x, 0) * share
             product += x * mean[None, :]
             square += x * x
+            size += mean * mean
             if MEANS:
                 to_mean = means + ((start + mine) * q_blocks + block) * D + channel
                 store_summary(to_mean, mean, channel < D)
-        cosine = tl.sum(product, 1) / tl.sqrt(tl.maximum(tl.sum(square, 1), 1e-16))
-        # a NaN comes first, so that ranks are a permutation whatever q holds
-        cosine = tl.where(cosine == cosine, cosine, float("-inf"))
-        cosine = tl.where(real, cosine, float("inf"))
+        size = tl.sum(square, 1) * tl.sum(size, 0)
+        cosine = tl.sum(product, 1) / tl.sqrt(tl.maximum(size, LEAST_SQUARE))
+        # a NaN comes first: ranks are a permutation whatever q holds
+        cosine = tl.where(cosine == cosine, cosine, -1.0)
+        # and of what is equal the earlier: one whole number holds both
+        key = (cosine * COSINE_STEPS).to(tl.int32) * BLOCK_Q + place
+        key = tl.where(real, key, 2147483647 - BLOCK_Q + place)
+        rank = tl.sum((key[None, :] < key[:, None]).to(tl.int32), 1)
     if MEANS and head == 0:
         to_spans = row_spans + batch * q_blocks + block
         store_row_spans(first, last, to_spans, row_spans_plane, block, length, QUERY_BLOCK)
-    if COUNT < QUERY_BLOCK:
-        ahead = cosine[None, :] < cosine[:, None]
-        tied = (cosine[None, :] == cosine[:, None]) & (place[None, :] < place[:, None])
-        rank = tl.sum((ahead | tied).to(tl.int32), 1)
+    target = positions + (mine * q_blocks + block) * COUNT + rank
     chosen = (rank < COUNT) & (place < QUERY_BLOCK)
-    row = (mine * q_blocks + block) * COUNT + rank
-    # [BLOCK_Q, RUNS * BLOCK_C]
-    x = _scored(at, chosen & real, FIRST, STEP, SIZE, RUNS, BLOCK_C)
-    scale = tl.full([BLOCK_Q], 1.0, tl.float32)
+    tl.store(target, tl.where(real, query, -1), mask=chosen)
+
+
+@triton.jit
+def _gathered_rows_kernel(
+    q,
+    first,
+    last,
+    first_stride,
+    last_stride,
+    positions,
+    rows,
+    qk_scale,
+    start,
+    heads,
+    total,
+    ROW_NORM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    FIRST: tl.constexpr,
+    STEP: tl.constexpr,
+    SIZE: tl.constexpr,
+    RUNS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """The scored channels of the queries at ``positions``, and the keys that these see."""
+    mine = tl.program_id(0).to(tl.int64)
+    batch = (start + mine) // heads
+    head = (start + mine) % heads
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = row < total
+    row += mine * total
+    query = tl.load(positions + row, mask=inside, other=-1)
+    real = query >= 0
+    lowest = tl.load(first + batch * first_stride + query, mask=real, other=0)
+    highest = tl.load(last + batch * last_stride + query, mask=real, other=-1)
+    # [BLOCK_M, RUNS * BLOCK_C]
+    x = _scored(vectors_at(q, batch, head, query), real, FIRST, STEP, SIZE, RUNS, BLOCK_C)
+    scale = tl.full([BLOCK_M], 1.0, tl.float32)
     if ROW_NORM > 0:
-        scale = ROW_NORM / tl.sqrt(tl.maximum(tl.sum(x * x, 1), 1e-16))
+        scale = ROW_NORM / tl.sqrt(tl.maximum(tl.sum(x * x, 1), LEAST_SQUARE))
     width: tl.constexpr = RUNS * BLOCK_C
     target = rows.vectors + row[:, None] * width + tl.arange(0, width)[None, :]
-    tl.store(target, (x * scale[:, None]).to(rows.vectors.dtype.element_ty), mask=chosen[:, None])
-    tl.store(rows.scale + row, qk_scale / scale, mask=chosen)
-    tl.store(rows.first + row, lowest, mask=chosen)
-    tl.store(rows.last + row, highest, mask=chosen)
+    tl.store(target, (x * scale[:, None]).to(rows.vectors.dtype.element_ty), mask=inside[:, None])
+    tl.store(rows.scale + row, qk_scale / scale, mask=inside)
+    tl.store(rows.first + row, lowest, mask=inside)
+    tl.store(rows.last + row, highest, mask=inside)
 
 
 @triton.jit

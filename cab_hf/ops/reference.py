@@ -23,6 +23,10 @@ QUERY_CHUNK = 256
 MASS_TOLERANCE = 1e-5
 # far below any share that counts, and finite as a logarithm
 LEAST = 1e-30
+# cosines are compared in so many steps of one: what is closer counts as equal
+COSINE_STEPS = 65536.0
+# squares of norms are at least this: a vector of zeros is like nothing
+LEAST_SQUARE = 1e-30
 # rows of exact attention held at once
 QUERIES_AT_A_TIME = 128
 
@@ -328,13 +332,16 @@ def _by_head(numbers: Sequence[float], like: Tensor) -> Tensor:
 def outlier_queries(q: Tensor, spans: Spans, query_block: int, count: int) -> Tensor:
     """The queries of each block least like the block's mean query: int64 [B, H, M_q, count].
 
-    They are positions in q [B, H, N_q, D], by rising cosine with the mean, ties to the earlier; -1
-    where a block has fewer real queries. A block's whole ``query_block`` queries come in order.
+    They are positions in q [B, H, N_q, D], by rising cosine with the mean in steps of
+    1 / `COSINE_STEPS`, ties to the earlier; -1 where a block has fewer real queries. All
+    ``query_block`` queries come in order.
     """
     blocks, real = _blocked(q, spans.last >= 0, query_block)
+    blocks = blocks.masked_fill(~real.unsqueeze(-1), 0.0)
     mean = _mean(blocks, real).unsqueeze(-2)
-    cosine = (blocks * mean).sum(-1) / blocks.square().sum(-1).clamp(min=1e-16).sqrt()
-    cosine = cosine.nan_to_num(nan=-torch.inf).masked_fill(~real, torch.inf)
+    size = blocks.square().sum(-1) * mean.square().sum(-1)
+    cosine = (blocks * mean).sum(-1) / size.clamp(min=LEAST_SQUARE).sqrt()
+    cosine = (cosine.nan_to_num(nan=-1.0) * COSINE_STEPS).trunc().masked_fill(~real, torch.inf)
     inside = torch.arange(query_block, device=q.device).expand(cosine.shape)
     if count < query_block:
         inside = cosine.argsort(dim=-1, stable=True)[..., :count]
