@@ -18,8 +18,6 @@ from cab_hf.engines import SDPA, Workload
 from cab_hf.refusals import foreseen, layer_type
 from cab_hf.route import route
 
-UNCALIBRATED = "uncalibrated: see cab_hf.calibrate"
-
 
 def describe(
     model: PreTrainedModel, tokens: int | None = None, training: bool | None = None
@@ -111,17 +109,11 @@ def _apart(config: CabConfig) -> str:
 
 def _calibration(config: CabConfig) -> str:
     """Whose budgets these are, in brackets; nothing where nobody can say."""
-    if _uncalibrated(config):
-        return f" ({UNCALIBRATED})"
-    if config.origin is None:
+    tables = (config.mass, config.bridges, config.sparsity, config.exact_queries)
+    # numbers that are for all heads were measured on nobody's
+    if config.origin is None or not any(isinstance(table, tuple) for table in tables):
         return ""
     return f" (calibrated for {config.origin.model} at {config.origin.length:,} tokens)"
-
-
-def _uncalibrated(config: CabConfig) -> bool:
-    """Whether all heads get what nobody has measured them to need."""
-    clusters = config.predictor == "curvature" and config.select == "clusters"
-    return clusters and not isinstance(config.mass, tuple)
 
 
 def stats(model: PreTrainedModel, reset: bool = False) -> list[dict[str, Any]]:

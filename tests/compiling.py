@@ -1,0 +1,61 @@
+"""Compile the kernels of choosing for Hopper, on a machine without a GPU.
+
+Triton's interpreter runs what its compiler refuses: names that change their type, tiles that no
+multiprocessor has room for. Run as a script: whether kernels are interpreted is fixed at import.
+"""
+
+import json
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+from cab_hf import CabConfig
+from cab_hf.config import budgets_of
+from cab_hf.ops import exact_scores, predict
+from cab_hf.plan import Spans
+from cab_hf.rotary import llama_channels
+
+LENGTH, HEADS, KV_HEADS = 1024, 4, 2
+
+
+class NoDevice:
+    """What Triton asks of a driver to compile for compute capability 9.0."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=0):
+        return 0
+
+
+def compiled(config, dtype, dim, eight_bits):
+    """Names of the kernels that choosing launches -> bytes of shared memory that each takes."""
+    driver.set_active(NoDevice())
+    launch, found = jit.JITFunction.run, {}
+
+    def compile_only(self, *arguments, grid, warmup=False, **options):
+        kernel = launch(self, *arguments, grid=grid, warmup=True, **options)
+        found[self.fn.__name__] = kernel.metadata.shared
+        return kernel
+
+    jit.JITFunction.run = compile_only
+    scored = exact_scores.FP8 if eight_bits else dtype
+    predict.scored_dtype = lambda x: scored
+    channels, spans = llama_channels(dim), Spans.causal(1, LENGTH, LENGTH, "cpu")
+    q, k = (torch.zeros(1, heads, LENGTH, dim, dtype=dtype) for heads in (HEADS, KV_HEADS))
+    summary = predict.summarise(k, spans.key_valid, config, channels)
+    predict.choose(q, summary, spans, 1.0, config, budgets_of(config, 0, HEADS), channels)
+    return found
+
+
+if __name__ == "__main__":
+    settings, dtype, dim, eight_bits = json.loads(sys.argv[1])
+    print(json.dumps(compiled(CabConfig(**settings), getattr(torch, dtype), dim, eight_bits)))
