@@ -28,6 +28,8 @@ from cab_hf.runs.settings import (
 )
 
 DTYPES = ("bfloat16", "float16", "float32")
+# what runs did that knew of no such fields
+BEFORE_EXACT_QUERIES = {"exact_queries": 0, "min_share": 0.0}
 # more of the attention mass than any budget holds: every row of blocks fills its budget
 UNREACHED_MASS = {"mass": 0.999, "min_share": 0.0}
 TOKENS = {"tokens": column("{:,}".format, "length")}
@@ -264,8 +266,9 @@ def remarks(rows: Sequence[Row], by: Mapping[str, str] | None = None) -> dict[st
 def made_of(shape: str, settings: Mapping[str, Any]) -> str:
     """What was computed on and how it was timed, for a report; ``settings`` are recorded ones."""
     default = CabConfig().to_dict()
+    recorded = {**BEFORE_EXACT_QUERIES, **settings["cab_config"]}
     # of fields that have gone since, the command tells
-    known = {n: v for n, v in settings["cab_config"].items() if n in default}
+    known = {n: v for n, v in recorded.items() if n in default}
     config = {n: v for n, v in known.items() if v != default[n]}
     chosen = f"CabConfig with {config}" if config else "default CabConfig"
     return f"{shape}; {chosen}.\n\nMethod: {settings['method']}."
