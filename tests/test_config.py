@@ -129,7 +129,9 @@ def test_what_was_calibrated_for_is_named_in_the_file(tmp_path):
 TABLE = ((0.0, 0.3, 1.0), (0.6, 0.6, 0.6), (1.0, 1.0, 1.0))
 COUNTS = ((4, 0, 8), (8, 8, 8), (0, 0, 0))
 # of what is not told
-REST = {"mass": (0.8,), "bridges": (0.03,), "sparsity": (0.95,), "exact_queries": (16,)}
+REST = {
+    name: (getattr(CabConfig(), name),) for name in ("mass", "bridges", "sparsity", "exact_queries")
+}
 
 
 @pytest.mark.parametrize(
@@ -206,8 +208,8 @@ def test_curvature_takes_part_where_it_ranks_something(fields, curved):
 def test_budgets_of_some_heads():
     config = CabConfig(mass=TABLE, exact_queries=COUNTS)
     budgets = budgets_of(config, 0, 3)
-    assert budgets.of_head(1) == (0.3, 0.03, 0.95, 0)
-    assert budgets.of_heads([2, 0]) == Budgets((1.0, 0.0), (0.03,), (0.95,), (8, 4))
+    assert budgets.of_head(1) == (0.3, CabConfig().bridges, 0.95, 0)
+    assert budgets.of_heads([2, 0]) == Budgets((1.0, 0.0), REST["bridges"], (0.95,), (8, 4))
     assert not budgets.alike and budgets_of(config, 1, 3).alike
 
 

@@ -48,12 +48,14 @@ def test_vectors_stand_for_queries():
     _, places, spans = shard_spans([0, 221], 0)
     spans = spans.text
     q, k = loud(q_length=places.length, **SHAPE)
-    summary, budgets = predict.summarise(k, spans.key_valid, SMALL), budgets_of(SMALL, 0, 2)
+    estimated = replace(SMALL, exact_queries=0)
+    summary, budgets = predict.summarise(k, spans.key_valid, estimated), budgets_of(estimated, 0, 2)
     vectors = predict.coarsen_queries(q, spans, SMALL.query_block, SMALL.coarsen).vectors
     nothing = q.new_zeros(1).expand(q.shape)
 
-    def chosen(queries, *given):
-        lists = predict.choose(queries, summary, spans, 0.25, SMALL, budgets, *given)
+    def chosen(queries, given=None):
+        told = summary, spans, 0.25, estimated, budgets
+        lists = predict.choose(queries, *told, vectors=given)
         return torch.stack([part.to_dense(places.length // 16 + 1) for part in lists])
 
     assert torch.equal(chosen(nothing, vectors), chosen(q))

@@ -17,6 +17,7 @@ FLOORS = [
         "fit",
         "runs",
         "config",
+        "rotary",
         "documents",
         "plan",
         "ops",

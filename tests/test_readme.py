@@ -91,7 +91,6 @@ def test_the_readme_knows_the_models_that_need_no_hub():
         base = json.loads((folder / "base.json").read_text())
         assert f"`{name}`" in PAGE
         assert f"{base['max_position_embeddings']:,} positions" in PAGE
-        assert f"sparsely from {base['cab_config']['min_length']:,} tokens on" in PAGE
     assert f"sparse from {CabConfig().min_length:,} tokens on (`min_length`" in PAGE
 
 

@@ -1,6 +1,6 @@
 """Exact scores on the GPU: what the outlier queries of a block need of every key block.
 
-The definitions are `reference.outlier_queries` and `reference.exact_scores`. Three kernels: keys
+The definitions are `reference.outlier_queries` and `reference.exact_scores`. Four kernels: keys
 are cut to the scored channels, outlier queries are found and gathered, and one sweep over the keys
 leaves the largest logit of every key block in a scratch row until the row's normaliser is known.
 Where the device has it, all products are of 8-bit floats.
@@ -37,6 +37,7 @@ FP8_CAPABILITY = (8, 9)
 # keys are scaled by a constant, so that no key's bits depend on another key: what fits are keys
 # from 2^-4 to 1792 in any channel, in three bits each
 KEY_SCALE = 0.25
+LARGEST_FP8 = tl.constexpr(448.0)
 # and rows to this norm: products of keys of norms up to 32,000 then fit a float16
 ROW_NORM = 8.0
 # channels of a product of 8-bit floats come in multiples of this
@@ -332,8 +333,10 @@ def _scored_keys_kernel(
     width: tl.constexpr = RUNS * BLOCK_C
     line = plane.to(tl.int64) * length + token
     target = keys + line[:, None] * width + tl.arange(0, width)[None, :]
-    # what 8 bits do not hold becomes the largest that they do
-    tl.store(target, (x * key_scale).to(keys.dtype.element_ty), mask=inside[:, None])
+    x *= key_scale
+    if keys.dtype.element_ty == tl.float8e4nv:
+        x = tl.clamp(x, -LARGEST_FP8, LARGEST_FP8, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(target, x.to(keys.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit

@@ -268,7 +268,7 @@ def made_of(shape: str, settings: Mapping[str, Any]) -> str:
     default = CabConfig().to_dict()
     recorded = {**BEFORE_EXACT_QUERIES, **settings["cab_config"]}
     # of fields that have gone since, the command tells
-    known = {n: v for n, v in recorded.items() if n in default}
-    config = {n: v for n, v in known.items() if v != default[n]}
+    known = [name for name in default if name in recorded]
+    config = {name: recorded[name] for name in known if recorded[name] != default[name]}
     chosen = f"CabConfig with {config}" if config else "default CabConfig"
     return f"{shape}; {chosen}.\n\nMethod: {settings['method']}."
