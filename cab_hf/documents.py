@@ -86,17 +86,8 @@ def recall_document(
     Raises:
         ValueError: ``keys`` is more than there are names, or ``length`` has no room for them.
     """
-    if not 1 <= keys <= len(NAMES):
-        raise ValueError(f"keys must be 1 to {len(NAMES)}; got {keys!r}.")
     rng = random.Random(f"{seed}/{length}/{keys}/{index}")
-    numbers = list(map(str, rng.sample(NUMBERS, keys)))
-    named = [
-        {"whose": f" for {name}", "key": number}
-        for name, number in zip(rng.sample(NAMES, keys), numbers, strict=True)
-    ]
-    order = _another_order(rng, keys)
-    needles = [sentence_tokens(tokenizer, NEEDLE.format(**each)) for each in named]
-    repeats = [REPEAT.format(**named[key]) for key in order]
+    numbers, order, needles, repeats = _named_keys(tokenizer, keys, rng)
     statements = [*needles, *(sentence_tokens(tokenizer, repeat) for repeat in repeats)]
 
     begun = leading_tokens(tokenizer)
@@ -165,17 +156,8 @@ def asked_document(
     Raises:
         ValueError: ``keys`` is more than there are names, or ``length`` has no room for them.
     """
-    if not 1 <= keys <= len(NAMES):
-        raise ValueError(f"keys must be 1 to {len(NAMES)}; got {keys!r}.")
     rng = random.Random(f"{seed}/asked/{length}/{keys}/{index}")
-    numbers = list(map(str, rng.sample(NUMBERS, keys)))
-    named = [
-        {"whose": f" for {name}", "key": number}
-        for name, number in zip(rng.sample(NAMES, keys), numbers, strict=True)
-    ]
-    order = _another_order(rng, keys)
-    needles = [sentence_tokens(tokenizer, NEEDLE.format(**each)) for each in named]
-    repeats = [REPEAT.format(**named[key]) for key in order]
+    numbers, order, needles, repeats = _named_keys(tokenizer, keys, rng)
     asking = [sentence_tokens(tokenizer, repeat) for repeat in repeats]
 
     tokens = list(leading_tokens(tokenizer))
@@ -329,6 +311,26 @@ def _text(tokenizer: Any, sentences: Sequence[str], first: int, size: int) -> li
         pieces.append(sentence_tokens(tokenizer, sentence))
         total += len(pieces[-1])
     return pieces
+
+
+def _named_keys(
+    tokenizer: Any, keys: int, rng: random.Random
+) -> tuple[list[str], list[int], list[Tokens], list[str]]:
+    """Digits of keys with names, an order to repeat them in, what states each, what repeats it.
+
+    Raises:
+        ValueError: ``keys`` is more than there are names.
+    """
+    if not 1 <= keys <= len(NAMES):
+        raise ValueError(f"keys must be 1 to {len(NAMES)}; got {keys!r}.")
+    numbers = list(map(str, rng.sample(NUMBERS, keys)))
+    named = [
+        {"whose": f" for {name}", "key": number}
+        for name, number in zip(rng.sample(NAMES, keys), numbers, strict=True)
+    ]
+    order = _another_order(rng, keys)
+    needles = [sentence_tokens(tokenizer, NEEDLE.format(**each)) for each in named]
+    return numbers, order, needles, [REPEAT.format(**named[key]) for key in order]
 
 
 def _another_order(rng: random.Random, keys: int) -> list[int]:

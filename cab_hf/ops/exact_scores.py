@@ -267,12 +267,13 @@ def exact_scores(
     )
     most_keys = min(MOST_KEYS, BYTES_OF_KEYS // (dim * keys.element_size()))
     tile_keys = most_keys if most_keys % key_block == 0 else tile_of(key_block, most_keys)
+    desc_k = descriptors(tile_keys, described(keys))
     # the longest rows first
     for end in range(tiles, 0, -step):
         begin = max(0, end - step)
         _exact_scores_kernel[(end - begin, planes)](
             rows,
-            *descriptors(tile_keys, described(keys)),
+            *desc_k,
             scratch,
             most,
             shares,
