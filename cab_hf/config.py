@@ -18,6 +18,9 @@ SELECT = ("clusters", "topk")
 # blocks and tokens are counted in int32
 MOST = 2**31 - 1
 CHOICES = {"coarsen": COARSEN, "select": SELECT, "curvature": CURVATURE}
+# what a row keeps where ``mass`` is None, as (keys it sees, share of its estimated attention mass):
+# constant outside and on a line between. Measured on SmolLM2, see eval/results
+MASS_BY_KEYS = ((8192, 0.95), (16384, 0.72))
 # a number for every head of every layer, [layers][heads]
 Table = tuple[tuple[float, ...], ...]
 
@@ -47,7 +50,9 @@ class CabConfig:
             ``"topk"`` takes a fixed share of every row.
         mass: with ``"clusters"``, the share of estimated attention mass a row keeps, in (0, 1]; 1
             lists every block and is exact. Or a `Table` of them, in [0, 1]: a head of 1 attends
-            everything and lists nothing, one of 0 keeps no block for its mass.
+            everything and lists nothing, one of 0 keeps no block for its mass. None goes by the
+            keys that a row sees, along `MASS_BY_KEYS`: 0.95 up to 8,192 of them, where dense
+            attention is cheap and weak look-ups need many blocks, and 0.72 from 16,384 on.
         bridges: with ``"clusters"``, the share of a row's blocks added by the largest share of
             attention that any of the ``exact_queries`` gives them, or without those by curvature,
             in [0, 1]. A number or a `Table`.
@@ -55,9 +60,6 @@ class CabConfig:
             least like the block's mean query (`reference.outlier_queries`). They see what the mean
             hides, and half of the estimated mass is theirs. 0 leaves the choice to the estimate
             over block summaries. A divisor of ``query_block``, or a `Table`.
-        min_share: with ``"clusters"``, blocks of a smaller share of a row's estimated mass are left
-            out even where ``mass`` is not reached, in [0, 1): far text that hardly counts is spread
-            over more blocks the longer a text is. Not where mass is 1.
         sparsity: with ``"topk"``, the share of a row's blocks that is dropped, in [0, 1). A number
             or a `Table`.
         curvature: ``"additive"`` (direct minus ``redundancy`` times two-hop), ``"forman"``
@@ -98,10 +100,9 @@ class CabConfig:
     dense_tail: int = 1
     coarsen: str = "box"
     select: str = "clusters"
-    mass: float | Table = 0.95
+    mass: float | Table | None = None
     bridges: float | Table = 0.02
     exact_queries: int | Table = 16
-    min_share: float = 0.0015
     sparsity: float | Table = 0.95
     curvature: str = "additive"
     redundancy: float = 0.3
@@ -127,9 +128,11 @@ class CabConfig:
         self._require(counts, is_count, f"a whole number from 0 to {MOST}")
         for name, choices in CHOICES.items():
             self._require((name,), choices.__contains__, "one of " + ", ".join(map(repr, choices)))
-        self._freeze_table("mass", is_share, "in [0, 1]")
-        if not isinstance(self.mass, tuple):
-            self._require(("mass",), lambda mass: mass > 0, "in (0, 1], or a table")
+        if isinstance(self.mass, (tuple, list)):
+            self._freeze_table("mass", is_share, "in [0, 1]")
+        else:
+            above = "in (0, 1], a table, or None"
+            self._require(("mass",), lambda x: x is None or (is_share(x) and x > 0), above)
         self._freeze_table("bridges", is_share, "in [0, 1]")
         fits = f"0 or a divisor of query_block={self.query_block}"
         self._freeze_table(
@@ -137,7 +140,6 @@ class CabConfig:
         )
         every_row = "in [0, 1): every row needs at least one block"
         self._freeze_table("sparsity", lambda x: is_share(x) and x < 1, every_row)
-        self._require(("min_share",), lambda x: is_share(x) and x < 1, "in [0, 1)")
         self._require(("max_density",), lambda x: is_share(x) and x > 0, "in (0, 1]")
         self._require(("redundancy",), is_share, "in [0, 1]")
         self._require(("engine", "predictor"), lambda x: isinstance(x, str), "a name (str)")
@@ -277,6 +279,7 @@ class Budgets(NamedTuple):
     """What the heads of one layer get: fields of `CabConfig`, a number for each head or for all.
 
     Attributes:
+        mass: of rows that see few keys, where it goes by keys.
         whole: heads that attend everything, and so list nothing.
     """
 
@@ -364,6 +367,8 @@ def budgets_of(config: CabConfig, layer: int | None, heads: int) -> Budgets:
     """
     fields = ("mass", "bridges", "sparsity", "exact_queries")
     mass, bridges, sparsity, exact = [_of_layer(config, name, layer, heads) for name in fields]
+    if config.mass is None:
+        mass = (MASS_BY_KEYS[0][1],)
     whole: tuple[int, ...] = ()
     if config.select == "clusters":
         if isinstance(config.mass, tuple):

@@ -302,8 +302,8 @@ class MeanPooled(Cab):
                 "mean_pooled needs a cell that tells the density of a config on a text."
             )
         pooled = {"coarsen": "mean", "select": "clusters", "curvature": "none", "bridges": 0.0}
-        # neither outlier queries nor a least number of blocks: both are CAB's
-        pooled |= {"exact_queries": 0, "min_share": 0.0}
+        # outlier queries are CAB's
+        pooled |= {"exact_queries": 0}
         base = replace(cell.shared, predictor="curvature", max_density=1.0, **pooled)
         shares = (step / BUDGET_STEPS for step in range(1, BUDGET_STEPS + 1))
         return cls(nearest([replace(base, mass=mass) for mass in shares], cell, cell.realised))

@@ -71,7 +71,8 @@ def _budget(config: CabConfig) -> str:
     if config.select == "topk":
         kept = f"topk: sparsity {_numbers(config.sparsity)}"
     else:
-        kept = f"clusters: mass {_numbers(config.mass)}, bridges {_numbers(config.bridges)}"
+        mass = "by keys seen" if config.mass is None else _numbers(config.mass)
+        kept = f"clusters: mass {mass}, bridges {_numbers(config.bridges)}"
     return f" ({kept}{_apart(config)})"
 
 

@@ -19,15 +19,12 @@ from cab_hf.plan import Spans, block_visibility
 from cab_hf.predictors import Call, CurvaturePredictor
 
 EXACT = {"atol": 2e-5, "rtol": 1e-4}
-SMALL = {"query_block": 32, "key_block": 16, "min_share": 0.0}
+SMALL = {"query_block": 32, "key_block": 16}
 ESTIMATE = {**SMALL, "exact_queries": 0}
 SHAPE = {"q_length": 136, "heads": 4, "kv_heads": 2, "dim": 16}
 MIXED = {"mass": ((0.0, 0.3, 0.9, 1.0),), "exact_queries": ((0, 0, 4, 2),)}
 CONFIGS = [
     pytest.param(CabConfig(**ESTIMATE, mass=((0.0, 0.3, 0.9, 1.0),)), id="masses"),
-    pytest.param(
-        CabConfig(**{**ESTIMATE, "min_share": 0.1}, mass=((0.0, 0.3, 0.9, 1.0),)), id="min-share"
-    ),
     pytest.param(CabConfig(**ESTIMATE, mass=((0.0,) * 4,), bridges=0.0), id="forced-alone"),
     pytest.param(CabConfig(**ESTIMATE, mass=((0.0,) * 4,), bridges=0.3), id="bridges-alone"),
     pytest.param(CabConfig(**ESTIMATE, mass=0.5, bridges=((0.0, 0.1, 0.3, 1.0),)), id="bridges"),
@@ -70,7 +67,7 @@ def test_each_head_keeps_its_own_mass_by_hand():
 
 def test_each_head_adds_its_own_bridges_by_hand():
     spans = Spans.causal(1, 160, 160, "cpu")
-    config = CabConfig(16, 16, local_blocks=1, dense_tail=0, min_share=0.0)
+    config = CabConfig(16, 16, local_blocks=1, dense_tail=0)
     visible = block_visibility(spans, 16, 16)
     score = torch.zeros(1, 4, 10, 10)
     score[:, :, 9, 4] = 0.5

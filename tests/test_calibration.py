@@ -24,7 +24,7 @@ from cab_hf.predictors.calibration import (
     tables,
 )
 
-SMALL = {"query_block": 16, "key_block": 16, "min_length": 0, "min_share": 0.0}
+SMALL = {"query_block": 16, "key_block": 16, "min_length": 0}
 EVERYTHING = {"mass": 1.0, "bridges": 0.0, "exact_queries": 0}
 FORCED = {"mass": 0.0, "bridges": 0.0, "exact_queries": 0}
 EXACT = {"mass": 0.9, "bridges": 0.0, "exact_queries": 2}

@@ -6,7 +6,7 @@ import pytest
 from transformers import LlamaConfig, PreTrainedConfig, WhisperConfig
 
 from cab_hf import CabConfig
-from cab_hf.config import Budgets, budgets_of, require_layers
+from cab_hf.config import MASS_BY_KEYS, Budgets, budgets_of, require_layers
 from cab_hf.fit import Origin
 
 ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=8192)
@@ -22,8 +22,6 @@ ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=8192)
         ("sink_blocks", -1),
         ("local_blocks", True),
         ("dense_tail", -1),
-        ("min_share", -0.1),
-        ("min_share", 1.0),
         ("coarsen", "max"),
         ("select", "all"),
         ("curvature", "ollivier"),
@@ -129,9 +127,8 @@ def test_what_was_calibrated_for_is_named_in_the_file(tmp_path):
 TABLE = ((0.0, 0.3, 1.0), (0.6, 0.6, 0.6), (1.0, 1.0, 1.0))
 COUNTS = ((4, 0, 8), (8, 8, 8), (0, 0, 0))
 # of what is not told
-REST = {
-    name: (getattr(CabConfig(), name),) for name in ("mass", "bridges", "sparsity", "exact_queries")
-}
+REST = {name: (getattr(CabConfig(), name),) for name in ("bridges", "sparsity", "exact_queries")}
+REST["mass"] = (MASS_BY_KEYS[0][1],)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from cab_hf.predictors import Call, make_predictor
 HEADS, KV_HEADS, DIM = 4, 2, 16
 # the half of 64 channels that LLaMA turns slowest
 SLOW = (*range(16, 32), *range(48, 64))
-SMALL = CabConfig(32, 16, mass=0.4, bridges=0.1, min_length=0, min_share=0.0, exact_queries=8)
+SMALL = CabConfig(32, 16, mass=0.4, bridges=0.1, min_length=0, exact_queries=8)
 ESTIMATE = replace(SMALL, exact_queries=0)
 # heads of a layer: by estimate, by exact scores, everything, hardly anything
 TABLES = {
@@ -26,9 +26,7 @@ TABLES = {
 CONFIGS = {
     "exact": SMALL,
     "exact-every-query": replace(SMALL, exact_queries=32),
-    "exact-min-share": replace(SMALL, mass=0.9, min_share=0.1),
     "clusters": ESTIMATE,
-    "min-share": replace(ESTIMATE, mass=0.9, min_share=0.1),
     "wide-keys": replace(ESTIMATE, query_block=16, key_block=32),
     "forman": replace(ESTIMATE, curvature="forman"),
     "without-curvature": replace(ESTIMATE, redundancy=0),

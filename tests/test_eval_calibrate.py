@@ -20,7 +20,7 @@ from cab_hf.fit import Origin
 from cab_hf.patches import calibration as of_models
 from cab_hf.predictors.anchors import SHARES
 
-SMALL = ("query_block=16", "key_block=16", "min_share=0.0")
+SMALL = ("query_block=16", "key_block=16")
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,8 @@ from cab_hf.runs.log import read_log
 from cab_hf.runs.settings import read_settings, spelled
 
 LENGTH = 300
-SPARSE = ("query_block=32", "key_block=16", "mass=0.2", "bridges=0.0", "min_share=0.0")
-SMALL = "query_block=32,key_block=16,mass=0.6,min_share=0.0"
+SPARSE = ("query_block=32", "key_block=16", "mass=0.2", "bridges=0.0")
+SMALL = "query_block=32,key_block=16,mass=0.6"
 FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
 
 

@@ -22,7 +22,7 @@ from cab_hf.runs.settings import read_settings, spelled
 
 LENGTH = 400
 METHODS = "dense,cab,published,streaming,random,antidiagonal,oracle,h2o"
-SPARSE = ("query_block=32", "key_block=16", "mass=0.2", "bridges=0.0", "min_share=0.0")
+SPARSE = ("query_block=32", "key_block=16", "mass=0.2", "bridges=0.0")
 
 
 @pytest.fixture(scope="module")

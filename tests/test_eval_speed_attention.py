@@ -344,7 +344,7 @@ def test_the_report_has_a_table_a_question(finished):
     assert widest <= 14
     # what does not vary is no column
     assert "head dim |" not in text
-    assert "CabConfig with {'mass': 0.999, 'min_share': 0.0, 'min_length': 0}" in text
+    assert "CabConfig with {'mass': 0.999, 'min_length': 0}" in text
     assert (finished / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -23,7 +23,7 @@ LENGTHS = [300, 450]
 LONGER = (650, 700)  # room for the twelve keys of cab_recall
 NAMES = ["cab_passkey", "cab_passkey_multi", "cab_recall"]
 SPARSE = (
-    *("query_block=32", "key_block=16", "min_length=0", "min_share=0.0"),
+    *("query_block=32", "key_block=16", "min_length=0"),
     *("mass=0.2", "engine=reference"),
 )
 MAKERS = {"passkey_documents": {"keys": 2}, "recall_documents": {"keys": 3, "documents": 2}}

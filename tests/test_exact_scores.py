@@ -9,6 +9,7 @@ from selecting import by_kernels, laid_in, loud, on_the_cpu
 from torch.nn import functional as F
 
 from cab_hf import BlockPlan, CabConfig
+from cab_hf.config import MASS_BY_KEYS
 from cab_hf.ops import predict, reference
 from cab_hf.ops.coarsen import QuerySummary, coarsen_queries
 from cab_hf.ops.exact_scores import (
@@ -24,7 +25,7 @@ from cab_hf.ops.score import Turn
 from cab_hf.plan import Spans, block_visibility
 from cab_hf.predictors.curvature import picked
 
-SMALL = {"query_block": 32, "key_block": 16, "min_share": 0.0}
+SMALL = {"query_block": 32, "key_block": 16}
 SHAPE = {"q_length": 136, "heads": 4, "kv_heads": 2, "dim": 16}
 
 
@@ -365,7 +366,7 @@ def test_heads_in_turns_and_tiles_in_turns_find_the_same(monkeypatch, uninitiali
     q, k = loud(**SHAPE | {"q_length": 205, "batch": 2})
     told = Spans.causal(2, 205, 205, "cpu"), 0.25, (32, 16), 32
     together = by_kernel(q, k, *told)
-    monkeypatch.setattr("cab_hf.ops.exact_scores.SCRATCH_AT_A_TIME", 1)
+    monkeypatch.setattr("cab_hf.ops.exact_scores.RESIDENT", 1)
     for start, planes in ((0, 3), (3, 5)):
         some = by_kernel(q, k, *told, start=start, planes=planes)
         for one, other in zip(some, together, strict=True):
@@ -450,13 +451,6 @@ SELECTED = [
     ),
     pytest.param(CabConfig(**SMALL, mass=0.6, exact_queries=1), id="one-query"),
     pytest.param(CabConfig(**SMALL, mass=0.6, exact_queries=32), id="every-query"),
-    pytest.param(
-        CabConfig(**{**SMALL, "min_share": 0.1}, mass=0.9, exact_queries=8), id="min-share"
-    ),
-    pytest.param(
-        CabConfig(**{**SMALL, "min_share": 0.1}, mass=((0.7, 0.0, 0.9, 1.0),), exact_queries=8),
-        id="min-share-of-some",
-    ),
     pytest.param(CabConfig(**SMALL, mass=0.6, exact_queries=COUNTS), id="some-heads"),
     pytest.param(CabConfig(**SMALL, mass=0.6, exact_queries=((4, 1, 2, 8),)), id="all-counts"),
     pytest.param(
@@ -474,8 +468,8 @@ SELECTED = [
     pytest.param(
         CabConfig(**SMALL, exact_queries=COUNTS, curvature="forman", mass=0.5), id="beside-forman"
     ),
-    pytest.param(CabConfig(48, 16, exact_queries=12, mass=0.5, min_share=0.0), id="q48"),
-    pytest.param(CabConfig(16, 32, exact_queries=2, mass=0.5, min_share=0.0), id="wide-keys"),
+    pytest.param(CabConfig(48, 16, exact_queries=12, mass=0.5), id="q48"),
+    pytest.param(CabConfig(16, 32, exact_queries=2, mass=0.5), id="wide-keys"),
     pytest.param(
         CabConfig.published(0.7, query_block=16, key_block=16, exact_queries=4), id="topk"
     ),
@@ -517,6 +511,22 @@ def test_kernels_select_the_same_in_every_layout(layout):
     config = CabConfig(**SMALL, mass=0.6, exact_queries=COUNTS)
     found, meant = by_kernels(config, q, k, spans), on_the_cpu(config, q, k, spans)
     assert torch.equal(found.to_dense(), meant.to_dense())
+
+
+@pytest.mark.parametrize("before", [8000, 12_000, 16_500])
+def test_a_row_keeps_by_the_keys_it_sees(before):
+    """As short texts do, as long ones do, and between."""
+    q, k = loud(q_length=32, kv_length=before + 32, heads=2, kv_heads=1, dim=16)
+    spans = Spans.causal(1, 32, before + 32, "cpu")
+    # by the estimate: exact scores of so many keys take the interpreter minutes
+    config = CabConfig(query_block=32, key_block=64, bridges=0.0, dense_tail=0, exact_queries=0)
+    assert config.mass is None
+    found, meant = (choose(config, q, k, spans) for choose in (by_kernels, on_the_cpu))
+    assert torch.equal(found.to_dense(), meant.to_dense())
+    mass = {8000: MASS_BY_KEYS[0][1], 16_500: MASS_BY_KEYS[1][1]}.get(before)
+    if mass is not None:
+        alike = on_the_cpu(replace(config, mass=mass), q, k, spans)
+        assert torch.equal(meant.to_dense(), alike.to_dense())
 
 
 @pytest.mark.parametrize("limit", ["LISTS_AT_MOST", "SCORES_AT_A_TIME"])

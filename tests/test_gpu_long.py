@@ -17,7 +17,7 @@ UNWRITTEN = 4096
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SCALE = DIM**-0.5
 # random heads are flat: every row of blocks fills its budget
-CONFIG = CabConfig(mass=0.999, min_share=0.0, max_density=0.02, dense_tail=0)
+CONFIG = CabConfig(mass=0.999, max_density=0.02, dense_tail=0)
 # rows of a plan that one comparison looks at: their masks are as long as the prompt
 ROWS = 8
 

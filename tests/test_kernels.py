@@ -15,7 +15,7 @@ from cab_hf.plan import Spans
 from cab_hf.predictors import Call, CurvaturePredictor
 from cab_hf.predictors.curvature import by_reference
 
-SMALL = {"query_block": 32, "key_block": 16, "min_share": 0.0}
+SMALL = {"query_block": 32, "key_block": 16}
 # by the estimate: exact scores have a file of their own
 ESTIMATE = {"exact_queries": 0, "mass": 0.9, "bridges": 0.05}
 GRID = {"query_block": 16, "key_block": 16}
@@ -46,8 +46,6 @@ CONFIGS = [
     pytest.param(CabConfig.published(0.7, "none", **GRID, dense_tail=1), id="published-tail"),
     pytest.param(small(dense_tail=0), id="no-tail"),
     pytest.param(small(dense_tail=2, max_density=0.4), id="two-tails-capped"),
-    pytest.param(small(mass=0.9, min_share=0.1), id="min-share"),
-    pytest.param(small(mass=0.9, min_share=0.1, max_density=0.4), id="min-share-capped"),
     pytest.param(small(mass=0.5, exact_queries=8), id="outliers"),
 ]
 SHAPES = [

@@ -12,18 +12,16 @@ import torch
 from tiny import qkv
 
 from cab_hf import CabConfig
+from cab_hf.config import MASS_BY_KEYS
 from cab_hf.frame import Frame
 from cab_hf.ops import reference
 from cab_hf.plan import Spans, block_visibility
 from cab_hf.predictors import Call, CurvaturePredictor, make_predictor, register_predictor
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_predictor.py"
-# so few blocks as these texts have would all be kept
-FEW = {"min_share": 0.0}
-ESTIMATE = {**FEW, "exact_queries": 0, "mass": 0.9, "bridges": 0.05}
+ESTIMATE = {"exact_queries": 0, "mass": 0.9, "bridges": 0.05}
 RECIPES = [
-    pytest.param(CabConfig(32, 16, **FEW), id="outliers"),
-    pytest.param(CabConfig(32, 16, **{**ESTIMATE, "min_share": 0.1}), id="min-share"),
+    pytest.param(CabConfig(32, 16), id="outliers"),
     pytest.param(CabConfig(32, 16, **ESTIMATE), id="clusters"),
     pytest.param(CabConfig(16, 32, **ESTIMATE), id="clusters-wide-keys"),
     pytest.param(CabConfig(32, 32, curvature="forman", **ESTIMATE), id="clusters-forman"),
@@ -75,6 +73,16 @@ def test_upper_logit_is_the_largest_a_key_in_the_box_could_reach():
     every = queries @ k.repeat_interleave(2, 1).transpose(-1, -2) * 0.5
     assert (upper >= every.unflatten(-1, (-1, 16)).amax(-1) - 1e-5).all()
     torch.testing.assert_close(mean, every.unflatten(-1, (-1, 16)).mean(-1))
+
+
+def test_what_a_row_keeps_falls_between_two_numbers_of_keys():
+    (short, most), (long, least) = MASS_BY_KEYS
+    middle = (short + long) // 2
+    last = torch.tensor([[0, short - 1, middle - 1, long - 1, 4 * long]])
+    first = torch.zeros_like(last)
+    kept = reference.mass_by_keys(Spans(first, last, torch.ones(1, 4 * long + 1).bool()).rows(1))
+    expected = [most, most, (most + least) / 2, least, least]
+    assert kept.flatten().tolist() == pytest.approx(expected)
 
 
 # --- curvature, by hand
@@ -219,7 +227,7 @@ def test_every_document_has_a_tail_of_its_own_real_tokens():
 @pytest.mark.parametrize("name", ["antidiagonal", "curvature", "oracle", "random", "streaming"])
 def test_every_predictor_has_a_tail(name):
     q, k, _ = qkv(q_length=300)
-    config = CabConfig(query_block=32, key_block=16, predictor=name, mass=0.2, **FEW)
+    config = CabConfig(query_block=32, key_block=16, predictor=name, mass=0.2)
     plan = make_predictor(config)(q, k, Call(Spans.causal(1, 300, 300, "cpu"), 0.25))
     tail = plan.token_mask()[:, :, 300 - 32 :]
     assert torch.equal(tail, torch.ones(300, 300, dtype=torch.bool).tril()[-32:].expand_as(tail))
@@ -232,7 +240,7 @@ def test_a_needle_is_found_by_the_box_and_not_by_the_mean():
     k = k * 0.5
     k[..., 500, :] = q[0, 0, -16:].mean(0) * 8
     fields = {"query_block": 16, "key_block": 64, "mass": 0.2, "bridges": 0.0, "local_blocks": 1}
-    fields |= {"dense_tail": 0, "exact_queries": 0, "min_share": 0.0}
+    fields |= {"dense_tail": 0, "exact_queries": 0}
     needle = 500 // 64
     assert select(CabConfig(**fields), q, k).to_dense()[0, 0, -1, needle]
     by_mean = select(CabConfig(coarsen="mean", **fields), q, k)
@@ -311,7 +319,7 @@ def test_heads_worked_on_in_parts_select_the_same(config, monkeypatch):
 
 def test_no_gradient_flows_through_a_plan():
     q, k, _ = qkv(q_length=100)
-    plan = select(CabConfig(32, 16, **FEW), q.requires_grad_(), k.requires_grad_())
+    plan = select(CabConfig(32, 16), q.requires_grad_(), k.requires_grad_())
     assert not plan.full.counts.requires_grad
 
 

@@ -189,7 +189,6 @@ def budgets(draw, count, **fixed):
         "sparsity": draw(st.sampled_from((0.3, 0.8))),
         "mass": per_head(draw, count, st.sampled_from((0.2, 0.5, 0.9, 1.0))),
         "bridges": per_head(draw, count, st.sampled_from((0.0, 0.1, 0.4))),
-        "min_share": draw(st.sampled_from((0.0, 0.0, 0.1))),
         "exact_queries": per_head(draw, count, st.sampled_from((0, 2, 4, 16))),
         "coarsen": draw(st.sampled_from(("box", "mean", "max_l2"))),
         "curvature": curvature,

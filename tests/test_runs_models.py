@@ -366,7 +366,7 @@ def test_cab_and_cascade_run_on_tiny(llama2, fields):
     """With everything kept they are dense, and with less they are near it."""
     model, _ = llama2
     ids = torch.randint(256, (1, 500), generator=torch.Generator().manual_seed(0))
-    small = {"query_block": 32, "key_block": 16, "min_length": 0, "min_share": 0.0, **fields}
+    small = {"query_block": 32, "key_block": 16, "min_length": 0, **fields}
     with torch.no_grad():
         dense = model(ids).logits
         with cab_hf.cab(model, CabConfig(**small, mass=1.0)):

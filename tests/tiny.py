@@ -43,7 +43,7 @@ FAMILIES = {
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {}),
 }
 # blocks small enough that a few hundred tokens are many of them
-SMALL = CabConfig(query_block=32, key_block=16, min_length=0, min_share=0.0)
+SMALL = CabConfig(query_block=32, key_block=16, min_length=0)
 FULL = CabConfig(query_block=32, key_block=16, min_length=0, mass=1.0)
 SPARSE = replace(SMALL, mass=0.4, bridges=0.1, exact_queries=8)
 

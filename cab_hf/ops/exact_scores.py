@@ -8,6 +8,7 @@ Where the device has it, all products are of 8-bit floats.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -50,12 +51,15 @@ MOST_KEYS = 256
 BYTES_OF_KEYS = 32 << 10
 # the most key blocks of a row that are normalised at a time
 CHUNK = 64
+# channels of the queries of a block that a program holds at a time while it seeks outliers, and how
+# it is scheduled
+SOUGHT_CHANNELS, SOUGHT_WARPS, SOUGHT_REGISTERS = 128, 4, 168
 # of the outliers, that a program gathers
 ROWS_GATHERED = 64
 COSINE_STEPS = tl.constexpr(COSINE_STEPS)
 LEAST_SQUARE = tl.constexpr(LEAST_SQUARE)
-# bytes of scratch at a time
-SCRATCH_AT_A_TIME = 512 << 20
+# programs of the sweep a multiprocessor: each has scratch of its own and takes tile after tile
+RESIDENT = 4
 
 
 class Channels(NamedTuple):
@@ -211,11 +215,10 @@ def outlier_rows(
         COUNT=count,
         BLOCK_Q=triton.next_power_of_2(query_block),
         D=dim,
-        BLOCK_D=min(32, triton.next_power_of_2(dim)),
+        BLOCK_D=min(SOUGHT_CHANNELS, triton.next_power_of_2(dim)),
         MEANS=means is not None,
-        num_warps=8,
-        # three programs a multiprocessor: it waits for memory, and for its own reductions
-        maxnreg=80,
+        num_warps=SOUGHT_WARPS,
+        maxnreg=SOUGHT_REGISTERS,
     )
     _gathered_rows_kernel[(some, triton.cdiv(total, ROWS_GATHERED))](
         at,
@@ -258,45 +261,53 @@ def exact_scores(
     shares = torch.empty_like(most)
     half = rows.vectors.dtype == FP8
     tiles = triton.cdiv(total, ROWS)
-    a_tile = (2 if half else 4) * planes * ROWS * turn.width
-    step = max(1, SCRATCH_AT_A_TIME // a_tile)
+    programs = min(tiles * planes, RESIDENT * multiprocessors(most.device))
     scratch = torch.empty(
-        min(step, tiles) * planes * turn.width * ROWS,
+        programs * turn.width * ROWS,
         device=most.device,
         dtype=torch.float16 if half else torch.float32,
     )
+    taken = torch.zeros(1, device=most.device, dtype=torch.int32)
     most_keys = min(MOST_KEYS, BYTES_OF_KEYS // (dim * keys.element_size()))
     tile_keys = most_keys if most_keys % key_block == 0 else tile_of(key_block, most_keys)
-    desc_k = descriptors(tile_keys, described(keys))
-    # the longest rows first
-    for end in range(tiles, 0, -step):
-        begin = max(0, end - step)
-        _exact_scores_kernel[(end - begin, planes)](
-            rows,
-            *desc_k,
-            scratch,
-            most,
-            shares,
-            turn,
-            begin,
-            total,
-            groups,
-            COUNT=rows.count,
-            GROUP=group,
-            KEY_BLOCK=key_block,
-            BLOCK_M=ROWS,
-            BLOCK_N=tile_keys,
-            CHUNK=tile_of(turn.width, CHUNK),
-            BLOCK_D=dim,
-            HALF=half,
-            PRECISION=precision(rows.vectors),
-            STAGES=STAGES,
-            num_warps=WARPS,
-        )
+    _exact_scores_kernel[(programs,)](
+        rows,
+        *descriptors(tile_keys, described(keys)),
+        scratch,
+        most,
+        shares,
+        turn,
+        taken,
+        tiles,
+        planes,
+        total,
+        groups,
+        COUNT=rows.count,
+        GROUP=group,
+        KEY_BLOCK=key_block,
+        BLOCK_M=ROWS,
+        BLOCK_N=tile_keys,
+        CHUNK=tile_of(turn.width, CHUNK),
+        BLOCK_D=dim,
+        HALF=half,
+        PRECISION=precision(rows.vectors),
+        STAGES=STAGES,
+        num_warps=WARPS,
+    )
     if group == rows.count:
         return most, shares
     most, shares = (x.unflatten(1, (-1, rows.count // group)) for x in (most, shares))
     return most.amax(2), shares.sum(2)
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """How many there are; one where kernels are interpreted."""
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 1
+    )
 
 
 @triton.jit
@@ -468,7 +479,9 @@ def _exact_scores_kernel(
     most,
     shares,
     turn,
-    begin,
+    taken,
+    tiles,
+    planes,
     row_count,
     groups,
     COUNT: tl.constexpr,
@@ -482,15 +495,52 @@ def _exact_scores_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Tiles of rows, as long as there are some that no program has ``taken``."""
+    scratch += tl.program_id(0).to(tl.int64) * turn.width * BLOCK_M
+    item = tl.atomic_add(taken, 1)
+    while item < tiles * planes:
+        # neighbours sweep over the same keys, the longest rows of a head first
+        _sweep(
+            rows, desc_k, scratch, most, shares, turn, item // tiles, tiles - 1 - item % tiles,
+            row_count, groups, COUNT, GROUP, KEY_BLOCK, BLOCK_M, BLOCK_N, CHUNK, BLOCK_D, HALF,
+            PRECISION, STAGES,
+        )  # fmt: skip
+        # scratch has been read
+        tl.debug_barrier()
+        item = tl.atomic_add(taken, 1)
+
+
+@triton.jit
+def _sweep(
+    rows,
+    desc_k,
+    scratch,
+    most,
+    shares,
+    turn,
+    plane,
+    tile,
+    row_count,
+    groups,
+    COUNT: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """`reference.exact_scores` of a tile of rows of one head."""
     # a step of the sweep is a tile of several key blocks, or a key block of several tiles
     STEP: tl.constexpr = BLOCK_N if BLOCK_N > KEY_BLOCK else KEY_BLOCK
     BLOCKS: tl.constexpr = STEP // KEY_BLOCK
     DTYPE: tl.constexpr = tl.float16 if HALF else tl.float32
     q_blocks, width, heads, kv_heads = turn.q_blocks, turn.width, turn.heads, turn.kv_heads
-    plane = tl.program_id(1)
     batch = (turn.start + plane) // heads
     kv_head = (turn.start + plane) % heads // (heads // kv_heads)
-    tile = begin + tl.num_programs(0) - 1 - tl.program_id(0)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = row < row_count
     line = plane.to(tl.int64) * row_count + row
@@ -512,8 +562,7 @@ def _exact_scores_kernel(
     whole_low = tl.minimum(tl.maximum(whole_low, low), end)
     whole_high = tl.minimum(tl.maximum(whole_high, whole_low), end)
 
-    place = (tl.program_id(0) * tl.num_programs(1) + plane).to(tl.int64) * width * BLOCK_M
-    kept = scratch + place + tl.arange(0, BLOCK_M)
+    kept = scratch + tl.arange(0, BLOCK_M)
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     for PART in tl.static_range(3):

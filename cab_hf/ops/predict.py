@@ -41,13 +41,14 @@ LISTS_AT_MOST = 2 << 30
 FIELDS = {
     **dict.fromkeys(("query_block", "key_block", "sink_blocks", "local_blocks"), "int"),
     **dict.fromkeys(("coarsen", "select", "curvature"), "str"),
-    **dict.fromkeys(("redundancy", "min_share", "max_density"), "float"),
+    **dict.fromkeys(("redundancy", "max_density"), "float"),
 }
 # how the registered op is told what `_told` understands
 TOLD = (
     "Tensor first, Tensor last, Tensor key_valid, bool aligned, bool consecutive, Tensor? tail,"
-    " bool tail_listed, float[] mass, float[] bridges, float[] sparsity, int[] exact_queries,"
-    " int[] whole, " + ", ".join(f"{kind} {name}" for name, kind in FIELDS.items())
+    " bool tail_listed, bool mass_by_keys, float[] mass, float[] bridges, float[] sparsity,"
+    " int[] exact_queries, int[] whole, "
+    + ", ".join(f"{kind} {name}" for name, kind in FIELDS.items())
 )
 # turns with their scores, what selects by them, and budgets of own
 Scored = Iterator[tuple[Turn, Scores, CabConfig, Own | None]]
@@ -312,14 +313,16 @@ def _telling(spans: Spans, config: CabConfig, budgets: Budgets) -> tuple:
     """What the registered op is told by the schema `TOLD`."""
     known = spans.first, spans.last, spans.key_valid, spans.aligned, spans.consecutive
     settings = [getattr(config, name) for name in FIELDS]
-    return *known, *_tail(spans, config), *map(list, budgets), *settings
+    told = *_tail(spans, config), config.mass is None, *map(list, budgets)
+    return *known, *told, *settings
 
 
 def _told(told: tuple) -> tuple[Spans, Tail, Budgets, CabConfig]:
     """What `_telling` has told."""
-    budgets = Budgets(*map(tuple, told[7:12]))
-    settings = dict(zip(FIELDS, told[12:], strict=True))
+    budgets = Budgets(*map(tuple, told[8:13]))
+    settings = dict(zip(FIELDS, told[13:], strict=True))
     # curvature looks whether there are bridges, and heads left to rank by it
-    shared = {"mass": 1 if budgets.mass == (1,) else (budgets.mass,)}
+    mass = 1 if budgets.mass == (1,) else (budgets.mass,)
+    shared = {"mass": None if told[7] else mass}
     shared |= {"bridges": (budgets.bridges,), "exact_queries": (budgets.exact_queries,)}
     return Spans(*told[:5]), Tail(*told[5:7]), budgets, CabConfig(**settings, **shared)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.config import Budgets, CabConfig
-from cab_hf.plan import BlockPlan, Spans
+from cab_hf.config import MASS_BY_KEYS, Budgets, CabConfig
+from cab_hf.plan import BlockPlan, RowSpans, Spans
 
 # rows of attention computed at a time: bounds the token mask, not the result
 QUERY_CHUNK = 256
@@ -249,13 +249,19 @@ def top_blocks(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
     return candidates & (rank < count)
 
 
+def mass_by_keys(rows: RowSpans) -> Tensor:
+    """The share of its estimated mass that each row keeps by the keys it sees: [B, 1, M_q, 1]."""
+    (short, most), (long, least) = MASS_BY_KEYS
+    seen = (rows.max_last - rows.min_first + 1)[:, None, :, None].double()
+    return most + (least - most) * ((seen - short) / (long - short)).clamp(0, 1)
+
+
 def top_mass(
-    log_mass: Tensor, forced: Tensor, visible: Tensor, mass: Tensor, least: float, cap: Tensor
+    log_mass: Tensor, forced: Tensor, visible: Tensor, mass: Tensor, cap: Tensor
 ) -> Tensor:
     """bool: the smallest set of blocks that holds ``mass``, forced ones first, at most ``cap``.
 
-    ``mass`` broadcasts with the rows: one for each head, or for all. Blocks of a share of no more
-    than ``least`` are left out, unless mass is 1.
+    ``mass`` broadcasts with the rows: one for each head, for each row, or for all.
     """
     share = log_mass.exp()
     # a forced block's share counts, whatever its size: it goes to the front of the queue
@@ -264,7 +270,7 @@ def top_mass(
     queued = share.gather(-1, order)
     before = queued.cumsum(-1) - queued
     rank = torch.arange(queued.shape[-1], device=queued.device)
-    taken = ((before < mass - MASS_TOLERANCE) & (queued > least)) | (mass >= 1)
+    taken = (before < mass - MASS_TOLERANCE) | (mass >= 1)
     taken = (taken & (rank < cap)).gather(-1, order.argsort(-1))
     return (taken | forced) & visible
 
@@ -319,7 +325,9 @@ def best_blocks(
         spare = torch.minimum(share_of_row(visible, 1 - sparsity), cap)
         spare = spare - forced.sum(-1, keepdim=True)
         return forced | top_blocks(score, everything & ~forced, spare)
-    kept = top_mass(log_mass, forced, everything, mass, config.min_share, cap)
+    if config.mass is None:
+        mass = mass_by_keys(spans.rows(config.query_block))
+    kept = top_mass(log_mass, forced, everything, mass, cap)
     spare = torch.minimum(share_of_row(visible, bridges), cap - kept.sum(-1, keepdim=True))
     return kept | top_blocks(score, everything & ~kept, spare)
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cab_hf.config import Budgets, CabConfig
+from cab_hf.config import MASS_BY_KEYS, Budgets, CabConfig
 from cab_hf.ops.curvature import curvature_score
 from cab_hf.ops.reference import MASS_TOLERANCE
 from cab_hf.ops.score import Scores, Turn, row_chunk, visible_range
@@ -31,6 +31,7 @@ from cab_hf.plan import BlockLists
 # shares of a row travel as whole multiples of 2^-40: a float32 argument would turn 5 % of 20 into 2
 SHARE_ONE = tl.constexpr(1 << 40)
 TOLERANCE = tl.constexpr(MASS_TOLERANCE)
+(SHORT, MASS_SHORT), (LONG, MASS_LONG) = [map(tl.constexpr, known) for known in MASS_BY_KEYS]
 # layers whose masses stay on a device
 COPIES = 1024
 
@@ -125,11 +126,10 @@ def select_blocks(
         Own(full.counts, full.counts) if own is None else own,
         Lists.of(full),
         Lists.of(partial),
-        mass - MASS_TOLERANCE,
+        mass,
         config.redundancy,
         _share(bridges if clusters else 1 - sparsity),
         _share(config.max_density),
-        config.min_share,
         0 if bits is None else bits.shape[-1],
         config.sink_blocks,
         config.local_blocks,
@@ -137,6 +137,7 @@ def select_blocks(
         KEY_BLOCK=config.key_block,
         CLUSTERS=clusters,
         OWN=own is not None,
+        BY_KEYS=clusters and config.mass is None,
         EXACT=exact,
         CURVATURE=config.curvature if config.curved else "none",
         BRIDGES=not clusters or (any(budgets.bridges) and not exact),
@@ -182,7 +183,6 @@ def _select_kernel(
     redundancy,
     share,
     max_density,
-    min_share,
     word_count,
     sink_blocks,
     local_blocks,
@@ -190,6 +190,7 @@ def _select_kernel(
     KEY_BLOCK: tl.constexpr,
     CLUSTERS: tl.constexpr,
     OWN: tl.constexpr,
+    BY_KEYS: tl.constexpr,
     EXACT: tl.constexpr,
     CURVATURE: tl.constexpr,
     BRIDGES: tl.constexpr,
@@ -210,13 +211,12 @@ def _select_kernel(
     lists_row = (turn.start + mine) * q_blocks + i
     if OWN:
         head = (turn.start + mine) % turn.heads
-        own_mass = tl.load(own.mass + head)
-        mass = own_mass - TOLERANCE
+        mass = tl.load(own.mass + head)
         share = tl.load(own.share + head)
     if OWN or TAIL == "named":
         unlisted = False
         if OWN:
-            unlisted = own_mass < 0
+            unlisted = mass < 0
         if TAIL == "named":
             unlisted = unlisted | tl.load(tail_rows + place)
         if unlisted:
@@ -226,6 +226,11 @@ def _select_kernel(
     rows = turn.rows + place
     low, high = visible_range(rows, rows_plane, True, KEY_BLOCK)
     diagonal = tl.load(rows + 2 * rows_plane) // KEY_BLOCK
+    if BY_KEYS:
+        # `reference.mass_by_keys`
+        seen = tl.load(rows + 3 * rows_plane) - tl.load(rows) + 1
+        way = (seen - SHORT).to(tl.float32) / (LONG - SHORT)
+        mass += (MASS_LONG - MASS_SHORT) * tl.clamp(way, 0.0, 1.0)
     # forced are the blocks left of `sinks` and from `tail` on
     blocks = tl.maximum(high - low + 1, 0)
     sinks = tl.minimum(low + sink_blocks, high + 1)
@@ -255,7 +260,7 @@ def _select_kernel(
             weight_low, weight_high, weight_cut = _clusters(
                 (weights, shares),
                 span,
-                (mass, forced, min_share, cap),
+                (mass - TOLERANCE, forced, cap),
                 begin,
                 EXACT,
                 CAPPED,
@@ -404,11 +409,10 @@ def _clusters(
         rows: logits and, where ``SHARED``, what outlier queries give.
         span: of the row, which sees some block: first and last block that it sees, first that is no
             sink, first of its tail.
-        bounds: mass; in blocks those that are forced; the share of what is left out in any case;
-            and the most blocks that are kept.
+        bounds: mass; in blocks those that are forced, and the most that are kept.
     """
     weights, shares = rows
-    mass, forced, min_share, cap = bounds
+    mass, forced, cap = bounds
     held, total, largest = _weigh(weights, shares, span, begin, SHARED, CHUNK)
     low, high, _, _ = span
     blocks = high - low + 1
@@ -421,10 +425,6 @@ def _clusters(
         weight_low, weight_high, weight_cut = threshold_by_mass(
             weights, largest, total, missing, blocks, begin, high + 1, CHUNK
         )
-        # what is > low and left of the cut, or > high, is kept: not where it is too small
-        least = min_share * (held + total)
-        weight_low = tl.maximum(weight_low, least)
-        weight_high = tl.maximum(weight_high, least)
     if CAPPED:
         room = cap - forced
         taken = count_kept(weights, weight_low, weight_high, weight_cut, begin, high + 1, CHUNK)

@@ -29,9 +29,9 @@ from cab_hf.runs.settings import (
 
 DTYPES = ("bfloat16", "float16", "float32")
 # what runs did that knew of no such fields
-BEFORE_EXACT_QUERIES = {"exact_queries": 0, "min_share": 0.0}
+BEFORE_EXACT_QUERIES = {"exact_queries": 0}
 # more of the attention mass than any budget holds: every row of blocks fills its budget
-UNREACHED_MASS = {"mass": 0.999, "min_share": 0.0}
+UNREACHED_MASS = {"mass": 0.999}
 TOKENS = {"tokens": column("{:,}".format, "length")}
 DENSITY = {"density": column("{:.3f}".format, "density")}
 # field of a sample -> what it tells of; it holds a text or texts by name
