@@ -32,7 +32,7 @@ from cab_hf.route import route
 WATCHED = "cab_watched"  # the attention under which layers are timed
 WARM_UP_CALLS = 2
 RUNS = 5
-FLUSHES = 8  # of the L2 cache before a run; meanwhile its kernels are queued
+FLUSHES = 48  # of the L2 cache before a run: 3 ms, in which its kernels are queued
 
 # (module, q [B, H, N, D], k and v [B, H_kv, N, D], scale, window) -> nothing
 Look = Callable[[nn.Module, Tensor, Tensor, Tensor, float, int | None], None]

@@ -53,9 +53,7 @@ def test_each_head_keeps_its_own_mass_by_hand():
     share = torch.tensor([0.1, 0.4, 0.2, 0.3]).expand(1, 5, 1, 4)
     forced = torch.tensor([True, False, False, False]).expand(1, 5, 1, 4)
     mass = torch.tensor([0.0, 0.45, 0.55, 0.9, 1.0])[:, None, None]
-    chosen = reference.top_mass(
-        share.log(), forced, torch.ones_like(forced), mass, 0, torch.tensor(9)
-    )
+    chosen = reference.top_mass(share.log(), forced, torch.ones_like(forced), mass, torch.tensor(9))
     assert [row.nonzero().flatten().tolist() for row in chosen[0, :, 0]] == [
         [0],
         [0, 1],
@@ -67,7 +65,8 @@ def test_each_head_keeps_its_own_mass_by_hand():
 
 def test_each_head_adds_its_own_bridges_by_hand():
     spans = Spans.causal(1, 160, 160, "cpu")
-    config = CabConfig(16, 16, local_blocks=1, dense_tail=0)
+    masses = (0.0, 0.0, 0.9, 0.9)
+    config = CabConfig(16, 16, local_blocks=1, dense_tail=0, mass=(masses,))
     visible = block_visibility(spans, 16, 16)
     score = torch.zeros(1, 4, 10, 10)
     score[:, :, 9, 4] = 0.5
@@ -75,7 +74,7 @@ def test_each_head_adds_its_own_bridges_by_hand():
     # all of the mass is on block 5
     log_mass = torch.full((1, 4, 10, 10), -50.0)
     log_mass[..., 5] = 0.0
-    budgets = Budgets((0.0, 0.0, 0.9, 0.9), (0.0, 0.1, 0.2, 0.3), (0.95,), (0,))
+    budgets = Budgets(masses, (0.0, 0.1, 0.2, 0.3), (0.95,), (0,))
     kept = reference.best_blocks(score, log_mass, spans, visible, config, budgets)
     # beside forced blocks 0 and 9, and of equals the lower
     assert [row.nonzero().flatten().tolist() for row in kept[0, :, 9]] == [

@@ -366,7 +366,7 @@ def test_heads_in_turns_and_tiles_in_turns_find_the_same(monkeypatch, uninitiali
     q, k = loud(**SHAPE | {"q_length": 205, "batch": 2})
     told = Spans.causal(2, 205, 205, "cpu"), 0.25, (32, 16), 32
     together = by_kernel(q, k, *told)
-    monkeypatch.setattr("cab_hf.ops.exact_scores.RESIDENT", 1)
+    monkeypatch.setattr("cab_hf.ops.exact_scores.SCRATCH_AT_A_TIME", 1)
     for start, planes in ((0, 3), (3, 5)):
         some = by_kernel(q, k, *told, start=start, planes=planes)
         for one, other in zip(some, together, strict=True):

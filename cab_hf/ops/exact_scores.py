@@ -8,7 +8,8 @@ Where the device has it, all products are of 8-bit floats.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from bisect import bisect_left
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -47,6 +48,7 @@ LEAST_CHANNELS = 32
 # gathered queries of a program, how it is scheduled, and the keys it takes at a time: what an H200
 # runs fastest, and fewer where channels or their dtype are so wide that tiles had no room
 ROWS, WARPS, STAGES = 64, 4, 3
+TILES_FIRST = True
 MOST_KEYS = 256
 BYTES_OF_KEYS = 32 << 10
 # the most key blocks of a row that are normalised at a time
@@ -58,8 +60,8 @@ SOUGHT_CHANNELS, SOUGHT_WARPS, SOUGHT_REGISTERS = 128, 4, 168
 ROWS_GATHERED = 64
 COSINE_STEPS = tl.constexpr(COSINE_STEPS)
 LEAST_SQUARE = tl.constexpr(LEAST_SQUARE)
-# programs of the sweep a multiprocessor: each has scratch of its own and takes tile after tile
-RESIDENT = 4
+# bytes of scratch at a time: of all rows of a layer of 32 heads that read 131,072 tokens
+SCRATCH_AT_A_TIME = 1152 << 20
 
 
 class Channels(NamedTuple):
@@ -123,6 +125,8 @@ class OutlierRows(NamedTuple):
         scale: float32 [heads, M_q * count], what makes logits in powers of two of their products.
         first, last: int32 of the same shape, the keys that a query sees; none where last is -1.
         count: of each query block.
+        reach: how many keys more than those of the query block before its queries may see, where
+            all see but keys up to their own place; else 0.
     """
 
     vectors: Tensor
@@ -130,10 +134,11 @@ class OutlierRows(NamedTuple):
     first: Tensor
     last: Tensor
     count: int
+    reach: int
 
     def heads(self, start: int, stop: int) -> OutlierRows:
         """Those of some of its heads."""
-        return OutlierRows(*(x[start:stop] for x in self[:4]), self.count)
+        return OutlierRows(*(x[start:stop] for x in self[:4]), *self[4:])
 
 
 def scored_dtype(x: Tensor) -> torch.dtype:
@@ -193,6 +198,8 @@ def outlier_rows(
         q.new_empty(some, total, dtype=torch.float32),
         *(torch.empty(some, total, device=q.device, dtype=torch.int32) for _ in range(2)),
         count,
+        # a text that is there as a whole
+        query_block if length == spans.kv_length and spans.consecutive else 0,
     )
     first, last = (x if x.stride(1) == 1 else x.contiguous() for x in (spans.first, spans.last))
     at = vectors(q if q.stride(-1) == 1 else q.contiguous())
@@ -261,53 +268,63 @@ def exact_scores(
     shares = torch.empty_like(most)
     half = rows.vectors.dtype == FP8
     tiles = triton.cdiv(total, ROWS)
-    programs = min(tiles * planes, RESIDENT * multiprocessors(most.device))
+    most_keys = min(MOST_KEYS, BYTES_OF_KEYS // (dim * keys.element_size()))
+    tile_keys = most_keys if most_keys % key_block == 0 else tile_of(key_block, most_keys)
+    desc_k = descriptors(tile_keys, described(keys))
+    # in key blocks: by how much scratch of a tile is wider than that of the one before
+    step = max(1, tile_keys // key_block)
+    wider = triton.cdiv(triton.cdiv(ROWS, rows.count) * rows.reach, key_block * step) * step
+
+    def columns(begin: int, end: int) -> int:
+        """Of the scratch of some tiles of one head, in key blocks."""
+        if wider:
+            return wider * (end * (end + 1) - begin * (begin + 1)) // 2
+        return (end - begin) * turn.width
+
+    def fits(begin: int, end: int) -> bool:
+        a_column = planes * ROWS * (2 if half else 4)
+        return begin + 1 == end or columns(begin, end) * a_column <= SCRATCH_AT_A_TIME
+
+    ends = [tiles]
+    while ends[-1]:
+        # the longest rows first
+        ends.append(bisect_left(range(ends[-1]), True, key=partial(fits, end=ends[-1])))
+    parts = [(begin, end) for end, begin in pairwise(ends)]
     scratch = torch.empty(
-        programs * turn.width * ROWS,
+        max(columns(*part) for part in parts) * planes * ROWS,
         device=most.device,
         dtype=torch.float16 if half else torch.float32,
     )
-    taken = torch.zeros(1, device=most.device, dtype=torch.int32)
-    most_keys = min(MOST_KEYS, BYTES_OF_KEYS // (dim * keys.element_size()))
-    tile_keys = most_keys if most_keys % key_block == 0 else tile_of(key_block, most_keys)
-    _exact_scores_kernel[(programs,)](
-        rows,
-        *descriptors(tile_keys, described(keys)),
-        scratch,
-        most,
-        shares,
-        turn,
-        taken,
-        tiles,
-        planes,
-        total,
-        groups,
-        COUNT=rows.count,
-        GROUP=group,
-        KEY_BLOCK=key_block,
-        BLOCK_M=ROWS,
-        BLOCK_N=tile_keys,
-        CHUNK=tile_of(turn.width, CHUNK),
-        BLOCK_D=dim,
-        HALF=half,
-        PRECISION=precision(rows.vectors),
-        STAGES=STAGES,
-        num_warps=WARPS,
-    )
+    for begin, end in parts:
+        _exact_scores_kernel[(end - begin, planes) if TILES_FIRST else (planes, end - begin)](
+            rows,
+            *desc_k,
+            scratch,
+            columns(begin, end),
+            most,
+            shares,
+            turn,
+            begin,
+            total,
+            groups,
+            COUNT=rows.count,
+            GROUP=group,
+            KEY_BLOCK=key_block,
+            WIDER=wider,
+            TILES_FIRST=TILES_FIRST,
+            BLOCK_M=ROWS,
+            BLOCK_N=tile_keys,
+            CHUNK=tile_of(turn.width, CHUNK),
+            BLOCK_D=dim,
+            HALF=half,
+            PRECISION=precision(rows.vectors),
+            STAGES=STAGES,
+            num_warps=WARPS,
+        )
     if group == rows.count:
         return most, shares
     most, shares = (x.unflatten(1, (-1, rows.count // group)) for x in (most, shares))
     return most.amax(2), shares.sum(2)
-
-
-@lru_cache
-def multiprocessors(device: torch.device) -> int:
-    """How many there are; one where kernels are interpreted."""
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 1
-    )
 
 
 @triton.jit
@@ -471,22 +488,24 @@ def _larger(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit
+# the first of several launches is no reason to compile twice
+@triton.jit(do_not_specialize=["columns", "begin"])
 def _exact_scores_kernel(
     rows,
     desc_k,
     scratch,
+    columns,
     most,
     shares,
     turn,
-    taken,
-    tiles,
-    planes,
+    begin,
     row_count,
     groups,
     COUNT: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
+    WIDER: tl.constexpr,
+    TILES_FIRST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -495,50 +514,18 @@ def _exact_scores_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Tiles of rows, as long as there are some that no program has ``taken``."""
-    scratch += tl.program_id(0).to(tl.int64) * turn.width * BLOCK_M
-    item = tl.atomic_add(taken, 1)
-    while item < tiles * planes:
-        # neighbours sweep over the same keys, the longest rows of a head first
-        _sweep(
-            rows, desc_k, scratch, most, shares, turn, item // tiles, tiles - 1 - item % tiles,
-            row_count, groups, COUNT, GROUP, KEY_BLOCK, BLOCK_M, BLOCK_N, CHUNK, BLOCK_D, HALF,
-            PRECISION, STAGES,
-        )  # fmt: skip
-        # scratch has been read
-        tl.debug_barrier()
-        item = tl.atomic_add(taken, 1)
-
-
-@triton.jit
-def _sweep(
-    rows,
-    desc_k,
-    scratch,
-    most,
-    shares,
-    turn,
-    plane,
-    tile,
-    row_count,
-    groups,
-    COUNT: tl.constexpr,
-    GROUP: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HALF: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """`reference.exact_scores` of a tile of rows of one head."""
     # a step of the sweep is a tile of several key blocks, or a key block of several tiles
     STEP: tl.constexpr = BLOCK_N if BLOCK_N > KEY_BLOCK else KEY_BLOCK
     BLOCKS: tl.constexpr = STEP // KEY_BLOCK
     DTYPE: tl.constexpr = tl.float16 if HALF else tl.float32
     q_blocks, width, heads, kv_heads = turn.q_blocks, turn.width, turn.heads, turn.kv_heads
+    # the longest rows first
+    if TILES_FIRST:
+        plane = tl.program_id(1)
+        tile = begin + tl.num_programs(0) - 1 - tl.program_id(0)
+    else:
+        plane = tl.program_id(0)
+        tile = begin + tl.num_programs(1) - 1 - tl.program_id(1)
     batch = (turn.start + plane) // heads
     kv_head = (turn.start + plane) % heads // (heads // kv_heads)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -562,7 +549,13 @@ def _sweep(
     whole_low = tl.minimum(tl.maximum(whole_low, low), end)
     whole_high = tl.minimum(tl.maximum(whole_high, whole_low), end)
 
-    kept = scratch + tl.arange(0, BLOCK_M)
+    before = (tile - begin) * width
+    if WIDER > 0:
+        # no row sees so much: what is not reserved is not written
+        end = tl.minimum(end, WIDER // BLOCKS * (tile + 1))
+        whole_low, whole_high = tl.minimum(whole_low, end), tl.minimum(whole_high, end)
+        before = WIDER * (tile * (tile + 1) - begin * (begin + 1)) // 2
+    kept = scratch + (plane.to(tl.int64) * columns + before) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     for PART in tl.static_range(3):
