@@ -537,11 +537,11 @@ class Fidelity(OnModel):
             "stated in the prompt and repeated behind it. Attention ms: choosing blocks and "
             "attending them in all layers, by CUDA events, on the q, k and v of one text of the "
             "cell as dense attention has them; × dense: over the fastest dense kernel on the "
-            "same. Pass: a key in a text, asked for behind it; question first: asked for before "
-            "it as well; multi key: one of four of different names. Recall: keys stated in the "
-            "first half of a document and repeated in its second. Perplexity: of the second half "
-            "of a document without keys. Shares with Wilson's "
-            "interval, differences to dense with Newcombe's "
+            "same. Other methods choose in plain PyTorch, so that only what they attend can be "
+            "compared. Pass: a key in a text, asked for behind it; question first: asked for "
+            "before it as well; multi key: one of four of different names. Recall: keys stated in "
+            "the first half of a document and repeated in its second. Perplexity: of the second "
+            "half of a document without keys. Shares with Wilson's interval, differences to dense with Newcombe's "
             "(of recall over keys, those of one document counting as independent), ratios of "
             "perplexity the geometric mean over documents with Student's, all 95 %. Density: "
             "attended over causal (query, key) pairs. "
@@ -590,7 +590,7 @@ def _cascades(configs: Mapping[str, Mapping[str, Any]]) -> str:
     told = []
     for name, config in configs.items():
         if anchors := config.get("anchors"):
-            alike = not isinstance(config["mass"], Sequence)
+            alike = not isinstance(config.get("mass"), Sequence)
             budget = f"{config['max_density']:g} of each row" if alike else "budgets a head"
             how = ""
             # older results say how anchors chose, and for whom

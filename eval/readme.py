@@ -11,9 +11,9 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import product
 from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from cab_hf.eval import experiment
@@ -34,9 +34,9 @@ ORDER = (
     "bridges",
     "families",
 )
+# how long the default takes, and what it keeps of texts
 SPEED = "speed-ttft"
-SPEED_LENGTHS = (8192, 32768, 65536, 131072)
-KEPT = "fidelity-smollm2-cascade"
+KEPT = ("fidelity-default", "fidelity-default-32k")
 STEP = "speed-lora"
 SPREAD, LONGEST = f"{STEP}-spread", f"{STEP}-longest"
 TRAINED = "fidelity-smollm2-32k"
@@ -57,17 +57,13 @@ SHARED = {
 }
 # cab, and what it spares the work of
 SPARSE, WHOLE = "grouped+cab", "grouped"
-TEXTS = {"licences": "licence prose", "source": "source code"}
 ARMS = {
     "dense": "dense",
-    "cab": "cab as it comes",
     "cab:0.22": "calibrated to 0.22",
-    "cab:0.13": "calibrated to 0.13",
     "cab:five": "a cascade of five anchors",
 }
-KEPT_ARMS = ("dense", "cab", "cab:0.13", "cab:0.22", "cab:five")
-# perplexity over dense attention's from which on a reader would mind
-SURELY_WORSE = 1.03
+CAB, FULL = "cab", "full"
+KEPT_COLUMNS = ("density of texts", "KL (noise)", "recall", "at borders", "perplexity")
 INTRODUCTION = f"""# Results
 
 Each folder is one run of an experiment: `{SAMPLES}`, what was measured, a case a line;
@@ -174,49 +170,38 @@ def _short(commit: str) -> str:
     return "-".join([number[:7], *changed])
 
 
-def speed_table(results: Path) -> str:
-    """Time to the first token, dense and sparse."""
-    found = read_results(results / SPEED)
+def default_table(results: Path) -> str:
+    """By length: time to the first token, and what the same config keeps of texts."""
+    speed, *kept = (read_results(results / name) for name in (SPEED, *KEPT))
     rows = []
-    for length in SPEED_LENGTHS:
-        dense, cab = (found.row(length=length, implementation=name) for name in ("sdpa", "cab"))
-        seconds = {"sdpa s": digits(dense["ms"] / 1000), "cab s": digits(cab["ms"] / 1000)}
-        gained = {"×": f"{cab['over_sdpa']:.2f}", "density": cab["density"]}
-        rows.append({"tokens": f"{length:,}", **seconds, **gained})
-    return _table(rows, [found])
+    for cab in (row for row in speed.rows if row["implementation"] == CAB):
+        seconds = {"best dense s": digits(cab["baseline_ms"] / 1000)}
+        seconds |= {"cab s": digits(cab["ms"] / 1000), "×": f"{cab['over_best']:.2f}"}
+        place = {"tokens": f"{cab['length']:,}", **seconds, "at density": cab["density"]}
+        read = [row for each in kept for row in each.rows if row["length"] == cab["length"]]
+        rows.append(place | _kept(read))
+    return _table(rows, [speed, *kept])
 
 
-def kept_table(results: Path) -> str:
-    """What is foreseen of two texts, densely and sparsely; bold where cab loses for sure."""
-    found = read_results(results / KEPT)
-    rows = []
-    for (text, what), method in product(TEXTS.items(), KEPT_ARMS):
-        row = found.row(text=text, method=method)
-        kept = {
-            "asked at the end": _share(row["pass"]),
-            "in the middle": _share(row["recall"]),
-            "at borders": _share(row["recall_border"]),
-            "perplexity": _times(row["perplexity"]),
-            "and at borders": _times(row["perplexity_border"]),
-        }
-        rows.append({"text": what, "attention": ARMS[method], **_spent(row), **kept})
-    return _table(rows, [found])
+def _kept(rows: Sequence[Row]) -> dict[str, str | float | None]:
+    """What CAB keeps at one length: means over texts, nothing but None where none was read."""
+    cab, full = ([row for row in rows if row["method"] == name] for name in (CAB, FULL))
+    if not cab:
+        return dict.fromkeys(KEPT_COLUMNS)
+
+    def over_dense(probe: str) -> str:
+        return f"× {fmean(row[probe]['ratio'] for row in cab):.2f}"
+
+    kl, noise = (digits(fmean(row["continuation"]["kl"] for row in some)) for some in (cab, full))
+    recalls = map(over_dense, ("recall", "recall_border", "perplexity"))
+    told = (fmean(row["density"] for row in cab), f"{kl} ({noise})", *recalls)
+    return dict(zip(KEPT_COLUMNS, told, strict=True))
 
 
 def _spent(row: Row) -> dict[str, float]:
     """What is attended: the density, or the estimated cost that results of older runs have."""
     name = "cost" if "cost" in row else "density"
     return {name: row[name]}
-
-
-def _share(found: Row) -> str:
-    """What was right; bold where that is less than of dense attention for sure."""
-    return _bold(f"{found['share']:.2f}", found.get("delta_high", 0.0) < 0)
-
-
-def _times(found: Row) -> str:
-    """Perplexity over that of dense attention."""
-    return _bold(f"× {found.get('ratio', 1.0):.3f}", found.get("ratio_low", 1.0) > SURELY_WORSE)
 
 
 def _bold(told: str, lost: bool) -> str:
@@ -367,10 +352,9 @@ def _efficiencies(found: Results) -> list[dict[str, Any]]:
     return made
 
 
-TABLES: dict[str, Callable[[Path], str]] = {"speed": speed_table}
+TABLES: dict[str, Callable[[Path], str]] = {"default": default_table}
 # written where the page has their marker and results are there
 WHERE_THERE = {
-    "kept": (KEPT, kept_table),
     "lora": (STEP, lora_table),
     "spread": (SPREAD, spread_table),
     "trained": (TRAINED, trained_table),

@@ -559,7 +559,7 @@ def test_a_table_a_text():
 
 
 def test_committed_results_are_those_of_their_samples():
-    folder = Path(__file__).parents[1] / "eval" / "results" / "fidelity-smollm2"
+    folder = Path(__file__).parents[1] / "eval" / "results" / "fidelity-default"
     content = json.loads((folder / "results.json").read_text())
     _, samples = read_log(folder / "samples.jsonl")
     again = Fidelity.rows(samples, content["provenance"]["settings"])

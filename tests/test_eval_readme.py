@@ -7,14 +7,14 @@ import pytest
 
 from cab_hf.eval import readme, report
 from cab_hf.eval.passkey import Passkey
-from cab_hf.eval.readme import KEPT, KEPT_ARMS, SPEED, SPEED_LENGTHS, TEXTS
+from cab_hf.eval.readme import KEPT, SPEED
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "eval" / "results"
-COMMITTED = ["fidelity-smollm2", "smollm2-8192-text-1key", "bridges"]
-PAGE = "a\n<!-- table: speed -->\nold\n<!-- end -->\nb\n<!-- table: kept -->\n<!-- end -->\nc\n"
+COMMITTED = ["fidelity-default", "smollm2-8192-text-1key", "bridges"]
+PAGE = "a\n<!-- table: default -->\nold\n<!-- end -->\nb\n<!-- table: lora -->\n<!-- end -->\nc\n"
 MADE = {"experiment": "passkey", "device": "a GPU", "commit": "0123456789"}
-PROBES = ("pass", "recall", "recall_border", "perplexity", "perplexity_border")
+LENGTHS = (8192, 131_072)
 
 
 def answers(method, accuracy, density, delta=None):
@@ -38,20 +38,23 @@ def write(folder, rows, **made):
 @pytest.fixture
 def results(tmp_path):
     """A folder that has all that both pages ask for; the speed rows have passkey's experiment."""
+    for name, length in zip(KEPT, (8192, 32_768), strict=True):
+        rows = []
+        for text, kl in (("one", 0.001), ("other", 0.003)):
+            place = {"text": text, "length": length}
+            ratios = {"recall": 0.9 + 100 * kl, "recall_border": 1.0, "perplexity": 1.01}
+            kept = {probe: {"ratio": ratio} for probe, ratio in ratios.items()}
+            rows.append(
+                {**place, "method": "cab", "density": 0.3, "continuation": {"kl": kl}, **kept}
+            )
+            full = {"method": "full", "density": 1.0, "continuation": {"kl": 0.001}}
+            rows.append({**place, **full})
+        write(tmp_path / name, rows)
     rows = []
-    for text in TEXTS:
-        for method in KEPT_ARMS:
-            lost = {"delta_high": -0.1, "ratio": 1.2, "ratio_low": 1.1} if method == "cab" else {}
-            same = {"delta_high": 0.1, "ratio": 1.01, "ratio_low": 1.0}
-            found = {"share": 0.5} | ({} if method == "dense" else same | lost)
-            cost = {"text": text, "method": method, "cost": 1.0 if method == "dense" else 0.2}
-            rows.append(cost | dict.fromkeys(PROBES, found))
-    write(tmp_path / KEPT, rows)
-    rows = []
-    for length in SPEED_LENGTHS:
-        rows.append({"length": length, "implementation": "sdpa", "ms": 250.0})
-        cab = {"implementation": "cab", "ms": 100.0, "density": 0.1, "over_sdpa": 2.5}
-        rows.append({"length": length, **cab})
+    for length in LENGTHS:
+        rows.append({"length": length, "implementation": "FA3", "ms": 250.0})
+        cab = {"implementation": "cab", "ms": 100.0, "density": 0.1, "over_best": 2.5}
+        rows.append({"length": length, "baseline_ms": 250.0, **cab})
     write(tmp_path / SPEED, rows, commit="fedcba9876")
     return tmp_path
 
@@ -107,34 +110,30 @@ def test_all_folders_are_on_the_page_in_order(results, monkeypatch):
     kinds = {"passkey": Passkey, "bridges": Later}
     monkeypatch.setattr(readme, "named", kinds.get)
     write(results / "a", [answers("dense", 0.9, 1.0)], experiment="bridges")
-    for name in (SPEED, KEPT):
+    for name in (SPEED, *KEPT):
         write(results / f"{name}-passkey", [answers("dense", 0.9, 1.0)])
         (results / name / "results.json").unlink()
         (results / name).rmdir()
     shown = re.findall(r"\]\((\S+)/report.md\)", readme.results_page(results))
-    assert shown == [f"{KEPT}-passkey", f"{SPEED}-passkey", "a"]
+    assert shown == [*(f"{name}-passkey" for name in (*sorted(KEPT, reverse=True), SPEED)), "a"]
 
 
-def test_tables_of_the_readme_by_hand(results):
+def test_the_table_of_the_readme_by_hand(results):
     page = readme.readme_page(PAGE, results)
     assert "old" not in page and page.startswith("a\n") and page.endswith("<!-- end -->\nc\n")
-    assert "| tokens | sdpa s | cab s | × | density |" in page
-    assert "| 131,072 | 0.250 | 0.100 | 2.50 | 0.10 |" in page
-    assert "a GPU, torch 2, commit fedcba9; more in [eval/results](eval/results)." in page
-    dense = "| 0.50 | 0.50 | 0.50 | × 1.000 | × 1.000 |"
-    assert f"| licence prose | dense | 1.00 {dense}" in page
-    assert f"| source code | calibrated to 0.13 | 0.20 {dense.replace('00 |', '10 |')}" in page
-    # what is lost for sure is seen
-    lost = "**0.50** | **0.50** | **0.50** | **× 1.200** | **× 1.200** |"
-    assert f"| source code | cab as it comes | 0.20 | {lost}" in page
-    assert page.count("\n| ") == 2 * 2 + 4 + 10
+    heading = "| tokens | best dense s | cab s | × | at density | density of texts | KL (noise) | "
+    assert f"{heading}recall | at borders | perplexity |" in page
+    # means over texts
+    kept = "0.30 | 0.00200 (0.00100) | × 1.10 | × 1.00 | × 1.01 |"
+    assert f"| 8,192 | 0.250 | 0.100 | 2.50 | 0.10 | {kept}" in page
+    assert "| 131,072 | 0.250 | 0.100 | 2.50 | 0.10 | – | – | – | – | – |" in page
+    assert (
+        "a GPU, torch 2, commit fedcba9 and 0123456; more in [eval/results](eval/results)." in page
+    )
+    assert page.count("\n| ") == 2 + len(LENGTHS)
 
 
-def test_a_table_whose_results_are_gone_stays_as_it_is(results):
-    drop(results, KEPT)
-    for file in (results / KEPT).iterdir():
-        file.unlink()
-    (results / KEPT).rmdir()
+def test_a_table_whose_results_are_not_there_stays_as_it_is(results):
     assert readme.readme_page(PAGE, results).endswith(PAGE[PAGE.index("b\n") :])
 
 
@@ -321,13 +320,10 @@ def rewrite(results, name, **made):
             id="no experiment",
         ),
         pytest.param(
-            rewrite,
-            PAGE,
-            "speed-ttft must have one row of length 8192, implementation cab; it has 0",
-            id="no row",
-        ),
-        pytest.param(
-            None, PAGE[PAGE.index("b\n") :], "one table between <!-- table: speed -->", id="marker"
+            None,
+            PAGE[PAGE.index("b\n") :],
+            "one table between <!-- table: default -->",
+            id="marker",
         ),
     ],
 )

@@ -48,9 +48,10 @@ LEAST_CHANNELS = 32
 # gathered queries of a program, how it is scheduled, and the keys it takes at a time: what an H200
 # runs fastest, and fewer where channels or their dtype are so wide that tiles had no room
 ROWS, WARPS, STAGES = 64, 4, 3
-TILES_FIRST = True
 MOST_KEYS = 256
 BYTES_OF_KEYS = 32 << 10
+# of all keys, that a GPU's L2 cache holds together; of more, programs share those of a few heads
+CACHED_KEYS = 32 << 20
 # the most key blocks of a row that are normalised at a time
 CHUNK = 64
 # channels of the queries of a block that a program holds at a time while it seeks outliers, and how
@@ -295,8 +296,9 @@ def exact_scores(
         device=most.device,
         dtype=torch.float16 if half else torch.float32,
     )
+    by_head = keys.numel() * keys.element_size() > CACHED_KEYS
     for begin, end in parts:
-        _exact_scores_kernel[(end - begin, planes) if TILES_FIRST else (planes, end - begin)](
+        _exact_scores_kernel[(end - begin, planes) if by_head else (planes, end - begin)](
             rows,
             *desc_k,
             scratch,
@@ -311,7 +313,7 @@ def exact_scores(
             GROUP=group,
             KEY_BLOCK=key_block,
             WIDER=wider,
-            TILES_FIRST=TILES_FIRST,
+            BY_HEAD=by_head,
             BLOCK_M=ROWS,
             BLOCK_N=tile_keys,
             CHUNK=tile_of(turn.width, CHUNK),
@@ -505,7 +507,7 @@ def _exact_scores_kernel(
     GROUP: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     WIDER: tl.constexpr,
-    TILES_FIRST: tl.constexpr,
+    BY_HEAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -520,7 +522,7 @@ def _exact_scores_kernel(
     DTYPE: tl.constexpr = tl.float16 if HALF else tl.float32
     q_blocks, width, heads, kv_heads = turn.q_blocks, turn.width, turn.heads, turn.kv_heads
     # the longest rows first
-    if TILES_FIRST:
+    if BY_HEAD:
         plane = tl.program_id(1)
         tile = begin + tl.num_programs(0) - 1 - tl.program_id(0)
     else:
