@@ -8,34 +8,27 @@ timed on the same inputs.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 
-from cab_hf.attention import cab_dense_attention
-from cab_hf.call import cab_mask
 from cab_hf.config import CabConfig
 from cab_hf.documents import Tokens
 from cab_hf.engines import Workload
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.timing import Bench, GpuBench, Timing
+from cab_hf.patches.watching import watched
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
 from cab_hf.rotary import slow_channels
 from cab_hf.route import route
 
-WATCHED = "cab_watched"  # the attention under which layers are timed
 WARM_UP_CALLS = 2
 RUNS = 5
 FLUSHES = 48  # of the L2 cache before a run: 3 ms, in which its kernels are queued
-
-# (module, q [B, H, N, D], k and v [B, H_kv, N, D], scale, window) -> nothing
-Look = Callable[[nn.Module, Tensor, Tensor, Tensor, float, int | None], None]
 
 
 class LayerBench(GpuBench):
@@ -151,25 +144,3 @@ class AttentionClock:
         plan = predict()
         attend = partial(way.engine.attention, q, k, v, plan, scale)
         return self.bench.time(predict).ms, self.bench.time(attend).ms
-
-
-@contextmanager
-def watched(model: Any, look: Look) -> Iterator[None]:
-    """Inside, ``model`` attends densely, and ``look`` sees what each layer attends with."""
-
-    def attend(
-        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        scale = kwargs.get("scaling")
-        window = kwargs.get("sliding_window") or getattr(mask, "window", None)
-        look(module, q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, window)
-        return cab_dense_attention(module, q, k, v, mask, **kwargs)
-
-    AttentionInterface.register(WATCHED, attend)
-    AttentionMaskInterface.register(WATCHED, cab_mask)
-    before = model.config.get_text_config()._attn_implementation
-    model.set_attn_implementation(WATCHED)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)

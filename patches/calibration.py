@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
-from cab_hf.attention import cab_dense_attention, settings
-from cab_hf.call import cab_mask
+from cab_hf.attention import settings
 from cab_hf.config import CabConfig, is_share, is_whole, require
 from cab_hf.documents import Document, recall_document, split_sentences, with_copies
 from cab_hf.fit import Origin
 from cab_hf.patches.inspection import attention_layers
+from cab_hf.patches.watching import watched
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
 from cab_hf.predictors.anchors import (
@@ -42,7 +42,6 @@ from cab_hf.predictors.calibration import (
 )
 from cab_hf.rotary import slow_channels
 
-CAPTURED = "cab_captured"
 TARGET_DENSITY = 0.25
 LENGTH = 8192
 DOCUMENTS = 3
@@ -143,7 +142,11 @@ def losses(
     found: dict[int, Losses] = {}
     tokens, looking = sought(document)
 
-    def look(module: nn.Module, q: Tensor, k: Tensor, scale: float) -> None:
+    def look(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> None:
+        if window is not None:
+            return
         layer = _index_of(module)
         if layer in config.dense_layers:
             return
@@ -153,7 +156,7 @@ def losses(
         found[layer] = Losses(*(x.cpu() for x in measure(q, k, call, config, options, needles)))
 
     ids = torch.tensor([tokens], device=model.device)
-    with _captured(model, look):
+    with watched(model, look):
         model(ids, use_cache=False, logits_to_keep=1)
     return found
 
@@ -189,7 +192,11 @@ def kept_of(
     heads: dict[int, tuple[int, int]] = {}
     tokens, needles = sought(document)
 
-    def look(module: nn.Module, q: Tensor, k: Tensor, scale: float) -> None:
+    def look(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> None:
+        if window is not None:
+            return
         layer = _index_of(module)
         if layer in config.dense_layers:
             return
@@ -200,7 +207,7 @@ def kept_of(
         views[layer] = viewed(q, k, call, config, SHARES, here)
 
     ids = torch.tensor([tokens], device=model.device)
-    with _changes(model) as importance, _captured(model, look):
+    with _changes(model) as importance, watched(model, look):
         model(ids, use_cache=False, logits_to_keep=1)
     if not views:
         raise ValueError("None of the model's layers attends sparsely: none can be an anchor.")
@@ -283,24 +290,3 @@ def budgeted(
     choice = torch.zeros(layers, some.shape[1], dtype=torch.int64)
     choice[list(found)] = some
     return CabConfig.from_dict({**config.to_dict(), **tables(options, choice)})
-
-
-@contextmanager
-def _captured(model: PreTrainedModel, look: Any) -> Iterator[None]:
-    """Let ``look(module, q, k, scale)`` see every layer without a window, while all is dense."""
-
-    def attend(module, query, key, value, attention_mask, scaling=None, **others):
-        if others.get("sliding_window") is None:
-            look(module, query, key, query.shape[-1] ** -0.5 if scaling is None else scaling)
-        return cab_dense_attention(
-            module, query, key, value, attention_mask, scaling=scaling, **others
-        )
-
-    AttentionInterface.register(CAPTURED, attend)
-    AttentionMaskInterface.register(CAPTURED, cab_mask)
-    before = model.config.get_text_config()._attn_implementation
-    model.set_attn_implementation(CAPTURED)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)

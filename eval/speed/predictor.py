@@ -30,6 +30,7 @@ from cab_hf.eval.speed.heads import (
 from cab_hf.eval.speed.timing import OTHER, PREDICTOR, PROFILED_CALLS, method_on
 from cab_hf.plan import Spans
 from cab_hf.predictors import make_predictor
+from cab_hf.rotary import llama_channels
 from cab_hf.runs.settings import option
 
 PARTS = (*PREDICTOR, OTHER)
@@ -172,9 +173,9 @@ def predictor_flops(config: CabConfig, settings: Settings, length: int) -> dict[
     Counted are coarsening (one operation per element for a mean, a maximum or a minimum, two for a
     norm), block logits (a multiplication and an addition per channel and product: mean, and for
     boxes upper and lower bound) over the causal tiles, exact scores (a multiplication and an
-    addition per channel, of which all are scored here, of the outlier queries of every block and
-    the keys up to its end), and the two-hop product of the lower triangular matrix on the query
-    grid with itself. Finding outliers, softmax, standardising and selecting are not.
+    addition per scored channel of the outlier queries of every block and the keys up to its end),
+    and the two-hop product of the lower triangular matrix on the query grid with itself. Finding
+    outliers, softmax, standardising and selecting are not.
     """
     dim, heads = settings.head_dim, settings.batch * settings.heads
     kv_heads = settings.batch * settings.kv_heads
@@ -187,12 +188,13 @@ def predictor_flops(config: CabConfig, settings: Settings, length: int) -> dict[
     budgets = budgets_of(config, config.anchors[0] if config.anchors else None, settings.heads)
     # of all heads of one text
     queries = sum(budgets.of_head(head)[3] for head in budgets.exact(settings.heads))
+    scored = len(llama_channels(dim)) or dim
     # paths i -> t -> j with j <= t <= i
     paths = rows * (rows + 1) * (rows + 2) // 6
     return {
         "coarsen": length * dim * (a_query * heads + a_key * kv_heads),
         "logits": 2 * products * dim * heads * tiles,
-        "exact": 2 * dim * settings.batch * queries * sum(ends),
+        "exact": 2 * scored * settings.batch * queries * sum(ends),
         "two_hop": 2 * heads * paths if config.curved else 0,
     }
 

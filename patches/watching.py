@@ -1,0 +1,48 @@
+"""`watched`: what the layers of a model attend with, seen while all of them attend exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from cab_hf.attention import cab_dense_attention
+from cab_hf.call import cab_mask
+
+WATCHED = "cab_watched"
+
+# (module, q [B, H, N, D], k and v [B, H_kv, N, D], scale, window) -> nothing
+Look = Callable[[nn.Module, Tensor, Tensor, Tensor, float, int | None], None]
+
+# by module: models that are read at a time, in threads of their own, are not mixed up
+looks: WeakKeyDictionary[nn.Module, Look] = WeakKeyDictionary()
+
+
+@contextmanager
+def watched(model: PreTrainedModel, look: Look) -> Iterator[None]:
+    """Inside, ``model`` attends exactly, and ``look`` sees what each layer attends with, before."""
+    AttentionInterface.register(WATCHED, _attend)
+    AttentionMaskInterface.register(WATCHED, cab_mask)
+    before = model.config.get_text_config()._attn_implementation
+    modules = list(model.modules())
+    looks.update(dict.fromkeys(modules, look))
+    model.set_attn_implementation(WATCHED)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        for module in modules:
+            looks.pop(module, None)
+
+
+def _attend(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    scale = kwargs.get("scaling")
+    window = kwargs.get("sliding_window") or getattr(mask, "window", None)
+    looks[module](module, q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, window)
+    return cab_dense_attention(module, q, k, v, mask, **kwargs)
