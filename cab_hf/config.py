@@ -237,7 +237,10 @@ class CabConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that survive JSON, ready for ``model.config.cab_config``."""
-        return {name: _thawed(value) for name, value in vars(self).items() if value is not None}
+        told = {name: _thawed(value) for name, value in vars(self).items()}
+        if self.origin is None:
+            del told["origin"]
+        return told
 
     def _check_cascade(self) -> None:
         """What deciding in some layers asks of the other fields."""

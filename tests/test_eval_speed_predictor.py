@@ -292,7 +292,7 @@ def test_flops_by_hand():
 def test_of_a_cascade_an_anchor_is_timed(tmp_path):
     blocks = ("--config", "query_block=32", "--config", "key_block=16")
     more = (*blocks, "--config", "predictor=cascade", "--config", "anchors=[3]")
-    more += ("--config", "mass=0.3", "--config")
+    more += ("--config", "mass=0.3")
     command(tmp_path / "run", *more, lengths=("256",))
     (row,) = read_rows(tmp_path / "run")
     assert row["ms"] > 0 and 0 < row["density"] < 1

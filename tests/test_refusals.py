@@ -162,7 +162,7 @@ def test_a_name_that_is_no_calibration(told):
     assert model.config.cab_config is None
 
 
-@pytest.mark.parametrize("told", [3, 0.8, [("mass", 0.8)], SMALL.mass, type(SMALL)], ids=repr)
+@pytest.mark.parametrize("told", [3, 0.8, [("mass", 0.8)], type(SMALL)], ids=repr)
 def test_settings_of_another_kind(told):
     model = tiny_model()
     sentence = "config is .*; it must be a CabConfig, a dict of its fields, or the file or name"
