@@ -348,7 +348,7 @@ def test_what_follows_a_prompt_is_held_against_dense(model_folder, tmp_path):
     assert {found["tokens"] for found in behind.values()} == {2 * 112}
     assert (behind["dense"]["kl"], behind["dense"]["agreement"]) == (0, 1)
     assert "ratio" not in behind["dense"]
-    assert behind["full"]["kl"] == pytest.approx(0, abs=1e-8)
+    assert behind["full"]["kl"] == pytest.approx(0, abs=1e-7)
     assert behind["full"]["ratio"] == pytest.approx(1, abs=1e-5)
     # a window behind which everything is gone
     assert behind["streaming"]["kl"] > behind["cab"]["kl"] > 10 * abs(behind["full"]["kl"])
