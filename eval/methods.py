@@ -303,8 +303,8 @@ class MeanPooled(Cab):
             )
         pooled = {"coarsen": "mean", "select": "clusters", "curvature": "none", "bridges": 0.0}
         # outlier queries are CAB's
-        pooled |= {"exact_queries": 0}
-        base = replace(cell.shared, predictor="curvature", max_density=1.0, **pooled)
+        pooled |= {"predictor": "curvature", "max_density": 1.0, "exact_queries": 0}
+        base = replace(cell.shared, **pooled)
         shares = (step / BUDGET_STEPS for step in range(1, BUDGET_STEPS + 1))
         return cls(nearest([replace(base, mass=mass) for mass in shares], cell, cell.realised))
 

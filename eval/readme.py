@@ -193,8 +193,8 @@ def _kept(rows: Sequence[Row]) -> dict[str, str | float | None]:
         return f"× {fmean(row[probe]['ratio'] for row in cab):.2f}"
 
     kl, noise = (digits(fmean(row["continuation"]["kl"] for row in some)) for some in (cab, full))
-    recalls = map(over_dense, ("recall", "recall_border", "perplexity"))
-    told = (fmean(row["density"] for row in cab), f"{kl} ({noise})", *recalls)
+    ratios = map(over_dense, ("recall", "recall_border", "perplexity"))
+    told = (fmean(row["density"] for row in cab), f"{kl} ({noise})", *ratios)
     return dict(zip(KEPT_COLUMNS, told, strict=True))
 
 
