@@ -17,14 +17,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cab_hf.ops.attention.tiles import (
     LOG2_E,
     described,
-    descriptors,
-    finite,
     precision,
-    seen_between,
     tile_of,
     vectors,
     vectors_at,
@@ -45,18 +44,24 @@ ROW_NORM = 8.0
 # channels of a product of 8-bit floats come in multiples of this
 LEAST_CHANNELS = 32
 
-# gathered queries of a program, how it is scheduled, and the keys it takes at a time: what an H200
-# runs fastest, and fewer where channels or their dtype are so wide that tiles had no room
-ROWS, WARPS, STAGES = 64, 4, 3
-MOST_KEYS = 256
+# how a program of the sweep is cut and scheduled: rows, the most keys at a time, registers a thread
+# where products are of 8 bits. What an H200 runs fastest: rows in pairs of 64 halve what is read of
+# the L2 cache, and are too few programs for a short text
+TILE, LARGE_TILE = (64, 256, 168), (128, 128, 128)
+WARPS, STAGES = 4, 3
+MANY_PROGRAMS = 1024
 BYTES_OF_KEYS = 32 << 10
 # of all keys, that a GPU's L2 cache holds together; of more, programs share those of a few heads
 CACHED_KEYS = 32 << 20
+# lanes that hold a row of a product together, and its neighbouring columns that they hold
+LANES, COLUMNS_OF_LANES = 4, 8
+# of at most 2 ** 7 parts of a tile, until one is left
+HALVINGS = tl.constexpr(7)
 # the most key blocks of a row that are normalised at a time
 CHUNK = 64
 # channels of the queries of a block that a program holds at a time while it seeks outliers, and how
 # it is scheduled
-SOUGHT_CHANNELS, SOUGHT_WARPS, SOUGHT_REGISTERS = 128, 4, 168
+SOUGHT_CHANNELS, SOUGHT_WARPS, SOUGHT_REGISTERS = 32, 4, 168
 # of the outliers, that a program gathers
 ROWS_GATHERED = 64
 COSINE_STEPS = tl.constexpr(COSINE_STEPS)
@@ -223,6 +228,7 @@ def outlier_rows(
         COUNT=count,
         BLOCK_Q=triton.next_power_of_2(query_block),
         D=dim,
+        PARTS=triton.cdiv(dim, SOUGHT_CHANNELS),
         BLOCK_D=min(SOUGHT_CHANNELS, triton.next_power_of_2(dim)),
         MEANS=means is not None,
         num_warps=SOUGHT_WARPS,
@@ -261,20 +267,24 @@ def exact_scores(
         most: [heads, M_q, width], whose memory the answer may take.
     """
     planes, total, dim = rows.vectors.shape
+    half, bytes_a_key = rows.vectors.dtype == FP8, dim * keys.element_size()
+    by_head = keys.numel() * keys.element_size() > CACHED_KEYS
+    tile_rows, most_keys, registers = TILE
+    if half and not by_head and planes * triton.cdiv(total, LARGE_TILE[0]) >= MANY_PROGRAMS:
+        tile_rows, most_keys, registers = LARGE_TILE
     # the rows of a query block go to groups of a power of two, which tiles hold whole
-    group = tile_of(rows.count, ROWS)
+    group = tile_of(rows.count, tile_rows)
     groups = total // group
     if group != rows.count:
         most = most.new_empty(planes, groups, turn.width)
     shares = torch.empty_like(most)
-    half = rows.vectors.dtype == FP8
-    tiles = triton.cdiv(total, ROWS)
-    most_keys = min(MOST_KEYS, BYTES_OF_KEYS // (dim * keys.element_size()))
+    tiles = triton.cdiv(total, tile_rows)
+    most_keys = min(most_keys, BYTES_OF_KEYS // bytes_a_key)
     tile_keys = most_keys if most_keys % key_block == 0 else tile_of(key_block, most_keys)
-    desc_k = descriptors(tile_keys, described(keys))
+    desc_k, together = _alternating(keys, key_block, tile_keys)
     # in key blocks: by how much scratch of a tile is wider than that of the one before
     step = max(1, tile_keys // key_block)
-    wider = triton.cdiv(triton.cdiv(ROWS, rows.count) * rows.reach, key_block * step) * step
+    wider = triton.cdiv(triton.cdiv(tile_rows, rows.count) * rows.reach, key_block * step) * step
 
     def columns(begin: int, end: int) -> int:
         """Of the scratch of some tiles of one head, in key blocks."""
@@ -283,7 +293,7 @@ def exact_scores(
         return (end - begin) * turn.width
 
     def fits(begin: int, end: int) -> bool:
-        a_column = planes * ROWS * (2 if half else 4)
+        a_column = planes * tile_rows * (2 if half else 4)
         return begin + 1 == end or columns(begin, end) * a_column <= SCRATCH_AT_A_TIME
 
     ends = [tiles]
@@ -292,15 +302,14 @@ def exact_scores(
         ends.append(bisect_left(range(ends[-1]), True, key=partial(fits, end=ends[-1])))
     parts = [(begin, end) for end, begin in pairwise(ends)]
     scratch = torch.empty(
-        max(columns(*part) for part in parts) * planes * ROWS,
+        max(columns(*part) for part in parts) * planes * tile_rows,
         device=most.device,
         dtype=torch.float16 if half else torch.float32,
     )
-    by_head = keys.numel() * keys.element_size() > CACHED_KEYS
     for begin, end in parts:
         _exact_scores_kernel[(end - begin, planes) if by_head else (planes, end - begin)](
             rows,
-            *desc_k,
+            desc_k,
             scratch,
             columns(begin, end),
             most,
@@ -314,19 +323,44 @@ def exact_scores(
             KEY_BLOCK=key_block,
             WIDER=wider,
             BY_HEAD=by_head,
-            BLOCK_M=ROWS,
+            BLOCK_M=tile_rows,
             BLOCK_N=tile_keys,
+            TOGETHER=together,
             CHUNK=tile_of(turn.width, CHUNK),
             BLOCK_D=dim,
             HALF=half,
             PRECISION=precision(rows.vectors),
             STAGES=STAGES,
             num_warps=WARPS,
+            maxnreg=registers if half else None,
         )
     if group == rows.count:
         return most, shares
     most, shares = (x.unflatten(1, (-1, rows.count // group)) for x in (most, shares))
     return most.amax(2), shares.sum(2)
+
+
+def _alternating(keys: Tensor, key_block: int, tile: int) -> tuple[TensorDescriptor, int]:
+    """Tiles of keys [B, H_kv, N_k, C] whose key blocks alternate, and how many keys of one at once.
+
+    Of a row of a product each of `LANES` lanes holds every fourth pair of columns: in the order of
+    keys some of every block, whose largest is then sought across lanes. Where blocks alternate a
+    lane holds the logits of one block, and compares registers. The copy engine reads them so.
+    """
+    blocks = max(1, tile // key_block)
+    if blocks == 1:
+        # a block is one tile or several
+        key_block = together = tile
+    else:
+        together = COLUMNS_OF_LANES // min(LANES, blocks)
+    if missing := -keys.shape[2] % key_block:
+        # 8-bit floats are padded as bits
+        bits = keys.view(torch.uint8) if keys.element_size() == 1 else keys
+        keys = F.pad(bits, (0, 0, 0, missing)).view(keys.dtype)
+    # [plane, part of a block, block, key, C]
+    x = described(keys).flatten(0, 1).unflatten(1, (-1, key_block // together, together))
+    box = [1, key_block // together, blocks, together, keys.shape[3]]
+    return TensorDescriptor.from_tensor(x.transpose(1, 2), box), together
 
 
 @triton.jit
@@ -388,6 +422,7 @@ def _outlier_queries_kernel(
     COUNT: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     D: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MEANS: tl.constexpr,
 ):
@@ -407,24 +442,28 @@ def _outlier_queries_kernel(
     if MEANS or COUNT < QUERY_BLOCK:
         at = vectors_at(q, batch, head, query)
         share = 1 / tl.maximum(tl.sum(real.to(tl.int32), 0), 1).to(tl.float32)
-        # summed over channels once, at the end
+        # all are under way before the first is waited for
+        parts = ()
+        for begin in tl.static_range(0, D, BLOCK_D):
+            # [BLOCK_Q, BLOCK_D]: few lanes hold a query, so that registers are summed, not lanes
+            channel = begin + tl.arange(0, BLOCK_D)
+            there = real[:, None] & (channel < D)[None, :]
+            parts = parts + (tl.load(at + channel[None, :], mask=there, other=0.0),)
         product = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
         square = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
         size = tl.zeros([BLOCK_D], tl.float32)
-        for begin in tl.static_range(0, D, BLOCK_D):
-            # [BLOCK_Q, BLOCK_D]
-            channel = begin + tl.arange(0, BLOCK_D)
-            there = real[:, None] & (channel < D)[None, :]
-            x = tl.load(at + channel[None, :], mask=there, other=0.0).to(tl.float32)
+        for part in tl.static_range(PARTS):
+            x = parts[part].to(tl.float32)
             mean = tl.sum(x, 0) * share
             product += x * mean[None, :]
             square += x * x
             size += mean * mean
             if MEANS:
+                channel = part * BLOCK_D + tl.arange(0, BLOCK_D)
                 to_mean = means + ((start + mine) * q_blocks + block) * D + channel
                 store_summary(to_mean, mean, channel < D)
         size = tl.sum(square, 1) * tl.sum(size, 0)
-        cosine = tl.sum(product, 1) / tl.sqrt(tl.maximum(size, LEAST_SQUARE))
+        cosine = tl.sum(product, 1) * tl.rsqrt(tl.maximum(size, LEAST_SQUARE))
         # a NaN comes first: ranks are a permutation whatever q holds
         cosine = tl.where(cosine == cosine, cosine, -1.0)
         # and of what is equal the earlier: one whole number holds both
@@ -485,6 +524,24 @@ def _gathered_rows_kernel(
 
 
 @triton.jit
+def _largest_part(x, HALF: tl.constexpr):
+    """The maximum over the second of the four dims of ``x``, a power of two."""
+    y = x
+    for _ in tl.static_range(HALVINGS):
+        if y.shape[1] > 1:
+            y = tl.reshape(y, (y.shape[0], 2, y.shape[1] // 2, y.shape[2], y.shape[3]))
+            one, other = tl.split(tl.permute(y, (0, 2, 3, 4, 1)))
+            if HALF:
+                # two of float16 at a time: Triton would compare them one by one
+                y = tl.inline_asm_elementwise(
+                    "max.f16x2 $0, $1, $2;", "=r,r,r", [one, other], tl.float16, True, 2
+                )
+            else:
+                y = tl.maximum(one, other)
+    return tl.reshape(y, (x.shape[0], x.shape[2], x.shape[3]))
+
+
+@triton.jit
 def _larger(a, b):
     # tl.max would turn float16 into float32, of which half as many are compared at once
     return tl.maximum(a, b)
@@ -510,6 +567,7 @@ def _exact_scores_kernel(
     BY_HEAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TOGETHER: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HALF: tl.constexpr,
@@ -557,9 +615,17 @@ def _exact_scores_kernel(
         end = tl.minimum(end, WIDER // BLOCKS * (tile + 1))
         whole_low, whole_high = tl.minimum(whole_low, end), tl.minimum(whole_high, end)
         before = WIDER * (tile * (tile + 1) - begin * (begin + 1)) // 2
-    kept = scratch + (plane.to(tl.int64) * columns + before) * BLOCK_M + tl.arange(0, BLOCK_M)
-    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    kept = scratch + (plane.to(tl.int64) * columns + before) * BLOCK_M
+    own = tl.arange(0, BLOCK_M)[:, None] * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+    # which key of a tile stands in a column: blocks alternate
+    SIZE: tl.constexpr = BLOCK_N // BLOCKS
+    PARTS: tl.constexpr = SIZE // TOGETHER
+    place = tl.arange(0, BLOCK_N)
+    block = place // TOGETHER % BLOCKS
+    key = block * SIZE + place // (TOGETHER * BLOCKS) * TOGETHER + place % TOGETHER
+    # one normaliser for each key block of a step: no lane asks another until the end
+    m_i = tl.full((BLOCK_M, BLOCKS), -1e30, tl.float32)
+    l_i = tl.zeros((BLOCK_M, BLOCKS), tl.float32)
     for PART in tl.static_range(3):
         begins = low if PART == 0 else whole_low if PART == 1 else whole_high
         ends = whole_low if PART == 0 else whole_high if PART == 1 else end
@@ -568,27 +634,32 @@ def _exact_scores_kernel(
             for offset in tl.static_range(0, STEP, BLOCK_N):
                 # [BLOCK_N, BLOCK_D], then [BLOCK_M, BLOCK_N]
                 column = i * STEP + offset
-                k = desc_k.load([batch, kv_head, column, 0]).reshape(BLOCK_N, BLOCK_D)
-                qk = tl.dot(x, k.T, input_precision=PRECISION, out_dtype=DTYPE)
+                k = desc_k.load([batch * kv_heads + kv_head, 0, column // SIZE, 0, 0])
+                qk = tl.dot(
+                    x, k.reshape(BLOCK_N, BLOCK_D).T, input_precision=PRECISION, out_dtype=DTYPE
+                )
                 if PART != 1:
-                    key = column + tl.arange(0, BLOCK_N)[None, :]
-                    seen = seen_between(key, lowest[:, None], highest[:, None])
+                    seen = key[None, :] <= (highest - column)[:, None]
+                    if PART == 0:
+                        seen &= key[None, :] >= (lowest - column)[:, None]
                     # a scalar would turn all into float32
                     qk = tl.where(seen, qk, tl.full(qk.shape, float("-inf"), DTYPE))
                 # [BLOCK_M, BLOCKS]
-                by_block = tl.reshape(qk, (BLOCK_M, BLOCKS, BLOCK_N // BLOCKS))
-                top = tl.maximum(top, tl.reduce(by_block, 2, _larger))
+                by_block = tl.reshape(qk, (BLOCK_M, PARTS, BLOCKS, TOGETHER))
+                top = tl.maximum(top, tl.reduce(_largest_part(by_block, HALF), 2, _larger))
+            tl.store(kept + i * (BLOCK_M * BLOCKS) + own, top)
             logit = top.to(tl.float32) * scale[:, None]
-            m_new = tl.maximum(m_i, tl.max(logit, 1))
-            m_safe = finite(m_new)
-            l_i = l_i * tl.exp2(m_i - m_safe) + tl.sum(tl.exp2(logit - m_safe[:, None]), 1)
-            m_i = m_new
-            block = i * BLOCKS + tl.arange(0, BLOCKS)
-            tl.store(kept[:, None] + block[None, :].to(tl.int64) * BLOCK_M, logit.to(DTYPE))
+            rise = logit - m_i
+            # one exponential: either what came before fades, or what comes does
+            fade = tl.exp2(-tl.abs(rise))
+            l_i = tl.where(rise > 0, l_i * fade + 1.0, l_i + fade)
+            m_i = tl.maximum(m_i, logit)
     tl.debug_barrier()
 
     # what a row sees nothing of weighs nothing
-    norm = tl.where(real, finite(m_i) + tl.log2(tl.maximum(l_i, 1e-30)), float("inf"))
+    m_row = tl.max(m_i, 1)
+    l_row = tl.sum(l_i * tl.exp2(m_i - m_row[:, None]), 1)
+    norm = tl.where(real, m_row + tl.log2(tl.maximum(l_row, 1e-30)), float("inf"))
     line = tile * (BLOCK_M // GROUP) + tl.arange(0, BLOCK_M // GROUP)
     written = line < groups
     target = (plane.to(tl.int64) * groups + line) * width
@@ -599,13 +670,11 @@ def _exact_scores_kernel(
         column = j0 + tl.arange(0, CHUNK)
         there = (column >= low * BLOCKS) & (column < end * BLOCKS)
         # [CHUNK, BLOCK_M], then [CHUNK, BLOCK_M / GROUP]
-        top = tl.load(
-            kept[None, :] + column[:, None].to(tl.int64) * BLOCK_M,
-            mask=there[:, None],
-            other=float("-inf"),
-        )
-        share = tl.exp2(top.to(tl.float32) - norm[None, :])
+        cell = tl.arange(0, BLOCK_M)[None, :] * BLOCKS + (column % BLOCKS)[:, None]
+        cell += (column // BLOCKS * (BLOCK_M * BLOCKS))[:, None]
+        top = tl.load(kept + cell, mask=there[:, None], other=float("-inf"))
+        share = tl.exp2(top.to(tl.float32) * scale[None, :] - norm[None, :])
         share = tl.reshape(share, (CHUNK, BLOCK_M // GROUP, GROUP))
-        cell = target[None, :] + column[:, None]
-        tl.store(most + cell, tl.max(share, 2), mask=written[None, :])
-        tl.store(shares + cell, tl.sum(share, 2), mask=written[None, :])
+        cells = target[None, :] + column[:, None]
+        tl.store(most + cells, tl.max(share, 2), mask=written[None, :])
+        tl.store(shares + cells, tl.sum(share, 2), mask=written[None, :])
