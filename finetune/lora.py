@@ -30,13 +30,20 @@ import cab_hf
 from cab_hf.finetune import checkpoints, curve, dry_run, meter
 from cab_hf.finetune.checkpoints import Checkpoints
 from cab_hf.finetune.data import HOLD_OUT, Ahead, Packed, held_out
-from cab_hf.finetune.models import compute_layers_again, load_model, save_adapter, with_lora
+from cab_hf.finetune.models import (
+    compute_layers_again,
+    load_model,
+    loaded_sha256,
+    save_adapter,
+    with_lora,
+)
 from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate, one_sum
 from cab_hf.finetune.parallel import Parallel
 from cab_hf.finetune.settings import PROG, Settings, read
-from cab_hf.finetune.sources import make_source
+from cab_hf.finetune.sources import content_sha256, make_source
 from cab_hf.finetune.validation import Validation
 from cab_hf.runs.log import Log, write_atomically
+from cab_hf.runs.models import file_sha256
 from cab_hf.runs.provenance import provenance
 from cab_hf.runs.settings import Refused
 
@@ -280,6 +287,7 @@ class Run:
         if not self.accelerator.is_main_process:
             return nullcontext()
         identity = self.settings.identity(self.processes)
+        identity["sha256"] = contents(self.settings, self.model)
         return Log(self.out / LOG, identity, ("kind", "step"))
 
     def _note(self, log: Log | None, kind: str, step: int, record: Mapping[str, Any]) -> None:
@@ -303,6 +311,21 @@ class Run:
     @staticmethod
     def _due(every: int, step: int, last: bool) -> bool:
         return bool(every) and (last or step % every == 0)
+
+
+def contents(settings: Settings, model: nn.Module) -> dict[str, Any]:
+    """SHA-256 of all that a run reads, by the setting that names it: names may get other content.
+
+    Args:
+        model: what was loaded, with its adapter.
+    """
+    calibration = settings.calibration and file_sha256(Path(settings.calibration))
+    return {
+        "model": loaded_sha256(model),
+        "calibration": calibration or None,
+        "data": {name: content_sha256(name) for name, _ in settings.sources()},
+        "validation": {name: content_sha256(name) for name, _ in settings.validation_sources()},
+    }
 
 
 def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:

@@ -483,7 +483,7 @@ def save_adapter(
     causal = causal_model(adapted)
     text = causal.config.get_text_config()
     told = {
-        "sha256": _content(causal),
+        "sha256": loaded_sha256(causal),
         "rope_parameters": getattr(text, "rope_parameters", None),
         "max_position_embeddings": getattr(text, "max_position_embeddings", None),
         "cab_config": getattr(text, "cab_config", None),
@@ -491,8 +491,13 @@ def save_adapter(
     write_atomically(folder / BASE, json.dumps(told, indent=2) + "\n")
 
 
-def _content(causal: PreTrainedModel) -> str:
-    """Its `base_sha256`, read once: checkpoints are many and bases are large."""
+def loaded_sha256(model: nn.Module) -> str:
+    """The `base_sha256` of a loaded model, with adapters or without.
+
+    Every byte of its files is read, the first time alone: checkpoints are many and bases are large,
+    and files that are replaced later are not those that were loaded.
+    """
+    causal = causal_model(model)
     if causal not in _contents:
         _contents[causal] = base_sha256(causal.name_or_path)
     return _contents[causal]

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +24,7 @@ from cab_hf.documents import NOISE, leading_tokens, split_sentences
 from cab_hf.finetune.loss import IGNORED
 from cab_hf.finetune.manuals import MANUALS, manuals_file
 from cab_hf.finetune.retrieval import Entry, is_entry, parse_entry, retrieval_document
+from cab_hf.runs.models import file_sha256
 from cab_hf.runs.settings import Refused
 
 State = dict[str, Any]
@@ -218,6 +220,28 @@ def make_source(
     shown = Path(name).name if files else name
     dataset = dataset.select_columns([field])
     return TextSource(shown, dataset, field, seed, shuffle, skip_short)
+
+
+def content_sha256(name: str) -> str | None:
+    """What tells the content of a source from any other; None of synthetic documents.
+
+    It is the SHA-256 of its files, every byte read, in their order and wherever they stand; of a
+    data set of the hub it is the commit, as nothing is read of those that are streamed.
+
+    Raises:
+        Refused: there is no such source.
+    """
+    if is_entry(name):
+        return None
+    files = [manuals_file()] if name == MANUALS else _local_files(name)
+    if files:
+        of_each = [file_sha256(file) for file in files]
+        return of_each[0] if len(files) == 1 else sha256("".join(of_each).encode()).hexdigest()
+    from datasets import load_dataset_builder
+
+    with _reading(repr(name)):
+        path, _, config = name.partition(":")
+        return load_dataset_builder(path, config or None).hash
 
 
 def _local_files(name: str) -> list[Path]:

@@ -3,14 +3,18 @@
 import json
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
 from launches import LAUNCH, MEDDLED, SMALL, TRAIN, launched, losses, steps
-from safetensors.torch import load_file
-from words import save_llama
+from safetensors.torch import load_file, save_file
+from tiny import SPARSE
+from words import TEXT, save_llama
 
+import cab_hf
 from cab_hf.finetune import lora, meter
+from cab_hf.finetune.models import BASE
 from cab_hf.runs.log import read_log
 
 
@@ -133,6 +137,54 @@ def test_other_settings_do_not_go_on_with_a_run(tmp_path, capsys):
     assert run(tmp_path, "--steps", "3", "--lr", "1e-3") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "log.jsonl was made with lr 0.002, this run has 0.001; give another --out" in line
+
+
+def other_texts(file):
+    file.write_text(json.dumps({"text": "Another text of as many rows. " * 40}) + "\n")
+
+
+def other_calibration(file):
+    replace(cab_hf.CabConfig.calibrated(file), mass=0.9).save(file)
+
+
+def other_weights(folder):
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: x + 0.1 for name, x in weights.items()}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        pytest.param("data.jsonl", other_texts, "sha256.data.{}", id="data"),
+        pytest.param("validation.jsonl", other_texts, "sha256.validation.{}", id="validation"),
+        pytest.param("calibration.json", other_calibration, "sha256.calibration", id="calibration"),
+        pytest.param("model", other_weights, "sha256.model", id="base"),
+    ],
+)
+def test_other_content_under_the_same_names_is_refused(tmp_path, capsys, name, change, told):
+    save_llama(tmp_path / "model")
+    SPARSE.save(tmp_path / "calibration.json")
+    for kind in ("data", "validation"):
+        (tmp_path / f"{kind}.jsonl").write_text(json.dumps({"text": TEXT * 20}) + "\n")
+    words = ["--model", str(tmp_path / "model"), "--calibration"]
+    words += [str(tmp_path / "calibration.json"), "--data", str(tmp_path / "data.jsonl")]
+    words += ["--held-out", "1", "--validation", str(tmp_path / "validation.jsonl")]
+    words += ["--passkeys", "0", "--steps", "3"]
+    assert run(tmp_path, *words) == 0
+    base = (tmp_path / "run" / "adapter" / BASE).read_bytes()
+    before = (tmp_path / "run" / "log.jsonl").read_bytes()
+    # it is the content that counts
+    for file in tmp_path.rglob("*.json*"):
+        os.utime(file, (1, 1))
+    assert run(tmp_path, *words) == 0
+    change(tmp_path / name)
+    capsys.readouterr()
+    assert run(tmp_path, *words) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"log.jsonl was made with {told.format(tmp_path / name)} '" in line
+    assert "give another --out, or what the first run had" in line
+    assert (tmp_path / "run" / "adapter" / BASE).read_bytes() == base
+    assert (tmp_path / "run" / "log.jsonl").read_bytes() == before
 
 
 def test_a_run_that_is_done_stays_as_it_is(tmp_path):
