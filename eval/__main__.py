@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import re
 import sys
@@ -11,9 +10,9 @@ from pathlib import Path
 from types import ModuleType
 
 from cab_hf.eval.experiment import PROG
+from cab_hf.runs.log import DISK_FULL
 from cab_hf.runs.settings import Refused
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 NAMES = ("bridges", "calibrate", "families", "fidelity", "harness", "passkey", "readme", "speed")
 # command -> module, with an `Experiment` called EXPERIMENT, or ``main(words)``, or COMMANDS again
 COMMANDS = {name: f"cab_hf.eval.{name}" for name in NAMES}

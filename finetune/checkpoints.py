@@ -2,7 +2,8 @@
 
 A checkpoint is a folder ``step-00000050`` with a file of what all processes share, one of each
 process, and the adapter. It is written under another name, put on disk, and renamed: a folder of
-that name is whole. Only then is an older one removed.
+that name is whole. Only then is an older one removed. What is read must have the checksums that it
+was written with.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import random
 import re
 import shutil
 import signal
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from cab_hf.runs.log import writing
+from cab_hf.runs.models import file_sha256
 from cab_hf.runs.settings import Refused
 
 KEPT = 2
@@ -74,11 +77,12 @@ class Checkpoints:
             if self.rank == 0:
                 self._clear(aside)
             self.wait()
-            torch.save(mine, aside / MINE.format(self.rank))
+            _write(mine, aside / MINE.format(self.rank))
             put_on_disk(aside / MINE.format(self.rank))
             if self.rank == 0:
-                torch.save({**shared, "step": step, "processes": self.processes}, aside / SHARED)
                 write_adapter(aside / ADAPTER)
+                told = {"step": step, "processes": self.processes, "adapter": _adapter_of(aside)}
+                _write({**shared, **told}, aside / SHARED)
             self.wait()
             if self.rank == 0:
                 self._publish(aside, target)
@@ -89,25 +93,20 @@ class Checkpoints:
         """(shared, mine) of a checkpoint, tensors on the CPU.
 
         Raises:
-            Refused: it was made by another number of processes, or cannot be read.
+            Refused: it was made by another number of processes, or a byte of it is not as it was.
         """
-        try:
-            shared = torch.load(folder / SHARED, map_location="cpu", weights_only=True)
-            if shared["processes"] != self.processes:
-                raise Refused(
-                    f"{folder.name} was made by {shared['processes']} processes and this run has "
-                    f"{self.processes}; start as many as then, or give another --out."
-                )
-            mine = folder / MINE.format(self.rank)
-            return shared, torch.load(mine, map_location="cpu", weights_only=True)
-        except Refused:
-            raise
-        except Exception as error:
-            why = str(error).partition("\n")[0].rstrip(".")
+        shared = _read(folder / SHARED)
+        if shared["processes"] != self.processes:
             raise Refused(
-                f"checkpoint {folder.name} cannot be read ({why}); take it away, and the run goes "
-                "on from the one before."
-            ) from error
+                f"{folder.name} was made by {shared['processes']} processes and this run has "
+                f"{self.processes}; start as many as then, or give another --out."
+            )
+        seen = _adapter_of(folder)
+        # earlier versions noted nothing
+        for name, noted in shared.get("adapter", {}).items():
+            if seen.get(name) != noted:
+                raise _unreadable(folder, f"{ADAPTER}/{name} is not as it was saved")
+        return shared, _read(folder / MINE.format(self.rank))
 
     def _whole(self) -> Iterator[Path]:
         if self.folder.is_dir():
@@ -131,6 +130,44 @@ class Checkpoints:
             hidden = old.with_name(f".{old.name}.removed")
             os.rename(old, hidden)
             shutil.rmtree(hidden)
+
+
+def _write(state: State, path: Path) -> None:
+    # given a path, torch does not say why it could not write
+    with open(path, "wb") as file:
+        torch.save(state, file)
+
+
+def _read(path: Path) -> State:
+    """What `_write` wrote, tensors on the CPU; Refused unless every byte is as it was."""
+    try:
+        # torch writes checksums and does not look at them
+        with zipfile.ZipFile(path) as parts:
+            damaged = parts.testzip()
+        state = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise _unreadable(path.parent, f"{path.name}: {error.strerror or error}") from error
+    except MemoryError:
+        raise
+    except Exception as error:
+        # what torch says of it is how to run the code in it
+        raise _unreadable(path.parent, f"{path.name} is damaged, or another's") from error
+    if not isinstance(state, dict):
+        raise _unreadable(path.parent, f"{path.name} is damaged, or another's")
+    return state
+
+
+def _unreadable(folder: Path, why: str) -> Refused:
+    return Refused(
+        f"checkpoint {folder.name} cannot be read ({why}); take it away, and the run goes on from "
+        "the one before."
+    )
+
+
+def _adapter_of(folder: Path) -> dict[str, str]:
+    """SHA-256 of the files of a checkpoint's adapter, by name."""
+    files = (file for file in (folder / ADAPTER).rglob("*") if file.is_file())
+    return {str(file.relative_to(folder / ADAPTER)): file_sha256(file) for file in files}
 
 
 def step_of(folder: Path) -> int:

@@ -42,7 +42,7 @@ from cab_hf.finetune.parallel import Parallel
 from cab_hf.finetune.settings import PROG, Settings, read
 from cab_hf.finetune.sources import content_sha256, make_source
 from cab_hf.finetune.validation import Validation
-from cab_hf.runs.log import Log, write_atomically
+from cab_hf.runs.log import DISK_FULL, Log, write_atomically, writing
 from cab_hf.runs.models import file_sha256
 from cab_hf.runs.provenance import provenance
 from cab_hf.runs.settings import Refused
@@ -66,6 +66,12 @@ def main(words: Sequence[str] | None = None) -> int:
     except (Refused, NotImplementedError) as error:
         of = f" (process {rank})" if rank else ""
         print(f"{PROG}{of}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        # wherever it is noticed, in a cache of data as well
+        if error.errno not in DISK_FULL:
+            raise
+        print(f"{PROG}: {error.strerror}; make room, and the run goes on.", file=sys.stderr)
         return 2
     return 0
 
@@ -272,14 +278,16 @@ class Run:
     def _end(self, log: Log) -> None:
         """What a finished run leaves: its adapter, a curve, and where both come from."""
         newest = self.checkpoints.newest()
-        shutil.copytree(newest / checkpoints.ADAPTER, self.out / ADAPTER, dirs_exist_ok=True)
-        curve.draw(self.out / CURVE, log.records)
+        with writing(self.out):
+            shutil.copytree(newest / checkpoints.ADAPTER, self.out / ADAPTER, dirs_exist_ok=True)
+            curve.draw(self.out / CURVE, log.records)
         settings = {name: x for name, x in asdict(self.settings).items() if name != "out"}
         told = provenance(settings, self.accelerator.device, log.started)
         evaluations = [each for each in log.records if each["kind"] == curve.EVALUATION]
         last = evaluations[-1] if evaluations else None
         results = {"provenance": told, "processes": self.processes, "evaluation": last}
-        write_atomically(self.out / RESULTS, json.dumps(results, indent=2) + "\n")
+        with writing(self.out / RESULTS):
+            write_atomically(self.out / RESULTS, json.dumps(results, indent=2) + "\n")
         self._tell(f"{self.settings.steps} steps; {self.out / ADAPTER}, {self.out / CURVE}")
 
     def _log(self) -> Any:

@@ -29,7 +29,7 @@ from cab_hf.finetune.models import (
     open_model,
 )
 from cab_hf.runs import models as run_models
-from cab_hf.runs.log import read_log, write_atomically
+from cab_hf.runs.log import read_log, write_atomically, writing
 from cab_hf.runs.provenance import versions
 from cab_hf.runs.settings import Refused, flag, option, read_settings, require
 
@@ -187,8 +187,9 @@ def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeS
         warnings.simplefilter("ignore")
         merged = adapted.merge_and_unload()
     merged.config.use_cache = True
-    merged.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with writing(settings.out):
+        merged.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     return expected
 
 

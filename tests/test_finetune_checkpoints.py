@@ -1,12 +1,17 @@
 """Checkpoints: whole or not there, the newest two, and all that a run needs to go on exactly."""
 
+import io
 import os
 import random
+import resource
+import shutil
 import signal
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from cab_hf.finetune import checkpoints
@@ -110,6 +115,45 @@ def test_a_full_disk_leaves_the_older_ones(kept, monkeypatch):
     assert checkpoints.step_of(kept.newest()) == 1
 
 
+@contextmanager
+def no_file_above(size):
+    """As a full disk does it, the system refuses to write what is longer, in bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("part", ["mine", "shared", "adapter"])
+def test_whichever_library_finds_the_disk_full_the_sentence_is_the_same(kept, part):
+    save(kept, 1)
+    large, small = {"x": torch.zeros(50_000)}, {"x": torch.zeros(1)}
+
+    def write_adapter(folder):
+        folder.mkdir()
+        save_file(large if part == "adapter" else small, folder / "adapter.safetensors")
+
+    given = [large if part == name else small for name in ("shared", "mine")]
+    with no_file_above(100_000), pytest.raises(LogError) as refusal:
+        kept.save(2, *given, write_adapter)
+    told = f"{kept.folder / 'step-00000002'} cannot be written ("
+    assert str(refusal.value).startswith(told)
+    assert str(refusal.value).endswith("too large); make room there or give another --out.")
+    assert names(kept) == [".step-00000002.partial", "step-00000001"]
+    save(kept, 2)
+    assert names(kept) == ["step-00000001", "step-00000002"]
+
+
+def test_what_is_no_error_of_the_disk_stays_what_it_is(kept):
+    def fail(folder):
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        kept.save(1, {}, {}, fail)
+
+
 def test_another_number_of_processes_is_refused(kept):
     folder = save(kept, 1)
     more = Checkpoints(kept.folder, 0, 2, lambda: None)
@@ -117,11 +161,53 @@ def test_another_number_of_processes_is_refused(kept):
         more.load(folder)
 
 
-def test_a_damaged_checkpoint_is_refused(kept):
-    folder = save(kept, 1)
-    (folder / checkpoints.SHARED).write_bytes(b"no checkpoint")
-    with pytest.raises(Refused, match="step-00000001 cannot be read .*; take it away"):
-        kept.load(folder)
+def damaged(content):
+    """One bit of the tensor is another."""
+    at = content.index(torch.full((64,), 3.0).numpy().tobytes()) + 100
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+class Foreign:
+    """What torch loads where it is told to trust a file."""
+
+
+def foreign(content):
+    written = io.BytesIO()
+    torch.save(Foreign(), written)
+    return written.getvalue()
+
+
+@pytest.mark.parametrize("file", ["shared.pt", "process-0.pt", "adapter/weights"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(damaged, id="a bit"),
+        pytest.param(lambda content: content[: len(content) // 2], id="truncated"),
+        pytest.param(lambda content: b"no checkpoint", id="text"),
+        pytest.param(foreign, id="foreign"),
+        pytest.param(None, id="gone"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(kept, file, change):
+    def write_adapter(folder):
+        folder.mkdir()
+        save_file({"x": torch.full((64,), 3.0)}, folder / "weights")
+
+    for step in (1, 2):
+        state = {"x": torch.full((64,), 3.0)}
+        folder = kept.save(step, state, state, write_adapter)
+    if change is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_bytes(change((folder / file).read_bytes()))
+    with pytest.raises(Refused) as refusal:
+        kept.load(kept.newest())
+    told = str(refusal.value)
+    assert told.startswith(f"checkpoint step-00000002 cannot be read ({file}")
+    assert told.endswith("); take it away, and the run goes on from the one before.")
+    assert "weights_only" not in told and len(told.splitlines()) == 1
+    shutil.rmtree(folder)
+    assert kept.load(kept.newest())[0]["step"] == 1
 
 
 def test_being_asked_to_stop_is_noted_and_nothing_else():

@@ -1,5 +1,6 @@
 """The loop: the README's commands in two processes, killed and resumed; and what a step is."""
 
+import errno
 import json
 import os
 import signal
@@ -235,6 +236,26 @@ def test_running_out_of_memory_names_three_settings(tmp_path, monkeypatch, capsy
     line = capsys.readouterr().err.splitlines()[-1]
     order = "change, in this order, --micro-batch 1, --checkpointing true, --qlora"
     assert order in line
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        pytest.param(errno.ENOSPC, "No space left on device; make room, and the run", id="full"),
+        pytest.param(errno.EBADF, None, id="bug with files"),
+    ],
+)
+def test_a_full_disk_is_told_wherever_it_is_noticed(tmp_path, monkeypatch, capsys, code, told):
+    def fail(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(lora.Run, "_step", fail)
+    if told is None:
+        with pytest.raises(OSError, match=os.strerror(code)):
+            run(tmp_path)
+        return
+    assert run(tmp_path) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"{lora.PROG}: {told} goes on."
 
 
 def test_a_dry_run_says_what_it_would_be(tmp_path, capsys):

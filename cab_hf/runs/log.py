@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from cab_hf.runs.settings import Refused
 
 Record = dict[str, Any]
 # a file system without locks says one of these
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
@@ -190,10 +192,25 @@ def writing(path: Path | str) -> Iterator[None]:
     """What the file system refuses inside becomes a `LogError` that names ``path``."""
     try:
         yield
-    except OSError as error:
+    except Refused:
+        raise
+    except Exception as error:
+        refused = _refused_by_file_system(error)
+        if refused is None:
+            raise
         raise LogError(
-            f"{path} cannot be written ({error.strerror}); make room there or give another --out."
+            f"{path} cannot be written ({refused}); make room there or give another --out."
         ) from error
+
+
+def _refused_by_file_system(error: Exception) -> str | None:
+    """What the file system says, which libraries may hide behind errors of their own."""
+    said = error if isinstance(error, OSError) else error.__context__
+    if isinstance(said, OSError):
+        return said.strerror or str(said)
+    # safetensors and tokenizers word it as Rust does
+    found = re.search(r"([^:]+) \(os error \d+\)", str(error))
+    return found and found[1].strip()
 
 
 def _key(record: Mapping[str, Any], names: Iterable[str]) -> str:
