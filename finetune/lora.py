@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -40,7 +40,7 @@ from cab_hf.finetune.models import (
 from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate, one_sum
 from cab_hf.finetune.parallel import Parallel
 from cab_hf.finetune.settings import PROG, Settings, read
-from cab_hf.finetune.sources import content_sha256, make_source
+from cab_hf.finetune.sources import Source, content_sha256, is_local, make_source
 from cab_hf.finetune.validation import Validation
 from cab_hf.runs.log import DISK_FULL, Log, write_atomically, writing
 from cab_hf.runs.models import file_sha256
@@ -140,7 +140,7 @@ class Run:
             set_seed(settings.seed)
             self.model, self.tokenizer = build(settings, accelerator.device)
             self.parallel = Parallel(settings, self.model, accelerator)
-            packed, kept = open_data(settings, self.tokenizer, self.parallel)
+            packed, kept = open_data(settings, self.tokenizer, self.parallel, self._tell)
         # made by a thread while a step computes
         self.data = Ahead(packed)
         self.batches = batches_of(self.data, settings.micro_batch)
@@ -369,20 +369,21 @@ def adapted(settings: Settings, model: nn.Module) -> nn.Module:
     )
 
 
-def open_data(settings: Settings, tokenizer: Any, parallel: Parallel) -> tuple[Packed, list[Batch]]:
-    """The sequences of this process's replica, and those that the loss is watched on."""
+def open_data(
+    settings: Settings, tokenizer: Any, parallel: Parallel, tell: Callable[[str], None]
+) -> tuple[Packed, list[Batch]]:
+    """The sequences of this process's replica, and those that the loss is watched on.
 
-    def opened(sources: Sequence[tuple[str, float]]) -> list[tuple[Any, float]]:
-        how = {"split": settings.split, "streaming": settings.streaming, "seed": settings.seed}
-        field = settings.text_field
-        return [(make_source(name, text_field=field, **how), share) for name, share in sources]
-
-    own = opened(settings.validation_sources())
+    Args:
+        tell: is given a sentence on each source that has documents which are skipped.
+    """
+    learnt = open_sources(settings, settings.sources(), tell)
+    own = open_sources(settings, settings.validation_sources(), tell)
     # documents are left out of training where they are needed
     hold_out = HOLD_OUT if settings.held_out and not own else 0
     packed = Packed(
         tokenizer,
-        opened(settings.sources()),
+        learnt,
         settings.length,
         settings.seed,
         rank=parallel.replica,
@@ -391,19 +392,34 @@ def open_data(settings: Settings, tokenizer: Any, parallel: Parallel) -> tuple[P
     )
     if not settings.held_out:
         return packed, []
-    sources = own or opened(settings.sources())
     watched = held_out(
-        tokenizer, sources, settings.length, settings.held_out, hold_out=hold_out or 1
+        tokenizer, own or learnt, settings.length, settings.held_out, hold_out=hold_out or 1
     )
     return packed, watched
+
+
+def open_sources(
+    settings: Settings, named: Sequence[tuple[str, float]], tell: Callable[[str], None]
+) -> list[tuple[Source, float]]:
+    """What the settings call ``named``, each with its share; ``tell`` as of `open_data`."""
+    how = {"split": settings.split, "streaming": settings.streaming, "seed": settings.seed}
+    found = [(make_source(name, text_field=settings.text_field, **how), x) for name, x in named]
+    for source, _ in found:
+        if source.skipped:
+            tell(source.skipped)
+    return found
 
 
 def tell_what_would_run(settings: Settings, accelerator: Accelerator) -> None:
     """Print the settings, what a step costs and whether it fits."""
     processes = accelerator.num_processes
     shards = processes if accelerator.distributed_type == DistributedType.FSDP else 1
+    tell = print if accelerator.is_main_process else lambda sentence: None
     with refusing():
         settings.accumulation(processes)
+        # what only a network has is not fetched for this
+        named = [*settings.sources(), *settings.validation_sources()]
+        open_sources(settings, [each for each in named if is_local(each[0])], tell)
         model = adapted(settings, dry_run.skeleton(settings))
     if accelerator.is_main_process:
         print(dry_run.report(settings, model, processes, shards, accelerator.device))

@@ -30,14 +30,15 @@ from cab_hf.runs.settings import Refused
 State = dict[str, Any]
 # files by their endings: what `datasets` reads them with
 KINDS = {
-    ".txt": ("text", {"sample_by": "document"}),
-    ".jsonl": ("json", {}),
-    ".json": ("json", {}),
-    ".parquet": ("parquet", {}),
+    ".txt": ("from_text", {"sample_by": "document"}),
+    ".jsonl": ("from_json", {}),
+    ".json": ("from_json", {}),
+    ".parquet": ("from_parquet", {}),
 }
 # rows read at once; from a stream, which has no rows to choose from, these are what is shuffled
 BLOCK_ROWS = 64
 BLOCK_STREAMED = 256
+SCANNED_ROWS = 4096  # looked at together for documents without text
 TOKENISED_CHARACTERS = 2**20  # of texts that are tokenised at once
 # more than text has: sentences around keys go round only where a source has no more of them
 CHARACTERS_A_TOKEN = 6
@@ -97,7 +98,7 @@ class TextSource:
 
     Attributes:
         dataset: a Dataset or an IterableDataset with the field alone.
-        skip_short: pass over documents of fewer than two tokens instead of refusing them.
+        skipped: a sentence on documents without text, where there are such or may be.
     """
 
     name: str
@@ -105,7 +106,7 @@ class TextSource:
     field: str
     seed: int = 0
     shuffle: bool = True
-    skip_short: bool = False
+    skipped: str | None = None
 
     whole = False  # a document may go on in the next sequence
 
@@ -140,7 +141,7 @@ class RetrievalSource:
     learn_text: bool = False
 
     whole = True  # a question without its text cannot be answered
-    rows = None
+    rows = skipped = None
 
     def documents(
         self, tokenizer: Any, part: Part, salt: str, length: int, others: Sequence[TextSource]
@@ -177,10 +178,9 @@ def make_source(
     streaming: bool = False,
     seed: int = 0,
     shuffle: bool = True,
-    skip_short: bool = False,
     learn_text: bool = False,
 ) -> Source:
-    """What documents are read of.
+    """What documents are read of; those of fewer than two tokens are skipped.
 
     Args:
         name: a ``.txt`` file, which is one document, or a ``.jsonl`` or ``.parquet`` file with one
@@ -194,10 +194,9 @@ def make_source(
             then are blocks of 256 documents, in the order they come.
         seed: of the order of the documents, or of the synthetic ones.
         shuffle: False leaves the documents in the order of the data.
-        skip_short: pass over documents of fewer than two tokens instead of refusing them.
         learn_text: of synthetic documents learn the running text too, and not the answers alone.
     Raises:
-        Refused: there is no such source, it cannot be read, is empty or has no such field.
+        Refused: there is no such source, it cannot be read, has no text or no such field.
     """
     if is_entry(name):
         return RetrievalSource(name, parse_entry(name), seed, learn_text)
@@ -219,7 +218,41 @@ def make_source(
     # a name without its folder: results and checkpoints say which file, not where
     shown = Path(name).name if files else name
     dataset = dataset.select_columns([field])
-    return TextSource(shown, dataset, field, seed, shuffle, skip_short)
+    with _reading(told):
+        skipped = _skipped(dataset, field, shown)
+    return TextSource(shown, dataset, field, seed, shuffle, skipped)
+
+
+def _skipped(dataset: Any, field: str, shown: str) -> str | None:
+    """What is to be said of documents without text; Refused where there are no others."""
+    if not hasattr(dataset, "__len__"):
+        return f"source {shown!r} is read as it comes: documents without text are skipped."
+    empty = [
+        start + int(row)
+        for start in range(0, len(dataset), SCANNED_ROWS)
+        for row in _without_text(dataset, slice(start, start + SCANNED_ROWS), field, shown)
+    ]
+    if len(empty) == len(dataset):
+        raise Refused(f"source {shown!r} has no documents with text; give one that has.")
+    if not empty:
+        return None
+    return (
+        f"source {shown!r}: {len(empty)} of {len(dataset)} documents have no text and are skipped; "
+        f"the first of them is row {empty[0]}, counted from 0."
+    )
+
+
+def _without_text(dataset: Any, rows: slice, field: str, shown: str) -> np.ndarray:
+    """Which of ``rows`` hold nothing, or white space alone: int64, counted from their first."""
+    from pyarrow import compute, types
+
+    texts = dataset.with_format("arrow")[rows].column(field)
+    if types.is_null(texts.type):
+        return np.arange(len(texts))
+    if not (types.is_string(texts.type) or types.is_large_string(texts.type)):
+        raise Refused(f"field {field!r} of source {shown!r} must hold text; it has {texts.type}.")
+    filled = compute.utf8_length(compute.utf8_trim_whitespace(texts)).fill_null(0)
+    return np.flatnonzero(filled.to_numpy() == 0)
 
 
 def content_sha256(name: str) -> str | None:
@@ -242,6 +275,11 @@ def content_sha256(name: str) -> str | None:
     with _reading(repr(name)):
         path, _, config = name.partition(":")
         return load_dataset_builder(path, config or None).hash
+
+
+def is_local(name: str) -> bool:
+    """Whether `make_source` needs no network for it; Refused for a path where nothing is."""
+    return is_entry(name) or (name != MANUALS and bool(_local_files(name)))
 
 
 def _local_files(name: str) -> list[Path]:
@@ -267,13 +305,13 @@ def _local_files(name: str) -> list[Path]:
 
 
 def _open_files(files: Sequence[Path], streaming: bool) -> Any:
-    from datasets import load_dataset
+    from datasets import Dataset
 
-    kind, options = KINDS[files[0].suffix]
-    # of an empty file datasets cannot tell the fields; one of text is a document, and refused later
-    filled = [file for file in files if kind == "text" or file.stat().st_size]
-    data_files = {"train": list(map(str, filled))}
-    return load_dataset(kind, data_files=data_files, split="train", streaming=streaming, **options)
+    read, options = KINDS[files[0].suffix]
+    # of an empty file datasets cannot tell the fields; one of text is a document, and skipped later
+    filled = [str(file) for file in files if read == "from_text" or file.stat().st_size]
+    # unlike load_dataset they ask no server, which counts what is loaded
+    return getattr(Dataset, read)(filled, streaming=streaming, **options)
 
 
 def _open_of_hub(name: str, split: str, streaming: bool) -> Any:
@@ -402,6 +440,8 @@ class _Streamed:
 
 
 def _checked(text: Any, number: int, source: TextSource) -> str:
+    if text is None or (isinstance(text, str) and not text.strip()):
+        return ""
     if not isinstance(text, str):
         raise Refused(
             f"field {source.field!r} of source {source.name!r} must hold text; document {number} "
@@ -482,8 +522,8 @@ class _TextDocuments:
             if len(ids) >= 2:
                 tokens = np.asarray((*self._before, *ids, *self._after), dtype=np.int32)
                 return Tokenised(tokens, np.append(tokens[1:], np.int32(IGNORED)))
-            if not self._source.skip_short or self._texts.epoch > begun + 1:
-                self._refuse_short(ids)
+            if self._texts.epoch > begun + 1:
+                self._refuse_short()
 
     def _tokenise(self) -> None:
         texts = self._texts.peek(TOKENISED_CHARACTERS)
@@ -492,11 +532,10 @@ class _TextDocuments:
         )
         self._ready.extend(encoded["input_ids"])
 
-    def _refuse_short(self, ids: Sequence[int]) -> None:
-        every = "only documents" if self._source.skip_short else "a document"
+    def _refuse_short(self) -> None:
         raise Refused(
-            f"source {self._source.name!r} has {every} of {len(ids)} tokens, and two are the "
-            "fewest that one can be learnt of; take it out, or skip short ones."
+            f"source {self._source.name!r} has only documents of fewer than two tokens, the fewest "
+            "that one can be learnt of; give it longer ones, or leave it out."
         )
 
     def state_dict(self) -> State:

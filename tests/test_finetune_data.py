@@ -2,7 +2,9 @@
 
 import json
 import re
+import socket
 from itertools import islice
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -353,11 +355,11 @@ def test_reading_ahead_gives_the_same_and_knows_its_place(world):
 
 
 def test_what_goes_wrong_ahead_is_raised_where_it_is_read():
-    ahead = Ahead(
-        Packed(TOKENIZER, [(in_memory([text(9), "a"], shuffle=False), 1)], 90, 0, hold_out=0)
-    )
+    numbers = datasets.Dataset.from_dict({"text": [9]})
+    source = sources.TextSource("memory", numbers, "text", shuffle=False)
+    ahead = Ahead(Packed(TOKENIZER, [(source, 1)], 90, 0, hold_out=0))
     for _ in range(2):
-        with pytest.raises(Refused, match="a document of 1 tokens"):
+        with pytest.raises(Refused, match="must hold text; document 0 has 9"):
             next(ahead)
 
 
@@ -445,6 +447,27 @@ def test_names_of_the_hub_are_loaded_by_datasets(monkeypatch):
     assert found["input_ids"].shape == (LENGTH,)
 
 
+def test_content_is_told_from_any_other(tmp_path, monkeypatch):
+    (tmp_path / "moved").mkdir()
+    folder = written(tmp_path, "jsonl", texts_of(9))
+    moved = written(tmp_path / "moved", "jsonl", texts_of(9))
+    content = sources.content_sha256(folder)
+    assert sources.content_sha256(moved) == content
+    first, second = (tmp_path / "moved" / "jsonl" / name for name in ("0.jsonl", "1.jsonl"))
+    one, other = first.read_bytes(), second.read_bytes()
+    first.write_bytes(other), second.write_bytes(one)
+    assert sources.content_sha256(moved) != content
+    assert sources.content_sha256(str(first)) != sources.content_sha256(str(second))
+    assert sources.content_sha256(RETRIEVAL) is None
+
+    def load_dataset_builder(*named):
+        assert named == ("someone/books", "small")
+        return SimpleNamespace(hash="a commit")
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
+    assert sources.content_sha256("someone/books:small") == "a commit"
+
+
 # --- what is refused
 
 
@@ -478,14 +501,20 @@ LINE = json.dumps({"content": "a b c", "title": "x"}) + "\n"
         pytest.param("a.csv", "text", "must be a file of .txt, .jsonl", id="another kind"),
         pytest.param(
             "a.jsonl",
-            '{"text": "It rained all day."}\n{"text": null}\n',
-            "field 'text' of source 'a.jsonl' must hold text; document 1 has None",
+            '{"text": 7}\n{"text": 8}\n',
+            "field 'text' of source 'a.jsonl' must hold text; (it has int64|document 0 has 7)",
+            id="numbers",
+        ),
+        pytest.param(
+            "a.jsonl",
+            '{"text": null}\n{"text": " \\n"}\n',
+            "source 'a.jsonl' has (no documents with text|only documents of fewer than two)",
             id="no text",
         ),
         pytest.param(
             "a.jsonl",
-            '{"text": "It rained all day."}\n{"text": "It"}\n',
-            "source 'a.jsonl' has a document of 1 tokens, and two are the fewest",
+            '{"text": "It"}\n{"text": "It"}\n',
+            "source 'a.jsonl' has only documents of fewer than two tokens",
             id="short",
         ),
     ],
@@ -515,17 +544,66 @@ def test_a_folder_holds_files_of_one_kind(tmp_path):
 
 @pytest.mark.parametrize("texts", [["", "a", ""], ["a b c", "", "d"]], ids=["all", "some"])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_short_documents_are_passed_over_where_asked(texts, streaming):
+def test_short_documents_are_skipped(texts, streaming):
     tokenizer = letters()
     dataset = datasets.Dataset.from_dict({"text": texts})
     dataset = dataset.to_iterable_dataset() if streaming else dataset
-    source = sources.TextSource("memory", dataset, "text", shuffle=False, skip_short=True)
+    source = sources.TextSource("memory", dataset, "text", shuffle=False)
     packed = Packed(tokenizer, [(source, 1)], 8, 0, hold_out=0)
     if texts[0]:
         assert spelled(tokenizer, next(packed)["input_ids"]) == "abc.abc."
     else:
         with pytest.raises(Refused, match="has only documents of"):
             next(packed)
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
+@pytest.mark.parametrize("streaming", [False, True], ids=["at once", "streaming"])
+def test_documents_without_text_are_skipped_and_said_from_the_start(
+    tmp_path, monkeypatch, kind, streaming
+):
+    monkeypatch.setattr(sources, "SCANNED_ROWS", 4)
+    texts = texts_of(12)
+    full = make_source(written(tmp_path, kind, texts), streaming=streaming, shuffle=False)
+    (tmp_path / "some").mkdir()
+    empty = {2: "", 5: " \n\t", 9: "" if kind == "txt" else None}
+    with_empty = [empty.get(number, text) for number, text in enumerate(texts)]
+    folder = written(tmp_path / "some", kind, with_empty)
+    source = make_source(folder, streaming=streaming, shuffle=False)
+    if streaming:
+        assert source.skipped == (
+            f"source '{kind}' is read as it comes: documents without text are skipped."
+        )
+    else:
+        assert full.skipped is None
+        assert source.skipped == (
+            f"source '{kind}': 3 of 12 documents have no text and are skipped; the first of them "
+            "is row 2, counted from 0."
+        )
+    without = in_memory([x for n, x in enumerate(texts) if n not in empty], shuffle=False)
+    found, expected = (
+        firsts(Packed(TOKENIZER, [(each, 1)], LENGTH, 0, hold_out=0), 9)
+        for each in (source, without)
+    )
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
+@pytest.mark.parametrize("streaming", [False, True], ids=["at once", "streaming"])
+def test_local_files_ask_no_host(tmp_path, monkeypatch, kind, streaming):
+    asked = []
+
+    def look_up(host, *_, **__):
+        asked.append(host)
+        raise socket.gaierror
+
+    # as they are where a user has said nothing
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    source = make_source(written(tmp_path, kind, texts_of(9)), streaming=streaming)
+    firsts(Packed(TOKENIZER, [(source, 1)], LENGTH, 0), 3)
+    assert asked == []
 
 
 @pytest.mark.parametrize(
