@@ -67,6 +67,7 @@ from cab_hf.eval.report import (
     ratio_with_interval,
     with_interval,
 )
+from cab_hf.runs.markdown import plain
 from cab_hf.runs.provenance import file_identity
 from cab_hf.runs.settings import (
     by_device,
@@ -511,15 +512,19 @@ class Fidelity(OnModel):
             for heading, (probe, write) in COLUMNS.items()
             if probe is None or any(row.get(probe) for row in rows)
         }
-        return {f"On {own[0]['text']}": markdown_table(own, shown) for own in grouped(rows, "text")}
+        return {
+            f"On {plain(own[0]['text'])}": markdown_table(own, shown)
+            for own in grouped(rows, "text")
+        }
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
         """What CAB changes in each text, at the greatest length."""
         cab = {row["text"]: row for row in rows if row["method"] == Cab.name and _compared(row)}
         return [
-            f"On {text}, {row['length']} tokens, cab attends {row['density']:.0%} of the pairs"
-            f"{_time_said(row)}; against dense: {', '.join([*_behind(row, rows), *_changes(row)])}."
+            f"On {plain(text)}, {row['length']} tokens, cab attends {row['density']:.0%} of the "
+            f"pairs{_time_said(row)}; against dense: "
+            f"{', '.join([*_behind(row, rows), *_changes(row)])}."
             for text, row in cab.items()
         ]
 
@@ -574,7 +579,7 @@ class Fidelity(OnModel):
                 for axis, (probe, (title, value)) in zip(beside, columns.items(), strict=True):
                     _panel(axis, own, probe, value, looks)
                     where = f"{own[0]['text']}, {own[0]['length']:,} tokens"
-                    axis.set_title(f"{title}\n{where}", fontsize=9)
+                    axis.set_title(f"{title}\n{where}", fontsize=9, parse_math=False)
             whole = axes[0, 0].figure
             drawn = {}
             for axis in axes.flat:

@@ -6,11 +6,14 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cab_hf.runs.log import write_atomically
+
+BAR = re.compile(r"(?<!\\)\|")
 
 
 def write_results(
@@ -49,7 +52,10 @@ def grouped(rows: Sequence[Mapping[str, Any]], *names: str) -> list[list[Mapping
 def _cell(value: Any) -> str:
     if value is None:
         return "–"
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    # a row is a line, and a bar ends a cell
+    return BAR.sub(r"\|", " ".join(str(value).splitlines()))
 
 
 def markdown_table(

@@ -7,16 +7,21 @@ adapter gives; only then does OUT appear.
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -30,6 +35,7 @@ from cab_hf.finetune.models import (
 )
 from cab_hf.runs import models as run_models
 from cab_hf.runs.log import read_log, write_atomically, writing
+from cab_hf.runs.markdown import code, plain
 from cab_hf.runs.provenance import versions
 from cab_hf.runs.settings import Refused, flag, option, read_settings, require
 
@@ -42,6 +48,8 @@ TEXTS, TOKENS = 2, 64
 # the share of the largest logit that another may be off: SmolLM2 was off by a third of it where
 # dtypes are narrow, by 3e-6 in float32
 BOUNDS = {"bfloat16": 0.13, "float16": 0.015, "float32": 1e-4, "float64": 1e-9}
+# what `save_adapter` notes of a model
+TOLD = {"sha256": str, "rope_parameters": dict, "max_position_embeddings": int, "cab_config": dict}
 # what a run's log may say, and how a card calls it
 FIGURES = {
     "step": "steps",
@@ -54,7 +62,7 @@ FIGURES = {
     "peak_gib": "peak memory in GiB",
 }
 CARD = """---
-base_model: {base}
+{front}
 library_name: transformers
 pipeline_tag: text-generation
 tags:
@@ -62,7 +70,7 @@ tags:
 - long-context
 ---
 
-# {name}
+# {title}
 
 An adapter for long documents, trained with cab_hf and merged into its base.
 Its config has the settings of the sparse attention it was trained with:
@@ -138,6 +146,10 @@ def merge(settings: MergeSettings) -> float:
         raise Refused(f"out must be a new folder; {settings.out!r} is there already.")
     config = read_adapter_config(adapter)
     base = settings.base or config.base_model_name_or_path
+    if not base or not isinstance(base, str):
+        raise Refused(
+            f"adapter {adapter.name} does not say which model it was trained in; give it as --base."
+        )
     figures = read_figures(Path(settings.run) if settings.run else None, adapter)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
@@ -151,7 +163,7 @@ def merge(settings: MergeSettings) -> float:
 
 
 def read_adapter_config(adapter: Path) -> Any:
-    """PEFT's config of an adapter; Refused where there is none, or none of LoRA."""
+    """PEFT's config of an adapter; Refused where there is none, or none of LoRA, or no weights."""
     from peft import LoraConfig, PeftConfig
 
     if not (adapter / run_models.ADAPTER_CONFIG).is_file() or not (adapter / WEIGHTS).is_file():
@@ -159,18 +171,43 @@ def read_adapter_config(adapter: Path) -> Any:
             f"adapter must be a folder with {run_models.ADAPTER_CONFIG} and {WEIGHTS}; got "
             f"{str(adapter)!r}."
         )
-    config = PeftConfig.from_pretrained(str(adapter))
+    with reading(adapter, run_models.ADAPTER_CONFIG):
+        config = PeftConfig.from_pretrained(str(adapter))
+        kind = config.peft_type.value
+    # its header says how long the file is
+    with reading(adapter, WEIGHTS), safe_open(adapter / WEIGHTS, "pt"):
+        pass
     if not isinstance(config, LoraConfig):
-        raise Refused(f"adapter {adapter.name} must be LoRA's; got {config.peft_type.value}.")
+        raise Refused(f"adapter {adapter.name} must be LoRA's; got {kind}.")
     config.inference_mode = False
     return config
+
+
+@contextmanager
+def reading(adapter: Path, file: str) -> Iterator[None]:
+    """What is wrong with a file of an adapter, told in one sentence whoever finds it."""
+    try:
+        yield
+    except (Refused, MemoryError):
+        raise
+    except Exception as error:
+        raise Refused(
+            f"{file} of adapter {adapter.name} is truncated, or not what PEFT saves and merges "
+            f"({_first_line(error)}); give the folder as it was saved."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].partition(". ")[0].strip().rstrip(".")
 
 
 def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeSettings) -> Tensor:
     """Write the merged model to ``folder``; the logits that it is to have."""
     told = read_base(adapter)
     model_config = open_config(base, settings.trust_remote_code)
-    restore(model_config.get_text_config(), told)
+    with reading(adapter, BASE):
+        restore(model_config.get_text_config(), told)
     dtype = settings.dtype or _called(model_config.dtype or torch.float32)
     if dtype not in BOUNDS:
         raise Refused(f"base {_name(base)!r} has weights of {dtype}; give --dtype bfloat16.")
@@ -196,19 +233,26 @@ def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeS
 def read_base(adapter: Path) -> dict[str, Any]:
     """What `save_adapter` noted of the model an adapter was trained in; {} where nobody did."""
     file = adapter / BASE
-    return json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    with reading(adapter, BASE):
+        told = json.loads(file.read_text("utf-8"))
+        for name, kind in TOLD.items():
+            if not isinstance(told.get(name), kind | None):
+                raise ValueError(f"{name} is {told[name]!r}")
+    return told
 
 
 def restore(text: Any, told: Mapping[str, Any]) -> None:
     """Give a base's config the positions and "cab" settings an adapter was trained with."""
-    for name in ("rope_parameters", "max_position_embeddings", "cab_config"):
+    for name in TOLD.keys() - {"sha256"}:
         if told.get(name) is not None:
             setattr(text, name, told[name])
 
 
 def check_base(adapter: Path, base: str, told: Mapping[str, Any], recorded: str | None) -> None:
     """Refuse a base that an adapter was not trained in, by its content or else by its name."""
-    if "sha256" in told:
+    if told.get("sha256"):
         seen = base_sha256(base)
         if seen != told["sha256"]:
             raise Refused(
@@ -235,9 +279,14 @@ def attach(model: PreTrainedModel, adapter: Path, config: Any) -> Any:
     try:
         adapted = get_peft_model(model, config).eval()
     except ValueError as error:
-        why = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+        why = _first_line(error)
         raise Refused(f"{wrong}{why}; give the --base it was trained in.") from error
-    found = load_file(adapter / WEIGHTS)
+    except (TypeError, AttributeError, KeyError, ImportError, re.error) as error:
+        # of values that PEFT does not look at when it reads them
+        with reading(adapter, run_models.ADAPTER_CONFIG):
+            raise error
+    with reading(adapter, WEIGHTS):
+        found = load_file(adapter / WEIGHTS)
     wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     # a head tied to trained embeddings may be written once
     for name, x in wanted.items():
@@ -344,17 +393,27 @@ def card(
     model = json.loads((folder / "config.json").read_text("utf-8"))
     kept = {each.rpartition(".")[2] for each in config.modules_to_save or ()}
     rows = {
-        "base": _name(base),
+        "base": plain(_name(base)),
         "adapter": f"LoRA, rank {config.r}, alpha {config.lora_alpha:g}",
-        "layers": ", ".join(sorted(config.target_modules)),
-        "trained whole": ", ".join(sorted(kept)),
+        "layers": _layers(config),
+        "trained whole": ", ".join(map(plain, sorted(kept))),
         "positions": _positions(model),
         "largest difference of a logit, merged to adapter and base": f"{difference:.2g}",
         **{told: _figure(figures[key]) for key, told in FIGURES.items() if key in figures},
         "made with": ", ".join(f"{package} {version}" for package, version in versions().items()),
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items() if value)
-    return CARD.format(name=name, base=_name(base), table=table)
+    front = yaml.safe_dump({"base_model": _name(base)}, allow_unicode=True, width=math.inf).strip()
+    return CARD.format(name=name, title=plain(name), front=front, table=table)
+
+
+def _layers(config: Any) -> str:
+    """The layers that an adapter adds to: their names, or the expression that is to match."""
+    targets = config.target_modules or ()
+    if isinstance(targets, str):
+        return f"whose whole names match {code(targets)}"
+    names = [*targets, *(getattr(config, "target_parameters", None) or ())]
+    return ", ".join(map(plain, sorted(names)))
 
 
 def _positions(model: Mapping[str, Any]) -> str:

@@ -558,6 +558,18 @@ def test_a_table_a_text():
     assert len(Fidelity.readings(rows)) == 2
 
 
+def test_a_name_of_a_text_stays_in_its_place(tmp_path):
+    name = "a|b `c`\n## $d$.txt"
+    samples = [sample(method, "pass", 0, name, right=[True]) for method in ("dense", "cab")]
+    rows = Fidelity.rows(samples, {})
+    shown = r"On a\|b \`c\` ## \$d\$.txt"
+    assert list(Fidelity.tables(rows)) == [shown]
+    (said,) = Fidelity.readings(rows)
+    assert said.startswith(f"{shown}, 8 tokens")
+    # nor is it a formula that matplotlib would set
+    Fidelity.draw(tmp_path / "figure.png", rows)
+
+
 def test_committed_results_are_those_of_their_samples():
     folder = Path(__file__).parents[1] / "eval" / "results" / "fidelity-default"
     content = json.loads((folder / "results.json").read_text())

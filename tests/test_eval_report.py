@@ -3,6 +3,7 @@
 import pytest
 
 from cab_hf.eval import charts, report
+from cab_hf.runs.markdown import code, plain
 
 
 def test_markdown_table_by_hand():
@@ -15,6 +16,46 @@ def test_markdown_table_by_hand():
         "| dense | – | 5 |",
     ]
     assert report.markdown_table(rows, ["method", "absent"]).splitlines()[2] == "| cab | – |"
+
+
+@pytest.mark.parametrize(
+    ("value", "cell"),
+    [
+        pytest.param("a|b", r"a\|b", id="bar"),
+        pytest.param(r"a\|b", r"a\|b", id="escaped already"),
+        pytest.param("a\nb", "a b", id="line"),
+        pytest.param("**0.00**", "**0.00**", id="marks that are meant"),
+    ],
+)
+def test_whatever_a_cell_holds_it_is_one(value, cell):
+    assert report.markdown_table([{"x": value}], ["x"]).splitlines()[2:] == [f"| {cell} |"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        pytest.param("my_text-1.txt", "my_text-1.txt", id="plain"),
+        pytest.param("a|b.txt", r"a\|b.txt", id="bar"),
+        pytest.param("`rm`.txt", r"\`rm\`.txt", id="code"),
+        pytest.param("a\n# b.txt", "a # b.txt", id="line"),
+        pytest.param("_a_ *b* [c](d) <e>", r"\_a\_ \*b\* \[c\](d) \<e\>", id="marks"),
+    ],
+)
+def test_a_name_is_shown_as_it_is(name, shown):
+    assert plain(name) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        pytest.param("a.*", "`a.*`", id="plain"),
+        pytest.param("(q|v)", r"`(q\|v)`", id="bar"),
+        pytest.param("a`b", "``a`b``", id="code"),
+        pytest.param("`a", "`` `a ``", id="begins with code"),
+    ],
+)
+def test_code_is_shown_as_it_is(text, shown):
+    assert code(text) == shown
 
 
 @pytest.mark.parametrize("panels", [1, 3, 10])

@@ -1,11 +1,14 @@
 """An adapter becomes part of its base, and nothing else of either changes."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny import SPARSE, tiny_model, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -14,7 +17,7 @@ from words import make_tokenizer, save_llama
 from cab_hf.finetune import merge as merging
 from cab_hf.finetune.merge import MergeSettings, main, merge
 from cab_hf.finetune.models import BASE, load_model, save_adapter, with_lora
-from cab_hf.runs.log import Log
+from cab_hf.runs.log import Log, LogError
 from cab_hf.runs.settings import Refused
 
 LINEAR = ("q_proj", "v_proj", "down_proj")
@@ -191,6 +194,76 @@ def test_an_adapter_of_other_shapes_is_refused(bases, tmp_path, sizes, sentence)
         merged_into(tmp_path, base=str(other))
 
 
+def truncated(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def says(**fields):
+    """A change of a JSON file."""
+    return lambda path: path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def holds(content):
+    return lambda path: path.write_bytes(content)
+
+
+CONFIG = "adapter_config.json"
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        pytest.param(merging.WEIGHTS, truncated, id="weights"),
+        pytest.param(merging.WEIGHTS, holds(b""), id="no weights"),
+        pytest.param(merging.WEIGHTS, holds(b"of another program"), id="foreign weights"),
+        pytest.param(CONFIG, truncated, id="config"),
+        pytest.param(CONFIG, holds(b"\xff\xfe"), id="binary config"),
+        pytest.param(CONFIG, holds(b"[]"), id="config of no mapping"),
+        pytest.param(CONFIG, holds(b"{}"), id="empty config"),
+        pytest.param(CONFIG, says(peft_type="OTHER"), id="kind that nobody knows"),
+        pytest.param(CONFIG, says(task_type="OTHER"), id="task that nobody knows"),
+        pytest.param(CONFIG, says(r="8"), id="rank"),
+        pytest.param(CONFIG, says(lora_alpha=None), id="alpha"),
+        pytest.param(CONFIG, says(target_modules=7), id="targets"),
+        pytest.param(CONFIG, says(target_modules="(q_proj"), id="expression"),
+        pytest.param(CONFIG, says(megatron_config={"a": 1}), id="package"),
+        pytest.param(BASE, truncated, id="base"),
+        pytest.param(BASE, holds(b"[]"), id="base of no mapping"),
+        pytest.param(BASE, says(sha256=7), id="hash"),
+        pytest.param(BASE, says(cab_config=[1]), id="settings"),
+        pytest.param(BASE, says(rope_parameters=7), id="positions"),
+    ],
+)
+def test_a_file_that_is_damaged_or_foreign_is_named(bases, tmp_path, capsys, file, change):
+    trained(bases["llama"], tmp_path / "adapter", given={})
+    change(tmp_path / "adapter" / file)
+    capsys.readouterr()
+    assert main([str(tmp_path / "adapter"), str(tmp_path / "merged")]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"{file} of adapter adapter is truncated, or not what PEFT saves and merges (" in line
+    assert line.endswith("); give the folder as it was saved.")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_an_adapter_that_names_no_base_is_refused(bases, tmp_path):
+    trained(bases["llama"], tmp_path / "adapter", given={})
+    forget(tmp_path / "adapter", base_model_name_or_path=None)
+    with pytest.raises(Refused, match="does not say which model it was trained in; give it as --b"):
+        merged_into(tmp_path)
+    merged_into(tmp_path, base=str(bases["llama"]))
+
+
+def test_a_full_disk_is_told_in_a_sentence(bases, tmp_path, monkeypatch):
+    trained(bases["llama"], tmp_path / "adapter", given={})
+
+    def full(*_, **__):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("transformers.modeling_utils.PreTrainedModel.save_pretrained", full)
+    with pytest.raises(LogError, match=r"merged cannot be written \(No space left on device\); m"):
+        merged_into(tmp_path)
+
+
 def test_an_adapter_of_layers_that_are_not_there_is_refused(bases, tmp_path):
     trained(bases["llama"], tmp_path / "adapter", given={})
     forget(tmp_path / "adapter", target_modules=["c_attn"])
@@ -272,6 +345,24 @@ def test_the_card_has_the_figures_of_the_run(bases, tmp_path, place):
     ):
         assert line in page.split("\n"), page
     assert "MFU" not in page and "unheard" not in page and str(tmp_path) not in page
+
+
+def cells(page, key):
+    """What a row of a table says, as GitHub divides it."""
+    (line,) = [line for line in page.split("\n") if line.startswith(f"| {key} |")]
+    return [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[2:-1]]
+
+
+def test_the_card_of_an_expression_shows_it(bases, tmp_path):
+    """As PEFT takes it, beside a list of names."""
+    place = shutil.copytree(bases["llama"], tmp_path / "a: b|c")
+    trained(place, tmp_path / "adapter", targets=("q_proj", "v_proj"))
+    says(target_modules=r".*\.(q|v)_proj")(tmp_path / "adapter" / CONFIG)
+    merged_into(tmp_path)
+    page = (tmp_path / "merged" / "README.md").read_text()
+    assert cells(page, "layers") == [r"whose whole names match `.*\.(q|v)_proj`"]
+    assert cells(page, "base") == ["a: b|c"]
+    assert yaml.safe_load(page.split("---")[1])["base_model"] == "a: b|c"
 
 
 def test_a_run_that_is_named_must_be_one(bases, tmp_path):
