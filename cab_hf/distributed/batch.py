@@ -108,8 +108,8 @@ def whole_cache(
     Every rank then holds K and V of the whole text, W times what it had, and has received all but
     its own part of it: 2 layers H_kv N D elements. Layers take turns, so that one of them is held
     twice at a time. What follows is one process's, each rank for itself, outside of
-    `cab_hf.context_parallel`. ``generate`` wants a token to begin with: ``cache.crop(N - 1)``, and
-    give it the whole ``input_ids``.
+    `cab_hf.context_parallel`. ``generate`` wants a token to begin with: take the last one out by
+    ``cache.crop(-1)``, and give it the whole ``input_ids``.
 
     Args:
         cache: a transformers ``DynamicCache``, ``past_key_values`` of the prefill's output.
