@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,9 @@ class Run:
         (newest,) = broadcast_object_list([self.checkpoints.newest()])
         if newest is None:
             return 0
+        # what was begun with something else is refused before it is taken over
+        with self._log():
+            pass
         shared, mine = self.checkpoints.load(newest)
         checkpoints.load_parameters(self.model, shared["parameters"])
         checkpoints.load_optimizer(self.optimizer, self.model, shared["optimizer"])
@@ -294,9 +298,12 @@ class Run:
         """The log where this process writes it; a record counts once, however often it is made."""
         if not self.accelerator.is_main_process:
             return nullcontext()
-        identity = self.settings.identity(self.processes)
-        identity["sha256"] = contents(self.settings, self.model)
-        return Log(self.out / LOG, identity, ("kind", "step"))
+        return Log(self.out / LOG, self._identity, ("kind", "step"))
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        told = self.settings.identity(self.processes)
+        return {**told, "sha256": contents(self.settings, self.model)}
 
     def _note(self, log: Log | None, kind: str, step: int, record: Mapping[str, Any]) -> None:
         if log is not None:

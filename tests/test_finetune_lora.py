@@ -10,8 +10,8 @@ import pytest
 import torch
 from launches import LAUNCH, MEDDLED, SMALL, TRAIN, launched, losses, steps
 from safetensors.torch import load_file, save_file
-from tiny import SPARSE
-from words import TEXT, save_llama
+from tiny import SPARSE, tiny_model
+from words import TEXT, make_tokenizer, save_llama
 
 import cab_hf
 from cab_hf.finetune import lora, meter
@@ -153,6 +153,11 @@ def other_weights(folder):
     save_file({name: x + 0.1 for name, x in weights.items()}, folder / "model.safetensors")
 
 
+def other_model(folder):
+    other = tiny_model(vocab_size=len(make_tokenizer()), head_dim=8, num_hidden_layers=2)
+    other.save_pretrained(folder)
+
+
 @pytest.mark.parametrize(
     ("name", "change", "told"),
     [
@@ -160,6 +165,7 @@ def other_weights(folder):
         pytest.param("validation.jsonl", other_texts, "sha256.validation.{}", id="validation"),
         pytest.param("calibration.json", other_calibration, "sha256.calibration", id="calibration"),
         pytest.param("model", other_weights, "sha256.model", id="base"),
+        pytest.param("model", other_model, "sha256.model", id="base of other shapes"),
     ],
 )
 def test_other_content_under_the_same_names_is_refused(tmp_path, capsys, name, change, told):
