@@ -30,6 +30,11 @@ import cab_hf
 from cab_hf.finetune import checkpoints, curve, dry_run, meter
 from cab_hf.finetune.checkpoints import Checkpoints
 from cab_hf.finetune.data import HOLD_OUT, Ahead, Packed, held_out
+from cab_hf.finetune.finite import (
+    require_finite_numbers,
+    require_finite_state,
+    require_finite_step,
+)
 from cab_hf.finetune.models import compute_layers_again, load_model, save_adapter, with_lora
 from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate, one_sum
 from cab_hf.finetune.parallel import Parallel
@@ -213,6 +218,7 @@ class Run:
             group["lr"] = rate
         loss = self._gradients(micro_batches, tokens)
         norm = self._clip()
+        require_finite_step(step, loss, norm, self.model, accelerator)
         self.optimizer.step()
         self.optimizer.zero_grad()
         mine = [loss, float(asked()), *self.meter.totals()]
@@ -249,10 +255,9 @@ class Run:
     def _save(self, step: int) -> None:
         # all processes give their parts of what is spread
         parameters = checkpoints.parameters_of(self.model)
-        shared = {
-            "parameters": parameters,
-            "optimizer": checkpoints.optimizer_of(self.optimizer, self.model),
-        }
+        optimizer = checkpoints.optimizer_of(self.optimizer, self.model)
+        require_finite_state(step, parameters, optimizer)
+        shared = {"parameters": parameters, "optimizer": optimizer}
         mine = {"random": checkpoints.random_state(), "data": json.dumps(self.data.state_dict())}
 
         def write_adapter(folder: Path) -> None:
@@ -283,6 +288,7 @@ class Run:
         return Log(self.out / LOG, identity, ("kind", "step"))
 
     def _note(self, log: Log | None, kind: str, step: int, record: Mapping[str, Any]) -> None:
+        require_finite_numbers(step, record)
         if log is not None:
             log.append({"kind": kind, "step": step, **record})
             numbers = {name: x for name, x in record.items() if isinstance(x, float)}

@@ -29,7 +29,15 @@ def meddled(run, at, asked):
         os.kill(os.getpid(), signal.SIGKILL)
     if run.out.name == "stopped" and at == 3 and rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
+    if run.out.name == "spoilt" and at == 3 and rank == 1:
+        run._clip = lambda: spoil(run.model)
     return step(run, at, asked)
+
+def spoil(model):
+    # in one process, after gradients were averaged
+    parameter = next(each for each in model.parameters() if each.requires_grad)
+    parameter.grad[0, 0] = float("nan")
+    return float("nan")
 
 lora.Run._step = meddled
 # several runs of the same processes
@@ -39,7 +47,7 @@ for words in sys.argv[1].split(" / "):
     # not printed: what two processes print gets mixed
     with open(f"{sys.argv[0]}.{rank}", "a") as told:
         told.write(str(status))
-    if status:
+    if status and "spoilt" not in words:
         raise SystemExit(status)
 """
 

@@ -20,11 +20,11 @@ def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
     script.write_text(MEDDLED)
     words = {
         name: " ".join([*TRAIN[1:], "--out", str(tmp_path / name)])
-        for name in ("whole", "stopped", "killed")
+        for name in ("whole", "stopped", "killed", "spoilt")
     }
     words["two"] = " ".join([*SMALL, "--dropout", "0", "--out", str(tmp_path / "two")])
     # the second time it is asked to stop at step 3, it has gone past that
-    series = " / ".join(words[name] for name in ("whole", "two", "stopped", "stopped"))
+    series = " / ".join(words[name] for name in ("whole", "two", "spoilt", "stopped", "stopped"))
     done = launched([*LAUNCH, str(script), series])
     assert done.returncode == 0, done.stderr[-3000:]
     assert launched([*LAUNCH, str(script), words["killed"]]).returncode != 0
@@ -41,6 +41,7 @@ def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
     check_that_a_killed_run_goes_on_to_the_last_bit(tmp_path)
     check_that_all_processes_stop_where_one_is_asked_to(tmp_path, done.stdout)
     check_that_two_processes_learn_what_one_does_in_two_turns(tmp_path)
+    check_that_all_processes_stop_where_one_would_learn_nothing(tmp_path, done.stderr)
 
 
 def check_that_a_killed_run_goes_on_to_the_last_bit(folder):
@@ -54,11 +55,20 @@ def check_that_a_killed_run_goes_on_to_the_last_bit(folder):
 
 def check_that_all_processes_stop_where_one_is_asked_to(folder, printed):
     assert printed.count("stopped at step 3 as asked; the same command goes on.") == 1
-    # of four runs
-    assert [(folder / f"meddled.py.{rank}").read_text() for rank in (0, 1)] == ["0000", "0000"]
+    # of five runs
+    assert [(folder / f"meddled.py.{rank}").read_text() for rank in (0, 1)] == ["00200"] * 2
     assert losses(folder / "stopped") == losses(folder / "whole")
     kept = sorted(path.name for path in (folder / "stopped" / "checkpoints").iterdir())
     assert kept == ["step-00000004", "step-00000006"]
+
+
+def check_that_all_processes_stop_where_one_would_learn_nothing(folder, told):
+    # both name what one of them knows
+    assert told.count("step 3 has a gradient that is not finite, first of all in base_model") == 2
+    assert [step for _, step, _ in losses(folder / "spoilt")] == [1, 2]
+    assert [path.name for path in (folder / "spoilt" / "checkpoints").iterdir()] == [
+        "step-00000002"
+    ]
 
 
 def check_that_two_processes_learn_what_one_does_in_two_turns(folder):
@@ -221,3 +231,78 @@ def test_sigterm_saves_and_ends_well(tmp_path, monkeypatch, capsys):
     assert run(tmp_path) == 0
     assert run(tmp_path, name="whole") == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def spoilt_base(monkeypatch):
+    build = lora.build
+
+    def spoilt(*told):
+        model, tokenizer = build(*told)
+        model.get_base_model().model.layers[1].mlp.up_proj.weight.data[3, 3] = float("nan")
+        return model, tokenizer
+
+    monkeypatch.setattr(lora, "build", spoilt)
+
+
+def spoilt_gradient(monkeypatch):
+    monkeypatch.setattr(lora.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(torch.inf))
+
+
+def spoilt_step(monkeypatch):
+    step = torch.optim.AdamW.step
+
+    def spoilt(optimizer, *told):
+        step(optimizer, *told)
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][1][0, 0] = float("nan")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spoilt)
+
+
+def spoilt_evaluation(monkeypatch):
+    found = {"held_out_loss": float("nan"), "passkey": {}}
+    monkeypatch.setattr(lora.Validation, "measure", lambda *_: found)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words", "told"),
+    [
+        pytest.param(
+            spoilt_base,
+            [],
+            "step 1 has a weight that is not finite, in base_model.model.model.layers.1.mlp.up_proj"
+            ".weight; it was not made",
+            id="base",
+        ),
+        pytest.param(
+            lambda _: None,
+            ["--lr", "1e25"],
+            "step 2 has a gradient that is not finite, first of all in base_model.model.model.layer"
+            "s.0.self_attn.q_proj.lora_A.default.weight; it was not made",
+            id="rate",
+        ),
+        pytest.param(spoilt_gradient, [], "with a gradient of inf; it was not made", id="norm"),
+        pytest.param(
+            spoilt_step,
+            ["--steps", "3", "--save-every", "1"],
+            "step 1 has left base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight"
+            " with values that are not finite; it is not saved",
+            id="state",
+        ),
+        pytest.param(
+            spoilt_evaluation,
+            ["--eval-every", "1"],
+            "step 1 has a held_out_loss of nan; it is neither logged nor saved",
+            id="evaluation",
+        ),
+    ],
+)
+def test_numbers_that_are_none_end_a_run_before_they_are_saved(
+    tmp_path, monkeypatch, capsys, spoil, words, told
+):
+    spoil(monkeypatch)
+    assert run(tmp_path, *words) == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith(lora.PROG)]
+    assert told in line
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+    assert "NaN" not in (tmp_path / "run" / "log.jsonl").read_text()

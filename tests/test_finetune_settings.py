@@ -77,6 +77,13 @@ def test_typed_words_win_over_the_file(tmp_path):
         pytest.param(["--config", "gone.yaml"], "config must be a YAML file; gone", id="no file"),
         pytest.param(["--rope", "ntk"], "rope must be one of none, linear", id="choice"),
         pytest.param(["--rank", "many"], "rank: ", id="no number"),
+        *(
+            pytest.param([name, number], f"must be a finite number; got {number}", id=name)
+            for name, number in (
+                *(("--lr", "inf"), ("--weight-decay", "inf"), ("--alpha", "inf")),
+                *(("--clip", "nan"), ("--rope-factor", "inf"), ("--peak-tflops", "inf")),
+            )
+        ),
     ],
 )
 def test_a_command_line_is_refused_in_one_line(words, told, tmp_path, capsys):
