@@ -38,6 +38,7 @@ from cab_hf.finetune.finite import (
 from cab_hf.finetune.models import compute_layers_again, load_model, save_adapter, with_lora
 from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate, one_sum
 from cab_hf.finetune.parallel import Parallel
+from cab_hf.finetune.rotary import load_rotary_state, rotary_kept, rotary_state
 from cab_hf.finetune.settings import PROG, Settings, read
 from cab_hf.finetune.sources import make_source
 from cab_hf.finetune.validation import Validation
@@ -174,6 +175,7 @@ class Run:
         checkpoints.load_optimizer(self.optimizer, self.model, shared["optimizer"])
         self.data.load_state_dict(json.loads(mine["data"]))
         checkpoints.load_random_state(mine["random"])
+        load_rotary_state(self.model, mine.get("rotary", {}))
         return shared["step"]
 
     def train(self) -> None:
@@ -188,7 +190,8 @@ class Run:
                 bar.update()
                 last = step == self.settings.steps
                 if self._due(self.settings.eval_every, step, last):
-                    found = self.validation.measure(self.objective)
+                    with rotary_kept(self.model):
+                        found = self.validation.measure(self.objective)
                     self._note(log, curve.EVALUATION, step, found)
                     # evaluation attends, too
                     cab_hf.stats(self.model, reset=True)
@@ -258,7 +261,11 @@ class Run:
         optimizer = checkpoints.optimizer_of(self.optimizer, self.model)
         require_finite_state(step, parameters, optimizer)
         shared = {"parameters": parameters, "optimizer": optimizer}
-        mine = {"random": checkpoints.random_state(), "data": json.dumps(self.data.state_dict())}
+        mine = {
+            "random": checkpoints.random_state(),
+            "data": json.dumps(self.data.state_dict()),
+            "rotary": rotary_state(self.model),
+        }
 
         def write_adapter(folder: Path) -> None:
             dtype = getattr(torch, self.settings.adapter_dtype)

@@ -306,3 +306,48 @@ def test_numbers_that_are_none_end_a_run_before_they_are_saved(
     assert told in line
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
     assert "NaN" not in (tmp_path / "run" / "log.jsonl").read_text()
+
+
+def dynamic(tmp_path, *words, name):
+    folder = tmp_path / "model"
+    if not folder.exists():
+        save_llama(folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 100}))
+    # the first sequence is longer than those behind it
+    data = "retrieval:passkey:256=1,retrieval:passkey:120=40"
+    model = ["--model", str(folder), "--rope", "dynamic", "--attention", "sdpa"]
+    return run(tmp_path, *model, "--data", data, *words, name=name)
+
+
+def learnt(folder):
+    return load_file(folder / "adapter" / "adapter_model.safetensors")
+
+
+def test_positions_that_follow_the_longest_text_go_on_to_the_last_bit(tmp_path, monkeypatch):
+    step = lora.Run._step
+
+    def asked(self, at, asked):
+        if at == 2 and not self.done:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, at, asked)
+
+    assert dynamic(tmp_path, name="whole") == 0
+    monkeypatch.setattr(lora.Run, "_step", asked)
+    assert dynamic(tmp_path, name="run") == 0
+    assert dynamic(tmp_path, name="run") == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    one, other = learnt(tmp_path / "run"), learnt(tmp_path / "whole")
+    assert all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+def test_an_evaluation_changes_nothing_that_is_learnt(tmp_path):
+    # every evaluation reads a longer text than training does
+    short = ["--data", "retrieval:passkey:120", "--held-out", "1"]
+    watched = [*short, "--validation", "retrieval:passkey:256", "--eval-every", "1"]
+    never = [*short, "--validation", "retrieval:passkey:256", "--eval-every", "0"]
+    assert dynamic(tmp_path, *watched, name="run") == 0
+    assert dynamic(tmp_path, *never, name="whole") == 0
+    assert steps(tmp_path / "run", "loss") == steps(tmp_path / "whole", "loss")
+    one, other = learnt(tmp_path / "run"), learnt(tmp_path / "whole")
+    assert all(torch.equal(x, other[name]) for name, x in one.items())
