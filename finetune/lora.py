@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 import cab_hf
 from cab_hf.finetune import checkpoints, curve, dry_run, meter
+from cab_hf.finetune.agreement import facts_of, require_alike
 from cab_hf.finetune.checkpoints import Checkpoints
 from cab_hf.finetune.data import HOLD_OUT, Ahead, Packed, held_out
 from cab_hf.finetune.finite import (
@@ -40,7 +41,7 @@ from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate,
 from cab_hf.finetune.parallel import Parallel
 from cab_hf.finetune.rotary import load_rotary_state, rotary_kept, rotary_state
 from cab_hf.finetune.settings import PROG, Settings, read
-from cab_hf.finetune.sources import make_source
+from cab_hf.finetune.sources import make_source, refuse_learnt
 from cab_hf.finetune.validation import Validation
 from cab_hf.runs.log import Log, write_atomically
 from cab_hf.runs.provenance import provenance
@@ -134,6 +135,7 @@ class Run:
             self.model, self.tokenizer = build(settings, accelerator.device)
             self.parallel = Parallel(settings, self.model, accelerator)
             packed, kept = open_data(settings, self.tokenizer, self.parallel)
+            self._agree(packed)
         # made by a thread while a step computes
         self.data = Ahead(packed)
         self.batches = batches_of(self.data, settings.micro_batch)
@@ -147,6 +149,14 @@ class Run:
             self.out / CHECKPOINTS, self.rank, self.processes, accelerator.wait_for_everyone
         )
         self.done = self._resume()
+
+    def _agree(self, packed: Packed) -> None:
+        """Refuse processes that are to learn other texts, or with other weights."""
+        if self.processes == 1:
+            return
+        # of every process one batch
+        first = packed.checksum(self.parallel.replicas * self.settings.micro_batch)
+        require_alike({**facts_of(self.settings, self.model), "the first batch": first})
 
     def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The loss and the optimiser, spread over the processes."""
@@ -359,6 +369,7 @@ def open_data(settings: Settings, tokenizer: Any, parallel: Parallel) -> tuple[P
         field = settings.text_field
         return [(make_source(name, text_field=field, **how), share) for name, share in sources]
 
+    refuse_learnt(settings.sources(), settings.validation_sources())
     own = opened(settings.validation_sources())
     # documents are left out of training where they are needed
     hold_out = HOLD_OUT if settings.held_out and not own else 0

@@ -23,6 +23,7 @@ from cab_hf.documents import NOISE, leading_tokens, split_sentences
 from cab_hf.finetune.loss import IGNORED
 from cab_hf.finetune.manuals import MANUALS, manuals_file
 from cab_hf.finetune.retrieval import Entry, is_entry, parse_entry, retrieval_document
+from cab_hf.runs.models import file_sha256
 from cab_hf.runs.settings import Refused
 
 State = dict[str, Any]
@@ -218,6 +219,46 @@ def make_source(
     shown = Path(name).name if files else name
     dataset = dataset.select_columns([field])
     return TextSource(shown, dataset, field, seed, shuffle, skip_short)
+
+
+def refuse_learnt(
+    learnt: Sequence[tuple[str, float]], watched: Sequence[tuple[str, float]]
+) -> None:
+    """Refuse to watch a run on what it learns; synthetic documents are others where they are held
+    out, and a share of 0 is of text that is not to be learnt.
+
+    Args:
+        learnt, watched: names and shares of sources.
+
+    Raises:
+        Refused: naming a source of ``watched`` with a file that ``learnt`` has too.
+    """
+    learnt, watched = (
+        [name for name, share in named if share and not is_entry(name)]
+        for named in (learnt, watched)
+    )
+    known = [(name, file) for name in learnt for file in _local_files(name)]
+    for name in watched:
+        for file in _local_files(name):
+            for other, same in known:
+                if _are_alike(file, same):
+                    raise Refused(
+                        f"validation has {name!r} and data {other!r}, where {file.name} is the "
+                        "same text; give texts that are not learnt, or leave validation out: then "
+                        "documents of data are kept for it."
+                    )
+        if name in learnt:
+            raise Refused(
+                f"validation and data both have {name!r}; give texts that are not learnt, or leave "
+                "validation out: then documents of data are kept for it."
+            )
+
+
+def _are_alike(one: Path, other: Path) -> bool:
+    """Whether two files have the same content."""
+    if one.stat().st_size != other.stat().st_size:
+        return False
+    return one.samefile(other) or file_sha256(one) == file_sha256(other)
 
 
 def _local_files(name: str) -> list[Path]:

@@ -19,6 +19,7 @@ SMALL = [
 # the same program, with a few words to each of its processes
 MEDDLED = """
 import os, signal, sys
+from dataclasses import replace
 from cab_hf.finetune import lora
 
 rank, step = int(os.environ["RANK"]), lora.Run._step
@@ -40,6 +41,20 @@ def spoil(model):
     return float("nan")
 
 lora.Run._step = meddled
+build, open_data = lora.build, lora.open_data
+
+def built(settings, device):
+    model, tokenizer = build(settings, device)
+    if settings.out.endswith("spoilt-weights") and rank == 1:
+        model.get_base_model().model.layers[1].mlp.up_proj.weight.data[3, 3] += 1e-3
+    return model, tokenizer
+
+def opened(settings, *told):
+    if settings.out.endswith("spoilt-data") and rank == 1:
+        settings = replace(settings, seed=1)
+    return open_data(settings, *told)
+
+lora.build, lora.open_data = built, opened
 # several runs of the same processes
 lora.Accelerator.end_training = lambda self: None
 for words in sys.argv[1].split(" / "):

@@ -13,6 +13,8 @@ from words import save_llama
 from cab_hf.finetune import lora, meter
 from cab_hf.runs.log import read_log
 
+SPOILT = ("spoilt", "spoilt-weights", "spoilt-data")
+
 
 def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
     """All that takes a launcher, in as few launches as that takes."""
@@ -20,11 +22,11 @@ def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
     script.write_text(MEDDLED)
     words = {
         name: " ".join([*TRAIN[1:], "--out", str(tmp_path / name)])
-        for name in ("whole", "stopped", "killed", "spoilt")
+        for name in ("whole", "stopped", "killed", *SPOILT)
     }
     words["two"] = " ".join([*SMALL, "--dropout", "0", "--out", str(tmp_path / "two")])
     # the second time it is asked to stop at step 3, it has gone past that
-    series = " / ".join(words[name] for name in ("whole", "two", "spoilt", "stopped", "stopped"))
+    series = " / ".join(words[name] for name in ("whole", "two", *SPOILT, "stopped", "stopped"))
     done = launched([*LAUNCH, str(script), series])
     assert done.returncode == 0, done.stderr[-3000:]
     assert launched([*LAUNCH, str(script), words["killed"]]).returncode != 0
@@ -42,6 +44,7 @@ def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
     check_that_all_processes_stop_where_one_is_asked_to(tmp_path, done.stdout)
     check_that_two_processes_learn_what_one_does_in_two_turns(tmp_path)
     check_that_all_processes_stop_where_one_would_learn_nothing(tmp_path, done.stderr)
+    check_that_processes_that_differ_learn_nothing(tmp_path, done.stderr)
 
 
 def check_that_a_killed_run_goes_on_to_the_last_bit(folder):
@@ -55,8 +58,8 @@ def check_that_a_killed_run_goes_on_to_the_last_bit(folder):
 
 def check_that_all_processes_stop_where_one_is_asked_to(folder, printed):
     assert printed.count("stopped at step 3 as asked; the same command goes on.") == 1
-    # of five runs
-    assert [(folder / f"meddled.py.{rank}").read_text() for rank in (0, 1)] == ["00200"] * 2
+    # of seven runs
+    assert [(folder / f"meddled.py.{rank}").read_text() for rank in (0, 1)] == ["0022200"] * 2
     assert losses(folder / "stopped") == losses(folder / "whole")
     kept = sorted(path.name for path in (folder / "stopped" / "checkpoints").iterdir())
     assert kept == ["step-00000004", "step-00000006"]
@@ -69,6 +72,13 @@ def check_that_all_processes_stop_where_one_would_learn_nothing(folder, told):
     assert [path.name for path in (folder / "spoilt" / "checkpoints").iterdir()] == [
         "step-00000002"
     ]
+
+
+def check_that_processes_that_differ_learn_nothing(folder, told):
+    name = "base_model.model.model.layers.1.mlp.up_proj.weight"
+    for what in (f"weight {name}", "the first batch"):
+        assert told.count(f"{what} of process 1 is another than that of process 0") == 2
+    assert not (folder / "spoilt-weights").exists() and not (folder / "spoilt-data").exists()
 
 
 def check_that_two_processes_learn_what_one_does_in_two_turns(folder):
