@@ -140,6 +140,8 @@ class Run:
         self.data = Ahead(packed)
         self.batches = batches_of(self.data, settings.micro_batch)
         self.meter = meter.Meter(meter.Cost.of(self.model))
+        if self.meter.cost.uncounted:
+            self._tell(f"no MFU is reported: {self.meter.cost.uncounted}.")
         self.objective, self.optimizer = self._prepare()
         lengths = settings.evaluated_lengths()
         self.validation = Validation(
@@ -236,7 +238,9 @@ class Run:
         self.optimizer.zero_grad()
         mine = [loss, float(asked()), *self.meter.totals()]
         loss, stop, *totals = one_sum(mine, accelerator)
-        peak = meter.peak_flops(accelerator.device, settings.peak_tflops)
+        peak = None
+        if self.meter.cost.uncounted is None:
+            peak = meter.peak_flops(accelerator.device, settings.peak_tflops)
         speed = meter.line(totals, self.meter.seconds(), self.processes, peak)
         peak_gib = meter.peak_gib(accelerator.device)
         record = {"loss": loss / max(1.0, tokens), "grad_norm": norm, "lr": rate}
