@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from cab_hf.call import CabMask
+from cab_hf.call import LEFT_EARLY, CabMask, in_backward_pass
 from cab_hf.config import MOST, CabConfig, require_layers
 from cab_hf.engines import Engine, Workload
 from cab_hf.exact import exact_attention
@@ -97,17 +97,19 @@ def _attend(
     query, key, value = _one_dtype(module, query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if mask is None:
+        _require_seen(module)
         batch, q_length, kv_length = query.shape[0], query.shape[2], key.shape[2]
         mask = CabMask(
             batch, q_length, kv_length, kv_length - q_length, window=sliding_window or None
         )
+    config = mask.parsed(module.config, settings_in_use if sparse else settings)
     parallel = getattr(module, PARALLEL, None)
+    mask.require_as_before(module, (config, sparse, parallel))
     if parallel is not None:
         told = position_ids, kwargs.get("cu_seq_lens_q")
-        out = _across_ranks(parallel, module, query, key, value, mask, scale, sparse, *told)
+        out = _across_ranks(parallel, module, query, key, value, mask, scale, config, sparse, *told)
         return out.transpose(1, 2).contiguous(), None
     mask.find_documents(position_ids, kwargs.get("cu_seq_lens_q"))
-    config = mask.parsed(module.config, settings_in_use if sparse else settings)
     way = route(
         config,
         Workload.of(query, key, value, (config.query_block, config.key_block)),
@@ -164,13 +166,13 @@ def _across_ranks(
     value: Tensor,
     mask: CabMask,
     scale: float,
+    config: CabConfig,
     sparse: bool,
     position_ids: Tensor | None,
     cu_seq_lens: Tensor | None,
 ) -> Tensor:
     """Inside `context_parallel`: routed as the whole text would be, over the keys of all ranks."""
     refuse_across_ranks(mask, query, key)
-    config = mask.parsed(module.config, settings_in_use if sparse else settings)
     layer = getattr(module, "layer_idx", None)
     layout = parallel.layout(mask, query, key, value, config, position_ids, cu_seq_lens)
     longest = max(layout.lengths)
@@ -191,6 +193,23 @@ def _across_ranks(
     plan = mask.planned(module, query, lambda: parallel.predict(query, key, layout, call, config))
     _record(module, plan)
     return parallel.sparse(query, key, value, layout, call, config, plan)
+
+
+def _require_seen(module: nn.Module) -> None:
+    """Refuse a layer without a mask that is computed again, and was not computed here before.
+
+    "sdpa" makes no mask where it needs none: nothing else tells that the forward pass was its.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if not in_backward_pass():
+        _seen_without_mask[module] = module.config
+    elif _seen_without_mask.get(module) is not module.config:
+        raise RuntimeError(LEFT_EARLY)
+
+
+# the config with which each layer was last called; every switch gives a model other config objects
+_seen_without_mask: WeakKeyDictionary[nn.Module, PreTrainedConfig] = WeakKeyDictionary()
 
 
 def _one_dtype(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:

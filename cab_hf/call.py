@@ -19,6 +19,14 @@ from cab_hf.frame import Frame, Length, whole_documents
 from cab_hf.plan import EXACT_BLOCK, BlockPlan
 from cab_hf.predictors import Call
 
+# a layer that gradient checkpointing computes again attends as it did the first time, or not at all
+LEFT_EARLY = (
+    "gradient checkpointing computes a layer again in the backward pass, and the model attends "
+    "otherwise than in the forward pass: a `with` block of cab_hf.cab or cab_hf.context_parallel "
+    "was left or entered in between, or apply_cab or remove_cab called. Call backward inside the "
+    "block that the forward pass ran in."
+)
+
 
 class NotATensor(NotImplementedError, AttributeError):
     """A model computes with the mask itself. An AttributeError too, so that `hasattr` says no."""
@@ -75,6 +83,8 @@ class CabMask:
     _frames: dict[tuple[Any, ...], Frame] = field(default_factory=dict)
     _plans: dict[Frame, BlockPlan] = field(default_factory=dict)
     _parsed: list[tuple[Any, Any]] = field(default_factory=list)
+    # how each layer attended, by layer
+    _attended: dict[Any, Any] = field(default_factory=dict)
     # of layers that gradients flow through
     _predicted: dict[Any, list[BlockPlan]] = field(default_factory=dict)
 
@@ -112,6 +122,8 @@ class CabMask:
 
     def misused(self, what: str) -> NotATensor:
         """What a model is told that takes this for a tensor."""
+        if in_backward_pass():
+            return NotATensor(LEFT_EARLY)
         return NotATensor(
             f"{self.model} computes with its attention mask (asks it for {what!r}), of which 'cab' "
             "makes no tensor. Load it with attn_implementation='eager'."
@@ -243,6 +255,20 @@ class CabMask:
         self._parsed.append((config, parse(config)))
         return self._parsed[-1][1]
 
+    def require_as_before(self, layer: Any, how: Any) -> None:
+        """Refuse a ``layer`` that is computed again and attends otherwise than the first time.
+
+        Raises:
+            RuntimeError: a backward pass finds another ``how`` than the forward pass had.
+        """
+        if torch.compiler.is_compiling():
+            return
+        if self._attended.setdefault(layer, how) == how:
+            return
+        if in_backward_pass():
+            raise RuntimeError(LEFT_EARLY)
+        self._attended[layer] = how
+
     def planned(self, layer: Any, query: Tensor, predict: Callable[[], BlockPlan]) -> BlockPlan:
         """What ``predict`` chooses for ``layer``, kept for a second forward pass.
 
@@ -252,7 +278,7 @@ class CabMask:
         if torch.compiler.is_compiling() or not query.requires_grad or _is_captured(query):
             return predict()
         kept = self._predicted.setdefault(layer, [])
-        if not _in_backward_pass():
+        if not in_backward_pass():
             plan = predict()
             # lists of all layers would stand beside what the longest layer needs
             kept.append(plan.each(_put_by))
@@ -299,7 +325,8 @@ def _put_by(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
-def _in_backward_pass() -> bool:
+def in_backward_pass() -> bool:
+    """Whether autograd runs, and what is computed is computed again."""
     # what torch.utils.checkpoint asks too
     return torch._C._current_graph_task_id() != -1
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cab_hf.call import CabMask, named
+from cab_hf.call import LEFT_EARLY, CabMask, in_backward_pass, named
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # looked at one by one
@@ -194,6 +194,8 @@ def _refuse_keywords(model: str, kwargs: dict[str, Any]) -> None:
 
 def _refuse_mask(mask: Any, key: Tensor, sliding_window: int | None) -> None:
     if not isinstance(mask, CabMask):
+        if in_backward_pass():
+            raise RuntimeError(LEFT_EARLY)
         raise ValueError(
             f"attention_mask is {_short(mask)}; 'cab' takes the 2-D padding mask [batch, tokens] "
             "of the tokenizer, or none. Use attn_implementation='sdpa' for a mask of your own."

@@ -57,13 +57,18 @@ def report(
     needed = memory(settings, cost, shards)
     gib = {name: f"{size / meter.GIB:.2f}" for name, size in asdict(needed).items()}
     parts = ", ".join(f"{name} {size}" for name, size in gib.items())
+    flops = (
+        f"{products + attention:.3e}, with dense attention, which is "
+        f"{attention / (products + attention):.0%} of them"
+    )
+    if cost.uncounted:
+        flops = f"not known: {cost.uncounted}"
     lines = [
         json.dumps(asdict(settings), indent=2),
         f"parameters: {cost.parameters:,}, {cost.trained_parameters:,} of them trained",
         f"a step: {tokens:,} tokens of {processes} processes, {accumulation} micro batches "
         + ("each" if settings.cp == 1 else f"of each {settings.cp} of them"),
-        f"FLOPs of a step: {products + attention:.3e}, with dense attention, which is "
-        f"{attention / (products + attention):.0%} of them",
+        f"FLOPs of a step: {flops}",
         f"memory of a process, estimated: {needed.total / meter.GIB:.2f} GiB ({parts})",
         verdict(settings, needed, device),
     ]

@@ -29,8 +29,14 @@ from tqdm import tqdm
 
 import cab_hf
 from cab_hf.finetune import checkpoints, curve, dry_run, meter
+from cab_hf.finetune.agreement import facts_of, require_alike
 from cab_hf.finetune.checkpoints import Checkpoints
 from cab_hf.finetune.data import HOLD_OUT, Ahead, Packed, held_out
+from cab_hf.finetune.finite import (
+    require_finite_numbers,
+    require_finite_state,
+    require_finite_step,
+)
 from cab_hf.finetune.models import (
     compute_layers_again,
     load_model,
@@ -40,8 +46,15 @@ from cab_hf.finetune.models import (
 )
 from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate, one_sum
 from cab_hf.finetune.parallel import Parallel
+from cab_hf.finetune.rotary import load_rotary_state, rotary_kept, rotary_state
 from cab_hf.finetune.settings import PROG, Settings, read
-from cab_hf.finetune.sources import Source, content_sha256, is_local, make_source
+from cab_hf.finetune.sources import (
+    Source,
+    content_sha256,
+    is_local,
+    make_source,
+    refuse_learnt,
+)
 from cab_hf.finetune.validation import Validation
 from cab_hf.runs.log import DISK_FULL, Log, write_atomically, writing
 from cab_hf.runs.models import file_sha256
@@ -142,10 +155,13 @@ class Run:
             self.model, self.tokenizer = build(settings, accelerator.device)
             self.parallel = Parallel(settings, self.model, accelerator)
             packed, kept = open_data(settings, self.tokenizer, self.parallel, self._tell)
+            self._agree(packed)
         # made by a thread while a step computes
         self.data = Ahead(packed)
         self.batches = batches_of(self.data, settings.micro_batch)
         self.meter = meter.Meter(meter.Cost.of(self.model))
+        if self.meter.cost.uncounted:
+            self._tell(f"no MFU is reported: {self.meter.cost.uncounted}.")
         self.objective, self.optimizer = self._prepare()
         lengths = settings.evaluated_lengths()
         self.validation = Validation(
@@ -155,6 +171,14 @@ class Run:
             self.out / CHECKPOINTS, self.rank, self.processes, accelerator.wait_for_everyone
         )
         self.done = self._resume()
+
+    def _agree(self, packed: Packed) -> None:
+        """Refuse processes that are to learn other texts, or with other weights."""
+        if self.processes == 1:
+            return
+        # of every process one batch
+        first = packed.checksum(self.parallel.replicas * self.settings.micro_batch)
+        require_alike({**facts_of(self.settings, self.model), "the first batch": first})
 
     def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The loss and the optimiser, spread over the processes."""
@@ -186,6 +210,7 @@ class Run:
         checkpoints.load_optimizer(self.optimizer, self.model, shared["optimizer"])
         self.data.load_state_dict(json.loads(mine["data"]))
         checkpoints.load_random_state(mine["random"])
+        load_rotary_state(self.model, mine.get("rotary", {}))
         return shared["step"]
 
     def train(self) -> None:
@@ -200,7 +225,8 @@ class Run:
                 bar.update()
                 last = step == self.settings.steps
                 if self._due(self.settings.eval_every, step, last):
-                    found = self.validation.measure(self.objective)
+                    with rotary_kept(self.model):
+                        found = self.validation.measure(self.objective)
                     self._note(log, curve.EVALUATION, step, found)
                     # evaluation attends, too
                     cab_hf.stats(self.model, reset=True)
@@ -230,11 +256,14 @@ class Run:
             group["lr"] = rate
         loss = self._gradients(micro_batches, tokens)
         norm = self._clip()
+        require_finite_step(step, loss, norm, self.model, accelerator)
         self.optimizer.step()
         self.optimizer.zero_grad()
         mine = [loss, float(asked()), *self.meter.totals()]
         loss, stop, *totals = one_sum(mine, accelerator)
-        peak = meter.peak_flops(accelerator.device, settings.peak_tflops)
+        peak = None
+        if self.meter.cost.uncounted is None:
+            peak = meter.peak_flops(accelerator.device, settings.peak_tflops)
         speed = meter.line(totals, self.meter.seconds(), self.processes, peak)
         peak_gib = meter.peak_gib(accelerator.device)
         record = {"loss": loss / max(1.0, tokens), "grad_norm": norm, "lr": rate}
@@ -266,11 +295,14 @@ class Run:
     def _save(self, step: int) -> None:
         # all processes give their parts of what is spread
         parameters = checkpoints.parameters_of(self.model)
-        shared = {
-            "parameters": parameters,
-            "optimizer": checkpoints.optimizer_of(self.optimizer, self.model),
+        optimizer = checkpoints.optimizer_of(self.optimizer, self.model)
+        require_finite_state(step, parameters, optimizer)
+        shared = {"parameters": parameters, "optimizer": optimizer}
+        mine = {
+            "random": checkpoints.random_state(),
+            "data": json.dumps(self.data.state_dict()),
+            "rotary": rotary_state(self.model),
         }
-        mine = {"random": checkpoints.random_state(), "data": json.dumps(self.data.state_dict())}
 
         def write_adapter(folder: Path) -> None:
             dtype = getattr(torch, self.settings.adapter_dtype)
@@ -306,6 +338,7 @@ class Run:
         return {**told, "sha256": contents(self.settings, self.model)}
 
     def _note(self, log: Log | None, kind: str, step: int, record: Mapping[str, Any]) -> None:
+        require_finite_numbers(step, record)
         if log is not None:
             log.append({"kind": kind, "step": step, **record})
             numbers = {name: x for name, x in record.items() if isinstance(x, float)}
@@ -384,6 +417,7 @@ def open_data(
     Args:
         tell: is given a sentence on each source that has documents which are skipped.
     """
+    refuse_learnt(settings.sources(), settings.validation_sources())
     learnt = open_sources(settings, settings.sources(), tell)
     own = open_sources(settings, settings.validation_sources(), tell)
     # documents are left out of training where they are needed

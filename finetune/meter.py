@@ -3,10 +3,14 @@
 A step's useful FLOPs are those of the forward and the backward pass over the pairs that are
 attended; what checkpointing and the loss compute a second time counts for nothing. Dense-equivalent
 FLOPs are those of the same step with every pair that causality allows.
+
+Of a mixture of experts counts what a token uses: the router, shared experts, and of the others as
+many as each token is sent to. Where a model does not say how many those are, nothing is counted.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,22 +43,26 @@ class Cost:
     """What decides the FLOPs and the memory of a model's training step.
 
     Attributes:
-        frozen, trained: weights that multiply every token.
+        frozen, trained: weights that multiply a token; of experts those that it is sent to.
+        linear: weights of frozen linear layers, of all experts that are such.
         windows: of each layer, the tokens that its sliding window shows; None without one.
         channels: query heads times head dim, of a layer.
         parameters, trained_parameters: all that are there, and those that are trained.
         weight_bytes: of frozen parameters and buffers.
         adapted: channels that a token brings to all adapters of the model together.
+        uncounted: why ``frozen`` and ``trained`` are not known; None where they are.
     """
 
     frozen: int
     trained: int
+    linear: int
     windows: tuple[int | None, ...]
     channels: int
     parameters: int
     trained_parameters: int
     weight_bytes: int
     adapted: int
+    uncounted: str | None
     config: Any = field(repr=False)
 
     @classmethod
@@ -63,17 +71,20 @@ class Cost:
         config = model.config.get_text_config()
         head_dim = getattr(config, "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
-        products = list(_products(model))
+        linear = list(_linear_layers(model))
+        products, uncounted = _used(model, linear)
         kept = [p for p in (*model.parameters(), *model.buffers()) if not p.requires_grad]
         return cls(
             frozen=sum(size for size, trained in products if not trained),
             trained=sum(size for size, trained in products if trained),
+            linear=sum(size for _, size, trained in linear if not trained),
             windows=tuple(_windows(config)),
             channels=config.num_attention_heads * head_dim,
             parameters=sum(p.numel() for p in model.parameters()),
             trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
             weight_bytes=sum(p.numel() * p.element_size() for p in kept),
             adapted=sum(m.in_features for m in model.modules() if hasattr(m, "base_layer")),
+            uncounted=uncounted,
             config=config,
         )
 
@@ -98,14 +109,91 @@ class Cost:
         return ATTENTION * pairs * self.channels
 
 
-def _products(model: nn.Module) -> Iterable[tuple[int, bool]]:
-    """(weights, whether they are trained) of every linear layer that computes."""
+def _linear_layers(model: nn.Module) -> Iterable[tuple[str, int, bool]]:
+    """(name, weights, whether they are trained) of every linear layer that computes."""
     for name, module in model.named_modules():
         # an adapter's layer is the one it wraps and two of its own; a copy that is trained stands
         # beside the frozen one it is used for
         wraps = hasattr(module, "base_layer") or ".original_module" in f".{name}"
         if not wraps and hasattr(module, "in_features") and hasattr(module, "weight"):
-            yield module.in_features * module.out_features, module.weight.requires_grad
+            yield name, module.in_features * module.out_features, module.weight.requires_grad
+
+
+def _used(
+    model: nn.Module, linear: Iterable[tuple[str, int, bool]]
+) -> tuple[list[tuple[int, bool]], str | None]:
+    """(weights, whether they are trained) that multiply a token, and why that is not known."""
+    found = []
+    try:
+        for name, size, trained in linear:
+            listed = LISTED_EXPERTS.match(name)
+            if listed:
+                experts = len(model.get_submodule(listed[1]))
+                size = size * _experts_per_token(model, listed[1], experts) // experts
+            found.append((size, trained))
+        for name, module in model.named_modules():
+            found += _raw_products(model, name, module)
+    except _UnknownError as unknown:
+        return [], str(unknown)
+    return found, None
+
+
+# experts that are modules of their own, one behind the other
+LISTED_EXPERTS = re.compile(r"(.*\bexperts)\.\d+\b")
+# what configs call the experts that a token is sent to
+PER_TOKEN = (
+    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token"),
+    *("top_k_experts", "moe_top_k", "moe_topk", "moe_k"),
+)
+
+
+class _UnknownError(Exception):
+    """How many weights a token uses cannot be known."""
+
+
+def _raw_products(model: nn.Module, name: str, module: nn.Module) -> Iterable[tuple[int, bool]]:
+    """As of `_used`, of routers and of experts whose weights are one tensor, [experts, ...]."""
+    if hasattr(module, "in_features") or isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
+        return
+    expert = "expert" in f"{name}.{type(module).__name__}".lower()
+    for own, weight in module.named_parameters(recurse=False):
+        size, trained = weight.numel(), weight.requires_grad
+        if _is_router(module) and weight.ndim == 2:
+            yield size, trained
+        elif weight.ndim < 2 or not expert or own.endswith("bias"):
+            continue
+        elif weight.ndim != 3 or not weight.is_floating_point():
+            raise _UnknownError(f"{name}.{own} of shape {tuple(weight.shape)} holds experts")
+        elif "shared" in name.rpartition("layers.")[2]:
+            yield size, trained
+        else:
+            experts = weight.shape[0]
+            yield size // experts * _experts_per_token(model, name, experts), trained
+
+
+def _is_router(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "top_k", None), int)
+
+
+def _experts_per_token(model: nn.Module, name: str, experts: int) -> int:
+    """Of so many ``experts``, which are the module ``name``, those that a token is sent to."""
+    block = model.get_submodule(name.rpartition(".")[0])
+    routers = [module for module in block.modules() if _is_router(module)]
+    found = {module.top_k for module in routers}
+    if not found:
+        config = model.config.get_text_config()
+        found = {getattr(config, field, None) for field in PER_TOKEN} - {None}
+    # some models also send tokens to experts that do nothing
+    reached = {
+        getattr(module, field)
+        for module in routers
+        for field in ("num_experts", "n_routed_experts")
+        if isinstance(getattr(module, field, None), int)
+    }
+    (count,) = found if len(found) == 1 else (None,)
+    if not isinstance(count, int) or not 0 < count <= experts or not reached <= {experts}:
+        raise _UnknownError(f"how many of the {experts} experts of {name} a token uses is not said")
+    return count
 
 
 def _windows(config: Any) -> list[int | None]:
@@ -261,7 +349,7 @@ def memory(
     optimizer = 16 * cost.trained_parameters
     weights = cost.weight_bytes
     if quantised is not None:
-        in_layers = cost.frozen - hidden * config.vocab_size
+        in_layers = cost.linear - hidden * config.vocab_size
         weights -= in_layers * (itemsize - quantised)
     # a layer that computes, and the next one
     gathered = 2 * weights / layers if shards > 1 else 0.0

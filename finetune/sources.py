@@ -282,6 +282,46 @@ def is_local(name: str) -> bool:
     return is_entry(name) or (name != MANUALS and bool(_local_files(name)))
 
 
+def refuse_learnt(
+    learnt: Sequence[tuple[str, float]], watched: Sequence[tuple[str, float]]
+) -> None:
+    """Refuse to watch a run on what it learns; synthetic documents are others where they are held
+    out, and a share of 0 is of text that is not to be learnt.
+
+    Args:
+        learnt, watched: names and shares of sources.
+
+    Raises:
+        Refused: naming a source of ``watched`` with a file that ``learnt`` has too.
+    """
+    learnt, watched = (
+        [name for name, share in named if share and not is_entry(name)]
+        for named in (learnt, watched)
+    )
+    known = [(name, file) for name in learnt for file in _local_files(name)]
+    for name in watched:
+        for file in _local_files(name):
+            for other, same in known:
+                if _are_alike(file, same):
+                    raise Refused(
+                        f"validation has {name!r} and data {other!r}, where {file.name} is the "
+                        "same text; give texts that are not learnt, or leave validation out: then "
+                        "documents of data are kept for it."
+                    )
+        if name in learnt:
+            raise Refused(
+                f"validation and data both have {name!r}; give texts that are not learnt, or leave "
+                "validation out: then documents of data are kept for it."
+            )
+
+
+def _are_alike(one: Path, other: Path) -> bool:
+    """Whether two files have the same content."""
+    if one.stat().st_size != other.stat().st_size:
+        return False
+    return one.samefile(other) or file_sha256(one) == file_sha256(other)
+
+
 def _local_files(name: str) -> list[Path]:
     """The files that ``name`` stands for, none where it is no path."""
     path = Path(name).expanduser()

@@ -19,6 +19,7 @@ SMALL = [
 # the same program, with a few words to each of its processes
 MEDDLED = """
 import os, signal, sys
+from dataclasses import replace
 from cab_hf.finetune import lora
 
 rank, step = int(os.environ["RANK"]), lora.Run._step
@@ -29,9 +30,31 @@ def meddled(run, at, asked):
         os.kill(os.getpid(), signal.SIGKILL)
     if run.out.name == "stopped" and at == 3 and rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
+    if run.out.name == "spoilt" and at == 3 and rank == 1:
+        run._clip = lambda: spoil(run.model)
     return step(run, at, asked)
 
+def spoil(model):
+    # in one process, after gradients were averaged
+    parameter = next(each for each in model.parameters() if each.requires_grad)
+    parameter.grad[0, 0] = float("nan")
+    return float("nan")
+
 lora.Run._step = meddled
+build, open_data = lora.build, lora.open_data
+
+def built(settings, device):
+    model, tokenizer = build(settings, device)
+    if settings.out.endswith("spoilt-weights") and rank == 1:
+        model.get_base_model().model.layers[1].mlp.up_proj.weight.data[3, 3] += 1e-3
+    return model, tokenizer
+
+def opened(settings, *told):
+    if settings.out.endswith("spoilt-data") and rank == 1:
+        settings = replace(settings, seed=1)
+    return open_data(settings, *told)
+
+lora.build, lora.open_data = built, opened
 # several runs of the same processes
 lora.Accelerator.end_training = lambda self: None
 for words in sys.argv[1].split(" / "):
@@ -39,7 +62,7 @@ for words in sys.argv[1].split(" / "):
     # not printed: what two processes print gets mixed
     with open(f"{sys.argv[0]}.{rank}", "a") as told:
         told.write(str(status))
-    if status:
+    if status and "spoilt" not in words:
         raise SystemExit(status)
 """
 

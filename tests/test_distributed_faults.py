@@ -232,3 +232,21 @@ def test_between_forward_and_backward_no_rank_keeps_the_whole_text(ranks):
     whole = 2 * 1024 * 2 * 16 * 4
     kept, again = (ranks.run(2, kept_bytes, again)[0] for again in (False, True))
     assert kept - again == whole
+
+
+def backward_behind_the_block(group, reentrant):
+    model = tiny_model("llama", attn_implementation="cab", num_hidden_layers=2).train()
+    model.config.cab_config = SPARSE.to_dict()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    ids = tokens(1, 512)
+    with cab_hf.context_parallel(model, group, block=32):
+        inputs = distributed.shard({"input_ids": ids, "labels": ids}, group, 32)
+        loss = model(**inputs, use_cache=False).loss
+    loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_backward_pass_behind_the_block_is_refused(ranks, reentrant):
+    for found in ranks.outcomes(2, backward_behind_the_block, reentrant):
+        assert isinstance(found, Failure) and "was left or entered in between" in found.sentence

@@ -659,3 +659,49 @@ def test_a_place_in_other_data_is_refused(change, message):
 def test_no_held_out_sequences_are_refused():
     with pytest.raises(Refused, match="count of held-out sequences must be 1 or more; got 0"):
         held_out(TOKENIZER, [(in_memory(texts_of(9)), 1)], LENGTH, 0)
+
+
+@pytest.mark.parametrize(
+    ("learnt", "watched", "told"),
+    [
+        pytest.param(["a.txt"], ["a.txt"], "'.*a.txt' and data '.*a.txt', where a", id="one file"),
+        pytest.param(["a.txt"], ["copy.txt"], "where copy.txt is the same text", id="a copy"),
+        pytest.param(["a.txt"], ["texts"], "where inside.txt is the same text", id="in a folder"),
+        pytest.param(["some/hub"], ["some/hub"], "both have 'some/hub'", id="of the hub"),
+        pytest.param(["a.txt"], ["b.txt"], None, id="as long"),
+        pytest.param(["retrieval:passkey:256"], ["retrieval:passkey:256"], None, id="synthetic"),
+        pytest.param(["a.txt"], ["a.txt=0"], None, id="text around keys"),
+    ],
+)
+def test_a_run_is_not_watched_on_what_it_learns(tmp_path, learnt, watched, told):
+    (tmp_path / "texts").mkdir()
+    for name in ("a.txt", "copy.txt", "texts/inside.txt"):
+        (tmp_path / name).write_text("It rained.")
+    (tmp_path / "b.txt").write_text("It snowed.")
+
+    def named(words):
+        pairs = [(word.partition("=")[0], float(word.partition("=")[2] or 1)) for word in words]
+        there = [(tmp_path / name, share) for name, share in pairs]
+        return [
+            (str(path) if path.exists() else name, share)
+            for (path, share), (name, _) in zip(there, pairs, strict=True)
+        ]
+
+    if told is None:
+        sources.refuse_learnt(named(learnt), named(watched))
+        return
+    with pytest.raises(Refused, match=told):
+        sources.refuse_learnt(named(learnt), named(watched))
+
+
+def test_a_checksum_is_that_of_what_comes_next_in_all_processes():
+    def packed(seed, rank, world):
+        texts = [(in_memory(texts_of(40)), 1.0)]
+        return Packed(TOKENIZER, texts, LENGTH, seed, rank=rank, world=world)
+
+    one, other = packed(0, 0, 2), packed(0, 1, 2)
+    assert one.checksum(4) == other.checksum(4) != packed(1, 0, 2).checksum(4)
+    # nothing was read by it
+    assert_same(list(islice(one, 3)), list(islice(packed(0, 0, 2), 3)))
+    later = one.checksum(4)
+    assert later not in (other.checksum(4), 0)

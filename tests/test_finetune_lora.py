@@ -18,6 +18,8 @@ from cab_hf.finetune import lora, meter
 from cab_hf.finetune.models import BASE
 from cab_hf.runs.log import read_log
 
+SPOILT = ("spoilt", "spoilt-weights", "spoilt-data")
+
 
 def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
     """All that takes a launcher, in as few launches as that takes."""
@@ -25,11 +27,11 @@ def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
     script.write_text(MEDDLED)
     words = {
         name: " ".join([*TRAIN[1:], "--out", str(tmp_path / name)])
-        for name in ("whole", "stopped", "killed")
+        for name in ("whole", "stopped", "killed", *SPOILT)
     }
     words["two"] = " ".join([*SMALL, "--dropout", "0", "--out", str(tmp_path / "two")])
     # the second time it is asked to stop at step 3, it has gone past that
-    series = " / ".join(words[name] for name in ("whole", "two", "stopped", "stopped"))
+    series = " / ".join(words[name] for name in ("whole", "two", *SPOILT, "stopped", "stopped"))
     done = launched([*LAUNCH, str(script), series])
     assert done.returncode == 0, done.stderr[-3000:]
     assert launched([*LAUNCH, str(script), words["killed"]]).returncode != 0
@@ -46,6 +48,8 @@ def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
     check_that_a_killed_run_goes_on_to_the_last_bit(tmp_path)
     check_that_all_processes_stop_where_one_is_asked_to(tmp_path, done.stdout)
     check_that_two_processes_learn_what_one_does_in_two_turns(tmp_path)
+    check_that_all_processes_stop_where_one_would_learn_nothing(tmp_path, done.stderr)
+    check_that_processes_that_differ_learn_nothing(tmp_path, done.stderr)
 
 
 def check_that_a_killed_run_goes_on_to_the_last_bit(folder):
@@ -59,11 +63,27 @@ def check_that_a_killed_run_goes_on_to_the_last_bit(folder):
 
 def check_that_all_processes_stop_where_one_is_asked_to(folder, printed):
     assert printed.count("stopped at step 3 as asked; the same command goes on.") == 1
-    # of four runs
-    assert [(folder / f"meddled.py.{rank}").read_text() for rank in (0, 1)] == ["0000", "0000"]
+    # of seven runs
+    assert [(folder / f"meddled.py.{rank}").read_text() for rank in (0, 1)] == ["0022200"] * 2
     assert losses(folder / "stopped") == losses(folder / "whole")
     kept = sorted(path.name for path in (folder / "stopped" / "checkpoints").iterdir())
     assert kept == ["step-00000004", "step-00000006"]
+
+
+def check_that_all_processes_stop_where_one_would_learn_nothing(folder, told):
+    # both name what one of them knows
+    assert told.count("step 3 has a gradient that is not finite, first of all in base_model") == 2
+    assert [step for _, step, _ in losses(folder / "spoilt")] == [1, 2]
+    assert [path.name for path in (folder / "spoilt" / "checkpoints").iterdir()] == [
+        "step-00000002"
+    ]
+
+
+def check_that_processes_that_differ_learn_nothing(folder, told):
+    name = "base_model.model.model.layers.1.mlp.up_proj.weight"
+    for what in (f"weight {name}", "the first batch"):
+        assert told.count(f"{what} of process 1 is another than that of process 0") == 2
+    assert not (folder / "spoilt-weights").exists() and not (folder / "spoilt-data").exists()
 
 
 def check_that_two_processes_learn_what_one_does_in_two_turns(folder):
@@ -331,3 +351,123 @@ def test_sigterm_saves_and_ends_well(tmp_path, monkeypatch, capsys):
     assert run(tmp_path) == 0
     assert run(tmp_path, name="whole") == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def spoilt_base(monkeypatch):
+    build = lora.build
+
+    def spoilt(*told):
+        model, tokenizer = build(*told)
+        model.get_base_model().model.layers[1].mlp.up_proj.weight.data[3, 3] = float("nan")
+        return model, tokenizer
+
+    monkeypatch.setattr(lora, "build", spoilt)
+
+
+def spoilt_gradient(monkeypatch):
+    monkeypatch.setattr(lora.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(torch.inf))
+
+
+def spoilt_step(monkeypatch):
+    step = torch.optim.AdamW.step
+
+    def spoilt(optimizer, *told):
+        step(optimizer, *told)
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][1][0, 0] = float("nan")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spoilt)
+
+
+def spoilt_evaluation(monkeypatch):
+    found = {"held_out_loss": float("nan"), "passkey": {}}
+    monkeypatch.setattr(lora.Validation, "measure", lambda *_: found)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words", "told"),
+    [
+        pytest.param(
+            spoilt_base,
+            [],
+            "step 1 has a weight that is not finite, in base_model.model.model.layers.1.mlp.up_proj"
+            ".weight; it was not made",
+            id="base",
+        ),
+        pytest.param(
+            lambda _: None,
+            ["--lr", "1e25"],
+            "step 2 has a gradient that is not finite, first of all in base_model.model.model.layer"
+            "s.0.self_attn.q_proj.lora_A.default.weight; it was not made",
+            id="rate",
+        ),
+        pytest.param(spoilt_gradient, [], "with a gradient of inf; it was not made", id="norm"),
+        pytest.param(
+            spoilt_step,
+            ["--steps", "3", "--save-every", "1"],
+            "step 1 has left base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight"
+            " with values that are not finite; it is not saved",
+            id="state",
+        ),
+        pytest.param(
+            spoilt_evaluation,
+            ["--eval-every", "1"],
+            "step 1 has a held_out_loss of nan; it is neither logged nor saved",
+            id="evaluation",
+        ),
+    ],
+)
+def test_numbers_that_are_none_end_a_run_before_they_are_saved(
+    tmp_path, monkeypatch, capsys, spoil, words, told
+):
+    spoil(monkeypatch)
+    assert run(tmp_path, *words) == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith(lora.PROG)]
+    assert told in line
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+    assert "NaN" not in (tmp_path / "run" / "log.jsonl").read_text()
+
+
+def dynamic(tmp_path, *words, name):
+    folder = tmp_path / "model"
+    if not folder.exists():
+        save_llama(folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 100}))
+    # the first sequence is longer than those behind it
+    data = "retrieval:passkey:256=1,retrieval:passkey:120=40"
+    model = ["--model", str(folder), "--rope", "dynamic", "--attention", "sdpa"]
+    return run(tmp_path, *model, "--data", data, *words, name=name)
+
+
+def learnt(folder):
+    return load_file(folder / "adapter" / "adapter_model.safetensors")
+
+
+def test_positions_that_follow_the_longest_text_go_on_to_the_last_bit(tmp_path, monkeypatch):
+    step = lora.Run._step
+
+    def asked(self, at, asked):
+        if at == 2 and not self.done:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, at, asked)
+
+    assert dynamic(tmp_path, name="whole") == 0
+    monkeypatch.setattr(lora.Run, "_step", asked)
+    assert dynamic(tmp_path, name="run") == 0
+    assert dynamic(tmp_path, name="run") == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    one, other = learnt(tmp_path / "run"), learnt(tmp_path / "whole")
+    assert all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+def test_an_evaluation_changes_nothing_that_is_learnt(tmp_path):
+    # every evaluation reads a longer text than training does
+    short = ["--data", "retrieval:passkey:120", "--held-out", "1"]
+    watched = [*short, "--validation", "retrieval:passkey:256", "--eval-every", "1"]
+    never = [*short, "--validation", "retrieval:passkey:256", "--eval-every", "0"]
+    assert dynamic(tmp_path, *watched, name="run") == 0
+    assert dynamic(tmp_path, *never, name="whole") == 0
+    assert steps(tmp_path / "run", "loss") == steps(tmp_path / "whole", "loss")
+    one, other = learnt(tmp_path / "run"), learnt(tmp_path / "whole")
+    assert all(torch.equal(x, other[name]) for name, x in one.items())

@@ -1,17 +1,21 @@
 """FLOPs against torch's own counter, pairs and shares by hand, memory against tensors held."""
 
+import re
 import weakref
 
 import pytest
 import torch
-from tiny import tiny_model, tokens
+import transformers
+from tiny import SIZES, tiny_model, tokens
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from cab_hf.finetune import meter
+from cab_hf.finetune import dry_run, meter
 from cab_hf.finetune.models import with_lora
 from cab_hf.finetune.objective import Objective
+from cab_hf.finetune.settings import Settings
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 
@@ -52,6 +56,100 @@ def test_weights_are_counted_once_and_by_what_is_trained():
     rest = vocabulary * hidden + (2 * layers + 1) * hidden
     assert cost.parameters == cost.frozen + cost.trained + rest
     assert cost.adapted == layers * (hidden + hidden + inner)
+
+
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# by what is special about them
+MIXTURES = {
+    "MixtralConfig": {"num_local_experts": 4},
+    "Qwen2MoeConfig": {"num_experts": 4, "shared_expert_intermediate_size": 40},
+    "Qwen3MoeConfig": {"num_experts": 4, "mlp_only_layers": [0]},
+    "GraniteMoeSharedConfig": {"num_local_experts": 4, "shared_intermediate_size": 32},
+    "Glm4MoeConfig": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+    "GptOssConfig": {"num_local_experts": 4, "layer_types": ["full_attention"] * 2},
+}
+
+
+def mixture(kind, **overrides):
+    config = getattr(transformers, kind)
+    sizes = {**SIZES, "num_hidden_layers": 2, **MOE, **MIXTURES[kind], **overrides}
+    model = transformers.AutoModelForCausalLM.from_config(
+        config(**sizes), attn_implementation="eager"
+    )
+    model.set_experts_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_of_a_mixture_of_experts_the_experts_that_a_token_uses_are_counted(kind):
+    length, model = 32, mixture(kind)
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        model(tokens(1, length), use_cache=False)
+    cost = meter.Cost.of(model)
+    # nothing is frozen here, and a third of its FLOPs are the forward pass
+    assert (cost.frozen, cost.uncounted) == (0, None)
+    expected = (cost.products(length) + 2 * cost.attention(length**2)) / 3
+    assert counter.get_total_flops() == pytest.approx(expected, rel=1e-9)
+    # more experts to choose from cost a token the router alone
+    more = meter.Cost.of(
+        mixture(kind, **{name: 8 for name in MIXTURES[kind] if "_experts" in name})
+    )
+    assert more.parameters > 1.2 * cost.parameters
+    assert more.trained - cost.trained in (4 * 48, 2 * 4 * 48)
+
+
+def test_experts_are_frozen_beside_an_adapter():
+    model = with_lora(mixture("MixtralConfig"), ("q_proj",), rank=4, alpha=8)
+    cost = meter.Cost.of(model)
+    experts = 2 * 2 * 3 * 48 * 64
+    attention = 2 * (2 * 48 * 96 + 2 * 48 * 32)
+    assert cost.frozen == experts + attention + 2 * 4 * 48 + 64 * 48
+    assert cost.trained == 2 * 4 * (48 + 96)
+    # of 4 bits are linear layers alone
+    assert cost.linear == attention + 64 * 48
+
+
+def test_experts_may_be_modules_one_behind_the_other():
+    model = mixture("MixtralConfig")
+    for layer in model.model.layers:
+        layer.mlp.experts = nn.ModuleList(nn.Linear(48, 100, bias=False) for _ in range(4))
+    assert meter.Cost.of(model).trained == (
+        2 * 2 * 48 * 100 + 2 * (2 * 48 * 96 + 2 * 48 * 32) + 2 * 4 * 48 + 64 * 48
+    )
+
+
+def without_a_number(model):
+    model.config.num_experts_per_tok = 0
+    for layer in model.model.layers:
+        del layer.mlp.top_k, layer.mlp.gate.top_k
+
+
+def with_experts_that_do_nothing(model):
+    model.model.layers[1].mlp.gate.num_experts = 6
+
+
+def with_packed_experts(model):
+    experts = model.model.layers[1].mlp.experts
+    experts.down_proj = nn.Parameter(experts.down_proj.detach().flatten(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (without_a_number, "how many of the 4 experts of model.layers.0.mlp.experts a token uses"),
+        (with_experts_that_do_nothing, "how many of the 4 experts of model.layers.1.mlp.experts"),
+        (with_packed_experts, "model.layers.1.mlp.experts.down_proj of shape .192, 64. holds ex"),
+    ],
+)
+def test_where_nobody_says_what_a_token_uses_nothing_is_counted(change, told):
+    model = mixture("MixtralConfig")
+    change(model)
+    cost = meter.Cost.of(model)
+    assert re.search(told, cost.uncounted) and cost.products(1) == 0
+    settings = Settings(data=("a.txt",), length=64, model="of-nobody")
+    printed = dry_run.report(settings, model, 1, 1, torch.device("cpu"))
+    assert f"FLOPs of a step: not known: {cost.uncounted}\n" in printed
 
 
 def test_norms_and_embeddings_that_are_trained_count_as_such():

@@ -77,6 +77,13 @@ def test_typed_words_win_over_the_file(tmp_path):
         pytest.param(["--config", "gone.yaml"], "config must be a YAML file; gone", id="no file"),
         pytest.param(["--rope", "ntk"], "rope must be one of none, linear", id="choice"),
         pytest.param(["--rank", "many"], "rank: ", id="no number"),
+        *(
+            pytest.param([name, number], f"must be a finite number; got {number}", id=name)
+            for name, number in (
+                *(("--lr", "inf"), ("--weight-decay", "inf"), ("--alpha", "inf")),
+                *(("--clip", "nan"), ("--rope-factor", "inf"), ("--peak-tflops", "inf")),
+            )
+        ),
     ],
 )
 def test_a_command_line_is_refused_in_one_line(words, told, tmp_path, capsys):
@@ -102,6 +109,7 @@ def test_a_command_line_is_refused_in_one_line(words, told, tmp_path, capsys):
         pytest.param({"lr": 0.0}, "lr must be a number above 0; got 0.0", id="lr"),
         pytest.param({"dtype": "float16"}, "dtype must be one of bfloat16, float32", id="dtype"),
         pytest.param({"trackers": ("mlflow",)}, "trackers must be some of tensorb", id="tracker"),
+        pytest.param({"cp": 2, "rope": "dynamic"}, "rope must be none that follows", id="rope"),
         pytest.param({"passkey_lengths": (9999,)}, "passkey_lengths must be at most", id="keys"),
     ],
 )

@@ -581,3 +581,77 @@ def test_nothing_is_said_while_a_model_is_compiled(nothing_said, recwarn):
     with torch.no_grad():
         torch.compile(model, fullgraph=True, backend="eager")(tokens(1, 40))
     assert not said(recwarn)
+
+
+def checkpointed(implementation, reentrant):
+    model = tiny_model(attn_implementation=implementation, num_hidden_layers=2).train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    return model
+
+
+def loss_of(model, **mask):
+    ids = tokens(1, 160)
+    return model(input_ids=ids, labels=ids, use_cache=False, **mask).loss
+
+
+def gradient(model):
+    return torch.cat([each.grad.flatten() for each in model.parameters()])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "cab", "cab_dense"])
+def test_layers_computed_again_behind_the_block_are_refused(implementation, reentrant):
+    model = checkpointed(implementation, reentrant)
+    with cab_hf.cab(model, SPARSE):
+        loss_of(model).backward()
+    inside = gradient(model)
+    model.zero_grad()
+    with cab_hf.cab(model, SPARSE):
+        loss = loss_of(model)
+    with pytest.raises(RuntimeError, match="Call backward inside the bl"):
+        loss.backward()
+    model.zero_grad()
+    # what is refused once leaves nothing behind, and the same settings are no other ones
+    cab_hf.apply_cab(model, SPARSE)
+    loss = loss_of(model)
+    cab_hf.apply_cab(model, SPARSE)
+    loss.backward()
+    assert torch.equal(gradient(model), inside)
+    loss = loss_of(model)
+    cab_hf.remove_cab(model)
+    with pytest.raises(RuntimeError, match="remove_cab called"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(
+    ("implementation", "padded"),
+    [("sdpa", False), ("sdpa", True), ("cab", False), ("cab_dense", False)],
+)
+def test_layers_computed_again_in_a_block_that_began_later_are_refused(
+    implementation, padded, reentrant
+):
+    model = checkpointed(implementation, reentrant)
+    with cab_hf.cab(model, SPARSE):
+        # an earlier step, which is none of the later one's business
+        loss_of(model).backward()
+    mask = {"attention_mask": (torch.arange(160) > 4)[None].long()} if padded else {}
+    loss = loss_of(model, **mask)
+    with (
+        cab_hf.cab(model, SPARSE),
+        pytest.raises(RuntimeError, match="was left or entered in between"),
+    ):
+        loss.backward()
+
+
+def test_without_checkpointing_a_backward_pass_may_come_behind_the_block():
+    model = tiny_model(attn_implementation="cab_dense", num_hidden_layers=2).train()
+    with cab_hf.cab(model, SPARSE):
+        loss_of(model).backward()
+    inside = gradient(model)
+    model.zero_grad()
+    with cab_hf.cab(model, SPARSE):
+        loss = loss_of(model)
+    loss.backward()
+    assert torch.equal(gradient(model), inside)

@@ -10,6 +10,7 @@ import argparse
 import ast
 import dataclasses
 import difflib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -174,9 +175,16 @@ def _parse(texts: Mapping[str, Any], fields: Fields, where: str = "") -> dict[st
                 values[name] = tuple(text)
             else:
                 values[name] = told["parse"](text if isinstance(text, str) else ",".join(text))
+                _require_finite(values[name])
         except ValueError as error:
             raise ValueError(f"{where}{name}: {error}") from error
     return values
+
+
+def _require_finite(value: Any) -> None:
+    for each in value if isinstance(value, tuple) else (value,):
+        if isinstance(each, float) and not math.isfinite(each):
+            raise ValueError(f"it must be a finite number; got {each}.")
 
 
 def _read_yaml(path: str, fields: Fields, named: str) -> dict[str, list[str]]:
