@@ -422,25 +422,27 @@ def attention(
 
     Differentiable. Queries that see nothing (padding, or no block listed) get zeros. A plan may
     have fewer heads than q, see `BlockPlan.shared_by`. The token mask is made for at most
-    `QUERY_CHUNK` queries of a block at a time, over the keys they could see. What no query of a
-    block sees reaches none of them, even where it is not finite.
+    `QUERY_CHUNK` queries at a time, over the keys they could see. What is not finite reaches no
+    query of a block that sees nothing of it, but where looking for it breaks a graph.
 
     ``return_lse`` adds the log-sum-exp of each query's scaled scores: natural logarithm, float32
     (float64 for float64 inputs) [B, H, N_q], -inf where a query sees nothing.
     """
     sharing = plan.shared_by(q.shape[1])
     group = q.shape[1] // k.shape[1]
+    sound = torch.compiler.is_compiling() or all(bool(x.isfinite().all()) for x in (k, v))
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
     outs, sums = [], []
-    chunk = math.gcd(QUERY_CHUNK, plan.query_block)
+    chunk = QUERY_CHUNK if sound else math.gcd(QUERY_CHUNK, plan.query_block)
     for start in range(0, plan.q_length, chunk):
         rows = slice(start, min(start + chunk, plan.q_length))
         reach = _reach(plan.spans, rows)
         mask = plan.token_mask(rows.start, rows.stop, reach).repeat_interleave(sharing, dim=1)
-        # a mask adds to logits and a weight of 0 multiplies: neither removes a NaN
-        unseen = ~mask.any(dim=-2).unsqueeze(-1)
-        queries = q[:, :, rows]
-        keys, values = (x[:, :, :reach].masked_fill(unseen, 0.0) for x in (k, v))
+        queries, keys, values = q[:, :, rows], k[:, :, :reach], v[:, :, :reach]
+        if not sound:
+            # a mask adds to logits and a weight of 0 multiplies: neither removes a NaN
+            unseen = ~mask.any(dim=-2).unsqueeze(-1)
+            keys, values = (x.masked_fill(unseen, 0.0) for x in (keys, values))
         # softmax over nothing is NaN: a blind query looks somewhere, and what it saw is dropped
         blind = ~mask.any(dim=-1, keepdim=True)
         out = F.scaled_dot_product_attention(
