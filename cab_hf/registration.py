@@ -3,9 +3,10 @@
 transformers itself imports torch and its modelling code only when a model class is first touched.
 Registration waits for that moment, so that importing cab_hf costs next to nothing.
 
-Two functions are registered under two names. What transformers has no registry for is told at two
+Two functions are registered under two names. What transformers has no registry for is told at three
 places, and changes nothing for a model that does not ask for "cab": its configs have a
-``cab_config`` (`_Setting`), and its check of an implementation's name asks us about ours.
+``cab_config`` (`_Setting`), its check of an implementation's name asks us about ours, and so does
+continuous batching before it begins.
 """
 
 from __future__ import annotations
@@ -21,10 +22,15 @@ from importlib.machinery import ModuleSpec
 from pathlib import PurePath
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 CONFIGURATION = "transformers.configuration_utils"
 MODELING = "transformers.modeling_utils"
+BATCHING = "transformers.generation.continuous_batching.continuous_api"
 NAMES = ("cab", "cab_dense")
+
+# of continuous batching: model, or part of one -> the manager that was started for it last
+_managers: WeakKeyDictionary[Any, ref] = WeakKeyDictionary()
 
 
 def register() -> None:
@@ -48,6 +54,65 @@ def add_setting() -> None:
     from transformers.configuration_utils import PreTrainedConfig
 
     PreTrainedConfig.cab_config = _Setting()
+
+
+def guard_batching() -> None:
+    """Have continuous batching ask us now, before it switches or starts anything."""
+    # its package is not through with importing it
+    module = sys.modules[BATCHING]
+    mixin, manager = module.ContinuousMixin, module.ContinuousBatchingManager
+    begin, make, start = mixin.init_continuous_batching, manager.__init__, manager.start
+
+    @functools.wraps(begin)
+    def refuse_then_begin(model: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse_batching(model)
+        return begin(model, *args, **kwargs)
+
+    @functools.wraps(make)
+    def refuse_then_make(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        refuse_batching(model)
+        make(self, model, *args, **kwargs)
+
+    @functools.wraps(start)
+    def refuse_then_start(self: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse_batching(self.model)
+        _managers.update(dict.fromkeys(_parts(self.model), ref(self)))
+        return start(self, *args, **kwargs)
+
+    mixin.init_continuous_batching = refuse_then_begin
+    manager.__init__, manager.start = refuse_then_make, refuse_then_start
+
+
+def refuse_batching(model: Any) -> None:
+    """Refuse continuous batching of a model that attends by one of our names, in whole or in part.
+
+    Raises:
+        NotImplementedError: naming the model, and what works.
+    """
+    named = (part.config._attn_implementation for part in _parts(model))
+    ours = next(filter(NAMES.__contains__, named), None)
+    if ours is not None:
+        raise NotImplementedError(
+            f"{type(model).__name__} has attn_implementation={ours!r}, which does not read the "
+            "paged cache of continuous batching (init_continuous_batching, generate_batch); load "
+            "it with another attn_implementation for that, such as 'sdpa'."
+        )
+
+
+def _refuse_while_batching(model: Any) -> None:
+    manager = _managers.get(model, lambda: None)()
+    if manager is not None and manager.is_running():
+        raise NotImplementedError(
+            f"continuous batching runs on {type(model).__name__}, and 'cab' does not read its "
+            "paged cache; stop its manager first."
+        )
+
+
+def _parts(model: Any) -> list[Any]:
+    """The transformers models in ``model``, itself among them."""
+    from transformers import PreTrainedModel
+
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
 class _Setting:
@@ -82,6 +147,7 @@ def _asking_us(check: Callable[..., str]) -> Callable[..., str]:
     def ask(model: Any, requested: str | None, *args: Any, **kwargs: Any) -> str:
         if requested in NAMES:
             refuse_unreachable(type(model))
+            _refuse_while_batching(model)
         refuse_misplaced(model.config)
         return check(model, requested, *args, **kwargs)
 
@@ -142,8 +208,9 @@ def _reachable(model: type) -> bool:
 
 
 def register_when_imported() -> None:
-    """Do both now if transformers' code is loaded, else as soon as it is."""
-    for name, action in ((CONFIGURATION, add_setting), (MODELING, register)):
+    """Do all of it now if transformers' code is loaded, else as soon as it is."""
+    actions = {CONFIGURATION: add_setting, MODELING: register, BATCHING: guard_batching}
+    for name, action in actions.items():
         if name in sys.modules:
             action()
         else:

@@ -6,6 +6,7 @@ blocks. Everything between the scores and the selection is float32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from cab_hf.config import MASS_BY_KEYS, Budgets, CabConfig
 from cab_hf.plan import BlockPlan, RowSpans, Spans
 
-# rows of attention computed at a time: bounds the token mask, not the result
+# the most rows of attention computed at a time: bounds the token mask, not the result
 QUERY_CHUNK = 256
 # a mass target met within this is met: sums of thousands of float32 shares are no better
 MASS_TOLERANCE = 1e-5
@@ -172,11 +173,19 @@ def two_hop(affinity: Tensor, places: Tensor, query_block: int, key_block: int) 
     middle of a path is one of the rows at hand: those of earlier chunks are gone.
     """
     kv_blocks = affinity.shape[-1]
-    coarse = _to_query_grid(affinity, query_block, key_block)
+    coarse = _to_query_grid(finite_weights(affinity), query_block, key_block)
     inside = places < coarse.shape[-1]
     index = places.clamp(max=coarse.shape[-1] - 1)[:, None, None]
     to_rows = coarse.gather(-1, index.expand(-1, *coarse.shape[1:3], -1)) * inside[:, None, None]
     return _from_query_grid(to_rows @ coarse, query_block, key_block, kv_blocks)
+
+
+def finite_weights(affinity: Tensor) -> Tensor:
+    """Edge weights without those that are not finite: in a product 0 times such a one is NaN.
+
+    It would reach rows that see nothing of what it comes from.
+    """
+    return affinity.where(affinity.isfinite(), 0.0)
 
 
 def _to_query_grid(affinity: Tensor, query_block: int, key_block: int) -> Tensor:
@@ -412,25 +421,32 @@ def attention(
     """Attention under a plan, [B, H, N_q, D_v]: softmax over the keys the plan keeps.
 
     Differentiable. Queries that see nothing (padding, or no block listed) get zeros. A plan may
-    have fewer heads than q, see `BlockPlan.shared_by`. The token mask is made for `QUERY_CHUNK`
-    queries at a time, over the keys they could see.
+    have fewer heads than q, see `BlockPlan.shared_by`. The token mask is made for at most
+    `QUERY_CHUNK` queries at a time, over the keys they could see. What is not finite reaches no
+    query of a block that sees nothing of it, but where looking for it breaks a graph.
 
     ``return_lse`` adds the log-sum-exp of each query's scaled scores: natural logarithm, float32
     (float64 for float64 inputs) [B, H, N_q], -inf where a query sees nothing.
     """
     sharing = plan.shared_by(q.shape[1])
     group = q.shape[1] // k.shape[1]
+    sound = torch.compiler.is_compiling() or all(bool(x.isfinite().all()) for x in (k, v))
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
     outs, sums = [], []
-    for start in range(0, plan.q_length, QUERY_CHUNK):
-        rows = slice(start, min(start + QUERY_CHUNK, plan.q_length))
+    chunk = QUERY_CHUNK if sound else math.gcd(QUERY_CHUNK, plan.query_block)
+    for start in range(0, plan.q_length, chunk):
+        rows = slice(start, min(start + chunk, plan.q_length))
         reach = _reach(plan.spans, rows)
         mask = plan.token_mask(rows.start, rows.stop, reach).repeat_interleave(sharing, dim=1)
-        queries, keys = q[:, :, rows], k[:, :, :reach]
+        queries, keys, values = q[:, :, rows], k[:, :, :reach], v[:, :, :reach]
+        if not sound:
+            # a mask adds to logits and a weight of 0 multiplies: neither removes a NaN
+            unseen = ~mask.any(dim=-2).unsqueeze(-1)
+            keys, values = (x.masked_fill(unseen, 0.0) for x in (keys, values))
         # softmax over nothing is NaN: a blind query looks somewhere, and what it saw is dropped
         blind = ~mask.any(dim=-1, keepdim=True)
         out = F.scaled_dot_product_attention(
-            queries, keys, v[:, :, :reach], attn_mask=mask | blind, scale=scale
+            queries, keys, values, attn_mask=mask | blind, scale=scale
         )
         outs.append(out.masked_fill(blind, 0.0))
         if return_lse:

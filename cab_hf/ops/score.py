@@ -384,7 +384,9 @@ def _affinity_kernel(
                 j = t * ratio // spread + step
                 visible = (j >= low) & (j <= high)
                 score = tl.load(direct + j, mask=visible, other=0.0)
-                weight += affinity_of(score, sums[:, None], visible, CLUSTERS)
+                edge = affinity_of(score, sums[:, None], visible, CLUSTERS)
+                # `reference.finite_weights`
+                weight += tl.where(edge < float("inf"), edge, 0.0)
         written = inside[:, None] & (t < coarse_width)
         tl.store(affinity + t, weight * (affinity_scale / spread), mask=written)
 

@@ -104,7 +104,8 @@ def compute_block_frc(
     logits, _ = reference.block_logits(q_coarse.float(), one_vector, q_coarse.shape[-1] ** -0.5)
     visible = _visible_blocks(logits, causal)
     affinity = logits.relu().masked_fill(~visible, 0.0)
-    triangles = affinity @ affinity
+    weights = reference.finite_weights(affinity)
+    triangles = weights @ weights
     if formula == "additive":
         frc = reference.min_max(affinity, visible) - redundancy * triangles / blocks
     else:

@@ -25,9 +25,11 @@ from cab_hf.ops.attention.tiles import (
     load_spans,
     locate,
     online_softmax_update,
+    only_seen,
     plan_plane,
     precision,
     seen_between,
+    sticks_out,
     tile_of,
     tile_start,
 )
@@ -66,6 +68,7 @@ def forward(
         scale * LOG2_E.value,
         sizes,
         **_constants(tile, q, rows),
+        STICKS_OUT=sticks_out(rows, q.shape[2], k.shape[2]),
     )
 
 
@@ -157,6 +160,7 @@ def _block_attention_fwd_kernel(
     D: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    STICKS_OUT: tl.constexpr,
 ):
     # the longest rows first, so that none is left to the end
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
@@ -185,6 +189,8 @@ def _block_attention_fwd_kernel(
             m_i, l_i, p, alpha = online_softmax_update(m_i, l_i, qk, qk_scale, MASKED)
             acc = acc * alpha[:, None]
             v = desc_v.load([batch, kv_head, column, 0]).reshape(BLOCK_N, D)
+            if MASKED and STICKS_OUT:
+                v = only_seen(v, column + tl.arange(0, BLOCK_N), first, last)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
     # full blocks are not masked, not even for padding queries

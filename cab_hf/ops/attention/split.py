@@ -36,9 +36,11 @@ from cab_hf.ops.attention.tiles import (
     like,
     load_spans,
     locate,
+    only_seen,
     plan_plane,
     precision,
     seen_between,
+    sticks_out,
     tile_of,
     tile_start,
     vectors,
@@ -242,6 +244,7 @@ def _multiply_rows(
         BLOCK_N=columns,
         STRETCH=stretch,
         BLOCK_D=ROW_SLICE,
+        STICKS_OUT=lse is not None and sticks_out(rows, sizes.q_length, x.shape[2]),
     )
 
 
@@ -479,6 +482,7 @@ def _block_attention_split_query_kernel(
     BLOCK_N: tl.constexpr,
     STRETCH: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STICKS_OUT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     plane = tl.program_id(2)
@@ -498,6 +502,8 @@ def _block_attention_split_query_kernel(
         level = tl.where(blind, 0.0, level * LOG2_E)
         whole = tl.ceil(level)
         m_i += plane.to(tl.int64) * stretches * sizes.tokens + token
+        if STICKS_OUT:
+            first, last = load_spans(plan, batch, query, sizes.q_length)
 
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     TILES: tl.constexpr = KEY_BLOCK // BLOCK_N
@@ -511,6 +517,8 @@ def _block_attention_split_query_kernel(
             p = p * tl.exp2(m - whole).to(p.dtype)[:, None]
         column = block * KEY_BLOCK + i % TILES * BLOCK_N
         x = desc_x.load([batch, kv_head, column, channel]).reshape(BLOCK_N, BLOCK_D)
+        if STICKS_OUT:
+            x = only_seen(x, column + tl.arange(0, BLOCK_N), first, last)
         acc = tl.dot(p, x, acc, input_precision=PRECISION)
     acc = acc * scale
     if lse is not None:

@@ -175,6 +175,14 @@ def tile_of(block: int, most: int) -> int:
     return min(most, block & -block)
 
 
+def sticks_out(rows: Rows, q_length: int, kv_length: int) -> bool:
+    """Whether listed blocks may hold keys behind all queries of their row.
+
+    They hold none where a text is there as a whole, in key blocks that divide query blocks.
+    """
+    return q_length != kv_length or rows.key_block > rows.query_block
+
+
 def precision(x: Tensor) -> str:
     """How products of float32 are to be computed; 16 bits have one way."""
     return "ieee" if x.dtype == torch.float32 else "tf32"
@@ -223,6 +231,17 @@ def load_spans(plan, batch, query, q_length):
 @triton.jit
 def seen_between(key, first, last):
     return (key >= first) & (key <= last)
+
+
+@triton.jit
+def only_seen(x, key, first, last):
+    """The rows of ``x`` whose key lies among those that queries see, zeros for the others.
+
+    A weight of 0 makes no 0 of a NaN.
+    """
+    lowest = tl.min(tl.where(last < 0, 2147483647, first), 0)
+    seen = (key >= lowest) & (key <= tl.max(last, 0))
+    return tl.where(seen[:, None], x, 0.0).to(x.dtype)
 
 
 @triton.jit
