@@ -245,11 +245,18 @@ def report_text(kind: type[Experiment], rows: Sequence[Row], provenance: Row) ->
         f"![{kind.caption}]({FIGURE})",
         *(f"## {heading}\n\n{table}" for heading, table in others),
         kind.notes(provenance["settings"]),
+        *_configs(provenance["settings"]),
         f"Made on {provenance['device']} with {', '.join(dict.fromkeys(packages))}, commit "
         f"{provenance['commit'] or 'unknown'}; finished {provenance['finished']}:",
         command(kind, provenance["settings"]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _configs(settings: Row) -> list[str]:
+    """The whole configs that were in force, as far as settings are recorded with them."""
+    known = settings.get("cab_configs") or {"cab": settings.get("cab_config")}
+    return [f"Config of {name}: `{json.dumps(config)}`" for name, config in known.items() if config]
 
 
 def command(kind: type[Experiment], settings: Row) -> str:

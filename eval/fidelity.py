@@ -53,7 +53,9 @@ from cab_hf.eval.methods import (
     Full,
     Method,
     Realised,
+    exact_readings,
     known,
+    never_sparse,
     realised_on,
 )
 from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
@@ -519,14 +521,14 @@ class Fidelity(OnModel):
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
-        """What CAB changes in each text, at the greatest length."""
+        """What CAB changes in each text, at the greatest length, and who was dense attention."""
         cab = {row["text"]: row for row in rows if row["method"] == Cab.name and _compared(row)}
         return [
             f"On {plain(text)}, {row['length']} tokens, cab attends {row['density']:.0%} of the "
             f"pairs{_time_said(row)}; against dense: "
             f"{', '.join([*_behind(row, rows), *_changes(row)])}."
             for text, row in cab.items()
-        ]
+        ] + exact_readings(rows)
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
@@ -621,6 +623,8 @@ def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
     row = {"fitted": members[0]["fitted"]}
     usual = [s["density"] for s in _usual(members)]
     row |= {"density": fmean(usual) if usual else None, **_times(members)}
+    if never_sparse(kind_of(members[0]["method"]), members):
+        row["never_sparse"] = True
     compared = {} if members[0]["method"] == Dense.name else dense
     scored = dict.fromkeys(PERPLEXITIES, _perplexity) | {CONTINUATION: _continuation}
     for probe in PROBES:

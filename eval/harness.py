@@ -11,6 +11,10 @@ attn_implementation=cab runs CAB as the model's own config has it, and with any 
 what CAB is compared with. All tasks of lm_eval's own run so, too; RULER's want lm_eval[ruler] and a
 network.
 
+Beside the scores stand the whole config of a model on CAB, and its density; a run in which no layer
+attended sparsely, as where all requests are shorter than min_length (8192), ends in a sentence and
+without scores.
+
 Metadata of the tasks: max_seq_lengths, in tokens (4096); seed (0); haystack, a UTF-8 file that the
 keys are hidden in (noise); samples of passkey per length (20), the prompts of `eval passkey` at its
 five depths in turn; documents of recall per length (4), each asked for its twelve keys, which the
@@ -30,14 +34,18 @@ For models without CAB lm_eval alone runs the same tasks:
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
-import cab_hf  # noqa: F401  registers "cab" with transformers
+import cab_hf
 from cab_hf.eval.experiment import PROG
 from cab_hf.runs.models import is_made, made_folder
+from cab_hf.runs.settings import Refused
 
 TASKS = Path(__file__).with_name("tasks")
 INCLUDE = "--include_path"
@@ -57,8 +65,9 @@ def main(words: Sequence[str]) -> int:
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import register_model
 
-    from cab_hf.eval.lm import CabLM
+    from cab_hf.eval.lm import HFLM, CabLM, watch
 
+    watch(HFLM)
     register_model("cab")(CabLM)
     sys.argv = ["lm_eval", *handed_on(words)]
     cli_evaluate()
@@ -71,6 +80,36 @@ def handed_on(words: Sequence[str]) -> list[str]:
     given = [NAMES_MODEL.sub(_with_folder, word) for word in given]
     included = any(word.partition("=")[0] == INCLUDE for word in given)
     return given if included else [*given, INCLUDE, str(TASKS)]
+
+
+def what_was_attended(model: Any) -> dict[str, Any]:
+    """Config and density of a model on "cab", printed and for lm_eval's results; {} of another.
+
+    Density is over the layers that attended sparsely, in their sparse calls.
+
+    Raises:
+        Refused: no layer has attended sparsely.
+    """
+    from cab_hf.attention import settings
+
+    text = model.config.get_text_config()
+    if text._attn_implementation != "cab":
+        return {}
+    config = settings(text)
+    layers = [layer["density"] for layer in cab_hf.stats(model)]
+    sparse = [density for density in layers if density is not None]
+    if not sparse:
+        raise Refused(
+            "no layer attended sparsely, so that the scores would be those of dense attention; "
+            f"requests of fewer than min_length={config.min_length} tokens are read exactly. Give "
+            "a smaller min_length in --model_args, or run --model hf."
+        )
+    told = {"cab_density": fmean(sparse), "cab_config": config.to_dict()}
+    print(
+        f"cab: {len(sparse)} of {len(layers)} layers attended sparsely, density "
+        f"{told['cab_density']:.2f} in their sparse calls; config {json.dumps(told['cab_config'])}"
+    )
+    return told
 
 
 def _with_folder(match: re.Match) -> str:

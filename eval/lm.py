@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from lm_eval.models.huggingface import HFLM
 
+from cab_hf.attention import attended
 from cab_hf.config import CabConfig
+from cab_hf.eval.harness import what_was_attended
 from cab_hf.patches import apply_cab
 from cab_hf.runs.models import greedy
 
@@ -25,3 +28,48 @@ class CabLM(HFLM):
         super().__init__(pretrained, **arguments)
         self.model.generation_config = greedy(self.model)
         apply_cab(self.model, **chosen)
+
+
+@functools.cache
+def watch(kind: type[HFLM]) -> None:
+    """Have models of ``kind`` that attend by "cab" say so beside their scores: `what_was_attended`.
+
+    lm_eval asks a model for its info when all requests are answered, and before any score is shown
+    or saved.
+    """
+    tell, detect, call, generate = (
+        *(kind.get_model_info, kind._detect_batch_size),
+        *(kind._model_call, kind._model_generate),
+    )
+
+    @functools.wraps(tell)
+    def get_model_info(self: HFLM) -> dict[str, Any]:
+        # replies that --use_cache remembers ask no model
+        found = what_was_attended(self.model) if getattr(self, "cab_was_asked", False) else {}
+        return {**tell(self), **found}
+
+    @functools.wraps(detect)
+    def _detect_batch_size(self: HFLM, *args: Any, **kwargs: Any) -> int:
+        # what is tried out is no request
+        modules = list(self.model.modules())
+        before, asked = [attended.get(m) for m in modules], getattr(self, "cab_was_asked", False)
+        size = detect(self, *args, **kwargs)
+        for module, pairs in zip(modules, before, strict=True):
+            attended.pop(module, None)
+            if pairs is not None:
+                attended[module] = pairs
+        self.cab_was_asked = asked
+        return size
+
+    @functools.wraps(call)
+    def _model_call(self: HFLM, *args: Any, **kwargs: Any) -> Any:
+        self.cab_was_asked = True
+        return call(self, *args, **kwargs)
+
+    @functools.wraps(generate)
+    def _model_generate(self: HFLM, *args: Any, **kwargs: Any) -> Any:
+        self.cab_was_asked = True
+        return generate(self, *args, **kwargs)
+
+    for function in (get_model_info, _detect_batch_size, _model_call, _model_generate):
+        setattr(kind, function.__name__, function)

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import bisect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from statistics import fmean
-from typing import ClassVar
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -412,3 +412,22 @@ COMPARED = (
 )
 CONTROLS = {method.name: method for method in (Full, NoNeedle)}
 METHODS: dict[str, type[Method]] = {method.name: method for method in COMPARED} | CONTROLS
+
+
+def never_sparse(method: type[Method], samples: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a method that chooses blocks has attended none of its samples sparsely."""
+    told = [s["sparse_density"] for s in samples if "sparse_density" in s]
+    return issubclass(method, Cab) and bool(told) and all(each is None for each in told)
+
+
+def exact_readings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A sentence on the rows of which `never_sparse` holds, which say so as ``never_sparse``."""
+    found = dict.fromkeys(
+        f"{row['method']} at {row['length']} tokens" for row in rows if row.get("never_sparse")
+    )
+    if not found:
+        return []
+    return [
+        f"No layer attended sparsely under {', '.join(found)}: what stands there is dense "
+        "attention's."
+    ]

@@ -33,7 +33,9 @@ from cab_hf.eval.methods import (
     Method,
     Realised,
     Streaming,
+    exact_readings,
     known,
+    never_sparse,
     realised_on,
 )
 from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
@@ -292,13 +294,13 @@ class Passkey(OnModel):
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
-        """What CAB costs at the longest prompts."""
+        """What CAB costs at the longest prompts, and which methods were dense attention."""
         compared = [row for row in rows if row["method"] == Cab.name and "pairs" in row]
         return [
             f"At {row['length']} tokens cab answers {row['correct']} of {row['n']} attending "
             f"{row['density']:.0%} of the pairs; its difference to dense is {difference(row)}."
             for row in compared[-1:]
-        ]
+        ] + exact_readings(rows)
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
@@ -342,6 +344,8 @@ def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
         interval = paired_difference(ours, base)
         row |= dict(zip(("delta", "delta_low", "delta_high"), interval, strict=True))
         row |= {"pairs": len(pairs), "same": sum(s["answer"] == d["answer"] for s, d in pairs)}
+    if never_sparse(METHODS[members[0]["method"]], members):
+        row["never_sparse"] = True
     if any(s["reached"] is not None for s in members):
         outside = [s["correct"] for s in members if not s["reached"]]
         row |= {"outside_n": len(outside), "outside_correct": sum(outside)}

@@ -327,6 +327,8 @@ def test_the_report_is_made_from_the_files_alone(model_folder, tmp_path, book):
         (out / name).unlink()
     render(out)
     assert {name: (out / name).read_bytes() for name in FILES} == before
+    for name, config in settings["cab_configs"].items():
+        assert f"Config of {name}: `{json.dumps(config)}`" in before["report.md"].decode()
     words = spelled(settings, Settings)
     # no result has the paths of files
     for option, path in (("--model", str(model_folder)), ("--texts", f"noise,{book}")):
@@ -502,6 +504,18 @@ def sample(method, probe, index, text="noise", **found):
     place = {"method": method, "text": text, "length": 8, "budget": None, "probe": probe}
     fixed = {"depth": None, "index": index, "fitted": None, "density": 1.0}
     return {**place, **fixed, **found}
+
+
+def test_a_method_that_was_dense_attention_is_said_to_be():
+    samples = [
+        sample("dense", "recall", 0, right=[True], sparse_density=None),
+        sample("cab", "recall", 0, right=[True], sparse_density=None),
+        sample("cab:a", "recall", 0, right=[True], sparse_density=0.3, density=0.3),
+    ]
+    *_, told = Fidelity.readings(Fidelity.rows(samples, {}))
+    assert told.startswith("No layer attended sparsely under cab at 8 tokens:")
+    samples[1]["sparse_density"] = 0.2
+    assert not any("sparsely" in each for each in Fidelity.readings(Fidelity.rows(samples, {})))
 
 
 def test_rows_by_hand():

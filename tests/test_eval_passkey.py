@@ -282,7 +282,10 @@ def test_the_report_is_made_from_the_files_alone(model_folder, tmp_path):
     assert {name: (tmp_path / name).read_bytes() for name in FILES} == before
     words = spelled(settings, Settings)
     assert words[words.index("--depths") + 1] == "3"
-    assert f"python -m cab_hf.eval passkey {' '.join(words)}" in before["report.md"].decode()
+    told = before["report.md"].decode()
+    assert f"python -m cab_hf.eval passkey {' '.join(words)}" in told
+    assert f"Config of cab: `{json.dumps(settings['cab_config'])}`" in told
+    assert settings["cab_config"]["min_length"] == 0
     # the model's folder is a path, which no result has
     words[words.index("--model") + 1] = str(model_folder)
     again = Passkey(read_settings(Settings, words, "passkey"))
@@ -423,6 +426,21 @@ def sample(method, index, correct, **more):
     place = {"method": method, "length": 8, "keys": 1, "depth": 0.5, "index": index}
     fixed = {"budget": None, "density": 1.0, "reached": None, "answer": str(correct)}
     return {**place, "correct": correct, **fixed, **more}
+
+
+def test_a_method_that_was_dense_attention_is_said_to_be():
+    samples = [
+        *(sample(name, 0, True, sparse_density=None) for name in ("dense", "h2o", "cab")),
+        sample("random", 0, True, density=0.4, sparse_density=0.4),
+    ]
+    settings = {"stage": "prefill", "filler": "noise"}
+    for method in ("random", "published"):
+        rows = Passkey.rows([*samples, sample(method, 1, True, sparse_density=None)], settings)
+        *_, told = Passkey.readings(rows)
+        assert told.startswith("No layer attended sparsely under cab at 8 tokens")
+        # one of the samples of random was sparse
+        assert ("published at 8 tokens" in told) == (method == "published")
+        assert "random" not in told and "h2o" not in told and "dense at 8" not in told
 
 
 def test_rows_by_hand():

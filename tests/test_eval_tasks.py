@@ -8,16 +8,17 @@ from dataclasses import fields
 
 import pytest
 import yaml
-from tiny import tiny_model
+from tiny import SMALL, tiny_model, tokens
 from transformers import AutoTokenizer
 from words import TEXT, make_tokenizer
 
-from cab_hf import CabConfig
+from cab_hf import CabConfig, apply_cab, remove_cab
 from cab_hf.documents import NOISE, recall_document, split_sentences
 from cab_hf.eval import harness, passkey
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.haystack import Haystack
 from cab_hf.runs.models import smollm2_folder
+from cab_hf.runs.settings import Refused
 
 LENGTHS = [300, 450]
 LONGER = (650, 700)  # room for the twelve keys of cab_recall
@@ -222,6 +223,27 @@ def test_fields_of_the_config_are_no_arguments_of_hf():
     assert not {field.name for field in fields(CabConfig)} & set(theirs)
 
 
+def test_scores_of_dense_attention_are_refused_under_the_name_of_cab():
+    model = tiny_model()
+    apply_cab(model, SMALL, min_length=100, mass=0.4)
+    model(tokens(1, 90))
+    with pytest.raises(Refused, match="no layer attended sparsely.*min_length=100 tokens"):
+        harness.what_was_attended(model)
+    remove_cab(model)
+    assert harness.what_was_attended(model) == {}
+
+
+def test_config_and_density_are_told_beside_the_scores(capsys):
+    model = tiny_model()
+    config = CabConfig.from_dict(apply_cab(model, SMALL, mass=0.4).config.cab_config)
+    model(tokens(1, 300))
+    told = harness.what_was_attended(model)
+    assert told["cab_config"] == config.to_dict() and 0 < told["cab_density"] < 1
+    line = capsys.readouterr().out
+    assert line.startswith("cab: 3 of 3 layers attended sparsely, density 0.")
+    assert json.loads(line.partition("config ")[2]) == json.loads(json.dumps(config.to_dict()))
+
+
 def run(out, folder, model, arguments):
     """(results, samples by task) as lm_eval writes them."""
     given = {"max_seq_lengths": LONGER, "samples": 3, "documents": 1}
@@ -237,7 +259,22 @@ def run(out, folder, model, arguments):
         # a file's name ends with the date
         (file,) = out.rglob(f"samples_{name}_2*.jsonl")
         samples[name] = [json.loads(line) for line in file.read_text().splitlines()]
-    return json.loads(results.read_text())["results"], samples
+    content = json.loads(results.read_text())
+    told = {"cab_config", "cab_density"} & content["config"].keys()
+    assert len(told) == (2 if model == "cab" else 0)
+    return content["results"], samples
+
+
+def test_a_run_of_dense_attention_has_no_scores(folder, tmp_path, capsys):
+    pytest.importorskip("lm_eval")
+    words = ["--tasks", "cab_passkey", "--model", "cab", "--device", "cpu"]
+    words += ["--model_args", f"pretrained={folder},dtype=float32,min_length=5000"]
+    words += ["--metadata", json.dumps({"max_seq_lengths": [300], "samples": 1})]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [])
+        assert main(["harness", "--", *words, "--output_path", str(tmp_path)]) == 2
+    assert "no layer attended sparsely" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("results_*.json"))
 
 
 @pytest.fixture(scope="module")
