@@ -10,6 +10,7 @@ import argparse
 import ast
 import dataclasses
 import difflib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -81,6 +82,14 @@ def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], tuple]:
         return tuple(dict.fromkeys(map(parse, parts)))
 
     return parse_all
+
+
+def parse_length(text: str) -> int:
+    """A number of tokens: ``4096``, ``4k`` or ``4K`` (of 1,024), ``1M`` (of 1,048,576)."""
+    found = re.fullmatch(r"(-?[0-9][0-9_]*)([kKmM]?)", text.strip())
+    if not found:
+        raise ValueError(f"a length is a number of tokens, such as 4096, 32k or 1M; got {text!r}.")
+    return int(found[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[found[2].lower()]
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
