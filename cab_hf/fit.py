@@ -129,6 +129,24 @@ def warn_if_never_sparse(min_length: int, model_config: Any) -> None:
     )
 
 
+def warn_if_too_short(tokens: int, min_length: int, default: int, model_config: Any) -> None:
+    """Warn, once a process and model, of a prompt that is too short to be attended sparsely.
+
+    Nothing is said of a ``min_length`` below the ``default``, which somebody has set knowing it,
+    nor where `warn_if_never_sparse` has said all.
+    """
+    most = positions(model_config)
+    if tokens >= min_length or min_length < default or (most is not None and most < min_length):
+        return
+    name = name_of(model_config)
+    _warn_once(
+        (name, "prompt", min_length),
+        f"{name} reads {tokens:,} tokens and min_length is {min_length:,}, so 'cab' computes exact "
+        'attention here; set cab_config={"min_length": ...} lower to attend shorter prompts '
+        "sparsely.",
+    )
+
+
 def warn_if_unused(text_config: Any) -> None:
     """Warn, once a process and model, of a ``cab_config`` where nobody has asked for "cab"."""
     if text_config.cab_config is None:

@@ -676,6 +676,51 @@ def test_a_model_that_can_be_sparse_says_nothing(
     assert not said(recwarn)
 
 
+def generated(model, length, **told):
+    return model.generate(tokens(1, length), max_new_tokens=3, do_sample=False, **told)
+
+
+def read_in_chunks(model, length):
+    model.set_attn_implementation("cab_dense")
+    cache = model(tokens(1, length)).past_key_values
+    model.set_attn_implementation("cab")
+    model(tokens(1, length), past_key_values=cache)
+
+
+def read_compiled(model, length):
+    torch._dynamo.reset()
+    torch.compile(model, fullgraph=True, backend="eager")(tokens(1, length))
+
+
+def read_packed(model, length):
+    model(tokens(1, 2 * length), position_ids=torch.arange(length).repeat(2)[None])
+
+
+@pytest.mark.parametrize(
+    ("read", "fields", "news"),
+    [
+        pytest.param(lambda model, length: model(tokens(1, length)), {}, True, id="read"),
+        pytest.param(generated, {}, True, id="generate"),
+        pytest.param(read_packed, {}, True, id="packed"),
+        pytest.param(generated, {"min_length": 8191}, False, id="min_length-told"),
+        pytest.param(generated, {"min_length": 0}, False, id="min_length-0"),
+        pytest.param(lambda model, length: model(tokens(1, 1)), {}, False, id="a-token"),
+        pytest.param(read_in_chunks, {}, False, id="behind-a-cache"),
+        pytest.param(read_compiled, {}, False, id="compiled"),
+    ],
+)
+def test_a_prompt_too_short_to_be_sparse_is_news_once(nothing_said, recwarn, read, fields, news):
+    model = tiny_model(max_position_embeddings=16384, num_hidden_layers=1)
+    cab_hf.apply_cab(model, fields)
+    with torch.no_grad():
+        for _ in range(1 + news):
+            read(model, 50)
+    sentences = [str(each.message) for each in recwarn if "min_length" in str(each.message)]
+    assert len(sentences) == news
+    for sentence in sentences:
+        assert sentence.startswith("llama reads 50 tokens and min_length is 8,192, so 'cab' ")
+
+
 def test_exact_attention_that_was_asked_for_is_no_news(model, nothing_said, recwarn):
     model.set_attn_implementation("cab_dense")
     with torch.no_grad():
