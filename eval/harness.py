@@ -37,7 +37,7 @@ from pathlib import Path
 
 import cab_hf  # noqa: F401  registers "cab" with transformers
 from cab_hf.eval.experiment import PROG
-from cab_hf.runs.models import is_made, made_folder
+from cab_hf.runs.models import is_made, made_folder, refuse_unknown
 
 TASKS = Path(__file__).with_name("tasks")
 INCLUDE = "--include_path"
@@ -75,4 +75,7 @@ def handed_on(words: Sequence[str]) -> list[str]:
 
 def _with_folder(match: re.Match) -> str:
     before, name = match.groups()
-    return f"{before}{made_folder(name)}" if is_made(name) else match[0]
+    if is_made(name):
+        return f"{before}{made_folder(name)}"
+    refuse_unknown(name)
+    return match[0]

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,21 @@ FILE = "settings"  # the option that names a YAML file
 
 class Refused(ValueError):
     """What whoever started a run got wrong; its message is one sentence for them."""
+
+
+def missing_package(error: ImportError) -> str | None:
+    """A sentence on the extra of cab_hf that brings what could not be imported; None: none does."""
+    module = (error.name or "").partition(".")[0]
+    package = {"yaml": "pyyaml"}.get(module, module)
+    try:
+        required = metadata.requires("cab_hf") or []
+    except metadata.PackageNotFoundError:
+        required = []
+    for line in required:
+        found = re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", line)
+        if found and found[1].replace("-", "_") == package:
+            return f"{package} is not installed; pip install 'cab_hf[{found[2]}]' brings it."
+    return None
 
 
 def spell(value: Any) -> str:
