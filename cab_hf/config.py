@@ -212,7 +212,10 @@ class CabConfig:
             ValueError: where there is no such file, or it holds no config.
         """
         if not Path(path).is_file():
-            raise ValueError(f"{str(path)!r} is no file; give one that CabConfig.save wrote.")
+            raise ValueError(
+                f"{str(path)!r} is no file; give one that CabConfig.save wrote, a CabConfig, or a "
+                "dict of its fields."
+            )
         try:
             content = json.loads(Path(path).read_text("utf-8"))
         except ValueError as error:

@@ -29,15 +29,17 @@ For models without CAB lm_eval alone runs the same tasks:
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import cab_hf  # noqa: F401  registers "cab" with transformers
 from cab_hf.eval.experiment import PROG
 from cab_hf.runs.models import is_made, made_folder, refuse_unknown
+from cab_hf.runs.settings import Refused
 
 TASKS = Path(__file__).with_name("tasks")
 INCLUDE = "--include_path"
@@ -71,6 +73,20 @@ def handed_on(words: Sequence[str]) -> list[str]:
     given = [NAMES_MODEL.sub(_with_folder, word) for word in given]
     included = any(word.partition("=")[0] == INCLUDE for word in given)
     return given if included else [*given, INCLUDE, str(TASKS)]
+
+
+def refuse_misspelt(arguments: Iterable[str], known: Collection[str]) -> None:
+    """Refuse an argument of the model that is not ``known`` and looks like one that is.
+
+    Whatever else there is lm_eval hands on to transformers.
+
+    Raises:
+        Refused: naming both.
+    """
+    for name in arguments:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        if name not in known and near:
+            raise Refused(f"model_args has {name!r}; did you mean {near[0]!r}?")
 
 
 def _with_folder(match: re.Match) -> str:

@@ -75,7 +75,7 @@ def apply_cab(
         model: a transformers causal language model, or a PEFT model around one; the whole of it,
             as modules outside keep the config they had.
         config: the settings: a `CabConfig`, a dict of its fields, or what `CabConfig.calibrated`
-            reads, a calibration's file or name. By default those in ``model.config.cab_config``,
+            reads, the file of a calibration. By default those in ``model.config.cab_config``,
             else `CabConfig()`.
         overrides: fields of `CabConfig` to change in it, e.g. ``mass=0.8``.
 
@@ -168,7 +168,7 @@ def _config_of(told: Settings) -> CabConfig:
         return CabConfig.calibrated(told)
     if isinstance(told, Mapping):
         return CabConfig.from_dict(told)
-    what = "a CabConfig, a dict of its fields, or the file or name of a calibration"
+    what = "a CabConfig, a dict of its fields, or the file of a calibration"
     require(isinstance(told, CabConfig), "config", told, what)
     return told
 
