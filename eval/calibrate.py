@@ -119,10 +119,10 @@ class Calibrate(OnModel):
                 f"anchors must be at most {layers}, the layers of model {settings.model!r} that "
                 f"are not dense; got {settings.anchors}."
             )
+        self.document(0)
         with refusing("target_densities"):
             target = min(settings.target_densities)
             require_target(settings.cab_config, settings.anchors > 0, target, settings.length)
-        self.document(0)
 
     def document(self, index: int) -> Document:
         """What is read of that number."""

@@ -114,9 +114,9 @@ def calibrate(
     length = length or min(LENGTH, most or LENGTH)
     reached = f"at most {most}, as far as the model's positions reach"
     require(most is None or length <= most, "length", length, reached)
-    require_target(config, anchors is not None, target_density, length)
     sentences = split_sentences(_joined(texts))
     read = [_document(tokenizer, sentences, length, index, seed) for index in range(documents)]
+    require_target(config, anchors is not None, target_density, length)
     with tqdm(desc="calibrate", total=documents * _layers_seen(model), unit="layer") as bar:
         if anchors is None:
             options = make_predictor(config).options()

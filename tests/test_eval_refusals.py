@@ -62,7 +62,7 @@ def refused(folder, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        pytest.param("--model no/such/model", "model 'no/such/model' cannot be loaded", id="model"),
+        pytest.param("--model no/such/model", "model 'no/such/model' is not here", id="model"),
         pytest.param("--model folder", "model 'folder' cannot be loaded", id="no model"),
         pytest.param("--model book.txt", "model 'book.txt' cannot be loaded", id="file as model"),
         pytest.param("--device gpu", "device must be one that torch computes on", id="device"),
