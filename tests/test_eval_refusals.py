@@ -77,7 +77,7 @@ def refused(folder, tmp_path, capsys, monkeypatch):
         pytest.param(
             "--LENGTH 99999", "must be at most 2048, as far as the positions", id="too long"
         ),
-        pytest.param("--LENGTH 1e3", "invalid literal", id="not whole"),
+        pytest.param("--LENGTH 1e3", "a length is a number of tokens", id="not whole"),
         pytest.param("--set mas=1", "mas", id="field"),
         pytest.param("--set mass=9", "mass", id="field value"),
         pytest.param("--set engine=magic", "CabConfig.engine is 'magic'", id="engine"),
