@@ -13,7 +13,7 @@ from cab_hf.eval.__main__ import main
 SMALL = {
     "passkey": "--methods dense,cab --lengths 300 --depths 1 --samples 1 --controls 0",
     "fidelity": "--methods dense --lengths 900 --pass-samples 1 --documents 1 --keys 2",
-    "calibrate": "--length 1500 --documents 1",
+    "calibrate": "--length 1500 --documents 1 --target-densities 0.9",
 }
 LENGTH = {"passkey": "lengths", "fidelity": "lengths", "calibrate": "length"}
 
