@@ -19,7 +19,7 @@ from cab_hf.call import LEFT_EARLY, CabMask, in_backward_pass
 from cab_hf.config import MOST, CabConfig, require_layers
 from cab_hf.engines import Engine, Workload
 from cab_hf.exact import exact_attention
-from cab_hf.fit import Origin, require_origin, warn_if_never_sparse
+from cab_hf.fit import Origin, require_origin, warn_if_never_sparse, warn_if_too_short
 from cab_hf.frame import PARALLEL, Length
 from cab_hf.plan import BlockPlan
 from cab_hf.predictors import make_predictor
@@ -121,12 +121,24 @@ def _attend(
         plain=mask.plain,
         longest=mask.longest if sparse and mask.window is None else None,
     )
+    if sparse and way.kind != "sparse":
+        _warn_of_a_short_prompt(module, mask, config)
     if way.kind == "sparse":
         out = _sparse(module, query, key, value, mask, scale, config, way.engine)
     else:
         out = exact_attention(query, key, value, mask, scale, way.engine)
     # [B, N_q, H, D]; engines leave it in memory so, and models may ask for a view of it
     return out.transpose(1, 2).contiguous(), None
+
+
+def _warn_of_a_short_prompt(module: nn.Module, mask: CabMask, config: CabConfig) -> None:
+    """Say once that a call which begins a text has too few tokens of it, in every document."""
+    begins = mask.q_length == mask.kv_length and mask.q_length > 1
+    if torch.compiler.is_compiling() or not begins or mask.window is not None:
+        return
+    longest = mask.longest
+    tokens = mask.kv_length if longest is None else longest.tokens
+    warn_if_too_short(tokens, config.min_length, CabConfig.min_length, module.config)
 
 
 def _sparse(

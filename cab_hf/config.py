@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cab_hf.fit import Origin
+from cab_hf.fit import Origin, number
 
 COARSEN = ("box", "mean", "max_l2")
 CURVATURE = ("none", "additive", "forman")
 SELECT = ("clusters", "topk")
 # blocks and tokens are counted in int32
 MOST = 2**31 - 1
+# fields that take a table of layers and heads
+TABLES = ("mass", "bridges", "sparsity", "exact_queries", "head_map")
 CHOICES = {"coarsen": COARSEN, "select": SELECT, "curvature": CURVATURE}
 # what a row keeps where ``mass`` is None, as (keys it sees, share of its estimated attention mass):
 # constant outside and on a line between. Measured on SmolLM2, see eval/results
@@ -210,7 +212,10 @@ class CabConfig:
             ValueError: where there is no such file, or it holds no config.
         """
         if not Path(path).is_file():
-            raise ValueError(f"{str(path)!r} is no file; give one that CabConfig.save wrote.")
+            raise ValueError(
+                f"{str(path)!r} is no file; give one that CabConfig.save wrote, a CabConfig, or a "
+                "dict of its fields."
+            )
         try:
             content = json.loads(Path(path).read_text("utf-8"))
         except ValueError as error:
@@ -318,13 +323,13 @@ class Budgets(NamedTuple):
 
 
 def require_layers(config: CabConfig, model_config: Any) -> None:
-    """Refuse ``dense_layers`` that a model does not have.
+    """Refuse layers, and tables of layers and heads, that a model does not have.
 
     Args:
-        model_config: a transformers config; one that counts no layers knows nothing better.
+        model_config: a transformers config; what it does not count is not compared.
 
     Raises:
-        ValueError: naming the first of them, and how many layers there are.
+        ValueError: naming the field, what is in it, and what the model has.
     """
     fields = ("num_hidden_layers", "decoder_layers")
     counts = [n for n in [getattr(model_config, name, None) for name in fields] if is_whole(n)]
@@ -333,8 +338,25 @@ def require_layers(config: CabConfig, model_config: Any) -> None:
             raise ValueError(
                 f"CabConfig.dense_layers has {layer}; this model has layers 0 to {max(counts) - 1}."
             )
+    layers = max(counts, default=None)
+    for name in TABLES:
+        table = getattr(config, name)
+        if isinstance(table, tuple) and table:
+            _require_shape(name, table, layers, model_config)
     if counts and config.predictor == "cascade":
         _require_anchors(config, model_config, max(counts))
+
+
+def _require_shape(name: str, table: Table, layers: int | None, model_config: Any) -> None:
+    """Refuse a table of other layers or heads than a model has."""
+    here = layers, number(model_config, "num_attention_heads")
+    shape = len(table), len(table[0])
+    if any(count is not None and count != own for count, own in zip(here, shape, strict=True)):
+        told = [f"{n} {of}" for n, of in zip(here, ("layers", "heads"), strict=True) if n]
+        raise ValueError(
+            f"CabConfig.{name} has {shape[0]} layers of {shape[1]} heads, and this model has "
+            f"{' of '.join(told)}; calibrate this model, or give settings without tables."
+        )
 
 
 def _require_anchors(config: CabConfig, model_config: Any, layers: int) -> None:
@@ -353,10 +375,6 @@ def _require_anchors(config: CabConfig, model_config: Any, layers: int) -> None:
         raise ValueError(
             f"CabConfig.anchors is {config.anchors}, and layer {sparse[0]} is the first sparse "
             "one, for which nobody chooses; add it."
-        )
-    if config.head_map and len(config.head_map) != layers:
-        raise ValueError(
-            f"CabConfig.head_map has {len(config.head_map)} layers; this model has {layers}."
         )
 
 

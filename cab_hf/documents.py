@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, chain
@@ -76,7 +77,8 @@ def recall_document(
     """A document of ``length`` tokens with ``keys`` keys, each of another name.
 
     The keys are stated at random sentence borders of the first half, and repeated in another order
-    at random ones of the second.
+    at random ones of the second. Where one sentence is all of the second half it is cut: whether
+    there is room does not depend on which sentences the seed has drawn.
 
     Args:
         tokenizer: of transformers; special tokens it puts before a text are the first ones.
@@ -96,6 +98,8 @@ def recall_document(
     moved = keys * (border - 1)
     late = length - len(begun) - _total(statements) - moved
     pieces = _text(tokenizer, sentences, rng.randrange(len(sentences)), late + moved)
+    if 0 <= early <= late:
+        pieces = _with_border(pieces, early, late)
     ends = [0, *accumulate(map(len, pieces))]
     halves = [
         [at for at, end in enumerate(ends) if end <= early],
@@ -103,8 +107,8 @@ def recall_document(
     ]
     if not all(halves):
         raise ValueError(
-            f"length {length} has no room for {keys} keys at sentence borders of both halves; give "
-            "a longer one or fewer keys."
+            f"length {length} has no room for {keys} keys in both halves; give a longer one or "
+            "fewer keys."
         )
     borders = [at for half in halves for at in _drawn(rng, half, keys)]
 
@@ -311,6 +315,17 @@ def _text(tokenizer: Any, sentences: Sequence[str], first: int, size: int) -> li
         pieces.append(sentence_tokens(tokenizer, sentence))
         total += len(pieces[-1])
     return pieces
+
+
+def _with_border(pieces: list[Tokens], low: int, high: int) -> list[Tokens]:
+    """The same tokens with a border between two places, for which a long sentence is cut in two."""
+    ends = [0, *accumulate(map(len, pieces))]
+    if any(low <= end <= high for end in ends):
+        return pieces
+    cut = (low + high) // 2
+    at = bisect_right(ends, cut) - 1
+    sentence, place = pieces[at], cut - ends[at]
+    return [*pieces[:at], sentence[:place], sentence[place:], *pieces[at + 1 :]]
 
 
 def _named_keys(

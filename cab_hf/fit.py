@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-# (model, positions, min_length) that a warning has named in this process
-_warned: set[tuple[str, int, int]] = set()
+# what a warning has named in this process
+_warned: set[tuple[Any, ...]] = set()
 
 
 class Origin(NamedTuple):
@@ -120,17 +120,50 @@ def warn_if_never_sparse(min_length: int, model_config: Any) -> None:
     most = positions(model_config)
     if most is None or most >= min_length:
         return
-    told = (name_of(model_config), most, min_length)
-    if told in _warned:
-        return
-    _warned.add(told)
-    warnings.warn(
-        f"{told[0]} has {most:,} positions and min_length is {min_length:,}, so 'cab' computes "
+    name = name_of(model_config)
+    _warn_once(
+        (name, most, min_length),
+        f"{name} has {most:,} positions and min_length is {min_length:,}, so 'cab' computes "
         f'exact attention only; set cab_config={{"min_length": {most // 2}}}, or less, to attend '
         "sparsely from so many tokens on.",
-        UserWarning,
-        stacklevel=2,
     )
+
+
+def warn_if_too_short(tokens: int, min_length: int, default: int, model_config: Any) -> None:
+    """Warn, once a process and model, of a prompt that is too short to be attended sparsely.
+
+    Nothing is said of a ``min_length`` below the ``default``, which somebody has set knowing it,
+    nor where `warn_if_never_sparse` has said all.
+    """
+    most = positions(model_config)
+    if tokens >= min_length or min_length < default or (most is not None and most < min_length):
+        return
+    name = name_of(model_config)
+    _warn_once(
+        (name, "prompt", min_length),
+        f"{name} reads {tokens:,} tokens and min_length is {min_length:,}, so 'cab' computes exact "
+        'attention here; set cab_config={"min_length": ...} lower to attend shorter prompts '
+        "sparsely.",
+    )
+
+
+def warn_if_unused(text_config: Any) -> None:
+    """Warn, once a process and model, of a ``cab_config`` where nobody has asked for "cab"."""
+    if text_config.cab_config is None:
+        return
+    name = name_of(text_config)
+    _warn_once(
+        (name, "cab_config"),
+        f"The config of {name} has a cab_config, which nothing uses: the model is loaded without "
+        "'cab'. Load it with attn_implementation='cab' (or any other, for no warning), or call "
+        "cab_hf.apply_cab(model).",
+    )
+
+
+def _warn_once(told: tuple[Any, ...], sentence: str) -> None:
+    if told not in _warned:
+        _warned.add(told)
+        warnings.warn(sentence, UserWarning, stacklevel=3)
 
 
 def name_of(model_config: Any) -> str:

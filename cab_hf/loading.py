@@ -37,7 +37,7 @@ def load_model(
         device: where it goes; by default "cuda" where there is a CUDA device, else "cpu".
         dtype: a torch dtype or its name; by default bfloat16 on CUDA devices, else float32.
         attn_implementation: "cab", "cab_dense" (exact), or one of transformers'.
-        cab_config: a `CabConfig`, a dict of its fields, or the file or name of a calibration; by
+        cab_config: a `CabConfig`, a dict of its fields, or the file of a calibration; by
             default what is saved with the model, else `CabConfig()`.
         trust_remote_code: run Python code that comes with the model.
         options: more of what ``AutoModelForCausalLM.from_pretrained`` takes.

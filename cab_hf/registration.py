@@ -5,8 +5,8 @@ Registration waits for that moment, so that importing cab_hf costs next to nothi
 
 Two functions are registered under two names. What transformers has no registry for is told at three
 places, and changes nothing for a model that does not ask for "cab": its configs have a
-``cab_config`` (`_Setting`), its check of an implementation's name asks us about ours, and so does
-continuous batching before it begins.
+``cab_config`` (`_Setting`), its check of an implementation's name, which every model passes as it
+is made or switched, asks us about ours, and so does continuous batching before it begins.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class _Setting:
 
     `from_pretrained` takes a setting only where configs have an attribute of its name, and a
     CabConfig could not be saved. A string is what `CabConfig.calibrated` reads, and read at once:
-    what is saved with a model needs no other file. What is stored is checked where it is used.
+    what is saved with a model needs no other file. What is stored is checked where a model is to
+    use it (`_asking_us`).
     """
 
     def __get__(self, config: Any, owner: type) -> Any:
@@ -141,7 +142,13 @@ class _Setting:
 
 
 def _asking_us(check: Callable[..., str]) -> Callable[..., str]:
-    """transformers' check of an implementation's name, for one model: we look at it first."""
+    """transformers' check of an implementation's name, for one model: we look at it first.
+
+    What it is for is refused here where it does not fit, rather than in the first forward pass.
+    """
+    from cab_hf.attention import settings
+    from cab_hf.fit import warn_if_unused
+    from cab_hf.predictors import make_predictor
 
     @functools.wraps(check)
     def ask(model: Any, requested: str | None, *args: Any, **kwargs: Any) -> str:
@@ -149,6 +156,11 @@ def _asking_us(check: Callable[..., str]) -> Callable[..., str]:
             refuse_unreachable(type(model))
             _refuse_while_batching(model)
         refuse_misplaced(model.config)
+        text = model.config.get_text_config()
+        if requested in NAMES:
+            make_predictor(settings(text))
+        elif requested is None and text._attn_implementation is None:
+            warn_if_unused(text)
         return check(model, requested, *args, **kwargs)
 
     return ask

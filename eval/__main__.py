@@ -11,7 +11,7 @@ from types import ModuleType
 
 from cab_hf.eval.experiment import PROG
 from cab_hf.runs.log import DISK_FULL
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import Refused, missing_package
 
 NAMES = ("bridges", "calibrate", "families", "fidelity", "harness", "passkey", "readme", "speed")
 # command -> module, with an `Experiment` called EXPERIMENT, or ``main(words)``, or COMMANDS again
@@ -34,14 +34,19 @@ def _run(words: Sequence[str], group: ModuleType, prog: str) -> int:
     if name not in group.COMMANDS:
         known = ", ".join(group.COMMANDS)
         return _refuse(prog, f"give a command, one of {known}; got {name!r}.")
-    # only the chosen command is imported: torch and transformers take seconds
-    module = importlib.import_module(group.COMMANDS[name])
-    if hasattr(module, "COMMANDS"):
-        return _run(words, module, f"{prog} {name}")
     try:
+        # only the chosen command is imported: torch and transformers take seconds
+        module = importlib.import_module(group.COMMANDS[name])
+        if hasattr(module, "COMMANDS"):
+            return _run(words, module, f"{prog} {name}")
         return module.main(words) if hasattr(module, "main") else module.EXPERIMENT.main(words)
     except Refused as error:
         return _refuse(prog, f"{name}: {error}")
+    except ImportError as error:
+        told = missing_package(error)
+        if told is None:
+            raise
+        return _refuse(prog, f"{name}: {told}")
     except OSError as error:
         # wherever it is noticed, in a cache of compiled kernels as well
         if error.errno not in DISK_FULL:

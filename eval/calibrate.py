@@ -24,7 +24,7 @@ from cab_hf.eval.haystack import read_sentences
 from cab_hf.eval.methods import known
 from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
 from cab_hf.fit import Origin, number
-from cab_hf.patches.calibration import DOCUMENTS, KEYS, LENGTH, built_in_text
+from cab_hf.patches.calibration import DOCUMENTS, KEYS, LENGTH, built_in_text, require_target
 from cab_hf.predictors import make_predictor
 from cab_hf.predictors.anchors import SHARES
 from cab_hf.runs.log import read_log, write_atomically, writing
@@ -36,6 +36,7 @@ from cab_hf.runs.settings import (
     comma_separated,
     option,
     parse_assignment,
+    parse_length,
     read_settings,
     require,
 )
@@ -53,15 +54,16 @@ class Settings(OnModelSettings):
         f"comma-separated UTF-8 files that keys are hidden in; {BUILT_IN}: Python's reference",
         comma_separated(str),
     )
-    target_densities: tuple[float, ...] = option(
+    target_densities: tuple[float, ...] | None = by_device(
         (0.25, 0.15),
+        (0.5, 0.35),
         "comma-separated shares of the pairs to spend, exact passes included",
         comma_separated(float),
     )
     anchors: int = option(
         0, "layers that choose blocks for those behind them, which are found; 0: all choose", int
     )
-    length: int | None = by_device(LENGTH, 1024, "tokens of a document", int)
+    length: int | None = by_device(LENGTH, 2048, "tokens of a document", parse_length)
     documents: int | None = by_device(DOCUMENTS, 1, "how many documents are read", int)
     out: str = option("calibration_results", "folder for the results; a run found there goes on")
 
@@ -118,6 +120,9 @@ class Calibrate(OnModel):
                 f"are not dense; got {settings.anchors}."
             )
         self.document(0)
+        with refusing("target_densities"):
+            target = min(settings.target_densities)
+            require_target(settings.cab_config, settings.anchors > 0, target, settings.length)
 
     def document(self, index: int) -> Document:
         """What is read of that number."""

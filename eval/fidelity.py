@@ -76,6 +76,7 @@ from cab_hf.runs.settings import (
     comma_separated,
     option,
     parse_assignment,
+    parse_length,
     require,
 )
 
@@ -160,7 +161,7 @@ class Settings(OnModelSettings):
         USUAL, f"comma-separated, of {', '.join(PROBES)}", comma_separated(str)
     )
     lengths: tuple[int, ...] | None = by_device(
-        (8192,), (1024,), "comma-separated lengths in tokens", comma_separated(int)
+        (8192,), (1024,), "comma-separated lengths in tokens", comma_separated(parse_length)
     )
     depths: int | None = by_device(20, 2, "places of the key in a prompt, evenly spaced", int)
     pass_samples: int | None = by_device(100, 2, "prompts of each length, over all depths", int)

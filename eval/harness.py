@@ -33,18 +33,19 @@ For models without CAB lm_eval alone runs the same tasks:
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import cab_hf
 from cab_hf.eval.experiment import PROG
-from cab_hf.runs.models import is_made, made_folder
+from cab_hf.runs.models import is_made, made_folder, refuse_unknown
 from cab_hf.runs.settings import Refused
 
 TASKS = Path(__file__).with_name("tasks")
@@ -112,6 +113,23 @@ def what_was_attended(model: Any) -> dict[str, Any]:
     return told
 
 
+def refuse_misspelt(arguments: Iterable[str], known: Collection[str]) -> None:
+    """Refuse an argument of the model that is not ``known`` and looks like one that is.
+
+    Whatever else there is lm_eval hands on to transformers.
+
+    Raises:
+        Refused: naming both.
+    """
+    for name in arguments:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        if name not in known and near:
+            raise Refused(f"model_args has {name!r}; did you mean {near[0]!r}?")
+
+
 def _with_folder(match: re.Match) -> str:
     before, name = match.groups()
-    return f"{before}{made_folder(name)}" if is_made(name) else match[0]
+    if is_made(name):
+        return f"{before}{made_folder(name)}"
+    refuse_unknown(name)
+    return match[0]

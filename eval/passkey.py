@@ -47,6 +47,7 @@ from cab_hf.runs.settings import (
     comma_separated,
     option,
     parse_assignment,
+    parse_length,
     require,
     spell,
 )
@@ -86,7 +87,7 @@ class Settings(OnModelSettings):
         comma_separated(str),
     )
     lengths: tuple[int, ...] | None = by_device(
-        (8192,), (1536,), "comma-separated prompt lengths in tokens", comma_separated(int)
+        (8192,), (1536,), "comma-separated prompt lengths in tokens", comma_separated(parse_length)
     )
     depths: tuple[float, ...] = option(
         parse_depths("5"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pydoc_data.topics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.utils.logging import tqdm
 
 from cab_hf.attention import settings
 from cab_hf.config import CabConfig, is_share, is_whole, require
 from cab_hf.documents import Document, recall_document, split_sentences, with_copies
-from cab_hf.fit import Origin
+from cab_hf.fit import Origin, positions
 from cab_hf.patches.inspection import attention_layers
+from cab_hf.patches.switch import apply_cab
 from cab_hf.patches.watching import watched
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
@@ -28,6 +30,7 @@ from cab_hf.predictors.anchors import (
     averaged_kept,
     cascaded,
     kept_between,
+    least_density,
     viewed,
 )
 from cab_hf.predictors.calibration import (
@@ -37,7 +40,9 @@ from cab_hf.predictors.calibration import (
     Option,
     allocate,
     costs,
+    least_cost,
     measure,
+    require_reachable,
     tables,
 )
 from cab_hf.rotary import slow_channels
@@ -54,7 +59,7 @@ EVERY = 8
 def calibrate(
     model: PreTrainedModel,
     tokenizer: Any,
-    texts: Sequence[str] | None = None,
+    texts: str | Sequence[str] | None = None,
     target_density: float = TARGET_DENSITY,
     *,
     config: CabConfig | None = None,
@@ -69,14 +74,15 @@ def calibrate(
     densely; layer by layer it is measured what every head would lose at every option of its
     predictor, in attention mass and on what the text has twice
     (`cab_hf.predictors.calibration`). Nothing is trained, and nothing of a layer is kept but its
-    losses. With ``anchors`` it is measured what the blocks of every layer keep for every other, and
-    the model gets a cascade (`cab_hf.predictors.anchors`).
+    losses. The model reads in eval mode, and has the mode that it had afterwards. With ``anchors``
+    it is measured what the blocks of every layer keep for every other, and the model gets a cascade
+    (`cab_hf.predictors.anchors`).
 
     Args:
         model: a causal language model of transformers.
         tokenizer: its tokenizer.
-        texts: what to hide keys in, best of the kind the model is for; by default the reference
-            pages that come with Python.
+        texts: what to hide keys in, best of the kind the model is for, as one text or several; by
+            default the reference pages that come with Python.
         target_density: of the layers that attend sparsely, at ``length`` tokens: attended over
             causal pairs, and the share of dense attention's time that exact scores take; with
             ``anchors`` attended pairs alone.
@@ -89,13 +95,14 @@ def calibrate(
 
     Returns:
         The config with a table for each field that was measured, and what it was measured for
-        (``origin``); from now on it is the model's ``config.cab_config``. `CabConfig.save` writes
-        it to a file.
+        (``origin``). The model attends by it from now on, as after `apply_cab`, and `remove_cab`
+        puts back what the model had before. `CabConfig.save` writes it to a file.
 
     Raises:
-        ValueError: for a bad argument, a density that forced blocks alone exceed, a text too short
-            for what is hidden in it, a model none of whose layers attends sparsely, or one whose
-            layers differ in their heads where there are to be anchors.
+        ValueError: for a bad argument, a density that forced blocks alone exceed, a ``length`` too
+            short for what is hidden or beyond the model's positions, a model none of whose layers
+            attends sparsely, or one whose layers differ in their heads where there are to be
+            anchors.
     """
     accepted = is_share(target_density) and target_density > 0
     require(accepted, "target_density", target_density, "in (0, 1]")
@@ -103,29 +110,74 @@ def calibrate(
         require(count is None or is_whole(count), name, count, "a whole number >= 1")
     text = model.config.get_text_config()
     config = config or settings(text)
-    length = length or longest(model)
-    sentences = split_sentences("\n\n".join(texts) if texts is not None else built_in_text())
-    read = (
-        recall_document(tokenizer, sentences, length, KEYS, index, seed)
-        for index in range(documents)
-    )
+    most = positions(text)
+    length = length or min(LENGTH, most or LENGTH)
+    reached = f"at most {most}, as far as the model's positions reach"
+    require(most is None or length <= most, "length", length, reached)
+    sentences = split_sentences(_joined(texts))
+    read = [_document(tokenizer, sentences, length, index, seed) for index in range(documents)]
+    require_target(config, anchors is not None, target_density, length)
+    with tqdm(desc="calibrate", total=documents * _layers_seen(model), unit="layer") as bar:
+        if anchors is None:
+            options = make_predictor(config).options()
+            measured = [losses(model, each, config, options, bar.update) for each in read]
+        else:
+            measured = [kept_of(model, each, config, bar.update) for each in read]
     if anchors is None:
-        options = make_predictor(config).options()
-        found = averaged([losses(model, document, config, options) for document in read])
+        found = averaged(measured)
         chosen = budgeted(config, options, found, target_density, text.num_hidden_layers)
     else:
-        layers, kept = zip(*(kept_of(model, document, config) for document in read), strict=True)
+        layers, kept = zip(*measured, strict=True)
         told = layers[0], text.num_hidden_layers, anchors, target_density
         chosen = cascaded(config, averaged_kept(kept), *told)
     chosen = dataclasses.replace(chosen, origin=Origin.found(text, length))
-    text.cab_config = chosen.to_dict()
+    apply_cab(model, chosen)
     return chosen
 
 
-def longest(model: PreTrainedModel) -> int:
-    """`LENGTH`, or as many tokens as the model can read."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return min(LENGTH, most or LENGTH)
+def require_target(config: CabConfig, anchors: bool, target_density: float, length: int) -> None:
+    """Refuse a density that no choice of blocks reaches, which is known before any is made.
+
+    Raises:
+        ValueError: naming the least one.
+    """
+    if anchors:
+        require_reachable(target_density, least_density(config, length))
+    else:
+        options = make_predictor(config).options()
+        require_reachable(target_density, least_cost(config, options, length))
+
+
+def _layers_seen(model: PreTrainedModel) -> int:
+    return sum(1 for _ in attention_layers(model))
+
+
+def _joined(texts: str | Sequence[str] | None) -> str:
+    """What keys are hidden in, as one text."""
+    if texts is None:
+        return built_in_text()
+    texts = [texts] if isinstance(texts, str) else texts
+    some = isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
+    require(
+        some and any(text.strip() for text in texts),
+        "texts",
+        texts,
+        "a text or a list of them, with words in it",
+    )
+    return "\n\n".join(texts)
+
+
+def _document(
+    tokenizer: Any, sentences: Sequence[str], length: int, index: int, seed: int
+) -> Document:
+    try:
+        return recall_document(tokenizer, sentences, length, KEYS, index, seed)
+    except ValueError as error:
+        # how many keys there are is nothing that whoever calls can change
+        raise ValueError(
+            f"length {length} has no room for the {KEYS} keys that are hidden in a document; give "
+            "a longer one, or texts of shorter sentences."
+        ) from error
 
 
 def built_in_text() -> str:
@@ -136,7 +188,11 @@ def built_in_text() -> str:
 
 @torch.no_grad()
 def losses(
-    model: PreTrainedModel, document: Document, config: CabConfig, options: Sequence[Option]
+    model: PreTrainedModel,
+    document: Document,
+    config: CabConfig,
+    options: Sequence[Option],
+    layer_done: Callable[[], Any] = lambda: None,
 ) -> dict[int, Losses]:
     """What the heads of each layer lose on one document; layers with a window have no part."""
     found: dict[int, Losses] = {}
@@ -154,6 +210,7 @@ def losses(
         spans = Spans.causal(1, q.shape[2], k.shape[2], q.device)
         call = Call(spans, scale, layer, channels=slow_channels(module, q.shape[-1]))
         found[layer] = Losses(*(x.cpu() for x in measure(q, k, call, config, options, needles)))
+        layer_done()
 
     ids = torch.tensor([tokens], device=model.device)
     with watched(model, look):
@@ -181,7 +238,10 @@ def sought(document: Document) -> tuple[Sequence[int], Needles]:
 
 @torch.no_grad()
 def kept_of(
-    model: PreTrainedModel, document: Document, config: CabConfig
+    model: PreTrainedModel,
+    document: Document,
+    config: CabConfig,
+    layer_done: Callable[[], Any] = lambda: None,
 ) -> tuple[list[int], list[Kept]]:
     """The layers that could attend sparsely, and what blocks of each keep of each, by `SHARES`.
 
@@ -205,6 +265,7 @@ def kept_of(
         spans = Spans.causal(1, q.shape[2], k.shape[2], q.device)
         call = Call(spans, scale, layer, channels=slow_channels(module, q.shape[-1]))
         views[layer] = viewed(q, k, call, config, SHARES, here)
+        layer_done()
 
     ids = torch.tensor([tokens], device=model.device)
     with _changes(model) as importance, watched(model, look):

@@ -18,8 +18,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from cab_hf.attention import settings
-from cab_hf.config import CabConfig, budgets_of, require, require_layers
-from cab_hf.fit import number, require_origin, warn_if_never_sparse
+from cab_hf.config import CabConfig, require, require_layers
+from cab_hf.fit import require_origin, warn_if_never_sparse
 from cab_hf.predictors import make_predictor
 
 # what settings may be given as
@@ -28,7 +28,7 @@ FOUND = "_cab_found"  # attribute of a model: list of `_Found`, the oldest first
 
 
 @dataclasses.dataclass
-class _Was:
+class Was:
     """One config, and what stood in it."""
 
     config: PreTrainedConfig
@@ -36,7 +36,7 @@ class _Was:
     cab_config: Any
 
     @classmethod
-    def of(cls, config: PreTrainedConfig) -> _Was:
+    def of(cls, config: PreTrainedConfig) -> Was:
         return cls(config, config._attn_implementation, getattr(config, "cab_config", None))
 
     def changed(self) -> bool:
@@ -55,7 +55,7 @@ class _Was:
 class _Found:
     """What `apply_cab`, or the ``with`` block of `cab` (``scoped``), found in a model's configs."""
 
-    was: list[_Was]
+    was: list[Was]
     scoped: bool
 
     def put_back(self) -> None:
@@ -75,7 +75,7 @@ def apply_cab(
         model: a transformers causal language model, or a PEFT model around one; the whole of it,
             as modules outside keep the config they had.
         config: the settings: a `CabConfig`, a dict of its fields, or what `CabConfig.calibrated`
-            reads, a calibration's file or name. By default those in ``model.config.cab_config``,
+            reads, the file of a calibration. By default those in ``model.config.cab_config``,
             else `CabConfig()`.
         overrides: fields of `CabConfig` to change in it, e.g. ``mass=0.8``.
 
@@ -101,7 +101,7 @@ def remove_cab(model: PreTrainedModel) -> PreTrainedModel:
     for module in model.modules():
         found = vars(module).get(FOUND)
         if found:
-            _own_configs(model)
+            own_configs(model)
             found[0].put_back()
             if not found[-1].scoped:
                 found.pop()
@@ -129,7 +129,7 @@ def _end(model: PreTrainedModel, found: list[_Found], mine: _Found) -> None:
     """End the ``with`` block that found ``mine``."""
     place = found.index(mine)
     if mine is found[-1]:
-        _own_configs(model)
+        own_configs(model)
         mine.put_back()
     else:
         # a block that began later goes on, and will leave what this one found
@@ -139,25 +139,25 @@ def _end(model: PreTrainedModel, found: list[_Found], mine: _Found) -> None:
 
 def _turn_on(
     model: PreTrainedModel, config: Settings | None, overrides: dict[str, Any]
-) -> list[_Was]:
+) -> list[Was]:
     """Switch ``model`` on, or leave it as it is and raise; what stood in each changed config."""
-    inner = _transformers_model(model)
+    inner = transformers_model(model)
     text = inner.config.get_text_config()
     told = settings(text) if config is None else _config_of(config)
     config = CabConfig.from_dict({**told.to_dict(), **overrides})
     make_predictor(config)
     require_origin(config.origin, text)
     require_layers(config, text)
-    _check_budgets(config, text)
-    was = [_Was.of(each) for each in _own_configs(model)]
+    was = own_configs(model)
     text = inner.config.get_text_config()
+    # transformers asks whether it fits as it switches
+    text.cab_config = config.to_dict()
     try:
-        _switch(inner, text)
+        switch(inner, text, "cab")
     except BaseException:
         for each in was:
             each.put_back()
         raise
-    text.cab_config = config.to_dict()
     warn_if_never_sparse(config.min_length, text)
     return [each for each in was if each.changed() or each.config is text]
 
@@ -168,26 +168,17 @@ def _config_of(told: Settings) -> CabConfig:
         return CabConfig.calibrated(told)
     if isinstance(told, Mapping):
         return CabConfig.from_dict(told)
-    what = "a CabConfig, a dict of its fields, or the file or name of a calibration"
+    what = "a CabConfig, a dict of its fields, or the file of a calibration"
     require(isinstance(told, CabConfig), "config", told, what)
     return told
 
 
-def _check_budgets(config: CabConfig, text: PreTrainedConfig) -> None:
-    """Refuse tables that do not fit, where a model has as many heads in every layer.
-
-    Otherwise a table is looked at where it is used.
-    """
-    layers, heads = (number(text, name) for name in ("num_hidden_layers", "num_attention_heads"))
-    if layers is not None and heads is not None:
-        budgets_of(config, layers - 1, heads)
-
-
-def _switch(model: PreTrainedModel, text: PreTrainedConfig) -> None:
-    """Have the layers under the config ``text`` attend by "cab", and no others."""
-    if text._attn_implementation != "cab":
-        model.set_attn_implementation(_request(model.config, text) or "cab")
-    if text._attn_implementation != "cab":
+def switch(model: PreTrainedModel, text: PreTrainedConfig, implementation: str) -> None:
+    """Have the layers under the config ``text`` attend by ``implementation``, and no others."""
+    if text._attn_implementation != implementation:
+        told = _request(model.config, text, implementation) or implementation
+        model.set_attn_implementation(told)
+    if text._attn_implementation != implementation:
         raise ValueError(
             f"{type(model).__name__} keeps attn_implementation={text._attn_implementation!r}: its "
             "attention is not reached through transformers' attention interface, so 'cab' cannot "
@@ -195,18 +186,20 @@ def _switch(model: PreTrainedModel, text: PreTrainedConfig) -> None:
         )
 
 
-def _request(config: PreTrainedConfig, text: PreTrainedConfig) -> Any:
+def _request(config: PreTrainedConfig, text: PreTrainedConfig, implementation: str) -> Any:
     """What transformers is to be told, e.g. ``{"text_config": "cab"}``; None if ``text`` is not
     in ``config``.
     """
     if config is text:
-        return "cab"
+        return implementation
     inner = ((name, getattr(config, name, None)) for name in config.sub_configs)
-    requests = ((name, _request(each, text)) for name, each in inner if each is not None)
+    requests = (
+        (name, _request(each, text, implementation)) for name, each in inner if each is not None
+    )
     return next(({name: request} for name, request in requests if request), None)
 
 
-def _transformers_model(model: nn.Module) -> PreTrainedModel:
+def transformers_model(model: nn.Module) -> PreTrainedModel:
     """The model itself, or the one inside of an adapter or another wrapper."""
     found = (module for module in model.modules() if isinstance(module, PreTrainedModel))
     inner = next(found, None)
@@ -219,11 +212,11 @@ def _transformers_model(model: nn.Module) -> PreTrainedModel:
 
 
 def _found(model: nn.Module) -> list[_Found]:
-    return vars(_transformers_model(model)).setdefault(FOUND, [])
+    return vars(transformers_model(model)).setdefault(FOUND, [])
 
 
-def _own_configs(model: nn.Module) -> list[PreTrainedConfig]:
-    """Give ``model`` configs that no other model holds; all of them.
+def own_configs(model: nn.Module) -> list[Was]:
+    """Give ``model`` configs that no other model holds; all of them, and what stands in them.
 
     Every module that holds one is pointed to its twin, and so is what `FOUND` remembers. Twins are
     shallow: what is switched stands in the config itself.
@@ -237,7 +230,7 @@ def _own_configs(model: nn.Module) -> list[PreTrainedConfig]:
         for found in vars(module).get(FOUND, ()):
             for was in found.was:
                 was.config = twins.get(id(was.config), (None, was.config))[1]
-    return [twin for _, twin in twins.values()]
+    return [Was.of(twin) for _, twin in twins.values()]
 
 
 def _twin(

@@ -12,6 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from cab_hf.attention import cab_dense_attention
 from cab_hf.call import cab_mask
+from cab_hf.patches.switch import own_configs, switch, transformers_model
 
 WATCHED = "cab_watched"
 
@@ -24,17 +25,25 @@ looks: WeakKeyDictionary[nn.Module, Look] = WeakKeyDictionary()
 
 @contextmanager
 def watched(model: PreTrainedModel, look: Look) -> Iterator[None]:
-    """Inside, ``model`` attends exactly, and ``look`` sees what each layer attends with, before."""
+    """Inside, ``model`` attends exactly, and ``look`` sees what each layer attends with, before.
+
+    It is in eval mode meanwhile, and its configs are its own from then on, as after `apply_cab`.
+    """
     AttentionInterface.register(WATCHED, _attend)
     AttentionMaskInterface.register(WATCHED, cab_mask)
-    before = model.config.get_text_config()._attn_implementation
+    was, inner = own_configs(model), transformers_model(model)
     modules = list(model.modules())
+    training = [module for module in modules if module.training]
     looks.update(dict.fromkeys(modules, look))
-    model.set_attn_implementation(WATCHED)
     try:
+        switch(inner, inner.config.get_text_config(), WATCHED)
+        model.eval()
         yield
     finally:
-        model.set_attn_implementation(before)
+        for each in was:
+            each.put_back()
+        for module in training:
+            module.training = True
         for module in modules:
             looks.pop(module, None)
 

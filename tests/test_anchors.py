@@ -211,7 +211,7 @@ def test_the_target_is_met_by_heads_that_differ(target):
 def test_a_target_below_what_is_forced_is_refused():
     kept = kept_at(SMALL, [loud(0), loud(1)], SHARES)
     with pytest.raises(
-        ValueError, match=r"target density is 0\.01; it must be at least 0\.\d+, which blocks"
+        ValueError, match=r"target_density is 0\.01; it must be at least 0\.\d+, which blocks"
     ):
         within(kept, 1, 0.01)
     # and all may have the most

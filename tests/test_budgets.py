@@ -267,7 +267,7 @@ def test_tables_are_saved_with_the_model(tmp_path):
 @pytest.mark.parametrize("shape", [(2, 6), (3, 5)], ids=["layers", "heads"])
 def test_a_table_of_another_model_is_refused_when_it_is_applied(llama, shape):
     table = [[0.5] * shape[1]] * shape[0]
-    with pytest.raises(ValueError, match="do not fit layer 2 of 6 heads"):
+    with pytest.raises(ValueError, match="this model has 3 layers of 6 heads; calibrate"):
         cab_hf.apply_cab(llama, mass=table)
     assert llama.config._attn_implementation == "sdpa"
 

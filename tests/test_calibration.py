@@ -1,15 +1,20 @@
 """Budgets a head: what is lost at each option, and how a density is spent."""
 
+import copy
+import re
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
 import torch
 from tiny import qkv, tiny_model
+from transformers import GPT2Config, GPT2LMHeadModel
 from words import make_tokenizer
 
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.config import budgets_of
+from cab_hf.documents import split_sentences
 from cab_hf.eval.tiny_types import tiny_model as tiny_type
 from cab_hf.fit import Origin
 from cab_hf.patches import calibration as of_models
@@ -96,7 +101,7 @@ def test_the_same_losses_are_allocated_alike():
 
 def test_a_target_below_what_is_forced_is_refused():
     with pytest.raises(ValueError, match=r"target_density is 0\.1; it must be at least 0\.300"):
-        allocate(torch.rand(1, 2, 2), torch.full((1, 2, 2), 0.3), 0.1)
+        allocate(torch.rand(1, 2, 2), torch.full((1, 2, 2), 0.3, dtype=torch.float64), 0.1)
 
 
 def test_exact_scores_count():
@@ -126,21 +131,95 @@ def model(monkeypatch):
 def test_a_model_is_calibrated_and_saved(model, predictor, tmp_path):
     model, tokenizer = model
     config = CabConfig(**SMALL, predictor=predictor)
-    before = model.config._attn_implementation
     given = cab_hf.calibrate(
         model, tokenizer, ["Nobody knows. So it goes."], 0.7, config=config, length=300, documents=1
     )
-    assert model.config._attn_implementation == before
+    # it attends by what was found
+    assert model.config._attn_implementation == "cab"
     assert model.config.cab_config == given.to_dict()
     assert given.origin == Origin("llama", layers=3, heads=6, kv_heads=2, length=300)
     given.save(tmp_path / "own.json")
     assert CabConfig.calibrated(tmp_path / "own.json") == given
-    cab_hf.apply_cab(model)
     ids = torch.randint(2, 50, (1, 300), generator=torch.Generator().manual_seed(0))
     model(ids)
     densities = [layer["density"] for layer in cab_hf.stats(model)]
     assert all(0 < density < 1 for density in densities)
     assert sum(densities) / len(densities) < 0.8
+    cab_hf.remove_cab(model)
+    assert (model.config._attn_implementation, model.config.cab_config) == ("sdpa", None)
+
+
+# few options, so that there is little to measure
+QUICK = {
+    "target_density": 0.7,
+    "config": CabConfig(**SMALL, predictor="antidiagonal"),
+    "length": 300,
+    "documents": 1,
+}
+
+
+def test_models_that_share_a_config_do_not_share_budgets(model):
+    model, tokenizer = model
+    other = type(model)(model.config)
+    assert other.config is model.config
+    cab_hf.calibrate(model, tokenizer, "So it goes.", **QUICK)
+    assert (other.config._attn_implementation, other.config.cab_config) == ("sdpa", None)
+
+
+def test_two_models_are_calibrated_at_a_time(model):
+    tokenizer = model[1]
+    sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": 1}
+    models = [tiny_model(**sizes)]
+    # of the same config
+    models.append(type(models[0])(models[0].config).eval())
+
+    def calibrated(model):
+        return cab_hf.calibrate(model, tokenizer, "So it goes.", **QUICK)
+
+    alone = [calibrated(copy.deepcopy(each)) for each in models]
+    with ThreadPoolExecutor(len(models)) as threads:
+        assert list(threads.map(calibrated, models)) == alone
+
+
+def test_a_model_in_training_is_read_as_in_eval_mode_and_left_training(model):
+    tokenizer = model[1]
+    torch.manual_seed(0)
+    shape = {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 512}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), resid_pdrop=0.5, **shape))
+    model.transformer.h[0].eval()
+    modes = [module.training for module in model.modules()]
+    training = cab_hf.calibrate(copy.deepcopy(model), tokenizer, "So it goes.", **QUICK)
+    assert training == cab_hf.calibrate(model, tokenizer, "So it goes.", **QUICK)
+    assert [module.training for module in model.modules()] == modes
+    assert training == cab_hf.calibrate(model.eval(), tokenizer, "So it goes.", **QUICK)
+
+
+def test_one_text_is_one_text(model, monkeypatch):
+    model, tokenizer = model
+    read = []
+    monkeypatch.setattr(
+        of_models, "split_sentences", lambda text: read.append(text) or split_sentences(text)
+    )
+    for texts in ("So it goes.", ["So it goes."]):
+        cab_hf.calibrate(model, tokenizer, texts, **QUICK)
+    assert read == ["So it goes."] * 2
+
+
+@pytest.mark.parametrize("anchors", [None, 1])
+def test_a_density_that_cannot_be_reached_is_refused_before_anything_is_measured(model, anchors):
+    model, tokenizer = model
+    told = {**QUICK, "target_density": 0.2, "anchors": anchors}
+    model.forward = None
+    with pytest.raises(ValueError, match=r"target_density is 0\.2; it must be at least") as refused:
+        cab_hf.calibrate(model, tokenizer, "So it goes.", **told)
+    del model.forward
+    told["target_density"] = float(re.search(r"at least ([.\d]+)", str(refused.value))[1])
+    cab_hf.calibrate(model, tokenizer, "So it goes.", **told)
+
+
+def test_how_far_it_is_is_shown(model, capfd):
+    cab_hf.calibrate(*model, "So it goes.", **QUICK)
+    assert "calibrate: 100%" in capfd.readouterr().err
 
 
 def test_a_model_is_given_a_cascade(model):
@@ -212,7 +291,11 @@ def test_another_density_gives_other_budgets(model):
         ({"documents": 0}, "documents is 0; it must be a whole number"),
         ({"anchors": 0}, "anchors is 0; it must be a whole number"),
         ({"anchors": 9}, "anchors is 9; it must be 1 to 3, the sparse layers"),
-        ({"length": 50}, "length 50 has no room"),
+        ({"length": 50}, "length 50 has no room for the 2 keys that are hidden in a document"),
+        ({"length": 2049}, "length is 2049; it must be at most 2048, as far as the model's"),
+        ({"texts": []}, r"texts is \[\]; it must be a text or a list of them, with words"),
+        ({"texts": [" "]}, "it must be a text or a list of them, with words in it"),
+        ({"texts": 3}, "texts is 3; it must be a text or a list of them"),
         ({"config": CabConfig(predictor="streaming")}, "'streaming' knows no budgets a head"),
         ({"config": CabConfig(**SMALL, dense_layers=(0, 1, 2))}, "there is nothing to share"),
     ],
@@ -220,8 +303,9 @@ def test_another_density_gives_other_budgets(model):
 def test_what_cannot_be_calibrated_is_refused(model, bad, message):
     model, tokenizer = model
     told = {"target_density": 0.6, "config": CabConfig(**SMALL), "length": 300, "documents": 1}
+    told["texts"] = ["So it goes."]
     with pytest.raises(ValueError, match=message):
-        cab_hf.calibrate(model, tokenizer, ["So it goes."], **told | bad)
+        cab_hf.calibrate(model, tokenizer, **told | bad)
     assert model.config._attn_implementation == "sdpa"
 
 

@@ -146,8 +146,8 @@ def test_what_no_cascade_can_be_is_refused(fields, message):
         ({"anchors": (0,), "dense_layers": (0,)}, "in dense_layers"),
         ({"anchors": (2,), "dense_layers": (0,)}, "layer 1 is the first sparse one"),
         ({"anchors": (0, 3)}, "anchors has 3; this model has layers 0 to 2"),
-        ({"head_map": ((0,) * 6,)}, "head_map has 1 layers; this model has 3"),
-        ({"head_map": ((0,) * 4,) * 3}, "3 layers of 4 heads, which do not fit layer 1"),
+        ({"head_map": ((0,) * 6,)}, "head_map has 1 layers of 6 heads, and this model has 3"),
+        ({"head_map": ((0,) * 4,) * 3}, "4 heads, and this model has 3 layers of 6 heads"),
         ({"head_map": ((6,) * 6,) * 3}, "do not fit layer 1 and a plan of 6 heads"),
     ],
 )

@@ -142,6 +142,19 @@ def test_what_does_not_fit_is_refused(change, message):
         recall_document(TOKENIZERS["words"], NOISE, **{**PLACE, **change})
 
 
+def test_room_does_not_depend_on_the_sentences_that_a_seed_has_drawn():
+    tokenizer = TOKENIZERS["words"]
+    # at some seeds the long one is all of the second half
+    sentences = [*NOISE, " ".join(NOISE * 30)]
+    for seed in range(20):
+        document = recall_document(tokenizer, sentences, **PLACE | {"seed": seed})
+        assert len(document.tokens) == LENGTH
+        for start, end in document.needles:
+            assert end <= LENGTH // 2 and "pass key" in tokenizer.decode(document.tokens[start:end])
+        for start, _ in document.answers:
+            assert start >= LENGTH // 2
+
+
 # --- sentences
 
 

@@ -89,6 +89,22 @@ def test_bad_settings_are_refused(words, told, capsys):
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("more", [(), ("--anchors", 1)], ids=["budgets", "anchors"])
+def test_a_density_out_of_reach_is_refused_before_the_model_is_opened(
+    model_folder, book, tmp_path, capsys, monkeypatch, more
+):
+    monkeypatch.setattr("cab_hf.eval.on_model.load_model", None)
+    words = ("--target-densities", "0.9,0.1", *more)
+    assert command(model_folder, book, tmp_path / "run", *words) == 2
+    told = capsys.readouterr().err
+    assert "target_densities: target_density is 0.1; it must be at least 0." in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_measured_by_default_on_a_cpu_can_be_reached():
+    Calibrate(calibrate.Settings(model="tiny", device="cpu")).check()
+
+
 def test_the_table_counts_kinds_of_heads():
     shared = {"target": 0.2, "density": 0.1, "cost": 0.2, "missed": 0.01, "needle": 0.0}
     kinds = ("estimate", "estimate", "exact", "all")

@@ -223,7 +223,7 @@ def test_decoded_text_is_scored(answer, correct):
         pytest.param(["--set", "mass"], "set: an assignment is field=value", id="assignment"),
         pytest.param(["--set", "mass=3"], "mass", id="field value"),
         pytest.param(["--set", "weight=3"], "weight", id="field name"),
-        pytest.param(["--lengths", "many"], "lengths: invalid literal", id="length"),
+        pytest.param(["--lengths", "many"], "lengths: a length is a number of tokens", id="length"),
     ],
 )
 def test_bad_settings_are_refused_in_a_sentence(options, message, capsys):

@@ -13,7 +13,7 @@ from cab_hf.eval.__main__ import main
 SMALL = {
     "passkey": "--methods dense,cab --lengths 300 --depths 1 --samples 1 --controls 0",
     "fidelity": "--methods dense --lengths 900 --pass-samples 1 --documents 1 --keys 2",
-    "calibrate": "--length 1500 --documents 1",
+    "calibrate": "--length 1500 --documents 1 --target-densities 0.9",
 }
 LENGTH = {"passkey": "lengths", "fidelity": "lengths", "calibrate": "length"}
 
@@ -62,7 +62,7 @@ def refused(folder, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        pytest.param("--model no/such/model", "model 'no/such/model' cannot be loaded", id="model"),
+        pytest.param("--model no/such/model", "model 'no/such/model' is not here", id="model"),
         pytest.param("--model folder", "model 'folder' cannot be loaded", id="no model"),
         pytest.param("--model book.txt", "model 'book.txt' cannot be loaded", id="file as model"),
         pytest.param("--device gpu", "device must be one that torch computes on", id="device"),
@@ -77,7 +77,7 @@ def refused(folder, tmp_path, capsys, monkeypatch):
         pytest.param(
             "--LENGTH 99999", "must be at most 2048, as far as the positions", id="too long"
         ),
-        pytest.param("--LENGTH 1e3", "invalid literal", id="not whole"),
+        pytest.param("--LENGTH 1e3", "a length is a number of tokens", id="not whole"),
         pytest.param("--set mas=1", "mas", id="field"),
         pytest.param("--set mass=9", "mass", id="field value"),
         pytest.param("--set engine=magic", "CabConfig.engine is 'magic'", id="engine"),

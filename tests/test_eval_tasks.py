@@ -16,6 +16,7 @@ from cab_hf import CabConfig, apply_cab, remove_cab
 from cab_hf.documents import NOISE, recall_document, split_sentences
 from cab_hf.eval import harness, passkey
 from cab_hf.eval.__main__ import main
+from cab_hf.eval.harness import refuse_misspelt
 from cab_hf.eval.haystack import Haystack
 from cab_hf.runs.models import smollm2_folder
 from cab_hf.runs.settings import Refused
@@ -190,7 +191,7 @@ def test_a_tokenizer_is_needed(utils):
             ["-a", "pretrained=HERE-32k,tokenizer=HERE"],
             id="with its adapter",
         ),
-        pytest.param(["-a", "pretrained=smollm2-large"], None, id="a longer name"),
+        pytest.param(["-a", "pretrained=someone/smollm2-large"], None, id="a longer name"),
         pytest.param(["--metadata", '{"seed": 1}'], None, id="metadata"),
     ],
 )
@@ -203,6 +204,14 @@ def test_words_are_handed_on(words, expected, monkeypatch):
 @pytest.mark.parametrize("given", [["--include_path", "mine"], ["--include_path=mine"]])
 def test_tasks_of_ones_own_take_the_place_of_ours(given):
     assert harness.handed_on(given) == given
+
+
+def test_a_misspelt_argument_of_the_model_is_refused():
+    known = {"mass", "min_length", "max_length", "batch_size"}
+    refuse_misspelt(["mass", "batch_size", "attn_implementation", "rope_theta", "dtype"], known)
+    for typed, meant in (("masss", "mass"), ("min_lenght", "min_length")):
+        with pytest.raises(ValueError, match=f"model_args has '{typed}'; did you mean '{meant}'"):
+            refuse_misspelt(["dtype", typed], known)
 
 
 def test_without_lm_eval_a_sentence_names_the_extra(monkeypatch, capsys):

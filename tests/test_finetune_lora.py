@@ -242,7 +242,7 @@ def test_dense_layers_are_logged_as_dense(tmp_path):
         pytest.param(["--data", "gone.txt"], "gone.txt", id="data"),
         pytest.param(["--cab", "mas=1"], "mas", id="cab"),
         pytest.param(["--trackers", "wandb"], "pip install wandb", id="tracker"),
-        pytest.param(["--model", "/nowhere"], "'/nowhere' cannot be loaded", id="model"),
+        pytest.param(["--model", "/nowhere"], "'/nowhere' is not here", id="model"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(tmp_path, monkeypatch, capsys, words, told):

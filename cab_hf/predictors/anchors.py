@@ -20,7 +20,13 @@ from cab_hf.config import CabConfig
 from cab_hf.plan import block_visibility
 from cab_hf.predictors.base import Call
 from cab_hf.predictors.baselines import block_mass
-from cab_hf.predictors.calibration import NEEDLE_WEIGHT, Needles, block_shares_of
+from cab_hf.predictors.calibration import (
+    NEEDLE_WEIGHT,
+    Needles,
+    block_shares_of,
+    require_reachable,
+    unmeasured,
+)
 from cab_hf.predictors.curvature import CurvaturePredictor
 
 # of a row's blocks, what a head of an anchor may be given beside those that are forced
@@ -116,15 +122,28 @@ def viewed(
     sought = (key >= needles.starts[:, None]) & (key < needles.ends[:, None])
     needle = block_shares_of(q, k, call, config.key_block, needles.queries, sought)
     rows = needles.queries // config.query_block
-    visible = block_visibility(call.spans, *blocks).sum()
     views = []
     for share in shares:
         # tables that reach to the layer, for which `exact_queries` may have one
         some = with_shares(config, [[share] * q.shape[1]] * (call.layer + 1))
-        keep = CurvaturePredictor(some)(q, k, call).to_dense()[0]
-        found = keep, keep.sum((1, 2)) / visible, mass, needle, rows
+        found = *_kept(q, k, call, some), mass, needle, rows
         views.append(View(*(x.cpu() for x in found)))
     return views
+
+
+def least_density(config: CabConfig, length: int) -> float:
+    """The share of the blocks that an anchor takes at the smallest of `SHARES`."""
+    x, call = unmeasured(length)
+    # who ranks the blocks does not change how many there are
+    some = with_shares(replace(config, exact_queries=0), [[SHARES[0]]])
+    return float(_kept(x, x, call, some)[1])
+
+
+def _kept(q: Tensor, k: Tensor, call: Call, config: CabConfig) -> tuple[Tensor, Tensor]:
+    """The blocks that heads choose, bool [H, M_q, M_k], and their share of all, float32 [H]."""
+    keep = CurvaturePredictor(config)(q, k, call).to_dense()[0]
+    visible = block_visibility(call.spans, config.query_block, config.key_block).sum()
+    return keep, keep.sum((1, 2)) / visible
 
 
 def kept_between(views: Sequence[View], importance: Sequence[float]) -> Kept:
@@ -265,11 +284,7 @@ def within(kept: Sequence[Kept], count: int, target: float) -> Allotment:
     """
     density = torch.stack([each.density for each in kept])
     least, most = (float(each.density.mean()) for each in (kept[0], kept[-1]))
-    if not least <= target:
-        raise ValueError(
-            f"target density is {target:g}; it must be at least {least:.3g}, which blocks that are "
-            "always kept and the smallest share take of what was measured."
-        )
+    require_reachable(target, least)
     found = None
     cheap, dear = 0.0, 2 * (1 + NEEDLE_WEIGHT) / max(1e-6, most - least)
     for halving in range(HALVINGS):

@@ -63,6 +63,8 @@ class Predictor(ABC):
     def options(self) -> tuple[Mapping[str, float], ...]:
         """What a calibration may give a head: the same fields of `CabConfig`, which take tables.
 
+        The first is the cheapest one, and what it keeps depends on the length alone.
+
         Raises:
             ValueError: where heads have nothing of their own.
         """

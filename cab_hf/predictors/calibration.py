@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import ceil
 from typing import NamedTuple
 
 import torch
@@ -81,14 +82,7 @@ def measure(
         config: all that is no option.
     """
     spans, heads = call.spans, q.shape[1]
-    plans = (
-        make_predictor(replace(config, **_of_all(option, heads)))(q, k, _by_itself(call))
-        for option in options
-    )
-    # [H, M_q, M_k, options]
-    keep = torch.stack([plan.to_dense()[0].expand(heads, -1, -1) for plan in plans], dim=-1)
-    pairs = _pairs(spans, config)
-    density = (pairs[None, :, :, None] * keep).sum((1, 2)) / pairs.sum()
+    keep, density = _kept(q, k, call, config, options)
 
     missed = torch.zeros_like(density)
     a_row = heads * spans.kv_length * config.query_block
@@ -109,6 +103,35 @@ def measure(
     return Losses(missed, needle, density)
 
 
+def least_cost(config: CabConfig, options: Sequence[Option], length: int) -> float:
+    """The share of dense attention that the cheapest of ``options`` takes at so many tokens."""
+    x, call = unmeasured(length)
+    _, density = _kept(x, x, call, config, options[:1])
+    return float(costs(options[:1], density, config.query_block))
+
+
+def unmeasured(length: int) -> tuple[Tensor, Call]:
+    """q or k of a head that looks for nothing, and its turn: for what depends on length alone."""
+    x = torch.zeros(1, 1, length, 16)
+    return x, Call(Spans.causal(1, length, length, x.device), 1.0, 0)
+
+
+def require_reachable(target: float, least: float) -> None:
+    """Refuse a target density below what heads take at the least.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if not least <= target:
+        # rounded up: what is named is accepted
+        named = ceil(1000 * least - 1e-6) / 1000
+        raise ValueError(
+            f"target_density is {target:g}; it must be at least {named:.3f}, "
+            "which blocks that are always kept take at this length (a smaller share of longer "
+            "texts)."
+        )
+
+
 def allocate(loss: Tensor, cost: Tensor, target: float) -> Tensor:
     """int64 [L, H]: the option of each head, of least loss at a mean cost of at most ``target``.
 
@@ -122,12 +145,7 @@ def allocate(loss: Tensor, cost: Tensor, target: float) -> Tensor:
         ValueError: when the cheapest options already cost more.
     """
     loss, cost = loss.double(), cost.double()
-    least = float(cost.amin(-1).mean())
-    if least > target:
-        raise ValueError(
-            f"target_density is {target!r}; it must be at least {least:.3f}, which the blocks that "
-            "every head keeps take at this length."
-        )
+    require_reachable(target, float(cost.amin(-1).mean()))
     low, high = 0.0, 1.0
 
     def chosen(multiplier: float) -> Tensor:
@@ -151,6 +169,20 @@ def tables(options: Sequence[Option], choice: Tensor) -> dict[str, tuple[tuple[f
         field: tuple(tuple(options[at][field] for at in row) for row in rows)
         for field in options[0]
     }
+
+
+def _kept(
+    q: Tensor, k: Tensor, call: Call, config: CabConfig, options: Sequence[Option]
+) -> tuple[Tensor, Tensor]:
+    """What each option keeps, bool [H, M_q, M_k, options], and its density, [H, options]."""
+    heads = q.shape[1]
+    plans = (
+        make_predictor(replace(config, **_of_all(option, heads)))(q, k, _by_itself(call))
+        for option in options
+    )
+    keep = torch.stack([plan.to_dense()[0].expand(heads, -1, -1) for plan in plans], dim=-1)
+    pairs = _pairs(call.spans, config)
+    return keep, (pairs[None, :, :, None] * keep).sum((1, 2)) / pairs.sum()
 
 
 def _by_itself(call: Call) -> Call:

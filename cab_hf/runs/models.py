@@ -9,9 +9,11 @@ development: Llama 2 in small, of random weights that are always the same, which
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +23,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +60,11 @@ GGUF_VARIABLE = "CAB_HF_SMOLLM2_GGUF"
 # a conversion takes under a minute: an older half-made one belongs to a killed process
 STALE_SECONDS = 3600
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# with which names of causal LMs begin that the hub has without an owner
+FIRST_NAMES = (
+    *("bert-", "camembert-", "ctrl", "distil", "gpt2", "openai-gpt", "roberta-", "transfo-xl-"),
+    *("xlm-", "xlnet-"),
+)
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", "base.json")
 # models that are a base and an adapter in a folder of the package
@@ -278,7 +286,42 @@ def _base_of(folder: Path) -> str | None:
 
 
 def _source(name_or_path: str) -> str:
-    return str(made_folder(name_or_path)) if is_made(name_or_path) else name_or_path
+    if is_made(name_or_path):
+        return str(made_folder(name_or_path))
+    refuse_unknown(name_or_path)
+    return name_or_path
+
+
+def refuse_unknown(name: str) -> None:
+    """Refuse what is neither here nor a name that the hub could have: it is not asked.
+
+    Where there is no network, its client tries for minutes.
+
+    Raises:
+        Refused: with the names that are known.
+    """
+    known = (SMOLLM2, *ADAPTED, TINY)
+    if name in known or Path(name).exists() or _may_be_on_hub(name):
+        return
+    near = difflib.get_close_matches(name, known, n=1)
+    meant = f" (did you mean {near[0]!r}?)" if near else ""
+    raise Refused(
+        f"model {name!r} is not here{meant}; give {', '.join(known)}, a folder, or a name of the "
+        "hub as owner/name."
+    )
+
+
+def _may_be_on_hub(name: str) -> bool:
+    """Whether it has the form owner/name, is one of the hub's first names, or in its cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name, re.ASCII):
+        return True
+    if not re.fullmatch(r"[\w-][\w.-]*", name, re.ASCII):
+        return False
+    return name.startswith(FIRST_NAMES) or isinstance(
+        try_to_load_from_cache(name, "config.json"), str
+    )
 
 
 def is_made(name: str) -> bool:
@@ -467,6 +510,11 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    if find_spec("gguf") is None:
+        raise Refused(
+            f"model {SMOLLM2!r} is converted once, and gguf is not installed; "
+            "`pip install 'cab_hf[eval]'` brings it."
+        )
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
     # the GGUF metadata ends a text with the wrong token: turns end with <|im_end|>

@@ -11,7 +11,9 @@ import ast
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +24,21 @@ FILE = "settings"  # the option that names a YAML file
 
 class Refused(ValueError):
     """What whoever started a run got wrong; its message is one sentence for them."""
+
+
+def missing_package(error: ImportError) -> str | None:
+    """A sentence on the extra of cab_hf that brings what could not be imported; None: none does."""
+    module = (error.name or "").partition(".")[0]
+    package = {"yaml": "pyyaml"}.get(module, module)
+    try:
+        required = metadata.requires("cab_hf") or []
+    except metadata.PackageNotFoundError:
+        required = []
+    for line in required:
+        found = re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", line)
+        if found and found[1].replace("-", "_") == package:
+            return f"{package} is not installed; pip install 'cab_hf[{found[2]}]' brings it."
+    return None
 
 
 def spell(value: Any) -> str:
@@ -82,6 +99,14 @@ def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], tuple]:
         return tuple(dict.fromkeys(map(parse, parts)))
 
     return parse_all
+
+
+def parse_length(text: str) -> int:
+    """A number of tokens: ``4096``, ``4k`` or ``4K`` (of 1,024), ``1M`` (of 1,048,576)."""
+    found = re.fullmatch(r"(-?[0-9][0-9_]*)([kKmM]?)", text.strip())
+    if not found:
+        raise ValueError(f"a length is a number of tokens, such as 4096, 32k or 1M; got {text!r}.")
+    return int(found[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[found[2].lower()]
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:

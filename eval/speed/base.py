@@ -24,6 +24,7 @@ from cab_hf.runs.settings import (
     fill_by_device,
     option,
     parse_assignment,
+    parse_length,
     require,
 )
 
@@ -49,7 +50,7 @@ MADE_BY = ("device", "versions", "baselines", "commit")  # of the provenance
 def powers(low: int, high: int) -> Any:
     """The option of lengths, by default 2^low to 2^high tokens; few and short ones on a CPU."""
     every = tuple(2**n for n in range(low, high + 1))
-    return listed(every, (256, 512), "tokens", int)
+    return listed(every, (256, 512), "tokens", parse_length)
 
 
 def listed(gpu: tuple, cpu: tuple, help: str, parse: Callable[[str], Any] = str) -> Any:

@@ -27,7 +27,7 @@ from cab_hf.eval.speed.timing import method_on
 from cab_hf.plan import BlockPlan, Spans
 from cab_hf.predictors import Call, make_predictor
 from cab_hf.rotary import llama_channels
-from cab_hf.runs.settings import by_device, option
+from cab_hf.runs.settings import by_device, option, parse_length
 
 MIB = 2**20
 TIMES = "{:.2f}×".format
@@ -53,7 +53,7 @@ class Settings(HeadSettings):
     DEFAULTS = {**UNREACHED_MASS, "min_length": 0}
     POSITIVE = (*HeadSettings.POSITIVE, "head_dim")
 
-    lengths: tuple[int, ...] | None = listed((131_072,), (512,), "tokens", int)
+    lengths: tuple[int, ...] | None = listed((131_072,), (512,), "tokens", parse_length)
     forms: tuple[str, ...] | None = listed(
         ("uniform:0.1", "whole:0.04:0.1", "exact:0.1:64:0.08", "exact:0.1:16:0.08", "uniform:0.08"),
         ("uniform:0.5", "whole:0.1:0.5", "exact:0.3:16:0.5", "exact:0.3:4:0.5"),

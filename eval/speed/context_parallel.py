@@ -43,7 +43,7 @@ from cab_hf.eval.speed.team import ROW_SECONDS, Collective, Team, recorded, repl
 from cab_hf.eval.speed.timing import MOST_RUNS
 from cab_hf.eval.speed.turns import ALONE, OVER_RANKS, SCHEMES, Turn, check, needed
 from cab_hf.plan import EXACT_BLOCK, BlockPlan
-from cab_hf.runs.settings import by_device, comma_separated, option
+from cab_hf.runs.settings import by_device, comma_separated, option, parse_length
 
 DIRECTIONS = (FORWARD, BOTH)
 # query heads, KV heads, channels of each
@@ -62,7 +62,7 @@ class Settings(RandomHeads, SpeedSettings):
     POSITIVE = ("batch", "heads_k_stride", "runs", "turns", "between_gb", "ranks_a_host")
 
     lengths: tuple[int, ...] | None = listed(
-        tuple(2**n for n in range(16, 21)), (1024,), "tokens of the whole text", int
+        tuple(2**n for n in range(16, 21)), (1024,), "tokens of the whole text", parse_length
     )
     shape: str | None = by_device("llama3-8b", "tiny", f"heads of a layer: {', '.join(SHAPES)}")
     batch: int = option(1, "sequences", int)
