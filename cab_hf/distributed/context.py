@@ -18,9 +18,11 @@ from cab_hf.distributed.exchange import RankLost, agree, forget_why, group_of, s
 from cab_hf.distributed.flight import KV_HEADS_TOGETHER
 from cab_hf.distributed.layout import Layout, Places, Shard, layout_of, lengths_between
 from cab_hf.distributed.schemes import Turn, facts
+from cab_hf.distributed.whole_text import hooked
 from cab_hf.frame import PARALLEL
 from cab_hf.plan import EXACT_BLOCK, BlockPlan
 from cab_hf.predictors import Call, make_predictor
+from cab_hf.token_mixers import refuse_token_mixers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -164,9 +166,11 @@ def context_parallel(
     """Inside the block, the attention of ``model`` is over a text that all ranks of ``group`` hold.
 
     Each rank gives its model what `cab_hf.distributed.shard` returns for the same batch: shards of
-    the tokens, and where they belong. Attention gathers keys; all else in a model is a token's own.
-    Selection is that of one process, bit for bit. A backward pass belongs inside the block too:
-    gradients of parameters are those of a rank's own tokens, to be summed over the ranks.
+    the tokens, and where they belong. Attention gathers keys. Rotary frequencies that depend on the
+    longest position, and the auxiliary loss of routers, are those of the whole text. All else in a
+    model is a token's own. Selection is that of one process, bit for bit. A backward pass belongs
+    inside the block too: gradients of parameters are those of a rank's own tokens, to be summed
+    over the ranks, as losses are.
 
     Ulysses needs no such block: DeepSpeed exchanges tokens for heads around the registered
     function, and each rank attends some heads over the whole text, as one process would. Name "cab"
@@ -185,6 +189,8 @@ def context_parallel(
 
     Raises:
         ValueError: for a model of another implementation, or one that is inside such a block.
+        NotImplementedError: for a model with layers that mix tokens without attention, such as
+            convolutions and state spaces.
         RankLost: inside, where another rank has stopped.
     """
     group = group_of(group)
@@ -197,7 +203,8 @@ def context_parallel(
     for module in modules:
         setattr(module, PARALLEL, parallel)
     try:
-        yield model
+        with hooked(model, group, block):
+            yield model
     except BaseException as error:
         if not isinstance(error, RankLost):
             say_why(group, error)
@@ -220,6 +227,11 @@ def _refuse_model(model: nn.Module, modules: list[nn.Module]) -> None:
         raise ValueError(
             f"{type(model).__name__} is inside context_parallel already; leave that block first."
         )
+    refuse_token_mixers(
+        model,
+        "inside context_parallel they would see this rank's shard alone. Read its texts in one "
+        "process.",
+    )
 
 
 @lru_cache
