@@ -39,6 +39,7 @@ from cab_hf.finetune.validation import Validation
 from cab_hf.runs.log import Log, write_atomically
 from cab_hf.runs.provenance import provenance
 from cab_hf.runs.settings import Refused
+from cab_hf.token_mixers import refuse_token_mixers
 
 LOG, CURVE, RESULTS, ADAPTER, CHECKPOINTS = (
     *("log.jsonl", "curve.png", "results.json"),
@@ -325,6 +326,11 @@ def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:
 
 def adapted(settings: Settings, model: nn.Module) -> nn.Module:
     """``model`` with the adapter that the settings ask for."""
+    refuse_token_mixers(
+        model,
+        "packed into one sequence, documents would read each other there. Train a model in which "
+        "tokens meet in attention alone.",
+    )
     return with_lora(
         model,
         settings.targets,
