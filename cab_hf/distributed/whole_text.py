@@ -107,21 +107,23 @@ class _RouterLoss:
         wanted = kwargs.get("output_router_logits")
         wanted = getattr(model.config, "output_router_logits", False) if wanted is None else wanted
         # without its boundaries a text is refused by attention; a model may stand in another
-        if not wanted or ends is None or isinstance(getattr(own, "__self__", None), _RouterLoss):
+        shared = isinstance(getattr(own, "__self__", None), _RouterLoss)
+        if not wanted or ends is None or own is None or shared:
             return
-        if own is None:
-            raise NotImplementedError(
-                f"output_router_logits is True, and {type(model).__name__} computes the loss of "
-                "its routers in a way of its own, which context_parallel cannot add up over ranks; "
-                "set it to False."
-            )
         self.own = own
         self.layout = layout_of(lengths_between(ends), self.group.size(), self.block)
         setattr(sys.modules[type(model).__module__], ROUTER_LOSS, self.share)
 
     def put_back(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        module = sys.modules[type(model).__module__]
         if self.own is not None:
-            setattr(sys.modules[type(model).__module__], ROUTER_LOSS, self.own)
+            setattr(module, ROUTER_LOSS, self.own)
+        elif not hasattr(module, ROUTER_LOSS) and getattr(output, "aux_loss", None) is not None:
+            raise NotImplementedError(
+                f"{type(model).__name__} computes the auxiliary loss of its routers in a way of "
+                "its own, which context_parallel cannot add up over ranks; set "
+                "output_router_logits=False."
+            )
         self.own = self.layout = None
 
     def share(self, *args: Any, **kwargs: Any) -> Any:
