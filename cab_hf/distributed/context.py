@@ -268,18 +268,17 @@ def _refuse_positions(modules: list[nn.Module]) -> None:
     """Where a model does not place tokens by the position_ids of a shard."""
     inner = _inner(modules)
     models = [each for each in modules if isinstance(each, PreTrainedModel)]
-    if not any("position_ids" in signature(each.forward).parameters for each in models):
+    placed = [each for each in models if "position_ids" in signature(each.forward).parameters]
+    if models and not placed:
         raise NotImplementedError(
             f"{type(inner).__name__} takes no position_ids and counts the tokens that it is given, "
             "which inside context_parallel are this rank's shard. Read its texts in one process."
         )
     # the first position of those is not 0
-    offset = [each for each in modules if hasattr(each, "create_position_ids_from_input_ids")]
-    if offset and offset[0].padding_idx is not None:
+    if any(hasattr(each, "create_position_ids_from_input_ids") for each in modules):
         raise NotImplementedError(
-            f"{type(inner).__name__} counts positions from padding_idx + 1 = "
-            f"{offset[0].padding_idx + 1} on, and those of cab_hf.distributed.shard begin at 0. "
-            "Read its texts in one process."
+            f"{type(inner).__name__} counts positions from padding_idx + 1 on, and those of "
+            "cab_hf.distributed.shard begin at 0. Read its texts in one process."
         )
 
 
