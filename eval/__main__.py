@@ -13,9 +13,12 @@ from cab_hf.eval.experiment import PROG
 from cab_hf.runs.log import DISK_FULL
 from cab_hf.runs.settings import Refused, missing_package
 
-NAMES = ("bridges", "calibrate", "families", "fidelity", "harness", "passkey", "readme", "speed")
+NAMES = (
+    *("bridges", "calibrate", "families", "families-context-parallel"),
+    *("fidelity", "harness", "passkey", "readme", "speed"),
+)
 # command -> module, with an `Experiment` called EXPERIMENT, or ``main(words)``, or COMMANDS again
-COMMANDS = {name: f"cab_hf.eval.{name}" for name in NAMES}
+COMMANDS = {name: f"cab_hf.eval.{name.replace('-', '_')}" for name in NAMES}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
+import re
 import resource
 import traceback
 from collections import Counter
@@ -39,6 +40,8 @@ FULL = CabConfig(query_block=32, key_block=16, min_length=0, mass=1.0)
 TOLERANCE = 1e-4
 # how cab is turned on; ``windowed`` is a model with sliding windows, where a type comes without
 DOORS = ("by_name", "applied", "windowed")
+# what our sentences speak of
+OURS = re.compile("cab|context_parallel")
 EXACT, REFUSED, IN_PART = "exact", "refused", "refused in part"
 NOT_OURS, WRONG, FAILS, NOT_BUILT = "not reached", "WRONG", "fails", "not built"
 # the worse comes first
@@ -98,17 +101,7 @@ class Families(Experiment):
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
         """Which types do what; then a table for each of these."""
-        tables = {"Types": _overview(rows)}
-        for heading, verdicts, columns in (
-            ("Not as it should be", (WRONG, FAILS, NOT_OURS, IN_PART), DETAILS),
-            ("Exact", (EXACT,), DETAILS),
-            ("Refused", (REFUSED,), {"type": "model_type", "model": "model", "because": "said"}),
-            ("Not built", (NOT_BUILT,), {"type": "model_type", "because": "said"}),
-        ):
-            found = [row for row in rows if row["verdict"] in verdicts]
-            if found:
-                tables[heading] = markdown_table(found, columns)
-        return tables
+        return verdict_tables(rows, DETAILS)
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
@@ -213,6 +206,21 @@ def _verdict(outcome: Row, layers: int) -> str:
 def worst(verdicts: Sequence[str]) -> str:
     """What is said of all of them together."""
     return IN_PART if set(verdicts) == {EXACT, REFUSED} else min(verdicts, key=VERDICTS.index)
+
+
+def verdict_tables(rows: Sequence[Row], details: Mapping[str, Any]) -> dict[str, str]:
+    """Heading -> table of the rows of some verdicts; of types that were measured, ``details``."""
+    tables = {"Types": _overview(rows)}
+    for heading, verdicts, columns in (
+        ("Not as it should be", (WRONG, FAILS, NOT_OURS, IN_PART), details),
+        ("Exact", (EXACT,), details),
+        ("Refused", (REFUSED,), {"type": "model_type", "model": "model", "because": "said"}),
+        ("Not built", (NOT_BUILT,), {"type": "model_type", "because": "said"}),
+    ):
+        found = [row for row in rows if row["verdict"] in verdicts]
+        if found:
+            tables[heading] = markdown_table(found, columns)
+    return tables
 
 
 def _overview(rows: Sequence[Row]) -> str:
@@ -375,7 +383,7 @@ def counted(implementation: str) -> Iterator[set[nn.Module]]:
 def outcome(error: Exception) -> dict[str, str]:
     """A refusal says what it refuses; everything else failed."""
     told = " ".join(str(error).split())
-    if isinstance(error, ValueError | NotImplementedError) and "cab" in told:
+    if isinstance(error, ValueError | NotImplementedError) and OURS.search(told):
         return {"refused": told}
     return {"failed": _last_line(error)}
 

@@ -33,6 +33,7 @@ ORDER = (
     *(f"speed {op}" for op in ("breakdown", "prefill", "lora", "context-parallel")),
     "bridges",
     "families",
+    "families-context-parallel",
 )
 # how long the default takes, and what it keeps of texts
 SPEED = "speed-ttft"

@@ -170,6 +170,7 @@ REPAIRS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
     "granitemoehybrid": {"layer_types": LINEAR_AND_FULL},
     "jamba": {"attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "mamba2": {"num_heads": 8},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * (LAYERS // 2)},

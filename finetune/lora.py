@@ -60,6 +60,7 @@ from cab_hf.runs.log import DISK_FULL, Log, write_atomically, writing
 from cab_hf.runs.models import file_sha256
 from cab_hf.runs.provenance import provenance
 from cab_hf.runs.settings import Refused
+from cab_hf.token_mixers import refuse_token_mixers
 
 LOG, CURVE, RESULTS, ADAPTER, CHECKPOINTS = (
     *("log.jsonl", "curve.png", "results.json"),
@@ -396,6 +397,11 @@ def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:
 
 def adapted(settings: Settings, model: nn.Module) -> nn.Module:
     """``model`` with the adapter that the settings ask for."""
+    refuse_token_mixers(
+        model,
+        "packed into one sequence, documents would read each other there. Train a model in which "
+        "tokens meet in attention alone.",
+    )
     return with_lora(
         model,
         settings.targets,

@@ -14,7 +14,10 @@ PRELOADED = [
     "cab_hf.attention",
     "cab_hf.distributed",
     "transformers.generation.utils",
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen3")),
+    *(
+        f"transformers.models.{name}.modeling_{name}"
+        for name in ("llama", "mistral", "mixtral", "qwen3")
+    ),
     "transformers.models.smollm3.modeling_smollm3",
 ]
 # seconds after which what a process was asked counts as hanging

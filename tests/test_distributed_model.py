@@ -35,6 +35,19 @@ CONFIGS = {
         min_length=300,
     ),
 }
+# frequencies depend on the longest position; of 400 tokens the second of two ranks holds 128 to 383
+DYNAMIC = {
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    "max_position_embeddings": 128,
+}
+LONGROPE = {
+    "rope_parameters": {
+        **{"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0},
+        **{"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]},
+        "original_max_position_embeddings": 390,
+    }
+}
+ROUTED = {"family": "mixtral", "output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
 @pytest.fixture
@@ -127,11 +140,29 @@ def test_a_training_step_is_that_of_one_process(ranks, config, ends):
             (("cab", SPARSE), {"family": "mistral-sliding"}), {}, 4, id="a-sliding-window"
         ),
         pytest.param((("cab", SPARSE), {"family": "qwen3-some-sliding"}), {}, 2, id="some-sliding"),
+        pytest.param((("cab", SPARSE), DYNAMIC), {}, 2, id="dynamic-rope"),
+        pytest.param((("cab", SPARSE), LONGROPE), {"checkpointing": True}, 2, id="longrope"),
+        pytest.param((("cab", SPARSE), ROUTED), {}, 2, id="a-router-loss"),
+        pytest.param(
+            (("cab", SPARSE), ROUTED), {"checkpointing": True}, 4, id="a-router-loss-checkpointed"
+        ),
     ],
 )
 def test_so_is_that_of_other_models_and_settings(ranks, build, settings, world):
     batch = batch_of(400)
     found = ranks.run(world, step_on_a_rank, batch, build, settings)
+    assert_same_step(found, in_one_process(batch, build))
+
+
+def test_the_router_loss_of_packed_documents_is_that_of_one_process(ranks):
+    batch, build = batch_of(400, [0, 70, 71, 300, 400]), (("cab", FULL), ROUTED)
+    found = ranks.run(2, step_on_a_rank, batch, build, {})
+    assert_same_step(found, in_one_process(batch, build))
+
+
+def test_documents_of_different_lengths_have_the_frequencies_of_the_longest(ranks):
+    batch, build = batch_of(400, [0, 70, 71, 200, 400]), (("cab", FULL), DYNAMIC)
+    found = ranks.run(4, step_on_a_rank, batch, build, {})
     assert_same_step(found, in_one_process(batch, build))
 
 

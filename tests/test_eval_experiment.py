@@ -249,7 +249,10 @@ def test_listing_commands_imports_none():
 
 @pytest.mark.parametrize(
     "name",
-    ["bridges", "families", "fidelity", "passkey", *(f"speed {op}" for op in speed.COMMANDS)],
+    [
+        *("bridges", "families", "families-context-parallel", "fidelity", "passkey"),
+        *(f"speed {op}" for op in speed.COMMANDS),
+    ],
 )
 def test_a_purpose_is_read_as_it_is(name):
     kind = experiment.named(name)
@@ -262,6 +265,6 @@ def test_commands_are_listed_and_others_refused(capsys):
     for words in (["magic"], []):
         assert __main__.main(words) == 2
         assert (
-            "give a command, one of bridges, calibrate, families, fidelity"
+            "give a command, one of bridges, calibrate, families, families-context-parallel"
             in capsys.readouterr().err
         )

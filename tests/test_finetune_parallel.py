@@ -23,6 +23,8 @@ WORDS = [
     *("--data", "retrieval:passkey:200", "--validation", "retrieval:passkey:200"),
     *("--steps", "4", "--save-every", "9", "--eval-every", "4", "--held-out", "3"),
 ]
+# one document to a sequence, whose last positions one process holds alone
+WHOLE = ["--data", "retrieval:passkey:511", "--validation", "retrieval:passkey:511"]
 RUNS = {
     "cab": [],
     "cab_dense": ["--attention", "cab_dense", "--checkpointing", "false"],
@@ -74,8 +76,10 @@ def test_processes_learn_together_what_one_learns(tmp_path):
     def words(name, *own):
         return " ".join([*WORDS, *own, "--out", str(tmp_path / name)])
 
+    few = few_positions(tmp_path / "few")
+    runs = {**RUNS, "dynamic": ["--model", few, "--rope", "dynamic", *WHOLE]}
     whole = [" ".join([*TRAIN[1:], "--cp", "2", "--out", str(tmp_path / name)]) for name in ENDS]
-    together = [words(f"{name}-of-two", *own, "--cp", "2") for name, own in RUNS.items()]
+    together = [words(f"{name}-of-two", *own, "--cp", "2") for name, own in runs.items()]
     assert launched([*LAUNCH, str(script), " / ".join([*together, whole[0]])]).returncode != 0
     assert [step for _, step, _ in losses(tmp_path / "killed")] == [1, 2]
     others = [*whole, words("replicas"), words("fsdp2", "--cp", "2")]
@@ -85,7 +89,7 @@ def test_processes_learn_together_what_one_learns(tmp_path):
     done = launched(grid)
     assert done.returncode == 0, done.stderr[-3000:]
 
-    for name, own in RUNS.items():
+    for name, own in runs.items():
         assert lora.main([*WORDS, *own, "--out", str(tmp_path / f"{name}-of-one")]) == 0
         check_that_they_are_the_same(tmp_path / f"{name}-of-two", tmp_path / f"{name}-of-one")
     check_that_they_are_the_same(tmp_path / "fsdp2", tmp_path / "cab-of-one")
@@ -97,6 +101,15 @@ def test_processes_learn_together_what_one_learns(tmp_path):
 
 
 ENDS = ("killed", "whole")
+
+
+def few_positions(folder):
+    """The tiny model with a quarter of the positions that its runs need, in ``folder``."""
+    model, tokenizer = load_model("tiny", attn_implementation="sdpa", dtype="float32")
+    model.config.max_position_embeddings = 128
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 def check_that_they_are_the_same(found, meant):

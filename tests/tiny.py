@@ -8,6 +8,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     SmolLM3Config,
@@ -34,6 +36,7 @@ FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
     "mistral-sliding": (MistralConfig, MistralForCausalLM, {"sliding_window": 40}),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
     "qwen3-some-sliding": (
         Qwen3Config,

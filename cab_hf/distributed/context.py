@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from cab_hf.config import CabConfig, is_whole, require
 from cab_hf.distributed.choosing import choose, short_rows
@@ -18,9 +20,12 @@ from cab_hf.distributed.exchange import RankLost, agree, forget_why, group_of, s
 from cab_hf.distributed.flight import KV_HEADS_TOGETHER
 from cab_hf.distributed.layout import Layout, Places, Shard, layout_of, lengths_between
 from cab_hf.distributed.schemes import Turn, facts
+from cab_hf.distributed.whole_text import hooked
 from cab_hf.frame import PARALLEL
 from cab_hf.plan import EXACT_BLOCK, BlockPlan
 from cab_hf.predictors import Call, make_predictor
+from cab_hf.refusals import foreseen
+from cab_hf.token_mixers import refuse_token_mixers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,12 +35,19 @@ NAMES = ("cab", "cab_dense")
 
 @dataclass(eq=False)
 class Parallel:
-    """How the attention of one model goes over ranks; the arguments of `context_parallel`."""
+    """How the attention of one model goes over ranks; the arguments of `context_parallel`.
+
+    Attributes:
+        model: what it is called.
+        told: whether its latest call has said where the tokens of this rank stand.
+    """
 
     group: ProcessGroup
     heads_k_stride: int
     block: int
     again: bool
+    model: str
+    told: bool = False
     _layouts: WeakKeyDictionary[Any, Layout] = field(default_factory=WeakKeyDictionary)
     _spans: WeakKeyDictionary[Any, dict[Any, Shard]] = field(default_factory=WeakKeyDictionary)
 
@@ -71,6 +83,12 @@ class Parallel:
         known["tokens whose positions are another rank's"] = wrong
         known["settings (their checksum)"] = _checksum(config)
         agree(known, self.group, q.device)
+        if self.told and (position_ids is None or cu_seq_lens is None):
+            raise NotImplementedError(
+                f"{self.model} does not hand position_ids and cu_seq_lens_q on to its attention, "
+                "which inside context_parallel cannot know by them where its tokens stand. Read "
+                "its texts in one process."
+            )
         if wrong:
             raise ValueError(
                 f"position_ids and cu_seq_lens_q do not say how {q.shape[2]} tokens are held by "
@@ -85,6 +103,10 @@ class Parallel:
             return tokens
         expected = layout.positions[self.group.rank()].to(position_ids.device)
         return int((position_ids != expected).any(0).sum())
+
+    def listen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A hook before the forward pass of the model."""
+        self.told = kwargs.get("cu_seq_lens_q") is not None
 
     def turn(self, spans: Shard, places: Places, scale: float, engine: str) -> Turn:
         """Exact attention of this rank's queries."""
@@ -164,9 +186,11 @@ def context_parallel(
     """Inside the block, the attention of ``model`` is over a text that all ranks of ``group`` hold.
 
     Each rank gives its model what `cab_hf.distributed.shard` returns for the same batch: shards of
-    the tokens, and where they belong. Attention gathers keys; all else in a model is a token's own.
-    Selection is that of one process, bit for bit. A backward pass belongs inside the block too:
-    gradients of parameters are those of a rank's own tokens, to be summed over the ranks.
+    the tokens, and where they belong. Attention gathers keys. Rotary frequencies that depend on the
+    longest position, and the auxiliary loss of routers, are those of the whole text. All else in a
+    model is a token's own. Selection is that of one process, bit for bit. A backward pass belongs
+    inside the block too: gradients of parameters are those of a rank's own tokens, to be summed
+    over the ranks, as losses are.
 
     Ulysses needs no such block: DeepSpeed exchanges tokens for heads around the registered
     function, and each rank attends some heads over the whole text, as one process would. Name "cab"
@@ -185,6 +209,8 @@ def context_parallel(
 
     Raises:
         ValueError: for a model of another implementation, or one that is inside such a block.
+        NotImplementedError: for a model with layers that mix tokens without attention, such as
+            convolutions and state spaces, or one that does not place tokens by ``position_ids``.
         RankLost: inside, where another rank has stopped.
     """
     group = group_of(group)
@@ -192,17 +218,20 @@ def context_parallel(
     require(is_whole(block) and block % 16 == 0, "block", block, "a multiple of 16")
     modules = list(model.modules())
     _refuse_model(model, modules)
-    parallel = Parallel(group, heads_k_stride, block, again)
+    parallel = Parallel(group, heads_k_stride, block, again, type(_inner(modules)).__name__)
+    listening = model.register_forward_pre_hook(parallel.listen, with_kwargs=True)
     forget_why(group)
     for module in modules:
         setattr(module, PARALLEL, parallel)
     try:
-        yield model
+        with hooked(model, group, block):
+            yield model
     except BaseException as error:
         if not isinstance(error, RankLost):
             say_why(group, error)
         raise
     finally:
+        listening.remove()
         for module in modules:
             delattr(module, PARALLEL)
 
@@ -220,6 +249,42 @@ def _refuse_model(model: nn.Module, modules: list[nn.Module]) -> None:
         raise ValueError(
             f"{type(model).__name__} is inside context_parallel already; leave that block first."
         )
+    for module in modules:
+        reason = foreseen(module) if hasattr(module, "config") else None
+        if reason is not None:
+            raise NotImplementedError(
+                f"{type(module).__name__} of {type(model).__name__} is not computed by 'cab' "
+                f"({reason}); context_parallel is for models whose attention is."
+            )
+    _refuse_positions(modules)
+    refuse_token_mixers(
+        model,
+        "inside context_parallel they would see this rank's shard alone. Read its texts in one "
+        "process.",
+    )
+
+
+def _refuse_positions(modules: list[nn.Module]) -> None:
+    """Where a model does not place tokens by the position_ids of a shard."""
+    inner = _inner(modules)
+    models = [each for each in modules if isinstance(each, PreTrainedModel)]
+    placed = [each for each in models if "position_ids" in signature(each.forward).parameters]
+    if models and not placed:
+        raise NotImplementedError(
+            f"{type(inner).__name__} takes no position_ids and counts the tokens that it is given, "
+            "which inside context_parallel are this rank's shard. Read its texts in one process."
+        )
+    # the first position of those is not 0
+    if any(hasattr(each, "create_position_ids_from_input_ids") for each in modules):
+        raise NotImplementedError(
+            f"{type(inner).__name__} counts positions from padding_idx + 1 on, and those of "
+            "cab_hf.distributed.shard begin at 0. Read its texts in one process."
+        )
+
+
+def _inner(modules: list[nn.Module]) -> nn.Module:
+    """The transformers model, inside of an adapter or another wrapper."""
+    return next((each for each in modules if isinstance(each, PreTrainedModel)), modules[0])
 
 
 @lru_cache

@@ -1,0 +1,147 @@
+"""What a model computes of the whole text beside attention: told over ranks by hooks.
+
+* Rotary embeddings whose frequencies depend on the longest position of a call (dynamic, longrope)
+  are shown the longest one of all ranks.
+* A router's auxiliary loss is a product of means over all tokens: it is computed of every rank's
+  router logits, and each rank returns its share, as of the loss itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from cab_hf.distributed.exchange import gathered
+from cab_hf.distributed.layout import Layout, layout_of, lengths_between
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# the name under which the models of transformers have it, each in its own module
+ROUTER_LOSS = "load_balancing_loss_func"
+
+
+@contextmanager
+def hooked(model: nn.Module, group: ProcessGroup, block: int) -> Iterator[None]:
+    """Inside, what ``model`` computes of the whole text is that of all ranks of ``group``.
+
+    Args:
+        block: as in `cab_hf.context_parallel`.
+    """
+    handles = []
+    for module in model.modules():
+        if _depends_on_longest(module):
+            shown = functools.partial(_with_longest, group)
+            handles.append(module.register_forward_pre_hook(shown, with_kwargs=True))
+            handles.append(module.register_forward_hook(_without_longest))
+        if isinstance(module, PreTrainedModel) and _routed(module):
+            loss = _RouterLoss(group, block)
+            handles.append(module.register_forward_pre_hook(loss.replace, with_kwargs=True))
+            handles.append(module.register_forward_hook(loss.put_back, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _depends_on_longest(module: nn.Module) -> bool:
+    """Whether a rotary embedding chooses frequencies by the longest position it is given."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(
+        isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds
+    )
+
+
+def _with_longest(
+    group: ProcessGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """One position more than there are tokens: the longest of all ranks."""
+    told = inspect.signature(module.forward).bind(*args, **kwargs)
+    positions = told.arguments.get("position_ids")
+    if not isinstance(positions, Tensor):
+        raise NotImplementedError(
+            f"rope_type of {type(module).__name__} is {module.rope_type!r}, whose frequencies "
+            "depend on the longest position, and it is called without position_ids; inside "
+            "context_parallel take a model of another rope_type, such as 'yarn'."
+        )
+    longest = gathered(positions.max().view(1), group).max()
+    more = longest.expand(*positions.shape[:-1], 1).to(positions.dtype)
+    told.arguments["position_ids"] = torch.cat((positions, more), dim=-1)
+    return told.args, told.kwargs
+
+
+def _without_longest(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """The frequencies [..., n + 1, D] of the tokens alone."""
+    if isinstance(output, Tensor):
+        return output[..., :-1, :]
+    return tuple(x[..., :-1, :] for x in output)
+
+
+def _routed(model: PreTrainedModel) -> bool:
+    return "output_router_logits" in inspect.signature(model.forward).parameters
+
+
+class _RouterLoss:
+    """The auxiliary loss of one model's routers, in the place of its own while it runs."""
+
+    def __init__(self, group: ProcessGroup, block: int) -> None:
+        self.group, self.block = group, block
+        self.own: Callable[..., Any] | None = None
+        self.layout: Layout | None = None
+
+    def replace(
+        self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        ends = kwargs.get("cu_seq_lens_q")
+        own = getattr(sys.modules[type(model).__module__], ROUTER_LOSS, None)
+        wanted = kwargs.get("output_router_logits")
+        wanted = getattr(model.config, "output_router_logits", False) if wanted is None else wanted
+        # without its boundaries a text is refused by attention; a model may stand in another
+        shared = isinstance(getattr(own, "__self__", None), _RouterLoss)
+        if not wanted or ends is None or own is None or shared:
+            return
+        self.own = own
+        self.layout = layout_of(lengths_between(ends), self.group.size(), self.block)
+        setattr(sys.modules[type(model).__module__], ROUTER_LOSS, self.share)
+
+    def put_back(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        module = sys.modules[type(model).__module__]
+        if self.own is not None:
+            setattr(module, ROUTER_LOSS, self.own)
+        elif not hasattr(module, ROUTER_LOSS) and getattr(output, "aux_loss", None) is not None:
+            raise NotImplementedError(
+                f"{type(model).__name__} computes the auxiliary loss of its routers in a way of "
+                "its own, which context_parallel cannot add up over ranks; set "
+                "output_router_logits=False."
+            )
+        self.own = self.layout = None
+
+    def share(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss of all tokens over the number of ranks; its gradient is that of this rank's."""
+        told = inspect.signature(self.own).bind(*args, **kwargs)
+        logits = told.arguments["gate_logits"]
+        if not isinstance(logits, tuple):
+            return self.own(*args, **kwargs)
+        told.arguments["gate_logits"] = tuple([self._whole(x) for x in logits])
+        # a text that is dealt out has no padding but the ranks' own, which is left out
+        told.arguments["attention_mask"] = None
+        loss = self.own(*told.args, **told.kwargs)
+        return loss - loss.detach() * (1 - 1 / self.group.size())
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """[B * N, E] of all ranks' router logits [B * n, E]; gradients go to this rank's alone."""
+        mine = logits.reshape(-1, self.layout.tokens, logits.shape[-1]).transpose(0, 1)
+        everyone = list(gathered(mine, self.group).chunk(self.group.size()))
+        everyone[self.group.rank()] = mine
+        holders = self.layout.holders.to(logits.device)
+        return torch.cat(everyone).index_select(0, holders).transpose(0, 1).flatten(0, 1)

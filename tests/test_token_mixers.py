@@ -1,0 +1,60 @@
+"""Layers that mix tokens without attention: found by what they are, refused where they err."""
+
+import pytest
+import torch
+from launches import SMALL
+from words import make_tokenizer
+
+import cab_hf
+from cab_hf.eval.tiny_types import FIRST_TOKEN, tiny_model
+from cab_hf.finetune import lora
+from cab_hf.token_mixers import token_mixers
+
+MIXERS = {
+    "bamba": "BambaMixer",
+    "jamba": "JambaMambaMixer",
+    "zamba2": "Zamba2MambaMixer",
+    "falcon_h1": "FalconH1Mixer",
+    "nemotron_h": "NemotronHMamba2Mixer",
+    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
+    "lfm2_moe": "Lfm2MoeShortConv",
+    "zaya": "ZayaCCAProjection",
+    "minimax": "MiniMaxLightningAttention",
+    "qwen3_next": "Qwen3NextGatedDeltaNet",
+    "qwen3_5": "Qwen3_5GatedDeltaNet",
+    "olmo_hybrid": "OlmoHybridGatedDeltaNet",
+    "recurrent_gemma": "RecurrentGemmaRecurrentBlock",
+}
+# with experts, latent keys, layers that differ, towers that convolve pictures and sound
+ATTENTION_ALONE = "llama mixtral deepseek_v3 gemma3 gemma4 qwen3_moe olmo2 gpt2 moshi"
+
+
+@pytest.mark.parametrize("model_type", MIXERS)
+def test_a_model_with_other_mixers_is_refused_across_ranks(model_type, one_process):
+    model = cab_hf.apply_cab(tiny_model(model_type), min_length=0)
+    sentence = rf"mix tokens without attention \({MIXERS[model_type]}.*\); inside context_parallel"
+    with pytest.raises(NotImplementedError, match=sentence), cab_hf.context_parallel(model):
+        pass
+    # nothing of the block stays behind
+    model(torch.full((1, 8), FIRST_TOKEN))
+
+
+@pytest.mark.parametrize("model_type", ATTENTION_ALONE.split())
+def test_attention_is_no_other_mixer(model_type):
+    assert list(token_mixers(tiny_model(model_type))) == []
+
+
+def test_a_hybrid_without_its_other_layers_is_none():
+    told = {"layer_types": ["full_attention"] * 4}
+    assert list(token_mixers(tiny_model("granitemoehybrid", **told))) == []
+
+
+@pytest.mark.parametrize("attention", ["cab", "sdpa"])
+@pytest.mark.parametrize("what", ["", "--dry-run"], ids=["train", "dry-run"])
+def test_training_on_packed_documents_refuses_them(attention, what, tmp_path, capsys):
+    tiny_model("bamba").save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    words = [*SMALL, "--model", str(tmp_path), "--attention", attention, *filter(None, [what])]
+    assert lora.main([*words, "--out", str(tmp_path / "out")]) == 2
+    sentence = "BambaForCausalLM has layers that mix tokens without attention (BambaMixer); packed"
+    assert sentence in capsys.readouterr().err
