@@ -139,8 +139,6 @@ class Settings:
             return
         accepted = f"one of {', '.join(ACROSS)} with cp={self.cp}"
         require(self, "attention", self.attention in ACROSS, accepted)
-        accepted = f"none that follows the longest text of a process with cp={self.cp}"
-        require(self, "rope", self.rope != "dynamic", accepted)
         # an early and a late chunk of a document for each
         least = 2 * self.cp * EXACT_BLOCK
         accepted = f"{least} or more with cp={self.cp}, {2 * EXACT_BLOCK} for each process"

@@ -109,7 +109,6 @@ def test_a_command_line_is_refused_in_one_line(words, told, tmp_path, capsys):
         pytest.param({"lr": 0.0}, "lr must be a number above 0; got 0.0", id="lr"),
         pytest.param({"dtype": "float16"}, "dtype must be one of bfloat16, float32", id="dtype"),
         pytest.param({"trackers": ("mlflow",)}, "trackers must be some of tensorb", id="tracker"),
-        pytest.param({"cp": 2, "rope": "dynamic"}, "rope must be none that follows", id="rope"),
         pytest.param({"passkey_lengths": (9999,)}, "passkey_lengths must be at most", id="keys"),
     ],
 )
