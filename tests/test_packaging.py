@@ -24,11 +24,11 @@ FLOORS = [
         "predictors",
         "engines",
         "frame",
-        "distributed",
         "layers",
         "call",
     ),
-    *("exact", "refusals", "route", "attention", "loading", "patches", "finetune", "eval"),
+    *("exact", "refusals", "token_mixers", "distributed", "route", "attention", "loading"),
+    *("patches", "finetune", "eval"),
 ]
 
 
