@@ -161,7 +161,7 @@ class Settings(OnModelSettings):
         USUAL, f"comma-separated, of {', '.join(PROBES)}", comma_separated(str)
     )
     lengths: tuple[int, ...] | None = by_device(
-        (8192,), (1024,), "comma-separated lengths in tokens", comma_separated(parse_length)
+        (8192,), (1536,), "comma-separated lengths in tokens", comma_separated(parse_length)
     )
     depths: int | None = by_device(20, 2, "places of the key in a prompt, evenly spaced", int)
     pass_samples: int | None = by_device(100, 2, "prompts of each length, over all depths", int)
@@ -231,7 +231,7 @@ class Settings(OnModelSettings):
     @cached_property
     def configs(self) -> dict[str, CabConfig]:
         """``cab``, the defaults and ``--set``; and ``cab:NAME`` for each ``--cab``."""
-        chosen = {Cab.name: CabConfig.from_dict({"min_length": 0, **_assigned(self.set)})}
+        chosen = {Cab.name: CabConfig.from_dict({"min_length": 0, **self.cab_fields})}
         for name, told in _assigned(self.cab).items():
             accepted = "NAME=field=value,... or NAME=FILE.json"
             fits = NAME.fullmatch(name) and isinstance(told, str) and told

@@ -46,7 +46,6 @@ from cab_hf.runs.settings import (
     by_device,
     comma_separated,
     option,
-    parse_assignment,
     parse_length,
     require,
     spell,
@@ -81,16 +80,19 @@ def spell_depths(depths: Sequence[float]) -> str:
 class Settings(OnModelSettings):
     """What a run is told. None stands for a default that depends on the device."""
 
-    methods: tuple[str, ...] = option(
+    methods: tuple[str, ...] | None = by_device(
         ("dense", "cab", "published", "streaming", "random", "h2o"),
+        ("dense", "cab", "published", "streaming", "random"),
         f"comma-separated, of {', '.join(METHODS)}",
         comma_separated(str),
     )
     lengths: tuple[int, ...] | None = by_device(
         (8192,), (1536,), "comma-separated prompt lengths in tokens", comma_separated(parse_length)
     )
-    depths: tuple[float, ...] = option(
+    depths: tuple[float, ...] | None = by_device(
         parse_depths("5"),
+        # no window and no first block holds the key
+        (0.25, 0.5, 0.75),
         "comma-separated places of the key in the text, 0 to 1; or how many, evenly spaced",
         parse_depths,
         spell=spell_depths,
@@ -147,9 +149,8 @@ class Settings(OnModelSettings):
     @cached_property
     def cab_config(self) -> CabConfig:
         """CAB's config: ``--set`` over the defaults, sparse at any length."""
-        chosen = dict(map(parse_assignment, self.set))
         fixed = {"min_length": 0, "sparse_decode": self.stage == "both"}
-        return known(CabConfig.from_dict({**fixed, **chosen}))
+        return known(CabConfig.from_dict({**fixed, **self.cab_fields}))
 
 
 @lru_cache(maxsize=1)

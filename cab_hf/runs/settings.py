@@ -78,9 +78,16 @@ def parse_flag(text: str) -> bool:
     return text.lower() == "true"
 
 
-def by_device(gpu: Any, cpu: Any, help: str, parse: Callable[[str], Any] = str) -> Any:
+def by_device(
+    gpu: Any,
+    cpu: Any,
+    help: str,
+    parse: Callable[[str], Any] = str,
+    *,
+    spell: Callable[[Any], str] = spell,
+) -> Any:
     """An `option` whose default is ``gpu`` or, on a CPU, ``cpu``; see `fill_by_device`."""
-    told = {**option(None, help, parse).metadata, "by_device": (gpu, cpu)}
+    told = {**option(None, help, parse, spell=spell).metadata, "by_device": (gpu, cpu)}
     return dataclasses.field(default=None, metadata=told)
 
 
