@@ -37,8 +37,8 @@ from cab_hf.runs.settings import (
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-# of CabConfig on a CPU, where nothing is set: 1,536 tokens are cut so small, and so few of the pairs
-# attended, that methods differ as they do on a long prompt
+# of CabConfig on a CPU, where nothing is set: 1,536 tokens are cut so small, and so few pairs are
+# attended, that methods differ as on a long prompt
 SMALL = {
     **{"query_block": 32, "key_block": 16, "local_blocks": 2, "dense_tail": 0},
     **{"mass": 0.45, "bridges": 0.0, "exact_queries": 4},
