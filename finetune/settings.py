@@ -15,6 +15,7 @@ from cab_hf.runs.settings import (
     option,
     parse_assignment,
     parse_flag,
+    parse_length,
     read_settings,
     require,
 )
@@ -72,7 +73,7 @@ class Settings:
     text_field: str = option("text", "field of a record that is its text")
     split: str = option("train", "of sources of the hub")
     streaming: bool = flag("read sources of the hub as they come")
-    length: int = option(8192, "tokens of a packed sequence", int)
+    length: int = option(8192, "tokens of a packed sequence", parse_length)
     held_out: int = option(8, "sequences that the loss is watched on; 0: none", int)
     validation: tuple[str, ...] = option(
         (), "sources of those; by default documents that training leaves out", comma_separated(str)
@@ -96,7 +97,7 @@ class Settings:
     eval_every: int = option(50, "steps between evaluations; 0: none", int)
     passkeys: int = option(4, "keys looked for at each length of an evaluation; 0: none", int)
     passkey_lengths: tuple[int, ...] = option(
-        (), "tokens; by default half of the length and all of it", comma_separated(int)
+        (), "tokens; by default half of the length and all of it", comma_separated(parse_length)
     )
     trackers: tuple[str, ...] = option((), f"also {', '.join(TRACKERS)}", comma_separated(str))
     peak_tflops: float = option(0.0, "of the GPU in bfloat16, where its name is not known", float)

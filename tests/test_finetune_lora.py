@@ -191,8 +191,8 @@ def other_model(folder):
 def test_other_content_under_the_same_names_is_refused(tmp_path, capsys, name, change, told):
     save_llama(tmp_path / "model")
     SPARSE.save(tmp_path / "calibration.json")
-    for kind in ("data", "validation"):
-        (tmp_path / f"{kind}.jsonl").write_text(json.dumps({"text": TEXT * 20}) + "\n")
+    for kind, count in (("data", 20), ("validation", 15)):
+        (tmp_path / f"{kind}.jsonl").write_text(json.dumps({"text": TEXT * count}) + "\n")
     words = ["--model", str(tmp_path / "model"), "--calibration"]
     words += [str(tmp_path / "calibration.json"), "--data", str(tmp_path / "data.jsonl")]
     words += ["--held-out", "1", "--validation", str(tmp_path / "validation.jsonl")]

@@ -293,7 +293,7 @@ def test_a_model_is_loaded_to_be_trained(tmp_path):
     assert model.config.max_position_embeddings == 4096
     assert model.model.rotary_emb.rope_type == "yarn"
     assert tokenizer.pad_token is not None
-    with pytest.raises(Refused, match="cannot be loaded"):
+    with pytest.raises(Refused, match="nothing' is not here; give "):
         load_model(str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match="length is 4096 and the positions"):
         load_model(folder, length=4096)

@@ -117,6 +117,11 @@ def test_settings_that_make_no_sense_are_refused(given, told):
         settings(**given)
 
 
+def test_lengths_may_be_told_in_thousands():
+    found = read(["--data", "a.txt", "--length", "32k", "--passkey-lengths", "1k,2k"])
+    assert (found.length, found.passkey_lengths) == (32_768, (1024, 2048))
+
+
 def test_steps_are_counted_in_tokens():
     told = {"length": 1024, "micro_batch": 2}
     assert settings(**told).accumulation(4) == 1

@@ -26,7 +26,7 @@ BLOCKS = ((16, 16), (32, 16), (64, 16), (48, 16), (32, 32), (16, 32), (16, 48), 
 # a difference that rounding makes, as a share of the largest number
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 # pairs of its channels turn, so that of large heads half are scored
-LAYER = LlamaAttention(LlamaConfig(hidden_size=16, num_attention_heads=1), 0)
+LAYER = LlamaAttention(LlamaConfig(hidden_size=16, num_attention_heads=1, num_hidden_layers=1), 0)
 EVERYTHING = {"select": "clusters", "mass": 1.0, "max_density": 1.0}
 
 

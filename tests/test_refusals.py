@@ -146,7 +146,13 @@ def test_an_unknown_engine(model):
 def test_a_bad_saved_config(saved):
     model = tiny_model()
     model.config.cab_config = saved
+    with pytest.raises(ValueError, match="CabConfig|cab_config"):
+        model.set_attn_implementation("cab")
+    assert model.config._attn_implementation == "sdpa"
+    # given to a model that attends so already it is refused where it is used
+    model.config.cab_config = None
     model.set_attn_implementation("cab")
+    model.config.cab_config = saved
     with pytest.raises(ValueError, match="CabConfig|cab_config"):
         model(tokens(1, 40))
     with pytest.raises(ValueError, match="CabConfig|cab_config"):
@@ -165,7 +171,7 @@ def test_a_name_that_is_no_calibration(told):
 @pytest.mark.parametrize("told", [3, 0.8, [("mass", 0.8)], type(SMALL)], ids=repr)
 def test_settings_of_another_kind(told):
     model = tiny_model()
-    sentence = "config is .*; it must be a CabConfig, a dict of its fields, or the file or name"
+    sentence = "config is .*; it must be a CabConfig, a dict of its fields, or the file of a calib"
     with pytest.raises(ValueError, match=sentence):
         apply_cab(model, told)
     with pytest.raises(ValueError, match=sentence), cab_hf.cab(model, told):
@@ -176,8 +182,8 @@ def test_settings_of_another_kind(told):
 @pytest.mark.parametrize("saved", [{"mass": {}}, {"min_length": 2**70}], ids=repr)
 def test_a_bad_saved_config_is_named_where_it_is_compiled(saved):
     model = tiny_model(num_hidden_layers=1)
-    model.config.cab_config = saved
     model.set_attn_implementation("cab")
+    model.config.cab_config = saved
     torch._dynamo.reset()
     with pytest.raises(Exception, match=f"CabConfig.{next(iter(saved))} is"):
         torch.compile(model, fullgraph=True, backend="aot_eager")(tokens(1, 40))
