@@ -205,6 +205,7 @@ def budgets(draw, count, **fixed):
 def attend(config, q, k, v, past=0, real=None, positions=None, ends=None, sparse=True):
     """[B, N, H, D] of "cab", as a layer of a model calls it."""
     LAYER.config.cab_config = config.to_dict()
+    LAYER.config.num_attention_heads = q.shape[1]
     mask = cab_mask(q.shape[0], q.shape[2], k.shape[2], q_offset=past, attention_mask=real)
     function = cab_attention if sparse else cab_dense_attention
     told = {"position_ids": positions, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
