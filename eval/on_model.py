@@ -41,7 +41,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 # attended, that methods differ as on a long prompt
 SMALL = {
     **{"query_block": 32, "key_block": 16, "local_blocks": 2, "dense_tail": 0},
-    **{"mass": 0.45, "bridges": 0.0, "exact_queries": 4},
+    **{"mass": 0.7, "exact_queries": 8},
 }
 
 
