@@ -29,7 +29,7 @@ import cab_hf
 from cab_hf import distributed
 from cab_hf.distributed.batch import IGNORED
 from cab_hf.eval import families
-from cab_hf.eval.experiment import Experiment, Row
+from cab_hf.eval.experiment import Row
 from cab_hf.eval.families import (
     EXACT,
     FAILS,
@@ -39,6 +39,7 @@ from cab_hf.eval.families import (
     NOT_OURS,
     REFUSED,
     WRONG,
+    Families,
     counted,
     outcome,
     worst,
@@ -47,13 +48,12 @@ from cab_hf.eval.tiny_types import (
     FIRST_TOKEN,
     ROPE,
     VOCABULARY,
-    causal_types,
     tiny_config,
     tiny_model,
     window_fields,
 )
 from cab_hf.patches import apply_cab
-from cab_hf.runs.settings import comma_separated, option, require
+from cab_hf.runs.settings import option
 
 RANKS, BLOCK = 2, 32
 TOKENS = 150
@@ -77,25 +77,14 @@ BUILDS = ("plain", "windowed", "dynamic")
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(families.Settings):
     """What a run is told; a ValueError names the option that is refused."""
 
-    types: tuple[str, ...] = option(
-        (), "comma-separated model types (default: all)", comma_separated(str)
-    )
-    timeout: int = option(300, "seconds for one type", int)
     memory: int = option(24, "GiB of address space for a rank", int)
     out: str = option("families_cp_results", "folder for the results; a run found there goes on")
 
-    def __post_init__(self) -> None:
-        known = causal_types()
-        for each in self.types:
-            require(self, "types", each in known, "types of AutoModelForCausalLM", each)
-        require(self, "timeout", self.timeout > 0, "more than 0 seconds")
-        require(self, "memory", self.memory > 0, "more than 0 GiB")
 
-
-class FamiliesContextParallel(Experiment):
+class FamiliesContextParallel(Families):
     """A sample is what one type does over ranks, in each of its builds, with every input."""
 
     name = "families-context-parallel"
@@ -103,18 +92,10 @@ class FamiliesContextParallel(Experiment):
     title = "Which model types compute over ranks what they compute in one process?"
     caption = "model types by what they do over ranks"
     Settings = Settings
-    CASE = ("model_type",)
-    GROWS = ("timeout", "memory")
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.ranks = Ranks(settings.memory)
-
-    def types(self) -> Sequence[str]:
-        return self.settings.types or causal_types()
-
-    def expected(self) -> int:
-        return len(self.types())
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         try:
@@ -168,8 +149,6 @@ class FamiliesContextParallel(Experiment):
             f"or builds are refused; *{FAILS}*: an error that is no refusal; *{NOT_OURS}*: the "
             "same numbers, but no layer asked cab for them."
         )
-
-    draw = staticmethod(families.Families.draw)
 
 
 EXPERIMENT = FamiliesContextParallel

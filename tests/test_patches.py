@@ -754,14 +754,20 @@ def gradient(model):
     return torch.cat([each.grad.flatten() for each in model.parameters()])
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager", "cab", "cab_dense"])
-def test_layers_computed_again_behind_the_block_are_refused(implementation, reentrant):
-    model = checkpointed(implementation, reentrant)
+def gradient_inside(model):
+    """Where the backward pass stands in the block."""
     with cab_hf.cab(model, SPARSE):
         loss_of(model).backward()
     inside = gradient(model)
     model.zero_grad()
+    return inside
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "cab", "cab_dense"])
+def test_layers_computed_again_behind_the_block_are_refused(implementation, reentrant):
+    model = checkpointed(implementation, reentrant)
+    inside = gradient_inside(model)
     with cab_hf.cab(model, SPARSE):
         loss = loss_of(model)
     with pytest.raises(RuntimeError, match="Call backward inside the bl"):
@@ -802,10 +808,7 @@ def test_layers_computed_again_in_a_block_that_began_later_are_refused(
 
 def test_without_checkpointing_a_backward_pass_may_come_behind_the_block():
     model = tiny_model(attn_implementation="cab_dense", num_hidden_layers=2).train()
-    with cab_hf.cab(model, SPARSE):
-        loss_of(model).backward()
-    inside = gradient(model)
-    model.zero_grad()
+    inside = gradient_inside(model)
     with cab_hf.cab(model, SPARSE):
         loss = loss_of(model)
     loss.backward()

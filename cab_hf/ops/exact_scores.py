@@ -228,7 +228,6 @@ def outlier_rows(
         COUNT=count,
         BLOCK_Q=triton.next_power_of_2(query_block),
         D=dim,
-        PARTS=triton.cdiv(dim, SOUGHT_CHANNELS),
         BLOCK_D=min(SOUGHT_CHANNELS, triton.next_power_of_2(dim)),
         MEANS=means is not None,
         num_warps=SOUGHT_WARPS,
@@ -422,7 +421,6 @@ def _outlier_queries_kernel(
     COUNT: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     D: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MEANS: tl.constexpr,
 ):
@@ -452,14 +450,14 @@ def _outlier_queries_kernel(
         product = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
         square = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
         size = tl.zeros([BLOCK_D], tl.float32)
-        for part in tl.static_range(PARTS):
-            x = parts[part].to(tl.float32)
+        for begin in tl.static_range(0, D, BLOCK_D):
+            x = parts[begin // BLOCK_D].to(tl.float32)
             mean = tl.sum(x, 0) * share
             product += x * mean[None, :]
             square += x * x
             size += mean * mean
             if MEANS:
-                channel = part * BLOCK_D + tl.arange(0, BLOCK_D)
+                channel = begin + tl.arange(0, BLOCK_D)
                 to_mean = means + ((start + mine) * q_blocks + block) * D + channel
                 store_summary(to_mean, mean, channel < D)
         size = tl.sum(square, 1) * tl.sum(size, 0)
