@@ -140,7 +140,7 @@ def test_of_a_text(refused, command, words, file, told):
         pytest.param(
             "speed ttft", "--device cpu --config engine=magic", "engine is 'magic'", id="config"
         ),
-        pytest.param("speed budgets", "--device cpu --dtype int8", "dtype must be", id="dtype"),
+        pytest.param("speed predictor", "--device cpu --dtype int8", "dtype must be", id="dtype"),
     ],
 )
 def test_of_one_command(refused, command, words, told):

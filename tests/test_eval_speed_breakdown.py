@@ -97,12 +97,6 @@ def test_a_whole_run_says_that_a_cpu_has_no_kernels(tmp_path):
     assert "| ran as | layer 0: sparse, engine reference" in text
 
 
-def test_budgets_a_head_are_what_is_attended():
-    (row,) = measured(FakeBench(), budgets=("whole:0.75:0.9",))
-    (even,) = measured(FakeBench())
-    assert row["density"] > even["density"]
-
-
 def test_memory_that_runs_out_is_a_row(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")

@@ -105,7 +105,6 @@ def test_a_whole_run(tmp_path):
     [
         pytest.param(["--implementations", "cab-always"], "must be out of sdpa, cab", id="way"),
         pytest.param(["--rank", "0"], "rank must be at least 1", id="rank"),
-        pytest.param(["--budgets", "uniform:0.5"], "budgets must be none here", id="budgets"),
     ],
 )
 def test_bad_settings_are_refused_in_a_sentence(tmp_path, options, message, capsys):

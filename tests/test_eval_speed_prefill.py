@@ -209,7 +209,6 @@ def test_a_whole_run(finished):
         pytest.param(["--chunk", "0"], "chunk must be a multiple", id="no chunk"),
         pytest.param(["--longest", "maybe"], "longest: must be yes or no", id="word"),
         pytest.param(["--max-density", "0.1,256:0.2"], "max_density must be one", id="budgets"),
-        pytest.param(["--budgets", "whole:0.1:0.5"], "budgets must be none here", id="forms"),
     ],
 )
 def test_bad_settings_are_refused_in_a_sentence(tmp_path, options, message, capsys):

@@ -81,28 +81,6 @@ def test_a_budget_for_every_length():
     assert (config.max_density, config.mass, config.min_length) == (0.05, 0.999, 0)
 
 
-# --- budgets a head
-
-
-def test_a_calibrated_model_has_heads_apart_and_the_density_asked_for():
-    budgets = ("whole:0.25:0.6", "exact:0.5:4:0.6")
-    config = ("query_block=16", "key_block=16", "local_blocks=1")
-    settings = tiny(lengths=(256,), budgets=budgets, config=config)
-    made = settings.calibrated(256)
-    assert sum(mass == 1 for row in made.mass for mass in row) == 3
-    assert sum(count == 4 for row in made.exact_queries for count in row) == 6
-    assert (len(made.mass), len(made.mass[0]), made.min_length) == (3, 4, 0)
-    row = sample_of(Ttft, settings, {"length": 256, "implementation": "cab-calibrated"})
-    assert row["error"] is None and row["density"] == pytest.approx(0.6, rel=0.02)
-
-
-def test_budgets_add_a_way_to_attend_unless_ways_are_named():
-    assert "cab-calibrated" not in tiny().implementations
-    assert tiny(budgets=("uniform:0.5",)).implementations[-1] == "cab-calibrated"
-    named = tiny(budgets=("uniform:0.5",), implementations=("sdpa",))
-    assert named.implementations == ("sdpa",)
-
-
 # --- ttft
 
 
@@ -218,23 +196,6 @@ def test_memory_that_runs_out_is_a_row(monkeypatch):
         pytest.param(["--layers", "0"], "layers must be at least 1", id="layers"),
         pytest.param(["--implementations", "FA9"], "implementations must be out of", id="way"),
         pytest.param(["--runs", "0"], "runs must be at least 1", id="runs"),
-        pytest.param(
-            ["--implementations", "cab-calibrated"], "budgets must be given where", id="no budgets"
-        ),
-        pytest.param(["--budgets", "most:1"], "budgets: budgets are uniform:", id="no form"),
-        pytest.param(
-            ["--budgets", "whole:0.1:0.5,exact:0.1:4:0.4"], "of one density", id="densities"
-        ),
-        pytest.param(
-            ["--budgets", "whole:0.1:0.5,whole:0.2:0.5"], "one form of each kind", id="kinds"
-        ),
-        pytest.param(
-            ["--budgets", "whole:0.3:0.5,exact:0.8:4:0.5"], "no more heads than", id="heads apart"
-        ),
-        pytest.param(
-            ["--budgets", "whole:0.7:0.71", "--layers", "1"], "fewer whole heads", id="rounded up"
-        ),
-        pytest.param(["--budgets", "exact:0.5:3:0.5"], "exact_queries", id="queries"),
     ],
 )
 def test_bad_settings_are_refused_in_a_sentence(tmp_path, options, message, capsys):

@@ -12,7 +12,7 @@ from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, markdown_table, percent
 from cab_hf.eval.speed.base import DENSITY, TOKENS, Speed, by_length, remarks
-from cab_hf.eval.speed.model import CALIBRATED, ModelSettings, described, prefilling
+from cab_hf.eval.speed.model import ModelSettings, described, prefilling
 from cab_hf.eval.speed.timing import OTHER, PREDICTOR, PROFILED_CALLS, method_on
 from cab_hf.runs.settings import by_device
 
@@ -58,8 +58,7 @@ class Breakdown(Speed):
     TOLD = Exception  # an engine that refuses or does not fit
 
     def find(self, sample: dict[str, Any]) -> None:
-        way = CALIBRATED if self.settings.budgets else "cab-always"
-        with prefilling(self.settings, sample["length"], way) as (call, known):
+        with prefilling(self.settings, sample["length"], "cab-always") as (call, known):
             sample["ms"] = self.bench.time(call, graph=False).ms
             sample |= known() | self.bench.parts(call, PARTS)
 

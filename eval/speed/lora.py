@@ -89,7 +89,6 @@ class Settings(ModelSettings):
         known = (SDPA, CAB_DENSE, CAB, *dense.on(self.device))
         named = set(self.implementations) <= set(known)
         self.check("implementations", named, f"out of {', '.join(known)}")
-        self.check("budgets", not self.budgets, "none here")
         self.check("spread", set(self.spread) <= set(SPREADS), f"out of {', '.join(SPREADS)}")
         across = CP not in self.spread or set(self.implementations) & set(spread.ACROSS)
         told = f"some of {', '.join(spread.ACROSS)} where a sequence is dealt out ({CP})"

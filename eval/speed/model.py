@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from cab_hf.config import CabConfig
-from cab_hf.eval.speed import dense, forms
+from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import UNREACHED_MASS, SpeedSettings, densities, made_of
 from cab_hf.eval.speed.checks import CHECK_LENGTH, check_dense, repeated
-from cab_hf.eval.speed.forms import Form
-from cab_hf.runs.settings import by_device, comma_separated, option
+from cab_hf.runs.settings import by_device, option
 
 # transformers is imported where it is used: asking for help needs none of it
 if TYPE_CHECKING:
@@ -26,11 +25,8 @@ if TYPE_CHECKING:
 
 SDPA = "sdpa"  # what transformers attends with unless it is told otherwise
 CAB_DENSE = "cab_dense"  # exact, and over ranks as well
-CALIBRATED = "cab-calibrated"  # CAB with budgets a head
 # how CAB is run -> what is set beyond the budget
-CAB = {"cab": {}, "cab-always": {"min_length": 0}, CALIBRATED: {"min_length": 0}}
-# what needs no budgets a head
-EVEN = tuple(name for name in CAB if name != CALIBRATED)
+CAB = {"cab": {}, "cab-always": {"min_length": 0}}
 INITIAL_STD = 0.02
 
 
@@ -50,46 +46,12 @@ class ModelSettings(SpeedSettings):
     vocab: int | None = by_device(128_256, 256, "tokens there are", int)
     rope_theta: float = option(500_000.0, "base of the rotary frequencies", float)
     max_density: tuple[str, ...] = densities("0.1")
-    budgets: tuple[str, ...] = option(
-        (),
-        f"budgets a head for {CALIBRATED}, e.g. whole:0.04:0.1: {forms.SPELLINGS}",
-        comma_separated(forms.spelled),
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_heads()
         for length in self.lengths:
             self.budgeted(length)
-        if self.budgets:
-            self._check_budgets()
-
-    def _check_budgets(self) -> None:
-        given = list(map(Form.parse, self.budgets))
-        alone = len({form.kind for form in given}) == len(given)
-        together = len({form.density for form in given}) == 1
-        shares = sum(form.share for form in given) <= 1
-        accepted = "one form of each kind, of one density, and no more heads than there are"
-        self.check("budgets", alone and together and shares, accepted)
-        shape = self.layers, self.heads
-        apart = forms.shared_out(given, *shape)
-        left = forms.whole_share(apart, *shape) < given[0].density
-        self.check("budgets", left, f"fewer whole heads, in {self.layers} layers of {self.heads}")
-        # a number of queries that no config takes is refused here
-        dataclasses.replace(self.cab_config, **forms.tables(self.cab_config, apart, *shape))
-
-    def calibrated(self, length: int) -> CabConfig:
-        """The config of `CALIBRATED` at that length: ``budgets`` for the heads of all layers.
-
-        They are spread over the layers, and the heads that list blocks fill what is left of the
-        density.
-        """
-        apart = forms.shared_out(list(map(Form.parse, self.budgets)), self.layers, self.heads)
-        generator = torch.Generator(self.device).manual_seed(self.seed)
-        like = {"generator": generator, "device": self.device, "dtype": self.torch_dtype}
-        q, k = (torch.randn(1, 1, length, self.head_dim, **like) for _ in range(2))
-        even = self.budgeted(length, **CAB[CALIBRATED])
-        return forms.budgeted(even, apart, self.layers, self.heads, q, k)
 
     def budgeted(self, length: int, **fields: Any) -> CabConfig:
         """The config at that length, with ``fields`` beyond its budget."""
@@ -128,8 +90,6 @@ def described(settings: Mapping[str, Any]) -> str:
         f"{settings['head_dim']}, {settings['vocab']:,} tokens, {settings['dtype']}, max_density "
         f"{', '.join(settings['max_density'])}"
     )
-    if settings.get("budgets"):
-        shape += f"; budgets of {CALIBRATED}: {', '.join(settings['budgets'])}"
     return made_of(shape, settings)
 
 
@@ -269,9 +229,5 @@ def prefilling(
         return {"density": fmean(layers), "ran_as": told}
 
     call = prefill(settings, length, chunk)
-    if way == CALIBRATED:
-        config = settings.calibrated(length)
-    else:
-        config = settings.budgeted(length, **CAB.get(way, {}))
-    with attending(model, way, config):
+    with attending(model, way, settings.budgeted(length, **CAB.get(way, {}))):
         yield call, known

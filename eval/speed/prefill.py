@@ -48,8 +48,6 @@ class Settings(ModelSettings):
         super().__post_init__()
         one = len(self.max_density) == 1 and ":" not in self.max_density[0]
         self.check("max_density", one, "one share, so that lengths compare")
-        # each chunk ends in rows that attend everything: none has the density of a whole text
-        self.check("budgets", not self.budgets, "none here")
         block = self.cab_config.query_block
         whole = self.chunk > 0 and self.chunk % block == 0
         self.check("chunk", whole, f"a multiple of query_block={block}")

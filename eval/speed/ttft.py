@@ -27,8 +27,6 @@ from cab_hf.eval.speed.base import (
 from cab_hf.eval.speed.model import (
     CAB,
     CAB_DENSE,
-    CALIBRATED,
-    EVEN,
     SDPA,
     ModelSettings,
     described,
@@ -43,7 +41,7 @@ MLP_TOKENS = 2**16
 # over ranks: of the prompt that compiles all kernels, behind which a first call counts as one that
 # is timed if it takes more seconds than that
 WARM_UP_TOKENS, WARM_UP_SECONDS = 2**17, 60.0
-WIDTHS = dict(zip(CAB, (4.0, 1.5, 1.5), strict=True))
+WIDTHS = dict(zip(CAB, (4.0, 1.5), strict=True))
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class Settings(ModelSettings):
 
     lengths: tuple[int, ...] | None = powers(12, 17)
     implementations: tuple[str, ...] | None = listed(
-        (SDPA, "cuDNN", "FA3", "FA4", *EVEN), (SDPA, "SDPA", *EVEN), "ways to attend"
+        (SDPA, "cuDNN", "FA3", "FA4", *CAB), (SDPA, "SDPA", *CAB), "ways to attend"
     )
     runs: int = option(3, "timed runs of every row", int)
 
@@ -64,17 +62,13 @@ class Settings(ModelSettings):
         asked = self.implementations
         super().__post_init__()
         if by_torchrun() and not asked:
-            self._set("implementations", (CAB_DENSE, *EVEN))
-        if self.budgets and not asked:
-            self._set("implementations", (*self.implementations, CALIBRATED))
+            self._set("implementations", (CAB_DENSE, *CAB))
         # what knows of other ranks
         known = (CAB_DENSE, *CAB)
         if not by_torchrun():
             known = (SDPA, *known, *dense.on(self.device))
         named = set(self.implementations) <= set(known)
         self.check("implementations", named, f"out of {', '.join(known)}")
-        fits = self.budgets or CALIBRATED not in self.implementations
-        self.check("budgets", fits, f"given where {CALIBRATED} is to run")
 
     @property
     def method(self) -> str:
@@ -214,8 +208,7 @@ class TimeToFirstToken(Ranked):
     def notes(settings: Mapping[str, Any]) -> str:
         told = (
             f"{described(settings)}\n\nsdpa is transformers' own; other dense ways take its place. "
-            "cab computes prompts shorter than min_length dense, the other two none; the heads "
-            "apart of cab-calibrated lie evenly over all layers, and no calibration chose them. "
+            "cab computes prompts shorter than min_length dense, cab-always none. "
             "At most: operations of the dense model over those at the realised density, attended "
             f"over causal pairs in all layers. TFLOP/s count what is attended. {dense.BREAK_EVEN}"
         )
