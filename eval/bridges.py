@@ -19,7 +19,7 @@ from cab_hf.config import CabConfig
 from cab_hf.eval import bridge_graphs, charts
 from cab_hf.eval.bridge_graphs import BOX, H2O, MAGNITUDE, METHODS, RANDOM, TOKEN, GraphSettings
 from cab_hf.eval.experiment import Experiment, Row
-from cab_hf.eval.intervals import LEVEL, Interval, mean_interval, wilson
+from cab_hf.eval.intervals import LEVEL, Interval, mean_interval
 from cab_hf.eval.report import difference, markdown_table
 from cab_hf.runs.settings import comma_separated, option, require, spell
 
@@ -110,9 +110,8 @@ class Bridges(Experiment):
         A row whose ``sparsity`` is None is the mean over the sweep, and carries a verdict; one
         whose ``strength`` is None too is also the mean over the strengths. ``delta`` is the paired
         difference to the row's baseline over graphs and ``chance`` that to random blocks, both in
-        bridges found and with Student's interval: at 95 % in the rows of one sparsity; in the
-        others at 95 % for all such verdicts together (Bonferroni), those over the strengths and
-        those of one strength being counted apart.
+        bridges found and with Student's interval, at 95 % for all verdicts together (Bonferroni),
+        those over the strengths and those of one strength being counted apart.
         """
         measured: dict[Contender, Outcomes] = {}
         for sample in samples:
@@ -275,11 +274,7 @@ def _row(
         **{"strength": strength, "sparsity": sparsity, "graphs": len(retrieval)},
         **{what: fmean(by_graph(contender, what)) for what in ("retrieval", "mass", "density")},
     }
-    if sparsity is not None:
-        planted = next(iter(ours.values()))["bridges"]
-        n, found = len(retrieval) * planted, round(sum(retrieval) * planted)
-        row |= {"n": n, "found": found} | dict(zip(("low", "high"), wilson(found, n), strict=True))
-    if contender == base:
+    if contender == base or sparsity is not None:
         return row
     level = 1 - (1 - LEVEL) / together
     random = contender._replace(method=RANDOM, coarsen=None)
@@ -288,8 +283,7 @@ def _row(
         intervals.append(mean_interval(retrieval, by_graph(other, "retrieval"), level))
         row |= dict(zip((name, f"{name}_low", f"{name}_high"), intervals[-1], strict=True))
     row |= {"mass_delta": row["mass"] - fmean(by_graph(base, "mass"))}
-    row |= {"level": level, "baseline": base.coarsen}
-    return row if sparsity is not None else {**row, "verdict": verdict(*intervals)}
+    return {**row, "level": level, "baseline": base.coarsen, "verdict": verdict(*intervals)}
 
 
 def _is_whole(row: Row) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from tqdm import tqdm
 
 from cab_hf.eval import report
-from cab_hf.runs.log import Log, LogError, read_log, write_atomically, writing
+from cab_hf.runs.log import Log, LogError, is_packed, read_log, write_atomically, writing
 from cab_hf.runs.provenance import provenance
 from cab_hf.runs.settings import read_settings, spelled
 
@@ -178,7 +178,7 @@ def read_provenance(folder: Path) -> Row | None:
 
 def _refuse_files_of_others(out: Path) -> None:
     """Files under the names of results, where no samples are, are not ours to write over."""
-    if not (out / SAMPLES).exists():
+    if not (out / SAMPLES).exists() and not is_packed(out / SAMPLES):
         for name in (RESULTS, CSV, REPORT, FIGURE):
             if (out / name).exists():
                 raise LogError(

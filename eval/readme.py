@@ -20,7 +20,7 @@ from cab_hf.eval import experiment
 from cab_hf.eval.experiment import CSV, FIGURE, REPORT, RESULTS, SAMPLES, Experiment, Row, named
 from cab_hf.eval.report import digits, grouped, markdown_table, percent, with_interval
 from cab_hf.eval.speed.lora import told_longest
-from cab_hf.runs.log import write_atomically
+from cab_hf.runs.log import PACKED, pack, write_atomically
 from cab_hf.runs.settings import option, read_settings
 
 ROOT = Path(__file__).parents[1]
@@ -67,10 +67,11 @@ CAB, FULL = "cab", "full"
 KEPT_COLUMNS = ("density of texts", "KL (noise)", "recall", "at borders", "perplexity")
 INTRODUCTION = f"""# Results
 
-Each folder is one run of an experiment: `{SAMPLES}`, what was measured, a case a line;
-`{RESULTS}`, the rows derived from it (`{CSV}` has them as a table) and where they come from;
-`{FIGURE}`; and `{REPORT}`, all of this to be read. The command below a figure measures it anew, on
-the device named beside it; this page is written by `make readme`."""
+Each folder is one run of an experiment: `{SAMPLES}`, what was measured, a case a line, here packed
+as `{PACKED}`; `{RESULTS}`, the rows derived from it and where they come from (a run writes them as
+`{CSV}` too); `{FIGURE}`; and `{REPORT}`, all of this to be read. The command below a figure
+measures it anew, on the device named beside it; this page is written, and samples are packed, by
+`make readme`."""
 
 
 @dataclass(frozen=True)
@@ -419,7 +420,7 @@ class Settings:
 
 
 def main(words: Sequence[str]) -> int:
-    """Write all pages anew, or none; the exit status."""
+    """Write all pages anew, or none, and pack the samples of all results; the exit status."""
     prog = f"{experiment.PROG} readme"
     settings = read_settings(Settings, words, prog)
     page, more, results = map(Path, (settings.page, settings.finetune, settings.results))
@@ -431,6 +432,8 @@ def main(words: Sequence[str]) -> int:
         }
         for path, text in pages.items():
             write_atomically(path, text)
+        for folder in filter(Path.is_dir, results.iterdir()):
+            pack(folder / SAMPLES)
     except (OSError, ValueError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2

@@ -20,8 +20,10 @@ def write_results(
     folder: Path, rows: Sequence[Mapping[str, Any]], provenance: Mapping[str, Any]
 ) -> None:
     """Write ``{"rows": rows, "provenance": provenance}`` to results.json."""
-    content = {"rows": list(rows), "provenance": provenance}
-    write_atomically(folder / "results.json", json.dumps(content, indent=2) + "\n")
+    # a row a line: as short as can be, and what changes is seen
+    lines = ",\n".join(map(json.dumps, rows))
+    content = f'{{"rows": [\n{lines}\n],\n"provenance": {json.dumps(provenance)}}}\n'
+    write_atomically(folder / "results.json", content)
 
 
 def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cab_hf.eval import __main__, bridge_graphs, bridges, experiment, intervals
+from cab_hf.eval import __main__, bridge_graphs, bridges, experiment
 from cab_hf.eval.bridge_graphs import BOX, MAGNITUDE, RANDOM, TOKEN, seeded
 from cab_hf.eval.bridges import BETTER, CHANCE, MIXED, SAME, WORSE, Bridges, Settings
 
@@ -248,9 +248,12 @@ def test_rows_and_verdicts_by_hand():
         for i in range(10)
     ]
     rows = Bridges.rows(samples, {"sparsities": (0.9,)})
-    cab = next(r for r in rows if r["method"] == "cab 0.3" and r["sparsity"] == 0.9)
-    assert (cab["found"], cab["n"], cab["retrieval"]) == (85, 100, pytest.approx(0.85))
-    assert (cab["low"], cab["high"]) == intervals.wilson(85, 100)
+    of_cab = {(r["strength"], r["sparsity"]): r for r in rows if r["method"] == "cab 0.3"}
+    # a sparsity, its sweep, and the sweep over all strengths
+    assert [of_cab[place]["retrieval"] for place in ((0.5, 0.9), (0.5, None), (None, None))] == (
+        pytest.approx([0.85] * 3)
+    )
+    cab = of_cab[0.5, None]
     assert cab["delta"] == pytest.approx(0.45) and cab["mass_delta"] == pytest.approx(0.225)
     words = {r["method"]: r.get("verdict") for r in rows if r["strength"] is None}
     assert words == {"magnitude": None, "cab 0.3": BETTER, "forman lowest": WORSE, "random": WORSE}

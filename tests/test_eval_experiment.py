@@ -14,7 +14,7 @@ from cab_hf.eval import __main__, charts, experiment, readme, speed
 from cab_hf.eval.experiment import Experiment, render, run
 from cab_hf.eval.report import markdown_table
 from cab_hf.runs import provenance
-from cab_hf.runs.log import LogError, read_log
+from cab_hf.runs.log import LogError, pack, read_log
 from cab_hf.runs.settings import Refused, comma_separated, option
 
 FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
@@ -138,6 +138,18 @@ def test_nothing_is_measured_twice_and_its_provenance_stays(tmp_path, monkeypatc
     start(tmp_path)
     before = read(tmp_path)
     monkeypatch.setattr(provenance, "utc_now", lambda: "later")
+    start(tmp_path)
+    assert MEASURED == [1, 2, 3] and read(tmp_path) == before
+
+
+def test_a_run_whose_samples_are_packed_goes_on(tmp_path, monkeypatch):
+    start(tmp_path)
+    before = read(tmp_path)
+    pack(tmp_path / "samples.jsonl")
+    (tmp_path / "results.csv").unlink()
+    monkeypatch.setattr(experiment, "named", {"powers": Powers}.get)
+    render(tmp_path)
+    assert read(tmp_path).keys() == (FILES - {"samples.jsonl"}) | {"samples.jsonl.xz"}
     start(tmp_path)
     assert MEASURED == [1, 2, 3] and read(tmp_path) == before
 

@@ -341,7 +341,11 @@ def test_the_command_writes_all_pages_or_none(results, tmp_path, capsys, monkeyp
     more.write_text("no tables are needed here")
     words = ["--page", str(file), "--results", str(results), "--finetune", str(more)]
     monkeypatch.setattr(readme, "results_page", lambda results: "all\n")
+    (results / SPEED / "samples.jsonl").write_text("{}")
     assert readme.main(words) == 0
+    assert {path.name for path in (results / SPEED).iterdir()} == {
+        *("results.json", "samples.jsonl.xz")
+    }
     assert (results / "README.md").read_text() == "all\n"
     assert file.read_text() == readme.readme_page(PAGE, results)
 

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import lzma
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ from importlib import import_module
 import pytest
 
 from cab_hf.runs import log, provenance
-from cab_hf.runs.log import Log, LogError, read_log
+from cab_hf.runs.log import Log, LogError, pack, read_log
 from cab_hf.runs.settings import (
     by_device,
     comma_separated,
@@ -90,6 +91,34 @@ def test_a_key_may_gain_fields_that_older_records_lack(path):
         opened.append(record(1, world=2))
     assert path.read_bytes().startswith(content)
     assert [each["world"] for each in read_log(path, key, added)[1]] == [1, 1, 2]
+
+
+def test_a_packed_log_is_read_and_gone_on_with(path):
+    whole = path.read_bytes()
+    with Log(path, IDENTITY, KEY) as opened:
+        opened.append(record(2))
+    before = path.read_bytes()
+    pack(path)
+    pack(path)
+    packed = path.with_name("samples.jsonl.xz")
+    assert not path.exists() and packed.stat().st_size < len(before)
+    assert indices(path) == [0, 1, 2]
+    with pytest.raises(LogError, match="was made with seed 0, this run has 1"):
+        Log(path, {**IDENTITY, "seed": 1}, KEY)
+    assert list(path.parent.iterdir()) == [packed]
+    with Log(path, IDENTITY, KEY) as opened:
+        assert path.read_bytes() == before and len(opened.records) == 3
+    assert list(path.parent.iterdir()) == [path]
+    # what a kill leaves beside a log that was unpacked is older than the log
+    packed.write_bytes(lzma.compress(whole))
+    assert indices(path) == [0, 1, 2]
+    path.unlink()
+    assert indices(path) == [0, 1]
+    packed.write_bytes(packed.read_bytes()[:-9])
+    for opening in (lambda: read_log(path), lambda: Log(path, IDENTITY, KEY)):
+        with pytest.raises(LogError, match="samples.jsonl.xz is no whole xz file"):
+            opening()
+    assert list(path.parent.iterdir()) == [packed]
 
 
 def test_every_record_counts_without_a_key(tmp_path):

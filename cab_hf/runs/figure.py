@@ -10,6 +10,10 @@ from typing import Any
 
 from cab_hf.runs.log import write_atomically
 
+DPI = 100
+# as many as lines, shares and their edges need: a third of the bytes of true colour
+COLOURS = 64
+
 
 @contextmanager
 def figure(path: Path | str, rows: int, columns: int, **options: Any) -> Iterator[Any]:
@@ -19,12 +23,16 @@ def figure(path: Path | str, rows: int, columns: int, **options: Any) -> Iterato
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from PIL import Image
 
     drawing, axes = plt.subplots(rows, columns, squeeze=False, layout="constrained", **options)
     try:
         yield axes
         drawn = io.BytesIO()
-        drawing.savefig(drawn, dpi=150, format="png")
+        drawing.savefig(drawn, dpi=DPI, format="png")
     finally:
         plt.close(drawing)
-    write_atomically(path, drawn.getvalue())
+    small = io.BytesIO()
+    picture = Image.open(drawn).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    picture.save(small, format="png", optimize=True)
+    write_atomically(path, small.getvalue())

@@ -2,7 +2,7 @@
 
 The first line says what run it is, ``{"identity": {...}, "started": ...}``; every other line is a
 record. What several runs may write is told by the identity: a run goes on with a log of its own
-identity and refuses any other.
+identity and refuses any other. A log may be packed, which runs and readers need not know of.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import lzma
 import os
 import platform
 import re
@@ -26,6 +27,7 @@ from cab_hf.runs.settings import Refused
 Record = dict[str, Any]
 # a file system without locks says one of these
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+PACKED = ".xz"  # behind the name of a log that `pack` has compressed
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
@@ -73,13 +75,19 @@ class Log:
         self._seen: set[str] = set()
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            was_packed = is_packed(self.path)
+            if was_packed:
+                write_atomically(self.path, _unpacked(self.path))
             self._file = _open_locked(self.path)
         try:
             with writing(self.path):
                 self._sign()
                 self._read(json.loads(json.dumps(identity)))
+                _packed(self.path).unlink(missing_ok=True)
         except BaseException:
             self.close()
+            if was_packed:
+                self.path.unlink(missing_ok=True)
             raise
 
     def __enter__(self) -> Log:
@@ -173,7 +181,7 @@ def read_log(
     """
     path = Path(path)
     try:
-        content = path.read_bytes()
+        content = _unpacked(path) if is_packed(path) else path.read_bytes()
     except OSError as error:
         raise LogError(
             f"{path} cannot be read ({error.strerror}); give the run's folder."
@@ -185,6 +193,31 @@ def read_log(
             first.setdefault(_key(record, key), record)
         records = list(first.values())
     return header["identity"], records
+
+
+def pack(path: Path | str) -> None:
+    """Compress a log that no run writes, if it is there; `Log` and `read_log` take it as it is."""
+    path = Path(path)
+    if path.is_file():
+        data = lzma.compress(path.read_bytes(), preset=9 | lzma.PRESET_EXTREME)
+        write_atomically(_packed(path), data)
+        path.unlink()
+
+
+def is_packed(path: Path) -> bool:
+    """Whether of the log at ``path`` there is only what `pack` has made."""
+    return not os.path.lexists(path) and _packed(path).exists()
+
+
+def _packed(path: Path) -> Path:
+    return path.with_name(path.name + PACKED)
+
+
+def _unpacked(path: Path) -> bytes:
+    try:
+        return lzma.decompress(_packed(path).read_bytes())
+    except lzma.LZMAError as error:
+        raise LogError(f"{_packed(path)} is no whole xz file ({error}); restore it.") from None
 
 
 @contextmanager
