@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from cab_hf.attention import attended
 from cab_hf.config import CabConfig
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Experiment, Row
-from cab_hf.eval.report import markdown_table
+from cab_hf.eval.report import column, markdown_table
 from cab_hf.eval.tiny_types import FIRST_TOKEN, VOCABULARY, causal_types, tiny_model, window_fields
 from cab_hf.patches import apply_cab
 from cab_hf.runs.settings import comma_separated, option, require
@@ -77,6 +78,15 @@ class Families(Experiment):
     Settings = Settings
     CASE = ("model_type",)
     GROWS = ("timeout", "memory")
+    EXACTLY: ClassVar[str] = "attend exactly"
+    # columns of a type that was measured
+    DETAILS: ClassVar[Mapping[str, Any]] = {
+        "type": "model_type",
+        **{"by name": "by_name", "apply_cab": "applied", "with windows": "windowed"},
+        **{"layers": "layers", "sparse": "sparse", "off by": column("{:.0e}".format, "difference")},
+        "not compared": lambda row: ", ".join(row["reads_padding"]) or None,
+        "because": "said",
+    }
 
     def types(self) -> Sequence[str]:
         return self.settings.types or causal_types()
@@ -92,24 +102,45 @@ class Families(Experiment):
         given = self.settings
         return in_a_process(case["model_type"], given.timeout, given.memory)
 
-    @staticmethod
-    def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """A type a row: its verdict, what was said, and how far its logits were off."""
-        ordered = sorted(samples, key=lambda sample: sample["model_type"])
-        return [_row(sample) for sample in ordered]
+    @classmethod
+    def rows(cls, samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """A type a row: its verdict, what was said, and how far it was off."""
+        return [cls.row(sample) for sample in sorted(samples, key=itemgetter("model_type"))]
 
     @staticmethod
-    def tables(rows: Sequence[Row]) -> dict[str, str]:
+    def row(sample: Row) -> dict[str, Any]:
+        """The verdict on a type; ``layers`` and ``sparse`` count attention layers that ran by cab.
+
+        Inputs whose padding a type reads by its own attention are compared with nothing.
+        """
+        doors = {name: sample[name] for name in DOORS if name in sample}
+        padded = sample.get("reads_padding")
+        found = {
+            name: [
+                {**each, "layers": door["layers"]}
+                for given, each in door["inputs"].items()
+                if given not in padded
+            ]
+            for name, door in doors.items()
+        }
+        row = judged(sample, found, ("difference",), TOLERANCE)
+        if not doors:
+            return row
+        ran = {name: max(door[name] for door in doors.values()) for name in ("layers", "sparse")}
+        return {**row, **ran, "reads_padding": padded}
+
+    @classmethod
+    def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
         """Which types do what; then a table for each of these."""
-        return verdict_tables(rows, DETAILS)
+        return verdict_tables(rows, cls.DETAILS)
 
-    @staticmethod
-    def readings(rows: Sequence[Row]) -> list[str]:
+    @classmethod
+    def readings(cls, rows: Sequence[Row]) -> list[str]:
         count = Counter(row["verdict"] for row in rows)
         built = len(rows) - count[NOT_BUILT]
         wrong = built - count[EXACT] - count[REFUSED]
         return [
-            f"Of {len(rows)} types {built} could be built: {count[EXACT]} attend exactly, "
+            f"Of {len(rows)} types {built} could be built: {count[EXACT]} {cls.EXACTLY}, "
             f"{count[REFUSED]} are refused in a sentence, {wrong or 'none'} do anything else."
         ]
 
@@ -147,60 +178,36 @@ EXPERIMENT = Families
 # --- what is said of a type
 
 
-def _off(row: Row) -> str | None:
-    """The largest difference, if there is one, in one digit."""
-    return None if row["difference"] is None else f"{row['difference']:.0e}"
+def judged(
+    sample: Row, found: Mapping[str, Sequence[Row]], differences: Sequence[str], tolerance: float
+) -> dict[str, Any]:
+    """The verdict on a type and on each part of what was ``found``, and the first thing said.
 
-
-DETAILS = {
-    "type": "model_type",
-    **{"by name": "by_name", "apply_cab": "applied", "with windows": "windowed"},
-    **{"layers": "layers", "sparse": "sparse", "off by": _off},
-    "not compared": lambda row: ", ".join(row["reads_padding"]) or None,
-    "because": "said",
-}
-
-
-def _row(sample: Row) -> dict[str, Any]:
-    """The verdict on a type; ``layers`` and ``sparse`` count attention layers that ran by cab."""
-    told = {"model_type": sample["model_type"], "model": sample.get("model")}
+    Args:
+        found: by part, the outcome of every input.
+        differences: fields of an outcome, of which a row has the largest.
+    """
+    row = {name: sample.get(name) for name in ("model_type", "model")}
     if "not_built" in sample:
-        return {**told, "verdict": NOT_BUILT, "said": sample["not_built"]}
-    doors = {name: sample[name] for name in DOORS if name in sample}
-    judged = {name: _judged(door, sample["reads_padding"]) for name, door in doors.items()}
-    off = [door["difference"] for door in judged.values() if door["difference"] is not None]
-    return {
-        **told,
-        "verdict": worst([door["verdict"] for door in judged.values()]),
-        **{name: door["verdict"] for name, door in judged.items()},
-        "said": next((door["said"] for door in judged.values() if door["said"]), None),
-        "difference": max(off, default=None),
-        "layers": max(door["layers"] for door in doors.values()),
-        "sparse": max(door["sparse"] for door in doors.values()),
-        "reads_padding": sample["reads_padding"],
-    }
+        return {**row, "verdict": NOT_BUILT, "said": sample["not_built"]}
 
+    def verdict(each: Row) -> str:
+        if "refused" in each or "failed" in each:
+            return REFUSED if "refused" in each else FAILS
+        if not all(each[name] <= tolerance for name in differences):
+            return WRONG
+        return EXACT if each["layers"] else NOT_OURS
 
-def _judged(door: Row, reads_padding: Sequence[str]) -> dict[str, Any]:
-    """What happened behind one door, over all inputs that can be compared."""
-    compared = [each for name, each in door["inputs"].items() if name not in reads_padding]
-    said = [each.get("refused") or each.get("failed") for each in compared]
-    off = [each["difference"] for each in compared if "difference" in each]
+    verdicts = {name: worst(list(map(verdict, some))) for name, some in found.items()}
+    every = [each for some in found.values() for each in some]
+    said = (each.get("refused") or each.get("failed") for each in every)
     return {
-        "verdict": worst([_verdict(each, door["layers"]) for each in compared]),
+        **row,
+        "verdict": worst(list(verdicts.values())),
+        **verdicts,
         "said": next(filter(None, said), None),
-        "difference": max(off, default=None),
+        **{name: max((e[name] for e in every if name in e), default=None) for name in differences},
     }
-
-
-def _verdict(outcome: Row, layers: int) -> str:
-    if "refused" in outcome:
-        return REFUSED
-    if "failed" in outcome:
-        return FAILS
-    if not outcome["difference"] <= TOLERANCE:
-        return WRONG
-    return EXACT if layers else NOT_OURS
 
 
 def worst(verdicts: Sequence[str]) -> str:

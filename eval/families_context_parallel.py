@@ -12,12 +12,11 @@ import math
 import multiprocessing
 import resource
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,28 +34,18 @@ from cab_hf.eval.families import (
     FAILS,
     FULL,
     IN_PART,
-    NOT_BUILT,
     NOT_OURS,
-    REFUSED,
-    WRONG,
+    TOKENS,
     Families,
     counted,
     outcome,
-    worst,
 )
-from cab_hf.eval.tiny_types import (
-    FIRST_TOKEN,
-    ROPE,
-    VOCABULARY,
-    tiny_config,
-    tiny_model,
-    window_fields,
-)
+from cab_hf.eval.report import column
+from cab_hf.eval.tiny_types import ROPE, tiny_config, tiny_model, window_fields
 from cab_hf.patches import apply_cab
 from cab_hf.runs.settings import option
 
 RANKS, BLOCK = 2, 32
-TOKENS = 150
 # documents of one sequence, one of them a single token
 DOCUMENTS = (70, 1, 79)
 TEXT, PACKED = "one text", "packed"
@@ -74,6 +63,7 @@ DYNAMIC = {
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
 # how a type is built: as it comes, and with what it may have
 BUILDS = ("plain", "windowed", "dynamic")
+DIFFERENCES = ("loss", "logits", "gradients")
 
 
 @dataclass(frozen=True)
@@ -92,6 +82,14 @@ class FamiliesContextParallel(Families):
     title = "Which model types compute over ranks what they compute in one process?"
     caption = "model types by what they do over ranks"
     Settings = Settings
+    EXACTLY = "compute over ranks what one process does"
+    DETAILS: ClassVar[Mapping[str, Any]] = {
+        "type": "model_type",
+        **{name: name for name in BUILDS},
+        **{"dtype": "dtype", "layers": "layers"},
+        **{f"{name} off by": column("{:.0e}".format, name) for name in DIFFERENCES},
+        "because": "said",
+    }
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -108,26 +106,14 @@ class FamiliesContextParallel(Families):
         return self.ranks.examine(case["model_type"], self.settings.timeout)
 
     @staticmethod
-    def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """A type a row: its verdict, what was said, and how far it was off."""
-        ordered = sorted(samples, key=lambda sample: sample["model_type"])
-        return [_row(sample) for sample in ordered]
-
-    @staticmethod
-    def tables(rows: Sequence[Row]) -> dict[str, str]:
-        """Which types do what; then a table for each of these."""
-        return families.verdict_tables(rows, DETAILS)
-
-    @staticmethod
-    def readings(rows: Sequence[Row]) -> list[str]:
-        count = Counter(row["verdict"] for row in rows)
-        built = len(rows) - count[NOT_BUILT]
-        wrong = built - count[EXACT] - count[REFUSED]
-        return [
-            f"Of {len(rows)} types {built} could be built: {count[EXACT]} compute over ranks what "
-            f"one process does, {count[REFUSED]} are refused in a sentence, {wrong or 'none'} do "
-            "anything else."
-        ]
+    def row(sample: Row) -> dict[str, Any]:
+        """The verdict on a type; ``layers`` counts attention layers that ran by cab."""
+        found = {name: list(sample[name].values()) for name in BUILDS if name in sample}
+        row = families.judged(sample, found, DIFFERENCES, TOLERANCE)
+        if not found:
+            return row
+        layers = max(each.get("layers", 0) for some in found.values() for each in some)
+        return {**row, "dtype": sample.get("dtype"), "layers": layers}
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
@@ -152,56 +138,6 @@ class FamiliesContextParallel(Families):
 
 
 EXPERIMENT = FamiliesContextParallel
-
-
-# --- what is said of a type
-
-
-def _off(name: str) -> Any:
-    """The largest difference of that kind, if there is one, in one digit."""
-    return lambda row: None if row[name] is None else f"{row[name]:.0e}"
-
-
-DIFFERENCES = ("loss", "logits", "gradients")
-DETAILS = {
-    "type": "model_type",
-    **{name: name for name in BUILDS},
-    **{"dtype": "dtype", "layers": "layers"},
-    **{f"{name} off by": _off(name) for name in DIFFERENCES},
-    "because": "said",
-}
-
-
-def _row(sample: Row) -> dict[str, Any]:
-    """The verdict on a type; ``layers`` counts attention layers that ran by cab."""
-    told = {"model_type": sample["model_type"], "model": sample.get("model")}
-    if "not_built" in sample:
-        return {**told, "verdict": NOT_BUILT, "said": sample["not_built"]}
-    builds = {name: sample[name] for name in BUILDS if name in sample}
-    judged = {
-        name: worst([_verdict(each) for each in inputs.values()]) for name, inputs in builds.items()
-    }
-    every = [each for inputs in builds.values() for each in inputs.values()]
-    said = (each.get("refused") or each.get("failed") for each in every)
-    return {
-        **told,
-        "verdict": worst(list(judged.values())),
-        **judged,
-        "said": next(filter(None, said), None),
-        "dtype": sample.get("dtype"),
-        "layers": max((each.get("layers", 0) for each in every), default=0),
-        **{name: max((e[name] for e in every if name in e), default=None) for name in DIFFERENCES},
-    }
-
-
-def _verdict(found: Row) -> str:
-    if "refused" in found:
-        return REFUSED
-    if "failed" in found:
-        return FAILS
-    if not all(found[name] <= TOLERANCE for name in DIFFERENCES):
-        return WRONG
-    return EXACT if found["layers"] else NOT_OURS
 
 
 # --- two ranks that stay up
@@ -413,8 +349,7 @@ def _finite(found: Step) -> Step:
 
 def texts() -> dict[str, Tensor]:
     """Two rows of tokens, of which the first few are not to be learnt."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(FIRST_TOKEN, VOCABULARY, (2, TOKENS), generator=generator)
+    ids = families.inputs()["plain"]["input_ids"]
     labels = ids.clone()
     labels[:, :7] = -100
     return {"input_ids": ids, "labels": labels}

@@ -31,7 +31,7 @@ def one_thread():
 
 
 def judged(model_type):
-    return families._row({"model_type": model_type, **families.examine(model_type)})
+    return families.Families.row({"model_type": model_type, **families.examine(model_type)})
 
 
 @pytest.mark.parametrize("model_type", EXACT_TYPES.split())
@@ -115,11 +115,11 @@ def sample_of(by_name, applied, layers):
     ],
 )
 def test_the_worst_is_said_of_all(by_name, applied, verdict):
-    assert families._row(sample_of(by_name, applied, layers=2))["verdict"] == verdict
+    assert families.Families.row(sample_of(by_name, applied, layers=2))["verdict"] == verdict
 
 
 def test_what_no_layer_has_asked_cab_for_is_not_called_exact():
-    row = families._row(sample_of([FINE, FINE], [FINE, FINE], layers=0))
+    row = families.Families.row(sample_of([FINE, FINE], [FINE, FINE], layers=0))
     assert row["verdict"] == NOT_OURS
 
 

@@ -31,7 +31,9 @@ def pair():
 
 
 def judged(pair, model_type):
-    return sweep._row({"model_type": model_type, **pair.examine(model_type, 120)})
+    return sweep.FamiliesContextParallel.row(
+        {"model_type": model_type, **pair.examine(model_type, 120)}
+    )
 
 
 @pytest.mark.parametrize("model_type", EXACT_TYPES.split())
@@ -87,7 +89,7 @@ NO, BROKEN = {"refused": "cab does not."}, {"failed": "KeyError: 'cab'"}
 )
 def test_the_worst_is_said_of_all(text, packed, verdict):
     sample = {"model_type": "x", "model": "X", "plain": {"one text": text, "packed": packed}}
-    assert sweep._row(sample)["verdict"] == verdict
+    assert sweep.FamiliesContextParallel.row(sample)["verdict"] == verdict
 
 
 def test_the_command_writes_everything(tmp_path, monkeypatch, capsys):
