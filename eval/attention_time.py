@@ -7,7 +7,6 @@ timed on the same inputs.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -41,16 +40,7 @@ class LayerBench(GpuBench):
     def time(self, call: Callable[[], Any], graph: bool = True) -> Timing:
         for _ in range(WARM_UP_CALLS):
             call()
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(RUNS)]
-        for start, end in events:
-            torch.cuda.synchronize()
-            for _ in range(FLUSHES):
-                self.flushed.zero_()
-            start.record()
-            call()
-            end.record()
-        torch.cuda.synchronize()
-        return Timing(statistics.median(start.elapsed_time(end) for start, end in events))
+        return Timing(self.by_events(call, RUNS, FLUSHES, torch.cuda.synchronize))
 
 
 def layer_bench(device: torch.device | str) -> Bench | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -58,7 +57,7 @@ from cab_hf.eval.methods import (
     never_sparse,
     realised_on,
 )
-from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
+from cab_hf.eval.on_model import OnModel, OnModelSettings, realised_density, refusing
 from cab_hf.eval.passkey import MATCH, fitted, parse_depths
 from cab_hf.eval.report import (
     column,
@@ -428,8 +427,7 @@ class Fidelity(OnModel):
     def realised(self, text: str, length: int, samples: Sequence[Row]) -> float:
         """What the matched method takes on ``text``, in the layers that are not dense."""
         ours = (self.settings.match, text, length, None)
-        own = [s["sparse_density"] for s in _usual(samples) if cell_of(s) == ours]
-        return fmean(1.0 if density is None else density for density in own)
+        return realised_density([s for s in _usual(samples) if cell_of(s) == ours])
 
     def method(self, case: Mapping[str, Any]) -> Method:
         """Set up for a case; block sizes and engine of baselines are the matched method's."""
@@ -441,7 +439,7 @@ class Fidelity(OnModel):
         return fitted(kind_of(name).name, cell)
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """What was foreseen; ``density`` is over all layers, dense ones counting 1."""
+        """What was foreseen."""
         method, probe = self.method(case), case["probe"]
         question = question_of(case)
         reading = self.reading(*question, hide_needle=method.hides_needle)
@@ -455,19 +453,8 @@ class Fidelity(OnModel):
         if probe == CONTINUATION:
             # before the method is on
             self.reference(case["text"], case["length"], case["index"])
-        with refusing("model"), method.applied(self.model) as densities:
-            started = time.perf_counter()
-            told = self.read(case, reading)
-            seconds = time.perf_counter() - started
-            layers = densities()
-        sparse = [density for density in layers if density is not None]
-        return {
-            "tokens": len(reading.tokens),
-            **told,
-            "density": fmean(1.0 if density is None else density for density in layers),
-            "sparse_density": fmean(sparse) if sparse else None,
-            "seconds": round(seconds, 3),
-        }
+        found = self.under(method, lambda: self.read(case, reading))
+        return {"tokens": len(reading.tokens), **found}
 
     def read(self, case: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
         """What the model foresees of ``reading``, by the method that is on."""
@@ -492,21 +479,16 @@ class Fidelity(OnModel):
         follows a prompt also the KL divergence a token, the mean over documents with Student's
         interval, and the share of tokens at which greedy decoding would agree with dense.
         """
-        cells: dict[tuple, list[Row]] = {}
-        for sample in samples:
-            cells.setdefault(cell_of(sample), []).append(sample)
         dense = {question_of(s): s for s in samples if s["method"] == Dense.name}
         texts, kinds = list(dict.fromkeys(s["text"] for s in samples)), list(METHODS.values())
 
-        def place(cell: tuple) -> tuple:
-            method, text, length, _ = cell
+        def place(cell: Sequence[Row]) -> tuple:
+            method, text, length, _ = cell_of(cell[0])
             kind = kind_of(method)
             return texts.index(text), length, kinds.index(kind), method != kind.name
 
-        return [
-            {**dict(zip(CELL, cell, strict=True)), **_row(cells[cell], dense)}
-            for cell in sorted(cells, key=place)
-        ]
+        cells = sorted(grouped(samples, *CELL), key=place)
+        return [{**{name: cell[0][name] for name in CELL}, **_row(cell, dense)} for cell in cells]
 
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:

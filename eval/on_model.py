@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import linecache
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar
 
 import torch
 
-from cab_hf.eval.experiment import Experiment
+from cab_hf.eval.experiment import Experiment, Row
+from cab_hf.eval.methods import Method
 from cab_hf.runs.models import (
     SMOLLM2,
     content_sha256,
@@ -120,6 +123,24 @@ class OnModel(Experiment):
         told = getattr(self.settings, self.LENGTHS)
         return told if isinstance(told, tuple) else (told,)
 
+    def under(self, method: Method, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """What ``read`` finds while ``method`` is on, its seconds, and the density of all layers.
+
+        Dense layers count 1 in it, and nothing in ``sparse_density``.
+        """
+        with refusing("model"), method.applied(self.model) as densities:
+            started = time.perf_counter()
+            found = read()
+            seconds = time.perf_counter() - started
+            layers = densities()
+        sparse = [density for density in layers if density is not None]
+        return {
+            **found,
+            "density": fmean(1.0 if density is None else density for density in layers),
+            "sparse_density": fmean(sparse) if sparse else None,
+            "seconds": round(seconds, 3),
+        }
+
     def check(self) -> None:
         """Refuse lengths that the model has no positions for."""
         settings = self.settings
@@ -139,6 +160,12 @@ class OnModel(Experiment):
             del told["trust_remote_code"]
         # smollm2 is one file, by its own hash
         return told if name == SMOLLM2 else {**told, "model_sha256": self.content}
+
+
+def realised_density(samples: Sequence[Row]) -> float:
+    """What a method takes in the layers that are not dense, the mean over what it has read."""
+    found = (sample["sparse_density"] for sample in samples)
+    return fmean(1.0 if density is None else density for density in found)
 
 
 @contextmanager

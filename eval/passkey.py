@@ -6,7 +6,6 @@ index).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -38,8 +37,8 @@ from cab_hf.eval.methods import (
     never_sparse,
     realised_on,
 )
-from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
-from cab_hf.eval.report import difference, markdown_table, with_interval
+from cab_hf.eval.on_model import OnModel, OnModelSettings, realised_density
+from cab_hf.eval.report import difference, grouped, markdown_table, with_interval
 from cab_hf.runs.models import greedily
 from cab_hf.runs.provenance import file_identity
 from cab_hf.runs.settings import (
@@ -231,11 +230,10 @@ class Passkey(OnModel):
         if self.settings.budget != MATCH:
             return self.settings.budget
         ours = (Cab.name, length, self.settings.keys)
-        realised = [s["sparse_density"] for s in samples if cell_of(s) == ours]
-        return fmean(1.0 if density is None else density for density in realised)
+        return realised_density([s for s in samples if cell_of(s) == ours])
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """What became of one prompt; ``density`` is over all layers, dense ones counting 1."""
+        """What became of one prompt."""
         settings, length = self.settings, case["length"]
         config = settings.cab_config
         if case["method"] == Streaming.name:
@@ -244,23 +242,15 @@ class Passkey(OnModel):
         cell = Cell(config, case["budget"], length, settings.device, self.realised(length))
         method = fitted(case["method"], cell)
         prompt = self.prompt(length, case["depth"], case["index"], hide_needle=method.hides_needle)
-        with refusing("model"), method.applied(self.model) as densities:
-            started = time.perf_counter()
-            answer = self.answer(prompt)
-            seconds = time.perf_counter() - started
-            layers = densities()
-        sparse = [density for density in layers if density is not None]
+        found = self.under(method, lambda: {"answer": self.answer(prompt)})
         needle = prompt.needle
         return {
             "tokens": len(prompt.tokens),
             "needle": needle,
             "reached": needle and method.reaches(len(prompt.tokens), prompt.asking, needle),
-            "density": fmean(1.0 if density is None else density for density in layers),
-            "sparse_density": fmean(sparse) if sparse else None,
+            **found,
             "expected": prompt.key,
-            "answer": answer,
-            "correct": answered(answer, prompt.key),
-            "seconds": round(seconds, 3),
+            "correct": answered(found["answer"], prompt.key),
         }
 
     @torch.no_grad()
@@ -279,15 +269,13 @@ class Passkey(OnModel):
         The difference is over the samples both answered, with Newcombe's interval. Rows of a method
         that cannot see everything also count the samples whose needle it could not see.
         """
-        cells: dict[tuple, list[Row]] = {}
-        for sample in samples:
-            cells.setdefault(cell_of(sample), []).append(sample)
         dense = {question_of(s): s for s in samples if s["method"] == Dense.name}
         constant = {name: settings[name] for name in ("stage", "filler")}
-        order = list(METHODS)
+        cells, order = grouped(samples, "length", "keys", "method"), list(METHODS)
+        cells.sort(key=lambda c: (c[0]["length"], c[0]["keys"], order.index(c[0]["method"])))
         return [
-            {**dict(zip(CELL, cell, strict=True)), **_row(cells[cell], dense), **constant}
-            for cell in sorted(cells, key=lambda c: (c[1], c[2], order.index(c[0])))
+            {**{name: cell[0][name] for name in CELL}, **_row(cell, dense), **constant}
+            for cell in cells
         ]
 
     @staticmethod

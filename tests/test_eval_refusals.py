@@ -148,6 +148,62 @@ def test_of_one_command(refused, command, words, told):
 
 
 @pytest.mark.parametrize(
+    ("op", "words", "told"),
+    [
+        ("predictor", "--lengths 0", "lengths must be numbers of tokens"),
+        ("predictor", "--heads 6 --kv-heads 4", "a multiple of kv_heads=4"),
+        ("predictor", "--batch 0", "batch must be at least 1"),
+        ("predictor", "--dtype int8", "dtype must be one of bfloat16"),
+        ("predictor", "--config mass=3", "CabConfig.mass is 3"),
+        ("predictor", "--config weight=3", "no field 'weight'"),
+        ("attention", "--directions sideways", "directions must be out of forward"),
+        ("attention", "--engines steam", "engines must be out of reference"),
+        ("attention", "--blocks 128", "blocks must be like 128x64"),
+        ("attention", "--blocks 100x10", "a multiple of 16"),
+        ("attention", "--densities 1.5", "max_density is 1.5"),
+        ("attention", "--config max_density=0.3", "config sets max_density"),
+        ("attention", "--head-dims 0", "head_dims must be at least 1"),
+        ("ttft", "--max-density 512:0.1", "pairs that name 256 tokens"),
+        ("ttft", "--max-density much", "max_density must be a share"),
+        ("ttft", "--max-density 1.5", "max_density is 1.5"),
+        ("ttft", "--config max_density=0.3", "config sets max_density"),
+        ("ttft", "--heads 3", "heads must be a multiple of kv_heads=2"),
+        ("ttft", "--layers 0", "layers must be at least 1"),
+        ("ttft", "--implementations FA9", "implementations must be out of"),
+        ("ttft", "--runs 0", "runs must be at least 1"),
+        ("prefill", "--chunk 100", "chunk must be a multiple of query_block=128"),
+        ("prefill", "--chunk 0", "chunk must be a multiple"),
+        ("prefill", "--longest maybe", "longest: must be yes or no"),
+        ("prefill", "--max-density 0.1,256:0.2", "max_density must be one"),
+        ("lora", "--implementations cab-always", "must be out of sdpa, cab"),
+        ("lora", "--rank 0", "rank must be at least 1"),
+        ("lora", "--spread fsdp1", "spread must be out of alone, ddp"),
+        (
+            "lora",
+            "--spread cp --implementations sdpa",
+            "implementations must be some of cab, cab_dense where a sequence is dealt out",
+        ),
+        ("lora", "--multiple 0", "multiple must be at least 1"),
+        (
+            "lora",
+            "--longest --max-density 256:0.1,512:0.2",
+            "max_density must be a share for all lengths",
+        ),
+        ("context-parallel", "--shape gpt", "shape must be one of llama3-8b"),
+        ("context-parallel", "--schemes ulysses", "schemes must be out of ring"),
+        ("context-parallel", "--directions back", "directions must be out of"),
+        ("context-parallel", "--max-density 512:0.1", "that name 1,024 tokens"),
+        ("context-parallel", "--config query_block=256", "they must divide 128"),
+        ("context-parallel", "--link-mib 1", "link_mib must be two sizes or more"),
+        ("context-parallel", "--runs 0", "runs must be at least 1"),
+        ("context-parallel", "--device cpu:0", "device must be cuda or cpu"),
+    ],
+)
+def test_of_a_speed_op(refused, op, words, told):
+    assert told in refused(f"speed {op}", f"--device cpu {words}")
+
+
+@pytest.mark.parametrize(
     "words", ["--results none", "--results book.txt", "--page none.md", "--page folder"]
 )
 def test_of_pages(folder, monkeypatch, capsys, words):

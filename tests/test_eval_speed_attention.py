@@ -403,24 +403,6 @@ def test_memory_that_runs_out_is_a_row(monkeypatch):
 # --- settings
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        pytest.param(["--directions", "sideways"], "directions must be out of forward", id="way"),
-        pytest.param(["--engines", "steam"], "engines must be out of reference", id="engine"),
-        pytest.param(["--blocks", "128"], "blocks must be like 128x64", id="blocks"),
-        pytest.param(["--blocks", "100x10"], "a multiple of 16", id="block size"),
-        pytest.param(["--densities", "1.5"], "max_density is 1.5", id="density"),
-        pytest.param(["--config", "max_density=0.3"], "config sets max_density", id="twice"),
-        pytest.param(["--head-dims", "0"], "head_dims must be at least 1", id="head dim"),
-    ],
-)
-def test_bad_settings_are_refused_in_a_sentence(tmp_path, options, message, capsys):
-    words = ["--device", "cpu", "--out", str(tmp_path / "none"), *options]
-    assert message in refused(capsys, "attention", *words)
-    assert not (tmp_path / "none").exists()
-
-
 def test_a_budget_is_filled():
     config = tiny().budgeted(KEY)
     assert (config.max_density, config.mass, config.min_length) == (0.2, 0.999, 0)

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from bench import refused, shown, torchrun
+from bench import shown, torchrun
 
 from cab_hf import distributed
 from cab_hf.eval import experiment
@@ -131,7 +131,9 @@ def test_bytes_that_travel_are_those_of_the_model(resumed):
     text = links.Text(900, 2, 512, 2 * 16 * 4, (1, 1))
     for row in rows:
         if row["measured"] and row["scheme"] in turns.OVER_RANKS:
-            meant = links.all_received(row["scheme"], row["direction"], text)
+            # a ring keeps what it got; the others gather again, and sum gradients
+            both = 2 if row["scheme"] == "ring" else 3
+            meant = text.received(text.heads) * (1 if row["direction"] == "forward" else both)
             # summaries of keys and queries travel for cab
             least, most = (1.01, 2.0) if "cab" in row["scheme"] else (1.0, 1.0)
             assert least * meant <= row["received_bytes"] <= most * meant
@@ -144,24 +146,6 @@ def test_without_torchrun_it_says_how_to_launch(tmp_path, monkeypatch, capsys):
     command = "torchrun --nproc_per_node=N -m cab_hf.eval speed context-parallel."
     assert said.endswith(command)
     assert not (tmp_path / "none").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        pytest.param(["--shape", "gpt"], "shape must be one of llama3-8b", id="shape"),
-        pytest.param(["--schemes", "ulysses"], "schemes must be out of ring", id="scheme"),
-        pytest.param(["--directions", "back"], "directions must be out of", id="direction"),
-        pytest.param(["--max-density", "512:0.1"], "that name 1,024 tokens", id="density"),
-        pytest.param(["--config", "query_block=256"], "they must divide 128", id="blocks"),
-        pytest.param(["--link-mib", "1"], "link_mib must be two sizes or more", id="one size"),
-        pytest.param(["--runs", "0"], "runs must be at least 1", id="runs"),
-        pytest.param(["--device", "cpu:0"], "device must be cuda or cpu", id="device"),
-    ],
-)
-def test_bad_settings_are_refused_in_a_sentence(tmp_path, options, message, capsys):
-    words = ["--device", "cpu", "--out", str(tmp_path / "none"), *options]
-    assert message in refused(capsys, "context-parallel", *words)
 
 
 def test_densities_may_vary_with_length():

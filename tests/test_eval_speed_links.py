@@ -73,9 +73,7 @@ def test_contiguous_is_nearly_twice_as_slow_as_the_mean():
 def test_bytes_by_hand():
     # two tokens of a byte, from three others
     assert TEXT.received(1) == 6 and TEXT.hop(2) == 4
-    assert links.all_received("grouped", FORWARD, TEXT) == 12
-    assert links.all_received("grouped", BOTH, TEXT) == 36
-    assert links.all_received("ring", BOTH, TEXT) == 24
+    assert TEXT.received(TEXT.heads) == 12
 
 
 def test_the_first_slice_is_waited_for_and_the_others_are_beside():

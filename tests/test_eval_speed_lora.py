@@ -98,15 +98,3 @@ def test_a_whole_run(tmp_path):
         assert (row["ceiling"] > 1) == (row["density"] < 1) == (row["implementation"] == "cab")
     text = (tmp_path / "report.md").read_text()
     assert "LoRA of rank 16 in q_proj" in text and "| cab at most |" in text
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        pytest.param(["--implementations", "cab-always"], "must be out of sdpa, cab", id="way"),
-        pytest.param(["--rank", "0"], "rank must be at least 1", id="rank"),
-    ],
-)
-def test_bad_settings_are_refused_in_a_sentence(tmp_path, options, message, capsys):
-    words = ["--device", "cpu", "--out", str(tmp_path / "none"), *options]
-    assert message in refused(capsys, "lora", *words)

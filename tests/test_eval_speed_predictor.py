@@ -571,21 +571,6 @@ def test_bad_files_are_refused_in_a_sentence(tmp_path, capsys, content, message)
     assert message in refused(capsys, "predictor", "--device", "cpu", "--settings", str(file))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        pytest.param(["--lengths", "0"], "lengths must be numbers of tokens", id="length"),
-        pytest.param(["--heads", "6", "--kv-heads", "4"], "a multiple of kv_heads=4", id="heads"),
-        pytest.param(["--batch", "0"], "batch must be at least 1", id="batch"),
-        pytest.param(["--dtype", "int8"], "dtype must be one of bfloat16", id="dtype"),
-        pytest.param(["--config", "mass=3"], "CabConfig.mass is 3", id="field value"),
-        pytest.param(["--config", "weight=3"], "no field 'weight'", id="field name"),
-    ],
-)
-def test_bad_settings_are_refused_in_a_sentence(options, message, capsys):
-    assert message in refused(capsys, "predictor", "--device", "cpu", *options)
-
-
 @pytest.mark.gpu
 def test_a_gpu_has_graph_peak_parts_and_baselines(gpu, tmp_path):
     out = ["--out", str(tmp_path), "--lengths", "1024", "4096"]

@@ -200,17 +200,3 @@ def test_a_whole_run(finished):
     assert "The longest prompt that fits is unknown" in text
     assert "Chunks have 64 tokens" in text and "1 layers of 64 channels" in text
     assert (finished / "figure.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        pytest.param(["--chunk", "100"], "chunk must be a multiple of query_block=128", id="chunk"),
-        pytest.param(["--chunk", "0"], "chunk must be a multiple", id="no chunk"),
-        pytest.param(["--longest", "maybe"], "longest: must be yes or no", id="word"),
-        pytest.param(["--max-density", "0.1,256:0.2"], "max_density must be one", id="budgets"),
-    ],
-)
-def test_bad_settings_are_refused_in_a_sentence(tmp_path, options, message, capsys):
-    words = ["--device", "cpu", "--out", str(tmp_path / "none"), *options]
-    assert message in refused(capsys, "prefill", *words)

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
-from bench import FakeBench, refused, shown, torchrun
+from bench import FakeBench, shown, torchrun
 from torch import nn
 
 from cab_hf.eval.__main__ import main
@@ -95,28 +95,6 @@ def test_without_torchrun_it_says_how_to_launch(tmp_path, monkeypatch, capsys, h
     (said,) = capsys.readouterr().err.splitlines()
     assert said.endswith("torchrun --nproc_per_node=N -m cab_hf.eval speed lora.")
     assert not (tmp_path / "none").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        pytest.param(["--spread", "fsdp1"], "spread must be out of alone, ddp", id="spread"),
-        pytest.param(
-            ["--spread", "cp", "--implementations", "sdpa"],
-            "implementations must be some of cab, cab_dense where a sequence is dealt out",
-            id="nobody knows of ranks",
-        ),
-        pytest.param(["--multiple", "0"], "multiple must be at least 1", id="multiple"),
-        pytest.param(
-            ["--longest", "--max-density", "256:0.1,512:0.2"],
-            "max_density must be a share for all lengths",
-            id="no share",
-        ),
-    ],
-)
-def test_bad_settings_are_refused_in_a_sentence(tmp_path, options, message, capsys):
-    words = ["--device", "cpu", "--out", str(tmp_path / "none"), *options]
-    assert message in refused(capsys, "lora", *words)
 
 
 def test_one_rank_is_refused(one_process, tmp_path):

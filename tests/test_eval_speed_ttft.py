@@ -185,24 +185,6 @@ def test_memory_that_runs_out_is_a_row(monkeypatch):
 # --- settings
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        pytest.param(["--max-density", "512:0.1"], "pairs that name 256 tokens", id="length"),
-        pytest.param(["--max-density", "much"], "max_density must be a share", id="word"),
-        pytest.param(["--max-density", "1.5"], "max_density is 1.5", id="share"),
-        pytest.param(["--config", "max_density=0.3"], "config sets max_density", id="twice"),
-        pytest.param(["--heads", "3"], "heads must be a multiple of kv_heads=2", id="heads"),
-        pytest.param(["--layers", "0"], "layers must be at least 1", id="layers"),
-        pytest.param(["--implementations", "FA9"], "implementations must be out of", id="way"),
-        pytest.param(["--runs", "0"], "runs must be at least 1", id="runs"),
-    ],
-)
-def test_bad_settings_are_refused_in_a_sentence(tmp_path, options, message, capsys):
-    words = ["--device", "cpu", "--out", str(tmp_path / "none"), *options]
-    assert message in refused(capsys, "ttft", *words)
-
-
 @pytest.mark.parametrize("op", list(COMMANDS))
 def test_without_a_gpu_every_op_says_so(op, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

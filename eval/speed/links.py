@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 FORWARD, BOTH = "forward", "forward+backward"
 
 
@@ -36,25 +38,14 @@ def fitted(points: Sequence[tuple[float, float]]) -> Link | None:
 
     None where seconds do not rise with bytes. A latency below zero is zero.
     """
-    weights = [1 / seconds**2 for _, seconds in points]
-    total, x, y, xx, xy = (
-        sum(w * value(*point) for w, point in zip(weights, points, strict=True))
-        for value in (
-            lambda x, y: 1,
-            lambda x, y: x,
-            lambda x, y: y,
-            lambda x, y: x * x,
-            lambda x, y: x * y,
-        )
-    )
-    spread = total * xx - x * x
-    if spread <= 0:
+    if len({received for received, _ in points}) < 2:
         return None
-    a_byte = (total * xy - x * y) / spread
-    latency = (y - a_byte * x) / total
+    received, seconds = np.array(points).T
+    a_byte, latency = np.polyfit(received, seconds, 1, w=1 / seconds)
     if latency < 0:
-        latency, a_byte = 0.0, xy / xx
-    return Link(latency, 1 / a_byte) if a_byte > 0 else None
+        x = received / seconds
+        latency, a_byte = 0.0, x.sum() / (x * x).sum()
+    return Link(float(latency), float(1 / a_byte)) if a_byte > 0 else None
 
 
 @dataclass(frozen=True)
@@ -164,10 +155,3 @@ def ring(forward: float, backward: float | None, world: int, hop: float) -> floa
     step = forward / world
     seconds = (world - 1) * max(step, hop) + step
     return seconds if backward is None else seconds + backward + (world - 1) * hop
-
-
-def all_received(scheme: str, direction: str, text: Text) -> int:
-    """Bytes of K, V and their gradients that a rank receives in a turn."""
-    # a ring keeps what it got; the others gather again, and sum gradients
-    turns = 1 if direction == FORWARD else 2 if scheme == "ring" else 3
-    return turns * text.received(text.heads)

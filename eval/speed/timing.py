@@ -86,7 +86,8 @@ class Bench:
 
     def time(self, call: Callable[[], Any], graph: bool = True) -> Timing:
         """The median over many runs; ``graph`` says whether a CUDA graph is made of it as well."""
-        return Timing(self._median_of(call, number_of_runs(warm_up(call), self.seconds)))
+        times, _ = self.walls(call, number_of_runs(warm_up(call), self.seconds))
+        return Timing(statistics.median(times))
 
     def wall(
         self, call: Callable[[], Any], runs: int = 1, warm_up_calls: int = 1
@@ -98,7 +99,9 @@ class Bench:
         """
         for _ in range(warm_up_calls):
             call()
-        return self._median_of(call, runs), None
+        self.settle()
+        times, peak = self.walls(call, runs)
+        return statistics.median(times), peak
 
     def walls(
         self, call: Callable[[], Any], runs: int, before: Callable[[], Any] = lambda: None
@@ -121,9 +124,6 @@ class Bench:
 
     def _wait(self) -> None:
         """Return when the device is done."""
-
-    def _median_of(self, call: Callable[[], Any], runs: int) -> float:
-        return statistics.median(self.walls(call, runs)[0])
 
     def parts(
         self, call: Callable[[], Any], parts: Mapping[str, Sequence[str]] = PREDICTOR
@@ -175,15 +175,6 @@ class GpuBench(Bench):
                 error = error.__context__
             return Timing(eager, why_not=in_a_sentence(error))
 
-    def wall(
-        self, call: Callable[[], Any], runs: int = 1, warm_up_calls: int = 1
-    ) -> tuple[float, float]:
-        for _ in range(warm_up_calls):
-            call()
-        self.settle()
-        times, peak = self.walls(call, runs)
-        return statistics.median(times), peak
-
     def walls(
         self, call: Callable[[], Any], runs: int, before: Callable[[], Any] = lambda: None
     ) -> tuple[list[float], float]:
@@ -224,17 +215,26 @@ class GpuBench(Bench):
         return calls
 
     def _median(self, call: Callable[[], Any]) -> float:
-        runs = number_of_runs(warm_up(call, self._wait), self.seconds)
-        starts, ends = (
-            [torch.cuda.Event(enable_timing=True) for _ in range(runs)] for _ in range(2)
-        )
-        for start, end in zip(starts, ends, strict=True):
-            self.flushed.zero_()
+        return self.by_events(call, number_of_runs(warm_up(call, self._wait), self.seconds))
+
+    def by_events(
+        self,
+        call: Callable[[], Any],
+        runs: int,
+        flushes: int = 1,
+        before: Callable[[], None] = lambda: None,
+    ) -> float:
+        """The median ms of ``runs``, the cache being emptied so many times ahead of each."""
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
+        for start, end in events:
+            before()
+            for _ in range(flushes):
+                self.flushed.zero_()
             start.record()
             call()
             end.record()
         torch.cuda.synchronize()
-        return statistics.median(map(torch.cuda.Event.elapsed_time, starts, ends))
+        return statistics.median(start.elapsed_time(end) for start, end in events)
 
     def _captured(self, call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         stream = torch.cuda.Stream()
