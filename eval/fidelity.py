@@ -23,12 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from cab_hf.config import CabConfig
-from cab_hf.documents import (
-    NAMES,
-    asked_document,
-    plain_document,
-    recall_document,
-)
+from cab_hf.documents import NAMES, asked_document, plain_document, recall_document
 from cab_hf.eval import charts
 from cab_hf.eval.attention_time import AttentionClock, layer_bench
 from cab_hf.eval.experiment import Row
@@ -669,11 +664,7 @@ def _perplexity(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[st
 
 
 def _panel(
-    axis: Any,
-    rows: Sequence[Row],
-    probe: str,
-    value: str,
-    looks: Mapping[str, Mapping[str, Any]],
+    axis: Any, rows: Sequence[Row], probe: str, value: str, looks: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """``value`` of a probe over time or density, a line a method; dense attention is a level."""
     found = [row for row in rows if row.get(probe, {}).get(value) is not None]

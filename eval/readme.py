@@ -52,17 +52,10 @@ PARALLEL = "speed-context-parallel"
 PARALLELS = tuple(PARALLEL + which for which in ("", "-1m", "-4", "-4-1m", "-4-70b", "-4-1m-70b"))
 DEALT = f"{STEP}-cp"
 # what ranks share -> the folders of how long it takes them
-SHARED = {
-    "training step": (DEALT, f"{DEALT}-4"),
-    "first token": (f"{SPEED}-1m", f"{SPEED}-1m-4"),
-}
+SHARED = {"training step": (DEALT, f"{DEALT}-4"), "first token": (f"{SPEED}-1m", f"{SPEED}-1m-4")}
 # cab, and what it spares the work of
 SPARSE, WHOLE = "grouped+cab", "grouped"
-ARMS = {
-    "dense": "dense",
-    "cab:0.22": "calibrated to 0.22",
-    "cab:five": "a cascade of five anchors",
-}
+ARMS = {"dense": "dense", "cab:0.22": "calibrated to 0.22", "cab:five": "a cascade of five anchors"}
 CAB, FULL = "cab", "full"
 KEPT_COLUMNS = ("density of texts", "KL (noise)", "recall", "at borders", "perplexity")
 INTRODUCTION = f"""# Results

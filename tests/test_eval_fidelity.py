@@ -427,12 +427,7 @@ def test_layers_are_timed_apart_and_summed(model_folder):
     clock, tokens = AttentionClock(CountingBench()), tuple(range(3, 63)) * 10
     dense = clock.time(model, tokens, None)
     # one shape is measured once, and there are two layers
-    assert dense == {
-        "predict_ms": 0.0,
-        "attend_ms": 2.0,
-        "dense_ms": 2.0,
-        "dense_kernel": "SDPA",
-    }
+    assert dense == {"predict_ms": 0.0, "attend_ms": 2.0, "dense_ms": 2.0, "dense_kernel": "SDPA"}
     config = CabConfig(min_length=0, query_block=32, key_block=16)
     told = clock.time(model, tokens, config)
     assert (told["predict_ms"], told["attend_ms"], told["dense_ms"]) == (2 + 4, 3 + 5, 2)

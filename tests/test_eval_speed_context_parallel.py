@@ -359,10 +359,7 @@ def replayed(group, scheme):
         pytest.param(
             distributed.zigzag_attention,
             # two slices forward; backward each again, its gradients behind the one before it
-            [
-                *["all_gather_single"] * 4,
-                *["reduce_scatter_single"] * 2,
-            ],
+            [*["all_gather_single"] * 4, *["reduce_scatter_single"] * 2],
             id="zigzag",
         ),
         pytest.param(distributed.ring_attention, ["batch_isend_irecv"] * 2, id="ring"),

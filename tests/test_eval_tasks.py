@@ -24,10 +24,7 @@ from cab_hf.runs.settings import Refused
 LENGTHS = [300, 450]
 LONGER = (650, 700)  # room for the twelve keys of cab_recall
 NAMES = ["cab_passkey", "cab_passkey_multi", "cab_recall"]
-SPARSE = (
-    *("query_block=32", "key_block=16", "min_length=0"),
-    *("mass=0.2", "engine=reference"),
-)
+SPARSE = (*("query_block=32", "key_block=16", "min_length=0"), *("mass=0.2", "engine=reference"))
 MAKERS = {"passkey_documents": {"keys": 2}, "recall_documents": {"keys": 3, "documents": 2}}
 
 

@@ -20,14 +20,7 @@ from cab_hf.eval.report import column, digits, grouped, markdown_table, percent
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import TOKENS, UNREACHED_MASS, listed, remarks, varying
 from cab_hf.eval.speed.checks import CHECK_LENGTH, check_gradients, check_rows, gradients_of
-from cab_hf.eval.speed.heads import (
-    HeadSettings,
-    HeadSpeed,
-    call_of,
-    described,
-    draw_dense,
-    names,
-)
+from cab_hf.eval.speed.heads import HeadSettings, HeadSpeed, call_of, described, draw_dense, names
 from cab_hf.eval.speed.timing import in_a_sentence, method_on
 from cab_hf.plan import BlockPlan, Spans
 from cab_hf.predictors import make_predictor

@@ -244,6 +244,4 @@ ON_GPU = {
     "ffpa CuTe": Baseline(_ffpa("cutedsl"), _package("ffpa-attn"), head_dims=WIDE_DIMS),
     "ffpa Triton": Baseline(_ffpa("triton"), _package("ffpa-attn"), head_dims=WIDE_DIMS),
 }
-ON_CPU = {
-    "SDPA": Baseline(_sdpa(SDPBackend.FLASH_ATTENTION)),
-}
+ON_CPU = {"SDPA": Baseline(_sdpa(SDPBackend.FLASH_ATTENTION))}

@@ -302,8 +302,7 @@ def part_of(kernel: str, parts: Mapping[str, Sequence[str]] = PREDICTOR) -> str:
 
 
 def split(
-    calls: Sequence[Sequence[tuple[str, float]]],
-    parts: Mapping[str, Sequence[str]] = PREDICTOR,
+    calls: Sequence[Sequence[tuple[str, float]]], parts: Mapping[str, Sequence[str]] = PREDICTOR
 ) -> dict[str, float]:
     """ms of every part and of the rest, the median over calls of (kernel name, ms) each."""
     sums = {part: [0.0] * len(calls) for part in (*parts, OTHER)}

@@ -24,14 +24,7 @@ from cab_hf.eval.speed.base import (
     powers,
     remarks,
 )
-from cab_hf.eval.speed.model import (
-    CAB,
-    CAB_DENSE,
-    SDPA,
-    ModelSettings,
-    described,
-    prefilling,
-)
+from cab_hf.eval.speed.model import CAB, CAB_DENSE, SDPA, ModelSettings, described, prefilling
 from cab_hf.eval.speed.ranked import Ranked, by_torchrun
 from cab_hf.runs.settings import option
 
