@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -19,10 +18,9 @@ from cab_hf.eval.on_model import refusing
 from cab_hf.eval.report import grouped, markdown_table
 from cab_hf.patches.calibration import KEYS, averaged, budgeted, losses
 from cab_hf.predictors import make_predictor
-from cab_hf.predictors.calibration import Losses, scoring_cost
+from cab_hf.predictors.calibration import Losses
 
 DIGITS = 5  # that count, of a recorded loss
-KINDS = ("estimate", "exact", "all")
 
 
 def found_in(model: PreTrainedModel, document: Document, config: CabConfig) -> dict[str, Any]:
@@ -62,30 +60,28 @@ def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, 
                 own = {field: getattr(chosen, field)[layer][head] for field in options[0]}
                 at = options.index(own)
                 of_head = {name: float(x[head, at]) for name, x in each._asdict().items()}
-                scored = own.get("exact_queries", 0), chosen.query_block
-                spent = of_head["density"] + scoring_cost(*scored)
                 place = {"target": target, "layer": layer, "head": head}
-                made.append({**place, **own, "kind": _kind(own), **of_head, "cost": spent})
+                made.append({**place, **own, **of_head})
     return made
 
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:
-    """A row a target: how many heads got what, and what that spends and loses."""
+    """A row a target: what heads spend and lose on average, and the most and least they got."""
     made = []
     for some in grouped(rows, "target"):
-        kinds = Counter(row["kind"] for row in some)
         means = {name: fmean(row[name] for row in some) for name in MEANS}
-        made.append({"target": some[0]["target"], "heads": len(some), **kinds, **means})
+        edges = {name: pick(row["density"] for row in some) for name, pick in EDGES.items()}
+        made.append({"target": some[0]["target"], "heads": len(some), **means, **edges})
     return {"Spent": markdown_table(made, COLUMNS)}
 
 
 def notes(settings: Mapping[str, Any]) -> str:
     return (
         f"Of {settings['documents']} documents of {settings['length']} tokens with {KEYS} keys "
-        "each. Estimate, exact and all are how many heads choose blocks by the estimate, by "
-        "exact scores of outlier queries, or attend everything. Missed: the attention mass a "
-        "head leaves out, squared, mean over queries and heads; needle: of the mass on the key "
-        "that a query looks for, what is left out; cost: density and what exact scores take."
+        "each. Density: attended over causal pairs, the mean over heads, and of the head that got "
+        "the least and the most. Missed: the attention mass a head leaves out, squared, mean over "
+        "queries and heads; needle: of the mass on the key that a query looks for, what is left "
+        "out."
     )
 
 
@@ -100,17 +96,12 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     charts.heatmap(path, panels, "head", "layer")
 
 
-MEANS = ("density", "cost", "missed", "needle")
+MEANS = ("density", "missed", "needle")
+EDGES = {"least": min, "most": max}
 COLUMNS = {
-    **{name: name for name in ("target", "heads", *KINDS)},
-    **{name: (lambda row, name=name: f"{row[name]:.4f}") for name in MEANS},
+    **{name: name for name in ("target", "heads")},
+    **{name: (lambda row, name=name: f"{row[name]:.4f}") for name in (*MEANS, *EDGES)},
 }
-
-
-def _kind(own: Mapping[str, Any]) -> str:
-    if own.get("mass") == 1:
-        return "all"
-    return "exact" if own.get("exact_queries") else "estimate"
 
 
 def _short(x: torch.Tensor) -> list[list[float]]:

@@ -57,7 +57,7 @@ class Settings(OnModelSettings):
     target_densities: tuple[float, ...] | None = by_device(
         (0.25, 0.15),
         (0.5, 0.35),
-        "comma-separated shares of the pairs to spend, exact passes included",
+        "comma-separated shares of the pairs to spend",
         comma_separated(float),
     )
     anchors: int = option(

@@ -30,7 +30,7 @@ from cab_hf.predictors.anchors import (
     averaged_kept,
     cascaded,
     kept_between,
-    least_density,
+    smallest_density,
     viewed,
 )
 from cab_hf.predictors.calibration import (
@@ -39,8 +39,7 @@ from cab_hf.predictors.calibration import (
     Needles,
     Option,
     allocate,
-    costs,
-    least_cost,
+    least_density,
     measure,
     require_reachable,
     tables,
@@ -84,8 +83,7 @@ def calibrate(
         texts: what to hide keys in, best of the kind the model is for, as one text or several; by
             default the reference pages that come with Python.
         target_density: of the layers that attend sparsely, at ``length`` tokens: attended over
-            causal pairs, and the share of dense attention's time that exact scores take; with
-            ``anchors`` attended pairs alone.
+            causal pairs.
         config: whose blocks, predictor and forced blocks stay; by default the model's own. Of a
             cascade, its anchors and heads stay too.
         anchors: how many layers are to choose blocks for those behind them; which ones, and which
@@ -142,10 +140,10 @@ def require_target(config: CabConfig, anchors: bool, target_density: float, leng
         ValueError: naming the least one.
     """
     if anchors:
-        require_reachable(target_density, least_density(config, length))
+        require_reachable(target_density, smallest_density(config, length))
     else:
-        options = make_predictor(config).options()
-        require_reachable(target_density, least_cost(config, options, length))
+        cheapest, *_ = make_predictor(config).options()
+        require_reachable(target_density, least_density(config, cheapest, length))
 
 
 def _layers_seen(model: PreTrainedModel) -> int:
@@ -347,7 +345,7 @@ def budgeted(
         raise ValueError("None of the model's layers attends sparsely: there is nothing to share.")
     missed, needle, density = (torch.stack(x) for x in zip(*found.values(), strict=True))
     loss = missed + NEEDLE_WEIGHT * needle
-    some = allocate(loss, costs(options, density, config.query_block), target_density)
+    some = allocate(loss, density, target_density)
     choice = torch.zeros(layers, some.shape[1], dtype=torch.int64)
     choice[list(found)] = some
     return CabConfig.from_dict({**config.to_dict(), **tables(options, choice)})

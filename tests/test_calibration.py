@@ -23,9 +23,7 @@ from cab_hf.predictors import Call, make_predictor
 from cab_hf.predictors.calibration import (
     Needles,
     allocate,
-    costs,
     measure,
-    scoring_cost,
     tables,
 )
 
@@ -104,13 +102,13 @@ def test_a_target_below_what_is_forced_is_refused():
         allocate(torch.rand(1, 2, 2), torch.full((1, 2, 2), 0.3, dtype=torch.float64), 0.1)
 
 
-def test_exact_scores_count():
-    density = torch.full((1, 3), 0.2)
-    spent = costs([FORCED, EXACT, EVERYTHING], density, 16)
-    assert spent[0].tolist() == pytest.approx([0.2, 0.2 + scoring_cost(2, 16), 0.2])
-    # as many of a block of twice the size are half of the work
-    assert scoring_cost(16, 128) == 2 * scoring_cost(8, 128) == 2 * scoring_cost(16, 256) > 0
-    assert scoring_cost(0, 128) == 0
+def test_heads_are_scored_alike():
+    # heads that differ in how they are scored take launches of their own
+    exact = make_predictor(CabConfig(**SMALL, exact_queries=4)).options()
+    assert {tuple(option) for option in exact} == {("mass", "bridges")}
+    assert all(option["mass"] < 1 for option in exact)
+    estimated = make_predictor(CabConfig(**SMALL, exact_queries=0)).options()
+    assert {"mass": 1.0, "bridges": 0.0} in estimated
 
 
 def test_tables_give_each_head_its_option():
@@ -267,20 +265,16 @@ def test_a_layer_without_an_index_has_no_place_in_a_table(model, anchors):
 
 def test_another_density_gives_other_budgets(model):
     model, tokenizer = model
-    low, high = (
-        cab_hf.calibrate(
-            model,
-            tokenizer,
-            ["So it goes."],
-            density,
-            config=CabConfig(**SMALL),
-            length=300,
-            documents=1,
-        )
-        for density in (0.55, 0.9)
-    )
-    mean = [sum(map(sum, each.mass)) for each in (low, high)]
-    assert mean[0] < mean[1]
+    told = {"config": CabConfig(**SMALL), "length": 300, "documents": 1}
+    ids = torch.arange(300)[None] % len(tokenizer)
+    attended = []
+    for density in (0.6, 0.8):
+        cab_hf.calibrate(model, tokenizer, ["So it goes."], density, **told)
+        with torch.no_grad():
+            model(ids)
+        attended.append(sum(layer["density"] for layer in cab_hf.stats(model)))
+        cab_hf.remove_cab(model)
+    assert attended[0] < attended[1]
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,8 @@ def test_it_writes_a_config_for_every_density_and_goes_on(model_folder, book, tm
     assert len((out / "samples.jsonl").read_text().splitlines()) == 3
     for target in (0.6, 0.9):
         assert (out / f"cab_config-{target}.json").is_file()
-        costs = [row["cost"] for row in content["rows"] if row["target"] == target]
-        assert len(costs) == 12 and sum(costs) / 12 <= target + 1e-4
+        spent = [row["density"] for row in content["rows"] if row["target"] == target]
+        assert len(spent) == 12 and sum(spent) / 12 <= target + 1e-4
     assert "config: " in capsys.readouterr().out
     before = (out / "results.json").read_text()
     render(out)
@@ -69,10 +69,8 @@ def test_rows_say_what_each_head_got(model_folder, book, tmp_path):
     assert command(model_folder, book, out, "--target-densities", "0.7") == 0
     config = CabConfig.calibrated(out / "cab_config-0.7.json")
     for row in json.loads((out / "results.json").read_text())["rows"]:
-        for field in ("mass", "bridges", "exact_queries"):
+        for field in ("mass", "bridges"):
             assert row[field] == getattr(config, field)[row["layer"]][row["head"]]
-        kind = "exact" if row["exact_queries"] else "all" if row["mass"] == 1 else "estimate"
-        assert row["kind"] == kind
 
 
 @pytest.mark.parametrize(
@@ -105,11 +103,11 @@ def test_what_is_measured_by_default_on_a_cpu_can_be_reached():
     Calibrate(calibrate.Settings(model="tiny", device="cpu")).check()
 
 
-def test_the_table_counts_kinds_of_heads():
-    shared = {"target": 0.2, "density": 0.1, "cost": 0.2, "missed": 0.01, "needle": 0.0}
-    kinds = ("estimate", "estimate", "exact", "all")
-    (table,) = Calibrate.tables([{**shared, "kind": kind} for kind in kinds]).values()
-    assert "| 0.20 | 4 | 2 | 1 | 1 | 0.1000 | 0.2000 | 0.0100 | 0.0000 |" in table
+def test_the_table_shows_means_and_edges():
+    shared = {"target": 0.2, "missed": 0.01, "needle": 0.0}
+    rows = [{**shared, "density": density} for density in (0.05, 0.1, 0.15)]
+    (table,) = Calibrate.tables(rows).values()
+    assert "| 0.20 | 3 | 0.1000 | 0.0100 | 0.0000 | 0.0500 | 0.1500 |" in table
 
 
 # --- anchors

@@ -51,6 +51,8 @@ TILE, LARGE_TILE = (64, 256, 168), (128, 128, 128)
 WARPS, STAGES = 4, 3
 MANY_PROGRAMS = 1024
 BYTES_OF_KEYS = 32 << 10
+# of keys that are on their way to a program; larger steps of the sweep have fewer stages
+BYTES_IN_FLIGHT = 192 << 10
 # of all keys, that a GPU's L2 cache holds together; of more, programs share those of a few heads
 CACHED_KEYS = 32 << 20
 # lanes that hold a row of a product together, and its neighbouring columns that they hold
@@ -280,6 +282,7 @@ def exact_scores(
     tiles = triton.cdiv(total, tile_rows)
     most_keys = min(most_keys, BYTES_OF_KEYS // bytes_a_key)
     tile_keys = most_keys if most_keys % key_block == 0 else tile_of(key_block, most_keys)
+    stages = max(1, min(STAGES, BYTES_IN_FLIGHT // (max(tile_keys, key_block) * bytes_a_key)))
     desc_k, together = _alternating(keys, key_block, tile_keys)
     # in key blocks: by how much scratch of a tile is wider than that of the one before
     step = max(1, tile_keys // key_block)
@@ -329,7 +332,7 @@ def exact_scores(
             BLOCK_D=dim,
             HALF=half,
             PRECISION=precision(rows.vectors),
-            STAGES=STAGES,
+            STAGES=stages,
             num_warps=WARPS,
             maxnreg=registers if half else None,
         )

@@ -131,7 +131,7 @@ def viewed(
     return views
 
 
-def least_density(config: CabConfig, length: int) -> float:
+def smallest_density(config: CabConfig, length: int) -> float:
     """The share of the blocks that an anchor takes at the smallest of `SHARES`."""
     x, call = unmeasured(length)
     # who ranks the blocks does not change how many there are

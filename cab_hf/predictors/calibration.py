@@ -23,9 +23,6 @@ from cab_hf.predictors.base import Call, make_predictor
 
 # of the loss: what a missed needle weighs beside missed mass squared
 NEEDLE_WEIGHT = 3.0
-# scoring every query exactly would take this share of a dense head's time: what an H200 was seen to
-# take at 131,072 tokens and 128 channels, half of them in 8 bits, for an eighth of the queries
-EXACT_SCORES = 0.2
 HALVINGS = 100  # of the bracket around the multiplier
 # of exact attention held at once, over all heads
 SHARES_AT_A_TIME = 1 << 28
@@ -54,17 +51,6 @@ class Needles(NamedTuple):
     queries: Tensor
     starts: Tensor
     ends: Tensor
-
-
-def scoring_cost(exact_queries: int, query_block: int) -> float:
-    """The time of scoring so many queries of each block, as a share of a dense head's."""
-    return EXACT_SCORES * exact_queries / query_block
-
-
-def costs(options: Sequence[Option], density: Tensor, query_block: int) -> Tensor:
-    """What each option takes, as a share of dense attention: [..., options] like ``density``."""
-    scoring = [scoring_cost(option.get("exact_queries", 0), query_block) for option in options]
-    return density + torch.tensor(scoring, dtype=density.dtype, device=density.device)
 
 
 def measure(
@@ -103,11 +89,11 @@ def measure(
     return Losses(missed, needle, density)
 
 
-def least_cost(config: CabConfig, options: Sequence[Option], length: int) -> float:
-    """The share of dense attention that the cheapest of ``options`` takes at so many tokens."""
+def least_density(config: CabConfig, option: Option, length: int) -> float:
+    """The share of the pairs that heads attend at an option, the cheapest, at so many tokens."""
     x, call = unmeasured(length)
-    _, density = _kept(x, x, call, config, options[:1])
-    return float(costs(options[:1], density, config.query_block))
+    # who ranks the blocks does not change how many there are
+    return float(_kept(x, x, call, replace(config, exact_queries=0), [option])[1])
 
 
 def unmeasured(length: int) -> tuple[Tensor, Call]:
@@ -176,6 +162,8 @@ def _kept(
 ) -> tuple[Tensor, Tensor]:
     """What each option keeps, bool [H, M_q, M_k, options], and its density, [H, options]."""
     heads = q.shape[1]
+    if isinstance(config.exact_queries, tuple):
+        config = replace(config, exact_queries=(config.exact_queries[call.layer],))
     plans = (
         make_predictor(replace(config, **_of_all(option, heads)))(q, k, _by_itself(call))
         for option in options
