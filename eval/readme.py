@@ -1,7 +1,8 @@
 """The pages that show results, written from the files of results alone.
 
-``eval/results/README.md`` is written whole; in ``README.md`` and ``finetune/README.md`` what stands
-between ``<!-- table: NAME -->`` and ``<!-- end -->`` is, NAME being of `TABLES` or `WHERE_THERE`.
+``eval/results/README.md`` and the figure ``default.png`` beside it are written as they are; in
+``README.md`` and the pages of ``docs`` only what stands between ``<!-- table: NAME -->`` and
+``<!-- end -->``, for every NAME of `TABLES`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import itemgetter
@@ -16,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from cab_hf.eval import experiment
+from cab_hf.eval import charts, experiment
 from cab_hf.eval.experiment import CSV, FIGURE, REPORT, RESULTS, SAMPLES, Experiment, Row, named
 from cab_hf.eval.report import digits, grouped, markdown_table, percent, with_interval
 from cab_hf.eval.speed.lora import told_longest
@@ -57,7 +59,31 @@ SHARED = {"training step": (DEALT, f"{DEALT}-4"), "first token": (f"{SPEED}-1m",
 SPARSE, WHOLE = "grouped+cab", "grouped"
 ARMS = {"dense": "dense", "cab:0.22": "calibrated to 0.22", "cab:five": "a cascade of five anchors"}
 CAB, FULL = "cab", "full"
-KEPT_COLUMNS = ("density of texts", "KL (noise)", "recall", "at borders", "perplexity")
+CHOOSING = "speed-predictor"
+# ways to read a long text -> their names in `COMPARED`, on one of its texts
+COMPARED, COMPARED_TEXT = "fidelity-default-32k", "licences"
+CHOICES = {
+    "default": "cab",
+    "calibrated budgets": "cab:budgets",
+    "cascade of five anchors": "cab:cascade",
+    '"cab_dense"': "dense",
+}
+FAMILIES = "families"
+EXACT, REFUSED, NOT_BUILT = "exact", "refused", "not built"
+QUALITY = {
+    "recall": "in-text recall",
+    "recall_border": "block-start recall",
+    "perplexity": "perplexity (less is better)",
+}
+RECALLS = {"asked": "end-of-prompt", "recall": "in-text", "recall_border": "block-start"}
+DEFAULT_FIGURE = "default.png"
+KEPT_COLUMNS = (
+    "density of texts",
+    "KL (noise)",
+    "in-text recall",
+    "block-start recall",
+    "perplexity",
+)
 INTRODUCTION = f"""# Results
 
 Each folder is one run of an experiment: `{SAMPLES}`, what was measured, a case a line, here packed
@@ -167,30 +193,90 @@ def _short(commit: str) -> str:
 
 def default_table(results: Path) -> str:
     """By length: time to the first token, and what the same config keeps of texts."""
-    speed, *kept = (read_results(results / name) for name in (SPEED, *KEPT))
+    speed, choosing, *kept = (read_results(results / name) for name in (SPEED, CHOOSING, *KEPT))
+    predict_ms = {row["length"]: row["ms"] for row in choosing.rows}
     rows = []
     for cab in (row for row in speed.rows if row["implementation"] == CAB):
+        length, ms = cab["length"], predict_ms.get(cab["length"])
         seconds = {"best dense s": digits(cab["baseline_ms"] / 1000)}
-        seconds |= {"cab s": digits(cab["ms"] / 1000), "×": f"{cab['over_best']:.2f}"}
-        place = {"tokens": f"{cab['length']:,}", **seconds, "at density": cab["density"]}
-        read = [row for each in kept for row in each.rows if row["length"] == cab["length"]]
-        rows.append(place | _kept(read))
+        seconds |= {"CAB s": digits(cab["ms"] / 1000), "×": f"{cab['over_best']:.2f}"}
+        seconds["choosing, ms a layer"] = ms and digits(ms)
+        place = {"tokens": f"{length:,}", **seconds, "density": cab["density"]}
+        rows.append(place | _shown(_kept(kept, length)))
     return _table(rows, [speed, *kept])
 
 
-def _kept(rows: Sequence[Row]) -> dict[str, str | float | None]:
-    """What CAB keeps at one length: means over texts, nothing but None where none was read."""
+def _kept(results: Sequence[Results], length: int) -> dict[str, float] | None:
+    """What CAB keeps at one length, each the mean over texts; None where no text was read.
+
+    Of recall and perplexity the ratio to dense attention.
+    """
+    rows = [row for each in results for row in each.rows if row["length"] == length]
     cab, full = ([row for row in rows if row["method"] == name] for name in (CAB, FULL))
     if not cab:
+        return None
+    ratios = {probe: fmean(row[probe]["ratio"] for row in cab) for probe in QUALITY}
+    kl, noise = (fmean(row["continuation"]["kl"] for row in some) for some in (cab, full))
+    return {"density": fmean(row["density"] for row in cab), "kl": kl, "noise": noise, **ratios}
+
+
+def _shown(kept: Mapping[str, float] | None) -> dict[str, str | float | None]:
+    """The columns of `_kept`."""
+    if kept is None:
         return dict.fromkeys(KEPT_COLUMNS)
+    ratios = (f"× {kept[probe]:.2f}" for probe in QUALITY)
+    kl = f"{digits(kept['kl'])} ({digits(kept['noise'])})"
+    return dict(zip(KEPT_COLUMNS, (kept["density"], kl, *ratios), strict=True))
 
-    def over_dense(probe: str) -> str:
-        return f"× {fmean(row[probe]['ratio'] for row in cab):.2f}"
 
-    kl, noise = (digits(fmean(row["continuation"]["kl"] for row in some)) for some in (cab, full))
-    ratios = map(over_dense, ("recall", "recall_border", "perplexity"))
-    told = (fmean(row["density"] for row in cab), f"{kl} ({noise})", *ratios)
-    return dict(zip(KEPT_COLUMNS, told, strict=True))
+def draw_default(results: Path) -> None:
+    """Draw `default_table`: seconds to the first token, and quality over dense, by length."""
+    speed, *kept = (read_results(results / name) for name in (SPEED, *KEPT))
+    rows = [row for row in speed.rows if row["implementation"] == CAB]
+    lengths = [row["length"] for row in rows]
+    quality = [{"length": n, **_kept(kept, n)} for n in lengths if _kept(kept, n)]
+    with charts.figure(results / DEFAULT_FIGURE, 1, 2, figsize=(9, 3.6)) as ((left, right),):
+        look = {"color": "black", "label": "fastest dense attention"}
+        charts.line(left, rows, lambda row: row["baseline_ms"] / 1000, **look)
+        look = {"color": "C3", "label": "CAB, default settings"}
+        charts.line(left, rows, lambda row: row["ms"] / 1000, **look)
+        for row in rows:
+            place = (row["length"], row["ms"] / 1000)
+            told = f"× {row['over_best']:.2f}"
+            left.annotate(told, place, xytext=(4, -12), textcoords="offset points", fontsize=8)
+        charts.over_tokens(left, lengths, "time to the first token, LLaMA-3-8B shape", "s")
+        for colour, (probe, label) in enumerate(QUALITY.items()):
+            look = {"color": f"C{colour}", "label": label}
+            charts.line(right, quality, itemgetter(probe), **look)
+        right.axhline(1, color="black", linestyle="--", label="dense attention")
+        read = [row["length"] for row in quality]
+        charts.over_tokens(right, read, "same settings, SmolLM2: over dense", "×", log=False)
+        right.set_ylim(0.8, 1.2)
+
+
+def choices_table(results: Path) -> str:
+    """What each way to read a long text takes and keeps."""
+    found = read_results(results / COMPARED)
+    rows = []
+    for name, method in CHOICES.items():
+        row = found.row(method=method, text=COMPARED_TEXT)
+        ms = row["predict_ms"] + row["attend_ms"]
+        shares = {f"{label} recall": row[probe]["share"] for probe, label in RECALLS.items()}
+        told = {"settings": name, "attention ms": digits(ms), "density": row["density"]}
+        rows.append(told | {"KL": digits(row["continuation"]["kl"]), **shares})
+    return _table(rows, [found])
+
+
+def families_told(results: Path) -> str:
+    """How many model types attend exactly, are refused, and could not be built, as a sentence."""
+    rows = read_results(results / FAMILIES).rows
+    counts = Counter(row["verdict"] for row in rows)
+    return (
+        f"Of {len(rows)} causal model types of transformers, {counts[EXACT]} give the outputs of "
+        f"dense attention at full budget,\n{counts[REFUSED]} are refused with a sentence that "
+        f"names the reason, and {counts[NOT_BUILT]} could not be built\n"
+        f"([list](eval/results/{FAMILIES}/report.md))."
+    )
 
 
 def _spent(row: Row) -> dict[str, float]:
@@ -347,55 +433,42 @@ def _efficiencies(found: Results) -> list[dict[str, Any]]:
     return made
 
 
-TABLES: dict[str, Callable[[Path], str]] = {"default": default_table}
-# written where the page has their marker and results are there
-WHERE_THERE = {
-    "lora": (STEP, lora_table),
-    "spread": (SPREAD, spread_table),
-    "trained": (TRAINED, trained_table),
-    "parallel": (PARALLEL, parallel_table),
-    "longest": (LONGEST, longest_table),
-    "dealt": (DEALT, dealt_table),
+TABLES: dict[str, Callable[[Path], str]] = {
+    "default": default_table,
+    "choices": choices_table,
+    "families": families_told,
+    "lora": lora_table,
+    "spread": spread_table,
+    "trained": trained_table,
+    "parallel": parallel_table,
+    "longest": longest_table,
+    "dealt": dealt_table,
 }
+PLACE = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 
-def readme_page(page: str, results: Path) -> str:
-    """``page`` with its tables made anew; ValueError where `TABLES` lack a marker or results."""
-    return _with_tables(page, results, TABLES | _there(page, results))
+def page_with_tables(page: str, results: Path, up: str = "") -> str:
+    """``page`` with its tables made anew.
 
+    Args:
+        up: from the folder of the page to the root, ``"../"`` for a page one folder down.
 
-def finetune_page(page: str, results: Path) -> str:
-    """The same of a page that is a folder further down, and has whatever tables it likes."""
-    made = {
-        name: lambda results, table=table: table(results).replace("](eval/", "](../eval/")
-        for name, table in _there(page, results).items()
-    }
-    return _with_tables(page, results, made)
+    Raises:
+        ValueError: for a marker without an end, a table that `TABLES` does not have, or one whose
+            results are missing.
+    """
 
+    def written(place: re.Match[str]) -> str:
+        name = place[1]
+        if name not in TABLES:
+            raise ValueError(f"the page has a table {name!r}; known are {', '.join(TABLES)}.")
+        table = TABLES[name](results).replace("](eval/", f"]({up}eval/")
+        return f"<!-- table: {name} -->\n{table}\n<!-- end -->"
 
-def _there(page: str, results: Path) -> dict[str, Callable[[Path], str]]:
-    return {
-        name: table
-        for name, (folder, table) in WHERE_THERE.items()
-        if _begin(name) in page and (results / folder).is_dir()
-    }
-
-
-def _with_tables(page: str, results: Path, tables: Mapping[str, Callable[[Path], str]]) -> str:
-    for name, table in tables.items():
-        begin, end = _begin(name), "<!-- end -->"
-        place = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        written = f"{begin}{table(results)}\n{end}"
-        page, count = place.subn(lambda _, written=written: written, page)
-        if count != 1:
-            between = f"between {begin.strip()} and {end}"
-            raise ValueError(f"the page must have one table {between}; it has {count}.")
-    return page
-
-
-def _begin(name: str) -> str:
-    """What stands before a table."""
-    return f"<!-- table: {name} -->\n"
+    made, count = PLACE.subn(written, page)
+    if count != page.count("<!-- table: "):
+        raise ValueError("the page has a table without <!-- end --> behind it.")
+    return made
 
 
 def _table(rows: Sequence[Row], found: Sequence[Results]) -> str:
@@ -408,7 +481,7 @@ class Settings:
     """Where the pages are; results are shown by the README.md in their folder."""
 
     page: str = option(str(ROOT / "README.md"), "the file whose tables are written")
-    finetune: str = option(str(ROOT / "finetune" / "README.md"), "another such file")
+    docs: str = option(str(ROOT / "docs"), "the folder of more such files")
     results: str = option(str(ROOT / "eval" / "results"), "the folder of all results")
 
 
@@ -416,15 +489,17 @@ def main(words: Sequence[str]) -> int:
     """Write all pages anew, or none, and pack the samples of all results; the exit status."""
     prog = f"{experiment.PROG} readme"
     settings = read_settings(Settings, words, prog)
-    page, more, results = map(Path, (settings.page, settings.finetune, settings.results))
+    page, docs, results = map(Path, (settings.page, settings.docs, settings.results))
     try:
         pages = {
             results / "README.md": results_page(results),
-            page: readme_page(page.read_text(), results),
-            more: finetune_page(more.read_text(), results),
+            page: page_with_tables(page.read_text(), results),
         }
+        for path in sorted(docs.glob("*.md")):
+            pages[path] = page_with_tables(path.read_text(), results, "../")
         for path, text in pages.items():
             write_atomically(path, text)
+        draw_default(results)
         for folder in filter(Path.is_dir, results.iterdir()):
             pack(folder / SAMPLES)
     except (OSError, ValueError) as error:
