@@ -7,12 +7,12 @@ import pytest
 
 from cab_hf.eval import readme, report
 from cab_hf.eval.passkey import Passkey
-from cab_hf.eval.readme import KEPT, SPEED
+from cab_hf.eval.readme import CHOOSING, KEPT, SPEED
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "eval" / "results"
 COMMITTED = ["fidelity-default", "smollm2-8192-text-1key", "bridges"]
-PAGE = "a\n<!-- table: default -->\nold\n<!-- end -->\nb\n<!-- table: lora -->\n<!-- end -->\nc\n"
+PAGE = "a\n<!-- table: default -->\nold\n<!-- end -->\nb\n"
 MADE = {"experiment": "passkey", "device": "a GPU", "commit": "0123456789"}
 LENGTHS = (8192, 131_072)
 
@@ -56,6 +56,7 @@ def results(tmp_path):
         cab = {"implementation": "cab", "ms": 100.0, "density": 0.1, "over_best": 2.5}
         rows.append({"length": length, "baseline_ms": 250.0, **cab})
     write(tmp_path / SPEED, rows, commit="fedcba9876")
+    write(tmp_path / CHOOSING, [{"length": 8192, "ms": 0.12}])
     return tmp_path
 
 
@@ -110,31 +111,29 @@ def test_all_folders_are_on_the_page_in_order(results, monkeypatch):
     kinds = {"passkey": Passkey, "bridges": Later}
     monkeypatch.setattr(readme, "named", kinds.get)
     write(results / "a", [answers("dense", 0.9, 1.0)], experiment="bridges")
-    for name in (SPEED, *KEPT):
+    for name in (SPEED, CHOOSING, *KEPT):
         write(results / f"{name}-passkey", [answers("dense", 0.9, 1.0)])
         (results / name / "results.json").unlink()
         (results / name).rmdir()
     shown = re.findall(r"\]\((\S+)/report.md\)", readme.results_page(results))
-    assert shown == [*(f"{name}-passkey" for name in (*sorted(KEPT, reverse=True), SPEED)), "a"]
+    ordered = (*sorted(KEPT, reverse=True), CHOOSING, SPEED)
+    assert shown == [*(f"{name}-passkey" for name in ordered), "a"]
 
 
 def test_the_table_of_the_readme_by_hand(results):
-    page = readme.readme_page(PAGE, results)
-    assert "old" not in page and page.startswith("a\n") and page.endswith("<!-- end -->\nc\n")
-    heading = "| tokens | best dense s | cab s | × | at density | density of texts | KL (noise) | "
-    assert f"{heading}recall | at borders | perplexity |" in page
+    page = readme.page_with_tables(PAGE, results)
+    assert "old" not in page and page.startswith("a\n") and page.endswith("<!-- end -->\nb\n")
+    heading = "| tokens | best dense s | CAB s | × | choosing, ms a layer | density |"
+    kept = "density of texts | KL (noise) | in-text recall | block-start recall | perplexity |"
+    assert f"{heading} {kept}" in page
     # means over texts
     kept = "0.30 | 0.00200 (0.00100) | × 1.10 | × 1.00 | × 1.01 |"
-    assert f"| 8,192 | 0.250 | 0.100 | 2.50 | 0.10 | {kept}" in page
-    assert "| 131,072 | 0.250 | 0.100 | 2.50 | 0.10 | – | – | – | – | – |" in page
+    assert f"| 8,192 | 0.250 | 0.100 | 2.50 | 0.120 | 0.10 | {kept}" in page
+    assert "| 131,072 | 0.250 | 0.100 | 2.50 | – | 0.10 | – | – | – | – | – |" in page
     assert (
         "a GPU, torch 2, commit fedcba9 and 0123456; more in [eval/results](eval/results)." in page
     )
     assert page.count("\n| ") == 2 + len(LENGTHS)
-
-
-def test_a_table_whose_results_are_not_there_stays_as_it_is(results):
-    assert readme.readme_page(PAGE, results).endswith(PAGE[PAGE.index("b\n") :])
 
 
 def test_a_commit_whose_files_had_changed_is_shown_as_that(results):
@@ -145,18 +144,43 @@ def test_a_commit_whose_files_had_changed_is_shown_as_that(results):
 
 
 def test_a_page_made_anew_is_the_same(results):
-    page = readme.readme_page(PAGE, results)
-    assert readme.readme_page(page, results) == page
+    page = readme.page_with_tables(PAGE, results)
+    assert readme.page_with_tables(page, results) == page
 
 
 # --- what is committed
 
 
-def test_the_readme_shows_the_committed_results():
+def test_the_pages_show_the_committed_results():
     page = (ROOT / "README.md").read_text()
-    assert readme.readme_page(page, RESULTS) == page
-    page = (ROOT / "finetune" / "README.md").read_text()
-    assert readme.finetune_page(page, RESULTS) == page
+    assert readme.page_with_tables(page, RESULTS) == page
+    for path in (ROOT / "docs").glob("*.md"):
+        page = path.read_text()
+        assert readme.page_with_tables(page, RESULTS, "../") == page, path
+    shown = "".join(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").iterdir()))
+    assert all(f"<!-- table: {name} -->" in shown for name in readme.TABLES)
+
+
+def test_the_choices_of_a_user_are_compared_on_one_text(results):
+    rows = [
+        {"text": readme.COMPARED_TEXT, "method": method, "predict_ms": 1.0, "attend_ms": 2.5}
+        | {"density": 0.1, "continuation": {"kl": 0.01}}
+        | {probe: {"share": 0.9} for probe in readme.RECALLS}
+        for method in readme.CHOICES.values()
+    ]
+    drop(results, readme.COMPARED)
+    (results / readme.COMPARED).rmdir()
+    write(results / readme.COMPARED, rows)
+    table = readme.choices_table(results)
+    assert "| default | 3.50 | 0.10 | 0.0100 | 0.90 | 0.90 | 0.90 |" in table
+
+
+def test_types_of_models_are_counted(results):
+    verdicts = ("exact", "exact", "refused", "not built")
+    write(results / readme.FAMILIES, [{"verdict": verdict} for verdict in verdicts])
+    said = readme.families_told(results).replace("\n", " ")
+    assert said.startswith("Of 4 causal model types of transformers, 2 give the outputs")
+    assert "1 are refused" in said and "1 could not be built" in said
 
 
 def test_the_page_of_results_shows_all_of_them():
@@ -170,7 +194,7 @@ def test_a_step_of_training_is_shown_beside_all_dense_ones(results):
         for name, ms, density in (("sdpa", 4000.0, 1.0), ("FA4", 3000.0, 1.0), ("cab", 2000.0, 0.2))
     ]
     write(results / readme.STEP, rows, experiment="speed lora")
-    told = readme.finetune_page("<!-- table: lora -->\n<!-- end -->\n", results)
+    told = readme.page_with_tables("<!-- table: lora -->\n<!-- end -->\n", results, "../")
     assert "| tokens | sdpa s | FA4 s | cab s | × | at most | density |" in told
     assert "| 4,096 | 4.00 | 3.00 | 2.00 | 1.50 | 2.00 | 0.20 |" in told
     # seen from a folder further down
@@ -192,7 +216,7 @@ def test_what_trainings_keep_is_bold_where_it_is_less_for_sure(results):
             rows = [row(method, few, 0.4, 0.3, 0.5) for method in methods]
             rows[0] = row("dense", few, 0.6, 0.55, 0.7)
             write(results / other, rows, experiment="fidelity")
-    told = readme.finetune_page("<!-- table: trained -->\n<!-- end -->\n", results)
+    told = readme.page_with_tables("<!-- table: trained -->\n<!-- end -->\n", results, "../")
     none, one, less = "**0.00 [0.00, 0.10]**", "0.70 [0.60, 0.85]", "0.40 [0.30, 0.50]"
     assert f"| not at all | dense | 0.50 | {none} | {none} | {none} | – | 6.00 |" in told
     # of several folders the first that has it
@@ -205,7 +229,7 @@ def test_what_trainings_keep_is_bold_where_it_is_less_for_sure(results):
     # what no folder has is refused
     rewrite(results, f"{readme.TRAINED}-borders")
     with pytest.raises(ValueError, match="must have one row of method cab:five"):
-        readme.finetune_page("<!-- table: trained -->\n<!-- end -->\n", results)
+        readme.page_with_tables("<!-- table: trained -->\n<!-- end -->\n", results, "../")
 
 
 def test_the_longest_sequences_are_shown_beside_what_is_too_long(results):
@@ -218,7 +242,7 @@ def test_the_longest_sequences_are_shown_beside_what_is_too_long(results):
     rows += [tried("sdpa", 6144, False), tried("sdpa", 8192, False)]
     rows += [tried("cab", 8192, True), tried("cab", 6144, True), tried("cab", 10240, False)]
     write(results / readme.LONGEST, rows, experiment="speed lora")
-    told = readme.finetune_page("<!-- table: longest -->\n<!-- end -->\n", results)
+    told = readme.page_with_tables("<!-- table: longest -->\n<!-- end -->\n", results, "../")
     assert "| sdpa | 4,096 | 4.00 | 6,144 |\n| cab | 8,192 | 8.00 | 10,240 |\n\n" in told
 
 
@@ -232,7 +256,7 @@ def test_what_ranks_share_is_shown_with_what_it_takes(results):
     (step, _), (first, _) = readme.SHARED.values()
     write(results / step, rows, experiment="speed lora")
     write(results / first, [of("cab", 3000.0)], experiment="speed ttft")
-    told = readme.finetune_page("<!-- table: dealt -->\n<!-- end -->\n", results)
+    told = readme.page_with_tables("<!-- table: dealt -->\n<!-- end -->\n", results, "../")
     assert "| training step | 131,072 | 2 | 5.00 | 2.00 | 2.50 | 0.10 | 50.0 |\n" in told
     assert "| first token | 131,072 | 2 | – | 3.00 | – | 0.10 | 50.0 |\n\n" in told
 
@@ -253,7 +277,7 @@ def test_a_step_over_ranks_is_shown_beside_one(results):
         {**step, "spread": "cp", "world": 2, "ms": None, "tokens_s": None, "efficiency": None},
     ]
     write(results / readme.SPREAD, rows, experiment="speed lora")
-    told = readme.finetune_page("<!-- table: spread -->\n<!-- end -->\n", results)
+    told = readme.page_with_tables("<!-- table: spread -->\n<!-- end -->\n", results, "../")
     assert "| 32,768 | 1 | alone | cab | 4.00 | 8,192 | 100 % |\n" in told
     # in the order of ranks, whatever was measured first
     more = "| 32,768 | 2 | ddp | cab | 5.00 | 6,554 | 80.0 % |\n| 32,768 | 4 | ddp | cab | 8.00 |"
@@ -269,9 +293,7 @@ def ranked(scheme, world, efficiency, **more):
 
 def test_context_parallelism_is_shown_where_it_was_measured(results):
     marker = "<!-- table: parallel -->\n"
-    page = f"{PAGE}{marker}nothing yet\n<!-- end -->\n"
-    without = readme.readme_page(page, results)
-    assert without == f"{readme.readme_page(PAGE, results)}{marker}nothing yet\n<!-- end -->\n"
+    page = f"{PAGE}{marker}<!-- end -->\n"
     rows = [
         ranked("grouped", 2, 0.75),
         ranked("ring", 8, None),
@@ -281,7 +303,7 @@ def test_context_parallelism_is_shown_where_it_was_measured(results):
     ]
     made = {"experiment": "speed context-parallel"}
     write(results / readme.PARALLEL, rows, **made)
-    told = readme.readme_page(page, results).split(marker)[1]
+    told = readme.page_with_tables(page, results).split(marker)[1]
     assert told.startswith("| heads of | tokens | ranks | pass | ring | grouped | density |")
     assert "| llama3-8b | 65,536 | 8 | forward+backward | – | 87.5 % | – |\n" in told
     assert "| llama3-8b | 65,536 | 8 | forward | – | 50.0 % | – |\n\n" in told
@@ -290,10 +312,8 @@ def test_context_parallelism_is_shown_where_it_was_measured(results):
     rows = [ranked("grouped", 2, 1.0, ms=30.0, **longer)]
     rows.append(ranked("grouped+cab", 2, 0.75, ms=4.0, density=0.1, **longer))
     write(results / readme.PARALLELS[1], rows, **made)
-    told = readme.readme_page(page, results).split(marker)[1]
+    told = readme.page_with_tables(page, results).split(marker)[1]
     assert "| llama3-8b | 131,072 | 2 | forward | – | 100 % | 0.10 | 75.0 % | 7.50 × |\n\n" in told
-    # a page without the marker has no such table
-    assert readme.readme_page(PAGE, results).count("table:") == 2
 
 
 # --- what is refused
@@ -321,8 +341,8 @@ def rewrite(results, name, **made):
         ),
         pytest.param(
             None,
-            PAGE[PAGE.index("b\n") :],
-            "one table between <!-- table: default -->",
+            PAGE.replace("<!-- end -->", ""),
+            "a table without <!-- end --> behind it",
             id="marker",
         ),
     ],
@@ -331,15 +351,16 @@ def test_what_is_missing_is_refused(results, change, page, message):
     if change:
         change(results, SPEED)
     with pytest.raises(ValueError, match=message):
-        readme.readme_page(page, results)
+        readme.page_with_tables(page, results)
 
 
 def test_the_command_writes_all_pages_or_none(results, tmp_path, capsys, monkeypatch):
     file = tmp_path / "page.md"
     file.write_text(PAGE)
-    more = tmp_path / "more.md"
-    more.write_text("no tables are needed here")
-    words = ["--page", str(file), "--results", str(results), "--finetune", str(more)]
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "more.md").write_text("no tables are needed here")
+    words = ["--page", str(file), "--results", str(results), "--docs", str(docs)]
     monkeypatch.setattr(readme, "results_page", lambda results: "all\n")
     (results / SPEED / "samples.jsonl").write_text("{}")
     assert readme.main(words) == 0
@@ -347,10 +368,13 @@ def test_the_command_writes_all_pages_or_none(results, tmp_path, capsys, monkeyp
         *("results.json", "samples.jsonl.xz")
     }
     assert (results / "README.md").read_text() == "all\n"
-    assert file.read_text() == readme.readme_page(PAGE, results)
+    assert file.read_text() == readme.page_with_tables(PAGE, results)
+
+    assert (results / readme.DEFAULT_FIGURE).stat().st_size > 5_000
 
     (results / "README.md").unlink()
-    file.write_text("no tables")
+    unknown = "<!-- table: other -->\n<!-- end -->\n"
+    file.write_text(unknown)
     assert readme.main(words) == 2
-    assert "the page must have one table" in capsys.readouterr().err
-    assert file.read_text() == "no tables" and not (results / "README.md").exists()
+    assert "the page has a table 'other'; known are default" in capsys.readouterr().err
+    assert file.read_text() == unknown and not (results / "README.md").exists()
