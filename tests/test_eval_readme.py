@@ -187,6 +187,14 @@ def test_the_page_of_results_shows_all_of_them():
     assert readme.results_page(RESULTS) == (RESULTS / "README.md").read_text()
 
 
+def test_results_are_small_enough_for_a_repository():
+    places = RESULTS, ROOT / "cab_hf" / "adapters"
+    files = [path for place in places for path in place.rglob("*") if path.is_file()]
+    # what renders a copy in place writes tables that git ignores
+    assert sum(path.stat().st_size for path in files if path.suffix != ".csv") < 10_000_000
+    assert not list(RESULTS.rglob("*.jsonl")) and len(list(RESULTS.glob("*/samples.jsonl.xz"))) > 9
+
+
 def test_a_step_of_training_is_shown_beside_all_dense_ones(results):
     rows = [
         {"length": 4096, "implementation": name, "ms": ms, "over_best": 1.5, "ceiling": 2.0}

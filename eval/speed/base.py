@@ -16,7 +16,7 @@ from cab_hf.eval.experiment import Experiment, Row
 from cab_hf.eval.methods import known
 from cab_hf.eval.report import column, markdown_table
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.timing import Bench, bench_on, in_a_sentence
+from cab_hf.eval.speed.timing import Bench, bench_on, in_a_sentence, ran_out
 from cab_hf.runs.provenance import computing_device
 from cab_hf.runs.settings import (
     by_device,
@@ -226,8 +226,12 @@ class Speed(Experiment):
         """Write into ``sample``, which has the fields of its case, what is found."""
 
     def told(self, error: Exception) -> dict[str, Any]:
-        """What a sample says of ``error``."""
-        return {"error": in_a_sentence(error)}
+        """What a sample says of ``error``.
+
+        ``fits``, where there is such a field, is False if memory ran out, and else None.
+        """
+        fits = {"fits": False if ran_out(error) else None} if "fits" in self.FOUND else {}
+        return {"error": in_a_sentence(error), **fits}
 
 
 def by_length(samples: Sequence[Row], derived: Sequence[str] = ()) -> list[dict[str, Any]]:

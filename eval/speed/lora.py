@@ -34,7 +34,6 @@ from cab_hf.eval.speed.model import (
 from cab_hf.eval.speed.ranked import by_torchrun
 from cab_hf.eval.speed.spread import ALONE, CP, FSDP2, SPREADS, Shared
 from cab_hf.eval.speed.team import Slowest, Team
-from cab_hf.eval.speed.timing import ran_out
 from cab_hf.eval.speed.ttft import TIMES, TimeToFirstToken, drawn
 from cab_hf.runs.settings import by_device, comma_separated, flag, option
 
@@ -247,10 +246,6 @@ class LoraStep(TimeToFirstToken):
 
         team.together(self.bench.settle)
         return team.slowest(self.bench, until, 1, warm_up=0).peak_gib
-
-    def told(self, error: Exception) -> dict[str, Any]:
-        """``fits`` is False where memory ran out, and None where something else went wrong."""
-        return {**super().told(error), "fits": False if ran_out(error) else None}
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -15,7 +15,6 @@ from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, markdown_table, seconds
 from cab_hf.eval.speed.base import DENSITY, TOKENS, Speed, by_length, powers, remarks
 from cab_hf.eval.speed.model import ModelSettings, described, prefilling, random_model
-from cab_hf.eval.speed.timing import ran_out
 from cab_hf.runs.settings import by_device, comma_separated, option
 
 WAY = "cab-always"
@@ -110,10 +109,6 @@ class Prefill(Speed):
         sample["tflops"] = settings.attended_flops(length, sample["density"]) / ms / 1e9
         if peak is not None:
             sample["rest_gib"] = peak - sample["weights_gib"] - sample["cache_gib"]
-
-    def told(self, error: Exception) -> dict[str, Any]:
-        """``fits`` is False where memory ran out, and None where something else went wrong."""
-        return {**super().told(error), "fits": False if ran_out(error) else None}
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
