@@ -8,11 +8,13 @@ from shards import BLOCK, TEXTS, frame_of, layout_for, shard_of
 from tiny import qkv
 
 from cab_hf import CabConfig, distributed
-from cab_hf.distributed import choosing
+from cab_hf.distributed.sharded import ShardedFrame
+from cab_hf.eval.speed.schemes import two_launches
 from cab_hf.ops import reference
 from cab_hf.predictors import Call, make_predictor
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
+SCHEMES = {"zigzag": distributed.zigzag_attention, "two-launches": two_launches}
 # the half of 64 channels that LLaMA turns slowest
 SLOW = (*range(16, 32), *range(48, 64))
 SMALL = CabConfig(32, 16, mass=0.4, bridges=0.1, min_length=0, exact_queries=8)
@@ -100,8 +102,9 @@ def on_a_rank_by_slow_channels(process_group, config, ends):
     layout, rank = layout_for(process_group.size(), ends), process_group.rank()
     q, k, _ = (shard_of(x, layout, rank) for x in whole(layout, 64))
     places = layout.places(max(config.query_block, config.key_block), q.device)
-    call = Call(places.spans(rank, 1), DIM**-0.5, 0, channels=SLOW)
-    return told_of(choosing.choose(make_predictor(config), q, k, places, process_group, call))
+    frame = ShardedFrame(places, process_group, places.spans(rank, 1))
+    call = Call(frame.spans, DIM**-0.5, 0, channels=SLOW)
+    return told_of(frame.choose(make_predictor(config), q, k, call))
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -127,8 +130,8 @@ def attended_on_a_rank(process_group, config, ends):
     shared = {"group": process_group, "cu_seqlens": ends, "block": BLOCK}
     plan = distributed.predict(q, k, config=config, layer=0, **shared)
     found = {}
-    for name in ("zigzag_attention", "two_launches"):
-        out, lse = getattr(distributed, name)(q, k, v, plan=plan, engine="reference", **shared)
+    for name, scheme in SCHEMES.items():
+        out, lse = scheme(q, k, v, plan=plan, engine="reference", **shared)
         loss = (out * layout.real[rank][:, None]).square().sum()
         found[name] = out.detach(), lse, *torch.autograd.grad(loss, (q, k, v))
     return found
@@ -149,7 +152,7 @@ def test_attention_under_plans_is_that_of_one_process(ranks, config, text):
     gradients = torch.autograd.grad(out.square().sum(), leaves)
     if frame.query_place is not None:
         lse = lse.gather(2, frame.query_place[:, None].expand(-1, HEADS, -1))
-    for name in ("zigzag_attention", "two_launches"):
+    for name in SCHEMES:
         for i, meant in enumerate((out, lse, *gradients)):
             parts = [each[name][i] for each in found]
             result = torch.cat(parts, dim=2)[:, :, layout.holders]
