@@ -1,17 +1,27 @@
 """Plans made by several ranks, against the rows of the plan that one process makes."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
 import torch
 from shards import BLOCK, TEXTS, frame_of, layout_for, shard_of
 from tiny import qkv
+from torch.nn import functional as F
 
 from cab_hf import CabConfig, distributed
+from cab_hf.distributed import sharded
 from cab_hf.distributed.sharded import ShardedFrame
 from cab_hf.eval.speed.schemes import two_launches
 from cab_hf.ops import reference
-from cab_hf.predictors import Call, make_predictor
+from cab_hf.plan import BlockPlan, block_visibility
+from cab_hf.predictors import (
+    Call,
+    CurvaturePredictor,
+    Predictor,
+    make_predictor,
+    register_predictor,
+)
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 SCHEMES = {"zigzag": distributed.zigzag_attention, "two-launches": two_launches}
@@ -45,7 +55,41 @@ CONFIGS = {
     "cascade": replace(SMALL, predictor="cascade", anchors=(0,)),
     "cascade-calibrated": replace(SMALL, predictor="cascade", anchors=(0,), **TABLES),
     "antidiagonal": replace(SMALL, predictor="antidiagonal", sparsity=0.6),
+    "own-summaries": replace(SMALL, predictor="loud-blocks"),
+    "own-of-cab": replace(SMALL, predictor="half-a-mass"),
 }
+
+
+class LoudBlocks(Predictor):
+    """Key blocks with a long key: all that it needs of other ranks are summaries."""
+
+    def summarise(self, k, valid=None):
+        norms = k.norm(dim=-1)
+        if valid is not None:
+            norms = norms * valid.unsqueeze(1)
+        size = self.config.key_block
+        return F.pad(norms, (0, -norms.shape[-1] % size)).unflatten(-1, (-1, size)).amax(-1)
+
+    def gathers(self, call, heads):
+        return ("summaries",)
+
+    def choose(self, q, summary, call):
+        blocks = {"query_block": self.config.query_block, "key_block": self.config.key_block}
+        loud = (summary > 11).repeat_interleave(q.shape[1] // summary.shape[1], dim=1)
+        keep = loud.unsqueeze(2) & block_visibility(call.spans, **blocks).unsqueeze(1)
+        return BlockPlan.from_dense(keep, call.spans, **blocks)
+
+
+class HalfAMass(CurvaturePredictor):
+    """CAB with another mass, which says nothing of ranks."""
+
+    def choose(self, q, summary, call):
+        half = replace(self.config, mass=self.config.mass / 2)
+        return CurvaturePredictor(half).choose(q, summary, call)
+
+
+register_predictor("loud-blocks", LoudBlocks)
+register_predictor("half-a-mass", HalfAMass)
 
 
 def whole(layout, dim=DIM):
@@ -96,6 +140,47 @@ def assert_rows_of(found, plan):
 def test_plans_are_the_rows_of_one_plan(ranks, config, text):
     found = ranks.run(4, on_a_rank, CONFIGS[config], TEXTS[text])
     assert_rows_of(found, in_one_process(CONFIGS[config], layout_for(4, TEXTS[text])))
+
+
+def gathered_on_a_rank(process_group, config, layer):
+    """How many numbers this rank receives of each of the others to choose blocks."""
+    layout, rank = layout_for(process_group.size(), None), process_group.rank()
+    q, k, _ = (shard_of(x, layout, rank) for x in whole(layout))
+    told = {"group": process_group, "config": config, "layer": layer, "block": BLOCK}
+    received = []
+    with pytest.MonkeyPatch.context() as patch:
+        gathered = sharded.gathered
+        patch.setattr(
+            sharded, "gathered", lambda x, g: received.append(x.numel()) or gathered(x, g)
+        )
+        with contextlib.suppress(ValueError):
+            # a layer whose anchor has handed nothing on
+            distributed.predict(q, k, **told)
+    return sorted(received)
+
+
+# of 128 tokens of a rank in blocks of 32 queries and 16 keys: q, k, their block summaries (mean and
+# bounds), query vectors
+Q, K, SUMMARIES, VECTORS = 4 * 128 * 16, 2 * 128 * 16, 3 * 2 * 8 * 16, 4 * 4 * 16
+
+
+@pytest.mark.parametrize(
+    ("config", "layer", "received"),
+    [
+        ("antidiagonal", 0, [K, Q]),
+        ("own-of-cab", 0, [K, Q]),
+        ("own-summaries", 0, [2 * 8]),
+        ("streaming", 0, []),
+        ("without-curvature", 0, [SUMMARIES]),
+        ("clusters", 0, [VECTORS, SUMMARIES]),
+        ("exact", 0, [SUMMARIES, K]),
+        ("calibrated", 0, [VECTORS, SUMMARIES, K]),
+        ("cascade", 0, [SUMMARIES, K]),
+        ("cascade", 1, []),
+    ],
+)
+def test_a_predictor_says_what_ranks_gather(ranks, config, layer, received):
+    assert ranks.run(2, gathered_on_a_rank, CONFIGS[config], layer) == [received] * 2
 
 
 def on_a_rank_by_slow_channels(process_group, config, ends):

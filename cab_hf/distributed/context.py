@@ -48,8 +48,8 @@ class Parallel:
     again: bool
     model: str
     told: bool = False
-    _layouts: WeakKeyDictionary[Any, Layout] = field(default_factory=WeakKeyDictionary)
-    _frames: WeakKeyDictionary[Any, dict[Any, ShardedFrame]] = field(
+    # by what the layers of a forward pass share, the layout and the frames of its text
+    _texts: WeakKeyDictionary[CabMask, tuple[Layout, dict[Any, ShardedFrame]]] = field(
         default_factory=WeakKeyDictionary
     )
 
@@ -67,11 +67,10 @@ class Parallel:
             NotImplementedError: for padding, a cache, or a model that is compiled.
         """
         refuse_across_ranks(mask, q, k)
-        if mask not in self._layouts:
-            self._layouts[mask] = self._agreed(q, k, *told)
-            self._frames[mask] = {}
+        if mask not in self._texts:
+            self._texts[mask] = self._agreed(q, k, *told), {}
         how = self.group, self.heads_k_stride, self.again
-        return ShardedText(mask, self._layouts[mask], self._frames[mask], *how)
+        return ShardedText(mask, *self._texts[mask], *how)
 
     def _agreed(
         self,
