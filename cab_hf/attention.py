@@ -1,12 +1,11 @@
 """What transformers calls: the attention functions behind "cab" and "cab_dense".
 
-A call is routed (decode, exact or sparse), a plan is predicted, and an engine runs it.
+A call is looked at, routed (decode, exact or sparse), and attended as the route has it.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -17,14 +16,10 @@ from transformers import PreTrainedConfig
 
 from cab_hf.call import LEFT_EARLY, CabMask, in_backward_pass
 from cab_hf.config import MOST, CabConfig, require_layers
-from cab_hf.engines import Engine, Workload
-from cab_hf.exact import exact_attention
+from cab_hf.engines import Workload
 from cab_hf.fit import Origin, require_origin, warn_if_never_sparse, warn_if_too_short
-from cab_hf.frame import PARALLEL, Length
-from cab_hf.plan import BlockPlan
-from cab_hf.predictors import make_predictor
-from cab_hf.refusals import refuse, refuse_across_ranks
-from cab_hf.rotary import slow_channels
+from cab_hf.frame import PARALLEL
+from cab_hf.refusals import refuse
 from cab_hf.route import route
 
 if TYPE_CHECKING:
@@ -103,30 +98,19 @@ def _attend(
             batch, q_length, kv_length, kv_length - q_length, window=sliding_window or None
         )
     config = mask.parsed(module.config, settings_in_use if sparse else settings)
-    parallel = getattr(module, PARALLEL, None)
+    parallel: Parallel | None = getattr(module, PARALLEL, None)
     mask.require_as_before(module, (config, sparse, parallel))
-    if parallel is not None:
-        told = position_ids, kwargs.get("cu_seq_lens_q")
-        out = _across_ranks(parallel, module, query, key, value, mask, scale, config, sparse, *told)
-        return out.transpose(1, 2).contiguous(), None
-    mask.find_documents(position_ids, kwargs.get("cu_seq_lens_q"))
-    way = route(
-        config,
-        Workload.of(query, key, value, (config.query_block, config.key_block)),
-        sparse=sparse,
-        layer=getattr(module, "layer_idx", None),
-        q_length=mask.q_length,
-        kv_length=mask.kv_length,
-        window=mask.window,
-        plain=mask.plain,
-        longest=mask.longest if sparse and mask.window is None else None,
-    )
-    if sparse and way.kind != "sparse":
-        _warn_of_a_short_prompt(module, mask, config)
-    if way.kind == "sparse":
-        out = _sparse(module, query, key, value, mask, scale, config, way.engine)
+    told = position_ids, kwargs.get("cu_seq_lens_q")
+    if parallel is None:
+        mask.find_documents(*told)
+        text = mask
     else:
-        out = exact_attention(query, key, value, mask, scale, way.engine)
+        text = parallel.text(mask, query, key, value, config, *told)
+    work = Workload.of(query, key, value, (config.query_block, config.key_block))
+    way = route(text, config, work, sparse=sparse, layer=module)
+    if sparse and way.kind != "sparse" and text is mask:
+        _warn_of_a_short_prompt(module, mask, config)
+    out = way.attend(query, key, value, scale)
     # [B, N_q, H, D]; engines leave it in memory so, and models may ask for a view of it
     return out.transpose(1, 2).contiguous(), None
 
@@ -139,72 +123,6 @@ def _warn_of_a_short_prompt(module: nn.Module, mask: CabMask, config: CabConfig)
     longest = mask.longest
     tokens = mask.kv_length if longest is None else longest.tokens
     warn_if_too_short(tokens, config.min_length, CabConfig.min_length, module.config)
-
-
-def _sparse(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: CabMask,
-    scale: float,
-    config: CabConfig,
-    engine: Engine,
-) -> Tensor:
-    frame = mask.frame(config.query_block, config.key_block, query.device)
-    q, k, v = frame.queries(query), frame.keys(key), frame.keys(value)
-    channels = slow_channels(module, q.shape[-1])
-    call = mask.call(frame, scale, getattr(module, "layer_idx", None), channels)
-
-    def predict() -> BlockPlan:
-        plan = make_predictor(config)(q, k, call)
-        fewest = 0 if config.sparse_decode else config.query_block
-        short = frame.short(fewest, config.min_length, plan.query_block)
-        # documents that would be exact alone
-        return plan if short is None else plan.with_whole_rows(short)
-
-    plan = mask.planned(module, query, predict)
-    out = engine.attention(q, k, v, plan, scale)
-    if not torch.compiler.is_compiling():
-        _record(module, plan)
-    return frame.restore(out)
-
-
-def _across_ranks(
-    parallel: Parallel,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: CabMask,
-    scale: float,
-    config: CabConfig,
-    sparse: bool,
-    position_ids: Tensor | None,
-    cu_seq_lens: Tensor | None,
-) -> Tensor:
-    """Inside `context_parallel`: routed as the whole text would be, over the keys of all ranks."""
-    refuse_across_ranks(mask, query, key)
-    layer = getattr(module, "layer_idx", None)
-    layout = parallel.layout(mask, query, key, value, config, position_ids, cu_seq_lens)
-    longest = max(layout.lengths)
-    way = route(
-        config,
-        Workload.of(query, key, value, (config.query_block, config.key_block)),
-        sparse=sparse,
-        layer=layer,
-        q_length=layout.text,
-        kv_length=layout.text,
-        window=mask.window,
-        longest=Length(longest, longest),
-    )
-    if way.kind != "sparse":
-        return parallel.exact(query, key, value, layout, scale, mask.window)
-    channels = slow_channels(module, query.shape[-1])
-    call = parallel.call(mask, layout, query, config, scale, layer, mask.handed, channels)
-    plan = mask.planned(module, query, lambda: parallel.predict(query, key, layout, call, config))
-    _record(module, plan)
-    return parallel.sparse(query, key, value, layout, call, config, plan)
 
 
 def _require_seen(module: nn.Module) -> None:
@@ -319,22 +237,3 @@ def _constant(items: tuple[tuple[str, Any], ...]) -> CabConfig:
 @lru_cache
 def _parsed(items: tuple[tuple[str, Any], ...]) -> CabConfig:
     return CabConfig.from_dict(dict(items))
-
-
-@dataclass
-class Attended:
-    """(query, key) pairs a layer attended and could have attended, int64 scalars on its device."""
-
-    attended: Tensor
-    causal: Tensor
-
-
-attended: WeakKeyDictionary[nn.Module, Attended] = WeakKeyDictionary()
-
-
-def _record(module: nn.Module, plan: BlockPlan) -> None:
-    pairs = Attended(*plan.pairs())
-    before = attended.get(module)
-    if before is not None:
-        pairs = Attended(before.attended + pairs.attended, before.causal + pairs.causal)
-    attended[module] = pairs

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from transformers.masking_utils import causal_mask_function
 
 from cab_hf.frame import Frame, Length, whole_documents
-from cab_hf.plan import EXACT_BLOCK, BlockPlan
-from cab_hf.predictors import Call
+from cab_hf.plan import BlockPlan
 
 # a layer that gradient checkpointing computes again attends as it did the first time, or not at all
 LEFT_EARLY = (
@@ -64,6 +63,8 @@ class CabMask:
 
     # transformers asks this and the shape of a mask to tell 2-D and 4-D tensors; this is neither
     ndim: ClassVar[int] = 0
+    # block size of the plan that exact attention needs; None where a dense kernel may compute it
+    exact_block: ClassVar[int | None] = None
 
     batch: int
     q_length: int
@@ -81,7 +82,6 @@ class CabMask:
     _most_documents: int | None = None
     _lengths: list[list[Length]] | None = None
     _frames: dict[tuple[Any, ...], Frame] = field(default_factory=dict)
-    _plans: dict[Frame, BlockPlan] = field(default_factory=dict)
     _parsed: list[tuple[Any, Any]] = field(default_factory=list)
     # how each layer attended, by layer
     _attended: dict[Any, Any] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class CabMask:
         if start == 0:
             return self
         # what the layers share is about all queries
-        fresh = {"_frames": {}, "_plans": {}, "handed": {}, "_predicted": {}}
+        fresh = {"_frames": {}, "handed": {}, "_predicted": {}}
         return replace(self, q_length=stop - start, q_slot=self.q_slot + start, **fresh)
 
     @classmethod
@@ -238,12 +238,6 @@ class CabMask:
             )
         return self._frames[key]
 
-    def everything(self, frame: Frame) -> BlockPlan:
-        """The plan that leaves out nothing of ``frame``; made once for all layers and heads."""
-        if frame not in self._plans:
-            self._plans[frame] = BlockPlan.causal(frame.spans, 1, EXACT_BLOCK, EXACT_BLOCK)
-        return self._plans[frame]
-
     def parsed(self, config: Any, parse: Callable[[Any], Any]) -> Any:
         """What ``parse`` makes of a model's ``config``, once a forward pass.
 
@@ -289,12 +283,6 @@ class CabMask:
         if len(kept) != 1:
             return predict()
         return kept.pop().each(lambda x: x.to(query.device, non_blocking=True))
-
-    def call(
-        self, frame: Frame, scale: float, layer: int | None, channels: tuple[int, ...]
-    ) -> Call:
-        """What the predictor of one layer is told; what it hands on reaches the later layers."""
-        return Call(frame.spans, scale, layer, self.handed, channels)
 
     def dense_rows(self, start: int, stop: int, low: int, high: int, device: Any) -> Tensor:
         """bool [B or 1, 1, stop - start, high - low]: keys that these queries may see."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -64,7 +65,7 @@ class Engine:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        plan: BlockPlan | None,
+        plan: BlockPlan,
         scale: float,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -169,29 +170,29 @@ class Flash(Flex):
         return (out, lse) if return_lse else out
 
 
-class Sdpa(Engine):
-    """PyTorch's own attention, exact: takes no plan, and queries that end where the keys do."""
+@dataclass(frozen=True)
+class DenseKernel:
+    """One way to compute exact causal attention: of a text, or of the last of its queries.
 
-    name = "sdpa"
+    Attributes:
+        name: for people.
+        attention: (q [B, H, N_q, D], k and v [B, H_kv, N_k, D], scale) to [B, H, N_q, D].
+    """
 
-    def attention(self, q, k, v, plan, scale, return_lse=False):
-        causal, grouped = q.shape[2] > 1, q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped
-        )
+    name: str
+    attention: Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
-class Ffpa(Engine):
-    """ffpa-attn's kernels for large heads, exact: takes no plan, and whole texts."""
-
-    name = "ffpa"
-
-    def attention(self, q, k, v, plan, scale, return_lse=False):
-        return ffpa.attention(q, k, v, scale)
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    causal, grouped = q.shape[2] > 1, q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
 
 
 REFERENCE, TRITON, FLEX, FLASH = Reference(), Triton(), Flex(), Flash()
-SDPA, FFPA = Sdpa(), Ffpa()
+# PyTorch's own, and ffpa-attn's for large heads of texts that have no cache
+SDPA, FFPA = DenseKernel("sdpa", _sdpa), DenseKernel("ffpa", ffpa.attention)
 # name -> what it stands for, the preferred first
 ENGINES: dict[str, tuple[Engine, ...]] = {
     "reference": (REFERENCE,),
@@ -230,7 +231,7 @@ def choose(name: str, work: Workload) -> Engine:
     )
 
 
-def exact(work: Workload, length: int | None) -> Engine:
+def exact(work: Workload, length: int | None) -> Engine | DenseKernel:
     """What computes exact attention: SDPA, FFPA, or an engine under a plan that keeps everything.
 
     ``length`` is that of queries and keys where nothing but causality masks them, else None. SDPA's

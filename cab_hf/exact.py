@@ -1,13 +1,16 @@
-"""Exact attention: by PyTorch where that is fast, else under a plan or masks of a few rows."""
+"""Exact attention: by a dense kernel where one is fast, else under a plan or masks of few rows."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.call import CabMask
-from cab_hf.engines import FFPA, SDPA, Engine
+from cab_hf.engines import DenseKernel, Engine
 from cab_hf.plan import EXACT_BLOCK
 
 # query rows that share one mask tensor, and the elements it may have: they bound memory, not the
@@ -16,33 +19,53 @@ ROWS_AT_A_TIME = 1024
 MASK_AT_A_TIME = 1 << 28
 
 
-def exact_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: CabMask, scale: float, engine: Engine
-) -> Tensor:
-    """[B, H, N_q, D] of query [B, H, N_q, D] over key and value [B, H_kv, N_k, D]."""
-    written = mask.kv_length is not None
-    if written:
-        key, value = key[:, :, : mask.kv_length], value[:, :, : mask.kv_length]
-    if engine is FFPA:
-        return engine.attention(query, key, value, None, scale)
-    if engine is not SDPA:
-        return _by_blocks(query, key, value, mask, scale, engine)
-    if mask.plain and written and query.shape[2] in (1, key.shape[2]):
-        return engine.attention(query, key, value, None, scale)
-    return _by_rows(query, key, value, mask, scale)
+@dataclass(frozen=True)
+class Exact:
+    """Exact attention by a dense kernel, of a text that nothing but causality masks.
+
+    Attributes:
+        text: whose layers attend: a `CabMask`, or what stands for it over ranks.
+        engine: what computes it.
+        kind: ``"exact"``, or ``"decode"``: exact for so few queries that choosing blocks for them
+            does not pay.
+        reason: why it is not sparse, as half a sentence; None where it was not asked to be.
+    """
+
+    text: Any
+    engine: Engine | DenseKernel
+    kind: str = "exact"
+    reason: str | None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """[B, H, N_q, D] of q [B, H, N_q, D] over k and v [B, H_kv, N_k, D]."""
+        return self.engine.attention(q, *_written(self.text, k, v), scale)
 
 
-def _by_blocks(
-    query: Tensor, key: Tensor, value: Tensor, mask: CabMask, scale: float, engine: Engine
-) -> Tensor:
-    """By an engine, under a plan that keeps everything."""
-    frame = mask.frame(EXACT_BLOCK, EXACT_BLOCK, query.device)
-    q, k, v = frame.queries(query), frame.keys(key), frame.keys(value)
-    return frame.restore(engine.attention(q, k, v, mask.everything(frame), scale))
+class ExactByBlocks(Exact):
+    """Exact attention by an engine, under a plan that keeps everything."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        size = self.text.exact_block or EXACT_BLOCK
+        frame = self.text.frame(size, size, q.device)
+        q, k, v = frame.queries(q), frame.keys(k), frame.keys(v)
+        return frame.restore(frame.attend(self.engine, q, k, v, frame.everything(), scale))
+
+
+class ExactByRows(Exact):
+    """Exact attention by SDPA, under a mask of its own for some rows at a time."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return _by_rows(q, *_written(self.text, k, v), self.text, scale)
+
+
+def _written(text: CabMask, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v without the slots of a static cache that nothing is written to, where it is known."""
+    if text.kv_length is None:
+        return k, v
+    return k[:, :, : text.kv_length], v[:, :, : text.kv_length]
 
 
 def _by_rows(query: Tensor, key: Tensor, value: Tensor, mask: CabMask, scale: float) -> Tensor:
-    """By SDPA under a mask of its own for some rows at a time."""
     batch, kv_heads, kv_length = key.shape[:3]
     q_length = query.shape[2]
     known = isinstance(mask.q_slot, int)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.plan import Spans, named_rows
+from cab_hf.engines import Engine
+from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, named_rows
+from cab_hf.predictors import Call, Predictor
 
 # attribute of every module of a model whose texts are in the frame of several ranks
 PARALLEL = "_cab_parallel"
@@ -34,6 +36,10 @@ class Frame:
     Blocks anchored at slots would move with left padding, and a block across two documents would
     mix them. In the frame each row's padding comes last and each document starts a new block, so a
     text selects the same blocks alone, padded or packed.
+
+    A layer puts `queries` and `keys` into it, has blocks chosen (`choose`, or `everything` of them)
+    and attended (`attend`), and takes the output back (`restore`). A text that many ranks hold has
+    a frame with the same methods: `cab_hf.distributed.sharded.ShardedFrame`.
 
     Attributes:
         spans: what each query of the frame may see, in frame positions.
@@ -154,11 +160,30 @@ class Frame:
         x = x[:, :, : self.kv_length]
         return x if self.key_source is None else _take(x, self.key_source)
 
+    def choose(self, predictor: Predictor, q: Tensor, k: Tensor, call: Call) -> BlockPlan:
+        """What ``predictor`` chooses for q and k of the frame."""
+        return predictor(q, k, call)
+
+    def everything(self) -> BlockPlan:
+        """The plan that leaves nothing out, of blocks of `EXACT_BLOCK`."""
+        return everything(self.spans, EXACT_BLOCK)
+
+    def attend(
+        self, engine: Engine, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float
+    ) -> Tensor:
+        """[B, H, N', D] of q, k and v of the frame, under ``plan``."""
+        return engine.attention(q, k, v, plan, scale)
+
     def restore(self, out: Tensor) -> Tensor:
         """[B, H, N', D] back to the call's order, zeros at padding queries."""
         if self.query_place is None:
             return out
         return _take(out, self.query_place).masked_fill(self.padding[:, None, :, None], 0.0)
+
+
+def everything(spans: Spans, size: int) -> BlockPlan:
+    """The plan that leaves nothing out of ``spans``; made once for all layers and heads."""
+    return spans.made(("everything", size), lambda: BlockPlan.causal(spans, 1, size, size))
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

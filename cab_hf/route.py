@@ -2,75 +2,61 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
 
 from cab_hf import engines
 from cab_hf.config import CabConfig
 from cab_hf.engines import SDPA, Engine, Workload
+from cab_hf.exact import Exact, ExactByBlocks, ExactByRows
 from cab_hf.plan import EXACT_BLOCK
-
-
-@dataclass(frozen=True)
-class Route:
-    """How a layer is computed.
-
-    Attributes:
-        kind: ``"sparse"``, ``"exact"``, or ``"decode"``: exact for so few queries that choosing
-            blocks for them does not pay.
-        engine: what computes it.
-        reason: why it is not sparse, as half a sentence; None where it is, or was not asked to be.
-    """
-
-    kind: str
-    engine: Engine
-    reason: str | None = None
+from cab_hf.sparse import Sparse
 
 
 def route(
-    config: CabConfig,
-    work: Workload,
-    *,
-    sparse: bool,
-    layer: int | None,
-    q_length: int,
-    kv_length: int | None,
-    window: int | None = None,
-    plain: bool = True,
-    longest: tuple[int, int] | None = None,
-) -> Route:
-    """The route of one layer in one call.
+    text: Any, config: CabConfig, work: Workload, *, sparse: bool, layer: nn.Module | None
+) -> Exact | Sparse:
+    """What computes one layer in one call, by its ``attend(q, k, v, scale)``; and why so.
 
     Args:
+        text: a `CabMask`, or what stands for it over ranks: how long the call and its documents
+            are, and what masks them.
         work: with the blocks of ``config``.
         sparse: whether sparse attention is asked for at all.
-        kv_length: keys written so far; None where that is not known without a wait.
-        window: width of a sliding window.
-        plain: nothing but causality and the window masks.
-        longest: the most queries and keys that any document of the call has, padding left out; None
-            where that is what the call has.
+        layer: the module that attends; its ``layer_idx`` counts, where it has one.
 
     Raises:
         ValueError: for an engine asked for by name that cannot run this.
     """
-    queries, keys = longest or (q_length, kv_length)
-    kind, reason = _kind(config, layer, queries, keys, window) if sparse else ("exact", None)
+    kind, reason = _kind(text, config, layer) if sparse else ("exact", None)
     if kind == "sparse":
-        return Route(kind, engines.choose(config.engine, work))
-    if q_length < EXACT_BLOCK or window is not None or kv_length is None:
-        return Route(kind, SDPA, reason)
-    whole = plain and q_length == kv_length
-    return Route(kind, engines.exact(work, q_length if whole else None), reason)
+        return Sparse(text, engines.choose(config.engine, work), config, layer)
+    q_length, kv_length = text.q_length, text.kv_length
+    if text.exact_block is not None:
+        work = replace(work, query_block=text.exact_block, key_block=text.exact_block)
+        return ExactByBlocks(text, engines.choose("auto", work), kind, reason)
+    whole = text.plain and q_length == kv_length
+    few = q_length < EXACT_BLOCK or text.window is not None or kv_length is None
+    kernel = SDPA if few else engines.exact(work, q_length if whole else None)
+    if isinstance(kernel, Engine):
+        return ExactByBlocks(text, kernel, kind, reason)
+    if whole or (text.plain and q_length == 1 and kv_length is not None):
+        return Exact(text, kernel, kind, reason)
+    return ExactByRows(text, kernel, kind, reason)
 
 
-def _kind(
-    config: CabConfig, layer: int | None, q_length: int, kv_length: int | None, window: int | None
-) -> tuple[str, str | None]:
-    if window is not None:
-        return "exact", f"sliding window of {window} tokens"
-    if layer in config.dense_layers:
+def _kind(text: Any, config: CabConfig, layer: nn.Module | None) -> tuple[str, str | None]:
+    """(kind, reason why it is not sparse) of a layer that is asked to be."""
+    if text.window is not None:
+        return "exact", f"sliding window of {text.window} tokens"
+    if getattr(layer, "layer_idx", None) in config.dense_layers:
         return "exact", "in dense_layers"
-    if kv_length is None or (q_length < config.query_block and not config.sparse_decode):
+    # of documents, the most queries and tokens that any has; padding is none
+    queries, tokens = text.longest or (text.q_length, text.kv_length)
+    if tokens is None or (queries < config.query_block and not config.sparse_decode):
         return "decode", f"fewer than query_block={config.query_block} queries (decode)"
-    if kv_length < config.min_length:
+    if tokens < config.min_length:
         return "exact", f"input shorter than min_length={config.min_length}"
     return "sparse", None

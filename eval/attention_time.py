@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cab_hf.call import CabMask
 from cab_hf.config import CabConfig
 from cab_hf.documents import Tokens
 from cab_hf.engines import Workload
@@ -123,8 +124,8 @@ class AttentionClock:
         batch, _, length, dim = q.shape
         layer = getattr(module, "layer_idx", None)
         work = Workload.of(q, k, v, (config.query_block, config.key_block))
-        told = {"layer": layer, "q_length": length, "kv_length": length}
-        way = route(config, work, sparse=True, **told)
+        text = CabMask(batch, length, length, 0)
+        way = route(text, config, work, sparse=True, layer=module)
         if way.kind != "sparse":
             return None
         spans, channels = Spans.causal(batch, length, length, q.device), slow_channels(module, dim)

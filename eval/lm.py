@@ -9,11 +9,11 @@ from typing import Any
 
 from lm_eval.models.huggingface import HFLM
 
-from cab_hf.attention import attended
 from cab_hf.config import CabConfig
 from cab_hf.eval.harness import refuse_misspelt, what_was_attended
 from cab_hf.patches import apply_cab
 from cab_hf.runs.models import greedy
+from cab_hf.sparse import attended
 
 FIELDS = {field.name for field in dataclasses.fields(CabConfig)}
 

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cab_hf.attention import attended, settings
+from cab_hf.attention import settings
+from cab_hf.call import CabMask
 from cab_hf.config import CabConfig, Table, budgets_of, is_whole, require
 from cab_hf.engines import SDPA, Workload
 from cab_hf.refusals import foreseen, layer_type
 from cab_hf.route import route
+from cab_hf.sparse import attended
 
 
 def describe(
@@ -172,15 +174,8 @@ def _sentence(
     device = next(module.parameters()).device.type
     blocks = config.query_block, config.key_block
     work = Workload(device, _head_dim(module), dtype, training, *blocks)
-    way = route(
-        config,
-        work,
-        sparse=sparse,
-        layer=getattr(module, "layer_idx", None),
-        q_length=tokens,
-        kv_length=tokens,
-        window=_window(module),
-    )
+    prompt = CabMask(1, tokens, tokens, 0, window=_window(module))
+    way = route(prompt, config, work, sparse=sparse, layer=module)
     if way.kind == "sparse":
         told = f"sparse, engine {way.engine.label(work)}{_chosen(config, module)}"
     else:

@@ -2,7 +2,7 @@
 
 import torch
 
-from cab_hf.distributed.layout import layout_of, lengths_between
+from cab_hf.distributed.layout import Layout, layout_of, lengths_between
 from cab_hf.frame import Frame, Length
 
 BLOCK = 32
@@ -14,9 +14,9 @@ TEXTS = {
 }
 
 
-def layout_for(world, ends, order="zigzag"):
+def layout_for(world, ends, kind=Layout):
     lengths = (2 * world * BLOCK * 2,) if ends is None else lengths_between(ends)
-    return layout_of(lengths, world, BLOCK, order)
+    return layout_of(lengths, world, BLOCK, kind)
 
 
 def shard_of(x, layout, rank):

@@ -7,13 +7,16 @@ import torch
 from shards import BLOCK, TEXTS, layout_for, shard_of, together
 from tiny import qkv
 
-from cab_hf import distributed
+from cab_hf.distributed import zigzag_attention
+from cab_hf.distributed.layout import Layout
+from cab_hf.eval.speed import schemes
+from cab_hf.eval.speed.schemes import Contiguous
 
 SCHEMES = {
-    "zigzag": distributed.zigzag_attention,
-    "two-launches": distributed.two_launches,
-    "contiguous": distributed.contiguous_attention,
-    "ring": distributed.ring_attention,
+    "zigzag": zigzag_attention,
+    "two-launches": schemes.two_launches,
+    "contiguous": schemes.contiguous_attention,
+    "ring": schemes.ring_attention,
 }
 
 
@@ -26,8 +29,8 @@ def whole(layout, group, kv_heads, dim=16):
 
 def on_a_rank(process_group, scheme, ends, group, kv_heads, settings):
     """{"out", "lse", "dq", "dk", "dv"} of a rank."""
-    order = "contiguous" if scheme == "contiguous" else "zigzag"
-    layout, rank = layout_for(process_group.size(), ends, order), process_group.rank()
+    kind = Contiguous if scheme == "contiguous" else Layout
+    layout, rank = layout_for(process_group.size(), ends, kind), process_group.rank()
     *inputs, grad = (shard_of(x, layout, rank) for x in whole(layout, group, kv_heads))
     leaves = [x.requires_grad_() for x in inputs]
     # slices of few heads, so that one travels while another is attended
@@ -90,7 +93,7 @@ def test_zigzag_is_what_one_process_computes(ranks, world, text, group, kv_heads
 def test_every_scheme_computes_the_same(ranks, scheme, settings, text):
     ends = TEXTS[text]
     found = ranks.run(4, on_a_rank, scheme, ends, 2, 3, settings)
-    layout = layout_for(4, ends, "contiguous" if scheme == "contiguous" else "zigzag")
+    layout = layout_for(4, ends, Contiguous if scheme == "contiguous" else Layout)
     assert_same(found, layout, in_one_process(layout, 2, 3))
 
 
@@ -103,9 +106,9 @@ def test_without_causality_documents_see_all_of_themselves(ranks):
 
 def test_zigzag_gives_every_rank_the_same_work():
     pairs = {}
-    for order in ("zigzag", "contiguous"):
-        places = layout_for(4, None, order).places(BLOCK, "cpu")
-        pairs[order] = [int(places.spans(rank, 1).pairs()) for rank in range(4)]
-    assert len(set(pairs["zigzag"])) == 1
-    assert sum(pairs["contiguous"]) == sum(pairs["zigzag"])
-    assert max(pairs["contiguous"]) > 1.7 * pairs["zigzag"][0]
+    for kind in (Layout, Contiguous):
+        places = layout_for(4, None, kind).places(BLOCK, "cpu")
+        pairs[kind] = [int(places.spans(rank, 1).pairs()) for rank in range(4)]
+    assert len(set(pairs[Layout])) == 1
+    assert sum(pairs[Contiguous]) == sum(pairs[Layout])
+    assert max(pairs[Contiguous]) > 1.7 * pairs[Layout][0]

@@ -1,18 +1,30 @@
 """Plans made by several ranks, against the rows of the plan that one process makes."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
 import torch
 from shards import BLOCK, TEXTS, frame_of, layout_for, shard_of
 from tiny import qkv
+from torch.nn import functional as F
 
 from cab_hf import CabConfig, distributed
-from cab_hf.distributed import choosing
+from cab_hf.distributed import sharded
+from cab_hf.distributed.sharded import ShardedFrame
+from cab_hf.eval.speed.schemes import two_launches
 from cab_hf.ops import reference
-from cab_hf.predictors import Call, make_predictor
+from cab_hf.plan import BlockPlan, block_visibility
+from cab_hf.predictors import (
+    Call,
+    CurvaturePredictor,
+    Predictor,
+    make_predictor,
+    register_predictor,
+)
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
+SCHEMES = {"zigzag": distributed.zigzag_attention, "two-launches": two_launches}
 # the half of 64 channels that LLaMA turns slowest
 SLOW = (*range(16, 32), *range(48, 64))
 SMALL = CabConfig(32, 16, mass=0.4, bridges=0.1, min_length=0, exact_queries=8)
@@ -43,7 +55,41 @@ CONFIGS = {
     "cascade": replace(SMALL, predictor="cascade", anchors=(0,)),
     "cascade-calibrated": replace(SMALL, predictor="cascade", anchors=(0,), **TABLES),
     "antidiagonal": replace(SMALL, predictor="antidiagonal", sparsity=0.6),
+    "own-summaries": replace(SMALL, predictor="loud-blocks"),
+    "own-of-cab": replace(SMALL, predictor="half-a-mass"),
 }
+
+
+class LoudBlocks(Predictor):
+    """Key blocks with a long key: all that it needs of other ranks are summaries."""
+
+    def summarise(self, k, valid=None):
+        norms = k.norm(dim=-1)
+        if valid is not None:
+            norms = norms * valid.unsqueeze(1)
+        size = self.config.key_block
+        return F.pad(norms, (0, -norms.shape[-1] % size)).unflatten(-1, (-1, size)).amax(-1)
+
+    def gathers(self, call, heads):
+        return ("summaries",)
+
+    def choose(self, q, summary, call):
+        blocks = {"query_block": self.config.query_block, "key_block": self.config.key_block}
+        loud = (summary > 11).repeat_interleave(q.shape[1] // summary.shape[1], dim=1)
+        keep = loud.unsqueeze(2) & block_visibility(call.spans, **blocks).unsqueeze(1)
+        return BlockPlan.from_dense(keep, call.spans, **blocks)
+
+
+class HalfAMass(CurvaturePredictor):
+    """CAB with another mass, which says nothing of ranks."""
+
+    def choose(self, q, summary, call):
+        half = replace(self.config, mass=self.config.mass / 2)
+        return CurvaturePredictor(half).choose(q, summary, call)
+
+
+register_predictor("loud-blocks", LoudBlocks)
+register_predictor("half-a-mass", HalfAMass)
 
 
 def whole(layout, dim=DIM):
@@ -96,12 +142,54 @@ def test_plans_are_the_rows_of_one_plan(ranks, config, text):
     assert_rows_of(found, in_one_process(CONFIGS[config], layout_for(4, TEXTS[text])))
 
 
+def gathered_on_a_rank(process_group, config, layer):
+    """How many numbers this rank receives of each of the others to choose blocks."""
+    layout, rank = layout_for(process_group.size(), None), process_group.rank()
+    q, k, _ = (shard_of(x, layout, rank) for x in whole(layout))
+    told = {"group": process_group, "config": config, "layer": layer, "block": BLOCK}
+    received = []
+    with pytest.MonkeyPatch.context() as patch:
+        gathered = sharded.gathered
+        patch.setattr(
+            sharded, "gathered", lambda x, g: received.append(x.numel()) or gathered(x, g)
+        )
+        with contextlib.suppress(ValueError):
+            # a layer whose anchor has handed nothing on
+            distributed.predict(q, k, **told)
+    return sorted(received)
+
+
+# of 128 tokens of a rank in blocks of 32 queries and 16 keys: q, k, their block summaries (mean and
+# bounds), query vectors
+Q, K, SUMMARIES, VECTORS = 4 * 128 * 16, 2 * 128 * 16, 3 * 2 * 8 * 16, 4 * 4 * 16
+
+
+@pytest.mark.parametrize(
+    ("config", "layer", "received"),
+    [
+        ("antidiagonal", 0, [K, Q]),
+        ("own-of-cab", 0, [K, Q]),
+        ("own-summaries", 0, [2 * 8]),
+        ("streaming", 0, []),
+        ("without-curvature", 0, [SUMMARIES]),
+        ("clusters", 0, [VECTORS, SUMMARIES]),
+        ("exact", 0, [SUMMARIES, K]),
+        ("calibrated", 0, [VECTORS, SUMMARIES, K]),
+        ("cascade", 0, [SUMMARIES, K]),
+        ("cascade", 1, []),
+    ],
+)
+def test_a_predictor_says_what_ranks_gather(ranks, config, layer, received):
+    assert ranks.run(2, gathered_on_a_rank, CONFIGS[config], layer) == [received] * 2
+
+
 def on_a_rank_by_slow_channels(process_group, config, ends):
     layout, rank = layout_for(process_group.size(), ends), process_group.rank()
     q, k, _ = (shard_of(x, layout, rank) for x in whole(layout, 64))
     places = layout.places(max(config.query_block, config.key_block), q.device)
-    call = Call(places.spans(rank, 1), DIM**-0.5, 0, channels=SLOW)
-    return told_of(choosing.choose(make_predictor(config), q, k, places, process_group, call))
+    frame = ShardedFrame(places, process_group, places.spans(rank, 1))
+    call = Call(frame.spans, DIM**-0.5, 0, channels=SLOW)
+    return told_of(frame.choose(make_predictor(config), q, k, call))
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -127,8 +215,8 @@ def attended_on_a_rank(process_group, config, ends):
     shared = {"group": process_group, "cu_seqlens": ends, "block": BLOCK}
     plan = distributed.predict(q, k, config=config, layer=0, **shared)
     found = {}
-    for name in ("zigzag_attention", "two_launches"):
-        out, lse = getattr(distributed, name)(q, k, v, plan=plan, engine="reference", **shared)
+    for name, scheme in SCHEMES.items():
+        out, lse = scheme(q, k, v, plan=plan, engine="reference", **shared)
         loss = (out * layout.real[rank][:, None]).square().sum()
         found[name] = out.detach(), lse, *torch.autograd.grad(loss, (q, k, v))
     return found
@@ -149,7 +237,7 @@ def test_attention_under_plans_is_that_of_one_process(ranks, config, text):
     gradients = torch.autograd.grad(out.square().sum(), leaves)
     if frame.query_place is not None:
         lse = lse.gather(2, frame.query_place[:, None].expand(-1, HEADS, -1))
-    for name in ("zigzag_attention", "two_launches"):
+    for name in SCHEMES:
         for i, meant in enumerate((out, lse, *gradients)):
             parts = [each[name][i] for each in found]
             result = torch.cat(parts, dim=2)[:, :, layout.holders]

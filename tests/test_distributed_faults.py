@@ -13,6 +13,8 @@ from tiny import SPARSE, qkv, tiny_model, tokens
 import cab_hf
 from cab_hf import distributed
 from cab_hf.distributed import layout as layouts
+from cab_hf.distributed.zigzag import Turn
+from cab_hf.engines import REFERENCE
 
 TIMEOUT = 20
 
@@ -109,7 +111,7 @@ def computed(group, wrong):
         places = replace(places, source=places.source.flip(0))
     if wrong == "positions":
         rank = 1 - rank
-    turn = distributed.schemes.Turn(places, group, places.spans(rank, 1), 0.25, engine="reference")
+    turn = Turn(places, group, places.spans(rank, 1), 0.25, REFERENCE)
     out, _ = turn.attention(*(shard_of(x, layout, group.rank()) for x in (q, k, v)))
     exact = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=True

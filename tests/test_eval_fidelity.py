@@ -379,7 +379,7 @@ def test_what_follows_a_prompt_is_read_exactly_but_by_what_has_no_keys_left(mode
 
 
 def fidelity_stats(model):
-    from cab_hf.attention import attended
+    from cab_hf.sparse import attended
 
     return [attended[module] for module in model.modules() if module in attended]
 

@@ -12,7 +12,7 @@ from cab_hf import distributed
 from cab_hf.eval import experiment
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.experiment import named
-from cab_hf.eval.speed import forecast, links, turns
+from cab_hf.eval.speed import forecast, links, schemes, turns
 from cab_hf.eval.speed.context_parallel import ContextParallel, Settings, noted
 from cab_hf.eval.speed.links import BOTH, FORWARD
 from cab_hf.eval.speed.team import Team, recorded, replay
@@ -362,7 +362,7 @@ def replayed(group, scheme):
             [*["all_gather_single"] * 4, *["reduce_scatter_single"] * 2],
             id="zigzag",
         ),
-        pytest.param(distributed.ring_attention, ["batch_isend_irecv"] * 2, id="ring"),
+        pytest.param(schemes.ring_attention, ["batch_isend_irecv"] * 2, id="ring"),
     ],
 )
 def test_collectives_are_recorded_and_replayed(ranks, scheme, names):

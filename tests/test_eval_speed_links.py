@@ -3,9 +3,10 @@
 import pytest
 from shards import BLOCK
 
-from cab_hf.distributed.layout import layout_of
+from cab_hf.distributed.layout import Layout, layout_of
 from cab_hf.eval.speed import links
 from cab_hf.eval.speed.links import BOTH, FORWARD, Alone, Link, Text
+from cab_hf.eval.speed.schemes import Contiguous
 
 # a second before anything arrives, then two bytes a second
 SLOW = Link(1.0, 2.0)
@@ -53,13 +54,13 @@ def test_the_slowest_hop_decides():
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])
-@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
-def test_the_share_of_the_slowest_rank_is_counted_pairs(world, order):
+@pytest.mark.parametrize(("scheme", "kind"), [("grouped", Layout), ("contiguous", Contiguous)])
+def test_the_share_of_the_slowest_rank_is_counted_pairs(world, scheme, kind):
     tokens = 2 * world * BLOCK
-    layout = layout_of((tokens,), world, BLOCK, order)
+    layout = layout_of((tokens,), world, BLOCK, kind)
     # a query at position p has p + 1 causal pairs
     pairs = (layout.offsets + 1).sum(1)
-    share = links.slowest_share(order, tokens, world)
+    share = links.slowest_share(scheme, tokens, world)
     assert share == pytest.approx(int(pairs.max()) / int(pairs.sum()), rel=1e-12)
 
 

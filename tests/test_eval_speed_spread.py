@@ -192,15 +192,15 @@ def twice_the_same(group, patch):
 
 def deaf(group, patch):
     """Attention on the second rank that does not see the first half of a head."""
-    from cab_hf.distributed.context import Parallel
+    from cab_hf.distributed.sharded import ShardedFrame
 
-    exact = Parallel.exact
+    attend = ShardedFrame.attend
 
-    def halved(self, q, *more):
-        out = exact(self, q, *more)
+    def halved(self, *heads):
+        out = attend(self, *heads)
         return out * 0.5 if group.rank() else out
 
-    patch.setattr(Parallel, "exact", halved)
+    patch.setattr(ShardedFrame, "attend", halved)
 
 
 @pytest.mark.parametrize(

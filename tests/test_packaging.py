@@ -27,8 +27,8 @@ FLOORS = [
         "layers",
         "call",
     ),
-    *("exact", "refusals", "token_mixers", "distributed", "route", "attention", "loading"),
-    *("patches", "finetune", "eval"),
+    *("exact", "sparse", "refusals", "token_mixers", "distributed", "route", "attention"),
+    *("loading", "patches", "finetune", "eval"),
 ]
 
 

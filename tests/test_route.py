@@ -1,19 +1,26 @@
 """One function decides how a layer is computed, and says why; what runs and `describe` ask it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from cab_hf import CabConfig, engines
+from cab_hf.call import CabMask
 from cab_hf.engines import Workload
+from cab_hf.exact import Exact, ExactByBlocks, ExactByRows
+from cab_hf.frame import Length
 from cab_hf.route import route
 
 SMALL = CabConfig(query_block=32, key_block=16, min_length=100, dense_layers=(3,))
 CPU = Workload("cpu", 16, torch.float32, False, 32, 16)
 
 
-def way(config=SMALL, **changes):
-    usual = {"sparse": True, "layer": 0, "q_length": 300, "kv_length": 300}
-    return route(config, CPU, **{**usual, **changes})
+def way(config=SMALL, sparse=True, layer=0, q_length=300, kv_length=300, longest=None, **masked):
+    text = CabMask(1, q_length, kv_length, 0, **masked)
+    if longest is not None:
+        text.document, text._lengths = torch.zeros(1, kv_length), [[Length(*longest)]]
+    return route(text, config, CPU, sparse=sparse, layer=SimpleNamespace(layer_idx=layer))
 
 
 @pytest.mark.parametrize(
@@ -58,12 +65,28 @@ def test_the_engine_asked_for_is_the_one():
     ("changes", "length"),
     [
         pytest.param({}, 300, id="whole"),
-        pytest.param({"plain": False}, None, id="masked"),
+        pytest.param({"valid": torch.ones(1, 300)}, None, id="masked"),
         pytest.param({"q_length": 200}, None, id="chunk"),
     ],
 )
 def test_exact_attention_is_told_whether_anything_is_masked(monkeypatch, changes, length):
     asked = []
     monkeypatch.setattr(engines, "exact", lambda work, whole: asked.append(whole) or engines.TRITON)
-    assert way(sparse=False, **changes).engine is engines.TRITON
+    found = way(sparse=False, **changes)
+    assert isinstance(found, ExactByBlocks) and found.engine is engines.TRITON
     assert asked == [length]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        pytest.param({}, Exact, id="whole"),
+        pytest.param({"q_length": 1}, Exact, id="decode"),
+        pytest.param({"q_length": 200}, ExactByRows, id="chunk"),
+        pytest.param({"valid": torch.ones(1, 300)}, ExactByRows, id="padding"),
+        pytest.param({"window": 8}, ExactByRows, id="window"),
+        pytest.param({"q_length": 1, "kv_length": None}, ExactByRows, id="static-cache"),
+    ],
+)
+def test_sdpa_has_masks_where_they_are_needed(changes, kind):
+    assert type(way(sparse=False, **changes)) is kind

@@ -4,21 +4,13 @@ from cab_hf.distributed.batch import shard, unshard, whole_cache
 from cab_hf.distributed.choosing import predict, union
 from cab_hf.distributed.context import context_parallel
 from cab_hf.distributed.exchange import RankLost
-from cab_hf.distributed.schemes import (
-    contiguous_attention,
-    ring_attention,
-    two_launches,
-    zigzag_attention,
-)
+from cab_hf.distributed.zigzag import zigzag_attention
 
 __all__ = [
     "RankLost",
     "context_parallel",
-    "contiguous_attention",
     "predict",
-    "ring_attention",
     "shard",
-    "two_launches",
     "union",
     "unshard",
     "whole_cache",

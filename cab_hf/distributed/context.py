@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -14,17 +14,17 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from cab_hf.call import CabMask
 from cab_hf.config import CabConfig, is_whole, require
-from cab_hf.distributed.choosing import choose, short_rows
 from cab_hf.distributed.exchange import RankLost, agree, forget_why, group_of, say_why
 from cab_hf.distributed.flight import KV_HEADS_TOGETHER
-from cab_hf.distributed.layout import Layout, Places, Shard, layout_of, lengths_between
-from cab_hf.distributed.schemes import Turn, facts
+from cab_hf.distributed.layout import Layout, layout_of, lengths_between
+from cab_hf.distributed.sharded import ShardedFrame, ShardedText
 from cab_hf.distributed.whole_text import hooked
+from cab_hf.distributed.zigzag import facts
 from cab_hf.frame import PARALLEL
-from cab_hf.plan import EXACT_BLOCK, BlockPlan
-from cab_hf.predictors import Call, make_predictor
-from cab_hf.refusals import foreseen
+from cab_hf.plan import EXACT_BLOCK
+from cab_hf.refusals import foreseen, refuse_across_ranks
 from cab_hf.token_mixers import refuse_token_mixers
 
 if TYPE_CHECKING:
@@ -48,23 +48,29 @@ class Parallel:
     again: bool
     model: str
     told: bool = False
-    _layouts: WeakKeyDictionary[Any, Layout] = field(default_factory=WeakKeyDictionary)
-    _spans: WeakKeyDictionary[Any, dict[Any, Shard]] = field(default_factory=WeakKeyDictionary)
+    # by what the layers of a forward pass share, the layout and the frames of its text
+    _texts: WeakKeyDictionary[CabMask, tuple[Layout, dict[Any, ShardedFrame]]] = field(
+        default_factory=WeakKeyDictionary
+    )
 
-    def layout(self, forward_pass: Any, *told: Any) -> Layout:
-        """How the text of a forward pass is dealt out, agreed on once by all ranks.
+    def text(self, mask: CabMask, q: Tensor, k: Tensor, *told: Any) -> ShardedText:
+        """The text of a forward pass, whose layout is agreed on once by all ranks.
 
         Args:
-            forward_pass: any object that the layers of one forward pass share, and its replay by
-                gradient checkpointing; every rank has one of its own.
-            told: q, k, v, config, position_ids and cu_seq_lens_q of the first layer that asks.
+            mask: which the layers of one forward pass share, and its replay by gradient
+                checkpointing; every rank has one of its own.
+            told: v, config, position_ids and cu_seq_lens_q of the layer, of which those of the
+                first one count.
 
         Raises:
             ValueError: on every rank, where they differ, or hold another's tokens.
+            NotImplementedError: for padding, a cache, or a model that is compiled.
         """
-        if forward_pass not in self._layouts:
-            self._layouts[forward_pass] = self._agreed(*told)
-        return self._layouts[forward_pass]
+        refuse_across_ranks(mask, q, k)
+        if mask not in self._texts:
+            self._texts[mask] = self._agreed(q, k, *told), {}
+        how = self.group, self.heads_k_stride, self.again
+        return ShardedText(mask, *self._texts[mask], *how)
 
     def _agreed(
         self,
@@ -107,71 +113,6 @@ class Parallel:
     def listen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A hook before the forward pass of the model."""
         self.told = kwargs.get("cu_seq_lens_q") is not None
-
-    def turn(self, spans: Shard, places: Places, scale: float, engine: str) -> Turn:
-        """Exact attention of this rank's queries."""
-        return Turn(
-            places,
-            self.group,
-            spans,
-            scale,
-            heads_k_stride=self.heads_k_stride,
-            engine=engine,
-            again=self.again,
-        )
-
-    def exact(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int | None
-    ) -> Tensor:
-        """[B, H, n, D] of q [B, H, n, D] over all ranks' k and v [B, H_kv, n, D]."""
-        places = layout.places(layout.exact_block, q.device)
-        spans = places.kept_spans(self.group.rank(), q.shape[0], window=window)
-        return self.turn(spans, places, scale, "auto").attention(q, k, v)[0]
-
-    def call(
-        self,
-        forward_pass: Any,
-        layout: Layout,
-        q: Tensor,
-        config: CabConfig,
-        scale: float,
-        layer: int | None,
-        handed: dict[Any, Any],
-        channels: tuple[int, ...],
-    ) -> Call:
-        """What the predictor of one layer is told; the layers of a forward pass share spans."""
-        places = layout.places(max(config.query_block, config.key_block), q.device)
-        known = self._spans.setdefault(forward_pass, {})
-        key = places, q.shape[0]
-        if key not in known:
-            known[key] = places.spans(self.group.rank(), q.shape[0])
-        return Call(known[key], scale, layer, handed, channels)
-
-    def predict(
-        self, q: Tensor, k: Tensor, layout: Layout, call: Call, config: CabConfig
-    ) -> BlockPlan:
-        """CAB's plan of this rank's queries; ``call`` is one of `Parallel.call`."""
-        places = layout.places(max(config.query_block, config.key_block), q.device)
-        plan = choose(make_predictor(config), q, k, places, self.group, call)
-        fewest = 0 if config.sparse_decode else config.query_block
-        short = short_rows(places, call.spans, fewest, config.min_length, plan.query_block)
-        # documents that would be exact alone
-        return plan if short is None else plan.with_whole_rows(short)
-
-    def sparse(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: Layout,
-        call: Call,
-        config: CabConfig,
-        plan: BlockPlan,
-    ) -> Tensor:
-        """As `exact`, under a plan of `predict`."""
-        places = layout.places(max(config.query_block, config.key_block), q.device)
-        turn = self.turn(call.spans, places, call.scale, config.engine)
-        return replace(turn, plan=plan).attention(q, k, v)[0]
 
 
 @contextmanager

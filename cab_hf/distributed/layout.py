@@ -1,9 +1,9 @@
 """Where the tokens of a text stand: on which rank, and in the frame that one process would use.
 
-Every document is padded to 2 W chunks of whole blocks, W the number of ranks. By ``"zigzag"`` rank
-r holds chunks r and 2 W - 1 - r of every document, an early and a late one, so that causal work is
-the same on all ranks; by ``"contiguous"`` chunks 2 r and 2 r + 1. Padding never leaves its rank:
-keys are put into the `Frame` of one process, and plans are in its key blocks.
+Every document is padded to 2 W chunks of whole blocks, W the number of ranks. Rank r holds chunks r
+and 2 W - 1 - r of every document (zigzag), an early and a late one, so that causal work is the same
+on all ranks. Padding never leaves its rank: keys are put into the `Frame` of one process, and plans
+are in its key blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import Tensor
 from cab_hf.frame import Frame, Length
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, named_rows
 
-ORDERS = ("zigzag", "contiguous")
 # layouts kept, and the places made of each: those of a few batches on their way
 KEPT = 8
 
@@ -32,13 +31,11 @@ class Layout:
         lengths: real tokens of each document, in order.
         world: ranks.
         block: tokens of which chunks are whole multiples; blocks of plans divide it.
-        order: one of `ORDERS`.
     """
 
     lengths: tuple[int, ...]
     world: int
     block: int = EXACT_BLOCK
-    order: str = "zigzag"
 
     @property
     def text(self) -> int:
@@ -61,16 +58,15 @@ class Layout:
         """Query and key block of plans that keep everything."""
         return math.gcd(self.block, EXACT_BLOCK)
 
+    def pairs(self, rank: Tensor) -> tuple[Tensor, Tensor]:
+        """The early and the late chunk that each rank holds of every document."""
+        return rank, 2 * self.world - 1 - rank
+
     @cached_property
     def offsets(self) -> Tensor:
         """int64 [W, n]: where the tokens of each rank stand in their document, padding behind."""
-        early = torch.arange(self.world).unsqueeze(1)
-        late = 2 * self.world - 1 - early
-        if self.order == "contiguous":
-            early, late = 2 * early, 2 * early + 1
-        held = [
-            chunk * size + torch.arange(size) for size in self.chunks for chunk in (early, late)
-        ]
+        pair = self.pairs(torch.arange(self.world).unsqueeze(1))
+        held = [chunk * size + torch.arange(size) for size in self.chunks for chunk in pair]
         return torch.cat(held, dim=1)
 
     @cached_property
@@ -78,11 +74,6 @@ class Layout:
         """int64 [n]: the document of each token of a rank, the same for all ranks."""
         sizes = torch.tensor(self.chunks)
         return torch.arange(len(self.lengths)).repeat_interleave(2 * sizes)
-
-    @cached_property
-    def late(self) -> Tensor:
-        """bool [n]: whether a token of a rank is of its second chunk of a document."""
-        return torch.cat([torch.arange(2 * size) >= size for size in self.chunks])
 
     @cached_property
     def real(self) -> Tensor:
@@ -231,6 +222,12 @@ class Shard(Spans):
         rows = self.rows(query_block)
         return rows.places(query_block).masked_fill(rows.queries == 0, -1)[0]
 
+    def own(self, plan: BlockPlan) -> BlockPlan:
+        """The rows of this rank's queries, of a plan of the whole text."""
+        size = plan.query_block
+        rows = self.made(("text rows", size), lambda: self.text_rows(size))
+        return take_rows(plan, rows, self)
+
     def taken(self, named: Tensor, query_block: int) -> Tensor:
         """bool [B, m]: those of the whole text's query blocks, bool [B, M], that this rank has."""
         rows = self.text_rows(query_block)
@@ -309,10 +306,10 @@ def lengths_between(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
 
 @lru_cache(KEPT)
 def layout_of(
-    lengths: tuple[int, ...], world: int, block: int = EXACT_BLOCK, order: str = "zigzag"
+    lengths: tuple[int, ...], world: int, block: int = EXACT_BLOCK, kind: type[Layout] = Layout
 ) -> Layout:
     """The `Layout`, the same object for the same arguments."""
-    return Layout(lengths, world, block, order)
+    return kind(lengths, world, block)
 
 
 @lru_cache(KEPT)

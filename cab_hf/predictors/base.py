@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,10 @@ class Predictor(ABC):
 
     What is known of k and what is decided with q are apart: a cache keeps the first, and processes
     that share a text exchange it.
+
+    Over ranks (`cab_hf.context_parallel`) a predictor works as it is: each rank gathers the q and k
+    of all, decides for the whole text and keeps the rows of its own queries. That is always right,
+    and as slow as on one process. A predictor that needs less says so by `gathers`.
     """
 
     def __init__(self, config: CabConfig) -> None:
@@ -52,6 +56,39 @@ class Predictor(ABC):
         ``valid``, bool [B, N_k], is False for padding keys; None where no key is padding.
         """
         return k
+
+    def summary_of(self, k: Tensor, valid: Tensor, call: Call) -> Any:
+        """`summarise`, for a predictor whose summary depends on the layer."""
+        return self.summarise(k, valid)
+
+    def gathers(self, call: Call, heads: tuple[int, int]) -> Collection[str]:
+        """What ranks that share a text must gather of each other to choose blocks for a layer.
+
+        * ``"queries"`` and ``"keys"``, both: q and k of every token.
+        * ``"summaries"``: what `summarise` makes of the keys of each rank, put together by `join`.
+          A block has to be summarised alike wherever it is held: padding shows in ``valid`` alone.
+        * ``"vectors"``: what a method ``vectors(q, spans)`` makes of the query blocks of each rank,
+          [B, H, M_q, D]. `choose` is given those of the whole text as ``vectors``.
+        * nothing: the summary is k itself, this rank's.
+
+        Without ``"queries"`` `choose` is given this rank's q, and ``call.spans`` says what these
+        queries see of the whole text; ``call.spans.text`` are the spans of all of it, and
+        ``call.spans.own(plan)`` are this rank's rows of a plan of all of it.
+
+        Args:
+            heads: query heads and KV heads of the layer.
+        """
+        return "queries", "keys"
+
+    def join(self, summary: Any, call: Call, heads: tuple[int, int], frame: Any) -> Any:
+        """The summary of the whole text, of this rank's: by default [B, H_kv, M_k, ...].
+
+        Args:
+            frame: a `cab_hf.distributed.sharded.ShardedFrame`, which puts together what every rank
+                has: tensors by block with ``blocks(x, dim, tokens of a block)``, tensors by token
+                with ``tokens(x)``.
+        """
+        return frame.blocks(summary, 2, self.config.key_block)
 
     @abstractmethod
     def choose(self, q: Tensor, summary: Any, call: Call) -> BlockPlan:
@@ -76,7 +113,7 @@ class Predictor(ABC):
     def __call__(self, q: Tensor, k: Tensor, call: Call) -> BlockPlan:
         """Both in one, without gradient: the plan for q over k."""
         with torch.no_grad():
-            return self.choose(q, self.summarise(k, call.spans.key_valid), call)
+            return self.choose(q, self.summary_of(k, call.spans.key_valid, call), call)
 
 
 # shares of a row that are dropped, of the options of predictors that keep a share

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ SEED = 0  # of the random blocks
 
 class StreamingPredictor(Predictor):
     """StreamingLLM: ``sink_blocks`` and ``local_blocks`` (Xiao et al. 2023, arXiv 2309.17453)."""
+
+    def gathers(self, call: Call, heads: tuple[int, int]) -> Collection[str]:
+        return ()
 
     def choose(self, q: Tensor, summary: Tensor, call: Call) -> BlockPlan:
         query_block, key_block = self.config.query_block, self.config.key_block

@@ -7,16 +7,16 @@ plan goes through `Call.handed` to the layers of the same forward pass, head by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cab_hf.config import CabConfig
 from cab_hf.ops.reference import KeySummary
-from cab_hf.plan import BlockPlan
+from cab_hf.plan import BlockPlan, Spans
 from cab_hf.predictors.base import Call, Predictor
 from cab_hf.predictors.curvature import CurvaturePredictor
 
@@ -47,29 +47,40 @@ class CascadePredictor(Predictor):
     def summarise(self, k: Tensor, valid: Tensor | None = None) -> KeySummary:
         return self.anchor.summarise(k, valid)
 
-    def choose(self, q: Tensor, summary: KeySummary, call: Call) -> BlockPlan:
-        heads = q.shape[1], summary.planes.shape[2]
-        return self.handed_on(heads, call, lambda: self.anchor.choose(q, summary, call))
-
-    def __call__(self, q: Tensor, k: Tensor, call: Call) -> BlockPlan:
+    def summary_of(self, k: Tensor, valid: Tensor, call: Call) -> KeySummary | Tensor:
         # a layer that decides nothing summarises nothing
-        heads = q.shape[1], k.shape[1]
-        return self.handed_on(heads, call, lambda: self.anchor(q, k, call))
+        return self.anchor.summary_of(k, valid, call) if self._decides(call) else k
 
-    def handed_on(
-        self, heads: tuple[int, int], call: Call, decide: Callable[[], BlockPlan]
+    def gathers(self, call: Call, heads: tuple[int, int]) -> Collection[str]:
+        return self.anchor.gathers(call, heads) if self._decides(call) else ()
+
+    def join(
+        self, summary: KeySummary, call: Call, heads: tuple[int, int], frame: Any
+    ) -> KeySummary:
+        return self.anchor.join(summary, call, heads, frame)
+
+    def vectors(self, q: Tensor, spans: Spans) -> Tensor:
+        return self.anchor.vectors(q, spans)
+
+    def _decides(self, call: Call) -> bool:
+        return call.layer in self.config.anchors
+
+    def choose(
+        self, q: Tensor, summary: KeySummary | Tensor, call: Call, vectors: Tensor | None = None
     ) -> BlockPlan:
-        """What ``decide`` returns, left for the layers behind; or what the anchor before has left.
+        """What an anchor chooses, left for the layers behind; or what the anchor before has left.
 
         Args:
-            heads: query and KV heads of the layer.
+            summary: of k, or k itself where the layer decides nothing.
 
         Raises:
             ValueError: for a layer without an index, without an anchor, or of other heads than its
                 anchor has.
         """
-        if call.layer in self.config.anchors:
-            plan = decide()
+        kv_heads = summary.shape[1] if isinstance(summary, Tensor) else summary.planes.shape[2]
+        heads = q.shape[1], kv_heads
+        if self._decides(call):
+            plan = self.anchor.choose(q, summary, call, vectors)
             call.handed[HANDED] = Handed(call.layer, heads, plan)
             return plan
         handed = self._from_anchor(heads, call)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from cab_hf.config import Budgets, CabConfig, budgets_of
 from cab_hf.ops import reference
 from cab_hf.ops.reference import KeySummary
-from cab_hf.plan import BlockPlan, Spans, block_visibility
+from cab_hf.plan import BlockLists, BlockPlan, Spans, block_visibility
 from cab_hf.predictors.base import SHARE_OPTIONS, Call, Predictor
 
 # asked once: torch.compile cannot look for packages
@@ -74,9 +75,29 @@ class CurvaturePredictor(Predictor):
         summary = reference.coarsen_keys(k, valid, self.config.key_block, self.config.coarsen)
         return replace(summary, keys=picked(k, channels)) if self.config.exact_queries else summary
 
-    def __call__(self, q: Tensor, k: Tensor, call: Call) -> BlockPlan:
-        with torch.no_grad():
-            return self.choose(q, self.summarise(k, call.spans.key_valid, call.channels), call)
+    def summary_of(self, k: Tensor, valid: Tensor, call: Call) -> KeySummary:
+        return self.summarise(k, valid, call.channels)
+
+    def gathers(self, call: Call, heads: tuple[int, int]) -> Collection[str]:
+        """Summaries, and vectors where two-hop paths or column sums run through all rows."""
+        if type(self) is not CurvaturePredictor:
+            # whoever chooses otherwise knows what that takes
+            return super().gathers(call, heads)
+        config = self.config
+        ranked = config.select == "topk" or any(budgets_of(config, call.layer, heads[0]).bridges)
+        return ("summaries", "vectors") if config.curved and ranked else ("summaries",)
+
+    def join(
+        self, summary: KeySummary, call: Call, heads: tuple[int, int], frame: Any
+    ) -> KeySummary:
+        """See `Predictor.join`; keys are gathered for the heads that score queries exactly."""
+        planes = frame.blocks(summary.planes, 3, self.config.key_block).contiguous()
+        exact = budgets_of(self.config, call.layer, heads[0]).exact(heads[0])
+        if not exact:
+            return KeySummary(planes)
+        sharing = heads[0] // heads[1]
+        needed = sorted({head // sharing for head in exact})
+        return KeySummary(planes, frame.tokens(summary.keys, needed))
 
     def vectors(self, q: Tensor, spans: Spans) -> Tensor:
         """One vector for every query block of q [B, H, N_q, D]: [B, H, M_q, D]."""
@@ -92,11 +113,30 @@ class CurvaturePredictor(Predictor):
     def choose(
         self, q: Tensor, summary: KeySummary, call: Call, vectors: Tensor | None = None
     ) -> BlockPlan:
-        """See `Predictor.choose`.
+        """See `Predictor.choose`; ``vectors`` as in `Predictor.gathers`."""
+        if vectors is not None:
+            return self._choose_by(vectors, q, summary, call)
+        return self._choose(q, summary, call)
 
-        With ``vectors`` of all query blocks, which several processes have made of their own parts
-        of q, only heads that score queries exactly read q.
-        """
+    def _choose_by(self, vectors: Tensor, q: Tensor, summary: KeySummary, call: Call) -> BlockPlan:
+        """The estimated plan of all rows of a text, of which a rank keeps its own."""
+        config, spans, heads = self.config, call.spans, q.shape[1]
+        # who brings vectors is asked for shapes alone
+        everyone = q.new_zeros(1).expand(q.shape[0], heads, spans.text.q_length, q.shape[3])
+        estimated = CurvaturePredictor(replace(config, exact_queries=0))
+        plan = estimated._choose(everyone, summary, replace(call, spans=spans.text), vectors)
+        plan = spans.own(plan)
+        exact = budgets_of(config, call.layer, heads).exact(heads)
+        if exact:
+            # exact scores know no paths: the rows at hand are all they need
+            plain = CurvaturePredictor(replace(config, redundancy=0))
+            plan = _with_heads(plan, plain._choose(q, summary, call), exact)
+        return plan
+
+    def _choose(
+        self, q: Tensor, summary: KeySummary, call: Call, vectors: Tensor | None = None
+    ) -> BlockPlan:
+        """The plan for q; with ``vectors`` of its query blocks nothing else reads q."""
         if self.config.check_finite:
             refuse_infinite("q", q)
         config, spans = self.config, call.spans
@@ -118,6 +158,22 @@ class CurvaturePredictor(Predictor):
         )
         rows = tail_rows(spans, config)
         return BlockPlan(full, partial, spans, *blocks, budgets.whole, rows)
+
+
+def _with_heads(plan: BlockPlan, other: BlockPlan, heads: tuple[int, ...]) -> BlockPlan:
+    """``plan`` with some heads of another plan of the same rows."""
+
+    def merged(mine: BlockLists, theirs: BlockLists) -> BlockLists:
+        width = max(mine.width, theirs.width)
+        mine, theirs = mine.widened(width), theirs.widened(width)
+        index = torch.tensor(heads, device=mine.counts.device)
+        return BlockLists(
+            mine.counts.index_copy(1, index, theirs.counts[:, index]),
+            mine.indices.index_copy(1, index, theirs.indices[:, index]),
+        )
+
+    full, partial = merged(plan.full, other.full), merged(plan.partial, other.partial)
+    return replace(plan, full=full, partial=partial)
 
 
 def by_reference(

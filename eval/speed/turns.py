@@ -12,19 +12,18 @@ from torch import Tensor
 
 from cab_hf import engines
 from cab_hf.config import CabConfig
-from cab_hf.distributed import (
-    contiguous_attention,
-    predict,
-    ring_attention,
-    two_launches,
-    union,
-    zigzag_attention,
-)
+from cab_hf.distributed import predict, union, zigzag_attention
 from cab_hf.distributed.flight import KV_HEADS_TOGETHER
 from cab_hf.distributed.layout import Layout, layout_of, take_heads
-from cab_hf.distributed.schemes import everything
 from cab_hf.engines import REFERENCE, Workload
 from cab_hf.eval.speed.checks import CHECK_GRADIENT_TOLERANCE, CHECK_TOLERANCE, close
+from cab_hf.eval.speed.schemes import (
+    Contiguous,
+    contiguous_attention,
+    ring_attention,
+    two_launches,
+)
+from cab_hf.frame import everything
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
 from cab_hf.predictors import Call, make_predictor
 
@@ -40,13 +39,13 @@ class Scheme:
     """How a text is attended.
 
     Attributes:
-        function: of `cab_hf.distributed`; None for one rank alone.
-        order: who holds what, as in `Layout`.
+        function: `zigzag_attention` or one like it; None for one rank alone.
+        kind: who holds what.
         sparse: whether CAB chooses blocks first.
     """
 
     function: Callable[..., tuple[Tensor, Tensor]] | None
-    order: str = "zigzag"
+    kind: type[Layout] = Layout
     sparse: bool = False
 
     @property
@@ -58,7 +57,7 @@ class Scheme:
 ALONE = {"alone": Scheme(None), "alone+cab": Scheme(None, sparse=True)}
 OVER_RANKS = {
     "ring": Scheme(ring_attention),
-    "contiguous": Scheme(contiguous_attention, "contiguous"),
+    "contiguous": Scheme(contiguous_attention, Contiguous),
     "two-launches": Scheme(two_launches),
     "grouped": Scheme(zigzag_attention),
     "grouped+cab": Scheme(zigzag_attention, sparse=True),
@@ -86,7 +85,7 @@ class Turn:
     def layout(self) -> Layout | None:
         if self.scheme.function is None:
             return None
-        return layout_of((self.length,), self.group.size(), EXACT_BLOCK, self.scheme.order)
+        return layout_of((self.length,), self.group.size(), EXACT_BLOCK, self.scheme.kind)
 
     def dealt(self, x: Tensor) -> Tensor:
         """This rank's tokens of [B, H, N, D], laid out as they were; all of them for one alone."""

@@ -89,7 +89,8 @@ def _with_rows(attend, found, q, k, v, plan, scale, trained) -> list[Tensor]:
         apart = attend(some, k, v, rows, scale, len(found) > 1)
         apart = apart if len(found) > 1 else (apart,)
     else:
-        apart = _merged(*attend(some.repeat(1, 1, splits, 1), k, v, rows, scale, True), splits)
+        parts = attend(some.repeat(1, 1, splits, 1), k, v, rows, scale, True)
+        apart = merged(*(x.unflatten(2, (splits, -1)) for x in parts))
     # such a row listed nothing: its output is 0 and its sum -inf. Several places may be filled
     # from nowhere, so adding nothing is what can be done to all of them
     target, source = found[0], apart[0].masked_fill(~real[:, None, :, None], 0.0)
@@ -107,13 +108,22 @@ def _splits(kv_length: int) -> int:
     return max(1, min(MOST_SPLITS, kv_length // SPLIT_KEYS))
 
 
-def _merged(out: Tensor, lse: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """(out, log-sum-exp) over all keys, of those over each part, one behind the other."""
-    out, lse = (x.unflatten(2, (splits, -1)) for x in (out, lse))
+def merged(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over all keys, of attention over each of P parts of them.
+
+    Args:
+        out: [B, H, P, N, D], zeros where a query sees nothing of a part.
+        lse: [B, H, P, N], the log-sum-exps.
+
+    Returns:
+        (out [B, H, N, D], log-sum-exp [B, H, N]), differentiable by both.
+    """
+    # a query that sees nothing has no part to weigh; looking away keeps NaN out of gradients
+    blind = (lse == -torch.inf).all(2)
+    lse = lse.masked_fill(blind.unsqueeze(2), 0.0)
     total = lse.logsumexp(2)
-    # a query that sees nothing has no part to weigh
-    weight = (lse - total.unsqueeze(2)).exp().nan_to_num(0.0).unsqueeze(-1)
-    return (out * weight).sum(2).to(out.dtype), total
+    weight = (lse - total.unsqueeze(2)).exp().unsqueeze(-1)
+    return (out * weight).sum(2).to(out.dtype), total.masked_fill(blind, -torch.inf)
 
 
 def take_heads(x: Tensor, heads: Sequence[int]) -> Tensor:

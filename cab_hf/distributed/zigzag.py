@@ -1,0 +1,214 @@
+"""Attention over a text that many ranks hold, early and late chunks in one launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cab_hf import engines
+from cab_hf.config import is_whole, require
+from cab_hf.distributed.exchange import agree, group_of
+from cab_hf.distributed.flight import KV_HEADS_TOGETHER, Flight, over_slices
+from cab_hf.distributed.layout import (
+    Layout,
+    Places,
+    layout_of,
+    lengths_between,
+    take_heads,
+)
+from cab_hf.engines import Engine, Workload
+from cab_hf.frame import everything
+from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """What a rank computes: its own queries over everyone's keys.
+
+    Attributes:
+        spans: of this rank's queries, in the frame.
+        plan: their plan, in key blocks of the frame; None for all that the spans allow.
+        heads_k_stride, again: see `Flight`.
+    """
+
+    places: Places
+    group: ProcessGroup
+    spans: Spans
+    scale: float
+    engine: Engine
+    plan: BlockPlan | None = None
+    heads_k_stride: int = KV_HEADS_TOGETHER
+    again: bool = True
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """(out [B, H, n, D_v], log-sum-exp [B, H, n]) of q [B, H, n, D] over all ranks' k and v."""
+        plan = self.plan or everything(self.spans, self.places.layout.exact_block)
+        group = q.shape[1] // k.shape[1]
+        flight = Flight(k, v, self.places, self.group, self.heads_k_stride, self.again)
+
+        def attend(keys: Tensor, values: Tensor, i: int) -> tuple[Tensor, Tensor]:
+            heads = slice(flight.slices[i].start * group, flight.slices[i].stop * group)
+            part = take_heads(plan, heads.start, heads.stop, q.shape[1])
+            return self.launch(q[:, heads], keys, values, part)
+
+        return over_slices(flight, k, v, attend)
+
+    def launch(self, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> tuple[Tensor, Tensor]:
+        """`attention` over keys that have arrived."""
+        return self.engine.attention(q, k, v, plan, self.scale, return_lse=True)
+
+
+def zigzag_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: ProcessGroup | None,
+    plan: BlockPlan | None = None,
+    heads_k_stride: int = KV_HEADS_TOGETHER,
+    cu_seqlens: Tensor | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    engine: str = "auto",
+    block: int = EXACT_BLOCK,
+    again: bool = True,
+    check: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Attention of this rank's queries over the keys of all ranks of ``group``, exact.
+
+    Every document of the text is padded to 2 W chunks of whole blocks, of which rank r holds chunks
+    r and 2 W - 1 - r, one behind the other, document by document; `shard` deals a batch out so.
+    K and V travel a slice of KV heads at a time, the next while this one is attended; both chunks
+    are one launch. Backward sums the gradients of K and V over the ranks, in their dtype.
+
+    Args:
+        q: [B, H, n, D], this rank's queries after RoPE of their positions in the document.
+        k, v: [B, H_kv, n, D] and [B, H_kv, n, D_v], this rank's.
+        group: the ranks that hold one text; None for all.
+        plan: which key blocks are attended, of this rank's query blocks: `predict` makes one. All
+            by default.
+        heads_k_stride: KV heads that travel together, at least 1: fewer take less memory.
+        cu_seqlens: int [documents + 1], where documents of the whole text begin and end, padding
+            left out, on every rank. By default one document without padding, of W n tokens.
+        causal: whether queries see no key behind them.
+        scale: what logits are multiplied by, 1 / sqrt(D) by default.
+        engine: as in `CabConfig`.
+        block: tokens of which chunks are whole multiples, on every rank.
+        again: gather K and V once more for the backward pass, instead of keeping the whole text's
+            of every layer; False under gradient checkpointing, which gathers again by itself.
+        check: whether ranks compare what they were given first: one small all-gather and a wait.
+            False is for loops whose first turn was compared.
+
+    Returns:
+        out [B, H, n, D_v], and the log-sum-exp of each query's logits, float32 [B, H, n], through
+        which no gradient flows. Padding queries get zeros and -inf.
+
+    Raises:
+        ValueError: for shapes that do not fit each other, ``cu_seqlens`` or the plan; on every rank
+            where ranks differ.
+        RankLost: where another rank has stopped.
+    """
+    told = {name: value for name, value in locals().items() if name not in ("q", "k", "v")}
+    return turn(q, k, v, **told).attention(q, k, v)
+
+
+def refuse_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises ValueError for tensors that are not q, k and v of one rank."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4 or x.dtype not in DTYPES or x.dtype != q.dtype:
+            raise ValueError(
+                f"{name} is {x.dtype} {tuple(x.shape)}; q, k and v must be [B, heads, n, D] of one "
+                "floating dtype."
+            )
+    same = all(x.shape[::2] == q.shape[::2] for x in (k, v)) and k.shape[1] == v.shape[1]
+    if not same or q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}; a rank has queries "
+            "and keys of the same tokens, q and k have one D, and the heads of q are a multiple of "
+            "those of k and v."
+        )
+
+
+def facts(q: Tensor, k: Tensor, v: Tensor, layout: Layout | None) -> dict[str, int]:
+    """What the ranks of one text must have in common."""
+    lengths = () if layout is None else layout.lengths
+    return {
+        "batch rows": q.shape[0],
+        "heads": q.shape[1],
+        "KV heads": k.shape[1],
+        "tokens of a rank": q.shape[2],
+        "head dims": q.shape[3],
+        "channels of v": v.shape[3],
+        "dtypes (by their number)": DTYPES.index(q.dtype) if q.dtype in DTYPES else -1,
+        "documents": len(lengths),
+        "tokens of the text": sum(lengths),
+        # lengths of documents in one number; Python's hash of whole numbers is the same everywhere
+        "document lengths (their hash)": hash(lengths),
+        "blocks": 0 if layout is None else layout.block,
+    }
+
+
+def turn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: ProcessGroup | None,
+    plan: BlockPlan | None,
+    heads_k_stride: int,
+    cu_seqlens: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    engine: str,
+    block: int,
+    again: bool,
+    check: bool,
+    kind: type[Layout] = Layout,
+) -> Turn:
+    """The arguments of `zigzag_attention`, looked at; raises what it says.
+
+    ``kind`` says which rank holds what.
+    """
+    group = group_of(group)
+    refuse_shapes(q, k, v)
+    require(is_whole(heads_k_stride), "heads_k_stride", heads_k_stride, "a whole number >= 1")
+    require(is_whole(block) and block % 16 == 0, "block", block, "a multiple of 16")
+    world, tokens = group.size(), q.shape[2]
+    lengths = (world * tokens,) if cu_seqlens is None else lengths_between(cu_seqlens)
+    layout = layout_of(lengths, world, block, kind)
+    if check:
+        agree(facts(q, k, v, layout), group, q.device)
+    if layout.tokens != tokens:
+        raise ValueError(
+            f"q has {tokens} tokens and each of {world} ranks holds {layout.tokens} of documents "
+            f"of {list(lengths[:8])} tokens padded to {2 * world} chunks of whole blocks of "
+            f"{block}; cab_hf.distributed.shard deals them out so."
+        )
+    align = layout.exact_block if plan is None else max(plan.blocks)
+    places = layout.places(align, q.device)
+    if plan is None:
+        spans, blocks = places.kept_spans(group.rank(), q.shape[0], causal), (align, align)
+    else:
+        _refuse_plan(plan, q, places, causal)
+        spans, blocks = plan.spans, plan.blocks
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    runs = engines.choose(engine, Workload.of(q, k, v, blocks))
+    return Turn(places, group, spans, scale, runs, plan, heads_k_stride, again)
+
+
+def _refuse_plan(plan: BlockPlan, q: Tensor, places: Places, causal: bool) -> None:
+    found = plan.batch, plan.q_length, plan.kv_length
+    expected = q.shape[0], q.shape[2], places.length
+    if found != expected or not causal:
+        raise ValueError(
+            f"plan is of {found} (batch, queries, keys) with causal={causal}; it must be causal, "
+            f"of {expected}: this rank's queries, and the keys of the whole text."
+        )

@@ -1,0 +1,74 @@
+"""Sparse attention: a predictor chooses blocks, an engine attends them, and pairs are counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from cab_hf.config import CabConfig
+from cab_hf.engines import Engine
+from cab_hf.plan import BlockPlan
+from cab_hf.predictors import Call, make_predictor
+from cab_hf.rotary import slow_channels
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """Attention under the plan of a predictor.
+
+    Attributes:
+        text, engine, kind, reason: as of `Exact`.
+        layer: the module that attends.
+    """
+
+    text: Any
+    engine: Engine
+    config: CabConfig
+    layer: nn.Module | None
+    kind: ClassVar[str] = "sparse"
+    reason: ClassVar[None] = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """[B, H, N_q, D] of q [B, H, N_q, D] over k and v [B, H_kv, N_k, D]."""
+        config, text = self.config, self.text
+        frame = text.frame(config.query_block, config.key_block, q.device)
+        q_frame, k_frame, v_frame = frame.queries(q), frame.keys(k), frame.keys(v)
+        index = getattr(self.layer, "layer_idx", None)
+        channels = slow_channels(self.layer, q.shape[-1])
+        call = Call(frame.spans, scale, index, text.handed, channels)
+
+        def predict() -> BlockPlan:
+            plan = frame.choose(make_predictor(config), q_frame, k_frame, call)
+            fewest = 0 if config.sparse_decode else config.query_block
+            short = frame.short(fewest, config.min_length, plan.query_block)
+            # documents that would be exact alone
+            return plan if short is None else plan.with_whole_rows(short)
+
+        plan = text.planned(self.layer, q, predict)
+        out = frame.attend(self.engine, q_frame, k_frame, v_frame, plan, scale)
+        if not torch.compiler.is_compiling():
+            _count(self.layer, plan)
+        return frame.restore(out)
+
+
+@dataclass
+class Attended:
+    """(query, key) pairs a layer attended and could have attended, int64 scalars on its device."""
+
+    attended: Tensor
+    causal: Tensor
+
+
+attended: WeakKeyDictionary[nn.Module, Attended] = WeakKeyDictionary()
+
+
+def _count(layer: nn.Module, plan: BlockPlan) -> None:
+    pairs = Attended(*plan.pairs())
+    before = attended.get(layer)
+    if before is not None:
+        pairs = Attended(before.attended + pairs.attended, before.causal + pairs.causal)
+    attended[layer] = pairs

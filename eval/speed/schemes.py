@@ -1,0 +1,197 @@
+"""What zigzag is compared with: other ways to attend a text that many ranks hold.
+
+They take the arguments of `cab_hf.distributed.zigzag_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cab_hf import engines
+from cab_hf.distributed import zigzag
+from cab_hf.distributed.exchange import finish, watched
+from cab_hf.distributed.layout import Layout, take_rows
+from cab_hf.distributed.zigzag import Turn, zigzag_attention
+from cab_hf.engines import Workload
+from cab_hf.frame import everything
+from cab_hf.ops.attention.whole import merged
+from cab_hf.plan import BlockPlan, Spans
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Contiguous(Layout):
+    """Neighbouring chunks on every rank: the last rank has the most to attend."""
+
+    def pairs(self, rank: Tensor) -> tuple[Tensor, Tensor]:
+        return 2 * rank, 2 * rank + 1
+
+
+class TwoLaunches(Turn):
+    """The early and the late chunks launched one after the other."""
+
+    def launch(self, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> tuple[Tensor, Tensor]:
+        halves = self.spans.made("halves", self._halves)
+        found = []
+        for tokens, spans in halves:
+            rows = spans.made(
+                ("rows", plan.query_block),
+                lambda tokens=tokens: tokens[:: plan.query_block] // plan.query_block,
+            )
+            part = take_rows(plan, rows, spans)
+            found.append(super().launch(q[:, :, tokens], k, v, part))
+        back = torch.cat([tokens for tokens, _ in halves]).argsort()
+        return tuple([torch.cat(parts, dim=2)[:, :, back] for parts in zip(*found, strict=True)])
+
+    def _halves(self) -> list[tuple[Tensor, Spans]]:
+        """The queries of the early chunks and their spans, and those of the late ones."""
+        late = torch.cat([torch.arange(2 * size) >= size for size in self.places.layout.chunks])
+        late = late.to(self.spans.first.device)
+        halves = [which.nonzero().squeeze(1) for which in (~late, late)]
+        return [(tokens, _some(self.spans, tokens)) for tokens in halves]
+
+
+def two_launches(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+    """`zigzag_attention` with the early and the late chunks launched one after the other."""
+    return TwoLaunches(**vars(_turn(q, k, v, settings))).attention(q, k, v)
+
+
+def contiguous_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+    """`zigzag_attention` where rank r holds chunks 2 r and 2 r + 1 of every document.
+
+    The last rank then has the most to attend: the scheme of LLaMA-3's training.
+    """
+    return _turn(q, k, v, settings, Contiguous).attention(q, k, v)
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+    """`zigzag_attention` with K and V passed from rank to rank, and outputs merged by their sums.
+
+    ``heads_k_stride`` and ``again`` change nothing: all heads travel, and what arrives is kept.
+
+    Raises:
+        NotImplementedError: for a ``plan``, or gradients by an engine whose log-sum-exp has none.
+    """
+    turn = _turn(q, k, v, settings)
+    if turn.plan is not None:
+        raise NotImplementedError("plan is set; ring_attention takes none. Use zigzag_attention.")
+    training = Workload.of(q, k, v, (0, 0)).training
+    if training and turn.engine is not engines.REFERENCE:
+        raise NotImplementedError(
+            f"engine is {turn.engine.name!r}, through whose log-sum-exp no gradient flows; "
+            "ring_attention is differentiated with engine='reference'."
+        )
+    return _around(q, k, v, turn)
+
+
+def _turn(
+    q: Tensor, k: Tensor, v: Tensor, settings: dict[str, Any], kind: type[Layout] = Layout
+) -> Turn:
+    """The turn of `zigzag_attention`, with its defaults for what is not given."""
+    return zigzag.turn(q, k, v, kind=kind, **{**zigzag_attention.__kwdefaults__, **settings})
+
+
+def _some(spans: Spans, tokens: Tensor) -> Spans:
+    """The spans of some of the queries."""
+    return Spans(
+        spans.first[:, tokens],
+        spans.last[:, tokens],
+        spans.key_valid,
+        aligned=spans.aligned,
+        consecutive=False,
+        documents=spans.documents,
+    )
+
+
+def _around(q: Tensor, k: Tensor, v: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+    """W steps around the ring, each over the keys of one rank."""
+    rank, world = turn.group.rank(), turn.group.size()
+    size = turn.places.layout.exact_block
+    out = lse = None
+    for step in range(world):
+        holder = (rank - step) % world
+        if step + 1 < world:
+            # on their way while this step computes
+            passing = _passed(k, v, turn.group)
+        spans = turn.spans.made(("of rank", holder), lambda h=holder: _seen_of(turn, h))
+        plan = everything(spans, size)
+        found = turn.engine.attention(q, k, v, plan, turn.scale, return_lse=True)
+        # merged at no less than float32, rounded once
+        found = found[0].to(found[1].dtype), found[1]
+        if step > 0:
+            pairs = zip((out, lse), found, strict=True)
+            found = merged(*(torch.stack(pair, dim=2) for pair in pairs))
+        out, lse = found
+        if step + 1 < world:
+            k, v = passing()
+    return out.to(q.dtype), lse.detach()
+
+
+def _seen_of(turn: Turn, holder: int) -> Spans:
+    """What this rank's queries see of another rank's keys, as that rank holds them.
+
+    A rank holds the keys of the frame in ascending order, so that what a query sees of them is one
+    interval too.
+    """
+    layout, device = turn.places.layout, turn.spans.first.device
+    real = layout.real[holder].to(device)
+    # padding stands between the last token of its document and the first of the next
+    order = 2 * (turn.places.begins + layout.positions[holder].to(device)) + (~real).long()
+    first = torch.searchsorted(order, 2 * turn.spans.first.to(order.dtype))
+    last = torch.searchsorted(order, 2 * turn.spans.last.to(order.dtype), right=True) - 1
+    seen = (turn.spans.last >= 0) & (first <= last)
+    return Spans(
+        first.where(seen, 0).to(torch.int32),
+        last.where(seen, -1).to(torch.int32),
+        real.expand(turn.spans.first.shape[0], -1),
+        consecutive=False,
+    )
+
+
+def _passed(k: Tensor, v: Tensor, group: ProcessGroup) -> Callable[[], tuple[Tensor, Tensor]]:
+    """K and V of the rank before, once asked for; ours are on their way to the next one."""
+    both = torch.cat((k, v), dim=-1)
+    received, works = _hop(both.detach(), group, 1)
+
+    def arrived() -> tuple[Tensor, Tensor]:
+        for work in works:
+            finish(work, group)
+        passed = _Passed.apply(both, received, group)
+        return passed[..., : k.shape[-1]], passed[..., k.shape[-1] :]
+
+    return arrived
+
+
+def _hop(x: Tensor, group: ProcessGroup, step: int) -> tuple[Tensor, list[dist.Work]]:
+    rank, world = group.rank(), group.size()
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    with watched(group):
+        return received, dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x, group=group, group_peer=(rank + step) % world),
+                dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - step) % world),
+            ]
+        )
+
+
+class _Passed(torch.autograd.Function):
+    """What was sent to what was received; gradients go back the way they came."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, received: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return received.view_as(received)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        returned, works = _hop(grad, ctx.group, -1)
+        for work in works:
+            finish(work, ctx.group)
+        return returned, None, None
