@@ -8,7 +8,7 @@ from pathlib import Path
 from cab_hf.finetune import lora
 from cab_hf.runs.log import read_log
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LAUNCH = ["accelerate", "launch", "--config_file", "finetune/accelerate/cpu_2.yaml"]
 TRAIN = ["finetune/lora.py", "--config", "finetune/configs/tiny_cpu.yaml"]
 SMALL = [

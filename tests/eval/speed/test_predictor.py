@@ -30,7 +30,7 @@ COMMON = (
     *("op", "length", "batch", "heads", "kv_heads", "head_dim", "dtype"),
     *("density", "ms", "peak_mib", "baseline", "baseline_ms", "ratio"),
 )
-RESULTS = Path(__file__).parents[1] / "eval" / "results"
+RESULTS = Path(__file__).parents[3] / "eval" / "results"
 SHAPE = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
 
 

@@ -18,7 +18,7 @@ from cab_hf.ops import reference
 from cab_hf.plan import Spans, block_visibility
 from cab_hf.predictors import Call, CurvaturePredictor, make_predictor, register_predictor
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "own_predictor.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_predictor.py"
 ESTIMATE = {"exact_queries": 0, "mass": 0.9, "bridges": 0.05}
 RECIPES = [
     pytest.param(CabConfig(32, 16), id="outliers"),

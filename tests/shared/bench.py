@@ -14,7 +14,7 @@ from cab_hf.eval.speed import timing
 from cab_hf.eval.speed.timing import Timing
 from cab_hf.runs import provenance
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # standalone: several may run at once
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 FILES = ["figure.png", "report.md", "results.csv", "results.json", "samples.jsonl"]

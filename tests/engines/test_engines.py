@@ -340,7 +340,7 @@ LONG = 16384
 
 def measured(folder):
     """The rows of a committed speed run of the lengths that engines are chosen for."""
-    path = Path(__file__).parents[1] / "eval" / "results" / folder / "results.json"
+    path = Path(__file__).parents[2] / "eval" / "results" / folder / "results.json"
     rows = json.loads(path.read_text())["rows"]
     kept = [row for row in rows if row["length"] >= LONG and not row["error"]]
     assert kept

@@ -30,7 +30,7 @@ from cab_hf.eval.__main__ import main
 from cab_hf.runs import models
 from cab_hf.runs.settings import Refused
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

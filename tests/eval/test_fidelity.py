@@ -585,7 +585,7 @@ def test_a_name_of_a_text_stays_in_its_place(tmp_path):
 
 
 def test_committed_results_are_those_of_their_samples():
-    folder = Path(__file__).parents[1] / "eval" / "results" / "fidelity-default"
+    folder = Path(__file__).parents[2] / "eval" / "results" / "fidelity-default"
     content = json.loads((folder / "results.json").read_text())
     _, samples = read_log(folder / "samples.jsonl")
     again = Fidelity.rows(samples, content["provenance"]["settings"])

@@ -152,7 +152,7 @@ def test_an_experiment_reads_as_much_as_it_was_trained_for(shipped, command):
 
 def test_a_wheel_takes_adapters_along():
     parser = configparser.ConfigParser()
-    parser.read(Path(__file__).parents[1] / "setup.cfg")
+    parser.read(Path(__file__).parents[2] / "setup.cfg")
     taken = parser["options.package_data"]["cab_hf"].split()
     for name, folder in models.ADAPTED.items():
         assert folder.name == name and folder.parents[1].name == "cab_hf"

@@ -10,7 +10,7 @@ from cab_hf.finetune.objective import learning_rate
 from cab_hf.finetune.settings import FREE, Settings, read
 from cab_hf.runs.settings import Refused
 
-FOLDER = Path(__file__).parents[1] / "finetune"
+FOLDER = Path(__file__).parents[2] / "finetune"
 DATA = ("text.jsonl",)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SHARED_MEMORY = 227 << 10  # of a multiprocessor with compute capability 9.0
-SCRIPT = Path(__file__).parent / "compiling.py"
+SCRIPT = Path(__file__).parents[1] / "shared" / "compiling.py"
 EXACT = {"_outlier_queries_kernel", "_gathered_rows_kernel", "_exact_scores_kernel"}
 
 

@@ -23,7 +23,7 @@ from cab_hf.predictors.published import (
     visualize_frc_statistics,
 )
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "published_classes.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "published_classes.py"
 PNG = b"\x89PNG\r\n\x1a\n"
 formulas = pytest.mark.parametrize("formula", ["forman", "additive"])
 both_ways = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])

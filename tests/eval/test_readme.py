@@ -9,7 +9,7 @@ from cab_hf.eval import readme, report
 from cab_hf.eval.passkey import Passkey
 from cab_hf.eval.readme import KEPT, SPEED
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval" / "results"
 COMMITTED = ["fidelity-default", "smollm2-8192-text-1key", "bridges"]
 PAGE = "a\n<!-- table: default -->\nold\n<!-- end -->\nb\n<!-- table: lora -->\n<!-- end -->\nc\n"
