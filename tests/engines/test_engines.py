@@ -8,6 +8,7 @@ import pytest
 import torch
 from attention_cases import random_plan
 from budget import assert_within_budget
+from marks import slow_but
 from tiny import qkv
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -98,8 +99,8 @@ def test_queries_that_see_nothing_get_zeros_and_no_mass():
     assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("blocks", BLOCKS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("blocks", slow_but(BLOCKS, 0))
+@pytest.mark.parametrize("shape", slow_but(SHAPES, 0))
 def test_flex_computes_what_the_reference_defines(shape, blocks):
     """Catches lists that are ignored: uncompiled flex would compute dense attention."""
     q, k, v = qkv(**shape)
@@ -140,6 +141,7 @@ def test_uncompiled_flex_really_ignores_the_lists():
     assert not torch.allclose(dense, sparse, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_flex_fails_rather_than_running_uncompiled_past_the_recompile_limit(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(flex, "RECOMPILE_LIMIT", 1)
@@ -193,7 +195,7 @@ def test_blocks_merged_for_training_attend_the_same_tokens():
     assert full.any() and partial.any()
 
 
-@pytest.mark.parametrize("heads", [1, 2, 3])
+@pytest.mark.parametrize("heads", slow_but([1, 2, 3], 1))
 def test_flex_repeats_the_lists_that_heads_share(heads):
     q, k, v = qkv(q_length=205)
     plan = random_plan(q, k, (64, 32), heads=heads)

@@ -176,6 +176,7 @@ def test_values_may_have_a_head_dim_of_their_own():
     torch.testing.assert_close(found, meant, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "blocks"), CASES[9:10])
 def test_flex_attends_it(shape, blocks):
     q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
@@ -231,13 +232,14 @@ def test_rows_of_a_tail_are_counted_without_looking():
 @pytest.mark.parametrize(
     ("config", "inputs"),
     [
-        pytest.param(SPARSE, {}, id="plain"),
+        pytest.param(SPARSE, {}, id="plain", marks=pytest.mark.slow),
         pytest.param(SPARSE, {"attention_mask": torch.arange(130)[None] >= 20}, id="padded"),
         # compiled, documents stay where they are: only at full budget that is all the same
         pytest.param(
             FULL,
             {"position_ids": (torch.arange(130) % 70)[None], "use_cache": False},
             id="packed",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -8,9 +8,10 @@ from dataclasses import fields
 
 import pytest
 import yaml
+from marks import slow_but
 from tiny import SMALL, tiny_model, tokens
 from transformers import AutoTokenizer
-from words import TEXT, make_tokenizer
+from words import TEXT, make_merging_tokenizer, make_tokenizer
 
 from cab_hf import CabConfig, apply_cab, remove_cab
 from cab_hf.documents import NOISE, recall_document, split_sentences
@@ -105,18 +106,24 @@ def test_recall_asks_for_every_key_behind_its_statement(utils, folder):
 
 
 @pytest.mark.parametrize("text", [None, TEXT], ids=["noise", "text"])
-def test_recall_is_read_as_it_was_measured(text, utils, tmp_path):
+@pytest.mark.parametrize(("model", "keys"), slow_but([("merging", 4), ("smollm2", 12)], 0))
+def test_recall_is_read_as_it_was_measured(model, keys, text, utils, tmp_path):
     """Text is what lm_eval takes; its tokens are those of the document, up to the key's last."""
+    if model == "merging":
+        make_merging_tokenizer().save_pretrained(folder := tmp_path / "tokenizer")
+    else:
+        folder = smollm2_folder()
     sentences = NOISE if text is None else split_sentences(text)
     file = None if text is None else tmp_path / "book.txt"
     if file:
         file.write_text(text)
-    given = {"keys": 12, "documents": 1, "max_seq_lengths": [900], "haystack": file}
-    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
-    made = recall_document(tokenizer, sentences, 900, 12, 0)
-    found = utils.recall_documents(**given, pretrained=smollm2_folder())
+    given = {"keys": keys, "documents": 1, "max_seq_lengths": [900], "haystack": file}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    made = recall_document(tokenizer, sentences, 900, keys, 0)
+    found = utils.recall_documents(**given, pretrained=folder)
     for document, (start, end) in zip(found, made.answers, strict=True):
-        assert len(document["key"]) == end - start == 5
+        assert document["key"] == tokenizer.decode(made.tokens[start:end])
+        assert len(document["key"].strip()) == 5 and (model == "merging" or end - start == 5)
         read = tokenizer(document["text"] + document["key"])["input_ids"]
         assert tuple(read) == made.tokens[:end]
 

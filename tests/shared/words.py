@@ -1,7 +1,7 @@
-"""A tokenizer of words and single digits, which knows what keys are hidden in."""
+"""Tokenizers that know what keys are hidden in: of words and single digits, and of merged bytes."""
 
 from tiny import tiny_model
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from cab_hf import documents
@@ -40,6 +40,20 @@ def make_tokenizer(chat_template=None):
         pad_token="<eos>",
         chat_template=chat_template,
     )
+
+
+def make_merging_tokenizer():
+    """Bytes merged within words, with the blank before them; a token before every text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    numbers = [f"The number is {number}." for number in range(10_000, 100_000, 991)]
+    kept = {"vocab_size": 600, "special_tokens": ["<s>"], "show_progress": False}
+    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **kept)
+    tokenizer.train_from_iterator([*documents.NOISE, *numbers], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
 
 
 def save_llama(folder):

@@ -66,6 +66,7 @@ def resumed(tmp_path_factory):
     return left, folder
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on(resumed):
     left, folder = resumed
     whole = (folder / "samples.jsonl").read_text()
@@ -73,6 +74,7 @@ def test_a_killed_run_goes_on(resumed):
     assert left.count("\n") == 8 and whole.startswith(left) and whole.count("\n") == 16
 
 
+@pytest.mark.slow
 def test_a_whole_run(resumed):
     _, folder = resumed
     results = json.loads((folder / "results.json").read_text())
@@ -104,6 +106,7 @@ def test_a_whole_run(resumed):
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_one_launch_is_held_against_two_with_an_interval(resumed):
     rows = json.loads((resumed[1] / "results.json").read_text())["rows"]
     for way in (FORWARD, BOTH):
@@ -118,6 +121,7 @@ def test_one_launch_is_held_against_two_with_an_interval(resumed):
     assert "| of two launches |" in (resumed[1] / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_report_says_how_it_was_torchrun(resumed):
     text = (resumed[1] / "report.md").read_text()
     begun = "torchrun --nproc_per_node=2 -m cab_hf.eval speed context-parallel --lengths 900"
@@ -125,6 +129,7 @@ def test_a_report_says_how_it_was_torchrun(resumed):
     assert "ran as | reference | 900 | alone, alone+cab, ring on 2" in text
 
 
+@pytest.mark.slow
 def test_bytes_that_travel_are_those_of_the_model(resumed):
     rows = json.loads((resumed[1] / "results.json").read_text())["rows"]
     # four chunks of 256 tokens; K and V of two heads of 16 channels of four bytes

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bench import FakeBench, refused, shown, torchrun
+from marks import slow_but
 from torch import nn
 
 from cab_hf.eval.__main__ import main
@@ -51,6 +52,7 @@ def finished(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_a_whole_run(finished):
     results = json.loads((finished / "results.json").read_text())
     rows = results["rows"]
@@ -77,6 +79,7 @@ def test_a_whole_run(finished):
     assert dealt["density"] == pytest.approx(alone["cab"]["density"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_report_says_how_it_was_launched_and_what_it_compares(finished):
     text = (finished / "report.md").read_text()
     assert "torchrun --nproc_per_node=2 -m cab_hf.eval speed lora --lengths 600" in text
@@ -262,7 +265,7 @@ def noted_on(group, how, way):
     return sample["error"], sample["ms"], list(NOTED)
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2", "cp"])
+@pytest.mark.parametrize("how", slow_but(["ddp", "fsdp2", "cp"], 2))
 def test_what_is_rounded_is_held_against_transformers_own_in_float32(ranks, how):
     for error, ms, noted in ranks.run(2, noted_on, how, "cab"):
         assert error is None and ms > 0
@@ -443,7 +446,8 @@ def test_a_search_that_fails_otherwise_ends(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("how", "way"), [("ddp", "sdpa"), ("fsdp2", "sdpa"), ("cp", "cab"), ("cp", "cab_dense")]
+    ("how", "way"),
+    slow_but([("ddp", "sdpa"), ("fsdp2", "sdpa"), ("cp", "cab"), ("cp", "cab_dense")], 2),
 )
 def test_ranks_try_a_length_together(ranks, how, way):
     for sample in ranks.run(2, tried_on, how, way):
