@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from marks import slow_but
 
 import cab_hf
 
@@ -81,12 +82,13 @@ def fresh(code):
     ).stdout.split()
 
 
-@pytest.mark.parametrize("order", ["cab_hf, transformers", "transformers, cab_hf"])
+@pytest.mark.parametrize("order", slow_but(["cab_hf, transformers", "transformers, cab_hf"], 0))
 def test_importing_registers_whatever_comes_first(order):
     code = f"import {order}; from transformers import AttentionInterface as A; print(*A())"
     assert {"cab", "cab_dense"} <= set(fresh(code))
 
 
+@pytest.mark.slow
 def test_importing_after_a_model_class_registers_too():
     code = (
         "from transformers import LlamaForCausalLM, AttentionMaskInterface as A; import cab_hf;"

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from marks import slow_but
 from ranks import Ranks
 from tiny import FULL, SPARSE, tiny_model, tokens
 from torch.distributed.device_mesh import init_device_mesh
@@ -119,7 +120,7 @@ def assert_same_step(found, expected):
 
 
 @pytest.mark.parametrize("ends", [None, PACKED], ids=["one-text", "packed"])
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", slow_but(CONFIGS, 0, 2, 3, 7))
 def test_a_training_step_is_that_of_one_process(ranks, config, ends):
     batch, build = batch_of(655, ends), (("cab", CONFIGS[config]), {})
     found = ranks.run(4, step_on_a_rank, batch, build, {})

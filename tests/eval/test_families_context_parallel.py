@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from marks import slow_but
 
 from cab_hf.eval import __main__
 from cab_hf.eval import families_context_parallel as sweep
@@ -34,7 +35,7 @@ def judged(pair, model_type):
     return sweep._row({"model_type": model_type, **pair.examine(model_type, 120)})
 
 
-@pytest.mark.parametrize("model_type", EXACT_TYPES.split())
+@pytest.mark.parametrize("model_type", slow_but(EXACT_TYPES.split(), 0, 1))
 def test_a_type_computes_over_ranks_what_it_does_in_one_process(pair, model_type):
     row = judged(pair, model_type)
     assert row["verdict"] == row["plain"] == EXACT, row
@@ -50,7 +51,7 @@ def test_a_type_is_refused_in_a_sentence_that_names_the_cause(pair, model_type):
         raise ValueError(row["said"])
 
 
-@pytest.mark.parametrize("build", ["windowed", "dynamic"])
+@pytest.mark.parametrize("build", slow_but(["windowed", "dynamic"], 1))
 def test_what_a_type_may_have_is_built_too(pair, build):
     assert judged(pair, "mistral" if build == "dynamic" else "mixtral")[build] == EXACT
 

@@ -21,6 +21,7 @@ from cab_hf.runs.log import read_log
 SPOILT = ("spoilt", "spoilt-weights", "spoilt-data")
 
 
+@pytest.mark.slow
 def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
     """All that takes a launcher, in as few launches as that takes."""
     script = tmp_path / "meddled.py"

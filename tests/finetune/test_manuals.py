@@ -211,6 +211,7 @@ def test_an_index_is_told_its_password_and_nobody_else(index, monkeypatch):
     assert index.asked[-1] == ("/simple/thing/", None)
 
 
+@pytest.mark.slow
 def test_the_real_ones_are_what_is_pinned(monkeypatch):
     """Needs a package index, once: the cache is the user's."""
     monkeypatch.undo()

@@ -68,6 +68,7 @@ def four(tmp_path):
     ranks.close()
 
 
+@pytest.mark.slow
 def test_processes_learn_together_what_one_learns(tmp_path):
     """All that takes a launcher, in as few launches as that takes."""
     script = tmp_path / "meddled.py"

@@ -12,16 +12,28 @@ from cab_hf.ops.attention.tiles import Lists
 from cab_hf.plan import BlockLists, Spans
 
 CASES = [
-    pytest.param({"q_length": 96}, (32, 16), id="even"),
+    pytest.param({"q_length": 96}, (32, 16), id="even", marks=pytest.mark.slow),
     pytest.param({"q_length": 63, "kv_length": 111}, (32, 16), id="chunk"),
     pytest.param({"q_length": 70, "heads": 3, "kv_heads": 1, "batch": 2}, (16, 32), id="wide-keys"),
     pytest.param({"q_length": 61, "heads": 2, "kv_heads": 2, "dim": 24}, (48, 16), id="three-to-1"),
     pytest.param({"q_length": 7, "heads": 4, "kv_heads": 1}, (32, 16), id="below-one-block"),
-    pytest.param({"q_length": 90, "layout": "padded", "batch": 2}, (32, 16), id="padded"),
+    pytest.param(
+        {"q_length": 90, "layout": "padded", "batch": 2},
+        (32, 16),
+        id="padded",
+        marks=pytest.mark.slow,
+    ),
     pytest.param({"q_length": 90, "layout": "packed"}, (32, 16), id="packed"),
-    pytest.param({"q_length": 64, "plan_heads": 2}, (32, 16), id="plan-shared-by-group"),
+    pytest.param(
+        {"q_length": 64, "plan_heads": 2},
+        (32, 16),
+        id="plan-shared-by-group",
+        marks=pytest.mark.slow,
+    ),
     pytest.param({"q_length": 64, "plan_heads": 1}, (32, 16), id="plan-shared-by-all"),
-    pytest.param({"q_length": 64, "share": 0.0}, (32, 16), id="diagonal-alone"),
+    pytest.param(
+        {"q_length": 64, "share": 0.0}, (32, 16), id="diagonal-alone", marks=pytest.mark.slow
+    ),
     pytest.param({"q_length": 50, "heads": 2, "kv_heads": 1, "dim": 272}, (32, 16), id="split"),
     pytest.param(
         {"q_length": 45, "kv_length": 80, "heads": 2, "kv_heads": 2, "dim": 320, "share": 0.7},
@@ -32,6 +44,7 @@ CASES = [
         {"q_length": 66, "heads": 2, "kv_heads": 1, "dim": 264, "layout": "padded", "batch": 2},
         (32, 16),
         id="split-padded",
+        marks=pytest.mark.slow,
     ),
 ]
 
@@ -49,6 +62,7 @@ def test_half_precision(dim):
     assert_engine_within_budget(block.attention, q, k, v, grad, plan, dim**-0.5)
 
 
+@pytest.mark.slow
 def test_pieces_of_a_small_workspace_add_up(monkeypatch):
     """Above 256 channels query blocks are taken a few at a time; dk and dv are sums over them."""
     shape = {"q_length": 50, "heads": 2, "kv_heads": 1, "dim": 264}

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import laid_out
+from marks import slow_but
 from selecting import by_kernels, laid_in, loud, on_the_cpu
 from torch.nn import functional as F
 
@@ -27,6 +28,8 @@ from cab_hf.predictors.curvature import picked
 
 SMALL = {"query_block": 32, "key_block": 16}
 SHAPE = {"q_length": 136, "heads": 4, "kv_heads": 2, "dim": 16}
+# the interpreter takes as long for each head
+TWO, FOUR = {"heads": 2, "kv_heads": 1}, {"heads": 4, "kv_heads": 2}
 
 
 def outliers_of(q, spans, query_block, count, channels=()):
@@ -106,8 +109,8 @@ def test_padding_is_never_chosen(count):
     ("fields", "found"),
     [
         pytest.param({"exact_queries": 1}, True, id="scored"),
-        pytest.param({"exact_queries": 0}, False, id="estimated"),
-        pytest.param({"exact_queries": 8}, False, id="outvoted"),
+        pytest.param({"exact_queries": 0}, False, id="estimated", marks=pytest.mark.slow),
+        pytest.param({"exact_queries": 8}, False, id="outvoted", marks=pytest.mark.slow),
         pytest.param({"exact_queries": 8, "bridges": 0.03}, True, id="outvoted-but-a-bridge"),
     ],
 )
@@ -226,7 +229,8 @@ def test_no_earlier_row_feels_the_future(count):
 
 
 def case(blocks, count, layout="causal", channels=(), **shape):
-    return {"blocks": blocks, "count": count, "layout": layout, "channels": channels, **shape}
+    fixed = {"blocks": blocks, "count": count, "layout": layout, "channels": channels}
+    return fixed | TWO | shape
 
 
 KERNEL_CASES = [
@@ -234,17 +238,17 @@ KERNEL_CASES = [
     pytest.param(case((64, 64), 1, "chunk", q_length=95, kv_length=301), id="and-in-a-chunk"),
     pytest.param(case((128, 128), 1, "in-place", q_length=300), id="and-of-a-document"),
     pytest.param(case((32, 16), 1, q_length=75), id="one-a-block"),
-    pytest.param(case((32, 16), 2, q_length=111), id="two"),
-    pytest.param(case((32, 16), 8, q_length=205), id="eight"),
+    pytest.param(case((32, 16), 2, q_length=111, heads=6, kv_heads=2), id="two"),
+    pytest.param(case((32, 16), 8, q_length=205, **FOUR), id="eight"),
     pytest.param(case((32, 16), 32, q_length=205), id="all"),
-    pytest.param(case((128, 64), 16, q_length=300), id="default-blocks"),
+    pytest.param(case((128, 64), 16, q_length=300, **FOUR), id="default-blocks"),
     pytest.param(case((16, 16), 16, q_length=63), id="q16-all"),
-    pytest.param(case((48, 48), 48, q_length=111), id="q48-all-k48"),
+    pytest.param(case((48, 48), 48, q_length=111), id="q48-all-k48", marks=pytest.mark.slow),
     pytest.param(case((48, 16), 24, q_length=205), id="q48-24"),
     pytest.param(case((48, 16), 3, q_length=205), id="q48-3"),
-    pytest.param(case((256, 256), 32, q_length=601), id="q256-k256"),
-    pytest.param(case((256, 64), 256, q_length=300), id="q256-all"),
-    pytest.param(case((16, 256), 8, q_length=300), id="k256-over-q16"),
+    pytest.param(case((256, 256), 32, q_length=601), id="q256-k256", marks=pytest.mark.slow),
+    pytest.param(case((256, 64), 256, q_length=300), id="q256-all", marks=pytest.mark.slow),
+    pytest.param(case((16, 256), 8, q_length=300), id="k256-over-q16", marks=pytest.mark.slow),
     pytest.param(case((32, 16), 8, q_length=75, dim=24), id="d24"),
     pytest.param(case((32, 16), 8, q_length=75, dim=80), id="d80"),
     pytest.param(
@@ -254,14 +258,22 @@ KERNEL_CASES = [
     pytest.param(
         case((32, 16), 8, q_length=111, dim=80, channels=tuple(range(40, 80))), id="d80-half"
     ),
-    pytest.param(case((32, 16), 8, "padded", q_length=111, batch=2), id="padded"),
-    pytest.param(case((32, 16), 32, "padded", q_length=111, batch=2), id="padded-all"),
-    pytest.param(case((32, 16), 8, "packed", q_length=111, batch=2), id="packed"),
-    pytest.param(case((48, 16), 12, "packed", q_length=205, batch=2), id="packed-q48"),
-    pytest.param(case((32, 16), 8, "chunk", q_length=75, kv_length=205), id="chunk"),
+    pytest.param(case((32, 16), 8, "padded", q_length=111, batch=2, **FOUR), id="padded"),
+    pytest.param(
+        case((32, 16), 32, "padded", q_length=111, batch=2, **FOUR),
+        id="padded-all",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(case((32, 16), 8, "packed", q_length=111, batch=2, **FOUR), id="packed"),
+    pytest.param(
+        case((48, 16), 12, "packed", q_length=205, batch=2, **FOUR),
+        id="packed-q48",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(case((32, 16), 8, "chunk", q_length=75, kv_length=205, **FOUR), id="chunk"),
     pytest.param(case((128, 64), 16, "chunk", q_length=63, kv_length=301), id="short-chunk"),
-    pytest.param(case((32, 16), 8, "in-place", q_length=111, batch=2), id="in-place"),
-    pytest.param(case((32, 16), 8, q_length=75, kv_heads=6), id="no-groups"),
+    pytest.param(case((32, 16), 8, "in-place", q_length=111, batch=2, **FOUR), id="in-place"),
+    pytest.param(case((32, 16), 8, q_length=75, kv_heads=2), id="no-groups"),
     pytest.param(case((32, 16), 8, q_length=34), id="a-row-of-two-queries"),
     pytest.param(case((32, 16), 8, q_length=3), id="fewer-than-are-asked-for"),
 ]
@@ -354,7 +366,7 @@ def test_ties_go_to_the_earlier_in_the_kernel_too():
 
 @pytest.mark.parametrize("count", [8, 24], ids=["whole-groups", "groups-of-parts"])
 def test_the_width_of_a_row_changes_nothing(count, uninitialised_is_nan):
-    q, k = loud(**SHAPE)
+    q, k = loud(**SHAPE | TWO)
     told = Spans.causal(1, 136, 136, "cpu"), 0.25, (48, 16), count
     narrow = by_kernel(q, k, *told)
     for more in (32, 64, 96):
@@ -363,8 +375,8 @@ def test_the_width_of_a_row_changes_nothing(count, uninitialised_is_nan):
 
 
 def test_heads_in_turns_and_tiles_in_turns_find_the_same(monkeypatch, uninitialised_is_nan):
-    q, k = loud(**SHAPE | {"q_length": 205, "batch": 2})
-    told = Spans.causal(2, 205, 205, "cpu"), 0.25, (32, 16), 32
+    q, k = loud(**SHAPE | {"q_length": 111, "batch": 2})
+    told = Spans.causal(2, 111, 111, "cpu"), 0.25, (32, 16), 32
     together = by_kernel(q, k, *told)
     monkeypatch.setattr("cab_hf.ops.exact_scores.SCRATCH_AT_A_TIME", 1)
     for start, planes in ((0, 3), (3, 5)):
@@ -482,8 +494,14 @@ SELECTED = [
 ]
 
 
-@pytest.mark.parametrize("channels", [(), (1, 2, 9, 10)], ids=["all", "some-channels"])
-@pytest.mark.parametrize("config", SELECTED)
+@pytest.mark.parametrize(
+    "channels",
+    [
+        pytest.param((), id="all"),
+        pytest.param((1, 2, 9, 10), id="some-channels", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("config", slow_but(SELECTED, 0, 2, 4, 7, 9, 11, 14))
 def test_kernels_select_what_the_reference_selects(config, channels):
     q, k = loud(**SHAPE)
     told = q, k, Spans.causal(1, 136, 136, "cpu"), 0.25, channels
@@ -503,7 +521,7 @@ def test_channels_that_are_not_scored_change_no_bridge():
     assert not torch.equal(on_the_cpu(config, q, k, spans).to_dense(), before)
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed", "chunk", "in-place"])
+@pytest.mark.parametrize("layout", slow_but(["padded", "packed", "chunk", "in-place"], 1, 2))
 def test_kernels_select_the_same_in_every_layout(layout):
     kv_length = 205 if layout == "chunk" else 111
     q, k = loud(**SHAPE | {"q_length": 111, "kv_length": kv_length, "batch": 2})
@@ -513,7 +531,7 @@ def test_kernels_select_the_same_in_every_layout(layout):
     assert torch.equal(found.to_dense(), meant.to_dense())
 
 
-@pytest.mark.parametrize("before", [8000, 12_000, 16_500])
+@pytest.mark.parametrize("before", slow_but([8000, 12_000, 16_500], 0))
 def test_a_row_keeps_by_the_keys_it_sees(before):
     """As short texts do, as long ones do, and between."""
     q, k = loud(q_length=32, kv_length=before + 32, heads=2, kv_heads=1, dim=16)
@@ -530,7 +548,10 @@ def test_a_row_keeps_by_the_keys_it_sees(before):
 
 
 @pytest.mark.parametrize("limit", ["LISTS_AT_MOST", "SCORES_AT_A_TIME"])
-@pytest.mark.parametrize("counts", [4, COUNTS], ids=["all", "some"])
+@pytest.mark.parametrize(
+    "counts",
+    [pytest.param(4, id="all", marks=pytest.mark.slow), pytest.param(COUNTS, id="some")],
+)
 def test_measured_lists_and_heads_in_turns_hold_the_same(monkeypatch, limit, counts):
     q, k = loud(**SHAPE | {"batch": 2})
     spans = Spans.causal(2, 136, 136, "cpu")

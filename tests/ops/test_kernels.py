@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from marks import slow_but
 from selecting import loud
 from tiny import qkv
 
@@ -81,7 +82,7 @@ def plans(config, q, k, spans=None):
     return plan.to_dense(), meant.to_dense()
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", slow_but(CONFIGS, 0, 2, 5, 8, 9, 11, 13))
 def test_the_plan_is_that_of_the_reference(config):
     found, meant = plans(config, *loud(**SHAPE))
     assert torch.equal(found, meant)
@@ -140,7 +141,7 @@ def nothing_at_all(q, k):
     return torch.zeros_like(q), torch.zeros_like(k)
 
 
-@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[5], CONFIGS[11], CONFIGS[13]])
+@pytest.mark.parametrize("config", slow_but([CONFIGS[i] for i in (0, 5, 11, 13)], 0, 2))
 @pytest.mark.parametrize("change", [equal_keys, one_huge_key, nothing_at_all])
 def test_ties_and_extremes(change, config):
     found, meant = plans(config, *change(*loud(**SHAPE)))
@@ -249,7 +250,7 @@ def pieces(q, k, *places):
     return q[:, :, token], Spans(first, last, whole.key_valid, True, consecutive=False)
 
 
-@pytest.mark.parametrize("config", [CONFIGS[i] for i in (0, 2, 5, 8, 9, 12, -1)])
+@pytest.mark.parametrize("config", slow_but([CONFIGS[i] for i in (0, 2, 5, 8, 9, 12, -1)], 0, 2))
 def test_rows_from_several_places(config):
     q, k = loud(**SHAPE | {"q_length": 330})
     # 96 tokens are whole query blocks in every config
@@ -258,7 +259,7 @@ def test_rows_from_several_places(config):
     assert torch.equal(found, meant)
 
 
-@pytest.mark.parametrize("config", [CONFIGS[i] for i in (0, 2, -1)])
+@pytest.mark.parametrize("config", slow_but([CONFIGS[i] for i in (0, 2, -1)], 0))
 def test_a_whole_text_selects_the_same_as_pieces_that_make_it_up(config):
     q, k = loud(**SHAPE)
     rows, spans = pieces(q, k, (0, 64), (64, LENGTH))

@@ -594,6 +594,7 @@ def test_what_a_calibration_does_not_say_is_not_compared(model, unsaid):
     cab_hf.apply_cab(model, SPARSE, origin=OWN._replace(**{unsaid: None}))
 
 
+@pytest.mark.slow
 def test_a_calibrated_model_compiles(model):
     cab_hf.apply_cab(model, SPARSE, origin=OWN._replace(kv_heads=None))
     ids = tokens(1, 200)

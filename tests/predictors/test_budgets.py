@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import laid_out
+from marks import slow_but
 from selecting import by_kernels, loud, on_the_cpu
 from tiny import SPARSE, tiny_model, tokens
 
@@ -114,7 +115,7 @@ def test_the_reference_does_every_kind_of_head():
     assert torch.equal(kept[2], exact.to_dense()[0, 2])
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", slow_but(CONFIGS, 0, 2, 4, 6))
 def test_kernels_select_what_the_reference_selects(config):
     q, k = loud(**SHAPE)
     spans = Spans.causal(1, 136, 136, "cpu")
@@ -123,7 +124,7 @@ def test_kernels_select_what_the_reference_selects(config):
     assert torch.equal(found.full.counts, meant.full.counts)
 
 
-@pytest.mark.parametrize("layout", ["chunk", "padded", "packed", "in-place"])
+@pytest.mark.parametrize("layout", slow_but(["chunk", "padded", "packed", "in-place"], 2))
 def test_kernels_select_the_same_in_every_layout(layout):
     q, k = loud(**SHAPE | {"q_length": 100, "kv_length": 250 if layout == "chunk" else 100})
     q, k = (torch.cat((x, x.flip(2))) for x in (q, k))
@@ -287,6 +288,7 @@ def test_a_dict_that_is_changed_in_place_is_parsed_again(monkeypatch):
     assert attention.settings(model.config).mass[1][2] == 0.125 and len(parsed) == 2
 
 
+@pytest.mark.slow
 def test_tables_compile_without_a_graph_break_and_change():
     model = tiny_model(num_hidden_layers=1)
     ids = tokens(1, 130)

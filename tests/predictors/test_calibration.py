@@ -242,9 +242,9 @@ def test_a_model_is_given_a_cascade(model):
 @pytest.mark.parametrize(
     ("kind", "layers", "anchors"),
     [
-        pytest.param("longcat_flash", 8, None, id="two attentions a layer"),
+        pytest.param("longcat_flash", 8, None, id="two attentions a layer", marks=pytest.mark.slow),
         pytest.param("longcat_flash", 8, 2, id="two attentions a layer, anchors"),
-        pytest.param("laguna", 4, 2, id="heads are told by layer"),
+        pytest.param("laguna", 4, 2, id="heads are told by layer", marks=pytest.mark.slow),
     ],
 )
 def test_layers_of_another_making_are_calibrated(model, kind, layers, anchors):

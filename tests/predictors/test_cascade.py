@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import laid_out
+from marks import slow_but
 from selecting import loud
 from tiny import FULL, SMALL, SPARSE, tiny_model, tokens
 from torch import nn
@@ -267,7 +268,9 @@ def test_generation_reads_sparsely_and_writes():
     assert torch.equal(found, model.generate(ids, max_new_tokens=6, do_sample=False))
 
 
-@pytest.mark.parametrize("fields", [{"head_map": ((3,) * 6,) * 3}, {"exact_queries": 4}])
+@pytest.mark.parametrize(
+    "fields", slow_but([{"head_map": ((3,) * 6,) * 3}, {"exact_queries": 4}], 0)
+)
 def test_it_compiles_without_a_graph_break(fields):
     model, ids = tiny_model(), tokens(1, 150)
     config = replace(CASCADE, anchors=(0,), engine="reference", **fields)

@@ -301,6 +301,7 @@ print(models.content_sha256("someone/tiny"))
 """
 
 
+@pytest.mark.slow
 def test_a_model_of_a_hub_is_what_its_copy_in_a_folder_is(saved, tmp_path):
     kept = tmp_path / "hub" / "models--someone--tiny"
     shutil.copytree(saved, kept / "snapshots" / ("a" * 40))

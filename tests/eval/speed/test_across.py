@@ -30,6 +30,7 @@ def finished(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_a_whole_run(finished):
     results = json.loads((finished / "results.json").read_text())
     rows = results["rows"]

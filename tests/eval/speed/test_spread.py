@@ -413,6 +413,7 @@ def full_at_300(made, shared, optimizer, tokens):
     made(shared, optimizer, tokens)
 
 
+@pytest.mark.slow
 def test_a_search_for_the_longest(tmp_path, monkeypatch):
     rows = search(tmp_path, monkeypatch, full_at_300)
     for way in ("sdpa", "cab"):
