@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ranks import Failure, Ranks
+from ranks import Failure
 from shards import BLOCK, layout_for, shard_of
 from tiny import SPARSE, qkv, tiny_model, tokens
 
@@ -15,13 +15,6 @@ from cab_hf import distributed
 from cab_hf.distributed import layout as layouts
 
 TIMEOUT = 20
-
-
-@pytest.fixture
-def mortals(tmp_path):
-    ranks = Ranks(3, tmp_path, TIMEOUT)
-    yield ranks
-    ranks.close()
 
 
 def model_of(implementation="cab"):
@@ -152,8 +145,8 @@ def dies(group, how):
         ("raised", "rank 1 stopped: MemoryError: the third layer did not fit"),
     ],
 )
-def test_a_rank_that_dies_stops_the_others(mortals, how, cause):
-    outcomes = mortals.outcomes(3, dies, how)
+def test_a_rank_that_dies_stops_the_others(processes, how, cause):
+    outcomes = processes(3, TIMEOUT).outcomes(3, dies, how)
     assert outcomes[1] is None
     for rank in (0, 2):
         sentence, seconds = outcomes[rank]

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from marks import slow_but
-from ranks import Ranks
 from tiny import FULL, SPARSE, tiny_model, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -49,14 +48,6 @@ LONGROPE = {
     }
 }
 ROUTED = {"family": "mixtral", "output_router_logits": True, "router_aux_loss_coef": 0.5}
-
-
-@pytest.fixture
-def four(tmp_path):
-    """Four processes and no other: wrappers speak to all there are."""
-    ranks = Ranks(4, tmp_path)
-    yield ranks
-    ranks.close()
 
 
 def model_of(implementation, config=None, **settings):
@@ -271,10 +262,11 @@ WRAPS = {
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_data_parallel_wrappers_go_around_it(four, wrap):
+def test_data_parallel_wrappers_go_around_it(processes, wrap):
     batches = [batch_of(400), batch_of(400)]
     batches[1]["input_ids"] = tokens(2, 400, seed=5)
-    found = four.run(4, wrapped_step_on_a_rank, batches, wrap)
+    # wrappers speak to all there are
+    found = processes(4).run(4, wrapped_step_on_a_rank, batches, wrap)
     expected = [in_one_process(batch, (("cab", SPARSE), {}))[2] for batch in batches]
     for name, first in expected[0].items():
         meant = (first + expected[1][name]) / 2

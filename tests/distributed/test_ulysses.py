@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Failure, Ranks
+from ranks import Failure
 from tiny import SPARSE, tiny_model, tokens
 from torch.distributed.nn.functional import all_to_all_single
 from torch.nn.functional import cross_entropy
@@ -123,13 +123,11 @@ def test_a_training_step_is_that_of_one_process(ranks, case, text):
 
 
 @pytest.fixture
-def two(tmp_path):
+def two(processes):
     """Two processes for one model: what DeepSpeed registers stays."""
     if find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
-    ranks = Ranks(2, tmp_path)
-    yield ranks
-    ranks.close()
+    return processes(2)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -319,11 +319,6 @@ def test_a_run_goes_on_where_it_was_killed(folder, tmp_path, monkeypatch):
     assert rows == json.loads((folder / "results.json").read_text())["rows"]
 
 
-def test_samples_of_other_settings_are_refused(folder, capsys):
-    assert start(folder, "--noise", "0.1") == 2
-    assert "another --out" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from words import TEXT, save_llama
+from words import TEXT
 
 import cab_hf
 from cab_hf import CabConfig
@@ -21,11 +21,6 @@ from cab_hf.patches import calibration as of_models
 from cab_hf.predictors.anchors import SHARES
 
 SMALL = ("query_block=16", "key_block=16")
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return save_llama(tmp_path_factory.mktemp("tiny-llama"))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn import functional as F
-from words import CHAT, TEXT, make_tokenizer, save_llama
+from words import CHAT, TEXT, make_tokenizer
 
 from cab_hf.config import CabConfig
 from cab_hf.documents import QUESTION
@@ -29,11 +29,6 @@ LENGTH = 300
 SPARSE = ("query_block=32", "key_block=16", "mass=0.2", "bridges=0.0")
 SMALL = "query_block=32,key_block=16,mass=0.6"
 FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return save_llama(tmp_path_factory.mktemp("tiny-llama"))
 
 
 @pytest.fixture

@@ -42,14 +42,8 @@ def utils():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A tiny model and its tokenizer, as saved."""
-    folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = make_tokenizer()
-    size = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 1}
-    tiny_model(num_hidden_layers=2, **size).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+def folder(model_folder):
+    return str(model_folder)
 
 
 def read_task(name, utils):

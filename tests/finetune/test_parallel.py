@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from launches import LAUNCH, MEDDLED, ROOT, TRAIN, launched, losses, steps
-from ranks import Ranks
 from torch import nn
 from words import save_llama
 
@@ -61,11 +60,9 @@ lora.Run.train = checked
 
 
 @pytest.fixture
-def four(tmp_path):
+def four(processes):
     """Four processes and no other: a grid is made of all there are."""
-    ranks = Ranks(4, tmp_path)
-    yield ranks
-    ranks.close()
+    return processes(4)
 
 
 @pytest.mark.slow

@@ -1,20 +1,17 @@
 """The kernels of the predictor, in Triton's interpreter: each against the op it stands for."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from marks import slow_but
-from selecting import loud
+from selecting import by_kernels, loud, on_the_cpu
 from tiny import qkv
 
-from cab_hf import BlockPlan, CabConfig
+from cab_hf import CabConfig
 from cab_hf.config import budgets_of
 from cab_hf.frame import Frame
 from cab_hf.ops import coarsen, predict, reference
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, CurvaturePredictor
-from cab_hf.predictors.curvature import by_reference
 
 SMALL = {"query_block": 32, "key_block": 16}
 # by the estimate: exact scores have a file of their own
@@ -59,27 +56,13 @@ SHAPES = [
 ]
 
 
-def lists(q, k, spans, scale, config):
-    """(full, partial) of the kernels, both halves."""
-    summary = predict.summarise(k, spans.key_valid, config)
-    return predict.choose(q, summary, spans, scale, config, budgets_of(config, 0, q.shape[1]))
-
-
 def plans(config, q, k, spans=None):
     """(what the kernels select, what the reference selects), both bool [B, H, M_q, M_k]."""
     spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
-    scale = q.shape[-1] ** -0.5
-    full, partial = lists(q, k, spans, scale, config)
-    rows = spans.tail_rows(config.dense_tail * config.query_block, config.query_block)
-    blocks = config.query_block, config.key_block
-    budgets = budgets_of(config, 0, q.shape[1])
-    plan = BlockPlan(full, partial, spans, *blocks, budgets.whole, rows)
-    plan.validate()
-    keys = reference.coarsen_keys(k, spans.key_valid, config.key_block, config.coarsen)
-    call = Call(spans, scale, 0)
-    meant = by_reference(q, replace(keys, keys=k), call, config, budgets)
-    assert torch.equal(plan.full.counts, meant.full.counts)
-    return plan.to_dense(), meant.to_dense()
+    told = config, q, k, spans, q.shape[-1] ** -0.5
+    found, meant = by_kernels(*told), on_the_cpu(*told)
+    assert torch.equal(found.full.counts, meant.full.counts)
+    return found.to_dense(), meant.to_dense()
 
 
 @pytest.mark.parametrize("config", slow_but(CONFIGS, 0, 2, 5, 8, 9, 11, 13))
@@ -170,8 +153,8 @@ def test_nan_selects_something_and_ends():
     q, k = loud(**SHAPE)
     q[0, 0, 40] = float("nan")
     spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
-    full, partial = lists(q, k, spans, 0.25, small())
-    BlockPlan(full, partial, spans, 32, 16).validate()
+    # which validates the plan
+    by_kernels(small(), q, k, spans)
 
 
 # --- summaries
@@ -209,9 +192,9 @@ def test_measured_lists_hold_the_same(monkeypatch):
     q, k = loud(**SHAPE)
     config = small(mass=0.5, bridges=0.0)
     spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
-    widest = lists(q, k, spans, 0.25, config)[0]
+    widest = by_kernels(config, q, k, spans).full
     monkeypatch.setattr(predict, "LISTS_AT_MOST", 0)
-    measured = lists(q, k, spans, 0.25, config)[0]
+    measured = by_kernels(config, q, k, spans).full
     assert measured.width == widest.counts.max() < widest.width
     assert torch.equal(measured.to_dense(KEY_BLOCKS), widest.to_dense(KEY_BLOCKS))
 
@@ -219,8 +202,8 @@ def test_measured_lists_hold_the_same(monkeypatch):
 def test_lists_of_a_fixed_share_are_narrow():
     q, k = loud(**SHAPE)
     config = CabConfig.published(0.7, **GRID)
-    full, _ = lists(q, k, Spans.causal(1, LENGTH, LENGTH, "cpu"), 0.25, config)
-    assert full.width < KEY_BLOCKS
+    plan = by_kernels(config, q, k, Spans.causal(1, LENGTH, LENGTH, "cpu"))
+    assert plan.full.width < KEY_BLOCKS
 
 
 def test_the_registered_ops_keep_their_promises():

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import laid_out
 from marks import slow_but
-from selecting import by_kernels, loud, on_the_cpu
+from selecting import by_kernels, laid_in, loud, on_the_cpu
 from tiny import SPARSE, tiny_model, tokens
 
 import cab_hf
@@ -128,13 +127,7 @@ def test_kernels_select_what_the_reference_selects(config):
 def test_kernels_select_the_same_in_every_layout(layout):
     q, k = loud(**SHAPE | {"q_length": 100, "kv_length": 250 if layout == "chunk" else 100})
     q, k = (torch.cat((x, x.flip(2))) for x in (q, k))
-    if layout == "in-place":
-        first = ((torch.arange(100) >= 37).int() * 37).expand(2, -1)
-        last = torch.arange(100, dtype=torch.int32).expand(2, -1)
-        spans = Spans(first, last, torch.ones(2, 100, dtype=torch.bool))
-    else:
-        frame = laid_out(layout, 2, 100, k.shape[2], 32, "cpu")
-        q, k, spans = frame.queries(q), frame.keys(k), frame.spans
+    q, k, spans = laid_in(layout, q, k, 32)
     config = CabConfig(**SMALL, **MIXED)
     found, meant = by_kernels(config, q, k, spans), on_the_cpu(config, q, k, spans)
     assert (found.whole_rows is None) == (layout == "in-place")

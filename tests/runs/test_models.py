@@ -21,7 +21,6 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 from transformers import GPT2Config, LlamaConfig
-from words import save_llama
 
 import cab_hf
 from cab_hf import CabConfig
@@ -215,15 +214,10 @@ def test_an_unknown_dtype_is_refused():
         models.load_model("anything", "cpu", "float13")
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return save_llama(tmp_path_factory.mktemp("models") / "tiny")
-
-
 @pytest.fixture
-def copied(saved, tmp_path):
+def copied(model_folder, tmp_path):
     """(model folder) -> the same elsewhere, its name kept."""
-    return Path(shutil.copytree(saved, tmp_path / saved.name))
+    return Path(shutil.copytree(model_folder, tmp_path / model_folder.name))
 
 
 def retouched(folder, file, **fields):
@@ -254,9 +248,9 @@ def with_other_weights(folder):
         pytest.param(lambda folder: (folder / "model.py").write_text("x"), False, id="code"),
     ],
 )
-def test_a_model_is_its_content_and_not_its_name(saved, copied, change, same):
+def test_a_model_is_its_content_and_not_its_name(model_folder, copied, change, same):
     change(copied)
-    assert (models.content_sha256(str(copied)) == models.content_sha256(str(saved))) is same
+    assert (models.content_sha256(str(copied)) == models.content_sha256(str(model_folder))) is same
 
 
 def test_weights_of_one_index_are_told_apart(tmp_path):
@@ -302,16 +296,16 @@ print(models.content_sha256("someone/tiny"))
 
 
 @pytest.mark.slow
-def test_a_model_of_a_hub_is_what_its_copy_in_a_folder_is(saved, tmp_path):
+def test_a_model_of_a_hub_is_what_its_copy_in_a_folder_is(model_folder, tmp_path):
     kept = tmp_path / "hub" / "models--someone--tiny"
-    shutil.copytree(saved, kept / "snapshots" / ("a" * 40))
+    shutil.copytree(model_folder, kept / "snapshots" / ("a" * 40))
     (kept / "refs").mkdir()
     (kept / "refs" / "main").write_text("a" * 40)
     offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}
     done = subprocess.run(
         [sys.executable, "-c", HUB], capture_output=True, text=True, env={**os.environ, **offline}
     )
-    assert done.stdout.split() == [models.content_sha256(str(saved))], done.stderr
+    assert done.stdout.split() == [models.content_sha256(str(model_folder))], done.stderr
 
 
 CODE = """

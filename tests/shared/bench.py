@@ -12,25 +12,11 @@ from cab_hf.eval.__main__ import main
 from cab_hf.eval.experiment import named
 from cab_hf.eval.speed import timing
 from cab_hf.eval.speed.timing import Timing
-from cab_hf.runs import provenance
 
 ROOT = Path(__file__).parents[2]
 # standalone: several may run at once
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 FILES = ["figure.png", "report.md", "results.csv", "results.json", "samples.jsonl"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick():
-    """Import it where speed commands run: every case is timed as few times as can be."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("SECONDS_A_CASE", "WARM_UP_SECONDS"):
-            patch.setattr(timing, name, 0.0)
-        for name in ("WARM_UP_CALLS", "LEAST_RUNS", "MOST_RUNS"):
-            patch.setattr(timing, name, 1)
-        # somebody may commit while the tests run
-        patch.setattr(provenance, "git_commit", lambda: "0" * 40)
-        yield
 
 
 def speed_run(op, out, *words, drawn=False):

@@ -1,20 +1,18 @@
 """``speed attention``: its rows by hand, what it refuses to time, and what it says."""
 
-import csv
 import json
 import sys
 from types import ModuleType
 
 import pytest
 import torch
-from bench import FakeBench, quick, refused, sample_of, shown, speed_run  # noqa: F401
+from bench import FakeBench, refused, sample_of, shown, speed_run
 
 from cab_hf.engines import Reference
 from cab_hf.eval import report
 from cab_hf.eval.speed import attention, checks, dense
 from cab_hf.eval.speed.attention import Attention, Settings
 from cab_hf.plan import BlockPlan, Spans
-from cab_hf.runs.log import read_log
 
 SHAPE = ["--heads", "4", "--kv-heads", "2", "--head-dims", "16", "--seconds", "0"]
 KEY = {"length": 192, "head_dim": 16, "direction": "forward", "blocks": "32x16", "budget": 0.2}
@@ -346,35 +344,6 @@ def test_the_report_has_a_table_a_question(finished):
     assert "head dim |" not in text
     assert "CabConfig with {'mass': 0.999, 'min_length': 0}" in text
     assert (finished / "figure.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_csv_has_a_column_for_every_engine(finished):
-    with open(finished / "results.csv", newline="") as file:
-        table = list(csv.DictReader(file))
-    assert len(table) == 8
-    assert {"attend_ms.reference", "baselines.SDPA", "tflops.reference"} <= set(table[0])
-
-
-def test_a_killed_run_goes_on(tmp_path, monkeypatch):
-    done = []
-
-    def measure(experiment, case):
-        if len(done) == 3:
-            raise KeyboardInterrupt
-        done.append(tuple(case.values()))
-        return once(experiment, case)
-
-    once = Attention.measure
-    words = ("--lengths", "96", "--densities", "0.2,1")
-    monkeypatch.setattr(Attention, "measure", measure)
-    with pytest.raises(KeyboardInterrupt):
-        command(tmp_path, *words)
-    _, before = read_log(tmp_path / "samples.jsonl")
-    monkeypatch.setattr(Attention, "measure", once)
-    rows = command(tmp_path, *words)["rows"]
-    assert len(before) == 3 and len(set(done)) == 3 and len(rows) == 4
-    kept = [row["attend_ms"] for row in rows]
-    assert all(sample["attend_ms"] in kept for sample in before)
 
 
 def test_a_run_grows_by_a_budget(tmp_path):

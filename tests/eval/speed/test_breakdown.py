@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from bench import FakeBench, quick, sample_of, shown, speed_run  # noqa: F401
+from bench import FakeBench, sample_of, shown, speed_run
 
 from cab_hf.eval.speed import breakdown, model, timing
 from cab_hf.eval.speed.breakdown import Breakdown, Settings

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from bench import FakeBench, quick, refused, sample_of, shown, speed_run  # noqa: F401
+from bench import FakeBench, refused, sample_of, shown, speed_run
 
 from cab_hf.engines import Reference
 from cab_hf.eval.speed import budgets, dense, forms

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench import FILES, FakeBench, quick, refused, sample_of, shown, speed_run  # noqa: F401
+from bench import FILES, FakeBench, refused, sample_of, shown, speed_run
 
 from cab_hf.config import CabConfig
 from cab_hf.eval import charts, report
@@ -412,32 +412,6 @@ def test_results_hold_settings_provenance_and_no_path(finished):
     assert "perf_counter" in made["settings"]["method"]
     assert made["versions"]["torch"] and made["commit"] == "0" * 40
     assert str(finished) not in text
-
-
-def test_a_killed_run_goes_on(tmp_path, monkeypatch, capsys):
-    calls = []
-
-    def measure(experiment, case):
-        calls.append(case["length"])
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        # what a second measurement of the same length would change
-        return once(experiment, case) | {"ms": float(len(calls))}
-
-    once = Predictor.measure
-    monkeypatch.setattr(Predictor, "measure", measure)
-    with pytest.raises(KeyboardInterrupt):
-        command(tmp_path)
-    _, first = read_log(tmp_path / "samples.jsonl")
-    content = command(tmp_path)
-    assert calls == [256, 512, 512] and [sample["length"] for sample in first] == [256]
-    assert first[0].items() <= content["rows"][0].items()
-    assert [row["ms"] for row in content["rows"]] == [1.0, 3.0]
-
-    capsys.readouterr()
-    before = (tmp_path / "report.md").read_text()
-    assert command(tmp_path) == content
-    assert (tmp_path / "report.md").read_text() == before and len(calls) == 3
 
 
 def test_a_run_can_be_extended(tmp_path):
