@@ -72,6 +72,8 @@ def pytest_configure(config):
     # kernels run in Triton's interpreter wherever they are not tested on a GPU
     if config.option.markexpr != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"
+    if "not slow" in config.option.markexpr:
+        os.environ.setdefault("FIXED_CASES", "500")
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         # the workers of pytest-xdist import torch, not the process that waits for them
         return

@@ -148,7 +148,7 @@ def test_without_gradient_it_is_put_in_place(shape, blocks, return_lse):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("return_lse", slow_but([False, True], 1))
 @pytest.mark.parametrize(
     ("shape", "blocks"), [case for case in CASES if "dim" not in case.values[0]]
 )

@@ -364,7 +364,7 @@ def test_ties_go_to_the_earlier_in_the_kernel_too():
     assert found.last.tolist() == [[30, 0, 1, 2, 32, 33, 34, 35]]
 
 
-@pytest.mark.parametrize("count", [8, 24], ids=["whole-groups", "groups-of-parts"])
+@pytest.mark.parametrize("count", slow_but([8, 24], 1), ids=["whole-groups", "groups-of-parts"])
 def test_the_width_of_a_row_changes_nothing(count, uninitialised_is_nan):
     q, k = loud(**SHAPE | TWO)
     told = Spans.causal(1, 136, 136, "cpu"), 0.25, (48, 16), count
@@ -374,6 +374,7 @@ def test_the_width_of_a_row_changes_nothing(count, uninitialised_is_nan):
             assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_heads_in_turns_and_tiles_in_turns_find_the_same(monkeypatch, uninitialised_is_nan):
     q, k = loud(**SHAPE | {"q_length": 111, "batch": 2})
     told = Spans.causal(2, 111, 111, "cpu"), 0.25, (32, 16), 32
@@ -547,7 +548,7 @@ def test_a_row_keeps_by_the_keys_it_sees(before):
         assert torch.equal(meant.to_dense(), alike.to_dense())
 
 
-@pytest.mark.parametrize("limit", ["LISTS_AT_MOST", "SCORES_AT_A_TIME"])
+@pytest.mark.parametrize("limit", slow_but(["LISTS_AT_MOST", "SCORES_AT_A_TIME"], 0))
 @pytest.mark.parametrize(
     "counts",
     [pytest.param(4, id="all", marks=pytest.mark.slow), pytest.param(COUNTS, id="some")],
@@ -564,7 +565,7 @@ def test_measured_lists_and_heads_in_turns_hold_the_same(monkeypatch, limit, cou
         assert found.full.width == found.full.counts.max()
 
 
-@pytest.mark.parametrize("length", [1, 129, 150])
+@pytest.mark.parametrize("length", slow_but([1, 129, 150], 0, 1))
 def test_no_row_goes_without_an_outlier(length):
     """Single queries of sparse decoding, and what is left over at the end of a text."""
     q, k = loud(**SHAPE | {"q_length": length, "kv_length": 200})
@@ -583,7 +584,7 @@ SLOW = (*range(16, 32), *range(48, 64))
 WHOLE = CabConfig(**SMALL, mass=0.5, bridges=0.1, exact_queries=8)
 
 
-@pytest.mark.parametrize("choose", [on_the_cpu, by_kernels])
+@pytest.mark.parametrize("choose", slow_but([on_the_cpu, by_kernels], 0))
 @pytest.mark.parametrize("layout", ["batch", "padded", "packed", "chunk"])
 def test_a_text_chooses_what_it_would_alone(layout, choose):
     """With half of the channels of a head of 64, however it comes."""

@@ -252,7 +252,7 @@ def test_a_whole_text_selects_the_same_as_pieces_that_make_it_up(config):
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param({"redundancy": 0.0}, id="estimate"),
+        pytest.param({"redundancy": 0.0}, id="estimate", marks=pytest.mark.slow),
         pytest.param({"mass": 0.5, "exact_queries": 8}, id="outliers"),
     ],
 )

@@ -231,8 +231,8 @@ def deaf(group, patch):
 @pytest.mark.parametrize(
     ("how", "way", "meddle"),
     [
-        pytest.param("ddp", "sdpa", twice_the_same, id="ddp"),
-        pytest.param("fsdp2", "sdpa", twice_the_same, id="fsdp2"),
+        pytest.param("ddp", "sdpa", twice_the_same, id="ddp", marks=pytest.mark.slow),
+        pytest.param("fsdp2", "sdpa", twice_the_same, id="fsdp2", marks=pytest.mark.slow),
         pytest.param("cp", "cab_dense", deaf, id="cp"),
     ],
 )
