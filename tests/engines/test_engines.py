@@ -127,7 +127,6 @@ def test_flex_with_padding_and_documents():
     torch.testing.assert_close(found.where(seen, 0), expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.slow
 def test_uncompiled_flex_really_ignores_the_lists():
     """The trap this engine closes; when PyTorch closes it, this test may go."""
     q, k, v = qkv(q_length=256)
