@@ -4,16 +4,22 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: passkey test gpu-test check format readme
+PYTEST := $(BIN)/python -m pytest
+IN_TWO := -n 2 --dist worksteal
+
+.PHONY: passkey test test-all gpu-test check format readme
 
 passkey: $(READY)  ## find a number hidden in a long text: dense, cab and baselines on a real model
 	$(BIN)/python -m cab_hf.eval passkey --out runs/passkey
 
-test: $(READY)  ## the tests that need no GPU
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+test: $(READY)  ## the tests that need no GPU, without the slow ones
+	$(PYTEST) $(IN_TWO)
+
+test-all: $(READY)  ## all tests that need no GPU
+	$(PYTEST) $(IN_TWO) -m 'not gpu'
 
 gpu-test: $(READY)  ## the tests that need one
-	$(BIN)/python -m pytest -m gpu
+	$(PYTEST) -m gpu
 
 check: $(READY)  ## lint and formatting
 	$(BIN)/ruff check .

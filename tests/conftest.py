@@ -34,6 +34,30 @@ def one_process(tmp_path):
     torch.distributed.destroy_process_group()
 
 
+@pytest.fixture
+def processes(tmp_path):
+    """(count, timeout) -> so many processes and no other, as `ranks`: these may die."""
+    from ranks import Ranks
+
+    started = []
+
+    def start(count, timeout=60):
+        started.append(Ranks(count, tmp_path, timeout))
+        return started[-1]
+
+    yield start
+    for ranks in started:
+        ranks.close()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """A tiny model and its tokenizer, to read."""
+    from words import save_llama
+
+    return save_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory):
     """Eight processes that talk by gloo, for tests of several ranks."""
@@ -48,6 +72,11 @@ def pytest_configure(config):
     # kernels run in Triton's interpreter wherever they are not tested on a GPU
     if config.option.markexpr != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"
+    if "not slow" in config.option.markexpr:
+        os.environ.setdefault("FIXED_CASES", "500")
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        # the workers of pytest-xdist import torch, not the process that waits for them
+        return
 
     import torch
 

@@ -526,8 +526,10 @@ def test_settings_are_given_where_a_model_is_loaded(tmp_path, chosen):
     "inputs",
     [
         pytest.param({}, id="plain"),
-        pytest.param({"use_cache": False}, id="training-call"),
-        pytest.param({"attention_mask": torch.arange(130)[None] >= 20}, id="padded"),
+        pytest.param({"use_cache": False}, id="training-call", marks=pytest.mark.slow),
+        pytest.param(
+            {"attention_mask": torch.arange(130)[None] >= 20}, id="padded", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_compiles_without_a_graph_break(shallow, inputs):
@@ -541,6 +543,7 @@ def test_compiles_without_a_graph_break(shallow, inputs):
     torch.testing.assert_close(found[kept], expected[kept], **EXACT)
 
 
+@pytest.mark.slow
 def test_compiles_again_with_other_settings(shallow):
     """Numbers that differ from an earlier compilation are symbolic to dynamo."""
     ids = tokens(1, 130)

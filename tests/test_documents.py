@@ -3,9 +3,7 @@
 import re
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
-from words import TEXT, make_tokenizer
+from words import TEXT, make_merging_tokenizer, make_tokenizer
 
 from cab_hf import documents
 from cab_hf.documents import (
@@ -24,20 +22,6 @@ PLACE = {"length": LENGTH, "keys": KEYS, "index": 0, "seed": 0}
 CODE = (
     "import os\n\n\ndef area(width, height):\n    both = width * height  \n    return both\n" * 12
 )
-
-
-def make_merging_tokenizer():
-    """Bytes merged within words, with the blank before them; a token before every text."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    numbers = [f"The number is {number}." for number in range(10_000, 100_000, 991)]
-    kept = {"vocab_size": 600, "special_tokens": ["<s>"], "show_progress": False}
-    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **kept)
-    tokenizer.train_from_iterator([*NOISE, *numbers], trainer)
-    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
 
 
 TOKENIZERS = {"words": make_tokenizer(), "merging": make_merging_tokenizer()}

@@ -5,29 +5,23 @@ import shutil
 import pytest
 import torch
 from tiny import SPARSE
-from words import save_llama
 
 import cab_hf
 from cab_hf import CabConfig, fit
 from cab_hf.runs import models
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return save_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
-
-
 @pytest.fixture
-def stand_ins(saved, tmp_path, monkeypatch):
+def stand_ins(model_folder, tmp_path, monkeypatch):
     """The saved model stands for the embedded one, and for one of the hub."""
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(models, "find_smollm2_gguf", lambda scratch: scratch / "model.gguf")
     monkeypatch.setattr(models, "_check_gguf", lambda gguf: None)
-    monkeypatch.setattr(models, "convert_gguf", lambda gguf, to: shutil.copytree(saved, to))
+    monkeypatch.setattr(models, "convert_gguf", lambda gguf, to: shutil.copytree(model_folder, to))
     source = models._source
-    of_hub = {"someone/tiny": str(saved)}
+    of_hub = {"someone/tiny": str(model_folder)}
     monkeypatch.setattr(models, "_source", lambda name: of_hub.get(name) or source(name))
-    return {"folder": str(saved), "path": saved, "hub": "someone/tiny"}
+    return {"folder": str(model_folder), "path": model_folder, "hub": "someone/tiny"}
 
 
 NAMES = ["tiny", "smollm2", "folder", "path", "hub"]

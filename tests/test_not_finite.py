@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from marks import slow_but
 from selecting import by_kernels, loud, on_the_cpu
 from tiny import SMALL, VOCABULARY, qkv, tiny_model, tokens
 
@@ -51,7 +52,7 @@ def test_blocks_are_chosen_as_if_it_were_not_there(config, prefix, value):
     _same_choice(on_the_cpu, config, prefix, value)
 
 
-@pytest.mark.parametrize("config", KERNELS)
+@pytest.mark.parametrize("config", slow_but(KERNELS, 0))
 def test_kernels_choose_as_if_it_were_not_there(config):
     _same_choice(by_kernels, config, 16, torch.nan)
 

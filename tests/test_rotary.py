@@ -158,6 +158,7 @@ def test_a_model_scores_them(monkeypatch):
     assert scored == [HALVES] * 3
 
 
+@pytest.mark.slow
 def test_it_compiles_without_a_graph_break():
     model, ids = tiny_model(head_dim=64, num_hidden_layers=1), tokens(1, 150)
     with cab_hf.cab(model, SPARSE), torch.no_grad():

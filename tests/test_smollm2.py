@@ -23,6 +23,7 @@ def largest_difference(device, length, engine):
     return (found - expected).abs().max().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["reference", "flex"])
 def test_full_budget_equals_sdpa_on_cpu(engine):
     assert largest_difference("cpu", 700, engine) <= 1e-3

@@ -1,0 +1,247 @@
+"""Ranks that differ, compute with what is another's, or die: all of them hear of it, and when."""
+
+import os
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import Failure
+from shards import BLOCK, layout_for, shard_of
+from tiny import SPARSE, qkv, tiny_model, tokens
+
+import cab_hf
+from cab_hf import distributed
+from cab_hf.distributed import layout as layouts
+from cab_hf.distributed.zigzag import Turn
+from cab_hf.engines import REFERENCE
+
+TIMEOUT = 20
+
+
+def model_of(implementation="cab"):
+    model = tiny_model(num_hidden_layers=1)
+    model.set_attn_implementation(implementation)
+    model.config.cab_config = SPARSE.to_dict()
+    return model
+
+
+def attend(group, changed):
+    """Attention where what rank 1 brings has been ``changed``."""
+    own = {"heads": 4, "kv_heads": 2, "tokens": 128, "dim": 16, "dtype": torch.float32, "batch": 1}
+    if group.rank() == 1:
+        own.update(changed)
+    lengths = {name: own.pop(name) for name in ("cu_seqlens",) if name in own}
+    tokens_held = own.pop("tokens")
+    q, k, v = qkv(q_length=tokens_held, **own)
+    return distributed.zigzag_attention(q, k, v, group=group, block=BLOCK, **lengths)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        pytest.param(
+            {"tokens": 64}, "tokens of a rank differ .*: 128 on rank 0, 64 on rank 1", id="tokens"
+        ),
+        pytest.param({"heads": 8}, "^heads differ .*: 4 on rank 0, 8 on rank 1", id="heads"),
+        pytest.param({"kv_heads": 1}, "KV heads differ .*: 2 on rank 0, 1 on", id="kv-heads"),
+        pytest.param({"dtype": torch.float64}, "dtypes .* differ", id="dtype"),
+        pytest.param({"batch": 2}, "batch rows differ", id="batch"),
+        pytest.param({"dim": 32}, "head dims differ", id="head-dim"),
+        pytest.param({"cu_seqlens": [0, 100, 256]}, "documents differ .*: 1 on", id="documents"),
+    ],
+)
+def test_ranks_that_differ_all_raise(ranks, changed, sentence):
+    for outcome in ranks.outcomes(2, attend, changed):
+        assert isinstance(outcome, Failure) and outcome.kind == "ValueError"
+        with pytest.raises(ValueError, match=sentence):
+            raise ValueError(outcome.sentence)
+
+
+def with_inputs_of(group, whose):
+    """A model on each rank, which is given the shard of rank ``whose[rank]``."""
+    batch = {"input_ids": tokens(1, 256)}
+    inputs = distributed.shard(batch, group, BLOCK)
+    layout = layouts.layout_of((256,), group.size(), BLOCK)
+    inputs["position_ids"] = layout.positions[whose[group.rank()]][None]
+    with torch.no_grad(), cab_hf.context_parallel(model_of(), group, block=BLOCK) as model:
+        return model(**inputs, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("whose", "sentence"),
+    [
+        pytest.param((0, 0), "positions are another rank's differ .*: 0 on rank 0", id="one"),
+        pytest.param((1, 0), "do not say how 128 tokens are held by rank", id="swapped"),
+    ],
+)
+def test_positions_of_another_rank_are_refused(ranks, whose, sentence):
+    for outcome in ranks.outcomes(2, with_inputs_of, whose):
+        with pytest.raises(ValueError, match=sentence):
+            raise ValueError(outcome.sentence)
+
+
+def with_other_settings(group):
+    model = model_of()
+    if group.rank() == 1:
+        model.config.cab_config = replace(SPARSE, mass=0.5).to_dict()
+    inputs = distributed.shard({"input_ids": tokens(1, 256)}, group, BLOCK)
+    with torch.no_grad(), cab_hf.context_parallel(model, group, block=BLOCK):
+        return model(**inputs, use_cache=False)
+
+
+def test_models_of_other_settings_are_refused(ranks):
+    for outcome in ranks.outcomes(2, with_other_settings):
+        assert outcome.sentence.startswith("settings (their checksum) differ")
+
+
+def computed(group, wrong):
+    """zigzag's error against one process where something is put in the wrong place on purpose."""
+    layout, rank = layout_for(group.size(), [0, 300]), group.rank()
+    q, k, v = qkv(1, 4, 2, layout.text)
+    places = layouts._places.__wrapped__(layout, layout.exact_block, torch.device("cpu"))
+    if wrong == "permutation":
+        places = replace(places, source=places.source.flip(0))
+    if wrong == "positions":
+        rank = 1 - rank
+    turn = Turn(places, group, places.spans(rank, 1), 0.25, REFERENCE)
+    out, _ = turn.attention(*(shard_of(x, layout, group.rank()) for x in (q, k, v)))
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
+    return (
+        (out - shard_of(exact, layout, group.rank()))[:, :, layout.real[group.rank()]].abs().max()
+    )
+
+
+@pytest.mark.parametrize("wrong", ["permutation", "positions"])
+def test_what_stands_in_the_wrong_place_shows(ranks, wrong):
+    assert max(ranks.run(2, computed, None)) < 1e-5
+    assert min(ranks.run(2, computed, wrong)) > 0.1
+
+
+def dies(group, how):
+    """Attention in which rank 1 dies before the second call."""
+    q, k, v = qkv(1, 4, 2, 128)
+    distributed.zigzag_attention(q, k, v, group=group, block=BLOCK)
+    model = model_of()
+    start = time.monotonic()
+    try:
+        with cab_hf.context_parallel(model, group, block=BLOCK):
+            if group.rank() == 1 and how == "killed":
+                os._exit(9)
+            if group.rank() == 1:
+                raise MemoryError("the third layer did not fit")
+            distributed.zigzag_attention(q, k, v, group=group, block=BLOCK)
+    except MemoryError:
+        # a process that ends takes its connections with it
+        os._exit(1)
+    except distributed.RankLost as error:
+        return str(error), time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("killed", "rank 1 is gone without a word"),
+        ("raised", "rank 1 stopped: MemoryError: the third layer did not fit"),
+    ],
+)
+def test_a_rank_that_dies_stops_the_others(processes, how, cause):
+    outcomes = processes(3, TIMEOUT).outcomes(3, dies, how)
+    assert outcomes[1] is None
+    for rank in (0, 2):
+        sentence, seconds = outcomes[rank]
+        assert sentence.startswith(f"rank {rank} of 3 stops, as {cause} (")
+        assert seconds < TIMEOUT
+
+
+def refused(group, what):
+    model = model_of("sdpa" if what == "implementation" else "cab")
+    batch = {"input_ids": tokens(1, 256)}
+    if what == "padding":
+        batch["attention_mask"] = torch.ones(1, 256).tril(-1)
+    if what == "unknown":
+        batch["pixel_values"] = torch.ones(1)
+    if what == "labels":
+        batch["labels"] = batch["shift_labels"] = batch["input_ids"]
+    if what == "leap":
+        batch["position_ids"] = torch.arange(1, 257)[None]
+    if what == "end":
+        batch["cu_seq_lens_q"] = torch.tensor([0, 200])
+    if what == "group":
+        group = "cp"
+    with torch.no_grad(), cab_hf.context_parallel(model, group, block=BLOCK):
+        inputs = distributed.shard(batch, group, BLOCK)
+        if what == "twice":
+            with cab_hf.context_parallel(model, group, block=BLOCK):
+                pass
+        if what == "mask":
+            inputs["attention_mask"] = torch.arange(256)[None] > 3
+        if what == "unsharded":
+            inputs = batch
+        cache = model(**inputs, use_cache=what == "cache").past_key_values
+        if what == "cache":
+            model(**inputs, past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("implementation", "attn_implementation of LlamaForCausalLM is 'sdpa'; context_parallel"),
+        ("padding", "attention_mask has 256 padding tokens"),
+        ("unknown", "batch has 'pixel_values'"),
+        ("labels", "batch has labels and shift_labels, which are labels shifted already"),
+        ("leap", "position_ids do not count from 0"),
+        ("end", "cu_seq_lens_q ends at 200 and input_ids has 256"),
+        ("group", "group is 'cp'; it must be a ProcessGroup"),
+        ("twice", "LlamaForCausalLM is inside context_parallel already"),
+        ("mask", "attention_mask has padding"),
+        ("unsharded", "position_ids and cu_seq_lens_q do not say how 256 tokens are held"),
+        ("cache", "past_key_values holds 256 tokens"),
+    ],
+)
+def test_what_is_refused(ranks, what, sentence):
+    (outcome,) = ranks.outcomes(1, refused, what)
+    assert isinstance(outcome, Failure) and outcome.sentence.startswith(sentence)
+    assert not outcome.sentence.count("\n") and outcome.sentence.endswith(".")
+
+
+def kept_bytes(group, again):
+    """Bytes that autograd keeps between forward and backward of attention."""
+    q, k, v = (x.requires_grad_() for x in qkv(1, 2, 2, 512))
+    found = {}
+
+    def count(x):
+        found[x.untyped_storage()._cdata] = x.untyped_storage()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+        out, _ = distributed.zigzag_attention(
+            q, k, v, group=group, block=BLOCK, engine="reference", again=again
+        )
+    return sum(storage.nbytes() for storage in found.values())
+
+
+def test_between_forward_and_backward_no_rank_keeps_the_whole_text(ranks):
+    whole = 2 * 1024 * 2 * 16 * 4
+    kept, again = (ranks.run(2, kept_bytes, again)[0] for again in (False, True))
+    assert kept - again == whole
+
+
+def backward_behind_the_block(group, reentrant):
+    model = tiny_model("llama", attn_implementation="cab", num_hidden_layers=2).train()
+    model.config.cab_config = SPARSE.to_dict()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    ids = tokens(1, 512)
+    with cab_hf.context_parallel(model, group, block=32):
+        inputs = distributed.shard({"input_ids": ids, "labels": ids}, group, 32)
+        loss = model(**inputs, use_cache=False).loss
+    loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_backward_pass_behind_the_block_is_refused(ranks, reentrant):
+    for found in ranks.outcomes(2, backward_behind_the_block, reentrant):
+        assert isinstance(found, Failure) and "was left or entered in between" in found.sentence

@@ -1,0 +1,274 @@
+"""A model on several ranks, each with a shard of the text, against the same model on one."""
+
+import gc
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from marks import slow_but
+from tiny import FULL, SPARSE, tiny_model, tokens
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import cab_hf
+from cab_hf import distributed
+from cab_hf.distributed.layout import layout_of
+from cab_hf.plan import Spans
+
+BLOCK = 32
+PACKED = [0, 70, 71, 300, 655]
+CONFIGS = {
+    "sparse": SPARSE,
+    "no-hops": replace(SPARSE, redundancy=0),
+    "full": FULL,
+    "some-documents-exact": replace(SPARSE, min_length=300),
+    "a-dense-layer": replace(SPARSE, dense_layers=(1,)),
+    "streaming": replace(SPARSE, predictor="streaming"),
+    "cascade": replace(SPARSE, predictor="cascade", anchors=(0,)),
+    "cascade-exact": replace(
+        SPARSE,
+        **{"predictor": "cascade", "anchors": (0,), "exact_queries": 4},
+        head_map=((0,) * 6, (5, 0, 0, 1, 4, 2)),
+        min_length=300,
+    ),
+}
+# frequencies depend on the longest position; of 400 tokens the second of two ranks holds 128 to 383
+DYNAMIC = {
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    "max_position_embeddings": 128,
+}
+LONGROPE = {
+    "rope_parameters": {
+        **{"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0},
+        **{"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]},
+        "original_max_position_embeddings": 390,
+    }
+}
+ROUTED = {"family": "mixtral", "output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+
+def model_of(implementation, config=None, **settings):
+    model = tiny_model(num_hidden_layers=2, **settings)
+    model.set_attn_implementation(implementation)
+    if config is not None:
+        model.config.cab_config = config.to_dict()
+    return model
+
+
+def batch_of(length, ends=None, rows=2):
+    ids = tokens(rows, length)
+    labels = ids.clone()
+    labels[:, :7] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    if ends is not None:
+        batch["cu_seq_lens_q"] = torch.tensor(ends, dtype=torch.int32)
+    return batch
+
+
+def step(model, inputs):
+    """(loss, logits, gradients of all parameters by name)."""
+    result = model(**inputs, use_cache=False)
+    result.loss.backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    return result.loss.detach(), result.logits.detach(), gradients
+
+
+def step_on_a_rank(group, batch, build, settings):
+    model = model_of(*build[0], **build[1]).train()
+    if settings.get("checkpointing"):
+        model.gradient_checkpointing_enable()
+    # slices of few heads, so that one travels while another is attended
+    ours = {"heads_k_stride": 1, **settings}
+    ours.pop("checkpointing", None)
+    with cab_hf.context_parallel(model, group, block=BLOCK, **ours):
+        inputs = distributed.shard(batch, group, BLOCK)
+        loss, logits, gradients = step(model, inputs)
+    everyone = distributed.unshard(logits, inputs["cu_seq_lens_q"], group, block=BLOCK)
+    return loss, everyone, gradients
+
+
+def in_one_process(batch, build):
+    model = model_of(*build[0], **build[1]).train()
+    batch = dict(batch)
+    if "cu_seq_lens_q" in batch:
+        ends = batch["cu_seq_lens_q"].tolist()
+        spans = zip(ends, ends[1:], strict=False)
+        batch["position_ids"] = torch.cat([torch.arange(b - a) for a, b in spans])[None]
+    return step(model, batch)
+
+
+def assert_same_step(found, expected):
+    loss, logits, gradients = expected
+    assert torch.stack([each[0] for each in found]).sum() == pytest.approx(float(loss), rel=1e-5)
+    for _, everyone, _ in found:
+        assert (everyone - logits).abs().max() <= 1e-4 * logits.abs().max()
+    for name, meant in gradients.items():
+        total = sum(each[2][name] for each in found)
+        assert (total - meant).abs().max() <= 1e-4 * meant.abs().max(), name
+
+
+@pytest.mark.parametrize("ends", [None, PACKED], ids=["one-text", "packed"])
+@pytest.mark.parametrize("config", slow_but(CONFIGS, 0, 2, 3, 7))
+def test_a_training_step_is_that_of_one_process(ranks, config, ends):
+    batch, build = batch_of(655, ends), (("cab", CONFIGS[config]), {})
+    found = ranks.run(4, step_on_a_rank, batch, build, {})
+    assert_same_step(found, in_one_process(batch, build))
+
+
+@pytest.mark.parametrize(
+    ("build", "settings", "world"),
+    [
+        pytest.param((("cab_dense",), {}), {}, 2, id="cab_dense"),
+        pytest.param((("cab", SPARSE), {}), {"checkpointing": True}, 2, id="checkpointing"),
+        pytest.param(
+            (("cab", CONFIGS["cascade"]), {}), {"checkpointing": True}, 2, id="cascade-checkpointed"
+        ),
+        pytest.param((("cab", SPARSE), {}), {"heads_k_stride": 2}, 2, id="both-heads-at-once"),
+        pytest.param((("cab", SPARSE), {}), {}, 1, id="alone"),
+        pytest.param(
+            (("cab", SPARSE), {"family": "mistral-sliding"}), {}, 4, id="a-sliding-window"
+        ),
+        pytest.param((("cab", SPARSE), {"family": "qwen3-some-sliding"}), {}, 2, id="some-sliding"),
+        pytest.param((("cab", SPARSE), DYNAMIC), {}, 2, id="dynamic-rope"),
+        pytest.param((("cab", SPARSE), LONGROPE), {"checkpointing": True}, 2, id="longrope"),
+        pytest.param((("cab", SPARSE), ROUTED), {}, 2, id="a-router-loss"),
+        pytest.param(
+            (("cab", SPARSE), ROUTED), {"checkpointing": True}, 4, id="a-router-loss-checkpointed"
+        ),
+    ],
+)
+def test_so_is_that_of_other_models_and_settings(ranks, build, settings, world):
+    batch = batch_of(400)
+    found = ranks.run(world, step_on_a_rank, batch, build, settings)
+    assert_same_step(found, in_one_process(batch, build))
+
+
+def test_the_router_loss_of_packed_documents_is_that_of_one_process(ranks):
+    batch, build = batch_of(400, [0, 70, 71, 300, 400]), (("cab", FULL), ROUTED)
+    found = ranks.run(2, step_on_a_rank, batch, build, {})
+    assert_same_step(found, in_one_process(batch, build))
+
+
+def test_documents_of_different_lengths_have_the_frequencies_of_the_longest(ranks):
+    batch, build = batch_of(400, [0, 70, 71, 200, 400]), (("cab", FULL), DYNAMIC)
+    found = ranks.run(4, step_on_a_rank, batch, build, {})
+    assert_same_step(found, in_one_process(batch, build))
+
+
+def made_after_each_pass(group, batch):
+    """How many things stand with spans that are alive after each of three forward passes."""
+    model, alive = model_of("cab", CONFIGS["some-documents-exact"]), []
+    for _ in range(3):
+        with torch.no_grad(), cab_hf.context_parallel(model, group, block=BLOCK):
+            model(**distributed.shard(batch, group, BLOCK), use_cache=False)
+        gc.collect()
+        alive.append(sum(len(x._made) for x in gc.get_objects() if isinstance(x, Spans)))
+    return alive
+
+
+def test_nothing_made_for_a_forward_pass_outlives_it(ranks):
+    for first, *later in ranks.run(2, made_after_each_pass, batch_of(655, PACKED)):
+        assert later == [first, first]
+
+
+def generated_on_a_rank(group, ids):
+    model = model_of("cab", SPARSE)
+    with torch.no_grad(), cab_hf.context_parallel(model, group, block=BLOCK):
+        inputs = distributed.shard({"input_ids": ids}, group, BLOCK)
+        cache = model(**inputs, use_cache=True).past_key_values
+    cache = distributed.whole_cache(cache, inputs["cu_seq_lens_q"], group, BLOCK)
+    # as a reader of the docstring would type it
+    (call,) = re.findall(r"``(cache\.crop\(.*?\))``", distributed.whole_cache.__doc__)
+    eval(call, {"cache": cache, "N": ids.shape[1]})
+    return model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False)
+
+
+def test_generation_goes_on_from_a_prefill_across_ranks(ranks):
+    ids = tokens(1, 333)
+    expected = model_of("cab", SPARSE).generate(ids, max_new_tokens=8, do_sample=False)
+    for found in ranks.run(4, generated_on_a_rank, ids):
+        assert torch.equal(found, expected)
+
+
+def test_what_is_unsharded_is_what_was_sharded(ranks):
+    batch = batch_of(655, PACKED)
+    for ids in ranks.run(4, there_and_back, batch):
+        assert torch.equal(ids, batch["input_ids"])
+
+
+def there_and_back(group, batch):
+    mine = distributed.shard(batch, group, BLOCK)
+    return distributed.unshard(mine["input_ids"], mine["cu_seq_lens_q"], group, block=BLOCK)
+
+
+def test_a_shard_by_hand(ranks):
+    layout = layout_of((5, 40), 2, 16)
+    assert layout.chunks == (16, 16) and layout.tokens == 64
+    # of the first document rank 0 has all, of the second its ends
+    assert layout.real.sum(1).tolist() == [5 + 16, 16 + 8]
+    assert layout.slots[1, 32:48].tolist() == list(range(21, 37))
+    assert layout.positions[1, 48:].tolist() == [*range(32, 40), *[39] * 8]
+    batch = {"input_ids": torch.arange(10, 55)[None], "labels": torch.arange(10, 55)[None]}
+    batch["position_ids"] = torch.cat((torch.arange(5), torch.arange(40)))[None]
+    first, second = ranks.run(2, sharded, batch)
+    assert first["input_ids"][0, :6].tolist() == [10, 11, 12, 13, 14, 0]
+    # what follows the last token of a document is what followed it in the row
+    assert first["shift_labels"][0, :6].tolist() == [11, 12, 13, 14, 15, -100]
+    assert second["labels"][0, 48:].tolist() == [*range(48, 55), *[-100] * 9]
+    assert first["num_items_in_batch"] == 44
+    assert first["cu_seq_lens_q"].tolist() == [0, 5, 45]
+    batch["shift_labels"] = batch.pop("labels") + 100
+    shifted = ranks.run(2, sharded, batch)[1]
+    # and labels that are shifted stay as they are
+    assert shifted["labels"][0, 48:].tolist() == [*range(147, 155), *[-100] * 8]
+    assert shifted["num_items_in_batch"] == 45
+
+
+def sharded(group, batch):
+    return distributed.shard(batch, group, 16)
+
+
+def wrapped_step_on_a_rank(group, batches, wrap):
+    """The gradients of a step on two texts, each held by two of four ranks: data parallel too."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    model = WRAPS[wrap](model_of("cab", SPARSE).train())
+    batch, ranks = batches[mesh.get_local_rank("dp")], mesh.get_group("cp")
+    with cab_hf.context_parallel(model, ranks, block=BLOCK):
+        inputs = distributed.shard(batch, ranks, BLOCK)
+        # gradients are averaged over four ranks, of which two share a text
+        loss = 2 * model(**inputs, use_cache=False).loss
+        loss.backward()
+    whole = {name: weight.grad for name, weight in model.named_parameters()}
+    return {
+        name.removeprefix("module."): grad.full_tensor() if isinstance(grad, DTensor) else grad
+        for name, grad in whole.items()
+    }
+
+
+def sharded_weights(model):
+    everyone = init_device_mesh("cpu", (4,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=everyone)
+    return fully_shard(model, mesh=everyone)
+
+
+WRAPS = {
+    "ddp": DistributedDataParallel,
+    "fsdp2": sharded_weights,
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_data_parallel_wrappers_go_around_it(processes, wrap):
+    batches = [batch_of(400), batch_of(400)]
+    batches[1]["input_ids"] = tokens(2, 400, seed=5)
+    # wrappers speak to all there are
+    found = processes(4).run(4, wrapped_step_on_a_rank, batches, wrap)
+    expected = [in_one_process(batch, (("cab", SPARSE), {}))[2] for batch in batches]
+    for name, first in expected[0].items():
+        meant = (first + expected[1][name]) / 2
+        for gradients in found:
+            assert (gradients[name] - meant).abs().max() <= 1e-4 * meant.abs().max(), name

@@ -1,0 +1,175 @@
+"""Ulysses: a rank attends some heads over the whole text, through the registered names as they are.
+
+Tokens are exchanged for heads around the attention function. DeepSpeed does so by a wrapper of its
+own; the one here is the same exchange, for where DeepSpeed is not installed.
+"""
+
+import os
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Failure
+from tiny import SPARSE, tiny_model, tokens
+from torch.distributed.nn.functional import all_to_all_single
+from torch.nn.functional import cross_entropy
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+LENGTH = 512
+# documents of the text; a rank's shard begins in the middle of one
+TEXTS = {"one-text": (LENGTH,), "packed": (150, 1, 230, 131)}
+CASES = {"cab_dense": ("cab_dense", None), "cab": ("cab", SPARSE)}
+
+
+def model_of(implementation, config):
+    model = tiny_model(num_hidden_layers=2, attn_implementation=implementation).train()
+    if config is not None:
+        model.config.cab_config = config.to_dict()
+    return model
+
+
+def batch_of(documents):
+    positions = torch.cat([torch.arange(size) for size in documents])[None]
+    return {"input_ids": tokens(1, LENGTH), "position_ids": positions}, tokens(1, LENGTH, seed=2)
+
+
+def step(model, inputs, labels):
+    """(logits, gradients by name) of a share of the mean loss."""
+    logits = model(**inputs, use_cache=False).logits
+    loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / LENGTH
+    loss.backward()
+    return logits.detach(), {name: weight.grad for name, weight in model.named_parameters()}
+
+
+def exchanged(x, group, away, back):
+    """Dealt out to the ranks in dimension ``away``, and put together in dimension ``back``."""
+    parts = x.unflatten(away, (group.size(), -1)).movedim(away, 0).contiguous()
+    parts = all_to_all_single(torch.empty_like(parts), parts, group=group)
+    return torch.cat(list(parts), dim=back)
+
+
+@contextmanager
+def by_torch(model, group):
+    name = model.config._attn_implementation
+    function = ALL_ATTENTION_FUNCTIONS[name]
+
+    def attend(module, query, key, value, mask, position_ids, **kwargs):
+        everyone = [torch.empty_like(position_ids) for _ in range(group.size())]
+        dist.all_gather(everyone, position_ids, group=group)
+        query, key, value = (exchanged(x, group, 1, 2) for x in (query, key, value))
+        kwargs["position_ids"] = torch.cat(everyone, dim=1)
+        out, _ = function(module, query, key, value, None, **kwargs)
+        return exchanged(out, group, 1, 2), None
+
+    ALL_ATTENTION_FUNCTIONS[name] = attend
+    try:
+        yield
+    finally:
+        # the function of all models is there again
+        del ALL_ATTENTION_FUNCTIONS[name]
+
+
+def begin_deepspeed(group):
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(group.rank()))
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+
+
+@contextmanager
+def by_deepspeed(model, group):
+    begin_deepspeed(group)
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    UlyssesSPAttentionHF.register_with_transformers(
+        model,
+        model.config._attn_implementation,
+        sequence_parallel_size=group.size(),
+        micro_batch_size=1,
+    )
+    yield
+
+
+WAYS = {"torch": by_torch, "deepspeed": by_deepspeed}
+
+
+def step_on_a_rank(group, way, build, inputs, labels):
+    model = model_of(*build)
+    with WAYS[way](model, group):
+        return step(model, shard_of(inputs, group), *shard_of({"": labels}, group).values())
+
+
+def shard_of(inputs, group):
+    return {name: x.chunk(group.size(), dim=1)[group.rank()] for name, x in inputs.items()}
+
+
+def assert_same_step(found, build, inputs, labels):
+    logits, gradients = step(model_of(*build), inputs, labels)
+    together = torch.cat([mine for mine, _ in found], dim=1)
+    assert (together - logits).abs().max() <= 1e-5 * logits.abs().max()
+    for name, meant in gradients.items():
+        total = sum(mine[name] for _, mine in found)
+        assert (total - meant).abs().max() <= 1e-4 * meant.abs().max(), name
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_training_step_is_that_of_one_process(ranks, case, text):
+    step_of = (CASES[case], *batch_of(TEXTS[text]))
+    assert_same_step(ranks.run(2, step_on_a_rank, "torch", *step_of), *step_of)
+
+
+@pytest.fixture
+def two(processes):
+    """Two processes for one model: what DeepSpeed registers stays."""
+    if find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    return processes(2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_so_is_that_of_deepspeed(two, case):
+    step_of = (CASES[case], *batch_of(TEXTS["packed"]))
+    assert_same_step(two.run(2, step_on_a_rank, "deepspeed", *step_of), *step_of)
+
+
+def logits_by_accelerate(group, build, inputs):
+    begin_deepspeed(group)
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    from accelerate import Accelerator
+    from accelerate.utils import (
+        DeepSpeedPlugin,
+        DeepSpeedSequenceParallelConfig,
+        ParallelismConfig,
+    )
+
+    handler = DeepSpeedSequenceParallelConfig()
+    # its own check knows no name but those of transformers
+    handler.sp_attn_implementation = build[0]
+    told = ParallelismConfig(sp_backend="deepspeed", sp_size=group.size(), sp_handler=handler)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    accelerator = Accelerator(deepspeed_plugin=plugin, parallelism_config=told)
+    model = model_of(*build)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, *_ = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader([0]))
+    return model(**shard_of(inputs, group), use_cache=False).logits.detach()
+
+
+def test_accelerate_hands_the_name_to_deepspeed(two):
+    build, (inputs, _) = CASES["cab"], batch_of(TEXTS["packed"])
+    found = torch.cat(two.run(2, logits_by_accelerate, build, inputs), dim=1)
+    meant = model_of(*build)(**inputs, use_cache=False).logits
+    assert (found - meant).abs().max() <= 1e-5 * meant.abs().max()
+
+
+def test_budgets_of_each_head_are_refused(ranks):
+    """A rank has some of the heads, and a table is of all."""
+    tables = replace(SPARSE, mass=((0.3, 0.4, 0.5, 0.6, 0.7, 0.8),) * 2)
+    step_of = (("cab", tables), *batch_of(TEXTS["one-text"]))
+    for outcome in ranks.outcomes(2, step_on_a_rank, "torch", *step_of):
+        assert isinstance(outcome, Failure) and outcome.kind == "ValueError"
+        assert "2 layers of 6 heads, which do not fit layer 0 of 3 heads" in outcome.sentence

@@ -1,0 +1,273 @@
+"""What a plan names instead of listing: it means the same, and engines compute it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import (
+    assert_engine_within_budget,
+    case,
+    laid_out,
+    random_plan,
+    with_gradients,
+)
+from marks import slow_but
+from tiny import FULL, SPARSE, qkv, tiny_model, tokens
+
+import cab_hf
+from cab_hf import BlockPlan, engines
+from cab_hf.ops import reference
+from cab_hf.ops.attention import whole
+from cab_hf.plan import Spans, block_visibility
+
+FOUR = {"heads": 4, "kv_heads": 2}
+TWO = {"heads": 2, "kv_heads": 1}
+TAIL = {"whole_rows": "tail"}
+CASES = [
+    pytest.param(FOUR | {"q_length": 64, "whole_heads": (1, 2, 3)}, (32, 16), id="some-heads"),
+    pytest.param(FOUR | {"q_length": 45, "whole_heads": (0, 3)}, (32, 16), id="one-of-each-group"),
+    pytest.param(FOUR | {"q_length": 45, "whole_heads": (2, 3)}, (32, 16), id="a-group"),
+    pytest.param(FOUR | {"q_length": 45, "whole_heads": (0, 1, 2, 3)}, (32, 16), id="all-heads"),
+    pytest.param(
+        FOUR | {"q_length": 45, "plan_heads": 2, "whole_heads": (1,)}, (32, 16), id="plan-of-groups"
+    ),
+    pytest.param(
+        TWO | {"q_length": 45, "plan_heads": 1, "whole_heads": (0,)}, (32, 16), id="one-plan"
+    ),
+    pytest.param(TWO | {"q_length": 105, "whole_rows": [[3, 1]]}, (32, 16), id="rows"),
+    pytest.param(
+        TWO | TAIL | {"q_length": 63, "kv_length": 111, "whole_heads": (1,)},
+        (32, 16),
+        id="tail-of-a-chunk",
+    ),
+    pytest.param(
+        TWO | {"q_length": 75, "batch": 2, "whole_rows": [[-1, 2, 0], [-1, -1, -1]]},
+        (32, 16),
+        id="rows-of-one-text-alone",
+    ),
+    pytest.param(
+        TWO | TAIL | {"q_length": 75, "layout": "padded", "batch": 2, "whole_heads": (0,)},
+        (32, 16),
+        id="padded",
+    ),
+    pytest.param(
+        TWO | TAIL | {"q_length": 130, "layout": "packed", "whole_heads": (1,)},
+        (32, 16),
+        id="packed",
+    ),
+    pytest.param(
+        TWO | TAIL | {"q_length": 70, "layout": "packed", "batch": 2},
+        (16, 32),
+        id="packed-wide-keys",
+    ),
+    pytest.param(TWO | TAIL | {"q_length": 50, "dim": 264}, (32, 16), id="split"),
+]
+cases = pytest.mark.parametrize(("shape", "blocks"), CASES)
+
+
+def listed(plan):
+    """The same attention, every block of it in a list."""
+    return BlockPlan.from_dense(
+        plan.to_dense(), plan.spans, query_block=plan.query_block, key_block=plan.key_block
+    )
+
+
+@pytest.fixture
+def plan():
+    """Six queries over six keys, two heads, blocks of 2 x 2; only the diagonal is kept."""
+    keep = torch.eye(3, dtype=torch.bool)[None, None].expand(1, 2, -1, -1)
+    spans = Spans.causal(1, 6, 6, "cpu")
+    rows = torch.tensor([[2, -1]])
+    named = {"whole_heads": (1,), "whole_rows": rows}
+    return BlockPlan.from_dense(keep, spans, query_block=2, key_block=2, **named)
+
+
+def test_what_is_named_is_attended_and_not_listed(plan):
+    plan.validate()
+    assert plan.partial.counts.tolist() == [[[1, 1, 0], [0, 0, 0]]]
+    assert plan.full.counts.sum() == 0
+    assert plan.to_dense()[0].int().tolist() == [
+        [[1, 0, 0], [0, 1, 0], [1, 1, 1]],
+        [[1, 0, 0], [1, 1, 0], [1, 1, 1]],
+    ]
+    assert int(plan.token_mask()[0, 0].sum()) == 3 + 3 + 11
+    assert torch.equal(plan.token_mask()[0, 1], torch.ones(6, 6, dtype=torch.bool).tril())
+    assert tuple(map(int, plan.pairs())) == (17 + 21, 42)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        pytest.param({"whole_heads": (2,)}, r"whole_heads is \(2,\); it must be", id="head"),
+        pytest.param({"whole_heads": (1, 0)}, "ascending", id="order"),
+        pytest.param({"whole_rows": torch.tensor([[3]])}, "leave -1 to 2", id="row"),
+        pytest.param({"whole_rows": torch.tensor([[2, 2]])}, "twice", id="repeat"),
+        pytest.param({"whole_rows": torch.tensor([2])}, r"int64 \[1, R\]", id="shape"),
+        pytest.param({"whole_heads": (0, 1)}, "lists blocks as well", id="listed-head"),
+        pytest.param({"whole_rows": torch.tensor([[1]])}, "lists blocks as well", id="listed-row"),
+    ],
+)
+def test_validation_names_what_is_wrong(plan, changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        replace(plan, **changes).validate()
+
+
+@cases
+def test_the_meaning_is_that_of_lists(shape, blocks):
+    *_, plan = case("cpu", torch.float32, blocks, **shape)
+    plain = listed(plan)
+    assert torch.equal(plan.token_mask(), plain.token_mask())
+    assert torch.equal(plan.token_mask(5, 41, 30), plain.token_mask(5, 41, 30))
+    assert tuple(map(int, plan.pairs())) == tuple(map(int, plain.pairs()))
+
+
+@cases
+def test_the_reference_attends_it(shape, blocks):
+    q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
+    found = with_gradients(engines.REFERENCE.attention, (q, k, v), grad, plan, 0.2)
+    for name, meant in with_gradients(
+        reference.attention, (q, k, v), grad, listed(plan), 0.2
+    ).items():
+        assert torch.equal(found[name], meant), name
+
+
+@pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 0, 3, 4, 6, 7, 10, 12))
+def test_kernels_attend_it(shape, blocks):
+    q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
+    assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad, plan, 0.2)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize(("shape", "blocks"), [CASES[0], CASES[8], CASES[9]])
+def test_without_gradient_it_is_put_in_place(shape, blocks, return_lse):
+    q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
+    trained = engines.TRITON.attention(q.requires_grad_(), k, v, plan, 0.2, return_lse)
+    with torch.inference_mode():
+        found = engines.TRITON.attention(q, k, v, plan, 0.2, return_lse)
+    for a, b in zip(*((x if return_lse else (x,)) for x in (found, trained)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("return_lse", slow_but([False, True], 1))
+@pytest.mark.parametrize(
+    ("shape", "blocks"), [case for case in CASES if "dim" not in case.values[0]]
+)
+def test_rows_may_walk_the_keys_in_parts(shape, blocks, return_lse, monkeypatch):
+    """Long texts: few rows that walk all keys would leave a GPU waiting."""
+    q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
+    monkeypatch.setattr(whole, "SPLIT_KEYS", 16)
+    monkeypatch.setattr(whole, "EXACT_BLOCK", max(blocks))
+    splits = []
+    gathered = whole._gathered
+    monkeypatch.setattr(whole, "_gathered", lambda *a: splits.append(a[1]) or gathered(*a))
+    found = engines.TRITON.attention(q, k, v, plan, 0.2, return_lse)
+    meant = reference.attention(q, k, v, listed(plan), 0.2, return_lse)
+    for a, b in zip(*((x if return_lse else (x,)) for x in (found, meant)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    assert all(number > 1 for number in splits)
+    assert bool(splits) == (plan.whole_rows is not None)
+
+
+def test_values_may_have_a_head_dim_of_their_own():
+    q, k, _ = qkv(q_length=70, dim=24)
+    v = qkv(q_length=70)[2]
+    plan = random_plan(q, k, (32, 16), whole_heads=(1,), whole_rows=torch.tensor([[2]]))
+    meant = reference.attention(q, k, v, plan, 0.2)
+    found = engines.TRITON.attention(q, k, v, plan, 0.2)
+    torch.testing.assert_close(found, meant, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "blocks"), CASES[9:10])
+def test_flex_attends_it(shape, blocks):
+    q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
+    with torch.no_grad():
+        found = engines.FLEX.attention(q, k, v, plan, 0.2)
+    seen = (plan.spans.last >= 0)[:, None, :, None]
+    meant = reference.attention(q, k, v, plan, 0.2)
+    torch.testing.assert_close(found.where(seen, 0), meant, atol=1e-5, rtol=1e-4)
+
+
+def test_layers_share_the_plans_of_what_is_not_listed(monkeypatch):
+    q, k, v = qkv(q_length=60, **FOUR)
+    spans = Spans.causal(1, 60, 60, "cpu")
+    made = []
+    causal = BlockPlan.causal
+    monkeypatch.setattr(BlockPlan, "causal", lambda *a: made.append(a) or causal(*a))
+    keep = torch.zeros(1, 4, 2, 4, dtype=torch.bool)
+    for heads in ((1,), (2, 3), (0, 1, 2, 3)):
+        named = {"whole_heads": heads, "whole_rows": spans.tail_rows(32, 32)}
+        plan = BlockPlan.from_dense(keep, spans, query_block=32, key_block=16, **named)
+        engines.TRITON.attention(q, k, v, plan, 0.2)
+    assert len(made) == 2
+
+
+def test_a_plan_that_lists_everything_runs_as_it_did(monkeypatch):
+    q, k, v = qkv(q_length=70)
+    plan = random_plan(q, k, (32, 16))
+    seen = []
+    monkeypatch.setattr(engines.Triton, "_attend", lambda self, *a: seen.append(a) or a[0])
+    engines.TRITON.attention(q, k, v, plan, 0.2)
+    assert len(seen) == 1 and seen[0][0] is q and seen[0][3] is plan
+
+
+@pytest.mark.parametrize("heads", [(0,), (1, 3), (2, 3, 4)])
+def test_heads_taken_are_those_named(heads):
+    x = torch.arange(6.0)[None, :, None, None].expand(1, -1, 4, 3)
+    assert whole.take_heads(x, heads)[0, :, 0, 0].tolist() == list(heads)
+
+
+def test_rows_of_a_tail_are_counted_without_looking():
+    assert Spans.causal(2, 100, 130, "cpu").tail_rows(32, 32).tolist() == [[2, 3]] * 2
+    assert Spans.causal(1, 96, 96, "cpu").tail_rows(32, 32).tolist() == [[2, -1]]
+    assert Spans.causal(1, 31, 96, "cpu").tail_rows(32, 32) is None
+    assert Spans.causal(1, 96, 96, "cpu").tail_rows(0, 32) is None
+    padded = laid_out("padded", 2, 100, 100, 32, "cpu").spans
+    assert padded.tail_rows(32, 32).tolist() == [[1, 2], [2, 3]]
+    packed = laid_out("packed", 1, 100, 100, 32, "cpu").spans
+    # 33 and 67 tokens, from one border to the next
+    assert packed.tail_rows(32, 32).tolist() == [[0, 1, 3, 4]]
+    assert replace(packed, documents=None).tail_rows(32, 32) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "inputs"),
+    [
+        pytest.param(SPARSE, {}, id="plain", marks=pytest.mark.slow),
+        pytest.param(
+            SPARSE,
+            {"attention_mask": torch.arange(130)[None] >= 20},
+            id="padded",
+            marks=pytest.mark.slow,
+        ),
+        # compiled, documents stay where they are: only at full budget that is all the same
+        pytest.param(
+            FULL,
+            {"position_ids": (torch.arange(130) % 70)[None], "use_cache": False},
+            id="packed",
+        ),
+    ],
+)
+def test_a_tail_compiles_without_a_graph_break(config, inputs, monkeypatch):
+    """By an engine that reads lists alone."""
+    model = tiny_model(num_hidden_layers=1)
+    ids = tokens(1, 130)
+    with cab_hf.cab(model, config), torch.no_grad():
+        expected = model(input_ids=ids, **inputs).logits
+        monkeypatch.setattr(engines, "REFERENCE", engines.TRITON)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        found = compiled(input_ids=ids, **inputs).logits
+    kept = inputs.get("attention_mask", torch.ones(1, 130)).bool()
+    torch.testing.assert_close(found[kept], expected[kept], atol=2e-5, rtol=1e-4)
+
+
+def test_unlisted_is_exact_attention_without_a_list():
+    spans = Spans.causal(2, 40, 100, "cpu")
+    plan = BlockPlan.unlisted(spans, 3, 32, 16)
+    plan.validate()
+    assert plan.full.width == plan.partial.width == 0
+    assert torch.equal(
+        plan.to_dense(), block_visibility(spans, 32, 16)[:, None].expand(-1, 3, -1, -1)
+    )
+    assert plan.density() == 1

@@ -1,0 +1,386 @@
+"""``speed attention``: its rows by hand, what it refuses to time, and what it says."""
+
+import json
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from bench import FakeBench, refused, sample_of, shown, speed_run
+
+from cab_hf.engines import Reference
+from cab_hf.eval import report
+from cab_hf.eval.speed import attention, checks, dense
+from cab_hf.eval.speed.attention import Attention, Settings
+from cab_hf.plan import BlockPlan, Spans
+
+SHAPE = ["--heads", "4", "--kv-heads", "2", "--head-dims", "16", "--seconds", "0"]
+KEY = {"length": 192, "head_dim": 16, "direction": "forward", "blocks": "32x16", "budget": 0.2}
+
+
+def command(out, *words, **how):
+    return speed_run("attention", out, *SHAPE, *words, **how)
+
+
+def measured(case, bench=None, **more):
+    return sample_of(Attention, tiny(**more), case, bench)
+
+
+def derive(samples):
+    return Attention.rows(samples, {})
+
+
+def tiny(**more):
+    return Settings(device="cpu", heads=4, kv_heads=2, head_dims=(16,), seconds=0.0, **more)
+
+
+def row_of(length, ms, baselines=None, direction="forward", budget=0.1, **more):
+    """A sample, as `Attention.measure` makes it: half of all pairs attended."""
+    key = {"length": length, "head_dim": 8, "direction": direction, "budget": budget}
+    pairs = length**2 / 4
+    shape = {"batch": 1, "heads": 2, "blocks": "32x16"}
+    counted = {"density": 0.5, "attended_pairs": 2 * pairs * 0.5, "listed_pairs": 2 * pairs}
+    total = direction == "forward" and budget != 1
+    times = {"attend_ms": {"triton": ms}, "total_ms": {"triton": ms + 1} if total else {}}
+    costs = {"predict_ms": 1.0, "total_eager_ms": times["total_ms"], "peak_mib": {}, "labels": {}}
+    told = {"baselines": baselines or {}, "not_measured": {}, "without_graph": {}, "error": None}
+    return key | shape | counted | times | costs | told | more
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a whole run, to read."""
+    out = tmp_path_factory.mktemp("attention")
+    command(out, "--densities", "0.2,1", "--lengths", "192,384", drawn=True)
+    return out
+
+
+# --- the row
+
+
+def test_a_row_has_what_identifies_it_and_what_it_took(finished):
+    rows = json.loads((finished / "results.json").read_text())["rows"]
+    keys = [(row["direction"], row["budget"], row["length"]) for row in rows]
+    assert keys == [
+        (direction, budget, length)
+        for direction in ("forward", "backward")
+        for budget in (0.2, 1.0)
+        for length in (192, 384)
+    ]
+    for row in rows:
+        assert (row["head_dim"], row["blocks"], row["dtype"]) == (16, "32x16", "float32")
+        assert row["attend_ms"]["reference"] > 0 and row["baselines"]["SDPA"] > 0
+        assert row["not_measured"] == {} and row["error"] is None
+        assert (row["density"] == 1) == (row["budget"] == 1)
+        predicted = row["direction"] == "forward" and row["budget"] < 1
+        assert (row["predict_ms"] is not None) == predicted == bool(row["total_ms"])
+        assert row["ratio"] == row["ms"] / row["baselines"]["SDPA"]
+
+
+def test_pairs_and_density_by_hand():
+    # 80 queries in blocks of 32, 16 and 16 key blocks of 16: rows end after 2, 4 and 5 of them
+    plan = BlockPlan.causal(Spans.causal(1, 80, 80, "cpu"), 2, 32, 16)
+    counted = attention.counted(plan, heads=4)
+    assert counted["density"] == 1
+    assert counted["attended_pairs"] == 4 * 80 * 81 / 2
+    assert counted["listed_pairs"] == 4 * (2 + 4 + 5) * 32 * 16
+
+
+def test_rates_by_hand():
+    row, back = derive(
+        [row_of(1000, 2.0, {"FA3": 4.0}), row_of(1000, 2.0, {"FA4": 4.0}, "backward")]
+    )
+    # four operations a pair and channel; 500,000 pairs in listed blocks, 250,000 of them attended
+    assert row["tflops"]["triton"] == pytest.approx(4 * 8 * 500_000 / 2e-3 / 1e12)
+    assert row["tflops_pairs"]["triton"] == pytest.approx(4 * 8 * 250_000 / 2e-3 / 1e12)
+    assert row["tflops"]["FA3"] == pytest.approx(4 * 8 * 2 * 1000**2 / 2 / 4e-3 / 1e12)
+    assert row["rated_against"] == "FA3" and row["rate_ratio"]["triton"] == pytest.approx(1.0)
+    assert (row["engine"], row["ms"], row["ratio"]) == ("triton", 3.0, 0.75)
+    assert back["tflops"]["triton"] == pytest.approx(2.5 * row["tflops"]["triton"])
+    assert back["rated_against"] == "FA4" and (back["ms"], back["ratio"]) == (2.0, 0.5)
+
+
+def test_a_ratio_is_over_the_fastest_and_a_rate_over_the_one_named():
+    (row,) = derive([row_of(1000, 2.0, {"FA3": 4.0, "FA4": 2.0})])
+    assert (row["baseline"], row["ratio"]) == ("FA4", 1.5)
+    assert (row["rated_against"], row["rate_ratio"]["triton"]) == ("FA3", pytest.approx(1.0))
+
+
+def test_dense_attention_is_measured_once_for_all_budgets(monkeypatch):
+    calls = []
+    monkeypatch.setattr(dense, "measure", lambda *known: calls.append(known) or {})
+    bench, settings = FakeBench(), tiny(lengths=(96,), densities=(0.2, 1.0))
+    for case in settings.asked():
+        sample_of(Attention, settings, case, bench)
+    assert [backward for *_, backward in calls] == [False, True]
+
+
+def test_a_graph_that_fails_is_told():
+    row = measured(KEY, FakeBench("it waits"))
+    assert set(row["without_graph"]) >= {"predicting", "reference", "predicting and reference"}
+    said = (
+        "| forward | no CUDA graph, so its time is eager | it waits | 192 | predicting, reference"
+    )
+    assert said in shown(Attention, derive([row]))
+
+
+# --- what is not timed
+
+
+@pytest.mark.parametrize(
+    ("garbage", "why"),
+    [
+        pytest.param(lambda out: torch.zeros_like(out), "wrong by 1 (relative)", id="zeros"),
+        pytest.param(lambda out: out.roll(1, dims=1), "wrong by", id="other heads"),
+        pytest.param(lambda out: out * torch.nan, "wrong by nan", id="nan"),
+    ],
+)
+def test_a_wrong_engine_is_not_timed(monkeypatch, garbage, why):
+    attend = Reference.attention
+    monkeypatch.setattr(Reference, "attention", lambda *known: garbage(attend(*known)))
+    row = measured(KEY)
+    assert row["attend_ms"] == row["total_ms"] == {}
+    assert why in row["not_measured"]["reference"] and "queries" in row["not_measured"]["reference"]
+    assert row["baselines"] == {"SDPA": 2.0}
+
+
+def test_an_engine_with_a_wrong_gradient_is_not_timed(monkeypatch):
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, out):
+            return out.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient.flip(-1)
+
+    attend = Reference.attention
+
+    def wrong(*known):
+        # what it is compared with runs in float32 too: only the one under test is wrong
+        wrong.calls += 1
+        out = attend(*known)
+        return Wrong.apply(out) if wrong.calls < 3 else out
+
+    wrong.calls = 0
+    monkeypatch.setattr(Reference, "attention", wrong)
+    row = measured(KEY | {"direction": "backward"})
+    assert row["attend_ms"] == {}
+    assert "in the gradient of q" in row["not_measured"]["reference"]
+
+
+def test_an_engine_that_fails_together_with_predicting_has_no_time_of_its_own():
+    class Fussy(FakeBench):
+        calls = 0
+
+        def time(self, call, graph=True):
+            self.calls += 1
+            # predicting, attending, both
+            if self.calls == 3:
+                raise RuntimeError("the plan is new")
+            return super().time(call, graph)
+
+    row = measured(KEY, Fussy())
+    assert row["attend_ms"] == {"reference": 2.0} and row["total_ms"] == {}
+    (derived,) = derive([row])
+    assert derived["ms"] is derived["ratio"] is derived["engine"] is None
+    assert Attention.tables([derived])
+
+
+def test_an_engine_says_what_it_ran_as(monkeypatch):
+    monkeypatch.setattr(Reference, "label", lambda engine, work: f"{engine.name} (slowly)")
+    row = measured(KEY)
+    table = Attention.tables(derive([row]))["Attending, forward"]
+    assert "| reference (slowly) |" in table
+
+
+def test_an_engine_that_cannot_train_says_why(monkeypatch):
+    brakes = "has no brakes"
+    monkeypatch.setattr(Reference, "unavailable", lambda engine, work: work.training and brakes)
+    row = measured(KEY | {"direction": "backward"})
+    assert "which has no brakes" in row["not_measured"]["reference"]
+    (derived,) = derive([row])
+    assert derived["ms"] is derived["ratio"] is None
+
+
+def test_some_rows_are_compared_exactly():
+    settings = tiny()
+    q, k, v = settings.random_heads(300, 16, torch.device("cpu"), "qkv")
+    plan = settings.planner(KEY)(q, k, Spans.causal(1, 300, 300, "cpu"))
+    full = Reference().attention(q, k, v, plan, 0.25)
+    for start, stop in ((0, 32), (100, 150), (268, 300)):
+        found = checks.exact_rows(q, k, v, plan, start, stop)
+        torch.testing.assert_close(found, full[:, :, start:stop])
+
+
+# --- baselines
+
+
+def test_a_head_dim_that_is_not_taken_is_a_reason(monkeypatch):
+    narrow = {"FA3": dense.Baseline(lambda: None, head_dims=dense.FLASH_DIMS), **dense.ON_CPU}
+    monkeypatch.setattr(dense, "ON_CPU", narrow)
+    q = torch.randn(1, 2, 300, 320)
+    measured = dense.measure(q, q, q, 0.05, FakeBench())
+    assert measured["not_measured"] == {"FA3": "it takes head dims 1 to 256, not 320"}
+    assert measured["baselines"] == {"SDPA": 2.0}
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_heads_are_repeated_for_kernels_that_do_not_group(monkeypatch, backward):
+    seen = []
+
+    def attend(q, k, v, scale):
+        seen.append((k.shape[1], v.shape[1]))
+        return sdpa(q, k, v, scale)
+
+    sdpa = dense.ON_CPU["SDPA"].load()
+    one = dense.Baseline(lambda: attend, grouped=False)
+    monkeypatch.setattr(dense, "ON_CPU", {"efficient": one})
+    q, k, v = tiny().random_heads(300, 16, torch.device("cpu"), "qkv")
+    measured = dense.measure(q, k, v, 0.25, FakeBench(), backward)
+    assert measured["not_measured"] == {} and set(seen) == {(4, 4)}
+
+
+def test_a_kernel_without_a_backward_is_a_reason(monkeypatch):
+    forward = dense.ON_CPU["SDPA"].load()
+    detached = dense.Baseline(lambda: lambda *known: forward(*known).detach())
+    monkeypatch.setattr(dense, "ON_CPU", {"FA3": detached})
+    q = torch.randn(1, 2, 300, 16)
+    measured = dense.measure(q, q, q, 0.25, FakeBench(), backward=True)
+    assert measured["not_measured"] == {"FA3": "it has no backward"}
+
+
+def test_a_baseline_with_a_wrong_gradient_is_not_timed(monkeypatch):
+    def attend(q, k, v, scale):
+        return forward(q, k, v.detach(), scale) + 0 * v.repeat_interleave(2, 1)
+
+    forward = dense.ON_CPU["SDPA"].load()
+    monkeypatch.setattr(dense, "ON_CPU", {"FA4": dense.Baseline(lambda: attend)})
+    q, k, v = tiny().random_heads(300, 16, torch.device("cpu"), "qkv")
+    assert dense.measure(q, k, v, 0.25, FakeBench())["baselines"] == {"FA4": 2.0}
+    measured = dense.measure(q, k, v, 0.25, FakeBench(), backward=True)
+    assert "in the gradient of v at 300 tokens" in measured["not_measured"]["FA4"]
+
+
+@pytest.mark.parametrize("hands_over", [False, True])
+def test_ffpa_is_measured_only_where_it_computes_itself(monkeypatch, hands_over):
+    def attend(q, k, v, is_causal, scale, enable_gqa, backend):
+        assert is_causal and enable_gqa and backend == "cutedsl"
+        return sdpa(q, k, v, scale)
+
+    class Meta:
+        from_kwargs = classmethod(lambda cls, backend: cls())
+        fallback = staticmethod(lambda q, k, mask, dropout: hands_over)
+
+    sdpa = dense.ON_CPU["SDPA"].load()
+    package, functional = ModuleType("ffpa_attn"), ModuleType("ffpa_attn.functional")
+    package.ffpa_attn_func, functional.FFPAAttnMeta = attend, Meta
+    monkeypatch.setitem(sys.modules, "ffpa_attn", package)
+    monkeypatch.setitem(sys.modules, "ffpa_attn.functional", functional)
+    monkeypatch.setattr(dense, "ON_CPU", {"ffpa CuTe": dense.ON_GPU["ffpa CuTe"]})
+    q = torch.randn(1, 4, 100, 320)
+    measured = dense.measure(q, q[:, :2], q[:, 2:], 0.05, FakeBench())
+    if hands_over:
+        assert measured["not_measured"] == {"ffpa CuTe": "it would hand this over to SDPA"}
+    else:
+        assert measured["baselines"] == {"ffpa CuTe": 2.0}
+    narrow = dense.measure(q[..., :128], q[..., :128], q[..., :128], 0.05, FakeBench())
+    assert narrow["not_measured"] == {"ffpa CuTe": "it takes head dims 257 to 1024, not 128"}
+
+
+# --- break-even
+
+
+@pytest.mark.parametrize(
+    ("points", "length", "told"),
+    [
+        # a slope of -1 in logarithms: the ratio halves as the length doubles
+        pytest.param([(1000, 2.0), (4000, 0.5)], 2000, "from about 2,000 tokens on", id="between"),
+        pytest.param(
+            [(1000, 0.9), (2000, 2.0), (8000, 0.5)], 4000, "from about 4,000", id="the last time"
+        ),
+        pytest.param([(1000, 1.0), (2000, 0.5)], 1000, "from about 1,000", id="at one"),
+        pytest.param([(1000, 0.5), (2000, 0.4)], 1000, "at every length from 1,000", id="always"),
+        pytest.param([(1000, 0.5), (2000, 1.0)], None, "no length up to 2,000", id="never"),
+    ],
+)
+def test_break_even(points, length, told):
+    assert dense.break_even(points) == (None if length is None else pytest.approx(length))
+    rows = [{"length": length, "ratio": ratio} for length, ratio in points]
+    assert told in dense.break_even_shown(rows)
+
+
+def test_break_even_is_told_by_budget():
+    rows = [
+        row_of(length, length / 1e3, {"FA3": (length / 1e3) ** 2}, budget=budget)
+        for length in (1000, 4000)
+        for budget in (0.1, 1.0)
+    ]
+    rows = derive(rows)
+    sparse, everything = Attention.tables(rows)["At the longest length"].splitlines()[2:]
+    # ratios 2 and 5/16
+    assert sparse.startswith(
+        "| forward | 4,000 | 0.1 | 0.500 | triton | 5.00 | 16.0 FA3 | 31.2 % |"
+    )
+    assert "from about 1,6" in sparse
+    assert everything.startswith("| forward | 4,000 | all | 0.500 | triton | 4.00 | 16.0 FA3 |")
+    assert "from about 1,000 tokens on" in everything
+    (said,) = Attention.readings(rows)
+    assert said.startswith("Forward, triton attends 50.0 % of the pairs of 4,000 tokens in 31.2 %")
+    assert "of FA3's time, predicting included, and is faster from about 1,6" in said
+
+
+# --- the files
+
+
+def test_the_report_has_a_table_a_question(finished):
+    text = (finished / "report.md").read_text()
+    for direction in ("forward", "backward"):
+        assert f"\n## Attending, {direction}\n" in text
+        assert f"\n## Dense causal attention, {direction}\n" in text
+    widest = max(line.count("|") for line in text.splitlines())
+    assert widest <= 14
+    # what does not vary is no column
+    assert "head dim |" not in text
+    assert "CabConfig with {'mass': 0.999, 'min_length': 0}" in text
+    assert (finished / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_grows_by_a_budget(tmp_path):
+    words = ("--lengths", "96", "--directions", "forward", "--densities")
+    first = command(tmp_path, *words, "0.2")["rows"]
+    content = command(tmp_path, *words, "0.5")
+    assert [row["budget"] for row in content["rows"]] == [0.2, 0.5]
+    assert content["rows"][0]["attend_ms"] == first[0]["attend_ms"]
+    assert content["provenance"]["settings"]["densities"] == [0.2, 0.5]
+
+
+def test_memory_that_runs_out_is_a_row(monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
+
+    monkeypatch.setattr(Settings, "random_heads", full)
+    row = measured(KEY)
+    assert row["error"] == "out of memory: tried to allocate 4.00 GiB"
+    derived = derive([row])
+    assert derived[0]["ms"] is None
+    said = "| forward | not measured | out of memory: tried to allocate 4.00 GiB | 192 |"
+    assert said in shown(Attention, derived)
+    assert Attention.tables(derived)
+
+
+# --- settings
+
+
+def test_a_budget_is_filled():
+    config = tiny().budgeted(KEY)
+    assert (config.max_density, config.mass, config.min_length) == (0.2, 0.999, 0)
+    assert (config.query_block, config.key_block) == (32, 16)
+    settings = tiny(config=("mass=0.5", "curvature='none'"))
+    assert settings.budgeted(KEY).mass == 0.5 and settings.budgeted(KEY).curvature == "none"
+
+
+def test_numbers_of_all_magnitudes_fit_a_cell():
+    (row,) = derive([row_of(1000, 2.0, {"FA3": 4.0})])
+    table = Attention.tables([row])["Dense causal attention, forward"]
+    assert f"| 4.00 ({report.digits(row['tflops']['FA3'])}) |" in table

@@ -1,0 +1,107 @@
+"""``speed breakdown``: kernels sorted by name, parts that add up, what is shown."""
+
+import pytest
+import torch
+from bench import FakeBench, sample_of, shown, speed_run
+
+from cab_hf.eval.speed import breakdown, model, timing
+from cab_hf.eval.speed.breakdown import Breakdown, Settings
+
+TINY = {"layers": 1, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
+# so few that 96 tokens have blocks to leave out
+BLOCKS = ("query_block=32", "key_block=16", "local_blocks=1")
+
+
+def derive(samples):
+    return Breakdown.rows(samples, {})
+
+
+def measured(bench=None, **more):
+    settings = Settings(device="cpu", lengths=(96,), config=BLOCKS, **TINY, **more)
+    return derive([sample_of(Breakdown, settings, {"length": 96}, bench)])
+
+
+def split_row(length, ms, **parts):
+    """A sample, as `Breakdown.measure` makes it; parts left out took no time."""
+    spent = {f"{part}_ms": parts.get(part, 0.0) for part in breakdown.SHOWN}
+    fixed = {"density": 0.1, "ran_as": None, "why_no_split": None, "error": None}
+    return {"length": length, "ms": ms} | spent | fixed
+
+
+@pytest.mark.parametrize(
+    ("kernel", "part"),
+    [
+        ("_coarsen_kernel", "coarsen"),
+        ("_two_hop_kernel_0d1d2d", "curvature"),
+        ("_exact_scores_kernel", "curvature"),
+        ("_block_lists_kernel", "select"),
+        ("_block_attention_fwd_kernel", "attention"),
+        ("_block_attention_split_levels_kernel", "attention"),
+        ("triton_tem_fused_flex_attention_0", "attention"),
+        ("kernel_cutlass_flash_attn_cute_flash_fwd_sm90", "attention"),
+        ("void flash::device_kernel<flash::FlashAttnFwdSm90>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80", "attention"),
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "other"),
+        ("void at::native::indexSelectLargeIndex<c10::BFloat16>", "other"),
+        ("Memcpy DtoD (Device -> Device)", "other"),
+    ],
+)
+def test_kernels_of_a_prefill_are_sorted_by_name(kernel, part):
+    assert timing.part_of(kernel, breakdown.PARTS) == part
+
+
+def test_a_row_holds_the_wall_time_and_its_parts():
+    bench = FakeBench(kernels=("_coarsen_kernel", "_block_attention_fwd_kernel", "nvjet"))
+    (row,) = measured(bench)
+    # the wall time is never that of a graph
+    assert (row["ms"], row["kernels_ms"], row["idle_ms"], row["gap"]) == (3.0, 3.0, 0.0, 0.0)
+    assert (row["coarsen_ms"], row["select_ms"], row["attention_ms"]) == (1.0, 0.0, 1.0)
+    assert row["other_ms"] == 1.0 and row["density"] < 1 and "sparse" in row["ran_as"]
+
+
+@pytest.mark.parametrize(
+    ("sums", "said"),
+    [
+        pytest.param((99.0, 97.5), "+2.5% of it at most, at 200 tokens", id="idle"),
+        pytest.param((104.0, 99.0), "-4.0% of it at most, at 100 tokens", id="profiled ran longer"),
+    ],
+)
+def test_whether_the_parts_add_up_is_said(sums, said):
+    rows = derive(
+        split_row(length, 100.0, coarsen=5.0, attention=total - 15, other=10.0)
+        for length, total in zip((100, 200), sums, strict=True)
+    )
+    shares, agreement = Breakdown.readings(rows)
+    assert said in agreement
+    assert "At 200 tokens 5.00 % of the wall time go to predicting and 8" in shares
+
+
+def test_the_table_and_the_bars_show_every_part(tmp_path):
+    rows = derive(
+        [split_row(1024, 10.0, coarsen=1.0, attention=4.0, other=5.2), split_row(2048, 20.0)]
+    )
+    table = Breakdown.tables(rows)["Parts"].splitlines()
+    assert table[2].count("|") == table[0].count("|") and "rest ms" in table[0]
+    assert "4.00 (40.0 %)" in table[2] and "-0.200 (-2.00 %)" in table[2]
+    Breakdown.draw(tmp_path / "figure.png", rows)
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_whole_run_says_that_a_cpu_has_no_kernels(tmp_path):
+    words = ["--layers", "1", "--lengths", "96,192", *(w for b in BLOCKS for w in ("--config", b))]
+    for row in speed_run("breakdown", tmp_path, *words, drawn=True)["rows"]:
+        assert row["ms"] > 0 and row["gap"] is None and row["error"] is None
+    text = (tmp_path / "report.md").read_text()
+    assert "| not split into parts | there is no GPU to profile | 96, 192 |" in text
+    assert "| ran as | layer 0: sparse, engine reference" in text
+
+
+def test_memory_that_runs_out_is_a_row(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
+
+    monkeypatch.setattr(model, "prefill", full)
+    rows = measured()
+    assert {row["error"] for row in rows} == {"out of memory: tried to allocate 4.00 GiB"}
+    assert "| out of memory: tried to allocate 4.00 GiB |" in shown(Breakdown, rows)

@@ -1,0 +1,100 @@
+"""``speed lora``: a step learns, its operations by hand, and a whole run."""
+
+import json
+
+import pytest
+import torch
+from bench import FakeBench, refused, sample_of, speed_run
+
+from cab_hf.eval.speed import lora
+from cab_hf.eval.speed.lora import LoraStep, Settings
+
+TINY = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
+SMALL = ("query_block=32", "key_block=16", "local_blocks=1", "min_length=0")
+# a case of one process
+ONE = {"spread": "alone", "world": 1, "sought": False}
+BLOCKS = [word for each in SMALL for word in ("--config", each)]
+
+
+def tiny(**more):
+    return Settings(device="cpu", **{**TINY, **more})
+
+
+class Clock(FakeBench):
+    def wall(self, call, runs, warm_up_calls):
+        assert warm_up_calls == 0
+        call()
+        return 500.0, 2.0
+
+
+def test_a_step_learns_and_its_gradients_are_gone_behind_it():
+    settings = tiny(lengths=(64,), vocab=32)
+    objective, optimizer, _ = lora.trainee(settings)
+    batch = lora.batch_of(settings, 64)
+    with lora.training(settings, 64, "sdpa") as (call, _):
+        before = objective(batch).item()
+        for _ in range(20):
+            call(64)
+        assert objective(batch).item() < before - 0.01
+    learnt = optimizer.param_groups[0]["params"]
+    assert all(p.grad is None for p in learnt) and len(learnt) == 2 * 2 * 4
+    assert all(
+        layer.gradient_checkpointing for layer in objective.model.base_model.model.model.layers
+    )
+
+
+def test_operations_by_hand():
+    settings = tiny(lengths=(64,), vocab=11, rank=3)
+    flops = lora.useful_flops(lora.trainee(settings).cost, 64)
+    # frozen: q and o 24 x 32, k and v 24 x 16, three of 24 x 40 in the MLP; the head
+    frozen = 2 * (2 * 24 * 32 + 2 * 24 * 16 + 3 * 24 * 40) + 24 * 11
+    adapters = 2 * 3 * 2 * ((24 + 32) + (24 + 16))
+    attention = 2 * 12 * 32 * 64 * 65 / 2
+    assert flops(1.0) == 64 * (4 * frozen + 6 * adapters) + attention
+    assert flops(1.0) - flops(0.25) == 0.75 * attention
+
+
+def test_a_row_has_its_ceiling_by_hand():
+    settings = tiny(lengths=(192,), config=SMALL)
+    case = {"length": 192, "implementation": "cab", **ONE}
+    row = sample_of(LoraStep, settings, case, Clock())
+    flops = lora.useful_flops(lora.trainee(settings).cost, 192)
+    assert (row["ms"], row["peak_gib"], row["error"]) == (500.0, 2.0, None)
+    assert 0 < row["density"] < 0.7 and "sparse" in row["ran_as"]
+    assert row["ceiling"] == pytest.approx(flops(1.0) / flops(row["density"]))
+    assert row["tflops"] == pytest.approx(flops(row["density"]) / 0.5 / 1e12)
+
+
+def test_what_warms_up_does_not_count(monkeypatch):
+    monkeypatch.setattr(lora, "WARM_UP_TOKENS", 16)
+    settings = tiny(lengths=(192,), config=SMALL)
+    case = {"length": 192, "implementation": "cab", **ONE}
+    short = sample_of(LoraStep, settings, case, Clock())["density"]
+    monkeypatch.setattr(lora, "WARM_UP_TOKENS", 192)
+    assert sample_of(LoraStep, settings, case, Clock())["density"] == pytest.approx(short)
+
+
+def test_a_kernel_without_gradients_is_a_row_with_its_reason(monkeypatch):
+    def forward_only(q, k, v, scale):
+        with torch.no_grad():
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=True
+            )
+
+    baseline = lora.dense.Baseline(lambda: forward_only)
+    monkeypatch.setattr(lora.dense, "ON_CPU", {"FA3": baseline})
+    settings = tiny(lengths=(96,), implementations=("FA3",))
+    assert "no backward" in sample_of(LoraStep, settings, {**settings.asked()[0], **ONE})["error"]
+
+
+def test_a_whole_run(tmp_path):
+    words = ("--layers", "1", "--lengths", "96,192", "--runs", "1", "--max-density", "0.2", *BLOCKS)
+    speed_run("lora", tmp_path, *words, drawn=True)
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    keys = [(row["length"], row["implementation"]) for row in rows]
+    assert keys == [(length, way) for length in (96, 192) for way in ("sdpa", "SDPA", "cab")]
+    for row in rows:
+        assert row["error"] is None and row["ms"] > 0 and row["over_best"] > 0
+        assert (row["ceiling"] > 1) == (row["density"] < 1) == (row["implementation"] == "cab")
+    text = (tmp_path / "report.md").read_text()
+    assert "LoRA of rank 16 in q_proj" in text and "| cab at most |" in text

@@ -1,0 +1,562 @@
+"""``speed predictor``, and what all speed ops share: rows, arithmetic, files, going on."""
+
+import contextlib
+import csv
+import io
+import json
+import math
+import shlex
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from bench import FILES, FakeBench, refused, sample_of, shown, speed_run
+
+from cab_hf.config import CabConfig
+from cab_hf.eval import charts, report
+from cab_hf.eval.__main__ import main
+from cab_hf.eval.experiment import named, render
+from cab_hf.eval.speed import checks, dense, predictor, timing
+from cab_hf.eval.speed.base import MADE_BY, made_of
+from cab_hf.eval.speed.predictor import Predictor, Settings
+from cab_hf.eval.speed.timing import Timing
+from cab_hf.runs import provenance
+from cab_hf.runs.log import read_log
+from cab_hf.runs.settings import read_settings
+
+COMMON = (
+    *("op", "length", "batch", "heads", "kv_heads", "head_dim", "dtype"),
+    *("density", "ms", "peak_mib", "baseline", "baseline_ms", "ratio"),
+)
+RESULTS = Path(__file__).parents[3] / "eval" / "results"
+SHAPE = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
+
+
+def command(out, *more, lengths=("256", "512"), **how):
+    return speed_run("predictor", out, *SHAPE, "--lengths", *lengths, *more, **how)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a whole run, to read, and beside it what was printed."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        command(out, "--config", "mass=0.8", drawn=True)
+    (out.parent / "printed").write_text(printed.getvalue())
+    return out
+
+
+def read_rows(out):
+    return json.loads((out / "results.json").read_text())["rows"]
+
+
+def tiny(**more):
+    return Settings(device="cpu", heads=4, kv_heads=2, head_dim=16, **more)
+
+
+def row_of(length, ms=1.0, baselines=None, **more):
+    """A sample, as `Predictor.measure` makes it."""
+    parts = dict.fromkeys(f"{part}_ms" for part in predictor.PARTS)
+    told = {"baselines": baselines or {}, "not_measured": {}, "without_graph": {}}
+    times = {"ms": ms, "eager_ms": ms, "graph_ms": None, "peak_mib": None, "gflops": None}
+    told_of = {"length": length, "density": None, "error": None, "why_no_split": None}
+    return told_of | times | told | parts | more
+
+
+def derive(samples):
+    return Predictor.rows(samples, {})
+
+
+def said_of(rows):
+    return " ".join(Predictor.readings(rows))
+
+
+# --- the row
+
+
+def test_a_row_has_every_column(finished):
+    rows = read_rows(finished)
+    assert [row["length"] for row in rows] == [256, 512]
+    for row in rows:
+        assert set(COMMON) <= set(row)
+        assert (row["op"], row["dtype"], row["baseline"]) == ("predictor", "float32", "SDPA")
+        assert (row["batch"], row["heads"], row["kv_heads"], row["head_dim"]) == (1, 4, 2, 16)
+        assert 0 < row["density"] <= 1 and row["ms"] > 0 and row["gflops"] > 0
+        # a CPU has neither
+        assert row["peak_mib"] is None and row["graph_ms"] is None
+        assert row["extrapolated"] is False
+
+
+def test_the_ratio_is_ours_over_the_baseline(finished):
+    for row in read_rows(finished):
+        assert row["ratio"] == row["ms"] / row["baseline_ms"]
+
+
+def test_the_time_is_the_replay_and_eager_stands_beside_it():
+    row = sample_of(Predictor, tiny(), {"length": 256})
+    assert (row["ms"], row["graph_ms"], row["eager_ms"], row["peak_mib"]) == (2.0, 2.0, 3.0, 5.0)
+    assert (row["coarsen_ms"], row["curvature_ms"], row["select_ms"]) == (1.0, 0.0, 1.0)
+    assert row["without_graph"] == {}
+
+
+def test_a_capture_that_fails_is_told():
+    row = sample_of(Predictor, tiny(), {"length": 256}, FakeBench("it waits for the device"))
+    assert (row["ms"], row["graph_ms"]) == (3.0, None)
+    table = shown(Predictor, derive([row]))
+    assert (
+        "| no CUDA graph, so its time is eager | it waits for the device | 256 | predictor" in table
+    )
+
+
+def test_the_first_error_of_a_capture_is_the_reason():
+    class Broken(timing.GpuBench):
+        def __init__(self):
+            pass
+
+        def _median(self, call):
+            return 1.0
+
+        def _captured(self, call):
+            try:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            finally:
+                raise RuntimeError("capture was invalidated")
+
+    told = Broken().time(lambda: None)
+    assert told == Timing(1.0, None, "operation not permitted when stream is capturing")
+
+
+def test_inputs_lie_as_transformers_hands_them():
+    q, k = tiny().random_heads(300, 16, torch.device("cpu"), "qk")
+    assert q.shape == (1, 4, 300, 16) and k.shape == (1, 2, 300, 16)
+    assert q.transpose(1, 2).is_contiguous() and k.transpose(1, 2).is_contiguous()
+
+
+def test_out_of_memory_is_a_row_and_the_run_goes_on(tmp_path, monkeypatch):
+    def greedy(config):
+        def predict(q, k, call):
+            if q.shape[2] > 256:
+                raise torch.OutOfMemoryError(
+                    "CUDA out of memory. Tried to allocate 34.00 GiB. GPU 0 has a capacity of ..."
+                )
+            return make(config)(q, k, call)
+
+        return predict
+
+    make = predictor.make_predictor
+    monkeypatch.setattr(predictor, "make_predictor", greedy)
+    first, second, third = command(tmp_path, lengths=("256", "512", "1024"))["rows"]
+    assert first["error"] is None and first["ms"] > 0
+    assert second["error"] == third["error"] == "out of memory: tried to allocate 34.00 GiB"
+    assert second["ms"] is None and second["ratio"] is None and set(second) == set(first)
+    assert second["baseline_ms"] > 0
+    text = (tmp_path / "report.md").read_text()
+    assert "| not measured | out of memory: tried to allocate 34.00 GiB | 512, 1,024 |" in text
+
+
+# --- arithmetic
+
+
+@pytest.mark.parametrize(
+    ("ms", "measured_at", "length", "expected"),
+    [
+        pytest.param(200.0, 131_072, 1_048_576, 12_800.0, id="eight times as long"),
+        pytest.param(3.0, 1000, 1500, 6.75, id="half as long again"),
+    ],
+)
+def test_dense_attention_grows_with_the_square(ms, measured_at, length, expected):
+    assert dense.extrapolate(ms, measured_at, length) == pytest.approx(expected)
+
+
+def test_a_baseline_is_extrapolated_from_the_longest_measured():
+    rows = [
+        row_of(400, 2.0),
+        row_of(100, 1.0, {"FA3": 1.0, "cuDNN": 0.5}),
+        row_of(200, 1.5, {"FA3": 3.0, "cuDNN": 9.0}),
+    ]
+    near, middle, far = derive(rows)
+    assert (near["baseline_ms"], near["extrapolated"]) == (1.0, False)
+    assert (middle["baseline_ms"], middle["extrapolated"]) == (3.0, False)
+    assert (far["baseline"], far["baseline_ms"], far["extrapolated"]) == ("FA3", 12.0, True)
+    assert far["ratio"] == pytest.approx(2.0 / 12.0)
+
+
+def test_nothing_measured_is_no_ratio():
+    (row,) = derive([row_of(100)])
+    assert row["baseline"] is row["ratio"] is row["extrapolated"] is None
+
+
+def test_rows_do_not_depend_on_the_order_of_samples():
+    samples = [row_of(400, 2.0), row_of(200, 1.0, {"SDPA": 3.0})]
+    late = derive(samples)
+    assert late == derive(reversed(samples)) and late[1]["extrapolated"] is True
+
+
+@pytest.mark.parametrize(
+    ("measured", "name"),
+    [
+        pytest.param({"flash": 1.0, "cuDNN": 3.0, "FA4": 2.0, "FA3": 4.0}, "FA3", id="FA3"),
+        pytest.param({"flash": 1.0, "cuDNN": 3.0, "FA4": 2.0}, "cuDNN", id="cuDNN"),
+        pytest.param({"flash": 3.0, "FA4": 2.0}, "FA4", id="the fastest"),
+        pytest.param({}, None, id="none"),
+    ],
+)
+def test_which_baseline_a_ratio_is_against(measured, name):
+    assert dense.against(measured) == name
+
+
+@pytest.mark.parametrize(
+    ("kernel", "part"),
+    [
+        ("_coarsen_kernel", "coarsen"),
+        ("_block_scores_kernel", "curvature"),
+        ("_two_hop_kernel_0d1d2d", "curvature"),
+        ("_column_strength_kernel", "curvature"),
+        ("_affinity_kernel", "curvature"),
+        ("_select_kernel", "select"),
+        ("_block_lists_kernel", "select"),
+        ("void at::native::vectorized_elementwise_kernel<4, FillFunctor<int>>", "other"),
+        ("Memset (Device)", "other"),
+    ],
+)
+def test_kernels_are_sorted_by_name(kernel, part):
+    assert timing.part_of(kernel) == part
+
+
+def test_parts_are_medians_of_sums():
+    calls = [[("_coarsen_kernel", ms), ("_coarsen_kernel", 1.0), ("x", 4.0)] for ms in (1, 9, 2)]
+    expected = {"coarsen_ms": 3.0, "curvature_ms": 0.0, "select_ms": 0.0, "other_ms": 4.0}
+    assert timing.split(calls) == expected
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0, 1.5, 2.0])
+def test_growth_of_a_power_of_the_length(exponent):
+    grown = predictor.growth([row_of(n, 3.0 * n**exponent) for n in (1024, 2048, 8192)])
+    assert grown["growth"] == pytest.approx(8**exponent)
+    assert (grown["growth_linear"], grown["growth_quadratic"]) == (8, 64)
+    assert grown["exponent"] == pytest.approx(exponent)
+
+
+def test_growth_is_from_the_row_before_that_has_a_time():
+    rows = derive([row_of(100, 1.0), row_of(200, None), row_of(400, 8.0)])
+    assert [row["growth"] for row in rows] == [None, None, 8.0]
+    assert rows[2]["exponent"] == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [
+        pytest.param((1024, 131_072, 1_048_576), "From 131,072 to 1,048,576", id="from 128k"),
+        pytest.param((1024, 131_072), "From 1,024 to 131,072", id="all where 128k is the last"),
+        pytest.param((256, 512), "From 256 to 512", id="tiny"),
+    ],
+)
+def test_growth_is_summed_up_over_long_inputs(lengths, said):
+    (first,) = Predictor.readings(derive([row_of(n, n / 1e3) for n in lengths]))
+    assert first.startswith(said) and first.endswith("1.00.")
+
+
+def test_the_report_says_where_we_lose():
+    rows = derive([row_of(n, ms, {"SDPA": 2.0}) for n, ms in ((100, 3.0), (200, 2.0), (400, 1.0))])
+    first, second, last = Predictor.tables(rows)["Predicting"].splitlines()[2:]
+    assert "| 150 % |" in first and "| 100 % |" in second and "| 50.0 % |" in last
+    said = (
+        "At 400 tokens predicting takes 50.0 % of SDPA's time; it is faster from about 200 tokens"
+    )
+    assert said in said_of(rows)
+
+
+def test_flops_by_hand():
+    settings = tiny()
+    config = CabConfig(query_block=32, key_block=16, exact_queries=0)
+    # 80 tokens: 3 rows that end after 2, 4 and 5 key blocks
+    work = predictor.predictor_flops(config, settings, 80)
+    assert work["coarsen"] == 80 * 16 * (4 + 3 * 2)
+    assert work["logits"] == 6 * 16 * 4 * (2 + 4 + 5)
+    # paths from row i to row j: i - j + 1, so 3 + 2 * 2 + 3 of them
+    assert work["two_hop"] == 2 * 4 * (3 * 1 + 2 * 2 + 1 * 3)
+    assert work["exact"] == 0
+    exact = predictor.predictor_flops(replace(config, exact_queries=8), settings, 80)
+    # of four heads 8 queries a row, over 32, 64 and 80 keys of 16 channels
+    assert exact["exact"] == 2 * 16 * 4 * 8 * (32 + 64 + 80) and exact["two_hop"] == 0
+    some = replace(config, exact_queries=((8, 0, 16, 0),), mass=((0.5, 0.5, 1.0, 0.5),))
+    # a head that attends everything chooses nothing
+    work = predictor.predictor_flops(replace(some, predictor="cascade", anchors=(0,)), settings, 80)
+    assert work["exact"] == 2 * 16 * 8 * (32 + 64 + 80)
+    flat = replace(config, curvature="none", coarsen="mean")
+    assert predictor.predictor_flops(flat, settings, 80)["two_hop"] == 0
+
+
+def test_of_a_cascade_an_anchor_is_timed(tmp_path):
+    blocks = ("--config", "query_block=32", "--config", "key_block=16")
+    more = (*blocks, "--config", "predictor=cascade", "--config", "anchors=[3]")
+    more += ("--config", "mass=0.3")
+    command(tmp_path / "run", *more, lengths=("256",))
+    (row,) = read_rows(tmp_path / "run")
+    assert row["ms"] > 0 and 0 < row["density"] < 1
+
+
+def test_a_report_tells_the_fields_that_are_not_the_default_and_still_there():
+    recorded = {**CabConfig(mass=0.5).to_dict(), "gone": "since"}
+    told = made_of("Two heads", {"cab_config": recorded, "method": "a clock"})
+    assert told == "Two heads; CabConfig with {'mass': 0.5}.\n\nMethod: a clock."
+    recorded["mass"] = CabConfig().mass
+    told = made_of("Two heads", {"cab_config": recorded, "method": "a clock"})
+    assert told.startswith("Two heads; default CabConfig.")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, None),
+        (0.0, "0"),
+        (0.0123456, "0.0123"),
+        (1.0, "1.00"),
+        (98.76, "98.8"),
+        (13_312.4, "13,312"),
+    ],
+)
+def test_three_digits_count(value, shown):
+    assert report.digits(value) == shown
+
+
+# --- baselines
+
+
+def test_a_wrong_kernel_is_not_measured(monkeypatch):
+    def swapped(q, k, v, scale):
+        return attend(q, v.expand_as(k), k, scale)
+
+    attend = dense.ON_CPU["SDPA"].load()
+    monkeypatch.setattr(dense, "ON_CPU", {"bad": dense.Baseline(lambda: swapped)})
+    row = sample_of(Predictor, tiny(), {"length": 256}, timing.Bench("cpu"))
+    assert row["baselines"] == {} and "wrong by" in row["not_measured"]["bad"]
+
+
+def test_a_package_that_is_missing_is_a_reason(tmp_path, monkeypatch):
+    def load():
+        import no_such_kernels  # noqa: F401
+
+    both = {"FA3": dense.Baseline(load), **dense.ON_CPU}
+    monkeypatch.setattr(dense, "ON_CPU", both)
+    row = command(tmp_path, lengths=["256"])["rows"][0]
+    assert row["baseline"] == "SDPA"
+    assert row["not_measured"] == {"FA3": "no_such_kernels is not installed"}
+    said = "| not measured | no_such_kernels is not installed | 256 | FA3 |"
+    assert said in (tmp_path / "report.md").read_text()
+
+
+def test_baselines_end_where_they_are_told_to(tmp_path):
+    near, far = command(tmp_path, "--dense-up-to", "256")["rows"]
+    assert far["baselines"] == {} and far["extrapolated"] is True
+    assert far["baseline_ms"] == pytest.approx(4 * near["baseline_ms"])
+
+
+def test_flash_attn_functions_get_token_major_views():
+    def kernel(q, k, v, softmax_scale, causal):
+        assert q.shape == (1, 300, 4, 16) and k.shape == v.shape == (1, 300, 2, 16)
+        assert q.is_contiguous() and causal
+        out = dense.ON_CPU["SDPA"].load()(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale)
+        return out.transpose(1, 2), "log-sum-exp"
+
+    q, k, v = tiny().random_heads(300, 16, torch.device("cpu"), "qkv")
+    checks.check_dense(dense._token_major(kernel), q, k, v)
+
+
+# --- the files
+
+
+def test_the_report_is_made_from_the_files_alone(finished, tmp_path):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    printed = (finished.parent / "printed").read_text()
+    made = (tmp_path / "report.md").read_text()
+    table = next(iter(Predictor.tables(read_rows(tmp_path)).values()))
+    assert table in printed and table in made and "SDPA" in made
+    for name in ("figure.png", "report.md", "results.csv"):
+        (tmp_path / name).unlink()
+    assert render(tmp_path) == read_rows(tmp_path)
+    assert (tmp_path / "report.md").read_text() == made
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
+
+
+def test_the_csv_has_the_rows(finished):
+    rows = read_rows(finished)
+    with open(finished / "results.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [int(line["length"]) for line in table] == [256, 512]
+    for line, row in zip(table, rows, strict=True):
+        assert float(line["ms"]) == row["ms"]
+        assert float(line["baselines.SDPA"]) == row["baselines"]["SDPA"]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param([row_of(256, None, error="out of memory")], id="nothing"),
+        pytest.param([row_of(256, 1.0)], id="no baseline"),
+        pytest.param([row_of(256, 1.0, {"SDPA": 1.0}), row_of(512, 2.0)], id="extrapolated"),
+        pytest.param([row_of(256, 1.0, {}, graph_ms=1.0, coarsen_ms=0.5, other_ms=0.0)], id="all"),
+    ],
+)
+def test_the_figure_is_a_picture(tmp_path, rows):
+    Predictor.draw(tmp_path / "figure.png", derive(rows))
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_results_hold_settings_provenance_and_no_path(finished):
+    text = (finished / "results.json").read_text()
+    made = json.loads(text)["provenance"]
+    assert made["experiment"] == Predictor.name and made["settings"]["cab_config"]["mass"] == 0.8
+    assert "perf_counter" in made["settings"]["method"]
+    assert made["versions"]["torch"] and made["commit"] == "0" * 40
+    assert str(finished) not in text
+
+
+def test_a_run_can_be_extended(tmp_path):
+    first = command(tmp_path, lengths=["512"])["rows"]
+    content = command(tmp_path, lengths=["256"])
+    assert [row["length"] for row in content["rows"]] == [256, 512]
+    assert content["rows"][1]["ms"] == first[0]["ms"]
+    assert sorted(content["provenance"]["settings"]["lengths"]) == [256, 512]
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        pytest.param(["--seed", "1"], "seed", id="seed"),
+        pytest.param(["--config", "mass=0.5"], "cab_config", id="config"),
+        pytest.param(["--dtype", "bfloat16"], "dtype", id="dtype"),
+    ],
+)
+def test_results_of_other_settings_are_refused(finished, capsys, more, named):
+    words = ["speed", "predictor", "--device", "cpu", "--out", str(finished), *SHAPE]
+    assert main([*words, *(more if "--config" in more else ["--config", "mass=0.8", *more])]) == 2
+    assert f"made with {named}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "named"),
+    [
+        pytest.param(provenance, "git_commit", lambda: "1" * 40, "commit", id="code"),
+        pytest.param(provenance, "device_name", lambda device: "a GPU", "device", id="GPU"),
+        pytest.param(provenance, "versions", lambda: {"torch": "9"}, "versions", id="versions"),
+        pytest.param(
+            dense,
+            "ON_CPU",
+            {"SDPA": dense.Baseline(dense.ON_CPU["SDPA"].load, lambda: "SDPA 9")},
+            "baselines",
+            id="baselines",
+        ),
+    ],
+)
+def test_results_of_another_making_are_refused(
+    finished, monkeypatch, capsys, where, name, value, named
+):
+    monkeypatch.setattr(where, name, value)
+    words = ["--device", "cpu", "--out", str(finished), *SHAPE, "--config", "mass=0.8"]
+    assert main(["speed", "predictor", *words]) == 2
+    assert f"made with {named}" in capsys.readouterr().err
+
+
+# the defaults when the runs were made whose commands do not say
+EARLIER_DEFAULTS = {"min_length": 16384, "mass": 0.9, "bridges": 0.05}
+
+
+@pytest.mark.parametrize("folder", sorted(RESULTS.glob("speed-*")), ids=lambda path: path.name)
+def test_committed_results_are_those_of_their_samples(folder, monkeypatch):
+    content = json.loads((folder / "results.json").read_text())
+    made, rows = content["provenance"], content["rows"]
+    kind = named(made["experiment"])
+    identity, samples = read_log(folder / "samples.jsonl", added=kind.ADDED)
+    assert {name: identity[name] for name in MADE_BY} == {name: made[name] for name in MADE_BY}
+    again = kind.rows(samples, made["settings"])
+    assert [row["length"] for row in again] == [row["length"] for row in rows]
+    assert [row["ms"] for row in again] == [row["ms"] for row in rows]
+    # the commands that are printed, one a number of ranks, give the settings that are recorded
+    printed = (folder / "report.md").read_text().split("```\n")[1].splitlines()
+    (words,) = {command.partition(kind.name)[2] for command in printed}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    given = read_settings(kind.Settings, shlex.split(words), kind.name)
+    recorded = {"worlds": [], **json.loads(json.dumps(kind(given).recorded()))}
+    # an option that has gone since, which none was given
+    assert not made["settings"].pop("budgets", None)
+    # a run knows nothing of the options and fields that came after it, and some have gone since
+    recorded = {name: recorded[name] for name in made["settings"]}
+    known, today = made["settings"]["cab_config"], recorded["cab_config"]
+    both = set.intersection(*map(set, (known, today)))
+    made["settings"]["cab_config"] = {name: known[name] for name in both}
+    # nor of a default that was another
+    recorded["cab_config"] = {
+        name: known[name] if known[name] == EARLIER_DEFAULTS.get(name) else today[name]
+        for name in both
+    }
+    # words change, what they say does not; how many ranks there are is torchrun's to say
+    blank = {"method": "", "worlds": []}
+    assert {**recorded, **blank} == {**made["settings"], **blank}
+
+
+# --- settings
+
+
+@pytest.mark.parametrize("words", [["256", "512"], ["256,512"], ["512,256", "512"]])
+def test_lengths_take_spaces_and_commas(words):
+    given = ["--device", "cpu", "--lengths", *words, "--seed", "1"]
+    settings = read_settings(Settings, given, "speed predictor")
+    assert (settings.lengths, settings.seed) == ((256, 512), 1)
+
+
+def test_the_command_line_wins_over_the_file(tmp_path):
+    file = tmp_path / "speed.yaml"
+    file.write_text(
+        "lengths: [256, 512]\nseed: 3\nkv-heads: 1\nconfig: {mass: 0.5, bridges: 0.0}\n"
+    )
+    settings = command(
+        *(tmp_path / "out", "--settings", str(file), "--seed", "4", "--config", "mass=0.7"),
+        lengths=["256"],
+    )["provenance"]["settings"]
+    assert (settings["lengths"], settings["seed"], settings["kv_heads"]) == ([256], 4, 2)
+    assert (settings["cab_config"]["mass"], settings["cab_config"]["bridges"]) == (0.7, 0.0)
+
+
+def test_the_file_wins_over_the_defaults(tmp_path):
+    file = tmp_path / "speed.yaml"
+    file.write_text("lengths: 256\nhead-dim: 16\nheads: 4\nkv_heads: 2\ndevice: cpu\ndtype: null\n")
+    out = tmp_path / "out"
+    settings = speed_run("predictor", out, "--settings", str(file))["provenance"]["settings"]
+    assert (settings["lengths"], settings["heads"], settings["dtype"]) == ([256], 4, "float32")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param("length: 256", "sets 'length'; did you mean lengths?", id="name"),
+        pytest.param("seed: many", "seed: invalid literal", id="value"),
+        pytest.param("- seed", "a mapping from option to value", id="list"),
+        pytest.param("seed: [", "must be a YAML file", id="syntax"),
+        pytest.param(None, "must be a YAML file", id="no file"),
+    ],
+)
+def test_bad_files_are_refused_in_a_sentence(tmp_path, capsys, content, message):
+    file = tmp_path / "speed.yaml"
+    if content is not None:
+        file.write_text(content)
+    assert message in refused(capsys, "predictor", "--device", "cpu", "--settings", str(file))
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_graph_peak_parts_and_baselines(gpu, tmp_path):
+    out = ["--out", str(tmp_path), "--lengths", "1024", "4096"]
+    assert main(["speed", "predictor", *out]) == 0
+    for row in read_rows(tmp_path):
+        assert row["error"] is None and row["without_graph"].get("predictor") is None
+        assert row["graph_ms"] == row["ms"] > 0 and row["peak_mib"] > 0
+        assert min(row["coarsen_ms"], row["curvature_ms"], row["select_ms"]) > 0
+        kernels = math.fsum(row[f"{part}_ms"] for part in predictor.PARTS)
+        assert kernels <= 2 * row["ms"]
+        assert "cuDNN" in row["baselines"], row["not_measured"]
+
+
+def test_names_of_lengths_do_not_stand_on_each_other():
+    assert charts.apart([1024, 2048, 2048, 960_000, 983_040]) == [1024, 2048, 983_040]

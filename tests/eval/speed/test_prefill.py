@@ -1,0 +1,202 @@
+"""``speed prefill``: chunks into one cache, the line, the search for the longest, what is said."""
+
+import json
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from bench import FakeBench, refused, sample_of, shown, speed_run
+
+from cab_hf import CabConfig
+from cab_hf.eval.speed import model, prefill, timing
+from cab_hf.eval.speed.prefill import Prefill, Settings
+
+TINY = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
+BLOCKS = ("query_block=32", "key_block=16")
+WORDS = ["--layers", "1", "--chunk", "64", *(w for b in BLOCKS for w in ("--config", b))]
+
+
+class Device(FakeBench):
+    """A GPU that needs 100 MiB and half a MiB a token, and has no more than ``limit`` of 500."""
+
+    def __init__(self, limit=500.0):
+        super().__init__()
+        self.limit = limit
+
+    def wall(self, call, warm_up_calls):
+        length = int(call().past_key_values.get_seq_length())
+        peak = 100.0 + length / 2
+        if peak > self.limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
+        return 10.0 * length, peak / 1024
+
+    def room(self):
+        return 500.0 / 1024
+
+
+def settings_of(length):
+    return Settings(device="cpu", lengths=(length,), chunk=64, config=BLOCKS, **TINY)
+
+
+def search(tmp_path, monkeypatch, bench, *words, **how):
+    """Rows of a run on ``bench``, with those of the search; no prompt is read."""
+
+    @contextmanager
+    def prefilling(settings, length, way, chunk):
+        cache = SimpleNamespace(get_seq_length=lambda: length)
+        read = SimpleNamespace(past_key_values=cache)
+        yield lambda: read, lambda: {"density": 0.1, "ran_as": None}
+
+    monkeypatch.setattr(prefill, "prefilling", prefilling)
+    monkeypatch.setattr(Prefill, "bench", bench)
+    return speed_run("prefill", tmp_path, *WORDS, "--lengths", "256,512", *words, **how)["rows"]
+
+
+# --- chunks
+
+
+@pytest.mark.parametrize("length", [192, 200])
+def test_a_prompt_in_chunks_gives_the_logits_of_the_whole_prompt(length):
+    config = CabConfig(mass=1.0, min_length=0, query_block=32, key_block=16)
+    settings = settings_of(length)
+    whole = model.prefill(settings, length)()
+    with model.attending(model.random_model(settings), "cab-always", config):
+        read = model.prefill(settings, length, settings.chunk)()
+    torch.testing.assert_close(read.logits, whole.logits)
+    assert read.logits.shape == (1, 1, settings.vocab)
+    cache = read.past_key_values
+    assert cache.get_seq_length() == length == cache.get_max_length()
+
+
+def test_bytes_of_the_cache_are_those_of_its_tensors():
+    settings = settings_of(192)
+    cache = model.prefill(settings, 192, settings.chunk)().past_key_values
+    held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    assert settings.cache_bytes(192) == held
+
+
+def test_a_row_by_hand():
+    settings = settings_of(192)
+    case = {"length": 192, "sought": False}
+    (row,) = Prefill.rows([sample_of(Prefill, settings, case, Device())], {})
+    assert (row["ms"], row["tokens_s"], row["fits"], row["error"]) == (1920.0, 100.0, True, None)
+    assert (row["peak_gib"], row["room_gib"]) == (196 / 1024, 500 / 1024)
+    assert row["cache_gib"] == settings.cache_bytes(192) / 2**30
+    assert row["rest_gib"] == pytest.approx(196 / 1024 - row["cache_gib"] - row["weights_gib"])
+    # the prompt that warms up is not counted, and one length makes no line; half of each chunk is
+    # its tail
+    assert 0 < row["density"] < 0.8 and row["line_gib"] is None
+
+
+# --- the longest
+
+
+@pytest.mark.parametrize(
+    ("limit", "tried"),
+    [
+        # 100 + N / 2 <= 500, in chunks of 64
+        pytest.param(500.0, {768: True}, id="as the line says"),
+        pytest.param(430.0, {640: True, 704: False, 768: False}, id="two chunks less"),
+    ],
+)
+def test_the_longest_length_is_run(tmp_path, monkeypatch, limit, tried):
+    rows = search(tmp_path, monkeypatch, Device(limit), drawn=limit == 430.0)
+    assert {row["length"]: row["fits"] for row in rows if row["sought"]} == tried
+    assert [row["length"] for row in rows] == sorted({256, 512, *tried})
+    for row in rows:
+        assert row["line_gib"] == pytest.approx((100 + row["length"] / 2) / 1024)
+        assert (row["peak_gib"] is None) == (row["fits"] is False) == (row["error"] is not None)
+    (said,) = Prefill.readings(rows)
+    assert f"{min(tried):,} tokens are the longest prompt that fits" in said
+    assert ("one chunk of 64 more ran out of memory" in said) == (len(tried) > 1)
+    assert ("one chunk of 64 more needs 0.50 GiB by the line" in said) == (len(tried) == 1)
+    # the base, KiB a token and of it the cache's, lengths, off at most, off where sought
+    assert "| 0.10 | 512.00 | 0.25 | 2 | 0.00 | 0.00 |" in shown(Prefill, rows)
+    # (0.1 + 512) GiB, of which a cache of one layer takes 2 x 2 x 16 x 4 bytes a token
+    needs = Prefill.tables(rows)["What 1,048,576 tokens need"].splitlines()[-1]
+    assert needs.startswith("| 512.10 | 0.00 | 0.25 | 511.8")
+    assert needs.endswith("| 0.49 | the rest alone is too much |")
+    if limit == 430.0:
+        assert (tmp_path / "figure.png").stat().st_size > 10_000
+    # nothing is left to do
+    assert search(tmp_path, monkeypatch, None) == rows
+
+
+def test_the_longest_may_be_sought_later(tmp_path, monkeypatch):
+    rows = search(tmp_path, monkeypatch, Device(), "--longest", "no")
+    assert [row["length"] for row in rows] == [256, 512]
+    said = "By the line through the peaks 768 tokens would fit; that was not run."
+    assert Prefill.readings(rows) == [said]
+    assert len(search(tmp_path, monkeypatch, Device())) == 3
+
+
+def test_a_length_that_was_asked_for_and_does_not_fit_bounds_the_search(tmp_path, monkeypatch):
+    rows = search(tmp_path, monkeypatch, Device(430.0), "--lengths", "256,512,704")
+    fits = {row["length"]: row["fits"] for row in rows}
+    assert fits == {256: True, 512: True, 640: True, 704: False}
+    said = "| not measured | out of memory: tried to allocate 4.00 GiB | 704 |"
+    assert said in shown(Prefill, rows)
+
+
+def test_what_fails_otherwise_ends_the_search(tmp_path, monkeypatch):
+    class Broken(Device):
+        def wall(self, call, warm_up_calls):
+            ms, peak = super().wall(call, warm_up_calls)
+            if peak > 400 / 1024:
+                raise RuntimeError("a kernel is wrong")
+            return ms, peak
+
+    last = search(tmp_path, monkeypatch, Broken())[-1]
+    assert (last["length"], last["fits"], last["error"]) == (768, None, "a kernel is wrong")
+
+
+@pytest.mark.parametrize(
+    ("rest", "count"),
+    [
+        pytest.param(10.0, 1, id="one"),
+        pytest.param(50.1, 2, id="two"),
+        pytest.param(85.0, 4, id="four"),
+        pytest.param(100.0, None, id="never"),
+    ],
+)
+def test_how_many_gpus_hold_it(rest, count):
+    assert prefill.gpus_for(weights=10.0, cache=40.0, rest=rest, room=100.0) == count
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("a kernel is wrong"), False),
+        (ValueError("out of memory of what"), False),
+    ],
+    ids=str,
+)
+def test_which_errors_are_of_memory(error, memory):
+    assert timing.ran_out(error) == memory
+
+
+# --- all of it
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("prefill")
+    speed_run("prefill", out, *WORDS, "--lengths", "128,192", drawn=True)
+    return out
+
+
+def test_a_whole_run(finished):
+    rows = json.loads((finished / "results.json").read_text())["rows"]
+    assert [row["length"] for row in rows] == [128, 192]
+    for row in rows:
+        assert row["fits"] and row["ms"] > 0 and 0 < row["density"] < 1
+        # a CPU has none
+        assert row["peak_gib"] is None and row["room_gib"] is None
+    text = (finished / "report.md").read_text()
+    assert "The longest prompt that fits is unknown" in text
+    assert "Chunks have 64 tokens" in text and "1 layers of 64 channels" in text
+    assert (finished / "figure.png").read_bytes().startswith(b"\x89PNG")

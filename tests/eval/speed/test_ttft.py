@@ -1,0 +1,203 @@
+"""``speed ttft``: the model and its operations, rows by hand, gains and their ceiling."""
+
+import json
+
+import pytest
+import torch
+from bench import FakeBench, refused, sample_of, shown, speed_run
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from cab_hf import CabConfig
+from cab_hf.eval.__main__ import main
+from cab_hf.eval.speed import COMMANDS, dense, model
+from cab_hf.eval.speed.ttft import Settings
+from cab_hf.eval.speed.ttft import TimeToFirstToken as Ttft
+
+TINY = {"layers": 3, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
+# so few that 96 tokens have blocks to leave out
+SMALL = ("query_block=32", "key_block=16", "local_blocks=1")
+BLOCKS = [word for each in SMALL for word in ("--config", each)]
+
+
+def tiny(**more):
+    return Settings(device="cpu", **{**TINY, **more})
+
+
+def derive(samples):
+    return Ttft.rows([{"world": 1, **sample} for sample in samples], {})
+
+
+def told(length, implementation, ms, density=1.0, **more):
+    """A sample, as `Ttft.measure` makes it."""
+    fixed = {"ceiling": 2.0, "peak_gib": None, "tflops": 1.0, "ran_as": None, "error": None}
+    key = {"length": length, "implementation": implementation}
+    return key | {"ms": ms, "density": density} | fixed | more
+
+
+# --- the model
+
+
+def test_operations_by_hand():
+    settings = tiny(vocab=11)
+    work = settings.model_flops(10)
+    # per layer and token: q and o 24 x 32 each, k and v 24 x 16 each, three of 24 x 40 in the MLP
+    weights = 3 * (2 * 24 * 32 + 2 * 24 * 16 + 3 * 24 * 40)
+    assert work["linear"] == 2 * (10 * weights + 24 * 11)
+    assert work["attention"] == 3 * 4 * 4 * 8 * 10 * 10 / 2
+
+
+def test_the_weights_counted_are_those_of_the_model():
+    settings = tiny(vocab=11)
+    made = model.random_model(settings)
+    linear = [
+        parameter.numel()
+        for name, parameter in made.named_parameters()
+        if "proj" in name or "lm_head" in name
+    ]
+    assert settings.model_flops(1)["linear"] == 2 * sum(linear)
+    assert made.dtype == torch.float32 and 0.01 < made.lm_head.weight.std() < 0.03
+
+
+@pytest.mark.parametrize("name", ["sdpa", "SDPA", "cab-always"])
+def test_every_way_to_attend_gives_the_same_logits(name):
+    settings = tiny(lengths=(70,), config=("mass=1.0",))
+    made, call = model.random_model(settings), model.prefill(settings, 70)
+    expected = call().logits
+    config = CabConfig(mass=1.0, min_length=0, query_block=32, key_block=16)
+    with model.attending(made, name, config):
+        found = call()
+    torch.testing.assert_close(found.logits, expected)
+    assert found.logits.shape == (1, 1, settings.vocab)
+    assert found.past_key_values.get_seq_length() == 70
+    # as it was found
+    assert made.config._attn_implementation == "sdpa"
+    assert not [key for key in ALL_ATTENTION_FUNCTIONS if key.startswith("speed_")]
+
+
+def test_a_budget_for_every_length():
+    settings = Settings(device="cpu", lengths=(256, 512), max_density=("0.1", "512:0.05"))
+    assert settings.budgeted(256).max_density == 0.1
+    config = settings.budgeted(512, min_length=0)
+    assert (config.max_density, config.mass, config.min_length) == (0.05, 0.999, 0)
+
+
+# --- ttft
+
+
+def test_a_row_has_its_ceiling_by_hand():
+    class Clock(FakeBench):
+        def wall(self, call, runs):
+            call()
+            return 500.0, 2.0
+
+    settings = tiny(lengths=(192,), config=SMALL)
+    case = {"length": 192, "implementation": "cab-always"}
+    row = sample_of(Ttft, settings, case, Clock())
+    work = settings.model_flops(192)
+    assert (row["ms"], row["peak_gib"], row["error"]) == (500.0, 2.0, None)
+    assert 0 < row["density"] < 0.6 and "sparse" in row["ran_as"]
+    done = work["linear"] + row["density"] * work["attention"]
+    assert row["ceiling"] == pytest.approx((work["linear"] + work["attention"]) / done)
+    assert row["tflops"] == pytest.approx(done / 0.5 / 1e12)
+
+
+def test_a_kernel_that_is_missing_or_wrong_is_a_row_with_its_reason(monkeypatch):
+    def load():
+        import no_such_kernels  # noqa: F401
+
+    backwards = dense.Baseline(lambda: lambda q, k, v, scale: torch.zeros_like(q))
+    both = {"FA3": dense.Baseline(load), "FA4": backwards}
+    monkeypatch.setattr(dense, "ON_CPU", both)
+    settings = tiny(lengths=(96,), implementations=("FA3", "FA4"))
+    rows = derive([sample_of(Ttft, settings, case) for case in settings.asked()])
+    assert rows[0]["error"] == "no_such_kernels is not installed"
+    assert "wrong by 1" in rows[1]["error"]
+    assert [row["over_best"] for row in rows] == [None, None]
+    said = "| FA3 | not measured | no_such_kernels is not installed | 96 |"
+    assert said in shown(Ttft, rows) and Ttft.readings(rows) == []
+
+
+def test_gains_are_over_sdpa_and_over_the_fastest_dense_way():
+    samples = [
+        told(1000, "sdpa", 8.0),
+        told(1000, "FA3", 4.0),
+        told(1000, "cab-always", 8.0, 0.1),
+        told(4000, "sdpa", 80.0),
+        told(4000, "FA3", 40.0),
+        told(4000, "cab-always", 20.0, 0.1),
+    ]
+    rows = derive(reversed(samples))
+    last = next(r for r in rows if r["length"] == 4000 and r["implementation"] == "cab-always")
+    assert (last["baseline"], last["over_best"], last["over_sdpa"]) == ("FA3", 2.0, 4.0)
+    table = Ttft.tables(rows)["Every way to attend"]
+    assert "| 4,000 | cab-always | 0.0200 | 0.100 | 4.00× | 2.00× | 2.00× |" in table
+    (said,) = Ttft.readings(rows)
+    assert "2.00× as fast as FA3, the fastest dense way, where attending 10.0 % of" in said
+    assert "can bring 2.00× at most; it is" in said
+    assert "it is faster from about 2,000 tokens on" in said
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a whole run, to read."""
+    out = tmp_path_factory.mktemp("ttft")
+    words = ("--layers", "1", "--lengths", "96,192", "--runs", "1", *BLOCKS)
+    speed_run("ttft", out, *words, drawn=True)
+    return out
+
+
+def test_a_whole_run(finished):
+    rows = json.loads((finished / "results.json").read_text())["rows"]
+    keys = [(row["length"], row["implementation"]) for row in rows]
+    ways = ("sdpa", "SDPA", "cab", "cab-always")
+    assert keys == [(length, way) for length in (96, 192) for way in ways]
+    for row in rows:
+        assert row["error"] is None and row["ms"] > 0 and row["over_best"] > 0
+        assert (row["density"] < 1) == (row["implementation"] == "cab-always")
+        assert (row["ceiling"] > 1) == (row["implementation"] == "cab-always")
+    text = (finished / "report.md").read_text()
+    assert "| tokens | sdpa s | SDPA s | cab s | cab-always s | cab over best dense |" in text
+    assert "| cab-always at most |" in text and "1 layers of 64 channels" in text
+    assert "| cab-always | ran as | layer 0: sparse, engine reference" in text
+    assert (finished / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_grows_by_an_implementation(tmp_path):
+    words = ["--layers", "1", "--lengths", "96", "--runs", "1", "--implementations"]
+    first = speed_run("ttft", tmp_path, *words, "sdpa")["rows"]
+    content = speed_run("ttft", tmp_path, *words, "cab")
+    assert [row["implementation"] for row in content["rows"]] == ["sdpa", "cab"]
+    assert content["rows"][0]["ms"] == first[0]["ms"]
+    assert content["rows"][1]["over_sdpa"] == first[0]["ms"] / content["rows"][1]["ms"]
+
+
+def test_memory_that_runs_out_is_a_row(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
+
+    monkeypatch.setattr(model, "prefill", full)
+    settings = tiny(lengths=(96,))
+    rows = derive([sample_of(Ttft, settings, case) for case in settings.asked()])
+    assert {row["error"] for row in rows} == {"out of memory: tried to allocate 4.00 GiB"}
+    assert "| out of memory: tried to allocate 4.00 GiB |" in shown(Ttft, rows)
+
+
+# --- settings
+
+
+@pytest.mark.parametrize("op", list(COMMANDS))
+def test_without_a_gpu_every_op_says_so(op, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = refused(capsys, op, "--out", str(tmp_path / "none"))
+    assert "torch finds no CUDA device" in said
+    assert not (tmp_path / "none").exists()
+
+
+def test_ops_are_listed_and_others_refused(capsys):
+    assert main(["speed", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert "ttft       time to the first token of a LLaMA" in told
+    assert all(f"\n  {op:10} " in told for op in COMMANDS)
+    for words in (["speed", "magic"], ["speed"]):
+        assert main(words) == 2
+        assert "speed: give a command, one of predictor, attention" in capsys.readouterr().err

@@ -1,0 +1,186 @@
+"""The calibrate command: losses of a document a sample, budgets and config files from them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from words import TEXT
+
+import cab_hf
+from cab_hf import CabConfig
+from cab_hf.eval import calibrate
+from cab_hf.eval.__main__ import main
+from cab_hf.eval.calibrate import Calibrate
+from cab_hf.eval.experiment import render
+from cab_hf.fit import Origin
+from cab_hf.patches import calibration as of_models
+from cab_hf.predictors.anchors import SHARES
+
+SMALL = ("query_block=16", "key_block=16")
+
+
+@pytest.fixture
+def book(tmp_path, monkeypatch):
+    monkeypatch.setattr(calibrate, "KEYS", 2)
+    file = tmp_path / "book.txt"
+    file.write_text(TEXT)
+    return file
+
+
+def command(model_folder, book, out, *more):
+    given = ["--model", model_folder, "--texts", book, "--out", out, "--length", 300]
+    given += ["--device", "cpu", *(word for field in SMALL for word in ("--set", field))]
+    return main(["calibrate", *map(str, (*given, *more))])
+
+
+def test_it_writes_a_config_for_every_density_and_goes_on(model_folder, book, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert command(model_folder, book, out, "--target-densities", "0.6") == 0
+    low = CabConfig.calibrated(out / "cab_config-0.6.json")
+    assert len(low.mass) == 2 and len(low.mass[0]) == 6
+    assert low.origin == Origin(Path(model_folder).name, 2, 6, 2, 300)
+    assert low.query_block == 16 and low.min_length == CabConfig().min_length
+    assert command(model_folder, book, out, "--target-densities", "0.9", "--documents", 2) == 0
+    content = json.loads((out / "results.json").read_text())
+    assert content["provenance"]["settings"]["target_densities"] == [0.6, 0.9]
+    assert len((out / "samples.jsonl").read_text().splitlines()) == 3
+    for target in (0.6, 0.9):
+        assert (out / f"cab_config-{target}.json").is_file()
+        spent = [row["density"] for row in content["rows"] if row["target"] == target]
+        assert len(spent) == 12 and sum(spent) / 12 <= target + 1e-4
+    assert "config: " in capsys.readouterr().out
+    before = (out / "results.json").read_text()
+    render(out)
+    assert (out / "results.json").read_text() == before
+    assert (out / "figure.png").stat().st_size > 10_000
+
+
+def test_rows_say_what_each_head_got(model_folder, book, tmp_path):
+    out = tmp_path / "run"
+    assert command(model_folder, book, out, "--target-densities", "0.7") == 0
+    config = CabConfig.calibrated(out / "cab_config-0.7.json")
+    for row in json.loads((out / "results.json").read_text())["rows"]:
+        for field in ("mass", "bridges"):
+            assert row[field] == getattr(config, field)[row["layer"]][row["head"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--target-densities", "1.5"], r"target_densities must be in (0, 1]"),
+        (["--texts", "nowhere.txt"], "texts must be UTF-8 files or built-in"),
+        (["--set", "mas=1"], "CabConfig has no field 'mas'"),
+    ],
+)
+def test_bad_settings_are_refused(words, told, capsys):
+    with pytest.raises(SystemExit):
+        main(["calibrate", *words])
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [(), ("--anchors", 1)], ids=["budgets", "anchors"])
+def test_a_density_out_of_reach_is_refused_before_the_model_is_opened(
+    model_folder, book, tmp_path, capsys, monkeypatch, more
+):
+    monkeypatch.setattr("cab_hf.eval.on_model.load_model", None)
+    words = ("--target-densities", "0.9,0.1", *more)
+    assert command(model_folder, book, tmp_path / "run", *words) == 2
+    told = capsys.readouterr().err
+    assert "target_densities: target_density is 0.1; it must be at least 0." in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_measured_by_default_on_a_cpu_can_be_reached():
+    Calibrate(calibrate.Settings(model="tiny", device="cpu")).check()
+
+
+def test_the_table_shows_means_and_edges():
+    shared = {"target": 0.2, "missed": 0.01, "needle": 0.0}
+    rows = [{**shared, "density": density} for density in (0.05, 0.1, 0.15)]
+    (table,) = Calibrate.tables(rows).values()
+    assert "| 0.20 | 3 | 0.1000 | 0.0100 | 0.0000 | 0.0500 | 0.1500 |" in table
+
+
+# --- anchors
+
+
+def test_anchors_are_found_and_saved_with_their_map(model_folder, book, tmp_path, capsys):
+    out, words = tmp_path / "run", ("--target-densities", "0.8", "--anchors")
+    assert command(model_folder, book, out, *words, 1) == 0
+    config = CabConfig.calibrated(out / "cab_config-0.8.json")
+    assert (config.predictor, config.anchors, config.max_density) == ("cascade", (0,), 1.0)
+    assert set(config.bridges[0]) <= set(SHARES) and len(config.bridges) == 2
+    assert config.head_map[0] == tuple(range(6)) and len(config.head_map) == 2
+    first = (out / "cab_config-0.8.json").read_text()
+    samples = (out / "samples.jsonl").read_text()
+    # another number of them follows from the same samples
+    assert command(model_folder, book, out, *words, 2) == 0
+    assert (out / "samples.jsonl").read_text() == samples
+    assert CabConfig.calibrated(out / "cab_config-0.8.json").anchors == (0, 1)
+    before = (out / "results.json").read_text()
+    render(out)
+    assert (out / "results.json").read_text() == before
+    assert (out / "figure.png").stat().st_size > 10_000
+    # and a run anew finds the same
+    assert command(model_folder, book, tmp_path / "again", *words, 1) == 0
+    assert (tmp_path / "again" / "cab_config-0.8.json").read_text() == first
+    rows = json.loads(before)["rows"]
+    assert [(row["anchor"], row["layer"]) for row in rows] == [(0, 0), (0, 1), (1, 1)]
+    assert all(0 < row[name] <= 1 + 1e-4 for row in rows for name in ("mass", "needle"))
+    assert [row["chosen"] for row in rows] == [True, False, True]
+    assert fmean(row["density"] for row in rows if row["chosen"]) <= 0.8
+    assert [row["density"] is None for row in rows] == [False, True, False]
+    # another target needs nothing that was not measured
+    assert command(model_folder, book, out, "--target-densities", "0.9", *words[2:], 1) == 0
+    assert (out / "samples.jsonl").read_text() == samples
+    assert CabConfig.calibrated(out / "cab_config-0.9.json").anchors == (0,)
+    assert command(model_folder, book, tmp_path / "too-many", *words, 3) != 0
+    assert "anchors must be at most 2" in capsys.readouterr().err
+    assert not (tmp_path / "too-many").exists()
+
+
+def test_what_a_layer_changes_is_one_less_the_cosine(model_folder):
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad(), of_models._changes(model) as found:
+        states = model(ids, output_hidden_states=True).hidden_states
+    cosine = torch.cosine_similarity(states[0], states[1], dim=-1).mean()
+    assert sorted(found) == [0, 1] and found[0] == pytest.approx(float(1 - cosine), abs=1e-6)
+    # nothing is watched any longer
+    found.clear()
+    model(ids)
+    assert not found
+
+
+def test_a_calibrated_cascade_runs_and_its_anchors_take_budgets(
+    model_folder, book, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(of_models, "KEYS", 2)
+    out = tmp_path / "run"
+    assert command(model_folder, book, out, "--target-densities", "0.8", "--anchors", 1) == 0
+    config = replace(CabConfig.calibrated(out / "cab_config-0.8.json"), min_length=0)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    ids = torch.arange(3, 60).repeat(5)[None]
+    with cab_hf.cab(model, config), torch.no_grad():
+        model(ids)
+        first, second = (layer["density"] for layer in cab_hf.stats(model))
+    # heads of the second layer attend what heads of the first chose, whichever they like
+    assert 0.5 < first < 0.95 and (first + second) / 2 == pytest.approx(0.8, abs=0.05)
+    tokenizer, text = AutoTokenizer.from_pretrained(model_folder), book.read_text()
+    told = {"length": 300, "documents": 1}
+    # the library finds what the command found, which is recorded in 16 bits
+    own = CabConfig.from_dict(
+        json.loads((out / "results.json").read_text())["provenance"]["settings"]["cab_config"]
+    )
+    given = cab_hf.calibrate(model, tokenizer, [text], 0.8, config=own, anchors=1, **told)
+    assert given.anchors == config.anchors
+    assert fmean(given.bridges[0]) == pytest.approx(fmean(config.bridges[0]), abs=0.05)
+    # the same anchors and heads, with budgets a head
+    told["config"] = replace(config, max_density=1.0)
+    given = cab_hf.calibrate(model, tokenizer, [text], 0.7, **told)
+    assert given.anchors == (0,) and given.head_map == config.head_map
+    assert len(given.mass[0]) == 6

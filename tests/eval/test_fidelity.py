@@ -1,0 +1,582 @@
+"""The fidelity command: what it reads, how it scores, its rows, and that it can be resumed."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+from words import CHAT, TEXT, make_tokenizer
+
+from cab_hf.config import CabConfig
+from cab_hf.documents import QUESTION
+from cab_hf.eval import attention_time, fidelity, foresight
+from cab_hf.eval.__main__ import main
+from cab_hf.eval.attention_time import AttentionClock
+from cab_hf.eval.experiment import render
+from cab_hf.eval.fidelity import Fidelity, Settings
+from cab_hf.eval.foresight import Reading, answered, distributions, divergence, foreseen, surprise
+from cab_hf.eval.haystack import Haystack
+from cab_hf.eval.intervals import mean_interval, paired_difference
+from cab_hf.eval.methods import METHODS
+from cab_hf.eval.speed.timing import Bench, Timing
+from cab_hf.runs.log import read_log
+from cab_hf.runs.settings import read_settings, spelled
+
+LENGTH = 300
+SPARSE = ("query_block=32", "key_block=16", "mass=0.2", "bridges=0.0")
+SMALL = "query_block=32,key_block=16,mass=0.6"
+FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
+
+
+@pytest.fixture
+def book(tmp_path):
+    file = tmp_path / "book.txt"
+    file.write_text(TEXT)
+    return str(file)
+
+
+def start(model_folder, out, *more, methods="dense,cab,random", drawn=False):
+    given = ["--model", model_folder, "--out", out, "--methods", methods, "--lengths", LENGTH]
+    fixed = ["--keys", "2", "--device", "cpu"]
+    fixed += [word for assignment in SPARSE for word in ("--set", assignment)]
+    with pytest.MonkeyPatch.context() as patch:
+        # which takes longer than the rest
+        if not drawn:
+            patch.setattr(Fidelity, "draw", lambda *_: None)
+        return main(["fidelity", *map(str, (*given, *fixed, *more))])
+
+
+def command(model_folder, out, *more, **kind):
+    assert start(model_folder, out, *more, **kind) == 0
+    return json.loads((out / "results.json").read_text())
+
+
+# --- scoring
+
+
+def answering(logits):
+    """A model whose logits [length, vocabulary] are these, whatever it reads."""
+
+    def model(ids, logits_to_keep, use_cache):
+        assert ids.shape == (1, len(logits))
+        return SimpleNamespace(logits=logits[None, logits_to_keep])
+
+    model.device = "cpu"
+    return model
+
+
+@pytest.mark.parametrize(
+    ("said", "right"),
+    [
+        pytest.param([0, 1, 2, 3, 4, 5, 6, 7], [True, True], id="all"),
+        pytest.param([0, 1, 2, 9, 4, 5, 6, 7], [False, True], id="last digit of the first"),
+        pytest.param([0, 9, 2, 3, 4, 9, 6, 7], [False, False], id="first digits"),
+        pytest.param([9, 1, 2, 3, 9, 5, 6, 9], [True, True], id="what is not asked"),
+    ],
+)
+def test_an_answer_is_right_when_all_its_tokens_are(said, right):
+    # each token is said where the one before it stands
+    model = answering(F.one_hot(torch.tensor([*said[1:], 0]), 20).float())
+    reading = Reading(tuple(range(8)), ((1, 4), (5, 7)))
+    assert foreseen(model, reading) == {"right": right}
+
+
+def test_surprise_is_the_likelihood_of_the_second_half(monkeypatch):
+    monkeypatch.setattr(foresight, "LOGITS_AT_ONCE", 3)
+    logits = torch.randn(9, 20, generator=torch.Generator().manual_seed(0))
+    told = surprise(answering(logits), Reading(tuple(range(9)), ((4, 9),)))
+    likely = logits.log_softmax(-1)
+    assert told["count"] == 5
+    assert told["nll"] == pytest.approx(-sum(likely[i - 1, i].item() for i in range(4, 9)))
+
+
+def test_divergence_by_hand():
+    """Two places, three tokens: at the first the method is sure of another one, at the second same.
+
+    KL([1/2, 1/4, 1/4] || [1/4, 1/2, 1/4]) = 1/2 log 2 - 1/4 log 2.
+    """
+    dense = torch.tensor([[2.0, 1, 1], [1, 1, 2]]).div(4).log()
+    found = torch.tensor([[1.0, 2, 1], [1, 1, 2]]).div(4).log()
+    told = divergence(found, dense, Reading((0, 1, 2), ((1, 3),)))
+    assert told["kl"] == pytest.approx(math.log(2) / 4)
+    assert (told["agree"], told["count"]) == (1, 2)
+    # of what stands there, token 1 and token 2
+    assert told["nll"] == pytest.approx(math.log(2) + math.log(2))
+    assert divergence(dense, dense, Reading((0, 1, 2), ((1, 3),)))["kl"] == 0
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_what_follows_a_prompt_is_foreseen_as_in_one_pass(model_folder, chunk):
+    model = Fidelity(Settings(model=str(model_folder), device="cpu")).model
+    tokens = tuple(torch.randint(3, 60, (90,), generator=torch.Generator().manual_seed(0)).tolist())
+    spans = ((50, 51), (60, 90))
+    whole = distributions(model, Reading(tokens, spans))
+    behind = distributions(model, Reading(tokens, spans, prompt=50), chunk)
+    torch.testing.assert_close(behind, whole, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="must be behind the prompt of 70; got 50"):
+        distributions(model, Reading(tokens, spans, prompt=70))
+
+
+@pytest.mark.parametrize("chat", [None, CHAT], ids=["plain", "chat"])
+@pytest.mark.parametrize("question_first", [False, True])
+def test_the_key_stands_behind_its_prompt(chat, question_first):
+    tokenizer = make_tokenizer(chat)
+    prompt = Haystack(tokenizer, question_first=question_first).prompt(LENGTH, 0.5, 0)
+    reading = answered(tokenizer, prompt)
+    ((start, end),) = reading.spans
+    assert reading.tokens[:start] == prompt.tokens
+    assert end == len(reading.tokens)
+    assert tokenizer.decode(reading.tokens[start:]).replace(" ", "") == prompt.key
+    text, question = tokenizer.decode(prompt.tokens), QUESTION.format(whose="").strip("?")
+    assert text.count(question) == 1 + question_first
+    assert tokenizer.decode(prompt.tokens[prompt.asking :]).startswith(question)
+    if question_first:
+        assert text.index(question) < text.index("The pass key")
+
+
+@pytest.mark.parametrize("chat", [None, CHAT], ids=["plain", "chat"])
+def test_one_of_four_keys_stands_behind_its_prompt(chat):
+    tokenizer = make_tokenizer(chat)
+    prompt = Haystack(tokenizer, keys=4).prompt(LENGTH, 0.5, 0)
+    reading = answered(tokenizer, prompt)
+    ((start, end),) = reading.spans
+    assert reading.tokens[:start] == prompt.tokens
+    assert end == len(reading.tokens)
+    assert tokenizer.decode(reading.tokens[start:]).replace(" ", "") == prompt.key
+    assert tokenizer.decode(prompt.tokens).replace(" ", "").endswith(prompt.begun.replace(" ", ""))
+    assert tokenizer.decode(prompt.tokens).count("Remember it") == 4
+
+
+def test_of_several_keys_one_is_asked_for(model_folder, tmp_path):
+    results = command(model_folder, tmp_path, "--probes", "pass,multi_key", methods="dense")
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").open()][1:]
+    assert {each["probe"] for each in samples} == {"pass", "multi_key"}
+    assert all(len(each["right"]) == 1 for each in samples)
+    assert results["rows"][0]["multi_key"]["n"] == results["rows"][0]["pass"]["n"] == 2
+    assert "| multi key [95 %] |" in (tmp_path / "report.md").read_text()
+
+
+# --- settings
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param(["--methods", "h2o"], "without h2o, whose prefill is dense", id="h2o"),
+        pytest.param(["--methods", "magic"], "methods must be names of dense", id="method"),
+        pytest.param(["--probes", "pass,guess"], "probes must be of continuation", id="probe"),
+        pytest.param(["--texts", "no.txt"], "texts must be noise or text files", id="text"),
+        pytest.param(["--texts", "a/b.txt,b.md"], "texts must be at least one", id="same name"),
+        pytest.param(["--budgets", "match,2"], "budgets must be match or dens", id="budget"),
+        pytest.param(["--methods", "random"], "budgets must be densities such", id="no match"),
+        pytest.param(
+            ["--probes", "recall_border", "--set", "query_block=256"],
+            "no part of 128",
+            id="borders",
+        ),
+        pytest.param(["--match", "cab:wide"], "match must be one of cab;", id="match"),
+        pytest.param(["--keys", "99"], "keys must be 1 to", id="keys"),
+        pytest.param(["--asked", "99"], "asked must be 0 to", id="asked"),
+        pytest.param(["--asked", "0", "--probes", "asked"], "asked must be at least 1", id="none"),
+        pytest.param(["--documents", "0"], "documents must be at least 1", id="documents"),
+        pytest.param(["--cab", "wide"], "cab: an assignment is field=value", id="cab"),
+        pytest.param(["--cab", "wide="], "cab must be NAME=field=value", id="cab empty"),
+        pytest.param(["--cab", "=mass=0.5"], "cab must be NAME=field=value", id="cab nameless"),
+        pytest.param(["--cab", "wide=weight=3"], "no field 'weight'", id="cab field"),
+        pytest.param(["--cab", "wide=mass=3"], "mass", id="cab value"),
+        pytest.param(["--cab", "wide=no.json"], "a JSON file of CabConfig fields: ", id="cab file"),
+        pytest.param(["--cab", "wide=b.json"], "JSON file of CabConfig", id="cab text"),
+        pytest.param(["--cab", "wide=list.json"], "must be a dict of CabConfig", id="cab list"),
+    ],
+)
+def test_bad_settings_are_refused_in_a_sentence(options, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    for name in ("a/b.txt", "b.md", "b.json"):
+        (tmp_path / name).write_text(TEXT)
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(SystemExit) as stop:
+        main(["fidelity", *options])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_configurations_are_told_apart(tmp_path):
+    plain, whole = tmp_path / "plain.json", tmp_path / "whole.json"
+    plain.write_text(json.dumps({"mass": 0.7}))
+    whole.write_text(json.dumps({"cab_config": CabConfig(mass=0.6).to_dict(), "other": 1}))
+    told = ("a=mass=0.8,dense_layers=(0,2),coarsen=mean", f"b={plain}", f"c={whole}")
+    settings = Settings(cab=told, set=("mass=0.5",))
+    configs = settings.configs
+    masses = {"cab": 0.5, "cab:a": 0.8, "cab:b": 0.7, "cab:c": 0.6}
+    assert {name: config.mass for name, config in configs.items()} == masses
+    assert (configs["cab:a"].dense_layers, configs["cab:a"].coarsen) == ((0, 2), "mean")
+    assert {config.min_length for config in configs.values()} == {0}
+    recorded = Fidelity(settings).recorded()
+    assert recorded["cab"][1:] == ["b=plain.json", "c=whole.json"]
+    assert str(tmp_path) not in json.dumps(recorded)
+
+
+# --- the command
+
+
+def test_the_command_writes_its_files(model_folder, tmp_path, book, capsys):
+    more = ("--texts", f"noise,{book}", "--budgets", "match,0.5", "--cab", f"wide={SMALL}")
+    results = command(model_folder, tmp_path / "out", *more)
+    rows = results["rows"]
+    arms = [*((name, None) for name in ("dense", "cab", "cab:wide")), ("random", "match")]
+    arms += [("random", 0.5)]
+    cells = [(row["text"], row["method"], row["budget"]) for row in rows]
+    assert cells == [(text, *arm) for text in ("noise", "book") for arm in arms]
+    for dense, cab, wide, matched, half in (rows[:5], rows[5:]):
+        assert dense["density"] == 1
+        # times of a CPU mean nothing
+        assert dense["attend_ms"] is cab["over_dense"] is None
+        assert cab["density"] < wide["density"] < 1
+        assert matched["fitted"] == pytest.approx(cab["density"])
+        assert matched["density"] == pytest.approx(cab["density"], abs=0.05)
+        assert half["density"] == pytest.approx(0.5, abs=0.05)
+        for row in (cab, wide, matched, half):
+            assert (row["pass"]["n"], row["recall"]["n"], row["recall"]["pairs"]) == (2, 2, 2)
+            assert row["perplexity"]["ratio"] > 0
+    assert str(tmp_path) not in json.dumps(results)
+    noise, file = results["provenance"]["settings"]["texts"]
+    assert (noise, file["name"]) == ("noise", "book.txt")
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "## On book" in report
+    assert "attention ms" not in report
+    assert "On book, 300 tokens, cab attends" in capsys.readouterr().out
+
+
+def test_a_report_says_what_its_cascades_are():
+    own = {"mass": [[0.0]], "anchor_scores": "exact", "anchor_heads": "each"}
+    shared = {"mass": 1.0, "anchor_scores": "cab", "anchor_heads": "group"}
+    # as results hold them, with fields that have gone since
+    configs = {
+        "cab": {"max_density": 1.0},
+        "cab:a": {"anchors": [0, 1, 4, 7, 9], "max_density": 1.0, **own},
+        "cab:b": {"anchors": [0, 2], "max_density": 0.15, **shared},
+    }
+    assert Fidelity.notes({"cab_configs": configs}).endswith(
+        " Cascades: cab:a of 5 anchors by exact scores, a plan a head, budgets a head; "
+        "cab:b of 2 anchors by cab scores, a plan a KV head, 0.15 of each row."
+    )
+    assert "Cascades" not in Fidelity.notes({"cab_configs": {"cab": configs["cab"]}})
+
+
+def test_borders_are_read_beside_the_rest(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(fidelity, "BORDER", 32)
+    probes = ("--probes", "recall,recall_border,perplexity,perplexity_border")
+    results = command(model_folder, tmp_path, *probes, methods="dense,full,cab")
+    dense, cab, full = sorted(results["rows"], key=lambda row: row["method"] != "dense")
+    # tokens 160, 192, 224, 256 and 288
+    assert dense["perplexity_border"]["tokens"] == 5
+    for row in (dense, cab, full):
+        assert row["recall_border"]["n"] == row["recall"]["n"] == 2
+    assert full["perplexity_border"]["ratio"] == pytest.approx(1, abs=1e-5)
+    assert cab["perplexity_border"]["ratio"] != pytest.approx(1, abs=1e-5)
+    report = (tmp_path / "report.md").read_text()
+    assert "recall at borders [95 %]" in report and "perplexity at borders × dense" in report
+
+
+@pytest.mark.parametrize("probe", ["recall", "recall_border"])
+def test_only_at_borders_nothing_behind_takes_part(model_folder, monkeypatch, probe):
+    monkeypatch.setattr(fidelity, "BORDER", 32)
+    given = {"device": "cpu", "lengths": (900,), "keys": 2, "set": SPARSE, "methods": ("cab",)}
+    measured = Fidelity(Settings(model=str(model_folder), **given))
+    reading = measured.reading("noise", 900, probe, None, 0)
+    case = {"method": "cab", "text": "noise", "length": 900, "budget": None, "fitted": None}
+
+    def before(tokens, at):
+        with measured.method(case).applied(measured.model):
+            return foresight._predictions(measured.model, Reading(tokens, ()), [at])
+
+    changes = 0
+    for at, _ in reading.spans:
+        others = reading.tokens[:at] + tuple(reversed(reading.tokens[at:]))
+        changes += not torch.equal(before(reading.tokens, at), before(others, at))
+    assert (changes > 0) == (probe == "recall")
+
+
+def test_full_reads_as_dense_does(model_folder, tmp_path):
+    results = command(model_folder, tmp_path, methods="dense,full,no_needle")
+    dense, full, hidden = results["rows"]
+    assert full["density"] == 1
+    assert full["perplexity"]["ratio"] == pytest.approx(1, abs=1e-5)
+    assert full["recall"]["share"] == dense["recall"]["share"]
+    # documents have no needle to hide
+    assert "pass" in hidden
+    assert "recall" not in hidden
+
+
+def test_the_report_is_made_from_the_files_alone(model_folder, tmp_path, book):
+    """And says by which command it was."""
+    out, texts = tmp_path / "out", ("--texts", f"noise,{book}")
+    command(model_folder, out, *texts, "--cab", f"wide={SMALL}", "--probes", "recall", drawn=True)
+    before = {name: (out / name).read_bytes() for name in FILES}
+    settings = json.loads(before["results.json"])["provenance"]["settings"]
+    for name in ("results.csv", "report.md", "figure.png"):
+        (out / name).unlink()
+    render(out)
+    assert {name: (out / name).read_bytes() for name in FILES} == before
+    for name, config in settings["cab_configs"].items():
+        assert f"Config of {name}: `{json.dumps(config)}`" in before["report.md"].decode()
+    words = spelled(settings, Settings)
+    # no result has the paths of files
+    for option, path in (("--model", str(model_folder)), ("--texts", f"noise,{book}")):
+        words[words.index(option) + 1] = path
+    again = Fidelity(read_settings(Settings, words, "fidelity"))
+    assert json.loads(json.dumps(again.recorded())) == settings
+
+
+BEHIND = ("--probes", "continuation,asked", "--lengths", 900, "--documents", 2, "--asked", 2)
+
+
+def test_what_follows_a_prompt_is_held_against_dense(model_folder, tmp_path):
+    results = command(
+        model_folder, tmp_path, *BEHIND, "--budgets", "0.05", methods="dense,full,cab,streaming"
+    )
+    rows = {row["method"]: row for row in results["rows"]}
+    behind = {name: row["continuation"] for name, row in rows.items()}
+    # an eighth of 900 tokens, of two documents
+    assert {found["tokens"] for found in behind.values()} == {2 * 112}
+    assert (behind["dense"]["kl"], behind["dense"]["agreement"]) == (0, 1)
+    assert "ratio" not in behind["dense"]
+    assert behind["full"]["kl"] == pytest.approx(0, abs=1e-7)
+    assert behind["full"]["ratio"] == pytest.approx(1, abs=1e-5)
+    # a window behind which everything is gone
+    assert behind["streaming"]["kl"] > behind["cab"]["kl"] > 10 * abs(behind["full"]["kl"])
+    for found in behind.values():
+        assert 0 <= found["kl_low"] <= max(found["kl"], 0) <= found["kl_high"]
+    assert {row["asked"]["n"] for row in rows.values()} == {4}
+    report = (tmp_path / "report.md").read_text()
+    first = "| density | KL behind the prompt | agreement | perplexity behind the prompt × dense |"
+    assert first in report and "| asked behind the prompt |" in report
+    assert "against dense: behind the prompt KL" in report and "(of the kernels alone " in report
+
+
+def test_what_follows_a_prompt_is_read_exactly_but_by_what_has_no_keys_left(model_folder):
+    given = {"device": "cpu", "lengths": (900,), "set": SPARSE, "methods": ("cab",)}
+    measured = Fidelity(Settings(model=str(model_folder), **given))
+    reading = measured.reading("noise", 900, "continuation", None, 0)
+    chunk = measured.settings.chunk
+    assert chunk == 31 and reading.prompt == 900 - 112
+    for name, pairs in (("cab", 788), ("streaming", 899)):
+        case = {"method": name, "text": "noise", "length": 900, "fitted": 0.1}
+        with measured.method(case).applied(measured.model):
+            distributions(measured.model, reading, chunk)
+            (layer, *_) = fidelity_stats(measured.model)
+            # of one head
+            assert int(layer.causal) % (pairs * (pairs + 1) // 2) == 0
+
+
+def fidelity_stats(model):
+    from cab_hf.sparse import attended
+
+    return [attended[module] for module in model.modules() if module in attended]
+
+
+def test_a_killed_run_of_continuations_ends_as_a_whole_one(model_folder, tmp_path, monkeypatch):
+    whole = command(model_folder, tmp_path / "whole", *BEHIND)
+    measure, calls = Fidelity.measure, []
+
+    def counted(self, case):
+        calls.append(case)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return measure(self, case)
+
+    monkeypatch.setattr(Fidelity, "measure", counted)
+    with pytest.raises(KeyboardInterrupt):
+        command(model_folder, tmp_path / "killed", *BEHIND)
+    assert command(model_folder, tmp_path / "killed", *BEHIND)["rows"] == whole["rows"]
+
+
+def test_nothing_is_asked_where_no_keys_are(model_folder, tmp_path):
+    more = ("--probes", "continuation,asked", "--asked", "0")
+    (row,) = command(model_folder, tmp_path, *more, methods="dense")["rows"]
+    assert "continuation" in row and "asked" not in row
+
+
+# --- time
+
+
+class CountingBench(Bench):
+    """Says that a call took as many ms as calls came before it."""
+
+    def __init__(self):
+        super().__init__("cpu")
+        self.calls = 0
+
+    def time(self, call, graph=True):
+        call()
+        self.calls += 1
+        return Timing(float(self.calls))
+
+
+def test_layers_are_timed_apart_and_summed(model_folder):
+    model = Fidelity(Settings(model=str(model_folder), device="cpu")).model
+    clock, tokens = AttentionClock(CountingBench()), tuple(range(3, 63)) * 10
+    dense = clock.time(model, tokens, None)
+    # one shape is measured once, and there are two layers
+    assert dense == {"predict_ms": 0.0, "attend_ms": 2.0, "dense_ms": 2.0, "dense_kernel": "SDPA"}
+    config = CabConfig(min_length=0, query_block=32, key_block=16)
+    told = clock.time(model, tokens, config)
+    assert (told["predict_ms"], told["attend_ms"], told["dense_ms"]) == (2 + 4, 3 + 5, 2)
+    # an exact layer takes what dense attention does
+    told = clock.time(model, tokens, CabConfig(min_length=0, dense_layers=(0,)))
+    assert (told["predict_ms"], told["attend_ms"]) == (6, 1 + 7)
+    cascade = CabConfig(min_length=0, predictor="cascade", anchors=(0,))
+    assert clock.time(model, tokens, cascade)["dense_ms"] == 2
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_times_stand_beside_quality(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(fidelity, "layer_bench", lambda device: CountingBench())
+    results = command(model_folder, tmp_path, "--probes", "continuation", drawn=True)
+    dense, cab, random = results["rows"]
+    assert dense["over_dense"] == 1
+    assert cab["over_dense"] == (cab["predict_ms"] + cab["attend_ms"]) / cab["dense_ms"]
+    assert random["attend_ms"] > 0
+    report = (tmp_path / "report.md").read_text()
+    assert "| attention ms (predict + attend) | × dense |" in report
+    assert f"in {cab['over_dense']:.2f} × the time of SDPA" in report
+
+
+def test_a_cpu_is_not_timed():
+    assert attention_time.layer_bench("cpu") is None
+
+
+def test_every_method_is_read(model_folder, tmp_path):
+    names = [name for name in METHODS if name != "h2o"]
+    more = ("--probes", "continuation", "--lengths", "600", "--budgets", "0.5")
+    rows = command(model_folder, tmp_path, *more, methods=",".join(names))["rows"]
+    # no_needle has nothing to hide here
+    assert [row["method"] for row in rows] == [name for name in names if name != "no_needle"]
+    densities = {row["method"]: row["density"] for row in rows}
+    assert densities["mean_pooled"] == pytest.approx(0.5, abs=0.06)
+
+
+def test_a_killed_run_goes_on_and_grows(model_folder, tmp_path, monkeypatch, capsys):
+    whole = command(model_folder, tmp_path / "whole")
+    killed, calls, measure = tmp_path / "killed", [], Fidelity.measure
+
+    def counted(self, case):
+        calls.append(case)
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+        return measure(self, case)
+
+    monkeypatch.setattr(Fidelity, "measure", counted)
+    with pytest.raises(KeyboardInterrupt):
+        command(model_folder, killed)
+    resumed = command(model_folder, killed)
+    # 8 of 3 methods' 8 samples were measured
+    assert len(calls) == 9 + 16
+    assert resumed["rows"] == whole["rows"]
+
+    grown = command(model_folder, killed, "--documents", "2", methods="dense")
+    assert len(calls) == 25 + 4
+    assert [row["recall"]["n"] for row in grown["rows"]] == [4, 2, 2]
+    assert [case["index"] for case in calls[-4:]] == [1] * 4
+
+    assert start(model_folder, killed, "--cab", f"wide={SMALL}") == 2
+    assert "give another --out" in capsys.readouterr().err
+
+
+# --- rows
+
+
+def sample(method, probe, index, text="noise", **found):
+    place = {"method": method, "text": text, "length": 8, "budget": None, "probe": probe}
+    fixed = {"depth": None, "index": index, "fitted": None, "density": 1.0}
+    return {**place, **fixed, **found}
+
+
+def test_a_method_that_was_dense_attention_is_said_to_be():
+    samples = [
+        sample("dense", "recall", 0, right=[True], sparse_density=None),
+        sample("cab", "recall", 0, right=[True], sparse_density=None),
+        sample("cab:a", "recall", 0, right=[True], sparse_density=0.3, density=0.3),
+    ]
+    *_, told = Fidelity.readings(Fidelity.rows(samples, {}))
+    assert told.startswith("No layer attended sparsely under cab at 8 tokens:")
+    samples[1]["sparse_density"] = 0.2
+    assert not any("sparsely" in each for each in Fidelity.readings(Fidelity.rows(samples, {})))
+
+
+def test_rows_by_hand():
+    samples = [
+        sample("dense", "recall", 0, right=[True, True]),
+        sample("dense", "recall", 1, right=[True, False]),
+        sample("dense", "perplexity", 0, nll=10.0, count=10),
+        sample("dense", "perplexity", 1, nll=20.0, count=10),
+        sample("cab:a", "recall", 0, right=[True, False], density=0.2),
+        sample("cab:a", "perplexity", 0, nll=11.0, count=10, density=0.3),
+        sample("cab", "recall", 0, right=[True, False], density=0.1),
+        sample("cab", "recall", 1, right=[False, False], density=0.2),
+        # dense has read no third document
+        sample("cab", "recall", 2, right=[True, True], density=0.3),
+        sample("cab", "perplexity", 0, nll=11.0, count=10, density=0.2),
+        sample("cab", "perplexity", 1, nll=23.0, count=10, density=0.2),
+        sample("cab", "question_first", 0, right=[True], density=0.9),
+    ]
+    dense, cab, other = rows = Fidelity.rows(samples, {})
+    assert [row["method"] for row in rows] == ["dense", "cab", "cab:a"]
+    assert "delta" not in dense["recall"]
+    assert dense["perplexity"]["value"] == pytest.approx(math.exp(1.5))
+    # a question asked twice tells no usual density
+    assert cab["density"] == pytest.approx(0.2)
+    recall, perplexity = cab["recall"], cab["perplexity"]
+    assert (recall["n"], recall["correct"], recall["pairs"]) == (6, 3, 4)
+    expected = paired_difference([1, 0, 0, 0], [1, 1, 1, 0])
+    assert [recall[name] for name in ("delta", "delta_low", "delta_high")] == list(expected)
+    assert recall["ratio"] == pytest.approx(1 / 3)
+    interval = map(math.exp, mean_interval([1.1, 2.3], [1.0, 2.0]))
+    found = [perplexity[name] for name in ("ratio", "ratio_low", "ratio_high")]
+    assert found == pytest.approx(list(interval))
+    # one document has a ratio and no interval
+    assert other["perplexity"]["ratio"] == pytest.approx(math.exp(0.1))
+    assert "ratio_low" not in other["perplexity"]
+    (table,) = Fidelity.tables(rows).values()
+    # no row has it
+    assert "pass [95 %]" not in table
+    assert "| 0.333 |" in table
+    (said,) = Fidelity.readings(rows)
+    assert said.startswith(
+        "On noise, 8 tokens, cab attends 20% of the pairs; against dense: recall"
+    )
+
+
+def test_a_table_a_text():
+    samples = [
+        sample(method, "pass", 0, text, right=[True])
+        for text in ("prose", "code")
+        for method in ("dense", "cab")
+    ]
+    rows = Fidelity.rows(samples, {})
+    assert list(Fidelity.tables(rows)) == ["On prose", "On code"]
+    assert len(Fidelity.readings(rows)) == 2
+
+
+def test_a_name_of_a_text_stays_in_its_place(tmp_path):
+    name = "a|b `c`\n## $d$.txt"
+    samples = [sample(method, "pass", 0, name, right=[True]) for method in ("dense", "cab")]
+    rows = Fidelity.rows(samples, {})
+    shown = r"On a\|b \`c\` ## \$d\$.txt"
+    assert list(Fidelity.tables(rows)) == [shown]
+    (said,) = Fidelity.readings(rows)
+    assert said.startswith(f"{shown}, 8 tokens")
+    # nor is it a formula that matplotlib would set
+    Fidelity.draw(tmp_path / "figure.png", rows)
+
+
+def test_committed_results_are_those_of_their_samples():
+    folder = Path(__file__).parents[2] / "eval" / "results" / "fidelity-default"
+    content = json.loads((folder / "results.json").read_text())
+    _, samples = read_log(folder / "samples.jsonl")
+    again = Fidelity.rows(samples, content["provenance"]["settings"])
+    assert json.loads(json.dumps(again)) == content["rows"]

@@ -1,0 +1,489 @@
+"""The passkey command: its prompts, its scoring, its files, and that it can be killed and go on."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from words import CHAT, TEXT, make_tokenizer
+
+from cab_hf import documents
+from cab_hf.eval import haystack, passkey
+from cab_hf.eval.__main__ import main
+from cab_hf.eval.experiment import render
+from cab_hf.eval.haystack import Haystack, answered
+from cab_hf.eval.passkey import Passkey, Settings
+from cab_hf.runs import models
+from cab_hf.runs.log import read_log
+from cab_hf.runs.settings import read_settings, spelled
+
+LENGTH = 400
+METHODS = "dense,cab,published,streaming,random,antidiagonal,oracle,h2o"
+SPARSE = ("query_block=32", "key_block=16", "mass=0.2", "bridges=0.0")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    file = tmp_path / "book.txt"
+    file.write_text(TEXT)
+    return file
+
+
+RESULTS = Path(haystack.__file__).parents[1] / "eval" / "results"
+COMMITTED = sorted(RESULTS.glob("smollm2-*"))
+FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
+
+
+def start(model_folder, out, *more, methods=METHODS):
+    given = ["--model", model_folder, "--out", out, "--methods", methods, "--lengths", LENGTH]
+    fixed = ["--depths", "3", "--samples", "1", "--device", "cpu"]
+    fixed += [word for assignment in SPARSE for word in ("--set", assignment)]
+    return main(["passkey", *map(str, (*given, *fixed, *more))])
+
+
+def command(model_folder, out, *more, methods=METHODS):
+    assert start(model_folder, out, *more, methods=methods) == 0
+    return json.loads((out / "results.json").read_text())
+
+
+def read_samples(out):
+    return read_log(out / "samples.jsonl")[1]
+
+
+# --- prompts
+
+
+@pytest.mark.parametrize("keys", [1, 4])
+@pytest.mark.parametrize("filler", haystack.FILLERS)
+@pytest.mark.parametrize("chat", [None, CHAT], ids=["plain", "chat"])
+@pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
+def test_prompts_fit_and_hold_the_needle_at_its_depth(chat, filler, keys, depth, text_file):
+    tokenizer = make_tokenizer(chat)
+    hay = Haystack(tokenizer, filler, keys, text_file if filler == "text" else None)
+    for length in (250, 611):
+        prompt = hay.prompt(length, depth, index=0)
+        # the gap is less than a word, and a number is a word of five tokens here
+        assert length - 5 < len(prompt.tokens) <= length
+        start, end = prompt.needle
+        needle = tokenizer.decode(prompt.tokens[start:end]).replace(" ", "")
+        assert needle.startswith("Thepasskey")
+        assert needle.count(prompt.key) == 2
+        # the haystack lies between instruction and question; other needles move it a little
+        room = length - 40 * keys
+        assert start / room == pytest.approx(depth, abs=(20 + 30 * keys) / room)
+        question = tokenizer.decode(prompt.tokens[prompt.asking :]).replace(" ", "")
+        assert question.startswith("Whatisthepasskey")
+        assert prompt.asking >= end
+
+
+def test_needles_stand_at_sentence_borders(tokenizer):
+    render, needles = Haystack(tokenizer).render, [(0.5, "HERE."), (0.9, "THERE.")]
+    sentences = ["The grass is green."] * 10
+    # all of one size, so that half is behind the fifth
+    expected = [*sentences[:5], "HERE.", *sentences[5:9], "THERE.", *sentences[9:]]
+    assert " ".join(expected) in render("", needles, sentences)
+    assert "HERE" not in render("", [], sentences)
+
+
+def test_the_answer_is_begun(tokenizer):
+    prompt = Haystack(make_tokenizer(CHAT), keys=3).prompt(300, 0.5, index=0)
+    text = tokenizer.decode(prompt.tokens)
+    assert text.split("assistant : ")[1].startswith("The pass key for ")
+    assert text.endswith(" is")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"index": 1}, id="index"),
+        pytest.param({"depth": 0.25}, id="depth"),
+        pytest.param({"length": 301}, id="length"),
+        pytest.param({"seed": 1}, id="seed"),
+    ],
+)
+def test_a_prompt_is_a_function_of_its_place(tokenizer, change):
+    place = {"length": 300, "depth": 0.5, "index": 0, "seed": 0}
+    prompt = Haystack(tokenizer).prompt(**place)
+    assert Haystack(tokenizer).prompt(**place) == prompt
+    assert Haystack(tokenizer).prompt(**{**place, **change}).key != prompt.key
+
+
+def test_samples_start_at_places_of_their_own(tokenizer, text_file):
+    for hay in (Haystack(tokenizer), Haystack(tokenizer, "text", file=text_file)):
+        starts = {hay.prompt(300, 1.0, index).tokens[:30] for index in range(12)}
+        assert len(starts) > 2
+
+
+def test_no_needle_leaves_out_every_key_and_nothing_else(tokenizer):
+    hay = Haystack(tokenizer, keys=4)
+    shown, hidden = (hay.prompt(400, 0.5, 0, hide_needle=hide) for hide in (False, True))
+    assert hidden.key == shown.key
+    assert hidden.needle is None
+    text = tokenizer.decode(hidden.tokens).replace(" ", "")
+    assert not any(letter.isdigit() for letter in text)
+    # each needle: two sentences with a key of 5 digits, one of "Remember it ."
+    assert len(shown.tokens) - len(hidden.tokens) == 4 * len(
+        tokenizer(documents.NEEDLE.format(whose=" for Bob", key="12345"))["input_ids"]
+    )
+
+
+def test_keys_differ_and_distractors_are_none_of_them(tokenizer):
+    hay = Haystack(tokenizer, "distractors", keys=8)
+    text = tokenizer.decode(hay.prompt(1200, 0.5, 0).tokens).replace(" ", "")
+    counts = sorted(text.count(f"passkeyfor{name}is") for name in documents.NAMES)
+    # once in each needle, once more where the answer is begun
+    assert counts[-9:] == [0, 1, 1, 1, 1, 1, 1, 1, 2]
+    assert "number" in text
+
+
+def test_a_length_without_room_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="length 40 has no room"):
+        Haystack(tokenizer).prompt(40, 0.5, 0)
+
+
+def test_sentences_keep_their_quotes():
+    assert documents.split_sentences(TEXT) == [
+        "It rained all day.",
+        "The old town slept!",
+        '"Who goes there?"',
+        "asked nobody.",
+        "So it was, and so.",
+    ]
+
+
+# --- scoring
+
+
+@pytest.mark.parametrize(
+    ("answer", "correct"),
+    [
+        pytest.param("48213.", True, id="plain"),
+        pytest.param(" The key is 48213, not 11111", True, id="first of two"),
+        pytest.param("7 times: 48213", True, id="behind a shorter number"),
+        pytest.param("11111 or 48213", False, id="second of two"),
+        pytest.param("48214", False, id="one digit off"),
+        pytest.param("482133", False, id="a digit more"),
+        pytest.param("4821", False, id="a digit less"),
+        pytest.param("48 213", False, id="broken"),
+        pytest.param("", False, id="silence"),
+    ],
+)
+def test_decoded_text_is_scored(answer, correct):
+    assert answered(answer, "48213") is correct
+
+
+# --- settings
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param(["--methods", "magic"], "methods must be names of dense", id="method"),
+        pytest.param(["--methods", "random"], "budget must be a density such as 0.2", id="budget"),
+        pytest.param(["--budget", "1.5"], "budget must be match or", id="budget size"),
+        pytest.param(["--depths", "0.5,1.5"], "depths must be shares", id="depth"),
+        pytest.param(["--samples", "0"], "samples must be at least 1", id="samples"),
+        pytest.param(["--controls", "9"], "controls must be 0 to", id="controls"),
+        pytest.param(["--stage", "decode"], "stage must be one of", id="stage"),
+        pytest.param(["--filler", "prose"], "filler must be one of", id="filler"),
+        pytest.param(["--filler", "text"], "haystack must be a text file", id="no file"),
+        pytest.param(["--haystack", "x.txt"], "haystack must be a text file", id="idle file"),
+        pytest.param(
+            ["--filler", "text", "--haystack", "no.txt"], "a text file with filler", id="file"
+        ),
+        pytest.param(["--keys", "99"], "keys must be 1 to", id="keys"),
+        pytest.param(["--set", "mass"], "set: an assignment is field=value", id="assignment"),
+        pytest.param(["--set", "mass=3"], "mass", id="field value"),
+        pytest.param(["--set", "weight=3"], "weight", id="field name"),
+        pytest.param(["--lengths", "many"], "lengths: a length is a number of tokens", id="length"),
+    ],
+)
+def test_bad_settings_are_refused_in_a_sentence(options, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["passkey", *options])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_settings_from_the_command_line_reach_cab():
+    chosen = Settings(set=("mass=0.5", "dense_layers=(0, 2)", "coarsen=mean"), stage="both")
+    config = chosen.cab_config
+    assert (config.mass, config.dense_layers, config.coarsen) == (0.5, (0, 2), "mean")
+    assert (config.min_length, config.sparse_decode) == (0, True)
+    assert passkey.parse_depths("5") == (0, 0.25, 0.5, 0.75, 1)
+    assert passkey.parse_depths("0.1,1") == (0.1, 1.0)
+
+
+# --- the command
+
+
+def test_the_command_writes_its_files(model_folder, tmp_path, capsys):
+    # with a tail the question itself sees everything, outside of any window
+    results = command(model_folder, tmp_path, "--set", "dense_tail=0")
+    assert {path.name for path in tmp_path.iterdir()} == FILES
+    rows = {row["method"]: row for row in results["rows"]}
+    assert list(rows) == [*METHODS.split(","), "full", "no_needle"]
+    for row in rows.values():
+        assert (row["length"], row["keys"], row["n"], row["stage"]) == (LENGTH, 1, 3, "prefill")
+        assert row["low"] <= row["accuracy"] <= row["high"]
+    assert rows["full"]["same"] == 3
+    assert rows["full"]["density"] == rows["dense"]["density"] == 1.0
+    for name in ("published", "streaming", "random", "antidiagonal", "oracle", "h2o"):
+        assert rows[name]["budget"] == pytest.approx(rows["cab"]["density"])
+        # published has blocks of 64 tokens, few of them in so short a prompt
+        tolerance = 0.15 if name == "published" else 0.05
+        assert rows[name]["density"] == pytest.approx(rows[name]["budget"], abs=tolerance)
+    assert rows["streaming"]["outside_n"] == 2
+    provenance = results["provenance"]
+    assert provenance["settings"]["model"] == model_folder.name
+    assert str(tmp_path) not in json.dumps(results)
+    printed = capsys.readouterr().out
+    assert "| cab |" in printed
+    assert "found outside the window" in printed
+    assert str(tmp_path / "figure.png") in printed
+
+
+def test_the_report_is_made_from_the_files_alone(model_folder, tmp_path):
+    """And says by which command it was."""
+    command(model_folder, tmp_path, methods="dense,cab")
+    before = {name: (tmp_path / name).read_bytes() for name in FILES}
+    settings = json.loads(before["results.json"])["provenance"]["settings"]
+    for name in ("results.csv", "report.md", "figure.png"):
+        (tmp_path / name).unlink()
+    render(tmp_path)
+    assert {name: (tmp_path / name).read_bytes() for name in FILES} == before
+    words = spelled(settings, Settings)
+    assert words[words.index("--depths") + 1] == "3"
+    told = before["report.md"].decode()
+    assert f"python -m cab_hf.eval passkey {' '.join(words)}" in told
+    assert f"Config of cab: `{json.dumps(settings['cab_config'])}`" in told
+    assert settings["cab_config"]["min_length"] == 0
+    # the model's folder is a path, which no result has
+    words[words.index("--model") + 1] = str(model_folder)
+    again = Passkey(read_settings(Settings, words, "passkey"))
+    assert json.loads(json.dumps(again.recorded())) == settings
+
+
+def test_every_method_is_asked_the_same(model_folder, tmp_path):
+    command(model_folder, tmp_path, "--keys", "2", methods="dense,cab,streaming,h2o")
+    asked = {}
+    for sample in read_samples(tmp_path):
+        question = (sample["expected"], tuple(sample["needle"] or ()), sample["tokens"])
+        if sample["method"] != "no_needle":
+            asked.setdefault(sample["depth"], set()).add(question)
+    assert [len(questions) for questions in asked.values()] == [1, 1, 1]
+
+
+def test_a_killed_run_goes_on(model_folder, tmp_path, monkeypatch, capsys):
+    whole = command(model_folder, tmp_path / "whole", methods="dense,cab,random")
+    killed = tmp_path / "killed"
+    calls = []
+    answer = passkey.Passkey.answer
+
+    def counted(self, prompt):
+        calls.append(prompt)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return answer(self, prompt)
+
+    monkeypatch.setattr(passkey.Passkey, "answer", counted)
+    with pytest.raises(KeyboardInterrupt):
+        command(model_folder, killed, methods="dense,cab,random")
+    with open(killed / "samples.jsonl", "a") as file:
+        file.write('{"method": "cab", "leng')
+    resumed = command(model_folder, killed, methods="dense,cab,random")
+    # 4 were answered, 1 was cut off; the other 10 were left to do
+    assert len(calls) == 5 + (15 - 4)
+    assert resumed["rows"] == whole["rows"]
+
+    command(model_folder, killed, methods="dense,cab,random")
+    assert len(calls) == 16
+
+    assert start(model_folder, killed, "--seed", "1", methods="dense,cab,random") == 2
+    assert "made with seed 0, this run has 1; give another --out" in capsys.readouterr().err
+
+
+def test_a_run_can_be_extended_by_methods(model_folder, tmp_path):
+    command(model_folder, tmp_path, "--controls", "0", methods="dense,cab")
+    results = command(model_folder, tmp_path, "--controls", "0", methods="cab,streaming")
+    assert [row["method"] for row in results["rows"]] == ["dense", "cab", "streaming"]
+    assert results["provenance"]["settings"]["methods"] == ["dense", "cab", "streaming"]
+
+
+def test_both_stages_are_sparse_when_asked(model_folder, tmp_path):
+    """A budget of one block a row: decoding adds pairs, and they are counted."""
+    options = ("--budget", "0.3", "--controls", "0")
+    for stage in ("prefill", "both"):
+        command(model_folder, tmp_path / stage, "--stage", stage, *options, methods="random")
+    prefill, both = (read_samples(tmp_path / s)[0]["density"] for s in ("prefill", "both"))
+    assert prefill != both
+
+
+def copied(model_folder, to):
+    """A model of the same folder name, elsewhere, and its generation config."""
+    folder = shutil.copytree(model_folder, to / model_folder.name)
+    return folder, folder / "generation_config.json"
+
+
+def answers_with(model_folder, out, **fields):
+    """What a model answers whose generation config has these fields."""
+    folder, config = copied(model_folder, out)
+    config.write_text(json.dumps({"eos_token_id": 1, "pad_token_id": 1, **fields}))
+    command(folder, out / "run", "--controls", "0", methods="dense")
+    return [sample["answer"] for sample in read_samples(out / "run")]
+
+
+@pytest.fixture(scope="module")
+def plain_answers(model_folder, tmp_path_factory):
+    return answers_with(model_folder, tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"repetition_penalty": 5.0}, id="repetition_penalty"),
+        pytest.param({"num_beams": 3}, id="num_beams"),
+        pytest.param({"no_repeat_ngram_size": 1}, id="no_repeat_ngram_size"),
+        pytest.param({"encoder_no_repeat_ngram_size": 1}, id="encoder_no_repeat_ngram_size"),
+        pytest.param({"encoder_repetition_penalty": 9.0}, id="encoder_repetition_penalty"),
+        pytest.param({"do_sample": True, "temperature": 9.0, "top_k": 40}, id="sampling"),
+        pytest.param({"suppress_tokens": list(range(2, 60))}, id="suppress_tokens"),
+        pytest.param({"begin_suppress_tokens": list(range(2, 90))}, id="begin_suppress_tokens"),
+        pytest.param({"forced_bos_token_id": 9, "forced_eos_token_id": 8}, id="forced"),
+        pytest.param({"bad_words_ids": [[each] for each in range(2, 90)]}, id="bad_words"),
+        pytest.param({"sequence_bias": [[[9], 99.0]]}, id="sequence_bias"),
+        pytest.param({"guidance_scale": 5.0}, id="guidance_scale"),
+        pytest.param({"max_new_tokens": 1, "min_new_tokens": 1}, id="number"),
+        pytest.param({"max_length": 3, "max_time": 1e-9}, id="limits"),
+        pytest.param({"num_return_sequences": 2, "do_sample": True}, id="several"),
+        pytest.param({"return_dict_in_generate": True, "output_scores": True}, id="as a dict"),
+        pytest.param({"cache_implementation": "static"}, id="cache"),
+        pytest.param({"use_cache": False}, id="no cache"),
+        pytest.param({"stop_strings": ["a", "e"]}, id="stop_strings"),
+        pytest.param({"prompt_lookup_num_tokens": 3}, id="lookup"),
+        pytest.param({"anything_else": 3}, id="unknown"),
+    ],
+)
+def test_answers_are_greedy_whatever_the_model_would_rather(
+    model_folder, plain_answers, tmp_path, fields
+):
+    answers = answers_with(model_folder, tmp_path, **fields)
+    assert answers == plain_answers and all(answers)
+
+
+def test_the_config_of_a_model_is_put_back(model_folder):
+    model, _ = models.load_model(str(model_folder), "cpu", "float32")
+    own = model.generation_config
+    with pytest.raises(KeyboardInterrupt), models.greedily(model, 8):
+        raise KeyboardInterrupt
+    assert model.generation_config is own
+
+
+def test_two_models_of_one_name_do_not_share_a_folder(model_folder, tmp_path, capsys):
+    other, config = copied(model_folder, tmp_path)
+    shown = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**shown, "rms_norm_eps": 0.5}))
+    same = shutil.copytree(model_folder, tmp_path / "same" / model_folder.name)
+    out = tmp_path / "out"
+    command(model_folder, out, "--controls", "0", methods="dense")
+    before = (out / "samples.jsonl").read_bytes()
+    assert start(other, out, "--controls", "0", methods="dense,cab") == 2
+    told = "made with model_sha256 '[0-9a-f]{64}', this run has '[0-9a-f]{64}'; give another"
+    assert re.search(told, capsys.readouterr().err)
+    assert (out / "samples.jsonl").read_bytes() == before
+    assert start(same, out, "--controls", "0", methods="dense,cab") == 0
+
+
+def test_code_that_is_trusted_is_told_in_the_command(model_folder, tmp_path):
+    results = command(model_folder, tmp_path, "--trust-remote-code", "--controls", "0")
+    assert "--trust-remote-code True" in (tmp_path / "report.md").read_text()
+    assert results["provenance"]["settings"]["trust_remote_code"] is True
+
+
+# --- rows
+
+
+def sample(method, index, correct, **more):
+    place = {"method": method, "length": 8, "keys": 1, "depth": 0.5, "index": index}
+    fixed = {"budget": None, "density": 1.0, "reached": None, "answer": str(correct)}
+    return {**place, "correct": correct, **fixed, **more}
+
+
+def test_a_method_that_was_dense_attention_is_said_to_be():
+    samples = [
+        *(sample(name, 0, True, sparse_density=None) for name in ("dense", "h2o", "cab")),
+        sample("random", 0, True, density=0.4, sparse_density=0.4),
+    ]
+    settings = {"stage": "prefill", "filler": "noise"}
+    for method in ("random", "published"):
+        rows = Passkey.rows([*samples, sample(method, 1, True, sparse_density=None)], settings)
+        *_, told = Passkey.readings(rows)
+        assert told.startswith("No layer attended sparsely under cab at 8 tokens")
+        # one of the samples of random was sparse
+        assert ("published at 8 tokens" in told) == (method == "published")
+        assert "random" not in told and "h2o" not in told and "dense at 8" not in told
+
+
+def test_rows_by_hand():
+    samples = [
+        *(sample("dense", i, i < 3) for i in range(4)),
+        *(sample("cab", i, i < 2, density=0.1 * i) for i in range(4)),
+        *(sample("streaming", i, i < 2, reached=i == 0) for i in range(3)),
+        sample("full", 2, True),
+    ]
+    settings = {"stage": "prefill", "filler": "noise"}
+    dense, cab, streaming, full = Passkey.rows(samples, settings)
+    assert (dense["n"], dense["correct"], dense["accuracy"]) == (4, 3, 0.75)
+    assert "delta" not in dense
+    assert cab["density"] == pytest.approx(0.15)
+    assert cab["delta"] == pytest.approx(-0.25)
+    assert cab["delta_low"] < -0.25 < cab["delta_high"]
+    # only the samples both answered are compared
+    assert (streaming["pairs"], streaming["delta"]) == (3, pytest.approx(-1 / 3))
+    assert (streaming["outside_n"], streaming["outside_correct"]) == (2, 1)
+    assert (full["pairs"], full["same"]) == (1, 1)
+    assert list(cab["by_depth"].items()) == [("0.5", 0.5)]
+    (table,) = Passkey.tables([dense, cab, streaming, full]).values()
+    shown = [[cell.strip() for cell in line.split("|")[-3:-1]] for line in table.splitlines()]
+    # same words as dense, found outside the window
+    assert shown[2:] == [["–", "–"], ["3 of 4", "–"], ["2 of 3", "1 of 2"], ["1 of 1", "–"]]
+    (said,) = Passkey.readings([dense, cab, streaming, full])
+    assert "cab answers 2 of 4" in said
+
+
+@pytest.mark.parametrize("folder", COMMITTED, ids=lambda folder: folder.name)
+def test_committed_rows_follow_from_their_samples(folder):
+    content = json.loads((folder / "results.json").read_text())
+    identity, samples = read_log(folder / "samples.jsonl")
+    settings = content["provenance"]["settings"]
+    assert identity.items() <= {"experiment": "passkey", **settings}.items()
+    # as shown: the last digits are the library's
+    assert Passkey.tables(Passkey.rows(samples, settings)) == Passkey.tables(content["rows"])

@@ -1,0 +1,388 @@
+"""The pages that show results: what is in them, that they are current, and what is refused."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cab_hf.eval import readme, report
+from cab_hf.eval.passkey import Passkey
+from cab_hf.eval.readme import CHOOSING, KEPT, SPEED
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "eval" / "results"
+COMMITTED = ["fidelity-default", "smollm2-8192-text-1key", "bridges"]
+PAGE = "a\n<!-- table: default -->\nold\n<!-- end -->\nb\n"
+MADE = {"experiment": "passkey", "device": "a GPU", "commit": "0123456789"}
+LENGTHS = (8192, 131_072)
+
+
+def answers(method, accuracy, density, delta=None):
+    """A row of passkey."""
+    row = {"method": method, "length": 8, "keys": 1, "n": 100, "correct": round(100 * accuracy)}
+    row |= {"accuracy": accuracy, "low": 0.0, "high": 1.0, "density": density}
+    if delta is not None:
+        row |= {"delta": delta, "delta_low": delta - 0.1, "delta_high": delta + 0.1}
+        row |= {"pairs": 100, "same": 1}
+    return row
+
+
+def write(folder, rows, **made):
+    folder.mkdir()
+    settings = {"keys": 1, "filler": "noise", "methods": ["cab"], "device": "cuda", "note": "x"}
+    versions = made.pop("versions", {"torch": "2"})
+    settings |= made.pop("settings", {})
+    report.write_results(folder, rows, {**MADE, "versions": versions, "settings": settings, **made})
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A folder that has all that both pages ask for; the speed rows have passkey's experiment."""
+    for name, length in zip(KEPT, (8192, 32_768), strict=True):
+        rows = []
+        for text, kl in (("one", 0.001), ("other", 0.003)):
+            place = {"text": text, "length": length}
+            ratios = {"recall": 0.9 + 100 * kl, "recall_border": 1.0, "perplexity": 1.01}
+            kept = {probe: {"ratio": ratio} for probe, ratio in ratios.items()}
+            rows.append(
+                {**place, "method": "cab", "density": 0.3, "continuation": {"kl": kl}, **kept}
+            )
+            full = {"method": "full", "density": 1.0, "continuation": {"kl": 0.001}}
+            rows.append({**place, **full})
+        write(tmp_path / name, rows)
+    rows = []
+    for length in LENGTHS:
+        rows.append({"length": length, "implementation": "FA3", "ms": 250.0})
+        cab = {"implementation": "cab", "ms": 100.0, "density": 0.1, "over_best": 2.5}
+        rows.append({"length": length, "baseline_ms": 250.0, **cab})
+    write(tmp_path / SPEED, rows, commit="fedcba9876")
+    write(tmp_path / CHOOSING, [{"length": 8192, "ms": 0.12}])
+    return tmp_path
+
+
+# --- what is shown
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_a_section_holds_all_that_its_report_begins_with(name):
+    found = readme.read_results(RESULTS / name)
+    text = readme.section(found, [found])
+    whole = (RESULTS / name / "report.md").read_text()
+    title, table, said, *_ = whole.split("\n\n")
+    assert text.startswith(f"#{title}\n\n{table}\n\n{said}\n\n![")
+    assert text.split("```")[1] == whole.split("```")[1]
+    assert f"{found.provenance['device']}, torch " in text
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert [Path(link).name for link in links] == ["figure.png", "report.md"]
+    assert all((RESULTS / link).is_file() for link in links)
+
+
+def test_headings_say_what_varies(tmp_path):
+    rows = [answers("dense", 0.9, 1.0)]
+    both = {"torch": "2", "flash": "4"}
+    write(tmp_path / "a", rows, settings={"note": "no option"}, versions=both)
+    # what grows, what is no option and lists are not told
+    write(tmp_path / "b", rows, settings={"keys": 4, "methods": ["dense"], "depths": [0]})
+    found = [readme.read_results(tmp_path / name) for name in "ab"]
+    told = [readme.section(each, found).splitlines()[0] for each in found]
+    assert told == [
+        "## Passkey retrieval: keys 1, flash 4",
+        "## Passkey retrieval: keys 4, no flash",
+    ]
+
+
+def test_runs_that_differ_in_nothing_short_go_by_their_folders(tmp_path):
+    for name in "ab":
+        write(tmp_path / name, [answers("dense", 0.9, 1.0)], settings={"methods": [name]})
+    write(tmp_path / "c", [answers("dense", 0.9, 1.0)], settings={"keys": 4})
+    found = [readme.read_results(tmp_path / name) for name in "abc"]
+    told = [readme.section(each, found).splitlines()[0] for each in found]
+    assert told == [
+        "## Passkey retrieval: keys 1 (a)",
+        "## Passkey retrieval: keys 1 (b)",
+        "## Passkey retrieval: keys 4",
+    ]
+
+
+def test_all_folders_are_on_the_page_in_order(results, monkeypatch):
+    class Later(Passkey):
+        name = "bridges"
+
+    kinds = {"passkey": Passkey, "bridges": Later}
+    monkeypatch.setattr(readme, "named", kinds.get)
+    write(results / "a", [answers("dense", 0.9, 1.0)], experiment="bridges")
+    for name in (SPEED, CHOOSING, *KEPT):
+        write(results / f"{name}-passkey", [answers("dense", 0.9, 1.0)])
+        (results / name / "results.json").unlink()
+        (results / name).rmdir()
+    shown = re.findall(r"\]\((\S+)/report.md\)", readme.results_page(results))
+    ordered = (*sorted(KEPT, reverse=True), CHOOSING, SPEED)
+    assert shown == [*(f"{name}-passkey" for name in ordered), "a"]
+
+
+def test_the_table_of_the_readme_by_hand(results):
+    page = readme.page_with_tables(PAGE, results)
+    assert "old" not in page and page.startswith("a\n") and page.endswith("<!-- end -->\nb\n")
+    heading = "| tokens | best dense s | CAB s | × | choosing, ms a layer | density |"
+    kept = "density of texts | KL (noise) | in-text recall | block-start recall | perplexity |"
+    assert f"{heading} {kept}" in page
+    # means over texts
+    kept = "0.30 | 0.00200 (0.00100) | × 1.10 | × 1.00 | × 1.01 |"
+    assert f"| 8,192 | 0.250 | 0.100 | 2.50 | 0.120 | 0.10 | {kept}" in page
+    assert "| 131,072 | 0.250 | 0.100 | 2.50 | – | 0.10 | – | – | – | – | – |" in page
+    assert (
+        "a GPU, torch 2, commit fedcba9 and 0123456; more in [eval/results](eval/results)." in page
+    )
+    assert page.count("\n| ") == 2 + len(LENGTHS)
+
+
+def test_a_commit_whose_files_had_changed_is_shown_as_that(results):
+    found = readme.read_results(results / SPEED)
+    assert "commit fedcba9;" in f"{readme.source([found])};"
+    found.provenance["commit"] = "fedcba9876-dirty"
+    assert readme.source([found]).endswith("commit fedcba9-dirty")
+
+
+def test_a_page_made_anew_is_the_same(results):
+    page = readme.page_with_tables(PAGE, results)
+    assert readme.page_with_tables(page, results) == page
+
+
+# --- what is committed
+
+
+def test_the_pages_show_the_committed_results():
+    page = (ROOT / "README.md").read_text()
+    assert readme.page_with_tables(page, RESULTS) == page
+    for path in (ROOT / "docs").glob("*.md"):
+        page = path.read_text()
+        assert readme.page_with_tables(page, RESULTS, "../") == page, path
+    shown = "".join(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").iterdir()))
+    assert all(f"<!-- table: {name} -->" in shown for name in readme.TABLES)
+
+
+def test_the_choices_of_a_user_are_compared_on_one_text(results):
+    rows = [
+        {"text": readme.COMPARED_TEXT, "method": method, "predict_ms": 1.0, "attend_ms": 2.5}
+        | {"density": 0.1, "continuation": {"kl": 0.01}}
+        | {probe: {"share": 0.9} for probe in readme.RECALLS}
+        for method in readme.CHOICES.values()
+    ]
+    drop(results, readme.COMPARED)
+    (results / readme.COMPARED).rmdir()
+    write(results / readme.COMPARED, rows)
+    table = readme.choices_table(results)
+    assert "| default | 3.50 | 0.10 | 0.0100 | 0.90 | 0.90 | 0.90 |" in table
+
+
+def test_types_of_models_are_counted(results):
+    verdicts = ("exact", "exact", "refused", "not built")
+    write(results / readme.FAMILIES, [{"verdict": verdict} for verdict in verdicts])
+    said = readme.families_told(results).replace("\n", " ")
+    assert said.startswith("Of 4 causal model types of transformers, 2 give the outputs")
+    assert "1 are refused" in said and "1 could not be built" in said
+
+
+def test_the_page_of_results_shows_all_of_them():
+    assert readme.results_page(RESULTS) == (RESULTS / "README.md").read_text()
+
+
+def test_results_are_small_enough_for_a_repository():
+    places = RESULTS, ROOT / "cab_hf" / "adapters"
+    files = [path for place in places for path in place.rglob("*") if path.is_file()]
+    # what renders a copy in place writes tables that git ignores
+    assert sum(path.stat().st_size for path in files if path.suffix != ".csv") < 10_000_000
+    assert not list(RESULTS.rglob("*.jsonl")) and len(list(RESULTS.glob("*/samples.jsonl.xz"))) > 9
+
+
+def test_a_step_of_training_is_shown_beside_all_dense_ones(results):
+    rows = [
+        {"length": 4096, "implementation": name, "ms": ms, "over_best": 1.5, "ceiling": 2.0}
+        | {"density": density}
+        for name, ms, density in (("sdpa", 4000.0, 1.0), ("FA4", 3000.0, 1.0), ("cab", 2000.0, 0.2))
+    ]
+    write(results / readme.STEP, rows, experiment="speed lora")
+    told = readme.page_with_tables("<!-- table: lora -->\n<!-- end -->\n", results, "../")
+    assert "| tokens | sdpa s | FA4 s | cab s | × | at most | density |" in told
+    assert "| 4,096 | 4.00 | 3.00 | 2.00 | 1.50 | 2.00 | 0.20 |" in told
+    # seen from a folder further down
+    assert "more in [eval/results](../eval/results)." in told
+
+
+def test_what_trainings_keep_is_bold_where_it_is_less_for_sure(results):
+    def row(method, probes, share, low, high):
+        found = {"share": share, "low": low, "high": high, "value": 6.0}
+        place = {"method": method, "length": readme.TRAINED_TOKENS, "cost": 0.5}
+        return place | dict.fromkeys(probes, found)
+
+    most, few = ("pass", "multi_key", "recall", "perplexity"), ("recall", "recall_border")
+    kept = {"not at all": (0.0, 0.0, 0.1), "dense": (0.9, 0.8, 1.0), "cab": (0.7, 0.6, 0.85)}
+    for name, ((folder, *others), methods) in readme.TRAININGS.items():
+        rows = [row(method, most, *kept[name]) for method in methods if method != "cab:five"]
+        write(results / folder, rows, experiment="fidelity")
+        for other in others:
+            rows = [row(method, few, 0.4, 0.3, 0.5) for method in methods]
+            rows[0] = row("dense", few, 0.6, 0.55, 0.7)
+            write(results / other, rows, experiment="fidelity")
+    told = readme.page_with_tables("<!-- table: trained -->\n<!-- end -->\n", results, "../")
+    none, one, less = "**0.00 [0.00, 0.10]**", "0.70 [0.60, 0.85]", "0.40 [0.30, 0.50]"
+    assert f"| not at all | dense | 0.50 | {none} | {none} | {none} | – | 6.00 |" in told
+    # of several folders the first that has it
+    kept = f"{one} | {one} | {one} | **{less}** | 6.00 |"
+    assert f"| cab | calibrated to 0.22 | 0.50 | {kept}" in told
+    # bold beside dense training, or else beside dense reading
+    cascade = f"| cab | a cascade of five anchors | 0.50 | – | – | **{less}** | **{less}** | – |"
+    assert cascade in told
+    assert told.count("\n| ") == 2 + 6
+    # what no folder has is refused
+    rewrite(results, f"{readme.TRAINED}-borders")
+    with pytest.raises(ValueError, match="must have one row of method cab:five"):
+        readme.page_with_tables("<!-- table: trained -->\n<!-- end -->\n", results, "../")
+
+
+def test_the_longest_sequences_are_shown_beside_what_is_too_long(results):
+    def tried(name, length, fits, sought=True):
+        row = {"implementation": name, "length": length, "fits": fits, "sought": sought}
+        row |= {"spread": "alone", "world": 1, "room_gib": 140.0}
+        return row | {"peak_gib": length / 1024 if fits else None}
+
+    rows = [tried("sdpa", 65536, True, sought=False), tried("sdpa", 4096, True)]
+    rows += [tried("sdpa", 6144, False), tried("sdpa", 8192, False)]
+    rows += [tried("cab", 8192, True), tried("cab", 6144, True), tried("cab", 10240, False)]
+    write(results / readme.LONGEST, rows, experiment="speed lora")
+    told = readme.page_with_tables("<!-- table: longest -->\n<!-- end -->\n", results, "../")
+    assert "| sdpa | 4,096 | 4.00 | 6,144 |\n| cab | 8,192 | 8.00 | 10,240 |\n\n" in told
+
+
+def test_what_ranks_share_is_shown_with_what_it_takes(results):
+    def of(name, ms, over=None):
+        row = {"implementation": name, "length": 131072, "world": 2, "peak_gib": 50.0, "ms": ms}
+        row |= {"density": 1.0 if name == "cab_dense" else 0.1}
+        return row | {"over_best": over, "baseline_ms": over and 5000.0}
+
+    rows = [of("cab", 2000.0, 2.5), of("cab_dense", 5000.0, 1.0)]
+    (step, _), (first, _) = readme.SHARED.values()
+    write(results / step, rows, experiment="speed lora")
+    write(results / first, [of("cab", 3000.0)], experiment="speed ttft")
+    told = readme.page_with_tables("<!-- table: dealt -->\n<!-- end -->\n", results, "../")
+    assert "| training step | 131,072 | 2 | 5.00 | 2.00 | 2.50 | 0.10 | 50.0 |\n" in told
+    assert "| first token | 131,072 | 2 | – | 3.00 | – | 0.10 | 50.0 |\n\n" in told
+
+
+def test_a_step_over_ranks_is_shown_beside_one(results):
+    step = {"length": 32768, "implementation": "cab"}
+    rows = [
+        {
+            **step,
+            "spread": "alone",
+            "world": 1,
+            "ms": 4000.0,
+            "tokens_s": 8192.0,
+            "efficiency": 1.0,
+        },
+        {**step, "spread": "ddp", "world": 4, "ms": 8000.0, "tokens_s": 4096.0, "efficiency": 0.5},
+        {**step, "spread": "ddp", "world": 2, "ms": 5000.0, "tokens_s": 6553.6, "efficiency": 0.8},
+        {**step, "spread": "cp", "world": 2, "ms": None, "tokens_s": None, "efficiency": None},
+    ]
+    write(results / readme.SPREAD, rows, experiment="speed lora")
+    told = readme.page_with_tables("<!-- table: spread -->\n<!-- end -->\n", results, "../")
+    assert "| 32,768 | 1 | alone | cab | 4.00 | 8,192 | 100 % |\n" in told
+    # in the order of ranks, whatever was measured first
+    more = "| 32,768 | 2 | ddp | cab | 5.00 | 6,554 | 80.0 % |\n| 32,768 | 4 | ddp | cab | 8.00 |"
+    assert more in told
+
+
+def ranked(scheme, world, efficiency, **more):
+    """A row of context parallelism."""
+    row = {"scheme": scheme, "world": world, "length": 65536, "direction": "forward+backward"}
+    found = {"efficiency": efficiency, "ms": None, "density": None, "shape": "llama3-8b"}
+    return {**row, "measured": True, **found, **more}
+
+
+def test_context_parallelism_is_shown_where_it_was_measured(results):
+    marker = "<!-- table: parallel -->\n"
+    page = f"{PAGE}{marker}<!-- end -->\n"
+    rows = [
+        ranked("grouped", 2, 0.75),
+        ranked("ring", 8, None),
+        ranked("grouped", 8, 0.875),
+        ranked("grouped", 8, 0.5, direction="forward"),
+        ranked("grouped", 16, 0.9, measured=False),
+    ]
+    made = {"experiment": "speed context-parallel"}
+    write(results / readme.PARALLEL, rows, **made)
+    told = readme.page_with_tables(page, results).split(marker)[1]
+    assert told.startswith("| heads of | tokens | ranks | pass | ring | grouped | density |")
+    assert "| llama3-8b | 65,536 | 8 | forward+backward | – | 87.5 % | – |\n" in told
+    assert "| llama3-8b | 65,536 | 8 | forward | – | 50.0 % | – |\n\n" in told
+    # longer texts stand below, in the same columns, and beside CAB what it spares
+    longer = {"direction": "forward", "length": 131072}
+    rows = [ranked("grouped", 2, 1.0, ms=30.0, **longer)]
+    rows.append(ranked("grouped+cab", 2, 0.75, ms=4.0, density=0.1, **longer))
+    write(results / readme.PARALLELS[1], rows, **made)
+    told = readme.page_with_tables(page, results).split(marker)[1]
+    assert "| llama3-8b | 131,072 | 2 | forward | – | 100 % | 0.10 | 75.0 % | 7.50 × |\n\n" in told
+
+
+# --- what is refused
+
+
+def drop(results, name):
+    (results / name / "results.json").unlink()
+
+
+def rewrite(results, name, **made):
+    found = readme.read_results(results / name)
+    provenance = {k: v for k, v in {**found.provenance, **made}.items() if v is not None}
+    report.write_results(results / name, found.rows[:1], provenance)
+
+
+@pytest.mark.parametrize(
+    ("change", "page", "message"),
+    [
+        pytest.param(drop, PAGE, "speed-ttft has no results.json", id="no results"),
+        pytest.param(
+            lambda *at: rewrite(*at, experiment=None),
+            PAGE,
+            "results.json names no experiment",
+            id="no experiment",
+        ),
+        pytest.param(
+            None,
+            PAGE.replace("<!-- end -->", ""),
+            "a table without <!-- end --> behind it",
+            id="marker",
+        ),
+    ],
+)
+def test_what_is_missing_is_refused(results, change, page, message):
+    if change:
+        change(results, SPEED)
+    with pytest.raises(ValueError, match=message):
+        readme.page_with_tables(page, results)
+
+
+def test_the_command_writes_all_pages_or_none(results, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "page.md"
+    file.write_text(PAGE)
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "more.md").write_text("no tables are needed here")
+    words = ["--page", str(file), "--results", str(results), "--docs", str(docs)]
+    monkeypatch.setattr(readme, "results_page", lambda results: "all\n")
+    (results / SPEED / "samples.jsonl").write_text("{}")
+    assert readme.main(words) == 0
+    assert {path.name for path in (results / SPEED).iterdir()} == {
+        *("results.json", "samples.jsonl.xz")
+    }
+    assert (results / "README.md").read_text() == "all\n"
+    assert file.read_text() == readme.page_with_tables(PAGE, results)
+
+    assert (results / readme.DEFAULT_FIGURE).stat().st_size > 5_000
+
+    (results / "README.md").unlink()
+    unknown = "<!-- table: other -->\n<!-- end -->\n"
+    file.write_text(unknown)
+    assert readme.main(words) == 2
+    assert "the page has a table 'other'; known are default" in capsys.readouterr().err
+    assert file.read_text() == unknown and not (results / "README.md").exists()

@@ -1,0 +1,322 @@
+"""Tasks of lm-evaluation-harness: their files and documents without it, and a run where it is."""
+
+import importlib.util
+import inspect
+import json
+import sys
+from dataclasses import fields
+
+import pytest
+import yaml
+from marks import slow_but
+from tiny import SMALL, tiny_model, tokens
+from transformers import AutoTokenizer
+from words import TEXT, make_merging_tokenizer, make_tokenizer
+
+from cab_hf import CabConfig, apply_cab, remove_cab
+from cab_hf.documents import NOISE, recall_document, split_sentences
+from cab_hf.eval import harness, passkey
+from cab_hf.eval.__main__ import main
+from cab_hf.eval.harness import refuse_misspelt
+from cab_hf.eval.haystack import Haystack
+from cab_hf.runs.models import smollm2_folder
+from cab_hf.runs.settings import Refused
+
+LENGTHS = [300, 450]
+LONGER = (650, 700)  # room for the twelve keys of cab_recall
+NAMES = ["cab_passkey", "cab_passkey_multi", "cab_recall"]
+SPARSE = (*("query_block=32", "key_block=16", "min_length=0"), *("mass=0.2", "engine=reference"))
+MAKERS = {"passkey_documents": {"keys": 2}, "recall_documents": {"keys": 3, "documents": 2}}
+
+
+@pytest.fixture(scope="module")
+def utils():
+    """The tasks' functions, loaded from their path as lm_eval does."""
+    spec = importlib.util.spec_from_file_location("utils", harness.TASKS / "utils.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def folder(model_folder):
+    return str(model_folder)
+
+
+def read_task(name, utils):
+    """The YAML file as lm_eval reads it: functions found, what it includes below it."""
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    def function(loader, node):
+        module, _, name = loader.construct_scalar(node).partition(".")
+        assert module == "utils"
+        return getattr(utils, name)
+
+    Loader.add_constructor("!function", function)
+    task = yaml.load((harness.TASKS / name).read_text(), Loader)
+    return {**read_task(task.pop("include"), utils), **task} if "include" in task else task
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tasks_are_files_that_find_their_functions(name, utils):
+    task = read_task(f"{name}.yaml", utils)
+    assert task["task"] == name
+    assert {file.stem for file in harness.TASKS.glob("*.yaml")} == set(NAMES)
+    assert callable(task["custom_dataset"]) and callable(task["process_results"])
+    # only of a mean does lm_eval tell the standard error
+    assert {metric["aggregation"] for metric in task["metric_list"]} == {"mean"}
+    assert "4096" in {metric["metric"] for metric in task["metric_list"]}
+
+
+def test_passkey_is_asked_as_the_command_asks_it(utils, folder):
+    asked = {"max_seq_lengths": LENGTHS, "samples": 7, "keys": 4, "seed": 3}
+    found = utils.passkey_documents(**asked, pretrained=folder, dtype="float32", mass=0.5)
+    hay = Haystack(make_tokenizer(), keys=4)
+    places = [(depth, 0) for depth in passkey.parse_depths("5")] + [(0.0, 1), (0.25, 1)]
+    expected = [hay.prompt(length, *place, seed=3) for place in places for length in LENGTHS]
+    assert [(d["text"], d["key"]) for d in found] == [(p.text, p.key) for p in expected]
+    generation = read_task("cab_passkey.yaml", utils)["generation_kwargs"]
+    assert generation["max_gen_toks"] == passkey.ANSWER_TOKENS
+    assert generation["do_sample"] is False
+
+
+def test_recall_asks_for_every_key_behind_its_statement(utils, folder):
+    found = utils.recall_documents(max_seq_lengths=[300], documents=2, keys=3, pretrained=folder)
+    assert [document["index"] for document in found] == [0, 0, 0, 1, 1, 1]
+    for document in found:
+        digits = document["key"].replace(" ", "")
+        assert len(digits) == 5 and digits.isdigit()
+        text = document["text"].replace(" ", "")
+        # a needle has them twice; the repetition is cut before them
+        assert text.count(digits) == 2
+        assert "saidabove,thepasskeyfor" in text[-40:] and text.endswith("is")
+    # documents differ, and what they are asked for as well
+    assert len({document["key"] for document in found}) == 6
+
+
+@pytest.mark.parametrize("text", [None, TEXT], ids=["noise", "text"])
+@pytest.mark.parametrize(("model", "keys"), slow_but([("merging", 4), ("smollm2", 12)], 0))
+def test_recall_is_read_as_it_was_measured(model, keys, text, utils, tmp_path):
+    """Text is what lm_eval takes; its tokens are those of the document, up to the key's last."""
+    if model == "merging":
+        make_merging_tokenizer().save_pretrained(folder := tmp_path / "tokenizer")
+    else:
+        folder = smollm2_folder()
+    sentences = NOISE if text is None else split_sentences(text)
+    file = None if text is None else tmp_path / "book.txt"
+    if file:
+        file.write_text(text)
+    given = {"keys": keys, "documents": 1, "max_seq_lengths": [900], "haystack": file}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    made = recall_document(tokenizer, sentences, 900, keys, 0)
+    found = utils.recall_documents(**given, pretrained=folder)
+    for document, (start, end) in zip(found, made.answers, strict=True):
+        assert document["key"] == tokenizer.decode(made.tokens[start:end])
+        assert len(document["key"].strip()) == 5 and (model == "merging" or end - start == 5)
+        read = tokenizer(document["text"] + document["key"])["input_ids"]
+        assert tuple(read) == made.tokens[:end]
+
+
+@pytest.mark.parametrize(("maker", "given"), MAKERS.items(), ids=MAKERS)
+def test_documents_are_made_again_alike(maker, given, utils, folder, tmp_path):
+    make, given = getattr(utils, maker), {"max_seq_lengths": LENGTHS, "pretrained": folder, **given}
+    found = make(**given)
+    assert make(**given) == found
+    assert make(**given, seed=1) != found
+    file = tmp_path / "book.txt"
+    file.write_text(TEXT)
+    for document in make(**given, haystack=str(file)):
+        assert "It rained all day" in document["text"]
+        assert "grass" not in document["text"]
+
+
+@pytest.mark.parametrize(("maker", "given"), MAKERS.items(), ids=MAKERS)
+def test_lengths_are_kept_and_take_turns(maker, given, utils, folder):
+    found = getattr(utils, maker)(max_seq_lengths=LENGTHS, tokenizer=folder, **given)
+    assert [document["length"] for document in found] == LENGTHS * (len(found) // 2)
+    # a key repeated early in the second half is asked for with half of the document
+    least = 0.98 if maker == "passkey_documents" else 0.5
+    for document in found:
+        tokens = len(make_tokenizer()(document["text"])["input_ids"])
+        assert least * document["length"] < tokens <= document["length"]
+
+
+def test_how_much_there_is_by_default(utils, folder):
+    for make, keys, number in ((utils.passkey_documents, 1, 20), (utils.recall_documents, 12, 48)):
+        found = make(keys=keys, pretrained=folder)
+        assert [document["length"] for document in found] == [4096] * number
+
+
+@pytest.mark.parametrize(
+    ("scorer", "reply", "score"),
+    [
+        pytest.param("found", "48213.", 1.0, id="said"),
+        pytest.param("found", "11111 or 48213", 0.0, id="another first"),
+        pytest.param("found", "", 0.0, id="silence"),
+        pytest.param("recalled", (-0.5, True), 1.0, id="likeliest"),
+        pytest.param("recalled", (-0.5, False), 0.0, id="less likely"),
+    ],
+)
+def test_a_reply_is_scored_under_its_length(scorer, reply, score, utils):
+    document = {"length": 8192, "key": "48213"}
+    assert getattr(utils, scorer)(document, [reply]) == {"8192": score}
+
+
+def test_a_tokenizer_is_needed(utils):
+    with pytest.raises(ValueError, match="tokenizer must be the name or path of one"):
+        utils.passkey_documents(samples=1, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        pytest.param(["--", "--tasks", "x"], ["--tasks", "x"], id="two dashes"),
+        pytest.param(["--model_args", "pretrained=gpt2"], None, id="another model"),
+        pytest.param(
+            ["-a", "dtype=float32,pretrained=smollm2,mass=0.8"],
+            ["-a", "dtype=float32,pretrained=HERE,mass=0.8"],
+            id="smollm2",
+        ),
+        pytest.param(
+            ["--metadata", '{"tokenizer": "smollm2"}'],
+            ["--metadata", '{"tokenizer": "HERE"}'],
+            id="json",
+        ),
+        pytest.param(
+            ["-a", "pretrained=smollm2-32k,tokenizer=smollm2"],
+            ["-a", "pretrained=HERE-32k,tokenizer=HERE"],
+            id="with its adapter",
+        ),
+        pytest.param(["-a", "pretrained=someone/smollm2-large"], None, id="a longer name"),
+        pytest.param(["--metadata", '{"seed": 1}'], None, id="metadata"),
+    ],
+)
+def test_words_are_handed_on(words, expected, monkeypatch):
+    monkeypatch.setattr(harness, "made_folder", lambda name: name.replace("smollm2", "HERE"))
+    ours = ["--include_path", str(harness.TASKS)]
+    assert harness.handed_on(words) == [*(expected or words), *ours]
+
+
+@pytest.mark.parametrize("given", [["--include_path", "mine"], ["--include_path=mine"]])
+def test_tasks_of_ones_own_take_the_place_of_ours(given):
+    assert harness.handed_on(given) == given
+
+
+def test_a_misspelt_argument_of_the_model_is_refused():
+    known = {"mass", "min_length", "max_length", "batch_size"}
+    refuse_misspelt(["mass", "batch_size", "attn_implementation", "rope_theta", "dtype"], known)
+    for typed, meant in (("masss", "mass"), ("min_lenght", "min_length")):
+        with pytest.raises(ValueError, match=f"model_args has '{typed}'; did you mean '{meant}'"):
+            refuse_misspelt(["dtype", typed], known)
+
+
+def test_without_lm_eval_a_sentence_names_the_extra(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert harness.main(["--tasks", "cab_passkey"]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "pip install 'cab_hf[harness]'" in told
+
+
+def test_help_says_how_cab_is_chosen(capsys):
+    assert main(["harness", "--help"]) == 0
+    assert "--model cab --model_args pretrained=smollm2,min_length=0" in capsys.readouterr().out
+
+
+def test_fields_of_the_config_are_no_arguments_of_hf():
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    theirs = inspect.signature(huggingface.HFLM).parameters
+    assert not {field.name for field in fields(CabConfig)} & set(theirs)
+
+
+def test_scores_of_dense_attention_are_refused_under_the_name_of_cab():
+    model = tiny_model()
+    apply_cab(model, SMALL, min_length=100, mass=0.4)
+    model(tokens(1, 90))
+    with pytest.raises(Refused, match="no layer attended sparsely.*min_length=100 tokens"):
+        harness.what_was_attended(model)
+    remove_cab(model)
+    assert harness.what_was_attended(model) == {}
+
+
+def test_config_and_density_are_told_beside_the_scores(capsys):
+    model = tiny_model()
+    config = CabConfig.from_dict(apply_cab(model, SMALL, mass=0.4).config.cab_config)
+    model(tokens(1, 300))
+    told = harness.what_was_attended(model)
+    assert told["cab_config"] == config.to_dict() and 0 < told["cab_density"] < 1
+    line = capsys.readouterr().out
+    assert line.startswith("cab: 3 of 3 layers attended sparsely, density 0.")
+    assert json.loads(line.partition("config ")[2]) == json.loads(json.dumps(config.to_dict()))
+
+
+def run(out, folder, model, arguments):
+    """(results, samples by task) as lm_eval writes them."""
+    given = {"max_seq_lengths": LONGER, "samples": 3, "documents": 1}
+    words = ["--tasks", ",".join(NAMES), "--model", model, "--device", "cpu", "--log_samples"]
+    words += ["--model_args", f"pretrained={folder},dtype=float32,{arguments}"]
+    words += ["--metadata", json.dumps(given), "--output_path", str(out)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [])
+        assert main(["harness", "--", *words]) == 0
+    (results,) = out.rglob("results_*.json")
+    samples = {}
+    for name in NAMES:
+        # a file's name ends with the date
+        (file,) = out.rglob(f"samples_{name}_2*.jsonl")
+        samples[name] = [json.loads(line) for line in file.read_text().splitlines()]
+    content = json.loads(results.read_text())
+    told = {"cab_config", "cab_density"} & content["config"].keys()
+    assert len(told) == (2 if model == "cab" else 0)
+    return content["results"], samples
+
+
+def test_a_run_of_dense_attention_has_no_scores(folder, tmp_path, capsys):
+    pytest.importorskip("lm_eval")
+    words = ["--tasks", "cab_passkey", "--model", "cab", "--device", "cpu"]
+    words += ["--model_args", f"pretrained={folder},dtype=float32,min_length=5000"]
+    words += ["--metadata", json.dumps({"max_seq_lengths": [300], "samples": 1})]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [])
+        assert main(["harness", "--", *words, "--output_path", str(tmp_path)]) == 2
+    assert "no layer attended sparsely" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("results_*.json"))
+
+
+@pytest.fixture(scope="module")
+def runs(folder, tmp_path_factory):
+    """Method of the passkey command -> what lm_eval makes of it."""
+    pytest.importorskip("lm_eval")
+    models = {"cab": ("cab", ",".join(SPARSE)), "dense": ("hf", "attn_implementation=sdpa")}
+    out = tmp_path_factory.mktemp("runs")
+    return {name: run(out / name, folder, *model) for name, model in models.items()}
+
+
+def test_lm_eval_gives_every_length_an_accuracy_with_its_error(runs):
+    for results, samples in runs.values():
+        assert [len(samples[name]) for name in NAMES] == [6, 6, 24]
+        for name in NAMES:
+            told = {key.split(",")[0] for key in results[name] if "_stderr" not in key}
+            assert {metric for metric in told if metric.isdigit()} == {"650", "700"}
+            for length in LONGER:
+                assert 0 <= results[name][f"{length},none"] <= 1
+                assert isinstance(results[name][f"{length}_stderr,none"], float)
+
+
+def test_lm_eval_is_answered_as_the_passkey_command_is(runs, folder):
+    options = {"model": folder, "lengths": LONGER, "device": "cpu", "dtype": "float32"}
+    command = passkey.Passkey(passkey.Settings(**options, set=SPARSE))
+    for method, (_, samples) in runs.items():
+        for sample in samples["cab_passkey"]:
+            place = {name: sample["doc"][name] for name in ("length", "depth", "index")}
+            case = {"method": method, "keys": 1, "budget": None, **place}
+            assert command.measure(case)["answer"] == sample["resps"][0][0]
+
+
+def test_teacher_forced_keys_are_read_sparsely(runs):
+    cab, dense = (
+        [sample["resps"][0][0][0] for sample in samples["cab_recall"]]
+        for _, samples in (runs["cab"], runs["dense"])
+    )
+    assert cab != dense

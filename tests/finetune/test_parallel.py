@@ -1,0 +1,279 @@
+"""Sequences that several processes share: learnt as by one, killed and resumed, counted once."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from launches import LAUNCH, MEDDLED, ROOT, TRAIN, launched, losses, steps
+from torch import nn
+from words import save_llama
+
+from cab_hf.distributed.layout import layout_of
+from cab_hf.finetune import lora, meter
+from cab_hf.finetune.models import load_model
+from cab_hf.finetune.parallel import Parallel
+from cab_hf.finetune.settings import Settings
+from cab_hf.finetune.validation import Validation
+from cab_hf.runs.log import read_log
+
+# two documents and a rest of padding to a sequence
+WORDS = [
+    *("--config", str(ROOT / "finetune" / "configs" / "tiny_cpu.yaml"), "--cpu", "--dropout", "0"),
+    *("--data", "retrieval:passkey:200", "--validation", "retrieval:passkey:200"),
+    *("--steps", "4", "--save-every", "9", "--eval-every", "4", "--held-out", "3"),
+]
+# one document to a sequence, whose last positions one process holds alone
+WHOLE = ["--data", "retrieval:passkey:511", "--validation", "retrieval:passkey:511"]
+RUNS = {
+    "cab": [],
+    "cab_dense": ["--attention", "cab_dense", "--checkpointing", "false"],
+    "turns": ["--micro-batch", "2", "--tokens-per-step", "2048"],
+}
+# accelerate spreads weights on GPUs alone: on a CPU it has to be told that it may
+SHARDED = """
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
+from cab_hf.finetune import checkpoints, lora
+
+class Sharding(Accelerator):
+    def __init__(self, **told):
+        super().__init__(**told)
+        if told["project_dir"].endswith("fsdp2"):
+            self.state.distributed_type = DistributedType.FSDP
+            self.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2,
+                auto_wrap_policy="transformer_based_wrap",
+                cpu_ram_efficient_loading=False,
+                state_dict_type="FULL_STATE_DICT",
+            )
+
+lora.Accelerator, train = Sharding, lora.Run.train
+
+def checked(run):
+    trained = checkpoints.trained(run.model).values()
+    spread = {type(each).__name__ == "DTensor" for each in trained}
+    assert spread == {run.out.name == "fsdp2"}
+    train(run)
+
+lora.Run.train = checked
+"""
+
+
+@pytest.fixture
+def four(processes):
+    """Four processes and no other: a grid is made of all there are."""
+    return processes(4)
+
+
+@pytest.mark.slow
+def test_processes_learn_together_what_one_learns(tmp_path):
+    """All that takes a launcher, in as few launches as that takes."""
+    script = tmp_path / "meddled.py"
+    script.write_text(SHARDED + MEDDLED)
+
+    def words(name, *own):
+        return " ".join([*WORDS, *own, "--out", str(tmp_path / name)])
+
+    few = few_positions(tmp_path / "few")
+    runs = {**RUNS, "dynamic": ["--model", few, "--rope", "dynamic", *WHOLE]}
+    whole = [" ".join([*TRAIN[1:], "--cp", "2", "--out", str(tmp_path / name)]) for name in ENDS]
+    together = [words(f"{name}-of-two", *own, "--cp", "2") for name, own in runs.items()]
+    assert launched([*LAUNCH, str(script), " / ".join([*together, whole[0]])]).returncode != 0
+    assert [step for _, step, _ in losses(tmp_path / "killed")] == [1, 2]
+    others = [*whole, words("replicas"), words("fsdp2", "--cp", "2")]
+    done = launched([*LAUNCH, str(script), " / ".join(others)])
+    assert done.returncode == 0, done.stderr[-3000:]
+    grid = [*LAUNCH, "--num_processes", "4", str(script), words("grid", "--cp", "2")]
+    done = launched(grid)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    for name, own in runs.items():
+        assert lora.main([*WORDS, *own, "--out", str(tmp_path / f"{name}-of-one")]) == 0
+        check_that_they_are_the_same(tmp_path / f"{name}-of-two", tmp_path / f"{name}-of-one")
+    check_that_they_are_the_same(tmp_path / "fsdp2", tmp_path / "cab-of-one")
+    check_that_they_are_the_same(tmp_path / "grid", tmp_path / "replicas")
+    # what replicas learn at once, one process learns in turns
+    assert lora.main([*WORDS, "--tokens-per-step", "1024", "--out", str(tmp_path / "one")]) == 0
+    check_that_they_are_the_same(tmp_path / "grid", tmp_path / "one")
+    check_that_a_killed_run_goes_on_to_the_last_bit(*(tmp_path / name for name in ENDS))
+
+
+ENDS = ("killed", "whole")
+
+
+def few_positions(folder):
+    """The tiny model with a quarter of the positions that its runs need, in ``folder``."""
+    model, tokenizer = load_model("tiny", attn_implementation="sdpa", dtype="float32")
+    model.config.max_position_embeddings = 128
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def check_that_they_are_the_same(found, meant):
+    for field in ("loss", "grad_norm"):
+        assert steps(found, field) == pytest.approx(steps(meant, field), rel=1e-5), field
+    # counted once, wherever it was computed
+    assert steps(found, "density") == pytest.approx(steps(meant, "density"), rel=1e-9)
+    counted = [
+        [tokens * seconds for tokens, seconds in zip(*both, strict=True)]
+        for both in (
+            (steps(out, "tokens_per_second"), steps(out, "seconds")) for out in (found, meant)
+        )
+    ]
+    assert counted[0] == pytest.approx(counted[1])
+    (one,), (other,) = (
+        [each for each in read_log(out / lora.LOG)[1] if each["kind"] == "evaluation"]
+        for out in (found, meant)
+    )
+    assert one["held_out_loss"] == pytest.approx(other["held_out_loss"], rel=1e-5)
+    assert one["passkey"] == other["passkey"]
+
+
+def check_that_a_killed_run_goes_on_to_the_last_bit(killed, whole):
+    assert [step for kind, step, _ in losses(whole) if kind == "step"] == [1, 2, 3, 4, 5, 6]
+    assert losses(killed) == losses(whole)
+    assert steps(killed, "grad_norm") == steps(whole, "grad_norm")
+
+
+def parallel_of(group, cp, attention="cab"):
+    """The grid of all processes there are, and an accelerator's part of it."""
+    settings = Settings(model="tiny", data=("a.txt",), attention=attention, cp=cp)
+    accelerator = SimpleNamespace(
+        num_processes=group.size(),
+        process_index=group.rank(),
+        device=torch.device("cpu"),
+        reduce=summed,
+    )
+    model, _ = load_model("tiny", attn_implementation=attention, dtype="float32", device="cpu")
+    return Parallel(settings, model, accelerator), accelerator
+
+
+def summed(x, _):
+    torch.distributed.all_reduce(x)
+    return x
+
+
+def sequence(length=1100, documents=(700, 1, 150, 249)):
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 64, (2, length), generator=generator)
+    positions = torch.cat([torch.arange(size) for size in documents]).expand(2, -1)
+    # each has its own, so that none is counted twice
+    labels = torch.arange(2 * length).view(2, length)
+    return {"input_ids": ids, "position_ids": positions, "labels": labels}
+
+
+def dealt_on_a_process(group, batch):
+    parallel, _ = parallel_of(group, 2)
+    mine = parallel.dealt(batch)
+    return parallel.replicas, parallel.replica, mine, parallel.positions(mine)
+
+
+def test_a_replica_holds_every_token_once(four):
+    batch = sequence()
+    found = four.run(4, dealt_on_a_process, batch)
+    assert [each[:2] for each in found] == [(2, 0), (2, 0), (2, 1), (2, 1)]
+    for pair in (found[:2], found[2:]):
+        labels = torch.cat([mine["labels"][0] for _, _, mine, _ in pair])
+        ids = torch.cat([mine["input_ids"][0] for _, _, mine, _ in pair])
+        held = labels != -100
+        assert labels[held].sort().values.tolist() == list(range(2200))
+        assert torch.equal(ids[held], batch["input_ids"].flatten()[labels[held]])
+        positions = torch.cat([real[0] for *_, real in pair])
+        assert torch.equal(positions.sort().values, batch["position_ids"].flatten().sort().values)
+
+
+class Knowing(nn.Module):
+    """Foresees the next token of documents that it knows by heart, where it does not err."""
+
+    def __init__(self, documents, errs):
+        super().__init__()
+        self.documents, self.errs = documents, errs
+
+    def forward(self, batch, places):
+        ids, at = batch["input_ids"][0], batch["position_ids"][0]
+        for document in self.documents[int(batch["cu_seq_lens_q"][-1])].values():
+            tokens = torch.tensor(document.tokens)
+            # padding is 0
+            if ((tokens[at] == ids) | (ids == 0)).all():
+                return tokens[at[places] + 1] + self.errs
+
+
+def passkeys_on_a_process(group, erring):
+    parallel, accelerator = parallel_of(group, 2)
+    _, tokenizer = load_model("tiny", attn_implementation="cab", dtype="float32", device="cpu")
+    told = Validation(tokenizer, [], (300, 1024), 7, accelerator, parallel)
+    found = told.measure(Knowing(told.documents, group.rank() in erring))["passkey"]
+    return found, told.documents
+
+
+def test_a_key_is_found_where_every_process_foresees_its_part(four):
+    everyone = four.run(4, passkeys_on_a_process, ())
+    assert [found for found, _ in everyone] == [{"300": 1.0, "1024": 1.0}] * 4
+    # the second process of each replica errs
+    meant = {}
+    for length in (300, 1024):
+        layout = layout_of((length,), 2)
+        documents = {**everyone[0][1][length], **everyone[2][1][length]}
+        # as many of each replica
+        assert sorted(documents) == list(range(8))
+        starts = [document.answers[0] for document in documents.values()]
+        first = [
+            bool((layout.holders[start - 1 : end - 1] < layout.tokens).all())
+            for start, end in starts
+        ]
+        meant[str(length)] = sum(first) / 8
+    assert 0 < meant["1024"] < 1
+    assert [found for found, _ in four.run(4, passkeys_on_a_process, (1, 3))] == [meant] * 4
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        pytest.param(["--cp", "0"], "cp must be a whole number from 1 on; got 0", id="none"),
+        pytest.param(["--cp", "2"], "cp must divide the 1 processes of the run", id="too many"),
+        pytest.param(
+            ["--cp", "2", "--attention", "sdpa"],
+            "attention must be one of cab, cab_dense with cp=2; got 'sdpa'",
+            id="attention",
+        ),
+        pytest.param(
+            ["--cp", "4"],
+            "length must be 1024 or more with cp=4, 256 for each process; got 512",
+            id="length",
+        ),
+    ],
+)
+def test_what_cannot_be_dealt_out_is_refused_in_one_line(tmp_path, capsys, words, told):
+    status = 0
+    try:
+        status = lora.main([*WORDS, *words, "--out", str(tmp_path / "run")])
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith(lora.PROG)]
+    assert told in line
+
+
+def test_steps_and_runs_are_told_apart_by_cp():
+    one, two = (Settings(data=("a.txt",), length=1024, cp=cp) for cp in (1, 2))
+    assert one.identity(4) != two.identity(4)
+    # groups of processes, and not processes, have sequences
+    asked = {"data": ("a.txt",), "length": 1024, "tokens_per_step": 8192}
+    assert Settings(**asked, cp=2).accumulation(4) == 4
+    with pytest.raises(lora.Refused, match="6144 .6 groups of 2 processes x length 1024"):
+        Settings(**asked, cp=2).accumulation(12)
+
+
+def test_a_dry_run_divides_what_a_sequence_takes(tmp_path):
+    model = str(save_llama(tmp_path / "model"))
+    told = {"data": ("a.txt",), "length": 2048, "model": model, "dtype": "float32"}
+    one, four = (Settings(**told, cp=cp) for cp in (1, 4))
+    skeleton = lora.adapted(one, lora.dry_run.skeleton(one))
+    cost = meter.Cost.of(skeleton)
+    alone, shared = (lora.dry_run.memory(each, cost, 1) for each in (one, four))
+    assert shared.layers == alone.layers / 4 and shared.weights == alone.weights
+    # keys and values of all of it come by
+    assert alone.working / 4 < shared.working < alone.working
+    report = lora.dry_run.report(four, skeleton, 8, 1, torch.device("cpu"))
+    assert "a step: 4,096 tokens of 8 processes, 1 micro batches of each 4 of them" in report

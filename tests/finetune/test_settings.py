@@ -1,0 +1,156 @@
+"""What a fine-tuning run is told: files, words, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cab_hf import CabConfig
+from cab_hf.finetune.objective import learning_rate
+from cab_hf.finetune.settings import FREE, Settings, read
+from cab_hf.runs.settings import Refused
+
+FOLDER = Path(__file__).parents[2] / "finetune"
+DATA = ("text.jsonl",)
+
+
+def settings(**given):
+    return Settings(**{"data": DATA, **given})
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER / "configs").iterdir()), ids=lambda path: path.stem)
+def test_every_config_that_ships_is_one(path):
+    found = read(["--config", str(path)])
+    assert found.data and found.accumulation(1) >= 1
+    CabConfig.from_dict(found.cab_config())
+    given = yaml.safe_load(path.read_text())
+    assert found.length == given["length"] and found.model == given["model"]
+
+
+def test_configs_for_eight_gpus_divide_their_steps_among_them():
+    for path in (FOLDER / "configs").glob("llama3*.yaml"):
+        read(["--config", str(path)]).accumulation(8)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "processes"),
+    [
+        pytest.param("one_gpu", "NO", 1, id="one GPU"),
+        pytest.param("ddp_8gpu", "MULTI_GPU", 8, id="DDP"),
+        pytest.param("fsdp2_8gpu", "FSDP", 8, id="FSDP2"),
+        pytest.param("cpu_2", "MULTI_GPU", 2, id="CPU"),
+    ],
+)
+def test_accelerate_reads_its_configs(name, kind, processes):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    found = load_config_from_file(str(FOLDER / "accelerate" / f"{name}.yaml"))
+    assert (found.distributed_type.value, found.num_processes) == (kind, processes)
+    # autocast is the run's own business
+    assert found.mixed_precision == "no"
+
+
+def test_a_calibration_is_a_whole_config_and_fields_change_it(tmp_path):
+    own, file = CabConfig(mass=((0.5, 1.0), (0.0, 0.9))), str(tmp_path / "own.json")
+    own.save(file)
+    assert settings(calibration=file).cab_config() == own.to_dict()
+    given = settings(calibration=file, cab=("min_length=64",)).cab_config()
+    assert given == {**own.to_dict(), "min_length": 64}
+    with pytest.raises(ValueError, match="calibration 'smollm3' is no file; give one that"):
+        settings(calibration="smollm3")
+
+
+def test_typed_words_win_over_the_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("data: {a.txt: 0.75, b.jsonl: 0.25}\nlr: 1.0e-4\nlength: 512\nrank: 8\n")
+    found = read(["--config", str(file), "--lr", "3e-4", "--checkpointing", "false", "--qlora"])
+    assert (found.lr, found.rank, found.checkpointing, found.qlora) == (3e-4, 8, False, True)
+    assert found.sources() == [("a.txt", 0.75), ("b.jsonl", 0.25)]
+    assert found.evaluated_lengths() == (256, 512)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        pytest.param(["--lenght", "8"], "'--lenght'; did you mean --length?", id="typed"),
+        pytest.param(["--config", "FILE"], "sets 'targts'; did you mean targets?", id="in a file"),
+        pytest.param(["--config", "gone.yaml"], "config must be a YAML file; gone", id="no file"),
+        pytest.param(["--rope", "ntk"], "rope must be one of none, linear", id="choice"),
+        pytest.param(["--rank", "many"], "rank: ", id="no number"),
+        *(
+            pytest.param([name, number], f"must be a finite number; got {number}", id=name)
+            for name, number in (
+                *(("--lr", "inf"), ("--weight-decay", "inf"), ("--alpha", "inf")),
+                *(("--clip", "nan"), ("--rope-factor", "inf"), ("--peak-tflops", "inf")),
+            )
+        ),
+    ],
+)
+def test_a_command_line_is_refused_in_one_line(words, told, tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text("targts: [q_proj]\n")
+    words = [str(file) if word == "FILE" else word for word in words]
+    with pytest.raises(SystemExit) as ended:
+        read(["--data", "a.txt", *words])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and line.startswith("finetune/lora.py: ") and told in line
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        pytest.param({"data": ()}, "data must be at least one source", id="no data"),
+        pytest.param({"data": ("a.txt=-1",)}, "data must be NAME or NAME=WEIGHT", id="weight"),
+        pytest.param({"validation": ("a=b",)}, "validation must be NAME or", id="no weight"),
+        pytest.param({"steps": 0}, "steps must be a whole number from 1 on; got 0", id="steps"),
+        pytest.param({"length": 1}, "length must be a whole number from 2 on; got 1", id="length"),
+        pytest.param({"warmup": 200}, "warmup must be less than steps=200; got 200", id="warmup"),
+        pytest.param({"dropout": 1.0}, "dropout must be in .0, 1.; got 1.0", id="dropout"),
+        pytest.param({"lr": 0.0}, "lr must be a number above 0; got 0.0", id="lr"),
+        pytest.param({"dtype": "float16"}, "dtype must be one of bfloat16, float32", id="dtype"),
+        pytest.param({"trackers": ("mlflow",)}, "trackers must be some of tensorb", id="tracker"),
+        pytest.param({"passkey_lengths": (9999,)}, "passkey_lengths must be at most", id="keys"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(given, told):
+    with pytest.raises(ValueError, match=told):
+        settings(**given)
+
+
+def test_lengths_may_be_told_in_thousands():
+    found = read(["--data", "a.txt", "--length", "32k", "--passkey-lengths", "1k,2k"])
+    assert (found.length, found.passkey_lengths) == (32_768, (1024, 2048))
+
+
+def test_steps_are_counted_in_tokens():
+    told = {"length": 1024, "micro_batch": 2}
+    assert settings(**told).accumulation(4) == 1
+    assert settings(**told, tokens_per_step=2**16).accumulation(4) == 8
+    with pytest.raises(Refused, match="multiple of 6144 .3 processes x length 1024 x micro"):
+        settings(**told, tokens_per_step=2**16).accumulation(3)
+
+
+def test_a_run_is_told_by_what_it_learns_and_not_by_where():
+    one, same = settings(), settings(out="elsewhere", save_every=1, trackers=("wandb",))
+    assert one.identity(2) == same.identity(2) and not set(FREE) & one.identity(2).keys()
+    for other in (settings(lr=1e-3), settings(steps=300), settings(seed=1)):
+        assert other.identity(2) != one.identity(2)
+    assert one.identity(1) != one.identity(2)
+
+
+@pytest.mark.parametrize(
+    ("step", "rate"),
+    [
+        pytest.param(1, 0.5, id="rising"),
+        pytest.param(2, 1.0, id="the largest"),
+        # half way along the cosine: the mean of both ends
+        pytest.param(6, 0.6, id="half way"),
+        pytest.param(10, 0.2, id="the last"),
+    ],
+)
+def test_the_learning_rate_rises_and_falls(step, rate):
+    assert learning_rate(step, steps=10, warmup=2, lr=1.0, lr_end=0.2) == pytest.approx(rate)
+
+
+def test_without_warmup_the_first_rate_is_nearly_the_largest():
+    assert 0.9 < learning_rate(1, steps=10, warmup=0, lr=1.0, lr_end=0.0) < 1.0

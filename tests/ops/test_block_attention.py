@@ -1,0 +1,157 @@
+"""Our attention kernels, in Triton's interpreter: each against the op it stands for."""
+
+import pytest
+import torch
+from attention_cases import assert_engine_within_budget, case, random_plan, with_gradients
+from tiny import qkv
+
+from cab_hf import BlockPlan, engines
+from cab_hf.ops import reference
+from cab_hf.ops.attention import block, split, transpose
+from cab_hf.ops.attention.tiles import Lists
+from cab_hf.plan import BlockLists, Spans
+
+CASES = [
+    pytest.param({"q_length": 96}, (32, 16), id="even", marks=pytest.mark.slow),
+    pytest.param({"q_length": 63, "kv_length": 111}, (32, 16), id="chunk"),
+    pytest.param({"q_length": 70, "heads": 3, "kv_heads": 1, "batch": 2}, (16, 32), id="wide-keys"),
+    pytest.param({"q_length": 61, "heads": 2, "kv_heads": 2, "dim": 24}, (48, 16), id="three-to-1"),
+    pytest.param({"q_length": 7, "heads": 4, "kv_heads": 1}, (32, 16), id="below-one-block"),
+    pytest.param(
+        {"q_length": 90, "layout": "padded", "batch": 2},
+        (32, 16),
+        id="padded",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param({"q_length": 90, "layout": "packed"}, (32, 16), id="packed"),
+    pytest.param(
+        {"q_length": 64, "plan_heads": 2},
+        (32, 16),
+        id="plan-shared-by-group",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param({"q_length": 64, "plan_heads": 1}, (32, 16), id="plan-shared-by-all"),
+    pytest.param(
+        {"q_length": 64, "share": 0.0}, (32, 16), id="diagonal-alone", marks=pytest.mark.slow
+    ),
+    pytest.param({"q_length": 50, "heads": 2, "kv_heads": 1, "dim": 272}, (32, 16), id="split"),
+    pytest.param(
+        {"q_length": 45, "kv_length": 80, "heads": 2, "kv_heads": 2, "dim": 320, "share": 0.7},
+        (16, 32),
+        id="split-chunk",
+    ),
+    pytest.param(
+        {"q_length": 66, "heads": 2, "kv_heads": 1, "dim": 264, "layout": "padded", "batch": 2},
+        (32, 16),
+        id="split-padded",
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize(("shape", "blocks"), CASES)
+def test_kernels_compute_what_the_reference_defines(shape, blocks):
+    q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
+    assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.2)
+
+
+@pytest.mark.parametrize("dim", [16, 264], ids=["fused", "split"])
+def test_half_precision(dim):
+    shape = {"q_length": 50, "heads": 2, "kv_heads": 1, "dim": dim}
+    q, k, v, grad, plan = case("cpu", torch.float16, (32, 16), **shape)
+    assert_engine_within_budget(block.attention, q, k, v, grad, plan, dim**-0.5)
+
+
+@pytest.mark.slow
+def test_pieces_of_a_small_workspace_add_up(monkeypatch):
+    """Above 256 channels query blocks are taken a few at a time; dk and dv are sums over them."""
+    shape = {"q_length": 50, "heads": 2, "kv_heads": 1, "dim": 264}
+    q, k, v, grad, plan = case("cpu", torch.float32, (16, 16), **shape)
+    whole = with_gradients(block.attention, (q, k, v), grad, plan, 0.1)
+    monkeypatch.setattr(split, "WORKSPACE", 1)
+    pieces = with_gradients(block.attention, (q, k, v), grad, plan, 0.1)
+    for name, value in whole.items():
+        torch.testing.assert_close(pieces[name], value, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dim", [16, 264], ids=["fused", "split"])
+def test_nothing_is_read_that_the_plan_leaves_out(dim):
+    """Keys and values outside of the lists are NaN: not one may reach the output."""
+    q, k, v = qkv(q_length=96, heads=2, kv_heads=1, dim=dim)
+    plan = random_plan(q, k, (32, 16), share=0.0)
+    lists = plan.to_dense()[0].any(0).any(0).repeat_interleave(16)[:96]
+    expected = reference.attention(q, k, v, plan, 0.2)
+    spoilt = plan.to_dense()[0, :, -1].any(0).repeat_interleave(16)[:96]
+    k, v = (x.masked_fill(~spoilt[:, None], torch.nan) for x in (k, v))
+    found = block.attention(q, k, v, plan, 0.2)
+    assert lists.all() and not spoilt.all()
+    torch.testing.assert_close(found[:, :, 64:], expected[:, :, 64:], atol=1e-5, rtol=1e-4)
+
+
+def test_descriptors_take_what_is_not_aligned():
+    """A view that starts at an odd address, and one whose channels are not contiguous."""
+    q, k, v = qkv(q_length=40, dim=16)
+    plan = random_plan(q, k, (32, 16))
+    expected = reference.attention(q, k, v, plan, 0.2)
+    odd = torch.empty(k.numel() + 1)[1:].view(k.shape).copy_(k)
+    turned = v.transpose(2, 3).contiguous().transpose(2, 3)
+    found = block.attention(q, odd, turned, plan, 0.2)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dims", [(24, 16), (16, 24)], ids=["narrow-values", "wide-values"])
+def test_values_may_have_a_head_dim_of_their_own(dims):
+    q, k, _ = qkv(q_length=40, dim=dims[0])
+    v = qkv(q_length=40, dim=dims[1])[2]
+    plan = random_plan(q, k, (32, 16))
+    meant = engines.REFERENCE.attention(q, k, v, plan, 0.2, return_lse=True)
+    found = engines.TRITON.attention(q, k, v, plan, 0.2, return_lse=True)
+    for a, b in zip(found, meant, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_registered_op():
+    q, k, v = (x.requires_grad_() for x in qkv(q_length=40))
+    plan = random_plan(q.detach(), k.detach(), (32, 16))
+    torch.library.opcheck(
+        block._forward_op,
+        (q, k, v, *block.flattened(plan, 0.2)),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+
+
+def test_an_empty_plan_attends_nothing():
+    q, k, v = (x.requires_grad_() for x in qkv(q_length=40))
+    spans = Spans.causal(1, 40, 40, "cpu")
+    keep = torch.zeros(1, 6, 2, 3, dtype=torch.bool)
+    plan = BlockPlan.from_dense(keep, spans, query_block=32, key_block=16)
+    out, lse = block.attention(q, k, v, plan, 0.2, return_lse=True)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+    assert all((x == 0).all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(5, 7), (33, 16), (270, 3)])
+def test_transposes_are_those_of_the_definition(rows, columns):
+    generator = torch.Generator().manual_seed(rows)
+    chosen = torch.rand(1, 2, rows, columns, generator=generator) < 0.3
+    chosen[0, 0] = False
+    lists = BlockLists.from_dense(chosen)
+    meant = lists.transpose(columns)
+    found = transpose.transpose(lists, columns)
+    assert torch.equal(found.to_dense(rows), meant.to_dense(rows))
+    packed = transpose.pack_columns(lists, columns)
+    assert torch.equal(packed.counts, meant.counts)
+    for b, p, c in meant.counts.nonzero().tolist():
+        start, count = int(packed.starts[b, p, c]), int(packed.counts[b, p, c])
+        listing = packed.rows[start : start + count]
+        assert listing.tolist() == chosen[b, p, :, c].nonzero().flatten().tolist()
+        slots = packed.slots[start : start + count].long()
+        assert (lists.indices[b, p, listing.long(), slots] == c).all()
+
+
+def test_lists_of_one_block_are_widened():
+    """Triton 3.6, which compiles for GPUs, loses a 1 inside the plan; the interpreter does not."""
+    lists = BlockLists(torch.ones(1, 2, 3, dtype=torch.int32), torch.full((1, 2, 3, 1), 7).int())
+    widened = Lists.of(lists)
+    assert widened.width == widened.indices.shape[-1] == 2
+    assert widened.indices[..., 0].eq(7).all()

@@ -1,0 +1,42 @@
+"""The kernels of choosing compile for Hopper and fit its shared memory."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from marks import slow_but
+
+SHARED_MEMORY = 227 << 10  # of a multiprocessor with compute capability 9.0
+SCRIPT = Path(__file__).parents[1] / "shared" / "compiling.py"
+EXACT = {"_outlier_queries_kernel", "_gathered_rows_kernel", "_exact_scores_kernel"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "dim", "eight_bits", "kernels"),
+    slow_but(
+        [
+            pytest.param({}, "bfloat16", 128, True, EXACT, id="default"),
+            pytest.param({}, "float32", 256, False, EXACT, id="float32-256"),
+            pytest.param(
+                {"query_block": 64, "key_block": 32, "exact_queries": 64, "max_density": 0.2},
+                *("float16", 80, True, EXACT),
+                id="all-queries-odd-heads",
+            ),
+            pytest.param(
+                {"exact_queries": 0, "curvature": "forman"},
+                *("bfloat16", 128, True, {"_two_hop_kernel", "_column_strength_kernel"}),
+                id="estimate-forman",
+            ),
+        ],
+        0,
+    ),
+)
+def test_choosing_compiles_for_hopper(settings, dtype, dim, eight_bits, kernels):
+    told = json.dumps([settings, dtype, dim, eight_bits])
+    ran = subprocess.run([sys.executable, SCRIPT, told], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    shared = json.loads(ran.stdout.splitlines()[-1])
+    assert kernels | {"_select_kernel", "_block_scores_kernel"} <= shared.keys()
+    assert max(shared.values()) <= SHARED_MEMORY

@@ -1,0 +1,289 @@
+"""Cascade: anchors choose, the layers behind them attend the same blocks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import laid_out
+from marks import slow_but
+from selecting import loud
+from tiny import FULL, SMALL, SPARSE, tiny_model, tokens
+from torch import nn
+
+import cab_hf
+from cab_hf import CabConfig
+from cab_hf.plan import Spans
+from cab_hf.predictors import Call, CascadePredictor, make_predictor
+
+CASCADE = replace(SPARSE, predictor="cascade", anchors=(0, 2))
+EXACT = replace(CASCADE, exact_queries=4)
+LENGTH = 205
+
+
+def layers_of(config, count=4, length=LENGTH, spans=None, **shape):
+    """The plans of some layers of one forward pass, each with q and k of its own."""
+    predictor, handed, plans = make_predictor(config), {}, []
+    for layer in range(count):
+        q, k = loud(q_length=length, seed=layer, **{"heads": 4, "kv_heads": 2, **shape})
+        spans = spans or Spans.causal(q.shape[0], length, length, "cpu")
+        plans.append(predictor(q, k, Call(spans, 0.25, layer, handed)))
+        plans[-1].validate()
+    return plans
+
+
+# --- what is handed on
+
+
+@pytest.mark.parametrize("config", [CASCADE, EXACT], ids=["estimate", "exact"])
+def test_layers_attend_what_the_anchor_before_them_chose(config):
+    plans = [plan.to_dense() for plan in layers_of(config)]
+    assert torch.equal(plans[0], plans[1]) and torch.equal(plans[2], plans[3])
+    assert not torch.equal(plans[0], plans[2])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"curvature": "forman", "max_density": 0.4},
+        {"exact_queries": 4},
+        {"mass": ((0.4, 0.3, 1.0, 0.0),) * 4, "exact_queries": ((0, 4, 0, 2),) * 4},
+        {"select": "topk", "sparsity": 0.6},
+    ],
+    ids=["clusters", "forman", "exact", "tables", "topk"],
+)
+def test_as_many_anchors_as_layers_are_no_cascade(fields):
+    plain = replace(SPARSE, **fields)
+    config = replace(plain, predictor="cascade", anchors=(0, 1, 2, 3))
+    for one, other in zip(layers_of(config), layers_of(plain), strict=True):
+        for part in ("full", "partial"):
+            assert torch.equal(getattr(one, part).counts, getattr(other, part).counts)
+            assert torch.equal(getattr(one, part).indices, getattr(other, part).indices)
+        assert torch.equal(one.whole_rows, other.whole_rows)
+        assert one.whole_heads == other.whole_heads
+
+
+def test_a_head_attends_what_its_row_of_the_map_says():
+    row = (2, 0, 0, 3)
+    table = {"mass": ((1.0, 0.4, 0.9, 0.0),) * 2}
+    config = replace(CASCADE, anchors=(0,), head_map=((0,) * 4, row), **table)
+    anchor, reuse = layers_of(config, 2)
+    assert torch.equal(reuse.to_dense(), anchor.to_dense()[:, list(row)])
+    assert anchor.whole_heads == (0,) and reuse.whole_heads == (1, 2)
+
+
+def test_a_layer_that_reuses_reads_neither_q_nor_k():
+    handed, predictor = {}, make_predictor(CASCADE)
+    q, k = loud(q_length=64)
+    spans = Spans.causal(1, 64, 64, "cpu")
+    first = predictor(q, k, Call(spans, 0.25, 0, handed))
+    nothing = torch.full_like(q, torch.nan), torch.full_like(k, torch.nan)
+    again = predictor(*nothing, Call(spans, 0.25, 1, handed))
+    assert torch.equal(first.to_dense(), again.to_dense())
+
+
+def test_whole_heads_list_nothing():
+    table = ((0.0, 1.0, 0.5, 1.0),) * 4
+    anchor, reuse, *_ = layers_of(replace(CASCADE, mass=table))
+    assert anchor.whole_heads == reuse.whole_heads == (1, 3)
+    everything, *_ = layers_of(replace(CASCADE, mass=((1.0,) * 4,) * 4))
+    assert everything.whole_heads == (0, 1, 2, 3) and everything.full.width == 0
+
+
+@pytest.mark.parametrize("config", [CASCADE, EXACT], ids=["estimate", "exact"])
+def test_no_earlier_row_feels_the_future(config):
+    predictor = make_predictor(replace(config, anchors=(0,), dense_tail=0))
+    call = Call(Spans.causal(1, 150, 150, "cpu"), 0.25, 0)
+    q, k = loud(q_length=150)
+    before = predictor(q, k, call).to_dense()
+    q[:, :, 96:], k[:, :, 96:] = 5.0, -7.0
+    after = predictor(q, k, call).to_dense()
+    assert torch.equal(before[:, :, :3], after[:, :, :3])
+    assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_rows_of_a_batch_and_documents_choose_alone(layout):
+    q, k = loud(q_length=111, batch=2, heads=2, kv_heads=1)
+    frame = laid_out(layout, 2, 111, 111, 32, "cpu")
+    predictor = make_predictor(replace(CASCADE, anchors=(0,)))
+    call = Call(frame.spans, 0.25, 0)
+    together = predictor(frame.queries(q), frame.keys(k), call)
+    together.validate()
+    # of the second batch row, the part that stands alone; its blocks begin where documents do
+    begin = 111 // 3 if layout == "packed" else 0
+    q, k = q[1:, :, begin:], k[1:, :, begin:]
+    alone = predictor(q, k, Call(Spans.causal(1, 111 - begin, 111 - begin, "cpu"), 0.25, 0))
+    found, meant = together.to_dense()[1:], alone.to_dense()
+    rows, columns = meant.shape[2:]
+    found = found[:, :, -rows:] if layout == "packed" else found[:, :, :rows]
+    found = found[..., -columns:] if layout == "packed" else found[..., :columns]
+    assert torch.equal(found, meant)
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"anchors": ()}, r"anchors is \(\); it must be ascending layer indices"),
+        ({"anchors": (3, 0)}, r"anchors is \(3, 0\); it must be ascending"),
+        ({"anchors": (0, 0.5)}, "a tuple of layer indices"),
+        ({"anchors": (0, 4), "dense_layers": (4,)}, "anchors has 4, which is in dense_layers"),
+        ({"head_map": ((0, -1),)}, "head_map is .*it must be"),
+        ({"head_map": ((0, 1), (0,))}, "head_map is .*rows of one length"),
+    ],
+)
+def test_what_no_cascade_can_be_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        replace(CASCADE, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"anchors": (1,)}, "layer 0 is the first sparse one, for which nobody chooses"),
+        ({"anchors": (0,), "dense_layers": (0,)}, "in dense_layers"),
+        ({"anchors": (2,), "dense_layers": (0,)}, "layer 1 is the first sparse one"),
+        ({"anchors": (0, 3)}, "anchors has 3; this model has layers 0 to 2"),
+        ({"head_map": ((0,) * 6,)}, "head_map has 1 layers of 6 heads, and this model has 3"),
+        ({"head_map": ((0,) * 4,) * 3}, "4 heads, and this model has 3 layers of 6 heads"),
+        ({"head_map": ((6,) * 6,) * 3}, "do not fit layer 1 and a plan of 6 heads"),
+    ],
+)
+def test_what_does_not_fit_a_model_is_refused(fields, message):
+    model = tiny_model()
+    with pytest.raises(ValueError, match=message):
+        cab_hf.apply_cab(model, replace(CASCADE, **fields))
+        model(tokens(1, 80))
+
+
+def test_a_layer_that_nothing_is_handed_to_is_refused():
+    q, k = loud(q_length=64)
+    spans, predictor = Spans.causal(1, 64, 64, "cpu"), CascadePredictor(CASCADE)
+    with pytest.raises(ValueError, match="Layer 1 attends what layer 0 chooses, which has handed"):
+        predictor(q, k, Call(spans, 0.25, 1))
+    with pytest.raises(ValueError, match="A layer has no index"):
+        predictor(q, k, Call(spans, 0.25))
+    handed = {}
+    predictor(q, k, Call(spans, 0.25, 0, handed))
+    # the anchor in between was never asked
+    with pytest.raises(ValueError, match="Layer 3 attends what layer 2 chooses"):
+        predictor(q, k, Call(spans, 0.25, 3, handed))
+    with pytest.raises(ValueError, match="Layer 1 has 3 heads over 2 of k, and its anchor"):
+        predictor(q[:, :3], k, Call(spans, 0.25, 1, handed))
+
+
+# --- in models
+
+
+def logits_of(model, config, ids, **told):
+    with cab_hf.cab(model, config), torch.no_grad():
+        return model(ids, **told).logits
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-some-sliding", "smollm3"])
+def test_a_full_budget_is_dense(family):
+    model, ids = tiny_model(family), tokens(2, 150)
+    anchors = (0, 2) if family != "qwen3-some-sliding" else (0,)
+    config = replace(FULL, predictor="cascade", anchors=anchors)
+    with torch.no_grad():
+        meant = model(ids).logits
+    torch.testing.assert_close(logits_of(model, config, ids), meant, atol=1e-4, rtol=1e-4)
+
+
+def test_all_layers_as_anchors_give_the_logits_of_cab():
+    model, ids = tiny_model(), tokens(2, 300)
+    config = replace(CASCADE, anchors=(0, 1, 2))
+    assert torch.equal(logits_of(model, config, ids), logits_of(model, SPARSE, ids))
+    assert not torch.equal(logits_of(model, CASCADE, ids), logits_of(model, SPARSE, ids))
+
+
+def test_a_dense_layer_is_never_asked():
+    model, ids = tiny_model(), tokens(1, 200)
+    config = replace(CASCADE, anchors=(1,), dense_layers=(0,))
+    with cab_hf.cab(model, config), torch.no_grad():
+        model(ids)
+        first, *others = cab_hf.stats(model)
+    assert first["density"] is None
+    assert others[0]["density"] == others[1]["density"] < 1
+
+
+@pytest.mark.parametrize("config", [CASCADE, EXACT], ids=["estimate", "exact"])
+def test_every_chunk_of_a_prefill_has_anchors_of_its_own(config):
+    """The last chunk attends under the plans that its own queries have made."""
+    model, ids = tiny_model(), tokens(1, 256)
+    # two-hop paths of earlier chunks are gone
+    config = replace(config, anchors=(0,), dense_tail=0, redundancy=0.0)
+    with cab_hf.cab(model, config), torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        cache = model(ids[:, :128]).past_key_values
+        last = model(ids[:, 128:], past_key_values=cache).logits
+    torch.testing.assert_close(last, whole[:, 128:], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("config", [CASCADE, EXACT], ids=["estimate", "exact"])
+def test_checkpointed_gradients_are_the_same(config):
+    ids, gradients = tokens(1, 200), []
+    for checkpointing in (False, True):
+        model = tiny_model().train()
+        cab_hf.apply_cab(model, config)
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append([x.grad for x in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+def test_reentrant_checkpointing_never_takes_another_anchors_plan():
+    model, ids = tiny_model().train(), tokens(1, 200)
+    cab_hf.apply_cab(model, replace(CASCADE, anchors=(0, 2)))
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    loss = model(ids, labels=ids, use_cache=False).loss
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        loss.backward()
+
+
+def test_a_layer_called_several_times_is_not_computed_again_under_another_calls_plan():
+    model, ids = tiny_model().train(), tokens(1, 200)
+    first, second = model.model.layers[:2]
+    model.model.layers = nn.ModuleList([first, second, first, second])
+    model.config.num_hidden_layers = 4
+    cab_hf.apply_cab(model, replace(CASCADE, anchors=(0,)))
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    loss = model(ids, labels=ids, use_cache=False).loss
+    with pytest.raises(ValueError, match="not of layers that are called several times"):
+        loss.backward()
+
+
+def test_generation_reads_sparsely_and_writes():
+    model, ids = tiny_model(), tokens(1, 150)
+    cab_hf.apply_cab(model, replace(FULL, predictor="cascade", anchors=(0,), sparse_decode=True))
+    found = model.generate(ids, max_new_tokens=6, do_sample=False)
+    cab_hf.remove_cab(model)
+    assert torch.equal(found, model.generate(ids, max_new_tokens=6, do_sample=False))
+
+
+@pytest.mark.parametrize(
+    "fields", slow_but([{"head_map": ((3,) * 6,) * 3}, {"exact_queries": 4}], 0)
+)
+def test_it_compiles_without_a_graph_break(fields):
+    model, ids = tiny_model(), tokens(1, 150)
+    config = replace(CASCADE, anchors=(0,), engine="reference", **fields)
+    expected = logits_of(model, config, ids, use_cache=False)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with cab_hf.cab(model, config), torch.no_grad():
+        found = compiled(ids, use_cache=False).logits
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_it_survives_json(tmp_path):
+    config = replace(CASCADE, head_map=((0, 1), (1, 0), (0, 0)))
+    config.save(tmp_path / "own.json")
+    assert CabConfig.calibrated(tmp_path / "own.json") == config
+    assert CabConfig.from_dict(SMALL.to_dict()).head_map == ()

@@ -1,0 +1,439 @@
+"""The published classes: their formulas by hand, and that they are the published config."""
+
+import builtins
+import math
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import qkv
+
+from cab_hf import CabConfig
+from cab_hf.plan import Spans
+from cab_hf.predictors import Call, CurvaturePredictor
+from cab_hf.predictors.published import (
+    AdaptiveCurvaturePredictor,
+    BlockFrc,
+    CoarseCurvaturePredictor,
+    coarsen_qk_max_l2,
+    compute_block_frc,
+    estimate_flops,
+    generate_block_mask_from_frc,
+    visualize_frc_statistics,
+)
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "published_classes.py"
+PNG = b"\x89PNG\r\n\x1a\n"
+formulas = pytest.mark.parametrize("formula", ["forman", "additive"])
+both_ways = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+
+
+def coarse_tokens(logits):
+    """q and k whose logits are these: k is the identity times sqrt(D)."""
+    logits = torch.tensor(logits, dtype=torch.float32)
+    blocks = len(logits)
+    q, k = torch.zeros(2, 1, 1, blocks, 4)
+    q[..., :blocks] = logits
+    k[..., :blocks] = 2 * torch.eye(blocks)
+    return q, k
+
+
+def kept_by(frc, *arguments, **settings):
+    """The kept columns of each row of one head."""
+    mask = generate_block_mask_from_frc(torch.tensor(frc)[None, None], *arguments, **settings)
+    return [row.nonzero().flatten().tolist() for row in mask[0, 0]]
+
+
+def published_plan(q, k, sparsity, formula, block, **overrides):
+    config = CabConfig.published(sparsity, formula, query_block=block, key_block=block, **overrides)
+    spans = Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
+    return CurvaturePredictor(config)(q, k, Call(spans, q.shape[-1] ** -0.5))
+
+
+# --- coarsening, by hand
+
+
+def test_the_loudest_token_of_each_block_by_hand():
+    q = torch.tensor([[1.0, 1], [0, -3], [2, 0], [0, 2], [0.1, 0]])[None, None]
+    q_coarse, k_coarse = coarsen_qk_max_l2(q, q.flip(2), 2)
+    # the first of equals; the last block is ragged
+    assert torch.equal(q_coarse, torch.tensor([[[[0, -3], [2, 0], [0.1, 0]]]]))
+    assert k_coarse.tolist() == [[[[0, 2], [0, -3], [1, 1]]]]
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 205])
+def test_coarse_tokens_are_tokens_of_their_block(length):
+    q, k, _ = qkv(batch=2, heads=4, kv_heads=2, q_length=length)
+    coarse = coarsen_qk_max_l2(q, k, 64)
+    for x, found in zip((q, k), coarse, strict=True):
+        assert found.shape == (2, x.shape[1], math.ceil(length / 64), 16)
+        for block in range(found.shape[2]):
+            norms = x[:, :, block * 64 : (block + 1) * 64].norm(dim=-1)
+            torch.testing.assert_close(found[:, :, block].norm(dim=-1), norms.amax(-1))
+
+
+def test_coarse_tokens_are_float32():
+    q, k, _ = qkv(q_length=100, dtype=torch.bfloat16)
+    assert {x.dtype for x in coarsen_qk_max_l2(q, k)} == {torch.float32}
+
+
+# --- curvature, by hand
+
+LOGITS = [[1.0, 9, 9], [2, 3, 9], [-5, 1, 2]]
+
+
+def test_affinity_and_triangles_by_hand():
+    found = compute_block_frc(*coarse_tokens(LOGITS))
+    assert found.affinity.tolist() == [[[[1, 0, 0], [2, 3, 0], [0, 1, 2]]]]
+    assert found.triangles.tolist() == [[[[1, 0, 0], [8, 9, 0], [2, 5, 4]]]]
+
+
+def test_forman_by_hand():
+    found = compute_block_frc(*coarse_tokens(LOGITS), formula="forman").frc
+    # 4 A - row strength - column strength down to the row + 3 A A
+    first = [4 - 1 - 1 + 3, 0, 0]
+    second = [8 - 5 - 3 + 24, 12 - 5 - 3 + 27, 0]
+    third = [0 - 3 - 3 + 6, 4 - 3 - 4 + 15, 8 - 3 - 2 + 12]
+    assert found.tolist() == [[[first, second, third]]]
+
+
+def test_additive_by_hand():
+    # the row scaled to [0, 1], less 0.3 A A / 3
+    found = compute_block_frc(*coarse_tokens(LOGITS), formula="additive", redundancy=0.3).frc
+    expected = [[-0.1, 0, 0], [-0.8, 0.1, 0], [-0.2, 0, 0.6]]
+    torch.testing.assert_close(found, torch.tensor(expected)[None, None])
+
+
+def test_bidirectional_forman_by_hand():
+    found = compute_block_frc(*coarse_tokens([[1.0, 1], [-3, 2]]), causal=False)
+    assert found.triangles.tolist() == [[[[1, 3], [0, 4]]]]
+    # both rows have strength 2, the columns 1 and 3, all of each column counted
+    first = [4 - 2 - 1 + 3, 4 - 2 - 3 + 9]
+    second = [0 - 2 - 1 + 0, 8 - 2 - 3 + 12]
+    assert found.frc.tolist() == [[[first, second]]]
+
+
+@formulas
+def test_a_group_of_heads_shares_its_keys(formula):
+    q, k, _ = qkv(heads=6, kv_heads=2, q_length=8)
+    grouped = compute_block_frc(q, k, formula=formula)
+    repeated = compute_block_frc(q, k.repeat_interleave(3, dim=1), formula=formula)
+    for found, expected in zip(grouped, repeated, strict=True):
+        assert found.shape == (1, 6, 8, 8)
+        torch.testing.assert_close(found, expected)
+
+
+def test_forman_of_an_edge_grows_with_its_own_weight():
+    """Why the lowest curvature is not a strong edge."""
+    curvature = [
+        compute_block_frc(*coarse_tokens([[1.0, 0, 0], [1, 1, 0], [1, own, 1]])).frc[0, 0, 2, 1]
+        for own in (0, 1, 8)
+    ]
+    assert curvature[0] < curvature[1] < curvature[2]
+
+
+# --- the mask, by hand
+
+FRC = [[0.0, 9, 9, 9], [1, 2, 9, 9], [3, 1, 2, 9], [1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "settings", "kept"),
+    [
+        pytest.param(0.5, {}, [[0], [1], [1, 2], [0, 3]], id="lowest"),
+        pytest.param(0.5, {"keep": "highest"}, [[0], [1], [0, 2], [2, 3]], id="highest"),
+        pytest.param(0.5, {"keep_diagonal": False}, [[0], [0], [1, 2], [0, 1]], id="no-diagonal"),
+        pytest.param(0.99, {}, [[0], [1], [2], [3]], id="one-each"),
+        pytest.param(0.0, {}, [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]], id="all-causal"),
+        pytest.param(0.5, {"causal": False}, [[0, 1], [0, 1], [1, 2], [0, 3]], id="bidirectional"),
+        pytest.param(0.7, {}, [[0], [1], [2], [0, 3]], id="rounded-up"),
+    ],
+)
+def test_the_mask_by_hand(sparsity, settings, kept):
+    assert kept_by(FRC, sparsity, **settings) == kept
+
+
+@pytest.mark.parametrize("keep", ["lowest", "highest"])
+def test_ties_go_to_the_lower_index(keep):
+    assert kept_by([[1.0] * 4] * 4, 0.5, keep=keep)[3] == [0, 3]
+
+
+# --- the predictor is the published config
+
+
+@formulas
+@pytest.mark.parametrize("length", [32, 640, 1024, 205, 31], ids=str)
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.7, 0.95], ids=str)
+def test_it_keeps_the_plan_of_the_published_config(formula, length, sparsity):
+    q, k, _ = qkv(batch=2, q_length=length)
+    kept = CoarseCurvaturePredictor(32, sparsity, formula=formula)(q, k)
+    assert torch.equal(kept, published_plan(q, k, sparsity, formula, 32).to_dense())
+
+
+@pytest.mark.parametrize("redundancy", [0.1, 1.0])
+def test_redundancy_is_that_of_the_config(redundancy):
+    q, k, _ = qkv(q_length=640)
+    kept = CoarseCurvaturePredictor(32, 0.7, formula="additive", redundancy=redundancy)(q, k)
+    plan = published_plan(q, k, 0.7, "additive", 32, redundancy=redundancy)
+    assert torch.equal(kept, plan.to_dense())
+
+
+@formulas
+def test_diagnostics_are_what_it_chose_by(formula):
+    q, k, _ = qkv(q_length=500)
+    predictor = CoarseCurvaturePredictor(32, 0.7, formula=formula)
+    kept, diagnostics = predictor(q, k, return_diagnostics=True)
+    assert isinstance(diagnostics, BlockFrc)
+    expected = compute_block_frc(*coarsen_qk_max_l2(q, k, 32), formula=formula)
+    assert all(map(torch.equal, diagnostics, expected))
+    assert torch.equal(predictor.select(diagnostics.frc), kept)
+
+
+@formulas
+def test_later_blocks_change_no_earlier_row(formula):
+    q, k, _ = qkv(q_length=320)
+    predictors = [
+        CoarseCurvaturePredictor(32, 0.7, formula=formula),
+        AdaptiveCurvaturePredictor(32, formula=formula),
+    ]
+    before = [predictor(q, k)[:, :, :6] for predictor in predictors]
+    q, k = q.clone(), k.clone()
+    q[:, :, 192:] *= -3
+    k[:, :, 192:] += 5
+    after = [predictor(q, k)[:, :, :6] for predictor in predictors]
+    assert all(map(torch.equal, before, after))
+
+
+@formulas
+def test_bidirectional_rows_keep_their_share_of_all_blocks(formula):
+    q, k, _ = qkv(q_length=320)
+    kept = CoarseCurvaturePredictor(32, 0.75, formula=formula, causal=False)(q, k)
+    assert (kept.sum(-1) == 3).all()
+    assert kept.diagonal(dim1=2, dim2=3).all()
+    assert kept.triu(1).any()
+
+
+@pytest.mark.parametrize("kind", [CoarseCurvaturePredictor, AdaptiveCurvaturePredictor])
+def test_no_gradient_flows_through_a_predictor(kind):
+    q, k, _ = qkv(q_length=100)
+    _, diagnostics = kind(32)(q.requires_grad_(), k.requires_grad_(), return_diagnostics=True)
+    assert not any(part.requires_grad for part in diagnostics)
+
+
+# --- a sparsity for each row
+
+
+def adaptive_rows(frc, **settings):
+    predictor = AdaptiveCurvaturePredictor(**{"min_keep": 0.01, "max_keep": 1.0, **settings})
+    kept = predictor.select(torch.tensor(frc)[None, None])
+    return [row.nonzero().flatten().tolist() for row in kept[0, 0]]
+
+
+# the last row: mean 0, deviation sqrt(2); the diagonal lies on the mean
+UNEVEN = [[0.0] * 5, [0.0] * 5, [0.0] * 5, [0.0] * 5, [-2.0, -1, 1, 2, 0]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "last_row"),
+    [
+        pytest.param({"threshold": 1.0}, [0, 4], id="lowest"),
+        pytest.param({"threshold": 1.0, "formula": "additive"}, [3, 4], id="highest"),
+        pytest.param({"threshold": 0.7}, [0, 1, 4], id="lower-threshold"),
+        pytest.param({"threshold": 1.0, "keep_diagonal": False}, [0], id="no-diagonal"),
+        pytest.param({"threshold": 9.0}, [4], id="diagonal-only"),
+        pytest.param({"threshold": 9.0, "min_keep": 0.6}, [0, 1, 4], id="at-least"),
+        pytest.param({"threshold": -9.0, "max_keep": 0.6}, [0, 1, 4], id="at-most"),
+        pytest.param({"threshold": -9.0}, [0, 1, 2, 3, 4], id="everything"),
+    ],
+)
+def test_a_row_keeps_what_stands_out_by_hand(settings, last_row):
+    assert adaptive_rows(UNEVEN, **settings)[-1] == last_row
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 1234.5])
+def test_in_a_row_of_equals_nothing_stands_out(value):
+    assert adaptive_rows([[value] * 7] * 7, threshold=0.0) == [[row] for row in range(7)]
+
+
+@formulas
+@both_ways
+def test_adaptive_rows_stay_between_their_shares(formula, causal):
+    q, k, _ = qkv(q_length=1000)
+    predictor = AdaptiveCurvaturePredictor(
+        32, threshold=0.5, min_keep=0.2, max_keep=0.4, formula=formula, causal=causal
+    )
+    kept = predictor(q, k).sum(-1)
+    seen = torch.arange(1, 33) if causal else torch.full((32,), 32)
+    assert (kept >= (seen * 0.2).ceil()).all()
+    assert (kept <= (seen * 0.4).ceil()).all()
+    # the rows differ, which is the point
+    assert kept[..., -1].unique().numel() > 1
+
+
+def test_the_same_inputs_give_the_same_adaptive_mask():
+    q, k, _ = qkv(q_length=500)
+    predictor = AdaptiveCurvaturePredictor(32)
+    assert torch.equal(predictor(q, k), predictor(q, k))
+
+
+# --- the figure
+
+
+@pytest.fixture
+def diagnostics():
+    q, k, _ = qkv(q_length=300)
+    return CoarseCurvaturePredictor(32)(q, k, return_diagnostics=True)[1]
+
+
+def test_the_figure_is_a_png_of_several_panels(diagnostics, tmp_path):
+    figure = visualize_frc_statistics(*diagnostics, path=tmp_path / "frc.png")
+    assert (tmp_path / "frc.png").read_bytes().startswith(PNG)
+    titles = [axes.get_title() for axes in figure.axes]
+    assert "curvature against affinity" in titles and "curvature against triangles" in titles
+
+
+@both_ways
+def test_the_histogram_counts_the_blocks_a_row_sees(diagnostics, causal):
+    figure = visualize_frc_statistics(diagnostics.frc, causal=causal)
+    counted = sum(bar.get_height() for bar in figure.axes[0].patches)
+    assert counted == 6 * (10 * 11 // 2 if causal else 10 * 10)
+    assert not any("against" in axes.get_title() for axes in figure.axes)
+
+
+def test_drawing_leaves_pyplot_alone(diagnostics, tmp_path):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    before = pyplot.get_fignums()
+    visualize_frc_statistics(*diagnostics, path=tmp_path / "frc.png")
+    assert pyplot.get_fignums() == before
+
+
+def test_without_matplotlib_it_says_what_to_install(diagnostics, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *arguments, **settings):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *arguments, **settings)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        visualize_frc_statistics(diagnostics.frc)
+
+
+# --- operations
+
+
+def test_operations_by_hand():
+    found = estimate_flops(4, head_dim=8, heads=3, block_size=2, sparsity=0.5)
+    # two blocks; each row keeps its diagonal block alone, three pairs of it
+    assert found == (3 * 4 * 4 * 8, 3 * 2 * 4 * 8, 3 * 2 * 8, 3 * 4 * 8 * 6, 3 * 4 * 8 * 10)
+    assert found.saving == found.dense / sum(found[:4])
+
+
+@pytest.mark.parametrize("length", [64, 100, 640, 1000])
+@pytest.mark.parametrize("sparsity", [0.0, 0.7, 0.95])
+def test_causal_pairs_are_those_of_the_plan(length, sparsity):
+    q, k, _ = qkv(q_length=length)
+    attended, causal = published_plan(q, k, sparsity, "forman", 32).pairs()
+    found = estimate_flops(length, 16, heads=6, block_size=32, sparsity=sparsity)
+    assert (found.attention, found.dense) == (4 * 16 * attended, 4 * 16 * causal)
+
+
+@both_ways
+def test_without_sparsity_attention_is_dense(causal):
+    found = estimate_flops(1000, 64, sparsity=0.0, causal=causal)
+    assert found.attention == found.dense
+    assert found.saving < 1
+
+
+# --- refusals
+
+ONE = torch.zeros(1, 6, 64, 16)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        pytest.param(lambda: coarsen_qk_max_l2(ONE[0], ONE), "shape of q is", id="q-3d"),
+        pytest.param(lambda: coarsen_qk_max_l2(ONE, ONE[0]), "shape of k is", id="k-3d"),
+        pytest.param(lambda: coarsen_qk_max_l2(ONE[:, :, :0], ONE), "shape of q is", id="empty"),
+        pytest.param(lambda: coarsen_qk_max_l2(ONE, ONE[..., :8]), "shape of k is", id="head-dim"),
+        pytest.param(lambda: coarsen_qk_max_l2(ONE, ONE[:, :4]), "6 heads and k 4", id="heads"),
+        pytest.param(lambda: coarsen_qk_max_l2(ONE, ONE, 0), "block_size is 0", id="block"),
+        pytest.param(
+            lambda: compute_block_frc(ONE, ONE[:, :, :9]), "9 blocks and q_coarse 64", id="blocks"
+        ),
+        pytest.param(
+            lambda: compute_block_frc(ONE, ONE[:, :4]), "6 heads and k_coarse 4", id="coarse-heads"
+        ),
+        pytest.param(
+            lambda: compute_block_frc(ONE, ONE, formula="ollivier"),
+            "formula is 'ollivier'; it must be 'forman' or 'additive'",
+            id="formula",
+        ),
+        pytest.param(
+            lambda: compute_block_frc(ONE, ONE, redundancy=2), "redundancy is 2", id="redundancy"
+        ),
+        pytest.param(lambda: generate_block_mask_from_frc(ONE), "shape of frc is", id="square"),
+        pytest.param(
+            lambda: generate_block_mask_from_frc(ONE[..., :16, :], 1.0),
+            r"sparsity is 1.0; it must be in \[0, 1\)",
+            id="sparsity",
+        ),
+        pytest.param(
+            lambda: generate_block_mask_from_frc(ONE[..., :16, :], keep="best"),
+            "keep is 'best'; it must be 'lowest' or 'highest'",
+            id="keep",
+        ),
+        pytest.param(
+            lambda: CoarseCurvaturePredictor()(ONE, ONE[:, :, :9]), "9 tokens and q 64", id="chunk"
+        ),
+        pytest.param(lambda: CoarseCurvaturePredictor(6.4), "block_size is 6.4", id="fraction"),
+        pytest.param(
+            lambda: CoarseCurvaturePredictor(sparsity=math.nan), "sparsity is nan", id="nan"
+        ),
+        pytest.param(
+            lambda: CoarseCurvaturePredictor(formula=None), "formula is None", id="no-formula"
+        ),
+        pytest.param(
+            lambda: AdaptiveCurvaturePredictor(threshold=math.inf), "threshold is inf", id="inf"
+        ),
+        pytest.param(
+            lambda: AdaptiveCurvaturePredictor(min_keep=0), "min_keep is 0;", id="min-keep"
+        ),
+        pytest.param(
+            lambda: AdaptiveCurvaturePredictor(max_keep=1.5), "max_keep is 1.5", id="max-keep"
+        ),
+        pytest.param(
+            lambda: AdaptiveCurvaturePredictor(min_keep=0.5, max_keep=0.1),
+            "min_keep is 0.5; it must be at most max_keep=0.1",
+            id="min-above-max",
+        ),
+        pytest.param(lambda: visualize_frc_statistics(ONE), "shape of frc is", id="figure-square"),
+        pytest.param(
+            lambda: visualize_frc_statistics(ONE[..., :16, :], triangles=ONE),
+            "shape of triangles is",
+            id="figure-triangles",
+        ),
+        pytest.param(lambda: estimate_flops(0, 64), "n is 0", id="no-tokens"),
+        pytest.param(lambda: estimate_flops(64, 64, heads=1.5), "heads is 1.5", id="half-a-head"),
+        pytest.param(lambda: estimate_flops(64, 64, sparsity=-1), "sparsity is -1", id="negative"),
+    ],
+)
+def test_what_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# --- the example
+
+
+def test_the_example_runs(tmp_path, capsys):
+    figure = tmp_path / "new" / "published.png"
+    runpy.run_path(str(EXAMPLE))["main"](["--out", str(figure)])
+    lines = capsys.readouterr().out.splitlines()
+    found = {line.split(" keeps ")[0].strip(): line for line in lines if " keeps " in line}
+    assert "the bridge in 0 of 4 heads" in found["forman"]
+    assert "the bridge in 4 of 4 heads" in found["additive"]
+    assert figure.read_bytes().startswith(PNG)

