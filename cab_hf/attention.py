@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from cab_hf.call import LEFT_EARLY, CabMask, in_backward_pass
 from cab_hf.config import MOST, CabConfig, require_layers
 from cab_hf.engines import Engine, Workload
 from cab_hf.exact import exact_attention
 from cab_hf.fit import Origin, require_origin, warn_if_never_sparse, warn_if_too_short
+from cab_hf.forward_pass import LEFT_EARLY, in_backward_pass
 from cab_hf.frame import PARALLEL, Length
+from cab_hf.mask import CabMask
 from cab_hf.plan import BlockPlan
 from cab_hf.predictors import make_predictor
 from cab_hf.refusals import refuse, refuse_across_ranks

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cab_hf.call import LEFT_EARLY, CabMask, in_backward_pass, named
+from cab_hf.fit import name_of
+from cab_hf.forward_pass import LEFT_EARLY, in_backward_pass
+from cab_hf.mask import CabMask
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # looked at one by one
@@ -80,7 +82,7 @@ def refuse(
             "output_attentions is True; 'cab' never forms attention weights. "
             "Use attn_implementation='eager' to read them."
         )
-    _refuse_keywords(named(getattr(module, "config", None)), kwargs)
+    _refuse_keywords(name_of(getattr(module, "config", None)), kwargs)
     if mask is not None:
         _refuse_mask(mask, key, sliding_window)
     if dropout:

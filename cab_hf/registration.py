@@ -38,7 +38,7 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     from cab_hf.attention import cab_attention, cab_dense_attention
-    from cab_hf.call import cab_mask
+    from cab_hf.mask import cab_mask
 
     AttentionInterface.register("cab", cab_attention)
     AttentionInterface.register("cab_dense", cab_dense_attention)

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from cab_hf import CabConfig
 from cab_hf.attention import cab_attention, cab_dense_attention
-from cab_hf.call import cab_mask
+from cab_hf.mask import cab_mask
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
 from cab_hf.rotary import slow_channels

@@ -1,48 +1,30 @@
-"""The mask hook, and what the layers of one forward pass share.
+"""The mask hook: what every layer gets instead of a 4-D tensor, and what it says.
 
-The hook hands every layer one small `CabMask` instead of a 4-D tensor. It knows who may see whom,
-where the tokens stand on the block grid, and carries what predictors hand from layer to layer.
+A `CabMask` knows who may see whom and where the tokens stand on the block grid. It is also where
+the layers of one forward pass leave what they share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.masking_utils import causal_mask_function
 
+from cab_hf import packing
+from cab_hf.fit import name_of
+from cab_hf.forward_pass import ForwardPass
 from cab_hf.frame import Frame, Length, whole_documents
+from cab_hf.not_a_tensor import NotATensor
 from cab_hf.plan import EXACT_BLOCK, BlockPlan
 from cab_hf.predictors import Call
 
-# a layer that gradient checkpointing computes again attends as it did the first time, or not at all
-LEFT_EARLY = (
-    "gradient checkpointing computes a layer again in the backward pass, and the model attends "
-    "otherwise than in the forward pass: a `with` block of cab_hf.cab or cab_hf.context_parallel "
-    "was left or entered in between, or apply_cab or remove_cab called. Call backward inside the "
-    "block that the forward pass ran in."
-)
-
-
-class NotATensor(NotImplementedError, AttributeError):
-    """A model computes with the mask itself. An AttributeError too, so that `hasattr` says no."""
-
-
-class _NoShape(tuple[int, ...]):
-    """The shape of what is no tensor: its length may be asked, a size may not."""
-
-    mask: CabMask
-
-    def __getitem__(self, index: Any) -> Any:
-        raise self.mask.misused("a size")
-
 
 @dataclass(eq=False)
-class CabMask:
+class CabMask(NotATensor, ForwardPass):
     """What may be attended, for one forward pass; every layer of one kind gets the same object.
 
     Slots are indices into the key tensor a layer hands over.
@@ -59,11 +41,7 @@ class CabMask:
         model: whose it is, for sentences about it.
         refusal: why no layer may use it; None where layers may. Models also make masks that none
             of their layers uses.
-        handed: what predictors of one layer leave for those of later ones.
     """
-
-    # transformers asks this and the shape of a mask to tell 2-D and 4-D tensors; this is neither
-    ndim: ClassVar[int] = 0
 
     batch: int
     q_length: int
@@ -75,63 +53,27 @@ class CabMask:
     slots: int | None = None
     model: str = "this model"
     refusal: str | None = None
-    handed: dict[Any, Any] = field(default_factory=dict)
     _looked_for_documents: bool = False
     # of the document ids, where they are known without a wait
     _most_documents: int | None = None
     _lengths: list[list[Length]] | None = None
     _frames: dict[tuple[Any, ...], Frame] = field(default_factory=dict)
     _plans: dict[Frame, BlockPlan] = field(default_factory=dict)
-    _parsed: list[tuple[Any, Any]] = field(default_factory=list)
-    # how each layer attended, by layer
-    _attended: dict[Any, Any] = field(default_factory=dict)
-    # of layers that gradients flow through
-    _predicted: dict[Any, list[BlockPlan]] = field(default_factory=dict)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        shape = _NoShape()
-        shape.mask = self
-        return shape
-
-    def __getattr__(self, name: str) -> Any:
-        raise self.misused(name)
 
     def __getitem__(self, index: Any) -> CabMask:
         """``mask[:, :, -n:, :]``, as Gemma 4 asks where layers compute the last n queries alone."""
-        slices = isinstance(index, tuple) and all(isinstance(each, slice) for each in index)
-        if not slices or len(index) != 4 or {index[i] == slice(None) for i in (0, 1, 3)} != {True}:
-            raise self.misused("getitem")
-        start, stop, step = index[2].indices(self.q_length)
+        everything = slice(None)
+        rows = index[2] if isinstance(index, tuple) and len(index) == 4 else None
+        if not isinstance(rows, slice) or index != (everything, everything, rows, everything):
+            return super().__getitem__(index)
+        start, stop, step = rows.indices(self.q_length)
         if (stop, step) != (self.q_length, 1) or start == stop:
-            raise self.misused("getitem")
+            return super().__getitem__(index)
         if start == 0:
             return self
         # what the layers share is about all queries
         fresh = {"_frames": {}, "_plans": {}, "handed": {}, "_predicted": {}}
         return replace(self, q_length=stop - start, q_slot=self.q_slot + start, **fresh)
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        masks = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls)]
-        # none of them where it stands in a list, as for torch.cat
-        mask = masks[0] if masks else cls(0, 0, 0, 0)
-        raise mask.misused(getattr(function, "__name__", "a function of torch"))
-
-    def misused(self, what: str) -> NotATensor:
-        """What a model is told that takes this for a tensor."""
-        if in_backward_pass():
-            return NotATensor(LEFT_EARLY)
-        return NotATensor(
-            f"{self.model} computes with its attention mask (asks it for {what!r}), of which 'cab' "
-            "makes no tensor. Load it with attn_implementation='eager'."
-        )
-
-    def contiguous(self) -> CabMask:
-        """Itself: generate() tidies the masks of static caches this way."""
-        return self
 
     @property
     def plain(self) -> bool:
@@ -183,10 +125,10 @@ class CabMask:
         starts = None
         if self.document is None and begins and self.q_length > 1:
             if cu_seq_lens is not None:
-                self.document = _documents_between(cu_seq_lens, self.batch, self.kv_length)
+                self.document = packing.documents_between(cu_seq_lens, self.batch, self.kv_length)
                 self._most_documents = cu_seq_lens.shape[0]
             elif self._told_by(position_ids):
-                starts = _starts(position_ids, self.valid)
+                starts = packing.document_starts(position_ids, self.valid)
         # a decode step is too short to pay for a wait
         if self.q_length > 1 and not torch.compiler.is_compiling():
             self._look(starts)
@@ -244,52 +186,6 @@ class CabMask:
             self._plans[frame] = BlockPlan.causal(frame.spans, 1, EXACT_BLOCK, EXACT_BLOCK)
         return self._plans[frame]
 
-    def parsed(self, config: Any, parse: Callable[[Any], Any]) -> Any:
-        """What ``parse`` makes of a model's ``config``, once a forward pass.
-
-        Tables of budgets are long, and torch.compile traces every number that is looked at.
-        """
-        for known, result in self._parsed:
-            if known is config:
-                return result
-        self._parsed.append((config, parse(config)))
-        return self._parsed[-1][1]
-
-    def require_as_before(self, layer: Any, how: Any) -> None:
-        """Refuse a ``layer`` that is computed again and attends otherwise than the first time.
-
-        Raises:
-            RuntimeError: a backward pass finds another ``how`` than the forward pass had.
-        """
-        if torch.compiler.is_compiling():
-            return
-        if self._attended.setdefault(layer, how) == how:
-            return
-        if in_backward_pass():
-            raise RuntimeError(LEFT_EARLY)
-        self._attended[layer] = how
-
-    def planned(self, layer: Any, query: Tensor, predict: Callable[[], BlockPlan]) -> BlockPlan:
-        """What ``predict`` chooses for ``layer``, kept for a second forward pass.
-
-        Gradient checkpointing computes a layer again in the backward pass: it then attends under
-        the plan of the first time. A layer that a model calls several times is predicted anew.
-        """
-        if torch.compiler.is_compiling() or not query.requires_grad or _is_captured(query):
-            return predict()
-        kept = self._predicted.setdefault(layer, [])
-        if not in_backward_pass():
-            plan = predict()
-            # lists of all layers would stand beside what the longest layer needs
-            kept.append(plan.each(_put_by))
-            return plan
-        if len(kept) > 1:
-            # nobody knows which of the calls this is, nor whose plans those before it had left
-            self.handed.clear()
-        if len(kept) != 1:
-            return predict()
-        return kept.pop().each(lambda x: x.to(query.device, non_blocking=True))
-
     def call(
         self, frame: Frame, scale: float, layer: int | None, channels: tuple[int, ...]
     ) -> Call:
@@ -311,44 +207,6 @@ class CabMask:
             seen = seen & (document[:, start:stop, None] == document[:, None, low:high])
         # a padding query would see nothing, and softmax over nothing is NaN: let it see itself
         return (seen | (key == query)).unsqueeze(1)
-
-
-def _is_captured(x: Tensor) -> bool:
-    # a graph that is replayed knows no host
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _put_by(x: Tensor) -> Tensor:
-    """A copy in the host's memory, without waiting for it; on a CPU the tensor itself."""
-    if not x.is_cuda:
-        return x
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-
-
-def in_backward_pass() -> bool:
-    """Whether autograd runs, and what is computed is computed again."""
-    # what torch.utils.checkpoint asks too
-    return torch._C._current_graph_task_id() != -1
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    def refused(self: CabMask, *_: Any) -> Any:
-        raise self.misused(name)
-
-    return refused
-
-
-# Python asks the class for these, not `__getattr__`
-for _name in ("setitem", "invert", "neg", "lt", "le", "gt", "ge"):
-    setattr(CabMask, f"__{_name}__", _operator(_name))
-for _name in ("add", "sub", "mul", "truediv", "and", "or", "xor"):
-    setattr(CabMask, f"__{_name}__", _operator(_name))
-    setattr(CabMask, f"__r{_name}__", _operator(_name))
-
-
-def named(config: Any) -> str:
-    """What a model calls itself, for sentences about it."""
-    return getattr(config, "model_type", None) or "this model"
 
 
 def cab_mask(
@@ -399,10 +257,19 @@ def cab_mask(
         )
         valid = F.pad(valid, (0, (written or kv_length) - valid.shape[1]), value=False)
 
-    refusal = _refusal(config, mask_function, local_size, use_vmap, q_length, batch_size, device)
-    document = None
+    model, document = name_of(config), None
+    refusal = _refusal(config, local_size, use_vmap)
     if refusal is None and mask_function is not causal_mask_function and not decode:
-        document = _documents(mask_function, batch_size, q_length, q_offset, device)
+        pattern = mask_function, batch_size, q_length, device
+        if eager and packing.looks_ahead(*pattern):
+            refusal = "has a mask that lets tokens see later ones"
+        else:
+            document = packing.documents_of(*pattern)
+    if refusal is not None:
+        refusal = (
+            f"{model} {refusal}; 'cab' computes causal attention, whole or under sliding windows. "
+            "Load it with attn_implementation='sdpa'."
+        )
     return CabMask(
         batch_size,
         q_length,
@@ -412,96 +279,15 @@ def cab_mask(
         document,
         local_size,
         slots=kv_length,
-        model=named(config),
+        model=model,
         refusal=refusal,
     )
 
 
-def _refusal(
-    config: Any,
-    mask_function: Any,
-    local_size: int | None,
-    use_vmap: bool,
-    q_length: int,
-    batch: int,
-    device: Any,
-) -> str | None:
-    """Why no layer may attend as the arguments of the mask hook say; None where layers may."""
+def _refusal(config: Any, local_size: int | None, use_vmap: bool) -> str | None:
+    """What the arguments of the mask hook ask for beside causal attention, as half a sentence."""
     if use_vmap:
-        found = "adds an or_mask_function or and_mask_function"
-    elif local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
-        found = f"attends in chunks of {local_size}"
-    elif _looks_ahead(mask_function, q_length, batch, device):
-        found = "has a mask that lets tokens see later ones"
-    else:
-        return None
-    return (
-        f"{named(config)} {found}; 'cab' computes causal attention, whole or under sliding "
-        "windows. Load it with attn_implementation='sdpa'."
-    )
-
-
-def _looks_ahead(mask_function: Any, q_length: int, batch: int, device: Any) -> bool:
-    """Whether a token sees the one behind it."""
-    if mask_function is causal_mask_function or q_length == 1 or torch.compiler.is_compiling():
-        return False
-    row = torch.arange(batch, device=device).unsqueeze(-1)
-    slot = torch.arange(q_length - 1, device=device).unsqueeze(0)
-    return bool(mask_function(row, torch.zeros_like(row), slot, slot + 1).any())
-
-
-def _documents(
-    mask_function: Any, batch: int, q_length: int, q_offset: int | Tensor, device: Any
-) -> Tensor | None:
-    """Document ids int [B, N_q], read off transformers' own mask function.
-
-    A document starts at a token that may not see the token before it.
-    """
-    row = torch.arange(batch, device=device).unsqueeze(-1)
-    head = torch.zeros_like(row)
-    slot = torch.arange(q_length, device=device).unsqueeze(0)
-    before = (slot - 1).clamp(min=0)
-    eager = not torch.compiler.is_compiling()
-    starts = ~mask_function(row, head, slot, before).expand(batch, q_length) & (slot > 0)
-    if eager and not bool(starts.any()):
-        return None
-    return starts.cumsum(-1)
-
-
-def _documents_between(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
-    """Document ids int [B, N] of cumulative lengths: of one row for all, or of all rows in one.
-
-    What lies behind the last is a document of its own.
-    """
-    slot = torch.arange(batch * length, device=cu_seq_lens.device)
-    if not torch.compiler.is_compiling():
-        end = int(cu_seq_lens[-1])
-        if end > batch * length or (batch > 1 and end not in (length, batch * length)):
-            raise ValueError(
-                f"cu_seq_lens_q ends at {end} in a call of {batch} x {length} tokens; it must end "
-                f"at {batch * length}."
-            )
-    if batch > 1:
-        # lengths of one row begin again with every row
-        slot = slot % cu_seq_lens[-1]
-    return torch.bucketize(slot, cu_seq_lens[1:], right=True).unflatten(0, (batch, length))
-
-
-def _starts(position_ids: Tensor, valid: Tensor | None) -> Tensor:
-    """bool [B or 1, N]: real tokens that begin a document, the first of a row among them.
-
-    A document begins where the position is below that of the real token before. One that repeats
-    the position of a beginning begins another: the one before it was a document of one token.
-    Positions that repeat elsewhere are those of a picture's tokens.
-    """
-    slot = torch.arange(position_ids.shape[1], device=position_ids.device)
-    if valid is not None:
-        valid = valid.to(position_ids.device)
-        # padding has the position of the real token before it, and so begins nothing
-        latest = torch.where(valid, slot, -1).cummax(-1).values
-        position_ids = position_ids.expand(valid.shape[0], -1).gather(1, latest.clamp(min=0))
-        position_ids = position_ids.masked_fill(latest < 0, torch.iinfo(position_ids.dtype).max)
-    step = F.pad(position_ids[:, 1:].sub(position_ids[:, :-1]).sign(), (1, 0), value=-1)
-    moved = torch.where(step != 0, slot, 0).cummax(-1).values
-    starts = step.gather(1, moved) < 0
-    return starts if valid is None else starts & valid
+        return "adds an or_mask_function or and_mask_function"
+    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
+        return f"attends in chunks of {local_size}"
+    return None
