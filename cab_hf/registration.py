@@ -146,8 +146,8 @@ def _asking_us(check: Callable[..., str]) -> Callable[..., str]:
 
     What it is for is refused here where it does not fit, rather than in the first forward pass.
     """
-    from cab_hf.attention import settings
     from cab_hf.fit import warn_if_unused
+    from cab_hf.model_config import settings
     from cab_hf.predictors import make_predictor
 
     @functools.wraps(check)

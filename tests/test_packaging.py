@@ -14,9 +14,12 @@ import cab_hf
 ROOT = Path(__file__).parents[1]
 FLOORS = [
     *(
-        "fit",
-        "runs",
+        "checks",
         "config",
+        "fit",
+        "model_config",
+        "budgets",
+        "runs",
         "rotary",
         "documents",
         "plan",

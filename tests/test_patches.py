@@ -21,8 +21,8 @@ from transformers import (
 from words import make_tokenizer
 
 import cab_hf
-from cab_hf import CabConfig, fit
-from cab_hf.fit import Origin
+from cab_hf import CabConfig, checks
+from cab_hf.config import Origin
 from cab_hf.patches import calibration
 
 
@@ -616,7 +616,7 @@ def test_a_calibration_of_another_model_is_named_where_it_is_compiled(model):
 
 @pytest.fixture
 def nothing_said(monkeypatch):
-    monkeypatch.setattr(fit, "_warned", set())
+    monkeypatch.setattr(checks, "_warned", set())
 
 
 def switched_on(model, min_length):

@@ -196,7 +196,7 @@ def budgets(draw, count, **fixed):
         "max_density": draw(st.sampled_from((1.0, 0.5))),
         "min_length": draw(st.sampled_from((0, 0, 0, 40, 80, 120))),
     }
-    return CabConfig(**{**fields, **fixed})
+    return CabConfig.reading({**fields, **fixed})
 
 
 # --- what is computed

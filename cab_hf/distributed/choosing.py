@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cab_hf.config import Budgets, CabConfig, budgets_of
+from cab_hf.budgets import Budgets, budgets_of
+from cab_hf.config import CabConfig
 from cab_hf.distributed.exchange import gathered, group_of
 from cab_hf.distributed.layout import Places, Shard, layout_of, lengths_between, take_rows
 from cab_hf.ops.reference import KeySummary

@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cab_hf.config import CabConfig, is_whole, require
+from cab_hf.checks import is_whole, require
+from cab_hf.config import CabConfig
 from cab_hf.distributed.choosing import choose, short_rows
 from cab_hf.distributed.exchange import RankLost, agree, forget_why, group_of, say_why
 from cab_hf.distributed.flight import KV_HEADS_TOGETHER

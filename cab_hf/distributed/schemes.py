@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cab_hf import engines
-from cab_hf.config import is_whole, require
+from cab_hf.checks import is_whole, require
 from cab_hf.distributed.exchange import agree, finish, group_of, watched
 from cab_hf.distributed.flight import KV_HEADS_TOGETHER, Flight, over_slices
 from cab_hf.distributed.layout import (

@@ -9,7 +9,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from cab_hf.config import Budgets, CabConfig, budgets_of
+from cab_hf.budgets import Budgets, budgets_of
+from cab_hf.config import CabConfig
 from cab_hf.ops import reference
 from cab_hf.ops.reference import KeySummary
 from cab_hf.plan import BlockPlan, Spans, block_visibility
