@@ -503,7 +503,7 @@ def loaded(model, folder, **told):
 MISFITS = {
     "deep": ({"mass": [[0.5] * 6] * 30}, "mass has 30 layers of 6 heads, and this model has 3"),
     "shallow": ({"bridges": [[0.1] * 6] * 2}, "bridges has 2 layers of 6 heads, and this model"),
-    "heads": ({"sparsity": [[0.5] * 9] * 3}, "9 heads, and this model has 3 layers of 6 heads;"),
+    "heads": ({"bridges": [[0.5] * 9] * 3}, "9 heads, and this model has 3 layers of 6 heads;"),
     "exact": ({"exact_queries": [[8] * 9] * 3}, "exact_queries has 3 layers of 9 heads"),
     "map": (
         {"predictor": "cascade", "anchors": [0], "head_map": [[0] * 9] * 3},

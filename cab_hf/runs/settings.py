@@ -17,8 +17,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cab_hf import checks
-
 Settings = TypeVar("Settings")
 Fields = Mapping[str, dataclasses.Field]
 FILE = "settings"  # the option that names a YAML file
@@ -130,9 +128,10 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def require(settings: Any, name: str, holds: object, accepted: str, value: object = None) -> None:
-    """`checks.require` of the field ``name``, or of the ``value`` in it that does not fit."""
-    value = getattr(settings, name) if value is None else value
-    checks.require(holds, name, value, accepted)
+    """ValueError that ``name`` must be ``accepted``, with the value seen, unless ``holds``."""
+    if not holds:
+        value = getattr(settings, name) if value is None else value
+        raise ValueError(f"{name} must be {accepted}; got {value!r}.")
 
 
 class _Parser(argparse.ArgumentParser):
