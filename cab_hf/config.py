@@ -233,7 +233,7 @@ class CabConfig:
             sparsity: share of every row's blocks that is dropped.
             curvature: ``"forman"`` (``redundancy`` 1: lowest Forman-Ricci curvature kept),
                 ``"additive"`` or ``"none"``.
-            overrides: any other field.
+            overrides: any other field; what of the recipe is then not read falls back.
         """
         recipe = {
             "query_block": 64,
@@ -246,7 +246,7 @@ class CabConfig:
             "select": "topk",
             "redundancy": 1.0 if curvature == "forman" else cls.redundancy,
         }
-        return cls(**{**recipe, "sparsity": sparsity, "curvature": curvature, **overrides})
+        return cls(**recipe, sparsity=sparsity, curvature=curvature).changed(**overrides)
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> CabConfig:

@@ -261,7 +261,7 @@ def test_only_the_text_of_a_vision_language_model_is_calibrated(told, monkeypatc
     monkeypatch.setattr(calibration, "KEYS", 2)
     model = tiny_llava(**told)
     model.resize_token_embeddings(400)
-    config = dataclasses.replace(SPARSE, predictor="antidiagonal")
+    config = SPARSE.changed(predictor="antidiagonal")
     given = cab_hf.calibrate(
         model, make_tokenizer(), "So it goes.", 0.7, config=config, length=300, documents=1
     )

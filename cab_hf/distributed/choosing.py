@@ -26,9 +26,9 @@ from torch import Tensor
 from cab_hf.budgets import Budgets, budgets_of
 from cab_hf.config import CabConfig
 from cab_hf.distributed.exchange import gathered, group_of
-from cab_hf.distributed.layout import Places, Shard, layout_of, lengths_between, take_rows
+from cab_hf.distributed.layout import Places, Shard, layout_of, lengths_between
 from cab_hf.ops.reference import KeySummary
-from cab_hf.plan import EXACT_BLOCK, BlockLists, BlockPlan, Spans, named_rows
+from cab_hf.plan import EXACT_BLOCK, BlockLists, BlockPlan, Spans, named_rows, once_per_spans
 from cab_hf.predictors import (
     Call,
     CascadePredictor,
@@ -149,7 +149,7 @@ def _for_all_rows(
     shape = q.shape[0], q.shape[1], spans.text.q_length, q.shape[3]
     everyone = q.new_zeros(1).expand(shape)
     plan = predictor.choose(everyone, summary, replace(call, spans=spans.text), vectors)
-    return take_rows(plan, _text_rows(spans, size), spans)
+    return plan.take_rows(_text_rows(spans, size), spans)
 
 
 def _by_all_of_it(
@@ -163,11 +163,12 @@ def _by_all_of_it(
             f"which the ranks' chunks of {places.layout.block} tokens cut; give block="
             f"{plan.query_block} to what shards and to what attends."
         )
-    return take_rows(plan, _text_rows(call.spans, plan.query_block), call.spans)
+    return plan.take_rows(_text_rows(call.spans, plan.query_block), call.spans)
 
 
+@once_per_spans
 def _text_rows(spans: Shard, query_block: int) -> Tensor:
-    return spans.made(("text rows", query_block), lambda: spans.text_rows(query_block))
+    return spans.text_rows(query_block)
 
 
 def _everyones_summary(
@@ -224,14 +225,13 @@ def _with_heads(plan: BlockPlan, other: BlockPlan, heads: tuple[int, ...]) -> Bl
 def short_rows(places: Places, spans: Shard, queries: int, tokens: int, size: int) -> Any:
     """`Frame.short` of the whole text, as rows of this rank: int64 [B, R], or None for none."""
     short = places.frame.short(queries, tokens, size)
-    if short is None:
-        return None
+    return None if short is None else _short_rows(spans, short, size)
 
-    def mine() -> Tensor:
-        blocks = -(-spans.text.q_length // size)
-        named = torch.zeros(1, blocks + 1, device=short.device, dtype=torch.bool)
-        named = named.scatter(1, short.where(short >= 0, blocks), True)[:, :-1]
-        rows = spans.taken(named, size)
-        return named_rows(rows, rows.shape[1]).expand(spans.first.shape[0], -1)
 
-    return spans.made(("short", queries, tokens, size), mine)
+@once_per_spans
+def _short_rows(spans: Shard, short: Tensor, size: int) -> Tensor:
+    blocks = -(-spans.text.q_length // size)
+    named = torch.zeros(1, blocks + 1, device=short.device, dtype=torch.bool)
+    named = named.scatter(1, short.where(short >= 0, blocks), True)[:, :-1]
+    rows = spans.taken(named, size)
+    return named_rows(rows, rows.shape[1]).expand(spans.first.shape[0], -1)

@@ -14,16 +14,9 @@ from cab_hf import engines
 from cab_hf.checks import is_whole, require
 from cab_hf.distributed.exchange import agree, finish, group_of, watched
 from cab_hf.distributed.flight import KV_HEADS_TOGETHER, Flight, over_slices
-from cab_hf.distributed.layout import (
-    Layout,
-    Places,
-    layout_of,
-    lengths_between,
-    take_heads,
-    take_rows,
-)
+from cab_hf.distributed.layout import Layout, Places, layout_of, lengths_between
 from cab_hf.engines import Engine, Workload
-from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
+from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, once_per_spans
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,7 +54,7 @@ class Turn:
 
         def attend(keys: Tensor, values: Tensor, i: int) -> tuple[Tensor, Tensor]:
             heads = slice(flight.slices[i].start * group, flight.slices[i].stop * group)
-            part = take_heads(plan, heads.start, heads.stop, q.shape[1])
+            part = plan.take_heads(heads.start, heads.stop, q.shape[1])
             return self._launch(engine, q[:, heads], keys, values, part)
 
         return over_slices(flight, k, v, attend)
@@ -71,24 +64,28 @@ class Turn:
     ) -> tuple[Tensor, Tensor]:
         if not self.apart:
             return engine.attention(q, k, v, plan, self.scale, return_lse=True)
-        halves = self.spans.made("halves", self._halves)
+        halves = _halves(self.spans, self.places)
         found = []
         for tokens, spans in halves:
-            rows = spans.made(
-                ("rows", plan.query_block),
-                lambda tokens=tokens: tokens[:: plan.query_block] // plan.query_block,
-            )
-            part = take_rows(plan, rows, spans)
+            part = plan.take_rows(_rows_of(spans, tokens, plan.query_block), spans)
             some = q[:, :, tokens]
             found.append(engine.attention(some, k, v, part, self.scale, return_lse=True))
         back = torch.cat([tokens for tokens, _ in halves]).argsort()
         return tuple([torch.cat(parts, dim=2)[:, :, back] for parts in zip(*found, strict=True)])
 
-    def _halves(self) -> list[tuple[Tensor, Spans]]:
-        """The queries of the early chunks and their spans, and those of the late ones."""
-        late = self.places.layout.late.to(self.spans.first.device)
-        halves = [which.nonzero().squeeze(1) for which in (~late, late)]
-        return [(tokens, _some(self.spans, tokens)) for tokens in halves]
+
+@once_per_spans
+def _halves(spans: Spans, places: Places) -> list[tuple[Tensor, Spans]]:
+    """The queries of the early chunks and their spans, and those of the late ones."""
+    late = places.layout.late.to(spans.first.device)
+    halves = [which.nonzero().squeeze(1) for which in (~late, late)]
+    return [(tokens, _some(spans, tokens)) for tokens in halves]
+
+
+@once_per_spans
+def _rows_of(spans: Spans, tokens: Tensor, query_block: int) -> Tensor:
+    """The query blocks that ``tokens`` are whole ones of."""
+    return tokens[::query_block] // query_block
 
 
 def zigzag_attention(
@@ -179,9 +176,10 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Te
     return _around(q, k, v, turn, engine)
 
 
+@once_per_spans
 def everything(spans: Spans, size: int) -> BlockPlan:
-    """The plan that leaves nothing out of ``spans``; made once for all layers and heads."""
-    return spans.made(("everything", size), lambda: BlockPlan.causal(spans, 1, size, size))
+    """The plan that leaves nothing out of ``spans``, for all heads."""
+    return BlockPlan.causal(spans, 1, size, size)
 
 
 def refuse_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -306,7 +304,7 @@ def _around(q: Tensor, k: Tensor, v: Tensor, turn: Turn, engine: Engine) -> tupl
         if step + 1 < world:
             # on their way while this step computes
             passing = _passed(k, v, turn.group)
-        spans = turn.spans.made(("of rank", holder), lambda h=holder: _seen_of(turn, h))
+        spans = _seen_of(turn.spans, turn.places, holder)
         found = engine.attention(q, k, v, everything(spans, size), turn.scale, return_lse=True)
         # merged at no less than float32, rounded once
         found = found[0].to(found[1].dtype), found[1]
@@ -316,23 +314,24 @@ def _around(q: Tensor, k: Tensor, v: Tensor, turn: Turn, engine: Engine) -> tupl
     return out.to(q.dtype), lse.detach()
 
 
-def _seen_of(turn: Turn, holder: int) -> Spans:
+@once_per_spans
+def _seen_of(spans: Spans, places: Places, holder: int) -> Spans:
     """What this rank's queries see of another rank's keys, as that rank holds them.
 
     A rank holds the keys of the frame in ascending order, so that what a query sees of them is one
     interval too.
     """
-    layout, device = turn.places.layout, turn.spans.first.device
+    layout, device = places.layout, spans.first.device
     real = layout.real[holder].to(device)
     # padding stands between the last token of its document and the first of the next
-    order = 2 * (turn.places.begins + layout.positions[holder].to(device)) + (~real).long()
-    first = torch.searchsorted(order, 2 * turn.spans.first.to(order.dtype))
-    last = torch.searchsorted(order, 2 * turn.spans.last.to(order.dtype), right=True) - 1
-    seen = (turn.spans.last >= 0) & (first <= last)
+    order = 2 * (places.begins + layout.positions[holder].to(device)) + (~real).long()
+    first = torch.searchsorted(order, 2 * spans.first.to(order.dtype))
+    last = torch.searchsorted(order, 2 * spans.last.to(order.dtype), right=True) - 1
+    seen = (spans.last >= 0) & (first <= last)
     return Spans(
         first.where(seen, 0).to(torch.int32),
         last.where(seen, -1).to(torch.int32),
-        real.expand(turn.spans.first.shape[0], -1),
+        real.expand(spans.first.shape[0], -1),
         consecutive=False,
     )
 

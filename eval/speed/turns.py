@@ -21,7 +21,7 @@ from cab_hf.distributed import (
     zigzag_attention,
 )
 from cab_hf.distributed.flight import KV_HEADS_TOGETHER
-from cab_hf.distributed.layout import Layout, layout_of, take_heads
+from cab_hf.distributed.layout import Layout, layout_of
 from cab_hf.distributed.schemes import everything
 from cab_hf.engines import REFERENCE, Workload
 from cab_hf.eval.speed.checks import CHECK_GRADIENT_TOLERANCE, CHECK_TOLERANCE, close
@@ -225,7 +225,7 @@ def needed(plan: BlockPlan, heads: int, kv_heads: int) -> float:
     group = heads // kv_heads
     # one KV head at a time: as a grid, a plan is large
     parts = [
-        union(take_heads(plan, i * group, (i + 1) * group, heads), 1).float().mean()
+        union(plan.take_heads(i * group, (i + 1) * group, heads), 1).float().mean()
         for i in range(kv_heads)
     ]
     return float(torch.stack(parts).mean())
