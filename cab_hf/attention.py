@@ -5,8 +5,6 @@ A call is looked at, routed (decode, exact or sparse), and attended as the route
 
 from __future__ import annotations
 
-import copy
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -14,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from cab_hf.call import LEFT_EARLY, CabMask, in_backward_pass
-from cab_hf.config import MOST, CabConfig, require_layers
+from cab_hf.config import CabConfig
 from cab_hf.engines import Workload
-from cab_hf.fit import Origin, require_origin, warn_if_never_sparse, warn_if_too_short
+from cab_hf.fit import warn_if_too_short
+from cab_hf.forward_pass import LEFT_EARLY, in_backward_pass
 from cab_hf.frame import PARALLEL
+from cab_hf.mask import CabMask
+from cab_hf.model_config import settings, settings_in_use
 from cab_hf.refusals import refuse
 from cab_hf.route import route
 
@@ -156,84 +156,3 @@ def _one_dtype(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
             # quantised weights: their dtype is a container, the config has the compute dtype
             target = module.config.dtype or query.dtype
     return tuple(x.to(target) for x in tensors)
-
-
-def settings(config: PreTrainedConfig) -> CabConfig:
-    """The CabConfig a model's config carries, the defaults when it carries none.
-
-    Raises:
-        ValueError: for what is no CabConfig, one of layers that the model does not have, or a
-            calibration of a model of another shape.
-    """
-    saved = getattr(config, "cab_config", None)
-    found = _parse({} if saved is None else saved)
-    require_origin(found.origin, config)
-    require_layers(found, config)
-    return found
-
-
-def settings_in_use(config: PreTrainedConfig) -> CabConfig:
-    """`settings`, with a warning where they never let a prompt attend sparsely."""
-    found = settings(config)
-    if not torch.compiler.is_compiling():
-        warn_if_never_sparse(found.min_length, config)
-    return found
-
-
-def _parse(saved: Any) -> CabConfig:
-    if isinstance(saved, CabConfig):
-        return saved
-    if not isinstance(saved, dict):
-        return CabConfig.from_dict(saved)
-    if torch.compiler.is_compiling():
-        return _constant(tuple((name, _plain(value)) for name, value in saved.items()))
-    return _latest.parse(saved)
-
-
-class _Latest:
-    """The dict that was parsed last, as it was then: every layer of a model brings the same one.
-
-    Numbers of a table are compared by identity first, which is faster than hashing them.
-    """
-
-    def __init__(self) -> None:
-        self._known: tuple[dict[str, Any], CabConfig] | None = None
-
-    def parse(self, saved: dict[str, Any]) -> CabConfig:
-        known = self._known
-        if known is None or known[0] != saved:
-            known = self._known = copy.deepcopy(saved), CabConfig.from_dict(saved)
-        return known[1]
-
-
-_latest = _Latest()
-
-
-def _plain(value: Any) -> Any:
-    """The same value, hashable; under torch.compile a constant.
-
-    A number that differed in an earlier compilation is symbolic to dynamo. It becomes a constant
-    where Python needs one: as the length of a range, as text.
-    """
-    if isinstance(value, (list, tuple)):
-        # a table has thousands of numbers: each call that is traced counts
-        return tuple([float.fromhex(x.hex()) if type(x) is float else _plain(x) for x in value])
-    if isinstance(value, float):
-        return float.fromhex(value.hex())
-    if isinstance(value, dict) and set(value) == set(Origin._fields):
-        return tuple([(name, _plain(each)) for name, each in value.items()])
-    # what is larger is refused
-    if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST:
-        return len(range(value))
-    return value if value is None or isinstance(value, (str, int)) else repr(value)
-
-
-# a constant to torch.compile, which wants plain arguments and would look into a cached function
-@torch.compiler.assume_constant_result
-def _constant(items: tuple[tuple[str, Any], ...]) -> CabConfig:
-    return _parsed(items)
-
-
-@lru_cache
-def _parsed(items: tuple[tuple[str, Any], ...]) -> CabConfig:
-    return CabConfig.from_dict(dict(items))

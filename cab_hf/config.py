@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cab_hf.fit import Origin, number
+from cab_hf.checks import MOST, is_count, is_share, is_whole, require, short, warn_once
 
 COARSEN = ("box", "mean", "max_l2")
 CURVATURE = ("none", "additive", "forman")
 SELECT = ("clusters", "topk")
-# blocks and tokens are counted in int32
-MOST = 2**31 - 1
 # fields that take a table of layers and heads
 TABLES = ("mass", "bridges", "sparsity", "exact_queries", "head_map")
 CHOICES = {"coarsen": COARSEN, "select": SELECT, "curvature": CURVATURE}
@@ -25,6 +22,63 @@ CHOICES = {"coarsen": COARSEN, "select": SELECT, "curvature": CURVATURE}
 MASS_BY_KEYS = ((8192, 0.95), (16384, 0.72))
 # a number for every head of every layer, [layers][heads]
 Table = tuple[tuple[float, ...], ...]
+
+# predictors that choose by ``select``, that rank blocks by a score of theirs, and all that come
+# with cab_hf: what another one reads of the config is its own affair
+CAB = ("curvature", "cascade")
+RANKING = ("antidiagonal", "oracle", "random", "vertical_slash")
+SHIPPED = (*CAB, *RANKING, "streaming")
+
+
+def _read_by(*schemes: str, default: Any, off: Any = dataclasses.MISSING) -> Any:
+    """A field that only some ways to choose blocks read: values of ``select``, or predictors.
+
+    Any of them may be told ``off``, the value that asks for nothing.
+    """
+    return dataclasses.field(default=default, metadata={"schemes": schemes, "off": off})
+
+
+class Origin(NamedTuple):
+    """What a calibration was measured for; None where the model's layers differ or do not say.
+
+    Attributes:
+        model: its name.
+        layers, heads, kv_heads: how many it has, of heads in every layer.
+        length: tokens of the documents that it read.
+    """
+
+    model: str
+    layers: int | None
+    heads: int | None
+    kv_heads: int | None
+    length: int
+
+    @classmethod
+    def of(cls, told: Any) -> Origin:
+        """Of its fields by name, as JSON has them.
+
+        Raises:
+            ValueError: for fields that are missing, unknown or of another kind.
+        """
+        if isinstance(told, Origin):
+            return told
+        # torch.compile has taken a dict apart
+        pairs = isinstance(told, tuple) and all(isinstance(x, tuple) and len(x) == 2 for x in told)
+        fields = dict(told) if pairs or isinstance(told, Mapping) else {}
+        if set(fields) == set(cls._fields):
+            origin = cls(**fields)
+            counts = [x for x in origin[1:4] if x is not None] + [origin.length]
+            if isinstance(origin.model, str) and all(type(x) is int and x > 0 for x in counts):
+                return origin
+        raise ValueError(
+            f"CabConfig.origin is {str(told)[:80]!r}; it must be None or a dict of "
+            f"{', '.join(cls._fields)}."
+        )
+
+    @property
+    def shape(self) -> str:
+        told = zip(self[1:4], ("layers", "heads", "KV heads"), strict=True)
+        return ", ".join([f"{count} {what}" for count, what in told if count is not None])
 
 
 @dataclass(frozen=True)
@@ -100,23 +154,23 @@ class CabConfig:
     sink_blocks: int = 1
     local_blocks: int = 3
     dense_tail: int = 1
-    coarsen: str = "box"
-    select: str = "clusters"
-    mass: float | Table | None = None
-    bridges: float | Table = 0.02
-    exact_queries: int | Table = 16
-    sparsity: float | Table = 0.95
-    curvature: str = "additive"
-    redundancy: float = 0.3
-    max_density: float = 1.0
+    coarsen: str = _read_by(*SELECT, default="box")
+    select: str = _read_by(*SELECT, default="clusters")
+    mass: float | Table | None = _read_by("clusters", default=None)
+    bridges: float | Table = _read_by("clusters", default=0.02, off=0)
+    exact_queries: int | Table = _read_by(*SELECT, default=16, off=0)
+    sparsity: float | Table = _read_by("topk", *RANKING, default=0.95, off=0)
+    curvature: str = _read_by(*SELECT, default="additive", off="none")
+    redundancy: float = _read_by(*SELECT, default=0.3, off=0)
+    max_density: float = _read_by(*SELECT, *RANKING, default=1.0)
     dense_layers: tuple[int, ...] = ()
     min_length: int = 8192
     engine: str = "auto"
     predictor: str = "curvature"
-    anchors: tuple[int, ...] = ()
-    head_map: Table = ()
+    anchors: tuple[int, ...] = _read_by("cascade", default=(), off=[])
+    head_map: Table = _read_by("cascade", default=(), off=[])
     sparse_decode: bool = False
-    check_finite: bool = False
+    check_finite: bool = _read_by(*SELECT, default=False)
     origin: Origin | None = None
 
     def __post_init__(self) -> None:
@@ -161,6 +215,11 @@ class CabConfig:
             self._freeze_table("head_map", is_count, "() for the same heads")
         if self.origin is not None:
             object.__setattr__(self, "origin", Origin.of(self.origin))
+        for name, reader in unread(vars(self)).items():
+            raise ValueError(
+                f"CabConfig.{name} is {short(getattr(self, name))}, which {reader} does not read; "
+                f"leave it at {FIELDS[name].default!r}{_others(name)}."
+            )
         if self.predictor == "cascade":
             self._check_cascade()
 
@@ -174,7 +233,7 @@ class CabConfig:
             sparsity: share of every row's blocks that is dropped.
             curvature: ``"forman"`` (``redundancy`` 1: lowest Forman-Ricci curvature kept),
                 ``"additive"`` or ``"none"``.
-            overrides: any other field.
+            overrides: any other field; what of the recipe is then not read falls back.
         """
         recipe = {
             "query_block": 64,
@@ -187,22 +246,49 @@ class CabConfig:
             "select": "topk",
             "redundancy": 1.0 if curvature == "forman" else cls.redundancy,
         }
-        return cls(**{**recipe, "sparsity": sparsity, "curvature": curvature, **overrides})
+        return cls(**recipe, sparsity=sparsity, curvature=curvature).changed(**overrides)
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> CabConfig:
-        """The config saved by `to_dict`. Raises ValueError for a field that does not exist."""
+        """The config of some fields by name, or the one saved by `to_dict`.
+
+        A saved dict has the fields of every way to choose blocks. What this one does not read falls
+        back to its default; where earlier versions let it be set otherwise, a warning says so once.
+
+        Raises:
+            ValueError: for a field that does not exist, or as for the fields themselves.
+        """
         if not isinstance(settings, Mapping):
             raise ValueError(
                 f"cab_config is {settings!r}; it must be a dict of CabConfig fields "
                 "(CabConfig(...).to_dict() makes one)."
             )
-        fields = [field.name for field in dataclasses.fields(cls)]
-        for name in settings:
-            if name not in fields:
-                known = ", ".join(fields)
-                raise ValueError(f"CabConfig has no field {name!r}; its fields are {known}.")
-        return cls(**settings)
+        _require_known(settings)
+        if not settings.keys() >= {"mass", "sparsity"}:
+            return cls(**settings)
+        for name, reader in unread(settings).items():
+            warn_once(
+                ("unread", name, reader),
+                f"cab_config has {name}={short(settings[name])}, which {reader} does not read: it "
+                "changes nothing. Save the config again to be rid of it.",
+            )
+        return cls.reading(settings)
+
+    @classmethod
+    def reading(cls, fields: Mapping[str, Any]) -> CabConfig:
+        """The config of those ``fields`` that it reads; the others fall back to their defaults."""
+        idle = unread(fields)
+        return cls(**{name: value for name, value in fields.items() if name not in idle})
+
+    def changed(self, **fields: Any) -> CabConfig:
+        """This config with other ``fields``; what is then not read any more falls back.
+
+        Raises:
+            ValueError: as of `from_dict`; a field that is given must be read.
+        """
+        _require_known(fields)
+        kept = CabConfig.reading({**vars(self), **fields})
+        return dataclasses.replace(kept, **fields)
 
     @classmethod
     def calibrated(cls, path: str | Path) -> CabConfig:
@@ -231,9 +317,7 @@ class CabConfig:
         """Whether curvature takes part in the selection at all."""
         if self.curvature == "none" or self.redundancy == 0:
             return False
-        exact = self.exact_queries
-        # heads that score queries exactly rank by those
-        if all(map(all, exact)) if isinstance(exact, tuple) else exact:
+        if _all_exact(self.exact_queries):
             return False
         # with clusters it ranks bridges, and a row that keeps all its mass has none to add
         table = self.bridges if isinstance(self.bridges, tuple) else ((self.bridges,),)
@@ -271,7 +355,7 @@ class CabConfig:
         even = len({len(row) for row in rows}) == 1 and rows[0] != ()
         if not even or not all(accepts(each) for row in rows for each in row):
             raise ValueError(
-                f"CabConfig.{name} is {_short(value)}; it must be {what}, or a table "
+                f"CabConfig.{name} is {short(value)}; it must be {what}, or a table "
                 "[layers][heads] of such numbers, its rows of one length."
             )
         # as with dense_layers: a list is what JSON gives back
@@ -283,172 +367,59 @@ class CabConfig:
             require(accepts(value), f"CabConfig.{name}", value, what)
 
 
-class Budgets(NamedTuple):
-    """What the heads of one layer get: fields of `CabConfig`, a number for each head or for all.
+FIELDS = {field.name: field for field in dataclasses.fields(CabConfig)}
 
-    Attributes:
-        mass: of rows that see few keys, where it goes by keys.
-        whole: heads that attend everything, and so list nothing.
+
+def unread(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Of fields by name those that are set and not read, and what it is that does not read them.
+
+    What is missing is at its default. Bad values are left to `CabConfig`.
     """
-
-    mass: tuple[float, ...]
-    bridges: tuple[float, ...]
-    sparsity: tuple[float, ...]
-    exact_queries: tuple[int, ...] = (0,)
-    whole: tuple[int, ...] = ()
-
-    @property
-    def alike(self) -> bool:
-        """Whether there is one number for all heads, and none is apart."""
-        return not self.whole and all(len(numbers) == 1 for numbers in self[:4])
-
-    def of_head(self, head: int) -> tuple[float, float, float, int]:
-        """(mass, bridges, sparsity, exact_queries) of one head."""
-        return tuple([numbers[head if len(numbers) > 1 else 0] for numbers in self[:4]])
-
-    def of_heads(self, heads: Sequence[int]) -> Budgets:
-        """Those of some heads, as far as they are listed."""
-        picked = [
-            tuple([numbers[head] for head in heads]) if len(numbers) > 1 else numbers
-            for numbers in self[:4]
-        ]
-        return Budgets(*picked)
-
-    def exact(self, heads: int) -> tuple[int, ...]:
-        """Those of ``heads`` that choose by exact scores."""
-        if not any(self.exact_queries):
-            return ()
-        listed = [head for head in range(heads) if head not in self.whole]
-        return tuple([head for head in listed if self.of_head(head)[3] > 0])
+    choosing = {name: FIELDS[name].default for name in ("predictor", "select", "exact_queries")}
+    choosing |= {name: settings[name] for name in choosing if name in settings}
+    predictor, select, exact = choosing.values()
+    if predictor not in SHIPPED:
+        return {}
+    of_cab = predictor in CAB
+    schemes = (predictor, select) if of_cab else (predictor,)
+    reader = f"select={select!r}" if of_cab else f"predictor={predictor!r}"
+    idle = {}
+    for name, value in settings.items():
+        told = FIELDS[name].metadata
+        if not told or value == FIELDS[name].default or value == told["off"]:
+            continue
+        if not any(scheme in told["schemes"] for scheme in schemes):
+            idle[name] = f"predictor={predictor!r}" if name in ("anchors", "head_map") else reader
+        # heads that score queries exactly rank by those
+        elif name in ("curvature", "redundancy") and _all_exact(exact):
+            idle[name] = f"exact_queries={short(exact)}"
+    return idle
 
 
-def require_layers(config: CabConfig, model_config: Any) -> None:
-    """Refuse layers, and tables of layers and heads, that a model does not have.
-
-    Args:
-        model_config: a transformers config; what it does not count is not compared.
-
-    Raises:
-        ValueError: naming the field, what is in it, and what the model has.
-    """
-    fields = ("num_hidden_layers", "decoder_layers")
-    counts = [n for n in [getattr(model_config, name, None) for name in fields] if is_whole(n)]
-    for layer in config.dense_layers:
-        if counts and layer >= max(counts):
-            raise ValueError(
-                f"CabConfig.dense_layers has {layer}; this model has layers 0 to {max(counts) - 1}."
-            )
-    layers = max(counts, default=None)
-    for name in TABLES:
-        table = getattr(config, name)
-        if isinstance(table, tuple) and table:
-            _require_shape(name, table, layers, model_config)
-    if counts and config.predictor == "cascade":
-        _require_anchors(config, model_config, max(counts))
+def _all_exact(exact_queries: Any) -> bool:
+    """Whether every head scores some queries exactly."""
+    if not isinstance(exact_queries, (tuple, list)):
+        return exact_queries != 0
+    return all(all(row) if isinstance(row, (tuple, list)) else row for row in exact_queries)
 
 
-def _require_shape(name: str, table: Table, layers: int | None, model_config: Any) -> None:
-    """Refuse a table of other layers or heads than a model has."""
-    here = layers, number(model_config, "num_attention_heads")
-    shape = len(table), len(table[0])
-    if any(count is not None and count != own for count, own in zip(here, shape, strict=True)):
-        told = [f"{n} {of}" for n, of in zip(here, ("layers", "heads"), strict=True) if n]
-        raise ValueError(
-            f"CabConfig.{name} has {shape[0]} layers of {shape[1]} heads, and this model has "
-            f"{' of '.join(told)}; calibrate this model, or give settings without tables."
-        )
+def _others(name: str) -> str:
+    """What reads a field, as the end of a sentence."""
+    if name in ("curvature", "redundancy"):
+        return ", or give exact_queries=0"
+    schemes = FIELDS[name].metadata["schemes"]
+    told = [f"{'select' if x in SELECT else 'predictor'}={x!r}" for x in schemes]
+    return f", or choose what reads it ({', '.join(told)})"
 
 
-def _require_anchors(config: CabConfig, model_config: Any, layers: int) -> None:
-    """Refuse anchors, and a map of heads, that a model of so many layers does not have."""
-    if config.anchors[-1] >= layers:
-        raise ValueError(
-            f"CabConfig.anchors has {config.anchors[-1]}; this model has layers 0 to {layers - 1}."
-        )
-    kinds = getattr(model_config, "layer_types", None) or ["full_attention"] * layers
-    sparse = [
-        layer
-        for layer, kind in enumerate(kinds)
-        if kind == "full_attention" and layer not in config.dense_layers
-    ]
-    if sparse and sparse[0] not in config.anchors:
-        raise ValueError(
-            f"CabConfig.anchors is {config.anchors}, and layer {sparse[0]} is the first sparse "
-            "one, for which nobody chooses; add it."
-        )
-
-
-# functions: torch.compile traces no method of a value that is a constant to it
-def budgets_of(config: CabConfig, layer: int | None, heads: int) -> Budgets:
-    """What each of the ``heads`` of a layer gets.
-
-    Raises:
-        ValueError: where a table has no such layer or another number of heads, or there is a table
-            and the layer has no index.
-    """
-    fields = ("mass", "bridges", "sparsity", "exact_queries")
-    mass, bridges, sparsity, exact = [_of_layer(config, name, layer, heads) for name in fields]
-    if config.mass is None:
-        mass = (MASS_BY_KEYS[0][1],)
-    whole: tuple[int, ...] = ()
-    if config.select == "clusters":
-        if isinstance(config.mass, tuple):
-            whole = tuple([head for head in range(heads) if mass[head] == 1])
-        elif config.mass == 1:
-            # everything is listed: nothing is to be scored
-            exact = (0,)
-    numbers = [x[:1] if len(set(x)) == 1 else x for x in (mass, bridges, sparsity, exact)]
-    return Budgets(*numbers, whole)
-
-
-def _of_layer(config: CabConfig, name: str, layer: int | None, heads: int) -> tuple[float, ...]:
-    """The row of a field that may be a table, or its one number."""
-    table = getattr(config, name)
-    if not isinstance(table, tuple):
-        return (table,)
-    if layer is None:
-        raise ValueError(
-            f"CabConfig.{name} is a table of layers, and this layer has no index; give one number "
-            "for all."
-        )
-    if layer >= len(table) or heads != len(table[0]):
-        raise ValueError(
-            f"CabConfig.{name} has {len(table)} layers of {len(table[0])} heads, which do not fit "
-            f"layer {layer} of {heads} heads; calibrate this model, or give one number."
-        )
-    return table[layer]
+def _require_known(settings: Mapping[str, Any]) -> None:
+    for name in settings:
+        if name not in FIELDS:
+            known = ", ".join(FIELDS)
+            raise ValueError(f"CabConfig has no field {name!r}; its fields are {known}.")
 
 
 def _thawed(value: Any) -> Any:
     if isinstance(value, Origin):
         return value._asdict()
     return [_thawed(item) for item in value] if isinstance(value, tuple) else value
-
-
-def _short(value: Any) -> str:
-    """A value as a sentence can hold it."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def require(accepted: bool, name: str, value: Any, what: str) -> None:
-    """Refuse the ``value`` of an argument, in one sentence, unless it is ``accepted``."""
-    if not accepted:
-        raise ValueError(f"{name} is {_short(value)}; it must be {what}.")
-
-
-def is_whole(value: Any, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def is_count(value: Any) -> bool:
-    return is_whole(value, 0) and value <= MOST
-
-
-def is_number(value: Any) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and math.isfinite(value)
-
-
-def is_share(value: Any) -> bool:
-    return is_number(value) and 0 <= value <= 1

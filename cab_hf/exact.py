@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.call import CabMask
 from cab_hf.engines import DenseKernel, Engine
+from cab_hf.mask import CabMask
 from cab_hf.plan import EXACT_BLOCK
 
 # query rows that share one mask tensor, and the elements it may have: they bound memory, not the

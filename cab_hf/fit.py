@@ -1,63 +1,19 @@
-"""Whether settings fit a model: how far its positions reach, and whose calibration it is."""
+"""Whether settings fit a model: its layers and heads, its positions, and what was calibrated."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
+
+from cab_hf.checks import is_whole, warn_once
+from cab_hf.config import TABLES, CabConfig, Origin, Table
 
 COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-# what a warning has named in this process
-_warned: set[tuple[Any, ...]] = set()
 
 
-class Origin(NamedTuple):
-    """What a calibration was measured for; None where the model's layers differ or do not say.
-
-    Attributes:
-        model: its name.
-        layers, heads, kv_heads: how many it has, of heads in every layer.
-        length: tokens of the documents that it read.
-    """
-
-    model: str
-    layers: int | None
-    heads: int | None
-    kv_heads: int | None
-    length: int
-
-    @classmethod
-    def of(cls, told: Any) -> Origin:
-        """Of its fields by name, as JSON has them.
-
-        Raises:
-            ValueError: for fields that are missing, unknown or of another kind.
-        """
-        if isinstance(told, Origin):
-            return told
-        # torch.compile has taken a dict apart
-        pairs = isinstance(told, tuple) and all(isinstance(x, tuple) and len(x) == 2 for x in told)
-        fields = dict(told) if pairs or isinstance(told, Mapping) else {}
-        if set(fields) == set(cls._fields):
-            origin = cls(**fields)
-            counts = [x for x in origin[1:4] if x is not None] + [origin.length]
-            if isinstance(origin.model, str) and all(type(x) is int and x > 0 for x in counts):
-                return origin
-        raise ValueError(
-            f"CabConfig.origin is {str(told)[:80]!r}; it must be None or a dict of "
-            f"{', '.join(cls._fields)}."
-        )
-
-    @classmethod
-    def found(cls, model_config: Any, length: int, model: str | None = None) -> Origin:
-        """That of a calibration of the model with this transformers config."""
-        text = model_config.get_text_config()
-        return cls(model or name_of(text), *(number(text, name) for name in COUNTS), length)
-
-    @property
-    def shape(self) -> str:
-        told = zip(self[1:4], ("layers", "heads", "KV heads"), strict=True)
-        return ", ".join([f"{count} {what}" for count, what in told if count is not None])
+def origin_of(model_config: Any, length: int, model: str | None = None) -> Origin:
+    """The `Origin` of a calibration of the model with this transformers config."""
+    text = model_config.get_text_config()
+    return Origin(model or name_of(text), *(number(text, name) for name in COUNTS), length)
 
 
 def require_origin(origin: Origin | None, model_config: Any) -> None:
@@ -68,7 +24,7 @@ def require_origin(origin: Origin | None, model_config: Any) -> None:
     """
     if origin is None:
         return
-    here = Origin.found(model_config, origin.length)
+    here = origin_of(model_config, origin.length)
     for there, count in zip(origin[1:4], here[1:4], strict=True):
         if there is not None and count is not None and there != count:
             raise ValueError(
@@ -76,6 +32,62 @@ def require_origin(origin: Origin | None, model_config: Any) -> None:
                 f"has {here.shape}; calibrate this model with cab_hf.calibrate, or give settings "
                 "without tables."
             )
+
+
+def require_layers(config: CabConfig, model_config: Any) -> None:
+    """Refuse layers, and tables of layers and heads, that a model does not have.
+
+    Args:
+        model_config: a transformers config; what it does not count is not compared.
+
+    Raises:
+        ValueError: naming the field, what is in it, and what the model has.
+    """
+    fields = ("num_hidden_layers", "decoder_layers")
+    counts = [n for n in [getattr(model_config, name, None) for name in fields] if is_whole(n)]
+    for layer in config.dense_layers:
+        if counts and layer >= max(counts):
+            raise ValueError(
+                f"CabConfig.dense_layers has {layer}; this model has layers 0 to {max(counts) - 1}."
+            )
+    layers = max(counts, default=None)
+    for name in TABLES:
+        table = getattr(config, name)
+        if isinstance(table, tuple) and table:
+            _require_shape(name, table, layers, model_config)
+    if counts and config.predictor == "cascade":
+        _require_anchors(config, model_config, max(counts))
+
+
+def _require_shape(name: str, table: Table, layers: int | None, model_config: Any) -> None:
+    """Refuse a table of other layers or heads than a model has."""
+    here = layers, number(model_config, "num_attention_heads")
+    shape = len(table), len(table[0])
+    if any(count is not None and count != own for count, own in zip(here, shape, strict=True)):
+        told = [f"{n} {of}" for n, of in zip(here, ("layers", "heads"), strict=True) if n]
+        raise ValueError(
+            f"CabConfig.{name} has {shape[0]} layers of {shape[1]} heads, and this model has "
+            f"{' of '.join(told)}; calibrate this model, or give settings without tables."
+        )
+
+
+def _require_anchors(config: CabConfig, model_config: Any, layers: int) -> None:
+    """Refuse anchors, and a map of heads, that a model of so many layers does not have."""
+    if config.anchors[-1] >= layers:
+        raise ValueError(
+            f"CabConfig.anchors has {config.anchors[-1]}; this model has layers 0 to {layers - 1}."
+        )
+    kinds = getattr(model_config, "layer_types", None) or ["full_attention"] * layers
+    sparse = [
+        layer
+        for layer, kind in enumerate(kinds)
+        if kind == "full_attention" and layer not in config.dense_layers
+    ]
+    if sparse and sparse[0] not in config.anchors:
+        raise ValueError(
+            f"CabConfig.anchors is {config.anchors}, and layer {sparse[0]} is the first sparse "
+            "one, for which nobody chooses; add it."
+        )
 
 
 def number(text: Any, name: str) -> int | None:
@@ -121,7 +133,7 @@ def warn_if_never_sparse(min_length: int, model_config: Any) -> None:
     if most is None or most >= min_length:
         return
     name = name_of(model_config)
-    _warn_once(
+    warn_once(
         (name, most, min_length),
         f"{name} has {most:,} positions and min_length is {min_length:,}, so 'cab' computes "
         f'exact attention only; set cab_config={{"min_length": {most // 2}}}, or less, to attend '
@@ -139,7 +151,7 @@ def warn_if_too_short(tokens: int, min_length: int, default: int, model_config: 
     if tokens >= min_length or min_length < default or (most is not None and most < min_length):
         return
     name = name_of(model_config)
-    _warn_once(
+    warn_once(
         (name, "prompt", min_length),
         f"{name} reads {tokens:,} tokens and min_length is {min_length:,}, so 'cab' computes exact "
         'attention here; set cab_config={"min_length": ...} lower to attend shorter prompts '
@@ -152,18 +164,12 @@ def warn_if_unused(text_config: Any) -> None:
     if text_config.cab_config is None:
         return
     name = name_of(text_config)
-    _warn_once(
+    warn_once(
         (name, "cab_config"),
         f"The config of {name} has a cab_config, which nothing uses: the model is loaded without "
         "'cab'. Load it with attn_implementation='cab' (or any other, for no warning), or call "
         "cab_hf.apply_cab(model).",
     )
-
-
-def _warn_once(told: tuple[Any, ...], sentence: str) -> None:
-    if told not in _warned:
-        _warned.add(told)
-        warnings.warn(sentence, UserWarning, stacklevel=3)
 
 
 def name_of(model_config: Any) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.engines import Engine
-from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, named_rows
+from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, named_rows, once_per_spans
 from cab_hf.predictors import Call, Predictor
 
 # attribute of every module of a model whose texts are in the frame of several ranks
@@ -140,16 +140,7 @@ class Frame:
             room = max(sum(-(-x.queries // query_block) for x in row) for row in short)
         if room == 0:
             return None
-        return self.spans.made(
-            ("short", queries, tokens, query_block),
-            lambda: named_rows(self._short(queries, tokens, query_block), room),
-        )
-
-    def _short(self, queries: int, tokens: int, query_block: int) -> Tensor:
-        """bool [B, M_q]: the query blocks of `short`."""
-        short = (self.sizes[0] < queries) | (self.sizes[1] < tokens)
-        short = F.pad(short & (self.spans.last >= 0), (0, -short.shape[1] % query_block))
-        return short.unflatten(1, (-1, query_block)).any(-1)
+        return _short_rows(self.spans, *self.sizes, queries, tokens, query_block, room)
 
     def queries(self, x: Tensor) -> Tensor:
         """[B, H, N_q, D] from the call's order to the frame's."""
@@ -181,9 +172,26 @@ class Frame:
         return _take(out, self.query_place).masked_fill(self.padding[:, None, :, None], 0.0)
 
 
+@once_per_spans
 def everything(spans: Spans, size: int) -> BlockPlan:
     """The plan that leaves nothing out of ``spans``; made once for all layers and heads."""
-    return spans.made(("everything", size), lambda: BlockPlan.causal(spans, 1, size, size))
+    return BlockPlan.causal(spans, 1, size, size)
+
+
+@once_per_spans
+def _short_rows(
+    spans: Spans,
+    of_queries: Tensor,
+    of_tokens: Tensor,
+    queries: int,
+    tokens: int,
+    query_block: int,
+    room: int,
+) -> Tensor:
+    """int64 [B, room]: the query blocks of `Frame.short`."""
+    short = ((of_queries < queries) | (of_tokens < tokens)) & (spans.last >= 0)
+    short = F.pad(short, (0, -short.shape[1] % query_block))
+    return named_rows(short.unflatten(1, (-1, query_block)).any(-1), room)
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

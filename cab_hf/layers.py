@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cab_hf.config import CabConfig, is_whole, require
+from cab_hf.checks import is_whole, require
+from cab_hf.config import CabConfig
 from cab_hf.engines import ENGINES, Workload, choose
 from cab_hf.plan import BlockPlan, Spans
 from cab_hf.predictors import Call, CoarseCurvaturePredictor, CurvaturePredictor

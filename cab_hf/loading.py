@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cab_hf.attention import settings, settings_in_use
+from cab_hf.model_config import settings, settings_in_use
 from cab_hf.runs import models
 
 

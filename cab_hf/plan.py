@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +13,23 @@ from torch.nn import functional as F
 
 # query and key blocks of a plan that keeps everything; larger ones stay
 EXACT_BLOCK = 128
+
+
+def once_per_spans(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compute ``function(spans, *args)`` once for all layers of a forward pass, which share spans.
+
+    What it returned lives as long as the spans do. Tensors among the arguments are told apart by
+    identity.
+    """
+
+    @functools.wraps(function)
+    def shared(spans: Spans, *args: Any) -> Any:
+        key = function, *args
+        if key not in spans._made:
+            spans._made[key] = function(spans, *args)
+        return spans._made[key]
+
+    return shared
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +57,7 @@ class Spans:
     aligned: bool = False
     consecutive: bool = True
     documents: int | None = None
-    # what the layers of a forward pass would each make again
+    # see `once_per_spans`
     _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -73,13 +91,15 @@ class Spans:
         last = F.pad(self.last, (0, padding), value=-1).unflatten(1, (-1, query_block))
         return first, last
 
+    @once_per_spans
     def tail(self, tokens: int, query_block: int) -> Tensor:
         """bool [B, M_q]: query blocks with one of the last ``tokens`` real tokens of a document.
 
         What ends the call ends a document. Fewer queries than a block have no tail.
         """
-        return self.made(("tail", tokens, query_block), lambda: self._tail(tokens, query_block))
+        return self._tail(tokens, query_block)
 
+    @once_per_spans
     def tail_rows(self, tokens: int, query_block: int) -> Tensor | None:
         """int64 [B, R]: the indices of `tail`, ascending, -1 behind the last of a batch row.
 
@@ -88,17 +108,7 @@ class Spans:
         if tokens == 0 or self.q_length < query_block or self.documents is None:
             return None
         room = self.documents * (-(-tokens // query_block) + 1)
-
-        return self.made(
-            ("tail rows", tokens, query_block),
-            lambda: named_rows(self.tail(tokens, query_block), room),
-        )
-
-    def made(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What ``make`` returns, made once for all who ask by this key."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        return named_rows(self.tail(tokens, query_block), room)
 
     def _tail(self, tokens: int, query_block: int) -> Tensor:
         if tokens == 0 or self.q_length < query_block:
@@ -367,18 +377,61 @@ class BlockPlan:
 
     def with_whole_rows(self, rows: Tensor) -> BlockPlan:
         """The same plan, in which ``rows`` attend everything too; as ``whole_rows``."""
-        grid = self.spans.made(
-            ("grid", rows, self.q_blocks),
-            lambda: _grid((self.batch, 1, self.q_blocks), (), rows, rows.device),
-        )
+        grid = _rows_grid(self.spans, rows, self.q_blocks)
         full, partial = (
             BlockLists(part.counts.masked_fill(grid, 0), part.indices)
             for part in (self.full, self.partial)
         )
         if self.whole_rows is not None:
-            before = self.whole_rows
-            rows = self.spans.made(("both", rows, before), lambda: _both(rows, before, grid[:, 0]))
+            rows = _both(self.spans, rows, self.whole_rows, self.q_blocks)
         return replace(self, full=full, partial=partial, whole_rows=rows)
+
+    def on(self, spans: Spans) -> BlockPlan:
+        """The same plan on the device of other ``spans`` that say the same."""
+        device = spans.first.device
+        rows = None if self.whole_rows is None else self.whole_rows.to(device)
+        return replace(self.each(lambda x: x.to(device)), spans=spans, whole_rows=rows)
+
+    def of_heads(self, heads: Sequence[int]) -> BlockPlan:
+        """The plan whose head i attends what head ``heads[i]`` of this one does."""
+        whole = tuple([i for i, head in enumerate(heads) if head in self.whole_heads])
+        # stacked, so that no index has to travel to the device
+        plan = self.each(lambda x: torch.stack([x[:, head] for head in heads], dim=1))
+        return replace(plan, whole_heads=whole)
+
+    def take_heads(self, start: int, stop: int, heads: int) -> BlockPlan:
+        """The plan of heads ``start`` to ``stop`` of ``heads`` of q; see `shared_by`."""
+        sharing, plan = self.shared_by(heads), self
+        if plan.heads == 1:
+            return plan
+        whole = plan.whole_heads
+        if start % sharing or stop % sharing:
+            # a head of the plan is cut: give each head of q its own
+            lists = plan.full.for_heads(heads), plan.partial.for_heads(heads)
+            plan = replace(plan, full=lists[0], partial=lists[1])
+            whole = tuple([head * sharing + i for head in whole for i in range(sharing)])
+            sharing = 1
+        start, stop = start // sharing, stop // sharing
+        whole = tuple([head - start for head in whole if start <= head < stop])
+        return replace(plan.each(lambda x: x[:, start:stop].contiguous()), whole_heads=whole)
+
+    def take_rows(self, rows: Tensor, spans: Spans) -> BlockPlan:
+        """The plan of some query blocks.
+
+        Args:
+            rows: int64 [m], the query blocks; -1 for one that lists nothing.
+            spans: of the queries of these blocks.
+        """
+        missing, index = rows < 0, rows.clamp(min=0)
+        full, partial = (
+            BlockLists(part.counts[:, :, index].masked_fill(missing, 0), part.indices[:, :, index])
+            for part in (self.full, self.partial)
+        )
+        whole = self.whole_rows
+        if whole is not None:
+            # the layers of a forward pass name the same rows
+            whole = _taken(spans, whole, rows, self.q_blocks)
+        return replace(self, full=full, partial=partial, spans=spans, whole_rows=whole)
 
     def whole(self) -> Tensor | None:
         """bool [B, H, M_q]: the rows that attend everything and list nothing; None for none."""
@@ -389,12 +442,18 @@ class BlockPlan:
 
     def to_dense(self) -> Tensor:
         """bool [B, H, M_q, M_k]: the attended blocks."""
-        listed = self.full.to_dense(self.kv_blocks) | self.partial.to_dense(self.kv_blocks)
-        whole = self.whole()
+        chosen, whole = self._chosen(slice(None)), self.whole()
         if whole is None:
-            return listed
-        visible = block_visibility(self.spans, self.query_block, self.key_block)
-        return listed | (whole.unsqueeze(-1) & visible.unsqueeze(1))
+            return chosen
+        return chosen & block_visibility(self.spans, *self.blocks).unsqueeze(1)
+
+    def _chosen(self, rows: slice) -> Tensor:
+        """bool [B, H, rows, M_k]: what is listed, and every block of rows that are named."""
+        lists = (part.each(lambda x: x[:, :, rows]) for part in (self.full, self.partial))
+        full, partial = (part.to_dense(self.kv_blocks) for part in lists)
+        whole = self.whole()
+        listed = full | partial
+        return listed if whole is None else listed | whole[:, :, rows].unsqueeze(-1)
 
     def token_mask(
         self, start: int = 0, stop: int | None = None, kv_stop: int | None = None
@@ -406,14 +465,9 @@ class BlockPlan:
         stop = self.q_length if stop is None else min(stop, self.q_length)
         kv_stop = self.kv_length if kv_stop is None else kv_stop
         rows = slice(start // self.query_block, -(-stop // self.query_block))
-        lists = (part.each(lambda x: x[:, :, rows]) for part in (self.full, self.partial))
-        full, partial = (part.to_dense(self.kv_blocks) for part in lists)
-        row = torch.arange(start, stop, device=full.device) // self.query_block - rows.start
-        key = torch.arange(kv_stop, device=full.device)
-        tokens = (full | partial)[:, :, row][..., key // self.key_block]
-        whole = self.whole()
-        if whole is not None:
-            tokens = tokens | whole[:, :, rows][:, :, row].unsqueeze(-1)
+        row = torch.arange(start, stop, device=self.spans.first.device) // self.query_block
+        key = torch.arange(kv_stop, device=row.device)
+        tokens = self._chosen(rows)[:, :, row - rows.start][..., key // self.key_block]
         first, last = (x[:, start:stop, None] for x in (self.spans.first, self.spans.last))
         return tokens & ((key >= first) & (key <= last)).unsqueeze(1)
 
@@ -510,8 +564,24 @@ def _grid(
     return grid[..., :blocks]
 
 
-def _both(rows: Tensor, others: Tensor, grid: Tensor) -> Tensor:
-    """``rows`` and ``others``, each once; ``grid`` is bool [B, M_q], True for ``rows``."""
+@once_per_spans
+def _rows_grid(spans: Spans, rows: Tensor, q_blocks: int) -> Tensor:
+    """bool [B, 1, M_q]: True for ``rows`` [B, R]."""
+    return _grid((rows.shape[0], 1, q_blocks), (), rows, rows.device)
+
+
+@once_per_spans
+def _taken(spans: Spans, whole: Tensor, rows: Tensor, q_blocks: int) -> Tensor:
+    """``whole``, int64 [B, R] among ``q_blocks``, as places in ``rows``, int64 [m]."""
+    named = _grid((whole.shape[0], 1, q_blocks), (), whole, whole.device)[:, 0]
+    named = named[:, rows.clamp(min=0)] & (rows >= 0)
+    return named_rows(named, min(whole.shape[1], rows.shape[0]))
+
+
+@once_per_spans
+def _both(spans: Spans, rows: Tensor, others: Tensor, q_blocks: int) -> Tensor:
+    """``rows`` and ``others``, int64 [B, R] and [B, S], each once: [B, R + S]."""
+    grid = _rows_grid(spans, rows, q_blocks)[:, 0]
     named = (others >= 0) & grid.gather(1, others.clamp(min=0))
     return torch.cat((rows, others.masked_fill(named, -1)), dim=1)
 

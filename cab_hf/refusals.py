@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cab_hf.call import LEFT_EARLY, CabMask, in_backward_pass, named
+from cab_hf.checks import short
+from cab_hf.fit import name_of
+from cab_hf.forward_pass import LEFT_EARLY, in_backward_pass
+from cab_hf.mask import CabMask
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # looked at one by one
@@ -80,7 +83,7 @@ def refuse(
             "output_attentions is True; 'cab' never forms attention weights. "
             "Use attn_implementation='eager' to read them."
         )
-    _refuse_keywords(named(getattr(module, "config", None)), kwargs)
+    _refuse_keywords(name_of(getattr(module, "config", None)), kwargs)
     if mask is not None:
         _refuse_mask(mask, key, sliding_window)
     if dropout:
@@ -173,7 +176,7 @@ def _refuse_keywords(model: str, kwargs: dict[str, Any]) -> None:
         )
     if kwargs.get("softmax_scale") is not None:
         raise ValueError(
-            f"softmax_scale is {_short(kwargs['softmax_scale'])}; 'cab' calls it scaling, as "
+            f"softmax_scale is {short(kwargs['softmax_scale'])}; 'cab' calls it scaling, as "
             "transformers does."
         )
     for name, value in kwargs.items():
@@ -185,7 +188,7 @@ def _refuse_keywords(model: str, kwargs: dict[str, Any]) -> None:
                 f"Use attn_implementation='eager' for {model}."
             )
         raise ValueError(
-            f"{name} is {_short(value)}; 'cab' does not know this argument and would ignore it. "
+            f"{name} is {short(value)}; 'cab' does not know this argument and would ignore it. "
             f"Leave it out, or use attn_implementation='eager' for {model}."
         )
     if kwargs.get("cu_seq_lens_k") is not None and kwargs.get("cu_seq_lens_q") is None:
@@ -197,7 +200,7 @@ def _refuse_mask(mask: Any, key: Tensor, sliding_window: int | None) -> None:
         if in_backward_pass():
             raise RuntimeError(LEFT_EARLY)
         raise ValueError(
-            f"attention_mask is {_short(mask)}; 'cab' takes the 2-D padding mask [batch, tokens] "
+            f"attention_mask is {short(mask)}; 'cab' takes the 2-D padding mask [batch, tokens] "
             "of the tokenizer, or none. Use attn_implementation='sdpa' for a mask of your own."
         )
     if mask.refusal is not None:
@@ -213,14 +216,6 @@ def _refuse_mask(mask: Any, key: Tensor, sliding_window: int | None) -> None:
             f"sliding_window is {sliding_window}, and the mask of this layer has none; 'cab' "
             f"cannot tell which of them {mask.model} means. Use attn_implementation='sdpa'."
         )
-
-
-def _short(value: Any) -> str:
-    """A value as a sentence can hold it."""
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _context_parallel_active() -> bool:

@@ -38,7 +38,7 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     from cab_hf.attention import cab_attention, cab_dense_attention
-    from cab_hf.call import cab_mask
+    from cab_hf.mask import cab_mask
 
     AttentionInterface.register("cab", cab_attention)
     AttentionInterface.register("cab_dense", cab_dense_attention)
@@ -146,8 +146,8 @@ def _asking_us(check: Callable[..., str]) -> Callable[..., str]:
 
     What it is for is refused here where it does not fit, rather than in the first forward pass.
     """
-    from cab_hf.attention import settings
     from cab_hf.fit import warn_if_unused
+    from cab_hf.model_config import settings
     from cab_hf.predictors import make_predictor
 
     @functools.wraps(check)

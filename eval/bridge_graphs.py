@@ -158,7 +158,7 @@ def published(curvature: str, redundancy: float = 1.0) -> Formula:
 
 def cab(redundancy: float) -> Formula:
     """CAB's score F = z(log U) - redundancy * z(U U): edges are the softmax of the logits."""
-    config = CabConfig(redundancy=redundancy, **SQUARE)
+    config = CabConfig(redundancy=redundancy, exact_queries=0, **SQUARE)
 
     def score(logits: Tensor, visible: Tensor, places: Tensor) -> Tensor:
         reach = reference.block_log_mass(logits, visible)

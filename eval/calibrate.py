@@ -16,14 +16,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cab_hf.config import CabConfig
+from cab_hf.config import CabConfig, Origin
 from cab_hf.documents import Document, recall_document, split_sentences
 from cab_hf.eval import anchors, budgets
 from cab_hf.eval.experiment import PROG, SAMPLES, Row, read_provenance, run
 from cab_hf.eval.haystack import read_sentences
 from cab_hf.eval.methods import known
 from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
-from cab_hf.fit import Origin, number
+from cab_hf.fit import number
 from cab_hf.patches.calibration import DOCUMENTS, KEYS, LENGTH, built_in_text, require_target
 from cab_hf.predictors import make_predictor
 from cab_hf.predictors.anchors import SHARES

@@ -64,7 +64,7 @@ class Cell:
     @property
     def shared(self) -> CabConfig:
         """What of the config holds for every method: all but budgets a head."""
-        return replace(self.config, **{name: getattr(CabConfig, name) for name in BUDGETS})
+        return self.config.changed(**{name: getattr(CabConfig, name) for name in BUDGETS})
 
 
 def known(config: CabConfig) -> CabConfig:
@@ -198,7 +198,7 @@ class Full(Cab):
     @classmethod
     def fit(cls, cell: Cell) -> Full:
         everything = {"select": "clusters", "mass": 1.0, "max_density": 1.0}
-        return cls(replace(cell.shared, predictor="curvature", **everything))
+        return cls(cell.shared.changed(predictor="curvature", **everything))
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class Streaming(Cab):
 
     @classmethod
     def fit(cls, cell: Cell) -> Streaming:
-        base = replace(cell.shared, predictor="streaming", sink_blocks=1, sparse_decode=True)
+        base = cell.shared.changed(predictor="streaming", sink_blocks=1, sparse_decode=True)
         windows = range(1, -(-cell.length // base.key_block) + 1)
         return cls(fitted_config([replace(base, local_blocks=w) for w in windows], cell))
 
@@ -258,7 +258,7 @@ class Random(Cab):
     @classmethod
     def fit(cls, cell: Cell) -> Random:
         # how many blocks a row keeps does not depend on which, so the cheapest choice is fitted
-        fitted = fitted_sparsity(replace(cell.shared, predictor=Random.name), cell)
+        fitted = fitted_sparsity(cell.shared.changed(predictor=Random.name), cell)
         return cls(replace(fitted, predictor=cls.name))
 
 
@@ -304,7 +304,7 @@ class MeanPooled(Cab):
         pooled = {"coarsen": "mean", "select": "clusters", "curvature": "none", "bridges": 0.0}
         # outlier queries are CAB's
         pooled |= {"predictor": "curvature", "max_density": 1.0, "exact_queries": 0}
-        base = replace(cell.shared, **pooled)
+        base = cell.shared.changed(**pooled)
         shares = (step / BUDGET_STEPS for step in range(1, BUDGET_STEPS + 1))
         return cls(nearest([replace(base, mass=mass) for mass in shares], cell, cell.realised))
 

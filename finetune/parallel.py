@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import cab_hf
-from cab_hf.attention import settings as cab_config
 from cab_hf.distributed import shard
 from cab_hf.distributed.layout import layout_of, lengths_between
 from cab_hf.finetune.objective import Batch
 from cab_hf.finetune.settings import Settings
+from cab_hf.model_config import settings as cab_config
 from cab_hf.plan import EXACT_BLOCK
 
 if TYPE_CHECKING:

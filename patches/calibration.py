@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
 from cab_hf.attention import settings
-from cab_hf.config import CabConfig, is_share, is_whole, require
+from cab_hf.checks import is_share, is_whole, require
+from cab_hf.config import CabConfig
 from cab_hf.documents import Document, recall_document, split_sentences, with_copies
-from cab_hf.fit import Origin, positions
+from cab_hf.fit import origin_of, positions
 from cab_hf.patches.inspection import attention_layers
 from cab_hf.patches.switch import apply_cab
 from cab_hf.patches.watching import watched
@@ -128,7 +129,7 @@ def calibrate(
         layers, kept = zip(*measured, strict=True)
         told = layers[0], text.num_hidden_layers, anchors, target_density
         chosen = cascaded(config, averaged_kept(kept), *told)
-    chosen = dataclasses.replace(chosen, origin=Origin.found(text, length))
+    chosen = dataclasses.replace(chosen, origin=origin_of(text, length))
     apply_cab(model, chosen)
     return chosen
 

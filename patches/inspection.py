@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cab_hf.attention import settings
-from cab_hf.call import CabMask
-from cab_hf.config import CabConfig, Table, budgets_of, is_whole, require
+from cab_hf.budgets import budgets_of
+from cab_hf.checks import is_whole, require
+from cab_hf.config import CabConfig, Table
 from cab_hf.engines import SDPA, Workload
+from cab_hf.mask import CabMask
+from cab_hf.model_config import settings
 from cab_hf.refusals import foreseen, layer_type
 from cab_hf.route import route
 from cab_hf.sparse import attended

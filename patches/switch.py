@@ -17,9 +17,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from cab_hf.attention import settings
-from cab_hf.config import CabConfig, require, require_layers
-from cab_hf.fit import require_origin, warn_if_never_sparse
+from cab_hf.checks import require
+from cab_hf.config import CabConfig
+from cab_hf.fit import require_layers, require_origin, warn_if_never_sparse
+from cab_hf.model_config import settings
 from cab_hf.predictors import make_predictor
 
 # what settings may be given as
@@ -144,7 +145,7 @@ def _turn_on(
     inner = transformers_model(model)
     text = inner.config.get_text_config()
     told = settings(text) if config is None else _config_of(config)
-    config = CabConfig.from_dict({**told.to_dict(), **overrides})
+    config = told.changed(**overrides)
     make_predictor(config)
     require_origin(config.origin, text)
     require_layers(config, text)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from cab_hf.attention import cab_dense_attention
-from cab_hf.call import cab_mask
+from cab_hf.mask import cab_mask
 from cab_hf.patches.switch import own_configs, switch, transformers_model
 
 WATCHED = "cab_watched"

@@ -11,19 +11,10 @@ import cab_hf
 ROOT = Path(__file__).parents[1]
 # a module imports from its own floor and from those before it; "a b" share one
 FLOORS = [
-    *("fit", "runs", "config", "rotary", "documents", "plan", "ops", "predictors engines frame"),
-    *(
-        "layers",
-        "call",
-        "exact",
-        "sparse",
-        "refusals",
-        "token_mixers",
-        "distributed",
-        "route",
-        "attention",
-    ),
-    *("loading", "patches", "finetune", "eval"),
+    *("checks", "config", "fit", "model_config", "budgets", "runs", "rotary", "documents", "plan"),
+    *("ops", "predictors", "engines", "packing", "frame", "layers", "forward_pass"),
+    *("not_a_tensor", "mask", "exact", "sparse", "refusals", "token_mixers", "distributed"),
+    *("route", "attention", "loading", "patches", "finetune", "eval"),
 ]
 RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names.split()}
 # these import whatever is asked for by name

@@ -6,8 +6,8 @@ from tiny import FULL, SIZES, SPARSE, tiny_model, tokens
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 import cab_hf
-from cab_hf.call import CabMask, cab_mask
 from cab_hf.frame import Frame, Length
+from cab_hf.mask import CabMask, cab_mask
 from cab_hf.predictors import CurvaturePredictor, register_predictor
 
 DECIDED = []

@@ -5,9 +5,10 @@ import json
 import pytest
 from transformers import LlamaConfig, PreTrainedConfig, WhisperConfig
 
-from cab_hf import CabConfig
-from cab_hf.config import MASS_BY_KEYS, Budgets, budgets_of, require_layers
-from cab_hf.fit import Origin
+from cab_hf import CabConfig, checks
+from cab_hf.budgets import Budgets, budgets_of
+from cab_hf.config import MASS_BY_KEYS, Origin
+from cab_hf.fit import require_layers
 
 ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=8192)
 
@@ -154,13 +155,7 @@ REST["mass"] = (MASS_BY_KEYS[0][1],)
             id="everything-before-exact",
         ),
         pytest.param(
-            {"mass": TABLE, "select": "topk"}, 0, {"mass": TABLE[0]}, id="topk-knows-no-mass"
-        ),
-        pytest.param(
-            {"mass": 1.0, "exact_queries": 4, "select": "topk"},
-            0,
-            {"mass": (1.0,), "exact_queries": (4,)},
-            id="topk-exact",
+            {"exact_queries": 4, "select": "topk"}, 0, {"exact_queries": (4,)}, id="topk-exact"
         ),
     ],
 )
@@ -230,7 +225,8 @@ def test_budgets_of_some_heads():
 )
 def test_a_table_of_another_model_is_refused(name, table, layer, heads, sentence):
     with pytest.raises(ValueError, match=rf"CabConfig\.{name} .*{sentence}"):
-        budgets_of(CabConfig(**{name: table}), layer, heads)
+        select = "topk" if name == "sparsity" else "clusters"
+        budgets_of(CabConfig(**{name: table}, select=select), layer, heads)
 
 
 @pytest.mark.parametrize(
@@ -267,6 +263,78 @@ def test_a_models_config_has_none_until_it_is_set():
     assert config.cab_config == {"mass": 0.5}
     del config.cab_config
     assert config.cab_config is None and "cab_config" not in config.to_dict()
+
+
+UNREAD = [
+    pytest.param({"sparsity": 0.8}, "sparsity is 0.8, which select='clusters' does", id="share"),
+    pytest.param({"select": "topk", "mass": 0.8}, "mass is 0.8, which select='topk' does", id="p"),
+    pytest.param(
+        {"anchors": (0,)}, r"anchors is \(0,\), which predictor='curvature'", id="anchors"
+    ),
+    pytest.param(
+        {"curvature": "forman"}, "curvature is 'forman', which exact_queries=16", id="all"
+    ),
+    pytest.param(
+        {"redundancy": 1.0}, "redundancy is 1.0, which .* give exact_queries=0", id="rank"
+    ),
+    pytest.param(
+        {"predictor": "random", "mass": 0.8}, "mass is 0.8, which predictor='ran", id="own"
+    ),
+    pytest.param(
+        {"predictor": "streaming", "sparsity": 0.8},
+        "sparsity is .* reads it .*predictor='oracle'",
+        id="window",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "sentence"), UNREAD)
+def test_a_field_that_is_not_read_is_refused(fields, sentence):
+    refused = f"CabConfig.{sentence}"
+    with pytest.raises(ValueError, match=refused):
+        CabConfig(**fields)
+    with pytest.raises(ValueError, match=refused):
+        CabConfig.from_dict(fields)
+    with pytest.raises(ValueError, match=refused):
+        CabConfig().changed(**fields)
+
+
+@pytest.mark.parametrize(("fields", "_"), UNREAD)
+def test_a_saved_field_that_is_not_read_is_told_once(fields, _, monkeypatch):
+    monkeypatch.setattr(checks, "_warned", set())
+    saved = {**CabConfig().to_dict(), **fields}
+    with pytest.warns(UserWarning, match="which .* does not read: it changes nothing") as told:
+        loaded = CabConfig.from_dict(saved)
+        assert CabConfig.from_dict(json.loads(json.dumps(saved))) == loaded
+    assert len(told) == 1
+    assert CabConfig.from_dict(loaded.to_dict()) == loaded
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"predictor": "mine", "sparsity": 0.8, "mass": 0.5, "anchors": (3,)},
+        {"predictor": "streaming", "dense_tail": 0, "exact_queries": 0, "redundancy": 0},
+        {"predictor": "random", "sparsity": 0.8, "max_density": 0.5},
+        {"curvature": "none"},
+        {"curvature": "forman", "exact_queries": ((8, 0), (16, 16))},
+        {"select": "topk", "sparsity": 0.8, "exact_queries": 0, "curvature": "forman"},
+    ],
+)
+def test_what_is_read_or_asks_for_nothing_can_be_set(fields):
+    assert CabConfig(**fields).to_dict().items() >= CabConfig().changed(**fields).to_dict().items()
+
+
+def test_what_a_change_leaves_unread_falls_back():
+    config = CabConfig(mass=0.5, exact_queries=0, curvature="forman", min_length=0)
+    assert config.changed(select="topk", sparsity=0.5) == CabConfig(
+        select="topk", sparsity=0.5, exact_queries=0, curvature="forman", min_length=0
+    )
+    assert config.changed(predictor="streaming") == CabConfig(
+        predictor="streaming", exact_queries=0, min_length=0
+    )
+    with pytest.raises(ValueError, match="no field 'masss'"):
+        config.changed(masss=0.5)
 
 
 def test_unknown_fields_and_wrong_kinds_are_refused():

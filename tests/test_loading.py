@@ -7,7 +7,7 @@ import torch
 from tiny import SPARSE
 
 import cab_hf
-from cab_hf import CabConfig, fit
+from cab_hf import CabConfig, checks
 from cab_hf.runs import models
 
 
@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(told, sentence):
 
 
 def test_a_model_too_short_for_its_settings_says_so(monkeypatch, recwarn):
-    monkeypatch.setattr(fit, "_warned", set())
+    monkeypatch.setattr(checks, "_warned", set())
     cab_hf.load_model("tiny", device="cpu", attn_implementation="sdpa")
     assert not [each for each in recwarn if "positions" in str(each.message)]
     cab_hf.load_model("tiny", device="cpu")

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from cab_hf import CabConfig
 from cab_hf.attention import cab_attention, cab_dense_attention
-from cab_hf.call import cab_mask
+from cab_hf.mask import cab_mask
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
 from cab_hf.rotary import slow_channels
@@ -197,7 +197,7 @@ def budgets(draw, count, **fixed):
         "max_density": draw(st.sampled_from((1.0, 0.5))),
         "min_length": draw(st.sampled_from((0, 0, 0, 40, 80, 120))),
     }
-    return CabConfig(**{**fields, **fixed})
+    return CabConfig.reading({**fields, **fixed})
 
 
 # --- what is computed

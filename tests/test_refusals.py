@@ -24,7 +24,7 @@ from transformers.masking_utils import chunked_causal_mask_function
 import cab_hf
 from cab_hf import apply_cab
 from cab_hf.attention import cab_attention, cab_dense_attention
-from cab_hf.call import CabMask, cab_mask
+from cab_hf.mask import CabMask, cab_mask
 from cab_hf.refusals import HARMLESS, MEANINGS
 
 

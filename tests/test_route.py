@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from cab_hf import CabConfig, engines
-from cab_hf.call import CabMask
 from cab_hf.engines import Workload
 from cab_hf.exact import Exact, ExactByBlocks, ExactByRows
 from cab_hf.frame import Length
+from cab_hf.mask import CabMask
 from cab_hf.route import route
 
 SMALL = CabConfig(query_block=32, key_block=16, min_length=100, dense_layers=(3,))

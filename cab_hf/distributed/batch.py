@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from cab_hf.distributed.exchange import gathered, group_of
 from cab_hf.distributed.layout import Layout, layout_of, lengths_between
+from cab_hf.packing import counted_lengths
 from cab_hf.plan import EXACT_BLOCK
 
 if TYPE_CHECKING:
@@ -171,25 +172,10 @@ def _documents(batch: Mapping[str, Tensor]) -> tuple[int, ...]:
     elif positions is None:
         lengths = (tokens,)
     else:
-        lengths = _restarts(positions, tokens)
+        lengths = counted_lengths(positions)
     if sum(lengths) != tokens:
         raise ValueError(
             f"cu_seq_lens_q ends at {sum(lengths)} and input_ids has {tokens} tokens; it must end "
             "where they do."
         )
     return lengths
-
-
-def _restarts(positions: Tensor, tokens: int) -> tuple[int, ...]:
-    """The lengths of documents whose positions count from 0."""
-    starts = positions == 0
-    begins = starts[0].nonzero().squeeze(1)
-    ends = F.pad(begins[1:], (0, 1), value=tokens)
-    within = torch.arange(tokens, device=positions.device)
-    counted = within - begins.repeat_interleave(ends - begins) if starts[0, 0] else None
-    if counted is None or not bool((positions == counted).all()):
-        raise ValueError(
-            "position_ids do not count from 0 in every document, the same in every row; leave them "
-            "out, or say by cu_seq_lens_q where documents begin and end."
-        )
-    return tuple((ends - begins).tolist())

@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cab_hf.call import CabMask
-from cab_hf.config import CabConfig, is_whole, require
+from cab_hf.checks import is_whole, require
+from cab_hf.config import CabConfig
 from cab_hf.distributed.exchange import RankLost, agree, forget_why, group_of, say_why
 from cab_hf.distributed.flight import KV_HEADS_TOGETHER
 from cab_hf.distributed.layout import Layout, layout_of, lengths_between
@@ -23,6 +23,7 @@ from cab_hf.distributed.sharded import ShardedFrame, ShardedText
 from cab_hf.distributed.whole_text import hooked
 from cab_hf.distributed.zigzag import facts
 from cab_hf.frame import PARALLEL
+from cab_hf.mask import CabMask
 from cab_hf.plan import EXACT_BLOCK
 from cab_hf.refusals import foreseen, refuse_across_ranks
 from cab_hf.token_mixers import refuse_token_mixers

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cab_hf.frame import Frame, Length
-from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, named_rows
+from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, once_per_spans
 
 # layouts kept, and the places made of each: those of a few batches on their way
 KEPT = 8
@@ -163,10 +163,7 @@ class Places:
         self, rank: int, batch: int, causal: bool = True, window: int | None = None
     ) -> Shard:
         """`spans`, the same object every time: for plans that leave nothing out."""
-        return self.frame.spans.made(
-            ("shard", rank, batch, causal, window),
-            lambda: self.spans(rank, batch, causal, window),
-        )
+        return _kept_spans(self.frame.spans, self, rank, batch, causal, window)
 
     def spans(self, rank: int, batch: int, causal: bool = True, window: int | None = None) -> Shard:
         """What the queries of a rank may see of the frame, and nothing made of it yet.
@@ -202,6 +199,13 @@ class Places:
 TENSORS = ("first", "last", "key_valid")
 
 
+@once_per_spans
+def _kept_spans(
+    spans: Spans, places: Places, rank: int, batch: int, causal: bool, window: int | None
+) -> Shard:
+    return places.spans(rank, batch, causal, window)
+
+
 @dataclass(frozen=True, eq=False)
 class Shard(Spans):
     """The spans of one rank's queries. Which of them end a text only the whole text can tell.
@@ -225,8 +229,7 @@ class Shard(Spans):
     def own(self, plan: BlockPlan) -> BlockPlan:
         """The rows of this rank's queries, of a plan of the whole text."""
         size = plan.query_block
-        rows = self.made(("text rows", size), lambda: self.text_rows(size))
-        return take_rows(plan, rows, self)
+        return plan.take_rows(_text_rows(self, size), self)
 
     def taken(self, named: Tensor, query_block: int) -> Tensor:
         """bool [B, m]: those of the whole text's query blocks, bool [B, M], that this rank has."""
@@ -234,56 +237,9 @@ class Shard(Spans):
         return named[:, rows.clamp(min=0)] & (rows >= 0)
 
 
-def take_rows(plan: BlockPlan, rows: Tensor, spans: Spans) -> BlockPlan:
-    """The plan of some query blocks of ``plan``.
-
-    Args:
-        rows: int64 [m], the query blocks; -1 for one that lists nothing.
-        spans: of the queries of these blocks.
-    """
-    missing = rows < 0
-    index = rows.clamp(min=0)
-    full, partial = (
-        replace(
-            part,
-            counts=part.counts[:, :, index].masked_fill(missing, 0),
-            indices=part.indices[:, :, index],
-        )
-        for part in (plan.full, plan.partial)
-    )
-    whole = plan.whole_rows
-    if whole is not None:
-        # the layers of a forward pass name the same rows
-        whole = spans.made(("taken", whole, rows), lambda: _taken(plan, rows))
-    return replace(plan, full=full, partial=partial, spans=spans, whole_rows=whole)
-
-
-def _taken(plan: BlockPlan, rows: Tensor) -> Tensor:
-    """``plan.whole_rows``, as places in ``rows``."""
-    whole = plan.whole_rows
-    named = torch.zeros(plan.batch, plan.q_blocks + 1, device=whole.device, dtype=torch.bool)
-    named.scatter_(1, whole.where(whole >= 0, plan.q_blocks), True)
-    named = named[:, rows.clamp(min=0)] & (rows >= 0)
-    return named_rows(named, min(whole.shape[1], rows.shape[0]))
-
-
-def take_heads(plan: BlockPlan, start: int, stop: int, heads: int) -> BlockPlan:
-    """The plan of heads ``start`` to ``stop`` of ``heads`` of q; see `BlockPlan.shared_by`."""
-    sharing = plan.shared_by(heads)
-    if plan.heads == 1:
-        return plan
-    whole = plan.whole_heads
-    if start % sharing or stop % sharing:
-        # a head of the plan is cut: give each head of q its own
-        plan = replace(plan, full=plan.full.for_heads(heads), partial=plan.partial.for_heads(heads))
-        whole = tuple([head * sharing + i for head in whole for i in range(sharing)])
-        sharing = 1
-    start, stop = start // sharing, stop // sharing
-    full, partial = (
-        part.each(lambda x: x[:, start:stop].contiguous()) for part in (plan.full, plan.partial)
-    )
-    whole = tuple([head - start for head in whole if start <= head < stop])
-    return replace(plan, full=full, partial=partial, whole_heads=whole)
+@once_per_spans
+def _text_rows(spans: Shard, query_block: int) -> Tensor:
+    return spans.text_rows(query_block)
 
 
 def lengths_between(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cab_hf.call import CabMask
 from cab_hf.distributed.exchange import gathered
 from cab_hf.distributed.flight import KV_HEADS_TOGETHER
 from cab_hf.distributed.layout import Layout, Places, Shard
 from cab_hf.distributed.zigzag import Turn
 from cab_hf.engines import Engine
 from cab_hf.frame import Length, everything
-from cab_hf.plan import BlockPlan, named_rows
+from cab_hf.mask import CabMask
+from cab_hf.plan import BlockPlan, named_rows, once_per_spans
 from cab_hf.predictors import Call, Predictor
 
 if TYPE_CHECKING:
@@ -105,18 +105,8 @@ class ShardedFrame:
 
     def short(self, queries: int, tokens: int, query_block: int) -> Tensor | None:
         """`Frame.short` of the whole text, as rows of this rank: int64 [B, R], or None for none."""
-        short, spans = self.places.frame.short(queries, tokens, query_block), self.spans
-        if short is None:
-            return None
-
-        def mine() -> Tensor:
-            blocks = -(-spans.text.q_length // query_block)
-            named = torch.zeros(1, blocks + 1, device=short.device, dtype=torch.bool)
-            named = named.scatter(1, short.where(short >= 0, blocks), True)[:, :-1]
-            rows = spans.taken(named, query_block)
-            return named_rows(rows, rows.shape[1]).expand(spans.first.shape[0], -1)
-
-        return spans.made(("short", queries, tokens, query_block), mine)
+        short = self.places.frame.short(queries, tokens, query_block)
+        return None if short is None else _short_rows(self.spans, short, query_block)
 
     def blocks(self, x: Tensor, dim: int, size: int) -> Tensor:
         """What all ranks know of their blocks of ``size`` tokens, put together in ``dim``.
@@ -193,3 +183,13 @@ class ShardedText:
 
     def planned(self, *told: Any) -> BlockPlan:
         return self.mask.planned(*told)
+
+
+@once_per_spans
+def _short_rows(spans: Shard, short: Tensor, query_block: int) -> Tensor:
+    """The rows of this rank, int64 [B, R], of those of the whole text that ``short`` names."""
+    blocks = -(-spans.text.q_length // query_block)
+    named = torch.zeros(1, blocks + 1, device=short.device, dtype=torch.bool)
+    named = named.scatter(1, short.where(short >= 0, blocks), True)[:, :-1]
+    rows = spans.taken(named, query_block)
+    return named_rows(rows, rows.shape[1]).expand(spans.first.shape[0], -1)

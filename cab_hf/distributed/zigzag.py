@@ -9,16 +9,10 @@ import torch
 from torch import Tensor
 
 from cab_hf import engines
-from cab_hf.config import is_whole, require
+from cab_hf.checks import is_whole, require
 from cab_hf.distributed.exchange import agree, group_of
 from cab_hf.distributed.flight import KV_HEADS_TOGETHER, Flight, over_slices
-from cab_hf.distributed.layout import (
-    Layout,
-    Places,
-    layout_of,
-    lengths_between,
-    take_heads,
-)
+from cab_hf.distributed.layout import Layout, Places, layout_of, lengths_between
 from cab_hf.engines import Engine, Workload
 from cab_hf.frame import everything
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
@@ -56,7 +50,7 @@ class Turn:
 
         def attend(keys: Tensor, values: Tensor, i: int) -> tuple[Tensor, Tensor]:
             heads = slice(flight.slices[i].start * group, flight.slices[i].stop * group)
-            part = take_heads(plan, heads.start, heads.stop, q.shape[1])
+            part = plan.take_heads(heads.start, heads.stop, q.shape[1])
             return self.launch(q[:, heads], keys, values, part)
 
         return over_slices(flight, k, v, attend)

@@ -15,7 +15,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from cab_hf.config import Budgets, CabConfig
+from cab_hf.budgets import Budgets
+from cab_hf.config import CabConfig
 from cab_hf.ops.coarsen import QuerySummary, coarsen_keys, coarsen_queries, summary_dtype
 from cab_hf.ops.exact_scores import (
     Channels,
@@ -325,4 +326,4 @@ def _told(told: tuple) -> tuple[Spans, Tail, Budgets, CabConfig]:
     mass = 1 if budgets.mass == (1,) else (budgets.mass,)
     shared = {"mass": None if told[7] else mass}
     shared |= {"bridges": (budgets.bridges,), "exact_queries": (budgets.exact_queries,)}
-    return Spans(*told[:5]), Tail(*told[5:7]), budgets, CabConfig(**settings, **shared)
+    return Spans(*told[:5]), Tail(*told[5:7]), budgets, CabConfig.reading(settings | shared)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.config import MASS_BY_KEYS, Budgets, CabConfig
+from cab_hf.budgets import Budgets
+from cab_hf.config import MASS_BY_KEYS, CabConfig
 from cab_hf.plan import BlockPlan, RowSpans, Spans
 
 # the most rows of attention computed at a time: bounds the token mask, not the result

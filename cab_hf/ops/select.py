@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cab_hf.config import MASS_BY_KEYS, Budgets, CabConfig
+from cab_hf.budgets import Budgets
+from cab_hf.config import MASS_BY_KEYS, CabConfig
 from cab_hf.ops.curvature import curvature_score
 from cab_hf.ops.reference import MASS_TOLERANCE
 from cab_hf.ops.score import Scores, Turn, row_chunk, visible_range

@@ -102,9 +102,10 @@ def with_shares(config: CabConfig, shares: Sequence[Sequence[float]]) -> CabConf
     How blocks are scored stays.
     """
     if config.select == "topk":
-        return replace(config, sparsity=[[1 - share for share in row] for row in shares])
+        dropped = [[1 - share for share in row] for row in shares]
+        return config.changed(predictor="curvature", sparsity=dropped)
     nothing = [[0.0] * len(row) for row in shares]
-    return replace(config, mass=nothing, bridges=shares, max_density=1.0)
+    return config.changed(predictor="curvature", mass=nothing, bridges=shares, max_density=1.0)
 
 
 def viewed(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.config import budgets_of
+from cab_hf.budgets import budgets_of
 from cab_hf.ops import reference
 from cab_hf.ops.reference import QUERIES_AT_A_TIME
 from cab_hf.plan import BlockPlan, RowSpans, Spans, block_visibility

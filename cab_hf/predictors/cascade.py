@@ -8,10 +8,8 @@ plan goes through `Call.handed` to the layers of the same forward pass, head by 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from cab_hf.config import CabConfig
@@ -84,11 +82,8 @@ class CascadePredictor(Predictor):
             call.handed[HANDED] = Handed(call.layer, heads, plan)
             return plan
         handed = self._from_anchor(heads, call)
-        plan = self._mapped(handed.plan, call.layer)
         # the layers of a model may be spread over devices
-        device = call.spans.first.device
-        rows = None if plan.whole_rows is None else plan.whole_rows.to(device)
-        return replace(plan.each(lambda x: x.to(device)), spans=call.spans, whole_rows=rows)
+        return self._mapped(handed.plan, call.layer).on(call.spans)
 
     def _from_anchor(self, heads: tuple[int, int], call: Call) -> Handed:
         layer, anchors = call.layer, self.config.anchors
@@ -127,8 +122,4 @@ class CascadePredictor(Predictor):
                 f"not fit layer {layer} and a plan of {plan.heads} heads; calibrate this model, or "
                 "give ()."
             )
-        row = table[layer]
-        whole = tuple([head for head, source in enumerate(row) if source in plan.whole_heads])
-        # stacked, so that no index has to travel to the device
-        plan = plan.each(lambda x: torch.stack([x[:, source] for source in row], dim=1))
-        return replace(plan, whole_heads=whole)
+        return plan.of_heads(table[layer])

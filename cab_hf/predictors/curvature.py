@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cab_hf.config import Budgets, CabConfig, budgets_of
+from cab_hf.budgets import Budgets, budgets_of
+from cab_hf.config import CabConfig
 from cab_hf.ops import reference
 from cab_hf.ops.reference import KeySummary
 from cab_hf.plan import BlockLists, BlockPlan, Spans, block_visibility

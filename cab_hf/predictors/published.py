@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cab_hf.config import is_number, is_share, is_whole, require
+from cab_hf.checks import is_number, is_share, is_whole, require
 from cab_hf.ops import reference
 
 if TYPE_CHECKING:

@@ -143,7 +143,7 @@ class SpeedSettings:
             raise ValueError(
                 f"config sets {twice[0]}, which is an option of its own here, or what is measured."
             )
-        return known(CabConfig.from_dict({**self.DEFAULTS, **given, **fixed}))
+        return known(CabConfig(**self.DEFAULTS).changed(**given, **fixed))
 
     def density_at(self, length: int) -> float:
         """``max_density`` of subclasses that have it, written as `densities` says, at a length."""

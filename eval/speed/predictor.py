@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from cab_hf.config import CabConfig, budgets_of
+from cab_hf.budgets import budgets_of
+from cab_hf.config import CabConfig
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, markdown_table, percent

@@ -15,12 +15,12 @@ from torch import Tensor
 from cab_hf import engines
 from cab_hf.distributed import zigzag
 from cab_hf.distributed.exchange import finish, watched
-from cab_hf.distributed.layout import Layout, take_rows
+from cab_hf.distributed.layout import Layout, Places
 from cab_hf.distributed.zigzag import Turn, zigzag_attention
 from cab_hf.engines import Workload
 from cab_hf.frame import everything
 from cab_hf.ops.attention.whole import merged
-from cab_hf.plan import BlockPlan, Spans
+from cab_hf.plan import BlockPlan, Spans, once_per_spans
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,24 +37,28 @@ class TwoLaunches(Turn):
     """The early and the late chunks launched one after the other."""
 
     def launch(self, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> tuple[Tensor, Tensor]:
-        halves = self.spans.made("halves", self._halves)
+        halves = _halves(self.spans, self.places)
         found = []
         for tokens, spans in halves:
-            rows = spans.made(
-                ("rows", plan.query_block),
-                lambda tokens=tokens: tokens[:: plan.query_block] // plan.query_block,
-            )
-            part = take_rows(plan, rows, spans)
+            part = plan.take_rows(_rows_of(spans, tokens, plan.query_block), spans)
             found.append(super().launch(q[:, :, tokens], k, v, part))
         back = torch.cat([tokens for tokens, _ in halves]).argsort()
         return tuple([torch.cat(parts, dim=2)[:, :, back] for parts in zip(*found, strict=True)])
 
-    def _halves(self) -> list[tuple[Tensor, Spans]]:
-        """The queries of the early chunks and their spans, and those of the late ones."""
-        late = torch.cat([torch.arange(2 * size) >= size for size in self.places.layout.chunks])
-        late = late.to(self.spans.first.device)
-        halves = [which.nonzero().squeeze(1) for which in (~late, late)]
-        return [(tokens, _some(self.spans, tokens)) for tokens in halves]
+
+@once_per_spans
+def _halves(spans: Spans, places: Places) -> list[tuple[Tensor, Spans]]:
+    """The queries of the early chunks and their spans, and those of the late ones."""
+    late = torch.cat([torch.arange(2 * size) >= size for size in places.layout.chunks])
+    late = late.to(spans.first.device)
+    halves = [which.nonzero().squeeze(1) for which in (~late, late)]
+    return [(tokens, _some(spans, tokens)) for tokens in halves]
+
+
+@once_per_spans
+def _rows_of(spans: Spans, tokens: Tensor, query_block: int) -> Tensor:
+    """The query blocks that ``tokens`` are whole ones of."""
+    return tokens[::query_block] // query_block
 
 
 def two_launches(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
@@ -119,7 +123,7 @@ def _around(q: Tensor, k: Tensor, v: Tensor, turn: Turn) -> tuple[Tensor, Tensor
         if step + 1 < world:
             # on their way while this step computes
             passing = _passed(k, v, turn.group)
-        spans = turn.spans.made(("of rank", holder), lambda h=holder: _seen_of(turn, h))
+        spans = _seen_of(turn.spans, turn.places, holder)
         plan = everything(spans, size)
         found = turn.engine.attention(q, k, v, plan, turn.scale, return_lse=True)
         # merged at no less than float32, rounded once
@@ -133,23 +137,24 @@ def _around(q: Tensor, k: Tensor, v: Tensor, turn: Turn) -> tuple[Tensor, Tensor
     return out.to(q.dtype), lse.detach()
 
 
-def _seen_of(turn: Turn, holder: int) -> Spans:
+@once_per_spans
+def _seen_of(spans: Spans, places: Places, holder: int) -> Spans:
     """What this rank's queries see of another rank's keys, as that rank holds them.
 
     A rank holds the keys of the frame in ascending order, so that what a query sees of them is one
     interval too.
     """
-    layout, device = turn.places.layout, turn.spans.first.device
+    layout, device = places.layout, spans.first.device
     real = layout.real[holder].to(device)
     # padding stands between the last token of its document and the first of the next
-    order = 2 * (turn.places.begins + layout.positions[holder].to(device)) + (~real).long()
-    first = torch.searchsorted(order, 2 * turn.spans.first.to(order.dtype))
-    last = torch.searchsorted(order, 2 * turn.spans.last.to(order.dtype), right=True) - 1
-    seen = (turn.spans.last >= 0) & (first <= last)
+    order = 2 * (places.begins + layout.positions[holder].to(device)) + (~real).long()
+    first = torch.searchsorted(order, 2 * spans.first.to(order.dtype))
+    last = torch.searchsorted(order, 2 * spans.last.to(order.dtype), right=True) - 1
+    seen = (spans.last >= 0) & (first <= last)
     return Spans(
         first.where(seen, 0).to(torch.int32),
         last.where(seen, -1).to(torch.int32),
-        real.expand(turn.spans.first.shape[0], -1),
+        real.expand(spans.first.shape[0], -1),
         consecutive=False,
     )
 

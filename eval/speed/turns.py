@@ -14,7 +14,7 @@ from cab_hf import engines
 from cab_hf.config import CabConfig
 from cab_hf.distributed import predict, union, zigzag_attention
 from cab_hf.distributed.flight import KV_HEADS_TOGETHER
-from cab_hf.distributed.layout import Layout, layout_of, take_heads
+from cab_hf.distributed.layout import Layout, layout_of
 from cab_hf.engines import REFERENCE, Workload
 from cab_hf.eval.speed.checks import CHECK_GRADIENT_TOLERANCE, CHECK_TOLERANCE, close
 from cab_hf.eval.speed.schemes import (
@@ -224,7 +224,7 @@ def needed(plan: BlockPlan, heads: int, kv_heads: int) -> float:
     group = heads // kv_heads
     # one KV head at a time: as a grid, a plan is large
     parts = [
-        union(take_heads(plan, i * group, (i + 1) * group, heads), 1).float().mean()
+        union(plan.take_heads(i * group, (i + 1) * group, heads), 1).float().mean()
         for i in range(kv_heads)
     ]
     return float(torch.stack(parts).mean())

@@ -50,13 +50,13 @@ CONFIGS = {
     "capped": replace(SMALL, max_density=0.4),
     "published": CabConfig.published(0.6, query_block=32, key_block=32, min_length=0),
     "additive": CabConfig.published(0.6, "additive", query_block=32, key_block=16, min_length=0),
-    "streaming": replace(SMALL, predictor="streaming"),
-    "random": replace(SMALL, predictor="random", sparsity=0.6),
+    "streaming": SMALL.changed(predictor="streaming"),
+    "random": SMALL.changed(predictor="random", sparsity=0.6),
     "cascade": replace(SMALL, predictor="cascade", anchors=(0,)),
     "cascade-calibrated": replace(SMALL, predictor="cascade", anchors=(0,), **TABLES),
-    "antidiagonal": replace(SMALL, predictor="antidiagonal", sparsity=0.6),
-    "own-summaries": replace(SMALL, predictor="loud-blocks"),
-    "own-of-cab": replace(SMALL, predictor="half-a-mass"),
+    "antidiagonal": SMALL.changed(predictor="antidiagonal", sparsity=0.6),
+    "own-summaries": SMALL.changed(predictor="loud-blocks"),
+    "own-of-cab": SMALL.changed(predictor="half-a-mass"),
 }
 
 

@@ -10,7 +10,7 @@ from shards import layout_for, shard_of
 from tiny import qkv
 
 from cab_hf import CabConfig
-from cab_hf.config import budgets_of
+from cab_hf.budgets import budgets_of
 from cab_hf.ops import predict
 from cab_hf.ops.attention import block
 

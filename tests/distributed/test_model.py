@@ -26,7 +26,7 @@ CONFIGS = {
     "full": FULL,
     "some-documents-exact": replace(SPARSE, min_length=300),
     "a-dense-layer": replace(SPARSE, dense_layers=(1,)),
-    "streaming": replace(SPARSE, predictor="streaming"),
+    "streaming": SPARSE.changed(predictor="streaming"),
     "cascade": replace(SPARSE, predictor="cascade", anchors=(0,)),
     "cascade-exact": replace(
         SPARSE,

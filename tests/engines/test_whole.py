@@ -159,7 +159,7 @@ def test_rows_may_walk_the_keys_in_parts(shape, blocks, return_lse, monkeypatch)
     monkeypatch.setattr(whole, "EXACT_BLOCK", max(blocks))
     splits = []
     gathered = whole._gathered
-    monkeypatch.setattr(whole, "_gathered", lambda *a: splits.append(a[1]) or gathered(*a))
+    monkeypatch.setattr(whole, "_gathered", lambda *a: splits.append(a[3]) or gathered(*a))
     found = engines.TRITON.attention(q, k, v, plan, 0.2, return_lse)
     meant = reference.attention(q, k, v, listed(plan), 0.2, return_lse)
     for a, b in zip(*((x if return_lse else (x,)) for x in (found, meant)), strict=True):

@@ -11,7 +11,7 @@ from tiny import FULL, SPARSE, qkv, tiny_model, tokens
 
 import cab_hf
 from cab_hf import CabConfig, engines
-from cab_hf.config import budgets_of
+from cab_hf.budgets import budgets_of
 from cab_hf.frame import Frame
 from cab_hf.ops import reference
 from cab_hf.ops.attention import flex

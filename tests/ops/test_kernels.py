@@ -7,7 +7,7 @@ from selecting import by_kernels, loud, on_the_cpu
 from tiny import qkv
 
 from cab_hf import CabConfig
-from cab_hf.config import budgets_of
+from cab_hf.budgets import budgets_of
 from cab_hf.frame import Frame
 from cab_hf.ops import coarsen, predict, reference
 from cab_hf.plan import Spans

@@ -21,8 +21,8 @@ from transformers import (
 from words import make_tokenizer
 
 import cab_hf
-from cab_hf import CabConfig, fit
-from cab_hf.fit import Origin
+from cab_hf import CabConfig, checks
+from cab_hf.config import Origin
 from cab_hf.patches import calibration
 
 
@@ -261,7 +261,7 @@ def test_only_the_text_of_a_vision_language_model_is_calibrated(told, monkeypatc
     monkeypatch.setattr(calibration, "KEYS", 2)
     model = tiny_llava(**told)
     model.resize_token_embeddings(400)
-    config = dataclasses.replace(SPARSE, predictor="antidiagonal")
+    config = SPARSE.changed(predictor="antidiagonal")
     given = cab_hf.calibrate(
         model, make_tokenizer(), "So it goes.", 0.7, config=config, length=300, documents=1
     )
@@ -503,7 +503,7 @@ def loaded(model, folder, **told):
 MISFITS = {
     "deep": ({"mass": [[0.5] * 6] * 30}, "mass has 30 layers of 6 heads, and this model has 3"),
     "shallow": ({"bridges": [[0.1] * 6] * 2}, "bridges has 2 layers of 6 heads, and this model"),
-    "heads": ({"sparsity": [[0.5] * 9] * 3}, "9 heads, and this model has 3 layers of 6 heads;"),
+    "heads": ({"bridges": [[0.5] * 9] * 3}, "9 heads, and this model has 3 layers of 6 heads;"),
     "exact": ({"exact_queries": [[8] * 9] * 3}, "exact_queries has 3 layers of 9 heads"),
     "map": (
         {"predictor": "cascade", "anchors": [0], "head_map": [[0] * 9] * 3},
@@ -617,7 +617,7 @@ def test_a_calibration_of_another_model_is_named_where_it_is_compiled(model):
 
 @pytest.fixture
 def nothing_said(monkeypatch):
-    monkeypatch.setattr(fit, "_warned", set())
+    monkeypatch.setattr(checks, "_warned", set())
 
 
 def switched_on(model, min_length):

@@ -12,8 +12,8 @@ from selecting import by_kernels, laid_in, loud, on_the_cpu
 from tiny import SPARSE, tiny_model, tokens
 
 import cab_hf
-from cab_hf import CabConfig, attention
-from cab_hf.config import Budgets, budgets_of
+from cab_hf import CabConfig, model_config
+from cab_hf.budgets import Budgets, budgets_of
 from cab_hf.ops import predict, reference
 from cab_hf.plan import Spans, block_visibility
 from cab_hf.predictors import Call, CurvaturePredictor
@@ -41,9 +41,7 @@ CONFIGS = [
         id="everything-listed",
     ),
     pytest.param(
-        CabConfig.published(
-            query_block=16, key_block=16, sparsity=((0.0, 0.5, 0.7, 0.9),), mass=((1.0,) * 4,)
-        ),
+        CabConfig.published(query_block=16, key_block=16, sparsity=((0.0, 0.5, 0.7, 0.9),)),
         id="published-shares",
     ),
 ]
@@ -89,9 +87,10 @@ def test_each_head_adds_its_own_bridges_by_hand():
 def test_a_mass_of_one_lists_everything_whatever_the_other_budgets(select):
     q, k = loud(**SHAPE)
     spans = Spans.causal(1, 136, 136, "cpu")
-    tables = {"bridges": ((0.0, 0.1, 0.0, 1.0),), "exact_queries": ((0, 4, 8, 2),)}
-    everything = {"mass": 1.0} if select == "clusters" else {"sparsity": 0.0}
-    config = CabConfig(**SMALL, select=select, **everything, **tables)
+    everything = {"sparsity": 0.0}
+    if select == "clusters":
+        everything = {"mass": 1.0, "bridges": ((0.0, 0.1, 0.0, 1.0),)}
+    config = CabConfig(**SMALL, select=select, **everything, exact_queries=((0, 4, 8, 2),))
     meant = block_visibility(spans, 32, 16).unsqueeze(1).expand(-1, 4, -1, -1)
     for plan in (on_the_cpu(config, q, k, spans), by_kernels(config, q, k, spans)):
         assert plan.whole_heads == () and torch.equal(plan.to_dense(), meant)
@@ -274,11 +273,11 @@ def test_a_dict_that_is_changed_in_place_is_parsed_again(monkeypatch):
     monkeypatch.setattr(
         CabConfig, "from_dict", lambda saved: parsed.append(saved) or from_dict(saved)
     )
-    monkeypatch.setattr(attention, "_latest", attention._Latest())
-    once = attention.settings(model.config)
-    assert attention.settings(copy.deepcopy(model.config)) is once and len(parsed) == 1
+    monkeypatch.setattr(model_config, "_latest", [None])
+    once = model_config.settings(model.config)
+    assert model_config.settings(copy.deepcopy(model.config)) is once and len(parsed) == 1
     model.config.cab_config["mass"][1][2] = 0.125
-    assert attention.settings(model.config).mass[1][2] == 0.125 and len(parsed) == 2
+    assert model_config.settings(model.config).mass[1][2] == 0.125 and len(parsed) == 2
 
 
 @pytest.mark.slow

@@ -13,10 +13,10 @@ from words import make_tokenizer
 
 import cab_hf
 from cab_hf import CabConfig
-from cab_hf.config import budgets_of
+from cab_hf.budgets import budgets_of
+from cab_hf.config import Origin
 from cab_hf.documents import split_sentences
 from cab_hf.eval.tiny_types import tiny_model as tiny_type
-from cab_hf.fit import Origin
 from cab_hf.patches import calibration as of_models
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor

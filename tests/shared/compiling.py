@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from cab_hf import CabConfig
-from cab_hf.config import budgets_of
+from cab_hf.budgets import budgets_of
 from cab_hf.ops import exact_scores, predict
 from cab_hf.plan import Spans
 from cab_hf.rotary import llama_channels

@@ -5,7 +5,7 @@ from attention_cases import laid_out
 from tiny import qkv
 
 from cab_hf import BlockPlan
-from cab_hf.config import budgets_of
+from cab_hf.budgets import budgets_of
 from cab_hf.ops import predict
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, CurvaturePredictor

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
+from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, once_per_spans
 
 # keys that a part of a row has at least, and the most parts
 SPLIT_KEYS = 4096
@@ -38,7 +38,7 @@ def attention(
     if not plan.whole_heads and plan.whole_rows is None:
         return attend(q, k, v, plan, scale, return_lse)
     if len(plan.whole_heads) == plan.heads:
-        return attend(q, k, v, _everything(plan), scale, return_lse)
+        return attend(q, k, v, _everything(plan.spans, plan.blocks), scale, return_lse)
     listed = replace(plan, whole_heads=(), whole_rows=None)
     found = attend(q, k, v, listed, scale, return_lse)
     found = found if return_lse else (found,)
@@ -61,7 +61,7 @@ def _with_heads(attend, found, q, k, v, plan, scale, trained) -> list[Tensor]:
     if len({kv_heads.count(head) for head in shared}) == 1:
         kv_heads = shared
     some = take_heads(q, heads), take_heads(k, kv_heads), take_heads(v, kv_heads)
-    apart = attend(*some, _everything(plan), scale, len(found) > 1)
+    apart = attend(*some, _everything(plan.spans, plan.blocks), scale, len(found) > 1)
     apart = apart if len(found) > 1 else (apart,)
     together = []
     for target, source in zip(found, apart, strict=True):
@@ -81,9 +81,7 @@ def _with_rows(attend, found, q, k, v, plan, scale, trained) -> list[Tensor]:
     """``found`` (out, or out and log-sum-exp) with the rows that attend everything."""
     # merging weighs by log-sum-exps, through which no gradient flows
     splits = 1 if trained or torch.compiler.is_compiling() else _splits(plan.kv_length)
-    query, real, rows = plan.spans.made(
-        ("whole rows", plan.whole_rows, plan.blocks, splits), lambda: _gathered(plan, splits)
-    )
+    query, real, rows = _gathered(plan.spans, plan.whole_rows, plan.blocks, splits)
     some = _take(q, query)
     if splits == 1:
         apart = attend(some, k, v, rows, scale, len(found) > 1)
@@ -139,43 +137,44 @@ def _take(x: Tensor, query: Tensor) -> Tensor:
     return x.gather(2, query[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
-def _everything(plan: BlockPlan) -> BlockPlan:
-    """The plan of one head that keeps everything of all queries; made once for all layers."""
-    spans, blocks = plan.spans, tuple(max(size, EXACT_BLOCK) for size in plan.blocks)
-    return spans.made(
-        ("everything", blocks, plan.blocks),
-        lambda: BlockPlan.causal(_for_blocks(spans, plan, *blocks), 1, *blocks),
-    )
+@once_per_spans
+def _everything(spans: Spans, blocks: tuple[int, int]) -> BlockPlan:
+    """The plan of one head that keeps everything of all queries, where a plan has ``blocks``."""
+    return _causal(spans, blocks, *(max(size, EXACT_BLOCK) for size in blocks))
 
 
-def _gathered(plan: BlockPlan, splits: int) -> tuple[Tensor, Tensor, BlockPlan]:
+@once_per_spans
+def _gathered(
+    spans: Spans, rows: Tensor, blocks: tuple[int, int], splits: int
+) -> tuple[Tensor, Tensor, BlockPlan]:
     """The queries of the rows that attend everything, and the plan of one head for them.
 
     Returns:
         (int64 [B, R * query_block], the queries; bool likewise, which of them exist; the plan,
         which has them ``splits`` times, each time over another part of the keys).
     """
-    spans, size = plan.spans, plan.query_block
+    size, key_block = blocks
     inside = torch.arange(size, device=spans.last.device)
-    query = (plan.whole_rows.unsqueeze(-1) * size + inside).flatten(1)
+    query = (rows.unsqueeze(-1) * size + inside).flatten(1)
     real = (query >= 0) & (query < spans.q_length)
     query = query.clamp(0, spans.q_length - 1)
     first = spans.first.gather(1, query)
     last = spans.last.gather(1, query).masked_fill(~real, -1)
     if splits > 1:
         # whole blocks, so that no block is cut where a part ends
-        part = -(-plan.kv_length // (splits * EXACT_BLOCK)) * EXACT_BLOCK
+        part = -(-spans.kv_length // (splits * EXACT_BLOCK)) * EXACT_BLOCK
         begins = part * torch.arange(splits, device=first.device, dtype=first.dtype)[:, None]
         first = torch.maximum(first.unsqueeze(1), begins).flatten(1)
         last = torch.minimum(last.unsqueeze(1), begins + (part - 1)).flatten(1)
         last = last.masked_fill(last < first, -1)
     some = replace(spans, first=first, last=last, consecutive=False)
-    blocks = size, max(plan.key_block, EXACT_BLOCK)
-    return query, real, BlockPlan.causal(_for_blocks(some, plan, *blocks), 1, *blocks)
+    return query, real, _causal(some, blocks, size, max(key_block, EXACT_BLOCK))
 
 
-def _for_blocks(spans: Spans, plan: BlockPlan, *blocks: int) -> Spans:
-    """``spans`` without the claim that documents begin at block borders, if these are others."""
-    borders = max(plan.blocks)
-    kept = spans.documents == 1 or all(borders % size == 0 for size in blocks)
-    return spans if kept else replace(spans, aligned=False)
+def _causal(spans: Spans, blocks: tuple[int, int], *larger: int) -> BlockPlan:
+    """The plan of one head in ``larger`` blocks that keeps everything, of spans laid for others.
+
+    Documents that began at the borders of ``blocks`` need not begin at those.
+    """
+    kept = spans.documents == 1 or all(max(blocks) % size == 0 for size in larger)
+    return BlockPlan.causal(spans if kept else replace(spans, aligned=False), 1, *larger)

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from bench import FakeBench, refused, sample_of, shown, speed_run
+from bench import FakeBench, sample_of, shown, speed_run
 
 from cab_hf.engines import Reference
 from cab_hf.eval import report

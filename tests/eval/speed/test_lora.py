@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from bench import FakeBench, refused, sample_of, speed_run
+from bench import FakeBench, sample_of, speed_run
 
 from cab_hf.eval.speed import lora
 from cab_hf.eval.speed.lora import LoraStep, Settings

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench import FakeBench, refused, sample_of, shown, speed_run
+from bench import FakeBench, sample_of, shown, speed_run
 
 from cab_hf import CabConfig
 from cab_hf.eval.speed import model, prefill, timing

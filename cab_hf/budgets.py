@@ -1,0 +1,88 @@
+"""`Budgets`: what the heads of one layer get, out of the numbers and tables of a config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cab_hf.config import MASS_BY_KEYS, CabConfig
+
+
+class Budgets(NamedTuple):
+    """What the heads of one layer get: fields of `CabConfig`, a number for each head or for all.
+
+    Attributes:
+        mass: of rows that see few keys, where it goes by keys.
+        whole: heads that attend everything, and so list nothing.
+    """
+
+    mass: tuple[float, ...]
+    bridges: tuple[float, ...]
+    sparsity: tuple[float, ...]
+    exact_queries: tuple[int, ...] = (0,)
+    whole: tuple[int, ...] = ()
+
+    @property
+    def alike(self) -> bool:
+        """Whether there is one number for all heads, and none is apart."""
+        return not self.whole and all(len(numbers) == 1 for numbers in self[:4])
+
+    def of_head(self, head: int) -> tuple[float, float, float, int]:
+        """(mass, bridges, sparsity, exact_queries) of one head."""
+        return tuple([numbers[head if len(numbers) > 1 else 0] for numbers in self[:4]])
+
+    def of_heads(self, heads: Sequence[int]) -> Budgets:
+        """Those of some heads, as far as they are listed."""
+        picked = [
+            tuple([numbers[head] for head in heads]) if len(numbers) > 1 else numbers
+            for numbers in self[:4]
+        ]
+        return Budgets(*picked)
+
+    def exact(self, heads: int) -> tuple[int, ...]:
+        """Those of ``heads`` that choose by exact scores."""
+        if not any(self.exact_queries):
+            return ()
+        listed = [head for head in range(heads) if head not in self.whole]
+        return tuple([head for head in listed if self.of_head(head)[3] > 0])
+
+
+# functions: torch.compile traces no method of a value that is a constant to it
+def budgets_of(config: CabConfig, layer: int | None, heads: int) -> Budgets:
+    """What each of the ``heads`` of a layer gets.
+
+    Raises:
+        ValueError: where a table has no such layer or another number of heads, or there is a table
+            and the layer has no index.
+    """
+    fields = ("mass", "bridges", "sparsity", "exact_queries")
+    mass, bridges, sparsity, exact = [_of_layer(config, name, layer, heads) for name in fields]
+    if config.mass is None:
+        mass = (MASS_BY_KEYS[0][1],)
+    whole: tuple[int, ...] = ()
+    if config.select == "clusters":
+        if isinstance(config.mass, tuple):
+            whole = tuple([head for head in range(heads) if mass[head] == 1])
+        elif config.mass == 1:
+            # everything is listed: nothing is to be scored
+            exact = (0,)
+    numbers = [x[:1] if len(set(x)) == 1 else x for x in (mass, bridges, sparsity, exact)]
+    return Budgets(*numbers, whole)
+
+
+def _of_layer(config: CabConfig, name: str, layer: int | None, heads: int) -> tuple[float, ...]:
+    """The row of a field that may be a table, or its one number."""
+    table = getattr(config, name)
+    if not isinstance(table, tuple):
+        return (table,)
+    if layer is None:
+        raise ValueError(
+            f"CabConfig.{name} is a table of layers, and this layer has no index; give one number "
+            "for all."
+        )
+    if layer >= len(table) or heads != len(table[0]):
+        raise ValueError(
+            f"CabConfig.{name} has {len(table)} layers of {len(table[0])} heads, which do not fit "
+            f"layer {layer} of {heads} heads; calibrate this model, or give one number."
+        )
+    return table[layer]

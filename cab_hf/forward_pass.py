@@ -1,0 +1,100 @@
+"""What the layers of one forward pass share, and what a layer keeps for its second forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cab_hf.plan import BlockPlan
+
+# a layer that gradient checkpointing computes again attends as it did the first time, or not at all
+LEFT_EARLY = (
+    "gradient checkpointing computes a layer again in the backward pass, and the model attends "
+    "otherwise than in the forward pass: a `with` block of cab_hf.cab or cab_hf.context_parallel "
+    "was left or entered in between, or apply_cab or remove_cab called. Call backward inside the "
+    "block that the forward pass ran in."
+)
+
+
+@dataclass(eq=False, kw_only=True)
+class ForwardPass:
+    """One forward pass, as all layers of a model see it.
+
+    Attributes:
+        handed: what predictors of one layer leave for those of later ones.
+    """
+
+    handed: dict[Any, Any] = field(default_factory=dict)
+    _parsed: list[tuple[Any, Any]] = field(default_factory=list)
+    # how each layer attended, by layer
+    _attended: dict[Any, Any] = field(default_factory=dict)
+    # of layers that gradients flow through
+    _predicted: dict[Any, list[BlockPlan]] = field(default_factory=dict)
+
+    def parsed(self, config: Any, parse: Callable[[Any], Any]) -> Any:
+        """What ``parse`` makes of a model's ``config``, once a forward pass.
+
+        Tables of budgets are long, and torch.compile traces every number that is looked at.
+        """
+        for known, result in self._parsed:
+            if known is config:
+                return result
+        self._parsed.append((config, parse(config)))
+        return self._parsed[-1][1]
+
+    def require_as_before(self, layer: Any, how: Any) -> None:
+        """Refuse a ``layer`` that is computed again and attends otherwise than the first time.
+
+        Raises:
+            RuntimeError: a backward pass finds another ``how`` than the forward pass had.
+        """
+        if torch.compiler.is_compiling():
+            return
+        if self._attended.setdefault(layer, how) == how:
+            return
+        if in_backward_pass():
+            raise RuntimeError(LEFT_EARLY)
+        self._attended[layer] = how
+
+    def planned(self, layer: Any, query: Tensor, predict: Callable[[], BlockPlan]) -> BlockPlan:
+        """What ``predict`` chooses for ``layer``, kept for a second forward pass.
+
+        Gradient checkpointing computes a layer again in the backward pass: it then attends under
+        the plan of the first time. A layer that a model calls several times is predicted anew.
+        """
+        if torch.compiler.is_compiling() or not query.requires_grad or _is_captured(query):
+            return predict()
+        kept = self._predicted.setdefault(layer, [])
+        if not in_backward_pass():
+            plan = predict()
+            # lists of all layers would stand beside what the longest layer needs
+            kept.append(plan.each(_put_by))
+            return plan
+        if len(kept) > 1:
+            # nobody knows which of the calls this is, nor whose plans those before it had left
+            self.handed.clear()
+        if len(kept) != 1:
+            return predict()
+        return kept.pop().each(lambda x: x.to(query.device, non_blocking=True))
+
+
+def in_backward_pass() -> bool:
+    """Whether autograd runs, and what is computed is computed again."""
+    # what torch.utils.checkpoint asks too
+    return torch._C._current_graph_task_id() != -1
+
+
+def _is_captured(x: Tensor) -> bool:
+    # a graph that is replayed knows no host
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _put_by(x: Tensor) -> Tensor:
+    """A copy in the host's memory, without waiting for it; on a CPU the tensor itself."""
+    if not x.is_cuda:
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

@@ -1,0 +1,76 @@
+"""The CabConfig in a transformers config: parsed once, and checked against the model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from cab_hf.checks import MOST
+from cab_hf.config import CabConfig, Origin
+from cab_hf.fit import require_layers, require_origin, warn_if_never_sparse
+
+# the dict that was parsed last, as it was then: every layer of a model brings the same one
+_latest: list[tuple[dict[str, Any], CabConfig] | None] = [None]
+
+
+def settings(config: Any) -> CabConfig:
+    """The CabConfig that a transformers config carries, the defaults when it carries none.
+
+    Raises:
+        ValueError: for what is no CabConfig, one of layers that the model does not have, or a
+            calibration of a model of another shape.
+    """
+    saved = getattr(config, "cab_config", None)
+    found = _parsed({} if saved is None else saved)
+    require_origin(found.origin, config)
+    require_layers(found, config)
+    return found
+
+
+def settings_in_use(config: Any) -> CabConfig:
+    """`settings`, with a warning where they never let a prompt attend sparsely."""
+    found = settings(config)
+    if not torch.compiler.is_compiling():
+        warn_if_never_sparse(found.min_length, config)
+    return found
+
+
+def _parsed(saved: Any) -> CabConfig:
+    if isinstance(saved, CabConfig):
+        return saved
+    if not isinstance(saved, dict):
+        return CabConfig.from_dict(saved)
+    if torch.compiler.is_compiling():
+        return _constant(tuple((name, _plain(value)) for name, value in saved.items()))
+    known = _latest[0]
+    # numbers of a table are compared by identity first, which is faster than hashing them
+    if known is None or known[0] != saved:
+        known = _latest[0] = copy.deepcopy(saved), CabConfig.from_dict(saved)
+    return known[1]
+
+
+def _plain(value: Any) -> Any:
+    """The same value, hashable; under torch.compile a constant.
+
+    A number that differed in an earlier compilation is symbolic to dynamo. It becomes a constant
+    where Python needs one: as the length of a range, as text.
+    """
+    if isinstance(value, (list, tuple)):
+        # a table has thousands of numbers: each call that is traced counts
+        return tuple([float.fromhex(x.hex()) if type(x) is float else _plain(x) for x in value])
+    if isinstance(value, float):
+        return float.fromhex(value.hex())
+    if isinstance(value, dict) and set(value) == set(Origin._fields):
+        return tuple([(name, _plain(each)) for name, each in value.items()])
+    # what is larger is refused
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST:
+        return len(range(value))
+    return value if value is None or isinstance(value, (str, int)) else repr(value)
+
+
+# a constant to torch.compile, which wants plain arguments
+@torch.compiler.assume_constant_result
+def _constant(items: tuple[tuple[str, Any], ...]) -> CabConfig:
+    return CabConfig.from_dict(dict(items))

@@ -1,0 +1,80 @@
+"""`NotATensor`: what models hand on as an attention mask, and may not compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from cab_hf.forward_pass import LEFT_EARLY, in_backward_pass
+
+
+class UsedAsTensor(NotImplementedError, AttributeError):
+    """A model computes with the mask itself. An AttributeError too, so that `hasattr` says no."""
+
+
+class _NoShape(tuple[int, ...]):
+    """The shape of what is no tensor: its length may be asked, a size may not."""
+
+    model: str
+
+    def __getitem__(self, index: Any) -> Any:
+        raise used_as_tensor(self.model, "a size")
+
+
+class NotATensor:
+    """Stands where transformers expects a mask tensor; whatever would compute with it is refused.
+
+    Attributes:
+        model: whose mask it is, for the sentence.
+    """
+
+    # transformers asks this and the shape of a mask to tell 2-D and 4-D tensors; this is neither
+    ndim: ClassVar[int] = 0
+    model: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = _NoShape()
+        shape.model = self.model
+        return shape
+
+    def __getattr__(self, name: str) -> Any:
+        raise used_as_tensor(self.model, name)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        masks = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls)]
+        # none of them where it stands in a list, as for torch.cat
+        model = masks[0].model if masks else "this model"
+        raise used_as_tensor(model, getattr(function, "__name__", "a function of torch"))
+
+    def contiguous(self) -> NotATensor:
+        """Itself: generate() tidies the masks of static caches this way."""
+        return self
+
+
+def used_as_tensor(model: str, what: str) -> UsedAsTensor:
+    """What a model is told that asks ``what`` of its mask."""
+    if in_backward_pass():
+        return UsedAsTensor(LEFT_EARLY)
+    return UsedAsTensor(
+        f"{model} computes with its attention mask (asks it for {what!r}), of which 'cab' "
+        "makes no tensor. Load it with attn_implementation='eager'."
+    )
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def refused(self: NotATensor, *_: Any) -> Any:
+        raise used_as_tensor(self.model, name)
+
+    return refused
+
+
+# Python asks the class for these, not `__getattr__`
+for _name in ("getitem", "setitem", "invert", "neg", "lt", "le", "gt", "ge"):
+    setattr(NotATensor, f"__{_name}__", _operator(_name))
+for _name in ("add", "sub", "mul", "truediv", "and", "or", "xor"):
+    setattr(NotATensor, f"__{_name}__", _operator(_name))
+    setattr(NotATensor, f"__r{_name}__", _operator(_name))

@@ -1,0 +1,98 @@
+"""Where packed documents begin: by restarting positions, by lengths, or by a mask function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def document_starts(position_ids: Tensor, valid: Tensor | None) -> Tensor:
+    """bool [B or 1, N]: real tokens that begin a document, the first of a row among them.
+
+    A document begins where the position is below that of the real token before. One that repeats
+    the position of a beginning begins another: the one before it was a document of one token.
+    Positions that repeat elsewhere are those of a picture's tokens.
+
+    Args:
+        position_ids: int [B or 1, N].
+        valid: bool [B, N], False for padding; None for none.
+    """
+    slot = torch.arange(position_ids.shape[1], device=position_ids.device)
+    if valid is not None:
+        valid = valid.to(position_ids.device)
+        # padding has the position of the real token before it, and so begins nothing
+        latest = torch.where(valid, slot, -1).cummax(-1).values
+        position_ids = position_ids.expand(valid.shape[0], -1).gather(1, latest.clamp(min=0))
+        position_ids = position_ids.masked_fill(latest < 0, torch.iinfo(position_ids.dtype).max)
+    step = F.pad(position_ids[:, 1:].sub(position_ids[:, :-1]).sign(), (1, 0), value=-1)
+    moved = torch.where(step != 0, slot, 0).cummax(-1).values
+    starts = step.gather(1, moved) < 0
+    return starts if valid is None else starts & valid
+
+
+def counted_lengths(position_ids: Tensor) -> tuple[int, ...]:
+    """The lengths of the documents that every row of a batch is packed of. Waits for the device.
+
+    Raises:
+        ValueError: where ``position_ids``, int [B or 1, N], do not count every document from 0, or
+            differ from row to row.
+    """
+    tokens = position_ids.shape[1]
+    begins = document_starts(position_ids[:1], None)[0].nonzero().squeeze(1)
+    lengths = F.pad(begins[1:], (0, 1), value=tokens) - begins
+    counted = torch.arange(tokens, device=begins.device) - begins.repeat_interleave(lengths)
+    if not bool((position_ids == counted).all()):
+        raise ValueError(
+            "position_ids do not count from 0 in every document, the same in every row; leave them "
+            "out, or say by cu_seq_lens_q where documents begin and end."
+        )
+    return tuple(lengths.tolist())
+
+
+def documents_between(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
+    """Document ids int [B, N] of cumulative lengths: of one row for all, or of all rows in one.
+
+    What lies behind the last is a document of its own.
+
+    Raises:
+        ValueError: for lengths that end elsewhere than a row or the batch; not while compiling.
+    """
+    slot = torch.arange(batch * length, device=cu_seq_lens.device)
+    if not torch.compiler.is_compiling():
+        end = int(cu_seq_lens[-1])
+        if end > batch * length or (batch > 1 and end not in (length, batch * length)):
+            raise ValueError(
+                f"cu_seq_lens_q ends at {end} in a call of {batch} x {length} tokens; it must end "
+                f"at {batch * length}."
+            )
+    if batch > 1:
+        # lengths of one row begin again with every row
+        slot = slot % cu_seq_lens[-1]
+    return torch.bucketize(slot, cu_seq_lens[1:], right=True).unflatten(0, (batch, length))
+
+
+def documents_of(mask_function: Any, batch: int, q_length: int, device: Any) -> Tensor | None:
+    """Document ids int [B, N_q], read off transformers' own mask function; None for one document.
+
+    A document starts at a token that may not see the token before it.
+    """
+    slot = torch.arange(q_length, device=device).unsqueeze(0)
+    starts = ~_sees(mask_function, batch, slot, (slot - 1).clamp(min=0)) & (slot > 0)
+    if not torch.compiler.is_compiling() and not bool(starts.any()):
+        return None
+    return starts.cumsum(-1)
+
+
+def looks_ahead(mask_function: Any, batch: int, q_length: int, device: Any) -> bool:
+    """Whether a token sees the one behind it."""
+    slot = torch.arange(q_length - 1, device=device).unsqueeze(0)
+    return bool(_sees(mask_function, batch, slot, slot + 1).any())
+
+
+def _sees(mask_function: Any, batch: int, query: Tensor, key: Tensor) -> Tensor:
+    """bool [B, N]: whether each query may see its key, both int [1, N], in the first head."""
+    row = torch.arange(batch, device=query.device).unsqueeze(-1)
+    return mask_function(row, torch.zeros_like(row), query, key).expand(batch, query.shape[1])
