@@ -1,6 +1,7 @@
 """``speed lora`` over ranks: two processes, what is wrong is not timed, lengths that are sought."""
 
 import json
+import lzma
 import shutil
 
 import pytest
@@ -118,11 +119,11 @@ def test_results_of_earlier_versions_are_told_as_they_were(tmp_path):
     folder = tmp_path / "old"
     shutil.copytree(COMMITTED, folder)
     before = (folder / "report.md").read_text()
-    samples = (folder / "samples.jsonl").read_bytes()
+    samples = lzma.decompress((folder / "samples.jsonl.xz").read_bytes())
     assert b'"spread"' not in samples
     rows = render(folder)
     assert (folder / "report.md").read_text() == before
-    assert (folder / "samples.jsonl").read_bytes() == samples
+    assert lzma.decompress((folder / "samples.jsonl.xz").read_bytes()) == samples
     assert {(row["spread"], row["world"]) for row in rows} == {("alone", 1)}
     # and so are rows that nobody has derived anew
     found = read_results(COMMITTED)
