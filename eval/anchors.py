@@ -12,14 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from cab_hf.config import CabConfig
-from cab_hf.documents import Document
-from cab_hf.eval import charts
-from cab_hf.eval.experiment import Row
-from cab_hf.eval.on_model import refusing
-from cab_hf.eval.report import grouped, markdown_table
-from cab_hf.patches.calibration import kept_of
-from cab_hf.predictors.anchors import (
+from cab_hf.calibration.anchors import (
     Allotment,
     Kept,
     averaged_kept,
@@ -29,6 +22,13 @@ from cab_hf.predictors.anchors import (
     similarity,
     within,
 )
+from cab_hf.calibration.passes import kept_of
+from cab_hf.config import CabConfig
+from cab_hf.documents import Document
+from cab_hf.eval import charts
+from cab_hf.eval.experiment import Row
+from cab_hf.eval.on_model import refusing
+from cab_hf.eval.report import grouped, markdown_table
 
 
 def found_in(model: PreTrainedModel, document: Document, config: CabConfig) -> dict[str, Any]:

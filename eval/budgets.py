@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from cab_hf.calibration.budgets import Losses, averaged, budgeted
+from cab_hf.calibration.passes import KEYS, losses
 from cab_hf.config import CabConfig
 from cab_hf.documents import Document
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.on_model import refusing
 from cab_hf.eval.report import grouped, markdown_table
-from cab_hf.patches.calibration import KEYS, averaged, budgeted, losses
 from cab_hf.predictors import make_predictor
-from cab_hf.predictors.calibration import Losses
 
 DIGITS = 5  # that count, of a recorded loss
 

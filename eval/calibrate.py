@@ -16,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from cab_hf.calibration.anchors import SHARES
+from cab_hf.calibration.passes import DOCUMENTS, KEYS, LENGTH, built_in_text, require_target
 from cab_hf.config import CabConfig
 from cab_hf.documents import Document, recall_document, split_sentences
 from cab_hf.eval import anchors, budgets
@@ -24,9 +26,7 @@ from cab_hf.eval.haystack import read_sentences
 from cab_hf.eval.methods import known
 from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
 from cab_hf.fit import Origin, number
-from cab_hf.patches.calibration import DOCUMENTS, KEYS, LENGTH, built_in_text, require_target
 from cab_hf.predictors import make_predictor
-from cab_hf.predictors.anchors import SHARES
 from cab_hf.runs.log import read_log, write_atomically, writing
 from cab_hf.runs.models import load_config
 from cab_hf.runs.provenance import file_identity

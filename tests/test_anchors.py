@@ -8,9 +8,7 @@ import torch
 from tiny import SMALL, qkv
 
 from cab_hf import CabConfig
-from cab_hf.plan import Spans
-from cab_hf.predictors import Call, make_predictor
-from cab_hf.predictors.anchors import (
+from cab_hf.calibration.anchors import (
     SHARES,
     Kept,
     allotted,
@@ -25,7 +23,9 @@ from cab_hf.predictors.anchors import (
     within,
     worth_at,
 )
-from cab_hf.predictors.calibration import Needles
+from cab_hf.calibration.budgets import Needles
+from cab_hf.plan import Spans
+from cab_hf.predictors import Call, make_predictor
 
 LENGTH = 400
 NEEDLES = Needles(torch.tensor([140, 150]), torch.tensor([40, 90]), torch.tensor([44, 94]))

@@ -28,7 +28,7 @@ FLOORS = [
         "call",
     ),
     *("exact", "refusals", "token_mixers", "distributed", "route", "attention", "loading"),
-    *("patches", "finetune", "eval"),
+    *("patches", "calibration", "finetune", "eval"),
 ]
 
 
@@ -127,7 +127,7 @@ def test_importing_is_cheap_and_touches_no_gpu():
 
 
 def test_imports_run_one_way():
-    """eval -> finetune -> runs, patches -> attention -> route, call -> ops -> plan."""
+    """eval -> finetune -> runs, calibration -> patches -> attention -> route -> ops -> plan."""
     rank = {name: place for place, name in enumerate(FLOORS)}
     rank["frame"] = rank["engines"] = rank["predictors"]
     folders = [ROOT / name for name in ("cab_hf", "patches", "eval", "finetune")]
