@@ -43,7 +43,7 @@ from cab_hf.calibration.passes import (
     require_target,
 )
 from cab_hf.config import CabConfig
-from cab_hf.documents import Document, recall_document, split_sentences
+from cab_hf.documents import Document, recall_document
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import PROG, SAMPLES, Row, read_provenance, run
 from cab_hf.eval.haystack import read_sentences
@@ -51,6 +51,7 @@ from cab_hf.eval.methods import known
 from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
 from cab_hf.eval.report import grouped, markdown_table
 from cab_hf.fit import Origin, number
+from cab_hf.needles import split_sentences
 from cab_hf.predictors import make_predictor
 from cab_hf.runs.log import read_log, write_atomically, writing
 from cab_hf.runs.models import load_config

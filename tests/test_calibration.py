@@ -21,9 +21,9 @@ from cab_hf.calibration.budgets import (
     tables,
 )
 from cab_hf.config import budgets_of
-from cab_hf.documents import split_sentences
 from cab_hf.eval.tiny_types import tiny_model as tiny_type
 from cab_hf.fit import Origin
+from cab_hf.needles import split_sentences
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
 

@@ -18,6 +18,7 @@ FLOORS = [
         "runs",
         "config",
         "rotary",
+        "needles",
         "documents",
         "plan",
         "ops",

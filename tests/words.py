@@ -4,7 +4,7 @@ from tiny import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from cab_hf import documents
+from cab_hf import needles
 
 TEXT = 'It rained all day. The old town slept! "Who goes there?" asked nobody. So it was, and so.'
 CHAT = (
@@ -16,13 +16,13 @@ CHAT = (
 def make_tokenizer(chat_template=None):
     """Words and single digits, each a token of a tiny vocabulary."""
     texts = [
-        *documents.NOISE,
-        *documents.DISTRACTORS,
-        *documents.NAMES,
-        documents.INSTRUCTION,
-        documents.NEEDLE,
-        documents.QUESTION,
-        documents.REPEAT,
+        *needles.NOISE,
+        *needles.DISTRACTORS,
+        *needles.NAMES,
+        needles.INSTRUCTION,
+        needles.NEEDLE,
+        needles.QUESTION,
+        needles.REPEAT,
         TEXT,
         "are important pass keys is an them it for user assistant end : 0 1 2 3 4 5 6 7 8 9",
     ]

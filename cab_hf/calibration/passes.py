@@ -36,8 +36,9 @@ from cab_hf.calibration.budgets import (
     require_reachable,
 )
 from cab_hf.config import CabConfig, is_share, is_whole, require
-from cab_hf.documents import Document, recall_document, split_sentences, with_copies
+from cab_hf.documents import Document, recall_document, with_copies
 from cab_hf.fit import Origin, positions
+from cab_hf.needles import split_sentences
 from cab_hf.patches.inspection import attention_layers
 from cab_hf.patches.switch import apply_cab
 from cab_hf.patches.watching import watched
