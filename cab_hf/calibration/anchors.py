@@ -24,6 +24,7 @@ from cab_hf.calibration.budgets import (
     least_kept,
     needle_shares,
     require_reachable,
+    tables,
 )
 from cab_hf.config import CabConfig
 from cab_hf.plan import Spans, block_visibility
@@ -97,17 +98,6 @@ class Allotment(NamedTuple):
         return found[(*place, layer[:, None].expand_as(head), self.sources, head)]
 
 
-def with_shares(config: CabConfig, shares: Sequence[Sequence[float]]) -> CabConfig:
-    """``config`` with a share of a row for each head, [layers][heads], and no other budgets.
-
-    How blocks are scored stays.
-    """
-    if config.select == "topk":
-        return replace(config, sparsity=[[1 - share for share in row] for row in shares])
-    nothing = [[0.0] * len(row) for row in shares]
-    return replace(config, mass=nothing, bridges=shares, max_density=1.0)
-
-
 def viewed(
     q: Tensor, k: Tensor, call: Call, config: CabConfig, shares: Sequence[float], needles: Needles
 ) -> list[View]:
@@ -117,7 +107,7 @@ def viewed(
         q: [1, H, N, D]. k: [1, H_kv, N, D]. Of one text.
     """
     blocks = config.query_block, config.key_block
-    keep = kept_blocks(q, k, call, *_options(config, shares), CurvaturePredictor)
+    keep = kept_blocks(q, k, call, *as_options(config, shares), CurvaturePredictor)
     density = keep.sum((1, 2)) / _visible(call.spans, config)
     mass = block_mass(q, k, call.spans, call.scale, *blocks)[0]
     mass /= call.spans.rows(config.query_block).queries.sum()
@@ -129,13 +119,16 @@ def viewed(
 
 def smallest_density(config: CabConfig, length: int) -> float:
     """The share of the blocks that an anchor takes at the smallest of `SHARES`."""
-    config, (option,) = _options(config, SHARES[:1])
+    config, (option,) = as_options(config, SHARES[:1])
     keep, call = least_kept(config, option, length, CurvaturePredictor)
     return float(keep.sum() / _visible(call.spans, config))
 
 
-def _options(config: CabConfig, shares: Sequence[float]) -> tuple[CabConfig, list[Option]]:
-    """`with_shares` as options of all heads of a layer, and the config that they stand in."""
+def as_options(config: CabConfig, shares: Sequence[float]) -> tuple[CabConfig, list[Option]]:
+    """Shares of a row as options of a head, and ``config`` without what would cap them.
+
+    How blocks are scored stays.
+    """
     if config.select == "topk":
         return config, [{"sparsity": 1 - share} for share in shares]
     return replace(config, max_density=1.0), [{"mass": 0.0, "bridges": x} for x in shares]
@@ -319,12 +312,14 @@ def cascaded(
     """
     found = within(kept, count, target)
     same = list(range(found.sources.shape[1]))
-    shares = [[SHARES[0]] * len(same) for _ in range(total)]
+    choice = torch.zeros(total, len(same), dtype=torch.int64)
     for anchor in found.anchors:
-        shares[layers[anchor]] = [SHARES[option] for option in found.options[anchor]]
+        choice[layers[anchor]] = found.options[anchor]
     rows = {layer: row.tolist() for layer, row in zip(layers, found.sources, strict=True)}
+    config, options = as_options(config, SHARES)
     return replace(
-        with_shares(config, shares),
+        config,
+        **tables(options, choice),
         predictor="cascade",
         anchors=tuple(layers[anchor] for anchor in found.anchors),
         head_map=[rows.get(layer, same) for layer in range(total)],
