@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from cab_hf.registration import register_when_imported
 
 if TYPE_CHECKING:
+    from cab_hf.calibration import calibrate
     from cab_hf.config import CabConfig
     from cab_hf.distributed import context_parallel
     from cab_hf.loading import load_model
-    from cab_hf.patches import apply_cab, cab, calibrate, describe, remove_cab, stats
+    from cab_hf.patches import apply_cab, cab, describe, remove_cab, stats
     from cab_hf.plan import BlockPlan
     from cab_hf.predictors import register_predictor
 
@@ -34,12 +35,11 @@ __all__ = [
 _HOME = {
     "BlockPlan": "cab_hf.plan",
     "CabConfig": "cab_hf.config",
+    "calibrate": "cab_hf.calibration",
     "context_parallel": "cab_hf.distributed",
     "load_model": "cab_hf.loading",
     "register_predictor": "cab_hf.predictors",
-    **dict.fromkeys(
-        ("apply_cab", "cab", "calibrate", "describe", "remove_cab", "stats"), "cab_hf.patches"
-    ),
+    **dict.fromkeys(("apply_cab", "cab", "describe", "remove_cab", "stats"), "cab_hf.patches"),
 }
 
 register_when_imported()

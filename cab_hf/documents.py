@@ -7,54 +7,21 @@ method, and every run, is shown the same ones.
 from __future__ import annotations
 
 import random
-import re
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
-NUMBERS = range(10_000, 100_000)  # keys, and numbers that are none
-SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[.!?][\"'”’)])\s+")
-LINE = re.compile(r"\n+[^\n]+")
-# words of a sentence; a text with most of its words in longer ones is no prose
-LONG_SENTENCE = 60
-NOISE = (
-    "The grass is green.",
-    "The sky is blue.",
-    "The sun is yellow.",
-    "Here we go.",
-    "There and back again.",
+from cab_hf.needles import (
+    Span,
+    Tokens,
+    digits_of,
+    draw_keys,
+    endless,
+    leading_tokens,
+    sentence_tokens,
+    with_statements,
 )
-NAMES = (
-    *("Alice", "Bob", "Carol", "David", "Emma", "Frank", "Grace", "Henry"),
-    *("Julia", "Kevin", "Laura", "Martin", "Nancy", "Oscar", "Peter", "Rachel"),
-    *("Simon", "Tina", "Victor", "Wendy", "Adam", "Beth", "Chris", "Diana"),
-    *("Eric", "Fiona", "George", "Helen", "Ivan", "Jane", "Karl", "Linda"),
-)
-NEEDLE = "The pass key{whose} is {key}. Remember it. {key} is the pass key{whose}."
-REPEAT = "As was said above, the pass key{whose} is {key}."
-# numbers that are no pass keys: a selector that looks for digits finds these as well
-DISTRACTOR_EVERY = 12
-DISTRACTORS = (
-    "The locker number is {}.",
-    "The order number is {}.",
-    "The house has the number {}.",
-    "The ticket has the number {}.",
-    "The phone extension is {}.",
-    "The invoice number is {}.",
-    "The train has the number {}.",
-    "The meter shows {}.",
-)
-INSTRUCTION = "There {are} hidden in the text below. Find {it} and remember {it}."
-QUESTION = "What is the pass key{whose}?"
-# the answer is begun for the model, blank included, so that the first digit already is predicted by
-# the last token of the prefill; otherwise only decoding would be tested where decoding is dense
-ANSWER = "The pass key{whose} is "
-KEPT_SENTENCES = 2**16  # whose tokens are remembered
-
-Tokens = tuple[int, ...]
-Span = tuple[int, int]  # [start, end) in tokens
 
 
 class Document(NamedTuple):
@@ -89,15 +56,14 @@ def recall_document(
         ValueError: ``keys`` is more than there are names, or ``length`` has no room for them.
     """
     rng = random.Random(f"{seed}/{length}/{keys}/{index}")
-    numbers, order, needles, repeats = _named_keys(tokenizer, keys, rng)
-    statements = [*needles, *(sentence_tokens(tokenizer, repeat) for repeat in repeats)]
+    order, needles, repeats, digits = _named_keys(tokenizer, keys, rng)
 
     begun = leading_tokens(tokenizer)
     # of running text: how much the first half has room for, and how much the document
     early = length // 2 - len(begun) - _total(needles)
     moved = keys * (border - 1)
-    late = length - len(begun) - _total(statements) - moved
-    pieces = _text(tokenizer, sentences, rng.randrange(len(sentences)), late + moved)
+    late = length - len(begun) - _total(needles) - _total(repeats) - moved
+    pieces = _text(tokenizer, sentences, rng, late + moved)
     if 0 <= early <= late:
         pieces = _with_border(pieces, early, late)
     ends = [0, *accumulate(map(len, pieces))]
@@ -111,35 +77,17 @@ def recall_document(
             "fewer keys."
         )
     borders = [at for half in halves for at in _drawn(rng, half, keys)]
+    more = [*chain(*_text(tokenizer, sentences, rng, border - 1))]
 
-    digits = [
-        digits_of(tokenizer, repeat, numbers[key])
-        for key, repeat in zip(order, repeats, strict=True)
-    ]
-    firsts = [None] * keys + [first for first, _ in digits]
-    more = [*chain(*_text(tokenizer, sentences, rng.randrange(len(sentences)), border - 1))]
+    def before(which: int, at: int) -> Sequence[int]:
+        if which < keys:
+            return ()
+        missing = -(at + digits[which - keys][0]) % border
+        # what ends a sentence
+        return more[len(more) - missing :]
 
-    tokens, starts, done = list(begun), [], 0
-    for at, statement, first in zip(borders, statements, firsts, strict=True):
-        tokens.extend(chain(*pieces[done:at]))
-        if first is not None:
-            missing = -(len(tokens) + first) % border
-            # what ends a sentence
-            tokens.extend(more[len(more) - missing :])
-        starts.append(len(tokens))
-        tokens.extend(statement)
-        done = at
-    tokens.extend(chain(*pieces[done:]))
-
-    answers = {
-        key: (start + first, start + last)
-        for key, start, (first, last) in zip(order, starts[keys:], digits, strict=True)
-    }
-    return Document(
-        tokens=tuple(tokens[:length]),
-        needles=tuple((at, at + len(each)) for at, each in zip(starts, needles, strict=False)),
-        answers=tuple(answers[key] for key in range(keys)),
-    )
+    tokens, spans = with_statements(begun, pieces, [*needles, *repeats], borders, before)
+    return _document(tokens[:length], spans[:keys], spans[keys:], order, digits)
 
 
 def asked_document(
@@ -161,39 +109,21 @@ def asked_document(
         ValueError: ``keys`` is more than there are names, or ``length`` has no room for them.
     """
     rng = random.Random(f"{seed}/asked/{length}/{keys}/{index}")
-    numbers, order, needles, repeats = _named_keys(tokenizer, keys, rng)
-    asking = [sentence_tokens(tokenizer, repeat) for repeat in repeats]
+    order, needles, repeats, digits = _named_keys(tokenizer, keys, rng)
 
-    tokens = list(leading_tokens(tokenizer))
-    prompt = length - _total(asking)
-    text = prompt - len(tokens) - _total(needles)
-    pieces = _text(tokenizer, sentences, rng.randrange(len(sentences)), text)
+    begun = leading_tokens(tokenizer)
+    prompt = length - _total(repeats)
+    text = prompt - len(begun) - _total(needles)
+    pieces = _text(tokenizer, sentences, rng, text)
     borders = [at for at, end in enumerate([0, *accumulate(map(len, pieces))]) if end <= text]
     if not borders:
         raise ValueError(
             f"length {length} has no room for {keys} keys and as many questions behind them; give "
             "a longer one or fewer keys."
         )
-    starts, done = [], 0
-    for at, needle in zip(_drawn(rng, borders, keys), needles, strict=True):
-        tokens.extend(chain(*pieces[done:at]))
-        starts.append(len(tokens))
-        tokens.extend(needle)
-        done = at
-    tokens.extend(chain(*pieces[done:]))
-    tokens = tokens[:prompt]
-
-    answers = {}
-    for key, repeat, question in zip(order, repeats, asking, strict=True):
-        first, last = digits_of(tokenizer, repeat, numbers[key])
-        answers[key] = len(tokens) + first, len(tokens) + last
-        tokens.extend(question)
-    document = Document(
-        tokens=tuple(tokens),
-        needles=tuple((at, at + len(each)) for at, each in zip(starts, needles, strict=True)),
-        answers=tuple(answers[key] for key in range(keys)),
-    )
-    return document, prompt
+    tokens, needed = with_statements(begun, pieces, needles, _drawn(rng, borders, keys))
+    tokens, asking = with_statements(tokens[:prompt], [], repeats, [0] * keys)
+    return _document(tokens, needed, asking, order, digits), prompt
 
 
 def with_copies(
@@ -239,80 +169,15 @@ def plain_document(
     """The first ``length`` tokens of running text and nothing else; see `recall_document`."""
     rng = random.Random(f"{seed}/{length}/{index}")
     begun = leading_tokens(tokenizer)
-    pieces = _text(tokenizer, sentences, rng.randrange(len(sentences)), length)
+    pieces = _text(tokenizer, sentences, rng, length)
     return tuple(chain(begun, *pieces))[:length]
 
 
-def split_sentences(text: str) -> list[str]:
-    """The sentences of a text, white space made single blanks; ValueError for an empty text.
-
-    Of a text that has few ends of sentences, as source code, they are the lines, each with its
-    indentation and behind its line break.
-    """
-    sentences = list(filter(None, SENTENCE_END.split(" ".join(text.split()))))
-    if not sentences:
-        raise ValueError("haystack has no text in it.")
-    words = [len(sentence.split()) for sentence in sentences]
-    if 2 * sum(count for count in words if count > LONG_SENTENCE) <= sum(words):
-        return sentences
-    return LINE.findall("\n".join(["", *map(str.rstrip, text.splitlines())]))
-
-
-def running(sentences: Sequence[str]) -> str:
-    """Sentences as one text, with a blank between those that are not lines."""
-    spaced = (text if text.startswith("\n") else f" {text}" for text in sentences)
-    return "".join(spaced).lstrip()
-
-
-@lru_cache(maxsize=KEPT_SENTENCES)
-def sentence_tokens(tokenizer: Any, sentence: str) -> Tokens:
-    """Tokens of a sentence as it stands in running text."""
-    return _behind_another(tokenizer, sentence)
-
-
-@lru_cache(maxsize=8)
-def leading_tokens(tokenizer: Any) -> Tokens:
-    """The special tokens that ``tokenizer`` puts before a text."""
-    with_special, alone = (
-        tokenizer(NOISE[0], add_special_tokens=special)["input_ids"] for special in (True, False)
-    )
-    first = next(at for at, token in enumerate(with_special) if token == alone[0])
-    return tuple(with_special[:first])
-
-
-def digits_of(tokenizer: Any, sentence: str, digits: str) -> Span:
-    """Which of `sentence_tokens` hold the ``digits``; a blank may be in the first one, too."""
-    at = sentence.index(digits)
-    whole, before, until = (
-        _behind_another(tokenizer, text)
-        for text in (sentence, sentence[:at], sentence[: at + len(digits)])
-    )
-    return shared(whole, before), len(until)
-
-
-def shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two texts have in common from the start on."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _behind_another(tokenizer: Any, sentence: str) -> Tokens:
-    joined = tokenizer(running((NOISE[0], sentence)), add_special_tokens=False)["input_ids"]
-    return tuple(joined[_another(tokenizer) :])
-
-
-@lru_cache(maxsize=8)
-def _another(tokenizer: Any) -> int:
-    """Tokens of a sentence that others are behind: alone, some tokenizers add one for its start."""
-    return len(tokenizer(NOISE[0], add_special_tokens=False)["input_ids"])
-
-
-def _text(tokenizer: Any, sentences: Sequence[str], first: int, size: int) -> list[Tokens]:
-    """Sentences of at least ``size`` tokens from the ``first`` on, round and round."""
-    pieces, total = [], 0
+def _text(tokenizer: Any, sentences: Sequence[str], rng: random.Random, size: int) -> list[Tokens]:
+    """Sentences of at least ``size`` tokens from a drawn one on, round and round."""
+    pieces, total, text = [], 0, endless(sentences, rng)
     while total < size:
-        sentence = sentences[(first + len(pieces)) % len(sentences)]
-        pieces.append(sentence_tokens(tokenizer, sentence))
+        pieces.append(sentence_tokens(tokenizer, next(text)))
         total += len(pieces[-1])
     return pieces
 
@@ -330,22 +195,35 @@ def _with_border(pieces: list[Tokens], low: int, high: int) -> list[Tokens]:
 
 def _named_keys(
     tokenizer: Any, keys: int, rng: random.Random
-) -> tuple[list[str], list[int], list[Tokens], list[str]]:
-    """Digits of keys with names, an order to repeat them in, what states each, what repeats it.
+) -> tuple[list[int], list[Tokens], list[Tokens], list[Span]]:
+    """An order to repeat keys in, what states each, and in that order what repeats it, and where.
 
     Raises:
         ValueError: ``keys`` is more than there are names.
     """
-    if not 1 <= keys <= len(NAMES):
-        raise ValueError(f"keys must be 1 to {len(NAMES)}; got {keys!r}.")
-    numbers = list(map(str, rng.sample(NUMBERS, keys)))
-    named = [
-        {"whose": f" for {name}", "key": number}
-        for name, number in zip(rng.sample(NAMES, keys), numbers, strict=True)
-    ]
+    drawn = draw_keys(rng, keys)
     order = _another_order(rng, keys)
-    needles = [sentence_tokens(tokenizer, NEEDLE.format(**each)) for each in named]
-    return numbers, order, needles, [REPEAT.format(**named[key]) for key in order]
+    return (
+        order,
+        [sentence_tokens(tokenizer, key.statement) for key in drawn],
+        [sentence_tokens(tokenizer, drawn[at].repeat) for at in order],
+        [digits_of(tokenizer, drawn[at].repeat, drawn[at].digits) for at in order],
+    )
+
+
+def _document(
+    tokens: Sequence[int],
+    needles: Sequence[Span],
+    repeats: Sequence[Span],
+    order: Sequence[int],
+    digits: Sequence[Span],
+) -> Document:
+    """A document whose keys are repeated in another order, with `_named_keys`' digits of each."""
+    answers = {
+        key: (start + first, start + last)
+        for key, (start, _), (first, last) in zip(order, repeats, digits, strict=True)
+    }
+    return Document(tuple(tokens), tuple(needles), tuple(answers[key] for key in range(len(order))))
 
 
 def _another_order(rng: random.Random, keys: int) -> list[int]:

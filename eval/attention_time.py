@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from cab_hf.config import CabConfig
-from cab_hf.documents import Tokens
 from cab_hf.engines import Workload
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.timing import Bench, GpuBench, Timing
 from cab_hf.mask import CabMask
+from cab_hf.needles import Tokens
 from cab_hf.patches.watching import watched
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor

@@ -19,7 +19,7 @@ from torch import Tensor
 from cab_hf.config import COARSEN, CabConfig
 from cab_hf.ops import reference
 from cab_hf.plan import Spans, block_visibility
-from cab_hf.predictors.baselines import block_mass
+from cab_hf.predictors.attention_mass import block_mass
 from cab_hf.runs.provenance import fingerprint
 from cab_hf.runs.settings import option, require
 

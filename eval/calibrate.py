@@ -8,25 +8,51 @@ reads.
 
 from __future__ import annotations
 
+import base64
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from types import ModuleType
+from statistics import fmean
 from typing import Any
 
+import torch
+from transformers import PreTrainedModel
+
+from cab_hf.calibration.anchors import (
+    SHARES,
+    Allotment,
+    Kept,
+    averaged_kept,
+    cascaded,
+    gains,
+    nearest,
+    similarity,
+    within,
+)
+from cab_hf.calibration.budgets import Losses, averaged, budgeted
+from cab_hf.calibration.passes import (
+    DOCUMENTS,
+    KEYS,
+    LENGTH,
+    built_in_text,
+    kept_of,
+    losses,
+    require_target,
+)
 from cab_hf.config import CabConfig, Origin
-from cab_hf.documents import Document, recall_document, split_sentences
-from cab_hf.eval import anchors, budgets
+from cab_hf.documents import Document, recall_document
+from cab_hf.eval import charts
 from cab_hf.eval.experiment import PROG, SAMPLES, Row, read_provenance, run
 from cab_hf.eval.haystack import read_sentences
 from cab_hf.eval.methods import known
 from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
+from cab_hf.eval.report import grouped, markdown_table
 from cab_hf.fit import number
-from cab_hf.patches.calibration import DOCUMENTS, KEYS, LENGTH, built_in_text, require_target
+from cab_hf.needles import split_sentences
 from cab_hf.predictors import make_predictor
-from cab_hf.predictors.anchors import SHARES
 from cab_hf.runs.log import read_log, write_atomically, writing
 from cab_hf.runs.models import load_config
 from cab_hf.runs.provenance import file_identity
@@ -43,6 +69,7 @@ from cab_hf.runs.settings import (
 
 BUILT_IN = "built-in"
 HEADS = {"heads": "attention_heads", "kv_heads": "key_value_heads"}
+DIGITS = 5  # that count, of a recorded loss
 
 
 @dataclass(frozen=True)
@@ -87,6 +114,235 @@ class Settings(OnModelSettings):
     def cab_config(self) -> CabConfig:
         """What every head shares: ``--set`` over the defaults."""
         return known(CabConfig.from_dict(dict(map(parse_assignment, self.set))))
+
+
+class Budgets:
+    """What every head loses at every budget, on average over samples, and the budgets that follow.
+
+    Args:
+        samples: each with `found_in` of one document.
+    """
+
+    NOTES = (
+        "Of {documents} documents of {length} tokens with {keys} keys each. Density: attended "
+        "over causal pairs, the mean over heads, and of the head that got the least and the "
+        "most. Missed: the attention mass a head leaves out, squared, mean over queries and "
+        "heads; needle: of the mass on the key that a query looks for, what is left out."
+    )
+
+    MEANS = ("density", "missed", "needle")
+    EDGES = {"least": min, "most": max}
+
+    def __init__(self, samples: Sequence[Row], settings: Mapping[str, Any]) -> None:
+        self.settings, self.layers = settings, samples[0]["layers"]
+        self.losses = averaged([self._read(sample) for sample in samples])
+
+    @staticmethod
+    def found_in(model: PreTrainedModel, document: Document, config: CabConfig) -> dict[str, Any]:
+        """What a sample holds of a document: by layer, [heads][options] of each of `Losses`."""
+        found = losses(model, document, config, make_predictor(config).options())
+        return {
+            "losses": {
+                str(layer): {name: _short(x) for name, x in each._asdict().items()}
+                for layer, each in found.items()
+            }
+        }
+
+    @staticmethod
+    def _read(sample: Row) -> dict[int, Losses]:
+        return {
+            int(layer): Losses(
+                *(torch.tensor(each[name], dtype=torch.float64) for name in Losses._fields)
+            )
+            for layer, each in sample["losses"].items()
+        }
+
+    def config(self, target: float) -> CabConfig:
+        """The budgets that the samples tell, for a share of the pairs."""
+        config = CabConfig.from_dict(self.settings["cab_config"])
+        with refusing("target_densities"):
+            return budgeted(config, self.settings["options"], self.losses, target, self.layers)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row a (target, layer, head): its option, and what it loses there."""
+        options, made = self.settings["options"], []
+        for target in self.settings["target_densities"]:
+            chosen = self.config(target)
+            for layer, each in self.losses.items():
+                for head in range(each.density.shape[0]):
+                    own = {field: getattr(chosen, field)[layer][head] for field in options[0]}
+                    at = options.index(own)
+                    of_head = {name: float(x[head, at]) for name, x in each._asdict().items()}
+                    place = {"target": target, "layer": layer, "head": head}
+                    made.append({**place, **own, **of_head})
+        return made
+
+    @classmethod
+    def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
+        """A row a target: what heads spend and lose on average, and the most and least they got."""
+        made = []
+        for some in grouped(rows, "target"):
+            means = {name: fmean(row[name] for row in some) for name in cls.MEANS}
+            edges = {name: pick(row["density"] for row in some) for name, pick in cls.EDGES.items()}
+            made.append({"target": some[0]["target"], "heads": len(some), **means, **edges})
+        columns = {name: name for name in ("target", "heads")}
+        columns |= {
+            name: (lambda row, name=name: f"{row[name]:.4f}") for name in (*cls.MEANS, *cls.EDGES)
+        }
+        return {"Spent": markdown_table(made, columns)}
+
+    @staticmethod
+    def draw(path: Path, rows: Sequence[Row]) -> None:
+        """What each head attends, a panel a target."""
+        panels = {
+            f"target {some[0]['target']:g}": {
+                (float(row["head"]), float(row["layer"])): row["density"] for row in some
+            }
+            for some in grouped(rows, "target")
+        }
+        charts.heatmap(path, panels, "head", "layer")
+
+
+def _short(x: torch.Tensor) -> list[list[float]]:
+    return [[float(f"{value:.{DIGITS}g}") for value in row] for row in x.tolist()]
+
+
+class Cascade:
+    """What blocks of every layer keep for every other, by `SHARES`, and the anchors that follow.
+
+    Args:
+        samples: each with `found_in` of one document.
+    """
+
+    NOTES = (
+        "Of {documents} documents of {length} tokens. Mass is the share of a layer's attention "
+        "that its blocks keep, needle the share of what falls on the key that a query looks "
+        "for, over all heads. Every head takes the head of its anchor, and every head of an "
+        "anchor the share of a row, that are worth most at one price, which makes the mean "
+        "density of all layers the target. Anchors are those of highest worth, weighed by how "
+        "much a layer changes its input (1 - cosine). The figure is of all layers at the "
+        "measured share nearest to the target."
+    )
+
+    def __init__(self, samples: Sequence[Row], settings: Mapping[str, Any]) -> None:
+        self.settings, self.layers = settings, samples[0]["layers"]
+        self.measured = samples[0]["measured"]
+        self.kept = averaged_kept(
+            [
+                [Kept(*(_unpacked(of_share[name]) for name in Kept._fields)) for of_share in each]
+                for each in (sample["kept"] for sample in samples)
+            ]
+        )
+
+    @staticmethod
+    def found_in(model: PreTrainedModel, document: Document, config: CabConfig) -> dict[str, Any]:
+        """What a sample holds of a document: the measured layers, and `Kept` by `SHARES`."""
+        layers, kept = kept_of(model, document, config)
+        return {"measured": layers, "kept": list(map(_recorded, kept))}
+
+    def config(self, target: float) -> CabConfig:
+        """The cascade that the samples tell, for a share of the pairs."""
+        config = CabConfig.from_dict(self.settings["cab_config"])
+        told = self.measured, self.layers, self.settings["anchors"], target
+        with refusing("target_densities"):
+            return cascaded(config, self.kept, *told)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row a (target, anchor, layer): what one's blocks keep of the other's attention.
+
+        By the measured share that is nearest to the target; of a layer and its anchor, what each of
+        its heads has by its own share, too.
+        """
+        made = []
+        for target in self.settings["target_densities"]:
+            some = self.kept[nearest(target)]
+            mass, needle = similarity(some, gains(some))
+            with refusing("target_densities"):
+                found = within(self.kept, self.settings["anchors"], target)
+            shown = self._shown(found)
+            for a, anchor in enumerate(self.measured):
+                for b, layer in enumerate(self.measured[a:], start=a):
+                    place = {"target": target, "anchor": anchor, "layer": layer}
+                    place["chosen"] = found.of_layer[b] == a
+                    alike = {"mass": float(mass[a, b]), "needle": float(needle[a, b])}
+                    told = shown[b] if place["chosen"] else dict.fromkeys(shown[b])
+                    made.append(place | alike | {"importance": float(some.importance[b])} | told)
+        return made
+
+    def _shown(self, found: Allotment) -> list[dict[str, float]]:
+        """Of each layer, under the allotment: its density, and what it keeps of what there is."""
+        mass, needle, density = (
+            found.of(torch.stack([getattr(each, name) for each in self.kept])).mean(-1)
+            for name in ("mass", "needle", "density")
+        )
+        needed = self.kept[0].needed.mean(-1)
+        told = zip(density, mass, needle, needed, strict=True)
+        names = ("density", "kept_mass", "kept_needle", "needed")
+        return [dict(zip(names, map(float, each), strict=True)) for each in told]
+
+    @staticmethod
+    def tables(rows: Sequence[Row]) -> dict[str, str]:
+        """A row a target: the anchors, and what these and the layers behind them keep."""
+        made = []
+        for some in grouped(rows, "target"):
+            chosen = [row for row in some if row["chosen"]]
+            own = [row for row in chosen if row["anchor"] == row["layer"]]
+            behind = [row for row in chosen if row["anchor"] != row["layer"]]
+            anchors = ", ".join(str(row["anchor"]) for row in own)
+            place = {"target": some[0]["target"], "anchors": anchors}
+            made.append({**place, **_means("anchors", own), **_means("others", behind)})
+        shown = {
+            key: (lambda row, key=key: "–" if row[key] is None else f"{row[key]:.4f}")
+            for key in made[0]
+            if key not in ("target", "anchors")
+        }
+        return {
+            "Anchors": markdown_table(made, {"target": "target", "anchors": "anchors", **shown})
+        }
+
+    @staticmethod
+    def draw(path: Path, rows: Sequence[Row]) -> None:
+        """What the blocks of each layer keep of those behind it, by target and kind of mass."""
+        panels = {
+            f"{name} at {some[0]['target']:g}": {
+                (float(row["layer"]), float(row["anchor"])): min(1.0, row[name]) for row in some
+            }
+            for some in grouped(rows, "target")
+            for name in ("mass", "needle")
+        }
+        charts.heatmap(path, panels, "layer", "whose blocks")
+
+
+def _means(name: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """Of layers that there are; None for none."""
+    found: dict[str, Any] = dict.fromkeys(("density", "mass", "needle"))
+    if rows:
+        needed = sum(row["needed"] for row in rows)
+        found = {
+            "density": fmean(row["density"] for row in rows),
+            "mass": fmean(row["kept_mass"] for row in rows),
+            # of the mass on needles in all layers together
+            "needle": sum(row["kept_needle"] for row in rows) / needed if needed else None,
+        }
+    return {f"{kind}, {name}": value for kind, value in found.items()}
+
+
+def _recorded(kept: Kept) -> dict[str, Any]:
+    """`Kept` as a sample holds it; a layer has nothing of those behind it."""
+    behind = torch.ones_like(kept.mass[..., 0, 0]).triu()[..., None, None]
+    some = kept._replace(mass=kept.mass * behind, needle=kept.needle * behind)
+    return {name: _packed(x) for name, x in some._asdict().items()}
+
+
+def _packed(x: torch.Tensor) -> dict[str, Any]:
+    """float16, compressed: heads by heads by layers by layers are many."""
+    content = zlib.compress(x.half().numpy().tobytes(), 9)
+    return {"shape": list(x.shape), "float16": base64.b64encode(content).decode()}
+
+
+def _unpacked(told: Mapping[str, Any]) -> torch.Tensor:
+    content = bytearray(zlib.decompress(base64.b64decode(told["float16"])))
+    return torch.frombuffer(content, dtype=torch.float16).view(told["shape"]).double()
 
 
 class Calibrate(OnModel):
@@ -162,7 +418,7 @@ class Calibrate(OnModel):
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """What the document tells, of budgets or of anchors."""
         model, document = self.model, self.document(case["document"])
-        way = anchors if self.settings.anchors else budgets
+        way = Cascade if self.settings.anchors else Budgets
         with refusing("model"):
             found = way.found_in(model, document, self.settings.cab_config)
         text = model.config.get_text_config()
@@ -171,8 +427,8 @@ class Calibrate(OnModel):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """As `budgets.rows` or `anchors.rows`."""
-        return _asked(settings).rows(samples, settings)
+        """As `Budgets.rows` or `Cascade.rows`."""
+        return _asked(settings)(samples, settings).rows()
 
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
@@ -184,7 +440,7 @@ class Calibrate(OnModel):
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
-        return _asked(settings).notes(settings)
+        return _asked(settings).NOTES.format(keys=KEYS, **settings)
 
     @staticmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
@@ -210,7 +466,7 @@ def write_configs(folder: Path) -> list[Path]:
     paths = []
     for target in settings["target_densities"]:
         paths.append(folder / f"cab_config-{target:g}.json")
-        config = _asked(settings).config_of(samples, settings, target)
+        config = _asked(settings)(samples, settings).config(target)
         config = replace(config, origin=_origin(settings, samples[0]))
         with writing(paths[-1]):
             write_atomically(paths[-1], json.dumps(config.to_dict()) + "\n")
@@ -223,11 +479,11 @@ def _origin(settings: Mapping[str, Any], sample: Row) -> Origin:
     return Origin(Path(settings["model"]).name, *counts, settings["length"])
 
 
-def _asked(settings: Mapping[str, Any]) -> ModuleType:
+def _asked(settings: Mapping[str, Any]) -> type[Budgets | Cascade]:
     """Who knows what to make of samples that were recorded with these settings."""
-    return anchors if "anchors" in settings else budgets
+    return Cascade if "anchors" in settings else Budgets
 
 
-def _shown(rows: Sequence[Row]) -> ModuleType:
+def _shown(rows: Sequence[Row]) -> type[Budgets | Cascade]:
     """Who has made these rows, and shows them."""
-    return anchors if "anchor" in rows[0] else budgets
+    return Cascade if "anchor" in rows[0] else Budgets

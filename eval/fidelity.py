@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from cab_hf.config import CabConfig
-from cab_hf.documents import NAMES, asked_document, plain_document, recall_document
+from cab_hf.documents import asked_document, plain_document, recall_document
 from cab_hf.eval import charts
 from cab_hf.eval.attention_time import AttentionClock, layer_bench
 from cab_hf.eval.experiment import Row
@@ -63,6 +63,7 @@ from cab_hf.eval.report import (
     ratio_with_interval,
     with_interval,
 )
+from cab_hf.needles import NAMES
 from cab_hf.runs.markdown import plain
 from cab_hf.runs.provenance import file_identity
 from cab_hf.runs.settings import (

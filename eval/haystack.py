@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from cab_hf.documents import (
+from cab_hf.needles import (
     ANSWER,
-    DISTRACTOR_EVERY,
-    DISTRACTORS,
-    INSTRUCTION,
     NAMES,
-    NEEDLE,
     NOISE,
     NUMBERS,
     QUESTION,
+    Key,
+    draw_keys,
+    endless,
+    instruction,
     running,
     split_sentences,
 )
@@ -86,28 +86,26 @@ class Haystack:
             Refused: ``length`` has no room for instruction, keys and question.
         """
         rng = random.Random(f"{seed}/{length}/{depth:.6f}/{index}/{self.keys}")
-        keys = [str(key) for key in rng.sample(NUMBERS, self.keys)]
-        names = rng.sample(NAMES, self.keys)
-        whose = [f" for {name}" if self.keys > 1 else "" for name in names]
-        texts = [NEEDLE.format(whose=w, key=k) for w, k in zip(whose, keys, strict=True)]
+        keys = draw_keys(rng, self.keys, named=self.keys > 1)
+        asked, texts = keys[0], [key.statement for key in keys]
         # the other keys are spread evenly, a random way into their stretches
         others = self.keys - 1
         depths = [depth, *((i + rng.random()) / others for i in range(others))]
         needles = list(zip(depths, texts, strict=True))
 
-        sentences = self._fitted(whose[0], needles, self._enough(rng, keys, length), length)
-        full = self.render(whose[0], needles, sentences)
+        sentences = self._fitted(asked.whose, needles, self._enough(rng, keys, length), length)
+        full = self.render(asked.whose, needles, sentences)
         at = full.index(texts[0])
         # the blank in front belongs to the first token
         needle = (self.size(full[:at].removesuffix(" ")), self.size(full[: at + len(texts[0])]))
-        text = self.render(whose[0], [], sentences) if hide_needle else full
+        text = self.render(asked.whose, [], sentences) if hide_needle else full
         return Prompt(
             text=text,
             tokens=tuple(self.encode(text)),
-            key=keys[0],
+            key=asked.digits,
             needle=None if hide_needle else needle,
-            asking=self.size(text[: text.rindex(QUESTION.format(whose=whose[0]))]),
-            begun=ANSWER.format(whose=whose[0]),
+            asking=self.size(text[: text.rindex(QUESTION.format(whose=asked.whose))]),
+            begun=ANSWER.format(whose=asked.whose),
         )
 
     def check_room(self, length: int) -> None:
@@ -118,7 +116,7 @@ class Haystack:
         """
         names = sorted(NAMES, key=len)[-self.keys :]
         whose = [f" for {name}" if self.keys > 1 else "" for name in names]
-        needles = [(0.0, NEEDLE.format(whose=each, key=NUMBERS[-1])) for each in whose]
+        needles = [(0.0, Key(each, str(NUMBERS[-1])).statement) for each in whose]
         self._room(whose[-1], needles, length)
 
     def encode(self, text: str) -> list[int]:
@@ -142,14 +140,9 @@ class Haystack:
         # deepest first: what is inserted later does not move what is there
         for depth, needle in sorted(needles, reverse=True):
             placed.insert(_nearest(ends, depth * ends[-1]), needle)
-        several = self.keys > 1
-        instruction = INSTRUCTION.format(
-            are="are important pass keys" if several else "is an important pass key",
-            it="them" if several else "it",
-        )
         question = QUESTION.format(whose=whose)
         first = [question] if self.question_first else []
-        content = "\n\n".join([instruction, *first, running(placed), question])
+        content = "\n\n".join([instruction(self.keys), *first, running(placed), question])
         answer = ANSWER.format(whose=whose)
         if self.tokenizer.chat_template is None:
             return f"{content}\n\n{answer}"
@@ -170,19 +163,13 @@ class Haystack:
             self._sizes[sentence] = joined - alone
         return self._sizes[sentence]
 
-    def _enough(self, rng: random.Random, keys: Sequence[str], length: int) -> list[str]:
+    def _enough(self, rng: random.Random, keys: Sequence[Key], length: int) -> list[str]:
         """Sentences of more than ``length`` tokens, from an offset of the sample's own."""
-        offset = rng.randrange(len(self.sentences))
+        text = endless(self.sentences, rng, keys if self.filler == "distractors" else None)
         sentences, total = [], 0
         while total <= length:
-            place = len(sentences)
-            sentence = self.sentences[(offset + place) % len(self.sentences)]
-            if self.filler == "distractors" and place % DISTRACTOR_EVERY == DISTRACTOR_EVERY - 1:
-                number = str(rng.choice(NUMBERS))
-                if number not in keys:
-                    sentence = rng.choice(DISTRACTORS).format(number)
-            sentences.append(sentence)
-            total += max(1, self._sentence_size(sentence))
+            sentences.append(next(text))
+            total += max(1, self._sentence_size(sentences[-1]))
         return sentences
 
     def _room(self, whose: str, needles: Sequence[tuple[float, str]], length: int) -> int:

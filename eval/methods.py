@@ -34,7 +34,7 @@ from cab_hf.config import CabConfig
 from cab_hf.engines import ENGINES
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
-from cab_hf.predictors.baselines import column_sums
+from cab_hf.predictors.attention_mass import column_sums
 
 BUDGET_STEPS = 1000  # a share of a row, or of the mass, is fitted to this fraction
 BUDGETS = ("mass", "bridges", "sparsity", "exact_queries")  # fields that take tables

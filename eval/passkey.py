@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from cab_hf.config import CabConfig
-from cab_hf.documents import NAMES
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.haystack import FILLERS, Haystack, Prompt, answered, read_sentences
@@ -39,6 +38,7 @@ from cab_hf.eval.methods import (
 )
 from cab_hf.eval.on_model import OnModel, OnModelSettings, realised_density
 from cab_hf.eval.report import difference, grouped, markdown_table, with_interval
+from cab_hf.needles import NAMES
 from cab_hf.runs.models import greedily
 from cab_hf.runs.provenance import file_identity
 from cab_hf.runs.settings import by_device, comma_separated, option, parse_length, require, spell

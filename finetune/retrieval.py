@@ -13,22 +13,19 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from cab_hf.documents import (
+from cab_hf.documents import Document, recall_document
+from cab_hf.needles import (
     ANSWER,
-    DISTRACTOR_EVERY,
-    DISTRACTORS,
-    INSTRUCTION,
-    NAMES,
-    NEEDLE,
-    NUMBERS,
     QUESTION,
-    Document,
-    Span,
+    Key,
     Tokens,
     digits_of,
+    draw_keys,
+    endless,
+    instruction,
     leading_tokens,
-    recall_document,
     sentence_tokens,
+    with_statements,
 )
 from cab_hf.runs.settings import Refused
 
@@ -99,15 +96,10 @@ def _asked_at_the_end(
     rng: random.Random,
     distractors: bool,
 ) -> Document:
-    numbers = list(map(str, rng.sample(NUMBERS, keys)))
-    names = rng.sample(NAMES, keys)
-    whose = [f" for {name}" if keys > 1 else "" for name in names]
-    statements = [
-        sentence_tokens(tokenizer, NEEDLE.format(whose=name, key=number))
-        for name, number in zip(whose, numbers, strict=True)
-    ]
+    drawn = draw_keys(rng, keys, named=keys > 1)
+    statements = [sentence_tokens(tokenizer, key.statement) for key in drawn]
     # keys are asked for in this order and stated in any
-    before, after = _around(tokenizer, whose, numbers)
+    before, after = _around(tokenizer, drawn)
     head = (*leading_tokens(tokenizer), *tokenizer(before, add_special_tokens=False)["input_ids"])
     tail = sentence_tokens(tokenizer, after)
 
@@ -117,29 +109,23 @@ def _asked_at_the_end(
             f"length {length} has no room for the question and {keys} keys, which take "
             f"{length - room} tokens; give a longer one."
         )
-    pieces = _fitted(_running(tokenizer, sentences, numbers, rng, distractors), room)
-    body, needles = _with_statements(pieces, statements, rng)
-    asking = len(head) + len(body)
-    answers = (digits_of(tokenizer, after, number) for number in numbers)
+    text = endless(sentences, rng, drawn if distractors else None)
+    pieces = _fitted((sentence_tokens(tokenizer, sentence) for sentence in text), room)
+    borders = [rng.randrange(len(pieces) + 1) for _ in statements]
+    tokens, needles = with_statements(head, pieces, statements, borders)
+    answers = (digits_of(tokenizer, after, key.digits) for key in drawn)
     return Document(
-        tokens=(*head, *body, *tail),
-        needles=tuple((len(head) + start, len(head) + end) for start, end in needles),
-        answers=tuple((asking + start, asking + end) for start, end in answers),
+        tokens=(*tokens, *tail),
+        needles=tuple(needles),
+        answers=tuple((len(tokens) + start, len(tokens) + end) for start, end in answers),
     )
 
 
-def _around(tokenizer: Any, whose: Sequence[str], numbers: Sequence[str]) -> tuple[str, str]:
+def _around(tokenizer: Any, keys: Sequence[Key]) -> tuple[str, str]:
     """The text before the running text, and that behind it, with every question and its answer."""
-    several = len(numbers) > 1
-    instruction = INSTRUCTION.format(
-        are="are important pass keys" if several else "is an important pass key",
-        it="them" if several else "it",
-    )
-    questions = [QUESTION.format(whose=name) for name in whose]
-    questions[0] = "\n\n".join([instruction, TEXT, questions[0]])
-    answers = [
-        f"{ANSWER.format(whose=name)}{number}." for name, number in zip(whose, numbers, strict=True)
-    ]
+    questions = [QUESTION.format(whose=key.whose) for key in keys]
+    questions[0] = "\n\n".join([instruction(len(keys)), TEXT, questions[0]])
+    answers = [f"{ANSWER.format(whose=key.whose)}{key.digits}." for key in keys]
     said = list(chain(*zip(questions, answers, strict=True)))
     if tokenizer.chat_template is None:
         rendered = "\n\n".join(said)
@@ -162,25 +148,6 @@ def _around(tokenizer: Any, whose: Sequence[str], numbers: Sequence[str]) -> tup
     return before, after
 
 
-def _running(
-    tokenizer: Any,
-    sentences: Sequence[str],
-    numbers: Sequence[str],
-    rng: random.Random,
-    distractors: bool,
-) -> Iterator[Tokens]:
-    """Tokens of sentence after sentence without end, other numbers among them if asked for."""
-    at, place = rng.randrange(len(sentences)), 0
-    while True:
-        sentence = sentences[(at + place) % len(sentences)]
-        place += 1
-        if distractors and place % DISTRACTOR_EVERY == 0:
-            number = str(rng.choice(NUMBERS))
-            if number not in numbers:
-                sentence = rng.choice(DISTRACTORS).format(number)
-        yield sentence_tokens(tokenizer, sentence)
-
-
 def _fitted(pieces: Iterator[Tokens], room: int) -> list[Tokens]:
     """The first of ``pieces``, ``room`` tokens in all: it starts within one, as excerpts do."""
     taken, total = [], 0
@@ -193,20 +160,3 @@ def _fitted(pieces: Iterator[Tokens], room: int) -> list[Tokens]:
     if over:
         taken[0] = taken[0][over:]
     return taken
-
-
-def _with_statements(
-    pieces: Sequence[Tokens], statements: Sequence[Tokens], rng: random.Random
-) -> tuple[list[int], list[Span]]:
-    """Running text with each statement at a border of its own choice, and where they are."""
-    borders = [rng.randrange(len(pieces) + 1) for _ in statements]
-    body: list[int] = []
-    spans: dict[int, Span] = {}
-    done = 0
-    for key in sorted(range(len(statements)), key=borders.__getitem__):
-        body.extend(chain(*pieces[done : borders[key]]))
-        done = borders[key]
-        spans[key] = (len(body), len(body) + len(statements[key]))
-        body.extend(statements[key])
-    body.extend(chain(*pieces[done:]))
-    return body, [spans[key] for key in range(len(statements))]

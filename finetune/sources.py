@@ -20,10 +20,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from cab_hf.documents import NOISE, leading_tokens, split_sentences
 from cab_hf.finetune.loss import IGNORED
 from cab_hf.finetune.manuals import MANUALS, manuals_file
 from cab_hf.finetune.retrieval import Entry, is_entry, parse_entry, retrieval_document
+from cab_hf.needles import NOISE, leading_tokens, split_sentences
 from cab_hf.runs.models import file_sha256
 from cab_hf.runs.settings import Refused
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from cab_hf.documents import NOISE, Document, recall_document
+from cab_hf.documents import Document, recall_document
 from cab_hf.finetune.loss import IGNORED
 from cab_hf.finetune.objective import Batch, labelled, one_sum
 from cab_hf.finetune.parallel import Parallel
+from cab_hf.needles import NOISE
 from cab_hf.runs.settings import Refused
 
 # no evaluation and no training document is made from it

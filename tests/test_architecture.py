@@ -11,10 +11,21 @@ import cab_hf
 ROOT = Path(__file__).parents[1]
 # a module imports from its own floor and from those before it; "a b" share one
 FLOORS = [
-    *("checks", "config", "fit", "model_config", "budgets", "runs", "rotary", "documents", "plan"),
+    *(
+        "checks",
+        "config",
+        "fit",
+        "model_config",
+        "budgets",
+        "runs",
+        "rotary",
+        "needles",
+        "documents",
+        "plan",
+    ),
     *("ops", "predictors", "engines", "packing", "frame", "layers", "forward_pass"),
     *("not_a_tensor", "mask", "exact", "sparse", "refusals", "token_mixers", "distributed"),
-    *("route", "attention", "loading", "patches", "finetune", "eval"),
+    *("route", "attention", "loading", "patches", "calibration", "finetune", "eval"),
 ]
 RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names.split()}
 # these import whatever is asked for by name
@@ -54,7 +65,7 @@ def upward(path, source):
 
 def test_imports_run_one_way():
     found = set()
-    for folder in ("cab_hf", "patches", "finetune", "eval"):
+    for folder in ("cab_hf", "patches", "calibration", "finetune", "eval"):
         for file in (ROOT / folder).rglob("*.py"):
             path = file.relative_to(ROOT).as_posix()
             found |= {(path, name) for name in upward(path, file.read_text())}

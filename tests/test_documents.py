@@ -6,16 +6,8 @@ import pytest
 from words import TEXT, make_merging_tokenizer, make_tokenizer
 
 from cab_hf import documents
-from cab_hf.documents import (
-    NOISE,
-    asked_document,
-    digits_of,
-    plain_document,
-    recall_document,
-    running,
-    sentence_tokens,
-    split_sentences,
-)
+from cab_hf.documents import asked_document, plain_document, recall_document
+from cab_hf.needles import NOISE, digits_of, running, sentence_tokens, split_sentences
 
 LENGTH, KEYS = 900, 6
 PLACE = {"length": LENGTH, "keys": KEYS, "index": 0, "seed": 0}

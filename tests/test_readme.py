@@ -12,7 +12,7 @@ from words import save_llama
 
 import cab_hf
 from cab_hf import CabConfig
-from cab_hf.patches import calibration
+from cab_hf.calibration import passes
 from cab_hf.runs import models
 
 ROOT = Path(__file__).parents[1]
@@ -59,9 +59,9 @@ def test_the_python_of_the_readme_runs(hub, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     # many blocks in a short text
     small = CabConfig(query_block=16, key_block=16, min_length=0)
-    monkeypatch.setattr(calibration, "settings", lambda _: small)
-    monkeypatch.setattr(calibration, "LENGTH", 900)
-    monkeypatch.setattr(calibration, "KEYS", 2)
+    monkeypatch.setattr(passes, "settings", lambda _: small)
+    monkeypatch.setattr(passes, "LENGTH", 900)
+    monkeypatch.setattr(passes, "KEYS", 2)
     place, printed = {}, []
     with torch.no_grad():
         for block in BLOCKS:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from cab_hf.budgets import budgets_of
 from cab_hf.ops import reference
-from cab_hf.ops.reference import QUERIES_AT_A_TIME
-from cab_hf.plan import BlockPlan, RowSpans, Spans, block_visibility
+from cab_hf.plan import BlockPlan, Spans, block_visibility
+from cab_hf.predictors.attention_mass import block_mass
 from cab_hf.predictors.base import SHARE_OPTIONS, Call, Predictor
 
 ANTIDIAGONAL_STRIDE = 8  # of XAttention's 8 and 16 the finer one
@@ -171,82 +171,3 @@ def vertical_slash_scores(
         diagonals = best.gather(-1, place).unflatten(-1, window.shape[1:])
         scores.append(torch.maximum(columns, diagonals))
     return torch.cat(scores, dim=1)
-
-
-def attention_rows(
-    q: Tensor,
-    k: Tensor,
-    spans: Spans,
-    scale: float,
-    stride: int = 1,
-    at_a_time: int = QUERIES_AT_A_TIME,
-) -> Iterator[tuple[int, Tensor]]:
-    """Attention probabilities over tiles of ``stride`` tokens, some rows of tiles at a time.
-
-    The logit of a tile is the mean over its antidiagonal, which every query and every key of the
-    tile enters once. ``stride`` 1 is exact attention. No N x N tensor is ever whole.
-
-    Args:
-        q: [B, H, N_q, D]. k: [B, H_kv, N_k, D].
-        at_a_time: rows of tiles yielded at once.
-
-    Yields:
-        (first row, float32 [B, H, rows, T]): T ends behind the last key tile these rows see, and a
-        row of padding is zero.
-    """
-    rows = spans.rows(stride)
-    queries = _tiles(q, stride, backwards=True).unflatten(1, (k.shape[1], -1))
-    keys = _tiles(k, stride).unsqueeze(2).transpose(-1, -2)
-    for start in range(0, queries.shape[3], at_a_time):
-        chunk = slice(start, start + at_a_time)
-        seen = max(0, int(rows.max_last[:, chunk].max())) // stride + 1
-        visible = _visible_tiles(rows, chunk, seen, stride)
-        logits = (queries[:, :, :, chunk] @ keys[..., :seen]).flatten(1, 2) * (scale / stride)
-        probabilities = logits.masked_fill(~visible, -torch.inf).softmax(-1)
-        # softmax over nothing is NaN: a row of padding attends nothing
-        yield start, probabilities.masked_fill(~visible, 0.0)
-
-
-def _tiles(x: Tensor, stride: int, backwards: bool = False) -> Tensor:
-    """[B, H, N, D] -> float32 [B, H, T, stride * D], the tokens of each tile in a row."""
-    tiles = F.pad(x, (0, 0, 0, -x.shape[2] % stride)).unflatten(2, (-1, stride)).float()
-    return (tiles.flip(3) if backwards else tiles).flatten(3)
-
-
-def _visible_tiles(rows: RowSpans, chunk: slice, tiles: int, stride: int) -> Tensor:
-    """bool [B, 1, rows, tiles]: some query of the row may see some key of the tile."""
-    key = torch.arange(0, tiles * stride, stride, device=rows.max_last.device)
-    begins = key <= rows.max_last[:, chunk, None]
-    ends = key + (stride - 1) >= rows.min_first[:, chunk, None]
-    return (begins & ends & (rows.queries[:, chunk, None] > 0)).unsqueeze(1)
-
-
-def block_mass(
-    q: Tensor,
-    k: Tensor,
-    spans: Spans,
-    scale: float,
-    query_block: int,
-    key_block: int,
-    stride: int = 1,
-) -> Tensor:
-    """Attention mass of every key block for every query block, float32 [B, H, M_q, M_k].
-
-    A row sums to the number of its queries (of its tiles, for a ``stride`` over 1).
-    """
-    q_tiles, k_tiles = query_block // stride, key_block // stride
-    shape = (*q.shape[:2], -(-q.shape[2] // query_block), -(-k.shape[2] // key_block))
-    mass = torch.zeros(shape, device=q.device)
-    for start, rows in attention_rows(q, k, spans, scale, stride, at_a_time=q_tiles):
-        per_key = rows.sum(2)
-        per_block = F.pad(per_key, (0, -per_key.shape[-1] % k_tiles)).unflatten(-1, (-1, k_tiles))
-        mass[:, :, start // q_tiles, : per_block.shape[2]] = per_block.sum(-1)
-    return mass
-
-
-def column_sums(q: Tensor, k: Tensor, spans: Spans, scale: float) -> Tensor:
-    """Attention each key receives from all queries, float32 [B, H, N_k]."""
-    sums = torch.zeros(*q.shape[:2], k.shape[2], device=q.device)
-    for _, rows in attention_rows(q, k, spans, scale):
-        sums[..., : rows.shape[-1]] += rows.sum(2)
-    return sums

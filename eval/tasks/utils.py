@@ -11,8 +11,9 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-from cab_hf.documents import NOISE, leading_tokens, recall_document, split_sentences
+from cab_hf.documents import recall_document
 from cab_hf.eval.haystack import Haystack, answered
+from cab_hf.needles import NOISE, leading_tokens, split_sentences
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 Documents = list[dict[str, Any]]

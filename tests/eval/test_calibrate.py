@@ -12,13 +12,13 @@ from words import TEXT
 
 import cab_hf
 from cab_hf import CabConfig
+from cab_hf.calibration import passes as of_models
+from cab_hf.calibration.anchors import SHARES
 from cab_hf.config import Origin
 from cab_hf.eval import calibrate
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.calibrate import Calibrate
 from cab_hf.eval.experiment import render
-from cab_hf.patches import calibration as of_models
-from cab_hf.predictors.anchors import SHARES
 
 SMALL = ("query_block=16", "key_block=16")
 

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from words import CHAT, TEXT, make_tokenizer
 
 from cab_hf.config import CabConfig
-from cab_hf.documents import QUESTION
 from cab_hf.eval import attention_time, fidelity, foresight
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.attention_time import AttentionClock
@@ -22,6 +21,7 @@ from cab_hf.eval.haystack import Haystack
 from cab_hf.eval.intervals import mean_interval, paired_difference
 from cab_hf.eval.methods import METHODS
 from cab_hf.eval.speed.timing import Bench, Timing
+from cab_hf.needles import QUESTION
 from cab_hf.runs.log import read_log
 from cab_hf.runs.settings import read_settings, spelled
 

@@ -10,7 +10,7 @@ import cab_hf
 from cab_hf.eval import methods
 from cab_hf.eval.methods import METHODS, Cell
 from cab_hf.plan import Spans
-from cab_hf.predictors import Call, baselines, make_predictor
+from cab_hf.predictors import Call, attention_mass, baselines, make_predictor
 
 LENGTH = 600
 SMALL = cab_hf.CabConfig(min_length=0, query_block=32, key_block=16)
@@ -71,7 +71,7 @@ def eager_probabilities(q, k, scale):
 def test_block_mass_is_eager_attention_summed(length):
     q, k = random_qk(length)
     spans = Spans.causal(1, length, length, "cpu")
-    mass = baselines.block_mass(q, k, spans, 0.25, 32, 16)
+    mass = attention_mass.block_mass(q, k, spans, 0.25, 32, 16)
     whole = eager_probabilities(q, k, 0.25)
     expected = torch.stack(
         [
@@ -81,7 +81,7 @@ def test_block_mass_is_eager_attention_summed(length):
         2,
     )
     torch.testing.assert_close(mass, expected)
-    torch.testing.assert_close(baselines.column_sums(q, k, spans, 0.25), whole.sum(2))
+    torch.testing.assert_close(attention_mass.column_sums(q, k, spans, 0.25), whole.sum(2))
 
 
 def test_antidiagonal_score_by_hand():
@@ -89,7 +89,7 @@ def test_antidiagonal_score_by_hand():
     stride = baselines.ANTIDIAGONAL_STRIDE
     q, k = random_qk(2 * stride, heads=1, kv_heads=1, dim=1)
     spans = Spans.causal(1, 2 * stride, 2 * stride, "cpu")
-    (_, rows), *rest = baselines.attention_rows(q, k, spans, 2.0, stride)
+    (_, rows), *rest = attention_mass.attention_rows(q, k, spans, 2.0, stride)
     q, k = q.flatten(), k.flatten()
     second = range(stride, 2 * stride)
     first_logit = sum(q[i] * k[2 * stride - 1 - i] for i in second) * 2 / stride
@@ -155,7 +155,7 @@ def test_rows_of_padding_attend_nothing():
     q, k = random_qk(96)
     spans = Spans.causal(1, 96, 96, "cpu")
     spans = replace(spans, last=torch.where(torch.arange(96) < 40, spans.last, -1))
-    mass = baselines.block_mass(q, k, spans, 0.25, 32, 16)
+    mass = attention_mass.block_mass(q, k, spans, 0.25, 32, 16)
     torch.testing.assert_close(mass.sum(-1), torch.tensor([32.0, 8.0, 0.0]).expand(1, 6, 3))
 
 
@@ -250,7 +250,7 @@ def test_heavy_and_recent_by_hand():
 
 def test_h2o_judges_keys_by_what_eager_attention_gives_them(model, ids, monkeypatch):
     seen = []
-    exact = baselines.column_sums
+    exact = attention_mass.column_sums
     monkeypatch.setattr(
         methods, "column_sums", lambda *arguments: seen.append(exact(*arguments)) or seen[-1]
     )

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from words import CHAT, TEXT, make_tokenizer
 
-from cab_hf import documents
+from cab_hf import needles
 from cab_hf.eval import haystack, passkey
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.experiment import render
@@ -151,14 +151,14 @@ def test_no_needle_leaves_out_every_key_and_nothing_else(tokenizer):
     assert not any(letter.isdigit() for letter in text)
     # each needle: two sentences with a key of 5 digits, one of "Remember it ."
     assert len(shown.tokens) - len(hidden.tokens) == 4 * len(
-        tokenizer(documents.NEEDLE.format(whose=" for Bob", key="12345"))["input_ids"]
+        tokenizer(needles.NEEDLE.format(whose=" for Bob", key="12345"))["input_ids"]
     )
 
 
 def test_keys_differ_and_distractors_are_none_of_them(tokenizer):
     hay = Haystack(tokenizer, "distractors", keys=8)
     text = tokenizer.decode(hay.prompt(1200, 0.5, 0).tokens).replace(" ", "")
-    counts = sorted(text.count(f"passkeyfor{name}is") for name in documents.NAMES)
+    counts = sorted(text.count(f"passkeyfor{name}is") for name in needles.NAMES)
     # once in each needle, once more where the answer is begun
     assert counts[-9:] == [0, 1, 1, 1, 1, 1, 1, 1, 2]
     assert "number" in text
@@ -170,7 +170,7 @@ def test_a_length_without_room_is_refused(tokenizer):
 
 
 def test_sentences_keep_their_quotes():
-    assert documents.split_sentences(TEXT) == [
+    assert needles.split_sentences(TEXT) == [
         "It rained all day.",
         "The old town slept!",
         '"Who goes there?"',

@@ -14,11 +14,12 @@ from transformers import AutoTokenizer
 from words import TEXT, make_merging_tokenizer, make_tokenizer
 
 from cab_hf import CabConfig, apply_cab, remove_cab
-from cab_hf.documents import NOISE, recall_document, split_sentences
+from cab_hf.documents import recall_document
 from cab_hf.eval import harness, passkey
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.harness import refuse_misspelt
 from cab_hf.eval.haystack import Haystack
+from cab_hf.needles import NOISE, split_sentences
 from cab_hf.runs.models import smollm2_folder
 from cab_hf.runs.settings import Refused
 

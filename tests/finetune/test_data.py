@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from words import make_tokenizer
 
 import cab_hf
-from cab_hf.documents import NAMES
 from cab_hf.finetune import data, sources
 from cab_hf.finetune.data import Ahead, Packed, held_out, make_source
+from cab_hf.needles import NAMES
 from cab_hf.runs.settings import Refused
 
 EXACT = {"atol": 2e-5, "rtol": 1e-4}

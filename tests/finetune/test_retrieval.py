@@ -7,12 +7,13 @@ import datasets
 import pytest
 from words import CHAT, TEXT, make_tokenizer
 
-from cab_hf import documents
-from cab_hf.documents import DISTRACTORS, NOISE, plain_document, recall_document, split_sentences
+from cab_hf import needles
+from cab_hf.documents import plain_document, recall_document
 from cab_hf.eval.haystack import Haystack
 from cab_hf.finetune import sources
 from cab_hf.finetune.data import IGNORED, Packed, held_out, make_source
 from cab_hf.finetune.retrieval import KEYS, Entry, parse_entry, retrieval_document
+from cab_hf.needles import DISTRACTORS, NOISE, split_sentences
 from cab_hf.runs.settings import Refused
 
 LENGTH = 900
@@ -181,19 +182,19 @@ def test_keys_are_hidden_in_the_text_of_the_sources_beside(texts):
 
 
 def test_another_text_is_around_the_keys_of_each_document():
-    texts = [f"{name} slept. " * 400 for name in documents.NAMES]
+    texts = [f"{name} slept. " * 400 for name in needles.NAMES]
     read = [
         text_of(TOKENIZERS["chat"], item["input_ids"])
         for item in read_of("retrieval:passkey", texts, count=8)
     ]
-    assert len({max(documents.NAMES, key=each.count) for each in read}) == 8
+    assert len({max(needles.NAMES, key=each.count) for each in read}) == 8
 
 
 def test_a_long_text_is_not_always_read_from_its_start():
-    texts = ["".join(f"{name} slept. " * 600 for name in documents.NAMES)]
+    texts = ["".join(f"{name} slept. " * 600 for name in needles.NAMES)]
     items = read_of("retrieval:passkey", texts, count=8)
     read = [text_of(TOKENIZERS["chat"], item["input_ids"]) for item in items]
-    assert len({max(documents.NAMES, key=each.count) for each in read}) > 4
+    assert len({max(needles.NAMES, key=each.count) for each in read}) > 4
 
 
 def test_without_text_beside_keys_are_hidden_in_noise():

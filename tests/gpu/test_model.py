@@ -18,7 +18,7 @@ from cab_hf.ops.attention import flex
 from cab_hf.ops.score import Turn
 from cab_hf.plan import BlockLists, Spans, block_visibility
 from cab_hf.predictors import Call, CurvaturePredictor
-from cab_hf.predictors.calibration import block_shares_of
+from cab_hf.predictors.attention_mass import block_mass
 from cab_hf.predictors.curvature import by_reference, picked
 
 pytestmark = pytest.mark.gpu
@@ -303,13 +303,8 @@ def test_measured_lists_of_exact_heads_hold_the_same(gpu, monkeypatch):
 
 def attended(q, k, call, config, kept):
     """The share of attention that the kept blocks hold, mean over queries and heads."""
-    held = []
-    for start in range(0, q.shape[2], config.query_block):
-        rows = slice(start, start + config.query_block)
-        shares = block_shares_of(q, k, call, config.key_block, rows)
-        row = kept[0, :, start // config.query_block, : shares.shape[2]]
-        held.append((shares * row.unsqueeze(1)).sum(-1))
-    return torch.cat(held, dim=1).mean()
+    mass = block_mass(q, k, call.spans, call.scale, config.query_block, config.key_block)
+    return (mass * kept).sum() / mass.sum()
 
 
 @exact

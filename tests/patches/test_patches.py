@@ -22,8 +22,8 @@ from words import make_tokenizer
 
 import cab_hf
 from cab_hf import CabConfig, checks
+from cab_hf.calibration import passes
 from cab_hf.config import Origin
-from cab_hf.patches import calibration
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ def test_only_the_text_of_a_vision_language_model_is_switched(told):
 
 @pytest.mark.parametrize("told", [{}, {"text_config": "cab"}], ids=["sdpa", "text-cab"])
 def test_only_the_text_of_a_vision_language_model_is_calibrated(told, monkeypatch):
-    monkeypatch.setattr(calibration, "KEYS", 2)
+    monkeypatch.setattr(passes, "KEYS", 2)
     model = tiny_llava(**told)
     model.resize_token_embeddings(400)
     config = SPARSE.changed(predictor="antidiagonal")

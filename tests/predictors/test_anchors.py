@@ -8,12 +8,11 @@ import torch
 from tiny import SMALL, qkv
 
 from cab_hf import CabConfig
-from cab_hf.plan import Spans
-from cab_hf.predictors import Call, make_predictor
-from cab_hf.predictors.anchors import (
+from cab_hf.calibration.anchors import (
     SHARES,
     Kept,
     allotted,
+    as_options,
     best_anchors,
     best_at,
     cascaded,
@@ -21,11 +20,12 @@ from cab_hf.predictors.anchors import (
     kept_between,
     similarity,
     viewed,
-    with_shares,
     within,
     worth_at,
 )
-from cab_hf.predictors.calibration import Needles
+from cab_hf.calibration.budgets import Needles, tables
+from cab_hf.plan import Spans
+from cab_hf.predictors import Call, make_predictor
 
 LENGTH = 400
 NEEDLES = Needles(torch.tensor([140, 150]), torch.tensor([40, 90]), torch.tensor([44, 94]))
@@ -100,7 +100,8 @@ def test_a_planted_permutation_of_heads_is_recovered(exact_queries):
 def test_what_is_kept_by_hand():
     (q, k), (other_q, other_k) = loud(0, heads=2), loud(1, heads=2)
     (kept,) = kept_at(SMALL, [(q, k), (other_q, other_k)], [0.4])
-    config = with_shares(replace(SMALL, dense_tail=0), [[0.4, 0.4]])
+    config, options = as_options(replace(SMALL, dense_tail=0), [0.4])
+    config = replace(config, **tables(options, torch.zeros(1, 2, dtype=torch.int64)))
     spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
     plan = make_predictor(config)(q, k, Call(spans, 0.25, 0))
     tokens = plan.token_mask()[0, 1]

@@ -14,18 +14,18 @@ from words import make_tokenizer
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.budgets import budgets_of
-from cab_hf.config import Origin
-from cab_hf.documents import split_sentences
-from cab_hf.eval.tiny_types import tiny_model as tiny_type
-from cab_hf.patches import calibration as of_models
-from cab_hf.plan import Spans
-from cab_hf.predictors import Call, make_predictor
-from cab_hf.predictors.calibration import (
+from cab_hf.calibration import passes as of_models
+from cab_hf.calibration.budgets import (
     Needles,
     allocate,
     measure,
     tables,
 )
+from cab_hf.config import Origin
+from cab_hf.eval.tiny_types import tiny_model as tiny_type
+from cab_hf.needles import split_sentences
+from cab_hf.plan import Spans
+from cab_hf.predictors import Call, make_predictor
 
 SMALL = {"query_block": 16, "key_block": 16, "min_length": 0}
 EVERYTHING = {"mass": 1.0, "bridges": 0.0, "exact_queries": 0}

@@ -4,7 +4,7 @@ from tiny import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cab_hf import documents
+from cab_hf import needles
 
 TEXT = 'It rained all day. The old town slept! "Who goes there?" asked nobody. So it was, and so.'
 CHAT = (
@@ -16,13 +16,13 @@ CHAT = (
 def make_tokenizer(chat_template=None):
     """Words and single digits, each a token of a tiny vocabulary."""
     texts = [
-        *documents.NOISE,
-        *documents.DISTRACTORS,
-        *documents.NAMES,
-        documents.INSTRUCTION,
-        documents.NEEDLE,
-        documents.QUESTION,
-        documents.REPEAT,
+        *needles.NOISE,
+        *needles.DISTRACTORS,
+        *needles.NAMES,
+        needles.INSTRUCTION,
+        needles.NEEDLE,
+        needles.QUESTION,
+        needles.REPEAT,
         TEXT,
         "are important pass keys is an them it for user assistant end : 0 1 2 3 4 5 6 7 8 9",
     ]
@@ -51,7 +51,7 @@ def make_merging_tokenizer():
     numbers = [f"The number is {number}." for number in range(10_000, 100_000, 991)]
     kept = {"vocab_size": 600, "special_tokens": ["<s>"], "show_progress": False}
     trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **kept)
-    tokenizer.train_from_iterator([*documents.NOISE, *numbers], trainer)
+    tokenizer.train_from_iterator([*needles.NOISE, *numbers], trainer)
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
 

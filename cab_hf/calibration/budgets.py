@@ -8,7 +8,7 @@ Nothing is trained.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 from typing import NamedTuple
@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from cab_hf.config import CabConfig
 from cab_hf.plan import Spans
-from cab_hf.predictors.base import Call, make_predictor
+from cab_hf.predictors import Call, Predictor, make_predictor
+from cab_hf.predictors.attention_mass import attention_rows, block_sums
 
 # of the loss: what a missed needle weighs beside missed mass squared
 NEEDLE_WEIGHT = 3.0
@@ -29,6 +30,7 @@ SHARES_AT_A_TIME = 1 << 28
 
 # fields of `CabConfig` that take a table -> a head's value
 Option = Mapping[str, float]
+Make = Callable[[CabConfig], Predictor]
 
 
 class Losses(NamedTuple):
@@ -67,39 +69,61 @@ def measure(
         q: [1, H, N, D]. k: [1, H_kv, N, D]. Of one text.
         config: all that is no option.
     """
-    spans, heads = call.spans, q.shape[1]
-    keep, density = _kept(q, k, call, config, options)
+    spans, kv_blocks = call.spans, -(-k.shape[2] // config.key_block)
+    keep = kept_blocks(q, k, call, config, options)
+    pairs = _pairs(spans, config)
+    density = (pairs[None, :, :, None] * keep).sum((1, 2)) / pairs.sum()
 
     missed = torch.zeros_like(density)
-    a_row = heads * spans.kv_length * config.query_block
+    a_row = q.shape[1] * spans.kv_length * config.query_block
     step = max(1, SHARES_AT_A_TIME // a_row) * config.query_block
-    for start in range(0, spans.q_length, step):
-        shares = block_shares_of(q, k, call, config.key_block, slice(start, start + step))
+    for start, attention in attention_rows(q, k, spans, call.scale, at_a_time=step):
+        shares = block_sums(attention[0], config.key_block, kv_blocks)
         rows = slice(start // config.query_block, -(-(start + step) // config.query_block))
         held = _held(shares, keep[:, rows], config.query_block)
         missed += (shares.sum(-1, keepdim=True) - held).square().sum(1).double()
     missed /= (spans.last >= 0).sum()
 
-    # [H, n, M_k]: what falls on the needle of each query
-    key = torch.arange(k.shape[2], device=k.device)
-    sought = (key >= needles.starts[:, None]) & (key < needles.ends[:, None])
-    shares = block_shares_of(q, k, call, config.key_block, needles.queries, sought)
+    shares = needle_shares(q, k, call, config.key_block, needles)
     left = ~keep[:, needles.queries // config.query_block]
     needle = (shares.unsqueeze(-1) * left).sum((1, 2)).double() / max(1, len(needles.queries))
     return Losses(missed, needle, density)
 
 
+def needle_shares(q: Tensor, k: Tensor, call: Call, key_block: int, needles: Needles) -> Tensor:
+    """float32 [H, n, M_k]: the attention of each needle query on its needle, by key block."""
+    first, last = (x[:, needles.queries] for x in (call.spans.first, call.spans.last))
+    spans = Spans(first, last, call.spans.key_valid, consecutive=False)
+    shares = q.new_zeros(
+        q.shape[1], len(needles.queries), -(-k.shape[2] // key_block), dtype=torch.float32
+    )
+    for start, attention in attention_rows(q[:, :, needles.queries], k, spans, call.scale):
+        rows = slice(start, start + attention.shape[2])
+        key = torch.arange(attention.shape[-1], device=k.device)
+        sought = (key >= needles.starts[rows, None]) & (key < needles.ends[rows, None])
+        shares[:, rows] = block_sums(attention[0] * sought, key_block, shares.shape[-1])
+    return shares
+
+
 def least_density(config: CabConfig, option: Option, length: int) -> float:
     """The share of the pairs that heads attend at an option, the cheapest, at so many tokens."""
-    x, call = unmeasured(length)
-    # who ranks the blocks does not change how many there are
-    return float(_kept(x, x, call, replace(config, exact_queries=0), [option])[1])
+    keep, call = least_kept(config, option, length)
+    pairs = _pairs(call.spans, config)
+    return float((pairs * keep).sum() / pairs.sum())
 
 
-def unmeasured(length: int) -> tuple[Tensor, Call]:
-    """q or k of a head that looks for nothing, and its turn: for what depends on length alone."""
+def least_kept(
+    config: CabConfig, option: Option, length: int, make: Make = make_predictor
+) -> tuple[Tensor, Call]:
+    """bool [M_q, M_k]: what a head that looks for nothing keeps, and its turn.
+
+    For options that keep so many blocks, whichever they are; ``make`` as of `kept_blocks`.
+    """
     x = torch.zeros(1, 1, length, 16)
-    return x, Call(Spans.causal(1, length, length, x.device), 1.0, 0)
+    call = Call(Spans.causal(1, length, length, x.device), 1.0, 0)
+    # who ranks the blocks does not change how many there are
+    cheap = replace(config, exact_queries=0)
+    return kept_blocks(x, x, call, cheap, [option], make)[0, ..., 0], call
 
 
 def require_reachable(target: float, least: float) -> None:
@@ -157,29 +181,26 @@ def tables(options: Sequence[Option], choice: Tensor) -> dict[str, tuple[tuple[f
     }
 
 
-def _kept(
-    q: Tensor, k: Tensor, call: Call, config: CabConfig, options: Sequence[Option]
-) -> tuple[Tensor, Tensor]:
-    """What each option keeps, bool [H, M_q, M_k, options], and its density, [H, options]."""
-    heads = q.shape[1]
+def kept_blocks(
+    q: Tensor,
+    k: Tensor,
+    call: Call,
+    config: CabConfig,
+    options: Sequence[Option],
+    make: Make = make_predictor,
+) -> Tensor:
+    """bool [H, M_q, M_k, options]: the blocks that each option keeps, given to all heads alike."""
     if isinstance(config.exact_queries, tuple):
         config = replace(config, exact_queries=(config.exact_queries[call.layer],))
-    plans = (
-        make_predictor(replace(config, **_of_all(option, heads)))(q, k, _by_itself(call))
+    heads = q.shape[1]
+    # by itself and as the first layer: tables of one layer fit it
+    alone = Call(call.spans, call.scale, 0, channels=call.channels)
+    chosen = (
+        make(replace(config, **{field: ((value,) * heads,) for field, value in option.items()}))
         for option in options
     )
-    keep = torch.stack([plan.to_dense()[0].expand(heads, -1, -1) for plan in plans], dim=-1)
-    pairs = _pairs(call.spans, config)
-    return keep, (pairs[None, :, :, None] * keep).sum((1, 2)) / pairs.sum()
-
-
-def _by_itself(call: Call) -> Call:
-    """The same turn, by itself and of the first layer: tables of one layer fit it."""
-    return Call(call.spans, call.scale, 0, channels=call.channels)
-
-
-def _of_all(option: Option, heads: int) -> dict[str, tuple[tuple[float, ...]]]:
-    return {field: ((value,) * heads,) for field, value in option.items()}
+    plans = (predictor(q, k, alone) for predictor in chosen)
+    return torch.stack([plan.to_dense()[0].expand(heads, -1, -1) for plan in plans], dim=-1)
 
 
 def _pairs(spans: Spans, config: CabConfig) -> Tensor:
@@ -192,28 +213,38 @@ def _pairs(spans: Spans, config: CabConfig) -> Tensor:
     return rows.sum(1).double()
 
 
-def block_shares_of(
-    q: Tensor,
-    k: Tensor,
-    call: Call,
-    key_block: int,
-    rows: slice | Tensor,
-    counts: Tensor | float = 1.0,
-) -> Tensor:
-    """float32 [H, rows, M_k]: attention of some queries on each key block, on keys that count."""
-    group = q.shape[1] // k.shape[1]
-    queries = q[0, :, rows].float().unflatten(0, (k.shape[1], group))
-    logits = (queries @ k[0].float().unsqueeze(1).transpose(-1, -2)).flatten(0, 1) * call.scale
-    key = torch.arange(k.shape[2], device=k.device)
-    first, last = (x[0, rows, None] for x in (call.spans.first, call.spans.last))
-    seen = (key >= first) & (key <= last)
-    shares = logits.masked_fill_(~seen, -torch.inf).softmax(-1).masked_fill_(~seen, 0.0)
-    shares = F.pad(shares * counts, (0, -shares.shape[-1] % key_block))
-    return shares.unflatten(-1, (-1, key_block)).sum(-1)
-
-
 def _held(shares: Tensor, keep: Tensor, query_block: int) -> Tensor:
     """[H, rows, options]: of the shares [H, rows, M_k], what each option of ``keep`` holds."""
     rows = shares.shape[1]
     blocks = F.pad(shares, (0, 0, 0, -rows % query_block)).unflatten(1, (-1, query_block))
     return (blocks @ keep.to(blocks.dtype)).flatten(1, 2)[:, :rows]
+
+
+def averaged(measured: Sequence[Mapping[int, Losses]]) -> dict[int, Losses]:
+    """The mean over documents, by layer."""
+    return {
+        layer: Losses(
+            *(torch.stack(x).mean(0) for x in zip(*(m[layer] for m in measured), strict=True))
+        )
+        for layer in measured[0]
+    }
+
+
+def budgeted(
+    config: CabConfig,
+    options: Sequence[Option],
+    found: Mapping[int, Losses],
+    target_density: float,
+    layers: int,
+) -> CabConfig:
+    """``config`` with the tables that lose least at ``target_density``.
+
+    Layers without losses are computed exactly, whatever stands in their row.
+    """
+    if not found:
+        raise ValueError("None of the model's layers attends sparsely: there is nothing to share.")
+    missed, needle, density = (torch.stack(x) for x in zip(*found.values(), strict=True))
+    some = allocate(missed + NEEDLE_WEIGHT * needle, density, target_density)
+    choice = torch.zeros(layers, some.shape[1], dtype=torch.int64)
+    choice[list(found)] = some
+    return CabConfig.from_dict({**config.to_dict(), **tables(options, choice)})

@@ -16,18 +16,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cab_hf.config import CabConfig
-from cab_hf.plan import block_visibility
-from cab_hf.predictors.base import Call
-from cab_hf.predictors.baselines import block_mass
-from cab_hf.predictors.calibration import (
+from cab_hf.calibration.budgets import (
     NEEDLE_WEIGHT,
     Needles,
-    block_shares_of,
+    Option,
+    kept_blocks,
+    least_kept,
+    needle_shares,
     require_reachable,
-    unmeasured,
+    tables,
 )
-from cab_hf.predictors.curvature import CurvaturePredictor
+from cab_hf.config import CabConfig
+from cab_hf.plan import Spans, block_visibility
+from cab_hf.predictors import Call, CurvaturePredictor
+from cab_hf.predictors.attention_mass import block_mass
 
 # of a row's blocks, what a head of an anchor may be given beside those that are forced
 SHARES = (0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.45)
@@ -96,18 +98,6 @@ class Allotment(NamedTuple):
         return found[(*place, layer[:, None].expand_as(head), self.sources, head)]
 
 
-def with_shares(config: CabConfig, shares: Sequence[Sequence[float]]) -> CabConfig:
-    """``config`` with a share of a row for each head, [layers][heads], and no other budgets.
-
-    How blocks are scored stays.
-    """
-    if config.select == "topk":
-        dropped = [[1 - share for share in row] for row in shares]
-        return config.changed(predictor="curvature", sparsity=dropped)
-    nothing = [[0.0] * len(row) for row in shares]
-    return config.changed(predictor="curvature", mass=nothing, bridges=shares, max_density=1.0)
-
-
 def viewed(
     q: Tensor, k: Tensor, call: Call, config: CabConfig, shares: Sequence[float], needles: Needles
 ) -> list[View]:
@@ -117,34 +107,37 @@ def viewed(
         q: [1, H, N, D]. k: [1, H_kv, N, D]. Of one text.
     """
     blocks = config.query_block, config.key_block
+    keep = kept_blocks(q, k, call, *as_options(config, shares), CurvaturePredictor)
+    density = keep.sum((1, 2)) / _visible(call.spans, config)
     mass = block_mass(q, k, call.spans, call.scale, *blocks)[0]
     mass /= call.spans.rows(config.query_block).queries.sum()
-    key = torch.arange(k.shape[2], device=k.device)
-    sought = (key >= needles.starts[:, None]) & (key < needles.ends[:, None])
-    needle = block_shares_of(q, k, call, config.key_block, needles.queries, sought)
-    rows = needles.queries // config.query_block
-    views = []
-    for share in shares:
-        # tables that reach to the layer, for which `exact_queries` may have one
-        some = with_shares(config, [[share] * q.shape[1]] * (call.layer + 1))
-        found = *_kept(q, k, call, some), mass, needle, rows
-        views.append(View(*(x.cpu() for x in found)))
-    return views
+    needle = needle_shares(q, k, call, config.key_block, needles)
+    of_all = [x.cpu() for x in (mass, needle, needles.queries // config.query_block)]
+    by_share = zip(keep.cpu().unbind(-1), density.cpu().unbind(-1), strict=True)
+    return [View(*of_share, *of_all) for of_share in by_share]
 
 
 def smallest_density(config: CabConfig, length: int) -> float:
     """The share of the blocks that an anchor takes at the smallest of `SHARES`."""
-    x, call = unmeasured(length)
-    # who ranks the blocks does not change how many there are
-    some = with_shares(replace(config, exact_queries=0), [[SHARES[0]]])
-    return float(_kept(x, x, call, some)[1])
+    config, (option,) = as_options(config, SHARES[:1])
+    keep, call = least_kept(config, option, length, CurvaturePredictor)
+    return float(keep.sum() / _visible(call.spans, config))
 
 
-def _kept(q: Tensor, k: Tensor, call: Call, config: CabConfig) -> tuple[Tensor, Tensor]:
-    """The blocks that heads choose, bool [H, M_q, M_k], and their share of all, float32 [H]."""
-    keep = CurvaturePredictor(config)(q, k, call).to_dense()[0]
-    visible = block_visibility(call.spans, config.query_block, config.key_block).sum()
-    return keep, keep.sum((1, 2)) / visible
+def as_options(config: CabConfig, shares: Sequence[float]) -> tuple[CabConfig, list[Option]]:
+    """Shares of a row as options of a head, and ``config`` without what would cap them.
+
+    How blocks are scored stays.
+    """
+    if config.select == "topk":
+        return config.changed(predictor="curvature"), [{"sparsity": 1 - x} for x in shares]
+    config = config.changed(predictor="curvature", max_density=1.0)
+    return config, [{"mass": 0.0, "bridges": x} for x in shares]
+
+
+def _visible(spans: Spans, config: CabConfig) -> Tensor:
+    """int64 scalar: the blocks of which something may be seen."""
+    return block_visibility(spans, config.query_block, config.key_block).sum()
 
 
 def kept_between(views: Sequence[View], importance: Sequence[float]) -> Kept:
@@ -320,12 +313,14 @@ def cascaded(
     """
     found = within(kept, count, target)
     same = list(range(found.sources.shape[1]))
-    shares = [[SHARES[0]] * len(same) for _ in range(total)]
+    choice = torch.zeros(total, len(same), dtype=torch.int64)
     for anchor in found.anchors:
-        shares[layers[anchor]] = [SHARES[option] for option in found.options[anchor]]
+        choice[layers[anchor]] = found.options[anchor]
     rows = {layer: row.tolist() for layer, row in zip(layers, found.sources, strict=True)}
+    config, options = as_options(config, SHARES)
     return replace(
-        with_shares(config, shares),
+        config,
+        **tables(options, choice),
         predictor="cascade",
         anchors=tuple(layers[anchor] for anchor in found.anchors),
         head_map=[rows.get(layer, same) for layer in range(total)],

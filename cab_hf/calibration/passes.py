@@ -6,7 +6,7 @@ import dataclasses
 import pydoc_data.topics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
 from cab_hf.attention import settings
-from cab_hf.checks import is_share, is_whole, require
-from cab_hf.config import CabConfig
-from cab_hf.documents import Document, recall_document, split_sentences, with_copies
-from cab_hf.fit import origin_of, positions
-from cab_hf.patches.inspection import attention_layers
-from cab_hf.patches.switch import apply_cab
-from cab_hf.patches.watching import watched
-from cab_hf.plan import Spans
-from cab_hf.predictors import Call, make_predictor
-from cab_hf.predictors.anchors import (
+from cab_hf.calibration.anchors import (
     SHARES,
     Kept,
     View,
@@ -34,17 +25,26 @@ from cab_hf.predictors.anchors import (
     smallest_density,
     viewed,
 )
-from cab_hf.predictors.calibration import (
-    NEEDLE_WEIGHT,
+from cab_hf.calibration.budgets import (
     Losses,
     Needles,
     Option,
-    allocate,
+    averaged,
+    budgeted,
     least_density,
     measure,
     require_reachable,
-    tables,
 )
+from cab_hf.checks import is_share, is_whole, require
+from cab_hf.config import CabConfig
+from cab_hf.documents import Document, recall_document, with_copies
+from cab_hf.fit import origin_of, positions
+from cab_hf.needles import split_sentences
+from cab_hf.patches.inspection import attention_layers
+from cab_hf.patches.switch import apply_cab
+from cab_hf.patches.watching import watched
+from cab_hf.plan import Spans
+from cab_hf.predictors import Call, make_predictor
 from cab_hf.rotary import slow_channels
 
 TARGET_DENSITY = 0.25
@@ -54,6 +54,8 @@ KEYS = 12  # named keys hidden in a document, and repeated in it
 COPIES, PASSAGE = 4, 128  # passages of a document that it has twice, and their tokens
 RECOGNISED = 16  # tokens of a copy after which every 8th is to be foreseen
 EVERY = 8
+
+Measured = TypeVar("Measured")  # of one layer
 
 
 def calibrate(
@@ -73,10 +75,10 @@ def calibrate(
     The model reads ``documents`` texts with keys and copies of passages hidden in them once,
     densely; layer by layer it is measured what every head would lose at every option of its
     predictor, in attention mass and on what the text has twice
-    (`cab_hf.predictors.calibration`). Nothing is trained, and nothing of a layer is kept but its
+    (`cab_hf.calibration.budgets`). Nothing is trained, and nothing of a layer is kept but its
     losses. The model reads in eval mode, and has the mode that it had afterwards. With ``anchors``
     it is measured what the blocks of every layer keep for every other, and the model gets a cascade
-    (`cab_hf.predictors.anchors`).
+    (`cab_hf.calibration.anchors`).
 
     Args:
         model: a causal language model of transformers.
@@ -185,7 +187,6 @@ def built_in_text() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-@torch.no_grad()
 def losses(
     model: PreTrainedModel,
     document: Document,
@@ -194,8 +195,24 @@ def losses(
     layer_done: Callable[[], Any] = lambda: None,
 ) -> dict[int, Losses]:
     """What the heads of each layer lose on one document; layers with a window have no part."""
-    found: dict[int, Losses] = {}
-    tokens, looking = sought(document)
+
+    def measured(q: Tensor, k: Tensor, call: Call, needles: Needles) -> Losses:
+        return Losses(*(x.cpu() for x in measure(q, k, call, config, options, needles)))
+
+    return _layer_by_layer(model, document, config, measured, layer_done)
+
+
+@torch.no_grad()
+def _layer_by_layer(
+    model: PreTrainedModel,
+    document: Document,
+    config: CabConfig,
+    measured: Callable[[Tensor, Tensor, Call, Needles], Measured],
+    layer_done: Callable[[], Any],
+) -> dict[int, Measured]:
+    """What is measured of q and k of each layer that may attend sparsely, in one dense pass."""
+    found: dict[int, Measured] = {}
+    tokens, needles = sought(document)
 
     def look(
         module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
@@ -205,10 +222,9 @@ def losses(
         layer = _index_of(module)
         if layer in config.dense_layers:
             return
-        needles = Needles(*(x.to(q.device) for x in looking))
         spans = Spans.causal(1, q.shape[2], k.shape[2], q.device)
         call = Call(spans, scale, layer, channels=slow_channels(module, q.shape[-1]))
-        found[layer] = Losses(*(x.cpu() for x in measure(q, k, call, config, options, needles)))
+        found[layer] = measured(q, k, call, Needles(*(x.to(q.device) for x in needles)))
         layer_done()
 
     ids = torch.tensor([tokens], device=model.device)
@@ -235,7 +251,6 @@ def sought(document: Document) -> tuple[Sequence[int], Needles]:
     return document.tokens, Needles(*torch.tensor(looking).unbind(1))
 
 
-@torch.no_grad()
 def kept_of(
     model: PreTrainedModel,
     document: Document,
@@ -247,32 +262,18 @@ def kept_of(
     Raises:
         ValueError: for a model whose layers differ in their heads, or have no index.
     """
-    views: dict[int, list[View]] = {}
-    heads: dict[int, tuple[int, int]] = {}
-    tokens, needles = sought(document)
+    heads: set[tuple[int, int]] = set()
 
-    def look(
-        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> None:
-        if window is not None:
-            return
-        layer = _index_of(module)
-        if layer in config.dense_layers:
-            return
-        heads[layer] = q.shape[1], k.shape[1]
-        here = Needles(*(x.to(q.device) for x in needles))
-        spans = Spans.causal(1, q.shape[2], k.shape[2], q.device)
-        call = Call(spans, scale, layer, channels=slow_channels(module, q.shape[-1]))
-        views[layer] = viewed(q, k, call, config, SHARES, here)
-        layer_done()
+    def measured(q: Tensor, k: Tensor, call: Call, needles: Needles) -> list[View]:
+        heads.add((q.shape[1], k.shape[1]))
+        return viewed(q, k, call, config, SHARES, needles)
 
-    ids = torch.tensor([tokens], device=model.device)
-    with _changes(model) as importance, watched(model, look):
-        model(ids, use_cache=False, logits_to_keep=1)
+    with _changes(model) as importance:
+        views = _layer_by_layer(model, document, config, measured, layer_done)
     if not views:
         raise ValueError("None of the model's layers attends sparsely: none can be an anchor.")
-    if len(set(heads.values())) > 1:
-        told = ", ".join(f"{q} over {k}" for q, k in sorted(set(heads.values())))
+    if len(heads) > 1:
+        told = ", ".join(f"{q} over {k}" for q, k in sorted(heads))
         raise ValueError(
             f"The model's layers differ in their heads ({told}); 'cascade' is for models whose "
             "layers have the same."
@@ -319,34 +320,3 @@ def _changes(model: PreTrainedModel) -> Iterator[dict[int, float]]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def averaged(measured: Sequence[dict[int, Losses]]) -> dict[int, Losses]:
-    """The mean over documents."""
-    return {
-        layer: Losses(
-            *(torch.stack(x).mean(0) for x in zip(*(m[layer] for m in measured), strict=True))
-        )
-        for layer in measured[0]
-    }
-
-
-def budgeted(
-    config: CabConfig,
-    options: Sequence[Option],
-    found: dict[int, Losses],
-    target_density: float,
-    layers: int,
-) -> CabConfig:
-    """``config`` with the tables that lose least at ``target_density``.
-
-    Layers without losses are computed exactly, whatever stands in their row.
-    """
-    if not found:
-        raise ValueError("None of the model's layers attends sparsely: there is nothing to share.")
-    missed, needle, density = (torch.stack(x) for x in zip(*found.values(), strict=True))
-    loss = missed + NEEDLE_WEIGHT * needle
-    some = allocate(loss, density, target_density)
-    choice = torch.zeros(layers, some.shape[1], dtype=torch.int64)
-    choice[list(found)] = some
-    return CabConfig.from_dict({**config.to_dict(), **tables(options, choice)})

@@ -1,0 +1,203 @@
+"""What documents with hidden keys are made of: keys, what states them, sentences, their tokens.
+
+`cab_hf.documents`, the prompts of ``eval.haystack`` and the documents of ``finetune.retrieval`` are
+built of these.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import lru_cache
+from itertools import chain, count
+from typing import Any, NamedTuple
+
+NUMBERS = range(10_000, 100_000)  # keys, and numbers that are none
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[.!?][\"'”’)])\s+")
+LINE = re.compile(r"\n+[^\n]+")
+# words of a sentence; a text with most of its words in longer ones is no prose
+LONG_SENTENCE = 60
+NOISE = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)
+NAMES = (
+    *("Alice", "Bob", "Carol", "David", "Emma", "Frank", "Grace", "Henry"),
+    *("Julia", "Kevin", "Laura", "Martin", "Nancy", "Oscar", "Peter", "Rachel"),
+    *("Simon", "Tina", "Victor", "Wendy", "Adam", "Beth", "Chris", "Diana"),
+    *("Eric", "Fiona", "George", "Helen", "Ivan", "Jane", "Karl", "Linda"),
+)
+NEEDLE = "The pass key{whose} is {key}. Remember it. {key} is the pass key{whose}."
+REPEAT = "As was said above, the pass key{whose} is {key}."
+# numbers that are no pass keys: a selector that looks for digits finds these as well
+DISTRACTOR_EVERY = 12
+DISTRACTORS = (
+    "The locker number is {}.",
+    "The order number is {}.",
+    "The house has the number {}.",
+    "The ticket has the number {}.",
+    "The phone extension is {}.",
+    "The invoice number is {}.",
+    "The train has the number {}.",
+    "The meter shows {}.",
+)
+INSTRUCTION = "There {are} hidden in the text below. Find {it} and remember {it}."
+QUESTION = "What is the pass key{whose}?"
+# the answer is begun for the model, blank included, so that the first digit already is predicted by
+# the last token of the prefill; otherwise only decoding would be tested where decoding is dense
+ANSWER = "The pass key{whose} is "
+KEPT_SENTENCES = 2**16  # whose tokens are remembered
+
+Tokens = tuple[int, ...]
+Span = tuple[int, int]  # [start, end) in tokens
+
+
+class Key(NamedTuple):
+    """A number that a text hides."""
+
+    whose: str  # " for NAME", or nothing where it is the only one
+    digits: str
+
+    @property
+    def statement(self) -> str:
+        return NEEDLE.format(whose=self.whose, key=self.digits)
+
+    @property
+    def repeat(self) -> str:
+        return REPEAT.format(whose=self.whose, key=self.digits)
+
+
+def draw_keys(rng: random.Random, keys: int, named: bool = True) -> list[Key]:
+    """Different numbers, each of another name, or of nobody unless ``named``.
+
+    Raises:
+        ValueError: ``keys`` is more than there are names.
+    """
+    if not 1 <= keys <= len(NAMES):
+        raise ValueError(f"keys must be 1 to {len(NAMES)}; got {keys!r}.")
+    numbers, names = rng.sample(NUMBERS, keys), rng.sample(NAMES, keys)
+    return [
+        Key(f" for {name}" if named else "", str(number))
+        for name, number in zip(names, numbers, strict=True)
+    ]
+
+
+def instruction(keys: int) -> str:
+    """What stands before a text that hides so many keys."""
+    if keys > 1:
+        return INSTRUCTION.format(are="are important pass keys", it="them")
+    return INSTRUCTION.format(are="is an important pass key", it="it")
+
+
+def endless(
+    sentences: Sequence[str], rng: random.Random, keys: Collection[Key] | None = None
+) -> Iterator[str]:
+    """Sentence after sentence, round and round, from a place that ``rng`` draws at once.
+
+    With ``keys``, every `DISTRACTOR_EVERY`-th one has a number that is none of theirs.
+    """
+    first = rng.randrange(len(sentences))
+
+    def at(place: int) -> str:
+        if keys is not None and place % DISTRACTOR_EVERY == DISTRACTOR_EVERY - 1:
+            number = str(rng.choice(NUMBERS))
+            if all(number != key.digits for key in keys):
+                return rng.choice(DISTRACTORS).format(number)
+        return sentences[(first + place) % len(sentences)]
+
+    return map(at, count())
+
+
+def with_statements(
+    begun: Sequence[int],
+    pieces: Sequence[Tokens],
+    statements: Sequence[Tokens],
+    borders: Sequence[int],
+    before: Callable[[int, int], Sequence[int]] = lambda which, at: (),
+) -> tuple[list[int], list[Span]]:
+    """A text with each statement at its border between ``pieces``, and where they are.
+
+    Args:
+        begun: what the text begins with.
+        borders: how many pieces stand before each statement; of those at one border the first one
+            comes first.
+        before: (which statement, tokens before it) -> more tokens that are to stand before it.
+    """
+    tokens, done = list(begun), 0
+    spans: dict[int, Span] = {}
+    for which in sorted(range(len(statements)), key=borders.__getitem__):
+        tokens.extend(chain(*pieces[done : borders[which]]))
+        done = borders[which]
+        tokens.extend(before(which, len(tokens)))
+        spans[which] = (len(tokens), len(tokens) + len(statements[which]))
+        tokens.extend(statements[which])
+    tokens.extend(chain(*pieces[done:]))
+    return tokens, [spans[which] for which in range(len(statements))]
+
+
+def split_sentences(text: str) -> list[str]:
+    """The sentences of a text, white space made single blanks; ValueError for an empty text.
+
+    Of a text that has few ends of sentences, as source code, they are the lines, each with its
+    indentation and behind its line break.
+    """
+    sentences = list(filter(None, SENTENCE_END.split(" ".join(text.split()))))
+    if not sentences:
+        raise ValueError("haystack has no text in it.")
+    words = [len(sentence.split()) for sentence in sentences]
+    if 2 * sum(count for count in words if count > LONG_SENTENCE) <= sum(words):
+        return sentences
+    return LINE.findall("\n".join(["", *map(str.rstrip, text.splitlines())]))
+
+
+def running(sentences: Sequence[str]) -> str:
+    """Sentences as one text, with a blank between those that are not lines."""
+    spaced = (text if text.startswith("\n") else f" {text}" for text in sentences)
+    return "".join(spaced).lstrip()
+
+
+@lru_cache(maxsize=KEPT_SENTENCES)
+def sentence_tokens(tokenizer: Any, sentence: str) -> Tokens:
+    """Tokens of a sentence as it stands in running text."""
+    return _behind_another(tokenizer, sentence)
+
+
+@lru_cache(maxsize=8)
+def leading_tokens(tokenizer: Any) -> Tokens:
+    """The special tokens that ``tokenizer`` puts before a text."""
+    with_special, alone = (
+        tokenizer(NOISE[0], add_special_tokens=special)["input_ids"] for special in (True, False)
+    )
+    first = next(at for at, token in enumerate(with_special) if token == alone[0])
+    return tuple(with_special[:first])
+
+
+def digits_of(tokenizer: Any, sentence: str, digits: str) -> Span:
+    """Which of `sentence_tokens` hold the ``digits``; a blank may be in the first one, too."""
+    at = sentence.index(digits)
+    whole, before, until = (
+        _behind_another(tokenizer, text)
+        for text in (sentence, sentence[:at], sentence[: at + len(digits)])
+    )
+    return shared(whole, before), len(until)
+
+
+def shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts have in common from the start on."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _behind_another(tokenizer: Any, sentence: str) -> Tokens:
+    joined = tokenizer(running((NOISE[0], sentence)), add_special_tokens=False)["input_ids"]
+    return tuple(joined[_another(tokenizer) :])
+
+
+@lru_cache(maxsize=8)
+def _another(tokenizer: Any) -> int:
+    """Tokens of a sentence that others are behind: alone, some tokenizers add one for its start."""
+    return len(tokenizer(NOISE[0], add_special_tokens=False)["input_ids"])

@@ -1,0 +1,93 @@
+"""Exact attention probabilities, some rows at a time, and their sums over blocks of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cab_hf.ops.reference import QUERIES_AT_A_TIME
+from cab_hf.plan import RowSpans, Spans
+
+
+def attention_rows(
+    q: Tensor,
+    k: Tensor,
+    spans: Spans,
+    scale: float,
+    stride: int = 1,
+    at_a_time: int = QUERIES_AT_A_TIME,
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield attention probabilities over tiles of ``stride`` tokens, some rows of tiles at a time.
+
+    The logit of a tile is the mean over its antidiagonal, which every query and every key of the
+    tile enters once. ``stride`` 1 is exact attention. No N x N tensor is ever whole.
+
+    Args:
+        q: [B, H, N_q, D]. k: [B, H_kv, N_k, D].
+        at_a_time: rows of tiles yielded at once.
+
+    Yields:
+        (first row, float32 [B, H, rows, T]): T ends behind the last key tile these rows see, and a
+        row of padding is zero.
+    """
+    rows = spans.rows(stride)
+    queries = _tiles(q, stride, backwards=True).unflatten(1, (k.shape[1], -1))
+    keys = _tiles(k, stride).unsqueeze(2).transpose(-1, -2)
+    for start in range(0, queries.shape[3], at_a_time):
+        chunk = slice(start, start + at_a_time)
+        seen = max(0, int(rows.max_last[:, chunk].max())) // stride + 1
+        visible = _visible_tiles(rows, chunk, seen, stride)
+        logits = (queries[:, :, :, chunk] @ keys[..., :seen]).flatten(1, 2) * (scale / stride)
+        probabilities = logits.masked_fill_(~visible, -torch.inf).softmax(-1)
+        # softmax over nothing is NaN: a row of padding attends nothing
+        yield start, probabilities.masked_fill_(~visible, 0.0)
+
+
+def _tiles(x: Tensor, stride: int, backwards: bool = False) -> Tensor:
+    """[B, H, N, D] -> float32 [B, H, T, stride * D], the tokens of each tile in a row."""
+    tiles = F.pad(x, (0, 0, 0, -x.shape[2] % stride)).unflatten(2, (-1, stride)).float()
+    return (tiles.flip(3) if backwards else tiles).flatten(3)
+
+
+def _visible_tiles(rows: RowSpans, chunk: slice, tiles: int, stride: int) -> Tensor:
+    """bool [B, 1, rows, tiles]: some query of the row may see some key of the tile."""
+    key = torch.arange(0, tiles * stride, stride, device=rows.max_last.device)
+    begins = key <= rows.max_last[:, chunk, None]
+    ends = key + (stride - 1) >= rows.min_first[:, chunk, None]
+    return (begins & ends & (rows.queries[:, chunk, None] > 0)).unsqueeze(1)
+
+
+def block_sums(x: Tensor, size: int, blocks: int) -> Tensor:
+    """[..., T] -> [..., blocks]: sums over ``size`` neighbours; what T does not reach is zero."""
+    return F.pad(x, (0, blocks * size - x.shape[-1])).unflatten(-1, (blocks, size)).sum(-1)
+
+
+def block_mass(
+    q: Tensor,
+    k: Tensor,
+    spans: Spans,
+    scale: float,
+    query_block: int,
+    key_block: int,
+    stride: int = 1,
+) -> Tensor:
+    """Attention mass of every key block for every query block, float32 [B, H, M_q, M_k].
+
+    A row sums to the number of its queries (of its tiles, for a ``stride`` over 1).
+    """
+    blocks = -(-k.shape[2] // key_block)
+    rows = attention_rows(q, k, spans, scale, stride, at_a_time=query_block // stride)
+    return torch.stack(
+        [block_sums(some.sum(2), key_block // stride, blocks) for _, some in rows], dim=2
+    )
+
+
+def column_sums(q: Tensor, k: Tensor, spans: Spans, scale: float) -> Tensor:
+    """Attention each key receives from all queries, float32 [B, H, N_k]."""
+    sums = torch.zeros(*q.shape[:2], k.shape[2], device=q.device)
+    for _, rows in attention_rows(q, k, spans, scale):
+        sums[..., : rows.shape[-1]] += rows.sum(2)
+    return sums
