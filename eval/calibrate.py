@@ -24,7 +24,7 @@ from cab_hf.eval.haystack import read_sentences
 from cab_hf.eval.methods import known
 from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
 from cab_hf.fit import Origin, number
-from cab_hf.patches.calibration import DOCUMENTS, KEYS, LENGTH, built_in_text, require_target
+from cab_hf.patches.calibration import DOCUMENTS, KEYS, LENGTH, require_target
 from cab_hf.predictors import make_predictor
 from cab_hf.predictors.anchors import SHARES
 from cab_hf.runs.log import read_log, write_atomically, writing
@@ -40,6 +40,7 @@ from cab_hf.runs.settings import (
     read_settings,
     require,
 )
+from cab_hf.runs.stand_ins import built_in_text
 
 BUILT_IN = "built-in"
 HEADS = {"heads": "attention_heads", "kv_heads": "key_value_heads"}

@@ -22,10 +22,10 @@ import numpy as np
 
 from cab_hf.documents import NOISE, leading_tokens, split_sentences
 from cab_hf.finetune.loss import IGNORED
-from cab_hf.finetune.manuals import MANUALS, manuals_file
 from cab_hf.finetune.retrieval import Entry, is_entry, parse_entry, retrieval_document
 from cab_hf.runs.models import file_sha256
 from cab_hf.runs.settings import Refused
+from cab_hf.runs.stand_ins import MANUALS, manuals_file
 
 State = dict[str, Any]
 # files by their endings: what `datasets` reads them with
@@ -185,7 +185,7 @@ def make_source(
     Args:
         name: a ``.txt`` file, which is one document, or a ``.jsonl`` or ``.parquet`` file with one
             a row; a folder of such files of one kind; ``manuals``, those of open-source packages
-            (see `finetune.manuals`); ``retrieval:passkey+multi:8192``, synthetic documents of
+            (see `runs.stand_ins`); ``retrieval:passkey+multi:8192``, synthetic documents of
             those kinds and that many tokens (see `finetune.retrieval.KEYS`); or a data set of the
             hub, ``NAME`` or ``NAME:CONFIG``.
         text_field: the field of a row with its text; files of text and manuals have their own.
