@@ -28,7 +28,7 @@ from cab_hf.runs.log import writing
 from cab_hf.runs.models import file_sha256
 from cab_hf.runs.settings import Refused
 
-KEPT = 2
+KEPT = 2  # of the newest
 SHARED, MINE, ADAPTER = "shared.pt", "process-{}.pt", "adapter"
 NAME = re.compile(r"step-(\d{8,})")
 State = dict[str, Any]
@@ -40,15 +40,13 @@ class Checkpoints:
     Args:
         processes: how many there are; ``rank`` is which of them this is.
         wait: returns when all processes have called it.
-        kept: how many of the newest are left there.
     """
 
     def __init__(
-        self, folder: Path | str, rank: int, processes: int, wait: Callable[[], None], kept=KEPT
+        self, folder: Path | str, rank: int, processes: int, wait: Callable[[], None]
     ) -> None:
-        self.folder = Path(folder)
-        self.rank, self.processes = rank, processes
-        self.wait, self.kept = wait, kept
+        self.folder, self.rank = Path(folder), rank
+        self.processes, self.wait = processes, wait
 
     def newest(self) -> Path | None:
         """The folder of the last whole checkpoint; None where there is none."""
@@ -125,7 +123,7 @@ class Checkpoints:
         put_on_disk(aside)
         os.rename(aside, target)
         put_on_disk(self.folder)
-        for old in sorted(self._whole(), key=step_of)[: -self.kept]:
+        for old in sorted(self._whole(), key=step_of)[:-KEPT]:
             # half-removed, it must not look whole
             hidden = old.with_name(f".{old.name}.removed")
             os.rename(old, hidden)
@@ -149,9 +147,9 @@ def _read(path: Path) -> State:
         raise _unreadable(path.parent, f"{path.name}: {error.strerror or error}") from error
     except MemoryError:
         raise
-    except Exception as error:
+    except Exception:
         # what torch says of it is how to run the code in it
-        raise _unreadable(path.parent, f"{path.name} is damaged, or another's") from error
+        state = None
     if not isinstance(state, dict):
         raise _unreadable(path.parent, f"{path.name} is damaged, or another's")
     return state
@@ -247,14 +245,12 @@ def load_optimizer(
     for name, parameter in trained(model).items():
         if name not in saved:
             continue
-        state = {key: value for key, value in saved[name].items() if key != "step"}
-        state = {key: _spread_like(value, parameter) for key, value in state.items()}
         # a fused step counts on the device, others on the CPU; it is never spread
         steps = saved[name]["step"]
-        optimizer.state[parameter] = {
-            "step": steps.to(parameter.device) if fused else steps,
-            **state,
-        }
+        state = {"step": steps.to(parameter.device) if fused else steps}
+        moments = {key: x for key, x in saved[name].items() if key != "step"}
+        state |= {key: _spread_like(x, parameter) for key, x in moments.items()}
+        optimizer.state[parameter] = state
 
 
 def _spread_like(value: Tensor, parameter: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list, set_seed
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import default_collate
 from tqdm import tqdm
 
 import cab_hf
@@ -62,10 +63,8 @@ from cab_hf.runs.provenance import provenance
 from cab_hf.runs.settings import Refused
 from cab_hf.token_mixers import refuse_token_mixers
 
-LOG, CURVE, RESULTS, ADAPTER, CHECKPOINTS = (
-    *("log.jsonl", "curve.png", "results.json"),
-    *("adapter", "checkpoints"),
-)
+LOG, CURVE, RESULTS = "log.jsonl", "curve.png", "results.json"
+ADAPTER, CHECKPOINTS = "adapter", "checkpoints"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -95,7 +94,9 @@ def main(words: Sequence[str] | None = None) -> int:
 def accelerating(settings: Settings) -> Iterator[Accelerator]:
     """The processes of this run, together."""
     for name in settings.trackers:
-        _require_tracker(name)
+        # accelerate leaves out what is not installed, and says so in a log that nobody reads
+        if find_spec(name) is None:
+            raise Refused(f"trackers must be installed; {name!r} is not: pip install {name}.")
     accelerator = Accelerator(
         cpu=settings.cpu or not torch.cuda.is_available(),
         # no autocast: frozen weights have the dtype that is computed in, whatever a launcher says
@@ -107,12 +108,6 @@ def accelerating(settings: Settings) -> Iterator[Accelerator]:
         yield accelerator
     finally:
         accelerator.end_training()
-
-
-def _require_tracker(name: str) -> None:
-    # accelerate leaves out what is not installed, and says so in a log that nobody reads
-    if find_spec(name) is None:
-        raise Refused(f"trackers must be installed; {name!r} is not: pip install {name}.")
 
 
 @contextmanager
@@ -164,10 +159,7 @@ class Run:
         if self.meter.cost.uncounted:
             self._tell(f"no MFU is reported: {self.meter.cost.uncounted}.")
         self.objective, self.optimizer = self._prepare()
-        lengths = settings.evaluated_lengths()
-        self.validation = Validation(
-            self.tokenizer, kept, lengths, settings.passkeys, accelerator, self.parallel
-        )
+        self.validation = Validation(self.tokenizer, kept, settings, accelerator, self.parallel)
         self.checkpoints = Checkpoints(
             self.out / CHECKPOINTS, self.rank, self.processes, accelerator.wait_for_everyone
         )
@@ -246,13 +238,7 @@ class Run:
         micro_batches = [self.parallel.dealt(next(self.batches)) for _ in range(self.accumulation)]
         counted = float(sum(labelled(batch) for batch in micro_batches))
         (tokens,) = one_sum([counted], accelerator)
-        rate = learning_rate(
-            step,
-            steps=settings.steps,
-            warmup=settings.warmup,
-            lr=settings.lr,
-            lr_end=settings.lr_end,
-        )
+        rate = learning_rate(step, settings)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         loss = self._gradients(micro_batches, tokens)
@@ -314,16 +300,17 @@ class Run:
 
     def _end(self, log: Log) -> None:
         """What a finished run leaves: its adapter, a curve, and where both come from."""
-        newest = self.checkpoints.newest()
-        with writing(self.out):
-            shutil.copytree(newest / checkpoints.ADAPTER, self.out / ADAPTER, dirs_exist_ok=True)
-            curve.draw(self.out / CURVE, log.records)
         settings = {name: x for name, x in asdict(self.settings).items() if name != "out"}
-        told = provenance(settings, self.accelerator.device, log.started)
         evaluations = [each for each in log.records if each["kind"] == curve.EVALUATION]
-        last = evaluations[-1] if evaluations else None
-        results = {"provenance": told, "processes": self.processes, "evaluation": last}
-        with writing(self.out / RESULTS):
+        results = {
+            "provenance": provenance(settings, self.accelerator.device, log.started),
+            "processes": self.processes,
+            "evaluation": evaluations[-1] if evaluations else None,
+        }
+        adapter = self.checkpoints.newest() / checkpoints.ADAPTER
+        with writing(self.out):
+            shutil.copytree(adapter, self.out / ADAPTER, dirs_exist_ok=True)
+            curve.draw(self.out / CURVE, log.records)
             write_atomically(self.out / RESULTS, json.dumps(results, indent=2) + "\n")
         self._tell(f"{self.settings.steps} steps; {self.out / ADAPTER}, {self.out / CURVE}")
 
@@ -368,10 +355,9 @@ def contents(settings: Settings, model: nn.Module) -> dict[str, Any]:
     Args:
         model: what was loaded, with its adapter.
     """
-    calibration = settings.calibration and file_sha256(Path(settings.calibration))
     return {
         "model": loaded_sha256(model),
-        "calibration": calibration or None,
+        "calibration": file_sha256(Path(settings.calibration)) if settings.calibration else None,
         "data": {name: content_sha256(name) for name, _ in settings.sources()},
         "validation": {name: content_sha256(name) for name, _ in settings.validation_sources()},
     }
@@ -428,21 +414,12 @@ def open_data(
     own = open_sources(settings, settings.validation_sources(), tell)
     # documents are left out of training where they are needed
     hold_out = HOLD_OUT if settings.held_out and not own else 0
-    packed = Packed(
-        tokenizer,
-        learnt,
-        settings.length,
-        settings.seed,
-        rank=parallel.replica,
-        world=parallel.replicas,
-        hold_out=hold_out,
-    )
-    if not settings.held_out:
+    place = {"rank": parallel.replica, "world": parallel.replicas}
+    length, count = settings.length, settings.held_out
+    packed = Packed(tokenizer, learnt, length, settings.seed, **place, hold_out=hold_out)
+    if not count:
         return packed, []
-    watched = held_out(
-        tokenizer, own or learnt, settings.length, settings.held_out, hold_out=hold_out or 1
-    )
-    return packed, watched
+    return packed, held_out(tokenizer, own or learnt, length, count, hold_out=hold_out or 1)
 
 
 def open_sources(
@@ -476,8 +453,7 @@ def batches_of(sequences: Any, size: int) -> Iterator[Batch]:
     """Each ``size`` sequences as int64 tensors [size, length]."""
     sequences = iter(sequences)
     while True:
-        several = [next(sequences) for _ in range(size)]
-        yield {name: torch.stack([each[name] for each in several]) for name in several[0]}
+        yield default_collate([next(sequences) for _ in range(size)])
 
 
 if __name__ == "__main__":

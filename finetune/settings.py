@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cab_hf.config import CabConfig
+from cab_hf.finetune.loss import KERNELS
+from cab_hf.finetune.models import ROPES
 from cab_hf.plan import EXACT_BLOCK
 from cab_hf.runs.settings import (
     Refused,
@@ -23,9 +25,7 @@ from cab_hf.runs.settings import (
 PROG = "finetune/lora.py"
 CONFIG = "config"  # the option that names a YAML file
 DTYPES = ("bfloat16", "float32")
-ROPES = ("none", "linear", "dynamic", "yarn", "llama3", "theta")
 TRACKERS = ("tensorboard", "trackio", "wandb")
-KERNELS = ("auto", "liger", "chunks")
 # what attends to a sequence that several processes hold
 ACROSS = ("cab", "cab_dense")
 # settings that may change when a run goes on: they decide where and how often, and not what
@@ -48,7 +48,7 @@ class Settings:
     )
     calibration: str = option("", "budgets of heads: a file of calibrate")
     dtype: str = option("bfloat16", "of the frozen weights; trained ones are float32")
-    rope: str = option("none", f"how positions are stretched: {', '.join(ROPES)}")
+    rope: str = option("none", f"how positions are stretched: none, {', '.join(ROPES)}")
     rope_factor: float = option(0.0, "times as many positions; 0: what the length needs", float)
     rope_theta: float = option(0.0, "the new base of theta; 0: what the factor asks for", float)
     trust_remote_code: bool = flag("run Python code that comes with the model")
@@ -107,7 +107,7 @@ class Settings:
     def __post_init__(self) -> None:
         self._one_of("dtype", DTYPES)
         self._one_of("adapter_dtype", DTYPES)
-        self._one_of("rope", ROPES)
+        self._one_of("rope", ("none", *ROPES))
         self._one_of("loss_kernel", KERNELS)
         self._at_least(1, "rank", "steps", "micro_batch", "save_every", "cp")
         self._at_least(2, "length")

@@ -14,13 +14,13 @@ import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cab_hf.fit import positions
 from cab_hf.runs.cache import cache_folder, file_sha256, keep_first, scratch_beside
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import Refused, first_line, refused_as
 from cab_hf.runs.stand_ins import SMOLLM2, SMOLLM2_SHA256, smollm2_folder
 
 # torch and transformers are imported where they are used: finding a file needs neither
@@ -317,25 +317,19 @@ def made_folder(name: str) -> Path:
     return smollm2_folder() if name == SMOLLM2 else adapted_folder(name)
 
 
-@contextmanager
-def _loading(name: str) -> Iterator[None]:
+def _loading(name: str) -> AbstractContextManager[None]:
     """Whatever goes wrong inside is told of the model, which whoever started the run has named."""
-    try:
-        yield
-    except Refused:
-        raise
-    except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        why = (lines or [type(error).__name__])[0].rstrip(".")
-        told = f"model {name!r} cannot be loaded ({why})"
+
+    def tell(error: Exception) -> str:
+        told = f"model {name!r} cannot be loaded ({first_line(error)})"
         if "trust_remote_code" in str(error):
-            raise Refused(
+            return (
                 f"{told}; read that code, and give --trust-remote-code if it is to run "
                 "(in Python trust_remote_code=True)."
-            ) from error
-        raise Refused(
-            f"{told}; give {SMOLLM2}, a folder or a name of the hub that transformers loads."
-        ) from error
+            )
+        return f"{told}; give {SMOLLM2}, a folder or a name of the hub that transformers loads."
+
+    return refused_as(tell)
 
 
 def adapted_folder(name: str) -> Path:
