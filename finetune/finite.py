@@ -51,9 +51,9 @@ def _culprit(model: nn.Module) -> str | None:
     name = first_not_finite(model.named_parameters())
     if name is not None:
         return f"a weight that is not finite, in {name}"
-    gradients = ((name, each.grad) for name, each in trained(model).items())
-    name = first_not_finite((name, each) for name, each in gradients if each is not None)
-    return None if name is None else f"a gradient that is not finite, first of all in {name}"
+    gradients = ((name, x.grad) for name, x in trained(model).items() if x.grad is not None)
+    name = first_not_finite(gradients)
+    return name and f"a gradient that is not finite, first of all in {name}"
 
 
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:

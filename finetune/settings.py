@@ -121,29 +121,21 @@ class Settings:
         require(self, "targets", self.targets, "at least one linear layer, such as q_proj")
         unknown = [name for name in self.trackers if name not in TRACKERS]
         require(self, "trackers", not unknown, f"some of {', '.join(TRACKERS)}", unknown)
-        self._check_steps()
-        self._check_cp()
+        require(self, "warmup", self.warmup < self.steps, f"less than steps={self.steps}")
+        longest = max(self.passkey_lengths, default=2)
+        accepted = f"at most length={self.length}, and 2 or more"
+        require(self, "passkey_lengths", 2 <= longest <= self.length, accepted)
+        if self.cp > 1:
+            accepted = f"one of {', '.join(ACROSS)} with cp={self.cp}"
+            require(self, "attention", self.attention in ACROSS, accepted)
+            # an early and a late chunk of a document for each
+            least = 2 * self.cp * EXACT_BLOCK
+            accepted = f"{least} or more with cp={self.cp}, {2 * EXACT_BLOCK} for each process"
+            require(self, "length", self.length >= least, accepted)
         # refuses a calibration that is none
         self.cab_config()
         self.sources()
         self.validation_sources()
-
-    def _check_steps(self) -> None:
-        accepted = f"less than steps={self.steps}"
-        require(self, "warmup", self.warmup < self.steps, accepted)
-        longest = max(self.passkey_lengths, default=2)
-        accepted = f"at most length={self.length}, and 2 or more"
-        require(self, "passkey_lengths", 2 <= longest <= self.length, accepted)
-
-    def _check_cp(self) -> None:
-        if self.cp == 1:
-            return
-        accepted = f"one of {', '.join(ACROSS)} with cp={self.cp}"
-        require(self, "attention", self.attention in ACROSS, accepted)
-        # an early and a late chunk of a document for each
-        least = 2 * self.cp * EXACT_BLOCK
-        accepted = f"{least} or more with cp={self.cp}, {2 * EXACT_BLOCK} for each process"
-        require(self, "length", self.length >= least, accepted)
 
     def _one_of(self, name: str, accepted: Sequence[str]) -> None:
         require(self, name, getattr(self, name) in accepted, f"one of {', '.join(accepted)}")
@@ -166,10 +158,9 @@ class Settings:
     def _weighted(self, field: str) -> list[tuple[str, float]]:
         found = []
         for text in getattr(self, field):
-            name, equals, weight = text.rpartition("=")
-            name = name if equals else text
+            name, weight = text.rsplit("=", 1) if "=" in text else (text, "1")
             try:
-                number = float(weight) if equals else 1.0
+                number = float(weight)
             except ValueError:
                 number = -1.0
             accepted = "NAME or NAME=WEIGHT with a weight of 0 or more"
@@ -179,12 +170,9 @@ class Settings:
 
     def positions(self) -> dict[str, Any]:
         """What `models.stretch_positions` is told; without ``rope`` positions stay as they are."""
-        return {
-            "length": self.length,
-            "rope": None if self.rope == "none" else self.rope,
-            "rope_factor": self.rope_factor or None,
-            "rope_theta": self.rope_theta or None,
-        }
+        rope = None if self.rope == "none" else self.rope
+        scaling = {"rope_factor": self.rope_factor or None, "rope_theta": self.rope_theta or None}
+        return {"length": self.length, "rope": rope, **scaling}
 
     def cab_config(self) -> dict[str, Any]:
         """The fields of CabConfig that were given; a calibration has all of them."""
