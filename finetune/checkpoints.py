@@ -107,8 +107,7 @@ class Checkpoints:
         return shared, _read(folder / MINE.format(self.rank))
 
     def _whole(self) -> Iterator[Path]:
-        if self.folder.is_dir():
-            yield from (path for path in self.folder.iterdir() if NAME.fullmatch(path.name))
+        return (path for path in self.folder.glob("step-*") if NAME.fullmatch(path.name))
 
     def _clear(self, aside: Path) -> None:
         """Make room: what a kill left half-written is nobody's."""
@@ -263,14 +262,9 @@ def _spread_like(value: Tensor, parameter: Tensor) -> Tensor:
 def random_state() -> State:
     """Of every generator that this process may draw from."""
     kind, keys, *rest = np.random.get_state()
-    state = {
-        "python": random.getstate(),
-        "numpy": (kind, keys.tolist(), *rest),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+    numbers = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest)}
+    on_gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}
+    return {**numbers, "torch": torch.get_rng_state(), **on_gpu}
 
 
 def load_random_state(state: Mapping[str, Any]) -> None:

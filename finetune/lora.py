@@ -29,15 +29,10 @@ from torch.utils.data import default_collate
 from tqdm import tqdm
 
 import cab_hf
-from cab_hf.finetune import checkpoints, curve, dry_run, meter
+from cab_hf.finetune import checkpoints, curve, dry_run, finite, meter
 from cab_hf.finetune.agreement import facts_of, require_alike
 from cab_hf.finetune.checkpoints import Checkpoints
 from cab_hf.finetune.data import HOLD_OUT, Ahead, Packed, held_out
-from cab_hf.finetune.finite import (
-    require_finite_numbers,
-    require_finite_state,
-    require_finite_step,
-)
 from cab_hf.finetune.models import (
     compute_layers_again,
     load_model,
@@ -49,13 +44,7 @@ from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate,
 from cab_hf.finetune.parallel import Parallel
 from cab_hf.finetune.rotary import load_rotary_state, rotary_kept, rotary_state
 from cab_hf.finetune.settings import PROG, Settings, read
-from cab_hf.finetune.sources import (
-    Source,
-    content_sha256,
-    is_local,
-    make_source,
-    refuse_learnt,
-)
+from cab_hf.finetune.sources import Source, content_sha256, is_local, make_source, refuse_learnt
 from cab_hf.finetune.validation import Validation
 from cab_hf.runs.log import DISK_FULL, Log, write_atomically, writing
 from cab_hf.runs.models import file_sha256
@@ -117,10 +106,8 @@ def memory_told(settings: Settings) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         peak = torch.cuda.max_memory_allocated() / meter.GIB
-        raise Refused(
-            f"the GPU ran out of memory at {peak:.1f} GiB; change, in this order, "
-            f"{dry_run.savings(settings)}."
-        ) from error
+        told = f"the GPU ran out of memory at {peak:.1f} GiB; change, in this order, "
+        raise Refused(f"{told}{dry_run.savings(settings)}.") from error
 
 
 @contextmanager
@@ -167,11 +154,10 @@ class Run:
 
     def _agree(self, packed: Packed) -> None:
         """Refuse processes that are to learn other texts, or with other weights."""
-        if self.processes == 1:
-            return
-        # of every process one batch
-        first = packed.checksum(self.parallel.replicas * self.settings.micro_batch)
-        require_alike({**facts_of(self.settings, self.model), "the first batch": first})
+        if self.processes > 1:
+            # of every process one batch
+            first = packed.checksum(self.parallel.replicas * self.settings.micro_batch)
+            require_alike({**facts_of(self.settings, self.model), "the first batch": first})
 
     def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The loss and the optimiser, spread over the processes."""
@@ -243,7 +229,7 @@ class Run:
             group["lr"] = rate
         loss = self._gradients(micro_batches, tokens)
         norm = self._clip()
-        require_finite_step(step, loss, norm, self.model, accelerator)
+        finite.require_finite_step(step, loss, norm, self.model, accelerator)
         self.optimizer.step()
         self.optimizer.zero_grad()
         mine = [loss, float(asked()), *self.meter.totals()]
@@ -283,7 +269,7 @@ class Run:
         # all processes give their parts of what is spread
         parameters = checkpoints.parameters_of(self.model)
         optimizer = checkpoints.optimizer_of(self.optimizer, self.model)
-        require_finite_state(step, parameters, optimizer)
+        finite.require_finite_state(step, parameters, optimizer)
         shared = {"parameters": parameters, "optimizer": optimizer}
         mine = {
             "random": checkpoints.random_state(),
@@ -326,19 +312,15 @@ class Run:
         return {**told, "sha256": contents(self.settings, self.model)}
 
     def _note(self, log: Log | None, kind: str, step: int, record: Mapping[str, Any]) -> None:
-        require_finite_numbers(step, record)
+        finite.require_finite_numbers(step, record)
         if log is not None:
             log.append({"kind": kind, "step": step, **record})
             numbers = {name: x for name, x in record.items() if isinstance(x, float)}
             self.accelerator.log(numbers, step=step)
 
     def _bar(self) -> tqdm:
-        return tqdm(
-            total=self.settings.steps,
-            initial=self.done,
-            unit="step",
-            disable=not self.accelerator.is_local_main_process,
-        )
+        silent = not self.accelerator.is_local_main_process
+        return tqdm(total=self.settings.steps, initial=self.done, unit="step", disable=silent)
 
     def _tell(self, sentence: str) -> None:
         if self.accelerator.is_main_process:
@@ -388,17 +370,10 @@ def adapted(settings: Settings, model: nn.Module) -> nn.Module:
         "packed into one sequence, documents would read each other there. Train a model in which "
         "tokens meet in attention alone.",
     )
-    return with_lora(
-        model,
-        settings.targets,
-        settings.rank,
-        settings.alpha,
-        dropout=settings.dropout,
-        norms=settings.norms,
-        embeddings=settings.embeddings,
-        # a skeleton has no bits at all
-        qlora=settings.qlora and not settings.dry_run,
-    )
+    how = {name: getattr(settings, name) for name in ("dropout", "norms", "embeddings")}
+    # a skeleton has no bits at all
+    how["qlora"] = settings.qlora and not settings.dry_run
+    return with_lora(model, settings.targets, settings.rank, settings.alpha, **how)
 
 
 def open_data(

@@ -148,11 +148,11 @@ class RetrievalSource:
                 f"source {self.name!r} has documents of {size} tokens, and a sequence has "
                 f"{length}; give it the length of a sequence or less."
             )
-        for kind in self.entry.kinds:
-            try:
+        try:
+            for kind in self.entry.kinds:
                 retrieval_document(kind, tokenizer, NOISE, size, 0)
-            except ValueError as error:
-                raise Refused(f"source {self.name!r}: {error}") from None
+        except ValueError as error:
+            raise Refused(f"source {self.name!r}: {error}") from None
         haystacks = [other.texts(part, f"{salt}/{self.name}") for other in others]
         seed = f"{salt}/{self.seed}/{part.held_out}"
         return _RetrievalDocuments(self, tokenizer, size, seed, haystacks)
@@ -308,20 +308,19 @@ def _files_of(name: str) -> list[Path]:
 
 def _local_files(name: str) -> list[Path]:
     """The files that ``name`` stands for, none where it is no path."""
-    path = Path(name).expanduser()
+    path, known = Path(name).expanduser(), ", ".join(KINDS)
     if path.is_dir():
         found = sorted(file for file in path.rglob("*") if file.suffix in KINDS)
         kinds = sorted({file.suffix for file in found})
         if len(kinds) != 1:
-            held = " and ".join(kinds) or "no"
             raise Refused(
-                f"source {name!r} must be a folder of files of one kind of {', '.join(KINDS)}; it "
-                f"holds {held} files."
+                f"source {name!r} must be a folder of files of one kind of {known}; it holds "
+                f"{' and '.join(kinds) or 'no'} files."
             )
         return found
+    if path.is_file() and path.suffix not in KINDS:
+        raise Refused(f"source {name!r} must be a file of {known}.")
     if path.is_file():
-        if path.suffix not in KINDS:
-            raise Refused(f"source {name!r} must be a file of {', '.join(KINDS)}.")
         return [path]
     if path.suffix in KINDS or path.is_absolute() or name.startswith((".", "~")):
         raise Refused(f"source {name!r} is no file or folder that is there; give one that is.")
@@ -543,28 +542,23 @@ class _TextDocuments:
         self._ready.clear()
 
 
+@dataclass
 class _RetrievalDocuments:
     """Synthetic documents in turns: of the kinds, and of the sources whose text is around keys."""
 
-    def __init__(
-        self,
-        source: RetrievalSource,
-        tokenizer: Any,
-        length: int,
-        seed: str,
-        haystacks: Sequence[Texts],
-    ) -> None:
-        self._source, self._tokenizer = source, tokenizer
-        self._length, self._seed, self._haystacks = length, seed, haystacks
-        self._index = 0
-        self.epoch = None
+    _source: RetrievalSource
+    _tokenizer: Any
+    _length: int
+    _seed: str
+    _haystacks: Sequence[Texts]
+    _index: int = 0
+    epoch: None = None
 
     def __next__(self) -> Tokenised:
         kinds, index = self._source.entry.kinds, self._index
         kind, around = kinds[index % len(kinds)], self._sentences()
-        document = retrieval_document(
-            kind, self._tokenizer, around, self._length, index, self._seed
-        )
+        told = kind, self._tokenizer, around, self._length, index, self._seed
+        document = retrieval_document(*told)
         self._index += 1
         tokens = np.asarray(document.tokens, dtype=np.int32)
         labels = np.full(len(tokens), IGNORED, np.int32)
