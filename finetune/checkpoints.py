@@ -210,11 +210,7 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_parameters(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Give what is trained the values of `parameters_of`.
-
-    Raises:
-        Refused: another set of parameters was trained.
-    """
+    """Give what is trained the values of `parameters_of`; Refused where that is another set."""
     mine = trained(model)
     odd = sorted(mine.keys() ^ saved.keys())
     if odd:

@@ -312,11 +312,9 @@ def _untie(adapted: Any) -> None:
 @torch.no_grad()
 def probe(model: nn.Module) -> Tensor:
     """Logits [TEXTS, TOKENS, V] of tokens that are always the same, on the CPU."""
-    vocabulary = model.config.get_text_config().vocab_size
-    drawn = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, (TEXTS, TOKENS), generator=drawn)
-    device = model.get_input_embeddings().weight.device
-    return model(tokens.to(device), use_cache=False).logits.cpu()
+    vocabulary, drawn = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (TEXTS, TOKENS), generator=drawn).to(model.device)
+    return model(tokens, use_cache=False).logits.cpu()
 
 
 def compare(folder: Path, expected: Tensor, settings: MergeSettings) -> float:

@@ -184,12 +184,9 @@ def _experts_per_token(model: nn.Module, name: str, experts: int) -> int:
         config = model.config.get_text_config()
         found = {getattr(config, field, None) for field in PER_TOKEN} - {None}
     # some models also send tokens to experts that do nothing
-    reached = {
-        getattr(module, field)
-        for module in routers
-        for field in ("num_experts", "n_routed_experts")
-        if isinstance(getattr(module, field, None), int)
-    }
+    sizes = ("num_experts", "n_routed_experts")
+    reached = {getattr(module, field, None) for module in routers for field in sizes}
+    reached = {size for size in reached if isinstance(size, int)}
     (count,) = found if len(found) == 1 else (None,)
     if not isinstance(count, int) or not 0 < count <= experts or not reached <= {experts}:
         raise _UnknownError(f"how many of the {experts} experts of {name} a token uses is not said")
@@ -320,9 +317,8 @@ def memory(
         loss_tokens: tokens whose logits exist at once.
         quantised: bytes of a weight of the layers, where that is not what ``cost`` has seen.
     """
-    config = cost.config
+    config, layers = cost.config, cost.config.num_hidden_layers
     hidden, inner = config.hidden_size, getattr(config, "intermediate_size", 0)
-    layers = config.num_hidden_layers
     share = config.num_key_value_heads / config.num_attention_heads
     # what comes in, the norms' inputs and outputs; q, the output of attention, k, v; the gated MLP
     kept = itemsize * (4 * hidden + (2 + 2 * share) * cost.channels + 3 * inner)
@@ -338,10 +334,8 @@ def memory(
     loss = tokens * hidden * itemsize + logit * min(tokens, loss_tokens) * config.vocab_size
     # a value, its gradient and two moments
     optimizer = 16 * cost.trained_parameters
-    weights = cost.weight_bytes
-    if quantised is not None:
-        in_layers = cost.linear - hidden * config.vocab_size
-        weights -= in_layers * (itemsize - quantised)
+    saved = 0.0 if quantised is None else itemsize - quantised
+    weights = cost.weight_bytes - (cost.linear - hidden * config.vocab_size) * saved
     # a layer that computes, and the next one
     gathered = 2 * weights / layers if shards > 1 else 0.0
     return Memory(
