@@ -341,7 +341,7 @@ def contents(settings: Settings, model: nn.Module) -> dict[str, Any]:
         "model": loaded_sha256(model),
         "calibration": file_sha256(Path(settings.calibration)) if settings.calibration else None,
         "data": {name: content_sha256(name) for name, _ in settings.sources()},
-        "validation": {name: content_sha256(name) for name, _ in settings.validation_sources()},
+        "validation": {name: content_sha256(name) for name, _ in settings.sources("validation")},
     }
 
 
@@ -384,9 +384,9 @@ def open_data(
     Args:
         tell: is given a sentence on each source that has documents which are skipped.
     """
-    refuse_learnt(settings.sources(), settings.validation_sources())
+    refuse_learnt(settings.sources(), settings.sources("validation"))
     learnt = open_sources(settings, settings.sources(), tell)
-    own = open_sources(settings, settings.validation_sources(), tell)
+    own = open_sources(settings, settings.sources("validation"), tell)
     # documents are left out of training where they are needed
     hold_out = HOLD_OUT if settings.held_out and not own else 0
     place = {"rank": parallel.replica, "world": parallel.replicas}
@@ -417,7 +417,7 @@ def tell_what_would_run(settings: Settings, accelerator: Accelerator) -> None:
     with refusing():
         settings.accumulation(processes)
         # what only a network has is not fetched for this
-        named = [*settings.sources(), *settings.validation_sources()]
+        named = [*settings.sources(), *settings.sources("validation")]
         open_sources(settings, [each for each in named if is_local(each[0])], tell)
         model = adapted(settings, dry_run.skeleton(settings))
     if accelerator.is_main_process:

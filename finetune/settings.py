@@ -135,7 +135,7 @@ class Settings:
         # refuses a calibration that is none
         self.cab_config()
         self.sources()
-        self.validation_sources()
+        self.sources("validation")
 
     def _one_of(self, name: str, accepted: Sequence[str]) -> None:
         require(self, name, getattr(self, name) in accepted, f"one of {', '.join(accepted)}")
@@ -147,15 +147,8 @@ class Settings:
         for name in names:
             require(self, name, holds(getattr(self, name)), accepted)
 
-    def sources(self) -> list[tuple[str, float]]:
-        """(name, weight) of every source in ``data``."""
-        return self._weighted("data")
-
-    def validation_sources(self) -> list[tuple[str, float]]:
-        """(name, weight) of every source in ``validation``."""
-        return self._weighted("validation")
-
-    def _weighted(self, field: str) -> list[tuple[str, float]]:
+    def sources(self, field: str = "data") -> list[tuple[str, float]]:
+        """(name, weight) of every source in ``data``, or in ``validation``."""
         found = []
         for text in getattr(self, field):
             name, weight = text.rsplit("=", 1) if "=" in text else (text, "1")
