@@ -37,7 +37,6 @@ from cab_hf.calibration.passes import (
     DOCUMENTS,
     KEYS,
     LENGTH,
-    built_in_text,
     kept_of,
     losses,
     require_target,
@@ -66,6 +65,7 @@ from cab_hf.runs.settings import (
     read_settings,
     require,
 )
+from cab_hf.runs.stand_ins import built_in_text
 
 BUILT_IN = "built-in"
 HEADS = {"heads": "attention_heads", "kv_heads": "key_value_heads"}

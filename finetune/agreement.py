@@ -26,16 +26,11 @@ CHUNK = 2**24  # numbers looked at together
 
 def facts_of(settings: Settings, model: nn.Module) -> dict[str, Any]:
     """What settings and weights are, by names for `require_alike`; ``model`` is not spread yet."""
-    told = {
-        f"--{name.replace('_', '-')}": repr(value)
-        for name, value in asdict(settings).items()
-        if name not in PLACES
-    }
-    if is_fsdp_enabled():
-        # one process reads the weights, the others are given them
-        return told
-    weights = {f"weight {name}": checksum(each) for name, each in model.named_parameters()}
-    return {**told, **weights}
+    told = {name: value for name, value in asdict(settings).items() if name not in PLACES}
+    told = {f"--{name.replace('_', '-')}": repr(value) for name, value in told.items()}
+    # of FSDP one process reads the weights, the others are given them
+    weights = () if is_fsdp_enabled() else model.named_parameters()
+    return {**told, **{f"weight {name}": checksum(each) for name, each in weights}}
 
 
 def checksum(tensor: Tensor) -> int:
@@ -56,9 +51,8 @@ def require_alike(facts: Mapping[str, Any]) -> None:
     Raises:
         Refused: in every process, naming the first fact that differs, and the processes.
     """
-    everyone = gather_object([dict(facts)])
-    first = everyone[0]
-    for rank, other in enumerate(everyone):
+    first, *others = gather_object([dict(facts)])
+    for rank, other in enumerate(others, 1):
         for name in dict.fromkeys((*first, *other)):
             if first.get(name) != other.get(name):
                 raise Refused(

@@ -28,7 +28,7 @@ from cab_hf.runs.log import writing
 from cab_hf.runs.models import file_sha256
 from cab_hf.runs.settings import Refused
 
-KEPT = 2
+KEPT = 2  # of the newest
 SHARED, MINE, ADAPTER = "shared.pt", "process-{}.pt", "adapter"
 NAME = re.compile(r"step-(\d{8,})")
 State = dict[str, Any]
@@ -40,15 +40,13 @@ class Checkpoints:
     Args:
         processes: how many there are; ``rank`` is which of them this is.
         wait: returns when all processes have called it.
-        kept: how many of the newest are left there.
     """
 
     def __init__(
-        self, folder: Path | str, rank: int, processes: int, wait: Callable[[], None], kept=KEPT
+        self, folder: Path | str, rank: int, processes: int, wait: Callable[[], None]
     ) -> None:
-        self.folder = Path(folder)
-        self.rank, self.processes = rank, processes
-        self.wait, self.kept = wait, kept
+        self.folder, self.rank = Path(folder), rank
+        self.processes, self.wait = processes, wait
 
     def newest(self) -> Path | None:
         """The folder of the last whole checkpoint; None where there is none."""
@@ -109,8 +107,7 @@ class Checkpoints:
         return shared, _read(folder / MINE.format(self.rank))
 
     def _whole(self) -> Iterator[Path]:
-        if self.folder.is_dir():
-            yield from (path for path in self.folder.iterdir() if NAME.fullmatch(path.name))
+        return (path for path in self.folder.glob("step-*") if NAME.fullmatch(path.name))
 
     def _clear(self, aside: Path) -> None:
         """Make room: what a kill left half-written is nobody's."""
@@ -125,7 +122,7 @@ class Checkpoints:
         put_on_disk(aside)
         os.rename(aside, target)
         put_on_disk(self.folder)
-        for old in sorted(self._whole(), key=step_of)[: -self.kept]:
+        for old in sorted(self._whole(), key=step_of)[:-KEPT]:
             # half-removed, it must not look whole
             hidden = old.with_name(f".{old.name}.removed")
             os.rename(old, hidden)
@@ -149,9 +146,9 @@ def _read(path: Path) -> State:
         raise _unreadable(path.parent, f"{path.name}: {error.strerror or error}") from error
     except MemoryError:
         raise
-    except Exception as error:
+    except Exception:
         # what torch says of it is how to run the code in it
-        raise _unreadable(path.parent, f"{path.name} is damaged, or another's") from error
+        state = None
     if not isinstance(state, dict):
         raise _unreadable(path.parent, f"{path.name} is damaged, or another's")
     return state
@@ -213,11 +210,7 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_parameters(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Give what is trained the values of `parameters_of`.
-
-    Raises:
-        Refused: another set of parameters was trained.
-    """
+    """Give what is trained the values of `parameters_of`; Refused where that is another set."""
     mine = trained(model)
     odd = sorted(mine.keys() ^ saved.keys())
     if odd:
@@ -247,14 +240,12 @@ def load_optimizer(
     for name, parameter in trained(model).items():
         if name not in saved:
             continue
-        state = {key: value for key, value in saved[name].items() if key != "step"}
-        state = {key: _spread_like(value, parameter) for key, value in state.items()}
         # a fused step counts on the device, others on the CPU; it is never spread
         steps = saved[name]["step"]
-        optimizer.state[parameter] = {
-            "step": steps.to(parameter.device) if fused else steps,
-            **state,
-        }
+        state = {"step": steps.to(parameter.device) if fused else steps}
+        moments = {key: x for key, x in saved[name].items() if key != "step"}
+        state |= {key: _spread_like(x, parameter) for key, x in moments.items()}
+        optimizer.state[parameter] = state
 
 
 def _spread_like(value: Tensor, parameter: Tensor) -> Tensor:
@@ -267,14 +258,9 @@ def _spread_like(value: Tensor, parameter: Tensor) -> Tensor:
 def random_state() -> State:
     """Of every generator that this process may draw from."""
     kind, keys, *rest = np.random.get_state()
-    state = {
-        "python": random.getstate(),
-        "numpy": (kind, keys.tolist(), *rest),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+    numbers = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest)}
+    on_gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}
+    return {**numbers, "torch": torch.get_rng_state(), **on_gpu}
 
 
 def load_random_state(state: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from cab_hf.runs.figure import figure
 
 STEP, EVALUATION = "step", "evaluation"  # kinds of records
 Record = Mapping[str, Any]
+Lines = dict[str, list[tuple[int, float]]]
 
 
 def draw(path: Path | str, records: Sequence[Record]) -> None:
@@ -30,23 +31,17 @@ def draw(path: Path | str, records: Sequence[Record]) -> None:
         shares.set_xlabel("step")
 
 
-def _losses(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
-    return {
-        "training": _points(records, STEP, "loss"),
-        "held out": _points(records, EVALUATION, "held_out_loss"),
-    }
+def _losses(records: Sequence[Record]) -> Lines:
+    held_out = _points(records, EVALUATION, "held_out_loss")
+    return {"training": _points(records, STEP, "loss"), "held out": held_out}
 
 
-def _shares(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
-    lengths = {n: None for each in records for n in each.get("passkey", {})}
-    found = {
-        f"keys found in {int(length):,} tokens": [
-            (each["step"], each["passkey"][length])
-            for each in records
-            if length in each.get("passkey", {})
-        ]
-        for length in lengths
-    }
+def _shares(records: Sequence[Record]) -> Lines:
+    found: Lines = {}
+    for each in records:
+        for length, share in each.get("passkey", {}).items():
+            label = f"keys found in {int(length):,} tokens"
+            found.setdefault(label, []).append((each["step"], share))
     lines = {"density": "density", "useful MFU": "mfu", "dense-equivalent": "mfu_dense_equivalent"}
     return {**found, **{name: _points(records, STEP, field) for name, field in lines.items()}}
 

@@ -54,7 +54,6 @@ class Packed:
             documents alone are to be hidden in.
         length: tokens of a sequence.
         seed: of the order of documents, beside the seeds that the sources have.
-        drop_rest: drop what is behind a cut instead.
         hold_out: of so many documents of a source, in the order of its data, the first is kept for
             `held_out`; 0 keeps none.
         only_held_out: pack those that are kept instead of the others.
@@ -72,7 +71,6 @@ class Packed:
         *,
         rank: int = 0,
         world: int = 1,
-        drop_rest: bool = False,
         hold_out: int = HOLD_OUT,
         only_held_out: bool = False,
     ) -> None:
@@ -82,12 +80,20 @@ class Packed:
             "sources": [[source.name, source.rows, float(share)] for source, share in sources],
             "length": length,
             "seed": seed,
-            "drop_rest": drop_rest,
             "hold_out": hold_out,
         }
-        self._padding = _padding_of(tokenizer)
+        # a token that nothing is learnt of
+        padding = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        self._padding = next(token for token in padding if token is not None)
         part = Part(hold_out, only_held_out)
-        self._feeds = _feeds(tokenizer, sources, part, length, seed, drop_rest)
+        texts = [source for source, _ in sources if isinstance(source, TextSource)]
+        self._feeds = []
+        for place, (source, share) in enumerate(sources):
+            if share:
+                # one entry named twice is shuffled twice
+                salt = f"{seed}/{place}"
+                documents = source.documents(tokenizer, part, salt, length, texts)
+                self._feeds.append(_Feed(documents, share, source.whole))
         self._made = 0  # sequences, of all processes
 
     @property
@@ -215,9 +221,8 @@ class Ahead:
 class _Feed:
     """The documents of one source as they are packed, a piece at a time."""
 
-    def __init__(self, documents: Documents, share: float, whole: bool, drop_rest: bool) -> None:
-        self._documents, self._drop_rest = documents, drop_rest
-        self.share, self._whole = share, whole
+    def __init__(self, documents: Documents, share: float, whole: bool) -> None:
+        self._documents, self.share, self._whole = documents, share, whole
         self.taken = 0  # tokens
         self._begun: State = {}  # the place of the document that pieces are taken of
         self._document: Tokenised | None = None
@@ -238,7 +243,7 @@ class _Feed:
         self._done += len(piece.tokens)
         self.taken += len(piece.tokens)
         # a last token has been predicted before the cut, and nothing is left for it to predict
-        if self._drop_rest or len(document.tokens) - self._done < 2:
+        if len(document.tokens) - self._done < 2:
             self._document, self._done = None, 0
         return piece
 
@@ -289,48 +294,16 @@ def _check(
     sources: Sequence[tuple[Source, float]], length: int, rank: int, world: int, hold_out: int
 ) -> None:
     shares = [share for _, share in sources]
-    refusals = {
-        "sources must be at least one with a share of the tokens": shares and any(shares),
-        "shares of sources must be numbers, none below 0": all(
-            math.isfinite(share) and share >= 0 for share in shares
-        ),
-        "length must be 2 tokens or more": length >= 2,
-        "rank must be 0 or more and below world": 0 <= rank < world,
-        "hold_out must be 0 or more": hold_out >= 0,
-    }
-    seen = {"sources": shares, "shares": shares, "length": length, "hold_out": hold_out}
-    seen["rank"] = f"{rank} of {world}"
-    for refusal, holds in refusals.items():
+    numbers = all(math.isfinite(share) and share >= 0 for share in shares)
+    for rule, holds, seen in (
+        ("sources must be at least one with a share of the tokens", any(shares), shares),
+        ("shares of sources must be numbers, none below 0", numbers, shares),
+        ("length must be 2 tokens or more", length >= 2, length),
+        ("rank must be 0 or more and below world", 0 <= rank < world, f"{rank} of {world}"),
+        ("hold_out must be 0 or more", hold_out >= 0, hold_out),
+    ):
         if not holds:
-            raise Refused(f"{refusal}; got {seen[refusal.split()[0]]}.")
-
-
-def _feeds(
-    tokenizer: Any,
-    sources: Sequence[tuple[Source, float]],
-    part: Part,
-    length: int,
-    seed: int,
-    drop_rest: bool,
-) -> list[_Feed]:
-    texts = [source for source, _ in sources if isinstance(source, TextSource)]
-    return [
-        # one entry named twice is shuffled twice
-        _Feed(
-            source.documents(tokenizer, part, f"{seed}/{place}", length, texts),
-            share,
-            source.whole,
-            drop_rest,
-        )
-        for place, (source, share) in enumerate(sources)
-        if share
-    ]
-
-
-def _padding_of(tokenizer: Any) -> int:
-    """A token that nothing is learnt of."""
-    tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return next(token for token in tokens if token is not None)
+            raise Refused(f"{rule}; got {seen}.")
 
 
 def _as_tensors(pieces: Sequence[Tokenised], length: int, padding: int) -> Item:
@@ -339,12 +312,7 @@ def _as_tensors(pieces: Sequence[Tokenised], length: int, padding: int) -> Item:
     left = length - sum(sizes)
     end = Tokenised(np.full(left, padding, np.int32), np.full(left, IGNORED, np.int32))
     tokens, labels = zip(*pieces, end, strict=True)
-    columns = {
-        "input_ids": tokens,
-        "position_ids": [np.arange(size) for size in (*sizes, left)],
-        "labels": labels,
-    }
-    return {
-        name: torch.from_numpy(np.concatenate(parts).astype(np.int64))
-        for name, parts in columns.items()
-    }
+    positions = [np.arange(size) for size in (*sizes, left)]
+    columns = {"input_ids": tokens, "position_ids": positions, "labels": labels}
+    joined = {name: np.concatenate(parts) for name, parts in columns.items()}
+    return {name: torch.from_numpy(each.astype(np.int64)) for name, each in joined.items()}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from cab_hf.finetune import meter
 from cab_hf.finetune.loss import CHUNK_LOGITS
@@ -28,14 +29,11 @@ def skeleton(settings: Settings) -> nn.Module:
     how = {"attn_implementation": settings.attention, "dtype": settings.dtype}
     if settings.model == TINY:
         return load_model(TINY, **stretched, **how)[0]
-    from transformers import AutoModelForCausalLM
-
-    config = load_config(settings.model, settings.trust_remote_code)
+    trusted = settings.trust_remote_code
+    config = load_config(settings.model, trusted)
     stretch_positions(config, settings.model, *stretched.values())
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            config, trust_remote_code=settings.trust_remote_code, **how
-        )
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trusted, **how)
 
 
 def report(
@@ -55,14 +53,11 @@ def report(
     attention = sum(map(cost.attention, pairs)) * tokens / settings.length
     products = cost.products(tokens)
     needed = memory(settings, cost, shards)
-    gib = {name: f"{size / meter.GIB:.2f}" for name, size in asdict(needed).items()}
-    parts = ", ".join(f"{name} {size}" for name, size in gib.items())
-    flops = (
-        f"{products + attention:.3e}, with dense attention, which is "
-        f"{attention / (products + attention):.0%} of them"
-    )
-    if cost.uncounted:
-        flops = f"not known: {cost.uncounted}"
+    parts = ", ".join(f"{name} {size / meter.GIB:.2f}" for name, size in asdict(needed).items())
+    flops = f"not known: {cost.uncounted}"
+    if not cost.uncounted:
+        share = attention / (products + attention)
+        flops = f"{products + attention:.3e}, with dense attention, which is {share:.0%} of them"
     lines = [
         json.dumps(asdict(settings), indent=2),
         f"parameters: {cost.parameters:,}, {cost.trained_parameters:,} of them trained",

@@ -51,9 +51,9 @@ def _culprit(model: nn.Module) -> str | None:
     name = first_not_finite(model.named_parameters())
     if name is not None:
         return f"a weight that is not finite, in {name}"
-    gradients = ((name, each.grad) for name, each in trained(model).items())
-    name = first_not_finite((name, each) for name, each in gradients if each is not None)
-    return None if name is None else f"a gradient that is not finite, first of all in {name}"
+    gradients = ((name, x.grad) for name, x in trained(model).items() if x.grad is not None)
+    name = first_not_finite(gradients)
+    return name and f"a gradient that is not finite, first of all in {name}"
 
 
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
@@ -68,11 +68,7 @@ def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
 def require_finite_state(
     step: int, parameters: Mapping[str, Tensor], optimizer: Mapping[str, Mapping[str, Tensor]]
 ) -> None:
-    """Refuse to save parameters or moments, whole ones, that are not finite.
-
-    Raises:
-        Refused: naming the step, and the first parameter of which something is not.
-    """
+    """Refuse to save whole parameters or moments that are not finite, naming the first."""
     moments = ((name, each) for name, state in optimizer.items() for each in state.values())
     name = first_not_finite(parameters.items()) or first_not_finite(moments)
     if name is not None:
@@ -83,11 +79,7 @@ def require_finite_state(
 
 
 def require_finite_numbers(step: int, record: Mapping[str, Any]) -> None:
-    """Refuse what JSON does not hold.
-
-    Raises:
-        Refused: naming the step, and the number.
-    """
+    """Refuse what JSON does not hold, naming the step and the number."""
     for name, value in record.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise Refused(

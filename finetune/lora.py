@@ -25,18 +25,14 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list, set_seed
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import default_collate
 from tqdm import tqdm
 
 import cab_hf
-from cab_hf.finetune import checkpoints, curve, dry_run, meter
+from cab_hf.finetune import checkpoints, curve, dry_run, finite, meter
 from cab_hf.finetune.agreement import facts_of, require_alike
 from cab_hf.finetune.checkpoints import Checkpoints
 from cab_hf.finetune.data import HOLD_OUT, Ahead, Packed, held_out
-from cab_hf.finetune.finite import (
-    require_finite_numbers,
-    require_finite_state,
-    require_finite_step,
-)
 from cab_hf.finetune.models import (
     compute_layers_again,
     load_model,
@@ -48,13 +44,7 @@ from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate,
 from cab_hf.finetune.parallel import Parallel
 from cab_hf.finetune.rotary import load_rotary_state, rotary_kept, rotary_state
 from cab_hf.finetune.settings import PROG, Settings, read
-from cab_hf.finetune.sources import (
-    Source,
-    content_sha256,
-    is_local,
-    make_source,
-    refuse_learnt,
-)
+from cab_hf.finetune.sources import Source, content_sha256, is_local, make_source, refuse_learnt
 from cab_hf.finetune.validation import Validation
 from cab_hf.runs.log import DISK_FULL, Log, write_atomically, writing
 from cab_hf.runs.models import file_sha256
@@ -62,10 +52,8 @@ from cab_hf.runs.provenance import provenance
 from cab_hf.runs.settings import Refused
 from cab_hf.token_mixers import refuse_token_mixers
 
-LOG, CURVE, RESULTS, ADAPTER, CHECKPOINTS = (
-    *("log.jsonl", "curve.png", "results.json"),
-    *("adapter", "checkpoints"),
-)
+LOG, CURVE, RESULTS = "log.jsonl", "curve.png", "results.json"
+ADAPTER, CHECKPOINTS = "adapter", "checkpoints"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -95,7 +83,9 @@ def main(words: Sequence[str] | None = None) -> int:
 def accelerating(settings: Settings) -> Iterator[Accelerator]:
     """The processes of this run, together."""
     for name in settings.trackers:
-        _require_tracker(name)
+        # accelerate leaves out what is not installed, and says so in a log that nobody reads
+        if find_spec(name) is None:
+            raise Refused(f"trackers must be installed; {name!r} is not: pip install {name}.")
     accelerator = Accelerator(
         cpu=settings.cpu or not torch.cuda.is_available(),
         # no autocast: frozen weights have the dtype that is computed in, whatever a launcher says
@@ -109,12 +99,6 @@ def accelerating(settings: Settings) -> Iterator[Accelerator]:
         accelerator.end_training()
 
 
-def _require_tracker(name: str) -> None:
-    # accelerate leaves out what is not installed, and says so in a log that nobody reads
-    if find_spec(name) is None:
-        raise Refused(f"trackers must be installed; {name!r} is not: pip install {name}.")
-
-
 @contextmanager
 def memory_told(settings: Settings) -> Iterator[None]:
     """A device that runs out of memory inside is told of in one sentence."""
@@ -122,10 +106,8 @@ def memory_told(settings: Settings) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         peak = torch.cuda.max_memory_allocated() / meter.GIB
-        raise Refused(
-            f"the GPU ran out of memory at {peak:.1f} GiB; change, in this order, "
-            f"{dry_run.savings(settings)}."
-        ) from error
+        told = f"the GPU ran out of memory at {peak:.1f} GiB; change, in this order, "
+        raise Refused(f"{told}{dry_run.savings(settings)}.") from error
 
 
 @contextmanager
@@ -164,10 +146,7 @@ class Run:
         if self.meter.cost.uncounted:
             self._tell(f"no MFU is reported: {self.meter.cost.uncounted}.")
         self.objective, self.optimizer = self._prepare()
-        lengths = settings.evaluated_lengths()
-        self.validation = Validation(
-            self.tokenizer, kept, lengths, settings.passkeys, accelerator, self.parallel
-        )
+        self.validation = Validation(self.tokenizer, kept, settings, accelerator, self.parallel)
         self.checkpoints = Checkpoints(
             self.out / CHECKPOINTS, self.rank, self.processes, accelerator.wait_for_everyone
         )
@@ -175,11 +154,10 @@ class Run:
 
     def _agree(self, packed: Packed) -> None:
         """Refuse processes that are to learn other texts, or with other weights."""
-        if self.processes == 1:
-            return
-        # of every process one batch
-        first = packed.checksum(self.parallel.replicas * self.settings.micro_batch)
-        require_alike({**facts_of(self.settings, self.model), "the first batch": first})
+        if self.processes > 1:
+            # of every process one batch
+            first = packed.checksum(self.parallel.replicas * self.settings.micro_batch)
+            require_alike({**facts_of(self.settings, self.model), "the first batch": first})
 
     def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The loss and the optimiser, spread over the processes."""
@@ -246,18 +224,12 @@ class Run:
         micro_batches = [self.parallel.dealt(next(self.batches)) for _ in range(self.accumulation)]
         counted = float(sum(labelled(batch) for batch in micro_batches))
         (tokens,) = one_sum([counted], accelerator)
-        rate = learning_rate(
-            step,
-            steps=settings.steps,
-            warmup=settings.warmup,
-            lr=settings.lr,
-            lr_end=settings.lr_end,
-        )
+        rate = learning_rate(step, settings)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         loss = self._gradients(micro_batches, tokens)
         norm = self._clip()
-        require_finite_step(step, loss, norm, self.model, accelerator)
+        finite.require_finite_step(step, loss, norm, self.model, accelerator)
         self.optimizer.step()
         self.optimizer.zero_grad()
         mine = [loss, float(asked()), *self.meter.totals()]
@@ -297,7 +269,7 @@ class Run:
         # all processes give their parts of what is spread
         parameters = checkpoints.parameters_of(self.model)
         optimizer = checkpoints.optimizer_of(self.optimizer, self.model)
-        require_finite_state(step, parameters, optimizer)
+        finite.require_finite_state(step, parameters, optimizer)
         shared = {"parameters": parameters, "optimizer": optimizer}
         mine = {
             "random": checkpoints.random_state(),
@@ -314,16 +286,17 @@ class Run:
 
     def _end(self, log: Log) -> None:
         """What a finished run leaves: its adapter, a curve, and where both come from."""
-        newest = self.checkpoints.newest()
-        with writing(self.out):
-            shutil.copytree(newest / checkpoints.ADAPTER, self.out / ADAPTER, dirs_exist_ok=True)
-            curve.draw(self.out / CURVE, log.records)
         settings = {name: x for name, x in asdict(self.settings).items() if name != "out"}
-        told = provenance(settings, self.accelerator.device, log.started)
         evaluations = [each for each in log.records if each["kind"] == curve.EVALUATION]
-        last = evaluations[-1] if evaluations else None
-        results = {"provenance": told, "processes": self.processes, "evaluation": last}
-        with writing(self.out / RESULTS):
+        results = {
+            "provenance": provenance(settings, self.accelerator.device, log.started),
+            "processes": self.processes,
+            "evaluation": evaluations[-1] if evaluations else None,
+        }
+        adapter = self.checkpoints.newest() / checkpoints.ADAPTER
+        with writing(self.out):
+            shutil.copytree(adapter, self.out / ADAPTER, dirs_exist_ok=True)
+            curve.draw(self.out / CURVE, log.records)
             write_atomically(self.out / RESULTS, json.dumps(results, indent=2) + "\n")
         self._tell(f"{self.settings.steps} steps; {self.out / ADAPTER}, {self.out / CURVE}")
 
@@ -339,19 +312,15 @@ class Run:
         return {**told, "sha256": contents(self.settings, self.model)}
 
     def _note(self, log: Log | None, kind: str, step: int, record: Mapping[str, Any]) -> None:
-        require_finite_numbers(step, record)
+        finite.require_finite_numbers(step, record)
         if log is not None:
             log.append({"kind": kind, "step": step, **record})
             numbers = {name: x for name, x in record.items() if isinstance(x, float)}
             self.accelerator.log(numbers, step=step)
 
     def _bar(self) -> tqdm:
-        return tqdm(
-            total=self.settings.steps,
-            initial=self.done,
-            unit="step",
-            disable=not self.accelerator.is_local_main_process,
-        )
+        silent = not self.accelerator.is_local_main_process
+        return tqdm(total=self.settings.steps, initial=self.done, unit="step", disable=silent)
 
     def _tell(self, sentence: str) -> None:
         if self.accelerator.is_main_process:
@@ -368,12 +337,11 @@ def contents(settings: Settings, model: nn.Module) -> dict[str, Any]:
     Args:
         model: what was loaded, with its adapter.
     """
-    calibration = settings.calibration and file_sha256(Path(settings.calibration))
     return {
         "model": loaded_sha256(model),
-        "calibration": calibration or None,
+        "calibration": file_sha256(Path(settings.calibration)) if settings.calibration else None,
         "data": {name: content_sha256(name) for name, _ in settings.sources()},
-        "validation": {name: content_sha256(name) for name, _ in settings.validation_sources()},
+        "validation": {name: content_sha256(name) for name, _ in settings.sources("validation")},
     }
 
 
@@ -402,17 +370,10 @@ def adapted(settings: Settings, model: nn.Module) -> nn.Module:
         "packed into one sequence, documents would read each other there. Train a model in which "
         "tokens meet in attention alone.",
     )
-    return with_lora(
-        model,
-        settings.targets,
-        settings.rank,
-        settings.alpha,
-        dropout=settings.dropout,
-        norms=settings.norms,
-        embeddings=settings.embeddings,
-        # a skeleton has no bits at all
-        qlora=settings.qlora and not settings.dry_run,
-    )
+    how = {name: getattr(settings, name) for name in ("dropout", "norms", "embeddings")}
+    # a skeleton has no bits at all
+    how["qlora"] = settings.qlora and not settings.dry_run
+    return with_lora(model, settings.targets, settings.rank, settings.alpha, **how)
 
 
 def open_data(
@@ -423,26 +384,17 @@ def open_data(
     Args:
         tell: is given a sentence on each source that has documents which are skipped.
     """
-    refuse_learnt(settings.sources(), settings.validation_sources())
+    refuse_learnt(settings.sources(), settings.sources("validation"))
     learnt = open_sources(settings, settings.sources(), tell)
-    own = open_sources(settings, settings.validation_sources(), tell)
+    own = open_sources(settings, settings.sources("validation"), tell)
     # documents are left out of training where they are needed
     hold_out = HOLD_OUT if settings.held_out and not own else 0
-    packed = Packed(
-        tokenizer,
-        learnt,
-        settings.length,
-        settings.seed,
-        rank=parallel.replica,
-        world=parallel.replicas,
-        hold_out=hold_out,
-    )
-    if not settings.held_out:
+    place = {"rank": parallel.replica, "world": parallel.replicas}
+    length, count = settings.length, settings.held_out
+    packed = Packed(tokenizer, learnt, length, settings.seed, **place, hold_out=hold_out)
+    if not count:
         return packed, []
-    watched = held_out(
-        tokenizer, own or learnt, settings.length, settings.held_out, hold_out=hold_out or 1
-    )
-    return packed, watched
+    return packed, held_out(tokenizer, own or learnt, length, count, hold_out=hold_out or 1)
 
 
 def open_sources(
@@ -465,7 +417,7 @@ def tell_what_would_run(settings: Settings, accelerator: Accelerator) -> None:
     with refusing():
         settings.accumulation(processes)
         # what only a network has is not fetched for this
-        named = [*settings.sources(), *settings.validation_sources()]
+        named = [*settings.sources(), *settings.sources("validation")]
         open_sources(settings, [each for each in named if is_local(each[0])], tell)
         model = adapted(settings, dry_run.skeleton(settings))
     if accelerator.is_main_process:
@@ -476,8 +428,7 @@ def batches_of(sequences: Any, size: int) -> Iterator[Batch]:
     """Each ``size`` sequences as int64 tensors [size, length]."""
     sequences = iter(sequences)
     while True:
-        several = [next(sequences) for _ in range(size)]
-        yield {name: torch.stack([each[name] for each in several]) for name in several[0]}
+        yield default_collate([next(sequences) for _ in range(size)])
 
 
 if __name__ == "__main__":

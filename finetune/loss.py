@@ -59,7 +59,9 @@ def linear_cross_entropy(
     _check_labels(target[labelled], weight.shape[0])
     count = torch.tensor(labelled.numel(), device=labels.device)
     if _takes_liger(kernel, h, weight):
-        return _liger(h, w, target), count
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as liger
+
+        return liger(h, w, target, ignore_index=IGNORED, reduction="sum").float(), count
     chunk = chunk_tokens or _tokens_of_chunk(weight.shape[0])
     return _ChunkedCrossEntropy.apply(h, w, target, labelled, chunk, torch.is_grad_enabled()), count
 
@@ -113,13 +115,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        h: Tensor,
-        w: Tensor,
-        target: Tensor,
-        labelled: Tensor,
-        chunk: int,
-        learning: bool,
+        ctx: Any, h: Tensor, w: Tensor, target: Tensor, labelled: Tensor, chunk: int, learning: bool
     ) -> Tensor:
         """h [T, D], w [V, D], target [T], labelled: indices of the tokens that count."""
         wide = torch.float64 if h.dtype == torch.float64 else torch.float32
@@ -176,11 +172,3 @@ def _takes_liger(kernel: str, h: Tensor, weight: Tensor) -> bool:
             "CUDA, up to float32: take 'chunks'."
         )
     return True
-
-
-def _liger(h: Tensor, w: Tensor, target: Tensor) -> Tensor:
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-    return liger_fused_linear_cross_entropy(
-        h, w, target, ignore_index=IGNORED, reduction="sum"
-    ).float()

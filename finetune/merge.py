@@ -13,8 +13,8 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,18 +26,20 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cab_hf.finetune.models import (
-    BASE,
-    base_sha256,
-    causal_model,
-    open_config,
-    open_model,
-)
+from cab_hf.finetune.models import causal_model, open_model
 from cab_hf.runs import models as run_models
 from cab_hf.runs.log import read_log, write_atomically, writing
 from cab_hf.runs.markdown import code, plain
 from cab_hf.runs.provenance import versions
-from cab_hf.runs.settings import Refused, flag, option, read_settings, require
+from cab_hf.runs.settings import (
+    Refused,
+    first_line,
+    flag,
+    option,
+    read_settings,
+    refused_as,
+    require,
+)
 
 PROG = "python -m cab_hf.finetune.merge"
 LOG = "log.jsonl"
@@ -183,37 +185,31 @@ def read_adapter_config(adapter: Path) -> Any:
     return config
 
 
-@contextmanager
-def reading(adapter: Path, file: str) -> Iterator[None]:
+def reading(adapter: Path, file: str) -> AbstractContextManager[None]:
     """What is wrong with a file of an adapter, told in one sentence whoever finds it."""
-    try:
-        yield
-    except (Refused, MemoryError):
-        raise
-    except Exception as error:
-        raise Refused(
+    return refused_as(
+        lambda error: (
             f"{file} of adapter {adapter.name} is truncated, or not what PEFT saves and merges "
-            f"({_first_line(error)}); give the folder as it was saved."
-        ) from error
+            f"({_first_sentence(error)}); give the folder as it was saved."
+        )
+    )
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].partition(". ")[0].strip().rstrip(".")
+def _first_sentence(error: Exception) -> str:
+    return first_line(error).partition(". ")[0]
 
 
 def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeSettings) -> Tensor:
     """Write the merged model to ``folder``; the logits that it is to have."""
-    told = read_base(adapter)
-    model_config = open_config(base, settings.trust_remote_code)
-    with reading(adapter, BASE):
-        restore(model_config.get_text_config(), told)
+    told, trusted = read_base(adapter), settings.trust_remote_code
+    model_config = run_models.load_config(base, trusted)
+    with reading(adapter, run_models.BASE):
+        run_models.restore(model_config.get_text_config(), told)
     dtype = settings.dtype or _called(model_config.dtype or torch.float32)
     if dtype not in BOUNDS:
         raise Refused(f"base {_name(base)!r} has weights of {dtype}; give --dtype bfloat16.")
-    model, tokenizer = open_model(
-        base, model_config, dtype, settings.device, trust_remote_code=settings.trust_remote_code
-    )
+    options = {"trust_remote_code": trusted}
+    model, tokenizer = open_model(base, model_config, dtype, settings.device, **options)
     # what is not local is in a cache by now
     check_base(adapter, base, told, config.base_model_name_or_path)
     adapted = attach(model, adapter, config)
@@ -232,10 +228,10 @@ def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeS
 
 def read_base(adapter: Path) -> dict[str, Any]:
     """What `save_adapter` noted of the model an adapter was trained in; {} where nobody did."""
-    file = adapter / BASE
+    file = adapter / run_models.BASE
     if not file.is_file():
         return {}
-    with reading(adapter, BASE):
+    with reading(adapter, run_models.BASE):
         told = json.loads(file.read_text("utf-8"))
         for name, kind in TOLD.items():
             if not isinstance(told.get(name), kind | None):
@@ -243,17 +239,10 @@ def read_base(adapter: Path) -> dict[str, Any]:
     return told
 
 
-def restore(text: Any, told: Mapping[str, Any]) -> None:
-    """Give a base's config the positions and "cab" settings an adapter was trained with."""
-    for name in TOLD.keys() - {"sha256"}:
-        if told.get(name) is not None:
-            setattr(text, name, told[name])
-
-
 def check_base(adapter: Path, base: str, told: Mapping[str, Any], recorded: str | None) -> None:
     """Refuse a base that an adapter was not trained in, by its content or else by its name."""
     if told.get("sha256"):
-        seen = base_sha256(base)
+        seen = run_models.content_sha256(base)
         if seen != told["sha256"]:
             raise Refused(
                 f"adapter {adapter.name} was trained in a model of SHA-256 {told['sha256'][:12]}, "
@@ -279,8 +268,8 @@ def attach(model: PreTrainedModel, adapter: Path, config: Any) -> Any:
     try:
         adapted = get_peft_model(model, config).eval()
     except ValueError as error:
-        why = _first_line(error)
-        raise Refused(f"{wrong}{why}; give the --base it was trained in.") from error
+        told = f"{wrong}{_first_sentence(error)}; give the --base it was trained in."
+        raise Refused(told) from error
     except (TypeError, AttributeError, KeyError, ImportError, re.error) as error:
         # of values that PEFT does not look at when it reads them
         with reading(adapter, run_models.ADAPTER_CONFIG):
@@ -289,28 +278,22 @@ def attach(model: PreTrainedModel, adapter: Path, config: Any) -> Any:
         found = load_file(adapter / WEIGHTS)
     wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     # a head tied to trained embeddings may be written once
+    written = {wanted[name].data_ptr(): x for name, x in found.items() if name in wanted}
     for name, x in wanted.items():
-        same = (other for other in found if other in wanted and _is_same(wanted[other], x))
-        if name not in found and (other := next(same, None)):
-            found[name] = found[other]
+        if name not in found and x.data_ptr() in written:
+            found[name] = written[x.data_ptr()]
     for name in sorted(wanted.keys() | found.keys()):
-        ours, theirs = (tuple(x[name].shape) if name in x else None for x in (wanted, found))
+        ours, theirs = (
+            f"of shape {list(x[name].shape)}" if name in x else "missing" for x in (wanted, found)
+        )
         if ours != theirs:
             part = name.removeprefix("base_model.model.")
             raise Refused(
-                f"{wrong}{part} is {_shaped(theirs)} in the adapter and {_shaped(ours)} in the "
-                "base; give the --base it was trained in."
+                f"{wrong}{part} is {theirs} in the adapter and {ours} in the base; give the --base "
+                "it was trained in."
             )
     set_peft_model_state_dict(adapted, found)
     return adapted
-
-
-def _is_same(tensor: Tensor, other: Tensor) -> bool:
-    return tensor.shape == other.shape and tensor.data_ptr() == other.data_ptr()
-
-
-def _shaped(shape: tuple[int, ...] | None) -> str:
-    return "missing" if shape is None else f"of shape {list(shape)}"
 
 
 def _untie(adapted: Any) -> None:
@@ -329,11 +312,9 @@ def _untie(adapted: Any) -> None:
 @torch.no_grad()
 def probe(model: nn.Module) -> Tensor:
     """Logits [TEXTS, TOKENS, V] of tokens that are always the same, on the CPU."""
-    vocabulary = model.config.get_text_config().vocab_size
-    drawn = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, (TEXTS, TOKENS), generator=drawn)
-    device = model.get_input_embeddings().weight.device
-    return model(tokens.to(device), use_cache=False).logits.cpu()
+    vocabulary, drawn = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (TEXTS, TOKENS), generator=drawn).to(model.device)
+    return model(tokens, use_cache=False).logits.cpu()
 
 
 def compare(folder: Path, expected: Tensor, settings: MergeSettings) -> float:
@@ -372,32 +353,31 @@ def read_figures(run: Path | None, adapter: Path) -> dict[str, Any]:
     Raises:
         LogError: ``run`` was given and has no log, or a log is damaged.
     """
-    above = [adapter.resolve(), *adapter.resolve().parents][: DEPTH + 1]
-    logs = [folder / LOG for folder in above if (folder / LOG).is_file()]
-    if run is None and not logs:
+    if run is None:
+        above = [adapter.resolve(), *adapter.resolve().parents][: DEPTH + 1]
+        run = next((folder for folder in above if (folder / LOG).is_file()), None)
+    if run is None:
         return {}
-    _, records = read_log(run / LOG if run else logs[0])
+    _, records = read_log(run / LOG)
     figures = {name: x for record in records for name, x in record.items() if x is not None}
     return {name: figures[name] for name in FIGURES if name in figures}
 
 
 def card(
-    name: str,
-    folder: Path,
-    base: str,
-    config: Any,
-    figures: Mapping[str, Any],
-    difference: float,
+    name: str, folder: Path, base: str, config: Any, figures: Mapping[str, Any], difference: float
 ) -> str:
     """The page of a merged model, its front matter read by the hub."""
     model = json.loads((folder / "config.json").read_text("utf-8"))
+    model = model.get("text_config", model)
+    rope = (model.get("rope_parameters") or {}).get("rope_type", "default")
+    stretched = "" if rope == "default" else f", stretched by {rope}"
     kept = {each.rpartition(".")[2] for each in config.modules_to_save or ()}
     rows = {
         "base": plain(_name(base)),
         "adapter": f"LoRA, rank {config.r}, alpha {config.lora_alpha:g}",
         "layers": _layers(config),
         "trained whole": ", ".join(map(plain, sorted(kept))),
-        "positions": _positions(model),
+        "positions": f"{model.get('max_position_embeddings')}{stretched}",
         "largest difference of a logit, merged to adapter and base": f"{difference:.2g}",
         **{told: _figure(figures[key]) for key, told in FIGURES.items() if key in figures},
         "made with": ", ".join(f"{package} {version}" for package, version in versions().items()),
@@ -416,13 +396,6 @@ def _layers(config: Any) -> str:
     return ", ".join(map(plain, sorted(names)))
 
 
-def _positions(model: Mapping[str, Any]) -> str:
-    text = model.get("text_config", model)
-    rope = (text.get("rope_parameters") or {}).get("rope_type", "default")
-    stretched = "" if rope == "default" else f", stretched by {rope}"
-    return f"{text.get('max_position_embeddings')}{stretched}"
-
-
 def _figure(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{_figure(x)} at {key}" for key, x in value.items())
@@ -433,15 +406,14 @@ def push(folder: Path | str, name: str) -> None:
     """Upload a merged model to the hub; Refused where that is not to be."""
     from huggingface_hub import HfApi
 
-    try:
+    with refused_as(
+        lambda error: (
+            f"push must be a repository of the hub that you may write; got {name!r} "
+            f"({first_line(error)}), and {folder} has the model."
+        )
+    ):
         repository = HfApi().create_repo(name, exist_ok=True).repo_id
         HfApi().upload_folder(repo_id=repository, folder_path=str(folder))
-    except Exception as error:
-        why = str(error).partition("\n")[0].rstrip(".")
-        raise Refused(
-            f"push must be a repository of the hub that you may write; got {name!r} ({why}), and "
-            f"{folder} has the model."
-        ) from error
 
 
 if __name__ == "__main__":

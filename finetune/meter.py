@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,7 +78,7 @@ class Cost:
             frozen=sum(size for size, trained in products if not trained),
             trained=sum(size for size, trained in products if trained),
             linear=sum(size for _, size, trained in linear if not trained),
-            windows=tuple(_windows(config)),
+            windows=_windows(config),
             channels=config.num_attention_heads * head_dim,
             parameters=sum(p.numel() for p in model.parameters()),
             trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -98,18 +98,18 @@ class Cost:
         ``positions``, int [B, N], restart with each document.
         """
         seen = positions.to(torch.int64) + 1
-        of_window = {
-            window: int((seen if window is None else seen.clamp(max=window)).sum())
-            for window in set(self.windows)
+        by_window = {
+            window: int(seen.clamp(max=window).sum()) for window in {*self.windows} - {None}
         }
-        return tuple(of_window[window] for window in self.windows)
+        by_window[None] = int(seen.sum())
+        return tuple(by_window[window] for window in self.windows)
 
     def attention(self, pairs: float) -> float:
         """FLOPs of attending that many pairs in every head of a layer, forward and backward."""
         return ATTENTION * pairs * self.channels
 
 
-def _linear_layers(model: nn.Module) -> Iterable[tuple[str, int, bool]]:
+def _linear_layers(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
     """(name, weights, whether they are trained) of every linear layer that computes."""
     for name, module in model.named_modules():
         # an adapter's layer is the one it wraps and two of its own; a copy that is trained stands
@@ -184,38 +184,29 @@ def _experts_per_token(model: nn.Module, name: str, experts: int) -> int:
         config = model.config.get_text_config()
         found = {getattr(config, field, None) for field in PER_TOKEN} - {None}
     # some models also send tokens to experts that do nothing
-    reached = {
-        getattr(module, field)
-        for module in routers
-        for field in ("num_experts", "n_routed_experts")
-        if isinstance(getattr(module, field, None), int)
-    }
+    sizes = ("num_experts", "n_routed_experts")
+    reached = {getattr(module, field, None) for module in routers for field in sizes}
+    reached = {size for size in reached if isinstance(size, int)}
     (count,) = found if len(found) == 1 else (None,)
     if not isinstance(count, int) or not 0 < count <= experts or not reached <= {experts}:
         raise _UnknownError(f"how many of the {experts} experts of {name} a token uses is not said")
     return count
 
 
-def _windows(config: Any) -> list[int | None]:
-    layers = config.num_hidden_layers
-    window = getattr(config, "sliding_window", None)
-    if getattr(config, "use_sliding_window", True) is False:
-        window = None
+def _windows(config: Any) -> tuple[int | None, ...]:
+    on = getattr(config, "use_sliding_window", True) is not False
+    window = getattr(config, "sliding_window", None) if on else None
     kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return [window] * layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    kinds = ["sliding_attention"] * config.num_hidden_layers if kinds is None else kinds
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def peak_flops(device: torch.device, told_tflops: float = 0.0) -> float | None:
     """FLOP/s that a device could reach in bfloat16; None where nobody knows."""
-    if told_tflops:
-        return told_tflops * 1e12
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    found = [tflops for part, tflops in PEAK_TFLOPS.items() if part in name]
-    return found[0] * 1e12 if found else None
+    if not told_tflops and device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        told_tflops = next((x for part, x in PEAK_TFLOPS.items() if part in name), 0.0)
+    return told_tflops * 1e12 or None
 
 
 def peak_gib(device: torch.device) -> float | None:
@@ -274,16 +265,13 @@ def line(
         peak: FLOP/s that a device could reach, or None.
     """
     tokens, products, attended, causal = totals
-
-    def share(flops: float) -> float | None:
-        return None if peak is None else flops / (seconds * processes * peak)
-
+    reached = None if peak is None else seconds * processes * peak
     return {
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "tokens_per_second_per_gpu": tokens / seconds / processes,
-        "mfu": share(products + attended),
-        "mfu_dense_equivalent": share(products + causal),
+        "mfu": reached and (products + attended) / reached,
+        "mfu_dense_equivalent": reached and (products + causal) / reached,
         "density": attended / causal if causal else 1.0,
     }
 
@@ -329,9 +317,8 @@ def memory(
         loss_tokens: tokens whose logits exist at once.
         quantised: bytes of a weight of the layers, where that is not what ``cost`` has seen.
     """
-    config = cost.config
+    config, layers = cost.config, cost.config.num_hidden_layers
     hidden, inner = config.hidden_size, getattr(config, "intermediate_size", 0)
-    layers = config.num_hidden_layers
     share = config.num_key_value_heads / config.num_attention_heads
     # what comes in, the norms' inputs and outputs; q, the output of attention, k, v; the gated MLP
     kept = itemsize * (4 * hidden + (2 + 2 * share) * cost.channels + 3 * inner)
@@ -347,10 +334,8 @@ def memory(
     loss = tokens * hidden * itemsize + logit * min(tokens, loss_tokens) * config.vocab_size
     # a value, its gradient and two moments
     optimizer = 16 * cost.trained_parameters
-    weights = cost.weight_bytes
-    if quantised is not None:
-        in_layers = cost.linear - hidden * config.vocab_size
-        weights -= in_layers * (itemsize - quantised)
+    saved = 0.0 if quantised is None else itemsize - quantised
+    weights = cost.weight_bytes - (cost.linear - hidden * config.vocab_size) * saved
     # a layer that computes, and the next one
     gathered = 2 * weights / layers if shards > 1 else 0.0
     return Memory(

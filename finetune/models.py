@@ -1,9 +1,4 @@
-"""Models to train: loaded for a length, with adapters, and run without their head.
-
-While `forward_hidden` runs, the head hands its input on: what the model then does to logits, such
-as scaling them, it does to the hidden states, which is the same as long as it is linear. The model
-itself is called, through whatever is wrapped around it, so that all hooks run.
-"""
+"""Models to train: loaded for a length, with adapters, and run without their head."""
 
 from __future__ import annotations
 
@@ -18,11 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cab_hf.config import CabConfig
 from cab_hf.patches import apply_cab
@@ -35,8 +26,6 @@ LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # as PEFT has it
 ALL_LINEAR = "all-linear"
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-# what an adapter says of the model it was trained in, beside adapter_config.json
-BASE = "base.json"
 
 
 def load_model(
@@ -68,7 +57,7 @@ def load_model(
         ValueError: positions that do not reach ``length``, a scaling that does not fit the model,
             a bad dtype or ``cab_config``, or qlora without bitsandbytes.
     """
-    config = open_config(name, trust_remote_code)
+    config = run_models.load_config(name, trust_remote_code)
     stretch_positions(config, name, length, rope, rope_factor, rope_theta)
     options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
     options |= _four_bits(dtype, device) if qlora else {}
@@ -77,11 +66,6 @@ def load_model(
         whole = cab_config is None or isinstance(cab_config, CabConfig)
         apply_cab(model, cab_config) if whole else apply_cab(model, **cab_config)
     return model, tokenizer
-
-
-def open_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The config of a model, which may be changed before `open_model` takes it."""
-    return run_models.load_config(name, trust_remote_code)
 
 
 def open_model(
@@ -140,9 +124,16 @@ def stretch_positions(
         ValueError: positions that do not reach, a scaling of what has one already or has no
             rotary positions, or numbers without the scaling they are for.
     """
-    _check_rope(rope, factor, theta)
-    reach = run_models.most_tokens(config)
+    if rope not in (*ROPES, None):
+        raise ValueError(f"rope is {rope!r}; it must be one of {', '.join(ROPES)}, or None.")
+    if theta is not None and (rope != "theta" or theta <= 0):
+        raise ValueError(
+            f"rope_theta is {theta} and rope {rope!r}; it is the base of 'theta', > 0."
+        )
     if rope is None:
+        if factor is not None:
+            raise ValueError(f"rope_factor is {factor} and rope is None; give one of {ROPES}.")
+        reach = run_models.most_tokens(config)
         if None not in (length, reach) and length > reach:
             raise ValueError(
                 f"length is {length} and the positions of model {name!r} reach {reach}; give rope, "
@@ -152,21 +143,20 @@ def stretch_positions(
     text = config.get_text_config()
     original, parameters = _plain_positions(text, name, rope)
     factor = _factor(factor, length, original, rope)
-    text.rope_parameters = {**parameters, **_scaled(rope, factor, theta, original, text)}
+    if rope == "theta":
+        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        dim = int(dim * parameters.get("partial_rotary_factor", 1.0))
+        base = theta or parameters["rope_theta"] * factor ** (dim / (dim - 2))
+        scaled = {"rope_theta": base}
+    else:
+        scaled = {"rope_type": rope, "factor": factor}
+    if rope in ("yarn", "llama3"):
+        scaled["original_max_position_embeddings"] = original
+    scaled |= LLAMA3_FACTORS if rope == "llama3" else {}
+    text.rope_parameters = {**parameters, **scaled}
     if rope not in ("linear", "dynamic"):
         # those two read what was learnt here, the others beside their factor
         text.max_position_embeddings = round(factor * original)
-
-
-def _check_rope(rope: str | None, factor: float | None, theta: float | None) -> None:
-    if rope is not None and rope not in ROPES:
-        raise ValueError(f"rope is {rope!r}; it must be one of {', '.join(ROPES)}, or None.")
-    if rope is None and factor is not None:
-        raise ValueError(f"rope_factor is {factor} and rope is None; give one of {ROPES}.")
-    if theta is not None and (rope != "theta" or theta <= 0):
-        raise ValueError(
-            f"rope_theta is {theta} and rope {rope!r}; it is the base of 'theta', > 0."
-        )
 
 
 def _plain_positions(text: Any, name: str, rope: str) -> tuple[int, dict[str, Any]]:
@@ -202,23 +192,6 @@ def _factor(factor: float | None, length: int | None, original: int, rope: str) 
     return factor
 
 
-def _scaled(
-    rope: str, factor: float, theta: float | None, original: int, text: Any
-) -> dict[str, Any]:
-    if rope == "theta":
-        base, dim = text.rope_parameters["rope_theta"], _rotary_dim(text)
-        return {"rope_theta": theta or base * factor ** (dim / (dim - 2))}
-    scaled = {"rope_type": rope, "factor": factor}
-    if rope in ("yarn", "llama3"):
-        scaled["original_max_position_embeddings"] = original
-    return scaled | (LLAMA3_FACTORS if rope == "llama3" else {})
-
-
-def _rotary_dim(text: Any) -> int:
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(dim * text.rope_parameters.get("partial_rotary_factor", 1.0))
-
-
 def with_lora(
     model: PreTrainedModel,
     targets: Sequence[str] | str,
@@ -241,16 +214,22 @@ def with_lora(
         qlora: ``model`` is one of 4 bits; refused where it is not.
 
     Raises:
-        ValueError: a target that is no layer of the model, numbers out of range, adapters of a
-            head that is tied to the embeddings, or dropout in front of a head.
+        ValueError: a target that is no layer of the model, adapters of a head that is tied to the
+            embeddings, or dropout in front of a head.
     """
     from peft import LoraConfig, get_peft_model
 
     listed = sorted(set(targets.split(",") if isinstance(targets, str) else targets))
     targets = ALL_LINEAR if listed == [ALL_LINEAR] else listed
-    _check_adapters(model, targets, rank, alpha, dropout, embeddings, qlora)
+    if qlora and not getattr(model, "is_loaded_in_4bit", False):
+        raise ValueError(
+            "qlora is True and the model has no 4-bit weights; load it with qlora too."
+        )
+    if targets != ALL_LINEAR:
+        _check_targets(model, targets, dropout)
     tied = _are_tied(model)
-    kept = [*(_names_of_norms(model) if norms else ()), *(_names_of_embeddings(model, embeddings))]
+    kept = _names_of_norms(model) if norms else []
+    kept += [_name_of(model, model.get_input_embeddings())] if embeddings else []
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -276,28 +255,10 @@ def compute_layers_again(model: nn.Module) -> None:
     getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
 
 
-def _check_adapters(
-    model: PreTrainedModel,
-    targets: Sequence[str] | str,
-    rank: int,
-    alpha: float,
-    dropout: float,
-    embeddings: bool,
-    qlora: bool,
-) -> None:
-    if rank < 1:
-        raise ValueError(f"rank is {rank}; it must be at least 1.")
-    if alpha <= 0:
-        raise ValueError(f"alpha is {alpha}; it must be above 0.")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout is {dropout}; it must be at least 0 and below 1.")
-    if qlora and not getattr(model, "is_loaded_in_4bit", False):
-        raise ValueError(
-            "qlora is True and the model has no 4-bit weights; load it with qlora too."
-        )
-    if targets == ALL_LINEAR:
-        return
-    names = {name.rpartition(".")[2] for name, module in model.named_modules() if _linear(module)}
+def _check_targets(model: PreTrainedModel, targets: Sequence[str], dropout: float) -> None:
+    # those of bitsandbytes are of this class too
+    linear = (name for name, m in model.named_modules() if isinstance(m, nn.Linear))
+    names = {name.rpartition(".")[2] for name in linear}
     for target in targets:
         if target not in names:
             near = difflib.get_close_matches(target, sorted(names), n=1)
@@ -316,11 +277,6 @@ def _check_adapters(
         )
 
 
-def _linear(module: nn.Module) -> bool:
-    # those of bitsandbytes are of this class too
-    return isinstance(module, nn.Linear)
-
-
 def _are_tied(model: PreTrainedModel) -> bool:
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
@@ -334,14 +290,8 @@ def _name_of(model: nn.Module, wanted: nn.Module | None) -> str | None:
 
 def _names_of_norms(model: nn.Module) -> list[str]:
     """Last names of the norms of a model: transformers has no class for them all."""
-    named = model.named_modules()
-    return sorted(
-        {name.rpartition(".")[2] for name, m in named if type(m).__name__.endswith("Norm")}
-    )
-
-
-def _names_of_embeddings(model: PreTrainedModel, embeddings: bool) -> list[str]:
-    return [_name_of(model, model.get_input_embeddings())] if embeddings else []
+    norms = (name for name, m in model.named_modules() if type(m).__name__.endswith("Norm"))
+    return sorted({name.rpartition(".")[2] for name in norms})
 
 
 def _keep_dtype(model: nn.Module, dtype: torch.dtype) -> None:
@@ -352,22 +302,21 @@ def _keep_dtype(model: nn.Module, dtype: torch.dtype) -> None:
         if not isinstance(wrapper, ModulesToSaveWrapper):
             continue
         for module in wrapper.modules_to_save.values():
-            if _linear(module):
-                module.register_forward_pre_hook(_read_own_dtype)
+            if isinstance(module, nn.Linear):
+                # a head is in float32 itself
+                module.register_forward_pre_hook(
+                    lambda module, inputs: tuple(x.to(module.weight.dtype) for x in inputs)
+                )
             else:
-                module.register_forward_hook(_hand_on(dtype))
-
-
-def _read_own_dtype(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(x.to(module.weight.dtype) for x in inputs)
-
-
-def _hand_on(dtype: torch.dtype) -> Callable[..., Tensor]:
-    return lambda module, inputs, output: output.to(dtype)
+                module.register_forward_hook(lambda module, inputs, output: output.to(dtype))
 
 
 def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """The hidden states of which the head would make logits, and the weight it would do it with.
+
+    The head hands its input on meanwhile: what the model then does to logits, such as scaling them,
+    it does to the hidden states, which is the same as long as it is linear. The model itself is
+    called, through whatever is wrapped around it, so that all hooks run.
 
     Args:
         model: a causal LM, with adapters or without, or DDP around one. Under FSDP the weight is
@@ -389,7 +338,7 @@ def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tenso
 
     causal = causal_model(model)
     head = _head_of(causal)
-    with _replaced(head, "forward", take):
+    with _hands_on(head, take):
         inputs = {name: x for name, x in batch.items() if name != "labels"}
         hidden = model(**inputs, use_cache=False).logits
     return hidden, seen["weight"]
@@ -443,22 +392,17 @@ def head_weight(head: nn.Module) -> Tensor:
 
 
 @contextmanager
-def _replaced(owner: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Have an attribute of an instance be another while it lasts."""
-    before = vars(owner).get(name, _replaced)
-    object.__setattr__(owner, name, value)
+def _hands_on(head: nn.Module, take: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside, ``take`` is what a head computes."""
+    before = vars(head).get("forward")
+    head.forward = take
     try:
         yield
     finally:
-        if before is _replaced:
-            object.__delattr__(owner, name)
+        if before is None:
+            del head.forward
         else:
-            object.__setattr__(owner, name, before)
-
-
-def base_sha256(name: str) -> str:
-    """SHA-256 of what a base computes, wherever it stands; of what is not local, once loaded."""
-    return run_models.content_sha256(name)
+            head.forward = before
 
 
 def save_adapter(
@@ -482,24 +426,20 @@ def save_adapter(
     tokenizer.save_pretrained(folder)
     causal = causal_model(adapted)
     text = causal.config.get_text_config()
-    told = {
-        "sha256": loaded_sha256(causal),
-        "rope_parameters": getattr(text, "rope_parameters", None),
-        "max_position_embeddings": getattr(text, "max_position_embeddings", None),
-        "cab_config": getattr(text, "cab_config", None),
-    }
-    write_atomically(folder / BASE, json.dumps(told, indent=2) + "\n")
+    told = {"sha256": loaded_sha256(causal)}
+    told |= {name: getattr(text, name, None) for name in run_models.RESTORED}
+    write_atomically(folder / run_models.BASE, json.dumps(told, indent=2) + "\n")
 
 
 def loaded_sha256(model: nn.Module) -> str:
-    """The `base_sha256` of a loaded model, with adapters or without.
+    """The `content_sha256` of a loaded model, with adapters or without.
 
     Every byte of its files is read, the first time alone: checkpoints are many and bases are large,
     and files that are replaced later are not those that were loaded.
     """
     causal = causal_model(model)
     if causal not in _contents:
-        _contents[causal] = base_sha256(causal.name_or_path)
+        _contents[causal] = run_models.content_sha256(causal.name_or_path)
     return _contents[causal]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cab_hf.finetune.loss import IGNORED, linear_cross_entropy
 from cab_hf.finetune.models import forward_hidden
+from cab_hf.finetune.settings import Settings
 
 Batch = Mapping[str, Tensor]
 
@@ -48,11 +49,12 @@ def labelled(batch: Batch) -> Tensor:
     return (batch["labels"] != IGNORED).sum()
 
 
-def learning_rate(step: int, *, steps: int, warmup: int, lr: float, lr_end: float) -> float:
+def learning_rate(step: int, settings: Settings) -> float:
     """The rate of a step from 1 to ``steps``: it rises in a line, then falls along a cosine.
 
     It is ``lr`` at step ``warmup`` and ``lr * lr_end`` at the last one.
     """
+    steps, warmup, lr, lr_end = settings.steps, settings.warmup, settings.lr, settings.lr_end
     if step <= warmup:
         return lr * step / warmup
     done = (step - warmup) / (steps - warmup)

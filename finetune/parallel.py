@@ -64,9 +64,7 @@ class Parallel:
         Tensors [1, n], each token and each label in one process of the replica; labels of padding
         are -100. Rows stand one behind the other, for documents see themselves alone.
         """
-        if self.group is None:
-            return batch
-        return dealt(batch, self.group, self.block)
+        return batch if self.group is None else dealt(batch, self.group, self.block)
 
     def positions(self, dealt: Batch) -> Tensor:
         """int64 [B, n], where the tokens of a dealt batch stand in their documents.

@@ -6,6 +6,7 @@ then those of the longest one so far.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,14 +21,8 @@ State = dict[str, dict[str, Any]]
 
 def rotary_state(model: nn.Module) -> State:
     """Copies of what every rotary embedding of ``model`` remembers, by its name."""
-    return {
-        name: {
-            field: value.detach().clone() if isinstance(value, Tensor) else value
-            for field, value in _remembered(module).items()
-        }
-        for name, module in model.named_modules()
-        if _remembers(module)
-    }
+    modules = {name: module for name, module in model.named_modules() if _remembers(module)}
+    return {name: copy.deepcopy(_remembered(module)) for name, module in modules.items()}
 
 
 def load_rotary_state(model: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> None:

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cab_hf.config import CabConfig
+from cab_hf.finetune.loss import KERNELS
+from cab_hf.finetune.models import ROPES
 from cab_hf.plan import EXACT_BLOCK
 from cab_hf.runs.settings import (
     Refused,
@@ -23,9 +25,7 @@ from cab_hf.runs.settings import (
 PROG = "finetune/lora.py"
 CONFIG = "config"  # the option that names a YAML file
 DTYPES = ("bfloat16", "float32")
-ROPES = ("none", "linear", "dynamic", "yarn", "llama3", "theta")
 TRACKERS = ("tensorboard", "trackio", "wandb")
-KERNELS = ("auto", "liger", "chunks")
 # what attends to a sequence that several processes hold
 ACROSS = ("cab", "cab_dense")
 # settings that may change when a run goes on: they decide where and how often, and not what
@@ -48,7 +48,7 @@ class Settings:
     )
     calibration: str = option("", "budgets of heads: a file of calibrate")
     dtype: str = option("bfloat16", "of the frozen weights; trained ones are float32")
-    rope: str = option("none", f"how positions are stretched: {', '.join(ROPES)}")
+    rope: str = option("none", f"how positions are stretched: none, {', '.join(ROPES)}")
     rope_factor: float = option(0.0, "times as many positions; 0: what the length needs", float)
     rope_theta: float = option(0.0, "the new base of theta; 0: what the factor asks for", float)
     trust_remote_code: bool = flag("run Python code that comes with the model")
@@ -107,7 +107,7 @@ class Settings:
     def __post_init__(self) -> None:
         self._one_of("dtype", DTYPES)
         self._one_of("adapter_dtype", DTYPES)
-        self._one_of("rope", ROPES)
+        self._one_of("rope", ("none", *ROPES))
         self._one_of("loss_kernel", KERNELS)
         self._at_least(1, "rank", "steps", "micro_batch", "save_every", "cp")
         self._at_least(2, "length")
@@ -121,29 +121,21 @@ class Settings:
         require(self, "targets", self.targets, "at least one linear layer, such as q_proj")
         unknown = [name for name in self.trackers if name not in TRACKERS]
         require(self, "trackers", not unknown, f"some of {', '.join(TRACKERS)}", unknown)
-        self._check_steps()
-        self._check_cp()
-        # refuses a calibration that is none
-        self.cab_config()
-        self.sources()
-        self.validation_sources()
-
-    def _check_steps(self) -> None:
-        accepted = f"less than steps={self.steps}"
-        require(self, "warmup", self.warmup < self.steps, accepted)
+        require(self, "warmup", self.warmup < self.steps, f"less than steps={self.steps}")
         longest = max(self.passkey_lengths, default=2)
         accepted = f"at most length={self.length}, and 2 or more"
         require(self, "passkey_lengths", 2 <= longest <= self.length, accepted)
-
-    def _check_cp(self) -> None:
-        if self.cp == 1:
-            return
-        accepted = f"one of {', '.join(ACROSS)} with cp={self.cp}"
-        require(self, "attention", self.attention in ACROSS, accepted)
-        # an early and a late chunk of a document for each
-        least = 2 * self.cp * EXACT_BLOCK
-        accepted = f"{least} or more with cp={self.cp}, {2 * EXACT_BLOCK} for each process"
-        require(self, "length", self.length >= least, accepted)
+        if self.cp > 1:
+            accepted = f"one of {', '.join(ACROSS)} with cp={self.cp}"
+            require(self, "attention", self.attention in ACROSS, accepted)
+            # an early and a late chunk of a document for each
+            least = 2 * self.cp * EXACT_BLOCK
+            accepted = f"{least} or more with cp={self.cp}, {2 * EXACT_BLOCK} for each process"
+            require(self, "length", self.length >= least, accepted)
+        # refuses a calibration that is none
+        self.cab_config()
+        self.sources()
+        self.sources("validation")
 
     def _one_of(self, name: str, accepted: Sequence[str]) -> None:
         require(self, name, getattr(self, name) in accepted, f"one of {', '.join(accepted)}")
@@ -155,21 +147,13 @@ class Settings:
         for name in names:
             require(self, name, holds(getattr(self, name)), accepted)
 
-    def sources(self) -> list[tuple[str, float]]:
-        """(name, weight) of every source in ``data``."""
-        return self._weighted("data")
-
-    def validation_sources(self) -> list[tuple[str, float]]:
-        """(name, weight) of every source in ``validation``."""
-        return self._weighted("validation")
-
-    def _weighted(self, field: str) -> list[tuple[str, float]]:
+    def sources(self, field: str = "data") -> list[tuple[str, float]]:
+        """(name, weight) of every source in ``data``, or in ``validation``."""
         found = []
         for text in getattr(self, field):
-            name, equals, weight = text.rpartition("=")
-            name = name if equals else text
+            name, weight = text.rsplit("=", 1) if "=" in text else (text, "1")
             try:
-                number = float(weight) if equals else 1.0
+                number = float(weight)
             except ValueError:
                 number = -1.0
             accepted = "NAME or NAME=WEIGHT with a weight of 0 or more"
@@ -179,12 +163,9 @@ class Settings:
 
     def positions(self) -> dict[str, Any]:
         """What `models.stretch_positions` is told; without ``rope`` positions stay as they are."""
-        return {
-            "length": self.length,
-            "rope": None if self.rope == "none" else self.rope,
-            "rope_factor": self.rope_factor or None,
-            "rope_theta": self.rope_theta or None,
-        }
+        rope = None if self.rope == "none" else self.rope
+        scaling = {"rope_factor": self.rope_factor or None, "rope_theta": self.rope_theta or None}
+        return {"length": self.length, "rope": rope, **scaling}
 
     def cab_config(self) -> dict[str, Any]:
         """The fields of CabConfig that were given; a calibration has all of them."""

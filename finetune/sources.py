@@ -11,8 +11,8 @@ import difflib
 import random
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -21,11 +21,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from cab_hf.finetune.loss import IGNORED
-from cab_hf.finetune.manuals import MANUALS, manuals_file
 from cab_hf.finetune.retrieval import Entry, is_entry, parse_entry, retrieval_document
 from cab_hf.needles import NOISE, leading_tokens, split_sentences
 from cab_hf.runs.models import file_sha256
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import Refused, first_line, refused_as
+from cab_hf.runs.stand_ins import MANUALS, manuals_file
 
 State = dict[str, Any]
 # files by their endings: what `datasets` reads them with
@@ -38,7 +38,6 @@ KINDS = {
 # rows read at once; from a stream, which has no rows to choose from, these are what is shuffled
 BLOCK_ROWS = 64
 BLOCK_STREAMED = 256
-SCANNED_ROWS = 4096  # looked at together for documents without text
 TOKENISED_CHARACTERS = 2**20  # of texts that are tokenised at once
 # more than text has: sentences around keys go round only where a source has no more of them
 CHARACTERS_A_TOKEN = 6
@@ -81,15 +80,9 @@ class Part(NamedTuple):
     every: int
     held_out: bool = False
 
-    def has(self, number: int) -> bool:
-        return bool(self.every and number % self.every == 0) == self.held_out
-
-    def of(self, rows: int) -> np.ndarray:
-        """The numbers that it has, of ``rows``: int64, ascending."""
-        apart = np.zeros(rows, dtype=bool)
-        if self.every:
-            apart[:: self.every] = True
-        return np.flatnonzero(apart == self.held_out)
+    def has(self, number: Any) -> Any:
+        """Whether it has a document, by its number; of an array of numbers, each of them."""
+        return (number % self.every == 0 if self.every else number < 0) == self.held_out
 
 
 @dataclass(frozen=True)
@@ -118,7 +111,7 @@ class TextSource:
     def texts(self, part: Part, salt: str) -> Texts:
         """Its texts; ``salt`` tells the order from that of another reader of the same source."""
         kind = _Streamed if self.rows is None else _Rows
-        return Texts(kind(self, part, f"{salt}/{self.seed}" if self.shuffle else None))
+        return kind(self, part, f"{salt}/{self.seed}" if self.shuffle else None)
 
     def documents(
         self, tokenizer: Any, part: Part, salt: str, length: int, others: Sequence[TextSource]
@@ -131,14 +124,12 @@ class TextSource:
 class RetrievalSource:
     """Synthetic documents, with keys hidden in the text of the sources beside it.
 
-    Attributes:
-        learn_text: whether the running text is to be learnt too, and not the answers alone.
+    Their answers alone are to be learnt.
     """
 
     name: str
     entry: Entry
     seed: int = 0
-    learn_text: bool = False
 
     whole = True  # a question without its text cannot be answered
     rows = skipped = None
@@ -157,11 +148,11 @@ class RetrievalSource:
                 f"source {self.name!r} has documents of {size} tokens, and a sequence has "
                 f"{length}; give it the length of a sequence or less."
             )
-        for kind in self.entry.kinds:
-            try:
+        try:
+            for kind in self.entry.kinds:
                 retrieval_document(kind, tokenizer, NOISE, size, 0)
-            except ValueError as error:
-                raise Refused(f"source {self.name!r}: {error}") from None
+        except ValueError as error:
+            raise Refused(f"source {self.name!r}: {error}") from None
         haystacks = [other.texts(part, f"{salt}/{self.name}") for other in others]
         seed = f"{salt}/{self.seed}/{part.held_out}"
         return _RetrievalDocuments(self, tokenizer, size, seed, haystacks)
@@ -178,14 +169,13 @@ def make_source(
     streaming: bool = False,
     seed: int = 0,
     shuffle: bool = True,
-    learn_text: bool = False,
 ) -> Source:
     """What documents are read of; those of fewer than two tokens are skipped.
 
     Args:
         name: a ``.txt`` file, which is one document, or a ``.jsonl`` or ``.parquet`` file with one
             a row; a folder of such files of one kind; ``manuals``, those of open-source packages
-            (see `finetune.manuals`); ``retrieval:passkey+multi:8192``, synthetic documents of
+            (see `runs.stand_ins`); ``retrieval:passkey+multi:8192``, synthetic documents of
             those kinds and that many tokens (see `finetune.retrieval.KEYS`); or a data set of the
             hub, ``NAME`` or ``NAME:CONFIG``.
         text_field: the field of a row with its text; files of text and manuals have their own.
@@ -194,18 +184,17 @@ def make_source(
             then are blocks of 256 documents, in the order they come.
         seed: of the order of the documents, or of the synthetic ones.
         shuffle: False leaves the documents in the order of the data.
-        learn_text: of synthetic documents learn the running text too, and not the answers alone.
+
     Raises:
         Refused: there is no such source, it cannot be read, has no text or no such field.
     """
     if is_entry(name):
-        return RetrievalSource(name, parse_entry(name), seed, learn_text)
-    files = [manuals_file()] if name == MANUALS else _local_files(name)
-    told = repr(name)
+        return RetrievalSource(name, parse_entry(name), seed)
+    files, told = _files_of(name), repr(name)
     if files and not any(file.stat().st_size for file in files):
         raise Refused(f"source {told} has no documents; give one with text in it.")
     with _reading(told):
-        dataset = _open_files(files, streaming) if files else _open_of_hub(name, split, streaming)
+        dataset = _open(name, files, split, streaming)
         own = name == MANUALS or (files and files[0].suffix == ".txt")
         field = "text" if own else text_field
         fields = dataset.column_names or list(next(iter(dataset), {}))
@@ -227,32 +216,24 @@ def _skipped(dataset: Any, field: str, shown: str) -> str | None:
     """What is to be said of documents without text; Refused where there are no others."""
     if not hasattr(dataset, "__len__"):
         return f"source {shown!r} is read as it comes: documents without text are skipped."
-    empty = [
-        start + int(row)
-        for start in range(0, len(dataset), SCANNED_ROWS)
-        for row in _without_text(dataset, slice(start, start + SCANNED_ROWS), field, shown)
-    ]
+    from pyarrow import compute, string, types
+
+    texts = dataset.data.column(field)
+    texts = texts.cast(string()) if types.is_null(texts.type) else texts
+    if not (types.is_string(texts.type) or types.is_large_string(texts.type)):
+        raise Refused(f"field {field!r} of source {shown!r} must hold text; it has {texts.type}.")
+    # a chunk at a time: what is trimmed is a copy
+    trimmed = map(compute.utf8_trim_whitespace, texts.chunks)
+    lengths = [np.asarray(compute.utf8_length(each).fill_null(0)) for each in trimmed]
+    empty = np.flatnonzero(np.concatenate(lengths) == 0)
     if len(empty) == len(dataset):
         raise Refused(f"source {shown!r} has no documents with text; give one that has.")
-    if not empty:
+    if not len(empty):
         return None
     return (
         f"source {shown!r}: {len(empty)} of {len(dataset)} documents have no text and are skipped; "
         f"the first of them is row {empty[0]}, counted from 0."
     )
-
-
-def _without_text(dataset: Any, rows: slice, field: str, shown: str) -> np.ndarray:
-    """Which of ``rows`` hold nothing, or white space alone: int64, counted from their first."""
-    from pyarrow import compute, types
-
-    texts = dataset.with_format("arrow")[rows].column(field)
-    if types.is_null(texts.type):
-        return np.arange(len(texts))
-    if not (types.is_string(texts.type) or types.is_large_string(texts.type)):
-        raise Refused(f"field {field!r} of source {shown!r} must hold text; it has {texts.type}.")
-    filled = compute.utf8_length(compute.utf8_trim_whitespace(texts)).fill_null(0)
-    return np.flatnonzero(filled.to_numpy() == 0)
 
 
 def content_sha256(name: str) -> str | None:
@@ -266,7 +247,7 @@ def content_sha256(name: str) -> str | None:
     """
     if is_entry(name):
         return None
-    files = [manuals_file()] if name == MANUALS else _local_files(name)
+    files = _files_of(name)
     if files:
         of_each = [file_sha256(file) for file in files]
         return of_each[0] if len(files) == 1 else sha256("".join(of_each).encode()).hexdigest()
@@ -298,55 +279,60 @@ def refuse_learnt(
         [name for name, share in named if share and not is_entry(name)]
         for named in (learnt, watched)
     )
+    instead = (
+        "give texts that are not learnt, or leave validation out: then documents of data are kept "
+        "for it."
+    )
     known = [(name, file) for name in learnt for file in _local_files(name)]
     for name in watched:
         for file in _local_files(name):
-            for other, same in known:
-                if _are_alike(file, same):
-                    raise Refused(
-                        f"validation has {name!r} and data {other!r}, where {file.name} is the "
-                        "same text; give texts that are not learnt, or leave validation out: then "
-                        "documents of data are kept for it."
-                    )
+            other = next((other for other, same in known if _are_alike(file, same)), None)
+            if other is not None:
+                raise Refused(
+                    f"validation has {name!r} and data {other!r}, where {file.name} is the same "
+                    f"text; {instead}"
+                )
         if name in learnt:
-            raise Refused(
-                f"validation and data both have {name!r}; give texts that are not learnt, or leave "
-                "validation out: then documents of data are kept for it."
-            )
+            raise Refused(f"validation and data both have {name!r}; {instead}")
 
 
 def _are_alike(one: Path, other: Path) -> bool:
     """Whether two files have the same content."""
-    if one.stat().st_size != other.stat().st_size:
-        return False
-    return one.samefile(other) or file_sha256(one) == file_sha256(other)
+    same_size = one.stat().st_size == other.stat().st_size
+    return same_size and (one.samefile(other) or file_sha256(one) == file_sha256(other))
+
+
+def _files_of(name: str) -> list[Path]:
+    return [manuals_file()] if name == MANUALS else _local_files(name)
 
 
 def _local_files(name: str) -> list[Path]:
     """The files that ``name`` stands for, none where it is no path."""
-    path = Path(name).expanduser()
+    path, known = Path(name).expanduser(), ", ".join(KINDS)
     if path.is_dir():
         found = sorted(file for file in path.rglob("*") if file.suffix in KINDS)
         kinds = sorted({file.suffix for file in found})
         if len(kinds) != 1:
-            held = " and ".join(kinds) or "no"
             raise Refused(
-                f"source {name!r} must be a folder of files of one kind of {', '.join(KINDS)}; it "
-                f"holds {held} files."
+                f"source {name!r} must be a folder of files of one kind of {known}; it holds "
+                f"{' and '.join(kinds) or 'no'} files."
             )
         return found
+    if path.is_file() and path.suffix not in KINDS:
+        raise Refused(f"source {name!r} must be a file of {known}.")
     if path.is_file():
-        if path.suffix not in KINDS:
-            raise Refused(f"source {name!r} must be a file of {', '.join(KINDS)}.")
         return [path]
     if path.suffix in KINDS or path.is_absolute() or name.startswith((".", "~")):
         raise Refused(f"source {name!r} is no file or folder that is there; give one that is.")
     return []
 
 
-def _open_files(files: Sequence[Path], streaming: bool) -> Any:
-    from datasets import Dataset
+def _open(name: str, files: Sequence[Path], split: str, streaming: bool) -> Any:
+    from datasets import Dataset, load_dataset
 
+    if not files:
+        path, _, config = name.partition(":")
+        return load_dataset(path, config or None, split=split, streaming=streaming)
     read, options = KINDS[files[0].suffix]
     # of an empty file datasets cannot tell the fields; one of text is a document, and skipped later
     filled = [str(file) for file in files if read == "from_text" or file.stat().st_size]
@@ -354,75 +340,94 @@ def _open_files(files: Sequence[Path], streaming: bool) -> Any:
     return getattr(Dataset, read)(filled, streaming=streaming, **options)
 
 
-def _open_of_hub(name: str, split: str, streaming: bool) -> Any:
-    from datasets import load_dataset
-
-    path, _, config = name.partition(":")
-    return load_dataset(path, config or None, split=split, streaming=streaming)
-
-
-@contextmanager
-def _reading(told: str) -> Iterator[None]:
+def _reading(told: str) -> AbstractContextManager[None]:
     """Whatever goes wrong inside is told of the source, which whoever started the run has named."""
-    try:
-        yield
-    except (Refused, MemoryError):
-        raise
-    except Exception as error:
-        # what datasets raises says that it failed, and its cause why
-        why = _first_line(error.__cause__ or error).rstrip(".")
-        raise Refused(
-            f"source {told} cannot be read ({why}); give a file, a folder or a data set of the hub "
-            "that can."
-        ) from error
+    return refused_as(
+        lambda error: (
+            # what datasets raises says that it failed, and its cause why
+            f"source {told} cannot be read ({first_line(error.__cause__ or error)}); give a file, "
+            "a folder or a data set of the hub that can."
+        )
+    )
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines or [type(error).__name__])[0]
+class Texts:
+    """The texts of a source, without end; see `Documents` for its state.
+
+    Derived classes read blocks of them: ``place`` and ``go_to`` are those of the next block.
+    """
+
+    epoch = 0
+    place: Callable[[], State]
+    go_to: Callable[[State], None]
+    read: Callable[[], list[str]]
+
+    def __init__(self) -> None:
+        self._begun = self.place()  # where the block was read
+        self._texts: list[str] = []  # of the block
+        self._taken = 0  # how many of them
+
+    def peek(self, characters: int = 1) -> list[str]:
+        """The texts that come next: one at least, and more up to ``characters`` in all."""
+        if self._taken == len(self._texts):
+            self._begun = self.place()
+            self._texts, self._taken = self.read(), 0
+        texts: list[str] = []
+        for text in self._texts[self._taken :]:
+            texts.append(text)
+            characters -= len(text)
+            if characters <= 0:
+                break
+        return texts
+
+    def advance(self) -> None:
+        """Go on to the text behind the one that came next."""
+        self._taken += 1
+
+    def state_dict(self) -> State:
+        return {"block": self._begun, "taken": self._taken}
+
+    def load_state_dict(self, state: State) -> None:
+        self._begun, self._taken = state["block"], state["taken"]
+        self.go_to(self._begun)
+        self._texts = self.read() if self._taken else []
 
 
-class _Rows:
-    """Blocks of texts of a Dataset, whose rows are shuffled as a whole, anew each epoch."""
+class _Rows(Texts):
+    """Those of a Dataset, whose rows are shuffled as a whole, anew each epoch."""
 
     def __init__(self, source: TextSource, part: Part, seed: str | None) -> None:
         self._source, self._seed = source, seed
-        self._rows = part.of(source.rows)
+        numbers = np.arange(source.rows)
+        self._rows = numbers[part.has(numbers)]
         if not len(self._rows):
             _refuse_nothing(source, part)
-        self.epoch = self._row = 0
-        self._ordered = self._in_order()
+        self.go_to({"epoch": 0, "row": 0})
+        super().__init__()
 
     def place(self) -> State:
         return {"epoch": self.epoch, "row": self._row}
 
     def go_to(self, place: State) -> None:
         self.epoch, self._row = place["epoch"], place["row"]
-        self._ordered = self._in_order()
+        self._ordered = self._rows
+        if self._seed is not None:
+            drawn = random.Random(f"finetune/{self._seed}/{self.epoch}").getrandbits(32)
+            # of numpy's generators the one whose draws are the same in every version
+            self._ordered = np.random.RandomState(drawn).permutation(self._rows)
 
     def read(self) -> list[str]:
         if self._row == len(self._ordered):
-            self.epoch, self._row = self.epoch + 1, 0
-            self._ordered = self._in_order()
-        rows = self._ordered[self._row : self._row + BLOCK_ROWS]
+            self.go_to({"epoch": self.epoch + 1, "row": 0})
+        rows = self._ordered[self._row : self._row + BLOCK_ROWS].tolist()
         self._row += len(rows)
         with _reading(repr(self._source.name)):
-            texts = self._source.dataset[rows.tolist()][self._source.field]
-        return [
-            _checked(text, row, self._source)
-            for row, text in zip(rows.tolist(), texts, strict=True)
-        ]
-
-    def _in_order(self) -> np.ndarray:
-        if self._seed is None:
-            return self._rows
-        drawn = random.Random(f"finetune/{self._seed}/{self.epoch}").getrandbits(32)
-        # of numpy's generators the one whose draws are the same in every version
-        return np.random.RandomState(drawn).permutation(self._rows)
+            texts = self._source.dataset[rows][self._source.field]
+        return [_checked(text, row, self._source) for row, text in zip(rows, texts, strict=True)]
 
 
-class _Streamed:
-    """Blocks of texts of an IterableDataset, each shuffled by itself.
+class _Streamed(Texts):
+    """Those of an IterableDataset, of which each block is shuffled by itself.
 
     datasets' own shuffling is not used: its buffer is lost when a run goes on.
     """
@@ -433,17 +438,14 @@ class _Streamed:
         self._dataset = copy.deepcopy(source.dataset)
         self._start = copy.deepcopy(self._dataset.state_dict())
         self._rows: Iterator[Mapping[str, Any]] = iter(self._dataset)
-        self.epoch = self._number = self._block = 0
+        self._number = self._block = 0
         # asked for where a block ends: behind a load a data set tells its place from the first row
         self._at = self._start
+        super().__init__()
 
     def place(self) -> State:
-        return {
-            "epoch": self.epoch,
-            "number": self._number,
-            "block": self._block,
-            "dataset": self._at,
-        }
+        counts = {"epoch": self.epoch, "number": self._number, "block": self._block}
+        return {**counts, "dataset": self._at}
 
     def go_to(self, place: State) -> None:
         self.epoch, self._number = place["epoch"], place["number"]
@@ -499,45 +501,6 @@ def _refuse_nothing(source: TextSource, part: Part) -> None:
     )
 
 
-class Texts:
-    """The texts of a source, without end; see `Documents` for its state."""
-
-    def __init__(self, reader: _Rows | _Streamed) -> None:
-        self._reader = reader
-        self._begun = reader.place()  # where the block was read
-        self._block: list[str] = []
-        self._taken = 0  # texts of the block
-
-    @property
-    def epoch(self) -> int:
-        return self._reader.epoch
-
-    def peek(self, characters: int = 1) -> list[str]:
-        """The texts that come next: one at least, and more up to ``characters`` in all."""
-        if self._taken == len(self._block):
-            self._begun = self._reader.place()
-            self._block, self._taken = self._reader.read(), 0
-        texts: list[str] = []
-        for text in self._block[self._taken :]:
-            texts.append(text)
-            characters -= len(text)
-            if characters <= 0:
-                break
-        return texts
-
-    def advance(self) -> None:
-        """Go on to the text behind the one that came next."""
-        self._taken += 1
-
-    def state_dict(self) -> State:
-        return {"block": self._begun, "taken": self._taken}
-
-    def load_state_dict(self, state: State) -> None:
-        self._begun, self._taken = state["block"], state["taken"]
-        self._reader.go_to(self._begun)
-        self._block = self._reader.read() if self._taken else []
-
-
 class _TextDocuments:
     """Texts as tokens: the special ones before a text, its own, and the one that ends it."""
 
@@ -556,27 +519,20 @@ class _TextDocuments:
         begun = self._texts.epoch
         while True:
             if not self._ready:
-                self._tokenise()
+                texts = self._texts.peek(TOKENISED_CHARACTERS)
+                options = {"add_special_tokens": False, "return_attention_mask": False}
+                encoded = self._tokenizer(texts, verbose=False, **options)
+                self._ready.extend(encoded["input_ids"])
             ids = self._ready.popleft()
             self._texts.advance()
             if len(ids) >= 2:
                 tokens = np.asarray((*self._before, *ids, *self._after), dtype=np.int32)
                 return Tokenised(tokens, np.append(tokens[1:], np.int32(IGNORED)))
             if self._texts.epoch > begun + 1:
-                self._refuse_short()
-
-    def _tokenise(self) -> None:
-        texts = self._texts.peek(TOKENISED_CHARACTERS)
-        encoded = self._tokenizer(
-            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
-        )
-        self._ready.extend(encoded["input_ids"])
-
-    def _refuse_short(self) -> None:
-        raise Refused(
-            f"source {self._source.name!r} has only documents of fewer than two tokens, the fewest "
-            "that one can be learnt of; give it longer ones, or leave it out."
-        )
+                raise Refused(
+                    f"source {self._source.name!r} has only documents of fewer than two tokens, "
+                    "the fewest that one can be learnt of; give it longer ones, or leave it out."
+                )
 
     def state_dict(self) -> State:
         return self._texts.state_dict()
@@ -586,42 +542,29 @@ class _TextDocuments:
         self._ready.clear()
 
 
+@dataclass
 class _RetrievalDocuments:
     """Synthetic documents in turns: of the kinds, and of the sources whose text is around keys."""
 
-    def __init__(
-        self,
-        source: RetrievalSource,
-        tokenizer: Any,
-        length: int,
-        seed: str,
-        haystacks: Sequence[Texts],
-    ) -> None:
-        self._source, self._tokenizer = source, tokenizer
-        self._length, self._seed, self._haystacks = length, seed, haystacks
-        self._index = 0
-        self.epoch = None
+    _source: RetrievalSource
+    _tokenizer: Any
+    _length: int
+    _seed: str
+    _haystacks: Sequence[Texts]
+    _index: int = 0
+    epoch: None = None
 
     def __next__(self) -> Tokenised:
         kinds, index = self._source.entry.kinds, self._index
-        sentences = self._sentences()
-        document = retrieval_document(
-            kinds[index % len(kinds)],
-            self._tokenizer,
-            sentences,
-            self._length,
-            index,
-            self._seed,
-        )
+        kind, around = kinds[index % len(kinds)], self._sentences()
+        told = kind, self._tokenizer, around, self._length, index, self._seed
+        document = retrieval_document(*told)
         self._index += 1
         tokens = np.asarray(document.tokens, dtype=np.int32)
-        labels = np.append(tokens[1:], np.int32(IGNORED))
-        if not self._source.learn_text:
-            learnt = np.zeros(len(tokens), dtype=bool)
-            for start, end in document.answers:
-                # each is predicted by the token before it
-                learnt[start - 1 : end - 1] = True
-            labels[~learnt] = IGNORED
+        labels = np.full(len(tokens), IGNORED, np.int32)
+        for start, end in document.answers:
+            # each is predicted by the token before it
+            labels[start - 1 : end - 1] = tokens[start:end]
         return Tokenised(tokens, labels)
 
     def _sentences(self) -> Sequence[str]:

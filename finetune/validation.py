@@ -12,6 +12,7 @@ from cab_hf.documents import Document, recall_document
 from cab_hf.finetune.loss import IGNORED
 from cab_hf.finetune.objective import Batch, labelled, one_sum
 from cab_hf.finetune.parallel import Parallel
+from cab_hf.finetune.settings import Settings
 from cab_hf.needles import NOISE
 from cab_hf.runs.settings import Refused
 
@@ -27,7 +28,7 @@ class Validation:
 
     Args:
         held_out: sequences that training never sees, [N] tensors each.
-        keys: documents looked at for every one of ``lengths``.
+        settings: say how many keys are looked for, and at which lengths.
 
     Raises:
         Refused: a document of one of the lengths has no room for a key.
@@ -37,17 +38,17 @@ class Validation:
         self,
         tokenizer: Any,
         held_out: Sequence[Batch],
-        lengths: Sequence[int],
-        keys: int,
+        settings: Settings,
         accelerator: Any,
         parallel: Parallel,
     ) -> None:
         self.accelerator, self.parallel = accelerator, parallel
         self.held_out = held_out
         # made now: what has no room is refused before anything is learnt
+        mine = self._mine(settings.passkeys)
         self.documents = {
-            length: {index: _document(tokenizer, length, index) for index in self._mine(keys)}
-            for length in (lengths if keys else ())
+            length: {index: _document(tokenizer, length, index) for index in mine}
+            for length in (settings.evaluated_lengths() if mine else ())
         }
 
     @torch.no_grad()

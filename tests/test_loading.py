@@ -8,16 +8,17 @@ from tiny import SPARSE
 
 import cab_hf
 from cab_hf import CabConfig, checks
-from cab_hf.runs import models
+from cab_hf.runs import models, stand_ins
 
 
 @pytest.fixture
-def stand_ins(model_folder, tmp_path, monkeypatch):
+def standing_in(model_folder, tmp_path, monkeypatch):
     """The saved model stands for the embedded one, and for one of the hub."""
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(models, "find_smollm2_gguf", lambda scratch: scratch / "model.gguf")
-    monkeypatch.setattr(models, "_check_gguf", lambda gguf: None)
-    monkeypatch.setattr(models, "convert_gguf", lambda gguf, to: shutil.copytree(model_folder, to))
+    monkeypatch.setattr(stand_ins, "find_smollm2_gguf", lambda scratch: scratch / "model.gguf")
+    monkeypatch.setattr(stand_ins, "_check_gguf", lambda gguf: None)
+    copied = lambda gguf, to: shutil.copytree(model_folder, to)  # noqa: E731
+    monkeypatch.setattr(stand_ins, "convert_gguf", copied)
     source = models._source
     of_hub = {"someone/tiny": str(model_folder)}
     monkeypatch.setattr(models, "_source", lambda name: of_hub.get(name) or source(name))
@@ -28,8 +29,8 @@ NAMES = ["tiny", "smollm2", "folder", "path", "hub"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_line_loads_a_model_that_attends_by_cab(stand_ins, name):
-    model, tokenizer = cab_hf.load_model(stand_ins.get(name, name), device="cpu")
+def test_one_line_loads_a_model_that_attends_by_cab(standing_in, name):
+    model, tokenizer = cab_hf.load_model(standing_in.get(name, name), device="cpu")
     assert model.config._attn_implementation == "cab" and not model.training
     assert (model.device.type, model.dtype) == ("cpu", torch.float32)
     assert cab_hf.describe(model, tokens=9000).splitlines()[1].startswith("  layers 0-1: sparse")
@@ -38,10 +39,10 @@ def test_one_line_loads_a_model_that_attends_by_cab(stand_ins, name):
 
 @pytest.mark.parametrize("told", ["config", "dict", "file"])
 @pytest.mark.parametrize("name", NAMES)
-def test_settings_hold_for_every_name(stand_ins, name, told, tmp_path):
+def test_settings_hold_for_every_name(standing_in, name, told, tmp_path):
     SPARSE.save(tmp_path / "own.json")
     given = {"config": SPARSE, "dict": SPARSE.to_dict(), "file": str(tmp_path / "own.json")}[told]
-    model, _ = cab_hf.load_model(stand_ins.get(name, name), device="cpu", cab_config=given)
+    model, _ = cab_hf.load_model(standing_in.get(name, name), device="cpu", cab_config=given)
     assert model.config.cab_config == SPARSE.to_dict()
     ids = torch.randint(3, 50, (1, 300), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pydoc_data.topics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -46,6 +45,7 @@ from cab_hf.patches.watching import watched
 from cab_hf.plan import Spans
 from cab_hf.predictors import Call, make_predictor
 from cab_hf.rotary import slow_channels
+from cab_hf.runs.stand_ins import built_in_text
 
 TARGET_DENSITY = 0.25
 LENGTH = 8192
@@ -179,12 +179,6 @@ def _document(
             f"length {length} has no room for the {KEYS} keys that are hidden in a document; give "
             "a longer one, or texts of shorter sentences."
         ) from error
-
-
-def built_in_text() -> str:
-    """The reference pages that come with Python."""
-    topics = pydoc_data.topics.topics
-    return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def losses(

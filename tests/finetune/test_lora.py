@@ -15,8 +15,8 @@ from words import TEXT, make_tokenizer, save_llama
 
 import cab_hf
 from cab_hf.finetune import lora, meter
-from cab_hf.finetune.models import BASE
 from cab_hf.runs.log import read_log
+from cab_hf.runs.models import BASE
 
 SPOILT = ("spoilt", "spoilt-weights", "spoilt-data")
 

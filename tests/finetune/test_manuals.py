@@ -12,9 +12,9 @@ from threading import Thread
 import datasets
 import pytest
 
-from cab_hf.finetune import manuals
 from cab_hf.finetune.data import make_source
-from cab_hf.runs.models import file_sha256
+from cab_hf.runs import stand_ins as manuals
+from cab_hf.runs.cache import file_sha256
 from cab_hf.runs.settings import Refused
 
 
@@ -107,7 +107,7 @@ def index(monkeypatch):
     archive = sdist(FILES)
     index = Index(archive)
     pinned = hashlib.sha256(archive).hexdigest()
-    monkeypatch.setattr(manuals, "SOURCES", (manuals.Manual("thing-1.0.tar.gz", pinned, "docs"),))
+    monkeypatch.setattr(manuals, "SOURCES", [manuals.Manual("thing-1.0.tar.gz", "docs", pinned)])
     rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
     monkeypatch.setattr(manuals, "MANUALS_SHA256", hashlib.sha256(rows.encode()).hexdigest())
     monkeypatch.setenv("PIP_INDEX_URL", f"http://{index.address}")
@@ -149,7 +149,7 @@ def test_a_machine_without_an_index_takes_the_file_of_another(index, monkeypatch
 def test_what_is_not_as_pinned_is_not_kept(index, monkeypatch, tmp_path, other):
     if other == "an archive":
         changed = manuals.SOURCES[0]._replace(sha256="0" * 64)
-        monkeypatch.setattr(manuals, "SOURCES", (changed,))
+        monkeypatch.setattr(manuals, "SOURCES", [changed])
     else:
         monkeypatch.setattr(manuals, "MANUALS_SHA256", "0" * 64)
     with pytest.raises(Refused, match="must have SHA-256 0{64}, .* pinned; got"):

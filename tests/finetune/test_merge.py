@@ -16,8 +16,9 @@ from words import make_tokenizer, save_llama
 
 from cab_hf.finetune import merge as merging
 from cab_hf.finetune.merge import MergeSettings, main, merge
-from cab_hf.finetune.models import BASE, load_model, save_adapter, with_lora
+from cab_hf.finetune.models import load_model, save_adapter, with_lora
 from cab_hf.runs.log import Log, LogError
+from cab_hf.runs.models import BASE
 from cab_hf.runs.settings import Refused
 
 LINEAR = ("q_proj", "v_proj", "down_proj")

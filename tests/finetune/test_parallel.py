@@ -202,7 +202,8 @@ class Knowing(nn.Module):
 def passkeys_on_a_process(group, erring):
     parallel, accelerator = parallel_of(group, 2)
     _, tokenizer = load_model("tiny", attn_implementation="cab", dtype="float32", device="cpu")
-    told = Validation(tokenizer, [], (300, 1024), 7, accelerator, parallel)
+    asked = Settings(data=("a.txt",), length=1024, passkeys=7, passkey_lengths=(300, 1024))
+    told = Validation(tokenizer, [], asked, accelerator, parallel)
     found = told.measure(Knowing(told.documents, group.rank() in erring))["passkey"]
     return found, told.documents
 

@@ -105,6 +105,8 @@ def test_a_command_line_is_refused_in_one_line(words, told, tmp_path, capsys):
         pytest.param({"steps": 0}, "steps must be a whole number from 1 on; got 0", id="steps"),
         pytest.param({"length": 1}, "length must be a whole number from 2 on; got 1", id="length"),
         pytest.param({"warmup": 200}, "warmup must be less than steps=200; got 200", id="warmup"),
+        pytest.param({"rank": 0}, "rank must be a whole number from 1 on; got 0", id="rank"),
+        pytest.param({"alpha": 0.0}, "alpha must be a number above 0; got 0.0", id="alpha"),
         pytest.param({"dropout": 1.0}, "dropout must be in .0, 1.; got 1.0", id="dropout"),
         pytest.param({"lr": 0.0}, "lr must be a number above 0; got 0.0", id="lr"),
         pytest.param({"dtype": "float16"}, "dtype must be one of bfloat16, float32", id="dtype"),
@@ -149,8 +151,10 @@ def test_a_run_is_told_by_what_it_learns_and_not_by_where():
     ],
 )
 def test_the_learning_rate_rises_and_falls(step, rate):
-    assert learning_rate(step, steps=10, warmup=2, lr=1.0, lr_end=0.2) == pytest.approx(rate)
+    assert learning_rate(step, settings(steps=10, warmup=2, lr=1.0, lr_end=0.2)) == pytest.approx(
+        rate
+    )
 
 
 def test_without_warmup_the_first_rate_is_nearly_the_largest():
-    assert 0.9 < learning_rate(1, steps=10, warmup=0, lr=1.0, lr_end=0.0) < 1.0
+    assert 0.9 < learning_rate(1, settings(steps=10, warmup=0, lr=1.0, lr_end=0.0)) < 1.0

