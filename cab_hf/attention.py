@@ -18,12 +18,12 @@ from cab_hf.fit import warn_if_too_short
 from cab_hf.forward_pass import LEFT_EARLY, in_backward_pass
 from cab_hf.frame import PARALLEL
 from cab_hf.mask import CabMask
-from cab_hf.model_config import settings, settings_in_use
+from cab_hf.model_config import cab_config_in_use, cab_config_of
 from cab_hf.refusals import refuse
 from cab_hf.route import route
 
 if TYPE_CHECKING:
-    # imported where a text is first dealt out
+    # imported where a text is first sharded
     from cab_hf.distributed.context import Parallel
 
 
@@ -97,15 +97,15 @@ def _attend(
         mask = CabMask(
             batch, q_length, kv_length, kv_length - q_length, window=sliding_window or None
         )
-    config = mask.parsed(module.config, settings_in_use if sparse else settings)
+    config = mask.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
     parallel: Parallel | None = getattr(module, PARALLEL, None)
     mask.require_as_before(module, (config, sparse, parallel))
-    told = position_ids, kwargs.get("cu_seq_lens_q")
+    parts = position_ids, kwargs.get("cu_seq_lens_q")
     if parallel is None:
-        mask.find_documents(*told)
+        mask.find_documents(*parts)
         text = mask
     else:
-        text = parallel.text(mask, query, key, value, config, *told)
+        text = parallel.text(mask, query, key, value, config, *parts)
     work = Workload.of(query, key, value, (config.query_block, config.key_block))
     way = route(text, config, work, sparse=sparse, layer=module)
     if sparse and way.kind != "sparse" and text is mask:

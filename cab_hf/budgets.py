@@ -5,30 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cab_hf.config import MASS_BY_KEYS, CabConfig
+from cab_hf.config import TOP_P_BY_KEYS, CabConfig
 
 
 class Budgets(NamedTuple):
     """What the heads of one layer get: fields of `CabConfig`, a number for each head or for all.
 
     Attributes:
-        mass: of rows that see few keys, where it goes by keys.
-        whole: heads that attend everything, and so list nothing.
+        top_p: of rows that see few keys, where it goes by keys.
+        dense_heads: heads that attend everything, and so list nothing.
     """
 
-    mass: tuple[float, ...]
-    bridges: tuple[float, ...]
+    top_p: tuple[float, ...]
+    top_k_share: tuple[float, ...]
     sparsity: tuple[float, ...]
     exact_queries: tuple[int, ...] = (0,)
-    whole: tuple[int, ...] = ()
+    dense_heads: tuple[int, ...] = ()
 
     @property
     def alike(self) -> bool:
         """Whether there is one number for all heads, and none is apart."""
-        return not self.whole and all(len(numbers) == 1 for numbers in self[:4])
+        return not self.dense_heads and all(len(numbers) == 1 for numbers in self[:4])
 
     def of_head(self, head: int) -> tuple[float, float, float, int]:
-        """(mass, bridges, sparsity, exact_queries) of one head."""
+        """(top_p, top_k_share, sparsity, exact_queries) of one head."""
         return tuple([numbers[head if len(numbers) > 1 else 0] for numbers in self[:4]])
 
     def of_heads(self, heads: Sequence[int]) -> Budgets:
@@ -43,7 +43,7 @@ class Budgets(NamedTuple):
         """Those of ``heads`` that choose by exact scores."""
         if not any(self.exact_queries):
             return ()
-        listed = [head for head in range(heads) if head not in self.whole]
+        listed = [head for head in range(heads) if head not in self.dense_heads]
         return tuple([head for head in listed if self.of_head(head)[3] > 0])
 
 
@@ -55,19 +55,19 @@ def budgets_of(config: CabConfig, layer: int | None, heads: int) -> Budgets:
         ValueError: where a table has no such layer or another number of heads, or there is a table
             and the layer has no index.
     """
-    fields = ("mass", "bridges", "sparsity", "exact_queries")
-    mass, bridges, sparsity, exact = [_of_layer(config, name, layer, heads) for name in fields]
-    if config.mass is None:
-        mass = (MASS_BY_KEYS[0][1],)
-    whole: tuple[int, ...] = ()
+    fields = ("top_p", "top_k_share", "sparsity", "exact_queries")
+    top_p, top_k_share, sparsity, exact = [_of_layer(config, name, layer, heads) for name in fields]
+    if config.top_p is None:
+        top_p = (TOP_P_BY_KEYS[0][1],)
+    dense_heads: tuple[int, ...] = ()
     if config.select == "clusters":
-        if isinstance(config.mass, tuple):
-            whole = tuple([head for head in range(heads) if mass[head] == 1])
-        elif config.mass == 1:
+        if isinstance(config.top_p, tuple):
+            dense_heads = tuple([head for head in range(heads) if top_p[head] == 1])
+        elif config.top_p == 1:
             # everything is listed: nothing is to be scored
             exact = (0,)
-    numbers = [x[:1] if len(set(x)) == 1 else x for x in (mass, bridges, sparsity, exact)]
-    return Budgets(*numbers, whole)
+    numbers = [x[:1] if len(set(x)) == 1 else x for x in (top_p, top_k_share, sparsity, exact)]
+    return Budgets(*numbers, dense_heads)
 
 
 def _of_layer(config: CabConfig, name: str, layer: int | None, heads: int) -> tuple[float, ...]:

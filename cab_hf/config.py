@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cab_hf.checks import MOST, is_count, is_share, is_whole, require, short, warn_once
+from cab_hf.renamed import renamed
 
-COARSEN = ("box", "mean", "max_l2")
+COARSEN = ("minmax", "mean", "max_l2")
 CURVATURE = ("none", "additive", "forman")
 SELECT = ("clusters", "topk")
 # fields that take a table of layers and heads
-TABLES = ("mass", "bridges", "sparsity", "exact_queries", "head_map")
+TABLES = ("top_p", "top_k_share", "sparsity", "exact_queries", "head_map")
 CHOICES = {"coarsen": COARSEN, "select": SELECT, "curvature": CURVATURE}
-# what a row keeps where ``mass`` is None, as (keys it sees, share of its estimated attention mass):
-# constant outside and on a line between. Measured on SmolLM2, see eval/results
-MASS_BY_KEYS = ((8192, 0.95), (16384, 0.72))
+# what a row keeps where ``top_p`` is None, as (keys it sees, share of its estimated attention
+# mass): constant outside and on a line between. Measured on SmolLM2, see eval/results
+TOP_P_BY_KEYS = ((8192, 0.95), (16384, 0.72))
 # a number for every head of every layer, [layers][heads]
 Table = tuple[tuple[float, ...], ...]
 
@@ -54,31 +55,33 @@ class Origin(NamedTuple):
     length: int
 
     @classmethod
-    def of(cls, told: Any) -> Origin:
+    def of(cls, given: Any) -> Origin:
         """Of its fields by name, as JSON has them.
 
         Raises:
             ValueError: for fields that are missing, unknown or of another kind.
         """
-        if isinstance(told, Origin):
-            return told
+        if isinstance(given, Origin):
+            return given
         # torch.compile has taken a dict apart
-        pairs = isinstance(told, tuple) and all(isinstance(x, tuple) and len(x) == 2 for x in told)
-        fields = dict(told) if pairs or isinstance(told, Mapping) else {}
+        pairs = isinstance(given, tuple) and all(
+            isinstance(x, tuple) and len(x) == 2 for x in given
+        )
+        fields = dict(given) if pairs or isinstance(given, Mapping) else {}
         if set(fields) == set(cls._fields):
             origin = cls(**fields)
             counts = [x for x in origin[1:4] if x is not None] + [origin.length]
             if isinstance(origin.model, str) and all(type(x) is int and x > 0 for x in counts):
                 return origin
         raise ValueError(
-            f"CabConfig.origin is {str(told)[:80]!r}; it must be None or a dict of "
+            f"CabConfig.origin is {str(given)[:80]!r}; it must be None or a dict of "
             f"{', '.join(cls._fields)}."
         )
 
     @property
     def shape(self) -> str:
-        told = zip(self[1:4], ("layers", "heads", "KV heads"), strict=True)
-        return ", ".join([f"{count} {what}" for count, what in told if count is not None])
+        parts = zip(self[1:4], ("layers", "heads", "KV heads"), strict=True)
+        return ", ".join([f"{count} {what}" for count, what in parts if count is not None])
 
 
 @dataclass(frozen=True)
@@ -94,22 +97,23 @@ class CabConfig:
         sink_blocks: key blocks at the start of the text (of each packed document) every row keeps.
         local_blocks: key blocks up to and including the diagonal every row keeps. The key blocks
             that hold the row's own positions are kept even when they are more than this.
-        dense_tail: in query blocks. A query block with one of the last ``dense_tail * query_block``
-            tokens of a text (of each packed document) attends everything it may: what is asked at
-            the end is asked by these rows. Nobody knows whether more comes, so what ends a call
-            counts as an end: in chunked prefill every chunk has a tail, and attends more than the
-            whole text at once would, never less. Calls of fewer than ``query_block`` queries have
-            none.
-        coarsen: how a key block is summarised: ``"box"`` (per-channel bounds and mean), ``"mean"``,
-            or ``"max_l2"`` (its key of largest norm, as for queries; the published recipe).
-        select: ``"clusters"`` takes the smallest set of blocks holding ``mass``, then bridges;
-            ``"topk"`` takes a fixed share of every row.
-        mass: with ``"clusters"``, the share of estimated attention mass a row keeps, in (0, 1]; 1
+        dense_tail_blocks: in query blocks. A query block with one of the last ``dense_tail_blocks *
+            query_block`` tokens of a text (of each packed document) attends everything it may: what
+            is asked at the end is asked by these rows. Nobody knows whether more comes, so what
+            ends a call counts as an end: in chunked prefill every chunk has a tail, and attends
+            more than the whole text at once would, never less. Calls of fewer than ``query_block``
+            queries have none.
+        coarsen: how a key block is summarised: ``"minmax"`` (per-channel bounds and mean),
+            ``"mean"``, or ``"max_l2"`` (its key of largest norm, as for queries; the published
+            recipe).
+        select: ``"clusters"`` takes the smallest set of blocks holding ``top_p``, then
+            ``top_k_share`` of the row; ``"topk"`` takes a fixed share of every row.
+        top_p: with ``"clusters"``, the share of estimated attention mass a row keeps, in (0, 1]; 1
             lists every block and is exact. Or a `Table` of them, in [0, 1]: a head of 1 attends
             everything and lists nothing, one of 0 keeps no block for its mass. None goes by the
-            keys that a row sees, along `MASS_BY_KEYS`: 0.95 up to 8,192 of them, where dense
+            keys that a row sees, along `TOP_P_BY_KEYS`: 0.95 up to 8,192 of them, where dense
             attention is cheap and weak look-ups need many blocks, and 0.72 from 16,384 on.
-        bridges: with ``"clusters"``, the share of a row's blocks added by the largest share of
+        top_k_share: with ``"clusters"``, the share of a row's blocks added by the largest share of
             attention that any of the ``exact_queries`` gives them, or without those by curvature,
             in [0, 1]. A number or a `Table`.
         exact_queries: how many queries of a block are scored against every key: its outliers, those
@@ -124,7 +128,7 @@ class CabConfig:
         redundancy: weight of the curvature term, in [0, 1]; 0 is the selection by magnitude, bit
             for bit.
         max_density: at most this share of a row's blocks is kept, in (0, 1]; forced blocks always
-            are, and heads of mass 1 in a `Table` know no such bound.
+            are, and heads of ``top_p`` 1 in a `Table` know no such bound.
         dense_layers: layer indices computed with exact attention.
         min_length: in tokens. A text (a packed document, a row without its padding) that has fewer
             so far is computed with exact attention, and so are the first chunks of a longer prompt.
@@ -153,11 +157,11 @@ class CabConfig:
     key_block: int = 64
     sink_blocks: int = 1
     local_blocks: int = 3
-    dense_tail: int = 1
-    coarsen: str = _read_by(*SELECT, default="box")
+    dense_tail_blocks: int = 1
+    coarsen: str = _read_by(*SELECT, default="minmax")
     select: str = _read_by(*SELECT, default="clusters")
-    mass: float | Table | None = _read_by("clusters", default=None)
-    bridges: float | Table = _read_by("clusters", default=0.02, off=0)
+    top_p: float | Table | None = _read_by("clusters", default=None)
+    top_k_share: float | Table = _read_by("clusters", default=0.02, off=0)
     exact_queries: int | Table = _read_by(*SELECT, default=16, off=0)
     sparsity: float | Table = _read_by("topk", *RANKING, default=0.95, off=0)
     curvature: str = _read_by(*SELECT, default="additive", off="none")
@@ -175,21 +179,21 @@ class CabConfig:
 
     def __post_init__(self) -> None:
         blocks = ("query_block", "key_block")
-        whole = f"a whole number from 16 to {MOST}, a multiple of 16"
-        self._require(blocks, lambda size: is_count(size) and size and size % 16 == 0, whole)
+        accepted = f"a whole number from 16 to {MOST}, a multiple of 16"
+        self._require(blocks, lambda size: is_count(size) and size and size % 16 == 0, accepted)
         fits = max(self.query_block, self.key_block) % min(self.query_block, self.key_block) == 0
         of_rows = f"a divisor or a multiple of query_block={self.query_block}"
         self._require(("key_block",), lambda _: fits, of_rows)
-        counts = ("sink_blocks", "local_blocks", "dense_tail", "min_length")
+        counts = ("sink_blocks", "local_blocks", "dense_tail_blocks", "min_length")
         self._require(counts, is_count, f"a whole number from 0 to {MOST}")
         for name, choices in CHOICES.items():
             self._require((name,), choices.__contains__, "one of " + ", ".join(map(repr, choices)))
-        if isinstance(self.mass, (tuple, list)):
-            self._freeze_table("mass", is_share, "in [0, 1]")
+        if isinstance(self.top_p, (tuple, list)):
+            self._freeze_table("top_p", is_share, "in [0, 1]")
         else:
             above = "in (0, 1], a table, or None"
-            self._require(("mass",), lambda x: x is None or (is_share(x) and x > 0), above)
-        self._freeze_table("bridges", is_share, "in [0, 1]")
+            self._require(("top_p",), lambda x: x is None or (is_share(x) and x > 0), above)
+        self._freeze_table("top_k_share", is_share, "in [0, 1]")
         fits = f"0 or a divisor of query_block={self.query_block}"
         self._freeze_table(
             "exact_queries", lambda x: is_whole(x, 0) and self.query_block % (x or 1) == 0, fits
@@ -240,7 +244,7 @@ class CabConfig:
             "key_block": 64,
             "sink_blocks": 0,
             "local_blocks": 1,
-            "dense_tail": 0,
+            "dense_tail_blocks": 0,
             "exact_queries": 0,
             "coarsen": "max_l2",
             "select": "topk",
@@ -263,8 +267,9 @@ class CabConfig:
                 f"cab_config is {settings!r}; it must be a dict of CabConfig fields "
                 "(CabConfig(...).to_dict() makes one)."
             )
+        settings = renamed(settings)
         _require_known(settings)
-        if not settings.keys() >= {"mass", "sparsity"}:
+        if not settings.keys() >= {"top_p", "sparsity"}:
             return cls(**settings)
         for name, reader in unread(settings).items():
             warn_once(
@@ -286,6 +291,7 @@ class CabConfig:
         Raises:
             ValueError: as of `from_dict`; a field that is given must be read.
         """
+        fields = renamed(fields)
         _require_known(fields)
         kept = CabConfig.reading({**vars(self), **fields})
         return dataclasses.replace(kept, **fields)
@@ -319,17 +325,17 @@ class CabConfig:
             return False
         if _all_exact(self.exact_queries):
             return False
-        # with clusters it ranks bridges, and a row that keeps all its mass has none to add
-        table = self.bridges if isinstance(self.bridges, tuple) else ((self.bridges,),)
-        bridged = any(map(any, table)) and self.mass != 1
+        # with clusters it ranks what is added, and a row that keeps all its mass has nothing to add
+        table = self.top_k_share if isinstance(self.top_k_share, tuple) else ((self.top_k_share,),)
+        bridged = any(map(any, table)) and self.top_p != 1
         return self.select == "topk" or bridged
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that survive JSON, ready for ``model.config.cab_config``."""
-        told = {name: _thawed(value) for name, value in vars(self).items()}
+        fields = {name: _thawed(value) for name, value in vars(self).items()}
         if self.origin is None:
-            del told["origin"]
-        return told
+            del fields["origin"]
+        return fields
 
     def _check_cascade(self) -> None:
         """What deciding in some layers asks of the other fields."""
@@ -385,10 +391,10 @@ def unread(settings: Mapping[str, Any]) -> dict[str, str]:
     reader = f"select={select!r}" if of_cab else f"predictor={predictor!r}"
     idle = {}
     for name, value in settings.items():
-        told = FIELDS[name].metadata
-        if not told or value == FIELDS[name].default or value == told["off"]:
+        metadata = FIELDS[name].metadata
+        if not metadata or value == FIELDS[name].default or value == metadata["off"]:
             continue
-        if not any(scheme in told["schemes"] for scheme in schemes):
+        if not any(scheme in metadata["schemes"] for scheme in schemes):
             idle[name] = f"predictor={predictor!r}" if name in ("anchors", "head_map") else reader
         # heads that score queries exactly rank by those
         elif name in ("curvature", "redundancy") and _all_exact(exact):
@@ -408,8 +414,8 @@ def _others(name: str) -> str:
     if name in ("curvature", "redundancy"):
         return ", or give exact_queries=0"
     schemes = FIELDS[name].metadata["schemes"]
-    told = [f"{'select' if x in SELECT else 'predictor'}={x!r}" for x in schemes]
-    return f", or choose what reads it ({', '.join(told)})"
+    parts = [f"{'select' if x in SELECT else 'predictor'}={x!r}" for x in schemes]
+    return f", or choose what reads it ({', '.join(parts)})"
 
 
 def _require_known(settings: Mapping[str, Any]) -> None:

@@ -64,10 +64,10 @@ def _require_shape(name: str, table: Table, layers: int | None, model_config: An
     here = layers, number(model_config, "num_attention_heads")
     shape = len(table), len(table[0])
     if any(count is not None and count != own for count, own in zip(here, shape, strict=True)):
-        told = [f"{n} {of}" for n, of in zip(here, ("layers", "heads"), strict=True) if n]
+        parts = [f"{n} {of}" for n, of in zip(here, ("layers", "heads"), strict=True) if n]
         raise ValueError(
             f"CabConfig.{name} has {shape[0]} layers of {shape[1]} heads, and this model has "
-            f"{' of '.join(told)}; calibrate this model, or give settings without tables."
+            f"{' of '.join(parts)}; calibrate this model, or give settings without tables."
         )
 
 

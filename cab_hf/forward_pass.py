@@ -25,10 +25,10 @@ class ForwardPass:
     """One forward pass, as all layers of a model see it.
 
     Attributes:
-        handed: what predictors of one layer leave for those of later ones.
+        shared_state: what predictors of one layer leave for those of later ones.
     """
 
-    handed: dict[Any, Any] = field(default_factory=dict)
+    shared_state: dict[Any, Any] = field(default_factory=dict)
     _parsed: list[tuple[Any, Any]] = field(default_factory=list)
     # how each layer attended, by layer
     _attended: dict[Any, Any] = field(default_factory=dict)
@@ -72,14 +72,14 @@ class ForwardPass:
         if not in_backward_pass():
             plan = predict()
             # lists of all layers would stand beside what the longest layer needs
-            kept.append(plan.each(_put_by))
+            kept.append(plan.map_tensors(_put_by))
             return plan
         if len(kept) > 1:
             # nobody knows which of the calls this is, nor whose plans those before it had left
-            self.handed.clear()
+            self.shared_state.clear()
         if len(kept) != 1:
             return predict()
-        return kept.pop().each(lambda x: x.to(query.device, non_blocking=True))
+        return kept.pop().map_tensors(lambda x: x.to(query.device, non_blocking=True))
 
 
 def in_backward_pass() -> bool:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from cab_hf.engines import Engine
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, named_rows, once_per_spans
-from cab_hf.predictors import Call, Predictor
+from cab_hf.predictors import LayerContext, Predictor
 
 # attribute of every module of a model whose texts are in the frame of several ranks
 PARALLEL = "_cab_parallel"
@@ -151,7 +151,7 @@ class Frame:
         x = x[:, :, : self.kv_length]
         return x if self.key_source is None else _take(x, self.key_source)
 
-    def choose(self, predictor: Predictor, q: Tensor, k: Tensor, call: Call) -> BlockPlan:
+    def choose(self, predictor: Predictor, q: Tensor, k: Tensor, call: LayerContext) -> BlockPlan:
         """What ``predictor`` chooses for q and k of the frame."""
         return predictor(q, k, call)
 

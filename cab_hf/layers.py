@@ -15,7 +15,7 @@ from cab_hf.checks import is_whole, require
 from cab_hf.config import CabConfig
 from cab_hf.engines import ENGINES, Workload, choose
 from cab_hf.plan import BlockPlan, Spans
-from cab_hf.predictors import Call, CoarseCurvaturePredictor, CurvaturePredictor
+from cab_hf.predictors import CoarseCurvaturePredictor, CurvaturePredictor, LayerContext
 
 
 class CABAttention(nn.Module):
@@ -99,7 +99,7 @@ class CABAttention(nn.Module):
         batch, _, length, _ = q.shape
         spans = Spans.causal(batch, length, length, q.device)
         if self.causal:
-            return self.predictor(q, k, Call(spans, scale))
+            return self.predictor(q, k, LayerContext(spans, scale))
         # CurvaturePredictor reads a query's own position off the end of its span, which says
         # nothing when every span ends with the text
         spans = replace(spans, last=spans.first + (length - 1), aligned=False)
@@ -151,8 +151,8 @@ class CABAttentionLayer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-def _require_divisor(name: str, value: Any, of: str, whole: Any) -> None:
-    for label, number in ((of, whole), (name, value)):
+def _require_divisor(name: str, value: Any, of: str, complete: Any) -> None:
+    for label, number in ((of, complete), (name, value)):
         require(is_whole(number), label, number, "a whole number >= 1")
-    if whole % value:
-        raise ValueError(f"{name} is {value}; it must divide {of}={whole}.")
+    if complete % value:
+        raise ValueError(f"{name} is {value}; it must divide {of}={complete}.")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cab_hf.model_config import settings, settings_in_use
+from cab_hf.model_config import cab_config_in_use, cab_config_of
 from cab_hf.runs import models
 
 
@@ -61,5 +61,5 @@ def load_model(
     if cab_config is not None:
         text.cab_config = cab_config
     # what does not fit is refused here, before anything is read
-    (settings_in_use if attn_implementation == "cab" else settings)(text)
+    (cab_config_in_use if attn_implementation == "cab" else cab_config_of)(text)
     return model, tokenizer

@@ -72,7 +72,7 @@ class CabMask(NotATensor, ForwardPass):
         if start == 0:
             return self
         # what the layers share is about all queries
-        fresh = {"_frames": {}, "handed": {}, "_predicted": {}}
+        fresh = {"_frames": {}, "shared_state": {}, "_predicted": {}}
         return replace(self, q_length=stop - start, q_slot=self.q_slot + start, **fresh)
 
     @property
@@ -127,13 +127,13 @@ class CabMask(NotATensor, ForwardPass):
             if cu_seq_lens is not None:
                 self.document = packing.documents_between(cu_seq_lens, self.batch, self.kv_length)
                 self._most_documents = cu_seq_lens.shape[0]
-            elif self._told_by(position_ids):
+            elif self._readable(position_ids):
                 starts = packing.document_starts(position_ids, self.valid)
         # a decode step is too short to pay for a wait
         if self.q_length > 1 and not torch.compiler.is_compiling():
             self._look(starts)
 
-    def _told_by(self, position_ids: Tensor | None) -> bool:
+    def _readable(self, position_ids: Tensor | None) -> bool:
         """Whether these may be looked at, and are one a token: those of pictures are several."""
         unknown = position_ids is None or position_ids.is_floating_point()
         if unknown or torch.compiler.is_compiling():

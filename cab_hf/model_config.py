@@ -15,7 +15,7 @@ from cab_hf.fit import require_layers, require_origin, warn_if_never_sparse
 _latest: list[tuple[dict[str, Any], CabConfig] | None] = [None]
 
 
-def settings(config: Any) -> CabConfig:
+def cab_config_of(config: Any) -> CabConfig:
     """The CabConfig that a transformers config carries, the defaults when it carries none.
 
     Raises:
@@ -23,18 +23,18 @@ def settings(config: Any) -> CabConfig:
             calibration of a model of another shape.
     """
     saved = getattr(config, "cab_config", None)
-    found = _parsed({} if saved is None else saved)
-    require_origin(found.origin, config)
-    require_layers(found, config)
-    return found
+    result = _parsed({} if saved is None else saved)
+    require_origin(result.origin, config)
+    require_layers(result, config)
+    return result
 
 
-def settings_in_use(config: Any) -> CabConfig:
-    """`settings`, with a warning where they never let a prompt attend sparsely."""
-    found = settings(config)
+def cab_config_in_use(config: Any) -> CabConfig:
+    """`cab_config_of`, with a warning where they never let a prompt attend sparsely."""
+    result = cab_config_of(config)
     if not torch.compiler.is_compiling():
-        warn_if_never_sparse(found.min_length, config)
-    return found
+        warn_if_never_sparse(result.min_length, config)
+    return result
 
 
 def _parsed(saved: Any) -> CabConfig:

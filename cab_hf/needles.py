@@ -179,11 +179,11 @@ def leading_tokens(tokenizer: Any) -> Tokens:
 def digits_of(tokenizer: Any, sentence: str, digits: str) -> Span:
     """Which of `sentence_tokens` hold the ``digits``; a blank may be in the first one, too."""
     at = sentence.index(digits)
-    whole, before, until = (
+    complete, before, until = (
         _behind_another(tokenizer, text)
         for text in (sentence, sentence[:at], sentence[: at + len(digits)])
     )
-    return shared(whole, before), len(until)
+    return shared(complete, before), len(until)
 
 
 def shared(one: Sequence[int], other: Sequence[int]) -> int:

@@ -43,12 +43,13 @@ class Spans:
         first: int32 [B, N_q], the first key slot a query sees (the start of its document).
         last: int32 [B, N_q], the last one, inclusive: the query's own slot. -1 for a padding query.
         key_valid: bool [B, N_k], False for padding keys.
-        aligned: known without looking: documents start at block borders and the queries of a block
-            are consecutive tokens of one document.
-        consecutive: known without looking: every query block begins where the one before it ends,
-            as in a text and in a chunk of one. Pieces of a text from several places do not.
-        documents: known without looking: each batch row holds at most so many documents, the
-            queries of each in one stretch. None where nobody counted.
+        aligned: a static hint, so that nothing waits for the device: documents start at block
+            borders and the queries of a block are consecutive tokens of one document.
+        consecutive: a static hint, so that nothing waits for the device: every query block begins
+            where the one before it ends, as in a text and in a chunk of one. Pieces of a text from
+            several places do not.
+        documents: a static hint, so that nothing waits for the device: each batch row holds at most
+            so many documents, the queries of each in one stretch. None where nobody counted.
     """
 
     first: Tensor
@@ -171,8 +172,8 @@ def _visibility(rows: RowSpans, key_block: int, kv_length: int) -> tuple[Tensor,
     end = start + (key_block - 1)
     inhabited = rows.queries.unsqueeze(-1) > 0
     visible = (start <= rows.max_last.unsqueeze(-1)) & (end >= rows.min_first.unsqueeze(-1))
-    whole = (start >= rows.max_first.unsqueeze(-1)) & (end <= rows.min_last.unsqueeze(-1))
-    return visible & inhabited, whole & inhabited
+    complete = (start >= rows.max_first.unsqueeze(-1)) & (end <= rows.min_last.unsqueeze(-1))
+    return visible & inhabited, complete & inhabited
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,9 +230,9 @@ class BlockLists:
         own = self.counts.shape[1]
         if own in (1, heads):
             return self
-        return self.each(lambda x: x.repeat_interleave(heads // own, dim=1))
+        return self.map_tensors(lambda x: x.repeat_interleave(heads // own, dim=1))
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> BlockLists:
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> BlockLists:
         """The same change made to counts and indices."""
         return BlockLists(change(self.counts), change(self.indices))
 
@@ -263,8 +264,8 @@ class BlockPlan:
         partial: blocks cut by the diagonal, a document border or padding.
         spans: what each query may see (token level).
         query_block, key_block: block sizes in tokens.
-        whole_heads: heads of the plan that attend everything, ascending.
-        whole_rows: int64 [B, R], query blocks that attend everything, each named once; -1 for none.
+        dense_heads: heads of the plan that attend everything, ascending.
+        dense_rows: int64 [B, R], query blocks that attend everything, each named once; -1 for none.
     """
 
     full: BlockLists
@@ -272,8 +273,8 @@ class BlockPlan:
     spans: Spans
     query_block: int
     key_block: int
-    whole_heads: tuple[int, ...] = ()
-    whole_rows: Tensor | None = None
+    dense_heads: tuple[int, ...] = ()
+    dense_rows: Tensor | None = None
 
     @classmethod
     def from_dense(
@@ -283,32 +284,32 @@ class BlockPlan:
         *,
         query_block: int,
         key_block: int,
-        whole_heads: tuple[int, ...] = (),
-        whole_rows: Tensor | None = None,
+        dense_heads: tuple[int, ...] = (),
+        dense_rows: Tensor | None = None,
     ) -> BlockPlan:
         """The plan that attends ``keep``, bool [B, H, M_q, M_k], as far as the spans allow.
 
-        ``whole_heads`` and ``whole_rows`` attend everything, whatever ``keep`` says of them.
+        ``dense_heads`` and ``dense_rows`` attend everything, whatever ``keep`` says of them.
         """
-        visible, whole = _visibility(spans.rows(query_block), key_block, spans.kv_length)
+        visible, complete = _visibility(spans.rows(query_block), key_block, spans.kv_length)
         if keep.dtype != torch.bool or keep.ndim != 4 or keep.shape[2:] != visible.shape[1:]:
             raise ValueError(
                 f"keep is {keep.dtype} {tuple(keep.shape)}; it must be bool "
                 f"[B, H, {visible.shape[1]}, {visible.shape[2]}] for these spans and block sizes."
             )
         keep = keep & visible.unsqueeze(1)
-        if whole_heads or whole_rows is not None:
-            keep = keep & ~_grid(keep.shape[:3], whole_heads, whole_rows, keep.device).unsqueeze(-1)
-        whole = whole.unsqueeze(1)
+        if dense_heads or dense_rows is not None:
+            keep = keep & ~_grid(keep.shape[:3], dense_heads, dense_rows, keep.device).unsqueeze(-1)
+        complete = complete.unsqueeze(1)
         crossed = crossed_blocks(query_block, key_block) if spans.aligned else None
         return cls(
-            full=BlockLists.from_dense(keep & whole),
-            partial=BlockLists.from_dense(keep & ~whole, crossed),
+            full=BlockLists.from_dense(keep & complete),
+            partial=BlockLists.from_dense(keep & ~complete, crossed),
             spans=spans,
             query_block=query_block,
             key_block=key_block,
-            whole_heads=whole_heads,
-            whole_rows=whole_rows,
+            dense_heads=dense_heads,
+            dense_rows=dense_rows,
         )
 
     @classmethod
@@ -319,7 +320,7 @@ class BlockPlan:
         return cls.from_dense(keep, spans, query_block=query_block, key_block=key_block)
 
     @classmethod
-    def unlisted(cls, spans: Spans, heads: int, query_block: int, key_block: int) -> BlockPlan:
+    def all_dense(cls, spans: Spans, heads: int, query_block: int, key_block: int) -> BlockPlan:
         """The same attention by naming every head: there is nothing to list."""
         shape = (spans.first.shape[0], heads, -(-spans.q_length // query_block))
         counts = torch.zeros(shape, device=spans.first.device, dtype=torch.int32)
@@ -371,49 +372,55 @@ class BlockPlan:
     def kv_blocks(self) -> int:
         return -(-self.kv_length // self.key_block)
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> BlockPlan:
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> BlockPlan:
         """The same change made to all counts and indices."""
-        return replace(self, full=self.full.each(change), partial=self.partial.each(change))
+        return replace(
+            self, full=self.full.map_tensors(change), partial=self.partial.map_tensors(change)
+        )
 
     def with_whole_rows(self, rows: Tensor) -> BlockPlan:
-        """The same plan, in which ``rows`` attend everything too; as ``whole_rows``."""
+        """The same plan, in which ``rows`` attend everything too; as ``dense_rows``."""
         grid = _rows_grid(self.spans, rows, self.q_blocks)
         full, partial = (
             BlockLists(part.counts.masked_fill(grid, 0), part.indices)
             for part in (self.full, self.partial)
         )
-        if self.whole_rows is not None:
-            rows = _both(self.spans, rows, self.whole_rows, self.q_blocks)
-        return replace(self, full=full, partial=partial, whole_rows=rows)
+        if self.dense_rows is not None:
+            rows = _both(self.spans, rows, self.dense_rows, self.q_blocks)
+        return replace(self, full=full, partial=partial, dense_rows=rows)
 
     def on(self, spans: Spans) -> BlockPlan:
         """The same plan on the device of other ``spans`` that say the same."""
         device = spans.first.device
-        rows = None if self.whole_rows is None else self.whole_rows.to(device)
-        return replace(self.each(lambda x: x.to(device)), spans=spans, whole_rows=rows)
+        rows = None if self.dense_rows is None else self.dense_rows.to(device)
+        return replace(self.map_tensors(lambda x: x.to(device)), spans=spans, dense_rows=rows)
 
     def of_heads(self, heads: Sequence[int]) -> BlockPlan:
         """The plan whose head i attends what head ``heads[i]`` of this one does."""
-        whole = tuple([i for i, head in enumerate(heads) if head in self.whole_heads])
+        dense_heads = tuple([i for i, head in enumerate(heads) if head in self.dense_heads])
         # stacked, so that no index has to travel to the device
-        plan = self.each(lambda x: torch.stack([x[:, head] for head in heads], dim=1))
-        return replace(plan, whole_heads=whole)
+        plan = self.map_tensors(lambda x: torch.stack([x[:, head] for head in heads], dim=1))
+        return replace(plan, dense_heads=dense_heads)
 
     def take_heads(self, start: int, stop: int, heads: int) -> BlockPlan:
         """The plan of heads ``start`` to ``stop`` of ``heads`` of q; see `shared_by`."""
         sharing, plan = self.shared_by(heads), self
         if plan.heads == 1:
             return plan
-        whole = plan.whole_heads
+        dense_heads = plan.dense_heads
         if start % sharing or stop % sharing:
             # a head of the plan is cut: give each head of q its own
             lists = plan.full.for_heads(heads), plan.partial.for_heads(heads)
             plan = replace(plan, full=lists[0], partial=lists[1])
-            whole = tuple([head * sharing + i for head in whole for i in range(sharing)])
+            dense_heads = tuple(
+                [head * sharing + i for head in dense_heads for i in range(sharing)]
+            )
             sharing = 1
         start, stop = start // sharing, stop // sharing
-        whole = tuple([head - start for head in whole if start <= head < stop])
-        return replace(plan.each(lambda x: x[:, start:stop].contiguous()), whole_heads=whole)
+        dense_heads = tuple([head - start for head in dense_heads if start <= head < stop])
+        return replace(
+            plan.map_tensors(lambda x: x[:, start:stop].contiguous()), dense_heads=dense_heads
+        )
 
     def take_rows(self, rows: Tensor, spans: Spans) -> BlockPlan:
         """The plan of some query blocks.
@@ -427,33 +434,33 @@ class BlockPlan:
             BlockLists(part.counts[:, :, index].masked_fill(missing, 0), part.indices[:, :, index])
             for part in (self.full, self.partial)
         )
-        whole = self.whole_rows
-        if whole is not None:
+        dense = self.dense_rows
+        if dense is not None:
             # the layers of a forward pass name the same rows
-            whole = _taken(spans, whole, rows, self.q_blocks)
-        return replace(self, full=full, partial=partial, spans=spans, whole_rows=whole)
+            dense = _taken(spans, dense, rows, self.q_blocks)
+        return replace(self, full=full, partial=partial, spans=spans, dense_rows=dense)
 
-    def whole(self) -> Tensor | None:
+    def is_dense(self) -> Tensor | None:
         """bool [B, H, M_q]: the rows that attend everything and list nothing; None for none."""
-        if not self.whole_heads and self.whole_rows is None:
+        if not self.dense_heads and self.dense_rows is None:
             return None
         counts = self.full.counts
-        return _grid(counts.shape, self.whole_heads, self.whole_rows, counts.device)
+        return _grid(counts.shape, self.dense_heads, self.dense_rows, counts.device)
 
     def to_dense(self) -> Tensor:
         """bool [B, H, M_q, M_k]: the attended blocks."""
-        chosen, whole = self._chosen(slice(None)), self.whole()
-        if whole is None:
+        chosen, dense = self._chosen(slice(None)), self.is_dense()
+        if dense is None:
             return chosen
         return chosen & block_visibility(self.spans, *self.blocks).unsqueeze(1)
 
     def _chosen(self, rows: slice) -> Tensor:
         """bool [B, H, rows, M_k]: what is listed, and every block of rows that are named."""
-        lists = (part.each(lambda x: x[:, :, rows]) for part in (self.full, self.partial))
+        lists = (part.map_tensors(lambda x: x[:, :, rows]) for part in (self.full, self.partial))
         full, partial = (part.to_dense(self.kv_blocks) for part in lists)
-        whole = self.whole()
+        dense = self.is_dense()
         listed = full | partial
-        return listed if whole is None else listed | whole[:, :, rows].unsqueeze(-1)
+        return listed if dense is None else listed | dense[:, :, rows].unsqueeze(-1)
 
     def token_mask(
         self, start: int = 0, stop: int | None = None, kv_stop: int | None = None
@@ -488,10 +495,10 @@ class BlockPlan:
             high = torch.minimum(start + (self.key_block - 1), last.unsqueeze(1))
             seen = (high - low + 1).clamp(min=0).sum(-1, dtype=torch.int64)
             attended = attended + torch.where(listed[..., slot], seen, 0).sum()
-        whole = self.whole()
-        if whole is not None:
+        dense = self.is_dense()
+        if dense is not None:
             seen = (last - first + 1).clamp(min=0).sum(-1, dtype=torch.int64)
-            attended = attended + (whole * seen.unsqueeze(1)).sum()
+            attended = attended + (dense * seen.unsqueeze(1)).sum()
         return attended, self.spans.pairs() * self.heads
 
     def density(self) -> float:
@@ -511,8 +518,8 @@ class BlockPlan:
             for what, expected in (("counts", shape), ("indices", (*shape, part.width))):
                 x = getattr(part, what)
                 if x.dtype != torch.int32 or tuple(x.shape) != expected:
-                    found = f"{x.dtype} {tuple(x.shape)}"
-                    raise ValueError(f"{name}.{what} is {found}; it must be int32 {expected}.")
+                    result = f"{x.dtype} {tuple(x.shape)}"
+                    raise ValueError(f"{name}.{what} is {result}; it must be int32 {expected}.")
             counts, indices, listed = part.counts, part.indices, part.listed()
             beyond = (counts < 0) | (counts > part.width)
             _refuse(beyond, f"{name}.counts leave 0 to {part.width}, the width of its lists.")
@@ -521,31 +528,35 @@ class BlockPlan:
             falling = listed[..., 1:] & (indices[..., 1:] <= indices[..., :-1])
             _refuse(falling, f"{name}.indices are not strictly ascending within a row.")
         full, partial = self.full.to_dense(columns), self.partial.to_dense(columns)
-        visible, whole = (x.unsqueeze(1) for x in _visibility(rows, self.key_block, self.kv_length))
+        visible, complete = (
+            x.unsqueeze(1) for x in _visibility(rows, self.key_block, self.kv_length)
+        )
         _refuse(full & partial, "A block is listed in both full and partial.")
-        _refuse(full & ~whole, "full lists a block that some query of its row may not see wholly.")
+        _refuse(
+            full & ~complete, "full lists a block that some query of its row may not see wholly."
+        )
         _refuse(partial & ~visible, "partial lists a block that no query of its row may see.")
         self._validate_whole()
 
     def _validate_whole(self) -> None:
-        heads = self.whole_heads
+        heads = self.dense_heads
         if tuple(sorted(set(heads))) != heads or not all(0 <= h < self.heads for h in heads):
             raise ValueError(
-                f"whole_heads is {heads}; it must be heads 0 to {self.heads - 1}, ascending."
+                f"dense_heads is {heads}; it must be heads 0 to {self.heads - 1}, ascending."
             )
-        if self.whole_rows is not None:
-            rows = self.whole_rows
+        if self.dense_rows is not None:
+            rows = self.dense_rows
             if rows.dtype != torch.int64 or rows.ndim != 2 or rows.shape[0] != self.batch:
-                found = f"{rows.dtype} {tuple(rows.shape)}"
-                raise ValueError(f"whole_rows is {found}; it must be int64 [{self.batch}, R].")
+                result = f"{rows.dtype} {tuple(rows.shape)}"
+                raise ValueError(f"dense_rows is {result}; it must be int64 [{self.batch}, R].")
             outside = (rows < -1) | (rows >= self.q_blocks)
-            _refuse(outside, f"whole_rows leave -1 to {self.q_blocks - 1}, the query blocks.")
+            _refuse(outside, f"dense_rows leave -1 to {self.q_blocks - 1}, the query blocks.")
             ordered = rows.sort(-1).values
             again = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-            _refuse(again, "whole_rows name a query block twice.")
-        whole = self.whole()
-        if whole is not None:
-            listing = whole & (self.full.counts + self.partial.counts > 0)
+            _refuse(again, "dense_rows name a query block twice.")
+        dense = self.is_dense()
+        if dense is not None:
+            listing = dense & (self.full.counts + self.partial.counts > 0)
             _refuse(listing, "A row that attends everything lists blocks as well.")
 
 
@@ -571,11 +582,11 @@ def _rows_grid(spans: Spans, rows: Tensor, q_blocks: int) -> Tensor:
 
 
 @once_per_spans
-def _taken(spans: Spans, whole: Tensor, rows: Tensor, q_blocks: int) -> Tensor:
-    """``whole``, int64 [B, R] among ``q_blocks``, as places in ``rows``, int64 [m]."""
-    named = _grid((whole.shape[0], 1, q_blocks), (), whole, whole.device)[:, 0]
+def _taken(spans: Spans, complete: Tensor, rows: Tensor, q_blocks: int) -> Tensor:
+    """``complete``, int64 [B, R] among ``q_blocks``, as places in ``rows``, int64 [m]."""
+    named = _grid((complete.shape[0], 1, q_blocks), (), complete, complete.device)[:, 0]
     named = named[:, rows.clamp(min=0)] & (rows >= 0)
-    return named_rows(named, min(whole.shape[1], rows.shape[0]))
+    return named_rows(named, min(complete.shape[1], rows.shape[0]))
 
 
 @once_per_spans
@@ -586,6 +597,6 @@ def _both(spans: Spans, rows: Tensor, others: Tensor, q_blocks: int) -> Tensor:
     return torch.cat((rows, others.masked_fill(named, -1)), dim=1)
 
 
-def _refuse(found: Tensor, sentence: str) -> None:
-    if bool(found.any()):
+def _refuse(result: Tensor, sentence: str) -> None:
+    if bool(result.any()):
         raise ValueError(sentence)

@@ -147,7 +147,7 @@ def _asking_us(check: Callable[..., str]) -> Callable[..., str]:
     What it is for is refused here where it does not fit, rather than in the first forward pass.
     """
     from cab_hf.fit import warn_if_unused
-    from cab_hf.model_config import settings
+    from cab_hf.model_config import cab_config_of
     from cab_hf.predictors import make_predictor
 
     @functools.wraps(check)
@@ -158,7 +158,7 @@ def _asking_us(check: Callable[..., str]) -> Callable[..., str]:
         refuse_misplaced(model.config)
         text = model.config.get_text_config()
         if requested in NAMES:
-            make_predictor(settings(text))
+            make_predictor(cab_config_of(text))
         elif requested is None and text._attn_implementation is None:
             warn_if_unused(text)
         return check(model, requested, *args, **kwargs)

@@ -39,9 +39,9 @@ def _partial_factors(config: Any) -> list[float]:
     parameters = getattr(config, "rope_parameters", None) or {}
     # some models have others in each kind of layer
     kinds = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
-    told = [getattr(config, "partial_rotary_factor", None)]
-    told += [each.get("partial_rotary_factor") for each in kinds]
-    return [factor for factor in told if factor is not None]
+    parts = [getattr(config, "partial_rotary_factor", None)]
+    parts += [each.get("partial_rotary_factor") for each in kinds]
+    return [factor for factor in parts if factor is not None]
 
 
 # a constant where a model is compiled

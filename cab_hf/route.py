@@ -37,12 +37,12 @@ def route(
     if text.exact_block is not None:
         work = replace(work, query_block=text.exact_block, key_block=text.exact_block)
         return ExactByBlocks(text, engines.choose("auto", work), kind, reason)
-    whole = text.plain and q_length == kv_length
+    complete = text.plain and q_length == kv_length
     few = q_length < EXACT_BLOCK or text.window is not None or kv_length is None
-    kernel = SDPA if few else engines.exact(work, q_length if whole else None)
+    kernel = SDPA if few else engines.exact(work, q_length if complete else None)
     if isinstance(kernel, Engine):
         return ExactByBlocks(text, kernel, kind, reason)
-    if whole or (text.plain and q_length == 1 and kv_length is not None):
+    if complete or (text.plain and q_length == 1 and kv_length is not None):
         return Exact(text, kernel, kind, reason)
     return ExactByRows(text, kernel, kind, reason)
 

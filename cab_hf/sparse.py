@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cab_hf.config import CabConfig
 from cab_hf.engines import Engine
 from cab_hf.plan import BlockPlan
-from cab_hf.predictors import Call, make_predictor
+from cab_hf.predictors import LayerContext, make_predictor
 from cab_hf.rotary import slow_channels
 
 
@@ -39,7 +39,7 @@ class Sparse:
         q_frame, k_frame, v_frame = frame.queries(q), frame.keys(k), frame.keys(v)
         index = getattr(self.layer, "layer_idx", None)
         channels = slow_channels(self.layer, q.shape[-1])
-        call = Call(frame.spans, scale, index, text.handed, channels)
+        call = LayerContext(frame.spans, scale, index, text.shared_state, channels)
 
         def predict() -> BlockPlan:
             plan = frame.choose(make_predictor(config), q_frame, k_frame, call)

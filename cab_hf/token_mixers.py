@@ -51,14 +51,14 @@ def token_mixers(model: nn.Module) -> Iterator[nn.Module]:
     Convolutions along the text, and layers that keep a state of their own in the cache: state
     spaces, recurrent layers, linear attention.
     """
-    whole = _first(model)
-    if whole is None:
+    complete = _first(model)
+    if complete is None:
         return
-    text = whole.config.get_text_config().model_type
+    text = complete.config.get_text_config().model_type
     waiting = [model]
     while waiting:
         module = waiting.pop()
-        tower = isinstance(module, PreTrainedModel) and module is not whole
+        tower = isinstance(module, PreTrainedModel) and module is not complete
         # an encoder of pictures or sound reads none of the text
         if tower and module.config.get_text_config().model_type != text:
             continue

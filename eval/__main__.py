@@ -11,7 +11,7 @@ from types import ModuleType
 
 from cab_hf.eval.experiment import PROG
 from cab_hf.runs.log import DISK_FULL
-from cab_hf.runs.settings import Refused, missing_package
+from cab_hf.runs.settings import UsageError, missing_package
 
 NAMES = (
     *("bridges", "calibrate", "families", "families-context-parallel"),
@@ -43,13 +43,13 @@ def _run(words: Sequence[str], group: ModuleType, prog: str) -> int:
         if hasattr(module, "COMMANDS"):
             return _run(words, module, f"{prog} {name}")
         return module.main(words) if hasattr(module, "main") else module.EXPERIMENT.main(words)
-    except Refused as error:
+    except UsageError as error:
         return _refuse(prog, f"{name}: {error}")
     except ImportError as error:
-        told = missing_package(error)
-        if told is None:
+        given = missing_package(error)
+        if given is None:
             raise
-        return _refuse(prog, f"{name}: {told}")
+        return _refuse(prog, f"{name}: {given}")
     except OSError as error:
         # wherever it is noticed, in a cache of compiled kernels as well
         if error.errno not in DISK_FULL:

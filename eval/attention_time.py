@@ -22,7 +22,7 @@ from cab_hf.mask import CabMask
 from cab_hf.needles import Tokens
 from cab_hf.patches.watching import watched
 from cab_hf.plan import Spans
-from cab_hf.predictors import Call, make_predictor
+from cab_hf.predictors import LayerContext, make_predictor
 from cab_hf.rotary import slow_channels
 from cab_hf.route import route
 
@@ -73,7 +73,7 @@ class AttentionClock:
             ``dense_kernel``, its name. Layers with a sliding window are left out of all three.
         """
         spent = {"predict_ms": 0.0, "attend_ms": 0.0, "dense_ms": 0.0, "dense_kernel": None}
-        handed: dict[Any, Any] = {}
+        shared_state: dict[Any, Any] = {}
 
         def look(
             module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
@@ -86,7 +86,7 @@ class AttentionClock:
             if config is None:
                 predict_ms, attend_ms = 0.0, dense_ms
             else:
-                times = self._sparse(module, q, k, v, scale, config, handed)
+                times = self._sparse(module, q, k, v, scale, config, shared_state)
                 predict_ms, attend_ms = times or (0.0, dense_ms)
             spent["predict_ms"] += predict_ms
             spent["attend_ms"] += attend_ms
@@ -104,10 +104,10 @@ class AttentionClock:
         """
         key = (q.shape, k.shape, q.dtype)
         if key not in self._dense:
-            found = dense.measure(q, k, v, scale, self.bench)
-            if not found["baselines"]:
-                raise RuntimeError(f"no dense kernel runs here: {found['not_measured']}")
-            self._dense[key] = min(found["baselines"].items(), key=lambda each: each[1])
+            result = dense.measure(q, k, v, scale, self.bench)
+            if not result["baselines"]:
+                raise RuntimeError(f"no dense kernel runs here: {result['not_measured']}")
+            self._dense[key] = min(result["baselines"].items(), key=lambda each: each[1])
         return self._dense[key]
 
     def _sparse(
@@ -118,7 +118,7 @@ class AttentionClock:
         v: Tensor,
         scale: float,
         config: CabConfig,
-        handed: dict[Any, Any],
+        shared_state: dict[Any, Any],
     ) -> tuple[float, float] | None:
         """(ms of choosing, ms of attending) in one layer; None where the layer is exact."""
         batch, _, length, dim = q.shape
@@ -129,7 +129,7 @@ class AttentionClock:
         if way.kind != "sparse":
             return None
         spans, channels = Spans.causal(batch, length, length, q.device), slow_channels(module, dim)
-        call = Call(spans, scale, layer, handed, channels)
+        call = LayerContext(spans, scale, layer, shared_state, channels)
         predict = partial(make_predictor(config), q, k, call)
         # before the clock starts: what spans keep is made once for all layers of a pass
         plan = predict()

@@ -26,7 +26,7 @@ from cab_hf.runs.settings import option, require
 LAYOUTS = ("segments", "shuffled")
 NEEDLES = ("quiet", "loud")
 MAGNITUDE, H2O, RANDOM = "magnitude", "h2o", "random"
-BOX = "box"
+MINMAX = "minmax"
 TOKEN = "token"  # how blocks of one token are summarised: there is nothing to coarsen
 # equal blocks, so that the product of the block graph with itself needs no change of grid
 SQUARE = {"query_block": 64, "key_block": 64}

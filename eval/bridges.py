@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from cab_hf.config import CabConfig
 from cab_hf.eval import bridge_graphs, charts
-from cab_hf.eval.bridge_graphs import BOX, H2O, MAGNITUDE, METHODS, RANDOM, TOKEN, GraphSettings
+from cab_hf.eval.bridge_graphs import H2O, MAGNITUDE, METHODS, MINMAX, RANDOM, TOKEN, GraphSettings
 from cab_hf.eval.experiment import Experiment, Row
 from cab_hf.eval.intervals import LEVEL, Interval, mean_interval
 from cab_hf.eval.report import difference, markdown_table
@@ -117,7 +117,7 @@ class Bridges(Experiment):
         for sample in samples:
             planted, graph = sample["bridges"], (sample["strength"], sample["index"])
             for outcome in sample["outcomes"]:
-                retrieval = [found / planted for found in outcome["found"]]
+                retrieval = [result / planted for result in outcome["found"]]
                 outcomes = measured.setdefault(Contender.of({**sample, **outcome}), {})
                 outcomes[graph] = {**outcome, "bridges": planted, "retrieval": retrieval}
 
@@ -142,15 +142,15 @@ class Bridges(Experiment):
     def readings(rows: Sequence[Row]) -> list[str]:
         """Whether the curvature term that the package ships finds bridges."""
         shipped = f"cab {SHIPPED.redundancy:g}"
-        found = [
+        results = [
             f"{row['verdict']} at {Contender.of(row).place} ({difference(row)} of the bridges)"
             for row in rows
             if _is_whole(row)
             and row["method"] == shipped
             and row["coarsen"] in (TOKEN, SHIPPED.coarsen)
         ]
-        told = f"CAB's curvature term as it is shipped ({shipped}), beside {MAGNITUDE} alone: "
-        return [f"{told}{'; '.join(found)}."] if found else []
+        text = f"CAB's curvature term as it is shipped ({shipped}), beside {MAGNITUDE} alone: "
+        return [f"{text}{'; '.join(results)}."] if results else []
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
@@ -170,13 +170,13 @@ class Bridges(Experiment):
     @staticmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
         """Bridges found against sparsity, over all strengths; a panel a size and block summary."""
-        found: dict[Contender, dict[float, list[float]]] = {}
+        result: dict[Contender, dict[float, list[float]]] = {}
         for row in rows:
             if row["sparsity"] is not None:
-                of_row = found.setdefault(Contender.of(row), {})
+                of_row = result.setdefault(Contender.of(row), {})
                 of_row.setdefault(row["sparsity"], []).append(row["retrieval"])
-        sparsities = sorted({dropped for at in found.values() for dropped in at})
-        lines = {c: [fmean(at[dropped]) for dropped in sparsities] for c, at in found.items()}
+        sparsities = sorted({dropped for at in result.values() for dropped in at})
+        lines = {c: [fmean(at[dropped]) for dropped in sparsities] for c, at in result.items()}
         panels = {}
         for plain in (who for who in lines if who.method == MAGNITUDE):
             # all methods by the same summary, and those that look at none
@@ -225,7 +225,7 @@ class Contender(NamedTuple):
     @property
     def base(self) -> Contender:
         """Magnitude by the same coarsening; for magnitude itself, by the box."""
-        plain = TOKEN if self.block_size == 1 else BOX
+        plain = TOKEN if self.block_size == 1 else MINMAX
         own = None if self.method == MAGNITUDE else self.coarsen
         return self._replace(method=MAGNITUDE, coarsen=own or plain)
 
@@ -311,7 +311,7 @@ def _by_strength(means: Sequence[Row]) -> str:
     """What is found over the sweep at every place, and the difference at each strength."""
     at = {(Contender.of(row), row["strength"]): row for row in means}
 
-    def told(strength: float, row: Row) -> str | None:
+    def described(strength: float, row: Row) -> str | None:
         there = at.get((Contender.of(row), strength), {})
         # no word where there is no difference
         words = f"{there['delta']:+.2f} {there['verdict']}" if "verdict" in there else None
@@ -323,5 +323,5 @@ def _by_strength(means: Sequence[Row]) -> str:
         **{f"to {MAGNITUDE}": difference, "verdict": "verdict"},
     }
     strengths = sorted({row["strength"] for row in means} - {None})
-    columns |= {f"strength {strength:g}": partial(told, strength) for strength in strengths}
+    columns |= {f"strength {strength:g}": partial(described, strength) for strength in strengths}
     return markdown_table(list(filter(_is_whole, means)), columns)

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from cab_hf.calibration.anchors import (
     SHARES,
-    Allotment,
-    Kept,
+    Assignment,
+    Coverage,
     averaged_kept,
     cascaded,
     gains,
@@ -52,11 +52,12 @@ from cab_hf.eval.report import grouped, markdown_table
 from cab_hf.fit import number
 from cab_hf.needles import split_sentences
 from cab_hf.predictors import make_predictor
+from cab_hf.renamed import renamed
 from cab_hf.runs.log import read_log, write_atomically, writing
 from cab_hf.runs.models import load_config
 from cab_hf.runs.provenance import file_identity
 from cab_hf.runs.settings import (
-    Refused,
+    UsageError,
     by_device,
     comma_separated,
     option,
@@ -113,7 +114,7 @@ class Settings(OnModelSettings):
     @cached_property
     def cab_config(self) -> CabConfig:
         """What every head shares: ``--set`` over the defaults."""
-        return known(CabConfig.from_dict(dict(map(parse_assignment, self.set))))
+        return known(CabConfig.from_dict(renamed(dict(map(parse_assignment, self.set)))))
 
 
 class Budgets:
@@ -126,7 +127,7 @@ class Budgets:
     NOTES = (
         "Of {documents} documents of {length} tokens with {keys} keys each. Density: attended "
         "over causal pairs, the mean over heads, and of the head that got the least and the "
-        "most. Missed: the attention mass a head leaves out, squared, mean over queries and "
+        "most. Missed: the attention top_p a head leaves out, squared, mean over queries and "
         "heads; needle: of the mass on the key that a query looks for, what is left out."
     )
 
@@ -140,11 +141,11 @@ class Budgets:
     @staticmethod
     def found_in(model: PreTrainedModel, document: Document, config: CabConfig) -> dict[str, Any]:
         """What a sample holds of a document: by layer, [heads][options] of each of `Losses`."""
-        found = losses(model, document, config, make_predictor(config).options())
+        result = losses(model, document, config, make_predictor(config).options())
         return {
             "losses": {
                 str(layer): {name: _short(x) for name, x in each._asdict().items()}
-                for layer, each in found.items()
+                for layer, each in result.items()
             }
         }
 
@@ -229,23 +230,26 @@ class Cascade:
         self.measured = samples[0]["measured"]
         self.kept = averaged_kept(
             [
-                [Kept(*(_unpacked(of_share[name]) for name in Kept._fields)) for of_share in each]
+                [
+                    Coverage(*(_unpacked(of_share[name]) for name in Coverage._fields))
+                    for of_share in each
+                ]
                 for each in (sample["kept"] for sample in samples)
             ]
         )
 
     @staticmethod
     def found_in(model: PreTrainedModel, document: Document, config: CabConfig) -> dict[str, Any]:
-        """What a sample holds of a document: the measured layers, and `Kept` by `SHARES`."""
+        """What a sample holds of a document: the measured layers, and `Coverage` by `SHARES`."""
         layers, kept = kept_of(model, document, config)
         return {"measured": layers, "kept": list(map(_recorded, kept))}
 
     def config(self, target: float) -> CabConfig:
         """The cascade that the samples tell, for a share of the pairs."""
         config = CabConfig.from_dict(self.settings["cab_config"])
-        told = self.measured, self.layers, self.settings["anchors"], target
+        parts = self.measured, self.layers, self.settings["anchors"], target
         with refusing("target_densities"):
-            return cascaded(config, self.kept, *told)
+            return cascaded(config, self.kept, *parts)
 
     def rows(self) -> list[dict[str, Any]]:
         """One row a (target, anchor, layer): what one's blocks keep of the other's attention.
@@ -258,27 +262,27 @@ class Cascade:
             some = self.kept[nearest(target)]
             mass, needle = similarity(some, gains(some))
             with refusing("target_densities"):
-                found = within(self.kept, self.settings["anchors"], target)
-            shown = self._shown(found)
+                result = within(self.kept, self.settings["anchors"], target)
+            shown = self._shown(result)
             for a, anchor in enumerate(self.measured):
                 for b, layer in enumerate(self.measured[a:], start=a):
                     place = {"target": target, "anchor": anchor, "layer": layer}
-                    place["chosen"] = found.of_layer[b] == a
-                    alike = {"mass": float(mass[a, b]), "needle": float(needle[a, b])}
-                    told = shown[b] if place["chosen"] else dict.fromkeys(shown[b])
-                    made.append(place | alike | {"importance": float(some.importance[b])} | told)
+                    place["chosen"] = result.of_layer[b] == a
+                    alike = {"top_p": float(mass[a, b]), "needle": float(needle[a, b])}
+                    given = shown[b] if place["chosen"] else dict.fromkeys(shown[b])
+                    made.append(place | alike | {"importance": float(some.importance[b])} | given)
         return made
 
-    def _shown(self, found: Allotment) -> list[dict[str, float]]:
+    def _shown(self, result: Assignment) -> list[dict[str, float]]:
         """Of each layer, under the allotment: its density, and what it keeps of what there is."""
         mass, needle, density = (
-            found.of(torch.stack([getattr(each, name) for each in self.kept])).mean(-1)
-            for name in ("mass", "needle", "density")
+            result.of(torch.stack([getattr(each, name) for each in self.kept])).mean(-1)
+            for name in ("top_p", "needle", "density")
         )
         needed = self.kept[0].needed.mean(-1)
-        told = zip(density, mass, needle, needed, strict=True)
+        parts = zip(density, mass, needle, needed, strict=True)
         names = ("density", "kept_mass", "kept_needle", "needed")
-        return [dict(zip(names, map(float, each), strict=True)) for each in told]
+        return [dict(zip(names, map(float, each), strict=True)) for each in parts]
 
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
@@ -308,29 +312,29 @@ class Cascade:
                 (float(row["layer"]), float(row["anchor"])): min(1.0, row[name]) for row in some
             }
             for some in grouped(rows, "target")
-            for name in ("mass", "needle")
+            for name in ("top_p", "needle")
         }
         charts.heatmap(path, panels, "layer", "whose blocks")
 
 
 def _means(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     """Of layers that there are; None for none."""
-    found: dict[str, Any] = dict.fromkeys(("density", "mass", "needle"))
+    result: dict[str, Any] = dict.fromkeys(("density", "top_p", "needle"))
     if rows:
         needed = sum(row["needed"] for row in rows)
-        found = {
+        result = {
             "density": fmean(row["density"] for row in rows),
-            "mass": fmean(row["kept_mass"] for row in rows),
+            "top_p": fmean(row["kept_mass"] for row in rows),
             # of the mass on needles in all layers together
             "needle": sum(row["kept_needle"] for row in rows) / needed if needed else None,
         }
-    return {f"{kind}, {name}": value for kind, value in found.items()}
+    return {f"{kind}, {name}": value for kind, value in result.items()}
 
 
-def _recorded(kept: Kept) -> dict[str, Any]:
-    """`Kept` as a sample holds it; a layer has nothing of those behind it."""
-    behind = torch.ones_like(kept.mass[..., 0, 0]).triu()[..., None, None]
-    some = kept._replace(mass=kept.mass * behind, needle=kept.needle * behind)
+def _recorded(kept: Coverage) -> dict[str, Any]:
+    """`Coverage` as a sample holds it; a layer has nothing of those behind it."""
+    behind = torch.ones_like(kept.top_p[..., 0, 0]).triu()[..., None, None]
+    some = kept._replace(mass=kept.top_p * behind, needle=kept.needle * behind)
     return {name: _packed(x) for name, x in some._asdict().items()}
 
 
@@ -340,9 +344,9 @@ def _packed(x: torch.Tensor) -> dict[str, Any]:
     return {"shape": list(x.shape), "float16": base64.b64encode(content).decode()}
 
 
-def _unpacked(told: Mapping[str, Any]) -> torch.Tensor:
-    content = bytearray(zlib.decompress(base64.b64decode(told["float16"])))
-    return torch.frombuffer(content, dtype=torch.float16).view(told["shape"]).double()
+def _unpacked(fields: Mapping[str, Any]) -> torch.Tensor:
+    content = bytearray(zlib.decompress(base64.b64decode(fields["float16"])))
+    return torch.frombuffer(content, dtype=torch.float16).view(fields["shape"]).double()
 
 
 class Calibrate(OnModel):
@@ -371,7 +375,7 @@ class Calibrate(OnModel):
         text = load_config(settings.model, settings.trust_remote_code).get_text_config()
         layers = text.num_hidden_layers - len(settings.cab_config.dense_layers)
         if settings.anchors > layers:
-            raise Refused(
+            raise UsageError(
                 f"anchors must be at most {layers}, the layers of model {settings.model!r} that "
                 f"are not dense; got {settings.anchors}."
             )
@@ -389,25 +393,25 @@ class Calibrate(OnModel):
             )
 
     def recorded(self) -> dict[str, Any]:
-        settings, told = self.settings, super().recorded()
-        told["texts"] = [
+        settings, given = self.settings, super().recorded()
+        given["texts"] = [
             text if text == BUILT_IN else file_identity(text) for text in settings.texts
         ]
         config = settings.cab_config
-        told["cab_config"] = config.to_dict()
+        given["cab_config"] = config.to_dict()
         if settings.anchors:
-            return told
-        del told["anchors"]
+            return given
+        del given["anchors"]
         options = [dict(option) for option in make_predictor(config).options()]
-        return {**told, "options": options}
+        return {**given, "options": options}
 
     def identity(self) -> dict[str, Any]:
-        told = super().identity()
+        given = super().identity()
         if self.settings.anchors:
             # any number of them follows from the same samples
-            del told["anchors"]
-            told["shares"] = list(SHARES)
-        return told
+            del given["anchors"]
+            given["shares"] = list(SHARES)
+        return given
 
     def expected(self) -> int:
         return self.settings.documents
@@ -420,10 +424,10 @@ class Calibrate(OnModel):
         model, document = self.model, self.document(case["document"])
         way = Cascade if self.settings.anchors else Budgets
         with refusing("model"):
-            found = way.found_in(model, document, self.settings.cab_config)
+            result = way.found_in(model, document, self.settings.cab_config)
         text = model.config.get_text_config()
-        counts = {name: number(text, f"num_{told}") for name, told in HEADS.items()}
-        return {"layers": text.num_hidden_layers, **counts, **found}
+        counts = {name: number(text, f"num_{given}") for name, given in HEADS.items()}
+        return {"layers": text.num_hidden_layers, **counts, **result}
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -108,10 +108,10 @@ def heatmap(
                 ink = "white" if share < 0.6 else "black"
                 style = {"ha": "center", "va": "center", "fontsize": 6, "color": ink}
                 axis.annotate(f"{share:.0%}", place, **style)
-        whole = axes[0, 0].figure
-        whole.supxlabel(x_label, fontsize=9)
-        whole.supylabel(y_label, fontsize=9)
-        whole.colorbar(image, ax=axes, label="share")
+        complete = axes[0, 0].figure
+        complete.supxlabel(x_label, fontsize=9)
+        complete.supylabel(y_label, fontsize=9)
+        complete.colorbar(image, ax=axes, label="share")
 
 
 def sweep(
@@ -138,8 +138,8 @@ def sweep(
             axis.set_title(title, fontsize=10)
             axis.set_xticks(range(len(ticks)), [f"{tick:g}" for tick in ticks])
             axis.grid(alpha=0.25)
-        whole = axes[0, 0].figure
-        whole.supxlabel(x_label, fontsize=10)
-        whole.supylabel(y_label, fontsize=10)
+        complete = axes[0, 0].figure
+        complete.supxlabel(x_label, fontsize=10)
+        complete.supylabel(y_label, fontsize=10)
         names = axes[0, 0].get_legend_handles_labels()
-        whole.legend(*names, loc="outside upper center", ncols=5)
+        complete.legend(*names, loc="outside upper center", ncols=5)

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from tqdm import tqdm
 
 from cab_hf.eval import report
+from cab_hf.renamed import renamed_in
 from cab_hf.runs.log import Log, LogError, is_packed, read_log, write_atomically, writing
 from cab_hf.runs.provenance import provenance
 from cab_hf.runs.settings import read_settings, spelled
@@ -72,7 +73,7 @@ class Experiment(ABC):
         """Refuse, before anything is written, what could not be measured.
 
         Raises:
-            Refused: naming the setting, the value seen and what is accepted.
+            UsageError: naming the setting, the value seen and what is accepted.
         """
 
     def expected(self) -> int | None:
@@ -126,7 +127,7 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
     Raises:
         LogError: the folder holds what this run cannot go on with (`cab_hf.runs.log`), or cannot be
             written.
-        Refused: what is asked for cannot be measured.
+        UsageError: what is asked for cannot be measured.
     """
     out = Path(experiment.settings.out)
     _refuse_files_of_others(out)
@@ -168,7 +169,7 @@ def read_provenance(folder: Path) -> Row | None:
     if not path.exists():
         return None
     try:
-        made = json.loads(path.read_bytes())["provenance"]
+        made = renamed_in(json.loads(path.read_bytes()))["provenance"]
         if {"settings", "versions"} <= made.keys():
             return made
     except (OSError, ValueError, TypeError, KeyError, AttributeError):

@@ -37,7 +37,7 @@ from cab_hf.sparse import attended
 
 TOKENS, PADDING = 150, 43
 # blocks small enough that a few tokens are many of them, and all of them kept
-FULL = CabConfig(query_block=32, key_block=16, min_length=0, mass=1.0)
+FULL = CabConfig(query_block=32, key_block=16, min_length=0, top_p=1.0)
 TOLERANCE = 1e-4
 # how cab is turned on; ``windowed`` is a model with sliding windows, where a type comes without
 DOORS = ("by_name", "applied", "windowed")
@@ -115,7 +115,7 @@ class Families(Experiment):
         """
         doors = {name: sample[name] for name in DOORS if name in sample}
         padded = sample.get("reads_padding")
-        found = {
+        result = {
             name: [
                 {**each, "layers": door["layers"]}
                 for given, each in door["inputs"].items()
@@ -123,7 +123,7 @@ class Families(Experiment):
             ]
             for name, door in doors.items()
         }
-        row = judged(sample, found, ("difference",), TOLERANCE)
+        row = judged(sample, result, ("difference",), TOLERANCE)
         if not doors:
             return row
         ran = {name: max(door[name] for door in doors.values()) for name in ("layers", "sparse")}
@@ -150,7 +150,7 @@ class Families(Experiment):
             "Every type of `AutoModelForCausalLM` is built with a few layers and random weights, "
             f"and given {TOKENS} tokens in float32, plain and with {PADDING} tokens of padding "
             "left and right; its logits are compared with those of the implementation it comes "
-            f"with, at mass 1 and blocks of {FULL.query_block} x {FULL.key_block}: loaded with "
+            f"with, at top_p 1 and blocks of {FULL.query_block} x {FULL.key_block}: loaded with "
             '`attn_implementation="cab"`, under `apply_cab`, and under that with sliding windows, '
             f"where a type may have some and comes without. *{EXACT}*: never off by more than "
             f"{TOLERANCE:g}, and layers attend through cab (`sparse` of them under a plan, "
@@ -179,12 +179,12 @@ EXPERIMENT = Families
 
 
 def judged(
-    sample: Row, found: Mapping[str, Sequence[Row]], differences: Sequence[str], tolerance: float
+    sample: Row, results: Mapping[str, Sequence[Row]], differences: Sequence[str], tolerance: float
 ) -> dict[str, Any]:
-    """The verdict on a type and on each part of what was ``found``, and the first thing said.
+    """The verdict on a type and on each part of what was ``results``, and the first thing said.
 
     Args:
-        found: by part, the outcome of every input.
+        results: by part, the outcome of every input.
         differences: fields of an outcome, of which a row has the largest.
     """
     row = {name: sample.get(name) for name in ("model_type", "model")}
@@ -198,8 +198,8 @@ def judged(
             return WRONG
         return EXACT if each["layers"] else NOT_OURS
 
-    verdicts = {name: worst(list(map(verdict, some))) for name, some in found.items()}
-    every = [each for some in found.values() for each in some]
+    verdicts = {name: worst(list(map(verdict, some))) for name, some in results.items()}
+    every = [each for some in results.values() for each in some]
     said = (each.get("refused") or each.get("failed") for each in every)
     return {
         **row,
@@ -224,9 +224,9 @@ def verdict_tables(rows: Sequence[Row], details: Mapping[str, Any]) -> dict[str,
         ("Refused", (REFUSED,), {"type": "model_type", "model": "model", "because": "said"}),
         ("Not built", (NOT_BUILT,), {"type": "model_type", "because": "said"}),
     ):
-        found = [row for row in rows if row["verdict"] in verdicts]
-        if found:
-            tables[heading] = markdown_table(found, columns)
+        results = [row for row in rows if row["verdict"] in verdicts]
+        if results:
+            tables[heading] = markdown_table(results, columns)
     return tables
 
 
@@ -277,7 +277,7 @@ def examine(model_type: str) -> dict[str, Any]:
     """What a type does behind each of `DOORS`, or ``{"not_built": why}``."""
     try:
         model, expected, reads_padding = built(model_type)
-        found = {
+        result = {
             "model": type(model).__name__,
             "reads_padding": reads_padding,
             "by_name": behind(by_name, model, expected),
@@ -286,15 +286,15 @@ def examine(model_type: str) -> dict[str, Any]:
         windows = window_fields(model_type)
         if windows:
             model, expected, _ = built(model_type, **windows)
-            found["windowed"] = behind(applied, model, expected)
-        return found
+            result["windowed"] = behind(applied, model, expected)
+        return result
     except Exception as error:
         return {"not_built": _last_line(error)}
 
 
-def built(model_type: str, **told: Any) -> tuple[PreTrainedModel, dict[str, Tensor], list[str]]:
+def built(model_type: str, **values: Any) -> tuple[PreTrainedModel, dict[str, Tensor], list[str]]:
     """A model, its logits by its own attention, and the inputs of which it reads the padding."""
-    model = tiny_model(model_type, **told)
+    model = tiny_model(model_type, **values)
     expected = {name: logits(model, **given) for name, given in inputs().items()}
     if not all(each.isfinite().all() for each in expected.values()):
         raise ValueError("its logits are not finite")
@@ -311,14 +311,14 @@ def inputs(padding: int | None = None) -> dict[str, dict[str, Tensor]]:
     """
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(FIRST_TOKEN, VOCABULARY, (2, TOKENS), generator=generator)
-    found = {"plain": {"input_ids": ids}}
+    result = {"plain": {"input_ids": ids}}
     for name, padded in (("left padded", slice(PADDING)), ("right padded", slice(-PADDING, None))):
         mask, tokens = torch.ones_like(ids), ids.clone()
         mask[0, padded] = 0
         if padding is not None:
             tokens[0, padded] = padding
-        found[name] = {"input_ids": tokens, "attention_mask": mask}
-    return found
+        result[name] = {"input_ids": tokens, "attention_mask": mask}
+    return result
 
 
 def logits(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
@@ -327,8 +327,8 @@ def logits(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | N
     torch.manual_seed(2)
     masked = {} if attention_mask is None else {"attention_mask": attention_mask}
     with torch.no_grad():
-        found = model(input_ids=input_ids, **masked).logits
-    return found.flatten(0, 1) if attention_mask is None else found[attention_mask.bool()]
+        result = model(input_ids=input_ids, **masked).logits
+    return result.flatten(0, 1) if attention_mask is None else result[attention_mask.bool()]
 
 
 def by_name(model: PreTrainedModel) -> PreTrainedModel:
@@ -357,18 +357,20 @@ def behind(
         except Exception as error:
             every = dict.fromkeys(expected, outcome(error))
             return {"inputs": every, "layers": 0, "sparse": 0}
-        found = {}
+        result = {}
         for name, given in inputs().items():
             try:
-                found[name] = {"difference": _difference(logits(switched, **given), expected[name])}
+                result[name] = {
+                    "difference": _difference(logits(switched, **given), expected[name])
+                }
             except Exception as error:
-                found[name] = outcome(error)
+                result[name] = outcome(error)
     sparse = sum(module in attended for module in layers)
-    return {"inputs": found, "layers": len(layers), "sparse": sparse}
+    return {"inputs": result, "layers": len(layers), "sparse": sparse}
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max())
+def _difference(result: Tensor, expected: Tensor) -> float:
+    return float((result - expected).abs().max())
 
 
 @contextmanager
@@ -389,9 +391,9 @@ def counted(implementation: str) -> Iterator[set[nn.Module]]:
 
 def outcome(error: Exception) -> dict[str, str]:
     """A refusal says what it refuses; everything else failed."""
-    told = " ".join(str(error).split())
-    if isinstance(error, ValueError | NotImplementedError) and OURS.search(told):
-        return {"refused": told}
+    text = " ".join(str(error).split())
+    if isinstance(error, ValueError | NotImplementedError) and OURS.search(text):
+        return {"refused": text}
     return {"failed": _last_line(error)}
 
 

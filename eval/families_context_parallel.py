@@ -108,11 +108,11 @@ class FamiliesContextParallel(Families):
     @staticmethod
     def row(sample: Row) -> dict[str, Any]:
         """The verdict on a type; ``layers`` counts attention layers that ran by cab."""
-        found = {name: list(sample[name].values()) for name in BUILDS if name in sample}
-        row = families.judged(sample, found, DIFFERENCES, TOLERANCE)
-        if not found:
+        result = {name: list(sample[name].values()) for name in BUILDS if name in sample}
+        row = families.judged(sample, result, DIFFERENCES, TOLERANCE)
+        if not result:
             return row
-        layers = max(each.get("layers", 0) for some in found.values() for each in some)
+        layers = max(each.get("layers", 0) for some in result.values() for each in some)
         return {**row, "dtype": sample.get("dtype"), "layers": layers}
 
     @staticmethod
@@ -120,7 +120,7 @@ class FamiliesContextParallel(Families):
         return (
             "Every type of `AutoModelForCausalLM` is built with a few layers and random weights, "
             "in float64, or in float32 where its own code wants that, and takes a training step "
-            f"of two rows of {TOKENS} tokens on {RANKS} ranks (gloo), under `apply_cab` at mass 1 "
+            f"of two rows of {TOKENS} tokens on {RANKS} ranks (gloo), under `apply_cab` at top_p 1 "
             f"and blocks of {FULL.query_block} x {FULL.key_block}, inside "
             f"`cab_hf.context_parallel`. *{TEXT}*: one document, against the attention that a type "
             f"comes with, in one process. *{PACKED}*: documents of "
@@ -199,8 +199,8 @@ class Ranks:
         self.folder = tempfile.TemporaryDirectory()
         for rank in range(RANKS):
             ours, theirs = context.Pipe()
-            told = rank, f"file://{self.folder.name}/store", self.memory, theirs
-            process = context.Process(target=_serve, args=told, daemon=True)
+            parts = rank, f"file://{self.folder.name}/store", self.memory, theirs
+            process = context.Process(target=_serve, args=parts, daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -220,8 +220,8 @@ def _serve(rank: int, store: str, memory: int, pipe: Connection) -> None:
             model_type = pipe.recv()
         except EOFError:
             return
-        found, broken = examine(model_type)
-        pipe.send({"rank": rank, "found": found, "broken": broken})
+        result, broken = examine(model_type)
+        pipe.send({"rank": rank, "found": result, "broken": broken})
 
 
 # --- one type, on every rank
@@ -251,23 +251,23 @@ def examine(model_type: str) -> tuple[dict[str, Any], bool]:
     Every rank calls this; the first one compares, what the others find is of no interest.
     """
     try:
-        told = builds(model_type)
+        given = builds(model_type)
     except Exception as error:
         return {"not_built": said(error)}, False
-    found: dict[str, Any] = {}
-    for name, fields in told.items():
+    result: dict[str, Any] = {}
+    for name, fields in given.items():
         try:
             each = behind(model_type, fields)
         except Exception as error:
             # not what refuses a model: ranks that do not go on together
             each = {"inputs": {TEXT: {"failed": said(error)}}}
-            return {"model": None, **found, name: each["inputs"]}, True
+            return {"model": None, **result, name: each["inputs"]}, True
         if "not_built" not in each:
-            found = {**each, **found, name: each["inputs"]}
+            result = {**each, **result, name: each["inputs"]}
         elif name == BUILDS[0]:
             return each, False
-    del found["inputs"]
-    return found, False
+    del result["inputs"]
+    return result, False
 
 
 def said(error: Exception) -> str:
@@ -280,22 +280,22 @@ def builds(model_type: str) -> dict[str, dict[str, Any]]:
     config = tiny_config(model_type)
     has = vars(config)
     routers = {name: value for name, value in ROUTERS.items() if name in has}
-    found = {BUILDS[0]: routers}
+    result = {BUILDS[0]: routers}
     windows = window_fields(model_type)
     if windows:
-        found["windowed"] = {**routers, **windows}
+        result["windowed"] = {**routers, **windows}
     rope = has.get("rope_parameters") or {}
     if rope.get("rope_type") == "default":
-        told = {**rope, **DYNAMIC["rope_parameters"]}
-        found["dynamic"] = {**routers, **DYNAMIC, "rope_parameters": told}
-    return found
+        fields = {**rope, **DYNAMIC["rope_parameters"]}
+        result["dynamic"] = {**routers, **DYNAMIC, "rope_parameters": fields}
+    return result
 
 
-def behind(model_type: str, told: Mapping[str, Any]) -> dict[str, Any]:
+def behind(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The outcome of every input of one build, on the first rank."""
     mine = dist.get_rank() == 0
     try:
-        model = tiny_model(model_type, **told)
+        model = tiny_model(model_type, **fields)
     except Exception as error:
         return {"not_built": said(error)}
     known = {"model": type(model).__name__}
@@ -306,7 +306,7 @@ def behind(model_type: str, told: Mapping[str, Any]) -> dict[str, Any]:
     why, way, expected = None, None, {}
     if mine:
         try:
-            model, way, expected[TEXT] = in_one_process(model_type, told)
+            model, way, expected[TEXT] = in_one_process(model_type, fields)
             apply_cab(model, FULL)
         except Exception as error:
             why = said(error)
@@ -315,7 +315,7 @@ def behind(model_type: str, told: Mapping[str, Any]) -> dict[str, Any]:
         return {"not_built": why}
     known["dtype"] = way.dtype
     model = model.to(getattr(torch, way.dtype))
-    found = {}
+    result = {}
     for name in (TEXT, PACKED):
         refused = None
         if mine and name not in expected:
@@ -324,14 +324,14 @@ def behind(model_type: str, told: Mapping[str, Any]) -> dict[str, Any]:
             except Exception as error:
                 refused = outcome(error)
         (refused,) = _from_first((refused,))
-        found[name] = refused or over_ranks(model, name, way, expected.get(name))
-    return {**known, "inputs": found}
+        result[name] = refused or over_ranks(model, name, way, expected.get(name))
+    return {**known, "inputs": result}
 
 
-def in_one_process(model_type: str, told: Mapping[str, Any]) -> tuple[PreTrainedModel, Way, Step]:
+def in_one_process(model_type: str, fields: Mapping[str, Any]) -> tuple[PreTrainedModel, Way, Step]:
     """A model, the first of `WAYS` that it can go, and its step by its own attention."""
     *others, last = WAYS
-    model = tiny_model(model_type, **told)
+    model = tiny_model(model_type, **fields)
     for way in others:
         try:
             wide = copy.deepcopy(model).to(getattr(torch, way.dtype))
@@ -341,10 +341,10 @@ def in_one_process(model_type: str, told: Mapping[str, Any]) -> tuple[PreTrained
     return model, last, _finite(step(model, texts(), last))
 
 
-def _finite(found: Step) -> Step:
-    if not found.logits.isfinite().all():
+def _finite(result: Step) -> Step:
+    if not result.logits.isfinite().all():
         raise ValueError("its logits are not finite")
-    return found
+    return result
 
 
 def texts() -> dict[str, Tensor]:
@@ -367,18 +367,18 @@ def step(model: PreTrainedModel, inputs: Mapping[str, Tensor], way: Way) -> Step
     # some types draw as they go
     torch.manual_seed(2)
     if way.own_loss:
-        found = model(**inputs, use_cache=False)
-        loss = found.loss
+        result = model(**inputs, use_cache=False)
+        loss = result.loss
     else:
         unlabelled = {name: x for name, x in inputs.items() if name not in LABELS}
-        found = model(**unlabelled, use_cache=False)
-        loss = _loss(found.logits, inputs)
+        result = model(**unlabelled, use_cache=False)
+        loss = _loss(result.logits, inputs)
     loss.backward()
     gradients = {
         name: torch.zeros_like(weight) if weight.grad is None else weight.grad
         for name, weight in model.named_parameters()
     }
-    return Step(loss.detach(), found.logits.detach(), gradients)
+    return Step(loss.detach(), result.logits.detach(), gradients)
 
 
 def _loss(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -428,8 +428,8 @@ def over_ranks(
     }
 
 
-def _relative(found: Tensor, meant: Tensor, least: float = 0.0) -> float:
-    off = float((found - meant).abs().max())
+def _relative(result: Tensor, meant: Tensor, least: float = 0.0) -> float:
+    off = float((result - meant).abs().max())
     if math.isnan(off):
         return math.inf
     return off / max(float(meant.abs().max()), least) if off else 0.0
@@ -437,6 +437,6 @@ def _relative(found: Tensor, meant: Tensor, least: float = 0.0) -> float:
 
 def _from_first(value: tuple[Any, ...]) -> tuple[Any, ...]:
     """What the first rank has, on all of them."""
-    told = [value]
-    dist.broadcast_object_list(told)
-    return told[0]
+    parts = [value]
+    dist.broadcast_object_list(parts)
+    return parts[0]

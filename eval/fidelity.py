@@ -29,12 +29,12 @@ from cab_hf.eval.attention_time import AttentionClock, layer_bench
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.foresight import (
     CHUNK,
-    Reading,
+    TeacherForced,
     answered,
     distributions,
     divergence,
-    foreseen,
-    surprise,
+    greedy_match,
+    nll,
 )
 from cab_hf.eval.haystack import Haystack, read_sentences
 from cab_hf.eval.intervals import mean_interval, paired_difference, wilson
@@ -112,17 +112,17 @@ def spell_texts(texts: Sequence[str | Mapping[str, str]]) -> str:
     return ",".join(text["name"] if isinstance(text, Mapping) else text for text in texts)
 
 
-def cab_config(told: str) -> CabConfig:
+def cab_config(text: str) -> CabConfig:
     """Of ``field=value,field=value`` or a JSON file; sparse at any length.
 
     Raises:
-        ValueError: there is no such file, or what it or ``told`` has are no fields of CabConfig.
+        ValueError: there is no such file, or what it or ``text`` has are no fields of CabConfig.
     """
-    if not told.endswith(".json"):
-        given = dict(map(parse_assignment, filter(None, FIELD.split(told))))
+    if not text.endswith(".json"):
+        given = dict(map(parse_assignment, filter(None, FIELD.split(text))))
         return CabConfig.from_dict({"min_length": 0, **given})
     try:
-        content = json.loads(Path(told).read_text("utf-8"))
+        content = json.loads(Path(text).read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"cab must name a JSON file of CabConfig fields: {error}.") from None
     fields = content.get("cab_config", content) if isinstance(content, dict) else content
@@ -202,9 +202,9 @@ class Settings(OnModelSettings):
             check(name, getattr(self, name) > 0, "at least 1")
         check("keys", 1 <= self.keys <= len(NAMES), f"1 to {len(NAMES)}")
         check("asked", 0 <= self.asked <= len(NAMES), f"0 to {len(NAMES)}")
-        whole = all(BORDER % config.query_block == 0 for config in self.configs.values())
-        borders = whole or not {RECALL_BORDER, PERPLEXITY_BORDER} & set(self.probes)
-        check("probes", borders, f"none at borders where query blocks are no part of {BORDER}")
+        complete = all(BORDER % config.query_block == 0 for config in self.configs.values())
+        borders = complete or not {RECALL_BORDER, PERPLEXITY_BORDER} & set(self.probes)
+        check("probes", borders, f"none at block starts where query blocks are no part of {BORDER}")
         densities = [budget for budget in self.budgets if budget != MATCH]
         fits = self.budgets and all(0 < density <= 1 for density in densities)
         check("budgets", fits, f"{MATCH} or densities in (0, 1]")
@@ -227,11 +227,11 @@ class Settings(OnModelSettings):
     def configs(self) -> dict[str, CabConfig]:
         """``cab``, the defaults and ``--set``; and ``cab:NAME`` for each ``--cab``."""
         chosen = {Cab.name: CabConfig.from_dict({"min_length": 0, **self.cab_fields})}
-        for name, told in _assigned(self.cab).items():
+        for name, given in _assigned(self.cab).items():
             accepted = "NAME=field=value,... or NAME=FILE.json"
-            fits = NAME.fullmatch(name) and isinstance(told, str) and told
-            require(self, "cab", fits, accepted, f"{name}={told}")
-            chosen[f"{Cab.name}:{name}"] = cab_config(told)
+            fits = NAME.fullmatch(name) and isinstance(given, str) and given
+            require(self, "cab", fits, accepted, f"{name}={given}")
+            chosen[f"{Cab.name}:{name}"] = cab_config(given)
         return {name: known(config) for name, config in chosen.items()}
 
     @cached_property
@@ -296,7 +296,7 @@ class Fidelity(OnModel):
         return made
 
     @cached_property
-    def reading(self) -> Callable[..., Reading]:
+    def reading(self) -> Callable[..., TeacherForced]:
         """(text, length, probe, depth, index, hide_needle) -> it, kept for all methods."""
         settings = self.settings
         a_length = len(PROMPTED) * settings.pass_samples + len(PROBES) * settings.documents
@@ -310,7 +310,7 @@ class Fidelity(OnModel):
         depth: float | None,
         index: int,
         hide_needle: bool = False,
-    ) -> Reading:
+    ) -> TeacherForced:
         settings, tokenizer = self.settings, self.tokenizer
         haystack = self.haystack(text, probe)
         if probe in PROMPTED:
@@ -321,18 +321,18 @@ class Fidelity(OnModel):
             tokens = plain_document(*place, index, settings.seed)
             if probe == CONTINUATION:
                 prompt = length - max(1, min(CONTINUED, length // CONTINUED_SHARE))
-                return Reading(tokens, ((prompt, length),), prompt)
+                return TeacherForced(tokens, ((prompt, length),), prompt)
             if probe in (PERPLEXITY, TIME):
-                return Reading(tokens, ((length // 2, length),))
+                return TeacherForced(tokens, ((length // 2, length),))
             borders = range(-(-length // 2 // BORDER) * BORDER, length, BORDER)
-            return Reading(tokens, tuple((at, at + 1) for at in borders))
+            return TeacherForced(tokens, tuple((at, at + 1) for at in borders))
         border = BORDER if probe == RECALL_BORDER else 1
         with refusing("lengths"):
             if probe == ASKED:
                 document, prompt = asked_document(*place, settings.asked, index, settings.seed)
-                return Reading(document.tokens, document.answers, prompt)
+                return TeacherForced(document.tokens, document.answers, prompt)
             document = recall_document(*place, settings.keys, index, settings.seed, border)
-        return Reading(document.tokens, document.answers)
+        return TeacherForced(document.tokens, document.answers)
 
     @cached_property
     def reference(self) -> Callable[[str, int, int], Tensor]:
@@ -365,15 +365,15 @@ class Fidelity(OnModel):
         return None if bench is None else AttentionClock(bench)
 
     def recorded(self) -> dict[str, Any]:
-        settings, told = self.settings, super().recorded()
+        settings, given = self.settings, super().recorded()
         files = settings.files.values()
-        told["texts"] = [NOISE if file is None else file_identity(file) for file in files]
-        told["cab"] = [
+        given["texts"] = [NOISE if file is None else file_identity(file) for file in files]
+        given["cab"] = [
             f"{name}={Path(value).name if value.endswith('.json') else value}"
             for name, value in _assigned(settings.cab).items()
         ]
         configs = {name: config.to_dict() for name, config in settings.configs.items()}
-        return {**told, "cab_configs": configs}
+        return {**given, "cab_configs": configs}
 
     @cached_property
     def arms(self) -> list[tuple[str, str | float | None]]:
@@ -396,15 +396,15 @@ class Fidelity(OnModel):
         # a document has no needle to hide
         hidden = kind_of(method).hides_needle
         asked = [probe for probe in settings.probes if probe != ASKED or settings.asked]
-        found = [
+        results = [
             {"probe": probe, **place}
             for probe in asked
             if probe in PROMPTED or not hidden
             for place in (prompts if probe in PROMPTED else documents)
         ]
         if self.clock is not None and not hidden:
-            found.append({"probe": TIME, "depth": None, "index": 0})
-        return found
+            results.append({"probe": TIME, "depth": None, "index": 0})
+        return results
 
     def expected(self) -> int:
         settings = self.settings
@@ -449,21 +449,21 @@ class Fidelity(OnModel):
         if probe == CONTINUATION:
             # before the method is on
             self.reference(case["text"], case["length"], case["index"])
-        found = self.under(method, lambda: self.read(case, reading))
-        return {"tokens": len(reading.tokens), **found}
+        result = self.under(method, lambda: self.read(case, reading))
+        return {"tokens": len(reading.tokens), **result}
 
-    def read(self, case: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
+    def read(self, case: Mapping[str, Any], reading: TeacherForced) -> dict[str, Any]:
         """What the model foresees of ``reading``, by the method that is on."""
         probe, chunk = case["probe"], self.settings.chunk
         if probe == CONTINUATION:
             dense = self.reference(case["text"], case["length"], case["index"])
             # dense attention is what the others are held against, and so exactly itself
             itself = case["method"] == Dense.name
-            found = dense if itself else distributions(self.model, reading, chunk)
-            return divergence(found, dense, reading)
+            result = dense if itself else distributions(self.model, reading, chunk)
+            return divergence(result, dense, reading)
         if probe in PERPLEXITIES:
-            return surprise(self.model, reading)
-        return foreseen(self.model, reading, chunk)
+            return nll(self.model, reading)
+        return greedy_match(self.model, reading, chunk)
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -561,12 +561,12 @@ class Fidelity(OnModel):
                     _panel(axis, own, probe, value, looks)
                     where = f"{own[0]['text']}, {own[0]['length']:,} tokens"
                     axis.set_title(f"{title}\n{where}", fontsize=9, parse_math=False)
-            whole = axes[0, 0].figure
+            figure = axes[0, 0].figure
             drawn = {}
             for axis in axes.flat:
                 handles, labels = axis.get_legend_handles_labels()
                 drawn |= dict(zip(labels, handles, strict=True))
-            whole.legend(drawn.values(), drawn, loc="outside upper center", ncols=6, fontsize=8)
+            figure.legend(drawn.values(), drawn, loc="outside upper center", ncols=6, fontsize=8)
 
 
 EXPERIMENT = Fidelity
@@ -574,17 +574,17 @@ EXPERIMENT = Fidelity
 
 def _cascades(configs: Mapping[str, Mapping[str, Any]]) -> str:
     """Which methods are cascades, and how they differ; of configs as they are recorded."""
-    told = []
+    parts = []
     for name, config in configs.items():
         if anchors := config.get("anchors"):
-            alike = not isinstance(config.get("mass"), Sequence)
+            alike = not isinstance(config.get("top_p"), Sequence)
             budget = f"{config['max_density']:g} of each row" if alike else "budgets a head"
             how = ""
             # older results say how anchors chose, and for whom
             if "anchor_scores" in config:
                 how = f" by {config['anchor_scores']} scores, {SHARING[config['anchor_heads']]}"
-            told.append(f"{name} of {len(anchors)} anchors{how}, {budget}")
-    return f" Cascades: {'; '.join(told)}." if told else ""
+            parts.append(f"{name} of {len(anchors)} anchors{how}, {budget}")
+    return f" Cascades: {'; '.join(parts)}." if parts else ""
 
 
 def _usual(samples: Sequence[Row]) -> list[Row]:
@@ -593,9 +593,9 @@ def _usual(samples: Sequence[Row]) -> list[Row]:
     Those that read a text of its length in one pass and are asked nothing twice; where there are
     none, all that have a density.
     """
-    told = [s for s in samples if s["probe"] != TIME]
+    parts = [s for s in samples if s["probe"] != TIME]
     unusual = (QUESTION_FIRST, CONTINUATION, ASKED)
-    return [s for s in told if s["probe"] not in unusual] or told
+    return [s for s in parts if s["probe"] not in unusual] or parts
 
 
 def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
@@ -626,67 +626,73 @@ def _times(members: Sequence[Row]) -> dict[str, Any]:
 def _continuation(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
     """KL divergence a token and greedy agreement, and what `_perplexity` tells."""
     means = [s["kl"] / s["count"] for s in own]
-    told = {"kl": fmean(means)}
+    fields = {"kl": fmean(means)}
     if len(own) > 1:
         _, low, high = mean_interval(means, [0.0] * len(means))
         # no divergence is below 0
-        told |= {"kl_low": max(0.0, low), "kl_high": high}
+        fields |= {"kl_low": max(0.0, low), "kl_high": high}
     agreed, count = (sum(s[name] for s in own) for name in ("agree", "count"))
-    return {**told, "agreement": agreed / count, **_perplexity(own, pairs)}
+    return {**fields, "agreement": agreed / count, **_perplexity(own, pairs)}
 
 
 def _answers(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
     """What was right; every key counts, and only keys both were asked for are compared."""
     right = [each for s in own for each in s["right"]]
     low, high = wilson(sum(right), len(right))
-    told = {"n": len(right), "correct": sum(right), "share": fmean(right), "low": low, "high": high}
+    fields = {
+        "n": len(right),
+        "correct": sum(right),
+        "share": fmean(right),
+        "low": low,
+        "high": high,
+    }
     if not pairs:
-        return told
+        return fields
     both = [keys for s, base in pairs for keys in zip(s["right"], base["right"], strict=True)]
     ours, base = zip(*both, strict=True)
     interval = paired_difference(ours, base)
-    told |= dict(zip(("delta", "delta_low", "delta_high"), interval, strict=True))
-    return {**told, "pairs": len(both), "ratio": sum(ours) / sum(base) if any(base) else None}
+    fields |= dict(zip(("delta", "delta_low", "delta_high"), interval, strict=True))
+    return {**fields, "pairs": len(both), "ratio": sum(ours) / sum(base) if any(base) else None}
 
 
 def _perplexity(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
     """Over all tokens; its ratio is that of the same documents, each counting once."""
     nll, count = (sum(s[name] for s in own) for name in ("nll", "count"))
-    told = {"n": len(own), "tokens": count, "value": math.exp(nll / count)}
+    fields = {"n": len(own), "tokens": count, "value": math.exp(nll / count)}
     if not pairs:
-        return told
+        return fields
     means = [[s["nll"] / s["count"] for s in each] for each in zip(*pairs, strict=True)]
     ratio = math.exp(fmean(means[0]) - fmean(means[1]))
-    told |= {"pairs": len(pairs), "ratio": ratio}
+    fields |= {"pairs": len(pairs), "ratio": ratio}
     if len(pairs) > 1:
         _, low, high = mean_interval(*means)
-        told |= {"ratio_low": math.exp(low), "ratio_high": math.exp(high)}
-    return told
+        fields |= {"ratio_low": math.exp(low), "ratio_high": math.exp(high)}
+    return fields
 
 
 def _panel(
     axis: Any, rows: Sequence[Row], probe: str, value: str, looks: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """``value`` of a probe over time or density, a line a method; dense attention is a level."""
-    found = [row for row in rows if row.get(probe, {}).get(value) is not None]
-    for row in found:
+    results = [row for row in rows if row.get(probe, {}).get(value) is not None]
+    for row in results:
         if row["method"] == Dense.name and value != "kl":
             axis.axhline(row[probe][value], color="black", linestyle="--", label=Dense.name)
     if value == "ratio" and any(row["method"] == Dense.name for row in rows):
         axis.axhline(1, color="black", linestyle="--", label=Dense.name)
-    drawn = [row for row in found if row["method"] in looks]
+    drawn = [row for row in results if row["method"] in looks]
     timed = bool(drawn) and all(row.get("over_dense") is not None for row in drawn)
     share = "over_dense" if timed else "density"
     for own in grouped(drawn, "method"):
         own = sorted(own, key=itemgetter(share))
-        told, name = [row[probe] for row in own], own[0]["method"]
+        parts, name = [row[probe] for row in own], own[0]["method"]
         low, high = EDGES[value]
         # a single document has no interval
         reach = [
-            [abs(each.get(edge, each[value]) - each[value]) for each in told]
+            [abs(each.get(edge, each[value]) - each[value]) for each in parts]
             for edge in (low, high)
         ]
-        values = [each[value] for each in told]
+        values = [each[value] for each in parts]
         style = {"label": name, "markersize": 5, "linewidth": 1.2, "elinewidth": 0.6}
         axis.errorbar([row[share] for row in own], values, reach, **style, **looks[name])
     if value == "share":
@@ -707,21 +713,21 @@ def _of(probe: str, write: Callable[[Row], str | None]) -> tuple[str, Callable[[
     return probe, column(write, probe)
 
 
-def _share(found: Row) -> str:
-    return with_interval(found["share"], found["low"], found["high"])
+def _share(result: Row) -> str:
+    return with_interval(result["share"], result["low"], result["high"])
 
 
-def _ratio(found: Row) -> str | None:
+def _ratio(result: Row) -> str | None:
     """A ratio to dense with its interval, where there is one."""
-    if found.get("ratio") is None:
+    if result.get("ratio") is None:
         return None
-    return ratio_with_interval(found["ratio"], *map(found.get, EDGES["ratio"]))
+    return ratio_with_interval(result["ratio"], *map(result.get, EDGES["ratio"]))
 
 
-def _divergence(found: Row) -> str:
+def _divergence(result: Row) -> str:
     """KL a token, and its interval where there is one."""
-    edges = [digits(found[edge]) for edge in EDGES["kl"] if found.get(edge) is not None]
-    return f"{digits(found['kl'])}{' [{}, {}]'.format(*edges) if edges else ''}"
+    edges = [digits(result[edge]) for edge in EDGES["kl"] if result.get(edge) is not None]
+    return f"{digits(result['kl'])}{' [{}, {}]'.format(*edges) if edges else ''}"
 
 
 def _milliseconds(row: Row) -> str | None:
@@ -750,29 +756,29 @@ def _compared(row: Row) -> bool:
 
 def _behind(row: Row, rows: Sequence[Row]) -> list[str]:
     """What follows a prompt, against dense; beside what the sparse path at full budget leaves."""
-    found = row.get(CONTINUATION)
-    if not found or not found.get("pairs"):
+    result = row.get(CONTINUATION)
+    if not result or not result.get("pairs"):
         return []
     place = itemgetter("text", "length")
     full = [each for each in rows if each["method"] == Full.name and place(each) == place(row)]
     noise = [digits(each[CONTINUATION]["kl"]) for each in full if each.get(CONTINUATION)]
     beside = f" (of the kernels alone {noise[0]})" if noise else ""
     return [
-        f"behind the prompt KL {_divergence(found)} a token{beside}",
-        f"greedy agreement {found['agreement']:.1%}",
-        f"perplexity behind the prompt × {_ratio(found)}",
+        f"behind the prompt KL {_divergence(result)} a token{beside}",
+        f"greedy agreement {result['agreement']:.1%}",
+        f"perplexity behind the prompt × {_ratio(result)}",
     ]
 
 
 def _changes(row: Row) -> list[str]:
     """What a method changes against dense, a probe an item."""
     probes = [probe for probe in PROBES if probe != CONTINUATION]
-    told = {probe: (_ratio if probe in PERPLEXITIES else difference) for probe in probes}
-    found = {probe: write(row[probe]) for probe, write in told.items() if row.get(probe)}
+    fields = {probe: (_ratio if probe in PERPLEXITIES else difference) for probe in probes}
+    result = {probe: write(row[probe]) for probe, write in fields.items() if row.get(probe)}
     times = dict.fromkeys(PERPLEXITIES, "× ")
     return [
         f"{SAID.get(probe, probe.replace('_', ' '))} {times.get(probe, '')}{change}"
-        for probe, change in found.items()
+        for probe, change in result.items()
         if change
     ]
 
@@ -782,15 +788,20 @@ SHARING = {"each": "a plan a head", "group": "a plan a KV head", "all": "one pla
 MARKERS = "osv^DPX*<>p"
 NARROWEST = 0.1  # of a share of dense attention, that a panel spans at least
 TIMES = ("predict_ms", "attend_ms", "dense_ms", "dense_kernel")
-SAID = {ASKED: "asked behind the prompt"}
+SAID = {
+    ASKED: "end-of-prompt recall",
+    RECALL: "in-text recall",
+    RECALL_BORDER: "block-start recall",
+    PERPLEXITY_BORDER: "block-start perplexity",
+}
 DRAWN = {
     CONTINUATION: ("KL behind the prompt", "kl"),
-    ASKED: ("asked behind the prompt", "share"),
-    RECALL: ("recall", "share"),
-    RECALL_BORDER: ("recall at borders", "share"),
+    ASKED: ("end-of-prompt recall", "share"),
+    RECALL: ("in-text recall", "share"),
+    RECALL_BORDER: ("block-start recall", "share"),
     PASS: ("pass", "share"),
     PERPLEXITY: ("perplexity × dense", "ratio"),
-    PERPLEXITY_BORDER: ("perplexity at borders × dense", "ratio"),
+    PERPLEXITY_BORDER: ("block-start perplexity × dense", "ratio"),
 }
 EDGES = {
     "share": ("low", "high"),
@@ -804,10 +815,10 @@ COLUMNS = {
     "budget": (None, "budget"),
     "density": (None, "density"),
     "KL behind the prompt": _of(CONTINUATION, _divergence),
-    "agreement": _of(CONTINUATION, lambda found: f"{found['agreement']:.3f}"),
+    "agreement": _of(CONTINUATION, lambda result: f"{result['agreement']:.3f}"),
     "perplexity behind the prompt × dense": _of(CONTINUATION, _ratio),
-    "asked behind the prompt": _of(ASKED, _share),
-    "asked to dense": _of(ASKED, difference),
+    "end-of-prompt recall": _of(ASKED, _share),
+    "end-of-prompt recall to dense": _of(ASKED, difference),
     "attention ms (predict + attend)": ("attend_ms", _milliseconds),
     "× dense": ("attend_ms", _over_dense),
     "pass [95 %]": _of(PASS, _share),
@@ -816,12 +827,12 @@ COLUMNS = {
     "question first to dense": _of(QUESTION_FIRST, difference),
     "multi key [95 %]": _of(MULTI_KEY, _share),
     "multi key to dense": _of(MULTI_KEY, difference),
-    "recall [95 %]": _of(RECALL, _share),
-    "recall to dense": _of(RECALL, difference),
-    "recall × dense": _of(RECALL, _ratio),
-    "recall at borders [95 %]": _of(RECALL_BORDER, _share),
-    "recall at borders to dense": _of(RECALL_BORDER, difference),
-    "perplexity": _of(PERPLEXITY, lambda found: f"{found['value']:.2f}"),
+    "in-text recall [95 %]": _of(RECALL, _share),
+    "in-text recall to dense": _of(RECALL, difference),
+    "in-text recall × dense": _of(RECALL, _ratio),
+    "block-start recall [95 %]": _of(RECALL_BORDER, _share),
+    "block-start recall to dense": _of(RECALL_BORDER, difference),
+    "perplexity": _of(PERPLEXITY, lambda result: f"{result['value']:.2f}"),
     "perplexity × dense [95 %]": _of(PERPLEXITY, _ratio),
-    "perplexity at borders × dense [95 %]": _of(PERPLEXITY_BORDER, _ratio),
+    "block-start perplexity × dense [95 %]": _of(PERPLEXITY_BORDER, _ratio),
 }

@@ -16,7 +16,7 @@ LOGITS_AT_ONCE = 1024  # positions whose logits are in float32 at the same time
 CHUNK = 64  # tokens behind a prompt that are read at once, unless told
 
 
-class Reading(NamedTuple):
+class TeacherForced(NamedTuple):
     """What is read, and which tokens of it should be foreseen.
 
     Attributes:
@@ -35,17 +35,17 @@ class Reading(NamedTuple):
         return [place for span in self.spans for place in range(*span)]
 
 
-def answered(tokenizer: Any, prompt: Prompt) -> Reading:
+def answered(tokenizer: Any, prompt: Prompt) -> TeacherForced:
     """A prompt and, behind it, the key it asks for."""
     answers = (prompt.begun, prompt.begun + prompt.key)
-    before, whole = (sentence_tokens(tokenizer, answer) for answer in answers)
+    before, complete = (sentence_tokens(tokenizer, answer) for answer in answers)
     # some tokenizers have the last blank and the first digit in one token
-    same = shared(before, whole)
+    same = shared(before, complete)
     kept = prompt.tokens[: len(prompt.tokens) - (len(before) - same)]
-    return Reading(kept + whole[same:], ((len(kept), len(kept) + len(whole) - same),))
+    return TeacherForced(kept + complete[same:], ((len(kept), len(kept) + len(complete) - same),))
 
 
-def foreseen(model: Any, reading: Reading, chunk: int = CHUNK) -> dict[str, list[bool]]:
+def greedy_match(model: Any, reading: TeacherForced, chunk: int = CHUNK) -> dict[str, list[bool]]:
     """Of each span whether all of its tokens are those that ``model`` finds likeliest."""
     places = reading.places
     likeliest = _predictions(model, reading, places, chunk).argmax(-1).tolist()
@@ -53,45 +53,47 @@ def foreseen(model: Any, reading: Reading, chunk: int = CHUNK) -> dict[str, list
     return {"right": [wrong.isdisjoint(range(*span)) for span in reading.spans]}
 
 
-def surprise(model: Any, reading: Reading) -> dict[str, float | int]:
+def nll(model: Any, reading: TeacherForced) -> dict[str, float | int]:
     """The sum of negative log-likelihoods of all tokens in the spans, and how many they are."""
     places = reading.places
     logits = _predictions(model, reading, places)
     targets = torch.tensor([reading.tokens[place] for place in places], device=logits.device)
     parts = zip(logits.split(LOGITS_AT_ONCE), targets.split(LOGITS_AT_ONCE), strict=True)
-    nll = sum(F.cross_entropy(few.float(), told, reduction="sum").item() for few, told in parts)
+    nll = sum(F.cross_entropy(few.float(), given, reduction="sum").item() for few, given in parts)
     return {"nll": nll, "count": len(places)}
 
 
-def distributions(model: Any, reading: Reading, chunk: int = CHUNK) -> Tensor:
+def distributions(model: Any, reading: TeacherForced, chunk: int = CHUNK) -> Tensor:
     """The log-probabilities ``model`` gives at each place, float32 [places, vocabulary]."""
     return _predictions(model, reading, reading.places, chunk).float().log_softmax(-1)
 
 
-def divergence(found: Tensor, dense: Tensor, reading: Reading) -> dict[str, float | int]:
-    """How far log-probabilities ``found`` are from those of dense attention.
+def divergence(result: Tensor, dense: Tensor, reading: TeacherForced) -> dict[str, float | int]:
+    """How far log-probabilities ``result`` are from those of dense attention.
 
     Args:
-        found, dense: [places, vocabulary], of the places of ``reading``.
+        result, dense: [places, vocabulary], of the places of ``reading``.
 
     Returns:
         ``kl``, the sum over places of KL(dense || found) in nats; ``agree``, at how many places
         both find the same token likeliest; ``nll``, the sum of negative log-likelihoods of the
-        tokens that stand there, by ``found``; and ``count``, how many places there are.
+        tokens that stand there, by ``result``; and ``count``, how many places there are.
     """
-    dense = dense.to(found.device)
-    kl = F.kl_div(found, dense, log_target=True, reduction="none").sum(-1, dtype=torch.float64)
-    targets = torch.tensor([reading.tokens[at] for at in reading.places], device=found.device)
+    dense = dense.to(result.device)
+    kl = F.kl_div(result, dense, log_target=True, reduction="none").sum(-1, dtype=torch.float64)
+    targets = torch.tensor([reading.tokens[at] for at in reading.places], device=result.device)
     return {
         "kl": kl.sum().item(),
-        "agree": int((found.argmax(-1) == dense.argmax(-1)).sum()),
-        "nll": F.nll_loss(found, targets, reduction="sum").item(),
+        "agree": int((result.argmax(-1) == dense.argmax(-1)).sum()),
+        "nll": F.nll_loss(result, targets, reduction="sum").item(),
         "count": len(targets),
     }
 
 
 @torch.no_grad()
-def _predictions(model: Any, reading: Reading, places: Sequence[int], chunk: int = CHUNK) -> Tensor:
+def _predictions(
+    model: Any, reading: TeacherForced, places: Sequence[int], chunk: int = CHUNK
+) -> Tensor:
     """Logits for the tokens at ``places``, [places, vocabulary]."""
     ids = torch.tensor([reading.tokens], device=model.device)
     before = torch.tensor(places, device=model.device) - 1

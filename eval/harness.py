@@ -1,7 +1,7 @@
 """lm-evaluation-harness, with CAB as a model and hidden keys as tasks.
 
     python -m cab_hf.eval harness --tasks cab_passkey,cab_passkey_multi,cab_recall \\
-        --model cab --model_args pretrained=smollm2,min_length=0,mass=0.8 \\
+        --model cab --model_args pretrained=smollm2,min_length=0,top_p=0.8 \\
         --metadata '{"max_seq_lengths": [2048, 4096]}'
 
 Everything is handed to lm_eval as it is, except that `pretrained=smollm2` and `smollm2-32k` name
@@ -46,7 +46,7 @@ from typing import Any
 import cab_hf
 from cab_hf.eval.experiment import PROG
 from cab_hf.runs.models import is_made, made_folder, refuse_unknown
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import UsageError
 
 TASKS = Path(__file__).with_name("tasks")
 INCLUDE = "--include_path"
@@ -60,8 +60,8 @@ def main(words: Sequence[str]) -> int:
         print(__doc__)
         return 0
     if importlib.util.find_spec("lm_eval") is None:
-        told = "lm_eval is not installed; pip install 'cab_hf[harness]' brings it."
-        print(f"{PROG} harness: {told}", file=sys.stderr)
+        text = "lm_eval is not installed; pip install 'cab_hf[harness]' brings it."
+        print(f"{PROG} harness: {text}", file=sys.stderr)
         return 2
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import register_model
@@ -89,28 +89,29 @@ def what_was_attended(model: Any) -> dict[str, Any]:
     Density is over the layers that attended sparsely, in their sparse calls.
 
     Raises:
-        Refused: no layer has attended sparsely.
+        UsageError: no layer has attended sparsely.
     """
-    from cab_hf.attention import settings
+    from cab_hf.attention import cab_config_of
 
     text = model.config.get_text_config()
     if text._attn_implementation != "cab":
         return {}
-    config = settings(text)
+    config = cab_config_of(text)
     layers = [layer["density"] for layer in cab_hf.stats(model)]
     sparse = [density for density in layers if density is not None]
     if not sparse:
-        raise Refused(
+        raise UsageError(
             "no layer attended sparsely, so that the scores would be those of dense attention; "
             f"requests of fewer than min_length={config.min_length} tokens are read exactly. Give "
             "a smaller min_length in --model_args, or run --model hf."
         )
-    told = {"cab_density": fmean(sparse), "cab_config": config.to_dict()}
+    fields = {"cab_density": fmean(sparse), "cab_config": config.to_dict()}
     print(
         f"cab: {len(sparse)} of {len(layers)} layers attended sparsely, density "
-        f"{told['cab_density']:.2f} in their sparse calls; config {json.dumps(told['cab_config'])}"
+        f"{fields['cab_density']:.2f} in their sparse calls; config "
+        f"{json.dumps(fields['cab_config'])}"
     )
-    return told
+    return fields
 
 
 def refuse_misspelt(arguments: Iterable[str], known: Collection[str]) -> None:
@@ -119,12 +120,12 @@ def refuse_misspelt(arguments: Iterable[str], known: Collection[str]) -> None:
     Whatever else there is lm_eval hands on to transformers.
 
     Raises:
-        Refused: naming both.
+        UsageError: naming both.
     """
     for name in arguments:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
         if name not in known and near:
-            raise Refused(f"model_args has {name!r}; did you mean {near[0]!r}?")
+            raise UsageError(f"model_args has {name!r}; did you mean {near[0]!r}?")
 
 
 def _with_folder(match: re.Match) -> str:

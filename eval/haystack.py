@@ -27,7 +27,7 @@ from cab_hf.needles import (
     running,
     split_sentences,
 )
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import UsageError
 
 FILLERS = ("noise", "distractors", "text")
 
@@ -83,7 +83,7 @@ class Haystack:
             index: number of the sample.
             hide_needle: leave out all keys and change nothing else.
         Raises:
-            Refused: ``length`` has no room for instruction, keys and question.
+            UsageError: ``length`` has no room for instruction, keys and question.
         """
         rng = random.Random(f"{seed}/{length}/{depth:.6f}/{index}/{self.keys}")
         keys = draw_keys(rng, self.keys, named=self.keys > 1)
@@ -112,7 +112,7 @@ class Haystack:
         """Refuse a length that the longest of instructions, keys and questions do not fit in.
 
         Raises:
-            Refused: as of `prompt`.
+            UsageError: as of `prompt`.
         """
         names = sorted(NAMES, key=len)[-self.keys :]
         whose = [f" for {name}" if self.keys > 1 else "" for name in names]
@@ -176,7 +176,7 @@ class Haystack:
         """Tokens that are left for sentences."""
         free = length - self.size(self.render(whose, needles, []))
         if free < 0:
-            raise Refused(
+            raise UsageError(
                 f"length {length} has no room for the question and {self.keys} keys, which take "
                 f"{length - free} tokens; give a longer one."
             )
@@ -198,13 +198,13 @@ class Haystack:
         while taken < len(sentences) - 1 and room(sentences[: taken + 1]) >= 0:
             taken += 1
         # the text starts within a sentence, as excerpts do: the end of the first one left out
-        whole, words = sentences[:taken], sentences[taken].split()
+        complete, words = sentences[:taken], sentences[taken].split()
         # a word takes a token at least
-        for start in range(max(1, len(words) - room(whole)), len(words)):
-            excerpt = [" ".join(words[start:]), *whole]
+        for start in range(max(1, len(words) - room(complete)), len(words)):
+            excerpt = [" ".join(words[start:]), *complete]
             if room(excerpt) >= 0:
                 return excerpt
-        return whole
+        return complete
 
 
 def read_sentences(name: str, file: Path | str) -> list[str]:
@@ -213,10 +213,10 @@ def read_sentences(name: str, file: Path | str) -> list[str]:
         text = Path(file).read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "not UTF-8"
-        raise Refused(f"{name} must name a UTF-8 text; got {str(file)!r} ({why}).") from None
+        raise UsageError(f"{name} must name a UTF-8 text; got {str(file)!r} ({why}).") from None
     if not text.strip() or "\0" in text:
         why = "binary" if text.strip() else "empty"
-        raise Refused(f"{name} must name a UTF-8 text; got {str(file)!r} ({why}).")
+        raise UsageError(f"{name} must name a UTF-8 text; got {str(file)!r} ({why}).")
     return split_sentences(text)
 
 

@@ -61,8 +61,8 @@ def ratio_interval(ours: Sequence[float], base: Sequence[float]) -> Interval:
     if not (stdev(ours) or stdev(base)):
         # runs that never differ have an interval, of no width
         return estimate, estimate, estimate
-    found = stats.ttest_ind(ours, base, equal_var=False).confidence_interval(LEVEL)
-    return estimate, math.exp(found.low), math.exp(found.high)
+    result = stats.ttest_ind(ours, base, equal_var=False).confidence_interval(LEVEL)
+    return estimate, math.exp(result.low), math.exp(result.high)
 
 
 def mean_interval(ours: Sequence[float], base: Sequence[float], level: float = LEVEL) -> Interval:

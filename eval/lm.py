@@ -52,8 +52,8 @@ def watch(kind: type[HFLM]) -> None:
     @functools.wraps(tell)
     def get_model_info(self: HFLM) -> dict[str, Any]:
         # replies that --use_cache remembers ask no model
-        found = what_was_attended(self.model) if getattr(self, "cab_was_asked", False) else {}
-        return {**tell(self), **found}
+        result = what_was_attended(self.model) if getattr(self, "cab_was_asked", False) else {}
+        return {**tell(self), **result}
 
     @functools.wraps(detect)
     def _detect_batch_size(self: HFLM, *args: Any, **kwargs: Any) -> int:

@@ -33,11 +33,11 @@ import cab_hf
 from cab_hf.config import CabConfig
 from cab_hf.engines import ENGINES
 from cab_hf.plan import Spans
-from cab_hf.predictors import Call, make_predictor
+from cab_hf.predictors import LayerContext, make_predictor
 from cab_hf.predictors.attention_mass import column_sums
 
 BUDGET_STEPS = 1000  # a share of a row, or of the mass, is fitted to this fraction
-BUDGETS = ("mass", "bridges", "sparsity", "exact_queries")  # fields that take tables
+BUDGETS = ("top_p", "top_k_share", "sparsity", "exact_queries")  # fields that take tables
 PROBE_DIM = 16  # head dim of the random q and k that a budget is fitted on
 SEED = 0  # of the probe
 H2O_ATTENTION = "cab_h2o"
@@ -85,7 +85,7 @@ def fitted_config(candidates: Sequence[CabConfig], cell: Cell) -> CabConfig:
     length, device = cell.length, cell.device
     generator = torch.Generator(device).manual_seed(SEED)
     q, k = torch.randn(2, 1, 1, length, PROBE_DIM, generator=generator, device=device)
-    call = Call(Spans.causal(1, length, length, device), PROBE_DIM**-0.5)
+    call = LayerContext(Spans.causal(1, length, length, device), PROBE_DIM**-0.5)
     return nearest(candidates, cell, lambda config: make_predictor(config)(q, k, call).density())
 
 
@@ -197,7 +197,7 @@ class Full(Cab):
 
     @classmethod
     def fit(cls, cell: Cell) -> Full:
-        everything = {"select": "clusters", "mass": 1.0, "max_density": 1.0}
+        everything = {"select": "clusters", "top_p": 1.0, "max_density": 1.0}
         return cls(cell.shared.changed(predictor="curvature", **everything))
 
 
@@ -213,7 +213,7 @@ class Published(Cab):
 
     @classmethod
     def fit(cls, cell: Cell) -> Published:
-        kept = ("min_length", "dense_layers", "engine", "sparse_decode", "dense_tail")
+        kept = ("min_length", "dense_layers", "engine", "sparse_decode", "dense_tail_blocks")
         shared = {field: getattr(cell.config, field) for field in kept}
         return cls(fitted_sparsity(CabConfig.published(**shared), cell))
 
@@ -240,7 +240,9 @@ class Streaming(Cab):
     def reaches(self, length: int, asking: int, needle: tuple[int, int]) -> bool:
         spans = Spans.causal(1, length, length, "cpu")
         nothing = torch.empty(1, 1, length, 0)
-        seen = make_predictor(self.config)(nothing, nothing, Call(spans, 1.0)).to_dense()[0, 0]
+        seen = make_predictor(self.config)(nothing, nothing, LayerContext(spans, 1.0)).to_dense()[
+            0, 0
+        ]
         first, last = needle[0] // self.config.key_block, (needle[1] - 1) // self.config.key_block
         return bool(seen[asking // self.config.query_block :, first : last + 1].any())
 
@@ -301,12 +303,12 @@ class MeanPooled(Cab):
             raise ValueError(
                 "mean_pooled needs a cell that tells the density of a config on a text."
             )
-        pooled = {"coarsen": "mean", "select": "clusters", "curvature": "none", "bridges": 0.0}
+        pooled = {"coarsen": "mean", "select": "clusters", "curvature": "none", "top_k_share": 0.0}
         # outlier queries are CAB's
         pooled |= {"predictor": "curvature", "max_density": 1.0, "exact_queries": 0}
         base = cell.shared.changed(**pooled)
         shares = (step / BUDGET_STEPS for step in range(1, BUDGET_STEPS + 1))
-        return cls(nearest([replace(base, mass=mass) for mass in shares], cell, cell.realised))
+        return cls(nearest([replace(base, top_p=top_p) for top_p in shares], cell, cell.realised))
 
 
 @dataclass(frozen=True)
@@ -416,18 +418,18 @@ METHODS: dict[str, type[Method]] = {method.name: method for method in COMPARED} 
 
 def never_sparse(method: type[Method], samples: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a method that chooses blocks has attended none of its samples sparsely."""
-    told = [s["sparse_density"] for s in samples if "sparse_density" in s]
-    return issubclass(method, Cab) and bool(told) and all(each is None for each in told)
+    parts = [s["sparse_density"] for s in samples if "sparse_density" in s]
+    return issubclass(method, Cab) and bool(parts) and all(each is None for each in parts)
 
 
 def exact_readings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """A sentence on the rows of which `never_sparse` holds, which say so as ``never_sparse``."""
-    found = dict.fromkeys(
+    result = dict.fromkeys(
         f"{row['method']} at {row['length']} tokens" for row in rows if row.get("never_sparse")
     )
-    if not found:
+    if not result:
         return []
     return [
-        f"No layer attended sparsely under {', '.join(found)}: what stands there is dense "
+        f"No layer attended sparsely under {', '.join(result)}: what stands there is dense "
         "attention's."
     ]

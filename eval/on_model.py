@@ -17,6 +17,7 @@ import torch
 
 from cab_hf.eval.experiment import Experiment, Row
 from cab_hf.eval.methods import Method
+from cab_hf.renamed import renamed
 from cab_hf.runs.models import (
     SMOLLM2,
     content_sha256,
@@ -28,7 +29,7 @@ from cab_hf.runs.models import (
 )
 from cab_hf.runs.provenance import computing_device
 from cab_hf.runs.settings import (
-    Refused,
+    UsageError,
     by_device,
     fill_by_device,
     flag,
@@ -43,8 +44,8 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 # of CabConfig on a CPU, where nothing is set: 1,536 tokens are cut so small, and so few pairs are
 # attended, that methods differ as on a long prompt
 SMALL = {
-    **{"query_block": 32, "key_block": 16, "local_blocks": 2, "dense_tail": 0},
-    **{"mass": 0.7, "exact_queries": 8},
+    **{"query_block": 32, "key_block": 16, "local_blocks": 2, "dense_tail_blocks": 0},
+    **{"top_p": 0.7, "exact_queries": 8},
 }
 
 
@@ -58,7 +59,7 @@ class OnModelSettings:
     trust_remote_code: bool = flag("run Python code that comes with the model")
     set: tuple[str, ...] = option(
         (),
-        "field=value of CabConfig, e.g. mass=0.8; repeatable (default on CPU: small blocks)",
+        "field=value of CabConfig, e.g. top_p=0.8; repeatable (default on CPU: small blocks)",
         repeatable=True,
     )
     seed: int = option(0, "of all that is drawn: prompts, documents, keys", int)
@@ -84,7 +85,7 @@ class OnModelSettings:
         """Fields of `CabConfig` that ``--set`` names; where it names none, the device's."""
         if not self.set:
             return dict(SMALL) if self.on_cpu else {}
-        return dict(map(parse_assignment, self.set))
+        return renamed(dict(map(parse_assignment, self.set)))
 
 
 class OnModel(Experiment):
@@ -120,8 +121,8 @@ class OnModel(Experiment):
 
     def lengths(self) -> tuple[int, ...]:
         """In tokens, of what is read."""
-        told = getattr(self.settings, self.LENGTHS)
-        return told if isinstance(told, tuple) else (told,)
+        given = getattr(self.settings, self.LENGTHS)
+        return given if isinstance(given, tuple) else (given,)
 
     def under(self, method: Method, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """What ``read`` finds while ``method`` is on, its seconds, and the density of all layers.
@@ -130,12 +131,12 @@ class OnModel(Experiment):
         """
         with refusing("model"), method.applied(self.model) as densities:
             started = time.perf_counter()
-            found = read()
+            result = read()
             seconds = time.perf_counter() - started
             layers = densities()
         sparse = [density for density in layers if density is not None]
         return {
-            **found,
+            **result,
             "density": fmean(1.0 if density is None else density for density in layers),
             "sparse_density": fmean(sparse) if sparse else None,
             "seconds": round(seconds, 3),
@@ -148,24 +149,24 @@ class OnModel(Experiment):
         most, longest = most_tokens(config, self.WRITTEN), max(self.lengths())
         if most is not None and longest > most:
             behind = f" with {self.WRITTEN} tokens written behind" if self.WRITTEN else ""
-            raise Refused(
+            raise UsageError(
                 f"{self.LENGTHS} must be at most {most}, as far as the positions in the config of "
                 f"model {settings.model!r} reach{behind}; got {longest}."
             )
 
     def recorded(self) -> dict[str, Any]:
-        told, name = super().recorded(), self.settings.model
-        told["model"] = Path(name).name if Path(name).exists() else name
-        if not told["trust_remote_code"]:
-            del told["trust_remote_code"]
+        given, name = super().recorded(), self.settings.model
+        given["model"] = Path(name).name if Path(name).exists() else name
+        if not given["trust_remote_code"]:
+            del given["trust_remote_code"]
         # smollm2 is one file, by its own hash
-        return told if name == SMOLLM2 else {**told, "model_sha256": self.content}
+        return given if name == SMOLLM2 else {**given, "model_sha256": self.content}
 
 
 def realised_density(samples: Sequence[Row]) -> float:
     """What a method takes in the layers that are not dense, the mean over what it has read."""
-    found = (sample["sparse_density"] for sample in samples)
-    return fmean(1.0 if density is None else density for density in found)
+    result = (sample["sparse_density"] for sample in samples)
+    return fmean(1.0 if density is None else density for density in result)
 
 
 @contextmanager
@@ -173,12 +174,12 @@ def refusing(name: str) -> Iterator[None]:
     """What cab_hf refuses inside, whoever started the run has asked for by the setting ``name``."""
     try:
         yield
-    except Refused:
+    except UsageError:
         raise
     except (NotImplementedError, ValueError) as error:
         if not _raised_by_us(error):
             raise
-        raise Refused(f"{name}: {error}") from error
+        raise UsageError(f"{name}: {error}") from error
 
 
 def _raised_by_us(error: BaseException) -> bool:

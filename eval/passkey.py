@@ -192,10 +192,10 @@ class Passkey(OnModel):
         return made
 
     def recorded(self) -> dict[str, Any]:
-        settings, told = self.settings, super().recorded()
+        settings, given = self.settings, super().recorded()
         if settings.haystack is not None:
-            told["haystack"] = file_identity(settings.haystack)
-        return {**told, "cab_config": settings.cab_config.to_dict()}
+            given["haystack"] = file_identity(settings.haystack)
+        return {**given, "cab_config": settings.cab_config.to_dict()}
 
     @property
     def methods(self) -> dict[str, int]:
@@ -231,19 +231,19 @@ class Passkey(OnModel):
         config = settings.cab_config
         if case["method"] == Streaming.name:
             # with a tail the question would see what left the window, which nothing is to find
-            config = replace(config, dense_tail=0)
+            config = replace(config, dense_tail_blocks=0)
         cell = Cell(config, case["budget"], length, settings.device, self.realised(length))
         method = fitted(case["method"], cell)
         prompt = self.prompt(length, case["depth"], case["index"], hide_needle=method.hides_needle)
-        found = self.under(method, lambda: {"answer": self.answer(prompt)})
+        result = self.under(method, lambda: {"answer": self.answer(prompt)})
         needle = prompt.needle
         return {
             "tokens": len(prompt.tokens),
             "needle": needle,
             "reached": needle and method.reaches(len(prompt.tokens), prompt.asking, needle),
-            **found,
+            **result,
             "expected": prompt.key,
-            "correct": answered(found["answer"], prompt.key),
+            "correct": answered(result["answer"], prompt.key),
         }
 
     @torch.no_grad()
@@ -338,8 +338,8 @@ def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
     return {**row, "by_depth": {depth: fmean(each) for depth, each in by_depth.items()}}
 
 
-def _share(part: str, whole: str, row: Row) -> str | None:
-    return f"{row[part]} of {row[whole]}" if row.get(whole) else None
+def _share(part: str, complete: str, row: Row) -> str | None:
+    return f"{row[part]} of {row[complete]}" if row.get(complete) else None
 
 
 COLUMNS = {

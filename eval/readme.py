@@ -21,7 +21,8 @@ from typing import Any
 from cab_hf.eval import charts, experiment
 from cab_hf.eval.experiment import CSV, FIGURE, REPORT, RESULTS, SAMPLES, Experiment, Row, named
 from cab_hf.eval.report import digits, grouped, markdown_table, percent, with_interval
-from cab_hf.eval.speed.lora import told_longest
+from cab_hf.eval.speed.lora import reported_longest
+from cab_hf.renamed import renamed_in
 from cab_hf.runs.log import PACKED, pack, write_atomically
 from cab_hf.runs.settings import option, read_settings
 
@@ -104,11 +105,11 @@ class Results:
 
     def row(self, **wanted: Any) -> Row:
         """The only row of those values; ValueError where there is none."""
-        found = [r for r in self.rows if wanted.items() <= r.items()]
-        if len(found) != 1:
-            told = ", ".join(f"{name} {value}" for name, value in wanted.items())
-            raise ValueError(f"{self.name} must have one row of {told}; it has {len(found)}.")
-        return found[0]
+        results = [r for r in self.rows if wanted.items() <= r.items()]
+        if len(results) != 1:
+            text = ", ".join(f"{name} {value}" for name, value in wanted.items())
+            raise ValueError(f"{self.name} must have one row of {text}; it has {len(results)}.")
+        return results[0]
 
 
 def read_results(folder: Path) -> Results:
@@ -120,69 +121,69 @@ def read_results(folder: Path) -> Results:
     if "experiment" not in made:
         raise ValueError(f"{path} names no experiment in its provenance; measure it again.")
     kind = named(made["experiment"])
-    rows = [{**kind.ADDED, **row} for row in json.loads(path.read_text())["rows"]]
+    rows = [{**kind.ADDED, **row} for row in renamed_in(json.loads(path.read_text()))["rows"]]
     return Results(folder.name, rows, made, kind)
 
 
 def results_page(results: Path) -> str:
     """The page of all folders in ``results``; ValueError as of `read_results`."""
-    found = [read_results(folder) for folder in sorted(results.iterdir()) if folder.is_dir()]
+    matches = [read_results(folder) for folder in sorted(results.iterdir()) if folder.is_dir()]
     # those of one experiment by name
-    found.sort(key=lambda each: (*(each.kind.name != name for name in ORDER), each.name))
-    return "\n\n".join([INTRODUCTION, *(section(each, found) for each in found)]) + "\n"
+    matches.sort(key=lambda each: (*(each.kind.name != name for name in ORDER), each.name))
+    return "\n\n".join([INTRODUCTION, *(section(each, matches) for each in matches)]) + "\n"
 
 
-def section(found: Results, among: Sequence[Results]) -> str:
+def section(result: Results, among: Sequence[Results]) -> str:
     """One folder: table, readings, figure and command; ``among`` are all on the page."""
-    kind = found.kind
+    kind = result.kind
     parts = [
-        f"## {heading(found, among)}",
-        *experiment.summary(kind, found.rows),
-        f"![{kind.caption}]({found.name}/{FIGURE})",
-        f"{source([found])}; [{found.name}]({found.name}/{REPORT}) tells more.",
-        experiment.command(kind, found.provenance["settings"]),
+        f"## {heading(result, among)}",
+        *experiment.summary(kind, result.rows),
+        f"![{kind.caption}]({result.name}/{FIGURE})",
+        f"{source([result])}; [{result.name}]({result.name}/{REPORT}) tells more.",
+        experiment.command(kind, result.provenance["settings"]),
     ]
     return "\n\n".join(parts)
 
 
-def heading(found: Results, among: Sequence[Results]) -> str:
+def heading(result: Results, among: Sequence[Results]) -> str:
     """The title of a section, unlike that of any other."""
-    told, *others = (
+    given, *others = (
         ": ".join(filter(None, (each.kind.title, varying(each, among))))
-        for each in (found, *(each for each in among if each is not found))
+        for each in (result, *(each for each in among if each is not result))
     )
-    return f"{told} ({found.name})" if told in others else told
+    return f"{given} ({result.name})" if given in others else given
 
 
-def varying(found: Results, among: Iterable[Results]) -> str:
-    """In which settings and versions ``found`` differs from others of its experiment."""
-    same = [_identity(each) for each in among if each.kind is found.kind]
-    told = []
+def varying(result: Results, among: Iterable[Results]) -> str:
+    """In which settings and versions ``result`` differs from others of its experiment."""
+    same = [_identity(each) for each in among if each.kind is result.kind]
+    parts = []
     for name in dict.fromkeys(name for each in same for name in each):
         if len({each.get(name) for each in same}) > 1:
-            value, name = _identity(found).get(name), name.replace("_", " ")
-            told.append(f"no {name}" if value is None else f"{name} {value}")
-    return ", ".join(told)
+            value, name = _identity(result).get(name), name.replace("_", " ")
+            parts.append(f"no {name}" if value is None else f"{name} {value}")
+    return ", ".join(parts)
 
 
-def _identity(found: Results) -> dict[str, Any]:
+def _identity(result: Results) -> dict[str, Any]:
     """What tells two runs of an experiment apart, as far as it is short enough for a heading."""
-    made, kind = found.provenance, found.kind
+    made, kind = result.provenance, result.kind
     fixed = {field.name for field in fields(kind.Settings)} - set(kind.GROWS)
-    told = {name: made["settings"][name] for name in made["settings"] if name in fixed}
-    told |= made["versions"]
-    return {name: each for name, each in told.items() if not isinstance(each, (dict, list))}
+    record = {name: made["settings"][name] for name in made["settings"] if name in fixed}
+    record |= made["versions"]
+    return {name: each for name, each in record.items() if not isinstance(each, (dict, list))}
 
 
-def source(found: Sequence[Results]) -> str:
+def source(results: Sequence[Results]) -> str:
     """Device, torch and commit of the runs, in one line."""
-    made = [each.provenance for each in found]
-    told = {
+    made = [each.provenance for each in results]
+    fields = {
         "": [each["device"] for each in made],
         "torch ": [each["versions"]["torch"] for each in made],
         "commit ": [_short(each["commit"] or "unknown") for each in made],
     }
-    return ", ".join(what + " and ".join(dict.fromkeys(each)) for what, each in told.items())
+    return ", ".join(what + " and ".join(dict.fromkeys(each)) for what, each in fields.items())
 
 
 def _short(commit: str) -> str:
@@ -242,8 +243,8 @@ def draw_default(results: Path) -> None:
         charts.line(left, rows, lambda row: row["ms"] / 1000, **look)
         for row in rows:
             place = (row["length"], row["ms"] / 1000)
-            told = f"× {row['over_best']:.2f}"
-            left.annotate(told, place, xytext=(4, -12), textcoords="offset points", fontsize=8)
+            text = f"× {row['over_best']:.2f}"
+            left.annotate(text, place, xytext=(4, -12), textcoords="offset points", fontsize=8)
         charts.over_tokens(left, lengths, "time to the first token, LLaMA-3-8B shape", "s")
         for colour, (probe, label) in enumerate(QUALITY.items()):
             look = {"color": f"C{colour}", "label": label}
@@ -256,15 +257,15 @@ def draw_default(results: Path) -> None:
 
 def choices_table(results: Path) -> str:
     """What each way to read a long text takes and keeps."""
-    found = read_results(results / COMPARED)
+    result = read_results(results / COMPARED)
     rows = []
     for name, method in CHOICES.items():
-        row = found.row(method=method, text=COMPARED_TEXT)
+        row = result.row(method=method, text=COMPARED_TEXT)
         ms = row["predict_ms"] + row["attend_ms"]
         shares = {f"{label} recall": row[probe]["share"] for probe, label in RECALLS.items()}
-        told = {"settings": name, "attention ms": digits(ms), "density": row["density"]}
-        rows.append(told | {"KL": digits(row["continuation"]["kl"]), **shares})
-    return _table(rows, [found])
+        fields = {"settings": name, "attention ms": digits(ms), "density": row["density"]}
+        rows.append(fields | {"KL": digits(row["continuation"]["kl"]), **shares})
+    return _table(rows, [result])
 
 
 def families_told(results: Path) -> str:
@@ -285,26 +286,26 @@ def _spent(row: Row) -> dict[str, float]:
     return {name: row[name]}
 
 
-def _bold(told: str, lost: bool) -> str:
-    return f"**{told}**" if lost else told
+def _bold(text: str, lost: bool) -> str:
+    return f"**{text}**" if lost else text
 
 
 def lora_table(results: Path) -> str:
     """A training step, dense and sparse."""
-    found = read_results(results / STEP)
-    one = [row for row in found.rows if row["spread"] == "alone" and not row["sought"]]
+    result = read_results(results / STEP)
+    one = [row for row in result.rows if row["spread"] == "alone" and not row["sought"]]
     rows = []
     for cab in (row for row in one if row["implementation"] == "cab"):
         alike = [row for row in one if row["length"] == cab["length"]]
         times = {f"{row['implementation']} s": digits(row["ms"] / 1000) for row in alike}
         gained = {"×": f"{cab['over_best']:.2f}", "at most": f"{cab['ceiling']:.2f}"}
         rows.append({"tokens": f"{cab['length']:,}", **times, **gained, "density": cab["density"]})
-    return _table(rows, [found])
+    return _table(rows, [result])
 
 
 def spread_table(results: Path) -> str:
     """A training step over ranks, beside one rank alone."""
-    found = read_results(results / SPREAD)
+    result = read_results(results / SPREAD)
     rows = [
         {
             "tokens": f"{row['length']:,}",
@@ -315,16 +316,16 @@ def spread_table(results: Path) -> str:
             "tokens/s a GPU": f"{row['tokens_s']:,.0f}",
             "of one": percent(row["efficiency"]),
         }
-        for row in sorted(found.rows, key=itemgetter("length", "world"))
+        for row in sorted(result.rows, key=itemgetter("length", "world"))
         if row["ms"]
     ]
-    return _table(rows, [found])
+    return _table(rows, [result])
 
 
 def longest_table(results: Path) -> str:
     """The longest sequence of which a training step fits on one GPU."""
-    found = read_results(results / LONGEST)
-    sought = [row for row in found.rows if row["sought"]]
+    result = read_results(results / LONGEST)
+    sought = [row for row in result.rows if row["sought"]]
     rows = [
         {
             "attention": longest["implementation"],
@@ -332,9 +333,9 @@ def longest_table(results: Path) -> str:
             "peak GiB": digits(longest["peak_gib"]),
             "too many": f"{longest['over']:,}",
         }
-        for longest in map(told_longest, grouped(sought, "implementation"))
+        for longest in map(reported_longest, grouped(sought, "implementation"))
     ]
-    return _table(rows, [found])
+    return _table(rows, [result])
 
 
 def dealt_table(results: Path) -> str:
@@ -366,56 +367,56 @@ def trained_table(results: Path) -> str:
     Bold where an interval lies below that of dense training and dense reading; of what that was not
     asked, of dense reading.
     """
-    found = {
+    result = {
         name: [read_results(results / folder) for folder in folders]
         for name, (folders, _) in TRAININGS.items()
     }
-    best = _read_of([*found["dense"], *found["cab"]], "dense")
-    probes = {"asked at the end": "pass", "one of four": "multi_key"}
-    probes |= {"in the middle": "recall", "at borders": "recall_border"}
+    best = _read_of([*result["dense"], *result["cab"]], "dense")
+    probes = {"end-of-prompt recall": "pass", "one of four": "multi_key"}
+    probes |= {"in-text recall": "recall", "block-start recall": "recall_border"}
     rows = []
     for name, (_, methods) in TRAININGS.items():
         for method in methods:
-            row = _read_of(found[name], method)
-            told = {"trained": name, "read": ARMS[method], **_spent(row)}
+            row = _read_of(result[name], method)
+            fields = {"trained": name, "read": ARMS[method], **_spent(row)}
             for heading, probe in probes.items():
                 part = row.get(probe)
-                told[heading] = part and _beside(part, best[probe])
+                fields[heading] = part and _beside(part, best[probe])
             value = row.get("perplexity")
-            rows.append(told | {"perplexity": value and digits(value["value"])})
-    return _table(rows, [each for some in found.values() for each in some])
+            rows.append(fields | {"perplexity": value and digits(value["value"])})
+    return _table(rows, [each for some in result.values() for each in some])
 
 
-def _beside(found: Row, best: Row) -> str:
+def _beside(result: Row, best: Row) -> str:
     """What was right, with its interval; bold where that lies below the one of ``best``."""
-    told = with_interval(found["share"], found["low"], found["high"])
-    return _bold(told, found["high"] < best["low"])
+    given = with_interval(result["share"], result["low"], result["high"])
+    return _bold(given, result["high"] < best["low"])
 
 
-def _read_of(found: Sequence[Results], method: str) -> Row:
+def _read_of(results: Sequence[Results], method: str) -> Row:
     """The row of a way of reading, with the probes of all folders that have it.
 
     ValueError where none has it, or one several times.
     """
     wanted = {"method": method, "length": TRAINED_TOKENS}
-    having = [each for each in found if any(wanted.items() <= row.items() for row in each.rows)]
-    rows = [each.row(**wanted) for each in having or found[:1]]
+    having = [each for each in results if any(wanted.items() <= row.items() for row in each.rows)]
+    rows = [each.row(**wanted) for each in having or results[:1]]
     # what several folders have is that of the first
     return {name: value for row in reversed(rows) for name, value in row.items()}
 
 
 def parallel_table(results: Path) -> str:
     """Attention over the most ranks measured: its share of so many times one's rate, and CAB's."""
-    found = [read_results(results / name) for name in PARALLELS if (results / name).is_dir()]
-    shown = [row for each in found for row in _efficiencies(each)]
+    matches = [read_results(results / name) for name in PARALLELS if (results / name).is_dir()]
+    shown = [row for each in matches for row in _efficiencies(each)]
     columns = dict.fromkeys(name for row in shown for name in row)
-    return _table([{name: row.get(name) for name in columns} for row in shown], found)
+    return _table([{name: row.get(name) for name in columns} for row in shown], matches)
 
 
-def _efficiencies(found: Results) -> list[dict[str, Any]]:
+def _efficiencies(result: Results) -> list[dict[str, Any]]:
     """A row a length and direction, a column a scheme."""
     # links have no direction, and one rank alone no efficiency
-    rows = [row for row in found.rows if row["measured"] and row["direction"]]
+    rows = [row for row in result.rows if row["measured"] and row["direction"]]
     world = max(row["world"] for row in rows)
     made = []
     for alike in grouped([row for row in rows if row["world"] == world], "length", "direction"):
@@ -426,10 +427,10 @@ def _efficiencies(found: Results) -> list[dict[str, Any]]:
         schemes = {row["scheme"]: percent(row["efficiency"]) for row in alike}
         ms = {row["scheme"]: row["ms"] for row in alike if row["ms"]}
         density = next((row["density"] for row in alike if row["scheme"] == SPARSE), None)
-        told: dict[str, Any] = {"density": density}
+        fields: dict[str, Any] = {"density": density}
         if ms.keys() >= {SPARSE, WHOLE}:
-            told["cab over dense"] = f"{ms[WHOLE] / ms[SPARSE]:.2f} ×"
-        made.append(place | schemes | told)
+            fields["cab over dense"] = f"{ms[WHOLE] / ms[SPARSE]:.2f} ×"
+        made.append(place | schemes | fields)
     return made
 
 
@@ -442,7 +443,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "trained": trained_table,
     "parallel": parallel_table,
     "longest": longest_table,
-    "dealt": dealt_table,
+    "sharded": dealt_table,
 }
 PLACE = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
@@ -471,9 +472,9 @@ def page_with_tables(page: str, results: Path, up: str = "") -> str:
     return made
 
 
-def _table(rows: Sequence[Row], found: Sequence[Results]) -> str:
+def _table(rows: Sequence[Row], results: Sequence[Results]) -> str:
     shown = markdown_table(rows, list(rows[0]))
-    return f"{shown}\n\n{source(found)}; more in [eval/results](eval/results)."
+    return f"{shown}\n\n{source(results)}; more in [eval/results](eval/results)."
 
 
 @dataclass(frozen=True)

@@ -197,9 +197,9 @@ def causal_types() -> list[str]:
     return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING))
 
 
-def tiny_config(model_type: str, **told: Any) -> PreTrainedConfig:
-    """A config of a few layers, heads and words; ``told`` are fields with values of their own."""
-    config = _tiny(CONFIG_MAPPING[model_type](), told)
+def tiny_config(model_type: str, **values: Any) -> PreTrainedConfig:
+    """A config of a few layers, heads and words; ``values`` are fields with values of their own."""
+    config = _tiny(CONFIG_MAPPING[model_type](), values)
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
     return config
@@ -210,12 +210,12 @@ def window_fields(model_type: str) -> dict[str, Any]:
     config = tiny_config(model_type)
     has = {field.name for field in dataclasses.fields(config)}
     kinds = set(vars(config).get("layer_types") or ())
-    told = {"sliding_window": WINDOW, "use_sliding_window": True}
+    fields = {"sliding_window": WINDOW, "use_sliding_window": True}
     if kinds == {"full_attention"}:
-        told["layer_types"] = SOME_SLIDING
+        fields["layer_types"] = SOME_SLIDING
     elif kinds or _slides(config):
         return {}
-    return {name: told[name] for name in told if name in has and "sliding_window" in has}
+    return {name: fields[name] for name in fields if name in has and "sliding_window" in has}
 
 
 def _slides(config: PreTrainedConfig) -> bool:
@@ -228,19 +228,19 @@ def _tiny(default: PreTrainedConfig, given: Mapping[str, Any] = NOTHING) -> PreT
     # read past the properties: some refuse to say what is not the same in all layers
     values = vars(default)
     layers = values.get("num_hidden_layers")
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name in (field.name for field in dataclasses.fields(default)):
         value = values.get(name)
         if isinstance(value, PreTrainedConfig):
-            told[name] = _tiny(value)
+            fields[name] = _tiny(value)
         elif isinstance(value, list | tuple) and len(value) == layers:
-            told[name] = [SIZES[name]] * LAYERS if name in SIZES else _of_each_kind(value)
+            fields[name] = [SIZES[name]] * LAYERS if name in SIZES else _of_each_kind(value)
         elif name in ALWAYS or (value and isinstance(value, int) and not isinstance(value, bool)):
-            told |= _number(name, value)
-    if "kv_lora_rank" in told:
+            fields |= _number(name, value)
+    if "kv_lora_rank" in fields:
         # keys and values are made of one small vector, for all heads
-        told["num_key_value_heads"] = HEADS
-    return type(default)(**{**told, **REPAIRS.get(default.model_type, {}), **given})
+        fields["num_key_value_heads"] = HEADS
+    return type(default)(**{**fields, **REPAIRS.get(default.model_type, {}), **given})
 
 
 def _number(name: str, value: int | None) -> dict[str, int]:
@@ -256,14 +256,14 @@ def _of_each_kind(entries: list[Any] | tuple[Any, ...]) -> list[Any]:
     return [kinds[layer % len(kinds)] for layer in range(LAYERS)]
 
 
-def tiny_model(model_type: str, **told: Any) -> PreTrainedModel:
+def tiny_model(model_type: str, **values: Any) -> PreTrainedModel:
     """A float32 model of `tiny_config`, in which no layer's attention is near uniform.
 
     As they come, random weights are so small that a wrong attention would hardly show.
     """
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
     torch.manual_seed(0)
-    config = _taken_by(kind, tiny_config(model_type, **told))
+    config = _taken_by(kind, tiny_config(model_type, **values))
     model = kind._from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for module in model.modules():

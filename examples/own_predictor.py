@@ -16,7 +16,7 @@ import cab_hf
 from cab_hf import BlockPlan, CabConfig
 from cab_hf.ops import reference
 from cab_hf.plan import block_visibility
-from cab_hf.predictors import Call, Predictor
+from cab_hf.predictors import LayerContext, Predictor
 
 
 class LoudestBlocks(Predictor):
@@ -29,7 +29,7 @@ class LoudestBlocks(Predictor):
             norms = norms * valid.unsqueeze(1)
         return torch.stack([block.mean(-1) for block in norms.split(self.config.key_block, -1)], -1)
 
-    def choose(self, q: Tensor, summary: Tensor, call: Call) -> BlockPlan:
+    def choose(self, q: Tensor, summary: Tensor, call: LayerContext) -> BlockPlan:
         config = self.config
         blocks = {"query_block": config.query_block, "key_block": config.key_block}
         visible = block_visibility(call.spans, **blocks)

@@ -39,8 +39,8 @@ def planted_bridge() -> tuple[Tensor, Tensor]:
 
 def report(name: str, kept: Tensor) -> None:
     blocks = kept.shape[-1] * (kept.shape[-1] + 1) // 2 * HEADS
-    share, found = kept.sum().item() / blocks, kept[0, :, BRIDGE[0], BRIDGE[1]].sum().item()
-    print(f"{name:18} keeps {share:.3f} of the blocks, the bridge in {found} of {HEADS} heads")
+    share, result = kept.sum().item() / blocks, kept[0, :, BRIDGE[0], BRIDGE[1]].sum().item()
+    print(f"{name:18} keeps {share:.3f} of the blocks, the bridge in {result} of {HEADS} heads")
 
 
 def main(arguments: list[str] | None = None) -> None:

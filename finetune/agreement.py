@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.integrations.fsdp import is_fsdp_enabled
 
 from cab_hf.finetune.settings import Settings
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import UsageError
 
 # of files, which may stand elsewhere on another machine; what is in them is compared
 PLACES = ("model", "calibration", "data", "validation", "out")
@@ -26,11 +26,11 @@ CHUNK = 2**24  # numbers looked at together
 
 def facts_of(settings: Settings, model: nn.Module) -> dict[str, Any]:
     """What settings and weights are, by names for `require_alike`; ``model`` is not spread yet."""
-    told = {name: value for name, value in asdict(settings).items() if name not in PLACES}
-    told = {f"--{name.replace('_', '-')}": repr(value) for name, value in told.items()}
+    fields = {name: value for name, value in asdict(settings).items() if name not in PLACES}
+    fields = {f"--{name.replace('_', '-')}": repr(value) for name, value in fields.items()}
     # of FSDP one process reads the weights, the others are given them
     weights = () if is_fsdp_enabled() else model.named_parameters()
-    return {**told, **{f"weight {name}": checksum(each) for name, each in weights}}
+    return {**fields, **{f"weight {name}": checksum(each) for name, each in weights}}
 
 
 def checksum(tensor: Tensor) -> int:
@@ -49,13 +49,13 @@ def require_alike(facts: Mapping[str, Any]) -> None:
     """Make sure that all processes have the same ``facts``; called by all of them.
 
     Raises:
-        Refused: in every process, naming the first fact that differs, and the processes.
+        UsageError: in every process, naming the first fact that differs, and the processes.
     """
     first, *others = gather_object([dict(facts)])
     for rank, other in enumerate(others, 1):
         for name in dict.fromkeys((*first, *other)):
             if first.get(name) != other.get(name):
-                raise Refused(
+                raise UsageError(
                     f"{name} of process {rank} is another than that of process 0; give all "
                     "processes the same settings, and the same files of model and data."
                 )

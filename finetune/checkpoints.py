@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from cab_hf.runs.log import writing
 from cab_hf.runs.models import file_sha256
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import UsageError
 
 KEPT = 2  # of the newest
 SHARED, MINE, ADAPTER = "shared.pt", "process-{}.pt", "adapter"
@@ -79,8 +79,8 @@ class Checkpoints:
             put_on_disk(aside / MINE.format(self.rank))
             if self.rank == 0:
                 write_adapter(aside / ADAPTER)
-                told = {"step": step, "processes": self.processes, "adapter": _adapter_of(aside)}
-                _write({**shared, **told}, aside / SHARED)
+                fields = {"step": step, "processes": self.processes, "adapter": _adapter_of(aside)}
+                _write({**shared, **fields}, aside / SHARED)
             self.wait()
             if self.rank == 0:
                 self._publish(aside, target)
@@ -91,11 +91,12 @@ class Checkpoints:
         """(shared, mine) of a checkpoint, tensors on the CPU.
 
         Raises:
-            Refused: it was made by another number of processes, or a byte of it is not as it was.
+            UsageError: it was made by another number of processes, or a byte of it is not as it
+                was.
         """
         shared = _read(folder / SHARED)
         if shared["processes"] != self.processes:
-            raise Refused(
+            raise UsageError(
                 f"{folder.name} was made by {shared['processes']} processes and this run has "
                 f"{self.processes}; start as many as then, or give another --out."
             )
@@ -154,8 +155,8 @@ def _read(path: Path) -> State:
     return state
 
 
-def _unreadable(folder: Path, why: str) -> Refused:
-    return Refused(
+def _unreadable(folder: Path, why: str) -> UsageError:
+    return UsageError(
         f"checkpoint {folder.name} cannot be read ({why}); take it away, and the run goes on from "
         "the one before."
     )
@@ -214,7 +215,7 @@ def load_parameters(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     mine = trained(model)
     odd = sorted(mine.keys() ^ saved.keys())
     if odd:
-        raise Refused(
+        raise UsageError(
             f"the checkpoint trains other parameters ({odd[0]} is one of {len(odd)}); give what "
             "the first run had, or another --out."
         )

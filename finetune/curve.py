@@ -37,13 +37,13 @@ def _losses(records: Sequence[Record]) -> Lines:
 
 
 def _shares(records: Sequence[Record]) -> Lines:
-    found: Lines = {}
+    result: Lines = {}
     for each in records:
         for length, share in each.get("passkey", {}).items():
             label = f"keys found in {int(length):,} tokens"
-            found.setdefault(label, []).append((each["step"], share))
+            result.setdefault(label, []).append((each["step"], share))
     lines = {"density": "density", "useful MFU": "mfu", "dense-equivalent": "mfu_dense_equivalent"}
-    return {**found, **{name: _points(records, STEP, field) for name, field in lines.items()}}
+    return {**result, **{name: _points(records, STEP, field) for name, field in lines.items()}}
 
 
 def _points(records: Sequence[Record], kind: str, field: str) -> list[tuple[int, float]]:

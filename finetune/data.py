@@ -23,7 +23,7 @@ from cab_hf.finetune.sources import (
     Tokenised,
     make_source,
 )
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import UsageError
 
 __all__ = ["HOLD_OUT", "IGNORED", "Ahead", "Packed", "held_out", "make_source"]
 
@@ -58,7 +58,7 @@ class Packed:
             `held_out`; 0 keeps none.
         only_held_out: pack those that are kept instead of the others.
     Raises:
-        Refused: arguments that make no sense together; then, while it goes on, documents that
+        UsageError: arguments that make no sense together; then, while it goes on, documents that
             cannot be read or learnt.
     """
 
@@ -121,17 +121,17 @@ class Packed:
         """Go on from a place, in as many processes as divide the sequences made until then.
 
         Raises:
-            Refused: it is a place in other data, or ``world`` does not divide.
+            UsageError: it is a place in other data, or ``world`` does not divide.
         """
         for name, mine in self._identity.items():
             theirs = state["identity"].get(name)
             if theirs != mine:
-                raise Refused(
+                raise UsageError(
                     f"{name} of the data must be {theirs!r}, as where the run goes on; got "
                     f"{mine!r}."
                 )
         if state["made"] % self.world:
-            raise Refused(
+            raise UsageError(
                 f"world must divide the {state['made']} sequences read until the run goes on; got "
                 f"{self.world}."
             )
@@ -141,13 +141,13 @@ class Packed:
 
     def checksum(self, sequences: int) -> int:
         """Of the tokens and labels of what comes next in all processes; the place stays."""
-        place, found = self.state_dict(), 0
+        place, result = self.state_dict(), 0
         for _ in range(sequences):
             for piece in self._pack():
                 for part in piece:
-                    found = zlib.crc32(part.tobytes(), found)
+                    result = zlib.crc32(part.tobytes(), result)
         self.load_state_dict(place)
-        return found
+        return result
 
     def _finish_round(self) -> None:
         """Pass over what the other processes read beside this one's last sequence."""
@@ -221,8 +221,8 @@ class Ahead:
 class _Feed:
     """The documents of one source as they are packed, a piece at a time."""
 
-    def __init__(self, documents: Documents, share: float, whole: bool) -> None:
-        self._documents, self.share, self._whole = documents, share, whole
+    def __init__(self, documents: Documents, share: float, complete: bool) -> None:
+        self._documents, self.share, self._whole = documents, share, complete
         self.taken = 0  # tokens
         self._begun: State = {}  # the place of the document that pieces are taken of
         self._document: Tokenised | None = None
@@ -279,10 +279,10 @@ def held_out(
     Args:
         hold_out: as of `Packed`; 1 takes every document, of sources that training does not read.
     Raises:
-        Refused: a source has no document that is held out, or as of `Packed`.
+        UsageError: a source has no document that is held out, or as of `Packed`.
     """
     if count < 1:
-        raise Refused(f"count of held-out sequences must be 1 or more; got {count!r}.")
+        raise UsageError(f"count of held-out sequences must be 1 or more; got {count!r}.")
     packed = Packed(tokenizer, sources, length, seed, hold_out=hold_out, only_held_out=True)
     sequences: list[Item] = []
     while len(sequences) < count and not packed.epoch:
@@ -303,7 +303,7 @@ def _check(
         ("hold_out must be 0 or more", hold_out >= 0, hold_out),
     ):
         if not holds:
-            raise Refused(f"{rule}; got {seen}.")
+            raise UsageError(f"{rule}; got {seen}.")
 
 
 def _as_tensors(pieces: Sequence[Tokenised], length: int, padding: int) -> Item:

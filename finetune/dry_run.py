@@ -94,10 +94,10 @@ def capacity(device: torch.device) -> int:
 def verdict(settings: Settings, needed: meter.Memory, device: torch.device) -> str:
     """Whether it fits, and what to change where it does not."""
     has = capacity(device)
-    told = f"{has / meter.GIB:.1f} GiB of {'a GPU' if device.type == 'cuda' else 'this machine'}"
+    text = f"{has / meter.GIB:.1f} GiB of {'a GPU' if device.type == 'cuda' else 'this machine'}"
     if needed.total <= USABLE * has:
-        return f"fits into {told}"
-    return f"does not fit into {told}; change, in this order, {savings(settings)}"
+        return f"fits into {text}"
+    return f"does not fit into {text}; change, in this order, {savings(settings)}"
 
 
 def savings(settings: Settings) -> str:
@@ -113,4 +113,4 @@ def savings(settings: Settings) -> str:
         (settings.rank > 8, f"--rank {settings.rank // 2}"),
         (True, "--passkeys 0"),
     ]
-    return ", ".join([told for saves, told in known if saves][:3])
+    return ", ".join([given for saves, given in known if saves][:3])

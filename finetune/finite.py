@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from cab_hf.finetune.checkpoints import trained
 from cab_hf.finetune.objective import one_sum
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import UsageError
 
 
 def require_finite_step(
@@ -31,16 +31,16 @@ def require_finite_step(
         norm: of the gradients of all processes together.
 
     Raises:
-        Refused: naming the step, and the first parameter that is not finite, or whose gradient.
+        UsageError: naming the step, and the first parameter that is not finite, or whose gradient.
     """
     wrong = not (math.isfinite(loss) and math.isfinite(norm))
     (processes,) = one_sum([float(wrong)], accelerator)
     if not processes:
         return
-    told = [_culprit(model)] if wrong else []
+    parts = [_culprit(model)] if wrong else []
     # of several processes the first that knows
-    why = next(filter(None, gather_object(told)), f"a loss of {loss} with a gradient of {norm}")
-    raise Refused(
+    why = next(filter(None, gather_object(parts)), f"a loss of {loss} with a gradient of {norm}")
+    raise UsageError(
         f"step {step} has {why}; it was not made, and nothing of it is saved. Give a smaller lr or "
         "--clip where the run had gone well until then, or else another model or --dtype."
     )
@@ -72,7 +72,7 @@ def require_finite_state(
     moments = ((name, each) for name, state in optimizer.items() for each in state.values())
     name = first_not_finite(parameters.items()) or first_not_finite(moments)
     if name is not None:
-        raise Refused(
+        raise UsageError(
             f"step {step} has left {name} with values that are not finite; it is not saved. Give a "
             "smaller lr or weight_decay, and the run goes on from the checkpoint before."
         )
@@ -82,7 +82,7 @@ def require_finite_numbers(step: int, record: Mapping[str, Any]) -> None:
     """Refuse what JSON does not hold, naming the step and the number."""
     for name, value in record.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise Refused(
+            raise UsageError(
                 f"step {step} has a {name} of {value}; it is neither logged nor saved. Give a "
                 "smaller lr, and the run goes on from the checkpoint before."
             )

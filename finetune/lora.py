@@ -2,7 +2,7 @@
 
 ``accelerate launch --config_file finetune/accelerate/fsdp2_8gpu.yaml finetune/lora.py --config
 finetune/configs/llama3_8b_32k.yaml`` spreads it over GPUs; ``python finetune/lora.py ...`` runs one
-process. With ``--cp N`` every sequence is dealt out over N of the processes, for what is too long
+process. With ``--cp N`` every sequence is sharded over N of the processes, for what is too long
 for one. The same command goes on with what an earlier one of the same settings left in its folder.
 """
 
@@ -34,7 +34,7 @@ from cab_hf.finetune.agreement import facts_of, require_alike
 from cab_hf.finetune.checkpoints import Checkpoints
 from cab_hf.finetune.data import HOLD_OUT, Ahead, Packed, held_out
 from cab_hf.finetune.models import (
-    compute_layers_again,
+    enable_gradient_checkpointing,
     load_model,
     loaded_sha256,
     save_adapter,
@@ -49,7 +49,7 @@ from cab_hf.finetune.validation import Validation
 from cab_hf.runs.log import DISK_FULL, Log, write_atomically, writing
 from cab_hf.runs.models import file_sha256
 from cab_hf.runs.provenance import provenance
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import UsageError
 from cab_hf.token_mixers import refuse_token_mixers
 
 LOG, CURVE, RESULTS = "log.jsonl", "curve.png", "results.json"
@@ -66,7 +66,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 tell_what_would_run(settings, accelerator)
             else:
                 Run(settings, accelerator).train()
-    except (Refused, NotImplementedError) as error:
+    except (UsageError, NotImplementedError) as error:
         of = f" (process {rank})" if rank else ""
         print(f"{PROG}{of}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -85,7 +85,7 @@ def accelerating(settings: Settings) -> Iterator[Accelerator]:
     for name in settings.trackers:
         # accelerate leaves out what is not installed, and says so in a log that nobody reads
         if find_spec(name) is None:
-            raise Refused(f"trackers must be installed; {name!r} is not: pip install {name}.")
+            raise UsageError(f"trackers must be installed; {name!r} is not: pip install {name}.")
     accelerator = Accelerator(
         cpu=settings.cpu or not torch.cuda.is_available(),
         # no autocast: frozen weights have the dtype that is computed in, whatever a launcher says
@@ -106,8 +106,8 @@ def memory_told(settings: Settings) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         peak = torch.cuda.max_memory_allocated() / meter.GIB
-        told = f"the GPU ran out of memory at {peak:.1f} GiB; change, in this order, "
-        raise Refused(f"{told}{dry_run.savings(settings)}.") from error
+        text = f"the GPU ran out of memory at {peak:.1f} GiB; change, in this order, "
+        raise UsageError(f"{text}{dry_run.savings(settings)}.") from error
 
 
 @contextmanager
@@ -116,14 +116,14 @@ def refusing() -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError) as error:
-        raise Refused(str(error)) from error
+        raise UsageError(str(error)) from error
 
 
 class Run:
     """A run: all that it trains with, and where it has got to.
 
     Raises:
-        Refused: what the settings ask for cannot be done, or what is in their folder cannot be
+        UsageError: what the settings ask for cannot be done, or what is in their folder cannot be
             gone on with.
     """
 
@@ -205,8 +205,8 @@ class Run:
                 last = step == self.settings.steps
                 if self._due(self.settings.eval_every, step, last):
                     with rotary_kept(self.model):
-                        found = self.validation.measure(self.objective)
-                    self._note(log, curve.EVALUATION, step, found)
+                        result = self.validation.measure(self.objective)
+                    self._note(log, curve.EVALUATION, step, result)
                     # evaluation attends, too
                     cab_hf.stats(self.model, reset=True)
                 if stop or self._due(self.settings.save_every, step, last):
@@ -221,7 +221,9 @@ class Run:
         """One step of the optimiser: what the log says of it, and whether it is to be the last."""
         settings, accelerator = self.settings, self.accelerator
         self.meter.begin()
-        micro_batches = [self.parallel.dealt(next(self.batches)) for _ in range(self.accumulation)]
+        micro_batches = [
+            self.parallel.sharded(next(self.batches)) for _ in range(self.accumulation)
+        ]
         counted = float(sum(labelled(batch) for batch in micro_batches))
         (tokens,) = one_sum([counted], accelerator)
         rate = learning_rate(step, settings)
@@ -308,8 +310,8 @@ class Run:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        told = self.settings.identity(self.processes)
-        return {**told, "sha256": contents(self.settings, self.model)}
+        given = self.settings.identity(self.processes)
+        return {**given, "sha256": contents(self.settings, self.model)}
 
     def _note(self, log: Log | None, kind: str, step: int, record: Mapping[str, Any]) -> None:
         finite.require_finite_numbers(step, record)
@@ -359,7 +361,7 @@ def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:
     )
     model = adapted(settings, model)
     if settings.checkpointing:
-        compute_layers_again(model)
+        enable_gradient_checkpointing(model)
     return model, tokenizer
 
 
@@ -402,11 +404,11 @@ def open_sources(
 ) -> list[tuple[Source, float]]:
     """What the settings call ``named``, each with its share; ``tell`` as of `open_data`."""
     how = {"split": settings.split, "streaming": settings.streaming, "seed": settings.seed}
-    found = [(make_source(name, text_field=settings.text_field, **how), x) for name, x in named]
-    for source, _ in found:
+    results = [(make_source(name, text_field=settings.text_field, **how), x) for name, x in named]
+    for source, _ in results:
         if source.skipped:
             tell(source.skipped)
-    return found
+    return results
 
 
 def tell_what_would_run(settings: Settings, accelerator: Accelerator) -> None:

@@ -32,7 +32,7 @@ from cab_hf.runs.log import read_log, write_atomically, writing
 from cab_hf.runs.markdown import code, plain
 from cab_hf.runs.provenance import versions
 from cab_hf.runs.settings import (
-    Refused,
+    UsageError,
     first_line,
     flag,
     option,
@@ -51,7 +51,12 @@ TEXTS, TOKENS = 2, 64
 # dtypes are narrow, by 3e-6 in float32
 BOUNDS = {"bfloat16": 0.13, "float16": 0.015, "float32": 1e-4, "float64": 1e-9}
 # what `save_adapter` notes of a model
-TOLD = {"sha256": str, "rope_parameters": dict, "max_position_embeddings": int, "cab_config": dict}
+RECORDED_FIELDS = {
+    "sha256": str,
+    "rope_parameters": dict,
+    "max_position_embeddings": int,
+    "cab_config": dict,
+}
 # what a run's log may say, and how a card calls it
 FIGURES = {
     "step": "steps",
@@ -119,7 +124,7 @@ def main(words: Sequence[str] | None = None) -> int:
         difference = merge(settings)
         if settings.push:
             push(settings.out, settings.push)
-    except (Refused, NotImplementedError) as error:
+    except (UsageError, NotImplementedError) as error:
         print(f"{PROG}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     print(f"{settings.out}: merged; the largest difference of a logit is {difference:.2g}")
@@ -140,16 +145,16 @@ def merge(settings: MergeSettings) -> float:
     """Write the merged model to ``settings.out``; the largest difference of a logit.
 
     Raises:
-        Refused: there is no adapter, it is for another base, the folder is there already, or the
+        UsageError: there is no adapter, it is for another base, the folder is there already, or the
             merged model computes something else.
     """
     adapter, out = Path(settings.adapter), Path(settings.out)
     if out.exists():
-        raise Refused(f"out must be a new folder; {settings.out!r} is there already.")
+        raise UsageError(f"out must be a new folder; {settings.out!r} is there already.")
     config = read_adapter_config(adapter)
     base = settings.base or config.base_model_name_or_path
     if not base or not isinstance(base, str):
-        raise Refused(
+        raise UsageError(
             f"adapter {adapter.name} does not say which model it was trained in; give it as --base."
         )
     figures = read_figures(Path(settings.run) if settings.run else None, adapter)
@@ -169,7 +174,7 @@ def read_adapter_config(adapter: Path) -> Any:
     from peft import LoraConfig, PeftConfig
 
     if not (adapter / run_models.ADAPTER_CONFIG).is_file() or not (adapter / WEIGHTS).is_file():
-        raise Refused(
+        raise UsageError(
             f"adapter must be a folder with {run_models.ADAPTER_CONFIG} and {WEIGHTS}; got "
             f"{str(adapter)!r}."
         )
@@ -180,7 +185,7 @@ def read_adapter_config(adapter: Path) -> Any:
     with reading(adapter, WEIGHTS), safe_open(adapter / WEIGHTS, "pt"):
         pass
     if not isinstance(config, LoraConfig):
-        raise Refused(f"adapter {adapter.name} must be LoRA's; got {kind}.")
+        raise UsageError(f"adapter {adapter.name} must be LoRA's; got {kind}.")
     config.inference_mode = False
     return config
 
@@ -201,17 +206,17 @@ def _first_sentence(error: Exception) -> str:
 
 def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeSettings) -> Tensor:
     """Write the merged model to ``folder``; the logits that it is to have."""
-    told, trusted = read_base(adapter), settings.trust_remote_code
+    given, trusted = read_base(adapter), settings.trust_remote_code
     model_config = run_models.load_config(base, trusted)
     with reading(adapter, run_models.BASE):
-        run_models.restore(model_config.get_text_config(), told)
+        run_models.restore(model_config.get_text_config(), given)
     dtype = settings.dtype or _called(model_config.dtype or torch.float32)
     if dtype not in BOUNDS:
-        raise Refused(f"base {_name(base)!r} has weights of {dtype}; give --dtype bfloat16.")
+        raise UsageError(f"base {_name(base)!r} has weights of {dtype}; give --dtype bfloat16.")
     options = {"trust_remote_code": trusted}
     model, tokenizer = open_model(base, model_config, dtype, settings.device, **options)
     # what is not local is in a cache by now
-    check_base(adapter, base, told, config.base_model_name_or_path)
+    check_base(adapter, base, given, config.base_model_name_or_path)
     adapted = attach(model, adapter, config)
     expected = probe(adapted)
     _untie(adapted)
@@ -232,24 +237,25 @@ def read_base(adapter: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     with reading(adapter, run_models.BASE):
-        told = json.loads(file.read_text("utf-8"))
-        for name, kind in TOLD.items():
-            if not isinstance(told.get(name), kind | None):
-                raise ValueError(f"{name} is {told[name]!r}")
-    return told
+        text = json.loads(file.read_text("utf-8"))
+        for name, kind in RECORDED_FIELDS.items():
+            if not isinstance(text.get(name), kind | None):
+                raise ValueError(f"{name} is {text[name]!r}")
+    return text
 
 
-def check_base(adapter: Path, base: str, told: Mapping[str, Any], recorded: str | None) -> None:
+def check_base(adapter: Path, base: str, fields: Mapping[str, Any], recorded: str | None) -> None:
     """Refuse a base that an adapter was not trained in, by its content or else by its name."""
-    if told.get("sha256"):
+    if fields.get("sha256"):
         seen = run_models.content_sha256(base)
-        if seen != told["sha256"]:
-            raise Refused(
-                f"adapter {adapter.name} was trained in a model of SHA-256 {told['sha256'][:12]}, "
+        if seen != fields["sha256"]:
+            raise UsageError(
+                f"adapter {adapter.name} was trained in a model of SHA-256 "
+                f"{fields['sha256'][:12]}, "
                 f"and base {_name(base)!r} has {seen[:12]}; give the --base it was trained in."
             )
     elif _name(base) != _name(recorded or base):
-        raise Refused(
+        raise UsageError(
             f"adapter {adapter.name} was trained in {_name(recorded)!r}, and base is "
             f"{_name(base)!r}; give the --base it was trained in."
         )
@@ -268,31 +274,31 @@ def attach(model: PreTrainedModel, adapter: Path, config: Any) -> Any:
     try:
         adapted = get_peft_model(model, config).eval()
     except ValueError as error:
-        told = f"{wrong}{_first_sentence(error)}; give the --base it was trained in."
-        raise Refused(told) from error
+        text = f"{wrong}{_first_sentence(error)}; give the --base it was trained in."
+        raise UsageError(text) from error
     except (TypeError, AttributeError, KeyError, ImportError, re.error) as error:
         # of values that PEFT does not look at when it reads them
         with reading(adapter, run_models.ADAPTER_CONFIG):
             raise error
     with reading(adapter, WEIGHTS):
-        found = load_file(adapter / WEIGHTS)
+        result = load_file(adapter / WEIGHTS)
     wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     # a head tied to trained embeddings may be written once
-    written = {wanted[name].data_ptr(): x for name, x in found.items() if name in wanted}
+    written = {wanted[name].data_ptr(): x for name, x in result.items() if name in wanted}
     for name, x in wanted.items():
-        if name not in found and x.data_ptr() in written:
-            found[name] = written[x.data_ptr()]
-    for name in sorted(wanted.keys() | found.keys()):
+        if name not in result and x.data_ptr() in written:
+            result[name] = written[x.data_ptr()]
+    for name in sorted(wanted.keys() | result.keys()):
         ours, theirs = (
-            f"of shape {list(x[name].shape)}" if name in x else "missing" for x in (wanted, found)
+            f"of shape {list(x[name].shape)}" if name in x else "missing" for x in (wanted, result)
         )
         if ours != theirs:
             part = name.removeprefix("base_model.model.")
-            raise Refused(
+            raise UsageError(
                 f"{wrong}{part} is {theirs} in the adapter and {ours} in the base; give the --base "
                 "it was trained in."
             )
-    set_peft_model_state_dict(adapted, found)
+    set_peft_model_state_dict(adapted, result)
     return adapted
 
 
@@ -321,16 +327,16 @@ def compare(folder: Path, expected: Tensor, settings: MergeSettings) -> float:
     """The largest difference of a logit that the model in ``folder`` has from ``expected``.
 
     Raises:
-        Refused: it is more than `bound` allows, or no number.
+        UsageError: it is more than `bound` allows, or no number.
     """
     merged = AutoModelForCausalLM.from_pretrained(
         folder, dtype="auto", trust_remote_code=settings.trust_remote_code
     )
-    found = probe(merged.to(settings.device).eval())
-    difference = (found.double() - expected.double()).abs().max().item()
+    result = probe(merged.to(settings.device).eval())
+    difference = (result.double() - expected.double()).abs().max().item()
     most = bound(expected, merged.dtype)
     if not difference <= most:
-        raise Refused(
+        raise UsageError(
             f"the merged model has a logit that is {difference:.2g} off that of base and adapter, "
             f"more than {most:.2g}, the roundings of {_called(merged.dtype)}; "
             "merge in a wider --dtype."
@@ -379,7 +385,7 @@ def card(
         "trained whole": ", ".join(map(plain, sorted(kept))),
         "positions": f"{model.get('max_position_embeddings')}{stretched}",
         "largest difference of a logit, merged to adapter and base": f"{difference:.2g}",
-        **{told: _figure(figures[key]) for key, told in FIGURES.items() if key in figures},
+        **{given: _figure(figures[key]) for key, given in FIGURES.items() if key in figures},
         "made with": ", ".join(f"{package} {version}" for package, version in versions().items()),
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items() if value)

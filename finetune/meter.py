@@ -123,19 +123,19 @@ def _used(
     model: nn.Module, linear: Iterable[tuple[str, int, bool]]
 ) -> tuple[list[tuple[int, bool]], str | None]:
     """(weights, whether they are trained) that multiply a token, and why that is not known."""
-    found = []
+    results = []
     try:
         for name, size, trained in linear:
             listed = LISTED_EXPERTS.match(name)
             if listed:
                 experts = len(model.get_submodule(listed[1]))
                 size = size * _experts_per_token(model, listed[1], experts) // experts
-            found.append((size, trained))
+            results.append((size, trained))
         for name, module in model.named_modules():
-            found += _raw_products(model, name, module)
+            results += _raw_products(model, name, module)
     except _UnknownError as unknown:
         return [], str(unknown)
-    return found, None
+    return results, None
 
 
 # experts that are modules of their own, one behind the other
@@ -179,15 +179,15 @@ def _experts_per_token(model: nn.Module, name: str, experts: int) -> int:
     """Of so many ``experts``, which are the module ``name``, those that a token is sent to."""
     block = model.get_submodule(name.rpartition(".")[0])
     routers = [module for module in block.modules() if _is_router(module)]
-    found = {module.top_k for module in routers}
-    if not found:
+    result = {module.top_k for module in routers}
+    if not result:
         config = model.config.get_text_config()
-        found = {getattr(config, field, None) for field in PER_TOKEN} - {None}
+        result = {getattr(config, field, None) for field in PER_TOKEN} - {None}
     # some models also send tokens to experts that do nothing
     sizes = ("num_experts", "n_routed_experts")
     reached = {getattr(module, field, None) for module in routers for field in sizes}
     reached = {size for size in reached if isinstance(size, int)}
-    (count,) = found if len(found) == 1 else (None,)
+    (count,) = result if len(result) == 1 else (None,)
     if not isinstance(count, int) or not 0 < count <= experts or not reached <= {experts}:
         raise _UnknownError(f"how many of the {experts} experts of {name} a token uses is not said")
     return count
@@ -313,7 +313,7 @@ def memory(
         itemsize: bytes of an activation.
         checkpointing: whether layers keep only what comes in.
         shards: processes that the weights are spread over.
-        cp: processes that the tokens are dealt out over, evenly; padding is not counted.
+        cp: processes that the tokens are sharded over, evenly; padding is not counted.
         loss_tokens: tokens whose logits exist at once.
         quantised: bytes of a weight of the layers, where that is not what ``cost`` has seen.
     """

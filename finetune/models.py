@@ -53,7 +53,7 @@ def load_model(
         qlora: weights in 4 bits (NF4, bitsandbytes), products in ``dtype``.
 
     Raises:
-        Refused: there is no such model, or it cannot be loaded.
+        UsageError: there is no such model, or it cannot be loaded.
         ValueError: positions that do not reach ``length``, a scaling that does not fit the model,
             a bad dtype or ``cab_config``, or qlora without bitsandbytes.
     """
@@ -63,8 +63,8 @@ def load_model(
     options |= _four_bits(dtype, device) if qlora else {}
     model, tokenizer = open_model(name, config, dtype, device, **options)
     if attn_implementation == "cab":
-        whole = cab_config is None or isinstance(cab_config, CabConfig)
-        apply_cab(model, cab_config) if whole else apply_cab(model, **cab_config)
+        complete = cab_config is None or isinstance(cab_config, CabConfig)
+        apply_cab(model, cab_config) if complete else apply_cab(model, **cab_config)
     return model, tokenizer
 
 
@@ -248,7 +248,7 @@ def with_lora(
     return adapted
 
 
-def compute_layers_again(model: nn.Module) -> None:
+def enable_gradient_checkpointing(model: nn.Module) -> None:
     """Have layers keep what comes in alone, and compute the rest again in the backward pass."""
     # transformers has renamed it
     old = model.gradient_checkpointing_enable
@@ -262,8 +262,8 @@ def _check_targets(model: PreTrainedModel, targets: Sequence[str], dropout: floa
     for target in targets:
         if target not in names:
             near = difflib.get_close_matches(target, sorted(names), n=1)
-            told = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(names))}."
-            raise ValueError(f"targets have {target!r}, no linear layer of this model; {told}")
+            text = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(names))}."
+            raise ValueError(f"targets have {target!r}, no linear layer of this model; {text}")
     head = _name_of(model, model.get_output_embeddings())
     if head in targets and _are_tied(model):
         raise ValueError(
@@ -364,10 +364,10 @@ def _head_of(causal: PreTrainedModel) -> nn.Module:
             )
     head = causal.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
-        told = "no head" if head is None else "a head with a bias"
+        message = "no head" if head is None else "a head with a bias"
         raise NotImplementedError(
-            f"{kind} has {told}, and the loss is computed of hidden states and one weight; train "
-            "another model."
+            f"{kind} has {message}, and the loss is computed of hidden states and one weight; "
+            "train another model."
         )
     return head
 
@@ -426,9 +426,9 @@ def save_adapter(
     tokenizer.save_pretrained(folder)
     causal = causal_model(adapted)
     text = causal.config.get_text_config()
-    told = {"sha256": loaded_sha256(causal)}
-    told |= {name: getattr(text, name, None) for name in run_models.RESTORED}
-    write_atomically(folder / run_models.BASE, json.dumps(told, indent=2) + "\n")
+    fields = {"sha256": loaded_sha256(causal)}
+    fields |= {name: getattr(text, name, None) for name in run_models.RESTORED}
+    write_atomically(folder / run_models.BASE, json.dumps(fields, indent=2) + "\n")
 
 
 def loaded_sha256(model: nn.Module) -> str:

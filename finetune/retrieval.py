@@ -27,7 +27,7 @@ from cab_hf.needles import (
     sentence_tokens,
     with_statements,
 )
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import UsageError
 
 PREFIX = "retrieval"
 # how many keys a document has: one asked for at the end, without and with other numbers in the
@@ -53,18 +53,18 @@ def parse_entry(name: str) -> Entry:
     """``retrieval:KIND+KIND:LENGTH`` as an `Entry`; ``:LENGTH`` may be left out.
 
     Raises:
-        Refused: a kind is none, or the length no number of tokens.
+        UsageError: a kind is none, or the length no number of tokens.
     """
     _, kinds, length, *others = [*name.split(":"), "", ""]
     if any(others) or not (length.isdecimal() and int(length) or not length):
-        raise Refused(
+        raise UsageError(
             f"{PREFIX} must be {PREFIX}:KINDS:LENGTH, the length a number of tokens; got {name!r}."
         )
     for kind in kinds.split("+"):
         if kind not in KEYS:
             near = difflib.get_close_matches(kind, KEYS, n=1)
-            told = f"did you mean {near[0]}" if near else f"the kinds are {', '.join(KEYS)}"
-            raise Refused(f"{PREFIX} has no kind {kind!r} in {name!r}; {told}.")
+            text = f"did you mean {near[0]}" if near else f"the kinds are {', '.join(KEYS)}"
+            raise UsageError(f"{PREFIX} has no kind {kind!r} in {name!r}; {text}.")
     return Entry(tuple(kinds.split("+")), int(length) if length else None)
 
 
@@ -139,8 +139,8 @@ def _around(tokenizer: Any, keys: Sequence[Key]) -> tuple[str, str]:
             turns[:-1], tokenize=False, add_generation_prompt=True
         )
         rendered = asked + said[-1]
-    before, found, after = rendered.partition(TEXT)
-    if not found:
+    before, result, after = rendered.partition(TEXT)
+    if not result:
         raise ValueError(
             "tokenizer must have a chat template that writes what a user says as it stands; got "
             "one that changes it."

@@ -48,8 +48,8 @@ def rotary_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _remembers(module: nn.Module) -> bool:
-    told = hasattr(module, "rope_type") or hasattr(module, "max_seq_len_cached")
-    return told and next(module.buffers(), None) is not None
+    given = hasattr(module, "rope_type") or hasattr(module, "max_seq_len_cached")
+    return given and next(module.buffers(), None) is not None
 
 
 def _remembered(module: nn.Module) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from cab_hf.finetune.loss import KERNELS
 from cab_hf.finetune.models import ROPES
 from cab_hf.plan import EXACT_BLOCK
 from cab_hf.runs.settings import (
-    Refused,
+    UsageError,
     comma_separated,
     flag,
     option,
@@ -88,7 +88,7 @@ class Settings:
     clip: float = option(1.0, "largest norm of the gradient; 0 leaves it as it is", float)
     tokens_per_step: int = option(0, "of all processes; 0: one micro batch of each", int)
     micro_batch: int = option(1, "sequences a process computes at once", int)
-    cp: int = option(1, "processes that each sequence is dealt out over", int)
+    cp: int = option(1, "processes that each sequence is sharded over", int)
     loss_kernel: str = option("auto", f"of the loss: {', '.join(KERNELS)}")
     seed: int = option(0, "of the adapter, of dropout and of the data", int)
     # run
@@ -149,7 +149,7 @@ class Settings:
 
     def sources(self, field: str = "data") -> list[tuple[str, float]]:
         """(name, weight) of every source in ``data``, or in ``validation``."""
-        found = []
+        results = []
         for text in getattr(self, field):
             name, weight = text.rsplit("=", 1) if "=" in text else (text, "1")
             try:
@@ -158,8 +158,8 @@ class Settings:
                 number = -1.0
             accepted = "NAME or NAME=WEIGHT with a weight of 0 or more"
             require(self, field, name and 0 <= number < float("inf"), accepted, text)
-            found.append((name, number))
-        return found
+            results.append((name, number))
+        return results
 
     def positions(self) -> dict[str, Any]:
         """What `models.stretch_positions` is told; without ``rope`` positions stay as they are."""
@@ -181,25 +181,25 @@ class Settings:
         """How many groups of ``cp`` processes learn, each a sequence of its own.
 
         Raises:
-            Refused: ``cp`` does not divide the processes.
+            UsageError: ``cp`` does not divide the processes.
         """
         if processes % self.cp:
-            raise Refused(f"cp must divide the {processes} processes of the run; got {self.cp}.")
+            raise UsageError(f"cp must divide the {processes} processes of the run; got {self.cp}.")
         return processes // self.cp
 
     def accumulation(self, processes: int) -> int:
         """Micro batches of each of the `replicas` in a step of the optimiser.
 
         Raises:
-            Refused: as of `replicas`, or ``tokens_per_step`` is no multiple of what all processes
-                compute at once.
+            UsageError: as of `replicas`, or ``tokens_per_step`` is no multiple of what all
+                processes compute at once.
         """
         replicas = self.replicas(processes)
         at_once = replicas * self.length * self.micro_batch
         micro_batches, rest = divmod(self.tokens_per_step or at_once, at_once)
         if rest:
             who = "processes" if self.cp == 1 else f"groups of {self.cp} processes"
-            raise Refused(
+            raise UsageError(
                 f"tokens_per_step must be a multiple of {at_once} ({replicas} {who} x length "
                 f"{self.length} x micro_batch {self.micro_batch}); got {self.tokens_per_step}."
             )
@@ -211,8 +211,8 @@ class Settings:
 
     def identity(self, world: int) -> dict[str, Any]:
         """What two runs must share for one to go on with the other's checkpoints, JSON-able."""
-        told = {name: value for name, value in asdict(self).items() if name not in FREE}
-        return {"run": "lora", **told, "processes": world}
+        fields = {name: value for name, value in asdict(self).items() if name not in FREE}
+        return {"run": "lora", **fields, "processes": world}
 
 
 def read(words: Sequence[str]) -> Settings:

@@ -24,7 +24,7 @@ from cab_hf.finetune.loss import IGNORED
 from cab_hf.finetune.retrieval import Entry, is_entry, parse_entry, retrieval_document
 from cab_hf.needles import NOISE, leading_tokens, split_sentences
 from cab_hf.runs.models import file_sha256
-from cab_hf.runs.settings import Refused, first_line, refused_as
+from cab_hf.runs.settings import UsageError, first_line, refused_as
 from cab_hf.runs.stand_ins import MANUALS, manuals_file
 
 State = dict[str, Any]
@@ -140,11 +140,11 @@ class RetrievalSource:
         """As of `TextSource`.
 
         Raises:
-            Refused: a document is longer than a sequence, or has no room for its keys.
+            UsageError: a document is longer than a sequence, or has no room for its keys.
         """
         size = self.entry.length or length
         if size > length:
-            raise Refused(
+            raise UsageError(
                 f"source {self.name!r} has documents of {size} tokens, and a sequence has "
                 f"{length}; give it the length of a sequence or less."
             )
@@ -152,7 +152,7 @@ class RetrievalSource:
             for kind in self.entry.kinds:
                 retrieval_document(kind, tokenizer, NOISE, size, 0)
         except ValueError as error:
-            raise Refused(f"source {self.name!r}: {error}") from None
+            raise UsageError(f"source {self.name!r}: {error}") from None
         haystacks = [other.texts(part, f"{salt}/{self.name}") for other in others]
         seed = f"{salt}/{self.seed}/{part.held_out}"
         return _RetrievalDocuments(self, tokenizer, size, seed, haystacks)
@@ -186,28 +186,28 @@ def make_source(
         shuffle: False leaves the documents in the order of the data.
 
     Raises:
-        Refused: there is no such source, it cannot be read, has no text or no such field.
+        UsageError: there is no such source, it cannot be read, has no text or no such field.
     """
     if is_entry(name):
         return RetrievalSource(name, parse_entry(name), seed)
-    files, told = _files_of(name), repr(name)
+    files, given = _files_of(name), repr(name)
     if files and not any(file.stat().st_size for file in files):
-        raise Refused(f"source {told} has no documents; give one with text in it.")
-    with _reading(told):
+        raise UsageError(f"source {given} has no documents; give one with text in it.")
+    with _reading(given):
         dataset = _open(name, files, split, streaming)
         own = name == MANUALS or (files and files[0].suffix == ".txt")
         field = "text" if own else text_field
         fields = dataset.column_names or list(next(iter(dataset), {}))
     if not fields or (not streaming and not len(dataset)):
-        raise Refused(f"source {told} has no documents; give one with text in it.")
+        raise UsageError(f"source {given} has no documents; give one with text in it.")
     if field not in fields:
         near = difflib.get_close_matches(field, fields, n=1)
         hint = f"did you mean {near[0]}?" if near else f"its fields are {', '.join(fields)}."
-        raise Refused(f"source {told} has no field {field!r}; {hint}")
+        raise UsageError(f"source {given} has no field {field!r}; {hint}")
     # a name without its folder: results and checkpoints say which file, not where
     shown = Path(name).name if files else name
     dataset = dataset.select_columns([field])
-    with _reading(told):
+    with _reading(given):
         skipped = _skipped(dataset, field, shown)
     return TextSource(shown, dataset, field, seed, shuffle, skipped)
 
@@ -221,13 +221,15 @@ def _skipped(dataset: Any, field: str, shown: str) -> str | None:
     texts = dataset.data.column(field)
     texts = texts.cast(string()) if types.is_null(texts.type) else texts
     if not (types.is_string(texts.type) or types.is_large_string(texts.type)):
-        raise Refused(f"field {field!r} of source {shown!r} must hold text; it has {texts.type}.")
+        raise UsageError(
+            f"field {field!r} of source {shown!r} must hold text; it has {texts.type}."
+        )
     # a chunk at a time: what is trimmed is a copy
     trimmed = map(compute.utf8_trim_whitespace, texts.chunks)
     lengths = [np.asarray(compute.utf8_length(each).fill_null(0)) for each in trimmed]
     empty = np.flatnonzero(np.concatenate(lengths) == 0)
     if len(empty) == len(dataset):
-        raise Refused(f"source {shown!r} has no documents with text; give one that has.")
+        raise UsageError(f"source {shown!r} has no documents with text; give one that has.")
     if not len(empty):
         return None
     return (
@@ -243,7 +245,7 @@ def content_sha256(name: str) -> str | None:
     data set of the hub it is the commit, as nothing is read of those that are streamed.
 
     Raises:
-        Refused: there is no such source.
+        UsageError: there is no such source.
     """
     if is_entry(name):
         return None
@@ -273,7 +275,7 @@ def refuse_learnt(
         learnt, watched: names and shares of sources.
 
     Raises:
-        Refused: naming a source of ``watched`` with a file that ``learnt`` has too.
+        UsageError: naming a source of ``watched`` with a file that ``learnt`` has too.
     """
     learnt, watched = (
         [name for name, share in named if share and not is_entry(name)]
@@ -288,12 +290,12 @@ def refuse_learnt(
         for file in _local_files(name):
             other = next((other for other, same in known if _are_alike(file, same)), None)
             if other is not None:
-                raise Refused(
+                raise UsageError(
                     f"validation has {name!r} and data {other!r}, where {file.name} is the same "
                     f"text; {instead}"
                 )
         if name in learnt:
-            raise Refused(f"validation and data both have {name!r}; {instead}")
+            raise UsageError(f"validation and data both have {name!r}; {instead}")
 
 
 def _are_alike(one: Path, other: Path) -> bool:
@@ -310,20 +312,20 @@ def _local_files(name: str) -> list[Path]:
     """The files that ``name`` stands for, none where it is no path."""
     path, known = Path(name).expanduser(), ", ".join(KINDS)
     if path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.suffix in KINDS)
-        kinds = sorted({file.suffix for file in found})
+        results = sorted(file for file in path.rglob("*") if file.suffix in KINDS)
+        kinds = sorted({file.suffix for file in results})
         if len(kinds) != 1:
-            raise Refused(
+            raise UsageError(
                 f"source {name!r} must be a folder of files of one kind of {known}; it holds "
                 f"{' and '.join(kinds) or 'no'} files."
             )
-        return found
+        return results
     if path.is_file() and path.suffix not in KINDS:
-        raise Refused(f"source {name!r} must be a file of {known}.")
+        raise UsageError(f"source {name!r} must be a file of {known}.")
     if path.is_file():
         return [path]
     if path.suffix in KINDS or path.is_absolute() or name.startswith((".", "~")):
-        raise Refused(f"source {name!r} is no file or folder that is there; give one that is.")
+        raise UsageError(f"source {name!r} is no file or folder that is there; give one that is.")
     return []
 
 
@@ -340,12 +342,12 @@ def _open(name: str, files: Sequence[Path], split: str, streaming: bool) -> Any:
     return getattr(Dataset, read)(filled, streaming=streaming, **options)
 
 
-def _reading(told: str) -> AbstractContextManager[None]:
+def _reading(text: str) -> AbstractContextManager[None]:
     """Whatever goes wrong inside is told of the source, which whoever started the run has named."""
     return refused_as(
         lambda error: (
             # what datasets raises says that it failed, and its cause why
-            f"source {told} cannot be read ({first_line(error.__cause__ or error)}); give a file, "
+            f"source {text} cannot be read ({first_line(error.__cause__ or error)}); give a file, "
             "a folder or a data set of the hub that can."
         )
     )
@@ -485,7 +487,7 @@ def _checked(text: Any, number: int, source: TextSource) -> str:
     if text is None or (isinstance(text, str) and not text.strip()):
         return ""
     if not isinstance(text, str):
-        raise Refused(
+        raise UsageError(
             f"field {source.field!r} of source {source.name!r} must hold text; document {number} "
             f"has {text!r}."
         )
@@ -495,7 +497,7 @@ def _checked(text: Any, number: int, source: TextSource) -> str:
 def _refuse_nothing(source: TextSource, part: Part) -> None:
     which = "held-out documents" if part.held_out else "documents"
     rule = f"one in {part.every} is held out" if part.every else "none is held out"
-    raise Refused(
+    raise UsageError(
         f"source {source.name!r} has no {which} where {rule}; give it more, or hold out those "
         "of another source."
     )
@@ -529,7 +531,7 @@ class _TextDocuments:
                 tokens = np.asarray((*self._before, *ids, *self._after), dtype=np.int32)
                 return Tokenised(tokens, np.append(tokens[1:], np.int32(IGNORED)))
             if self._texts.epoch > begun + 1:
-                raise Refused(
+                raise UsageError(
                     f"source {self._source.name!r} has only documents of fewer than two tokens, "
                     "the fewest that one can be learnt of; give it longer ones, or leave it out."
                 )
@@ -557,8 +559,8 @@ class _RetrievalDocuments:
     def __next__(self) -> Tokenised:
         kinds, index = self._source.entry.kinds, self._index
         kind, around = kinds[index % len(kinds)], self._sentences()
-        told = kind, self._tokenizer, around, self._length, index, self._seed
-        document = retrieval_document(*told)
+        parts = kind, self._tokenizer, around, self._length, index, self._seed
+        document = retrieval_document(*parts)
         self._index += 1
         tokens = np.asarray(document.tokens, dtype=np.int32)
         labels = np.full(len(tokens), IGNORED, np.int32)

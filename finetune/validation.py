@@ -14,14 +14,14 @@ from cab_hf.finetune.objective import Batch, labelled, one_sum
 from cab_hf.finetune.parallel import Parallel
 from cab_hf.finetune.settings import Settings
 from cab_hf.needles import NOISE
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import UsageError
 
 # no evaluation and no training document is made from it
 SEED = "finetune/validation"
 
 
 class Validation:
-    """The same questions at every evaluation, dealt out to the replicas.
+    """The same questions at every evaluation, sharded to the replicas.
 
     All replicas ask equally often, for a model that is spread over them is called by all at once:
     what is left over at the end of a round is asked of more documents.
@@ -31,7 +31,7 @@ class Validation:
         settings: say how many keys are looked for, and at which lengths.
 
     Raises:
-        Refused: a document of one of the lengths has no room for a key.
+        UsageError: a document of one of the lengths has no room for a key.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Validation:
         """``held_out_loss``, a token's, and ``passkey``, the share of keys found by length."""
         objective.eval()
         try:
-            found = {str(length): self._passkey(objective, length) for length in self.documents}
+            result = {str(length): self._passkey(objective, length) for length in self.documents}
             loss = self._loss(objective) if self.held_out else None
         finally:
             objective.train()
-        return {"held_out_loss": loss, "passkey": found}
+        return {"held_out_loss": loss, "passkey": result}
 
     def _mine(self, count: int) -> range:
         """Which of ``count`` questions, made a multiple of the replicas, this process asks."""
@@ -104,7 +104,7 @@ class Validation:
 
     def _dealt(self, sequence: Batch) -> Batch:
         """What this process computes of a sequence, [N] tensors, on its device."""
-        mine = self.parallel.dealt({name: each[None] for name, each in sequence.items()})
+        mine = self.parallel.sharded({name: each[None] for name, each in sequence.items()})
         return {name: each.to(self.accelerator.device) for name, each in mine.items()}
 
 
@@ -112,4 +112,4 @@ def _document(tokenizer: Any, length: int, index: int) -> Document:
     try:
         return recall_document(tokenizer, NOISE, length, 1, index, SEED)
     except ValueError as error:
-        raise Refused(f"passkey_lengths: {error}") from error
+        raise UsageError(f"passkey_lengths: {error}") from error

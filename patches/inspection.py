@@ -17,7 +17,7 @@ from cab_hf.checks import is_whole, require
 from cab_hf.config import CabConfig, Table
 from cab_hf.engines import SDPA, Workload
 from cab_hf.mask import CabMask
-from cab_hf.model_config import settings
+from cab_hf.model_config import cab_config_of
 from cab_hf.refusals import foreseen, layer_type
 from cab_hf.route import route
 from cab_hf.sparse import attended
@@ -44,7 +44,7 @@ def describe(
     name = text._attn_implementation
     if name not in ("cab", "cab_dense"):
         return f"attn_implementation is {name!r}: cab_hf computes no layer."
-    config = settings(text)
+    config = cab_config_of(text)
     tokens = tokens or getattr(text, "max_position_embeddings", None) or config.min_length
     training = model.training if training is None else training
     head = "cab_dense: exact attention"
@@ -75,8 +75,8 @@ def _budget(config: CabConfig) -> str:
     if config.select == "topk":
         kept = f"topk: sparsity {_numbers(config.sparsity)}"
     else:
-        mass = "by keys seen" if config.mass is None else _numbers(config.mass)
-        kept = f"clusters: mass {mass}, bridges {_numbers(config.bridges)}"
+        top_p = "by keys seen" if config.top_p is None else _numbers(config.top_p)
+        kept = f"clusters: top_p {top_p}, top_k_share {_numbers(config.top_k_share)}"
     return f" ({kept}{_apart(config)})"
 
 
@@ -91,11 +91,11 @@ def _chosen(config: CabConfig, module: nn.Module) -> str:
     return ", an anchor" if before[-1] == layer else f", the blocks of layer {before[-1]}"
 
 
-def _numbers(told: float | Table) -> str:
+def _numbers(given: float | Table) -> str:
     """A number, or a table in a few words."""
-    if not isinstance(told, tuple):
-        return str(told)
-    numbers = [number for row in told for number in row]
+    if not isinstance(given, tuple):
+        return str(given)
+    numbers = [number for row in given for number in row]
     mean = sum(numbers) / len(numbers)
     return f"a head ({min(numbers):.2f} to {max(numbers):.2f}, mean {mean:.2f})"
 
@@ -103,18 +103,21 @@ def _numbers(told: float | Table) -> str:
 def _apart(config: CabConfig) -> str:
     """How many heads are not left to the estimate."""
     count = config.exact_queries
-    tables = [table for table in (config.mass, count) if isinstance(table, tuple)]
+    tables = [table for table in (config.top_p, count) if isinstance(table, tuple)]
     if not tables:
         return f", {count} queries of a block scored exactly" if count else ""
     layers, heads = len(tables[0]), len(tables[0][0])
     budgets = [budgets_of(config, layer, heads) for layer in range(layers)]
-    exact, dense = sum(len(b.exact(heads)) for b in budgets), sum(len(b.whole) for b in budgets)
+    exact, dense = (
+        sum(len(b.exact(heads)) for b in budgets),
+        sum(len(b.dense_heads) for b in budgets),
+    )
     return f"; {exact} heads exact, {dense} dense"
 
 
 def _calibration(config: CabConfig) -> str:
     """Whose budgets these are, in brackets; nothing where nobody can say."""
-    tables = (config.mass, config.bridges, config.sparsity, config.exact_queries)
+    tables = (config.top_p, config.top_k_share, config.sparsity, config.exact_queries)
     # numbers that are for all heads were measured on nobody's
     if config.origin is None or not any(isinstance(table, tuple) for table in tables):
         return ""
@@ -158,8 +161,8 @@ def _causal(module: nn.Module) -> bool:
 
 def _causal_by_call(module: nn.Module, text: Any) -> bool:
     """Whether a module has no index and may be told in the call that it is causal, as CLIP's."""
-    told = hasattr(module, "is_causal") and not hasattr(module, "layer_idx")
-    return told and getattr(module, "config", None) is text
+    given = hasattr(module, "is_causal") and not hasattr(module, "layer_idx")
+    return given and getattr(module, "config", None) is text
 
 
 def _sentence(
@@ -179,13 +182,13 @@ def _sentence(
     prompt = CabMask(1, tokens, tokens, 0, window=_window(module))
     way = route(prompt, config, work, sparse=sparse, layer=module)
     if way.kind == "sparse":
-        told = f"sparse, engine {way.engine.label(work)}{_chosen(config, module)}"
+        text = f"sparse, engine {way.engine.label(work)}{_chosen(config, module)}"
     else:
         # what computes it is told where that is not what anybody would expect
         how = [] if way.reason and way.engine is SDPA else [way.engine.name]
-        told = ", ".join(["dense", *([way.reason] if way.reason else []), *how])
+        text = ", ".join(["dense", *([way.reason] if way.reason else []), *how])
     causal = getattr(module, "is_causal", True)
-    return told if causal else f"{told}; refused unless its model calls it causal"
+    return text if causal else f"{text}; refused unless its model calls it causal"
 
 
 def _head_dim(module: nn.Module) -> int:

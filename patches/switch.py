@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from cab_hf.checks import require
 from cab_hf.config import CabConfig
 from cab_hf.fit import require_layers, require_origin, warn_if_never_sparse
-from cab_hf.model_config import settings
+from cab_hf.model_config import cab_config_of
 from cab_hf.predictors import make_predictor
 
 # what settings may be given as
@@ -78,7 +78,7 @@ def apply_cab(
         config: the settings: a `CabConfig`, a dict of its fields, or what `CabConfig.calibrated`
             reads, the file of a calibration. By default those in ``model.config.cab_config``,
             else `CabConfig()`.
-        overrides: fields of `CabConfig` to change in it, e.g. ``mass=0.8``.
+        overrides: fields of `CabConfig` to change in it, e.g. ``top_p=0.8``.
 
     Returns:
         The same model.
@@ -88,9 +88,9 @@ def apply_cab(
             model, or a model whose attention cannot be replaced by name.
     """
     was = _turn_on(model, config, overrides)
-    found = _found(model)
-    if not found:
-        found.append(_Found(was, scoped=False))
+    result = _found(model)
+    if not result:
+        result.append(_Found(was, scoped=False))
     return model
 
 
@@ -100,12 +100,12 @@ def remove_cab(model: PreTrainedModel) -> PreTrainedModel:
     Inside a ``with cab(model)`` block this holds until the block ends.
     """
     for module in model.modules():
-        found = vars(module).get(FOUND)
-        if found:
+        result = vars(module).get(FOUND)
+        if result:
             own_configs(model)
-            found[0].put_back()
-            if not found[-1].scoped:
-                found.pop()
+            result[0].put_back()
+            if not result[-1].scoped:
+                result.pop()
     return model
 
 
@@ -118,24 +118,24 @@ def cab(
     Blocks may overlap and end in any order: the last one to end leaves what the first one found.
     """
     mine = _Found(_turn_on(model, config, overrides), scoped=True)
-    found = _found(model)
-    found.append(mine)
+    result = _found(model)
+    result.append(mine)
     try:
         yield model
     finally:
-        _end(model, found, mine)
+        _end(model, result, mine)
 
 
-def _end(model: PreTrainedModel, found: list[_Found], mine: _Found) -> None:
+def _end(model: PreTrainedModel, results: list[_Found], mine: _Found) -> None:
     """End the ``with`` block that found ``mine``."""
-    place = found.index(mine)
-    if mine is found[-1]:
+    place = results.index(mine)
+    if mine is results[-1]:
         own_configs(model)
         mine.put_back()
     else:
         # a block that began later goes on, and will leave what this one found
-        found[place + 1].was = mine.was
-    del found[place]
+        results[place + 1].was = mine.was
+    del results[place]
 
 
 def _turn_on(
@@ -144,8 +144,8 @@ def _turn_on(
     """Switch ``model`` on, or leave it as it is and raise; what stood in each changed config."""
     inner = transformers_model(model)
     text = inner.config.get_text_config()
-    told = settings(text) if config is None else _config_of(config)
-    config = told.changed(**overrides)
+    given = cab_config_of(text) if config is None else _config_of(config)
+    config = given.changed(**overrides)
     make_predictor(config)
     require_origin(config.origin, text)
     require_layers(config, text)
@@ -163,22 +163,22 @@ def _turn_on(
     return [each for each in was if each.changed() or each.config is text]
 
 
-def _config_of(told: Settings) -> CabConfig:
+def _config_of(given: Settings) -> CabConfig:
     """The settings somebody has typed."""
-    if isinstance(told, (str, Path)):
-        return CabConfig.calibrated(told)
-    if isinstance(told, Mapping):
-        return CabConfig.from_dict(told)
+    if isinstance(given, (str, Path)):
+        return CabConfig.calibrated(given)
+    if isinstance(given, Mapping):
+        return CabConfig.from_dict(given)
     what = "a CabConfig, a dict of its fields, or the file of a calibration"
-    require(isinstance(told, CabConfig), "config", told, what)
-    return told
+    require(isinstance(given, CabConfig), "config", given, what)
+    return given
 
 
 def switch(model: PreTrainedModel, text: PreTrainedConfig, implementation: str) -> None:
     """Have the layers under the config ``text`` attend by ``implementation``, and no others."""
     if text._attn_implementation != implementation:
-        told = _request(model.config, text, implementation) or implementation
-        model.set_attn_implementation(told)
+        given = _request(model.config, text, implementation) or implementation
+        model.set_attn_implementation(given)
     if text._attn_implementation != implementation:
         raise ValueError(
             f"{type(model).__name__} keeps attn_implementation={text._attn_implementation!r}: its "
@@ -202,8 +202,8 @@ def _request(config: PreTrainedConfig, text: PreTrainedConfig, implementation: s
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
     """The model itself, or the one inside of an adapter or another wrapper."""
-    found = (module for module in model.modules() if isinstance(module, PreTrainedModel))
-    inner = next(found, None)
+    result = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    inner = next(result, None)
     if inner is None:
         raise ValueError(
             f"model is a {type(model).__name__} with no transformers model in it; give a causal "
@@ -228,8 +228,8 @@ def own_configs(model: nn.Module) -> list[Was]:
             if isinstance(value, PreTrainedConfig):
                 vars(module)[name] = _twin(value, twins)
     for module in model.modules():
-        for found in vars(module).get(FOUND, ()):
-            for was in found.was:
+        for result in vars(module).get(FOUND, ()):
+            for was in result.was:
                 was.config = twins.get(id(was.config), (None, was.config))[1]
     return [Was.of(twin) for _, twin in twins.values()]
 

@@ -62,9 +62,9 @@ def test_full_budget_equals_sdpa_with_padding(family, side, implementation):
     expected = logits(model, input_ids=ids, attention_mask=mask)
     cab_hf.apply_cab(model, FULL)
     model.set_attn_implementation(implementation)
-    found = logits(model, input_ids=ids, attention_mask=mask)
-    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], **EXACT)
-    assert torch.isfinite(found).all()
+    actual = logits(model, input_ids=ids, attention_mask=mask)
+    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], **EXACT)
+    assert torch.isfinite(actual).all()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-some-sliding"])
@@ -257,11 +257,11 @@ def test_packed_documents_answer_as_they_do_alone(llama, told_by):
     starts = [0, 170, 203]
     with cab_hf.cab(llama, SPARSE):
         packed = logits(llama, **inputs)[0].split(lengths)
-        for document, start, found in zip(documents, starts, packed, strict=True):
+        for document, start, actual in zip(documents, starts, packed, strict=True):
             shift = start if told_by == "cu_seq_lens" else 0
             place = torch.arange(shift, shift + document.shape[1]).unsqueeze(0)
             alone = logits(llama, input_ids=document, position_ids=place)[0]
-            torch.testing.assert_close(found, alone, **EXACT)
+            torch.testing.assert_close(actual, alone, **EXACT)
 
 
 @PACKED
@@ -271,9 +271,9 @@ def test_packed_documents_answer_as_they_do_alone_whatever_comes_with_them(
     shallow, lengths, beside, hole
 ):
     inputs, real = packed(lengths, hole=hole, **beside)
-    with cab_hf.cab(shallow, SPARSE, dense_tail=0):
-        found = logits(shallow, **inputs)[:, real].split(lengths, dim=1)
-        for document, answer in zip(tokens(1, 150).split(lengths, dim=1), found, strict=True):
+    with cab_hf.cab(shallow, SPARSE, dense_tail_blocks=0):
+        result = logits(shallow, **inputs)[:, real].split(lengths, dim=1)
+        for document, answer in zip(tokens(1, 150).split(lengths, dim=1), result, strict=True):
             torch.testing.assert_close(answer, logits(shallow, input_ids=document), **EXACT)
 
 
@@ -288,8 +288,8 @@ def test_cumulative_lengths_of_a_batch(llama, ends, lengths):
     ids, positions = tokens(2, 150), torch.arange(150)
     ends = torch.tensor(ends, dtype=torch.int32)
     with cab_hf.cab(llama, SPARSE):
-        found = logits(llama, input_ids=ids, cu_seq_lens_q=ends, cu_seq_lens_k=ends)
-        for row, answers, split in zip(ids, found, lengths, strict=True):
+        result = logits(llama, input_ids=ids, cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+        for row, answers, split in zip(ids, result, lengths, strict=True):
             documents = [x.split(split) for x in (row, positions, answers)]
             for document, place, answer in zip(*documents, strict=True):
                 alone = logits(llama, input_ids=document[None], position_ids=place[None])[0]
@@ -310,13 +310,13 @@ def test_cumulative_lengths_of_a_batch(llama, ends, lengths):
 )
 def test_each_text_is_short_or_long_by_itself(shallow, lengths, layout, least):
     texts = [tokens(1, n, seed=n) for n in lengths]
-    config = {"min_length": least, "dense_tail": 0, "local_blocks": 1, "mass": 0.2}
+    config = {"min_length": least, "dense_tail_blocks": 0, "local_blocks": 1, "top_p": 0.2}
     with cab_hf.cab(shallow, SPARSE, **config):
         alone = [logits(shallow, input_ids=text)[0] for text in texts]
         if layout == "packed":
             positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
             ids = torch.cat(texts, dim=1)
-            found = logits(shallow, input_ids=ids, position_ids=positions)[0].split(lengths)
+            actual = logits(shallow, input_ids=ids, position_ids=positions)[0].split(lengths)
         else:
             longest = max(150, *lengths)
             slots = torch.arange(longest)
@@ -330,8 +330,8 @@ def test_each_text_is_short_or_long_by_itself(shallow, lengths, layout, least):
                 attention_mask=real.long(),
                 position_ids=(real.cumsum(-1) - 1).clamp(min=0),
             )
-            found = [answer[kept] for answer, kept in zip(answers, real, strict=True)]
-    for answer, expected in zip(found, alone, strict=True):
+            actual = [answer[kept] for answer, kept in zip(answers, real, strict=True)]
+    for answer, expected in zip(actual, alone, strict=True):
         torch.testing.assert_close(answer, expected, **EXACT)
 
 
@@ -341,27 +341,27 @@ def test_a_last_chunk_of_less_than_a_query_block_is_exact(shallow, lengths):
     longest, row = max(lengths), lengths.index(150)
     ids = tokens(len(lengths), longest)
     real = torch.stack([torch.arange(longest) < n for n in lengths])
-    with cab_hf.cab(shallow, SPARSE, redundancy=0.0, dense_tail=0), torch.no_grad():
-        whole = shallow(ids[[row], :150]).logits
+    with cab_hf.cab(shallow, SPARSE, redundancy=0.0, dense_tail_blocks=0), torch.no_grad():
+        complete = shallow(ids[[row], :150]).logits
         cache = shallow(ids[:, :128], attention_mask=real[:, :128]).past_key_values
-        found = shallow(ids[:, 128:], attention_mask=real, past_key_values=cache).logits
+        actual = shallow(ids[:, 128:], attention_mask=real, past_key_values=cache).logits
     # one layer: its keys and values are the same whatever was attended
     exact = logits(shallow, input_ids=ids[[row], :150])
-    torch.testing.assert_close(found[row, :22], exact[0, 128:], **EXACT)
-    assert not torch.allclose(exact[0, 128:], whole[0, 128:], atol=1e-3)
+    torch.testing.assert_close(actual[row, :22], exact[0, 128:], **EXACT)
+    assert not torch.allclose(exact[0, 128:], complete[0, 128:], atol=1e-3)
 
 
 def test_chunks_of_whole_query_blocks_answer_as_one_prefill_without_curvature(llama):
     """Two-hop paths need rows that chunking has left behind, and every chunk has an end."""
     ids = tokens(1, 328)
-    with cab_hf.cab(llama, SPARSE, redundancy=0.0, dense_tail=0), torch.no_grad():
-        whole = llama(ids).logits
+    with cab_hf.cab(llama, SPARSE, redundancy=0.0, dense_tail_blocks=0), torch.no_grad():
+        complete = llama(ids).logits
         cache, pieces = None, []
         for piece in ids.split(96, dim=1):
             out = llama(piece, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             pieces.append(out.logits)
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, **EXACT)
+    torch.testing.assert_close(torch.cat(pieces, 1), complete, **EXACT)
 
 
 # --- training
@@ -400,8 +400,8 @@ def test_gradient_checkpointing_gives_the_same_gradients():
 
     expected = gradients()
     model.gradient_checkpointing_enable()
-    for found, wanted in zip(gradients(), expected, strict=True):
-        torch.testing.assert_close(found, wanted)
+    for actual, wanted in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(actual, wanted)
 
 
 def test_sparse_training_moves_only_through_attended_keys(llama):
@@ -428,7 +428,7 @@ def test_sparse_training_moves_only_through_attended_keys(llama):
     "fields",
     [
         pytest.param({}, id="sparse"),
-        pytest.param({"mass": 0.5, "bridges": 0.2}, id="fewer"),
+        pytest.param({"top_p": 0.5, "top_k_share": 0.2}, id="fewer"),
         pytest.param({"min_length": 1000}, id="exact"),
         pytest.param({"query_block": 512}, id="decode"),
     ],
@@ -471,8 +471,8 @@ def test_masks_that_a_layer_does_not_announce(name, fields, implementation):
     expected = logits(model, input_ids=ids, attention_mask=mask)
     cab_hf.apply_cab(model, FULL)
     model.set_attn_implementation(implementation)
-    found = logits(model, input_ids=ids, attention_mask=mask)
-    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], **EXACT)
+    actual = logits(model, input_ids=ids, attention_mask=mask)
+    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], **EXACT)
     window = "sliding window of 40 tokens" if "sliding_window" in fields else "engine reference"
     if implementation == "cab":
         assert window in cab_hf.describe(model, tokens=120)
@@ -538,9 +538,9 @@ def test_compiles_without_a_graph_break(shallow, inputs):
         expected = logits(shallow, input_ids=ids, **inputs)
         torch._dynamo.reset()
         compiled = torch.compile(shallow, fullgraph=True, backend="aot_eager")
-        found = logits(compiled, input_ids=ids, **inputs)
+        actual = logits(compiled, input_ids=ids, **inputs)
     kept = inputs.get("attention_mask", torch.ones(1, 130)).bool()
-    torch.testing.assert_close(found[kept], expected[kept], **EXACT)
+    torch.testing.assert_close(actual[kept], expected[kept], **EXACT)
 
 
 @pytest.mark.slow
@@ -548,7 +548,7 @@ def test_compiles_again_with_other_settings(shallow):
     """Numbers that differ from an earlier compilation are symbolic to dynamo."""
     ids = tokens(1, 130)
     torch._dynamo.reset()
-    for fields in ({}, {"mass": 0.7, "bridges": 0.0}, {"query_block": 64, "sink_blocks": 2}):
+    for fields in ({}, {"top_p": 0.7, "top_k_share": 0.0}, {"query_block": 64, "sink_blocks": 2}):
         with cab_hf.cab(shallow, SPARSE, **fields):
             expected = logits(shallow, input_ids=ids)
             compiled = torch.compile(shallow, fullgraph=True, backend="aot_eager")
@@ -583,6 +583,6 @@ def test_exact_attention_by_blocks_is_sdpa_and_plans_once_for_all_layers(monkeyp
         made = []
         causal = BlockPlan.causal
         monkeypatch.setattr(BlockPlan, "causal", lambda *a: made.append(a) or causal(*a))
-        found = model(input_ids=ids, attention_mask=mask).logits
+        actual = model(input_ids=ids, attention_mask=mask).logits
     assert len(made) == 1
-    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], **EXACT)
+    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], **EXACT)

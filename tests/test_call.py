@@ -18,10 +18,10 @@ class FirstLayerDecides(CurvaturePredictor):
         return k, valid, channels
 
     def choose(self, q, summary, call):
-        if "plan" not in call.handed:
+        if "plan" not in call.shared_state:
             DECIDED.append(call.layer)
-            call.handed["plan"] = super().choose(q, super().summarise(*summary), call)
-        return call.handed["plan"]
+            call.shared_state["plan"] = super().choose(q, super().summarise(*summary), call)
+        return call.shared_state["plan"]
 
 
 register_predictor("first-layer-decides", FirstLayerDecides)
@@ -51,8 +51,8 @@ def test_a_layer_run_again_by_checkpointing_finds_what_was_handed():
     with cab_hf.cab(model, SPARSE, predictor="first-layer-decides"):
         expected = gradients()
         model.gradient_checkpointing_enable()
-        for found, wanted in zip(gradients(), expected, strict=True):
-            torch.testing.assert_close(found, wanted)
+        for actual, wanted in zip(gradients(), expected, strict=True):
+            torch.testing.assert_close(actual, wanted)
         assert DECIDED == [0]
 
 
@@ -94,8 +94,8 @@ def test_a_layer_that_is_called_twice_has_a_plan_each_time(checkpointing):
         assert DECIDED == [0, 0, 2]
         if checkpointing:
             model.gradient_checkpointing_enable()
-        for found, wanted in zip(gradients(), expected, strict=True):
-            torch.testing.assert_close(found, wanted)
+        for actual, wanted in zip(gradients(), expected, strict=True):
+            torch.testing.assert_close(actual, wanted)
 
 
 # --- documents
@@ -204,13 +204,13 @@ def test_query_blocks_of_short_texts(least, rows, known):
     real = torch.arange(40) >= torch.tensor([[20], [0]])
     lengths = [[Length(20, 20)], [Length(40, 40)]] if known else None
     frame = Frame.build(2, 40, 40, 0, real, None, 16, torch.device("cpu"), lengths)
-    found = frame.short(**least, query_block=16)
+    actual = frame.short(**least, query_block=16)
     if known and rows == [[], []]:
-        assert found is None
+        assert actual is None
         return
-    assert [[row for row in batch if row >= 0] for batch in found.tolist()] == rows
+    assert [[row for row in batch if row >= 0] for batch in actual.tolist()] == rows
     # what is gathered is no more than needed, where that is known
-    assert not known or found.shape[1] == max(map(len, rows))
+    assert not known or actual.shape[1] == max(map(len, rows))
 
 
 def test_no_text_is_short_in_a_plain_call():
@@ -247,9 +247,9 @@ def test_the_last_queries_alone_are_asked_for_by_slicing_the_mask(logits_to_keep
         expected = model(**inputs).logits
         cab_hf.apply_cab(model, FULL)
         model.set_attn_implementation(implementation)
-        found = model(**inputs).logits
+        actual = model(**inputs).logits
     seen = mask[:, -logits_to_keep:].bool()
-    torch.testing.assert_close(found[seen], expected[seen], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(actual[seen], expected[seen], atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, PreTrainedConfig, WhisperConfig
 
 from cab_hf import CabConfig, checks
 from cab_hf.budgets import Budgets, budgets_of
-from cab_hf.config import MASS_BY_KEYS, Origin
+from cab_hf.config import TOP_P_BY_KEYS, Origin
 from cab_hf.fit import require_layers
 
 ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=8192)
@@ -22,15 +22,15 @@ ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=8192)
         ("key_block", 48),
         ("sink_blocks", -1),
         ("local_blocks", True),
-        ("dense_tail", -1),
+        ("dense_tail_blocks", -1),
         ("coarsen", "max"),
         ("select", "all"),
         ("curvature", "ollivier"),
-        ("mass", 0.0),
-        ("mass", 1.1),
-        ("mass", float("nan")),
-        ("mass", "0.9"),
-        ("bridges", -0.1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", float("nan")),
+        ("top_p", "0.9"),
+        ("top_k_share", -0.1),
         ("sparsity", 1.0),
         ("redundancy", 2),
         ("max_density", 0),
@@ -40,11 +40,11 @@ ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=8192)
         ("engine", None),
         ("predictor", 7),
         ("sparse_decode", "yes"),
-        ("mass", ()),
-        ("mass", ((0.5, 1.1),)),
-        ("mass", ((0.5, 0.5), (0.5,))),
-        ("mass", (0.5, 0.5)),
-        ("bridges", ((0.1, 1.5),)),
+        ("top_p", ()),
+        ("top_p", ((0.5, 1.1),)),
+        ("top_p", ((0.5, 0.5), (0.5,))),
+        ("top_p", (0.5, 0.5)),
+        ("top_k_share", ((0.1, 1.5),)),
         ("sparsity", ((0.5, 1.0),)),
         ("exact_queries", 3),
         ("exact_queries", -1),
@@ -54,13 +54,13 @@ ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=8192)
         ("exact_queries", ((),)),
         ("exact_queries", ((4, "a"),)),
         ("exact_queries", ((4, 0.0),)),
-        ("mass", {}),
+        ("top_p", {}),
         ("min_length", 2**70),
         ("query_block", 2**70),
         ("key_block", 2**31),
         ("sink_blocks", 2**31),
         ("local_blocks", 2**40),
-        ("dense_tail", 2**63),
+        ("dense_tail_blocks", 2**63),
         ("dense_layers", (2**31,)),
         ("engine", list(range(1000))),
         ("origin", "smollm2"),
@@ -86,17 +86,17 @@ def test_it_is_frozen_and_hashes():
     config = CabConfig(dense_layers=[1, 2])
     assert hash(config) == hash(CabConfig(dense_layers=(1, 2)))
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.mass = 0.5
+        config.top_p = 0.5
 
 
 @pytest.mark.parametrize(
     "config",
     [
         CabConfig(),
-        CabConfig(dense_layers=(0, 3), mass=1),
+        CabConfig(dense_layers=(0, 3), top_p=1),
         CabConfig.published(0.9, "additive"),
         CabConfig(
-            mass=((0.0, 0.5), (1, 0.25)), exact_queries=((4, 0), (0, 128)), bridges=((0, 1),)
+            top_p=((0.0, 0.5), (1, 0.25)), exact_queries=((4, 0), (0, 128)), top_k_share=((0, 1),)
         ),
         CabConfig(origin=ORIGIN),
         CabConfig(origin=ORIGIN._replace(layers=None, heads=None, kv_heads=None)),
@@ -108,19 +108,19 @@ def test_it_survives_json(config):
 
 
 def test_lists_of_a_table_are_frozen_and_given_back():
-    config = CabConfig(mass=[[0.5, 1.0]], exact_queries=[[4, 0]])
-    assert config.mass == ((0.5, 1.0),) and hash(config) == hash(CabConfig(**config.to_dict()))
-    assert config.to_dict()["mass"] == [[0.5, 1.0]]
+    config = CabConfig(top_p=[[0.5, 1.0]], exact_queries=[[4, 0]])
+    assert config.top_p == ((0.5, 1.0),) and hash(config) == hash(CabConfig(**config.to_dict()))
+    assert config.to_dict()["top_p"] == [[0.5, 1.0]]
     assert config.to_dict()["exact_queries"] == [[4, 0]]
 
 
 def test_what_was_calibrated_for_is_named_in_the_file(tmp_path):
     config = CabConfig(origin=ORIGIN)
     config.save(tmp_path / "own.json")
-    told = {"model": "smollm2", "layers": 30, "heads": 9, "kv_heads": 3, "length": 8192}
-    assert json.loads((tmp_path / "own.json").read_text())["origin"] == told
-    assert CabConfig.calibrated(tmp_path / "own.json") == config == CabConfig(origin=told)
-    assert hash(config) == hash(CabConfig(origin=told)) != hash(CabConfig())
+    fields = {"model": "smollm2", "layers": 30, "heads": 9, "kv_heads": 3, "length": 8192}
+    assert json.loads((tmp_path / "own.json").read_text())["origin"] == fields
+    assert CabConfig.calibrated(tmp_path / "own.json") == config == CabConfig(origin=fields)
+    assert hash(config) == hash(CabConfig(origin=fields)) != hash(CabConfig())
     # of settings that nobody calibrated there is nothing to say
     assert "origin" not in CabConfig().to_dict()
 
@@ -128,30 +128,34 @@ def test_what_was_calibrated_for_is_named_in_the_file(tmp_path):
 TABLE = ((0.0, 0.3, 1.0), (0.6, 0.6, 0.6), (1.0, 1.0, 1.0))
 COUNTS = ((4, 0, 8), (8, 8, 8), (0, 0, 0))
 # of what is not told
-REST = {name: (getattr(CabConfig(), name),) for name in ("bridges", "sparsity", "exact_queries")}
-REST["mass"] = (MASS_BY_KEYS[0][1],)
+REST = {
+    name: (getattr(CabConfig(), name),) for name in ("top_k_share", "sparsity", "exact_queries")
+}
+REST["top_p"] = (TOP_P_BY_KEYS[0][1],)
 
 
 @pytest.mark.parametrize(
-    ("fields", "layer", "told"),
+    ("fields", "layer", "message"),
     [
         pytest.param({}, None, {}, id="a-number"),
-        pytest.param({"mass": 1}, 0, {"mass": (1,), "exact_queries": (0,)}, id="everything-listed"),
-        pytest.param({"mass": TABLE}, 0, {"mass": TABLE[0], "whole": (2,)}, id="table"),
-        pytest.param({"mass": TABLE}, 1, {"mass": (0.6,)}, id="a-layer-of-one-number"),
         pytest.param(
-            {"mass": TABLE}, 2, {"mass": (1.0,), "whole": (0, 1, 2)}, id="a-layer-of-ones"
+            {"top_p": 1}, 0, {"top_p": (1,), "exact_queries": (0,)}, id="everything-listed"
         ),
-        pytest.param({"bridges": TABLE}, 0, {"bridges": TABLE[0]}, id="bridges"),
+        pytest.param({"top_p": TABLE}, 0, {"top_p": TABLE[0], "dense_heads": (2,)}, id="table"),
+        pytest.param({"top_p": TABLE}, 1, {"top_p": (0.6,)}, id="a-layer-of-one-number"),
+        pytest.param(
+            {"top_p": TABLE}, 2, {"top_p": (1.0,), "dense_heads": (0, 1, 2)}, id="a-layer-of-ones"
+        ),
+        pytest.param({"top_k_share": TABLE}, 0, {"top_k_share": TABLE[0]}, id="top_k_share"),
         pytest.param({"exact_queries": 8}, None, {"exact_queries": (8,)}, id="all-exact"),
         pytest.param({"exact_queries": COUNTS}, 0, {"exact_queries": COUNTS[0]}, id="some-exact"),
         pytest.param(
             {"exact_queries": COUNTS}, 1, {"exact_queries": (8,)}, id="a-layer-of-one-count"
         ),
         pytest.param(
-            {"mass": 1.0, "exact_queries": COUNTS, "bridges": TABLE},
+            {"top_p": 1.0, "exact_queries": COUNTS, "top_k_share": TABLE},
             0,
-            {"mass": (1.0,), "bridges": TABLE[0], "exact_queries": (0,)},
+            {"top_p": (1.0,), "top_k_share": TABLE[0], "exact_queries": (0,)},
             id="everything-before-exact",
         ),
         pytest.param(
@@ -159,8 +163,8 @@ REST["mass"] = (MASS_BY_KEYS[0][1],)
         ),
     ],
 )
-def test_budgets_of_a_layer(fields, layer, told):
-    assert budgets_of(CabConfig(**fields), layer, 3) == Budgets(**REST | told)
+def test_budgets_of_a_layer(fields, layer, message):
+    assert budgets_of(CabConfig(**fields), layer, 3) == Budgets(**REST | message)
 
 
 @pytest.mark.parametrize(
@@ -170,8 +174,8 @@ def test_budgets_of_a_layer(fields, layer, told):
         pytest.param({}, (0, 1, 2), id="all-by-default"),
         pytest.param({"exact_queries": 4}, (0, 1, 2), id="all"),
         pytest.param({"exact_queries": COUNTS}, (0, 2), id="some"),
-        pytest.param({"exact_queries": COUNTS, "mass": TABLE}, (0,), id="but-whole-ones"),
-        pytest.param({"exact_queries": COUNTS, "mass": 1.0}, (), id="but-where-all-is-listed"),
+        pytest.param({"exact_queries": COUNTS, "top_p": TABLE}, (0,), id="but-whole-ones"),
+        pytest.param({"exact_queries": COUNTS, "top_p": 1.0}, (), id="but-where-all-is-listed"),
     ],
 )
 def test_heads_that_choose_by_exact_scores(fields, exact):
@@ -186,11 +190,11 @@ def test_heads_that_choose_by_exact_scores(fields, exact):
         pytest.param({"exact_queries": ((8, 16), (16, 16))}, False, id="a-table-of-exact"),
         pytest.param({"exact_queries": ((8, 0), (16, 16))}, True, id="one-head-by-the-estimate"),
         pytest.param({"redundancy": 0.0}, False, id="no-weight"),
-        pytest.param({"bridges": 0.0}, False, id="no-bridges"),
-        pytest.param({"bridges": ((0.0, 0.0), (0.0, 0.0))}, False, id="a-table-of-none"),
-        pytest.param({"bridges": ((0.0, 0.0), (0.0, 0.1))}, True, id="one-head-has-bridges"),
-        pytest.param({"mass": 1.0}, False, id="everything-listed"),
-        pytest.param({"bridges": 0.0, "select": "topk"}, True, id="topk"),
+        pytest.param({"top_k_share": 0.0}, False, id="no-bridges"),
+        pytest.param({"top_k_share": ((0.0, 0.0), (0.0, 0.0))}, False, id="a-table-of-none"),
+        pytest.param({"top_k_share": ((0.0, 0.0), (0.0, 0.1))}, True, id="one-head-has-bridges"),
+        pytest.param({"top_p": 1.0}, False, id="everything-listed"),
+        pytest.param({"top_k_share": 0.0, "select": "topk"}, True, id="topk"),
     ],
 )
 def test_curvature_takes_part_where_it_ranks_something(fields, curved):
@@ -198,22 +202,22 @@ def test_curvature_takes_part_where_it_ranks_something(fields, curved):
 
 
 def test_budgets_of_some_heads():
-    config = CabConfig(mass=TABLE, exact_queries=COUNTS)
+    config = CabConfig(top_p=TABLE, exact_queries=COUNTS)
     budgets = budgets_of(config, 0, 3)
-    assert budgets.of_head(1) == (0.3, CabConfig().bridges, 0.95, 0)
-    assert budgets.of_heads([2, 0]) == Budgets((1.0, 0.0), REST["bridges"], (0.95,), (8, 4))
+    assert budgets.of_head(1) == (0.3, CabConfig().top_k_share, 0.95, 0)
+    assert budgets.of_heads([2, 0]) == Budgets((1.0, 0.0), REST["top_k_share"], (0.95,), (8, 4))
     assert not budgets.alike and budgets_of(config, 1, 3).alike
 
 
 @pytest.mark.parametrize(
     ("name", "table"),
     [
-        ("mass", TABLE),
-        ("bridges", TABLE),
+        ("top_p", TABLE),
+        ("top_k_share", TABLE),
         ("exact_queries", COUNTS),
         ("sparsity", ((0.5, 0.6, 0.7),) * 3),
     ],
-    ids=["mass", "bridges", "exact_queries", "sparsity"],
+    ids=["top_p", "top_k_share", "exact_queries", "sparsity"],
 )
 @pytest.mark.parametrize(
     ("layer", "heads", "sentence"),
@@ -247,7 +251,7 @@ def test_a_model_that_counts_no_layers_has_all_of_them():
 
 
 def test_in_a_models_config_it_can_be_saved(tmp_path):
-    chosen = CabConfig(mass=((0.5, 1.0),), dense_layers=(0,))
+    chosen = CabConfig(top_p=((0.5, 1.0),), dense_layers=(0,))
     for config in (LlamaConfig(cab_config=chosen), LlamaConfig()):
         config.cab_config = chosen
         config.save_pretrained(tmp_path)
@@ -257,17 +261,17 @@ def test_in_a_models_config_it_can_be_saved(tmp_path):
 def test_a_models_config_has_none_until_it_is_set():
     config = LlamaConfig()
     assert config.cab_config is None and "cab_config" not in config.to_dict()
-    config.cab_config = {"mass": 0.5}
+    config.cab_config = {"top_p": 0.5}
     other = copy.deepcopy(config)
-    other.cab_config["mass"] = 1.0
-    assert config.cab_config == {"mass": 0.5}
+    other.cab_config["top_p"] = 1.0
+    assert config.cab_config == {"top_p": 0.5}
     del config.cab_config
     assert config.cab_config is None and "cab_config" not in config.to_dict()
 
 
 UNREAD = [
     pytest.param({"sparsity": 0.8}, "sparsity is 0.8, which select='clusters' does", id="share"),
-    pytest.param({"select": "topk", "mass": 0.8}, "mass is 0.8, which select='topk' does", id="p"),
+    pytest.param({"select": "topk", "top_p": 0.8}, "mass is 0.8, which select='topk' does", id="p"),
     pytest.param(
         {"anchors": (0,)}, r"anchors is \(0,\), which predictor='curvature'", id="anchors"
     ),
@@ -278,7 +282,7 @@ UNREAD = [
         {"redundancy": 1.0}, "redundancy is 1.0, which .* give exact_queries=0", id="rank"
     ),
     pytest.param(
-        {"predictor": "random", "mass": 0.8}, "mass is 0.8, which predictor='ran", id="own"
+        {"predictor": "random", "top_p": 0.8}, "mass is 0.8, which predictor='ran", id="own"
     ),
     pytest.param(
         {"predictor": "streaming", "sparsity": 0.8},
@@ -303,18 +307,18 @@ def test_a_field_that_is_not_read_is_refused(fields, sentence):
 def test_a_saved_field_that_is_not_read_is_told_once(fields, _, monkeypatch):
     monkeypatch.setattr(checks, "_warned", set())
     saved = {**CabConfig().to_dict(), **fields}
-    with pytest.warns(UserWarning, match="which .* does not read: it changes nothing") as told:
+    with pytest.warns(UserWarning, match="which .* does not read: it changes nothing") as given:
         loaded = CabConfig.from_dict(saved)
         assert CabConfig.from_dict(json.loads(json.dumps(saved))) == loaded
-    assert len(told) == 1
+    assert len(given) == 1
     assert CabConfig.from_dict(loaded.to_dict()) == loaded
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"predictor": "mine", "sparsity": 0.8, "mass": 0.5, "anchors": (3,)},
-        {"predictor": "streaming", "dense_tail": 0, "exact_queries": 0, "redundancy": 0},
+        {"predictor": "mine", "sparsity": 0.8, "top_p": 0.5, "anchors": (3,)},
+        {"predictor": "streaming", "dense_tail_blocks": 0, "exact_queries": 0, "redundancy": 0},
         {"predictor": "random", "sparsity": 0.8, "max_density": 0.5},
         {"curvature": "none"},
         {"curvature": "forman", "exact_queries": ((8, 0), (16, 16))},
@@ -326,15 +330,15 @@ def test_what_is_read_or_asks_for_nothing_can_be_set(fields):
 
 
 def test_what_a_change_leaves_unread_falls_back():
-    config = CabConfig(mass=0.5, exact_queries=0, curvature="forman", min_length=0)
+    config = CabConfig(top_p=0.5, exact_queries=0, curvature="forman", min_length=0)
     assert config.changed(select="topk", sparsity=0.5) == CabConfig(
         select="topk", sparsity=0.5, exact_queries=0, curvature="forman", min_length=0
     )
     assert config.changed(predictor="streaming") == CabConfig(
         predictor="streaming", exact_queries=0, min_length=0
     )
-    with pytest.raises(ValueError, match="no field 'masss'"):
-        config.changed(masss=0.5)
+    with pytest.raises(ValueError, match="no field 'top_pp'"):
+        config.changed(top_pp=0.5)
 
 
 def test_unknown_fields_and_wrong_kinds_are_refused():
@@ -343,12 +347,12 @@ def test_unknown_fields_and_wrong_kinds_are_refused():
     with pytest.raises(ValueError, match="no field 1; its fields are query_block"):
         CabConfig.from_dict({1: 2, "topk": 3})
     with pytest.raises(ValueError, match="it must be a dict"):
-        CabConfig.from_dict("mass=0.9")
+        CabConfig.from_dict("top_p=0.9")
 
 
 def test_published_is_the_published_recipe():
     config = CabConfig.published(sparsity=0.9)
     assert (config.coarsen, config.select, config.curvature) == ("max_l2", "topk", "forman")
     assert (config.query_block, config.key_block, config.sparsity) == (64, 64, 0.9)
-    assert (config.redundancy, config.sink_blocks, config.dense_tail) == (1.0, 0, 0)
-    assert CabConfig.published(min_length=0, dense_tail=1).dense_tail == 1
+    assert (config.redundancy, config.sink_blocks, config.dense_tail_blocks) == (1.0, 0, 0)
+    assert CabConfig.published(min_length=0, dense_tail_blocks=1).dense_tail_blocks == 1

@@ -90,10 +90,10 @@ def test_a_model_on_another_implementation_is_served():
         model.generate(torch.tensor([prompt]), generation_config=GREEDY)[0, len(prompt) :].tolist()
         for prompt in PROMPTS
     ]
-    assert [found.generated_tokens for found in batch(model).values()] == meant
+    assert [result.generated_tokens for result in batch(model).values()] == meant
     cab_hf.apply_cab(model, min_length=0)
     cab_hf.remove_cab(model)
-    assert [found.generated_tokens for found in batch(model).values()] == meant
+    assert [result.generated_tokens for result in batch(model).values()] == meant
 
 
 def test_cab_is_not_switched_on_under_a_running_manager():

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from cab_hf import CabConfig
 from cab_hf.layers import CABAttention, CABAttentionLayer
 from cab_hf.plan import Spans
-from cab_hf.predictors import Call, CurvaturePredictor
+from cab_hf.predictors import CurvaturePredictor, LayerContext
 
 DIM, HEADS, BLOCK = 64, 4, 32
 both_ways = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
@@ -70,8 +70,8 @@ def test_outputs_and_gradients_are_those_of_masked_attention(kv_heads, length, c
     torch.testing.assert_close(out, expected)
     seed = torch.randn_like(out)
     wanted = (x, *layer.parameters())
-    found = torch.autograd.grad(out, wanted, seed)
-    for gradient, exact in zip(found, torch.autograd.grad(expected, wanted, seed), strict=True):
+    actual = torch.autograd.grad(out, wanted, seed)
+    for gradient, exact in zip(actual, torch.autograd.grad(expected, wanted, seed), strict=True):
         torch.testing.assert_close(gradient, exact, rtol=1e-4, atol=1e-4)
 
 
@@ -86,7 +86,9 @@ def test_the_plan_is_that_of_the_published_config(formula):
         for project in (layer.q_proj, layer.k_proj)
     )
     config = CabConfig.published(0.6, formula, query_block=BLOCK, key_block=BLOCK)
-    expected = CurvaturePredictor(config)(q, k, Call(Spans.causal(2, 300, 300, "cpu"), 16**-0.5))
+    expected = CurvaturePredictor(config)(
+        q, k, LayerContext(Spans.causal(2, 300, 300, "cpu"), 16**-0.5)
+    )
     assert torch.equal(plan.to_dense(), expected.to_dense())
 
 

@@ -37,11 +37,13 @@ def test_one_line_loads_a_model_that_attends_by_cab(standing_in, name):
     assert tokenizer.pad_token is not None
 
 
-@pytest.mark.parametrize("told", ["config", "dict", "file"])
+@pytest.mark.parametrize("message", ["config", "dict", "file"])
 @pytest.mark.parametrize("name", NAMES)
-def test_settings_hold_for_every_name(standing_in, name, told, tmp_path):
+def test_settings_hold_for_every_name(standing_in, name, message, tmp_path):
     SPARSE.save(tmp_path / "own.json")
-    given = {"config": SPARSE, "dict": SPARSE.to_dict(), "file": str(tmp_path / "own.json")}[told]
+    given = {"config": SPARSE, "dict": SPARSE.to_dict(), "file": str(tmp_path / "own.json")}[
+        message
+    ]
     model, _ = cab_hf.load_model(standing_in.get(name, name), device="cpu", cab_config=given)
     assert model.config.cab_config == SPARSE.to_dict()
     ids = torch.randint(3, 50, (1, 300), generator=torch.Generator().manual_seed(0))
@@ -51,7 +53,7 @@ def test_settings_hold_for_every_name(standing_in, name, told, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("there", "told", "device", "dtype"),
+    ("there", "message", "device", "dtype"),
     [
         pytest.param(True, {}, "cuda", torch.bfloat16, id="a-gpu"),
         pytest.param(False, {}, "cpu", torch.float32, id="none"),
@@ -61,7 +63,7 @@ def test_settings_hold_for_every_name(standing_in, name, told, tmp_path):
         pytest.param(False, {"dtype": torch.float16}, "cpu", torch.float16, id="a-dtype"),
     ],
 )
-def test_defaults_are_those_of_the_machine(monkeypatch, there, told, device, dtype):
+def test_defaults_are_those_of_the_machine(monkeypatch, there, message, device, dtype):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
     seen, load = [], models.load_model
 
@@ -70,7 +72,7 @@ def test_defaults_are_those_of_the_machine(monkeypatch, there, told, device, dty
         return load(name, "cpu", "float32", *others, **options)
 
     monkeypatch.setattr(models, "load_model", watched)
-    cab_hf.load_model("tiny", **told)
+    cab_hf.load_model("tiny", **message)
     assert seen == [(device, dtype)]
 
 
@@ -80,18 +82,18 @@ def test_a_dtype_may_be_one_or_its_name(dtype):
 
 
 @pytest.mark.parametrize(
-    ("told", "sentence"),
+    ("message", "sentence"),
     [
         pytest.param({"dtype": "float13"}, "dtype must name a torch dtype", id="dtype"),
         pytest.param({"dtype": 16}, "dtype must name a torch dtype", id="dtype-kind"),
         pytest.param({"cab_config": 3}, "cab_config is 3; it must be", id="kind"),
-        pytest.param({"cab_config": {"masss": 1}}, "CabConfig has no field 'masss'", id="field"),
+        pytest.param({"cab_config": {"top_pp": 1}}, "CabConfig has no field 'top_pp'", id="field"),
         pytest.param({"cab_config": "none.json"}, "cab_config 'none.json' is no file", id="file"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_read(told, sentence):
+def test_what_does_not_fit_is_refused_before_anything_is_read(message, sentence):
     with pytest.raises(ValueError, match=sentence):
-        cab_hf.load_model("tiny", device="cpu", **told)
+        cab_hf.load_model("tiny", device="cpu", **message)
 
 
 def test_a_model_too_short_for_its_settings_says_so(monkeypatch, recwarn):
@@ -99,6 +101,6 @@ def test_a_model_too_short_for_its_settings_says_so(monkeypatch, recwarn):
     cab_hf.load_model("tiny", device="cpu", attn_implementation="sdpa")
     assert not [each for each in recwarn if "positions" in str(each.message)]
     cab_hf.load_model("tiny", device="cpu")
-    (told,) = [str(each.message) for each in recwarn if "positions" in str(each.message)]
-    assert told.startswith("llama has 4,096 positions and min_length is 8,192")
+    (given,) = [str(each.message) for each in recwarn if "positions" in str(each.message)]
+    assert given.startswith("llama has 4,096 positions and min_length is 8,192")
     cab_hf.load_model("tiny", device="cpu", cab_config=CabConfig(min_length=4096))

@@ -58,10 +58,10 @@ def test_only_the_logits_asked_for_are_computed(llama, chunk):
 )
 def test_a_static_cache_in_chunks_answers_as_one_prefill(llama, config, chunk, slots):
     ids = tokens(1, LENGTH)
-    with cab_hf.cab(llama, config, redundancy=0.0, dense_tail=0), torch.inference_mode():
-        whole = llama(ids).logits
-        found = torch.cat([out.logits for out in pieces(llama, ids, chunk, slots)], dim=1)
-    torch.testing.assert_close(found, whole, **EXACT)
+    with cab_hf.cab(llama, config, redundancy=0.0, dense_tail_blocks=0), torch.inference_mode():
+        complete = llama(ids).logits
+        actual = torch.cat([out.logits for out in pieces(llama, ids, chunk, slots)], dim=1)
+    torch.testing.assert_close(actual, complete, **EXACT)
 
 
 class Waits(TorchDispatchMode):
@@ -100,7 +100,7 @@ def test_exact_layers_repeat_no_keys_and_bound_their_masks(llama, monkeypatch, p
     ids[:, :padding] = 0
     seen = (ids != 0).long()
     with torch.inference_mode():
-        whole = llama(ids, attention_mask=seen).logits[:, padding:]
+        complete = llama(ids, attention_mask=seen).logits[:, padding:]
     limit = 20 * LENGTH
     monkeypatch.setattr(exact, "MASK_AT_A_TIME", limit)
     plain = F.scaled_dot_product_attention
@@ -113,10 +113,10 @@ def test_exact_layers_repeat_no_keys_and_bound_their_masks(llama, monkeypatch, p
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
     with cab_hf.cab(llama, FULL, min_length=2 * LENGTH):
         cache = StaticCache(config=llama.config, max_cache_len=LENGTH)
-        found = []
+        actual = []
         for piece in ids.split(CHUNK, dim=1):
-            reach = sum(out.shape[1] for out in found) + piece.shape[1]
+            reach = sum(out.shape[1] for out in actual) + piece.shape[1]
             with torch.inference_mode():
                 out = llama(piece, attention_mask=seen[:, :reach], past_key_values=cache)
-            found.append(out.logits)
-    torch.testing.assert_close(torch.cat(found, dim=1)[:, padding:], whole, **EXACT)
+            actual.append(out.logits)
+    torch.testing.assert_close(torch.cat(actual, dim=1)[:, padding:], complete, **EXACT)

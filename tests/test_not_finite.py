@@ -13,7 +13,7 @@ from cab_hf.ops import reference
 from cab_hf.ops.attention import block
 from cab_hf.plan import BlockPlan, Spans
 
-BLOCKS = {"query_block": 32, "key_block": 16, "dense_tail": 0, "local_blocks": 1}
+BLOCKS = {"query_block": 32, "key_block": 16, "dense_tail_blocks": 0, "local_blocks": 1}
 GRID = {"query_block": 16, "key_block": 16}
 LENGTH = 232
 AT = 170
@@ -21,7 +21,7 @@ VALUES = [torch.nan, torch.inf, -torch.inf]
 
 
 def config(**fields):
-    return CabConfig(**{**BLOCKS, "mass": 0.6, "bridges": 0.1, **fields})
+    return CabConfig(**{**BLOCKS, "top_p": 0.6, "top_k_share": 0.1, **fields})
 
 
 CONFIGS = [
@@ -29,7 +29,7 @@ CONFIGS = [
     pytest.param(config(exact_queries=0), id="estimate"),
     pytest.param(config(exact_queries=0, coarsen="mean"), id="estimate-of-means"),
     pytest.param(config(exact_queries=0, curvature="forman"), id="estimate-forman"),
-    pytest.param(config(exact_queries=0, bridges=0.0), id="estimate-without-bridges"),
+    pytest.param(config(exact_queries=0, top_k_share=0.0), id="estimate-without-bridges"),
     pytest.param(CabConfig.published(0.7, **GRID), id="published"),
     pytest.param(CabConfig.published(0.7, "additive", **GRID), id="published-additive"),
     pytest.param(CabConfig.published(0.7, "none", **GRID), id="published-magnitude"),
@@ -64,10 +64,10 @@ def _same_choice(select, config, prefix, value):
     spans = Spans.causal(1, LENGTH, LENGTH + prefix, "cpu")
     meant = select(config, q, k, spans).to_dense()
     broken = spoilt(q, slice(AT, None), value), spoilt(k, AT + prefix, value)
-    found = select(config, *broken, spans).to_dense()
+    actual = select(config, *broken, spans).to_dense()
     blind = AT // config.query_block
     assert blind > 3 and not meant[:, :, blind - 1].all()
-    assert torch.equal(found[:, :, :blind], meant[:, :, :blind])
+    assert torch.equal(actual[:, :, :blind], meant[:, :, :blind])
 
 
 ENGINES = [
@@ -93,23 +93,23 @@ def test_blocks_attend_as_if_it_were_not_there(attend, dim, q_length, kv_length,
     plan = BlockPlan.causal(spans, 2, query_block, key_block)
     seen = int(spans.last[0, 2 * query_block - 1]) + 1
     meant = attend(q, k, v, plan, 0.2)
-    found = attend(q, spoilt(k, seen, value), spoilt(v, seen, value), plan, 0.2)
+    actual = attend(q, spoilt(k, seen, value), spoilt(v, seen, value), plan, 0.2)
     blind = 2 * query_block
-    torch.testing.assert_close(found[:, :, :blind], meant[:, :, :blind])
-    assert not found[:, :, blind:].isfinite().all()
+    torch.testing.assert_close(actual[:, :, :blind], meant[:, :, :blind])
+    assert not actual[:, :, blind:].isfinite().all()
 
 
 @pytest.mark.parametrize("exact", [0, 8], ids=["estimate", "exact-queries"])
 def test_a_models_earlier_logits_stay_finite(exact):
     model = tiny_model()
     ids = tokens(1, 160)
-    settings = replace(SMALL, mass=0.5, bridges=0.1, exact_queries=exact)
+    settings = replace(SMALL, top_p=0.5, top_k_share=0.1, exact_queries=exact)
     apply_cab(model, settings)
     with torch.no_grad():
         model.model.embed_tokens.weight[VOCABULARY - 1] = torch.nan
         ids[ids == VOCABULARY - 1] = 3
         meant = model(ids).logits
         ids[0, 100] = VOCABULARY - 1
-        found = model(ids).logits
-    assert found[0, 100].isnan().all()
-    assert torch.equal(found[:, :96], meant[:, :96])
+        actual = model(ids).logits
+    assert actual[0, 100].isnan().all()
+    assert torch.equal(actual[:, :96], meant[:, :96])

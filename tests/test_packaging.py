@@ -32,10 +32,10 @@ def folder_of(package, places):
 def test_every_package_folder_is_listed(setup):
     listed = setup["options"]["packages"].split()
     places = dict(line.split(" = ") for line in setup["options"]["package_dir"].strip().split("\n"))
-    found = {folder_of(package, places) for package in listed}
+    actual = {folder_of(package, places) for package in listed}
     tops = {ROOT / place for place in places.values()}
     present = {init.parent for top in tops for init in top.rglob("__init__.py")}
-    assert found == present
+    assert actual == present
 
 
 def test_a_wheel_exposes_cab_hf_alone(tmp_path):
@@ -50,9 +50,9 @@ def test_a_wheel_exposes_cab_hf_alone(tmp_path):
     # no packages, so that only setup.cfg's package data names them
     tasks = {path.name for path in (ROOT / "eval" / "tasks").iterdir() if path.is_file()}
     assert tasks == {Path(name).name for name in names if name.startswith("cab_hf/eval/tasks/")}
-    told = {str(path.relative_to(ROOT)) for path in (ROOT / "finetune").rglob("*.yaml")}
+    fields = {str(path.relative_to(ROOT)) for path in (ROOT / "finetune").rglob("*.yaml")}
     shipped = {name for name in names if name.startswith("cab_hf/finetune/")}
-    assert told and {f"cab_hf/{name}" for name in told} <= shipped
+    assert fields and {f"cab_hf/{name}" for name in fields} <= shipped
 
 
 def test_the_public_surface_is_this():

@@ -61,13 +61,13 @@ def test_lists_and_dense_are_inverse(width):
 @pytest.mark.parametrize("lengths", [(1, 1), (15, 15), (16, 16), (17, 17), (205, 205), (40, 131)])
 def test_density_counts_the_token_mask(lengths, blocks):
     spans = Spans.causal(2, *lengths, "cpu")
-    whole = BlockPlan.causal(spans, 3, *blocks)
-    keep = torch.rand(whole.to_dense().shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    complete = BlockPlan.causal(spans, 3, *blocks)
+    keep = torch.rand(complete.to_dense().shape, generator=torch.Generator().manual_seed(1)) < 0.5
     plan = BlockPlan.from_dense(keep, spans, query_block=blocks[0], key_block=blocks[1])
     plan.validate()
     assert int(plan.pairs()[0]) == int(plan.token_mask().sum())
-    assert whole.density() == 1
-    assert int(whole.pairs()[1]) == int(whole.token_mask().sum())
+    assert complete.density() == 1
+    assert int(complete.pairs()[1]) == int(complete.token_mask().sum())
 
 
 def test_a_plan_never_lists_what_causality_forbids():
@@ -126,14 +126,14 @@ def test_rows_that_are_to_attend_everything_too(before, rows, after):
     spans = Spans.causal(1, 16, 16, "cpu")
     keep = torch.eye(4, dtype=torch.bool)[None, None].expand(1, 2, -1, -1)
     before = None if before is None else torch.tensor(before)
-    plan = BlockPlan.from_dense(keep, spans, query_block=4, key_block=4, whole_rows=before)
-    found = plan.with_whole_rows(torch.tensor(rows))
-    found.validate()
-    whole = torch.tensor([row in after for row in range(4)])
+    plan = BlockPlan.from_dense(keep, spans, query_block=4, key_block=4, dense_rows=before)
+    actual = plan.with_whole_rows(torch.tensor(rows))
+    actual.validate()
+    complete = torch.tensor([row in after for row in range(4)])
     everything = block_visibility(spans, 4, 4)[0]
-    wanted = torch.where(whole[:, None], everything, keep[0, 0])
-    assert torch.equal(found.to_dense(), wanted.expand(1, 2, -1, -1))
-    assert torch.equal(found.whole(), whole.expand(1, 2, -1))
+    wanted = torch.where(complete[:, None], everything, keep[0, 0])
+    assert torch.equal(actual.to_dense(), wanted.expand(1, 2, -1, -1))
+    assert torch.equal(actual.is_dense(), complete.expand(1, 2, -1))
 
 
 # --- frames

@@ -19,7 +19,7 @@ from cab_hf import CabConfig
 from cab_hf.attention import cab_attention, cab_dense_attention
 from cab_hf.mask import cab_mask
 from cab_hf.plan import Spans
-from cab_hf.predictors import Call, make_predictor
+from cab_hf.predictors import LayerContext, make_predictor
 from cab_hf.rotary import slow_channels
 
 CASES, FIXED = (int(os.environ.get(name, n)) for name, n in (("CASES", 0), ("FIXED_CASES", 2000)))
@@ -28,7 +28,7 @@ BLOCKS = ((16, 16), (32, 16), (64, 16), (48, 16), (32, 32), (16, 32), (16, 48), 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 # pairs of its channels turn, so that of large heads half are scored
 LAYER = LlamaAttention(LlamaConfig(hidden_size=16, num_attention_heads=1, num_hidden_layers=1), 0)
-EVERYTHING = {"select": "clusters", "mass": 1.0, "max_density": 1.0}
+EVERYTHING = {"select": "clusters", "top_p": 1.0, "max_density": 1.0}
 
 
 def cases(share):
@@ -102,8 +102,8 @@ class Batch(NamedTuple):
         # padding belongs to the document before it
         filled = filled.cummax(-1).values
         begins = F.pad(filled[:, 1:] != filled[:, :-1], (1, 0), value=True)
-        arguments = {} if real.all() and self.told != "positions, ones" else {"real": real}
-        if self.told == "lengths":
+        arguments = {} if real.all() and self.given_by != "positions, ones" else {"real": real}
+        if self.given_by == "lengths":
             ends = [*begins.flatten().nonzero().flatten().tolist(), begins.numel()]
             return arguments | {"ends": torch.tensor(ends, dtype=torch.int32)}
         rank = real.cumsum(-1) - 1
@@ -185,13 +185,13 @@ def budgets(draw, count, **fixed):
         "key_block": key_block,
         "sink_blocks": draw(st.integers(0, 2)),
         "local_blocks": draw(st.integers(0, 3)),
-        "dense_tail": draw(st.integers(0, 2)),
+        "dense_tail_blocks": draw(st.integers(0, 2)),
         "select": draw(st.sampled_from(choices)),
         "sparsity": draw(st.sampled_from((0.3, 0.8))),
-        "mass": per_head(draw, count, st.sampled_from((0.2, 0.5, 0.9, 1.0))),
-        "bridges": per_head(draw, count, st.sampled_from((0.0, 0.1, 0.4))),
+        "top_p": per_head(draw, count, st.sampled_from((0.2, 0.5, 0.9, 1.0))),
+        "top_k_share": per_head(draw, count, st.sampled_from((0.0, 0.1, 0.4))),
         "exact_queries": per_head(draw, count, st.sampled_from((0, 2, 4, 16))),
-        "coarsen": draw(st.sampled_from(("box", "mean", "max_l2"))),
+        "coarsen": draw(st.sampled_from(("minmax", "mean", "max_l2"))),
         "curvature": curvature,
         "redundancy": draw(st.sampled_from((0.0, 0.3, 1.0))),
         "max_density": draw(st.sampled_from((1.0, 0.5))),
@@ -209,8 +209,8 @@ def attend(config, q, k, v, past=0, real=None, positions=None, ends=None, sparse
     LAYER.config.num_attention_heads = q.shape[1]
     mask = cab_mask(q.shape[0], q.shape[2], k.shape[2], q_offset=past, attention_mask=real)
     function = cab_attention if sparse else cab_dense_attention
-    told = {"position_ids": positions, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
-    return function(LAYER, q, k, v, mask, **told)[0]
+    fields = {"position_ids": positions, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    return function(LAYER, q, k, v, mask, **fields)[0]
 
 
 def masked(q, k, v, seen):
@@ -221,18 +221,18 @@ def masked(q, k, v, seen):
     return out.masked_fill(blind, 0.0).transpose(1, 2)
 
 
-def assert_is(found, q, k, v, seen, kept):
+def assert_is(actual, q, k, v, seen, kept):
     """Of ``kept``, bool [B, N]: at most twice the error that plain PyTorch makes."""
     exact = masked(*(x.double() for x in (q, k, v)), seen)
     plain = masked(q, k, v, seen)
-    assert found.dtype == q.dtype and torch.isfinite(found).all()
-    error, usual = ((x.double() - exact)[kept].abs().max() for x in (found, plain))
+    assert actual.dtype == q.dtype and torch.isfinite(actual).all()
+    error, usual = ((x.double() - exact)[kept].abs().max() for x in (actual, plain))
     assert error <= 2 * (usual + EPS[q.dtype] * exact.abs().max())
 
 
-def assert_same(found, expected):
+def assert_same(actual, expected):
     allowed = ROUNDING[expected.dtype] * max(1.0, float(expected.abs().max()))
-    assert (found.double() - expected.double()).abs().max() <= allowed
+    assert (actual.double() - expected.double()).abs().max() <= allowed
 
 
 # --- what holds
@@ -271,7 +271,7 @@ def test_a_plan_is_what_is_attended(data):
     config = data.draw(budgets(shape.query, min_length=0))
     q, k, v = shape.draw(1, length)
     spans = Spans.causal(1, length, length, "cpu")
-    call = Call(spans, shape.dim**-0.5, 0, channels=slow_channels(LAYER, shape.dim))
+    call = LayerContext(spans, shape.dim**-0.5, 0, channels=slow_channels(LAYER, shape.dim))
     plan = make_predictor(config)(q, k, call)
     plan.validate()
     seen = plan.token_mask()
@@ -279,11 +279,11 @@ def test_a_plan_is_what_is_attended(data):
     assert not (seen & ~causal).any()
     assert seen.diagonal(dim1=-2, dim2=-1).all()
     assert (seen | ~causal)[:, :, :, : config.sink_blocks * config.key_block].all()
-    if config.select == "clusters" and isinstance(config.mass, tuple):
-        for head, mass in enumerate(config.mass[0]):
-            assert mass < 1 or torch.equal(seen[0, head], causal)
+    if config.select == "clusters" and isinstance(config.top_p, tuple):
+        for head, top_p in enumerate(config.top_p[0]):
+            assert top_p < 1 or torch.equal(seen[0, head], causal)
     if length >= config.query_block:
-        tail = max(0, length - config.dense_tail * config.query_block)
+        tail = max(0, length - config.dense_tail_blocks * config.query_block)
         assert torch.equal(seen[0, :, tail:], causal[tail:].expand_as(seen[0, :, tail:]))
     else:
         # so few queries are exact
@@ -297,7 +297,7 @@ def test_a_plan_is_what_is_attended(data):
 def test_chunks_of_whole_query_blocks_are_one_prefill(data):
     """Without curvature and tails; a rest of less than a query block is exact."""
     shape = data.draw(heads())
-    plain = {"redundancy": 0.0, "dense_tail": 0, "min_length": 0}
+    plain = {"redundancy": 0.0, "dense_tail_blocks": 0, "min_length": 0}
     config = data.draw(budgets(shape.query, **plain))
     size = config.query_block
     chunk = size * data.draw(st.integers(1, 3))
@@ -317,15 +317,15 @@ def test_chunks_of_whole_query_blocks_are_one_prefill(data):
         pieces.append(
             attend(config, q[:, :, mine], keys, values, past=start, real=real[:, : mine.stop])
         )
-    found = torch.cat(pieces, dim=1)
+    actual = torch.cat(pieces, dim=1)
     for row, (left, length) in enumerate(zip(lefts, lengths, strict=True)):
         text = [x[row : row + 1, :, left : left + length] for x in (q, k, v)]
-        whole, exact = attend(config, *text), attend(config, *text, sparse=False)
+        complete, exact = attend(config, *text), attend(config, *text, sparse=False)
         # the queries of this text in the chunk that it ends in
         rest = length - max(0, (left + length - 1) // chunk * chunk - left)
         border = length - rest if rest < size else length
-        expected = torch.cat((whole[:, :border], exact[:, border:]), dim=1)
-        assert_same(found[row : row + 1, left : left + length], expected)
+        expected = torch.cat((complete[:, :border], exact[:, border:]), dim=1)
+        assert_same(actual[row : row + 1, left : left + length], expected)
 
 
 @cases(0.2)

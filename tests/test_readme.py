@@ -59,7 +59,7 @@ def test_the_python_of_the_readme_runs(hub, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     # many blocks in a short text
     small = CabConfig(query_block=16, key_block=16, min_length=0)
-    monkeypatch.setattr(passes, "settings", lambda _: small)
+    monkeypatch.setattr(passes, "cab_config_of", lambda _: small)
     monkeypatch.setattr(passes, "LENGTH", 900)
     monkeypatch.setattr(passes, "KEYS", 2)
     place, printed = {}, []

@@ -138,7 +138,7 @@ def test_an_unknown_engine(model):
 @pytest.mark.parametrize(
     "saved",
     [
-        *({"budget": 3}, {"mass": 7}, 0, ["mass", 0.9], {"mass": {}}, {"min_length": 2**70}),
+        *({"budget": 3}, {"top_p": 7}, 0, ["top_p", 0.9], {"top_p": {}}, {"min_length": 2**70}),
         *({"dense_layers": [99]}, {1: 2, "a": 3}),
     ],
     ids=repr,
@@ -159,27 +159,30 @@ def test_a_bad_saved_config(saved):
         cab_hf.describe(model)
 
 
-@pytest.mark.parametrize("told", ["mass=0.9", "", "nowhere.json"])
-def test_a_name_that_is_no_calibration(told):
+@pytest.mark.parametrize("message", ["top_p=0.9", "", "nowhere.json"])
+def test_a_name_that_is_no_calibration(message):
     model = tiny_model()
-    for give in (lambda: setattr(model.config, "cab_config", told), lambda: apply_cab(model, told)):
-        with pytest.raises(ValueError, match=f"{told!r} is no file; give one that"):
+    for give in (
+        lambda: setattr(model.config, "cab_config", message),
+        lambda: apply_cab(model, message),
+    ):
+        with pytest.raises(ValueError, match=f"{message!r} is no file; give one that"):
             give()
     assert model.config.cab_config is None
 
 
-@pytest.mark.parametrize("told", [3, 0.8, [("mass", 0.8)], type(SMALL)], ids=repr)
-def test_settings_of_another_kind(told):
+@pytest.mark.parametrize("message", [3, 0.8, [("top_p", 0.8)], type(SMALL)], ids=repr)
+def test_settings_of_another_kind(message):
     model = tiny_model()
     sentence = "config is .*; it must be a CabConfig, a dict of its fields, or the file of a calib"
     with pytest.raises(ValueError, match=sentence):
-        apply_cab(model, told)
-    with pytest.raises(ValueError, match=sentence), cab_hf.cab(model, told):
+        apply_cab(model, message)
+    with pytest.raises(ValueError, match=sentence), cab_hf.cab(model, message):
         pass
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("saved", [{"mass": {}}, {"min_length": 2**70}], ids=repr)
+@pytest.mark.parametrize("saved", [{"top_p": {}}, {"min_length": 2**70}], ids=repr)
 def test_a_bad_saved_config_is_named_where_it_is_compiled(saved):
     model = tiny_model(num_hidden_layers=1)
     model.set_attn_implementation("cab")
@@ -190,7 +193,7 @@ def test_a_bad_saved_config_is_named_where_it_is_compiled(saved):
 
 
 def test_a_bad_override(model):
-    with pytest.raises(ValueError, match="no field 'masss'"), cab_hf.cab(model, masss=0.5):
+    with pytest.raises(ValueError, match="no field 'top_pp'"), cab_hf.cab(model, top_pp=0.5):
         pass
     with pytest.raises(ValueError, match="predictor is 'nobody'"):
         cab_hf.apply_cab(model, SMALL, predictor="nobody")
@@ -241,8 +244,8 @@ def test_an_argument_of_the_callers_own(model):
 
 def test_what_says_nothing_about_attention_is_taken():
     q = torch.randn(1, 1, 40, 16, generator=torch.Generator().manual_seed(0))
-    told = dict.fromkeys(HARMLESS, torch.ones(1, 40)) | {"cu_seq_lens_q": torch.tensor([0, 40])}
-    assert torch.equal(call(q, **told)[0], call(q)[0])
+    values = dict.fromkeys(HARMLESS, torch.ones(1, 40)) | {"cu_seq_lens_q": torch.tensor([0, 40])}
+    assert torch.equal(call(q, **values)[0], call(q)[0])
 
 
 @pytest.mark.parametrize("attend", [cab_attention, cab_dense_attention])

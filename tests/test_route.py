@@ -41,10 +41,10 @@ def way(config=SMALL, sparse=True, layer=0, q_length=300, kv_length=300, longest
     ],
 )
 def test_what_is_computed_and_why(changes, kind, reason):
-    found = way(**changes)
-    assert found.kind == kind
-    assert (found.reason is None) if reason is None else reason in found.reason
-    assert found.engine is (engines.REFERENCE if kind == "sparse" else engines.SDPA)
+    actual = way(**changes)
+    assert actual.kind == kind
+    assert (actual.reason is None) if reason is None else reason in actual.reason
+    assert actual.engine is (engines.REFERENCE if kind == "sparse" else engines.SDPA)
 
 
 def test_single_queries_are_sparse_where_they_are_asked_to_be():
@@ -71,9 +71,11 @@ def test_the_engine_asked_for_is_the_one():
 )
 def test_exact_attention_is_told_whether_anything_is_masked(monkeypatch, changes, length):
     asked = []
-    monkeypatch.setattr(engines, "exact", lambda work, whole: asked.append(whole) or engines.TRITON)
-    found = way(sparse=False, **changes)
-    assert isinstance(found, ExactByBlocks) and found.engine is engines.TRITON
+    monkeypatch.setattr(
+        engines, "exact", lambda work, complete: asked.append(complete) or engines.TRITON
+    )
+    actual = way(sparse=False, **changes)
+    assert isinstance(actual, ExactByBlocks) and actual.engine is engines.TRITON
     assert asked == [length]
 
 

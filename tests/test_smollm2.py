@@ -8,7 +8,7 @@ from cab_hf import CabConfig
 from cab_hf.eval.haystack import Haystack
 from cab_hf.runs.models import load_model
 
-FULL = CabConfig(mass=1.0, min_length=0)
+FULL = CabConfig(top_p=1.0, min_length=0)
 
 
 def largest_difference(device, length, engine):
@@ -18,9 +18,9 @@ def largest_difference(device, length, engine):
     with torch.no_grad():
         expected = model(ids).logits
         with cab_hf.cab(model, FULL, engine=engine):
-            found = model(ids).logits
+            actual = model(ids).logits
             assert all(row["density"] == 1 for row in cab_hf.stats(model))
-    return (found - expected).abs().max().item()
+    return (actual - expected).abs().max().item()
 
 
 @pytest.mark.slow

@@ -45,8 +45,8 @@ def test_attention_is_no_other_mixer(model_type):
 
 
 def test_a_hybrid_without_its_other_layers_is_none():
-    told = {"layer_types": ["full_attention"] * 4}
-    assert list(token_mixers(tiny_model("granitemoehybrid", **told))) == []
+    fields = {"layer_types": ["full_attention"] * 4}
+    assert list(token_mixers(tiny_model("granitemoehybrid", **fields))) == []
 
 
 @pytest.mark.parametrize("attention", ["cab", "sdpa"])

@@ -3,8 +3,8 @@
 What the blocks of one layer keep of the attention of another is measured on a text, at several
 shares of a row (`viewed`, `kept_between`). Blocks have a price: a dynamic program picks the anchors
 that are worth most at it (`best_anchors`), every head takes the head of its anchor that is, and
-every head of an anchor the share that is for all who take from it (`allotted`). The price is what
-makes the model attend as much as it may (`cascaded`).
+every head of an anchor the share that is for all who take from it (`assign_anchors`). The price is
+what makes the model attend as much as it may (`cascaded`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cab_hf.calibration.budgets import (
 )
 from cab_hf.config import CabConfig
 from cab_hf.plan import Spans, block_visibility
-from cab_hf.predictors import Call, CurvaturePredictor
+from cab_hf.predictors import CurvaturePredictor, LayerContext
 from cab_hf.predictors.attention_mass import block_mass
 
 # of a row's blocks, what a head of an anchor may be given beside those that are forced
@@ -55,7 +55,7 @@ class View(NamedTuple):
     rows: Tensor
 
 
-class Kept(NamedTuple):
+class Coverage(NamedTuple):
     """What blocks of layer a keep for layer b: float64 [L, L, H, H], as [a, b, head, head].
 
     Attributes:
@@ -73,7 +73,7 @@ class Kept(NamedTuple):
     importance: Tensor
 
 
-class Allotment(NamedTuple):
+class Assignment(NamedTuple):
     """Who takes blocks from whom, and how many there are.
 
     Attributes:
@@ -88,18 +88,23 @@ class Allotment(NamedTuple):
     sources: Tensor
     options: Tensor
 
-    def of(self, found: Tensor) -> Tensor:
+    def of(self, result: Tensor) -> Tensor:
         """[L, H]: what each head has of [S, L, L, H, H], or pays of [S, L, H]."""
         layer, anchor = torch.arange(len(self.of_layer)), torch.tensor(self.of_layer)
         place = self.options, anchor[:, None].expand_as(self.sources)
-        if found.ndim == 3:
-            return found[(*place, self.sources)]
+        if result.ndim == 3:
+            return result[(*place, self.sources)]
         head = torch.arange(self.sources.shape[1]).expand_as(self.sources)
-        return found[(*place, layer[:, None].expand_as(head), self.sources, head)]
+        return result[(*place, layer[:, None].expand_as(head), self.sources, head)]
 
 
 def viewed(
-    q: Tensor, k: Tensor, call: Call, config: CabConfig, shares: Sequence[float], needles: Needles
+    q: Tensor,
+    k: Tensor,
+    call: LayerContext,
+    config: CabConfig,
+    shares: Sequence[float],
+    needles: Needles,
 ) -> list[View]:
     """The `View` of one layer at each share of a row, the same for all of its heads.
 
@@ -132,7 +137,7 @@ def as_options(config: CabConfig, shares: Sequence[float]) -> tuple[CabConfig, l
     if config.select == "topk":
         return config.changed(predictor="curvature"), [{"sparsity": 1 - x} for x in shares]
     config = config.changed(predictor="curvature", max_density=1.0)
-    return config, [{"mass": 0.0, "bridges": x} for x in shares]
+    return config, [{"mass": 0.0, "top_k_share": x} for x in shares]
 
 
 def _visible(spans: Spans, config: CabConfig) -> Tensor:
@@ -140,7 +145,7 @@ def _visible(spans: Spans, config: CabConfig) -> Tensor:
     return block_visibility(spans, config.query_block, config.key_block).sum()
 
 
-def kept_between(views: Sequence[View], importance: Sequence[float]) -> Kept:
+def kept_between(views: Sequence[View], importance: Sequence[float]) -> Coverage:
     """What the blocks of each layer keep of every layer, over all pairs of heads."""
     layers, heads = len(views), views[0].keep.shape[0]
     rows = views[0].rows
@@ -150,29 +155,31 @@ def kept_between(views: Sequence[View], importance: Sequence[float]) -> Kept:
     needle = needle / max(1, len(rows))
 
     def products(chosen: Tensor, shares: Tensor) -> Tensor:
-        found = chosen.flatten(0, 1).flatten(1) @ shares.T
-        return found.view(layers, heads, layers, heads).transpose(1, 2).double()
+        result = chosen.flatten(0, 1).flatten(1) @ shares.T
+        return result.view(layers, heads, layers, heads).transpose(1, 2).double()
 
     needed = needle.sum(-1).view(layers, heads).double()
     density = torch.stack([view.density for view in views]).double()
-    told = torch.tensor(importance, dtype=torch.float64)
-    return Kept(products(keep, mass), products(keep[:, :, rows], needle), needed, density, told)
+    values = torch.tensor(importance, dtype=torch.float64)
+    return Coverage(
+        products(keep, mass), products(keep[:, :, rows], needle), needed, density, values
+    )
 
 
-def averaged_kept(measured: Sequence[Sequence[Kept]]) -> list[Kept]:
+def averaged_kept(measured: Sequence[Sequence[Coverage]]) -> list[Coverage]:
     """The mean over documents of what was kept of each, by `SHARES`."""
     return [
-        Kept(*(torch.stack(parts).mean(0) for parts in zip(*of_share, strict=True)))
+        Coverage(*(torch.stack(parts).mean(0) for parts in zip(*of_share, strict=True)))
         for of_share in zip(*measured, strict=True)
     ]
 
 
-def gains(kept: Kept) -> Tensor:
+def gains(kept: Coverage) -> Tensor:
     """What a head of b has of the blocks of a head of a, needles weighed as budgets weigh them."""
     return kept.mass + NEEDLE_WEIGHT * kept.needle
 
 
-def similarity(kept: Kept, gain: Tensor) -> tuple[Tensor, Tensor]:
+def similarity(kept: Coverage, gain: Tensor) -> tuple[Tensor, Tensor]:
     """(mass, needle mass) that layer a keeps of layer b's, [L, L], by the best map of heads.
 
     The map is the best by ``gain``, as `gains` has it. A layer has its own blocks by itself.
@@ -186,13 +193,13 @@ def similarity(kept: Kept, gain: Tensor) -> tuple[Tensor, Tensor]:
     return mass.mean(-1), torch.where(needed > 0, needle.sum(-1) / needed.clamp(min=1e-30), 1.0)
 
 
-def worth_at(kept: Sequence[Kept], price: float) -> Tensor:
+def utility(kept: Sequence[Coverage], multiplier: float) -> Tensor:
     """[S, L, L, H, H]: `gains` at each share, less what the blocks of a's head cost.
 
     Args:
-        price: of attending everything, by the measure of `gains`.
+        multiplier: of attending everything, by the measure of `gains`.
     """
-    return torch.stack([gains(each) - price * each.density[:, None, :, None] for each in kept])
+    return torch.stack([gains(each) - multiplier * each.density[:, None, :, None] for each in kept])
 
 
 def values(worth: Tensor, importance: Tensor) -> list[list[float]]:
@@ -201,7 +208,7 @@ def values(worth: Tensor, importance: Tensor) -> list[list[float]]:
     Every head of b takes the head and the share of a that are worth most to it.
 
     Args:
-        worth: as of `worth_at`.
+        worth: as of `utility`.
     """
     return (worth.amax((0, 3)).mean(-1) * importance).tolist()
 
@@ -226,20 +233,20 @@ def best_anchors(value: Sequence[Sequence[float]], count: int) -> tuple[int, ...
         best = {
             b: max(
                 ((best[a][0] + worth[a][b], (*best[a][1], a)) for a in range(so_many - 1, b)),
-                key=lambda found: found[0],
+                key=lambda result: result[0],
             )
             for b in range(so_many, layers + 1)
         }
     return best[layers][1]
 
 
-def allotted(worth: Tensor, anchors: Sequence[int]) -> Allotment:
+def assign_anchors(worth: Tensor, anchors: Sequence[int]) -> Assignment:
     """The heads and shares that are worth most, each in turn and the others as they are.
 
     A head of an anchor has its own blocks. Of several that are worth the same, the first.
 
     Args:
-        worth: as of `worth_at`.
+        worth: as of `utility`.
     """
     shares, layers, _, heads, _ = worth.shape
     of_layer = [max(a for a in anchors if a <= b) for b in range(layers)]
@@ -260,17 +267,17 @@ def allotted(worth: Tensor, anchors: Sequence[int]) -> Allotment:
         if before is not None and torch.equal(now, before):
             break
         before = now
-    return Allotment(tuple(anchors), tuple(of_layer), torch.stack(sources), now)
+    return Assignment(tuple(anchors), tuple(of_layer), torch.stack(sources), now)
 
 
-def best_at(kept: Sequence[Kept], count: int, price: float) -> Allotment:
-    """The `Allotment` to the ``count`` anchors that are worth most at a price."""
-    worth = worth_at(kept, price)
-    return allotted(worth, best_anchors(values(worth, kept[0].importance), count))
+def best_at(kept: Sequence[Coverage], count: int, multiplier: float) -> Assignment:
+    """The `Assignment` to the ``count`` anchors that are worth most at a price."""
+    worth = utility(kept, multiplier)
+    return assign_anchors(worth, best_anchors(values(worth, kept[0].importance), count))
 
 
-def within(kept: Sequence[Kept], count: int, target: float) -> Allotment:
-    """The `Allotment` to ``count`` anchors under which the mean density of heads is the target.
+def within(kept: Sequence[Coverage], count: int, target: float) -> Assignment:
+    """The `Assignment` to ``count`` anchors under which the mean density of heads is the target.
 
     Raises:
         ValueError: for a target below what the smallest share takes; see `best_anchors` for the
@@ -279,24 +286,24 @@ def within(kept: Sequence[Kept], count: int, target: float) -> Allotment:
     density = torch.stack([each.density for each in kept])
     least, most = (float(each.density.mean()) for each in (kept[0], kept[-1]))
     require_reachable(target, least)
-    found = None
+    result = None
     cheap, dear = 0.0, 2 * (1 + NEEDLE_WEIGHT) / max(1e-6, most - least)
     for halving in range(HALVINGS):
         # the first is what costs nothing
-        price = (cheap + dear) / 2 if halving else cheap
-        tried = best_at(kept, count, price)
+        multiplier = (cheap + dear) / 2 if halving else cheap
+        tried = best_at(kept, count, multiplier)
         if float(tried.of(density).mean()) <= target:
-            found, dear = tried, price
-            if not price:
+            result, dear = tried, multiplier
+            if not multiplier:
                 break
         else:
-            cheap = price
-    return found or best_at(kept, count, dear)
+            cheap = multiplier
+    return result or best_at(kept, count, dear)
 
 
 def cascaded(
     config: CabConfig,
-    kept: Sequence[Kept],
+    kept: Sequence[Coverage],
     layers: Sequence[int],
     total: int,
     count: int,
@@ -311,18 +318,18 @@ def cascaded(
     Raises:
         ValueError: see `within`.
     """
-    found = within(kept, count, target)
-    same = list(range(found.sources.shape[1]))
+    result = within(kept, count, target)
+    same = list(range(result.sources.shape[1]))
     choice = torch.zeros(total, len(same), dtype=torch.int64)
-    for anchor in found.anchors:
-        choice[layers[anchor]] = found.options[anchor]
-    rows = {layer: row.tolist() for layer, row in zip(layers, found.sources, strict=True)}
+    for anchor in result.anchors:
+        choice[layers[anchor]] = result.options[anchor]
+    rows = {layer: row.tolist() for layer, row in zip(layers, result.sources, strict=True)}
     config, options = as_options(config, SHARES)
     return replace(
         config,
         **tables(options, choice),
         predictor="cascade",
-        anchors=tuple(layers[anchor] for anchor in found.anchors),
+        anchors=tuple(layers[anchor] for anchor in result.anchors),
         head_map=[rows.get(layer, same) for layer in range(total)],
     )
 

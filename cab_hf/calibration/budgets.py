@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from cab_hf.config import CabConfig
 from cab_hf.plan import Spans
-from cab_hf.predictors import Call, Predictor, make_predictor
+from cab_hf.predictors import LayerContext, Predictor, make_predictor
 from cab_hf.predictors.attention_mass import attention_rows, block_sums
 
 # of the loss: what a missed needle weighs beside missed mass squared
@@ -58,7 +58,7 @@ class Needles(NamedTuple):
 def measure(
     q: Tensor,
     k: Tensor,
-    call: Call,
+    call: LayerContext,
     config: CabConfig,
     options: Sequence[Option],
     needles: Needles,
@@ -90,7 +90,9 @@ def measure(
     return Losses(missed, needle, density)
 
 
-def needle_shares(q: Tensor, k: Tensor, call: Call, key_block: int, needles: Needles) -> Tensor:
+def needle_shares(
+    q: Tensor, k: Tensor, call: LayerContext, key_block: int, needles: Needles
+) -> Tensor:
     """float32 [H, n, M_k]: the attention of each needle query on its needle, by key block."""
     first, last = (x[:, needles.queries] for x in (call.spans.first, call.spans.last))
     spans = Spans(first, last, call.spans.key_valid, consecutive=False)
@@ -114,13 +116,13 @@ def least_density(config: CabConfig, option: Option, length: int) -> float:
 
 def least_kept(
     config: CabConfig, option: Option, length: int, make: Make = make_predictor
-) -> tuple[Tensor, Call]:
+) -> tuple[Tensor, LayerContext]:
     """bool [M_q, M_k]: what a head that looks for nothing keeps, and its turn.
 
     For options that keep so many blocks, whichever they are; ``make`` as of `kept_blocks`.
     """
     x = torch.zeros(1, 1, length, 16)
-    call = Call(Spans.causal(1, length, length, x.device), 1.0, 0)
+    call = LayerContext(Spans.causal(1, length, length, x.device), 1.0, 0)
     # who ranks the blocks does not change how many there are
     cheap = replace(config, exact_queries=0)
     return kept_blocks(x, x, call, cheap, [option], make)[0, ..., 0], call
@@ -184,7 +186,7 @@ def tables(options: Sequence[Option], choice: Tensor) -> dict[str, tuple[tuple[f
 def kept_blocks(
     q: Tensor,
     k: Tensor,
-    call: Call,
+    call: LayerContext,
     config: CabConfig,
     options: Sequence[Option],
     make: Make = make_predictor,
@@ -194,7 +196,7 @@ def kept_blocks(
         config = replace(config, exact_queries=(config.exact_queries[call.layer],))
     heads = q.shape[1]
     # by itself and as the first layer: tables of one layer fit it
-    alone = Call(call.spans, call.scale, 0, channels=call.channels)
+    alone = LayerContext(call.spans, call.scale, 0, channels=call.channels)
     chosen = (
         make(replace(config, **{field: ((value,) * heads,) for field, value in option.items()}))
         for option in options
@@ -233,7 +235,7 @@ def averaged(measured: Sequence[Mapping[int, Losses]]) -> dict[int, Losses]:
 def budgeted(
     config: CabConfig,
     options: Sequence[Option],
-    found: Mapping[int, Losses],
+    result: Mapping[int, Losses],
     target_density: float,
     layers: int,
 ) -> CabConfig:
@@ -241,10 +243,10 @@ def budgeted(
 
     Layers without losses are computed exactly, whatever stands in their row.
     """
-    if not found:
+    if not result:
         raise ValueError("None of the model's layers attends sparsely: there is nothing to share.")
-    missed, needle, density = (torch.stack(x) for x in zip(*found.values(), strict=True))
+    missed, needle, density = (torch.stack(x) for x in zip(*result.values(), strict=True))
     some = allocate(missed + NEEDLE_WEIGHT * needle, density, target_density)
     choice = torch.zeros(layers, some.shape[1], dtype=torch.int64)
-    choice[list(found)] = some
+    choice[list(result)] = some
     return CabConfig.from_dict({**config.to_dict(), **tables(options, choice)})

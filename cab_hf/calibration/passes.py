@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from cab_hf.attention import settings
+from cab_hf.attention import cab_config_of
 from cab_hf.calibration.anchors import (
     SHARES,
-    Kept,
+    Coverage,
     View,
     averaged_kept,
     cascaded,
@@ -43,7 +43,7 @@ from cab_hf.patches.inspection import attention_layers
 from cab_hf.patches.switch import apply_cab
 from cab_hf.patches.watching import watched
 from cab_hf.plan import Spans
-from cab_hf.predictors import Call, make_predictor
+from cab_hf.predictors import LayerContext, make_predictor
 from cab_hf.rotary import slow_channels
 from cab_hf.runs.stand_ins import built_in_text
 
@@ -110,7 +110,7 @@ def calibrate(
     for name, count in (("documents", documents), ("anchors", anchors), ("length", length)):
         require(count is None or is_whole(count), name, count, "a whole number >= 1")
     text = model.config.get_text_config()
-    config = config or settings(text)
+    config = config or cab_config_of(text)
     most = positions(text)
     length = length or min(LENGTH, most or LENGTH)
     reached = f"at most {most}, as far as the model's positions reach"
@@ -125,12 +125,12 @@ def calibrate(
         else:
             measured = [kept_of(model, each, config, bar.update) for each in read]
     if anchors is None:
-        found = averaged(measured)
-        chosen = budgeted(config, options, found, target_density, text.num_hidden_layers)
+        result = averaged(measured)
+        chosen = budgeted(config, options, result, target_density, text.num_hidden_layers)
     else:
         layers, kept = zip(*measured, strict=True)
-        told = layers[0], text.num_hidden_layers, anchors, target_density
-        chosen = cascaded(config, averaged_kept(kept), *told)
+        parts = layers[0], text.num_hidden_layers, anchors, target_density
+        chosen = cascaded(config, averaged_kept(kept), *parts)
     chosen = dataclasses.replace(chosen, origin=origin_of(text, length))
     apply_cab(model, chosen)
     return chosen
@@ -190,7 +190,7 @@ def losses(
 ) -> dict[int, Losses]:
     """What the heads of each layer lose on one document; layers with a window have no part."""
 
-    def measured(q: Tensor, k: Tensor, call: Call, needles: Needles) -> Losses:
+    def measured(q: Tensor, k: Tensor, call: LayerContext, needles: Needles) -> Losses:
         return Losses(*(x.cpu() for x in measure(q, k, call, config, options, needles)))
 
     return _layer_by_layer(model, document, config, measured, layer_done)
@@ -201,11 +201,11 @@ def _layer_by_layer(
     model: PreTrainedModel,
     document: Document,
     config: CabConfig,
-    measured: Callable[[Tensor, Tensor, Call, Needles], Measured],
+    measured: Callable[[Tensor, Tensor, LayerContext, Needles], Measured],
     layer_done: Callable[[], Any],
 ) -> dict[int, Measured]:
     """What is measured of q and k of each layer that may attend sparsely, in one dense pass."""
-    found: dict[int, Measured] = {}
+    result: dict[int, Measured] = {}
     tokens, needles = sought(document)
 
     def look(
@@ -217,14 +217,14 @@ def _layer_by_layer(
         if layer in config.dense_layers:
             return
         spans = Spans.causal(1, q.shape[2], k.shape[2], q.device)
-        call = Call(spans, scale, layer, channels=slow_channels(module, q.shape[-1]))
-        found[layer] = measured(q, k, call, Needles(*(x.to(q.device) for x in needles)))
+        call = LayerContext(spans, scale, layer, channels=slow_channels(module, q.shape[-1]))
+        result[layer] = measured(q, k, call, Needles(*(x.to(q.device) for x in needles)))
         layer_done()
 
     ids = torch.tensor([tokens], device=model.device)
     with watched(model, look):
         model(ids, use_cache=False, logits_to_keep=1)
-    return found
+    return result
 
 
 def sought(document: Document) -> tuple[Sequence[int], Needles]:
@@ -250,7 +250,7 @@ def kept_of(
     document: Document,
     config: CabConfig,
     layer_done: Callable[[], Any] = lambda: None,
-) -> tuple[list[int], list[Kept]]:
+) -> tuple[list[int], list[Coverage]]:
     """The layers that could attend sparsely, and what blocks of each keep of each, by `SHARES`.
 
     Raises:
@@ -258,7 +258,7 @@ def kept_of(
     """
     heads: set[tuple[int, int]] = set()
 
-    def measured(q: Tensor, k: Tensor, call: Call, needles: Needles) -> list[View]:
+    def measured(q: Tensor, k: Tensor, call: LayerContext, needles: Needles) -> list[View]:
         heads.add((q.shape[1], k.shape[1]))
         return viewed(q, k, call, config, SHARES, needles)
 
@@ -267,9 +267,9 @@ def kept_of(
     if not views:
         raise ValueError("None of the model's layers attends sparsely: none can be an anchor.")
     if len(heads) > 1:
-        told = ", ".join(f"{q} over {k}" for q, k in sorted(heads))
+        text = ", ".join(f"{q} over {k}" for q, k in sorted(heads))
         raise ValueError(
-            f"The model's layers differ in their heads ({told}); 'cascade' is for models whose "
+            f"The model's layers differ in their heads ({text}); 'cascade' is for models whose "
             "layers have the same."
         )
     layers = sorted(views)
@@ -290,7 +290,7 @@ def _index_of(module: nn.Module) -> int:
 @contextmanager
 def _changes(model: PreTrainedModel) -> Iterator[dict[int, float]]:
     """How much each layer changes its input, by its index: the mean of 1 - cosine over tokens."""
-    found: dict[int, float] = {}
+    result: dict[int, float] = {}
     hooks = []
 
     def watch(index: int, layer: nn.Module) -> None:
@@ -298,7 +298,7 @@ def _changes(model: PreTrainedModel) -> Iterator[dict[int, float]]:
             before = args[0] if args else kwargs["hidden_states"]
             after = output[0] if isinstance(output, tuple) else output
             cosine = F.cosine_similarity(before.float(), after.float(), dim=-1)
-            found[index] = float(1 - cosine.mean())
+            result[index] = float(1 - cosine.mean())
 
         hooks.append(layer.register_forward_hook(note, with_kwargs=True))
 
@@ -310,7 +310,7 @@ def _changes(model: PreTrainedModel) -> Iterator[dict[int, float]]:
             around = around.rpartition(".")[0]
         watch(index, model.get_submodule(around))
     try:
-        yield found
+        yield result
     finally:
         for hook in hooks:
             hook.remove()

@@ -1,4 +1,4 @@
-"""Batches dealt out to ranks, and what ranks have made of them put together."""
+"""Batches sharded to ranks, and what ranks have made of them put together."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def shard(
         ``input_ids`` [B, n], n the same on all ranks (padding is token 0, and counts in no loss);
         ``position_ids`` [1, n], positions in the document; ``cu_seq_lens_q``, where documents of
         the whole text begin and end. With labels also ``labels`` and ``shift_labels`` [B, n], both
-        shifted before they were dealt out, and ``num_items_in_batch``, how many labels of the whole
+        shifted before they were sharded, and ``num_items_in_batch``, how many labels of the whole
         batch count: by these a transformers model returns its rank's share of the mean loss, which
         the ranks' losses add up to, as their gradients do. Where gradients are averaged over ranks
         (DDP, FSDP), scale the loss by their number.
@@ -162,7 +162,7 @@ def _documents(batch: Mapping[str, Tensor]) -> tuple[int, ...]:
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     if mask is not None and not bool(mask.bool().all()):
         raise ValueError(
-            f"attention_mask has {int((mask == 0).sum())} padding tokens; a text is dealt out to "
+            f"attention_mask has {int((mask == 0).sum())} padding tokens; a text is sharded to "
             "ranks without: give rows of one length, or pack them."
         )
     cu_seq_lens, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")

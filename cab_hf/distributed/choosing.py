@@ -11,7 +11,7 @@ from cab_hf.distributed.exchange import group_of
 from cab_hf.distributed.layout import layout_of, lengths_between
 from cab_hf.distributed.sharded import ShardedFrame
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
-from cab_hf.predictors import Call, make_predictor
+from cab_hf.predictors import LayerContext, make_predictor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,7 +57,7 @@ def predict(
             "spans is of another text than q; give those of a plan that predict made of this text "
             "on this rank, or None."
         )
-    call = Call(spans, q.shape[-1] ** -0.5 if scale is None else scale, layer)
+    call = LayerContext(spans, q.shape[-1] ** -0.5 if scale is None else scale, layer)
     return ShardedFrame(places, group, spans).choose(make_predictor(config), q, k, call)
 
 

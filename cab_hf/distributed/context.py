@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from cab_hf.checks import is_whole, require
 from cab_hf.config import CabConfig
-from cab_hf.distributed.exchange import RankLost, agree, forget_why, group_of, say_why
+from cab_hf.distributed.exchange import RankLost, agree, group_of, publish_failure, withdraw_failure
 from cab_hf.distributed.flight import KV_HEADS_TOGETHER
 from cab_hf.distributed.layout import Layout, layout_of, lengths_between
 from cab_hf.distributed.sharded import ShardedFrame, ShardedText
@@ -40,27 +40,27 @@ class Parallel:
 
     Attributes:
         model: what it is called.
-        told: whether its latest call has said where the tokens of this rank stand.
+        positioned: whether its latest call has said where the tokens of this rank stand.
     """
 
     group: ProcessGroup
     heads_k_stride: int
     block: int
-    again: bool
+    regather_kv: bool
     model: str
-    told: bool = False
+    positioned: bool = False
     # by what the layers of a forward pass share, the layout and the frames of its text
     _texts: WeakKeyDictionary[CabMask, tuple[Layout, dict[Any, ShardedFrame]]] = field(
         default_factory=WeakKeyDictionary
     )
 
-    def text(self, mask: CabMask, q: Tensor, k: Tensor, *told: Any) -> ShardedText:
+    def text(self, mask: CabMask, q: Tensor, k: Tensor, *values: Any) -> ShardedText:
         """The text of a forward pass, whose layout is agreed on once by all ranks.
 
         Args:
             mask: which the layers of one forward pass share, and its replay by gradient
                 checkpointing; every rank has one of its own.
-            told: v, config, position_ids and cu_seq_lens_q of the layer, of which those of the
+            values: v, config, position_ids and cu_seq_lens_q of the layer, of which those of the
                 first one count.
 
         Raises:
@@ -69,8 +69,8 @@ class Parallel:
         """
         refuse_across_ranks(mask, q, k)
         if mask not in self._texts:
-            self._texts[mask] = self._agreed(q, k, *told), {}
-        how = self.group, self.heads_k_stride, self.again
+            self._texts[mask] = self._agreed(q, k, *values), {}
+        how = self.group, self.heads_k_stride, self.regather_kv
         return ShardedText(mask, *self._texts[mask], *how)
 
     def _agreed(
@@ -90,7 +90,7 @@ class Parallel:
         known["tokens whose positions are another rank's"] = wrong
         known["settings (their checksum)"] = _checksum(config)
         agree(known, self.group, q.device)
-        if self.told and (position_ids is None or cu_seq_lens is None):
+        if self.positioned and (position_ids is None or cu_seq_lens is None):
             raise NotImplementedError(
                 f"{self.model} does not hand position_ids and cu_seq_lens_q on to its attention, "
                 "which inside context_parallel cannot know by them where its tokens stand. Read "
@@ -113,7 +113,7 @@ class Parallel:
 
     def listen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A hook before the forward pass of the model."""
-        self.told = kwargs.get("cu_seq_lens_q") is not None
+        self.positioned = kwargs.get("cu_seq_lens_q") is not None
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def context_parallel(
     *,
     heads_k_stride: int = KV_HEADS_TOGETHER,
     block: int = EXACT_BLOCK,
-    again: bool = True,
+    regather_kv: bool = True,
 ) -> Iterator[nn.Module]:
     """Inside the block, the attention of ``model`` is over a text that all ranks of ``group`` hold.
 
@@ -146,8 +146,8 @@ def context_parallel(
         heads_k_stride: KV heads whose K and V travel together; fewer take less memory.
         block: tokens of which chunks are whole multiples; the same as for ``shard``. The blocks of
             the model's CabConfig divide it.
-        again: gather K and V once more for the backward pass; False under gradient checkpointing,
-            which does so by itself.
+        regather_kv: gather K and V once more for the backward pass; False under gradient
+            checkpointing, which does so by itself.
 
     Raises:
         ValueError: for a model of another implementation, or one that is inside such a block.
@@ -160,9 +160,9 @@ def context_parallel(
     require(is_whole(block) and block % 16 == 0, "block", block, "a multiple of 16")
     modules = list(model.modules())
     _refuse_model(model, modules)
-    parallel = Parallel(group, heads_k_stride, block, again, type(_inner(modules)).__name__)
+    parallel = Parallel(group, heads_k_stride, block, regather_kv, type(_inner(modules)).__name__)
     listening = model.register_forward_pre_hook(parallel.listen, with_kwargs=True)
-    forget_why(group)
+    withdraw_failure(group)
     for module in modules:
         setattr(module, PARALLEL, parallel)
     try:
@@ -170,7 +170,7 @@ def context_parallel(
             yield model
     except BaseException as error:
         if not isinstance(error, RankLost):
-            say_why(group, error)
+            publish_failure(group, error)
         raise
     finally:
         listening.remove()
@@ -182,9 +182,9 @@ def _refuse_model(model: nn.Module, modules: list[nn.Module]) -> None:
     configs = [module.config for module in modules if hasattr(module, "config")]
     names = {getattr(config, "_attn_implementation", None) for config in configs}
     if not names.intersection(NAMES):
-        found = ", ".join(sorted(map(repr, names))) or "none"
+        result = ", ".join(sorted(map(repr, names))) or "none"
         raise ValueError(
-            f"attn_implementation of {type(model).__name__} is {found}; context_parallel is for "
+            f"attn_implementation of {type(model).__name__} is {result}; context_parallel is for "
             "'cab' and 'cab_dense': load the model with one of them, or call cab_hf.apply_cab."
         )
     if any(hasattr(module, PARALLEL) for module in modules):

@@ -84,9 +84,9 @@ def agree(facts: Mapping[str, int], group: ProcessGroup, device: torch.device) -
     everyone = gathered(mine, group).tolist()
     for name, seen in zip(facts, zip(*everyone, strict=True), strict=True):
         if len(set(seen)) > 1:
-            told = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(seen))
+            text = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(seen))
             raise ValueError(
-                f"{name} differ between the ranks of one text: {told}; give every rank its shard "
+                f"{name} differ between the ranks of one text: {text}; give every rank its shard "
                 "of the same batch, and the same model."
             )
 
@@ -99,23 +99,23 @@ def watched(group: ProcessGroup) -> Iterator[None]:
     except RankLost:
         raise
     except RuntimeError as error:
-        raise RankLost(_obituary(group, error)) from error
+        raise RankLost(_failure_message(group, error)) from error
 
 
-def say_why(group: ProcessGroup, error: BaseException) -> None:
+def publish_failure(group: ProcessGroup, error: BaseException) -> None:
     """Leave the cause of this rank's end where the others will look for it."""
     # the store may have gone with the rank that kept it
     with suppress(RuntimeError, AttributeError):
         group.get_group_store().set(_key("cause", group.rank()), _sentence(error))
 
 
-def forget_why(group: ProcessGroup) -> None:
-    """Take back what `say_why` said: this rank goes on."""
+def withdraw_failure(group: ProcessGroup) -> None:
+    """Take back what `publish_failure` said: this rank goes on."""
     with suppress(RuntimeError, AttributeError):
         group.get_group_store().delete_key(_key("cause", group.rank()))
 
 
-def _obituary(group: ProcessGroup, error: RuntimeError) -> str:
+def _failure_message(group: ProcessGroup, error: RuntimeError) -> str:
     """Who stopped and why, as far as the others can know."""
     me, others = group.rank(), [r for r in range(group.size()) if r != group.rank()]
     try:
@@ -133,8 +133,8 @@ def _obituary(group: ProcessGroup, error: RuntimeError) -> str:
         return f"rank {me} of {group.size()} stops, as another rank is gone: {_sentence(error)}"
     if not causes and silent:
         causes = [f"rank {', '.join(map(str, silent))} is gone without a word"]
-    found = "; ".join(causes) or "every rank lives, and the connection does not"
-    return f"rank {me} of {group.size()} stops, as {found} ({_sentence(error)})"
+    result = "; ".join(causes) or "every rank lives, and the connection does not"
+    return f"rank {me} of {group.size()} stops, as {result} ({_sentence(error)})"
 
 
 def _silent(store: Store, others: list[int]) -> list[int]:

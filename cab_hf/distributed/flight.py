@@ -26,14 +26,14 @@ KV_HEADS_TOGETHER = 4
 Attend = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
-class Flight:
+class KVGather:
     """The K and V of one attention, to everyone and back.
 
     Args:
         k, v: [B, H_kv, n, D] and [B, H_kv, n, D_v] of this rank.
         places: where the tokens of all ranks stand.
         heads_k_stride: KV heads that travel together.
-        again: whether slices are gathered once more for the backward pass, or kept.
+        regather_kv: whether slices are gathered once more for the backward pass, or kept.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class Flight:
         places: Places,
         group: ProcessGroup,
         heads_k_stride: int,
-        again: bool = True,
+        regather_kv: bool = True,
     ) -> None:
         self.k, self.v = k.detach(), v.detach()
-        self.places, self.group, self.again = places, group, again
+        self.places, self.group, self.regather_kv = places, group, regather_kv
         starts = range(0, k.shape[1], heads_k_stride)
         self.slices = [slice(i, min(i + heads_k_stride, k.shape[1])) for i in starts]
         self._coming: dict[int, tuple[Tensor, Work]] = {}
@@ -73,14 +73,14 @@ class Flight:
         """``out``, after whose gradient slice ``i``, the last to arrive, is there again; until then
         it takes no room."""
         here, self._here = self._here, None
-        if not self.again or not out.requires_grad:
+        if not self.regather_kv or not out.requires_grad:
             return out
         out = _Return.apply(out, self, i)
         self._kept[i] = here
         here.untyped_storage().resize_(0)
         return out
 
-    def come_back(self, i: int) -> None:
+    def regather(self, i: int) -> None:
         """Put slice ``i`` where autograd will look for it, and set the one before under way."""
         self.start(i)
         self.start(i - 1)
@@ -88,7 +88,7 @@ class Flight:
         kept.untyped_storage().resize_(kept.nbytes)
         torch.index_select(both, 0, self.places.source, out=kept)
 
-    def send_home(self, i: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    def reduce_scatter_grads(self, i: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of this rank's K and V; valid after `landed`."""
         if i in self._kept:
             self._kept[i].untyped_storage().resize_(0)
@@ -119,7 +119,7 @@ class Flight:
         self._going.clear()
 
 
-def over_slices(flight: Flight, k: Tensor, v: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+def over_slices(flight: KVGather, k: Tensor, v: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
     """``attend`` over every slice of k and v, in the order of the frame: (out, log-sum-exp) of all.
 
     ``attend`` is given K, V and the number of their slice.
@@ -148,7 +148,7 @@ class _Depart(torch.autograd.Function):
     """k and v to a pair of tickets for each slice, which carry shapes and gradients and no data."""
 
     @staticmethod
-    def forward(ctx: Any, flight: Flight, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, flight: KVGather, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         ctx.flight = flight
         return tuple(
             x.new_empty(1).expand(x[:, heads].shape) for heads in flight.slices for x in (k, v)
@@ -164,24 +164,24 @@ class _Arrive(torch.autograd.Function):
     """The tickets of a slice to its K and V of all ranks; gradients the other way, summed."""
 
     @staticmethod
-    def forward(ctx: Any, flight: Flight, i: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, flight: KVGather, i: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         ctx.flight, ctx.i = flight, i
         return flight.arrive(i)
 
     @staticmethod
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.flight.send_home(ctx.i, dk, dv)
+        return None, None, *ctx.flight.reduce_scatter_grads(ctx.i, dk, dv)
 
 
 class _Return(torch.autograd.Function):
     """Nothing forward; backward, what the engine kept of a slice is gathered first."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, flight: Flight, i: int) -> Tensor:
+    def forward(ctx: Any, out: Tensor, flight: KVGather, i: int) -> Tensor:
         ctx.flight, ctx.i = flight, i
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.flight.come_back(ctx.i)
+        ctx.flight.regather(ctx.i)
         return grad, None, None

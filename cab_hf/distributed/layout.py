@@ -25,7 +25,7 @@ KEPT = 8
 
 @dataclass(frozen=True)
 class Layout:
-    """How documents are dealt out; the same on every rank.
+    """How documents are sharded; the same on every rank.
 
     Attributes:
         lengths: real tokens of each document, in order.

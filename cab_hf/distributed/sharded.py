@@ -2,7 +2,7 @@
 
 Plans are those of one process. A rank summarises its own keys, and what a row's choice depends on
 beside them is gathered as the predictor says (`Predictor.gathers`). Which rows end a text
-(``dense_tail``) is told by the layout.
+(``dense_tail_blocks``) is told by the layout.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 from cab_hf.distributed.exchange import gathered
 from cab_hf.distributed.flight import KV_HEADS_TOGETHER
 from cab_hf.distributed.layout import Layout, Places, Shard
-from cab_hf.distributed.zigzag import Turn
+from cab_hf.distributed.zigzag import CPAttention
 from cab_hf.engines import Engine
 from cab_hf.frame import Length, everything
 from cab_hf.mask import CabMask
 from cab_hf.plan import BlockPlan, named_rows, once_per_spans
-from cab_hf.predictors import Call, Predictor
+from cab_hf.predictors import LayerContext, Predictor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -38,7 +38,7 @@ class ShardedFrame:
     Attributes:
         spans: what this rank's queries see of the frame.
         window: width of a sliding window, for exact attention.
-        heads_k_stride, again: see `Flight`.
+        heads_k_stride, again: see `KVGather`.
     """
 
     places: Places
@@ -46,7 +46,7 @@ class ShardedFrame:
     spans: Shard
     window: int | None = None
     heads_k_stride: int = KV_HEADS_TOGETHER
-    again: bool = True
+    regather_kv: bool = True
 
     def queries(self, x: Tensor) -> Tensor:
         """[B, H, n, D], this rank's, as they are."""
@@ -61,7 +61,7 @@ class ShardedFrame:
         return out
 
     @torch.no_grad()
-    def choose(self, predictor: Predictor, q: Tensor, k: Tensor, call: Call) -> BlockPlan:
+    def choose(self, predictor: Predictor, q: Tensor, k: Tensor, call: LayerContext) -> BlockPlan:
         """This rank's rows of what ``predictor`` chooses for the whole text."""
         heads = q.shape[1], k.shape[1]
         needed = predictor.gathers(call, heads)
@@ -77,9 +77,11 @@ class ShardedFrame:
         vectors = self.blocks(predictor.vectors(q, self.spans), 2, predictor.config.query_block)
         return predictor.choose(q, summary, call, vectors)
 
-    def _choose_all(self, predictor: Predictor, q: Tensor, k: Tensor, call: Call) -> BlockPlan:
-        whole = replace(call, spans=self.spans.text)
-        plan = predictor(self.tokens(q), self.tokens(k), whole)
+    def _choose_all(
+        self, predictor: Predictor, q: Tensor, k: Tensor, call: LayerContext
+    ) -> BlockPlan:
+        complete = replace(call, spans=self.spans.text)
+        plan = predictor(self.tokens(q), self.tokens(k), complete)
         places = self.places
         if plan.query_block % places.align and places.align % plan.query_block:
             raise ValueError(
@@ -99,8 +101,8 @@ class ShardedFrame:
         self, engine: Engine, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float
     ) -> Tensor:
         """[B, H, n, D] of q [B, H, n, D] over all ranks' k and v [B, H_kv, n, D]."""
-        how = self.heads_k_stride, self.again
-        turn = Turn(self.places, self.group, plan.spans, scale, engine, plan, *how)
+        how = self.heads_k_stride, self.regather_kv
+        turn = CPAttention(self.places, self.group, plan.spans, scale, engine, plan, *how)
         return turn.attention(q, k, v)[0]
 
     def short(self, queries: int, tokens: int, query_block: int) -> Tensor | None:
@@ -140,7 +142,7 @@ class ShardedText:
     Attributes:
         mask: of this rank's tokens, with what its layers share.
         frames: those that layers have asked for.
-        heads_k_stride, again: see `Flight`.
+        heads_k_stride, again: see `KVGather`.
     """
 
     mask: CabMask
@@ -148,14 +150,14 @@ class ShardedText:
     frames: dict[Any, ShardedFrame]
     group: ProcessGroup
     heads_k_stride: int
-    again: bool
+    regather_kv: bool
 
     def frame(self, query_block: int, key_block: int, device: torch.device) -> ShardedFrame:
         """As `CabMask.frame`; made once for all layers."""
         places = self.layout.places(max(query_block, key_block), device)
         if places not in self.frames:
             spans = places.spans(self.group.rank(), self.mask.batch)
-            how = self.window, self.heads_k_stride, self.again
+            how = self.window, self.heads_k_stride, self.regather_kv
             self.frames[places] = ShardedFrame(places, self.group, spans, *how)
         return self.frames[places]
 
@@ -179,10 +181,10 @@ class ShardedText:
 
     @property
     def handed(self) -> dict[Any, Any]:
-        return self.mask.handed
+        return self.mask.shared_state
 
-    def planned(self, *told: Any) -> BlockPlan:
-        return self.mask.planned(*told)
+    def planned(self, *values: Any) -> BlockPlan:
+        return self.mask.planned(*values)
 
 
 @once_per_spans

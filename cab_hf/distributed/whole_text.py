@@ -66,8 +66,8 @@ def _with_longest(
     group: ProcessGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """One position more than there are tokens: the longest of all ranks."""
-    told = inspect.signature(module.forward).bind(*args, **kwargs)
-    positions = told.arguments.get("position_ids")
+    given = inspect.signature(module.forward).bind(*args, **kwargs)
+    positions = given.arguments.get("position_ids")
     if not isinstance(positions, Tensor):
         raise NotImplementedError(
             f"rope_type of {type(module).__name__} is {module.rope_type!r}, whose frequencies "
@@ -76,8 +76,8 @@ def _with_longest(
         )
     longest = gathered(positions.max().view(1), group).max()
     more = longest.expand(*positions.shape[:-1], 1).to(positions.dtype)
-    told.arguments["position_ids"] = torch.cat((positions, more), dim=-1)
-    return told.args, told.kwargs
+    given.arguments["position_ids"] = torch.cat((positions, more), dim=-1)
+    return given.args, given.kwargs
 
 
 def _without_longest(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -128,14 +128,14 @@ class _RouterLoss:
 
     def share(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of all tokens over the number of ranks; its gradient is that of this rank's."""
-        told = inspect.signature(self.own).bind(*args, **kwargs)
-        logits = told.arguments["gate_logits"]
+        given = inspect.signature(self.own).bind(*args, **kwargs)
+        logits = given.arguments["gate_logits"]
         if not isinstance(logits, tuple):
             return self.own(*args, **kwargs)
-        told.arguments["gate_logits"] = tuple([self._whole(x) for x in logits])
-        # a text that is dealt out has no padding but the ranks' own, which is left out
-        told.arguments["attention_mask"] = None
-        loss = self.own(*told.args, **told.kwargs)
+        given.arguments["gate_logits"] = tuple([self._whole(x) for x in logits])
+        # a text that is sharded has no padding but the ranks' own, which is left out
+        given.arguments["attention_mask"] = None
+        loss = self.own(*given.args, **given.kwargs)
         return loss - loss.detach() * (1 - 1 / self.group.size())
 
     def _whole(self, logits: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from cab_hf import engines
 from cab_hf.checks import is_whole, require
 from cab_hf.distributed.exchange import agree, group_of
-from cab_hf.distributed.flight import KV_HEADS_TOGETHER, Flight, over_slices
+from cab_hf.distributed.flight import KV_HEADS_TOGETHER, KVGather, over_slices
 from cab_hf.distributed.layout import Layout, Places, layout_of, lengths_between
 from cab_hf.engines import Engine, Workload
 from cab_hf.frame import everything
@@ -24,13 +24,13 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class CPAttention:
     """What a rank computes: its own queries over everyone's keys.
 
     Attributes:
         spans: of this rank's queries, in the frame.
         plan: their plan, in key blocks of the frame; None for all that the spans allow.
-        heads_k_stride, again: see `Flight`.
+        heads_k_stride, again: see `KVGather`.
     """
 
     places: Places
@@ -40,13 +40,13 @@ class Turn:
     engine: Engine
     plan: BlockPlan | None = None
     heads_k_stride: int = KV_HEADS_TOGETHER
-    again: bool = True
+    regather_kv: bool = True
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out [B, H, n, D_v], log-sum-exp [B, H, n]) of q [B, H, n, D] over all ranks' k and v."""
         plan = self.plan or everything(self.spans, self.places.layout.exact_block)
         group = q.shape[1] // k.shape[1]
-        flight = Flight(k, v, self.places, self.group, self.heads_k_stride, self.again)
+        flight = KVGather(k, v, self.places, self.group, self.heads_k_stride, self.regather_kv)
 
         def attend(keys: Tensor, values: Tensor, i: int) -> tuple[Tensor, Tensor]:
             heads = slice(flight.slices[i].start * group, flight.slices[i].stop * group)
@@ -73,7 +73,7 @@ def zigzag_attention(
     scale: float | None = None,
     engine: str = "auto",
     block: int = EXACT_BLOCK,
-    again: bool = True,
+    regather_kv: bool = True,
     check: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries over the keys of all ranks of ``group``, exact.
@@ -96,8 +96,9 @@ def zigzag_attention(
         scale: what logits are multiplied by, 1 / sqrt(D) by default.
         engine: as in `CabConfig`.
         block: tokens of which chunks are whole multiples, on every rank.
-        again: gather K and V once more for the backward pass, instead of keeping the whole text's
-            of every layer; False under gradient checkpointing, which gathers again by itself.
+        regather_kv: gather K and V once more for the backward pass, instead of keeping the whole
+            text's of every layer; False under gradient checkpointing, which gathers again by
+            itself.
         check: whether ranks compare what they were given first: one small all-gather and a wait.
             False is for loops whose first turn was compared.
 
@@ -110,8 +111,8 @@ def zigzag_attention(
             where ranks differ.
         RankLost: where another rank has stopped.
     """
-    told = {name: value for name, value in locals().items() if name not in ("q", "k", "v")}
-    return turn(q, k, v, **told).attention(q, k, v)
+    fields = {name: value for name, value in locals().items() if name not in ("q", "k", "v")}
+    return turn(q, k, v, **fields).attention(q, k, v)
 
 
 def refuse_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -163,10 +164,10 @@ def turn(
     scale: float | None,
     engine: str,
     block: int,
-    again: bool,
+    regather_kv: bool,
     check: bool,
     kind: type[Layout] = Layout,
-) -> Turn:
+) -> CPAttention:
     """The arguments of `zigzag_attention`, looked at; raises what it says.
 
     ``kind`` says which rank holds what.
@@ -195,14 +196,14 @@ def turn(
         spans, blocks = plan.spans, plan.blocks
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     runs = engines.choose(engine, Workload.of(q, k, v, blocks))
-    return Turn(places, group, spans, scale, runs, plan, heads_k_stride, again)
+    return CPAttention(places, group, spans, scale, runs, plan, heads_k_stride, regather_kv)
 
 
 def _refuse_plan(plan: BlockPlan, q: Tensor, places: Places, causal: bool) -> None:
-    found = plan.batch, plan.q_length, plan.kv_length
+    result = plan.batch, plan.q_length, plan.kv_length
     expected = q.shape[0], q.shape[2], places.length
-    if found != expected or not causal:
+    if result != expected or not causal:
         raise ValueError(
-            f"plan is of {found} (batch, queries, keys) with causal={causal}; it must be causal, "
+            f"plan is of {result} (batch, queries, keys) with causal={causal}; it must be causal, "
             f"of {expected}: this rank's queries, and the keys of the whole text."
         )

@@ -59,7 +59,7 @@ def coarsen_keys(k: Tensor, valid: Tensor, key_block: int, how: str) -> KeySumma
     ``valid``, bool [B, N_k], is False for padding keys. Values are of `summary_dtype`.
     """
     batch, heads, length, dim = k.shape
-    shape = (3 if how == "box" else 1, batch, heads, triton.cdiv(length, key_block), dim)
+    shape = (3 if how == "minmax" else 1, batch, heads, triton.cdiv(length, key_block), dim)
     planes = k.new_empty(shape, dtype=summary_dtype(k))
     _launch(k, valid, planes, key_block, how)
     return KeySummary(planes)
@@ -99,7 +99,7 @@ def _launch(
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         QUERIES=queries,
         LOUDEST=how == "max_l2",
-        BOX=target.shape[0] == 3,
+        MINMAX=target.shape[0] == 3,
         num_warps=1,
     )
 
@@ -139,7 +139,7 @@ def _coarsen_kernel(
     BLOCK_D: tl.constexpr,
     QUERIES: tl.constexpr,
     LOUDEST: tl.constexpr,
-    BOX: tl.constexpr,
+    MINMAX: tl.constexpr,
 ):
     """One block of one head: its summary to ``target``, [planes, B, heads, blocks, D]."""
     # heads run fastest: neighbouring programs read neighbouring memory of a [B, N, H, D] tensor
@@ -155,8 +155,8 @@ def _coarsen_kernel(
     if LOUDEST:
         token = _loudest(tokens, BLOCK, ROWS, D, QUERIES)
     else:
-        token, upper, lower = _mean_and_box(tokens, BLOCK, ROWS, D, QUERIES, BOX)
-        if BOX:
+        token, upper, lower = _mean_and_box(tokens, BLOCK, ROWS, D, QUERIES, MINMAX)
+        if MINMAX:
             store_summary(target + plane, upper, channel < D)
             store_summary(target + 2 * plane, lower, channel < D)
     store_summary(target, token, channel < D)
@@ -203,7 +203,7 @@ def _mean_and_box(
     ROWS: tl.constexpr,
     D: tl.constexpr,
     QUERIES: tl.constexpr,
-    BOX: tl.constexpr,
+    MINMAX: tl.constexpr,
 ):
     # [ROWS, BLOCK_D]: reduced over rows once, at the end
     total = tl.zeros([ROWS, tokens.channel.shape[0]], tl.float32)
@@ -214,7 +214,7 @@ def _mean_and_box(
         x, counts = _read_rows(tokens, start, BLOCK, ROWS, D, QUERIES)
         total += tl.where(counts[:, None], x, 0.0)
         counted += counts.to(tl.int32)
-        if BOX:
+        if MINMAX:
             upper = tl.maximum(upper, tl.where(counts[:, None], x, float("-inf")))
             lower = tl.minimum(lower, tl.where(counts[:, None], x, float("inf")))
     count = tl.sum(counted, 0)

@@ -30,7 +30,7 @@ from cab_hf.ops.attention.tiles import (
 )
 from cab_hf.ops.coarsen import QuerySummary, store_row_spans, store_summary
 from cab_hf.ops.reference import COSINE_STEPS, LEAST_SQUARE
-from cab_hf.ops.score import Turn, visible_range
+from cab_hf.ops.score import HeadChunk, visible_range
 from cab_hf.plan import Spans
 
 FP8 = torch.float8_e4m3fn
@@ -88,7 +88,7 @@ class Channels(NamedTuple):
 
     @classmethod
     def of(cls, channels: tuple[int, ...], dim: int) -> Channels:
-        """Those of `Call.channels`, () for all ``dim``.
+        """Those of `LayerContext.channels`, () for all ``dim``.
 
         Raises:
             ValueError: for channels that are not one run, or two of one size.
@@ -257,7 +257,7 @@ def outlier_rows(
 
 
 def exact_scores(
-    turn: Turn, rows: OutlierRows, keys: Tensor, key_block: int, most: Tensor
+    turn: HeadChunk, rows: OutlierRows, keys: Tensor, key_block: int, most: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`reference.exact_scores` of the heads of ``turn``: (most, shares), float32 of a shape.
 

@@ -26,14 +26,14 @@ from cab_hf.ops.exact_scores import (
     scored_keys,
 )
 from cab_hf.ops.reference import KeySummary
-from cab_hf.ops.score import Scores, Turn, block_scores, turns
-from cab_hf.ops.select import Own, Tail, fill_lists, select_blocks
+from cab_hf.ops.score import HeadChunk, Scores, block_scores, turns
+from cab_hf.ops.select import HeadBudget, Tail, fill_lists, select_blocks
 from cab_hf.plan import BlockLists, Spans, crossed_blocks
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD_DIM = 256
 # bytes of scores alive at a time; heads take turns so that it is enough
-SCORES_AT_A_TIME = 1 << 30
+SCORE_BYTES_AT_A_TIME = 1 << 30
 # bytes of lists that are made as wide as a row could ever need; wider ones are measured first,
 # which waits for the device once
 LISTS_AT_MOST = 2 << 30
@@ -44,15 +44,15 @@ FIELDS = {
     **dict.fromkeys(("coarsen", "select", "curvature"), "str"),
     **dict.fromkeys(("redundancy", "max_density"), "float"),
 }
-# how the registered op is told what `_told` understands
-TOLD = (
+# how the registered op is told what `_unpack` understands
+OP_SCHEMA = (
     "Tensor first, Tensor last, Tensor key_valid, bool aligned, bool consecutive, Tensor? tail,"
-    " bool tail_listed, bool mass_by_keys, float[] mass, float[] bridges, float[] sparsity,"
-    " int[] exact_queries, int[] whole, "
+    " bool tail_listed, bool top_p_by_keys, float[] top_p, float[] top_k_share, float[] sparsity,"
+    " int[] exact_queries, int[] dense_heads, "
     + ", ".join(f"{kind} {name}" for name, kind in FIELDS.items())
 )
 # turns with their scores, what selects by them, and budgets of own
-Scored = Iterator[tuple[Turn, Scores, CabConfig, Own | None]]
+Scored = Iterator[tuple[HeadChunk, Scores, CabConfig, HeadBudget | None]]
 
 
 def unavailable(x: Tensor) -> str | None:
@@ -96,15 +96,15 @@ def choose(
 ) -> tuple[BlockLists, BlockLists]:
     """(full, partial) lists of the key blocks CAB attends for q [B, H, N_q, D].
 
-    Heads of ``budgets.whole`` and rows of ``spans.tail_rows``, where there are any, list nothing:
-    the plan is to name them. ``channels`` are those of ``summary.keys``. ``vectors``,
-    [B, H, M_q, D], are the query blocks of q where somebody has coarsened them already; not while
+    Heads of ``budgets.dense_heads`` and rows of ``spans.tail_rows``, where there are any, list
+    nothing: the plan is to name them. ``channels`` are those of ``summary.keys``. ``vectors``, [B,
+    H, M_q, D], are the query blocks of q where somebody has coarsened them already; not while
     compiling. Safe under ``torch.compile(fullgraph=True)``, and in a CUDA graph once the budgets of
     the layer and its channels have been on the device.
     """
     if torch.compiler.is_compiling():
-        told = _telling(spans, config, budgets)
-        lists = torch.ops.cab_hf.choose(q, summary.planes, summary.keys, scale, channels, *told)
+        given = _pack(spans, config, budgets)
+        lists = torch.ops.cab_hf.choose(q, summary.planes, summary.keys, scale, channels, *given)
         return BlockLists(*lists[:2]), BlockLists(*lists[2:])
     with _on(q):
         tail = _tail(spans, config)
@@ -166,18 +166,18 @@ def _scored(
     batch, _, q_blocks, _ = queries.vectors.shape
     shape = batch, heads, *summary.planes.shape[2:3], q_blocks, summary.planes.shape[3]
     clusters = config.select == "clusters"
-    own = Own.of(budgets, clusters, heads, q.device, exact=False)
-    for turn in turns(queries.rows, shape, config, SCORES_AT_A_TIME):
+    own = HeadBudget.of(budgets, clusters, heads, q.device, exact=False)
+    for turn in turns(queries.rows, shape, config, SCORE_BYTES_AT_A_TIME):
         if len(exact) == heads:
             break
         yield turn, block_scores(turn, queries, summary, scale, config, spans), config, own
     plain = replace(config, curvature="none")
-    own = Own.of(budgets, clusters, heads, q.device, exact=True)
+    own = HeadBudget.of(budgets, clusters, heads, q.device, exact=True)
     for count, start, some in _alike(budgets, batch, heads):
-        told = scale, config.query_block, count, channels, keys.dtype
-        rows = outlier_rows(q, spans, (start, some), *told, queries if fused else None)
+        parts = scale, config.query_block, count, channels, keys.dtype
+        rows = outlier_rows(q, spans, (start, some), *parts, queries if fused else None)
         # an estimate, the most and the sum of shares
-        room = max(1, SCORES_AT_A_TIME // (12 * turn.q_blocks * turn.width))
+        room = max(1, SCORE_BYTES_AT_A_TIME // (12 * turn.q_blocks * turn.width))
         step = -(-some // -(-some // room))
         for at in range(0, some, step):
             one = turn._replace(start=start + at, count=min(step, some - at))
@@ -213,9 +213,11 @@ def _rows(spans: Spans, config: CabConfig) -> Tensor:
 
 def _tail(spans: Spans, config: CabConfig) -> Tail:
     listed = spans.documents is None
-    if config.dense_tail == 0 or spans.q_length < config.query_block:
+    if config.dense_tail_blocks == 0 or spans.q_length < config.query_block:
         return Tail(None, listed)
-    return Tail(spans.tail(config.dense_tail * config.query_block, config.query_block), listed)
+    return Tail(
+        spans.tail(config.dense_tail_blocks * config.query_block, config.query_block), listed
+    )
 
 
 def _rooms(
@@ -232,12 +234,12 @@ def _rooms(
     forced = config.sink_blocks + max(config.local_blocks, crossed)
     # of heads that are alike one tells all
     heads = range(1 if budgets.alike else shape[1])
-    listed = [budgets.of_head(head) for head in heads if head not in budgets.whole]
+    listed = [budgets.of_head(head) for head in heads if head not in budgets.dense_heads]
     share = 1 - min(budgets.sparsity)
     if config.select == "clusters":
-        bridges = max((bridges for _, bridges, *_ in listed), default=0.0)
+        top_k_share = max((top_k_share for _, top_k_share, *_ in listed), default=0.0)
         # they come to what is forced
-        share = 1.0 if any(mass for mass, *_ in listed) else bridges + forced / kv_blocks
+        share = 1.0 if any(top_p for top_p, *_ in listed) else top_k_share + forced / kv_blocks
     share = min(share, config.max_density)
     if tail.rows is not None and tail.listed:
         share = 1.0
@@ -269,7 +271,7 @@ def _summarise_op(k: Tensor, valid: Tensor, key_block: int, coarsen: str) -> Ten
 @_summarise_op.register_fake
 def _(k: Tensor, valid: Tensor, key_block: int, coarsen: str) -> Tensor:
     batch, heads, length, dim = k.shape
-    shape = (3 if coarsen == "box" else 1, batch, heads, -(-length // key_block), dim)
+    shape = (3 if coarsen == "minmax" else 1, batch, heads, -(-length // key_block), dim)
     return k.new_empty(shape, dtype=summary_dtype(k))
 
 
@@ -287,11 +289,11 @@ def _(k: Tensor, channels: list[int]) -> Tensor:
 @torch.library.custom_op(
     "cab_hf::choose",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor planes, Tensor? keys, float scale, int[] channels, {TOLD})"
+    schema=f"(Tensor q, Tensor planes, Tensor? keys, float scale, int[] channels, {OP_SCHEMA})"
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _choose_op(q, planes, keys, scale, channels, *told):
-    spans, tail, budgets, config = _told(told)
+def _choose_op(q, planes, keys, scale, channels, *values):
+    spans, tail, budgets, config = _unpack(values)
     summary = KeySummary(planes, keys)
     scored = _scored(q, summary, spans, budgets, scale, config, tuple(channels))
     shape = *q.shape[:2], -(-q.shape[2] // config.query_block)
@@ -299,8 +301,8 @@ def _choose_op(q, planes, keys, scale, channels, *told):
 
 
 @_choose_op.register_fake
-def _(q, planes, keys, scale, channels, *told):
-    spans, tail, budgets, config = _told(told)
+def _(q, planes, keys, scale, channels, *values):
+    spans, tail, budgets, config = _unpack(values)
     shape = *q.shape[:2], -(-q.shape[2] // config.query_block)
     rooms = _rooms(shape, spans.kv_length, spans.aligned, tail, budgets, config)
     return _four(*[_empty_lists(q, shape, room) for room in rooms])
@@ -310,20 +312,20 @@ def _four(full: BlockLists, partial: BlockLists) -> tuple[Tensor, Tensor, Tensor
     return full.counts, full.indices, partial.counts, partial.indices
 
 
-def _telling(spans: Spans, config: CabConfig, budgets: Budgets) -> tuple:
-    """What the registered op is told by the schema `TOLD`."""
+def _pack(spans: Spans, config: CabConfig, budgets: Budgets) -> tuple:
+    """What the registered op is told by the schema `OP_SCHEMA`."""
     known = spans.first, spans.last, spans.key_valid, spans.aligned, spans.consecutive
     settings = [getattr(config, name) for name in FIELDS]
-    told = *_tail(spans, config), config.mass is None, *map(list, budgets)
-    return *known, *told, *settings
+    parts = *_tail(spans, config), config.top_p is None, *map(list, budgets)
+    return *known, *parts, *settings
 
 
-def _told(told: tuple) -> tuple[Spans, Tail, Budgets, CabConfig]:
-    """What `_telling` has told."""
-    budgets = Budgets(*map(tuple, told[8:13]))
-    settings = dict(zip(FIELDS, told[13:], strict=True))
-    # curvature looks whether there are bridges, and heads left to rank by it
-    mass = 1 if budgets.mass == (1,) else (budgets.mass,)
-    shared = {"mass": None if told[7] else mass}
-    shared |= {"bridges": (budgets.bridges,), "exact_queries": (budgets.exact_queries,)}
-    return Spans(*told[:5]), Tail(*told[5:7]), budgets, CabConfig.reading(settings | shared)
+def _unpack(values: tuple) -> tuple[Spans, Tail, Budgets, CabConfig]:
+    """What `_pack` has told."""
+    budgets = Budgets(*map(tuple, values[8:13]))
+    settings = dict(zip(FIELDS, values[13:], strict=True))
+    # curvature looks whether anything is added, and heads left to rank by it
+    top_p = 1 if budgets.top_p == (1,) else (budgets.top_p,)
+    shared = {"top_p": None if values[7] else top_p}
+    shared |= {"top_k_share": (budgets.top_k_share,), "exact_queries": (budgets.exact_queries,)}
+    return Spans(*values[:5]), Tail(*values[5:7]), budgets, CabConfig.reading(settings | shared)

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.budgets import Budgets
-from cab_hf.config import MASS_BY_KEYS, CabConfig
+from cab_hf.config import TOP_P_BY_KEYS, CabConfig
 from cab_hf.plan import BlockPlan, RowSpans, Spans
 
 # the most rows of attention computed at a time: bounds the token mask, not the result
 QUERY_CHUNK = 256
 # a mass target met within this is met: sums of thousands of float32 shares are no better
-MASS_TOLERANCE = 1e-5
+TOP_P_TOLERANCE = 1e-5
 # far below any share that counts, and finite as a logarithm
 LEAST = 1e-30
 # cosines are compared in so many steps of one: what is closer counts as equal
@@ -53,14 +53,14 @@ class KeySummary:
 
     @property
     def upper(self) -> Tensor:
-        return self.planes[1 if self.box else 0]
+        return self.planes[1 if self.minmax else 0]
 
     @property
     def lower(self) -> Tensor:
-        return self.planes[2 if self.box else 0]
+        return self.planes[2 if self.minmax else 0]
 
     @property
-    def box(self) -> bool:
+    def minmax(self) -> bool:
         """Whether keys have bounds."""
         return self.planes.shape[0] == 3
 
@@ -79,7 +79,7 @@ def coarsen_queries(q: Tensor, valid: Tensor, query_block: int, how: str) -> Ten
 
 
 def coarsen_keys(k: Tensor, valid: Tensor, key_block: int, how: str) -> KeySummary:
-    """Mean and box of every key block (``how="box"``), its mean, or its key of largest norm."""
+    """Mean and box of every key block (``how="minmax"``), its mean, or its key of largest norm."""
     blocks, real = _blocked(k, valid, key_block)
     if how == "max_l2":
         return KeySummary(_largest(blocks, real).unsqueeze(0))
@@ -125,7 +125,7 @@ def block_logits(query: Tensor, keys: KeySummary, scale: float) -> tuple[Tensor,
         return (queries @ vectors.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
 
     mean = against(keys.mean, grouped) * scale
-    if not keys.box:
+    if not keys.minmax:
         return mean, mean
     upper = against(keys.upper, grouped.clamp(min=0)) + against(keys.lower, grouped.clamp(max=0))
     return upper * scale, mean
@@ -232,7 +232,7 @@ def min_max(x: Tensor, visible: Tensor) -> Tensor:
 def forced_blocks(visible: Tensor, spans: Spans, config: CabConfig) -> Tensor:
     """bool [B, M_q, M_k]: sinks, local blocks, those of the row's own positions, all of a tail's.
 
-    The tail is the query blocks of ``config.dense_tail``, see `Spans.tail`.
+    The tail is the query blocks of ``config.dense_tail_blocks``, see `Spans.tail`.
     """
     rows = spans.rows(config.query_block)
     block = torch.arange(visible.shape[-1], device=visible.device)
@@ -241,7 +241,7 @@ def forced_blocks(visible: Tensor, spans: Spans, config: CabConfig) -> Tensor:
     diagonal = (rows.min_last // config.key_block).unsqueeze(-1)
     sink = block < first + config.sink_blocks
     local = (block > last - config.local_blocks) | (block >= diagonal)
-    tail = spans.tail(config.dense_tail * config.query_block, config.query_block)
+    tail = spans.tail(config.dense_tail_blocks * config.query_block, config.query_block)
     return visible & (sink | local | tail.unsqueeze(-1))
 
 
@@ -259,19 +259,19 @@ def top_blocks(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
     return candidates & (rank < count)
 
 
-def mass_by_keys(rows: RowSpans) -> Tensor:
+def top_p_by_keys(rows: RowSpans) -> Tensor:
     """The share of its estimated mass that each row keeps by the keys it sees: [B, 1, M_q, 1]."""
-    (short, most), (long, least) = MASS_BY_KEYS
+    (short, most), (long, least) = TOP_P_BY_KEYS
     seen = (rows.max_last - rows.min_first + 1)[:, None, :, None].double()
     return most + (least - most) * ((seen - short) / (long - short)).clamp(0, 1)
 
 
-def top_mass(
-    log_mass: Tensor, forced: Tensor, visible: Tensor, mass: Tensor, cap: Tensor
+def top_p_blocks(
+    log_mass: Tensor, forced: Tensor, visible: Tensor, top_p: Tensor, cap: Tensor
 ) -> Tensor:
-    """bool: the smallest set of blocks that holds ``mass``, forced ones first, at most ``cap``.
+    """bool: the smallest set of blocks that holds ``top_p``, forced ones first, at most ``cap``.
 
-    ``mass`` broadcasts with the rows: one for each head, for each row, or for all.
+    ``top_p`` broadcasts with the rows: one for each head, for each row, or for all.
     """
     share = log_mass.exp()
     # a forced block's share counts, whatever its size: it goes to the front of the queue
@@ -280,7 +280,7 @@ def top_mass(
     queued = share.gather(-1, order)
     before = queued.cumsum(-1) - queued
     rank = torch.arange(queued.shape[-1], device=queued.device)
-    taken = (before < mass - MASS_TOLERANCE) | (mass >= 1)
+    taken = (before < top_p - TOP_P_TOLERANCE) | (top_p >= 1)
     taken = (taken & (rank < cap)).gather(-1, order.argsort(-1))
     return (taken | forced) & visible
 
@@ -303,9 +303,9 @@ def select_blocks(
         score = curvature_score(affinity, affinity, visible.unsqueeze(1), places, config)
         return best_blocks(score, None, spans, visible, config, budgets)
     estimate = block_log_mass((upper + mean) / 2, visible.unsqueeze(1))
-    if not any(budgets.bridges):
+    if not any(budgets.top_k_share):
         return best_blocks(estimate, estimate, spans, visible, config, budgets)
-    # bridges by curvature over what keys could reach
+    # the top k by curvature over what keys could reach
     reach = block_log_mass(upper, visible.unsqueeze(1))
     places = spans.rows(config.query_block).places(config.query_block)
     direct = standardise(reach, visible.unsqueeze(1))
@@ -323,22 +323,22 @@ def best_blocks(
 ) -> Tensor:
     """The blocks that ``budgets`` pay for, bool [B, H, M_q, M_k] like ``score``.
 
-    By ``select="clusters"`` the fewest that hold the mass, and then bridges, the best by ``score``;
+    By ``select="clusters"`` the fewest that hold the mass, and then the top k by ``score``;
     by ``"topk"`` the best alone. Forced ones always.
     """
     forced = forced_blocks(visible, spans, config).unsqueeze(1)
     visible = visible.unsqueeze(1)
     cap = torch.maximum(share_of_row(visible, config.max_density), forced.sum(-1, keepdim=True))
     everything, forced = visible.expand_as(score), forced.expand_as(score)
-    mass, bridges, sparsity = (_by_head(numbers, score) for numbers in budgets[:3])
+    top_p, top_k_share, sparsity = (_by_head(numbers, score) for numbers in budgets[:3])
     if log_mass is None or config.select == "topk":
         spare = torch.minimum(share_of_row(visible, 1 - sparsity), cap)
         spare = spare - forced.sum(-1, keepdim=True)
         return forced | top_blocks(score, everything & ~forced, spare)
-    if config.mass is None:
-        mass = mass_by_keys(spans.rows(config.query_block))
-    kept = top_mass(log_mass, forced, everything, mass, cap)
-    spare = torch.minimum(share_of_row(visible, bridges), cap - kept.sum(-1, keepdim=True))
+    if config.top_p is None:
+        top_p = top_p_by_keys(spans.rows(config.query_block))
+    kept = top_p_blocks(log_mass, forced, everything, top_p, cap)
+    spare = torch.minimum(share_of_row(visible, top_k_share), cap - kept.sum(-1, keepdim=True))
     return kept | top_blocks(score, everything & ~kept, spare)
 
 

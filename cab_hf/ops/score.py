@@ -53,7 +53,7 @@ class Scores(NamedTuple):
     shares: Tensor | None = None
 
 
-class Turn(NamedTuple):
+class HeadChunk(NamedTuple):
     """The heads whose turn it is, as kernels take them, and how many blocks they have.
 
     Attributes:
@@ -77,7 +77,7 @@ class Turn(NamedTuple):
 
 def turns(
     rows: Tensor, shape: tuple[int, int, int, int, int], config: CabConfig, bytes_at_most: int
-) -> Iterator[Turn]:
+) -> Iterator[HeadChunk]:
     """All heads, as many in each turn as have scores of no more than that many bytes.
 
     Args:
@@ -94,11 +94,11 @@ def turns(
     for start in range(0, batch * heads, step):
         count = min(step, batch * heads - start)
         sizes = (heads, kv_heads, q_blocks, kv_blocks, width, coarse_width)
-        yield Turn(rows, rows.stride(0), start, count, *sizes)
+        yield HeadChunk(rows, rows.stride(0), start, count, *sizes)
 
 
 def block_scores(
-    turn: Turn,
+    turn: HeadChunk,
     queries: QuerySummary,
     keys: KeySummary,
     scale: float,
@@ -126,7 +126,7 @@ def block_scores(
         **blocks,
         D=dim,
         BLOCK_D=block_d,
-        BOX=keys.box,
+        MINMAX=keys.minmax,
         CLUSTERS=clusters,
         CONSECUTIVE=spans.consecutive,
         BLOCK_M=block_m,
@@ -141,7 +141,7 @@ def block_scores(
 
 
 def block_graph(
-    turn: Turn, direct: Tensor, half: bool, config: CabConfig, spans: Spans
+    turn: HeadChunk, direct: Tensor, half: bool, config: CabConfig, spans: Spans
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(log_sum, hops, strength) of `Scores` over their ``direct``, which stays as it is.
 
@@ -269,7 +269,7 @@ def _block_scores_kernel(
     KEY_BLOCK: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BOX: tl.constexpr,
+    MINMAX: tl.constexpr,
     CLUSTERS: tl.constexpr,
     CONSECUTIVE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -295,7 +295,7 @@ def _block_scores_kernel(
     centre = tl.load(key_tile, mask=there, other=0.0)
     top = centre
     bottom = centre
-    if BOX:
+    if MINMAX:
         top = tl.load(key_tile + key_plane, mask=there, other=0.0)
         bottom = tl.load(key_tile + 2 * key_plane, mask=there, other=0.0)
     first = tile // columns * BLOCK_M * STEPS
@@ -317,7 +317,7 @@ def _block_scores_kernel(
         nothing = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         mean = _product(query, centre, nothing)
         upper = mean
-        if BOX:
+        if MINMAX:
             # sum over channels of max(q u, q l) = q+ u + q- l
             zero = tl.zeros_like(query)
             upper = _product(tl.where(query > 0, query, zero), top, nothing)

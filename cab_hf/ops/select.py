@@ -1,4 +1,4 @@
-"""Select on the GPU: forced blocks, clusters and bridges of every row, without a sort.
+"""Select on the GPU: forced blocks, clusters and the top k of every row, without a sort.
 
 The definition is `reference.select_blocks`. A program works on one row, whose thresholds it finds
 by bisection (`threshold`). What is selected goes straight into ascending lists, full and partial
@@ -16,23 +16,23 @@ import triton.language as tl
 from torch import Tensor
 
 from cab_hf.budgets import Budgets
-from cab_hf.config import MASS_BY_KEYS, CabConfig
+from cab_hf.config import TOP_P_BY_KEYS, CabConfig
 from cab_hf.ops.curvature import curvature_score
-from cab_hf.ops.reference import MASS_TOLERANCE
-from cab_hf.ops.score import Scores, Turn, row_chunk, visible_range
+from cab_hf.ops.reference import TOP_P_TOLERANCE
+from cab_hf.ops.score import HeadChunk, Scores, row_chunk, visible_range
 from cab_hf.ops.threshold import (
     count_kept,
     is_kept,
     just_below,
     threshold_by_count,
-    threshold_by_mass,
+    threshold_by_top_p,
 )
 from cab_hf.plan import BlockLists
 
 # shares of a row travel as whole multiples of 2^-40: a float32 argument would turn 5 % of 20 into 2
 SHARE_ONE = tl.constexpr(1 << 40)
-TOLERANCE = tl.constexpr(MASS_TOLERANCE)
-(SHORT, MASS_SHORT), (LONG, MASS_LONG) = [map(tl.constexpr, known) for known in MASS_BY_KEYS]
+TOLERANCE = tl.constexpr(TOP_P_TOLERANCE)
+(SHORT, TOP_P_SHORT), (LONG, TOP_P_LONG) = [map(tl.constexpr, known) for known in TOP_P_BY_KEYS]
 # layers whose masses stay on a device
 COPIES = 1024
 
@@ -61,23 +61,23 @@ class Tail(NamedTuple):
     listed: bool
 
 
-class Own(NamedTuple):
+class HeadBudget(NamedTuple):
     """Budgets of all heads, each its own.
 
     Attributes:
-        mass: float32 [H], -1 for heads that list nothing.
-        share: int64 [H], of a row's blocks, as `SHARE_ONE` has it: what bridges add, or (top-k)
-            what is kept.
+        top_p: float32 [H], -1 for heads that list nothing.
+        share: int64 [H], of a row's blocks, as `SHARE_ONE` has it: the top k that clusters add, or
+            (top-k) what is kept.
     """
 
-    mass: Tensor
+    top_p: Tensor
     share: Tensor
 
     @classmethod
     @lru_cache(COPIES)
     def of(
         cls, budgets: Budgets, clusters: bool, heads: int, device: torch.device, exact: bool
-    ) -> Own | None:
+    ) -> HeadBudget | None:
         """For heads that choose by exact scores, or for those left to the estimate.
 
         None where all heads do, and all alike. Made once: the copy to the device is a wait.
@@ -86,19 +86,19 @@ class Own(NamedTuple):
         if budgets.alike and (len(scored) == heads) == exact:
             return None
         chosen = [head for head in range(heads) if (head in scored) == exact]
-        listed = {head for head in chosen if head not in budgets.whole}
+        listed = {head for head in chosen if head not in budgets.dense_heads}
         numbers = [budgets.of_head(head) for head in range(heads)]
-        masses = [mass if h in listed else -1.0 for h, (mass, *_) in enumerate(numbers)]
+        masses = [top_p if h in listed else -1.0 for h, (top_p, *_) in enumerate(numbers)]
         shares = [_share(x[1] if clusters else 1 - x[2]) for x in numbers]
         return cls(torch.tensor(masses, device=device), torch.tensor(shares, device=device))
 
 
 def select_blocks(
-    turn: Turn,
+    turn: HeadChunk,
     scores: Scores,
     config: CabConfig,
     budgets: Budgets,
-    own: Own | None,
+    own: HeadBudget | None,
     full: BlockLists,
     partial: BlockLists,
     bits: Tensor | None,
@@ -117,19 +117,19 @@ def select_blocks(
         tail: the rows that keep everything.
     """
     clusters = config.select == "clusters"
-    (mass, *_), (bridges, *_), (sparsity, *_) = budgets[:3]
-    exact = budgets.mass == (1,)
+    (top_p, *_), (top_k_share, *_), (sparsity, *_) = budgets[:3]
+    exact = budgets.top_p == (1,)
     _select_kernel[(turn.count * turn.q_blocks,)](
         turn,
         scores,
         full.counts if bits is None else bits,
         full.counts if tail.rows is None else tail.rows,
-        Own(full.counts, full.counts) if own is None else own,
+        HeadBudget(full.counts, full.counts) if own is None else own,
         Lists.of(full),
         Lists.of(partial),
-        mass,
+        top_p,
         config.redundancy,
-        _share(bridges if clusters else 1 - sparsity),
+        _share(top_k_share if clusters else 1 - sparsity),
         _share(config.max_density),
         0 if bits is None else bits.shape[-1],
         config.sink_blocks,
@@ -138,10 +138,10 @@ def select_blocks(
         KEY_BLOCK=config.key_block,
         CLUSTERS=clusters,
         OWN=own is not None,
-        BY_KEYS=clusters and config.mass is None,
+        BY_KEYS=clusters and config.top_p is None,
         EXACT=exact,
         CURVATURE=config.curvature if config.curved else "none",
-        BRIDGES=not clusters or (any(budgets.bridges) and not exact),
+        TOP_K=not clusters or (any(budgets.top_k_share) and not exact),
         CAPPED=config.max_density < 1,
         SHARED=scores.shares is not None,
         TAIL="none" if tail.rows is None else "listed" if tail.listed else "named",
@@ -152,7 +152,7 @@ def select_blocks(
 
 
 def fill_lists(
-    turn: Turn, bits: Tensor, full: BlockLists, partial: BlockLists, config: CabConfig
+    turn: HeadChunk, bits: Tensor, full: BlockLists, partial: BlockLists, config: CabConfig
 ) -> None:
     """Write the lists of all heads whose counts `select_blocks` left beside ``bits``."""
     _block_lists_kernel[(full.counts.numel(),)](
@@ -180,7 +180,7 @@ def _select_kernel(
     own,
     full,
     partial,
-    mass,
+    top_p,
     redundancy,
     share,
     max_density,
@@ -194,7 +194,7 @@ def _select_kernel(
     BY_KEYS: tl.constexpr,
     EXACT: tl.constexpr,
     CURVATURE: tl.constexpr,
-    BRIDGES: tl.constexpr,
+    TOP_K: tl.constexpr,
     CAPPED: tl.constexpr,
     SHARED: tl.constexpr,
     TAIL: tl.constexpr,
@@ -212,15 +212,15 @@ def _select_kernel(
     lists_row = (turn.start + mine) * q_blocks + i
     if OWN:
         head = (turn.start + mine) % turn.heads
-        mass = tl.load(own.mass + head)
+        top_p = tl.load(own.top_p + head)
         share = tl.load(own.share + head)
     if OWN or TAIL == "named":
-        unlisted = False
+        all_dense = False
         if OWN:
-            unlisted = mass < 0
+            all_dense = top_p < 0
         if TAIL == "named":
-            unlisted = unlisted | tl.load(tail_rows + place)
-        if unlisted:
+            all_dense = all_dense | tl.load(tail_rows + place)
+        if all_dense:
             tl.store(full.counts + lists_row, 0)
             tl.store(partial.counts + lists_row, 0)
             return
@@ -228,10 +228,10 @@ def _select_kernel(
     low, high = visible_range(rows, rows_plane, True, KEY_BLOCK)
     diagonal = tl.load(rows + 2 * rows_plane) // KEY_BLOCK
     if BY_KEYS:
-        # `reference.mass_by_keys`
+        # `reference.top_p_by_keys`
         seen = tl.load(rows + 3 * rows_plane) - tl.load(rows) + 1
         way = (seen - SHORT).to(tl.float32) / (LONG - SHORT)
-        mass += (MASS_LONG - MASS_SHORT) * tl.clamp(way, 0.0, 1.0)
+        top_p += (TOP_P_LONG - TOP_P_SHORT) * tl.clamp(way, 0.0, 1.0)
     # forced are the blocks left of `sinks` and from `tail` on
     blocks = tl.maximum(high - low + 1, 0)
     sinks = tl.minimum(low + sink_blocks, high + 1)
@@ -261,7 +261,7 @@ def _select_kernel(
             weight_low, weight_high, weight_cut = _clusters(
                 (weights, shares),
                 span,
-                (mass - TOLERANCE, forced, cap),
+                (top_p - TOLERANCE, forced, cap),
                 begin,
                 EXACT,
                 CAPPED,
@@ -273,7 +273,7 @@ def _select_kernel(
     score_low = nothing
     score_high = nothing
     score_cut = 0
-    if BRIDGES:
+    if TOP_K:
         log_sum = 0.0
         hops = 0
         strength = 0
@@ -322,7 +322,7 @@ def _select_kernel(
             weight = tl.load(weight_source)
             kept = kept | is_kept(weight, column, weight_low, weight_high, weight_cut)
             weight_source += CHUNK
-        if BRIDGES:
+        if TOP_K:
             score = tl.load(score_source)
             kept = kept | is_kept(score, column, score_low, score_high, score_cut)
             score_source += CHUNK
@@ -345,8 +345,8 @@ def _select_kernel(
             word = tl.reshape(kept.to(tl.int32), [CHUNK // 32, 32]) << tl.arange(0, 32)[None, :]
             words = first // 32 + tl.arange(0, CHUNK // 32)
             tl.store(bits + words, tl.sum(word, 1), mask=words < word_count)
-            whole = kept & (column >= whole_low) & (column <= whole_high)
-            full_here = tl.sum(whole.to(tl.int32), 0)
+            all_seen = kept & (column >= whole_low) & (column <= whole_high)
+            full_here = tl.sum(all_seen.to(tl.int32), 0)
             full_count += full_here
             partial_count += tl.sum(kept.to(tl.int32), 0) - full_here
         column += CHUNK
@@ -404,7 +404,8 @@ def _clusters(
     SHARED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Turn a row of logits into weights; (low, high, cut) of those that `reference.top_mass` keeps.
+    """Turn a row of logits into weights; (low, high, cut) of those that `reference.top_p_blocks`
+    keeps.
 
     Args:
         rows: logits and, where ``SHARED``, what outlier queries give.
@@ -413,7 +414,7 @@ def _clusters(
         bounds: mass; in blocks those that are forced, and the most that are kept.
     """
     weights, shares = rows
-    mass, forced, cap = bounds
+    top_p, forced, cap = bounds
     held, total, largest = _weigh(weights, shares, span, begin, SHARED, CHUNK)
     low, high, _, _ = span
     blocks = high - low + 1
@@ -422,8 +423,8 @@ def _clusters(
         weight_high = -0.5
         weight_cut = 0
     else:
-        missing = mass * (held + total) - held
-        weight_low, weight_high, weight_cut = threshold_by_mass(
+        missing = top_p * (held + total) - held
+        weight_low, weight_high, weight_cut = threshold_by_top_p(
             weights, largest, total, missing, blocks, begin, high + 1, CHUNK
         )
     if CAPPED:
@@ -525,12 +526,14 @@ def _append(
         tl.store(full_indices + (full - 1 + rank), column, mask=kept)
         full += tl.sum(kept.to(tl.int32), 0)
     else:
-        whole = (column >= whole_low) & (column <= whole_high)
+        all_seen = (column >= whole_low) & (column <= whole_high)
         # both ranks in one scan: full in the lower half, partial in the upper
-        step = tl.where(kept, tl.where(whole, 1, 65536), 0)
+        step = tl.where(kept, tl.where(all_seen, 1, 65536), 0)
         rank = tl.cumsum(step, 0)
-        tl.store(full_indices + (full - 1 + (rank & 65535)), column, mask=kept & whole)
-        tl.store(partial_indices + (partial - 1 + (rank >> 16)), column, mask=kept & (whole == 0))
+        tl.store(full_indices + (full - 1 + (rank & 65535)), column, mask=kept & all_seen)
+        tl.store(
+            partial_indices + (partial - 1 + (rank >> 16)), column, mask=kept & (all_seen == 0)
+        )
         added = tl.sum(step, 0)
         full += added & 65535
         partial += added >> 16

@@ -120,7 +120,7 @@ def threshold_by_count(values, low, high, total, count, begin, end, CHUNK: tl.co
 
 
 @triton.jit
-def threshold_by_mass(weights, high, total, missing, blocks, begin, end, CHUNK: tl.constexpr):
+def threshold_by_top_p(weights, high, total, missing, blocks, begin, end, CHUNK: tl.constexpr):
     """(low, high, cut) of the fewest entries, largest first, that sum to ``missing``.
 
     ``total`` is the sum of all entries that take part, ``high`` the largest.

@@ -4,7 +4,7 @@ A predictor summarises keys, then chooses blocks for queries. Any can be registe
 chosen by ``CabConfig(predictor=name)``; it then runs in every model and every evaluation.
 """
 
-from cab_hf.predictors.base import Call, Predictor, make_predictor, register_predictor
+from cab_hf.predictors.base import LayerContext, Predictor, make_predictor, register_predictor
 from cab_hf.predictors.baselines import (
     AntidiagonalPredictor,
     OraclePredictor,
@@ -19,10 +19,10 @@ from cab_hf.predictors.published import AdaptiveCurvaturePredictor, CoarseCurvat
 __all__ = [
     "AdaptiveCurvaturePredictor",
     "AntidiagonalPredictor",
-    "Call",
     "CascadePredictor",
     "CoarseCurvaturePredictor",
     "CurvaturePredictor",
+    "LayerContext",
     "OraclePredictor",
     "Predictor",
     "RandomPredictor",

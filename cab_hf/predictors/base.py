@@ -15,16 +15,16 @@ from cab_hf.plan import BlockPlan, Spans
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class LayerContext:
     """What a predictor is told beside q and k: the turn of one layer in one forward pass.
 
     Attributes:
         spans: what each query may see at all.
         scale: what logits are multiplied by.
         layer: index of the layer; None where it has none.
-        handed: one mapping for all layers of the forward pass, in which a layer may leave what a
-            later one reads, such as its plan. Gradient checkpointing runs a layer again with the
-            same mapping.
+        shared_state: one mapping for all layers of the forward pass, in which a layer may leave
+            what a later one reads, such as its plan. Gradient checkpointing runs a layer again with
+            the same mapping.
         channels: those of q and k that are scored where scores are to be cheap, ascending; () for
             all of them.
     """
@@ -32,7 +32,7 @@ class Call:
     spans: Spans
     scale: float
     layer: int | None = None
-    handed: dict[Any, Any] = field(default_factory=dict)
+    shared_state: dict[Any, Any] = field(default_factory=dict)
     channels: tuple[int, ...] = ()
 
 
@@ -57,11 +57,11 @@ class Predictor(ABC):
         """
         return k
 
-    def summary_of(self, k: Tensor, valid: Tensor, call: Call) -> Any:
+    def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> Any:
         """`summarise`, for a predictor whose summary depends on the layer."""
         return self.summarise(k, valid)
 
-    def gathers(self, call: Call, heads: tuple[int, int]) -> Collection[str]:
+    def gathers(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
         """What ranks that share a text must gather of each other to choose blocks for a layer.
 
         * ``"queries"`` and ``"keys"``, both: q and k of every token.
@@ -80,7 +80,7 @@ class Predictor(ABC):
         """
         return "queries", "keys"
 
-    def join(self, summary: Any, call: Call, heads: tuple[int, int], frame: Any) -> Any:
+    def join(self, summary: Any, call: LayerContext, heads: tuple[int, int], frame: Any) -> Any:
         """The summary of the whole text, of this rank's: by default [B, H_kv, M_k, ...].
 
         Args:
@@ -91,7 +91,7 @@ class Predictor(ABC):
         return frame.blocks(summary, 2, self.config.key_block)
 
     @abstractmethod
-    def choose(self, q: Tensor, summary: Any, call: Call) -> BlockPlan:
+    def choose(self, q: Tensor, summary: Any, call: LayerContext) -> BlockPlan:
         """The plan for q [B, H, N_q, D], after RoPE, over the keys that ``summary`` is of.
 
         The same inputs must give the same plan: gradient checkpointing runs a layer twice.
@@ -110,7 +110,7 @@ class Predictor(ABC):
             "nothing to calibrate."
         )
 
-    def __call__(self, q: Tensor, k: Tensor, call: Call) -> BlockPlan:
+    def __call__(self, q: Tensor, k: Tensor, call: LayerContext) -> BlockPlan:
         """Both in one, without gradient: the plan for q over k."""
         with torch.no_grad():
             return self.choose(q, self.summary_of(k, call.spans.key_valid, call), call)

@@ -18,7 +18,7 @@ from cab_hf.budgets import budgets_of
 from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan, Spans, block_visibility
 from cab_hf.predictors.attention_mass import block_mass
-from cab_hf.predictors.base import SHARE_OPTIONS, Call, Predictor
+from cab_hf.predictors.base import SHARE_OPTIONS, LayerContext, Predictor
 
 ANTIDIAGONAL_STRIDE = 8  # of XAttention's 8 and 16 the finer one
 ASKING_QUERIES = 64  # of vertical_slash: the last queries, whose attention ranks all blocks
@@ -28,10 +28,10 @@ SEED = 0  # of the random blocks
 class StreamingPredictor(Predictor):
     """StreamingLLM: ``sink_blocks`` and ``local_blocks`` (Xiao et al. 2023, arXiv 2309.17453)."""
 
-    def gathers(self, call: Call, heads: tuple[int, int]) -> Collection[str]:
+    def gathers(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
         return ()
 
-    def choose(self, q: Tensor, summary: Tensor, call: Call) -> BlockPlan:
+    def choose(self, q: Tensor, summary: Tensor, call: LayerContext) -> BlockPlan:
         query_block, key_block = self.config.query_block, self.config.key_block
         visible = block_visibility(call.spans, query_block, key_block)
         keep = reference.forced_blocks(visible, call.spans, self.config).unsqueeze(1)
@@ -43,13 +43,13 @@ class ScorePredictor(Predictor):
     """Base of predictors that rank blocks: forced ones and the best, 1 - ``sparsity`` of a row."""
 
     @abstractmethod
-    def score(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+    def score(self, q: Tensor, k: Tensor, call: LayerContext) -> Tensor:
         """What ranks the key blocks of a row, highest kept: [B, H, M_q, M_k]."""
 
     def options(self) -> tuple[Mapping[str, float], ...]:
         return SHARE_OPTIONS
 
-    def choose(self, q: Tensor, summary: Tensor, call: Call) -> BlockPlan:
+    def choose(self, q: Tensor, summary: Tensor, call: LayerContext) -> BlockPlan:
         config, spans = self.config, call.spans
         visible = block_visibility(spans, config.query_block, config.key_block)
         budgets = budgets_of(config, call.layer, q.shape[1])
@@ -68,7 +68,7 @@ class RandomPredictor(ScorePredictor):
     independent.
     """
 
-    def score(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+    def score(self, q: Tensor, k: Tensor, call: LayerContext) -> Tensor:
         content = f"{SEED} {tuple(q.shape)} {tuple(k.shape)} {float(k.double().sum()):.6e}"
         digest = hashlib.sha256(content.encode()).digest()
         generator = torch.Generator(q.device).manual_seed(int.from_bytes(digest[:6], "big"))
@@ -85,7 +85,7 @@ class AntidiagonalPredictor(ScorePredictor):
 
     stride = ANTIDIAGONAL_STRIDE
 
-    def score(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+    def score(self, q: Tensor, k: Tensor, call: LayerContext) -> Tensor:
         blocks = self.config.query_block, self.config.key_block
         return block_mass(q, k, call.spans, call.scale, *blocks, stride=self.stride)
 
@@ -107,7 +107,7 @@ class VerticalSlashPredictor(ScorePredictor):
     Which blocks any row keeps depends on the end of the text, as in the original.
     """
 
-    def score(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+    def score(self, q: Tensor, k: Tensor, call: LayerContext) -> Tensor:
         blocks = self.config.query_block, self.config.key_block
         return vertical_slash_scores(q, k, call.spans, call.scale, *blocks)
 

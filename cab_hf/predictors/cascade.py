@@ -1,8 +1,8 @@
 """Cascade: a few layers choose blocks, the layers behind each of them attend the same ones.
 
 Which keys matter changes slowly from layer to layer (Kascade). An anchor chooses as CAB does; its
-plan goes through `Call.handed` to the layers of the same forward pass, head by head as
-``config.head_map`` has it.
+plan goes through `LayerContext.shared_state` to the layers of the same forward pass, head by head
+as ``config.head_map`` has it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from cab_hf.config import CabConfig
 from cab_hf.ops.reference import KeySummary
 from cab_hf.plan import BlockPlan, Spans
-from cab_hf.predictors.base import Call, Predictor
+from cab_hf.predictors.base import LayerContext, Predictor
 from cab_hf.predictors.curvature import CurvaturePredictor
 
-HANDED = "cascade"  # under which an anchor leaves its plan
+SHARED_PLAN = "cascade"  # under which an anchor leaves its plan
 
 
-class Handed(NamedTuple):
+class SharedPlan(NamedTuple):
     """What an anchor leaves: its index, its query and KV heads, and its plan."""
 
     layer: int
@@ -45,26 +45,30 @@ class CascadePredictor(Predictor):
     def summarise(self, k: Tensor, valid: Tensor | None = None) -> KeySummary:
         return self.anchor.summarise(k, valid)
 
-    def summary_of(self, k: Tensor, valid: Tensor, call: Call) -> KeySummary | Tensor:
+    def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> KeySummary | Tensor:
         # a layer that decides nothing summarises nothing
         return self.anchor.summary_of(k, valid, call) if self._decides(call) else k
 
-    def gathers(self, call: Call, heads: tuple[int, int]) -> Collection[str]:
+    def gathers(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
         return self.anchor.gathers(call, heads) if self._decides(call) else ()
 
     def join(
-        self, summary: KeySummary, call: Call, heads: tuple[int, int], frame: Any
+        self, summary: KeySummary, call: LayerContext, heads: tuple[int, int], frame: Any
     ) -> KeySummary:
         return self.anchor.join(summary, call, heads, frame)
 
     def vectors(self, q: Tensor, spans: Spans) -> Tensor:
         return self.anchor.vectors(q, spans)
 
-    def _decides(self, call: Call) -> bool:
+    def _decides(self, call: LayerContext) -> bool:
         return call.layer in self.config.anchors
 
     def choose(
-        self, q: Tensor, summary: KeySummary | Tensor, call: Call, vectors: Tensor | None = None
+        self,
+        q: Tensor,
+        summary: KeySummary | Tensor,
+        call: LayerContext,
+        vectors: Tensor | None = None,
     ) -> BlockPlan:
         """What an anchor chooses, left for the layers behind; or what the anchor before has left.
 
@@ -79,13 +83,13 @@ class CascadePredictor(Predictor):
         heads = q.shape[1], kv_heads
         if self._decides(call):
             plan = self.anchor.choose(q, summary, call, vectors)
-            call.handed[HANDED] = Handed(call.layer, heads, plan)
+            call.shared_state[SHARED_PLAN] = SharedPlan(call.layer, heads, plan)
             return plan
-        handed = self._from_anchor(heads, call)
+        shared = self._from_anchor(heads, call)
         # the layers of a model may be spread over devices
-        return self._mapped(handed.plan, call.layer).on(call.spans)
+        return self._mapped(shared.plan, call.layer).on(call.spans)
 
-    def _from_anchor(self, heads: tuple[int, int], call: Call) -> Handed:
+    def _from_anchor(self, heads: tuple[int, int], call: LayerContext) -> SharedPlan:
         layer, anchors = call.layer, self.config.anchors
         if layer is None:
             raise ValueError("A layer has no index, and 'cascade' goes by it; use 'curvature'.")
@@ -95,21 +99,21 @@ class CascadePredictor(Predictor):
                 f"CabConfig.anchors is {anchors}, and nobody chooses for layer {layer}; add the "
                 "first sparse layer."
             )
-        handed: Handed | None = call.handed.get(HANDED)
-        if handed is None or handed.layer != before[-1]:
+        shared: SharedPlan | None = call.shared_state.get(SHARED_PLAN)
+        if shared is None or shared.layer != before[-1]:
             raise ValueError(
                 f"Layer {layer} attends what layer {before[-1]} chooses, which has handed nothing "
                 "on in this pass; make an anchor of a layer that attends sparsely, and checkpoint "
                 "gradients with use_reentrant=False, and not of layers that are called several "
                 "times."
             )
-        if handed.heads != heads:
+        if shared.heads != heads:
             raise ValueError(
                 f"Layer {layer} has {heads[0]} heads over {heads[1]} of k, and its anchor, layer "
-                f"{handed.layer}, {handed.heads[0]} over {handed.heads[1]}; 'cascade' is for "
+                f"{shared.layer}, {shared.heads[0]} over {shared.heads[1]}; 'cascade' is for "
                 "layers with the same heads, use 'curvature'."
             )
-        return handed
+        return shared
 
     def _mapped(self, plan: BlockPlan, layer: int) -> BlockPlan:
         """The plan with, for each head, the lists of that head of the anchor that the map names."""

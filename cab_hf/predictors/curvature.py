@@ -15,13 +15,13 @@ from cab_hf.config import CabConfig
 from cab_hf.ops import reference
 from cab_hf.ops.reference import KeySummary
 from cab_hf.plan import BlockLists, BlockPlan, Spans, block_visibility
-from cab_hf.predictors.base import SHARE_OPTIONS, Call, Predictor
+from cab_hf.predictors.base import SHARE_OPTIONS, LayerContext, Predictor
 
 # asked once: torch.compile cannot look for packages
 HAS_TRITON = find_spec("triton") is not None
 # elements of a [heads, M_q, M_k] score tensor worked on at a time; some 20 of them live at once
-SCORES_AT_A_TIME = 1 << 25
-# (mass, bridges) that a head can be given by a calibration, by how its blocks are scored
+SCORE_ELEMENTS_AT_A_TIME = 1 << 25
+# (top_p, top_k_share) that a head can be given by a calibration, by how its blocks are scored
 ESTIMATED = (
     *((0.0, 0.0), (0.5, 0.0), (0.7, 0.0), (0.8, 0.0), (0.8, 0.02), (0.9, 0.0), (0.9, 0.02)),
     *((0.9, 0.05), (0.95, 0.03), (0.98, 0.05)),
@@ -38,11 +38,11 @@ class CurvaturePredictor(Predictor):
     """CAB.
 
     Coarsens q and k to blocks, estimates each row's attention mass from the block summaries, keeps
-    the smallest set of blocks that holds ``config.mass`` and adds bridges by curvature
-    (``config.select="clusters"``), or keeps a fixed share (``"topk"``, the published recipe). What
-    a head keeps can be its own. With ``config.exact_queries`` the outlier queries of every block
-    are scored against every key: half of the mass is theirs, and bridges are what one of them
-    needs most.
+    the smallest set of blocks that holds ``config.top_p`` and adds the best of the rest by
+    curvature (``config.select="clusters"``), or keeps a fixed share (``"topk"``, the published
+    recipe). What a head keeps can be its own. With ``config.exact_queries`` the outlier queries of
+    every block are scored against every key: half of the mass is theirs, and what is added is what
+    one of them needs most.
     Formulas: `cab_hf.ops.reference`; on CUDA the kernels of `cab_hf.ops.predict` compute them.
     """
 
@@ -56,7 +56,7 @@ class CurvaturePredictor(Predictor):
         if self.config.select == "topk":
             return SHARE_OPTIONS
         budgets = EXACT if self.config.exact_queries else (*ESTIMATED, *EVERYTHING)
-        return tuple({"mass": mass, "bridges": bridges} for mass, bridges in budgets)
+        return tuple({"top_p": top_p, "top_k_share": top_k_share} for top_p, top_k_share in budgets)
 
     def summarise(
         self, k: Tensor, valid: Tensor | None = None, channels: tuple[int, ...] = ()
@@ -76,20 +76,22 @@ class CurvaturePredictor(Predictor):
         summary = reference.coarsen_keys(k, valid, self.config.key_block, self.config.coarsen)
         return replace(summary, keys=picked(k, channels)) if self.config.exact_queries else summary
 
-    def summary_of(self, k: Tensor, valid: Tensor, call: Call) -> KeySummary:
+    def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> KeySummary:
         return self.summarise(k, valid, call.channels)
 
-    def gathers(self, call: Call, heads: tuple[int, int]) -> Collection[str]:
+    def gathers(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
         """Summaries, and vectors where two-hop paths or column sums run through all rows."""
         if type(self) is not CurvaturePredictor:
             # whoever chooses otherwise knows what that takes
             return super().gathers(call, heads)
         config = self.config
-        ranked = config.select == "topk" or any(budgets_of(config, call.layer, heads[0]).bridges)
+        ranked = config.select == "topk" or any(
+            budgets_of(config, call.layer, heads[0]).top_k_share
+        )
         return ("summaries", "vectors") if config.curved and ranked else ("summaries",)
 
     def join(
-        self, summary: KeySummary, call: Call, heads: tuple[int, int], frame: Any
+        self, summary: KeySummary, call: LayerContext, heads: tuple[int, int], frame: Any
     ) -> KeySummary:
         """See `Predictor.join`; keys are gathered for the heads that score queries exactly."""
         planes = frame.blocks(summary.planes, 3, self.config.key_block).contiguous()
@@ -112,14 +114,16 @@ class CurvaturePredictor(Predictor):
         return reference.coarsen_queries(q, spans.last >= 0, config.query_block, config.coarsen)
 
     def choose(
-        self, q: Tensor, summary: KeySummary, call: Call, vectors: Tensor | None = None
+        self, q: Tensor, summary: KeySummary, call: LayerContext, vectors: Tensor | None = None
     ) -> BlockPlan:
         """See `Predictor.choose`; ``vectors`` as in `Predictor.gathers`."""
         if vectors is not None:
             return self._choose_by(vectors, q, summary, call)
         return self._choose(q, summary, call)
 
-    def _choose_by(self, vectors: Tensor, q: Tensor, summary: KeySummary, call: Call) -> BlockPlan:
+    def _choose_by(
+        self, vectors: Tensor, q: Tensor, summary: KeySummary, call: LayerContext
+    ) -> BlockPlan:
         """The estimated plan of all rows of a text, of which a rank keeps its own."""
         config, spans, heads = self.config, call.spans, q.shape[1]
         # who brings vectors is asked for shapes alone
@@ -135,7 +139,7 @@ class CurvaturePredictor(Predictor):
         return plan
 
     def _choose(
-        self, q: Tensor, summary: KeySummary, call: Call, vectors: Tensor | None = None
+        self, q: Tensor, summary: KeySummary, call: LayerContext, vectors: Tensor | None = None
     ) -> BlockPlan:
         """The plan for q; with ``vectors`` of its query blocks nothing else reads q."""
         if self.config.check_finite:
@@ -143,8 +147,8 @@ class CurvaturePredictor(Predictor):
         config, spans = self.config, call.spans
         budgets = budgets_of(config, call.layer, q.shape[1])
         blocks = config.query_block, config.key_block
-        if len(budgets.whole) == q.shape[1]:
-            return BlockPlan.unlisted(spans, q.shape[1], *blocks)
+        if len(budgets.dense_heads) == q.shape[1]:
+            return BlockPlan.all_dense(spans, q.shape[1], *blocks)
         if summary.keys is None and (exact := budgets.exact(q.shape[1])):
             raise ValueError(
                 f"exact_queries is above 0 for {len(exact)} heads, and the summary holds no keys; "
@@ -158,7 +162,7 @@ class CurvaturePredictor(Predictor):
             q, summary, spans, call.scale, config, budgets, call.channels, vectors
         )
         rows = tail_rows(spans, config)
-        return BlockPlan(full, partial, spans, *blocks, budgets.whole, rows)
+        return BlockPlan(full, partial, spans, *blocks, budgets.dense_heads, rows)
 
 
 def _with_heads(plan: BlockPlan, other: BlockPlan, heads: tuple[int, ...]) -> BlockPlan:
@@ -180,7 +184,7 @@ def _with_heads(plan: BlockPlan, other: BlockPlan, heads: tuple[int, ...]) -> Bl
 def by_reference(
     q: Tensor,
     summary: KeySummary,
-    call: Call,
+    call: LayerContext,
     config: CabConfig,
     budgets: Budgets,
     vectors: Tensor | None = None,
@@ -194,7 +198,7 @@ def by_reference(
     kv_heads = summary.planes.shape[2]
     group = q.shape[1] // kv_heads
     scores_per_kv_head = visible.numel() * group
-    step = max(1, min(kv_heads, SCORES_AT_A_TIME // max(1, scores_per_kv_head)))
+    step = max(1, min(kv_heads, SCORE_ELEMENTS_AT_A_TIME // max(1, scores_per_kv_head)))
     exact, kept = budgets.exact(q.shape[1]), []
     for head in range(0, kv_heads, step):
         mine = range(head * group, min(head + step, kv_heads) * group)
@@ -222,8 +226,8 @@ def by_reference(
         spans,
         query_block=config.query_block,
         key_block=config.key_block,
-        whole_heads=budgets.whole,
-        whole_rows=tail_rows(spans, config),
+        dense_heads=budgets.dense_heads,
+        dense_rows=tail_rows(spans, config),
     )
 
 
@@ -232,7 +236,7 @@ def _by_outliers(
     keys: Tensor,
     estimate: Tensor,
     visible: Tensor,
-    call: Call,
+    call: LayerContext,
     config: CabConfig,
     own: Budgets,
 ) -> Tensor:
@@ -242,8 +246,8 @@ def _by_outliers(
     scored = picked(q, call.channels)
     at = positions.clamp(min=0).flatten(2).unsqueeze(-1).expand(-1, -1, -1, scored.shape[3])
     rows = scored.gather(2, at).unflatten(2, (-1, count))
-    told = spans, call.scale, config.key_block
-    most, shares = reference.exact_scores(rows, positions, keys, *told)
+    parts = spans, call.scale, config.key_block
+    most, shares = reference.exact_scores(rows, positions, keys, *parts)
     log_mass = None
     if config.select == "clusters":
         seen = visible.unsqueeze(1)
@@ -258,7 +262,7 @@ def picked(x: Tensor, channels: tuple[int, ...]) -> Tensor:
 
 def tail_rows(spans: Spans, config: CabConfig) -> Tensor | None:
     """The rows that attend everything and so list nothing; None where it is not known how many."""
-    return spans.tail_rows(config.dense_tail * config.query_block, config.query_block)
+    return spans.tail_rows(config.dense_tail_blocks * config.query_block, config.query_block)
 
 
 def has_kernels(x: Tensor) -> bool:

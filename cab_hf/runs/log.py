@@ -21,8 +21,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from cab_hf.renamed import renamed_in
 from cab_hf.runs.provenance import utc_now
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import UsageError
 
 Record = dict[str, Any]
 # a file system without locks says one of these
@@ -31,7 +32,7 @@ PACKED = ".xz"  # behind the name of a log that `pack` has compressed
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
-class LogError(Refused):
+class LogError(UsageError):
     """Files that a run cannot go on with or cannot write."""
 
 
@@ -82,7 +83,7 @@ class Log:
         try:
             with writing(self.path):
                 self._sign()
-                self._read(json.loads(json.dumps(identity)))
+                self._read(renamed_in(json.loads(json.dumps(identity))))
                 _packed(self.path).unlink(missing_ok=True)
         except BaseException:
             self.close()
@@ -141,17 +142,17 @@ class Log:
             os.ftruncate(self._file, 0)
             self._write(header)
             return
-        found, records, whole = _parse(self.path, content, self.key, self.added)
-        for name, seen, wanted in _differences(found["identity"], identity):
+        result, records, complete = _parse(self.path, content, self.key, self.added)
+        for name, seen, wanted in _differences(result["identity"], identity):
             raise LogError(
                 f"{self.path} was made with {name} {seen!r}, this run has {wanted!r}; give another "
                 "--out, or what the first run had to go on with it."
             )
-        self.started = found["started"]
+        self.started = result["started"]
         for record in records:
             self._count(record)
-        os.ftruncate(self._file, whole)
-        if not content[:whole].endswith(b"\n"):
+        os.ftruncate(self._file, complete)
+        if not content[:complete].endswith(b"\n"):
             self._write("")
 
     def _count(self, record: Record) -> None:
@@ -225,7 +226,7 @@ def writing(path: Path | str) -> Iterator[None]:
     """What the file system refuses inside becomes a `LogError` that names ``path``."""
     try:
         yield
-    except Refused:
+    except UsageError:
         raise
     except Exception as error:
         refused = _refused_by_file_system(error)
@@ -242,8 +243,8 @@ def _refused_by_file_system(error: Exception) -> str | None:
     if isinstance(said, OSError):
         return said.strerror or str(said)
     # safetensors and tokenizers word it as Rust does
-    found = re.search(r"([^:]+) \(os error \d+\)", str(error))
-    return found and found[1].strip()
+    match = re.search(r"([^:]+) \(os error \d+\)", str(error))
+    return match and match[1].strip()
 
 
 def _key(record: Mapping[str, Any], names: Iterable[str]) -> str:
@@ -293,12 +294,12 @@ def _lock(file: int, path: Path) -> None:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise
         raise LogError(
-            f"{path} is being written by another process{_told_writer(path)}; wait for it, or give "
-            "another --out."
+            f"{path} is being written by another process{_writer_named(path)}; wait for it, or "
+            "give another --out."
         ) from None
 
 
-def _told_writer(path: Path) -> str:
+def _writer_named(path: Path) -> str:
     try:
         return f" ({_writer_of(path).read_text()})"
     except (OSError, ValueError):
@@ -314,9 +315,9 @@ def _is_open_at(file: int, path: Path) -> bool:
 
 
 def _read_all(file: int) -> bytes:
-    with os.fdopen(os.dup(file), "rb") as whole:
-        whole.seek(0)
-        return whole.read()
+    with os.fdopen(os.dup(file), "rb") as complete:
+        complete.seek(0)
+        return complete.read()
 
 
 def _is_torn_header(content: bytes, header: str) -> bool:
@@ -332,21 +333,21 @@ def _parse(
 ) -> tuple[dict[str, Any], list[Record], int]:
     """(header, records, length of what is whole) of a log's bytes."""
     lines = content.split(b"\n")
-    whole = len(content)
+    complete = len(content)
     if not _is_json(lines[-1]):
         # torn off by a kill, or nothing behind the last newline
-        whole -= len(lines.pop())
-    found = [_object(line) for line in lines]
-    if not found or not {"identity", "started"} <= (found[0] or {}).keys():
+        complete -= len(lines.pop())
+    results = [_object(line) for line in lines]
+    if not results or not {"identity", "started"} <= (results[0] or {}).keys():
         raise LogError(f"{path} does not begin with the header of a run; give another --out.")
     # what is no object is refused below
-    records = [record if record is None else {**added, **record} for record in found[1:]]
+    records = [record if record is None else {**added, **record} for record in results[1:]]
     for number, record in enumerate(records, 2):
         lacking = [name for name in key if name not in (record or {})]
         if record is None or lacking:
-            told = "is no JSON object" if record is None else f"has no {lacking[0]!r}"
-            raise LogError(f"{path}, line {number} {told}; repair it or give another --out.")
-    return found[0], records, whole
+            text = "is no JSON object" if record is None else f"has no {lacking[0]!r}"
+            raise LogError(f"{path}, line {number} {text}; repair it or give another --out.")
+    return results[0], records, complete
 
 
 def _is_json(line: bytes) -> bool:
@@ -359,7 +360,7 @@ def _is_json(line: bytes) -> bool:
 
 def _object(line: bytes) -> dict[str, Any] | None:
     value = json.loads(line) if _is_json(line) else None
-    return value if isinstance(value, dict) else None
+    return renamed_in(value) if isinstance(value, dict) else None
 
 
 def _differences(seen: Any, wanted: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from cab_hf.fit import positions
 from cab_hf.runs.cache import cache_folder, file_sha256, keep_first, scratch_beside
-from cab_hf.runs.settings import Refused, first_line, refused_as
+from cab_hf.runs.settings import UsageError, first_line, refused_as
 from cab_hf.runs.stand_ins import SMOLLM2, SMOLLM2_SHA256, smollm2_folder
 
 # torch and transformers are imported where they are used: finding a file needs neither
@@ -78,7 +78,7 @@ def load_model(
         options: more of what ``from_pretrained`` takes, such as a ``config``.
 
     Raises:
-        Refused: there is no such model, or it cannot be loaded.
+        UsageError: there is no such model, or it cannot be loaded.
         ValueError: ``dtype`` is none.
     """
     import torch
@@ -240,7 +240,7 @@ def content_sha256(name_or_path: str) -> str:
 
 
 def _files_of_model(folder: Path) -> list[Path]:
-    weights = next((found for kind in WEIGHTS if (found := [*folder.glob(kind)])), [])
+    weights = next((results for kind in WEIGHTS if (results := [*folder.glob(kind)])), [])
     return weights + [file for kind in TEXTS for file in folder.glob(kind)]
 
 
@@ -248,12 +248,12 @@ def _folder_in_cache(name: str) -> Path:
     from transformers.utils import CONFIG_NAME, cached_file
 
     for file in (CONFIG_NAME, ADAPTER_CONFIG):
-        found = cached_file(
+        result = cached_file(
             name, file, local_files_only=True, _raise_exceptions_for_missing_entries=False
         )
-        if found is not None:
-            return Path(found).parent
-    raise Refused(f"model {name!r} has no {CONFIG_NAME} in the cache of the hub; load it first.")
+        if result is not None:
+            return Path(result).parent
+    raise UsageError(f"model {name!r} has no {CONFIG_NAME} in the cache of the hub; load it first.")
 
 
 def _base_of(folder: Path) -> str | None:
@@ -277,14 +277,14 @@ def refuse_unknown(name: str) -> None:
     Where there is no network, its client tries for minutes.
 
     Raises:
-        Refused: with the names that are known.
+        UsageError: with the names that are known.
     """
     known = (SMOLLM2, *ADAPTED, TINY)
     if name in known or Path(name).exists() or _may_be_on_hub(name):
         return
     near = difflib.get_close_matches(name, known, n=1)
     meant = f" (did you mean {near[0]!r}?)" if near else ""
-    raise Refused(
+    raise UsageError(
         f"model {name!r} is not here{meant}; give {', '.join(known)}, a folder, or a name of the "
         "hub as owner/name."
     )
@@ -312,7 +312,7 @@ def made_folder(name: str) -> Path:
     """The folder of a model that is made in the cache, which is done when it is not there yet.
 
     Raises:
-        Refused: as `smollm2_folder` and `adapted_folder`.
+        UsageError: as `smollm2_folder` and `adapted_folder`.
     """
     return smollm2_folder() if name == SMOLLM2 else adapted_folder(name)
 
@@ -321,13 +321,13 @@ def _loading(name: str) -> AbstractContextManager[None]:
     """Whatever goes wrong inside is told of the model, which whoever started the run has named."""
 
     def tell(error: Exception) -> str:
-        told = f"model {name!r} cannot be loaded ({first_line(error)})"
+        text = f"model {name!r} cannot be loaded ({first_line(error)})"
         if "trust_remote_code" in str(error):
             return (
-                f"{told}; read that code, and give --trust-remote-code if it is to run "
+                f"{text}; read that code, and give --trust-remote-code if it is to run "
                 "(in Python trust_remote_code=True)."
             )
-        return f"{told}; give {SMOLLM2}, a folder or a name of the hub that transformers loads."
+        return f"{text}; give {SMOLLM2}, a folder or a name of the hub that transformers loads."
 
     return refused_as(tell)
 
@@ -336,7 +336,7 @@ def adapted_folder(name: str) -> Path:
     """The folder of a model of `ADAPTED` in float32, merged when it is not there yet.
 
     Raises:
-        Refused: its adapter is not in the package, peft is not installed, or the base cannot be
+        UsageError: its adapter is not in the package, peft is not installed, or the base cannot be
             had or is another than the one that the adapter was trained in.
     """
     adapter = _adapter_of(name)
@@ -355,7 +355,7 @@ def _adapter_of(name: str) -> Path:
     adapter = ADAPTED[name]
     missing = [file for file in ADAPTER_FILES if not (adapter / file).is_file()]
     if missing:
-        raise Refused(
+        raise UsageError(
             f"model {name!r} is a base with an adapter, whose {missing[0]} does not come with this "
             f"version of cab_hf; give {SMOLLM2}, or install a version that has it."
         )
@@ -363,22 +363,22 @@ def _adapter_of(name: str) -> Path:
 
 
 def _merge(name: str, adapter: Path, out: Path) -> None:
-    told = json.loads((adapter / BASE).read_text("utf-8"))
+    text = json.loads((adapter / BASE).read_text("utf-8"))
     base = _base_of(adapter)
-    if content_sha256(base) != told["sha256"]:
-        raise Refused(
+    if content_sha256(base) != text["sha256"]:
+        raise UsageError(
             f"model {name!r} cannot be merged: adapter {adapter.name} was trained in a model of "
-            f"SHA-256 {told['sha256'][:12]}, and {Path(base).name!r} has another."
+            f"SHA-256 {text['sha256'][:12]}, and {Path(base).name!r} has another."
         )
     try:
         from peft import PeftModel
     except ImportError as error:
-        raise Refused(
+        raise UsageError(
             f"model {name!r} is merged once, and peft is not installed; "
             "`pip install 'cab_hf[finetune]'` brings it."
         ) from error
     config = load_config(base)
-    restore(config.get_text_config(), told)
+    restore(config.get_text_config(), text)
     model, tokenizer = load_model(base, "cpu", "float32", config=config)
     with _loading(name), warnings.catch_warnings():
         # PEFT goes on without the weights that it does not find
@@ -388,8 +388,8 @@ def _merge(name: str, adapter: Path, out: Path) -> None:
     tokenizer.save_pretrained(out)
 
 
-def restore(text: PreTrainedConfig, told: Mapping[str, Any]) -> None:
+def restore(text: PreTrainedConfig, fields: Mapping[str, Any]) -> None:
     """Give a base's config the positions and "cab" settings that `BASE` notes of an adapter."""
     for name in RESTORED:
-        if told.get(name) is not None:
-            setattr(text, name, told[name])
+        if fields.get(name) is not None:
+            setattr(text, name, fields[name])

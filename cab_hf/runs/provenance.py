@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from cab_hf.runs.settings import Refused, first_line
+from cab_hf.runs.settings import UsageError, first_line
 
 PACKAGES = ("cab_hf", "torch", "transformers", "triton", "flash-attn-4")
 
@@ -57,13 +57,13 @@ def git_commit() -> str | None:
 
 def versions() -> dict[str, str]:
     """Versions of what computes, by package name; those not installed are left out."""
-    found = {"python": platform.python_version()}
+    result = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            result[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 def computing_device(name: str) -> Any:
@@ -76,7 +76,7 @@ def computing_device(name: str) -> Any:
         torch.ones(1, device=device).item()
     except Exception as error:
         why = first_line(error)
-        raise Refused(
+        raise UsageError(
             f"device must be one that torch computes on here, such as cpu; got {name!r} ({why})."
         ) from None
     return device

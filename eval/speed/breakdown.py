@@ -55,7 +55,7 @@ class Breakdown(Speed):
 
     SHAPE = ("layers", "dtype")
     FOUND = ("ms", "density", "ran_as", *(f"{part}_ms" for part in SHOWN), "why_no_split")
-    TOLD = Exception  # an engine that refuses or does not fit
+    REPORTED_ERRORS = Exception  # an engine that refuses or does not fit
 
     def find(self, sample: dict[str, Any]) -> None:
         with prefilling(self.settings, sample["length"], "cab-always") as (call, known):

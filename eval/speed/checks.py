@@ -52,9 +52,9 @@ def gradients_of(
     return lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True)
 
 
-def close(found: Tensor, expected: Tensor, where: str, tolerance: float = CHECK_TOLERANCE) -> None:
+def close(result: Tensor, expected: Tensor, where: str, tolerance: float = CHECK_TOLERANCE) -> None:
     """ArithmeticError, with the relative error, unless the two agree."""
-    error = float((found.float() - expected).norm() / expected.norm())
+    error = float((result.float() - expected).norm() / expected.norm())
     if not error <= tolerance:  # written so that NaN fails too
         raise ArithmeticError(f"wrong by {error:.2g} (relative) {where}")
 
@@ -107,10 +107,10 @@ def check_gradients(
     q, k, v = (x[:, :, :CHECK_LENGTH] for x in (q, k, v))
     batch, _, length, _ = q.shape
     plan = planner(q, k, Spans.causal(batch, length, length, q.device))
-    found = gradients_of(attend, q, k, v, plan, q.shape[-1] ** -0.5)()
+    result = gradients_of(attend, q, k, v, plan, q.shape[-1] ** -0.5)()
     reference = REFERENCE.attention
     exact = gradients_of(reference, *(x.float() for x in (q, k, v)), plan, q.shape[-1] ** -0.5)()
-    for name, ours, theirs in zip("qkv", found, exact, strict=True):
+    for name, ours, theirs in zip("qkv", result, exact, strict=True):
         where = f"in the gradient of {name} at {length} tokens"
         close(ours, theirs, where, CHECK_GRADIENT_TOLERANCE)
 

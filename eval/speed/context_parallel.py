@@ -27,7 +27,7 @@ from cab_hf.eval.report import (
 from cab_hf.eval.speed import forecast
 from cab_hf.eval.speed.base import (
     TOKENS,
-    UNREACHED_MASS,
+    UNREACHED_TOP_P,
     Speed,
     SpeedSettings,
     densities,
@@ -41,7 +41,7 @@ from cab_hf.eval.speed.links import BOTH, FORWARD
 from cab_hf.eval.speed.ranked import Ranked
 from cab_hf.eval.speed.team import ROW_SECONDS, Collective, Team, recorded, replay
 from cab_hf.eval.speed.timing import MOST_RUNS
-from cab_hf.eval.speed.turns import ALONE, OVER_RANKS, SCHEMES, Turn, check, needed
+from cab_hf.eval.speed.turns import ALONE, OVER_RANKS, SCHEMES, BenchCase, check, needed
 from cab_hf.plan import EXACT_BLOCK, BlockPlan
 from cab_hf.runs.settings import by_device, comma_separated, option, parse_length
 
@@ -58,7 +58,7 @@ WARM_UP_TOKENS, WARM_UP_SECONDS = 2**17, 2.0
 class Settings(RandomHeads, SpeedSettings):
     """What a run of context parallelism is told."""
 
-    DEFAULTS = {**UNREACHED_MASS, "min_length": 0}
+    DEFAULTS = {**UNREACHED_TOP_P, "min_length": 0}
     POSITIVE = ("batch", "heads_k_stride", "runs", "turns", "between_gb", "ranks_a_host")
 
     lengths: tuple[int, ...] | None = listed(
@@ -151,7 +151,9 @@ class ContextParallel(Ranked):
         *("ran_as", "density", "needed", "needed_by_rank", "choose_ms", "points"),
     )
     ADDED: ClassVar[Mapping[str, Any]] = {"each_ms": None}
-    TOLD = Exception  # what does not fit, refuses or is wrong is told of and not measured
+    REPORTED_ERRORS = (
+        Exception  # what does not fit, refuses or is wrong is told of and not measured
+    )
     LEAST_RANKS = 1  # which measures what more of them are held against
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
@@ -179,11 +181,11 @@ class ContextParallel(Ranked):
         else:
             self.alone(lambda: self.time_turn(sample, Team()))
 
-    def turn(self, sample: Mapping[str, Any], team: Team, length: int) -> Turn:
+    def turn(self, sample: Mapping[str, Any], team: Team, length: int) -> BenchCase:
         """The scheme of a case, on a text of ``length`` tokens."""
         settings, scheme = self.settings, SCHEMES[sample["scheme"]]
         config = settings.budgeted(sample["length"])
-        return Turn(scheme, length, team.group, config, settings.heads_k_stride)
+        return BenchCase(scheme, length, team.group, config, settings.heads_k_stride)
 
     def time_turn(self, sample: dict[str, Any], team: Team) -> None:
         """Write into ``sample`` what a turn takes, once it is known to be right."""
@@ -208,7 +210,7 @@ class ContextParallel(Ranked):
         if team.group is not None:
             self.time_collectives(sample, team, collectives)
 
-    def whole(self, turn: Turn) -> tuple[torch.Tensor, ...]:
+    def whole(self, turn: BenchCase) -> tuple[torch.Tensor, ...]:
         """q, k and v of the text of a turn."""
         settings = self.settings
         return settings.random_heads(
@@ -216,16 +218,16 @@ class ContextParallel(Ranked):
         )
 
     def held(
-        self, turn: Turn, team: Team, backward: bool
+        self, turn: BenchCase, team: Team, backward: bool
     ) -> tuple[list[torch.Tensor], Callable[[], Any]]:
         """(what this rank holds of q, k and v, what computes the turn on them)."""
-        held = team.together(lambda: [turn.dealt(x) for x in self.whole(turn)])
+        held = team.together(lambda: [turn.sharded(x) for x in self.whole(turn)])
         if not backward:
             return held, turn.forward(*held)
         return held, turn.both(*held, team.together(lambda: torch.randn_like(held[0])))
 
     def describe_plan(
-        self, sample: dict[str, Any], team: Team, turn: Turn, q: torch.Tensor, k: torch.Tensor
+        self, sample: dict[str, Any], team: Team, turn: BenchCase, q: torch.Tensor, k: torch.Tensor
     ) -> None:
         """Write what CAB chose, and how long that took."""
         settings = self.settings
@@ -250,8 +252,8 @@ class ContextParallel(Ranked):
         again = team.together(lambda: replay(seen, team.group, self.bench.device))
         settings = self.settings
         seconds = min(settings.seconds, LINK_SECONDS)
-        found = team.slowest(self.bench, again, settings.runs, seconds)
-        sample["collectives_ms"] = found.ms
+        result = team.slowest(self.bench, again, settings.runs, seconds)
+        sample["collectives_ms"] = result.ms
 
     def time_links(self, sample: dict[str, Any]) -> None:
         """Write (bytes that every rank receives, ms) of collectives of several sizes."""
@@ -268,9 +270,9 @@ class ContextParallel(Ranked):
             }
             for name, start in ways.items():
                 call = partial(_started_and_finished, start, team)
-                found = team.slowest(bench, call, settings.runs, LINK_SECONDS)
+                result = team.slowest(bench, call, settings.runs, LINK_SECONDS)
                 received = (team.size - 1) * mine.nbytes
-                sample["points"][name].append([received, found.ms])
+                sample["points"][name].append([received, result.ms])
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -298,19 +300,19 @@ class ContextParallel(Ranked):
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
         """Of each direction, how the schemes compare at the longest text on most ranks."""
-        told = []
+        parts = []
         compared = [row for row in rows if row["measured"] and row["efficiency"] is not None]
         for some in grouped(compared, "direction"):
             last = max(some, key=lambda row: (row["world"], row["length"]))
             same = [r for r in some if all(r[n] == last[n] for n in ("world", "length"))]
             same.sort(key=lambda row: -row["efficiency"])
             shown = ", ".join(f"{row['scheme']} {percent(row['efficiency'])}" for row in same)
-            told.append(
+            parts.append(
                 f"{last['direction'].capitalize()} of {last['length']:,} tokens on "
                 f"{last['world']} ranks runs at this share of {last['world']} times the rate of "
                 f"one: {shown}."
             )
-        return told
+        return parts
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
@@ -359,12 +361,12 @@ EXPERIMENT = ContextParallel
 def _by_scheme(row: Row) -> dict[str, Any]:
     """``row`` with what is told of it under the name of its scheme and ranks."""
     name = row["scheme"] + f" on {row['world']}" * (row["world"] > 1)
-    return {**row, **{told: {name: row[told]} for told in ("error", "ran_as") if row[told]}}
+    return {**row, **{given: {name: row[given]} for given in ("error", "ran_as") if row[given]}}
 
 
 def noted(call: Callable[[], Any]) -> tuple[Callable[[], Any], list[Collective]]:
     """(``call``, the collectives that it starts when it is called first)."""
-    found: list[Collective] = []
+    result: list[Collective] = []
     is_first = True
 
     def noting() -> Any:
@@ -374,10 +376,10 @@ def noted(call: Callable[[], Any]) -> tuple[Callable[[], Any], list[Collective]]
         is_first = False
         with recorded() as seen:
             made = call()
-        found.extend(seen)
+        result.extend(seen)
         return made
 
-    return noting, found
+    return noting, result
 
 
 def _started_and_finished(start: Callable[[], tuple[Any, Any]], team: Team) -> None:
@@ -386,8 +388,8 @@ def _started_and_finished(start: Callable[[], tuple[Any, Any]], team: Team) -> N
     finish(work, team.group)
 
 
-def _ratio(found: Mapping[str, float]) -> str:
-    return ratio_with_interval(found["ratio"], found.get("low"), found.get("high"))
+def _ratio(result: Mapping[str, float]) -> str:
+    return ratio_with_interval(result["ratio"], result.get("low"), result.get("high"))
 
 
 COLUMNS = {

@@ -132,7 +132,7 @@ def measure(
     ``backward`` times the backward pass alone, called from Python; the forward pass is replayed
     from a CUDA graph where one can be made of it.
     """
-    found = {field: {} for field in MEASURED}
+    result = {field: {} for field in MEASURED}
     for name, baseline in on(bench.device).items():
         try:
             if q.shape[-1] not in baseline.head_dims:
@@ -148,15 +148,15 @@ def measure(
             timing = bench.time(call, graph=not backward)
         except Exception as error:
             # a kernel that is missing, refuses or is wrong is told of and not measured
-            found["not_measured"][name] = in_a_sentence(error)
+            result["not_measured"][name] = in_a_sentence(error)
             continue
         finally:
             # what one baseline saved for its backward is not the next one's burden
             call = keys = values = None
-        found["baselines"][name] = timing.ms
+        result["baselines"][name] = timing.ms
         if timing.why_not:
-            found["without_graph"][name] = timing.why_not
-    return found
+            result["without_graph"][name] = timing.why_not
+    return result
 
 
 def _sdpa(backend: SDPBackend) -> Callable[[], Attend]:

@@ -57,9 +57,9 @@ class Model:
         choosing = {s["length"]: s["choose_ms"] for s in alone if s["choose_ms"] is not None}
         links = {}
         for sample in samples:
-            found = fits(sample)
-            if found and all(found.get(name) for name in COLLECTIVES):
-                links[sample["world"]] = tuple(found[name] for name in COLLECTIVES)
+            result = fits(sample)
+            if result and all(result.get(name) for name in COLLECTIVES):
+                links[sample["world"]] = tuple(result[name] for name in COLLECTIVES)
         return cls(settings, shape, times, choosing, links)
 
     def ms_alone(self, scheme: str, direction: str, length: int) -> float | None:
@@ -91,10 +91,10 @@ class Model:
             seconds = turn(scheme, direction, text, one, gather, scatter)
         if seconds is None:
             return {"predicted_ms": None, "predicted_efficiency": None}
-        whole = forward if direction == FORWARD else both
+        complete = forward if direction == FORWARD else both
         return {
             "predicted_ms": 1e3 * seconds,
-            "predicted_efficiency": whole / 1e3 / seconds / world,
+            "predicted_efficiency": complete / 1e3 / seconds / world,
         }
 
     def text(self, length: int, world: int) -> Text:
@@ -132,19 +132,19 @@ def rows(
 def derived(sample: Row, model: Model) -> dict[str, Any]:
     """What follows for a measured turn."""
     scheme, direction, length = (sample[name] for name in ("scheme", "direction", "length"))
-    ms, found = sample["ms"], {}
+    ms, result = sample["ms"], {}
     if ms is not None:
-        found["iterations_s"] = 1e3 / ms
+        result["iterations_s"] = 1e3 / ms
     if scheme in ALONE:
-        return found
-    found |= model.predicted(scheme, direction, length, sample["world"])
+        return result
+    result |= model.predicted(scheme, direction, length, sample["world"])
     # what was not measured on one rank is held against nothing
-    one = found["alone_ms"] = model.alone.get((SCHEMES[scheme].against, direction, length))
+    one = result["alone_ms"] = model.alone.get((SCHEMES[scheme].against, direction, length))
     if None not in (ms, one):
-        found["efficiency"] = one / ms / sample["world"]
+        result["efficiency"] = one / ms / sample["world"]
     if None not in (ms, sample["collectives_ms"]):
-        found["collectives_share"] = sample["collectives_ms"] / ms
-    return found
+        result["collectives_share"] = sample["collectives_ms"] / ms
+    return result
 
 
 def compared(sample: Row, two: Row | None) -> dict[str, Any]:
@@ -169,10 +169,10 @@ def foreseen(turns: Sequence[Row], model: Model, blank: Row) -> list[dict[str, A
         apart = hosts == 1 or hosts <= world // 2
         if not apart or world // hosts > most or (hosts == 1 and world in measured):
             continue
-        found = model.predicted(scheme, direction, length, world, hosts)
-        if found["predicted_ms"] is not None:
+        result = model.predicted(scheme, direction, length, world, hosts)
+        if result["predicted_ms"] is not None:
             where = {"direction": direction, "length": length, "scheme": scheme, "world": world}
-            made.append({**blank, **where, "hosts": hosts, **found})
+            made.append({**blank, **where, "hosts": hosts, **result})
     return made
 
 
@@ -184,11 +184,11 @@ def fits(sample: Row) -> dict[str, Link | None]:
     }
 
 
-def shown(found: Mapping[str, Link | None]) -> dict[str, dict[str, float] | None]:
+def shown(result: Mapping[str, Link | None]) -> dict[str, dict[str, float] | None]:
     """Links in the units of a table."""
     return {
         name: link and {"latency_us": link.latency * 1e6, "gb_s": link.rate / 1e9}
-        for name, link in found.items()
+        for name, link in result.items()
     }
 
 

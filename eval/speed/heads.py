@@ -17,7 +17,7 @@ from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import Speed, SpeedSettings, made_of
 from cab_hf.eval.speed.timing import Bench, Timing, in_a_sentence
 from cab_hf.plan import Spans
-from cab_hf.predictors import Call
+from cab_hf.predictors import LayerContext
 from cab_hf.rotary import llama_channels
 from cab_hf.runs.settings import option
 
@@ -72,10 +72,10 @@ class RandomHeads:
         return tuple(made)
 
 
-def call_of(config: CabConfig, spans: Spans, head_dim: int) -> Call:
+def call_of(config: CabConfig, spans: Spans, head_dim: int) -> LayerContext:
     """What the predictor of ``config`` is told: in a cascade of its first anchor, as in a LLaMA."""
     layer = config.anchors[0] if config.anchors else None
-    return Call(spans, head_dim**-0.5, layer, channels=llama_channels(head_dim))
+    return LayerContext(spans, head_dim**-0.5, layer, channels=llama_channels(head_dim))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, grouped, markdown_table, percent, seconds
 from cab_hf.eval.speed import dense, spread
-from cab_hf.eval.speed.base import DENSITY, TOKENS, UNREACHED_MASS, listed, powers, remarks
+from cab_hf.eval.speed.base import DENSITY, TOKENS, UNREACHED_TOP_P, listed, powers, remarks
 from cab_hf.eval.speed.model import (
     CAB_DENSE,
     SDPA,
@@ -60,7 +60,7 @@ class Settings(ModelSettings):
 
     KEYS: ClassVar[Mapping[str, str]] = {"length": "lengths", "implementation": "implementations"}
     # the blocks whose gradients are fastest
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {**UNREACHED_MASS, "key_block": 128}
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {**UNREACHED_TOP_P, "key_block": 128}
     POSITIVE = (*ModelSettings.POSITIVE, "rank", "runs", "multiple")
 
     lengths: tuple[int, ...] | None = powers(13, 17)
@@ -90,8 +90,8 @@ class Settings(ModelSettings):
         self.check("implementations", named, f"out of {', '.join(known)}")
         self.check("spread", set(self.spread) <= set(SPREADS), f"out of {', '.join(SPREADS)}")
         across = CP not in self.spread or set(self.implementations) & set(spread.ACROSS)
-        told = f"some of {', '.join(spread.ACROSS)} where a sequence is dealt out ({CP})"
-        self.check("implementations", across, told)
+        text = f"some of {', '.join(spread.ACROSS)} where a sequence is sharded ({CP})"
+        self.check("implementations", across, text)
         every = not self.longest or any(":" not in part for part in self.max_density)
         self.check("max_density", every, "a share for all lengths where the longest is sought")
 
@@ -101,7 +101,7 @@ class Settings(ModelSettings):
 
     @property
     def method(self) -> str:
-        told = (
+        text = (
             f"median of {self.runs} steps by time.perf_counter after one of at most "
             f"{WARM_UP_TOKENS:,} tokens that warms up; a step is the forward and the backward pass "
             "of one sequence of random tokens, every layer being computed again in the latter, the "
@@ -109,12 +109,12 @@ class Settings(ModelSettings):
             "included"
         )
         if self.is_spread or by_torchrun():
-            told += (
+            text += (
                 "; all ranks begin together, the slowest of each step and the highest peak of any "
                 "count; gradients of ranks are compared with those of one process at a small "
                 "length before they are timed"
             )
-        return told
+        return text
 
 
 class LoraStep(TimeToFirstToken):
@@ -142,11 +142,11 @@ class LoraStep(TimeToFirstToken):
         return settings.is_spread or by_torchrun()
 
     def recorded(self) -> dict[str, Any]:
-        told = super().recorded()
+        given = super().recorded()
         if not self.is_ranked:
             # as it is without the option
-            del told["spread"]
-        return told
+            del given["spread"]
+        return given
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         settings = self.settings
@@ -217,16 +217,16 @@ class LoraStep(TimeToFirstToken):
                 sample["peak_gib"] = self.peak(lambda: call(length), team)
                 sample |= {"fits": True, **known()}
                 return
-            found = self.timed(lambda: call(length), team)
+            result = self.timed(lambda: call(length), team)
             sample |= {"fits": True, **known()}
         flops = useful_flops(cost, length)
         done = flops(sample["density"])
         shares = sample["world"] if how == CP else 1
         sample |= {
-            "ms": found.ms,
-            "peak_gib": found.peak_gib,
+            "ms": result.ms,
+            "peak_gib": result.peak_gib,
             "ceiling": flops(1.0) / done,
-            "tflops": done / shares / found.ms / 1e9,
+            "tflops": done / shares / result.ms / 1e9,
         }
 
     def timed(self, call: Callable[[], None], team: Team) -> Slowest:
@@ -265,9 +265,9 @@ class LoraStep(TimeToFirstToken):
             if row["spread"] == ALONE
         }
         for row in rows:
-            whole = alone.get((row["length"], row["implementation"]))
-            if whole and row["tokens_s"]:
-                row["efficiency"] = row["tokens_s"] / whole
+            complete = alone.get((row["length"], row["implementation"]))
+            if complete and row["tokens_s"]:
+                row["efficiency"] = row["tokens_s"] / complete
         return rows
 
     @staticmethod
@@ -286,24 +286,24 @@ class LoraStep(TimeToFirstToken):
             tables.pop("Remarks", None)
             made |= {f"{name} of one rank" if many else name: x for name, x in tables.items()}
         if any(row["sought"] for row in rows):
-            shown = [told_longest(alike) for alike in grouped(rows, *APART)]
+            shown = [reported_longest(alike) for alike in grouped(rows, *APART)]
             made["The longest sequence of which a step fits"] = markdown_table(shown, LONGEST)
         by = {"way": "implementation"} | ({"ranks": "world", "spread": "spread"} if many else {})
         # what a search says is where it ended
-        told = [row for row in rows if not row["sought"] or row["fits"] is None]
-        return made | remarks(told, by)
+        parts = [row for row in rows if not row["sought"] or row["fits"] is None]
+        return made | remarks(parts, by)
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
         """What CAB gains on one rank, how steps of the longest sequence spread, and what fits."""
         timed = [row for row in rows if not row["sought"]]
-        told = TimeToFirstToken.readings([row for row in timed if row["spread"] == ALONE])
+        given = TimeToFirstToken.readings([row for row in timed if row["spread"] == ALONE])
         spreading = [r for r in timed if r["spread"] != ALONE and r["efficiency"] is not None]
         for some in grouped(spreading, "implementation"):
             last = max(some, key=itemgetter("world", "length"))
             same = [r for r in some if all(r[n] == last[n] for n in ("world", "length"))]
             shown = ", ".join(f"{row['spread']} {percent(row['efficiency'])}" for row in same)
-            told.append(
+            given.append(
                 f"A rank of {last['world']} does, with {last['implementation']} and "
                 f"{last['length']:,} tokens, this share of what one alone does: {shown}."
             )
@@ -311,15 +311,15 @@ class LoraStep(TimeToFirstToken):
         gained = [row for row in ours if row["over_best"] is not None]
         if gained:
             last = max(gained, key=itemgetter("world", "length"))
-            told.append(
+            given.append(
                 f"Of {last['length']:,} tokens that {last['world']} ranks share, a step by cab is "
                 f"{TIMES(last['over_best'])} as fast as one by {last['baseline']}."
             )
-        return told + longest_readings(rows)
+        return given + longest_readings(rows)
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
-        told = (
+        text = (
             f"{described(settings)}\n\nLoRA of rank {settings['rank']} in {', '.join(TARGETS)}, "
             "all else frozen. sdpa is transformers' own; other dense ways take its place. At most: "
             "operations of the dense step over those at the realised density, attended over causal "
@@ -328,8 +328,8 @@ class LoraStep(TimeToFirstToken):
             f"{dense.BREAK_EVEN}"
         )
         if settings.get("worlds"):
-            told += f"\n\n{SPREADING}"
-        return f"{told}\n\n{SEEKING}" if settings.get("longest") else told
+            text += f"\n\n{SPREADING}"
+        return f"{text}\n\n{SEEKING}" if settings.get("longest") else text
 
     @staticmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
@@ -355,11 +355,11 @@ class Trainee(NamedTuple):
 def trainee(settings: Settings) -> Trainee:
     """The random model with adapters that are about to be learnt."""
     from cab_hf.finetune.meter import Cost
-    from cab_hf.finetune.models import compute_layers_again, with_lora
+    from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
     from cab_hf.finetune.objective import Objective
 
     model = with_lora(random_model(settings), TARGETS, settings.rank, ALPHA)
-    compute_layers_again(model)
+    enable_gradient_checkpointing(model)
     model.train()
     objective = Objective(model)
     return Trainee(objective, optimizer_of(objective), Cost.of(model))
@@ -466,8 +466,8 @@ def found_in(settings: Settings, length: int, way: str, how: str, team: Team) ->
     density = spread.density_of_all(team, fmean(layers), pairs)
     lines = describe(model, tokens=length, training=True).splitlines()[1:]
     # ranks that share a sequence are not what is described
-    told = "; ".join(map(str.strip, lines)) if way == CAB and how != CP else None
-    return {"density": density, "ran_as": told}
+    text = "; ".join(map(str.strip, lines)) if way == CAB and how != CP else None
+    return {"density": density, "ran_as": text}
 
 
 def batch_of(settings: Settings, tokens: int, number: int = 0) -> Batch:
@@ -500,7 +500,7 @@ def at_place(rows: Sequence[Row], place: Mapping[str, Any]) -> list[Row]:
     return [row for row in rows if all(row[name] == value for name, value in place.items())]
 
 
-def told_longest(alike: Sequence[Row]) -> dict[str, Any]:
+def reported_longest(alike: Sequence[Row]) -> dict[str, Any]:
     """Of rows by one way on the same ranks: the longest that fits, and the shortest that does not.
 
     What is found of the former stands with it.
@@ -514,18 +514,18 @@ def told_longest(alike: Sequence[Row]) -> dict[str, Any]:
 
 def longest_readings(rows: Sequence[Row]) -> list[str]:
     """Of ranks that share alike, the longest sequence by each way to attend."""
-    told = []
+    parts = []
     for alike in grouped(rows, "spread", "world"):
         if not any(row["sought"] for row in alike):
             continue
-        found = [told_longest(some) for some in grouped(alike, "implementation")]
+        results = [reported_longest(some) for some in grouped(alike, "implementation")]
         shown = ", ".join(
-            f"{each['implementation']} {each['length']:,}" for each in found if each["length"]
+            f"{each['implementation']} {each['length']:,}" for each in results if each["length"]
         )
         on = f"{alike[0]['world']} ranks by {alike[0]['spread']}"
         where = "one rank" if alike[0]["spread"] == ALONE else on
-        told.append(f"Tokens of the longest sequence of which a step fits on {where}: {shown}.")
-    return told
+        parts.append(f"Tokens of the longest sequence of which a step fits on {where}: {shown}.")
+    return parts
 
 
 def drawn_over_ranks(path: Path, rows: Sequence[Row]) -> None:
@@ -548,8 +548,8 @@ def drawn_over_ranks(path: Path, rows: Sequence[Row]) -> None:
             charts.line(left, alike, itemgetter("tokens_s"), **look)
             for right in beside if how != ALONE else ():
                 charts.line(right, alike, itemgetter("efficiency"), **look)
-        told = ("a training step", "tokens/s of a rank", "{:,.0f}".format)
-        charts.over_tokens(left, lengths, *told)
+        parts = ("a training step", "tokens/s of a rank", "{:,.0f}".format)
+        charts.over_tokens(left, lengths, *parts)
         for right in beside:
             right.axhline(1, color="grey", linewidth=1)
             shown = ("over one rank alone", "efficiency", "{:.0%}".format)
@@ -560,7 +560,7 @@ def drawn_over_ranks(path: Path, rows: Sequence[Row]) -> None:
 SPREADING = (
     "Alone is one rank, the others wait. ddp: torch's DistributedDataParallel, a sequence a rank; "
     "fsdp2: torch's fully_shard of each decoder layer and of what is around them, frozen weights "
-    "and adapters in their own dtypes, a sequence a rank; cp: one sequence dealt out over all "
+    "and adapters in their own dtypes, a sequence a rank; cp: one sequence sharded over all "
     "ranks by cab_hf.context_parallel, whose gradients DistributedDataParallel adds up. Efficiency "
     "is tokens a second of a rank over those of one alone by the same way at the same length; "
     "TFLOP/s are a rank's as well. What is compared with one process beforehand are the gradients "

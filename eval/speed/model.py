@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cab_hf.config import CabConfig
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.base import UNREACHED_MASS, SpeedSettings, densities, made_of
+from cab_hf.eval.speed.base import UNREACHED_TOP_P, SpeedSettings, densities, made_of
 from cab_hf.eval.speed.checks import CHECK_LENGTH, check_dense, repeated
 from cab_hf.runs.settings import by_device, option
 
@@ -34,7 +34,7 @@ INITIAL_STD = 0.02
 class ModelSettings(SpeedSettings):
     """Of ops that run a whole LLaMA with random weights; the defaults have LLaMA-3-8B's shape."""
 
-    DEFAULTS = UNREACHED_MASS
+    DEFAULTS = UNREACHED_TOP_P
     POSITIVE = ("layers", "hidden", "intermediate", "kv_heads", "head_dim", "vocab")
 
     layers: int | None = by_device(32, 2, "decoder layers", int)
@@ -225,8 +225,8 @@ def prefilling(
         # layers that are computed dense attend everything
         layers = [1.0 if layer["density"] is None else layer["density"] for layer in stats(model)]
         lines = describe(model, tokens=length, training=False).splitlines()[1:]
-        told = "; ".join(map(str.strip, lines)) if way in CAB else None
-        return {"density": fmean(layers), "ran_as": told}
+        text = "; ".join(map(str.strip, lines)) if way in CAB else None
+        return {"density": fmean(layers), "ran_as": text}
 
     call = prefill(settings, length, chunk)
     with attending(model, way, settings.budgeted(length, **CAB.get(way, {}))):

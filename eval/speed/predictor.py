@@ -119,10 +119,10 @@ class Predictor(HeadSpeed):
     def readings(rows: Sequence[Row]) -> list[str]:
         """What predicting costs at the longest input, and how that grows."""
         timed = [row for row in rows if row["ms"] is not None]
-        told = []
+        parts = []
         if compared := [row for row in timed if row["ratio"] is not None]:
             last = compared[-1]
-            told.append(
+            parts.append(
                 f"At {last['length']:,} tokens predicting takes {percent(last['ratio'])} of "
                 f"{last['baseline']}'s time{' (extrapolated)' * last['extrapolated']}; it is "
                 f"faster {dense.break_even_shown(compared)}."
@@ -131,11 +131,11 @@ class Predictor(HeadSpeed):
         over = long if len(long) > 1 else timed
         if len(over) > 1:
             grown = growth(over)
-            told.append(
+            parts.append(
                 f"From {over[0]['length']:,} to {over[-1]['length']:,} tokens its time grows "
                 f"{grown['growth']:.1f} times, as N to the power of {grown['exponent']:.2f}."
             )
-        return told
+        return parts
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
@@ -173,7 +173,7 @@ def predictor_flops(config: CabConfig, settings: Settings, length: int) -> dict[
     """
     dim, heads = settings.head_dim, settings.batch * settings.heads
     kv_heads = settings.batch * settings.kv_heads
-    a_query, a_key, products = {"box": (1, 3, 3), "mean": (1, 1, 1), "max_l2": (2, 2, 1)}[
+    a_query, a_key, products = {"minmax": (1, 3, 3), "mean": (1, 1, 1), "max_l2": (2, 2, 1)}[
         config.coarsen
     ]
     rows = -(-length // config.query_block)

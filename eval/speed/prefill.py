@@ -48,8 +48,8 @@ class Settings(ModelSettings):
         one = len(self.max_density) == 1 and ":" not in self.max_density[0]
         self.check("max_density", one, "one share, so that lengths compare")
         block = self.cab_config.query_block
-        whole = self.chunk > 0 and self.chunk % block == 0
-        self.check("chunk", whole, f"a multiple of query_block={block}")
+        complete = self.chunk > 0 and self.chunk % block == 0
+        self.check("chunk", complete, f"a multiple of query_block={block}")
 
     @property
     def method(self) -> str:
@@ -92,7 +92,7 @@ class Prefill(Speed):
         *("ms", "tokens_s", "tflops", "density", "peak_gib", "weights_gib", "cache_gib"),
         *("rest_gib", "room_gib", "ran_as", "fits"),
     )
-    TOLD = Exception  # a length that does not fit, or an engine that refuses
+    REPORTED_ERRORS = Exception  # a length that does not fit, or an engine that refuses
 
     def find(self, sample: dict[str, Any]) -> None:
         settings, bench, length = self.settings, self.bench, sample["length"]
@@ -126,14 +126,14 @@ class Prefill(Speed):
         line = line_through(rows)
         if line is not None:
             cache = rows[0]["cache_gib"] / rows[0]["length"]
-            found = [r["peak_gib"] - r["line_gib"] for r in rows if r["sought"] and r["fits"]]
+            results = [r["peak_gib"] - r["line_gib"] for r in rows if r["sought"] and r["fits"]]
             shown = {
                 "GiB": line.base,
                 "KiB a token": line.a_token * 2**20,
                 "of it cache": cache * 2**20,
                 "lengths": line.points,
                 "GiB off at most": line.off,
-                "where sought": max(map(abs, found), default=None),
+                "where sought": max(map(abs, results), default=None),
             }
             made["Peak, by a line through those asked for"] = markdown_table([shown], list(shown))
             needs = needed(rows, line)

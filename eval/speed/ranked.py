@@ -10,7 +10,7 @@ from cab_hf.distributed import RankLost
 from cab_hf.eval.experiment import PROG, run
 from cab_hf.eval.speed.base import Speed, SpeedSettings
 from cab_hf.eval.speed.team import Team, launched
-from cab_hf.runs.settings import Refused, read_settings
+from cab_hf.runs.settings import UsageError, read_settings
 
 Found = TypeVar("Found")
 
@@ -67,9 +67,11 @@ class Ranked(Speed):
         if not self.is_ranked:
             return
         if self.team.size < self.LEAST_RANKS:
-            raise Refused("it is about ranks, and torchrun started 1; give it --nproc_per_node=2.")
+            raise UsageError(
+                "it is about ranks, and torchrun started 1; give it --nproc_per_node=2."
+            )
         if self.settings.device not in ("cuda", "cpu"):
-            raise Refused(
+            raise UsageError(
                 f"device is {self.settings.device!r}; over ranks it must be cuda or cpu: every "
                 "rank takes the GPU of its own number."
             )
@@ -77,7 +79,7 @@ class Ranked(Speed):
     def over_ranks(self) -> None:
         """Run on rank 0, and measure on the others what it is at."""
         if self.team.rank:
-            while (case := self.team.told(None)) is not None:
+            while (case := self.team.from_rank_0(None)) is not None:
                 super().measure(case)
             return
         try:
@@ -86,21 +88,21 @@ class Ranked(Speed):
             # nobody is left to tell
             raise
         except Exception:
-            self.team.told(None)
+            self.team.from_rank_0(None)
             raise
-        self.team.told(None)
+        self.team.from_rank_0(None)
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        return super().measure(self.team.told(case))
+        return super().measure(self.team.from_rank_0(case))
 
-    def told(self, error: Exception) -> dict[str, Any]:
+    def reported(self, error: Exception) -> dict[str, Any]:
         if isinstance(error, RankLost):
             raise error
-        return super().told(error)
+        return super().reported(error)
 
     def alone(self, call: Callable[[], Found]) -> Found | None:
         """What ``call`` returns on rank 0; the others wait meanwhile, for None."""
         try:
             return call() if self.team.rank == 0 else None
         finally:
-            self.team.told(None)
+            self.team.from_rank_0(None)

@@ -16,7 +16,7 @@ from cab_hf import engines
 from cab_hf.distributed import zigzag
 from cab_hf.distributed.exchange import finish, watched
 from cab_hf.distributed.layout import Layout, Places
-from cab_hf.distributed.zigzag import Turn, zigzag_attention
+from cab_hf.distributed.zigzag import CPAttention, zigzag_attention
 from cab_hf.engines import Workload
 from cab_hf.frame import everything
 from cab_hf.ops.attention.whole import merged
@@ -33,17 +33,17 @@ class Contiguous(Layout):
         return 2 * rank, 2 * rank + 1
 
 
-class TwoLaunches(Turn):
+class TwoLaunches(CPAttention):
     """The early and the late chunks launched one after the other."""
 
     def launch(self, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> tuple[Tensor, Tensor]:
         halves = _halves(self.spans, self.places)
-        found = []
+        results = []
         for tokens, spans in halves:
             part = plan.take_rows(_rows_of(spans, tokens, plan.query_block), spans)
-            found.append(super().launch(q[:, :, tokens], k, v, part))
+            results.append(super().launch(q[:, :, tokens], k, v, part))
         back = torch.cat([tokens for tokens, _ in halves]).argsort()
-        return tuple([torch.cat(parts, dim=2)[:, :, back] for parts in zip(*found, strict=True)])
+        return tuple([torch.cat(parts, dim=2)[:, :, back] for parts in zip(*results, strict=True)])
 
 
 @once_per_spans
@@ -77,7 +77,8 @@ def contiguous_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tu
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
     """`zigzag_attention` with K and V passed from rank to rank, and outputs merged by their sums.
 
-    ``heads_k_stride`` and ``again`` change nothing: all heads travel, and what arrives is kept.
+    ``heads_k_stride`` and ``regather_kv`` change nothing: all heads travel, and what arrives is
+    kept.
 
     Raises:
         NotImplementedError: for a ``plan``, or gradients by an engine whose log-sum-exp has none.
@@ -96,7 +97,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Te
 
 def _turn(
     q: Tensor, k: Tensor, v: Tensor, settings: dict[str, Any], kind: type[Layout] = Layout
-) -> Turn:
+) -> CPAttention:
     """The turn of `zigzag_attention`, with its defaults for what is not given."""
     return zigzag.turn(q, k, v, kind=kind, **{**zigzag_attention.__kwdefaults__, **settings})
 
@@ -113,7 +114,7 @@ def _some(spans: Spans, tokens: Tensor) -> Spans:
     )
 
 
-def _around(q: Tensor, k: Tensor, v: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+def _around(q: Tensor, k: Tensor, v: Tensor, turn: CPAttention) -> tuple[Tensor, Tensor]:
     """W steps around the ring, each over the keys of one rank."""
     rank, world = turn.group.rank(), turn.group.size()
     size = turn.places.layout.exact_block
@@ -125,13 +126,13 @@ def _around(q: Tensor, k: Tensor, v: Tensor, turn: Turn) -> tuple[Tensor, Tensor
             passing = _passed(k, v, turn.group)
         spans = _seen_of(turn.spans, turn.places, holder)
         plan = everything(spans, size)
-        found = turn.engine.attention(q, k, v, plan, turn.scale, return_lse=True)
+        result = turn.engine.attention(q, k, v, plan, turn.scale, return_lse=True)
         # merged at no less than float32, rounded once
-        found = found[0].to(found[1].dtype), found[1]
+        result = result[0].to(result[1].dtype), result[1]
         if step > 0:
-            pairs = zip((out, lse), found, strict=True)
-            found = merged(*(torch.stack(pair, dim=2) for pair in pairs))
-        out, lse = found
+            pairs = zip((out, lse), result, strict=True)
+            result = merged(*(torch.stack(pair, dim=2) for pair in pairs))
+        out, lse = result
         if step + 1 < world:
             k, v = passing()
     return out.to(q.dtype), lse.detach()

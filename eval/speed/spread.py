@@ -1,4 +1,4 @@
-"""How ranks share a training step: a sequence each, or one that is dealt out over all of them."""
+"""How ranks share a training step: a sequence each, or one that is sharded over all of them."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ class Shared:
     def gradients(self, tokens: int) -> list[Tensor]:
         """Those of a step, float32 and whole, in order; none is left behind."""
         self.backward(tokens)
-        found = [p.grad for p in self.learnt]
+        results = [p.grad for p in self.learnt]
         self.forget()
-        return [(g.full_tensor() if isinstance(g, DTensor) else g).float() for g in found]
+        return [(g.full_tensor() if isinstance(g, DTensor) else g).float() for g in results]
 
 
 @contextmanager
@@ -94,14 +94,14 @@ def shared(
         spread_weights(objective, layers, team.group)
         yield Shared(objective, lambda tokens: sequences(tokens, team.rank))
     else:
-        from cab_hf.finetune.parallel import dealt
+        from cab_hf.finetune.parallel import sharded
 
         model, block = objective.model, block_of(objective.model)
         wrapped = DistributedDataParallel(objective, process_group=team.group)
         # a layer that is computed again gathers again by itself
-        with context_parallel(model, team.group, block=block, again=False):
+        with context_parallel(model, team.group, block=block, regather_kv=False):
             yield Shared(
-                wrapped, lambda tokens: dealt(sequences(tokens, 0), team.group, block), team.size
+                wrapped, lambda tokens: sharded(sequences(tokens, 0), team.group, block), team.size
             )
 
 
@@ -159,7 +159,7 @@ def check_config(config: CabConfig, dtype: torch.dtype) -> CabConfig:
     """
     changed: dict[str, Any] = {"min_length": 0}
     if dtype != torch.float32:
-        changed |= {"mass": 1.0, "max_density": 1.0}
+        changed |= {"top_p": 1.0, "max_density": 1.0}
     return dataclasses.replace(config, **changed)
 
 
@@ -219,10 +219,10 @@ def flat(gradients: Sequence[Tensor]) -> Tensor:
     return torch.cat([x.flatten() for x in gradients])
 
 
-def check_gradients(found: Sequence[Tensor], expected: Meant, place: str) -> None:
+def check_gradients(results: Sequence[Tensor], expected: Meant, place: str) -> None:
     """ArithmeticError, with the relative error of all together, unless the two agree."""
     tolerance = max(EXACT_TOLERANCE, MOST_ROUNDING * expected.rounding)
-    close(flat(found), expected.gradients, f"in the gradients of {place}", tolerance)
+    close(flat(results), expected.gradients, f"in the gradients of {place}", tolerance)
 
 
 # --- how much fits

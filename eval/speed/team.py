@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from cab_hf.distributed import RankLost
 from cab_hf.eval.speed.timing import MOST_RUNS, Bench, in_a_sentence
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import UsageError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -69,7 +69,7 @@ class Team:
     def size(self) -> int:
         return 1 if self.group is None else self.group.size()
 
-    def told(self, value: Found) -> Found:
+    def from_rank_0(self, value: Found) -> Found:
         """What rank 0 gave, on every rank."""
         return self.everyone(value)[0]
 
@@ -77,9 +77,9 @@ class Team:
         """What the ranks gave, in order."""
         if self.control is None:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.control)
-        return found
+        result: list[Any] = [None] * self.size
+        dist.all_gather_object(result, value, group=self.control)
+        return result
 
     def together(self, call: Callable[[], Found]) -> Found:
         """What ``call`` returns on this rank, once it has returned on all.
@@ -89,20 +89,20 @@ class Team:
         """
         if self.control is None:
             return call()
-        found, why = None, None
+        result, why = None, None
         try:
-            found = call()
+            result = call()
         except RankLost:
             # the others cannot be asked any more
             raise
         except Exception as error:
             why = in_a_sentence(error)
-        told = self.everyone(why)
-        failed = [rank for rank, each in enumerate(told) if each is not None]
+        given = self.everyone(why)
+        failed = [rank for rank, each in enumerate(given) if each is not None]
         if failed:
             where = "" if len(failed) == self.size else f"rank {failed[0]}: "
-            raise RuntimeError(f"{where}{told[failed[0]]}")
-        return found
+            raise RuntimeError(f"{where}{given[failed[0]]}")
+        return result
 
     def barrier(self) -> None:
         """Return when all ranks are here."""
@@ -157,15 +157,15 @@ def launched(device: str, command: str) -> Iterator[Team]:
     """The ranks that torchrun has started, one a GPU of this host, or one a process on the CPU.
 
     Raises:
-        Refused: where torchrun has started nothing.
+        UsageError: where torchrun has started nothing.
     """
     if "RANK" not in os.environ:
-        raise Refused(
+        raise UsageError(
             "it runs on ranks that torchrun starts, and this process is none; launch it with "
             f"torchrun --nproc_per_node=N -m {command}."
         )
     if os.environ["WORLD_SIZE"] != os.environ.get("LOCAL_WORLD_SIZE"):
-        raise Refused(
+        raise UsageError(
             f"torchrun has started {os.environ['WORLD_SIZE']} ranks on several hosts; it measures "
             "those of one, and foresees what several take."
         )

@@ -285,14 +285,14 @@ def in_a_sentence(error: BaseException) -> str:
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     kind = type(error).__name__
     # the name of the most general error says nothing
-    told = first if first and kind == "RuntimeError" else ": ".join(filter(None, (kind, first)))
-    return (told if len(told) <= 160 else f"{told[:157]}...").rstrip(".")
+    text = first if first and kind == "RuntimeError" else ": ".join(filter(None, (kind, first)))
+    return (text if len(text) <= 160 else f"{text[:157]}...").rstrip(".")
 
 
 def ran_out(error: BaseException) -> bool:
     """Whether ``error`` says that there is no memory left, here or on another rank."""
-    told = isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
-    return told or isinstance(error, torch.OutOfMemoryError)
+    given = isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+    return given or isinstance(error, torch.OutOfMemoryError)
 
 
 def part_of(kernel: str, parts: Mapping[str, Sequence[str]] = PREDICTOR) -> str:

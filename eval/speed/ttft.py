@@ -65,19 +65,19 @@ class Settings(ModelSettings):
 
     @property
     def method(self) -> str:
-        told = (
+        text = (
             f"median of {self.runs} runs by time.perf_counter after one that warms up, from the "
             "call of the model on a prompt of random tokens until the device is done: the whole "
             "prompt is in the cache and the logits of its last token are there; the peak is all "
             "that was allocated, weights and cache included"
         )
         if by_torchrun():
-            told += (
+            text += (
                 "; all ranks begin together, the slowest of each run and the highest peak of any "
                 f"count; a run of more than {WARM_UP_SECONDS:g} s is warmed up by a prompt of "
                 f"{WARM_UP_TOKENS:,} tokens"
             )
-        return told
+        return text
 
 
 class TimeToFirstToken(Ranked):
@@ -94,7 +94,7 @@ class TimeToFirstToken(Ranked):
 
     SHAPE = ("dtype",)
     FOUND = ("ms", "peak_gib", "density", "ceiling", "tflops", "ran_as")
-    TOLD = Exception  # a kernel that is missing, refuses, is wrong or does not fit
+    REPORTED_ERRORS = Exception  # a kernel that is missing, refuses, is wrong or does not fit
 
     @staticmethod
     def needs_ranks(settings: SpeedSettings) -> bool:
@@ -127,11 +127,11 @@ class TimeToFirstToken(Ranked):
         team, bench, settings = self.team, self.bench, self.settings
         length, name = sample["length"], sample["implementation"]
         team.together(bench.settle)
-        told = settings, length, name, team, MLP_TOKENS, WARM_UP_TOKENS
-        with prefilling_across(*told) as (call, known):
-            found = team.slowest(bench, call, settings.runs, warm_up=WARM_UP_SECONDS)
+        parts = settings, length, name, team, MLP_TOKENS, WARM_UP_TOKENS
+        with prefilling_across(*parts) as (call, known):
+            result = team.slowest(bench, call, settings.runs, warm_up=WARM_UP_SECONDS)
             sample |= known()
-        return found.ms, found.peak_gib
+        return result.ms, result.peak_gib
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -179,7 +179,7 @@ class TimeToFirstToken(Ranked):
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
         """What each of `CAB` gains at the longest prompt, of how much there is to gain."""
-        told = []
+        parts = []
         compared = [row for row in rows if row["ratio"] is not None]
         for alike in grouped(compared, "world"):
             on = f" on {alike[0]['world']} ranks" if is_over_ranks(alike) else ""
@@ -188,24 +188,24 @@ class TimeToFirstToken(Ranked):
                 if not ours:
                     continue
                 last = ours[-1]
-                told.append(
+                parts.append(
                     f"At {last['length']:,} tokens{on} {name} is {TIMES(last['over_best'])} as "
                     f"fast as {last['baseline']}, the fastest dense way, where attending "
                     f"{percent(last['density'])} of the pairs can bring "
                     f"{TIMES(last['ceiling'])} at most; it is faster "
                     f"{dense.break_even_shown(ours)}."
                 )
-        return told
+        return parts
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
-        told = (
+        text = (
             f"{described(settings)}\n\nsdpa is transformers' own; other dense ways take its place. "
             "cab computes prompts shorter than min_length dense, cab-always none. "
             "At most: operations of the dense model over those at the realised density, attended "
             f"over causal pairs in all layers. TFLOP/s count what is attended. {dense.BREAK_EVEN}"
         )
-        return f"{told}\n\n{ACROSS}" if settings.get("worlds") else told
+        return f"{text}\n\n{ACROSS}" if settings.get("worlds") else text
 
     @staticmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
@@ -254,9 +254,9 @@ def _implementations(rows: Sequence[Row]) -> list[str]:
 
 
 ACROSS = (
-    "Ranks share one prompt, dealt out by cab_hf.distributed.shard and read inside "
+    "Ranks share one prompt, sharded by cab_hf.distributed.shard and read inside "
     "cab_hf.context_parallel: every rank reads its tokens through all layers, and the one that has "
-    "the prompt's last makes its logits. The cache stays dealt out as the prompt is: each rank has "
+    "the prompt's last makes its logits. The cache stays sharded as the prompt is: each rank has "
     "keys and values of its own tokens in all layers. MLPs are given at most "
     f"{MLP_TOKENS:,} tokens at a time, by a hook of this benchmark alone; in models of "
     "transformers they read all tokens of a rank at once. TFLOP/s are those of a rank."

@@ -25,7 +25,7 @@ from cab_hf.eval.speed.schemes import (
 )
 from cab_hf.frame import everything
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
-from cab_hf.predictors import Call, make_predictor
+from cab_hf.predictors import LayerContext, make_predictor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -66,7 +66,7 @@ SCHEMES = ALONE | OVER_RANKS
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class BenchCase:
     """One scheme on a text of ``length`` tokens, as this rank takes part in it.
 
     Attributes:
@@ -87,7 +87,7 @@ class Turn:
             return None
         return layout_of((self.length,), self.group.size(), EXACT_BLOCK, self.scheme.kind)
 
-    def dealt(self, x: Tensor) -> Tensor:
+    def sharded(self, x: Tensor) -> Tensor:
         """This rank's tokens of [B, H, N, D], laid out as they were; all of them for one alone."""
         if self.layout is None:
             return x
@@ -117,12 +117,12 @@ class Turn:
         if not self.scheme.sparse:
             return None
         if self.layout is None:
-            call = Call(self.spans(q), q.shape[-1] ** -0.5)
+            call = LayerContext(self.spans(q), q.shape[-1] ** -0.5)
             return make_predictor(self.config)(q, k, call)
-        told = {"cu_seqlens": (0, self.length), "block": EXACT_BLOCK}
+        fields = {"cu_seqlens": (0, self.length), "block": EXACT_BLOCK}
         # as the layers of a forward pass share them
         known = self._by_device.get(q.device)
-        plan = predict(q, k, group=self.group, config=self.config, spans=known, **told)
+        plan = predict(q, k, group=self.group, config=self.config, spans=known, **fields)
         self._by_device[q.device] = plan.spans
         return plan
 
@@ -140,7 +140,7 @@ class Turn:
         return engines.choose(self.config.engine, work).label(work)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[B, H, n, D] of what `dealt` gave; with a plan, made here."""
+        """[B, H, n, D] of what `sharded` gave; with a plan, made here."""
         plan = self.choose(q, k)
         if self.layout is None:
             engine = engines.choose(self.config.engine, self.workload(q, k, v))
@@ -183,7 +183,7 @@ def outcome(
     return out.detach(), *torch.autograd.grad(out, leaves, gradient)
 
 
-def check(turn: Turn, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> None:
+def check(turn: BenchCase, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> None:
     """Compare a turn with float32 attention of one process over the same text.
 
     Args:
@@ -196,27 +196,27 @@ def check(turn: Turn, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> None:
     q, k, v = q[:, : CHECKED_KV_HEADS * group], k[:, :CHECKED_KV_HEADS], v[:, :CHECKED_KV_HEADS]
     generator = torch.Generator(q.device).manual_seed(0)
     gradient = torch.randn(q.shape, device=q.device, generator=generator).to(q.dtype)
-    whole = replace(turn, scheme=ALONE[turn.scheme.against])
-    plan = whole.choose(q, k) or everything(whole.spans(q), EXACT_BLOCK)
+    complete = replace(turn, scheme=ALONE[turn.scheme.against])
+    plan = complete.choose(q, k) or everything(complete.spans(q), EXACT_BLOCK)
 
     def exactly(*heads: Tensor) -> Tensor:
         return REFERENCE.attention(*heads, plan, q.shape[-1] ** -0.5)
 
-    held = [turn.dealt(x) for x in (q, k, v, gradient)]
+    held = [turn.sharded(x) for x in (q, k, v, gradient)]
     if turn.layout is not None:
         # the loss of a padding query counts nothing
         padding = ~turn.layout.real[turn.group.rank()].to(q.device)
         held[3] = held[3].masked_fill(padding[:, None], 0.0)
     if backward:
-        found = outcome(turn.attend, *held)
+        result = outcome(turn.attend, *held)
         exact = outcome(exactly, *(x.float() for x in (q, k, v, gradient)))
     else:
-        found, exact = [turn.forward(*held[:3])()], [exactly(*(x.float() for x in (q, k, v)))]
-    told = ("", "in the gradient of q", "in the gradient of k", "in the gradient of v")
-    for where, ours, theirs in zip(told, found, exact, strict=False):
+        result, exact = [turn.forward(*held[:3])()], [exactly(*(x.float() for x in (q, k, v)))]
+    parts = ("", "in the gradient of q", "in the gradient of k", "in the gradient of v")
+    for where, ours, theirs in zip(parts, result, exact, strict=False):
         tolerance = CHECK_GRADIENT_TOLERANCE if where else CHECK_TOLERANCE
         place = f"{where or 'in the output'} at {turn.length} tokens"
-        close(turn.real(ours), turn.real(turn.dealt(theirs)), place, tolerance)
+        close(turn.real(ours), turn.real(turn.sharded(theirs)), place, tolerance)
 
 
 def needed(plan: BlockPlan, heads: int, kv_heads: int) -> float:

@@ -79,7 +79,9 @@ def recall_documents(
         tokens, _, answers = recall_document(tokenizer, sentences, length, keys, index, seed)
         place = {"length": length, "index": index}
         parts = [(text(tokens[:start]), text(tokens[:end])) for start, end in answers]
-        return [{"text": before, "key": whole[len(before) :], **place} for before, whole in parts]
+        return [
+            {"text": before, "key": complete[len(before) :], **place} for before, complete in parts
+        ]
 
     made: Documents = []
     for index in range(documents):

@@ -20,7 +20,7 @@ SCHEMES = {
 }
 
 
-def whole(layout, group, kv_heads, dim=16):
+def full_text(layout, group, kv_heads, dim=16):
     """q, k, v and the gradient of the output for the real tokens of the text."""
     q, k, v = qkv(2, kv_heads * group, kv_heads, layout.text, dim=dim)
     grad = qkv(2, kv_heads * group, kv_heads, layout.text, dim=dim, seed=9)[0]
@@ -31,7 +31,7 @@ def on_a_rank(process_group, scheme, ends, group, kv_heads, settings):
     """{"out", "lse", "dq", "dk", "dv"} of a rank."""
     kind = Contiguous if scheme == "contiguous" else Layout
     layout, rank = layout_for(process_group.size(), ends, kind), process_group.rank()
-    *inputs, grad = (shard_of(x, layout, rank) for x in whole(layout, group, kv_heads))
+    *inputs, grad = (shard_of(x, layout, rank) for x in full_text(layout, group, kv_heads))
     leaves = [x.requires_grad_() for x in inputs]
     # slices of few heads, so that one travels while another is attended
     settings = {"heads_k_stride": 1, **settings}
@@ -41,12 +41,12 @@ def on_a_rank(process_group, scheme, ends, group, kv_heads, settings):
     # the loss of a padding query counts nothing
     grad = grad * layout.real[rank][:, None]
     gradients = torch.autograd.grad(out, leaves, grad)
-    found = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
-    return {name: x.detach() for name, x in found.items()}
+    result = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
+    return {name: x.detach() for name, x in result.items()}
 
 
 def in_one_process(layout, group, kv_heads, causal=True):
-    q, k, v, grad = whole(layout, group, kv_heads)
+    q, k, v, grad = full_text(layout, group, kv_heads)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     document = torch.arange(len(layout.lengths)).repeat_interleave(torch.tensor(layout.lengths))
     seen = document[:, None] == document
@@ -61,9 +61,9 @@ def in_one_process(layout, group, kv_heads, causal=True):
     return dict(zip(names, (out.detach(), lse, *gradients), strict=True))
 
 
-def assert_same(found, layout, expected):
+def assert_same(actual, layout, expected):
     for name, meant in expected.items():
-        result = together([each[name] for each in found], layout)
+        result = together([each[name] for each in actual], layout)
         error = (result - meant).abs().max() / meant.abs().max()
         assert error <= 1e-5, f"{name}: {error:.2g}"
 
@@ -73,9 +73,9 @@ def assert_same(found, layout, expected):
 @pytest.mark.parametrize(("group", "kv_heads"), [(1, 2), (4, 2)])
 def test_zigzag_is_what_one_process_computes(ranks, world, text, group, kv_heads):
     ends = TEXTS[text]
-    found = ranks.run(world, on_a_rank, "zigzag", ends, group, kv_heads, {})
+    actual = ranks.run(world, on_a_rank, "zigzag", ends, group, kv_heads, {})
     layout = layout_for(world, ends)
-    assert_same(found, layout, in_one_process(layout, group, kv_heads))
+    assert_same(actual, layout, in_one_process(layout, group, kv_heads))
 
 
 @pytest.mark.parametrize(
@@ -92,16 +92,16 @@ def test_zigzag_is_what_one_process_computes(ranks, world, text, group, kv_heads
 @pytest.mark.parametrize("text", TEXTS)
 def test_every_scheme_computes_the_same(ranks, scheme, settings, text):
     ends = TEXTS[text]
-    found = ranks.run(4, on_a_rank, scheme, ends, 2, 3, settings)
+    actual = ranks.run(4, on_a_rank, scheme, ends, 2, 3, settings)
     layout = layout_for(4, ends, Contiguous if scheme == "contiguous" else Layout)
-    assert_same(found, layout, in_one_process(layout, 2, 3))
+    assert_same(actual, layout, in_one_process(layout, 2, 3))
 
 
 def test_without_causality_documents_see_all_of_themselves(ranks):
     ends = TEXTS["packed"]
-    found = ranks.run(2, on_a_rank, "zigzag", ends, 2, 2, {"causal": False})
+    actual = ranks.run(2, on_a_rank, "zigzag", ends, 2, 2, {"causal": False})
     layout = layout_for(2, ends)
-    assert_same(found, layout, in_one_process(layout, 2, 2, causal=False))
+    assert_same(actual, layout, in_one_process(layout, 2, 2, causal=False))
 
 
 def test_zigzag_gives_every_rank_the_same_work():

@@ -16,8 +16,8 @@ from cab_hf.eval.speed.schemes import two_launches
 from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan, block_visibility
 from cab_hf.predictors import (
-    Call,
     CurvaturePredictor,
+    LayerContext,
     Predictor,
     make_predictor,
     register_predictor,
@@ -27,12 +27,12 @@ HEADS, KV_HEADS, DIM = 4, 2, 16
 SCHEMES = {"zigzag": distributed.zigzag_attention, "two-launches": two_launches}
 # the half of 64 channels that LLaMA turns slowest
 SLOW = (*range(16, 32), *range(48, 64))
-SMALL = CabConfig(32, 16, mass=0.4, bridges=0.1, min_length=0, exact_queries=8)
+SMALL = CabConfig(32, 16, top_p=0.4, top_k_share=0.1, min_length=0, exact_queries=8)
 ESTIMATE = replace(SMALL, exact_queries=0)
 # heads of a layer: by estimate, by exact scores, everything, hardly anything
 TABLES = {
-    "mass": ((0.4, 0.3, 1.0, 0.0),),
-    "bridges": ((0.1, 0.1, 0.0, 0.0),),
+    "top_p": ((0.4, 0.3, 1.0, 0.0),),
+    "top_k_share": ((0.1, 0.1, 0.0, 0.0),),
     "exact_queries": ((0, 4, 0, 2),),
 }
 CONFIGS = {
@@ -42,9 +42,9 @@ CONFIGS = {
     "wide-keys": replace(ESTIMATE, query_block=16, key_block=32),
     "forman": replace(ESTIMATE, curvature="forman"),
     "without-curvature": replace(ESTIMATE, redundancy=0),
-    "without-bridges": replace(ESTIMATE, bridges=0.0),
-    "no-tail": replace(ESTIMATE, dense_tail=0),
-    "long-tail": replace(ESTIMATE, dense_tail=3),
+    "without-bridges": replace(ESTIMATE, top_k_share=0.0),
+    "no-tail": replace(ESTIMATE, dense_tail_blocks=0),
+    "long-tail": replace(ESTIMATE, dense_tail_blocks=3),
     "calibrated": replace(SMALL, **TABLES),
     "calibrated-plain": replace(SMALL, **TABLES, redundancy=0),
     "capped": replace(SMALL, max_density=0.4),
@@ -84,7 +84,7 @@ class HalfAMass(CurvaturePredictor):
     """CAB with another mass, which says nothing of ranks."""
 
     def choose(self, q, summary, call):
-        half = replace(self.config, mass=self.config.mass / 2)
+        half = replace(self.config, top_p=self.config.top_p / 2)
         return CurvaturePredictor(half).choose(q, summary, call)
 
 
@@ -92,7 +92,7 @@ register_predictor("loud-blocks", LoudBlocks)
 register_predictor("half-a-mass", HalfAMass)
 
 
-def whole(layout, dim=DIM):
+def full_text(layout, dim=DIM):
     """q and k with some blocks that matter more than others."""
     q, k, v = qkv(1, HEADS, KV_HEADS, layout.text, dim=dim)
     return 2 * q, 2 * k, v
@@ -101,34 +101,39 @@ def whole(layout, dim=DIM):
 def on_a_rank(process_group, config, ends):
     """The lists and names of this rank's plan, and which rows of the text they are of."""
     layout, rank = layout_for(process_group.size(), ends), process_group.rank()
-    q, k, _ = (shard_of(x, layout, rank) for x in whole(layout))
+    q, k, _ = (shard_of(x, layout, rank) for x in full_text(layout))
     plan = distributed.predict(
         q, k, group=process_group, config=config, layer=0, cu_seqlens=ends, block=BLOCK
     )
-    return told_of(plan)
+    return parts_of(plan)
 
 
-def told_of(plan):
+def parts_of(plan):
     plan.validate()
-    return plan.to_dense(), plan.whole(), plan.spans.text_rows(plan.query_block), plan.whole_heads
+    return (
+        plan.to_dense(),
+        plan.is_dense(),
+        plan.spans.text_rows(plan.query_block),
+        plan.dense_heads,
+    )
 
 
 def in_one_process(config, layout, dim=DIM, channels=()):
-    q, k, _ = whole(layout, dim)
+    q, k, _ = full_text(layout, dim)
     frame = frame_of(layout, max(config.query_block, config.key_block))
-    call = Call(frame.spans, DIM**-0.5, 0, channels=channels)
+    call = LayerContext(frame.spans, DIM**-0.5, 0, channels=channels)
     return make_predictor(config)(frame.queries(q), frame.keys(k), call)
 
 
-def assert_rows_of(found, plan):
+def assert_rows_of(actual, plan):
     seen = torch.zeros(plan.q_blocks, dtype=torch.int64)
-    for dense, whole, rows, heads in found:
+    for dense, complete, rows, heads in actual:
         mine = rows >= 0
         assert torch.equal(dense[:, :, mine], plan.to_dense()[:, :, rows[mine]])
         assert not dense[:, :, ~mine].any()
-        assert heads == plan.whole_heads
-        if plan.whole() is not None:
-            assert torch.equal(whole[:, :, mine], plan.whole()[:, :, rows[mine]])
+        assert heads == plan.dense_heads
+        if plan.is_dense() is not None:
+            assert torch.equal(complete[:, :, mine], plan.is_dense()[:, :, rows[mine]])
         seen[rows[mine]] += 1
     # a row of nothing but the padding between documents is nobody's
     inhabited = plan.spans.rows(plan.query_block).queries[0] > 0
@@ -138,15 +143,15 @@ def assert_rows_of(found, plan):
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_plans_are_the_rows_of_one_plan(ranks, config, text):
-    found = ranks.run(4, on_a_rank, CONFIGS[config], TEXTS[text])
-    assert_rows_of(found, in_one_process(CONFIGS[config], layout_for(4, TEXTS[text])))
+    actual = ranks.run(4, on_a_rank, CONFIGS[config], TEXTS[text])
+    assert_rows_of(actual, in_one_process(CONFIGS[config], layout_for(4, TEXTS[text])))
 
 
 def gathered_on_a_rank(process_group, config, layer):
     """How many numbers this rank receives of each of the others to choose blocks."""
     layout, rank = layout_for(process_group.size(), None), process_group.rank()
-    q, k, _ = (shard_of(x, layout, rank) for x in whole(layout))
-    told = {"group": process_group, "config": config, "layer": layer, "block": BLOCK}
+    q, k, _ = (shard_of(x, layout, rank) for x in full_text(layout))
+    fields = {"group": process_group, "config": config, "layer": layer, "block": BLOCK}
     received = []
     with pytest.MonkeyPatch.context() as patch:
         gathered = sharded.gathered
@@ -155,7 +160,7 @@ def gathered_on_a_rank(process_group, config, layer):
         )
         with contextlib.suppress(ValueError):
             # a layer whose anchor has handed nothing on
-            distributed.predict(q, k, **told)
+            distributed.predict(q, k, **fields)
     return sorted(received)
 
 
@@ -185,41 +190,41 @@ def test_a_predictor_says_what_ranks_gather(ranks, config, layer, received):
 
 def on_a_rank_by_slow_channels(process_group, config, ends):
     layout, rank = layout_for(process_group.size(), ends), process_group.rank()
-    q, k, _ = (shard_of(x, layout, rank) for x in whole(layout, 64))
+    q, k, _ = (shard_of(x, layout, rank) for x in full_text(layout, 64))
     places = layout.places(max(config.query_block, config.key_block), q.device)
     frame = ShardedFrame(places, process_group, places.spans(rank, 1))
-    call = Call(frame.spans, DIM**-0.5, 0, channels=SLOW)
-    return told_of(frame.choose(make_predictor(config), q, k, call))
+    call = LayerContext(frame.spans, DIM**-0.5, 0, channels=SLOW)
+    return parts_of(frame.choose(make_predictor(config), q, k, call))
 
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("config", ["exact", "calibrated", "cascade"])
 def test_half_of_the_channels_choose_the_rows_of_one_plan(ranks, config, text):
     config = CONFIGS[config]
-    found = ranks.run(4, on_a_rank_by_slow_channels, config, TEXTS[text])
+    actual = ranks.run(4, on_a_rank_by_slow_channels, config, TEXTS[text])
     layout = layout_for(4, TEXTS[text])
     plan = in_one_process(config, layout, 64, SLOW)
-    assert_rows_of(found, plan)
+    assert_rows_of(actual, plan)
     # and they are other rows than all of them choose
     assert not torch.equal(plan.to_dense(), in_one_process(config, layout, 64).to_dense())
 
 
 def test_a_single_rank_makes_the_plan_of_one_process(ranks):
-    found = ranks.run(1, on_a_rank, SMALL, TEXTS["packed"])
-    assert_rows_of(found, in_one_process(SMALL, layout_for(1, TEXTS["packed"])))
+    actual = ranks.run(1, on_a_rank, SMALL, TEXTS["packed"])
+    assert_rows_of(actual, in_one_process(SMALL, layout_for(1, TEXTS["packed"])))
 
 
 def attended_on_a_rank(process_group, config, ends):
     layout, rank = layout_for(process_group.size(), ends), process_group.rank()
-    q, k, v = (shard_of(x, layout, rank).requires_grad_() for x in whole(layout))
+    q, k, v = (shard_of(x, layout, rank).requires_grad_() for x in full_text(layout))
     shared = {"group": process_group, "cu_seqlens": ends, "block": BLOCK}
     plan = distributed.predict(q, k, config=config, layer=0, **shared)
-    found = {}
+    result = {}
     for name, scheme in SCHEMES.items():
         out, lse = scheme(q, k, v, plan=plan, engine="reference", **shared)
         loss = (out * layout.real[rank][:, None]).square().sum()
-        found[name] = out.detach(), lse, *torch.autograd.grad(loss, (q, k, v))
-    return found
+        result[name] = out.detach(), lse, *torch.autograd.grad(loss, (q, k, v))
+    return result
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -227,10 +232,10 @@ def attended_on_a_rank(process_group, config, ends):
 def test_attention_under_plans_is_that_of_one_process(ranks, config, text):
     config, ends = CONFIGS[config], TEXTS[text]
     layout = layout_for(4, ends)
-    found = ranks.run(4, attended_on_a_rank, config, ends)
+    outcome = ranks.run(4, attended_on_a_rank, config, ends)
     plan = in_one_process(config, layout)
     frame = frame_of(layout, 32)
-    leaves = [x.requires_grad_() for x in whole(layout)]
+    leaves = [x.requires_grad_() for x in full_text(layout)]
     inputs = frame.queries(leaves[0]), *map(frame.keys, leaves[1:])
     out, lse = reference.attention(*inputs, plan, DIM**-0.5, return_lse=True)
     out = frame.restore(out)
@@ -239,13 +244,13 @@ def test_attention_under_plans_is_that_of_one_process(ranks, config, text):
         lse = lse.gather(2, frame.query_place[:, None].expand(-1, HEADS, -1))
     for name in SCHEMES:
         for i, meant in enumerate((out, lse, *gradients)):
-            parts = [each[name][i] for each in found]
+            parts = [each[name][i] for each in outcome]
             result = torch.cat(parts, dim=2)[:, :, layout.holders]
             assert (result - meant).abs().max() <= 1e-5 * meant.abs().max()
 
 
 def test_the_union_of_needed_blocks_by_hand(ranks):
-    config = replace(SMALL, mass=0.05, bridges=0.0, dense_tail=0, local_blocks=1)
+    config = replace(SMALL, top_p=0.05, top_k_share=0.0, dense_tail_blocks=0, local_blocks=1)
     layout = layout_for(4, None)
     for rank, needed in enumerate(ranks.run(4, needed_on_a_rank, config)):
         rows = in_one_process(config, layout).to_dense()
@@ -256,7 +261,7 @@ def test_the_union_of_needed_blocks_by_hand(ranks):
 
 def needed_on_a_rank(process_group, config):
     layout = layout_for(process_group.size(), None)
-    q, k, _ = (shard_of(x, layout, process_group.rank()) for x in whole(layout))
+    q, k, _ = (shard_of(x, layout, process_group.rank()) for x in full_text(layout))
     plan = distributed.predict(q, k, group=process_group, config=config, block=BLOCK)
     return distributed.union(plan, KV_HEADS)
 
@@ -268,14 +273,14 @@ def test_layers_of_a_text_share_spans(ranks):
 
 def twice_on_a_rank(process_group):
     layout = layout_for(2, TEXTS["packed"])
-    q, k, _ = (shard_of(x, layout, process_group.rank()) for x in whole(layout))
-    told = {"group": process_group, "config": SMALL, "block": BLOCK}
+    q, k, _ = (shard_of(x, layout, process_group.rank()) for x in full_text(layout))
+    fields = {"group": process_group, "config": SMALL, "block": BLOCK}
     ends = {"cu_seqlens": TEXTS["packed"]}
-    first = distributed.predict(q, k, **told, **ends)
-    again = distributed.predict(q, k, **told, **ends, spans=first.spans)
+    first = distributed.predict(q, k, **fields, **ends)
+    again = distributed.predict(q, k, **fields, **ends, spans=first.spans)
     same = again.spans is first.spans and torch.equal(again.to_dense(), first.to_dense())
     try:
-        distributed.predict(q, k, **told, spans=first.spans)
+        distributed.predict(q, k, **fields, spans=first.spans)
     except ValueError as error:
         return same, str(error)
     return same, ""

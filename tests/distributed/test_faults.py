@@ -13,7 +13,7 @@ from tiny import SPARSE, qkv, tiny_model, tokens
 import cab_hf
 from cab_hf import distributed
 from cab_hf.distributed import layout as layouts
-from cab_hf.distributed.zigzag import Turn
+from cab_hf.distributed.zigzag import CPAttention
 from cab_hf.engines import REFERENCE
 
 TIMEOUT = 20
@@ -84,7 +84,7 @@ def test_positions_of_another_rank_are_refused(ranks, whose, sentence):
 def with_other_settings(group):
     model = model_of()
     if group.rank() == 1:
-        model.config.cab_config = replace(SPARSE, mass=0.5).to_dict()
+        model.config.cab_config = replace(SPARSE, top_p=0.5).to_dict()
     inputs = distributed.shard({"input_ids": tokens(1, 256)}, group, BLOCK)
     with torch.no_grad(), cab_hf.context_parallel(model, group, block=BLOCK):
         return model(**inputs, use_cache=False)
@@ -104,7 +104,7 @@ def computed(group, wrong):
         places = replace(places, source=places.source.flip(0))
     if wrong == "positions":
         rank = 1 - rank
-    turn = Turn(places, group, places.spans(rank, 1), 0.25, REFERENCE)
+    turn = CPAttention(places, group, places.spans(rank, 1), 0.25, REFERENCE)
     out, _ = turn.attention(*(shard_of(x, layout, group.rank()) for x in (q, k, v)))
     exact = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=True
@@ -207,26 +207,26 @@ def test_what_is_refused(ranks, what, sentence):
     assert not outcome.sentence.count("\n") and outcome.sentence.endswith(".")
 
 
-def kept_bytes(group, again):
+def kept_bytes(group, regather_kv):
     """Bytes that autograd keeps between forward and backward of attention."""
     q, k, v = (x.requires_grad_() for x in qkv(1, 2, 2, 512))
-    found = {}
+    result = {}
 
     def count(x):
-        found[x.untyped_storage()._cdata] = x.untyped_storage()
+        result[x.untyped_storage()._cdata] = x.untyped_storage()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
         out, _ = distributed.zigzag_attention(
-            q, k, v, group=group, block=BLOCK, engine="reference", again=again
+            q, k, v, group=group, block=BLOCK, engine="reference", regather_kv=regather_kv
         )
-    return sum(storage.nbytes() for storage in found.values())
+    return sum(storage.nbytes() for storage in result.values())
 
 
 def test_between_forward_and_backward_no_rank_keeps_the_whole_text(ranks):
-    whole = 2 * 1024 * 2 * 16 * 4
+    complete = 2 * 1024 * 2 * 16 * 4
     kept, again = (ranks.run(2, kept_bytes, again)[0] for again in (False, True))
-    assert kept - again == whole
+    assert kept - again == complete
 
 
 def backward_behind_the_block(group, reentrant):
@@ -243,5 +243,5 @@ def backward_behind_the_block(group, reentrant):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_backward_pass_behind_the_block_is_refused(ranks, reentrant):
-    for found in ranks.outcomes(2, backward_behind_the_block, reentrant):
-        assert isinstance(found, Failure) and "was left or entered in between" in found.sentence
+    for actual in ranks.outcomes(2, backward_behind_the_block, reentrant):
+        assert isinstance(actual, Failure) and "was left or entered in between" in actual.sentence

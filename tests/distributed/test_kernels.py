@@ -14,7 +14,7 @@ from cab_hf.budgets import budgets_of
 from cab_hf.ops import predict
 from cab_hf.ops.attention import block
 
-SMALL = CabConfig(query_block=32, key_block=16, mass=0.4)
+SMALL = CabConfig(query_block=32, key_block=16, top_p=0.4)
 SHAPE = {"heads": 2, "kv_heads": 1, "dim": 16}
 
 
@@ -40,8 +40,8 @@ def test_the_choice_of_a_shard(ends):
     q, k = loud(q_length=layout.text, **SHAPE)
     q, k = shard_of(q, layout, 0), places.frame.keys(k)
     config = replace(SMALL, redundancy=0)
-    found, meant = (choose(config, q, k, spans) for choose in (by_kernels, on_the_cpu))
-    assert torch.equal(found.to_dense(), meant.to_dense())
+    actual, meant = (choose(config, q, k, spans) for choose in (by_kernels, on_the_cpu))
+    assert torch.equal(actual.to_dense(), meant.to_dense())
 
 
 def test_vectors_stand_for_queries():
@@ -54,8 +54,8 @@ def test_vectors_stand_for_queries():
     nothing = q.new_zeros(1).expand(q.shape)
 
     def chosen(queries, given=None):
-        told = summary, spans, 0.25, estimated, budgets
-        lists = predict.choose(queries, *told, vectors=given)
+        parts = summary, spans, 0.25, estimated, budgets
+        lists = predict.choose(queries, *parts, vectors=given)
         return torch.stack([part.to_dense(places.length // 16 + 1) for part in lists])
 
     assert torch.equal(chosen(nothing, vectors), chosen(q))

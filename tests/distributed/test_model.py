@@ -100,13 +100,13 @@ def in_one_process(batch, build):
     return step(model, batch)
 
 
-def assert_same_step(found, expected):
+def assert_same_step(actual, expected):
     loss, logits, gradients = expected
-    assert torch.stack([each[0] for each in found]).sum() == pytest.approx(float(loss), rel=1e-5)
-    for _, everyone, _ in found:
+    assert torch.stack([each[0] for each in actual]).sum() == pytest.approx(float(loss), rel=1e-5)
+    for _, everyone, _ in actual:
         assert (everyone - logits).abs().max() <= 1e-4 * logits.abs().max()
     for name, meant in gradients.items():
-        total = sum(each[2][name] for each in found)
+        total = sum(each[2][name] for each in actual)
         assert (total - meant).abs().max() <= 1e-4 * meant.abs().max(), name
 
 
@@ -114,8 +114,8 @@ def assert_same_step(found, expected):
 @pytest.mark.parametrize("config", slow_but(CONFIGS, 0, 2, 3, 7))
 def test_a_training_step_is_that_of_one_process(ranks, config, ends):
     batch, build = batch_of(655, ends), (("cab", CONFIGS[config]), {})
-    found = ranks.run(4, step_on_a_rank, batch, build, {})
-    assert_same_step(found, in_one_process(batch, build))
+    actual = ranks.run(4, step_on_a_rank, batch, build, {})
+    assert_same_step(actual, in_one_process(batch, build))
 
 
 @pytest.mark.parametrize(
@@ -142,20 +142,20 @@ def test_a_training_step_is_that_of_one_process(ranks, config, ends):
 )
 def test_so_is_that_of_other_models_and_settings(ranks, build, settings, world):
     batch = batch_of(400)
-    found = ranks.run(world, step_on_a_rank, batch, build, settings)
-    assert_same_step(found, in_one_process(batch, build))
+    actual = ranks.run(world, step_on_a_rank, batch, build, settings)
+    assert_same_step(actual, in_one_process(batch, build))
 
 
 def test_the_router_loss_of_packed_documents_is_that_of_one_process(ranks):
     batch, build = batch_of(400, [0, 70, 71, 300, 400]), (("cab", FULL), ROUTED)
-    found = ranks.run(2, step_on_a_rank, batch, build, {})
-    assert_same_step(found, in_one_process(batch, build))
+    actual = ranks.run(2, step_on_a_rank, batch, build, {})
+    assert_same_step(actual, in_one_process(batch, build))
 
 
 def test_documents_of_different_lengths_have_the_frequencies_of_the_longest(ranks):
     batch, build = batch_of(400, [0, 70, 71, 200, 400]), (("cab", FULL), DYNAMIC)
-    found = ranks.run(4, step_on_a_rank, batch, build, {})
-    assert_same_step(found, in_one_process(batch, build))
+    actual = ranks.run(4, step_on_a_rank, batch, build, {})
+    assert_same_step(actual, in_one_process(batch, build))
 
 
 def made_after_each_pass(group, batch):
@@ -189,8 +189,8 @@ def generated_on_a_rank(group, ids):
 def test_generation_goes_on_from_a_prefill_across_ranks(ranks):
     ids = tokens(1, 333)
     expected = model_of("cab", SPARSE).generate(ids, max_new_tokens=8, do_sample=False)
-    for found in ranks.run(4, generated_on_a_rank, ids):
-        assert torch.equal(found, expected)
+    for actual in ranks.run(4, generated_on_a_rank, ids):
+        assert torch.equal(actual, expected)
 
 
 def test_what_is_unsharded_is_what_was_sharded(ranks):
@@ -241,10 +241,10 @@ def wrapped_step_on_a_rank(group, batches, wrap):
         # gradients are averaged over four ranks, of which two share a text
         loss = 2 * model(**inputs, use_cache=False).loss
         loss.backward()
-    whole = {name: weight.grad for name, weight in model.named_parameters()}
+    complete = {name: weight.grad for name, weight in model.named_parameters()}
     return {
         name.removeprefix("module."): grad.full_tensor() if isinstance(grad, DTensor) else grad
-        for name, grad in whole.items()
+        for name, grad in complete.items()
     }
 
 
@@ -266,9 +266,9 @@ def test_data_parallel_wrappers_go_around_it(processes, wrap):
     batches = [batch_of(400), batch_of(400)]
     batches[1]["input_ids"] = tokens(2, 400, seed=5)
     # wrappers speak to all there are
-    found = processes(4).run(4, wrapped_step_on_a_rank, batches, wrap)
+    result = processes(4).run(4, wrapped_step_on_a_rank, batches, wrap)
     expected = [in_one_process(batch, (("cab", SPARSE), {}))[2] for batch in batches]
     for name, first in expected[0].items():
         meant = (first + expected[1][name]) / 2
-        for gradients in found:
+        for gradients in result:
             assert (gradients[name] - meant).abs().max() <= 1e-4 * meant.abs().max(), name

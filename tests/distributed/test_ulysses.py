@@ -106,12 +106,12 @@ def shard_of(inputs, group):
     return {name: x.chunk(group.size(), dim=1)[group.rank()] for name, x in inputs.items()}
 
 
-def assert_same_step(found, build, inputs, labels):
+def assert_same_step(actual, build, inputs, labels):
     logits, gradients = step(model_of(*build), inputs, labels)
-    together = torch.cat([mine for mine, _ in found], dim=1)
+    together = torch.cat([mine for mine, _ in actual], dim=1)
     assert (together - logits).abs().max() <= 1e-5 * logits.abs().max()
     for name, meant in gradients.items():
-        total = sum(mine[name] for _, mine in found)
+        total = sum(mine[name] for _, mine in actual)
         assert (total - meant).abs().max() <= 1e-4 * meant.abs().max(), name
 
 
@@ -149,10 +149,10 @@ def logits_by_accelerate(group, build, inputs):
     handler = DeepSpeedSequenceParallelConfig()
     # its own check knows no name but those of transformers
     handler.sp_attn_implementation = build[0]
-    told = ParallelismConfig(sp_backend="deepspeed", sp_size=group.size(), sp_handler=handler)
+    result = ParallelismConfig(sp_backend="deepspeed", sp_size=group.size(), sp_handler=handler)
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
     plugin = DeepSpeedPlugin(hf_ds_config=config)
-    accelerator = Accelerator(deepspeed_plugin=plugin, parallelism_config=told)
+    accelerator = Accelerator(deepspeed_plugin=plugin, parallelism_config=result)
     model = model_of(*build)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, *_ = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader([0]))
@@ -161,14 +161,14 @@ def logits_by_accelerate(group, build, inputs):
 
 def test_accelerate_hands_the_name_to_deepspeed(two):
     build, (inputs, _) = CASES["cab"], batch_of(TEXTS["packed"])
-    found = torch.cat(two.run(2, logits_by_accelerate, build, inputs), dim=1)
+    actual = torch.cat(two.run(2, logits_by_accelerate, build, inputs), dim=1)
     meant = model_of(*build)(**inputs, use_cache=False).logits
-    assert (found - meant).abs().max() <= 1e-5 * meant.abs().max()
+    assert (actual - meant).abs().max() <= 1e-5 * meant.abs().max()
 
 
 def test_budgets_of_each_head_are_refused(ranks):
     """A rank has some of the heads, and a table is of all."""
-    tables = replace(SPARSE, mass=((0.3, 0.4, 0.5, 0.6, 0.7, 0.8),) * 2)
+    tables = replace(SPARSE, top_p=((0.3, 0.4, 0.5, 0.6, 0.7, 0.8),) * 2)
     step_of = (("cab", tables), *batch_of(TEXTS["one-text"]))
     for outcome in ranks.outcomes(2, step_on_a_rank, "torch", *step_of):
         assert isinstance(outcome, Failure) and outcome.kind == "ValueError"

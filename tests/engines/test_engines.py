@@ -58,9 +58,9 @@ def test_reference_is_the_definition(shape, blocks):
     q, k, v = qkv(**shape)
     plan = random_plan(q, k, blocks)
     plan.validate()
-    found = engines.REFERENCE.attention(q, k, v, plan, 0.3, return_lse=True)
+    actual = engines.REFERENCE.attention(q, k, v, plan, 0.3, return_lse=True)
     meant = by_definition(q, k, v, plan, 0.3)
-    for part, exact in zip(found, meant, strict=True):
+    for part, exact in zip(actual, meant, strict=True):
         torch.testing.assert_close(part.double(), exact, atol=1e-5, rtol=1e-4)
 
 
@@ -68,9 +68,9 @@ def test_reference_is_the_definition(shape, blocks):
 def test_heads_of_q_share_a_head_of_the_plan(heads):
     q, k, v = qkv(q_length=63, kv_length=111)
     plan = random_plan(q, k, (32, 16), heads=heads)
-    found = reference.attention(q, k, v, plan, 0.3, return_lse=True)
+    actual = reference.attention(q, k, v, plan, 0.3, return_lse=True)
     meant = by_definition(q, k, v, plan, 0.3)
-    for part, exact in zip(found, meant, strict=True):
+    for part, exact in zip(actual, meant, strict=True):
         torch.testing.assert_close(part.double(), exact, atol=1e-5, rtol=1e-4)
 
 
@@ -106,8 +106,8 @@ def test_flex_computes_what_the_reference_defines(shape, blocks):
     q, k, v = qkv(**shape)
     plan = random_plan(q, k, blocks)
     with torch.no_grad():
-        found = flex.attention(q, k, v, plan, 0.3)
-    assert_within_budget(found, lambda *x: reference.attention(*x, plan, 0.3), q, k, v)
+        actual = flex.attention(q, k, v, plan, 0.3)
+    assert_within_budget(actual, lambda *x: reference.attention(*x, plan, 0.3), q, k, v)
 
 
 @pytest.mark.slow
@@ -121,10 +121,10 @@ def test_flex_with_padding_and_documents():
     plan = random_plan(q, k, (64, 32), spans=frame.spans)
     plan.validate()
     with torch.no_grad():
-        found = flex.attention(q, k, v, plan, 0.3)
+        actual = flex.attention(q, k, v, plan, 0.3)
     seen = (frame.spans.last >= 0)[:, None, :, None]
     expected = reference.attention(q, k, v, plan, 0.3)
-    torch.testing.assert_close(found.where(seen, 0), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(actual.where(seen, 0), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_uncompiled_flex_really_ignores_the_lists():
@@ -135,9 +135,9 @@ def test_uncompiled_flex_really_ignores_the_lists():
     with torch.no_grad():
         dense = flex_attention(q, k, v, block_mask=plain, scale=0.3, enable_gqa=True)
         sparse = flex.attention(q, k, v, plan, 0.3)
-    whole = BlockPlan.causal(plan.spans, q.shape[1], 64, 32)
+    complete = BlockPlan.causal(plan.spans, q.shape[1], 64, 32)
     torch.testing.assert_close(
-        dense, reference.attention(q, k, v, whole, 0.3), atol=1e-5, rtol=1e-4
+        dense, reference.attention(q, k, v, complete, 0.3), atol=1e-5, rtol=1e-4
     )
     assert not torch.allclose(dense, sparse, atol=1e-2)
 
@@ -202,8 +202,8 @@ def test_flex_repeats_the_lists_that_heads_share(heads):
     q, k, v = qkv(q_length=205)
     plan = random_plan(q, k, (64, 32), heads=heads)
     with torch.no_grad():
-        found = flex.attention(q, k, v, plan, 0.3)
-    assert_within_budget(found, lambda *x: reference.attention(*x, plan, 0.3), q, k, v)
+        actual = flex.attention(q, k, v, plan, 0.3)
+    assert_within_budget(actual, lambda *x: reference.attention(*x, plan, 0.3), q, k, v)
 
 
 def test_the_ragged_last_block_is_partial():

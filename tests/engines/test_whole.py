@@ -22,36 +22,36 @@ from cab_hf.plan import Spans, block_visibility
 
 FOUR = {"heads": 4, "kv_heads": 2}
 TWO = {"heads": 2, "kv_heads": 1}
-TAIL = {"whole_rows": "tail"}
+TAIL = {"dense_rows": "tail"}
 CASES = [
-    pytest.param(FOUR | {"q_length": 64, "whole_heads": (1, 2, 3)}, (32, 16), id="some-heads"),
-    pytest.param(FOUR | {"q_length": 45, "whole_heads": (0, 3)}, (32, 16), id="one-of-each-group"),
-    pytest.param(FOUR | {"q_length": 45, "whole_heads": (2, 3)}, (32, 16), id="a-group"),
-    pytest.param(FOUR | {"q_length": 45, "whole_heads": (0, 1, 2, 3)}, (32, 16), id="all-heads"),
+    pytest.param(FOUR | {"q_length": 64, "dense_heads": (1, 2, 3)}, (32, 16), id="some-heads"),
+    pytest.param(FOUR | {"q_length": 45, "dense_heads": (0, 3)}, (32, 16), id="one-of-each-group"),
+    pytest.param(FOUR | {"q_length": 45, "dense_heads": (2, 3)}, (32, 16), id="a-group"),
+    pytest.param(FOUR | {"q_length": 45, "dense_heads": (0, 1, 2, 3)}, (32, 16), id="all-heads"),
     pytest.param(
-        FOUR | {"q_length": 45, "plan_heads": 2, "whole_heads": (1,)}, (32, 16), id="plan-of-groups"
+        FOUR | {"q_length": 45, "plan_heads": 2, "dense_heads": (1,)}, (32, 16), id="plan-of-groups"
     ),
     pytest.param(
-        TWO | {"q_length": 45, "plan_heads": 1, "whole_heads": (0,)}, (32, 16), id="one-plan"
+        TWO | {"q_length": 45, "plan_heads": 1, "dense_heads": (0,)}, (32, 16), id="one-plan"
     ),
-    pytest.param(TWO | {"q_length": 105, "whole_rows": [[3, 1]]}, (32, 16), id="rows"),
+    pytest.param(TWO | {"q_length": 105, "dense_rows": [[3, 1]]}, (32, 16), id="rows"),
     pytest.param(
-        TWO | TAIL | {"q_length": 63, "kv_length": 111, "whole_heads": (1,)},
+        TWO | TAIL | {"q_length": 63, "kv_length": 111, "dense_heads": (1,)},
         (32, 16),
         id="tail-of-a-chunk",
     ),
     pytest.param(
-        TWO | {"q_length": 75, "batch": 2, "whole_rows": [[-1, 2, 0], [-1, -1, -1]]},
+        TWO | {"q_length": 75, "batch": 2, "dense_rows": [[-1, 2, 0], [-1, -1, -1]]},
         (32, 16),
         id="rows-of-one-text-alone",
     ),
     pytest.param(
-        TWO | TAIL | {"q_length": 75, "layout": "padded", "batch": 2, "whole_heads": (0,)},
+        TWO | TAIL | {"q_length": 75, "layout": "padded", "batch": 2, "dense_heads": (0,)},
         (32, 16),
         id="padded",
     ),
     pytest.param(
-        TWO | TAIL | {"q_length": 130, "layout": "packed", "whole_heads": (1,)},
+        TWO | TAIL | {"q_length": 130, "layout": "packed", "dense_heads": (1,)},
         (32, 16),
         id="packed",
     ),
@@ -78,7 +78,7 @@ def plan():
     keep = torch.eye(3, dtype=torch.bool)[None, None].expand(1, 2, -1, -1)
     spans = Spans.causal(1, 6, 6, "cpu")
     rows = torch.tensor([[2, -1]])
-    named = {"whole_heads": (1,), "whole_rows": rows}
+    named = {"dense_heads": (1,), "dense_rows": rows}
     return BlockPlan.from_dense(keep, spans, query_block=2, key_block=2, **named)
 
 
@@ -98,13 +98,13 @@ def test_what_is_named_is_attended_and_not_listed(plan):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        pytest.param({"whole_heads": (2,)}, r"whole_heads is \(2,\); it must be", id="head"),
-        pytest.param({"whole_heads": (1, 0)}, "ascending", id="order"),
-        pytest.param({"whole_rows": torch.tensor([[3]])}, "leave -1 to 2", id="row"),
-        pytest.param({"whole_rows": torch.tensor([[2, 2]])}, "twice", id="repeat"),
-        pytest.param({"whole_rows": torch.tensor([2])}, r"int64 \[1, R\]", id="shape"),
-        pytest.param({"whole_heads": (0, 1)}, "lists blocks as well", id="listed-head"),
-        pytest.param({"whole_rows": torch.tensor([[1]])}, "lists blocks as well", id="listed-row"),
+        pytest.param({"dense_heads": (2,)}, r"dense_heads is \(2,\); it must be", id="head"),
+        pytest.param({"dense_heads": (1, 0)}, "ascending", id="order"),
+        pytest.param({"dense_rows": torch.tensor([[3]])}, "leave -1 to 2", id="row"),
+        pytest.param({"dense_rows": torch.tensor([[2, 2]])}, "twice", id="repeat"),
+        pytest.param({"dense_rows": torch.tensor([2])}, r"int64 \[1, R\]", id="shape"),
+        pytest.param({"dense_heads": (0, 1)}, "lists blocks as well", id="listed-head"),
+        pytest.param({"dense_rows": torch.tensor([[1]])}, "lists blocks as well", id="listed-row"),
     ],
 )
 def test_validation_names_what_is_wrong(plan, changes, sentence):
@@ -124,11 +124,11 @@ def test_the_meaning_is_that_of_lists(shape, blocks):
 @cases
 def test_the_reference_attends_it(shape, blocks):
     q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
-    found = with_gradients(engines.REFERENCE.attention, (q, k, v), grad, plan, 0.2)
+    actual = with_gradients(engines.REFERENCE.attention, (q, k, v), grad, plan, 0.2)
     for name, meant in with_gradients(
         reference.attention, (q, k, v), grad, listed(plan), 0.2
     ).items():
-        assert torch.equal(found[name], meant), name
+        assert torch.equal(actual[name], meant), name
 
 
 @pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 0, 3, 4, 6, 7, 10, 12))
@@ -143,8 +143,8 @@ def test_without_gradient_it_is_put_in_place(shape, blocks, return_lse):
     q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
     trained = engines.TRITON.attention(q.requires_grad_(), k, v, plan, 0.2, return_lse)
     with torch.inference_mode():
-        found = engines.TRITON.attention(q, k, v, plan, 0.2, return_lse)
-    for a, b in zip(*((x if return_lse else (x,)) for x in (found, trained)), strict=True):
+        actual = engines.TRITON.attention(q, k, v, plan, 0.2, return_lse)
+    for a, b in zip(*((x if return_lse else (x,)) for x in (actual, trained)), strict=True):
         assert torch.equal(a, b)
 
 
@@ -160,21 +160,21 @@ def test_rows_may_walk_the_keys_in_parts(shape, blocks, return_lse, monkeypatch)
     splits = []
     gathered = whole._gathered
     monkeypatch.setattr(whole, "_gathered", lambda *a: splits.append(a[3]) or gathered(*a))
-    found = engines.TRITON.attention(q, k, v, plan, 0.2, return_lse)
+    actual = engines.TRITON.attention(q, k, v, plan, 0.2, return_lse)
     meant = reference.attention(q, k, v, listed(plan), 0.2, return_lse)
-    for a, b in zip(*((x if return_lse else (x,)) for x in (found, meant)), strict=True):
+    for a, b in zip(*((x if return_lse else (x,)) for x in (actual, meant)), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
     assert all(number > 1 for number in splits)
-    assert bool(splits) == (plan.whole_rows is not None)
+    assert bool(splits) == (plan.dense_rows is not None)
 
 
 def test_values_may_have_a_head_dim_of_their_own():
     q, k, _ = qkv(q_length=70, dim=24)
     v = qkv(q_length=70)[2]
-    plan = random_plan(q, k, (32, 16), whole_heads=(1,), whole_rows=torch.tensor([[2]]))
+    plan = random_plan(q, k, (32, 16), dense_heads=(1,), dense_rows=torch.tensor([[2]]))
     meant = reference.attention(q, k, v, plan, 0.2)
-    found = engines.TRITON.attention(q, k, v, plan, 0.2)
-    torch.testing.assert_close(found, meant, atol=1e-5, rtol=1e-4)
+    actual = engines.TRITON.attention(q, k, v, plan, 0.2)
+    torch.testing.assert_close(actual, meant, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -182,10 +182,10 @@ def test_values_may_have_a_head_dim_of_their_own():
 def test_flex_attends_it(shape, blocks):
     q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
     with torch.no_grad():
-        found = engines.FLEX.attention(q, k, v, plan, 0.2)
+        actual = engines.FLEX.attention(q, k, v, plan, 0.2)
     seen = (plan.spans.last >= 0)[:, None, :, None]
     meant = reference.attention(q, k, v, plan, 0.2)
-    torch.testing.assert_close(found.where(seen, 0), meant, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(actual.where(seen, 0), meant, atol=1e-5, rtol=1e-4)
 
 
 def test_layers_share_the_plans_of_what_is_not_listed(monkeypatch):
@@ -196,7 +196,7 @@ def test_layers_share_the_plans_of_what_is_not_listed(monkeypatch):
     monkeypatch.setattr(BlockPlan, "causal", lambda *a: made.append(a) or causal(*a))
     keep = torch.zeros(1, 4, 2, 4, dtype=torch.bool)
     for heads in ((1,), (2, 3), (0, 1, 2, 3)):
-        named = {"whole_heads": heads, "whole_rows": spans.tail_rows(32, 32)}
+        named = {"dense_heads": heads, "dense_rows": spans.tail_rows(32, 32)}
         plan = BlockPlan.from_dense(keep, spans, query_block=32, key_block=16, **named)
         engines.TRITON.attention(q, k, v, plan, 0.2)
     assert len(made) == 2
@@ -257,14 +257,14 @@ def test_a_tail_compiles_without_a_graph_break(config, inputs, monkeypatch):
         monkeypatch.setattr(engines, "REFERENCE", engines.TRITON)
         torch._dynamo.reset()
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        found = compiled(input_ids=ids, **inputs).logits
+        actual = compiled(input_ids=ids, **inputs).logits
     kept = inputs.get("attention_mask", torch.ones(1, 130)).bool()
-    torch.testing.assert_close(found[kept], expected[kept], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(actual[kept], expected[kept], atol=2e-5, rtol=1e-4)
 
 
 def test_unlisted_is_exact_attention_without_a_list():
     spans = Spans.causal(2, 40, 100, "cpu")
-    plan = BlockPlan.unlisted(spans, 3, 32, 16)
+    plan = BlockPlan.all_dense(spans, 3, 32, 16)
     plan.validate()
     assert plan.full.width == plan.partial.width == 0
     assert torch.equal(

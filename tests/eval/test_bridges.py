@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cab_hf.eval import __main__, bridge_graphs, bridges, experiment
-from cab_hf.eval.bridge_graphs import BOX, MAGNITUDE, RANDOM, TOKEN, seeded
+from cab_hf.eval.bridge_graphs import MAGNITUDE, MINMAX, RANDOM, TOKEN, seeded
 from cab_hf.eval.bridges import BETTER, CHANCE, MIXED, SAME, WORSE, Bridges, Settings
 
 SPARSITIES = (0.0, 0.5, 0.9)
@@ -31,8 +31,8 @@ def graph_of(size, strength=0.5, index=0, **changes):
 def kept_by(graph, sparsities=SPARSITIES):
     """(method, coarsening) -> bool [S, M, M], with true mass that nobody should need."""
     mass = torch.rand(1, 1, graph.blocks, graph.blocks, generator=seeded("mass")).tril()
-    found = bridge_graphs.selections(graph, sparsities, mass, seeded("random"))
-    return {(method, coarsen): keep[:, 0] for method, coarsen, keep in found}
+    result = bridge_graphs.selections(graph, sparsities, mass, seeded("random"))
+    return {(method, coarsen): keep[:, 0] for method, coarsen, keep in result}
 
 
 # --- the graph
@@ -143,22 +143,22 @@ def test_h2o_by_hand():
 def test_random_finds_its_density(monkeypatch):
     monkeypatch.setattr(bridge_graphs, "FORMULAS", {})
     sparsities, graphs = (0.25, 0.5, 0.75), 30
-    found = torch.zeros(len(sparsities))
+    actual = torch.zeros(len(sparsities))
     for index in range(graphs):
         sample = bridge_graphs.measure(
             graph_of((40, 1), index=index), sparsities, seeded("random", index)
         )
         (random,) = (each for each in sample["outcomes"] if each["method"] == RANDOM)
-        found += torch.tensor(random["found"]) / (graphs * TINY.bridges)
+        actual += torch.tensor(random["found"]) / (graphs * TINY.bridges)
     # 120 bridges: twice the standard error, and what rounding up and the diagonal do
-    assert found.tolist() == pytest.approx([1 - x for x in sparsities], abs=0.12)
+    assert actual.tolist() == pytest.approx([1 - x for x in sparsities], abs=0.12)
 
 
 @SIZES
 def test_magnitude_finds_bridges_of_overwhelming_strength(size):
     for index in range(5):
         graph = graph_of(size, 40.0, index)
-        coarsen = TOKEN if size[1] == 1 else BOX
+        coarsen = TOKEN if size[1] == 1 else MINMAX
         keep = kept_by(graph, (0.9,))[MAGNITUDE, coarsen][0]
         # an early row's budget is its diagonal block, which holds no bridge
         roomy = keep.sum(-1)[graph.rows] > 1
@@ -182,12 +182,12 @@ def test_density_and_mass_are_over_tokens(size):
     attention = logits.masked_fill(~causal, -math.inf).softmax(-1)
     keep = kept_by(graph, (0.5,))[MAGNITUDE, sample["outcomes"][0]["coarsen"]][0]
     tokens = keep.repeat_interleave(graph.block_size, 0).repeat_interleave(graph.block_size, 1)
-    found = sample["outcomes"][0]
-    assert found["method"] == MAGNITUDE
+    actual = sample["outcomes"][0]
+    assert actual["method"] == MAGNITUDE
     mass = (attention * tokens).sum() / len(attention)
-    assert found["mass"][0] == pytest.approx(float(mass), abs=1e-4)
+    assert actual["mass"][0] == pytest.approx(float(mass), abs=1e-4)
     density = (tokens & causal).sum() / causal.sum()
-    assert found["density"][0] == pytest.approx(float(density), abs=1e-4)
+    assert actual["density"][0] == pytest.approx(float(density), abs=1e-4)
 
 
 # --- verdicts
@@ -226,8 +226,8 @@ def test_joint_verdict_by_hand(words, word):
     assert bridges.joint_verdict(words) == word
 
 
-def sample_by_hand(index, found):
-    """A graph of 10 bridges at one sparsity; ``found`` by method."""
+def sample_by_hand(index, result):
+    """A graph of 10 bridges at one sparsity; ``result`` by method."""
     outcomes = [
         {
             "method": method,
@@ -236,7 +236,7 @@ def sample_by_hand(index, found):
             "mass": [count / 20],
             "density": [0.25],
         }
-        for method, count in found.items()
+        for method, count in result.items()
     ]
     place = {"blocks": 40, "block_size": 1, "strength": 0.5, "index": index}
     return {**place, "bridges": 10, "outcomes": outcomes}

@@ -41,7 +41,7 @@ def test_it_writes_a_config_for_every_density_and_goes_on(model_folder, book, tm
     out = tmp_path / "run"
     assert command(model_folder, book, out, "--target-densities", "0.6") == 0
     low = CabConfig.calibrated(out / "cab_config-0.6.json")
-    assert len(low.mass) == 2 and len(low.mass[0]) == 6
+    assert len(low.top_p) == 2 and len(low.top_p[0]) == 6
     assert low.origin == Origin(Path(model_folder).name, 2, 6, 2, 300)
     assert low.query_block == 16 and low.min_length == CabConfig().min_length
     assert command(model_folder, book, out, "--target-densities", "0.9", "--documents", 2) == 0
@@ -64,22 +64,22 @@ def test_rows_say_what_each_head_got(model_folder, book, tmp_path):
     assert command(model_folder, book, out, "--target-densities", "0.7") == 0
     config = CabConfig.calibrated(out / "cab_config-0.7.json")
     for row in json.loads((out / "results.json").read_text())["rows"]:
-        for field in ("mass", "bridges"):
+        for field in ("top_p", "top_k_share"):
             assert row[field] == getattr(config, field)[row["layer"]][row["head"]]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--target-densities", "1.5"], r"target_densities must be in (0, 1]"),
         (["--texts", "nowhere.txt"], "texts must be UTF-8 files or built-in"),
         (["--set", "mas=1"], "CabConfig has no field 'mas'"),
     ],
 )
-def test_bad_settings_are_refused(words, told, capsys):
+def test_bad_settings_are_refused(words, message, capsys):
     with pytest.raises(SystemExit):
         main(["calibrate", *words])
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", [(), ("--anchors", 1)], ids=["budgets", "anchors"])
@@ -89,8 +89,8 @@ def test_a_density_out_of_reach_is_refused_before_the_model_is_opened(
     monkeypatch.setattr("cab_hf.eval.on_model.load_model", None)
     words = ("--target-densities", "0.9,0.1", *more)
     assert command(model_folder, book, tmp_path / "run", *words) == 2
-    told = capsys.readouterr().err
-    assert "target_densities: target_density is 0.1; it must be at least 0." in told
+    shown = capsys.readouterr().err
+    assert "target_densities: target_density is 0.1; it must be at least 0." in shown
     assert not (tmp_path / "run").exists()
 
 
@@ -113,7 +113,7 @@ def test_anchors_are_found_and_saved_with_their_map(model_folder, book, tmp_path
     assert command(model_folder, book, out, *words, 1) == 0
     config = CabConfig.calibrated(out / "cab_config-0.8.json")
     assert (config.predictor, config.anchors, config.max_density) == ("cascade", (0,), 1.0)
-    assert set(config.bridges[0]) <= set(SHARES) and len(config.bridges) == 2
+    assert set(config.top_k_share[0]) <= set(SHARES) and len(config.top_k_share) == 2
     assert config.head_map[0] == tuple(range(6)) and len(config.head_map) == 2
     first = (out / "cab_config-0.8.json").read_text()
     samples = (out / "samples.jsonl").read_text()
@@ -130,7 +130,7 @@ def test_anchors_are_found_and_saved_with_their_map(model_folder, book, tmp_path
     assert (tmp_path / "again" / "cab_config-0.8.json").read_text() == first
     rows = json.loads(before)["rows"]
     assert [(row["anchor"], row["layer"]) for row in rows] == [(0, 0), (0, 1), (1, 1)]
-    assert all(0 < row[name] <= 1 + 1e-4 for row in rows for name in ("mass", "needle"))
+    assert all(0 < row[name] <= 1 + 1e-4 for row in rows for name in ("top_p", "needle"))
     assert [row["chosen"] for row in rows] == [True, False, True]
     assert fmean(row["density"] for row in rows if row["chosen"]) <= 0.8
     assert [row["density"] is None for row in rows] == [False, True, False]
@@ -146,14 +146,14 @@ def test_anchors_are_found_and_saved_with_their_map(model_folder, book, tmp_path
 def test_what_a_layer_changes_is_one_less_the_cosine(model_folder):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     ids = torch.arange(3, 40)[None]
-    with torch.no_grad(), of_models._changes(model) as found:
+    with torch.no_grad(), of_models._changes(model) as actual:
         states = model(ids, output_hidden_states=True).hidden_states
     cosine = torch.cosine_similarity(states[0], states[1], dim=-1).mean()
-    assert sorted(found) == [0, 1] and found[0] == pytest.approx(float(1 - cosine), abs=1e-6)
+    assert sorted(actual) == [0, 1] and actual[0] == pytest.approx(float(1 - cosine), abs=1e-6)
     # nothing is watched any longer
-    found.clear()
+    actual.clear()
     model(ids)
-    assert not found
+    assert not actual
 
 
 def test_a_calibrated_cascade_runs_and_its_anchors_take_budgets(
@@ -171,16 +171,16 @@ def test_a_calibrated_cascade_runs_and_its_anchors_take_budgets(
     # heads of the second layer attend what heads of the first chose, whichever they like
     assert 0.5 < first < 0.95 and (first + second) / 2 == pytest.approx(0.8, abs=0.05)
     tokenizer, text = AutoTokenizer.from_pretrained(model_folder), book.read_text()
-    told = {"length": 300, "documents": 1}
+    fields = {"length": 300, "documents": 1}
     # the library finds what the command found, which is recorded in 16 bits
     own = CabConfig.from_dict(
         json.loads((out / "results.json").read_text())["provenance"]["settings"]["cab_config"]
     )
-    given = cab_hf.calibrate(model, tokenizer, [text], 0.8, config=own, anchors=1, **told)
+    given = cab_hf.calibrate(model, tokenizer, [text], 0.8, config=own, anchors=1, **fields)
     assert given.anchors == config.anchors
-    assert fmean(given.bridges[0]) == pytest.approx(fmean(config.bridges[0]), abs=0.05)
+    assert fmean(given.top_k_share[0]) == pytest.approx(fmean(config.top_k_share[0]), abs=0.05)
     # the same anchors and heads, with budgets a head
-    told["config"] = replace(config, max_density=1.0)
-    given = cab_hf.calibrate(model, tokenizer, [text], 0.7, **told)
+    fields["config"] = replace(config, max_density=1.0)
+    given = cab_hf.calibrate(model, tokenizer, [text], 0.7, **fields)
     assert given.anchors == (0,) and given.head_map == config.head_map
-    assert len(given.mass[0]) == 6
+    assert len(given.top_p[0]) == 6

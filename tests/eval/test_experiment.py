@@ -15,7 +15,7 @@ from cab_hf.eval.experiment import Experiment, render, run
 from cab_hf.eval.report import markdown_table
 from cab_hf.runs import provenance
 from cab_hf.runs.log import LogError, pack, read_log
-from cab_hf.runs.settings import Refused, comma_separated, option
+from cab_hf.runs.settings import UsageError, comma_separated, option
 
 FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
 
@@ -214,18 +214,20 @@ def test_results_that_cannot_be_written_are_told_by_their_folder(tmp_path, monke
 
 def test_what_cannot_be_measured_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     def refuse(powers):
-        raise Refused("lengths must be short")
+        raise UsageError("lengths must be short")
 
     monkeypatch.setattr(Powers, "check", refuse)
-    with pytest.raises(Refused):
+    with pytest.raises(UsageError):
         start(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
-        pytest.param(Refused("length 3 is\n too short."), "length 3 is too short.", id="refused"),
+        pytest.param(
+            UsageError("length 3 is\n too short."), "length 3 is too short.", id="refused"
+        ),
         pytest.param(LogError("no log."), "no log.", id="log"),
         pytest.param(
             OSError(errno.ENOSPC, "No space left on device"),
@@ -236,17 +238,17 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_written(tmp_path,
         pytest.param(OSError(errno.EBADF, "Bad file descriptor"), None, id="bug with files"),
     ],
 )
-def test_a_user_gets_a_line_and_a_bug_its_traceback(monkeypatch, capsys, error, told):
+def test_a_user_gets_a_line_and_a_bug_its_traceback(monkeypatch, capsys, error, message):
     def fail(words):
         raise error
 
     monkeypatch.setattr(readme, "main", fail)
-    if told is None:
+    if message is None:
         with pytest.raises(type(error)):
             __main__.main(["readme"])
         return
     assert __main__.main(["readme"]) == 2
-    assert capsys.readouterr().err == f"python -m cab_hf.eval: readme: {told}\n"
+    assert capsys.readouterr().err == f"python -m cab_hf.eval: readme: {message}\n"
 
 
 def test_listing_commands_imports_none():

@@ -166,11 +166,11 @@ def test_the_command_writes_everything_and_goes_on_after_a_kill(tmp_path, monkey
         REFUSED,
         NOT_BUILT,
     ]
-    told = (
+    shown = (
         "Of 3 types 2 could be built: 1 attend exactly, 1 are refused in a sentence, none do "
         "anything else."
     )
-    assert told in capsys.readouterr().out
+    assert shown in capsys.readouterr().out
     report = (tmp_path / "report.md").read_text()
     assert "| exact | 1 | llama |" in report and "softcap is set" in report
     assert (tmp_path / "figure.png").stat().st_size > 0

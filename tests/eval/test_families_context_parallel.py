@@ -61,8 +61,8 @@ def test_what_a_type_may_have_is_built_too(pair, build):
 def test_ranks_that_hang_are_started_anew():
     ranks = sweep.Ranks(24)
     try:
-        told = {"not_built": "took longer than 0.001 seconds"}
-        assert ranks.examine("llama", 0.001) == told
+        fields = {"not_built": "took longer than 0.001 seconds"}
+        assert ranks.examine("llama", 0.001) == fields
         ranks._start()
         ranks.processes[1].kill()
         assert ranks.examine("llama", 120) == {"not_built": "a rank died"}
@@ -94,22 +94,22 @@ def test_the_worst_is_said_of_all(text, packed, verdict):
 
 
 def test_the_command_writes_everything(tmp_path, monkeypatch, capsys):
-    found = {
+    actual = {
         "llama": {"model": "L", "dtype": "float64", "plain": {"one text": FINE, "packed": FINE}},
         "bamba": {"model": "B", "plain": {"one text": NO, "packed": NO}},
         "opt": {"not_built": "no reason"},
     }
-    monkeypatch.setattr(sweep.Ranks, "examine", lambda _, model_type, timeout: found[model_type])
-    command = ["families-context-parallel", "--types", ",".join(found), "--out", str(tmp_path)]
+    monkeypatch.setattr(sweep.Ranks, "examine", lambda _, model_type, timeout: actual[model_type])
+    command = ["families-context-parallel", "--types", ",".join(actual), "--out", str(tmp_path)]
     assert __main__.main(command) == 0
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     verdicts = {row["model_type"]: row["verdict"] for row in rows}
     assert verdicts == {"llama": EXACT, "bamba": REFUSED, "opt": NOT_BUILT}
-    told = (
+    shown = (
         "Of 3 types 2 could be built: 1 compute over ranks what one process does, 1 are refused in "
         "a sentence, none do anything else."
     )
-    assert told in capsys.readouterr().out
+    assert shown in capsys.readouterr().out
     report = (tmp_path / "report.md").read_text()
     assert "| exact | 1 | llama |" in report and "cab does not." in report
     assert (tmp_path / "figure.png").stat().st_size > 0

@@ -16,7 +16,14 @@ from cab_hf.eval.__main__ import main
 from cab_hf.eval.attention_time import AttentionClock
 from cab_hf.eval.experiment import render
 from cab_hf.eval.fidelity import Fidelity, Settings
-from cab_hf.eval.foresight import Reading, answered, distributions, divergence, foreseen, surprise
+from cab_hf.eval.foresight import (
+    TeacherForced,
+    answered,
+    distributions,
+    divergence,
+    greedy_match,
+    nll,
+)
 from cab_hf.eval.haystack import Haystack
 from cab_hf.eval.intervals import mean_interval, paired_difference
 from cab_hf.eval.methods import METHODS
@@ -26,8 +33,8 @@ from cab_hf.runs.log import read_log
 from cab_hf.runs.settings import read_settings, spelled
 
 LENGTH = 300
-SPARSE = ("query_block=32", "key_block=16", "mass=0.2", "bridges=0.0")
-SMALL = "query_block=32,key_block=16,mass=0.6"
+SPARSE = ("query_block=32", "key_block=16", "top_p=0.2", "top_k_share=0.0")
+SMALL = "query_block=32,key_block=16,top_p=0.6"
 FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
 
 
@@ -80,17 +87,17 @@ def answering(logits):
 def test_an_answer_is_right_when_all_its_tokens_are(said, right):
     # each token is said where the one before it stands
     model = answering(F.one_hot(torch.tensor([*said[1:], 0]), 20).float())
-    reading = Reading(tuple(range(8)), ((1, 4), (5, 7)))
-    assert foreseen(model, reading) == {"right": right}
+    reading = TeacherForced(tuple(range(8)), ((1, 4), (5, 7)))
+    assert greedy_match(model, reading) == {"right": right}
 
 
 def test_surprise_is_the_likelihood_of_the_second_half(monkeypatch):
     monkeypatch.setattr(foresight, "LOGITS_AT_ONCE", 3)
     logits = torch.randn(9, 20, generator=torch.Generator().manual_seed(0))
-    told = surprise(answering(logits), Reading(tuple(range(9)), ((4, 9),)))
+    result = nll(answering(logits), TeacherForced(tuple(range(9)), ((4, 9),)))
     likely = logits.log_softmax(-1)
-    assert told["count"] == 5
-    assert told["nll"] == pytest.approx(-sum(likely[i - 1, i].item() for i in range(4, 9)))
+    assert result["count"] == 5
+    assert result["nll"] == pytest.approx(-sum(likely[i - 1, i].item() for i in range(4, 9)))
 
 
 def test_divergence_by_hand():
@@ -99,13 +106,13 @@ def test_divergence_by_hand():
     KL([1/2, 1/4, 1/4] || [1/4, 1/2, 1/4]) = 1/2 log 2 - 1/4 log 2.
     """
     dense = torch.tensor([[2.0, 1, 1], [1, 1, 2]]).div(4).log()
-    found = torch.tensor([[1.0, 2, 1], [1, 1, 2]]).div(4).log()
-    told = divergence(found, dense, Reading((0, 1, 2), ((1, 3),)))
-    assert told["kl"] == pytest.approx(math.log(2) / 4)
-    assert (told["agree"], told["count"]) == (1, 2)
+    actual = torch.tensor([[1.0, 2, 1], [1, 1, 2]]).div(4).log()
+    result = divergence(actual, dense, TeacherForced((0, 1, 2), ((1, 3),)))
+    assert result["kl"] == pytest.approx(math.log(2) / 4)
+    assert (result["agree"], result["count"]) == (1, 2)
     # of what stands there, token 1 and token 2
-    assert told["nll"] == pytest.approx(math.log(2) + math.log(2))
-    assert divergence(dense, dense, Reading((0, 1, 2), ((1, 3),)))["kl"] == 0
+    assert result["nll"] == pytest.approx(math.log(2) + math.log(2))
+    assert divergence(dense, dense, TeacherForced((0, 1, 2), ((1, 3),)))["kl"] == 0
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
@@ -113,11 +120,11 @@ def test_what_follows_a_prompt_is_foreseen_as_in_one_pass(model_folder, chunk):
     model = Fidelity(Settings(model=str(model_folder), device="cpu")).model
     tokens = tuple(torch.randint(3, 60, (90,), generator=torch.Generator().manual_seed(0)).tolist())
     spans = ((50, 51), (60, 90))
-    whole = distributions(model, Reading(tokens, spans))
-    behind = distributions(model, Reading(tokens, spans, prompt=50), chunk)
-    torch.testing.assert_close(behind, whole, atol=1e-4, rtol=1e-4)
+    complete = distributions(model, TeacherForced(tokens, spans))
+    behind = distributions(model, TeacherForced(tokens, spans, prompt=50), chunk)
+    torch.testing.assert_close(behind, complete, atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="must be behind the prompt of 70; got 50"):
-        distributions(model, Reading(tokens, spans, prompt=70))
+        distributions(model, TeacherForced(tokens, spans, prompt=70))
 
 
 @pytest.mark.parametrize("chat", [None, CHAT], ids=["plain", "chat"])
@@ -184,9 +191,9 @@ def test_of_several_keys_one_is_asked_for(model_folder, tmp_path):
         pytest.param(["--documents", "0"], "documents must be at least 1", id="documents"),
         pytest.param(["--cab", "wide"], "cab: an assignment is field=value", id="cab"),
         pytest.param(["--cab", "wide="], "cab must be NAME=field=value", id="cab empty"),
-        pytest.param(["--cab", "=mass=0.5"], "cab must be NAME=field=value", id="cab nameless"),
+        pytest.param(["--cab", "=top_p=0.5"], "cab must be NAME=field=value", id="cab nameless"),
         pytest.param(["--cab", "wide=weight=3"], "no field 'weight'", id="cab field"),
-        pytest.param(["--cab", "wide=mass=3"], "mass", id="cab value"),
+        pytest.param(["--cab", "wide=top_p=3"], "top_p", id="cab value"),
         pytest.param(["--cab", "wide=no.json"], "a JSON file of CabConfig fields: ", id="cab file"),
         pytest.param(["--cab", "wide=b.json"], "JSON file of CabConfig", id="cab text"),
         pytest.param(["--cab", "wide=list.json"], "must be a dict of CabConfig", id="cab list"),
@@ -205,14 +212,14 @@ def test_bad_settings_are_refused_in_a_sentence(options, message, capsys, tmp_pa
 
 
 def test_configurations_are_told_apart(tmp_path):
-    plain, whole = tmp_path / "plain.json", tmp_path / "whole.json"
-    plain.write_text(json.dumps({"mass": 0.7}))
-    whole.write_text(json.dumps({"cab_config": CabConfig(mass=0.6).to_dict(), "other": 1}))
-    told = ("a=mass=0.8,dense_layers=(0,2),coarsen=mean", f"b={plain}", f"c={whole}")
-    settings = Settings(cab=told, set=("mass=0.5",))
+    plain, complete = tmp_path / "plain.json", tmp_path / "whole.json"
+    plain.write_text(json.dumps({"top_p": 0.7}))
+    complete.write_text(json.dumps({"cab_config": CabConfig(top_p=0.6).to_dict(), "other": 1}))
+    parts = ("a=top_p=0.8,dense_layers=(0,2),coarsen=mean", f"b={plain}", f"c={complete}")
+    settings = Settings(cab=parts, set=("top_p=0.5",))
     configs = settings.configs
     masses = {"cab": 0.5, "cab:a": 0.8, "cab:b": 0.7, "cab:c": 0.6}
-    assert {name: config.mass for name, config in configs.items()} == masses
+    assert {name: config.top_p for name, config in configs.items()} == masses
     assert (configs["cab:a"].dense_layers, configs["cab:a"].coarsen) == ((0, 2), "mean")
     assert {config.min_length for config in configs.values()} == {0}
     recorded = Fidelity(settings).recorded()
@@ -252,8 +259,8 @@ def test_the_command_writes_its_files(model_folder, tmp_path, book, capsys):
 
 
 def test_a_report_says_what_its_cascades_are():
-    own = {"mass": [[0.0]], "anchor_scores": "exact", "anchor_heads": "each"}
-    shared = {"mass": 1.0, "anchor_scores": "cab", "anchor_heads": "group"}
+    own = {"top_p": [[0.0]], "anchor_scores": "exact", "anchor_heads": "each"}
+    shared = {"top_p": 1.0, "anchor_scores": "cab", "anchor_heads": "group"}
     # as results hold them, with fields that have gone since
     configs = {
         "cab": {"max_density": 1.0},
@@ -279,7 +286,7 @@ def test_borders_are_read_beside_the_rest(model_folder, tmp_path, monkeypatch):
     assert full["perplexity_border"]["ratio"] == pytest.approx(1, abs=1e-5)
     assert cab["perplexity_border"]["ratio"] != pytest.approx(1, abs=1e-5)
     report = (tmp_path / "report.md").read_text()
-    assert "recall at borders [95 %]" in report and "perplexity at borders × dense" in report
+    assert "block-start recall [95 %]" in report and "block-start perplexity × dense" in report
 
 
 @pytest.mark.parametrize("probe", ["recall", "recall_border"])
@@ -292,7 +299,7 @@ def test_only_at_borders_nothing_behind_takes_part(model_folder, monkeypatch, pr
 
     def before(tokens, at):
         with measured.method(case).applied(measured.model):
-            return foresight._predictions(measured.model, Reading(tokens, ()), [at])
+            return foresight._predictions(measured.model, TeacherForced(tokens, ()), [at])
 
     changes = 0
     for at, _ in reading.spans:
@@ -342,19 +349,19 @@ def test_what_follows_a_prompt_is_held_against_dense(model_folder, tmp_path):
     rows = {row["method"]: row for row in results["rows"]}
     behind = {name: row["continuation"] for name, row in rows.items()}
     # an eighth of 900 tokens, of two documents
-    assert {found["tokens"] for found in behind.values()} == {2 * 112}
+    assert {result["tokens"] for result in behind.values()} == {2 * 112}
     assert (behind["dense"]["kl"], behind["dense"]["agreement"]) == (0, 1)
     assert "ratio" not in behind["dense"]
     assert behind["full"]["kl"] == pytest.approx(0, abs=1e-7)
     assert behind["full"]["ratio"] == pytest.approx(1, abs=1e-5)
     # a window behind which everything is gone
     assert behind["streaming"]["kl"] > behind["cab"]["kl"] > 10 * abs(behind["full"]["kl"])
-    for found in behind.values():
-        assert 0 <= found["kl_low"] <= max(found["kl"], 0) <= found["kl_high"]
+    for actual in behind.values():
+        assert 0 <= actual["kl_low"] <= max(actual["kl"], 0) <= actual["kl_high"]
     assert {row["asked"]["n"] for row in rows.values()} == {4}
     report = (tmp_path / "report.md").read_text()
     first = "| density | KL behind the prompt | agreement | perplexity behind the prompt × dense |"
-    assert first in report and "| asked behind the prompt |" in report
+    assert first in report and "| end-of-prompt recall |" in report
     assert "against dense: behind the prompt KL" in report and "(of the kernels alone " in report
 
 
@@ -380,7 +387,7 @@ def fidelity_stats(model):
 
 
 def test_a_killed_run_of_continuations_ends_as_a_whole_one(model_folder, tmp_path, monkeypatch):
-    whole = command(model_folder, tmp_path / "whole", *BEHIND)
+    complete = command(model_folder, tmp_path / "whole", *BEHIND)
     measure, calls = Fidelity.measure, []
 
     def counted(self, case):
@@ -392,7 +399,7 @@ def test_a_killed_run_of_continuations_ends_as_a_whole_one(model_folder, tmp_pat
     monkeypatch.setattr(Fidelity, "measure", counted)
     with pytest.raises(KeyboardInterrupt):
         command(model_folder, tmp_path / "killed", *BEHIND)
-    assert command(model_folder, tmp_path / "killed", *BEHIND)["rows"] == whole["rows"]
+    assert command(model_folder, tmp_path / "killed", *BEHIND)["rows"] == complete["rows"]
 
 
 def test_nothing_is_asked_where_no_keys_are(model_folder, tmp_path):
@@ -424,11 +431,11 @@ def test_layers_are_timed_apart_and_summed(model_folder):
     # one shape is measured once, and there are two layers
     assert dense == {"predict_ms": 0.0, "attend_ms": 2.0, "dense_ms": 2.0, "dense_kernel": "SDPA"}
     config = CabConfig(min_length=0, query_block=32, key_block=16)
-    told = clock.time(model, tokens, config)
-    assert (told["predict_ms"], told["attend_ms"], told["dense_ms"]) == (2 + 4, 3 + 5, 2)
+    result = clock.time(model, tokens, config)
+    assert (result["predict_ms"], result["attend_ms"], result["dense_ms"]) == (2 + 4, 3 + 5, 2)
     # an exact layer takes what dense attention does
-    told = clock.time(model, tokens, CabConfig(min_length=0, dense_layers=(0,)))
-    assert (told["predict_ms"], told["attend_ms"]) == (6, 1 + 7)
+    result = clock.time(model, tokens, CabConfig(min_length=0, dense_layers=(0,)))
+    assert (result["predict_ms"], result["attend_ms"]) == (6, 1 + 7)
     cascade = CabConfig(min_length=0, predictor="cascade", anchors=(0,))
     assert clock.time(model, tokens, cascade)["dense_ms"] == 2
     assert model.config._attn_implementation == "sdpa"
@@ -461,7 +468,7 @@ def test_every_method_is_read(model_folder, tmp_path):
 
 
 def test_a_killed_run_goes_on_and_grows(model_folder, tmp_path, monkeypatch, capsys):
-    whole = command(model_folder, tmp_path / "whole")
+    complete = command(model_folder, tmp_path / "whole")
     killed, calls, measure = tmp_path / "killed", [], Fidelity.measure
 
     def counted(self, case):
@@ -476,7 +483,7 @@ def test_a_killed_run_goes_on_and_grows(model_folder, tmp_path, monkeypatch, cap
     resumed = command(model_folder, killed)
     # 8 of 3 methods' 8 samples were measured
     assert len(calls) == 9 + 16
-    assert resumed["rows"] == whole["rows"]
+    assert resumed["rows"] == complete["rows"]
 
     grown = command(model_folder, killed, "--documents", "2", methods="dense")
     assert len(calls) == 25 + 4
@@ -490,10 +497,10 @@ def test_a_killed_run_goes_on_and_grows(model_folder, tmp_path, monkeypatch, cap
 # --- rows
 
 
-def sample(method, probe, index, text="noise", **found):
+def sample(method, probe, index, text="noise", **result):
     place = {"method": method, "text": text, "length": 8, "budget": None, "probe": probe}
     fixed = {"depth": None, "index": index, "fitted": None, "density": 1.0}
-    return {**place, **fixed, **found}
+    return {**place, **fixed, **result}
 
 
 def test_a_method_that_was_dense_attention_is_said_to_be():
@@ -502,8 +509,8 @@ def test_a_method_that_was_dense_attention_is_said_to_be():
         sample("cab", "recall", 0, right=[True], sparse_density=None),
         sample("cab:a", "recall", 0, right=[True], sparse_density=0.3, density=0.3),
     ]
-    *_, told = Fidelity.readings(Fidelity.rows(samples, {}))
-    assert told.startswith("No layer attended sparsely under cab at 8 tokens:")
+    *_, given = Fidelity.readings(Fidelity.rows(samples, {}))
+    assert given.startswith("No layer attended sparsely under cab at 8 tokens:")
     samples[1]["sparse_density"] = 0.2
     assert not any("sparsely" in each for each in Fidelity.readings(Fidelity.rows(samples, {})))
 
@@ -536,8 +543,8 @@ def test_rows_by_hand():
     assert [recall[name] for name in ("delta", "delta_low", "delta_high")] == list(expected)
     assert recall["ratio"] == pytest.approx(1 / 3)
     interval = map(math.exp, mean_interval([1.1, 2.3], [1.0, 2.0]))
-    found = [perplexity[name] for name in ("ratio", "ratio_low", "ratio_high")]
-    assert found == pytest.approx(list(interval))
+    actual = [perplexity[name] for name in ("ratio", "ratio_low", "ratio_high")]
+    assert actual == pytest.approx(list(interval))
     # one document has a ratio and no interval
     assert other["perplexity"]["ratio"] == pytest.approx(math.exp(0.1))
     assert "ratio_low" not in other["perplexity"]

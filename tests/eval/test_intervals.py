@@ -98,16 +98,16 @@ def test_student_quantile_by_table(level, freedom, quantile):
 def test_paired_interval_by_hand():
     # differences 0, 0.1, 0.2: mean 0.1, deviation 0.1, t(0.95, 2) = 4.302653
     spread = 4.302653 * 0.1 / math.sqrt(3)
-    found = intervals.mean_interval([0.5, 0.6, 0.9], [0.5, 0.5, 0.7], 0.95)
-    assert found == pytest.approx((0.1, 0.1 - spread, 0.1 + spread), abs=1e-5)
+    actual = intervals.mean_interval([0.5, 0.6, 0.9], [0.5, 0.5, 0.7], 0.95)
+    assert actual == pytest.approx((0.1, 0.1 - spread, 0.1 + spread), abs=1e-5)
 
 
 def test_ratio_of_two_samples_by_hand():
     # logarithms 0 and 0.2 beside 0 and 0: Welch's freedom is 1, whose t(0.975) is 12.7062
-    found = intervals.ratio_interval([1.0, math.exp(0.2)], [1.0, 1.0])
+    result = intervals.ratio_interval([1.0, math.exp(0.2)], [1.0, 1.0])
     reach = 12.7062 * 0.1
     expected = (0.1, 0.1 - reach, 0.1 + reach)
-    assert [math.log(x) for x in found] == pytest.approx(expected, abs=1e-5)
+    assert [math.log(x) for x in result] == pytest.approx(expected, abs=1e-5)
     assert intervals.ratio_interval([2.0, 2.0], [4.0, 4.0]) == (0.5, 0.5, 0.5)
 
 

@@ -10,13 +10,13 @@ import cab_hf
 from cab_hf.eval import methods
 from cab_hf.eval.methods import METHODS, Cell
 from cab_hf.plan import Spans
-from cab_hf.predictors import Call, attention_mass, baselines, make_predictor
+from cab_hf.predictors import LayerContext, attention_mass, baselines, make_predictor
 
 LENGTH = 600
 SMALL = cab_hf.CabConfig(min_length=0, query_block=32, key_block=16)
 CELL = Cell(SMALL, 0.4, LENGTH)
 # of the fit of top-p, whose density depends on the text; a share that pays for itself
-SHARED = replace(CELL, realised=lambda config: config.mass)
+SHARED = replace(CELL, realised=lambda config: config.top_p)
 MATCHED = [name for name, method in METHODS.items() if method.matched]
 
 
@@ -72,16 +72,16 @@ def test_block_mass_is_eager_attention_summed(length):
     q, k = random_qk(length)
     spans = Spans.causal(1, length, length, "cpu")
     mass = attention_mass.block_mass(q, k, spans, 0.25, 32, 16)
-    whole = eager_probabilities(q, k, 0.25)
+    complete = eager_probabilities(q, k, 0.25)
     expected = torch.stack(
         [
             torch.stack([part.sum((-1, -2)) for part in rows.split(16, -1)], -1)
-            for rows in whole.split(32, 2)
+            for rows in complete.split(32, 2)
         ],
         2,
     )
     torch.testing.assert_close(mass, expected)
-    torch.testing.assert_close(attention_mass.column_sums(q, k, spans, 0.25), whole.sum(2))
+    torch.testing.assert_close(attention_mass.column_sums(q, k, spans, 0.25), complete.sum(2))
 
 
 def test_antidiagonal_score_by_hand():
@@ -141,9 +141,9 @@ def test_vertical_slash_scores_are_those_of_eager_attention(length):
 @pytest.mark.parametrize("length", [33, 111, 320])
 def test_vertical_slash_sees_no_later_block(length):
     q, k = random_qk(length)
-    config = replace(SMALL, predictor="vertical_slash", sparsity=0.6, dense_tail=0)
+    config = replace(SMALL, predictor="vertical_slash", sparsity=0.6, dense_tail_blocks=0)
     spans = Spans.causal(1, length, length, "cpu")
-    plan = make_predictor(config)(q, k, Call(spans, 0.25))
+    plan = make_predictor(config)(q, k, LayerContext(spans, 0.25))
     plan.validate()
     keep = plan.to_dense()[0]
     rows, blocks = torch.arange(keep.shape[1]), torch.arange(keep.shape[2])
@@ -163,9 +163,11 @@ def test_rows_of_padding_attend_nothing():
 
 
 def test_streaming_keeps_sink_and_window_and_nothing_else():
-    config = replace(SMALL, predictor="streaming", sink_blocks=1, local_blocks=3, dense_tail=0)
+    config = replace(
+        SMALL, predictor="streaming", sink_blocks=1, local_blocks=3, dense_tail_blocks=0
+    )
     spans = Spans.causal(1, 320, 320, "cpu")
-    keep = make_predictor(config)(*random_qk(320), Call(spans, 0.25)).to_dense()
+    keep = make_predictor(config)(*random_qk(320), LayerContext(spans, 0.25)).to_dense()
     assert keep.shape == (1, 6, 10, 20)
     for row in range(10):
         newest = 2 * row + 1
@@ -175,7 +177,9 @@ def test_streaming_keeps_sink_and_window_and_nothing_else():
 
 
 def test_streaming_knows_what_its_window_reaches():
-    config = replace(SMALL, predictor="streaming", sink_blocks=1, local_blocks=4, dense_tail=0)
+    config = replace(
+        SMALL, predictor="streaming", sink_blocks=1, local_blocks=4, dense_tail_blocks=0
+    )
     streaming = methods.Streaming(config)
     # the question starts in the row of queries [288, 320), which keeps keys [0, 16) and [256, 320)
     assert streaming.reaches(320, 300, (10, 20))
@@ -184,17 +188,19 @@ def test_streaming_knows_what_its_window_reaches():
     # a question that starts a row earlier is asked with that row's window too
     assert streaming.reaches(320, 280, (200, 240))
     # and one of a tail reaches everything
-    assert methods.Streaming(replace(config, dense_tail=1)).reaches(320, 300, (16, 256))
+    assert methods.Streaming(replace(config, dense_tail_blocks=1)).reaches(320, 300, (16, 256))
 
 
 def test_random_is_the_same_again_and_differs_by_head_and_text():
     predictor = make_predictor(replace(SMALL, predictor="random", sparsity=0.7))
-    call = Call(Spans.causal(1, 640, 640, "cpu"), 0.25)
+    call = LayerContext(Spans.causal(1, 640, 640, "cpu"), 0.25)
     once = predictor(*random_qk(640, seed=1), call).to_dense()
     assert torch.equal(once, predictor(*random_qk(640, seed=1), call).to_dense())
     assert not torch.equal(once, predictor(*random_qk(640, seed=2), call).to_dense())
     assert not torch.equal(once[:, 0], once[:, 1])
-    longer = predictor(*random_qk(641), Call(Spans.causal(1, 641, 641, "cpu"), 0.25)).to_dense()
+    longer = predictor(
+        *random_qk(641), LayerContext(Spans.causal(1, 641, 641, "cpu"), 0.25)
+    ).to_dense()
     assert not torch.equal(once, longer[:, :, :20, :40])
 
 
@@ -207,7 +213,7 @@ def test_planted_mass_is_kept(name):
     q = q + direction
     k[:, :, planted * 16 : planted * 16 + 16] += 2 * direction
     config = replace(SMALL, predictor=name, sparsity=0.8)
-    call = Call(Spans.causal(1, length, length, "cpu"), 0.25)
+    call = LayerContext(Spans.causal(1, length, length, "cpu"), 0.25)
     keep = make_predictor(config)(q, k, call).to_dense()
     spare = slice(10, None)  # rows of 20 visible blocks and more, which keep 1 beyond the forced
     assert keep[:, :, spare, planted].all()
@@ -215,9 +221,9 @@ def test_planted_mass_is_kept(name):
 
 @pytest.mark.parametrize("name", ["random", "oracle", "antidiagonal", "vertical_slash"])
 def test_a_row_keeps_its_share_forced_blocks_counted(name):
-    config = replace(SMALL, predictor=name, sparsity=0.7, dense_tail=0, local_blocks=2)
+    config = replace(SMALL, predictor=name, sparsity=0.7, dense_tail_blocks=0, local_blocks=2)
     spans = Spans.causal(1, 640, 640, "cpu")
-    keep = make_predictor(config)(*random_qk(640), Call(spans, 0.25)).to_dense()
+    keep = make_predictor(config)(*random_qk(640), LayerContext(spans, 0.25)).to_dense()
     for row in range(20):
         visible = 2 * row + 2
         forced = min(visible, 3)
@@ -234,7 +240,7 @@ def test_single_queries_have_plans_too():
     for name in ("streaming", "random", "oracle", "antidiagonal", "vertical_slash"):
         kept = {} if name == "streaming" else {"sparsity": 0.5}
         config = replace(SMALL, predictor=name, **kept)
-        plan = make_predictor(config)(q[:, :, -1:], k, Call(spans, 0.25))
+        plan = make_predictor(config)(q[:, :, -1:], k, LayerContext(spans, 0.25))
         plan.validate()
         assert plan.to_dense()[0, :, 0, [0, 12]].all()
 
@@ -322,7 +328,7 @@ def test_matched_methods_realise_the_budget(name, budget, model, ids):
     # the published recipe has blocks of 64: fewer of them, and so coarser steps
     tolerance = 0.06 if name == "published" else 0.03
     # without what is forced at the end of so short a text
-    cell = replace(CELL, config=replace(CELL.config, dense_tail=0), budget=budget)
+    cell = replace(CELL, config=replace(CELL.config, dense_tail_blocks=0), budget=budget)
     cell = replace(cell, realised=methods.realised_on(model, ids[0].tolist()))
     with METHODS[name].fit(cell).applied(model) as densities:
         logits(model, ids)
@@ -337,7 +343,7 @@ def test_matched_methods_need_a_budget(name):
 
 def test_mean_pooled_is_fitted_by_mass_on_a_text():
     fitted = methods.MeanPooled.fit(SHARED).config
-    assert (fitted.mass, fitted.coarsen, fitted.bridges) == (0.4, "mean", 0)
+    assert (fitted.top_p, fitted.coarsen, fitted.top_k_share) == (0.4, "mean", 0)
     assert not fitted.curved
     with pytest.raises(ValueError, match="mean_pooled needs a cell that tells the density"):
         methods.MeanPooled.fit(CELL)

@@ -22,7 +22,7 @@ from cab_hf.runs.settings import read_settings, spelled
 
 LENGTH = 400
 METHODS = "dense,cab,published,streaming,random,antidiagonal,oracle,h2o"
-SPARSE = ("query_block=32", "key_block=16", "mass=0.2", "bridges=0.0")
+SPARSE = ("query_block=32", "key_block=16", "top_p=0.2", "top_k_share=0.0")
 
 
 @pytest.fixture(scope="module")
@@ -220,8 +220,8 @@ def test_decoded_text_is_scored(answer, correct):
             ["--filler", "text", "--haystack", "no.txt"], "a text file with filler", id="file"
         ),
         pytest.param(["--keys", "99"], "keys must be 1 to", id="keys"),
-        pytest.param(["--set", "mass"], "set: an assignment is field=value", id="assignment"),
-        pytest.param(["--set", "mass=3"], "mass", id="field value"),
+        pytest.param(["--set", "top_p"], "set: an assignment is field=value", id="assignment"),
+        pytest.param(["--set", "top_p=3"], "top_p", id="field value"),
         pytest.param(["--set", "weight=3"], "weight", id="field name"),
         pytest.param(["--lengths", "many"], "lengths: a length is a number of tokens", id="length"),
     ],
@@ -234,9 +234,9 @@ def test_bad_settings_are_refused_in_a_sentence(options, message, capsys):
 
 
 def test_settings_from_the_command_line_reach_cab():
-    chosen = Settings(set=("mass=0.5", "dense_layers=(0, 2)", "coarsen=mean"), stage="both")
+    chosen = Settings(set=("top_p=0.5", "dense_layers=(0, 2)", "coarsen=mean"), stage="both")
     config = chosen.cab_config
-    assert (config.mass, config.dense_layers, config.coarsen) == (0.5, (0, 2), "mean")
+    assert (config.top_p, config.dense_layers, config.coarsen) == (0.5, (0, 2), "mean")
     assert (config.min_length, config.sparse_decode) == (0, True)
     assert passkey.parse_depths("5") == (0, 0.25, 0.5, 0.75, 1)
     assert passkey.parse_depths("0.1,1") == (0.1, 1.0)
@@ -247,7 +247,7 @@ def test_settings_from_the_command_line_reach_cab():
 
 def test_the_command_writes_its_files(model_folder, tmp_path, capsys):
     # with a tail the question itself sees everything, outside of any window
-    results = command(model_folder, tmp_path, "--set", "dense_tail=0")
+    results = command(model_folder, tmp_path, "--set", "dense_tail_blocks=0")
     assert {path.name for path in tmp_path.iterdir()} == FILES
     rows = {row["method"]: row for row in results["rows"]}
     assert list(rows) == [*METHODS.split(","), "full", "no_needle"]
@@ -282,9 +282,9 @@ def test_the_report_is_made_from_the_files_alone(model_folder, tmp_path):
     assert {name: (tmp_path / name).read_bytes() for name in FILES} == before
     words = spelled(settings, Settings)
     assert words[words.index("--depths") + 1] == "3"
-    told = before["report.md"].decode()
-    assert f"python -m cab_hf.eval passkey {' '.join(words)}" in told
-    assert f"Config of cab: `{json.dumps(settings['cab_config'])}`" in told
+    result = before["report.md"].decode()
+    assert f"python -m cab_hf.eval passkey {' '.join(words)}" in result
+    assert f"Config of cab: `{json.dumps(settings['cab_config'])}`" in result
     assert settings["cab_config"]["min_length"] == 0
     # the model's folder is a path, which no result has
     words[words.index("--model") + 1] = str(model_folder)
@@ -303,7 +303,7 @@ def test_every_method_is_asked_the_same(model_folder, tmp_path):
 
 
 def test_a_killed_run_goes_on(model_folder, tmp_path, monkeypatch, capsys):
-    whole = command(model_folder, tmp_path / "whole", methods="dense,cab,random")
+    complete = command(model_folder, tmp_path / "whole", methods="dense,cab,random")
     killed = tmp_path / "killed"
     calls = []
     answer = passkey.Passkey.answer
@@ -322,7 +322,7 @@ def test_a_killed_run_goes_on(model_folder, tmp_path, monkeypatch, capsys):
     resumed = command(model_folder, killed, methods="dense,cab,random")
     # 4 were answered, 1 was cut off; the other 10 were left to do
     assert len(calls) == 5 + (15 - 4)
-    assert resumed["rows"] == whole["rows"]
+    assert resumed["rows"] == complete["rows"]
 
     command(model_folder, killed, methods="dense,cab,random")
     assert len(calls) == 16
@@ -416,8 +416,8 @@ def test_two_models_of_one_name_do_not_share_a_folder(model_folder, tmp_path, ca
     command(model_folder, out, "--controls", "0", methods="dense")
     before = (out / "samples.jsonl").read_bytes()
     assert start(other, out, "--controls", "0", methods="dense,cab") == 2
-    told = "made with model_sha256 '[0-9a-f]{64}', this run has '[0-9a-f]{64}'; give another"
-    assert re.search(told, capsys.readouterr().err)
+    output = "made with model_sha256 '[0-9a-f]{64}', this run has '[0-9a-f]{64}'; give another"
+    assert re.search(output, capsys.readouterr().err)
     assert (out / "samples.jsonl").read_bytes() == before
     assert start(same, out, "--controls", "0", methods="dense,cab") == 0
 
@@ -445,11 +445,11 @@ def test_a_method_that_was_dense_attention_is_said_to_be():
     settings = {"stage": "prefill", "filler": "noise"}
     for method in ("random", "published"):
         rows = Passkey.rows([*samples, sample(method, 1, True, sparse_density=None)], settings)
-        *_, told = Passkey.readings(rows)
-        assert told.startswith("No layer attended sparsely under cab at 8 tokens")
+        *_, given = Passkey.readings(rows)
+        assert given.startswith("No layer attended sparsely under cab at 8 tokens")
         # one of the samples of random was sparse
-        assert ("published at 8 tokens" in told) == (method == "published")
-        assert "random" not in told and "h2o" not in told and "dense at 8" not in told
+        assert ("published at 8 tokens" in given) == (method == "published")
+        assert "random" not in given and "h2o" not in given and "dense at 8" not in given
 
 
 def test_rows_by_hand():

@@ -65,13 +65,13 @@ def results(tmp_path):
 
 @pytest.mark.parametrize("name", COMMITTED)
 def test_a_section_holds_all_that_its_report_begins_with(name):
-    found = readme.read_results(RESULTS / name)
-    text = readme.section(found, [found])
-    whole = (RESULTS / name / "report.md").read_text()
-    title, table, said, *_ = whole.split("\n\n")
+    actual = readme.read_results(RESULTS / name)
+    text = readme.section(actual, [actual])
+    complete = (RESULTS / name / "report.md").read_text()
+    title, table, said, *_ = complete.split("\n\n")
     assert text.startswith(f"#{title}\n\n{table}\n\n{said}\n\n![")
-    assert text.split("```")[1] == whole.split("```")[1]
-    assert f"{found.provenance['device']}, torch " in text
+    assert text.split("```")[1] == complete.split("```")[1]
+    assert f"{actual.provenance['device']}, torch " in text
     links = re.findall(r"\]\(([^)]+)\)", text)
     assert [Path(link).name for link in links] == ["figure.png", "report.md"]
     assert all((RESULTS / link).is_file() for link in links)
@@ -83,9 +83,9 @@ def test_headings_say_what_varies(tmp_path):
     write(tmp_path / "a", rows, settings={"note": "no option"}, versions=both)
     # what grows, what is no option and lists are not told
     write(tmp_path / "b", rows, settings={"keys": 4, "methods": ["dense"], "depths": [0]})
-    found = [readme.read_results(tmp_path / name) for name in "ab"]
-    told = [readme.section(each, found).splitlines()[0] for each in found]
-    assert told == [
+    result = [readme.read_results(tmp_path / name) for name in "ab"]
+    shown = [readme.section(each, result).splitlines()[0] for each in result]
+    assert shown == [
         "## Passkey retrieval: keys 1, flash 4",
         "## Passkey retrieval: keys 4, no flash",
     ]
@@ -95,9 +95,9 @@ def test_runs_that_differ_in_nothing_short_go_by_their_folders(tmp_path):
     for name in "ab":
         write(tmp_path / name, [answers("dense", 0.9, 1.0)], settings={"methods": [name]})
     write(tmp_path / "c", [answers("dense", 0.9, 1.0)], settings={"keys": 4})
-    found = [readme.read_results(tmp_path / name) for name in "abc"]
-    told = [readme.section(each, found).splitlines()[0] for each in found]
-    assert told == [
+    result = [readme.read_results(tmp_path / name) for name in "abc"]
+    shown = [readme.section(each, result).splitlines()[0] for each in result]
+    assert shown == [
         "## Passkey retrieval: keys 1 (a)",
         "## Passkey retrieval: keys 1 (b)",
         "## Passkey retrieval: keys 4",
@@ -137,10 +137,10 @@ def test_the_table_of_the_readme_by_hand(results):
 
 
 def test_a_commit_whose_files_had_changed_is_shown_as_that(results):
-    found = readme.read_results(results / SPEED)
-    assert "commit fedcba9;" in f"{readme.source([found])};"
-    found.provenance["commit"] = "fedcba9876-dirty"
-    assert readme.source([found]).endswith("commit fedcba9-dirty")
+    result = readme.read_results(results / SPEED)
+    assert "commit fedcba9;" in f"{readme.source([result])};"
+    result.provenance["commit"] = "fedcba9876-dirty"
+    assert readme.source([result]).endswith("commit fedcba9-dirty")
 
 
 def test_a_page_made_anew_is_the_same(results):
@@ -202,18 +202,18 @@ def test_a_step_of_training_is_shown_beside_all_dense_ones(results):
         for name, ms, density in (("sdpa", 4000.0, 1.0), ("FA4", 3000.0, 1.0), ("cab", 2000.0, 0.2))
     ]
     write(results / readme.STEP, rows, experiment="speed lora")
-    told = readme.page_with_tables("<!-- table: lora -->\n<!-- end -->\n", results, "../")
-    assert "| tokens | sdpa s | FA4 s | cab s | × | at most | density |" in told
-    assert "| 4,096 | 4.00 | 3.00 | 2.00 | 1.50 | 2.00 | 0.20 |" in told
+    result = readme.page_with_tables("<!-- table: lora -->\n<!-- end -->\n", results, "../")
+    assert "| tokens | sdpa s | FA4 s | cab s | × | at most | density |" in result
+    assert "| 4,096 | 4.00 | 3.00 | 2.00 | 1.50 | 2.00 | 0.20 |" in result
     # seen from a folder further down
-    assert "more in [eval/results](../eval/results)." in told
+    assert "more in [eval/results](../eval/results)." in result
 
 
 def test_what_trainings_keep_is_bold_where_it_is_less_for_sure(results):
     def row(method, probes, share, low, high):
-        found = {"share": share, "low": low, "high": high, "value": 6.0}
+        result = {"share": share, "low": low, "high": high, "value": 6.0}
         place = {"method": method, "length": readme.TRAINED_TOKENS, "cost": 0.5}
-        return place | dict.fromkeys(probes, found)
+        return place | dict.fromkeys(probes, result)
 
     most, few = ("pass", "multi_key", "recall", "perplexity"), ("recall", "recall_border")
     kept = {"not at all": (0.0, 0.0, 0.1), "dense": (0.9, 0.8, 1.0), "cab": (0.7, 0.6, 0.85)}
@@ -224,16 +224,16 @@ def test_what_trainings_keep_is_bold_where_it_is_less_for_sure(results):
             rows = [row(method, few, 0.4, 0.3, 0.5) for method in methods]
             rows[0] = row("dense", few, 0.6, 0.55, 0.7)
             write(results / other, rows, experiment="fidelity")
-    told = readme.page_with_tables("<!-- table: trained -->\n<!-- end -->\n", results, "../")
+    result = readme.page_with_tables("<!-- table: trained -->\n<!-- end -->\n", results, "../")
     none, one, less = "**0.00 [0.00, 0.10]**", "0.70 [0.60, 0.85]", "0.40 [0.30, 0.50]"
-    assert f"| not at all | dense | 0.50 | {none} | {none} | {none} | – | 6.00 |" in told
+    assert f"| not at all | dense | 0.50 | {none} | {none} | {none} | – | 6.00 |" in result
     # of several folders the first that has it
     kept = f"{one} | {one} | {one} | **{less}** | 6.00 |"
-    assert f"| cab | calibrated to 0.22 | 0.50 | {kept}" in told
+    assert f"| cab | calibrated to 0.22 | 0.50 | {kept}" in result
     # bold beside dense training, or else beside dense reading
     cascade = f"| cab | a cascade of five anchors | 0.50 | – | – | **{less}** | **{less}** | – |"
-    assert cascade in told
-    assert told.count("\n| ") == 2 + 6
+    assert cascade in result
+    assert result.count("\n| ") == 2 + 6
     # what no folder has is refused
     rewrite(results, f"{readme.TRAINED}-borders")
     with pytest.raises(ValueError, match="must have one row of method cab:five"):
@@ -250,8 +250,8 @@ def test_the_longest_sequences_are_shown_beside_what_is_too_long(results):
     rows += [tried("sdpa", 6144, False), tried("sdpa", 8192, False)]
     rows += [tried("cab", 8192, True), tried("cab", 6144, True), tried("cab", 10240, False)]
     write(results / readme.LONGEST, rows, experiment="speed lora")
-    told = readme.page_with_tables("<!-- table: longest -->\n<!-- end -->\n", results, "../")
-    assert "| sdpa | 4,096 | 4.00 | 6,144 |\n| cab | 8,192 | 8.00 | 10,240 |\n\n" in told
+    result = readme.page_with_tables("<!-- table: longest -->\n<!-- end -->\n", results, "../")
+    assert "| sdpa | 4,096 | 4.00 | 6,144 |\n| cab | 8,192 | 8.00 | 10,240 |\n\n" in result
 
 
 def test_what_ranks_share_is_shown_with_what_it_takes(results):
@@ -264,9 +264,9 @@ def test_what_ranks_share_is_shown_with_what_it_takes(results):
     (step, _), (first, _) = readme.SHARED.values()
     write(results / step, rows, experiment="speed lora")
     write(results / first, [of("cab", 3000.0)], experiment="speed ttft")
-    told = readme.page_with_tables("<!-- table: dealt -->\n<!-- end -->\n", results, "../")
-    assert "| training step | 131,072 | 2 | 5.00 | 2.00 | 2.50 | 0.10 | 50.0 |\n" in told
-    assert "| first token | 131,072 | 2 | – | 3.00 | – | 0.10 | 50.0 |\n\n" in told
+    result = readme.page_with_tables("<!-- table: sharded -->\n<!-- end -->\n", results, "../")
+    assert "| training step | 131,072 | 2 | 5.00 | 2.00 | 2.50 | 0.10 | 50.0 |\n" in result
+    assert "| first token | 131,072 | 2 | – | 3.00 | – | 0.10 | 50.0 |\n\n" in result
 
 
 def test_a_step_over_ranks_is_shown_beside_one(results):
@@ -285,18 +285,18 @@ def test_a_step_over_ranks_is_shown_beside_one(results):
         {**step, "spread": "cp", "world": 2, "ms": None, "tokens_s": None, "efficiency": None},
     ]
     write(results / readme.SPREAD, rows, experiment="speed lora")
-    told = readme.page_with_tables("<!-- table: spread -->\n<!-- end -->\n", results, "../")
-    assert "| 32,768 | 1 | alone | cab | 4.00 | 8,192 | 100 % |\n" in told
+    result = readme.page_with_tables("<!-- table: spread -->\n<!-- end -->\n", results, "../")
+    assert "| 32,768 | 1 | alone | cab | 4.00 | 8,192 | 100 % |\n" in result
     # in the order of ranks, whatever was measured first
     more = "| 32,768 | 2 | ddp | cab | 5.00 | 6,554 | 80.0 % |\n| 32,768 | 4 | ddp | cab | 8.00 |"
-    assert more in told
+    assert more in result
 
 
 def ranked(scheme, world, efficiency, **more):
     """A row of context parallelism."""
     row = {"scheme": scheme, "world": world, "length": 65536, "direction": "forward+backward"}
-    found = {"efficiency": efficiency, "ms": None, "density": None, "shape": "llama3-8b"}
-    return {**row, "measured": True, **found, **more}
+    result = {"efficiency": efficiency, "ms": None, "density": None, "shape": "llama3-8b"}
+    return {**row, "measured": True, **result, **more}
 
 
 def test_context_parallelism_is_shown_where_it_was_measured(results):
@@ -311,17 +311,19 @@ def test_context_parallelism_is_shown_where_it_was_measured(results):
     ]
     made = {"experiment": "speed context-parallel"}
     write(results / readme.PARALLEL, rows, **made)
-    told = readme.page_with_tables(page, results).split(marker)[1]
-    assert told.startswith("| heads of | tokens | ranks | pass | ring | grouped | density |")
-    assert "| llama3-8b | 65,536 | 8 | forward+backward | – | 87.5 % | – |\n" in told
-    assert "| llama3-8b | 65,536 | 8 | forward | – | 50.0 % | – |\n\n" in told
+    result = readme.page_with_tables(page, results).split(marker)[1]
+    assert result.startswith("| heads of | tokens | ranks | pass | ring | grouped | density |")
+    assert "| llama3-8b | 65,536 | 8 | forward+backward | – | 87.5 % | – |\n" in result
+    assert "| llama3-8b | 65,536 | 8 | forward | – | 50.0 % | – |\n\n" in result
     # longer texts stand below, in the same columns, and beside CAB what it spares
     longer = {"direction": "forward", "length": 131072}
     rows = [ranked("grouped", 2, 1.0, ms=30.0, **longer)]
     rows.append(ranked("grouped+cab", 2, 0.75, ms=4.0, density=0.1, **longer))
     write(results / readme.PARALLELS[1], rows, **made)
-    told = readme.page_with_tables(page, results).split(marker)[1]
-    assert "| llama3-8b | 131,072 | 2 | forward | – | 100 % | 0.10 | 75.0 % | 7.50 × |\n\n" in told
+    result = readme.page_with_tables(page, results).split(marker)[1]
+    assert (
+        "| llama3-8b | 131,072 | 2 | forward | – | 100 % | 0.10 | 75.0 % | 7.50 × |\n\n" in result
+    )
 
 
 # --- what is refused
@@ -332,9 +334,9 @@ def drop(results, name):
 
 
 def rewrite(results, name, **made):
-    found = readme.read_results(results / name)
-    provenance = {k: v for k, v in {**found.provenance, **made}.items() if v is not None}
-    report.write_results(results / name, found.rows[:1], provenance)
+    result = readme.read_results(results / name)
+    provenance = {k: v for k, v in {**result.provenance, **made}.items() if v is not None}
+    report.write_results(results / name, result.rows[:1], provenance)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def refused(folder, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("command", SMALL)
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         pytest.param("--model no/such/model", "model 'no/such/model' is not here", id="model"),
         pytest.param("--model folder", "model 'folder' cannot be loaded", id="no model"),
@@ -79,7 +79,7 @@ def refused(folder, tmp_path, capsys, monkeypatch):
         ),
         pytest.param("--LENGTH 1e3", "a length is a number of tokens", id="not whole"),
         pytest.param("--set mas=1", "mas", id="field"),
-        pytest.param("--set mass=9", "mass", id="field value"),
+        pytest.param("--set top_p=9", "top_p", id="field value"),
         pytest.param("--set engine=magic", "CabConfig.engine is 'magic'", id="engine"),
         pytest.param("--set predictor=magic", "CabConfig.predictor is 'magic'", id="predictor"),
         pytest.param("--settings broken.yaml", "settings must be a YAML file", id="YAML"),
@@ -93,8 +93,8 @@ def refused(folder, tmp_path, capsys, monkeypatch):
         pytest.param("--trust-remote-code maybe", "it is turned on by its name", id="flag"),
     ],
 )
-def test_of_a_model_and_a_run(refused, command, words, told):
-    assert told in refused(command, words.replace("LENGTH", LENGTH[command]))
+def test_of_a_model_and_a_run(refused, command, words, message):
+    assert message in refused(command, words.replace("LENGTH", LENGTH[command]))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_of_a_model_and_a_run(refused, command, words, told):
     ],
 )
 @pytest.mark.parametrize(
-    ("file", "told"),
+    ("file", "message"),
     [
         pytest.param("binary", "UTF-8 text; got 'binary' (not UTF-8)", id="binary"),
         pytest.param("zeros", "UTF-8 text; got 'zeros' (binary)", id="zeros"),
@@ -116,12 +116,12 @@ def test_of_a_model_and_a_run(refused, command, words, told):
         pytest.param("none.txt", "must be", id="no file"),
     ],
 )
-def test_of_a_text(refused, command, words, file, told):
-    assert told in refused(command, f"{words} {file}")
+def test_of_a_text(refused, command, words, file, message):
+    assert message in refused(command, f"{words} {file}")
 
 
 @pytest.mark.parametrize(
-    ("command", "words", "told"),
+    ("command", "words", "message"),
     [
         pytest.param("passkey", "--samples -1", "samples must be at least 1", id="samples"),
         pytest.param("passkey", "--methods magic", "methods must be names of", id="method"),
@@ -143,18 +143,18 @@ def test_of_a_text(refused, command, words, file, told):
         pytest.param("speed predictor", "--device cpu --dtype int8", "dtype must be", id="dtype"),
     ],
 )
-def test_of_one_command(refused, command, words, told):
-    assert told in refused(command, words)
+def test_of_one_command(refused, command, words, message):
+    assert message in refused(command, words)
 
 
 @pytest.mark.parametrize(
-    ("op", "words", "told"),
+    ("op", "words", "message"),
     [
         ("predictor", "--lengths 0", "lengths must be numbers of tokens"),
         ("predictor", "--heads 6 --kv-heads 4", "a multiple of kv_heads=4"),
         ("predictor", "--batch 0", "batch must be at least 1"),
         ("predictor", "--dtype int8", "dtype must be one of bfloat16"),
-        ("predictor", "--config mass=3", "CabConfig.mass is 3"),
+        ("predictor", "--config top_p=3", "CabConfig.top_p is 3"),
         ("predictor", "--config weight=3", "no field 'weight'"),
         ("attention", "--directions sideways", "directions must be out of forward"),
         ("attention", "--engines steam", "engines must be out of reference"),
@@ -181,7 +181,7 @@ def test_of_one_command(refused, command, words, told):
         (
             "lora",
             "--spread cp --implementations sdpa",
-            "implementations must be some of cab, cab_dense where a sequence is dealt out",
+            "implementations must be some of cab, cab_dense where a sequence is sharded",
         ),
         ("lora", "--multiple 0", "multiple must be at least 1"),
         (
@@ -199,8 +199,8 @@ def test_of_one_command(refused, command, words, told):
         ("context-parallel", "--device cpu:0", "device must be cuda or cpu"),
     ],
 )
-def test_of_a_speed_op(refused, op, words, told):
-    assert told in refused(f"speed {op}", f"--device cpu {words}")
+def test_of_a_speed_op(refused, op, words, message):
+    assert message in refused(f"speed {op}", f"--device cpu {words}")
 
 
 @pytest.mark.parametrize(
@@ -256,8 +256,8 @@ def test_a_length_beyond_the_positions_is_refused_with_what_is_written_behind(tm
     )
     GPT2LMHeadModel(shape).save_pretrained(tmp_path / "gpt2")
     tokenizer.save_pretrained(tmp_path / "gpt2")
-    told = "lengths must be at most 292, as far as the positions"
-    assert told in refused("passkey", "--lengths 293", model=str(tmp_path / "gpt2"))
+    shown = "lengths must be at most 292, as far as the positions"
+    assert shown in refused("passkey", "--lengths 293", model=str(tmp_path / "gpt2"))
 
 
 def test_lengths_up_to_the_positions_are_not_refused(tmp_path):

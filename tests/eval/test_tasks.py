@@ -21,12 +21,12 @@ from cab_hf.eval.harness import refuse_misspelt
 from cab_hf.eval.haystack import Haystack
 from cab_hf.needles import NOISE, split_sentences
 from cab_hf.runs.models import smollm2_folder
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import UsageError
 
 LENGTHS = [300, 450]
 LONGER = (650, 700)  # room for the twelve keys of cab_recall
 NAMES = ["cab_passkey", "cab_passkey_multi", "cab_recall"]
-SPARSE = (*("query_block=32", "key_block=16", "min_length=0"), *("mass=0.2", "engine=reference"))
+SPARSE = (*("query_block=32", "key_block=16", "min_length=0"), *("top_p=0.2", "engine=reference"))
 MAKERS = {"passkey_documents": {"keys": 2}, "recall_documents": {"keys": 3, "documents": 2}}
 
 
@@ -73,20 +73,20 @@ def test_tasks_are_files_that_find_their_functions(name, utils):
 
 def test_passkey_is_asked_as_the_command_asks_it(utils, folder):
     asked = {"max_seq_lengths": LENGTHS, "samples": 7, "keys": 4, "seed": 3}
-    found = utils.passkey_documents(**asked, pretrained=folder, dtype="float32", mass=0.5)
+    result = utils.passkey_documents(**asked, pretrained=folder, dtype="float32", top_p=0.5)
     hay = Haystack(make_tokenizer(), keys=4)
     places = [(depth, 0) for depth in passkey.parse_depths("5")] + [(0.0, 1), (0.25, 1)]
     expected = [hay.prompt(length, *place, seed=3) for place in places for length in LENGTHS]
-    assert [(d["text"], d["key"]) for d in found] == [(p.text, p.key) for p in expected]
+    assert [(d["text"], d["key"]) for d in result] == [(p.text, p.key) for p in expected]
     generation = read_task("cab_passkey.yaml", utils)["generation_kwargs"]
     assert generation["max_gen_toks"] == passkey.ANSWER_TOKENS
     assert generation["do_sample"] is False
 
 
 def test_recall_asks_for_every_key_behind_its_statement(utils, folder):
-    found = utils.recall_documents(max_seq_lengths=[300], documents=2, keys=3, pretrained=folder)
-    assert [document["index"] for document in found] == [0, 0, 0, 1, 1, 1]
-    for document in found:
+    result = utils.recall_documents(max_seq_lengths=[300], documents=2, keys=3, pretrained=folder)
+    assert [document["index"] for document in result] == [0, 0, 0, 1, 1, 1]
+    for document in result:
         digits = document["key"].replace(" ", "")
         assert len(digits) == 5 and digits.isdigit()
         text = document["text"].replace(" ", "")
@@ -94,7 +94,7 @@ def test_recall_asks_for_every_key_behind_its_statement(utils, folder):
         assert text.count(digits) == 2
         assert "saidabove,thepasskeyfor" in text[-40:] and text.endswith("is")
     # documents differ, and what they are asked for as well
-    assert len({document["key"] for document in found}) == 6
+    assert len({document["key"] for document in result}) == 6
 
 
 @pytest.mark.parametrize("text", [None, TEXT], ids=["noise", "text"])
@@ -112,8 +112,8 @@ def test_recall_is_read_as_it_was_measured(model, keys, text, utils, tmp_path):
     given = {"keys": keys, "documents": 1, "max_seq_lengths": [900], "haystack": file}
     tokenizer = AutoTokenizer.from_pretrained(folder)
     made = recall_document(tokenizer, sentences, 900, keys, 0)
-    found = utils.recall_documents(**given, pretrained=folder)
-    for document, (start, end) in zip(found, made.answers, strict=True):
+    actual = utils.recall_documents(**given, pretrained=folder)
+    for document, (start, end) in zip(actual, made.answers, strict=True):
         assert document["key"] == tokenizer.decode(made.tokens[start:end])
         assert len(document["key"].strip()) == 5 and (model == "merging" or end - start == 5)
         read = tokenizer(document["text"] + document["key"])["input_ids"]
@@ -123,9 +123,9 @@ def test_recall_is_read_as_it_was_measured(model, keys, text, utils, tmp_path):
 @pytest.mark.parametrize(("maker", "given"), MAKERS.items(), ids=MAKERS)
 def test_documents_are_made_again_alike(maker, given, utils, folder, tmp_path):
     make, given = getattr(utils, maker), {"max_seq_lengths": LENGTHS, "pretrained": folder, **given}
-    found = make(**given)
-    assert make(**given) == found
-    assert make(**given, seed=1) != found
+    actual = make(**given)
+    assert make(**given) == actual
+    assert make(**given, seed=1) != actual
     file = tmp_path / "book.txt"
     file.write_text(TEXT)
     for document in make(**given, haystack=str(file)):
@@ -135,19 +135,19 @@ def test_documents_are_made_again_alike(maker, given, utils, folder, tmp_path):
 
 @pytest.mark.parametrize(("maker", "given"), MAKERS.items(), ids=MAKERS)
 def test_lengths_are_kept_and_take_turns(maker, given, utils, folder):
-    found = getattr(utils, maker)(max_seq_lengths=LENGTHS, tokenizer=folder, **given)
-    assert [document["length"] for document in found] == LENGTHS * (len(found) // 2)
+    actual = getattr(utils, maker)(max_seq_lengths=LENGTHS, tokenizer=folder, **given)
+    assert [document["length"] for document in actual] == LENGTHS * (len(actual) // 2)
     # a key repeated early in the second half is asked for with half of the document
     least = 0.98 if maker == "passkey_documents" else 0.5
-    for document in found:
+    for document in actual:
         tokens = len(make_tokenizer()(document["text"])["input_ids"])
         assert least * document["length"] < tokens <= document["length"]
 
 
 def test_how_much_there_is_by_default(utils, folder):
     for make, keys, number in ((utils.passkey_documents, 1, 20), (utils.recall_documents, 12, 48)):
-        found = make(keys=keys, pretrained=folder)
-        assert [document["length"] for document in found] == [4096] * number
+        result = make(keys=keys, pretrained=folder)
+        assert [document["length"] for document in result] == [4096] * number
 
 
 @pytest.mark.parametrize(
@@ -176,8 +176,8 @@ def test_a_tokenizer_is_needed(utils):
         pytest.param(["--", "--tasks", "x"], ["--tasks", "x"], id="two dashes"),
         pytest.param(["--model_args", "pretrained=gpt2"], None, id="another model"),
         pytest.param(
-            ["-a", "dtype=float32,pretrained=smollm2,mass=0.8"],
-            ["-a", "dtype=float32,pretrained=HERE,mass=0.8"],
+            ["-a", "dtype=float32,pretrained=smollm2,top_p=0.8"],
+            ["-a", "dtype=float32,pretrained=HERE,top_p=0.8"],
             id="smollm2",
         ),
         pytest.param(
@@ -206,9 +206,9 @@ def test_tasks_of_ones_own_take_the_place_of_ours(given):
 
 
 def test_a_misspelt_argument_of_the_model_is_refused():
-    known = {"mass", "min_length", "max_length", "batch_size"}
-    refuse_misspelt(["mass", "batch_size", "attn_implementation", "rope_theta", "dtype"], known)
-    for typed, meant in (("masss", "mass"), ("min_lenght", "min_length")):
+    known = {"top_p", "min_length", "max_length", "batch_size"}
+    refuse_misspelt(["top_p", "batch_size", "attn_implementation", "rope_theta", "dtype"], known)
+    for typed, meant in (("top_pp", "top_p"), ("min_lenght", "min_length")):
         with pytest.raises(ValueError, match=f"model_args has '{typed}'; did you mean '{meant}'"):
             refuse_misspelt(["dtype", typed], known)
 
@@ -216,8 +216,8 @@ def test_a_misspelt_argument_of_the_model_is_refused():
 def test_without_lm_eval_a_sentence_names_the_extra(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert harness.main(["--tasks", "cab_passkey"]) == 2
-    (told,) = capsys.readouterr().err.splitlines()
-    assert "pip install 'cab_hf[harness]'" in told
+    (given,) = capsys.readouterr().err.splitlines()
+    assert "pip install 'cab_hf[harness]'" in given
 
 
 def test_help_says_how_cab_is_chosen(capsys):
@@ -233,9 +233,9 @@ def test_fields_of_the_config_are_no_arguments_of_hf():
 
 def test_scores_of_dense_attention_are_refused_under_the_name_of_cab():
     model = tiny_model()
-    apply_cab(model, SMALL, min_length=100, mass=0.4)
+    apply_cab(model, SMALL, min_length=100, top_p=0.4)
     model(tokens(1, 90))
-    with pytest.raises(Refused, match="no layer attended sparsely.*min_length=100 tokens"):
+    with pytest.raises(UsageError, match="no layer attended sparsely.*min_length=100 tokens"):
         harness.what_was_attended(model)
     remove_cab(model)
     assert harness.what_was_attended(model) == {}
@@ -243,10 +243,10 @@ def test_scores_of_dense_attention_are_refused_under_the_name_of_cab():
 
 def test_config_and_density_are_told_beside_the_scores(capsys):
     model = tiny_model()
-    config = CabConfig.from_dict(apply_cab(model, SMALL, mass=0.4).config.cab_config)
+    config = CabConfig.from_dict(apply_cab(model, SMALL, top_p=0.4).config.cab_config)
     model(tokens(1, 300))
-    told = harness.what_was_attended(model)
-    assert told["cab_config"] == config.to_dict() and 0 < told["cab_density"] < 1
+    result = harness.what_was_attended(model)
+    assert result["cab_config"] == config.to_dict() and 0 < result["cab_density"] < 1
     line = capsys.readouterr().out
     assert line.startswith("cab: 3 of 3 layers attended sparsely, density 0.")
     assert json.loads(line.partition("config ")[2]) == json.loads(json.dumps(config.to_dict()))
@@ -268,8 +268,8 @@ def run(out, folder, model, arguments):
         (file,) = out.rglob(f"samples_{name}_2*.jsonl")
         samples[name] = [json.loads(line) for line in file.read_text().splitlines()]
     content = json.loads(results.read_text())
-    told = {"cab_config", "cab_density"} & content["config"].keys()
-    assert len(told) == (2 if model == "cab" else 0)
+    fields = {"cab_config", "cab_density"} & content["config"].keys()
+    assert len(fields) == (2 if model == "cab" else 0)
     return content["results"], samples
 
 
@@ -298,8 +298,8 @@ def test_lm_eval_gives_every_length_an_accuracy_with_its_error(runs):
     for results, samples in runs.values():
         assert [len(samples[name]) for name in NAMES] == [6, 6, 24]
         for name in NAMES:
-            told = {key.split(",")[0] for key in results[name] if "_stderr" not in key}
-            assert {metric for metric in told if metric.isdigit()} == {"650", "700"}
+            fields = {key.split(",")[0] for key in results[name] if "_stderr" not in key}
+            assert {metric for metric in fields if metric.isdigit()} == {"650", "700"}
             for length in LONGER:
                 assert 0 <= results[name][f"{length},none"] <= 1
                 assert isinstance(results[name][f"{length}_stderr,none"], float)

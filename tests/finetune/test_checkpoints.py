@@ -17,7 +17,7 @@ from torch import nn
 from cab_hf.finetune import checkpoints
 from cab_hf.finetune.checkpoints import Checkpoints, asked_to_stop
 from cab_hf.runs.log import LogError
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import UsageError
 
 
 class Killed(BaseException):
@@ -138,8 +138,8 @@ def test_whichever_library_finds_the_disk_full_the_sentence_is_the_same(kept, pa
     given = [large if part == name else small for name in ("shared", "mine")]
     with no_file_above(100_000), pytest.raises(LogError) as refusal:
         kept.save(2, *given, write_adapter)
-    told = f"{kept.folder / 'step-00000002'} cannot be written ("
-    assert str(refusal.value).startswith(told)
+    shown = f"{kept.folder / 'step-00000002'} cannot be written ("
+    assert str(refusal.value).startswith(shown)
     assert str(refusal.value).endswith("too large); make room there or give another --out.")
     assert names(kept) == [".step-00000002.partial", "step-00000001"]
     save(kept, 2)
@@ -157,7 +157,9 @@ def test_what_is_no_error_of_the_disk_stays_what_it_is(kept):
 def test_another_number_of_processes_is_refused(kept):
     folder = save(kept, 1)
     more = Checkpoints(kept.folder, 0, 2, lambda: None)
-    with pytest.raises(Refused, match="was made by 1 processes and this run has 2; start as many"):
+    with pytest.raises(
+        UsageError, match="was made by 1 processes and this run has 2; start as many"
+    ):
         more.load(folder)
 
 
@@ -200,12 +202,12 @@ def test_a_damaged_checkpoint_is_refused(kept, file, change):
         (folder / file).unlink()
     else:
         (folder / file).write_bytes(change((folder / file).read_bytes()))
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(UsageError) as refusal:
         kept.load(kept.newest())
-    told = str(refusal.value)
-    assert told.startswith(f"checkpoint step-00000002 cannot be read ({file}")
-    assert told.endswith("); take it away, and the run goes on from the one before.")
-    assert "weights_only" not in told and len(told.splitlines()) == 1
+    result = str(refusal.value)
+    assert result.startswith(f"checkpoint step-00000002 cannot be read ({file}")
+    assert result.endswith("); take it away, and the run goes on from the one before.")
+    assert "weights_only" not in result and len(result.splitlines()) == 1
     shutil.rmtree(folder)
     assert kept.load(kept.newest())[0]["step"] == 1
 
@@ -262,5 +264,5 @@ def test_a_checkpoint_of_other_parameters_is_refused():
     model, _ = trainer()
     saved = checkpoints.parameters_of(model)
     model[0].bias.requires_grad_(True)
-    with pytest.raises(Refused, match="trains other parameters .0.bias is one of 1."):
+    with pytest.raises(UsageError, match="trains other parameters .0.bias is one of 1."):
         checkpoints.load_parameters(model, saved)

@@ -18,7 +18,7 @@ import cab_hf
 from cab_hf.finetune import data, sources
 from cab_hf.finetune.data import Ahead, Packed, held_out, make_source
 from cab_hf.needles import NAMES
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import UsageError
 
 EXACT = {"atol": 2e-5, "rtol": 1e-4}
 TOKENIZER = make_tokenizer()
@@ -77,9 +77,9 @@ def firsts(packed, count):
     return list(islice(packed, count))
 
 
-def assert_same(found, expected):
-    assert len(found) == len(expected) > 0
-    for one, other in zip(found, expected, strict=True):
+def assert_same(actual, expected):
+    assert len(actual) == len(expected) > 0
+    for one, other in zip(actual, expected, strict=True):
         assert one.keys() == other.keys()
         for name in one:
             assert torch.equal(one[name], other[name]), name
@@ -130,11 +130,11 @@ def test_documents_stand_one_behind_the_other(length, expected):
     source = in_memory(["a b c d e", "f g", "h i j k l m n o"], shuffle=False)
     packed = Packed(tokenizer, [(source, 1.0)], length, 0, hold_out=0)
     for ids, positions, labels in expected:
-        found = next(packed)
-        assert spelled(tokenizer, found["input_ids"]) == ids
-        assert "".join(map(str, found["position_ids"].tolist())) == positions
-        assert spelled(tokenizer, found["labels"]) == labels
-        assert {x.dtype for x in found.values()} == {torch.int64}
+        result = next(packed)
+        assert spelled(tokenizer, result["input_ids"]) == ids
+        assert "".join(map(str, result["position_ids"].tolist())) == positions
+        assert spelled(tokenizer, result["labels"]) == labels
+        assert {x.dtype for x in result.values()} == {torch.int64}
 
 
 def test_every_token_is_learnt_once():
@@ -155,8 +155,8 @@ def test_special_tokens_begin_a_text_and_not_its_rest():
     )
     source = in_memory(["a b c d", "e f"], shuffle=False)
     packed = Packed(tokenizer, [(source, 1)], 4, 0, hold_out=0)
-    found = [spelled(tokenizer, item["input_ids"]) for item in firsts(packed, 3)]
-    assert found == ["zabc", "d.ze", "f.za"]
+    actual = [spelled(tokenizer, item["input_ids"]) for item in firsts(packed, 3)]
+    assert actual == ["zabc", "d.ze", "f.za"]
 
 
 # --- what documents mean to a model
@@ -180,12 +180,12 @@ def test_packed_documents_answer_as_they_do_alone(implementation):
         ids, positions = item["input_ids"], item["position_ids"]
         starts = (positions == 0).nonzero()[:, 0].tolist()
         assert len(starts) > 2
-        found = logits(ids, positions)
+        actual = logits(ids, positions)
         for start, end in zip(starts, [*starts[1:], 150], strict=True):
             alone = logits(ids[start:end], torch.arange(end - start))
-            torch.testing.assert_close(found[start:end], alone, **EXACT)
+            torch.testing.assert_close(actual[start:end], alone, **EXACT)
         # as one document they are another text
-        assert not torch.allclose(logits(ids, torch.arange(150))[-1], found[-1], atol=1e-2)
+        assert not torch.allclose(logits(ids, torch.arange(150))[-1], actual[-1], atol=1e-2)
 
 
 # --- shares
@@ -206,7 +206,7 @@ def test_sources_have_their_shares_of_the_tokens():
 @pytest.mark.parametrize("share", [0.3, 0.0], ids=["text beside", "no text beside"])
 def test_synthetic_documents_are_never_cut(share):
     mixed = [(in_memory(texts_of(20)), share), (make_source(RETRIEVAL), 0.7)]
-    whole, padded = 0, 0
+    complete, padded = 0, 0
     for item in firsts(Packed(TOKENIZER, mixed, 300, 0), 12):
         ids, positions, labels = (item[name].tolist() for name in item)
         starts = [at for at, position in enumerate(positions) if position == 0]
@@ -214,12 +214,12 @@ def test_synthetic_documents_are_never_cut(share):
         begins = [at for at in starts if TOKENIZER.decode(ids[at : at + 3]) == "There is an"]
         begins += [at for at in starts if TOKENIZER.decode(ids[at : at + 2]) == "There are"]
         assert [sizes[at] for at in begins] == [260] * len(begins)
-        whole += len(begins)
+        complete += len(begins)
         if not share:
             padded += 1
             assert labels[260:] == [data.IGNORED] * 40
             assert ids[260:] == [TOKENIZER.pad_token_id] * 40
-    assert whole >= 8
+    assert complete >= 8
     assert padded == (0 if share else 12)
 
 
@@ -314,11 +314,11 @@ def test_the_order_does_not_depend_on_the_world(world):
 
 def test_asking_for_the_place_changes_nothing():
     asked, unasked = (Packed(TOKENIZER, mixed(), 280, 0, rank=1, world=3) for _ in range(2))
-    found = []
+    actual = []
     for _ in range(5):
-        found.append(next(asked))
+        actual.append(next(asked))
         asked.state_dict()
-    assert_same(found, firsts(unasked, 5))
+    assert_same(actual, firsts(unasked, 5))
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -342,7 +342,7 @@ def test_what_goes_wrong_ahead_is_raised_where_it_is_read():
     source = sources.TextSource("memory", numbers, "text", shuffle=False)
     ahead = Ahead(Packed(TOKENIZER, [(source, 1)], 90, 0, hold_out=0))
     for _ in range(2):
-        with pytest.raises(Refused, match="must hold text; document 0 has 9"):
+        with pytest.raises(UsageError, match="must hold text; document 0 has 9"):
             next(ahead)
 
 
@@ -352,8 +352,8 @@ def test_what_goes_wrong_ahead_is_raised_where_it_is_read():
 def numbers_in(items):
     """The numbers of documents, four digits, that these sequences hold one behind the other."""
     ids = torch.cat([item["input_ids"] for item in items])
-    found = re.findall(r"(?<!\d )(\d \d \d \d)(?! \d)", TOKENIZER.decode(ids))
-    return {number.replace(" ", "") for number in found}
+    match = re.findall(r"(?<!\d )(\d \d \d \d)(?! \d)", TOKENIZER.decode(ids))
+    return {number.replace(" ", "") for number in match}
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -426,8 +426,8 @@ def test_names_of_the_hub_are_loaded_by_datasets(monkeypatch):
     ((args, options),) = asked
     assert args == ("someone/books", "small")
     assert options == {"split": "validation", "streaming": False}
-    found = next(Packed(TOKENIZER, [(source, 1)], LENGTH, 0))
-    assert found["input_ids"].shape == (LENGTH,)
+    actual = next(Packed(TOKENIZER, [(source, 1)], LENGTH, 0))
+    assert actual["input_ids"].shape == (LENGTH,)
 
 
 def test_content_is_told_from_any_other(tmp_path, monkeypatch):
@@ -504,7 +504,7 @@ LINE = json.dumps({"content": "a b c", "title": "x"}) + "\n"
 )
 def test_bad_data_is_refused_in_a_sentence(tmp_path, name, content, message, streaming):
     path = file_of(tmp_path, name, content)
-    with pytest.raises(Refused, match=message) as refusal:
+    with pytest.raises(UsageError, match=message) as refusal:
         source = make_source(path, streaming=streaming)
         firsts(Packed(TOKENIZER, [(source, 1)], 20, 0, hold_out=0), 2)
     assert len(str(refusal.value).splitlines()) == 1
@@ -512,16 +512,16 @@ def test_bad_data_is_refused_in_a_sentence(tmp_path, name, content, message, str
 
 def test_a_file_that_is_not_there_is_none_of_the_hub(tmp_path):
     for name in (str(tmp_path / "none.txt"), "none.jsonl", "./none", str(tmp_path / "none")):
-        with pytest.raises(Refused, match="is no file or folder that is there"):
+        with pytest.raises(UsageError, match="is no file or folder that is there"):
             make_source(name)
 
 
 def test_a_folder_holds_files_of_one_kind(tmp_path):
-    with pytest.raises(Refused, match="it holds no files"):
+    with pytest.raises(UsageError, match="it holds no files"):
         make_source(str(tmp_path))
     file_of(tmp_path, "a.txt", "a b c")
     file_of(tmp_path, "b.jsonl", LINE)
-    with pytest.raises(Refused, match="it holds .jsonl and .txt files"):
+    with pytest.raises(UsageError, match="it holds .jsonl and .txt files"):
         make_source(str(tmp_path))
 
 
@@ -536,7 +536,7 @@ def test_short_documents_are_skipped(texts, streaming):
     if texts[0]:
         assert spelled(tokenizer, next(packed)["input_ids"]) == "abc.abc."
     else:
-        with pytest.raises(Refused, match="has only documents of"):
+        with pytest.raises(UsageError, match="has only documents of"):
             next(packed)
 
 
@@ -563,11 +563,11 @@ def test_documents_without_text_are_skipped_and_said_from_the_start(
             "is row 2, counted from 0."
         )
     without = in_memory([x for n, x in enumerate(texts) if n not in empty], shuffle=False)
-    found, expected = (
+    actual, expected = (
         firsts(Packed(TOKENIZER, [(each, 1)], LENGTH, 0, hold_out=0), 9)
         for each in (source, without)
     )
-    assert_same(found, expected)
+    assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
@@ -613,7 +613,7 @@ def test_settings_that_make_no_sense_are_refused(change, message):
     source = make_source(change.pop("source")) if "source" in change else in_memory(texts_of(9))
     mixture = change.pop("sources", [(source, change.pop("share", 1))])
     place = {"length": LENGTH, "seed": 0, **change}
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UsageError, match=message):
         Packed(TOKENIZER, mixture, **place)
 
 
@@ -633,17 +633,17 @@ def test_a_place_in_other_data_is_refused(change, message):
 
     packed = opened()
     firsts(packed, 3)
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UsageError, match=message):
         opened(**change).load_state_dict(packed.state_dict())
 
 
 def test_no_held_out_sequences_are_refused():
-    with pytest.raises(Refused, match="count of held-out sequences must be 1 or more; got 0"):
+    with pytest.raises(UsageError, match="count of held-out sequences must be 1 or more; got 0"):
         held_out(TOKENIZER, [(in_memory(texts_of(9)), 1)], LENGTH, 0)
 
 
 @pytest.mark.parametrize(
-    ("learnt", "watched", "told"),
+    ("learnt", "watched", "message"),
     [
         pytest.param(["a.txt"], ["a.txt"], "'.*a.txt' and data '.*a.txt', where a", id="one file"),
         pytest.param(["a.txt"], ["copy.txt"], "where copy.txt is the same text", id="a copy"),
@@ -654,7 +654,7 @@ def test_no_held_out_sequences_are_refused():
         pytest.param(["a.txt"], ["a.txt=0"], None, id="text around keys"),
     ],
 )
-def test_a_run_is_not_watched_on_what_it_learns(tmp_path, learnt, watched, told):
+def test_a_run_is_not_watched_on_what_it_learns(tmp_path, learnt, watched, message):
     (tmp_path / "texts").mkdir()
     for name in ("a.txt", "copy.txt", "texts/inside.txt"):
         (tmp_path / name).write_text("It rained.")
@@ -668,10 +668,10 @@ def test_a_run_is_not_watched_on_what_it_learns(tmp_path, learnt, watched, told)
             for (path, share), (name, _) in zip(there, pairs, strict=True)
         ]
 
-    if told is None:
+    if message is None:
         sources.refuse_learnt(named(learnt), named(watched))
         return
-    with pytest.raises(Refused, match=told):
+    with pytest.raises(UsageError, match=message):
         sources.refuse_learnt(named(learnt), named(watched))
 
 

@@ -54,11 +54,13 @@ def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
 
 
 def check_that_a_killed_run_goes_on_to_the_last_bit(folder):
-    whole, killed = folder / "whole", folder / "killed"
-    assert [step for kind, step, _ in losses(whole) if kind == "step"] == [1, 2, 3, 4, 5, 6]
-    assert losses(killed) == losses(whole)
-    assert steps(killed, "grad_norm") == steps(whole, "grad_norm")
-    one, other = (load_file(x / "adapter" / "adapter_model.safetensors") for x in (whole, killed))
+    complete, killed = folder / "whole", folder / "killed"
+    assert [step for kind, step, _ in losses(complete) if kind == "step"] == [1, 2, 3, 4, 5, 6]
+    assert losses(killed) == losses(complete)
+    assert steps(killed, "grad_norm") == steps(complete, "grad_norm")
+    one, other = (
+        load_file(x / "adapter" / "adapter_model.safetensors") for x in (complete, killed)
+    )
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -71,19 +73,21 @@ def check_that_all_processes_stop_where_one_is_asked_to(folder, printed):
     assert kept == ["step-00000004", "step-00000006"]
 
 
-def check_that_all_processes_stop_where_one_would_learn_nothing(folder, told):
+def check_that_all_processes_stop_where_one_would_learn_nothing(folder, message):
     # both name what one of them knows
-    assert told.count("step 3 has a gradient that is not finite, first of all in base_model") == 2
+    assert (
+        message.count("step 3 has a gradient that is not finite, first of all in base_model") == 2
+    )
     assert [step for _, step, _ in losses(folder / "spoilt")] == [1, 2]
     assert [path.name for path in (folder / "spoilt" / "checkpoints").iterdir()] == [
         "step-00000002"
     ]
 
 
-def check_that_processes_that_differ_learn_nothing(folder, told):
+def check_that_processes_that_differ_learn_nothing(folder, message):
     name = "base_model.model.model.layers.1.mlp.up_proj.weight"
     for what in (f"weight {name}", "the first batch"):
-        assert told.count(f"{what} of process 1 is another than that of process 0") == 2
+        assert message.count(f"{what} of process 1 is another than that of process 0") == 2
     assert not (folder / "spoilt-weights").exists() and not (folder / "spoilt-data").exists()
 
 
@@ -133,13 +137,13 @@ def check_line(record):
 def test_an_adapter_may_be_rounded_and_what_a_run_goes_on_with_is_not(tmp_path):
     assert run(tmp_path, "--adapter-dtype", "bfloat16") == 0
     assert run(tmp_path, name="whole") == 0
-    rounded, whole = (
+    rounded, complete = (
         load_file(tmp_path / name / "adapter" / "adapter_model.safetensors")
         for name in ("run", "whole")
     )
     assert {x.dtype for x in rounded.values()} == {torch.bfloat16}
-    assert {name: x.bfloat16() for name, x in whole.items()}.keys() == rounded.keys()
-    for name, x in whole.items():
+    assert {name: x.bfloat16() for name, x in complete.items()}.keys() == rounded.keys()
+    for name, x in complete.items():
         assert x.dtype == torch.float32 and torch.equal(x.bfloat16(), rounded[name])
     shared = torch.load(next((tmp_path / "run").rglob("shared.pt")), weights_only=True)
     assert {x.dtype for x in shared["parameters"].values()} == {torch.float32}
@@ -166,7 +170,7 @@ def other_texts(file):
 
 
 def other_calibration(file):
-    replace(cab_hf.CabConfig.calibrated(file), mass=0.9).save(file)
+    replace(cab_hf.CabConfig.calibrated(file), top_p=0.9).save(file)
 
 
 def other_weights(folder):
@@ -180,7 +184,7 @@ def other_model(folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "told"),
+    ("name", "change", "message"),
     [
         pytest.param("data.jsonl", other_texts, "sha256.data.{}", id="data"),
         pytest.param("validation.jsonl", other_texts, "sha256.validation.{}", id="validation"),
@@ -189,7 +193,7 @@ def other_model(folder):
         pytest.param("model", other_model, "sha256.model", id="base of other shapes"),
     ],
 )
-def test_other_content_under_the_same_names_is_refused(tmp_path, capsys, name, change, told):
+def test_other_content_under_the_same_names_is_refused(tmp_path, capsys, name, change, message):
     save_llama(tmp_path / "model")
     SPARSE.save(tmp_path / "calibration.json")
     for kind, count in (("data", 20), ("validation", 15)):
@@ -209,7 +213,7 @@ def test_other_content_under_the_same_names_is_refused(tmp_path, capsys, name, c
     capsys.readouterr()
     assert run(tmp_path, *words) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert f"log.jsonl was made with {told.format(tmp_path / name)} '" in line
+    assert f"log.jsonl was made with {message.format(tmp_path / name)} '" in line
     assert "give another --out, or what the first run had" in line
     assert (tmp_path / "run" / "adapter" / BASE).read_bytes() == base
     assert (tmp_path / "run" / "log.jsonl").read_bytes() == before
@@ -232,7 +236,7 @@ def test_dense_layers_are_logged_as_dense(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         pytest.param(
             ["--tokens-per-step", "300"], "tokens_per_step must be a multiple", id="steps"
@@ -246,11 +250,11 @@ def test_dense_layers_are_logged_as_dense(tmp_path):
         pytest.param(["--model", "/nowhere"], "'/nowhere' is not here", id="model"),
     ],
 )
-def test_what_cannot_run_is_refused_in_one_line(tmp_path, monkeypatch, capsys, words, told):
+def test_what_cannot_run_is_refused_in_one_line(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.setattr(lora, "find_spec", lambda name: None)
     assert run(tmp_path, *words) == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith(lora.PROG)]
-    assert told in line
+    assert message in line
     assert not (tmp_path / "run" / "log.jsonl").exists()
 
 
@@ -266,23 +270,23 @@ def test_running_out_of_memory_names_three_settings(tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "message"),
     [
         pytest.param(errno.ENOSPC, "No space left on device; make room, and the run", id="full"),
         pytest.param(errno.EBADF, None, id="bug with files"),
     ],
 )
-def test_a_full_disk_is_told_wherever_it_is_noticed(tmp_path, monkeypatch, capsys, code, told):
+def test_a_full_disk_is_told_wherever_it_is_noticed(tmp_path, monkeypatch, capsys, code, message):
     def fail(*_):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(lora.Run, "_step", fail)
-    if told is None:
+    if message is None:
         with pytest.raises(OSError, match=os.strerror(code)):
             run(tmp_path)
         return
     assert run(tmp_path) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == f"{lora.PROG}: {told} goes on."
+    assert capsys.readouterr().err.splitlines()[-1] == f"{lora.PROG}: {message} goes on."
 
 
 def test_a_dry_run_says_what_it_would_be(tmp_path, capsys):
@@ -302,20 +306,20 @@ def test_a_dry_run_says_what_it_would_be(tmp_path, capsys):
 
 @pytest.mark.parametrize("option", ["--data", "--validation"])
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         pytest.param(None, "is no file or folder that is there", id="gone"),
         pytest.param('{"txt": "It rained."}\n', "did you mean txt?", id="field"),
         pytest.param('{"text": ""}\n', "has no documents with text", id="empty"),
     ],
 )
-def test_a_dry_run_refuses_data_that_the_run_would(tmp_path, capsys, option, content, told):
+def test_a_dry_run_refuses_data_that_the_run_would(tmp_path, capsys, option, content, message):
     file = tmp_path / "texts.jsonl"
     if content is not None:
         file.write_text(content)
     assert run(tmp_path, option, str(file), "--dry-run") == 2
     captured = capsys.readouterr()
-    assert told in captured.err.splitlines()[-1] and "fits" not in captured.out
+    assert message in captured.err.splitlines()[-1] and "fits" not in captured.out
     assert not (tmp_path / "run").exists()
 
 
@@ -327,8 +331,8 @@ def test_documents_without_text_are_told_of_once_and_first(tmp_path, capsys, wor
     words = ["--data", str(file), "--steps", "3", "--passkeys", "0"]
     assert run(tmp_path, *words, word) == 0
     printed = capsys.readouterr().out.splitlines()
-    told = "source 'texts.jsonl': 2 of 4 documents have no text and are skipped; the first of them"
-    assert printed[0] == f"{told} is row 1, counted from 0." and printed.count(printed[0]) == 1
+    shown = "source 'texts.jsonl': 2 of 4 documents have no text and are skipped; the first of them"
+    assert printed[0] == f"{shown} is row 1, counted from 0." and printed.count(printed[0]) == 1
 
 
 def test_what_does_not_fit_is_told_before_it_runs(tmp_path, monkeypatch, capsys):
@@ -357,8 +361,8 @@ def test_sigterm_saves_and_ends_well(tmp_path, monkeypatch, capsys):
 def spoilt_base(monkeypatch):
     build = lora.build
 
-    def spoilt(*told):
-        model, tokenizer = build(*told)
+    def spoilt(*message):
+        model, tokenizer = build(*message)
         model.get_base_model().model.layers[1].mlp.up_proj.weight.data[3, 3] = float("nan")
         return model, tokenizer
 
@@ -372,8 +376,8 @@ def spoilt_gradient(monkeypatch):
 def spoilt_step(monkeypatch):
     step = torch.optim.AdamW.step
 
-    def spoilt(optimizer, *told):
-        step(optimizer, *told)
+    def spoilt(optimizer, *message):
+        step(optimizer, *message)
         with torch.no_grad():
             optimizer.param_groups[0]["params"][1][0, 0] = float("nan")
 
@@ -381,12 +385,12 @@ def spoilt_step(monkeypatch):
 
 
 def spoilt_evaluation(monkeypatch):
-    found = {"held_out_loss": float("nan"), "passkey": {}}
-    monkeypatch.setattr(lora.Validation, "measure", lambda *_: found)
+    result = {"held_out_loss": float("nan"), "passkey": {}}
+    monkeypatch.setattr(lora.Validation, "measure", lambda *_: result)
 
 
 @pytest.mark.parametrize(
-    ("spoil", "words", "told"),
+    ("spoil", "words", "message"),
     [
         pytest.param(
             spoilt_base,
@@ -419,12 +423,12 @@ def spoilt_evaluation(monkeypatch):
     ],
 )
 def test_numbers_that_are_none_end_a_run_before_they_are_saved(
-    tmp_path, monkeypatch, capsys, spoil, words, told
+    tmp_path, monkeypatch, capsys, spoil, words, message
 ):
     spoil(monkeypatch)
     assert run(tmp_path, *words) == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith(lora.PROG)]
-    assert told in line
+    assert message in line
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
     assert "NaN" not in (tmp_path / "run" / "log.jsonl").read_text()
 

@@ -49,18 +49,18 @@ def test_it_is_torchs_cross_entropy(ignored, chunk):
     expected = by_torch(hidden, weight, labels)
     assert count == (labels != IGNORED).sum()
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
-    found = gradients(total, hidden, weight)
-    torch.testing.assert_close(found, gradients(expected, hidden, weight), rtol=1e-12, atol=1e-12)
+    actual = gradients(total, hidden, weight)
+    torch.testing.assert_close(actual, gradients(expected, hidden, weight), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 111), (3, 63), (1, 205)], ids=str)
 def test_any_length_in_float32_errs_by_a_millionth(shape):
     hidden, weight, labels = made(*shape, dtype=torch.float32)
     total, _ = linear_cross_entropy(hidden, weight, labels, chunk_tokens=16)
-    found = total, *gradients(total, hidden, weight)
+    actual = total, *gradients(total, hidden, weight)
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     expected = by_torch(*wide, labels)
-    for ours, exact in zip(found, (expected, *gradients(expected, *wide)), strict=True):
+    for ours, exact in zip(actual, (expected, *gradients(expected, *wide)), strict=True):
         assert (ours - exact).abs().max() <= 1e-6 * exact.abs().max()
 
 
@@ -78,19 +78,19 @@ def test_what_is_ignored_may_be_anything():
     spoiled = hidden.detach().clone()
     spoiled.view(-1, CHANNELS)[5:12] = torch.nan
     spoiled.requires_grad_()
-    found = gradients(linear_cross_entropy(spoiled, weight, labels)[0], spoiled, weight)
+    actual = gradients(linear_cross_entropy(spoiled, weight, labels)[0], spoiled, weight)
     expected = gradients(linear_cross_entropy(hidden, weight, labels)[0], hidden, weight)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def test_sums_of_parts_are_the_sum_of_all():
     hidden, weight, labels = made(ignored=slice(3, 20))
-    whole = linear_cross_entropy(hidden, weight, labels)
+    complete = linear_cross_entropy(hidden, weight, labels)
     parts = [
         linear_cross_entropy(hidden[:, part], weight, labels[:, part])
         for part in (slice(0, 11), slice(11, None))
     ]
-    torch.testing.assert_close(whole, tuple(a + b for a, b in zip(*parts, strict=True)))
+    torch.testing.assert_close(complete, tuple(a + b for a, b in zip(*parts, strict=True)))
 
 
 @pytest.mark.parametrize(

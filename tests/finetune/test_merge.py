@@ -19,7 +19,7 @@ from cab_hf.finetune.merge import MergeSettings, main, merge
 from cab_hf.finetune.models import load_model, save_adapter, with_lora
 from cab_hf.runs.log import Log, LogError
 from cab_hf.runs.models import BASE
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import UsageError
 
 LINEAR = ("q_proj", "v_proj", "down_proj")
 LENGTH = {"length": 4096, "rope": "yarn"}
@@ -85,10 +85,10 @@ def test_the_merged_model_is_base_and_adapter(bases, tmp_path, base, options):
     merged, ids = loaded(tmp_path / "merged"), tokens(2, 90)
     adapted.set_attn_implementation("sdpa")
     expected, plain = adapted(ids).logits.float(), loaded(bases[base])(ids).logits.float()
-    found = merged(ids).logits.float()
+    actual = merged(ids).logits.float()
     off = 1e-4 if merged.dtype == torch.float32 else 0.1
     assert difference < off * expected.abs().max()
-    assert (found - expected).abs().max() < off * expected.abs().max()
+    assert (actual - expected).abs().max() < off * expected.abs().max()
     # and the adapter had something to say
     assert (plain - expected).abs().max() > 3 * off * expected.abs().max()
     assert merged.config.rope_parameters["factor"] == 2.0
@@ -155,7 +155,7 @@ def forget(folder, file=BASE, **fields):
 def test_an_adapter_without_a_word_of_its_base_is_told_by_name(bases, tmp_path):
     trained(bases["llama"], tmp_path / "adapter", given={})
     forget(tmp_path / "adapter", base_model_name_or_path="someone/llama")
-    with pytest.raises(Refused, match="was trained in 'someone/llama', and base is 'tied'"):
+    with pytest.raises(UsageError, match="was trained in 'someone/llama', and base is 'tied'"):
         merged_into(tmp_path, base=str(bases["tied"]))
     forget_name = {"base_model_name_or_path": str(bases["llama"])}
     (tmp_path / "adapter" / BASE).touch()
@@ -172,7 +172,7 @@ def test_a_base_is_its_content_and_not_its_name(bases, tmp_path, copied):
         merged_into(tmp_path, base=str(place))
         return
     sentence = "adapter was trained in a model of SHA-256 [0-9a-f]{12}, and base 'llama' has"
-    with pytest.raises(Refused, match=sentence):
+    with pytest.raises(UsageError, match=sentence):
         merged_into(tmp_path, base=str(other_content(bases["llama"], place)))
     assert not (tmp_path / "merged").exists()
 
@@ -191,7 +191,7 @@ def test_an_adapter_of_other_shapes_is_refused(bases, tmp_path, sizes, sentence)
     tiny_model(**{"num_hidden_layers": 2, "vocab_size": 250, **sizes}).save_pretrained(other)
     make_tokenizer().save_pretrained(other)
     forget(tmp_path / "adapter")
-    with pytest.raises(Refused, match=f"does not fit base 'llama': .*{sentence}"):
+    with pytest.raises(UsageError, match=f"does not fit base 'llama': .*{sentence}"):
         merged_into(tmp_path, base=str(other))
 
 
@@ -249,7 +249,9 @@ def test_a_file_that_is_damaged_or_foreign_is_named(bases, tmp_path, capsys, fil
 def test_an_adapter_that_names_no_base_is_refused(bases, tmp_path):
     trained(bases["llama"], tmp_path / "adapter", given={})
     forget(tmp_path / "adapter", base_model_name_or_path=None)
-    with pytest.raises(Refused, match="does not say which model it was trained in; give it as --b"):
+    with pytest.raises(
+        UsageError, match="does not say which model it was trained in; give it as --b"
+    ):
         merged_into(tmp_path)
     merged_into(tmp_path, base=str(bases["llama"]))
 
@@ -268,7 +270,7 @@ def test_a_full_disk_is_told_in_a_sentence(bases, tmp_path, monkeypatch):
 def test_an_adapter_of_layers_that_are_not_there_is_refused(bases, tmp_path):
     trained(bases["llama"], tmp_path / "adapter", given={})
     forget(tmp_path / "adapter", target_modules=["c_attn"])
-    with pytest.raises(Refused, match="does not fit base 'llama': Target modules .*c_attn"):
+    with pytest.raises(UsageError, match="does not fit base 'llama': Target modules .*c_attn"):
         merged_into(tmp_path)
 
 
@@ -289,7 +291,9 @@ def test_a_wrong_merge_is_not_kept(bases, tmp_path, monkeypatch, lost):
     if lost == "nothing":
         merged_into(tmp_path)
         return
-    with pytest.raises(Refused, match="has a logit that is .* off that of base and adapter, more"):
+    with pytest.raises(
+        UsageError, match="has a logit that is .* off that of base and adapter, more"
+    ):
         merged_into(tmp_path)
     assert [x.name for x in tmp_path.iterdir()] == ["adapter"]
 
@@ -300,7 +304,7 @@ def test_logits_that_are_no_numbers_are_refused(bases, tmp_path):
     weights = load_file(file)
     spoiled = next(name for name in weights if name.endswith("norm.weight"))
     save_file({**weights, spoiled: weights[spoiled] * torch.nan}, file)
-    with pytest.raises(Refused, match="a logit that is nan off"):
+    with pytest.raises(UsageError, match="a logit that is nan off"):
         merged_into(tmp_path)
 
 
@@ -368,7 +372,7 @@ def test_the_card_of_an_expression_shows_it(bases, tmp_path):
 
 def test_a_run_that_is_named_must_be_one(bases, tmp_path):
     trained(bases["llama"], tmp_path / "adapter")
-    with pytest.raises(Refused, match="log.jsonl cannot be read"):
+    with pytest.raises(UsageError, match="log.jsonl cannot be read"):
         merged_into(tmp_path, run=str(tmp_path))
 
 

@@ -135,18 +135,18 @@ def with_packed_experts(model):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (without_a_number, "how many of the 4 experts of model.layers.0.mlp.experts a token uses"),
         (with_experts_that_do_nothing, "how many of the 4 experts of model.layers.1.mlp.experts"),
         (with_packed_experts, "model.layers.1.mlp.experts.down_proj of shape .192, 64. holds ex"),
     ],
 )
-def test_where_nobody_says_what_a_token_uses_nothing_is_counted(change, told):
+def test_where_nobody_says_what_a_token_uses_nothing_is_counted(change, message):
     model = mixture("MixtralConfig")
     change(model)
     cost = meter.Cost.of(model)
-    assert re.search(told, cost.uncounted) and cost.products(1) == 0
+    assert re.search(message, cost.uncounted) and cost.products(1) == 0
     settings = Settings(data=("a.txt",), length=64, model="of-nobody")
     printed = dry_run.report(settings, model, 1, 1, torch.device("cpu"))
     assert f"FLOPs of a step: not known: {cost.uncounted}\n" in printed
@@ -187,13 +187,13 @@ def test_a_line_has_what_was_attended_beside_what_could_have_been():
     counted = meter.Meter(cost)
     layers = [{"layer": i, "density": density} for i, density in enumerate((0.5, None, 0.25))]
     counted.count(torch.arange(100)[None], layers)
-    found = meter.line(counted.totals(), seconds=2.0, processes=1, peak=1e9)
+    actual = meter.line(counted.totals(), seconds=2.0, processes=1, peak=1e9)
     attention = cost.attention(5050)
-    assert found["density"] == pytest.approx((0.5 + 1 + 0.25) / 3)
+    assert actual["density"] == pytest.approx((0.5 + 1 + 0.25) / 3)
     products = cost.products(100)
-    assert found["mfu"] == pytest.approx((products + 1.75 * attention) / 2e9)
-    assert found["mfu_dense_equivalent"] == pytest.approx((products + 3 * attention) / 2e9)
-    assert found["tokens_per_second"] == 50
+    assert actual["mfu"] == pytest.approx((products + 1.75 * attention) / 2e9)
+    assert actual["mfu_dense_equivalent"] == pytest.approx((products + 3 * attention) / 2e9)
+    assert actual["tokens_per_second"] == 50
     counted.begin()
     assert counted.totals() == [0.0] * 4
 
@@ -270,6 +270,6 @@ def test_the_estimate_of_memory_is_near_what_is_held(vocabulary, dtype, checkpoi
     with Held(*model.parameters(), *model.buffers()) as held:
         Objective(model, "chunks")(batch(512)).backward()
         optimizer.step()
-    told = {"itemsize": dtype.itemsize, "checkpointing": checkpointing, "loss_tokens": 2**26}
-    estimate = meter.memory(meter.Cost.of(model), 512, **told)
+    fields = {"itemsize": dtype.itemsize, "checkpointing": checkpointing, "loss_tokens": 2**26}
+    estimate = meter.memory(meter.Cost.of(model), 512, **fields)
     assert estimate.total == pytest.approx(held.peak, rel=0.15)

@@ -27,7 +27,7 @@ from cab_hf.finetune import models
 from cab_hf.finetune.loss import IGNORED, linear_cross_entropy
 from cab_hf.finetune.models import forward_hidden, load_model, stretch_positions, with_lora
 from cab_hf.runs.models import BASE, content_sha256
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import UsageError
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj")
 SMALL = {
@@ -104,10 +104,10 @@ def learnt(model):
 )
 def test_the_loss_is_that_of_the_logits(make):
     model, batch = make().double(), batch_of()
-    expected, found = by_logits(model, batch), by_hidden(model, batch)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+    expected, actual = by_logits(model, batch), by_hidden(model, batch)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=0)
     parameters = learnt(model).values()
-    ours, theirs = (torch.autograd.grad(x, parameters) for x in (found, expected))
+    ours, theirs = (torch.autograd.grad(x, parameters) for x in (actual, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
     assert all(x.abs().sum() > 0 for x in ours)
     # and the head gives logits again
@@ -142,8 +142,8 @@ def test_checkpointing_changes_no_gradient(attention):
     parameters = learnt(model).values()
     expected = torch.autograd.grad(by_hidden(model, batch), parameters)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    found = torch.autograd.grad(by_hidden(model, batch), parameters)
-    torch.testing.assert_close(found, expected)
+    actual = torch.autograd.grad(by_hidden(model, batch), parameters)
+    torch.testing.assert_close(actual, expected)
     if attention == "cab":
         assert all(layer["density"] < 1 for layer in cab_hf.stats(model))
 
@@ -215,12 +215,12 @@ def test_positions_are_stretched_as_the_name_says(rope, lowest, highest):
     plain = frequencies(LlamaConfig(**SMALL, **LLAMA), 4000)
     config = stretched(rope, 4000)
     config.validate_rope()
-    found = frequencies(config, 4000) / plain
-    assert found[0].item() == pytest.approx(highest)
+    actual = frequencies(config, 4000) / plain
+    assert actual[0].item() == pytest.approx(highest)
     if lowest is None:
         # theta grows with the call: by (4 x 4000 / 1000 - 3)^(16 / 14)
         lowest = 13.0 ** -(16 / 14 * 14 / 16)
-    assert found[-1].item() == pytest.approx(lowest, rel=1e-4)
+    assert actual[-1].item() == pytest.approx(lowest, rel=1e-4)
     assert models.run_models.most_tokens(config) == 4000
 
 
@@ -287,14 +287,14 @@ def test_models_that_are_not_stretched(config, sentence):
 def test_a_model_is_loaded_to_be_trained(tmp_path):
     folder = str(save_llama(tmp_path / "model"))
     model, tokenizer = load_model(
-        folder, cab_config={"mass": 0.5}, dtype="bfloat16", length=4096, rope="yarn"
+        folder, cab_config={"top_p": 0.5}, dtype="bfloat16", length=4096, rope="yarn"
     )
     assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "cab"
-    assert model.config.cab_config["mass"] == 0.5
+    assert model.config.cab_config["top_p"] == 0.5
     assert model.config.max_position_embeddings == 4096
     assert model.model.rotary_emb.rope_type == "yarn"
     assert tokenizer.pad_token is not None
-    with pytest.raises(Refused, match="nothing' is not here; give "):
+    with pytest.raises(UsageError, match="nothing' is not here; give "):
         load_model(str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match="length is 4096 and the positions"):
         load_model(folder, length=4096)
@@ -375,10 +375,10 @@ def test_adapters_that_are_refused(options, sentence):
 def test_an_adapter_says_what_it_was_trained_in(tmp_path):
     model, tokenizer = load_model("tiny", cab_config=SPARSE, length=8192, rope="linear")
     models.save_adapter(adapted(model, norms=True), tokenizer, tmp_path)
-    told = json.loads((tmp_path / BASE).read_text())
-    assert told["sha256"] == content_sha256("tiny")
-    assert told["rope_parameters"]["factor"] == 2.0 and told["max_position_embeddings"] == 4096
-    assert told["cab_config"] == SPARSE.to_dict()
+    shown = json.loads((tmp_path / BASE).read_text())
+    assert shown["sha256"] == content_sha256("tiny")
+    assert shown["rope_parameters"]["factor"] == 2.0 and shown["max_position_embeddings"] == 4096
+    assert shown["cab_config"] == SPARSE.to_dict()
     recorded = json.loads((tmp_path / "adapter_config.json").read_text())
     assert recorded["base_model_name_or_path"] == "tiny"
 

@@ -76,11 +76,11 @@ def test_processes_learn_together_what_one_learns(tmp_path):
 
     few = few_positions(tmp_path / "few")
     runs = {**RUNS, "dynamic": ["--model", few, "--rope", "dynamic", *WHOLE]}
-    whole = [" ".join([*TRAIN[1:], "--cp", "2", "--out", str(tmp_path / name)]) for name in ENDS]
+    complete = [" ".join([*TRAIN[1:], "--cp", "2", "--out", str(tmp_path / name)]) for name in ENDS]
     together = [words(f"{name}-of-two", *own, "--cp", "2") for name, own in runs.items()]
-    assert launched([*LAUNCH, str(script), " / ".join([*together, whole[0]])]).returncode != 0
+    assert launched([*LAUNCH, str(script), " / ".join([*together, complete[0]])]).returncode != 0
     assert [step for _, step, _ in losses(tmp_path / "killed")] == [1, 2]
-    others = [*whole, words("replicas"), words("fsdp2", "--cp", "2")]
+    others = [*complete, words("replicas"), words("fsdp2", "--cp", "2")]
     done = launched([*LAUNCH, str(script), " / ".join(others)])
     assert done.returncode == 0, done.stderr[-3000:]
     grid = [*LAUNCH, "--num_processes", "4", str(script), words("grid", "--cp", "2")]
@@ -110,30 +110,30 @@ def few_positions(folder):
     return str(folder)
 
 
-def check_that_they_are_the_same(found, meant):
+def check_that_they_are_the_same(actual, meant):
     for field in ("loss", "grad_norm"):
-        assert steps(found, field) == pytest.approx(steps(meant, field), rel=1e-5), field
+        assert steps(actual, field) == pytest.approx(steps(meant, field), rel=1e-5), field
     # counted once, wherever it was computed
-    assert steps(found, "density") == pytest.approx(steps(meant, "density"), rel=1e-9)
+    assert steps(actual, "density") == pytest.approx(steps(meant, "density"), rel=1e-9)
     counted = [
         [tokens * seconds for tokens, seconds in zip(*both, strict=True)]
         for both in (
-            (steps(out, "tokens_per_second"), steps(out, "seconds")) for out in (found, meant)
+            (steps(out, "tokens_per_second"), steps(out, "seconds")) for out in (actual, meant)
         )
     ]
     assert counted[0] == pytest.approx(counted[1])
     (one,), (other,) = (
         [each for each in read_log(out / lora.LOG)[1] if each["kind"] == "evaluation"]
-        for out in (found, meant)
+        for out in (actual, meant)
     )
     assert one["held_out_loss"] == pytest.approx(other["held_out_loss"], rel=1e-5)
     assert one["passkey"] == other["passkey"]
 
 
-def check_that_a_killed_run_goes_on_to_the_last_bit(killed, whole):
-    assert [step for kind, step, _ in losses(whole) if kind == "step"] == [1, 2, 3, 4, 5, 6]
-    assert losses(killed) == losses(whole)
-    assert steps(killed, "grad_norm") == steps(whole, "grad_norm")
+def check_that_a_killed_run_goes_on_to_the_last_bit(killed, complete):
+    assert [step for kind, step, _ in losses(complete) if kind == "step"] == [1, 2, 3, 4, 5, 6]
+    assert losses(killed) == losses(complete)
+    assert steps(killed, "grad_norm") == steps(complete, "grad_norm")
 
 
 def parallel_of(group, cp, attention="cab"):
@@ -165,15 +165,15 @@ def sequence(length=1100, documents=(700, 1, 150, 249)):
 
 def dealt_on_a_process(group, batch):
     parallel, _ = parallel_of(group, 2)
-    mine = parallel.dealt(batch)
+    mine = parallel.sharded(batch)
     return parallel.replicas, parallel.replica, mine, parallel.positions(mine)
 
 
 def test_a_replica_holds_every_token_once(four):
     batch = sequence()
-    found = four.run(4, dealt_on_a_process, batch)
-    assert [each[:2] for each in found] == [(2, 0), (2, 0), (2, 1), (2, 1)]
-    for pair in (found[:2], found[2:]):
+    actual = four.run(4, dealt_on_a_process, batch)
+    assert [each[:2] for each in actual] == [(2, 0), (2, 0), (2, 1), (2, 1)]
+    for pair in (actual[:2], actual[2:]):
         labels = torch.cat([mine["labels"][0] for _, _, mine, _ in pair])
         ids = torch.cat([mine["input_ids"][0] for _, _, mine, _ in pair])
         held = labels != -100
@@ -203,14 +203,14 @@ def passkeys_on_a_process(group, erring):
     parallel, accelerator = parallel_of(group, 2)
     _, tokenizer = load_model("tiny", attn_implementation="cab", dtype="float32", device="cpu")
     asked = Settings(data=("a.txt",), length=1024, passkeys=7, passkey_lengths=(300, 1024))
-    told = Validation(tokenizer, [], asked, accelerator, parallel)
-    found = told.measure(Knowing(told.documents, group.rank() in erring))["passkey"]
-    return found, told.documents
+    result = Validation(tokenizer, [], asked, accelerator, parallel)
+    outcome = result.measure(Knowing(result.documents, group.rank() in erring))["passkey"]
+    return outcome, result.documents
 
 
 def test_a_key_is_found_where_every_process_foresees_its_part(four):
     everyone = four.run(4, passkeys_on_a_process, ())
-    assert [found for found, _ in everyone] == [{"300": 1.0, "1024": 1.0}] * 4
+    assert [result for result, _ in everyone] == [{"300": 1.0, "1024": 1.0}] * 4
     # the second process of each replica errs
     meant = {}
     for length in (300, 1024):
@@ -225,11 +225,11 @@ def test_a_key_is_found_where_every_process_foresees_its_part(four):
         ]
         meant[str(length)] = sum(first) / 8
     assert 0 < meant["1024"] < 1
-    assert [found for found, _ in four.run(4, passkeys_on_a_process, (1, 3))] == [meant] * 4
+    assert [result for result, _ in four.run(4, passkeys_on_a_process, (1, 3))] == [meant] * 4
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         pytest.param(["--cp", "0"], "cp must be a whole number from 1 on; got 0", id="none"),
         pytest.param(["--cp", "2"], "cp must divide the 1 processes of the run", id="too many"),
@@ -245,7 +245,7 @@ def test_a_key_is_found_where_every_process_foresees_its_part(four):
         ),
     ],
 )
-def test_what_cannot_be_dealt_out_is_refused_in_one_line(tmp_path, capsys, words, told):
+def test_what_cannot_be_dealt_out_is_refused_in_one_line(tmp_path, capsys, words, message):
     status = 0
     try:
         status = lora.main([*WORDS, *words, "--out", str(tmp_path / "run")])
@@ -253,7 +253,7 @@ def test_what_cannot_be_dealt_out_is_refused_in_one_line(tmp_path, capsys, words
         status = ended.code
     assert status == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith(lora.PROG)]
-    assert told in line
+    assert message in line
 
 
 def test_steps_and_runs_are_told_apart_by_cp():
@@ -262,14 +262,14 @@ def test_steps_and_runs_are_told_apart_by_cp():
     # groups of processes, and not processes, have sequences
     asked = {"data": ("a.txt",), "length": 1024, "tokens_per_step": 8192}
     assert Settings(**asked, cp=2).accumulation(4) == 4
-    with pytest.raises(lora.Refused, match="6144 .6 groups of 2 processes x length 1024"):
+    with pytest.raises(lora.UsageError, match="6144 .6 groups of 2 processes x length 1024"):
         Settings(**asked, cp=2).accumulation(12)
 
 
 def test_a_dry_run_divides_what_a_sequence_takes(tmp_path):
     model = str(save_llama(tmp_path / "model"))
-    told = {"data": ("a.txt",), "length": 2048, "model": model, "dtype": "float32"}
-    one, four = (Settings(**told, cp=cp) for cp in (1, 4))
+    fields = {"data": ("a.txt",), "length": 2048, "model": model, "dtype": "float32"}
+    one, four = (Settings(**fields, cp=cp) for cp in (1, 4))
     skeleton = lora.adapted(one, lora.dry_run.skeleton(one))
     cost = meter.Cost.of(skeleton)
     alone, shared = (lora.dry_run.memory(each, cost, 1) for each in (one, four))

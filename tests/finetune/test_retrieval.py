@@ -14,7 +14,7 @@ from cab_hf.finetune import sources
 from cab_hf.finetune.data import IGNORED, Packed, held_out, make_source
 from cab_hf.finetune.retrieval import KEYS, Entry, parse_entry, retrieval_document
 from cab_hf.needles import DISTRACTORS, NOISE, split_sentences
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import UsageError
 
 LENGTH = 900
 TOKENIZERS = {"plain": make_tokenizer(), "chat": make_tokenizer(CHAT)}
@@ -115,8 +115,8 @@ def test_a_document_is_a_function_of_its_place(kind, change):
     assert document == document_of(kind, **place)
     other = document_of(kind, **{**place, change: place[change] + 1})
 
-    def keys(found):
-        return {found.tokens[start:end] for start, end in found.answers}
+    def keys(actual):
+        return {actual.tokens[start:end] for start, end in actual.answers}
 
     assert keys(other) != keys(document)
 
@@ -285,7 +285,7 @@ def test_an_entry_is_read(name, expected):
     ],
 )
 def test_what_is_no_entry_is_refused(name, message):
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UsageError, match=message):
         make_source(name)
 
 

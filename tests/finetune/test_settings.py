@@ -8,7 +8,7 @@ import yaml
 from cab_hf import CabConfig
 from cab_hf.finetune.objective import learning_rate
 from cab_hf.finetune.settings import FREE, Settings, read
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import UsageError
 
 FOLDER = Path(__file__).parents[2] / "finetune"
 DATA = ("text.jsonl",)
@@ -20,11 +20,11 @@ def settings(**given):
 
 @pytest.mark.parametrize("path", sorted((FOLDER / "configs").iterdir()), ids=lambda path: path.stem)
 def test_every_config_that_ships_is_one(path):
-    found = read(["--config", str(path)])
-    assert found.data and found.accumulation(1) >= 1
-    CabConfig.from_dict(found.cab_config())
+    actual = read(["--config", str(path)])
+    assert actual.data and actual.accumulation(1) >= 1
+    CabConfig.from_dict(actual.cab_config())
     given = yaml.safe_load(path.read_text())
-    assert found.length == given["length"] and found.model == given["model"]
+    assert actual.length == given["length"] and actual.model == given["model"]
 
 
 def test_configs_for_eight_gpus_divide_their_steps_among_them():
@@ -44,14 +44,14 @@ def test_configs_for_eight_gpus_divide_their_steps_among_them():
 def test_accelerate_reads_its_configs(name, kind, processes):
     from accelerate.commands.config.config_args import load_config_from_file
 
-    found = load_config_from_file(str(FOLDER / "accelerate" / f"{name}.yaml"))
-    assert (found.distributed_type.value, found.num_processes) == (kind, processes)
+    actual = load_config_from_file(str(FOLDER / "accelerate" / f"{name}.yaml"))
+    assert (actual.distributed_type.value, actual.num_processes) == (kind, processes)
     # autocast is the run's own business
-    assert found.mixed_precision == "no"
+    assert actual.mixed_precision == "no"
 
 
 def test_a_calibration_is_a_whole_config_and_fields_change_it(tmp_path):
-    own, file = CabConfig(mass=((0.5, 1.0), (0.0, 0.9))), str(tmp_path / "own.json")
+    own, file = CabConfig(top_p=((0.5, 1.0), (0.0, 0.9))), str(tmp_path / "own.json")
     own.save(file)
     assert settings(calibration=file).cab_config() == own.to_dict()
     given = settings(calibration=file, cab=("min_length=64",)).cab_config()
@@ -63,14 +63,14 @@ def test_a_calibration_is_a_whole_config_and_fields_change_it(tmp_path):
 def test_typed_words_win_over_the_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("data: {a.txt: 0.75, b.jsonl: 0.25}\nlr: 1.0e-4\nlength: 512\nrank: 8\n")
-    found = read(["--config", str(file), "--lr", "3e-4", "--checkpointing", "false", "--qlora"])
-    assert (found.lr, found.rank, found.checkpointing, found.qlora) == (3e-4, 8, False, True)
-    assert found.sources() == [("a.txt", 0.75), ("b.jsonl", 0.25)]
-    assert found.evaluated_lengths() == (256, 512)
+    actual = read(["--config", str(file), "--lr", "3e-4", "--checkpointing", "false", "--qlora"])
+    assert (actual.lr, actual.rank, actual.checkpointing, actual.qlora) == (3e-4, 8, False, True)
+    assert actual.sources() == [("a.txt", 0.75), ("b.jsonl", 0.25)]
+    assert actual.evaluated_lengths() == (256, 512)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         pytest.param(["--lenght", "8"], "'--lenght'; did you mean --length?", id="typed"),
         pytest.param(["--config", "FILE"], "sets 'targts'; did you mean targets?", id="in a file"),
@@ -86,18 +86,18 @@ def test_typed_words_win_over_the_file(tmp_path):
         ),
     ],
 )
-def test_a_command_line_is_refused_in_one_line(words, told, tmp_path, capsys):
+def test_a_command_line_is_refused_in_one_line(words, message, tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_text("targts: [q_proj]\n")
     words = [str(file) if word == "FILE" else word for word in words]
     with pytest.raises(SystemExit) as ended:
         read(["--data", "a.txt", *words])
     (line,) = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2 and line.startswith("finetune/lora.py: ") and told in line
+    assert ended.value.code == 2 and line.startswith("finetune/lora.py: ") and message in line
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         pytest.param({"data": ()}, "data must be at least one source", id="no data"),
         pytest.param({"data": ("a.txt=-1",)}, "data must be NAME or NAME=WEIGHT", id="weight"),
@@ -114,22 +114,22 @@ def test_a_command_line_is_refused_in_one_line(words, told, tmp_path, capsys):
         pytest.param({"passkey_lengths": (9999,)}, "passkey_lengths must be at most", id="keys"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(given, told):
-    with pytest.raises(ValueError, match=told):
+def test_settings_that_make_no_sense_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
         settings(**given)
 
 
 def test_lengths_may_be_told_in_thousands():
-    found = read(["--data", "a.txt", "--length", "32k", "--passkey-lengths", "1k,2k"])
-    assert (found.length, found.passkey_lengths) == (32_768, (1024, 2048))
+    actual = read(["--data", "a.txt", "--length", "32k", "--passkey-lengths", "1k,2k"])
+    assert (actual.length, actual.passkey_lengths) == (32_768, (1024, 2048))
 
 
 def test_steps_are_counted_in_tokens():
-    told = {"length": 1024, "micro_batch": 2}
-    assert settings(**told).accumulation(4) == 1
-    assert settings(**told, tokens_per_step=2**16).accumulation(4) == 8
-    with pytest.raises(Refused, match="multiple of 6144 .3 processes x length 1024 x micro"):
-        settings(**told, tokens_per_step=2**16).accumulation(3)
+    fields = {"length": 1024, "micro_batch": 2}
+    assert settings(**fields).accumulation(4) == 1
+    assert settings(**fields, tokens_per_step=2**16).accumulation(4) == 8
+    with pytest.raises(UsageError, match="multiple of 6144 .3 processes x length 1024 x micro"):
+        settings(**fields, tokens_per_step=2**16).accumulation(3)
 
 
 def test_a_run_is_told_by_what_it_learns_and_not_by_where():

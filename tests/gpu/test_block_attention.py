@@ -61,7 +61,7 @@ def test_kernels_compute_what_the_reference_defines(gpu, shape, blocks, dtype):
 @pytest.mark.parametrize("dim", [128, 320])
 def test_what_is_named_is_attended_beside_the_lists(gpu, dim, layout):
     shape = {"q_length": 777, "heads": 4, "kv_heads": 2, "dim": dim, "batch": 2, "layout": layout}
-    named = {"whole_heads": (0, 3), "whole_rows": "tail"}
+    named = {"dense_heads": (0, 3), "dense_rows": "tail"}
     q, k, v, grad, plan = case(gpu, torch.bfloat16, (128, 64), **shape, **named)
     assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad, plan, dim**-0.5)
 
@@ -103,9 +103,9 @@ def test_attending_compiles_without_a_break(gpu):
     def attend(q, k, v):
         return block.attention(q, k, v, plan, 0.125)
 
-    found = torch.compile(attend, fullgraph=True)(*leaves)
-    assert torch.equal(found, attend(*leaves))
-    compiled = torch.autograd.grad(found, leaves, grad)
+    actual = torch.compile(attend, fullgraph=True)(*leaves)
+    assert torch.equal(actual, attend(*leaves))
+    compiled = torch.autograd.grad(actual, leaves, grad)
     assert all(map(torch.equal, compiled, torch.autograd.grad(attend(*leaves), leaves, grad)))
 
 
@@ -134,9 +134,9 @@ def test_cab_dense_of_large_heads_is_exact(gpu, head_dim):
     with torch.no_grad():
         expected = model(input_ids=ids, attention_mask=mask).logits
         model.set_attn_implementation("cab_dense")
-        found = model(input_ids=ids, attention_mask=mask).logits
+        actual = model(input_ids=ids, attention_mask=mask).logits
     kept = mask.bool()
-    assert (found - expected)[kept].abs().max() <= 2e-3 * expected.abs().max()
+    assert (actual - expected)[kept].abs().max() <= 2e-3 * expected.abs().max()
 
 
 def twenty_steps(model, ids):

@@ -40,8 +40,8 @@ def test_a_plan_kept_in_the_hosts_memory_is_the_plan(gpu):
     with cab_hf.cab(model, SPARSE):
         expected = gradients()
         model.gradient_checkpointing_enable()
-        for found, wanted in zip(gradients(), expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
+        for actual, wanted in zip(gradients(), expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=1e-5)
 
 
 def test_a_run_on_one_gpu_tells_what_it_took(gpu, tmp_path):
@@ -64,8 +64,8 @@ def test_two_gpus_learn_what_one_does_in_turns(gpu, how, tmp_path):
     for name, more in {"data": (), "sequence": ("--cp", "2")}.items():
         words = (*launch, f"finetune/accelerate/{how}.yaml", *TINY, *same, *more)
         ended_well(*words, "--out", str(tmp_path / name))
-        found, wanted = (steps(tmp_path / each, "loss") for each in (name, "one"))
-        assert found == pytest.approx(wanted, rel=2e-2)
+        actual, wanted = (steps(tmp_path / each, "loss") for each in (name, "one"))
+        assert actual == pytest.approx(wanted, rel=2e-2)
 
 
 @PAIR

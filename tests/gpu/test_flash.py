@@ -34,10 +34,10 @@ CASES = [
     pytest.param(model(plan_heads=2, batch=2, layout="padded"), id="shared-padded"),
     pytest.param(model(plan_heads=4), id="shared-by-half-a-group"),
     pytest.param(model(plan_heads=1, batch=2), id="shared-by-all"),
-    pytest.param(model(whole_heads=(1, 2, 7), whole_rows="tail"), id="named"),
-    pytest.param(model(whole_heads=tuple(range(8))), id="all-named"),
-    pytest.param(model(batch=2, layout="padded", whole_rows="tail"), id="named-padded"),
-    pytest.param(model(batch=2, layout="packed", whole_rows="tail"), id="named-packed"),
+    pytest.param(model(dense_heads=(1, 2, 7), dense_rows="tail"), id="named"),
+    pytest.param(model(dense_heads=tuple(range(8))), id="all-named"),
+    pytest.param(model(batch=2, layout="padded", dense_rows="tail"), id="named-padded"),
+    pytest.param(model(batch=2, layout="packed", dense_rows="tail"), id="named-packed"),
 ]
 
 
@@ -119,20 +119,20 @@ def test_a_gradient_of_ones_without_memory(hopper):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         return torch.autograd.grad(attend(*leaves, plan, 0.1).sum(), leaves)
 
-    for found, meant in zip(
+    for actual, meant in zip(
         gradients(FLASH.attention), gradients(reference.attention), strict=True
     ):
-        torch.testing.assert_close(found, meant, atol=0.05, rtol=0.05)
+        torch.testing.assert_close(actual, meant, atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize("shape", [model(), model(plan_heads=2)], ids=["per-head", "shared"])
 def test_flash_compiles_without_a_break(hopper, shape):
     q, k, v, grad, plan = case(hopper, torch.bfloat16, WIDE, **shape)
     compiled = torch.compile(FLASH.attention, fullgraph=True)
-    found = with_gradients(compiled, (q, k, v), grad, plan, 0.1)
+    actual = with_gradients(compiled, (q, k, v), grad, plan, 0.1)
     meant = with_gradients(FLASH.attention, (q, k, v), grad, plan, 0.1)
     for name, value in meant.items():
-        torch.testing.assert_close(found[name], value, atol=0.02, rtol=0.02)
+        torch.testing.assert_close(actual[name], value, atol=0.02, rtol=0.02)
 
 
 def test_flash_forward_never_waits_for_the_device(hopper):
@@ -162,7 +162,7 @@ def test_flash_is_captured_in_a_cuda_graph(hopper, blocks):
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = step()
+        actual = step()
     graph.replay()
-    for captured, usual in zip(found, meant, strict=True):
+    for captured, usual in zip(actual, meant, strict=True):
         torch.testing.assert_close(captured, usual, atol=0.02, rtol=0.02)

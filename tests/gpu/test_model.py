@@ -15,9 +15,9 @@ from cab_hf.budgets import budgets_of
 from cab_hf.frame import Frame
 from cab_hf.ops import reference
 from cab_hf.ops.attention import flex
-from cab_hf.ops.score import Turn
+from cab_hf.ops.score import HeadChunk
 from cab_hf.plan import BlockLists, Spans, block_visibility
-from cab_hf.predictors import Call, CurvaturePredictor
+from cab_hf.predictors import CurvaturePredictor, LayerContext
 from cab_hf.predictors.attention_mass import block_mass
 from cab_hf.predictors.curvature import by_reference, picked
 
@@ -53,9 +53,9 @@ def test_flex_forward(gpu, shape, blocks):
     plan = random_plan(q, k, blocks)
     plan.validate()
     with torch.no_grad():
-        found = flex.attention(q, k, v, plan, q.shape[-1] ** -0.5)
+        actual = flex.attention(q, k, v, plan, q.shape[-1] ** -0.5)
     scale = q.shape[-1] ** -0.5
-    assert_within_budget(found, lambda *x: reference.attention(*x, plan, scale), q, k, v)
+    assert_within_budget(actual, lambda *x: reference.attention(*x, plan, scale), q, k, v)
 
 
 @pytest.mark.parametrize("blocks", BLOCKS)
@@ -75,8 +75,8 @@ def test_flex_backward(gpu, shape, blocks):
         return compute
 
     for which in range(3):
-        found = gradient(which, flex.attention)(*inputs)
-        assert_within_budget(found, gradient(which, reference.attention), *inputs)
+        actual = gradient(which, flex.attention)(*inputs)
+        assert_within_budget(actual, gradient(which, reference.attention), *inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -88,10 +88,10 @@ def test_full_budget_equals_sdpa(gpu, dtype):
     with torch.no_grad():
         expected = model(input_ids=ids, attention_mask=mask).logits
         with cab_hf.cab(model, FULL, query_block=128, key_block=64, engine="flex"):
-            found = model(input_ids=ids, attention_mask=mask).logits
+            actual = model(input_ids=ids, attention_mask=mask).logits
     kept = mask.bool()
     limit = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
-    assert (found - expected)[kept].abs().max() <= limit * expected.abs().max()
+    assert (actual - expected)[kept].abs().max() <= limit * expected.abs().max()
 
 
 def test_many_lengths_stay_sparse(gpu):
@@ -100,8 +100,8 @@ def test_many_lengths_stay_sparse(gpu):
         q, k, v = on(gpu, qkv(q_length=length, heads=4, kv_heads=2, dim=64), torch.bfloat16)
         plan = random_plan(q, k, (128, 64), share=0.1)
         with torch.no_grad():
-            found = flex.attention(q, k, v, plan, 0.125)
-        assert_within_budget(found, lambda *x, p=plan: reference.attention(*x, p, 0.125), q, k, v)
+            actual = flex.attention(q, k, v, plan, 0.125)
+        assert_within_budget(actual, lambda *x, p=plan: reference.attention(*x, p, 0.125), q, k, v)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,9 @@ def test_many_lengths_stay_sparse(gpu):
 def test_the_device_selects_what_the_cpu_selects(gpu, config):
     q, k, _ = qkv(q_length=2000, heads=8, kv_heads=2, dim=64)
     predict = CurvaturePredictor(config)
-    here = predict(q, k, Call(Spans.causal(1, 2000, 2000, "cpu"), 0.125)).to_dense()
+    here = predict(q, k, LayerContext(Spans.causal(1, 2000, 2000, "cpu"), 0.125)).to_dense()
     there = (
-        predict(q.to(gpu), k.to(gpu), Call(Spans.causal(1, 2000, 2000, gpu), 0.125))
+        predict(q.to(gpu), k.to(gpu), LayerContext(Spans.causal(1, 2000, 2000, gpu), 0.125))
         .to_dense()
         .cpu()
     )
@@ -135,8 +135,8 @@ def test_compiled_model_agrees(gpu):
     ids = tokens(1, 300).to(gpu)
     with torch.no_grad(), cab_hf.cab(model, SPARSE, query_block=128, key_block=64):
         expected = model(ids).logits
-        found = torch.compile(model, fullgraph=True)(ids).logits
-    torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+        actual = torch.compile(model, fullgraph=True)(ids).logits
+    torch.testing.assert_close(actual, expected, atol=2e-3, rtol=2e-3)
 
 
 def test_no_tensor_of_n_by_n_at_131072_tokens(gpu):
@@ -148,7 +148,7 @@ def test_no_tensor_of_n_by_n_at_131072_tokens(gpu):
     torch.cuda.reset_peak_memory_stats()
     inputs = torch.cuda.memory_allocated()
     with torch.no_grad():
-        call = Call(Spans.causal(1, length, length, gpu), 128**-0.5)
+        call = LayerContext(Spans.causal(1, length, length, gpu), 128**-0.5)
         plan = CurvaturePredictor(CabConfig())(q, k, call)
         work = engines.Workload.of(q, k, v, plan.blocks)
         out = engines.choose("flex", work).attention(q, k, v, plan, 128**-0.5)
@@ -161,7 +161,7 @@ def test_no_tensor_of_n_by_n_at_131072_tokens(gpu):
 
 def by_estimate(**fields):
     """Summaries are rounded to 16 bits at most: nothing but thresholds may move."""
-    return CabConfig(**{"exact_queries": 0, "mass": 0.9, "bridges": 0.05, **fields})
+    return CabConfig(**{"exact_queries": 0, "top_p": 0.9, "top_k_share": 0.05, **fields})
 
 
 PREDICTED = [
@@ -205,7 +205,7 @@ def referred(q, k, spans, scale, config, channels=()):
     """The plan of the reference."""
     keys = reference.coarsen_keys(k, spans.key_valid, config.key_block, config.coarsen)
     summary = replace(keys, keys=picked(k, channels))
-    call = Call(spans, scale, 0, channels=channels)
+    call = LayerContext(spans, scale, 0, channels=channels)
     return by_reference(q, summary, call, config, budgets_of(config, 0, q.shape[1]))
 
 
@@ -214,15 +214,15 @@ def test_kernels_select_what_the_reference_selects(gpu, config, shape):
     q, k = heads_on(gpu, **shape)
     spans = Spans.causal(q.shape[0], q.shape[2], k.shape[2], gpu)
     scale = q.shape[-1] ** -0.5
-    plan = CurvaturePredictor(config)(q, k, Call(spans, scale))
+    plan = CurvaturePredictor(config)(q, k, LayerContext(spans, scale))
     plan.validate()
-    found = plan.to_dense()
+    actual = plan.to_dense()
     meant = referred(q, k, spans, scale, config).to_dense()
     # rounding moves thresholds; nothing else may differ
-    assert (found != meant).sum() <= 0.001 * meant.sum()
-    assert lost_mass(q, k, spans, config, found, meant) <= 1e-3
-    again = CurvaturePredictor(config)(q, k, Call(spans, scale))
-    assert torch.equal(found, again.to_dense())
+    assert (actual != meant).sum() <= 0.001 * meant.sum()
+    assert lost_mass(q, k, spans, config, actual, meant) <= 1e-3
+    again = CurvaturePredictor(config)(q, k, LayerContext(spans, scale))
+    assert torch.equal(actual, again.to_dense())
 
 
 def test_kernels_select_for_padded_and_packed_texts(gpu):
@@ -233,22 +233,24 @@ def test_kernels_select_for_padded_and_packed_texts(gpu):
     frame = Frame.build(2, 2000, 2000, 0, valid, document, align=128, device=gpu)
     q, k = frame.queries(q), frame.keys(k)
     config = by_estimate()
-    found = CurvaturePredictor(config)(q, k, Call(frame.spans, 128**-0.5)).to_dense()
+    actual = CurvaturePredictor(config)(q, k, LayerContext(frame.spans, 128**-0.5)).to_dense()
     meant = referred(q, k, frame.spans, 128**-0.5, config).to_dense()
-    assert (found != meant).sum() <= 0.001 * meant.sum()
+    assert (actual != meant).sum() <= 0.001 * meant.sum()
 
 
 # --- outlier queries, scored exactly
 
 SLOW = (*range(32, 64), *range(96, 128))
 EVERY_KIND = {
-    "mass": ((0.0, 0.3, 0.9, 1.0, 0.0, 0.7, 0.7, 0.7),),
+    "top_p": ((0.0, 0.3, 0.9, 1.0, 0.0, 0.7, 0.7, 0.7),),
     "exact_queries": ((0, 0, 16, 32, 32, 0, 8, 1),),
-    "bridges": ((0.0, 0.1, 0.05, 0.05, 0.2, 0.0, 0.05, 0.05),),
+    "top_k_share": ((0.0, 0.1, 0.05, 0.05, 0.2, 0.0, 0.05, 0.05),),
 }
 EXACT = [
     pytest.param({}, id="default"),
-    pytest.param({"mass": ((0.0,) * 8,), "bridges": 0.2, "exact_queries": 128}, id="bridges"),
+    pytest.param(
+        {"top_p": ((0.0,) * 8,), "top_k_share": 0.2, "exact_queries": 128}, id="top_k_share"
+    ),
     pytest.param({"exact_queries": ((1, 2, 4, 8, 16, 0, 0, 128),)}, id="all-counts"),
     pytest.param(EVERY_KIND, id="every-kind-of-head"),
     pytest.param({"max_density": 0.2}, id="capped"),
@@ -260,15 +262,15 @@ exact = pytest.mark.parametrize("fields", EXACT)
 
 def laid_on(device, layout, dtype):
     """(q, k, spans) of 2,000 tokens in a layout."""
-    told = {"length": 2000, "dtype": dtype}
+    fields = {"length": 2000, "dtype": dtype}
     if layout == "chunk":
         # it begins inside of a block
-        q, k = heads_on(device, q_length=1111, **told)
+        q, k = heads_on(device, q_length=1111, **fields)
         return q, k, Spans.causal(1, 1111, 2000, device)
     if layout == "causal":
-        q, k = heads_on(device, **told)
+        q, k = heads_on(device, **fields)
         return q, k, Spans.causal(1, 2000, 2000, device)
-    q, k = heads_on(device, batch=2, **told)
+    q, k = heads_on(device, batch=2, **fields)
     valid = torch.ones(2, 2000, dtype=torch.bool, device=device)
     valid[0, :333] = False
     document = (torch.arange(2000, device=device) >= 900).long().expand(2, -1)
@@ -283,7 +285,7 @@ def test_exact_heads_select_what_the_reference_selects(gpu, fields, layout, chan
     """Of float32: nothing but rounding moves thresholds."""
     q, k, spans = laid_on(gpu, layout, torch.float32)
     config = CabConfig(**fields)
-    plan = CurvaturePredictor(config)(q, k, Call(spans, 128**-0.5, 0, channels=channels))
+    plan = CurvaturePredictor(config)(q, k, LayerContext(spans, 128**-0.5, 0, channels=channels))
     plan.validate()
     meant = referred(q, k, spans, 128**-0.5, config, channels).to_dense()
     assert (plan.to_dense() != meant).sum() <= 0.001 * meant.sum()
@@ -293,7 +295,10 @@ def test_measured_lists_of_exact_heads_hold_the_same(gpu, monkeypatch):
     from cab_hf.ops import predict
 
     q, k, spans = laid_on(gpu, "causal", torch.bfloat16)
-    predictor, call = CurvaturePredictor(CabConfig()), Call(spans, 128**-0.5, 0, channels=SLOW)
+    predictor, call = (
+        CurvaturePredictor(CabConfig()),
+        LayerContext(spans, 128**-0.5, 0, channels=SLOW),
+    )
     wide = predictor(q, k, call)
     monkeypatch.setattr(predict, "LISTS_AT_MOST", 0)
     measured = predictor(q, k, call)
@@ -312,15 +317,15 @@ def attended(q, k, call, config, kept):
 def test_sixteen_bits_choose_nearly_what_float32_does(gpu, dtype, fields):
     """Their exact scores are of 8-bit floats where the device has them."""
     q, k, spans = laid_on(gpu, "causal", dtype)
-    config, call = CabConfig(**fields), Call(spans, 128**-0.5, 0, channels=SLOW)
-    found = CurvaturePredictor(config)(q, k, call).to_dense()
+    config, call = CabConfig(**fields), LayerContext(spans, 128**-0.5, 0, channels=SLOW)
+    actual = CurvaturePredictor(config)(q, k, call).to_dense()
     q, k = q.float(), k.float()
     meant = referred(q, k, spans, 128**-0.5, config, SLOW).to_dense()
-    assert (found != meant).sum() < 0.03 * meant.sum()
-    kept, wanted = (attended(q, k, call, config, x) for x in (found, meant))
+    assert (actual != meant).sum() < 0.03 * meant.sum()
+    kept, wanted = (attended(q, k, call, config, x) for x in (actual, meant))
     assert wanted - kept < 0.01
     again = CurvaturePredictor(config)(q.to(dtype), k.to(dtype), call)
-    assert torch.equal(found, again.to_dense())
+    assert torch.equal(actual, again.to_dense())
 
 
 @pytest.mark.parametrize("count", [1, 8, 16, 128])
@@ -336,12 +341,12 @@ def test_exact_scores_of_eight_bits_are_those_of_the_reference(gpu, blocks, coun
     rows = outlier_rows(q, spans, (0, heads), 128**-0.5, blocks[0], count, channels, FP8)
     keys = scored_keys(k, channels, FP8)
     q_blocks, columns = -(-1900 // blocks[0]), -(-2000 // blocks[1])
-    turn = Turn(
+    turn = HeadChunk(
         *(rows_of(q, spans, blocks[0]), q_blocks, 0, heads, heads, k.shape[1]),
         *(q_blocks, columns, -(-columns // 32) * 32, 0),
     )
     most = torch.full((heads, q_blocks, turn.width), torch.nan, device=gpu)
-    found = exact_scores(turn, rows, keys, blocks[1], most)
+    actual = exact_scores(turn, rows, keys, blocks[1], most)
 
     shape = 1, heads, q_blocks, count
     # the logits of a row in powers of two are its products times its scale
@@ -354,7 +359,7 @@ def test_exact_scores_of_eight_bits_are_those_of_the_reference(gpu, blocks, coun
     largest = keys.float().norm(dim=-1).max() * held.norm(dim=-1).max()
     moved = torch.expm1(2 * roundings * EPS[torch.float16] * largest)
     visible = block_visibility(spans, *blocks)
-    for one, other in zip(found, meant, strict=True):
+    for one, other in zip(actual, meant, strict=True):
         one, other = (x.masked_fill(~visible, 0.0) for x in (one[..., :columns], other[0]))
         assert torch.isfinite(one).all()
         assert ((one - other).abs() <= moved * other + 1e-5 * count).all()
@@ -379,8 +384,8 @@ def test_sums_of_eight_bit_products_are_finite_at_any_norm(gpu, loudness):
     # one block is twice as loud
     k[:, :, 128:192] *= 1.15
     spans = Spans.causal(1, 512, 512, gpu)
-    config = CabConfig(dense_tail=0, sink_blocks=0, local_blocks=1, mass=0.5)
-    plan = CurvaturePredictor(config)(q, k, Call(spans, 1 / (loudness**2), 0))
+    config = CabConfig(dense_tail_blocks=0, sink_blocks=0, local_blocks=1, top_p=0.5)
+    plan = CurvaturePredictor(config)(q, k, LayerContext(spans, 1 / (loudness**2), 0))
     plan.validate()
     kept = plan.to_dense()
     assert kept[:, :, 3, 2].all()
@@ -392,12 +397,12 @@ def test_bits_of_a_key_are_its_own_on_the_device_too(gpu):
     from cab_hf.ops.exact_scores import FP8, scored_keys
 
     _, k = heads_on(gpu, length=2000)
-    whole = scored_keys(k, SLOW, FP8).view(torch.uint8)
+    complete = scored_keys(k, SLOW, FP8).view(torch.uint8)
     louder = k * 50
     louder[:, :, 700:800] = k[:, :, 700:800]
     for x, start in ((k[:, :, 700:800], 0), (k[:, :, :800], 700), (louder, 700)):
         held = scored_keys(x, SLOW, FP8).view(torch.uint8)[:, :, start : start + 100]
-        assert torch.equal(held, whole[:, :, 700:800])
+        assert torch.equal(held, complete[:, :, 700:800])
 
 
 def test_exact_scores_stay_within_their_scratch(gpu):
@@ -409,18 +414,18 @@ def test_exact_scores_stay_within_their_scratch(gpu):
     spans, dtype = Spans.causal(1, length, length, gpu), ops.scored_dtype(k)
     rows = ops.outlier_rows(q, spans, (0, 32), 128**-0.5, 128, count, SLOW, dtype)
     keys, blocks = ops.scored_keys(k, SLOW, dtype), rows_of(q, spans, 128)
-    turn = Turn(blocks, 512, 0, 32, 32, 8, 512, 1024, 1024, 0)
+    turn = HeadChunk(blocks, 512, 0, 32, 32, 8, 512, 1024, 1024, 0)
     most = torch.empty(32, 512, 1024, device=gpu)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    found = ops.exact_scores(turn, rows, keys, 64, most)
+    result = ops.exact_scores(turn, rows, keys, 64, most)
     # the memory of one of both was there
     given = most.numel() * most.element_size()
     scratch = torch.cuda.max_memory_allocated() - before - given
     assert given == 32 * 2 << 20 and scratch <= ops.SCRATCH_AT_A_TIME + (1 << 20)
     visible = block_visibility(spans, 128, 64)
-    assert all(torch.isfinite(x.masked_fill(~visible, 0.0)).all() for x in found)
+    assert all(torch.isfinite(x.masked_fill(~visible, 0.0)).all() for x in result)
 
 
 # --- how choosing runs
@@ -435,7 +440,7 @@ CHOOSING = [
 @pytest.mark.parametrize("fields", CHOOSING)
 def test_predicting_is_captured_in_a_cuda_graph(gpu, fields):
     q, k = heads_on(gpu)
-    call = Call(Spans.causal(1, 8191, 8191, gpu), 128**-0.5, 0, channels=SLOW)
+    call = LayerContext(Spans.causal(1, 8191, 8191, gpu), 128**-0.5, 0, channels=SLOW)
     predictor = CurvaturePredictor(CabConfig(**fields))
     predictor(q, k, call)
     graph = torch.cuda.CUDAGraph()
@@ -456,11 +461,11 @@ def test_predicting_compiles_without_a_break(gpu, fields):
 
     @torch.compile(fullgraph=True)
     def compiled(q, k):
-        plan = predictor(q, k, Call(spans, 128**-0.5, 0, channels=SLOW))
+        plan = predictor(q, k, LayerContext(spans, 128**-0.5, 0, channels=SLOW))
         return plan.full.counts, plan.full.indices, plan.partial.counts, plan.partial.indices
 
     counts, indices, *partial = compiled(q, k)
-    plan = predictor(q, k, Call(spans, 128**-0.5, 0, channels=SLOW))
+    plan = predictor(q, k, LayerContext(spans, 128**-0.5, 0, channels=SLOW))
     assert torch.equal(BlockLists(counts, indices).to_dense(32), plan.full.to_dense(32))
     assert torch.equal(BlockLists(*partial).to_dense(32), plan.partial.to_dense(32))
 
@@ -468,10 +473,10 @@ def test_predicting_compiles_without_a_break(gpu, fields):
 def test_predicting_never_waits_for_the_device(gpu):
     q, k = heads_on(gpu)
     spans = Spans.causal(1, 8191, 8191, gpu)
-    CurvaturePredictor(CabConfig())(q, k, Call(spans, 128**-0.5))
+    CurvaturePredictor(CabConfig())(q, k, LayerContext(spans, 128**-0.5))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        CurvaturePredictor(CabConfig())(q, k, Call(spans, 128**-0.5))
+        CurvaturePredictor(CabConfig())(q, k, LayerContext(spans, 128**-0.5))
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -486,6 +491,6 @@ def test_predicting_stays_within_its_memory(gpu, length, mib):
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    plan = CurvaturePredictor(CabConfig())(q, k, Call(spans, 128**-0.5, channels=SLOW))
+    plan = CurvaturePredictor(CabConfig())(q, k, LayerContext(spans, 128**-0.5, channels=SLOW))
     assert (torch.cuda.max_memory_allocated() - before) / 2**20 <= mib
     assert plan.full.counts.min() >= 0

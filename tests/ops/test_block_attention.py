@@ -67,10 +67,10 @@ def test_pieces_of_a_small_workspace_add_up(monkeypatch):
     """Above 256 channels query blocks are taken a few at a time; dk and dv are sums over them."""
     shape = {"q_length": 50, "heads": 2, "kv_heads": 1, "dim": 264}
     q, k, v, grad, plan = case("cpu", torch.float32, (16, 16), **shape)
-    whole = with_gradients(block.attention, (q, k, v), grad, plan, 0.1)
+    complete = with_gradients(block.attention, (q, k, v), grad, plan, 0.1)
     monkeypatch.setattr(split, "WORKSPACE", 1)
     pieces = with_gradients(block.attention, (q, k, v), grad, plan, 0.1)
-    for name, value in whole.items():
+    for name, value in complete.items():
         torch.testing.assert_close(pieces[name], value, atol=1e-5, rtol=1e-5)
 
 
@@ -83,9 +83,9 @@ def test_nothing_is_read_that_the_plan_leaves_out(dim):
     expected = reference.attention(q, k, v, plan, 0.2)
     spoilt = plan.to_dense()[0, :, -1].any(0).repeat_interleave(16)[:96]
     k, v = (x.masked_fill(~spoilt[:, None], torch.nan) for x in (k, v))
-    found = block.attention(q, k, v, plan, 0.2)
+    actual = block.attention(q, k, v, plan, 0.2)
     assert lists.all() and not spoilt.all()
-    torch.testing.assert_close(found[:, :, 64:], expected[:, :, 64:], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(actual[:, :, 64:], expected[:, :, 64:], atol=1e-5, rtol=1e-4)
 
 
 def test_descriptors_take_what_is_not_aligned():
@@ -95,8 +95,8 @@ def test_descriptors_take_what_is_not_aligned():
     expected = reference.attention(q, k, v, plan, 0.2)
     odd = torch.empty(k.numel() + 1)[1:].view(k.shape).copy_(k)
     turned = v.transpose(2, 3).contiguous().transpose(2, 3)
-    found = block.attention(q, odd, turned, plan, 0.2)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    actual = block.attention(q, odd, turned, plan, 0.2)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dims", [(24, 16), (16, 24)], ids=["narrow-values", "wide-values"])
@@ -105,8 +105,8 @@ def test_values_may_have_a_head_dim_of_their_own(dims):
     v = qkv(q_length=40, dim=dims[1])[2]
     plan = random_plan(q, k, (32, 16))
     meant = engines.REFERENCE.attention(q, k, v, plan, 0.2, return_lse=True)
-    found = engines.TRITON.attention(q, k, v, plan, 0.2, return_lse=True)
-    for a, b in zip(found, meant, strict=True):
+    actual = engines.TRITON.attention(q, k, v, plan, 0.2, return_lse=True)
+    for a, b in zip(actual, meant, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
@@ -137,8 +137,8 @@ def test_transposes_are_those_of_the_definition(rows, columns):
     chosen[0, 0] = False
     lists = BlockLists.from_dense(chosen)
     meant = lists.transpose(columns)
-    found = transpose.transpose(lists, columns)
-    assert torch.equal(found.to_dense(rows), meant.to_dense(rows))
+    actual = transpose.transpose(lists, columns)
+    assert torch.equal(actual.to_dense(rows), meant.to_dense(rows))
     packed = transpose.pack_columns(lists, columns)
     assert torch.equal(packed.counts, meant.counts)
     for b, p, c in meant.counts.nonzero().tolist():

@@ -10,7 +10,7 @@ from selecting import by_kernels, laid_in, loud, on_the_cpu
 from torch.nn import functional as F
 
 from cab_hf import BlockPlan, CabConfig
-from cab_hf.config import MASS_BY_KEYS
+from cab_hf.config import TOP_P_BY_KEYS
 from cab_hf.ops import predict, reference
 from cab_hf.ops.coarsen import QuerySummary, coarsen_queries
 from cab_hf.ops.exact_scores import (
@@ -22,7 +22,7 @@ from cab_hf.ops.exact_scores import (
     outlier_rows,
     scored_keys,
 )
-from cab_hf.ops.score import Turn
+from cab_hf.ops.score import HeadChunk
 from cab_hf.plan import Spans, block_visibility
 from cab_hf.predictors.curvature import picked
 
@@ -61,20 +61,20 @@ def test_outliers_by_hand():
     q = directions(0.0, 60.0, -160.0, 10.0, 30.0, 0.0, 5.0, 180.0)
     spans = Spans.causal(1, 8, 8, "cpu")
 
-    def found(count):
+    def actual(count):
         return reference.outlier_queries(q, spans, 4, count)[0, 0].tolist()
 
-    assert found(1) == [[2], [7]]
-    assert found(2) == [[2, 1], [7, 5]]
+    assert actual(1) == [[2], [7]]
+    assert actual(2) == [[2, 1], [7, 5]]
     # all of them come in order
-    assert found(4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert actual(4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_of_equals_the_earlier_are_chosen():
     q = torch.ones(1, 2, 32, 4)
     spans = Spans.causal(1, 32, 32, "cpu")
-    found = reference.outlier_queries(q, spans, 16, 3)
-    assert found.tolist() == [[[[0, 1, 2], [16, 17, 18]]] * 2]
+    actual = reference.outlier_queries(q, spans, 16, 3)
+    assert actual.tolist() == [[[[0, 1, 2], [16, 17, 18]]] * 2]
 
 
 def test_how_long_a_query_is_changes_nothing():
@@ -82,8 +82,8 @@ def test_how_long_a_query_is_changes_nothing():
     spans = Spans.causal(1, 136, 136, "cpu")
     # by powers of two, so that nothing is rounded; all queries of a block alike
     longer = q * 2.0 ** (torch.arange(136) // 32)[:, None]
-    found = [reference.outlier_queries(x, spans, 32, 4) for x in (q, longer)]
-    assert torch.equal(*found)
+    result = [reference.outlier_queries(x, spans, 32, 4) for x in (q, longer)]
+    assert torch.equal(*result)
 
 
 @pytest.mark.parametrize("count", [1, 8, 32])
@@ -106,25 +106,27 @@ def test_padding_is_never_chosen(count):
 
 
 @pytest.mark.parametrize(
-    ("fields", "found"),
+    ("fields", "actual"),
     [
         pytest.param({"exact_queries": 1}, True, id="scored"),
         pytest.param({"exact_queries": 0}, False, id="estimated", marks=pytest.mark.slow),
         pytest.param({"exact_queries": 8}, False, id="outvoted", marks=pytest.mark.slow),
-        pytest.param({"exact_queries": 8, "bridges": 0.03}, True, id="outvoted-but-a-bridge"),
+        pytest.param({"exact_queries": 8, "top_k_share": 0.03}, True, id="outvoted-but-a-bridge"),
     ],
 )
-def test_one_query_that_alone_looks_at_a_key_is_found(fields, found):
+def test_one_query_that_alone_looks_at_a_key_is_found(fields, actual):
     """The mean over its block hides it from the estimate over block summaries."""
     q = torch.zeros(1, 1, 512, 8)
     q[..., 0] = 4.0
     q[..., 490, 0], q[..., 490, 1] = 0.0, 8.0
     k = torch.zeros(1, 1, 512, 8)
     k[..., :96, 0], k[..., 200, 1] = 1.0, 4.0
-    config = CabConfig(**SMALL, **{"dense_tail": 0, "mass": 0.5, "bridges": 0.0, **fields})
+    config = CabConfig(
+        **SMALL, **{"dense_tail_blocks": 0, "top_p": 0.5, "top_k_share": 0.0, **fields}
+    )
     for choose in (on_the_cpu, by_kernels):
         kept = choose(config, q, k, Spans.causal(1, 512, 512, "cpu"), 1.0).to_dense()[0, 0]
-        assert bool(kept[15, 200 // 16]) == found
+        assert bool(kept[15, 200 // 16]) == actual
         assert kept.sum() < kept.numel() / 3
 
 
@@ -147,8 +149,8 @@ def test_shares_are_summed_and_the_largest_is_kept():
     k = torch.zeros(1, 1, 32, 2)
     k[..., 0, 0] = k[..., 16, 1] = 3.0
     rows, positions = outliers_of(q, Spans.causal(1, 32, 32, "cpu"), 16, 16)
-    told = rows, positions, k, Spans.causal(1, 32, 32, "cpu"), 1.0, 16
-    most, shares = reference.exact_scores(*told)
+    parts = rows, positions, k, Spans.causal(1, 32, 32, "cpu"), 1.0, 16
+    most, shares = reference.exact_scores(*parts)
     much = torch.tensor([3.0, 0.0]).softmax(-1)
     # fourteen queries look for nothing
     torch.testing.assert_close(shares[0, 0, 1], torch.tensor([8.0, 8.0]))
@@ -159,11 +161,11 @@ def test_half_of_the_mass_is_the_outliers():
     estimate = torch.tensor([0.7, 0.2, 0.1, 0.0]).log()
     shares = torch.tensor([0.0, 1.0, 3.0, 9.0])
     visible = torch.tensor([True, True, True, False])
-    found = reference.shared_mass(estimate, shares * visible, visible).exp()
-    torch.testing.assert_close(found, torch.tensor([0.35, 0.225, 0.425, 0.0]))
+    actual = reference.shared_mass(estimate, shares * visible, visible).exp()
+    torch.testing.assert_close(actual, torch.tensor([0.35, 0.225, 0.425, 0.0]))
     # a row without outliers is left to the estimate, a row of nothing to nobody
-    found = reference.shared_mass(estimate, torch.zeros(4), visible).softmax(-1)
-    torch.testing.assert_close(found, torch.tensor([0.7, 0.2, 0.1, 0.0]))
+    actual = reference.shared_mass(estimate, torch.zeros(4), visible).softmax(-1)
+    torch.testing.assert_close(actual, torch.tensor([0.7, 0.2, 0.1, 0.0]))
 
 
 def brute_force(q, k, spans, scale, query_block, key_block, positions):
@@ -189,12 +191,12 @@ def test_the_reference_is_what_whole_logits_give(layout, count):
     q, k = loud(q_length=length, kv_length=130 if layout == "chunk" else 75, batch=2)
     q, k, spans = laid_in(layout, q, k, 32)
     positions = reference.outlier_queries(q, spans, 32, count)
-    found = by_reference(q, k, spans, 0.3, (32, 16), count)
+    actual = by_reference(q, k, spans, 0.3, (32, 16), count)
     meant = brute_force(q, k, spans, 0.3, 32, 16, positions)
-    for one, other in zip(found, meant, strict=True):
+    for one, other in zip(actual, meant, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
     # a query gives shares of 1 in all
-    torch.testing.assert_close(found[1].sum(-1), (positions >= 0).sum(-1).float())
+    torch.testing.assert_close(actual[1].sum(-1), (positions >= 0).sum(-1).float())
 
 
 @pytest.mark.parametrize("count", [1, 8, 32])
@@ -286,11 +288,11 @@ def channels_of(scored, channels, dim=16):
 
 
 def turn_of(q, k, spans, blocks, start=0, planes=None, more=0):
-    """The `Turn` of ``planes`` heads from ``start`` on."""
+    """The `HeadChunk` of ``planes`` heads from ``start`` on."""
     batch, heads, length, _ = q.shape
     columns = -(-k.shape[2] // blocks[1])
     rows = coarsen_queries(q, spans, blocks[0], "mean").rows
-    return Turn(
+    return HeadChunk(
         rows=rows,
         rows_plane=rows.stride(0),
         start=start,
@@ -312,16 +314,16 @@ def by_kernel(q, k, spans, scale, blocks, count, channels=(), **turn):
     )
     keys = scored_keys(k, channels, k.dtype)
     most = q.new_empty(turn.count, turn.q_blocks, turn.width, dtype=torch.float32)
-    found = exact_scores(turn, rows, keys, blocks[1], most)
+    result = exact_scores(turn, rows, keys, blocks[1], most)
     visible = block_visibility(spans, *blocks).repeat_interleave(q.shape[1], 0)
     visible = visible[turn.start : turn.start + turn.count]
-    for x in found:
+    for x in result:
         assert x.shape == most.shape and x.dtype == torch.float32
-    return [x[..., : turn.kv_blocks].masked_fill(~visible, 0.0) for x in found]
+    return [x[..., : turn.kv_blocks].masked_fill(~visible, 0.0) for x in result]
 
 
-def assert_same(found, meant):
-    for one, other in zip(found, meant, strict=True):
+def assert_same(actual, meant):
+    for one, other in zip(actual, meant, strict=True):
         torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-4)
 
 
@@ -329,9 +331,9 @@ def assert_same(found, meant):
 def test_the_kernels_find_what_the_reference_finds(case, uninitialised_is_nan):
     blocks, count, layout, channels = (case.pop(name) for name in tuple(case)[:4])
     q, k, spans = laid_in(layout, *loud(**case), max(blocks))
-    told = spans, q.shape[-1] ** -0.5, blocks, count, channels
-    meant = by_reference(q, k, *told)
-    assert_same(by_kernel(q, k, *told), [x.flatten(0, 1) for x in meant])
+    parts = spans, q.shape[-1] ** -0.5, blocks, count, channels
+    meant = by_reference(q, k, *parts)
+    assert_same(by_kernel(q, k, *parts), [x.flatten(0, 1) for x in meant])
 
 
 @pytest.mark.parametrize("count", [1, 8, 32])
@@ -341,47 +343,47 @@ def test_the_kernel_gathers_the_outliers_of_the_reference(layout, count):
     q, k, spans = laid_in(layout, q, k, 32)
     channels = (3, 4, 20, 21)
     rows, positions = outliers_of(q, spans, 32, count, channels)
-    found = outlier_rows(q, spans, (0, q.shape[0] * q.shape[1]), 1.0, 32, count, channels, q.dtype)
+    actual = outlier_rows(q, spans, (0, q.shape[0] * q.shape[1]), 1.0, 32, count, channels, q.dtype)
     missing = positions.flatten() < 0
-    assert torch.equal(found.last.flatten() < 0, missing)
-    held = channels_of(found.vectors, channels, 24).flatten(0, 1)[~missing]
+    assert torch.equal(actual.last.flatten() < 0, missing)
+    held = channels_of(actual.vectors, channels, 24).flatten(0, 1)[~missing]
     assert torch.equal(held, rows.flatten(0, 3)[~missing])
     # what makes products a multiple of 32 channels is nothing
-    assert found.vectors.shape[2] == LEAST_CHANNELS
-    given = found.vectors.flatten(0, 1)[~missing]
+    assert actual.vectors.shape[2] == LEAST_CHANNELS
+    given = actual.vectors.flatten(0, 1)[~missing]
     torch.testing.assert_close(given.square().sum(-1), held.square().sum(-1))
     batch = torch.arange(2)[:, None, None, None].expand(positions.shape)
-    for told, spanned in ((found.first, spans.first), (found.last, spans.last)):
+    for items, spanned in ((actual.first, spans.first), (actual.last, spans.last)):
         meant = spanned[batch, positions.clamp(min=0)].flatten()
-        assert torch.equal(told.flatten()[~missing], meant[~missing])
+        assert torch.equal(items.flatten()[~missing], meant[~missing])
 
 
 def test_ties_go_to_the_earlier_in_the_kernel_too():
     q = torch.ones(1, 1, 40, 16)
     q[..., 30, :] = -1.0
     spans = Spans.causal(1, 40, 40, "cpu")
-    found = outlier_rows(q, spans, (0, 1), 1.0, 32, 4, (), q.dtype)
-    assert found.last.tolist() == [[30, 0, 1, 2, 32, 33, 34, 35]]
+    actual = outlier_rows(q, spans, (0, 1), 1.0, 32, 4, (), q.dtype)
+    assert actual.last.tolist() == [[30, 0, 1, 2, 32, 33, 34, 35]]
 
 
 @pytest.mark.parametrize("count", slow_but([8, 24], 1), ids=["whole-groups", "groups-of-parts"])
 def test_the_width_of_a_row_changes_nothing(count, uninitialised_is_nan):
     q, k = loud(**SHAPE | TWO)
-    told = Spans.causal(1, 136, 136, "cpu"), 0.25, (48, 16), count
-    narrow = by_kernel(q, k, *told)
+    parts = Spans.causal(1, 136, 136, "cpu"), 0.25, (48, 16), count
+    narrow = by_kernel(q, k, *parts)
     for more in (32, 64, 96):
-        for one, other in zip(by_kernel(q, k, *told, more=more), narrow, strict=True):
+        for one, other in zip(by_kernel(q, k, *parts, more=more), narrow, strict=True):
             assert torch.equal(one, other)
 
 
 @pytest.mark.slow
 def test_heads_in_turns_and_tiles_in_turns_find_the_same(monkeypatch, uninitialised_is_nan):
     q, k = loud(**SHAPE | {"q_length": 111, "batch": 2})
-    told = Spans.causal(2, 111, 111, "cpu"), 0.25, (32, 16), 32
-    together = by_kernel(q, k, *told)
+    parts = Spans.causal(2, 111, 111, "cpu"), 0.25, (32, 16), 32
+    together = by_kernel(q, k, *parts)
     monkeypatch.setattr("cab_hf.ops.exact_scores.SCRATCH_AT_A_TIME", 1)
     for start, planes in ((0, 3), (3, 5)):
-        some = by_kernel(q, k, *told, start=start, planes=planes)
+        some = by_kernel(q, k, *parts, start=start, planes=planes)
         for one, other in zip(some, together, strict=True):
             assert torch.equal(one, other[start : start + planes])
 
@@ -389,9 +391,9 @@ def test_heads_in_turns_and_tiles_in_turns_find_the_same(monkeypatch, uninitiali
 def test_sixteen_bits_find_the_same():
     # bfloat16 is for a GPU: the interpreter multiplies its bits as whole numbers
     q, k = (x.half() for x in loud(**SHAPE))
-    told = Spans.causal(1, 136, 136, "cpu"), 0.25, (32, 16), 32
-    meant = by_reference(q, k, *told)
-    for one, other in zip(by_kernel(q, k, *told), meant, strict=True):
+    parts = Spans.causal(1, 136, 136, "cpu"), 0.25, (32, 16), 32
+    meant = by_reference(q, k, *parts)
+    for one, other in zip(by_kernel(q, k, *parts), meant, strict=True):
         torch.testing.assert_close(one, other.flatten(0, 1), atol=2e-2, rtol=2e-2)
 
 
@@ -400,12 +402,12 @@ def test_means_found_on_the_way_are_those_of_coarsening():
     for layout in ("causal", "padded"):
         x, _, spans = laid_in(layout, q, k, 32)
         meant = coarsen_queries(x, spans, 32, "mean")
-        found = QuerySummary(torch.full_like(meant.vectors, torch.nan), -1 - meant.rows)
+        actual = QuerySummary(torch.full_like(meant.vectors, torch.nan), -1 - meant.rows)
         # in turns, as heads of different counts are
         for start, some in ((0, 3), (3, 5)):
-            outlier_rows(x, spans, (start, some), 1.0, 32, 8, (), x.dtype, found)
-        torch.testing.assert_close(found.vectors, meant.vectors, atol=1e-6, rtol=1e-6)
-        assert torch.equal(found.rows, meant.rows)
+            outlier_rows(x, spans, (start, some), 1.0, 32, 8, (), x.dtype, actual)
+        torch.testing.assert_close(actual.vectors, meant.vectors, atol=1e-6, rtol=1e-6)
+        assert torch.equal(actual.rows, meant.rows)
 
 
 @pytest.mark.parametrize("channels", [(0, 2, 4), (0, 1, 8), (15, 16), (1, 2, 5, 6, 9, 10)], ids=str)
@@ -419,12 +421,12 @@ def test_channels_that_are_no_runs_are_refused(channels):
 
 def test_keys_of_eight_bits_by_hand():
     k = torch.tensor([1.0, 17.2, 1e4, -1e9, 2**-3, 0.0]).reshape(1, 1, 1, 6)
-    found = scored_keys(k, (), FP8)
-    assert found.shape == (1, 1, 1, LEAST_CHANNELS) and found.dtype == FP8
+    actual = scored_keys(k, (), FP8)
+    assert actual.shape == (1, 1, 1, LEAST_CHANNELS) and actual.dtype == FP8
     # in four significant bits, and never infinite
     meant = [0.25, 4.5, 448.0, -448.0, 2**-5, 0.0]
-    assert found.float()[0, 0, 0, :6].tolist() == meant
-    assert not found.float()[..., 6:].any()
+    assert actual.float()[0, 0, 0, :6].tolist() == meant
+    assert not actual.float()[..., 6:].any()
 
 
 @pytest.mark.parametrize("channels", [(), (2, 3, 10, 11)], ids=["all", "some"])
@@ -457,32 +459,33 @@ def test_what_the_cpu_scores_is_what_it_is_given():
 
 COUNTS = ((4, 0, 1, 8),)
 SELECTED = [
-    pytest.param(CabConfig(**SMALL, mass=0.8, exact_queries=8), id="mass-and-bridges"),
-    pytest.param(CabConfig(**SMALL, mass=0.8, bridges=0.0, exact_queries=8), id="mass"),
+    pytest.param(CabConfig(**SMALL, top_p=0.8, exact_queries=8), id="mass-and-bridges"),
+    pytest.param(CabConfig(**SMALL, top_p=0.8, top_k_share=0.0, exact_queries=8), id="top_p"),
     pytest.param(
-        CabConfig(**SMALL, mass=((0.0,) * 4,), bridges=0.3, exact_queries=2), id="bridges-alone"
+        CabConfig(**SMALL, top_p=((0.0,) * 4,), top_k_share=0.3, exact_queries=2),
+        id="bridges-alone",
     ),
-    pytest.param(CabConfig(**SMALL, mass=0.6, exact_queries=1), id="one-query"),
-    pytest.param(CabConfig(**SMALL, mass=0.6, exact_queries=32), id="every-query"),
-    pytest.param(CabConfig(**SMALL, mass=0.6, exact_queries=COUNTS), id="some-heads"),
-    pytest.param(CabConfig(**SMALL, mass=0.6, exact_queries=((4, 1, 2, 8),)), id="all-counts"),
+    pytest.param(CabConfig(**SMALL, top_p=0.6, exact_queries=1), id="one-query"),
+    pytest.param(CabConfig(**SMALL, top_p=0.6, exact_queries=32), id="every-query"),
+    pytest.param(CabConfig(**SMALL, top_p=0.6, exact_queries=COUNTS), id="some-heads"),
+    pytest.param(CabConfig(**SMALL, top_p=0.6, exact_queries=((4, 1, 2, 8),)), id="all-counts"),
     pytest.param(
         CabConfig(
             **SMALL,
-            mass=((0.0, 0.5, 0.9, 1.0),),
-            bridges=((0.3, 0.0, 0.1, 0.2),),
+            top_p=((0.0, 0.5, 0.9, 1.0),),
+            top_k_share=((0.3, 0.0, 0.1, 0.2),),
             exact_queries=((4, 4, 2, 4),),
         ),
         id="every-budget-its-own",
     ),
     pytest.param(CabConfig(**SMALL, exact_queries=4, max_density=0.4), id="capped"),
     pytest.param(CabConfig(**SMALL, exact_queries=COUNTS, max_density=0.4), id="some-capped"),
-    pytest.param(CabConfig(**SMALL, exact_queries=4, dense_tail=0, mass=0.5), id="no-tail"),
+    pytest.param(CabConfig(**SMALL, exact_queries=4, dense_tail_blocks=0, top_p=0.5), id="no-tail"),
     pytest.param(
-        CabConfig(**SMALL, exact_queries=COUNTS, curvature="forman", mass=0.5), id="beside-forman"
+        CabConfig(**SMALL, exact_queries=COUNTS, curvature="forman", top_p=0.5), id="beside-forman"
     ),
-    pytest.param(CabConfig(48, 16, exact_queries=12, mass=0.5), id="q48"),
-    pytest.param(CabConfig(16, 32, exact_queries=2, mass=0.5), id="wide-keys"),
+    pytest.param(CabConfig(48, 16, exact_queries=12, top_p=0.5), id="q48"),
+    pytest.param(CabConfig(16, 32, exact_queries=2, top_p=0.5), id="wide-keys"),
     pytest.param(
         CabConfig.published(0.7, query_block=16, key_block=16, exact_queries=4), id="topk"
     ),
@@ -505,17 +508,17 @@ SELECTED = [
 @pytest.mark.parametrize("config", slow_but(SELECTED, 0, 2, 4, 7, 9, 11, 14))
 def test_kernels_select_what_the_reference_selects(config, channels):
     q, k = loud(**SHAPE)
-    told = q, k, Spans.causal(1, 136, 136, "cpu"), 0.25, channels
-    found, meant = by_kernels(config, *told), on_the_cpu(config, *told)
-    assert torch.equal(found.to_dense(), meant.to_dense())
-    assert torch.equal(found.full.counts, meant.full.counts)
+    parts = q, k, Spans.causal(1, 136, 136, "cpu"), 0.25, channels
+    actual, meant = by_kernels(config, *parts), on_the_cpu(config, *parts)
+    assert torch.equal(actual.to_dense(), meant.to_dense())
+    assert torch.equal(actual.full.counts, meant.full.counts)
 
 
 def test_channels_that_are_not_scored_change_no_bridge():
     q, k = loud(**SHAPE)
     spans, channels = Spans.causal(1, 136, 136, "cpu"), tuple(range(8, 16))
-    fields = {"mass": ((0.0,) * 4,), "bridges": 0.2, "sink_blocks": 0, "local_blocks": 1}
-    config = CabConfig(**SMALL, exact_queries=32, dense_tail=0, **fields)
+    fields = {"top_p": ((0.0,) * 4,), "top_k_share": 0.2, "sink_blocks": 0, "local_blocks": 1}
+    config = CabConfig(**SMALL, exact_queries=32, dense_tail_blocks=0, **fields)
     before = on_the_cpu(config, q, k, spans, channels=channels).to_dense()
     k[..., :8] = 4 * k[..., :8].flip(2)
     assert torch.equal(on_the_cpu(config, q, k, spans, channels=channels).to_dense(), before)
@@ -527,9 +530,9 @@ def test_kernels_select_the_same_in_every_layout(layout):
     kv_length = 205 if layout == "chunk" else 111
     q, k = loud(**SHAPE | {"q_length": 111, "kv_length": kv_length, "batch": 2})
     q, k, spans = laid_in(layout, q, k, 32)
-    config = CabConfig(**SMALL, mass=0.6, exact_queries=COUNTS)
-    found, meant = by_kernels(config, q, k, spans), on_the_cpu(config, q, k, spans)
-    assert torch.equal(found.to_dense(), meant.to_dense())
+    config = CabConfig(**SMALL, top_p=0.6, exact_queries=COUNTS)
+    actual, meant = by_kernels(config, q, k, spans), on_the_cpu(config, q, k, spans)
+    assert torch.equal(actual.to_dense(), meant.to_dense())
 
 
 @pytest.mark.parametrize("before", slow_but([8000, 12_000, 16_500], 0))
@@ -538,17 +541,19 @@ def test_a_row_keeps_by_the_keys_it_sees(before):
     q, k = loud(q_length=32, kv_length=before + 32, heads=2, kv_heads=1, dim=16)
     spans = Spans.causal(1, 32, before + 32, "cpu")
     # by the estimate: exact scores of so many keys take the interpreter minutes
-    config = CabConfig(query_block=32, key_block=64, bridges=0.0, dense_tail=0, exact_queries=0)
-    assert config.mass is None
-    found, meant = (choose(config, q, k, spans) for choose in (by_kernels, on_the_cpu))
-    assert torch.equal(found.to_dense(), meant.to_dense())
-    mass = {8000: MASS_BY_KEYS[0][1], 16_500: MASS_BY_KEYS[1][1]}.get(before)
-    if mass is not None:
-        alike = on_the_cpu(replace(config, mass=mass), q, k, spans)
+    config = CabConfig(
+        query_block=32, key_block=64, top_k_share=0.0, dense_tail_blocks=0, exact_queries=0
+    )
+    assert config.top_p is None
+    actual, meant = (choose(config, q, k, spans) for choose in (by_kernels, on_the_cpu))
+    assert torch.equal(actual.to_dense(), meant.to_dense())
+    top_p = {8000: TOP_P_BY_KEYS[0][1], 16_500: TOP_P_BY_KEYS[1][1]}.get(before)
+    if top_p is not None:
+        alike = on_the_cpu(replace(config, top_p=top_p), q, k, spans)
         assert torch.equal(meant.to_dense(), alike.to_dense())
 
 
-@pytest.mark.parametrize("limit", slow_but(["LISTS_AT_MOST", "SCORES_AT_A_TIME"], 0))
+@pytest.mark.parametrize("limit", slow_but(["LISTS_AT_MOST", "SCORE_BYTES_AT_A_TIME"], 0))
 @pytest.mark.parametrize(
     "counts",
     [pytest.param(4, id="all", marks=pytest.mark.slow), pytest.param(COUNTS, id="some")],
@@ -556,13 +561,13 @@ def test_a_row_keeps_by_the_keys_it_sees(before):
 def test_measured_lists_and_heads_in_turns_hold_the_same(monkeypatch, limit, counts):
     q, k = loud(**SHAPE | {"batch": 2})
     spans = Spans.causal(2, 136, 136, "cpu")
-    config = CabConfig(**SMALL, mass=0.6, exact_queries=counts)
+    config = CabConfig(**SMALL, top_p=0.6, exact_queries=counts)
     meant = on_the_cpu(config, q, k, spans)
     monkeypatch.setattr(predict, limit, 1)
-    found = by_kernels(config, q, k, spans)
-    assert torch.equal(found.to_dense(), meant.to_dense())
+    actual = by_kernels(config, q, k, spans)
+    assert torch.equal(actual.to_dense(), meant.to_dense())
     if limit == "LISTS_AT_MOST":
-        assert found.full.width == found.full.counts.max()
+        assert actual.full.width == actual.full.counts.max()
 
 
 @pytest.mark.parametrize("length", slow_but([1, 129, 150], 0, 1))
@@ -572,16 +577,21 @@ def test_no_row_goes_without_an_outlier(length):
     spans = Spans.causal(1, length, 200, "cpu")
     _, shares = by_reference(q, k, spans, 0.25, (32, 16), 2)
     assert (shares.sum(-1) > 0.99).all()
-    fields = {"mass": ((0.8,) * 4,), "bridges": 0.1, "exact_queries": 2, "dense_tail": 0}
+    fields = {
+        "top_p": ((0.8,) * 4,),
+        "top_k_share": 0.1,
+        "exact_queries": 2,
+        "dense_tail_blocks": 0,
+    }
     config = CabConfig(**SMALL, **fields)
-    found, meant = (choose(config, q, k, spans) for choose in (by_kernels, on_the_cpu))
-    assert torch.equal(found.to_dense(), meant.to_dense())
+    actual, meant = (choose(config, q, k, spans) for choose in (by_kernels, on_the_cpu))
+    assert torch.equal(actual.to_dense(), meant.to_dense())
 
 
 # --- a text chooses what it would alone
 
 SLOW = (*range(16, 32), *range(48, 64))
-WHOLE = CabConfig(**SMALL, mass=0.5, bridges=0.1, exact_queries=8)
+WHOLE = CabConfig(**SMALL, top_p=0.5, top_k_share=0.1, exact_queries=8)
 
 
 @pytest.mark.parametrize("choose", slow_but([on_the_cpu, by_kernels], 0))
@@ -590,7 +600,7 @@ def test_a_text_chooses_what_it_would_alone(layout, choose):
     """With half of the channels of a head of 64, however it comes."""
     q, k = loud(q_length=150, batch=2, heads=2, kv_heads=1, dim=64)
     # all but the end of a call, which a chunk has and the whole text has not
-    config = replace(WHOLE, dense_tail=0)
+    config = replace(WHOLE, dense_tail_blocks=0)
     # (batch row, tokens before, tokens) of a text that stands in the layout
     row, begin, length = {"padded": (0, 30, 120), "packed": (1, 50, 100)}.get(layout, (1, 0, 150))
     text = [x[row : row + 1, :, begin : begin + length] for x in (q, k)]
@@ -602,17 +612,17 @@ def test_a_text_chooses_what_it_would_alone(layout, choose):
             chunk = choose(config, q[:, :, start:end], k[:, :, :end], spans, channels=SLOW)
             columns = alone.shape[3] - chunk.to_dense().shape[3]
             pieces.append(F.pad(chunk.to_dense(), (0, columns)))
-        found = torch.cat(pieces, dim=2)[row:]
+        actual = torch.cat(pieces, dim=2)[row:]
     else:
         frame = laid_out("causal" if layout == "batch" else layout, 2, 150, 150, 32, "cpu")
         dense = choose(config, frame.queries(q), frame.keys(k), frame.spans, channels=SLOW)
-        found = dense.to_dense()[row : row + 1]
+        actual = dense.to_dense()[row : row + 1]
         rows, columns = alone.shape[2:]
         # a document stands behind the blocks of the one before it
         at = (2, 4) if layout == "packed" else (0, 0)
-        assert not found[:, :, at[0] : at[0] + rows, : at[1]].any()
-        found = found[:, :, at[0] : at[0] + rows, at[1] : at[1] + columns]
-    assert torch.equal(found, alone)
+        assert not actual[:, :, at[0] : at[0] + rows, : at[1]].any()
+        actual = actual[:, :, at[0] : at[0] + rows, at[1] : at[1] + columns]
+    assert torch.equal(actual, alone)
     # there is something to choose
     seen = block_visibility(Spans.causal(1, length, length, "cpu"), 32, 16)
     assert alone.float().mean(1).sum() < seen.sum()

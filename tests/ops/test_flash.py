@@ -15,10 +15,10 @@ def test_lists_of_wide_blocks_are_split_to_tiles_that_exist(length):
     tiles = -(-length // 64)
     for part in (plan.partial, plan.full):
         meant = part.to_dense(plan.kv_blocks).repeat_interleave(2, -1)[..., :tiles]
-        found = flash.finer_columns(part, 2, tiles)
-        assert found.width <= tiles
-        assert torch.equal(found.counts, meant.sum(-1))
-        assert torch.equal(found.to_dense(tiles), meant)
+        actual = flash.finer_columns(part, 2, tiles)
+        assert actual.width <= tiles
+        assert torch.equal(actual.counts, meant.sum(-1))
+        assert torch.equal(actual.to_dense(tiles), meant)
         turned = flash.by_tile(part, 128, 64, length)
         assert torch.equal(turned.to_dense(plan.q_blocks), meant.transpose(2, 3))
 

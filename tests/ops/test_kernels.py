@@ -11,11 +11,11 @@ from cab_hf.budgets import budgets_of
 from cab_hf.frame import Frame
 from cab_hf.ops import coarsen, predict, reference
 from cab_hf.plan import Spans
-from cab_hf.predictors import Call, CurvaturePredictor
+from cab_hf.predictors import CurvaturePredictor, LayerContext
 
 SMALL = {"query_block": 32, "key_block": 16}
 # by the estimate: exact scores have a file of their own
-ESTIMATE = {"exact_queries": 0, "mass": 0.9, "bridges": 0.05}
+ESTIMATE = {"exact_queries": 0, "top_p": 0.9, "top_k_share": 0.05}
 GRID = {"query_block": 16, "key_block": 16}
 LENGTH = 136
 KEY_BLOCKS = 9
@@ -30,10 +30,10 @@ CONFIGS = [
     pytest.param(small(), id="clusters"),
     pytest.param(small(redundancy=0.0), id="clusters-no-curvature"),
     pytest.param(small(curvature="forman"), id="clusters-forman"),
-    pytest.param(small(bridges=0.0), id="clusters-no-bridges"),
-    pytest.param(small(mass=1.0), id="everything"),
+    pytest.param(small(top_k_share=0.0), id="clusters-no-bridges"),
+    pytest.param(small(top_p=1.0), id="everything"),
     pytest.param(small(max_density=0.4), id="capped"),
-    pytest.param(small(mass=1.0, max_density=0.4), id="capped-everything"),
+    pytest.param(small(top_p=1.0, max_density=0.4), id="capped-everything"),
     pytest.param(small(coarsen="mean"), id="mean"),
     pytest.param(small(query_block=16, key_block=32), id="wide-keys"),
     pytest.param(small(query_block=48, key_block=16), id="three-to-one"),
@@ -41,10 +41,12 @@ CONFIGS = [
     pytest.param(CabConfig.published(0.7, **GRID), id="published"),
     pytest.param(CabConfig.published(0.7, "additive", **GRID), id="published-additive"),
     pytest.param(CabConfig.published(0.7, "none", **GRID), id="published-magnitude"),
-    pytest.param(CabConfig.published(0.7, "none", **GRID, dense_tail=1), id="published-tail"),
-    pytest.param(small(dense_tail=0), id="no-tail"),
-    pytest.param(small(dense_tail=2, max_density=0.4), id="two-tails-capped"),
-    pytest.param(small(mass=0.5, exact_queries=8), id="outliers"),
+    pytest.param(
+        CabConfig.published(0.7, "none", **GRID, dense_tail_blocks=1), id="published-tail"
+    ),
+    pytest.param(small(dense_tail_blocks=0), id="no-tail"),
+    pytest.param(small(dense_tail_blocks=2, max_density=0.4), id="two-tails-capped"),
+    pytest.param(small(top_p=0.5, exact_queries=8), id="outliers"),
 ]
 SHAPES = [
     pytest.param(SHAPE | {"kv_length": 250}, id="chunk-of-a-longer-text"),
@@ -59,30 +61,30 @@ SHAPES = [
 def plans(config, q, k, spans=None):
     """(what the kernels select, what the reference selects), both bool [B, H, M_q, M_k]."""
     spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
-    told = config, q, k, spans, q.shape[-1] ** -0.5
-    found, meant = by_kernels(*told), on_the_cpu(*told)
-    assert torch.equal(found.full.counts, meant.full.counts)
-    return found.to_dense(), meant.to_dense()
+    parts = config, q, k, spans, q.shape[-1] ** -0.5
+    actual, meant = by_kernels(*parts), on_the_cpu(*parts)
+    assert torch.equal(actual.full.counts, meant.full.counts)
+    return actual.to_dense(), meant.to_dense()
 
 
 @pytest.mark.parametrize("config", slow_but(CONFIGS, 0, 2, 5, 8, 9, 11, 13))
 def test_the_plan_is_that_of_the_reference(config):
-    found, meant = plans(config, *loud(**SHAPE))
-    assert torch.equal(found, meant)
+    actual, meant = plans(config, *loud(**SHAPE))
+    assert torch.equal(actual, meant)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_plan_is_that_of_the_reference_for_every_shape(shape):
-    found, meant = plans(small(), *loud(**shape))
-    assert torch.equal(found, meant)
+    actual, meant = plans(small(), *loud(**shape))
+    assert torch.equal(actual, meant)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_sixteen_bits_select_the_same(dtype):
     q, k = (x.to(dtype) for x in loud(**SHAPE))
-    found, meant = plans(small(), q, k)
+    actual, meant = plans(small(), q, k)
     # means are rounded to 11 bits: a block at the edge of a threshold may differ
-    assert (found != meant).sum() <= 0.001 * meant.numel()
+    assert (actual != meant).sum() <= 0.001 * meant.numel()
 
 
 def test_padding_and_documents():
@@ -92,8 +94,8 @@ def test_padding_and_documents():
     document = (torch.arange(150) >= 70).long().expand(2, -1)
     frame = Frame.build(2, 150, 150, 0, valid, document, align=32, device=torch.device("cpu"))
     q, k = loud(q_length=150, heads=2, kv_heads=1, dim=16, batch=2)
-    found, meant = plans(small(), frame.queries(q), frame.keys(k), frame.spans)
-    assert torch.equal(found, meant)
+    actual, meant = plans(small(), frame.queries(q), frame.keys(k), frame.spans)
+    assert torch.equal(actual, meant)
 
 
 def test_documents_left_where_they_are():
@@ -102,8 +104,8 @@ def test_documents_left_where_they_are():
     last = torch.arange(150, dtype=torch.int32)
     spans = Spans(first[None].int(), last[None], torch.ones(1, 150, dtype=torch.bool))
     q, k = loud(q_length=150, heads=2, kv_heads=1, dim=16)
-    found, meant = plans(small(), q, k, spans)
-    assert torch.equal(found, meant)
+    actual, meant = plans(small(), q, k, spans)
+    assert torch.equal(actual, meant)
 
 
 # --- inputs that break ties, or try to break more
@@ -127,16 +129,16 @@ def nothing_at_all(q, k):
 @pytest.mark.parametrize("config", slow_but([CONFIGS[i] for i in (0, 5, 11, 13)], 0, 2))
 @pytest.mark.parametrize("change", [equal_keys, one_huge_key, nothing_at_all])
 def test_ties_and_extremes(change, config):
-    found, meant = plans(config, *change(*loud(**SHAPE)))
-    assert torch.equal(found, meant)
+    actual, meant = plans(config, *change(*loud(**SHAPE)))
+    assert torch.equal(actual, meant)
 
 
 def test_sixteen_bits_hold_one_huge_key():
     q, k = (x.bfloat16() for x in loud(**SHAPE))
     k[:, :, 51] = 1e30
-    found, _ = plans(small(), q.abs(), k)
+    actual, _ = plans(small(), q.abs(), k)
     # every row that comes after it
-    assert found[..., 2:, 51 // 16].all()
+    assert actual[..., 2:, 51 // 16].all()
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")], ids=str)
@@ -146,7 +148,9 @@ def test_check_finite_names_the_tensor(name, value):
     tensors[name][0, 0, 5, 3] = value
     predictor = CurvaturePredictor(small(check_finite=True))
     with pytest.raises(ValueError, match=f"^{name} holds infinite or NaN"):
-        predictor(tensors["q"], tensors["k"], Call(Spans.causal(1, LENGTH, LENGTH, "cpu"), 0.25))
+        predictor(
+            tensors["q"], tensors["k"], LayerContext(Spans.causal(1, LENGTH, LENGTH, "cpu"), 0.25)
+        )
 
 
 def test_nan_selects_something_and_ends():
@@ -160,7 +164,7 @@ def test_nan_selects_something_and_ends():
 # --- summaries
 
 
-@pytest.mark.parametrize("how", ["box", "mean", "max_l2"])
+@pytest.mark.parametrize("how", ["minmax", "mean", "max_l2"])
 @pytest.mark.parametrize("length", [5, 63, 128])
 def test_summaries_are_those_of_the_reference(how, length):
     q, k, _ = qkv(q_length=length, heads=4, kv_heads=2, dim=24, batch=2)
@@ -184,13 +188,13 @@ def test_summaries_are_those_of_the_reference(how, length):
 def test_heads_in_turns_select_the_same(monkeypatch):
     q, k = loud(**SHAPE | {"q_length": 90, "kv_heads": 2, "batch": 2})
     together = plans(small(), q, k)[0]
-    monkeypatch.setattr(predict, "SCORES_AT_A_TIME", 1)
+    monkeypatch.setattr(predict, "SCORE_BYTES_AT_A_TIME", 1)
     assert torch.equal(plans(small(), q, k)[0], together)
 
 
 def test_measured_lists_hold_the_same(monkeypatch):
     q, k = loud(**SHAPE)
-    config = small(mass=0.5, bridges=0.0)
+    config = small(top_p=0.5, top_k_share=0.0)
     spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
     widest = by_kernels(config, q, k, spans).full
     monkeypatch.setattr(predict, "LISTS_AT_MOST", 0)
@@ -213,8 +217,8 @@ def test_the_registered_ops_keep_their_promises():
     inputs = (k, spans.key_valid, config.key_block, config.coarsen)
     torch.library.opcheck(torch.ops.cab_hf.summarise.default, inputs, test_utils=checks)
     planes = predict.summarise(k, spans.key_valid, config).planes
-    told = predict._telling(spans, config, budgets_of(config, 0, 2))
-    inputs = (q, planes, None, 0.25, [], *told)
+    result = predict._pack(spans, config, budgets_of(config, 0, 2))
+    inputs = (q, planes, None, 0.25, [], *result)
     torch.library.opcheck(torch.ops.cab_hf.choose.default, inputs, test_utils=checks)
 
 
@@ -228,9 +232,9 @@ def test_the_cpu_is_not_for_kernels():
 def pieces(q, k, *places):
     """(the queries of some stretches of a text, their spans)."""
     token = torch.cat([torch.arange(*place) for place in places])
-    whole = Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
-    first, last = whole.first[:, token], whole.last[:, token]
-    return q[:, :, token], Spans(first, last, whole.key_valid, True, consecutive=False)
+    complete = Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
+    first, last = complete.first[:, token], complete.last[:, token]
+    return q[:, :, token], Spans(first, last, complete.key_valid, True, consecutive=False)
 
 
 @pytest.mark.parametrize("config", slow_but([CONFIGS[i] for i in (0, 2, 5, 8, 9, 12, -1)], 0, 2))
@@ -238,8 +242,8 @@ def test_rows_from_several_places(config):
     q, k = loud(**SHAPE | {"q_length": 330})
     # 96 tokens are whole query blocks in every config
     rows, spans = pieces(q, k, (96, 192), (288, 330))
-    found, meant = plans(config, rows, k, spans)
-    assert torch.equal(found, meant)
+    actual, meant = plans(config, rows, k, spans)
+    assert torch.equal(actual, meant)
 
 
 @pytest.mark.parametrize("config", slow_but([CONFIGS[i] for i in (0, 2, -1)], 0))
@@ -253,12 +257,12 @@ def test_a_whole_text_selects_the_same_as_pieces_that_make_it_up(config):
     "fields",
     [
         pytest.param({"redundancy": 0.0}, id="estimate", marks=pytest.mark.slow),
-        pytest.param({"mass": 0.5, "exact_queries": 8}, id="outliers"),
+        pytest.param({"top_p": 0.5, "exact_queries": 8}, id="outliers"),
     ],
 )
 def test_rows_without_curvature_select_what_they_do_in_the_whole_text(fields):
     q, k = loud(**SHAPE | {"q_length": 256})
-    config = small(dense_tail=0, **fields)
+    config = small(dense_tail_blocks=0, **fields)
     rows, spans = pieces(q, k, (32, 96), (160, 224))
     held = plans(config, q, k)[0][:, :, [1, 2, 5, 6]]
     assert torch.equal(plans(config, rows, k, spans)[0], held)

@@ -34,8 +34,8 @@ EXACT = {"_outlier_queries_kernel", "_gathered_rows_kernel", "_exact_scores_kern
     ),
 )
 def test_choosing_compiles_for_hopper(settings, dtype, dim, eight_bits, kernels):
-    told = json.dumps([settings, dtype, dim, eight_bits])
-    ran = subprocess.run([sys.executable, SCRIPT, told], capture_output=True, text=True)
+    result = json.dumps([settings, dtype, dim, eight_bits])
+    ran = subprocess.run([sys.executable, SCRIPT, result], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-2000:]
     shared = json.loads(ran.stdout.splitlines()[-1])
     assert kernels | {"_select_kernel", "_block_scores_kernel"} <= shared.keys()

@@ -38,8 +38,8 @@ def state(model):
 def test_apply_is_idempotent_and_remove_puts_back(model):
     before = state(model)
     assert cab_hf.apply_cab(model, SPARSE) is model
-    cab_hf.apply_cab(model, mass=0.7)
-    assert model.config.cab_config["mass"] == 0.7
+    cab_hf.apply_cab(model, top_p=0.7)
+    assert model.config.cab_config["top_p"] == 0.7
     assert model.config.cab_config["key_block"] == SPARSE.key_block
     assert cab_hf.remove_cab(model) is model
     assert state(model) == before
@@ -48,14 +48,14 @@ def test_apply_is_idempotent_and_remove_puts_back(model):
 
 
 def test_the_context_manager_restores_what_it_found(model):
-    with cab_hf.cab(model, mass=0.8):
+    with cab_hf.cab(model, top_p=0.8):
         assert model.config._attn_implementation == "cab"
     assert state(model) == ("sdpa", None)
     cab_hf.apply_cab(model, FULL)
-    with cab_hf.cab(model, mass=0.5):
-        assert model.config.cab_config["mass"] == 0.5
+    with cab_hf.cab(model, top_p=0.5):
+        assert model.config.cab_config["top_p"] == 0.5
     assert CabConfig.from_dict(model.config.cab_config) == FULL
-    with pytest.raises(RuntimeError, match="from inside"), cab_hf.cab(model, mass=0.5):
+    with pytest.raises(RuntimeError, match="from inside"), cab_hf.cab(model, top_p=0.5):
         raise RuntimeError("from inside")
     assert CabConfig.from_dict(model.config.cab_config) == FULL
     cab_hf.remove_cab(model)
@@ -124,10 +124,10 @@ def test_what_was_there_before_goes_where_the_model_goes(model, applied_as):
 
 def test_a_copy_is_switched_alone(model):
     cab_hf.apply_cab(model, SPARSE)
-    with cab_hf.cab(model, mass=0.7):
+    with cab_hf.cab(model, top_p=0.7):
         other = copy.deepcopy(model)
     cab_hf.remove_cab(model)
-    assert state(model) == ("sdpa", None) and state(other)[1]["mass"] == 0.7
+    assert state(model) == ("sdpa", None) and state(other)[1]["top_p"] == 0.7
     cab_hf.remove_cab(other)
     assert state(other) == ("sdpa", None)
 
@@ -141,7 +141,7 @@ def test_a_saved_config_has_the_settings_and_nothing_else_of_ours(model, tmp_pat
     assert before[0] == "sdpa" and CabConfig.from_dict(before[1]) == SPARSE
     # nobody has applied it to what was loaded
     assert state(cab_hf.remove_cab(loaded)) == before
-    assert state(cab_hf.remove_cab(cab_hf.apply_cab(loaded, mass=0.6))) == before
+    assert state(cab_hf.remove_cab(cab_hf.apply_cab(loaded, top_p=0.6))) == before
 
 
 @pytest.mark.parametrize("applied", [False, True], ids=["plain", "applied"])
@@ -150,12 +150,12 @@ def test_blocks_may_end_in_any_order(model, first_to_end, applied):
     if applied:
         cab_hf.apply_cab(model, FULL)
     before = state(model)
-    blocks = [cab_hf.cab(model, mass=mass) for mass in (0.5, 0.6, 0.7)]
+    blocks = [cab_hf.cab(model, top_p=top_p) for top_p in (0.5, 0.6, 0.7)]
     for block in blocks:
         block.__enter__()
     blocks.pop(first_to_end).__exit__(None, None, None)
     # the block that began last of those still open is the one that holds
-    assert state(model)[1]["mass"] == (0.6 if first_to_end == 2 else 0.7)
+    assert state(model)[1]["top_p"] == (0.6 if first_to_end == 2 else 0.7)
     for block in blocks:
         block.__exit__(None, None, None)
     assert state(model) == before
@@ -165,8 +165,8 @@ def test_blocks_may_end_in_any_order(model, first_to_end, applied):
 
 INSIDE = {
     "remove": cab_hf.remove_cab,
-    "apply": lambda model: cab_hf.apply_cab(model, mass=0.7),
-    "remove-and-apply": lambda model: cab_hf.apply_cab(cab_hf.remove_cab(model), mass=0.7),
+    "apply": lambda model: cab_hf.apply_cab(model, top_p=0.7),
+    "remove-and-apply": lambda model: cab_hf.apply_cab(cab_hf.remove_cab(model), top_p=0.7),
     "another-implementation": lambda model: model.set_attn_implementation("eager"),
 }
 
@@ -177,7 +177,7 @@ def test_a_block_leaves_what_it_found_whatever_happens_inside(model, inside, app
     if applied:
         cab_hf.apply_cab(model, FULL)
     before = state(model)
-    with cab_hf.cab(model, mass=0.5):
+    with cab_hf.cab(model, top_p=0.5):
         inside(model)
     assert state(model) == before
     cab_hf.remove_cab(model)
@@ -186,7 +186,7 @@ def test_a_block_leaves_what_it_found_whatever_happens_inside(model, inside, app
 
 def test_removing_inside_a_block_holds_until_it_ends(model):
     cab_hf.apply_cab(model, FULL)
-    with cab_hf.cab(model, mass=0.5):
+    with cab_hf.cab(model, top_p=0.5):
         assert state(cab_hf.remove_cab(model)) == ("sdpa", None)
     assert CabConfig.from_dict(model.config.cab_config) == FULL
 
@@ -195,7 +195,7 @@ def test_a_block_restores_settings_that_were_put_there_by_hand(model):
     cab_hf.apply_cab(model, FULL)
     model.config.cab_config = SPARSE.to_dict()
     model.set_attn_implementation("cab_dense")
-    with cab_hf.cab(model, mass=0.5):
+    with cab_hf.cab(model, top_p=0.5):
         pass
     assert state(model) == ("cab_dense", SPARSE.to_dict())
 
@@ -228,7 +228,7 @@ def implementations(model):
 
 
 @pytest.mark.parametrize(
-    "told",
+    "message",
     [
         pytest.param({}, id="sdpa"),
         pytest.param({"vision_config": "eager"}, id="vision-eager"),
@@ -236,8 +236,8 @@ def implementations(model):
         pytest.param({"": "eager", "text_config": "sdpa"}, id="top-eager"),
     ],
 )
-def test_only_the_text_of_a_vision_language_model_is_switched(told):
-    model = tiny_llava(**told)
+def test_only_the_text_of_a_vision_language_model_is_switched(message):
+    model = tiny_llava(**message)
     before = implementations(model)
     ids = tokens(1, 150).clamp(min=6)
     ids[:, 3:7] = 5
@@ -256,10 +256,10 @@ def test_only_the_text_of_a_vision_language_model_is_switched(told):
     assert implementations(model) == before
 
 
-@pytest.mark.parametrize("told", [{}, {"text_config": "cab"}], ids=["sdpa", "text-cab"])
-def test_only_the_text_of_a_vision_language_model_is_calibrated(told, monkeypatch):
+@pytest.mark.parametrize("message", [{}, {"text_config": "cab"}], ids=["sdpa", "text-cab"])
+def test_only_the_text_of_a_vision_language_model_is_calibrated(message, monkeypatch):
     monkeypatch.setattr(passes, "KEYS", 2)
-    model = tiny_llava(**told)
+    model = tiny_llava(**message)
     model.resize_token_embeddings(400)
     config = SPARSE.changed(predictor="antidiagonal")
     given = cab_hf.calibrate(
@@ -280,13 +280,13 @@ def test_two_models_of_one_config_do_not_share_the_switch():
         assert state(b) == ("sdpa", None) == (config._attn_implementation, None)
         assert torch.equal(b(ids).logits, expected)
         cab_hf.apply_cab(b, FULL)
-        assert state(a)[1]["mass"] == SPARSE.mass
+        assert state(a)[1]["top_p"] == SPARSE.top_p
         cab_hf.remove_cab(a)
-        assert state(b)[1]["mass"] == FULL.mass
-    with cab_hf.cab(b, mass=0.7):
+        assert state(b)[1]["top_p"] == FULL.top_p
+    with cab_hf.cab(b, top_p=0.7):
         born_later = LlamaForCausalLM(b.config)
     cab_hf.remove_cab(b)
-    assert state(born_later)[1]["mass"] == 0.7
+    assert state(born_later)[1]["top_p"] == 0.7
 
 
 @pytest.mark.parametrize("build", [tiny_model, tiny_llava], ids=["text", "vision-language"])
@@ -311,21 +311,21 @@ def no_attention_by_name():
 
 
 @pytest.mark.parametrize(
-    ("build", "options", "told"),
+    ("build", "options", "message"),
     [
         pytest.param(lambda: torch.nn.Linear(2, 2), {}, "no transformers model", id="no-model"),
         pytest.param(no_attention_by_name, {}, "keeps attn_implementation='sdpa'", id="falcon"),
-        pytest.param(tiny_model, {"mass": 7}, "mass", id="setting"),
-        pytest.param(tiny_llava, {"mass": [[0.5] * 5] * 3}, "mass", id="table"),
+        pytest.param(tiny_model, {"top_p": 7}, "top_p", id="setting"),
+        pytest.param(tiny_llava, {"top_p": [[0.5] * 5] * 3}, "top_p", id="table"),
     ],
 )
-def test_what_cannot_be_switched_is_refused_and_left_as_it_is(build, options, told):
+def test_what_cannot_be_switched_is_refused_and_left_as_it_is(build, options, message):
     model = build()
     config = getattr(model, "config", None)
     before = copy.deepcopy(config)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         cab_hf.apply_cab(model, **options)
-    with pytest.raises(ValueError, match=told), cab_hf.cab(model, **options):
+    with pytest.raises(ValueError, match=message), cab_hf.cab(model, **options):
         pass
     assert getattr(model, "config", None) == before
     assert cab_hf.remove_cab(model) is model and getattr(model, "config", None) == before
@@ -355,7 +355,7 @@ def test_describe_says_what_runs_where_and_why(model):
     assert "'sdpa'" in cab_hf.describe(model)
     cab_hf.apply_cab(model, SPARSE, dense_layers=(0,), min_length=100)
     lines = cab_hf.describe(model, tokens=500).splitlines()
-    assert "mass 0.4" in lines[0] and "32 x 16" in lines[0] and "500 tokens" in lines[0]
+    assert "top_p 0.4" in lines[0] and "32 x 16" in lines[0] and "500 tokens" in lines[0]
     assert lines[1] == "  layer 0: dense, in dense_layers"
     assert lines[2] == "  layers 1-2: sparse, engine reference"
     assert "shorter than min_length=100" in cab_hf.describe(model, tokens=99)
@@ -436,17 +436,17 @@ def test_a_peft_model_is_switched_too(model):
 def test_settings_may_be_a_dict_or_a_file(model, tmp_path, kind):
     chosen = dataclasses.replace(SPARSE, dense_layers=(1,))
     chosen.save(tmp_path / "own.json")
-    told = {"dict": chosen.to_dict(), "str": str(tmp_path / "own.json")}.get(
+    fields = {"dict": chosen.to_dict(), "str": str(tmp_path / "own.json")}.get(
         kind, tmp_path / "own.json"
     )
-    with cab_hf.cab(model, told, mass=0.7):
-        assert state(model) == ("cab", dataclasses.replace(chosen, mass=0.7).to_dict())
-    cab_hf.apply_cab(model, told)
+    with cab_hf.cab(model, fields, top_p=0.7):
+        assert state(model) == ("cab", dataclasses.replace(chosen, top_p=0.7).to_dict())
+    cab_hf.apply_cab(model, fields)
     assert state(model) == ("cab", chosen.to_dict())
     plain = tiny_model()
     plain.save_pretrained(tmp_path / "model")
     loaded = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", attn_implementation="cab", cab_config=told
+        tmp_path / "model", attn_implementation="cab", cab_config=fields
     )
     # what is saved with a model needs no other file
     assert state(loaded) == ("cab", chosen.to_dict())
@@ -454,10 +454,10 @@ def test_settings_may_be_a_dict_or_a_file(model, tmp_path, kind):
 
 def test_a_dict_is_all_there_is_and_fields_change_what_there_is(model):
     cab_hf.apply_cab(model, SPARSE)
-    cab_hf.apply_cab(model, mass=0.8)
-    assert state(model)[1] == dataclasses.replace(SPARSE, mass=0.8).to_dict()
-    cab_hf.apply_cab(model, {"mass": 0.8})
-    assert state(model)[1] == CabConfig(mass=0.8).to_dict()
+    cab_hf.apply_cab(model, top_p=0.8)
+    assert state(model)[1] == dataclasses.replace(SPARSE, top_p=0.8).to_dict()
+    cab_hf.apply_cab(model, {"top_p": 0.8})
+    assert state(model)[1] == CabConfig(top_p=0.8).to_dict()
 
 
 # --- what a calibration was measured for
@@ -466,11 +466,11 @@ OWN = Origin("somebody's", layers=3, heads=6, kv_heads=2, length=4096)
 
 
 def test_describe_says_what_was_calibrated_for(model):
-    cab_hf.apply_cab(model, SPARSE, mass=((0.5,) * 6,) * 3, origin=OWN)
+    cab_hf.apply_cab(model, SPARSE, top_p=((0.5,) * 6,) * 3, origin=OWN)
     first = cab_hf.describe(model, tokens=500).splitlines()[0]
     assert first.endswith("a prompt of 500 tokens (calibrated for somebody's at 4,096 tokens):")
     # one number for all heads is nobody's calibration
-    cab_hf.apply_cab(model, mass=0.5)
+    cab_hf.apply_cab(model, top_p=0.5)
     assert "calibrated" not in cab_hf.describe(model)
 
 
@@ -484,26 +484,29 @@ def test_describe_says_what_was_calibrated_for(model):
 )
 def test_the_calibration_of_another_model_is_refused(model, other, counts):
     config = dataclasses.replace(SPARSE, origin=OWN._replace(**other))
-    told = rf"for somebody's \({counts}\), and llama has 3 layers, 6 heads, 2 KV heads; calibrate"
-    with pytest.raises(ValueError, match=told):
+    result = rf"for somebody's \({counts}\), and llama has 3 layers, 6 heads, 2 KV heads; calibrate"
+    with pytest.raises(ValueError, match=result):
         cab_hf.apply_cab(model, config)
     assert state(model) == ("sdpa", None)
     model.set_attn_implementation("cab")
     model.config.cab_config = config
     for use in (cab_hf.describe, lambda model: model(tokens(1, 40))):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=result):
             use(model)
 
 
-def loaded(model, folder, **told):
+def loaded(model, folder, **message):
     model.save_pretrained(folder)
-    return AutoModelForCausalLM.from_pretrained(folder, **told)
+    return AutoModelForCausalLM.from_pretrained(folder, **message)
 
 
 MISFITS = {
-    "deep": ({"mass": [[0.5] * 6] * 30}, "mass has 30 layers of 6 heads, and this model has 3"),
-    "shallow": ({"bridges": [[0.1] * 6] * 2}, "bridges has 2 layers of 6 heads, and this model"),
-    "heads": ({"bridges": [[0.5] * 9] * 3}, "9 heads, and this model has 3 layers of 6 heads;"),
+    "deep": ({"top_p": [[0.5] * 6] * 30}, "top_p has 30 layers of 6 heads, and this model has 3"),
+    "shallow": (
+        {"top_k_share": [[0.1] * 6] * 2},
+        "top_k_share has 2 layers of 6 heads, and this model",
+    ),
+    "heads": ({"top_k_share": [[0.5] * 9] * 3}, "9 heads, and this model has 3 layers of 6 heads;"),
     "exact": ({"exact_queries": [[8] * 9] * 3}, "exact_queries has 3 layers of 9 heads"),
     "map": (
         {"predictor": "cascade", "anchors": [0], "head_map": [[0] * 9] * 3},
@@ -511,8 +514,8 @@ MISFITS = {
     ),
     "layer": ({"dense_layers": [3]}, "dense_layers has 3; this model has layers 0 to 2"),
     "kv-heads": ({"origin": OWN._replace(kv_heads=6)._asdict()}, "3 layers, 6 heads, 6 KV heads"),
-    "field": ({"masss": 0.5}, "CabConfig has no field 'masss'"),
-    "value": ({"mass": "much"}, "CabConfig.mass is 'much'; it must be"),
+    "field": ({"top_pp": 0.5}, "CabConfig has no field 'top_pp'"),
+    "value": ({"top_p": "much"}, "CabConfig.top_p is 'much'; it must be"),
     "predictor": ({"predictor": "curvatur"}, "predictor"),
 }
 
@@ -600,8 +603,8 @@ def test_a_calibrated_model_compiles(model):
     ids = tokens(1, 200)
     torch._dynamo.reset()
     with torch.no_grad():
-        found = torch.compile(model, fullgraph=True, backend="eager")(ids).logits
-        torch.testing.assert_close(found, model(ids).logits, atol=2e-5, rtol=1e-4)
+        actual = torch.compile(model, fullgraph=True, backend="eager")(ids).logits
+        torch.testing.assert_close(actual, model(ids).logits, atol=2e-5, rtol=1e-4)
 
 
 def test_a_calibration_of_another_model_is_named_where_it_is_compiled(model):
@@ -677,8 +680,8 @@ def test_a_model_that_can_be_sparse_says_nothing(
     assert not said(recwarn)
 
 
-def generated(model, length, **told):
-    return model.generate(tokens(1, length), max_new_tokens=3, do_sample=False, **told)
+def generated(model, length, **message):
+    return model.generate(tokens(1, length), max_new_tokens=3, do_sample=False, **message)
 
 
 def read_in_chunks(model, length):

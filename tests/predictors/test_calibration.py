@@ -25,42 +25,42 @@ from cab_hf.config import Origin
 from cab_hf.eval.tiny_types import tiny_model as tiny_type
 from cab_hf.needles import split_sentences
 from cab_hf.plan import Spans
-from cab_hf.predictors import Call, make_predictor
+from cab_hf.predictors import LayerContext, make_predictor
 
 SMALL = {"query_block": 16, "key_block": 16, "min_length": 0}
-EVERYTHING = {"mass": 1.0, "bridges": 0.0, "exact_queries": 0}
-FORCED = {"mass": 0.0, "bridges": 0.0, "exact_queries": 0}
-EXACT = {"mass": 0.9, "bridges": 0.0, "exact_queries": 2}
+EVERYTHING = {"top_p": 1.0, "top_k_share": 0.0, "exact_queries": 0}
+FORCED = {"top_p": 0.0, "top_k_share": 0.0, "exact_queries": 0}
+EXACT = {"top_p": 0.9, "top_k_share": 0.0, "exact_queries": 2}
 NO_NEEDLES = Needles(*torch.zeros(3, 0, dtype=torch.int64))
 
 
 def losses_of(q, k, options, needles=NO_NEEDLES, **fields):
     config = CabConfig(**SMALL | fields)
-    call = Call(Spans.causal(1, q.shape[2], k.shape[2], "cpu"), q.shape[-1] ** -0.5, 3)
+    call = LayerContext(Spans.causal(1, q.shape[2], k.shape[2], "cpu"), q.shape[-1] ** -0.5, 3)
     return measure(q, k, call, config, options, needles)
 
 
 def test_what_attends_everything_loses_nothing():
     q, k, _ = qkv(q_length=150, heads=4, kv_heads=2)
-    found = losses_of(q, k, [EVERYTHING, FORCED])
-    torch.testing.assert_close(found.missed[:, 0], torch.zeros(4, dtype=torch.float64))
-    torch.testing.assert_close(found.density[:, 0], torch.ones(4, dtype=torch.float64))
-    assert (found.missed[:, 1] > 0).all() and (found.density[:, 1] < 0.9).all()
+    actual = losses_of(q, k, [EVERYTHING, FORCED])
+    torch.testing.assert_close(actual.missed[:, 0], torch.zeros(4, dtype=torch.float64))
+    torch.testing.assert_close(actual.density[:, 0], torch.ones(4, dtype=torch.float64))
+    assert (actual.missed[:, 1] > 0).all() and (actual.density[:, 1] < 0.9).all()
 
 
 def test_missed_mass_is_that_of_the_true_shares_by_hand():
     q, k, _ = qkv(q_length=70, heads=2, kv_heads=1)
-    found = losses_of(q, k, [FORCED], dense_tail=0)
-    plan = make_predictor(CabConfig(**SMALL, dense_tail=0, mass=((0.0, 0.0),), bridges=0))(
-        q, k, Call(Spans.causal(1, 70, 70, "cpu"), q.shape[-1] ** -0.5, 0)
-    )
+    actual = losses_of(q, k, [FORCED], dense_tail_blocks=0)
+    plan = make_predictor(
+        CabConfig(**SMALL, dense_tail_blocks=0, top_p=((0.0, 0.0),), top_k_share=0)
+    )(q, k, LayerContext(Spans.causal(1, 70, 70, "cpu"), q.shape[-1] ** -0.5, 0))
     logits = q @ k.repeat_interleave(2, 1).transpose(-1, -2) * q.shape[-1] ** -0.5
     seen = torch.ones(70, 70, dtype=torch.bool).tril()
     shares = logits.masked_fill(~seen, -torch.inf).softmax(-1)
     left = (shares * ~plan.token_mask()).sum(-1).square().mean(-1)
-    torch.testing.assert_close(found.missed[:, 0].float(), left[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(actual.missed[:, 0].float(), left[0], atol=1e-5, rtol=1e-4)
     attended = plan.token_mask().sum((-1, -2)) / seen.sum()
-    torch.testing.assert_close(found.density[:, 0].float(), attended[0])
+    torch.testing.assert_close(actual.density[:, 0].float(), attended[0])
 
 
 def test_a_needle_outside_the_kept_blocks_is_missed():
@@ -69,9 +69,9 @@ def test_a_needle_outside_the_kept_blocks_is_missed():
     k[0, 0, 40:44] = 8.0
     q[0, 0, 100] = 8.0
     needles = Needles(torch.tensor([100]), torch.tensor([40]), torch.tensor([44]))
-    found = losses_of(q, k, [FORCED, EXACT, EVERYTHING], needles, dense_tail=0)
-    assert found.needle[0, 0] > 0.9
-    assert found.needle[0, 2] == 0 and found.needle[1, 0] < 0.2
+    actual = losses_of(q, k, [FORCED, EXACT, EVERYTHING], needles, dense_tail_blocks=0)
+    assert actual.needle[0, 0] > 0.9
+    assert actual.needle[0, 2] == 0 and actual.needle[1, 0] < 0.2
 
 
 @pytest.mark.parametrize("target", [0.3, 0.5, 0.8])
@@ -105,15 +105,15 @@ def test_a_target_below_what_is_forced_is_refused():
 def test_heads_are_scored_alike():
     # heads that differ in how they are scored take launches of their own
     exact = make_predictor(CabConfig(**SMALL, exact_queries=4)).options()
-    assert {tuple(option) for option in exact} == {("mass", "bridges")}
-    assert all(option["mass"] < 1 for option in exact)
+    assert {tuple(option) for option in exact} == {("top_p", "top_k_share")}
+    assert all(option["top_p"] < 1 for option in exact)
     estimated = make_predictor(CabConfig(**SMALL, exact_queries=0)).options()
-    assert {"mass": 1.0, "bridges": 0.0} in estimated
+    assert {"top_p": 1.0, "top_k_share": 0.0} in estimated
 
 
 def test_tables_give_each_head_its_option():
     made = tables([FORCED, EXACT], torch.tensor([[0, 1], [1, 1]]))
-    assert made["mass"] == ((0.0, 0.9), (0.9, 0.9))
+    assert made["top_p"] == ((0.0, 0.9), (0.9, 0.9))
     assert made["exact_queries"] == ((0, 2), (2, 2))
     assert budgets_of(CabConfig(**made), 0, 2).exact(2) == (1,)
 
@@ -206,13 +206,13 @@ def test_one_text_is_one_text(model, monkeypatch):
 @pytest.mark.parametrize("anchors", [None, 1])
 def test_a_density_that_cannot_be_reached_is_refused_before_anything_is_measured(model, anchors):
     model, tokenizer = model
-    told = {**QUICK, "target_density": 0.2, "anchors": anchors}
+    fields = {**QUICK, "target_density": 0.2, "anchors": anchors}
     model.forward = None
     with pytest.raises(ValueError, match=r"target_density is 0\.2; it must be at least") as refused:
-        cab_hf.calibrate(model, tokenizer, "So it goes.", **told)
+        cab_hf.calibrate(model, tokenizer, "So it goes.", **fields)
     del model.forward
-    told["target_density"] = float(re.search(r"at least ([.\d]+)", str(refused.value))[1])
-    cab_hf.calibrate(model, tokenizer, "So it goes.", **told)
+    fields["target_density"] = float(re.search(r"at least ([.\d]+)", str(refused.value))[1])
+    cab_hf.calibrate(model, tokenizer, "So it goes.", **fields)
 
 
 def test_how_far_it_is_is_shown(model, capfd):
@@ -223,8 +223,8 @@ def test_how_far_it_is_is_shown(model, capfd):
 def test_a_model_is_given_a_cascade(model):
     model, tokenizer = model
     ids = torch.randint(2, 50, (1, 300), generator=torch.Generator().manual_seed(0))
-    told = {"config": CabConfig(**SMALL), "length": 300, "documents": 2, "anchors": 2}
-    given = cab_hf.calibrate(model, tokenizer, ["Nobody knows. So it goes."], 0.7, **told)
+    fields = {"config": CabConfig(**SMALL), "length": 300, "documents": 2, "anchors": 2}
+    given = cab_hf.calibrate(model, tokenizer, ["Nobody knows. So it goes."], 0.7, **fields)
     assert given.predictor == "cascade" and len(given.anchors) == 2 and given.anchors[0] == 0
     assert model.config.cab_config == given.to_dict()
     cab_hf.apply_cab(model)
@@ -232,8 +232,8 @@ def test_a_model_is_given_a_cascade(model):
     densities = [layer["density"] for layer in cab_hf.stats(model)]
     assert sum(densities) / len(densities) < 0.8
     # budgets of the anchors that were found, which stay
-    del told["anchors"]
-    again = cab_hf.calibrate(model, tokenizer, ["So it goes."], 0.7, **told | {"config": given})
+    del fields["anchors"]
+    again = cab_hf.calibrate(model, tokenizer, ["So it goes."], 0.7, **fields | {"config": given})
     assert (again.anchors, again.head_map) == (given.anchors, given.head_map)
 
 
@@ -247,9 +247,9 @@ def test_a_model_is_given_a_cascade(model):
 )
 def test_layers_of_another_making_are_calibrated(model, kind, layers, anchors):
     tokenizer, model = model[1], tiny_type(kind).eval()
-    told = {"config": CabConfig(**SMALL), "length": 300, "documents": 1, "anchors": anchors}
-    given = cab_hf.calibrate(model, tokenizer, ["Nobody knows. So it goes."], 0.8, **told)
-    assert len(given.mass) == layers
+    fields = {"config": CabConfig(**SMALL), "length": 300, "documents": 1, "anchors": anchors}
+    given = cab_hf.calibrate(model, tokenizer, ["Nobody knows. So it goes."], 0.8, **fields)
+    assert len(given.top_p) == layers
     with cab_hf.cab(model), torch.no_grad():
         model(torch.arange(300)[None] % 90 + 32)
         assert len(cab_hf.stats(model)) == layers
@@ -258,18 +258,18 @@ def test_layers_of_another_making_are_calibrated(model, kind, layers, anchors):
 @pytest.mark.parametrize("anchors", [None, 2])
 def test_a_layer_without_an_index_has_no_place_in_a_table(model, anchors):
     tokenizer, model = model[1], tiny_type("zamba").eval()
-    told = {"config": CabConfig(**SMALL), "length": 300, "documents": 1, "anchors": anchors}
+    fields = {"config": CabConfig(**SMALL), "length": 300, "documents": 1, "anchors": anchors}
     with pytest.raises(ValueError, match="serves several layers and has no index"):
-        cab_hf.calibrate(model, tokenizer, ["So it goes."], 0.8, **told)
+        cab_hf.calibrate(model, tokenizer, ["So it goes."], 0.8, **fields)
 
 
 def test_another_density_gives_other_budgets(model):
     model, tokenizer = model
-    told = {"config": CabConfig(**SMALL), "length": 300, "documents": 1}
+    fields = {"config": CabConfig(**SMALL), "length": 300, "documents": 1}
     ids = torch.arange(300)[None] % len(tokenizer)
     attended = []
     for density in (0.6, 0.8):
-        cab_hf.calibrate(model, tokenizer, ["So it goes."], density, **told)
+        cab_hf.calibrate(model, tokenizer, ["So it goes."], density, **fields)
         with torch.no_grad():
             model(ids)
         attended.append(sum(layer["density"] for layer in cab_hf.stats(model)))
@@ -296,10 +296,10 @@ def test_another_density_gives_other_budgets(model):
 )
 def test_what_cannot_be_calibrated_is_refused(model, bad, message):
     model, tokenizer = model
-    told = {"target_density": 0.6, "config": CabConfig(**SMALL), "length": 300, "documents": 1}
-    told["texts"] = ["So it goes."]
+    fields = {"target_density": 0.6, "config": CabConfig(**SMALL), "length": 300, "documents": 1}
+    fields["texts"] = ["So it goes."]
     with pytest.raises(ValueError, match=message):
-        cab_hf.calibrate(model, tokenizer, **told | bad)
+        cab_hf.calibrate(model, tokenizer, **fields | bad)
     assert model.config._attn_implementation == "sdpa"
 
 

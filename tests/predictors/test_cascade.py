@@ -13,7 +13,7 @@ from torch import nn
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.plan import Spans
-from cab_hf.predictors import Call, CascadePredictor, make_predictor
+from cab_hf.predictors import CascadePredictor, LayerContext, make_predictor
 
 CASCADE = replace(SPARSE, predictor="cascade", anchors=(0, 2))
 EXACT = replace(CASCADE, exact_queries=4)
@@ -22,11 +22,11 @@ LENGTH = 205
 
 def layers_of(config, count=4, length=LENGTH, spans=None, **shape):
     """The plans of some layers of one forward pass, each with q and k of its own."""
-    predictor, handed, plans = make_predictor(config), {}, []
+    predictor, shared_state, plans = make_predictor(config), {}, []
     for layer in range(count):
         q, k = loud(q_length=length, seed=layer, **{"heads": 4, "kv_heads": 2, **shape})
         spans = spans or Spans.causal(q.shape[0], length, length, "cpu")
-        plans.append(predictor(q, k, Call(spans, 0.25, layer, handed)))
+        plans.append(predictor(q, k, LayerContext(spans, 0.25, layer, shared_state)))
         plans[-1].validate()
     return plans
 
@@ -47,7 +47,7 @@ def test_layers_attend_what_the_anchor_before_them_chose(config):
         {},
         {"curvature": "forman", "max_density": 0.4, "exact_queries": 0},
         {"exact_queries": 4},
-        {"mass": ((0.4, 0.3, 1.0, 0.0),) * 4, "exact_queries": ((0, 4, 0, 2),) * 4},
+        {"top_p": ((0.4, 0.3, 1.0, 0.0),) * 4, "exact_queries": ((0, 4, 0, 2),) * 4},
         {"select": "topk", "sparsity": 0.6},
     ],
     ids=["clusters", "forman", "exact", "tables", "topk"],
@@ -59,41 +59,41 @@ def test_as_many_anchors_as_layers_are_no_cascade(fields):
         for part in ("full", "partial"):
             assert torch.equal(getattr(one, part).counts, getattr(other, part).counts)
             assert torch.equal(getattr(one, part).indices, getattr(other, part).indices)
-        assert torch.equal(one.whole_rows, other.whole_rows)
-        assert one.whole_heads == other.whole_heads
+        assert torch.equal(one.dense_rows, other.dense_rows)
+        assert one.dense_heads == other.dense_heads
 
 
 def test_a_head_attends_what_its_row_of_the_map_says():
     row = (2, 0, 0, 3)
-    table = {"mass": ((1.0, 0.4, 0.9, 0.0),) * 2}
+    table = {"top_p": ((1.0, 0.4, 0.9, 0.0),) * 2}
     config = replace(CASCADE, anchors=(0,), head_map=((0,) * 4, row), **table)
     anchor, reuse = layers_of(config, 2)
     assert torch.equal(reuse.to_dense(), anchor.to_dense()[:, list(row)])
-    assert anchor.whole_heads == (0,) and reuse.whole_heads == (1, 2)
+    assert anchor.dense_heads == (0,) and reuse.dense_heads == (1, 2)
 
 
 def test_a_layer_that_reuses_reads_neither_q_nor_k():
-    handed, predictor = {}, make_predictor(CASCADE)
+    shared_state, predictor = {}, make_predictor(CASCADE)
     q, k = loud(q_length=64)
     spans = Spans.causal(1, 64, 64, "cpu")
-    first = predictor(q, k, Call(spans, 0.25, 0, handed))
+    first = predictor(q, k, LayerContext(spans, 0.25, 0, shared_state))
     nothing = torch.full_like(q, torch.nan), torch.full_like(k, torch.nan)
-    again = predictor(*nothing, Call(spans, 0.25, 1, handed))
+    again = predictor(*nothing, LayerContext(spans, 0.25, 1, shared_state))
     assert torch.equal(first.to_dense(), again.to_dense())
 
 
 def test_whole_heads_list_nothing():
     table = ((0.0, 1.0, 0.5, 1.0),) * 4
-    anchor, reuse, *_ = layers_of(replace(CASCADE, mass=table))
-    assert anchor.whole_heads == reuse.whole_heads == (1, 3)
-    everything, *_ = layers_of(replace(CASCADE, mass=((1.0,) * 4,) * 4))
-    assert everything.whole_heads == (0, 1, 2, 3) and everything.full.width == 0
+    anchor, reuse, *_ = layers_of(replace(CASCADE, top_p=table))
+    assert anchor.dense_heads == reuse.dense_heads == (1, 3)
+    everything, *_ = layers_of(replace(CASCADE, top_p=((1.0,) * 4,) * 4))
+    assert everything.dense_heads == (0, 1, 2, 3) and everything.full.width == 0
 
 
 @pytest.mark.parametrize("config", [CASCADE, EXACT], ids=["estimate", "exact"])
 def test_no_earlier_row_feels_the_future(config):
-    predictor = make_predictor(replace(config, anchors=(0,), dense_tail=0))
-    call = Call(Spans.causal(1, 150, 150, "cpu"), 0.25, 0)
+    predictor = make_predictor(replace(config, anchors=(0,), dense_tail_blocks=0))
+    call = LayerContext(Spans.causal(1, 150, 150, "cpu"), 0.25, 0)
     q, k = loud(q_length=150)
     before = predictor(q, k, call).to_dense()
     q[:, :, 96:], k[:, :, 96:] = 5.0, -7.0
@@ -107,18 +107,18 @@ def test_rows_of_a_batch_and_documents_choose_alone(layout):
     q, k = loud(q_length=111, batch=2, heads=2, kv_heads=1)
     frame = laid_out(layout, 2, 111, 111, 32, "cpu")
     predictor = make_predictor(replace(CASCADE, anchors=(0,)))
-    call = Call(frame.spans, 0.25, 0)
+    call = LayerContext(frame.spans, 0.25, 0)
     together = predictor(frame.queries(q), frame.keys(k), call)
     together.validate()
     # of the second batch row, the part that stands alone; its blocks begin where documents do
     begin = 111 // 3 if layout == "packed" else 0
     q, k = q[1:, :, begin:], k[1:, :, begin:]
-    alone = predictor(q, k, Call(Spans.causal(1, 111 - begin, 111 - begin, "cpu"), 0.25, 0))
-    found, meant = together.to_dense()[1:], alone.to_dense()
+    alone = predictor(q, k, LayerContext(Spans.causal(1, 111 - begin, 111 - begin, "cpu"), 0.25, 0))
+    actual, meant = together.to_dense()[1:], alone.to_dense()
     rows, columns = meant.shape[2:]
-    found = found[:, :, -rows:] if layout == "packed" else found[:, :, :rows]
-    found = found[..., -columns:] if layout == "packed" else found[..., :columns]
-    assert torch.equal(found, meant)
+    actual = actual[:, :, -rows:] if layout == "packed" else actual[:, :, :rows]
+    actual = actual[..., -columns:] if layout == "packed" else actual[..., :columns]
+    assert torch.equal(actual, meant)
 
 
 # --- what is refused
@@ -163,24 +163,24 @@ def test_a_layer_that_nothing_is_handed_to_is_refused():
     q, k = loud(q_length=64)
     spans, predictor = Spans.causal(1, 64, 64, "cpu"), CascadePredictor(CASCADE)
     with pytest.raises(ValueError, match="Layer 1 attends what layer 0 chooses, which has handed"):
-        predictor(q, k, Call(spans, 0.25, 1))
+        predictor(q, k, LayerContext(spans, 0.25, 1))
     with pytest.raises(ValueError, match="A layer has no index"):
-        predictor(q, k, Call(spans, 0.25))
-    handed = {}
-    predictor(q, k, Call(spans, 0.25, 0, handed))
+        predictor(q, k, LayerContext(spans, 0.25))
+    shared_state = {}
+    predictor(q, k, LayerContext(spans, 0.25, 0, shared_state))
     # the anchor in between was never asked
     with pytest.raises(ValueError, match="Layer 3 attends what layer 2 chooses"):
-        predictor(q, k, Call(spans, 0.25, 3, handed))
+        predictor(q, k, LayerContext(spans, 0.25, 3, shared_state))
     with pytest.raises(ValueError, match="Layer 1 has 3 heads over 2 of k, and its anchor"):
-        predictor(q[:, :3], k, Call(spans, 0.25, 1, handed))
+        predictor(q[:, :3], k, LayerContext(spans, 0.25, 1, shared_state))
 
 
 # --- in models
 
 
-def logits_of(model, config, ids, **told):
+def logits_of(model, config, ids, **message):
     with cab_hf.cab(model, config), torch.no_grad():
-        return model(ids, **told).logits
+        return model(ids, **message).logits
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-some-sliding", "smollm3"])
@@ -215,12 +215,12 @@ def test_every_chunk_of_a_prefill_has_anchors_of_its_own(config):
     """The last chunk attends under the plans that its own queries have made."""
     model, ids = tiny_model(), tokens(1, 256)
     # two-hop paths of earlier chunks are gone
-    config = replace(config, anchors=(0,), dense_tail=0, redundancy=0.0)
+    config = replace(config, anchors=(0,), dense_tail_blocks=0, redundancy=0.0)
     with cab_hf.cab(model, config), torch.no_grad():
-        whole = model(ids, use_cache=False).logits
+        complete = model(ids, use_cache=False).logits
         cache = model(ids[:, :128]).past_key_values
         last = model(ids[:, 128:], past_key_values=cache).logits
-    torch.testing.assert_close(last, whole[:, 128:], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(last, complete[:, 128:], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("config", [CASCADE, EXACT], ids=["estimate", "exact"])
@@ -263,9 +263,9 @@ def test_a_layer_called_several_times_is_not_computed_again_under_another_calls_
 def test_generation_reads_sparsely_and_writes():
     model, ids = tiny_model(), tokens(1, 150)
     cab_hf.apply_cab(model, replace(FULL, predictor="cascade", anchors=(0,), sparse_decode=True))
-    found = model.generate(ids, max_new_tokens=6, do_sample=False)
+    actual = model.generate(ids, max_new_tokens=6, do_sample=False)
     cab_hf.remove_cab(model)
-    assert torch.equal(found, model.generate(ids, max_new_tokens=6, do_sample=False))
+    assert torch.equal(actual, model.generate(ids, max_new_tokens=6, do_sample=False))
 
 
 @pytest.mark.parametrize(
@@ -278,8 +278,8 @@ def test_it_compiles_without_a_graph_break(fields):
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with cab_hf.cab(model, config), torch.no_grad():
-        found = compiled(ids, use_cache=False).logits
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        actual = compiled(ids, use_cache=False).logits
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_it_survives_json(tmp_path):

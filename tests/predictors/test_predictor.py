@@ -12,14 +12,14 @@ import torch
 from tiny import qkv
 
 from cab_hf import CabConfig
-from cab_hf.config import MASS_BY_KEYS
+from cab_hf.config import TOP_P_BY_KEYS
 from cab_hf.frame import Frame
 from cab_hf.ops import reference
 from cab_hf.plan import Spans, block_visibility
-from cab_hf.predictors import Call, CurvaturePredictor, make_predictor, register_predictor
+from cab_hf.predictors import CurvaturePredictor, LayerContext, make_predictor, register_predictor
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_predictor.py"
-ESTIMATE = {"exact_queries": 0, "mass": 0.9, "bridges": 0.05}
+ESTIMATE = {"exact_queries": 0, "top_p": 0.9, "top_k_share": 0.05}
 RECIPES = [
     pytest.param(CabConfig(32, 16), id="outliers"),
     pytest.param(CabConfig(32, 16, **ESTIMATE), id="clusters"),
@@ -34,7 +34,7 @@ recipes = pytest.mark.parametrize("config", RECIPES)
 
 def select(config, q, k, spans=None):
     spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
-    plan = CurvaturePredictor(config)(q, k, Call(spans, q.shape[-1] ** -0.5))
+    plan = CurvaturePredictor(config)(q, k, LayerContext(spans, q.shape[-1] ** -0.5))
     plan.validate()
     return plan
 
@@ -49,7 +49,7 @@ def changed(config, **fields):
 def test_summaries_by_hand():
     keys = torch.tensor([[1.0, -4.0], [3.0, 2.0], [5.0, 0.0]])[None, None]
     real = torch.ones(1, 3, dtype=torch.bool)
-    box = reference.coarsen_keys(keys, real, 2, "box")
+    box = reference.coarsen_keys(keys, real, 2, "minmax")
     assert box.mean.tolist() == [[[[2, -1], [5, 0]]]]
     assert box.upper.tolist() == [[[[3, 2], [5, 0]]]]
     assert box.lower.tolist() == [[[[1, -4], [5, 0]]]]
@@ -61,7 +61,7 @@ def test_summaries_by_hand():
 def test_padding_leaves_no_trace_in_summaries():
     keys = torch.tensor([[1.0, 1.0], [9.0, -9.0], [5.0, 5.0], [7.0, 7.0]])[None, None]
     real = torch.tensor([[True, False, False, False]])
-    box = reference.coarsen_keys(keys, real, 2, "box")
+    box = reference.coarsen_keys(keys, real, 2, "minmax")
     assert box.mean.tolist() == box.upper.tolist() == box.lower.tolist() == [[[[1, 1], [0, 0]]]]
 
 
@@ -69,18 +69,20 @@ def test_upper_logit_is_the_largest_a_key_in_the_box_could_reach():
     q, k, _ = qkv(q_length=96, heads=4, kv_heads=2, dim=16)
     real = torch.ones(1, 96, dtype=torch.bool)
     queries = reference.coarsen_queries(q, real, 32, "mean")
-    upper, mean = reference.block_logits(queries, reference.coarsen_keys(k, real, 16, "box"), 0.5)
+    upper, mean = reference.block_logits(
+        queries, reference.coarsen_keys(k, real, 16, "minmax"), 0.5
+    )
     every = queries @ k.repeat_interleave(2, 1).transpose(-1, -2) * 0.5
     assert (upper >= every.unflatten(-1, (-1, 16)).amax(-1) - 1e-5).all()
     torch.testing.assert_close(mean, every.unflatten(-1, (-1, 16)).mean(-1))
 
 
 def test_what_a_row_keeps_falls_between_two_numbers_of_keys():
-    (short, most), (long, least) = MASS_BY_KEYS
+    (short, most), (long, least) = TOP_P_BY_KEYS
     middle = (short + long) // 2
     last = torch.tensor([[0, short - 1, middle - 1, long - 1, 4 * long]])
     first = torch.zeros_like(last)
-    kept = reference.mass_by_keys(Spans(first, last, torch.ones(1, 4 * long + 1).bool()).rows(1))
+    kept = reference.top_p_by_keys(Spans(first, last, torch.ones(1, 4 * long + 1).bool()).rows(1))
     expected = [most, most, (most + least) / 2, least, least]
     assert kept.flatten().tolist() == pytest.approx(expected)
 
@@ -103,19 +105,19 @@ def test_two_hop_sums_keys_to_the_query_grid_and_spreads_back():
 
 
 def test_two_hop_of_a_chunk_uses_its_own_rows():
-    whole = torch.rand(1, 1, 4, 4).tril()
-    expected = whole[..., 2:, 2:] @ whole[..., 2:, :]
+    complete = torch.rand(1, 1, 4, 4).tril()
+    expected = complete[..., 2:, 2:] @ complete[..., 2:, :]
     places = Spans.causal(1, 32, 64, "cpu").rows(16).places(16)
-    found = reference.two_hop(whole[..., 2:, :], places, 16, 16)
-    torch.testing.assert_close(found, expected)
+    actual = reference.two_hop(complete[..., 2:, :], places, 16, 16)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_two_hop_of_rows_from_several_places_walks_through_those_alone():
-    whole = torch.rand(1, 1, 8, 8).tril()
+    complete = torch.rand(1, 1, 8, 8).tril()
     held = torch.tensor([1, 6, 7])
-    rows = whole[..., held, :]
-    found = reference.two_hop(rows, held[None], 16, 16)
-    torch.testing.assert_close(found, rows[..., held] @ rows)
+    rows = complete[..., held, :]
+    actual = reference.two_hop(rows, held[None], 16, 16)
+    torch.testing.assert_close(actual, rows[..., held] @ rows)
 
 
 def test_rows_stand_where_their_first_query_does():
@@ -128,9 +130,11 @@ def test_rows_stand_where_their_first_query_does():
 def test_forman_by_hand():
     affinity = torch.tensor([[1.0, 0.0], [2.0, 3.0]])[None, None]
     hops = affinity @ affinity
-    found = reference.forman_curvature(affinity, hops)
+    actual = reference.forman_curvature(affinity, hops)
     # 4 A - row strength - column strength so far + 3 A A
-    assert found.tolist() == [[[[4 - 1 - 1 + 3, 0 - 1 - 0 + 0], [8 - 5 - 3 + 24, 12 - 5 - 3 + 27]]]]
+    assert actual.tolist() == [
+        [[[4 - 1 - 1 + 3, 0 - 1 - 0 + 0], [8 - 5 - 3 + 24, 12 - 5 - 3 + 27]]]
+    ]
 
 
 # --- selection, by hand
@@ -141,9 +145,9 @@ def test_smallest_set_of_blocks_by_hand():
     forced = torch.tensor([[True, False, False, False]])
     visible = torch.ones_like(forced)
 
-    def kept(mass, cap=9):
-        told = torch.tensor([[mass]]), torch.tensor([[cap]])
-        chosen = reference.top_mass(share.log(), forced, visible, *told)
+    def kept(top_p, cap=9):
+        values = torch.tensor([[top_p]]), torch.tensor([[cap]])
+        chosen = reference.top_p_blocks(share.log(), forced, visible, *values)
         return chosen.nonzero()[:, 1].tolist()
 
     assert kept(0.05) == [0]
@@ -167,7 +171,9 @@ def test_a_share_is_rounded_up_but_not_by_rounding_error():
 
 def test_forced_blocks_by_hand():
     spans = Spans.causal(1, 128, 128, "cpu")
-    config = CabConfig(query_block=32, key_block=16, sink_blocks=1, local_blocks=3, dense_tail=0)
+    config = CabConfig(
+        query_block=32, key_block=16, sink_blocks=1, local_blocks=3, dense_tail_blocks=0
+    )
     forced = reference.forced_blocks(block_visibility(spans, 32, 16), spans, config)
     assert [row.nonzero().flatten().tolist() for row in forced[0]] == [
         [0, 1],
@@ -191,13 +197,13 @@ def test_forced_blocks_by_hand():
 )
 def test_the_tail_is_forced(length, tail, rows):
     spans = Spans.causal(2, length, length + 64, "cpu")
-    config = CabConfig(query_block=32, key_block=16, dense_tail=tail)
+    config = CabConfig(query_block=32, key_block=16, dense_tail_blocks=tail)
     visible = block_visibility(spans, 32, 16)
     forced = reference.forced_blocks(visible, spans, config)
-    whole = (forced == visible).all(-1)
+    complete = (forced == visible).all(-1)
     assert torch.equal(spans.tail(tail * 32, 32)[0].nonzero().flatten(), torch.tensor(rows).long())
-    others = [row for row in range(whole.shape[1]) if row not in rows]
-    assert whole[0, rows].all() and not whole[0, others].any()
+    others = [row for row in range(complete.shape[1]) if row not in rows]
+    assert complete[0, rows].all() and not complete[0, others].any()
 
 
 def test_every_document_has_a_tail_of_its_own_real_tokens():
@@ -222,9 +228,9 @@ def test_every_document_has_a_tail_of_its_own_real_tokens():
 @pytest.mark.parametrize("name", ["antidiagonal", "curvature", "oracle", "random", "streaming"])
 def test_every_predictor_has_a_tail(name):
     q, k, _ = qkv(q_length=300)
-    mass = {"mass": 0.2} if name == "curvature" else {}
-    config = CabConfig(query_block=32, key_block=16, predictor=name, **mass)
-    plan = make_predictor(config)(q, k, Call(Spans.causal(1, 300, 300, "cpu"), 0.25))
+    top_p = {"top_p": 0.2} if name == "curvature" else {}
+    config = CabConfig(query_block=32, key_block=16, predictor=name, **top_p)
+    plan = make_predictor(config)(q, k, LayerContext(Spans.causal(1, 300, 300, "cpu"), 0.25))
     tail = plan.token_mask()[:, :, 300 - 32 :]
     assert torch.equal(tail, torch.ones(300, 300, dtype=torch.bool).tril()[-32:].expand_as(tail))
     assert plan.density() < 0.8
@@ -235,8 +241,14 @@ def test_a_needle_is_found_by_the_box_and_not_by_the_mean():
     q, k, _ = qkv(q_length=1024, heads=1, kv_heads=1, dim=32)
     k = k * 0.5
     k[..., 500, :] = q[0, 0, -16:].mean(0) * 8
-    fields = {"query_block": 16, "key_block": 64, "mass": 0.2, "bridges": 0.0, "local_blocks": 1}
-    fields |= {"dense_tail": 0, "exact_queries": 0}
+    fields = {
+        "query_block": 16,
+        "key_block": 64,
+        "top_p": 0.2,
+        "top_k_share": 0.0,
+        "local_blocks": 1,
+    }
+    fields |= {"dense_tail_blocks": 0, "exact_queries": 0}
     needle = 500 // 64
     assert select(CabConfig(**fields), q, k).to_dense()[0, 0, -1, needle]
     by_mean = select(CabConfig(coarsen="mean", **fields), q, k)
@@ -275,7 +287,7 @@ def test_any_length_and_group_gives_a_valid_plan(config, length, heads):
 @recipes
 def test_full_budget_keeps_every_block(config):
     q, k, _ = qkv(q_length=205)
-    full = changed(config, mass=1.0, sparsity=0.0)
+    full = changed(config, top_p=1.0, sparsity=0.0)
     assert select(full, q, k).density() == 1
 
 
@@ -309,7 +321,7 @@ def test_the_same_inputs_give_the_same_plan(config):
 def test_heads_worked_on_in_parts_select_the_same(config, monkeypatch):
     q, k, _ = qkv(q_length=300)
     together = select(config, q, k).to_dense()
-    monkeypatch.setattr("cab_hf.predictors.curvature.SCORES_AT_A_TIME", 1)
+    monkeypatch.setattr("cab_hf.predictors.curvature.SCORE_ELEMENTS_AT_A_TIME", 1)
     assert torch.equal(select(config, q, k).to_dense(), together)
 
 
@@ -324,9 +336,9 @@ def test_no_gradient_flows_through_a_plan():
 
 def test_the_example_of_an_own_predictor_runs(capsys):
     runpy.run_path(str(EXAMPLE))["main"]()
-    described, *told = capsys.readouterr().out.split("\nlayer ")
+    described, *given = capsys.readouterr().out.split("\nlayer ")
     assert "predictor loudest" in described and "layers 0-1: sparse" in described
-    assert [line.split(":")[1].strip()[:5] for line in told] == ["0.321", "0.321"]
+    assert [line.split(":")[1].strip()[:5] for line in given] == ["0.321", "0.321"]
 
 
 def test_baselines_load_without_an_evaluation():
@@ -336,8 +348,10 @@ def test_baselines_load_without_an_evaluation():
         " for name in ('antidiagonal', 'oracle', 'random', 'streaming')),"
         " any(name.startswith('cab_hf.eval') for name in sys.modules))"
     )
-    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    *names, evaluated = told.stdout.split()
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    )
+    *names, evaluated = result.stdout.split()
     assert names == [f"{x}Predictor" for x in ("Antidiagonal", "Oracle", "Random", "Streaming")]
     assert evaluated == "False"
 

@@ -11,7 +11,7 @@ from tiny import qkv
 
 from cab_hf import CabConfig
 from cab_hf.plan import Spans
-from cab_hf.predictors import Call, CurvaturePredictor
+from cab_hf.predictors import CurvaturePredictor, LayerContext
 from cab_hf.predictors.published import (
     AdaptiveCurvaturePredictor,
     BlockFrc,
@@ -48,7 +48,7 @@ def kept_by(frc, *arguments, **settings):
 def published_plan(q, k, sparsity, formula, block, **overrides):
     config = CabConfig.published(sparsity, formula, query_block=block, key_block=block, **overrides)
     spans = Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
-    return CurvaturePredictor(config)(q, k, Call(spans, q.shape[-1] ** -0.5))
+    return CurvaturePredictor(config)(q, k, LayerContext(spans, q.shape[-1] ** -0.5))
 
 
 # --- coarsening, by hand
@@ -66,11 +66,11 @@ def test_the_loudest_token_of_each_block_by_hand():
 def test_coarse_tokens_are_tokens_of_their_block(length):
     q, k, _ = qkv(batch=2, heads=4, kv_heads=2, q_length=length)
     coarse = coarsen_qk_max_l2(q, k, 64)
-    for x, found in zip((q, k), coarse, strict=True):
-        assert found.shape == (2, x.shape[1], math.ceil(length / 64), 16)
-        for block in range(found.shape[2]):
+    for x, actual in zip((q, k), coarse, strict=True):
+        assert actual.shape == (2, x.shape[1], math.ceil(length / 64), 16)
+        for block in range(actual.shape[2]):
             norms = x[:, :, block * 64 : (block + 1) * 64].norm(dim=-1)
-            torch.testing.assert_close(found[:, :, block].norm(dim=-1), norms.amax(-1))
+            torch.testing.assert_close(actual[:, :, block].norm(dim=-1), norms.amax(-1))
 
 
 def test_coarse_tokens_are_float32():
@@ -84,34 +84,34 @@ LOGITS = [[1.0, 9, 9], [2, 3, 9], [-5, 1, 2]]
 
 
 def test_affinity_and_triangles_by_hand():
-    found = compute_block_frc(*coarse_tokens(LOGITS))
-    assert found.affinity.tolist() == [[[[1, 0, 0], [2, 3, 0], [0, 1, 2]]]]
-    assert found.triangles.tolist() == [[[[1, 0, 0], [8, 9, 0], [2, 5, 4]]]]
+    actual = compute_block_frc(*coarse_tokens(LOGITS))
+    assert actual.affinity.tolist() == [[[[1, 0, 0], [2, 3, 0], [0, 1, 2]]]]
+    assert actual.triangles.tolist() == [[[[1, 0, 0], [8, 9, 0], [2, 5, 4]]]]
 
 
 def test_forman_by_hand():
-    found = compute_block_frc(*coarse_tokens(LOGITS), formula="forman").frc
+    actual = compute_block_frc(*coarse_tokens(LOGITS), formula="forman").frc
     # 4 A - row strength - column strength down to the row + 3 A A
     first = [4 - 1 - 1 + 3, 0, 0]
     second = [8 - 5 - 3 + 24, 12 - 5 - 3 + 27, 0]
     third = [0 - 3 - 3 + 6, 4 - 3 - 4 + 15, 8 - 3 - 2 + 12]
-    assert found.tolist() == [[[first, second, third]]]
+    assert actual.tolist() == [[[first, second, third]]]
 
 
 def test_additive_by_hand():
     # the row scaled to [0, 1], less 0.3 A A / 3
-    found = compute_block_frc(*coarse_tokens(LOGITS), formula="additive", redundancy=0.3).frc
+    actual = compute_block_frc(*coarse_tokens(LOGITS), formula="additive", redundancy=0.3).frc
     expected = [[-0.1, 0, 0], [-0.8, 0.1, 0], [-0.2, 0, 0.6]]
-    torch.testing.assert_close(found, torch.tensor(expected)[None, None])
+    torch.testing.assert_close(actual, torch.tensor(expected)[None, None])
 
 
 def test_bidirectional_forman_by_hand():
-    found = compute_block_frc(*coarse_tokens([[1.0, 1], [-3, 2]]), causal=False)
-    assert found.triangles.tolist() == [[[[1, 3], [0, 4]]]]
+    actual = compute_block_frc(*coarse_tokens([[1.0, 1], [-3, 2]]), causal=False)
+    assert actual.triangles.tolist() == [[[[1, 3], [0, 4]]]]
     # both rows have strength 2, the columns 1 and 3, all of each column counted
     first = [4 - 2 - 1 + 3, 4 - 2 - 3 + 9]
     second = [0 - 2 - 1 + 0, 8 - 2 - 3 + 12]
-    assert found.frc.tolist() == [[[first, second]]]
+    assert actual.frc.tolist() == [[[first, second]]]
 
 
 @formulas
@@ -119,9 +119,9 @@ def test_a_group_of_heads_shares_its_keys(formula):
     q, k, _ = qkv(heads=6, kv_heads=2, q_length=8)
     grouped = compute_block_frc(q, k, formula=formula)
     repeated = compute_block_frc(q, k.repeat_interleave(3, dim=1), formula=formula)
-    for found, expected in zip(grouped, repeated, strict=True):
-        assert found.shape == (1, 6, 8, 8)
-        torch.testing.assert_close(found, expected)
+    for actual, expected in zip(grouped, repeated, strict=True):
+        assert actual.shape == (1, 6, 8, 8)
+        torch.testing.assert_close(actual, expected)
 
 
 def test_forman_of_an_edge_grows_with_its_own_weight():
@@ -325,10 +325,10 @@ def test_without_matplotlib_it_says_what_to_install(diagnostics, monkeypatch):
 
 
 def test_operations_by_hand():
-    found = estimate_flops(4, head_dim=8, heads=3, block_size=2, sparsity=0.5)
+    actual = estimate_flops(4, head_dim=8, heads=3, block_size=2, sparsity=0.5)
     # two blocks; each row keeps its diagonal block alone, three pairs of it
-    assert found == (3 * 4 * 4 * 8, 3 * 2 * 4 * 8, 3 * 2 * 8, 3 * 4 * 8 * 6, 3 * 4 * 8 * 10)
-    assert found.saving == found.dense / sum(found[:4])
+    assert actual == (3 * 4 * 4 * 8, 3 * 2 * 4 * 8, 3 * 2 * 8, 3 * 4 * 8 * 6, 3 * 4 * 8 * 10)
+    assert actual.saving == actual.dense / sum(actual[:4])
 
 
 @pytest.mark.parametrize("length", [64, 100, 640, 1000])
@@ -336,15 +336,15 @@ def test_operations_by_hand():
 def test_causal_pairs_are_those_of_the_plan(length, sparsity):
     q, k, _ = qkv(q_length=length)
     attended, causal = published_plan(q, k, sparsity, "forman", 32).pairs()
-    found = estimate_flops(length, 16, heads=6, block_size=32, sparsity=sparsity)
-    assert (found.attention, found.dense) == (4 * 16 * attended, 4 * 16 * causal)
+    actual = estimate_flops(length, 16, heads=6, block_size=32, sparsity=sparsity)
+    assert (actual.attention, actual.dense) == (4 * 16 * attended, 4 * 16 * causal)
 
 
 @both_ways
 def test_without_sparsity_attention_is_dense(causal):
-    found = estimate_flops(1000, 64, sparsity=0.0, causal=causal)
-    assert found.attention == found.dense
-    assert found.saving < 1
+    actual = estimate_flops(1000, 64, sparsity=0.0, causal=causal)
+    assert actual.attention == actual.dense
+    assert actual.saving < 1
 
 
 # --- refusals
@@ -433,7 +433,7 @@ def test_the_example_runs(tmp_path, capsys):
     figure = tmp_path / "new" / "published.png"
     runpy.run_path(str(EXAMPLE))["main"](["--out", str(figure)])
     lines = capsys.readouterr().out.splitlines()
-    found = {line.split(" keeps ")[0].strip(): line for line in lines if " keeps " in line}
-    assert "the bridge in 0 of 4 heads" in found["forman"]
-    assert "the bridge in 4 of 4 heads" in found["additive"]
+    result = {line.split(" keeps ")[0].strip(): line for line in lines if " keeps " in line}
+    assert "the bridge in 0 of 4 heads" in result["forman"]
+    assert "the bridge in 4 of 4 heads" in result["additive"]
     assert figure.read_bytes().startswith(PNG)

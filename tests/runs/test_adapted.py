@@ -18,7 +18,7 @@ from cab_hf import CabConfig
 from cab_hf.eval import fidelity, passkey
 from cab_hf.finetune.models import load_model, save_adapter, with_lora
 from cab_hf.runs import models
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import UsageError
 
 NAME, LENGTH = "tiny-8k", 8192
 EXPERIMENTS = {"passkey": passkey, "fidelity": fidelity}
@@ -86,7 +86,7 @@ def test_from_python_it_attends_by_its_own_settings_or_those_that_are_given(ship
     model, tokenizer = cab_hf.load_model(NAME, device="cpu")
     assert model.config._attn_implementation == "cab" and tokenizer.pad_token is not None
     assert model.config.cab_config == SPARSE.to_dict()
-    chosen = CabConfig(mass=0.5)
+    chosen = CabConfig(top_p=0.5)
     model, _ = cab_hf.load_model(NAME, device="cpu", cab_config=chosen)
     assert model.config.cab_config == chosen.to_dict()
 
@@ -114,23 +114,27 @@ def test_the_embedded_model_is_its_file_whatever_has_converted_it(tmp_path, monk
 @pytest.mark.parametrize("file", models.ADAPTER_FILES)
 def test_a_name_without_its_adapter_is_refused(shipped, file):
     (shipped[0] / file).unlink()
-    told = f"model '{NAME}' is a base with an adapter, whose {file} does not come .* give smollm2"
+    shown = f"model '{NAME}' is a base with an adapter, whose {file} does not come .* give smollm2"
     for ask in (logits, lambda: models.load_config(NAME), lambda: models.content_sha256(NAME)):
-        with pytest.raises(Refused, match=told):
+        with pytest.raises(UsageError, match=shown):
             ask()
     assert not shipped[1].exists()
 
 
 def test_a_merge_that_goes_wrong_leaves_nothing(shipped):
     rewrite(shipped[0] / "base.json", sha256="0" * 64)
-    with pytest.raises(Refused, match=f"model '{NAME}' cannot be merged: adapter {NAME} was train"):
+    with pytest.raises(
+        UsageError, match=f"model '{NAME}' cannot be merged: adapter {NAME} was train"
+    ):
         logits()
     assert list(shipped[1].iterdir()) == []
 
 
 def test_without_peft_a_sentence_names_the_extra(shipped, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(Refused, match=r"peft is not installed; `pip install 'cab_hf\[finetune\]'`"):
+    with pytest.raises(
+        UsageError, match=r"peft is not installed; `pip install 'cab_hf\[finetune\]'`"
+    ):
         logits()
 
 
@@ -141,12 +145,12 @@ def test_an_experiment_reads_as_much_as_it_was_trained_for(shipped, command):
         settings = module.Settings(model=NAME, lengths=(length,), device="cpu")
         experiment = module.EXPERIMENT(settings)
         if refused:
-            with pytest.raises(Refused, match=f"lengths must be at most {LENGTH}, .*'{NAME}'"):
+            with pytest.raises(UsageError, match=f"lengths must be at most {LENGTH}, .*'{NAME}'"):
                 experiment.check()
         else:
             experiment.check()
-            told = experiment.recorded()
-            assert (told["model"], told["model_sha256"]) == (NAME, models.content_sha256(NAME))
+            result = experiment.recorded()
+            assert (result["model"], result["model_sha256"]) == (NAME, models.content_sha256(NAME))
 
 
 def test_a_wheel_takes_adapters_along():

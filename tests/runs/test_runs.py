@@ -28,7 +28,7 @@ from cab_hf.runs.settings import (
     spelled,
 )
 
-IDENTITY = {"seed": 0, "config": {"mass": 0.9, "engine": "auto"}}
+IDENTITY = {"seed": 0, "config": {"top_p": 0.9, "engine": "auto"}}
 KEY = ("length", "index")
 
 
@@ -94,7 +94,7 @@ def test_a_key_may_gain_fields_that_older_records_lack(path):
 
 
 def test_a_packed_log_is_read_and_gone_on_with(path):
-    whole = path.read_bytes()
+    complete = path.read_bytes()
     with Log(path, IDENTITY, KEY) as opened:
         opened.append(record(2))
     before = path.read_bytes()
@@ -110,7 +110,7 @@ def test_a_packed_log_is_read_and_gone_on_with(path):
         assert path.read_bytes() == before and len(opened.records) == 3
     assert list(path.parent.iterdir()) == [path]
     # what a kill leaves beside a log that was unpacked is older than the log
-    packed.write_bytes(lzma.compress(whole))
+    packed.write_bytes(lzma.compress(complete))
     assert indices(path) == [0, 1, 2]
     path.unlink()
     assert indices(path) == [0, 1]
@@ -132,21 +132,21 @@ def test_every_record_counts_without_a_key(tmp_path):
 
 @pytest.mark.parametrize("torn", ['{"length": 8, "ind', '{"length": 8, "index": 2', '{"a": "\\ud8'])
 def test_a_torn_last_line_is_dropped(path, torn):
-    whole = path.read_bytes()
-    path.write_bytes(whole + torn.encode())
+    complete = path.read_bytes()
+    path.write_bytes(complete + torn.encode())
     assert indices(path) == [0, 1]
     with Log(path, IDENTITY, KEY) as opened:
-        assert path.read_bytes() == whole
+        assert path.read_bytes() == complete
         opened.append(record(2))
     assert indices(path) == [0, 1, 2]
 
 
 def test_a_last_line_that_lacks_its_newline_is_kept(path):
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1])
+    complete = path.read_bytes()
+    path.write_bytes(complete[:-1])
     with Log(path, IDENTITY, KEY) as opened:
         assert len(opened.records) == 2
-        assert path.read_bytes() == whole
+        assert path.read_bytes() == complete
 
 
 @pytest.mark.parametrize("left", [0, 1, 20, -1], ids=["none", "brace", "some", "but brace"])
@@ -177,7 +177,7 @@ def test_reading_takes_the_first_record_of_a_key(path):
 
 
 def test_a_disk_that_is_full_leaves_the_log_as_it_was(path, monkeypatch):
-    whole, write = path.read_bytes(), os.write
+    complete, write = path.read_bytes(), os.write
 
     def full(file, data):
         if len(data) <= 10:
@@ -188,7 +188,7 @@ def test_a_disk_that_is_full_leaves_the_log_as_it_was(path, monkeypatch):
         monkeypatch.setattr(log.os, "write", full)
         with pytest.raises(LogError, match="cannot be written .No space left on device.; make"):
             opened.append(record(2))
-        assert path.read_bytes() == whole and record(2) not in opened
+        assert path.read_bytes() == complete and record(2) not in opened
         monkeypatch.setattr(log.os, "write", write)
         opened.append(record(2))
     assert indices(path) == [0, 1, 2]
@@ -219,44 +219,44 @@ def test_a_file_system_without_locks_is_refused(path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         pytest.param(lambda at: (at / "samples.jsonl").mkdir(), "Is a directory", id="folder"),
         pytest.param(lambda at: os.mkfifo(at / "samples.jsonl"), "is no file", id="pipe"),
         pytest.param(lambda at: (at.rmdir(), at.touch()), "File exists", id="folder is a file"),
     ],
 )
-def test_what_is_no_file_in_a_folder_is_refused(tmp_path, make, told):
+def test_what_is_no_file_in_a_folder_is_refused(tmp_path, make, message):
     out = tmp_path / "out"
     out.mkdir()
     make(out)
-    with pytest.raises(LogError, match=told):
+    with pytest.raises(LogError, match=message):
         Log(out / "samples.jsonl", IDENTITY, KEY)
 
 
 @pytest.mark.parametrize(
-    ("identity", "told"),
+    ("identity", "message"),
     [
         pytest.param({**IDENTITY, "seed": 1}, "with seed 0, this run has 1; give", id="value"),
         pytest.param(
-            {**IDENTITY, "config": {"mass": 0.9, "engine": "flex"}},
+            {**IDENTITY, "config": {"top_p": 0.9, "engine": "flex"}},
             "with config.engine 'auto', this run has 'flex'; give another --out",
             id="nested",
         ),
         pytest.param({**IDENTITY, "more": 2}, "with more None, this run has 2", id="new"),
-        pytest.param({"seed": 0}, "with config {'mass'", id="gone"),
+        pytest.param({"seed": 0}, "with config {'top_p'", id="gone"),
     ],
 )
-def test_another_identity_is_refused_by_its_first_difference(path, identity, told):
+def test_another_identity_is_refused_by_its_first_difference(path, identity, message):
     before = path.read_bytes() + b'{"torn'
     path.write_bytes(before)
-    with pytest.raises(LogError, match=re.escape(told)):
+    with pytest.raises(LogError, match=re.escape(message)):
         Log(path, identity, KEY)
     assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         pytest.param('{"index": 0}\n', "does not begin with the header", id="no header"),
         pytest.param("a letter", "does not begin with the header", id="a text"),
@@ -268,12 +268,12 @@ def test_another_identity_is_refused_by_its_first_difference(path, identity, tol
         pytest.param("HEADER\nRECORD\n[1]", "line 3 is no JSON object", id="list behind"),
     ],
 )
-def test_a_file_that_is_no_log_is_refused_and_left_alone(tmp_path, content, told):
+def test_a_file_that_is_no_log_is_refused_and_left_alone(tmp_path, content, message):
     path = tmp_path / "samples.jsonl"
     header = json.dumps({"identity": IDENTITY, "started": "then"})
     path.write_text(content.replace("HEADER", header).replace("RECORD", json.dumps(record(0))))
     before = path.read_bytes()
-    with pytest.raises(LogError, match=told):
+    with pytest.raises(LogError, match=message):
         Log(path, IDENTITY, KEY)
     assert path.read_bytes() == before
 
@@ -289,8 +289,8 @@ def test_a_symbolic_link_is_refused(path, tmp_path):
 
 def test_a_second_writer_is_refused(path):
     with Log(path, IDENTITY, KEY) as first:
-        told = f"written by another process .process {os.getpid()} on .+ since .+; wait for it"
-        with pytest.raises(LogError, match=told):
+        shown = f"written by another process .process {os.getpid()} on .+ since .+; wait for it"
+        with pytest.raises(LogError, match=shown):
             Log(path, IDENTITY, KEY)
         first.append(record(2))
     # who wrote it is not left behind
@@ -315,7 +315,7 @@ with Log(sys.argv[1], {"seed": 0}, ("index",)) as log:
 
 
 def test_a_killed_run_goes_on_with_the_same_records(tmp_path):
-    killed, whole = tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
+    killed, complete = tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
     command = [sys.executable, "-c", WRITER]
     with subprocess.Popen([*command, killed, "60"], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"0\n"
@@ -323,12 +323,12 @@ def test_a_killed_run_goes_on_with_the_same_records(tmp_path):
         with pytest.raises(LogError, match="another process"):
             Log(killed, {"seed": 0})
         os.kill(process.pid, signal.SIGKILL)
-    for path in (killed, whole):
+    for path in (killed, complete):
         subprocess.run([*command, path, "0"], check=True, capture_output=True)
-    assert read_log(killed) == read_log(whole)
+    assert read_log(killed) == read_log(complete)
     assert len(read_log(killed)[1]) == 100
     # what the killed one said of itself went with the next
-    assert sorted(tmp_path.iterdir()) == [killed, whole]
+    assert sorted(tmp_path.iterdir()) == [killed, complete]
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
@@ -406,7 +406,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("words", "content", "told"),
+    ("words", "content", "message"),
     [
         pytest.param(["--lenghts=1"], None, "no option '--lenghts'; did you mean --l", id="near"),
         pytest.param(["--zzz", "1"], None, "the options are --lengths, --mass", id="far"),
@@ -424,7 +424,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path
         pytest.param(["--settings", "none.yaml"], None, "must be a YAML file", id="no file"),
     ],
 )
-def test_what_is_refused_is_told_in_a_line(tmp_path, capsys, words, content, told):
+def test_what_is_refused_is_told_in_a_line(tmp_path, capsys, words, content, message):
     if content is not None:
         file = tmp_path / "settings.yaml"
         file.write_text(content)
@@ -433,7 +433,7 @@ def test_what_is_refused_is_told_in_a_line(tmp_path, capsys, words, content, tol
         read(*words)
     said = capsys.readouterr().err
     assert stop.value.code == 2
-    assert told in said and said.startswith("try: ") and said.count("\n") == 1
+    assert message in said and said.startswith("try: ") and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(

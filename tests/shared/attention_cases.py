@@ -9,10 +9,10 @@ from cab_hf.ops import reference
 from cab_hf.plan import Spans
 
 
-def random_plan(q, k, blocks, share=0.4, spans=None, heads=None, **whole):
+def random_plan(q, k, blocks, share=0.4, spans=None, heads=None, **complete):
     """A plan that keeps each block with probability ``share``, and every diagonal one.
 
-    ``whole`` names what attends everything, as `BlockPlan.from_dense` has it.
+    ``complete`` names what attends everything, as `BlockPlan.from_dense` has it.
     """
     query_block, key_block = blocks
     spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
@@ -22,7 +22,9 @@ def random_plan(q, k, blocks, share=0.4, spans=None, heads=None, **whole):
     row = spans.rows(query_block).min_last // key_block
     diagonal = torch.arange(shape[-1], device=q.device) >= row.unsqueeze(-1)
     keep = keep | diagonal.unsqueeze(1)
-    return BlockPlan.from_dense(keep, spans, query_block=query_block, key_block=key_block, **whole)
+    return BlockPlan.from_dense(
+        keep, spans, query_block=query_block, key_block=key_block, **complete
+    )
 
 
 def laid_out(layout, batch, length, kv_length, align, device):
@@ -66,25 +68,25 @@ def case(
     layout="causal",
     plan_heads=None,
     share=0.4,
-    whole_heads=(),
-    whole_rows=None,
+    dense_heads=(),
+    dense_rows=None,
     **shape,
 ):
     """(q, k, v, gradient, plan) of one case.
 
-    ``whole_rows`` are lists of rows, one for each batch row, or "tail".
+    ``dense_rows`` are lists of rows, one for each batch row, or "tail".
     """
     q, k, v, grad = draw(device, dtype, **shape)
     batch, kv_length = q.shape[0], k.shape[2]
     frame = laid_out(layout, batch, q.shape[2], kv_length, max(blocks), device)
     q, grad, k, v = frame.queries(q), frame.queries(grad), frame.keys(k), frame.keys(v)
     pattern = q if plan_heads is None else q[:, :plan_heads]
-    if whole_rows == "tail":
-        whole_rows = frame.spans.tail_rows(blocks[0], blocks[0])
-    elif whole_rows is not None:
-        whole_rows = torch.tensor(whole_rows, device=device)
-    whole = {"whole_heads": whole_heads, "whole_rows": whole_rows}
-    plan = random_plan(pattern, k, blocks, share, frame.spans, **whole)
+    if dense_rows == "tail":
+        dense_rows = frame.spans.tail_rows(blocks[0], blocks[0])
+    elif dense_rows is not None:
+        dense_rows = torch.tensor(dense_rows, device=device)
+    dense = {"dense_heads": dense_heads, "dense_rows": dense_rows}
+    plan = random_plan(pattern, k, blocks, share, frame.spans, **dense)
     plan.validate()
     return q, k, v, grad, plan
 
@@ -100,13 +102,13 @@ def with_gradients(attend, inputs, grad, plan, scale):
 
 def assert_engine_within_budget(attend, q, k, v, grad, plan, scale):
     """Output, log-sum-exp and gradients: at most twice the error plain PyTorch makes."""
-    found = with_gradients(attend, (q, k, v), grad, plan, scale)
+    actual = with_gradients(attend, (q, k, v), grad, plan, scale)
     plain = with_gradients(reference.attention, (q, k, v), grad, plan, scale)
     wide = [x.double() for x in (q, k, v)]
     exact = with_gradients(reference.attention, wide, grad.double(), plan, scale)
     seen = (plan.spans.last >= 0)[:, None]
-    for name in found:
-        result, usual, meant = (x[name].detach().double() for x in (found, plain, exact))
+    for name in actual:
+        result, usual, meant = (x[name].detach().double() for x in (actual, plain, exact))
         if name == "lse":
             blind = meant == -torch.inf
             assert torch.equal((result == -torch.inf) & seen, blind & seen)

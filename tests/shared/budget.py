@@ -5,11 +5,11 @@ import torch
 EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
-def assert_within_budget(found, compute, *inputs):
+def assert_within_budget(actual, compute, *inputs):
     """err(found, fp64) <= 2 (err(plain, fp64) + eps max|fp64|), ``compute`` giving plain."""
     exact = compute(*(x.double() for x in inputs))
     plain = compute(*inputs)
-    assert found.dtype == plain.dtype and found.shape == plain.shape
-    error = (found.double() - exact).abs().max()
-    allowed = 2 * ((plain.double() - exact).abs().max() + EPS[found.dtype] * exact.abs().max())
+    assert actual.dtype == plain.dtype and actual.shape == plain.shape
+    error = (actual.double() - exact).abs().max()
+    allowed = 2 * ((plain.double() - exact).abs().max() + EPS[actual.dtype] * exact.abs().max())
     assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"

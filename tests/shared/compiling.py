@@ -39,11 +39,11 @@ class NoDevice:
 def compiled(config, dtype, dim, eight_bits):
     """Names of the kernels that choosing launches -> bytes of shared memory that each takes."""
     driver.set_active(NoDevice())
-    launch, found = jit.JITFunction.run, {}
+    launch, result = jit.JITFunction.run, {}
 
     def compile_only(self, *arguments, grid, warmup=False, **options):
         kernel = launch(self, *arguments, grid=grid, warmup=True, **options)
-        found[self.fn.__name__] = kernel.metadata.shared
+        result[self.fn.__name__] = kernel.metadata.shared
         return kernel
 
     jit.JITFunction.run = compile_only
@@ -53,7 +53,7 @@ def compiled(config, dtype, dim, eight_bits):
     q, k = (torch.zeros(1, heads, LENGTH, dim, dtype=dtype) for heads in (HEADS, KV_HEADS))
     summary = predict.summarise(k, spans.key_valid, config, channels)
     predict.choose(q, summary, spans, 1.0, config, budgets_of(config, 0, HEADS), channels)
-    return found
+    return result
 
 
 if __name__ == "__main__":

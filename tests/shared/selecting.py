@@ -8,12 +8,12 @@ from cab_hf import BlockPlan
 from cab_hf.budgets import budgets_of
 from cab_hf.ops import predict
 from cab_hf.plan import Spans
-from cab_hf.predictors import Call, CurvaturePredictor
+from cab_hf.predictors import CurvaturePredictor, LayerContext
 
 
 def on_the_cpu(config, q, k, spans, scale=0.25, channels=()):
     """The plan of `CurvaturePredictor` by the reference."""
-    plan = CurvaturePredictor(config)(q, k, Call(spans, scale, 0, channels=channels))
+    plan = CurvaturePredictor(config)(q, k, LayerContext(spans, scale, 0, channels=channels))
     plan.validate()
     return plan
 
@@ -23,9 +23,9 @@ def by_kernels(config, q, k, spans, scale=0.25, channels=()):
     budgets = budgets_of(config, 0, q.shape[1])
     summary = predict.summarise(k, spans.key_valid, config, channels)
     full, partial = predict.choose(q, summary, spans, scale, config, budgets, channels)
-    rows = spans.tail_rows(config.dense_tail * config.query_block, config.query_block)
+    rows = spans.tail_rows(config.dense_tail_blocks * config.query_block, config.query_block)
     blocks = config.query_block, config.key_block
-    plan = BlockPlan(full, partial, spans, *blocks, budgets.whole, rows)
+    plan = BlockPlan(full, partial, spans, *blocks, budgets.dense_heads, rows)
     plan.validate()
     return plan
 

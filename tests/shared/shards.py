@@ -1,4 +1,4 @@
-"""Texts dealt out to ranks, and put together again."""
+"""Texts sharded to ranks, and put together again."""
 
 import torch
 

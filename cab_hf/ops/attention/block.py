@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.library import CustomOpDef
 
 from cab_hf.ops.attention import fused, split
-from cab_hf.ops.attention.tiles import Rows, described, like, row_terms
+from cab_hf.ops.attention.tiles import PlanTensors, backward_stats, described, like
 from cab_hf.plan import BlockLists, BlockPlan
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -64,10 +64,10 @@ def flattened(plan: BlockPlan, scale: float) -> tuple:
     return *lists, plan.spans.first, plan.spans.last, plan.query_block, plan.key_block, scale
 
 
-def rows_of(arguments: tuple) -> tuple[Rows, float]:
+def rows_of(arguments: tuple) -> tuple[PlanTensors, float]:
     """The plan and the scale in `PLAN`."""
     full, partial = BlockLists(*arguments[:2]), BlockLists(*arguments[2:4])
-    return Rows(full, partial, *arguments[4:-1]), arguments[-1]
+    return PlanTensors(full, partial, *arguments[4:-1]), arguments[-1]
 
 
 def register_gradients(forward_op: CustomOpDef, backward_for: Callable[..., CustomOpDef]) -> None:
@@ -106,7 +106,7 @@ def _forward_op(q, k, v, *plan):
 @torch.library.custom_op("cab_hf::block_attention_backward", mutates_args=(), schema=BACKWARD)
 def backward_op(grad, q, k, v, out, lse, *plan):
     grad, q, k, v = map(described, (grad, q, k, v))
-    return _way(q).backward(grad, q, k, v, row_terms(grad, out, lse), *rows_of(plan))
+    return _way(q).backward(grad, q, k, v, backward_stats(grad, out, lse), *rows_of(plan))
 
 
 @backward_op.register_fake

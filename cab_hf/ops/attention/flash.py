@@ -77,11 +77,11 @@ def own_backward(head_dim: int, query_block: int, key_block: int) -> bool:
 @cache
 def _missing() -> str | None:
     try:
-        found = version(PACKAGE)
+        result = version(PACKAGE)
     except PackageNotFoundError:
         return f"needs the package {PACKAGE}, which is not installed"
-    if Version(found) < Version(LEAST_VERSION):
-        return f"needs {PACKAGE} {LEAST_VERSION} or later, not {found}"
+    if Version(result) < Version(LEAST_VERSION):
+        return f"needs {PACKAGE} {LEAST_VERSION} or later, not {result}"
     return None
 
 
@@ -110,7 +110,7 @@ def _forward_op(q, k, v, *plan):
     packed = tile > TILE and kv_heads < heads
     if packed and lists[0].counts.shape[1] == kv_heads and (batch == 1 or kv_heads == 1):
         tensors = [_heads_as_batch(x, kv_heads) for x in tensors]
-        lists = [part.each(lambda x: x.flatten(0, 1).unsqueeze(1)) for part in lists]
+        lists = [part.map_tensors(lambda x: x.flatten(0, 1).unsqueeze(1)) for part in lists]
         spans = [x.repeat_interleave(kv_heads, dim=0) for x in spans]
     else:
         lists = [part.for_heads(heads) for part in lists]
@@ -142,8 +142,8 @@ def _backward_op(grad, q, k, v, out, lse, *plan):
     )
     tensors = (x.transpose(1, 2) for x in (q, k, v, out, grad))
     plan = _sparsity(flash, *lists, (rows.query_block, tile), rows.first, rows.last)
-    found = flash.backward(*tensors, lse, scale, **plan)
-    return tuple(x.transpose(1, 2) for x in found)
+    result = flash.backward(*tensors, lse, scale, **plan)
+    return tuple(x.transpose(1, 2) for x in result)
 
 
 @_backward_op.register_fake
@@ -182,7 +182,9 @@ def by_tile(lists: BlockLists, key_block: int, tile: int, kv_length: int) -> Blo
     parts, tiles = key_block // tile, -(-kv_length // tile)
     if parts == 1:
         return turned
-    return turned.each(lambda x: x.repeat_interleave(parts, dim=2).narrow(2, 0, tiles).contiguous())
+    return turned.map_tensors(
+        lambda x: x.repeat_interleave(parts, dim=2).narrow(2, 0, tiles).contiguous()
+    )
 
 
 def transposed(lists: BlockLists, columns: int) -> BlockLists:

@@ -192,9 +192,9 @@ def _merged(plan: BlockPlan) -> tuple[tuple[BlockLists, BlockLists], tuple[int, 
         return F.pad(dense, padding).unflatten(3, (-1, columns)).unflatten(2, (-1, rows))
 
     full, partial = tiles(plan.full), tiles(plan.partial)
-    whole = full.all(dim=5).all(dim=3)
-    some = (full | partial).any(dim=5).any(dim=3) & ~whole
-    return (BlockLists.from_dense(some), BlockLists.from_dense(whole)), blocks
+    complete = full.all(dim=5).all(dim=3)
+    some = (full | partial).any(dim=5).any(dim=3) & ~complete
+    return (BlockLists.from_dense(some), BlockLists.from_dense(complete)), blocks
 
 
 def _tables(heads: int, *lists: BlockLists) -> tuple[Tensor, ...]:

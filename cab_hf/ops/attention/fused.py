@@ -16,8 +16,8 @@ from torch import Tensor
 from cab_hf.ops.attention.tiles import (
     LN_2,
     LOG2_E,
-    Rows,
-    Terms,
+    BackwardStats,
+    PlanTensors,
     arguments,
     by_column,
     descriptors,
@@ -53,7 +53,7 @@ KEY_GRADIENT_TILES = {64: Tile(128, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Til
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows, scale: float
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: PlanTensors, scale: float
 ) -> None:
     """Write ``out`` [B, H, N_q, D] and its log-sum-exp ``lse``, float32 [B, H, N_q]."""
     plan, sizes = arguments(q, k, rows)
@@ -73,7 +73,13 @@ def forward(
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, terms: Terms, rows: Rows, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: BackwardStats,
+    rows: PlanTensors,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, from that of the output; deterministic."""
     dq, dk, dv = map(like, (q, k, v))
@@ -119,7 +125,7 @@ def backward(
     return dq, dk, dv
 
 
-def _tile(tiles: dict[int, Tile], q: Tensor, rows: Rows) -> Tile:
+def _tile(tiles: dict[int, Tile], q: Tensor, rows: PlanTensors) -> Tile:
     """The tile for this head dim, cut down to divide the plan's blocks."""
     tile = next(tile for dim, tile in tiles.items() if q.shape[3] <= dim)
     if q.element_size() > 2:
@@ -130,7 +136,7 @@ def _tile(tiles: dict[int, Tile], q: Tensor, rows: Rows) -> Tile:
     )
 
 
-def _constants(tile: Tile, q: Tensor, rows: Rows) -> dict[str, int | str]:
+def _constants(tile: Tile, q: Tensor, rows: PlanTensors) -> dict[str, int | str]:
     return {
         "QUERY_BLOCK": rows.query_block,
         "KEY_BLOCK": rows.key_block,

@@ -25,10 +25,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from cab_hf.ops.attention.tiles import (
     LN_2,
     LOG2_E,
+    BackwardStats,
     Plan,
-    Rows,
+    PlanTensors,
     Sizes,
-    Terms,
     arguments,
     by_column,
     descriptors,
@@ -72,7 +72,7 @@ class Piece(NamedTuple):
         stretch: listed keys whose weights one program computes.
     """
 
-    rows: Rows
+    rows: PlanTensors
     plan: Plan
     sizes: Sizes
     keys: int
@@ -92,7 +92,7 @@ class Sums(NamedTuple):
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows, scale: float
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: PlanTensors, scale: float
 ) -> None:
     """Write ``out`` [B, H, N_q, D] and its log-sum-exp ``lse``, float32 [B, H, N_q]."""
     for piece in _pieces(q, k, rows, matrices=1):
@@ -121,7 +121,13 @@ def forward(
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, terms: Terms, rows: Rows, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: BackwardStats,
+    rows: PlanTensors,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, from that of the output; deterministic."""
     dq = like(q)
@@ -139,7 +145,7 @@ def backward(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _pieces(q: Tensor, k: Tensor, rows: Rows, matrices: int) -> Iterator[Piece]:
+def _pieces(q: Tensor, k: Tensor, rows: PlanTensors, matrices: int) -> Iterator[Piece]:
     """The plan in pieces of as many query blocks as ``matrices`` of weights may be held for."""
     block = rows.query_block
     room = WORKSPACE // (matrices * q.shape[0] * q.shape[1] * block * q.element_size())
@@ -164,7 +170,7 @@ def _pieces(q: Tensor, k: Tensor, rows: Rows, matrices: int) -> Iterator[Piece]:
         begin = end
 
 
-def _longest(rows: Rows) -> list[int]:
+def _longest(rows: PlanTensors) -> list[int]:
     """The most keys that any list of each query block holds. Waits for the device if it may."""
     counts = rows.full.counts + rows.partial.counts
     if counts.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -184,7 +190,7 @@ def _weigh(
     piece: Piece,
     scale: float,
     sums: Sums | None = None,
-    terms: Terms | None = None,
+    terms: BackwardStats | None = None,
     gradients: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
     """Write the weights ``p``, and ``sums`` or, from ``terms``, the last of (grad, v, ds)."""
@@ -275,11 +281,11 @@ def _multiply_columns(
     )
 
 
-def _row_tile(rows: Rows) -> int:
+def _row_tile(rows: PlanTensors) -> int:
     return tile_of(rows.query_block, 128)
 
 
-def _column_tile(rows: Rows) -> int:
+def _column_tile(rows: PlanTensors) -> int:
     return tile_of(rows.key_block, 64)
 
 
@@ -291,7 +297,7 @@ def _tiled(weights: Tensor, *tile: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(weights, list(tile))
 
 
-def _constants(x: Tensor, rows: Rows) -> dict[str, int | str]:
+def _constants(x: Tensor, rows: PlanTensors) -> dict[str, int | str]:
     return {
         "QUERY_BLOCK": rows.query_block,
         "KEY_BLOCK": rows.key_block,
@@ -318,13 +324,13 @@ def _listed_keys(plan, plan_row, place, KEY_BLOCK: tl.constexpr):
     slot = place // KEY_BLOCK
     full = tl.load(plan.full.counts + plan_row)
     total = full + tl.load(plan.partial.counts + plan_row)
-    whole = slot < full
+    complete = slot < full
     taken = slot < total
     full_indices = plan.full.indices + plan_row * plan.full.width
     partial_indices = plan.partial.indices + plan_row * plan.partial.width - full
-    block = tl.load(full_indices + slot, mask=whole, other=0)
+    block = tl.load(full_indices + slot, mask=complete, other=0)
     cut = tl.load(partial_indices + slot, mask=taken & (slot >= full), other=0)
-    return tl.where(whole, block, cut) * KEY_BLOCK + place % KEY_BLOCK, taken
+    return tl.where(complete, block, cut) * KEY_BLOCK + place % KEY_BLOCK, taken
 
 
 @triton.jit
@@ -500,7 +506,7 @@ def _block_attention_split_query_kernel(
         level = tl.load(lse + at, mask=query < sizes.q_length, other=float("-inf"))
         blind = level == float("-inf")
         level = tl.where(blind, 0.0, level * LOG2_E)
-        whole = tl.ceil(level)
+        complete = tl.ceil(level)
         m_i += plane.to(tl.int64) * stretches * sizes.tokens + token
         if STICKS_OUT:
             first, last = load_spans(plan, batch, query, sizes.q_length)
@@ -514,7 +520,7 @@ def _block_attention_split_query_kernel(
         p = desc_p.load([plane * sizes.tokens + row, i * BLOCK_N])
         if lse is not None:
             m = tl.load(m_i + i * BLOCK_N // STRETCH * sizes.tokens)
-            p = p * tl.exp2(m - whole).to(p.dtype)[:, None]
+            p = p * tl.exp2(m - complete).to(p.dtype)[:, None]
         column = block * KEY_BLOCK + i % TILES * BLOCK_N
         x = desc_x.load([batch, kv_head, column, channel]).reshape(BLOCK_N, BLOCK_D)
         if STICKS_OUT:
@@ -522,7 +528,7 @@ def _block_attention_split_query_kernel(
         acc = tl.dot(p, x, acc, input_precision=PRECISION)
     acc = acc * scale
     if lse is not None:
-        acc = acc * tl.where(blind, 0.0, tl.exp2(whole - level))[:, None]
+        acc = acc * tl.where(blind, 0.0, tl.exp2(complete - level))[:, None]
     acc = acc.to(desc_out.dtype).reshape(1, 1, BLOCK_M, BLOCK_D)
     desc_out.store([batch, head, sizes.begin + row, channel], acc)
 

@@ -21,13 +21,13 @@ from cab_hf.plan import BlockLists
 ALIGNMENT = 16
 # queries that any tile divides
 WHOLE_TILE = 128
-# queries whose `Terms` one program computes
+# queries whose `BackwardStats` one program computes
 TERM_TILE = 32
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-class Rows(NamedTuple):
+class PlanTensors(NamedTuple):
     """A plan as the kernels read it; ``first`` and ``last`` are its spans, int32 [B, N_q]."""
 
     full: BlockLists
@@ -53,7 +53,7 @@ class Lists(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """`Rows` as an argument of kernels; block sizes are constants of theirs.
+    """`PlanTensors` as an argument of kernels; block sizes are constants of theirs.
 
     The lists stand first, so that ``plan[MASKED]`` are those whose blocks are masked or not.
     """
@@ -90,7 +90,7 @@ class Vectors(NamedTuple):
     token: int
 
 
-class Terms(NamedTuple):
+class BackwardStats(NamedTuple):
     """What backward needs of every query, float32 [B, H, room] each.
 
     Attributes:
@@ -105,7 +105,7 @@ class Terms(NamedTuple):
     room: int
 
 
-def arguments(q: Tensor, k: Tensor, rows: Rows) -> tuple[Plan, Sizes]:
+def arguments(q: Tensor, k: Tensor, rows: PlanTensors) -> tuple[Plan, Sizes]:
     """What every kernel is told of a plan, and of q [B, H, N_q, D] and k [B, H_kv, N_k, D]."""
     full, partial = map(Lists.of, (rows.full, rows.partial))
     first, last = (x if x.stride(1) == 1 else x.contiguous() for x in (rows.first, rows.last))
@@ -120,11 +120,12 @@ def by_column(plan: Plan, kv_blocks: int) -> Plan:
     return plan._replace(full=full, partial=partial)
 
 
-def row_terms(grad: Tensor, out: Tensor, lse: Tensor) -> Terms:
-    """`Terms` of the gradient of ``out``, both [B, H, N_q, D], and the log-sum-exp [B, H, N_q]."""
+def backward_stats(grad: Tensor, out: Tensor, lse: Tensor) -> BackwardStats:
+    """`BackwardStats` of the gradient of ``out``, both [B, H, N_q, D], and the log-sum-exp [B, H,
+    N_q]."""
     batch, heads, length, dim = grad.shape
     room = triton.cdiv(length, WHOLE_TILE) * WHOLE_TILE
-    terms = Terms(*(lse.new_empty(batch, heads, room) for _ in range(2)), room)
+    terms = BackwardStats(*(lse.new_empty(batch, heads, room) for _ in range(2)), room)
     _row_terms_kernel[(room // TERM_TILE, batch * heads)](
         vectors(grad),
         vectors(out),
@@ -142,8 +143,8 @@ def row_terms(grad: Tensor, out: Tensor, lse: Tensor) -> Terms:
 
 def described(x: Tensor) -> Tensor:
     """``x``, copied where its strides or its start are not what a descriptor takes."""
-    whole = all(stride * x.element_size() % ALIGNMENT == 0 for stride in x.stride()[:3])
-    if whole and x.stride(3) == 1 and x.data_ptr() % ALIGNMENT == 0:
+    complete = all(stride * x.element_size() % ALIGNMENT == 0 for stride in x.stride()[:3])
+    if complete and x.stride(3) == 1 and x.data_ptr() % ALIGNMENT == 0:
         return x
     return x.contiguous().clone() if x.data_ptr() % ALIGNMENT else x.contiguous()
 
@@ -175,7 +176,7 @@ def tile_of(block: int, most: int) -> int:
     return min(most, block & -block)
 
 
-def sticks_out(rows: Rows, q_length: int, kv_length: int) -> bool:
+def sticks_out(rows: PlanTensors, q_length: int, kv_length: int) -> bool:
     """Whether listed blocks may hold keys behind all queries of their row.
 
     They hold none where a text is there as a whole, in key blocks that divide query blocks.

@@ -35,36 +35,36 @@ def attention(
     Args:
         attend: attention under the lists of a plan, under the signature of `reference.attention`.
     """
-    if not plan.whole_heads and plan.whole_rows is None:
+    if not plan.dense_heads and plan.dense_rows is None:
         return attend(q, k, v, plan, scale, return_lse)
-    if len(plan.whole_heads) == plan.heads:
+    if len(plan.dense_heads) == plan.heads:
         return attend(q, k, v, _everything(plan.spans, plan.blocks), scale, return_lse)
-    listed = replace(plan, whole_heads=(), whole_rows=None)
-    found = attend(q, k, v, listed, scale, return_lse)
-    found = found if return_lse else (found,)
+    listed = replace(plan, dense_heads=(), dense_rows=None)
+    result = attend(q, k, v, listed, scale, return_lse)
+    result = result if return_lse else (result,)
     # backward reads what an engine returned: it changes in place only where there is none
-    trained = found[0].requires_grad
-    if plan.whole_rows is not None:
-        found = _with_rows(attend, found, q, k, v, plan, scale, trained)
-    if plan.whole_heads:
-        found = _with_heads(attend, found, q, k, v, plan, scale, trained)
-    return tuple(found) if return_lse else found[0]
+    trained = result[0].requires_grad
+    if plan.dense_rows is not None:
+        result = _with_rows(attend, result, q, k, v, plan, scale, trained)
+    if plan.dense_heads:
+        result = _with_heads(attend, result, q, k, v, plan, scale, trained)
+    return tuple(result) if return_lse else result[0]
 
 
-def _with_heads(attend, found, q, k, v, plan, scale, trained) -> list[Tensor]:
-    """``found`` (out, or out and log-sum-exp) with the heads that attend everything."""
+def _with_heads(attend, result, q, k, v, plan, scale, trained) -> list[Tensor]:
+    """``result`` (out, or out and log-sum-exp) with the heads that attend everything."""
     sharing, group = plan.shared_by(q.shape[1]), q.shape[1] // k.shape[1]
-    heads = [head * sharing + i for head in plan.whole_heads for i in range(sharing)]
+    heads = [head * sharing + i for head in plan.dense_heads for i in range(sharing)]
     kv_heads = [head // group for head in heads]
     # as many of each group share its keys as they are, others have keys of their own
     shared = sorted(set(kv_heads))
     if len({kv_heads.count(head) for head in shared}) == 1:
         kv_heads = shared
     some = take_heads(q, heads), take_heads(k, kv_heads), take_heads(v, kv_heads)
-    apart = attend(*some, _everything(plan.spans, plan.blocks), scale, len(found) > 1)
-    apart = apart if len(found) > 1 else (apart,)
+    apart = attend(*some, _everything(plan.spans, plan.blocks), scale, len(result) > 1)
+    apart = apart if len(result) > 1 else (apart,)
     together = []
-    for target, source in zip(found, apart, strict=True):
+    for target, source in zip(result, apart, strict=True):
         if trained:
             planes = list(target.unbind(1))
             for head, plane in zip(heads, source.unbind(1), strict=True):
@@ -77,24 +77,24 @@ def _with_heads(attend, found, q, k, v, plan, scale, trained) -> list[Tensor]:
     return together
 
 
-def _with_rows(attend, found, q, k, v, plan, scale, trained) -> list[Tensor]:
-    """``found`` (out, or out and log-sum-exp) with the rows that attend everything."""
+def _with_rows(attend, result, q, k, v, plan, scale, trained) -> list[Tensor]:
+    """``result`` (out, or out and log-sum-exp) with the rows that attend everything."""
     # merging weighs by log-sum-exps, through which no gradient flows
     splits = 1 if trained or torch.compiler.is_compiling() else _splits(plan.kv_length)
-    query, real, rows = _gathered(plan.spans, plan.whole_rows, plan.blocks, splits)
+    query, real, rows = _gathered(plan.spans, plan.dense_rows, plan.blocks, splits)
     some = _take(q, query)
     if splits == 1:
-        apart = attend(some, k, v, rows, scale, len(found) > 1)
-        apart = apart if len(found) > 1 else (apart,)
+        apart = attend(some, k, v, rows, scale, len(result) > 1)
+        apart = apart if len(result) > 1 else (apart,)
     else:
         parts = attend(some.repeat(1, 1, splits, 1), k, v, rows, scale, True)
         apart = merged(*(x.unflatten(2, (splits, -1)) for x in parts))
     # such a row listed nothing: its output is 0 and its sum -inf. Several places may be filled
     # from nowhere, so adding nothing is what can be done to all of them
-    target, source = found[0], apart[0].masked_fill(~real[:, None, :, None], 0.0)
+    target, source = result[0], apart[0].masked_fill(~real[:, None, :, None], 0.0)
     add = target.scatter_add if trained else target.scatter_add_
     together = [add(2, query[:, None, :, None].expand_as(source), source)]
-    for target, source in zip(found[1:], apart[1:], strict=False):
+    for target, source in zip(result[1:], apart[1:], strict=False):
         source = source.masked_fill(~real[:, None], -torch.inf)
         raised = target.scatter_reduce if trained else target.scatter_reduce_
         together.append(raised(2, query[:, None].expand_as(source), source, "amax"))

@@ -1,4 +1,4 @@
-"""``speed ttft`` over ranks: two processes, the logits of one, a cache that stays dealt out."""
+"""``speed ttft`` over ranks: two processes, the logits of one, a cache that stays sharded."""
 
 import json
 
@@ -44,7 +44,7 @@ def test_a_whole_run(finished):
     text = (finished / "report.md").read_text()
     assert "torchrun --nproc_per_node=2 -m cab_hf.eval speed ttft --lengths 600" in text
     assert "At 600 tokens on 2 ranks cab-always is" in text
-    assert "The cache stays dealt out" in text and "at most 65,536 tokens at a time" in text
+    assert "The cache stays sharded" in text and "at most 65,536 tokens at a time" in text
     assert (finished / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -65,13 +65,13 @@ def test_the_last_token_has_the_logits_of_one_process(ranks, way, length):
     settings = tiny(lengths=(length,), max_density=("0.2",))
     with model.prefilling(settings, length, way) as (call, known):
         expected, density = call().logits, known()["density"]
-    found = ranks.run(2, read_on, way, length)
+    actual = ranks.run(2, read_on, way, length)
     # the first of four chunks and the last are on rank 0; 600 tokens end in the third, on rank 1
     holder = 0 if length == 1024 else 1
-    torch.testing.assert_close(torch.tensor(found[holder][0]), expected)
-    other = torch.tensor(found[1 - holder][0])
+    torch.testing.assert_close(torch.tensor(actual[holder][0]), expected)
+    other = torch.tensor(actual[1 - holder][0])
     assert other.shape == expected.shape and not torch.allclose(other, expected)
-    for _, cached, share in found:
+    for _, cached, share in actual:
         # chunks of 256 and of 256 tokens: half of the prompt, with its padding
         assert cached == [512] * 2
         assert share == pytest.approx(density, rel=1e-6)

@@ -43,8 +43,8 @@ def row_of(length, ms, baselines=None, direction="forward", budget=0.1, **more):
     total = direction == "forward" and budget != 1
     times = {"attend_ms": {"triton": ms}, "total_ms": {"triton": ms + 1} if total else {}}
     costs = {"predict_ms": 1.0, "total_eager_ms": times["total_ms"], "peak_mib": {}, "labels": {}}
-    told = {"baselines": baselines or {}, "not_measured": {}, "without_graph": {}, "error": None}
-    return key | shape | counted | times | costs | told | more
+    fields = {"baselines": baselines or {}, "not_measured": {}, "without_graph": {}, "error": None}
+    return key | shape | counted | times | costs | fields | more
 
 
 @pytest.fixture(scope="module")
@@ -209,8 +209,8 @@ def test_some_rows_are_compared_exactly():
     plan = settings.planner(KEY)(q, k, Spans.causal(1, 300, 300, "cpu"))
     full = Reference().attention(q, k, v, plan, 0.25)
     for start, stop in ((0, 32), (100, 150), (268, 300)):
-        found = checks.exact_rows(q, k, v, plan, start, stop)
-        torch.testing.assert_close(found, full[:, :, start:stop])
+        actual = checks.exact_rows(q, k, v, plan, start, stop)
+        torch.testing.assert_close(actual, full[:, :, start:stop])
 
 
 # --- baselines
@@ -292,7 +292,7 @@ def test_ffpa_is_measured_only_where_it_computes_itself(monkeypatch, hands_over)
 
 
 @pytest.mark.parametrize(
-    ("points", "length", "told"),
+    ("points", "length", "message"),
     [
         # a slope of -1 in logarithms: the ratio halves as the length doubles
         pytest.param([(1000, 2.0), (4000, 0.5)], 2000, "from about 2,000 tokens on", id="between"),
@@ -304,10 +304,10 @@ def test_ffpa_is_measured_only_where_it_computes_itself(monkeypatch, hands_over)
         pytest.param([(1000, 0.5), (2000, 1.0)], None, "no length up to 2,000", id="never"),
     ],
 )
-def test_break_even(points, length, told):
+def test_break_even(points, length, message):
     assert dense.break_even(points) == (None if length is None else pytest.approx(length))
     rows = [{"length": length, "ratio": ratio} for length, ratio in points]
-    assert told in dense.break_even_shown(rows)
+    assert message in dense.break_even_shown(rows)
 
 
 def test_break_even_is_told_by_budget():
@@ -342,7 +342,7 @@ def test_the_report_has_a_table_a_question(finished):
     assert widest <= 14
     # what does not vary is no column
     assert "head dim |" not in text
-    assert "CabConfig with {'mass': 0.999, 'min_length': 0}" in text
+    assert "CabConfig with {'top_p': 0.999, 'min_length': 0}" in text
     assert (finished / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -374,10 +374,10 @@ def test_memory_that_runs_out_is_a_row(monkeypatch):
 
 def test_a_budget_is_filled():
     config = tiny().budgeted(KEY)
-    assert (config.max_density, config.mass, config.min_length) == (0.2, 0.999, 0)
+    assert (config.max_density, config.top_p, config.min_length) == (0.2, 0.999, 0)
     assert (config.query_block, config.key_block) == (32, 16)
-    settings = tiny(config=("mass=0.5", "curvature='none'"))
-    assert settings.budgeted(KEY).mass == 0.5 and settings.budgeted(KEY).curvature == "none"
+    settings = tiny(config=("top_p=0.5", "curvature='none'"))
+    assert settings.budgeted(KEY).top_p == 0.5 and settings.budgeted(KEY).curvature == "none"
 
 
 def test_numbers_of_all_magnitudes_fit_a_cell():

@@ -69,9 +69,9 @@ def resumed(tmp_path_factory):
 @pytest.mark.slow
 def test_a_killed_run_goes_on(resumed):
     left, folder = resumed
-    whole = (folder / "samples.jsonl").read_text()
+    complete = (folder / "samples.jsonl").read_text()
     # a header and seven cases, of fifteen
-    assert left.count("\n") == 8 and whole.startswith(left) and whole.count("\n") == 16
+    assert left.count("\n") == 8 and complete.startswith(left) and complete.count("\n") == 16
 
 
 @pytest.mark.slow
@@ -81,8 +81,8 @@ def test_a_whole_run(resumed):
     rows = [row for row in results["rows"] if row["measured"]]
     assert results["provenance"]["settings"]["worlds"] == [2]
     schemes = [*turns.ALONE, *turns.OVER_RANKS]
-    found = [(row["direction"], row["scheme"]) for row in rows if row["scheme"] != "links"]
-    assert found == [(way, scheme) for way in (FORWARD, BOTH) for scheme in schemes]
+    actual = [(row["direction"], row["scheme"]) for row in rows if row["scheme"] != "links"]
+    assert actual == [(way, scheme) for way in (FORWARD, BOTH) for scheme in schemes]
     assert [row["world"] for row in rows[:7]] == [1, 1, 2, 2, 2, 2, 2]
     for row in rows:
         # on the CPU a ring is differentiated as well
@@ -110,10 +110,12 @@ def test_a_whole_run(resumed):
 def test_one_launch_is_held_against_two_with_an_interval(resumed):
     rows = json.loads((resumed[1] / "results.json").read_text())["rows"]
     for way in (FORWARD, BOTH):
-        found = {row["scheme"]: row for row in rows if row["direction"] == way and row["measured"]}
-        one, two = found["grouped"], found["two-launches"]
-        told = one["of_two_launches"]
-        assert 0 < told["low"] <= told["ratio"] <= told["high"]
+        outcome = {
+            row["scheme"]: row for row in rows if row["direction"] == way and row["measured"]
+        }
+        one, two = outcome["grouped"], outcome["two-launches"]
+        result = one["of_two_launches"]
+        assert 0 < result["low"] <= result["ratio"] <= result["high"]
         # one run each has none, nor has a log of before runs were recorded
         for each in ([1.0], None):
             alone = forecast.compared({**one, "each_ms": each}, two)
@@ -285,8 +287,8 @@ def paced(group, least, seconds):
 
 def test_the_slowest_rank_of_each_run_counts(ranks):
     # the first timed run is 2 ms by rank 1, the others 20 by rank 0
-    for found, calls in ranks.run(2, paced, 3, 0.0):
-        assert (found.ms, found.peak_gib, found.runs, calls) == (20.0, 4.0, 3, 4)
+    for actual, calls in ranks.run(2, paced, 3, 0.0):
+        assert (actual.ms, actual.peak_gib, actual.runs, calls) == (20.0, 4.0, 3, 4)
     # 2 ms go into 10 five times
     assert ranks.run(2, paced, 1, 0.0101)[0][0].runs == 5
 
@@ -306,14 +308,14 @@ def warmed_up(group, warm_up):
 def test_a_first_call_that_is_long_enough_counts(ranks):
     # it takes a second, the one behind it 2 ms by rank 1
     for warm_up, expected in ((2.0, (2.0, 2)), (0.5, (1000.0, 1)), (0.0, (1000.0, 1))):
-        for found, calls in ranks.run(2, warmed_up, warm_up):
-            assert (found.ms, calls) == expected
+        for actual, calls in ranks.run(2, warmed_up, warm_up):
+            assert (actual.ms, calls) == expected
 
 
 def test_calls_that_are_short_follow_one_another(ranks):
     # one takes 2 ms; a run of five takes 20 by rank 0
-    for found, calls in ranks.run(2, in_a_row, 5):
-        assert (found.ms, found.runs, found.in_a_row, calls) == (20.0 / 5, 3, 5, 2 + 3 * 5)
+    for actual, calls in ranks.run(2, in_a_row, 5):
+        assert (actual.ms, actual.runs, actual.in_a_row, calls) == (20.0 / 5, 3, 5, 2 + 3 * 5)
     # a second has room for 500
     assert ranks.run(2, in_a_row, 600)[0][0].in_a_row == 500
 
@@ -327,21 +329,21 @@ def together(group, failing):
         return group.rank()
 
     try:
-        return team.together(call), team.told(group.rank() + 5)
+        return team.together(call), team.from_rank_0(group.rank() + 5)
     except RuntimeError as error:
         return str(error)
 
 
 @pytest.mark.parametrize(
-    ("failing", "found"),
+    ("failing", "actual"),
     [
         ((), [(0, 5), (1, 5)]),
         ((1,), ["rank 1: ValueError: no room"] * 2),
         ((0, 1), ["ValueError: no room"] * 2),
     ],
 )
-def test_a_rank_that_fails_takes_the_others_along(ranks, failing, found):
-    assert ranks.run(2, together, failing) == found
+def test_a_rank_that_fails_takes_the_others_along(ranks, failing, actual):
+    assert ranks.run(2, together, failing) == actual
 
 
 def replayed(group, scheme):
@@ -509,9 +511,9 @@ def test_a_folder_may_hold_runs_of_several_numbers_of_ranks():
     few, many = (ContextParallel(settings_of(), Sized(size)) for size in (2, 8))
     assert few.identity() == many.identity()
     assert few.recorded()["worlds"] == [2]
-    told = experiment.command(ContextParallel, {"worlds": [2, 8], "device": "cpu"})
+    result = experiment.command(ContextParallel, {"worlds": [2, 8], "device": "cpu"})
     name = "cab_hf.eval speed context-parallel --device cpu"
-    assert told.splitlines()[1:-1] == [f"torchrun --nproc_per_node={n} -m {name}" for n in (2, 8)]
+    assert result.splitlines()[1:-1] == [f"torchrun --nproc_per_node={n} -m {name}" for n in (2, 8)]
 
 
 def test_one_rank_measures_what_more_are_held_against(one_process, tmp_path):
@@ -520,8 +522,8 @@ def test_one_rank_measures_what_more_are_held_against(one_process, tmp_path):
     ContextParallel(settings, Team(dist.group.WORLD)).over_ranks()
     results = json.loads((out / "results.json").read_text())
     assert results["provenance"]["settings"]["worlds"] == [1]
-    found = [(row["scheme"], row["direction"]) for row in results["rows"]]
-    assert sorted(found) == sorted((name, way) for name in turns.ALONE for way in (FORWARD, BOTH))
+    actual = [(row["scheme"], row["direction"]) for row in results["rows"]]
+    assert sorted(actual) == sorted((name, way) for name in turns.ALONE for way in (FORWARD, BOTH))
     assert all(row["ms"] > 0 for row in results["rows"])
     assert (out / "figure.png").read_bytes().startswith(b"\x89PNG")
     text = (out / "report.md").read_text()
@@ -538,13 +540,13 @@ def test_one_rank_measures_what_more_are_held_against(one_process, tmp_path):
 def test_a_long_text_is_warmed_up_by_a_shorter_one(monkeypatch):
     monkeypatch.setattr("cab_hf.eval.speed.context_parallel.WARM_UP_TOKENS", 256)
     seen = []
-    attend = turns.Turn.attend
+    attend = turns.BenchCase.attend
 
     def watched(self, q, k, v):
         seen.append(self.length)
         return attend(self, q, k, v)
 
-    monkeypatch.setattr(turns.Turn, "attend", watched)
+    monkeypatch.setattr(turns.BenchCase, "attend", watched)
     measured = ContextParallel(settings_of(), Team())
     case = {"world": 1, "length": 600, "direction": FORWARD, "scheme": "alone"}
     assert measured.measure(case)["error"] is None
@@ -558,5 +560,5 @@ def test_a_long_text_is_warmed_up_by_a_shorter_one(monkeypatch):
 
 def test_collectives_are_those_of_the_first_call():
     calls = []
-    call, found = noted(lambda: calls.append(1) or len(calls))
-    assert (call(), call()) == (1, 2) and found == []
+    call, result = noted(lambda: calls.append(1) or len(calls))
+    assert (call(), call()) == (1, 2) and result == []

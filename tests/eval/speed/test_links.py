@@ -85,8 +85,8 @@ def test_the_first_slice_is_waited_for_and_the_others_are_beside():
 def test_gradients_go_home_beside_the_slice_before():
     # the last slice arrives 3; 7 beside a gather of 4; 1 beside gradients 30 and a gather of 2;
     # 50 beside gradients 20; those of the first take 10
-    found = links.backward_pass([50.0, 1.0, 7.0], [2.0, 4.0, 3.0], [10.0, 20.0, 30.0])
-    assert found == 3 + 7 + 32 + 50 + 10
+    actual = links.backward_pass([50.0, 1.0, 7.0], [2.0, 4.0, 3.0], [10.0, 20.0, 30.0])
+    assert actual == 3 + 7 + 32 + 50 + 10
 
 
 def test_a_ring_passes_beside_each_step_but_the_last():
@@ -114,8 +114,8 @@ def test_a_ring_passes_beside_each_step_but_the_last():
 )
 def test_a_turn_by_hand(scheme, direction, seconds):
     scatter = Link(2.0, 2.0)
-    found = links.turn(scheme, direction, TEXT, ALONE, SLOW, scatter)
-    assert found == pytest.approx(seconds)
+    actual = links.turn(scheme, direction, TEXT, ALONE, SLOW, scatter)
+    assert actual == pytest.approx(seconds)
 
 
 def test_what_every_rank_does_is_not_divided():

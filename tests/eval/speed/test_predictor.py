@@ -43,7 +43,7 @@ def finished(tmp_path_factory):
     """The folder of a whole run, to read, and beside it what was printed."""
     out = tmp_path_factory.mktemp("finished") / "run"
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        command(out, "--config", "mass=0.8", drawn=True)
+        command(out, "--config", "top_p=0.8", drawn=True)
     (out.parent / "printed").write_text(printed.getvalue())
     return out
 
@@ -59,10 +59,10 @@ def tiny(**more):
 def row_of(length, ms=1.0, baselines=None, **more):
     """A sample, as `Predictor.measure` makes it."""
     parts = dict.fromkeys(f"{part}_ms" for part in predictor.PARTS)
-    told = {"baselines": baselines or {}, "not_measured": {}, "without_graph": {}}
+    fields = {"baselines": baselines or {}, "not_measured": {}, "without_graph": {}}
     times = {"ms": ms, "eager_ms": ms, "graph_ms": None, "peak_mib": None, "gflops": None}
-    told_of = {"length": length, "density": None, "error": None, "why_no_split": None}
-    return told_of | times | told | parts | more
+    parts_of = {"length": length, "density": None, "error": None, "why_no_split": None}
+    return parts_of | times | fields | parts | more
 
 
 def derive(samples):
@@ -124,8 +124,8 @@ def test_the_first_error_of_a_capture_is_the_reason():
             finally:
                 raise RuntimeError("capture was invalidated")
 
-    told = Broken().time(lambda: None)
-    assert told == Timing(1.0, None, "operation not permitted when stream is capturing")
+    result = Broken().time(lambda: None)
+    assert result == Timing(1.0, None, "operation not permitted when stream is capturing")
 
 
 def test_inputs_lie_as_transformers_hands_them():
@@ -281,7 +281,7 @@ def test_flops_by_hand():
     exact = predictor.predictor_flops(replace(config, exact_queries=8), settings, 80)
     # of four heads 8 queries a row, over 32, 64 and 80 keys of 16 channels
     assert exact["exact"] == 2 * 16 * 4 * 8 * (32 + 64 + 80) and exact["two_hop"] == 0
-    some = replace(config, exact_queries=((8, 0, 16, 0),), mass=((0.5, 0.5, 1.0, 0.5),))
+    some = replace(config, exact_queries=((8, 0, 16, 0),), top_p=((0.5, 0.5, 1.0, 0.5),))
     # a head that attends everything chooses nothing
     work = predictor.predictor_flops(replace(some, predictor="cascade", anchors=(0,)), settings, 80)
     assert work["exact"] == 2 * 16 * 8 * (32 + 64 + 80)
@@ -292,19 +292,19 @@ def test_flops_by_hand():
 def test_of_a_cascade_an_anchor_is_timed(tmp_path):
     blocks = ("--config", "query_block=32", "--config", "key_block=16")
     more = (*blocks, "--config", "predictor=cascade", "--config", "anchors=[3]")
-    more += ("--config", "mass=0.3")
+    more += ("--config", "top_p=0.3")
     command(tmp_path / "run", *more, lengths=("256",))
     (row,) = read_rows(tmp_path / "run")
     assert row["ms"] > 0 and 0 < row["density"] < 1
 
 
 def test_a_report_tells_the_fields_that_are_not_the_default_and_still_there():
-    recorded = {**CabConfig(mass=0.5).to_dict(), "gone": "since"}
-    told = made_of("Two heads", {"cab_config": recorded, "method": "a clock"})
-    assert told == "Two heads; CabConfig with {'mass': 0.5}.\n\nMethod: a clock."
-    recorded["mass"] = CabConfig().mass
-    told = made_of("Two heads", {"cab_config": recorded, "method": "a clock"})
-    assert told.startswith("Two heads; default CabConfig.")
+    recorded = {**CabConfig(top_p=0.5).to_dict(), "gone": "since"}
+    result = made_of("Two heads", {"cab_config": recorded, "method": "a clock"})
+    assert result == "Two heads; CabConfig with {'top_p': 0.5}.\n\nMethod: a clock."
+    recorded["top_p"] = CabConfig().top_p
+    result = made_of("Two heads", {"cab_config": recorded, "method": "a clock"})
+    assert result.startswith("Two heads; default CabConfig.")
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ def test_the_figure_is_a_picture(tmp_path, rows):
 def test_results_hold_settings_provenance_and_no_path(finished):
     text = (finished / "results.json").read_text()
     made = json.loads(text)["provenance"]
-    assert made["experiment"] == Predictor.name and made["settings"]["cab_config"]["mass"] == 0.8
+    assert made["experiment"] == Predictor.name and made["settings"]["cab_config"]["top_p"] == 0.8
     assert "perf_counter" in made["settings"]["method"]
     assert made["versions"]["torch"] and made["commit"] == "0" * 40
     assert str(finished) not in text
@@ -426,13 +426,13 @@ def test_a_run_can_be_extended(tmp_path):
     ("more", "named"),
     [
         pytest.param(["--seed", "1"], "seed", id="seed"),
-        pytest.param(["--config", "mass=0.5"], "cab_config", id="config"),
+        pytest.param(["--config", "top_p=0.5"], "cab_config", id="config"),
         pytest.param(["--dtype", "bfloat16"], "dtype", id="dtype"),
     ],
 )
 def test_results_of_other_settings_are_refused(finished, capsys, more, named):
     words = ["speed", "predictor", "--device", "cpu", "--out", str(finished), *SHAPE]
-    assert main([*words, *(more if "--config" in more else ["--config", "mass=0.8", *more])]) == 2
+    assert main([*words, *(more if "--config" in more else ["--config", "top_p=0.8", *more])]) == 2
     assert f"made with {named}" in capsys.readouterr().err
 
 
@@ -455,13 +455,13 @@ def test_results_of_another_making_are_refused(
     finished, monkeypatch, capsys, where, name, value, named
 ):
     monkeypatch.setattr(where, name, value)
-    words = ["--device", "cpu", "--out", str(finished), *SHAPE, "--config", "mass=0.8"]
+    words = ["--device", "cpu", "--out", str(finished), *SHAPE, "--config", "top_p=0.8"]
     assert main(["speed", "predictor", *words]) == 2
     assert f"made with {named}" in capsys.readouterr().err
 
 
 # the defaults when the runs were made whose commands do not say
-EARLIER_DEFAULTS = {"min_length": 16384, "mass": 0.9, "bridges": 0.05}
+EARLIER_DEFAULTS = {"min_length": 16384, "top_p": 0.9, "top_k_share": 0.05}
 
 
 @pytest.mark.parametrize("folder", sorted(RESULTS.glob("speed-*")), ids=lambda path: path.name)
@@ -510,14 +510,14 @@ def test_lengths_take_spaces_and_commas(words):
 def test_the_command_line_wins_over_the_file(tmp_path):
     file = tmp_path / "speed.yaml"
     file.write_text(
-        "lengths: [256, 512]\nseed: 3\nkv-heads: 1\nconfig: {mass: 0.5, bridges: 0.0}\n"
+        "lengths: [256, 512]\nseed: 3\nkv-heads: 1\nconfig: {top_p: 0.5, top_k_share: 0.0}\n"
     )
     settings = command(
-        *(tmp_path / "out", "--settings", str(file), "--seed", "4", "--config", "mass=0.7"),
+        *(tmp_path / "out", "--settings", str(file), "--seed", "4", "--config", "top_p=0.7"),
         lengths=["256"],
     )["provenance"]["settings"]
     assert (settings["lengths"], settings["seed"], settings["kv_heads"]) == ([256], 4, 2)
-    assert (settings["cab_config"]["mass"], settings["cab_config"]["bridges"]) == (0.7, 0.0)
+    assert (settings["cab_config"]["top_p"], settings["cab_config"]["top_k_share"]) == (0.7, 0.0)
 
 
 def test_the_file_wins_over_the_defaults(tmp_path):

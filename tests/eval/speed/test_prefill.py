@@ -58,12 +58,12 @@ def search(tmp_path, monkeypatch, bench, *words, **how):
 
 @pytest.mark.parametrize("length", [192, 200])
 def test_a_prompt_in_chunks_gives_the_logits_of_the_whole_prompt(length):
-    config = CabConfig(mass=1.0, min_length=0, query_block=32, key_block=16)
+    config = CabConfig(top_p=1.0, min_length=0, query_block=32, key_block=16)
     settings = settings_of(length)
-    whole = model.prefill(settings, length)()
+    complete = model.prefill(settings, length)()
     with model.attending(model.random_model(settings), "cab-always", config):
         read = model.prefill(settings, length, settings.chunk)()
-    torch.testing.assert_close(read.logits, whole.logits)
+    torch.testing.assert_close(read.logits, complete.logits)
     assert read.logits.shape == (1, 1, settings.vocab)
     cache = read.past_key_values
     assert cache.get_seq_length() == length == cache.get_max_length()

@@ -29,12 +29,12 @@ def settings_of(**more):
     return Settings(**{**TINY, **given, **more})
 
 
-def told(length, way, how, world, ms, **more):
+def sample_of(length, way, how, world, ms, **more):
     """A sample, as `LoraStep.measure` makes it."""
     fixed = {"density": 1.0, "ceiling": 1.0, "peak_gib": 2.0, "tflops": 1.0, "ran_as": None}
     place = {"length": length, "implementation": way, "spread": how, "world": world}
-    found = {"ms": ms, "fits": True, "sought": False, "room_gib": 9.0, "error": None}
-    return place | fixed | found | more
+    result = {"ms": ms, "fits": True, "sought": False, "room_gib": 9.0, "error": None}
+    return place | fixed | result | more
 
 
 # --- the command
@@ -59,7 +59,7 @@ def test_a_whole_run(finished):
     rows = results["rows"]
     assert results["provenance"]["settings"]["worlds"] == [2]
     ways = ("sdpa", "cab_dense", "cab")
-    # a sequence that is dealt out is attended by what knows of ranks
+    # a sequence that is sharded is attended by what knows of ranks
     meant = [(how, way) for how in SPREADS for way in (ways[1:] if how == "cp" else ways)]
     assert [(row["spread"], row["implementation"]) for row in rows] == meant
     assert [row["world"] for row in rows] == [1] * 3 + [2] * 8
@@ -74,10 +74,10 @@ def test_a_whole_run(finished):
         # ranks choose as one does
         assert row["density"] == pytest.approx(one["density"], rel=0.1)
         assert (row["density"] < 1) == (row["implementation"] == "cab")
-    (dealt,) = (row for row in rows if row["spread"] == "cp" and row["implementation"] == "cab")
-    assert dealt["baseline"] == "cab_dense"
+    (sharded,) = (row for row in rows if row["spread"] == "cp" and row["implementation"] == "cab")
+    assert sharded["baseline"] == "cab_dense"
     # of the same text, every query being on one rank
-    assert dealt["density"] == pytest.approx(alone["cab"]["density"], rel=1e-6)
+    assert sharded["density"] == pytest.approx(alone["cab"]["density"], rel=1e-6)
 
 
 @pytest.mark.slow
@@ -110,8 +110,8 @@ def test_one_rank_is_refused(one_process, tmp_path):
 def test_one_process_is_told_as_before():
     settings = settings_of(spread=())
     assert settings.spread == ("alone",) and settings.implementations[0] == "sdpa"
-    told = LoraStep(settings).recorded()
-    assert "spread" not in told and "worlds" not in told and "ranks" not in settings.method
+    result = LoraStep(settings).recorded()
+    assert "spread" not in result and "worlds" not in result and "ranks" not in settings.method
     assert settings_of().implementations == ("cab_dense", "cab")
 
 
@@ -126,8 +126,8 @@ def test_results_of_earlier_versions_are_told_as_they_were(tmp_path):
     assert lzma.decompress((folder / "samples.jsonl.xz").read_bytes()) == samples
     assert {(row["spread"], row["world"]) for row in rows} == {("alone", 1)}
     # and so are rows that nobody has derived anew
-    found = read_results(COMMITTED)
-    assert shown(LoraStep, found.rows) == shown(LoraStep, rows)
+    result = read_results(COMMITTED)
+    assert shown(LoraStep, result.rows) == shown(LoraStep, rows)
 
 
 # --- what is compared
@@ -135,24 +135,24 @@ def test_results_of_earlier_versions_are_told_as_they_were(tmp_path):
 
 def test_efficiency_is_over_the_same_way_and_length_alone():
     samples = [
-        told(1000, "cab", "alone", 1, 100.0),
-        told(1000, "cab_dense", "alone", 1, 200.0),
-        told(2000, "cab", "alone", 1, 400.0),
-        told(1000, "cab", "ddp", 2, 125.0),
-        told(2000, "cab", "cp", 2, 250.0),
-        told(2000, "cab_dense", "cp", 2, 1000.0),
-        told(1000, "cab", "fsdp2", 4, 160.0),
+        sample_of(1000, "cab", "alone", 1, 100.0),
+        sample_of(1000, "cab_dense", "alone", 1, 200.0),
+        sample_of(2000, "cab", "alone", 1, 400.0),
+        sample_of(1000, "cab", "ddp", 2, 125.0),
+        sample_of(2000, "cab", "cp", 2, 250.0),
+        sample_of(2000, "cab_dense", "cp", 2, 1000.0),
+        sample_of(1000, "cab", "fsdp2", 4, 160.0),
     ]
     rows = LoraStep.rows(samples, {})
-    found = {(r["spread"], r["implementation"], r["length"]): r for r in rows}
-    dealt = found["cp", "cab", 2000]
-    assert found["ddp", "cab", 1000]["efficiency"] == pytest.approx(100 / 125)
-    assert found["ddp", "cab", 1000]["tokens_s"] == pytest.approx(8000)
-    assert dealt["efficiency"] == pytest.approx(400 / 250 / 2)
-    assert found["fsdp2", "cab", 1000]["tokens_s"] == pytest.approx(1000 / 0.16)
+    actual = {(r["spread"], r["implementation"], r["length"]): r for r in rows}
+    sharded = actual["cp", "cab", 2000]
+    assert actual["ddp", "cab", 1000]["efficiency"] == pytest.approx(100 / 125)
+    assert actual["ddp", "cab", 1000]["tokens_s"] == pytest.approx(8000)
+    assert sharded["efficiency"] == pytest.approx(400 / 250 / 2)
+    assert actual["fsdp2", "cab", 1000]["tokens_s"] == pytest.approx(1000 / 0.16)
     # nobody has read so much alone
-    assert found["cp", "cab_dense", 2000]["efficiency"] is None
-    assert (dealt["baseline"], dealt["over_best"]) == ("cab_dense", 4.0)
+    assert actual["cp", "cab_dense", 2000]["efficiency"] is None
+    assert (sharded["baseline"], sharded["over_best"]) == ("cab_dense", 4.0)
     said = " ".join(LoraStep.readings(rows))
     assert "2,000 tokens that 2 ranks share, a step by cab is 4.00× as fast as one by" in said
     assert "A rank of 4 does, with cab and 1,000 tokens, this share of what one alone" in said
@@ -254,9 +254,9 @@ def test_what_is_rounded_is_held_against_transformers_own_in_float32(ranks, how)
 def test_gradients_may_be_off_by_little_more_than_one_process_is():
     exact = torch.ones(4)
     spread.check_gradients([torch.full((4,), 1.014)], spread.Meant(exact, 0.01), "it")
-    for found, rounding in ((1.016, 0.01), (1.001, 0.0)):
+    for result, rounding in ((1.016, 0.01), (1.001, 0.0)):
         with pytest.raises(ArithmeticError, match=r"wrong by .* in the gradients of it"):
-            spread.check_gradients([torch.full((4,), found)], spread.Meant(exact, rounding), "it")
+            spread.check_gradients([torch.full((4,), result)], spread.Meant(exact, rounding), "it")
 
 
 def test_what_is_meant_is_computed_in_float32():
@@ -278,11 +278,11 @@ def test_what_is_meant_is_computed_in_float32():
     rounded = spread.of_one_process(*alone)
     assert spread.meant(rounded, None).rounding == 0.0
     with spread.in_float32(loss):
-        found = spread.meant(rounded, spread.of_one_process(*alone))
+        actual = spread.meant(rounded, spread.of_one_process(*alone))
     exact = torch.nn.Parameter(weight.float())
     (x @ exact.T).square().sum().div(32).backward()
-    torch.testing.assert_close(found.gradients, exact.grad.flatten())
-    assert 1e-4 < found.rounding < 0.05
+    torch.testing.assert_close(actual.gradients, exact.grad.flatten())
+    assert 1e-4 < actual.rounding < 0.05
     assert layer.weight.dtype == torch.bfloat16 and torch.equal(layer.weight, weight)
 
 
@@ -290,7 +290,7 @@ def test_below_float32_a_small_sequence_keeps_every_block():
     config = settings_of().cab_config
     exact, rounded = (spread.check_config(config, d) for d in (torch.float32, torch.bfloat16))
     assert (exact.max_density, exact.min_length) == (config.max_density, 0)
-    assert (rounded.max_density, rounded.mass, rounded.min_length) == (1.0, 1.0, 0)
+    assert (rounded.max_density, rounded.top_p, rounded.min_length) == (1.0, 1.0, 0)
 
 
 # --- the longest

@@ -27,7 +27,7 @@ def derive(samples):
     return Ttft.rows([{"world": 1, **sample} for sample in samples], {})
 
 
-def told(length, implementation, ms, density=1.0, **more):
+def made_sample(length, implementation, ms, density=1.0, **more):
     """A sample, as `Ttft.measure` makes it."""
     fixed = {"ceiling": 2.0, "peak_gib": None, "tflops": 1.0, "ran_as": None, "error": None}
     key = {"length": length, "implementation": implementation}
@@ -60,15 +60,15 @@ def test_the_weights_counted_are_those_of_the_model():
 
 @pytest.mark.parametrize("name", ["sdpa", "SDPA", "cab-always"])
 def test_every_way_to_attend_gives_the_same_logits(name):
-    settings = tiny(lengths=(70,), config=("mass=1.0",))
+    settings = tiny(lengths=(70,), config=("top_p=1.0",))
     made, call = model.random_model(settings), model.prefill(settings, 70)
     expected = call().logits
-    config = CabConfig(mass=1.0, min_length=0, query_block=32, key_block=16)
+    config = CabConfig(top_p=1.0, min_length=0, query_block=32, key_block=16)
     with model.attending(made, name, config):
-        found = call()
-    torch.testing.assert_close(found.logits, expected)
-    assert found.logits.shape == (1, 1, settings.vocab)
-    assert found.past_key_values.get_seq_length() == 70
+        actual = call()
+    torch.testing.assert_close(actual.logits, expected)
+    assert actual.logits.shape == (1, 1, settings.vocab)
+    assert actual.past_key_values.get_seq_length() == 70
     # as it was found
     assert made.config._attn_implementation == "sdpa"
     assert not [key for key in ALL_ATTENTION_FUNCTIONS if key.startswith("speed_")]
@@ -78,7 +78,7 @@ def test_a_budget_for_every_length():
     settings = Settings(device="cpu", lengths=(256, 512), max_density=("0.1", "512:0.05"))
     assert settings.budgeted(256).max_density == 0.1
     config = settings.budgeted(512, min_length=0)
-    assert (config.max_density, config.mass, config.min_length) == (0.05, 0.999, 0)
+    assert (config.max_density, config.top_p, config.min_length) == (0.05, 0.999, 0)
 
 
 # --- ttft
@@ -119,12 +119,12 @@ def test_a_kernel_that_is_missing_or_wrong_is_a_row_with_its_reason(monkeypatch)
 
 def test_gains_are_over_sdpa_and_over_the_fastest_dense_way():
     samples = [
-        told(1000, "sdpa", 8.0),
-        told(1000, "FA3", 4.0),
-        told(1000, "cab-always", 8.0, 0.1),
-        told(4000, "sdpa", 80.0),
-        told(4000, "FA3", 40.0),
-        told(4000, "cab-always", 20.0, 0.1),
+        made_sample(1000, "sdpa", 8.0),
+        made_sample(1000, "FA3", 4.0),
+        made_sample(1000, "cab-always", 8.0, 0.1),
+        made_sample(4000, "sdpa", 80.0),
+        made_sample(4000, "FA3", 40.0),
+        made_sample(4000, "cab-always", 20.0, 0.1),
     ]
     rows = derive(reversed(samples))
     last = next(r for r in rows if r["length"] == 4000 and r["implementation"] == "cab-always")
@@ -195,9 +195,9 @@ def test_without_a_gpu_every_op_says_so(op, tmp_path, monkeypatch, capsys):
 
 def test_ops_are_listed_and_others_refused(capsys):
     assert main(["speed", "--help"]) == 0
-    told = capsys.readouterr().out
-    assert "ttft       time to the first token of a LLaMA" in told
-    assert all(f"\n  {op:10} " in told for op in COMMANDS)
+    shown = capsys.readouterr().out
+    assert "ttft       time to the first token of a LLaMA" in shown
+    assert all(f"\n  {op:10} " in shown for op in COMMANDS)
     for words in (["speed", "magic"], ["speed"]):
         assert main(words) == 2
         assert "speed: give a command, one of predictor, attention" in capsys.readouterr().err

@@ -1,0 +1,59 @@
+"""Names that fields of `CabConfig` had in earlier versions: what was saved under them loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# field of an earlier version -> its name of today, and values that are called otherwise
+RENAMED = {"mass": "top_p", "bridges": "top_k_share", "dense_tail": "dense_tail_blocks"}
+RENAMED_VALUES = {"coarsen": {"box": "minmax"}}
+# what settings record of a config alone: options of a calibration, budgets that are set
+PARTS = {"top_p", "top_k_share", "sparsity", "exact_queries", "exact_stride", "max_density"}
+
+
+def renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """``fields`` of a `CabConfig`, those of earlier versions by their names of today (`RENAMED`).
+
+    Raises:
+        ValueError: a field is there by both of its names.
+    """
+    for old, new in RENAMED.items():
+        if old in fields and new in fields:
+            raise ValueError(
+                f"{old!r} and {new!r} are two names of one field of CabConfig; leave out {old!r}, "
+                "the name that earlier versions had."
+            )
+    return {RENAMED.get(name, name): _value(name, value) for name, value in fields.items()}
+
+
+def renamed_in(recorded: Any) -> Any:
+    """What a run has recorded, as JSON has it, with `renamed` configs wherever it holds some.
+
+    A config is a dict that has ``key_block``, or nothing but `PARTS`; ``field=value`` in a list is
+    a field that a command line sets.
+    """
+    if isinstance(recorded, list):
+        return [_assignment(renamed_in(item)) for item in recorded]
+    if not isinstance(recorded, dict):
+        return recorded
+    values = {name: _value(name, renamed_in(value)) for name, value in recorded.items()}
+    names = {RENAMED.get(name, name) for name in values}
+    return renamed(values) if "key_block" in names or names <= PARTS else values
+
+
+def _value(name: str, value: Any) -> Any:
+    return RENAMED_VALUES[name].get(value, value) if _is_named(name, value) else value
+
+
+def _is_named(name: str, value: Any) -> bool:
+    return name in RENAMED_VALUES and isinstance(value, str)
+
+
+def _assignment(item: Any) -> Any:
+    if not isinstance(item, str) or "=" not in item:
+        return item
+    name, value = map(str.strip, item.split("=", 1))
+    if name in RENAMED or name in RENAMED_VALUES:
+        return f"{RENAMED.get(name, name)}={_value(name, value)}"
+    return item
