@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.ops import reference
-from cab_hf.ops.attention import ffpa, whole
+from cab_hf.ops.attention import dense_parts, ffpa
 from cab_hf.plan import BlockPlan
 
 HOPPER = 9
@@ -77,11 +77,11 @@ class Engine:
         """
         wanted = v.shape[-1]
         if wanted == q.shape[-1]:
-            return whole.attention(self._attend, q, k, v, plan, scale, return_lse)
+            return dense_parts.attention(self._attend, q, k, v, plan, scale, return_lse)
         # kernels take one head dim: channels of zeros change no logit and no value
         widest = max(wanted, q.shape[-1])
         q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
-        result = whole.attention(self._attend, q, k, v, plan, scale, return_lse)
+        result = dense_parts.attention(self._attend, q, k, v, plan, scale, return_lse)
         return (result[0][..., :wanted], result[1]) if return_lse else result[..., :wanted]
 
     def _attend(self, q, k, v, plan, scale, return_lse):

@@ -127,7 +127,7 @@ class Budgets:
     NOTES = (
         "Of {documents} documents of {length} tokens with {keys} keys each. Density: attended "
         "over causal pairs, the mean over heads, and of the head that got the least and the "
-        "most. Missed: the attention top_p a head leaves out, squared, mean over queries and "
+        "most. Missed: the attention mass a head leaves out, squared, mean over queries and "
         "heads; needle: of the mass on the key that a query looks for, what is left out."
     )
 
@@ -268,7 +268,7 @@ class Cascade:
                 for b, layer in enumerate(self.measured[a:], start=a):
                     place = {"target": target, "anchor": anchor, "layer": layer}
                     place["chosen"] = result.of_layer[b] == a
-                    alike = {"top_p": float(mass[a, b]), "needle": float(needle[a, b])}
+                    alike = {"mass": float(mass[a, b]), "needle": float(needle[a, b])}
                     given = shown[b] if place["chosen"] else dict.fromkeys(shown[b])
                     made.append(place | alike | {"importance": float(some.importance[b])} | given)
         return made
@@ -277,7 +277,7 @@ class Cascade:
         """Of each layer, under the allotment: its density, and what it keeps of what there is."""
         mass, needle, density = (
             result.of(torch.stack([getattr(each, name) for each in self.kept])).mean(-1)
-            for name in ("top_p", "needle", "density")
+            for name in ("mass", "needle", "density")
         )
         needed = self.kept[0].needed.mean(-1)
         parts = zip(density, mass, needle, needed, strict=True)
@@ -312,19 +312,19 @@ class Cascade:
                 (float(row["layer"]), float(row["anchor"])): min(1.0, row[name]) for row in some
             }
             for some in grouped(rows, "target")
-            for name in ("top_p", "needle")
+            for name in ("mass", "needle")
         }
         charts.heatmap(path, panels, "layer", "whose blocks")
 
 
 def _means(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     """Of layers that there are; None for none."""
-    result: dict[str, Any] = dict.fromkeys(("density", "top_p", "needle"))
+    result: dict[str, Any] = dict.fromkeys(("density", "mass", "needle"))
     if rows:
         needed = sum(row["needed"] for row in rows)
         result = {
             "density": fmean(row["density"] for row in rows),
-            "top_p": fmean(row["kept_mass"] for row in rows),
+            "mass": fmean(row["kept_mass"] for row in rows),
             # of the mass on needles in all layers together
             "needle": sum(row["kept_needle"] for row in rows) / needed if needed else None,
         }
@@ -333,8 +333,8 @@ def _means(name: str, rows: Sequence[Row]) -> dict[str, Any]:
 
 def _recorded(kept: Coverage) -> dict[str, Any]:
     """`Coverage` as a sample holds it; a layer has nothing of those behind it."""
-    behind = torch.ones_like(kept.top_p[..., 0, 0]).triu()[..., None, None]
-    some = kept._replace(mass=kept.top_p * behind, needle=kept.needle * behind)
+    behind = torch.ones_like(kept.mass[..., 0, 0]).triu()[..., None, None]
+    some = kept._replace(mass=kept.mass * behind, needle=kept.needle * behind)
     return {name: _packed(x) for name, x in some._asdict().items()}
 
 

@@ -27,15 +27,6 @@ from cab_hf.documents import asked_document, plain_document, recall_document
 from cab_hf.eval import charts
 from cab_hf.eval.attention_time import AttentionClock, layer_bench
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.foresight import (
-    CHUNK,
-    TeacherForced,
-    answered,
-    distributions,
-    divergence,
-    greedy_match,
-    nll,
-)
 from cab_hf.eval.haystack import Haystack, read_sentences
 from cab_hf.eval.intervals import mean_interval, paired_difference, wilson
 from cab_hf.eval.methods import (
@@ -62,6 +53,15 @@ from cab_hf.eval.report import (
     markdown_table,
     ratio_with_interval,
     with_interval,
+)
+from cab_hf.eval.teacher_forcing import (
+    CHUNK,
+    TeacherForced,
+    answered,
+    distributions,
+    divergence,
+    greedy_match,
+    nll,
 )
 from cab_hf.needles import NAMES
 from cab_hf.runs.markdown import plain

@@ -271,7 +271,9 @@ def test_a_models_config_has_none_until_it_is_set():
 
 UNREAD = [
     pytest.param({"sparsity": 0.8}, "sparsity is 0.8, which select='clusters' does", id="share"),
-    pytest.param({"select": "topk", "top_p": 0.8}, "mass is 0.8, which select='topk' does", id="p"),
+    pytest.param(
+        {"select": "topk", "top_p": 0.8}, "top_p is 0.8, which select='topk' does", id="p"
+    ),
     pytest.param(
         {"anchors": (0,)}, r"anchors is \(0,\), which predictor='curvature'", id="anchors"
     ),
@@ -282,7 +284,7 @@ UNREAD = [
         {"redundancy": 1.0}, "redundancy is 1.0, which .* give exact_queries=0", id="rank"
     ),
     pytest.param(
-        {"predictor": "random", "top_p": 0.8}, "mass is 0.8, which predictor='ran", id="own"
+        {"predictor": "random", "top_p": 0.8}, "top_p is 0.8, which predictor='ran", id="own"
     ),
     pytest.param(
         {"predictor": "streaming", "sparsity": 0.8},

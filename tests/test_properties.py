@@ -92,7 +92,7 @@ class Batch(NamedTuple):
     """Documents [B, N] as in `Row.document`, and what tells of them."""
 
     document: torch.Tensor
-    told: str
+    given_by: str
 
     @property
     def arguments(self):

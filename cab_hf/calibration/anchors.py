@@ -137,7 +137,7 @@ def as_options(config: CabConfig, shares: Sequence[float]) -> tuple[CabConfig, l
     if config.select == "topk":
         return config.changed(predictor="curvature"), [{"sparsity": 1 - x} for x in shares]
     config = config.changed(predictor="curvature", max_density=1.0)
-    return config, [{"mass": 0.0, "top_k_share": x} for x in shares]
+    return config, [{"top_p": 0.0, "top_k_share": x} for x in shares]
 
 
 def _visible(spans: Spans, config: CabConfig) -> Tensor:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from cab_hf.checks import is_whole, require
 from cab_hf.config import CabConfig
 from cab_hf.distributed.exchange import RankLost, agree, group_of, publish_failure, withdraw_failure
-from cab_hf.distributed.flight import KV_HEADS_TOGETHER
+from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
 from cab_hf.distributed.layout import Layout, layout_of, lengths_between
 from cab_hf.distributed.sharded import ShardedFrame, ShardedText
 from cab_hf.distributed.whole_text import hooked

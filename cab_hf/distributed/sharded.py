@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cab_hf.distributed.exchange import gathered
-from cab_hf.distributed.flight import KV_HEADS_TOGETHER
+from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
 from cab_hf.distributed.layout import Layout, Places, Shard
 from cab_hf.distributed.zigzag import CPAttention
 from cab_hf.engines import Engine
@@ -180,7 +180,7 @@ class ShardedText:
         return self.layout.exact_block
 
     @property
-    def handed(self) -> dict[Any, Any]:
+    def shared_state(self) -> dict[Any, Any]:
         return self.mask.shared_state
 
     def planned(self, *values: Any) -> BlockPlan:

@@ -11,7 +11,7 @@ from torch import Tensor
 from cab_hf import engines
 from cab_hf.checks import is_whole, require
 from cab_hf.distributed.exchange import agree, group_of
-from cab_hf.distributed.flight import KV_HEADS_TOGETHER, KVGather, over_slices
+from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER, KVGather, over_slices
 from cab_hf.distributed.layout import Layout, Places, layout_of, lengths_between
 from cab_hf.engines import Engine, Workload
 from cab_hf.frame import everything

@@ -13,7 +13,7 @@ import torch
 
 from cab_hf.config import CabConfig
 from cab_hf.distributed.exchange import finish, start_gather, start_reduce_scatter
-from cab_hf.distributed.flight import KV_HEADS_TOGETHER
+from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import (
@@ -39,9 +39,9 @@ from cab_hf.eval.speed.forecast import LINKS
 from cab_hf.eval.speed.heads import INPUTS, RandomHeads, inputs_option
 from cab_hf.eval.speed.links import BOTH, FORWARD
 from cab_hf.eval.speed.ranked import Ranked
+from cab_hf.eval.speed.sharded_layer import ALONE, OVER_RANKS, SCHEMES, BenchCase, check, needed
 from cab_hf.eval.speed.team import ROW_SECONDS, Collective, Team, recorded, replay
 from cab_hf.eval.speed.timing import MOST_RUNS
-from cab_hf.eval.speed.turns import ALONE, OVER_RANKS, SCHEMES, BenchCase, check, needed
 from cab_hf.plan import EXACT_BLOCK, BlockPlan
 from cab_hf.runs.settings import by_device, comma_separated, option, parse_length
 

@@ -15,7 +15,7 @@ from cab_hf.eval.experiment import Row
 from cab_hf.eval.intervals import ratio_interval
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.links import BOTH, FORWARD, Alone, Link, Text, fitted, turn
-from cab_hf.eval.speed.turns import ALONE, OVER_RANKS, SCHEMES
+from cab_hf.eval.speed.sharded_layer import ALONE, OVER_RANKS, SCHEMES
 from cab_hf.plan import EXACT_BLOCK
 
 # the scheme of a sample that tells of links

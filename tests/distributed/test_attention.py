@@ -86,7 +86,7 @@ def test_zigzag_is_what_one_process_computes(ranks, world, text, group, kv_heads
         pytest.param("ring", {}, id="ring"),
         pytest.param("zigzag", {"heads_k_stride": 2}, id="two-heads-at-a-time"),
         pytest.param("zigzag", {"heads_k_stride": 5}, id="more-heads-than-there-are"),
-        pytest.param("zigzag", {"again": False}, id="kept-for-backward"),
+        pytest.param("zigzag", {"regather_kv": False}, id="kept-for-backward"),
     ],
 )
 @pytest.mark.parametrize("text", TEXTS)

@@ -269,10 +269,18 @@ def test_flex_takes_flash_where_it_can(monkeypatch, capability, work, expected):
     assert f"({expected}" in engines.choose("flex", work).label(work)
 
 
-def test_flash_needs_a_recent_package(monkeypatch):
-    monkeypatch.setattr(flash, "version", lambda name: "4.0.0b1")
+@pytest.mark.parametrize("other", ["4.0.0b1", "4.0.0b37", "4.0.0"])
+def test_flash_needs_a_package_that_was_tried(monkeypatch, other):
+    monkeypatch.setattr(flash, "version", lambda name: other)
     monkeypatch.setattr(flash, "_missing", flash._missing.__wrapped__)
-    assert "b36 or later, not 4.0.0b1" in flash.unavailable(HOPPER, 128, torch.bfloat16, 128, 64)
+    said = f"4.0.0b36 or later, below 4.0.0b37, not {other}"
+    assert said in flash.unavailable(HOPPER, 128, torch.bfloat16, 128, 64)
+
+
+def test_the_extra_installs_the_flash_that_was_tried():
+    setup = (Path(__file__).parents[2] / "setup.cfg").read_text()
+    bounds = f"flash = flash-attn-4>={flash.LEAST_VERSION},<{flash.UNTRIED_VERSION}\n"
+    assert bounds in setup
 
 
 @pytest.mark.parametrize(

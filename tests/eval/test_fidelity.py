@@ -11,12 +11,16 @@ from torch.nn import functional as F
 from words import CHAT, TEXT, make_tokenizer
 
 from cab_hf.config import CabConfig
-from cab_hf.eval import attention_time, fidelity, foresight
+from cab_hf.eval import attention_time, fidelity, teacher_forcing
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.attention_time import AttentionClock
 from cab_hf.eval.experiment import render
 from cab_hf.eval.fidelity import Fidelity, Settings
-from cab_hf.eval.foresight import (
+from cab_hf.eval.haystack import Haystack
+from cab_hf.eval.intervals import mean_interval, paired_difference
+from cab_hf.eval.methods import METHODS
+from cab_hf.eval.speed.timing import Bench, Timing
+from cab_hf.eval.teacher_forcing import (
     TeacherForced,
     answered,
     distributions,
@@ -24,10 +28,6 @@ from cab_hf.eval.foresight import (
     greedy_match,
     nll,
 )
-from cab_hf.eval.haystack import Haystack
-from cab_hf.eval.intervals import mean_interval, paired_difference
-from cab_hf.eval.methods import METHODS
-from cab_hf.eval.speed.timing import Bench, Timing
 from cab_hf.needles import QUESTION
 from cab_hf.runs.log import read_log
 from cab_hf.runs.settings import read_settings, spelled
@@ -92,7 +92,7 @@ def test_an_answer_is_right_when_all_its_tokens_are(said, right):
 
 
 def test_surprise_is_the_likelihood_of_the_second_half(monkeypatch):
-    monkeypatch.setattr(foresight, "LOGITS_AT_ONCE", 3)
+    monkeypatch.setattr(teacher_forcing, "LOGITS_AT_ONCE", 3)
     logits = torch.randn(9, 20, generator=torch.Generator().manual_seed(0))
     result = nll(answering(logits), TeacherForced(tuple(range(9)), ((4, 9),)))
     likely = logits.log_softmax(-1)
@@ -299,7 +299,7 @@ def test_only_at_borders_nothing_behind_takes_part(model_folder, monkeypatch, pr
 
     def before(tokens, at):
         with measured.method(case).applied(measured.model):
-            return foresight._predictions(measured.model, TeacherForced(tokens, ()), [at])
+            return teacher_forcing._predictions(measured.model, TeacherForced(tokens, ()), [at])
 
     changes = 0
     for at, _ in reading.spans:
@@ -554,7 +554,7 @@ def test_rows_by_hand():
     assert "| 0.333 |" in table
     (said,) = Fidelity.readings(rows)
     assert said.startswith(
-        "On noise, 8 tokens, cab attends 20% of the pairs; against dense: recall"
+        "On noise, 8 tokens, cab attends 20% of the pairs; against dense: in-text recall"
     )
 
 

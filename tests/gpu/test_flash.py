@@ -1,5 +1,7 @@
 """The flex engine's two backends on a CUDA device, forward and backward, against the reference."""
 
+import inspect
+
 import pytest
 import torch
 from attention_cases import assert_engine_within_budget, case, with_gradients
@@ -166,3 +168,16 @@ def test_flash_is_captured_in_a_cuda_graph(hopper, blocks):
     graph.replay()
     for captured, usual in zip(actual, meant, strict=True):
         torch.testing.assert_close(captured, usual, atol=0.02, rtol=0.02)
+
+
+def test_the_private_interface_is_the_one_that_is_called(gpu):
+    """The kernels of a beta: what they are called with, by name and by place."""
+    parts = flash._flash()
+    forward, backward = (
+        list(inspect.signature(function).parameters) for function in (parts.forward, parts.backward)
+    )
+    assert forward[:3] == ["q", "k", "v"]
+    assert {"out", "softmax_scale", "return_lse", "pack_gqa"} <= set(forward)
+    assert backward[:7] == ["q", "k", "v", "out", "dout", "lse", "softmax_scale"]
+    for named in (forward, backward):
+        assert {"block_sparse_tensors", "mask_mod", "aux_tensors"} <= set(named)

@@ -25,8 +25,9 @@ from cab_hf.ops.attention.transpose import transpose
 from cab_hf.plan import BlockLists, BlockPlan
 
 PACKAGE = "flash-attn-4"
-# the first whose private interface was seen to fit
-LEAST_VERSION = "4.0.0b36"
+# the private interface of a beta may move with every version: the first that fits, and the first
+# that was not tried
+LEAST_VERSION, UNTRIED_VERSION = "4.0.0b36", "4.0.0b37"
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 # head dim -> (query, key) tile of the backward where there are lists, on Hopper
@@ -80,8 +81,8 @@ def _missing() -> str | None:
         result = version(PACKAGE)
     except PackageNotFoundError:
         return f"needs the package {PACKAGE}, which is not installed"
-    if Version(result) < Version(LEAST_VERSION):
-        return f"needs {PACKAGE} {LEAST_VERSION} or later, not {result}"
+    if not Version(LEAST_VERSION) <= Version(result) < Version(UNTRIED_VERSION):
+        return f"needs {PACKAGE} {LEAST_VERSION} or later, below {UNTRIED_VERSION}, not {result}"
     return None
 
 

@@ -12,7 +12,7 @@ from cab_hf import distributed
 from cab_hf.eval import experiment
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.experiment import named
-from cab_hf.eval.speed import forecast, links, schemes, turns
+from cab_hf.eval.speed import forecast, links, schemes, sharded_layer
 from cab_hf.eval.speed.context_parallel import ContextParallel, Settings, noted
 from cab_hf.eval.speed.links import BOTH, FORWARD
 from cab_hf.eval.speed.team import Team, recorded, replay
@@ -80,7 +80,7 @@ def test_a_whole_run(resumed):
     results = json.loads((folder / "results.json").read_text())
     rows = [row for row in results["rows"] if row["measured"]]
     assert results["provenance"]["settings"]["worlds"] == [2]
-    schemes = [*turns.ALONE, *turns.OVER_RANKS]
+    schemes = [*sharded_layer.ALONE, *sharded_layer.OVER_RANKS]
     actual = [(row["direction"], row["scheme"]) for row in rows if row["scheme"] != "links"]
     assert actual == [(way, scheme) for way in (FORWARD, BOTH) for scheme in schemes]
     assert [row["world"] for row in rows[:7]] == [1, 1, 2, 2, 2, 2, 2]
@@ -91,7 +91,7 @@ def test_a_whole_run(resumed):
             # from one other rank
             sizes = [[received for received, _ in each] for each in row["points"].values()]
             assert sizes == [[2**17, 2**19, 2**21]] * 2
-        elif row["scheme"] in turns.OVER_RANKS:
+        elif row["scheme"] in sharded_layer.OVER_RANKS:
             assert row["efficiency"] == row["alone_ms"] / row["ms"] / 2
             assert row["collectives_share"] == row["collectives_ms"] / row["ms"] > 0
         assert (row["of_two_launches"] is not None) == (row["scheme"] == "grouped")
@@ -137,7 +137,7 @@ def test_bytes_that_travel_are_those_of_the_model(resumed):
     # four chunks of 256 tokens; K and V of two heads of 16 channels of four bytes
     text = links.Text(900, 2, 512, 2 * 16 * 4, (1, 1))
     for row in rows:
-        if row["measured"] and row["scheme"] in turns.OVER_RANKS:
+        if row["measured"] and row["scheme"] in sharded_layer.OVER_RANKS:
             # a ring keeps what it got; the others gather again, and sum gradients
             both = 2 if row["scheme"] == "ring" else 3
             meant = text.received(text.heads) * (1 if row["direction"] == "forward" else both)
@@ -169,7 +169,7 @@ def sample_on(group, scheme, direction, meddle=None):
         if meddle is not None:
             meddle(group, patch)
         measured = ContextParallel(settings_of(), Team(group, group))
-        world = 1 if scheme in turns.ALONE else group.size()
+        world = 1 if scheme in sharded_layer.ALONE else group.size()
         case = {"world": world, "length": 600, "direction": direction, "scheme": scheme}
         return measured.measure(case)
 
@@ -181,7 +181,7 @@ def bad_output(group, patch):
         out, lse = distributed.zigzag_attention(*heads, **settings)
         return out + group.rank(), lse
 
-    patch.setitem(turns.SCHEMES, "grouped", turns.Scheme(shifted))
+    patch.setitem(sharded_layer.SCHEMES, "grouped", sharded_layer.Scheme(shifted))
 
 
 def bad_gradient(group, patch):
@@ -191,7 +191,7 @@ def bad_gradient(group, patch):
         out, lse = distributed.zigzag_attention(*heads, **settings)
         return out / 2 + out.detach() / 2, lse
 
-    patch.setitem(turns.SCHEMES, "grouped", turns.Scheme(halved))
+    patch.setitem(sharded_layer.SCHEMES, "grouped", sharded_layer.Scheme(halved))
 
 
 @pytest.mark.parametrize(
@@ -523,7 +523,9 @@ def test_one_rank_measures_what_more_are_held_against(one_process, tmp_path):
     results = json.loads((out / "results.json").read_text())
     assert results["provenance"]["settings"]["worlds"] == [1]
     actual = [(row["scheme"], row["direction"]) for row in results["rows"]]
-    assert sorted(actual) == sorted((name, way) for name in turns.ALONE for way in (FORWARD, BOTH))
+    assert sorted(actual) == sorted(
+        (name, way) for name in sharded_layer.ALONE for way in (FORWARD, BOTH)
+    )
     assert all(row["ms"] > 0 for row in results["rows"])
     assert (out / "figure.png").read_bytes().startswith(b"\x89PNG")
     text = (out / "report.md").read_text()
@@ -532,7 +534,7 @@ def test_one_rank_measures_what_more_are_held_against(one_process, tmp_path):
     more = ContextParallel(settings, Sized(2))
     assert [case for case in more.cases(()) if case["world"] == 1] == [
         {"world": 1, "length": 600, "direction": way, "scheme": name}
-        for name in turns.ALONE
+        for name in sharded_layer.ALONE
         for way in (FORWARD, BOTH)
     ]
 
@@ -540,13 +542,13 @@ def test_one_rank_measures_what_more_are_held_against(one_process, tmp_path):
 def test_a_long_text_is_warmed_up_by_a_shorter_one(monkeypatch):
     monkeypatch.setattr("cab_hf.eval.speed.context_parallel.WARM_UP_TOKENS", 256)
     seen = []
-    attend = turns.BenchCase.attend
+    attend = sharded_layer.BenchCase.attend
 
     def watched(self, q, k, v):
         seen.append(self.length)
         return attend(self, q, k, v)
 
-    monkeypatch.setattr(turns.BenchCase, "attend", watched)
+    monkeypatch.setattr(sharded_layer.BenchCase, "attend", watched)
     measured = ContextParallel(settings_of(), Team())
     case = {"world": 1, "length": 600, "direction": FORWARD, "scheme": "alone"}
     assert measured.measure(case)["error"] is None

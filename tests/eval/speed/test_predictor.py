@@ -22,6 +22,7 @@ from cab_hf.eval.speed import checks, dense, predictor, timing
 from cab_hf.eval.speed.base import MADE_BY, made_of
 from cab_hf.eval.speed.predictor import Predictor, Settings
 from cab_hf.eval.speed.timing import Timing
+from cab_hf.renamed import renamed_in
 from cab_hf.runs import provenance
 from cab_hf.runs.log import read_log
 from cab_hf.runs.settings import read_settings
@@ -466,7 +467,7 @@ EARLIER_DEFAULTS = {"min_length": 16384, "top_p": 0.9, "top_k_share": 0.05}
 
 @pytest.mark.parametrize("folder", sorted(RESULTS.glob("speed-*")), ids=lambda path: path.name)
 def test_committed_results_are_those_of_their_samples(folder, monkeypatch):
-    content = json.loads((folder / "results.json").read_text())
+    content = renamed_in(json.loads((folder / "results.json").read_text()))
     made, rows = content["provenance"], content["rows"]
     kind = named(made["experiment"])
     identity, samples = read_log(folder / "samples.jsonl", added=kind.ADDED)

@@ -17,7 +17,7 @@ from tiny import FULL, SPARSE, qkv, tiny_model, tokens
 import cab_hf
 from cab_hf import BlockPlan, engines
 from cab_hf.ops import reference
-from cab_hf.ops.attention import whole
+from cab_hf.ops.attention import dense_parts
 from cab_hf.plan import Spans, block_visibility
 
 FOUR = {"heads": 4, "kv_heads": 2}
@@ -155,11 +155,11 @@ def test_without_gradient_it_is_put_in_place(shape, blocks, return_lse):
 def test_rows_may_walk_the_keys_in_parts(shape, blocks, return_lse, monkeypatch):
     """Long texts: few rows that walk all keys would leave a GPU waiting."""
     q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
-    monkeypatch.setattr(whole, "SPLIT_KEYS", 16)
-    monkeypatch.setattr(whole, "EXACT_BLOCK", max(blocks))
+    monkeypatch.setattr(dense_parts, "SPLIT_KEYS", 16)
+    monkeypatch.setattr(dense_parts, "EXACT_BLOCK", max(blocks))
     splits = []
-    gathered = whole._gathered
-    monkeypatch.setattr(whole, "_gathered", lambda *a: splits.append(a[3]) or gathered(*a))
+    gathered = dense_parts._gathered
+    monkeypatch.setattr(dense_parts, "_gathered", lambda *a: splits.append(a[3]) or gathered(*a))
     actual = engines.TRITON.attention(q, k, v, plan, 0.2, return_lse)
     meant = reference.attention(q, k, v, listed(plan), 0.2, return_lse)
     for a, b in zip(*((x if return_lse else (x,)) for x in (actual, meant)), strict=True):
@@ -214,7 +214,7 @@ def test_a_plan_that_lists_everything_runs_as_it_did(monkeypatch):
 @pytest.mark.parametrize("heads", [(0,), (1, 3), (2, 3, 4)])
 def test_heads_taken_are_those_named(heads):
     x = torch.arange(6.0)[None, :, None, None].expand(1, -1, 4, 3)
-    assert whole.take_heads(x, heads)[0, :, 0, 0].tolist() == list(heads)
+    assert dense_parts.take_heads(x, heads)[0, :, 0, 0].tolist() == list(heads)
 
 
 def test_rows_of_a_tail_are_counted_without_looking():

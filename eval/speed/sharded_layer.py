@@ -13,7 +13,7 @@ from torch import Tensor
 from cab_hf import engines
 from cab_hf.config import CabConfig
 from cab_hf.distributed import predict, union, zigzag_attention
-from cab_hf.distributed.flight import KV_HEADS_TOGETHER
+from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
 from cab_hf.distributed.layout import Layout, layout_of
 from cab_hf.engines import REFERENCE, Workload
 from cab_hf.eval.speed.checks import CHECK_GRADIENT_TOLERANCE, CHECK_TOLERANCE, close
