@@ -99,13 +99,13 @@ class CabConfig:
             that hold the row's own positions are kept even when they are more than this.
         dense_tail_blocks: in query blocks. A query block with one of the last ``dense_tail_blocks *
             query_block`` tokens of a text (of each packed document) attends everything it may: what
-            is asked at the end is asked by these rows. Nobody knows whether more comes, so what
+            is asked at the end is asked by these rows. Whether more comes is not known, so what
             ends a call counts as an end: in chunked prefill every chunk has a tail, and attends
             more than the whole text at once would, never less. Calls of fewer than ``query_block``
             queries have none.
-        coarsen: how a key block is summarised: ``"minmax"`` (per-channel bounds and mean),
-            ``"mean"``, or ``"max_l2"`` (its key of largest norm, as for queries; the published
-            recipe).
+        coarsen: how a key block is summarised: ``"minmax"`` (per-channel bounds, as in Quest,
+            arXiv 2406.10774, and the mean), ``"mean"``, or ``"max_l2"`` (its key of largest norm,
+            as for queries; the published recipe).
         select: ``"clusters"`` takes the smallest set of blocks holding ``top_p``, then
             ``top_k_share`` of the row; ``"topk"`` takes a fixed share of every row.
         top_p: with ``"clusters"``, the share of estimated attention mass a row keeps, in (0, 1]; 1
@@ -147,7 +147,7 @@ class CabConfig:
         check_finite: refuse queries and keys that hold infinities or NaN, by name. Costs a pass
             over both and a wait for the device in every sparse layer; not under CUDA graphs.
         origin: what a calibration was measured for, an `Origin` or a dict of its fields; a model of
-            other layers or heads is refused. None for settings that nobody calibrated.
+            other layers or heads is refused. None for settings that were not calibrated.
 
     Raises:
         ValueError: naming the field, the value seen and what is accepted.

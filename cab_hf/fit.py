@@ -160,7 +160,7 @@ def warn_if_too_short(tokens: int, min_length: int, default: int, model_config: 
 
 
 def warn_if_unused(text_config: Any) -> None:
-    """Warn, once a process and model, of a ``cab_config`` where nobody has asked for "cab"."""
+    """Warn, once a process and model, of a ``cab_config`` that no layer attends by."""
     if text_config.cab_config is None:
         return
     name = name_of(text_config)

@@ -75,7 +75,7 @@ class ForwardPass:
             kept.append(plan.map_tensors(_put_by))
             return plan
         if len(kept) > 1:
-            # nobody knows which of the calls this is, nor whose plans those before it had left
+            # which of the calls this is, and whose plans those before it left, cannot be told
             self.shared_state.clear()
         if len(kept) != 1:
             return predict()

@@ -48,8 +48,9 @@ class Frame:
         query_place: int64 [B, N_q], where each query of the call stands in the frame.
         padding: bool [B, N_q], the call's padding queries.
         sizes: the `Length` of each frame position's document, int64 [B, N'_q] twice; None where all
-            are as long as the call, or nobody knows.
-        lengths: the same of every document of a batch row, on the host; None where nobody may wait.
+            are as long as the call, or it is not known.
+        lengths: the same of every document of a batch row, on the host; None where waiting for the
+            device is not allowed.
     """
 
     spans: Spans
@@ -133,7 +134,7 @@ class Frame:
         if self.sizes is None:
             return None
         if self.lengths is None:
-            # where nobody may look, as many as there could be
+            # where lengths may not be read: as many as there could be
             room = -(-max(queries, tokens) // query_block)
         else:
             short = [[x for x in row if x.short(queries, tokens)] for row in self.lengths]

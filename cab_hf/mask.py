@@ -35,7 +35,7 @@ class CabMask(NotATensor, ForwardPass):
         valid: bool [B, N_k], False for padding keys; None when no key is padding.
         document: int [B, N_k], equal for tokens of one packed document; None when not packed.
         window: sliding-window width in tokens; None without one.
-        slots: length of the key tensor a layer hands over; None where nobody has said.
+        slots: length of the key tensor a layer hands over; None where the caller did not say.
         model: whose it is, for sentences about it.
         refusal: why no layer may use it; None where layers may. Models also make masks that none
             of their layers uses.
@@ -84,7 +84,8 @@ class CabMask(NotATensor, ForwardPass):
     def lengths(self) -> list[list[Length]] | None:
         """Of the documents of every batch row.
 
-        None where each row is one text without padding, and where nobody may wait for the device.
+        None where each row is one text without padding, and where waiting for the device is not
+        allowed.
         """
         known = self._lengths is not None or self.document is None
         if not known and not torch.compiler.is_compiling():
@@ -107,7 +108,7 @@ class CabMask(NotATensor, ForwardPass):
         A row is packed where ``cu_seq_lens``, int [documents + 1], says so, or else where
         ``position_ids``, int [B or 1, N_q], restart, whatever mask or cache comes with them:
         transformers looks at them only where there is neither. A call that continues a cache sees
-        all that is in it. While compiling nobody looks at positions.
+        all that is in it. Positions are not read while compiling.
 
         Raises:
             ValueError: for ``cu_seq_lens`` of another number of tokens.

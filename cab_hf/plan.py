@@ -49,7 +49,7 @@ class Spans:
             where the one before it ends, as in a text and in a chunk of one. Pieces of a text from
             several places do not.
         documents: a static hint, so that nothing waits for the device: each batch row holds at most
-            so many documents, the queries of each in one stretch. None where nobody counted.
+            so many documents, the queries of each in one stretch. None where they were not counted.
     """
 
     first: Tensor

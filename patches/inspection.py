@@ -116,7 +116,7 @@ def _apart(config: CabConfig) -> str:
 
 
 def _calibration(config: CabConfig) -> str:
-    """Whose budgets these are, in brackets; nothing where nobody can say."""
+    """Whose budgets these are, in brackets; nothing where that is not known."""
     tables = (config.top_p, config.top_k_share, config.sparsity, config.exact_queries)
     # numbers that are for all heads were measured on nobody's
     if config.origin is None or not any(isinstance(table, tuple) for table in tables):

@@ -1,8 +1,15 @@
 """Select on the GPU: forced blocks, clusters and the top k of every row, without a sort.
 
-The definition is `reference.select_blocks`. A program works on one row, whose thresholds it finds
-by bisection (`threshold`). What is selected goes straight into ascending lists, full and partial
-apart.
+The definition is `reference.select_blocks`. One program selects for one row of the plan:
+
+1. It reads which key blocks the row sees, and forces the sinks and the local blocks.
+2. It finds the score above which the row's blocks hold ``top_p`` of the estimated mass, by
+   bisection (`threshold`), and from there the score above which ``top_k_share`` of the others lie,
+   by their largest exact share or their curvature.
+3. It walks the row once more and appends each block above its threshold to the row's lists, which
+   are ascending because the walk is: full blocks, which need no mask, and partial ones.
+
+Two passes over a row that fits the L2 cache cost less than a sort, and need no memory beside it.
 """
 
 from __future__ import annotations

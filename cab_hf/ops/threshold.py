@@ -1,6 +1,10 @@
-"""Thresholds of a row of scores, found by bisection: no sort, no room beside the row itself.
+"""Thresholds of a row of scores, found by bisection: no sort, no memory beside the row itself.
 
-A program walks a row, which stays in the cache, once for every cut. Ties go to the lower index.
+A bracket of scores holds the threshold. Each round cuts it in two and walks the row, which stays in
+the cache, to count or sum what lies above the cut; the half that holds the threshold is kept. Cuts
+go halfway by value at first, and after `EVEN_ROUNDS` halfway in the order of float32, of which
+there are 2^32: bisection ends after 32 of those however scores are spread. Ties go to the lower
+index.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def register_predictor(name: str, factory: Factory) -> None:
 
 
 def make_predictor(config: CabConfig) -> Predictor:
-    """The predictor ``config`` names. Raises ValueError for a name nobody registered."""
+    """The predictor ``config`` names. Raises ValueError for a name that is not registered."""
     if config.predictor not in _FACTORIES:
         known = ", ".join(sorted(_FACTORIES))
         raise ValueError(

@@ -47,7 +47,7 @@ def _git(*arguments: str) -> str | None:
 def git_commit() -> str | None:
     """The commit of this code, ``-dirty`` where files differ from it.
 
-    A copy without its history may be told by ``$CAB_HF_COMMIT``; None where nobody knows.
+    A copy without its history may be told by ``$CAB_HF_COMMIT``; None where it is not known.
     """
     # an installed copy may lie inside somebody else's repository: only a tracked file is ours
     if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:

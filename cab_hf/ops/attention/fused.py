@@ -1,7 +1,9 @@
 """Block attention for head dims to 256: one kernel holds a tile of the output in registers.
 
-Backward makes two passes, one by query tile and one by key tile, so that nothing is summed by
-atomics and gradients are the same in every run.
+Forward is FlashAttention-2's loop (Dao, 2023) over the key blocks that a row lists instead of all:
+full blocks without a mask, then partial ones with it, merged by the online softmax. Backward makes
+two passes, one by query tile and one by key tile, so that nothing is summed by atomics and
+gradients are the same in every run.
 """
 
 from __future__ import annotations
