@@ -378,7 +378,7 @@ class BlockPlan:
             self, full=self.full.map_tensors(change), partial=self.partial.map_tensors(change)
         )
 
-    def with_whole_rows(self, rows: Tensor) -> BlockPlan:
+    def with_dense_rows(self, rows: Tensor) -> BlockPlan:
         """The same plan, in which ``rows`` attend everything too; as ``dense_rows``."""
         grid = _rows_grid(self.spans, rows, self.q_blocks)
         full, partial = (

@@ -46,7 +46,7 @@ class Sparse:
             fewest = 0 if config.sparse_decode else config.query_block
             short = frame.short(fewest, config.min_length, plan.query_block)
             # documents that would be exact alone
-            return plan if short is None else plan.with_whole_rows(short)
+            return plan if short is None else plan.with_dense_rows(short)
 
         plan = text.planned(self.layer, q, predict)
         out = frame.attend(self.engine, q_frame, k_frame, v_frame, plan, scale)

@@ -12,6 +12,7 @@ from lm_eval.models.huggingface import HFLM
 from cab_hf.config import CabConfig
 from cab_hf.eval.harness import refuse_misspelt, what_was_attended
 from cab_hf.patches import apply_cab
+from cab_hf.renamed import renamed
 from cab_hf.runs.models import greedy
 from cab_hf.sparse import attended
 
@@ -30,6 +31,7 @@ class CabLM(HFLM):
     """
 
     def __init__(self, pretrained: Any, **arguments: Any) -> None:
+        arguments = renamed(arguments)
         chosen = {name: arguments.pop(name) for name in FIELDS & arguments.keys()}
         refuse_misspelt(arguments, FIELDS | taken_by(HFLM))
         super().__init__(pretrained, **arguments)

@@ -127,7 +127,7 @@ def test_rows_that_are_to_attend_everything_too(before, rows, after):
     keep = torch.eye(4, dtype=torch.bool)[None, None].expand(1, 2, -1, -1)
     before = None if before is None else torch.tensor(before)
     plan = BlockPlan.from_dense(keep, spans, query_block=4, key_block=4, dense_rows=before)
-    actual = plan.with_whole_rows(torch.tensor(rows))
+    actual = plan.with_dense_rows(torch.tensor(rows))
     actual.validate()
     complete = torch.tensor([row in after for row in range(4)])
     everything = block_visibility(spans, 4, 4)[0]
