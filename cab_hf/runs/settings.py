@@ -18,6 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+from cab_hf import checks
+
 Settings = TypeVar("Settings")
 Fields = Mapping[str, dataclasses.Field]
 FILE = "settings"  # the option that names a YAML file
@@ -146,10 +148,8 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def require(settings: Any, name: str, holds: object, accepted: str, value: object = None) -> None:
-    """ValueError that ``name`` must be ``accepted``, with the value seen, unless ``holds``."""
-    if not holds:
-        value = getattr(settings, name) if value is None else value
-        raise ValueError(f"{name} must be {accepted}; got {value!r}.")
+    """`checks.require` for a field of ``settings``, whose value it is unless one is given."""
+    checks.require(holds, name, getattr(settings, name) if value is None else value, accepted)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -325,12 +325,24 @@ def test_a_run_goes_on_where_it_was_killed(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        pytest.param({"sizes": ((8, 1),)}, "sizes must be 16 blocks or more", id="size"),
-        pytest.param({"sparsities": (1.0,)}, r"sparsities must be in \[0, 1\)", id="sparsity"),
-        pytest.param({"seeds": 1}, "seeds must be at least 2", id="seeds"),
-        pytest.param({"dim": 6}, r"dim must be communities \+ bridges \(7\)", id="dim"),
-        pytest.param({"layout": "ring"}, "layout must be one of segments, shuffled", id="layout"),
-        pytest.param({"needle": "blunt"}, "needle must be one of quiet, loud", id="needle"),
+        pytest.param(
+            {"sizes": ((8, 1),)}, r"sizes is \(8,\ 1\); it must be 16 blocks or more", id="size"
+        ),
+        pytest.param(
+            {"sparsities": (1.0,)},
+            r"sparsities is \(1\.0,\); it must be in \[0, 1\)",
+            id="sparsity",
+        ),
+        pytest.param({"seeds": 1}, "seeds is 1; it must be at least 2", id="seeds"),
+        pytest.param({"dim": 6}, r"dim is 6; it must be communities \+ bridges \(7\)", id="dim"),
+        pytest.param(
+            {"layout": "ring"},
+            "layout is 'ring'; it must be one of segments, shuffled",
+            id="layout",
+        ),
+        pytest.param(
+            {"needle": "blunt"}, "needle is 'blunt'; it must be one of quiet, loud", id="needle"
+        ),
     ],
 )
 def test_settings_are_refused_by_name(changes, message):

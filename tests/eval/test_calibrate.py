@@ -71,8 +71,8 @@ def test_rows_say_what_each_head_got(model_folder, book, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--target-densities", "1.5"], r"target_densities must be in (0, 1]"),
-        (["--texts", "nowhere.txt"], "texts must be UTF-8 files or built-in"),
+        (["--target-densities", "1.5"], r"target_densities is (1.5,); it must be in (0, 1]"),
+        (["--texts", "nowhere.txt"], "texts is 'nowhere.txt'; it must be UTF-8 files or built-in"),
         (["--set", "mas=1"], "CabConfig has no field 'mas'"),
     ],
 )

@@ -179,4 +179,4 @@ def test_the_command_writes_everything_and_goes_on_after_a_kill(tmp_path, monkey
 def test_a_type_that_does_not_exist_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         __main__.main(["families", "--types", "llama,llamma"])
-    assert "types must be types of AutoModelForCausalLM; got 'llamma'" in capsys.readouterr().err
+    assert "types is 'llamma'; it must be types of AutoModelForCausalLM" in capsys.readouterr().err

@@ -173,25 +173,53 @@ def test_of_several_keys_one_is_asked_for(model_folder, tmp_path):
     ("options", "message"),
     [
         pytest.param(["--methods", "h2o"], "without h2o, whose prefill is dense", id="h2o"),
-        pytest.param(["--methods", "magic"], "methods must be names of dense", id="method"),
-        pytest.param(["--probes", "pass,guess"], "probes must be of continuation", id="probe"),
-        pytest.param(["--texts", "no.txt"], "texts must be noise or text files", id="text"),
-        pytest.param(["--texts", "a/b.txt,b.md"], "texts must be at least one", id="same name"),
-        pytest.param(["--budgets", "match,2"], "budgets must be match or dens", id="budget"),
-        pytest.param(["--methods", "random"], "budgets must be densities such", id="no match"),
+        pytest.param(
+            ["--methods", "magic"], "methods is 'magic'; it must be names of dense", id="method"
+        ),
+        pytest.param(
+            ["--probes", "pass,guess"], "probes is 'guess'; it must be of continuation", id="probe"
+        ),
+        pytest.param(
+            ["--texts", "no.txt"], "texts is 'no.txt'; it must be noise or text files", id="text"
+        ),
+        pytest.param(
+            ["--texts", "a/b.txt,b.md"],
+            "texts is ('a/b.txt', 'b.md'); it must be at least one",
+            id="same name",
+        ),
+        pytest.param(
+            ["--budgets", "match,2"],
+            "budgets is ('match', 2.0); it must be match or dens",
+            id="budget",
+        ),
+        pytest.param(
+            ["--methods", "random"],
+            "budgets is ('match',); it must be densities such",
+            id="no match",
+        ),
         pytest.param(
             ["--probes", "recall_border", "--set", "query_block=256"],
             "no part of 128",
             id="borders",
         ),
-        pytest.param(["--match", "cab:wide"], "match must be one of cab;", id="match"),
-        pytest.param(["--keys", "99"], "keys must be 1 to", id="keys"),
-        pytest.param(["--asked", "99"], "asked must be 0 to", id="asked"),
-        pytest.param(["--asked", "0", "--probes", "asked"], "asked must be at least 1", id="none"),
-        pytest.param(["--documents", "0"], "documents must be at least 1", id="documents"),
+        pytest.param(
+            ["--match", "cab:wide"], "match is 'cab:wide'; it must be one of cab.", id="match"
+        ),
+        pytest.param(["--keys", "99"], "keys is 99; it must be 1 to", id="keys"),
+        pytest.param(["--asked", "99"], "asked is 99; it must be 0 to", id="asked"),
+        pytest.param(
+            ["--asked", "0", "--probes", "asked"], "asked is 0; it must be at least 1", id="none"
+        ),
+        pytest.param(["--documents", "0"], "documents is 0; it must be at least 1", id="documents"),
         pytest.param(["--cab", "wide"], "cab: an assignment is field=value", id="cab"),
-        pytest.param(["--cab", "wide="], "cab must be NAME=field=value", id="cab empty"),
-        pytest.param(["--cab", "=top_p=0.5"], "cab must be NAME=field=value", id="cab nameless"),
+        pytest.param(
+            ["--cab", "wide="], "cab is 'wide='; it must be NAME=field=value", id="cab empty"
+        ),
+        pytest.param(
+            ["--cab", "=top_p=0.5"],
+            "cab is '=top_p=0.5'; it must be NAME=field=value",
+            id="cab nameless",
+        ),
         pytest.param(["--cab", "wide=weight=3"], "no field 'weight'", id="cab field"),
         pytest.param(["--cab", "wide=top_p=3"], "top_p", id="cab value"),
         pytest.param(["--cab", "wide=no.json"], "a JSON file of CabConfig fields: ", id="cab file"),

@@ -207,20 +207,32 @@ def test_decoded_text_is_scored(answer, correct):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        pytest.param(["--methods", "magic"], "methods must be names of dense", id="method"),
-        pytest.param(["--methods", "random"], "budget must be a density such as 0.2", id="budget"),
-        pytest.param(["--budget", "1.5"], "budget must be match or", id="budget size"),
-        pytest.param(["--depths", "0.5,1.5"], "depths must be shares", id="depth"),
-        pytest.param(["--samples", "0"], "samples must be at least 1", id="samples"),
-        pytest.param(["--controls", "9"], "controls must be 0 to", id="controls"),
-        pytest.param(["--stage", "decode"], "stage must be one of", id="stage"),
-        pytest.param(["--filler", "prose"], "filler must be one of", id="filler"),
-        pytest.param(["--filler", "text"], "haystack must be a text file", id="no file"),
-        pytest.param(["--haystack", "x.txt"], "haystack must be a text file", id="idle file"),
+        pytest.param(
+            ["--methods", "magic"], "methods is 'magic'; it must be names of dense", id="method"
+        ),
+        pytest.param(
+            ["--methods", "random"],
+            "budget is 'match'; it must be a density such as 0.2",
+            id="budget",
+        ),
+        pytest.param(["--budget", "1.5"], "budget is 1.5; it must be match or", id="budget size"),
+        pytest.param(
+            ["--depths", "0.5,1.5"], "depths is (0.5, 1.5); it must be shares", id="depth"
+        ),
+        pytest.param(["--samples", "0"], "samples is 0; it must be at least 1", id="samples"),
+        pytest.param(["--controls", "9"], "controls is 9; it must be 0 to", id="controls"),
+        pytest.param(["--stage", "decode"], "stage is 'decode'; it must be one of", id="stage"),
+        pytest.param(["--filler", "prose"], "filler is 'prose'; it must be one of", id="filler"),
+        pytest.param(
+            ["--filler", "text"], "haystack is None; it must be a text file", id="no file"
+        ),
+        pytest.param(
+            ["--haystack", "x.txt"], "haystack is 'x.txt'; it must be a text file", id="idle file"
+        ),
         pytest.param(
             ["--filler", "text", "--haystack", "no.txt"], "a text file with filler", id="file"
         ),
-        pytest.param(["--keys", "99"], "keys must be 1 to", id="keys"),
+        pytest.param(["--keys", "99"], "keys is 99; it must be 1 to", id="keys"),
         pytest.param(["--set", "top_p"], "set: an assignment is field=value", id="assignment"),
         pytest.param(["--set", "top_p=3"], "top_p", id="field value"),
         pytest.param(["--set", "weight=3"], "weight", id="field name"),

@@ -68,9 +68,13 @@ def refused(folder, tmp_path, capsys, monkeypatch):
         pytest.param("--device gpu", "device must be one that torch computes on", id="device"),
         pytest.param("--device cuda:99", "got 'cuda:99'", id="no such device"),
         pytest.param("--device meta", "got 'meta'", id="device of no values"),
-        pytest.param("--dtype float13", "dtype must be one of bfloat16", id="dtype"),
-        pytest.param("--dtype int8", "dtype must be one of bfloat16", id="dtype of no model"),
-        pytest.param("--dtype load", "dtype must be one of bfloat16", id="no dtype"),
+        pytest.param(
+            "--dtype float13", "dtype is 'float13'; it must be one of bfloat16", id="dtype"
+        ),
+        pytest.param(
+            "--dtype int8", "dtype is 'int8'; it must be one of bfloat16", id="dtype of no model"
+        ),
+        pytest.param("--dtype load", "dtype is 'load'; it must be one of bfloat16", id="no dtype"),
         pytest.param("--LENGTH 30", "length 30 has no room for", id="too short"),
         pytest.param("--LENGTH 0", "must be", id="no length"),
         pytest.param("--LENGTH -5", "must be", id="negative length"),
@@ -123,24 +127,44 @@ def test_of_a_text(refused, command, words, file, message):
 @pytest.mark.parametrize(
     ("command", "words", "message"),
     [
-        pytest.param("passkey", "--samples -1", "samples must be at least 1", id="samples"),
-        pytest.param("passkey", "--methods magic", "methods must be names of", id="method"),
-        pytest.param("fidelity", "--methods h2o", "methods must be without h2o", id="decoding"),
-        pytest.param("fidelity", "--documents -1", "documents must be at least 1", id="documents"),
-        pytest.param("fidelity", "--lengths 1", "lengths must be numbers of", id="one token"),
-        pytest.param("calibrate", "--documents 0", "documents must be at least 1", id="none read"),
+        pytest.param(
+            "passkey", "--samples -1", "samples is -1; it must be at least 1", id="samples"
+        ),
+        pytest.param(
+            "passkey", "--methods magic", "methods is 'magic'; it must be names of", id="method"
+        ),
+        pytest.param(
+            "fidelity", "--methods h2o", "methods is 'h2o'; it must be without h2o", id="decoding"
+        ),
+        pytest.param(
+            "fidelity", "--documents -1", "documents is -1; it must be at least 1", id="documents"
+        ),
+        pytest.param(
+            "fidelity", "--lengths 1", "lengths is (1,); it must be numbers of", id="one token"
+        ),
+        pytest.param(
+            "calibrate", "--documents 0", "documents is 0; it must be at least 1", id="none read"
+        ),
         pytest.param("calibrate", "--target-densities 7", "must be in (0, 1]", id="density"),
-        pytest.param("bridges", "--sizes 1x1", "sizes must be", id="size"),
+        pytest.param("bridges", "--sizes 1x1", "sizes is (1, 1); it must be", id="size"),
         pytest.param("bridges", "--out book.txt", "cannot be written", id="out of bridges"),
         pytest.param("speed attention", "--device gpu", "device must be one", id="speed device"),
         pytest.param("speed ttft", "--device meta", "device must be one", id="speed on nothing"),
         pytest.param(
-            "speed attention", "--device cpu --seed 99999999999999999999", "seed must be", id="seed"
+            "speed attention",
+            "--device cpu --seed 99999999999999999999",
+            "seed is 99999999999999999999; it must be",
+            id="seed",
         ),
         pytest.param(
             "speed ttft", "--device cpu --config engine=magic", "engine is 'magic'", id="config"
         ),
-        pytest.param("speed predictor", "--device cpu --dtype int8", "dtype must be", id="dtype"),
+        pytest.param(
+            "speed predictor",
+            "--device cpu --dtype int8",
+            "dtype is 'int8'; it must be",
+            id="dtype",
+        ),
     ],
 )
 def test_of_one_command(refused, command, words, message):
@@ -150,53 +174,65 @@ def test_of_one_command(refused, command, words, message):
 @pytest.mark.parametrize(
     ("op", "words", "message"),
     [
-        ("predictor", "--lengths 0", "lengths must be numbers of tokens"),
+        ("predictor", "--lengths 0", "lengths is (0,); it must be numbers of tokens"),
         ("predictor", "--heads 6 --kv-heads 4", "a multiple of kv_heads=4"),
-        ("predictor", "--batch 0", "batch must be at least 1"),
-        ("predictor", "--dtype int8", "dtype must be one of bfloat16"),
+        ("predictor", "--batch 0", "batch is 0; it must be at least 1"),
+        ("predictor", "--dtype int8", "dtype is 'int8'; it must be one of bfloat16"),
         ("predictor", "--config top_p=3", "CabConfig.top_p is 3"),
         ("predictor", "--config weight=3", "no field 'weight'"),
-        ("attention", "--directions sideways", "directions must be out of forward"),
-        ("attention", "--engines steam", "engines must be out of reference"),
-        ("attention", "--blocks 128", "blocks must be like 128x64"),
+        (
+            "attention",
+            "--directions sideways",
+            "directions is ('sideways',); it must be out of forward",
+        ),
+        ("attention", "--engines steam", "engines is ('steam',); it must be out of reference"),
+        ("attention", "--blocks 128", "blocks is ('128',); it must be like 128x64"),
         ("attention", "--blocks 100x10", "a multiple of 16"),
         ("attention", "--densities 1.5", "max_density is 1.5"),
         ("attention", "--config max_density=0.3", "config sets max_density"),
-        ("attention", "--head-dims 0", "head_dims must be at least 1"),
+        ("attention", "--head-dims 0", "head_dims is (0,); it must be at least 1"),
         ("ttft", "--max-density 512:0.1", "pairs that name 256 tokens"),
-        ("ttft", "--max-density much", "max_density must be a share"),
+        ("ttft", "--max-density much", "max_density is ('much',); it must be a share"),
         ("ttft", "--max-density 1.5", "max_density is 1.5"),
         ("ttft", "--config max_density=0.3", "config sets max_density"),
-        ("ttft", "--heads 3", "heads must be a multiple of kv_heads=2"),
-        ("ttft", "--layers 0", "layers must be at least 1"),
-        ("ttft", "--implementations FA9", "implementations must be out of"),
-        ("ttft", "--runs 0", "runs must be at least 1"),
-        ("prefill", "--chunk 100", "chunk must be a multiple of query_block=128"),
-        ("prefill", "--chunk 0", "chunk must be a multiple"),
+        ("ttft", "--heads 3", "heads is 3; it must be a multiple of kv_heads=2"),
+        ("ttft", "--layers 0", "layers is 0; it must be at least 1"),
+        ("ttft", "--implementations FA9", "implementations is ('FA9',); it must be out of"),
+        ("ttft", "--runs 0", "runs is 0; it must be at least 1"),
+        ("prefill", "--chunk 100", "chunk is 100; it must be a multiple of query_block=128"),
+        ("prefill", "--chunk 0", "chunk is 0; it must be a multiple"),
         ("prefill", "--longest maybe", "longest: must be yes or no"),
-        ("prefill", "--max-density 0.1,256:0.2", "max_density must be one"),
+        (
+            "prefill",
+            "--max-density 0.1,256:0.2",
+            "max_density is ('0.1', '256:0.2'); it must be one",
+        ),
         ("lora", "--implementations cab-always", "must be out of sdpa, cab"),
-        ("lora", "--rank 0", "rank must be at least 1"),
-        ("lora", "--spread fsdp1", "spread must be out of alone, ddp"),
+        ("lora", "--rank 0", "rank is 0; it must be at least 1"),
+        ("lora", "--spread fsdp1", "spread is ('fsdp1',); it must be out of alone, ddp"),
         (
             "lora",
             "--spread cp --implementations sdpa",
-            "implementations must be some of cab, cab_dense where a sequence is sharded",
+            "implementations is ('sdpa',); it must be some of cab, cab_dense where a sequence",
         ),
-        ("lora", "--multiple 0", "multiple must be at least 1"),
+        ("lora", "--multiple 0", "multiple is 0; it must be at least 1"),
         (
             "lora",
             "--longest --max-density 256:0.1,512:0.2",
-            "max_density must be a share for all lengths",
+            "max_density is ('256:0.1', '512:0.2'); it must be a share for all lengths",
         ),
-        ("context-parallel", "--shape gpt", "shape must be one of llama3-8b"),
-        ("context-parallel", "--schemes ulysses", "schemes must be out of ring"),
-        ("context-parallel", "--directions back", "directions must be out of"),
+        ("context-parallel", "--shape gpt", "shape is 'gpt'; it must be one of llama3-8b"),
+        (
+            "context-parallel",
+            "--schemes ulysses",
+            "schemes is ('ulysses',); it must be out of ring",
+        ),
+        ("context-parallel", "--directions back", "directions is ('back',); it must be out of"),
         ("context-parallel", "--max-density 512:0.1", "that name 1,024 tokens"),
         ("context-parallel", "--config query_block=256", "they must divide 128"),
-        ("context-parallel", "--link-mib 1", "link_mib must be two sizes or more"),
-        ("context-parallel", "--runs 0", "runs must be at least 1"),
-        ("context-parallel", "--device cpu:0", "device must be cuda or cpu"),
+        ("context-parallel", "--link-mib 1", "link_mib is (1.0,); it must be two sizes or more"),
+        ("context-parallel", "--runs 0", "runs is 0; it must be at least 1"),
+        ("context-parallel", "--device cpu:0", "device is 'cpu:0'; it must be cuda or cpu"),
     ],
 )
 def test_of_a_speed_op(refused, op, words, message):

@@ -231,16 +231,16 @@ def test_a_key_is_found_where_every_process_foresees_its_part(four):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        pytest.param(["--cp", "0"], "cp must be a whole number from 1 on; got 0", id="none"),
+        pytest.param(["--cp", "0"], "cp is 0; it must be a whole number from 1 on", id="none"),
         pytest.param(["--cp", "2"], "cp must divide the 1 processes of the run", id="too many"),
         pytest.param(
             ["--cp", "2", "--attention", "sdpa"],
-            "attention must be one of cab, cab_dense with cp=2; got 'sdpa'",
+            "attention is 'sdpa'; it must be one of cab, cab_dense with cp=2",
             id="attention",
         ),
         pytest.param(
             ["--cp", "4"],
-            "length must be 1024 or more with cp=4, 256 for each process; got 512",
+            "length is 512; it must be 1024 or more with cp=4, 256 for each process",
             id="length",
         ),
     ],

@@ -75,7 +75,9 @@ def test_typed_words_win_over_the_file(tmp_path):
         pytest.param(["--lenght", "8"], "'--lenght'; did you mean --length?", id="typed"),
         pytest.param(["--config", "FILE"], "sets 'targts'; did you mean targets?", id="in a file"),
         pytest.param(["--config", "gone.yaml"], "config must be a YAML file; gone", id="no file"),
-        pytest.param(["--rope", "ntk"], "rope must be one of none, linear", id="choice"),
+        pytest.param(
+            ["--rope", "ntk"], "rope is 'ntk'; it must be one of none, linear", id="choice"
+        ),
         pytest.param(["--rank", "many"], "rank: ", id="no number"),
         *(
             pytest.param([name, number], f"must be a finite number; got {number}", id=name)
@@ -99,19 +101,39 @@ def test_a_command_line_is_refused_in_one_line(words, message, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        pytest.param({"data": ()}, "data must be at least one source", id="no data"),
-        pytest.param({"data": ("a.txt=-1",)}, "data must be NAME or NAME=WEIGHT", id="weight"),
-        pytest.param({"validation": ("a=b",)}, "validation must be NAME or", id="no weight"),
-        pytest.param({"steps": 0}, "steps must be a whole number from 1 on; got 0", id="steps"),
-        pytest.param({"length": 1}, "length must be a whole number from 2 on; got 1", id="length"),
-        pytest.param({"warmup": 200}, "warmup must be less than steps=200; got 200", id="warmup"),
-        pytest.param({"rank": 0}, "rank must be a whole number from 1 on; got 0", id="rank"),
-        pytest.param({"alpha": 0.0}, "alpha must be a number above 0; got 0.0", id="alpha"),
-        pytest.param({"dropout": 1.0}, "dropout must be in .0, 1.; got 1.0", id="dropout"),
-        pytest.param({"lr": 0.0}, "lr must be a number above 0; got 0.0", id="lr"),
-        pytest.param({"dtype": "float16"}, "dtype must be one of bfloat16, float32", id="dtype"),
-        pytest.param({"trackers": ("mlflow",)}, "trackers must be some of tensorb", id="tracker"),
-        pytest.param({"passkey_lengths": (9999,)}, "passkey_lengths must be at most", id="keys"),
+        pytest.param({"data": ()}, r"data is \(\); it must be at least one source", id="no data"),
+        pytest.param(
+            {"data": ("a.txt=-1",)},
+            r"data is 'a\.txt=\-1'; it must be NAME or NAME=WEIGHT",
+            id="weight",
+        ),
+        pytest.param(
+            {"validation": ("a=b",)}, "validation is 'a=b'; it must be NAME or", id="no weight"
+        ),
+        pytest.param({"steps": 0}, "steps is 0; it must be a whole number from 1 on", id="steps"),
+        pytest.param(
+            {"length": 1}, "length is 1; it must be a whole number from 2 on", id="length"
+        ),
+        pytest.param({"warmup": 200}, "warmup is 200; it must be less than steps=200", id="warmup"),
+        pytest.param({"rank": 0}, "rank is 0; it must be a whole number from 1 on", id="rank"),
+        pytest.param({"alpha": 0.0}, r"alpha is 0\.0; it must be a number above 0", id="alpha"),
+        pytest.param({"dropout": 1.0}, r"dropout is 1\.0; it must be in .0, 1.", id="dropout"),
+        pytest.param({"lr": 0.0}, r"lr is 0\.0; it must be a number above 0", id="lr"),
+        pytest.param(
+            {"dtype": "float16"},
+            "dtype is 'float16'; it must be one of bfloat16, float32",
+            id="dtype",
+        ),
+        pytest.param(
+            {"trackers": ("mlflow",)},
+            r"trackers is \['mlflow'\]; it must be some of tensorb",
+            id="tracker",
+        ),
+        pytest.param(
+            {"passkey_lengths": (9999,)},
+            r"passkey_lengths is \(9999,\); it must be at most",
+            id="keys",
+        ),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(given, message):
