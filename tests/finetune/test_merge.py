@@ -390,10 +390,12 @@ def test_the_command_merges_and_says_so(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        pytest.param([], "adapter must be a folder with an adapter", id="nothing"),
-        pytest.param(["a"], "out must be a folder to write", id="no out"),
+        pytest.param([], "adapter is ''; it must be a folder with an adapter", id="nothing"),
+        pytest.param(["a"], "out is ''; it must be a folder to write", id="no out"),
         pytest.param(["a", "b", "--dtpe", "x"], "did you mean --dtype", id="unknown option"),
-        pytest.param(["a", "b", "--dtype", "int8"], "dtype must be one of bfloat16", id="dtype"),
+        pytest.param(
+            ["a", "b", "--dtype", "int8"], "dtype is 'int8'; it must be one of bfloat16", id="dtype"
+        ),
     ],
 )
 def test_words_that_are_refused(words, sentence, capsys):
