@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cab_hf.config import CabConfig
 from cab_hf.distributed.exchange import group_of
-from cab_hf.distributed.layout import layout_of, lengths_between
+from cab_hf.distributed.layout import layout_between
 from cab_hf.distributed.sharded import ShardedFrame
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
 from cab_hf.predictors import LayerContext, make_predictor
@@ -45,11 +45,8 @@ def predict(
         ValueError: for ``spans`` of another text.
     """
     group = group_of(group)
-    world, tokens = group.size(), q.shape[2]
-    lengths = (world * tokens,) if cu_seqlens is None else lengths_between(cu_seqlens)
-    places = layout_of(lengths, world, block).places(
-        max(config.query_block, config.key_block), q.device
-    )
+    layout = layout_between(cu_seqlens, q.shape[2], group.size(), block)
+    places = layout.places(max(config.query_block, config.key_block), q.device)
     if spans is None:
         spans = places.spans(group.rank(), q.shape[0])
     elif getattr(spans, "places", None) is not places or spans.first.shape[0] != q.shape[0]:

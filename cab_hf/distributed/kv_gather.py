@@ -119,22 +119,22 @@ class KVGather:
         self._going.clear()
 
 
-def over_slices(flight: KVGather, k: Tensor, v: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+def over_slices(gather: KVGather, k: Tensor, v: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
     """``attend`` over every slice of k and v, in the order of the frame: (out, log-sum-exp) of all.
 
     ``attend`` is given K, V and the number of their slice.
     """
     tracked = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
-    tickets = _Depart.apply(flight, k, v) if tracked else None
+    tickets = _Depart.apply(gather, k, v) if tracked else None
     outs, sums = [], []
-    flight.start(0)
-    for i in range(len(flight.slices)):
-        flight.start(i + 1)
+    gather.start(0)
+    for i in range(len(gather.slices)):
+        gather.start(i + 1)
         keys, values = (
-            _Arrive.apply(flight, i, *tickets[2 * i : 2 * i + 2]) if tracked else (flight.arrive(i))
+            _Arrive.apply(gather, i, *tickets[2 * i : 2 * i + 2]) if tracked else (gather.arrive(i))
         )
         out, lse = attend(keys, values, i)
-        outs.append(flight.attended(i, out))
+        outs.append(gather.attended(i, out))
         sums.append(lse.detach())
     return torch.cat(outs, dim=1), torch.cat(sums, dim=1)
 
@@ -148,15 +148,15 @@ class _Depart(torch.autograd.Function):
     """k and v to a pair of tickets for each slice, which carry shapes and gradients and no data."""
 
     @staticmethod
-    def forward(ctx: Any, flight: KVGather, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        ctx.flight = flight
+    def forward(ctx: Any, gather: KVGather, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        ctx.gather = gather
         return tuple(
-            x.new_empty(1).expand(x[:, heads].shape) for heads in flight.slices for x in (k, v)
+            x.new_empty(1).expand(x[:, heads].shape) for heads in gather.slices for x in (k, v)
         )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.flight.landed()
+        ctx.gather.landed()
         return None, torch.cat(grads[::2], dim=1), torch.cat(grads[1::2], dim=1)
 
 
@@ -164,24 +164,24 @@ class _Arrive(torch.autograd.Function):
     """The tickets of a slice to its K and V of all ranks; gradients the other way, summed."""
 
     @staticmethod
-    def forward(ctx: Any, flight: KVGather, i: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.flight, ctx.i = flight, i
-        return flight.arrive(i)
+    def forward(ctx: Any, gather: KVGather, i: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.gather, ctx.i = gather, i
+        return gather.arrive(i)
 
     @staticmethod
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.flight.reduce_scatter_grads(ctx.i, dk, dv)
+        return None, None, *ctx.gather.reduce_scatter_grads(ctx.i, dk, dv)
 
 
 class _Return(torch.autograd.Function):
     """Nothing forward; backward, what the engine kept of a slice is gathered first."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, flight: KVGather, i: int) -> Tensor:
-        ctx.flight, ctx.i = flight, i
+    def forward(ctx: Any, out: Tensor, gather: KVGather, i: int) -> Tensor:
+        ctx.gather, ctx.i = gather, i
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.flight.regather(ctx.i)
+        ctx.gather.regather(ctx.i)
         return grad, None, None

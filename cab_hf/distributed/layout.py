@@ -221,6 +221,7 @@ class Shard(Spans):
     def _tail(self, tokens: int, query_block: int) -> Tensor:
         return self.taken(self.text.tail(tokens, query_block), query_block)
 
+    @once_per_spans
     def text_rows(self, query_block: int) -> Tensor:
         """int64 [m]: which query block of the whole text each of this rank is; -1 for padding."""
         rows = self.rows(query_block)
@@ -228,8 +229,7 @@ class Shard(Spans):
 
     def own(self, plan: BlockPlan) -> BlockPlan:
         """The rows of this rank's queries, of a plan of the whole text."""
-        size = plan.query_block
-        return plan.take_rows(_text_rows(self, size), self)
+        return plan.take_rows(self.text_rows(plan.query_block), self)
 
     def taken(self, named: Tensor, query_block: int) -> Tensor:
         """bool [B, m]: those of the whole text's query blocks, bool [B, M], that this rank has."""
@@ -237,9 +237,15 @@ class Shard(Spans):
         return named[:, rows.clamp(min=0)] & (rows >= 0)
 
 
-@once_per_spans
-def _text_rows(spans: Shard, query_block: int) -> Tensor:
-    return spans.text_rows(query_block)
+def layout_between(
+    cu_seqlens: Tensor | None, tokens: int, world: int, block: int, kind: type[Layout] = Layout
+) -> Layout:
+    """The layout of documents that begin and end at ``cu_seqlens``.
+
+    None is one document without padding, of ``tokens`` for each of ``world`` ranks.
+    """
+    lengths = (world * tokens,) if cu_seqlens is None else lengths_between(cu_seqlens)
+    return layout_of(lengths, world, block, kind)
 
 
 def lengths_between(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ class ShardedFrame:
     Attributes:
         spans: what this rank's queries see of the frame.
         window: width of a sliding window, for exact attention.
-        heads_k_stride, again: see `KVGather`.
+        heads_k_stride, regather_kv: see `KVGather`.
     """
 
     places: Places
@@ -142,7 +142,7 @@ class ShardedText:
     Attributes:
         mask: of this rank's tokens, with what its layers share.
         frames: those that layers have asked for.
-        heads_k_stride, again: see `KVGather`.
+        heads_k_stride, regather_kv: see `KVGather`.
     """
 
     mask: CabMask

@@ -12,7 +12,7 @@ from cab_hf import engines
 from cab_hf.checks import is_whole, require
 from cab_hf.distributed.exchange import agree, group_of
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER, KVGather, over_slices
-from cab_hf.distributed.layout import Layout, Places, layout_of, lengths_between
+from cab_hf.distributed.layout import Layout, Places, layout_between
 from cab_hf.engines import Engine, Workload
 from cab_hf.frame import everything
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
@@ -30,7 +30,7 @@ class CPAttention:
     Attributes:
         spans: of this rank's queries, in the frame.
         plan: their plan, in key blocks of the frame; None for all that the spans allow.
-        heads_k_stride, again: see `KVGather`.
+        heads_k_stride, regather_kv: see `KVGather`.
     """
 
     places: Places
@@ -46,14 +46,14 @@ class CPAttention:
         """(out [B, H, n, D_v], log-sum-exp [B, H, n]) of q [B, H, n, D] over all ranks' k and v."""
         plan = self.plan or everything(self.spans, self.places.layout.exact_block)
         group = q.shape[1] // k.shape[1]
-        flight = KVGather(k, v, self.places, self.group, self.heads_k_stride, self.regather_kv)
+        gather = KVGather(k, v, self.places, self.group, self.heads_k_stride, self.regather_kv)
 
         def attend(keys: Tensor, values: Tensor, i: int) -> tuple[Tensor, Tensor]:
-            heads = slice(flight.slices[i].start * group, flight.slices[i].stop * group)
+            heads = slice(gather.slices[i].start * group, gather.slices[i].stop * group)
             part = plan.take_heads(heads.start, heads.stop, q.shape[1])
             return self.launch(q[:, heads], keys, values, part)
 
-        return over_slices(flight, k, v, attend)
+        return over_slices(gather, k, v, attend)
 
     def launch(self, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> tuple[Tensor, Tensor]:
         """`attention` over keys that have arrived."""
@@ -177,14 +177,13 @@ def turn(
     require(is_whole(heads_k_stride), "heads_k_stride", heads_k_stride, "a whole number >= 1")
     require(is_whole(block) and block % 16 == 0, "block", block, "a multiple of 16")
     world, tokens = group.size(), q.shape[2]
-    lengths = (world * tokens,) if cu_seqlens is None else lengths_between(cu_seqlens)
-    layout = layout_of(lengths, world, block, kind)
+    layout = layout_between(cu_seqlens, tokens, world, block, kind)
     if check:
         agree(facts(q, k, v, layout), group, q.device)
     if layout.tokens != tokens:
         raise ValueError(
             f"q has {tokens} tokens and each of {world} ranks holds {layout.tokens} of documents "
-            f"of {list(lengths[:8])} tokens padded to {2 * world} chunks of whole blocks of "
+            f"of {list(layout.lengths[:8])} tokens padded to {2 * world} chunks of whole blocks of "
             f"{block}; cab_hf.distributed.shard deals them out so."
         )
     align = layout.exact_block if plan is None else max(plan.blocks)
