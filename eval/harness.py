@@ -91,7 +91,7 @@ def what_was_attended(model: Any) -> dict[str, Any]:
     Raises:
         UsageError: no layer has attended sparsely.
     """
-    from cab_hf.attention import cab_config_of
+    from cab_hf.model_config import cab_config_of
 
     text = model.config.get_text_config()
     if text._attn_implementation != "cab":

@@ -208,7 +208,7 @@ class Haystack:
 
 
 def read_sentences(name: str, file: Path | str) -> list[str]:
-    """The sentences of a UTF-8 text; Refused by the setting ``name`` where the file is none."""
+    """The sentences of a UTF-8 text; UsageError by the setting ``name`` where the file is none."""
     try:
         text = Path(file).read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -235,7 +235,8 @@ def draw_default(results: Path) -> None:
     speed, *kept = (read_results(results / name) for name in (SPEED, *KEPT))
     rows = [row for row in speed.rows if row["implementation"] == CAB]
     lengths = [row["length"] for row in rows]
-    quality = [{"length": n, **_kept(kept, n)} for n in lengths if _kept(kept, n)]
+    read = {length: _kept(kept, length) for length in lengths}
+    quality = [{"length": length, **found} for length, found in read.items() if found]
     with charts.figure(results / DEFAULT_FIGURE, 1, 2, figsize=(9, 3.6)) as ((left, right),):
         look = {"color": "black", "label": "fastest dense attention"}
         charts.line(left, rows, lambda row: row["baseline_ms"] / 1000, **look)
@@ -250,8 +251,8 @@ def draw_default(results: Path) -> None:
             look = {"color": f"C{colour}", "label": label}
             charts.line(right, quality, itemgetter(probe), **look)
         right.axhline(1, color="black", linestyle="--", label="dense attention")
-        read = [row["length"] for row in quality]
-        charts.over_tokens(right, read, "same settings, SmolLM2: over dense", "×", log=False)
+        shown = [row["length"] for row in quality]
+        charts.over_tokens(right, shown, "same settings, SmolLM2: over dense", "×", log=False)
         right.set_ylim(0.8, 1.2)
 
 
@@ -268,7 +269,7 @@ def choices_table(results: Path) -> str:
     return _table(rows, [result])
 
 
-def families_told(results: Path) -> str:
+def families_sentence(results: Path) -> str:
     """How many model types attend exactly, are refused, and could not be built, as a sentence."""
     rows = read_results(results / FAMILIES).rows
     counts = Counter(row["verdict"] for row in rows)
@@ -437,7 +438,7 @@ def _efficiencies(result: Results) -> list[dict[str, Any]]:
 TABLES: dict[str, Callable[[Path], str]] = {
     "default": default_table,
     "choices": choices_table,
-    "families": families_told,
+    "families": families_sentence,
     "lora": lora_table,
     "spread": spread_table,
     "trained": trained_table,

@@ -137,7 +137,7 @@ def _write(state: State, path: Path) -> None:
 
 
 def _read(path: Path) -> State:
-    """What `_write` wrote, tensors on the CPU; Refused unless every byte is as it was."""
+    """What `_write` wrote, tensors on the CPU; UsageError unless every byte is as it was."""
     try:
         # torch writes checksums and does not look at them
         with zipfile.ZipFile(path) as parts:
@@ -211,7 +211,7 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_parameters(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Give what is trained the values of `parameters_of`; Refused where that is another set."""
+    """Give what is trained the values of `parameters_of`; UsageError where that is another set."""
     mine = trained(model)
     odd = sorted(mine.keys() ^ saved.keys())
     if odd:

@@ -170,7 +170,7 @@ def merge(settings: MergeSettings) -> float:
 
 
 def read_adapter_config(adapter: Path) -> Any:
-    """PEFT's config of an adapter; Refused where there is none, or none of LoRA, or no weights."""
+    """PEFT's config of an adapter; UsageError where it, its weights or LoRA is missing."""
     from peft import LoraConfig, PeftConfig
 
     if not (adapter / run_models.ADAPTER_CONFIG).is_file() or not (adapter / WEIGHTS).is_file():
@@ -267,7 +267,7 @@ def _name(model: str) -> str:
 
 
 def attach(model: PreTrainedModel, adapter: Path, config: Any) -> Any:
-    """``model`` with the adapter in ``adapter``; Refused where they do not fit."""
+    """``model`` with the adapter in ``adapter``; UsageError where they do not fit."""
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
     wrong = f"adapter {adapter.name} does not fit base {_name(model.name_or_path)!r}: "
@@ -409,7 +409,7 @@ def _figure(value: Any) -> str:
 
 
 def push(folder: Path | str, name: str) -> None:
-    """Upload a merged model to the hub; Refused where that is not to be."""
+    """Upload a merged model to the hub; UsageError where that is not to be."""
     from huggingface_hub import HfApi
 
     with refused_as(

@@ -213,7 +213,7 @@ def make_source(
 
 
 def _skipped(dataset: Any, field: str, shown: str) -> str | None:
-    """What is to be said of documents without text; Refused where there are no others."""
+    """What is to be said of documents without text; UsageError where there are no others."""
     if not hasattr(dataset, "__len__"):
         return f"source {shown!r} is read as it comes: documents without text are skipped."
     from pyarrow import compute, string, types
@@ -261,7 +261,7 @@ def content_sha256(name: str) -> str | None:
 
 
 def is_local(name: str) -> bool:
-    """Whether `make_source` needs no network for it; Refused for a path where nothing is."""
+    """Whether `make_source` needs no network for it; UsageError for a path where nothing is."""
     return is_entry(name) or (name != MANUALS and bool(_local_files(name)))
 
 

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from cab_hf.attention import cab_config_of
 from cab_hf.calibration.anchors import (
     SHARES,
     Coverage,
@@ -38,6 +37,7 @@ from cab_hf.checks import is_share, is_whole, require
 from cab_hf.config import CabConfig
 from cab_hf.documents import Document, recall_document, with_copies
 from cab_hf.fit import origin_of, positions
+from cab_hf.model_config import cab_config_of
 from cab_hf.needles import split_sentences
 from cab_hf.patches.inspection import attention_layers
 from cab_hf.patches.switch import apply_cab

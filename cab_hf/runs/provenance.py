@@ -67,7 +67,7 @@ def versions() -> dict[str, str]:
 
 
 def computing_device(name: str) -> Any:
-    """The torch device of that name; Refused where torch cannot compute on it here."""
+    """The torch device of that name; UsageError where torch cannot compute on it here."""
     import torch
 
     try:

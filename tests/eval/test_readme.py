@@ -178,7 +178,7 @@ def test_the_choices_of_a_user_are_compared_on_one_text(results):
 def test_types_of_models_are_counted(results):
     verdicts = ("exact", "exact", "refused", "not built")
     write(results / readme.FAMILIES, [{"verdict": verdict} for verdict in verdicts])
-    said = readme.families_told(results).replace("\n", " ")
+    said = readme.families_sentence(results).replace("\n", " ")
     assert said.startswith("Of 4 causal model types of transformers, 2 give the outputs")
     assert "1 are refused" in said and "1 could not be built" in said
 
