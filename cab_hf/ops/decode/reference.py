@@ -1,0 +1,131 @@
+"""What a sparse decode step computes, in plain PyTorch on any device.
+
+A step has one query a head. The query heads of a group read the same keys, so that a KV head
+chooses once for its group: a key is worth the largest share of attention that any head of the group
+gives it. Shares are of all keys, by scores over the channels of the index (`index_keys`), and are
+compared in steps of 1 / `STEPS_AN_OCTAVE` of a power of two: which keys are read does not hang on
+the last bit of a sum, and the keys to read are found by counting, not by sorting.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# logarithms of shares are compared in steps of this part of a power of two
+STEPS_AN_OCTAVE = 64
+# step of the keys that are always read; of those whose share is below 2^-32 of all attention, or
+# too small to tell; and of those that may not be seen
+ALWAYS, LEAST, HIDDEN = 0, 2047, 2048
+# tokens at the start of a text, and up to its end, that are always read
+SINKS, LOCAL = 16, 64
+LOG2_E = 1.4426950408889634
+
+
+class Choice(NamedTuple):
+    """Which keys the KV heads of a layer read for one query a head.
+
+    Attributes:
+        steps: int16 [B, H_kv, N], how far below all of its attention the largest share lies that a
+            head of the group gives a key, in `STEPS_AN_OCTAVE`; or `ALWAYS`, `LEAST`, `HIDDEN`.
+        counts: int32 [B, H_kv, LEAST + 1], how many keys there are of each step.
+        wanted: int32 [1], how many keys are read.
+    """
+
+    steps: Tensor
+    counts: Tensor
+    wanted: Tensor
+
+    def limit(self) -> Tensor:
+        """int64 [B, H_kv, 1]: the last step that is read.
+
+        As many whole steps as fit ``wanted`` keys, and one more where those are less than half of
+        it: keys of equal shares are all read or none. Everything, where there is no more than
+        that; but never keys of step `LEAST` in place of others.
+        """
+        total = self.counts.cumsum(-1)
+        named = total[..., :LEAST]
+        fitting = (named <= self.wanted).sum(-1, keepdim=True)
+        taken = named.gather(-1, (fitting - 1).clamp(min=0)) * (fitting > 0)
+        more = (2 * taken < self.wanted) & (fitting < LEAST)
+        everything = total[..., -1:] <= self.wanted
+        return (fitting - 1 + more.long()).masked_fill(everything, LEAST)
+
+    def kept(self) -> Tensor:
+        """bool [B, H_kv, N]: the keys that are read."""
+        return self.steps <= self.limit()
+
+
+def index_keys(k: Tensor, channels: tuple[int, ...]) -> Tensor:
+    """What the index holds of k [B, H_kv, N, D]: its scored ``channels``, all of them for ()."""
+    return k[..., list(channels)] if channels else k
+
+
+def choose(
+    q: Tensor,
+    index: Tensor,
+    scale: float,
+    length: Tensor,
+    wanted: Tensor,
+    channels: tuple[int, ...] = (),
+    valid: Tensor | None = None,
+    dense_heads: tuple[int, ...] = (),
+) -> Choice:
+    """The keys that each KV head reads for q [B, H, 1, D].
+
+    Args:
+        index: [B, H_kv, N, C], `index_keys` of the cache; what is behind ``length`` is not read.
+        scale: of logits.
+        length: int [1], keys written so far, that of the query among them.
+        wanted: int32 [1], how many keys are read.
+        channels: those of the index.
+        valid: bool [B, >= length], False for padding; None without.
+        dense_heads: KV heads that read everything.
+    """
+    batch, kv_heads, slots, _ = index.shape
+    group = q.shape[1] // kv_heads
+    seen, always = _visible(slots, length, valid, q.device)
+    some = index_keys(q, channels).float().unflatten(1, (kv_heads, group)).squeeze(3)
+    logits = some @ index.float().transpose(-1, -2) * (scale * LOG2_E)
+    logits = logits.masked_fill(~seen[:, None, None], float("-inf"))
+    whole = torch.logsumexp(logits / LOG2_E, dim=-1, keepdim=True) * LOG2_E
+    # in steps, rounded before they are compared
+    limits = torch.iinfo(torch.int16)
+    own, whole = ((x * STEPS_AN_OCTAVE).round() for x in (logits, whole))
+    below = whole.clamp(limits.min, limits.max) - own.clamp(limits.min, limits.max)
+    steps = below.amin(2).clamp(ALWAYS + 1, LEAST)
+    steps = steps.masked_fill(always[:, None], ALWAYS)
+    steps[:, list(dense_heads)] = ALWAYS
+    steps = steps.masked_fill(~seen[:, None], HIDDEN).to(torch.int16)
+    counts = steps.new_zeros(batch, kv_heads, HIDDEN + 1, dtype=torch.int32)
+    counts.scatter_add_(2, steps.long(), torch.ones_like(steps, dtype=torch.int32))
+    return Choice(steps, counts[..., :HIDDEN].contiguous(), wanted)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, choice: Choice, scale: float) -> Tensor:
+    """[B, H, 1, D_v] of q [B, H, 1, D] over the chosen keys of k and v [B, H_kv, N, D]."""
+    kv_heads = k.shape[1]
+    kept = choice.kept().unsqueeze(2)
+    exact = torch.promote_types(q.dtype, torch.float32)
+    grouped = q.to(exact).unflatten(1, (kv_heads, -1)).squeeze(3)
+    logits = grouped @ k.to(exact).transpose(-1, -2) * scale
+    weights = logits.masked_fill(~kept, float("-inf")).softmax(-1)
+    return (weights @ v.to(exact)).to(q.dtype).flatten(1, 2).unsqueeze(2)
+
+
+def _visible(
+    slots: int, length: Tensor, valid: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """(keys that may be seen, those of them that are always read), bool [B or 1, N]."""
+    slot = torch.arange(slots, device=device)
+    seen = (slot < length).unsqueeze(0)
+    if valid is not None:
+        padded = torch.zeros(valid.shape[0], slots, dtype=torch.bool, device=device)
+        width = min(slots, valid.shape[1])
+        padded[:, :width] = valid[:, :width]
+        seen = seen & padded
+    first = seen.int().argmax(-1, keepdim=True)
+    always = seen & ((slot < first + SINKS) | (slot >= length - LOCAL))
+    return seen, always
