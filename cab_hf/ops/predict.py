@@ -78,7 +78,7 @@ def summarise(
         planes = torch.ops.cab_hf.summarise(k, valid, config.key_block, config.coarsen)
         keys = torch.ops.cab_hf.scored_keys(k, channels) if scored else None
         return KeySummary(planes, keys)
-    with _on(k):
+    with on_device_of(k):
         summary = coarsen_keys(k, valid, config.key_block, config.coarsen)
         keys = scored_keys(k, channels, scored_dtype(k)) if scored else None
     return replace(summary, keys=keys)
@@ -106,7 +106,7 @@ def choose(
         given = _pack(spans, config, budgets)
         lists = torch.ops.cab_hf.choose(q, summary.planes, summary.keys, scale, channels, *given)
         return BlockLists(*lists[:2]), BlockLists(*lists[2:])
-    with _on(q):
+    with on_device_of(q):
         tail = _tail(spans, config)
         scored = _scored(q, summary, spans, budgets, scale, config, channels, vectors)
         shape = *q.shape[:2], -(-q.shape[2] // config.query_block)
@@ -253,7 +253,7 @@ def _empty_lists(like: Tensor, shape: tuple[int, int, int], room: int) -> BlockL
     return BlockLists(counts, counts.new_empty(*shape, room))
 
 
-def _on(x: Tensor) -> torch.cuda.device | nullcontext:
+def on_device_of(x: Tensor) -> torch.cuda.device | nullcontext:
     """Triton launches on the current device: make it that of ``x``."""
     elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
     return torch.cuda.device(x.device) if elsewhere else nullcontext()

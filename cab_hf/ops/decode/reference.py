@@ -19,6 +19,9 @@ STEPS_AN_OCTAVE = 64
 # step of the keys that are always read; of those whose share is below 2^-32 of all attention, or
 # too small to tell; and of those that may not be seen
 ALWAYS, LEAST, HIDDEN = 0, 2047, 2048
+OCTAVES = 32
+# logarithms to base two beyond these count as these
+MOST = 500
 # tokens at the start of a text, and up to its end, that are always read
 SINKS, LOCAL = 16, 64
 LOG2_E = 1.4426950408889634
@@ -30,13 +33,25 @@ class Choice(NamedTuple):
     Attributes:
         steps: int16 [B, H_kv, N], how far below all of its attention the largest share lies that a
             head of the group gives a key, in `STEPS_AN_OCTAVE`; or `ALWAYS`, `LEAST`, `HIDDEN`.
-        counts: int32 [B, H_kv, LEAST + 1], how many keys there are of each step.
+        octaves: int32 [B, H_kv, OCTAVES], how many visible keys there are of each octave of steps.
+        within: int32 [B, H_kv, STEPS_AN_OCTAVE], how many of each step of the first octave that
+            does not fit ``wanted`` keys.
         wanted: int32 [1], how many keys are read.
     """
 
     steps: Tensor
-    counts: Tensor
+    octaves: Tensor
+    within: Tensor
     wanted: Tensor
+
+    @classmethod
+    def of(cls, steps: Tensor, wanted: Tensor) -> Choice:
+        """With the counts of ``steps``."""
+        octave = steps.long() // STEPS_AN_OCTAVE
+        octaves = _counts(octave, OCTAVES)
+        first = (octaves.cumsum(-1) <= wanted).sum(-1, keepdim=True)
+        step = (steps - first * STEPS_AN_OCTAVE).masked_fill(octave != first, STEPS_AN_OCTAVE)
+        return cls(steps, octaves, _counts(step, STEPS_AN_OCTAVE), wanted)
 
     def limit(self) -> Tensor:
         """int64 [B, H_kv, 1]: the last step that is read.
@@ -45,10 +60,14 @@ class Choice(NamedTuple):
         it: keys of equal shares are all read or none. Everything, where there is no more than
         that; but never keys of step `LEAST` in place of others.
         """
-        total = self.counts.cumsum(-1)
-        named = total[..., :LEAST]
-        fitting = (named <= self.wanted).sum(-1, keepdim=True)
-        taken = named.gather(-1, (fitting - 1).clamp(min=0)) * (fitting > 0)
+        total = self.octaves.cumsum(-1)
+        octave = (total <= self.wanted).sum(-1, keepdim=True)
+        before = total.gather(-1, (octave - 1).clamp(min=0)) * (octave > 0)
+        step = octave * STEPS_AN_OCTAVE + torch.arange(STEPS_AN_OCTAVE, device=total.device)
+        counts = before + self.within.cumsum(-1)
+        fits = (counts <= self.wanted) & (step < LEAST)
+        fitting = octave * STEPS_AN_OCTAVE + fits.sum(-1, keepdim=True)
+        taken = torch.maximum(before, (counts * fits).amax(-1, keepdim=True))
         more = (2 * taken < self.wanted) & (fitting < LEAST)
         everything = total[..., -1:] <= self.wanted
         return (fitting - 1 + more.long()).masked_fill(everything, LEAST)
@@ -56,6 +75,13 @@ class Choice(NamedTuple):
     def kept(self) -> Tensor:
         """bool [B, H_kv, N]: the keys that are read."""
         return self.steps <= self.limit()
+
+
+def _counts(x: Tensor, bins: int) -> Tensor:
+    """int32 [..., bins]: how often each number below ``bins`` stands in x [..., N]."""
+    counts = torch.zeros(*x.shape[:-1], bins + 1, dtype=torch.int32, device=x.device)
+    ones = torch.ones_like(x, dtype=torch.int32)
+    return counts.scatter_add_(-1, x.clamp(max=bins), ones)[..., :bins].contiguous()
 
 
 def index_keys(k: Tensor, channels: tuple[int, ...]) -> Tensor:
@@ -84,7 +110,7 @@ def choose(
         valid: bool [B, >= length], False for padding; None without.
         dense_heads: KV heads that read everything.
     """
-    batch, kv_heads, slots, _ = index.shape
+    kv_heads, slots = index.shape[1:3]
     group = q.shape[1] // kv_heads
     seen, always = _visible(slots, length, valid, q.device)
     some = index_keys(q, channels).float().unflatten(1, (kv_heads, group)).squeeze(3)
@@ -92,16 +118,13 @@ def choose(
     logits = logits.masked_fill(~seen[:, None, None], float("-inf"))
     whole = torch.logsumexp(logits / LOG2_E, dim=-1, keepdim=True) * LOG2_E
     # in steps, rounded before they are compared
-    limits = torch.iinfo(torch.int16)
-    own, whole = ((x * STEPS_AN_OCTAVE).round() for x in (logits, whole))
-    below = whole.clamp(limits.min, limits.max) - own.clamp(limits.min, limits.max)
+    own, whole = in_steps(logits), in_steps(whole)
+    below = whole - own
     steps = below.amin(2).clamp(ALWAYS + 1, LEAST)
     steps = steps.masked_fill(always[:, None], ALWAYS)
     steps[:, list(dense_heads)] = ALWAYS
     steps = steps.masked_fill(~seen[:, None], HIDDEN).to(torch.int16)
-    counts = steps.new_zeros(batch, kv_heads, HIDDEN + 1, dtype=torch.int32)
-    counts.scatter_add_(2, steps.long(), torch.ones_like(steps, dtype=torch.int32))
-    return Choice(steps, counts[..., :HIDDEN].contiguous(), wanted)
+    return Choice.of(steps, wanted)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, choice: Choice, scale: float) -> Tensor:
@@ -113,6 +136,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, choice: Choice, scale: float) -> Ten
     logits = grouped @ k.to(exact).transpose(-1, -2) * scale
     weights = logits.masked_fill(~kept, float("-inf")).softmax(-1)
     return (weights @ v.to(exact)).to(q.dtype).flatten(1, 2).unsqueeze(2)
+
+
+def in_steps(x: Tensor) -> Tensor:
+    """Logarithms to base two in whole steps, float, of what 16 bits hold."""
+    return (x.clamp(-MOST, MOST) * STEPS_AN_OCTAVE + 0.5).floor()
 
 
 def _visible(

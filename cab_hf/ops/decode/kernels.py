@@ -1,0 +1,609 @@
+"""The kernels of a sparse decode step; `reference` of this package says what they compute.
+
+Five launches a layer. Scores: the keys of the index are read once, by programs that each take a
+stretch of the cache; they leave logits in whole steps, and their part of each head's sum. Steps: of
+every key the largest of its group's shares, and how many keys there are of each octave. Within: how
+many of each step in the one octave that is read in part. Attention: every program finds the keys of
+its stretch that are read, in steps up to the limit that the counts give, and gathers K and V of
+those. Merge: the parts of a row become one (split-K, as in Flash-Decoding).
+Nothing waits for the device and no shape depends on the length of the text, so that a step can be
+captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cab_hf.ops import exact_scores
+from cab_hf.ops.attention.tiles import LOG2_E, precision, vectors
+from cab_hf.ops.decode import reference
+from cab_hf.ops.decode.reference import Choice
+from cab_hf.ops.exact_scores import Channels
+from cab_hf.ops.predict import on_device_of
+
+STEPS_AN_OCTAVE = tl.constexpr(reference.STEPS_AN_OCTAVE)
+OCTAVES = tl.constexpr(reference.OCTAVES)
+LEAST = tl.constexpr(reference.LEAST)
+HIDDEN = tl.constexpr(reference.HIDDEN)
+SINKS, LOCAL = tl.constexpr(reference.SINKS), tl.constexpr(reference.LOCAL)
+MOST = tl.constexpr(float(reference.MOST))
+LEAST_SQUARE = tl.constexpr(exact_scores.LEAST_SQUARE)
+# queries are scaled to this norm, so that products of 16-bit floats do not overflow
+ROW_NORM = tl.constexpr(exact_scores.ROW_NORM)
+# what stands for a maximum of nothing: infinity less infinity is no number
+LOWEST = tl.constexpr(-1.0e30)
+# rows or columns of a product on tensor cores, at least
+LEAST_ROWS = 16
+# programs that keep a GPU busy
+PROGRAMS = 1024
+# of scoring and of attention: the fewest and most keys of a program, and how many at a time
+SCORED, SCORED_BYTES_AT_A_TIME = (1024, 8192), 16 << 10
+READ, READ_AT_A_TIME, READ_STAGES = (2048, 2048), 32, 3
+# keys whose steps a program counts, by launch
+COUNTED, COUNTED_WITHIN = 2048, 8192
+SCORE_WARPS, SCORE_STAGES, COUNT_WARPS, WITHIN_WARPS, READ_WARPS = 4, 3, 4, 4, 4
+# parts of a row that are merged at a time
+MERGED_AT_A_TIME = 32
+
+
+def choose(
+    q: Tensor,
+    index: Tensor,
+    scale: float,
+    length: Tensor,
+    wanted: Tensor,
+    channels: tuple[int, ...] = (),
+    valid: Tensor | None = None,
+    dense_heads: tuple[int, ...] = (),
+) -> Choice:
+    """See `reference.choose`; ``index`` is made by `exact_scores.scored_keys`."""
+    given = q, index, scale, length, wanted, list(channels), valid, list(dense_heads)
+    if torch.compiler.is_compiling():
+        return Choice(*torch.ops.cab_hf.decode_choose(*given), wanted)
+    return Choice(*_choose(*given), wanted)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, choice: Choice, scale: float) -> Tensor:
+    """See `reference.attend`."""
+    if torch.compiler.is_compiling():
+        return torch.ops.cab_hf.decode_attend(q, k, v, *choice, scale)
+    return _attend(q, k, v, *choice, scale)
+
+
+def _choose(
+    q: Tensor,
+    index: Tensor,
+    scale: float,
+    length: Tensor,
+    wanted: Tensor,
+    channels: list[int],
+    valid: Tensor | None,
+    dense_heads: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All of a `Choice` but ``wanted``."""
+    batch, kv_heads, slots, width = index.shape
+    group = q.shape[1] // kv_heads
+    runs, rows = Channels.of(tuple(channels), q.shape[3]), batch * kv_heads
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    index = index if index.stride()[2:] == (width, 1) else index.contiguous()
+    seen = None, 0, 0, None
+    if valid is not None:
+        valid = valid if valid.stride(-1) == 1 else valid.contiguous()
+        seen = valid, valid.stride(0), valid.shape[1], valid.int().argmax(-1).int()
+    room = triton.next_power_of_2(group)
+    pack = max(1, LEAST_ROWS // room)
+    at_a_time = max(SCORED_BYTES_AT_A_TIME // (width * index.element_size()), LEAST_ROWS * pack)
+    a_program = max(at_a_time, _share(slots, rows, SCORED))
+    splits = triton.cdiv(slots, a_program)
+    steps = q.new_empty(batch, kv_heads, slots, dtype=torch.int16)
+    octaves = q.new_empty(batch, kv_heads, OCTAVES.value, dtype=torch.int32)
+    within = q.new_empty(batch, kv_heads, STEPS_AN_OCTAVE.value, dtype=torch.int32)
+    logits = q.new_empty(rows, slots, room, dtype=torch.int16)
+    largest = q.new_empty(rows, splits * pack, room, dtype=torch.float32)
+    sums = torch.empty_like(largest)
+    eight_bits = index.element_size() == 1
+    with on_device_of(q):
+        _scores_kernel[(splits, rows)](
+            vectors(q),
+            vectors(index),
+            logits,
+            largest,
+            sums,
+            octaves,
+            within,
+            length,
+            *seen[:3],
+            scale * LOG2_E.value / (exact_scores.KEY_SCALE if eight_bits else 1.0),
+            kv_heads,
+            slots,
+            splits,
+            GROUP=group,
+            ROOM=room,
+            PACK=pack,
+            KEYS=a_program,
+            BLOCK_N=at_a_time,
+            BLOCK_C=runs.room,
+            **runs.constants,
+            PRECISION=precision(index),
+            num_warps=SCORE_WARPS,
+            num_stages=SCORE_STAGES,
+        )
+        counted = min(COUNTED, triton.next_power_of_2(slots))
+        _steps_kernel[(triton.cdiv(slots, counted), rows)](
+            logits,
+            largest,
+            sums,
+            steps,
+            octaves,
+            length,
+            *seen,
+            _on_device(tuple(dense_heads), q.device) if dense_heads else None,
+            kv_heads,
+            slots,
+            splits * pack,
+            GROUP=group,
+            ROOM=room,
+            SPLITS=triton.next_power_of_2(splits * pack),
+            DENSE=len(dense_heads),
+            BLOCK_N=counted,
+            num_warps=COUNT_WARPS,
+        )
+        counted = min(COUNTED_WITHIN, triton.next_power_of_2(slots))
+        _within_kernel[(triton.cdiv(slots, counted), rows)](
+            steps,
+            octaves,
+            within,
+            wanted,
+            length,
+            slots,
+            BLOCK_N=counted,
+            num_warps=WITHIN_WARPS,
+        )
+    return steps, octaves, within
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    steps: Tensor,
+    octaves: Tensor,
+    within: Tensor,
+    wanted: Tensor,
+    scale: float,
+) -> Tensor:
+    batch, kv_heads, slots, dim = k.shape
+    heads, values = q.shape[1], v.shape[3]
+    group, rows = heads // kv_heads, batch * kv_heads
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    # steps are of all slots, keys at times of those that are written
+    a_program = _share(slots, rows, READ)
+    splits = triton.cdiv(slots, a_program)
+    found = steps.new_empty(rows, slots)
+    largest = q.new_empty(rows, splits, group, dtype=torch.float32)
+    sums = torch.empty_like(largest)
+    weighted = q.new_empty(rows, splits, group, values, dtype=torch.float32)
+    out = q.new_empty(batch, heads, 1, values)
+    with on_device_of(q):
+        _attend_kernel[(splits, rows)](
+            vectors(q),
+            vectors(k),
+            vectors(v),
+            steps,
+            octaves,
+            within,
+            wanted,
+            found,
+            largest,
+            sums,
+            weighted,
+            scale * LOG2_E.value,
+            kv_heads,
+            slots,
+            steps.shape[2],
+            splits,
+            GROUP=group,
+            ROWS=max(LEAST_ROWS, triton.next_power_of_2(group)),
+            KEYS=a_program,
+            BLOCK_N=READ_AT_A_TIME,
+            D=dim,
+            D_V=values,
+            BLOCK_D=max(16, triton.next_power_of_2(dim)),
+            BLOCK_V=max(16, triton.next_power_of_2(values)),
+            PRECISION=precision(q),
+            num_warps=READ_WARPS,
+            num_stages=READ_STAGES,
+        )
+        _merge_kernel[(rows, group)](
+            largest,
+            sums,
+            weighted,
+            out,
+            splits,
+            D_V=values,
+            BLOCK_S=MERGED_AT_A_TIME,
+            BLOCK_V=triton.next_power_of_2(values),
+            num_warps=4,
+        )
+    return out
+
+
+@functools.cache
+def _on_device(heads: tuple[int, ...], device: torch.device) -> Tensor:
+    # a copy that waits for the device, made before a graph is captured
+    return torch.tensor(heads, dtype=torch.int32, device=device)
+
+
+def _share(slots: int, rows: int, bounds: tuple[int, int]) -> int:
+    """How many keys of a row one program takes, a power of two."""
+    return max(
+        bounds[0], min(bounds[1], triton.next_power_of_2(triton.cdiv(slots * rows, PROGRAMS)))
+    )
+
+
+@triton.jit
+def _scores_kernel(
+    q,
+    index,
+    logits,
+    largest,
+    sums,
+    octaves,
+    within,
+    length,
+    valid,
+    valid_stride,
+    valid_width,
+    qk_scale,
+    kv_heads,
+    slots,
+    splits,
+    GROUP: tl.constexpr,
+    ROOM: tl.constexpr,
+    PACK: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FIRST: tl.constexpr,
+    STEP: tl.constexpr,
+    SIZE: tl.constexpr,
+    RUNS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Logits of ``KEYS`` keys in whole steps, and the largest and the sum of each head's.
+
+    A product has 16 columns, and a group fewer queries. `PACK` neighbouring keys, which lie in
+    memory one behind the other, count as one of as many times the channels; column j * ROOM + g is
+    the product of query g with the j-th of them, by a query that is 0 in the channels of the
+    others. So no lane works on a column that is thrown away.
+    """
+    split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = row // kv_heads, row % kv_heads
+    if split == 0:
+        octave, step = tl.arange(0, OCTAVES), tl.arange(0, STEPS_AN_OCTAVE)
+        tl.store(octaves + row * OCTAVES + octave, tl.zeros([OCTAVES], tl.int32))
+        tl.store(within + row * STEPS_AN_OCTAVE + step, tl.zeros([STEPS_AN_OCTAVE], tl.int32))
+    end = tl.load(length).to(tl.int32)
+    begin = split * KEYS
+    columns: tl.constexpr = PACK * ROOM
+    column = tl.arange(0, columns)
+    part = (row * splits + split) * columns + column
+    most = tl.full([columns], float("-inf"), tl.float32)
+    if begin >= end:
+        tl.store(largest + part, most)
+        return
+
+    # [columns, PACK * C], scaled to one norm
+    width: tl.constexpr = RUNS * BLOCK_C
+    member, place = column % ROOM, tl.arange(0, PACK * width)
+    inside = place % BLOCK_C
+    channel = FIRST + STEP * (place % width // BLOCK_C) + inside
+    own = (place // width)[None, :] == (column // ROOM)[:, None]
+    own = own & (inside < SIZE)[None, :] & (member < GROUP)[:, None]
+    vector = q.data + batch * q.batch + (head * GROUP + member)[:, None] * q.head
+    x = tl.load(vector + channel[None, :], mask=own, other=0.0).to(tl.float32)
+    norm = ROW_NORM / tl.sqrt(tl.maximum(tl.sum(x * x, 1), LEAST_SQUARE))
+    kind = index.data.dtype.element_ty
+    scored = tl.float16 if kind.primitive_bitwidth == 8 else kind
+    x = tl.trans((x * norm[:, None]).to(scored))
+    unit = (qk_scale / norm)[None, :]
+
+    tile: tl.constexpr = BLOCK_N // PACK
+    total = tl.zeros([tile, columns], tl.float32)
+    packed = tl.arange(0, tile)
+    keys = index.data + batch * index.batch + head * index.head
+    for start in range(begin, tl.minimum(begin + KEYS, end), BLOCK_N):
+        first = start + packed * PACK
+        at = keys + first.to(tl.int64)[:, None] * width + place[None, :]
+        # slots behind the last key hold numbers, if there are any
+        y = tl.load(at, mask=first[:, None] + (place // width)[None, :] < slots, other=0.0)
+        token = first[:, None] + (column // ROOM)[None, :]
+        seen = token < end
+        if valid is not None:
+            real = tl.load(valid + batch * valid_stride + token, mask=token < valid_width, other=0)
+            seen = seen & (real != 0)
+        s = tl.dot(y.to(scored), x, input_precision=PRECISION) * unit
+        s = tl.where(seen, s, float("-inf"))
+        more = tl.maximum(most, tl.max(s, 0))
+        base = tl.maximum(more, LOWEST)
+        total = total * tl.exp2(most - base)[None, :] + tl.exp2(s - base[None, :])
+        most = more
+        whole = tl.floor(tl.minimum(tl.maximum(s, -MOST), MOST) * STEPS_AN_OCTAVE + 0.5)
+        target = logits + (row * slots + start) * ROOM + packed[:, None] * columns + column[None, :]
+        tl.store(target, whole.to(tl.int16), mask=token < slots)
+    tl.store(largest + part, most)
+    tl.store(sums + part, tl.sum(total, 0))
+
+
+@triton.jit
+def _steps_kernel(
+    logits,
+    largest,
+    sums,
+    steps,
+    octaves,
+    length,
+    valid,
+    valid_stride,
+    valid_width,
+    first,
+    dense_heads,
+    kv_heads,
+    slots,
+    splits,
+    GROUP: tl.constexpr,
+    ROOM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DENSE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """`Choice.steps` of some keys, and how many there are of each octave."""
+    row = tl.program_id(1).to(tl.int64)
+    batch, head = row // kv_heads, row % kv_heads
+    token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    end = tl.load(length).to(tl.int32)
+    place = steps + row * slots + token
+    if tl.program_id(0) * BLOCK_N >= end:
+        tl.store(place, tl.full([BLOCK_N], HIDDEN, tl.int16), mask=token < slots)
+        return
+    member, split = tl.arange(0, ROOM), tl.arange(0, SPLITS)
+    part = (row * splits + split)[:, None] * ROOM + member[None, :]
+    parts = tl.load(largest + part, mask=(split < splits)[:, None], other=float("-inf"))
+    most = tl.maximum(tl.max(parts, 0), LOWEST)
+    own = tl.load(sums + part, mask=parts > LOWEST, other=0.0)
+    own = tl.sum(own * tl.exp2(parts - most[None, :]), 0)
+    total = most + tl.log2(tl.maximum(own, 1.0e-30))
+    total = tl.floor(tl.minimum(tl.maximum(total, -MOST), MOST) * STEPS_AN_OCTAVE + 0.5)
+
+    inside = token < end
+    own = tl.load(
+        logits + (row * slots + token)[:, None] * ROOM + member[None, :],
+        mask=inside[:, None],
+        other=0,
+    )
+    below = total.to(tl.int32)[None, :] - own.to(tl.int32)
+    if GROUP < ROOM:
+        below = tl.where(member[None, :] < GROUP, below, LEAST)
+    step = tl.minimum(tl.maximum(tl.min(below, 1), 1), LEAST)
+    start = 0
+    if valid is not None:
+        real = tl.load(valid + batch * valid_stride + token, mask=token < valid_width, other=0)
+        inside = inside & (real != 0)
+        start = tl.load(first + batch)
+    always = (token < start + SINKS) | (token >= end - LOCAL)
+    for dense in tl.static_range(DENSE):
+        always = always | (tl.load(dense_heads + dense) == head)
+    step = tl.where(inside, tl.where(always, 0, step), HIDDEN)
+    tl.store(place, step.to(tl.int16), mask=token < slots)
+    count = tl.histogram(step // STEPS_AN_OCTAVE, OCTAVES, mask=inside)
+    octave = tl.arange(0, OCTAVES)
+    tl.atomic_add(octaves + row * OCTAVES + octave, count, mask=count > 0, sem="relaxed")
+
+
+@triton.jit
+def _split_octave(octaves, wanted):
+    """(the first octave that does not fit, keys of those before it, all visible keys) of a row."""
+    octave = tl.arange(0, OCTAVES)
+    count = tl.load(octaves + octave)
+    total = tl.cumsum(count, 0)
+    fits = total <= wanted
+    before = tl.max(tl.where(fits, total, 0), 0)
+    return tl.sum(fits.to(tl.int32), 0), before, tl.sum(count, 0)
+
+
+@triton.jit
+def _within_kernel(steps, octaves, within, wanted, length, slots, BLOCK_N: tl.constexpr):
+    """`Choice.within` of some keys."""
+    row = tl.program_id(1).to(tl.int64)
+    begin = tl.program_id(0) * BLOCK_N
+    octave, _, _ = _split_octave(octaves + row * OCTAVES, tl.load(wanted))
+    if (begin >= tl.load(length)) | (octave == OCTAVES):
+        return
+    token = begin + tl.arange(0, BLOCK_N)
+    step = tl.load(steps + row * slots + token, mask=token < slots, other=HIDDEN).to(tl.int32)
+    step = step - octave * STEPS_AN_OCTAVE
+    count = tl.histogram(step, STEPS_AN_OCTAVE, mask=(step >= 0) & (step < STEPS_AN_OCTAVE))
+    target = within + row * STEPS_AN_OCTAVE + tl.arange(0, STEPS_AN_OCTAVE)
+    tl.atomic_add(target, count, mask=count > 0, sem="relaxed")
+
+
+@triton.jit
+def _limit(octaves, within, wanted):
+    """`Choice.limit` of the row whose counts begin there."""
+    octave, before, visible = _split_octave(octaves, wanted)
+    inner = tl.arange(0, STEPS_AN_OCTAVE)
+    total = before + tl.cumsum(tl.load(within + inner), 0)
+    fits = (total <= wanted) & (octave * STEPS_AN_OCTAVE + inner < LEAST)
+    fitting = octave * STEPS_AN_OCTAVE + tl.sum(fits.to(tl.int32), 0)
+    taken = tl.maximum(before, tl.max(tl.where(fits, total, 0), 0))
+    more = (2 * taken < wanted) & (fitting < LEAST)
+    return tl.where(visible <= wanted, LEAST, fitting - 1 + more.to(tl.int32))
+
+
+@triton.jit
+def _attend_kernel(
+    q,
+    k,
+    v,
+    steps,
+    octaves,
+    within,
+    wanted,
+    found,
+    largest,
+    sums,
+    weighted,
+    qk_scale,
+    kv_heads,
+    slots,
+    step_slots,
+    splits,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attention over the chosen keys among ``KEYS`` of them: weighted values, and the largest and
+    the sum of the weights."""
+    split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = row // kv_heads, row % kv_heads
+    member = tl.arange(0, ROWS)
+    there = member < GROUP
+    part = (row * splits + split) * GROUP + member
+    inner = tl.arange(0, KEYS)
+    token = split * KEYS + inner
+    step = tl.load(steps + row * step_slots + token, mask=token < slots, other=HIDDEN)
+    limit = _limit(octaves + row * OCTAVES, within + row * STEPS_AN_OCTAVE, tl.load(wanted))
+    kept = step.to(tl.int32) <= limit
+    many = tl.sum(kept.to(tl.int32), 0)
+    most = tl.full([ROWS], float("-inf"), tl.float32)
+    if many == 0:
+        tl.store(largest + part, most, mask=there)
+        return
+    # where they stand, one behind the other
+    mine = found + row * slots + split * KEYS
+    place = tl.cumsum(kept.to(tl.int32), 0) - 1
+    tl.store(mine + place, inner.to(tl.int16), mask=kept)
+    tl.debug_barrier()
+
+    channel, value = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    vector = q.data + batch * q.batch + (head * GROUP + member)[:, None] * q.head
+    x = tl.load(vector + channel[None, :], mask=there[:, None] & (channel < D)[None, :], other=0.0)
+    keys = k.data + batch * k.batch + head * k.head
+    values = v.data + batch * v.batch + head * v.head
+    acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for start in range(0, many, BLOCK_N):
+        at = start + tl.arange(0, BLOCK_N)
+        inside = at < many
+        chosen = split * KEYS + tl.load(mine + at, mask=inside, other=0).to(tl.int64)
+        y = tl.load(
+            keys + chosen[:, None] * k.token + channel[None, :],
+            mask=inside[:, None] & (channel < D)[None, :],
+            other=0.0,
+        )
+        z = tl.load(
+            values + chosen[:, None] * v.token + value[None, :],
+            mask=inside[:, None] & (value < D_V)[None, :],
+            other=0.0,
+        )
+        s = tl.dot(x, tl.trans(y), input_precision=PRECISION) * qk_scale
+        s = tl.where(inside[None, :], s, float("-inf"))
+        more = tl.maximum(most, tl.max(s, 1))
+        p = tl.exp2(s - more[:, None])
+        old = tl.exp2(most - more)
+        total = total * old + tl.sum(p, 1)
+        acc = tl.dot(p.to(z.dtype), z, acc * old[:, None], input_precision=PRECISION)
+        most = more
+    tl.store(largest + part, most, mask=there)
+    tl.store(sums + part, total, mask=there)
+    target = weighted + ((row * splits + split) * GROUP + member)[:, None] * D_V + value[None, :]
+    tl.store(target, acc, mask=there[:, None] & (value < D_V)[None, :])
+
+
+@triton.jit
+def _merge_kernel(
+    largest,
+    sums,
+    weighted,
+    out,
+    splits,
+    D_V: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """One row of the output of its ``splits`` parts."""
+    row, member, group = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    value = tl.arange(0, BLOCK_V)
+    acc = tl.zeros([BLOCK_V], tl.float32)
+    total = tl.zeros([1], tl.float32)
+    most = tl.full([1], LOWEST, tl.float32)
+    for start in range(0, splits, BLOCK_S):
+        split = start + tl.arange(0, BLOCK_S)
+        at = (row * splits + split) * group + member
+        part = tl.load(largest + at, mask=split < splits, other=float("-inf"))
+        there = part > LOWEST
+        more = tl.maximum(most, tl.max(part, 0))
+        weight = tl.exp2(part - more)
+        own = tl.load(sums + at, mask=there, other=0.0)
+        x = tl.load(
+            weighted + at[:, None] * D_V + value[None, :],
+            mask=there[:, None] & (value < D_V)[None, :],
+            other=0.0,
+        )
+        old = tl.exp2(most - more)
+        acc = acc * old + tl.sum(x * weight[:, None], 0)
+        total = total * old + tl.sum(own * weight, 0)
+        most = more
+    place = out + (row * group + member) * D_V + value
+    tl.store(place, (acc / total).to(out.dtype.element_ty), mask=value < D_V)
+
+
+@torch.library.custom_op("cab_hf::decode_choose", mutates_args=())
+def _choose_op(
+    q: Tensor,
+    index: Tensor,
+    scale: float,
+    length: Tensor,
+    wanted: Tensor,
+    channels: list[int],
+    valid: Tensor | None,
+    dense_heads: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _choose(q, index, scale, length, wanted, channels, valid, dense_heads)
+
+
+@_choose_op.register_fake
+def _(q, index, scale, length, wanted, channels, valid, dense_heads):
+    sizes = (index.shape[2], torch.int16), (OCTAVES.value, torch.int32)
+    sizes += ((STEPS_AN_OCTAVE.value, torch.int32),)
+    return tuple(q.new_empty(*index.shape[:2], size, dtype=kind) for size, kind in sizes)
+
+
+@torch.library.custom_op("cab_hf::decode_attend", mutates_args=())
+def _attend_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    steps: Tensor,
+    octaves: Tensor,
+    within: Tensor,
+    wanted: Tensor,
+    scale: float,
+) -> Tensor:
+    return _attend(q, k, v, steps, octaves, within, wanted, scale)
+
+
+@_attend_op.register_fake
+def _(q, k, v, steps, octaves, within, wanted, scale):
+    return q.new_empty(*q.shape[:3], v.shape[3])
