@@ -27,8 +27,11 @@ from cab_hf.ops.exact_scores import Channels
 from cab_hf.ops.predict import on_device_of
 
 STEPS_AN_OCTAVE = tl.constexpr(reference.STEPS_AN_OCTAVE)
-OCTAVES = tl.constexpr(reference.OCTAVES)
 LEAST = tl.constexpr(reference.LEAST)
+OCTAVES = tl.constexpr((reference.LEAST + 1) // reference.STEPS_AN_OCTAVE)
+# where the tallies of a row have the keys of each step of one octave, and how many programs have
+# counted those; the octaves stand first
+WITHIN, DONE, TALLIES = tl.constexpr(32), tl.constexpr(96), tl.constexpr(128)
 HIDDEN = tl.constexpr(reference.HIDDEN)
 SINKS, LOCAL = tl.constexpr(reference.SINKS), tl.constexpr(reference.LOCAL)
 MOST = tl.constexpr(float(reference.MOST))
@@ -45,10 +48,10 @@ PROGRAMS = 1024
 SCORED, SCORED_BYTES_AT_A_TIME = (1024, 8192), 16 << 10
 READ, READ_AT_A_TIME, READ_STAGES = (2048, 2048), 32, 3
 # keys whose steps a program counts, by launch
-COUNTED, COUNTED_WITHIN = 2048, 8192
+COUNTED, COUNTED_WITHIN = 2048, 4096
 SCORE_WARPS, SCORE_STAGES, COUNT_WARPS, WITHIN_WARPS, READ_WARPS = 4, 3, 4, 4, 4
 # parts of a row that are merged at a time
-MERGED_AT_A_TIME = 32
+MERGED_AT_A_TIME = 64
 
 
 def choose(
@@ -64,8 +67,8 @@ def choose(
     """See `reference.choose`; ``index`` is made by `exact_scores.scored_keys`."""
     given = q, index, scale, length, wanted, list(channels), valid, list(dense_heads)
     if torch.compiler.is_compiling():
-        return Choice(*torch.ops.cab_hf.decode_choose(*given), wanted)
-    return Choice(*_choose(*given), wanted)
+        return Choice(*torch.ops.cab_hf.decode_choose(*given))
+    return Choice(*_choose(*given))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, choice: Choice, scale: float) -> Tensor:
@@ -84,8 +87,8 @@ def _choose(
     channels: list[int],
     valid: Tensor | None,
     dense_heads: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """All of a `Choice` but ``wanted``."""
+) -> tuple[Tensor, Tensor]:
+    """(steps, limit) of a `Choice`."""
     batch, kv_heads, slots, width = index.shape
     group = q.shape[1] // kv_heads
     runs, rows = Channels.of(tuple(channels), q.shape[3]), batch * kv_heads
@@ -101,10 +104,10 @@ def _choose(
     a_program = max(at_a_time, _share(slots, rows, SCORED))
     splits = triton.cdiv(slots, a_program)
     steps = q.new_empty(batch, kv_heads, slots, dtype=torch.int16)
-    octaves = q.new_empty(batch, kv_heads, OCTAVES.value, dtype=torch.int32)
-    within = q.new_empty(batch, kv_heads, STEPS_AN_OCTAVE.value, dtype=torch.int32)
+    limit = q.new_empty(batch, kv_heads, dtype=torch.int32)
+    tallies = q.new_empty(rows, TALLIES.value, dtype=torch.int32)
     logits = q.new_empty(rows, slots, room, dtype=torch.int16)
-    largest = q.new_empty(rows, splits * pack, room, dtype=torch.float32)
+    largest = q.new_empty(rows, splits, room, dtype=torch.float32)
     sums = torch.empty_like(largest)
     eight_bits = index.element_size() == 1
     with on_device_of(q):
@@ -114,8 +117,7 @@ def _choose(
             logits,
             largest,
             sums,
-            octaves,
-            within,
+            tallies,
             length,
             *seen[:3],
             scale * LOG2_E.value / (exact_scores.KEY_SCALE if eight_bits else 1.0),
@@ -139,16 +141,16 @@ def _choose(
             largest,
             sums,
             steps,
-            octaves,
+            tallies,
             length,
             *seen,
             _on_device(tuple(dense_heads), q.device) if dense_heads else None,
             kv_heads,
             slots,
-            splits * pack,
+            splits,
             GROUP=group,
             ROOM=room,
-            SPLITS=triton.next_power_of_2(splits * pack),
+            SPLITS=triton.next_power_of_2(splits),
             DENSE=len(dense_heads),
             BLOCK_N=counted,
             num_warps=COUNT_WARPS,
@@ -156,15 +158,15 @@ def _choose(
         counted = min(COUNTED_WITHIN, triton.next_power_of_2(slots))
         _within_kernel[(triton.cdiv(slots, counted), rows)](
             steps,
-            octaves,
-            within,
+            tallies,
+            limit,
             wanted,
             length,
             slots,
             BLOCK_N=counted,
             num_warps=WITHIN_WARPS,
         )
-    return steps, octaves, within
+    return steps, limit
 
 
 def _attend(
@@ -172,9 +174,7 @@ def _attend(
     k: Tensor,
     v: Tensor,
     steps: Tensor,
-    octaves: Tensor,
-    within: Tensor,
-    wanted: Tensor,
+    limit: Tensor,
     scale: float,
 ) -> Tensor:
     batch, kv_heads, slots, dim = k.shape
@@ -195,9 +195,7 @@ def _attend(
             vectors(k),
             vectors(v),
             steps,
-            octaves,
-            within,
-            wanted,
+            limit,
             found,
             largest,
             sums,
@@ -253,8 +251,7 @@ def _scores_kernel(
     logits,
     largest,
     sums,
-    octaves,
-    within,
+    tallies,
     length,
     valid,
     valid_stride,
@@ -285,17 +282,14 @@ def _scores_kernel(
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row // kv_heads, row % kv_heads
     if split == 0:
-        octave, step = tl.arange(0, OCTAVES), tl.arange(0, STEPS_AN_OCTAVE)
-        tl.store(octaves + row * OCTAVES + octave, tl.zeros([OCTAVES], tl.int32))
-        tl.store(within + row * STEPS_AN_OCTAVE + step, tl.zeros([STEPS_AN_OCTAVE], tl.int32))
+        tl.store(tallies + row * TALLIES + tl.arange(0, TALLIES), tl.zeros([TALLIES], tl.int32))
     end = tl.load(length).to(tl.int32)
     begin = split * KEYS
     columns: tl.constexpr = PACK * ROOM
     column = tl.arange(0, columns)
-    part = (row * splits + split) * columns + column
-    most = tl.full([columns], float("-inf"), tl.float32)
+    part = (row * splits + split) * ROOM + tl.arange(0, ROOM)
     if begin >= end:
-        tl.store(largest + part, most)
+        tl.store(largest + part, tl.full([ROOM], float("-inf"), tl.float32))
         return
 
     # [columns, PACK * C], scaled to one norm
@@ -308,12 +302,11 @@ def _scores_kernel(
     vector = q.data + batch * q.batch + (head * GROUP + member)[:, None] * q.head
     x = tl.load(vector + channel[None, :], mask=own, other=0.0).to(tl.float32)
     norm = ROW_NORM / tl.sqrt(tl.maximum(tl.sum(x * x, 1), LEAST_SQUARE))
-    kind = index.data.dtype.element_ty
-    scored = tl.float16 if kind.primitive_bitwidth == 8 else kind
-    x = tl.trans((x * norm[:, None]).to(scored))
+    x = tl.trans((x * norm[:, None]).to(index.data.dtype.element_ty))
     unit = (qk_scale / norm)[None, :]
 
     tile: tl.constexpr = BLOCK_N // PACK
+    most = tl.full([tile, columns], float("-inf"), tl.float32)
     total = tl.zeros([tile, columns], tl.float32)
     packed = tl.arange(0, tile)
     keys = index.data + batch * index.batch + head * index.head
@@ -327,17 +320,22 @@ def _scores_kernel(
         if valid is not None:
             real = tl.load(valid + batch * valid_stride + token, mask=token < valid_width, other=0)
             seen = seen & (real != 0)
-        s = tl.dot(y.to(scored), x, input_precision=PRECISION) * unit
+        s = tl.dot(y, x, input_precision=PRECISION) * unit
         s = tl.where(seen, s, float("-inf"))
-        more = tl.maximum(most, tl.max(s, 0))
+        # every lane has a maximum of its own, so that none waits for another
+        more = tl.maximum(most, s)
         base = tl.maximum(more, LOWEST)
-        total = total * tl.exp2(most - base)[None, :] + tl.exp2(s - base[None, :])
+        total = total * tl.exp2(most - base) + tl.exp2(s - base)
         most = more
         whole = tl.floor(tl.minimum(tl.maximum(s, -MOST), MOST) * STEPS_AN_OCTAVE + 0.5)
         target = logits + (row * slots + start) * ROOM + packed[:, None] * columns + column[None, :]
         tl.store(target, whole.to(tl.int16), mask=token < slots)
-    tl.store(largest + part, most)
-    tl.store(sums + part, tl.sum(total, 0))
+    most = tl.reshape(most, (tile * PACK, ROOM))
+    total = tl.reshape(total, (tile * PACK, ROOM))
+    own = tl.max(most, 0)
+    total = tl.sum(total * tl.exp2(most - tl.maximum(own, LOWEST)[None, :]), 0)
+    tl.store(largest + part, own)
+    tl.store(sums + part, total)
 
 
 @triton.jit
@@ -346,7 +344,7 @@ def _steps_kernel(
     largest,
     sums,
     steps,
-    octaves,
+    tallies,
     length,
     valid,
     valid_stride,
@@ -402,47 +400,43 @@ def _steps_kernel(
     tl.store(place, step.to(tl.int16), mask=token < slots)
     count = tl.histogram(step // STEPS_AN_OCTAVE, OCTAVES, mask=inside)
     octave = tl.arange(0, OCTAVES)
-    tl.atomic_add(octaves + row * OCTAVES + octave, count, mask=count > 0, sem="relaxed")
+    tl.atomic_add(tallies + row * TALLIES + octave, count, mask=count > 0, sem="relaxed")
 
 
 @triton.jit
-def _split_octave(octaves, wanted):
-    """(the first octave that does not fit, keys of those before it, all visible keys) of a row."""
-    octave = tl.arange(0, OCTAVES)
-    count = tl.load(octaves + octave)
-    total = tl.cumsum(count, 0)
-    fits = total <= wanted
-    before = tl.max(tl.where(fits, total, 0), 0)
-    return tl.sum(fits.to(tl.int32), 0), before, tl.sum(count, 0)
+def _within_kernel(steps, tallies, limit, wanted, length, slots, BLOCK_N: tl.constexpr):
+    """How many keys there are of each step of the first octave that does not fit, and the limit.
 
-
-@triton.jit
-def _within_kernel(steps, octaves, within, wanted, length, slots, BLOCK_N: tl.constexpr):
-    """`Choice.within` of some keys."""
+    The program of a row that is done last computes the limit from what all have counted.
+    """
     row = tl.program_id(1).to(tl.int64)
     begin = tl.program_id(0) * BLOCK_N
-    octave, _, _ = _split_octave(octaves + row * OCTAVES, tl.load(wanted))
-    if (begin >= tl.load(length)) | (octave == OCTAVES):
-        return
-    token = begin + tl.arange(0, BLOCK_N)
-    step = tl.load(steps + row * slots + token, mask=token < slots, other=HIDDEN).to(tl.int32)
-    step = step - octave * STEPS_AN_OCTAVE
-    count = tl.histogram(step, STEPS_AN_OCTAVE, mask=(step >= 0) & (step < STEPS_AN_OCTAVE))
-    target = within + row * STEPS_AN_OCTAVE + tl.arange(0, STEPS_AN_OCTAVE)
-    tl.atomic_add(target, count, mask=count > 0, sem="relaxed")
-
-
-@triton.jit
-def _limit(octaves, within, wanted):
-    """`Choice.limit` of the row whose counts begin there."""
-    octave, before, visible = _split_octave(octaves, wanted)
-    inner = tl.arange(0, STEPS_AN_OCTAVE)
-    total = before + tl.cumsum(tl.load(within + inner), 0)
-    fits = (total <= wanted) & (octave * STEPS_AN_OCTAVE + inner < LEAST)
-    fitting = octave * STEPS_AN_OCTAVE + tl.sum(fits.to(tl.int32), 0)
-    taken = tl.maximum(before, tl.max(tl.where(fits, total, 0), 0))
-    more = (2 * taken < wanted) & (fitting < LEAST)
-    return tl.where(visible <= wanted, LEAST, fitting - 1 + more.to(tl.int32))
+    tally = tallies + row * TALLIES
+    many = tl.load(wanted)
+    count = tl.load(tally + tl.arange(0, OCTAVES))
+    total = tl.cumsum(count, 0)
+    octave = tl.sum((total <= many).to(tl.int32), 0)
+    if (begin < tl.load(length)) & (octave < OCTAVES):
+        token = begin + tl.arange(0, BLOCK_N)
+        step = tl.load(steps + row * slots + token, mask=token < slots, other=HIDDEN).to(tl.int32)
+        step = step - octave * STEPS_AN_OCTAVE
+        inside = (step >= 0) & (step < STEPS_AN_OCTAVE)
+        one = tl.full([BLOCK_N], 1, tl.int32)
+        tl.atomic_add(tally + WITHIN + step, one, mask=inside, sem="relaxed")
+    tl.debug_barrier()
+    done = tl.atomic_add(tally + DONE, 1, sem="acq_rel")
+    if done == tl.num_programs(0) - 1:
+        before = tl.max(tl.where(total <= many, total, 0), 0)
+        inner = tl.arange(0, STEPS_AN_OCTAVE)
+        # of the cache that all share
+        own = tl.load(tally + WITHIN + inner, cache_modifier=".cg")
+        part = before + tl.cumsum(own, 0)
+        fits = (part <= many) & (octave * STEPS_AN_OCTAVE + inner < LEAST)
+        fitting = octave * STEPS_AN_OCTAVE + tl.sum(fits.to(tl.int32), 0)
+        taken = tl.maximum(before, tl.max(tl.where(fits, part, 0), 0))
+        more = (2 * taken < many) & (fitting < LEAST)
+        last = tl.where(tl.sum(count, 0) <= many, LEAST, fitting - 1 + more.to(tl.int32))
+        tl.store(limit + row, last)
 
 
 @triton.jit
@@ -451,9 +445,7 @@ def _attend_kernel(
     k,
     v,
     steps,
-    octaves,
-    within,
-    wanted,
+    limit,
     found,
     largest,
     sums,
@@ -483,8 +475,7 @@ def _attend_kernel(
     inner = tl.arange(0, KEYS)
     token = split * KEYS + inner
     step = tl.load(steps + row * step_slots + token, mask=token < slots, other=HIDDEN)
-    limit = _limit(octaves + row * OCTAVES, within + row * STEPS_AN_OCTAVE, tl.load(wanted))
-    kept = step.to(tl.int32) <= limit
+    kept = step.to(tl.int32) <= tl.load(limit + row)
     many = tl.sum(kept.to(tl.int32), 0)
     most = tl.full([ROWS], float("-inf"), tl.float32)
     if many == 0:
@@ -555,12 +546,14 @@ def _merge_kernel(
         there = part > LOWEST
         more = tl.maximum(most, tl.max(part, 0))
         weight = tl.exp2(part - more)
-        own = tl.load(sums + at, mask=there, other=0.0)
+        # what programs without a key have left is not asked for, and may be anything
+        own = tl.where(there, tl.load(sums + at, mask=split < splits, other=0.0), 0.0)
         x = tl.load(
             weighted + at[:, None] * D_V + value[None, :],
-            mask=there[:, None] & (value < D_V)[None, :],
+            mask=(split < splits)[:, None] & (value < D_V)[None, :],
             other=0.0,
         )
+        x = tl.where(there[:, None], x, 0.0)
         old = tl.exp2(most - more)
         acc = acc * old + tl.sum(x * weight[:, None], 0)
         total = total * old + tl.sum(own * weight, 0)
@@ -579,15 +572,14 @@ def _choose_op(
     channels: list[int],
     valid: Tensor | None,
     dense_heads: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     return _choose(q, index, scale, length, wanted, channels, valid, dense_heads)
 
 
 @_choose_op.register_fake
 def _(q, index, scale, length, wanted, channels, valid, dense_heads):
-    sizes = (index.shape[2], torch.int16), (OCTAVES.value, torch.int32)
-    sizes += ((STEPS_AN_OCTAVE.value, torch.int32),)
-    return tuple(q.new_empty(*index.shape[:2], size, dtype=kind) for size, kind in sizes)
+    steps = q.new_empty(index.shape[:3], dtype=torch.int16)
+    return steps, q.new_empty(index.shape[:2], dtype=torch.int32)
 
 
 @torch.library.custom_op("cab_hf::decode_attend", mutates_args=())
@@ -596,14 +588,12 @@ def _attend_op(
     k: Tensor,
     v: Tensor,
     steps: Tensor,
-    octaves: Tensor,
-    within: Tensor,
-    wanted: Tensor,
+    limit: Tensor,
     scale: float,
 ) -> Tensor:
-    return _attend(q, k, v, steps, octaves, within, wanted, scale)
+    return _attend(q, k, v, steps, limit, scale)
 
 
 @_attend_op.register_fake
-def _(q, k, v, steps, octaves, within, wanted, scale):
+def _(q, k, v, steps, limit, scale):
     return q.new_empty(*q.shape[:3], v.shape[3])

@@ -19,7 +19,6 @@ STEPS_AN_OCTAVE = 64
 # step of the keys that are always read; of those whose share is below 2^-32 of all attention, or
 # too small to tell; and of those that may not be seen
 ALWAYS, LEAST, HIDDEN = 0, 2047, 2048
-OCTAVES = 32
 # logarithms to base two beyond these count as these
 MOST = 500
 # tokens at the start of a text, and up to its end, that are always read
@@ -33,55 +32,38 @@ class Choice(NamedTuple):
     Attributes:
         steps: int16 [B, H_kv, N], how far below all of its attention the largest share lies that a
             head of the group gives a key, in `STEPS_AN_OCTAVE`; or `ALWAYS`, `LEAST`, `HIDDEN`.
-        octaves: int32 [B, H_kv, OCTAVES], how many visible keys there are of each octave of steps.
-        within: int32 [B, H_kv, STEPS_AN_OCTAVE], how many of each step of the first octave that
-            does not fit ``wanted`` keys.
-        wanted: int32 [1], how many keys are read.
+        limit: int32 [B, H_kv], the last step that is read.
     """
 
     steps: Tensor
-    octaves: Tensor
-    within: Tensor
-    wanted: Tensor
+    limit: Tensor
 
     @classmethod
     def of(cls, steps: Tensor, wanted: Tensor) -> Choice:
-        """With the counts of ``steps``."""
-        octave = steps.long() // STEPS_AN_OCTAVE
-        octaves = _counts(octave, OCTAVES)
-        first = (octaves.cumsum(-1) <= wanted).sum(-1, keepdim=True)
-        step = (steps - first * STEPS_AN_OCTAVE).masked_fill(octave != first, STEPS_AN_OCTAVE)
-        return cls(steps, octaves, _counts(step, STEPS_AN_OCTAVE), wanted)
+        """Of the ``wanted`` keys of smallest ``steps``.
 
-    def limit(self) -> Tensor:
-        """int64 [B, H_kv, 1]: the last step that is read.
-
-        As many whole steps as fit ``wanted`` keys, and one more where those are less than half of
-        it: keys of equal shares are all read or none. Everything, where there is no more than
-        that; but never keys of step `LEAST` in place of others.
+        As many whole steps as fit, and one more where those are less than half of what is wanted:
+        keys of equal shares are all read or none. Everything, where there is no more than that; but
+        never keys of step `LEAST` in place of others.
         """
-        total = self.octaves.cumsum(-1)
-        octave = (total <= self.wanted).sum(-1, keepdim=True)
-        before = total.gather(-1, (octave - 1).clamp(min=0)) * (octave > 0)
-        step = octave * STEPS_AN_OCTAVE + torch.arange(STEPS_AN_OCTAVE, device=total.device)
-        counts = before + self.within.cumsum(-1)
-        fits = (counts <= self.wanted) & (step < LEAST)
-        fitting = octave * STEPS_AN_OCTAVE + fits.sum(-1, keepdim=True)
-        taken = torch.maximum(before, (counts * fits).amax(-1, keepdim=True))
-        more = (2 * taken < self.wanted) & (fitting < LEAST)
-        everything = total[..., -1:] <= self.wanted
-        return (fitting - 1 + more.long()).masked_fill(everything, LEAST)
+        counts = torch.zeros(*steps.shape[:2], HIDDEN + 1, dtype=torch.int64, device=steps.device)
+        counts.scatter_add_(2, steps.long(), torch.ones_like(steps, dtype=torch.int64))
+        total = counts[..., :HIDDEN].cumsum(-1)
+        fits = total[..., :LEAST] <= wanted
+        fitting = fits.sum(-1)
+        taken = (total[..., :LEAST] * fits).amax(-1)
+        more = (2 * taken < wanted) & (fitting < LEAST)
+        limit = (fitting - 1 + more.long()).masked_fill(total[..., -1] <= wanted, LEAST)
+        return cls(steps, limit.to(torch.int32))
 
     def kept(self) -> Tensor:
         """bool [B, H_kv, N]: the keys that are read."""
-        return self.steps <= self.limit()
+        return self.steps <= self.limit.unsqueeze(-1)
 
-
-def _counts(x: Tensor, bins: int) -> Tensor:
-    """int32 [..., bins]: how often each number below ``bins`` stands in x [..., N]."""
-    counts = torch.zeros(*x.shape[:-1], bins + 1, dtype=torch.int32, device=x.device)
-    ones = torch.ones_like(x, dtype=torch.int32)
-    return counts.scatter_add_(-1, x.clamp(max=bins), ones)[..., :bins].contiguous()
+    def of_heads(self, heads: tuple[int, ...]) -> Choice:
+        """For other KV heads, those of these ``heads``."""
+        index = torch.tensor(heads, device=self.steps.device)
+        return Choice(self.steps[:, index], self.limit[:, index])
 
 
 def index_keys(k: Tensor, channels: tuple[int, ...]) -> Tensor:
