@@ -50,6 +50,7 @@ READ, READ_AT_A_TIME, READ_STAGES = (2048, 2048), 32, 3
 # keys whose steps a program counts, by launch
 COUNTED, COUNTED_WITHIN = 2048, 4096
 SCORE_WARPS, SCORE_STAGES, COUNT_WARPS, WITHIN_WARPS, READ_WARPS = 4, 3, 4, 4, 4
+EARLY = True
 # parts of a row that are merged at a time
 MERGED_AT_A_TIME = 64
 
@@ -134,6 +135,7 @@ def _choose(
             PRECISION=precision(index),
             num_warps=SCORE_WARPS,
             num_stages=SCORE_STAGES,
+            EARLY=_early(q)["EARLY"],
         )
         counted = min(COUNTED, triton.next_power_of_2(slots))
         _steps_kernel[(triton.cdiv(slots, counted), rows)](
@@ -154,6 +156,7 @@ def _choose(
             DENSE=len(dense_heads),
             BLOCK_N=counted,
             num_warps=COUNT_WARPS,
+            **_early(q),
         )
         counted = min(COUNTED_WITHIN, triton.next_power_of_2(slots))
         _within_kernel[(triton.cdiv(slots, counted), rows)](
@@ -165,6 +168,7 @@ def _choose(
             slots,
             BLOCK_N=counted,
             num_warps=WITHIN_WARPS,
+            **_early(q),
         )
     return steps, limit
 
@@ -216,6 +220,7 @@ def _attend(
             PRECISION=precision(q),
             num_warps=READ_WARPS,
             num_stages=READ_STAGES,
+            **_early(q),
         )
         _merge_kernel[(rows, group)](
             largest,
@@ -227,6 +232,7 @@ def _attend(
             BLOCK_S=MERGED_AT_A_TIME,
             BLOCK_V=triton.next_power_of_2(values),
             num_warps=4,
+            **_early(q),
         )
     return out
 
@@ -235,6 +241,12 @@ def _attend(
 def _on_device(heads: tuple[int, ...], device: torch.device) -> Tensor:
     # a copy that waits for the device, made before a graph is captured
     return torch.tensor(heads, dtype=torch.int32, device=device)
+
+
+def _early(x: Tensor) -> dict[str, bool]:
+    """Launches a kernel before the one in front of it is done, where the device can: it waits."""
+    early = EARLY and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 def _share(slots: int, rows: int, bounds: tuple[int, int]) -> int:
@@ -271,6 +283,7 @@ def _scores_kernel(
     RUNS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Logits of ``KEYS`` keys in whole steps, and the largest and the sum of each head's.
 
@@ -279,6 +292,8 @@ def _scores_kernel(
     the product of query g with the j-th of them, by a query that is 0 in the channels of the
     others. So no lane works on a column that is thrown away.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row // kv_heads, row % kv_heads
     if split == 0:
@@ -359,8 +374,13 @@ def _steps_kernel(
     SPLITS: tl.constexpr,
     DENSE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """`Choice.steps` of some keys, and how many there are of each octave."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // kv_heads, row % kv_heads
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -404,11 +424,17 @@ def _steps_kernel(
 
 
 @triton.jit
-def _within_kernel(steps, tallies, limit, wanted, length, slots, BLOCK_N: tl.constexpr):
+def _within_kernel(
+    steps, tallies, limit, wanted, length, slots, BLOCK_N: tl.constexpr, EARLY: tl.constexpr
+):
     """How many keys there are of each step of the first octave that does not fit, and the limit.
 
     The program of a row that is done last computes the limit from what all have counted.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(1).to(tl.int64)
     begin = tl.program_id(0) * BLOCK_N
     tally = tallies + row * TALLIES
@@ -464,9 +490,14 @@ def _attend_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Attention over the chosen keys among ``KEYS`` of them: weighted values, and the largest and
     the sum of the weights."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row // kv_heads, row % kv_heads
     member = tl.arange(0, ROWS)
@@ -532,8 +563,11 @@ def _merge_kernel(
     D_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One row of the output of its ``splits`` parts."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     row, member, group = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     value = tl.arange(0, BLOCK_V)
     acc = tl.zeros([BLOCK_V], tl.float32)
