@@ -104,6 +104,18 @@ class Channels(NamedTuple):
             )
         return made
 
+    @classmethod
+    def of_halves(cls, channels: tuple[int, ...], dim: int) -> Channels:
+        """Those of `of` as two runs of one size, which may be neighbours.
+
+        Raises:
+            ValueError: for an odd count of them.
+        """
+        runs = cls.of(channels, dim)
+        if runs.count == 1 and runs.size % 2:
+            raise ValueError(f"channels are {runs.size} in number; an even one is taken.")
+        return runs if runs.count == 2 else cls(runs.first, runs.size // 2, runs.size // 2, 2)
+
     @property
     def listed(self) -> tuple[int, ...]:
         starts = [self.first + run * self.step for run in range(self.count)]

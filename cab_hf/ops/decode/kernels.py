@@ -1,13 +1,12 @@
 """The kernels of a sparse decode step; `reference` of this package says what they compute.
 
-Five launches a layer. Scores: the keys of the index are read once, by programs that each take a
-stretch of the cache; they leave logits in whole steps, and their part of each head's sum. Steps: of
-every key the largest of its group's shares, and how many keys there are of each octave. Within: how
-many of each step in the one octave that is read in part. Attention: every program finds the keys of
-its stretch that are read, in steps up to the limit that the counts give, and gathers K and V of
-those. Merge: the parts of a row become one (split-K, as in Flash-Decoding).
-Nothing waits for the device and no shape depends on the length of the text, so that a step can be
-captured in a CUDA graph.
+The index of a new key is one launch, a step five. Scores: the index is read once, by programs that
+each take a stretch of the cache; they leave logits in whole steps, and their part of each head's
+sum. Steps: of every key the largest of its group's shares, and how many keys there are of each
+octave. Within: how many of each step in the one octave that is read in part, and the limit.
+Attention: every program finds the keys of its stretch that are read, and gathers K and V of those.
+Merge: the parts of a row become one (split-K, as in Flash-Decoding). Nothing waits for the device
+and no shape depends on the length of the text, so that a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cab_hf.ops import exact_scores
-from cab_hf.ops.attention.tiles import LOG2_E, precision, vectors
+from cab_hf.ops.attention.tiles import LOG2_E, Vectors, precision, vectors, vectors_at
 from cab_hf.ops.decode import reference
-from cab_hf.ops.decode.reference import Choice
+from cab_hf.ops.decode.reference import Choice, Index
 from cab_hf.ops.exact_scores import Channels
 from cab_hf.ops.predict import on_device_of
 
@@ -35,17 +33,22 @@ WITHIN, DONE, TALLIES = tl.constexpr(32), tl.constexpr(96), tl.constexpr(128)
 HIDDEN = tl.constexpr(reference.HIDDEN)
 SINKS, LOCAL = tl.constexpr(reference.SINKS), tl.constexpr(reference.LOCAL)
 MOST = tl.constexpr(float(reference.MOST))
-LEAST_SQUARE = tl.constexpr(exact_scores.LEAST_SQUARE)
-# queries are scaled to this norm, so that products of 16-bit floats do not overflow
-ROW_NORM = tl.constexpr(exact_scores.ROW_NORM)
+LARGEST_CODE = tl.constexpr(float(reference.LARGEST_CODE))
+LARGEST_QUERY = tl.constexpr(float(reference.LARGEST_QUERY))
+LARGEST_SCALE = tl.constexpr(reference.LARGEST_SCALE)
+LEAST_SCALE = tl.constexpr(reference.LEAST_SCALE)
 # what stands for a maximum of nothing: infinity less infinity is no number
 LOWEST = tl.constexpr(-1.0e30)
-# rows or columns of a product on tensor cores, at least
-LEAST_ROWS = 16
+# rows or columns of a product on tensor cores, at least; and bytes that it sums over
+LEAST_ROWS, LEAST_BYTES = 16, 32
+# rows of a tile of keys
+LEAST_TILE = 64
+# keys whose codes a program makes
+INDEXED = 128
 # programs that keep a GPU busy
 PROGRAMS = 1024
 # of scoring and of attention: the fewest and most keys of a program, and how many at a time
-SCORED, SCORED_BYTES_AT_A_TIME = (1024, 8192), 16 << 10
+SCORED, SCORED_BYTES_AT_A_TIME = (4096, 8192), 8 << 10
 READ, READ_AT_A_TIME, READ_STAGES = (2048, 2048), 32, 3
 # keys whose steps a program counts, by launch
 COUNTED, COUNTED_WITHIN = 2048, 4096
@@ -55,9 +58,16 @@ EARLY = True
 MERGED_AT_A_TIME = 64
 
 
+def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
+    """See `reference.index_keys`."""
+    if torch.compiler.is_compiling():
+        return Index(*torch.ops.cab_hf.decode_index(k, list(channels)))
+    return Index(*_index(k, list(channels)))
+
+
 def choose(
     q: Tensor,
-    index: Tensor,
+    index: Index,
     scale: float,
     length: Tensor,
     wanted: Tensor,
@@ -65,8 +75,8 @@ def choose(
     valid: Tensor | None = None,
     dense_heads: tuple[int, ...] = (),
 ) -> Choice:
-    """See `reference.choose`; ``index`` is made by `exact_scores.scored_keys`."""
-    given = q, index, scale, length, wanted, list(channels), valid, list(dense_heads)
+    """See `reference.choose`."""
+    given = q, *index, scale, length, wanted, list(channels), valid, list(dense_heads)
     if torch.compiler.is_compiling():
         return Choice(*torch.ops.cab_hf.decode_choose(*given))
     return Choice(*_choose(*given))
@@ -79,9 +89,35 @@ def attend(q: Tensor, k: Tensor, v: Tensor, choice: Choice, scale: float) -> Ten
     return _attend(q, k, v, *choice, scale)
 
 
+def _index(k: Tensor, channels: list[int]) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of an `Index`."""
+    batch, heads, length, dim = k.shape
+    halves = Channels.of_halves(tuple(channels), dim)
+    k = k if k.stride(-1) == 1 else k.contiguous()
+    codes = k.new_empty(batch, heads, length, halves.size, dtype=torch.uint8)
+    scales = k.new_empty(batch, heads, length, dtype=torch.float16)
+    tokens = min(INDEXED, triton.next_power_of_2(length))
+    with on_device_of(k):
+        _index_kernel[(triton.cdiv(length, tokens), batch * heads)](
+            vectors(k),
+            codes,
+            scales,
+            heads,
+            length,
+            FIRST=halves.first,
+            STEP=halves.step,
+            SIZE=halves.size,
+            BLOCK_N=tokens,
+            BLOCK_C=triton.next_power_of_2(halves.size),
+            num_warps=4,
+        )
+    return codes, scales
+
+
 def _choose(
     q: Tensor,
-    index: Tensor,
+    codes: Tensor,
+    scales: Tensor,
     scale: float,
     length: Tensor,
     wanted: Tensor,
@@ -90,18 +126,22 @@ def _choose(
     dense_heads: list[int],
 ) -> tuple[Tensor, Tensor]:
     """(steps, limit) of a `Choice`."""
-    batch, kv_heads, slots, width = index.shape
+    batch, kv_heads, slots, width = codes.shape
     group = q.shape[1] // kv_heads
-    runs, rows = Channels.of(tuple(channels), q.shape[3]), batch * kv_heads
+    halves, rows = Channels.of_halves(tuple(channels), q.shape[3]), batch * kv_heads
     q = q if q.stride(-1) == 1 else q.contiguous()
-    index = index if index.stride()[2:] == (width, 1) else index.contiguous()
+    codes = codes if codes.stride()[2:] == (width, 1) else codes.contiguous()
+    scales = scales if scales.stride(2) == 1 else scales.contiguous()
     seen = None, 0, 0, None
     if valid is not None:
         valid = valid if valid.stride(-1) == 1 else valid.contiguous()
         seen = valid, valid.stride(0), valid.shape[1], valid.int().argmax(-1).int()
-    room = triton.next_power_of_2(group)
-    pack = max(1, LEAST_ROWS // room)
-    at_a_time = max(SCORED_BYTES_AT_A_TIME // (width * index.element_size()), LEAST_ROWS * pack)
+    room, pack = triton.next_power_of_2(group), 1
+    if width & (width - 1) == 0:
+        pack = max(1, LEAST_ROWS // room, LEAST_BYTES // width)
+    room = max(room, LEAST_ROWS // pack)
+    bytes_of_tile = max(pack * triton.next_power_of_2(width), LEAST_BYTES)
+    at_a_time = pack * max(LEAST_TILE, SCORED_BYTES_AT_A_TIME // bytes_of_tile)
     a_program = max(at_a_time, _share(slots, rows, SCORED))
     splits = triton.cdiv(slots, a_program)
     steps = q.new_empty(batch, kv_heads, slots, dtype=torch.int16)
@@ -110,18 +150,18 @@ def _choose(
     logits = q.new_empty(rows, slots, room, dtype=torch.int16)
     largest = q.new_empty(rows, splits, room, dtype=torch.float32)
     sums = torch.empty_like(largest)
-    eight_bits = index.element_size() == 1
     with on_device_of(q):
         _scores_kernel[(splits, rows)](
             vectors(q),
-            vectors(index),
+            vectors(codes),
+            Vectors(scales, *scales.stride()),
             logits,
             largest,
             sums,
             tallies,
             length,
             *seen[:3],
-            scale * LOG2_E.value / (exact_scores.KEY_SCALE if eight_bits else 1.0),
+            scale * LOG2_E.value,
             kv_heads,
             slots,
             splits,
@@ -130,9 +170,11 @@ def _choose(
             PACK=pack,
             KEYS=a_program,
             BLOCK_N=at_a_time,
-            BLOCK_C=runs.room,
-            **runs.constants,
-            PRECISION=precision(index),
+            FIRST=halves.first,
+            STEP=halves.step,
+            SIZE=halves.size,
+            BLOCK_C=bytes_of_tile // pack,
+            PACKED=q.is_cuda,
             num_warps=SCORE_WARPS,
             num_stages=SCORE_STAGES,
             EARLY=_early(q)["EARLY"],
@@ -257,9 +299,67 @@ def _share(slots: int, rows: int, bounds: tuple[int, int]) -> int:
 
 
 @triton.jit
+def _index_kernel(
+    k,
+    codes,
+    scales,
+    heads,
+    length,
+    FIRST: tl.constexpr,
+    STEP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """`reference.index_keys` of some keys."""
+    plane = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_C)
+    there = (token < length)[:, None] & (inner < SIZE)[None, :]
+    at = vectors_at(k, plane // heads, plane % heads, token) + (FIRST + inner)[None, :]
+    low = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    high = tl.load(at + STEP, mask=there, other=0.0).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
+    scale = tl.minimum(tl.div_rn(largest, LARGEST_CODE), LARGEST_SCALE).to(tl.float16)
+    unit = tl.maximum(scale.to(tl.float32), LEAST_SCALE)[:, None]
+    code = _code(low, unit) | (_code(high, unit) << 4)
+    place = plane * length + token
+    tl.store(scales + place, scale, mask=token < length)
+    tl.store(codes + place[:, None] * SIZE + inner[None, :], code.to(tl.uint8), mask=there)
+
+
+@triton.jit
+def _code(x, unit):
+    """Multiples of a unit, 0 to 15 for -8 to 7."""
+    whole = tl.floor(tl.div_rn(x, unit + tl.zeros_like(x)) + 0.5)
+    return (tl.minimum(tl.maximum(whole, -8.0), LARGEST_CODE) + 8.0).to(tl.int32)
+
+
+@triton.jit
+def _half_bytes(x, UPPER: tl.constexpr, PACKED: tl.constexpr):
+    """The lower or upper halves of bytes, int8."""
+    if PACKED:
+        # four at a time: Triton would take them apart one by one
+        if UPPER:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x0f0f0f0f; }",
+                "=r,r",
+                [x],
+                tl.int8,
+                True,
+                4,
+            )
+        return tl.inline_asm_elementwise(
+            "and.b32 $0, $1, 0x0f0f0f0f;", "=r,r", [x], tl.int8, True, 4
+        )
+    return ((x >> 4) if UPPER else (x & 15)).to(tl.int8)
+
+
+@triton.jit
 def _scores_kernel(
     q,
-    index,
+    codes,
+    scales,
     logits,
     largest,
     sums,
@@ -280,9 +380,8 @@ def _scores_kernel(
     FIRST: tl.constexpr,
     STEP: tl.constexpr,
     SIZE: tl.constexpr,
-    RUNS: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PACKED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Logits of ``KEYS`` keys in whole steps, and the largest and the sum of each head's.
@@ -307,35 +406,46 @@ def _scores_kernel(
         tl.store(largest + part, tl.full([ROOM], float("-inf"), tl.float32))
         return
 
-    # [columns, PACK * C], scaled to one norm
-    width: tl.constexpr = RUNS * BLOCK_C
-    member, place = column % ROOM, tl.arange(0, PACK * width)
+    # [columns, PACK * BLOCK_C] of each half of the channels, in 8 bits
+    member, place = column % ROOM, tl.arange(0, PACK * BLOCK_C)
     inside = place % BLOCK_C
-    channel = FIRST + STEP * (place % width // BLOCK_C) + inside
-    own = (place // width)[None, :] == (column // ROOM)[:, None]
+    own = (place // BLOCK_C)[None, :] == (column // ROOM)[:, None]
     own = own & (inside < SIZE)[None, :] & (member < GROUP)[:, None]
-    vector = q.data + batch * q.batch + (head * GROUP + member)[:, None] * q.head
-    x = tl.load(vector + channel[None, :], mask=own, other=0.0).to(tl.float32)
-    norm = ROW_NORM / tl.sqrt(tl.maximum(tl.sum(x * x, 1), LEAST_SQUARE))
-    x = tl.trans((x * norm[:, None]).to(index.data.dtype.element_ty))
-    unit = (qk_scale / norm)[None, :]
+    at = q.data + batch * q.batch + (head * GROUP + member)[:, None] * q.head
+    at = at + (FIRST + inside)[None, :]
+    low = tl.load(at, mask=own, other=0.0).to(tl.float32)
+    high = tl.load(at + STEP, mask=own, other=0.0).to(tl.float32)
+    unit = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
+    unit = tl.maximum(tl.div_rn(unit, LARGEST_QUERY), LEAST_SCALE)
+    low = tl.floor(tl.div_rn(low, unit[:, None] + tl.zeros_like(low)) + 0.5)
+    high = tl.floor(tl.div_rn(high, unit[:, None] + tl.zeros_like(high)) + 0.5)
+    # codes are 8 more than what they stand for
+    offset = (8.0 * (tl.sum(low, 1) + tl.sum(high, 1))).to(tl.int32)
+    low, high = tl.trans(low.to(tl.int8)), tl.trans(high.to(tl.int8))
+    unit = (unit * qk_scale)[None, :]
 
     tile: tl.constexpr = BLOCK_N // PACK
     most = tl.full([tile, columns], float("-inf"), tl.float32)
     total = tl.zeros([tile, columns], tl.float32)
     packed = tl.arange(0, tile)
-    keys = index.data + batch * index.batch + head * index.head
+    keys = codes.data + batch * codes.batch + head * codes.head
+    scales_at = scales.data + batch * scales.batch + head * scales.head
     for start in range(begin, tl.minimum(begin + KEYS, end), BLOCK_N):
         first = start + packed * PACK
-        at = keys + first.to(tl.int64)[:, None] * width + place[None, :]
-        # slots behind the last key hold numbers, if there are any
-        y = tl.load(at, mask=first[:, None] + (place // width)[None, :] < slots, other=0.0)
+        source = keys + first.to(tl.int64)[:, None] * SIZE + place[None, :]
+        there = first[:, None] + (place // BLOCK_C)[None, :] < end
+        if PACK == 1:
+            there = there & (inside < SIZE)[None, :]
+        y = tl.load(source, mask=there, other=0)
         token = first[:, None] + (column // ROOM)[None, :]
         seen = token < end
         if valid is not None:
             real = tl.load(valid + batch * valid_stride + token, mask=token < valid_width, other=0)
             seen = seen & (real != 0)
-        s = tl.dot(y, x, input_precision=PRECISION) * unit
+        own_scale = tl.load(scales_at + token, mask=token < end, other=0.0).to(tl.float32)
+        s = tl.dot(_half_bytes(y, False, PACKED), low, out_dtype=tl.int32)
+        s = tl.dot(_half_bytes(y, True, PACKED), high, s, out_dtype=tl.int32)
+        s = (s - offset[None, :]).to(tl.float32) * own_scale * unit
         s = tl.where(seen, s, float("-inf"))
         # every lane has a maximum of its own, so that none waits for another
         more = tl.maximum(most, s)
@@ -447,8 +557,9 @@ def _within_kernel(
         step = tl.load(steps + row * slots + token, mask=token < slots, other=HIDDEN).to(tl.int32)
         step = step - octave * STEPS_AN_OCTAVE
         inside = (step >= 0) & (step < STEPS_AN_OCTAVE)
-        one = tl.full([BLOCK_N], 1, tl.int32)
-        tl.atomic_add(tally + WITHIN + step, one, mask=inside, sem="relaxed")
+        own = tl.histogram(step, STEPS_AN_OCTAVE, mask=inside)
+        inner = tl.arange(0, STEPS_AN_OCTAVE)
+        tl.atomic_add(tally + WITHIN + inner, own, mask=own > 0, sem="relaxed")
     tl.debug_barrier()
     done = tl.atomic_add(tally + DONE, 1, sem="acq_rel")
     if done == tl.num_programs(0) - 1:
@@ -596,10 +707,22 @@ def _merge_kernel(
     tl.store(place, (acc / total).to(out.dtype.element_ty), mask=value < D_V)
 
 
+@torch.library.custom_op("cab_hf::decode_index", mutates_args=())
+def _index_op(k: Tensor, channels: list[int]) -> tuple[Tensor, Tensor]:
+    return _index(k, channels)
+
+
+@_index_op.register_fake
+def _(k, channels):
+    codes = k.new_empty(*k.shape[:3], (len(channels) or k.shape[3]) // 2, dtype=torch.uint8)
+    return codes, k.new_empty(k.shape[:3], dtype=torch.float16)
+
+
 @torch.library.custom_op("cab_hf::decode_choose", mutates_args=())
 def _choose_op(
     q: Tensor,
-    index: Tensor,
+    codes: Tensor,
+    scales: Tensor,
     scale: float,
     length: Tensor,
     wanted: Tensor,
@@ -607,13 +730,13 @@ def _choose_op(
     valid: Tensor | None,
     dense_heads: list[int],
 ) -> tuple[Tensor, Tensor]:
-    return _choose(q, index, scale, length, wanted, channels, valid, dense_heads)
+    return _choose(q, codes, scales, scale, length, wanted, channels, valid, dense_heads)
 
 
 @_choose_op.register_fake
-def _(q, index, scale, length, wanted, channels, valid, dense_heads):
-    steps = q.new_empty(index.shape[:3], dtype=torch.int16)
-    return steps, q.new_empty(index.shape[:2], dtype=torch.int32)
+def _(q, codes, scales, scale, length, wanted, channels, valid, dense_heads):
+    steps = q.new_empty(scales.shape, dtype=torch.int16)
+    return steps, q.new_empty(scales.shape[:2], dtype=torch.int32)
 
 
 @torch.library.custom_op("cab_hf::decode_attend", mutates_args=())

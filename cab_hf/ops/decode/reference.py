@@ -2,9 +2,10 @@
 
 A step has one query a head. The query heads of a group read the same keys, so that a KV head
 chooses once for its group: a key is worth the largest share of attention that any head of the group
-gives it. Shares are of all keys, by scores over the channels of the index (`index_keys`), and are
-compared in steps of 1 / `STEPS_AN_OCTAVE` of a power of two: which keys are read does not hang on
-the last bit of a sum, and the keys to read are found by counting, not by sorting.
+gives it. Shares are of all keys, by scores of 8-bit queries and the 4-bit keys of the index
+(`index_keys`), which are sums of whole numbers and the same on every device. They are compared in
+steps of 1 / `STEPS_AN_OCTAVE` of a power of two: which keys are read does not hang on the last bit
+of a sum, and the keys to read are found by counting, not by sorting.
 """
 
 from __future__ import annotations
@@ -21,9 +22,24 @@ STEPS_AN_OCTAVE = 64
 ALWAYS, LEAST, HIDDEN = 0, 2047, 2048
 # logarithms to base two beyond these count as these
 MOST = 500
+# of 4-bit keys and 8-bit queries, and of the scales of keys; scales are not 0, to divide by
+LARGEST_CODE, LARGEST_QUERY, LARGEST_SCALE, LEAST_SCALE = 7, 127, 65504.0, 1.0e-20
 # tokens at the start of a text, and up to its end, that are always read
 SINKS, LOCAL = 16, 64
 LOG2_E = 1.4426950408889634
+
+
+class Index(NamedTuple):
+    """What is kept of keys beside them, to choose by.
+
+    Attributes:
+        codes: uint8 [B, H_kv, N, C / 2], two channels a byte: the i-th of C in the lower half, the
+            one C / 2 behind it in the upper half; 0 to 15 for -8 to 7.
+        scales: float16 [B, H_kv, N], of each key.
+    """
+
+    codes: Tensor
+    scales: Tensor
 
 
 class Choice(NamedTuple):
@@ -66,14 +82,27 @@ class Choice(NamedTuple):
         return Choice(self.steps[:, index], self.limit[:, index])
 
 
-def index_keys(k: Tensor, channels: tuple[int, ...]) -> Tensor:
-    """What the index holds of k [B, H_kv, N, D]: its scored ``channels``, all of them for ()."""
-    return k[..., list(channels)] if channels else k
+def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
+    """The index of k [B, H_kv, N, D]: its scored ``channels``, an even count of them, () for all.
+
+    A key is divided by a scale of its own, and no key's bits depend on another key.
+    """
+    x = picked(k, channels)
+    scales = (x.abs().amax(-1) / LARGEST_CODE).clamp(max=LARGEST_SCALE).to(torch.float16)
+    codes = (x / scales.float().clamp(min=LEAST_SCALE).unsqueeze(-1) + 0.5).floor()
+    codes = (codes.clamp(-8, LARGEST_CODE) + 8).to(torch.uint8)
+    low, high = codes.chunk(2, dim=-1)
+    return Index(low | high << 4, scales)
+
+
+def picked(x: Tensor, channels: tuple[int, ...]) -> Tensor:
+    """Some channels of x [..., D] in float32, all of them for ()."""
+    return (x[..., list(channels)] if channels else x).float()
 
 
 def choose(
     q: Tensor,
-    index: Tensor,
+    index: Index,
     scale: float,
     length: Tensor,
     wanted: Tensor,
@@ -84,7 +113,7 @@ def choose(
     """The keys that each KV head reads for q [B, H, 1, D].
 
     Args:
-        index: [B, H_kv, N, C], `index_keys` of the cache; what is behind ``length`` is not read.
+        index: `index_keys` of the cache; what is behind ``length`` is not read.
         scale: of logits.
         length: int [1], keys written so far, that of the query among them.
         wanted: int32 [1], how many keys are read.
@@ -92,12 +121,15 @@ def choose(
         valid: bool [B, >= length], False for padding; None without.
         dense_heads: KV heads that read everything.
     """
-    kv_heads, slots = index.shape[1:3]
+    kv_heads, slots = index.scales.shape[1:]
     group = q.shape[1] // kv_heads
     seen, always = _visible(slots, length, valid, q.device)
-    some = index_keys(q, channels).float().unflatten(1, (kv_heads, group)).squeeze(3)
-    logits = some @ index.float().transpose(-1, -2) * (scale * LOG2_E)
-    logits = logits.masked_fill(~seen[:, None, None], float("-inf"))
+    some = picked(q, channels).unflatten(1, (kv_heads, group)).squeeze(3)
+    unit = (some.abs().amax(-1, keepdim=True) / LARGEST_QUERY).clamp(min=LEAST_SCALE)
+    some = (some / unit + 0.5).floor()
+    codes = torch.cat((index.codes & 15, index.codes >> 4), dim=-1).float() - 8
+    logits = some @ codes.transpose(-1, -2) * index.scales.float().unsqueeze(2)
+    logits = (logits * (unit * (scale * LOG2_E))).masked_fill(~seen[:, None, None], float("-inf"))
     whole = torch.logsumexp(logits / LOG2_E, dim=-1, keepdim=True) * LOG2_E
     # in steps, rounded before they are compared
     own, whole = in_steps(logits), in_steps(whole)
