@@ -2,7 +2,7 @@
 
 The index of a new key is one launch, a step five. Scores: the index is read once, by programs that
 each take a stretch of the cache; they leave logits in whole steps, and their part of each head's
-sum. Steps: of every key the largest of its group's shares, and how many keys there are of each
+log-sum-exp. Steps: of every key the largest of its group's shares, and how many keys there are of each
 octave. Within: how many of each step in the one octave that is read in part, and the limit.
 Attention: every program finds the keys of its stretch that are read, and gathers K and V of those.
 Merge: the parts of a row become one (split-K, as in Flash-Decoding). Nothing waits for the device
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cab_hf.ops.attention.tiles import LOG2_E, Vectors, precision, vectors, vectors_at
 from cab_hf.ops.decode import reference
-from cab_hf.ops.decode.reference import BYTES_OF_WORD, Choice, Index
+from cab_hf.ops.decode.reference import Choice, Index
 from cab_hf.ops.exact_scores import Channels
 from cab_hf.ops.predict import on_device_of
 
@@ -32,26 +32,29 @@ OCTAVES = tl.constexpr((reference.LEAST + 1) // reference.STEPS_AN_OCTAVE)
 WITHIN, DONE, TALLIES = tl.constexpr(32), tl.constexpr(96), tl.constexpr(128)
 HIDDEN = tl.constexpr(reference.HIDDEN)
 SINKS, LOCAL = tl.constexpr(reference.SINKS), tl.constexpr(reference.LOCAL)
-MOST = tl.constexpr(float(reference.MOST))
 LARGEST_CODE = tl.constexpr(float(reference.LARGEST_CODE))
 LARGEST_QUERY = tl.constexpr(float(reference.LARGEST_QUERY))
 LARGEST_SCALE = tl.constexpr(reference.LARGEST_SCALE)
 LEAST_SCALE = tl.constexpr(reference.LEAST_SCALE)
 # what stands for a maximum of nothing: infinity less infinity is no number
 LOWEST = tl.constexpr(-1.0e30)
-# queries of a group, at least: those of a product on tensor cores
-LEAST_ROWS = 16
+# powers of two that the sums of a program have room for above those of its first keys, and the
+# largest in it: keys whose logits are twice that above are as good as those
+ABOVE, LARGEST_POWER, TINY = tl.constexpr(90.0), tl.constexpr(100.0), tl.constexpr(1.0e-38)
+# rows or columns of a product on tensor cores, at least; and bytes that it sums over
+LEAST_ROWS, LEAST_BYTES = 16, 32
+# rows of a tile of keys
+LEAST_TILE = 64
 # keys whose codes a program makes
 INDEXED = 128
 # programs that keep a GPU busy
 PROGRAMS = 1024
-# of scoring and of attention: the fewest and most keys of a program, and how many at a time; of
-# scoring as words of their codes for each query of a group
-SCORED, SCORED_AT_A_TIME = (2048, 8192), 8192
+# of scoring and of attention: the fewest and most keys of a program, and how many at a time
+SCORED, SCORED_BYTES_AT_A_TIME = (2048, 8192), 8 << 10
 READ, READ_AT_A_TIME, READ_STAGES = (2048, 2048), 32, 3
 # keys whose steps a program counts, by launch
 COUNTED, COUNTED_WITHIN = 2048, 4096
-SCORE_WARPS, COUNT_WARPS, WITHIN_WARPS, READ_WARPS = 4, 4, 4, 4
+SCORE_WARPS, SCORE_STAGES, COUNT_WARPS, WITHIN_WARPS, READ_WARPS = 4, 3, 4, 4, 4
 EARLY = True
 # parts of a row that are merged at a time
 MERGED_AT_A_TIME = 64
@@ -93,8 +96,7 @@ def _index(k: Tensor, channels: list[int]) -> tuple[Tensor, Tensor]:
     batch, heads, length, dim = k.shape
     halves = Channels.of_halves(tuple(channels), dim)
     k = k if k.stride(-1) == 1 else k.contiguous()
-    width = triton.cdiv(halves.size, BYTES_OF_WORD) * BYTES_OF_WORD
-    codes = k.new_empty(batch, heads, length, width, dtype=torch.uint8)
+    codes = k.new_empty(batch, heads, length, halves.size, dtype=torch.uint8)
     scales = k.new_empty(batch, heads, length, dtype=torch.float16)
     tokens = min(INDEXED, triton.next_power_of_2(length))
     with on_device_of(k):
@@ -107,9 +109,8 @@ def _index(k: Tensor, channels: list[int]) -> tuple[Tensor, Tensor]:
             FIRST=halves.first,
             STEP=halves.step,
             SIZE=halves.size,
-            WIDTH=width,
             BLOCK_N=tokens,
-            BLOCK_C=triton.next_power_of_2(width),
+            BLOCK_C=triton.next_power_of_2(halves.size),
             num_warps=4,
         )
     return codes, scales
@@ -137,25 +138,26 @@ def _choose(
     if valid is not None:
         valid = valid if valid.stride(-1) == 1 else valid.contiguous()
         seen = valid, valid.stride(0), valid.shape[1], valid.int().argmax(-1).int()
-    room, words = triton.next_power_of_2(group), width // BYTES_OF_WORD
-    of_a_key = room * triton.next_power_of_2(words)
-    at_a_time = max(16, min(SCORED_AT_A_TIME // of_a_key, triton.next_power_of_2(slots)))
+    room, pack = triton.next_power_of_2(group), 1
+    if width & (width - 1) == 0:
+        pack = max(1, LEAST_ROWS // room, LEAST_BYTES // width)
+    room = max(room, LEAST_ROWS // pack)
+    bytes_of_tile = max(pack * triton.next_power_of_2(width), LEAST_BYTES)
+    at_a_time = pack * max(LEAST_TILE, SCORED_BYTES_AT_A_TIME // bytes_of_tile)
     a_program = max(at_a_time, _share(slots, rows, SCORED))
     splits = triton.cdiv(slots, a_program)
     steps = q.new_empty(batch, kv_heads, slots, dtype=torch.int16)
     limit = q.new_empty(batch, kv_heads, dtype=torch.int32)
     tallies = q.new_empty(rows, TALLIES.value, dtype=torch.int32)
     logits = q.new_empty(rows, slots, room, dtype=torch.int16)
-    largest = q.new_empty(rows, splits, room, dtype=torch.float32)
-    sums = torch.empty_like(largest)
+    lse = q.new_empty(rows, splits, room, dtype=torch.float32)
     with on_device_of(q):
         _scores_kernel[(splits, rows)](
             vectors(q),
-            vectors(codes.view(torch.int32)),
+            vectors(codes),
             Vectors(scales, *scales.stride()),
             logits,
-            largest,
-            sums,
+            lse,
             tallies,
             length,
             *seen[:3],
@@ -165,22 +167,22 @@ def _choose(
             splits,
             GROUP=group,
             ROOM=room,
+            PACK=pack,
             KEYS=a_program,
             BLOCK_N=at_a_time,
             FIRST=halves.first,
             STEP=halves.step,
             SIZE=halves.size,
-            WORDS=words,
-            BLOCK_W=triton.next_power_of_2(words),
-            BY_DP4A=q.is_cuda and torch.version.cuda is not None,
+            BLOCK_C=bytes_of_tile // pack,
+            PACKED=_packed(q),
             num_warps=SCORE_WARPS,
+            num_stages=SCORE_STAGES,
             EARLY=_early(q)["EARLY"],
         )
         counted = min(COUNTED, triton.next_power_of_2(slots))
         _steps_kernel[(triton.cdiv(slots, counted), rows)](
             logits,
-            largest,
-            sums,
+            lse,
             steps,
             tallies,
             length,
@@ -193,6 +195,7 @@ def _choose(
             ROOM=room,
             SPLITS=triton.next_power_of_2(splits),
             DENSE=len(dense_heads),
+            PACKED=_packed(q),
             BLOCK_N=counted,
             num_warps=COUNT_WARPS,
             **_early(q),
@@ -206,7 +209,6 @@ def _choose(
             length,
             slots,
             BLOCK_N=counted,
-            BY_RED=q.is_cuda and torch.version.cuda is not None,
             num_warps=WITHIN_WARPS,
             **_early(q),
         )
@@ -289,6 +291,11 @@ def _early(x: Tensor) -> dict[str, bool]:
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
+def _packed(x: Tensor) -> bool:
+    """Whether kernels may use instructions of NVIDIA's GPUs."""
+    return x.is_cuda and torch.version.cuda is not None
+
+
 def _share(slots: int, rows: int, bounds: tuple[int, int]) -> int:
     """How many keys of a row one program takes, a power of two."""
     return max(
@@ -306,7 +313,6 @@ def _index_kernel(
     FIRST: tl.constexpr,
     STEP: tl.constexpr,
     SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -324,9 +330,7 @@ def _index_kernel(
     code = _code(low, unit) | (_code(high, unit) << 4)
     place = plane * length + token
     tl.store(scales + place, scale, mask=token < length)
-    code = tl.where((inner < SIZE)[None, :], code, 0).to(tl.uint8)
-    there = (token < length)[:, None] & (inner < WIDTH)[None, :]
-    tl.store(codes + place[:, None] * WIDTH + inner[None, :], code, mask=there)
+    tl.store(codes + place[:, None] * SIZE + inner[None, :], code.to(tl.uint8), mask=there)
 
 
 @triton.jit
@@ -337,27 +341,34 @@ def _code(x, unit):
 
 
 @triton.jit
-def _words(at, unit, SIZE: tl.constexpr, BLOCK_W: tl.constexpr, there):
-    """Vectors in ``unit`` as bytes, four a word: int32 [ROOM, BLOCK_W]; and their sums."""
-    byte = tl.arange(0, 4)[None, None, :]
-    inner = tl.arange(0, BLOCK_W)[None, :, None] * 4 + byte
-    there = there[:, None, None] & (inner < SIZE)
-    x = tl.load(at[:, None, None] + inner, mask=there, other=0.0).to(tl.float32)
-    unit = unit[:, None, None] + tl.zeros_like(x)
-    whole = tl.floor(tl.div_rn(x, unit) + 0.5).to(tl.int32)
-    return tl.sum((whole & 255) << (8 * byte), 2), tl.sum(tl.sum(whole, 2), 1)
+def _half_bytes(x, UPPER: tl.constexpr, PACKED: tl.constexpr):
+    """The lower or upper halves of bytes, int8."""
+    if PACKED:
+        # four at a time: Triton would take them apart one by one
+        if UPPER:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x0f0f0f0f; }",
+                "=r,r",
+                [x],
+                tl.int8,
+                True,
+                4,
+            )
+        return tl.inline_asm_elementwise(
+            "and.b32 $0, $1, 0x0f0f0f0f;", "=r,r", [x], tl.int8, True, 4
+        )
+    return ((x >> 4) if UPPER else (x & 15)).to(tl.int8)
 
 
 @triton.jit
-def _dot(codes, words, total, BY_DP4A: tl.constexpr):
-    """``total`` and the products of four channels each, of whole numbers from 0 to 15 and bytes."""
-    if BY_DP4A:
+def _in_steps(x, PACKED: tl.constexpr):
+    """`reference.in_steps`, int16."""
+    x = x * STEPS_AN_OCTAVE
+    if PACKED:
         return tl.inline_asm_elementwise(
-            "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [codes, words, total], tl.int32, True, 1
+            "cvt.rni.sat.s16.f32 $0, $1;", "=h,f", [x], tl.int16, True, 1
         )
-    for byte in tl.static_range(4):
-        total += ((codes >> (8 * byte)) & 15) * ((words << (24 - 8 * byte)) >> 24)
-    return total
+    return tl.floor(tl.minimum(tl.maximum(x, -32768.0), 32767.0) + 0.5).to(tl.int16)
 
 
 @triton.jit
@@ -366,8 +377,7 @@ def _scores_kernel(
     codes,
     scales,
     logits,
-    largest,
-    sums,
+    lse,
     tallies,
     length,
     valid,
@@ -379,19 +389,22 @@ def _scores_kernel(
     splits,
     GROUP: tl.constexpr,
     ROOM: tl.constexpr,
+    PACK: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     FIRST: tl.constexpr,
     STEP: tl.constexpr,
     SIZE: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BY_DP4A: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PACKED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Logits of ``KEYS`` keys in whole steps, and the largest and the sum of each head's.
+    """Logits of ``KEYS`` keys in whole steps, and the log-sum-exp of each head's.
 
-    A group has too few queries for tensor cores, most of whose columns would be thrown away.
+    A product has 16 columns, and a group fewer queries. `PACK` neighbouring keys, which lie in
+    memory one behind the other, count as one of as many times the channels; column j * ROOM + g is
+    the product of query g with the j-th of them, by a query that is 0 in the channels of the
+    others. So no lane works on a column that is thrown away.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -401,66 +414,84 @@ def _scores_kernel(
         tl.store(tallies + row * TALLIES + tl.arange(0, TALLIES), tl.zeros([TALLIES], tl.int32))
     end = tl.load(length).to(tl.int32)
     begin = split * KEYS
-    member, word = tl.arange(0, ROOM), tl.arange(0, BLOCK_W)
-    part = (row * splits + split) * ROOM + member
+    columns: tl.constexpr = PACK * ROOM
+    column = tl.arange(0, columns)
+    part = (row * splits + split) * ROOM + tl.arange(0, ROOM)
     if begin >= end:
-        tl.store(largest + part, tl.full([ROOM], float("-inf"), tl.float32))
+        tl.store(lse + part, tl.full([ROOM], LOWEST, tl.float32))
         return
 
-    at = q.data + batch * q.batch + (head * GROUP + member) * q.head + FIRST
-    inner = tl.arange(0, 4 * BLOCK_W)[None, :]
-    there = (member < GROUP)[:, None] & (inner < SIZE)
-    low = tl.load(at[:, None] + inner, mask=there, other=0.0).to(tl.float32)
-    high = tl.load(at[:, None] + STEP + inner, mask=there, other=0.0).to(tl.float32)
+    # [columns, PACK * BLOCK_C] of each half of the channels, in 8 bits
+    member, place = column % ROOM, tl.arange(0, PACK * BLOCK_C)
+    inside = place % BLOCK_C
+    own = (place // BLOCK_C)[None, :] == (column // ROOM)[:, None]
+    own = own & (inside < SIZE)[None, :] & (member < GROUP)[:, None]
+    at = q.data + batch * q.batch + (head * GROUP + member)[:, None] * q.head
+    at = at + (FIRST + inside)[None, :]
+    low = tl.load(at, mask=own, other=0.0).to(tl.float32)
+    high = tl.load(at + STEP, mask=own, other=0.0).to(tl.float32)
     unit = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
     unit = tl.maximum(tl.div_rn(unit, LARGEST_QUERY), LEAST_SCALE)
-    low, low_sum = _words(at, unit, SIZE, BLOCK_W, member < GROUP)
-    high, high_sum = _words(at + STEP, unit, SIZE, BLOCK_W, member < GROUP)
+    low = tl.floor(tl.div_rn(low, unit[:, None] + tl.zeros_like(low)) + 0.5)
+    high = tl.floor(tl.div_rn(high, unit[:, None] + tl.zeros_like(high)) + 0.5)
     # codes are 8 more than what they stand for
-    offset = (8 * (low_sum + high_sum))[None, :]
+    offset = (8.0 * (tl.sum(low, 1) + tl.sum(high, 1))).to(tl.int32)
+    low, high = tl.trans(low.to(tl.int8)), tl.trans(high.to(tl.int8))
     unit = (unit * qk_scale)[None, :]
 
-    most = tl.full([BLOCK_N, ROOM], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_N, ROOM], tl.float32)
+    tile: tl.constexpr = BLOCK_N // PACK
+    packed = tl.arange(0, tile)
+    total = tl.zeros([tile, columns], tl.float32)
     keys = codes.data + batch * codes.batch + head * codes.head
     scales_at = scales.data + batch * scales.batch + head * scales.head
+    target = logits + row * slots * ROOM
+
+    # sums are of powers relative to the first keys, with room for what is above them
+    real = begin + place // BLOCK_C < end
+    if PACK == 1:
+        real = real & (inside < SIZE)
+    few = tl.load(keys + begin.to(tl.int64) * SIZE + place, mask=real, other=0)[:, None]
+    few = few.to(tl.int32)
+    few = tl.sum((few & 15) * low.to(tl.int32) + (few >> 4) * high.to(tl.int32), 0) - offset
+    scale = tl.load(scales_at + begin + column // ROOM, mask=begin + column // ROOM < end, other=0)
+    few = few.to(tl.float32) * scale.to(tl.float32) * tl.reshape(unit, (columns,))
+    base = tl.max(tl.reshape(few, (PACK, ROOM)), 0) + ABOVE
+    bases = tl.reshape(tl.broadcast_to(base[None, :], (PACK, ROOM)), (1, columns))
+
+    token = begin + packed[:, None] * PACK + (column // ROOM)[None, :]
+    ahead = tl.load(scales_at + token, mask=token < end, other=0.0)
     for start in range(begin, tl.minimum(begin + KEYS, end), BLOCK_N):
-        token = start + tl.arange(0, BLOCK_N)
-        seen = token < end
-        y = tl.load(
-            keys + token.to(tl.int64)[:, None] * WORDS + word[None, :],
-            mask=seen[:, None] & (word < WORDS)[None, :],
-            other=0,
+        first = start + packed * PACK
+        source = keys + first.to(tl.int64)[:, None] * SIZE + place[None, :]
+        there = first[:, None] + (place // BLOCK_C)[None, :] < end
+        if PACK == 1:
+            there = there & (inside < SIZE)[None, :]
+        y = tl.load(source, mask=there, other=0)
+        # those of the next tile are on their way while this one is computed
+        own_scale = ahead.to(tl.float32)
+        token = first[:, None] + (column // ROOM)[None, :]
+        ahead = tl.load(scales_at + token + BLOCK_N, mask=token + BLOCK_N < end, other=0.0)
+        s = tl.dot(_half_bytes(y, False, PACKED), low, out_dtype=tl.int32)
+        s = tl.dot(_half_bytes(y, True, PACKED), high, s, out_dtype=tl.int32)
+        s = (s - offset[None, :]).to(tl.float32) * own_scale * unit
+        power = tl.exp2(tl.minimum(s - bases, LARGEST_POWER))
+        tl.store(
+            target + (start * ROOM + packed[:, None] * columns + column[None, :]),
+            _in_steps(s, PACKED),
+            mask=token < slots,
         )
-        scale = tl.load(scales_at + token, mask=seen, other=0.0).to(tl.float32)
         if valid is not None:
-            real = tl.load(valid + batch * valid_stride + token, mask=token < valid_width, other=0)
-            seen = seen & (real != 0)
-        y = y[:, None, :]
-        s = tl.zeros([BLOCK_N, ROOM, BLOCK_W], tl.int32)
-        s = _dot(y & 0x0F0F0F0F, low[None, :, :], s, BY_DP4A)
-        s = _dot((y >> 4) & 0x0F0F0F0F, high[None, :, :], s, BY_DP4A)
-        s = (tl.sum(s, 2) - offset).to(tl.float32) * scale[:, None] * unit
-        s = tl.where(seen[:, None], s, float("-inf"))
-        # every lane has a maximum of its own, so that none waits for another
-        more = tl.maximum(most, s)
-        base = tl.maximum(more, LOWEST)
-        total = total * tl.exp2(most - base) + tl.exp2(s - base)
-        most = more
-        whole = tl.floor(tl.minimum(tl.maximum(s, -MOST), MOST) * STEPS_AN_OCTAVE + 0.5)
-        target = logits + (row * slots + token)[:, None] * ROOM + member[None, :]
-        tl.store(target, whole.to(tl.int16), mask=(token < slots)[:, None])
-    own = tl.max(most, 0)
-    total = tl.sum(total * tl.exp2(most - tl.maximum(own, LOWEST)[None, :]), 0)
-    tl.store(largest + part, own)
-    tl.store(sums + part, total)
+            shown = tl.load(valid + batch * valid_stride + token, mask=token < valid_width, other=0)
+            power = tl.where(shown != 0, power, 0.0)
+        total += tl.where(token < end, power, 0.0)
+    total = tl.sum(tl.reshape(total, (tile * PACK, ROOM)), 0)
+    tl.store(lse + part, tl.where(total > 0, base + tl.log2(tl.maximum(total, TINY)), LOWEST))
 
 
 @triton.jit
 def _steps_kernel(
     logits,
-    largest,
-    sums,
+    lse,
     steps,
     tallies,
     length,
@@ -476,6 +507,7 @@ def _steps_kernel(
     ROOM: tl.constexpr,
     SPLITS: tl.constexpr,
     DENSE: tl.constexpr,
+    PACKED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -494,12 +526,10 @@ def _steps_kernel(
         return
     member, split = tl.arange(0, ROOM), tl.arange(0, SPLITS)
     part = (row * splits + split)[:, None] * ROOM + member[None, :]
-    parts = tl.load(largest + part, mask=(split < splits)[:, None], other=float("-inf"))
-    most = tl.maximum(tl.max(parts, 0), LOWEST)
-    own = tl.load(sums + part, mask=parts > LOWEST, other=0.0)
-    own = tl.sum(own * tl.exp2(parts - most[None, :]), 0)
-    total = most + tl.log2(tl.maximum(own, 1.0e-30))
-    total = tl.floor(tl.minimum(tl.maximum(total, -MOST), MOST) * STEPS_AN_OCTAVE + 0.5)
+    parts = tl.load(lse + part, mask=(split < splits)[:, None], other=LOWEST)
+    most = tl.max(parts, 0)
+    total = most + tl.log2(tl.sum(tl.exp2(parts - most[None, :]), 0))
+    total = _in_steps(total, PACKED)
 
     inside = token < end
     own = tl.load(
@@ -527,34 +557,8 @@ def _steps_kernel(
 
 
 @triton.jit
-def _add_one(at, mask, BY_RED: tl.constexpr):
-    """Count one more where the mask holds."""
-    if BY_RED:
-        # tl.atomic_add would bring back what was there before
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p red.relaxed.gpu.global.add.s32 [$1], 1;"
-            " mov.b32 $0, 0; }",
-            "=r,l,r",
-            [at.to(tl.int64), mask.to(tl.int32)],
-            tl.int32,
-            False,
-            1,
-        )
-    else:
-        tl.atomic_add(at, mask.to(tl.int32), mask=mask, sem="relaxed")
-
-
-@triton.jit
 def _within_kernel(
-    steps,
-    tallies,
-    limit,
-    wanted,
-    length,
-    slots,
-    BY_RED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    EARLY: tl.constexpr,
+    steps, tallies, limit, wanted, length, slots, BLOCK_N: tl.constexpr, EARLY: tl.constexpr
 ):
     """How many keys there are of each step of the first octave that does not fit, and the limit.
 
@@ -576,7 +580,9 @@ def _within_kernel(
         step = tl.load(steps + row * slots + token, mask=token < slots, other=HIDDEN).to(tl.int32)
         step = step - octave * STEPS_AN_OCTAVE
         inside = (step >= 0) & (step < STEPS_AN_OCTAVE)
-        _add_one(tally + WITHIN + step, inside, BY_RED)
+        own = tl.histogram(step, STEPS_AN_OCTAVE, mask=inside)
+        inner = tl.arange(0, STEPS_AN_OCTAVE)
+        tl.atomic_add(tally + WITHIN + inner, own, mask=own > 0, sem="relaxed")
     tl.debug_barrier()
     done = tl.atomic_add(tally + DONE, 1, sem="acq_rel")
     if done == tl.num_programs(0) - 1:
@@ -731,8 +737,7 @@ def _index_op(k: Tensor, channels: list[int]) -> tuple[Tensor, Tensor]:
 
 @_index_op.register_fake
 def _(k, channels):
-    width = -(-(len(channels) or k.shape[3]) // (2 * BYTES_OF_WORD)) * BYTES_OF_WORD
-    codes = k.new_empty(*k.shape[:3], width, dtype=torch.uint8)
+    codes = k.new_empty(*k.shape[:3], (len(channels) or k.shape[3]) // 2, dtype=torch.uint8)
     return codes, k.new_empty(k.shape[:3], dtype=torch.float16)
 
 

@@ -14,17 +14,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 # logarithms of shares are compared in steps of this part of a power of two
 STEPS_AN_OCTAVE = 64
 # step of the keys that are always read; of those whose share is below 2^-32 of all attention, or
 # too small to tell; and of those that may not be seen
 ALWAYS, LEAST, HIDDEN = 0, 2047, 2048
-# logarithms to base two beyond these count as these
-MOST = 500
-# in which codes are read
-BYTES_OF_WORD = 4
 # of 4-bit keys and 8-bit queries, and of the scales of keys; scales are not 0, to divide by
 LARGEST_CODE, LARGEST_QUERY, LARGEST_SCALE, LEAST_SCALE = 7, 127, 65504.0, 1.0e-20
 # tokens at the start of a text, and up to its end, that are always read
@@ -36,9 +31,8 @@ class Index(NamedTuple):
     """What is kept of keys beside them, to choose by.
 
     Attributes:
-        codes: uint8 [B, H_kv, N, W], two of C channels a byte: the i-th in the lower half, the one
-            C / 2 behind it in the upper half; 0 to 15 for -8 to 7. W is C / 2, filled up by zeros
-            to a multiple of 4.
+        codes: uint8 [B, H_kv, N, C / 2], two channels a byte: the i-th of C in the lower half, the
+            one C / 2 behind it in the upper half; 0 to 15 for -8 to 7.
         scales: float16 [B, H_kv, N], of each key.
     """
 
@@ -96,7 +90,7 @@ def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
     codes = (x / scales.float().clamp(min=LEAST_SCALE).unsqueeze(-1) + 0.5).floor()
     codes = (codes.clamp(-8, LARGEST_CODE) + 8).to(torch.uint8)
     low, high = codes.chunk(2, dim=-1)
-    return Index(F.pad(low | high << 4, (0, -low.shape[-1] % BYTES_OF_WORD)), scales)
+    return Index(low | high << 4, scales)
 
 
 def picked(x: Tensor, channels: tuple[int, ...]) -> Tensor:
@@ -131,8 +125,7 @@ def choose(
     some = picked(q, channels).unflatten(1, (kv_heads, group)).squeeze(3)
     unit = (some.abs().amax(-1, keepdim=True) / LARGEST_QUERY).clamp(min=LEAST_SCALE)
     some = (some / unit + 0.5).floor()
-    codes = index.codes[..., : some.shape[-1] // 2]
-    codes = torch.cat((codes & 15, codes >> 4), dim=-1).float() - 8
+    codes = torch.cat((index.codes & 15, index.codes >> 4), dim=-1).float() - 8
     logits = some @ codes.transpose(-1, -2) * index.scales.float().unsqueeze(2)
     logits = (logits * (unit * (scale * LOG2_E))).masked_fill(~seen[:, None, None], float("-inf"))
     whole = torch.logsumexp(logits / LOG2_E, dim=-1, keepdim=True) * LOG2_E
@@ -158,8 +151,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, choice: Choice, scale: float) -> Ten
 
 
 def in_steps(x: Tensor) -> Tensor:
-    """Logarithms to base two in whole steps, float, of what 16 bits hold."""
-    return (x.clamp(-MOST, MOST) * STEPS_AN_OCTAVE + 0.5).floor()
+    """Logarithms to base two in whole steps, float, as far as 16 bits hold them."""
+    limits = torch.iinfo(torch.int16)
+    return (x * STEPS_AN_OCTAVE).round().clamp(limits.min, limits.max)
 
 
 def _visible(
