@@ -2,8 +2,8 @@
 
 The index of a new key is one launch, a step five. Scores: the index is read once, by programs that
 each take a stretch of the cache; they leave logits in whole steps, and their part of each head's
-log-sum-exp. Steps: of every key the largest of its group's shares, and how many keys there are of each
-octave. Within: how many of each step in the one octave that is read in part, and the limit.
+log-sum-exp. Steps: of every key the largest of its group's shares, and how many keys there are of
+each octave. Within: how many of each step in the one octave that is read in part, and the limit.
 Attention: every program finds the keys of its stretch that are read, and gathers K and V of those.
 Merge: the parts of a row become one (split-K, as in Flash-Decoding). Nothing waits for the device
 and no shape depends on the length of the text, so that a step can be captured in a CUDA graph.
@@ -48,9 +48,9 @@ LEAST_TILE = 64
 # keys whose codes a program makes
 INDEXED = 128
 # programs that keep a GPU busy
-PROGRAMS = 1024
+PROGRAMS = 512
 # of scoring and of attention: the fewest and most keys of a program, and how many at a time
-SCORED, SCORED_BYTES_AT_A_TIME = (2048, 8192), 8 << 10
+SCORED, SCORED_BYTES_AT_A_TIME = (4096, 8192), 8 << 10
 READ, READ_AT_A_TIME, READ_STAGES = (2048, 2048), 32, 3
 # keys whose steps a program counts, by launch
 COUNTED, COUNTED_WITHIN = 2048, 4096
