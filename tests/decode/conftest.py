@@ -3,22 +3,24 @@ import pytest
 
 @pytest.fixture
 def steps(monkeypatch):
-    """The sparse steps that layers make, as a list: (layer, keys in its cache)."""
-    from cab_hf.decode.step import SparseDecode
+    """The sparse steps that layers make, as a list of their indices."""
+    from cab_hf import attention
 
-    made, attend = [], SparseDecode.attend
+    made, route = [], attention.route
 
-    def counted(self, q, k, v, scale):
-        made.append((self.layer.layer_idx, k.shape[2]))
-        return attend(self, q, k, v, scale)
+    def counted(*args, **kwargs):
+        way = route(*args, **kwargs)
+        if way.kind == "sparse decode":
+            made.append(kwargs["layer"].layer_idx)
+        return way
 
-    monkeypatch.setattr(SparseDecode, "attend", counted)
+    monkeypatch.setattr(attention, "route", counted)
     return made
 
 
 @pytest.fixture
 def from_anywhere(monkeypatch):
-    """Texts are read sparsely however short they are."""
+    """Steps read sparsely however short a text is, also where its prompt is too short to."""
     from cab_hf.decode import step
 
-    monkeypatch.setattr(step, "DECODE_FROM", 0)
+    monkeypatch.setattr(step, "decode_from", lambda config: 0)

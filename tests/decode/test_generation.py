@@ -5,13 +5,16 @@ import copy
 import pytest
 import torch
 from marks import slow_but
-from tiny import FULL, tiny_model, tokens
+from tiny import tiny_model, tokens
 from transformers import CompileConfig, DynamicCache, EncoderDecoderCache, StaticCache
 
 import cab_hf
+from cab_hf import CabConfig
 from cab_hf.decode.cache import IndexedDynamicLayer, IndexedStaticLayer
 from cab_hf.ops import decode
 
+# prompts attend to everything
+DENSELY = CabConfig(min_length=2000)
 # so large a share of a short text, rounded up, is all of it
 ALL = {"sparse_decode": True, "decode_tokens": 0.9999}
 FEW = {"sparse_decode": True, "decode_tokens": 128}
@@ -28,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("from_anywhere")
 
 def generate(model, ids, **options):
     torch.manual_seed(4)
-    return model.generate(ids, **{"max_new_tokens": 8, "do_sample": False, **options})
+    return model.generate(ids, **{"max_new_tokens": 5, "do_sample": False, **options})
 
 
 def made_from_scratch(cache):
@@ -58,9 +61,9 @@ def test_every_path_gives_dense_tokens_where_all_is_read(path, padding, steps):
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
     expected = generate(model, ids, attention_mask=mask, **PATHS[path])
-    cab_hf.apply_cab(model, FULL, **ALL)
+    cab_hf.apply_cab(model, DENSELY, **ALL)
     assert torch.equal(generate(model, ids, attention_mask=mask, **PATHS[path]), expected)
-    assert len(steps) == 7 * 3
+    assert len(steps) == 4 * 3
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -69,29 +72,29 @@ def test_every_shape_of_heads_gives_dense_tokens_where_all_is_read(shape, static
     model, ids = tiny_model(**shape), tokens(2, 130)
     options = {"cache_implementation": "static"} if static else {}
     expected = generate(model, ids, **options)
-    cab_hf.apply_cab(model, FULL, **ALL)
+    cab_hf.apply_cab(model, DENSELY, **ALL)
     assert torch.equal(generate(model, ids, **options), expected)
-    assert len(steps) == 7 * 3
+    assert len(steps) == 4 * 3
 
 
 @pytest.mark.parametrize("family", slow_but(["qwen3", "mistral", "mixtral", "smollm3"], 0))
 def test_every_family_gives_dense_tokens_where_all_is_read(family, steps):
     model, ids = tiny_model(family), tokens(2, 130)
     expected = generate(model, ids)
-    cab_hf.apply_cab(model, FULL, **ALL)
+    cab_hf.apply_cab(model, DENSELY, **ALL)
     assert torch.equal(generate(model, ids), expected) and steps
 
 
 def test_layers_under_a_window_stay_what_they_are(steps):
     model, ids = tiny_model("qwen3-some-sliding"), tokens(2, 130)
     expected = generate(model, ids)
-    cab_hf.apply_cab(model, FULL, **ALL)
+    cab_hf.apply_cab(model, DENSELY, **ALL)
     assert torch.equal(generate(model, ids), expected)
-    assert {layer for layer, _ in steps} == {0}
+    assert set(steps) == {0}
 
 
 @pytest.mark.parametrize("way", ["assistant", "prompt-lookup"])
-def test_assisted_decoding_crops_and_gives_dense_tokens(way, steps):
+def test_assisted_decoding_crops_and_gives_dense_tokens(way):
     model, ids = tiny_model(), tokens(1, 40).repeat(1, 3)
     options = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 20}
     if way == "assistant":
@@ -99,12 +102,10 @@ def test_assisted_decoding_crops_and_gives_dense_tokens(way, steps):
         assistant = tiny_model(num_hidden_layers=1)
         options = {"assistant_model": assistant, "max_new_tokens": 20}
     expected = generate(model, ids, **options)
-    cab_hf.apply_cab(model, FULL, **ALL)
+    cab_hf.apply_cab(model, DENSELY, **ALL)
     cache = cab_hf.index_cache(model)
     actual = generate(model, ids, past_key_values=cache, **options)
     assert torch.equal(actual, expected) and made_from_scratch(cache)
-    # calls of several queries are dense; whatever single ones there are is not
-    assert all(keys > 120 for _, keys in steps)
 
 
 @torch.no_grad()
@@ -113,13 +114,13 @@ def test_a_prompt_is_read_once_for_several_questions(kind, steps):
     model, prompt = tiny_model(), tokens(1, 130)
     questions = [torch.cat([prompt, tokens(1, 5, seed)], dim=1) for seed in (7, 8)]
     expected = [generate(model, ids) for ids in questions]
-    cab_hf.apply_cab(model, FULL, **ALL)
+    cab_hf.apply_cab(model, DENSELY, **ALL)
     own = StaticCache(model.config, max_cache_len=150) if kind == "static" else None
     cache = cab_hf.index_cache(model, own)
     model(prompt, past_key_values=cache)
     for ids, result in zip(questions, expected, strict=True):
         assert torch.equal(generate(model, ids, past_key_values=copy.deepcopy(cache)), result)
-    assert len(steps) == 2 * 7 * 3
+    assert len(steps) == 2 * 4 * 3
 
 
 @torch.no_grad()
@@ -130,18 +131,18 @@ def test_a_cache_that_was_filled_before_gets_the_index_of_its_keys(kind, steps):
     cache = DynamicCache(config=model.config)
     if kind == "static":
         cache = StaticCache(model.config, max_cache_len=150)
-    cab_hf.apply_cab(model, FULL, **ALL)
+    cab_hf.apply_cab(model, DENSELY, **ALL)
     model(ids[:, :130], past_key_values=cache)
     assert cab_hf.index_cache(model, cache) is cache and made_from_scratch(cache)
     assert torch.equal(generate(model, ids, past_key_values=cache), expected)
-    assert len(steps) == 7 * 3 and made_from_scratch(cache)
+    assert len(steps) == 4 * 3 and made_from_scratch(cache)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_a_cache_that_was_reset_is_as_good_as_new(kind):
     model, ids = tiny_model(), tokens(1, 130)
-    cab_hf.apply_cab(model, FULL, **FEW)
+    cab_hf.apply_cab(model, DENSELY, **FEW)
     own = StaticCache(model.config, max_cache_len=200) if kind == "static" else None
     cache = cab_hf.index_cache(model, own)
     fresh = generate(model, ids, past_key_values=cache)
@@ -153,23 +154,23 @@ def test_a_cache_that_was_reset_is_as_good_as_new(kind):
 def test_a_plain_cache_of_the_users_own_is_read_densely(steps):
     model, ids = tiny_model(), tokens(1, 300)
     expected = generate(model, ids)
-    cab_hf.apply_cab(model, FULL, **FEW)
+    cab_hf.apply_cab(model, DENSELY, **FEW)
     cache = DynamicCache(config=model.config)
     assert torch.equal(generate(model, ids, past_key_values=cache), expected)
     assert not steps and not any(isinstance(x, IndexedDynamicLayer) for x in cache.layers)
     generate(model, ids)
-    assert len(steps) == 7 * 3
+    assert len(steps) == 4 * 3
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_a_model_without_sparse_decode_gets_plain_caches(static, steps):
     model, ids = tiny_model(), tokens(1, 130)
     options = {"cache_implementation": "static"} if static else {}
-    cab_hf.apply_cab(model, FULL, **ALL)
+    cab_hf.apply_cab(model, DENSELY, **ALL)
     expected = generate(model, ids, **options)
     steps.clear()
     # switched off between two calls
-    cab_hf.apply_cab(model, FULL)
+    cab_hf.apply_cab(model, DENSELY)
     result = generate(model, ids, return_dict_in_generate=True, **options)
     kinds = (IndexedDynamicLayer, IndexedStaticLayer)
     assert not any(isinstance(layer, kinds) for layer in result.past_key_values.layers)
@@ -177,10 +178,10 @@ def test_a_model_without_sparse_decode_gets_plain_caches(static, steps):
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-@pytest.mark.parametrize("count", [200, pytest.param(1900, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [70, pytest.param(1900, marks=pytest.mark.slow)])
 def test_the_index_of_generated_tokens_is_one_made_from_scratch(kind, count, steps):
     model, ids = tiny_model(num_hidden_layers=2, head_dim=64), tokens(1, 140)
-    cab_hf.apply_cab(model, FULL, **FEW)
+    cab_hf.apply_cab(model, DENSELY, **FEW)
     options = {"cache_implementation": "static"} if kind == "static" else {}
     options |= {"max_new_tokens": count, "min_new_tokens": count}
     cache = generate(model, ids, return_dict_in_generate=True, **options).past_key_values
@@ -188,45 +189,62 @@ def test_the_index_of_generated_tokens_is_one_made_from_scratch(kind, count, ste
     assert made_from_scratch(cache) and len(steps) == 2 * (count - 1)
 
 
-def test_generate_compiles_a_static_cache(steps):
-    model, ids = tiny_model(head_dim=64), tokens(2, 130)
-    how = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
-    how._compile_all_devices = True
-    options = {"cache_implementation": "static", "max_new_tokens": 5}
-    expected = generate(model, ids, disable_compile=True, **options)
-    cab_hf.apply_cab(model, FULL, **ALL)
+def graphs_of(made, backend):
+    """A backend for torch.compile that leaves its graphs in ``made``."""
+
+    def compile_then_keep(graph, inputs):
+        made.append(graph)
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    return compile_then_keep
+
+
+def test_generate_compiles_a_static_cache():
+    model, ids = tiny_model(head_dim=64), tokens(2, 260)
+    options = {"cache_implementation": "static", "output_logits": True}
+    options |= {"return_dict_in_generate": True}
+    dense = generate(model, ids, disable_compile=True, **options)
+    cab_hf.apply_cab(model, DENSELY, **FEW)
+    eager = generate(model, ids, disable_compile=True, **options)
     torch._dynamo.reset()
-    actual = generate(model, ids, compile_config=how, **options)
-    assert torch.equal(actual, expected) and steps
+    graphs = []
+    how = CompileConfig(backend=graphs_of(graphs, "aot_eager"), mode=None, fullgraph=True)
+    how._compile_all_devices = True
+    compiled = generate(model, ids, compile_config=how, **options)
+    assert len(graphs) == 1
+    torch.testing.assert_close(compiled.logits, eager.logits, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(dense.logits[1], eager.logits[1], atol=1e-2)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("backend", slow_but(["eager", "aot_eager"], 1))
 @pytest.mark.parametrize("fields", [{}, {"predictor": "cascade", "anchors": (0,)}])
-def test_a_compiled_step_is_one_graph_and_reads_what_an_eager_one_does(backend, fields, steps):
-    model, ids = tiny_model(head_dim=64), tokens(2, 204)
-    cab_hf.apply_cab(model, FULL, **FEW, **fields)
+def test_a_compiled_step_is_one_graph_and_reads_what_an_eager_one_does(backend, fields):
+    model, ids = tiny_model(head_dim=64), tokens(2, 304)
+    dense = model(ids).logits[:, 300:]
+    cab_hf.apply_cab(model, DENSELY, **FEW, **fields)
 
     def logits(step):
-        cache = cab_hf.index_cache(model, StaticCache(model.config, max_cache_len=256))
-        model(ids[:, :200], past_key_values=cache)
-        steps.clear()
-        parts = [step(ids[:, i : i + 1], past_key_values=cache).logits for i in range(200, 204)]
-        assert len(steps) == 4 * 3
-        return torch.cat(parts, dim=1), [layer.index for layer in cache.layers if fields == {}]
+        cache = cab_hf.index_cache(model, StaticCache(model.config, max_cache_len=320))
+        model(ids[:, :300], past_key_values=cache)
+        parts = [step(ids[:, i : i + 1], past_key_values=cache).logits for i in range(300, 304)]
+        return torch.cat(parts, dim=1), cache.layers[0].index
 
-    expected, indices = logits(model)
+    expected, index = logits(model)
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        actual, compiled_indices = logits(torch.compile(model, fullgraph=True, backend=backend))
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(compiled_indices, indices)
+    graphs = []
+    compiled = torch.compile(model, fullgraph=True, backend=graphs_of(graphs, backend))
+    actual, compiled_index = logits(compiled)
+    assert len(graphs) == 1
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(compiled_index, index)
+    assert not torch.allclose(expected, dense, atol=1e-2)
 
 
 @torch.no_grad()
 def test_few_keys_are_not_all_and_a_static_cache_reads_the_same():
     model, ids = tiny_model(head_dim=64), tokens(2, 301)
-    cab_hf.apply_cab(model, FULL, **FEW)
+    cab_hf.apply_cab(model, DENSELY, **FEW)
     outputs = []
     for cache in (None, StaticCache(model.config, max_cache_len=400)):
         cache = cab_hf.index_cache(model, cache)
@@ -240,7 +258,7 @@ def test_few_keys_are_not_all_and_a_static_cache_reads_the_same():
 @torch.no_grad()
 def test_what_stands_behind_the_text_in_a_static_cache_changes_nothing():
     model, ids = tiny_model(head_dim=64), tokens(2, 301)
-    cab_hf.apply_cab(model, FULL, **FEW)
+    cab_hf.apply_cab(model, DENSELY, **FEW)
     outputs = []
     for rubbish in (0.0, 50.0):
         cache = cab_hf.index_cache(model, StaticCache(model.config, max_cache_len=400))
@@ -269,6 +287,6 @@ def test_what_stands_behind_the_text_in_a_static_cache_changes_nothing():
 def test_what_cannot_have_an_index_is_refused(settings, make, sentence):
     model = tiny_model()
     if settings is not None:
-        cab_hf.apply_cab(model, FULL, **settings)
+        cab_hf.apply_cab(model, DENSELY, **settings)
     with pytest.raises(ValueError, match=sentence):
         cab_hf.index_cache(model, None if make is None else make(model.config))
