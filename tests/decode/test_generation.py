@@ -55,7 +55,7 @@ PATHS = {
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("padding", [0, 21])
+@pytest.mark.parametrize("padding", slow_but([0, 21], 1))
 def test_every_path_gives_dense_tokens_where_all_is_read(path, padding, steps):
     model, ids = tiny_model(), tokens(2, 130)
     mask = torch.ones_like(ids)
@@ -83,6 +83,27 @@ def test_every_family_gives_dense_tokens_where_all_is_read(family, steps):
     expected = generate(model, ids)
     cab_hf.apply_cab(model, DENSELY, **ALL)
     assert torch.equal(generate(model, ids), expected) and steps
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"predictor": "cascade", "anchors": (0, 2)}, id="cascade"),
+        pytest.param(
+            {"predictor": "cascade", "anchors": (0,), "head_map": ((5, 4, 3, 2, 1, 0),) * 3},
+            id="mapped",
+        ),
+        pytest.param({"top_p": ((0.5, 0.5, 1.0, 0.5, 0.5, 0.5),) * 3}, id="calibrated"),
+    ],
+)
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_every_way_to_share_a_choice_gives_dense_tokens_where_all_is_read(fields, static, steps):
+    model, ids = tiny_model(), tokens(2, 130)
+    options = {"cache_implementation": "static"} if static else {}
+    expected = generate(model, ids, **options)
+    cab_hf.apply_cab(model, DENSELY, **ALL, **fields)
+    assert torch.equal(generate(model, ids, **options), expected)
+    assert steps == [0, 1, 2] * 4
 
 
 def test_layers_under_a_window_stay_what_they_are(steps):
