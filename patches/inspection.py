@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -12,13 +10,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from cab_hf.attention_layers import attention_layers, head_dim, window
 from cab_hf.budgets import budgets_of
 from cab_hf.checks import is_whole, require
 from cab_hf.config import CabConfig, Table
+from cab_hf.decode.generation import choosing_layers
+from cab_hf.decode.step import decode_from
 from cab_hf.engines import SDPA, Workload
 from cab_hf.mask import CabMask
 from cab_hf.model_config import cab_config_of
-from cab_hf.refusals import foreseen, layer_type
+from cab_hf.ops.decode import index_keys
+from cab_hf.refusals import foreseen
+from cab_hf.rotary import slow_channels
 from cab_hf.route import route
 from cab_hf.sparse import attended
 
@@ -33,8 +36,8 @@ def describe(
         training: whether gradients flow; by default ``model.training``.
 
     Returns:
-        One line for the settings, then one line a run of layers that behave alike. Layers that show
-        what they will be refused for are called refused.
+        One line for the settings, one line a run of layers that behave alike, and one for decoding.
+        Layers that show what they will be refused for are called refused.
 
     Raises:
         ValueError: for a length that no prompt has, or a bad ``cab_config``.
@@ -63,6 +66,8 @@ def describe(
         first, *others = [index for _, index in run]
         of = f"layers {first}-{others[-1]}" if others else f"layer {first}"
         lines.append(f"  {of}: {sentence}")
+    if name == "cab" and layers:
+        lines.append(f"  decode: {_decode(model, config)}")
     return "\n".join(lines)
 
 
@@ -124,11 +129,37 @@ def _calibration(config: CabConfig) -> str:
     return f" (calibrated for {config.origin.model} at {config.origin.length:,} tokens)"
 
 
+def _decode(model: PreTrainedModel, config: CabConfig) -> str:
+    """What a step of one query reads of the cache, and how large the index for it is."""
+    if not config.sparse_decode:
+        return "dense"
+    least, wanted = decode_from(config), config.decode_tokens
+    if least is None:
+        return f"dense, decode_tokens {wanted} is too much of a text to gain anything"
+    choosing = set(choosing_layers(model, config))
+    if not choosing:
+        return "dense, no layer chooses keys"
+    cache = index = 0
+    for _, module in attention_layers(model):
+        dim = head_dim(module)
+        key = torch.zeros(1, 1, 1, dim, dtype=model.dtype, device=next(module.parameters()).device)
+        cache += (dim + getattr(module, "v_head_dim", dim)) * key.element_size()
+        if module in choosing:
+            index += index_keys(key, slow_channels(module, dim)).nbytes
+    keys = f"{wanted} keys" if isinstance(wanted, int) else f"{wanted} of the keys"
+    return (
+        f"sparse, {keys} a KV head, from {least} tokens on, where the cache has an index "
+        f"({index / cache:.3f} of its bytes; generate() makes one, index_cache(model, cache) adds "
+        "one); any other cache densely"
+    )
+
+
 def stats(model: PreTrainedModel, reset: bool = False) -> list[dict[str, Any]]:
     """Realised density of every layer, over all sparse calls since the last reset.
 
     Density is attended over causal (query, key) pairs. Layers (and calls) that were computed dense
-    count nothing; neither do calls inside ``torch.compile``. Waits for the device.
+    count nothing; neither do steps of decode, and calls inside ``torch.compile``. Waits for the
+    device.
 
     Returns:
         ``{"layer": index, "density": float or None}`` for each attention layer, in order.
@@ -139,30 +170,6 @@ def stats(model: PreTrainedModel, reset: bool = False) -> list[dict[str, Any]]:
         density = None if pairs is None else int(pairs.attended) / max(1, int(pairs.causal))
         rows.append({"layer": index, "density": density})
     return rows
-
-
-def attention_layers(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]:
-    """(layer index, module) of every self-attention module, in order."""
-    text = model.config.get_text_config()
-    unnumbered = 0
-    for module in model.modules():
-        if _causal(module):
-            yield module.layer_idx, module
-        elif _causal_by_call(module, text):
-            yield unnumbered, module
-            unnumbered += 1
-
-
-def _causal(module: nn.Module) -> bool:
-    """Whether a module is a layer of causal self-attention; not all of them say so."""
-    unsaid = hasattr(module, "num_key_value_groups")
-    return hasattr(module, "layer_idx") and getattr(module, "is_causal", unsaid)
-
-
-def _causal_by_call(module: nn.Module, text: Any) -> bool:
-    """Whether a module has no index and may be told in the call that it is causal, as CLIP's."""
-    given = hasattr(module, "is_causal") and not hasattr(module, "layer_idx")
-    return given and getattr(module, "config", None) is text
 
 
 def _sentence(
@@ -178,8 +185,8 @@ def _sentence(
         return f"refused, {reason}"
     device = next(module.parameters()).device.type
     blocks = config.query_block, config.key_block
-    work = Workload(device, _head_dim(module), dtype, training, *blocks)
-    prompt = CabMask(1, tokens, tokens, 0, window=_window(module))
+    work = Workload(device, head_dim(module), dtype, training, *blocks)
+    prompt = CabMask(1, tokens, tokens, 0, window=window(module))
     way = route(prompt, config, work, sparse=sparse, layer=module)
     if way.kind == "sparse":
         text = f"sparse, engine {way.engine.label(work)}{_chosen(config, module)}"
@@ -189,26 +196,3 @@ def _sentence(
         text = ", ".join(["dense", *([way.reason] if way.reason else []), *how])
     causal = getattr(module, "is_causal", True)
     return text if causal else f"{text}; refused unless its model calls it causal"
-
-
-def _head_dim(module: nn.Module) -> int:
-    """Channels of a query: what the layer says, or its config."""
-    for owner in (module, module.config):
-        for name in ("qk_head_dim", "head_dim"):
-            if isinstance(getattr(owner, name, None), int):
-                return getattr(owner, name)
-    return module.config.hidden_size // module.config.num_attention_heads
-
-
-def _window(module: nn.Module) -> int | None:
-    """Width of a layer's sliding window, None without one.
-
-    Some layers do not know: their model makes one mask by its config for all of them.
-    """
-    if hasattr(module, "sliding_window"):
-        return module.sliding_window
-    model = sys.modules[type(module).__module__]
-    windowed = layer_type(module) in (None, "sliding_attention")
-    if windowed and hasattr(model, "create_sliding_window_causal_mask"):
-        return getattr(module.config, "sliding_window", None)
-    return None

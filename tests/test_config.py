@@ -40,6 +40,10 @@ ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=8192)
         ("engine", None),
         ("predictor", 7),
         ("sparse_decode", "yes"),
+        ("decode_tokens", 127),
+        ("decode_tokens", 0.0),
+        ("decode_tokens", 1.0),
+        ("decode_tokens", True),
         ("top_p", ()),
         ("top_p", ((0.5, 1.1),)),
         ("top_p", ((0.5, 0.5), (0.5,))),
@@ -358,3 +362,14 @@ def test_published_is_the_published_recipe():
     assert (config.query_block, config.key_block, config.sparsity) == (64, 64, 0.9)
     assert (config.redundancy, config.sink_blocks, config.dense_tail_blocks) == (1.0, 0, 0)
     assert CabConfig.published(min_length=0, dense_tail_blocks=1).dense_tail_blocks == 1
+
+
+def test_decode_tokens_is_read_where_decode_is_sparse():
+    with pytest.raises(ValueError, match="which sparse_decode=False does not read.*=True"):
+        CabConfig(decode_tokens=512)
+    config = CabConfig(sparse_decode=True, decode_tokens=512)
+    assert config.changed(sparse_decode=False) == CabConfig()
+    # saved before there was such a field
+    saved = CabConfig().to_dict()
+    del saved["decode_tokens"]
+    assert CabConfig.from_dict(saved) == CabConfig()

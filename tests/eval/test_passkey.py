@@ -351,15 +351,6 @@ def test_a_run_can_be_extended_by_methods(model_folder, tmp_path):
     assert results["provenance"]["settings"]["methods"] == ["dense", "cab", "streaming"]
 
 
-def test_both_stages_are_sparse_when_asked(model_folder, tmp_path):
-    """A budget of one block a row: decoding adds pairs, and they are counted."""
-    options = ("--budget", "0.3", "--controls", "0")
-    for stage in ("prefill", "both"):
-        command(model_folder, tmp_path / stage, "--stage", stage, *options, methods="random")
-    prefill, both = (read_samples(tmp_path / s)[0]["density"] for s in ("prefill", "both"))
-    assert prefill != both
-
-
 def copied(model_folder, to):
     """A model of the same folder name, elsewhere, and its generation config."""
     folder = shutil.copytree(model_folder, to / model_folder.name)

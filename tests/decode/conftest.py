@@ -1,0 +1,26 @@
+import pytest
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """The sparse steps that layers make, as a list of their indices."""
+    from cab_hf import attention
+
+    made, route = [], attention.route
+
+    def counted(*args, **kwargs):
+        way = route(*args, **kwargs)
+        if way.kind == "sparse decode":
+            made.append(kwargs["layer"].layer_idx)
+        return way
+
+    monkeypatch.setattr(attention, "route", counted)
+    return made
+
+
+@pytest.fixture
+def from_anywhere(monkeypatch):
+    """Steps read sparsely however short a text is, also where its prompt is too short to."""
+    from cab_hf.decode import step
+
+    monkeypatch.setattr(step, "decode_from", lambda config: 0)

@@ -1,0 +1,91 @@
+"""What a sparse step computes, against plain softmax and sort."""
+
+import pytest
+import torch
+from tiny import qkv
+from torch.nn import functional as F
+
+from cab_hf.ops.decode import attend, choose, index_keys
+from cab_hf.ops.decode.reference import LOCAL, SINKS, STEPS_AN_OCTAVE
+
+SCALE = 0.25
+
+
+def chosen(q, k, length, wanted, **kwargs):
+    numbers = torch.tensor([length]), torch.tensor([wanted], dtype=torch.int32)
+    channels = kwargs.get("channels", ())
+    return choose(q, index_keys(k, channels), SCALE, *numbers, **kwargs)
+
+
+def shares(q, k, length):
+    """The largest share of attention that a head of its group gives each key, [B, H_kv, N]."""
+    groups = q.shape[1] // k.shape[1]
+    logits = q @ k[:, :, :length].repeat_interleave(groups, dim=1).mT * SCALE
+    return logits.softmax(-1).squeeze(2).unflatten(1, (k.shape[1], groups)).amax(2)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 6), (6, 2), (8, 2)])
+@pytest.mark.parametrize("wanted", [128, 200])
+def test_the_keys_of_largest_share_are_read(heads, kv_heads, wanted):
+    q, k, _ = qkv(2, heads, kv_heads, q_length=1, kv_length=500)
+    kept = chosen(q, k, 450, wanted).kept()
+    assert not kept[..., 450:].any()
+    assert kept[..., :SINKS].all() and kept[..., 450 - LOCAL : 450].all()
+    share = shares(q, k, 450)
+    middle = slice(SINKS, 450 - LOCAL)
+    least = share[..., middle].masked_fill(~kept[..., middle], 2).amin(-1)
+    most = share[..., middle].masked_fill(kept[..., middle], 0).amax(-1)
+    # equal within a step
+    assert (least * 2 ** (1.5 / STEPS_AN_OCTAVE) >= most).all()
+    count = kept.sum(-1)
+    assert (count <= wanted).all() and (count > wanted - 20).all()
+
+
+@pytest.mark.parametrize("channels", [(), (0, 3, 5, 6, 9, 15)])
+def test_attention_is_that_under_a_mask_of_the_chosen_keys(channels):
+    q, k, v = qkv(2, q_length=1, kv_length=500)
+    choice = chosen(q, k, 450, 150, channels=channels)
+    mask = choice.kept().repeat_interleave(3, dim=1).unsqueeze(2)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SCALE, enable_gqa=True)
+    torch.testing.assert_close(attend(q, k, v, choice, SCALE), expected)
+
+
+def test_only_the_channels_of_the_index_are_scored():
+    q, k, _ = qkv(q_length=1, kv_length=500)
+    other = torch.cat([k[..., :8], torch.randn_like(k[..., 8:])], dim=-1)
+    kept = [chosen(q, x, 500, 128, channels=tuple(range(8))).kept() for x in (k, other)]
+    assert torch.equal(*kept)
+
+
+def test_padding_is_not_read_and_moves_the_sinks():
+    q, k, _ = qkv(q_length=1, kv_length=500)
+    valid = torch.ones(1, 500, dtype=torch.bool)
+    valid[:, :100] = False
+    kept = chosen(q, k, 500, 128, valid=valid).kept()
+    assert not kept[..., :100].any() and kept[..., 100 : 100 + SINKS].all()
+    alone = chosen(q, k[:, :, 100:], 400, 128).kept()
+    assert torch.equal(kept[..., 100:], alone)
+
+
+def test_keys_of_equal_shares_are_all_read_or_none():
+    q, k, _ = qkv(q_length=1, kv_length=500)
+    k[:, :, 100:150] = k[:, :, 100:101]
+    kept = chosen(q, k, 500, 140).kept()[..., 100:150]
+    assert ((kept.sum(-1) == 0) | (kept.sum(-1) == 50)).all()
+
+
+@pytest.mark.parametrize("wanted", [300, 450, 1000])
+def test_a_text_of_no_more_keys_than_wanted_is_read_whole(wanted):
+    q, k, v = qkv(q_length=1, kv_length=500)
+    choice = chosen(q, k, 300, wanted)
+    assert choice.kept()[..., :300].all() and not choice.kept()[..., 300:].any()
+    seen = k[:, :, :300], v[:, :, :300]
+    expected = F.scaled_dot_product_attention(q, *seen, scale=SCALE, enable_gqa=True)
+    torch.testing.assert_close(attend(q, k, v, choice, SCALE), expected)
+
+
+def test_dense_heads_read_everything_and_the_others_what_they_did():
+    q, k, _ = qkv(q_length=1, kv_length=500)
+    kept = chosen(q, k, 450, 128, dense_heads=(1,)).kept()
+    assert kept[:, 1, :450].all() and not kept[:, 1, 450:].any()
+    assert torch.equal(kept[:, 0], chosen(q, k, 450, 128).kept()[:, 0])

@@ -1,0 +1,118 @@
+"""A sparse step among settings of layers and heads: cascades, calibrated tables, what is said."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import qkv, tiny_model
+from torch.nn import functional as F
+
+import cab_hf
+from cab_hf import CabConfig
+from cab_hf.decode.cache import Indexed
+from cab_hf.decode.step import SHARED_CHOICE, SparseDecode, mapped_kv_heads
+from cab_hf.mask import CabMask
+from cab_hf.ops import decode
+
+LENGTH = 600
+FEW = {"sparse_decode": True, "decode_tokens": 128}
+
+
+def step(text, config, layer, k=None):
+    held = None if k is None else Indexed(k, k, ())
+    return SparseDecode(text, SimpleNamespace(layer_idx=layer), config, held)
+
+
+def dense(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, scale=0.25, enable_gqa=True)
+
+
+@pytest.mark.parametrize(
+    ("head_map", "mapped"),
+    [
+        pytest.param((), [0, 1], id="same-heads"),
+        pytest.param(((), (3, 4, 0, 1, 2, 2)), [1, 0], id="most-of-a-group"),
+    ],
+)
+def test_a_layer_behind_an_anchor_reads_what_that_chooses(head_map, mapped):
+    rows = [row or tuple(range(6)) for row in head_map]
+    config = CabConfig(predictor="cascade", anchors=(0,), head_map=tuple(rows), **FEW)
+    text = CabMask(1, 1, LENGTH, LENGTH - 1)
+    q, k, v = qkv(q_length=1, kv_length=LENGTH)
+    step(text, config, 0, k).attend(q, k, v, 0.25)
+    choice = text.shared_state[SHARED_CHOICE].choice
+    moved = choice._replace(steps=choice.steps[:, mapped], counts=choice.counts[:, mapped])
+    q, k, v = qkv(q_length=1, kv_length=LENGTH, seed=1)
+    actual = step(text, config, 1).attend(q, k, v, 0.25)
+    torch.testing.assert_close(actual, decode.attend(q, k, v, moved, 0.25))
+
+
+def test_the_anchor_must_have_the_heads_of_the_layers_behind_it():
+    config = CabConfig(predictor="cascade", anchors=(0,), **FEW)
+    text = CabMask(1, 1, LENGTH, LENGTH - 1)
+    q, k, v = qkv(q_length=1, kv_length=LENGTH)
+    step(text, config, 0, k).attend(q, k, v, 0.25)
+    with pytest.raises(ValueError, match="Layer 1 has 6 heads over 3 of k"):
+        step(text, config, 1).attend(*qkv(q_length=1, kv_length=LENGTH, kv_heads=3), 0.25)
+
+
+@pytest.mark.parametrize(
+    ("row", "kv_heads", "mapped"),
+    [
+        pytest.param((0, 1, 2, 3, 4, 5), 2, (0, 1), id="same"),
+        pytest.param((5, 5, 0, 1, 3, 0), 2, (1, 0), id="most"),
+        pytest.param((5, 0, 3, 3), 4, (5, 0, 3, 3), id="groups-of-one"),
+        pytest.param((2, 0, 0, 3), 2, (1, 0), id="the-first-of-equals"),
+    ],
+)
+def test_a_kv_head_goes_with_most_of_its_query_heads(row, kv_heads, mapped):
+    assert mapped_kv_heads(row, kv_heads) == mapped
+
+
+def test_a_kv_head_with_a_dense_head_reads_everything():
+    config = CabConfig(top_p=((0.5, 0.5, 0.5, 0.5, 1.0, 0.5),), **FEW)
+    q, k, v = qkv(q_length=1, kv_length=LENGTH)
+    actual = step(CabMask(1, 1, LENGTH, LENGTH - 1), config, 0, k).attend(q, k, v, 0.25)
+    expected = dense(q, k, v)
+    torch.testing.assert_close(actual[:, 3:], expected[:, 3:])
+    assert not torch.allclose(actual[:, :3], expected[:, :3], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("given", "length", "wanted"),
+    [
+        pytest.param(128, 599, 128, id="number"),
+        pytest.param(0.25, 598, 150, id="share-rounded-up"),
+        pytest.param(0.25, torch.tensor(598), 150, id="share-of-a-static-cache"),
+    ],
+)
+def test_how_much_is_read_is_known_once_a_pass(given, length, wanted):
+    text = CabMask(1, 1, None, length)
+    made = text.reach(given, torch.device("cpu"))
+    assert [(x.tolist(), x.dtype) for x in made] == [
+        ([int(length) + 1], torch.int64),
+        ([wanted], torch.int32),
+    ]
+    assert text.reach(given, torch.device("cpu")) is made
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        pytest.param({}, "  decode: dense", id="off"),
+        pytest.param(FEW, "128 keys a KV head, from 512 tokens on", id="number"),
+        pytest.param(FEW | {"min_length": 700}, "from 700 tokens on", id="min_length"),
+        pytest.param(FEW | {"decode_tokens": 0.1}, "0.1 of the keys a KV head", id="share"),
+        pytest.param(FEW | {"decode_tokens": 0.5}, "dense, decode_tokens 0.5", id="too-much"),
+        # half of the channels of K, of as many bytes as K and V have
+        pytest.param(FEW, "(0.250 of its bytes", id="index"),
+        pytest.param(FEW | {"dense_layers": (1, 2)}, "(0.083 of its bytes", id="one-layer-of-3"),
+        pytest.param(FEW | {"dense_layers": (0, 1, 2)}, "no layer chooses keys", id="no-layer"),
+        pytest.param(
+            FEW | {"predictor": "cascade", "anchors": (0,)}, "(0.083 of its", id="one-anchor"
+        ),
+    ],
+)
+def test_describe_says_what_a_step_reads(settings, sentence):
+    model = cab_hf.apply_cab(tiny_model(head_dim=64), **{"min_length": 0, **settings})
+    assert sentence in cab_hf.describe(model).splitlines()[-1]
