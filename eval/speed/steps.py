@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch._dynamo.utils import counters
 
 from cab_hf.config import CabConfig
 from cab_hf.eval.speed.model import ModelShape, random_model
@@ -21,6 +22,8 @@ MODES = {
     STATIC: "a static cache, eager",
     DYNAMIC: "a dynamic cache, eager",
 }
+# slots are a multiple of it: kernels under a mask pad what is not aligned
+ALIGNED = 128
 # compiled: one that compiles, one that records its graph, and replays
 WARM_UP_STEPS = 5
 
@@ -37,8 +40,10 @@ class Decoded(NamedTuple):
     cache_gib: float
     index_gib: float | None
     ran_as: str | None
+    without_graph: str | None
 
 
+@torch.no_grad()
 def time_steps(
     settings: ModelShape,
     bench: Bench,
@@ -61,25 +66,27 @@ def time_steps(
     with attending(model, config):
         cache = filled(model, length, batch, WARM_UP_STEPS + steps, mode != DYNAMIC, config)
         bench.settle()
+        counters.clear()
         try:
-            with torch.no_grad():
-                step = stepping(model, cache, batch, mode == COMPILED)
-                first, peak = bench.walls(step, WARM_UP_STEPS)
-                times, later = bench.walls(step, steps)
+            step = stepping(model, cache, batch, mode == COMPILED)
+            first, peak = bench.walls(step, WARM_UP_STEPS)
+            times, later = bench.walls(step, steps)
         finally:
             if mode == COMPILED:
                 # graphs and what they hold
                 torch._dynamo.reset()
-        made = [layer.index for layer in cache.layers if getattr(layer, "index", None) is not None]
-        kept = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
-        return Decoded(
-            times,
-            first[0] / 1e3,
-            peak and max(peak, later),
-            kept / 2**30,
-            sum(index.nbytes for index in made) / 2**30 if made else None,
-            described(model, length) if config else None,
-        )
+    indices = [layer.index for layer in cache.layers if getattr(layer, "index", None) is not None]
+    kept = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    skipped = counters["inductor"]["cudagraph_skips"]
+    return Decoded(
+        times,
+        first[0] / 1e3,
+        peak and max(peak, later),
+        kept / 2**30,
+        sum(index.nbytes for index in indices) / 2**30 if indices else None,
+        ran_as(config, len(indices), cache.layers[0].keys.shape[2]) if config else None,
+        f"inductor makes none of {skipped} graphs" if skipped else None,
+    )
 
 
 @contextmanager
@@ -91,12 +98,14 @@ def attending(model: PreTrainedModel, config: CabConfig | None) -> Iterator[None
         yield
 
 
-def described(model: PreTrainedModel, length: int) -> str:
-    """What cab says of itself, in a line."""
-    from cab_hf.patches import describe
+def ran_as(config: CabConfig, layers: int, slots: int) -> str:
+    """What so many layers with an index do where their cache has that many slots."""
+    from cab_hf.decode.step import decode_from
 
-    lines = describe(model, tokens=length, training=False).splitlines()[1:]
-    return "; ".join(map(str.strip, lines))
+    least = decode_from(config)
+    if least is None or slots < least:
+        return "dense: few tokens beside those that a step would read"
+    return f"{layers} layers choose the keys they read"
 
 
 def filled(
@@ -107,13 +116,16 @@ def filled(
     static: bool,
     config: CabConfig | None,
 ) -> Cache:
-    """A cache of random keys and values of ``length`` tokens, static with ``room`` for more."""
+    """A cache of random keys and values of ``length`` tokens, static with ``room`` for more.
+
+    Slots are aligned to `ALIGNED`.
+    """
     from transformers import DynamicCache, StaticCache
 
     from cab_hf import index_cache
 
     text = model.config
-    slots = {"max_cache_len": length + room} if static else {}
+    slots = {"max_cache_len": -(-(length + room) // ALIGNED) * ALIGNED} if static else {}
     cache = (StaticCache if static else DynamicCache)(config=text, **slots)
     cache = index_cache(model, cache) if config else cache
     generator = torch.Generator(model.device).manual_seed(0)
@@ -129,7 +141,8 @@ def stepping(model: PreTrainedModel, cache: Cache, batch: int, compiled: bool) -
     forward = model.__call__
     if compiled:
         forward = torch.compile(forward, mode="reduce-overhead", fullgraph=True)
-    tokens = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+    # 0 pads, and its embedding is nothing
+    tokens = torch.ones(batch, 1, dtype=torch.long, device=model.device)
 
     def step() -> None:
         if compiled:

@@ -175,24 +175,32 @@ def test_steps_write_their_tokens_and_are_alike_in_every_cache():
         assert int(cache.get_seq_length()) == 44
         caches.append(cache)
     for one, other in zip(*(cache.layers for cache in caches), strict=True):
-        torch.testing.assert_close(one.keys, other.keys)
-        assert one.keys[:, :, 40:].abs().amin((0, 1, 3)).gt(0).all()
+        assert one.keys.shape[2] == steps.ALIGNED
+        torch.testing.assert_close(one.keys[:, :, :44], other.keys)
+        assert other.keys[:, :, 40:].abs().amin((0, 1, 3)).gt(0).all()
 
 
 @pytest.mark.parametrize("mode", ["static", "dynamic"])
-def test_a_model_is_timed_with_its_cache_and_index(mode):
-    settings = tiny(layers=2)
+def test_a_model_is_timed_with_its_cache_and_index(mode, monkeypatch):
+    settings, choices, choose = tiny(), [], ops.choose
+    monkeypatch.setattr(ops, "choose", lambda *given: choices.append(given) or choose(*given))
     dense = sample_of(Decode, settings, MODEL | {"mode": mode, "way": "sdpa", "budget": None})
     sparse = sample_of(Decode, settings, MODEL | {"mode": mode})
     assert dense["error"] is sparse["error"] is None
     for row in (dense, sparse):
         assert 0 < row["least_ms"] <= row["ms"] <= row["most_ms"]
         assert row["tokens_s"] == pytest.approx(2 / row["ms"] * 1e3)
-        # the prompt, the steps that warm up and those that are timed
-        tokens = 600 + steps.WARM_UP_STEPS + 3
+        # the prompt, the steps that warm up and those that are timed; slots are aligned
+        tokens = 640 if mode == "static" else 600 + steps.WARM_UP_STEPS + 3
         assert row["cache_gib"] * 2**30 == 2 * 2 * 2 * 2 * tokens * 16 * 4
     assert dense["index_gib"] is None and dense["ran_as"] is None
-    assert 0 < sparse["index_gib"] < sparse["cache_gib"] and "decode" in sparse["ran_as"]
+    assert 0 < sparse["index_gib"] < sparse["cache_gib"]
+    assert sparse["ran_as"] == "2 layers choose the keys they read"
+    assert len(choices) == 2 * (steps.WARM_UP_STEPS + 3)
+    # of 600 tokens 256 are too many for a choice to pay
+    row = sample_of(Decode, settings, MODEL | {"mode": mode, "budget": 256})
+    assert row["error"] is None and row["ran_as"].startswith("dense: ")
+    assert len(choices) == 2 * (steps.WARM_UP_STEPS + 3)
 
 
 def test_without_a_gpu_nothing_is_compiled():
