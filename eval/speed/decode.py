@@ -172,8 +172,8 @@ class Decode(Speed):
         """Attention before the model, by length and batch, cab beside the fastest dense way.
 
         ``over_best`` says how many times faster a row is than that, ``over_same`` than sdpa in the
-        same mode. ``gb_s`` is what is read a
-        second, ``of_bandwidth`` its share of what a copy moves.
+        same mode. ``gb_s`` is what is read a second, ``of_bandwidth`` its share of what a copy
+        moves.
         """
         compared = ("baseline", "baseline_ms", "over_best", "over_same")
         rows = by_length(samples, (*compared, "gb_s", "of_bandwidth"))
@@ -228,11 +228,12 @@ class Decode(Speed):
             if last["over_same"] and last["over_same"] != last["over_best"]:
                 text += f" and {TIMES(last['over_same'])} as fast as sdpa compiled"
             parts.append(f"{text}.")
-        unsteady = [row for row in rows if row["most_ms"] and row["most_ms"] > STEADY * row["ms"]]
+        run = [row for row in _of(rows, MODEL) if row["ms"] is not None]
+        unsteady = [row for row in run if row["most_ms"] > STEADY * row["ms"]]
         if unsteady:
             parts.append(
-                f"Of {len(_of(rows, MODEL))} ways to run the model {len(unsteady)} had a step of "
-                f"more than {STEADY:g} times the median."
+                f"Of {len(run)} runs of the model {len(unsteady)} had a step of more than "
+                f"{STEADY:g} times the median."
             )
         return parts
 
@@ -250,8 +251,9 @@ class Decode(Speed):
             "read. Of bandwidth: GB/s over what a large copy reads and writes in the same run. "
             "Mass: the share of attention on the chosen keys. Error: relative, of cab where "
             "everything is chosen, against float32 attention.\n\nThe model attends by "
-            f"transformers' sdpa or by cab, from any length on here. {modes}. Slowest: the "
-            "slowest step over the median; first: seconds of the first step, compiling included."
+            "transformers' sdpa or by cab, here whatever min_length says, though never below four "
+            f"times decode_tokens. {modes}. Slowest: the slowest step over the median; first: "
+            "seconds of the first step, compiling included."
         )
 
     @staticmethod

@@ -246,10 +246,11 @@ def test_a_part_that_was_not_run_is_a_dash():
 
 
 def test_steps_that_are_not_alike_are_told():
-    rows = derive([row_of("sdpa", 10.0, mode="static", most_ms=13.0)])
+    failed = row_of("sdpa", None, mode="compiled", error="out of memory")
+    rows = derive([row_of("sdpa", 10.0, mode="static", most_ms=13.0), failed])
     assert "| 1.30× |" in shown(Decode, rows)
     assert Decode.readings(rows) == [
-        "Of 1 ways to run the model 1 had a step of more than 1.25 times the median."
+        "Of 1 runs of the model 1 had a step of more than 1.25 times the median."
     ]
 
 
