@@ -137,6 +137,22 @@ def test_what_a_step_of_cab_reads_by_hand():
     assert everything["kept"] == 600 and everything["mass"] == pytest.approx(1)
 
 
+def test_an_index_of_8_bit_floats_is_written_and_counted(monkeypatch):
+    made, index_keys = [], ops.index_keys
+
+    def eight_bits(k, channels):
+        made.append(index_keys(k, channels).to(torch.float8_e4m3fn))
+        return made[-1]
+
+    float_row = sample_of(Decode, tiny(), CASE | {"budget": 600})
+    monkeypatch.setattr(ops, "index_keys", eight_bits)
+    row = sample_of(Decode, tiny(), CASE | {"budget": 600})
+    assert row["error"] is None and row["ms"] == 2.0
+    assert float_row["bytes"] - row["bytes"] == 3 * made[0].nbytes
+    # the index, then one key at a time
+    assert {x.shape[2] for x in made[1:]} == {1}
+
+
 def test_a_share_is_of_the_text():
     assert decode.tokens_of(0.25, 600) == 150 and decode.tokens_of(128, 600) == 128
 
