@@ -1,4 +1,7 @@
 """How long an op takes, beside the best dense attention in the same run."""
 
-OPS = (*("predictor", "attention", "ttft", "breakdown", "prefill"), *("lora", "context-parallel"))
+OPS = (
+    *("predictor", "attention", "ttft", "decode", "breakdown", "prefill"),
+    *("lora", "context-parallel"),
+)
 COMMANDS = {op: f"cab_hf.eval.speed.{op.replace('-', '_')}" for op in OPS}

@@ -30,6 +30,9 @@ PREFERRED = ("FA3", "cuDNN")  # what a ratio is against, the first that ran
 BREAK_EVEN = "A break-even lies between two measured lengths, on a line through logarithms."
 FLASH_DIMS = range(1, 257)
 WIDE_DIMS = range(257, 1025)
+# the wheel of the forward pass alone has a module of its own
+FA3_MODULES = ("flash_attn_interface", "fa3_fwd_interface")
+FA4_MODULES = ("flash_attn.cute",)
 
 
 @dataclass(frozen=True)
@@ -182,14 +185,14 @@ def _token_major(kernel: Callable[..., Tensor | tuple]) -> Attend:
     return attend
 
 
+def first_of(modules: Sequence[str]) -> Any:
+    """The first of these modules that is installed; ImportError where none is."""
+    return import_module(next(filter(find_spec, modules), modules[-1]))
+
+
 def _flash(*modules: str) -> Callable[[], Attend]:
     """flash-attn's function of the first of these modules that is installed."""
-
-    def load() -> Attend:
-        name = next(filter(find_spec, modules), modules[-1])
-        return _token_major(import_module(name).flash_attn_func)
-
-    return load
+    return lambda: _token_major(first_of(modules).flash_attn_func)
 
 
 def _ffpa(backend: str) -> Callable[[], Attend]:
@@ -232,12 +235,11 @@ def _cudnn_version() -> str | None:
 
 ON_GPU = {
     "FA3": Baseline(
-        # the wheel of the forward pass alone has a module of its own
-        _flash("flash_attn_interface", "fa3_fwd_interface"),
+        _flash(*FA3_MODULES),
         _package("flash_attn_3", "flash-attn-3", "fa3-fwd"),
         head_dims=FLASH_DIMS,
     ),
-    "FA4": Baseline(_flash("flash_attn.cute"), _package("flash-attn-4"), head_dims=FLASH_DIMS),
+    "FA4": Baseline(_flash(*FA4_MODULES), _package("flash-attn-4"), head_dims=FLASH_DIMS),
     "cuDNN": Baseline(_sdpa(SDPBackend.CUDNN_ATTENTION), _cudnn_version, head_dims=FLASH_DIMS),
     "flash": Baseline(_sdpa(SDPBackend.FLASH_ATTENTION), head_dims=FLASH_DIMS),
     "efficient": Baseline(_sdpa(SDPBackend.EFFICIENT_ATTENTION), grouped=False),

@@ -44,11 +44,17 @@ class RandomHeads:
         self.check("inputs", self.inputs in INPUTS, " or ".join(INPUTS))
 
     def random_heads(
-        self, length: int, head_dim: int, device: torch.device, names: str
+        self,
+        length: int,
+        head_dim: int,
+        device: torch.device,
+        names: str,
+        batch: int | None = None,
     ) -> tuple[Tensor, ...]:
         """Random q, k or v by its letter, laid out as transformers hands them at prefill.
 
-        [B, H, N, D] views of [B, N, H * D]; k and v have the key and value heads.
+        [B, H, N, D] views of [B, N, H * D]; k and v have the key and value heads. B is ``batch``
+        where the settings have several.
         ``inputs="topics"`` has the block structure of text: in q and k, runs of `TOPIC_TOKENS`
         tokens share one of `TOPICS` directions, so that a query has most of its mass on the blocks
         of its topic. ``"noise"`` is white: every block matters alike, and next to nothing can be
@@ -62,10 +68,11 @@ class RandomHeads:
             TOPICS, (-(-length // TOPIC_TOKENS),), device=device, generator=generator
         )
         shared = topics[runs.repeat_interleave(TOPIC_TOKENS)[:length]]
+        batch = self.batch if batch is None else batch
         made = []
         for name in names:
             heads = self.heads if name == "q" else self.kv_heads
-            x = torch.randn(self.batch, length, heads, head_dim, **like)
+            x = torch.randn(batch, length, heads, head_dim, **like)
             if self.inputs == "topics" and name != "v":
                 x += shared[:, None]
             made.append(x.transpose(1, 2))

@@ -31,10 +31,9 @@ INITIAL_STD = 0.02
 
 
 @dataclass(frozen=True)
-class ModelSettings(SpeedSettings):
+class ModelShape(SpeedSettings):
     """Of ops that run a whole LLaMA with random weights; the defaults have LLaMA-3-8B's shape."""
 
-    DEFAULTS = UNREACHED_TOP_P
     POSITIVE = ("layers", "hidden", "intermediate", "kv_heads", "head_dim", "vocab")
 
     layers: int | None = by_device(32, 2, "decoder layers", int)
@@ -45,17 +44,10 @@ class ModelSettings(SpeedSettings):
     head_dim: int | None = by_device(128, 16, "channels of a head", int)
     vocab: int | None = by_device(128_256, 256, "tokens there are", int)
     rope_theta: float = option(500_000.0, "base of the rotary frequencies", float)
-    max_density: tuple[str, ...] = densities("0.1")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_heads()
-        for length in self.lengths:
-            self.budgeted(length)
-
-    def budgeted(self, length: int, **fields: Any) -> CabConfig:
-        """The config at that length, with ``fields`` beyond its budget."""
-        return dataclasses.replace(self.configured(max_density=self.density_at(length)), **fields)
 
     def model_flops(self, length: int) -> dict[str, float]:
         """Floating-point operations of reading a prompt densely: ``linear`` and ``attention``.
@@ -81,20 +73,42 @@ class ModelSettings(SpeedSettings):
         return length * a_token
 
 
-def described(settings: Mapping[str, Any]) -> str:
-    """The model of a run with these recorded ``settings``, and how it was timed."""
-    shape = (
+@dataclass(frozen=True)
+class ModelSettings(ModelShape):
+    """Of ops that let the model read prompts, whose density is an option."""
+
+    DEFAULTS = UNREACHED_TOP_P
+
+    max_density: tuple[str, ...] = densities("0.1")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for length in self.lengths:
+            self.budgeted(length)
+
+    def budgeted(self, length: int, **fields: Any) -> CabConfig:
+        """The config at that length, with ``fields`` beyond its budget."""
+        return dataclasses.replace(self.configured(max_density=self.density_at(length)), **fields)
+
+
+def shape_of(settings: Mapping[str, Any]) -> str:
+    """The model of a run with these recorded ``settings``."""
+    return (
         f"A LLaMA with random weights (standard deviation {INITIAL_STD}): {settings['layers']} "
         f"layers of {settings['hidden']} channels ({settings['intermediate']} in the MLP), "
         f"{settings['heads']} query and {settings['kv_heads']} key heads of "
-        f"{settings['head_dim']}, {settings['vocab']:,} tokens, {settings['dtype']}, max_density "
-        f"{', '.join(settings['max_density'])}"
+        f"{settings['head_dim']}, {settings['vocab']:,} tokens, {settings['dtype']}"
     )
-    return made_of(shape, settings)
+
+
+def described(settings: Mapping[str, Any]) -> str:
+    """The model of a run with these recorded ``settings``, and how it was timed."""
+    budget = f"max_density {', '.join(settings['max_density'])}"
+    return made_of(f"{shape_of(settings)}, {budget}", settings)
 
 
 @lru_cache(maxsize=1)
-def random_model(settings: ModelSettings) -> PreTrainedModel:
+def random_model(settings: ModelShape) -> PreTrainedModel:
     """The model, made where it runs: no weight is ever on another device or of another dtype."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 

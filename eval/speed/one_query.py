@@ -1,0 +1,232 @@
+"""Attention of one decode step over the cache of one layer: by dense kernels, and by cab."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from functools import lru_cache, partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cab_hf.eval.speed.checks import close
+from cab_hf.eval.speed.dense import FA3_MODULES, FA4_MODULES, first_of
+from cab_hf.eval.speed.heads import RandomHeads
+from cab_hf.eval.speed.timing import Bench, Timing
+from cab_hf.ops import decode
+from cab_hf.rotary import llama_channels
+
+COPIED_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}  # each way, of the copy that tells the bandwidth
+CAB = "cab"
+
+
+class Step(NamedTuple):
+    """One query a head and the cache that it attends, and what comes of it in float32.
+
+    Attributes:
+        q: [B, H, 1, D].
+        k, v: [B, H_kv, N, D], contiguous, as caches of transformers are.
+        weights: float32 [B, H_kv, H / H_kv, N], of all keys.
+        expected: float32 [B, H, 1, D].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    weights: Tensor
+    expected: Tensor
+
+    @property
+    def scale(self) -> float:
+        return self.q.shape[-1] ** -0.5
+
+    @property
+    def bytes_a_key(self) -> int:
+        """Of K and V of one key of one KV head."""
+        return 2 * self.k.shape[-1] * self.k.element_size()
+
+
+# once for all that attends it
+@lru_cache(maxsize=1)
+def random_step(
+    settings: RandomHeads, length: int, batch: int, head_dim: int, device: torch.device
+) -> Step:
+    """The last token of random inputs, and the cache of all of them."""
+    q, k, v = settings.random_heads(length, head_dim, device, "qkv", batch)
+    q, k, v = q[:, :, -1:].contiguous(), k.contiguous(), v.contiguous()
+    grouped = q.float().unflatten(1, (k.shape[1], -1)).squeeze(3) * head_dim**-0.5
+    # a text at a time: a cache in float32 is twice the cache
+    weights = torch.stack(
+        [
+            (one @ keys.float().transpose(-1, -2)).softmax(-1)
+            for one, keys in zip(grouped, k, strict=True)
+        ]
+    )
+    return Step(q, k, v, weights, weighted(weights, v))
+
+
+def weighted(weights: Tensor, v: Tensor) -> Tensor:
+    """float32 [B, H, 1, D] of weights [B, H_kv, G, N] and v [B, H_kv, N, D]."""
+    sums = [one @ values.float() for one, values in zip(weights, v, strict=True)]
+    return torch.stack(sums).flatten(1, 2).unsqueeze(2)
+
+
+@lru_cache(maxsize=1)
+def bandwidth(bench: Bench) -> float:
+    """GB/s of a large copy, what is read and what is written together."""
+    source = torch.zeros(COPIED_BYTES[bench.device.type], dtype=torch.uint8, device=bench.device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / bench.time(lambda: target.copy_(source)).ms / 1e6
+
+
+# --- dense kernels: (q, k, v, scale) -> calls that give [B, H, 1, D], by what they are told
+
+Calls = Mapping[str, Callable[[], Tensor]]
+
+
+def _sdpa(backend: SDPBackend | None, *ways: str) -> Callable[[Step], Calls]:
+    """`F.scaled_dot_product_attention`; a group's heads can be handed over as several queries."""
+
+    def calls(step: Step) -> Calls:
+        q, k, v, _, _ = step
+        folded = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])
+        given = {"enable_gqa": (q, True), "a group as queries": (folded, False)}
+
+        def attend(query: Tensor, gqa: bool) -> Tensor:
+            with nullcontext() if backend is None else sdpa_kernel(backend):
+                out = F.scaled_dot_product_attention(query, k, v, scale=step.scale, enable_gqa=gqa)
+            return out.view(q.shape)
+
+        return {way: partial(attend, *given[way]) for way in ways}
+
+    return calls
+
+
+def _transformers(step: Step) -> Calls:
+    """What transformers calls where the cache is static: a mask of its slots."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    q, k, v, _, _ = step
+    module = SimpleNamespace(num_key_value_groups=q.shape[1] // k.shape[1], is_causal=True)
+    mask = torch.ones(q.shape[0], 1, 1, k.shape[2], dtype=torch.bool, device=q.device)
+
+    def attend() -> Tensor:
+        return sdpa_attention_forward(module, q, k, v, mask, scaling=step.scale)[0].transpose(1, 2)
+
+    return {"with a mask": attend}
+
+
+def _flash(
+    modules: Iterable[str], name: str, told: Mapping[str, Mapping[str, Any]], lengths: bool
+) -> Callable[[Step], Calls]:
+    """A function of flash-attn, which takes [B, N, H, D]: views, nothing is copied."""
+
+    def calls(step: Step) -> Calls:
+        kernel = getattr(first_of(tuple(modules)), name)
+        q, k, v = (x.transpose(1, 2) for x in step[:3])
+        more = {"softmax_scale": step.scale, "causal": True}
+        if lengths:
+            each = torch.full(q.shape[:1], k.shape[1], dtype=torch.int32, device=q.device)
+            more["cache_seqlens"] = each
+
+        def attend(options: Mapping[str, Any]) -> Tensor:
+            out = kernel(q, k, v, **more, **options)
+            # some versions return the log-sum-exp as well
+            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+        return {way: partial(attend, options) for way, options in told.items()}
+
+    return calls
+
+
+EITHER = ("enable_gqa", "a group as queries")
+FA3_TOLD = {"pack_gqa by itself": {}, "pack_gqa": {"pack_gqa": True}}
+FA4_TOLD = {"one split": {}, "num_splits by itself": {"num_splits": 0}}
+DENSE: Mapping[str, Callable[[Step], Calls]] = {
+    "SDPA": _sdpa(None, "enable_gqa"),
+    "transformers": _transformers,
+    "FA3": _flash(FA3_MODULES, "flash_attn_with_kvcache", FA3_TOLD, lengths=True),
+    "FA4": _flash(FA4_MODULES, "flash_attn_func", FA4_TOLD, lengths=False),
+    "cuDNN": _sdpa(SDPBackend.CUDNN_ATTENTION, *EITHER),
+    "flash": _sdpa(SDPBackend.FLASH_ATTENTION, *EITHER),
+}
+
+
+@torch.no_grad()
+def time_dense(step: Step, name: str, bench: Bench) -> tuple[Timing, str]:
+    """(time, what it was told) of the fastest way to call one of `DENSE`, each checked before.
+
+    Raises:
+        Exception: the last one, where no way works.
+    """
+    timed, failed = {}, None
+    for told, call in DENSE[name](step).items():
+        try:
+            close(call(), step.expected, "of one query")
+            timed[told] = bench.time(call)
+        except Exception as error:
+            # what one GPU refuses another takes
+            failed = error
+    if not timed:
+        raise failed
+    told = min(timed, key=lambda each: timed[each].ms)
+    return timed[told], told
+
+
+@torch.no_grad()
+def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
+    """Times of a step of cab that reads ``wanted`` keys, and what it reads, checked before.
+
+    Fields are ``timing`` and those of its parts, ``index``, ``choose``, ``attend``; ``kept``, keys
+    read a KV head; ``mass``, the share of attention on them; ``bytes`` read; ``full_error``, the
+    relative error where everything is chosen.
+
+    Raises:
+        ArithmeticError: where it computes something else than float32 attention over its choice.
+    """
+    q, k, v, weights, expected = step
+    channels, length = llama_channels(q.shape[-1]), k.shape[2]
+    index = decode.index_keys(k, channels)
+    place = torch.tensor([length - 1], device=q.device)
+    so_far = torch.tensor([length], dtype=torch.int32, device=q.device)
+
+    def write() -> None:
+        new = decode.index_keys(k[:, :, -1:], channels)
+        # 8-bit floats are not copied by index everywhere
+        kind = torch.uint8 if index.element_size() == 1 else index.dtype
+        index.view(kind).index_copy_(2, place, new.view(kind))
+
+    def choosing(count: int) -> Callable[[], Any]:
+        count = torch.tensor([count], dtype=torch.int32, device=q.device)
+        return partial(decode.choose, q, index, step.scale, so_far, count, channels)
+
+    choose = choosing(wanted)
+
+    def attend(choice: Any) -> Tensor:
+        return decode.attend(q, k, v, choice, step.scale)
+
+    def complete() -> Tensor:
+        write()
+        return attend(choose())
+
+    everything = attend(choosing(length)())
+    close(everything, expected, "where everything is chosen")
+    choice = choose()
+    kept = weights * choice.kept().unsqueeze(2)
+    close(complete(), weighted(kept / kept.sum(-1, keepdim=True), v), "over what is chosen")
+    count = choice.kept().sum()
+    steps = choice.steps
+    return {
+        "timing": bench.time(complete),
+        "index": bench.time(write),
+        "choose": bench.time(choose),
+        "attend": bench.time(partial(attend, choice)),
+        "kept": float(count) / (k.shape[0] * k.shape[1]),
+        "mass": float(kept.sum(-1).mean()),
+        "bytes": index.nbytes + steps.nbytes + int(count) * step.bytes_a_key,
+        "full_error": float((everything.float() - expected).norm() / expected.norm()),
+    }

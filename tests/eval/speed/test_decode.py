@@ -1,0 +1,342 @@
+"""``speed decode``: what a step reads by hand, rows beside dense ones, what is not timed."""
+
+import json
+
+import pytest
+import torch
+from bench import FakeBench, refused, sample_of, shown, speed_run
+from torch.nn import functional as F
+
+from cab_hf.eval.speed import decode, one_query, steps
+from cab_hf.eval.speed.decode import Decode, Settings
+from cab_hf.eval.speed.model import random_model
+from cab_hf.ops import decode as ops
+
+TINY = {"layers": 2, "hidden": 48, "intermediate": 48, "heads": 6, "kv_heads": 2, "head_dim": 16}
+WORDS = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", value)]
+WORDS = [*map(str, WORDS), "--seconds", "0", "--steps", "2"]
+CASE = {"part": "attention", "length": 600, "batch": 2, "way": "cab", "mode": None, "budget": 128}
+MODEL = CASE | {"part": "model", "mode": "static"}
+
+
+def tiny(**more):
+    fields = {"lengths": (600,), "batches": (2,), "budgets": (128,), "steps": 3, "seconds": 0.0}
+    return Settings(device="cpu", **{**TINY, **fields, **more})
+
+
+def step_of(settings):
+    return one_query.random_step(settings, 600, 2, 16, torch.device("cpu"))
+
+
+def derive(samples):
+    return Decode.rows(samples, {})
+
+
+def row_of(way, ms, budget=None, mode=None, length=1000, batch=1, **more):
+    """A sample, as `Decode.measure` makes it."""
+    part = "model" if mode else "attention"
+    key = {"part": part, "length": length, "batch": batch, "way": way, "mode": mode}
+    fields = dict.fromkeys((*Decode.FOUND, "error"))
+    if part == "attention":
+        fields |= {"bytes": 2e6, "bandwidth": 1000.0, "kept": 5.0, "mass": 1.0, "eager_ms": ms}
+    elif ms:
+        fields |= {"least_ms": ms, "most_ms": ms, "tokens_s": batch / ms * 1e3}
+    return key | {"budget": budget} | fields | {"ms": ms} | more
+
+
+# --- attention of one query
+
+
+def test_what_is_expected_is_attention():
+    step = step_of(tiny())
+    result = F.scaled_dot_product_attention(*step[:3], enable_gqa=True)
+    torch.testing.assert_close(step.expected, result)
+    torch.testing.assert_close(step.weights.sum(-1), torch.ones(2, 2, 3))
+    assert step.k.is_contiguous() and step.k.shape == (2, 2, 600, 16)
+
+
+@pytest.mark.parametrize("name", ["SDPA", "transformers", "flash"])
+def test_dense_ways_that_a_cpu_has_are_timed(name):
+    step = step_of(tiny())
+    for call in one_query.DENSE[name](step).values():
+        torch.testing.assert_close(call(), step.expected)
+    row = sample_of(Decode, tiny(), CASE | {"way": name, "budget": None})
+    assert (row["error"], row["ms"], row["eager_ms"], row["kept"]) == (None, 2.0, 3.0, 600)
+    # K and V of 600 tokens, two texts of two heads, 16 channels in float32
+    assert row["bytes"] == 2 * 600 * 2 * 2 * 16 * 4
+
+
+def test_of_several_ways_to_call_a_kernel_the_fastest_counts(monkeypatch):
+    class Clock(FakeBench):
+        def time(self, call, graph=True):
+            call()
+            return one_query.Timing(call.keywords["ms"], call.keywords["ms"])
+
+    def refuses(ms):
+        raise RuntimeError("not on this GPU")
+
+    def ways(step):
+        def attend(ms):
+            return step.expected
+
+        calls = {"slow": (attend, 3.0), "wrong": (refuses, 1.0), "fast": (attend, 2.0)}
+        return {name: one_query.partial(call, ms=ms) for name, (call, ms) in calls.items()}
+
+    monkeypatch.setitem(one_query.DENSE, "SDPA", ways)
+    timing, told = one_query.time_dense(step_of(tiny()), "SDPA", Clock())
+    assert (timing.ms, told) == (2.0, "fast")
+
+
+def test_flash_attn_gets_token_major_views_and_lengths(monkeypatch):
+    step = step_of(tiny())
+    seen = []
+
+    def kernel(q, k, v, softmax_scale, causal, cache_seqlens, **told):
+        assert q.shape == (2, 1, 6, 16) and k.shape == v.shape == (2, 600, 2, 16)
+        assert k.data_ptr() == step.k.data_ptr() and cache_seqlens.tolist() == [600, 600]
+        seen.append(told)
+        return step.expected.transpose(1, 2), "log-sum-exp"
+
+    module = type("Module", (), {"flash_attn_with_kvcache": staticmethod(kernel)})
+    monkeypatch.setattr(one_query, "first_of", lambda modules: module)
+    for call in one_query.DENSE["FA3"](step).values():
+        torch.testing.assert_close(call(), step.expected)
+    assert seen == [{}, {"pack_gqa": True}]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        pytest.param("FA3", "is not installed", id="not there"),
+        pytest.param("SDPA", "wrong by 1", id="wrong"),
+    ],
+)
+def test_a_kernel_that_is_missing_or_wrong_is_a_row_with_its_reason(monkeypatch, name, why):
+    def backwards(step):
+        return {"zeros": lambda: torch.zeros_like(step.expected)}
+
+    monkeypatch.setitem(one_query.DENSE, "SDPA", backwards)
+    row = sample_of(Decode, tiny(), CASE | {"way": name, "budget": None})
+    assert row["ms"] is None and why in row["error"]
+    assert f"| {row['error']} | 600 |" in shown(Decode, derive([row]))
+
+
+def test_what_a_step_of_cab_reads_by_hand():
+    settings = tiny(lengths=(600,))
+    row = sample_of(Decode, settings, CASE)
+    assert row["error"] is None and row["full_error"] < 1e-5
+    assert (row["ms"], row["index_ms"], row["choose_ms"], row["attend_ms"]) == (2.0,) * 4
+    assert 64 <= row["kept"] <= 192 and 0.2 < row["mass"] < 1
+    step = step_of(settings)
+    channels = one_query.llama_channels(16)
+    index = ops.index_keys(step.k, channels).nbytes
+    # the index, two bytes a key, K and V of what is kept
+    rows = 2 * 2
+    assert row["bytes"] == index + rows * 600 * 2 + rows * row["kept"] * 2 * 16 * 4
+    everything = sample_of(Decode, settings, CASE | {"budget": 600})
+    assert everything["kept"] == 600 and everything["mass"] == pytest.approx(1)
+
+
+def test_an_index_of_8_bit_floats_is_written_and_counted(monkeypatch):
+    made, index_keys = [], ops.index_keys
+
+    def eight_bits(k, channels):
+        made.append(index_keys(k, channels).to(torch.float8_e4m3fn))
+        return made[-1]
+
+    float_row = sample_of(Decode, tiny(), CASE | {"budget": 600})
+    monkeypatch.setattr(ops, "index_keys", eight_bits)
+    row = sample_of(Decode, tiny(), CASE | {"budget": 600})
+    assert row["error"] is None and row["ms"] == 2.0
+    assert float_row["bytes"] - row["bytes"] == 3 * made[0].nbytes
+    # the index, then one key at a time
+    assert {x.shape[2] for x in made[1:]} == {1}
+
+
+def test_a_share_is_of_the_text():
+    assert decode.tokens_of(0.25, 600) == 150 and decode.tokens_of(128, 600) == 128
+
+
+def test_a_step_of_cab_that_computes_something_else_is_not_timed(monkeypatch):
+    attend = ops.attend
+
+    def wrong(q, k, v, choice, scale):
+        # right where everything is chosen
+        everything = int(choice.wanted) >= k.shape[2]
+        return attend(q, k, v if everything else v.roll(1, dims=2), choice, scale)
+
+    monkeypatch.setattr(ops, "attend", wrong)
+    row = sample_of(Decode, tiny(), CASE)
+    assert row["ms"] is None and "over what is chosen" in row["error"]
+
+
+def test_a_graph_that_fails_is_told():
+    row = sample_of(Decode, tiny(), CASE, FakeBench("it waits"))
+    assert row["ms"] == row["eager_ms"] == 3.0
+    assert "| no CUDA graph, so its time is eager | it waits |" in shown(Decode, derive([row]))
+
+
+# --- steps of the model
+
+
+@torch.no_grad()
+def test_steps_write_their_tokens_and_are_alike_in_every_cache():
+    model = random_model(tiny())
+    caches = []
+    for static in (True, False):
+        cache = steps.filled(model, 40, 2, 4, static, None)
+        step = steps.stepping(model, cache, 2, compiled=False)
+        for _ in range(4):
+            step()
+        assert int(cache.get_seq_length()) == 44
+        caches.append(cache)
+    for one, other in zip(*(cache.layers for cache in caches), strict=True):
+        assert one.keys.shape[2] == steps.ALIGNED
+        torch.testing.assert_close(one.keys[:, :, :44], other.keys)
+        assert other.keys[:, :, 40:].abs().amin((0, 1, 3)).gt(0).all()
+
+
+@pytest.mark.parametrize("mode", ["static", "dynamic"])
+def test_a_model_is_timed_with_its_cache_and_index(mode, monkeypatch):
+    settings, choices, choose = tiny(), [], ops.choose
+    monkeypatch.setattr(ops, "choose", lambda *given: choices.append(given) or choose(*given))
+    dense = sample_of(Decode, settings, MODEL | {"mode": mode, "way": "sdpa", "budget": None})
+    sparse = sample_of(Decode, settings, MODEL | {"mode": mode})
+    assert dense["error"] is sparse["error"] is None
+    for row in (dense, sparse):
+        assert 0 < row["least_ms"] <= row["ms"] <= row["most_ms"]
+        assert row["tokens_s"] == pytest.approx(2 / row["ms"] * 1e3)
+        # the prompt, the steps that warm up and those that are timed; slots are aligned
+        tokens = 640 if mode == "static" else 600 + steps.WARM_UP_STEPS + 3
+        assert row["cache_gib"] * 2**30 == 2 * 2 * 2 * 2 * tokens * 16 * 4
+    assert dense["index_gib"] is None and dense["ran_as"] is None
+    assert 0 < sparse["index_gib"] < sparse["cache_gib"]
+    assert sparse["ran_as"] == "2 layers choose the keys they read"
+    assert len(choices) == 2 * (steps.WARM_UP_STEPS + 3)
+    # of 600 tokens 256 are too many for a choice to pay
+    row = sample_of(Decode, settings, MODEL | {"mode": mode, "budget": 256})
+    assert row["error"] is None and row["ran_as"].startswith("dense: ")
+    assert len(choices) == 2 * (steps.WARM_UP_STEPS + 3)
+
+
+def test_without_a_gpu_nothing_is_compiled():
+    row = sample_of(Decode, tiny(), MODEL | {"mode": "compiled", "way": "sdpa", "budget": None})
+    assert row["error"] == "reduce-overhead makes CUDA graphs, which need a GPU"
+
+
+# --- rows and what is said of them
+
+
+def test_cab_is_held_against_the_fastest_dense_way():
+    samples = [
+        row_of("SDPA", 8.0),
+        row_of("FA3", 4.0),
+        row_of("FA4", None, error="flash_attn is not installed"),
+        row_of("cab", 1.0, 128, index_ms=0.1, choose_ms=0.5, attend_ms=0.4),
+        row_of("sdpa", 10.0, mode="compiled"),
+        row_of("sdpa", 8.0, mode="dynamic"),
+        row_of("cab", 5.0, 128, mode="compiled", index_gib=0.5),
+        row_of("SDPA", 1.0, batch=4),
+    ]
+    rows = derive(reversed(samples))
+    attention, model = (row for row in rows if row["way"] == "cab")
+    assert (attention["baseline"], attention["over_best"]) == ("FA3", 4.0)
+    # 2 MB in a millisecond, of 1,000 GB/s
+    assert (attention["gb_s"], attention["of_bandwidth"]) == (2.0, 0.002)
+    assert attention["over_same"] is None
+    assert (model["baseline"], model["over_best"]) == ("sdpa dynamic", 1.6)
+    assert model["over_same"] == 2.0
+    beside, *_ = Decode.tables(rows).values()
+    line = "| 1,000 | 1 | 128 | 1.00 | 4.00 FA3 | 4.00× | compiled | 200 | 2.00× | 1.60× |"
+    assert beside.splitlines()[2:] == [line]
+    first, second = Decode.readings(rows)
+    assert "batch 1 attention with decode_tokens=128 is 4.00× as fast as FA3." in first
+    assert "1.60× as fast as sdpa dynamic and 2.00× as fast as sdpa compiled." in second
+
+
+def test_a_part_that_was_not_run_is_a_dash():
+    rows = derive([row_of("sdpa", 10.0, mode="static"), row_of("cab", 5.0, 0.25, mode="static")])
+    beside, *_ = Decode.tables(rows).values()
+    assert "| 1,000 | 1 | 0.25 | – | – | – | static | 200 | 2.00× | 2.00× |" in beside
+    assert set(Decode.tables(rows)) == {"Beside dense", "Steps of the model"}
+
+
+def test_steps_that_are_not_alike_are_told():
+    failed = row_of("sdpa", None, mode="compiled", error="out of memory")
+    rows = derive([row_of("sdpa", 10.0, mode="static", most_ms=13.0), failed])
+    assert "| 1.30× |" in shown(Decode, rows)
+    assert Decode.readings(rows) == [
+        "Of 1 runs of the model 1 had a step of more than 1.25 times the median."
+    ]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a whole run, to read."""
+    out = tmp_path_factory.mktemp("decode")
+    words = ("--lengths", "512,640", "--batches", "1,2", "--kernels", "SDPA,FA3")
+    speed_run("decode", out, *WORDS, *words, drawn=True)
+    return out
+
+
+def test_a_whole_run(finished):
+    rows = json.loads((finished / "results.json").read_text())["rows"]
+    # two lengths and batches: two kernels and cab; three modes of sdpa and cab
+    assert [row["part"] for row in rows] == ["attention"] * 4 * 3 + ["model"] * 4 * 6
+    failed = {row["way"] if row["mode"] is None else row["mode"] for row in rows if row["error"]}
+    assert failed == {"FA3", "compiled"}
+    timed = [row for row in rows if row["error"] is None and row["way"] == "cab"]
+    assert len(timed) == 4 * 3 and all(row["over_best"] > 0 for row in timed)
+    text = (finished / "report.md").read_text()
+    assert "| tokens | texts | keys | attention ms | best dense ms |" in text
+    assert "## Attention of one step" in text and "## Steps of the model" in text
+    assert (finished / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_grows_by_a_budget_and_a_part(tmp_path):
+    words = [*WORDS, "--lengths", "600", "--batches", "1", "--kernels", "SDPA"]
+    first = speed_run("decode", tmp_path, *words, "--parts", "attention")["rows"]
+    more = ["--budgets", "128,0.5", "--modes", "static"]
+    content = speed_run("decode", tmp_path, *words, *more)
+    rows = content["rows"]
+    assert [(row["part"], row["way"], row["budget"]) for row in rows] == [
+        ("attention", "SDPA", None),
+        ("attention", "cab", 128),
+        ("attention", "cab", 0.5),
+        ("model", "sdpa", None),
+        ("model", "cab", 128),
+        ("model", "cab", 0.5),
+    ]
+    assert rows[0]["ms"] == first[0]["ms"] and rows[1]["ms"] == first[1]["ms"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        pytest.param(["--parts", "mlp"], "parts is ('mlp',)", id="part"),
+        pytest.param(["--kernels", "FA9"], "kernels is ('FA9',)", id="kernel"),
+        pytest.param(["--batches", "0"], "batches is (0,)", id="batch"),
+        pytest.param(["--budgets", "1.5"], "decode_tokens is 1.5", id="budget"),
+        pytest.param(["--config", "decode_tokens=128"], "config sets decode_tokens", id="config"),
+    ],
+)
+def test_bad_settings_are_refused_in_a_sentence(capsys, tmp_path, words, said):
+    out = ["--device", "cpu", "--out", str(tmp_path / "none")]
+    assert said in refused(capsys, "decode", *out, *words)
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_graphs_kernels_and_compiled_steps(gpu, tmp_path):
+    shape = {"layers": 2, "hidden": 256, "intermediate": 256, "heads": 8, "kv_heads": 2}
+    settings = Settings(
+        **shape, vocab=512, lengths=(8192,), batches=(2,), budgets=(512,), steps=4, seconds=0.0
+    )
+    experiment = Decode(settings)
+    rows = derive([{**case, **experiment.measure(case)} for case in settings.asked()])
+    for row in rows:
+        if row["way"] in ("SDPA", "transformers", "flash", "sdpa", "cab"):
+            assert row["error"] is None, row
+        if row["way"] == "cab" and row["part"] == "attention":
+            assert row["without_graph"] is None and row["mass"] > 0.2
+        if row["way"] == "cab" and row["part"] == "model":
+            assert row["peak_gib"] > row["cache_gib"] > row["index_gib"] > 0
