@@ -11,6 +11,7 @@ from cab_hf.registration import register_when_imported
 if TYPE_CHECKING:
     from cab_hf.calibration import calibrate
     from cab_hf.config import CabConfig
+    from cab_hf.decode.generation import index_cache
     from cab_hf.distributed import context_parallel
     from cab_hf.loading import load_model
     from cab_hf.patches import apply_cab, cab, describe, remove_cab, stats
@@ -26,6 +27,7 @@ __all__ = [
     "calibrate",
     "context_parallel",
     "describe",
+    "index_cache",
     "load_model",
     "register_predictor",
     "remove_cab",
@@ -37,6 +39,7 @@ _HOME = {
     "CabConfig": "cab_hf.config",
     "calibrate": "cab_hf.calibration",
     "context_parallel": "cab_hf.distributed",
+    "index_cache": "cab_hf.decode.generation",
     "load_model": "cab_hf.loading",
     "register_predictor": "cab_hf.predictors",
     **dict.fromkeys(("apply_cab", "cab", "describe", "remove_cab", "stats"), "cab_hf.patches"),

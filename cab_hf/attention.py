@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from cab_hf.config import CabConfig
+from cab_hf.decode.cache import taken
 from cab_hf.engines import Workload
 from cab_hf.fit import warn_if_too_short
 from cab_hf.forward_pass import LEFT_EARLY, in_backward_pass
@@ -88,6 +89,8 @@ def _attend(
     position_ids: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
+    # before anything can fail or be cast: what a cache has left is for this call alone
+    held = taken(key)
     refuse(module, query, key, mask, dropout, sliding_window, kwargs)
     query, key, value = _one_dtype(module, query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -107,7 +110,7 @@ def _attend(
     else:
         text = parallel.text(mask, query, key, value, config, *parts)
     work = Workload.of(query, key, value, (config.query_block, config.key_block))
-    way = route(text, config, work, sparse=sparse, layer=module)
+    way = route(text, config, work, sparse=sparse, layer=module, held=held)
     if sparse and way.kind != "sparse" and text is mask:
         _warn_of_a_short_prompt(module, mask, config)
     out = way.attend(query, key, value, scale)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cab_hf.checks import MOST, is_count, is_share, is_whole, require, short, warn_once
+from cab_hf.checks import MOST, is_count, is_number, is_share, is_whole, require, short, warn_once
 from cab_hf.renamed import renamed
 
 COARSEN = ("minmax", "mean", "max_l2")
@@ -132,8 +132,9 @@ class CabConfig:
         dense_layers: layer indices computed with exact attention.
         min_length: in tokens. A text (a packed document, a row without its padding) that has fewer
             so far is computed with exact attention, and so are the first chunks of a longer prompt.
-            So is, unless ``sparse_decode``, what has fewer than ``query_block`` queries in a call:
-            the last chunk of a prompt cannot be told from a step of assisted decoding.
+            So is what has fewer than ``query_block`` queries in a call, single ones with
+            ``sparse_decode`` excepted: the last chunk of a prompt cannot be told from a step of
+            assisted decoding.
         engine: ``"auto"`` (the fastest that can), ``"flex"``, ``"triton"`` or ``"reference"``. One
             asked for by name never falls back.
         predictor: name of a registered predictor; ``"curvature"`` is CAB, ``"cascade"`` is CAB
@@ -142,8 +143,14 @@ class CabConfig:
             behind each attend what it has chosen. The first sparse layer is one of them.
         head_map: with ``"cascade"``, a table [layers][heads]: the head of its anchor whose blocks a
             head attends; () for the same head. Rows of anchors are not read.
-        sparse_decode: when True, single-token steps attend only the blocks the predictor selects;
-            otherwise, and on a static cache, they attend everything.
+        sparse_decode: when True, a step of one query reads ``decode_tokens`` of the cache's keys,
+            chosen anew at every step by the largest share of attention that a head of the group
+            gives them. The cache needs an index for that: `generate` makes one, and so does
+            `cab_hf.index_cache`; any other cache is read whole.
+        decode_tokens: with ``sparse_decode``, how many keys a KV head reads in a step, the first 16
+            and the last 64 of a text among them: a number of at least 128, or a share of the text
+            in (0, 1). A text is read whole up to ``min_length``, and up to four times as many
+            tokens as are read: a share above 1/4 leaves nothing to gain.
         check_finite: refuse queries and keys that hold infinities or NaN, by name. Costs a pass
             over both and a wait for the device in every sparse layer; not under CUDA graphs.
         origin: what a calibration was measured for, an `Origin` or a dict of its fields; a model of
@@ -174,6 +181,7 @@ class CabConfig:
     anchors: tuple[int, ...] = _read_by("cascade", default=(), off=[])
     head_map: Table = _read_by("cascade", default=(), off=[])
     sparse_decode: bool = False
+    decode_tokens: int | float = 4096
     check_finite: bool = _read_by(*SELECT, default=False)
     origin: Origin | None = None
 
@@ -205,6 +213,11 @@ class CabConfig:
         self._require(("engine", "predictor"), lambda x: isinstance(x, str), "a name (str)")
         switches = ("sparse_decode", "check_finite")
         self._require(switches, lambda x: isinstance(x, bool), "True or False")
+
+        def some_keys(x: Any) -> bool:
+            return (is_count(x) and x >= 128) or (is_number(x) and 0 < x < 1)
+
+        self._require(("decode_tokens",), some_keys, "a whole number >= 128, or a share in (0, 1)")
 
         def indices(layers: Any) -> bool:
             return isinstance(layers, (tuple, list)) and all(is_count(i) for i in layers)
@@ -384,12 +397,15 @@ def unread(settings: Mapping[str, Any]) -> dict[str, str]:
     choosing = {name: FIELDS[name].default for name in ("predictor", "select", "exact_queries")}
     choosing |= {name: settings[name] for name in choosing if name in settings}
     predictor, select, exact = choosing.values()
+    idle = {}
+    decode_tokens = settings.get("decode_tokens", CabConfig.decode_tokens)
+    if decode_tokens != CabConfig.decode_tokens and not settings.get("sparse_decode", False):
+        idle["decode_tokens"] = "sparse_decode=False"
     if predictor not in SHIPPED:
-        return {}
+        return idle
     of_cab = predictor in CAB
     schemes = (predictor, select) if of_cab else (predictor,)
     reader = f"select={select!r}" if of_cab else f"predictor={predictor!r}"
-    idle = {}
     for name, value in settings.items():
         metadata = FIELDS[name].metadata
         if not metadata or value == FIELDS[name].default or value == metadata["off"]:
@@ -413,6 +429,8 @@ def _others(name: str) -> str:
     """What reads a field, as the end of a sentence."""
     if name in ("curvature", "redundancy"):
         return ", or give exact_queries=0"
+    if name == "decode_tokens":
+        return ", or give sparse_decode=True"
     schemes = FIELDS[name].metadata["schemes"]
     parts = [f"{'select' if x in SELECT else 'predictor'}={x!r}" for x in schemes]
     return f", or choose what reads it ({', '.join(parts)})"

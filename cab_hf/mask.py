@@ -59,6 +59,7 @@ class CabMask(NotATensor, ForwardPass):
     _most_documents: int | None = None
     _lengths: list[list[Length]] | None = None
     _frames: dict[tuple[Any, ...], Frame] = field(default_factory=dict)
+    _reach: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __getitem__(self, index: Any) -> CabMask:
         """``mask[:, :, -n:, :]``, as Gemma 4 asks where layers compute the last n queries alone."""
@@ -72,7 +73,7 @@ class CabMask(NotATensor, ForwardPass):
         if start == 0:
             return self
         # what the layers share is about all queries
-        fresh = {"_frames": {}, "shared_state": {}, "_predicted": {}}
+        fresh = {"_frames": {}, "_reach": {}, "shared_state": {}, "_predicted": {}}
         return replace(self, q_length=stop - start, q_slot=self.q_slot + start, **fresh)
 
     @property
@@ -180,6 +181,28 @@ class CabMask(NotATensor, ForwardPass):
                 lengths=self.lengths,
             )
         return self._frames[key]
+
+    def reach(self, decode_tokens: int | float, device: torch.device) -> tuple[Tensor, Tensor]:
+        """What a step of decode may read and does, without a wait; made once for all layers.
+
+        Args:
+            decode_tokens: of the model's `CabConfig`; a share is of all that is written.
+
+        Returns:
+            (int64 [1], keys written so far; int32 [1], how many of them are read).
+        """
+        if device not in self._reach:
+            length = self.q_slot + self.q_length
+            if isinstance(length, Tensor):
+                length = length.to(device).reshape(1)
+            else:
+                length = torch.full((1,), length, dtype=torch.int64, device=device)
+            if isinstance(decode_tokens, int):
+                wanted = torch.full((1,), decode_tokens, dtype=torch.int32, device=device)
+            else:
+                wanted = (length * decode_tokens).ceil().to(torch.int32)
+            self._reach[device] = length, wanted
+        return self._reach[device]
 
     def dense_rows(self, start: int, stop: int, low: int, high: int, device: Any) -> Tensor:
         """bool [B or 1, 1, stop - start, high - low]: keys that these queries may see."""

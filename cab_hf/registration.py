@@ -3,10 +3,11 @@
 transformers itself imports torch and its modelling code only when a model class is first touched.
 Registration waits for that moment, so that importing cab_hf costs next to nothing.
 
-Two functions are registered under two names. What transformers has no registry for is told at three
+Two functions are registered under two names. What transformers has no registry for is told at four
 places, and changes nothing for a model that does not ask for "cab": its configs have a
 ``cab_config`` (`_Setting`), its check of an implementation's name, which every model passes as it
-is made or switched, asks us about ours, and so does continuous batching before it begins.
+is made or switched, asks us about ours, and so does continuous batching before it begins; a cache
+that `generate` makes gets its index from us where the model decodes sparsely.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from weakref import WeakKeyDictionary, ref
 
 CONFIGURATION = "transformers.configuration_utils"
 MODELING = "transformers.modeling_utils"
+GENERATION = "transformers.generation.utils"
 BATCHING = "transformers.generation.continuous_batching.continuous_api"
 NAMES = ("cab", "cab_dense")
 
@@ -54,6 +56,27 @@ def add_setting() -> None:
     from transformers.configuration_utils import PreTrainedConfig
 
     PreTrainedConfig.cab_config = _Setting()
+
+
+def index_caches() -> None:
+    """Have `generate` index the caches that it makes now, where a model reads them sparsely."""
+    mixin = sys.modules[GENERATION].GenerationMixin
+    prepare = mixin._prepare_cache_for_generation
+
+    @functools.wraps(prepare)
+    def prepare_then_index(
+        model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        given = model_kwargs.get("past_key_values")
+        result = prepare(model, generation_config, model_kwargs, *args, **kwargs)
+        made = model_kwargs.get("past_key_values")
+        if given is None and made is not None:
+            from cab_hf.decode.generation import index_made
+
+            index_made(model, made)
+        return result
+
+    mixin._prepare_cache_for_generation = prepare_then_index
 
 
 def guard_batching() -> None:
@@ -221,7 +244,12 @@ def _reachable(model: type) -> bool:
 
 def register_when_imported() -> None:
     """Do all of it now if transformers' code is loaded, else as soon as it is."""
-    actions = {CONFIGURATION: add_setting, MODELING: register, BATCHING: guard_batching}
+    actions = {
+        CONFIGURATION: add_setting,
+        MODELING: register,
+        GENERATION: index_caches,
+        BATCHING: guard_batching,
+    }
     for name, action in actions.items():
         if name in sys.modules:
             action()

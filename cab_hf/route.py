@@ -9,6 +9,8 @@ from torch import nn
 
 from cab_hf import engines
 from cab_hf.config import CabConfig
+from cab_hf.decode.cache import Indexed
+from cab_hf.decode.step import SparseDecode, why_dense
 from cab_hf.engines import SDPA, Engine, Workload
 from cab_hf.exact import Exact, ExactByBlocks, ExactByRows
 from cab_hf.plan import EXACT_BLOCK
@@ -16,8 +18,14 @@ from cab_hf.sparse import Sparse
 
 
 def route(
-    text: Any, config: CabConfig, work: Workload, *, sparse: bool, layer: nn.Module | None
-) -> Exact | Sparse:
+    text: Any,
+    config: CabConfig,
+    work: Workload,
+    *,
+    sparse: bool,
+    layer: nn.Module | None,
+    held: Indexed | None = None,
+) -> Exact | Sparse | SparseDecode:
     """What computes one layer in one call, by its ``attend(q, k, v, scale)``; and why so.
 
     Args:
@@ -26,13 +34,16 @@ def route(
         work: with the blocks of ``config``.
         sparse: whether sparse attention is asked for at all.
         layer: the module that attends; its ``layer_idx`` counts, where it has one.
+        held: the index that the layer's cache has, if any.
 
     Raises:
         ValueError: for an engine asked for by name that cannot run this.
     """
-    kind, reason = _kind(text, config, layer) if sparse else ("exact", None)
+    kind, reason = _kind(text, config, layer, held) if sparse else ("exact", None)
     if kind == "sparse":
         return Sparse(text, engines.choose(config.engine, work), config, layer)
+    if kind == SparseDecode.kind:
+        return SparseDecode(text, layer, config, held)
     q_length, kv_length = text.q_length, text.kv_length
     if text.exact_block is not None:
         work = replace(work, query_block=text.exact_block, key_block=text.exact_block)
@@ -47,7 +58,9 @@ def route(
     return ExactByRows(text, kernel, kind, reason)
 
 
-def _kind(text: Any, config: CabConfig, layer: nn.Module | None) -> tuple[str, str | None]:
+def _kind(
+    text: Any, config: CabConfig, layer: nn.Module | None, held: Indexed | None
+) -> tuple[str, str | None]:
     """(kind, reason why it is not sparse) of a layer that is asked to be."""
     if text.window is not None:
         return "exact", f"sliding window of {text.window} tokens"
@@ -55,8 +68,9 @@ def _kind(text: Any, config: CabConfig, layer: nn.Module | None) -> tuple[str, s
         return "exact", "in dense_layers"
     # of documents, the most queries and tokens that any has; padding is none
     queries, tokens = text.longest or (text.q_length, text.kv_length)
-    if tokens is None or (queries < config.query_block and not config.sparse_decode):
-        return "decode", f"fewer than query_block={config.query_block} queries (decode)"
+    if tokens is None or queries < config.query_block:
+        reason = why_dense(text, config, layer, held)
+        return ("decode", reason) if reason else (SparseDecode.kind, None)
     if tokens < config.min_length:
         return "exact", f"input shorter than min_length={config.min_length}"
     return "sparse", None

@@ -43,8 +43,7 @@ class Sparse:
 
         def predict() -> BlockPlan:
             plan = frame.choose(make_predictor(config), q_frame, k_frame, call)
-            fewest = 0 if config.sparse_decode else config.query_block
-            short = frame.short(fewest, config.min_length, plan.query_block)
+            short = frame.short(config.query_block, config.min_length, plan.query_block)
             # documents that would be exact alone
             return plan if short is None else plan.with_dense_rows(short)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -12,13 +10,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from cab_hf.attention_layers import attention_layers, head_dim, window
 from cab_hf.budgets import budgets_of
 from cab_hf.checks import is_whole, require
 from cab_hf.config import CabConfig, Table
 from cab_hf.engines import SDPA, Workload
 from cab_hf.mask import CabMask
 from cab_hf.model_config import cab_config_of
-from cab_hf.refusals import foreseen, layer_type
+from cab_hf.refusals import foreseen
 from cab_hf.route import route
 from cab_hf.sparse import attended
 
@@ -141,30 +140,6 @@ def stats(model: PreTrainedModel, reset: bool = False) -> list[dict[str, Any]]:
     return rows
 
 
-def attention_layers(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]:
-    """(layer index, module) of every self-attention module, in order."""
-    text = model.config.get_text_config()
-    unnumbered = 0
-    for module in model.modules():
-        if _causal(module):
-            yield module.layer_idx, module
-        elif _causal_by_call(module, text):
-            yield unnumbered, module
-            unnumbered += 1
-
-
-def _causal(module: nn.Module) -> bool:
-    """Whether a module is a layer of causal self-attention; not all of them say so."""
-    unsaid = hasattr(module, "num_key_value_groups")
-    return hasattr(module, "layer_idx") and getattr(module, "is_causal", unsaid)
-
-
-def _causal_by_call(module: nn.Module, text: Any) -> bool:
-    """Whether a module has no index and may be told in the call that it is causal, as CLIP's."""
-    given = hasattr(module, "is_causal") and not hasattr(module, "layer_idx")
-    return given and getattr(module, "config", None) is text
-
-
 def _sentence(
     module: nn.Module,
     config: CabConfig,
@@ -178,8 +153,8 @@ def _sentence(
         return f"refused, {reason}"
     device = next(module.parameters()).device.type
     blocks = config.query_block, config.key_block
-    work = Workload(device, _head_dim(module), dtype, training, *blocks)
-    prompt = CabMask(1, tokens, tokens, 0, window=_window(module))
+    work = Workload(device, head_dim(module), dtype, training, *blocks)
+    prompt = CabMask(1, tokens, tokens, 0, window=window(module))
     way = route(prompt, config, work, sparse=sparse, layer=module)
     if way.kind == "sparse":
         text = f"sparse, engine {way.engine.label(work)}{_chosen(config, module)}"
@@ -189,26 +164,3 @@ def _sentence(
         text = ", ".join(["dense", *([way.reason] if way.reason else []), *how])
     causal = getattr(module, "is_causal", True)
     return text if causal else f"{text}; refused unless its model calls it causal"
-
-
-def _head_dim(module: nn.Module) -> int:
-    """Channels of a query: what the layer says, or its config."""
-    for owner in (module, module.config):
-        for name in ("qk_head_dim", "head_dim"):
-            if isinstance(getattr(owner, name, None), int):
-                return getattr(owner, name)
-    return module.config.hidden_size // module.config.num_attention_heads
-
-
-def _window(module: nn.Module) -> int | None:
-    """Width of a layer's sliding window, None without one.
-
-    Some layers do not know: their model makes one mask by its config for all of them.
-    """
-    if hasattr(module, "sliding_window"):
-        return module.sliding_window
-    model = sys.modules[type(module).__module__]
-    windowed = layer_type(module) in (None, "sliding_attention")
-    if windowed and hasattr(model, "create_sliding_window_causal_mask"):
-        return getattr(module.config, "sliding_window", None)
-    return None

@@ -25,8 +25,17 @@ FLOORS = [
         "plan",
     ),
     *("ops", "predictors", "engines", "packing", "frame", "layers", "forward_pass"),
-    *("not_a_tensor", "mask", "exact", "sparse", "refusals", "token_mixers", "distributed"),
-    *("route", "attention", "loading", "patches", "calibration", "finetune", "eval"),
+    *(
+        "not_a_tensor",
+        "mask",
+        "exact",
+        "sparse",
+        "refusals",
+        "attention_layers",
+        "token_mixers",
+        "distributed",
+    ),
+    *("decode", "route", "attention", "loading", "patches", "calibration", "finetune", "eval"),
 ]
 RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names.split()}
 # these import whatever is asked for by name

@@ -172,23 +172,6 @@ def test_full_budget_generates_what_sdpa_generates(family, options, padding):
     assert model.generate(ids, attention_mask=mask, **options).tolist() == expected.tolist()
 
 
-def test_sparse_decode_attends_only_selected_blocks(llama):
-    ids = tokens(1, 300)
-    with cab_hf.cab(llama, SPARSE, sparse_decode=True), torch.no_grad():
-        cache = llama(ids[:, :-1]).past_key_values
-        cab_hf.stats(llama, reset=True)
-        llama(ids[:, -1:], past_key_values=cache)
-        rows = cab_hf.stats(llama, reset=True)
-    assert all(0 < row["density"] < 0.9 for row in rows)
-
-
-def test_sparse_decode_at_full_budget_is_exact(llama):
-    ids = tokens(1, 130)
-    expected = llama.generate(ids, max_new_tokens=5, do_sample=False)
-    with cab_hf.cab(llama, FULL, sparse_decode=True):
-        assert llama.generate(ids, max_new_tokens=5, do_sample=False).tolist() == expected.tolist()
-
-
 # --- causality
 
 

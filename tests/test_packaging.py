@@ -65,6 +65,7 @@ def test_the_public_surface_is_this():
         "calibrate",
         "context_parallel",
         "describe",
+        "index_cache",
         "load_model",
         "register_predictor",
         "remove_cab",

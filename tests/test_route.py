@@ -1,11 +1,13 @@
 """One function decides how a layer is computed, and says why; what runs and `describe` ask it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cab_hf import CabConfig, engines
+from cab_hf.decode.cache import Indexed
 from cab_hf.engines import Workload
 from cab_hf.exact import Exact, ExactByBlocks, ExactByRows
 from cab_hf.frame import Length
@@ -16,11 +18,21 @@ SMALL = CabConfig(query_block=32, key_block=16, min_length=100, dense_layers=(3,
 CPU = Workload("cpu", 16, torch.float32, False, 32, 16)
 
 
-def way(config=SMALL, sparse=True, layer=0, q_length=300, kv_length=300, longest=None, **masked):
+def way(
+    config=SMALL,
+    sparse=True,
+    layer=0,
+    q_length=300,
+    kv_length=300,
+    longest=None,
+    held=None,
+    **masked,
+):
     text = CabMask(1, q_length, kv_length, 0, **masked)
     if longest is not None:
         text.document, text._lengths = torch.zeros(1, kv_length), [[Length(*longest)]]
-    return route(text, config, CPU, sparse=sparse, layer=SimpleNamespace(layer_idx=layer))
+    layer = SimpleNamespace(layer_idx=layer)
+    return route(text, config, CPU, sparse=sparse, layer=layer, held=held)
 
 
 @pytest.mark.parametrize(
@@ -47,11 +59,31 @@ def test_what_is_computed_and_why(changes, kind, reason):
     assert actual.engine is (engines.REFERENCE if kind == "sparse" else engines.SDPA)
 
 
-def test_single_queries_are_sparse_where_they_are_asked_to_be():
-    config = CabConfig(query_block=32, key_block=16, min_length=0, sparse_decode=True)
-    assert way(config, q_length=1).kind == "sparse"
-    # without knowing how much is written, nothing can be chosen
-    assert way(config, q_length=1, kv_length=None).kind == "decode"
+STEP = CabConfig(min_length=0, dense_layers=(3,), sparse_decode=True, decode_tokens=128)
+HELD = Indexed(*torch.zeros(2, 1, 1, 512, 16), ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        pytest.param({}, None, id="sparse"),
+        pytest.param({"kv_length": None, "slots": 512}, None, id="static-cache"),
+        pytest.param({"held": None}, "without an index", id="plain-cache"),
+        pytest.param({"q_length": 2}, "fewer than query_block=128", id="few-queries"),
+        pytest.param({"kv_length": 511}, "too short for decode_tokens=128", id="short"),
+        pytest.param({"kv_length": None, "slots": 511}, "too short", id="few-slots"),
+        pytest.param({"config": replace(STEP, min_length=513)}, "too short", id="min_length"),
+        pytest.param({"config": replace(STEP, decode_tokens=0.25)}, None, id="share"),
+        pytest.param({"config": replace(STEP, decode_tokens=0.26)}, "too short", id="most"),
+        pytest.param({"config": replace(SMALL, min_length=0)}, "query_block=32", id="off"),
+        pytest.param({"window": 8}, "sliding window", id="window"),
+        pytest.param({"layer": 3}, "in dense_layers", id="dense-layer"),
+    ],
+)
+def test_when_a_step_is_sparse_and_why_not(changes, reason):
+    actual = way(**{"config": STEP, "q_length": 1, "kv_length": 512, "held": HELD, **changes})
+    assert (actual.kind == "sparse decode") == (reason is None)
+    assert (actual.reason is None) if reason is None else reason in actual.reason
 
 
 def test_the_engine_asked_for_is_the_one():

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
+from cab_hf.attention_layers import attention_layers
 from cab_hf.calibration.anchors import (
     SHARES,
     Coverage,
@@ -39,7 +40,6 @@ from cab_hf.documents import Document, recall_document, with_copies
 from cab_hf.fit import origin_of, positions
 from cab_hf.model_config import cab_config_of
 from cab_hf.needles import split_sentences
-from cab_hf.patches.inspection import attention_layers
 from cab_hf.patches.switch import apply_cab
 from cab_hf.patches.watching import watched
 from cab_hf.plan import Spans

@@ -260,14 +260,6 @@ def test_a_layer_called_several_times_is_not_computed_again_under_another_calls_
         loss.backward()
 
 
-def test_generation_reads_sparsely_and_writes():
-    model, ids = tiny_model(), tokens(1, 150)
-    cab_hf.apply_cab(model, replace(FULL, predictor="cascade", anchors=(0,), sparse_decode=True))
-    actual = model.generate(ids, max_new_tokens=6, do_sample=False)
-    cab_hf.remove_cab(model)
-    assert torch.equal(actual, model.generate(ids, max_new_tokens=6, do_sample=False))
-
-
 @pytest.mark.parametrize(
     "fields", slow_but([{"head_map": ((3,) * 6,) * 3}, {"exact_queries": 4}], 0)
 )

@@ -1,0 +1,59 @@
+"""The layers of a model that attend to a text so far, and what they say of themselves."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from cab_hf.refusals import layer_type
+
+
+def attention_layers(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]:
+    """(layer index, module) of every self-attention module, in order."""
+    text = model.config.get_text_config()
+    unnumbered = 0
+    for module in model.modules():
+        if _causal(module):
+            yield module.layer_idx, module
+        elif _causal_by_call(module, text):
+            yield unnumbered, module
+            unnumbered += 1
+
+
+def _causal(module: nn.Module) -> bool:
+    """Whether a module is a layer of causal self-attention; not all of them say so."""
+    unsaid = hasattr(module, "num_key_value_groups")
+    return hasattr(module, "layer_idx") and getattr(module, "is_causal", unsaid)
+
+
+def _causal_by_call(module: nn.Module, text: Any) -> bool:
+    """Whether a module has no index and may be told in the call that it is causal, as CLIP's."""
+    given = hasattr(module, "is_causal") and not hasattr(module, "layer_idx")
+    return given and getattr(module, "config", None) is text
+
+
+def head_dim(module: nn.Module) -> int:
+    """Channels of a query: what the layer says, or its config."""
+    for owner in (module, module.config):
+        for name in ("qk_head_dim", "head_dim"):
+            if isinstance(getattr(owner, name, None), int):
+                return getattr(owner, name)
+    return module.config.hidden_size // module.config.num_attention_heads
+
+
+def window(module: nn.Module) -> int | None:
+    """Width of a layer's sliding window, None without one.
+
+    Some layers do not know: their model makes one mask by its config for all of them.
+    """
+    if hasattr(module, "sliding_window"):
+        return module.sliding_window
+    model = sys.modules[type(module).__module__]
+    windowed = layer_type(module) in (None, "sliding_attention")
+    if windowed and hasattr(model, "create_sliding_window_causal_mask"):
+        return getattr(module.config, "sliding_window", None)
+    return None

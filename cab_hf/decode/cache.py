@@ -1,0 +1,272 @@
+"""Layers of a KV cache that keep, beside keys and values, the index of the keys.
+
+They stand in transformers' own `DynamicCache` and `StaticCache`. The index is what `index_keys`
+makes of the keys: it is made once a key, when the key is written.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
+
+from cab_hf.ops import decode
+
+# tokens by which the buffers of a dynamic layer grow
+ROOM = 1024
+
+
+class Indexed(NamedTuple):
+    """The keys of a layer as `update` returns them, and their index.
+
+    Attributes:
+        keys: [B, H_kv, N, D].
+        index: [B, H_kv, N, C], on the device of the keys.
+        channels: those of the index; () for all.
+    """
+
+    keys: Tensor
+    index: Tensor
+    channels: tuple[int, ...]
+
+
+class IndexedDynamicLayer(DynamicLayer):
+    """A layer that grows, with room for the tokens to come: a step copies nothing but its token.
+
+    ``keys``, ``values`` and ``index`` are views of what is written, [B, H_kv, N, D], [B, H_kv, N,
+    D_v] and [B, H_kv, N, C]. Where gradients are recorded they are concatenated instead, as
+    nothing that autograd keeps may be written over.
+
+    Args:
+        channels: those that the index holds; () for all.
+    """
+
+    def __init__(self, channels: tuple[int, ...] = (), **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.channels = tuple(channels)
+        self.index: Tensor | None = None
+        # of keys, values and index, with room behind what is written
+        self._buffers: tuple[Tensor, ...] | None = None
+        self._length = 0
+
+    @classmethod
+    def of(cls, layer: DynamicLayer, channels: tuple[int, ...]) -> IndexedDynamicLayer:
+        """One that holds what a plain ``layer`` holds."""
+        made = cls(channels)
+        if layer.get_seq_length() > 0:
+            # an offloaded layer holds its tensors elsewhere
+            keys, values = layer.keys.to(layer.device), layer.values.to(layer.device)
+            made.lazy_initialization(keys, values)
+            made._append(keys, values)
+            if layer.keys.device != layer.device:
+                made.offload()
+        return made
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the keys and values of new tokens, [B, H_kv, n, D]: all of both."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._append(key_states, value_states)
+        if key_states.shape[2] == 1:
+            hand_on(Indexed(self.keys, self.index, self.channels))
+        return self.keys, self.values
+
+    def _append(self, keys: Tensor, values: Tensor) -> None:
+        new = keys, values, decode.index_keys(keys.detach(), self.channels)
+        start = self.get_seq_length()
+        stop = start + keys.shape[2]
+        if not torch.is_grad_enabled() and self._has_room(stop):
+            for buffer, x in zip(self._buffers, new, strict=True):
+                _bits(buffer)[:, :, start:stop] = _bits(x)
+        else:
+            room = 0 if torch.is_grad_enabled() else (stop // ROOM + 1) * ROOM - stop
+            old = (self.keys, self.values, self.index) if start else (None, None, None)
+            self._buffers = tuple(_grown(*each, room) for each in zip(old, new, strict=True))
+        self._show(stop)
+
+    def _has_room(self, stop: int) -> bool:
+        if self._buffers is None or stop > self._buffers[0].shape[2]:
+            return False
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return True
+        # what was made in inference mode is not to be written outside of it
+        return not self._buffers[0].is_inference()
+
+    def _show(self, length: int) -> None:
+        self._length = length
+        self.keys, self.values, self.index = (x[:, :, :length] for x in self._buffers)
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Have ``change`` done to keys, values and index, their room included."""
+        if self._buffers is not None:
+            self._buffers = tuple(change(_bits(x)).view(x.dtype) for x in self._buffers)
+            self._show(self._length)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._change(lambda x: x[indices, ...])
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Remove tokens from the end, so many as transformers' own layer would."""
+        if self._buffers is not None:
+            super().crop(*args, **kwargs)
+            self._show(self.keys.shape[2])
+
+    def offload(self) -> None:
+        self._change(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        if self._buffers is not None and self._buffers[0].device != self.device:
+            self._change(lambda x: x.to(self.device, non_blocking=True))
+
+    def reset(self) -> None:
+        self.keys = self.values = self.index = self._buffers = None
+        self.is_initialized = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # views that are copied one by one would not be views of the buffers any more
+        views = () if self._buffers is None else ("keys", "values", "index")
+        return vars(self) | dict.fromkeys(views)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self._buffers is not None:
+            self._show(self._length)
+
+
+class IndexedStaticLayer(StaticLayer):
+    """A layer of so many slots, for compiled models: nothing but its tensors changes in a step.
+
+    Args:
+        max_cache_len: slots.
+        channels: those that the index holds; () for all.
+
+    Attributes:
+        index: [B, H_kv, max_cache_len, C], written where the keys are; None before the first.
+    """
+
+    def __init__(self, max_cache_len: int, channels: tuple[int, ...] = (), **kwargs: Any) -> None:
+        super().__init__(max_cache_len=max_cache_len, **kwargs)
+        self.channels = tuple(channels)
+        self.index: Tensor | None = None
+
+    @classmethod
+    def of(cls, layer: StaticLayer, channels: tuple[int, ...]) -> IndexedStaticLayer:
+        """One that holds what a plain ``layer`` holds, in the same tensors."""
+        made = cls(layer.max_cache_len, channels)
+        vars(made).update(vars(layer))
+        if layer.is_initialized:
+            keys = layer.keys.to(layer.device)
+            made._make_room(keys)
+            made.index.copy_(decode.index_keys(keys, made.channels))
+            if layer.keys.device != layer.device:
+                made.offload()
+        return made
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self._make_room(self.keys)
+
+    def _make_room(self, keys: Tensor) -> None:
+        one = decode.index_keys(torch.zeros_like(keys[:, :, :1]), self.channels)
+        shape = (*keys.shape[:3], one.shape[-1])
+        self.index = torch.zeros(shape, dtype=one.dtype, device=keys.device)
+        if not torch.compiler.is_compiling():
+            # as transformers has it of keys and values
+            torch._dynamo.mark_static_address(self.index)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the keys and values of new tokens, [B, H_kv, n, D]: all slots of both."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        count = key_states.shape[2]
+        slots = torch.arange(count, device=self.device) + self.cumulative_length
+        new = decode.index_keys(key_states.detach(), self.channels)
+        _bits(self.index).index_copy_(2, slots, _bits(new))
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        if count == 1:
+            hand_on(Indexed(keys, self.index, self.channels))
+        return keys, values
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        if self.index is not None:
+            bits = _bits(self.index).index_select(0, beam_idx.to(self.index.device))
+            self.index = bits.view(self.index.dtype)
+
+    def offload(self) -> None:
+        super().offload()
+        if self.index is not None:
+            self.index = self.index.to("cpu", non_blocking=True)
+
+    def prefetch(self) -> None:
+        super().prefetch()
+        if self.index is not None and self.index.device != self.device:
+            self.index = self.index.to(self.device, non_blocking=True)
+
+    def reset(self) -> None:
+        super().reset()
+        if self.index is not None:
+            self.index.zero_()
+
+
+KINDS = {DynamicLayer: IndexedDynamicLayer, StaticLayer: IndexedStaticLayer}
+
+
+def indexed(layer: CacheLayerMixin, channels: tuple[int, ...]) -> CacheLayerMixin:
+    """A plain layer with an index of what it holds; any other layer as it is."""
+    kind = KINDS.get(type(layer))
+    return layer if kind is None else kind.of(layer, channels)
+
+
+class _Slot:
+    held: Indexed | None = None
+
+
+class _SlotOfThread(threading.local):
+    held: Indexed | None = None
+
+
+# dynamo knows no threads
+_eager, _traced = _SlotOfThread(), _Slot()
+
+
+def hand_on(held: Indexed) -> None:
+    """Leave what a layer has just returned, for the attention function that is called next."""
+    slot = _traced if torch.compiler.is_compiling() else _eager
+    slot.held = held
+
+
+def taken(keys: Tensor) -> Indexed | None:
+    """What was left last, if it is about these very ``keys``; nothing is left then."""
+    slot = _traced if torch.compiler.is_compiling() else _eager
+    held, slot.held = slot.held, None
+    return held if held is not None and held.keys is keys else None
+
+
+def _grown(old: Tensor | None, new: Tensor, room: int) -> Tensor:
+    """``new`` behind ``old``, and ``room`` tokens that hold nothing yet."""
+    parts = [] if old is None else [_bits(old)]
+    parts.append(_bits(new))
+    if room:
+        batch, heads, _, dim = new.shape
+        parts.append(parts[-1].new_empty(batch, heads, room, dim))
+    return torch.cat(parts, dim=2).view(new.dtype)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """8-bit floats as whole numbers of the same bits, which can be indexed; else ``x`` itself."""
+    return x.view(torch.uint8) if x.is_floating_point() and x.dtype.itemsize == 1 else x

@@ -1,0 +1,152 @@
+"""`SparseDecode`: one query a head attends the keys that its KV head chooses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor, nn
+
+from cab_hf.budgets import budgets_of
+from cab_hf.config import CabConfig
+from cab_hf.decode.cache import Indexed
+from cab_hf.ops import decode
+from cab_hf.ops.decode import Choice
+
+# a text is read sparsely from so many times the keys that are read: below, scoring costs more
+DECODE_FROM = 4
+SHARED_CHOICE = "cascade decode"  # under which an anchor leaves its choice
+
+
+class SharedChoice(NamedTuple):
+    """What an anchor leaves in a step: its index, its query and KV heads, and its choice."""
+
+    layer: int
+    heads: tuple[int, int]
+    choice: Choice
+
+
+@dataclass(frozen=True)
+class SparseDecode:
+    """Attention of one query a head over the keys chosen for it.
+
+    Attributes:
+        text: a `CabMask`.
+        layer: the module that attends.
+        held: the index of the cache; None behind an anchor of a cascade, whose choice it reads.
+    """
+
+    text: Any
+    layer: nn.Module | None
+    config: CabConfig
+    held: Indexed | None
+    kind: ClassVar[str] = "sparse decode"
+    reason: ClassVar[None] = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """[B, H, 1, D_v] of q [B, H, 1, D] over k and v [B, H_kv, N, D or D_v]."""
+        index = getattr(self.layer, "layer_idx", None)
+        heads = q.shape[1], k.shape[1]
+        anchor = anchor_of(self.config, self.layer)
+        if anchor is None or anchor == index:
+            choice = self._choose(q, scale, index, heads)
+        else:
+            shared: SharedChoice = self.text.shared_state[SHARED_CHOICE]
+            choice = self._mapped(shared, index, heads, q.device)
+        if anchor is not None and anchor == index:
+            self.text.shared_state[SHARED_CHOICE] = SharedChoice(index, heads, choice)
+        return decode.attend(q, k, v, choice, scale)
+
+    def _choose(self, q: Tensor, scale: float, index: int | None, heads: tuple[int, int]) -> Choice:
+        length, wanted = self.text.reach(self.config.decode_tokens, q.device)
+        valid = self.text.valid
+        return decode.choose(
+            q,
+            self.held.index,
+            scale,
+            length,
+            wanted,
+            self.held.channels,
+            None if valid is None else valid.to(q.device),
+            _dense_kv_heads(self.config, index, heads),
+        )
+
+    def _mapped(
+        self, shared: SharedChoice, index: int, heads: tuple[int, int], device: Any
+    ) -> Choice:
+        """The anchor's choice, KV head by KV head as most of a group's heads are mapped."""
+        if shared.heads != heads:
+            raise ValueError(
+                f"Layer {index} has {heads[0]} heads over {heads[1]} of k, and its anchor, layer "
+                f"{shared.layer}, {shared.heads[0]} over {shared.heads[1]}; 'cascade' is for "
+                "layers with the same heads, use 'curvature'."
+            )
+        # the layers of a model may be spread over devices
+        choice = Choice(*[x.to(device) for x in shared.choice])
+        if not self.config.head_map:
+            return choice
+        mapped = mapped_kv_heads(self.config.head_map[index], heads[1])
+        if mapped == tuple(range(heads[1])):
+            return choice
+        return Choice(choice.steps[:, list(mapped)], choice.counts[:, list(mapped)], choice.wanted)
+
+
+def why_dense(
+    text: Any, config: CabConfig, layer: nn.Module | None, held: Indexed | None
+) -> str | None:
+    """Why a call of few queries is no sparse step, as half a sentence; None where it is one."""
+    if not config.sparse_decode or text.q_length != 1 or text.document is not None:
+        return f"fewer than query_block={config.query_block} queries (decode)"
+    # of a static cache the slots are known, and what is written on the device alone
+    slots = text.slots if text.kv_length is None else text.kv_length
+    least = decode_from(config)
+    if least is None or slots is None or slots < least:
+        return f"too short for decode_tokens={config.decode_tokens} (decode)"
+    anchor = anchor_of(config, layer)
+    if anchor is not None and anchor < layer.layer_idx:
+        shared = text.shared_state.get(SHARED_CHOICE)
+        ready = shared is not None and shared.layer == anchor
+    else:
+        ready = held is not None
+    return None if ready else "a cache without an index (decode)"
+
+
+def decode_from(config: CabConfig) -> int | None:
+    """Tokens of a text from which a step reads it sparsely; None where it never does."""
+    wanted = config.decode_tokens
+    if isinstance(wanted, int):
+        return max(config.min_length, DECODE_FROM * wanted)
+    return config.min_length if DECODE_FROM * wanted <= 1 else None
+
+
+def anchor_of(config: CabConfig, layer: nn.Module | None) -> int | None:
+    """The layer that chooses for one of a cascade, itself or one before; None without any."""
+    index = getattr(layer, "layer_idx", None)
+    if config.predictor != "cascade" or index is None:
+        return None
+    before = [anchor for anchor in config.anchors if anchor <= index]
+    return before[-1] if before else None
+
+
+def mapped_kv_heads(row: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:
+    """For each KV head that of the anchor which most of its query heads are mapped to.
+
+    Args:
+        row: of ``head_map``, the head of the anchor for each query head.
+    """
+    group = len(row) // kv_heads
+    result = []
+    for first in range(0, len(row), group):
+        targets = [head // group for head in row[first : first + group]]
+        most = max([targets.count(target) for target in targets])
+        result.append([target for target in targets if targets.count(target) == most][0])
+    return tuple(result)
+
+
+def _dense_kv_heads(
+    config: CabConfig, index: int | None, heads: tuple[int, int]
+) -> tuple[int, ...]:
+    """KV heads with a query head that attends everything in calibrated tables."""
+    group = heads[0] // heads[1]
+    dense = budgets_of(config, index, heads[0]).dense_heads
+    return tuple([head for head in range(heads[1]) if any([x // group == head for x in dense])])
