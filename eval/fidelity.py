@@ -484,7 +484,7 @@ class Fidelity(OnModel):
     def method(self, case: Mapping[str, Any]) -> Method:
         """Set up for a case; block sizes and engine of baselines are the matched method's."""
         settings, name = self.settings, case["method"]
-        if case["probe"] in DECODES and name in CACHES:
+        if name in CACHES and case["probe"] in DECODES:
             return CACHES[name](self.tokens_kept(case["length"], case["budget"]))
         config = settings.configs.get(name, settings.configs[settings.match])
         length = case["length"]
