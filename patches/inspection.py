@@ -14,10 +14,14 @@ from cab_hf.attention_layers import attention_layers, head_dim, window
 from cab_hf.budgets import budgets_of
 from cab_hf.checks import is_whole, require
 from cab_hf.config import CabConfig, Table
+from cab_hf.decode.generation import choosing_layers
+from cab_hf.decode.step import decode_from
 from cab_hf.engines import SDPA, Workload
 from cab_hf.mask import CabMask
 from cab_hf.model_config import cab_config_of
+from cab_hf.ops.decode import index_keys
 from cab_hf.refusals import foreseen
+from cab_hf.rotary import slow_channels
 from cab_hf.route import route
 from cab_hf.sparse import attended
 
@@ -32,8 +36,8 @@ def describe(
         training: whether gradients flow; by default ``model.training``.
 
     Returns:
-        One line for the settings, then one line a run of layers that behave alike. Layers that show
-        what they will be refused for are called refused.
+        One line for the settings, one line a run of layers that behave alike, and one for decoding.
+        Layers that show what they will be refused for are called refused.
 
     Raises:
         ValueError: for a length that no prompt has, or a bad ``cab_config``.
@@ -62,6 +66,8 @@ def describe(
         first, *others = [index for _, index in run]
         of = f"layers {first}-{others[-1]}" if others else f"layer {first}"
         lines.append(f"  {of}: {sentence}")
+    if name == "cab" and layers:
+        lines.append(f"  decode: {_decode(model, config)}")
     return "\n".join(lines)
 
 
@@ -123,11 +129,37 @@ def _calibration(config: CabConfig) -> str:
     return f" (calibrated for {config.origin.model} at {config.origin.length:,} tokens)"
 
 
+def _decode(model: PreTrainedModel, config: CabConfig) -> str:
+    """What a step of one query reads of the cache, and how large the index for it is."""
+    if not config.sparse_decode:
+        return "dense"
+    least, wanted = decode_from(config), config.decode_tokens
+    if least is None:
+        return f"dense, decode_tokens {wanted} is too much of a text to gain anything"
+    choosing = set(choosing_layers(model, config))
+    if not choosing:
+        return "dense, no layer chooses keys"
+    cache = index = 0
+    for _, module in attention_layers(model):
+        dim = head_dim(module)
+        key = torch.zeros(1, 1, 1, dim, dtype=model.dtype, device=next(module.parameters()).device)
+        cache += (dim + getattr(module, "v_head_dim", dim)) * key.element_size()
+        if module in choosing:
+            index += index_keys(key, slow_channels(module, dim)).nbytes
+    keys = f"{wanted} keys" if isinstance(wanted, int) else f"{wanted} of the keys"
+    return (
+        f"sparse, {keys} a KV head, from {least} tokens on, where the cache has an index "
+        f"({index / cache:.3f} of its bytes; generate() makes one, index_cache(model, cache) adds "
+        "one); any other cache densely"
+    )
+
+
 def stats(model: PreTrainedModel, reset: bool = False) -> list[dict[str, Any]]:
     """Realised density of every layer, over all sparse calls since the last reset.
 
     Density is attended over causal (query, key) pairs. Layers (and calls) that were computed dense
-    count nothing; neither do calls inside ``torch.compile``. Waits for the device.
+    count nothing; neither do steps of decode, and calls inside ``torch.compile``. Waits for the
+    device.
 
     Returns:
         ``{"layer": index, "density": float or None}`` for each attention layer, in order.

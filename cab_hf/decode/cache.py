@@ -105,7 +105,7 @@ class IndexedDynamicLayer(DynamicLayer):
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
         """Have ``change`` done to keys, values and index, their room included."""
         if self._buffers is not None:
-            self._buffers = tuple(change(_bits(x)).view(x.dtype) for x in self._buffers)
+            self._buffers = tuple(_floats(change(_bits(x)), x.dtype) for x in self._buffers)
             self._show(self._length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -135,13 +135,23 @@ class IndexedDynamicLayer(DynamicLayer):
         self.is_initialized = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # views that are copied one by one would not be views of the buffers any more
-        views = () if self._buffers is None else ("keys", "values", "index")
-        return vars(self) | dict.fromkeys(views)
+        if self._buffers is None:
+            return vars(self)
+        # views that are copied one by one would not be views of the buffers any more, and 8-bit
+        # floats cannot be pickled
+        bits = tuple(_bits(x) for x in self._buffers)
+        return vars(self) | {
+            "_buffers": bits,
+            "keys": None,
+            "values": None,
+            "index": self.index.dtype,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         if self._buffers is not None:
+            *others, bits = self._buffers
+            self._buffers = (*others, _floats(bits, self.index))
             self._show(self._length)
 
 
@@ -181,10 +191,13 @@ class IndexedStaticLayer(StaticLayer):
     def _make_room(self, keys: Tensor) -> None:
         one = decode.index_keys(torch.zeros_like(keys[:, :, :1]), self.channels)
         shape = (*keys.shape[:3], one.shape[-1])
-        self.index = torch.zeros(shape, dtype=one.dtype, device=keys.device)
+        self._point_to(torch.zeros(shape, dtype=one.dtype, device=keys.device))
+
+    def _point_to(self, index: Tensor) -> None:
+        self.index = index
         if not torch.compiler.is_compiling():
             # as transformers has it of keys and values
-            torch._dynamo.mark_static_address(self.index)
+            torch._dynamo.mark_static_address(index)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -205,7 +218,7 @@ class IndexedStaticLayer(StaticLayer):
         super().reorder_cache(beam_idx)
         if self.index is not None:
             bits = _bits(self.index).index_select(0, beam_idx.to(self.index.device))
-            self.index = bits.view(self.index.dtype)
+            self.index = _floats(bits, self.index.dtype)
 
     def offload(self) -> None:
         super().offload()
@@ -220,7 +233,18 @@ class IndexedStaticLayer(StaticLayer):
     def reset(self) -> None:
         super().reset()
         if self.index is not None:
-            self.index.zero_()
+            _bits(self.index).zero_()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.index is None:
+            return vars(self)
+        # 8-bit floats cannot be pickled
+        return vars(self) | {"index": (_bits(self.index), self.index.dtype)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.index is not None:
+            self._point_to(_floats(*self.index))
 
 
 KINDS = {DynamicLayer: IndexedDynamicLayer, StaticLayer: IndexedStaticLayer}
@@ -264,9 +288,14 @@ def _grown(old: Tensor | None, new: Tensor, room: int) -> Tensor:
     if room:
         batch, heads, _, dim = new.shape
         parts.append(parts[-1].new_empty(batch, heads, room, dim))
-    return torch.cat(parts, dim=2).view(new.dtype)
+    return _floats(torch.cat(parts, dim=2), new.dtype)
 
 
 def _bits(x: Tensor) -> Tensor:
     """8-bit floats as whole numbers of the same bits, which can be indexed; else ``x`` itself."""
     return x.view(torch.uint8) if x.is_floating_point() and x.dtype.itemsize == 1 else x
+
+
+def _floats(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `_bits` was made of, of this ``dtype``."""
+    return bits if bits.dtype == dtype else bits.view(dtype)

@@ -371,6 +371,7 @@ def test_describe_says_which_layer_chooses_for_which(model):
         "  layer 0: sparse, engine reference, an anchor",
         "  layer 1: sparse, engine reference, the blocks of layer 0",
         "  layer 2: sparse, engine reference, an anchor",
+        "  decode: dense",
     ]
 
 

@@ -1,0 +1,274 @@
+"""`generate` with a cache that has an index: dense attention's tokens where all keys are read."""
+
+import copy
+
+import pytest
+import torch
+from marks import slow_but
+from tiny import FULL, tiny_model, tokens
+from transformers import CompileConfig, DynamicCache, EncoderDecoderCache, StaticCache
+
+import cab_hf
+from cab_hf.decode.cache import IndexedDynamicLayer, IndexedStaticLayer
+from cab_hf.ops import decode
+
+# so large a share of a short text, rounded up, is all of it
+ALL = {"sparse_decode": True, "decode_tokens": 0.9999}
+FEW = {"sparse_decode": True, "decode_tokens": 128}
+SHAPES = {
+    "groups-of-3": {},
+    "groups-of-1": {"num_key_value_heads": 6},
+    "groups-of-4": {"num_attention_heads": 8},
+    "half-of-the-channels": {"head_dim": 64},
+}
+SHAPES = [pytest.param(shape, id=name) for name, shape in SHAPES.items()]
+
+pytestmark = pytest.mark.usefixtures("from_anywhere")
+
+
+def generate(model, ids, **options):
+    torch.manual_seed(4)
+    return model.generate(ids, **{"max_new_tokens": 8, "do_sample": False, **options})
+
+
+def made_from_scratch(cache):
+    return all(
+        torch.equal(layer.index, decode.index_keys(layer.keys, layer.channels))
+        for layer in cache.layers
+    )
+
+
+PATHS = {
+    "greedy": {},
+    "sampling": {"do_sample": True},
+    "beams": {"num_beams": 3},
+    "sampled-beams": {"num_beams": 2, "do_sample": True, "num_return_sequences": 2},
+    "several-of-each": {"do_sample": True, "num_return_sequences": 3},
+    "chunked": {"prefill_chunk_size": 50},
+    "static": {"cache_implementation": "static"},
+    "static-beams": {"cache_implementation": "static", "num_beams": 3},
+    "static-chunked": {"cache_implementation": "static", "prefill_chunk_size": 50},
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("padding", [0, 21])
+def test_every_path_gives_dense_tokens_where_all_is_read(path, padding, steps):
+    model, ids = tiny_model(), tokens(2, 130)
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    expected = generate(model, ids, attention_mask=mask, **PATHS[path])
+    cab_hf.apply_cab(model, FULL, **ALL)
+    assert torch.equal(generate(model, ids, attention_mask=mask, **PATHS[path]), expected)
+    assert len(steps) == 7 * 3
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_every_shape_of_heads_gives_dense_tokens_where_all_is_read(shape, static, steps):
+    model, ids = tiny_model(**shape), tokens(2, 130)
+    options = {"cache_implementation": "static"} if static else {}
+    expected = generate(model, ids, **options)
+    cab_hf.apply_cab(model, FULL, **ALL)
+    assert torch.equal(generate(model, ids, **options), expected)
+    assert len(steps) == 7 * 3
+
+
+@pytest.mark.parametrize("family", slow_but(["qwen3", "mistral", "mixtral", "smollm3"], 0))
+def test_every_family_gives_dense_tokens_where_all_is_read(family, steps):
+    model, ids = tiny_model(family), tokens(2, 130)
+    expected = generate(model, ids)
+    cab_hf.apply_cab(model, FULL, **ALL)
+    assert torch.equal(generate(model, ids), expected) and steps
+
+
+def test_layers_under_a_window_stay_what_they_are(steps):
+    model, ids = tiny_model("qwen3-some-sliding"), tokens(2, 130)
+    expected = generate(model, ids)
+    cab_hf.apply_cab(model, FULL, **ALL)
+    assert torch.equal(generate(model, ids), expected)
+    assert {layer for layer, _ in steps} == {0}
+
+
+@pytest.mark.parametrize("way", ["assistant", "prompt-lookup"])
+def test_assisted_decoding_crops_and_gives_dense_tokens(way, steps):
+    model, ids = tiny_model(), tokens(1, 40).repeat(1, 3)
+    options = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 20}
+    if way == "assistant":
+        # of other weights: some of its tokens are taken back
+        assistant = tiny_model(num_hidden_layers=1)
+        options = {"assistant_model": assistant, "max_new_tokens": 20}
+    expected = generate(model, ids, **options)
+    cab_hf.apply_cab(model, FULL, **ALL)
+    cache = cab_hf.index_cache(model)
+    actual = generate(model, ids, past_key_values=cache, **options)
+    assert torch.equal(actual, expected) and made_from_scratch(cache)
+    # calls of several queries are dense; whatever single ones there are is not
+    assert all(keys > 120 for _, keys in steps)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_prompt_is_read_once_for_several_questions(kind, steps):
+    model, prompt = tiny_model(), tokens(1, 130)
+    questions = [torch.cat([prompt, tokens(1, 5, seed)], dim=1) for seed in (7, 8)]
+    expected = [generate(model, ids) for ids in questions]
+    cab_hf.apply_cab(model, FULL, **ALL)
+    own = StaticCache(model.config, max_cache_len=150) if kind == "static" else None
+    cache = cab_hf.index_cache(model, own)
+    model(prompt, past_key_values=cache)
+    for ids, result in zip(questions, expected, strict=True):
+        assert torch.equal(generate(model, ids, past_key_values=copy.deepcopy(cache)), result)
+    assert len(steps) == 2 * 7 * 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_cache_that_was_filled_before_gets_the_index_of_its_keys(kind, steps):
+    model, ids = tiny_model(head_dim=64), tokens(1, 135)
+    expected = generate(model, ids)
+    cache = DynamicCache(config=model.config)
+    if kind == "static":
+        cache = StaticCache(model.config, max_cache_len=150)
+    cab_hf.apply_cab(model, FULL, **ALL)
+    model(ids[:, :130], past_key_values=cache)
+    assert cab_hf.index_cache(model, cache) is cache and made_from_scratch(cache)
+    assert torch.equal(generate(model, ids, past_key_values=cache), expected)
+    assert len(steps) == 7 * 3 and made_from_scratch(cache)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_cache_that_was_reset_is_as_good_as_new(kind):
+    model, ids = tiny_model(), tokens(1, 130)
+    cab_hf.apply_cab(model, FULL, **FEW)
+    own = StaticCache(model.config, max_cache_len=200) if kind == "static" else None
+    cache = cab_hf.index_cache(model, own)
+    fresh = generate(model, ids, past_key_values=cache)
+    cache.reset()
+    assert torch.equal(generate(model, ids, past_key_values=cache), fresh)
+    assert made_from_scratch(cache)
+
+
+def test_a_plain_cache_of_the_users_own_is_read_densely(steps):
+    model, ids = tiny_model(), tokens(1, 300)
+    expected = generate(model, ids)
+    cab_hf.apply_cab(model, FULL, **FEW)
+    cache = DynamicCache(config=model.config)
+    assert torch.equal(generate(model, ids, past_key_values=cache), expected)
+    assert not steps and not any(isinstance(x, IndexedDynamicLayer) for x in cache.layers)
+    generate(model, ids)
+    assert len(steps) == 7 * 3
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_a_model_without_sparse_decode_gets_plain_caches(static, steps):
+    model, ids = tiny_model(), tokens(1, 130)
+    options = {"cache_implementation": "static"} if static else {}
+    cab_hf.apply_cab(model, FULL, **ALL)
+    expected = generate(model, ids, **options)
+    steps.clear()
+    # switched off between two calls
+    cab_hf.apply_cab(model, FULL)
+    result = generate(model, ids, return_dict_in_generate=True, **options)
+    kinds = (IndexedDynamicLayer, IndexedStaticLayer)
+    assert not any(isinstance(layer, kinds) for layer in result.past_key_values.layers)
+    assert torch.equal(result.sequences, expected) and not steps
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("count", [200, pytest.param(1900, marks=pytest.mark.slow)])
+def test_the_index_of_generated_tokens_is_one_made_from_scratch(kind, count, steps):
+    model, ids = tiny_model(num_hidden_layers=2, head_dim=64), tokens(1, 140)
+    cab_hf.apply_cab(model, FULL, **FEW)
+    options = {"cache_implementation": "static"} if kind == "static" else {}
+    options |= {"max_new_tokens": count, "min_new_tokens": count}
+    cache = generate(model, ids, return_dict_in_generate=True, **options).past_key_values
+    assert cache.get_seq_length() == 140 + count - 1
+    assert made_from_scratch(cache) and len(steps) == 2 * (count - 1)
+
+
+def test_generate_compiles_a_static_cache(steps):
+    model, ids = tiny_model(head_dim=64), tokens(2, 130)
+    how = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
+    how._compile_all_devices = True
+    options = {"cache_implementation": "static", "max_new_tokens": 5}
+    expected = generate(model, ids, disable_compile=True, **options)
+    cab_hf.apply_cab(model, FULL, **ALL)
+    torch._dynamo.reset()
+    actual = generate(model, ids, compile_config=how, **options)
+    assert torch.equal(actual, expected) and steps
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", slow_but(["eager", "aot_eager"], 1))
+@pytest.mark.parametrize("fields", [{}, {"predictor": "cascade", "anchors": (0,)}])
+def test_a_compiled_step_is_one_graph_and_reads_what_an_eager_one_does(backend, fields, steps):
+    model, ids = tiny_model(head_dim=64), tokens(2, 204)
+    cab_hf.apply_cab(model, FULL, **FEW, **fields)
+
+    def logits(step):
+        cache = cab_hf.index_cache(model, StaticCache(model.config, max_cache_len=256))
+        model(ids[:, :200], past_key_values=cache)
+        steps.clear()
+        parts = [step(ids[:, i : i + 1], past_key_values=cache).logits for i in range(200, 204)]
+        assert len(steps) == 4 * 3
+        return torch.cat(parts, dim=1), [layer.index for layer in cache.layers if fields == {}]
+
+    expected, indices = logits(model)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        actual, compiled_indices = logits(torch.compile(model, fullgraph=True, backend=backend))
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(compiled_indices, indices)
+
+
+@torch.no_grad()
+def test_few_keys_are_not_all_and_a_static_cache_reads_the_same():
+    model, ids = tiny_model(head_dim=64), tokens(2, 301)
+    cab_hf.apply_cab(model, FULL, **FEW)
+    outputs = []
+    for cache in (None, StaticCache(model.config, max_cache_len=400)):
+        cache = cab_hf.index_cache(model, cache)
+        model(ids[:, :300], past_key_values=cache)
+        outputs.append(model(ids[:, 300:], past_key_values=cache).logits)
+    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
+    dense = model(ids, use_cache=False).logits[:, -1:]
+    assert not torch.allclose(outputs[0], dense, atol=1e-3)
+
+
+@torch.no_grad()
+def test_what_stands_behind_the_text_in_a_static_cache_changes_nothing():
+    model, ids = tiny_model(head_dim=64), tokens(2, 301)
+    cab_hf.apply_cab(model, FULL, **FEW)
+    outputs = []
+    for rubbish in (0.0, 50.0):
+        cache = cab_hf.index_cache(model, StaticCache(model.config, max_cache_len=400))
+        model(ids[:, :300], past_key_values=cache)
+        for layer in cache.layers:
+            for part in (layer.keys, layer.values, layer.index):
+                part[:, :, 300:] = rubbish
+        outputs.append(model(ids[:, 300:], past_key_values=cache).logits)
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "make", "sentence"),
+    [
+        pytest.param(None, None, "attn_implementation is 'sdpa'", id="not-on"),
+        pytest.param({}, None, "sparse_decode is False", id="off"),
+        pytest.param(
+            ALL,
+            lambda config: EncoderDecoderCache(DynamicCache(), DynamicCache()),
+            "cache is a EncoderDecoderCache",
+            id="two-caches",
+        ),
+        pytest.param(ALL, lambda config: (), "cache is a tuple", id="no-cache"),
+    ],
+)
+def test_what_cannot_have_an_index_is_refused(settings, make, sentence):
+    model = tiny_model()
+    if settings is not None:
+        cab_hf.apply_cab(model, FULL, **settings)
+    with pytest.raises(ValueError, match=sentence):
+        cab_hf.index_cache(model, None if make is None else make(model.config))
