@@ -197,7 +197,7 @@ class Settings(OnModelSettings):
         super().__post_init__()
         check = partial(require, self)
         others = self.asked or set(self.probes) - {*WITH_KEYS_ASKED}
-        check("asked", others, f"at least 1 where {' and '.join(self.probes)} are all probes")
+        check("asked", others, "at least 1 where all probes ask for keys")
         decoding = set(self.probes) & {*DECODES}
         dense = f"without {H2O.name}, whose prefill is dense, where no probe decodes"
         check("methods", decoding or H2O.name not in self.methods, dense, H2O.name)
@@ -274,6 +274,11 @@ class Settings(OnModelSettings):
 
 def _assigned(texts: Sequence[str]) -> dict[str, Any]:
     return dict(map(parse_assignment, texts))
+
+
+def at_once(length: int) -> int:
+    """How many texts of a length are decoded side by side."""
+    return max(1, TOKENS_AT_ONCE // length)
 
 
 def kind_of(method: str) -> type[Method]:
@@ -378,7 +383,10 @@ class Fidelity(OnModel):
     def dense_decoded(self) -> Callable[[str, int, range], Tensor]:
         """(text, length, indices) -> dense logits of `DECODE`, on the CPU; kept as `reference`."""
 
-        @lru_cache(maxsize=self.settings.documents)
+        settings = self.settings
+        batches = -(-settings.documents // at_once(max(settings.lengths)))
+
+        @lru_cache(maxsize=batches)
         def made(text: str, length: int, indices: range) -> Tensor:
             return behind_prompt(
                 self.model, *self._side_by_side(text, length, DECODE, indices)[1:]
@@ -495,10 +503,9 @@ class Fidelity(OnModel):
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """What was foreseen."""
         if case["probe"] in DECODES:
-            at_once = max(1, TOKENS_AT_ONCE // case["length"])
-            place = case["index"] % at_once
+            place = case["index"] % at_once(case["length"])
             first = {**case, "index": case["index"] - place}
-            return self.decoded(tuple(first.items()), at_once)[place]
+            return self.decoded(tuple(first.items()))[place]
         method, probe = self.method(case), case["probe"]
         question = question_of(case)
         reading = self.reading(*question, hide_needle=method.hides_needle)
@@ -516,18 +523,18 @@ class Fidelity(OnModel):
         return {"tokens": len(reading.tokens), **result}
 
     @cached_property
-    def decoded(self) -> Callable[[tuple, int], list[dict[str, Any]]]:
-        """(items of the first case, how many) -> what was found in cases that are decoded together.
+    def decoded(self) -> Callable[[tuple], list[dict[str, Any]]]:
+        """Items of a case -> what was found in it and in those that are decoded beside it.
 
-        Kept until others are: their cases follow each other.
+        Kept until others are: they follow each other.
         """
         return lru_cache(maxsize=1)(self._decoded)
 
-    def _decoded(self, first: tuple, at_once: int) -> list[dict[str, Any]]:
+    def _decoded(self, first: tuple) -> list[dict[str, Any]]:
         case, settings = dict(first), self.settings
         text, length, probe = (case[name] for name in ("text", "length", "probe"))
         count = settings.continuations if probe == GREEDY else settings.documents
-        indices = range(case["index"], min(case["index"] + at_once, count))
+        indices = range(case["index"], min(case["index"] + at_once(length), count))
         readings, ids, prompt = self._side_by_side(text, length, probe, indices)
         method = self.method(case)
         # before the method is on
@@ -634,10 +641,10 @@ class Fidelity(OnModel):
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
         return (
-            "Nothing is generated: an answer is right when each of its tokens is the likeliest one "
-            "after all that stands before it. Behind the prompt: the method reads a prompt, and "
-            f"{CONTINUED} tokens of the same text that follow (an eighth of it at most) are read "
-            "through the KV cache, teacher forced, by exact attention but for methods that have "
+            "Nothing but continuations is generated: an answer is right when each of its tokens is "
+            "the likeliest one after all that stands before it. Behind the prompt: the method "
+            f"reads a prompt, and {CONTINUED} tokens of the same text that follow (an eighth of it "
+            "at most) are read through the KV cache, teacher forced, by exact attention but for methods that have "
             "dropped keys for good; KL is KL(dense || method) of the next token, in nats, a "
             "token, the mean over documents with Student's interval; agreement is the share of "
             "tokens at which both find the same token likeliest. Full, the sparse path with all "
@@ -724,8 +731,9 @@ def _usual(samples: Sequence[Row]) -> list[Row]:
     none, all that have a density.
     """
     parts = [s for s in samples if s["probe"] != TIME]
-    unusual = (QUESTION_FIRST, CONTINUATION, ASKED, *DECODES)
-    return [s for s in parts if s["probe"] not in unusual] or parts
+    read = [s for s in parts if s["probe"] not in DECODES] or parts
+    unusual = (QUESTION_FIRST, CONTINUATION, ASKED)
+    return [s for s in read if s["probe"] not in unusual] or read
 
 
 def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:

@@ -427,12 +427,13 @@ DECODING = (
 
 
 def test_decoding_is_held_against_dense(model_folder, tmp_path):
-    methods = "dense,full,streaming,h2o"
-    results = command(model_folder, tmp_path, *DECODING, methods=methods, drawn=True)
+    more, methods = ("--cab", f"dense={SMALL}"), "dense,full,streaming,h2o"
+    results = command(model_folder, tmp_path, *DECODING, *more, methods=methods, drawn=True)
     rows = {row["method"]: row for row in results["rows"]}
-    assert list(rows) == ["dense", "cab:sparse", "streaming", "h2o", "full"]
+    assert list(rows) == ["dense", "cab:sparse", "cab:dense", "streaming", "h2o", "full"]
     # on a CPU the index has all channels in full: half the bytes of keys and values
     kept = {
+        "cab:dense": 900,
         "dense": 900,
         "full": 900,
         **dict.fromkeys(("cab:sparse", "streaming", "h2o"), 128 + 450),
@@ -446,6 +447,8 @@ def test_decoding_is_held_against_dense(model_folder, tmp_path):
     assert decode["full"]["kl"] == pytest.approx(0, abs=1e-7)
     for name in ("cab:sparse", "streaming", "h2o"):
         assert decode[name]["kl"] > 1e-6 > abs(decode["full"]["kl"])
+    # by one prefill
+    assert decode["cab:sparse"]["kl"] != pytest.approx(decode["cab:dense"]["kl"], rel=1e-2)
     assert (rows["full"]["greedy"]["equal"], rows["full"]["greedy"]["prefix"]) == (3, 16)
     assert "equal" not in rows["dense"]["greedy"]
     report = (tmp_path / "report.md").read_text()

@@ -16,6 +16,7 @@ from cab_hf.eval.__main__ import main
 from cab_hf.eval.experiment import render
 from cab_hf.eval.haystack import Haystack, answered
 from cab_hf.eval.passkey import Passkey, Settings
+from cab_hf.ops import decode
 from cab_hf.renamed import renamed_in
 from cab_hf.runs import models
 from cab_hf.runs.log import read_log
@@ -321,11 +322,11 @@ def test_a_killed_run_goes_on(model_folder, tmp_path, monkeypatch, capsys):
     calls = []
     answer = passkey.Passkey.answer
 
-    def counted(self, prompt):
+    def counted(self, prompt, method):
         calls.append(prompt)
         if len(calls) == 5:
             raise KeyboardInterrupt
-        return answer(self, prompt)
+        return answer(self, prompt, method)
 
     monkeypatch.setattr(passkey.Passkey, "answer", counted)
     with pytest.raises(KeyboardInterrupt):
@@ -351,13 +352,35 @@ def test_a_run_can_be_extended_by_methods(model_folder, tmp_path):
     assert results["provenance"]["settings"]["methods"] == ["dense", "cab", "streaming"]
 
 
-def test_both_stages_are_sparse_when_asked(model_folder, tmp_path):
-    """A budget of one block a row: decoding adds pairs, and they are counted."""
-    options = ("--budget", "0.3", "--controls", "0")
+def test_both_stages_are_sparse_when_asked(model_folder, tmp_path, monkeypatch):
+    """In stage both the steps of cab read an eighth of the keys, those of random all."""
+    steps = []
+    attend = decode.attend
+    monkeypatch.setattr(
+        decode,
+        "attend",
+        lambda q, k, v, choice, scale: steps.append(choice) or attend(q, k, v, choice, scale),
+    )
+    options, methods = ("--budget", "0.3", "--controls", "0"), "cab,random,streaming"
+    results = {}
     for stage in ("prefill", "both"):
-        command(model_folder, tmp_path / stage, "--stage", stage, *options, methods="random")
-    prefill, both = (read_samples(tmp_path / s)[0]["density"] for s in ("prefill", "both"))
-    assert prefill != both
+        results[stage] = command(
+            model_folder, tmp_path / stage, "--stage", stage, *options, methods=methods
+        )
+        # of two layers, of each of three prompts some tokens behind the first
+        assert bool(steps) == (stage == "both") and len(steps) % 2 == 0
+    assert {int(choice.wanted) for choice in steps} <= {LENGTH // 8, (LENGTH + 8) // 8}
+    assert "decoded" not in (tmp_path / "prefill" / "report.md").read_text()
+    table = Passkey.tables(results["both"]["rows"])["Accuracy"]
+    said = {
+        line.split(" | ")[0].strip("| "): line.split(" | ")[-1].strip("| ")
+        for line in table.splitlines()
+    }
+    assert (said["cab"], said["random"], said["streaming"]) == (
+        "sparsely",
+        "densely",
+        "sinks and window",
+    )
 
 
 def copied(model_folder, to):
