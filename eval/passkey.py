@@ -281,7 +281,7 @@ class Passkey(OnModel):
 
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
-        both = any(row["stage"] == "both" for row in rows)
+        both = any(row.get("stage") == "both" for row in rows)
         shown = COLUMNS | {"decoded": _decoded} if both else COLUMNS
         return {"Accuracy": markdown_table(rows, shown)}
 
