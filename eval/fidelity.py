@@ -41,6 +41,7 @@ from cab_hf.eval.methods import (
     Full,
     Method,
     Realised,
+    decodes_sparsely,
     exact_readings,
     known,
     never_sparse,
@@ -228,6 +229,15 @@ class Settings(OnModelSettings):
         check("budgets", fits, f"{MATCH} or densities in (0, 1]")
         # refuses bad fields here rather than in the middle of a run
         check("match", self.match in self.configs, f"one of {', '.join(self.configs)}")
+        for config in self.configs.values():
+            # what is decoded may be an eighth of the text
+            prompt = min(self.lengths) * (CONTINUED_SHARE - 1) // CONTINUED_SHARE
+            check(
+                "lengths",
+                not decoding or not config.sparse_decode or decodes_sparsely(config, prompt),
+                f"such that 7/8 of each are 4 times decode_tokens={config.decode_tokens} or more, "
+                "for below decoding is dense",
+            )
         caches = [name for name in self.methods if name in CACHES] if decoding else []
         check(
             "match",

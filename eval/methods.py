@@ -87,6 +87,12 @@ def known(config: CabConfig) -> CabConfig:
     return config
 
 
+def decodes_sparsely(config: CabConfig, length: int) -> bool:
+    """Whether CAB reads a text of ``length`` tokens sparsely in a step of decode."""
+    least = decode_from(config)
+    return config.sparse_decode and least is not None and length >= least
+
+
 def fitted_config(candidates: Sequence[CabConfig], cell: Cell) -> CabConfig:
     """Of configs in order of rising density, the one nearest to the cell's budget.
 
@@ -222,10 +228,8 @@ class Cab(Method):
         In tokens, that is decode_tokens + length * (bytes of a token in the index) / (bytes of its
         K and V). Layers behind an anchor read no index, those that decode densely read all tokens.
         """
-        config = self.config
-        wanted = config.decode_tokens
-        least = decode_from(config)
-        if not config.sparse_decode or least is None or length < least:
+        config, wanted = self.config, self.config.decode_tokens
+        if not decodes_sparsely(config, length):
             return length
         with self.applied(model):
             cache = self.cache(model)

@@ -31,6 +31,7 @@ from cab_hf.eval.methods import (
     Method,
     Realised,
     Streaming,
+    decodes_sparsely,
     exact_readings,
     known,
     never_sparse,
@@ -137,7 +138,13 @@ class Settings(OnModelSettings):
             )
         else:
             check("budget", 0 < self.budget <= 1, "match or a density in (0, 1]")
-        _ = self.cab_config  # refuses bad fields here rather than in the middle of a run
+        # refuses bad fields here rather than in the middle of a run
+        config = self.cab_config
+        check(
+            "lengths",
+            not config.sparse_decode or decodes_sparsely(config, min(self.lengths)),
+            f"4 times decode_tokens={config.decode_tokens} at least, for below decoding is dense",
+        )
 
     @cached_property
     def cab_config(self) -> CabConfig:

@@ -178,6 +178,18 @@ def test_of_several_keys_one_is_asked_for(model_folder, tmp_path):
             "match is 'cab'; it must be a config with sparse_decode=true, the bytes of whose steps",
             id="h2o of no bytes",
         ),
+        pytest.param(
+            [
+                "--probes",
+                "decode",
+                "--lengths",
+                "584",
+                "--cab",
+                "a=sparse_decode=true,decode_tokens=128",
+            ],
+            "lengths is (584,); it must be such that 7/8 of each are 4 times decode_tokens=128",
+            id="too short to decode sparsely",
+        ),
         pytest.param(["--written", "0"], "written is 0; it must be at least 1", id="written"),
         pytest.param(
             ["--methods", "magic"], "methods is 'magic'; it must be names of dense", id="method"

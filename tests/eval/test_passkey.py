@@ -237,6 +237,11 @@ def test_decoded_text_is_scored(answer, correct):
         pytest.param(["--set", "top_p"], "set: an assignment is field=value", id="assignment"),
         pytest.param(["--set", "top_p=3"], "top_p", id="field value"),
         pytest.param(["--set", "weight=3"], "weight", id="field name"),
+        pytest.param(
+            ["--stage", "both", "--lengths", "511", "--set", "decode_tokens=128"],
+            "lengths is (511,); it must be 4 times decode_tokens=128 at least",
+            id="too short to decode sparsely",
+        ),
         pytest.param(["--lengths", "many"], "lengths: a length is a number of tokens", id="length"),
     ],
 )
