@@ -2,8 +2,9 @@
 
 Nothing is generated: a model reads a text whose answers stand in it, once, and is asked what it
 would have said at each of their tokens. Two probes are what a user of sparse prefill feels: there
-the method reads a prompt, and what follows is read through the KV cache, densely. Cells are
-(method, text, length, budget); a case is (cell, probe, depth, index).
+the method reads a prompt, and what follows is read through the KV cache, densely. Three are what a
+user of sparse decoding feels: what follows is read, or written, one token at a time and as the
+method decodes. Cells are (method, text, length, budget); a case is (cell, probe, depth, index).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cab_hf.config import CabConfig
@@ -30,6 +32,7 @@ from cab_hf.eval.experiment import Row
 from cab_hf.eval.haystack import Haystack, read_sentences
 from cab_hf.eval.intervals import mean_interval, paired_difference, wilson
 from cab_hf.eval.methods import (
+    CACHES,
     H2O,
     METHODS,
     Cab,
@@ -38,6 +41,7 @@ from cab_hf.eval.methods import (
     Full,
     Method,
     Realised,
+    decodes_sparsely,
     exact_readings,
     known,
     never_sparse,
@@ -58,12 +62,15 @@ from cab_hf.eval.teacher_forcing import (
     CHUNK,
     TeacherForced,
     answered,
+    behind_prompt,
+    continued,
     distributions,
     divergence,
     greedy_match,
     nll,
+    right_spans,
 )
-from cab_hf.needles import NAMES
+from cab_hf.needles import NAMES, shared
 from cab_hf.runs.markdown import plain
 from cab_hf.runs.provenance import file_identity
 from cab_hf.runs.settings import (
@@ -82,13 +89,19 @@ RECALL_BORDER, PERPLEXITY_BORDER = "recall_border", "perplexity_border"
 RECALLS, PERPLEXITIES = (RECALL, RECALL_BORDER), (PERPLEXITY, PERPLEXITY_BORDER)
 # of what follows a prompt: the prompt is read by the method, what follows through the KV cache
 CONTINUATION, ASKED = "continuation", "asked"
-PROBES = (CONTINUATION, ASKED, PASS, QUESTION_FIRST, MULTI_KEY, *RECALLS, *PERPLEXITIES)
+# the same, where the method also decodes what follows; and what it writes itself
+DECODE, DECODE_ASKED, GREEDY = "decode", "decode_asked", "greedy"
+DECODES = (DECODE, DECODE_ASKED, GREEDY)
+WITH_KEYS_ASKED = (ASKED, DECODE_ASKED)
+PROBES = (CONTINUATION, ASKED, *DECODES, PASS, QUESTION_FIRST, MULTI_KEY, *RECALLS, *PERPLEXITIES)
 # unless others are asked for
 USUAL = (CONTINUATION, ASKED, PASS, QUESTION_FIRST, RECALL, PERPLEXITY)
 # no probe that is asked for: how long attention takes, on a GPU once a cell
 TIME = "time"
 # tokens of a text that are read behind a prompt, and the most of it that they may be
 CONTINUED, CONTINUED_SHARE = 256, 8
+# tokens of all the texts that are decoded side by side, as a step costs their launches once
+TOKENS_AT_ONCE = 2**17
 PROMPTED = (PASS, QUESTION_FIRST, MULTI_KEY)  # probes that are prompts; the others are documents
 # keys in the prompts of a probe, each of another name, where they are several
 NAMED_KEYS = {MULTI_KEY: 4}
@@ -137,7 +150,7 @@ class Settings(OnModelSettings):
     methods: tuple[str, ...] | None = by_device(
         ("dense", "full", "cab", "published", "streaming", "random", "antidiagonal"),
         ("dense", "full", "cab", "random"),
-        f"comma-separated, of {', '.join(name for name in METHODS if name != H2O.name)}",
+        f"comma-separated, of {', '.join(METHODS)}",
         comma_separated(str),
     )
     cab: tuple[str, ...] = option(
@@ -168,6 +181,11 @@ class Settings(OnModelSettings):
         f"how many keys a prompt of the probe {ASKED} has, all asked for behind it; 0: none",
         int,
     )
+    decoded: int | None = by_device(
+        512, 48, f"tokens behind a prompt that the probe {DECODE} reads, one at a time", int
+    )
+    continuations: int | None = by_device(100, 2, f"prompts of each length for {GREEDY}", int)
+    written: int | None = by_device(256, 32, f"tokens that {GREEDY} writes behind a prompt", int)
     budgets: tuple[str | float, ...] = option(
         (MATCH,),
         f"comma-separated densities of the baselines: {MATCH} (what --{MATCH} realises), numbers",
@@ -179,10 +197,11 @@ class Settings(OnModelSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check = partial(require, self)
-        only_asked = self.asked or set(self.probes) != {ASKED}
-        check("asked", only_asked, f"at least 1 where {ASKED} is the only probe")
-        decoding = f"without {H2O.name}, whose prefill is dense, for nothing is decoded here"
-        check("methods", H2O.name not in self.methods, decoding, H2O.name)
+        others = self.asked or set(self.probes) - {*WITH_KEYS_ASKED}
+        check("asked", others, "at least 1 where all probes ask for keys")
+        decoding = set(self.probes) & {*DECODES}
+        dense = f"without {H2O.name}, whose prefill is dense, where no probe decodes"
+        check("methods", decoding or H2O.name not in self.methods, dense, H2O.name)
         for method in self.methods:
             check("methods", method in METHODS, f"names of {', '.join(METHODS)}", method)
         check("methods", self.methods, "at least one name")
@@ -198,7 +217,7 @@ class Settings(OnModelSettings):
         check("texts", distinct, "at least one, of different names without folder and ending")
         # a text of one token has nothing to foresee
         check("lengths", self.lengths and min(self.lengths) > 1, "numbers of tokens, 2 at least")
-        for name in ("depths", "pass_samples", "documents"):
+        for name in ("depths", "pass_samples", "documents", "decoded", "continuations", "written"):
             check(name, getattr(self, name) > 0, "at least 1")
         check("keys", 1 <= self.keys <= len(NAMES), f"1 to {len(NAMES)}")
         check("asked", 0 <= self.asked <= len(NAMES), f"0 to {len(NAMES)}")
@@ -210,6 +229,22 @@ class Settings(OnModelSettings):
         check("budgets", fits, f"{MATCH} or densities in (0, 1]")
         # refuses bad fields here rather than in the middle of a run
         check("match", self.match in self.configs, f"one of {', '.join(self.configs)}")
+        for config in self.configs.values():
+            # what is decoded may be an eighth of the text
+            prompt = min(self.lengths) * (CONTINUED_SHARE - 1) // CONTINUED_SHARE
+            check(
+                "lengths",
+                not decoding or not config.sparse_decode or decodes_sparsely(config, prompt),
+                f"such that 7/8 of each are 4 times decode_tokens={config.decode_tokens} or more, "
+                "for below decoding is dense",
+            )
+        caches = [name for name in self.methods if name in CACHES] if decoding else []
+        check(
+            "match",
+            not caches or MATCH not in self.budgets or self.configs[self.match].sparse_decode,
+            f"a config with sparse_decode=true, the bytes of whose steps {', '.join(caches)} are "
+            "to match",
+        )
         matched = [name for name in self.methods if METHODS[name].matched]
         check(
             "budgets",
@@ -251,6 +286,11 @@ def _assigned(texts: Sequence[str]) -> dict[str, Any]:
     return dict(map(parse_assignment, texts))
 
 
+def at_once(length: int) -> int:
+    """How many texts of a length are decoded side by side."""
+    return max(1, TOKENS_AT_ONCE // length)
+
+
 def kind_of(method: str) -> type[Method]:
     """The class of a method; of ``cab:NAME``, that of cab."""
     return METHODS[method.partition(":")[0]]
@@ -266,7 +306,7 @@ class Fidelity(OnModel):
     Settings = Settings
     CASE = (*CELL, "probe", "depth", "index")
     GROWS = (
-        *("methods", "lengths", "probes", "budgets", "pass_samples", "documents"),
+        *("methods", "lengths", "probes", "budgets", "pass_samples", "documents", "continuations"),
         # what they say is in cab_configs
         *("set", "cab"),
     )
@@ -278,7 +318,7 @@ class Fidelity(OnModel):
         for text, length in product(settings.files, settings.lengths):
             for probe in filter(PROMPTED.__contains__, probes):
                 self.haystack(text, probe).check_room(length)
-            asked = (ASKED,) if settings.asked else ()
+            asked = WITH_KEYS_ASKED if settings.asked else ()
             for probe in filter((*RECALLS, *asked).__contains__, probes):
                 self.reading(text, length, probe, None, 0)
 
@@ -300,7 +340,7 @@ class Fidelity(OnModel):
         """(text, length, probe, depth, index, hide_needle) -> it, kept for all methods."""
         settings = self.settings
         a_length = len(PROMPTED) * settings.pass_samples + len(PROBES) * settings.documents
-        return lru_cache(maxsize=a_length)(self._reading)
+        return lru_cache(maxsize=a_length + settings.continuations)(self._reading)
 
     def _reading(
         self,
@@ -317,10 +357,11 @@ class Fidelity(OnModel):
             prompt = haystack.prompt(length, depth, index, settings.seed, hide_needle)
             return answered(tokenizer, prompt)
         place = (tokenizer, haystack.sentences, length)
-        if probe in (CONTINUATION, TIME, *PERPLEXITIES):
+        behind = {CONTINUATION: CONTINUED, DECODE: settings.decoded, GREEDY: settings.written}
+        if probe in (TIME, *behind, *PERPLEXITIES):
             tokens = plain_document(*place, index, settings.seed)
-            if probe == CONTINUATION:
-                prompt = length - max(1, min(CONTINUED, length // CONTINUED_SHARE))
+            if probe in behind:
+                prompt = length - max(1, min(behind[probe], length // CONTINUED_SHARE))
                 return TeacherForced(tokens, ((prompt, length),), prompt)
             if probe in (PERPLEXITY, TIME):
                 return TeacherForced(tokens, ((length // 2, length),))
@@ -328,7 +369,7 @@ class Fidelity(OnModel):
             return TeacherForced(tokens, tuple((at, at + 1) for at in borders))
         border = BORDER if probe == RECALL_BORDER else 1
         with refusing("lengths"):
-            if probe == ASKED:
+            if probe in WITH_KEYS_ASKED:
                 document, prompt = asked_document(*place, settings.asked, index, settings.seed)
                 return TeacherForced(document.tokens, document.answers, prompt)
             document = recall_document(*place, settings.keys, index, settings.seed, border)
@@ -345,6 +386,34 @@ class Fidelity(OnModel):
         def made(text: str, length: int, index: int) -> Tensor:
             reading = self.reading(text, length, CONTINUATION, None, index)
             return distributions(self.model, reading, self.settings.chunk).cpu()
+
+        return made
+
+    @cached_property
+    def dense_decoded(self) -> Callable[[str, int, range], Tensor]:
+        """(text, length, indices) -> dense logits of `DECODE`, on the CPU; kept as `reference`."""
+
+        settings = self.settings
+        batches = -(-settings.documents // at_once(max(settings.lengths)))
+
+        @lru_cache(maxsize=batches)
+        def made(text: str, length: int, indices: range) -> Tensor:
+            return behind_prompt(
+                self.model, *self._side_by_side(text, length, DECODE, indices)[1:]
+            ).cpu()
+
+        return made
+
+    @cached_property
+    def tokens_kept(self) -> Callable[[int, str | float], int]:
+        """(length, budget) -> tokens of as many bytes as a step of the matched config reads."""
+
+        @lru_cache
+        def made(length: int, budget: str | float) -> int:
+            if budget != MATCH:
+                return max(2, round(budget * length))
+            matched = Cab(self.settings.configs[self.settings.match])
+            return round(matched.step_tokens(self.model, length))
 
         return made
 
@@ -395,14 +464,19 @@ class Fidelity(OnModel):
         documents = [{"depth": None, "index": index} for index in range(settings.documents)]
         # a document has no needle to hide
         hidden = kind_of(method).hides_needle
-        asked = [probe for probe in settings.probes if probe != ASKED or settings.asked]
+        continuations = [{"depth": None, "index": i} for i in range(settings.continuations)]
+        places = dict.fromkeys(PROMPTED, prompts) | {GREEDY: continuations}
+        # what is dense but for its steps has no more to say
+        kept = DECODES if method == H2O.name else PROBES
+        if not settings.asked:
+            kept = [probe for probe in kept if probe not in WITH_KEYS_ASKED]
         results = [
             {"probe": probe, **place}
-            for probe in asked
-            if probe in PROMPTED or not hidden
-            for place in (prompts if probe in PROMPTED else documents)
+            for probe in settings.probes
+            if probe in kept and (probe in PROMPTED or not hidden)
+            for place in places.get(probe, documents)
         ]
-        if self.clock is not None and not hidden:
+        if self.clock is not None and not hidden and method != H2O.name:
             results.append({"probe": TIME, "depth": None, "index": 0})
         return results
 
@@ -428,6 +502,8 @@ class Fidelity(OnModel):
     def method(self, case: Mapping[str, Any]) -> Method:
         """Set up for a case; block sizes and engine of baselines are the matched method's."""
         settings, name = self.settings, case["method"]
+        if name in CACHES and case["probe"] in DECODES:
+            return CACHES[name](self.tokens_kept(case["length"], case["budget"]))
         config = settings.configs.get(name, settings.configs[settings.match])
         length = case["length"]
         realised = self.realised_on(case["text"], length)
@@ -436,6 +512,10 @@ class Fidelity(OnModel):
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """What was foreseen."""
+        if case["probe"] in DECODES:
+            place = case["index"] % at_once(case["length"])
+            first = {**case, "index": case["index"] - place}
+            return self.decoded(tuple(first.items()))[place]
         method, probe = self.method(case), case["probe"]
         question = question_of(case)
         reading = self.reading(*question, hide_needle=method.hides_needle)
@@ -449,21 +529,76 @@ class Fidelity(OnModel):
         if probe == CONTINUATION:
             # before the method is on
             self.reference(case["text"], case["length"], case["index"])
-        result = self.under(method, lambda: self.read(case, reading))
+        result = self.under(method, lambda: self.read(case, reading, method))
         return {"tokens": len(reading.tokens), **result}
 
-    def read(self, case: Mapping[str, Any], reading: TeacherForced) -> dict[str, Any]:
-        """What the model foresees of ``reading``, by the method that is on."""
+    @cached_property
+    def decoded(self) -> Callable[[tuple], list[dict[str, Any]]]:
+        """Items of a case -> what was found in it and in those that are decoded beside it.
+
+        Kept until others are: they follow each other.
+        """
+        return lru_cache(maxsize=1)(self._decoded)
+
+    def _decoded(self, first: tuple) -> list[dict[str, Any]]:
+        case, settings = dict(first), self.settings
+        text, length, probe = (case[name] for name in ("text", "length", "probe"))
+        count = settings.continuations if probe == GREEDY else settings.documents
+        indices = range(case["index"], min(case["index"] + at_once(length), count))
+        readings, ids, prompt = self._side_by_side(text, length, probe, indices)
+        method = self.method(case)
+        # before the method is on
+        dense = self.dense_decoded(text, length, indices) if probe == DECODE else None
+        step_tokens = method.step_tokens(self.model, length)
+
+        def read() -> dict[str, Any]:
+            how = {"cache": method.cache(self.model), "stepping": method.stepping}
+            if probe == GREEDY:
+                written = continued(self.model, ids[:, :prompt], length - prompt, **how)
+                return {"cases": [{"written": each} for each in written.tolist()]}
+            # dense attention is what the others are held against, and so exactly itself
+            itself = probe == DECODE and case["method"] == Dense.name
+            logits = dense if itself else behind_prompt(self.model, ids, prompt, **how)
+            if probe == DECODE_ASKED:
+                given = zip(logits, readings, strict=True)
+                # of the first that is read behind the prompt, the first row
+                return {
+                    "cases": [right_spans(x[torch.tensor(r.places) - prompt], r) for x, r in given]
+                }
+            likely = (x.float().log_softmax(-1) for x in logits)
+            base = (x.float().log_softmax(-1) for x in dense.to(logits.device))
+            return {"cases": list(map(divergence, likely, base, readings))}
+
+        result = self.under(method, read)
+        cases = result.pop("cases")
+        result |= {"tokens": length, "step_tokens": step_tokens}
+        result["seconds"] = round(result["seconds"] / len(cases), 3)
+        return [{**each, **result} for each in cases]
+
+    def _side_by_side(
+        self, text: str, length: int, probe: str, indices: range
+    ) -> tuple[list[TeacherForced], Tensor, int]:
+        """(readings, their tokens [B, length], how many of them all have as prompt)."""
+        readings = [self.reading(text, length, probe, None, index) for index in indices]
+        ids = torch.tensor([reading.tokens for reading in readings], device=self.model.device)
+        return readings, ids, min(reading.prompt for reading in readings)
+
+    def read(
+        self, case: Mapping[str, Any], reading: TeacherForced, method: Method
+    ) -> dict[str, Any]:
+        """What the model foresees of ``reading``, by the method, which is on."""
         probe, chunk = case["probe"], self.settings.chunk
+        # CAB keeps all keys, and reads them all where it does not decode
+        cache = None if type(method) is Cab else method.cache(self.model)
         if probe == CONTINUATION:
             dense = self.reference(case["text"], case["length"], case["index"])
             # dense attention is what the others are held against, and so exactly itself
             itself = case["method"] == Dense.name
-            result = dense if itself else distributions(self.model, reading, chunk)
+            result = dense if itself else distributions(self.model, reading, chunk, cache)
             return divergence(result, dense, reading)
         if probe in PERPLEXITIES:
             return nll(self.model, reading)
-        return greedy_match(self.model, reading, chunk)
+        return greedy_match(self.model, reading, chunk, cache)
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -473,7 +608,9 @@ class Fidelity(OnModel):
         Newcombe's. Of perplexity: its ratio to dense, the geometric mean over documents with
         Student's interval. Both over what this method and dense attention have read alike. Of what
         follows a prompt also the KL divergence a token, the mean over documents with Student's
-        interval, and the share of tokens at which greedy decoding would agree with dense.
+        interval, and the share of tokens at which greedy decoding would agree with dense. Of what
+        is decoded the KL divergence also over that of `Full`, the noise floor. Of continuations:
+        how many are those of dense word for word, and how many tokens they begin alike.
         """
         dense = {question_of(s): s for s in samples if s["method"] == Dense.name}
         texts, kinds = list(dict.fromkeys(s["text"] for s in samples)), list(METHODS.values())
@@ -484,7 +621,9 @@ class Fidelity(OnModel):
             return texts.index(text), length, kinds.index(kind), method != kind.name
 
         cells = sorted(grouped(samples, *CELL), key=place)
-        return [{**{name: cell[0][name] for name in CELL}, **_row(cell, dense)} for cell in cells]
+        rows = [{**{name: cell[0][name] for name in CELL}, **_row(cell, dense)} for cell in cells]
+        _hold_against_floor(rows)
+        return rows
 
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
@@ -505,22 +644,30 @@ class Fidelity(OnModel):
         return [
             f"On {plain(text)}, {row['length']} tokens, cab attends {row['density']:.0%} of the "
             f"pairs{_time_said(row)}; against dense: "
-            f"{', '.join([*_behind(row, rows), *_changes(row)])}."
+            f"{', '.join([*_behind(row, rows), *_decoding(row), *_changes(row)])}."
             for text, row in cab.items()
         ] + exact_readings(rows)
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
         return (
-            "Nothing is generated: an answer is right when each of its tokens is the likeliest one "
-            "after all that stands before it. Behind the prompt: the method reads a prompt, and "
-            f"{CONTINUED} tokens of the same text that follow (an eighth of it at most) are read "
-            "through the KV cache, teacher forced, by exact attention but for methods that have "
-            "dropped keys for good; KL is KL(dense || method) of the next token, in nats, a "
-            "token, the mean over documents with Student's interval; agreement is the share of "
-            "tokens at which both find the same token likeliest. Full, the sparse path with all "
-            "blocks, shows what of it kernels and rounding leave. Asked behind the prompt: keys "
-            "stated in the prompt and repeated behind it. Attention ms: choosing blocks and "
+            "Nothing but continuations is generated: an answer is right when each of its tokens is "
+            "the likeliest one after all that stands before it. Behind the prompt: the method "
+            f"reads a prompt, and {CONTINUED} tokens of the same text that follow (an eighth of it "
+            "at most) are read through the KV cache, teacher forced, by exact attention but for "
+            "methods that have dropped keys for good; KL is KL(dense || method) of the next token, "
+            "in nats, a token, the mean over documents with Student's interval; agreement is the "
+            "share of tokens at which both find the same token likeliest. Full, the sparse path "
+            "with all blocks, shows what of it kernels and rounding leave. Asked behind it: keys "
+            "stated in the prompt and repeated behind it. Decode: the method reads a prompt and "
+            "then what follows one token at a time, teacher forced, against dense attention that "
+            "reads it so. Its floor is the KL of full, which decodes by another exact kernel than "
+            "dense. Keys a step: tokens whose K and V have the bytes that a step reads in a layer, "
+            "for CAB the index of all tokens and decode_tokens rows. Streaming (4 sinks and the "
+            "latest tokens) and h2o (heavy hitters and the latest, half each; its density is the "
+            "share that it keeps) read the prompt densely there, and keep so many. Equal "
+            "continuations: greedy ones that are those of dense word for word; agreeing prefix: "
+            "tokens until the first other one, the mean. Attention ms: choosing blocks and "
             "attending them in all layers, by CUDA events, on the q, k and v of one text of the "
             "cell as dense attention has them; × dense: over the fastest dense kernel on the "
             "same. Other methods choose in plain PyTorch, so that only what they attend can be "
@@ -594,8 +741,9 @@ def _usual(samples: Sequence[Row]) -> list[Row]:
     none, all that have a density.
     """
     parts = [s for s in samples if s["probe"] != TIME]
+    read = [s for s in parts if s["probe"] not in DECODES] or parts
     unusual = (QUESTION_FIRST, CONTINUATION, ASKED)
-    return [s for s in parts if s["probe"] not in unusual] or parts
+    return [s for s in read if s["probe"] not in unusual] or read
 
 
 def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
@@ -604,8 +752,13 @@ def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
     row |= {"density": fmean(usual) if usual else None, **_times(members)}
     if never_sparse(kind_of(members[0]["method"]), members):
         row["never_sparse"] = True
+    decoded = next((s for s in members if s["probe"] in DECODES), None)
+    if decoded is not None:
+        step_tokens = decoded["step_tokens"]
+        row |= {"step_tokens": step_tokens, "step_share": step_tokens / decoded["length"]}
     compared = {} if members[0]["method"] == Dense.name else dense
-    scored = dict.fromkeys(PERPLEXITIES, _perplexity) | {CONTINUATION: _continuation}
+    scored = dict.fromkeys(PERPLEXITIES, _perplexity) | {GREEDY: _written}
+    scored |= dict.fromkeys((CONTINUATION, DECODE), _continuation)
     for probe in PROBES:
         own = [s for s in members if s["probe"] == probe]
         pairs = [(s, compared[question_of(s)]) for s in own if question_of(s) in compared]
@@ -633,6 +786,29 @@ def _continuation(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[
         fields |= {"kl_low": max(0.0, low), "kl_high": high}
     agreed, count = (sum(s[name] for s in own) for name in ("agree", "count"))
     return {**fields, "agreement": agreed / count, **_perplexity(own, pairs)}
+
+
+def _hold_against_floor(rows: Sequence[dict[str, Any]]) -> None:
+    """Give what was decoded its KL over that of `Full` on the same, where that is there."""
+    place = itemgetter("text", "length")
+    decoded = [row for row in rows if row.get(DECODE) and row["method"] != Dense.name]
+    floors = {place(row): row[DECODE]["kl"] for row in decoded if row["method"] == Full.name}
+    for row in decoded:
+        floor = floors.get(place(row), 0.0)
+        if floor > 0:
+            row[DECODE]["over_floor"] = row[DECODE]["kl"] / floor
+
+
+def _written(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
+    """How many continuations are those of dense, and how many tokens they begin alike."""
+    fields = {"n": len(own), "tokens": len(own[0]["written"])}
+    if not pairs:
+        return fields
+    alike = [shared(s["written"], base["written"]) for s, base in pairs]
+    equal = sum(s["written"] == base["written"] for s, base in pairs)
+    low, high = wilson(equal, len(pairs))
+    fields |= {"pairs": len(pairs), "equal": equal, "low": low, "high": high}
+    return {**fields, "share": equal / len(pairs), "prefix": fmean(alike)}
 
 
 def _answers(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
@@ -682,7 +858,7 @@ def _panel(
         axis.axhline(1, color="black", linestyle="--", label=Dense.name)
     drawn = [row for row in results if row["method"] in looks]
     timed = bool(drawn) and all(row.get("over_dense") is not None for row in drawn)
-    share = "over_dense" if timed else "density"
+    share = "step_share" if probe in DECODES else "over_dense" if timed else "density"
     for own in grouped(drawn, "method"):
         own = sorted(own, key=itemgetter(share))
         parts, name = [row[probe] for row in own], own[0]["method"]
@@ -704,7 +880,7 @@ def _panel(
     # shares that are matched differ by less than means anything
     missing = max(0.0, NARROWEST - (right - left)) / 2
     axis.set_xlim(left - missing, right + missing)
-    axis.set_xlabel("attention time × dense" if timed else "density", fontsize=8)
+    axis.set_xlabel(ACROSS[share], fontsize=8)
     axis.grid(alpha=0.25)
 
 
@@ -751,7 +927,7 @@ def _time_said(row: Row) -> str:
 
 def _compared(row: Row) -> bool:
     """Whether there is anything to say of a row against dense."""
-    return bool(row.get(CONTINUATION, {}).get("pairs") or _changes(row))
+    return bool(row.get(CONTINUATION, {}).get("pairs") or _decoding(row) or _changes(row))
 
 
 def _behind(row: Row, rows: Sequence[Row]) -> list[str]:
@@ -770,9 +946,34 @@ def _behind(row: Row, rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def _decoding(row: Row) -> list[str]:
+    """What was decoded, against dense, beside the floor where there is one."""
+    said = []
+    if row.get(DECODE, {}).get("pairs"):
+        result = row[DECODE]
+        over = result.get("over_floor")
+        beside = "" if over is None else f" ({over:.1f} × the floor)"
+        said += [
+            f"decoded KL {_divergence(result)} a token{beside}",
+            f"decoded agreement {result['agreement']:.1%}",
+        ]
+    if row.get(GREEDY, {}).get("pairs"):
+        said.append(f"{_equal(row[GREEDY])} continuations equal")
+    return said
+
+
+def _equal(result: Row) -> str | None:
+    """``34 of 100``, where continuations are held against those of dense."""
+    return f"{result['equal']} of {result['pairs']}" if "pairs" in result else None
+
+
+def _prefix(result: Row) -> str | None:
+    return f"{result['prefix']:.0f} of {result['tokens']}" if "pairs" in result else None
+
+
 def _changes(row: Row) -> list[str]:
     """What a method changes against dense, a probe an item."""
-    probes = [probe for probe in PROBES if probe != CONTINUATION]
+    probes = [probe for probe in PROBES if probe not in (CONTINUATION, DECODE, GREEDY)]
     fields = {probe: (_ratio if probe in PERPLEXITIES else difference) for probe in probes}
     result = {probe: write(row[probe]) for probe, write in fields.items() if row.get(probe)}
     times = dict.fromkeys(PERPLEXITIES, "× ")
@@ -790,6 +991,7 @@ NARROWEST = 0.1  # of a share of dense attention, that a panel spans at least
 TIMES = ("predict_ms", "attend_ms", "dense_ms", "dense_kernel")
 SAID = {
     ASKED: "end-of-prompt recall",
+    DECODE_ASKED: "decoded recall",
     RECALL: "in-text recall",
     RECALL_BORDER: "block-start recall",
     PERPLEXITY_BORDER: "block-start perplexity",
@@ -797,11 +999,20 @@ SAID = {
 DRAWN = {
     CONTINUATION: ("KL behind the prompt", "kl"),
     ASKED: ("end-of-prompt recall", "share"),
+    DECODE: ("KL of decoding", "kl"),
+    DECODE_ASKED: ("decoded recall", "share"),
+    GREEDY: ("equal continuations", "share"),
     RECALL: ("in-text recall", "share"),
     RECALL_BORDER: ("block-start recall", "share"),
     PASS: ("pass", "share"),
     PERPLEXITY: ("perplexity × dense", "ratio"),
     PERPLEXITY_BORDER: ("block-start perplexity × dense", "ratio"),
+}
+# what stands along a panel
+ACROSS = {
+    "density": "density",
+    "over_dense": "attention time × dense",
+    "step_share": "share of the text read a step",
 }
 EDGES = {
     "share": ("low", "high"),
@@ -819,6 +1030,14 @@ COLUMNS = {
     "perplexity behind the prompt × dense": _of(CONTINUATION, _ratio),
     "end-of-prompt recall": _of(ASKED, _share),
     "end-of-prompt recall to dense": _of(ASKED, difference),
+    "keys a step": ("step_tokens", column(lambda tokens: f"{tokens:,.0f}", "step_tokens")),
+    "decode KL": _of(DECODE, _divergence),
+    "× floor": _of(DECODE, lambda result: digits(result.get("over_floor"))),
+    "decode agreement": _of(DECODE, lambda result: f"{result['agreement']:.3f}"),
+    "decode recall": _of(DECODE_ASKED, _share),
+    "decode recall to dense": _of(DECODE_ASKED, difference),
+    "equal continuations": _of(GREEDY, _equal),
+    "agreeing prefix": _of(GREEDY, _prefix),
     "attention ms (predict + attend)": ("attend_ms", _milliseconds),
     "× dense": ("attend_ms", _over_dense),
     "pass [95 %]": _of(PASS, _share),

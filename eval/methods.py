@@ -16,31 +16,42 @@ from __future__ import annotations
 import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    Cache,
+    DynamicCache,
+    PreTrainedModel,
+)
+from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import sdpa_mask
 
 import cab_hf
 from cab_hf.config import CabConfig
+from cab_hf.decode.step import decode_from
 from cab_hf.engines import ENGINES
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, make_predictor
 from cab_hf.predictors.attention_mass import column_sums
 
 BUDGET_STEPS = 1000  # a share of a row, or of the mass, is fitted to this fraction
-BUDGETS = ("top_p", "top_k_share", "sparsity", "exact_queries")  # fields that take tables
+# fields of CAB's that no other method has: those that take tables, and how it decodes
+OWN = ("top_p", "top_k_share", "sparsity", "exact_queries", "sparse_decode", "decode_tokens")
 PROBE_DIM = 16  # head dim of the random q and k that a budget is fitted on
 SEED = 0  # of the probe
 H2O_ATTENTION = "cab_h2o"
+SINKS = 4  # of StreamingLLM
 
 # () -> density per layer since the last call, None for a layer computed dense
 LayerDensities = Callable[[], list[float | None]]
@@ -63,8 +74,8 @@ class Cell:
 
     @property
     def shared(self) -> CabConfig:
-        """What of the config holds for every method: all but budgets a head."""
-        return self.config.changed(**{name: getattr(CabConfig, name) for name in BUDGETS})
+        """What of the config holds for every method: all but budgets a head, and decoding."""
+        return self.config.changed(**{name: getattr(CabConfig, name) for name in OWN})
 
 
 def known(config: CabConfig) -> CabConfig:
@@ -74,6 +85,12 @@ def known(config: CabConfig) -> CabConfig:
         names = ", ".join(("auto", *ENGINES))
         raise ValueError(f"CabConfig.engine is {config.engine!r}; it must be one of {names}.")
     return config
+
+
+def decodes_sparsely(config: CabConfig, length: int) -> bool:
+    """Whether CAB reads a text of ``length`` tokens sparsely in a step of decode."""
+    least = decode_from(config)
+    return config.sparse_decode and least is not None and length >= least
 
 
 def fitted_config(candidates: Sequence[CabConfig], cell: Cell) -> CabConfig:
@@ -134,6 +151,7 @@ class Method(ABC):
     name: ClassVar[str]
     matched: ClassVar[bool] = False  # whether `fit` needs a budget
     hides_needle: ClassVar[bool] = False  # whether its prompts lack what they ask for
+    decodes: ClassVar[str] = "densely"  # what a step attends behind its prefill
 
     @classmethod
     def fit(cls, cell: Cell) -> Method:
@@ -143,6 +161,18 @@ class Method(ABC):
     @abstractmethod
     def applied(self, model: PreTrainedModel) -> AbstractContextManager[LayerDensities]:
         """The method is on inside; what was there before is back afterwards."""
+
+    def cache(self, model: PreTrainedModel) -> Cache:
+        """An empty KV cache for texts that ``model`` reads while the method is on."""
+        return DynamicCache(config=model.config)
+
+    def stepping(self) -> AbstractContextManager[Any]:
+        """Where the steps of decoding are computed, behind the prompt."""
+        return nullcontext()
+
+    def step_tokens(self, model: PreTrainedModel, length: int) -> float:
+        """Tokens of a text of ``length`` whose keys and values have the bytes that a step reads."""
+        return length
 
     def reaches(self, length: int, asking: int, needle: tuple[int, int]) -> bool | None:
         """Whether the queries from ``asking`` on may see a token of ``needle`` = [start, end).
@@ -188,10 +218,43 @@ class Cab(Method):
             cab_hf.stats(model, reset=True)
             yield lambda: [layer["density"] for layer in cab_hf.stats(model, reset=True)]
 
+    def cache(self, model: PreTrainedModel) -> Cache:
+        return cab_hf.index_cache(model) if self.config.sparse_decode else super().cache(model)
+
+    @torch.no_grad()
+    def step_tokens(self, model: PreTrainedModel, length: int) -> float:
+        """The index of all tokens, and ``decode_tokens`` rows of K and V; the mean over layers.
+
+        In tokens, that is decode_tokens + length * (bytes of a token in the index) / (bytes of its
+        K and V). Layers behind an anchor read no index, those that decode densely read all tokens.
+        """
+        config, wanted = self.config, self.config.decode_tokens
+        if not decodes_sparsely(config, length):
+            return length
+        with self.applied(model):
+            cache = self.cache(model)
+            ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+            model(ids, past_key_values=cache, use_cache=True)
+        rows = wanted if isinstance(wanted, int) else wanted * length
+        layers = []
+        for at, layer in enumerate(cache.layers):
+            index = getattr(layer, "index", None)
+            if index is not None:
+                row = layer.keys[0, 0, 0].nbytes + layer.values[0, 0, 0].nbytes
+                layers.append(rows + length * index[0, 0, 0].nbytes / row)
+            else:
+                shares = config.anchors and at not in config.dense_layers
+                layers.append(rows if shares else length)
+        return fmean(layers)
+
 
 @dataclass(frozen=True)
 class Full(Cab):
-    """Control: the sparse path told to keep every block. Must answer as dense does."""
+    """Control: the sparse path told to keep every block. Must answer as dense does.
+
+    Its steps are computed in plain PyTorch: prefill and decode are exact, by other kernels than
+    those of `Dense`, and what differs is rounding.
+    """
 
     name = "full"
 
@@ -199,6 +262,9 @@ class Full(Cab):
     def fit(cls, cell: Cell) -> Full:
         everything = {"select": "clusters", "top_p": 1.0, "max_density": 1.0}
         return cls(cell.shared.changed(predictor="curvature", **everything))
+
+    def stepping(self) -> AbstractContextManager[Any]:
+        return sdpa_kernel(SDPBackend.MATH)
 
 
 @dataclass(frozen=True)
@@ -213,9 +279,44 @@ class Published(Cab):
 
     @classmethod
     def fit(cls, cell: Cell) -> Published:
-        kept = ("min_length", "dense_layers", "engine", "sparse_decode", "dense_tail_blocks")
+        kept = ("min_length", "dense_layers", "engine", "dense_tail_blocks")
         shared = {field: getattr(cell.config, field) for field in kept}
         return cls(fitted_sparsity(CabConfig.published(**shared), cell))
+
+
+class SinkLayer(DynamicLayer):
+    """A layer's cache of the first ``sinks`` tokens and the latest, ``tokens`` in all."""
+
+    def __init__(self, sinks: int, tokens: int) -> None:
+        super().__init__()
+        self.sinks, self.tokens = sinks, tokens
+        self.cumulative_length = 0  # tokens read so far
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):
+        """What was kept and the new [B, H_kv, N, D], of which the latest replace the oldest."""
+        keys, values = super().update(key_states, value_states)
+        self.cumulative_length += key_states.shape[-2]
+        gone = keys.shape[-2] - self.tokens
+        if gone > 0:
+            self.keys, self.values = (
+                torch.cat([x[:, :, : self.sinks], x[:, :, self.sinks + gone :]], dim=2)
+                for x in (keys, values)
+            )
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        kept = super().get_seq_length()
+        # all that is kept stands before the queries
+        return kept + query_length, self.cumulative_length - kept
+
+
+def sink_cache(model: PreTrainedModel, sinks: int, tokens: int) -> Cache:
+    """A cache that keeps in every layer the first ``sinks`` and the latest of ``tokens`` tokens."""
+    layers = model.config.get_text_config().num_hidden_layers
+    return Cache(layers=[SinkLayer(sinks, max(tokens, sinks + 1)) for _ in range(layers)])
 
 
 @dataclass(frozen=True)
@@ -230,12 +331,20 @@ class Streaming(Cab):
 
     name = "streaming"
     matched = True
+    decodes = "sinks and window"
 
     @classmethod
     def fit(cls, cell: Cell) -> Streaming:
-        base = cell.shared.changed(predictor="streaming", sink_blocks=1, sparse_decode=True)
+        base = cell.shared.changed(predictor="streaming", sink_blocks=1)
         windows = range(1, -(-cell.length // base.key_block) + 1)
         return cls(fitted_config([replace(base, local_blocks=w) for w in windows], cell))
+
+    def cache(self, model: PreTrainedModel) -> Cache:
+        sinks, window = (
+            blocks * self.config.key_block
+            for blocks in (self.config.sink_blocks, self.config.local_blocks)
+        )
+        return sink_cache(model, sinks, sinks + window)
 
     def reaches(self, length: int, asking: int, needle: tuple[int, int]) -> bool:
         spans = Spans.causal(1, length, length, "cpu")
@@ -321,57 +430,92 @@ class Oracle(Random):
     name = "oracle"
 
 
-def heavy_and_recent(received: Tensor, budget: float) -> Tensor:
-    """Which keys H2O keeps, bool [..., N]: half the budget the latest, half the most attended.
+@dataclass(frozen=True)
+class StreamingCache(Dense):
+    """StreamingLLM's cache behind a dense prefill: 4 sinks and the latest of ``tokens`` tokens.
 
-    ``received`` is the attention each key received, [..., N]; ``budget`` the share that is kept.
+    Tokens keep the positions they have in the text, as of `Streaming`.
     """
-    length = received.shape[-1]
-    kept = max(1, round(budget * length))
-    recent = kept // 2
-    keep = torch.zeros_like(received, dtype=torch.bool)
-    keep[..., length - recent :] = True
-    heavy = received[..., : length - recent].topk(kept - recent, dim=-1).indices
-    return keep.scatter(-1, heavy, True)
+
+    name = "streaming"
+    decodes = Streaming.decodes
+    tokens: int
+
+    def cache(self, model: PreTrainedModel) -> Cache:
+        return sink_cache(model, SINKS, self.tokens)
+
+    def step_tokens(self, model: PreTrainedModel, length: int) -> float:
+        return min(self.tokens, length)
+
+
+class Kept(NamedTuple):
+    """The tokens that H2O has left to a layer, in the order of the text.
+
+    Attributes:
+        k, v: [B, H_kv, M, D].
+        received: float32 [B, H_kv, M], attention that each has received so far.
+    """
+
+    k: Tensor
+    v: Tensor
+    received: Tensor
+
+    def evicted(self, tokens: int) -> Kept:
+        """``tokens`` of them, or all: half the latest, half those that received most."""
+        length = self.received.shape[-1]
+        if length <= tokens:
+            return self
+        old = length - tokens // 2
+        heavy = self.received[..., :old].topk(tokens - tokens // 2, dim=-1, sorted=False).indices
+        recent = torch.arange(old, length, device=heavy.device).expand(*heavy.shape[:2], -1)
+        at = torch.cat([heavy.sort(-1).values, recent], dim=-1)
+        k, v = (x.gather(2, at.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])) for x in self[:2])
+        return Kept(k, v, self.received.gather(2, at))
 
 
 @dataclass(frozen=True)
 class H2O(Method):
     """Heavy-hitter oracle: evict what little attention was paid to (Zhang et al. 2023, 2306.14048).
 
-    Prefill is dense. Then each KV head keeps the latest keys and those that received most attention
-    from all queries, half the budget each, and decoding sees these and the tokens made since. The
-    paper evicts at every step and has no rule for grouped queries: here it happens once, behind the
-    prompt, and sums over the query heads of a group. Density is the kept share of the prompt's
-    keys, which is not a share of prefill work: there is none saved. Requires prompts one at a time.
+    Prefill is dense. Then each KV head keeps ``tokens`` tokens, half of them the latest and half
+    those that received most attention from all queries so far, of the prompt and of the steps; at
+    every step one is evicted for good. The paper has no rule for grouped queries: attention is
+    summed over the query heads of a group. Density is the kept share of the prompt's keys, which is
+    not a share of prefill work: there is none saved. Requires prompts without padding.
     """
 
     name = "h2o"
     matched = True
-    budget: float
+    decodes = "heavy hitters and window"
+    tokens: int
 
     @classmethod
     def fit(cls, cell: Cell) -> H2O:
         if cell.budget is None:
             raise ValueError("h2o needs a budget: the share of the prompt's keys that is kept.")
-        return cls(cell.budget)
+        return cls(max(2, round(cell.budget * cell.length)))
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
-        kept: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
-        AttentionInterface.register(H2O_ATTENTION, partial(self.attend, kept))
+        kept: WeakKeyDictionary[nn.Module, Kept] = WeakKeyDictionary()
+        shares: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
+        AttentionInterface.register(H2O_ATTENTION, partial(self.attend, kept, shares))
         AttentionMaskInterface.register(H2O_ATTENTION, sdpa_mask)
         before = model.config.get_text_config()._attn_implementation
         model.set_attn_implementation(H2O_ATTENTION)
         try:
-            yield lambda: [keys.float().mean().item() for keys in kept.values()]
+            yield lambda: list(shares.values())
         finally:
             model.set_attn_implementation(before)
+
+    def step_tokens(self, model: PreTrainedModel, length: int) -> float:
+        return min(self.tokens, length)
 
     @torch.no_grad()
     def attend(
         self,
-        kept: MutableMapping[nn.Module, Tensor],
+        kept: MutableMapping[nn.Module, Kept],
+        shares: MutableMapping[nn.Module, float],
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -382,7 +526,7 @@ class H2O(Method):
     ) -> tuple[Tensor, None]:
         """What transformers calls: query [B, H, N_q, D] -> ([B, N_q, H, D], None).
 
-        ``kept`` has the prompt's keys that are left to each module, bool [B, H_kv, N_prompt].
+        ``kept`` has what is left to each module, ``shares`` how much of the prompt that was.
         """
         q_length, kv_length = query.shape[2], key.shape[2]
         prefill = q_length == kv_length
@@ -393,18 +537,23 @@ class H2O(Method):
                 f"queries on {kv_length} keys{masked}."
             )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        mask = None
+        kv_heads = key.shape[1]
         if prefill:
             spans = Spans.causal(query.shape[0], q_length, kv_length, query.device)
-            received = column_sums(query, key, spans, scale).unflatten(1, (key.shape[1], -1))
-            kept[module] = heavy_and_recent(received.sum(2), self.budget)
+            received = column_sums(query, key, spans, scale).unflatten(1, (kv_heads, -1)).sum(2)
+            kept[module] = Kept(key, value, received).evicted(self.tokens)
+            shares[module] = min(1.0, self.tokens / kv_length)
+            out = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scale, enable_gqa=True
+            )
         else:
-            ours = kept[module]
-            seen = F.pad(ours, (0, kv_length - ours.shape[-1]), value=True)
-            mask = seen.repeat_interleave(query.shape[1] // key.shape[1], dim=1).unsqueeze(2)
-        out = F.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=prefill, scale=scale, enable_gqa=True
-        )
+            k, v, received = kept[module]
+            k, v = (torch.cat([x, new[:, :, -1:]], 2) for x, new in ((k, key), (v, value)))
+            grouped = query.unflatten(1, (kv_heads, -1)).squeeze(3).float()
+            weights = (grouped @ k.float().transpose(-1, -2) * scale).softmax(-1)
+            received = F.pad(received, (0, 1)) + weights.sum(2)
+            kept[module] = Kept(k, v, received).evicted(self.tokens)
+            out = (weights @ v.float()).to(query.dtype).flatten(1, 2).unsqueeze(2)
         return out.transpose(1, 2).contiguous(), None
 
 
@@ -414,6 +563,8 @@ COMPARED = (
 )
 CONTROLS = {method.name: method for method in (Full, NoNeedle)}
 METHODS: dict[str, type[Method]] = {method.name: method for method in COMPARED} | CONTROLS
+# methods that drop tokens from the cache, behind a dense prefill: made of how many they keep
+CACHES = {method.name: method for method in (StreamingCache, H2O)}
 
 
 def never_sparse(method: type[Method], samples: Sequence[Mapping[str, Any]]) -> bool:

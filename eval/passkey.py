@@ -31,6 +31,7 @@ from cab_hf.eval.methods import (
     Method,
     Realised,
     Streaming,
+    decodes_sparsely,
     exact_readings,
     known,
     never_sparse,
@@ -46,8 +47,9 @@ from cab_hf.runs.settings import by_device, comma_separated, option, parse_lengt
 ANSWER_TOKENS = 8  # five digits of a token each, and what a model may put around them
 STAGES = {
     "prefill": "Decoding is dense, except that streaming and h2o no longer have what they dropped.",
-    "both": "Decoding is sparse too.",
+    "both": "The table says how answers are decoded; what has no decode of its own is dense there.",
 }
+DECODE_SHARE = 0.125  # of the text that cab reads a step in stage both, unless --set says otherwise
 CELL = ("method", "length", "keys")
 cell_of = itemgetter(*CELL)
 question_of = itemgetter("length", "keys", "depth", "index")  # what every method is asked alike
@@ -97,7 +99,7 @@ class Settings(OnModelSettings):
     filler: str = option("noise", f"what surrounds the key: {', '.join(FILLERS)}")
     haystack: str | None = option(None, "text file for --filler text")
     stage: str = option(
-        "prefill", "prefill: decoding is dense for block methods; both: it is sparse as well"
+        "prefill", "prefill: block methods decode densely; both: cab decodes sparsely as well"
     )
     budget: str | float = option(
         MATCH,
@@ -136,12 +138,20 @@ class Settings(OnModelSettings):
             )
         else:
             check("budget", 0 < self.budget <= 1, "match or a density in (0, 1]")
-        _ = self.cab_config  # refuses bad fields here rather than in the middle of a run
+        # refuses bad fields here rather than in the middle of a run
+        config = self.cab_config
+        check(
+            "lengths",
+            not config.sparse_decode or decodes_sparsely(config, min(self.lengths)),
+            f"4 times decode_tokens={config.decode_tokens} at least, for below decoding is dense",
+        )
 
     @cached_property
     def cab_config(self) -> CabConfig:
         """CAB's config: ``--set`` over the defaults, sparse at any length."""
-        fixed = {"min_length": 0, "sparse_decode": self.stage == "both"}
+        fixed = {"min_length": 0}
+        if self.stage == "both":
+            fixed |= {"sparse_decode": True, "decode_tokens": DECODE_SHARE}
         return known(CabConfig.from_dict({**fixed, **self.cab_fields}))
 
 
@@ -235,7 +245,7 @@ class Passkey(OnModel):
         cell = Cell(config, case["budget"], length, settings.device, self.realised(length))
         method = fitted(case["method"], cell)
         prompt = self.prompt(length, case["depth"], case["index"], hide_needle=method.hides_needle)
-        result = self.under(method, lambda: {"answer": self.answer(prompt)})
+        result = self.under(method, lambda: {"answer": self.answer(prompt, method)})
         needle = prompt.needle
         return {
             "tokens": len(prompt.tokens),
@@ -247,12 +257,17 @@ class Passkey(OnModel):
         }
 
     @torch.no_grad()
-    def answer(self, prompt: Prompt) -> str:
+    def answer(self, prompt: Prompt, method: Method) -> str:
         """What the model says next, greedily."""
         model = self.model
         ids = torch.tensor([prompt.tokens], device=model.device)
         with greedily(model, ANSWER_TOKENS) as greedy:
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=greedy,
+                past_key_values=method.cache(model),
+            )
         return self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
     @staticmethod
@@ -273,7 +288,9 @@ class Passkey(OnModel):
 
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
-        return {"Accuracy": markdown_table(rows, COLUMNS)}
+        both = any(row.get("stage") == "both" for row in rows)
+        shown = COLUMNS | {"decoded": _decoded} if both else COLUMNS
+        return {"Accuracy": markdown_table(rows, shown)}
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
@@ -336,6 +353,11 @@ def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
     for s in members:
         by_depth.setdefault(f"{s['depth']:g}", []).append(s["correct"])
     return {**row, "by_depth": {depth: fmean(each) for depth, each in by_depth.items()}}
+
+
+def _decoded(row: Row) -> str:
+    """How the answers of a row were decoded in stage both."""
+    return "sparsely" if row["method"] == Cab.name else METHODS[row["method"]].decodes
 
 
 def _share(part: str, complete: str, row: Row) -> str | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -45,11 +46,17 @@ def answered(tokenizer: Any, prompt: Prompt) -> TeacherForced:
     return TeacherForced(kept + complete[same:], ((len(kept), len(kept) + len(complete) - same),))
 
 
-def greedy_match(model: Any, reading: TeacherForced, chunk: int = CHUNK) -> dict[str, list[bool]]:
+def greedy_match(
+    model: Any, reading: TeacherForced, chunk: int = CHUNK, cache: Any = None
+) -> dict[str, list[bool]]:
     """Of each span whether all of its tokens are those that ``model`` finds likeliest."""
-    places = reading.places
-    likeliest = _predictions(model, reading, places, chunk).argmax(-1).tolist()
-    wrong = {p for p, token in zip(places, likeliest, strict=True) if token != reading.tokens[p]}
+    return right_spans(_predictions(model, reading, reading.places, chunk, cache), reading)
+
+
+def right_spans(logits: Tensor, reading: TeacherForced) -> dict[str, list[bool]]:
+    """`greedy_match` of what a model said: logits [places, vocabulary]."""
+    likeliest = zip(reading.places, logits.argmax(-1).tolist(), strict=True)
+    wrong = {place for place, token in likeliest if token != reading.tokens[place]}
     return {"right": [wrong.isdisjoint(range(*span)) for span in reading.spans]}
 
 
@@ -63,9 +70,11 @@ def nll(model: Any, reading: TeacherForced) -> dict[str, float | int]:
     return {"nll": nll, "count": len(places)}
 
 
-def distributions(model: Any, reading: TeacherForced, chunk: int = CHUNK) -> Tensor:
+def distributions(
+    model: Any, reading: TeacherForced, chunk: int = CHUNK, cache: Any = None
+) -> Tensor:
     """The log-probabilities ``model`` gives at each place, float32 [places, vocabulary]."""
-    return _predictions(model, reading, reading.places, chunk).float().log_softmax(-1)
+    return _predictions(model, reading, reading.places, chunk, cache).float().log_softmax(-1)
 
 
 def divergence(result: Tensor, dense: Tensor, reading: TeacherForced) -> dict[str, float | int]:
@@ -92,7 +101,11 @@ def divergence(result: Tensor, dense: Tensor, reading: TeacherForced) -> dict[st
 
 @torch.no_grad()
 def _predictions(
-    model: Any, reading: TeacherForced, places: Sequence[int], chunk: int = CHUNK
+    model: Any,
+    reading: TeacherForced,
+    places: Sequence[int],
+    chunk: int = CHUNK,
+    cache: Any = None,
 ) -> Tensor:
     """Logits for the tokens at ``places``, [places, vocabulary]."""
     ids = torch.tensor([reading.tokens], device=model.device)
@@ -103,12 +116,54 @@ def _predictions(
         raise ValueError(
             f"places must be behind the prompt of {reading.prompt}; got {min(places)}."
         )
-    prompt = model(ids[:, : reading.prompt], use_cache=True, logits_to_keep=1)
+    return behind_prompt(model, ids, reading.prompt, chunk, cache)[0, before - (reading.prompt - 1)]
+
+
+@torch.no_grad()
+def behind_prompt(
+    model: Any,
+    ids: Tensor,
+    prompt: int,
+    chunk: int = 1,
+    cache: Any = None,
+    stepping: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Tensor:
+    """Logits for the tokens behind a prompt, [B, N - prompt, vocabulary], on the model's device.
+
+    Args:
+        ids: int [B, N], texts of one length without padding.
+        prompt: how many tokens are read in one call; what follows is read through the KV cache.
+        chunk: tokens behind the prompt that are read at once; 1 is the manner of decode.
+        cache: an empty one; None for what the model makes itself.
+        stepping: a context in which the tokens behind the prompt are read.
+    """
+    read = model(ids[:, :prompt], past_key_values=cache, use_cache=True, logits_to_keep=1)
     # of the last token of the prompt, and of all behind it but the last of the text
-    logits = [prompt.logits[0]]
-    last = len(reading.tokens) - 1
-    for start in range(reading.prompt, last, chunk):
-        few = ids[:, start : min(start + chunk, last)]
-        read = model(few, past_key_values=prompt.past_key_values, use_cache=True)
-        logits.append(read.logits[0])
-    return torch.cat(logits)[before - (reading.prompt - 1)]
+    logits, last = [read.logits], ids.shape[1] - 1
+    with stepping():
+        for start in range(prompt, last, chunk):
+            few = ids[:, start : min(start + chunk, last)]
+            read = model(few, past_key_values=read.past_key_values, use_cache=True)
+            logits.append(read.logits)
+    return torch.cat(logits, dim=1)
+
+
+@torch.no_grad()
+def continued(
+    model: Any,
+    ids: Tensor,
+    tokens: int,
+    cache: Any = None,
+    stepping: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Tensor:
+    """The ``tokens`` likeliest tokens behind prompts ``ids`` [B, N], one by one: int [B, tokens].
+
+    An end-of-text token ends nothing. The other arguments are those of `behind_prompt`.
+    """
+    read = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    written = [read.logits[:, -1:].argmax(-1)]
+    with stepping():
+        while len(written) < tokens:
+            read = model(written[-1], past_key_values=read.past_key_values, use_cache=True)
+            written.append(read.logits[:, -1:].argmax(-1))
+    return torch.cat(written, dim=1)

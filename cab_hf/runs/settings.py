@@ -137,14 +137,14 @@ def parse_length(text: str) -> int:
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """``name=value`` -> (name, value), the value a Python literal or else a string."""
-    name, equals, value = text.partition("=")
+    """``name=value`` -> (name, value): a Python literal, ``true``, ``false``, or else a string."""
+    name, equals, value = (part.strip() for part in text.partition("="))
     if not equals:
         raise ValueError(f"an assignment is field=value; got {text!r}.")
     try:
-        return name.strip(), ast.literal_eval(value.strip())
+        return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
-        return name.strip(), value.strip()
+        return name, {"true": True, "false": False}.get(value, value)
 
 
 def require(settings: Any, name: str, holds: object, accepted: str, value: object = None) -> None:

@@ -174,6 +174,24 @@ def test_of_several_keys_one_is_asked_for(model_folder, tmp_path):
     [
         pytest.param(["--methods", "h2o"], "without h2o, whose prefill is dense", id="h2o"),
         pytest.param(
+            ["--methods", "cab,h2o", "--probes", "decode"],
+            "match is 'cab'; it must be a config with sparse_decode=true, the bytes of whose steps",
+            id="h2o of no bytes",
+        ),
+        pytest.param(
+            [
+                "--probes",
+                "decode",
+                "--lengths",
+                "584",
+                "--cab",
+                "a=sparse_decode=true,decode_tokens=128",
+            ],
+            "lengths is (584,); it must be such that 7/8 of each are 4 times decode_tokens=128",
+            id="too short to decode sparsely",
+        ),
+        pytest.param(["--written", "0"], "written is 0; it must be at least 1", id="written"),
+        pytest.param(
             ["--methods", "magic"], "methods is 'magic'; it must be names of dense", id="method"
         ),
         pytest.param(
@@ -397,21 +415,88 @@ def test_what_follows_a_prompt_is_read_exactly_but_by_what_has_no_keys_left(mode
     given = {"device": "cpu", "lengths": (900,), "set": SPARSE, "methods": ("cab",)}
     measured = Fidelity(Settings(model=str(model_folder), **given))
     reading = measured.reading("noise", 900, "continuation", None, 0)
-    chunk = measured.settings.chunk
-    assert chunk == 31 and reading.prompt == 900 - 112
-    for name, pairs in (("cab", 788), ("streaming", 899)):
-        case = {"method": name, "text": "noise", "length": 900, "fitted": 0.1}
-        with measured.method(case).applied(measured.model):
-            distributions(measured.model, reading, chunk)
-            (layer, *_) = fidelity_stats(measured.model)
-            # of one head
-            assert int(layer.causal) % (pairs * (pairs + 1) // 2) == 0
+    assert reading.prompt == 900 - 112
+    place = {"text": "noise", "length": 900, "index": 0, "probe": "continuation", "fitted": 0.1}
+    likely = {}
+    for name in ("cab", "streaming"):
+        case = {"method": name, **place}
+        method = measured.method(case)
+        with method.applied(measured.model):
+            # nothing but its cache makes a method forget what it has read
+            complete = distributions(measured.model, reading, measured.settings.chunk)
+            measured.reference("noise", 900, 0)
+            likely[name] = measured.read(case, reading, method)["nll"]
+        exact = -complete[range(112), list(reading.tokens[788:])].sum().item()
+        assert (likely[name] == pytest.approx(exact, abs=1e-3)) == (name == "cab")
 
 
-def fidelity_stats(model):
-    from cab_hf.sparse import attended
+# 4 times 128 tokens have room in 900
+DECODING = (
+    *("--probes", "decode,decode_asked,greedy", "--lengths", 900, "--documents", 2, "--asked", 2),
+    *("--decoded", 24, "--written", 16, "--continuations", 3, "--match", "cab:sparse"),
+    *("--cab", f"sparse={SMALL},sparse_decode=true,decode_tokens=128"),
+)
 
-    return [attended[module] for module in model.modules() if module in attended]
+
+def test_decoding_is_held_against_dense(model_folder, tmp_path):
+    more, methods = ("--cab", f"dense={SMALL}"), "dense,full,streaming,h2o"
+    results = command(model_folder, tmp_path, *DECODING, *more, methods=methods, drawn=True)
+    rows = {row["method"]: row for row in results["rows"]}
+    assert list(rows) == ["dense", "cab:sparse", "cab:dense", "streaming", "h2o", "full"]
+    # on a CPU the index has all channels in full: half the bytes of keys and values
+    kept = {
+        "cab:dense": 900,
+        "dense": 900,
+        "full": 900,
+        **dict.fromkeys(("cab:sparse", "streaming", "h2o"), 128 + 450),
+    }
+    assert {name: row["step_tokens"] for name, row in rows.items()} == kept
+    assert {row["decode"]["tokens"] for row in rows.values()} == {2 * 24}
+    assert {row["decode_asked"]["n"] for row in rows.values()} == {4}
+    assert {row["greedy"]["n"] for row in rows.values()} == {3}
+    decode = {name: row["decode"] for name, row in rows.items()}
+    assert (decode["dense"]["kl"], decode["dense"]["agreement"]) == (0, 1)
+    assert decode["full"]["kl"] == pytest.approx(0, abs=1e-7)
+    for name in ("cab:sparse", "streaming", "h2o"):
+        assert decode[name]["kl"] > 1e-6 > abs(decode["full"]["kl"])
+    # by one prefill
+    assert decode["cab:sparse"]["kl"] != pytest.approx(decode["cab:dense"]["kl"], rel=1e-2)
+    assert (rows["full"]["greedy"]["equal"], rows["full"]["greedy"]["prefix"]) == (3, 16)
+    assert "equal" not in rows["dense"]["greedy"]
+    report = (tmp_path / "report.md").read_text()
+    assert "| keys a step | decode KL | × floor | decode agreement | decode recall |" in report
+    assert "| 3 of 3 | 16 of 16 |" in report
+
+
+def test_texts_that_are_decoded_side_by_side_are_those_decoded_alone(
+    model_folder, tmp_path, monkeypatch
+):
+    together = command(model_folder, tmp_path / "together", *DECODING, methods="dense,h2o")
+    # two continuations and documents at once, then one
+    monkeypatch.setattr(fidelity, "TOKENS_AT_ONCE", 900)
+    alone = command(model_folder, tmp_path / "alone", *DECODING, methods="dense,h2o")
+    for one, other in zip(together["rows"], alone["rows"], strict=True):
+        assert one["decode"]["kl"] == pytest.approx(other["decode"]["kl"], abs=1e-6)
+        assert one["decode_asked"] == other["decode_asked"]
+        assert one["greedy"] == other["greedy"]
+
+
+def test_a_killed_run_of_decoding_ends_as_a_whole_one(model_folder, tmp_path, monkeypatch):
+    complete = command(model_folder, tmp_path / "whole", *DECODING, methods="dense")
+    measure, calls = Fidelity.measure, []
+
+    def counted(self, case):
+        calls.append(case)
+        # the second document of two that are read together
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return measure(self, case)
+
+    monkeypatch.setattr(Fidelity, "measure", counted)
+    with pytest.raises(KeyboardInterrupt):
+        command(model_folder, tmp_path / "killed", *DECODING, methods="dense")
+    resumed = command(model_folder, tmp_path / "killed", *DECODING, methods="dense")
+    assert resumed["rows"] == complete["rows"]
 
 
 def test_a_killed_run_of_continuations_ends_as_a_whole_one(model_folder, tmp_path, monkeypatch):
@@ -486,6 +571,7 @@ def test_a_cpu_is_not_timed():
 
 
 def test_every_method_is_read(model_folder, tmp_path):
+    # h2o is dense where nothing is decoded
     names = [name for name in METHODS if name != "h2o"]
     more = ("--probes", "continuation", "--lengths", "600", "--budgets", "0.5")
     rows = command(model_folder, tmp_path, *more, methods=",".join(names))["rows"]
@@ -584,6 +670,31 @@ def test_rows_by_hand():
     assert said.startswith(
         "On noise, 8 tokens, cab attends 20% of the pairs; against dense: in-text recall"
     )
+
+
+def test_decoding_by_hand():
+    def decoded(method, kl, *written):
+        more = {"step_tokens": 2.0, "count": 10, "nll": 1.0, "agree": 8}
+        return [
+            sample(method, "decode", 0, kl=kl, **more),
+            *(sample(method, "greedy", i, written=w, **more) for i, w in enumerate(written)),
+        ]
+
+    samples = [
+        *decoded("dense", 0.0, [1, 2, 3, 4], [1, 2, 3, 4], [5, 6, 7, 8]),
+        *decoded("full", 0.5, [1, 2, 3, 4], [1, 2, 3, 4], [5, 6, 7, 8]),
+        # alike to the end, to the third, and from nowhere on; what meets again stays another
+        *decoded("cab", 2.0, [1, 2, 3, 4], [1, 2, 3, 9], [0, 6, 7, 8]),
+    ]
+    dense, cab, full = Fidelity.rows(samples, {})
+    assert "over_floor" not in dense["decode"]
+    assert (full["decode"]["over_floor"], cab["decode"]["over_floor"]) == (1, 4)
+    assert (cab["greedy"]["equal"], cab["greedy"]["prefix"]) == (1, pytest.approx(7 / 3))
+    assert cab["step_share"] == 2 / 8
+    (table,) = Fidelity.tables([dense, cab, full]).values()
+    assert "| 2 | 0.200 | 4.00 | 0.800 | 1 of 3 | 2 of 4 |" in table
+    (said,) = Fidelity.readings([dense, cab, full])
+    assert "decoded KL 0.200 a token (4.0 × the floor), decoded agreement 80.0%" in said
 
 
 def test_a_table_a_text():

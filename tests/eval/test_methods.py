@@ -9,6 +9,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 import cab_hf
 from cab_hf.eval import methods
 from cab_hf.eval.methods import METHODS, Cell
+from cab_hf.eval.teacher_forcing import behind_prompt
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, attention_mass, baselines, make_predictor
 
@@ -234,7 +235,7 @@ def test_a_row_keeps_its_share_forced_blocks_counted(name):
 
 
 def test_single_queries_have_plans_too():
-    """What sparse decoding asks for: one query at the end of many keys."""
+    """One query at the end of many keys."""
     q, k = random_qk(200)
     spans = Spans.causal(1, 1, 200, "cpu")
     for name in ("streaming", "random", "oracle", "antidiagonal", "vertical_slash"):
@@ -246,12 +247,100 @@ def test_single_queries_have_plans_too():
 
 
 def test_heavy_and_recent_by_hand():
-    received = torch.tensor([[5.0, 1, 4, 0, 3, 9, 0, 0], [0.0, 0, 1, 2, 0, 3, 99, 99]])
-    keep = methods.heavy_and_recent(received, 0.5)
+    received = torch.tensor([[[5.0, 1, 4, 0, 3, 9, 0, 0], [0.0, 0, 1, 2, 0, 3, 99, 99]]])
+    k = torch.arange(8.0)[None, None, :, None].expand(1, 2, 8, 1)
+    kept = methods.Kept(k, k + 10, received).evicted(4)
     # four of eight: the last two, and the two that received most before them
-    assert keep[0].nonzero().flatten().tolist() == [0, 5, 6, 7]
-    assert keep[1].nonzero().flatten().tolist() == [3, 5, 6, 7]
-    assert methods.heavy_and_recent(received, 1.0).all()
+    assert kept.k.squeeze().tolist() == [[0, 5, 6, 7], [3, 5, 6, 7]]
+    assert torch.equal(kept.v, kept.k + 10)
+    assert kept.received.tolist() == [[[5, 9, 0, 0], [2, 3, 99, 99]]]
+    everything = methods.Kept(k, k, received)
+    assert everything.evicted(8) is everything
+
+
+def test_h2o_evicts_at_every_step_what_received_least():
+    """Against sets of keys, one a KV head, over complete attention probabilities."""
+    tokens, prompt, steps, scale = 11, 40, 12, 0.25
+    q, k = random_qk(prompt + steps)
+    v = random_qk(prompt + steps, seed=1)[1]
+    h2o, kept, shares, module = methods.H2O(tokens), {}, {}, torch.nn.Module()
+    h2o.attend(
+        kept, shares, module, q[:, :, :prompt], k[:, :, :prompt], v[:, :, :prompt], None, scale
+    )
+    assert shares == {module: tokens / prompt}
+    received = eager_probabilities(q[:, :, :prompt], k[:, :, :prompt], scale).sum(2)
+    received = received.unflatten(1, (2, 3)).sum(2)[0].tolist()
+
+    def evict(head, alive):
+        while len(alive) > tokens:
+            old = alive[: len(alive) - tokens // 2]
+            alive.remove(min(old, key=received[head].__getitem__))
+        return alive
+
+    alive = [evict(head, list(range(prompt))) for head in range(2)]
+    for at in range(prompt, prompt + steps):
+        step = (q[:, :, at : at + 1], k[:, :, : at + 1], v[:, :, : at + 1])
+        out, _ = h2o.attend(kept, shares, module, *step, None, scale)
+        for head in range(2):
+            seen = [*alive[head], at]
+            logits = q[0, 3 * head : 3 * head + 3, at] @ k[0, head, seen].T * scale
+            weights = logits.softmax(-1)
+            expected = weights @ v[0, head, seen]
+            torch.testing.assert_close(out[0, 0, 3 * head : 3 * head + 3], expected)
+            received[head].append(0.0)
+            for place, more in zip(seen, weights.sum(0).tolist(), strict=True):
+                received[head][place] += more
+            alive[head] = evict(head, seen)
+
+
+@pytest.mark.parametrize(
+    ("method", "sinks", "tokens"),
+    [
+        pytest.param(methods.StreamingCache(50), 4, 50, id="behind a dense prefill"),
+        pytest.param(methods.StreamingCache(LENGTH), 0, LENGTH, id="everything"),
+    ],
+)
+def test_streaming_decodes_over_sinks_and_the_latest(model, ids, method, sinks, tokens):
+    prompt = 560
+    with method.applied(model):
+        steps = behind_prompt(model, ids, prompt, cache=method.cache(model))
+    row, column = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
+    kept = (column < sinks) | (column >= row - (tokens - sinks)) | (row < prompt)
+    with torch.no_grad():
+        complete = model(ids, attention_mask=((column <= row) & kept)[None, None]).logits
+    torch.testing.assert_close(steps, complete[:, prompt - 1 : -1], atol=1e-4, rtol=1e-4)
+
+
+def test_streaming_forgets_in_decode_what_its_prefill_does_not_see(model, ids):
+    streaming = methods.Streaming.fit(replace(CELL, budget=0.2))
+    cache = streaming.cache(model)
+    with streaming.applied(model):
+        behind_prompt(model, ids, 560, cache=cache)
+    kept = (streaming.config.local_blocks + 1) * streaming.config.key_block
+    assert {layer.keys.shape[2] for layer in cache.layers} == {kept}
+    # of the last token nothing is read but its logits
+    assert cache.get_seq_length() == LENGTH - 1
+
+
+def test_a_step_is_counted_in_tokens_of_the_same_bytes(model):
+    """A row of the index has so many channels of the 2 * 16 of keys and values."""
+    config = SMALL.changed(sparse_decode=True, decode_tokens=128)
+    sparse = methods.Cab(config)
+    with sparse.applied(model):
+        cache = sparse.cache(model)
+        model(torch.zeros(1, 3, dtype=torch.long), past_key_values=cache)
+    index = cache.layers[0].index
+    a_token = index.shape[-1] * index.element_size() / (2 * 16 * 4)
+    assert sparse.step_tokens(model, LENGTH) == 128 + LENGTH * a_token
+    # a text of less than four times as many is read whole
+    assert sparse.step_tokens(model, 511) == 511
+    share = methods.Cab(config.changed(decode_tokens=0.1))
+    assert share.step_tokens(model, LENGTH) == pytest.approx(60 + LENGTH * a_token)
+    one_dense = methods.Cab(config.changed(dense_layers=(1,)))
+    both = 128 + LENGTH * a_token, LENGTH
+    assert one_dense.step_tokens(model, LENGTH) == pytest.approx(sum(both) / 2)
+    assert methods.Cab(SMALL).step_tokens(model, LENGTH) == LENGTH
+    assert methods.H2O(50).step_tokens(model, LENGTH) == 50
 
 
 def test_h2o_judges_keys_by_what_eager_attention_gives_them(model, ids, monkeypatch):
@@ -275,7 +364,7 @@ def test_h2o_judges_keys_by_what_eager_attention_gives_them(model, ids, monkeypa
 def test_h2o_prefills_densely_and_decodes_what_it_kept(model, ids):
     before = logits(model, ids)
     text = generate(model, ids)
-    with methods.H2O(1.0).applied(model):
+    with methods.H2O(2 * LENGTH).applied(model):
         torch.testing.assert_close(logits(model, ids), before, atol=1e-4, rtol=1e-4)
         assert torch.equal(generate(model, ids), text)
     step = text[:, LENGTH : LENGTH + 1]
@@ -286,14 +375,14 @@ def test_h2o_prefills_densely_and_decodes_what_it_kept(model, ids):
 
     with torch.no_grad():
         dense = second_token_logits()
-        with methods.H2O(0.05).applied(model):
+        with methods.H2O(30).applied(model):
             assert (second_token_logits() - dense).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("padding", ["a mask", "a second chunk"])
 def test_h2o_refuses_what_it_does_not_do(model, ids, padding):
     mask = torch.ones_like(ids)
-    with methods.H2O(0.5).applied(model), torch.no_grad():
+    with methods.H2O(300).applied(model), torch.no_grad():
         if padding == "a mask":
             mask[:, :5] = 0
             with pytest.raises(ValueError, match="without padding"):

@@ -16,6 +16,7 @@ from cab_hf.eval.__main__ import main
 from cab_hf.eval.experiment import render
 from cab_hf.eval.haystack import Haystack, answered
 from cab_hf.eval.passkey import Passkey, Settings
+from cab_hf.ops import decode
 from cab_hf.renamed import renamed_in
 from cab_hf.runs import models
 from cab_hf.runs.log import read_log
@@ -236,6 +237,11 @@ def test_decoded_text_is_scored(answer, correct):
         pytest.param(["--set", "top_p"], "set: an assignment is field=value", id="assignment"),
         pytest.param(["--set", "top_p=3"], "top_p", id="field value"),
         pytest.param(["--set", "weight=3"], "weight", id="field name"),
+        pytest.param(
+            ["--stage", "both", "--lengths", "511", "--set", "decode_tokens=128"],
+            "lengths is (511,); it must be 4 times decode_tokens=128 at least",
+            id="too short to decode sparsely",
+        ),
         pytest.param(["--lengths", "many"], "lengths: a length is a number of tokens", id="length"),
     ],
 )
@@ -321,11 +327,11 @@ def test_a_killed_run_goes_on(model_folder, tmp_path, monkeypatch, capsys):
     calls = []
     answer = passkey.Passkey.answer
 
-    def counted(self, prompt):
+    def counted(self, prompt, method):
         calls.append(prompt)
         if len(calls) == 5:
             raise KeyboardInterrupt
-        return answer(self, prompt)
+        return answer(self, prompt, method)
 
     monkeypatch.setattr(passkey.Passkey, "answer", counted)
     with pytest.raises(KeyboardInterrupt):
@@ -349,6 +355,37 @@ def test_a_run_can_be_extended_by_methods(model_folder, tmp_path):
     results = command(model_folder, tmp_path, "--controls", "0", methods="cab,streaming")
     assert [row["method"] for row in results["rows"]] == ["dense", "cab", "streaming"]
     assert results["provenance"]["settings"]["methods"] == ["dense", "cab", "streaming"]
+
+
+def test_both_stages_are_sparse_when_asked(model_folder, tmp_path, monkeypatch):
+    """In stage both the steps of cab read an eighth of the keys, those of random all."""
+    steps = []
+    attend = decode.attend
+    monkeypatch.setattr(
+        decode,
+        "attend",
+        lambda q, k, v, choice, scale: steps.append(choice) or attend(q, k, v, choice, scale),
+    )
+    options, methods = ("--budget", "0.3", "--controls", "0"), "cab,random,streaming"
+    results = {}
+    for stage in ("prefill", "both"):
+        results[stage] = command(
+            model_folder, tmp_path / stage, "--stage", stage, *options, methods=methods
+        )
+        # of two layers, of each of three prompts some tokens behind the first
+        assert bool(steps) == (stage == "both") and len(steps) % 2 == 0
+    assert {int(choice.wanted) for choice in steps} <= {LENGTH // 8, (LENGTH + 8) // 8}
+    assert "decoded" not in (tmp_path / "prefill" / "report.md").read_text()
+    table = Passkey.tables(results["both"]["rows"])["Accuracy"]
+    said = {
+        line.split(" | ")[0].strip("| "): line.split(" | ")[-1].strip("| ")
+        for line in table.splitlines()
+    }
+    assert (said["cab"], said["random"], said["streaming"]) == (
+        "sparsely",
+        "densely",
+        "sinks and window",
+    )
 
 
 def copied(model_folder, to):

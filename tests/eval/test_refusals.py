@@ -272,7 +272,7 @@ def test_what_cab_does_not_compute_is_a_line_too(tmp_path, capsys, command):
 def test_a_bug_is_not_told_as_a_refusal(folder, tmp_path, monkeypatch, error):
     from cab_hf.eval.passkey import Passkey
 
-    def broken(self, prompt):
+    def broken(self, prompt, method):
         raise error
 
     # raised here, by no statement of cab_hf
