@@ -241,7 +241,7 @@ class Cab(Method):
             index = getattr(layer, "index", None)
             if index is not None:
                 row = layer.keys[0, 0, 0].nbytes + layer.values[0, 0, 0].nbytes
-                layers.append(rows + length * index[0, 0, 0].nbytes / row)
+                layers.append(rows + length * index.nbytes / layer.keys[..., 0].numel() / row)
             else:
                 shares = config.anchors and at not in config.dense_layers
                 layers.append(rows if shares else length)

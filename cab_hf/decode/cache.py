@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 
 from cab_hf.ops import decode
+from cab_hf.ops.decode import Index
 
 # tokens by which the buffers of a dynamic layer grow
 ROOM = 1024
@@ -25,21 +26,21 @@ class Indexed(NamedTuple):
 
     Attributes:
         keys: [B, H_kv, N, D].
-        index: [B, H_kv, N, C], on the device of the keys.
+        index: of the same keys, on their device.
         channels: those of the index; () for all.
     """
 
     keys: Tensor
-    index: Tensor
+    index: Index
     channels: tuple[int, ...]
 
 
 class IndexedDynamicLayer(DynamicLayer):
     """A layer that grows, with room for the tokens to come: a step copies nothing but its token.
 
-    ``keys``, ``values`` and ``index`` are views of what is written, [B, H_kv, N, D], [B, H_kv, N,
-    D_v] and [B, H_kv, N, C]. Where gradients are recorded they are concatenated instead, as
-    nothing that autograd keeps may be written over.
+    ``keys``, ``values`` and what ``index`` has are views of what is written: [B, H_kv, N, ...].
+    Where gradients are recorded they are concatenated instead, as nothing that autograd keeps may
+    be written over.
 
     Args:
         channels: those that the index holds; () for all.
@@ -48,8 +49,8 @@ class IndexedDynamicLayer(DynamicLayer):
     def __init__(self, channels: tuple[int, ...] = (), **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.channels = tuple(channels)
-        self.index: Tensor | None = None
-        # of keys, values and index, with room behind what is written
+        self.index: Index | None = None
+        # of keys, values and what the index has, with room behind what is written
         self._buffers: tuple[Tensor, ...] | None = None
         self._length = 0
 
@@ -78,15 +79,15 @@ class IndexedDynamicLayer(DynamicLayer):
         return self.keys, self.values
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
-        new = keys, values, decode.index_keys(keys.detach(), self.channels)
+        new = keys, values, *decode.index_keys(keys.detach(), self.channels)
         start = self.get_seq_length()
         stop = start + keys.shape[2]
         if not torch.is_grad_enabled() and self._has_room(stop):
             for buffer, x in zip(self._buffers, new, strict=True):
-                _bits(buffer)[:, :, start:stop] = _bits(x)
+                buffer[:, :, start:stop] = x
         else:
             room = 0 if torch.is_grad_enabled() else (stop // ROOM + 1) * ROOM - stop
-            old = (self.keys, self.values, self.index) if start else (None, None, None)
+            old = (self.keys, self.values, *self.index) if start else len(new) * (None,)
             self._buffers = tuple(_grown(*each, room) for each in zip(old, new, strict=True))
         self._show(stop)
 
@@ -100,12 +101,13 @@ class IndexedDynamicLayer(DynamicLayer):
 
     def _show(self, length: int) -> None:
         self._length = length
-        self.keys, self.values, self.index = (x[:, :, :length] for x in self._buffers)
+        self.keys, self.values, *index = (x[:, :, :length] for x in self._buffers)
+        self.index = Index(*index)
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
         """Have ``change`` done to keys, values and index, their room included."""
         if self._buffers is not None:
-            self._buffers = tuple(_floats(change(_bits(x)), x.dtype) for x in self._buffers)
+            self._buffers = tuple(map(change, self._buffers))
             self._show(self._length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -135,23 +137,12 @@ class IndexedDynamicLayer(DynamicLayer):
         self.is_initialized = False
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._buffers is None:
-            return vars(self)
-        # views that are copied one by one would not be views of the buffers any more, and 8-bit
-        # floats cannot be pickled
-        bits = tuple(_bits(x) for x in self._buffers)
-        return vars(self) | {
-            "_buffers": bits,
-            "keys": None,
-            "values": None,
-            "index": self.index.dtype,
-        }
+        # views that are copied one by one would not be views of the buffers any more
+        return vars(self) | {"keys": None, "values": None, "index": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         if self._buffers is not None:
-            *others, bits = self._buffers
-            self._buffers = (*others, _floats(bits, self.index))
             self._show(self._length)
 
 
@@ -163,13 +154,13 @@ class IndexedStaticLayer(StaticLayer):
         channels: those that the index holds; () for all.
 
     Attributes:
-        index: [B, H_kv, max_cache_len, C], written where the keys are; None before the first.
+        index: of all slots, written where the keys are; None before the first.
     """
 
     def __init__(self, max_cache_len: int, channels: tuple[int, ...] = (), **kwargs: Any) -> None:
         super().__init__(max_cache_len=max_cache_len, **kwargs)
         self.channels = tuple(channels)
-        self.index: Tensor | None = None
+        self.index: Index | None = None
 
     @classmethod
     def of(cls, layer: StaticLayer, channels: tuple[int, ...]) -> IndexedStaticLayer:
@@ -178,26 +169,22 @@ class IndexedStaticLayer(StaticLayer):
         vars(made).update(vars(layer))
         if layer.is_initialized:
             keys = layer.keys.to(layer.device)
-            made._make_room(keys)
-            made.index.copy_(decode.index_keys(keys, made.channels))
+            made._point_to(decode.index_keys(keys, made.channels))
             if layer.keys.device != layer.device:
                 made.offload()
         return made
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        self._make_room(self.keys)
+        # of keys that are not written yet
+        self._point_to(decode.index_keys(self.keys, self.channels))
 
-    def _make_room(self, keys: Tensor) -> None:
-        one = decode.index_keys(torch.zeros_like(keys[:, :, :1]), self.channels)
-        shape = (*keys.shape[:3], one.shape[-1])
-        self._point_to(torch.zeros(shape, dtype=one.dtype, device=keys.device))
-
-    def _point_to(self, index: Tensor) -> None:
+    def _point_to(self, index: Index) -> None:
         self.index = index
         if not torch.compiler.is_compiling():
             # as transformers has it of keys and values
-            torch._dynamo.mark_static_address(index)
+            for x in index:
+                torch._dynamo.mark_static_address(x)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -208,7 +195,8 @@ class IndexedStaticLayer(StaticLayer):
         count = key_states.shape[2]
         slots = torch.arange(count, device=self.device) + self.cumulative_length
         new = decode.index_keys(key_states.detach(), self.channels)
-        _bits(self.index).index_copy_(2, slots, _bits(new))
+        for x, written in zip(self.index, new, strict=True):
+            x.index_copy_(2, slots, written)
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         if count == 1:
             hand_on(Indexed(keys, self.index, self.channels))
@@ -216,35 +204,27 @@ class IndexedStaticLayer(StaticLayer):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
-        if self.index is not None:
-            bits = _bits(self.index).index_select(0, beam_idx.to(self.index.device))
-            self.index = _floats(bits, self.index.dtype)
+        self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def offload(self) -> None:
         super().offload()
-        if self.index is not None:
-            self.index = self.index.to("cpu", non_blocking=True)
+        self._change(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
         super().prefetch()
-        if self.index is not None and self.index.device != self.device:
-            self.index = self.index.to(self.device, non_blocking=True)
+        self._change(lambda x: x.to(self.device, non_blocking=True))
 
     def reset(self) -> None:
         super().reset()
         if self.index is not None:
-            _bits(self.index).zero_()
+            for x, empty in zip(
+                self.index, decode.index_keys(self.keys, self.channels), strict=True
+            ):
+                x.copy_(empty)
 
-    def __getstate__(self) -> dict[str, Any]:
-        if self.index is None:
-            return vars(self)
-        # 8-bit floats cannot be pickled
-        return vars(self) | {"index": (_bits(self.index), self.index.dtype)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.index is not None:
-            self._point_to(_floats(*self.index))
+            self.index = Index(*map(change, self.index))
 
 
 KINDS = {DynamicLayer: IndexedDynamicLayer, StaticLayer: IndexedStaticLayer}
@@ -283,19 +263,7 @@ def taken(keys: Tensor) -> Indexed | None:
 
 def _grown(old: Tensor | None, new: Tensor, room: int) -> Tensor:
     """``new`` behind ``old``, and ``room`` tokens that hold nothing yet."""
-    parts = [] if old is None else [_bits(old)]
-    parts.append(_bits(new))
+    parts = [new] if old is None else [old, new]
     if room:
-        batch, heads, _, dim = new.shape
-        parts.append(parts[-1].new_empty(batch, heads, room, dim))
-    return _floats(torch.cat(parts, dim=2), new.dtype)
-
-
-def _bits(x: Tensor) -> Tensor:
-    """8-bit floats as whole numbers of the same bits, which can be indexed; else ``x`` itself."""
-    return x.view(torch.uint8) if x.is_floating_point() and x.dtype.itemsize == 1 else x
-
-
-def _floats(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `_bits` was made of, of this ``dtype``."""
-    return bits if bits.dtype == dtype else bits.view(dtype)
+        parts.append(new.new_empty(*new.shape[:2], room, *new.shape[3:]))
+    return torch.cat(parts, dim=2)

@@ -88,7 +88,7 @@ class SparseDecode:
         mapped = mapped_kv_heads(self.config.head_map[index], heads[1])
         if mapped == tuple(range(heads[1])):
             return choice
-        return Choice(choice.steps[:, list(mapped)], choice.counts[:, list(mapped)], choice.wanted)
+        return choice.of_heads(mapped)
 
 
 def why_dense(

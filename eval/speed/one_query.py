@@ -196,9 +196,8 @@ def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
 
     def write() -> None:
         new = decode.index_keys(k[:, :, -1:], channels)
-        # 8-bit floats are not copied by index everywhere
-        kind = torch.uint8 if index.element_size() == 1 else index.dtype
-        index.view(kind).index_copy_(2, place, new.view(kind))
+        for x, written in zip(index, new, strict=True):
+            x.index_copy_(2, place, written)
 
     def choosing(count: int) -> Callable[[], Any]:
         count = torch.tensor([count], dtype=torch.int32, device=q.device)

@@ -36,7 +36,7 @@ def generate(model, ids, **options):
 
 def made_from_scratch(cache):
     return all(
-        torch.equal(layer.index, decode.index_keys(layer.keys, layer.channels))
+        all(map(torch.equal, layer.index, decode.index_keys(layer.keys, layer.channels)))
         for layer in cache.layers
     )
 
@@ -285,7 +285,7 @@ def test_what_stands_behind_the_text_in_a_static_cache_changes_nothing():
         cache = cab_hf.index_cache(model, StaticCache(model.config, max_cache_len=400))
         model(ids[:, :300], past_key_values=cache)
         for layer in cache.layers:
-            for part in (layer.keys, layer.values, layer.index):
+            for part in (layer.keys, layer.values, *layer.index):
                 part[:, :, 300:] = rubbish
         outputs.append(model(ids[:, 300:], past_key_values=cache).logits)
     assert torch.equal(*outputs)

@@ -6,7 +6,7 @@ from tiny import qkv
 from torch.nn import functional as F
 
 from cab_hf.ops.decode import attend, choose, index_keys
-from cab_hf.ops.decode.reference import LOCAL, SINKS, STEPS_AN_OCTAVE
+from cab_hf.ops.decode.reference import LOCAL, SINKS, STEPS_AN_OCTAVE, picked
 
 SCALE = 0.25
 
@@ -17,9 +17,17 @@ def chosen(q, k, length, wanted, **kwargs):
     return choose(q, index_keys(k, channels), SCALE, *numbers, **kwargs)
 
 
+def in_bits(x, largest):
+    """Vectors in whole multiples of a unit of their own, as they are scored."""
+    unit = x.abs().amax(-1, keepdim=True) / largest
+    unit = unit.half().float() if largest == 7 else unit
+    return (x / unit + 0.5).floor().clamp(-8 if largest == 7 else -128, largest) * unit
+
+
 def shares(q, k, length):
     """The largest share of attention that a head of its group gives each key, [B, H_kv, N]."""
     groups = q.shape[1] // k.shape[1]
+    q, k = in_bits(q, 127), in_bits(k, 7)
     logits = q @ k[:, :, :length].repeat_interleave(groups, dim=1).mT * SCALE
     return logits.softmax(-1).squeeze(2).unflatten(1, (k.shape[1], groups)).amax(2)
 
@@ -39,6 +47,22 @@ def test_the_keys_of_largest_share_are_read(heads, kv_heads, wanted):
     assert (least * 2 ** (1.5 / STEPS_AN_OCTAVE) >= most).all()
     count = kept.sum(-1)
     assert (count <= wanted).all() and (count > wanted - 20).all()
+
+
+@pytest.mark.parametrize("channels", [(), (2, 3, 4, 10, 11, 12)])
+def test_the_index_holds_keys_to_half_a_unit(channels):
+    _, k, _ = qkv(2, q_length=1, kv_length=50)
+    k[0, 0, 0] = 0
+    index = index_keys(k, channels)
+    x = picked(k, channels)
+    assert index.codes.shape == (*k.shape[:3], x.shape[-1] // 2)
+    held = (
+        torch.cat((index.codes & 15, index.codes >> 4), -1).float() - 8
+    ) * index.scales.float().unsqueeze(-1)
+    unit = x.abs().amax(-1, keepdim=True) / 7
+    # the scale itself has eleven bits
+    assert ((held - x).abs() <= unit * 0.505).all()
+    torch.testing.assert_close(held, in_bits(x, 7).nan_to_num())
 
 
 @pytest.mark.parametrize("channels", [(), (0, 3, 5, 6, 9, 15)])

@@ -19,7 +19,7 @@ FEW = {"sparse_decode": True, "decode_tokens": 128}
 
 
 def step(text, config, layer, k=None):
-    held = None if k is None else Indexed(k, k, ())
+    held = None if k is None else Indexed(k, decode.index_keys(k, ()), ())
     return SparseDecode(text, SimpleNamespace(layer_idx=layer), config, held)
 
 
@@ -41,7 +41,7 @@ def test_a_layer_behind_an_anchor_reads_what_that_chooses(head_map, mapped):
     q, k, v = qkv(q_length=1, kv_length=LENGTH)
     step(text, config, 0, k).attend(q, k, v, 0.25)
     choice = text.shared_state[SHARED_CHOICE].choice
-    moved = choice._replace(steps=choice.steps[:, mapped], counts=choice.counts[:, mapped])
+    moved = choice._replace(steps=choice.steps[:, mapped], limit=choice.limit[:, mapped])
     q, k, v = qkv(q_length=1, kv_length=LENGTH, seed=1)
     actual = step(text, config, 1).attend(q, k, v, 0.25)
     torch.testing.assert_close(actual, decode.attend(q, k, v, moved, 0.25))
@@ -104,12 +104,12 @@ def test_how_much_is_read_is_known_once_a_pass(given, length, wanted):
         pytest.param(FEW | {"min_length": 700}, "from 700 tokens on", id="min_length"),
         pytest.param(FEW | {"decode_tokens": 0.1}, "0.1 of the keys a KV head", id="share"),
         pytest.param(FEW | {"decode_tokens": 0.5}, "dense, decode_tokens 0.5", id="too-much"),
-        # half of the channels of K, of as many bytes as K and V have
-        pytest.param(FEW, "(0.250 of its bytes", id="index"),
-        pytest.param(FEW | {"dense_layers": (1, 2)}, "(0.083 of its bytes", id="one-layer-of-3"),
+        # 32 of 64 channels in half a byte and a scale of two, of keys and values in four
+        pytest.param(FEW, "(0.035 of its bytes", id="index"),
+        pytest.param(FEW | {"dense_layers": (1, 2)}, "(0.012 of its bytes", id="one-layer-of-3"),
         pytest.param(FEW | {"dense_layers": (0, 1, 2)}, "no layer chooses keys", id="no-layer"),
         pytest.param(
-            FEW | {"predictor": "cascade", "anchors": (0,)}, "(0.083 of its", id="one-anchor"
+            FEW | {"predictor": "cascade", "anchors": (0,)}, "(0.012 of its", id="one-anchor"
         ),
     ],
 )

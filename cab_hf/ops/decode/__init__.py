@@ -1,5 +1,42 @@
-"""Decode: one query a head against a long cache, of which it reads the keys that matter."""
+"""Decode: one query a head against a long cache, of which it reads the keys that matter.
 
-from cab_hf.ops.decode.reference import Choice, attend, choose, index_keys
+Kernels compute what `reference` defines where they can run.
+"""
 
-__all__ = ["Choice", "attend", "choose", "index_keys"]
+from __future__ import annotations
+
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from cab_hf.ops.decode import reference
+from cab_hf.ops.decode.reference import Choice, Index
+
+# asked once: torch.compile cannot look for packages
+HAS_TRITON = find_spec("triton") is not None
+
+
+def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
+    """See `reference.index_keys`."""
+    return _ops(k).index_keys(k, channels)
+
+
+def choose(q: Tensor, *args: Any, **kwargs: Any) -> Choice:
+    """See `reference.choose`."""
+    return _ops(q).choose(q, *args, **kwargs)
+
+
+def attend(q: Tensor, *args: Any) -> Tensor:
+    """See `reference.attend`."""
+    return _ops(q).attend(q, *args)
+
+
+def _ops(x: Tensor) -> ModuleType:
+    if not x.is_cuda or not HAS_TRITON:
+        return reference
+    # models on the CPU never need Triton
+    from cab_hf.ops.decode import kernels
+
+    return kernels if kernels.unavailable(x) is None else reference

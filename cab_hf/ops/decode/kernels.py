@@ -11,16 +11,15 @@ and no shape depends on the length of the text, so that a step can be captured i
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from cab_hf.ops import predict
 from cab_hf.ops.attention.tiles import LOG2_E, Vectors, precision, vectors, vectors_at
 from cab_hf.ops.decode import reference
-from cab_hf.ops.decode.reference import Choice, Index
+from cab_hf.ops.decode.reference import Choice, Index, on_device
 from cab_hf.ops.exact_scores import Channels
 from cab_hf.ops.predict import on_device_of
 
@@ -58,6 +57,13 @@ SCORE_WARPS, SCORE_STAGES, COUNT_WARPS, WITHIN_WARPS, READ_WARPS = 4, 3, 4, 4, 4
 EARLY = True
 # parts of a row that are merged at a time
 MERGED_AT_A_TIME = 64
+
+
+def unavailable(x: Tensor) -> str | None:
+    """Why q or k is not for the kernels, as half a sentence; None when it is."""
+    if torch.version.cuda is not None and torch.cuda.get_device_capability(x.device) < (8, 0):
+        return "runs on GPUs of compute capability 8.0 and newer"
+    return predict.unavailable(x)
 
 
 def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
@@ -187,7 +193,7 @@ def _choose(
             tallies,
             length,
             *seen,
-            _on_device(tuple(dense_heads), q.device) if dense_heads else None,
+            on_device(tuple(dense_heads), q.device) if dense_heads else None,
             kv_heads,
             slots,
             splits,
@@ -277,12 +283,6 @@ def _attend(
             **_early(q),
         )
     return out
-
-
-@functools.cache
-def _on_device(heads: tuple[int, ...], device: torch.device) -> Tensor:
-    # a copy that waits for the device, made before a graph is captured
-    return torch.tensor(heads, dtype=torch.int32, device=device)
 
 
 def _early(x: Tensor) -> dict[str, bool]:

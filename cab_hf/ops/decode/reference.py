@@ -10,6 +10,7 @@ of a sum, and the keys to read are found by counting, not by sorting.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,12 @@ SINKS, LOCAL = 16, 64
 LOG2_E = 1.4426950408889634
 
 
+@functools.cache
+def on_device(heads: tuple[int, ...], device: torch.device) -> Tensor:
+    """int32 [heads]; made once, as a copy to the device waits and no graph can hold it."""
+    return torch.tensor(heads, dtype=torch.int32, device=device)
+
+
 class Index(NamedTuple):
     """What is kept of keys beside them, to choose by.
 
@@ -38,6 +45,10 @@ class Index(NamedTuple):
 
     codes: Tensor
     scales: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
 
 
 class Choice(NamedTuple):
@@ -76,7 +87,7 @@ class Choice(NamedTuple):
 
     def of_heads(self, heads: tuple[int, ...]) -> Choice:
         """For other KV heads, those of these ``heads``."""
-        index = torch.tensor(heads, device=self.steps.device)
+        index = on_device(heads, self.steps.device)
         return Choice(self.steps[:, index], self.limit[:, index])
 
 

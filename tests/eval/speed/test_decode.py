@@ -137,20 +137,18 @@ def test_what_a_step_of_cab_reads_by_hand():
     assert everything["kept"] == 600 and everything["mass"] == pytest.approx(1)
 
 
-def test_an_index_of_8_bit_floats_is_written_and_counted(monkeypatch):
+def test_the_index_of_the_new_key_is_made_and_written(monkeypatch):
     made, index_keys = [], ops.index_keys
 
-    def eight_bits(k, channels):
-        made.append(index_keys(k, channels).to(torch.float8_e4m3fn))
+    def counted(k, channels):
+        made.append(index_keys(k, channels))
         return made[-1]
 
-    float_row = sample_of(Decode, tiny(), CASE | {"budget": 600})
-    monkeypatch.setattr(ops, "index_keys", eight_bits)
+    monkeypatch.setattr(ops, "index_keys", counted)
     row = sample_of(Decode, tiny(), CASE | {"budget": 600})
     assert row["error"] is None and row["ms"] == 2.0
-    assert float_row["bytes"] - row["bytes"] == 3 * made[0].nbytes
-    # the index, then one key at a time
-    assert {x.shape[2] for x in made[1:]} == {1}
+    # that of all keys, then of one at a time
+    assert made[0].scales.shape[2] == 600 and {x.scales.shape[2] for x in made[1:]} == {1}
 
 
 def test_a_share_is_of_the_text():
@@ -162,7 +160,7 @@ def test_a_step_of_cab_that_computes_something_else_is_not_timed(monkeypatch):
 
     def wrong(q, k, v, choice, scale):
         # right where everything is chosen
-        everything = int(choice.wanted) >= k.shape[2]
+        everything = choice.kept().all()
         return attend(q, k, v if everything else v.roll(1, dims=2), choice, scale)
 
     monkeypatch.setattr(ops, "attend", wrong)
