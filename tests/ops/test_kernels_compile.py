@@ -1,4 +1,4 @@
-"""The kernels of choosing compile for Hopper and fit its shared memory."""
+"""The kernels of choosing and of decode compile for Hopper and fit its shared memory."""
 
 import json
 import subprocess
@@ -9,6 +9,7 @@ import pytest
 from marks import slow_but
 
 SHARED_MEMORY = 227 << 10  # of a multiprocessor with compute capability 9.0
+DECODE = {"_index_kernel", "_scores_kernel", "_steps_kernel", "_within_kernel", "_attend_kernel"}
 SCRIPT = Path(__file__).parents[1] / "shared" / "compiling.py"
 EXACT = {"_outlier_queries_kernel", "_gathered_rows_kernel", "_exact_scores_kernel"}
 
@@ -39,4 +40,5 @@ def test_choosing_compiles_for_hopper(settings, dtype, dim, eight_bits, kernels)
     assert ran.returncode == 0, ran.stderr[-2000:]
     shared = json.loads(ran.stdout.splitlines()[-1])
     assert kernels | {"_select_kernel", "_block_scores_kernel"} <= shared.keys()
+    assert DECODE <= shared.keys()
     assert max(shared.values()) <= SHARED_MEMORY

@@ -1,4 +1,4 @@
-"""Compile the kernels of choosing for Hopper, on a machine without a GPU.
+"""Compile the kernels of choosing and of decode for Hopper, on a machine without a GPU.
 
 Triton's interpreter runs what its compiler refuses: names that change their type, tiles that no
 multiprocessor has room for. Run as a script: whether kernels are interpreted is fixed at import.
@@ -7,6 +7,7 @@ multiprocessor has room for. Run as a script: whether kernels are interpreted is
 import json
 import os
 import sys
+from contextlib import nullcontext
 
 os.environ["TRITON_INTERPRET"] = "0"
 
@@ -17,6 +18,7 @@ from triton.runtime import driver, jit
 from cab_hf import CabConfig
 from cab_hf.budgets import budgets_of
 from cab_hf.ops import exact_scores, predict
+from cab_hf.ops.decode import kernels as decode
 from cab_hf.plan import Spans
 from cab_hf.rotary import llama_channels
 
@@ -37,7 +39,7 @@ class NoDevice:
 
 
 def compiled(config, dtype, dim, eight_bits):
-    """Names of the kernels that choosing launches -> bytes of shared memory that each takes."""
+    """Names of the kernels that choosing and a step of decode launch -> bytes of shared memory that each takes."""
     driver.set_active(NoDevice())
     launch, result = jit.JITFunction.run, {}
 
@@ -53,6 +55,12 @@ def compiled(config, dtype, dim, eight_bits):
     q, k = (torch.zeros(1, heads, LENGTH, dim, dtype=dtype) for heads in (HEADS, KV_HEADS))
     summary = predict.summarise(k, spans.key_valid, config, channels)
     predict.choose(q, summary, spans, 1.0, config, budgets_of(config, 0, HEADS), channels)
+    decode.on_device_of = lambda x: nullcontext()
+    decode._packed, decode._early = lambda x: True, lambda x: {"EARLY": True}
+    index = decode.index_keys(k, channels)
+    numbers = torch.tensor([LENGTH]), torch.tensor([128], dtype=torch.int32)
+    choice = decode.choose(q[:, :, :1], index, 1.0, *numbers, channels, spans.key_valid)
+    decode.attend(q[:, :, :1], k, k, choice, 1.0)
     return result
 
 

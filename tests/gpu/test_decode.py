@@ -1,0 +1,86 @@
+"""Sparse decode on a CUDA device: kernels against the reference, graphs, whole models."""
+
+import pytest
+import torch
+from decode_cases import CASES, require_as_reference, step_of
+from tiny import tiny_model, tokens
+from transformers import StaticCache
+
+import cab_hf
+from cab_hf.decode import step
+from cab_hf.ops import decode
+from cab_hf.ops.decode import kernels, reference
+
+pytestmark = pytest.mark.gpu
+LONG = {
+    "long": (32, 8, 16384, 16000, 128, 128, 1024, {}),
+    "longer-of-3": (9, 3, 33000, 32800, 64, 64, 4096, {"padding": 3000}),
+}
+LARGE = CASES | LONG
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", LARGE.values(), ids=LARGE)
+def test_a_step_is_the_references(gpu, case, dtype):
+    require_as_reference(case, dtype, gpu)
+
+
+def test_a_captured_step_follows_the_text(gpu):
+    q, k, v, told = step_of(LONG["long"], torch.bfloat16, gpu)
+    scale, length, wanted, channels, *_ = told
+    index = kernels.index_keys(k, channels)
+
+    def compute():
+        return decode.attend(
+            q, k, v, decode.choose(q, index, scale, length, wanted, channels), scale
+        )
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        compute()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = compute()
+    for written in (16000, 500, 9000, 16384):
+        length.fill_(written)
+        graph.replay()
+        assert torch.equal(out, compute())
+        choice = reference.choose(q, index, scale, length, wanted, channels)
+        expected = reference.attend(q, k, v, choice, scale)
+        assert (out - expected).float().norm() < 0.05 * expected.float().norm()
+
+
+def test_twice_is_the_same(gpu):
+    q, k, v, told = step_of(LONG["longer-of-3"], torch.bfloat16, gpu)
+    index = kernels.index_keys(k, told[3])
+    outs = [kernels.attend(q, k, v, kernels.choose(q, index, *told), told[0]) for _ in range(3)]
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generate_is_denses_where_everything_is_read(gpu, monkeypatch, cache):
+    monkeypatch.setattr(step, "decode_from", lambda config: 0)
+    model, ids = tiny_model(head_dim=64).to(gpu), tokens(2, 300).to(gpu)
+    options = {"max_new_tokens": 40, "do_sample": False, "cache_implementation": cache}
+    expected = model.generate(ids, **options)
+    cab_hf.apply_cab(model, min_length=2000, sparse_decode=True, decode_tokens=2000)
+    assert torch.equal(model.generate(ids, **options), expected)
+
+
+def test_a_compiled_step_has_a_graph_and_says_what_an_eager_one_does(gpu):
+    model = cab_hf.apply_cab(
+        tiny_model(head_dim=64).to(gpu), min_length=0, sparse_decode=True, decode_tokens=128
+    )
+    ids = tokens(2, 700).to(gpu)
+
+    @torch.no_grad()
+    def logits(forward):
+        cache = cab_hf.index_cache(model, StaticCache(model.config, max_cache_len=1024))
+        parts = [model(ids[:, :660], past_key_values=cache).logits[:, -1:]]
+        for at in range(660, 690):
+            parts.append(forward(ids[:, at : at + 1], past_key_values=cache).logits.clone())
+        return torch.cat(parts, dim=1)
+
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    torch.testing.assert_close(logits(compiled), logits(model), rtol=1e-3, atol=1e-3)

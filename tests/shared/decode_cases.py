@@ -1,0 +1,61 @@
+"""Steps of decode for tests: what the kernels compute is held against the reference."""
+
+import torch
+
+from cab_hf.ops.decode import kernels, reference
+from cab_hf.rotary import llama_channels
+
+# heads, KV heads, slots, written, D, D_v, wanted, and what else
+CASES = {
+    "group-of-3": (6, 2, 1500, 1300, 64, 64, 200, {}),
+    "padding": (6, 2, 1500, 1300, 64, 64, 200, {"padding": 100}),
+    "one-head-each": (4, 4, 1030, 1030, 64, 64, 300, {}),
+    "all-channels-of-80": (4, 4, 1024, 1024, 80, 80, 400, {"channels": ()}),
+    "dense-head": (8, 2, 1300, 1300, 64, 32, 200, {"dense_heads": (0,)}),
+    "a-group-of-16": (16, 1, 1300, 1200, 64, 64, 150, {}),
+    "large-heads": (4, 2, 1300, 1200, 256, 256, 150, {}),
+    "everything": (8, 2, 1300, 1200, 128, 128, 4000, {}),
+    "no-more-than-always": (6, 2, 1500, 1300, 64, 64, 80, {}),
+    "far-from-zero": (6, 2, 1500, 1300, 64, 64, 200, {"shift": 40.0}),
+    "few-in-sight": (6, 2, 1500, 40, 64, 64, 200, {}),
+}
+
+
+def step_of(case, dtype=torch.float32, device="cpu", batch=2):
+    """(q, k, v, arguments of ``choose`` behind the index) of one of `CASES`."""
+    heads, kv_heads, slots, written, dim, values, wanted, more = case
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    q = 2 * noise(batch, heads, 1, dim)
+    k, v = noise(batch, kv_heads, slots, dim), noise(batch, kv_heads, slots, values)
+    # all logits of a head are as far from zero
+    k = k + more.get("shift", 0.0) * q.unflatten(1, (kv_heads, -1)).mean(2) / 4
+    q, k, v = (x.to(device, dtype) for x in (q, k, v))
+    valid = None
+    if "padding" in more:
+        valid = torch.ones(batch, written, dtype=torch.bool, device=device)
+        valid[0, : more["padding"]] = False
+    channels = more.get("channels", llama_channels(dim))
+    numbers = torch.tensor([written]), torch.tensor([wanted], dtype=torch.int32)
+    numbers = [x.to(device) for x in numbers]
+    return q, k, v, (dim**-0.5, *numbers, channels, valid, more.get("dense_heads", ()))
+
+
+def require_as_reference(case, dtype=torch.float32, device="cpu"):
+    """Index, choice and attention of the kernels are the reference's."""
+    q, k, v, told = step_of(case, dtype, device)
+    index, meant = (ops.index_keys(k, told[3]) for ops in (kernels, reference))
+    for actual, expected in zip(index, meant, strict=True):
+        assert torch.equal(actual, expected)
+    choice, expected = (ops.choose(q, index, *told) for ops in (kernels, reference))
+    hidden = reference.HIDDEN
+    assert torch.equal(choice.steps == hidden, expected.steps == hidden)
+    # sums are added in another order, which moves all keys of a head by a step or none
+    assert (choice.steps - expected.steps).abs().max() <= 1
+    assert torch.equal(choice.limit, reference.Choice.of(choice.steps, told[2]).limit)
+    out = kernels.attend(q, k, v, choice, told[0])
+    close = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(out, reference.attend(q, k, v, choice, told[0]), **close)
