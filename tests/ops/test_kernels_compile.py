@@ -40,5 +40,5 @@ def test_choosing_compiles_for_hopper(settings, dtype, dim, eight_bits, kernels)
     assert ran.returncode == 0, ran.stderr[-2000:]
     shared = json.loads(ran.stdout.splitlines()[-1])
     assert kernels | {"_select_kernel", "_block_scores_kernel"} <= shared.keys()
-    assert DECODE <= shared.keys()
+    assert shared.keys() >= DECODE
     assert max(shared.values()) <= SHARED_MEMORY

@@ -39,7 +39,7 @@ class NoDevice:
 
 
 def compiled(config, dtype, dim, eight_bits):
-    """Names of the kernels that choosing and a step of decode launch -> bytes of shared memory that each takes."""
+    """Names of the kernels of choosing and of decode -> bytes of shared memory that each takes."""
     driver.set_active(NoDevice())
     launch, result = jit.JITFunction.run, {}
 
