@@ -192,13 +192,10 @@ class IndexedStaticLayer(StaticLayer):
         """Write the keys and values of new tokens, [B, H_kv, n, D]: all slots of both."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        count = key_states.shape[2]
-        slots = torch.arange(count, device=self.device) + self.cumulative_length
-        new = decode.index_keys(key_states.detach(), self.channels)
-        for x, written in zip(self.index, new, strict=True):
-            x.index_copy_(2, slots, written)
+        keys = key_states.detach()
+        decode.write_index(self.index, keys, self.channels, self.cumulative_length)
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        if count == 1:
+        if key_states.shape[2] == 1:
             hand_on(Indexed(keys, self.index, self.channels))
         return keys, values
 

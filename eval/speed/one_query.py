@@ -195,9 +195,7 @@ def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
     so_far = torch.tensor([length], dtype=torch.int32, device=q.device)
 
     def write() -> None:
-        new = decode.index_keys(k[:, :, -1:], channels)
-        for x, written in zip(index, new, strict=True):
-            x.index_copy_(2, place, written)
+        decode.write_index(index, k[:, :, -1:], channels, place)
 
     def choosing(count: int) -> Callable[[], Any]:
         count = torch.tensor([count], dtype=torch.int32, device=q.device)

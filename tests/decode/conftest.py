@@ -1,5 +1,7 @@
 import pytest
 
+import cab_hf.patches  # noqa: F401, before anything of it is patched
+
 
 @pytest.fixture
 def steps(monkeypatch):

@@ -23,6 +23,11 @@ def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
     return _ops(k).index_keys(k, channels)
 
 
+def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tensor) -> None:
+    """See `reference.write_index`."""
+    _ops(k).write_index(index, k, channels, start)
+
+
 def choose(q: Tensor, *args: Any, **kwargs: Any) -> Choice:
     """See `reference.choose`."""
     return _ops(q).choose(q, *args, **kwargs)

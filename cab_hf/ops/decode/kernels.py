@@ -32,7 +32,8 @@ WITHIN, DONE, TALLIES = tl.constexpr(32), tl.constexpr(96), tl.constexpr(128)
 HIDDEN = tl.constexpr(reference.HIDDEN)
 SINKS, LOCAL = tl.constexpr(reference.SINKS), tl.constexpr(reference.LOCAL)
 LARGEST_CODE = tl.constexpr(float(reference.LARGEST_CODE))
-LARGEST_QUERY = tl.constexpr(float(reference.LARGEST_QUERY))
+A_CODE = tl.constexpr(1 / reference.LARGEST_CODE)
+A_QUERY_UNIT = tl.constexpr(1 / reference.LARGEST_QUERY)
 LARGEST_SCALE = tl.constexpr(reference.LARGEST_SCALE)
 LEAST_SCALE = tl.constexpr(reference.LEAST_SCALE)
 # what stands for a maximum of nothing: infinity less infinity is no number
@@ -50,11 +51,13 @@ INDEXED = 128
 PROGRAMS = 512
 # of scoring and of attention: the fewest and most keys of a program, and how many at a time
 SCORED, SCORED_BYTES_AT_A_TIME = (4096, 8192), 8 << 10
-READ, READ_AT_A_TIME, READ_STAGES = (2048, 2048), 32, 3
+READ, READ_STAGES = (2048, 2048), 3
 # keys whose steps a program counts, by launch
 COUNTED, COUNTED_WITHIN = 2048, 4096
-SCORE_WARPS, SCORE_STAGES, COUNT_WARPS, WITHIN_WARPS, READ_WARPS = 4, 3, 4, 4, 4
+SCORE_WARPS, SCORE_STAGES, COUNT_WARPS, WITHIN_WARPS = 4, 3, 4, 4
 EARLY = True
+# (keys that attention reads at a time, warps) where there are few rows, and where there are many
+FEW_ROWS, MANY_ROWS, MANY = (32, 4), (16, 2), 32
 # parts of a row that are merged at a time
 MERGED_AT_A_TIME = 64
 
@@ -71,6 +74,14 @@ def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
     if torch.compiler.is_compiling():
         return Index(*torch.ops.cab_hf.decode_index(k, list(channels)))
     return Index(*_index(k, list(channels)))
+
+
+def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tensor) -> None:
+    """See `reference.write_index`."""
+    if torch.compiler.is_compiling():
+        torch.ops.cab_hf.decode_write_index(*index, k, list(channels), start)
+    else:
+        _write(*index, k, list(channels), start)
 
 
 def choose(
@@ -99,17 +110,27 @@ def attend(q: Tensor, k: Tensor, v: Tensor, choice: Choice, scale: float) -> Ten
 
 def _index(k: Tensor, channels: list[int]) -> tuple[Tensor, Tensor]:
     """(codes, scales) of an `Index`."""
+    halves = Channels.of_halves(tuple(channels), k.shape[3])
+    codes = k.new_empty(*k.shape[:3], halves.size, dtype=torch.uint8)
+    scales = k.new_empty(k.shape[:3], dtype=torch.float16)
+    _write(codes, scales, k, channels, None)
+    return codes, scales
+
+
+def _write(
+    codes: Tensor, scales: Tensor, k: Tensor, channels: list[int], start: Tensor | None
+) -> None:
+    """Write the index of ``k`` from a slot on, by default the first."""
     batch, heads, length, dim = k.shape
     halves = Channels.of_halves(tuple(channels), dim)
     k = k if k.stride(-1) == 1 else k.contiguous()
-    codes = k.new_empty(batch, heads, length, halves.size, dtype=torch.uint8)
-    scales = k.new_empty(batch, heads, length, dtype=torch.float16)
     tokens = min(INDEXED, triton.next_power_of_2(length))
     with on_device_of(k):
         _index_kernel[(triton.cdiv(length, tokens), batch * heads)](
             vectors(k),
-            codes,
-            scales,
+            vectors(codes),
+            Vectors(scales, *scales.stride()),
+            start,
             heads,
             length,
             FIRST=halves.first,
@@ -119,7 +140,6 @@ def _index(k: Tensor, channels: list[int]) -> tuple[Tensor, Tensor]:
             BLOCK_C=triton.next_power_of_2(halves.size),
             num_warps=4,
         )
-    return codes, scales
 
 
 def _choose(
@@ -236,6 +256,7 @@ def _attend(
     # steps are of all slots, keys at times of those that are written
     a_program = _share(slots, rows, READ)
     splits = triton.cdiv(slots, a_program)
+    at_a_time, warps = MANY_ROWS if rows >= MANY else FEW_ROWS
     found = steps.new_empty(rows, slots)
     largest = q.new_empty(rows, splits, group, dtype=torch.float32)
     sums = torch.empty_like(largest)
@@ -260,13 +281,13 @@ def _attend(
             GROUP=group,
             ROWS=max(LEAST_ROWS, triton.next_power_of_2(group)),
             KEYS=a_program,
-            BLOCK_N=READ_AT_A_TIME,
+            BLOCK_N=at_a_time,
             D=dim,
             D_V=values,
             BLOCK_D=max(16, triton.next_power_of_2(dim)),
             BLOCK_V=max(16, triton.next_power_of_2(values)),
             PRECISION=precision(q),
-            num_warps=READ_WARPS,
+            num_warps=warps,
             num_stages=READ_STAGES,
             **_early(q),
         )
@@ -308,6 +329,7 @@ def _index_kernel(
     k,
     codes,
     scales,
+    start,
     heads,
     length,
     FIRST: tl.constexpr,
@@ -316,7 +338,7 @@ def _index_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """`reference.index_keys` of some keys."""
+    """`reference.index_keys` of some keys, written from slot ``start`` on."""
     plane = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_C)
@@ -325,12 +347,17 @@ def _index_kernel(
     low = tl.load(at, mask=there, other=0.0).to(tl.float32)
     high = tl.load(at + STEP, mask=there, other=0.0).to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
-    scale = tl.minimum(tl.div_rn(largest, LARGEST_CODE), LARGEST_SCALE).to(tl.float16)
+    scale = tl.minimum(largest * A_CODE, LARGEST_SCALE).to(tl.float16)
     unit = tl.maximum(scale.to(tl.float32), LEAST_SCALE)[:, None]
     code = _code(low, unit) | (_code(high, unit) << 4)
-    place = plane * length + token
-    tl.store(scales + place, scale, mask=token < length)
-    tl.store(codes + place[:, None] * SIZE + inner[None, :], code.to(tl.uint8), mask=there)
+    slot = token.to(tl.int64)
+    if start is not None:
+        slot += tl.load(start)
+    batch, head = plane // heads, plane % heads
+    place = scales.data + batch * scales.batch + head * scales.head + slot * scales.token
+    tl.store(place, scale, mask=token < length)
+    place = vectors_at(codes, batch, head, slot) + inner[None, :]
+    tl.store(place, code.to(tl.uint8), mask=there)
 
 
 @triton.jit
@@ -431,7 +458,7 @@ def _scores_kernel(
     low = tl.load(at, mask=own, other=0.0).to(tl.float32)
     high = tl.load(at + STEP, mask=own, other=0.0).to(tl.float32)
     unit = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
-    unit = tl.maximum(tl.div_rn(unit, LARGEST_QUERY), LEAST_SCALE)
+    unit = tl.maximum(unit * A_QUERY_UNIT, LEAST_SCALE)
     low = tl.floor(tl.div_rn(low, unit[:, None] + tl.zeros_like(low)) + 0.5)
     high = tl.floor(tl.div_rn(high, unit[:, None] + tl.zeros_like(high)) + 0.5)
     # codes are 8 more than what they stand for
@@ -739,6 +766,16 @@ def _index_op(k: Tensor, channels: list[int]) -> tuple[Tensor, Tensor]:
 def _(k, channels):
     codes = k.new_empty(*k.shape[:3], (len(channels) or k.shape[3]) // 2, dtype=torch.uint8)
     return codes, k.new_empty(k.shape[:3], dtype=torch.float16)
+
+
+@torch.library.custom_op("cab_hf::decode_write_index", mutates_args=("codes", "scales"))
+def _write_op(codes: Tensor, scales: Tensor, k: Tensor, channels: list[int], start: Tensor) -> None:
+    _write(codes, scales, k, channels, start)
+
+
+@_write_op.register_fake
+def _(codes, scales, k, channels, start):
+    return None
 
 
 @torch.library.custom_op("cab_hf::decode_choose", mutates_args=())

@@ -97,11 +97,19 @@ def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
     A key is divided by a scale of its own, and no key's bits depend on another key.
     """
     x = picked(k, channels)
-    scales = (x.abs().amax(-1) / LARGEST_CODE).clamp(max=LARGEST_SCALE).to(torch.float16)
+    # not divided: some devices would divide, others multiply
+    scales = (x.abs().amax(-1) * (1 / LARGEST_CODE)).clamp(max=LARGEST_SCALE).to(torch.float16)
     codes = (x / scales.float().clamp(min=LEAST_SCALE).unsqueeze(-1) + 0.5).floor()
     codes = (codes.clamp(-8, LARGEST_CODE) + 8).to(torch.uint8)
     low, high = codes.chunk(2, dim=-1)
     return Index(low | high << 4, scales)
+
+
+def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tensor) -> None:
+    """Write the index of k [B, H_kv, n, D] into that of a cache, from slot ``start``, an int64."""
+    slots = start + torch.arange(k.shape[2], device=k.device)
+    for x, new in zip(index, index_keys(k, channels), strict=True):
+        x.index_copy_(2, slots, new)
 
 
 def picked(x: Tensor, channels: tuple[int, ...]) -> Tensor:
@@ -134,7 +142,7 @@ def choose(
     group = q.shape[1] // kv_heads
     seen, always = _visible(slots, length, valid, q.device)
     some = picked(q, channels).unflatten(1, (kv_heads, group)).squeeze(3)
-    unit = (some.abs().amax(-1, keepdim=True) / LARGEST_QUERY).clamp(min=LEAST_SCALE)
+    unit = (some.abs().amax(-1, keepdim=True) * (1 / LARGEST_QUERY)).clamp(min=LEAST_SCALE)
     some = (some / unit + 0.5).floor()
     codes = torch.cat((index.codes & 15, index.codes >> 4), dim=-1).float() - 8
     logits = some @ codes.transpose(-1, -2) * index.scales.float().unsqueeze(2)
