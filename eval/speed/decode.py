@@ -6,6 +6,7 @@ import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,7 +28,7 @@ from cab_hf.eval.speed.one_query import (
     time_dense,
 )
 from cab_hf.eval.speed.steps import COMPILED, MODES, WARM_UP_STEPS, time_steps
-from cab_hf.eval.speed.timing import method_on
+from cab_hf.eval.speed.timing import Bench, bench_on, method_on
 from cab_hf.runs.settings import comma_separated, option, parse_length
 
 ATTENTION, MODEL = "attention", "model"
@@ -79,8 +80,9 @@ class Settings(RandomHeads, ModelShape):
 
     @property
     def method(self) -> str:
+        clock = method_on(self.device, self.seconds, clean=True)
         return (
-            f"attention: {method_on(self.device, self.seconds)}; ms is the replay of a CUDA graph "
+            f"attention: {clock}; ms is the replay of a CUDA graph "
             "where one could be made, eager ms the same call made from Python; every kernel is "
             "compared with float32 attention before it is timed, cab with that over its choice; of "
             "several ways to call a kernel the fastest counts. Model: median of "
@@ -133,6 +135,10 @@ class Decode(Speed):
         *("peak_gib", "cache_gib", "index_gib", "ran_as", "without_graph"),
     )
     REPORTED_ERRORS = Exception  # a kernel that is missing, refuses, is wrong or does not fit
+
+    @cached_property
+    def bench(self) -> Bench:
+        return bench_on(self.settings.device, self.settings.seconds, clean=True)
 
     def find(self, sample: dict[str, Any]) -> None:
         if sample["part"] == ATTENTION:

@@ -34,8 +34,8 @@ PREDICTOR = {
 OTHER = "other"
 
 
-def method_on(device: str, seconds: float | None = None) -> str:
-    """How `Bench.time` measures there, in words."""
+def method_on(device: str, seconds: float | None = None, clean: bool = False) -> str:
+    """How `Bench.time` measures there, in words; ``clean`` as for `GpuBench`."""
     if torch.device(device).type == "cpu":
         return (
             f"median of {LEAST_RUNS} to {MOST_RUNS} runs by time.perf_counter after at least "
@@ -46,8 +46,9 @@ def method_on(device: str, seconds: float | None = None) -> str:
     return (
         f"median of {LEAST_RUNS} to {MOST_RUNS} runs ({seconds} s where there is time for more) by "
         f"CUDA events after at least {WARM_UP_CALLS} calls and {WARM_UP_SECONDS} s of warm-up; "
-        f"{FLUSHED_BYTES >> 20} MiB are zeroed before every run, outside of the events, so the L2 "
-        "cache is cold"
+        f"{FLUSHED_BYTES >> 20} MiB are {'read' if clean else 'zeroed'} before every run, outside "
+        "of the events, so the L2 cache is cold"
+        + (" and holds nothing that is to be written back" if clean else "")
     )
 
 
@@ -140,13 +141,18 @@ class Bench:
 
 
 class GpuBench(Bench):
-    """CUDA events, cold L2, graphs, peak memory and kernel times."""
+    """CUDA events, cold L2, graphs, peak memory and kernel times.
 
-    def __init__(self, device: str, seconds: float | None = None) -> None:
+    What empties the L2 cache is written, or read where it is to be ``clean``: a call of
+    microseconds would be timed together with writing back what was written before.
+    """
+
+    def __init__(self, device: str, seconds: float | None = None, clean: bool = False) -> None:
         super().__init__(device, seconds)
+        self.clean = clean
         if self.device.index is not None:
             torch.cuda.set_device(self.device)
-        self.flushed = torch.empty(FLUSHED_BYTES, device=self.device, dtype=torch.uint8)
+        self.flushed = torch.zeros(FLUSHED_BYTES, device=self.device, dtype=torch.uint8)
 
     def settle(self) -> None:
         gc.collect()
@@ -197,7 +203,7 @@ class GpuBench(Bench):
         calls = []
         for _ in range(PROFILED_CALLS):
             # before the profiler looks: what empties the cache is not the op's
-            self.flushed.zero_()
+            self._flush()
             torch.cuda.synchronize()
             with profile(activities=[ProfilerActivity.CUDA]) as seen:
                 call()
@@ -229,12 +235,18 @@ class GpuBench(Bench):
         for start, end in events:
             before()
             for _ in range(flushes):
-                self.flushed.zero_()
+                self._flush()
             start.record()
             call()
             end.record()
         torch.cuda.synchronize()
         return statistics.median(start.elapsed_time(end) for start, end in events)
+
+    def _flush(self) -> None:
+        if self.clean:
+            self.flushed.view(torch.int64).amax()
+        else:
+            self.flushed.zero_()
 
     def _captured(self, call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         stream = torch.cuda.Stream()
@@ -250,10 +262,11 @@ class GpuBench(Bench):
         return graph
 
 
-def bench_on(device: str, seconds: float | None = None) -> Bench:
-    """The clock of that device."""
-    kind = GpuBench if torch.device(device).type == "cuda" else Bench
-    return kind(device, seconds)
+def bench_on(device: str, seconds: float | None = None, clean: bool = False) -> Bench:
+    """The clock of that device; ``clean`` as for `GpuBench`."""
+    if torch.device(device).type == "cuda":
+        return GpuBench(device, seconds, clean)
+    return Bench(device, seconds)
 
 
 def warm_up(call: Callable[[], Any], wait: Callable[[], None] = lambda: None) -> float:

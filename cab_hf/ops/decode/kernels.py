@@ -24,40 +24,33 @@ from cab_hf.ops.exact_scores import Channels
 from cab_hf.ops.predict import on_device_of
 
 STEPS_AN_OCTAVE = tl.constexpr(reference.STEPS_AN_OCTAVE)
-LEAST = tl.constexpr(reference.LEAST)
-OCTAVES = tl.constexpr((reference.LEAST + 1) // reference.STEPS_AN_OCTAVE)
-# where the tallies of a row have the keys of each step of one octave, and how many programs have
-# counted those; the octaves stand first
-WITHIN, DONE, TALLIES = tl.constexpr(32), tl.constexpr(96), tl.constexpr(128)
-HIDDEN = tl.constexpr(reference.HIDDEN)
+LEAST, HIDDEN = tl.constexpr(reference.LEAST), tl.constexpr(reference.HIDDEN)
 SINKS, LOCAL = tl.constexpr(reference.SINKS), tl.constexpr(reference.LOCAL)
 LARGEST_CODE = tl.constexpr(float(reference.LARGEST_CODE))
-A_CODE = tl.constexpr(1 / reference.LARGEST_CODE)
-A_QUERY_UNIT = tl.constexpr(1 / reference.LARGEST_QUERY)
+A_CODE, A_QUERY = (tl.constexpr(1 / x) for x in (reference.LARGEST_CODE, reference.LARGEST_QUERY))
 LARGEST_SCALE = tl.constexpr(reference.LARGEST_SCALE)
 LEAST_SCALE = tl.constexpr(reference.LEAST_SCALE)
+# the tallies of a row: keys of each octave, keys of each step of one octave, programs that are done
+OCTAVES = tl.constexpr((reference.LEAST + 1) // reference.STEPS_AN_OCTAVE)
+WITHIN, DONE, TALLIES = tl.constexpr(32), tl.constexpr(96), tl.constexpr(128)
 # what stands for a maximum of nothing: infinity less infinity is no number
-LOWEST = tl.constexpr(-1.0e30)
+LOWEST, TINY = tl.constexpr(-1.0e30), tl.constexpr(1.0e-38)
 # powers of two that the sums of a program have room for above those of its first keys, and the
 # largest in it: keys whose logits are twice that above are as good as those
-ABOVE, LARGEST_POWER, TINY = tl.constexpr(90.0), tl.constexpr(100.0), tl.constexpr(1.0e-38)
-# rows or columns of a product on tensor cores, at least; and bytes that it sums over
-LEAST_ROWS, LEAST_BYTES = 16, 32
-# rows of a tile of keys
-LEAST_TILE = 64
-# keys whose codes a program makes
+ABOVE, LARGEST_POWER = tl.constexpr(90.0), tl.constexpr(100.0)
+
+# of a product on tensor cores: rows of keys, columns of queries, and bytes that it sums over
+LEAST_ROWS, LEAST_COLUMNS, LEAST_BYTES = 64, 16, 32
+# how launches are cut: what an H200 runs fastest. Keys whose index a program writes
 INDEXED = 128
-# programs that keep a GPU busy
-PROGRAMS = 512
-# of scoring and of attention: the fewest and most keys of a program, and how many at a time
-SCORED, SCORED_BYTES_AT_A_TIME = (4096, 8192), 8 << 10
-READ, READ_STAGES = (2048, 2048), 3
+# fewest and most keys that a program scores, programs that there should be, and bytes at a time
+SCORED, SCORED_PROGRAMS, SCORED_BYTES_AT_A_TIME = (4096, 8192), 512, 8 << 10
+SCORE_WARPS, SCORE_STAGES = 4, 3
 # keys whose steps a program counts, by launch
-COUNTED, COUNTED_WITHIN = 2048, 4096
-SCORE_WARPS, SCORE_STAGES, COUNT_WARPS, WITHIN_WARPS = 4, 3, 4, 4
-EARLY = True
-# (keys that attention reads at a time, warps) where there are few rows, and where there are many
-FEW_ROWS, MANY_ROWS, MANY = (32, 4), (16, 2), 32
+COUNTED, COUNTED_WITHIN, COUNT_WARPS = 2048, 4096, 4
+# keys among which a program attends those that are chosen; and (how many of them at a time, warps)
+# where there are few rows, and from so many on
+READ, READ_STAGES, FEW_ROWS, MANY_ROWS, MANY = 2048, 3, (32, 4), (16, 2), 32
 # parts of a row that are merged at a time
 MERGED_AT_A_TIME = 64
 
@@ -164,13 +157,16 @@ def _choose(
     if valid is not None:
         valid = valid if valid.stride(-1) == 1 else valid.contiguous()
         seen = valid, valid.stride(0), valid.shape[1], valid.int().argmax(-1).int()
+    # columns are filled by neighbouring keys, see the kernel; keys of odd widths cannot be
     room, pack = triton.next_power_of_2(group), 1
     if width & (width - 1) == 0:
-        pack = max(1, LEAST_ROWS // room, LEAST_BYTES // width)
-    room = max(room, LEAST_ROWS // pack)
-    bytes_of_tile = max(pack * triton.next_power_of_2(width), LEAST_BYTES)
-    at_a_time = pack * max(LEAST_TILE, SCORED_BYTES_AT_A_TIME // bytes_of_tile)
-    a_program = max(at_a_time, _share(slots, rows, SCORED))
+        pack = max(1, LEAST_COLUMNS // room, LEAST_BYTES // width)
+    room = max(room, LEAST_COLUMNS // pack)
+    bytes_of_row = max(pack * triton.next_power_of_2(width), LEAST_BYTES)
+    at_a_time = pack * max(LEAST_ROWS, SCORED_BYTES_AT_A_TIME // bytes_of_row)
+    fewest, most = SCORED
+    a_program = triton.next_power_of_2(triton.cdiv(slots * rows, SCORED_PROGRAMS))
+    a_program = max(at_a_time, fewest, min(most, a_program))
     splits = triton.cdiv(slots, a_program)
     steps = q.new_empty(batch, kv_heads, slots, dtype=torch.int16)
     limit = q.new_empty(batch, kv_heads, dtype=torch.int32)
@@ -199,7 +195,7 @@ def _choose(
             FIRST=halves.first,
             STEP=halves.step,
             SIZE=halves.size,
-            BLOCK_C=bytes_of_tile // pack,
+            BLOCK_C=bytes_of_row // pack,
             PACKED=_packed(q),
             num_warps=SCORE_WARPS,
             num_stages=SCORE_STAGES,
@@ -235,7 +231,7 @@ def _choose(
             length,
             slots,
             BLOCK_N=counted,
-            num_warps=WITHIN_WARPS,
+            num_warps=COUNT_WARPS,
             **_early(q),
         )
     return steps, limit
@@ -254,8 +250,7 @@ def _attend(
     group, rows = heads // kv_heads, batch * kv_heads
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     # steps are of all slots, keys at times of those that are written
-    a_program = _share(slots, rows, READ)
-    splits = triton.cdiv(slots, a_program)
+    splits = triton.cdiv(slots, READ)
     at_a_time, warps = MANY_ROWS if rows >= MANY else FEW_ROWS
     found = steps.new_empty(rows, slots)
     largest = q.new_empty(rows, splits, group, dtype=torch.float32)
@@ -279,8 +274,8 @@ def _attend(
             steps.shape[2],
             splits,
             GROUP=group,
-            ROWS=max(LEAST_ROWS, triton.next_power_of_2(group)),
-            KEYS=a_program,
+            ROWS=max(LEAST_COLUMNS, triton.next_power_of_2(group)),
+            KEYS=READ,
             BLOCK_N=at_a_time,
             D=dim,
             D_V=values,
@@ -308,20 +303,13 @@ def _attend(
 
 def _early(x: Tensor) -> dict[str, bool]:
     """Launches a kernel before the one in front of it is done, where the device can: it waits."""
-    early = EARLY and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    early = _packed(x) and torch.cuda.get_device_capability(x.device) >= (9, 0)
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 def _packed(x: Tensor) -> bool:
     """Whether kernels may use instructions of NVIDIA's GPUs."""
     return x.is_cuda and torch.version.cuda is not None
-
-
-def _share(slots: int, rows: int, bounds: tuple[int, int]) -> int:
-    """How many keys of a row one program takes, a power of two."""
-    return max(
-        bounds[0], min(bounds[1], triton.next_power_of_2(triton.cdiv(slots * rows, PROGRAMS)))
-    )
 
 
 @triton.jit
@@ -458,7 +446,7 @@ def _scores_kernel(
     low = tl.load(at, mask=own, other=0.0).to(tl.float32)
     high = tl.load(at + STEP, mask=own, other=0.0).to(tl.float32)
     unit = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
-    unit = tl.maximum(unit * A_QUERY_UNIT, LEAST_SCALE)
+    unit = tl.maximum(unit * A_QUERY, LEAST_SCALE)
     low = tl.floor(tl.div_rn(low, unit[:, None] + tl.zeros_like(low)) + 0.5)
     high = tl.floor(tl.div_rn(high, unit[:, None] + tl.zeros_like(high)) + 0.5)
     # codes are 8 more than what they stand for
@@ -541,7 +529,6 @@ def _steps_kernel(
     """`Choice.steps` of some keys, and how many there are of each octave."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    if EARLY:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // kv_heads, row % kv_heads
@@ -593,7 +580,6 @@ def _within_kernel(
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    if EARLY:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(1).to(tl.int64)
     begin = tl.program_id(0) * BLOCK_N
@@ -657,7 +643,6 @@ def _attend_kernel(
     the sum of the weights."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    if EARLY:
         tl.extra.cuda.gdc_wait()
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row // kv_heads, row % kv_heads
