@@ -199,9 +199,10 @@ def test_a_model_without_sparse_decode_gets_plain_caches(static, steps):
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-@pytest.mark.parametrize("count", [70, pytest.param(1900, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [70, pytest.param(2000, marks=pytest.mark.slow)])
 def test_the_index_of_generated_tokens_is_one_made_from_scratch(kind, count, steps):
-    model, ids = tiny_model(num_hidden_layers=2, head_dim=64), tokens(1, 140)
+    model = tiny_model(num_hidden_layers=2, head_dim=64, max_position_embeddings=4096)
+    ids = tokens(1, 140)
     cab_hf.apply_cab(model, DENSELY, **FEW)
     options = {"cache_implementation": "static"} if kind == "static" else {}
     options |= {"max_new_tokens": count, "min_new_tokens": count}
