@@ -1,7 +1,5 @@
 import pytest
 
-import cab_hf.patches  # noqa: F401, before anything of it is patched
-
 
 @pytest.fixture
 def steps(monkeypatch):
@@ -23,6 +21,8 @@ def steps(monkeypatch):
 @pytest.fixture
 def from_anywhere(monkeypatch):
     """Steps read sparsely however short a text is, also where its prompt is too short to."""
+    # what takes the name from there is imported before it is patched
+    import cab_hf.patches  # noqa: F401
     from cab_hf.decode import step
 
     monkeypatch.setattr(step, "decode_from", lambda config: 0)

@@ -34,10 +34,7 @@ LEAST_SCALE = tl.constexpr(reference.LEAST_SCALE)
 OCTAVES = tl.constexpr((reference.LEAST + 1) // reference.STEPS_AN_OCTAVE)
 WITHIN, DONE, TALLIES = tl.constexpr(32), tl.constexpr(96), tl.constexpr(128)
 # what stands for a maximum of nothing: infinity less infinity is no number
-LOWEST, TINY = tl.constexpr(-1.0e30), tl.constexpr(1.0e-38)
-# powers of two that the sums of a program have room for above those of its first keys, and the
-# largest in it: keys whose logits are twice that above are as good as those
-ABOVE, LARGEST_POWER = tl.constexpr(90.0), tl.constexpr(100.0)
+LOWEST = tl.constexpr(-1.0e30)
 
 # of a product on tensor cores: rows of keys, columns of queries, and bytes that it sums over
 LEAST_ROWS, LEAST_COLUMNS, LEAST_BYTES = 64, 16, 32
@@ -281,6 +278,7 @@ def _attend(
             D_V=values,
             BLOCK_D=max(16, triton.next_power_of_2(dim)),
             BLOCK_V=max(16, triton.next_power_of_2(values)),
+            FAR=slots * max(k.stride(2), v.stride(2)) >= 1 << 31,
             PRECISION=precision(q),
             num_warps=warps,
             num_stages=READ_STAGES,
@@ -336,8 +334,9 @@ def _index_kernel(
     high = tl.load(at + STEP, mask=there, other=0.0).to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
     scale = tl.minimum(largest * A_CODE, LARGEST_SCALE).to(tl.float16)
-    unit = tl.maximum(scale.to(tl.float32), LEAST_SCALE)[:, None]
-    code = _code(low, unit) | (_code(high, unit) << 4)
+    unit = tl.maximum(scale.to(tl.float32), LEAST_SCALE)
+    inverse = tl.div_rn(tl.full([BLOCK_N], 1.0, tl.float32), unit)[:, None]
+    code = _code(low * inverse) | (_code(high * inverse) << 4)
     slot = token.to(tl.int64)
     if start is not None:
         slot += tl.load(start)
@@ -349,10 +348,18 @@ def _index_kernel(
 
 
 @triton.jit
-def _code(x, unit):
-    """Multiples of a unit, 0 to 15 for -8 to 7."""
-    whole = tl.floor(tl.div_rn(x, unit + tl.zeros_like(x)) + 0.5)
-    return (tl.minimum(tl.maximum(whole, -8.0), LARGEST_CODE) + 8.0).to(tl.int32)
+def _code(x):
+    """The nearest whole numbers, 0 to 15 for -8 to 7."""
+    x = tl.floor(x + 0.5)
+    return (tl.minimum(tl.maximum(x, -8.0), LARGEST_CODE) + 8.0).to(tl.int32)
+
+
+@triton.jit
+def _spread(x, PACK: tl.constexpr, ROOM: tl.constexpr, BLOCK_C: tl.constexpr):
+    """int8 [PACK * BLOCK_C, PACK * ROOM] of x [ROOM, BLOCK_C]: x in every block of the diagonal."""
+    one, other = tl.arange(0, PACK)[:, None, None, None], tl.arange(0, PACK)[None, None, :, None]
+    x = tl.where(one == other, x[None, :, None, :], 0.0).to(tl.int8)
+    return tl.trans(tl.reshape(x, (PACK * ROOM, PACK * BLOCK_C)))
 
 
 @triton.jit
@@ -436,71 +443,68 @@ def _scores_kernel(
         tl.store(lse + part, tl.full([ROOM], LOWEST, tl.float32))
         return
 
-    # [columns, PACK * BLOCK_C] of each half of the channels, in 8 bits
-    member, place = column % ROOM, tl.arange(0, PACK * BLOCK_C)
-    inside = place % BLOCK_C
-    own = (place // BLOCK_C)[None, :] == (column // ROOM)[:, None]
-    own = own & (inside < SIZE)[None, :] & (member < GROUP)[:, None]
-    at = q.data + batch * q.batch + (head * GROUP + member)[:, None] * q.head
-    at = at + (FIRST + inside)[None, :]
-    low = tl.load(at, mask=own, other=0.0).to(tl.float32)
-    high = tl.load(at + STEP, mask=own, other=0.0).to(tl.float32)
+    # [ROOM, BLOCK_C] of each half of the channels, in 8 bits
+    member, inner = tl.arange(0, ROOM), tl.arange(0, BLOCK_C)
+    real = (member < GROUP)[:, None] & (inner < SIZE)[None, :]
+    at = q.data + batch * q.batch + (head * GROUP + member)[:, None] * q.head + FIRST
+    low = tl.load(at + inner[None, :], mask=real, other=0.0).to(tl.float32)
+    high = tl.load(at + STEP + inner[None, :], mask=real, other=0.0).to(tl.float32)
     unit = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
     unit = tl.maximum(unit * A_QUERY, LEAST_SCALE)
-    low = tl.floor(tl.div_rn(low, unit[:, None] + tl.zeros_like(low)) + 0.5)
-    high = tl.floor(tl.div_rn(high, unit[:, None] + tl.zeros_like(high)) + 0.5)
+    inverse = tl.div_rn(tl.full([ROOM], 1.0, tl.float32), unit)[:, None]
+    low, high = tl.floor(low * inverse + 0.5), tl.floor(high * inverse + 0.5)
     # codes are 8 more than what they stand for
     offset = (8.0 * (tl.sum(low, 1) + tl.sum(high, 1))).to(tl.int32)
-    low, high = tl.trans(low.to(tl.int8)), tl.trans(high.to(tl.int8))
-    unit = (unit * qk_scale)[None, :]
+    low, high = _spread(low, PACK, ROOM, BLOCK_C), _spread(high, PACK, ROOM, BLOCK_C)
+    # [1, columns]
+    offset = tl.reshape(tl.broadcast_to(offset[None, :], (PACK, ROOM)), (1, columns))
+    unit = tl.reshape(tl.broadcast_to((unit * qk_scale)[None, :], (PACK, ROOM)), (1, columns))
 
+    place = tl.arange(0, PACK * BLOCK_C)
+    ahead_of = place // BLOCK_C
+    inside = place % BLOCK_C < SIZE
     tile: tl.constexpr = BLOCK_N // PACK
-    packed = tl.arange(0, tile)
+    first, own = tl.arange(0, tile)[:, None] * PACK, (column // ROOM)[None, :]
+    most = tl.full([tile, columns], LOWEST, tl.float32)
     total = tl.zeros([tile, columns], tl.float32)
     keys = codes.data + batch * codes.batch + head * codes.head
     scales_at = scales.data + batch * scales.batch + head * scales.head
     target = logits + row * slots * ROOM
-
-    # sums are of powers relative to the first keys, with room for what is above them
-    real = begin + place // BLOCK_C < end
-    if PACK == 1:
-        real = real & (inside < SIZE)
-    few = tl.load(keys + begin.to(tl.int64) * SIZE + place, mask=real, other=0)[:, None]
-    few = few.to(tl.int32)
-    few = tl.sum((few & 15) * low.to(tl.int32) + (few >> 4) * high.to(tl.int32), 0) - offset
-    scale = tl.load(scales_at + begin + column // ROOM, mask=begin + column // ROOM < end, other=0)
-    few = few.to(tl.float32) * scale.to(tl.float32) * tl.reshape(unit, (columns,))
-    base = tl.max(tl.reshape(few, (PACK, ROOM)), 0) + ABOVE
-    bases = tl.reshape(tl.broadcast_to(base[None, :], (PACK, ROOM)), (1, columns))
-
-    token = begin + packed[:, None] * PACK + (column // ROOM)[None, :]
+    token = begin + first + own
     ahead = tl.load(scales_at + token, mask=token < end, other=0.0)
     for start in range(begin, tl.minimum(begin + KEYS, end), BLOCK_N):
-        first = start + packed * PACK
-        source = keys + first.to(tl.int64)[:, None] * SIZE + place[None, :]
-        there = first[:, None] + (place // BLOCK_C)[None, :] < end
+        source = keys + (start + first).to(tl.int64) * SIZE + place[None, :]
+        there = start + first + ahead_of[None, :] < end
         if PACK == 1:
-            there = there & (inside < SIZE)[None, :]
+            there = there & inside[None, :]
         y = tl.load(source, mask=there, other=0)
         # those of the next tile are on their way while this one is computed
         own_scale = ahead.to(tl.float32)
-        token = first[:, None] + (column // ROOM)[None, :]
+        token = start + first + own
+        seen = token < end
         ahead = tl.load(scales_at + token + BLOCK_N, mask=token + BLOCK_N < end, other=0.0)
+        if valid is not None:
+            shown = tl.load(valid + batch * valid_stride + token, mask=token < valid_width, other=0)
+            seen = seen & (shown != 0)
         s = tl.dot(_half_bytes(y, False, PACKED), low, out_dtype=tl.int32)
         s = tl.dot(_half_bytes(y, True, PACKED), high, s, out_dtype=tl.int32)
-        s = (s - offset[None, :]).to(tl.float32) * own_scale * unit
-        power = tl.exp2(tl.minimum(s - bases, LARGEST_POWER))
+        s = (s - offset).to(tl.float32) * own_scale * unit
         tl.store(
-            target + (start * ROOM + packed[:, None] * columns + column[None, :]),
+            target + start * ROOM + (first * ROOM + column[None, :]),
             _in_steps(s, PACKED),
             mask=token < slots,
         )
-        if valid is not None:
-            shown = tl.load(valid + batch * valid_stride + token, mask=token < valid_width, other=0)
-            power = tl.where(shown != 0, power, 0.0)
-        total += tl.where(token < end, power, 0.0)
-    total = tl.sum(tl.reshape(total, (tile * PACK, ROOM)), 0)
-    tl.store(lse + part, tl.where(total > 0, base + tl.log2(tl.maximum(total, TINY)), LOWEST))
+        # every lane has a maximum of its own, so that none waits for another
+        s = tl.where(seen, s, LOWEST)
+        more = tl.maximum(most, s)
+        total = total * tl.exp2(most - more) + tl.exp2(s - more)
+        most = more
+    # of what nobody sees the maximum is the lowest, and the sum means nothing
+    most = tl.reshape(most, (tile * PACK, ROOM))
+    largest = tl.max(most, 0)
+    total = tl.reshape(total, (tile * PACK, ROOM)) * tl.exp2(most - largest[None, :])
+    total = largest + tl.log2(tl.sum(total, 0))
+    tl.store(lse + part, tl.where(largest > LOWEST, total, LOWEST))
 
 
 @triton.jit
@@ -636,6 +640,7 @@ def _attend_kernel(
     D_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    FAR: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -674,7 +679,9 @@ def _attend_kernel(
     for start in range(0, many, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
         inside = at < many
-        chosen = split * KEYS + tl.load(mine + at, mask=inside, other=0).to(tl.int64)
+        chosen = split * KEYS + tl.load(mine + at, mask=inside, other=0).to(tl.int32)
+        if FAR:
+            chosen = chosen.to(tl.int64)
         y = tl.load(
             keys + chosen[:, None] * k.token + channel[None, :],
             mask=inside[:, None] & (channel < D)[None, :],

@@ -97,9 +97,10 @@ def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
     A key is divided by a scale of its own, and no key's bits depend on another key.
     """
     x = picked(k, channels)
-    # not divided: some devices would divide, others multiply
+    # products, as some devices divide by a number and others multiply by its inverse
     scales = (x.abs().amax(-1) * (1 / LARGEST_CODE)).clamp(max=LARGEST_SCALE).to(torch.float16)
-    codes = (x / scales.float().clamp(min=LEAST_SCALE).unsqueeze(-1) + 0.5).floor()
+    inverse = scales.float().clamp(min=LEAST_SCALE).reciprocal().unsqueeze(-1)
+    codes = (x * inverse + 0.5).floor()
     codes = (codes.clamp(-8, LARGEST_CODE) + 8).to(torch.uint8)
     low, high = codes.chunk(2, dim=-1)
     return Index(low | high << 4, scales)
@@ -143,7 +144,7 @@ def choose(
     seen, always = _visible(slots, length, valid, q.device)
     some = picked(q, channels).unflatten(1, (kv_heads, group)).squeeze(3)
     unit = (some.abs().amax(-1, keepdim=True) * (1 / LARGEST_QUERY)).clamp(min=LEAST_SCALE)
-    some = (some / unit + 0.5).floor()
+    some = (some * unit.reciprocal() + 0.5).floor()
     codes = torch.cat((index.codes & 15, index.codes >> 4), dim=-1).float() - 8
     logits = some @ codes.transpose(-1, -2) * index.scales.float().unsqueeze(2)
     logits = (logits * (unit * (scale * LOG2_E))).masked_fill(~seen[:, None, None], float("-inf"))
