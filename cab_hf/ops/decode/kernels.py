@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
 from cab_hf.ops import predict
 from cab_hf.ops.attention.tiles import LOG2_E, Vectors, precision, vectors, vectors_at
@@ -165,10 +166,13 @@ def _choose(
     a_program = triton.next_power_of_2(triton.cdiv(slots * rows, SCORED_PROGRAMS))
     a_program = max(at_a_time, fewest, min(most, a_program))
     splits = triton.cdiv(slots, a_program)
+    # tiles of the index are read as a whole
+    if missing := max(0, at_a_time - slots):
+        codes, scales = F.pad(codes, (0, 0, 0, missing)), F.pad(scales, (0, missing))
     steps = q.new_empty(batch, kv_heads, slots, dtype=torch.int16)
     limit = q.new_empty(batch, kv_heads, dtype=torch.int32)
     tallies = q.new_empty(rows, TALLIES.value, dtype=torch.int32)
-    logits = q.new_empty(rows, slots, room, dtype=torch.int16)
+    logits = q.new_empty(rows, slots + missing, room, dtype=torch.int16)
     lse = q.new_empty(rows, splits, room, dtype=torch.float32)
     with on_device_of(q):
         _scores_kernel[(splits, rows)](
@@ -182,7 +186,7 @@ def _choose(
             *seen[:3],
             scale * LOG2_E.value,
             kv_heads,
-            slots,
+            slots + missing,
             splits,
             GROUP=group,
             ROOM=room,
@@ -209,6 +213,7 @@ def _choose(
             on_device(tuple(dense_heads), q.device) if dense_heads else None,
             kv_heads,
             slots,
+            slots + missing,
             splits,
             GROUP=group,
             ROOM=room,
@@ -461,7 +466,6 @@ def _scores_kernel(
     unit = tl.reshape(tl.broadcast_to((unit * qk_scale)[None, :], (PACK, ROOM)), (1, columns))
 
     place = tl.arange(0, PACK * BLOCK_C)
-    ahead_of = place // BLOCK_C
     inside = place % BLOCK_C < SIZE
     tile: tl.constexpr = BLOCK_N // PACK
     first, own = tl.arange(0, tile)[:, None] * PACK, (column // ROOM)[None, :]
@@ -470,30 +474,24 @@ def _scores_kernel(
     keys = codes.data + batch * codes.batch + head * codes.head
     scales_at = scales.data + batch * scales.batch + head * scales.head
     target = logits + row * slots * ROOM
-    token = begin + first + own
-    ahead = tl.load(scales_at + token, mask=token < end, other=0.0)
+    # tiles end at the last slot at the latest: nothing is masked but what is counted
+    ahead = tl.load(scales_at + tl.minimum(begin, slots - BLOCK_N) + first + own)
     for start in range(begin, tl.minimum(begin + KEYS, end), BLOCK_N):
-        source = keys + (start + first).to(tl.int64) * SIZE + place[None, :]
-        there = start + first + ahead_of[None, :] < end
-        if PACK == 1:
-            there = there & inside[None, :]
-        y = tl.load(source, mask=there, other=0)
+        slot = tl.minimum(start, slots - BLOCK_N)
+        source = keys + slot.to(tl.int64) * SIZE + (first * SIZE + place[None, :])
+        y = tl.load(source) if PACK > 1 else tl.load(source, mask=inside[None, :], other=0)
         # those of the next tile are on their way while this one is computed
         own_scale = ahead.to(tl.float32)
-        token = start + first + own
-        seen = token < end
-        ahead = tl.load(scales_at + token + BLOCK_N, mask=token + BLOCK_N < end, other=0.0)
+        ahead = tl.load(scales_at + tl.minimum(start + BLOCK_N, slots - BLOCK_N) + first + own)
+        token = slot + first + own
+        seen = (token >= start) & (token < end)
         if valid is not None:
             shown = tl.load(valid + batch * valid_stride + token, mask=token < valid_width, other=0)
             seen = seen & (shown != 0)
         s = tl.dot(_half_bytes(y, False, PACKED), low, out_dtype=tl.int32)
         s = tl.dot(_half_bytes(y, True, PACKED), high, s, out_dtype=tl.int32)
         s = (s - offset).to(tl.float32) * own_scale * unit
-        tl.store(
-            target + start * ROOM + (first * ROOM + column[None, :]),
-            _in_steps(s, PACKED),
-            mask=token < slots,
-        )
+        tl.store(target + slot * ROOM + (first * ROOM + column[None, :]), _in_steps(s, PACKED))
         # every lane has a maximum of its own, so that none waits for another
         s = tl.where(seen, s, LOWEST)
         more = tl.maximum(most, s)
@@ -521,6 +519,7 @@ def _steps_kernel(
     dense_heads,
     kv_heads,
     slots,
+    logit_slots,
     splits,
     GROUP: tl.constexpr,
     ROOM: tl.constexpr,
@@ -551,7 +550,7 @@ def _steps_kernel(
 
     inside = token < end
     own = tl.load(
-        logits + (row * slots + token)[:, None] * ROOM + member[None, :],
+        logits + (row * logit_slots + token)[:, None] * ROOM + member[None, :],
         mask=inside[:, None],
         other=0,
     )
