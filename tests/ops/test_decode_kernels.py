@@ -35,3 +35,26 @@ def test_what_is_not_written_yet_changes_nothing():
     other = kernels.choose(q, index, *told)
     assert torch.equal(other.steps, choice.steps)
     assert torch.equal(kernels.attend(q, k, v, other, told[0]), out)
+
+
+def test_registered_ops_are_as_they_are_described():
+    q, k, v, (scale, length, wanted, channels, valid, _) = step_of(CASES["padding"])
+    ops, channels = torch.ops.cab_hf, list(channels)
+    index = ops.decode_index(k, channels)
+    choice = ops.decode_choose(q, *index, scale, length, wanted, channels, valid, [])
+    given = {
+        ops.decode_index: (k, channels),
+        ops.decode_write_index: (*index, k[:, :, :3], channels, torch.tensor([5])),
+        ops.decode_choose: (q, *index, scale, length, wanted, channels, valid, []),
+        ops.decode_attend: (q, k, v, *choice, scale),
+    }
+    for op, arguments in given.items():
+        checks = "test_schema", "test_faketensor"
+        done = torch.library.opcheck(op.default, arguments, test_utils=checks)
+        assert set(done.values()) == {"SUCCESS"}
+    expected = kernels.choose(
+        q, kernels.Index(*index), scale, length, wanted, tuple(channels), valid
+    )
+    assert all(map(torch.equal, choice, expected))
+    out = kernels.attend(q, k, v, expected, scale)
+    assert torch.equal(ops.decode_attend(q, k, v, *choice, scale), out)

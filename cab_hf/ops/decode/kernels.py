@@ -748,9 +748,12 @@ def _merge_kernel(
     tl.store(place, (acc / total).to(out.dtype.element_ty), mask=value < D_V)
 
 
-@torch.library.custom_op("cab_hf::decode_index", mutates_args=())
-def _index_op(k: Tensor, channels: list[int]) -> tuple[Tensor, Tensor]:
-    return _index(k, channels)
+_index_op = torch.library.custom_op("cab_hf::decode_index", _index, mutates_args=())
+_write_op = torch.library.custom_op(
+    "cab_hf::decode_write_index", _write, mutates_args=("codes", "scales")
+)
+_choose_op = torch.library.custom_op("cab_hf::decode_choose", _choose, mutates_args=())
+_attend_op = torch.library.custom_op("cab_hf::decode_attend", _attend, mutates_args=())
 
 
 @_index_op.register_fake
@@ -759,47 +762,15 @@ def _(k, channels):
     return codes, k.new_empty(k.shape[:3], dtype=torch.float16)
 
 
-@torch.library.custom_op("cab_hf::decode_write_index", mutates_args=("codes", "scales"))
-def _write_op(codes: Tensor, scales: Tensor, k: Tensor, channels: list[int], start: Tensor) -> None:
-    _write(codes, scales, k, channels, start)
-
-
 @_write_op.register_fake
 def _(codes, scales, k, channels, start):
     return None
-
-
-@torch.library.custom_op("cab_hf::decode_choose", mutates_args=())
-def _choose_op(
-    q: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    scale: float,
-    length: Tensor,
-    wanted: Tensor,
-    channels: list[int],
-    valid: Tensor | None,
-    dense_heads: list[int],
-) -> tuple[Tensor, Tensor]:
-    return _choose(q, codes, scales, scale, length, wanted, channels, valid, dense_heads)
 
 
 @_choose_op.register_fake
 def _(q, codes, scales, scale, length, wanted, channels, valid, dense_heads):
     steps = q.new_empty(scales.shape, dtype=torch.int16)
     return steps, q.new_empty(scales.shape[:2], dtype=torch.int32)
-
-
-@torch.library.custom_op("cab_hf::decode_attend", mutates_args=())
-def _attend_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    steps: Tensor,
-    limit: Tensor,
-    scale: float,
-) -> Tensor:
-    return _attend(q, k, v, steps, limit, scale)
 
 
 @_attend_op.register_fake
