@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from cab_hf.config import CabConfig
+from cab_hf.decode.step import decodes_sparsely
 from cab_hf.documents import asked_document, plain_document, recall_document
 from cab_hf.eval import charts
 from cab_hf.eval.attention_time import AttentionClock, layer_bench
@@ -41,7 +42,6 @@ from cab_hf.eval.methods import (
     Full,
     Method,
     Realised,
-    decodes_sparsely,
     exact_readings,
     known,
     never_sparse,

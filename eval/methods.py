@@ -39,7 +39,7 @@ from transformers.masking_utils import sdpa_mask
 
 import cab_hf
 from cab_hf.config import CabConfig
-from cab_hf.decode.step import decode_from
+from cab_hf.decode.step import decodes_sparsely
 from cab_hf.engines import ENGINES
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, make_predictor
@@ -85,12 +85,6 @@ def known(config: CabConfig) -> CabConfig:
         names = ", ".join(("auto", *ENGINES))
         raise ValueError(f"CabConfig.engine is {config.engine!r}; it must be one of {names}.")
     return config
-
-
-def decodes_sparsely(config: CabConfig, length: int) -> bool:
-    """Whether CAB reads a text of ``length`` tokens sparsely in a step of decode."""
-    least = decode_from(config)
-    return config.sparse_decode and least is not None and length >= least
 
 
 def fitted_config(candidates: Sequence[CabConfig], cell: Cell) -> CabConfig:

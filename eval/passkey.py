@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from cab_hf.config import CabConfig
+from cab_hf.decode.step import decodes_sparsely
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.haystack import FILLERS, Haystack, Prompt, answered, read_sentences
@@ -31,7 +32,6 @@ from cab_hf.eval.methods import (
     Method,
     Realised,
     Streaming,
-    decodes_sparsely,
     exact_readings,
     known,
     never_sparse,

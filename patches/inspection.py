@@ -20,6 +20,7 @@ from cab_hf.engines import SDPA, Workload
 from cab_hf.mask import CabMask
 from cab_hf.model_config import cab_config_of
 from cab_hf.ops.decode import index_keys
+from cab_hf.predictors.cascade import anchor_of
 from cab_hf.refusals import foreseen
 from cab_hf.rotary import slow_channels
 from cab_hf.route import route
@@ -90,10 +91,10 @@ def _chosen(config: CabConfig, module: nn.Module) -> str:
     layer = getattr(module, "layer_idx", None)
     if config.predictor != "cascade" or layer is None:
         return ""
-    before = [anchor for anchor in config.anchors if anchor <= layer]
-    if not before:
+    anchor = anchor_of(config, layer)
+    if anchor is None:
         return ", refused: no anchor before it"
-    return ", an anchor" if before[-1] == layer else f", the blocks of layer {before[-1]}"
+    return ", an anchor" if anchor == layer else f", the blocks of layer {anchor}"
 
 
 def _numbers(given: float | Table) -> str:
@@ -142,7 +143,8 @@ def _decode(model: PreTrainedModel, config: CabConfig) -> str:
     cache = index = 0
     for _, module in attention_layers(model):
         dim = head_dim(module)
-        key = torch.zeros(1, 1, 1, dim, dtype=model.dtype, device=next(module.parameters()).device)
+        # of its shape alone: nothing is computed
+        key = torch.empty(1, 1, 1, dim, dtype=model.dtype, device="meta")
         cache += (dim + getattr(module, "v_head_dim", dim)) * key.element_size()
         if module in choosing:
             index += index_keys(key, slow_channels(module, dim)).nbytes

@@ -176,8 +176,12 @@ class IndexedStaticLayer(StaticLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        # of keys that are not written yet
-        self._point_to(decode.index_keys(self.keys, self.channels))
+        empty = [x.repeat_interleave(self.max_cache_len, dim=2) for x in self._of_no_key()]
+        self._point_to(Index(*empty))
+
+    def _of_no_key(self) -> Index:
+        """What the index has in a slot that is not written yet, [B, H_kv, 1, ...]."""
+        return decode.index_keys(torch.zeros_like(self.keys[:, :, :1]), self.channels)
 
     def _point_to(self, index: Index) -> None:
         self.index = index
@@ -214,9 +218,7 @@ class IndexedStaticLayer(StaticLayer):
     def reset(self) -> None:
         super().reset()
         if self.index is not None:
-            for x, empty in zip(
-                self.index, decode.index_keys(self.keys, self.channels), strict=True
-            ):
+            for x, empty in zip(self.index, self._of_no_key(), strict=True):
                 x.copy_(empty)
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:

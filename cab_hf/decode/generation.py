@@ -10,8 +10,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from cab_hf.attention_layers import attention_layers, head_dim, window
 from cab_hf.config import CabConfig
 from cab_hf.decode.cache import indexed
-from cab_hf.decode.step import anchor_of
 from cab_hf.model_config import cab_config_of
+from cab_hf.predictors.cascade import anchor_of
 from cab_hf.refusals import foreseen
 from cab_hf.rotary import slow_channels
 
@@ -70,6 +70,6 @@ def choosing_layers(model: PreTrainedModel, config: CabConfig) -> Iterator[nn.Mo
     for layer, module in attention_layers(model):
         if not hasattr(module, "layer_idx") or window(module) is not None:
             continue
-        behind = anchor_of(config, module) not in (None, layer)
+        behind = anchor_of(config, layer) not in (None, layer)
         if layer not in config.dense_layers and not behind and foreseen(module) is None:
             yield module

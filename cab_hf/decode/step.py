@@ -12,6 +12,7 @@ from cab_hf.config import CabConfig
 from cab_hf.decode.cache import Indexed
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Choice
+from cab_hf.predictors.cascade import anchor_of, require_heads_of
 
 # a text is read sparsely from so many times the keys that are read: below, scoring costs more
 DECODE_FROM = 4
@@ -47,7 +48,7 @@ class SparseDecode:
         """[B, H, 1, D_v] of q [B, H, 1, D] over k and v [B, H_kv, N, D or D_v]."""
         index = getattr(self.layer, "layer_idx", None)
         heads = q.shape[1], k.shape[1]
-        anchor = anchor_of(self.config, self.layer)
+        anchor = anchor_of(self.config, index)
         if anchor is None or anchor == index:
             choice = self._choose(q, scale, index, heads)
         else:
@@ -75,12 +76,7 @@ class SparseDecode:
         self, shared: SharedChoice, index: int, heads: tuple[int, int], device: Any
     ) -> Choice:
         """The anchor's choice, KV head by KV head as most of a group's heads are mapped."""
-        if shared.heads != heads:
-            raise ValueError(
-                f"Layer {index} has {heads[0]} heads over {heads[1]} of k, and its anchor, layer "
-                f"{shared.layer}, {shared.heads[0]} over {shared.heads[1]}; 'cascade' is for "
-                "layers with the same heads, use 'curvature'."
-            )
+        require_heads_of(shared.layer, shared.heads, index, heads)
         # the layers of a model may be spread over devices
         choice = Choice(*[x.to(device) for x in shared.choice])
         if not self.config.head_map:
@@ -99,10 +95,9 @@ def why_dense(
         return f"fewer than query_block={config.query_block} queries (decode)"
     # of a static cache the slots are known, and what is written on the device alone
     slots = text.slots if text.kv_length is None else text.kv_length
-    least = decode_from(config)
-    if least is None or slots is None or slots < least:
+    if slots is None or not decodes_sparsely(config, slots):
         return f"too short for decode_tokens={config.decode_tokens} (decode)"
-    anchor = anchor_of(config, layer)
+    anchor = anchor_of(config, getattr(layer, "layer_idx", None))
     if anchor is not None and anchor < layer.layer_idx:
         shared = text.shared_state.get(SHARED_CHOICE)
         ready = shared is not None and shared.layer == anchor
@@ -111,21 +106,18 @@ def why_dense(
     return None if ready else "a cache without an index (decode)"
 
 
+def decodes_sparsely(config: CabConfig, tokens: int) -> bool:
+    """Whether a step reads a text of so many tokens sparsely."""
+    least = decode_from(config)
+    return config.sparse_decode and least is not None and tokens >= least
+
+
 def decode_from(config: CabConfig) -> int | None:
     """Tokens of a text from which a step reads it sparsely; None where it never does."""
     wanted = config.decode_tokens
     if isinstance(wanted, int):
         return max(config.min_length, DECODE_FROM * wanted)
     return config.min_length if DECODE_FROM * wanted <= 1 else None
-
-
-def anchor_of(config: CabConfig, layer: nn.Module | None) -> int | None:
-    """The layer that chooses for one of a cascade, itself or one before; None without any."""
-    index = getattr(layer, "layer_idx", None)
-    if config.predictor != "cascade" or index is None:
-        return None
-    before = [anchor for anchor in config.anchors if anchor <= index]
-    return before[-1] if before else None
 
 
 def mapped_kv_heads(row: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:

@@ -90,29 +90,24 @@ class CascadePredictor(Predictor):
         return self._mapped(shared.plan, call.layer).on(call.spans)
 
     def _from_anchor(self, heads: tuple[int, int], call: LayerContext) -> SharedPlan:
-        layer, anchors = call.layer, self.config.anchors
+        layer = call.layer
         if layer is None:
             raise ValueError("A layer has no index, and 'cascade' goes by it; use 'curvature'.")
-        before = [anchor for anchor in anchors if anchor < layer]
-        if not before:
+        anchor = anchor_of(self.config, layer)
+        if anchor is None:
             raise ValueError(
-                f"CabConfig.anchors is {anchors}, and nobody chooses for layer {layer}; add the "
-                "first sparse layer."
+                f"CabConfig.anchors is {self.config.anchors}, and nobody chooses for layer "
+                f"{layer}; add the first sparse layer."
             )
         shared: SharedPlan | None = call.shared_state.get(SHARED_PLAN)
-        if shared is None or shared.layer != before[-1]:
+        if shared is None or shared.layer != anchor:
             raise ValueError(
-                f"Layer {layer} attends what layer {before[-1]} chooses, which has handed nothing "
+                f"Layer {layer} attends what layer {anchor} chooses, which has handed nothing "
                 "on in this pass; make an anchor of a layer that attends sparsely, and checkpoint "
                 "gradients with use_reentrant=False, and not of layers that are called several "
                 "times."
             )
-        if shared.heads != heads:
-            raise ValueError(
-                f"Layer {layer} has {heads[0]} heads over {heads[1]} of k, and its anchor, layer "
-                f"{shared.layer}, {shared.heads[0]} over {shared.heads[1]}; 'cascade' is for "
-                "layers with the same heads, use 'curvature'."
-            )
+        require_heads_of(shared.layer, shared.heads, layer, heads)
         return shared
 
     def _mapped(self, plan: BlockPlan, layer: int) -> BlockPlan:
@@ -127,3 +122,27 @@ class CascadePredictor(Predictor):
                 "give ()."
             )
         return plan.of_heads(table[layer])
+
+
+def anchor_of(config: CabConfig, layer: int | None) -> int | None:
+    """The layer of a cascade that chooses for one, itself or one before; None without any."""
+    if config.predictor != "cascade" or layer is None:
+        return None
+    before = [anchor for anchor in config.anchors if anchor <= layer]
+    return before[-1] if before else None
+
+
+def require_heads_of(
+    anchor: int, of_anchor: tuple[int, int], layer: int, heads: tuple[int, int]
+) -> None:
+    """Refuse a layer of other query and KV ``heads`` than its anchor has.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if of_anchor != heads:
+        raise ValueError(
+            f"Layer {layer} has {heads[0]} heads over {heads[1]} of k, and its anchor, layer "
+            f"{anchor}, {of_anchor[0]} over {of_anchor[1]}; 'cascade' is for layers with the same "
+            "heads, use 'curvature'."
+        )

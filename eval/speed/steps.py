@@ -100,10 +100,9 @@ def attending(model: PreTrainedModel, config: CabConfig | None) -> Iterator[None
 
 def ran_as(config: CabConfig, layers: int, slots: int) -> str:
     """What so many layers with an index do where their cache has that many slots."""
-    from cab_hf.decode.step import decode_from
+    from cab_hf.decode.step import decodes_sparsely
 
-    least = decode_from(config)
-    if least is None or slots < least:
+    if not decodes_sparsely(config, slots):
         return "dense: few tokens beside those that a step would read"
     return f"{layers} layers choose the keys they read"
 
