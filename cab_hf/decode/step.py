@@ -11,7 +11,7 @@ from cab_hf.budgets import budgets_of
 from cab_hf.config import CabConfig
 from cab_hf.decode.cache import Indexed
 from cab_hf.ops import decode
-from cab_hf.ops.decode import Choice
+from cab_hf.ops.decode.reference import on_device
 from cab_hf.predictors.cascade import anchor_of, require_heads_of
 
 # a text is read sparsely from so many times the keys that are read: below, scoring costs more
@@ -20,11 +20,11 @@ SHARED_CHOICE = "cascade decode"  # under which an anchor leaves its choice
 
 
 class SharedChoice(NamedTuple):
-    """What an anchor leaves in a step: its index, its query and KV heads, and its choice."""
+    """What an anchor leaves in a step: its index, its query and KV heads, and the keys they read."""
 
     layer: int
     heads: tuple[int, int]
-    choice: Choice
+    kept: Tensor
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,15 @@ class SparseDecode:
         heads = q.shape[1], k.shape[1]
         anchor = anchor_of(self.config, index)
         if anchor is None or anchor == index:
-            choice = self._choose(q, scale, index, heads)
+            kept = self._choose(q, scale, index, heads)
         else:
             shared: SharedChoice = self.text.shared_state[SHARED_CHOICE]
-            choice = self._mapped(shared, index, heads, q.device)
+            kept = self._mapped(shared, index, heads, q.device)
         if anchor is not None and anchor == index:
-            self.text.shared_state[SHARED_CHOICE] = SharedChoice(index, heads, choice)
-        return decode.attend(q, k, v, choice, scale)
+            self.text.shared_state[SHARED_CHOICE] = SharedChoice(index, heads, kept)
+        return decode.attend(q, k, v, kept, scale)
 
-    def _choose(self, q: Tensor, scale: float, index: int | None, heads: tuple[int, int]) -> Choice:
+    def _choose(self, q: Tensor, scale: float, index: int | None, heads: tuple[int, int]) -> Tensor:
         length, wanted = self.text.reach(self.config.decode_tokens, q.device)
         valid = self.text.valid
         return decode.choose(
@@ -74,17 +74,17 @@ class SparseDecode:
 
     def _mapped(
         self, shared: SharedChoice, index: int, heads: tuple[int, int], device: Any
-    ) -> Choice:
+    ) -> Tensor:
         """The anchor's choice, KV head by KV head as most of a group's heads are mapped."""
         require_heads_of(shared.layer, shared.heads, index, heads)
         # the layers of a model may be spread over devices
-        choice = Choice(*[x.to(device) for x in shared.choice])
+        kept = shared.kept.to(device)
         if not self.config.head_map:
-            return choice
+            return kept
         mapped = mapped_kv_heads(self.config.head_map[index], heads[1])
         if mapped == tuple(range(heads[1])):
-            return choice
-        return choice.of_heads(mapped)
+            return kept
+        return kept[:, on_device(mapped, kept.device)]
 
 
 def why_dense(

@@ -253,7 +253,7 @@ class Decode(Speed):
             "with a mask of the slots. cab: the new key is written into the index, keys are "
             "chosen, the chosen ones attended; the parts are timed apart as well, so that they do "
             "not sum up. GB: K and V once for dense ways, whatever copies they make; for cab its "
-            "index, two bytes a key that say how its share ranks, and K and V of the keys that are "
+            "index, a byte a key that says whether it is read, and K and V of the keys that are "
             "read. Of bandwidth: GB/s over that at which a large tensor is summed in the same run. "
             "Mass: the share of attention on the chosen keys. Error: relative, of cab where "
             "everything is chosen, against float32 attention.\n\nThe model attends by "

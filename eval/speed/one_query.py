@@ -203,8 +203,8 @@ def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
 
     choose = choosing(wanted)
 
-    def attend(choice: Any) -> Tensor:
-        return decode.attend(q, k, v, choice, step.scale)
+    def attend(chosen: Tensor) -> Tensor:
+        return decode.attend(q, k, v, chosen, step.scale)
 
     def complete() -> Tensor:
         write()
@@ -212,18 +212,17 @@ def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
 
     everything = attend(choosing(length)())
     close(everything, expected, "where everything is chosen")
-    choice = choose()
-    kept = weights * choice.kept().unsqueeze(2)
+    chosen = choose()
+    kept = weights * chosen.unsqueeze(2)
     close(complete(), weighted(kept / kept.sum(-1, keepdim=True), v), "over what is chosen")
-    count = choice.kept().sum()
-    steps = choice.steps
+    count = int(chosen.sum())
     return {
         "timing": bench.time(complete),
         "index": bench.time(write),
         "choose": bench.time(choose),
-        "attend": bench.time(partial(attend, choice)),
-        "kept": float(count) / (k.shape[0] * k.shape[1]),
+        "attend": bench.time(partial(attend, chosen)),
+        "kept": count / (k.shape[0] * k.shape[1]),
         "mass": float(kept.sum(-1).mean()),
-        "bytes": index.nbytes + steps.nbytes + int(count) * step.bytes_a_key,
+        "bytes": index.nbytes + chosen.nbytes + count * step.bytes_a_key,
         "full_error": float((everything.float() - expected).norm() / expected.norm()),
     }

@@ -36,7 +36,7 @@ def shares(q, k, length):
 @pytest.mark.parametrize("wanted", [128, 200])
 def test_the_keys_of_largest_share_are_read(heads, kv_heads, wanted):
     q, k, _ = qkv(2, heads, kv_heads, q_length=1, kv_length=500)
-    kept = chosen(q, k, 450, wanted).kept()
+    kept = chosen(q, k, 450, wanted)
     assert not kept[..., 450:].any()
     assert kept[..., :SINKS].all() and kept[..., 450 - LOCAL : 450].all()
     share = shares(q, k, 450)
@@ -68,16 +68,16 @@ def test_the_index_holds_keys_to_half_a_unit(channels):
 @pytest.mark.parametrize("channels", [(), (0, 3, 5, 6, 9, 15)])
 def test_attention_is_that_under_a_mask_of_the_chosen_keys(channels):
     q, k, v = qkv(2, q_length=1, kv_length=500)
-    choice = chosen(q, k, 450, 150, channels=channels)
-    mask = choice.kept().repeat_interleave(3, dim=1).unsqueeze(2)
+    kept = chosen(q, k, 450, 150, channels=channels)
+    mask = kept.repeat_interleave(3, dim=1).unsqueeze(2)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SCALE, enable_gqa=True)
-    torch.testing.assert_close(attend(q, k, v, choice, SCALE), expected)
+    torch.testing.assert_close(attend(q, k, v, kept, SCALE), expected)
 
 
 def test_only_the_channels_of_the_index_are_scored():
     q, k, _ = qkv(q_length=1, kv_length=500)
     other = torch.cat([k[..., :8], torch.randn_like(k[..., 8:])], dim=-1)
-    kept = [chosen(q, x, 500, 128, channels=tuple(range(8))).kept() for x in (k, other)]
+    kept = [chosen(q, x, 500, 128, channels=tuple(range(8))) for x in (k, other)]
     assert torch.equal(*kept)
 
 
@@ -85,31 +85,31 @@ def test_padding_is_not_read_and_moves_the_sinks():
     q, k, _ = qkv(q_length=1, kv_length=500)
     valid = torch.ones(1, 500, dtype=torch.bool)
     valid[:, :100] = False
-    kept = chosen(q, k, 500, 128, valid=valid).kept()
+    kept = chosen(q, k, 500, 128, valid=valid)
     assert not kept[..., :100].any() and kept[..., 100 : 100 + SINKS].all()
-    alone = chosen(q, k[:, :, 100:], 400, 128).kept()
+    alone = chosen(q, k[:, :, 100:], 400, 128)
     assert torch.equal(kept[..., 100:], alone)
 
 
 def test_keys_of_equal_shares_are_all_read_or_none():
     q, k, _ = qkv(q_length=1, kv_length=500)
     k[:, :, 100:150] = k[:, :, 100:101]
-    kept = chosen(q, k, 500, 140).kept()[..., 100:150]
+    kept = chosen(q, k, 500, 140)[..., 100:150]
     assert ((kept.sum(-1) == 0) | (kept.sum(-1) == 50)).all()
 
 
 @pytest.mark.parametrize("wanted", [300, 450, 1000])
 def test_a_text_of_no_more_keys_than_wanted_is_read_whole(wanted):
     q, k, v = qkv(q_length=1, kv_length=500)
-    choice = chosen(q, k, 300, wanted)
-    assert choice.kept()[..., :300].all() and not choice.kept()[..., 300:].any()
+    kept = chosen(q, k, 300, wanted)
+    assert kept[..., :300].all() and not kept[..., 300:].any()
     seen = k[:, :, :300], v[:, :, :300]
     expected = F.scaled_dot_product_attention(q, *seen, scale=SCALE, enable_gqa=True)
-    torch.testing.assert_close(attend(q, k, v, choice, SCALE), expected)
+    torch.testing.assert_close(attend(q, k, v, kept, SCALE), expected)
 
 
 def test_dense_heads_read_everything_and_the_others_what_they_did():
     q, k, _ = qkv(q_length=1, kv_length=500)
-    kept = chosen(q, k, 450, 128, dense_heads=(1,)).kept()
+    kept = chosen(q, k, 450, 128, dense_heads=(1,))
     assert kept[:, 1, :450].all() and not kept[:, 1, 450:].any()
-    assert torch.equal(kept[:, 0], chosen(q, k, 450, 128).kept()[:, 0])
+    assert torch.equal(kept[:, 0], chosen(q, k, 450, 128)[:, 0])

@@ -46,8 +46,8 @@ def test_a_captured_step_follows_the_text(gpu):
         length.fill_(written)
         graph.replay()
         assert torch.equal(out, compute())
-        choice = reference.choose(q, index, scale, length, wanted, channels)
-        expected = reference.attend(q, k, v, choice, scale)
+        kept = reference.choose(q, index, scale, length, wanted, channels)
+        expected = reference.attend(q, k, v, kept, scale)
         assert (out - expected).float().norm() < 0.05 * expected.float().norm()
 
 

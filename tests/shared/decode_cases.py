@@ -18,6 +18,9 @@ CASES = {
     "no-more-than-always": (6, 2, 1500, 1300, 64, 64, 80, {}),
     "far-from-zero": (6, 2, 1500, 1300, 64, 64, 200, {"shift": 40.0}),
     "few-in-sight": (6, 2, 1500, 40, 64, 64, 200, {}),
+    "a-sample": (8, 2, 35000, 34321, 64, 64, 2000, {}),
+    "a-sample-of-padding": (3, 3, 35000, 34321, 64, 64, 2000, {"padding": 9000}),
+    "little-of-a-sample": (6, 2, 70000, 900, 64, 64, 200, {}),
     "few-slots": (6, 2, 100, 97, 64, 64, 85, {}),
 }
 
@@ -51,14 +54,17 @@ def require_as_reference(case, dtype=torch.float32, device="cpu"):
     index, meant = (ops.index_keys(k, told[3]) for ops in (kernels, reference))
     for actual, expected in zip(index, meant, strict=True):
         assert torch.equal(actual, expected)
-    choice, expected = (ops.choose(q, index, *told) for ops in (kernels, reference))
-    hidden = reference.HIDDEN
-    assert torch.equal(choice.steps == hidden, expected.steps == hidden)
+    kept = kernels.choose(q, index, *told)
+    scale, length, wanted, channels, valid, dense_heads = told
+    steps, *sampled = reference.ranked(q, index, scale, length, channels, valid)
+    limit = reference.limit_of(steps, *sampled, wanted)
+    limit[:, list(dense_heads)] = reference.LEAST
+    limit = limit.masked_fill(length <= wanted, reference.LEAST).unsqueeze(-1)
     # sums are added in another order, which moves all keys of a head by a step or none
-    assert (choice.steps - expected.steps).abs().max() <= 1
-    assert torch.equal(choice.limit, reference.Choice.of(choice.steps, told[2]).limit)
-    out = kernels.attend(q, k, v, choice, told[0])
+    assert ((kept == (steps <= limit)) | ((steps - limit).abs() <= 2)).all()
+    assert (kept == reference.choose(q, index, *told)).float().mean() > 0.999
+    out = kernels.attend(q, k, v, kept, scale)
     close = 1e-4 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(
-        out, reference.attend(q, k, v, choice, told[0]), rtol=close, atol=close
+        out, reference.attend(q, k, v, kept, scale), rtol=close, atol=close
     )

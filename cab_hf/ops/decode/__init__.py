@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from cab_hf.ops.decode import reference
-from cab_hf.ops.decode.reference import Choice, Index
+from cab_hf.ops.decode.reference import Index
 
 # asked once: torch.compile cannot look for packages
 HAS_TRITON = find_spec("triton") is not None
@@ -28,7 +28,7 @@ def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tenso
     _ops(k).write_index(index, k, channels, start)
 
 
-def choose(q: Tensor, *args: Any, **kwargs: Any) -> Choice:
+def choose(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """See `reference.choose`."""
     return _ops(q).choose(q, *args, **kwargs)
 

@@ -1,12 +1,13 @@
 """The kernels of a sparse decode step; `reference` of this package says what they compute.
 
-The index of a new key is one launch, a step five. Scores: the index is read once, by programs that
-each take a stretch of the cache; they leave logits in whole steps, and their part of each head's
-log-sum-exp. Steps: of every key the largest of its group's shares, and how many keys there are of
-each octave. Within: how many of each step in the one octave that is read in part, and the limit.
-Attention: every program finds the keys of its stretch that are read, and gathers K and V of those.
-Merge: the parts of a row become one (split-K, as in Flash-Decoding). Nothing waits for the device
-and no shape depends on the length of the text, so that a step can be captured in a CUDA graph.
+The index of a new key is one launch, a step five. Sample: the sampled keys of a long cache are
+scored, and those that are always read; programs leave logits in whole steps, and their part of each
+head's log-sum-exp. Limit: one program a row counts how many keys of the sample there are of each
+octave of shares, then of each step of the octave that is read in part. Choose: the index is read
+once, and a byte a key says whether it is read. Attention: every program finds the keys of its
+stretch that are read, and gathers K and V of those. Merge: the parts of a row become one (split-K,
+as in Flash-Decoding). Nothing waits for the device and no shape depends on the length of the text,
+so that a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,25 +16,25 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
 
 from cab_hf.ops import predict
 from cab_hf.ops.attention.tiles import LOG2_E, Vectors, precision, vectors, vectors_at
 from cab_hf.ops.decode import reference
-from cab_hf.ops.decode.reference import Choice, Index, on_device
+from cab_hf.ops.decode.reference import Index, on_device, spread_of
 from cab_hf.ops.exact_scores import Channels
 from cab_hf.ops.predict import on_device_of
 
 STEPS_AN_OCTAVE = tl.constexpr(reference.STEPS_AN_OCTAVE)
 LEAST, HIDDEN = tl.constexpr(reference.LEAST), tl.constexpr(reference.HIDDEN)
+NEIGHBOURS = tl.constexpr(reference.NEIGHBOURS)
 SINKS, LOCAL = tl.constexpr(reference.SINKS), tl.constexpr(reference.LOCAL)
 LARGEST_CODE = tl.constexpr(float(reference.LARGEST_CODE))
 A_CODE, A_QUERY = (tl.constexpr(1 / x) for x in (reference.LARGEST_CODE, reference.LARGEST_QUERY))
 LARGEST_SCALE = tl.constexpr(reference.LARGEST_SCALE)
 LEAST_SCALE = tl.constexpr(reference.LEAST_SCALE)
-# the tallies of a row: keys of each octave, keys of each step of one octave, programs that are done
 OCTAVES = tl.constexpr((reference.LEAST + 1) // reference.STEPS_AN_OCTAVE)
-WITHIN, DONE, TALLIES = tl.constexpr(32), tl.constexpr(96), tl.constexpr(128)
+# in place of the logit of a key that is not counted
+UNCOUNTED = tl.constexpr(-32768)
 # what stands for a maximum of nothing: infinity less infinity is no number
 LOWEST = tl.constexpr(-1.0e30)
 
@@ -41,11 +42,12 @@ LOWEST = tl.constexpr(-1.0e30)
 LEAST_ROWS, LEAST_COLUMNS, LEAST_BYTES = 64, 16, 32
 # how launches are cut: what an H200 runs fastest. Keys whose index a program writes
 INDEXED = 128
-# fewest and most keys that a program scores, programs that there should be, and bytes at a time
-SCORED, SCORED_PROGRAMS, SCORED_BYTES_AT_A_TIME = (4096, 8192), 512, 8 << 10
+# bytes of the index at a time; fewest and most keys that a program chooses among, and programs that
+# there should be
+SCORED_BYTES, CHOSEN, CHOOSING_PROGRAMS = 8 << 10, (4096, 8192), 512
 SCORE_WARPS, SCORE_STAGES = 4, 3
-# keys whose steps a program counts, by launch
-COUNTED, COUNTED_WITHIN, COUNT_WARPS = 2048, 4096, 4
+# sampled keys that are counted at a time
+COUNTED, COUNT_WARPS = 4096, 8
 # keys among which a program attends those that are chosen; and (how many of them at a time, warps)
 # where there are few rows, and from so many on
 READ, READ_STAGES, FEW_ROWS, MANY_ROWS, MANY = 2048, 3, (32, 4), (16, 2), 32
@@ -84,19 +86,19 @@ def choose(
     channels: tuple[int, ...] = (),
     valid: Tensor | None = None,
     dense_heads: tuple[int, ...] = (),
-) -> Choice:
+) -> Tensor:
     """See `reference.choose`."""
     given = q, *index, scale, length, wanted, list(channels), valid, list(dense_heads)
     if torch.compiler.is_compiling():
-        return Choice(*torch.ops.cab_hf.decode_choose(*given))
-    return Choice(*_choose(*given))
+        return torch.ops.cab_hf.decode_choose(*given)
+    return _choose(*given)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, choice: Choice, scale: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: float) -> Tensor:
     """See `reference.attend`."""
     if torch.compiler.is_compiling():
-        return torch.ops.cab_hf.decode_attend(q, k, v, *choice, scale)
-    return _attend(q, k, v, *choice, scale)
+        return torch.ops.cab_hf.decode_attend(q, k, v, kept, scale)
+    return _attend(q, k, v, kept, scale)
 
 
 def _index(k: Tensor, channels: list[int]) -> tuple[Tensor, Tensor]:
@@ -143,8 +145,7 @@ def _choose(
     channels: list[int],
     valid: Tensor | None,
     dense_heads: list[int],
-) -> tuple[Tensor, Tensor]:
-    """(steps, limit) of a `Choice`."""
+) -> Tensor:
     batch, kv_heads, slots, width = codes.shape
     group = q.shape[1] // kv_heads
     halves, rows = Channels.of_halves(tuple(channels), q.shape[3]), batch * kv_heads
@@ -155,106 +156,109 @@ def _choose(
     if valid is not None:
         valid = valid if valid.stride(-1) == 1 else valid.contiguous()
         seen = valid, valid.stride(0), valid.shape[1], valid.int().argmax(-1).int()
-    # columns are filled by neighbouring keys, see the kernel; keys of odd widths cannot be
-    room, pack = triton.next_power_of_2(group), 1
-    if width & (width - 1) == 0:
-        pack = max(1, LEAST_COLUMNS // room, LEAST_BYTES // width)
-    room = max(room, LEAST_COLUMNS // pack)
-    bytes_of_row = max(pack * triton.next_power_of_2(width), LEAST_BYTES)
-    at_a_time = pack * max(LEAST_ROWS, SCORED_BYTES_AT_A_TIME // bytes_of_row)
-    fewest, most = SCORED
-    a_program = triton.next_power_of_2(triton.cdiv(slots * rows, SCORED_PROGRAMS))
-    a_program = max(at_a_time, fewest, min(most, a_program))
-    splits = triton.cdiv(slots, a_program)
-    # tiles of the index are read as a whole
-    if missing := max(0, at_a_time - slots):
-        codes, scales = F.pad(codes, (0, 0, 0, missing)), F.pad(scales, (0, missing))
-    steps = q.new_empty(batch, kv_heads, slots, dtype=torch.int16)
-    limit = q.new_empty(batch, kv_heads, dtype=torch.int32)
-    tallies = q.new_empty(rows, TALLIES.value, dtype=torch.int32)
-    logits = q.new_empty(rows, slots + missing, room, dtype=torch.int16)
-    lse = q.new_empty(rows, splits, room, dtype=torch.float32)
+    kept = q.new_empty(batch, kv_heads, slots, dtype=torch.bool)
+    spread = spread_of(slots)
+
+    given = vectors(q), vectors(codes), Vectors(scales, *scales.stride()), length, *seen
+    given = *given, scale * LOG2_E.value, kv_heads, slots
+    told = {"GROUP": group, "FIRST": halves.first, "STEP": halves.step, "SIZE": halves.size}
+    told["PACKED"] = _packed(q)
+    pack, room, columns = _packing(group, width, NEIGHBOURS.value)
+    at_a_time = pack * max(LEAST_ROWS, SCORED_BYTES // (pack * columns))
+    sampled = triton.cdiv(slots, NEIGHBOURS.value * spread) * NEIGHBOURS.value
+    splits = triton.cdiv(sampled, at_a_time)
+    logits = q.new_empty(rows, splits * at_a_time, room, dtype=torch.int16)
+    lse = q.new_empty(rows, splits + 1, room, dtype=torch.float32)
+    always, limit = (q.new_empty(rows, dtype=torch.int32) for _ in range(2))
+    whole = q.new_empty(rows, room, dtype=torch.int32)
     with on_device_of(q):
-        _scores_kernel[(splits, rows)](
-            vectors(q),
-            vectors(codes),
-            Vectors(scales, *scales.stride()),
+        _sample_kernel[(splits + 1, rows)](
+            *given,
             logits,
             lse,
-            tallies,
+            always,
+            SPREAD=spread,
+            LOG_SPREAD=spread.bit_length() - 1,
+            ROOM=room,
+            PACK=pack,
+            BLOCK_N=at_a_time,
+            BLOCK_C=columns,
+            # it waits as a whole for what writes the query, which choosing reads before it waits
+            EARLY=_early(q)["EARLY"],
+            num_warps=SCORE_WARPS,
+            **told,
+        )
+        _limit_kernel[(rows,)](
+            logits,
+            lse,
+            always,
+            whole,
+            limit,
             length,
-            *seen[:3],
-            scale * LOG2_E.value,
+            wanted,
+            on_device(tuple(dense_heads), q.device) if dense_heads else None,
             kv_heads,
-            slots + missing,
+            splits * at_a_time,
             splits,
+            SPREAD=spread,
             GROUP=group,
             ROOM=room,
+            SPLITS=triton.next_power_of_2(splits + 1),
+            DENSE=len(dense_heads),
+            PACKED=_packed(q),
+            BLOCK_N=min(COUNTED, triton.next_power_of_2(sampled)),
+            num_warps=COUNT_WARPS,
+            **_early(q),
+        )
+        # columns are filled by neighbouring keys, see the kernel
+        pack, own_room, columns = _packing(group, width, LEAST_COLUMNS)
+        at_a_time = pack * max(LEAST_ROWS, SCORED_BYTES // (pack * columns))
+        fewest, most = CHOSEN
+        a_program = triton.next_power_of_2(triton.cdiv(slots * rows, CHOOSING_PROGRAMS))
+        a_program = max(at_a_time, fewest, min(most, a_program))
+        _choose_kernel[(triton.cdiv(slots, a_program), rows)](
+            *given,
+            whole,
+            limit,
+            kept,
+            WHOLES=room,
+            ROOM=own_room,
             PACK=pack,
             KEYS=a_program,
             BLOCK_N=at_a_time,
-            FIRST=halves.first,
-            STEP=halves.step,
-            SIZE=halves.size,
-            BLOCK_C=bytes_of_row // pack,
-            PACKED=_packed(q),
+            BLOCK_C=columns,
+            MASKED=slots < at_a_time or columns != width,
             num_warps=SCORE_WARPS,
             num_stages=SCORE_STAGES,
-            EARLY=_early(q)["EARLY"],
-        )
-        counted = min(COUNTED, triton.next_power_of_2(slots))
-        _steps_kernel[(triton.cdiv(slots, counted), rows)](
-            logits,
-            lse,
-            steps,
-            tallies,
-            length,
-            *seen,
-            on_device(tuple(dense_heads), q.device) if dense_heads else None,
-            kv_heads,
-            slots,
-            slots + missing,
-            splits,
-            GROUP=group,
-            ROOM=room,
-            SPLITS=triton.next_power_of_2(splits),
-            DENSE=len(dense_heads),
-            PACKED=_packed(q),
-            BLOCK_N=counted,
-            num_warps=COUNT_WARPS,
             **_early(q),
+            **told,
         )
-        counted = min(COUNTED_WITHIN, triton.next_power_of_2(slots))
-        _within_kernel[(triton.cdiv(slots, counted), rows)](
-            steps,
-            tallies,
-            limit,
-            wanted,
-            length,
-            slots,
-            BLOCK_N=counted,
-            num_warps=COUNT_WARPS,
-            **_early(q),
-        )
-    return steps, limit
+    return kept
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    steps: Tensor,
-    limit: Tensor,
-    scale: float,
-) -> Tensor:
+def _packing(group: int, width: int, most: int) -> tuple[int, int, int]:
+    """(neighbouring keys in a row, queries each has room for, bytes of a key) of a product.
+
+    No more than ``most`` neighbours. Keys of a width that is no power of two stand alone.
+    """
+    room, alone = triton.next_power_of_2(group), triton.next_power_of_2(width)
+    pack = max(LEAST_COLUMNS // room, LEAST_BYTES // width, 1)
+    if alone != width or pack > most and most * width < LEAST_BYTES:
+        pack = 1
+    pack = min(pack, most)
+    return pack, max(room, LEAST_COLUMNS // pack), max(alone, LEAST_BYTES // pack)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: float) -> Tensor:
     batch, kv_heads, slots, dim = k.shape
     heads, values = q.shape[1], v.shape[3]
     group, rows = heads // kv_heads, batch * kv_heads
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    # steps are of all slots, keys at times of those that are written
+    kept = kept.contiguous()
+    # kept are of all slots, keys at times of those that are written
     splits = triton.cdiv(slots, READ)
     at_a_time, warps = MANY_ROWS if rows >= MANY else FEW_ROWS
-    found = steps.new_empty(rows, slots)
+    found = q.new_empty(rows, splits * READ, dtype=torch.int16)
     largest = q.new_empty(rows, splits, group, dtype=torch.float32)
     sums = torch.empty_like(largest)
     weighted = q.new_empty(rows, splits, group, values, dtype=torch.float32)
@@ -264,8 +268,7 @@ def _attend(
             vectors(q),
             vectors(k),
             vectors(v),
-            steps,
-            limit,
+            kept.view(torch.uint8),
             found,
             largest,
             sums,
@@ -273,7 +276,7 @@ def _attend(
             scale * LOG2_E.value,
             kv_heads,
             slots,
-            steps.shape[2],
+            kept.shape[2],
             splits,
             GROUP=group,
             ROWS=max(LEAST_COLUMNS, triton.next_power_of_2(group)),
@@ -399,56 +402,31 @@ def _in_steps(x, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _scores_kernel(
+def _queries(
     q,
-    codes,
-    scales,
-    logits,
-    lse,
-    tallies,
-    length,
-    valid,
-    valid_stride,
-    valid_width,
+    batch,
+    head,
     qk_scale,
-    kv_heads,
-    slots,
-    splits,
     GROUP: tl.constexpr,
     ROOM: tl.constexpr,
     PACK: tl.constexpr,
-    KEYS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     FIRST: tl.constexpr,
     STEP: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    PACKED: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    """Logits of ``KEYS`` keys in whole steps, and the log-sum-exp of each head's.
+    """Queries of a group in 8 bits, as a product takes them.
 
     A product has 16 columns, and a group fewer queries. `PACK` neighbouring keys, which lie in
     memory one behind the other, count as one of as many times the channels; column j * ROOM + g is
     the product of query g with the j-th of them, by a query that is 0 in the channels of the
     others. So no lane works on a column that is thrown away.
-    """
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-    split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    batch, head = row // kv_heads, row % kv_heads
-    if split == 0:
-        tl.store(tallies + row * TALLIES + tl.arange(0, TALLIES), tl.zeros([TALLIES], tl.int32))
-    end = tl.load(length).to(tl.int32)
-    begin = split * KEYS
-    columns: tl.constexpr = PACK * ROOM
-    column = tl.arange(0, columns)
-    part = (row * splits + split) * ROOM + tl.arange(0, ROOM)
-    if begin >= end:
-        tl.store(lse + part, tl.full([ROOM], LOWEST, tl.float32))
-        return
 
-    # [ROOM, BLOCK_C] of each half of the channels, in 8 bits
+    Returns:
+        int8 [PACK * BLOCK_C, PACK * ROOM] for each half of the channels; and of each column, [1,
+        PACK * ROOM], what is taken off a product, and the unit of what is left.
+    """
+    columns: tl.constexpr = PACK * ROOM
     member, inner = tl.arange(0, ROOM), tl.arange(0, BLOCK_C)
     real = (member < GROUP)[:, None] & (inner < SIZE)[None, :]
     at = q.data + batch * q.batch + (head * GROUP + member)[:, None] * q.head + FIRST
@@ -461,66 +439,128 @@ def _scores_kernel(
     # codes are 8 more than what they stand for
     offset = (8.0 * (tl.sum(low, 1) + tl.sum(high, 1))).to(tl.int32)
     low, high = _spread(low, PACK, ROOM, BLOCK_C), _spread(high, PACK, ROOM, BLOCK_C)
-    # [1, columns]
     offset = tl.reshape(tl.broadcast_to(offset[None, :], (PACK, ROOM)), (1, columns))
     unit = tl.reshape(tl.broadcast_to((unit * qk_scale)[None, :], (PACK, ROOM)), (1, columns))
-
-    place = tl.arange(0, PACK * BLOCK_C)
-    inside = place % BLOCK_C < SIZE
-    tile: tl.constexpr = BLOCK_N // PACK
-    first, own = tl.arange(0, tile)[:, None] * PACK, (column // ROOM)[None, :]
-    most = tl.full([tile, columns], LOWEST, tl.float32)
-    total = tl.zeros([tile, columns], tl.float32)
-    keys = codes.data + batch * codes.batch + head * codes.head
-    scales_at = scales.data + batch * scales.batch + head * scales.head
-    target = logits + row * slots * ROOM
-    # tiles end at the last slot at the latest: nothing is masked but what is counted
-    ahead = tl.load(scales_at + tl.minimum(begin, slots - BLOCK_N) + first + own)
-    for start in range(begin, tl.minimum(begin + KEYS, end), BLOCK_N):
-        slot = tl.minimum(start, slots - BLOCK_N)
-        source = keys + slot.to(tl.int64) * SIZE + (first * SIZE + place[None, :])
-        y = tl.load(source) if PACK > 1 else tl.load(source, mask=inside[None, :], other=0)
-        # those of the next tile are on their way while this one is computed
-        own_scale = ahead.to(tl.float32)
-        ahead = tl.load(scales_at + tl.minimum(start + BLOCK_N, slots - BLOCK_N) + first + own)
-        token = slot + first + own
-        seen = (token >= start) & (token < end)
-        if valid is not None:
-            shown = tl.load(valid + batch * valid_stride + token, mask=token < valid_width, other=0)
-            seen = seen & (shown != 0)
-        s = tl.dot(_half_bytes(y, False, PACKED), low, out_dtype=tl.int32)
-        s = tl.dot(_half_bytes(y, True, PACKED), high, s, out_dtype=tl.int32)
-        s = (s - offset).to(tl.float32) * own_scale * unit
-        tl.store(target + slot * ROOM + (first * ROOM + column[None, :]), _in_steps(s, PACKED))
-        # every lane has a maximum of its own, so that none waits for another
-        s = tl.where(seen, s, LOWEST)
-        more = tl.maximum(most, s)
-        total = total * tl.exp2(most - more) + tl.exp2(s - more)
-        most = more
-    # of what nobody sees the maximum is the lowest, and the sum means nothing
-    most = tl.reshape(most, (tile * PACK, ROOM))
-    largest = tl.max(most, 0)
-    total = tl.reshape(total, (tile * PACK, ROOM)) * tl.exp2(most - largest[None, :])
-    total = largest + tl.log2(tl.sum(total, 0))
-    tl.store(lse + part, tl.where(largest > LOWEST, total, LOWEST))
+    return low, high, offset, unit
 
 
 @triton.jit
-def _steps_kernel(
-    logits,
-    lse,
-    steps,
-    tallies,
+def _logits(codes, scale, low, high, offset, unit, PACKED: tl.constexpr):
+    """Logits to base two, float32 [keys / PACK, PACK * ROOM], of rows of codes and their scales."""
+    s = tl.dot(_half_bytes(codes, False, PACKED), low, out_dtype=tl.int32)
+    s = tl.dot(_half_bytes(codes, True, PACKED), high, s, out_dtype=tl.int32)
+    return (s - offset).to(tl.float32) * scale.to(tl.float32) * unit
+
+
+@triton.jit
+def _sample_kernel(
+    q,
+    codes,
+    scales,
     length,
     valid,
     valid_stride,
     valid_width,
     first,
-    dense_heads,
+    qk_scale,
     kv_heads,
     slots,
-    logit_slots,
+    logits,
+    lse,
+    always,
+    SPREAD: tl.constexpr,
+    LOG_SPREAD: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROOM: tl.constexpr,
+    PACK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FIRST: tl.constexpr,
+    STEP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PACKED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Logits of some sampled keys in whole steps, and their part of each head's log-sum-exp.
+
+    The last program of a row has the keys that are always read in their place, and counts them.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = row // kv_heads, row % kv_heads
+    splits = tl.num_programs(0)
+    end = tl.load(length).to(tl.int32)
+    begin = 0
+    if valid is not None:
+        begin = tl.load(first + batch)
+    columns: tl.constexpr = PACK * ROOM
+    tile: tl.constexpr = BLOCK_N // PACK
+    column, line = tl.arange(0, columns), tl.arange(0, tile)
+    part = (row * splits + split) * ROOM + tl.arange(0, ROOM)
+    sampling = split < splits - 1
+    if sampling & (split * BLOCK_N * SPREAD >= end):
+        tl.store(lse + part, tl.full([ROOM], LOWEST, tl.float32))
+        return
+
+    place = split * BLOCK_N + line * PACK
+    slot = place // NEIGHBOURS * (NEIGHBOURS * SPREAD) + place % NEIGHBOURS
+    local = end - LOCAL + line * PACK - SINKS
+    around = tl.where(line * PACK < SINKS, begin + line * PACK, local)
+    around = tl.where(line * PACK < SINKS + LOCAL, around, end)
+    slot = tl.where(sampling, slot, around)[:, None]
+    token = slot + (column // ROOM)[None, :]
+    seen = (token >= 0) & (token < end)
+    if valid is not None:
+        shown = tl.load(valid + batch * valid_stride + token, mask=seen, other=0)
+        seen = seen & (shown != 0)
+    ends = (token < begin + SINKS) | (token >= end - LOCAL)
+    # near the start of a text the last tokens are among the first
+    sink = (line * PACK < SINKS)[:, None]
+    counted = seen & tl.where(sampling, ~ends, sink == (token < begin + SINKS))
+
+    low, high, offset, unit = _queries(
+        q, batch, head, qk_scale, GROUP, ROOM, PACK, FIRST, STEP, SIZE, BLOCK_C
+    )
+    place = tl.arange(0, PACK * BLOCK_C)[None, :]
+    behind, inner = place // BLOCK_C, place % BLOCK_C
+    there = (slot + behind >= 0) & (slot + behind < end) & (inner < SIZE)
+    y = codes.data + batch * codes.batch + head * codes.head
+    y = tl.load(y + slot.to(tl.int64) * SIZE + (behind * SIZE + inner), mask=there, other=0)
+    own = scales.data + batch * scales.batch + head * scales.head
+    own = tl.load(own + token, mask=counted, other=0.0)
+    s = _logits(y, own, low, high, offset, unit, PACKED)
+    if sampling:
+        steps = tl.maximum(_in_steps(s, PACKED), UNCOUNTED + 1)
+        steps = tl.where(counted, steps, UNCOUNTED).to(tl.int16)
+        target = logits + (row * (splits - 1) + split) * (BLOCK_N * ROOM)
+        tl.store(target + line[:, None] * columns + column[None, :], steps)
+        # a key stands for as many as are not sampled
+        s += LOG_SPREAD
+    else:
+        count = counted & (column % ROOM == 0)[None, :]
+        tl.store(always + row, tl.sum(tl.sum(count.to(tl.int32), 1), 0))
+    s = tl.reshape(tl.where(counted, s, LOWEST), (tile * PACK, ROOM))
+    # of what nobody sees the maximum is the lowest, and the sum means nothing
+    largest = tl.max(s, 0)
+    total = largest + tl.log2(tl.sum(tl.exp2(s - largest[None, :]), 0))
+    tl.store(lse + part, tl.where(largest > LOWEST, total, LOWEST))
+
+
+@triton.jit
+def _limit_kernel(
+    logits,
+    lse,
+    always,
+    whole,
+    limit,
+    length,
+    wanted,
+    dense_heads,
+    kv_heads,
+    samples,
     splits,
+    SPREAD: tl.constexpr,
     GROUP: tl.constexpr,
     ROOM: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -529,90 +569,169 @@ def _steps_kernel(
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """`Choice.steps` of some keys, and how many there are of each octave."""
+    """The log-sum-exp of each head in whole steps, and the last step that is read."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row = tl.program_id(1).to(tl.int64)
-    batch, head = row // kv_heads, row % kv_heads
-    token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    end = tl.load(length).to(tl.int32)
-    place = steps + row * slots + token
-    if tl.program_id(0) * BLOCK_N >= end:
-        tl.store(place, tl.full([BLOCK_N], HIDDEN, tl.int16), mask=token < slots)
-        return
+    row = tl.program_id(0).to(tl.int64)
     member, split = tl.arange(0, ROOM), tl.arange(0, SPLITS)
-    part = (row * splits + split)[:, None] * ROOM + member[None, :]
-    parts = tl.load(lse + part, mask=(split < splits)[:, None], other=LOWEST)
+    part = (row * (splits + 1) + split)[:, None] * ROOM + member[None, :]
+    parts = tl.load(lse + part, mask=(split <= splits)[:, None], other=LOWEST)
     most = tl.max(parts, 0)
     total = most + tl.log2(tl.sum(tl.exp2(parts - most[None, :]), 0))
-    total = _in_steps(total, PACKED)
+    total = _in_steps(total, PACKED).to(tl.int32)
+    tl.store(whole + row * ROOM + member, total)
 
-    inside = token < end
-    own = tl.load(
-        logits + (row * logit_slots + token)[:, None] * ROOM + member[None, :],
-        mask=inside[:, None],
-        other=0,
-    )
-    below = total.to(tl.int32)[None, :] - own.to(tl.int32)
-    if GROUP < ROOM:
-        below = tl.where(member[None, :] < GROUP, below, LEAST)
-    step = tl.minimum(tl.maximum(tl.min(below, 1), 1), LEAST)
-    start = 0
-    if valid is not None:
-        real = tl.load(valid + batch * valid_stride + token, mask=token < valid_width, other=0)
-        inside = inside & (real != 0)
-        start = tl.load(first + batch)
-    always = (token < start + SINKS) | (token >= end - LOCAL)
+    end, many, own = tl.load(length).to(tl.int32), tl.load(wanted), tl.load(always + row)
+    # programs behind the text have left nothing
+    count = tl.minimum(tl.cdiv(end, NEIGHBOURS * SPREAD) * NEIGHBOURS, samples)
+    octaves = tl.zeros([OCTAVES], tl.int32)
+    for start in range(0, count, BLOCK_N):
+        step = _sampled_steps(logits, row * samples, start, count, total, GROUP, ROOM, BLOCK_N)
+        octaves += tl.histogram(step // STEPS_AN_OCTAVE, OCTAVES, mask=step < HIDDEN)
+    before = own + SPREAD * tl.cumsum(octaves, 0)
+    octave = tl.sum((before <= many).to(tl.int32), 0)
+    taken = tl.maximum(own, tl.max(tl.where(before <= many, before, 0), 0))
+    inner = tl.arange(0, STEPS_AN_OCTAVE)
+    steps = tl.zeros([STEPS_AN_OCTAVE], tl.int32)
+    if octave < OCTAVES:
+        for start in range(0, count, BLOCK_N):
+            step = _sampled_steps(logits, row * samples, start, count, total, GROUP, ROOM, BLOCK_N)
+            step -= octave * STEPS_AN_OCTAVE
+            inside = (step >= 0) & (step < STEPS_AN_OCTAVE)
+            steps += tl.histogram(step, STEPS_AN_OCTAVE, mask=inside)
+    within = taken + SPREAD * tl.cumsum(steps, 0)
+    step = octave * STEPS_AN_OCTAVE + inner
+    # what is always read is step 0
+    fits = ((within <= many) | (step == 0)) & (step < LEAST)
+    fitting = octave * STEPS_AN_OCTAVE + tl.sum(fits.to(tl.int32), 0)
+    taken = tl.maximum(taken, tl.max(tl.where(fits, within, 0), 0))
+    more = (2 * taken < many) & (fitting < LEAST)
+    last = fitting - 1 + more.to(tl.int32)
+    everything = (octave == OCTAVES) | (end <= many)
     for dense in tl.static_range(DENSE):
-        always = always | (tl.load(dense_heads + dense) == head)
-    step = tl.where(inside, tl.where(always, 0, step), HIDDEN)
-    tl.store(place, step.to(tl.int16), mask=token < slots)
-    count = tl.histogram(step // STEPS_AN_OCTAVE, OCTAVES, mask=inside)
-    octave = tl.arange(0, OCTAVES)
-    tl.atomic_add(tallies + row * TALLIES + octave, count, mask=count > 0, sem="relaxed")
+        everything = everything | (tl.load(dense_heads + dense) == row % kv_heads)
+    tl.store(limit + row, tl.where(everything, LEAST, last))
 
 
 @triton.jit
-def _within_kernel(
-    steps, tallies, limit, wanted, length, slots, BLOCK_N: tl.constexpr, EARLY: tl.constexpr
+def _sampled_steps(
+    logits,
+    first,
+    start,
+    count,
+    whole,
+    GROUP: tl.constexpr,
+    ROOM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """How many keys there are of each step of the first octave that does not fit, and the limit.
+    """Steps of the largest shares of some sampled keys, int32 [BLOCK_N]; `HIDDEN`: not counted."""
+    member, at = tl.arange(0, ROOM), start + tl.arange(0, BLOCK_N)
+    place = logits + (first + at)[:, None] * ROOM + member[None, :]
+    own = tl.load(place, mask=(at < count)[:, None], other=UNCOUNTED).to(tl.int32)
+    below = whole[None, :] - own
+    if GROUP < ROOM:
+        below = tl.where(member[None, :] < GROUP, below, LEAST)
+    step = tl.minimum(tl.maximum(tl.min(below, 1), 1), LEAST)
+    return tl.where(tl.max(own, 1) > UNCOUNTED, step, HIDDEN)
 
-    The program of a row that is done last computes the limit from what all have counted.
-    """
+
+@triton.jit
+def _choose_kernel(
+    q,
+    codes,
+    scales,
+    length,
+    valid,
+    valid_stride,
+    valid_width,
+    first,
+    qk_scale,
+    kv_heads,
+    slots,
+    whole,
+    limit,
+    kept,
+    WHOLES: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROOM: tl.constexpr,
+    PACK: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FIRST: tl.constexpr,
+    STEP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    MASKED: tl.constexpr,
+    PACKED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Which of ``KEYS`` keys are read."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+    split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = row // kv_heads, row % kv_heads
+    columns: tl.constexpr = PACK * ROOM
+    tile: tl.constexpr = BLOCK_N // PACK
+    low, high, offset, unit = _queries(
+        q, batch, head, qk_scale, GROUP, ROOM, PACK, FIRST, STEP, SIZE, BLOCK_C
+    )
+    if EARLY:
         tl.extra.cuda.gdc_wait()
-    row = tl.program_id(1).to(tl.int64)
-    begin = tl.program_id(0) * BLOCK_N
-    tally = tallies + row * TALLIES
-    many = tl.load(wanted)
-    count = tl.load(tally + tl.arange(0, OCTAVES))
-    total = tl.cumsum(count, 0)
-    octave = tl.sum((total <= many).to(tl.int32), 0)
-    if (begin < tl.load(length)) & (octave < OCTAVES):
-        token = begin + tl.arange(0, BLOCK_N)
-        step = tl.load(steps + row * slots + token, mask=token < slots, other=HIDDEN).to(tl.int32)
-        step = step - octave * STEPS_AN_OCTAVE
-        inside = (step >= 0) & (step < STEPS_AN_OCTAVE)
-        own = tl.histogram(step, STEPS_AN_OCTAVE, mask=inside)
-        inner = tl.arange(0, STEPS_AN_OCTAVE)
-        tl.atomic_add(tally + WITHIN + inner, own, mask=own > 0, sem="relaxed")
-    tl.debug_barrier()
-    done = tl.atomic_add(tally + DONE, 1, sem="acq_rel")
-    if done == tl.num_programs(0) - 1:
-        before = tl.max(tl.where(total <= many, total, 0), 0)
-        inner = tl.arange(0, STEPS_AN_OCTAVE)
-        # of the cache that all share
-        own = tl.load(tally + WITHIN + inner, cache_modifier=".cg")
-        part = before + tl.cumsum(own, 0)
-        fits = (part <= many) & (octave * STEPS_AN_OCTAVE + inner < LEAST)
-        fitting = octave * STEPS_AN_OCTAVE + tl.sum(fits.to(tl.int32), 0)
-        taken = tl.maximum(before, tl.max(tl.where(fits, part, 0), 0))
-        more = (2 * taken < many) & (fitting < LEAST)
-        last = tl.where(tl.sum(count, 0) <= many, LEAST, fitting - 1 + more.to(tl.int32))
-        tl.store(limit + row, last)
+    end = tl.load(length).to(tl.int32)
+    begin = split * KEYS
+    stop = tl.minimum(begin + KEYS, slots)
+    column, behind = tl.arange(0, columns)[None, :], tl.arange(0, PACK)[None, :]
+    line = tl.arange(0, tile)[:, None] * PACK
+    target = kept + row * slots
+    start_of_text = 0
+    if valid is not None:
+        start_of_text = tl.load(first + batch)
+    own = column % ROOM
+    whole = tl.load(whole + row * WHOLES + own, mask=own < GROUP, other=0)
+    last = tl.load(limit + row)
+
+    place = tl.arange(0, PACK * BLOCK_C)[None, :]
+    ahead_of, inner = place // BLOCK_C, place % BLOCK_C
+    keys = codes.data + batch * codes.batch + head * codes.head
+    scales_at = scales.data + batch * scales.batch + head * scales.head + line + column // ROOM
+    # tiles end at the last slot at the latest, so that nothing is masked
+    final = tl.maximum(slots - BLOCK_N, 0)
+    if MASKED:
+        ahead = tl.load(
+            scales_at + tl.minimum(begin, final),
+            mask=tl.minimum(begin, final) + line + column // ROOM < slots,
+            other=0.0,
+        )
+    else:
+        ahead = tl.load(scales_at + tl.minimum(begin, final))
+    for start in range(begin, stop, BLOCK_N):
+        slot = tl.minimum(start, final)
+        next_slot = tl.minimum(start + BLOCK_N, final)
+        source = keys + slot.to(tl.int64) * SIZE + ((line + ahead_of) * SIZE + inner)
+        own_scale = ahead
+        # those of the next tile are on their way while this one is computed
+        if MASKED:
+            there = (slot + line + ahead_of < slots) & (inner < SIZE)
+            y = tl.load(source, mask=there, other=0)
+            there = next_slot + line + column // ROOM < slots
+            ahead = tl.load(scales_at + next_slot, mask=there, other=0.0)
+        else:
+            y = tl.load(source)
+            ahead = tl.load(scales_at + next_slot)
+        s = _logits(y, own_scale, low, high, offset, unit, PACKED)
+        below = whole - _in_steps(s, PACKED).to(tl.int32)
+        if GROUP < ROOM:
+            below = tl.where(column % ROOM < GROUP, below, LEAST)
+        step = tl.min(tl.reshape(below, (tile, PACK, ROOM)), 2)
+        step = tl.minimum(tl.maximum(step, 1), LEAST)
+        token = slot + line + behind
+        seen = token < end
+        if valid is not None:
+            shown = tl.load(valid + batch * valid_stride + token, mask=token < valid_width, other=0)
+            seen = seen & (shown != 0)
+        read = (step <= last) | (token < start_of_text + SINKS) | (token >= end - LOCAL)
+        tl.store(target + token, read & seen, mask=token < slots)
 
 
 @triton.jit
@@ -620,8 +739,7 @@ def _attend_kernel(
     q,
     k,
     v,
-    steps,
-    limit,
+    kept,
     found,
     largest,
     sums,
@@ -629,7 +747,7 @@ def _attend_kernel(
     qk_scale,
     kv_heads,
     slots,
-    step_slots,
+    kept_slots,
     splits,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -655,17 +773,16 @@ def _attend_kernel(
     part = (row * splits + split) * GROUP + member
     inner = tl.arange(0, KEYS)
     token = split * KEYS + inner
-    step = tl.load(steps + row * step_slots + token, mask=token < slots, other=HIDDEN)
-    kept = step.to(tl.int32) <= tl.load(limit + row)
-    many = tl.sum(kept.to(tl.int32), 0)
+    read = tl.load(kept + row * kept_slots + token, mask=token < slots, other=0) != 0
+    many = tl.sum(read.to(tl.int32), 0)
     most = tl.full([ROWS], float("-inf"), tl.float32)
     if many == 0:
         tl.store(largest + part, most, mask=there)
         return
     # where they stand, one behind the other
-    mine = found + row * slots + split * KEYS
-    place = tl.cumsum(kept.to(tl.int32), 0) - 1
-    tl.store(mine + place, inner.to(tl.int16), mask=kept)
+    mine = found + (row * splits + split) * KEYS
+    place = tl.cumsum(read.to(tl.int32), 0) - 1
+    tl.store(mine + place, inner.to(tl.int16), mask=read)
     tl.debug_barrier()
 
     channel, value = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
@@ -769,10 +886,9 @@ def _(codes, scales, k, channels, start):
 
 @_choose_op.register_fake
 def _(q, codes, scales, scale, length, wanted, channels, valid, dense_heads):
-    steps = q.new_empty(scales.shape, dtype=torch.int16)
-    return steps, q.new_empty(scales.shape[:2], dtype=torch.int32)
+    return q.new_empty(scales.shape, dtype=torch.bool)
 
 
 @_attend_op.register_fake
-def _(q, k, v, steps, limit, scale):
+def _(q, k, v, kept, scale):
     return q.new_empty(*q.shape[:3], v.shape[3])

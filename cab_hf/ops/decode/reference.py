@@ -2,15 +2,21 @@
 
 A step has one query a head. The query heads of a group read the same keys, so that a KV head
 chooses once for its group: a key is worth the largest share of attention that any head of the group
-gives it. Shares are of all keys, by scores of 8-bit queries and the 4-bit keys of the index
-(`index_keys`), which are sums of whole numbers and the same on every device. They are compared in
-steps of 1 / `STEPS_AN_OCTAVE` of a power of two: which keys are read does not hang on the last bit
-of a sum, and the keys to read are found by counting, not by sorting.
+gives it, by scores of 8-bit queries and the 4-bit keys of the index (`index_keys`), which are sums
+of whole numbers and the same on every device. Shares are compared in steps of 1 / `STEPS_AN_OCTAVE`
+of a power of two: which keys are read does not hang on the last bit of a sum, and how small a share
+is still read is found by counting, not by sorting.
+
+What all attention of a head is, and which shares are still read, is taken from a sample of a long
+cache: `SAMPLED` keys at most, `NEIGHBOURS` at a time and equally far apart (`spread_of`). Of
+131,072 keys it is every eighth, and instead of 4,096 that are wanted some 200 more or fewer are
+read. The cache is then scored once, and no logits are kept.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -21,6 +27,8 @@ STEPS_AN_OCTAVE = 64
 # step of the keys that are always read; of those whose share is below 2^-32 of all attention, or
 # too small to tell; and of those that may not be seen
 ALWAYS, LEAST, HIDDEN = 0, 2047, 2048
+# keys of a cache that tell what all attention is, at most, and how many stand side by side
+SAMPLED, NEIGHBOURS = 16_384, 4
 # of 4-bit keys and 8-bit queries, and of the scales of keys; scales are not 0, to divide by
 LARGEST_CODE, LARGEST_QUERY, LARGEST_SCALE, LEAST_SCALE = 7, 127, 65504.0, 1.0e-20
 # tokens at the start of a text, and up to its end, that are always read
@@ -49,46 +57,6 @@ class Index(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes
-
-
-class Choice(NamedTuple):
-    """Which keys the KV heads of a layer read for one query a head.
-
-    Attributes:
-        steps: int16 [B, H_kv, N], how far below all of its attention the largest share lies that a
-            head of the group gives a key, in `STEPS_AN_OCTAVE`; or `ALWAYS`, `LEAST`, `HIDDEN`.
-        limit: int32 [B, H_kv], the last step that is read.
-    """
-
-    steps: Tensor
-    limit: Tensor
-
-    @classmethod
-    def of(cls, steps: Tensor, wanted: Tensor) -> Choice:
-        """Of the ``wanted`` keys of smallest ``steps``.
-
-        As many whole steps as fit, and one more where those are less than half of what is wanted:
-        keys of equal shares are all read or none. Everything, where there is no more than that; but
-        never keys of step `LEAST` in place of others.
-        """
-        counts = torch.zeros(*steps.shape[:2], HIDDEN + 1, dtype=torch.int64, device=steps.device)
-        counts.scatter_add_(2, steps.long(), torch.ones_like(steps, dtype=torch.int64))
-        total = counts[..., :HIDDEN].cumsum(-1)
-        fits = total[..., :LEAST] <= wanted
-        fitting = fits.sum(-1)
-        taken = (total[..., :LEAST] * fits).amax(-1)
-        more = (2 * taken < wanted) & (fitting < LEAST)
-        limit = (fitting - 1 + more.long()).masked_fill(total[..., -1] <= wanted, LEAST)
-        return cls(steps, limit.to(torch.int32))
-
-    def kept(self) -> Tensor:
-        """bool [B, H_kv, N]: the keys that are read."""
-        return self.steps <= self.limit.unsqueeze(-1)
-
-    def of_heads(self, heads: tuple[int, ...]) -> Choice:
-        """For other KV heads, those of these ``heads``."""
-        index = on_device(heads, self.steps.device)
-        return Choice(self.steps[:, index], self.limit[:, index])
 
 
 def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
@@ -127,8 +95,12 @@ def choose(
     channels: tuple[int, ...] = (),
     valid: Tensor | None = None,
     dense_heads: tuple[int, ...] = (),
-) -> Choice:
-    """The keys that each KV head reads for q [B, H, 1, D].
+) -> Tensor:
+    """The keys that each KV head reads for q [B, H, 1, D]: bool [B, H_kv, N].
+
+    About ``wanted`` of them, exactly where the sample is the whole cache: as many whole steps as
+    fit, and one more where those are less than half of what is wanted, since keys of equal shares
+    are all read or none. Everything, where there is no more than that.
 
     Args:
         index: `index_keys` of the cache; what is behind ``length`` is not read.
@@ -139,34 +111,76 @@ def choose(
         valid: bool [B, >= length], False for padding; None without.
         dense_heads: KV heads that read everything.
     """
+    steps, sampled, always = ranked(q, index, scale, length, channels, valid)
+    limit = limit_of(steps, sampled, always, wanted)
+    limit[:, list(dense_heads)] = LEAST
+    return steps <= limit.masked_fill(length <= wanted, LEAST).unsqueeze(-1)
+
+
+def ranked(
+    q: Tensor,
+    index: Index,
+    scale: float,
+    length: Tensor,
+    channels: tuple[int, ...],
+    valid: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(steps, sampled, always) of the keys of a cache; arguments are those of `choose`.
+
+    Steps, int64 [B, H_kv, N], say how far below all of its attention the largest share lies that a
+    head of the group gives a key, in `STEPS_AN_OCTAVE`; or `ALWAYS`, `LEAST`, `HIDDEN`. The others
+    are bool [B or 1, 1, N]: the keys that are sampled, and those that are always read.
+    """
     kv_heads, slots = index.scales.shape[1:]
     group = q.shape[1] // kv_heads
-    seen, always = _visible(slots, length, valid, q.device)
+    seen, always = (x.unsqueeze(1) for x in _visible(slots, length, valid, q.device))
+    spread, slot = spread_of(slots), torch.arange(slots, device=q.device)
+    sampled = seen & ~always & (slot // NEIGHBOURS % spread == 0)
     some = picked(q, channels).unflatten(1, (kv_heads, group)).squeeze(3)
     unit = (some.abs().amax(-1, keepdim=True) * (1 / LARGEST_QUERY)).clamp(min=LEAST_SCALE)
     some = (some * unit.reciprocal() + 0.5).floor()
     codes = torch.cat((index.codes & 15, index.codes >> 4), dim=-1).float() - 8
     logits = some @ codes.transpose(-1, -2) * index.scales.float().unsqueeze(2)
-    logits = (logits * (unit * (scale * LOG2_E))).masked_fill(~seen[:, None, None], float("-inf"))
-    whole = torch.logsumexp(logits / LOG2_E, dim=-1, keepdim=True) * LOG2_E
+    logits = logits * (unit * (scale * LOG2_E))
+    # a sampled key stands for as many as are not
+    counted = logits + math.log2(spread) * sampled.unsqueeze(2)
+    counted = counted.masked_fill(~(sampled | always).unsqueeze(2), float("-inf"))
+    whole = torch.logsumexp(counted / LOG2_E, dim=-1, keepdim=True) * LOG2_E
     # in steps, rounded before they are compared
-    own, whole = in_steps(logits), in_steps(whole)
-    below = whole - own
-    steps = below.amin(2).clamp(ALWAYS + 1, LEAST)
-    steps = steps.masked_fill(always[:, None], ALWAYS)
-    steps[:, list(dense_heads)] = ALWAYS
-    steps = steps.masked_fill(~seen[:, None], HIDDEN).to(torch.int16)
-    return Choice.of(steps, wanted)
+    steps = (in_steps(whole) - in_steps(logits)).amin(2).clamp(ALWAYS + 1, LEAST).long()
+    return steps.masked_fill(always, ALWAYS).masked_fill(~seen, HIDDEN), sampled, always
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, choice: Choice, scale: float) -> Tensor:
-    """[B, H, 1, D_v] of q [B, H, 1, D] over the chosen keys of k and v [B, H_kv, N, D]."""
-    kv_heads = k.shape[1]
-    kept = choice.kept().unsqueeze(2)
+def limit_of(steps: Tensor, sampled: Tensor, always: Tensor, wanted: Tensor) -> Tensor:
+    """The last step that is read, int64 [B, H_kv]; arguments are what `ranked` gives."""
+    spread = spread_of(steps.shape[2])
+    counts = steps.new_zeros(*steps.shape[:2], HIDDEN + 1)
+    counts.scatter_add_(2, steps, sampled.long().expand_as(steps))
+    # always read are those of step 0, whether they are sampled or not
+    total = counts[..., :HIDDEN].cumsum(-1) * spread + always.sum(-1, keepdim=True)
+    fits = total[..., :LEAST] <= wanted
+    fits[..., ALWAYS] = True
+    fitting = fits.sum(-1)
+    taken = (total[..., :LEAST] * fits).amax(-1)
+    more = (2 * taken < wanted) & (fitting < LEAST)
+    return (fitting - 1 + more.long()).masked_fill(total[..., -1] <= wanted, LEAST)
+
+
+def spread_of(slots: int) -> int:
+    """Of so many groups of `NEIGHBOURS` keys one is sampled, a power of two."""
+    return 1 << (-(-slots // SAMPLED) - 1).bit_length()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: float) -> Tensor:
+    """[B, H, 1, D_v] of q [B, H, 1, D] over the keys of k and v [B, H_kv, N, D] that are ``kept``.
+
+    ``kept`` is bool [B, H_kv, >= N].
+    """
+    kv_heads, slots = k.shape[1:3]
     exact = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(exact).unflatten(1, (kv_heads, -1)).squeeze(3)
     logits = grouped @ k.to(exact).transpose(-1, -2) * scale
-    weights = logits.masked_fill(~kept, float("-inf")).softmax(-1)
+    weights = logits.masked_fill(~kept[..., :slots].unsqueeze(2), float("-inf")).softmax(-1)
     return (weights @ v.to(exact)).to(q.dtype).flatten(1, 2).unsqueeze(2)
 
 
