@@ -3,11 +3,11 @@
 The index of a new key is one launch, a step five. Sample: the sampled keys of a long cache are
 scored, and those that are always read; programs leave logits in whole steps, and their part of each
 head's log-sum-exp. Limit: one program a row counts how many keys of the sample there are of each
-octave of shares, then of each step of the octave that is read in part. Choose: the index is read
-once, and a byte a key says whether it is read. Attention: every program finds the keys of its
-stretch that are read, and gathers K and V of those. Merge: the parts of a row become one (split-K,
-as in Flash-Decoding). Nothing waits for the device and no shape depends on the length of the text,
-so that a step can be captured in a CUDA graph.
+octave of shares, then of each step of the octave that is read in part, and tells how large a score
+of each head must be. Choose: the index is read once, and a byte a key says whether it is read.
+Attention: every program finds the keys of its stretch that are read, and gathers K and V of those.
+Merge: the parts of a row become one (split-K, as in Flash-Decoding). Nothing waits for the device
+and no shape depends on the length of the text, so that a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ LEAST, HIDDEN = tl.constexpr(reference.LEAST), tl.constexpr(reference.HIDDEN)
 NEIGHBOURS = tl.constexpr(reference.NEIGHBOURS)
 SINKS, LOCAL = tl.constexpr(reference.SINKS), tl.constexpr(reference.LOCAL)
 LARGEST_CODE = tl.constexpr(float(reference.LARGEST_CODE))
+LARGEST_QUERY = tl.constexpr(float(reference.LARGEST_QUERY))
 A_CODE, A_QUERY = (tl.constexpr(1 / x) for x in (reference.LARGEST_CODE, reference.LARGEST_QUERY))
 LARGEST_SCALE = tl.constexpr(reference.LARGEST_SCALE)
 LEAST_SCALE = tl.constexpr(reference.LEAST_SCALE)
@@ -46,8 +47,9 @@ INDEXED = 128
 # there should be
 SCORED_BYTES, CHOSEN, CHOOSING_PROGRAMS = 8 << 10, (4096, 8192), 512
 SCORE_WARPS, SCORE_STAGES = 4, 3
-# sampled keys that are counted at a time
-COUNTED, COUNT_WARPS = 4096, 8
+# bytes that a program of these has brought into the L2 cache before it starts
+PREFETCHED, CACHE_LINE = tl.constexpr(64 << 10), tl.constexpr(128)
+COUNT_WARPS = 16
 # keys among which a program attends those that are chosen; and (how many of them at a time, warps)
 # where there are few rows, and from so many on
 READ, READ_STAGES, FEW_ROWS, MANY_ROWS, MANY = 2048, 3, (32, 4), (16, 2), 32
@@ -169,13 +171,14 @@ def _choose(
     splits = triton.cdiv(sampled, at_a_time)
     logits = q.new_empty(rows, splits * at_a_time, room, dtype=torch.int16)
     lse = q.new_empty(rows, splits + 1, room, dtype=torch.float32)
-    always, limit = (q.new_empty(rows, dtype=torch.int32) for _ in range(2))
-    whole = q.new_empty(rows, room, dtype=torch.int32)
+    always = q.new_empty(rows, dtype=torch.int32)
+    units, least = (q.new_empty(rows, room, dtype=torch.float32) for _ in range(2))
     with on_device_of(q):
         _sample_kernel[(splits + 1, rows)](
             *given,
             logits,
             lse,
+            units,
             always,
             SPREAD=spread,
             LOG_SPREAD=spread.bit_length() - 1,
@@ -191,9 +194,9 @@ def _choose(
         _limit_kernel[(rows,)](
             logits,
             lse,
+            units,
             always,
-            whole,
-            limit,
+            least,
             length,
             wanted,
             on_device(tuple(dense_heads), q.device) if dense_heads else None,
@@ -206,7 +209,7 @@ def _choose(
             SPLITS=triton.next_power_of_2(splits + 1),
             DENSE=len(dense_heads),
             PACKED=_packed(q),
-            BLOCK_N=min(COUNTED, triton.next_power_of_2(sampled)),
+            BLOCK_N=triton.next_power_of_2(sampled),
             num_warps=COUNT_WARPS,
             **_early(q),
         )
@@ -218,10 +221,9 @@ def _choose(
         a_program = max(at_a_time, fewest, min(most, a_program))
         _choose_kernel[(triton.cdiv(slots, a_program), rows)](
             *given,
-            whole,
-            limit,
+            least,
             kept,
-            WHOLES=room,
+            LEASTS=room,
             ROOM=own_room,
             PACK=pack,
             KEYS=a_program,
@@ -358,8 +360,16 @@ def _index_kernel(
 @triton.jit
 def _code(x):
     """The nearest whole numbers, 0 to 15 for -8 to 7."""
-    x = tl.floor(x + 0.5)
-    return (tl.minimum(tl.maximum(x, -8.0), LARGEST_CODE) + 8.0).to(tl.int32)
+    return (_nearest(x, LARGEST_CODE) + 8.0).to(tl.int32)
+
+
+@triton.jit
+def _nearest(x, LARGEST: tl.constexpr):
+    """The nearest whole numbers from -LARGEST - 1 to LARGEST.
+
+    The bounds stand before the sum, so that no product is fused with it and rounded once.
+    """
+    return tl.floor(tl.minimum(tl.maximum(x, -LARGEST - 1.0), LARGEST) + 0.5)
 
 
 @triton.jit
@@ -368,6 +378,19 @@ def _spread(x, PACK: tl.constexpr, ROOM: tl.constexpr, BLOCK_C: tl.constexpr):
     one, other = tl.arange(0, PACK)[:, None, None, None], tl.arange(0, PACK)[None, None, :, None]
     x = tl.where(one == other, x[None, :, None, :], 0.0).to(tl.int8)
     return tl.trans(tl.reshape(x, (PACK * ROOM, PACK * BLOCK_C)))
+
+
+@triton.jit
+def _prefetch(addresses):
+    """Bring the lines of these addresses into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [addresses.to(tl.int64, bitcast=True)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -423,10 +446,9 @@ def _queries(
     others. So no lane works on a column that is thrown away.
 
     Returns:
-        int8 [PACK * BLOCK_C, PACK * ROOM] for each half of the channels; and of each column, [1,
-        PACK * ROOM], what is taken off a product, and the unit of what is left.
+        int8 [PACK * BLOCK_C, PACK * ROOM] for each half of the channels; what is taken off the
+        products of each column, int32 [1, PACK * ROOM]; the unit of what is left, float32 [ROOM].
     """
-    columns: tl.constexpr = PACK * ROOM
     member, inner = tl.arange(0, ROOM), tl.arange(0, BLOCK_C)
     real = (member < GROUP)[:, None] & (inner < SIZE)[None, :]
     at = q.data + batch * q.batch + (head * GROUP + member)[:, None] * q.head + FIRST
@@ -435,21 +457,25 @@ def _queries(
     unit = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
     unit = tl.maximum(unit * A_QUERY, LEAST_SCALE)
     inverse = tl.div_rn(tl.full([ROOM], 1.0, tl.float32), unit)[:, None]
-    low, high = tl.floor(low * inverse + 0.5), tl.floor(high * inverse + 0.5)
+    low, high = _nearest(low * inverse, LARGEST_QUERY), _nearest(high * inverse, LARGEST_QUERY)
     # codes are 8 more than what they stand for
     offset = (8.0 * (tl.sum(low, 1) + tl.sum(high, 1))).to(tl.int32)
     low, high = _spread(low, PACK, ROOM, BLOCK_C), _spread(high, PACK, ROOM, BLOCK_C)
-    offset = tl.reshape(tl.broadcast_to(offset[None, :], (PACK, ROOM)), (1, columns))
-    unit = tl.reshape(tl.broadcast_to((unit * qk_scale)[None, :], (PACK, ROOM)), (1, columns))
-    return low, high, offset, unit
+    return low, high, _a_column(offset, PACK, ROOM), unit * qk_scale
 
 
 @triton.jit
-def _logits(codes, scale, low, high, offset, unit, PACKED: tl.constexpr):
-    """Logits to base two, float32 [keys / PACK, PACK * ROOM], of rows of codes and their scales."""
+def _a_column(x, PACK: tl.constexpr, ROOM: tl.constexpr):
+    """[1, PACK * ROOM] of x [ROOM]."""
+    return tl.reshape(tl.broadcast_to(x[None, :], (PACK, ROOM)), (1, PACK * ROOM))
+
+
+@triton.jit
+def _scores(codes, scale, low, high, offset, PACKED: tl.constexpr):
+    """Products of rows of codes and queries, float32 [keys / PACK, PACK * ROOM], in their units."""
     s = tl.dot(_half_bytes(codes, False, PACKED), low, out_dtype=tl.int32)
     s = tl.dot(_half_bytes(codes, True, PACKED), high, s, out_dtype=tl.int32)
-    return (s - offset).to(tl.float32) * scale.to(tl.float32) * unit
+    return (s - offset).to(tl.float32) * scale.to(tl.float32)
 
 
 @triton.jit
@@ -467,6 +493,7 @@ def _sample_kernel(
     slots,
     logits,
     lse,
+    units,
     always,
     SPREAD: tl.constexpr,
     LOG_SPREAD: tl.constexpr,
@@ -529,7 +556,7 @@ def _sample_kernel(
     y = tl.load(y + slot.to(tl.int64) * SIZE + (behind * SIZE + inner), mask=there, other=0)
     own = scales.data + batch * scales.batch + head * scales.head
     own = tl.load(own + token, mask=counted, other=0.0)
-    s = _logits(y, own, low, high, offset, unit, PACKED)
+    s = _scores(y, own, low, high, offset, PACKED) * _a_column(unit, PACK, ROOM)
     if sampling:
         steps = tl.maximum(_in_steps(s, PACKED), UNCOUNTED + 1)
         steps = tl.where(counted, steps, UNCOUNTED).to(tl.int16)
@@ -540,6 +567,7 @@ def _sample_kernel(
     else:
         count = counted & (column % ROOM == 0)[None, :]
         tl.store(always + row, tl.sum(tl.sum(count.to(tl.int32), 1), 0))
+        tl.store(units + row * ROOM + tl.arange(0, ROOM), unit)
     s = tl.reshape(tl.where(counted, s, LOWEST), (tile * PACK, ROOM))
     # of what nobody sees the maximum is the lowest, and the sum means nothing
     largest = tl.max(s, 0)
@@ -551,9 +579,9 @@ def _sample_kernel(
 def _limit_kernel(
     logits,
     lse,
+    units,
     always,
-    whole,
-    limit,
+    least,
     length,
     wanted,
     dense_heads,
@@ -569,7 +597,7 @@ def _limit_kernel(
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The log-sum-exp of each head in whole steps, and the last step that is read."""
+    """The least product, in units of its query, by which a key is read for each head of a row."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -580,26 +608,25 @@ def _limit_kernel(
     most = tl.max(parts, 0)
     total = most + tl.log2(tl.sum(tl.exp2(parts - most[None, :]), 0))
     total = _in_steps(total, PACKED).to(tl.int32)
-    tl.store(whole + row * ROOM + member, total)
 
     end, many, own = tl.load(length).to(tl.int32), tl.load(wanted), tl.load(always + row)
     # programs behind the text have left nothing
     count = tl.minimum(tl.cdiv(end, NEIGHBOURS * SPREAD) * NEIGHBOURS, samples)
-    octaves = tl.zeros([OCTAVES], tl.int32)
-    for start in range(0, count, BLOCK_N):
-        step = _sampled_steps(logits, row * samples, start, count, total, GROUP, ROOM, BLOCK_N)
-        octaves += tl.histogram(step // STEPS_AN_OCTAVE, OCTAVES, mask=step < HIDDEN)
+    at = tl.arange(0, BLOCK_N)
+    place = logits + (row * samples + at)[:, None] * ROOM + member[None, :]
+    logit = tl.load(place, mask=(at < count)[:, None], other=UNCOUNTED).to(tl.int32)
+    below = total[None, :] - logit
+    if GROUP < ROOM:
+        below = tl.where(member[None, :] < GROUP, below, LEAST)
+    step = tl.minimum(tl.maximum(tl.min(below, 1), 1), LEAST)
+    step = tl.where(tl.max(logit, 1) > UNCOUNTED, step, HIDDEN)
+    octaves = tl.histogram(step // STEPS_AN_OCTAVE, OCTAVES, mask=step < HIDDEN)
     before = own + SPREAD * tl.cumsum(octaves, 0)
     octave = tl.sum((before <= many).to(tl.int32), 0)
     taken = tl.maximum(own, tl.max(tl.where(before <= many, before, 0), 0))
     inner = tl.arange(0, STEPS_AN_OCTAVE)
-    steps = tl.zeros([STEPS_AN_OCTAVE], tl.int32)
-    if octave < OCTAVES:
-        for start in range(0, count, BLOCK_N):
-            step = _sampled_steps(logits, row * samples, start, count, total, GROUP, ROOM, BLOCK_N)
-            step -= octave * STEPS_AN_OCTAVE
-            inside = (step >= 0) & (step < STEPS_AN_OCTAVE)
-            steps += tl.histogram(step, STEPS_AN_OCTAVE, mask=inside)
+    inside = (step // STEPS_AN_OCTAVE == octave) & (step < HIDDEN)
+    steps = tl.histogram(step % STEPS_AN_OCTAVE, STEPS_AN_OCTAVE, mask=inside)
     within = taken + SPREAD * tl.cumsum(steps, 0)
     step = octave * STEPS_AN_OCTAVE + inner
     # what is always read is step 0
@@ -611,29 +638,12 @@ def _limit_kernel(
     everything = (octave == OCTAVES) | (end <= many)
     for dense in tl.static_range(DENSE):
         everything = everything | (tl.load(dense_heads + dense) == row % kv_heads)
-    tl.store(limit + row, tl.where(everything, LEAST, last))
-
-
-@triton.jit
-def _sampled_steps(
-    logits,
-    first,
-    start,
-    count,
-    whole,
-    GROUP: tl.constexpr,
-    ROOM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Steps of the largest shares of some sampled keys, int32 [BLOCK_N]; `HIDDEN`: not counted."""
-    member, at = tl.arange(0, ROOM), start + tl.arange(0, BLOCK_N)
-    place = logits + (first + at)[:, None] * ROOM + member[None, :]
-    own = tl.load(place, mask=(at < count)[:, None], other=UNCOUNTED).to(tl.int32)
-    below = whole[None, :] - own
-    if GROUP < ROOM:
-        below = tl.where(member[None, :] < GROUP, below, LEAST)
-    step = tl.minimum(tl.maximum(tl.min(below, 1), 1), LEAST)
-    return tl.where(tl.max(own, 1) > UNCOUNTED, step, HIDDEN)
+    # half a step less: products are not rounded
+    product = (total - last).to(tl.float32) - 0.5
+    product = product / STEPS_AN_OCTAVE / tl.load(units + row * ROOM + member)
+    product = tl.where(everything, float("-inf"), product)
+    product = tl.where(member < GROUP, product, float("inf"))
+    tl.store(least + row * ROOM + member, product)
 
 
 @triton.jit
@@ -649,10 +659,9 @@ def _choose_kernel(
     qk_scale,
     kv_heads,
     slots,
-    whole,
-    limit,
+    least,
     kept,
-    WHOLES: tl.constexpr,
+    LEASTS: tl.constexpr,
     GROUP: tl.constexpr,
     ROOM: tl.constexpr,
     PACK: tl.constexpr,
@@ -667,40 +676,42 @@ def _choose_kernel(
     EARLY: tl.constexpr,
 ):
     """Which of ``KEYS`` keys are read."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row // kv_heads, row % kv_heads
+    begin = split * KEYS
+    keys = codes.data + batch * codes.batch + head * codes.head
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        # the index is complete, and on its way while the limit is found
+        line_of = begin * SIZE + tl.arange(0, PREFETCHED // CACHE_LINE) * CACHE_LINE
+        _prefetch(keys + tl.minimum(line_of, slots * SIZE - 1))
     columns: tl.constexpr = PACK * ROOM
     tile: tl.constexpr = BLOCK_N // PACK
-    low, high, offset, unit = _queries(
+    low, high, offset, _ = _queries(
         q, batch, head, qk_scale, GROUP, ROOM, PACK, FIRST, STEP, SIZE, BLOCK_C
     )
     if EARLY:
         tl.extra.cuda.gdc_wait()
     end = tl.load(length).to(tl.int32)
-    begin = split * KEYS
     stop = tl.minimum(begin + KEYS, slots)
     column, behind = tl.arange(0, columns)[None, :], tl.arange(0, PACK)[None, :]
     line = tl.arange(0, tile)[:, None] * PACK
-    target = kept + row * slots
+    target = kept + row * slots + line + behind
     start_of_text = 0
     if valid is not None:
         start_of_text = tl.load(first + batch)
     own = column % ROOM
-    whole = tl.load(whole + row * WHOLES + own, mask=own < GROUP, other=0)
-    last = tl.load(limit + row)
+    own = tl.load(least + row * LEASTS + own, mask=own < LEASTS, other=float("inf"))
 
     place = tl.arange(0, PACK * BLOCK_C)[None, :]
     ahead_of, inner = place // BLOCK_C, place % BLOCK_C
-    keys = codes.data + batch * codes.batch + head * codes.head
-    scales_at = scales.data + batch * scales.batch + head * scales.head + line + column // ROOM
+    scales_at = scales.data + batch * scales.batch + head * scales.head + line + behind
     # tiles end at the last slot at the latest, so that nothing is masked
     final = tl.maximum(slots - BLOCK_N, 0)
     if MASKED:
         ahead = tl.load(
             scales_at + tl.minimum(begin, final),
-            mask=tl.minimum(begin, final) + line + column // ROOM < slots,
+            mask=tl.minimum(begin, final) + line + behind < slots,
             other=0.0,
         )
     else:
@@ -714,24 +725,26 @@ def _choose_kernel(
         if MASKED:
             there = (slot + line + ahead_of < slots) & (inner < SIZE)
             y = tl.load(source, mask=there, other=0)
-            there = next_slot + line + column // ROOM < slots
+            there = next_slot + line + behind < slots
             ahead = tl.load(scales_at + next_slot, mask=there, other=0.0)
         else:
             y = tl.load(source)
             ahead = tl.load(scales_at + next_slot)
-        s = _logits(y, own_scale, low, high, offset, unit, PACKED)
-        below = whole - _in_steps(s, PACKED).to(tl.int32)
-        if GROUP < ROOM:
-            below = tl.where(column % ROOM < GROUP, below, LEAST)
-        step = tl.min(tl.reshape(below, (tile, PACK, ROOM)), 2)
-        step = tl.minimum(tl.maximum(step, 1), LEAST)
+        own_scale = tl.broadcast_to(own_scale[:, :, None], (tile, PACK, ROOM))
+        own_scale = tl.reshape(own_scale, (tile, columns))
+        s = _scores(y, own_scale, low, high, offset, PACKED) - own
+        read = tl.max(tl.reshape(s, (tile, PACK, ROOM)), 2) >= 0
         token = slot + line + behind
-        seen = token < end
+        if (slot < start_of_text + SINKS) | (slot + BLOCK_N > end - LOCAL):
+            ends = (token < start_of_text + SINKS) | (token >= end - LOCAL)
+            read = (read | ends) & (token < end)
         if valid is not None:
             shown = tl.load(valid + batch * valid_stride + token, mask=token < valid_width, other=0)
-            seen = seen & (shown != 0)
-        read = (step <= last) | (token < start_of_text + SINKS) | (token >= end - LOCAL)
-        tl.store(target + token, read & seen, mask=token < slots)
+            read = read & (shown != 0)
+        if MASKED:
+            tl.store(target + slot, read, mask=token < slots)
+        else:
+            tl.store(target + slot, read)
 
 
 @triton.jit

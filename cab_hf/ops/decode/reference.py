@@ -9,7 +9,7 @@ is still read is found by counting, not by sorting.
 
 What all attention of a head is, and which shares are still read, is taken from a sample of a long
 cache: `SAMPLED` keys at most, `NEIGHBOURS` at a time and equally far apart (`spread_of`). Of
-131,072 keys it is every eighth, and instead of 4,096 that are wanted some 200 more or fewer are
+131,072 keys it is every sixteenth, and instead of 4,096 that are wanted some 250 more or fewer are
 read. The cache is then scored once, and no logits are kept.
 """
 
@@ -28,7 +28,7 @@ STEPS_AN_OCTAVE = 64
 # too small to tell; and of those that may not be seen
 ALWAYS, LEAST, HIDDEN = 0, 2047, 2048
 # keys of a cache that tell what all attention is, at most, and how many stand side by side
-SAMPLED, NEIGHBOURS = 16_384, 4
+SAMPLED, NEIGHBOURS = 8192, 4
 # of 4-bit keys and 8-bit queries, and of the scales of keys; scales are not 0, to divide by
 LARGEST_CODE, LARGEST_QUERY, LARGEST_SCALE, LEAST_SCALE = 7, 127, 65504.0, 1.0e-20
 # tokens at the start of a text, and up to its end, that are always read
@@ -68,8 +68,8 @@ def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
     # products, as some devices divide by a number and others multiply by its inverse
     scales = (x.abs().amax(-1) * (1 / LARGEST_CODE)).clamp(max=LARGEST_SCALE).to(torch.float16)
     inverse = scales.float().clamp(min=LEAST_SCALE).reciprocal().unsqueeze(-1)
-    codes = (x * inverse + 0.5).floor()
-    codes = (codes.clamp(-8, LARGEST_CODE) + 8).to(torch.uint8)
+    codes = (x * inverse).clamp(-LARGEST_CODE - 1, LARGEST_CODE)
+    codes = ((codes + 0.5).floor() + 8).to(torch.uint8)
     low, high = codes.chunk(2, dim=-1)
     return Index(low | high << 4, scales)
 

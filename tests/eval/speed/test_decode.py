@@ -158,10 +158,10 @@ def test_a_share_is_of_the_text():
 def test_a_step_of_cab_that_computes_something_else_is_not_timed(monkeypatch):
     attend = ops.attend
 
-    def wrong(q, k, v, choice, scale):
+    def wrong(q, k, v, kept, scale):
         # right where everything is chosen
-        everything = choice.kept().all()
-        return attend(q, k, v if everything else v.roll(1, dims=2), choice, scale)
+        everything = kept.all()
+        return attend(q, k, v if everything else v.roll(1, dims=2), kept, scale)
 
     monkeypatch.setattr(ops, "attend", wrong)
     row = sample_of(Decode, tiny(), CASE)
