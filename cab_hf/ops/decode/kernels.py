@@ -2,12 +2,12 @@
 
 The index of a new key is one launch, a step five. Sample: the sampled keys of a long cache are
 scored, and those that are always read; programs leave logits in whole steps, and their part of each
-head's log-sum-exp. Limit: one program a row counts how many keys of the sample there are of each
-octave of shares, then of each step of the octave that is read in part, and tells how large a score
-of each head must be. Choose: the index is read once, and a byte a key says whether it is read.
-Attention: every program finds the keys of its stretch that are read, and gathers K and V of those.
-Merge: the parts of a row become one (split-K, as in Flash-Decoding). Nothing waits for the device
-and no shape depends on the length of the text, so that a step can be captured in a CUDA graph.
+head's log-sum-exp. Limit: one program a row finds the last step that fits by bisection, and tells
+how large a score of each head must be. Choose: the index is read once, and a byte a key says
+whether it is read. Attention: every program finds the keys of its stretch that are read, and
+gathers K and V of those. Merge: the parts of a row become one (split-K, as in Flash-Decoding).
+Nothing waits for the device and no shape depends on the length of the text, so that a step can be
+captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LARGEST_QUERY = tl.constexpr(float(reference.LARGEST_QUERY))
 A_CODE, A_QUERY = (tl.constexpr(1 / x) for x in (reference.LARGEST_CODE, reference.LARGEST_QUERY))
 LARGEST_SCALE = tl.constexpr(reference.LARGEST_SCALE)
 LEAST_SCALE = tl.constexpr(reference.LEAST_SCALE)
-OCTAVES = tl.constexpr((reference.LEAST + 1) // reference.STEPS_AN_OCTAVE)
+STEP_BITS = tl.constexpr(reference.LEAST.bit_length())
 # in place of the logit of a key that is not counted
 UNCOUNTED = tl.constexpr(-32768)
 # what stands for a maximum of nothing: infinity less infinity is no number
@@ -45,11 +45,10 @@ LEAST_ROWS, LEAST_COLUMNS, LEAST_BYTES = 64, 16, 32
 INDEXED = 128
 # bytes of the index at a time; fewest and most keys that a program chooses among, and programs that
 # there should be
-SCORED_BYTES, CHOSEN, CHOOSING_PROGRAMS = 8 << 10, (4096, 8192), 512
+SCORED_BYTES, CHOSEN, CHOOSING_PROGRAMS = 8 << 10, (2048, 8192), 512
 SCORE_WARPS, SCORE_STAGES = 4, 3
-# bytes that a program of these has brought into the L2 cache before it starts
-PREFETCHED, CACHE_LINE = tl.constexpr(64 << 10), tl.constexpr(128)
-COUNT_WARPS = 16
+# warps that find the limit of a row
+LIMIT_WARPS = 16
 # keys among which a program attends those that are chosen; and (how many of them at a time, warps)
 # where there are few rows, and from so many on
 READ, READ_STAGES, FEW_ROWS, MANY_ROWS, MANY = 2048, 3, (32, 4), (16, 2), 32
@@ -133,6 +132,7 @@ def _write(
             SIZE=halves.size,
             BLOCK_N=tokens,
             BLOCK_C=triton.next_power_of_2(halves.size),
+            EARLY=_early(k)["EARLY"],
             num_warps=4,
         )
 
@@ -186,9 +186,8 @@ def _choose(
             PACK=pack,
             BLOCK_N=at_a_time,
             BLOCK_C=columns,
-            # it waits as a whole for what writes the query, which choosing reads before it waits
-            EARLY=_early(q)["EARLY"],
             num_warps=SCORE_WARPS,
+            **_early(q),
             **told,
         )
         _limit_kernel[(rows,)](
@@ -210,7 +209,7 @@ def _choose(
             DENSE=len(dense_heads),
             PACKED=_packed(q),
             BLOCK_N=triton.next_power_of_2(sampled),
-            num_warps=COUNT_WARPS,
+            num_warps=LIMIT_WARPS,
             **_early(q),
         )
         # columns are filled by neighbouring keys, see the kernel
@@ -333,8 +332,11 @@ def _index_kernel(
     SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """`reference.index_keys` of some keys, written from slot ``start`` on."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     plane = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_C)
@@ -378,19 +380,6 @@ def _spread(x, PACK: tl.constexpr, ROOM: tl.constexpr, BLOCK_C: tl.constexpr):
     one, other = tl.arange(0, PACK)[:, None, None, None], tl.arange(0, PACK)[None, None, :, None]
     x = tl.where(one == other, x[None, :, None, :], 0.0).to(tl.int8)
     return tl.trans(tl.reshape(x, (PACK * ROOM, PACK * BLOCK_C)))
-
-
-@triton.jit
-def _prefetch(addresses):
-    """Bring the lines of these addresses into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [addresses.to(tl.int64, bitcast=True)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -513,6 +502,8 @@ def _sample_kernel(
     The last program of a row has the keys that are always read in their place, and counts them.
     """
     if EARLY:
+        # in this order: choosing reads the query before it waits
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row // kv_heads, row % kv_heads
@@ -546,9 +537,6 @@ def _sample_kernel(
     sink = (line * PACK < SINKS)[:, None]
     counted = seen & tl.where(sampling, ~ends, sink == (token < begin + SINKS))
 
-    low, high, offset, unit = _queries(
-        q, batch, head, qk_scale, GROUP, ROOM, PACK, FIRST, STEP, SIZE, BLOCK_C
-    )
     place = tl.arange(0, PACK * BLOCK_C)[None, :]
     behind, inner = place // BLOCK_C, place % BLOCK_C
     there = (slot + behind >= 0) & (slot + behind < end) & (inner < SIZE)
@@ -556,6 +544,9 @@ def _sample_kernel(
     y = tl.load(y + slot.to(tl.int64) * SIZE + (behind * SIZE + inner), mask=there, other=0)
     own = scales.data + batch * scales.batch + head * scales.head
     own = tl.load(own + token, mask=counted, other=0.0)
+    low, high, offset, unit = _queries(
+        q, batch, head, qk_scale, GROUP, ROOM, PACK, FIRST, STEP, SIZE, BLOCK_C
+    )
     s = _scores(y, own, low, high, offset, PACKED) * _a_column(unit, PACK, ROOM)
     if sampling:
         steps = tl.maximum(_in_steps(s, PACKED), UNCOUNTED + 1)
@@ -620,22 +611,16 @@ def _limit_kernel(
         below = tl.where(member[None, :] < GROUP, below, LEAST)
     step = tl.minimum(tl.maximum(tl.min(below, 1), 1), LEAST)
     step = tl.where(tl.max(logit, 1) > UNCOUNTED, step, HIDDEN)
-    octaves = tl.histogram(step // STEPS_AN_OCTAVE, OCTAVES, mask=step < HIDDEN)
-    before = own + SPREAD * tl.cumsum(octaves, 0)
-    octave = tl.sum((before <= many).to(tl.int32), 0)
-    taken = tl.maximum(own, tl.max(tl.where(before <= many, before, 0), 0))
-    inner = tl.arange(0, STEPS_AN_OCTAVE)
-    inside = (step // STEPS_AN_OCTAVE == octave) & (step < HIDDEN)
-    steps = tl.histogram(step % STEPS_AN_OCTAVE, STEPS_AN_OCTAVE, mask=inside)
-    within = taken + SPREAD * tl.cumsum(steps, 0)
-    step = octave * STEPS_AN_OCTAVE + inner
-    # what is always read is step 0
-    fits = ((within <= many) | (step == 0)) & (step < LEAST)
-    fitting = octave * STEPS_AN_OCTAVE + tl.sum(fits.to(tl.int32), 0)
-    taken = tl.maximum(taken, tl.max(tl.where(fits, within, 0), 0))
-    more = (2 * taken < many) & (fitting < LEAST)
-    last = fitting - 1 + more.to(tl.int32)
-    everything = (octave == OCTAVES) | (end <= many)
+    # the largest step that fits, bit by bit; what is always read is step 0
+    last, taken = 0, own
+    for bit in tl.static_range(STEP_BITS):
+        other = last + ((LEAST + 1) >> (bit + 1))
+        with_it = own + SPREAD * tl.sum((step <= other).to(tl.int32), 0)
+        fits = (with_it <= many) & (other < LEAST)
+        last, taken = tl.where(fits, other, last), tl.where(fits, with_it, taken)
+    last += ((2 * taken < many) & (last + 1 < LEAST)).to(tl.int32)
+    everything = own + SPREAD * tl.sum((step < HIDDEN).to(tl.int32), 0) <= many
+    everything = everything | (end <= many)
     for dense in tl.static_range(DENSE):
         everything = everything | (tl.load(dense_heads + dense) == row % kv_heads)
     # half a step less: products are not rounded
@@ -678,13 +663,8 @@ def _choose_kernel(
     """Which of ``KEYS`` keys are read."""
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row // kv_heads, row % kv_heads
-    begin = split * KEYS
-    keys = codes.data + batch * codes.batch + head * codes.head
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        # the index is complete, and on its way while the limit is found
-        line_of = begin * SIZE + tl.arange(0, PREFETCHED // CACHE_LINE) * CACHE_LINE
-        _prefetch(keys + tl.minimum(line_of, slots * SIZE - 1))
     columns: tl.constexpr = PACK * ROOM
     tile: tl.constexpr = BLOCK_N // PACK
     low, high, offset, _ = _queries(
@@ -693,6 +673,7 @@ def _choose_kernel(
     if EARLY:
         tl.extra.cuda.gdc_wait()
     end = tl.load(length).to(tl.int32)
+    begin = split * KEYS
     stop = tl.minimum(begin + KEYS, slots)
     column, behind = tl.arange(0, columns)[None, :], tl.arange(0, PACK)[None, :]
     line = tl.arange(0, tile)[:, None] * PACK
@@ -705,6 +686,7 @@ def _choose_kernel(
 
     place = tl.arange(0, PACK * BLOCK_C)[None, :]
     ahead_of, inner = place // BLOCK_C, place % BLOCK_C
+    keys = codes.data + batch * codes.batch + head * codes.head
     scales_at = scales.data + batch * scales.batch + head * scales.head + line + behind
     # tiles end at the last slot at the latest, so that nothing is masked
     final = tl.maximum(slots - BLOCK_N, 0)

@@ -130,9 +130,9 @@ def test_what_a_step_of_cab_reads_by_hand():
     step = step_of(settings)
     channels = one_query.llama_channels(16)
     index = ops.index_keys(step.k, channels).nbytes
-    # the index, two bytes a key, K and V of what is kept
+    # the index, a byte a key, K and V of what is kept
     rows = 2 * 2
-    assert row["bytes"] == index + rows * 600 * 2 + rows * row["kept"] * 2 * 16 * 4
+    assert row["bytes"] == index + rows * 600 + rows * row["kept"] * 2 * 16 * 4
     everything = sample_of(Decode, settings, CASE | {"budget": 600})
     assert everything["kept"] == 600 and everything["mass"] == pytest.approx(1)
 
