@@ -20,7 +20,7 @@ SHARED_CHOICE = "cascade decode"  # under which an anchor leaves its choice
 
 
 class SharedChoice(NamedTuple):
-    """What an anchor leaves in a step: its index, its query and KV heads, and the keys they read."""
+    """What an anchor leaves in a step: its index, its query and KV heads, and what these read."""
 
     layer: int
     heads: tuple[int, int]

@@ -5,7 +5,7 @@ import torch
 from tiny import qkv
 from torch.nn import functional as F
 
-from cab_hf.ops.decode import attend, choose, index_keys
+from cab_hf.ops.decode import attend, choose, index_keys, reference
 from cab_hf.ops.decode.reference import LOCAL, SINKS, STEPS_AN_OCTAVE, picked
 
 SCALE = 0.25
@@ -113,3 +113,24 @@ def test_dense_heads_read_everything_and_the_others_what_they_did():
     kept = chosen(q, k, 450, 128, dense_heads=(1,))
     assert kept[:, 1, :450].all() and not kept[:, 1, 450:].any()
     assert torch.equal(kept[:, 0], chosen(q, k, 450, 128)[:, 0])
+
+
+@pytest.mark.parametrize("kv_heads", [6, 2])
+def test_of_a_long_cache_a_sample_tells_what_is_read(kv_heads):
+    q, k, _ = qkv(1, 6, kv_heads, q_length=1, kv_length=40_000)
+    assert reference.spread_of(40_000) == 8 and reference.spread_of(8192) == 1
+    kept = chosen(3 * q, k, 39_000, 4000)
+    assert not kept[..., 39_000:].any()
+    count = kept.sum(-1)
+    assert ((count - 4000).abs() < 400).all() and (count != 4000).any()
+    share = shares(3 * q, k, 39_000)
+    best = share.topk(4000, dim=-1).values.sum(-1)
+    ends = torch.zeros_like(kept)
+    ends[..., :SINKS] = ends[..., 39_000 - LOCAL : 39_000] = True
+    assert (((kept & ~ends)[..., :39_000] * share).sum(-1) > 0.95 * best).all()
+    if kv_heads == 6:
+        # heads choose for themselves: no key that is read has a smaller share than one that is not
+        middle = slice(SINKS, 39_000 - LOCAL)
+        least = share[..., middle].masked_fill(~kept[..., middle], 2).amin(-1)
+        most = share[..., middle].masked_fill(kept[..., middle], 0).amax(-1)
+        assert (least * 2 ** (1.5 / STEPS_AN_OCTAVE) >= most).all()

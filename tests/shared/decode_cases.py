@@ -65,6 +65,4 @@ def require_as_reference(case, dtype=torch.float32, device="cpu"):
     assert (kept == reference.choose(q, index, *told)).float().mean() > 0.999
     out = kernels.attend(q, k, v, kept, scale)
     close = 1e-4 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(
-        out, reference.attend(q, k, v, kept, scale), rtol=close, atol=close
-    )
+    torch.testing.assert_close(out, reference.attend(q, k, v, kept, scale), rtol=close, atol=close)
