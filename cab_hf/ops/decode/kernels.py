@@ -212,7 +212,7 @@ def _choose(
             num_warps=LIMIT_WARPS,
             **_early(q),
         )
-        # columns are filled by neighbouring keys, see the kernel
+        # columns are filled by neighbouring keys, see `_queries`
         pack, own_room, columns = _packing(group, width, LEAST_COLUMNS)
         at_a_time = pack * max(LEAST_ROWS, SCORED_BYTES // (pack * columns))
         fewest, most = CHOSEN
