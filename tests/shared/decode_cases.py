@@ -57,9 +57,7 @@ def require_as_reference(case, dtype=torch.float32, device="cpu"):
     kept = kernels.choose(q, index, *told)
     scale, length, wanted, channels, valid, dense_heads = told
     steps, *sampled = reference.ranked(q, index, scale, length, channels, valid)
-    limit = reference.limit_of(steps, *sampled, wanted)
-    limit[:, list(dense_heads)] = reference.LEAST
-    limit = limit.masked_fill(length <= wanted, reference.LEAST).unsqueeze(-1)
+    limit = reference.limit_of(steps, *sampled, length, wanted, dense_heads)
     # sums are added in another order, which moves all keys of a head by a step or none
     assert ((kept == (steps <= limit)) | ((steps - limit).abs() <= 2)).all()
     assert (kept == reference.choose(q, index, *told)).float().mean() > 0.999

@@ -165,8 +165,7 @@ def _choose(
     given = *given, scale * LOG2_E.value, kv_heads, slots
     told = {"GROUP": group, "FIRST": halves.first, "STEP": halves.step, "SIZE": halves.size}
     told["PACKED"] = _packed(q)
-    pack, room, columns = _packing(group, width, NEIGHBOURS.value)
-    at_a_time = pack * max(LEAST_ROWS, SCORED_BYTES // (pack * columns))
+    pack, room, columns, at_a_time = _packing(group, width, NEIGHBOURS.value)
     sampled = triton.cdiv(slots, NEIGHBOURS.value * spread) * NEIGHBOURS.value
     splits = triton.cdiv(sampled, at_a_time)
     logits = q.new_empty(rows, splits * at_a_time, room, dtype=torch.int16)
@@ -213,8 +212,7 @@ def _choose(
             **_early(q),
         )
         # columns are filled by neighbouring keys, see `_queries`
-        pack, own_room, columns = _packing(group, width, LEAST_COLUMNS)
-        at_a_time = pack * max(LEAST_ROWS, SCORED_BYTES // (pack * columns))
+        pack, own_room, columns, at_a_time = _packing(group, width, LEAST_COLUMNS)
         fewest, most = CHOSEN
         a_program = triton.next_power_of_2(triton.cdiv(slots * rows, CHOOSING_PROGRAMS))
         a_program = max(at_a_time, fewest, min(most, a_program))
@@ -237,8 +235,8 @@ def _choose(
     return kept
 
 
-def _packing(group: int, width: int, most: int) -> tuple[int, int, int]:
-    """(neighbouring keys in a row, queries each has room for, bytes of a key) of a product.
+def _packing(group: int, width: int, most: int) -> tuple[int, int, int, int]:
+    """Of a product: neighbouring keys in a row, queries each has room for, bytes of one, all keys.
 
     No more than ``most`` neighbours. Keys of a width that is no power of two stand alone.
     """
@@ -247,7 +245,9 @@ def _packing(group: int, width: int, most: int) -> tuple[int, int, int]:
     if alone != width or pack > most and most * width < LEAST_BYTES:
         pack = 1
     pack = min(pack, most)
-    return pack, max(room, LEAST_COLUMNS // pack), max(alone, LEAST_BYTES // pack)
+    columns = max(alone, LEAST_BYTES // pack)
+    at_a_time = pack * max(LEAST_ROWS, SCORED_BYTES // (pack * columns))
+    return pack, max(room, LEAST_COLUMNS // pack), columns, at_a_time
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: float) -> Tensor:

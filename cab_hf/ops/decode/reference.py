@@ -111,10 +111,8 @@ def choose(
         valid: bool [B, >= length], False for padding; None without.
         dense_heads: KV heads that read everything.
     """
-    steps, sampled, always = ranked(q, index, scale, length, channels, valid)
-    limit = limit_of(steps, sampled, always, wanted)
-    limit[:, list(dense_heads)] = LEAST
-    return steps <= limit.masked_fill(length <= wanted, LEAST).unsqueeze(-1)
+    ranks = ranked(q, index, scale, length, channels, valid)
+    return ranks[0] <= limit_of(*ranks, length, wanted, dense_heads)
 
 
 def ranked(
@@ -151,8 +149,18 @@ def ranked(
     return steps.masked_fill(always, ALWAYS).masked_fill(~seen, HIDDEN), sampled, always
 
 
-def limit_of(steps: Tensor, sampled: Tensor, always: Tensor, wanted: Tensor) -> Tensor:
-    """The last step that is read, int64 [B, H_kv]; arguments are what `ranked` gives."""
+def limit_of(
+    steps: Tensor,
+    sampled: Tensor,
+    always: Tensor,
+    length: Tensor,
+    wanted: Tensor,
+    dense_heads: tuple[int, ...],
+) -> Tensor:
+    """The last step that is read, int64 [B, H_kv, 1].
+
+    ``steps``, ``sampled`` and ``always`` are what `ranked` gives, the others are those of `choose`.
+    """
     spread = spread_of(steps.shape[2])
     counts = steps.new_zeros(*steps.shape[:2], HIDDEN + 1)
     counts.scatter_add_(2, steps, sampled.long().expand_as(steps))
@@ -163,7 +171,10 @@ def limit_of(steps: Tensor, sampled: Tensor, always: Tensor, wanted: Tensor) -> 
     fitting = fits.sum(-1)
     taken = (total[..., :LEAST] * fits).amax(-1)
     more = (2 * taken < wanted) & (fitting < LEAST)
-    return (fitting - 1 + more.long()).masked_fill(total[..., -1] <= wanted, LEAST)
+    everything = (total[..., -1] <= wanted) | (length <= wanted)
+    limit = (fitting - 1 + more.long()).masked_fill(everything, LEAST)
+    limit[:, list(dense_heads)] = LEAST
+    return limit.unsqueeze(-1)
 
 
 def spread_of(slots: int) -> int:
