@@ -11,12 +11,15 @@ from torch.nn import functional as F
 
 from cab_hf.engines import DenseKernel, Engine
 from cab_hf.mask import CabMask
+from cab_hf.ops import decode
+from cab_hf.ops.decode import Choice
 from cab_hf.plan import EXACT_BLOCK
 
 # query rows that share one mask tensor, and the elements it may have: they bound memory, not the
 # result
 ROWS_AT_A_TIME = 1024
 MASK_AT_A_TIME = 1 << 28
+ALL_SEEN = "all keys of a decode step"  # under which the layers of a forward pass share them
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,17 @@ class ExactByBlocks(Exact):
 
 
 class ExactByRows(Exact):
-    """Exact attention by SDPA, under a mask of its own for some rows at a time."""
+    """Exact attention under a mask of its own for some rows at a time, by SDPA.
+
+    Of one query by the kernel of sparse decode, told to read all that may be seen: SDPA's kernels
+    have a program for each row of a batch and head, which are few, and read every slot.
+    """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return _by_rows(q, *_written(self.text, k, v), self.text, scale)
+        k, v = _written(self.text, k, v)
+        if q.shape[2] == 1 and decode.has_kernels(q, k, v):
+            return decode.attend(q, k, v, _all_seen(self.text, k), scale)
+        return _by_rows(q, k, v, self.text, scale)
 
 
 def _written(text: CabMask, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,6 +73,16 @@ def _written(text: CabMask, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     if text.kv_length is None:
         return k, v
     return k[:, :, : text.kv_length], v[:, :, : text.kv_length]
+
+
+def _all_seen(text: CabMask, k: Tensor) -> Choice:
+    """The keys of k [B, H_kv, N, D] that one query may see; found once for all layers."""
+    batch, kv_heads, slots = k.shape[:3]
+    known = ALL_SEEN, slots, k.device
+    if known not in text.shared_state:
+        text.shared_state[known] = Choice.of(text.dense_rows(0, 1, 0, slots, k.device)[:, 0])
+    seen: Choice = text.shared_state[known]
+    return Choice(seen.slots.expand(batch, kv_heads, -1), seen.counts.expand(batch, kv_heads), None)
 
 
 def _by_rows(query: Tensor, key: Tensor, value: Tensor, mask: CabMask, scale: float) -> Tensor:

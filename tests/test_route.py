@@ -72,7 +72,7 @@ HELD = Indexed(*torch.zeros(2, 1, 1, 512, 16), ())
         pytest.param({"q_length": 2}, "fewer than query_block=128", id="few-queries"),
         pytest.param({"kv_length": 511}, "too short for decode_tokens=128", id="short"),
         pytest.param({"kv_length": None, "slots": 511}, "too short", id="few-slots"),
-        pytest.param({"config": replace(STEP, min_length=513)}, "too short", id="min_length"),
+        pytest.param({"config": replace(STEP, min_length=513)}, "min_length=513", id="min_length"),
         pytest.param({"config": replace(STEP, decode_tokens=0.25)}, None, id="share"),
         pytest.param({"config": replace(STEP, decode_tokens=0.26)}, "too short", id="most"),
         pytest.param({"config": replace(SMALL, min_length=0)}, "query_block=32", id="off"),

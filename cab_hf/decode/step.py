@@ -11,7 +11,7 @@ from cab_hf.budgets import budgets_of
 from cab_hf.config import CabConfig
 from cab_hf.decode.cache import Indexed
 from cab_hf.ops import decode
-from cab_hf.ops.decode.reference import on_device
+from cab_hf.ops.decode import Choice
 from cab_hf.predictors.cascade import anchor_of, require_heads_of
 
 # a text is read sparsely from so many times the keys that are read: below, scoring costs more
@@ -20,11 +20,11 @@ SHARED_CHOICE = "cascade decode"  # under which an anchor leaves its choice
 
 
 class SharedChoice(NamedTuple):
-    """What an anchor leaves in a step: its index, its query and KV heads, and what these read."""
+    """What an anchor leaves in a step: its index, its query and KV heads, and what these chose."""
 
     layer: int
     heads: tuple[int, int]
-    kept: Tensor
+    choice: Choice
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,20 @@ class SparseDecode:
         heads = q.shape[1], k.shape[1]
         anchor = anchor_of(self.config, index)
         if anchor is None or anchor == index:
-            kept = self._choose(q, scale, index, heads)
+            choice = self._choose(q, scale, index, heads)
         else:
             shared: SharedChoice = self.text.shared_state[SHARED_CHOICE]
-            kept = self._mapped(shared, index, heads, q.device)
+            choice = self._mapped(shared, index, heads, q.device)
         if anchor is not None and anchor == index:
-            self.text.shared_state[SHARED_CHOICE] = SharedChoice(index, heads, kept)
-        return decode.attend(q, k, v, kept, scale)
+            self.text.shared_state[SHARED_CHOICE] = SharedChoice(index, heads, choice)
+        length, _ = self.text.reach(self.config.decode_tokens, q.device)
+        return decode.attend(q, k, v, choice, scale, length, self._valid(q.device))
 
-    def _choose(self, q: Tensor, scale: float, index: int | None, heads: tuple[int, int]) -> Tensor:
+    def _valid(self, device: Any) -> Tensor | None:
+        return None if self.text.valid is None else self.text.valid.to(device)
+
+    def _choose(self, q: Tensor, scale: float, index: int | None, heads: tuple[int, int]) -> Choice:
         length, wanted = self.text.reach(self.config.decode_tokens, q.device)
-        valid = self.text.valid
         return decode.choose(
             q,
             self.held.index,
@@ -68,23 +71,22 @@ class SparseDecode:
             length,
             wanted,
             self.held.channels,
-            None if valid is None else valid.to(q.device),
+            self._valid(q.device),
             _dense_kv_heads(self.config, index, heads),
         )
 
     def _mapped(
         self, shared: SharedChoice, index: int, heads: tuple[int, int], device: Any
-    ) -> Tensor:
+    ) -> Choice:
         """The anchor's choice, KV head by KV head as most of a group's heads are mapped."""
         require_heads_of(shared.layer, shared.heads, index, heads)
         # the layers of a model may be spread over devices
-        kept = shared.kept.to(device)
-        if not self.config.head_map:
-            return kept
-        mapped = mapped_kv_heads(self.config.head_map[index], heads[1])
+        mapped = None
+        if self.config.head_map:
+            mapped = mapped_kv_heads(self.config.head_map[index], heads[1])
         if mapped == tuple(range(heads[1])):
-            return kept
-        return kept[:, on_device(mapped, kept.device)]
+            mapped = None
+        return shared.choice.elsewhere(device, mapped)
 
 
 def why_dense(
@@ -96,7 +98,9 @@ def why_dense(
     # of a static cache the slots are known, and what is written on the device alone
     slots = text.slots if text.kv_length is None else text.kv_length
     if slots is None or not decodes_sparsely(config, slots):
-        return f"too short for decode_tokens={config.decode_tokens} (decode)"
+        short = slots is not None and slots < config.min_length
+        name = "min_length" if short else "decode_tokens"
+        return f"too short for {name}={getattr(config, name)} (decode)"
     anchor = anchor_of(config, getattr(layer, "layer_idx", None))
     if anchor is not None and anchor < layer.layer_idx:
         shared = text.shared_state.get(SHARED_CHOICE)

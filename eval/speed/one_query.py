@@ -18,6 +18,7 @@ from cab_hf.eval.speed.dense import FA3_MODULES, FA4_MODULES, first_of
 from cab_hf.eval.speed.heads import RandomHeads
 from cab_hf.eval.speed.timing import Bench, Timing
 from cab_hf.ops import decode
+from cab_hf.ops.decode import Choice, reference
 from cab_hf.rotary import llama_channels
 
 READ_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}  # of a sum that tells the bandwidth
@@ -186,7 +187,8 @@ def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
     relative error where everything is chosen.
 
     Raises:
-        ArithmeticError: where it computes something else than float32 attention over its choice.
+        ArithmeticError: where it computes something else than float32 attention over its choice, or
+            than the reference with what is not read.
     """
     q, k, v, weights, expected = step
     channels, length = llama_channels(q.shape[-1]), k.shape[2]
@@ -203,8 +205,8 @@ def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
 
     choose = choosing(wanted)
 
-    def attend(chosen: Tensor) -> Tensor:
-        return decode.attend(q, k, v, chosen, step.scale)
+    def attend(choice: Choice) -> Tensor:
+        return decode.attend(q, k, v, choice, step.scale, so_far)
 
     def complete() -> Tensor:
         write()
@@ -212,17 +214,26 @@ def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
 
     everything = attend(choosing(length)())
     close(everything, expected, "where everything is chosen")
-    chosen = choose()
-    kept = weights * chosen.unsqueeze(2)
-    close(complete(), weighted(kept / kept.sum(-1, keepdim=True), v), "over what is chosen")
-    count = int(chosen.sum())
+    choice = choose()
+    kept = weights * choice.kept().unsqueeze(2)
+    alone = attend(choice.elsewhere(q.device))
+    close(alone, weighted(kept / kept.sum(-1, keepdim=True), v), "over what is chosen")
+    # a text at a time, as a cache in float32 is twice the cache
+    meant = [
+        reference.attend(
+            q[[i]].float(), k[[i]], v[[i]], Choice(*(x[[i]] for x in choice)), step.scale, so_far
+        )
+        for i in range(len(q))
+    ]
+    close(complete(), torch.cat(meant), "with what is not read")
+    count = int(choice.counts.sum())
     return {
         "timing": bench.time(complete),
         "index": bench.time(write),
         "choose": bench.time(choose),
-        "attend": bench.time(partial(attend, chosen)),
+        "attend": bench.time(partial(attend, choice)),
         "kept": count / (k.shape[0] * k.shape[1]),
         "mass": float(kept.sum(-1).mean()),
-        "bytes": index.nbytes + chosen.nbytes + count * step.bytes_a_key,
+        "bytes": index.nbytes + count * step.bytes_a_key,
         "full_error": float((everything.float() - expected).norm() / expected.norm()),
     }

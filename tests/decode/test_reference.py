@@ -1,5 +1,7 @@
 """What a sparse step computes, against plain softmax and sort."""
 
+import math
+
 import pytest
 import torch
 from tiny import qkv
@@ -11,10 +13,14 @@ from cab_hf.ops.decode.reference import LOCAL, SINKS, STEPS_AN_OCTAVE, picked
 SCALE = 0.25
 
 
-def chosen(q, k, length, wanted, **kwargs):
+def choice_of(q, k, length, wanted, **kwargs):
     numbers = torch.tensor([length]), torch.tensor([wanted], dtype=torch.int32)
     channels = kwargs.get("channels", ())
     return choose(q, index_keys(k, channels), SCALE, *numbers, **kwargs)
+
+
+def chosen(*args, **kwargs):
+    return choice_of(*args, **kwargs).kept()
 
 
 def in_bits(x, largest):
@@ -68,10 +74,36 @@ def test_the_index_holds_keys_to_half_a_unit(channels):
 @pytest.mark.parametrize("channels", [(), (0, 3, 5, 6, 9, 15)])
 def test_attention_is_that_under_a_mask_of_the_chosen_keys(channels):
     q, k, v = qkv(2, q_length=1, kv_length=500)
-    kept = chosen(q, k, 450, 150, channels=channels)
-    mask = kept.repeat_interleave(3, dim=1).unsqueeze(2)
+    choice = choice_of(q, k, 450, 150, channels=channels).elsewhere(q.device)
+    mask = choice.kept().repeat_interleave(3, dim=1).unsqueeze(2)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SCALE, enable_gqa=True)
-    torch.testing.assert_close(attend(q, k, v, kept, SCALE), expected)
+    actual = attend(q, k, v, choice, SCALE, torch.tensor([450]))
+    torch.testing.assert_close(actual, expected)
+
+
+def test_what_is_not_read_counts_as_one_key_of_the_mean_value():
+    q, k, v = qkv(2, 6, 2, q_length=1, kv_length=500)
+    length = torch.tensor([450])
+    choice = choice_of(q, k, 450, 150)
+    unread, gone = choice.unread, ~choice.kept()[:, :, :450]
+    q4, k4 = in_bits(q, 127), in_bits(k, 7)[:, :, :450].repeat_interleave(3, dim=1)
+    weights = (q4 @ k4.mT * SCALE).exp().squeeze(2) * gone.repeat_interleave(3, dim=1)
+    # logits are rounded to steps
+    torch.testing.assert_close(unread.exp2(), weights.sum(-1), rtol=2e-2, atol=0)
+    mean = v[:, :, torch.arange(256) * 450 // 256].mean(2, keepdim=True)
+    key = torch.cat([k, torch.zeros_like(k[:, :, :1])], dim=2)
+    value = torch.cat([v, mean], dim=2).repeat_interleave(3, dim=1)
+    logits = q @ key.repeat_interleave(3, dim=1).mT * SCALE
+    logits[..., 450:500] = float("-inf")
+    logits[..., :450].masked_fill_(gone.repeat_interleave(3, dim=1).unsqueeze(2), float("-inf"))
+    logits[..., -1] = unread.unsqueeze(-1) * math.log(2)
+    actual = attend(q, k, v, choice, SCALE, length)
+    torch.testing.assert_close(actual, logits.softmax(-1) @ value)
+    # and is nearer to dense attention than without it
+    seen = k[:, :, :450], v[:, :, :450]
+    dense = F.scaled_dot_product_attention(q, *seen, scale=SCALE, enable_gqa=True)
+    without = attend(q, k, v, choice.elsewhere(q.device), SCALE, length)
+    assert (actual - dense).norm() < 0.8 * (without - dense).norm()
 
 
 def test_only_the_channels_of_the_index_are_scored():
@@ -101,11 +133,13 @@ def test_keys_of_equal_shares_are_all_read_or_none():
 @pytest.mark.parametrize("wanted", [300, 450, 1000])
 def test_a_text_of_no_more_keys_than_wanted_is_read_whole(wanted):
     q, k, v = qkv(q_length=1, kv_length=500)
-    kept = chosen(q, k, 300, wanted)
+    choice = choice_of(q, k, 300, wanted)
+    kept = choice.kept()
     assert kept[..., :300].all() and not kept[..., 300:].any()
     seen = k[:, :, :300], v[:, :, :300]
     expected = F.scaled_dot_product_attention(q, *seen, scale=SCALE, enable_gqa=True)
-    torch.testing.assert_close(attend(q, k, v, kept, SCALE), expected)
+    actual = attend(q, k, v, choice, SCALE, torch.tensor([300]))
+    torch.testing.assert_close(actual, expected)
 
 
 def test_dense_heads_read_everything_and_the_others_what_they_did():

@@ -365,7 +365,7 @@ def test_both_stages_are_sparse_when_asked(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(
         decode,
         "attend",
-        lambda q, k, v, kept, scale: steps.append(kept) or attend(q, k, v, kept, scale),
+        lambda q, k, v, choice, *told: steps.append(choice) or attend(q, k, v, choice, *told),
     )
     options, methods = ("--budget", "0.3", "--controls", "0"), "cab,random,streaming"
     results = {}
@@ -376,7 +376,7 @@ def test_both_stages_are_sparse_when_asked(model_folder, tmp_path, monkeypatch):
         # of two layers, of each of three prompts some tokens behind the first
         assert bool(steps) == (stage == "both") and len(steps) % 2 == 0
     # what is always read is more than an eighth of so short a text
-    kept = torch.cat([kept.sum(-1).flatten() for kept in steps])
+    kept = torch.cat([choice.counts.flatten() for choice in steps])
     assert LENGTH // 8 < SINKS + LOCAL and set(kept.tolist()) == {SINKS + LOCAL}
     assert "decoded" not in (tmp_path / "prefill" / "report.md").read_text()
     table = Passkey.tables(results["both"]["rows"])["Accuracy"]

@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from decode_cases import CASES, require_as_reference, step_of
+from decode_cases import (
+    CASES,
+    require_as_reference,
+    require_step_as_by_rows,
+    step_of,
+    texts_of_a_step,
+)
 from tiny import tiny_model, tokens
 from transformers import StaticCache
 
@@ -34,8 +40,8 @@ def test_a_captured_step_follows_the_text(gpu):
     def compute():
         # a copy and no kernel stands before the first launch
         held.copy_(q)
-        kept = decode.choose(held, index, scale, length, wanted, channels)
-        return decode.attend(held, k, v, kept, scale)
+        choice = decode.choose(held, index, scale, length, wanted, channels)
+        return decode.attend(held, k, v, choice, scale, length)
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -48,16 +54,25 @@ def test_a_captured_step_follows_the_text(gpu):
         length.fill_(written)
         graph.replay()
         assert torch.equal(out, compute())
-        kept = reference.choose(q, index, scale, length, wanted, channels)
-        expected = reference.attend(q, k, v, kept, scale)
+        choice = reference.choose(q, index, scale, length, wanted, channels)
+        expected = reference.attend(q, k, v, choice, scale, length)
         assert (out - expected).float().norm() < 0.05 * expected.float().norm()
 
 
 def test_twice_is_the_same(gpu):
     q, k, v, told = step_of(LONG["longer-of-3"], torch.bfloat16, gpu)
     index = kernels.index_keys(k, told[3])
-    outs = [kernels.attend(q, k, v, kernels.choose(q, index, *told), told[0]) for _ in range(3)]
+    valid = told[4]
+    outs = [
+        kernels.attend(q, k, v, kernels.choose(q, index, *told), *told[:2], valid) for _ in range(3)
+    ]
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("text", texts_of_a_step())
+def test_a_step_that_reads_all_it_may_see(gpu, monkeypatch, text, dtype):
+    require_step_as_by_rows(texts_of_a_step(gpu)[text], monkeypatch, dtype, gpu)
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
@@ -85,4 +100,6 @@ def test_a_compiled_step_has_a_graph_and_says_what_an_eager_one_does(gpu):
         return torch.cat(parts, dim=1)
 
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
-    torch.testing.assert_close(logits(compiled), logits(model), rtol=1e-3, atol=1e-3)
+    eager = logits(model)
+    # a key more or less is read where a score is rounded otherwise
+    assert (logits(compiled) - eager).norm() < 1e-3 * eager.norm()

@@ -7,6 +7,19 @@ from decode_cases import CASES, require_as_reference, step_of
 from cab_hf.ops.decode import kernels
 
 
+@pytest.fixture(autouse=True)
+def _empty_tensors_are_full_of_anything():
+    """Of NaN and the largest numbers, so that what is read must have been written."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def require_same(choice, expected):
+    assert torch.equal(choice.kept(), expected.kept())
+    assert torch.equal(choice.unread, expected.unread)
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_step_is_the_references(case):
     require_as_reference(case)
@@ -15,38 +28,38 @@ def test_a_step_is_the_references(case):
 def test_a_cache_with_room_behind_what_is_written():
     q, k, v, told = step_of(CASES["group-of-3"])
     index = kernels.index_keys(k, told[3])
-    kept = kernels.choose(q, index, *told)
+    choice = kernels.choose(q, index, *told)
     roomy = [torch.cat((x, x[:, :, :300]), dim=2)[:, :, :1500] for x in (k, v, *index)]
     assert not roomy[0].is_contiguous()
     other = kernels.choose(q, kernels.Index(*roomy[2:]), *told)
-    assert torch.equal(other, kept)
-    expected = kernels.attend(q, k, v, kept, told[0])
-    assert torch.equal(kernels.attend(q, *roomy[:2], other, told[0]), expected)
+    require_same(other, choice)
+    expected = kernels.attend(q, k, v, choice, *told[:2])
+    assert torch.equal(kernels.attend(q, *roomy[:2], other, *told[:2]), expected)
 
 
 def test_what_is_not_written_yet_changes_nothing():
     q, k, v, told = step_of(CASES["group-of-3"])
     index = kernels.index_keys(k, told[3])
-    kept = kernels.choose(q, index, *told)
-    out = kernels.attend(q, k, v, kept, told[0])
+    choice = kernels.choose(q, index, *told)
+    out = kernels.attend(q, k, v, choice, *told[:2])
     for x in (k, v):
         x[:, :, 1300:] = float("nan")
     index.codes[:, :, 1300:], index.scales[:, :, 1300:] = 255, float("inf")
     other = kernels.choose(q, index, *told)
-    assert torch.equal(other, kept)
-    assert torch.equal(kernels.attend(q, k, v, other, told[0]), out)
+    require_same(other, choice)
+    assert torch.equal(kernels.attend(q, k, v, other, *told[:2]), out)
 
 
 def test_registered_ops_are_as_they_are_described():
     q, k, v, (scale, length, wanted, channels, valid, _) = step_of(CASES["padding"])
     ops, channels = torch.ops.cab_hf, list(channels)
     index = ops.decode_index(k, channels)
-    kept = ops.decode_choose(q, *index, scale, length, wanted, channels, valid, [])
+    choice = ops.decode_choose(q, *index, scale, length, wanted, channels, valid, [])
     given = {
         ops.decode_index: (k, channels),
         ops.decode_write_index: (*index, k[:, :, :3], channels, torch.tensor([5])),
         ops.decode_choose: (q, *index, scale, length, wanted, channels, valid, []),
-        ops.decode_attend: (q, k, v, kept, scale),
+        ops.decode_attend: (q, k, v, *choice, scale, length, valid),
     }
     for op, arguments in given.items():
         checks = "test_schema", "test_faketensor"
@@ -55,6 +68,6 @@ def test_registered_ops_are_as_they_are_described():
     expected = kernels.choose(
         q, kernels.Index(*index), scale, length, wanted, tuple(channels), valid
     )
-    assert torch.equal(kept, expected)
-    out = kernels.attend(q, k, v, expected, scale)
-    assert torch.equal(ops.decode_attend(q, k, v, kept, scale), out)
+    require_same(kernels.Choice(*choice), expected)
+    out = kernels.attend(q, k, v, expected, scale, length, valid)
+    assert torch.equal(ops.decode_attend(q, k, v, *choice, scale, length, valid), out)

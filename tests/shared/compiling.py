@@ -60,7 +60,8 @@ def compiled(config, dtype, dim, eight_bits):
     index = decode.index_keys(k, channels)
     numbers = torch.tensor([LENGTH]), torch.tensor([128], dtype=torch.int32)
     choice = decode.choose(q[:, :, :1], index, 1.0, *numbers, channels, spans.key_valid)
-    decode.attend(q[:, :, :1], k, k, choice, 1.0)
+    decode.attend(q[:, :, :1], k, k, choice, 1.0, numbers[0], spans.key_valid)
+    decode.attend(q[:, :, :1], k, k, choice.elsewhere(k.device), 1.0)
     return result
 
 

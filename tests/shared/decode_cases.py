@@ -1,7 +1,12 @@
 """Steps of decode for tests: what the kernels compute is held against the reference."""
 
 import torch
+from tiny import qkv
 
+from cab_hf.engines import SDPA
+from cab_hf.exact import ExactByRows
+from cab_hf.mask import CabMask
+from cab_hf.ops import decode
 from cab_hf.ops.decode import kernels, reference
 from cab_hf.rotary import llama_channels
 
@@ -54,13 +59,53 @@ def require_as_reference(case, dtype=torch.float32, device="cpu"):
     index, meant = (ops.index_keys(k, told[3]) for ops in (kernels, reference))
     for actual, expected in zip(index, meant, strict=True):
         assert torch.equal(actual, expected)
-    kept = kernels.choose(q, index, *told)
     scale, length, wanted, channels, valid, dense_heads = told
-    steps, *sampled = reference.ranked(q, index, scale, length, channels, valid)
-    limit = reference.limit_of(steps, *sampled, length, wanted, dense_heads)
+    choice, expected = (ops.choose(q, index, *told) for ops in (kernels, reference))
+    _, *ranks = reference.ranked(q, index, scale, length, channels, valid)
+    steps, limit = ranks[0], reference.limit_of(*ranks, length, wanted, dense_heads)
+    kept = choice.kept()
+    assert torch.equal(kept.sum(-1), choice.counts)
     # sums are added in another order, which moves all keys of a head by a step or none
     assert ((kept == (steps <= limit)) | ((steps - limit).abs() <= 2)).all()
-    assert (kept == reference.choose(q, index, *told)).float().mean() > 0.999
-    out = kernels.attend(q, k, v, kept, scale)
+    assert (kept == expected.kept()).float().mean() > 0.999
+    torch.testing.assert_close(choice.unread, expected.unread, rtol=1e-2, atol=0.1)
+    out = kernels.attend(q, k, v, choice, scale, length, valid)
     close = 1e-4 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(out, reference.attend(q, k, v, kept, scale), rtol=close, atol=close)
+    torch.testing.assert_close(
+        out, reference.attend(q, k, v, choice, scale, length, valid), rtol=close, atol=close
+    )
+    elsewhere = choice.elsewhere(q.device)
+    torch.testing.assert_close(
+        kernels.attend(q, k, v, elsewhere, scale, length, valid),
+        reference.attend(q, k, v, elsewhere, scale, length, valid),
+        rtol=close,
+        atol=close,
+    )
+
+
+def texts_of_a_step(device="cpu"):
+    """{name: mask of one query on 300 slots of a batch of 2}."""
+    valid = torch.ones(2, 300, dtype=torch.bool, device=device)
+    valid[0, :77] = False
+    at = torch.tensor(250, device=device)
+    static = {"kv_length": None, "q_slot": at, "slots": 300}
+    cases = {
+        "static": static,
+        "static-padding": {**static, "valid": valid},
+        "static-window": {**static, "window": 40},
+        "static-all": {**static, "q_slot": torch.tensor(299, device=device)},
+        "padding": {"kv_length": 300, "q_slot": 299, "valid": valid},
+        "window": {"kv_length": 300, "q_slot": 299, "window": 40},
+        "padding-window": {"kv_length": 300, "q_slot": 299, "valid": valid, "window": 250},
+    }
+    return {name: CabMask(2, 1, **case) for name, case in cases.items()}
+
+
+def require_step_as_by_rows(text, monkeypatch, dtype=torch.float32, device="cpu"):
+    """What reads all that a step may see says what SDPA says under a mask."""
+    q, k, v = (x.to(device, dtype) for x in qkv(2, q_length=1, kv_length=300, dim=32))
+    step = ExactByRows(text, SDPA)
+    actual = step.attend(q, k, v, 0.2)
+    monkeypatch.setattr(decode, "has_kernels", lambda *tensors: False)
+    close = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(actual, step.attend(q, k, v, 0.2), rtol=close, atol=close)

@@ -9,10 +9,11 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cab_hf.ops.decode import reference
-from cab_hf.ops.decode.reference import Index
+from cab_hf.ops.decode.reference import Choice, Index
 
 # asked once: torch.compile cannot look for packages
 HAS_TRITON = find_spec("triton") is not None
@@ -28,7 +29,7 @@ def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tenso
     _ops(k).write_index(index, k, channels, start)
 
 
-def choose(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def choose(q: Tensor, *args: Any, **kwargs: Any) -> Choice:
     """See `reference.choose`."""
     return _ops(q).choose(q, *args, **kwargs)
 
@@ -36,6 +37,12 @@ def choose(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def attend(q: Tensor, *args: Any) -> Tensor:
     """See `reference.attend`."""
     return _ops(q).attend(q, *args)
+
+
+def has_kernels(*tensors: Tensor) -> bool:
+    """Whether `attend` of these is a kernel, which has no gradients."""
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return not trained and _ops(tensors[0]) is not reference
 
 
 def _ops(x: Tensor) -> ModuleType:

@@ -1,13 +1,14 @@
 """The kernels of a sparse decode step; `reference` of this package says what they compute.
 
-The index of a new key is one launch, a step five. Sample: the sampled keys of a long cache are
+The index of a new key is one launch, a step six. Sample: the sampled keys of a long cache are
 scored, and those that are always read; programs leave logits in whole steps, and their part of each
-head's log-sum-exp. Limit: one program a row finds the last step that fits by bisection, and tells
-how large a score of each head must be. Choose: the index is read once, and a byte a key says
-whether it is read. Attention: every program finds the keys of its stretch that are read, and
-gathers K and V of those. Merge: the parts of a row become one (split-K, as in Flash-Decoding).
-Nothing waits for the device and no shape depends on the length of the text, so that a step can be
-captured in a CUDA graph.
+head's log-sum-exp. Limit: one program a row finds the last step that fits by bisection; it tells
+how large a score of each head must be, and what all smaller ones weigh. Choose: the index is read
+once, and a bit a key says whether it is read. List: bits become slots, one behind the other.
+Attention: the keys of a row that are read are shared out evenly, wherever they stand, and K and V
+of those gathered. Merge: the parts of a row become one (split-K, as in Flash-Decoding). Nothing
+waits for the device and no shape depends on the length of the text, so that a step can be captured
+in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from torch import Tensor
 from cab_hf.ops import predict
 from cab_hf.ops.attention.tiles import LOG2_E, Vectors, precision, vectors, vectors_at
 from cab_hf.ops.decode import reference
-from cab_hf.ops.decode.reference import Index, on_device, spread_of
+from cab_hf.ops.decode.reference import Choice, Index, on_device, spread_of
 from cab_hf.ops.exact_scores import Channels
 from cab_hf.ops.predict import on_device_of
 
 STEPS_AN_OCTAVE = tl.constexpr(reference.STEPS_AN_OCTAVE)
+A_STEP = tl.constexpr(1 / reference.STEPS_AN_OCTAVE)
 LEAST, HIDDEN = tl.constexpr(reference.LEAST), tl.constexpr(reference.HIDDEN)
 NEIGHBOURS = tl.constexpr(reference.NEIGHBOURS)
 SINKS, LOCAL = tl.constexpr(reference.SINKS), tl.constexpr(reference.LOCAL)
+SPREAD_VALUES = tl.constexpr(reference.SPREAD_VALUES)
 LARGEST_CODE = tl.constexpr(float(reference.LARGEST_CODE))
 LARGEST_QUERY = tl.constexpr(float(reference.LARGEST_QUERY))
 A_CODE, A_QUERY = (tl.constexpr(1 / x) for x in (reference.LARGEST_CODE, reference.LARGEST_QUERY))
@@ -49,9 +52,11 @@ SCORED_BYTES, CHOSEN, CHOOSING_PROGRAMS = 8 << 10, (2048, 8192), 512
 SCORE_WARPS, SCORE_STAGES = 4, 3
 # warps that find the limit of a row
 LIMIT_WARPS = 16
-# keys among which a program attends those that are chosen; and (how many of them at a time, warps)
-# where there are few rows, and from so many on
-READ, READ_STAGES, FEW_ROWS, MANY_ROWS, MANY = 2048, 3, (32, 4), (16, 2), 32
+# keys whose bits become slots at a time
+LISTED = 2048
+# fewest and most programs that share the keys of a row, and programs that there should be; how many
+# keys each attends at a time; and how many values each takes of those that tell the mean
+READERS, READING_PROGRAMS, READ, READ_STAGES, READ_WARPS, VALUES = (16, 120), 960, 16, 3, 2, 32
 # parts of a row that are merged at a time
 MERGED_AT_A_TIME = 64
 
@@ -87,19 +92,27 @@ def choose(
     channels: tuple[int, ...] = (),
     valid: Tensor | None = None,
     dense_heads: tuple[int, ...] = (),
-) -> Tensor:
+) -> Choice:
     """See `reference.choose`."""
     given = q, *index, scale, length, wanted, list(channels), valid, list(dense_heads)
     if torch.compiler.is_compiling():
-        return torch.ops.cab_hf.decode_choose(*given)
-    return _choose(*given)
+        return Choice(*torch.ops.cab_hf.decode_choose(*given))
+    return Choice(*_choose(*given))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: float) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    choice: Choice,
+    scale: float,
+    length: Tensor | None = None,
+    valid: Tensor | None = None,
+) -> Tensor:
     """See `reference.attend`."""
     if torch.compiler.is_compiling():
-        return torch.ops.cab_hf.decode_attend(q, k, v, kept, scale)
-    return _attend(q, k, v, kept, scale)
+        return torch.ops.cab_hf.decode_attend(q, k, v, *choice, scale, length, valid)
+    return _attend(q, k, v, *choice, scale, length, valid)
 
 
 def _index(k: Tensor, channels: list[int]) -> tuple[Tensor, Tensor]:
@@ -147,18 +160,20 @@ def _choose(
     channels: list[int],
     valid: Tensor | None,
     dense_heads: list[int],
-) -> Tensor:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(slots, counts, unread) of a `Choice`."""
     batch, kv_heads, slots, width = codes.shape
     group = q.shape[1] // kv_heads
     halves, rows = Channels.of_halves(tuple(channels), q.shape[3]), batch * kv_heads
     q = q if q.stride(-1) == 1 else q.contiguous()
     codes = codes if codes.stride()[2:] == (width, 1) else codes.contiguous()
     scales = scales if scales.stride(2) == 1 else scales.contiguous()
-    seen = None, 0, 0, None
-    if valid is not None:
-        valid = valid if valid.stride(-1) == 1 else valid.contiguous()
-        seen = valid, valid.stride(0), valid.shape[1], valid.int().argmax(-1).int()
-    kept = q.new_empty(batch, kv_heads, slots, dtype=torch.bool)
+    seen = _seen(valid)
+    chosen = q.new_empty(batch, kv_heads, slots, dtype=torch.int32)
+    counts = q.new_empty(batch, kv_heads, dtype=torch.int32)
+    unread = q.new_empty(batch, q.shape[1], dtype=torch.float32)
+    words = triton.cdiv(slots, 32)
+    bits = q.new_empty(rows, words, dtype=torch.int32)
     spread = spread_of(slots)
 
     given = vectors(q), vectors(codes), Vectors(scales, *scales.stride()), length, *seen
@@ -195,6 +210,7 @@ def _choose(
             units,
             always,
             least,
+            unread,
             length,
             wanted,
             on_device(tuple(dense_heads), q.device) if dense_heads else None,
@@ -202,6 +218,7 @@ def _choose(
             splits * at_a_time,
             splits,
             SPREAD=spread,
+            LOG_SPREAD=spread.bit_length() - 1,
             GROUP=group,
             ROOM=room,
             SPLITS=triton.next_power_of_2(splits + 1),
@@ -216,23 +233,50 @@ def _choose(
         fewest, most = CHOSEN
         a_program = triton.next_power_of_2(triton.cdiv(slots * rows, CHOOSING_PROGRAMS))
         a_program = max(at_a_time, fewest, min(most, a_program))
-        _choose_kernel[(triton.cdiv(slots, a_program), rows)](
+        splits = triton.cdiv(slots, a_program)
+        read = q.new_empty(rows, splits, dtype=torch.int32)
+        _choose_kernel[(splits, rows)](
             *given,
             least,
-            kept,
+            bits,
+            read,
+            words,
             LEASTS=room,
             ROOM=own_room,
             PACK=pack,
             KEYS=a_program,
             BLOCK_N=at_a_time,
             BLOCK_C=columns,
-            MASKED=slots < at_a_time or columns != width,
+            PADDED=columns != width,
             num_warps=SCORE_WARPS,
             num_stages=SCORE_STAGES,
             **_early(q),
             **told,
         )
-    return kept
+        _list_kernel[(splits, rows)](
+            bits,
+            read,
+            chosen,
+            counts,
+            length,
+            words,
+            slots,
+            splits,
+            KEYS=a_program,
+            SPLITS=triton.next_power_of_2(splits),
+            BLOCK_N=min(LISTED, a_program),
+            num_warps=4,
+            **_early(q),
+        )
+    return chosen, counts, unread
+
+
+def _seen(valid: Tensor | None) -> tuple[Tensor | None, int, int, Tensor | None]:
+    """What kernels are told of padding: its mask, a stride and a width, and where texts begin."""
+    if valid is None:
+        return None, 0, 0, None
+    valid = valid if valid.stride(-1) == 1 else valid.contiguous()
+    return valid, valid.stride(0), valid.shape[1], valid.int().argmax(-1).int()
 
 
 def _packing(group: int, width: int, most: int) -> tuple[int, int, int, int]:
@@ -250,16 +294,26 @@ def _packing(group: int, width: int, most: int) -> tuple[int, int, int, int]:
     return pack, max(room, LEAST_COLUMNS // pack), columns, at_a_time
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: float) -> Tensor:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chosen: Tensor,
+    counts: Tensor,
+    unread: Tensor | None,
+    scale: float,
+    length: Tensor | None,
+    valid: Tensor | None,
+) -> Tensor:
     batch, kv_heads, slots, dim = k.shape
     heads, values = q.shape[1], v.shape[3]
     group, rows = heads // kv_heads, batch * kv_heads
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    kept = kept.contiguous()
-    # kept are of all slots, keys at times of those that are written
-    splits = triton.cdiv(slots, READ)
-    at_a_time, warps = MANY_ROWS if rows >= MANY else FEW_ROWS
-    found = q.new_empty(rows, splits * READ, dtype=torch.int16)
+    chosen = chosen if chosen.stride(-1) == 1 else chosen.contiguous()
+    fewest, most = READERS
+    readers = max(fewest, min(most, READING_PROGRAMS // rows))
+    # some more have what is not read
+    splits = readers if unread is None else readers + SPREAD_VALUES.value // VALUES
     largest = q.new_empty(rows, splits, group, dtype=torch.float32)
     sums = torch.empty_like(largest)
     weighted = q.new_empty(rows, splits, group, values, dtype=torch.float32)
@@ -269,27 +323,30 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: float) -> Tens
             vectors(q),
             vectors(k),
             vectors(v),
-            kept.view(torch.uint8),
-            found,
+            chosen,
+            *chosen.stride()[:2],
+            counts,
+            *counts.stride(),
+            unread,
+            length,
+            *_seen(valid),
             largest,
             sums,
             weighted,
             scale * LOG2_E.value,
             kv_heads,
-            slots,
-            kept.shape[2],
-            splits,
+            readers,
             GROUP=group,
             ROWS=max(LEAST_COLUMNS, triton.next_power_of_2(group)),
-            KEYS=READ,
-            BLOCK_N=at_a_time,
+            BLOCK_N=READ,
             D=dim,
             D_V=values,
             BLOCK_D=max(16, triton.next_power_of_2(dim)),
             BLOCK_V=max(16, triton.next_power_of_2(values)),
             FAR=slots * max(k.stride(2), v.stride(2)) >= 1 << 31,
+            VALUES=VALUES,
             PRECISION=precision(q),
-            num_warps=warps,
+            num_warps=READ_WARPS,
             num_stages=READ_STAGES,
             **_early(q),
         )
@@ -573,6 +630,7 @@ def _limit_kernel(
     units,
     always,
     least,
+    unread,
     length,
     wanted,
     dense_heads,
@@ -580,6 +638,7 @@ def _limit_kernel(
     samples,
     splits,
     SPREAD: tl.constexpr,
+    LOG_SPREAD: tl.constexpr,
     GROUP: tl.constexpr,
     ROOM: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -588,24 +647,26 @@ def _limit_kernel(
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The least product, in units of its query, by which a key is read for each head of a row."""
+    """The least product, in units of its query, by which a key is read for each head of a row; and
+    the logarithm of what the keys that are not read weigh, `Choice.unread`."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    member, split = tl.arange(0, ROOM), tl.arange(0, SPLITS)
+    end, many, own = tl.load(length).to(tl.int32), tl.load(wanted), tl.load(always + row)
+    member, at = tl.arange(0, ROOM), tl.arange(0, BLOCK_N)
+    # programs behind the text have left nothing
+    count = tl.minimum(tl.cdiv(end, NEIGHBOURS * SPREAD) * NEIGHBOURS, samples)
+    place = logits + (row * samples + at)[:, None] * ROOM + member[None, :]
+    # by a choice of its own: for `other` Triton 3.6 gives every second number of 16 bits another
+    logit = tl.load(place, mask=(at < count)[:, None]).to(tl.int32)
+    logit = tl.where((at < count)[:, None], logit, UNCOUNTED)
+    split = tl.arange(0, SPLITS)
     part = (row * (splits + 1) + split)[:, None] * ROOM + member[None, :]
     parts = tl.load(lse + part, mask=(split <= splits)[:, None], other=LOWEST)
     most = tl.max(parts, 0)
     total = most + tl.log2(tl.sum(tl.exp2(parts - most[None, :]), 0))
     total = _in_steps(total, PACKED).to(tl.int32)
-
-    end, many, own = tl.load(length).to(tl.int32), tl.load(wanted), tl.load(always + row)
-    # programs behind the text have left nothing
-    count = tl.minimum(tl.cdiv(end, NEIGHBOURS * SPREAD) * NEIGHBOURS, samples)
-    at = tl.arange(0, BLOCK_N)
-    place = logits + (row * samples + at)[:, None] * ROOM + member[None, :]
-    logit = tl.load(place, mask=(at < count)[:, None], other=UNCOUNTED).to(tl.int32)
     below = total[None, :] - logit
     if GROUP < ROOM:
         below = tl.where(member[None, :] < GROUP, below, LEAST)
@@ -623,9 +684,14 @@ def _limit_kernel(
     everything = everything | (end <= many)
     for dense in tl.static_range(DENSE):
         everything = everything | (tl.load(dense_heads + dense) == row % kv_heads)
+    gone = (step > last) & (step < HIDDEN) & ~everything
+    weight = tl.exp2(below.to(tl.float32) * -A_STEP)
+    weight = tl.sum(tl.where(gone[:, None], weight, 0.0), 0)
+    weight = tl.log2(weight) + total.to(tl.float32) * A_STEP + LOG_SPREAD
+    tl.store(unread + row * GROUP + member, weight, mask=member < GROUP)
     # half a step less: products are not rounded
     product = (total - last).to(tl.float32) - 0.5
-    product = product / STEPS_AN_OCTAVE / tl.load(units + row * ROOM + member)
+    product = product * A_STEP / tl.load(units + row * ROOM + member)
     product = tl.where(everything, float("-inf"), product)
     product = tl.where(member < GROUP, product, float("inf"))
     tl.store(least + row * ROOM + member, product)
@@ -645,7 +711,9 @@ def _choose_kernel(
     kv_heads,
     slots,
     least,
-    kept,
+    bits,
+    read,
+    words,
     LEASTS: tl.constexpr,
     GROUP: tl.constexpr,
     ROOM: tl.constexpr,
@@ -656,11 +724,11 @@ def _choose_kernel(
     STEP: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    MASKED: tl.constexpr,
+    PADDED: tl.constexpr,
     PACKED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Which of ``KEYS`` keys are read."""
+    """Which of ``KEYS`` keys are read, a bit each, and how many."""
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row // kv_heads, row % kv_heads
     if EARLY:
@@ -675,58 +743,136 @@ def _choose_kernel(
     end = tl.load(length).to(tl.int32)
     begin = split * KEYS
     stop = tl.minimum(begin + KEYS, slots)
+    written = tl.minimum(stop, end)
     column, behind = tl.arange(0, columns)[None, :], tl.arange(0, PACK)[None, :]
     line = tl.arange(0, tile)[:, None] * PACK
-    target = kept + row * slots + line + behind
-    start_of_text = 0
+    begin_of_text, valid_at = 0, valid
     if valid is not None:
-        start_of_text = tl.load(first + batch)
+        begin_of_text, valid_at = tl.load(first + batch), valid + batch * valid_stride
     own = column % ROOM
     own = tl.load(least + row * LEASTS + own, mask=own < LEASTS, other=float("inf"))
 
     place = tl.arange(0, PACK * BLOCK_C)[None, :]
     ahead_of, inner = place // BLOCK_C, place % BLOCK_C
     keys = codes.data + batch * codes.batch + head * codes.head
+    keys += (line + ahead_of) * SIZE + inner
+    key_size = tl.full([], SIZE, tl.int64)
     scales_at = scales.data + batch * scales.batch + head * scales.head + line + behind
-    # tiles end at the last slot at the latest, so that nothing is masked
-    final = tl.maximum(slots - BLOCK_N, 0)
-    if MASKED:
-        ahead = tl.load(
-            scales_at + tl.minimum(begin, final),
-            mask=tl.minimum(begin, final) + line + behind < slots,
-            other=0.0,
-        )
-    else:
-        ahead = tl.load(scales_at + tl.minimum(begin, final))
+    word = tl.arange(0, BLOCK_N // 32)
+    target = bits + row * words + word
+    count = tl.zeros([BLOCK_N // 32], tl.int32)
+    # whole tiles need no mask: what is not written is no more than not read
+    whole = begin
+    if not PADDED:
+        whole = tl.maximum(begin, tl.minimum(written, slots // BLOCK_N * BLOCK_N))
+    # scales of the next tile are on their way while one is computed
+    ahead = tl.load(scales_at + begin, mask=begin + line + behind < slots, other=0.0)
+    for start in range(begin, whole, BLOCK_N):
+        y = tl.load(keys + start * key_size)
+        scale, next_start = ahead, tl.minimum(start + BLOCK_N, tl.maximum(slots - BLOCK_N, 0))
+        ahead = tl.load(scales_at + next_start)
+        tile_bits, many = _bits(
+            y, scale, low, high, offset, own, start, begin_of_text, end, valid_at, valid_width,
+            PACK, ROOM, BLOCK_N, PACKED,
+        )  # fmt: skip
+        tl.store(target + start // 32, tile_bits)
+        count += many
+    for start in tl.range(whole, written, BLOCK_N, num_stages=1):
+        there = (start + line + ahead_of < slots) & (inner < SIZE)
+        y = tl.load(keys + start * key_size, mask=there, other=0)
+        scale = tl.load(scales_at + start, mask=start + line + behind < slots, other=0.0)
+        tile_bits, many = _bits(
+            y, scale, low, high, offset, own, start, begin_of_text, end, valid_at, valid_width,
+            PACK, ROOM, BLOCK_N, PACKED,
+        )  # fmt: skip
+        tl.store(target + start // 32, tile_bits, mask=start // 32 + word < words)
+        count += many
+    tl.store(read + row * tl.num_programs(0) + split, tl.sum(count, 0))
+
+
+@triton.jit
+def _bits(
+    codes,
+    scale,
+    low,
+    high,
+    offset,
+    least,
+    start,
+    begin,
+    end,
+    valid,
+    valid_width,
+    PACK: tl.constexpr,
+    ROOM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """(which of ``BLOCK_N`` keys from ``start`` on are read, a bit each; how many of each word)."""
+    tile: tl.constexpr = BLOCK_N // PACK
+    scale = tl.broadcast_to(scale[:, :, None], (tile, PACK, ROOM))
+    s = _scores(codes, tl.reshape(scale, (tile, PACK * ROOM)), low, high, offset, PACKED) - least
+    read = tl.max(tl.reshape(s, (tile, PACK, ROOM)), 2) >= 0
+    token = start + tl.arange(0, tile)[:, None] * PACK + tl.arange(0, PACK)[None, :]
+    if (start < begin + SINKS) | (start + BLOCK_N > end - LOCAL):
+        read = (read | (token < begin + SINKS) | (token >= end - LOCAL)) & (token < end)
+    if valid is not None:
+        shown = tl.load(valid + token, mask=token < valid_width, other=0)
+        read = read & (shown != 0)
+    bits = tl.where(read, 1 << (token % 32), 0)
+    bits = tl.sum(tl.reshape(bits, (BLOCK_N // 32, 32)), 1)
+    return bits, _count(bits, PACKED)
+
+
+@triton.jit
+def _count(bits, PACKED: tl.constexpr):
+    """How many bits of each int32 are set."""
+    if PACKED:
+        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [bits], tl.int32, True, 1)
+    x = bits.to(tl.uint32, bitcast=True)
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _list_kernel(
+    bits,
+    read,
+    chosen,
+    counts,
+    length,
+    words,
+    slots,
+    splits,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The slots of the keys that are read among ``KEYS`` of them, in their place of all."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    part = tl.arange(0, SPLITS)
+    many = tl.load(read + row * splits + part, mask=part < splits, other=0)
+    if split == 0:
+        tl.store(counts + row, tl.sum(many, 0))
+    place = tl.sum(tl.where(part < split, many, 0), 0)
+    begin = split * KEYS
+    stop = tl.minimum(tl.minimum(begin + KEYS, slots), tl.load(length).to(tl.int32))
+    target = chosen + row * slots
     for start in range(begin, stop, BLOCK_N):
-        slot = tl.minimum(start, final)
-        next_slot = tl.minimum(start + BLOCK_N, final)
-        source = keys + slot.to(tl.int64) * SIZE + ((line + ahead_of) * SIZE + inner)
-        own_scale = ahead
-        # those of the next tile are on their way while this one is computed
-        if MASKED:
-            there = (slot + line + ahead_of < slots) & (inner < SIZE)
-            y = tl.load(source, mask=there, other=0)
-            there = next_slot + line + behind < slots
-            ahead = tl.load(scales_at + next_slot, mask=there, other=0.0)
-        else:
-            y = tl.load(source)
-            ahead = tl.load(scales_at + next_slot)
-        own_scale = tl.broadcast_to(own_scale[:, :, None], (tile, PACK, ROOM))
-        own_scale = tl.reshape(own_scale, (tile, columns))
-        s = _scores(y, own_scale, low, high, offset, PACKED) - own
-        read = tl.max(tl.reshape(s, (tile, PACK, ROOM)), 2) >= 0
-        token = slot + line + behind
-        if (slot < start_of_text + SINKS) | (slot + BLOCK_N > end - LOCAL):
-            ends = (token < start_of_text + SINKS) | (token >= end - LOCAL)
-            read = (read | ends) & (token < end)
-        if valid is not None:
-            shown = tl.load(valid + batch * valid_stride + token, mask=token < valid_width, other=0)
-            read = read & (shown != 0)
-        if MASKED:
-            tl.store(target + slot, read, mask=token < slots)
-        else:
-            tl.store(target + slot, read)
+        word = start // 32 + tl.arange(0, BLOCK_N // 32)
+        # behind the text nothing was written
+        each = tl.load(bits + row * words + word, mask=word * 32 < stop, other=0)
+        each = (each[:, None] >> tl.arange(0, 32)[None, :]) & 1
+        each = tl.reshape(each, (BLOCK_N,))
+        behind = place + tl.cumsum(each, 0)
+        tl.store(target + behind - 1, start + tl.arange(0, BLOCK_N), mask=each != 0)
+        place += tl.sum(each, 0)
 
 
 @triton.jit
@@ -734,72 +880,98 @@ def _attend_kernel(
     q,
     k,
     v,
-    kept,
-    found,
+    chosen,
+    chosen_batch,
+    chosen_head,
+    counts,
+    counts_batch,
+    counts_head,
+    unread,
+    length,
+    valid,
+    valid_stride,
+    valid_width,
+    first,
     largest,
     sums,
     weighted,
     qk_scale,
     kv_heads,
-    slots,
-    kept_slots,
-    splits,
+    readers,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     D: tl.constexpr,
     D_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     FAR: tl.constexpr,
+    VALUES: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Attention over the chosen keys among ``KEYS`` of them: weighted values, and the largest and
-    the sum of the weights."""
+    """Attention over a share of the keys that are read: weighted values, and the largest and the
+    sum of the weights. Further programs have the keys that are not read, as one of the mean value,
+    of which each has a part.
+    """
+    split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = row // kv_heads, row % kv_heads
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    batch, head = row // kv_heads, row % kv_heads
     member = tl.arange(0, ROWS)
     there = member < GROUP
-    part = (row * splits + split) * GROUP + member
-    inner = tl.arange(0, KEYS)
-    token = split * KEYS + inner
-    read = tl.load(kept + row * kept_slots + token, mask=token < slots, other=0) != 0
-    many = tl.sum(read.to(tl.int32), 0)
-    most = tl.full([ROWS], float("-inf"), tl.float32)
-    if many == 0:
-        tl.store(largest + part, most, mask=there)
-        return
-    # where they stand, one behind the other
-    mine = found + (row * splits + split) * KEYS
-    place = tl.cumsum(read.to(tl.int32), 0) - 1
-    tl.store(mine + place, inner.to(tl.int16), mask=read)
-    tl.debug_barrier()
-
     channel, value = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    values = v.data + batch * v.batch + head * v.head
+    part = (row * tl.num_programs(0) + split) * GROUP + member
+    target = weighted + part[:, None] * D_V + value[None, :]
+    if unread is not None:  # noqa: SIM102 - only this is known when the kernel is compiled
+        if split >= readers:
+            begin, end = 0, tl.load(length).to(tl.int64)
+            if valid is not None:
+                begin = tl.load(first + batch)
+            mean, share = tl.zeros([BLOCK_V], tl.float32), 0.0
+            for start in range(0, VALUES, BLOCK_N):
+                at = (split - readers) * VALUES + start + tl.arange(0, BLOCK_N)
+                slot = begin + at * (end - begin) // SPREAD_VALUES
+                seen = slot < end
+                if valid is not None:
+                    seen = tl.load(valid + batch * valid_stride + slot, mask=seen, other=0) != 0
+                mask = seen[:, None] & (value < D_V)[None, :]
+                z = tl.load(values + slot[:, None] * v.token + value[None, :], mask=mask, other=0.0)
+                mean += tl.sum(z.to(tl.float32), 0) / SPREAD_VALUES
+                share += tl.sum(seen.to(tl.float32), 0) / SPREAD_VALUES
+            weight = tl.load(unread + row * GROUP + member, mask=there, other=0.0)
+            some = weight > LOWEST
+            tl.store(largest + part, tl.where(some, weight, LOWEST), mask=there)
+            tl.store(sums + part, tl.where(some, share, 0.0), mask=there)
+            mean = tl.where(some[:, None], mean[None, :], 0.0)
+            tl.store(target, mean, mask=there[:, None] & (value < D_V)[None, :])
+            return
+
     vector = q.data + batch * q.batch + (head * GROUP + member)[:, None] * q.head
     x = tl.load(vector + channel[None, :], mask=there[:, None] & (channel < D)[None, :], other=0.0)
     keys = k.data + batch * k.batch + head * k.head
-    values = v.data + batch * v.batch + head * v.head
+    listed = chosen + batch * chosen_batch + head * chosen_head
+    count = tl.load(counts + batch * counts_batch + head * counts_head)
+    share = tl.cdiv(count, readers)
+    stop = tl.minimum((split + 1) * share, count)
+    most = tl.full([ROWS], LOWEST, tl.float32)
     acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    for start in range(0, many, BLOCK_N):
+    for start in range(split * share, stop, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
-        inside = at < many
-        chosen = split * KEYS + tl.load(mine + at, mask=inside, other=0).to(tl.int32)
+        inside = at < stop
+        slot = tl.load(listed + at, mask=inside, other=0)
         if FAR:
-            chosen = chosen.to(tl.int64)
+            slot = slot.to(tl.int64)
         y = tl.load(
-            keys + chosen[:, None] * k.token + channel[None, :],
+            keys + slot[:, None] * k.token + channel[None, :],
             mask=inside[:, None] & (channel < D)[None, :],
             other=0.0,
         )
         z = tl.load(
-            values + chosen[:, None] * v.token + value[None, :],
+            values + slot[:, None] * v.token + value[None, :],
             mask=inside[:, None] & (value < D_V)[None, :],
             other=0.0,
         )
@@ -813,7 +985,6 @@ def _attend_kernel(
         most = more
     tl.store(largest + part, most, mask=there)
     tl.store(sums + part, total, mask=there)
-    target = weighted + ((row * splits + split) * GROUP + member)[:, None] * D_V + value[None, :]
     tl.store(target, acc, mask=there[:, None] & (value < D_V)[None, :])
 
 
@@ -840,18 +1011,16 @@ def _merge_kernel(
     for start in range(0, splits, BLOCK_S):
         split = start + tl.arange(0, BLOCK_S)
         at = (row * splits + split) * group + member
-        part = tl.load(largest + at, mask=split < splits, other=float("-inf"))
-        there = part > LOWEST
+        part = tl.load(largest + at, mask=split < splits, other=LOWEST)
         more = tl.maximum(most, tl.max(part, 0))
+        # programs without a key have left sums of 0
         weight = tl.exp2(part - more)
-        # what programs without a key have left is not asked for, and may be anything
-        own = tl.where(there, tl.load(sums + at, mask=split < splits, other=0.0), 0.0)
+        own = tl.load(sums + at, mask=split < splits, other=0.0)
         x = tl.load(
             weighted + at[:, None] * D_V + value[None, :],
             mask=(split < splits)[:, None] & (value < D_V)[None, :],
             other=0.0,
         )
-        x = tl.where(there[:, None], x, 0.0)
         old = tl.exp2(most - more)
         acc = acc * old + tl.sum(x * weight[:, None], 0)
         total = total * old + tl.sum(own * weight, 0)
@@ -881,9 +1050,11 @@ def _(codes, scales, k, channels, start):
 
 @_choose_op.register_fake
 def _(q, codes, scales, scale, length, wanted, channels, valid, dense_heads):
-    return q.new_empty(scales.shape, dtype=torch.bool)
+    chosen = q.new_empty(scales.shape, dtype=torch.int32)
+    counts = q.new_empty(scales.shape[:2], dtype=torch.int32)
+    return chosen, counts, q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 @_attend_op.register_fake
-def _(q, k, v, kept, scale):
+def _(q, k, v, chosen, counts, unread, scale, length, valid):
     return q.new_empty(*q.shape[:3], v.shape[3])

@@ -29,6 +29,8 @@ STEPS_AN_OCTAVE = 64
 ALWAYS, LEAST, HIDDEN = 0, 2047, 2048
 # keys of a cache that tell what all attention is, at most, and how many stand side by side
 SAMPLED, NEIGHBOURS = 8192, 4
+# values that tell the mean of those that are not read, equally far apart
+SPREAD_VALUES = 256
 # of 4-bit keys and 8-bit queries, and of the scales of keys; scales are not 0, to divide by
 LARGEST_CODE, LARGEST_QUERY, LARGEST_SCALE, LEAST_SCALE = 7, 127, 65504.0, 1.0e-20
 # tokens at the start of a text, and up to its end, that are always read
@@ -86,6 +88,42 @@ def picked(x: Tensor, channels: tuple[int, ...]) -> Tensor:
     return (x[..., list(channels)] if channels else x).float()
 
 
+class Choice(NamedTuple):
+    """Which keys the KV heads of a layer read for one query a head.
+
+    Attributes:
+        slots: int32 [B, H_kv, N], those of the keys that are read, one behind the other; anything
+            behind them.
+        counts: int32 [B, H_kv], how many they are.
+        unread: float32 [B, H], the logarithm to base two of what all other keys weigh together, by
+            the sample, in units of the exponential of a logit; None where that is not told.
+    """
+
+    slots: Tensor
+    counts: Tensor
+    unread: Tensor | None
+
+    @classmethod
+    def of(cls, kept: Tensor, unread: Tensor | None = None) -> Choice:
+        """To read the keys that ``kept``, bool [B, H_kv, N], has."""
+        slots = (~kept).byte().argsort(dim=-1, stable=True).to(torch.int32)
+        return cls(slots, kept.sum(-1, dtype=torch.int32), unread)
+
+    def kept(self) -> Tensor:
+        """bool [B, H_kv, N]: the keys that are read."""
+        there = torch.arange(self.slots.shape[2], device=self.slots.device) < self.counts[..., None]
+        # what is behind the last one may be any number
+        slots = self.slots.masked_fill(~there, 0).long()
+        return torch.zeros_like(slots).scatter_add_(2, slots, there.long()) > 0
+
+    def elsewhere(self, device: torch.device, heads: tuple[int, ...] | None = None) -> Choice:
+        """For another layer, on its device; for its KV heads those of these ``heads``."""
+        slots, counts = self.slots.to(device), self.counts.to(device)
+        if heads is not None:
+            slots, counts = (x[:, on_device(heads, device)] for x in (slots, counts))
+        return Choice(slots, counts, None)
+
+
 def choose(
     q: Tensor,
     index: Index,
@@ -95,8 +133,8 @@ def choose(
     channels: tuple[int, ...] = (),
     valid: Tensor | None = None,
     dense_heads: tuple[int, ...] = (),
-) -> Tensor:
-    """The keys that each KV head reads for q [B, H, 1, D]: bool [B, H_kv, N].
+) -> Choice:
+    """The keys that each KV head reads for q [B, H, 1, D].
 
     About ``wanted`` of them, exactly where the sample is the whole cache: as many whole steps as
     fit, and one more where those are less than half of what is wanted, since keys of equal shares
@@ -111,8 +149,13 @@ def choose(
         valid: bool [B, >= length], False for padding; None without.
         dense_heads: KV heads that read everything.
     """
-    ranks = ranked(q, index, scale, length, channels, valid)
-    return ranks[0] <= limit_of(*ranks, length, wanted, dense_heads)
+    logits, *ranks = ranked(q, index, scale, length, channels, valid)
+    steps, sampled, _ = ranks
+    kept = steps <= limit_of(*ranks, length, wanted, dense_heads)
+    gone = (sampled & ~kept & (steps < HIDDEN)).unsqueeze(2)
+    unread = (logits / (STEPS_AN_OCTAVE * LOG2_E)).masked_fill(~gone, float("-inf"))
+    unread = unread.logsumexp(-1) * LOG2_E + math.log2(spread_of(steps.shape[2]))
+    return Choice.of(kept, unread.flatten(1, 2))
 
 
 def ranked(
@@ -122,12 +165,13 @@ def ranked(
     length: Tensor,
     channels: tuple[int, ...],
     valid: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(steps, sampled, always) of the keys of a cache; arguments are those of `choose`.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(logits, steps, sampled, always) of the keys of a cache; arguments are those of `choose`.
 
-    Steps, int64 [B, H_kv, N], say how far below all of its attention the largest share lies that a
-    head of the group gives a key, in `STEPS_AN_OCTAVE`; or `ALWAYS`, `LEAST`, `HIDDEN`. The others
-    are bool [B or 1, 1, N]: the keys that are sampled, and those that are always read.
+    Logits, float32 [B, H_kv, H / H_kv, N], are to base two and in `STEPS_AN_OCTAVE`. Steps, int64
+    [B, H_kv, N], say how far below all of its attention the largest share lies that a head of the
+    group gives a key; or `ALWAYS`, `LEAST`, `HIDDEN`. The others are bool [B or 1, 1, N]: the keys
+    that are sampled, and those that are always read.
     """
     kv_heads, slots = index.scales.shape[1:]
     group = q.shape[1] // kv_heads
@@ -144,9 +188,10 @@ def ranked(
     counted = logits + math.log2(spread) * sampled.unsqueeze(2)
     counted = counted.masked_fill(~(sampled | always).unsqueeze(2), float("-inf"))
     whole = torch.logsumexp(counted / LOG2_E, dim=-1, keepdim=True) * LOG2_E
-    # in steps, rounded before they are compared
-    steps = (in_steps(whole) - in_steps(logits)).amin(2).clamp(ALWAYS + 1, LEAST).long()
-    return steps.masked_fill(always, ALWAYS).masked_fill(~seen, HIDDEN), sampled, always
+    # rounded before they are compared
+    logits, whole = in_steps(logits), in_steps(whole)
+    steps = (whole - logits).amin(2).clamp(ALWAYS + 1, LEAST).long()
+    return logits, steps.masked_fill(always, ALWAYS).masked_fill(~seen, HIDDEN), sampled, always
 
 
 def limit_of(
@@ -182,17 +227,49 @@ def spread_of(slots: int) -> int:
     return 1 << (-(-slots // SAMPLED) - 1).bit_length()
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: float) -> Tensor:
-    """[B, H, 1, D_v] of q [B, H, 1, D] over the keys of k and v [B, H_kv, N, D] that are ``kept``.
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    choice: Choice,
+    scale: float,
+    length: Tensor | None = None,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """[B, H, 1, D_v] of q [B, H, 1, D] over the chosen keys of k and v [B, H_kv, N, D].
 
-    ``kept`` is bool [B, H_kv, >= N].
+    The keys that are not read count as one of their weight and of the mean value, as in SparQ
+    Attention (Ribar et al., 2024), so that the others do not weigh more than they should. The mean
+    is that of `SPREAD_VALUES` keys from the first to the last; ``length`` and ``valid``, which tell
+    where these stand, are those of `choose`; a choice without ``unread`` needs neither.
     """
     kv_heads, slots = k.shape[1:3]
     exact = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(exact).unflatten(1, (kv_heads, -1)).squeeze(3)
     logits = grouped @ k.to(exact).transpose(-1, -2) * scale
-    weights = logits.masked_fill(~kept[..., :slots].unsqueeze(2), float("-inf")).softmax(-1)
-    return (weights @ v.to(exact)).to(q.dtype).flatten(1, 2).unsqueeze(2)
+    # steps are of all slots, keys at times of those that are written
+    kept = choice.kept()[..., :slots].unsqueeze(2)
+    logits, values = logits.masked_fill(~kept, float("-inf")), v.to(exact)
+    values = values.masked_fill(~kept.any(2).unsqueeze(-1), 0)
+    if choice.unread is not None:
+        mean, share = _mean_value(v, length, valid)
+        unread = choice.unread.to(exact).unflatten(1, (kv_heads, -1)).unsqueeze(-1) / LOG2_E
+        logits = torch.cat((logits, unread + share.to(exact).log()), dim=-1)
+        values = torch.cat((values, mean.to(exact)), dim=2)
+    return (logits.softmax(-1) @ values).to(q.dtype).flatten(1, 2).unsqueeze(2)
+
+
+def _mean_value(v: Tensor, length: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(mean [B, H_kv, 1, D_v] of `SPREAD_VALUES` of v [B, H_kv, N, D_v], share of them that is no
+    padding [B, 1, 1, 1]), float32."""
+    batch, kv_heads, _, dim = v.shape
+    first = length.new_zeros(batch, 1) if valid is None else valid.int().argmax(-1, keepdim=True)
+    slots = torch.arange(SPREAD_VALUES, device=v.device)
+    slots = first + slots * (length - first) // SPREAD_VALUES
+    some = v.gather(2, slots[:, None, :, None].expand(-1, kv_heads, -1, dim)).float()
+    real = torch.ones_like(slots) if valid is None else valid.gather(1, slots)
+    real = real[:, None, :, None].float()
+    return (some * real).sum(2, keepdim=True) / real.sum(2, keepdim=True), real.mean(2, True)
 
 
 def in_steps(x: Tensor) -> Tensor:

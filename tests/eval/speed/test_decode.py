@@ -130,9 +130,9 @@ def test_what_a_step_of_cab_reads_by_hand():
     step = step_of(settings)
     channels = one_query.llama_channels(16)
     index = ops.index_keys(step.k, channels).nbytes
-    # the index, a byte a key, K and V of what is kept
+    # the index, K and V of what is kept
     rows = 2 * 2
-    assert row["bytes"] == index + rows * 600 + rows * row["kept"] * 2 * 16 * 4
+    assert row["bytes"] == index + rows * row["kept"] * 2 * 16 * 4
     everything = sample_of(Decode, settings, CASE | {"budget": 600})
     assert everything["kept"] == 600 and everything["mass"] == pytest.approx(1)
 
@@ -158,10 +158,10 @@ def test_a_share_is_of_the_text():
 def test_a_step_of_cab_that_computes_something_else_is_not_timed(monkeypatch):
     attend = ops.attend
 
-    def wrong(q, k, v, kept, scale):
+    def wrong(q, k, v, choice, *told):
         # right where everything is chosen
-        everything = kept.all()
-        return attend(q, k, v if everything else v.roll(1, dims=2), kept, scale)
+        everything = choice.kept().all()
+        return attend(q, k, v if everything else v.roll(1, dims=2), choice, *told)
 
     monkeypatch.setattr(ops, "attend", wrong)
     row = sample_of(Decode, tiny(), CASE)
