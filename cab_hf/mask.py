@@ -228,7 +228,7 @@ def cab_mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Any = causal_mask_function,
-    attention_mask: Tensor | CabMask | None = None,
+    attention_mask: Tensor | NotATensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
@@ -245,8 +245,9 @@ def cab_mask(
     Raises:
         ValueError: for a padding mask of another batch size.
     """
-    # generate() with a static cache calls the hook, then the model does again with what it returned
-    if isinstance(attention_mask, CabMask):
+    # generate() with a static cache calls the hook, then the model does again with what it
+    # returned; continuous batching brings a mask of its own
+    if isinstance(attention_mask, NotATensor):
         return attention_mask
     eager = not torch.compiler.is_compiling()
     decode = q_length == 1

@@ -6,7 +6,7 @@ Registration waits for that moment, so that importing cab_hf costs next to nothi
 Two functions are registered under two names. What transformers has no registry for is told at four
 places, and changes nothing for a model that does not ask for "cab": its configs have a
 ``cab_config`` (`_Setting`), its check of an implementation's name, which every model passes as it
-is made or switched, asks us about ours, and so does continuous batching before it begins; a cache
+is made or switched, asks us about ours, and so does continuous batching (`batching.hooks`); a cache
 that `generate` makes gets its index from us where the model decodes sparsely.
 """
 
@@ -23,16 +23,12 @@ from importlib.machinery import ModuleSpec
 from pathlib import PurePath
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 CONFIGURATION = "transformers.configuration_utils"
 MODELING = "transformers.modeling_utils"
 GENERATION = "transformers.generation.utils"
 BATCHING = "transformers.generation.continuous_batching.continuous_api"
 NAMES = ("cab", "cab_dense")
-
-# of continuous batching: model, or part of one -> the manager that was started for it last
-_managers: WeakKeyDictionary[Any, ref] = WeakKeyDictionary()
 
 
 def register() -> None:
@@ -79,63 +75,12 @@ def index_caches() -> None:
     mixin._prepare_cache_for_generation = prepare_then_index
 
 
-def guard_batching() -> None:
+def join_batching() -> None:
     """Have continuous batching ask us now, before it switches or starts anything."""
+    from cab_hf.batching import hooks
+
     # its package is not through with importing it
-    module = sys.modules[BATCHING]
-    mixin, manager = module.ContinuousMixin, module.ContinuousBatchingManager
-    begin, make, start = mixin.init_continuous_batching, manager.__init__, manager.start
-
-    @functools.wraps(begin)
-    def refuse_then_begin(model: Any, *args: Any, **kwargs: Any) -> Any:
-        refuse_batching(model)
-        return begin(model, *args, **kwargs)
-
-    @functools.wraps(make)
-    def refuse_then_make(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        refuse_batching(model)
-        make(self, model, *args, **kwargs)
-
-    @functools.wraps(start)
-    def refuse_then_start(self: Any, *args: Any, **kwargs: Any) -> Any:
-        refuse_batching(self.model)
-        _managers.update(dict.fromkeys(_parts(self.model), ref(self)))
-        return start(self, *args, **kwargs)
-
-    mixin.init_continuous_batching = refuse_then_begin
-    manager.__init__, manager.start = refuse_then_make, refuse_then_start
-
-
-def refuse_batching(model: Any) -> None:
-    """Refuse continuous batching of a model that attends by one of our names, in whole or in part.
-
-    Raises:
-        NotImplementedError: naming the model, and what works.
-    """
-    named = (part.config._attn_implementation for part in _parts(model))
-    ours = next(filter(NAMES.__contains__, named), None)
-    if ours is not None:
-        raise NotImplementedError(
-            f"{type(model).__name__} has attn_implementation={ours!r}, which does not read the "
-            "paged cache of continuous batching (init_continuous_batching, generate_batch); load "
-            "it with another attn_implementation for that, such as 'sdpa'."
-        )
-
-
-def _refuse_while_batching(model: Any) -> None:
-    manager = _managers.get(model, lambda: None)()
-    if manager is not None and manager.is_running():
-        raise NotImplementedError(
-            f"continuous batching runs on {type(model).__name__}, and 'cab' does not read its "
-            "paged cache; stop its manager first."
-        )
-
-
-def _parts(model: Any) -> list[Any]:
-    """The transformers models in ``model``, itself among them."""
-    from transformers import PreTrainedModel
-
-    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    hooks.register(sys.modules[BATCHING])
 
 
 class _Setting:
@@ -187,6 +132,13 @@ def _asking_us(check: Callable[..., str]) -> Callable[..., str]:
         return check(model, requested, *args, **kwargs)
 
     return ask
+
+
+def _refuse_while_batching(model: Any) -> None:
+    if BATCHING in sys.modules:
+        from cab_hf.batching.hooks import refuse_while_batching
+
+        refuse_while_batching(model)
 
 
 def refuse_unreachable(model: type) -> None:
@@ -248,7 +200,7 @@ def register_when_imported() -> None:
         CONFIGURATION: add_setting,
         MODELING: register,
         GENERATION: index_caches,
-        BATCHING: guard_batching,
+        BATCHING: join_batching,
     }
     for name, action in actions.items():
         if name in sys.modules:

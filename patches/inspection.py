@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cab_hf.attention_layers import attention_layers, head_dim, window
+from cab_hf.batching.served import unserved
 from cab_hf.budgets import budgets_of
 from cab_hf.checks import is_whole, require
 from cab_hf.config import CabConfig, Table
@@ -37,7 +38,8 @@ def describe(
         training: whether gradients flow; by default ``model.training``.
 
     Returns:
-        One line for the settings, one line a run of layers that behave alike, and one for decoding.
+        One line for the settings, one line a run of layers that behave alike, one for decoding and
+        one for continuous batching.
         Layers that show what they will be refused for are called refused.
 
     Raises:
@@ -69,6 +71,9 @@ def describe(
         lines.append(f"  {of}: {sentence}")
     if name == "cab" and layers:
         lines.append(f"  decode: {_decode(model, config)}")
+        refused = unserved(model)
+        how = f"refused, {refused}" if refused else "each sequence by itself, decode dense"
+        lines.append(f"  generate_batch: {how}")
     return "\n".join(lines)
 
 

@@ -35,7 +35,17 @@ FLOORS = [
         "token_mixers",
         "distributed",
     ),
-    *("decode", "route", "attention", "loading", "patches", "calibration", "finetune", "eval"),
+    *(
+        "decode",
+        "route",
+        "batching",
+        "attention",
+        "loading",
+        "patches",
+        "calibration",
+        "finetune",
+        "eval",
+    ),
 ]
 RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names.split()}
 # these import whatever is asked for by name

@@ -1,17 +1,179 @@
-"""Continuous batching: refused for a model on "cab", and the same as ever for any other."""
+"""Continuous batching: every sequence as by itself, and what is refused before anything begins."""
+
+import dataclasses
 
 import pytest
 import torch
 import transformers
-from tiny import tiny_model, tokens
+from tiny import FULL, SPARSE, tiny_model, tokens
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import continuous_api
+from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 import cab_hf
+from cab_hf.batching import batch, hooks
 
-GREEDY = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0)
-SMALL = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
-PROMPTS = tokens(2, 20).tolist()
+GREEDY = GenerationConfig(max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=2)
+PAGES = {"max_blocks_per_request": 64}
+WAYS = {
+    "at-once": {},
+    "chunks": {"max_batch_tokens": 96},
+    "pages": PAGES,
+    "chunks-pages": {"max_batch_tokens": 96, **PAGES},
+}
+BEGINNING = tokens(1, 128, seed=9)[0].tolist()
+PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (20, 300, 150, 77, 1)]
+PROMPTS += [BEGINNING + tokens(1, 40 + i, seed=i)[0].tolist() for i in range(3)]
+
+
+def batching(**changes):
+    return ContinuousBatchingConfig(
+        **{"num_blocks": 400, "page_size": 16, "max_batch_tokens": 4096, **changes}
+    )
+
+
+def served(model, prompts=PROMPTS, **changes):
+    answers = model.generate_batch(prompts, GREEDY, batching(**changes), warmup=False)
+    return [answer.generated_tokens for answer in answers.values()]
+
+
+def generated(model, prompts=PROMPTS):
+    return [
+        model.generate(torch.tensor([prompt]), generation_config=GREEDY)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+
+
+def on_cab(model, config=FULL):
+    return cab_hf.apply_cab(model, config)
+
+
+@pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_full_budget_is_dense_attention(family, changes):
+    model = tiny_model(family)
+    expected = generated(model)
+    assert served(on_cab(model), **changes) == expected
+
+
+def test_exact_attention_by_our_name_is_served_too():
+    model = tiny_model()
+    expected = generated(model)
+    model.set_attn_implementation("cab_dense")
+    assert served(model, max_batch_tokens=96) == expected
+
+
+@pytest.mark.parametrize("changes", [{}, PAGES], ids=["at-once", "pages"])
+def test_with_budgets_a_sequence_is_as_by_itself(changes):
+    model = on_cab(tiny_model(), SPARSE)
+    assert served(model, **changes) == generated(model)
+
+
+def test_chunks_choose_what_a_whole_prompt_does():
+    model = on_cab(tiny_model(), dataclasses.replace(SPARSE, dense_tail_blocks=1))
+    for prompt, answer in zip(PROMPTS, generated(model), strict=True):
+        # 90 tokens are no whole number of query blocks
+        assert served(model, [prompt], max_batch_tokens=90) == [answer]
+
+
+def test_only_the_end_of_a_prompt_has_a_dense_tail(monkeypatch):
+    tails, route = {}, batch.route
+
+    def looked_at(text, config, work, **options):
+        tails[text.kv_length] = config.dense_tail_blocks
+        return route(text, config, work, **options)
+
+    monkeypatch.setattr(batch, "route", looked_at)
+    model = on_cab(tiny_model(), dataclasses.replace(SPARSE, dense_tail_blocks=2))
+    model.generate_batch(
+        [PROMPTS[1]],
+        GenerationConfig(max_new_tokens=1, do_sample=False, pad_token_id=0),
+        batching(max_batch_tokens=96),
+        warmup=False,
+    )
+    assert tails == {96: 0, 192: 0, 288: 0, 300: 2}
+
+
+def test_beginnings_are_shared():
+    model = on_cab(tiny_model(), SPARSE)
+    settings = batching()
+    with model.continuous_batching_context_manager(
+        GREEDY, continuous_batching_config=settings
+    ) as manager:
+        answers = []
+        for prompt in PROMPTS[-3:]:
+            manager.add_request(prompt)
+            answers.append(manager.get_result(timeout=60))
+    assert [answer.generated_tokens for answer in answers] == generated(model, PROMPTS[-3:])
+
+
+def test_requests_that_give_way_come_back(monkeypatch):
+    times, offload = [], OffloadingManager.offload_requests
+    monkeypatch.setattr(
+        OffloadingManager,
+        "offload_requests",
+        lambda self: times.append(offload(self)) or times[-1],
+    )
+    model = tiny_model()
+    expected = generated(model)
+    assert served(on_cab(model), num_blocks=26) == expected
+    assert any(times)
+
+
+def test_a_request_is_cancelled_and_the_others_go_on():
+    model = on_cab(tiny_model())
+    expected = generated(model, PROMPTS[:3])
+    with model.continuous_batching_context_manager(
+        GREEDY, continuous_batching_config=batching(max_batch_tokens=32)
+    ) as manager:
+        names = [manager.add_request(prompt) for prompt in PROMPTS[:3]]
+        manager.cancel_request(names[1])
+        answers = {}
+        while len(answers) < 2:
+            answer = manager.get_result(timeout=60)
+            if answer.request_id != names[1]:
+                answers[answer.request_id] = answer.generated_tokens
+    assert answers == {names[0]: expected[0], names[2]: expected[2]}
+
+
+def implementations(model):
+    modules = [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
+    return [module.config._attn_implementation for module in modules]
+
+
+def in_a_context(model):
+    with model.continuous_batching_context_manager(
+        GREEDY, continuous_batching_config=batching()
+    ) as manager:
+        manager.add_request(PROMPTS[0])
+        return [manager.get_result(timeout=60).generated_tokens]
+
+
+BEGINNINGS = {
+    "generate_batch": lambda model: served(model, PROMPTS[:1]),
+    "context": in_a_context,
+}
+
+
+@pytest.fixture
+def flash_is_there(monkeypatch):
+    """transformers then switches to flash attention any model that is not on it."""
+    monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda **_: True)
+    monkeypatch.setattr(
+        transformers.PreTrainedModel,
+        "set_attn_implementation",
+        lambda *_: pytest.fail("the model was switched"),
+    )
+
+
+@pytest.mark.parametrize("way", BEGINNINGS.values(), ids=BEGINNINGS)
+def test_a_model_on_cab_is_served_and_not_switched(way, request):
+    model = tiny_model()
+    expected = generated(model, PROMPTS[:1])
+    on_cab(model)
+    request.getfixturevalue("flash_is_there")
+    assert way(model) == expected
+    assert implementations(model) == ["cab", "cab"]
 
 
 def tiny_llava():
@@ -29,76 +191,116 @@ def tiny_llava():
     return transformers.LlavaForConditionalGeneration(config).eval()
 
 
-def implementations(model):
-    modules = [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
-    return [module.config._attn_implementation for module in modules]
+def tiny_hybrid():
+    return transformers.Lfm2ForCausalLM(
+        transformers.Lfm2Config(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            layer_types=["full_attention", "conv"],
+        )
+    ).eval()
 
 
-def batch(model):
-    return model.generate_batch(PROMPTS, GREEDY, SMALL, warmup=False)
+def tiny_deepseek():
+    return transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            first_k_dense_replace=1,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+        )
+    ).eval()
 
 
-def in_a_context(model):
-    with model.continuous_batching_context_manager(GREEDY, continuous_batching_config=SMALL):
-        pass
-
-
-WAYS = {
-    "generate_batch": batch,
-    "init_continuous_batching": lambda model: model.init_continuous_batching(GREEDY, SMALL),
-    "context": in_a_context,
-    "manager": lambda model: continuous_api.ContinuousBatchingManager(model, GREEDY, SMALL),
+REFUSED = {
+    "vision-language": (tiny_llava, "parts of it attend otherwise"),
+    "window": (lambda: tiny_model("mistral-sliding"), "a sliding window of 40 tokens"),
+    "linear": (tiny_hybrid, "layers that mix tokens without attention"),
+    "latent": (tiny_deepseek, "multi-head latent attention"),
+}
+STARTS = {
+    **BEGINNINGS,
     "generate": lambda model: model.generate(
-        torch.tensor(PROMPTS), cache_implementation="paged", max_new_tokens=2
+        torch.tensor(PROMPTS[:1]), cache_implementation="paged", max_new_tokens=2
     ),
+    "init_continuous_batching": lambda model: model.init_continuous_batching(GREEDY, batching()),
+    "manager": lambda model: continuous_api.ContinuousBatchingManager(model, GREEDY, batching()),
 }
 
 
-@pytest.fixture
-def flash_is_there(monkeypatch):
-    """transformers then switches to flash attention any model that is not on it."""
-    monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda **_: True)
-    monkeypatch.setattr(
-        transformers.PreTrainedModel,
-        "set_attn_implementation",
-        lambda *_: pytest.fail("the model was switched"),
-    )
-
-
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("build", [tiny_model, tiny_llava], ids=["text", "vision-language"])
-def test_a_model_on_cab_is_refused_before_anything_is_switched(build, way, request):
-    model = cab_hf.apply_cab(build(), min_length=0)
+def require_refused(model, way, reason, request):
+    on_cab(model)
     before = implementations(model)
     request.getfixturevalue("flash_is_there")
-    sentence = "has attn_implementation='cab'.*load it with another attn_implementation"
-    with pytest.raises(NotImplementedError, match=sentence):
+    with pytest.raises(NotImplementedError, match=f"has attn_implementation='cab'.*{reason}"):
         way(model)
     assert "cab" in before and implementations(model) == before
 
 
-def test_exact_attention_by_our_name_is_refused_too():
-    model = tiny_model()
-    model.set_attn_implementation("cab_dense")
-    with pytest.raises(NotImplementedError, match="has attn_implementation='cab_dense'"):
-        batch(model)
+@pytest.mark.parametrize(("build", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_is_not_computed_is_refused_before_anything_is_switched(build, reason, request):
+    require_refused(build(), STARTS["init_continuous_batching"], reason, request)
 
 
-def test_a_model_on_another_implementation_is_served():
+@pytest.mark.parametrize("way", STARTS.values(), ids=STARTS)
+def test_every_beginning_refuses(way, request):
+    require_refused(tiny_model("mistral-sliding"), way, "a sliding window", request)
+
+
+def test_describe_says_what_is_served():
+    lines = cab_hf.describe(on_cab(tiny_model())).splitlines()
+    assert lines[-1] == "  generate_batch: each sequence by itself, decode dense"
+    lines = cab_hf.describe(on_cab(tiny_model("mistral-sliding"))).splitlines()
+    reason = "it has layers under a sliding window of 40 tokens"
+    assert lines[-1] == f"  generate_batch: refused, {reason}"
+
+
+def test_older_versions_of_transformers_are_named(monkeypatch, request):
+    monkeypatch.setattr(hooks, "reads_a_batch", lambda: False)
+    reason = f"transformers is {transformers.__version__} and not 5.19 or newer"
+    require_refused(tiny_model(), STARTS["manager"], reason, request)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"use_cuda_graph": True}, "use_cuda_graph has graphs of batches with prompts"),
+        ({"default_compile_level": 1, **PAGES}, "continuous batching compiles the model"),
+    ],
+)
+def test_what_cannot_be_captured_or_compiled_is_refused(changes, sentence, monkeypatch):
+    # there is no accelerator to capture on here
+    resolve = "get_accelerator_graph_name"
+    module = "transformers.generation.continuous_batching.initialization"
+    monkeypatch.setattr(f"{module}.{resolve}", lambda: "cuda")
+    with pytest.raises(NotImplementedError, match=sentence):
+        on_cab(tiny_model()).init_continuous_batching(GREEDY, batching(**changes))
+
+
+def test_a_model_on_another_implementation_is_served_as_ever():
     model = tiny_model()
-    meant = [
-        model.generate(torch.tensor([prompt]), generation_config=GREEDY)[0, len(prompt) :].tolist()
-        for prompt in PROMPTS
-    ]
-    assert [result.generated_tokens for result in batch(model).values()] == meant
-    cab_hf.apply_cab(model, min_length=0)
+    expected = generated(model)
+    assert served(model) == expected
+    on_cab(model)
     cab_hf.remove_cab(model)
-    assert [result.generated_tokens for result in batch(model).values()] == meant
+    assert served(model) == expected
 
 
-def test_cab_is_not_switched_on_under_a_running_manager():
+def test_cab_is_not_switched_on_under_a_manager_of_other_attention():
     model = tiny_model()
-    manager = model.init_continuous_batching(GREEDY, SMALL)
+    manager = model.init_continuous_batching(GREEDY, batching())
     manager.start()
     try:
         with pytest.raises(NotImplementedError, match="continuous batching runs on LlamaForCausal"):
@@ -107,5 +309,3 @@ def test_cab_is_not_switched_on_under_a_running_manager():
     finally:
         manager.stop()
     assert cab_hf.apply_cab(model, min_length=0).config._attn_implementation == "cab"
-    with pytest.raises(NotImplementedError, match="has attn_implementation='cab'"):
-        manager.start()

@@ -372,6 +372,7 @@ def test_describe_says_which_layer_chooses_for_which(model):
         "  layer 1: sparse, engine reference, the blocks of layer 0",
         "  layer 2: sparse, engine reference, an anchor",
         "  decode: dense",
+        "  generate_batch: each sequence by itself, decode dense",
     ]
 
 

@@ -92,7 +92,7 @@ class Choice(NamedTuple):
     """Which keys the KV heads of a layer read for one query a head.
 
     Attributes:
-        slots: int32 [B, H_kv, N], those of the keys that are read, one behind the other; anything
+        slots: int32 [B, H_kv, M], those of the keys that are read, one behind the other; anything
             behind them.
         counts: int32 [B, H_kv], how many they are.
         unread: float32 [B, H], the logarithm to base two of what all other keys weigh together, by
@@ -109,12 +109,13 @@ class Choice(NamedTuple):
         slots = (~kept).byte().argsort(dim=-1, stable=True).to(torch.int32)
         return cls(slots, kept.sum(-1, dtype=torch.int32), unread)
 
-    def kept(self) -> Tensor:
-        """bool [B, H_kv, N]: the keys that are read."""
+    def kept(self, keys: int | None = None) -> Tensor:
+        """bool [B, H_kv, N]: which of so many keys are read, by default of as many as listed."""
         there = torch.arange(self.slots.shape[2], device=self.slots.device) < self.counts[..., None]
         # what is behind the last one may be any number
         slots = self.slots.masked_fill(~there, 0).long()
-        return torch.zeros_like(slots).scatter_add_(2, slots, there.long()) > 0
+        count = slots.new_zeros(*slots.shape[:2], slots.shape[2] if keys is None else keys)
+        return count.scatter_add_(2, slots, there.long()) > 0
 
     def elsewhere(self, device: torch.device, heads: tuple[int, ...] | None = None) -> Choice:
         """For another layer, on its device; for its KV heads those of these ``heads``."""
@@ -247,8 +248,7 @@ def attend(
     exact = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(exact).unflatten(1, (kv_heads, -1)).squeeze(3)
     logits = grouped @ k.to(exact).transpose(-1, -2) * scale
-    # steps are of all slots, keys at times of those that are written
-    kept = choice.kept()[..., :slots].unsqueeze(2)
+    kept = choice.kept(slots).unsqueeze(2)
     logits, values = logits.masked_fill(~kept, float("-inf")), v.to(exact)
     values = values.masked_fill(~kept.any(2).unsqueeze(-1), 0)
     if choice.unread is not None:

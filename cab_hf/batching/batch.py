@@ -1,0 +1,191 @@
+"""One forward pass of continuous batching: many sequences in a row, each attended by itself.
+
+transformers packs what is read next of every request: prompts, chunks of longer prompts, and the
+last tokens of those that decode. Their keys are gathered from a paged cache and packed alike. Where
+all of them decode, keys are read where they lie, by tables of pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cab_hf.config import CabConfig
+from cab_hf.engines import Workload
+from cab_hf.forward_pass import ForwardPass
+from cab_hf.mask import CabMask
+from cab_hf.not_a_tensor import NotATensor
+from cab_hf.ops import decode
+from cab_hf.ops.decode import Choice
+from cab_hf.route import route
+
+# what attention functions are told of a batch
+KEYWORDS = (
+    *("cache", "block_table", "read_index", "write_index"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    *("logits_indices", "logits_processor_args"),
+)
+
+
+class Sequence(NamedTuple):
+    """What a forward pass reads of one request.
+
+    Attributes:
+        queries, keys: where they stand in the packed ones.
+        text: the queries are the last of its keys.
+        config: of its prefill.
+    """
+
+    queries: slice
+    keys: slice
+    text: CabMask
+    config: CabConfig
+
+
+class Steps(NamedTuple):
+    """The requests of a batch that decode.
+
+    Attributes:
+        queries: int64 [B], where the query of each stands.
+        seen: the keys that each of them reads: all of its own.
+    """
+
+    queries: Tensor
+    seen: Choice
+
+
+@dataclass(eq=False)
+class Batch(NotATensor, ForwardPass):
+    """The mask of all layers in a forward pass of continuous batching.
+
+    Attributes:
+        model: whose it is, for sentences about it.
+        tokens: of all sequences, and what pads them.
+    """
+
+    model: str
+    tokens: int
+    _packed: tuple[list[Sequence], Steps | None] | None = None
+    _paged: dict[Any, tuple[Tensor, Choice]] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """That of a mask of all tokens: where there is no cache of its own, a model asks it."""
+        return 1, self.tokens
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        config: CabConfig,
+        scale: float,
+        sparse: bool,
+        given: dict[str, Any],
+    ) -> Tensor:
+        """[1, T, H, D_v] of q [1, H, T, D] and the k and v [1, H_kv, T, D] of the same tokens.
+
+        Args:
+            given: the `KEYWORDS`.
+        """
+        cache, layer = given["cache"], module.layer_idx
+        keys, values = cache.update(
+            key_states=key, value_states=value, layer_idx=layer, kwargs=given
+        )
+        if given.get("block_table") is not None:
+            pages = given["k_cache"], given["v_cache"]
+            return self._attend_pages(query, (key, value), pages, scale, cache, layer, given)
+        sequences, steps = self._sequences(query, keys, config, given)
+        # what stands behind the sequences pads the batch
+        out = query.new_zeros(1, query.shape[2], query.shape[1], values.shape[3])
+        for one in sequences:
+            q, k, v = query[:, :, one.queries], keys[:, :, one.keys], values[:, :, one.keys]
+            work = Workload.of(q, k, v, (config.query_block, config.key_block))
+            way = route(one.text, one.config, work, sparse=sparse, layer=module)
+            out[:, one.queries] = way.attend(q, k, v, scale).transpose(1, 2)
+        if steps is not None:
+            count = len(steps.queries)
+            q = query[0, :, steps.queries].transpose(0, 1).unsqueeze(2)
+            k, v = (x.expand(count, -1, -1, -1) for x in (keys, values))
+            out[0, steps.queries] = decode.attend(q, k, v, steps.seen, scale).squeeze(2)
+        return out
+
+    def _sequences(
+        self, query: Tensor, keys: Tensor, config: CabConfig, given: dict[str, Any]
+    ) -> tuple[list[Sequence], Steps | None]:
+        """(those that are attended one by one, those that decode together); found once a pass."""
+        if self._packed is None:
+            told = [given[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "logits_indices")]
+            # in one wait
+            numbers = torch.cat([x.long() for x in told]).tolist()
+            count = len(told[0])
+            starts, key_starts = numbers[:count], numbers[count : 2 * count]
+            foreseeing = set(numbers[2 * count :])
+            # a chunk at whose end no token is foreseen is not the end of its prompt: nobody asks
+            inside = replace(config, dense_tail_blocks=0)
+            sequences, single, together = [], [], decode.has_kernels(query, keys)
+            for at in range(count - 1):
+                queries, own = slice(*starts[at : at + 2]), slice(*key_starts[at : at + 2])
+                asked, length = queries.stop - queries.start, own.stop - own.start
+                if asked == 1 and together:
+                    single.append((queries.start, own.start, length))
+                elif asked:
+                    text = CabMask(1, asked, length, length - asked, model=self.model)
+                    ends = queries.stop - 1 in foreseeing
+                    sequences.append(Sequence(queries, own, text, config if ends else inside))
+            self._packed = sequences, _steps(single, keys) if single else None
+        return self._packed
+
+    def _attend_pages(
+        self,
+        query: Tensor,
+        new: tuple[Tensor, Tensor],
+        pages: tuple[Tensor, Tensor],
+        scale: float,
+        cache: Any,
+        layer: int,
+        given: dict[str, Any],
+    ) -> Tensor:
+        """A step of every sequence of a batch, over pages [P, tokens, H_kv, D] of K and V."""
+        allocator = cache.layer_to_allocator[layer]
+        tokens, count = pages[0].shape[1], query.shape[2]
+        heads = new[0].shape[1]
+        if allocator not in self._paged:
+            lengths = given["cu_seq_lens_k"].diff()
+            table = given["block_table"].long().clamp(min=0)
+            slots = table.unsqueeze(-1) * tokens + torch.arange(tokens, device=table.device)
+            slots = slots.flatten(1)
+            last = slots.gather(1, (lengths - 1).clamp(min=0).long().unsqueeze(1)).squeeze(1)
+            # what pads a batch is written where nobody reads, and reads one key of anybody
+            written = torch.where(lengths > 0, last, allocator.write_trash_index)
+            counts = lengths.clamp(min=1).to(torch.int32).unsqueeze(1)
+            seen = Choice(
+                slots.to(torch.int32).unsqueeze(1).expand(-1, heads, -1),
+                counts.expand(-1, heads),
+                None,
+            )
+            self._paged[allocator] = written, seen
+        written, seen = self._paged[allocator]
+        k, v = (x.flatten(0, 1) for x in pages)
+        for held, x in zip((k, v), new, strict=True):
+            held.index_copy_(0, written, x[0].transpose(0, 1))
+        k, v = (x.transpose(0, 1).unsqueeze(0).expand(count, -1, -1, -1) for x in (k, v))
+        q = query[0].transpose(0, 1).unsqueeze(2)
+        return decode.attend(q, k, v, seen, scale).squeeze(2).unsqueeze(0)
+
+
+def _steps(single: list[tuple[int, int, int]], keys: Tensor) -> Steps:
+    """Of (place of the query, first key, keys) of each sequence."""
+    numbers = torch.tensor(single, device=keys.device)
+    queries, starts, lengths = numbers.unbind(1)
+    longest = max(length for *_, length in single)
+    # what is behind the keys of a sequence is not read
+    slots = starts.unsqueeze(1) + torch.arange(longest, device=keys.device)
+    slots = slots.clamp(max=keys.shape[2] - 1).to(torch.int32).unsqueeze(1)
+    counts = lengths.to(torch.int32).unsqueeze(1)
+    heads = keys.shape[1]
+    return Steps(queries, Choice(slots.expand(-1, heads, -1), counts.expand(-1, heads), None))

@@ -1,0 +1,214 @@
+"""What transformers' continuous batching is told of models whose attention is ours.
+
+It knows implementations by their names: one without "flash" in it would be switched to flash
+attention, given a mask of all pairs of tokens, or refused. Where it decides such things it asks us
+first, and nothing changes for other models.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
+
+if TYPE_CHECKING:
+    # transformers is importing itself when it is told
+    from transformers import PreTrainedModel
+
+PACKAGE = "transformers.generation.continuous_batching"
+NAMES = ("cab", "cab_dense")
+
+# model, or part of one -> the manager that was started for it last
+_managers: WeakKeyDictionary[Any, ref] = WeakKeyDictionary()
+
+
+def register(api: Any) -> None:
+    """Tell continuous batching, of whose package ``api`` is the module that begins it."""
+    _ask_before_it_begins(api)
+    if not reads_a_batch():
+        return
+    names = ("initialization", "cache", "model_runner", "scheduler")
+    initialization, cache, model_runner, scheduler = (
+        importlib.import_module(f"{PACKAGE}.{name}") for name in names
+    )
+    for module in (api, initialization, cache):
+        module.is_flash_attention_requested = _or_ours(module.is_flash_attention_requested)
+    api.resolve_continuous_batching_config = _resolved(api.resolve_continuous_batching_config)
+    initialization.ensure_decode_fast_path_is_available = _with_pages(
+        initialization.ensure_decode_fast_path_is_available
+    )
+    runner, queue = model_runner.ModelRunner, scheduler.Scheduler
+    runner.compute_batch = _with_our_mask(runner.compute_batch)
+    queue._schedule_request = _at_block_borders(queue._schedule_request)
+
+
+def require_batching(model: PreTrainedModel) -> None:
+    """Refuse continuous batching of a model, where it attends by our names and cannot be served.
+
+    Raises:
+        NotImplementedError: naming the model, why, and what works.
+    """
+    named = (part.config._attn_implementation for part in parts(model))
+    ours = next(filter(NAMES.__contains__, named), None)
+    if ours is None:
+        return
+    from cab_hf.batching.served import unserved
+
+    reason = unserved(model)
+    if reason is not None:
+        raise NotImplementedError(
+            f"{type(model).__name__} has attn_implementation={ours!r}, which continuous batching "
+            f"does not run: {reason}; load it with another attn_implementation, such as 'sdpa'."
+        )
+
+
+def refuse_while_batching(model: Any) -> None:
+    """Refuse to switch a model to our names while a manager serves it by others.
+
+    Raises:
+        NotImplementedError: naming the model, and what to do.
+    """
+    manager = _managers.get(model, lambda: None)()
+    if manager is None or not manager.is_running():
+        return
+    if manager.model.config._attn_implementation not in NAMES:
+        raise NotImplementedError(
+            f"continuous batching runs on {type(model).__name__}, with other attention; stop its "
+            "manager first."
+        )
+
+
+def reads_a_batch() -> bool:
+    """Whether this version of transformers hands its paged cache to attention functions."""
+    return importlib.util.find_spec(f"{PACKAGE}.cache_allocators") is not None
+
+
+def _ask_before_it_begins(api: Any) -> None:
+    mixin, manager = api.ContinuousMixin, api.ContinuousBatchingManager
+    begin, make, start = mixin.init_continuous_batching, manager.__init__, manager.start
+
+    @functools.wraps(begin)
+    def init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
+        require_batching(model)
+        return begin(model, *args, **kwargs)
+
+    @functools.wraps(make)
+    def __init__(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        require_batching(model)
+        make(self, model, *args, **kwargs)
+
+    @functools.wraps(start)
+    def start_asked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        require_batching(self.model)
+        _managers.update(dict.fromkeys(parts(self.model), ref(self)))
+        return start(self, *args, **kwargs)
+
+    mixin.init_continuous_batching = init_continuous_batching
+    manager.__init__, manager.start = __init__, start_asked
+
+
+def _or_ours(is_flash: Callable[..., bool]) -> Callable[..., bool]:
+    """Ours reads packed sequences without a mask too: it is not switched, and given no mask."""
+
+    @functools.wraps(is_flash)
+    def asked(
+        config: Any = None, requested_attention_implementation: Any = None, **kwargs: Any
+    ) -> bool:
+        name = requested_attention_implementation or getattr(config, "_attn_implementation", None)
+        # a version is one of flash-attn's kernels
+        if name in NAMES:
+            return not kwargs
+        return is_flash(config, requested_attention_implementation, **kwargs)
+
+    return asked
+
+
+def _resolved(resolve: Callable[..., Any]) -> Callable[..., Any]:
+    """CUDA graphs are for steps of decode: how long prompts are is looked at on the host."""
+
+    @functools.wraps(resolve)
+    def resolved(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if config._attn_implementation not in NAMES:
+            return resolve(config, cb_config, *args, **kwargs)
+        from cab_hf.batching.served import reads_pages
+
+        cb_config = copy.deepcopy(cb_config)
+        if cb_config.use_cuda_graph is None:
+            cb_config.use_cuda_graph = False, reads_pages()
+        result = resolve(config, cb_config, *args, **kwargs)
+        if result.cuda_graph_booleans[0]:
+            raise NotImplementedError(
+                "use_cuda_graph has graphs of batches with prompts; 'cab' looks at their lengths "
+                "on the host. Set use_cuda_graph=(False, True), or leave it out."
+            )
+        if result.varlen_compile_config or result.decode_compile_config:
+            raise NotImplementedError(
+                "continuous batching compiles the model; 'cab' is not traced there. Leave out "
+                "the compile configs and default_compile_level."
+            )
+        return result
+
+    return resolved
+
+
+def _with_pages(ensure: Callable[..., None]) -> Callable[..., None]:
+    """Batches that only decode are read by tables of pages: our kernel takes any list of keys."""
+
+    @functools.wraps(ensure)
+    def ensured(config: Any, cb_config: Any, user_requested: bool) -> None:
+        if config._attn_implementation not in NAMES:
+            ensure(config, cb_config, user_requested)
+            return
+        from cab_hf.batching.served import reads_pages
+
+        # without the kernel it is right, but slow
+        if not (user_requested or reads_pages()):
+            cb_config.max_blocks_per_request = 0
+
+    return ensured
+
+
+def _with_our_mask(compute: Callable[..., None]) -> Callable[..., None]:
+    """Every forward pass has a `Batch`, which all of its layers share."""
+
+    @functools.wraps(compute)
+    def computed(self: Any, model: Any, batch_data: dict[str, Any]) -> None:
+        if model.config._attn_implementation in NAMES:
+            from cab_hf.batching.batch import Batch
+            from cab_hf.fit import name_of
+
+            tokens = batch_data["input_ids"].shape[1]
+            batch_data["attention_mask"] = Batch(name_of(model.config), tokens)
+        compute(self, model, batch_data)
+
+    return computed
+
+
+def _at_block_borders(schedule: Callable[..., None]) -> Callable[..., None]:
+    """Chunks end where query blocks do: those choose by all of their queries, as in one call."""
+
+    @functools.wraps(schedule)
+    def scheduled(
+        self: Any, state: Any, request_tokens: list[int], token_budget: int, *args: Any
+    ) -> None:
+        config = self.cache.config
+        if config._attn_implementation == "cab" and token_budget < len(request_tokens):
+            from cab_hf.model_config import cab_config_of
+
+            behind = (state.position_offset + token_budget) % cab_config_of(config).query_block
+            # what ends before the first border is as it is
+            token_budget -= behind if behind < token_budget else 0
+        schedule(self, state, request_tokens, token_budget, *args)
+
+    return scheduled
+
+
+def parts(model: Any) -> Iterator[PreTrainedModel]:
+    """The transformers models in ``model``, itself among them."""
+    from transformers import PreTrainedModel
+
+    return (module for module in model.modules() if isinstance(module, PreTrainedModel))

@@ -1,0 +1,46 @@
+"""Which models continuous batching serves with our attention, and why not the others."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from cab_hf.attention_layers import attention_layers, window
+from cab_hf.batching import hooks
+from cab_hf.frame import PARALLEL
+from cab_hf.ops import decode
+from cab_hf.refusals import foreseen
+from cab_hf.token_mixers import token_mixers
+
+
+def unserved(model: PreTrainedModel) -> str | None:
+    """Why continuous batching does not run a model on "cab", as a sentence; None where it does."""
+    if not hooks.reads_a_batch():
+        return f"transformers is {transformers.__version__} and not 5.19 or newer"
+    if not all(part.config._attn_implementation in hooks.NAMES for part in hooks.parts(model)):
+        return "parts of it attend otherwise"
+    if model.config.get_text_config().is_encoder_decoder:
+        return "it has an encoder"
+    mixers = dict.fromkeys(type(module).__name__ for module in token_mixers(model))
+    if mixers:
+        return f"it has layers that mix tokens without attention ({', '.join(mixers)})"
+    reasons = (_unserved_layer(module) for _, module in attention_layers(model))
+    what = next(filter(None, reasons), None)
+    return what and f"it has {what}"
+
+
+def _unserved_layer(module: nn.Module) -> str | None:
+    if window(module) is not None:
+        return f"layers under a sliding window of {window(module)} tokens"
+    if getattr(module, "kv_lora_rank", None) is not None:
+        return "multi-head latent attention"
+    if getattr(module, PARALLEL, None) is not None:
+        return "a text that is spread over ranks (context_parallel)"
+    return foreseen(module)
+
+
+def reads_pages() -> bool:
+    """Whether steps of decode are computed by a kernel, over keys where they lie."""
+    return torch.cuda.is_available() and decode.HAS_TRITON

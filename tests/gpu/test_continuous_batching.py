@@ -1,0 +1,38 @@
+"""Continuous batching on a CUDA device: steps read pages by a kernel, and are captured."""
+
+import pytest
+import torch
+from tiny import tiny_model, tokens
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+import cab_hf
+from cab_hf.batching import hooks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not hooks.reads_a_batch(), reason="needs transformers 5.19 or newer"),
+]
+GREEDY = GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=2)
+PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (20, 900, 300, 77, 1)]
+WAYS = {
+    "at-once": {},
+    "chunks": {"max_batch_tokens": 256},
+    "without-pages": {"max_blocks_per_request": 0},
+    "without-graphs": {"use_cuda_graph": False},
+    "asynchronous": {"use_async_batching": True},
+}
+
+
+@pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS)
+def test_a_full_budget_is_dense_attention(gpu, changes):
+    model = tiny_model(head_dim=64).to(gpu)
+    expected = [
+        model.generate(torch.tensor([prompt], device=gpu), generation_config=GREEDY)[
+            0, len(prompt) :
+        ].tolist()
+        for prompt in PROMPTS
+    ]
+    cab_hf.apply_cab(model, min_length=0, top_p=1.0)
+    settings = {"num_blocks": 400, "page_size": 16, "max_batch_tokens": 4096, **changes}
+    answers = model.generate_batch(PROMPTS, GREEDY, ContinuousBatchingConfig(**settings))
+    assert [answer.generated_tokens for answer in answers.values()] == expected
