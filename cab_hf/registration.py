@@ -122,7 +122,7 @@ def _asking_us(check: Callable[..., str]) -> Callable[..., str]:
     def ask(model: Any, requested: str | None, *args: Any, **kwargs: Any) -> str:
         if requested in NAMES:
             refuse_unreachable(type(model))
-            _refuse_while_batching(model)
+        _refuse_while_batching(model, requested)
         refuse_misplaced(model.config)
         text = model.config.get_text_config()
         if requested in NAMES:
@@ -134,11 +134,11 @@ def _asking_us(check: Callable[..., str]) -> Callable[..., str]:
     return ask
 
 
-def _refuse_while_batching(model: Any) -> None:
+def _refuse_while_batching(model: Any, requested: str | None) -> None:
     if BATCHING in sys.modules:
         from cab_hf.batching.hooks import refuse_while_batching
 
-        refuse_while_batching(model)
+        refuse_while_batching(model, requested)
 
 
 def refuse_unreachable(model: type) -> None:

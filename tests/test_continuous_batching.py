@@ -309,3 +309,18 @@ def test_cab_is_not_switched_on_under_a_manager_of_other_attention():
     finally:
         manager.stop()
     assert cab_hf.apply_cab(model, min_length=0).config._attn_implementation == "cab"
+
+
+def test_cab_is_not_switched_off_under_its_manager():
+    model = on_cab(tiny_model())
+    expected = generated(model, PROMPTS[:1])
+    with model.continuous_batching_context_manager(
+        GREEDY, continuous_batching_config=batching()
+    ) as manager:
+        with pytest.raises(NotImplementedError, match="runs on LlamaForCausalLM with 'cab'"):
+            model.set_attn_implementation("sdpa")
+        manager.add_request(PROMPTS[0])
+        assert manager.get_result(timeout=60).generated_tokens == expected[0]
+        cab_hf.remove_cab(model)
+        manager.add_request(PROMPTS[0])
+        assert "was switched to 'sdpa' while" in manager.get_result(timeout=60).error

@@ -66,8 +66,10 @@ def require_batching(model: PreTrainedModel) -> None:
         )
 
 
-def refuse_while_batching(model: Any) -> None:
-    """Refuse to switch a model to our names while a manager serves it by others.
+def refuse_while_batching(model: Any, requested: str | None) -> None:
+    """Refuse to switch a model to our names, or away from them, while a manager serves it.
+
+    What the manager has prepared for one of them, such as masks, the other would take for its own.
 
     Raises:
         NotImplementedError: naming the model, and what to do.
@@ -75,10 +77,11 @@ def refuse_while_batching(model: Any) -> None:
     manager = _managers.get(model, lambda: None)()
     if manager is None or not manager.is_running():
         return
-    if manager.model.config._attn_implementation not in NAMES:
+    before = model.config._attn_implementation
+    if (before in NAMES) != (requested in NAMES):
         raise NotImplementedError(
-            f"continuous batching runs on {type(model).__name__}, with other attention; stop its "
-            "manager first."
+            f"continuous batching runs on {type(model).__name__} with {before!r}; stop its manager "
+            f"before you switch to {requested!r}."
         )
 
 
@@ -177,9 +180,18 @@ def _with_our_mask(compute: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(compute)
     def computed(self: Any, model: Any, batch_data: dict[str, Any]) -> None:
-        if model.config._attn_implementation in NAMES:
+        from cab_hf.fit import name_of
+
+        name = model.config._attn_implementation
+        ours = name in NAMES
+        # masks were prepared, or not, for what the model began with
+        if vars(self).setdefault("_began_as_ours", ours) != ours:
+            raise RuntimeError(
+                f"{name_of(model.config)} was switched to {name!r} while continuous batching runs; "
+                "stop its manager before you switch."
+            )
+        if ours:
             from cab_hf.batching.batch import Batch
-            from cab_hf.fit import name_of
 
             tokens = batch_data["input_ids"].shape[1]
             batch_data["attention_mask"] = Batch(name_of(model.config), tokens)
