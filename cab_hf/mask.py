@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers.masking_utils import causal_mask_function
 
 from cab_hf import packing
+from cab_hf.chunks import goes_on
 from cab_hf.fit import name_of
 from cab_hf.forward_pass import ForwardPass
 from cab_hf.frame import Frame, Length, whole_documents
@@ -39,6 +40,8 @@ class CabMask(NotATensor, ForwardPass):
         model: whose it is, for sentences about it.
         refusal: why no layer may use it; None where layers may. Models also make masks that none
             of their layers uses.
+        goes_on: whether it is known that more of the prompt is read in another call: the last
+            queries are then no end, at which questions stand.
     """
 
     # block size of the plan that exact attention needs; None where a dense kernel may compute it
@@ -54,6 +57,7 @@ class CabMask(NotATensor, ForwardPass):
     slots: int | None = None
     model: str = "this model"
     refusal: str | None = None
+    goes_on: bool = False
     _looked_for_documents: bool = False
     # of the document ids, where they are known without a wait
     _most_documents: int | None = None
@@ -294,6 +298,7 @@ def cab_mask(
         slots=kv_length,
         model=model,
         refusal=refusal,
+        goes_on=eager and written is not None and goes_on(written),
     )
 
 

@@ -7,7 +7,8 @@ Two functions are registered under two names. What transformers has no registry 
 places, and changes nothing for a model that does not ask for "cab": its configs have a
 ``cab_config`` (`_Setting`), its check of an implementation's name, which every model passes as it
 is made or switched, asks us about ours, and so does continuous batching (`batching.hooks`); a cache
-that `generate` makes gets its index from us where the model decodes sparsely.
+that `generate` makes gets its index from us where the model decodes sparsely, and of a prompt that
+it reads in chunks we know where it ends.
 """
 
 from __future__ import annotations
@@ -54,10 +55,13 @@ def add_setting() -> None:
     PreTrainedConfig.cab_config = _Setting()
 
 
-def index_caches() -> None:
-    """Have `generate` index the caches that it makes now, where a model reads them sparsely."""
+def tell_generate() -> None:
+    """Tell `generate` now to index the caches that it makes, where a model reads them sparsely.
+
+    And to say of a chunk of a prompt (``prefill_chunk_size``) that more of it is to come.
+    """
     mixin = sys.modules[GENERATION].GenerationMixin
-    prepare = mixin._prepare_cache_for_generation
+    prepare, prefill = mixin._prepare_cache_for_generation, mixin._prefill
 
     @functools.wraps(prepare)
     def prepare_then_index(
@@ -72,7 +76,19 @@ def index_caches() -> None:
             index_made(model, made)
         return result
 
-    mixin._prepare_cache_for_generation = prepare_then_index
+    @functools.wraps(prefill)
+    def prefill_told(
+        model: Any, ids: Any, settings: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        from cab_hf.chunks import reading
+
+        # a mask that hides nothing is left out
+        mask = model_kwargs.get("attention_mask")
+        tokens = getattr(settings, "_mask_length", None) if mask is None else mask.shape[-1]
+        with reading(None if settings.prefill_chunk_size is None else tokens):
+            return prefill(model, ids, settings, model_kwargs, *args, **kwargs)
+
+    mixin._prepare_cache_for_generation, mixin._prefill = prepare_then_index, prefill_told
 
 
 def join_batching() -> None:
@@ -199,7 +215,7 @@ def register_when_imported() -> None:
     actions = {
         CONFIGURATION: add_setting,
         MODELING: register,
-        GENERATION: index_caches,
+        GENERATION: tell_generate,
         BATCHING: join_batching,
     }
     for name, action in actions.items():

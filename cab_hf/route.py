@@ -41,6 +41,8 @@ def route(
     """
     kind, reason = _kind(text, config, layer, held) if sparse else ("exact", None)
     if kind == "sparse":
+        if text.goes_on:
+            config = replace(config, dense_tail_blocks=0)
         return Sparse(text, engines.choose(config.engine, work), config, layer)
     if kind == SparseDecode.kind:
         return SparseDecode(text, layer, config, held)

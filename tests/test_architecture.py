@@ -27,6 +27,7 @@ FLOORS = [
     *("ops", "predictors", "engines", "packing", "frame", "layers", "forward_pass"),
     *(
         "not_a_tensor",
+        "chunks",
         "mask",
         "exact",
         "sparse",

@@ -80,18 +80,19 @@ def test_only_the_end_of_a_prompt_has_a_dense_tail(monkeypatch):
     tails, route = {}, batch.route
 
     def looked_at(text, config, work, **options):
-        tails[text.kv_length] = config.dense_tail_blocks
-        return route(text, config, work, **options)
+        way = route(text, config, work, **options)
+        tails[text.kv_length] = way.config.dense_tail_blocks
+        return way
 
     monkeypatch.setattr(batch, "route", looked_at)
     model = on_cab(tiny_model(), dataclasses.replace(SPARSE, dense_tail_blocks=2))
     model.generate_batch(
-        [PROMPTS[1]],
+        tokens(1, 340).tolist(),
         GenerationConfig(max_new_tokens=1, do_sample=False, pad_token_id=0),
         batching(max_batch_tokens=96),
         warmup=False,
     )
-    assert tails == {96: 0, 192: 0, 288: 0, 300: 2}
+    assert tails == {96: 0, 192: 0, 288: 0, 340: 2}
 
 
 def test_beginnings_are_shared():

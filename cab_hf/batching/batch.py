@@ -7,7 +7,7 @@ all of them decode, keys are read where they lie, by tables of pages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -36,13 +36,11 @@ class Sequence(NamedTuple):
     Attributes:
         queries, keys: where they stand in the packed ones.
         text: the queries are the last of its keys.
-        config: of its prefill.
     """
 
     queries: slice
     keys: slice
     text: CabMask
-    config: CabConfig
 
 
 class Steps(NamedTuple):
@@ -99,13 +97,13 @@ class Batch(NotATensor, ForwardPass):
         if given.get("block_table") is not None:
             pages = given["k_cache"], given["v_cache"]
             return self._attend_pages(query, (key, value), pages, scale, cache, layer, given)
-        sequences, steps = self._sequences(query, keys, config, given)
+        sequences, steps = self._sequences(query, keys, given)
         # what stands behind the sequences pads the batch
         out = query.new_zeros(1, query.shape[2], query.shape[1], values.shape[3])
         for one in sequences:
             q, k, v = query[:, :, one.queries], keys[:, :, one.keys], values[:, :, one.keys]
             work = Workload.of(q, k, v, (config.query_block, config.key_block))
-            way = route(one.text, one.config, work, sparse=sparse, layer=module)
+            way = route(one.text, config, work, sparse=sparse, layer=module)
             out[:, one.queries] = way.attend(q, k, v, scale).transpose(1, 2)
         if steps is not None:
             count = len(steps.queries)
@@ -115,7 +113,7 @@ class Batch(NotATensor, ForwardPass):
         return out
 
     def _sequences(
-        self, query: Tensor, keys: Tensor, config: CabConfig, given: dict[str, Any]
+        self, query: Tensor, keys: Tensor, given: dict[str, Any]
     ) -> tuple[list[Sequence], Steps | None]:
         """(those that are attended one by one, those that decode together); found once a pass."""
         if self._packed is None:
@@ -125,8 +123,6 @@ class Batch(NotATensor, ForwardPass):
             count = len(told[0])
             starts, key_starts = numbers[:count], numbers[count : 2 * count]
             foreseeing = set(numbers[2 * count :])
-            # a chunk at whose end no token is foreseen is not the end of its prompt: nobody asks
-            inside = replace(config, dense_tail_blocks=0)
             sequences, single, together = [], [], decode.has_kernels(query, keys)
             for at in range(count - 1):
                 queries, own = slice(*starts[at : at + 2]), slice(*key_starts[at : at + 2])
@@ -134,9 +130,11 @@ class Batch(NotATensor, ForwardPass):
                 if asked == 1 and together:
                     single.append((queries.start, own.start, length))
                 elif asked:
-                    text = CabMask(1, asked, length, length - asked, model=self.model)
-                    ends = queries.stop - 1 in foreseeing
-                    sequences.append(Sequence(queries, own, text, config if ends else inside))
+                    # a chunk at whose end no token is foreseen is not the end of its prompt
+                    goes_on = queries.stop - 1 not in foreseeing
+                    place = 1, asked, length, length - asked
+                    text = CabMask(*place, model=self.model, goes_on=goes_on)
+                    sequences.append(Sequence(queries, own, text))
             self._packed = sequences, _steps(single, keys) if single else None
         return self._packed
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -144,6 +144,9 @@ class ShardedText:
         frames: those that layers have asked for.
         heads_k_stride, regather_kv: see `KVGather`.
     """
+
+    # whole texts are read
+    goes_on: ClassVar[bool] = False
 
     mask: CabMask
     layout: Layout
