@@ -4,7 +4,7 @@ import pytest
 import torch
 from decode_cases import CASES, require_as_reference, step_of
 
-from cab_hf.ops.decode import kernels
+from cab_hf.ops.decode import kernels, reference
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +35,23 @@ def test_a_cache_with_room_behind_what_is_written():
     require_same(other, choice)
     expected = kernels.attend(q, k, v, choice, *told[:2])
     assert torch.equal(kernels.attend(q, *roomy[:2], other, *told[:2]), expected)
+
+
+def test_sequences_that_share_a_cache_read_their_own_slots():
+    """As pages of continuous batching: one cache, a list of slots for each sequence."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 6, 1, 64, generator=generator)
+    tokens = torch.randn(2, 400, 2, 64, generator=generator)
+    k, v = (x.transpose(0, 1).unsqueeze(0).expand(3, -1, -1, -1) for x in tokens)
+    slots = torch.stack([torch.randperm(400, generator=generator)[:90] for _ in range(3)])
+    slots = slots.to(torch.int32).unsqueeze(1).expand(-1, 2, -1)
+    counts = torch.tensor([90, 1, 33], dtype=torch.int32).unsqueeze(1).expand(-1, 2)
+    seen = reference.Choice(slots, counts, None)
+    expected = reference.attend(q, k, v, seen, 0.125)
+    torch.testing.assert_close(kernels.attend(q, k, v, seen, 0.125), expected)
+    own = slots[2, 0, :33].long()
+    group = (q[2].view(2, 3, 64) @ k[2, :, own].mT * 0.125).softmax(-1) @ v[2, :, own]
+    torch.testing.assert_close(expected[2, :, 0], group.flatten(0, 1))
 
 
 def test_what_is_not_written_yet_changes_nothing():
