@@ -186,6 +186,9 @@ class Settings(OnModelSettings):
     )
     continuations: int | None = by_device(100, 2, f"prompts of each length for {GREEDY}", int)
     written: int | None = by_device(256, 32, f"tokens that {GREEDY} writes behind a prompt", int)
+    prefill_chunk: int = option(
+        0, "tokens of a prompt that are read at once, where more follows it; 0: all of them", int
+    )
     budgets: tuple[str | float, ...] = option(
         (MATCH,),
         f"comma-separated densities of the baselines: {MATCH} (what --{MATCH} realises), numbers",
@@ -219,6 +222,10 @@ class Settings(OnModelSettings):
         check("lengths", self.lengths and min(self.lengths) > 1, "numbers of tokens, 2 at least")
         for name in ("depths", "pass_samples", "documents", "decoded", "continuations", "written"):
             check(name, getattr(self, name) > 0, "at least 1")
+        check("prefill_chunk", self.prefill_chunk >= 0, "0 or more")
+        whole = f"0 with {H2O.name}, which reads a prompt at once"
+        chunked = decoding and self.prefill_chunk
+        check("prefill_chunk", not (chunked and H2O.name in self.methods), whole)
         check("keys", 1 <= self.keys <= len(NAMES), f"1 to {len(NAMES)}")
         check("asked", 0 <= self.asked <= len(NAMES), f"0 to {len(NAMES)}")
         complete = all(BORDER % config.query_block == 0 for config in self.configs.values())
@@ -553,6 +560,7 @@ class Fidelity(OnModel):
 
         def read() -> dict[str, Any]:
             how = {"cache": method.cache(self.model), "stepping": method.stepping}
+            how["prefill_chunk"] = settings.prefill_chunk
             if probe == GREEDY:
                 written = continued(self.model, ids[:, :prompt], length - prompt, **how)
                 return {"cases": [{"written": each} for each in written.tolist()]}
@@ -587,18 +595,19 @@ class Fidelity(OnModel):
         self, case: Mapping[str, Any], reading: TeacherForced, method: Method
     ) -> dict[str, Any]:
         """What the model foresees of ``reading``, by the method, which is on."""
-        probe, chunk = case["probe"], self.settings.chunk
+        probe, settings = case["probe"], self.settings
         # CAB keeps all keys, and reads them all where it does not decode
         cache = None if type(method) is Cab else method.cache(self.model)
+        how = settings.chunk, cache, settings.prefill_chunk
         if probe == CONTINUATION:
             dense = self.reference(case["text"], case["length"], case["index"])
             # dense attention is what the others are held against, and so exactly itself
             itself = case["method"] == Dense.name
-            result = dense if itself else distributions(self.model, reading, chunk, cache)
+            result = dense if itself else distributions(self.model, reading, *how)
             return divergence(result, dense, reading)
         if probe in PERPLEXITIES:
             return nll(self.model, reading)
-        return greedy_match(self.model, reading, chunk, cache)
+        return greedy_match(self.model, reading, *how)
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -650,7 +659,9 @@ class Fidelity(OnModel):
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
-        return (
+        chunk = settings.get("prefill_chunk")
+        chunked = f"Prompts are read in chunks of {chunk:,} tokens. " if chunk else ""
+        return chunked + (
             "Nothing but continuations is generated: an answer is right when each of its tokens is "
             "the likeliest one after all that stands before it. Behind the prompt: the method "
             f"reads a prompt, and {CONTINUED} tokens of the same text that follow (an eighth of it "

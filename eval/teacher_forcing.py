@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cab_hf.chunks import reading as reading_chunks
 from cab_hf.eval.haystack import Prompt
 from cab_hf.needles import Span, Tokens, sentence_tokens, shared
 
@@ -46,11 +47,12 @@ def answered(tokenizer: Any, prompt: Prompt) -> TeacherForced:
     return TeacherForced(kept + complete[same:], ((len(kept), len(kept) + len(complete) - same),))
 
 
-def greedy_match(
-    model: Any, reading: TeacherForced, chunk: int = CHUNK, cache: Any = None
-) -> dict[str, list[bool]]:
-    """Of each span whether all of its tokens are those that ``model`` finds likeliest."""
-    return right_spans(_predictions(model, reading, reading.places, chunk, cache), reading)
+def greedy_match(model: Any, reading: TeacherForced, *how: Any) -> dict[str, list[bool]]:
+    """Of each span whether all of its tokens are those that ``model`` finds likeliest.
+
+    ``how`` it is read is told as to `distributions`.
+    """
+    return right_spans(_predictions(model, reading, reading.places, *how), reading)
 
 
 def right_spans(logits: Tensor, reading: TeacherForced) -> dict[str, list[bool]]:
@@ -71,10 +73,18 @@ def nll(model: Any, reading: TeacherForced) -> dict[str, float | int]:
 
 
 def distributions(
-    model: Any, reading: TeacherForced, chunk: int = CHUNK, cache: Any = None
+    model: Any,
+    reading: TeacherForced,
+    chunk: int = CHUNK,
+    cache: Any = None,
+    prefill_chunk: int = 0,
 ) -> Tensor:
-    """The log-probabilities ``model`` gives at each place, float32 [places, vocabulary]."""
-    return _predictions(model, reading, reading.places, chunk, cache).float().log_softmax(-1)
+    """The log-probabilities ``model`` gives at each place, float32 [places, vocabulary].
+
+    The other arguments are those of `behind_prompt`.
+    """
+    how = chunk, cache, prefill_chunk
+    return _predictions(model, reading, reading.places, *how).float().log_softmax(-1)
 
 
 def divergence(result: Tensor, dense: Tensor, reading: TeacherForced) -> dict[str, float | int]:
@@ -106,6 +116,7 @@ def _predictions(
     places: Sequence[int],
     chunk: int = CHUNK,
     cache: Any = None,
+    prefill_chunk: int = 0,
 ) -> Tensor:
     """Logits for the tokens at ``places``, [places, vocabulary]."""
     ids = torch.tensor([reading.tokens], device=model.device)
@@ -116,7 +127,8 @@ def _predictions(
         raise ValueError(
             f"places must be behind the prompt of {reading.prompt}; got {min(places)}."
         )
-    return behind_prompt(model, ids, reading.prompt, chunk, cache)[0, before - (reading.prompt - 1)]
+    logits = behind_prompt(model, ids, reading.prompt, chunk, cache, prefill_chunk=prefill_chunk)
+    return logits[0, before - (reading.prompt - 1)]
 
 
 @torch.no_grad()
@@ -127,17 +139,19 @@ def behind_prompt(
     chunk: int = 1,
     cache: Any = None,
     stepping: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    prefill_chunk: int = 0,
 ) -> Tensor:
     """Logits for the tokens behind a prompt, [B, N - prompt, vocabulary], on the model's device.
 
     Args:
         ids: int [B, N], texts of one length without padding.
-        prompt: how many tokens are read in one call; what follows is read through the KV cache.
+        prompt: how many tokens are read first; what follows is read through the KV cache.
         chunk: tokens behind the prompt that are read at once; 1 is the manner of decode.
         cache: an empty one; None for what the model makes itself.
         stepping: a context in which the tokens behind the prompt are read.
+        prefill_chunk: tokens of the prompt that are read at once; 0: all of them.
     """
-    read = model(ids[:, :prompt], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    read = _prefilled(model, ids[:, :prompt], cache, prefill_chunk)
     # of the last token of the prompt, and of all behind it but the last of the text
     logits, last = [read.logits], ids.shape[1] - 1
     with stepping():
@@ -155,15 +169,25 @@ def continued(
     tokens: int,
     cache: Any = None,
     stepping: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    prefill_chunk: int = 0,
 ) -> Tensor:
     """The ``tokens`` likeliest tokens behind prompts ``ids`` [B, N], one by one: int [B, tokens].
 
     An end-of-text token ends nothing. The other arguments are those of `behind_prompt`.
     """
-    read = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    read = _prefilled(model, ids, cache, prefill_chunk)
     written = [read.logits[:, -1:].argmax(-1)]
     with stepping():
         while len(written) < tokens:
             read = model(written[-1], past_key_values=read.past_key_values, use_cache=True)
             written.append(read.logits[:, -1:].argmax(-1))
     return torch.cat(written, dim=1)
+
+
+def _prefilled(model: Any, ids: Tensor, cache: Any, at_once: int) -> Any:
+    """What ``model`` says of the last token of prompts ``ids`` [B, N], which it reads in chunks."""
+    with reading_chunks(ids.shape[1]):
+        for chunk in ids.split(at_once or ids.shape[1], dim=1):
+            read = model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache = read.past_key_values
+    return read

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny import SPARSE as SMALL_BLOCKS
 from torch.nn import functional as F
 from words import CHAT, TEXT, make_tokenizer
 
+import cab_hf
 from cab_hf.config import CabConfig
 from cab_hf.eval import attention_time, fidelity, teacher_forcing
 from cab_hf.eval.__main__ import main
@@ -125,6 +127,21 @@ def test_what_follows_a_prompt_is_foreseen_as_in_one_pass(model_folder, chunk):
     torch.testing.assert_close(behind, complete, atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="must be behind the prompt of 70; got 50"):
         distributions(model, TeacherForced(tokens, spans, prompt=70))
+
+
+def test_a_prompt_is_read_in_chunks(model_folder):
+    experiment = Fidelity(Settings(model=str(model_folder), device="cpu", prefill_chunk=64))
+    assert "Prompts are read in chunks of 64 tokens." in experiment.notes(experiment.recorded())
+    model = cab_hf.apply_cab(experiment.model, SMALL_BLOCKS)
+    generator = torch.Generator().manual_seed(0)
+    tokens = tuple(torch.randint(3, 60, (290,), generator=generator).tolist())
+    text = TeacherForced(tokens, ((260, 290),), prompt=256)
+    complete, blocks, others = (
+        distributions(model, text, 7, prefill_chunk=each) for each in (0, 64, 80)
+    )
+    # 32 queries a block: where chunks end inside of one, it chooses by fewer of them
+    torch.testing.assert_close(blocks, complete, atol=1e-4, rtol=1e-4)
+    assert (others - complete).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("chat", [None, CHAT], ids=["plain", "chat"])
