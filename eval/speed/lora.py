@@ -29,6 +29,7 @@ from cab_hf.eval.speed.model import (
     ModelSettings,
     attending,
     described,
+    layers_as,
     random_model,
 )
 from cab_hf.eval.speed.ranked import by_torchrun
@@ -457,16 +458,15 @@ def learn(shared: Shared, optimizer: torch.optim.Optimizer, tokens: int) -> None
 
 def found_in(settings: Settings, length: int, way: str, how: str, team: Team) -> dict[str, Any]:
     """What is known of steps since it was asked last."""
-    from cab_hf.patches import describe, stats
+    from cab_hf.patches import stats
 
     model = random_model(settings)
     # layers that are computed dense attend everything
     layers = [1.0 if x["density"] is None else x["density"] for x in stats(model, reset=True)]
     pairs = spread.causal_pairs(how, length, team, spread.block_of(model))
     density = spread.density_of_all(team, fmean(layers), pairs)
-    lines = describe(model, tokens=length, training=True).splitlines()[1:]
     # ranks that share a sequence are not what is described
-    text = "; ".join(map(str.strip, lines)) if way == CAB and how != CP else None
+    text = layers_as(model, length, training=True) if way == CAB and how != CP else None
     return {"density": density, "ran_as": text}
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cab_hf.chunks import reading
 from cab_hf.config import CabConfig
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import UNREACHED_TOP_P, SpeedSettings, densities, made_of
@@ -161,8 +162,9 @@ def prefill(settings: ModelSettings, length: int, chunk: int | None = None) -> C
             cache.early_initialization(
                 1, settings.kv_heads, settings.head_dim, model.dtype, model.device
             )
-        for piece in prompt.split(chunk or length, dim=1):
-            read = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        with reading(length):
+            for piece in prompt.split(chunk or length, dim=1):
+                read = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return read
 
     return call
@@ -223,6 +225,14 @@ def _function(model: PreTrainedModel, name: str) -> Callable[..., tuple[Tensor, 
     return attention
 
 
+def layers_as(model: PreTrainedModel, length: int, training: bool) -> str:
+    """What each layer of ``model`` does with a text, and a step of decode, in one line."""
+    from cab_hf.patches import describe
+
+    lines = describe(model, tokens=length, training=training).splitlines()[1:-1]
+    return "; ".join(map(str.strip, lines))
+
+
 @contextmanager
 def prefilling(
     settings: ModelSettings, length: int, way: str, chunk: int | None = None
@@ -231,15 +241,14 @@ def prefilling(
 
     Known are its ``density``, attended over causal pairs in all layers, and what CAB ``ran_as``.
     """
-    from cab_hf.patches import describe, stats
+    from cab_hf.patches import stats
 
     model = random_model(settings)
 
     def known() -> dict[str, Any]:
         # layers that are computed dense attend everything
         layers = [1.0 if layer["density"] is None else layer["density"] for layer in stats(model)]
-        lines = describe(model, tokens=length, training=False).splitlines()[1:]
-        text = "; ".join(map(str.strip, lines)) if way in CAB else None
+        text = layers_as(model, length, training=False) if way in CAB else None
         return {"density": fmean(layers), "ran_as": text}
 
     call = prefill(settings, length, chunk)
