@@ -1,0 +1,136 @@
+"""Tiles of a sequence: what computes each token by itself does so for some tokens at a time.
+
+An MLP of 524,288 tokens and 14,336 channels makes tensors of 14 GiB, norms and adapters compute in
+float32. In tiles none of that is there: a tile is computed again when the backward pass reaches it,
+and only what came into the module is kept. A layer that is checkpointed as a whole does not compute
+its MLP once more for that: nothing it needs to keep comes out of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+MLPS = ("mlp", "feed_forward")
+NORMS = ("RMSNorm", "LayerNorm")
+# where classes live whose modules compute each number by itself
+ELEMENTWISE = (
+    "torch.nn.modules.activation",
+    "torch.nn.modules.container",
+    "torch.nn.modules.dropout",
+    "torch.nn.modules.linear",
+    "transformers.activations",
+)
+
+
+def compute_in_tiles(model: nn.Module, tokens: int) -> list[str]:
+    """Have MLPs, norms and adapters of ``model`` compute ``tokens`` at a time, and no more.
+
+    Gradients are those of all tokens at once; dropout draws for each tile, and the same again in
+    the backward pass.
+
+    Returns:
+        The names of classes of MLPs that compute all tokens at once as before, such as mixtures of
+        experts: it is not known that they compute each token by itself.
+    """
+    elements = tokens * model.config.get_text_config().hidden_size
+    left, tiled = {}, ()
+    for name, module in model.named_modules():
+        if name.startswith(tiled):
+            continue
+        if name.rpartition(".")[2] in MLPS and not _is_plain(module):
+            left[type(module).__name__] = None
+        elif _is_row_wise(name, module):
+            module.forward = partial(_in_tiles, type(module).forward.__get__(module), elements)
+            tiled += (f"{name}.",)
+    return list(left)
+
+
+def _is_row_wise(name: str, module: nn.Module) -> bool:
+    """Whether it is worth tiles, and known to compute each token by itself."""
+    kind = type(getattr(module, "original_module", module)).__name__
+    adapter = hasattr(module, "lora_A") and isinstance(module.base_layer, nn.Linear)
+    return name.rpartition(".")[2] in MLPS or kind.endswith(NORMS) or adapter
+
+
+def _is_plain(mlp: nn.Module) -> bool:
+    """Whether an MLP is made of linear layers, adapters and activations alone."""
+    return all(
+        isinstance(each, nn.Linear)
+        or not any(each.parameters(recurse=False))
+        and (any(each.children()) or type(each).__module__ in ELEMENTWISE)
+        for each in mlp.modules()
+    )
+
+
+def _in_tiles(forward: Callable[..., Tensor], elements: int, *args: Any, **kwargs: Any) -> Tensor:
+    """``forward`` of x [..., D], so many tokens at a time as have at most so many elements."""
+    if len(args) != 1 or kwargs:
+        return forward(*args, **kwargs)
+    (x,) = args
+    rows = x.reshape(1, -1, x.shape[-1])
+    size = max(1, elements // x.shape[-1])
+    if rows.shape[1] <= size:
+        return forward(x)
+    tiles = rows.split(size, 1)
+    if torch.is_grad_enabled():
+        results = _checkpointed(forward, rows, tiles)
+    else:
+        results = list(map(forward, tiles))
+    return torch.cat(results, 1).view(*x.shape[:-1], -1)
+
+
+def _checkpointed(
+    forward: Callable[[Tensor], Tensor], rows: Tensor, tiles: tuple[Tensor, ...]
+) -> list[Tensor]:
+    """``forward`` of all ``tiles`` of ``rows``, each computed again in the backward pass."""
+    # saved once and first of all: a checkpoint around the module has all it needs by then
+    saved = _Saved(rows, tiles[0].shape[1])
+    results = []
+    for place, tile in enumerate(tiles):
+
+        def pack(x: Tensor, place: int = place, tile: Tensor = tile) -> int | Tensor:
+            return place if x.data_ptr() == tile.data_ptr() and x.numel() else x.detach()
+
+        with saved_tensors_hooks(pack, saved.tile):
+            results.append(checkpoint(forward, tile, use_reentrant=False))
+    return results
+
+
+class _Saved:
+    """Rows [1, R, D] saved for the backward pass, and read there by tiles of ``size`` rows."""
+
+    def __init__(self, rows: Tensor, size: int) -> None:
+        # without an input that has a gradient there would be no node
+        self._node = _Save.apply(torch.empty(0, requires_grad=True), rows).grad_fn
+        self._size = size
+        self._tiles: tuple[Tensor, ...] | None = None
+
+    def tile(self, packed: int | Tensor) -> Tensor:
+        """The tile of that number; what is none as it is."""
+        if isinstance(packed, Tensor):
+            return packed
+        if self._tiles is None:
+            # a checkpoint around it gives what it computed again only once
+            (rows,) = self._node.saved_tensors
+            self._tiles = rows.detach().split(self._size, 1)
+        return self._tiles[packed]
+
+
+class _Save(torch.autograd.Function):
+    """Saves a tensor as an op would, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, None]:
+        return None, None
