@@ -1,9 +1,9 @@
 """Checkpoints of decoder layers in the host's memory, copied while layers compute.
 
-What gradient checkpointing keeps of a layer is its input, [B, N, D]. torch's ``save_on_cpu`` takes it
-to the host and back on the stream that computes, into memory that is pinned anew each time. Here a
-second stream copies: out while the layer computes, and back while the layer behind it does. Pinned
-memory is allocated once.
+What gradient checkpointing keeps of a layer is its input, [B, N, D]. torch's ``save_on_cpu`` takes
+it to the host and back on the stream that computes, into memory that is pinned anew each time. Here
+a second stream copies: out while the layer computes, and back while the layer behind it does.
+Pinned memory is allocated once.
 """
 
 from __future__ import annotations

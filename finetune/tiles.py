@@ -94,13 +94,15 @@ def _checkpointed(
     saved = _Saved(rows, tiles[0].shape[1])
     results = []
     for place, tile in enumerate(tiles):
-
-        def pack(x: Tensor, place: int = place, tile: Tensor = tile) -> int | Tensor:
-            return place if x.data_ptr() == tile.data_ptr() and x.numel() else x.detach()
-
-        with saved_tensors_hooks(pack, saved.tile):
+        # hooks live on in the graph: they hold no tile
+        with saved_tensors_hooks(partial(_numbered, place, tile.data_ptr()), saved.tile):
             results.append(checkpoint(forward, tile, use_reentrant=False))
     return results
+
+
+def _numbered(place: int, address: int, x: Tensor) -> int | Tensor:
+    """The ``place`` of the tile at ``address``; anything else as it is."""
+    return place if x.numel() and x.data_ptr() == address else x.detach()
 
 
 class _Saved:
