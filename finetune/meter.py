@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cab_hf.finetune.offload import CHUNK_BYTES
+
 GIB = 2**30
 # bf16 without sparsity, by a part of the name that torch gives a GPU; from the makers' data sheets
 PEAK_TFLOPS = {
@@ -278,20 +280,23 @@ def line(
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a device at the peak of a step, part by part.
+    """Bytes at the peak of a step, part by part.
 
     Attributes:
-        layers: what layers keep for the backward pass.
+        layers: what layers keep for the backward pass on the device.
         working: the loss, or a layer's backward pass: what is larger.
+        host: pinned for checkpoints that are offloaded; all else is on the device.
     """
 
     weights: float
     optimizer: float
     layers: float
     working: float
+    host: float = 0.0
 
     @property
     def total(self) -> float:
+        """Of the device."""
         return self.weights + self.optimizer + self.layers + self.working
 
 
@@ -305,6 +310,8 @@ def memory(
     cp: int = 1,
     loss_tokens: int = 1024,
     quantised: float | None = None,
+    tile: int = 0,
+    offloaded: int = 0,
 ) -> Memory:
     """An estimate of the memory of a training step.
 
@@ -316,22 +323,42 @@ def memory(
         cp: processes that the tokens are sharded over, evenly; padding is not counted.
         loss_tokens: tokens whose logits exist at once.
         quantised: bytes of a weight of the layers, where that is not what ``cost`` has seen.
+        tile: tokens that MLPs, norms and adapters compute at a time; 0: all of them.
+        offloaded: layers whose checkpoints the host keeps.
     """
     config, layers = cost.config, cost.config.num_hidden_layers
     hidden, inner = config.hidden_size, getattr(config, "intermediate_size", 0)
-    share = config.num_key_value_heads / config.num_attention_heads
-    # what comes in, the norms' inputs and outputs; q, the output of attention, k, v; the gated MLP
-    kept = itemsize * (4 * hidden + (2 + 2 * share) * cost.channels + 3 * inner)
-    if itemsize < 4:
-        # norms compute in float32, and each adapter keeps what it reads so
-        kept += 2 * 4 * hidden + 4 * cost.adapted / layers
-    # keys and values of the whole text, while a layer attends
-    travelling = 2 * share * cost.channels * itemsize * tokens if cp > 1 else 0.0
-    tokens = tokens / cp
-    kept *= tokens
-    flowing = tokens * itemsize * (hidden + 2 * inner)
+    heads = config.num_attention_heads
+    share = config.num_key_value_heads / heads
+    q, kv = itemsize * cost.channels, 2 * share * itemsize * cost.channels
+    came_in, size = itemsize * hidden, tokens / cp
+    # keys and values of the whole text, while a layer attends; cosines and sines of positions
+    beside = (kv * tokens if cp > 1 else 0.0) + size * 2 * itemsize * cost.channels / heads
     logit = 4 if itemsize == 4 else 4 + itemsize
-    loss = tokens * hidden * itemsize + logit * min(tokens, loss_tokens) * config.vocab_size
+    logits = logit * min(size, loss_tokens) * config.vocab_size
+    if 0 < tile < size:
+        # what comes in, its norm, q, k, v and the output of attention, their sum and its norm
+        kept = 4 * came_in + 2 * q + kv
+        # attention's gradients are summed in float32 by some kernels
+        summed = 0 if itemsize == 4 else 4 * cost.channels
+        # of the MLP's output and input, or of what attention reads and writes: by then both norms
+        # behind it are gone
+        flowing = max(2 * came_in, 2 * q + kv + summed - came_in)
+        beside += tile * 6 * itemsize * inner
+        # the last layer's output, its norm, the gradient of that and the same scaled
+        loss = size * 4 * came_in + logits
+        again = kept - came_in
+    else:
+        # what comes in, the norms' inputs and outputs; q, the output of attention, k, v; the MLP
+        kept = 4 * came_in + 2 * q + kv + itemsize * 3 * inner
+        if itemsize < 4:
+            # norms compute in float32, and each adapter keeps what it reads so
+            kept += 2 * 4 * hidden + 4 * cost.adapted / layers
+        flowing = came_in + itemsize * 2 * inner
+        loss = size * came_in + logits
+        again = kept
+    # the checkpoint of a layer is fetched while the one behind it is there
+    held = max(layers - offloaded, min(2, layers)) if offloaded else layers
     # a value, its gradient and two moments
     optimizer = 16 * cost.trained_parameters
     saved = 0.0 if quantised is None else itemsize - quantised
@@ -341,7 +368,8 @@ def memory(
     return Memory(
         weights=weights / shards + gathered,
         optimizer=optimizer / shards,
-        layers=tokens * hidden * itemsize * layers if checkpointing else kept * layers,
+        layers=size * (came_in * held if checkpointing else kept * layers),
         # the last layers' gradients begin where the loss ends
-        working=max(loss, flowing + travelling + (kept if checkpointing else 0)),
+        working=max(loss, size * (flowing + (again if checkpointing else 0)) + beside),
+        host=offloaded * -(-size * came_in // CHUNK_BYTES) * CHUNK_BYTES,
     )
