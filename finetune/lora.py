@@ -41,10 +41,12 @@ from cab_hf.finetune.models import (
     with_lora,
 )
 from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate, one_sum
+from cab_hf.finetune.offload import Offload
 from cab_hf.finetune.parallel import Parallel
 from cab_hf.finetune.rotary import load_rotary_state, rotary_kept, rotary_state
 from cab_hf.finetune.settings import PROG, Settings, read
 from cab_hf.finetune.sources import Source, content_sha256, is_local, make_source, refuse_learnt
+from cab_hf.finetune.tiles import compute_in_tiles, tile_of
 from cab_hf.finetune.validation import Validation
 from cab_hf.runs.log import DISK_FULL, Log, write_atomically, writing
 from cab_hf.runs.models import file_sha256
@@ -136,13 +138,15 @@ class Run:
             # the same adapter in every process
             set_seed(settings.seed)
             self.model, self.tokenizer = build(settings, accelerator.device)
+            cost = meter.Cost.of(self.model)
+            self._fit_into_memory(cost)
             self.parallel = Parallel(settings, self.model, accelerator)
             packed, kept = open_data(settings, self.tokenizer, self.parallel, self._tell)
             self._agree(packed)
         # made by a thread while a step computes
         self.data = Ahead(packed)
         self.batches = batches_of(self.data, settings.micro_batch)
-        self.meter = meter.Meter(meter.Cost.of(self.model))
+        self.meter = meter.Meter(cost)
         if self.meter.cost.uncounted:
             self._tell(f"no MFU is reported: {self.meter.cost.uncounted}.")
         self.objective, self.optimizer = self._prepare()
@@ -151,6 +155,27 @@ class Run:
             self.out / CHECKPOINTS, self.rank, self.processes, accelerator.wait_for_everyone
         )
         self.done = self._resume()
+
+    def _fit_into_memory(self, cost: meter.Cost) -> None:
+        """Have the model compute in tiles, and its checkpoints offloaded, as the estimate has it.
+
+        A number of layers that was given is taken, whatever the estimate says.
+        """
+        settings, device = self.settings, self.accelerator.device
+        tokens = settings.length * settings.micro_batch // settings.cp
+        tile = tile_of(tokens, settings.tile_tokens)
+        left = compute_in_tiles(self.model, tile) if tile else ()
+        if left:
+            self._tell(f"not in tiles, for nobody knows that they could be: {', '.join(left)}.")
+        offloaded = settings.offload_layers
+        if offloaded is None and device.type == "cuda":
+            shards, room = shards_of(self.accelerator), dry_run.room_of(settings, device)
+            fitted = dry_run.fit(settings, cost, shards, room)
+            dry_run.refuse_too_long(settings, cost, shards, room, fitted)
+            self._tell(f"{dry_run.transfer(settings, fitted)}.")
+            offloaded = fitted.offloaded
+        if offloaded:
+            Offload(offloaded, device).enable(self.model)
 
     def _agree(self, packed: Packed) -> None:
         """Refuse processes that are to learn other texts, or with other weights."""
@@ -414,7 +439,7 @@ def open_sources(
 def tell_what_would_run(settings: Settings, accelerator: Accelerator) -> None:
     """Print the settings, what a step costs and whether it fits."""
     processes = accelerator.num_processes
-    shards = processes if accelerator.distributed_type == DistributedType.FSDP else 1
+    shards = shards_of(accelerator)
     tell = print if accelerator.is_main_process else lambda sentence: None
     with refusing():
         settings.accumulation(processes)
@@ -422,8 +447,16 @@ def tell_what_would_run(settings: Settings, accelerator: Accelerator) -> None:
         named = [*settings.sources(), *settings.sources("validation")]
         open_sources(settings, [each for each in named if is_local(each[0])], tell)
         model = adapted(settings, dry_run.skeleton(settings))
-    if accelerator.is_main_process:
-        print(dry_run.report(settings, model, processes, shards, accelerator.device))
+    cost, room = meter.Cost.of(model), dry_run.room_of(settings, accelerator.device)
+    fitted = dry_run.fit(settings, cost, shards, room)
+    tell(dry_run.report(settings, cost, processes, fitted, room))
+    dry_run.refuse_too_long(settings, cost, shards, room, fitted)
+
+
+def shards_of(accelerator: Accelerator) -> int:
+    """Processes that the frozen weights are spread over."""
+    spread = accelerator.distributed_type == DistributedType.FSDP
+    return accelerator.num_processes if spread else 1
 
 
 def batches_of(sequences: Any, size: int) -> Iterator[Batch]:

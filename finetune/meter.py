@@ -22,6 +22,10 @@ from torch import Tensor, nn
 from cab_hf.finetune.offload import CHUNK_BYTES
 
 GIB = 2**30
+# what an allocator and libraries need of a device beside tensors
+USABLE = 0.94
+# of the host's memory, beside what runs there
+PINNABLE = 0.9
 # bf16 without sparsity, by a part of the name that torch gives a GPU; from the makers' data sheets
 PEAK_TFLOPS = {
     "B200": 2250.0,
@@ -373,3 +377,41 @@ def memory(
         working=max(loss, size * (flowing + (again if checkpointing else 0)) + beside),
         host=offloaded * -(-size * came_in // CHUNK_BYTES) * CHUNK_BYTES,
     )
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that a process has on its device, and of the host."""
+
+    device: float
+    host: float
+
+    def holds(self, needed: Memory) -> bool:
+        """Whether a step of that memory fits."""
+        return needed.total <= USABLE * self.device and needed.host <= PINNABLE * self.host
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How many layers' checkpoints a step offloads, and its memory then."""
+
+    offloaded: int
+    memory: Memory
+
+
+def fit(cost: Cost, tokens: int, room: Room, offloaded: int | None = None, **how: Any) -> Fit:
+    """The step with as few offloaded layers as fit into ``room``; with the most if none does.
+
+    Args:
+        tokens, how: as of `memory`.
+        offloaded: how many there are, if that is not to be found out.
+    """
+    if offloaded is not None:
+        return Fit(offloaded, memory(cost, tokens, offloaded=offloaded, **how))
+    # the device has two at a time, however few it keeps
+    most = max(0, cost.config.num_hidden_layers - 2) if how.get("checkpointing", True) else 0
+    for count in range(most + 1):
+        fitted = fit(cost, tokens, room, count, **how)
+        if room.holds(fitted.memory):
+            break
+    return fitted

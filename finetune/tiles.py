@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+# tokens of a process above which it computes in tiles unless told otherwise, and those of a tile
+TILED_ABOVE, TILE = 2**17, 2**13
 MLPS = ("mlp", "feed_forward")
 NORMS = ("RMSNorm", "LayerNorm")
 # where classes live whose modules compute each number by itself
@@ -27,6 +29,13 @@ ELEMENTWISE = (
     "torch.nn.modules.linear",
     "transformers.activations",
 )
+
+
+def tile_of(tokens: int, asked: int | None) -> int:
+    """Tokens that are computed at a time of so many in a process; 0: all. None asks for `TILE`."""
+    if asked is None:
+        return TILE if tokens > TILED_ABOVE else 0
+    return asked
 
 
 def compute_in_tiles(model: nn.Module, tokens: int) -> list[str]:

@@ -335,10 +335,13 @@ def test_documents_without_text_are_told_of_once_and_first(tmp_path, capsys, wor
     assert printed[0] == f"{shown} is row 1, counted from 0." and printed.count(printed[0]) == 1
 
 
-def test_what_does_not_fit_is_told_before_it_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(lora.dry_run, "capacity", lambda device: 2**20)
-    assert run(tmp_path, "--dry-run") == 0
-    assert "does not fit into 0.0 GiB" in capsys.readouterr().out
+def test_what_does_not_fit_is_told_before_it_runs(tmp_path, capsys):
+    assert run(tmp_path, "--dry-run", "--gpu-gib", "1e-4") == 2
+    printed = capsys.readouterr()
+    assert "does not fit into 0.0 GiB" in printed.out
+    assert (
+        "length is 256 and a step does not fit" in printed.err and "no length does" in printed.err
+    )
 
 
 def test_sigterm_saves_and_ends_well(tmp_path, monkeypatch, capsys):

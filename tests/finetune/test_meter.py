@@ -148,7 +148,8 @@ def test_where_nobody_says_what_a_token_uses_nothing_is_counted(change, message)
     cost = meter.Cost.of(model)
     assert re.search(message, cost.uncounted) and cost.products(1) == 0
     settings = Settings(data=("a.txt",), length=64, model="of-nobody")
-    printed = dry_run.report(settings, model, 1, 1, torch.device("cpu"))
+    room = meter.Room(2**40, 2**40)
+    printed = dry_run.report(settings, cost, 1, dry_run.fit(settings, cost, 1, room), room)
     assert f"FLOPs of a step: not known: {cost.uncounted}\n" in printed
 
 
