@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from typing import Any
 
@@ -77,9 +76,7 @@ def report(
 
 def room_of(settings: Settings, device: torch.device) -> meter.Room:
     """What there is, or what the settings say there is."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # processes of one host share it
-    host = (settings.host_gib * meter.GIB or machine) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    host = meter.host_bytes(settings.host_gib)
     if settings.gpu_gib:
         return meter.Room(settings.gpu_gib * meter.GIB, host)
     if device.type == "cuda":

@@ -10,6 +10,7 @@ many as each token is sent to. Where a model does not say how many those are, no
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from cab_hf.finetune.offload import CHUNK_BYTES
 
 GIB = 2**30
 # what an allocator and libraries need of a device beside tensors
-USABLE = 0.94
+USABLE = 0.9
 # of the host's memory, beside what runs there
 PINNABLE = 0.9
 # bf16 without sparsity, by a part of the name that torch gives a GPU; from the makers' data sheets
@@ -389,6 +390,12 @@ class Room:
     def holds(self, needed: Memory) -> bool:
         """Whether a step of that memory fits."""
         return needed.total <= USABLE * self.device and needed.host <= PINNABLE * self.host
+
+
+def host_bytes(told_gib: float = 0.0) -> float:
+    """The share that a process has of its host's memory, which is as told or as it says."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return (told_gib * GIB or machine) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from cab_hf.runs.settings import (
     UsageError,
     comma_separated,
     flag,
+    number_or_auto,
     option,
     parse_assignment,
     parse_flag,
@@ -34,11 +35,6 @@ FREE = (
     *("out", "save_every", "eval_every", "trackers", "dry_run", "cpu", "peak_tflops"),
     *("offload_layers", "gpu_gib", "host_gib", "link_gbs"),
 )
-
-
-def number_or_auto(text: str) -> int | None:
-    """A number, or None for ``auto``."""
-    return None if text == "auto" else int(text)
 
 
 @dataclass(frozen=True)

@@ -70,12 +70,10 @@ def _is_row_wise(name: str, module: nn.Module) -> bool:
 
 def _is_plain(mlp: nn.Module) -> bool:
     """Whether an MLP is made of linear layers, adapters and activations alone."""
-    return all(
-        isinstance(each, nn.Linear)
-        or not any(each.parameters(recurse=False))
-        and (any(each.children()) or type(each).__module__ in ELEMENTWISE)
-        for each in mlp.modules()
-    )
+    others = [module for module in mlp.modules() if not isinstance(module, nn.Linear)]
+    own = [name for module in others for name, _ in module.named_parameters(recurse=False)]
+    leaves = (module for module in others if next(module.children(), None) is None)
+    return not own and all(type(module).__module__ in ELEMENTWISE for module in leaves)
 
 
 def _in_tiles(forward: Callable[..., Tensor], elements: int, *args: Any, **kwargs: Any) -> Tensor:

@@ -35,11 +35,11 @@ from cab_hf.eval.speed.ranked import by_torchrun
 from cab_hf.eval.speed.spread import ALONE, CP, FSDP2, SPREADS, Shared
 from cab_hf.eval.speed.team import Slowest, Team
 from cab_hf.eval.speed.ttft import TIMES, TimeToFirstToken, drawn
-from cab_hf.runs.settings import by_device, comma_separated, flag, option
+from cab_hf.runs.settings import by_device, comma_separated, flag, number_or_auto, option
 
 # transformers and PEFT are imported where they are used: asking for help needs none of them
 if TYPE_CHECKING:
-    from cab_hf.finetune.meter import Cost
+    from cab_hf.finetune.meter import Cost, Fit, Room
     from cab_hf.finetune.objective import Batch, Objective
 
 CAB = "cab"
@@ -75,6 +75,15 @@ class Settings(ModelSettings):
         f"torchrun, and {ALONE} without it",
         comma_separated(str),
     )
+    tile_tokens: int | None = option(
+        None,
+        "tokens that all but attention computes at a time; auto as in fine-tuning",
+        number_or_auto,
+    )
+    offload_layers: int | None = option(
+        None, "layers whose checkpoints the host keeps; auto: as few as must be", number_or_auto
+    )
+    host_gib: float = option(0.0, "memory of the host; 0: what it says", float)
     longest: bool = flag("seek the longest sequence of which a step fits, too")
     multiple: int | None = by_device(2**13, 64, "tokens of which the longest is a multiple", int)
 
@@ -92,6 +101,8 @@ class Settings(ModelSettings):
         across = CP not in self.spread or set(self.implementations) & set(spread.ACROSS)
         text = f"some of {', '.join(spread.ACROSS)} where a sequence is sharded ({CP})"
         self.check("implementations", across, text)
+        for name in ("tile_tokens", "offload_layers", "host_gib"):
+            self.check(name, (getattr(self, name) or 0) >= 0, "auto, or 0 or more")
         every = not self.longest or any(":" not in part for part in self.max_density)
         self.check("max_density", every, "a share for all lengths where the longest is sought")
 
@@ -105,8 +116,9 @@ class Settings(ModelSettings):
             f"median of {self.runs} steps by time.perf_counter after one of at most "
             f"{WARM_UP_TOKENS:,} tokens that warms up; a step is the forward and the backward pass "
             "of one sequence of random tokens, every layer being computed again in the latter, the "
-            "loss in chunks, clipping and AdamW; the peak is all that was allocated, weights "
-            "included"
+            "loss in chunks, clipping and AdamW; MLPs, norms and adapters compute long sequences "
+            "in tiles, and checkpoints that have no room are offloaded to the host; the peak is "
+            "all that was allocated, weights included"
         )
         if self.is_spread or by_torchrun():
             text += (
@@ -132,10 +144,17 @@ class LoraStep(TimeToFirstToken):
     ADDED: ClassVar[Mapping[str, Any]] = {
         **{"spread": ALONE, "world": 1},
         **{"sought": False, "fits": None, "room_gib": None},
+        **{"tile_tokens": 0, "offloaded": 0, "host_gib": None},
     }
-    GROWS = (*TimeToFirstToken.GROWS, "spread", "longest", "multiple", "worlds")
+    GROWS = (
+        *(*TimeToFirstToken.GROWS, "spread", "longest", "multiple", "worlds"),
+        *("tile_tokens", "offload_layers", "host_gib"),
+    )
     SHAPE = ("dtype", "rank")
-    FOUND = (*TimeToFirstToken.FOUND, "fits", "room_gib")
+    FOUND = (
+        *(*TimeToFirstToken.FOUND, "fits", "room_gib"),
+        *("tile_tokens", "offloaded", "host_gib"),
+    )
 
     @staticmethod
     def needs_ranks(settings: Settings) -> bool:
@@ -179,23 +198,36 @@ class LoraStep(TimeToFirstToken):
 
     def guess(self, place: Mapping[str, Any]) -> int | None:
         """The most tokens of a sequence that should fit, by an estimate."""
-        from cab_hf.finetune.meter import GIB, memory
-
-        settings, room = self.settings, self.bench.room()
-        if room is None:
+        if self.bench.room() is None:
             return None
-        cost, step = trainee(settings).cost, settings.multiple
-        how = spread.weights_in(place["spread"], place["world"])
+        room, step = self.room(), self.settings.multiple
 
         def fits(multiples: int) -> bool:
-            needed = memory(cost, multiples * step, itemsize=settings.torch_dtype.itemsize, **how)
-            return needed.total <= room * GIB
+            return room.holds(self.fitted(place, multiples * step, room)[1].memory)
 
         most = 1
         while fits(2 * most):
             most *= 2
         # the estimate grows by the same for every token
         return step * next((n for n in range(2 * most, most, -1) if fits(n)), most)
+
+    def room(self) -> Room:
+        """What this rank has of memory, without end on a CPU."""
+        from cab_hf.finetune.meter import GIB, Room, host_bytes
+
+        device = self.bench.room()
+        device = float("inf") if device is None else device * GIB
+        return Room(device, host_bytes(self.settings.host_gib))
+
+    def fitted(self, place: Mapping[str, Any], length: int, room: Room) -> tuple[int, Fit]:
+        """(tokens of a tile or 0, what is offloaded) of a step at ``place`` in so much room."""
+        from cab_hf.finetune.meter import fit
+        from cab_hf.finetune.tiles import tile_of
+
+        settings, how = self.settings, spread.weights_in(place["spread"], place["world"])
+        tile = tile_of(length // how["cp"], settings.tile_tokens)
+        more = {"itemsize": settings.torch_dtype.itemsize, "tile": tile, **how}
+        return tile, fit(trainee(settings).cost, length, room, settings.offload_layers, **more)
 
     def find(self, sample: dict[str, Any]) -> None:
         if sample["spread"] == ALONE:
@@ -210,6 +242,10 @@ class LoraStep(TimeToFirstToken):
         gc.collect()
         how, cost = sample["spread"], trainee(settings).cost
         sample["room_gib"] = self.bench.room()
+        tile, fitted = self.fitted(sample, length, self.room())
+        shares = sample["world"] if how == CP else 1
+        host = keep_little(settings, length // shares, tile, fitted.offloaded)
+        sample |= {"tile_tokens": tile, "offloaded": fitted.offloaded, "host_gib": host}
         with training(settings, length, way, how, team) as (call, known):
             team.together(lambda: call(min(length, WARM_UP_TOKENS)))
             known()
@@ -221,7 +257,6 @@ class LoraStep(TimeToFirstToken):
             sample |= {"fits": True, **known()}
         flops = useful_flops(cost, length)
         done = flops(sample["density"])
-        shares = sample["world"] if how == CP else 1
         sample |= {
             "ms": result.ms,
             "peak_gib": result.peak_gib,
@@ -285,6 +320,8 @@ class LoraStep(TimeToFirstToken):
             tables = TimeToFirstToken.tables(one)
             tables.pop("Remarks", None)
             made |= {f"{name} of one rank" if many else name: x for name, x in tables.items()}
+        if any(row["tile_tokens"] or row["offloaded"] for row in timed):
+            made["Tiles and offloaded checkpoints"] = markdown_table(timed, KEEPING_LITTLE)
         if any(row["sought"] for row in rows):
             shown = [reported_longest(alike) for alike in grouped(rows, *APART)]
             made["The longest sequence of which a step fits"] = markdown_table(shown, LONGEST)
@@ -363,6 +400,26 @@ def trainee(settings: Settings) -> Trainee:
     model.train()
     objective = Objective(model)
     return Trainee(objective, optimizer_of(objective), Cost.of(model))
+
+
+def keep_little(settings: Settings, tokens: int, tile: int, offloaded: int) -> float:
+    """Have the model compute in tiles, 0 for none, with checkpoints offloaded; GiB of the host.
+
+    Args:
+        tokens: of a rank.
+    """
+    from cab_hf.finetune.meter import GIB
+    from cab_hf.finetune.offload import Offload
+    from cab_hf.finetune.tiles import compute_in_tiles
+
+    model = trainee(settings).objective.model
+    # one tile of all tokens is none
+    compute_in_tiles(model, tile or tokens)
+    offload = Offload(offloaded, torch.device(settings.device))
+    # what is timed allocates nothing
+    offload.reserve(tokens * settings.hidden * settings.torch_dtype.itemsize)
+    offload.enable(model)
+    return offload.host_bytes / GIB
 
 
 def optimizer_of(objective: torch.nn.Module) -> torch.optim.Optimizer:
@@ -583,6 +640,14 @@ OVER_RANKS = {
     **DENSITY,
     "peak GiB": column(digits, "peak_gib"),
     "TFLOP/s": column(digits, "tflops"),
+}
+KEEPING_LITTLE = {
+    **TOKENS,
+    "way": "implementation",
+    "tile": column("{:,}".format, "tile_tokens"),
+    "offloaded layers": "offloaded",
+    "GiB of the host": column(digits, "host_gib"),
+    "peak GiB": column(digits, "peak_gib"),
 }
 LONGEST = {
     "ranks": "world",

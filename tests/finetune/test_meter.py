@@ -1,15 +1,13 @@
 """FLOPs against torch's own counter, pairs and shares by hand, memory against tensors held."""
 
 import re
-import weakref
 
 import pytest
 import torch
 import transformers
+from held import Held
 from tiny import SIZES, tiny_model, tokens
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from cab_hf.finetune import dry_run, meter
@@ -216,36 +214,6 @@ def test_what_memory_depends_on():
     assert kept.layers > 3 * short.layers and kept.total > short.total
     spread = meter.memory(cost, 1000, shards=4, loss_tokens=8)
     assert spread.optimizer == short.optimizer / 4 and spread.weights < short.weights
-
-
-class Held(TorchDispatchMode):
-    """The bytes of all tensors there are, and the most there have been."""
-
-    def __init__(self, *there):
-        super().__init__()
-        self.now = self.peak = 0
-        self._seen = {}
-        for tensor in there:
-            self._see(tensor)
-
-    def _see(self, tensor):
-        storage = tensor.untyped_storage()
-        key, size = id(storage), storage.nbytes()
-        if key not in self._seen:
-            self._seen[key] = weakref.ref(storage, lambda _: self._gone(key, size))
-            self.now += size
-            self.peak = max(self.peak, self.now)
-
-    def _gone(self, key, size):
-        del self._seen[key]
-        self.now -= size
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        for each in tree_leaves(made):
-            if isinstance(each, torch.Tensor):
-                self._see(each)
-        return made
 
 
 @pytest.mark.parametrize(
