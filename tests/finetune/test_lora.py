@@ -226,6 +226,38 @@ def test_a_run_that_is_done_stays_as_it_is(tmp_path):
     assert (tmp_path / "run" / "log.jsonl").read_bytes() == before
 
 
+LITTLE = ["--tile-tokens", "48", "--offload-layers", "1"]
+
+
+@pytest.mark.parametrize("attention", ["cab", "sdpa"])
+def test_tiles_and_offloaded_checkpoints_learn_the_same(tmp_path, attention):
+    words = ["--attention", attention, "--dtype", "float32", "--dropout", "0"]
+    assert run(tmp_path, *words, name="whole") == 0
+    assert run(tmp_path, *words, *LITTLE, name="run") == 0
+    for field in ("loss", "grad_norm"):
+        assert steps(tmp_path / "run", field) == pytest.approx(
+            steps(tmp_path / "whole", field), rel=1e-5
+        )
+
+
+def test_a_run_in_tiles_goes_on_to_the_last_bit(tmp_path, monkeypatch):
+    step = lora.Run._step
+
+    def asked(self, at, _asked):
+        return step(self, at, lambda: at == 2)
+
+    words = [*LITTLE, "--dropout", "0.1"]
+    assert run(tmp_path, *words, name="whole") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(lora.Run, "_step", asked)
+        assert run(tmp_path, *words) == 0
+    assert len(steps(tmp_path / "run", "loss")) == 2
+    # where checkpoints are kept is no part of what is learnt
+    assert run(tmp_path, *words, "--offload-layers", "2") == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert steps(tmp_path / "run", "grad_norm") == steps(tmp_path / "whole", "grad_norm")
+
+
 def test_dense_layers_are_logged_as_dense(tmp_path):
     assert run(tmp_path, "--attention", "sdpa", "--peak-tflops", "1") == 0
     assert steps(tmp_path / "run", "density") == [1.0] * 4

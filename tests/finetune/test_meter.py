@@ -11,9 +11,12 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from cab_hf.finetune import dry_run, meter
-from cab_hf.finetune.models import with_lora
+from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
 from cab_hf.finetune.objective import Objective
+from cab_hf.finetune.offload import Offload
 from cab_hf.finetune.settings import Settings
+from cab_hf.finetune.tiles import compute_in_tiles
+from cab_hf.runs.settings import UsageError
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 
@@ -242,3 +245,92 @@ def test_the_estimate_of_memory_is_near_what_is_held(vocabulary, dtype, checkpoi
     fields = {"itemsize": dtype.itemsize, "checkpointing": checkpointing, "loss_tokens": 2**26}
     estimate = meter.memory(meter.Cost.of(model), 512, **fields)
     assert estimate.total == pytest.approx(held.peak, rel=0.15)
+
+
+@pytest.mark.parametrize("offloaded", [0, 1, 3])
+@pytest.mark.parametrize("vocabulary", [64, 8192], ids=["a layer is the peak", "the loss is"])
+def test_the_estimate_knows_of_tiles_and_of_what_is_offloaded(vocabulary, offloaded):
+    length, tile = 1024, 64
+    sizes = {"hidden_size": 128, "intermediate_size": 448, "vocab_size": vocabulary}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32}
+    model = tiny_model(num_hidden_layers=4, **sizes, **heads)
+    model = with_lora(model, ("q_proj", "k_proj", "v_proj", "o_proj"), 4, 8).train()
+    enable_gradient_checkpointing(model)
+    compute_in_tiles(model, tile)
+    # chunks of the size of a checkpoint
+    offload = Offload(offloaded, torch.device("cpu"), length * 128 * 4)
+    offload.enable(model)
+    with Held(*model.parameters(), *model.buffers()) as held:
+        Objective(model, "chunks")(batch(length)).backward()
+    cost = meter.Cost.of(model)
+    estimate = meter.memory(
+        cost, length, itemsize=4, loss_tokens=2**26, tile=tile, offloaded=offloaded
+    )
+    # nothing was learnt yet
+    actual = held.peak - offload.host_bytes + estimate.optimizer
+    assert estimate.total == pytest.approx(actual, rel=0.05)
+    # in pieces of 256 MiB
+    assert estimate.host == offloaded * 2**28
+
+
+# a layer of LLaMA-3-8B, whose checkpoint of 2^17 tokens is 1 GiB
+LARGE = {
+    **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256},
+    **{"head_dim": 128, "max_position_embeddings": 2**20},
+}
+
+
+@pytest.fixture(scope="module")
+def large():
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LARGE)).bfloat16()
+    model = with_lora(model, ("q_proj", "k_proj", "v_proj", "o_proj"), 16, 32)
+    return meter.Cost.of(model)
+
+
+def long_step(length, **more):
+    return Settings(data=("a.txt",), rank=16, length=length, **more)
+
+
+@pytest.mark.parametrize(
+    ("length", "gpu", "host", "offloaded"),
+    [
+        pytest.param(2**17, 140, 128, 0, id="room for all"),
+        pytest.param(2**19, 140, 128, 14, id="room for some"),
+        # 120 GiB of pinned memory and two checkpoints on the device
+        pytest.param(2**19, 70, 150, 30, id="room for two"),
+    ],
+)
+def test_as_few_layers_are_offloaded_as_must_be(large, length, gpu, host, offloaded):
+    room = meter.Room(gpu * meter.GIB, host * meter.GIB)
+    fitted = dry_run.fit(long_step(length), large, 1, room)
+    assert room.holds(fitted.memory) and fitted.offloaded == offloaded
+    assert fitted.memory.host == offloaded * length * 4096 * 2
+    fewer = dry_run.fit(long_step(length, offload_layers=max(0, offloaded - 1)), large, 1, room)
+    assert not offloaded or not room.holds(fewer.memory)
+
+
+def test_a_step_that_fits_nowhere_is_refused_with_the_longest_that_does(large):
+    room = meter.Room(140 * meter.GIB, 128 * meter.GIB)
+    asked = long_step(2**20)
+    fitted = dry_run.fit(asked, large, 1, room)
+    with pytest.raises(
+        UsageError, match="length is 1048576 and a step .* the longest that"
+    ) as told:
+        dry_run.refuse_too_long(asked, large, 1, room, fitted)
+    longest = int(re.search(r"that does has (\d+) tokens", str(told.value))[1])
+    for length, fits in ((longest, True), (longest + 1024, False)):
+        memory = dry_run.fit(long_step(length), large, 1, room).memory
+        assert room.holds(memory) == fits
+    # over two processes with as much each
+    assert dry_run.longest(long_step(2**22, cp=2), large, 1, room) > 1.6 * longest
+
+
+def test_a_report_says_what_travels_and_for_how_long(large):
+    settings = long_step(2**19, link_gbs=25.0)
+    room = meter.Room(140 * meter.GIB, 128 * meter.GIB)
+    printed = dry_run.report(settings, large, 1, dry_run.fit(settings, large, 1, room), room)
+    # 14 times 4 GiB there and back
+    shown = f"56.00 GiB of host memory; a micro batch takes {2 * 56 * 2**30 / 25e9:.1f} s to copy"
+    assert "checkpoints of the first 14 layers, " + shown in printed and "fits into" in printed
