@@ -328,7 +328,7 @@ def memory(
         cp: processes that the tokens are sharded over, evenly; padding is not counted.
         loss_tokens: tokens whose logits exist at once.
         quantised: bytes of a weight of the layers, where that is not what ``cost`` has seen.
-        tile: tokens that MLPs, norms and adapters compute at a time; 0: all of them.
+        tile: tokens that MLPs compute at a time; 0: all of them.
         offloaded: layers whose checkpoints the host keeps.
     """
     config, layers = cost.config, cost.config.num_hidden_layers
@@ -349,7 +349,8 @@ def memory(
         # of the MLP's output and input, or of what attention reads and writes: by then both norms
         # behind it are gone
         flowing = max(2 * came_in, 2 * q + kv + summed - came_in)
-        beside += tile * 6 * itemsize * inner
+        # tiles of what computes in float32 have as many numbers
+        beside += tile * 6 * 4 * inner
         # the last layer's output, its norm, the gradient of that and the same scaled
         loss = size * 4 * came_in + logits
         again = kept - came_in

@@ -60,8 +60,8 @@ class Settings:
     checkpointing: bool = option(True, "layers are computed again in the backward pass", parse_flag)
     tile_tokens: int | None = option(
         None,
-        f"tokens that MLPs, norms and adapters compute at a time; 0: all; auto: {TILE} where a "
-        f"process has more than {TILED_ABOVE}",
+        f"tokens that MLPs compute at a time, and norms and adapters alike; 0: all; auto: {TILE} "
+        f"where a process has more than {TILED_ABOVE}",
         number_or_auto,
     )
     offload_layers: int | None = option(

@@ -39,7 +39,8 @@ def tile_of(tokens: int, asked: int | None) -> int:
 
 
 def compute_in_tiles(model: nn.Module, tokens: int) -> list[str]:
-    """Have MLPs, norms and adapters of ``model`` compute ``tokens`` at a time, and no more.
+    """Have the MLPs of ``model`` compute ``tokens`` at a time; norms and adapters, which have fewer
+    channels, as many more.
 
     Gradients are those of all tokens at once; dropout draws for each tile, and the same again in
     the backward pass.
@@ -48,16 +49,20 @@ def compute_in_tiles(model: nn.Module, tokens: int) -> list[str]:
         The names of classes of MLPs that compute all tokens at once as before, such as mixtures of
         experts: it is not known that they compute each token by itself.
     """
-    elements = tokens * model.config.get_text_config().hidden_size
-    left, tiled = {}, ()
+    left, modules = {}, {}
     for name, module in model.named_modules():
-        if name.startswith(tiled):
+        if name.startswith(tuple(f"{outer}." for outer in modules)):
             continue
         if name.rpartition(".")[2] in MLPS and not _is_plain(module):
             left[type(module).__name__] = None
         elif _is_row_wise(name, module):
-            module.forward = partial(_in_tiles, type(module).forward.__get__(module), elements)
-            tiled += (f"{name}.",)
+            modules[name] = module
+    widths = {name: _width(module) for name, module in modules.items()}
+    mlps = [width for name, width in widths.items() if name.rpartition(".")[2] in MLPS]
+    elements = tokens * max(mlps or widths.values())
+    for name, module in modules.items():
+        forward = type(module).forward.__get__(module)
+        module.forward = partial(_in_tiles, forward, elements, widths[name])
     return list(left)
 
 
@@ -68,6 +73,12 @@ def _is_row_wise(name: str, module: nn.Module) -> bool:
     return name.rpartition(".")[2] in MLPS or kind.endswith(NORMS) or adapter
 
 
+def _width(module: nn.Module) -> int:
+    """The most channels of a token between linear layers of ``module``; 0 where it has none."""
+    linear = (each for each in module.modules() if isinstance(each, nn.Linear))
+    return max((max(each.in_features, each.out_features) for each in linear), default=0)
+
+
 def _is_plain(mlp: nn.Module) -> bool:
     """Whether an MLP is made of linear layers, adapters and activations alone."""
     others = [module for module in mlp.modules() if not isinstance(module, nn.Linear)]
@@ -76,13 +87,19 @@ def _is_plain(mlp: nn.Module) -> bool:
     return not own and all(type(module).__module__ in ELEMENTWISE for module in leaves)
 
 
-def _in_tiles(forward: Callable[..., Tensor], elements: int, *args: Any, **kwargs: Any) -> Tensor:
-    """``forward`` of x [..., D], so many tokens at a time as have at most so many elements."""
+def _in_tiles(
+    forward: Callable[..., Tensor], elements: int, width: int, *args: Any, **kwargs: Any
+) -> Tensor:
+    """``forward`` of x [..., D], as many rows at a time as have so many elements in all channels.
+
+    Args:
+        width: channels of a row, if it gets more than D on the way.
+    """
     if len(args) != 1 or kwargs:
         return forward(*args, **kwargs)
     (x,) = args
     rows = x.reshape(1, -1, x.shape[-1])
-    size = max(1, elements // x.shape[-1])
+    size = max(1, elements // max(width, x.shape[-1]))
     if rows.shape[1] <= size:
         return forward(x)
     tiles = rows.split(size, 1)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from bench import FakeBench, sample_of, speed_run
+from bench import FakeBench, sample_of, shown, speed_run
 
 from cab_hf.eval.speed import lora
 from cab_hf.eval.speed.lora import LoraStep, Settings
@@ -72,6 +72,27 @@ def test_what_warms_up_does_not_count(monkeypatch):
     short = sample_of(LoraStep, settings, case, Clock())["density"]
     monkeypatch.setattr(lora, "WARM_UP_TOKENS", 192)
     assert sample_of(LoraStep, settings, case, Clock())["density"] == pytest.approx(short)
+
+
+def test_a_long_step_is_computed_in_tiles_with_offloaded_checkpoints():
+    settings = tiny(lengths=(192,), config=SMALL, tile_tokens=50, offload_layers=1)
+    case = {"length": 192, "implementation": "cab", **ONE}
+    calls = []
+    mlp = lora.layers_of(settings)[0].mlp
+    handle = mlp.act_fn.register_forward_hook(
+        lambda _, inputs, __: calls.append(inputs[0].shape[1])
+    )
+    row = sample_of(LoraStep, settings, case, Clock())
+    assert (row["tile_tokens"], row["offloaded"], row["host_gib"]) == (50, 1, 0.25)
+    # forward and backward, of what warms up and of what is timed
+    assert sorted(calls) == sorted([50, 50, 50, 42] * 4)
+    assert "| 192 | cab | 50 | 1 | 0.250 |" in shown(LoraStep, LoraStep.rows([row], {}))
+    # the next row is told anew
+    calls.clear()
+    settings = tiny(lengths=(192,), config=SMALL, tile_tokens=0, offload_layers=0)
+    row = sample_of(LoraStep, settings, case, Clock())
+    handle.remove()
+    assert (row["tile_tokens"], row["offloaded"], row["host_gib"]) == (0, 0, 0.0)
 
 
 def test_a_kernel_without_gradients_is_a_row_with_its_reason(monkeypatch):
