@@ -10,11 +10,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from cab_hf.config import CabConfig
 from cab_hf.finetune import meter
 from cab_hf.finetune.loss import CHUNK_LOGITS
 from cab_hf.finetune.models import load_model, stretch_positions
 from cab_hf.finetune.settings import ACROSS, Settings
 from cab_hf.finetune.tiles import TILE, tile_of
+from cab_hf.model_config import cab_config_of
 from cab_hf.runs.models import TINY, load_config
 from cab_hf.runs.settings import UsageError
 
@@ -53,8 +55,9 @@ def report(
     attention = sum(map(cost.attention, pairs)) * tokens / settings.length
     products = cost.products(tokens)
     needed = fitted.memory
-    parts = {name: size for name, size in asdict(needed).items() if name != "host"}
-    shown = ", ".join(f"{name} {size / meter.GIB:.2f}" for name, size in parts.items())
+    parts = {name: size / meter.GIB for name, size in asdict(needed).items()}
+    host = [f"{name} {parts.pop(name):.2f}" for name in ("checkpoints", "plans")]
+    device = [f"{name} {size:.2f}" for name, size in parts.items()]
     flops = f"not known: {cost.uncounted}"
     if not cost.uncounted:
         share = attention / (products + attention)
@@ -67,7 +70,9 @@ def report(
         f"a step: {tokens:,} tokens of {processes} processes, {accumulation} micro batches "
         + ("each" if settings.cp == 1 else f"of each {settings.cp} of them"),
         f"FLOPs of a step: {flops}",
-        f"memory of a process, estimated: {needed.total / meter.GIB:.2f} GiB ({shown})",
+        f"memory of a process, estimated: {needed.total / meter.GIB:.2f} GiB "
+        f"({', '.join(device)}); pinned on its host: {needed.host / meter.GIB:.2f} GiB "
+        f"({', '.join(host)})",
         transfer(settings, fitted),
         verdict,
     ]
@@ -94,7 +99,12 @@ def fit(
         shards: processes that hold the frozen weights together.
         length: tokens of a sequence, if not those of the settings.
     """
-    tokens = (length or settings.length) * settings.micro_batch
+    length, given = length or settings.length, settings.cab_config()
+    tokens, plans = length * settings.micro_batch, 0.0
+    # on a CPU a plan stays where it is
+    if settings.attention == "cab" and settings.checkpointing and room.host:
+        config = CabConfig.from_dict(given) if given else cab_config_of(cost.config)
+        plans = meter.plan_bytes(cost, config, length, settings.micro_batch, settings.cp)
     return meter.fit(
         cost,
         tokens,
@@ -107,6 +117,7 @@ def fit(
         loss_tokens=CHUNK_LOGITS // cost.config.vocab_size,
         quantised=FOUR_BIT_BYTES if settings.qlora else None,
         tile=tile_of(tokens // settings.cp, settings.tile_tokens),
+        plans=plans,
     )
 
 
@@ -125,12 +136,11 @@ def transfer(settings: Settings, fitted: meter.Fit) -> str:
     """What travels between host and GPU in a micro batch, and how long that takes."""
     if not fitted.offloaded:
         return "offloaded: no checkpoints"
-    size = fitted.memory.host
+    size = fitted.memory.checkpoints
     return (
-        f"offloaded: checkpoints of the first {fitted.offloaded} layers, "
-        f"{size / meter.GIB:.2f} GiB of host memory; a micro batch takes "
-        f"{2 * size / settings.link_gbs / 1e9:.1f} s to copy them out and back at "
-        f"{settings.link_gbs:g} GB/s, while it computes"
+        f"offloaded: checkpoints of the first {fitted.offloaded} layers; a micro batch copies "
+        f"{2 * size / meter.GIB:.1f} GiB out and back, in {2 * size / settings.link_gbs / 1e9:.1f} "
+        f"s at {settings.link_gbs:g} GB/s, while it computes"
     )
 
 

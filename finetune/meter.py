@@ -10,6 +10,7 @@ many as each token is sent to. Where a model does not say how many those are, no
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cab_hf.config import CabConfig
 from cab_hf.finetune.offload import CHUNK_BYTES
 
 GIB = 2**30
@@ -27,6 +29,8 @@ GIB = 2**30
 USABLE = 0.9
 # of the host's memory, beside what runs there
 PINNABLE = 0.9
+# the share of a row's blocks in its longest list, where nothing bounds it
+WIDEST = 0.25
 # bf16 without sparsity, by a part of the name that torch gives a GPU; from the makers' data sheets
 PEAK_TFLOPS = {
     "B200": 2250.0,
@@ -290,19 +294,25 @@ class Memory:
     Attributes:
         layers: what layers keep for the backward pass on the device.
         working: the loss, or a layer's backward pass: what is larger.
-        host: pinned for checkpoints that are offloaded; all else is on the device.
+        checkpoints: of the host, pinned for layers that are offloaded.
+        plans: of the host, pinned for what layers attended.
     """
 
     weights: float
     optimizer: float
     layers: float
     working: float
-    host: float = 0.0
+    checkpoints: float = 0.0
+    plans: float = 0.0
 
     @property
     def total(self) -> float:
         """Of the device."""
         return self.weights + self.optimizer + self.layers + self.working
+
+    @property
+    def host(self) -> float:
+        return self.checkpoints + self.plans
 
 
 def memory(
@@ -317,6 +327,7 @@ def memory(
     quantised: float | None = None,
     tile: int = 0,
     offloaded: int = 0,
+    plans: float = 0.0,
 ) -> Memory:
     """An estimate of the memory of a training step.
 
@@ -330,6 +341,7 @@ def memory(
         quantised: bytes of a weight of the layers, where that is not what ``cost`` has seen.
         tile: tokens that MLPs compute at a time; 0: all of them.
         offloaded: layers whose checkpoints the host keeps.
+        plans: bytes that the host keeps beside them, as of `plan_bytes`.
     """
     config, layers = cost.config, cost.config.num_hidden_layers
     hidden, inner = config.hidden_size, getattr(config, "intermediate_size", 0)
@@ -377,8 +389,27 @@ def memory(
         layers=size * (came_in * held if checkpointing else kept * layers),
         # the last layers' gradients begin where the loss ends
         working=max(loss, size * (flowing + (again if checkpointing else 0)) + beside),
-        host=offloaded * -(-size * came_in // CHUNK_BYTES) * CHUNK_BYTES,
+        checkpoints=offloaded * -(-size * came_in // CHUNK_BYTES) * CHUNK_BYTES,
+        plans=plans,
     )
+
+
+def plan_bytes(cost: Cost, config: CabConfig, length: int, rows: int = 1, cp: int = 1) -> float:
+    """Host memory that the plans of all layers take until the backward pass, roughly.
+
+    Lists are as wide as the longest of them, which top-p decides: `WIDEST` of all blocks at most.
+
+    Args:
+        length: tokens of each of so many ``rows``.
+    """
+    if length < config.min_length:
+        return 0.0
+    layers, heads = cost.config.num_hidden_layers, cost.config.num_attention_heads
+    key_blocks = -(-length // config.key_block)
+    listed = min(config.max_density, WIDEST) * key_blocks + 2
+    entries = rows * heads * length / cp / config.query_block * listed
+    # torch pins powers of two
+    return layers * 2.0 ** math.ceil(math.log2((2 if key_blocks < 2**15 else 4) * entries))
 
 
 @dataclass(frozen=True)

@@ -221,13 +221,15 @@ class LoraStep(TimeToFirstToken):
 
     def fitted(self, place: Mapping[str, Any], length: int, room: Room) -> tuple[int, Fit]:
         """(tokens of a tile or 0, what is offloaded) of a step at ``place`` in so much room."""
-        from cab_hf.finetune.meter import fit
+        from cab_hf.finetune.meter import fit, plan_bytes
         from cab_hf.finetune.tiles import tile_of
 
         settings, how = self.settings, spread.weights_in(place["spread"], place["world"])
-        tile = tile_of(length // how["cp"], settings.tile_tokens)
+        cost, tile = trainee(settings).cost, tile_of(length // how["cp"], settings.tile_tokens)
         more = {"itemsize": settings.torch_dtype.itemsize, "tile": tile, **how}
-        return tile, fit(trainee(settings).cost, length, room, settings.offload_layers, **more)
+        if place["implementation"] == CAB:
+            more["plans"] = plan_bytes(cost, settings.budgeted(length), length, cp=how["cp"])
+        return tile, fit(cost, length, room, settings.offload_layers, **more)
 
     def find(self, sample: dict[str, Any]) -> None:
         if sample["spread"] == ALONE:

@@ -10,6 +10,7 @@ from tiny import SIZES, tiny_model, tokens
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from cab_hf import CabConfig
 from cab_hf.finetune import dry_run, meter
 from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
 from cab_hf.finetune.objective import Objective
@@ -270,7 +271,7 @@ def test_the_estimate_knows_of_tiles_and_of_what_is_offloaded(vocabulary, offloa
     actual = held.peak - offload.host_bytes + estimate.optimizer
     assert estimate.total == pytest.approx(actual, rel=0.05)
     # in pieces of 256 MiB
-    assert estimate.host == offloaded * 2**28
+    assert estimate.host == estimate.checkpoints == offloaded * 2**28
 
 
 # a layer of LLaMA-3-8B, whose checkpoint of 2^17 tokens is 1 GiB
@@ -298,15 +299,15 @@ def long_step(length, **more):
     [
         pytest.param(2**17, 140, 128, 0, id="room for all"),
         pytest.param(2**19, 140, 128, 15, id="room for some"),
-        # 120 GiB of pinned memory and two checkpoints on the device
-        pytest.param(2**19, 70, 150, 30, id="room for two"),
+        # 120 GiB of checkpoints and 32 of plans, and two checkpoints on the device
+        pytest.param(2**19, 70, 176, 30, id="room for two"),
     ],
 )
 def test_as_few_layers_are_offloaded_as_must_be(large, length, gpu, host, offloaded):
     room = meter.Room(gpu * meter.GIB, host * meter.GIB)
     fitted = dry_run.fit(long_step(length), large, 1, room)
     assert room.holds(fitted.memory) and fitted.offloaded == offloaded
-    assert fitted.memory.host == offloaded * length * 4096 * 2
+    assert fitted.memory.checkpoints == offloaded * length * 4096 * 2
     fewer = dry_run.fit(long_step(length, offload_layers=max(0, offloaded - 1)), large, 1, room)
     assert not offloaded or not room.holds(fewer.memory)
 
@@ -332,5 +333,22 @@ def test_a_report_says_what_travels_and_for_how_long(large):
     room = meter.Room(140 * meter.GIB, 128 * meter.GIB)
     printed = dry_run.report(settings, large, 1, dry_run.fit(settings, large, 1, room), room)
     # 15 times 4 GiB there and back
-    shown = f"60.00 GiB of host memory; a micro batch takes {2 * 60 * 2**30 / 25e9:.1f} s to copy"
-    assert "checkpoints of the first 15 layers, " + shown in printed and "fits into" in printed
+    travel = f"copies 120.0 GiB out and back, in {120 * 2**30 / 25e9:.1f} s at 25 GB/s"
+    assert f"checkpoints of the first 15 layers; a micro batch {travel}" in printed
+    assert "pinned on its host: 92.00 GiB (checkpoints 60.00, plans 32.00)" in printed
+    assert "fits into 140.0 GiB" in printed
+
+
+@pytest.mark.parametrize(
+    ("config", "share"),
+    [
+        # 4,096 query blocks and 8,192 key blocks in each of 32 heads, in 16 bits
+        pytest.param(CabConfig(), 1 / 4, id="by top-p"),
+        pytest.param(CabConfig(max_density=0.06), 1 / 16, id="a budget"),
+        pytest.param(CabConfig(min_length=2**20), 0, id="attended exactly"),
+    ],
+)
+def test_plans_are_counted_by_their_longest_list(large, config, share):
+    entries = 32 * 4096 * 8192 * share
+    # rounded up to a power of two
+    assert meter.plan_bytes(large, config, 2**19) in (32 * 2 * entries, 64 * 2 * entries)
