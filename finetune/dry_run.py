@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -22,6 +23,8 @@ from cab_hf.runs.settings import UsageError
 
 # 4 bits and the scales of NF4, quantised twice
 FOUR_BIT_BYTES = 0.52
+# ``shards`` and ``weights_on_host`` of `meter.memory`
+Spread = Mapping[str, Any]
 # the longest length that fits is a multiple of it
 STEP = 2**10
 
@@ -56,7 +59,7 @@ def report(
     products = cost.products(tokens)
     needed = fitted.memory
     parts = {name: size / meter.GIB for name, size in asdict(needed).items()}
-    host = [f"{name} {parts.pop(name):.2f}" for name in ("checkpoints", "plans")]
+    host = [f"{name} {parts.pop(name):.2f}" for name in ("checkpoints", "plans", "sharded")]
     device = [f"{name} {size:.2f}" for name, size in parts.items()]
     flops = f"not known: {cost.uncounted}"
     if not cost.uncounted:
@@ -71,7 +74,7 @@ def report(
         + ("each" if settings.cp == 1 else f"of each {settings.cp} of them"),
         f"FLOPs of a step: {flops}",
         f"memory of a process, estimated: {needed.total / meter.GIB:.2f} GiB "
-        f"({', '.join(device)}); pinned on its host: {needed.host / meter.GIB:.2f} GiB "
+        f"({', '.join(device)}); on its host: {needed.host / meter.GIB:.2f} GiB "
         f"({', '.join(host)})",
         transfer(settings, fitted),
         verdict,
@@ -91,12 +94,12 @@ def room_of(settings: Settings, device: torch.device) -> meter.Room:
 
 
 def fit(
-    settings: Settings, cost: meter.Cost, shards: int, room: meter.Room, length: int = 0
+    settings: Settings, cost: meter.Cost, spread: Spread, room: meter.Room, length: int = 0
 ) -> meter.Fit:
     """The `meter.fit` of these settings.
 
     Args:
-        shards: processes that hold the frozen weights together.
+        spread: where the weights are.
         length: tokens of a sequence, if not those of the settings.
     """
     length, given = length or settings.length, settings.cab_config()
@@ -112,7 +115,7 @@ def fit(
         settings.offload_layers,
         itemsize=2 if settings.dtype == "bfloat16" else 4,
         checkpointing=settings.checkpointing,
-        shards=shards,
+        **spread,
         cp=settings.cp,
         loss_tokens=CHUNK_LOGITS // cost.config.vocab_size,
         quantised=FOUR_BIT_BYTES if settings.qlora else None,
@@ -121,13 +124,13 @@ def fit(
     )
 
 
-def longest(settings: Settings, cost: meter.Cost, shards: int, room: meter.Room) -> int:
+def longest(settings: Settings, cost: meter.Cost, spread: Spread, room: meter.Room) -> int:
     """The longest sequence whose step fits, a multiple of `STEP` for each process; 0: none."""
     step = STEP * settings.cp
     low, high = 0, -(-settings.length // step)
     while high - low > 1:
         middle = (low + high) // 2
-        fits = room.holds(fit(settings, cost, shards, room, middle * step).memory)
+        fits = room.holds(fit(settings, cost, spread, room, middle * step).memory)
         low, high = (middle, high) if fits else (low, middle)
     return low * step
 
@@ -145,7 +148,7 @@ def transfer(settings: Settings, fitted: meter.Fit) -> str:
 
 
 def refuse_too_long(
-    settings: Settings, cost: meter.Cost, shards: int, room: meter.Room, fitted: meter.Fit
+    settings: Settings, cost: meter.Cost, spread: Spread, room: meter.Room, fitted: meter.Fit
 ) -> None:
     """Refuse a step that does not fit.
 
@@ -154,7 +157,7 @@ def refuse_too_long(
     """
     if room.holds(fitted.memory):
         return
-    most = longest(settings, cost, shards, room)
+    most = longest(settings, cost, spread, room)
     raise UsageError(
         f"length is {settings.length} and a step does not fit into {room.device / meter.GIB:.1f} "
         f"GiB of a device and {room.host / meter.GIB:.1f} GiB of the host; "

@@ -24,6 +24,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list, set_seed
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.data import default_collate
 from tqdm import tqdm
@@ -169,9 +170,9 @@ class Run:
             self._tell(f"not in tiles, for nobody knows that they could be: {', '.join(left)}.")
         offloaded = settings.offload_layers
         if offloaded is None and device.type == "cuda":
-            shards, room = shards_of(self.accelerator), dry_run.room_of(settings, device)
-            fitted = dry_run.fit(settings, cost, shards, room)
-            dry_run.refuse_too_long(settings, cost, shards, room, fitted)
+            spread, room = spread_of(self.accelerator), dry_run.room_of(settings, device)
+            fitted = dry_run.fit(settings, cost, spread, room)
+            dry_run.refuse_too_long(settings, cost, spread, room, fitted)
             self._tell(f"{dry_run.transfer(settings, fitted)}.")
             offloaded = fitted.offloaded
         if offloaded:
@@ -439,7 +440,7 @@ def open_sources(
 def tell_what_would_run(settings: Settings, accelerator: Accelerator) -> None:
     """Print the settings, what a step costs and whether it fits."""
     processes = accelerator.num_processes
-    shards = shards_of(accelerator)
+    spread = spread_of(accelerator)
     tell = print if accelerator.is_main_process else lambda sentence: None
     with refusing():
         settings.accumulation(processes)
@@ -448,15 +449,17 @@ def tell_what_would_run(settings: Settings, accelerator: Accelerator) -> None:
         open_sources(settings, [each for each in named if is_local(each[0])], tell)
         model = adapted(settings, dry_run.skeleton(settings))
     cost, room = meter.Cost.of(model), dry_run.room_of(settings, accelerator.device)
-    fitted = dry_run.fit(settings, cost, shards, room)
+    fitted = dry_run.fit(settings, cost, spread, room)
     tell(dry_run.report(settings, cost, processes, fitted, room))
-    dry_run.refuse_too_long(settings, cost, shards, room, fitted)
+    dry_run.refuse_too_long(settings, cost, spread, room, fitted)
 
 
-def shards_of(accelerator: Accelerator) -> int:
-    """Processes that the frozen weights are spread over."""
-    spread = accelerator.distributed_type == DistributedType.FSDP
-    return accelerator.num_processes if spread else 1
+def spread_of(accelerator: Accelerator) -> dict[str, Any]:
+    """Where accelerate puts the weights, for `dry_run.fit`."""
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return {}
+    offloaded = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+    return {"shards": accelerator.num_processes, "weights_on_host": offloaded}
 
 
 def batches_of(sequences: Any, size: int) -> Iterator[Batch]:

@@ -296,6 +296,7 @@ class Memory:
         working: the loss, or a layer's backward pass: what is larger.
         checkpoints: of the host, pinned for layers that are offloaded.
         plans: of the host, pinned for what layers attended.
+        sharded: of the host, weights and the optimiser where they are offloaded.
     """
 
     weights: float
@@ -304,6 +305,7 @@ class Memory:
     working: float
     checkpoints: float = 0.0
     plans: float = 0.0
+    sharded: float = 0.0
 
     @property
     def total(self) -> float:
@@ -312,7 +314,7 @@ class Memory:
 
     @property
     def host(self) -> float:
-        return self.checkpoints + self.plans
+        return self.checkpoints + self.plans + self.sharded
 
 
 def memory(
@@ -328,6 +330,7 @@ def memory(
     tile: int = 0,
     offloaded: int = 0,
     plans: float = 0.0,
+    weights_on_host: bool = False,
 ) -> Memory:
     """An estimate of the memory of a training step.
 
@@ -342,6 +345,7 @@ def memory(
         tile: tokens that MLPs compute at a time; 0: all of them.
         offloaded: layers whose checkpoints the host keeps.
         plans: bytes that the host keeps beside them, as of `plan_bytes`.
+        weights_on_host: whether weights wait there until a layer needs them, as FSDP2 offloads.
     """
     config, layers = cost.config, cost.config.num_hidden_layers
     hidden, inner = config.hidden_size, getattr(config, "intermediate_size", 0)
@@ -382,15 +386,17 @@ def memory(
     saved = 0.0 if quantised is None else itemsize - quantised
     weights = cost.weight_bytes - (cost.linear - hidden * config.vocab_size) * saved
     # a layer that computes, and the next one
-    gathered = 2 * weights / layers if shards > 1 else 0.0
+    gathered = 2 * weights / layers if shards > 1 or weights_on_host else 0.0
+    here, there = (0, 1) if weights_on_host else (1, 0)
     return Memory(
-        weights=weights / shards + gathered,
-        optimizer=optimizer / shards,
+        weights=here * weights / shards + gathered,
+        optimizer=here * optimizer / shards,
         layers=size * (came_in * held if checkpointing else kept * layers),
         # the last layers' gradients begin where the loss ends
         working=max(loss, size * (flowing + (again if checkpointing else 0)) + beside),
         checkpoints=offloaded * -(-size * came_in // CHUNK_BYTES) * CHUNK_BYTES,
         plans=plans,
+        sharded=there * (weights + optimizer) / shards,
     )
 
 

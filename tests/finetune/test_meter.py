@@ -151,7 +151,7 @@ def test_where_nobody_says_what_a_token_uses_nothing_is_counted(change, message)
     assert re.search(message, cost.uncounted) and cost.products(1) == 0
     settings = Settings(data=("a.txt",), length=64, model="of-nobody")
     room = meter.Room(2**40, 2**40)
-    printed = dry_run.report(settings, cost, 1, dry_run.fit(settings, cost, 1, room), room)
+    printed = dry_run.report(settings, cost, 1, dry_run.fit(settings, cost, {}, room), room)
     assert f"FLOPs of a step: not known: {cost.uncounted}\n" in printed
 
 
@@ -305,38 +305,47 @@ def long_step(length, **more):
 )
 def test_as_few_layers_are_offloaded_as_must_be(large, length, gpu, host, offloaded):
     room = meter.Room(gpu * meter.GIB, host * meter.GIB)
-    fitted = dry_run.fit(long_step(length), large, 1, room)
+    fitted = dry_run.fit(long_step(length), large, {}, room)
     assert room.holds(fitted.memory) and fitted.offloaded == offloaded
     assert fitted.memory.checkpoints == offloaded * length * 4096 * 2
-    fewer = dry_run.fit(long_step(length, offload_layers=max(0, offloaded - 1)), large, 1, room)
+    fewer = dry_run.fit(long_step(length, offload_layers=max(0, offloaded - 1)), large, {}, room)
     assert not offloaded or not room.holds(fewer.memory)
 
 
 def test_a_step_that_fits_nowhere_is_refused_with_the_longest_that_does(large):
     room = meter.Room(140 * meter.GIB, 128 * meter.GIB)
     asked = long_step(2**20)
-    fitted = dry_run.fit(asked, large, 1, room)
+    fitted = dry_run.fit(asked, large, {}, room)
     with pytest.raises(
         UsageError, match="length is 1048576 and a step .* the longest that"
     ) as told:
-        dry_run.refuse_too_long(asked, large, 1, room, fitted)
+        dry_run.refuse_too_long(asked, large, {}, room, fitted)
     longest = int(re.search(r"that does has (\d+) tokens", str(told.value))[1])
     for length, fits in ((longest, True), (longest + 1024, False)):
-        memory = dry_run.fit(long_step(length), large, 1, room).memory
+        memory = dry_run.fit(long_step(length), large, {}, room).memory
         assert room.holds(memory) == fits
     # over two processes with as much each
-    assert dry_run.longest(long_step(2**22, cp=2), large, 1, room) > 1.6 * longest
+    assert dry_run.longest(long_step(2**22, cp=2), large, {}, room) > 1.6 * longest
 
 
 def test_a_report_says_what_travels_and_for_how_long(large):
     settings = long_step(2**19, link_gbs=25.0)
     room = meter.Room(140 * meter.GIB, 128 * meter.GIB)
-    printed = dry_run.report(settings, large, 1, dry_run.fit(settings, large, 1, room), room)
+    printed = dry_run.report(settings, large, 1, dry_run.fit(settings, large, {}, room), room)
     # 15 times 4 GiB there and back
     travel = f"copies 120.0 GiB out and back, in {120 * 2**30 / 25e9:.1f} s at 25 GB/s"
     assert f"checkpoints of the first 15 layers; a micro batch {travel}" in printed
-    assert "pinned on its host: 92.00 GiB (checkpoints 60.00, plans 32.00)" in printed
+    assert "on its host: 92.00 GiB (checkpoints 60.00, plans 32.00, sharded 0.00)" in printed
     assert "fits into 140.0 GiB" in printed
+
+
+def test_weights_that_wait_on_the_host_leave_room_for_checkpoints(large):
+    here = meter.memory(large, 2**19, tile=2**13, shards=2)
+    there = meter.memory(large, 2**19, tile=2**13, shards=2, weights_on_host=True)
+    moved = (large.weight_bytes + 16 * large.trained_parameters) / 2
+    assert here.total - there.total == pytest.approx(there.host) == pytest.approx(moved)
+    # of all weights what two layers need
+    assert there.weights == pytest.approx(large.weight_bytes / 16)
 
 
 @pytest.mark.parametrize(

@@ -275,9 +275,9 @@ def test_a_dry_run_divides_what_a_sequence_takes(tmp_path):
     skeleton = lora.adapted(one, lora.dry_run.skeleton(one))
     cost = meter.Cost.of(skeleton)
     room = meter.Room(2**40, 2**40)
-    alone, shared = (lora.dry_run.fit(each, cost, 1, room).memory for each in (one, four))
+    alone, shared = (lora.dry_run.fit(each, cost, {}, room).memory for each in (one, four))
     assert shared.layers == alone.layers / 4 and shared.weights == alone.weights
     # keys and values of all of it come by
     assert alone.working / 4 < shared.working < alone.working
-    report = lora.dry_run.report(four, cost, 8, lora.dry_run.fit(four, cost, 1, room), room)
+    report = lora.dry_run.report(four, cost, 8, lora.dry_run.fit(four, cost, {}, room), room)
     assert "a step: 4,096 tokens of 8 processes, 1 micro batches of each 4 of them" in report
