@@ -87,7 +87,9 @@ def test_one_checkpoint_is_on_the_device_beside_that_of_the_layer_at_work():
 
     def unpacking(made):
         result = unpack(made)
-        most.append(on_device())
+        # torch may save more than what comes in
+        if not isinstance(made, torch.Tensor):
+            most.append(on_device())
         return result
 
     offload._pack, offload._unpack = packing, unpacking
