@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ GIB = 2**30
 USABLE = 0.9
 # of the host's memory, beside what runs there
 PINNABLE = 0.9
+# where Linux says how much of the host a container may have
+CONTAINER = Path("/sys/fs/cgroup/memory.max")
 # the share of a row's blocks in its longest list, where nothing bounds it
 WIDEST = 0.25
 # bf16 without sparsity, by a part of the name that torch gives a GPU; from the makers' data sheets
@@ -433,6 +436,8 @@ class Room:
 def host_bytes(told_gib: float = 0.0) -> float:
     """The share that a process has of its host's memory, which is as told or as it says."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if CONTAINER.exists() and (limit := CONTAINER.read_text().strip()).isdigit():
+        machine = min(machine, int(limit))
     return (told_gib * GIB or machine) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 

@@ -339,6 +339,18 @@ def test_a_report_says_what_travels_and_for_how_long(large):
     assert "fits into 140.0 GiB" in printed
 
 
+def test_processes_share_what_a_container_has_of_its_host(tmp_path, monkeypatch):
+    file = tmp_path / "memory.max"
+    monkeypatch.setattr(meter, "CONTAINER", file)
+    complete = meter.host_bytes()
+    file.write_text("max\n")
+    assert meter.host_bytes() == complete
+    file.write_text(f"{2**20}\n")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert meter.host_bytes() == 2**18
+    assert meter.host_bytes(told_gib=8.0) == 2 * meter.GIB
+
+
 def test_weights_that_wait_on_the_host_leave_room_for_checkpoints(large):
     here = meter.memory(large, 2**19, tile=2**13, shards=2)
     there = meter.memory(large, 2**19, tile=2**13, shards=2, weights_on_host=True)
