@@ -165,9 +165,10 @@ class Run:
         settings, device = self.settings, self.accelerator.device
         tokens = settings.length * settings.micro_batch // settings.cp
         tile = tile_of(tokens, settings.tile_tokens)
-        left = compute_in_tiles(self.model, tile) if tile else ()
-        if left:
-            self._tell(f"not in tiles, for nobody knows that they could be: {', '.join(left)}.")
+        if tile:
+            compute_in_tiles(self.model, tile)
+            for name in cost.left_alone:
+                self._tell(f"{name} computes all tokens at once; tiles are for plain MLPs.")
         offloaded = settings.offload_layers
         if offloaded is None and device.type == "cuda":
             spread, room = spread_of(self.accelerator), dry_run.room_of(settings, device)

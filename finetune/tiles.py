@@ -38,39 +38,44 @@ def tile_of(tokens: int, asked: int | None) -> int:
     return asked
 
 
-def compute_in_tiles(model: nn.Module, tokens: int) -> list[str]:
+def compute_in_tiles(model: nn.Module, tokens: int) -> None:
     """Have the MLPs of ``model`` compute ``tokens`` at a time; norms and adapters, which have fewer
     channels, as many more.
 
     Gradients are those of all tokens at once; dropout draws for each tile, and the same again in
-    the backward pass.
-
-    Returns:
-        The names of classes of MLPs that compute all tokens at once as before, such as mixtures of
-        experts: it is not known that they compute each token by itself.
+    the backward pass. MLPs that are `left_alone` compute all tokens at once as before.
     """
-    left, modules = {}, {}
+    modules = {}
     for name, module in model.named_modules():
-        if name.startswith(tuple(f"{outer}." for outer in modules)):
-            continue
-        if name.rpartition(".")[2] in MLPS and not _is_plain(module):
-            left[type(module).__name__] = None
-        elif _is_row_wise(name, module):
+        inside = name.startswith(tuple(f"{outer}." for outer in modules))
+        if not inside and _is_row_wise(name, module):
             modules[name] = module
     widths = {name: _width(module) for name, module in modules.items()}
-    mlps = [width for name, width in widths.items() if name.rpartition(".")[2] in MLPS]
+    mlps = [width for name, width in widths.items() if _is_mlp(name)]
     elements = tokens * max(mlps or widths.values())
     for name, module in modules.items():
         forward = type(module).forward.__get__(module)
         module.forward = partial(_in_tiles, forward, elements, widths[name])
-    return list(left)
+
+
+def left_alone(model: nn.Module) -> list[str]:
+    """The classes of MLPs that are not known to compute each token by itself, by name.
+
+    Mixtures of experts are such, and what has parameters outside of linear layers.
+    """
+    mlps = [module for name, module in model.named_modules() if _is_mlp(name)]
+    return list(dict.fromkeys(type(mlp).__name__ for mlp in mlps if not _is_plain(mlp)))
+
+
+def _is_mlp(name: str) -> bool:
+    return name.rpartition(".")[2] in MLPS
 
 
 def _is_row_wise(name: str, module: nn.Module) -> bool:
     """Whether it is worth tiles, and known to compute each token by itself."""
     kind = type(getattr(module, "original_module", module)).__name__
     adapter = hasattr(module, "lora_A") and isinstance(module.base_layer, nn.Linear)
-    return name.rpartition(".")[2] in MLPS or kind.endswith(NORMS) or adapter
+    return kind.endswith(NORMS) or adapter or (_is_mlp(name) and _is_plain(module))
 
 
 def _width(module: nn.Module) -> int:
