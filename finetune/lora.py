@@ -174,8 +174,9 @@ class Run:
             spread, room = spread_of(self.accelerator), dry_run.room_of(settings, device)
             fitted = dry_run.fit(settings, cost, spread, room)
             dry_run.refuse_too_long(settings, cost, spread, room, fitted)
-            self._tell(f"{dry_run.transfer(settings, fitted)}.")
             offloaded = fitted.offloaded
+            if offloaded:
+                self._tell(f"{dry_run.transfer(settings, fitted)}.")
         if offloaded:
             Offload(offloaded, device).enable(self.model)
 

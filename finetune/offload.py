@@ -68,7 +68,9 @@ class Offload:
         for index, layer in enumerate(layers):
             layer._gradient_checkpointing_func = partial(self._checkpoint, index)
 
-    def _checkpoint(self, index: int, function: Callable[..., Any], hidden: Tensor, *more: Any):
+    def _checkpoint(
+        self, index: int, function: Callable[..., Any], hidden: Tensor, *more: Any
+    ) -> Any:
         """``function`` of a layer, computed again in the backward pass."""
         # of what is saved here, only what comes in: inside, torch's own hooks are in force
         pack = partial(self._pack, index, hidden.data_ptr())
