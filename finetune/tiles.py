@@ -74,8 +74,10 @@ def _is_mlp(name: str) -> bool:
 def _is_row_wise(name: str, module: nn.Module) -> bool:
     """Whether it is worth tiles, and known to compute each token by itself."""
     kind = type(getattr(module, "original_module", module)).__name__
+    # some norms of queries have a weight for each head
+    norm = kind.endswith(NORMS) and all(each.ndim == 1 for each in module.parameters())
     adapter = hasattr(module, "lora_A") and isinstance(module.base_layer, nn.Linear)
-    return kind.endswith(NORMS) or adapter or (_is_mlp(name) and _is_plain(module))
+    return norm or adapter or (_is_mlp(name) and _is_plain(module))
 
 
 def _width(module: nn.Module) -> int:

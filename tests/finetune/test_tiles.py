@@ -23,6 +23,12 @@ def olmo2():
     return transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SIZES))
 
 
+def cohere():
+    """A model whose norms of queries and keys have a weight for each head."""
+    config = transformers.CohereConfig(**SIZES, use_qk_norm=True)
+    return transformers.CohereForCausalLM(config)
+
+
 def adapted(made=tiny_model, checkpointing=True, **options):
     torch.manual_seed(0)
     model = with_lora(made(), TARGETS, 4, 8, **options).train()
@@ -63,6 +69,7 @@ def check_alike(results, expected):
         pytest.param(tiny_model, True, id="norms trained"),
         pytest.param(partial(tiny_model, "qwen3"), False, id="norms of heads"),
         pytest.param(olmo2, False, id="norms behind"),
+        pytest.param(cohere, False, id="a norm for each head"),
     ],
 )
 def test_losses_and_gradients_are_those_of_all_tokens_at_once(made, norms, checkpointing):
