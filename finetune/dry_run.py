@@ -104,7 +104,8 @@ def fit(
     """
     length, given = length or settings.length, settings.cab_config()
     tokens, plans = length * settings.micro_batch, 0.0
-    # on a CPU a plan stays where it is
+    # on a CPU checkpoints and plans stay in the memory that the model has
+    offloaded = settings.offload_layers if room.host else 0
     if settings.attention == "cab" and settings.checkpointing and room.host:
         config = CabConfig.from_dict(given) if given else cab_config_of(cost.config)
         plans = meter.plan_bytes(cost, config, length, settings.micro_batch, settings.cp)
@@ -112,7 +113,7 @@ def fit(
         cost,
         tokens,
         room,
-        settings.offload_layers,
+        offloaded,
         itemsize=2 if settings.dtype == "bfloat16" else 4,
         checkpointing=settings.checkpointing,
         **spread,
@@ -127,12 +128,10 @@ def fit(
 def longest(settings: Settings, cost: meter.Cost, spread: Spread, room: meter.Room) -> int:
     """The longest sequence whose step fits, a multiple of `STEP` for each process; 0: none."""
     step = STEP * settings.cp
-    low, high = 0, -(-settings.length // step)
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = room.holds(fit(settings, cost, spread, room, middle * step).memory)
-        low, high = (middle, high) if fits else (low, middle)
-    return low * step
+    lengths = range((settings.length - 1) // step * step, 0, -step)
+    # one by one: where tiles begin, a longer sequence takes less than a shorter one
+    fitting = (n for n in lengths if room.holds(fit(settings, cost, spread, room, n).memory))
+    return next(fitting, 0)
 
 
 def transfer(settings: Settings, fitted: meter.Fit) -> str:

@@ -355,9 +355,10 @@ def memory(
         weights_on_host: whether weights wait there until a layer needs them, as FSDP2 offloads.
     """
     config, layers = cost.config, cost.config.num_hidden_layers
-    hidden, inner = config.hidden_size, getattr(config, "intermediate_size", 0)
+    hidden, inner = config.hidden_size, _widest_mlp(config)
     heads = config.num_attention_heads
-    share = config.num_key_value_heads / heads
+    # old types of models have no grouped heads
+    share = (getattr(config, "num_key_value_heads", None) or heads) / heads
     q, kv = itemsize * cost.channels, 2 * share * itemsize * cost.channels
     came_in, size = itemsize * hidden, tokens / cp
     # keys and values of the whole text, while a layer attends; cosines and sines of positions
@@ -407,6 +408,12 @@ def memory(
     )
 
 
+def _widest_mlp(config: Any) -> int:
+    """Channels inside of the widest MLP; four times the hidden size where the config has none."""
+    sizes = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return sizes if isinstance(sizes, int) else max(sizes)
+
+
 def plan_bytes(cost: Cost, config: CabConfig, length: int, rows: int = 1, cp: int = 1) -> float:
     """Host memory that the plans of all layers take until the backward pass, roughly.
 
@@ -454,7 +461,9 @@ class Fit:
 
 
 def fit(cost: Cost, tokens: int, room: Room, offloaded: int | None = None, **how: Any) -> Fit:
-    """The step with as few offloaded layers as fit into ``room``; with the most if none does.
+    """The step with as few offloaded layers as fit into ``room``.
+
+    Where none does, with as many as the host has memory for: more would end other processes there.
 
     Args:
         tokens, how: as of `memory`.
@@ -464,8 +473,10 @@ def fit(cost: Cost, tokens: int, room: Room, offloaded: int | None = None, **how
         return Fit(offloaded, memory(cost, tokens, offloaded=offloaded, **how))
     # the device has two at a time, however few it keeps
     most = max(0, cost.config.num_hidden_layers - 2) if how.get("checkpointing", True) else 0
-    for count in range(most + 1):
-        fitted = fit(cost, tokens, room, count, **how)
-        if room.holds(fitted.memory):
+    fitted = fit(cost, tokens, room, 0, **how)
+    for count in range(1, most + 1):
+        more = fit(cost, tokens, room, count, **how)
+        if room.holds(fitted.memory) or more.memory.host > PINNABLE * room.host:
             break
+        fitted = more
     return fitted

@@ -11,12 +11,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from cab_hf import CabConfig
+from cab_hf.eval.tiny_types import tiny_model as tiny_type
 from cab_hf.finetune import dry_run, meter
 from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
 from cab_hf.finetune.objective import Objective
 from cab_hf.finetune.offload import Offload
 from cab_hf.finetune.settings import Settings
-from cab_hf.finetune.tiles import compute_in_tiles
+from cab_hf.finetune.tiles import TILED_ABOVE, compute_in_tiles
 from cab_hf.runs.settings import UsageError
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
@@ -326,6 +327,39 @@ def test_a_step_that_fits_nowhere_is_refused_with_the_longest_that_does(large):
         assert room.holds(memory) == fits
     # over two processes with as much each
     assert dry_run.longest(long_step(2**22, cp=2), large, {}, room) > 1.6 * longest
+
+
+def test_the_longest_may_be_one_that_tiles_make_room_for(large):
+    # 2^17 tokens at once take 84 GiB, more of them in tiles less
+    room = meter.Room(80 * meter.GIB, 8 * meter.GIB)
+    asked = long_step(2**18, attention="sdpa")
+    longest = dry_run.longest(asked, large, {}, room)
+    assert longest > TILED_ABOVE
+    for length, fits in ((longest, True), (longest + 1024, False), (TILED_ABOVE, False)):
+        memory = dry_run.fit(long_step(length, attention="sdpa"), large, {}, room).memory
+        assert room.holds(memory) == fits
+
+
+def test_no_more_is_offloaded_than_the_host_has_memory_for(large):
+    room = meter.Room(40 * meter.GIB, 100 * meter.GIB)
+    fitted = dry_run.fit(long_step(2**19, attention="sdpa"), large, {}, room)
+    assert not room.holds(fitted.memory)
+    # 4 GiB each
+    assert fitted.offloaded == 22 and fitted.memory.host == 88 * meter.GIB
+
+
+def test_what_a_cpu_offloads_stays_in_its_memory(large):
+    room = dry_run.room_of(long_step(2**17, host_gib=128), torch.device("cpu"))
+    expected = dry_run.fit(long_step(2**17), large, {}, room)
+    assert room.holds(expected.memory) and expected.offloaded == 0
+    assert dry_run.fit(long_step(2**17, offload_layers=3), large, {}, room) == expected
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "bloom", "gemma3n_text"])
+def test_memory_is_known_whatever_a_config_calls_its_sizes(kind):
+    cost = meter.Cost.of(tiny_type(kind))
+    short, long = (meter.fit(cost, n, meter.Room(2**30, 2**30)).memory.total for n in (100, 200))
+    assert 0 < short < long
 
 
 def test_a_report_says_what_travels_and_for_how_long(large):
