@@ -6,6 +6,7 @@ Started by torchrun, it measures how a step spreads over ranks.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -415,12 +416,13 @@ def keep_little(settings: Settings, tokens: int, tile: int, offloaded: int) -> f
     from cab_hf.finetune.tiles import compute_in_tiles
 
     model = trainee(settings).objective.model
-    # one tile of all tokens is none
-    compute_in_tiles(model, tile or tokens)
+    # one tile of all tokens, and of the padding of ranks, is none
+    compute_in_tiles(model, tile or sys.maxsize)
     offload = Offload(offloaded, torch.device(settings.device))
+    # the one before gives its memory back first: the host may have no room for both
+    offload.enable(model)
     # what is timed allocates nothing
     offload.reserve(tokens * settings.hidden * settings.torch_dtype.itemsize)
-    offload.enable(model)
     return offload.host_bytes / GIB
 
 

@@ -1,6 +1,7 @@
 """``speed lora``: a step learns, its operations by hand, and a whole run."""
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from bench import FakeBench, sample_of, shown, speed_run
 
 from cab_hf.eval.speed import lora
 from cab_hf.eval.speed.lora import LoraStep, Settings
+from cab_hf.finetune.offload import Offload
 
 TINY = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
 SMALL = ("query_block=32", "key_block=16", "local_blocks=1", "min_length=0")
@@ -93,6 +95,22 @@ def test_a_long_step_is_computed_in_tiles_with_offloaded_checkpoints():
     row = sample_of(LoraStep, settings, case, Clock())
     handle.remove()
     assert (row["tile_tokens"], row["offloaded"], row["host_gib"]) == (0, 0, 0.0)
+
+
+def test_a_step_gives_its_pinned_memory_back_before_the_next_takes_its_own(monkeypatch):
+    settings, owners, seen = tiny(lengths=(192,)), weakref.WeakSet(), []
+    pinned = Offload._pinned
+
+    def noted(self):
+        owners.add(self)
+        seen.append(len(owners))
+        return pinned(self)
+
+    monkeypatch.setattr(Offload, "_pinned", noted)
+    for _ in range(2):
+        lora.keep_little(settings, 192, 50, 1)
+    assert seen == [1, 1]
+    lora.keep_little(settings, 192, 0, 0)
 
 
 def test_a_kernel_without_gradients_is_a_row_with_its_reason(monkeypatch):
