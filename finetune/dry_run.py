@@ -119,7 +119,8 @@ def fit(
         **spread,
         cp=settings.cp,
         loss_tokens=CHUNK_LOGITS // cost.config.vocab_size,
-        quantised=FOUR_BIT_BYTES if settings.qlora else None,
+        # a model that is loaded has its weights in 4 bits already
+        quantised=FOUR_BIT_BYTES if settings.qlora and settings.dry_run else None,
         tile=tile_of(tokens // settings.cp, settings.tile_tokens),
         plans=plans,
     )
