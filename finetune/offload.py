@@ -44,9 +44,8 @@ class Offload:
         self.host_bytes = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free: list[Tensor] = []
-        # the last one packed, and the one whose tensor is on its way out
+        # the input saved last; a pass that is given up drops it
         self._last: Callable[[], _Input | None] = lambda: None
-        self._leaving: _Input | None = None
 
     def reserve(self, bytes_of_one: int) -> None:
         """Pin what the offloaded checkpoints need, which the first step would do otherwise."""
@@ -80,18 +79,18 @@ class Offload:
     def _pack(self, index: int, hidden: int, x: Tensor) -> Tensor | _Input:
         if x.data_ptr() != hidden or not x.numel():
             return x.detach()
-        if self._leaving is not None:
+        last = self._last()
+        if last is not None and last.chunks:
             # the copy began a layer ago; then the memory is the computing stream's again
-            self._wait_for(self._leaving)
-            self._leaving.tensor, self._leaving = None, None
-        kept = _Input(self, x.detach().contiguous(), self._last() if index else None)
+            self._wait_for(last)
+            last.tensor = None
+        kept = _Input(self, x.detach().contiguous(), last if index else None)
         if index < self.layers:
             kept.chunks = [
                 self._free.pop() if self._free else self._pinned()
                 for _ in range(self._chunks_of(x.nbytes))
             ]
             self._copy(kept, zip(kept.chunks, self._pieces(kept.tensor), strict=True))
-            self._leaving = kept
         self._last = weakref.ref(kept)
         return kept
 
@@ -100,9 +99,6 @@ class Offload:
             return kept
         self._fetch(kept)
         self._wait_for(kept)
-        if self._leaving is kept:
-            # needed before it was gone
-            self._leaving = None
         if kept.before is not None:
             self._fetch(kept.before)
         return kept.tensor

@@ -226,6 +226,21 @@ def test_a_run_that_is_done_stays_as_it_is(tmp_path):
     assert (tmp_path / "run" / "log.jsonl").read_bytes() == before
 
 
+def test_a_run_goes_on_with_a_log_that_knows_nothing_of_tiles(tmp_path):
+    assert run(tmp_path) == 0
+    log = tmp_path / "run" / "log.jsonl"
+    header, *records = log.read_text().splitlines(keepends=True)
+    older = json.loads(header)
+    for name in ("tile_tokens", "offload_layers"):
+        older["identity"].pop(name, None)
+    log.write_text(json.dumps(older) + "\n" + "".join(records))
+    before = log.read_bytes()
+    assert run(tmp_path) == 0
+    assert log.read_bytes() == before
+    # what tiles compute differs in rounding
+    assert run(tmp_path, "--tile-tokens", "48") == 2
+
+
 LITTLE = ["--tile-tokens", "48", "--offload-layers", "1"]
 
 

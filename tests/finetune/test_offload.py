@@ -111,6 +111,14 @@ def test_a_step_holds_less_by_what_is_offloaded():
     assert peak(0) - peak(2) == pytest.approx(2 * CHECKPOINT, rel=0.15)
 
 
+def test_a_forward_pass_without_a_backward_pass_gives_memory_back():
+    model, offload = adapted(), Offload(LAYERS, CPU, CHUNK)
+    offload.enable(model)
+    Objective(model, "chunks")(batch())
+    assert offload.host_bytes > 0
+    assert sum(chunk.nbytes for chunk in offload._free) == offload.host_bytes
+
+
 def test_a_backward_pass_that_is_left_halfway_gives_memory_back():
     model, offload = adapted(), Offload(LAYERS, CPU, CHUNK)
     offload.enable(model)
