@@ -167,8 +167,8 @@ class Run:
         tile = tile_of(tokens, settings.tile_tokens)
         if tile:
             compute_in_tiles(self.model, tile)
-            for name in cost.left_alone:
-                self._tell(f"{name} computes all tokens at once; tiles are for plain MLPs.")
+            for name in cost.untiled:
+                self._tell(f"{name} computes all tokens at once: tiles need a plain MLP.")
         offloaded = settings.offload_layers
         if offloaded is None and device.type == "cuda":
             spread, room = spread_of(self.accelerator), dry_run.room_of(settings, device)

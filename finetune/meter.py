@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 from cab_hf.config import CabConfig
 from cab_hf.finetune.offload import CHUNK_BYTES
-from cab_hf.finetune.tiles import left_alone
+from cab_hf.finetune.tiles import untiled_mlps
 
 GIB = 2**30
-# what an allocator and libraries need of a device beside tensors
+# the share of a device's memory that tensors may take; allocator and libraries need the rest
 USABLE = 0.9
-# of the host's memory, beside what runs there
+# the share of the host's memory that a run may pin
 PINNABLE = 0.9
 # where Linux says how much of the host a container may have
 CONTAINER = Path("/sys/fs/cgroup/memory.max")
@@ -66,7 +66,7 @@ class Cost:
         weight_bytes: of frozen parameters and buffers.
         adapted: channels that a token brings to all adapters of the model together.
         uncounted: why ``frozen`` and ``trained`` are not known; None where they are.
-        left_alone: classes of MLPs that tiles are not for, by name.
+        untiled: as of `tiles.untiled_mlps`.
     """
 
     frozen: int
@@ -79,7 +79,7 @@ class Cost:
     weight_bytes: int
     adapted: int
     uncounted: str | None
-    left_alone: tuple[str, ...]
+    untiled: tuple[str, ...]
     config: Any = field(repr=False)
 
     @classmethod
@@ -102,7 +102,7 @@ class Cost:
             weight_bytes=sum(p.numel() * p.element_size() for p in kept),
             adapted=sum(m.in_features for m in model.modules() if hasattr(m, "base_layer")),
             uncounted=uncounted,
-            left_alone=tuple(left_alone(model)),
+            untiled=tuple(untiled_mlps(model)),
             config=config,
         )
 
@@ -365,7 +365,7 @@ def memory(
     beside = (kv * tokens if cp > 1 else 0.0) + size * 2 * itemsize * cost.channels / heads
     logit = 4 if itemsize == 4 else 4 + itemsize
     logits = logit * min(size, loss_tokens) * config.vocab_size
-    if 0 < tile < size and not cost.left_alone:
+    if 0 < tile < size and not cost.untiled:
         # what comes in, its norm, q, k, v and the output of attention, their sum and its norm
         kept = 4 * came_in + 2 * q + kv
         # attention's gradients are summed in float32 by some kernels

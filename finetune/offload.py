@@ -1,9 +1,9 @@
-"""Checkpoints of decoder layers in the host's memory, copied while layers compute.
+"""Layer checkpoints offloaded to pinned memory of the host, copied while layers compute.
 
-What gradient checkpointing keeps of a layer is its input, [B, N, D]. torch's ``save_on_cpu`` takes
-it to the host and back on the stream that computes, into memory that is pinned anew each time. Here
-a second stream copies: out while the layer computes, and back while the layer behind it does.
-Pinned memory is allocated once.
+Gradient checkpointing keeps the input of each layer, [B, N, D]. torch's ``save_on_cpu`` copies it
+to the host and back on the computing stream, into memory that is pinned for each copy. Here a
+second stream copies: to the host while the layer computes, and back while the layer behind it does
+its backward pass. Memory is pinned once.
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ CHUNK_BYTES = 2**28
 
 
 class Offload:
-    """The checkpoints of a model's layers, those of the first ``layers`` kept by the host.
+    """Offloads the checkpoints of the first ``layers`` of a model.
 
-    The first ones, for they have the longest way to their backward pass, and are fetched when
-    later ones have left the device.
+    Their backward passes come last, when the device holds few other checkpoints.
 
     Args:
-        layers: how many are offloaded, from the first on.
         device: where the model is. On a CPU copies are made as well, without a stream.
-        chunk_bytes: of one piece of pinned memory; a checkpoint takes as many as it needs.
+        chunk_bytes: size of a chunk of pinned memory; a checkpoint takes as many as it needs.
 
     Attributes:
-        host_bytes: of all pinned memory, in use or not.
+        host_bytes: size of all chunks, in use or not.
     """
 
     def __init__(self, layers: int, device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -48,7 +46,7 @@ class Offload:
         self._last: Callable[[], _Input | None] = lambda: None
 
     def reserve(self, bytes_of_one: int) -> None:
-        """Pin what the offloaded checkpoints need, which the first step would do otherwise."""
+        """Pin the memory of all checkpoints now, and not in the first step."""
         while self.host_bytes < self.layers * self._chunks_of(bytes_of_one) * self.chunk_bytes:
             self._free.append(self._pinned())
 
@@ -56,7 +54,7 @@ class Offload:
         """Take over the checkpoints of a model that has gradient checkpointing on.
 
         Raises:
-            ValueError: its layers are none that transformers checkpoints one by one.
+            ValueError: it has fewer layers that transformers checkpoints.
         """
         layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         if len(layers) < self.layers:
@@ -71,7 +69,7 @@ class Offload:
         self, index: int, function: Callable[..., Any], hidden: Tensor, *more: Any
     ) -> Any:
         """``function`` of a layer, computed again in the backward pass."""
-        # of what is saved here, only what comes in: inside, torch's own hooks are in force
+        # these hooks see the inputs alone: inside, those of torch's checkpoint are in force
         pack = partial(self._pack, index, hidden.data_ptr())
         with saved_tensors_hooks(pack, self._unpack):
             return checkpoint(function, hidden, *more, use_reentrant=False)
@@ -104,17 +102,17 @@ class Offload:
         return kept.tensor
 
     def _fetch(self, kept: _Input) -> None:
-        """Set a checkpoint under way to the device; nothing where it is there."""
+        """Begin to copy a checkpoint to the device, unless it is there."""
         if kept.tensor is None:
-            # memory of the computing stream, which waits before it reads or frees it
+            # allocated by the computing stream, which waits for the copy before it reads or frees
             kept.tensor = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device)
             self._copy(kept, zip(self._pieces(kept.tensor), kept.chunks, strict=True))
 
     def _copy(self, kept: _Input, pairs: Any) -> None:
-        """Copy (to, from) pieces of a checkpoint behind all that is computed so far."""
+        """Copy pairs (to, from) of pieces of a checkpoint, once the work so far is done."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(kept.device))
-        with self._beside():
+        with self._on_copy_stream():
             for to, source in pairs:
                 size = min(to.numel(), source.numel())
                 to[:size].copy_(source[:size], non_blocking=True)
@@ -133,7 +131,7 @@ class Offload:
         # copies follow each other on one stream: no later one overtakes those of this checkpoint
         self._free.extend(kept.chunks)
 
-    def _beside(self) -> AbstractContextManager[Any]:
+    def _on_copy_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _pieces(self, x: Tensor) -> tuple[Tensor, ...]:

@@ -60,13 +60,13 @@ class Settings:
     checkpointing: bool = option(True, "layers are computed again in the backward pass", parse_flag)
     tile_tokens: int | None = option(
         None,
-        f"tokens that MLPs compute at a time, and norms and adapters alike; 0: all; auto: {TILE} "
-        f"where a process has more than {TILED_ABOVE}",
+        f"tokens of a tile of MLPs, with norms and adapters in tiles as large; 0: no tiles; auto: "
+        f"{TILE} where a process has more than {TILED_ABOVE} tokens",
         number_or_auto,
     )
     offload_layers: int | None = option(
         None,
-        "layers whose checkpoints the host keeps; auto: as few as the estimate of --dry-run has",
+        "layers whose inputs are offloaded to the host; auto: as few as fit by the estimate",
         number_or_auto,
     )
     # adapter
@@ -117,8 +117,8 @@ class Settings:
     )
     trackers: tuple[str, ...] = option((), f"also {', '.join(TRACKERS)}", comma_separated(str))
     peak_tflops: float = option(0.0, "of the GPU in bfloat16, where its name is not known", float)
-    gpu_gib: float = option(0.0, "memory of the GPU; 0: what it says", float)
-    host_gib: float = option(0.0, "memory of the host; 0: what it says", float)
+    gpu_gib: float = option(0.0, "GiB of the GPU for the estimate; 0: all it has", float)
+    host_gib: float = option(0.0, "GiB of the host for the estimate; 0: all it has", float)
     link_gbs: float = option(50.0, "GB/s between host and GPU, for the estimate", float)
     cpu: bool = flag("compute on the CPU, also where there is a GPU")
     dry_run: bool = flag("say what would run, what it costs and whether it fits; then end")

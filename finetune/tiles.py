@@ -1,9 +1,9 @@
-"""Tiles of a sequence: what computes each token by itself does so for some tokens at a time.
+"""MLPs, norms and adapters computed in tiles of the sequence, since they compute tokens separately.
 
-An MLP of 524,288 tokens and 14,336 channels makes tensors of 14 GiB, norms and adapters compute in
-float32. In tiles none of that is there: a tile is computed again when the backward pass reaches it,
-and only what came into the module is kept. A layer that is checkpointed as a whole does not compute
-its MLP once more for that: nothing it needs to keep comes out of it.
+An MLP of 524,288 tokens and 14,336 channels makes tensors of 14 GiB, and norms and adapters compute
+in float32. In tiles no such tensor exists: only the input of the module is kept, and each tile is
+computed again when the backward pass reaches it. In a layer with gradient checkpointing the MLP
+runs no third time for that: the layer's own second forward pass ends in front of it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-# tokens of a process above which it computes in tiles unless told otherwise, and those of a tile
+# tokens of a process above which it computes in tiles by default, and tokens of a tile
 TILED_ABOVE, TILE = 2**17, 2**13
 MLPS = ("mlp", "feed_forward")
 NORMS = ("RMSNorm", "LayerNorm")
-# where classes live whose modules compute each number by itself
+# modules of Python whose classes compute each number, or each token, separately
 ELEMENTWISE = (
     "torch.nn.modules.activation",
     "torch.nn.modules.container",
@@ -32,18 +32,18 @@ ELEMENTWISE = (
 
 
 def tile_of(tokens: int, asked: int | None) -> int:
-    """Tokens that are computed at a time of so many in a process; 0: all. None asks for `TILE`."""
+    """Tokens of a tile in a process of so many ``tokens``, 0 for no tiles; None: by default."""
     if asked is None:
         return TILE if tokens > TILED_ABOVE else 0
     return asked
 
 
 def compute_in_tiles(model: nn.Module, tokens: int) -> None:
-    """Have the MLPs of ``model`` compute ``tokens`` at a time; norms and adapters, which have fewer
-    channels, as many more.
+    """Have MLPs compute tiles of so many ``tokens``; norms and adapters compute tiles of as many
+    numbers, which are more tokens.
 
-    Gradients are those of all tokens at once; dropout draws for each tile, and the same again in
-    the backward pass. MLPs that are `left_alone` compute all tokens at once as before.
+    Gradients are those of all tokens at once, up to rounding. Dropout draws for each tile, and the
+    same again in the backward pass. `untiled_mlps` compute all tokens at once as before.
     """
     modules = {}
     for name, module in model.named_modules():
@@ -58,10 +58,10 @@ def compute_in_tiles(model: nn.Module, tokens: int) -> None:
         module.forward = partial(_in_tiles, forward, elements, widths[name])
 
 
-def left_alone(model: nn.Module) -> list[str]:
-    """The classes of MLPs that are not known to compute each token by itself, by name.
+def untiled_mlps(model: nn.Module) -> list[str]:
+    """Names of the classes of MLPs that may not compute tokens separately.
 
-    Mixtures of experts are such, and what has parameters outside of linear layers.
+    They are mixtures of experts, and MLPs with parameters outside of linear layers.
     """
     mlps = [module for name, module in model.named_modules() if _is_mlp(name)]
     return list(dict.fromkeys(type(mlp).__name__ for mlp in mlps if not _is_plain(mlp)))
@@ -72,7 +72,7 @@ def _is_mlp(name: str) -> bool:
 
 
 def _is_row_wise(name: str, module: nn.Module) -> bool:
-    """Whether it is worth tiles, and known to compute each token by itself."""
+    """Whether a module is an MLP, a norm or an adapter that computes tokens separately."""
     kind = type(getattr(module, "original_module", module)).__name__
     # some norms of queries have a weight for each head
     norm = kind.endswith(NORMS) and all(each.ndim == 1 for each in module.parameters())
@@ -97,10 +97,10 @@ def _is_plain(mlp: nn.Module) -> bool:
 def _in_tiles(
     forward: Callable[..., Tensor], elements: int, width: int, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """``forward`` of x [..., D], as many rows at a time as have so many elements in all channels.
+    """``forward`` of x [..., D] in tiles of rows that have so many ``elements``.
 
     Args:
-        width: channels of a row, if it gets more than D on the way.
+        width: the most channels that a row has inside of the module; D counts where it is more.
     """
     if len(args) != 1 or kwargs:
         return forward(*args, **kwargs)

@@ -78,13 +78,13 @@ class Settings(ModelSettings):
     )
     tile_tokens: int | None = option(
         None,
-        "tokens that all but attention computes at a time; auto as in fine-tuning",
+        "tokens of a tile of MLPs; 0: no tiles; auto as in fine-tuning",
         number_or_auto,
     )
     offload_layers: int | None = option(
-        None, "layers whose checkpoints the host keeps; auto: as few as must be", number_or_auto
+        None, "layers whose inputs are offloaded to the host; auto: as few as fit", number_or_auto
     )
-    host_gib: float = option(0.0, "memory of the host; 0: what it says", float)
+    host_gib: float = option(0.0, "GiB of the host; 0: all it has", float)
     longest: bool = flag("seek the longest sequence of which a step fits, too")
     multiple: int | None = by_device(2**13, 64, "tokens of which the longest is a multiple", int)
 
@@ -209,7 +209,7 @@ class LoraStep(TimeToFirstToken):
         most = 1
         while fits(2 * most):
             most *= 2
-        # the estimate grows by the same for every token
+        # one by one: lists of plans are rounded up to powers of two
         return step * next((n for n in range(2 * most, most, -1) if fits(n)), most)
 
     def room(self) -> Room:
@@ -247,7 +247,7 @@ class LoraStep(TimeToFirstToken):
         sample["room_gib"] = self.bench.room()
         tile, fitted = self.fitted(sample, length, self.room())
         shares = sample["world"] if how == CP else 1
-        host = keep_little(settings, length // shares, tile, fitted.offloaded)
+        host = save_memory(settings, length // shares, tile, fitted.offloaded)
         sample |= {"tile_tokens": tile, "offloaded": fitted.offloaded, "host_gib": host}
         with training(settings, length, way, how, team) as (call, known):
             team.together(lambda: call(min(length, WARM_UP_TOKENS)))
@@ -324,7 +324,7 @@ class LoraStep(TimeToFirstToken):
             tables.pop("Remarks", None)
             made |= {f"{name} of one rank" if many else name: x for name, x in tables.items()}
         if any(row["tile_tokens"] or row["offloaded"] for row in timed):
-            made["Tiles and offloaded checkpoints"] = markdown_table(timed, KEEPING_LITTLE)
+            made["Tiles and offloaded checkpoints"] = markdown_table(timed, SAVED_MEMORY)
         if any(row["sought"] for row in rows):
             shown = [reported_longest(alike) for alike in grouped(rows, *APART)]
             made["The longest sequence of which a step fits"] = markdown_table(shown, LONGEST)
@@ -405,11 +405,13 @@ def trainee(settings: Settings) -> Trainee:
     return Trainee(objective, optimizer_of(objective), Cost.of(model))
 
 
-def keep_little(settings: Settings, tokens: int, tile: int, offloaded: int) -> float:
-    """Have the model compute in tiles, 0 for none, with checkpoints offloaded; GiB of the host.
+def save_memory(settings: Settings, tokens: int, tile: int, offloaded: int) -> float:
+    """Have the model compute in tiles, with checkpoints offloaded; the GiB that are pinned.
 
     Args:
         tokens: of a rank.
+        tile: tokens of a tile; 0: no tiles.
+        offloaded: layers whose checkpoints are.
     """
     from cab_hf.finetune.meter import GIB
     from cab_hf.finetune.offload import Offload
@@ -645,7 +647,7 @@ OVER_RANKS = {
     "peak GiB": column(digits, "peak_gib"),
     "TFLOP/s": column(digits, "tflops"),
 }
-KEEPING_LITTLE = {
+SAVED_MEMORY = {
     **TOKENS,
     "way": "implementation",
     "tile": column("{:,}".format, "tile_tokens"),

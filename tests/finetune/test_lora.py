@@ -241,14 +241,14 @@ def test_a_run_goes_on_with_a_log_that_knows_nothing_of_tiles(tmp_path):
     assert run(tmp_path, "--tile-tokens", "48") == 2
 
 
-LITTLE = ["--tile-tokens", "48", "--offload-layers", "1"]
+TILED = ["--tile-tokens", "48", "--offload-layers", "1"]
 
 
 @pytest.mark.parametrize("attention", ["cab", "sdpa"])
 def test_tiles_and_offloaded_checkpoints_learn_the_same(tmp_path, attention):
     words = ["--attention", attention, "--dtype", "float32", "--dropout", "0"]
     assert run(tmp_path, *words, name="whole") == 0
-    assert run(tmp_path, *words, *LITTLE, name="run") == 0
+    assert run(tmp_path, *words, *TILED, name="run") == 0
     for field in ("loss", "grad_norm"):
         assert steps(tmp_path / "run", field) == pytest.approx(
             steps(tmp_path / "whole", field), rel=1e-5
@@ -261,7 +261,7 @@ def test_a_run_in_tiles_goes_on_to_the_last_bit(tmp_path, monkeypatch):
     def asked(self, at, _asked):
         return step(self, at, lambda: at == 2)
 
-    words = [*LITTLE, "--dropout", "0.1"]
+    words = [*TILED, "--dropout", "0.1"]
     assert run(tmp_path, *words, name="whole") == 0
     with monkeypatch.context() as patch:
         patch.setattr(lora.Run, "_step", asked)

@@ -24,10 +24,10 @@ WORDS = [
 ]
 # one document to a sequence, whose last positions one process holds alone
 WHOLE = ["--data", "retrieval:passkey:511", "--validation", "retrieval:passkey:511"]
-LITTLE = ["--tile-tokens", "100", "--offload-layers", "1"]
+TILED = ["--tile-tokens", "100", "--offload-layers", "1"]
 RUNS = {
     "cab": [],
-    "little": LITTLE,
+    "little": TILED,
     "cab_dense": ["--attention", "cab_dense", "--checkpointing", "false"],
     "turns": ["--micro-batch", "2", "--tokens-per-step", "2048"],
 }
@@ -82,7 +82,7 @@ def test_processes_learn_together_what_one_learns(tmp_path):
     together = [words(f"{name}-of-two", *own, "--cp", "2") for name, own in runs.items()]
     assert launched([*LAUNCH, str(script), " / ".join([*together, complete[0]])]).returncode != 0
     assert [step for _, step, _ in losses(tmp_path / "killed")] == [1, 2]
-    others = [*complete, words("replicas"), words("fsdp2", "--cp", "2", *LITTLE)]
+    others = [*complete, words("replicas"), words("fsdp2", "--cp", "2", *TILED)]
     done = launched([*LAUNCH, str(script), " / ".join(others)])
     assert done.returncode == 0, done.stderr[-3000:]
     grid = [*LAUNCH, "--num_processes", "4", str(script), words("grid", "--cp", "2")]

@@ -12,7 +12,7 @@ from torch import nn
 from cab_hf.finetune import loss, meter
 from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
 from cab_hf.finetune.objective import Objective
-from cab_hf.finetune.tiles import TILE, TILED_ABOVE, compute_in_tiles, left_alone, tile_of
+from cab_hf.finetune.tiles import TILE, TILED_ABOVE, compute_in_tiles, tile_of, untiled_mlps
 
 TARGETS = ("q_proj", "k_proj", "o_proj", "down_proj")
 LENGTH, TILE_TOKENS = 300, 64
@@ -75,7 +75,7 @@ def check_alike(results, expected):
 def test_losses_and_gradients_are_those_of_all_tokens_at_once(made, norms, checkpointing):
     expected = learnt(adapted(made, checkpointing, norms=norms))
     model = adapted(made, checkpointing, norms=norms)
-    assert left_alone(model) == []
+    assert untiled_mlps(model) == []
     compute_in_tiles(model, TILE_TOKENS)
     check_alike(learnt(model), expected)
 
@@ -182,7 +182,7 @@ def test_what_may_not_compute_each_token_by_itself_is_left_and_named(made, name)
     model = made().train()
     expected = learnt(model)
     model.zero_grad()
-    assert left_alone(model) == [name]
+    assert untiled_mlps(model) == [name]
     compute_in_tiles(model, TILE_TOKENS)
     check_alike(learnt(model), expected)
     # the estimate does not count on tiles then

@@ -108,9 +108,9 @@ def test_a_step_gives_its_pinned_memory_back_before_the_next_takes_its_own(monke
 
     monkeypatch.setattr(Offload, "_pinned", noted)
     for _ in range(2):
-        lora.keep_little(settings, 192, 50, 1)
+        lora.save_memory(settings, 192, 50, 1)
     assert seen == [1, 1]
-    lora.keep_little(settings, 192, 0, 0)
+    lora.save_memory(settings, 192, 0, 0)
 
 
 def test_a_kernel_without_gradients_is_a_row_with_its_reason(monkeypatch):
