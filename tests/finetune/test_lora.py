@@ -5,9 +5,11 @@ import json
 import os
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from launches import LAUNCH, MEDDLED, SMALL, TRAIN, launched, losses, steps
 from safetensors.torch import load_file, save_file
 from tiny import SPARSE, tiny_model
@@ -15,8 +17,11 @@ from words import TEXT, make_tokenizer, save_llama
 
 import cab_hf
 from cab_hf.finetune import lora, meter
+from cab_hf.finetune.models import with_lora
+from cab_hf.finetune.settings import Settings
 from cab_hf.runs.log import read_log
 from cab_hf.runs.models import BASE
+from cab_hf.runs.settings import UsageError
 
 SPOILT = ("spoilt", "spoilt-weights", "spoilt-data")
 
@@ -271,6 +276,27 @@ def test_a_run_in_tiles_goes_on_to_the_last_bit(tmp_path, monkeypatch):
     assert run(tmp_path, *words, "--offload-layers", "2") == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert steps(tmp_path / "run", "grad_norm") == steps(tmp_path / "whole", "grad_norm")
+
+
+@pytest.mark.parametrize(("gpu_gib", "offloaded"), [(1.0, None), (0.078, 2), (0.06, "refused")])
+def test_a_gpu_offloads_as_few_layers_as_the_estimate_asks_for(monkeypatch, gpu_gib, offloaded):
+    enabled = []
+    kept = SimpleNamespace(enable=enabled.append)
+    monkeypatch.setattr(lora, "Offload", lambda *how: enabled.append(how) or kept)
+    device = torch.device("cuda")
+    alone = {"distributed_type": DistributedType.NO, "num_processes": 1, "is_main_process": True}
+    started = object.__new__(lora.Run)
+    started.accelerator = SimpleNamespace(device=device, **alone)
+    fields = {"gpu_gib": gpu_gib, "host_gib": 8.0, "attention": "sdpa", "length": 2**15}
+    started.settings = Settings(data=("a.txt",), tile_tokens=16, **fields)
+    started.model = with_lora(tiny_model(num_hidden_layers=8), ("q_proj",), 4, 8)
+    cost = meter.Cost.of(started.model)
+    if offloaded == "refused":
+        with pytest.raises(UsageError, match="length is 32768 .* the longest that does has"):
+            started._fit_into_memory(cost)
+        return
+    started._fit_into_memory(cost)
+    assert enabled == ([] if offloaded is None else [(offloaded, device), started.model])
 
 
 def test_dense_layers_are_logged_as_dense(tmp_path):
