@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cab_hf.plan import BlockPlan
+from cab_hf.plan import BlockLists, BlockPlan
+
+# bytes of a layer's lists, of which all layers keep some
+MEASURED_FROM = 2**26
 
 # a layer that gradient checkpointing computes again attends as it did the first time, or not at all
 LEFT_EARLY = (
@@ -70,16 +73,16 @@ class ForwardPass:
             return predict()
         kept = self._predicted.setdefault(layer, [])
         if not in_backward_pass():
-            plan = predict()
+            plan = trimmed(predict())
             # lists of all layers would stand beside what the longest layer needs
-            kept.append(plan.map_tensors(_put_by))
+            kept.append(narrowed(plan).map_tensors(_put_by))
             return plan
         if len(kept) > 1:
             # which of the calls this is, and whose plans those before it left, cannot be told
             self.shared_state.clear()
         if len(kept) != 1:
             return predict()
-        return kept.pop().map_tensors(lambda x: x.to(query.device, non_blocking=True))
+        return kept.pop().map_tensors(lambda x: x.to(query.device, non_blocking=True).int())
 
 
 def in_backward_pass() -> bool:
@@ -91,6 +94,26 @@ def in_backward_pass() -> bool:
 def _is_captured(x: Tensor) -> bool:
     # a graph that is replayed knows no host
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def trimmed(plan: BlockPlan) -> BlockPlan:
+    """The same plan whose lists, where they are large, are no wider than the longest of them.
+
+    It waits for the device, which has a long layer to compute then.
+    """
+    return replace(plan, full=_trimmed(plan.full), partial=_trimmed(plan.partial))
+
+
+def _trimmed(lists: BlockLists) -> BlockLists:
+    if lists.indices.nbytes <= MEASURED_FROM:
+        return lists
+    width = max(1, int(lists.counts.max()))
+    return BlockLists(lists.counts, lists.indices[..., :width].contiguous())
+
+
+def narrowed(plan: BlockPlan) -> BlockPlan:
+    """The same plan with lists in 16 bits where they fit."""
+    return plan.map_tensors(lambda x: x.short()) if plan.kv_blocks < 2**15 else plan
 
 
 def _put_by(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -11,16 +11,22 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from cab_hf.config import CabConfig
 from cab_hf.finetune import meter
 from cab_hf.finetune.loss import CHUNK_LOGITS
 from cab_hf.finetune.models import load_model, stretch_positions
 from cab_hf.finetune.settings import ACROSS, Settings
+from cab_hf.finetune.tiles import TILE, tile_of
+from cab_hf.model_config import cab_config_of
 from cab_hf.runs.models import TINY, load_config
+from cab_hf.runs.settings import UsageError
 
 # 4 bits and the scales of NF4, quantised twice
 FOUR_BIT_BYTES = 0.52
-# what an allocator and libraries need beside tensors
-USABLE = 0.94
+# ``shards`` and ``weights_on_host`` of `meter.memory`
+Spread = Mapping[str, Any]
+# the longest length that fits is a multiple of it
+STEP = 2**10
 
 
 def skeleton(settings: Settings) -> nn.Module:
@@ -37,74 +43,138 @@ def skeleton(settings: Settings) -> nn.Module:
 
 
 def report(
-    settings: Settings, model: nn.Module, processes: int, shards: int, device: torch.device
+    settings: Settings, cost: meter.Cost, processes: int, fitted: meter.Fit, room: meter.Room
 ) -> str:
     """What `--dry-run` prints.
 
     Args:
-        model: with its adapter.
-        processes: that take part; ``shards`` of them hold the frozen weights together.
+        cost: of the model with its adapter.
+        processes: that take part.
     """
-    cost = meter.Cost.of(model)
     replicas, accumulation = settings.replicas(processes), settings.accumulation(processes)
     tokens = replicas * settings.length * settings.micro_batch * accumulation
     # one document a sequence: the most pairs there can be
     pairs = cost.pairs(torch.arange(settings.length)[None])
     attention = sum(map(cost.attention, pairs)) * tokens / settings.length
     products = cost.products(tokens)
-    needed = memory(settings, cost, shards)
-    parts = ", ".join(f"{name} {size / meter.GIB:.2f}" for name, size in asdict(needed).items())
+    needed = fitted.memory
+    parts = {name: size / meter.GIB for name, size in asdict(needed).items()}
+    host = [f"{name} {parts.pop(name):.2f}" for name in ("checkpoints", "plans", "sharded")]
+    device = [f"{name} {size:.2f}" for name, size in parts.items()]
     flops = f"not known: {cost.uncounted}"
     if not cost.uncounted:
         share = attention / (products + attention)
         flops = f"{products + attention:.3e}, with dense attention, which is {share:.0%} of them"
+    fits = "fits" if room.holds(needed) else "does not fit"
+    verdict = f"{fits} into {room.device / meter.GIB:.1f} GiB"
     lines = [
         json.dumps(asdict(settings), indent=2),
         f"parameters: {cost.parameters:,}, {cost.trained_parameters:,} of them trained",
         f"a step: {tokens:,} tokens of {processes} processes, {accumulation} micro batches "
         + ("each" if settings.cp == 1 else f"of each {settings.cp} of them"),
         f"FLOPs of a step: {flops}",
-        f"memory of a process, estimated: {needed.total / meter.GIB:.2f} GiB ({parts})",
-        verdict(settings, needed, device),
+        f"memory of a process, estimated: {needed.total / meter.GIB:.2f} GiB "
+        f"({', '.join(device)}); on its host: {needed.host / meter.GIB:.2f} GiB "
+        f"({', '.join(host)})",
+        transfer(settings, fitted),
+        verdict,
     ]
     return "\n".join(lines)
 
 
-def memory(settings: Settings, cost: meter.Cost, shards: int) -> meter.Memory:
-    """The estimate for these settings."""
-    return meter.memory(
+def room_of(settings: Settings, device: torch.device) -> meter.Room:
+    """What there is, or what the settings say there is."""
+    host = meter.host_bytes(settings.host_gib)
+    if settings.gpu_gib:
+        return meter.Room(settings.gpu_gib * meter.GIB, host)
+    if device.type == "cuda":
+        return meter.Room(torch.cuda.get_device_properties(device).total_memory, host)
+    # the model is on the host itself
+    return meter.Room(host, 0)
+
+
+def fit(
+    settings: Settings, cost: meter.Cost, spread: Spread, room: meter.Room, length: int = 0
+) -> meter.Fit:
+    """The `meter.fit` of these settings.
+
+    Args:
+        spread: where the weights are.
+        length: tokens of a sequence, if not those of the settings.
+    """
+    length, given = length or settings.length, settings.cab_config()
+    tokens, plans = length * settings.micro_batch, 0.0
+    # on a CPU checkpoints and plans stay in the memory that the model has
+    offloaded = settings.offload_layers if room.host else 0
+    if settings.attention == "cab" and settings.checkpointing and room.host:
+        config = CabConfig.from_dict(given) if given else cab_config_of(cost.config)
+        plans = meter.plan_bytes(cost, config, length, settings.micro_batch, settings.cp)
+    return meter.fit(
         cost,
-        settings.length * settings.micro_batch,
+        tokens,
+        room,
+        offloaded,
         itemsize=2 if settings.dtype == "bfloat16" else 4,
         checkpointing=settings.checkpointing,
-        shards=shards,
+        **spread,
         cp=settings.cp,
         loss_tokens=CHUNK_LOGITS // cost.config.vocab_size,
-        quantised=FOUR_BIT_BYTES if settings.qlora else None,
+        # a model that is loaded has its weights in 4 bits already
+        quantised=FOUR_BIT_BYTES if settings.qlora and settings.dry_run else None,
+        tile=tile_of(tokens // settings.cp, settings.tile_tokens),
+        plans=plans,
     )
 
 
-def capacity(device: torch.device) -> int:
-    """Bytes that a process may have: of its GPU, or of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def longest(settings: Settings, cost: meter.Cost, spread: Spread, room: meter.Room) -> int:
+    """The longest sequence whose step fits, a multiple of `STEP` for each process; 0: none."""
+    step = STEP * settings.cp
+    lengths = range((settings.length - 1) // step * step, 0, -step)
+    # one by one: where tiles begin, a longer sequence takes less than a shorter one
+    fitting = (n for n in lengths if room.holds(fit(settings, cost, spread, room, n).memory))
+    return next(fitting, 0)
 
 
-def verdict(settings: Settings, needed: meter.Memory, device: torch.device) -> str:
-    """Whether it fits, and what to change where it does not."""
-    has = capacity(device)
-    text = f"{has / meter.GIB:.1f} GiB of {'a GPU' if device.type == 'cuda' else 'this machine'}"
-    if needed.total <= USABLE * has:
-        return f"fits into {text}"
-    return f"does not fit into {text}; change, in this order, {savings(settings)}"
+def transfer(settings: Settings, fitted: meter.Fit) -> str:
+    """What travels between host and GPU in a micro batch, and how long that takes."""
+    if not fitted.offloaded:
+        return "offloaded: no checkpoints"
+    size = fitted.memory.checkpoints
+    return (
+        f"offloaded: checkpoints of the first {fitted.offloaded} layers; a micro batch copies "
+        f"{2 * size / meter.GIB:.1f} GiB out and back, in {2 * size / settings.link_gbs / 1e9:.1f} "
+        f"s at {settings.link_gbs:g} GB/s, while it computes"
+    )
+
+
+def refuse_too_long(
+    settings: Settings, cost: meter.Cost, spread: Spread, room: meter.Room, fitted: meter.Fit
+) -> None:
+    """Refuse a step that does not fit.
+
+    Raises:
+        UsageError: with the longest sequence that does, and what to change.
+    """
+    if room.holds(fitted.memory):
+        return
+    most = longest(settings, cost, spread, room)
+    raise UsageError(
+        f"length is {settings.length} and a step does not fit into {room.device / meter.GIB:.1f} "
+        f"GiB of a device and {room.host / meter.GIB:.1f} GiB of the host; "
+        + (f"the longest that does has {most} tokens; " if most else "no length does; ")
+        + f"or change, in this order, {savings(settings)}. A run with a number for "
+        "--offload-layers does not ask the estimate."
+    )
 
 
 def savings(settings: Settings) -> str:
     """Three settings that take less memory, what costs least first."""
+    tokens = settings.length * settings.micro_batch // settings.cp
+    tiles = tokens > TILE and not tile_of(tokens, settings.tile_tokens)
     known: list[tuple[Any, str]] = [
         (settings.micro_batch > 1, "--micro-batch 1"),
         (not settings.checkpointing, "--checkpointing true"),
+        (tiles, f"--tile-tokens {TILE}"),
         (settings.embeddings, "--embeddings false"),
         (not settings.qlora, "--qlora (or more GPUs by accelerate's fsdp2 config)"),
         (settings.dtype == "float32", "--dtype bfloat16"),

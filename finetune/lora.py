@@ -24,6 +24,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list, set_seed
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.data import default_collate
 from tqdm import tqdm
@@ -41,10 +42,12 @@ from cab_hf.finetune.models import (
     with_lora,
 )
 from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate, one_sum
+from cab_hf.finetune.offload import Offload
 from cab_hf.finetune.parallel import Parallel
 from cab_hf.finetune.rotary import load_rotary_state, rotary_kept, rotary_state
 from cab_hf.finetune.settings import PROG, Settings, read
 from cab_hf.finetune.sources import Source, content_sha256, is_local, make_source, refuse_learnt
+from cab_hf.finetune.tiles import compute_in_tiles, tile_of
 from cab_hf.finetune.validation import Validation
 from cab_hf.runs.log import DISK_FULL, Log, write_atomically, writing
 from cab_hf.runs.models import file_sha256
@@ -136,13 +139,15 @@ class Run:
             # the same adapter in every process
             set_seed(settings.seed)
             self.model, self.tokenizer = build(settings, accelerator.device)
+            cost = meter.Cost.of(self.model)
+            self._fit_into_memory(cost)
             self.parallel = Parallel(settings, self.model, accelerator)
             packed, kept = open_data(settings, self.tokenizer, self.parallel, self._tell)
             self._agree(packed)
         # made by a thread while a step computes
         self.data = Ahead(packed)
         self.batches = batches_of(self.data, settings.micro_batch)
-        self.meter = meter.Meter(meter.Cost.of(self.model))
+        self.meter = meter.Meter(cost)
         if self.meter.cost.uncounted:
             self._tell(f"no MFU is reported: {self.meter.cost.uncounted}.")
         self.objective, self.optimizer = self._prepare()
@@ -151,6 +156,29 @@ class Run:
             self.out / CHECKPOINTS, self.rank, self.processes, accelerator.wait_for_everyone
         )
         self.done = self._resume()
+
+    def _fit_into_memory(self, cost: meter.Cost) -> None:
+        """Have the model compute in tiles, and its checkpoints offloaded, as the estimate has it.
+
+        A number of layers that was given is taken, whatever the estimate says.
+        """
+        settings, device = self.settings, self.accelerator.device
+        tokens = settings.length * settings.micro_batch // settings.cp
+        tile = tile_of(tokens, settings.tile_tokens)
+        if tile:
+            compute_in_tiles(self.model, tile)
+            for name in cost.untiled:
+                self._tell(f"{name} computes all tokens at once: tiles need a plain MLP.")
+        offloaded = settings.offload_layers
+        if offloaded is None and device.type == "cuda":
+            spread, room = spread_of(self.accelerator), dry_run.room_of(settings, device)
+            fitted = dry_run.fit(settings, cost, spread, room)
+            dry_run.refuse_too_long(settings, cost, spread, room, fitted)
+            offloaded = fitted.offloaded
+            if offloaded:
+                self._tell(f"{dry_run.transfer(settings, fitted)}.")
+        if offloaded:
+            Offload(offloaded, device).enable(self.model)
 
     def _agree(self, packed: Packed) -> None:
         """Refuse processes that are to learn other texts, or with other weights."""
@@ -414,7 +442,7 @@ def open_sources(
 def tell_what_would_run(settings: Settings, accelerator: Accelerator) -> None:
     """Print the settings, what a step costs and whether it fits."""
     processes = accelerator.num_processes
-    shards = processes if accelerator.distributed_type == DistributedType.FSDP else 1
+    spread = spread_of(accelerator)
     tell = print if accelerator.is_main_process else lambda sentence: None
     with refusing():
         settings.accumulation(processes)
@@ -422,8 +450,18 @@ def tell_what_would_run(settings: Settings, accelerator: Accelerator) -> None:
         named = [*settings.sources(), *settings.sources("validation")]
         open_sources(settings, [each for each in named if is_local(each[0])], tell)
         model = adapted(settings, dry_run.skeleton(settings))
-    if accelerator.is_main_process:
-        print(dry_run.report(settings, model, processes, shards, accelerator.device))
+    cost, room = meter.Cost.of(model), dry_run.room_of(settings, accelerator.device)
+    fitted = dry_run.fit(settings, cost, spread, room)
+    tell(dry_run.report(settings, cost, processes, fitted, room))
+    dry_run.refuse_too_long(settings, cost, spread, room, fitted)
+
+
+def spread_of(accelerator: Accelerator) -> dict[str, Any]:
+    """Where accelerate puts the weights, for `dry_run.fit`."""
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return {}
+    offloaded = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+    return {"shards": accelerator.num_processes, "weights_on_host": offloaded}
 
 
 def batches_of(sequences: Any, size: int) -> Iterator[Batch]:

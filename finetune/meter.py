@@ -10,16 +10,31 @@ many as each token is sent to. Where a model does not say how many those are, no
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cab_hf.config import CabConfig
+from cab_hf.finetune.offload import CHUNK_BYTES
+from cab_hf.finetune.tiles import untiled_mlps
+
 GIB = 2**30
+# the share of a device's memory that tensors may take; allocator and libraries need the rest
+USABLE = 0.9
+# the share of the host's memory that a run may pin
+PINNABLE = 0.9
+# where Linux says how much of the host a container may have
+CONTAINER = Path("/sys/fs/cgroup/memory.max")
+# the share of a row's blocks in its longest list, where nothing bounds it
+WIDEST = 0.25
 # bf16 without sparsity, by a part of the name that torch gives a GPU; from the makers' data sheets
 PEAK_TFLOPS = {
     "B200": 2250.0,
@@ -51,6 +66,7 @@ class Cost:
         weight_bytes: of frozen parameters and buffers.
         adapted: channels that a token brings to all adapters of the model together.
         uncounted: why ``frozen`` and ``trained`` are not known; None where they are.
+        untiled: as of `tiles.untiled_mlps`.
     """
 
     frozen: int
@@ -63,6 +79,7 @@ class Cost:
     weight_bytes: int
     adapted: int
     uncounted: str | None
+    untiled: tuple[str, ...]
     config: Any = field(repr=False)
 
     @classmethod
@@ -85,6 +102,7 @@ class Cost:
             weight_bytes=sum(p.numel() * p.element_size() for p in kept),
             adapted=sum(m.in_features for m in model.modules() if hasattr(m, "base_layer")),
             uncounted=uncounted,
+            untiled=tuple(untiled_mlps(model)),
             config=config,
         )
 
@@ -278,21 +296,32 @@ def line(
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a device at the peak of a step, part by part.
+    """Bytes at the peak of a step, part by part.
 
     Attributes:
-        layers: what layers keep for the backward pass.
+        layers: what layers keep for the backward pass on the device.
         working: the loss, or a layer's backward pass: what is larger.
+        checkpoints: of the host, pinned for layers that are offloaded.
+        plans: of the host, pinned for what layers attended.
+        sharded: of the host, weights and the optimiser where they are offloaded.
     """
 
     weights: float
     optimizer: float
     layers: float
     working: float
+    checkpoints: float = 0.0
+    plans: float = 0.0
+    sharded: float = 0.0
 
     @property
     def total(self) -> float:
+        """Of the device."""
         return self.weights + self.optimizer + self.layers + self.working
+
+    @property
+    def host(self) -> float:
+        return self.checkpoints + self.plans + self.sharded
 
 
 def memory(
@@ -305,6 +334,10 @@ def memory(
     cp: int = 1,
     loss_tokens: int = 1024,
     quantised: float | None = None,
+    tile: int = 0,
+    offloaded: int = 0,
+    plans: float = 0.0,
+    weights_on_host: bool = False,
 ) -> Memory:
     """An estimate of the memory of a training step.
 
@@ -316,32 +349,134 @@ def memory(
         cp: processes that the tokens are sharded over, evenly; padding is not counted.
         loss_tokens: tokens whose logits exist at once.
         quantised: bytes of a weight of the layers, where that is not what ``cost`` has seen.
+        tile: tokens that MLPs compute at a time; 0: all of them.
+        offloaded: layers whose checkpoints the host keeps.
+        plans: bytes that the host keeps beside them, as of `plan_bytes`.
+        weights_on_host: whether weights wait there until a layer needs them, as FSDP2 offloads.
     """
     config, layers = cost.config, cost.config.num_hidden_layers
-    hidden, inner = config.hidden_size, getattr(config, "intermediate_size", 0)
-    share = config.num_key_value_heads / config.num_attention_heads
-    # what comes in, the norms' inputs and outputs; q, the output of attention, k, v; the gated MLP
-    kept = itemsize * (4 * hidden + (2 + 2 * share) * cost.channels + 3 * inner)
-    if itemsize < 4:
-        # norms compute in float32, and each adapter keeps what it reads so
-        kept += 2 * 4 * hidden + 4 * cost.adapted / layers
-    # keys and values of the whole text, while a layer attends
-    travelling = 2 * share * cost.channels * itemsize * tokens if cp > 1 else 0.0
-    tokens = tokens / cp
-    kept *= tokens
-    flowing = tokens * itemsize * (hidden + 2 * inner)
+    hidden, inner = config.hidden_size, _widest_mlp(config)
+    heads = config.num_attention_heads
+    # old types of models have no grouped heads
+    share = (getattr(config, "num_key_value_heads", None) or heads) / heads
+    q, kv = itemsize * cost.channels, 2 * share * itemsize * cost.channels
+    came_in, size = itemsize * hidden, tokens / cp
+    # keys and values of the whole text, while a layer attends; cosines and sines of positions
+    beside = (kv * tokens if cp > 1 else 0.0) + size * 2 * itemsize * cost.channels / heads
     logit = 4 if itemsize == 4 else 4 + itemsize
-    loss = tokens * hidden * itemsize + logit * min(tokens, loss_tokens) * config.vocab_size
+    logits = logit * min(size, loss_tokens) * config.vocab_size
+    if 0 < tile < size and not cost.untiled:
+        # what comes in, its norm, q, k, v and the output of attention, their sum and its norm
+        kept = 4 * came_in + 2 * q + kv
+        # attention's gradients are summed in float32 by some kernels
+        summed = 0 if itemsize == 4 else 4 * cost.channels
+        # of the MLP's output and input, or of what attention reads and writes: by then both norms
+        # behind it are gone
+        flowing = max(2 * came_in, 2 * q + kv + summed - came_in)
+        # tiles of what computes in float32 have as many numbers
+        beside += tile * 6 * 4 * inner
+        # the last layer's output, its norm, the gradient of that and the same scaled
+        loss = size * 4 * came_in + logits
+        again = kept - came_in
+    else:
+        # what comes in, the norms' inputs and outputs; q, the output of attention, k, v; the MLP
+        kept = 4 * came_in + 2 * q + kv + itemsize * 3 * inner
+        if itemsize < 4:
+            # norms compute in float32, and each adapter keeps what it reads so
+            kept += 2 * 4 * hidden + 4 * cost.adapted / layers
+        flowing = came_in + itemsize * 2 * inner
+        loss = size * came_in + logits
+        again = kept
+    # the checkpoint of a layer is fetched while the one behind it is there
+    held = max(layers - offloaded, min(2, layers)) if offloaded else layers
     # a value, its gradient and two moments
     optimizer = 16 * cost.trained_parameters
     saved = 0.0 if quantised is None else itemsize - quantised
     weights = cost.weight_bytes - (cost.linear - hidden * config.vocab_size) * saved
     # a layer that computes, and the next one
-    gathered = 2 * weights / layers if shards > 1 else 0.0
+    gathered = 2 * weights / layers if shards > 1 or weights_on_host else 0.0
+    here, there = (0, 1) if weights_on_host else (1, 0)
     return Memory(
-        weights=weights / shards + gathered,
-        optimizer=optimizer / shards,
-        layers=tokens * hidden * itemsize * layers if checkpointing else kept * layers,
+        weights=here * weights / shards + gathered,
+        optimizer=here * optimizer / shards,
+        layers=size * (came_in * held if checkpointing else kept * layers),
         # the last layers' gradients begin where the loss ends
-        working=max(loss, flowing + travelling + (kept if checkpointing else 0)),
+        working=max(loss, size * (flowing + (again if checkpointing else 0)) + beside),
+        checkpoints=offloaded * -(-size * came_in // CHUNK_BYTES) * CHUNK_BYTES,
+        plans=plans,
+        sharded=there * (weights + optimizer) / shards,
     )
+
+
+def _widest_mlp(config: Any) -> int:
+    """Channels inside of the widest MLP; four times the hidden size where the config has none."""
+    sizes = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return sizes if isinstance(sizes, int) else max(sizes)
+
+
+def plan_bytes(cost: Cost, config: CabConfig, length: int, rows: int = 1, cp: int = 1) -> float:
+    """Host memory that the plans of all layers take until the backward pass, roughly.
+
+    Lists are as wide as the longest of them, which top-p decides: `WIDEST` of all blocks at most.
+
+    Args:
+        length: tokens of each of so many ``rows``.
+    """
+    if length < config.min_length:
+        return 0.0
+    layers, heads = cost.config.num_hidden_layers, cost.config.num_attention_heads
+    key_blocks = -(-length // config.key_block)
+    listed = min(config.max_density, WIDEST) * key_blocks + 2
+    entries = rows * heads * length / cp / config.query_block * listed
+    # torch pins powers of two
+    return layers * 2.0 ** math.ceil(math.log2((2 if key_blocks < 2**15 else 4) * entries))
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that a process has on its device, and of the host."""
+
+    device: float
+    host: float
+
+    def holds(self, needed: Memory) -> bool:
+        """Whether a step of that memory fits."""
+        return needed.total <= USABLE * self.device and needed.host <= PINNABLE * self.host
+
+
+def host_bytes(told_gib: float = 0.0) -> float:
+    """The share that a process has of its host's memory, which is as told or as it says."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if CONTAINER.exists() and (limit := CONTAINER.read_text().strip()).isdigit():
+        machine = min(machine, int(limit))
+    return (told_gib * GIB or machine) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How many layers' checkpoints a step offloads, and its memory then."""
+
+    offloaded: int
+    memory: Memory
+
+
+def fit(cost: Cost, tokens: int, room: Room, offloaded: int | None = None, **how: Any) -> Fit:
+    """The step with as few offloaded layers as fit into ``room``.
+
+    Where none does, with as many as the host has memory for: more would end other processes there.
+
+    Args:
+        tokens, how: as of `memory`.
+        offloaded: how many there are, if that is not to be found out.
+    """
+    if offloaded is not None:
+        return Fit(offloaded, memory(cost, tokens, offloaded=offloaded, **how))
+    # the device has two at a time, however few it keeps
+    most = max(0, cost.config.num_hidden_layers - 2) if how.get("checkpointing", True) else 0
+    fitted = fit(cost, tokens, room, 0, **how)
+    for count in range(1, most + 1):
+        more = fit(cost, tokens, room, count, **how)
+        if room.holds(fitted.memory) or more.memory.host > PINNABLE * room.host:
+            break
+        fitted = more
+    return fitted

@@ -253,6 +253,10 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
     # transformers has renamed it
     old = model.gradient_checkpointing_enable
     getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
+    causal = causal_model(model)
+    if hasattr(causal, "_require_grads_hook"):
+        # nobody needs a gradient of frozen embeddings; they and it would stay until the end
+        causal.disable_input_require_grads()
 
 
 def _check_targets(model: PreTrainedModel, targets: Sequence[str], dropout: float) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 from cab_hf.config import CabConfig
 from cab_hf.finetune.loss import KERNELS
 from cab_hf.finetune.models import ROPES
+from cab_hf.finetune.tiles import TILE, TILED_ABOVE
 from cab_hf.plan import EXACT_BLOCK
 from cab_hf.runs.settings import (
     UsageError,
     comma_separated,
     flag,
+    number_or_auto,
     option,
     parse_assignment,
     parse_flag,
@@ -29,7 +31,10 @@ TRACKERS = ("tensorboard", "trackio", "wandb")
 # what attends to a sequence that several processes hold
 ACROSS = ("cab", "cab_dense")
 # settings that may change when a run goes on: they decide where and how often, and not what
-FREE = ("out", "save_every", "eval_every", "trackers", "dry_run", "cpu", "peak_tflops")
+FREE = (
+    *("out", "save_every", "eval_every", "trackers", "dry_run", "cpu", "peak_tflops"),
+    *("offload_layers", "gpu_gib", "host_gib", "link_gbs"),
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,17 @@ class Settings:
     rope_theta: float = option(0.0, "the new base of theta; 0: what the factor asks for", float)
     trust_remote_code: bool = flag("run Python code that comes with the model")
     checkpointing: bool = option(True, "layers are computed again in the backward pass", parse_flag)
+    tile_tokens: int | None = option(
+        None,
+        f"tokens of a tile of MLPs, with norms and adapters in tiles as large; 0: no tiles; auto: "
+        f"{TILE} where a process has more than {TILED_ABOVE} tokens",
+        number_or_auto,
+    )
+    offload_layers: int | None = option(
+        None,
+        "layers whose inputs are offloaded to the host; auto: as few as fit by the estimate",
+        number_or_auto,
+    )
     # adapter
     targets: tuple[str, ...] = option(
         ("q_proj", "k_proj", "v_proj", "o_proj"), "linear layers LoRA adds to", comma_separated(str)
@@ -101,6 +117,9 @@ class Settings:
     )
     trackers: tuple[str, ...] = option((), f"also {', '.join(TRACKERS)}", comma_separated(str))
     peak_tflops: float = option(0.0, "of the GPU in bfloat16, where its name is not known", float)
+    gpu_gib: float = option(0.0, "GiB of the GPU for the estimate; 0: all it has", float)
+    host_gib: float = option(0.0, "GiB of the host for the estimate; 0: all it has", float)
+    link_gbs: float = option(50.0, "GB/s between host and GPU, for the estimate", float)
     cpu: bool = flag("compute on the CPU, also where there is a GPU")
     dry_run: bool = flag("say what would run, what it costs and whether it fits; then end")
 
@@ -114,7 +133,12 @@ class Settings:
         self._at_least(0, "warmup", "tokens_per_step", "held_out", "eval_every", "passkeys")
         self._within("a number above 0", lambda x: x > 0, "lr", "alpha")
         any_size = ("rope_factor", "rope_theta", "weight_decay", "clip", "peak_tflops")
-        self._within("0 or more", lambda x: x >= 0, *any_size)
+        self._within("0 or more", lambda x: x >= 0, *any_size, "gpu_gib", "host_gib")
+        self._within("a number above 0", lambda x: x > 0, "link_gbs")
+        given = ("tile_tokens", "offload_layers")
+        self._within("auto, or 0 or more", lambda x: x is None or x >= 0, *given)
+        kept = self.checkpointing or not self.offload_layers
+        require(self, "offload_layers", kept, "0 without checkpointing")
         self._within("in [0, 1)", lambda x: 0 <= x < 1, "dropout", "beta2")
         self._within("in [0, 1]", lambda x: 0 <= x <= 1, "lr_end")
         require(self, "data", self.data, "at least one source, such as text.jsonl")

@@ -6,6 +6,7 @@ from tiny import FULL, SIZES, SPARSE, tiny_model, tokens
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 import cab_hf
+from cab_hf import forward_pass
 from cab_hf.frame import Frame, Length
 from cab_hf.mask import CabMask, cab_mask
 from cab_hf.predictors import CurvaturePredictor, register_predictor
@@ -75,6 +76,35 @@ def test_a_layer_run_again_by_checkpointing_attends_under_the_plan_of_before():
             DECIDED.clear()
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
             assert layers == DECIDED
+
+
+def test_a_plan_that_is_kept_for_the_backward_pass_is_small(monkeypatch):
+    ids = tokens(1, 300)
+    model = tiny_model().train()
+    model.gradient_checkpointing_enable()
+    kept = []
+    narrowed = forward_pass.narrowed
+
+    def noted(plan):
+        kept.append((plan, narrowed(plan)))
+        return kept[-1][1]
+
+    def gradients():
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    with cab_hf.cab(model, SPARSE):
+        expected = gradients()
+        monkeypatch.setattr(forward_pass, "narrowed", noted)
+        monkeypatch.setattr(forward_pass, "MEASURED_FROM", 0)
+        assert all(map(torch.equal, gradients(), expected))
+    assert len(kept) == model.config.num_hidden_layers
+    for plan, small in kept:
+        for lists, stored in ((plan.full, small.full), (plan.partial, small.partial)):
+            assert lists.width == max(1, lists.counts.max())
+            assert 2 * stored.indices.nbytes == lists.indices.nbytes
+            assert torch.equal(stored.to_dense(19), lists.to_dense(19))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -152,7 +152,9 @@ class Batch(NotATensor, ForwardPass):
         allocator = cache.layer_to_allocator[layer]
         tokens, count = pages[0].shape[1], query.shape[2]
         heads = new[0].shape[1]
-        if allocator not in self._paged:
+        # a graph is captured behind a pass without one, whose tensors it may not read
+        known = allocator, torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if known not in self._paged:
             lengths = given["cu_seq_lens_k"].diff()
             table = given["block_table"].long().clamp(min=0)
             slots = table.unsqueeze(-1) * tokens + torch.arange(tokens, device=table.device)
@@ -166,8 +168,8 @@ class Batch(NotATensor, ForwardPass):
                 counts.expand(-1, heads),
                 None,
             )
-            self._paged[allocator] = written, seen
-        written, seen = self._paged[allocator]
+            self._paged[known] = written, seen
+        written, seen = self._paged[known]
         k, v = (x.flatten(0, 1) for x in pages)
         for held, x in zip((k, v), new, strict=True):
             held.index_copy_(0, written, x[0].transpose(0, 1))

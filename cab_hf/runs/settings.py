@@ -136,6 +136,11 @@ def parse_length(text: str) -> int:
     return int(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()]
 
 
+def number_or_auto(text: str) -> int | None:
+    """A number, or None for ``auto``."""
+    return None if text == "auto" else int(text)
+
+
 def parse_assignment(text: str) -> tuple[str, Any]:
     """``name=value`` -> (name, value): a Python literal, ``true``, ``false``, or else a string."""
     name, equals, value = (part.strip() for part in text.partition("="))

@@ -6,6 +6,7 @@ Started by torchrun, it measures how a step spreads over ranks.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -36,11 +37,11 @@ from cab_hf.eval.speed.ranked import by_torchrun
 from cab_hf.eval.speed.spread import ALONE, CP, FSDP2, SPREADS, Shared
 from cab_hf.eval.speed.team import Slowest, Team
 from cab_hf.eval.speed.ttft import TIMES, TimeToFirstToken, drawn
-from cab_hf.runs.settings import by_device, comma_separated, flag, option
+from cab_hf.runs.settings import by_device, comma_separated, flag, number_or_auto, option
 
 # transformers and PEFT are imported where they are used: asking for help needs none of them
 if TYPE_CHECKING:
-    from cab_hf.finetune.meter import Cost
+    from cab_hf.finetune.meter import Cost, Fit, Room
     from cab_hf.finetune.objective import Batch, Objective
 
 CAB = "cab"
@@ -76,6 +77,15 @@ class Settings(ModelSettings):
         f"torchrun, and {ALONE} without it",
         comma_separated(str),
     )
+    tile_tokens: int | None = option(
+        None,
+        "tokens of a tile of MLPs; 0: no tiles; auto as in fine-tuning",
+        number_or_auto,
+    )
+    offload_layers: int | None = option(
+        None, "layers whose inputs are offloaded to the host; auto: as few as fit", number_or_auto
+    )
+    host_gib: float = option(0.0, "GiB of the host; 0: all it has", float)
     longest: bool = flag("seek the longest sequence of which a step fits, too")
     multiple: int | None = by_device(2**13, 64, "tokens of which the longest is a multiple", int)
 
@@ -93,6 +103,8 @@ class Settings(ModelSettings):
         across = CP not in self.spread or set(self.implementations) & set(spread.ACROSS)
         text = f"some of {', '.join(spread.ACROSS)} where a sequence is sharded ({CP})"
         self.check("implementations", across, text)
+        for name in ("tile_tokens", "offload_layers", "host_gib"):
+            self.check(name, (getattr(self, name) or 0) >= 0, "auto, or 0 or more")
         every = not self.longest or any(":" not in part for part in self.max_density)
         self.check("max_density", every, "a share for all lengths where the longest is sought")
 
@@ -106,8 +118,9 @@ class Settings(ModelSettings):
             f"median of {self.runs} steps by time.perf_counter after one of at most "
             f"{WARM_UP_TOKENS:,} tokens that warms up; a step is the forward and the backward pass "
             "of one sequence of random tokens, every layer being computed again in the latter, the "
-            "loss in chunks, clipping and AdamW; the peak is all that was allocated, weights "
-            "included"
+            "loss in chunks, clipping and AdamW; MLPs, norms and adapters compute long sequences "
+            "in tiles, and checkpoints that have no room are offloaded to the host; the peak is "
+            "all that was allocated, weights included"
         )
         if self.is_spread or by_torchrun():
             text += (
@@ -133,10 +146,17 @@ class LoraStep(TimeToFirstToken):
     ADDED: ClassVar[Mapping[str, Any]] = {
         **{"spread": ALONE, "world": 1},
         **{"sought": False, "fits": None, "room_gib": None},
+        **{"tile_tokens": 0, "offloaded": 0, "host_gib": None},
     }
-    GROWS = (*TimeToFirstToken.GROWS, "spread", "longest", "multiple", "worlds")
+    GROWS = (
+        *(*TimeToFirstToken.GROWS, "spread", "longest", "multiple", "worlds"),
+        *("tile_tokens", "offload_layers", "host_gib"),
+    )
     SHAPE = ("dtype", "rank")
-    FOUND = (*TimeToFirstToken.FOUND, "fits", "room_gib")
+    FOUND = (
+        *(*TimeToFirstToken.FOUND, "fits", "room_gib"),
+        *("tile_tokens", "offloaded", "host_gib"),
+    )
 
     @staticmethod
     def needs_ranks(settings: Settings) -> bool:
@@ -180,23 +200,38 @@ class LoraStep(TimeToFirstToken):
 
     def guess(self, place: Mapping[str, Any]) -> int | None:
         """The most tokens of a sequence that should fit, by an estimate."""
-        from cab_hf.finetune.meter import GIB, memory
-
-        settings, room = self.settings, self.bench.room()
-        if room is None:
+        if self.bench.room() is None:
             return None
-        cost, step = trainee(settings).cost, settings.multiple
-        how = spread.weights_in(place["spread"], place["world"])
+        room, step = self.room(), self.settings.multiple
 
         def fits(multiples: int) -> bool:
-            needed = memory(cost, multiples * step, itemsize=settings.torch_dtype.itemsize, **how)
-            return needed.total <= room * GIB
+            return room.holds(self.fitted(place, multiples * step, room)[1].memory)
 
         most = 1
         while fits(2 * most):
             most *= 2
-        # the estimate grows by the same for every token
+        # one by one: lists of plans are rounded up to powers of two
         return step * next((n for n in range(2 * most, most, -1) if fits(n)), most)
+
+    def room(self) -> Room:
+        """What this rank has of memory, without end on a CPU."""
+        from cab_hf.finetune.meter import GIB, Room, host_bytes
+
+        device = self.bench.room()
+        device = float("inf") if device is None else device * GIB
+        return Room(device, host_bytes(self.settings.host_gib))
+
+    def fitted(self, place: Mapping[str, Any], length: int, room: Room) -> tuple[int, Fit]:
+        """(tokens of a tile or 0, what is offloaded) of a step at ``place`` in so much room."""
+        from cab_hf.finetune.meter import fit, plan_bytes
+        from cab_hf.finetune.tiles import tile_of
+
+        settings, how = self.settings, spread.weights_in(place["spread"], place["world"])
+        cost, tile = trainee(settings).cost, tile_of(length // how["cp"], settings.tile_tokens)
+        more = {"itemsize": settings.torch_dtype.itemsize, "tile": tile, **how}
+        if place["implementation"] == CAB:
+            more["plans"] = plan_bytes(cost, settings.budgeted(length), length, cp=how["cp"])
+        return tile, fit(cost, length, room, settings.offload_layers, **more)
 
     def find(self, sample: dict[str, Any]) -> None:
         if sample["spread"] == ALONE:
@@ -211,6 +246,10 @@ class LoraStep(TimeToFirstToken):
         gc.collect()
         how, cost = sample["spread"], trainee(settings).cost
         sample["room_gib"] = self.bench.room()
+        tile, fitted = self.fitted(sample, length, self.room())
+        shares = sample["world"] if how == CP else 1
+        host = save_memory(settings, length // shares, tile, fitted.offloaded)
+        sample |= {"tile_tokens": tile, "offloaded": fitted.offloaded, "host_gib": host}
         with training(settings, length, way, how, team) as (call, known):
             team.together(lambda: call(min(length, WARM_UP_TOKENS)))
             known()
@@ -222,7 +261,6 @@ class LoraStep(TimeToFirstToken):
             sample |= {"fits": True, **known()}
         flops = useful_flops(cost, length)
         done = flops(sample["density"])
-        shares = sample["world"] if how == CP else 1
         sample |= {
             "ms": result.ms,
             "peak_gib": result.peak_gib,
@@ -286,6 +324,8 @@ class LoraStep(TimeToFirstToken):
             tables = TimeToFirstToken.tables(one)
             tables.pop("Remarks", None)
             made |= {f"{name} of one rank" if many else name: x for name, x in tables.items()}
+        if any(row["tile_tokens"] or row["offloaded"] for row in timed):
+            made["Tiles and offloaded checkpoints"] = markdown_table(timed, SAVED_MEMORY)
         if any(row["sought"] for row in rows):
             shown = [reported_longest(alike) for alike in grouped(rows, *APART)]
             made["The longest sequence of which a step fits"] = markdown_table(shown, LONGEST)
@@ -364,6 +404,29 @@ def trainee(settings: Settings) -> Trainee:
     model.train()
     objective = Objective(model)
     return Trainee(objective, optimizer_of(objective), Cost.of(model))
+
+
+def save_memory(settings: Settings, tokens: int, tile: int, offloaded: int) -> float:
+    """Have the model compute in tiles, with checkpoints offloaded; the GiB that are pinned.
+
+    Args:
+        tokens: of a rank.
+        tile: tokens of a tile; 0: no tiles.
+        offloaded: layers whose checkpoints are.
+    """
+    from cab_hf.finetune.meter import GIB
+    from cab_hf.finetune.offload import Offload
+    from cab_hf.finetune.tiles import compute_in_tiles
+
+    model = trainee(settings).objective.model
+    # one tile of all tokens, and of the padding of ranks, is none
+    compute_in_tiles(model, tile or sys.maxsize)
+    offload = Offload(offloaded, torch.device(settings.device))
+    # the one before gives its memory back first: the host may have no room for both
+    offload.enable(model)
+    # what is timed allocates nothing
+    offload.reserve(tokens * settings.hidden * settings.torch_dtype.itemsize)
+    return offload.host_bytes / GIB
 
 
 def optimizer_of(objective: torch.nn.Module) -> torch.optim.Optimizer:
@@ -583,6 +646,14 @@ OVER_RANKS = {
     **DENSITY,
     "peak GiB": column(digits, "peak_gib"),
     "TFLOP/s": column(digits, "tflops"),
+}
+SAVED_MEMORY = {
+    **TOKENS,
+    "way": "implementation",
+    "tile": column("{:,}".format, "tile_tokens"),
+    "offloaded layers": "offloaded",
+    "GiB of the host": column(digits, "host_gib"),
+    "peak GiB": column(digits, "peak_gib"),
 }
 LONGEST = {
     "ranks": "world",

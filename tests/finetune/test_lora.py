@@ -5,9 +5,11 @@ import json
 import os
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from launches import LAUNCH, MEDDLED, SMALL, TRAIN, launched, losses, steps
 from safetensors.torch import load_file, save_file
 from tiny import SPARSE, tiny_model
@@ -15,8 +17,11 @@ from words import TEXT, make_tokenizer, save_llama
 
 import cab_hf
 from cab_hf.finetune import lora, meter
+from cab_hf.finetune.models import with_lora
+from cab_hf.finetune.settings import Settings
 from cab_hf.runs.log import read_log
 from cab_hf.runs.models import BASE
+from cab_hf.runs.settings import UsageError
 
 SPOILT = ("spoilt", "spoilt-weights", "spoilt-data")
 
@@ -226,6 +231,74 @@ def test_a_run_that_is_done_stays_as_it_is(tmp_path):
     assert (tmp_path / "run" / "log.jsonl").read_bytes() == before
 
 
+def test_a_run_goes_on_with_a_log_that_knows_nothing_of_tiles(tmp_path):
+    assert run(tmp_path) == 0
+    log = tmp_path / "run" / "log.jsonl"
+    header, *records = log.read_text().splitlines(keepends=True)
+    older = json.loads(header)
+    for name in ("tile_tokens", "offload_layers"):
+        older["identity"].pop(name, None)
+    log.write_text(json.dumps(older) + "\n" + "".join(records))
+    before = log.read_bytes()
+    assert run(tmp_path) == 0
+    assert log.read_bytes() == before
+    # what tiles compute differs in rounding
+    assert run(tmp_path, "--tile-tokens", "48") == 2
+
+
+TILED = ["--tile-tokens", "48", "--offload-layers", "1"]
+
+
+@pytest.mark.parametrize("attention", ["cab", "sdpa"])
+def test_tiles_and_offloaded_checkpoints_learn_the_same(tmp_path, attention):
+    words = ["--attention", attention, "--dtype", "float32", "--dropout", "0"]
+    assert run(tmp_path, *words, name="whole") == 0
+    assert run(tmp_path, *words, *TILED, name="run") == 0
+    for field in ("loss", "grad_norm"):
+        assert steps(tmp_path / "run", field) == pytest.approx(
+            steps(tmp_path / "whole", field), rel=1e-5
+        )
+
+
+def test_a_run_in_tiles_goes_on_to_the_last_bit(tmp_path, monkeypatch):
+    step = lora.Run._step
+
+    def asked(self, at, _asked):
+        return step(self, at, lambda: at == 2)
+
+    words = [*TILED, "--dropout", "0.1"]
+    assert run(tmp_path, *words, name="whole") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(lora.Run, "_step", asked)
+        assert run(tmp_path, *words) == 0
+    assert len(steps(tmp_path / "run", "loss")) == 2
+    # where checkpoints are kept is no part of what is learnt
+    assert run(tmp_path, *words, "--offload-layers", "2") == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert steps(tmp_path / "run", "grad_norm") == steps(tmp_path / "whole", "grad_norm")
+
+
+@pytest.mark.parametrize(("gpu_gib", "offloaded"), [(1.0, None), (0.078, 2), (0.06, "refused")])
+def test_a_gpu_offloads_as_few_layers_as_the_estimate_asks_for(monkeypatch, gpu_gib, offloaded):
+    enabled = []
+    kept = SimpleNamespace(enable=enabled.append)
+    monkeypatch.setattr(lora, "Offload", lambda *how: enabled.append(how) or kept)
+    device = torch.device("cuda")
+    alone = {"distributed_type": DistributedType.NO, "num_processes": 1, "is_main_process": True}
+    started = object.__new__(lora.Run)
+    started.accelerator = SimpleNamespace(device=device, **alone)
+    fields = {"gpu_gib": gpu_gib, "host_gib": 8.0, "attention": "sdpa", "length": 2**15}
+    started.settings = Settings(data=("a.txt",), tile_tokens=16, **fields)
+    started.model = with_lora(tiny_model(num_hidden_layers=8), ("q_proj",), 4, 8)
+    cost = meter.Cost.of(started.model)
+    if offloaded == "refused":
+        with pytest.raises(UsageError, match="length is 32768 .* the longest that does has"):
+            started._fit_into_memory(cost)
+        return
+    started._fit_into_memory(cost)
+    assert enabled == ([] if offloaded is None else [(offloaded, device), started.model])
+
+
 def test_dense_layers_are_logged_as_dense(tmp_path):
     assert run(tmp_path, "--attention", "sdpa", "--peak-tflops", "1") == 0
     assert steps(tmp_path / "run", "density") == [1.0] * 4
@@ -335,10 +408,13 @@ def test_documents_without_text_are_told_of_once_and_first(tmp_path, capsys, wor
     assert printed[0] == f"{shown} is row 1, counted from 0." and printed.count(printed[0]) == 1
 
 
-def test_what_does_not_fit_is_told_before_it_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(lora.dry_run, "capacity", lambda device: 2**20)
-    assert run(tmp_path, "--dry-run") == 0
-    assert "does not fit into 0.0 GiB" in capsys.readouterr().out
+def test_what_does_not_fit_is_told_before_it_runs(tmp_path, capsys):
+    assert run(tmp_path, "--dry-run", "--gpu-gib", "1e-4") == 2
+    printed = capsys.readouterr()
+    assert "does not fit into 0.0 GiB" in printed.out
+    assert (
+        "length is 256 and a step does not fit" in printed.err and "no length does" in printed.err
+    )
 
 
 def test_sigterm_saves_and_ends_well(tmp_path, monkeypatch, capsys):

@@ -1,21 +1,24 @@
 """FLOPs against torch's own counter, pairs and shares by hand, memory against tensors held."""
 
 import re
-import weakref
 
 import pytest
 import torch
 import transformers
+from held import Held
 from tiny import SIZES, tiny_model, tokens
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from cab_hf import CabConfig
+from cab_hf.eval.tiny_types import tiny_model as tiny_type
 from cab_hf.finetune import dry_run, meter
-from cab_hf.finetune.models import with_lora
+from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
 from cab_hf.finetune.objective import Objective
+from cab_hf.finetune.offload import Offload
 from cab_hf.finetune.settings import Settings
+from cab_hf.finetune.tiles import TILED_ABOVE, compute_in_tiles
+from cab_hf.runs.settings import UsageError
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 
@@ -148,7 +151,8 @@ def test_where_nobody_says_what_a_token_uses_nothing_is_counted(change, message)
     cost = meter.Cost.of(model)
     assert re.search(message, cost.uncounted) and cost.products(1) == 0
     settings = Settings(data=("a.txt",), length=64, model="of-nobody")
-    printed = dry_run.report(settings, model, 1, 1, torch.device("cpu"))
+    room = meter.Room(2**40, 2**40)
+    printed = dry_run.report(settings, cost, 1, dry_run.fit(settings, cost, {}, room), room)
     assert f"FLOPs of a step: not known: {cost.uncounted}\n" in printed
 
 
@@ -217,36 +221,6 @@ def test_what_memory_depends_on():
     assert spread.optimizer == short.optimizer / 4 and spread.weights < short.weights
 
 
-class Held(TorchDispatchMode):
-    """The bytes of all tensors there are, and the most there have been."""
-
-    def __init__(self, *there):
-        super().__init__()
-        self.now = self.peak = 0
-        self._seen = {}
-        for tensor in there:
-            self._see(tensor)
-
-    def _see(self, tensor):
-        storage = tensor.untyped_storage()
-        key, size = id(storage), storage.nbytes()
-        if key not in self._seen:
-            self._seen[key] = weakref.ref(storage, lambda _: self._gone(key, size))
-            self.now += size
-            self.peak = max(self.peak, self.now)
-
-    def _gone(self, key, size):
-        del self._seen[key]
-        self.now -= size
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        for each in tree_leaves(made):
-            if isinstance(each, torch.Tensor):
-                self._see(each)
-        return made
-
-
 @pytest.mark.parametrize(
     ("vocabulary", "dtype", "checkpointing"),
     [
@@ -273,3 +247,174 @@ def test_the_estimate_of_memory_is_near_what_is_held(vocabulary, dtype, checkpoi
     fields = {"itemsize": dtype.itemsize, "checkpointing": checkpointing, "loss_tokens": 2**26}
     estimate = meter.memory(meter.Cost.of(model), 512, **fields)
     assert estimate.total == pytest.approx(held.peak, rel=0.15)
+
+
+@pytest.mark.parametrize("offloaded", [0, 1, 3])
+@pytest.mark.parametrize("vocabulary", [64, 8192], ids=["a layer is the peak", "the loss is"])
+def test_the_estimate_knows_of_tiles_and_of_what_is_offloaded(vocabulary, offloaded):
+    length, tile = 1024, 64
+    sizes = {"hidden_size": 128, "intermediate_size": 448, "vocab_size": vocabulary}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32}
+    model = tiny_model(num_hidden_layers=4, **sizes, **heads)
+    model = with_lora(model, ("q_proj", "k_proj", "v_proj", "o_proj"), 4, 8).train()
+    enable_gradient_checkpointing(model)
+    compute_in_tiles(model, tile)
+    # chunks of the size of a checkpoint
+    offload = Offload(offloaded, torch.device("cpu"), length * 128 * 4)
+    offload.enable(model)
+    with Held(*model.parameters(), *model.buffers()) as held:
+        Objective(model, "chunks")(batch(length)).backward()
+    cost = meter.Cost.of(model)
+    estimate = meter.memory(
+        cost, length, itemsize=4, loss_tokens=2**26, tile=tile, offloaded=offloaded
+    )
+    # nothing was learnt yet
+    actual = held.peak - offload.host_bytes + estimate.optimizer
+    assert estimate.total == pytest.approx(actual, rel=0.05)
+    # in pieces of 256 MiB
+    assert estimate.host == estimate.checkpoints == offloaded * 2**28
+
+
+# a layer of LLaMA-3-8B, whose checkpoint of 2^17 tokens is 1 GiB
+LARGE = {
+    **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256},
+    **{"head_dim": 128, "max_position_embeddings": 2**20},
+}
+
+
+@pytest.fixture(scope="module")
+def large():
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LARGE)).bfloat16()
+    model = with_lora(model, ("q_proj", "k_proj", "v_proj", "o_proj"), 16, 32)
+    return meter.Cost.of(model)
+
+
+def long_step(length, **more):
+    return Settings(data=("a.txt",), rank=16, length=length, **more)
+
+
+@pytest.mark.parametrize(
+    ("length", "gpu", "host", "offloaded"),
+    [
+        pytest.param(2**17, 140, 128, 0, id="room for all"),
+        pytest.param(2**19, 140, 128, 15, id="room for some"),
+        # 120 GiB of checkpoints and 32 of plans, and two checkpoints on the device
+        pytest.param(2**19, 70, 176, 30, id="room for two"),
+    ],
+)
+def test_as_few_layers_are_offloaded_as_must_be(large, length, gpu, host, offloaded):
+    room = meter.Room(gpu * meter.GIB, host * meter.GIB)
+    fitted = dry_run.fit(long_step(length), large, {}, room)
+    assert room.holds(fitted.memory) and fitted.offloaded == offloaded
+    assert fitted.memory.checkpoints == offloaded * length * 4096 * 2
+    fewer = dry_run.fit(long_step(length, offload_layers=max(0, offloaded - 1)), large, {}, room)
+    assert not offloaded or not room.holds(fewer.memory)
+
+
+def test_a_step_that_fits_nowhere_is_refused_with_the_longest_that_does(large):
+    room = meter.Room(140 * meter.GIB, 128 * meter.GIB)
+    asked = long_step(2**20)
+    fitted = dry_run.fit(asked, large, {}, room)
+    with pytest.raises(
+        UsageError, match="length is 1048576 and a step .* the longest that"
+    ) as told:
+        dry_run.refuse_too_long(asked, large, {}, room, fitted)
+    longest = int(re.search(r"that does has (\d+) tokens", str(told.value))[1])
+    for length, fits in ((longest, True), (longest + 1024, False)):
+        memory = dry_run.fit(long_step(length), large, {}, room).memory
+        assert room.holds(memory) == fits
+    # over two processes with as much each
+    assert dry_run.longest(long_step(2**22, cp=2), large, {}, room) > 1.6 * longest
+
+
+def test_the_longest_may_be_one_that_tiles_make_room_for(large):
+    # 2^17 tokens at once take 84 GiB, more of them in tiles less
+    room = meter.Room(80 * meter.GIB, 8 * meter.GIB)
+    asked = long_step(2**18, attention="sdpa")
+    longest = dry_run.longest(asked, large, {}, room)
+    assert longest > TILED_ABOVE
+    for length, fits in ((longest, True), (longest + 1024, False), (TILED_ABOVE, False)):
+        memory = dry_run.fit(long_step(length, attention="sdpa"), large, {}, room).memory
+        assert room.holds(memory) == fits
+
+
+def test_weights_that_are_loaded_in_4_bits_are_counted_as_they_are(large):
+    room = meter.Room(140 * meter.GIB, 128 * meter.GIB)
+    run, skeleton = (
+        dry_run.fit(long_step(2**13, qlora=True, dry_run=dry), large, {}, room).memory.weights
+        for dry in (False, True)
+    )
+    assert run == large.weight_bytes
+    # 4 bits of 16 and their scales, but for embeddings and head
+    assert 0.3 * run < skeleton < 0.45 * run
+
+
+def test_no_more_is_offloaded_than_the_host_has_memory_for(large):
+    room = meter.Room(40 * meter.GIB, 100 * meter.GIB)
+    fitted = dry_run.fit(long_step(2**19, attention="sdpa"), large, {}, room)
+    assert not room.holds(fitted.memory)
+    # 4 GiB each
+    assert fitted.offloaded == 22 and fitted.memory.host == 88 * meter.GIB
+
+
+def test_what_a_cpu_offloads_stays_in_its_memory(large):
+    room = dry_run.room_of(long_step(2**17, host_gib=128), torch.device("cpu"))
+    expected = dry_run.fit(long_step(2**17), large, {}, room)
+    assert room.holds(expected.memory) and expected.offloaded == 0
+    assert dry_run.fit(long_step(2**17, offload_layers=3), large, {}, room) == expected
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "bloom", "gemma3n_text"])
+def test_memory_is_known_whatever_a_config_calls_its_sizes(kind):
+    cost = meter.Cost.of(tiny_type(kind))
+    short, long = (meter.fit(cost, n, meter.Room(2**30, 2**30)).memory.total for n in (100, 200))
+    assert 0 < short < long
+
+
+def test_a_report_says_what_travels_and_for_how_long(large):
+    settings = long_step(2**19, link_gbs=25.0)
+    room = meter.Room(140 * meter.GIB, 128 * meter.GIB)
+    printed = dry_run.report(settings, large, 1, dry_run.fit(settings, large, {}, room), room)
+    # 15 times 4 GiB there and back
+    travel = f"copies 120.0 GiB out and back, in {120 * 2**30 / 25e9:.1f} s at 25 GB/s"
+    assert f"checkpoints of the first 15 layers; a micro batch {travel}" in printed
+    assert "on its host: 92.00 GiB (checkpoints 60.00, plans 32.00, sharded 0.00)" in printed
+    assert "fits into 140.0 GiB" in printed
+
+
+def test_processes_share_what_a_container_has_of_its_host(tmp_path, monkeypatch):
+    file = tmp_path / "memory.max"
+    monkeypatch.setattr(meter, "CONTAINER", file)
+    complete = meter.host_bytes()
+    file.write_text("max\n")
+    assert meter.host_bytes() == complete
+    file.write_text(f"{2**20}\n")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert meter.host_bytes() == 2**18
+    assert meter.host_bytes(told_gib=8.0) == 2 * meter.GIB
+
+
+def test_weights_that_wait_on_the_host_leave_room_for_checkpoints(large):
+    here = meter.memory(large, 2**19, tile=2**13, shards=2)
+    there = meter.memory(large, 2**19, tile=2**13, shards=2, weights_on_host=True)
+    moved = (large.weight_bytes + 16 * large.trained_parameters) / 2
+    assert here.total - there.total == pytest.approx(there.host) == pytest.approx(moved)
+    # of all weights what two layers need
+    assert there.weights == pytest.approx(large.weight_bytes / 16)
+
+
+@pytest.mark.parametrize(
+    ("config", "share"),
+    [
+        # 4,096 query blocks and 8,192 key blocks in each of 32 heads, in 16 bits
+        pytest.param(CabConfig(), 1 / 4, id="by top-p"),
+        pytest.param(CabConfig(max_density=0.06), 1 / 16, id="a budget"),
+        pytest.param(CabConfig(min_length=2**20), 0, id="attended exactly"),
+    ],
+)
+def test_plans_are_counted_by_their_longest_list(large, config, share):
+    entries = 32 * 4096 * 8192 * share
+    # rounded up to a power of two
+    assert meter.plan_bytes(large, config, 2**19) in (32 * 2 * entries, 64 * 2 * entries)

@@ -24,8 +24,10 @@ WORDS = [
 ]
 # one document to a sequence, whose last positions one process holds alone
 WHOLE = ["--data", "retrieval:passkey:511", "--validation", "retrieval:passkey:511"]
+TILED = ["--tile-tokens", "100", "--offload-layers", "1"]
 RUNS = {
     "cab": [],
+    "little": TILED,
     "cab_dense": ["--attention", "cab_dense", "--checkpointing", "false"],
     "turns": ["--micro-batch", "2", "--tokens-per-step", "2048"],
 }
@@ -80,7 +82,7 @@ def test_processes_learn_together_what_one_learns(tmp_path):
     together = [words(f"{name}-of-two", *own, "--cp", "2") for name, own in runs.items()]
     assert launched([*LAUNCH, str(script), " / ".join([*together, complete[0]])]).returncode != 0
     assert [step for _, step, _ in losses(tmp_path / "killed")] == [1, 2]
-    others = [*complete, words("replicas"), words("fsdp2", "--cp", "2")]
+    others = [*complete, words("replicas"), words("fsdp2", "--cp", "2", *TILED)]
     done = launched([*LAUNCH, str(script), " / ".join(others)])
     assert done.returncode == 0, done.stderr[-3000:]
     grid = [*LAUNCH, "--num_processes", "4", str(script), words("grid", "--cp", "2")]
@@ -272,9 +274,10 @@ def test_a_dry_run_divides_what_a_sequence_takes(tmp_path):
     one, four = (Settings(**fields, cp=cp) for cp in (1, 4))
     skeleton = lora.adapted(one, lora.dry_run.skeleton(one))
     cost = meter.Cost.of(skeleton)
-    alone, shared = (lora.dry_run.memory(each, cost, 1) for each in (one, four))
+    room = meter.Room(2**40, 2**40)
+    alone, shared = (lora.dry_run.fit(each, cost, {}, room).memory for each in (one, four))
     assert shared.layers == alone.layers / 4 and shared.weights == alone.weights
     # keys and values of all of it come by
     assert alone.working / 4 < shared.working < alone.working
-    report = lora.dry_run.report(four, skeleton, 8, 1, torch.device("cpu"))
+    report = lora.dry_run.report(four, cost, 8, lora.dry_run.fit(four, cost, {}, room), room)
     assert "a step: 4,096 tokens of 8 processes, 1 micro batches of each 4 of them" in report

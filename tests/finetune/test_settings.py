@@ -120,6 +120,15 @@ def test_a_command_line_is_refused_in_one_line(words, message, tmp_path, capsys)
         pytest.param({"dropout": 1.0}, r"dropout is 1\.0; it must be in .0, 1.", id="dropout"),
         pytest.param({"lr": 0.0}, r"lr is 0\.0; it must be a number above 0", id="lr"),
         pytest.param(
+            {"offload_layers": 3, "checkpointing": False},
+            "offload_layers is 3; it must be 0 without checkpointing",
+            id="nothing to offload",
+        ),
+        pytest.param({"tile_tokens": -1}, r"tile_tokens is -1; it must be auto, or 0", id="tile"),
+        pytest.param(
+            {"link_gbs": 0.0}, r"link_gbs is 0\.0; it must be a number above 0", id="link"
+        ),
+        pytest.param(
             {"dtype": "float16"},
             "dtype is 'float16'; it must be one of bfloat16, float32",
             id="dtype",
@@ -144,6 +153,13 @@ def test_settings_that_make_no_sense_are_refused(given, message):
 def test_lengths_may_be_told_in_thousands():
     actual = read(["--data", "a.txt", "--length", "32k", "--passkey-lengths", "1k,2k"])
     assert (actual.length, actual.passkey_lengths) == (32_768, (1024, 2048))
+
+
+@pytest.mark.parametrize(("word", "value"), [("auto", None), ("0", 0), ("12", 12)])
+def test_a_number_may_be_found_out(word, value):
+    words = ["--data", "a.txt", "--offload-layers", word, "--tile-tokens", word]
+    actual = read(words)
+    assert (actual.offload_layers, actual.tile_tokens) == (value, value)
 
 
 def test_steps_are_counted_in_tokens():

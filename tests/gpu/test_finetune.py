@@ -9,6 +9,10 @@ from tiny import SPARSE, tiny_model, tokens
 
 import cab_hf
 from cab_hf.finetune import lora
+from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
+from cab_hf.finetune.objective import Objective
+from cab_hf.finetune.offload import Offload
+from cab_hf.finetune.tiles import compute_in_tiles
 from cab_hf.runs.log import read_log
 
 pytestmark = pytest.mark.gpu
@@ -42,6 +46,93 @@ def test_a_plan_kept_in_the_hosts_memory_is_the_plan(gpu):
         model.gradient_checkpointing_enable()
         for actual, wanted in zip(gradients(), expected, strict=True):
             torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=1e-5)
+
+
+LENGTH = 1024
+
+
+def long_model(gpu, offload=None):
+    # whose gradients are the same in every run
+    model = tiny_model(num_hidden_layers=6, attn_implementation="eager")
+    model = with_lora(model.to(gpu, torch.bfloat16), ("q_proj", "o_proj"), 4, 8).train()
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    enable_gradient_checkpointing(model)
+    if offload is not None:
+        offload.enable(model)
+    return model
+
+
+def learnt(model, gpu):
+    """The loss, all gradients, and the bytes at the peak of a step."""
+    ids = tokens(1, LENGTH).to(gpu)
+    batch = {"input_ids": ids, "position_ids": torch.arange(LENGTH, device=gpu)[None]}
+    model.zero_grad()
+    torch.cuda.reset_peak_memory_stats()
+    loss = Objective(model, "chunks")({**batch, "labels": ids})
+    loss.backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.requires_grad]
+    return [loss.detach(), *gradients], torch.cuda.max_memory_allocated()
+
+
+class Late(Offload):
+    """Copies begin long after what they follow: whoever does not wait for them reads rubbish."""
+
+    def _copy(self, kept, pairs):
+        with self._on_copy_stream():
+            torch.cuda._sleep(20_000_000)
+        super()._copy(kept, pairs)
+
+
+@pytest.mark.parametrize("kind", [Offload, Late])
+@pytest.mark.parametrize("layers", [2, 6])
+def test_offloaded_checkpoints_come_back_as_they_were(gpu, kind, layers):
+    expected, before = learnt(long_model(gpu), gpu)
+    offload = kind(layers, torch.device(gpu), 2**16)
+    model = long_model(gpu, offload)
+    for _ in range(3):
+        actual, peak = learnt(model, gpu)
+        assert all(map(torch.equal, actual, expected))
+    # two are on the device at a time; gradients to compare with are there, too
+    checkpoint = LENGTH * 48 * 2
+    assert before - peak > 0.6 * min(layers, 4) * checkpoint
+    assert offload.host_bytes == layers * -(-checkpoint // 2**16) * 2**16
+    assert all(chunk.is_pinned() for chunk in offload._free)
+
+
+def test_a_backward_pass_left_halfway_spoils_nothing_behind_it(gpu):
+    offload = Late(6, torch.device(gpu), 2**16)
+    model = long_model(gpu, offload)
+    expected, _ = learnt(model, gpu)
+
+    def stop(_gradient):
+        raise KeyboardInterrupt
+
+    def watch(_layer, inputs):
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(stop)
+
+    handle = model.get_base_model().model.layers[4].register_forward_pre_hook(watch)
+    with pytest.raises(KeyboardInterrupt):
+        learnt(model, gpu)
+    handle.remove()
+    # what the copy under way would write into
+    others = [torch.zeros(LENGTH * 48, device=gpu, dtype=torch.bfloat16) for _ in range(8)]
+    torch.cuda.synchronize()
+    assert not any(other.any() for other in others)
+    assert all(map(torch.equal, learnt(model, gpu)[0], expected))
+
+
+def test_tiles_learn_what_all_tokens_at_once_do(gpu):
+    expected, before = learnt(long_model(gpu), gpu)
+    model = long_model(gpu, Offload(3, torch.device(gpu)))
+    compute_in_tiles(model, 256)
+    actual, peak = learnt(model, gpu)
+    assert peak < before
+    for one, other in zip(actual, expected, strict=True):
+        assert (one - other).norm() <= 0.02 * other.norm()
 
 
 def test_a_run_on_one_gpu_tells_what_it_took(gpu, tmp_path):

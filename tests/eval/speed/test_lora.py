@@ -1,13 +1,15 @@
 """``speed lora``: a step learns, its operations by hand, and a whole run."""
 
 import json
+import weakref
 
 import pytest
 import torch
-from bench import FakeBench, sample_of, speed_run
+from bench import FakeBench, sample_of, shown, speed_run
 
 from cab_hf.eval.speed import lora
 from cab_hf.eval.speed.lora import LoraStep, Settings
+from cab_hf.finetune.offload import Offload
 
 TINY = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
 SMALL = ("query_block=32", "key_block=16", "local_blocks=1", "min_length=0")
@@ -72,6 +74,43 @@ def test_what_warms_up_does_not_count(monkeypatch):
     short = sample_of(LoraStep, settings, case, Clock())["density"]
     monkeypatch.setattr(lora, "WARM_UP_TOKENS", 192)
     assert sample_of(LoraStep, settings, case, Clock())["density"] == pytest.approx(short)
+
+
+def test_a_long_step_is_computed_in_tiles_with_offloaded_checkpoints():
+    settings = tiny(lengths=(192,), config=SMALL, tile_tokens=50, offload_layers=1)
+    case = {"length": 192, "implementation": "cab", **ONE}
+    calls = []
+    mlp = lora.layers_of(settings)[0].mlp
+    handle = mlp.act_fn.register_forward_hook(
+        lambda _, inputs, __: calls.append(inputs[0].shape[1])
+    )
+    row = sample_of(LoraStep, settings, case, Clock())
+    assert (row["tile_tokens"], row["offloaded"], row["host_gib"]) == (50, 1, 0.25)
+    # forward and backward, of what warms up and of what is timed
+    assert sorted(calls) == sorted([50, 50, 50, 42] * 4)
+    assert "| 192 | cab | 50 | 1 | 0.250 |" in shown(LoraStep, LoraStep.rows([row], {}))
+    # the next row is told anew
+    calls.clear()
+    settings = tiny(lengths=(192,), config=SMALL, tile_tokens=0, offload_layers=0)
+    row = sample_of(LoraStep, settings, case, Clock())
+    handle.remove()
+    assert (row["tile_tokens"], row["offloaded"], row["host_gib"]) == (0, 0, 0.0)
+
+
+def test_a_step_gives_its_pinned_memory_back_before_the_next_takes_its_own(monkeypatch):
+    settings, owners, seen = tiny(lengths=(192,)), weakref.WeakSet(), []
+    pinned = Offload._pinned
+
+    def noted(self):
+        owners.add(self)
+        seen.append(len(owners))
+        return pinned(self)
+
+    monkeypatch.setattr(Offload, "_pinned", noted)
+    for _ in range(2):
+        lora.save_memory(settings, 192, 50, 1)
+    assert seen == [1, 1]
+    lora.save_memory(settings, 192, 0, 0)
 
 
 def test_a_kernel_without_gradients_is_a_row_with_its_reason(monkeypatch):

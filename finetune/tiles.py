@@ -1,0 +1,169 @@
+"""MLPs, norms and adapters computed in tiles of the sequence, since they compute tokens separately.
+
+An MLP of 524,288 tokens and 14,336 channels makes tensors of 14 GiB, and norms and adapters compute
+in float32. In tiles no such tensor exists: only the input of the module is kept, and each tile is
+computed again when the backward pass reaches it. In a layer with gradient checkpointing the MLP
+runs no third time for that: the layer's own second forward pass ends in front of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+# tokens of a process above which it computes in tiles by default, and tokens of a tile
+TILED_ABOVE, TILE = 2**17, 2**13
+MLPS = ("mlp", "feed_forward")
+NORMS = ("RMSNorm", "LayerNorm")
+# modules of Python whose classes compute each number, or each token, separately
+ELEMENTWISE = (
+    "torch.nn.modules.activation",
+    "torch.nn.modules.container",
+    "torch.nn.modules.dropout",
+    "torch.nn.modules.linear",
+    "transformers.activations",
+)
+
+
+def tile_of(tokens: int, asked: int | None) -> int:
+    """Tokens of a tile in a process of so many ``tokens``, 0 for no tiles; None: by default."""
+    if asked is None:
+        return TILE if tokens > TILED_ABOVE else 0
+    return asked
+
+
+def compute_in_tiles(model: nn.Module, tokens: int) -> None:
+    """Have MLPs compute tiles of so many ``tokens``; norms and adapters compute tiles of as many
+    numbers, which are more tokens.
+
+    Gradients are those of all tokens at once, up to rounding. Dropout draws for each tile, and the
+    same again in the backward pass. `untiled_mlps` compute all tokens at once as before.
+    """
+    modules = {}
+    for name, module in model.named_modules():
+        inside = name.startswith(tuple(f"{outer}." for outer in modules))
+        if not inside and _is_row_wise(name, module):
+            modules[name] = module
+    widths = {name: _width(module) for name, module in modules.items()}
+    mlps = [width for name, width in widths.items() if _is_mlp(name)]
+    elements = tokens * max(mlps or widths.values())
+    for name, module in modules.items():
+        forward = type(module).forward.__get__(module)
+        module.forward = partial(_in_tiles, forward, elements, widths[name])
+
+
+def untiled_mlps(model: nn.Module) -> list[str]:
+    """Names of the classes of MLPs that may not compute tokens separately.
+
+    They are mixtures of experts, and MLPs with parameters outside of linear layers.
+    """
+    mlps = [module for name, module in model.named_modules() if _is_mlp(name)]
+    return list(dict.fromkeys(type(mlp).__name__ for mlp in mlps if not _is_plain(mlp)))
+
+
+def _is_mlp(name: str) -> bool:
+    return name.rpartition(".")[2] in MLPS
+
+
+def _is_row_wise(name: str, module: nn.Module) -> bool:
+    """Whether a module is an MLP, a norm or an adapter that computes tokens separately."""
+    kind = type(getattr(module, "original_module", module)).__name__
+    # some norms of queries have a weight for each head
+    norm = kind.endswith(NORMS) and all(each.ndim == 1 for each in module.parameters())
+    adapter = hasattr(module, "lora_A") and isinstance(module.base_layer, nn.Linear)
+    return norm or adapter or (_is_mlp(name) and _is_plain(module))
+
+
+def _width(module: nn.Module) -> int:
+    """The most channels of a token between linear layers of ``module``; 0 where it has none."""
+    linear = (each for each in module.modules() if isinstance(each, nn.Linear))
+    return max((max(each.in_features, each.out_features) for each in linear), default=0)
+
+
+def _is_plain(mlp: nn.Module) -> bool:
+    """Whether an MLP is made of linear layers, adapters and activations alone."""
+    others = [module for module in mlp.modules() if not isinstance(module, nn.Linear)]
+    own = [name for module in others for name, _ in module.named_parameters(recurse=False)]
+    leaves = (module for module in others if next(module.children(), None) is None)
+    return not own and all(type(module).__module__ in ELEMENTWISE for module in leaves)
+
+
+def _in_tiles(
+    forward: Callable[..., Tensor], elements: int, width: int, *args: Any, **kwargs: Any
+) -> Tensor:
+    """``forward`` of x [..., D] in tiles of rows that have so many ``elements``.
+
+    Args:
+        width: the most channels that a row has inside of the module; D counts where it is more.
+    """
+    if len(args) != 1 or kwargs:
+        return forward(*args, **kwargs)
+    (x,) = args
+    rows = x.reshape(1, -1, x.shape[-1])
+    size = max(1, elements // max(width, x.shape[-1]))
+    if rows.shape[1] <= size:
+        return forward(x)
+    tiles = rows.split(size, 1)
+    if torch.is_grad_enabled():
+        results = _checkpointed(forward, rows, tiles)
+    else:
+        results = list(map(forward, tiles))
+    return torch.cat(results, 1).view(*x.shape[:-1], -1)
+
+
+def _checkpointed(
+    forward: Callable[[Tensor], Tensor], rows: Tensor, tiles: tuple[Tensor, ...]
+) -> list[Tensor]:
+    """``forward`` of all ``tiles`` of ``rows``, each computed again in the backward pass."""
+    # saved once and first of all: a checkpoint around the module has all it needs by then
+    saved = _Saved(rows, tiles[0].shape[1])
+    results = []
+    for place, tile in enumerate(tiles):
+        # hooks live on in the graph: they hold no tile
+        with saved_tensors_hooks(partial(_numbered, place, tile.data_ptr()), saved.tile):
+            results.append(checkpoint(forward, tile, use_reentrant=False))
+    return results
+
+
+def _numbered(place: int, address: int, x: Tensor) -> int | Tensor:
+    """The ``place`` of the tile at ``address``; anything else as it is."""
+    return place if x.numel() and x.data_ptr() == address else x.detach()
+
+
+class _Saved:
+    """Rows [1, R, D] saved for the backward pass, and read there by tiles of ``size`` rows."""
+
+    def __init__(self, rows: Tensor, size: int) -> None:
+        # without an input that has a gradient there would be no node, which its output keeps alive
+        self._output = _Save.apply(torch.empty(0, requires_grad=True), rows)
+        self._size = size
+        self._tiles: tuple[Tensor, ...] | None = None
+
+    def tile(self, packed: int | Tensor) -> Tensor:
+        """The tile of that number; what is none as it is."""
+        if isinstance(packed, Tensor):
+            return packed
+        if self._tiles is None:
+            # a checkpoint around it gives what it computed again only once
+            (rows,) = self._output.grad_fn.saved_tensors
+            self._tiles = rows.detach().split(self._size, 1)
+        return self._tiles[packed]
+
+
+class _Save(torch.autograd.Function):
+    """Saves a tensor as an op would, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, None]:
+        return None, None

@@ -1,0 +1,198 @@
+"""Tiles of a sequence: the same losses and gradients, and nothing of the size of all tokens."""
+
+from functools import partial
+
+import pytest
+import torch
+import transformers
+from held import Held
+from tiny import SIZES, tiny_model, tokens
+from torch import nn
+
+from cab_hf.finetune import loss, meter
+from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
+from cab_hf.finetune.objective import Objective
+from cab_hf.finetune.tiles import TILE, TILED_ABOVE, compute_in_tiles, tile_of, untiled_mlps
+
+TARGETS = ("q_proj", "k_proj", "o_proj", "down_proj")
+LENGTH, TILE_TOKENS = 300, 64
+
+
+def olmo2():
+    """A model with norms behind attention and MLP."""
+    return transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SIZES))
+
+
+def cohere():
+    """A model whose norms of queries and keys have a weight for each head."""
+    config = transformers.CohereConfig(**SIZES, use_qk_norm=True)
+    return transformers.CohereForCausalLM(config)
+
+
+def adapted(made=tiny_model, checkpointing=True, **options):
+    torch.manual_seed(0)
+    model = with_lora(made(), TARGETS, 4, 8, **options).train()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    if checkpointing:
+        enable_gradient_checkpointing(model)
+    return model
+
+
+def batch(length=LENGTH, rows=1):
+    ids = tokens(rows, length)
+    positions = torch.arange(length).expand(rows, -1)
+    return {"input_ids": ids, "position_ids": positions, "labels": ids}
+
+
+def learnt(model, **shape):
+    """The loss and all gradients of a step, by name."""
+    torch.manual_seed(1)
+    total = Objective(model, "chunks")(batch(**shape))
+    total.backward()
+    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return {"loss": total.detach(), **trained}
+
+
+def check_alike(results, expected):
+    assert results.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert (results[name] - wanted).norm() <= 3e-6 * wanted.norm(), name
+
+
+@pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointed", "all kept"])
+@pytest.mark.parametrize(
+    ("made", "norms"),
+    [
+        pytest.param(tiny_model, False, id="llama"),
+        pytest.param(tiny_model, True, id="norms trained"),
+        pytest.param(partial(tiny_model, "qwen3"), False, id="norms of heads"),
+        pytest.param(olmo2, False, id="norms behind"),
+        pytest.param(cohere, False, id="a norm for each head"),
+    ],
+)
+def test_losses_and_gradients_are_those_of_all_tokens_at_once(made, norms, checkpointing):
+    expected = learnt(adapted(made, checkpointing, norms=norms))
+    model = adapted(made, checkpointing, norms=norms)
+    assert untiled_mlps(model) == []
+    compute_in_tiles(model, TILE_TOKENS)
+    check_alike(learnt(model), expected)
+
+
+def test_rows_of_a_batch_share_tiles():
+    expected = learnt(adapted(), length=100, rows=3)
+    model = adapted()
+    compute_in_tiles(model, 70)
+    check_alike(learnt(model, length=100, rows=3), expected)
+
+
+def test_dropout_is_the_same_again_in_the_backward_pass():
+    # the gradient of a loss whose dropout is drawn alike is its slope
+    model = adapted(dropout=0.3).double()
+    compute_in_tiles(model, TILE_TOKENS)
+    before = learnt(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with torch.no_grad():
+        for parameter in trained:
+            parameter += 1e-6 * parameter.grad
+    slope = sum((p.grad**2).sum() for p in trained).item()
+    model.zero_grad()
+    after = learnt(model)["loss"] - before["loss"]
+    assert after.item() == pytest.approx(1e-6 * slope, rel=1e-3)
+
+
+def test_nothing_of_all_tokens_by_all_inner_channels_is_made(monkeypatch):
+    inner, length = 1024, 2048
+    # logits of 128 tokens
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 2**16)
+    model = tiny_model(intermediate_size=inner, num_hidden_layers=2, vocab_size=512)
+    model = with_lora(model.bfloat16(), TARGETS, 4, 8).train()
+    enable_gradient_checkpointing(model)
+
+    def largest(tile):
+        compute_in_tiles(model, tile)
+        with Held(*model.parameters()) as held:
+            Objective(model, "chunks")(batch(length)).backward()
+        return held.largest
+
+    assert largest(length) >= length * inner * 2
+    # q is the largest then: not float32, not of inner channels, not of the vocabulary
+    assert largest(TILE_TOKENS) == length * 96 * 2
+
+
+def test_an_mlp_is_computed_twice_and_not_three_times():
+    model, calls = adapted(), []
+    compute_in_tiles(model, 100)
+    mlp = model.get_base_model().model.layers[0].mlp
+    mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))
+    learnt(model)
+    assert len(calls) == 2 * 3
+
+
+def test_tiles_are_set_anew():
+    model, calls = adapted(), []
+    mlp = model.get_base_model().model.layers[0].mlp
+    mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))
+    for tile in (100, LENGTH):
+        compute_in_tiles(model, tile)
+    with torch.no_grad():
+        Objective(model, "chunks")(batch())
+    assert len(calls) == 1
+
+
+def test_without_gradients_results_are_the_same():
+    model = adapted()
+    with torch.no_grad():
+        expected = Objective(model, "chunks")(batch())
+        compute_in_tiles(model, TILE_TOKENS)
+        torch.testing.assert_close(Objective(model, "chunks")(batch()), expected)
+
+
+def mixture():
+    sizes = {**SIZES, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+    model.set_experts_implementation("eager")
+    return with_lora(model, ("q_proj",), 4, 8)
+
+
+class Shifted(nn.Module):
+    """An MLP with a parameter of its own, which might be anything."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixed = nn.Parameter(torch.ones(48))
+
+    def forward(self, x):
+        return x + self.mixed * x.roll(1, 1)
+
+
+def with_its_own_mlp():
+    model = adapted()
+    model.get_base_model().model.layers[1].mlp = Shifted()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [(mixture, "MixtralSparseMoeBlock"), (with_its_own_mlp, "Shifted")],
+    ids=["a mixture of experts", "something else"],
+)
+def test_what_may_not_compute_each_token_by_itself_is_left_and_named(made, name):
+    model = made().train()
+    expected = learnt(model)
+    model.zero_grad()
+    assert untiled_mlps(model) == [name]
+    compute_in_tiles(model, TILE_TOKENS)
+    check_alike(learnt(model), expected)
+    # the estimate does not count on tiles then
+    cost = meter.Cost.of(model)
+    assert meter.memory(cost, LENGTH, tile=TILE_TOKENS) == meter.memory(cost, LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "asked", "tile"),
+    [(TILED_ABOVE, None, 0), (TILED_ABOVE + 1, None, TILE), (9, 4, 4), (2**20, 0, 0)],
+)
+def test_long_sequences_are_computed_in_tiles_unless_told_otherwise(tokens, asked, tile):
+    assert tile_of(tokens, asked) == tile
