@@ -2,6 +2,6 @@
 
 OPS = (
     *("predictor", "attention", "ttft", "decode", "breakdown", "prefill"),
-    *("lora", "context-parallel"),
+    *("serve", "lora", "context-parallel"),
 )
 COMMANDS = {op: f"cab_hf.eval.speed.{op.replace('-', '_')}" for op in OPS}

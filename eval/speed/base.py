@@ -146,18 +146,28 @@ class SpeedSettings:
             )
         return known(CabConfig(**self.DEFAULTS).changed(**given, **fixed))
 
-    def density_at(self, length: int) -> float:
-        """``max_density`` of subclasses that have it, written as `densities` says, at a length."""
+    def option_by_length(self, name: str, parse: Callable[[str], Any]) -> dict[int | None, Any]:
+        """Length -> value of the option ``name``, written as `densities` says; None: all others.
+
+        Empty where it cannot be read.
+        """
+        written = [part.rpartition(":") for part in getattr(self, name)]
         try:
-            written = [part.rpartition(":") for part in self.max_density]
-            densities = {int(at) if colon else None: float(x) for at, colon, x in written}
-            density = densities.get(length, densities.get(None))
+            return {parse_length(at) if colon else None: parse(x) for at, colon, x in written}
         except ValueError:
-            density = None
-        self.check(
-            "max_density", density, f"a share, or LENGTH:SHARE pairs that name {length:,} tokens"
-        )
-        return density
+            return {}
+
+    def value_at(self, name: str, length: int, parse: Callable[[str], Any], what: str) -> Any:
+        """The value of such an option at a length; it is refused where there is none, or 0."""
+        values = self.option_by_length(name, parse)
+        value = values.get(length, values.get(None))
+        accepted = f"a {what}, or LENGTH:{what.upper()} pairs that name {length:,} tokens"
+        self.check(name, value, accepted)
+        return value
+
+    def density_at(self, length: int) -> float:
+        """``max_density`` of subclasses that have it, at a length."""
+        return self.value_at("max_density", length, float, "share")
 
     def asked(self) -> list[dict[str, Any]]:
         """The cases asked for."""

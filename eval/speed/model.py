@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -172,12 +172,13 @@ def prefill(settings: ModelSettings, length: int, chunk: int | None = None) -> C
 
 @contextmanager
 def attending(model: PreTrainedModel, name: str, config: CabConfig) -> Iterator[None]:
-    """Let ``model`` attend by ``name`` for a while: sdpa, cab_dense, one of `CAB`, or a baseline.
+    """Let ``model`` attend by ``name`` for a while; what it attends is counted anew.
 
-    What it attends is counted anew.
+    ``name`` is one of `CAB`, a baseline, or an ``attn_implementation`` of transformers.
 
     Raises:
-        ImportError: for a baseline that is not installed.
+        ImportError: for what is not installed.
+        ValueError: for what transformers does not know.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -189,7 +190,7 @@ def attending(model: PreTrainedModel, name: str, config: CabConfig) -> Iterator[
             yield
         return
     way = name
-    if name not in (SDPA, CAB_DENSE):
+    if name in dense.on(model.device):
         way = f"speed_{name.replace(' ', '_')}"
         ALL_ATTENTION_FUNCTIONS[way] = _function(model, name)
     try:
@@ -241,16 +242,17 @@ def prefilling(
 
     Known are its ``density``, attended over causal pairs in all layers, and what CAB ``ran_as``.
     """
-    from cab_hf.patches import stats
-
     model = random_model(settings)
-
-    def known() -> dict[str, Any]:
-        # layers that are computed dense attend everything
-        layers = [1.0 if layer["density"] is None else layer["density"] for layer in stats(model)]
-        text = layers_as(model, length, training=False) if way in CAB else None
-        return {"density": fmean(layers), "ran_as": text}
-
     call = prefill(settings, length, chunk)
     with attending(model, way, settings.budgeted(length, **CAB.get(way, {}))):
-        yield call, known
+        yield call, partial(attended_by, model, length, way)
+
+
+def attended_by(model: PreTrainedModel, length: int, way: str) -> dict[str, Any]:
+    """``density`` since it was counted anew, and what CAB ``ran_as`` at ``length`` tokens."""
+    from cab_hf.patches import stats
+
+    # layers that are computed dense attend everything
+    layers = [1.0 if layer["density"] is None else layer["density"] for layer in stats(model)]
+    text = layers_as(model, length, training=False) if way in CAB else None
+    return {"density": fmean(layers), "ran_as": text}

@@ -1,0 +1,331 @@
+"""``speed serve``: requests of mixed lengths, served by transformers' continuous batching."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cab_hf.eval import charts
+from cab_hf.eval.experiment import Row
+from cab_hf.eval.report import column, digits, grouped, markdown_table
+from cab_hf.eval.speed import dense
+from cab_hf.eval.speed.base import DENSITY, Speed, listed, remarks
+from cab_hf.eval.speed.model import (
+    CAB,
+    CAB_DENSE,
+    SDPA,
+    ModelSettings,
+    attended_by,
+    attending,
+    described,
+    random_model,
+)
+from cab_hf.eval.speed.trace import (
+    SUMMARY,
+    Request,
+    RequestFailed,
+    prompts_of,
+    serve,
+    summary_of,
+    trace_of,
+)
+from cab_hf.runs.settings import by_device, comma_separated, flag, option, parse_length
+
+if TYPE_CHECKING:
+    from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, PreTrainedModel
+
+FLASH = ("flash_attention_3", "flash_attention_2")
+KNOWN = (SDPA, *FLASH, CAB_DENSE, *CAB)
+# of a request that warms up
+WARM_UP_TOKENS = 8
+# what is recorded of the config that a manager ended up with
+BATCHING = (
+    *("page_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch"),
+    *("max_blocks_per_request", "max_memory_percent", "use_cuda_graph", "use_async_batching"),
+    *("allow_block_sharing", "scheduler_type"),
+)
+
+
+@dataclass(frozen=True)
+class Settings(ModelSettings):
+    """What a run that serves requests is told."""
+
+    KEYS: ClassVar[Mapping[str, str]] = {"implementation": "implementations"}
+
+    POSITIVE = (*ModelSettings.POSITIVE, "batch_tokens", "page_size", "warm_up")
+
+    lengths: tuple[int, ...] | None = listed(
+        (32_768, 131_072), (256, 512), "tokens of prompts", parse_length
+    )
+    requests: tuple[str, ...] | None = by_device(
+        ("16", "131072:4"),
+        ("2",),
+        "requests of every length, or LENGTH:COUNT for that length alone",
+        comma_separated(str),
+    )
+    implementations: tuple[str, ...] | None = listed(
+        (*FLASH, SDPA, CAB_DENSE, "cab"), (SDPA, CAB_DENSE, *CAB), "ways to attend"
+    )
+    new_tokens: int | None = by_device(64, 8, "tokens that every request is answered with", int)
+    rate: float = option(0.0, "requests a second of Poisson arrivals; 0: all at once", float)
+    shared: int = option(0, "first tokens that all prompts have in common", parse_length)
+    batch_tokens: int | None = by_device(8192, 128, "max_batch_tokens", parse_length)
+    page_size: int | None = by_device(256, 16, "tokens of a page of the cache", int)
+    blocks: int | None = by_device(None, 256, "pages of the cache; the GPU's free memory", int)
+    memory: float = option(0.9, "share of the GPU's free memory that the cache may take", float)
+    prefill_graphs: bool = flag("flash attention: CUDA graphs of batches with prompts as well")
+    warm_up: int = option(2, "requests of every length that are served first, at most", int)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        named = set(self.implementations) <= set(KNOWN)
+        self.check("implementations", named, f"out of {', '.join(KNOWN)}")
+        named = self.option_by_length("requests", int).keys() <= {None, *self.lengths}
+        self.check("requests", named, f"of lengths out of {', '.join(map(str, self.lengths))}")
+        counts = self.counts.values()
+        self.check("requests", min(counts) > 0, "numbers from 1 up")
+        densities = {self.density_at(length) for length in self.lengths}
+        self.check("max_density", len(densities) == 1, "one: a model serves all lengths alike")
+        self.check("new_tokens", self.new_tokens > 1, "at least 2: the first one is not timed")
+        self.check("rate", self.rate >= 0, "0 or more")
+        self.check("shared", 0 <= self.shared < self.lengths[0], "less than the shortest prompt")
+        self.check("blocks", self.blocks is None or self.blocks > 0, "at least 1")
+        self.check("memory", 0 < self.memory <= 1, "in (0, 1]")
+        self.check("page_size", self.page_size >= 4, "at least 4")
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """Length -> requests."""
+        return {at: self.value_at("requests", at, int, "count") for at in self.lengths}
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return self.lengths[-1]
+
+    @property
+    def method(self) -> str:
+        return (
+            "once, after a trace of other tokens with at most "
+            f"{self.warm_up} requests of every length and {WARM_UP_TOKENS} new tokens, served by "
+            "the same manager; tokens have the time.perf_counter at which the manager has them on "
+            "the host, and a request arrives when add_request is called; the peak is all that was "
+            "allocated, weights and cache included"
+        )
+
+
+class Serve(Speed):
+    """A case is one way to attend; all of them serve the same trace."""
+
+    name = "speed serve"
+    purpose = "serve requests of mixed lengths by continuous batching, beside dense"
+    title = "Continuous batching"
+    caption = "tokens of finished requests over time"
+    Settings = Settings
+    CASE = tuple(Settings.KEYS)
+    GROWS = (*Settings.KEYS.values(), "config")
+
+    SHAPE = ("dtype", "new_tokens", "longest")
+    FOUND = ("served", "density", "peak_gib", "cache_gib", "ran_as")
+    BY_NAME = ("batching",)
+    REPORTED_ERRORS = Exception  # what is not installed, is refused or does not fit
+
+    def find(self, sample: dict[str, Any]) -> None:
+        from cab_hf.patches import stats
+
+        settings, name = self.settings, sample["implementation"]
+        model = random_model(settings)
+
+        def prompts(trace: Sequence[Request], after: int) -> list[list[int]]:
+            return prompts_of(trace, settings.vocab, settings.shared, settings.seed + after)
+
+        counts = settings.counts
+        trace = trace_of(counts, settings.rate, settings.seed)
+        few = {length: min(count, settings.warm_up) for length, count in counts.items()}
+        before = trace_of(few, 0.0, settings.seed)
+        config = settings.budgeted(settings.longest, **CAB.get(name, {}))
+        with attending(model, name, config), managing(model, settings, name) as manager:
+            # of another seed: what counts shares no beginning with what warms up
+            serve(manager, before, prompts(before, 1), WARM_UP_TOKENS)
+            stats(model, reset=True)
+            served, given = [], (manager, trace, prompts(trace, 0), settings.new_tokens)
+            _, sample["peak_gib"] = self.bench.walls(lambda: served.extend(serve(*given)), 1)
+            used = manager.continuous_batching_config
+            sample["batching"] = {field: getattr(used, field) for field in BATCHING}
+            tokens = used.num_blocks * used.page_size
+            sample["cache_gib"] = settings.cache_bytes(tokens) / 2**30
+            sample |= attended_by(model, settings.longest, name)
+            sample["served"] = served
+
+    @staticmethod
+    def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What the trace took, each beside the dense way that took the fewest seconds.
+
+        ``over_best`` says how many times faster a row is in all, ``ttft_over_best`` and
+        ``tpot_over_best`` how many times shorter its p99.
+        """
+        derived = dict.fromkeys((*SUMMARY, "baseline", *OVER))
+        rows = [{**sample, **derived} for sample in samples]
+        ran = [row for row in rows if row["served"]]
+        for row in ran:
+            row |= summary_of(row["served"], row["new_tokens"])
+        others = {row["implementation"]: row for row in ran if row["implementation"] not in CAB}
+        best = dense.against({n: row["total_s"] for n, row in others.items()}, preferred=())
+        for row in ran if best else ():
+            row["baseline"] = best
+            for name, field in OVER.items():
+                row[name] = others[best][field] / row[field]
+        return rows
+
+    @staticmethod
+    def tables(rows: Sequence[Row]) -> dict[str, str]:
+        """All requests, those of each length, and what the manager was told."""
+        by_length = [
+            {**row, **some[0], **summary_of(some, row["new_tokens"]), "requests": len(some)}
+            for row in rows
+            for some in grouped(sorted(row["served"] or (), key=itemgetter("length")), "length")
+        ]
+        batching = [{**row, **row["batching"]} for row in rows if row["batching"]]
+        shown = [{**row, "length": row["longest"]} for row in rows]
+        return {
+            "All requests": markdown_table(rows, WAY | IN_ALL | LATENCY | COMPARED | MEMORY),
+            "By length": markdown_table(by_length, WAY | OF_LENGTH | LATENCY),
+            "What continuous batching was told": markdown_table(
+                batching, WAY | {name: name for name in BATCHING}
+            ),
+            **remarks(shown, {"way": "implementation"}),
+        }
+
+    @staticmethod
+    def readings(rows: Sequence[Row]) -> list[str]:
+        """What each of `CAB` gains, in all and until the first token."""
+        parts = []
+        for row in rows:
+            if row["implementation"] not in CAB or not row["over_best"]:
+                continue
+            best = row["ttft_p99"] * row["ttft_over_best"]
+            parts.append(
+                f"{row['implementation']} serves the trace {TIMES(row['over_best'])} as fast as "
+                f"{row['baseline']}, the fastest dense way, at a density of "
+                f"{row['density']:.3f}; the p99 of the time to the first token is "
+                f"{digits(row['ttft_p99'])} s, that of {row['baseline']} {digits(best)} s."
+            )
+        return parts
+
+    @staticmethod
+    def notes(settings: Mapping[str, Any]) -> str:
+        rate = settings["rate"]
+        arrive = f"a Poisson process of {rate:g} requests/s" if rate else "all at once"
+        return (
+            f"{described(settings)}\n\nThe trace: prompts of "
+            f"{', '.join(f'{length:,}' for length in settings['lengths'])} tokens, requests "
+            f"{', '.join(settings['requests'])}, arriving {arrive}, "
+            f"{settings['new_tokens']} new tokens each, seed {settings['seed']}; prompts are random"
+            f" tokens that share their first {settings['shared']}. TTFT: from arrival to the first "
+            "token. TPOT: time per output token, behind the first one. Percentiles are over "
+            "requests; tokens/s are over all seconds from the first arrival to the last token. "
+            "Density: attended over causal pairs in all layers, of what is computed sparsely: not "
+            "of chunks that end before min_length, nor of decoding. "
+            "Over best dense: times faster than the dense way that took the fewest seconds in all. "
+            "cab computes prompts shorter than min_length dense, cab-always none."
+        )
+
+    @staticmethod
+    def draw(path: Path, rows: Sequence[Row]) -> None:
+        with charts.figure(path, 1, 1, figsize=(7, 4.6)) as axes:
+            axis, greys = axes[0, 0], iter(charts.GREYS)
+            for place, row in enumerate(rows):
+                name = row["implementation"]
+                colour = f"C{place}" if name in CAB else next(greys)
+                done = sorted(row["served"] or (), key=lambda each: each["last"])
+                tokens = [0]
+                for each in done:
+                    tokens.append(tokens[-1] + each["length"] + row["new_tokens"])
+                if done:
+                    seconds = [0.0, *(each["last"] for each in done)]
+                    axis.step(seconds, tokens, where="post", color=colour, label=name)
+            axis.set_title("tokens of finished requests, prompts included", fontsize=10)
+            axis.set_xlabel("s")
+            axis.yaxis.set_major_formatter("{x:,.0f}")
+            axis.grid(alpha=0.3)
+            if axis.get_legend_handles_labels()[0]:
+                axis.legend(fontsize=8)
+
+
+EXPERIMENT = Serve
+
+TIMES = "{:.2f}×".format
+COUNT = "{:,.0f}".format
+# how many times less of a field a row has than the best dense way
+OVER = {"over_best": "total_s", "ttft_over_best": "ttft_p99", "tpot_over_best": "tpot_p99"}
+WAY = {"way": "implementation"}
+IN_ALL = {
+    "s": column(digits, "total_s"),
+    "over best dense": column(TIMES, "over_best"),
+    "prompt tokens/s": column(COUNT, "prompt_tokens_s"),
+    "output tokens/s": column(digits, "output_tokens_s"),
+}
+LATENCY = {
+    "TTFT p50 s": column(digits, "ttft_p50"),
+    "TTFT p99 s": column(digits, "ttft_p99"),
+    "TPOT p50 ms": column(digits, "tpot_p50"),
+    "TPOT p99 ms": column(digits, "tpot_p99"),
+}
+COMPARED = {
+    "TTFT p99 over best dense": column(TIMES, "ttft_over_best"),
+    "TPOT p99 over best dense": column(TIMES, "tpot_over_best"),
+}
+MEMORY = {
+    **DENSITY,
+    "peak GiB": column(digits, "peak_gib"),
+    "of it cache": column(digits, "cache_gib"),
+}
+OF_LENGTH = {"tokens": column(COUNT, "length"), "requests": "requests"}
+
+
+def batching_config(settings: Settings, way: str) -> ContinuousBatchingConfig:
+    """The config of a manager, the same for all ways but for CUDA graphs."""
+    from transformers import ContinuousBatchingConfig
+
+    # batches with prompts have many shapes, each captured when it first comes
+    decode_only = way in FLASH and not settings.prefill_graphs
+    return ContinuousBatchingConfig(
+        page_size=settings.page_size,
+        num_blocks=settings.blocks,
+        max_batch_tokens=settings.batch_tokens,
+        max_memory_percent=settings.memory,
+        use_cuda_graph=(False, True) if decode_only else None,
+        # what is asked for is what is measured
+        auto_switch_to_flash=False,
+    )
+
+
+@contextmanager
+def managing(
+    model: PreTrainedModel, settings: Settings, way: str
+) -> Iterator[ContinuousBatchingManager]:
+    """A manager that serves ``model``, sized for the trace, its CUDA graphs captured.
+
+    Raises:
+        Exception: what ended the generation, where that made a request fail.
+    """
+    from transformers import GenerationConfig
+    from transformers.generation.continuous_batching.utils import WorkloadHints
+
+    # all requests have as many tokens: nothing ends one early
+    tokens = {"max_new_tokens": settings.new_tokens, "eos_token_id": -1, "pad_token_id": 0}
+    hints = WorkloadHints(settings.longest, settings.new_tokens, sum(settings.counts.values()))
+    try:
+        with model.continuous_batching_context_manager(
+            GenerationConfig(do_sample=False, **tokens),
+            continuous_batching_config=batching_config(settings, way),
+            workload_hints=hints,
+        ) as manager:
+            yield manager
+    except RequestFailed as error:
+        # requests are told of it by a sentence
+        raise manager.background_thread_status.fatal_error or error from None

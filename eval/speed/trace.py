@@ -1,0 +1,139 @@
+"""Requests of continuous batching: a trace made by a seed, and when its tokens came out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import ContinuousBatchingManager
+
+# seconds to wait for a token before looking whether the generation still runs
+LOOK_AGAIN = 0.1
+# fields of `summary_of`
+SUMMARY = (
+    *("total_s", "prompt_tokens_s", "output_tokens_s"),
+    *("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99"),
+)
+
+
+class Request(NamedTuple):
+    """A request of a trace.
+
+    Attributes:
+        arrives: when it is handed in, in seconds after the first one.
+        length: tokens of its prompt.
+    """
+
+    arrives: float
+    length: int
+
+
+class RequestFailed(RuntimeError):
+    """A request was given up by the manager that served it."""
+
+
+def trace_of(counts: Mapping[int, int], rate: float, seed: int) -> list[Request]:
+    """Requests in random order; the same arguments give the same trace.
+
+    Args:
+        counts: tokens of a prompt -> how many requests have as many.
+        rate: requests a second of a Poisson process; with 0 all arrive at once.
+    """
+    draw = random.Random(seed)
+    lengths = [length for length, count in counts.items() for _ in range(count)]
+    draw.shuffle(lengths)
+    gaps = [draw.expovariate(rate) if rate else 0.0 for _ in lengths[1:]]
+    arrivals = itertools.accumulate(gaps, initial=0.0)
+    return [Request(*each) for each in zip(arrivals, lengths, strict=True)]
+
+
+def prompts_of(trace: Sequence[Request], vocab: int, shared: int, seed: int) -> list[list[int]]:
+    """Random tokens below ``vocab`` for each request, of which the first ``shared`` are alike."""
+    # the order of requests is drawn from the seed itself
+    draw = random.Random(f"prompts {seed}")
+    tokens = range(vocab)
+    beginning = draw.choices(tokens, k=shared)
+    return [beginning + draw.choices(tokens, k=each.length - shared) for each in trace]
+
+
+def serve(
+    manager: ContinuousBatchingManager,
+    trace: Sequence[Request],
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+) -> list[dict[str, Any]]:
+    """Hand in ``prompts`` when they arrive, and wait until all have ``new_tokens``.
+
+    Returns:
+        For each request in order its ``length``, and in seconds after the start when it
+        ``arrived``, that is was handed in, and when its ``first`` and ``last`` token came out.
+
+    Raises:
+        RequestFailed: with what the manager says of the first request that it gave up.
+    """
+    began = time.perf_counter()
+    waiting = deque(zip(itertools.count(), trace, prompts))
+    arrived, first, last = {}, {}, {}
+    running = len(trace)
+    while running:
+        patience = LOOK_AGAIN
+        if waiting:
+            until = began + waiting[0][1].arrives - time.perf_counter()
+            if until <= 0:
+                number, _, prompt = waiting.popleft()
+                name = str(number)
+                arrived[name] = time.perf_counter()
+                manager.add_request(
+                    prompt, name, new_tokens, streaming=True, record_timestamps=True
+                )
+                continue
+            patience = min(patience, until)
+        output = manager.get_result(timeout=patience)
+        if output is None:
+            if not manager.is_running():
+                raise RequestFailed("the generation ended before all requests did")
+            continue
+        if output.error is not None:
+            raise RequestFailed(output.error)
+        # taken where the token came out, before it waited here
+        now = output.timestamps[-1]
+        first.setdefault(output.request_id, now)
+        last[output.request_id] = now
+        running -= output.is_finished()
+    times = {"arrived": arrived, "first": first, "last": last}
+    return [
+        {"length": each.length}
+        | {what: round(when[str(number)] - began, 6) for what, when in times.items()}
+        for number, each in enumerate(trace)
+    ]
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The percentile of ``values``, on a straight line between the two that are next to it."""
+    ascending = sorted(values)
+    place = (len(ascending) - 1) * percent / 100
+    low, high = ascending[math.floor(place)], ascending[math.ceil(place)]
+    return low + (place - math.floor(place)) * (high - low)
+
+
+def summary_of(served: Sequence[Mapping[str, Any]], new_tokens: int) -> dict[str, float]:
+    """What requests took: seconds in all, tokens a second, and percentiles.
+
+    ``ttft`` is seconds from arrival to the first token, ``tpot`` milliseconds a token behind it.
+    """
+    total = max(each["last"] for each in served) - min(each["arrived"] for each in served)
+    ttft = [each["first"] - each["arrived"] for each in served]
+    tpot = [(each["last"] - each["first"]) / (new_tokens - 1) * 1e3 for each in served]
+    return {
+        "total_s": total,
+        "prompt_tokens_s": sum(each["length"] for each in served) / total,
+        "output_tokens_s": len(served) * new_tokens / total,
+        **{f"ttft_p{p}": percentile(ttft, p) for p in (50, 99)},
+        **{f"tpot_p{p}": percentile(tpot, p) for p in (50, 99)},
+    }
