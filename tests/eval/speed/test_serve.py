@@ -1,0 +1,238 @@
+"""``speed serve``: the trace, percentiles by hand, runs on a tiny model, what fails is a row."""
+
+import json
+import operator
+import queue
+import time
+from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from bench import refused, sample_of, shown, speed_run
+
+from cab_hf.batching.batch import Batch
+from cab_hf.eval.speed.model import random_model
+from cab_hf.eval.speed.serve import Serve, Settings
+from cab_hf.eval.speed.trace import Request, percentile, prompts_of, serve, summary_of, trace_of
+
+SHAPE = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
+BLOCKS = ("query_block=32", "key_block=16", "local_blocks=1")
+WORDS = [word for each in BLOCKS for word in ("--config", each)]
+WORDS += ["--layers", "1", "--lengths", "96,192", "--requests", "2,192:1", "--batch-tokens", "64"]
+WORDS += ["--new-tokens", "4", "--warm-up", "1"]
+
+
+def tiny(**more):
+    fields = {"lengths": (96, 192), "requests": ("2",), "config": BLOCKS, "warm_up": 1}
+    return Settings(device="cpu", **{**SHAPE, **fields, **more})
+
+
+def derive(samples):
+    return Serve.rows(samples, {})
+
+
+def took(length, arrived, first, last):
+    return {"length": length, "arrived": arrived, "first": first, "last": last}
+
+
+def made_sample(way, served, density=1.0, **more):
+    """A sample, as `Serve.measure` makes it."""
+    fixed = {"dtype": "float32", "new_tokens": 5, "longest": 300, "density": density}
+    fixed |= {"peak_gib": None, "cache_gib": 1.0, "ran_as": None, "error": None, "batching": {}}
+    return {"implementation": way, "served": served} | fixed | more
+
+
+# --- the trace
+
+
+def test_a_trace_has_all_requests_and_is_that_of_its_seed():
+    counts = {100: 30, 300: 3}
+    made = trace_of(counts, 2.0, seed=5)
+    assert made == trace_of(counts, 2.0, seed=5) != trace_of(counts, 2.0, seed=6)
+    lengths = [each.length for each in made]
+    assert {length: lengths.count(length) for length in counts} == counts
+    assert lengths != sorted(lengths)
+
+
+def test_arrivals_are_a_poisson_process_or_all_at_once():
+    arrivals = [each.arrives for each in trace_of({10: 2001}, 4.0, seed=0)]
+    gaps = torch.tensor(arrivals).diff()
+    assert arrivals[0] == 0 and (gaps > 0).all()
+    # of an exponential distribution mean and deviation are alike
+    assert gaps.mean().item() == pytest.approx(1 / 4, rel=0.1)
+    assert gaps.std().item() == pytest.approx(1 / 4, rel=0.1)
+    assert {each.arrives for each in trace_of({10: 5}, 0.0, seed=0)} == {0.0}
+
+
+@pytest.mark.parametrize("shared", [0, 7])
+def test_prompts_share_as_many_first_tokens_as_they_are_told_to(shared):
+    requests = [Request(0.0, length) for length in (20, 50, 30)]
+    prompts = prompts_of(requests, 1000, shared, seed=3)
+    assert prompts == prompts_of(requests, 1000, shared, seed=3)
+    assert [len(prompt) for prompt in prompts] == [20, 50, 30]
+    assert len({tuple(prompt[:shared]) for prompt in prompts}) == 1
+    assert len({prompt[shared] for prompt in prompts}) == 3
+    assert all(0 <= token < 1000 for prompt in prompts for token in prompt)
+    assert prompts[0] != prompts_of(requests, 1000, shared, seed=4)[0]
+
+
+# --- what requests took
+
+
+@pytest.mark.parametrize(
+    ("percent", "expected"), [(0, 1.0), (50, 2.5), (99, 9.79), (100, 10.0)], ids=str
+)
+def test_percentiles_by_hand(percent, expected):
+    assert percentile([10.0, 1.0, 2.0, 3.0], percent) == pytest.approx(expected)
+    assert percentile([4.0], percent) == 4.0
+
+
+def test_a_summary_by_hand():
+    served = [took(100, 0.0, 1.0, 3.0), took(300, 1.0, 4.0, 5.0)]
+    summary = summary_of(served, new_tokens=5)
+    assert (summary["total_s"], summary["prompt_tokens_s"], summary["output_tokens_s"]) == (
+        5,
+        80,
+        2,
+    )
+    assert (summary["ttft_p50"], summary["ttft_p99"]) == pytest.approx((2.0, 2.98))
+    # four tokens behind the first one, in 2 s and in 1 s
+    assert (summary["tpot_p50"], summary["tpot_p99"]) == pytest.approx((375.0, 497.5))
+
+
+class Manager:
+    """Has all tokens of a request when it is handed in, each a second after the last one."""
+
+    def __init__(self):
+        self.outputs = queue.Queue()
+
+    def add_request(self, prompt, name, new_tokens, streaming, record_timestamps):
+        assert streaming and record_timestamps
+        now = time.perf_counter()
+        for count in range(1, new_tokens + 1):
+            output = SimpleNamespace(request_id=name, error=None)
+            output.timestamps = [now + number for number in range(1, count + 1)]
+            output.is_finished = partial(operator.eq, count, new_tokens)
+            self.outputs.put(output)
+
+    def get_result(self, timeout):
+        with suppress(queue.Empty):
+            return self.outputs.get(timeout=timeout)
+
+    def is_running(self):
+        return True
+
+
+def test_tokens_have_the_time_at_which_they_came_out():
+    requests = [Request(0.0, 2), Request(0.05, 3)]
+    first, second = serve(Manager(), requests, [[1, 2], [1, 2, 3]], 3)
+    assert (first["length"], second["length"]) == (2, 3)
+    assert second["arrived"] >= 0.05
+    for each in (first, second):
+        assert each["first"] >= each["arrived"] + 1
+        assert each["last"] - each["first"] == pytest.approx(2, abs=1e-4)
+
+
+# --- rows
+
+
+def test_rows_are_beside_the_fastest_dense_way():
+    samples = [
+        made_sample("sdpa", [took(100, 0.0, 4.0, 8.0), took(300, 0.0, 8.0, 12.0)]),
+        made_sample("flash_attention_3", [took(100, 0.0, 2.0, 4.0), took(300, 0.0, 4.0, 6.0)]),
+        made_sample("cab", [took(100, 0.0, 1.0, 2.0), took(300, 0.0, 2.0, 3.0)], 0.25),
+        made_sample("cab-always", None, error="out of memory"),
+    ]
+    rows = derive(samples)
+    *_, cab, failed = rows
+    assert (cab["baseline"], cab["over_best"]) == ("flash_attention_3", 2.0)
+    assert (cab["ttft_over_best"], cab["tpot_over_best"]) == (2.0, 2.0)
+    assert (failed["total_s"], failed["over_best"]) == (None, None)
+    text = shown(Serve, rows)
+    assert "| cab | 3.00 | 2.00× | 133 | 3.33 | 1.50 | 1.99 | 250 | 250 | 2.00× | 2.00× |" in text
+    assert "| cab | 300 | 1 | 2.00 | 2.00 | 250 | 250 |" in text
+    assert "| cab-always | not measured | out of memory | 300 |" in text
+    (said,) = Serve.readings(rows)
+    assert "cab serves the trace 2.00× as fast as flash_attention_3, the fastest dense" in said
+    assert "is 1.99 s, that of flash_attention_3 3.98 s" in said
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a whole run, to read."""
+    out = tmp_path_factory.mktemp("serve")
+    ways = ("--implementations", "sdpa", "flash_attention_3", "cab_dense", "cab", "cab-always")
+    speed_run("serve", out, *WORDS, *ways, "--rate", "50", drawn=True)
+    return out
+
+
+def test_a_whole_run(finished):
+    content = json.loads((finished / "results.json").read_text())
+    rows = {row["implementation"]: row for row in content["rows"]}
+    missing = rows.pop("flash_attention_3")
+    assert missing["served"] is None and missing["error"]
+    assert list(rows) == ["sdpa", "cab_dense", "cab", "cab-always"]
+    assert [row["density"] < 1 for row in rows.values()] == [False, False, False, True]
+    requests = trace_of({96: 2, 192: 1}, 50.0, seed=0)
+    for row in rows.values():
+        assert row["error"] is None and row["over_best"] > 0
+        assert (row["batching"]["max_batch_tokens"], row["batching"]["page_size"]) == (64, 16)
+        for given, each in zip(requests, row["served"], strict=True):
+            assert each["length"] == given.length
+            assert given.arrives <= each["arrived"] < each["first"] < each["last"]
+    text = (finished / "report.md").read_text()
+    assert "| way | s | over best dense | prompt tokens/s | output tokens/s | TTFT p50 s |" in text
+    assert "a Poisson process of 50 requests/s, 4 new tokens each, seed 0" in text
+    assert (finished / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_is_left_switched(finished):
+    settings = tiny()
+    row = sample_of(Serve, settings, {"implementation": "cab-always"})
+    assert row["error"] is None and len(row["served"]) == 4
+    assert random_model(settings).config._attn_implementation == "sdpa"
+
+
+def test_what_is_measured_stays(finished):
+    before = json.loads((finished / "results.json").read_text())["rows"]
+    content = speed_run("serve", finished, *WORDS, "--rate", "50", "--implementations", "sdpa")
+    assert content["rows"] == before
+
+
+def test_what_ends_the_generation_is_the_reason_of_a_row(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
+
+    monkeypatch.setattr(Batch, "attend", full)
+    row = sample_of(Serve, tiny(), {"implementation": "cab"})
+    assert row["error"] == "out of memory: tried to allocate 4.00 GiB"
+    assert row["served"] is None and random_model(tiny()).config._attn_implementation == "sdpa"
+
+
+# --- settings
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--requests 256:2", "requests is ('256:2',); it must be a count, or LENGTH:COUNT pairs"),
+        ("--requests 1,1024:2", "it must be of lengths out of 256, 512"),
+        ("--requests 0", "requests is ('0',)"),
+        ("--requests=-1", "requests is ('-1',); it must be numbers from 1 up"),
+        ("--max-density 0.1,512:0.2", "it must be one: a model serves all lengths alike"),
+        ("--new-tokens 1", "new_tokens is 1; it must be at least 2"),
+        ("--rate=-1", "rate is -1.0; it must be 0 or more"),
+        ("--shared 256", "shared is 256; it must be less than the shortest prompt"),
+        ("--implementations FA3", "must be out of sdpa, flash_attention_3"),
+        ("--memory 2", "memory is 2.0; it must be in (0, 1]"),
+        ("--batch-tokens 0", "batch_tokens is 0; it must be at least 1"),
+        ("--page-size 2", "page_size is 2; it must be at least 4"),
+        ("--blocks 0", "blocks is 0; it must be at least 1"),
+        ("--warm-up 0", "warm_up is 0; it must be at least 1"),
+    ],
+)
+def test_bad_settings_are_refused(words, message, capsys, tmp_path):
+    said = refused(capsys, "serve", "--device", "cpu", "--out", str(tmp_path), *words.split())
+    assert message in said
