@@ -56,7 +56,7 @@ class Settings(ModelSettings):
 
     KEYS: ClassVar[Mapping[str, str]] = {"implementation": "implementations"}
 
-    POSITIVE = (*ModelSettings.POSITIVE, "batch_tokens", "page_size", "warm_up")
+    POSITIVE = (*ModelSettings.POSITIVE, "batch_tokens", "warm_up")
 
     lengths: tuple[int, ...] | None = listed(
         (32_768, 131_072), (256, 512), "tokens of prompts", parse_length
@@ -68,14 +68,19 @@ class Settings(ModelSettings):
         comma_separated(str),
     )
     implementations: tuple[str, ...] | None = listed(
-        (*FLASH, SDPA, CAB_DENSE, "cab"), (SDPA, CAB_DENSE, *CAB), "ways to attend"
+        # what takes longest comes last: sdpa attends all pairs of a batch under a mask
+        (*FLASH, CAB_DENSE, "cab", SDPA),
+        (SDPA, CAB_DENSE, *CAB),
+        "ways to attend",
     )
     new_tokens: int | None = by_device(64, 8, "tokens that every request is answered with", int)
     rate: float = option(0.0, "requests a second of Poisson arrivals; 0: all at once", float)
     shared: int = option(0, "first tokens that all prompts have in common", parse_length)
     batch_tokens: int | None = by_device(8192, 128, "max_batch_tokens", parse_length)
     page_size: int | None = by_device(256, 16, "tokens of a page of the cache", int)
-    blocks: int | None = by_device(None, 256, "pages of the cache; the GPU's free memory", int)
+    blocks: int | None = by_device(
+        None, 256, "pages of the cache; on a GPU as many as --memory has room for", int
+    )
     memory: float = option(0.9, "share of the GPU's free memory that the cache may take", float)
     prefill_graphs: bool = flag("flash attention: CUDA graphs of batches with prompts as well")
     warm_up: int = option(2, "requests of every length that are served first, at most", int)
@@ -228,6 +233,7 @@ class Serve(Speed):
             f" tokens that share their first {settings['shared']}. TTFT: from arrival to the first "
             "token. TPOT: time per output token, behind the first one. Percentiles are over "
             "requests; tokens/s are over all seconds from the first arrival to the last token. "
+            "Preempted: requests that were put back for lack of pages, and read again. "
             "Density: attended over causal pairs in all layers, of what is computed sparsely: not "
             "of chunks that end before min_length, nor of decoding. "
             "Over best dense: times faster than the dense way that took the fewest seconds in all. "
@@ -283,6 +289,7 @@ MEMORY = {
     **DENSITY,
     "peak GiB": column(digits, "peak_gib"),
     "of it cache": column(digits, "cache_gib"),
+    "preempted": "preempted",
 }
 OF_LENGTH = {"tokens": column(COUNT, "length"), "requests": "requests"}
 

@@ -18,7 +18,7 @@ LOOK_AGAIN = 0.1
 # fields of `summary_of`
 SUMMARY = (
     *("total_s", "prompt_tokens_s", "output_tokens_s"),
-    *("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99"),
+    *("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "preempted"),
 )
 
 
@@ -71,15 +71,16 @@ def serve(
     """Hand in ``prompts`` when they arrive, and wait until all have ``new_tokens``.
 
     Returns:
-        For each request in order its ``length``, and in seconds after the start when it
-        ``arrived``, that is was handed in, and when its ``first`` and ``last`` token came out.
+        For each request in order its ``length``; in seconds after the start when it ``arrived``,
+        that is was handed in, and when its ``first`` and ``last`` token came out; and whether it
+        was ``preempted``: put back for lack of pages, and read again from its beginning.
 
     Raises:
         RequestFailed: with what the manager says of the first request that it gave up.
     """
     began = time.perf_counter()
     waiting = deque(zip(itertools.count(), trace, prompts))
-    arrived, first, last = {}, {}, {}
+    arrived, handed_in, first, last, preempted = {}, {}, {}, {}, {}
     running = len(trace)
     while running:
         patience = LOOK_AGAIN
@@ -92,6 +93,7 @@ def serve(
                 manager.add_request(
                     prompt, name, new_tokens, streaming=True, record_timestamps=True
                 )
+                handed_in[name] = time.perf_counter()
                 continue
             patience = min(patience, until)
         output = manager.get_result(timeout=patience)
@@ -102,14 +104,17 @@ def serve(
         if output.error is not None:
             raise RequestFailed(output.error)
         # taken where the token came out, before it waited here
-        now = output.timestamps[-1]
-        first.setdefault(output.request_id, now)
-        last[output.request_id] = now
+        name, now = output.request_id, output.timestamps[-1]
+        first.setdefault(name, now)
+        last[name] = now
+        # what is read again is another request by the same name
+        preempted[name] = output.created_time > handed_in[name]
         running -= output.is_finished()
     times = {"arrived": arrived, "first": first, "last": last}
     return [
         {"length": each.length}
         | {what: round(when[str(number)] - began, 6) for what, when in times.items()}
+        | {"preempted": preempted[str(number)]}
         for number, each in enumerate(trace)
     ]
 
@@ -123,7 +128,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def summary_of(served: Sequence[Mapping[str, Any]], new_tokens: int) -> dict[str, float]:
-    """What requests took: seconds in all, tokens a second, and percentiles.
+    """What requests took: seconds in all, tokens a second, percentiles, and how many gave way.
 
     ``ttft`` is seconds from arrival to the first token, ``tpot`` milliseconds a token behind it.
     """
@@ -136,4 +141,5 @@ def summary_of(served: Sequence[Mapping[str, Any]], new_tokens: int) -> dict[str
         "output_tokens_s": len(served) * new_tokens / total,
         **{f"ttft_p{p}": percentile(ttft, p) for p in (50, 99)},
         **{f"tpot_p{p}": percentile(tpot, p) for p in (50, 99)},
+        "preempted": sum(each["preempted"] for each in served),
     }

@@ -34,7 +34,8 @@ def derive(samples):
 
 
 def took(length, arrived, first, last):
-    return {"length": length, "arrived": arrived, "first": first, "last": last}
+    times = {"arrived": arrived, "first": first, "last": last}
+    return {"length": length, **times, "preempted": False}
 
 
 def made_sample(way, served, density=1.0, **more):
@@ -112,7 +113,7 @@ class Manager:
         assert streaming and record_timestamps
         now = time.perf_counter()
         for count in range(1, new_tokens + 1):
-            output = SimpleNamespace(request_id=name, error=None)
+            output = SimpleNamespace(request_id=name, error=None, created_time=now)
             output.timestamps = [now + number for number in range(1, count + 1)]
             output.is_finished = partial(operator.eq, count, new_tokens)
             self.outputs.put(output)
@@ -133,6 +134,15 @@ def test_tokens_have_the_time_at_which_they_came_out():
     for each in (first, second):
         assert each["first"] >= each["arrived"] + 1
         assert each["last"] - each["first"] == pytest.approx(2, abs=1e-4)
+        assert not each["preempted"]
+
+
+def test_requests_that_are_read_again_are_counted():
+    settings = tiny(blocks=26, new_tokens=40, implementations=("cab",))
+    (row,) = derive([sample_of(Serve, settings, case) for case in settings.asked()])
+    assert row["error"] is None and 0 < row["preempted"] < 4
+    # tokens from before count as well
+    assert all(each["first"] < each["last"] for each in row["served"])
 
 
 # --- rows
