@@ -38,7 +38,7 @@ from cab_hf.runs.settings import by_device, comma_separated, flag, option, parse
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, PreTrainedModel
 
-FLASH = ("flash_attention_3", "flash_attention_2")
+FLASH = ("flash_attention_3", "flash_attention_4", "flash_attention_2")
 KNOWN = (SDPA, *FLASH, CAB_DENSE, *CAB)
 # of a request that warms up
 WARM_UP_TOKENS = 8
