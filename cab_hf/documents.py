@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from cab_hf.needles import (
     Span,
     Tokens,
-    digits_of,
     draw_keys,
     endless,
     leading_tokens,
     sentence_tokens,
+    span_of,
     with_statements,
 )
 
@@ -207,7 +207,7 @@ def _named_keys(
         order,
         [sentence_tokens(tokenizer, key.statement) for key in drawn],
         [sentence_tokens(tokenizer, drawn[at].repeat) for at in order],
-        [digits_of(tokenizer, drawn[at].repeat, drawn[at].digits) for at in order],
+        [span_of(tokenizer, drawn[at].repeat, drawn[at].digits) for at in order],
     )
 
 

@@ -1,14 +1,15 @@
 """What documents with hidden keys are made of: keys, what states them, sentences, their tokens.
 
-`cab_hf.documents`, the prompts of ``eval.haystack`` and the documents of ``finetune.retrieval`` are
-built of these.
+`cab_hf.documents`, `cab_hf.tasks`, the prompts of ``eval.haystack`` and the documents of
+``finetune.retrieval`` are built of these.
 """
 
 from __future__ import annotations
 
+import bisect
 import random
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, count
 from typing import Any, NamedTuple
@@ -51,6 +52,8 @@ QUESTION = "What is the pass key{whose}?"
 # the last token of the prefill; otherwise only decoding would be tested where decoding is dense
 ANSWER = "The pass key{whose} is "
 KEPT_SENTENCES = 2**16  # whose tokens are remembered
+# stands for the running text while the turns around it are written
+TEXT = "<<running text>>"
 
 Tokens = tuple[int, ...]
 Span = tuple[int, int]  # [start, end) in tokens
@@ -139,6 +142,62 @@ def with_statements(
     return tokens, [spans[which] for which in range(len(statements))]
 
 
+def fitted(pieces: Iterable[Tokens], room: int) -> list[Tokens]:
+    """The first of ``pieces``, ``room`` tokens in all: it starts within one, as excerpts do."""
+    taken, total, more = [], 0, iter(pieces)
+    while total < room:
+        taken.append(next(more))
+        total += len(taken[-1])
+    over = total - room
+    while over and over >= len(taken[0]):
+        over -= len(taken.pop(0))
+    if over:
+        taken[0] = taken[0][over:]
+    return taken
+
+
+def nearest(ascending: Sequence[int], target: float) -> int:
+    """Index of the value nearest to ``target``."""
+    above = bisect.bisect_left(ascending, target)
+    around = range(max(0, above - 1), min(above + 1, len(ascending)))
+    return min(around, key=lambda i: abs(ascending[i] - target))
+
+
+def as_turns(tokenizer: Any, said: Sequence[str]) -> str:
+    """A conversation as a model reads it: ``said`` in turn, by the user first.
+
+    Without a chat template they are paragraphs. The last one is begun as in an evaluation, whatever
+    a template makes of a finished one.
+    """
+    if tokenizer.chat_template is None:
+        return "\n\n".join(said)
+    turns = [
+        {"role": ("user", "assistant")[turn % 2], "content": content}
+        for turn, content in enumerate(said[:-1])
+    ]
+    asked = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return asked + said[-1]
+
+
+def around_text(tokenizer: Any, said: Sequence[str]) -> tuple[Tokens, str]:
+    """What stands around running text: the tokens before it, and the text behind it.
+
+    Args:
+        said: as of `as_turns`, with `TEXT` in the place of the running text.
+    Raises:
+        ValueError: the chat template does not write what a user says as it stands.
+    """
+    before, result, after = as_turns(tokenizer, said).partition(TEXT)
+    if not result:
+        raise ValueError(
+            "tokenizer must have a chat template that writes what a user says as it stands; got "
+            "one that changes it."
+        )
+    # a chat template writes the special tokens itself
+    begun = leading_tokens(tokenizer) if tokenizer.chat_template is None else ()
+    return (*begun, *tokenizer(before, add_special_tokens=False)["input_ids"]), after
+
+
 def split_sentences(text: str) -> list[str]:
     """The sentences of a text, white space made single blanks; ValueError for an empty text.
 
@@ -176,12 +235,16 @@ def leading_tokens(tokenizer: Any) -> Tokens:
     return tuple(with_special[:first])
 
 
-def digits_of(tokenizer: Any, sentence: str, digits: str) -> Span:
-    """Which of `sentence_tokens` hold the ``digits``; a blank may be in the first one, too."""
-    at = sentence.index(digits)
+def span_of(tokenizer: Any, sentence: str, part: str, start: int = 0) -> Span:
+    """Which of `sentence_tokens` hold ``part``; a blank may be in the first one, too.
+
+    Args:
+        start: the character from which on ``part`` is looked for.
+    """
+    at = sentence.index(part, start)
     complete, before, until = (
         _behind_another(tokenizer, text)
-        for text in (sentence, sentence[:at], sentence[: at + len(digits)])
+        for text in (sentence, sentence[:at], sentence[: at + len(part)])
     )
     return shared(complete, before), len(until)
 

@@ -6,7 +6,6 @@ every run, is shown the same ones.
 
 from __future__ import annotations
 
-import bisect
 import random
 import re
 from collections.abc import Sequence
@@ -21,9 +20,11 @@ from cab_hf.needles import (
     NUMBERS,
     QUESTION,
     Key,
+    as_turns,
     draw_keys,
     endless,
     instruction,
+    nearest,
     running,
     split_sentences,
 )
@@ -139,18 +140,11 @@ class Haystack:
         placed = list(sentences)
         # deepest first: what is inserted later does not move what is there
         for depth, needle in sorted(needles, reverse=True):
-            placed.insert(_nearest(ends, depth * ends[-1]), needle)
+            placed.insert(nearest(ends, depth * ends[-1]), needle)
         question = QUESTION.format(whose=whose)
         first = [question] if self.question_first else []
         content = "\n\n".join([instruction(self.keys), *first, running(placed), question])
-        answer = ANSWER.format(whose=whose)
-        if self.tokenizer.chat_template is None:
-            return f"{content}\n\n{answer}"
-        turn = [{"role": "user", "content": content}]
-        rendered = self.tokenizer.apply_chat_template(
-            turn, tokenize=False, add_generation_prompt=True
-        )
-        return rendered + answer
+        return as_turns(self.tokenizer, [content, ANSWER.format(whose=whose)])
 
     def _sentence_size(self, sentence: str) -> int:
         """Tokens of a sentence as it stands in running text."""
@@ -218,13 +212,6 @@ def read_sentences(name: str, file: Path | str) -> list[str]:
         why = "binary" if text.strip() else "empty"
         raise UsageError(f"{name} must name a UTF-8 text; got {str(file)!r} ({why}).")
     return split_sentences(text)
-
-
-def _nearest(ascending: list[int], target: float) -> int:
-    """Index of the value nearest to ``target``."""
-    above = bisect.bisect_left(ascending, target)
-    around = range(max(0, above - 1), min(above + 1, len(ascending)))
-    return min(around, key=lambda i: abs(ascending[i] - target))
 
 
 def answered(text: str, key: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -17,14 +17,15 @@ from cab_hf.documents import Document, recall_document
 from cab_hf.needles import (
     ANSWER,
     QUESTION,
+    TEXT,
     Key,
-    Tokens,
-    digits_of,
+    around_text,
     draw_keys,
     endless,
+    fitted,
     instruction,
-    leading_tokens,
     sentence_tokens,
+    span_of,
     with_statements,
 )
 from cab_hf.runs.settings import UsageError
@@ -33,8 +34,6 @@ PREFIX = "retrieval"
 # how many keys a document has: one asked for at the end, without and with other numbers in the
 # text; several, asked for one after the other; and several that running text repeats
 KEYS = {"passkey": 1, "distractors": 1, "multi": 4, "recall": 12}
-# stands for the running text while the turns around it are written
-TEXT = "<<running text>>"
 
 
 class Entry(NamedTuple):
@@ -99,8 +98,7 @@ def _asked_at_the_end(
     drawn = draw_keys(rng, keys, named=keys > 1)
     statements = [sentence_tokens(tokenizer, key.statement) for key in drawn]
     # keys are asked for in this order and stated in any
-    before, after = _around(tokenizer, drawn)
-    head = (*leading_tokens(tokenizer), *tokenizer(before, add_special_tokens=False)["input_ids"])
+    head, after = around_text(tokenizer, _conversation(drawn))
     tail = sentence_tokens(tokenizer, after)
 
     room = length - len(head) - len(tail) - sum(map(len, statements))
@@ -110,10 +108,10 @@ def _asked_at_the_end(
             f"{length - room} tokens; give a longer one."
         )
     text = endless(sentences, rng, drawn if distractors else None)
-    pieces = _fitted((sentence_tokens(tokenizer, sentence) for sentence in text), room)
+    pieces = fitted((sentence_tokens(tokenizer, sentence) for sentence in text), room)
     borders = [rng.randrange(len(pieces) + 1) for _ in statements]
     tokens, needles = with_statements(head, pieces, statements, borders)
-    answers = (digits_of(tokenizer, after, key.digits) for key in drawn)
+    answers = (span_of(tokenizer, after, key.digits) for key in drawn)
     return Document(
         tokens=(*tokens, *tail),
         needles=tuple(needles),
@@ -121,42 +119,9 @@ def _asked_at_the_end(
     )
 
 
-def _around(tokenizer: Any, keys: Sequence[Key]) -> tuple[str, str]:
-    """The text before the running text, and that behind it, with every question and its answer."""
+def _conversation(keys: Sequence[Key]) -> list[str]:
+    """What is said in turn: the text with the first question, its answer, the next question."""
     questions = [QUESTION.format(whose=key.whose) for key in keys]
     questions[0] = "\n\n".join([instruction(len(keys)), TEXT, questions[0]])
     answers = [f"{ANSWER.format(whose=key.whose)}{key.digits}." for key in keys]
-    said = list(chain(*zip(questions, answers, strict=True)))
-    if tokenizer.chat_template is None:
-        rendered = "\n\n".join(said)
-    else:
-        turns = [
-            {"role": ("user", "assistant")[turn % 2], "content": content}
-            for turn, content in enumerate(said)
-        ]
-        # the last answer is begun as in an evaluation, whatever a template makes of a finished one
-        asked = tokenizer.apply_chat_template(
-            turns[:-1], tokenize=False, add_generation_prompt=True
-        )
-        rendered = asked + said[-1]
-    before, result, after = rendered.partition(TEXT)
-    if not result:
-        raise ValueError(
-            "tokenizer must have a chat template that writes what a user says as it stands; got "
-            "one that changes it."
-        )
-    return before, after
-
-
-def _fitted(pieces: Iterator[Tokens], room: int) -> list[Tokens]:
-    """The first of ``pieces``, ``room`` tokens in all: it starts within one, as excerpts do."""
-    taken, total = [], 0
-    while total < room:
-        taken.append(next(pieces))
-        total += len(taken[-1])
-    over = total - room
-    while over and over >= len(taken[0]):
-        over -= len(taken.pop(0))
-    if over:
-        taken[0] = taken[0][over:]
-    return taken
+    return list(chain(*zip(questions, answers, strict=True)))

@@ -7,7 +7,7 @@ from words import TEXT, make_merging_tokenizer, make_tokenizer
 
 from cab_hf import documents
 from cab_hf.documents import asked_document, plain_document, recall_document
-from cab_hf.needles import NOISE, digits_of, running, sentence_tokens, split_sentences
+from cab_hf.needles import NOISE, running, sentence_tokens, span_of, split_sentences
 
 LENGTH, KEYS = 900, 6
 PLACE = {"length": LENGTH, "keys": KEYS, "index": 0, "seed": 0}
@@ -101,7 +101,7 @@ def test_special_tokens_stand_before_a_document():
 def test_a_blank_in_the_first_token_belongs_to_the_digits():
     tokenizer, sentence = TOKENIZERS["merging"], "The number is 10000."
     tokens = sentence_tokens(tokenizer, sentence)
-    start, end = digits_of(tokenizer, sentence, "10000")
+    start, end = span_of(tokenizer, sentence, "10000")
     assert tokenizer.decode(tokens[start:end]) == " 10000"
 
 
