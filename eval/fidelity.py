@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from itertools import product
+from itertools import chain, product
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -31,7 +31,12 @@ from cab_hf.eval import charts
 from cab_hf.eval.attention_time import AttentionClock, layer_bench
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.haystack import Haystack, read_sentences
-from cab_hf.eval.intervals import mean_interval, paired_difference, wilson
+from cab_hf.eval.intervals import (
+    mean_interval,
+    mean_of_intervals,
+    paired_difference,
+    wilson,
+)
 from cab_hf.eval.methods import (
     CACHES,
     H2O,
@@ -81,6 +86,7 @@ from cab_hf.runs.settings import (
     parse_length,
     require,
 )
+from cab_hf.tasks import TASKS
 
 PASS, QUESTION_FIRST, MULTI_KEY = "pass", "question_first", "multi_key"
 RECALL, PERPLEXITY = "recall", "perplexity"
@@ -93,7 +99,10 @@ CONTINUATION, ASKED = "continuation", "asked"
 DECODE, DECODE_ASKED, GREEDY = "decode", "decode_asked", "greedy"
 DECODES = (DECODE, DECODE_ASKED, GREEDY)
 WITH_KEYS_ASKED = (ASKED, DECODE_ASKED)
-PROBES = (CONTINUATION, ASKED, *DECODES, PASS, QUESTION_FIRST, MULTI_KEY, *RECALLS, *PERPLEXITIES)
+PROMPTS = (CONTINUATION, ASKED, *DECODES, PASS, QUESTION_FIRST, MULTI_KEY)
+PROBES = (*PROMPTS, *RECALLS, *PERPLEXITIES, *TASKS)
+# stands for the probes of all tasks, and for the mean over them
+ALL_TASKS = "tasks"
 # unless others are asked for
 USUAL = (CONTINUATION, ASKED, PASS, QUESTION_FIRST, RECALL, PERPLEXITY)
 # no probe that is asked for: how long attention takes, on a GPU once a cell
@@ -166,7 +175,9 @@ class Settings(OnModelSettings):
         spell=spell_texts,
     )
     probes: tuple[str, ...] = option(
-        USUAL, f"comma-separated, of {', '.join(PROBES)}", comma_separated(str)
+        USUAL,
+        f"comma-separated, of {', '.join(PROBES)}; {ALL_TASKS}: the last {len(TASKS)}",
+        comma_separated(str),
     )
     lengths: tuple[int, ...] | None = by_device(
         (8192,), (1536,), "comma-separated lengths in tokens", comma_separated(parse_length)
@@ -174,6 +185,7 @@ class Settings(OnModelSettings):
     depths: int | None = by_device(20, 2, "places of the key in a prompt, evenly spaced", int)
     pass_samples: int | None = by_device(100, 2, "prompts of each length, over all depths", int)
     documents: int | None = by_device(20, 1, "documents of each length", int)
+    task_samples: int | None = by_device(100, 2, "prompts of each length and task", int)
     keys: int = option(12, "how many keys a document of recall has", int)
     asked: int | None = by_device(
         12,
@@ -199,6 +211,8 @@ class Settings(OnModelSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        named = ((*TASKS,) if probe == ALL_TASKS else (probe,) for probe in self.probes)
+        object.__setattr__(self, "probes", tuple(dict.fromkeys(chain(*named))))
         check = partial(require, self)
         others = self.asked or set(self.probes) - {*WITH_KEYS_ASKED}
         check("asked", others, "at least 1 where all probes ask for keys")
@@ -220,7 +234,8 @@ class Settings(OnModelSettings):
         check("texts", distinct, "at least one, of different names without folder and ending")
         # a text of one token has nothing to foresee
         check("lengths", self.lengths and min(self.lengths) > 1, "numbers of tokens, 2 at least")
-        for name in ("depths", "pass_samples", "documents", "decoded", "continuations", "written"):
+        counts = ("depths", "pass_samples", "task_samples", "documents", "continuations")
+        for name in (*counts, "decoded", "written"):
             check(name, getattr(self, name) > 0, "at least 1")
         check("prefill_chunk", self.prefill_chunk >= 0, "0 or more")
         whole = f"0 with {H2O.name}, which reads a prompt at once"
@@ -313,7 +328,8 @@ class Fidelity(OnModel):
     Settings = Settings
     CASE = (*CELL, "probe", "depth", "index")
     GROWS = (
-        *("methods", "lengths", "probes", "budgets", "pass_samples", "documents", "continuations"),
+        *("methods", "lengths", "probes", "budgets"),
+        *("pass_samples", "task_samples", "documents", "continuations"),
         # what they say is in cab_configs
         *("set", "cab"),
     )
@@ -328,6 +344,10 @@ class Fidelity(OnModel):
             asked = WITH_KEYS_ASKED if settings.asked else ()
             for probe in filter((*RECALLS, *asked).__contains__, probes):
                 self.reading(text, length, probe, None, 0)
+        # how much room an example needs depends on what it has drawn
+        for probe, index in product(probes, range(settings.task_samples)):
+            if probe in TASKS:
+                self.reading(next(iter(settings.files)), min(settings.lengths), probe, None, index)
 
     @cached_property
     def haystack(self) -> Callable[[str, str], Haystack]:
@@ -347,7 +367,8 @@ class Fidelity(OnModel):
         """(text, length, probe, depth, index, hide_needle) -> it, kept for all methods."""
         settings = self.settings
         a_length = len(PROMPTED) * settings.pass_samples + len(PROBES) * settings.documents
-        return lru_cache(maxsize=a_length + settings.continuations)(self._reading)
+        a_length += settings.continuations + len(TASKS) * settings.task_samples
+        return lru_cache(maxsize=a_length)(self._reading)
 
     def _reading(
         self,
@@ -376,6 +397,9 @@ class Fidelity(OnModel):
             return TeacherForced(tokens, tuple((at, at + 1) for at in borders))
         border = BORDER if probe == RECALL_BORDER else 1
         with refusing("lengths"):
+            if probe in TASKS:
+                example = TASKS[probe].make(*place, index, settings.seed)
+                return TeacherForced(example.tokens, example.answers, example.prompt)
             if probe in WITH_KEYS_ASKED:
                 document, prompt = asked_document(*place, settings.asked, index, settings.seed)
                 return TeacherForced(document.tokens, document.answers, prompt)
@@ -472,7 +496,9 @@ class Fidelity(OnModel):
         # a document has no needle to hide
         hidden = kind_of(method).hides_needle
         continuations = [{"depth": None, "index": i} for i in range(settings.continuations)]
-        places = dict.fromkeys(PROMPTED, prompts) | {GREEDY: continuations}
+        examples = [{"depth": None, "index": i} for i in range(settings.task_samples)]
+        places = dict.fromkeys(PROMPTED, prompts) | dict.fromkeys(TASKS, examples)
+        places[GREEDY] = continuations
         # what is dense but for its steps has no more to say
         kept = DECODES if method == H2O.name else PROBES
         if not settings.asked:
@@ -693,7 +719,8 @@ class Fidelity(OnModel):
             "Query blocks are decided as a whole, so that what an answer's first token "
             "attends may depend on its later ones, as on all that follow in the block. At borders "
             "it does not: there numbers of recall, and the tokens of perplexity, are the first of "
-            f"{BORDER} tokens that whole query blocks make up.{_cascades(settings['cab_configs'])}"
+            f"{BORDER} tokens that whole query blocks make up.{_tasks(settings.get('probes', ()))}"
+            f"{_cascades(settings['cab_configs'])}"
         )
 
     @staticmethod
@@ -730,6 +757,17 @@ class Fidelity(OnModel):
 EXPERIMENT = Fidelity
 
 
+def _tasks(probes: Sequence[str]) -> str:
+    """What answers of tasks are, where some are asked for."""
+    if not {*TASKS} & {*probes}:
+        return ""
+    return (
+        " Tasks: the method reads a prompt, and its answers behind it are read through the KV "
+        "cache as those asked behind a prompt are; each answer counts, those of one prompt as "
+        "independent. Mean over tasks: each counts once, with the intervals of all joined by MOVER."
+    )
+
+
 def _cascades(configs: Mapping[str, Mapping[str, Any]]) -> str:
     """Which methods are cascades, and how they differ; of configs as they are recorded."""
     parts = []
@@ -753,7 +791,7 @@ def _usual(samples: Sequence[Row]) -> list[Row]:
     """
     parts = [s for s in samples if s["probe"] != TIME]
     read = [s for s in parts if s["probe"] not in DECODES] or parts
-    unusual = (QUESTION_FIRST, CONTINUATION, ASKED)
+    unusual = (QUESTION_FIRST, CONTINUATION, ASKED, *TASKS)
     return [s for s in read if s["probe"] not in unusual] or read
 
 
@@ -775,7 +813,8 @@ def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
         pairs = [(s, compared[question_of(s)]) for s in own if question_of(s) in compared]
         if own:
             row[probe] = scored.get(probe, _answers)(own, pairs)
-    return row
+    tasks = [row[name] for name in TASKS if name in row]
+    return {**row, ALL_TASKS: _mean_of_tasks(tasks)} if tasks else row
 
 
 def _times(members: Sequence[Row]) -> dict[str, Any]:
@@ -840,6 +879,16 @@ def _answers(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, 
     interval = paired_difference(ours, base)
     fields |= dict(zip(("delta", "delta_low", "delta_high"), interval, strict=True))
     return {**fields, "pairs": len(both), "ratio": sum(ours) / sum(base) if any(base) else None}
+
+
+def _mean_of_tasks(results: Sequence[Row]) -> dict[str, Any]:
+    """What `_answers` says of each task, as the mean over tasks, each counting once."""
+    shown = {"n": len(results)}
+    for names in (("share", "low", "high"), ("delta", "delta_low", "delta_high")):
+        if all(names[0] in result for result in results):
+            parts = [tuple(map(result.get, names)) for result in results]
+            shown |= dict(zip(names, mean_of_intervals(parts), strict=True))
+    return shown
 
 
 def _perplexity(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
@@ -984,7 +1033,8 @@ def _prefix(result: Row) -> str | None:
 
 def _changes(row: Row) -> list[str]:
     """What a method changes against dense, a probe an item."""
-    probes = [probe for probe in PROBES if probe not in (CONTINUATION, DECODE, GREEDY)]
+    left_out = (CONTINUATION, DECODE, GREEDY, *TASKS)
+    probes = [probe for probe in (*PROBES, ALL_TASKS) if probe not in left_out]
     fields = {probe: (_ratio if probe in PERPLEXITIES else difference) for probe in probes}
     result = {probe: write(row[probe]) for probe, write in fields.items() if row.get(probe)}
     times = dict.fromkeys(PERPLEXITIES, "× ")
@@ -1006,6 +1056,7 @@ SAID = {
     RECALL: "in-text recall",
     RECALL_BORDER: "block-start recall",
     PERPLEXITY_BORDER: "block-start perplexity",
+    ALL_TASKS: "mean over tasks",
 }
 DRAWN = {
     CONTINUATION: ("KL behind the prompt", "kl"),
@@ -1016,6 +1067,7 @@ DRAWN = {
     RECALL: ("in-text recall", "share"),
     RECALL_BORDER: ("block-start recall", "share"),
     PASS: ("pass", "share"),
+    ALL_TASKS: ("mean over tasks", "share"),
     PERPLEXITY: ("perplexity × dense", "ratio"),
     PERPLEXITY_BORDER: ("block-start perplexity × dense", "ratio"),
 }
@@ -1065,4 +1117,11 @@ COLUMNS = {
     "perplexity": _of(PERPLEXITY, lambda result: f"{result['value']:.2f}"),
     "perplexity × dense [95 %]": _of(PERPLEXITY, _ratio),
     "block-start perplexity × dense [95 %]": _of(PERPLEXITY_BORDER, _ratio),
+    "mean over tasks [95 %]": _of(ALL_TASKS, _share),
+    "mean over tasks to dense": _of(ALL_TASKS, difference),
+    **{
+        f"{task.title} {heading}": _of(name, write)
+        for name, task in TASKS.items()
+        for heading, write in (("[95 %]", _share), ("to dense", difference))
+    },
 }

@@ -1,8 +1,11 @@
-"""lm-evaluation-harness, with CAB as a model and hidden keys as tasks.
+"""lm-evaluation-harness, with CAB as a model and tasks that need no hub.
 
     python -m cab_hf.eval harness --tasks cab_passkey,cab_passkey_multi,cab_recall \\
         --model cab --model_args pretrained=smollm2,min_length=0,top_p=0.8 \\
         --metadata '{"max_seq_lengths": [2048, 4096]}'
+
+Beside those three, the tasks of `cab_hf.tasks` are cab_many_keys, cab_uuid, cab_tracking and so on;
+docs/evaluation.md lists them.
 
 Everything is handed to lm_eval as it is, except that `pretrained=smollm2` and `smollm2-32k` name
 models that need no hub; `harness -- --help` says what lm_eval takes. `--model cab` is its `hf` with
@@ -16,7 +19,7 @@ attended sparsely, as where all requests are shorter than min_length (8192), end
 without scores.
 
 Metadata of the tasks: max_seq_lengths, in tokens (4096); seed (0); haystack, a UTF-8 file that the
-keys are hidden in (noise); samples of passkey per length (20), the prompts of `eval passkey` at its
+keys are hidden in (noise); samples per length (20), of passkey the prompts of `eval passkey` at its
 five depths in turn; documents of recall per length (4), each asked for its twelve keys, which the
 standard error takes for independent. To mind:
 

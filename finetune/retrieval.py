@@ -29,17 +29,19 @@ from cab_hf.needles import (
     with_statements,
 )
 from cab_hf.runs.settings import UsageError
+from cab_hf.tasks import TASKS
 
 PREFIX = "retrieval"
 # how many keys a document has: one asked for at the end, without and with other numbers in the
 # text; several, asked for one after the other; and several that running text repeats
 KEYS = {"passkey": 1, "distractors": 1, "multi": 4, "recall": 12}
+KINDS = (*KEYS, *TASKS)
 
 
 class Entry(NamedTuple):
     """What a source of synthetic documents is made of."""
 
-    kinds: tuple[str, ...]  # of KEYS; they take turns, and one named twice has two
+    kinds: tuple[str, ...]  # of KINDS; they take turns, and one named twice has two
     length: int | None  # tokens of a document; None: as many as a sequence has
 
 
@@ -60,9 +62,9 @@ def parse_entry(name: str) -> Entry:
             f"{PREFIX} must be {PREFIX}:KINDS:LENGTH, the length a number of tokens; got {name!r}."
         )
     for kind in kinds.split("+"):
-        if kind not in KEYS:
-            near = difflib.get_close_matches(kind, KEYS, n=1)
-            text = f"did you mean {near[0]}" if near else f"the kinds are {', '.join(KEYS)}"
+        if kind not in KINDS:
+            near = difflib.get_close_matches(kind, KINDS, n=1)
+            text = f"did you mean {near[0]}" if near else f"the kinds are {', '.join(KINDS)}"
             raise UsageError(f"{PREFIX} has no kind {kind!r} in {name!r}; {text}.")
     return Entry(tuple(kinds.split("+")), int(length) if length else None)
 
@@ -73,14 +75,18 @@ def retrieval_document(
     """A document of ``length`` tokens that asks for what its text has hidden.
 
     Args:
-        kind: of `KEYS`.
+        kind: of `KINDS`.
         sentences: of the running text; they go round where they are too few.
         index: number of the document.
         seed: of all that is drawn; anything that has a text of its own.
     Raises:
         ValueError: ``length`` has no room for the keys and questions.
     """
-    keys, own_seed = KEYS[kind], f"finetune/{seed}"
+    own_seed = f"finetune/{seed}"
+    if kind in TASKS:
+        example = TASKS[kind].make(tokenizer, sentences, length, index, own_seed)
+        return Document(example.tokens, example.needles, example.answers)
+    keys = KEYS[kind]
     if kind == "recall":
         return recall_document(tokenizer, sentences, length, keys, index, own_seed)
     rng = random.Random(f"{own_seed}/{kind}/{length}/{index}")

@@ -176,7 +176,7 @@ def make_source(
         name: a ``.txt`` file, which is one document, or a ``.jsonl`` or ``.parquet`` file with one
             a row; a folder of such files of one kind; ``manuals``, those of open-source packages
             (see `runs.stand_ins`); ``retrieval:passkey+multi:8192``, synthetic documents of
-            those kinds and that many tokens (see `finetune.retrieval.KEYS`); or a data set of the
+            those kinds and that many tokens (see `finetune.retrieval.KINDS`); or a data set of the
             hub, ``NAME`` or ``NAME:CONFIG``.
         text_field: the field of a row with its text; files of text and manuals have their own.
         split: of a data set of the hub.

@@ -22,6 +22,7 @@ FLOORS = [
         "rotary",
         "needles",
         "documents",
+        "tasks",
         "plan",
     ),
     *("ops", "predictors", "engines", "packing", "frame", "layers", "forward_pass"),

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain, product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from cab_hf.documents import recall_document
 from cab_hf.eval.haystack import Haystack, answered
 from cab_hf.needles import NOISE, leading_tokens, split_sentences
+from cab_hf.tasks import TASKS
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 Documents = list[dict[str, Any]]
@@ -68,8 +70,7 @@ def recall_documents(
     lm_eval scores a blank that ends the text together with the digits. Other arguments are those of
     `passkey_documents`.
     """
-    tokenizer = load_tokenizer(**others)
-    sentences = split_sentences(Path(haystack).read_text("utf-8")) if haystack else NOISE
+    tokenizer, sentences = load_tokenizer(**others), _sentences(haystack)
     begun = len(leading_tokens(tokenizer))  # lm_eval puts them there again
 
     def text(tokens: Sequence[int]) -> str:
@@ -101,6 +102,51 @@ def recalled(document: dict[str, Any], replies: Sequence[tuple[float, bool]]) ->
     return {str(document["length"]): float(likeliest)}
 
 
+def task_documents(
+    *,
+    task_name: str,
+    max_seq_lengths: Sequence[int] = (4096,),
+    samples: int = 20,
+    haystack: str | None = None,
+    seed: int = 0,
+    **others: Any,
+) -> Documents:
+    """``samples`` prompts of each length of one of `TASKS`, and what is to be said behind each.
+
+    Prompt and answers together have that length, but for a token where the text begins within a
+    word. Other arguments are those of `passkey_documents`.
+    """
+    tokenizer, sentences = load_tokenizer(**others), _sentences(haystack)
+    # lm_eval puts special tokens before a prompt again; a chat template has written them itself
+    begun = len(leading_tokens(tokenizer)) if tokenizer.chat_template is None else 0
+    documents = []
+    for index, length in product(range(samples), max_seq_lengths):
+        example = TASKS[task_name].make(tokenizer, sentences, length, index, seed)
+        prompt = example.tokens[begun : example.prompt]
+        text = tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
+        place = {"length": length, "index": index}
+        replies = list(example.replies)
+        documents.append({"text": text, "key": ", ".join(replies), "replies": replies, **place})
+    return documents
+
+
+def task(**metadata: Any) -> dict[str, Any]:
+    """`task_documents` as a data set."""
+    return _as_split(task_documents(**metadata))
+
+
+def said(document: dict[str, Any], replies: Sequence[str]) -> dict[str, float]:
+    """The share of answers that the reply has, under the document's length.
+
+    In any order, and whatever its case and blanks, as RULER scores (Hsieh et al. 2024, arXiv
+    2404.06654).
+    """
+    reply, *expected = (
+        "".join(text.split()).casefold() for text in (replies[0], *document["replies"])
+    )
+    return {str(document["length"]): fmean(answer in reply for answer in expected)}
+
+
 def load_tokenizer(
     tokenizer: str | None = None,
     pretrained: str | None = None,
@@ -118,6 +164,11 @@ def load_tokenizer(
             "Give --model_args pretrained=NAME or --metadata tokenizer=NAME."
         )
     return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+
+
+def _sentences(haystack: str | None) -> Sequence[str]:
+    """Those of a UTF-8 file; noise where there is none."""
+    return split_sentences(Path(haystack).read_text("utf-8")) if haystack else NOISE
 
 
 def _as_split(documents: Documents) -> dict[str, Any]:

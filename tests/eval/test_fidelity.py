@@ -19,7 +19,7 @@ from cab_hf.eval.attention_time import AttentionClock
 from cab_hf.eval.experiment import render
 from cab_hf.eval.fidelity import Fidelity, Settings
 from cab_hf.eval.haystack import Haystack
-from cab_hf.eval.intervals import mean_interval, paired_difference
+from cab_hf.eval.intervals import mean_interval, mean_of_intervals, paired_difference
 from cab_hf.eval.methods import METHODS
 from cab_hf.eval.speed.timing import Bench, Timing
 from cab_hf.eval.teacher_forcing import (
@@ -30,9 +30,10 @@ from cab_hf.eval.teacher_forcing import (
     greedy_match,
     nll,
 )
-from cab_hf.needles import QUESTION
+from cab_hf.needles import NOISE, QUESTION
 from cab_hf.runs.log import read_log
 from cab_hf.runs.settings import read_settings, spelled
+from cab_hf.tasks import TASKS
 
 LENGTH = 300
 SPARSE = ("query_block=32", "key_block=16", "top_p=0.2", "top_k_share=0.0")
@@ -181,6 +182,38 @@ def test_of_several_keys_one_is_asked_for(model_folder, tmp_path):
     assert all(len(each["right"]) == 1 for each in samples)
     assert results["rows"][0]["multi_key"]["n"] == results["rows"][0]["pass"]["n"] == 2
     assert "| multi key [95 %] |" in (tmp_path / "report.md").read_text()
+
+
+def test_every_task_is_read(model_folder, tmp_path):
+    more = ("--probes", "tasks", "--lengths", 600, "--task-samples", 3)
+    results = command(model_folder, tmp_path, *more, methods="dense,full,no_needle", drawn=True)
+    rows = {row["method"]: row for row in results["rows"]}
+    # no_needle has nothing to hide here
+    assert list(rows) == ["dense", "full"]
+    for name, task in TASKS.items():
+        answers = len(task.make(make_tokenizer(), NOISE, 600, 0).answers)
+        assert {row[name]["n"] for row in rows.values()} == {3 * answers}
+        # exact attention by other kernels
+        assert rows["full"][name]["correct"] == rows["dense"][name]["correct"]
+        assert rows["full"][name]["pairs"] == 3 * answers and rows["full"][name]["delta"] == 0
+    assert rows["full"]["tasks"]["n"] == len(TASKS)
+    report = (tmp_path / "report.md").read_text()
+    assert "| mean over tasks [95 %] | mean over tasks to dense | many keys [95 %] |" in report
+    assert "| UUIDs [95 %] | UUIDs to dense |" in report and " Tasks: the method reads" in report
+
+
+def test_tasks_are_read_as_prompts(model_folder):
+    given = {"device": "cpu", "lengths": (600,), "probes": ("uuid", "tasks", "pass")}
+    measured = Fidelity(Settings(model=str(model_folder), **given))
+    assert measured.settings.probes == ("uuid", *(n for n in TASKS if n != "uuid"), "pass")
+    example = TASKS["tracking"].make(make_tokenizer(), NOISE, 600, 1, 0)
+    expected = TeacherForced(example.tokens, example.answers, example.prompt)
+    assert measured.reading("noise", 600, "tracking", None, 1) == expected
+
+
+def test_a_length_without_room_for_a_task_is_refused(model_folder, tmp_path, capsys):
+    assert start(model_folder, tmp_path, "--probes", "uuid", "--lengths", 90) == 2
+    assert "lengths: length 90 has no room for the task uuid" in capsys.readouterr().err
 
 
 # --- settings
@@ -688,6 +721,23 @@ def test_rows_by_hand():
     assert said.startswith(
         "On noise, 8 tokens, cab attends 20% of the pairs; against dense: in-text recall"
     )
+
+
+def test_the_mean_over_tasks_by_hand():
+    """One right of two and two of two on dense attention, then none and two."""
+    samples = [
+        sample(method, probe, 0, right=right)
+        for method, keys in (("dense", [True, False]), ("cab", [False, False]))
+        for probe, right in (("tracking", keys), ("uuid", [True]), ("pass", [False]))
+    ]
+    dense, cab = Fidelity.rows(samples, {})
+    assert (dense["tasks"]["n"], dense["tasks"]["share"], cab["tasks"]["share"]) == (2, 0.75, 0.5)
+    assert "delta" not in dense["tasks"]
+    names = ("delta", "delta_low", "delta_high")
+    parts = [tuple(cab[probe][name] for name in names) for probe in ("tracking", "uuid")]
+    assert tuple(cab["tasks"][name] for name in names) == mean_of_intervals(parts)
+    (said,) = Fidelity.readings([dense, cab])
+    assert "mean over tasks -0.25 [" in said and "uuid" not in said
 
 
 def test_decoding_by_hand():

@@ -111,5 +111,13 @@ def test_ratio_of_two_samples_by_hand():
     assert intervals.ratio_interval([2.0, 2.0], [4.0, 4.0]) == (0.5, 0.5, 0.5)
 
 
+def test_mean_of_intervals_by_hand():
+    one, other = (0.5, 0.4, 0.7), (0.1, 0.0, 0.5)
+    assert intervals.mean_of_intervals([one]) == pytest.approx(one)
+    below, above = math.sqrt(0.1**2 + 0.1**2) / 2, math.sqrt(0.2**2 + 0.4**2) / 2
+    expected = (0.3, 0.3 - below, 0.3 + above)
+    assert intervals.mean_of_intervals([one, other]) == pytest.approx(expected)
+
+
 def test_pairs_that_never_differ_have_an_interval_of_no_width():
     assert intervals.mean_interval([0.5, 0.25], [0.25, 0.0]) == (0.25, 0.25, 0.25)

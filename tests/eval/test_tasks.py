@@ -11,7 +11,7 @@ import yaml
 from marks import slow_but
 from tiny import SMALL, tiny_model, tokens
 from transformers import AutoTokenizer
-from words import TEXT, make_merging_tokenizer, make_tokenizer
+from words import CHAT, TEXT, make_merging_tokenizer, make_tokenizer
 
 from cab_hf import CabConfig, apply_cab, remove_cab
 from cab_hf.documents import recall_document
@@ -22,12 +22,18 @@ from cab_hf.eval.haystack import Haystack
 from cab_hf.needles import NOISE, split_sentences
 from cab_hf.runs.models import smollm2_folder
 from cab_hf.runs.settings import UsageError
+from cab_hf.tasks import TASKS
 
 LENGTHS = [300, 450]
 LONGER = (650, 700)  # room for the twelve keys of cab_recall
-NAMES = ["cab_passkey", "cab_passkey_multi", "cab_recall"]
+WITH_KEYS = ["cab_passkey", "cab_passkey_multi", "cab_recall"]
+NAMES = [*WITH_KEYS, *(f"cab_{name}" for name in TASKS)]
 SPARSE = (*("query_block=32", "key_block=16", "min_length=0"), *("top_p=0.2", "engine=reference"))
-MAKERS = {"passkey_documents": {"keys": 2}, "recall_documents": {"keys": 3, "documents": 2}}
+MAKERS = {
+    "passkey_documents": {"keys": 2},
+    "recall_documents": {"keys": 3, "documents": 2},
+    "task_documents": {"task_name": "two_facts"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +75,35 @@ def test_tasks_are_files_that_find_their_functions(name, utils):
     # only of a mean does lm_eval tell the standard error
     assert {metric["aggregation"] for metric in task["metric_list"]} == {"mean"}
     assert "4096" in {metric["metric"] for metric in task["metric_list"]}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_is_asked_by_its_file(name, utils, folder):
+    task = read_task(f"cab_{name}.yaml", utils)
+    assert task["dataset_kwargs"] == {"task_name": name}
+    asked = {"max_seq_lengths": [800], "samples": 2, "seed": 3}
+    documents = utils.task_documents(**asked, pretrained=folder, **task["dataset_kwargs"])
+    tokenizer = make_tokenizer()
+    for index, document in enumerate(documents):
+        example = TASKS[name].make(tokenizer, NOISE, 800, index, 3)
+        assert tokenizer.decode(example.tokens[: example.prompt]) == document["text"]
+        assert document["replies"] == list(example.replies)
+        read = tokenizer(document["text"])["input_ids"]
+        assert len(read) + task["generation_kwargs"]["max_gen_toks"] > 800 >= len(read)
+
+
+@pytest.mark.parametrize("chat", [None, CHAT], ids=["plain", "chat"])
+def test_special_tokens_stand_once_before_a_task(chat, utils, tmp_path):
+    tokenizer = make_merging_tokenizer()
+    tokenizer.chat_template = chat and "<s>" + chat
+    tokenizer.save_pretrained(tmp_path)
+    asked = {"task_name": "two_facts", "max_seq_lengths": [900], "samples": 1}
+    (document,) = utils.task_documents(**asked, pretrained=str(tmp_path))
+    example = TASKS["two_facts"].make(tokenizer, NOISE, 900, 0)
+    # lm_eval puts them before a text that does not begin with them
+    read = tokenizer(document["text"], add_special_tokens=chat is None)["input_ids"]
+    assert tuple(read[:9]) == example.tokens[:9]
+    assert read.count(tokenizer.bos_token_id) == 1
 
 
 def test_passkey_is_asked_as_the_command_asks_it(utils, folder):
@@ -165,6 +200,20 @@ def test_a_reply_is_scored_under_its_length(scorer, reply, score, utils):
     assert getattr(utils, scorer)(document, [reply]) == {"8192": score}
 
 
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        pytest.param("ABCDE, 48213.", 1.0, id="all"),
+        pytest.param("4 8 2 1 3 and abcde", 1.0, id="another order, blanks, case"),
+        pytest.param("ABCDE, ABCDE.", 0.5, id="one of two"),
+        pytest.param("", 0.0, id="silence"),
+    ],
+)
+def test_a_share_of_answers_is_scored_under_its_length(reply, score, utils):
+    document = {"length": 8192, "replies": ["ABCDE", "48213"]}
+    assert utils.said(document, [reply]) == {"8192": score}
+
+
 def test_a_tokenizer_is_needed(utils):
     with pytest.raises(ValueError, match="tokenizer must be the name or path of one"):
         utils.passkey_documents(samples=1, dtype="float32")
@@ -252,10 +301,11 @@ def test_config_and_density_are_told_beside_the_scores(capsys):
     assert json.loads(line.partition("config ")[2]) == json.loads(json.dumps(config.to_dict()))
 
 
-def run(out, folder, model, arguments):
+def run(out, folder, model, arguments, names=WITH_KEYS, more=()):
     """(results, samples by task) as lm_eval writes them."""
     given = {"max_seq_lengths": LONGER, "samples": 3, "documents": 1}
-    words = ["--tasks", ",".join(NAMES), "--model", model, "--device", "cpu", "--log_samples"]
+    words = ["--tasks", ",".join(names), "--model", model, "--device", "cpu", "--log_samples"]
+    words += more
     words += ["--model_args", f"pretrained={folder},dtype=float32,{arguments}"]
     words += ["--metadata", json.dumps(given), "--output_path", str(out)]
     with pytest.MonkeyPatch.context() as patch:
@@ -263,7 +313,7 @@ def run(out, folder, model, arguments):
         assert main(["harness", "--", *words]) == 0
     (results,) = out.rglob("results_*.json")
     samples = {}
-    for name in NAMES:
+    for name in names:
         # a file's name ends with the date
         (file,) = out.rglob(f"samples_{name}_2*.jsonl")
         samples[name] = [json.loads(line) for line in file.read_text().splitlines()]
@@ -296,8 +346,8 @@ def runs(folder, tmp_path_factory):
 
 def test_lm_eval_gives_every_length_an_accuracy_with_its_error(runs):
     for results, samples in runs.values():
-        assert [len(samples[name]) for name in NAMES] == [6, 6, 24]
-        for name in NAMES:
+        assert [len(samples[name]) for name in WITH_KEYS] == [6, 6, 24]
+        for name in WITH_KEYS:
             fields = {key.split(",")[0] for key in results[name] if "_stderr" not in key}
             assert {metric for metric in fields if metric.isdigit()} == {"650", "700"}
             for length in LONGER:
@@ -313,6 +363,16 @@ def test_lm_eval_is_answered_as_the_passkey_command_is(runs, folder):
             place = {name: sample["doc"][name] for name in ("length", "depth", "index")}
             case = {"method": method, "keys": 1, "budget": None, **place}
             assert command.measure(case)["answer"] == sample["resps"][0][0]
+
+
+def test_lm_eval_runs_every_task(folder, tmp_path):
+    pytest.importorskip("lm_eval")
+    names = [f"cab_{name}" for name in TASKS]
+    results, samples = run(tmp_path, folder, "cab", ",".join(SPARSE), names, ["--limit", "1"])
+    for name in names:
+        (sample,) = samples[name]
+        assert sample["doc"]["length"] == LONGER[0]
+        assert sample[str(LONGER[0])] == results[name][f"{LONGER[0]},none"]
 
 
 def test_teacher_forced_keys_are_read_sparsely(runs):

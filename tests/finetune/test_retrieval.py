@@ -12,9 +12,10 @@ from cab_hf.documents import plain_document, recall_document
 from cab_hf.eval.haystack import Haystack
 from cab_hf.finetune import sources
 from cab_hf.finetune.data import IGNORED, Packed, held_out, make_source
-from cab_hf.finetune.retrieval import KEYS, Entry, parse_entry, retrieval_document
+from cab_hf.finetune.retrieval import KEYS, KINDS, Entry, parse_entry, retrieval_document
 from cab_hf.needles import DISTRACTORS, NOISE, split_sentences
 from cab_hf.runs.settings import UsageError
+from cab_hf.tasks import TASKS
 
 LENGTH = 900
 TOKENIZERS = {"plain": make_tokenizer(), "chat": make_tokenizer(CHAT)}
@@ -151,6 +152,16 @@ def test_the_answers_alone_are_learnt(kind):
     assert [read.count(answer) for answer in answers] == [3] * KEYS[kind]
 
 
+@pytest.mark.parametrize("kind", TASKS)
+def test_the_answers_of_a_task_are_learnt(kind):
+    (item,) = read_of(f"retrieval:{kind}", count=1)
+    document, seed = document_of(kind, "chat"), "finetune/0"
+    example = TASKS[kind].make(TOKENIZERS["chat"], SENTENCES, LENGTH, 0, seed)
+    assert document == (example.tokens, example.needles, example.answers)
+    learnt = int((item["labels"] != IGNORED).sum())
+    assert learnt == sum(end - start for start, end in example.answers)
+
+
 def test_kinds_take_turns():
     items = read_of("retrieval:passkey+recall+passkey", count=6)
     learnt = [int((item["labels"] != IGNORED).sum()) // 5 for item in items]
@@ -227,20 +238,22 @@ def test_no_document_is_one_of_the_evaluations(monkeypatch):
             plain_document(words, NOISE, LENGTH, 0, seed)
             for keys in (1, 4):
                 Haystack(words, keys=keys).prompt(LENGTH, 0.5, 0, seed)
+            for task in TASKS.values():
+                task.make(words, NOISE, LENGTH, 0, seed)
 
     def train():
         for seed in (-1, 0, 1, 12):
-            mixture = [(make_source(f"retrieval:{'+'.join(KEYS)}", seed=seed), 1)]
+            mixture = [(make_source(f"retrieval:{'+'.join(KINDS)}", seed=seed), 1)]
             packed = Packed(words, mixture, LENGTH, seed)
-            for _ in KEYS:
+            for _ in KINDS:
                 next(packed)
-            held_out(words, mixture, LENGTH, 4, seed)
+            held_out(words, mixture, LENGTH, len(KINDS), seed)
 
     record("evaluations", evaluate)
     record("training", train)
     assert all(re.match(r"-?\d+/", seed) for seed in drawn["evaluations"])
     assert all(seed.startswith("finetune/") for seed in drawn["training"])
-    assert len(drawn["training"]) > 2 * 4 * len(KEYS)
+    assert len(drawn["training"]) > 2 * 4 * len(KINDS)
 
 
 def test_held_out_documents_are_others():

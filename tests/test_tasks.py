@@ -1,0 +1,223 @@
+"""Tasks: what they ask can be answered from the prompt, by that alone, and at any length."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from words import CHAT, TEXT, make_merging_tokenizer, make_tokenizer
+
+from cab_hf.needles import NOISE, split_sentences
+from cab_hf.tasks import TASKS
+from cab_hf.tasks.base import END
+
+LENGTH = 1500
+TOKENIZERS = {
+    "words": make_tokenizer(),
+    "chat": make_tokenizer(CHAT),
+    "merging": make_merging_tokenizer(),
+}
+# what counts words has no place where its answer stands
+COUNTING = ("common_words", "frequent_words")
+HIDING = [name for name in TASKS if name not in COUNTING]
+tasks = pytest.mark.parametrize("name", TASKS)
+
+
+def example_of(name, tokenizer="merging", length=LENGTH, index=0, seed=0, sentences=NOISE):
+    return TASKS[name].make(TOKENIZERS[tokenizer], sentences, length, index, seed)
+
+
+def text_of(tokens):
+    return TOKENIZERS["merging"].decode(tokens, clean_up_tokenization_spaces=False)
+
+
+# --- one reader a task, which knows the prompt alone
+
+
+def listed(text):
+    return text.split("\n\n", 1)[1].split()
+
+
+def common_words(text, question):
+    counts = Counter(listed(text))
+    often, seldom = counts.most_common(11)[0][1], counts.most_common(11)[10][1]
+    assert often == 10 * seldom
+    return [word for word, count in counts.items() if count == often]
+
+
+def frequent_words(text, question):
+    dots, *ranked = Counter(listed(text)).most_common(5)
+    assert dots[0] == "...."
+    counts = [count for _, count in (dots, *ranked)]
+    assert counts == sorted(set(counts), reverse=True)
+    return [word for word, _ in ranked[:3]]
+
+
+def one_key(text, question):
+    (whose,) = re.findall(r"pass key( for [\w ]+)\?", question)
+    return re.findall(rf"The pass key{whose} is (\d+)\.", text)
+
+
+def several_values(text, question):
+    (name,) = re.findall(r"pass keys for (\w+),", question)
+    return re.findall(rf"One of the pass keys for {name} is (\d+)\.", text)
+
+
+def uuid(text, question):
+    (key,) = re.findall(r"the key ([\w-]+)\?", question)
+    return re.findall(f'"{key}": "([^"]+)",', text)
+
+
+def copying(text, question):
+    (begun,) = re.findall(r'"(.+)"', question)
+    assert len(begun.split()) == 5
+    return re.findall(rf"{begun} ((?:[^.]+\.){{2}}[^.]+)\.", text)
+
+
+def tracking(text, question):
+    known = dict.fromkeys(re.findall(r"value (\d+),", question))
+    for name, source in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", text):
+        if source in known:
+            known[name] = None
+    return list(known)[1:]
+
+
+def two_facts(text, question):
+    (chief,) = re.findall(r"the deputy of (\w+)\?", question)
+    (deputy,) = re.findall(rf"The deputy of {chief} is (\w+)\.", text)
+    return re.findall(rf"The pass key for {deputy} is (\d+)\.", text)
+
+
+READERS = {
+    **{"many_keys": one_key, "alike_keys": one_key, "several_values": several_values},
+    **{"uuid": uuid, "copying": copying, "tracking": tracking, "two_facts": two_facts},
+    **{"common_words": common_words, "frequent_words": frequent_words},
+}
+
+
+@tasks
+@pytest.mark.parametrize("sentences", [NOISE, split_sentences(TEXT)], ids=["noise", "text"])
+def test_the_prompt_has_the_answers(name, sentences):
+    for index in range(4):
+        example = example_of(name, index=index, sentences=sentences)
+        text, question = text_of(example.tokens[: example.prompt]).split(f" {END}\n\n")
+        assert READERS[name](text, question) == list(example.replies)
+
+
+@tasks
+def test_answers_stand_where_the_spans_say(name):
+    example = example_of(name)
+    said = [text_of(example.tokens[slice(*span)]).strip() for span in example.answers]
+    assert said == list(example.replies)
+    assert example.answers[0][0] == example.prompt
+    # the prompt ends with the beginning of an answer, and behind the answers there is nothing
+    behind = text_of(example.tokens[example.prompt :])
+    assert behind.strip() == f"{', '.join(example.replies)}."
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_an_answer_is_nowhere_but_in_its_needles(name):
+    for index in range(4):
+        example = example_of(name, index=index)
+        needles = text_of([t for span in example.needles for t in example.tokens[slice(*span)]])
+        assert all(reply in needles for reply in example.replies)
+        others, done = [], 0
+        for start, end in sorted(example.needles):
+            others += example.tokens[done:start]
+            done = end
+        others += example.tokens[done : example.prompt]
+        assert not any(reply in text_of(others) for reply in example.replies)
+
+
+# --- lengths and places
+
+
+@tasks
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+def test_prompt_and_answers_have_the_length(name, tokenizer):
+    for length in (LENGTH, LENGTH + 7, 4501):
+        example = example_of(name, tokenizer, length)
+        assert len(example.tokens) == length
+        assert 0 < example.prompt == example.answers[0][0]
+        ends = [place for span in example.answers for place in span]
+        assert ends == sorted(set(ends)) and ends[-1] <= length
+        assert len(example.answers) == len(example.replies)
+        assert all(0 < start < end <= example.prompt for start, end in example.needles)
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_no_two_examples_hide_at_the_same_depths(name):
+    examples = [example_of(name, "words", index=index) for index in range(24)]
+    assert len({example.needles for example in examples}) == 24
+    if len(examples[0].needles) > 1:
+        return
+    starts = sorted(example.needles[0][0] / LENGTH for example in examples)
+    # as evenly as so many places can
+    gaps = [b - a for a, b in zip([0, *starts], [*starts, 1], strict=True)]
+    assert min(gaps[1:-1]) > 0 and max(gaps) < 0.2
+
+
+def test_two_facts_stand_apart_in_either_order():
+    orders = set()
+    for index in range(12):
+        (deputy, _), (key, _) = example_of("two_facts", index=index).needles
+        assert abs(deputy - key) > 0.15 * LENGTH
+        orders.add(deputy < key)
+    assert orders == {True, False}
+
+
+def test_alike_keys_differ_in_one_digit():
+    text = text_of(example_of("alike_keys").tokens)
+    asked = re.search(r"for locker (\d+)\?", text)[1]
+    lockers = set(re.findall(r"The pass key for locker (\d+) is \d+\. ", text)) - {asked}
+    assert len(lockers) == 15
+    for locker in lockers:
+        assert sum(a != b for a, b in zip(locker, asked, strict=True)) == 1
+
+
+def test_common_words_are_as_often_as_in_ruler_in_a_long_list():
+    example = example_of("common_words", length=9000)
+    text = text_of(example.tokens[: example.prompt]).partition(f" {END}")[0]
+    counts = Counter(Counter(listed(text)).values())
+    assert set(counts) <= {30, 3, 1} and counts[30] == 10 and counts[3] > 100 > 5 > counts[1]
+
+
+# --- what an example is made of
+
+
+@tasks
+@pytest.mark.parametrize("change", ["index", "seed", "length"])
+def test_an_example_is_a_function_of_its_place(name, change):
+    place = {"length": LENGTH, "index": 0, "seed": 0}
+    example = example_of(name, **place)
+    assert example_of(name, **place, sentences=list(NOISE)) == example
+    other = example_of(name, **{**place, change: place[change] + 1})
+    assert not {*other.replies} & {*example.replies}
+
+
+@tasks
+def test_special_tokens_stand_before_a_prompt_once(name):
+    tokenizer = TOKENIZERS["merging"]
+    tokens = example_of(name).tokens
+    assert tokens[0] == tokenizer.bos_token_id
+    assert tokenizer.bos_token_id not in tokens[1:]
+
+
+@tasks
+def test_a_chat_template_is_used(name):
+    example = example_of(name, "chat")
+    text = TOKENIZERS["chat"].decode(example.tokens)
+    assert text.startswith("user : ") and text.count(" end assistant : ") == 1
+
+
+@tasks
+@pytest.mark.parametrize("length", [40, 100])
+def test_a_length_without_room_is_refused(name, length):
+    with pytest.raises(ValueError, match=f"length {length} has no room for the task {name}; give"):
+        example_of(name, length=length)
+
+
+def test_every_task_is_in_the_documentation():
+    page = (Path(__file__).parents[1] / "docs" / "evaluation.md").read_text()
+    rows = [line.split("|")[1].strip(" `") for line in page.splitlines() if line.startswith("| `")]
+    assert [row for row in rows if row in TASKS] == list(TASKS)
