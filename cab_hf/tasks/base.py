@@ -132,13 +132,13 @@ class Task(ABC):
         filler = draft.filler or running_text(endless(sentences, rng))
         room = length - len(head) - len(tail) - sum(map(len, statements))
         try:
-            pieces = filler(room, tokens_of) if room >= 0 else None
+            if room < 0:
+                raise NoRoom
+            pieces = filler(room, tokens_of)
         except NoRoom:
-            pieces = None
-        if pieces is None:
             raise ValueError(
                 f"length {length} has no room for the task {self.name}; give a longer one."
-            )
+            ) from None
         ends = [0, *accumulate(map(len, pieces))]
         borders = [nearest(ends, fact.depth * ends[-1]) for fact in facts]
         tokens, spans = with_statements(head, pieces, statements, borders)

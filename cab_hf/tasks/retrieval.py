@@ -137,7 +137,7 @@ class Copying(Task):
     """One of four passages of three sentences is to be copied, told by its first five words.
 
     The lookup by an n-gram of Jelassi et al. 2024, "Repeat After Me" (arXiv 2402.01032), in a long
-    text. No word of a passage follows from those before it.
+    text. Names, verbs, things and places are drawn, so that no passage can be guessed.
     """
 
     name = "copying"
