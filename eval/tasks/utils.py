@@ -1,5 +1,7 @@
 """Documents and scores of the tasks beside this file, as lm-evaluation-harness calls them.
 
+What tasks ask is written in `cab_hf.documents`, `cab_hf.eval.haystack` and `cab_hf.tasks`.
+
 ``--model_args`` and ``--metadata`` arrive as keywords, all of them at every function; what is none
 of its own is for others. Lengths take turns, so that ``--limit`` leaves documents of every one.
 """
