@@ -1,10 +1,11 @@
 """Fidelity: whether a method keeps the answers of dense attention, on any text.
 
 Nothing is generated: a model reads a text whose answers stand in it, once, and is asked what it
-would have said at each of their tokens. Two probes are what a user of sparse prefill feels: there
-the method reads a prompt, and what follows is read through the KV cache, densely. Three are what a
-user of sparse decoding feels: what follows is read, or written, one token at a time and as the
-method decodes. Cells are (method, text, length, budget); a case is (cell, probe, depth, index).
+would have said at each of their tokens. Two probes, and those of tasks, are what a user of sparse
+prefill feels: there the method reads a prompt, and what follows is read through the KV cache,
+densely. Three are what a user of sparse decoding feels: what follows is read, or written, one token
+at a time and as the method decodes. Cells are (method, text, length, budget); a case is (cell,
+probe, depth, index).
 """
 
 from __future__ import annotations
