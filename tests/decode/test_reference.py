@@ -8,7 +8,7 @@ from tiny import qkv
 from torch.nn import functional as F
 
 from cab_hf.ops.decode import attend, choose, index_keys, reference
-from cab_hf.ops.decode.reference import LOCAL, SINKS, STEPS_AN_OCTAVE, picked
+from cab_hf.ops.decode.reference import LOCAL, SINKS, STEPS_AN_OCTAVE, UNREAD_SHARE, picked
 
 SCALE = 0.25
 
@@ -89,7 +89,8 @@ def test_what_is_not_read_counts_as_one_key_of_the_mean_value():
     q4, k4 = in_bits(q, 127), in_bits(k, 7)[:, :, :450].repeat_interleave(3, dim=1)
     weights = (q4 @ k4.mT * SCALE).exp().squeeze(2) * gone.repeat_interleave(3, dim=1)
     # logits are rounded to steps
-    torch.testing.assert_close(unread.exp2(), weights.sum(-1), rtol=2e-2, atol=0)
+    expected = weights.sum(-1) * UNREAD_SHARE
+    torch.testing.assert_close(unread.exp2(), expected, rtol=2e-2, atol=0)
     mean = v[:, :, torch.arange(256) * 450 // 256].mean(2, keepdim=True)
     key = torch.cat([k, torch.zeros_like(k[:, :, :1])], dim=2)
     value = torch.cat([v, mean], dim=2).repeat_interleave(3, dim=1)

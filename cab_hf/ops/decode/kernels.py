@@ -13,6 +13,8 @@ in a CUDA graph.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -31,6 +33,7 @@ LEAST, HIDDEN = tl.constexpr(reference.LEAST), tl.constexpr(reference.HIDDEN)
 NEIGHBOURS = tl.constexpr(reference.NEIGHBOURS)
 SINKS, LOCAL = tl.constexpr(reference.SINKS), tl.constexpr(reference.LOCAL)
 SPREAD_VALUES = tl.constexpr(reference.SPREAD_VALUES)
+LOG_UNREAD_SHARE = tl.constexpr(math.log2(reference.UNREAD_SHARE))
 LARGEST_CODE = tl.constexpr(float(reference.LARGEST_CODE))
 LARGEST_QUERY = tl.constexpr(float(reference.LARGEST_QUERY))
 A_CODE, A_QUERY = (tl.constexpr(1 / x) for x in (reference.LARGEST_CODE, reference.LARGEST_QUERY))
@@ -687,7 +690,7 @@ def _limit_kernel(
     gone = (step > last) & (step < HIDDEN) & ~everything
     weight = tl.exp2(below.to(tl.float32) * -A_STEP)
     weight = tl.sum(tl.where(gone[:, None], weight, 0.0), 0)
-    weight = tl.log2(weight) + total.to(tl.float32) * A_STEP + LOG_SPREAD
+    weight = tl.log2(weight) + total.to(tl.float32) * A_STEP + (LOG_SPREAD + LOG_UNREAD_SHARE)
     tl.store(unread + row * GROUP + member, weight, mask=member < GROUP)
     # half a step less: products are not rounded
     product = (total - last).to(tl.float32) - 0.5

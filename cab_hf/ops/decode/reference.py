@@ -29,8 +29,9 @@ STEPS_AN_OCTAVE = 64
 ALWAYS, LEAST, HIDDEN = 0, 2047, 2048
 # keys of a cache that tell what all attention is, at most, and how many stand side by side
 SAMPLED, NEIGHBOURS = 8192, 4
-# values that tell the mean of those that are not read, equally far apart
-SPREAD_VALUES = 256
+# values that tell the mean of those that are not read, equally far apart; and the share that counts
+# of what scores say that these keys weigh: errors of 4 bits make a sum of exponentials too large
+SPREAD_VALUES, UNREAD_SHARE = 256, 0.5
 # of 4-bit keys and 8-bit queries, and of the scales of keys; scales are not 0, to divide by
 LARGEST_CODE, LARGEST_QUERY, LARGEST_SCALE, LEAST_SCALE = 7, 127, 65504.0, 1.0e-20
 # tokens at the start of a text, and up to its end, that are always read
@@ -95,8 +96,9 @@ class Choice(NamedTuple):
         slots: int32 [B, H_kv, M], those of the keys that are read, one behind the other; anything
             behind them.
         counts: int32 [B, H_kv], how many they are.
-        unread: float32 [B, H], the logarithm to base two of what all other keys weigh together, by
-            the sample, in units of the exponential of a logit; None where that is not told.
+        unread: float32 [B, H], the logarithm to base two of what all other keys together are to
+            count, in units of the exponential of a logit: `UNREAD_SHARE` of what they weigh by the
+            sample; None where that is not told.
     """
 
     slots: Tensor
@@ -155,7 +157,7 @@ def choose(
     kept = steps <= limit_of(*ranks, length, wanted, dense_heads)
     gone = (sampled & ~kept & (steps < HIDDEN)).unsqueeze(2)
     unread = (logits / (STEPS_AN_OCTAVE * LOG2_E)).masked_fill(~gone, float("-inf"))
-    unread = unread.logsumexp(-1) * LOG2_E + math.log2(spread_of(steps.shape[2]))
+    unread = unread.logsumexp(-1) * LOG2_E + math.log2(spread_of(steps.shape[2]) * UNREAD_SHARE)
     return Choice.of(kept, unread.flatten(1, 2))
 
 
