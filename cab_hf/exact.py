@@ -82,7 +82,7 @@ def _all_seen(text: CabMask, k: Tensor) -> Choice:
     if known not in text.shared_state:
         text.shared_state[known] = Choice.of(text.dense_rows(0, 1, 0, slots, k.device)[:, 0])
     seen: Choice = text.shared_state[known]
-    return Choice(seen.slots.expand(batch, kv_heads, -1), seen.counts.expand(batch, kv_heads), None)
+    return seen.expanded(batch, kv_heads)
 
 
 def _by_rows(query: Tensor, key: Tensor, value: Tensor, mask: CabMask, scale: float) -> Tensor:

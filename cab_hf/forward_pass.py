@@ -69,7 +69,7 @@ class ForwardPass:
         Gradient checkpointing computes a layer again in the backward pass: it then attends under
         the plan of the first time. A layer that a model calls several times is predicted anew.
         """
-        if torch.compiler.is_compiling() or not query.requires_grad or _is_captured(query):
+        if torch.compiler.is_compiling() or not query.requires_grad or is_captured(query):
             return predict()
         kept = self._predicted.setdefault(layer, [])
         if not in_backward_pass():
@@ -91,7 +91,8 @@ def in_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _is_captured(x: Tensor) -> bool:
+def is_captured(x: Tensor) -> bool:
+    """Whether what is computed of ``x`` goes into a CUDA graph."""
     # a graph that is replayed knows no host
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 

@@ -25,11 +25,12 @@ from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
+from cab_hf.batching.hooks import NAMES, PACKAGE
+
 CONFIGURATION = "transformers.configuration_utils"
 MODELING = "transformers.modeling_utils"
 GENERATION = "transformers.generation.utils"
-BATCHING = "transformers.generation.continuous_batching.continuous_api"
-NAMES = ("cab", "cab_dense")
+BATCHING = f"{PACKAGE}.continuous_api"
 
 
 def register() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cab_hf.config import CabConfig
 from cab_hf.engines import Workload
-from cab_hf.forward_pass import ForwardPass
+from cab_hf.forward_pass import ForwardPass, is_captured
 from cab_hf.mask import CabMask
 from cab_hf.not_a_tensor import NotATensor
 from cab_hf.ops import decode
@@ -153,7 +153,7 @@ class Batch(NotATensor, ForwardPass):
         tokens, count = pages[0].shape[1], query.shape[2]
         heads = new[0].shape[1]
         # a graph is captured behind a pass without one, whose tensors it may not read
-        known = allocator, torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        known = allocator, is_captured(query)
         if known not in self._paged:
             lengths = given["cu_seq_lens_k"].diff()
             table = given["block_table"].long().clamp(min=0)
@@ -163,11 +163,7 @@ class Batch(NotATensor, ForwardPass):
             # what pads a batch is written where nobody reads, and reads one key of anybody
             written = torch.where(lengths > 0, last, allocator.write_trash_index)
             counts = lengths.clamp(min=1).to(torch.int32).unsqueeze(1)
-            seen = Choice(
-                slots.to(torch.int32).unsqueeze(1).expand(-1, heads, -1),
-                counts.expand(-1, heads),
-                None,
-            )
+            seen = Choice(slots.to(torch.int32).unsqueeze(1), counts, None).expanded(count, heads)
             self._paged[known] = written, seen
         written, seen = self._paged[known]
         k, v = (x.flatten(0, 1) for x in pages)
@@ -187,5 +183,5 @@ def _steps(single: list[tuple[int, int, int]], keys: Tensor) -> Steps:
     slots = starts.unsqueeze(1) + torch.arange(longest, device=keys.device)
     slots = slots.clamp(max=keys.shape[2] - 1).to(torch.int32).unsqueeze(1)
     counts = lengths.to(torch.int32).unsqueeze(1)
-    heads = keys.shape[1]
-    return Steps(queries, Choice(slots.expand(-1, heads, -1), counts.expand(-1, heads), None))
+    seen = Choice(slots, counts, None)
+    return Steps(queries, seen.expanded(len(single), keys.shape[1]))

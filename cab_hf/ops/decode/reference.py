@@ -119,6 +119,11 @@ class Choice(NamedTuple):
         count = slots.new_zeros(*slots.shape[:2], slots.shape[2] if keys is None else keys)
         return count.scatter_add_(2, slots, there.long()) > 0
 
+    def expanded(self, batch: int, kv_heads: int) -> Choice:
+        """What is listed once, [B or 1, 1, M], for every KV head of a batch; nothing is copied."""
+        slots = self.slots.expand(batch, kv_heads, -1)
+        return Choice(slots, self.counts.expand(batch, kv_heads), self.unread)
+
     def elsewhere(self, device: torch.device, heads: tuple[int, ...] | None = None) -> Choice:
         """For another layer, on its device; for its KV heads those of these ``heads``."""
         slots, counts = self.slots.to(device), self.counts.to(device)
