@@ -31,7 +31,7 @@ ALWAYS, LEAST, HIDDEN = 0, 2047, 2048
 SAMPLED, NEIGHBOURS = 8192, 4
 # values that tell the mean of those that are not read, equally far apart; and the share that counts
 # of what scores say that these keys weigh: errors of 4 bits make a sum of exponentials too large
-SPREAD_VALUES, UNREAD_SHARE = 256, 0.5
+SPREAD_VALUES, UNREAD_SHARE = 256, 0.3
 # of 4-bit keys and 8-bit queries, and of the scales of keys; scales are not 0, to divide by
 LARGEST_CODE, LARGEST_QUERY, LARGEST_SCALE, LEAST_SCALE = 7, 127, 65504.0, 1.0e-20
 # tokens at the start of a text, and up to its end, that are always read
