@@ -20,7 +20,15 @@ from tqdm import tqdm
 
 from cab_hf.eval import report
 from cab_hf.renamed import renamed_in
-from cab_hf.runs.log import Log, LogError, is_packed, read_log, write_atomically, writing
+from cab_hf.runs.log import (
+    Log,
+    LogError,
+    is_packed,
+    read_file,
+    read_log,
+    write_atomically,
+    writing,
+)
 from cab_hf.runs.provenance import provenance
 from cab_hf.runs.settings import read_settings, spelled
 
@@ -166,10 +174,10 @@ def read_provenance(folder: Path) -> Row | None:
         LogError: there is something else under their name.
     """
     path = folder / RESULTS
-    if not path.exists():
+    if not path.exists() and not is_packed(path):
         return None
     try:
-        made = renamed_in(json.loads(path.read_bytes()))["provenance"]
+        made = renamed_in(json.loads(read_file(path)))["provenance"]
         if {"settings", "versions"} <= made.keys():
             return made
     except (OSError, ValueError, TypeError, KeyError, AttributeError):

@@ -23,7 +23,8 @@ from cab_hf.eval.experiment import CSV, FIGURE, REPORT, RESULTS, SAMPLES, Experi
 from cab_hf.eval.report import digits, grouped, markdown_table, percent, with_interval
 from cab_hf.eval.speed.lora import reported_longest
 from cab_hf.renamed import renamed_in
-from cab_hf.runs.log import PACKED, pack, write_atomically
+from cab_hf.runs.log import PACKED, is_packed, pack, read_file, write_atomically
+from cab_hf.runs.markdown import plain
 from cab_hf.runs.settings import option, read_settings
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +34,7 @@ ORDER = (
     "fidelity",
     "calibrate",
     *(f"speed {op}" for op in ("ttft", "attention", "predictor", "breakdown")),
-    *(f"speed {op}" for op in ("prefill", "lora", "context-parallel")),
+    *(f"speed {op}" for op in ("prefill", "decode", "lora", "context-parallel")),
     "bridges",
     "families",
     "families-context-parallel",
@@ -61,6 +62,9 @@ SPARSE, WHOLE = "grouped+cab", "grouped"
 ARMS = {"dense": "dense", "cab:0.22": "calibrated to 0.22", "cab:five": "a cascade of five anchors"}
 CAB, FULL = "cab", "full"
 CHOOSING = "speed-predictor"
+# how long a decode step takes, and what it keeps
+STEPS_OF_DECODE = ("speed-decode", "speed-decode-model", "speed-decode-model-8k")
+DECODED, DECODED_METHOD = "fidelity-decode", "cab:keys"
 # ways to read a long text -> their names in `COMPARED`, on one of its texts
 COMPARED, COMPARED_TEXT = "fidelity-default-32k", "licences"
 CHOICES = {
@@ -85,13 +89,15 @@ KEPT_COLUMNS = (
     "block-start recall",
     "perplexity",
 )
+# bytes of rows from which they are packed, too
+LARGE_RESULTS = 40_000
 INTRODUCTION = f"""# Results
 
 Each folder is one run of an experiment: `{SAMPLES}`, what was measured, a case a line, here packed
 as `{PACKED}`; `{RESULTS}`, the rows derived from it and where they come from (a run writes them as
 `{CSV}` too); `{FIGURE}`; and `{REPORT}`, all of this to be read. The command below a figure
-measures it anew, on the device named beside it; this page is written, and samples are packed, by
-`make readme`."""
+measures it anew, on the device named beside it; this page is written, and samples (and rows, where
+they are many) are packed, by `make readme`."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +121,13 @@ class Results:
 def read_results(folder: Path) -> Results:
     """What is in ``folder``; ValueError where it is no folder of results of an experiment."""
     path = folder / RESULTS
-    if not path.is_file():
+    if not path.is_file() and not is_packed(path):
         raise ValueError(f"{folder} has no {RESULTS}; measure it again or take it away.")
     made = experiment.read_provenance(folder)
     if "experiment" not in made:
         raise ValueError(f"{path} names no experiment in its provenance; measure it again.")
     kind = named(made["experiment"])
-    rows = [{**kind.ADDED, **row} for row in renamed_in(json.loads(path.read_text()))["rows"]]
+    rows = [{**kind.ADDED, **row} for row in renamed_in(json.loads(read_file(path)))["rows"]]
     return Results(folder.name, rows, made, kind)
 
 
@@ -435,6 +441,51 @@ def _efficiencies(result: Results) -> list[dict[str, Any]]:
     return made
 
 
+def decode_table(results: Path) -> str:
+    """A decode step: attention of one layer, and of a compiled model; sparse beside dense."""
+    read = [read_results(results / name) for name in STEPS_OF_DECODE]
+    rows = []
+    for alike in grouped([row for each in read for row in each.rows], "length", "batch"):
+        told = [row for row in alike if row["budget"]]
+        least = min(row["budget"] for row in told)
+        sparse = {row["part"]: row for row in told if row["budget"] == least}
+        # told to read everything, cab decodes densely
+        dense = [row for row in told if row["budget"] >= row["length"]]
+        layer, model = sparse.get("attention", {}), sparse.get("model", {})
+        ways = {"best dense ms": layer.get("baseline_ms"), "sparse ms": layer.get("ms")}
+        ways |= {"model, sdpa ms": model.get("baseline_ms")}
+        ways |= {"model, dense ms": dense[0]["ms"] if dense else None}
+        ways |= {"model, sparse ms": model.get("ms")}
+        place = {"tokens": f"{alike[0]['length']:,}", "texts": alike[0]["batch"]}
+        rows.append(place | {name: digits(ms) for name, ms in ways.items()})
+    rows.sort(key=lambda row: (int(row["tokens"].replace(",", "")), row["texts"]))
+    return _table(rows, read)
+
+
+def decoded_table(results: Path) -> str:
+    """What a sparse decode step keeps behind a sparse prompt."""
+    result = read_results(results / DECODED)
+    rows = []
+    for text in dict.fromkeys(row["text"] for row in result.rows):
+        full, dense, cab = (
+            result.row(text=text, method=name) for name in (FULL, "dense", DECODED_METHOD)
+        )
+        recalls = (each["decode_asked"]["share"] for each in (cab, dense))
+        agreements = (percent(each["decode"]["agreement"]) for each in (cab, full))
+        kls = (digits(each["decode"]["kl"]) for each in (cab, full))
+        rows.append(
+            {
+                "text": plain(text),
+                "tokens": f"{cab['length']:,}",
+                "density of the prompt": cab["density"],
+                "KL (noise)": "{} ({})".format(*kls),
+                "likeliest token agrees (noise)": "{} ({})".format(*agreements),
+                "keys asked for (dense)": "{:.2f} ({:.2f})".format(*recalls),
+            }
+        )
+    return _table(rows, [result])
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "default": default_table,
     "choices": choices_table,
@@ -445,6 +496,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "parallel": parallel_table,
     "longest": longest_table,
     "sharded": dealt_table,
+    "decode": decode_table,
+    "decoded": decoded_table,
 }
 PLACE = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
@@ -504,6 +557,9 @@ def main(words: Sequence[str]) -> int:
         draw_default(results)
         for folder in filter(Path.is_dir, results.iterdir()):
             pack(folder / SAMPLES)
+            result = folder / RESULTS
+            if result.is_file() and result.stat().st_size > LARGE_RESULTS:
+                pack(result)
     except (OSError, ValueError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2

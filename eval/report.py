@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cab_hf.runs.log import write_atomically
+from cab_hf.runs.log import drop_packed, write_atomically
 
 BAR = re.compile(r"(?<!\\)\|")
 
@@ -24,6 +24,7 @@ def write_results(
     lines = ",\n".join(map(json.dumps, rows))
     content = f'{{"rows": [\n{lines}\n],\n"provenance": {json.dumps(provenance)}}}\n'
     write_atomically(folder / "results.json", content)
+    drop_packed(folder / "results.json")
 
 
 def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:

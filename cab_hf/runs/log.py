@@ -84,7 +84,7 @@ class Log:
             with writing(self.path):
                 self._sign()
                 self._read(renamed_in(json.loads(json.dumps(identity))))
-                _packed(self.path).unlink(missing_ok=True)
+                drop_packed(self.path)
         except BaseException:
             self.close()
             if was_packed:
@@ -182,7 +182,7 @@ def read_log(
     """
     path = Path(path)
     try:
-        content = _unpacked(path) if is_packed(path) else path.read_bytes()
+        content = read_file(path)
     except OSError as error:
         raise LogError(
             f"{path} cannot be read ({error.strerror}); give the run's folder."
@@ -197,7 +197,7 @@ def read_log(
 
 
 def pack(path: Path | str) -> None:
-    """Compress a log that no run writes, if it is there; `Log` and `read_log` take it as it is."""
+    """Compress a file that no run writes, if there is one; `Log` and `read_file` take it so."""
     path = Path(path)
     if path.is_file():
         data = lzma.compress(path.read_bytes(), preset=9 | lzma.PRESET_EXTREME)
@@ -206,8 +206,18 @@ def pack(path: Path | str) -> None:
 
 
 def is_packed(path: Path) -> bool:
-    """Whether of the log at ``path`` there is only what `pack` has made."""
+    """Whether of the file at ``path`` there is only what `pack` has made."""
     return not os.path.lexists(path) and _packed(path).exists()
+
+
+def read_file(path: Path) -> bytes:
+    """The bytes of the file at ``path``, or of what `pack` has made of it."""
+    return _unpacked(path) if is_packed(path) else path.read_bytes()
+
+
+def drop_packed(path: Path) -> None:
+    """Remove what `pack` has made of an earlier file at ``path``."""
+    _packed(path).unlink(missing_ok=True)
 
 
 def _packed(path: Path) -> Path:

@@ -17,6 +17,7 @@ from cab_hf.frame import Frame
 from cab_hf.ops import reference
 from cab_hf.ops.attention import ffpa, flash, flex
 from cab_hf.plan import BlockLists, Spans
+from cab_hf.runs.log import read_file
 
 SHAPES = [
     pytest.param({"q_length": 256}, id="even"),
@@ -353,7 +354,7 @@ LONG = 16384
 def measured(folder):
     """The rows of a committed speed run of the lengths that engines are chosen for."""
     path = Path(__file__).parents[2] / "eval" / "results" / folder / "results.json"
-    rows = json.loads(path.read_text())["rows"]
+    rows = json.loads(read_file(path))["rows"]
     kept = [row for row in rows if row["length"] >= LONG and not row["error"]]
     assert kept
     return kept

@@ -380,6 +380,17 @@ def test_the_command_writes_all_pages_or_none(results, tmp_path, capsys, monkeyp
     assert (results / "README.md").read_text() == "all\n"
     assert file.read_text() == readme.page_with_tables(PAGE, results)
 
+    # many rows are packed as well, and read as before
+    before = readme.read_results(results / SPEED)
+    monkeypatch.setattr(readme, "LARGE_RESULTS", 0)
+    assert readme.main(words) == 0
+    assert {path.name for path in (results / SPEED).iterdir()} == {
+        *("results.json.xz", "samples.jsonl.xz")
+    }
+    assert readme.read_results(results / SPEED) == before
+    report.write_results(results / SPEED, before.rows, before.provenance)
+    assert not (results / SPEED / "results.json.xz").exists()
+
     assert (results / readme.DEFAULT_FIGURE).stat().st_size > 5_000
 
     (results / "README.md").unlink()
