@@ -562,9 +562,16 @@ CACHES = {method.name: method for method in (StreamingCache, H2O)}
 
 
 def never_sparse(method: type[Method], samples: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a method that chooses blocks has attended none of its samples sparsely."""
-    parts = [s["sparse_density"] for s in samples if "sparse_density" in s]
-    return issubclass(method, Cab) and bool(parts) and all(each is None for each in parts)
+    """Whether a method that chooses blocks has attended none of its samples sparsely.
+
+    A cache that keeps some tokens alone reads prompts densely, and decodes sparsely.
+    """
+    given = [s for s in samples if "sparse_density" in s]
+    dense = all(
+        s["sparse_density"] is None and s.get("step_tokens", s.get("tokens")) == s.get("tokens")
+        for s in given
+    )
+    return issubclass(method, Cab) and bool(given) and dense
 
 
 def exact_readings(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -31,7 +31,7 @@ from cab_hf.eval.teacher_forcing import (
     nll,
 )
 from cab_hf.needles import NOISE, QUESTION
-from cab_hf.runs.log import read_log
+from cab_hf.runs.log import read_file, read_log
 from cab_hf.runs.settings import read_settings, spelled
 from cab_hf.tasks import TASKS
 
@@ -678,6 +678,9 @@ def test_a_method_that_was_dense_attention_is_said_to_be():
     assert given.startswith("No layer attended sparsely under cab at 8 tokens:")
     samples[1]["sparse_density"] = 0.2
     assert not any("sparsely" in each for each in Fidelity.readings(Fidelity.rows(samples, {})))
+    # a cache that dropped keys behind a dense prefill is not dense attention
+    samples[1] |= {"sparse_density": None, "tokens": 8, "step_tokens": 2.0}
+    assert not any("sparsely" in each for each in Fidelity.readings(Fidelity.rows(samples, {})))
 
 
 def test_rows_by_hand():
@@ -790,7 +793,7 @@ def test_a_name_of_a_text_stays_in_its_place(tmp_path):
 
 def test_committed_results_are_those_of_their_samples():
     folder = Path(__file__).parents[2] / "eval" / "results" / "fidelity-default"
-    content = json.loads((folder / "results.json").read_text())
+    content = json.loads(read_file(folder / "results.json"))
     _, samples = read_log(folder / "samples.jsonl")
     again = Fidelity.rows(samples, content["provenance"]["settings"])
     assert json.loads(json.dumps(again)) == content["rows"]
