@@ -1,8 +1,8 @@
 """The pages that show results, written from the files of results alone.
 
 ``eval/results/README.md`` and the figure ``default.png`` beside it are written as they are; in
-``README.md`` and the pages of ``docs`` only what stands between ``<!-- table: NAME -->`` and
-``<!-- end -->``, for every NAME of `TABLES`.
+``README.md``, ``finetune/README.md`` and the pages of ``docs`` only what stands between
+``<!-- table: NAME -->`` and ``<!-- end -->``, for every NAME of `TABLES`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any
 from cab_hf.eval import charts, experiment
 from cab_hf.eval.experiment import CSV, FIGURE, REPORT, RESULTS, SAMPLES, Experiment, Row, named
 from cab_hf.eval.report import digits, grouped, markdown_table, percent, with_interval
-from cab_hf.eval.speed.lora import reported_longest
 from cab_hf.renamed import renamed_in
 from cab_hf.runs.log import PACKED, is_packed, pack, read_file, write_atomically
 from cab_hf.runs.markdown import plain
@@ -42,8 +41,9 @@ ORDER = (
 # how long the default takes, and what it keeps of texts
 SPEED = "speed-ttft"
 KEPT = ("fidelity-default", "fidelity-default-32k")
-STEP = "speed-lora"
-SPREAD, LONGEST = f"{STEP}-spread", f"{STEP}-longest"
+# a training step by length; of a length in several folders that of the last is shown
+STEPS = ("speed-lora", "speed-lora-131k", "speed-lora-262k")
+SPREAD = "speed-lora-spread"
 TRAINED = "fidelity-smollm2-32k"
 TRAINED_TOKENS = 32768
 # what a model was trained with -> the folders of what it keeps, and how it is read there
@@ -54,7 +54,7 @@ TRAININGS = {
 }
 PARALLEL = "speed-context-parallel"
 PARALLELS = tuple(PARALLEL + which for which in ("", "-1m", "-4", "-4-1m", "-4-70b", "-4-1m-70b"))
-DEALT = f"{STEP}-cp"
+DEALT = "speed-lora-cp"
 # what ranks share -> the folders of how long it takes them
 SHARED = {"training step": (DEALT, f"{DEALT}-4"), "first token": (f"{SPEED}-1m", f"{SPEED}-1m-4")}
 # cab, and what it spares the work of
@@ -298,16 +298,28 @@ def _bold(text: str, lost: bool) -> str:
 
 
 def lora_table(results: Path) -> str:
-    """A training step, dense and sparse."""
-    result = read_results(results / STEP)
-    one = [row for row in result.rows if row["spread"] == "alone" and not row["sought"]]
+    """A training step, dense and sparse; GiB are the peak of the sparse one."""
+    read = [read_results(results / name) for name in STEPS if (results / name).is_dir()]
+    by_length = {}
+    for each in read:
+        one = [row for row in each.rows if row["spread"] == "alone" and not row["sought"]]
+        by_length |= {alike[0]["length"]: alike for alike in grouped(one, "length")}
+    ways = dict.fromkeys(row["implementation"] for each in read for row in each.rows)
+    ways = sorted(ways, key=CAB.__eq__)
     rows = []
-    for cab in (row for row in one if row["implementation"] == "cab"):
-        alike = [row for row in one if row["length"] == cab["length"]]
-        times = {f"{row['implementation']} s": digits(row["ms"] / 1000) for row in alike}
-        gained = {"×": f"{cab['over_best']:.2f}", "at most": f"{cab['ceiling']:.2f}"}
-        rows.append({"tokens": f"{cab['length']:,}", **times, **gained, "density": cab["density"]})
-    return _table(rows, [result])
+    for length, alike in sorted(by_length.items()):
+        ms = {row["implementation"]: row["ms"] / 1000 for row in alike}
+        (cab,) = (row for row in alike if row["implementation"] == CAB)
+        over = cab["over_best"] and f"{cab['over_best']:.2f}"
+        rows.append(
+            {
+                "tokens": f"{length:,}",
+                **{f"{name} s": digits(ms.get(name)) for name in ways},
+                **{"×": over, "at most": f"{cab['ceiling']:.2f}"},
+                **{"density": cab["density"], "GiB": digits(cab["peak_gib"])},
+            }
+        )
+    return _table(rows, read)
 
 
 def spread_table(results: Path) -> str:
@@ -325,22 +337,6 @@ def spread_table(results: Path) -> str:
         }
         for row in sorted(result.rows, key=itemgetter("length", "world"))
         if row["ms"]
-    ]
-    return _table(rows, [result])
-
-
-def longest_table(results: Path) -> str:
-    """The longest sequence of which a training step fits on one GPU."""
-    result = read_results(results / LONGEST)
-    sought = [row for row in result.rows if row["sought"]]
-    rows = [
-        {
-            "attention": longest["implementation"],
-            "tokens": f"{longest['length']:,}",
-            "peak GiB": digits(longest["peak_gib"]),
-            "too many": f"{longest['over']:,}",
-        }
-        for longest in map(reported_longest, grouped(sought, "implementation"))
     ]
     return _table(rows, [result])
 
@@ -494,7 +490,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "spread": spread_table,
     "trained": trained_table,
     "parallel": parallel_table,
-    "longest": longest_table,
     "sharded": dealt_table,
     "decode": decode_table,
     "decoded": decoded_table,
@@ -537,6 +532,7 @@ class Settings:
 
     page: str = option(str(ROOT / "README.md"), "the file whose tables are written")
     docs: str = option(str(ROOT / "docs"), "the folder of more such files")
+    training: str = option(str(ROOT / "finetune" / "README.md"), "one more such file")
     results: str = option(str(ROOT / "eval" / "results"), "the folder of all results")
 
 
@@ -545,12 +541,13 @@ def main(words: Sequence[str]) -> int:
     prog = f"{experiment.PROG} readme"
     settings = read_settings(Settings, words, prog)
     page, docs, results = map(Path, (settings.page, settings.docs, settings.results))
+    training = Path(settings.training)
     try:
         pages = {
             results / "README.md": results_page(results),
             page: page_with_tables(page.read_text(), results),
         }
-        for path in sorted(docs.glob("*.md")):
+        for path in (*sorted(docs.glob("*.md")), training):
             pages[path] = page_with_tables(path.read_text(), results, "../")
         for path, text in pages.items():
             write_atomically(path, text)

@@ -154,10 +154,11 @@ def test_a_page_made_anew_is_the_same(results):
 def test_the_pages_show_the_committed_results():
     page = (ROOT / "README.md").read_text()
     assert readme.page_with_tables(page, RESULTS) == page
-    for path in (ROOT / "docs").glob("*.md"):
+    below = [*(ROOT / "docs").glob("*.md"), ROOT / "finetune" / "README.md"]
+    for path in below:
         page = path.read_text()
         assert readme.page_with_tables(page, RESULTS, "../") == page, path
-    shown = "".join(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").iterdir()))
+    shown = "".join(path.read_text() for path in (ROOT / "README.md", *below))
     assert all(f"<!-- table: {name} -->" in shown for name in readme.TABLES)
 
 
@@ -196,15 +197,19 @@ def test_results_are_small_enough_for_a_repository():
 
 
 def test_a_step_of_training_is_shown_beside_all_dense_ones(results):
-    rows = [
-        {"length": 4096, "implementation": name, "ms": ms, "over_best": 1.5, "ceiling": 2.0}
-        | {"density": density}
-        for name, ms, density in (("sdpa", 4000.0, 1.0), ("FA4", 3000.0, 1.0), ("cab", 2000.0, 0.2))
-    ]
-    write(results / readme.STEP, rows, experiment="speed lora")
+    def step(length, name, ms, density=1.0, over=None):
+        row = {"length": length, "implementation": name, "ms": ms, "density": density}
+        return row | {"over_best": over, "ceiling": 2.0, "peak_gib": 32.0}
+
+    rows = [step(4096, "sdpa", 4000.0), step(4096, "FA4", 3000.0)]
+    rows += [step(4096, "cab", 2000.0, 0.2, 1.5), step(8192, "cab", 9000.0, 0.2, 1.5)]
+    write(results / readme.STEPS[0], rows, experiment="speed lora")
+    # of a length in several folders that of the last is shown
+    write(results / readme.STEPS[1], [step(8192, "cab", 5000.0, 0.1)], experiment="speed lora")
     result = readme.page_with_tables("<!-- table: lora -->\n<!-- end -->\n", results, "../")
-    assert "| tokens | sdpa s | FA4 s | cab s | × | at most | density |" in result
-    assert "| 4,096 | 4.00 | 3.00 | 2.00 | 1.50 | 2.00 | 0.20 |" in result
+    assert "| tokens | sdpa s | FA4 s | cab s | × | at most | density | GiB |" in result
+    assert "| 4,096 | 4.00 | 3.00 | 2.00 | 1.50 | 2.00 | 0.20 | 32.0 |" in result
+    assert "| 8,192 | – | – | 5.00 | – | 2.00 | 0.10 | 32.0 |\n\n" in result
     # seen from a folder further down
     assert "more in [eval/results](../eval/results)." in result
 
@@ -238,20 +243,6 @@ def test_what_trainings_keep_is_bold_where_it_is_less_for_sure(results):
     rewrite(results, f"{readme.TRAINED}-borders")
     with pytest.raises(ValueError, match="must have one row of method cab:five"):
         readme.page_with_tables("<!-- table: trained -->\n<!-- end -->\n", results, "../")
-
-
-def test_the_longest_sequences_are_shown_beside_what_is_too_long(results):
-    def tried(name, length, fits, sought=True):
-        row = {"implementation": name, "length": length, "fits": fits, "sought": sought}
-        row |= {"spread": "alone", "world": 1, "room_gib": 140.0}
-        return row | {"peak_gib": length / 1024 if fits else None}
-
-    rows = [tried("sdpa", 65536, True, sought=False), tried("sdpa", 4096, True)]
-    rows += [tried("sdpa", 6144, False), tried("sdpa", 8192, False)]
-    rows += [tried("cab", 8192, True), tried("cab", 6144, True), tried("cab", 10240, False)]
-    write(results / readme.LONGEST, rows, experiment="speed lora")
-    result = readme.page_with_tables("<!-- table: longest -->\n<!-- end -->\n", results, "../")
-    assert "| sdpa | 4,096 | 4.00 | 6,144 |\n| cab | 8,192 | 8.00 | 10,240 |\n\n" in result
 
 
 def test_what_ranks_share_is_shown_with_what_it_takes(results):
@@ -371,6 +362,7 @@ def test_the_command_writes_all_pages_or_none(results, tmp_path, capsys, monkeyp
     docs.mkdir()
     (docs / "more.md").write_text("no tables are needed here")
     words = ["--page", str(file), "--results", str(results), "--docs", str(docs)]
+    words += ["--training", str(docs / "more.md")]
     monkeypatch.setattr(readme, "results_page", lambda results: "all\n")
     (results / SPEED / "samples.jsonl").write_text("{}")
     assert readme.main(words) == 0
