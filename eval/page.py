@@ -1,4 +1,4 @@
-"""write one HTML page of folders of results: tables to sort, figures, commands, and no network.
+"""One HTML page of folders of results: tables to sort, figures, commands, and no network.
 
 All parts are those of ``eval/results/README.md`` and ``report.md``; the page brings its style, its
 script and its figures along, and its content security policy has a browser load nothing else.

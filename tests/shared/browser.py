@@ -76,7 +76,7 @@ def main():
         # after a moment, in which what the script did is drawn
         view.page().runJavaScript(
             # Qt hands on neither arrays nor objects
-            f"JSON.stringify({sys.stdin.read()})",
+            f"JSON.stringify(({sys.stdin.read()}))",
             lambda result: QTimer.singleShot(300, lambda: finish(result)),
         )
 
