@@ -15,10 +15,12 @@ from cab_hf.runs.settings import UsageError, missing_package
 
 NAMES = (
     *("bridges", "calibrate", "families", "families-context-parallel"),
-    *("fidelity", "harness", "passkey", "readme", "speed"),
+    *("fidelity", "harness", "passkey", "readme", "report", "speed"),
 )
+# where a module has another name than its command
+MODULES = {"report": "page"}
 # command -> module, with an `Experiment` called EXPERIMENT, or ``main(words)``, or COMMANDS again
-COMMANDS = {name: f"cab_hf.eval.{name.replace('-', '_')}" for name in NAMES}
+COMMANDS = {name: f"cab_hf.eval.{MODULES.get(name, name.replace('-', '_'))}" for name in NAMES}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

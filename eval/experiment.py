@@ -245,24 +245,31 @@ def summary(kind: type[Experiment], rows: Sequence[Row]) -> list[str]:
 def report_text(kind: type[Experiment], rows: Sequence[Row], provenance: Row) -> str:
     """``report.md`` from what ``results.json`` holds."""
     others = list(kind.tables(rows).items())[1:]
-    # what computed, with its version, and whatever it was compared with
-    packages = [f"{name} {version}" for name, version in provenance["versions"].items()]
-    packages += provenance.get("baselines", {}).values()
     parts = [
         f"# {kind.title}",
         *summary(kind, rows),
         f"![{kind.caption}]({FIGURE})",
         *(f"## {heading}\n\n{table}" for heading, table in others),
         kind.notes(provenance["settings"]),
-        *_configs(provenance["settings"]),
-        f"Made on {provenance['device']} with {', '.join(dict.fromkeys(packages))}, commit "
-        f"{provenance['commit'] or 'unknown'}; finished {provenance['finished']}:",
+        *configs(provenance["settings"]),
+        f"{made_on(provenance)}:",
         command(kind, provenance["settings"]),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _configs(settings: Row) -> list[str]:
+def made_on(provenance: Row) -> str:
+    """Device, versions, commit and time of a run, as a sentence without its full stop."""
+    # what computed, with its version, and whatever it was compared with
+    packages = [f"{name} {version}" for name, version in provenance["versions"].items()]
+    packages += provenance.get("baselines", {}).values()
+    return (
+        f"Made on {provenance['device']} with {', '.join(dict.fromkeys(packages))}, commit "
+        f"{provenance['commit'] or 'unknown'}; finished {provenance['finished']}"
+    )
+
+
+def configs(settings: Row) -> list[str]:
     """The whole configs that were in force, as far as settings are recorded with them."""
     known = settings.get("cab_configs") or {"cab": settings.get("cab_config")}
     return [f"Config of {name}: `{json.dumps(config)}`" for name, config in known.items() if config]

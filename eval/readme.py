@@ -108,6 +108,7 @@ class Results:
     rows: Sequence[Row]
     provenance: Mapping[str, Any]
     kind: type[Experiment]
+    folder: Path
 
     def row(self, **wanted: Any) -> Row:
         """The only row of those values; ValueError where there is none."""
@@ -128,15 +129,19 @@ def read_results(folder: Path) -> Results:
         raise ValueError(f"{path} names no experiment in its provenance; measure it again.")
     kind = named(made["experiment"])
     rows = [{**kind.ADDED, **row} for row in renamed_in(json.loads(read_file(path)))["rows"]]
-    return Results(folder.name, rows, made, kind)
+    return Results(folder.name, rows, made, kind, folder)
 
 
 def results_page(results: Path) -> str:
     """The page of all folders in ``results``; ValueError as of `read_results`."""
-    matches = [read_results(folder) for folder in sorted(results.iterdir()) if folder.is_dir()]
-    # those of one experiment by name
-    matches.sort(key=lambda each: (*(each.kind.name != name for name in ORDER), each.name))
+    folders = filter(Path.is_dir, results.iterdir())
+    matches = in_order(map(read_results, folders))
     return "\n\n".join([INTRODUCTION, *(section(each, matches) for each in matches)]) + "\n"
+
+
+def in_order(results: Iterable[Results]) -> list[Results]:
+    """As pages show them: by `ORDER`, those of one experiment by name."""
+    return sorted(results, key=lambda each: (*(each.kind.name != x for x in ORDER), each.name))
 
 
 def section(result: Results, among: Sequence[Results]) -> str:

@@ -49,7 +49,7 @@ def refused_as(tell: Callable[[Exception], str]) -> Iterator[None]:
 def missing_package(error: ImportError) -> str | None:
     """A sentence on the extra of cab_hf that brings what could not be imported; None: none does."""
     module = (error.name or "").partition(".")[0]
-    package = {"yaml": "pyyaml"}.get(module, module)
+    package = {"yaml": "pyyaml", "markdown_it": "markdown_it_py"}.get(module, module)
     try:
         required = metadata.requires("cab_hf") or []
     except metadata.PackageNotFoundError:
@@ -89,6 +89,12 @@ def flag(help: str) -> Any:
     """An `option` that its name alone turns on; False where it is not given."""
     fields = {**option(False, help, parse_flag).metadata, "flag": True}
     return dataclasses.field(default=False, metadata=fields)
+
+
+def operands(help: str) -> Any:
+    """A dataclass field of what is typed without the name of an option: a tuple of texts."""
+    fields = {**option((), help).metadata, "operands": True}
+    return dataclasses.field(default=(), metadata=fields)
 
 
 def parse_flag(text: str) -> bool:
@@ -177,10 +183,11 @@ def read_settings(
         _add_option(parser, field)
     text = "YAML file of these options; those typed here win"
     parser.add_argument(f"--{file}", metavar="FILE", help=text)
-    parsed, unknown = parser.parse_known_args(words)
+    parsed, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
         name = unknown[0].partition("=")[0]
-        near = _nearest(name, list(map(_option_name, fields)))
+        known = (key for key, field in fields.items() if not _has_operands(field))
+        near = _nearest(name, list(map(_option_name, known)))
         parser.error(f"there is no option {name!r}; {near}")
     typed = vars(parsed)
     path = typed.pop(file)
@@ -197,6 +204,10 @@ def read_settings(
 
 def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
     metadata, defaults = field.metadata, _defaults(field)
+    if _has_operands(field):
+        look = {"nargs": "*", "metavar": field.name.upper().removesuffix("S")}
+        parser.add_argument(field.name, default=argparse.SUPPRESS, help=metadata["help"], **look)
+        return
     many = any(isinstance(default, tuple) for default in defaults)
     words = {"action": "append"} if metadata["repeatable"] else {"nargs": "+"} if many else {}
     words |= {"nargs": "?", "const": "true"} if metadata.get("flag") else {}
@@ -205,6 +216,10 @@ def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field) -> No
     # without a default, what is not typed is not there
     words |= {"default": argparse.SUPPRESS, "help": (metadata["help"] + default).replace("%", "%%")}
     parser.add_argument(_option_name(field.name), dest=field.name, **words)
+
+
+def _has_operands(field: dataclasses.Field) -> bool:
+    return field.metadata.get("operands", False)
 
 
 def _option_name(name: str) -> str:
@@ -227,6 +242,8 @@ def _parse(texts: Mapping[str, Any], fields: Fields, where: str = "") -> dict[st
         try:
             if metadata["repeatable"]:
                 dict(map(parse_assignment, text))  # refused here, where the option is known
+                values[name] = tuple(text)
+            elif _has_operands(fields[name]):
                 values[name] = tuple(text)
             else:
                 values[name] = metadata["parse"](text if isinstance(text, str) else ",".join(text))

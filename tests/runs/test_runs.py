@@ -21,6 +21,7 @@ from cab_hf.runs.settings import (
     comma_separated,
     fill_by_device,
     flag,
+    operands,
     option,
     parse_length,
     read_settings,
@@ -371,8 +372,14 @@ class Settings:
         require(self, "mass", 0 < self.mass <= 1, "in (0, 1]")
 
 
-def read(*words):
-    return read_settings(Settings, words, "try")
+@dataclass(frozen=True)
+class Folders:
+    folders: tuple[str, ...] = operands("what is read")
+    out: str = option("out", "a folder")
+
+
+def read(*words, kind=Settings):
+    return read_settings(kind, words, "try")
 
 
 @pytest.mark.parametrize(
@@ -394,6 +401,32 @@ def read(*words):
 )
 def test_words_become_settings(words, changes):
     assert read(*words) == Settings(**changes)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], Folders()),
+        (["a,b", "c"], Folders(("a,b", "c"))),
+        (["a", "--out", "o", "b"], Folders(("a", "b"), "o")),
+    ],
+)
+def test_words_without_a_name_are_operands(words, expected):
+    assert read(*words, kind=Folders) == expected
+
+
+def test_operands_may_stand_in_a_file(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("folders: [a, b]\n")
+    assert read("--settings", str(file), kind=Folders) == Folders(("a", "b"))
+    assert read("c", "--settings", str(file), kind=Folders) == Folders(("c",))
+
+
+def test_an_unknown_option_beside_operands_is_refused(capsys):
+    with pytest.raises(SystemExit) as stop:
+        read("a", "--ot", "o", kind=Folders)
+    assert stop.value.code == 2
+    assert "there is no option '--ot'; did you mean --out?" in capsys.readouterr().err
 
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path):

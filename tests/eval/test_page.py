@@ -1,0 +1,342 @@
+"""The page of results for a browser: what is on it, that it is complete in itself, what sorts."""
+
+import base64
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import browser
+import pytest
+
+from cab_hf.eval import __main__, charts, experiment, page, readme, report
+from cab_hf.eval.passkey import Passkey
+from cab_hf.eval.report import markdown_table
+
+RESULTS = Path(__file__).parents[2] / "eval" / "results"
+COMMITTED = ("speed-ttft", "families", "smollm2-8192-1key")
+HOSTILE = 'a <b>, c & d | "e" <script>alert(1)</script> ![x](https://host/x.png)'
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, texts of tables by row, and all text by the tag it stands in."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.tables, self.texts, self._inside = [], [], {}, []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in ("meta", "img"):
+            self._inside.append(tag)
+            self.texts.setdefault(tag, []).append("")
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("th", "td"):
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self._inside.pop() == tag
+
+    def handle_data(self, text):
+        for tag in set(self._inside):
+            self.texts[tag][-1] += text
+        if {"th", "td"} & set(self._inside):
+            self.tables[-1][-1][-1] += text
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+class Told(Passkey):
+    """What is given to it, as tables and sentences."""
+
+    title, caption = "Told <i>", "seen & <drawn>"
+
+    @staticmethod
+    def tables(rows):
+        first = markdown_table(rows, ["name", "value"])
+        return {"First": first, "Others & more": markdown_table(rows, ["value"])}
+
+    @staticmethod
+    def readings(rows):
+        return [f"It says {HOSTILE}.", "No more."]
+
+    @staticmethod
+    def notes(settings):
+        return "What *value* means.\n\nNothing < 3."
+
+
+def write(folder, rows, **made):
+    """A folder of results, with a figure."""
+    folder.mkdir(parents=True)
+    made = {
+        **{"experiment": "passkey", "device": "a GPU", "commit": "0123456789"},
+        **{"versions": {"torch": "2"}, "finished": "today", "settings": {"keys": 4}},
+        **made,
+    }
+    report.write_results(folder, rows, made)
+    with charts.figure(folder / "figure.png", 1, 1, figsize=(1, 1)):
+        pass
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(readme, "named", {"passkey": Told}.get)
+    rows = [{"name": HOSTILE, "value": 0.5}, {"name": "b", "value": None}]
+    write(tmp_path / "runs" / "told", rows)
+    return tmp_path / "runs" / "told"
+
+
+def made(*folders):
+    return page.page(page.read_all(folders))
+
+
+@pytest.fixture(scope="module")
+def committed():
+    """The page of all committed results."""
+    return made(RESULTS)
+
+
+# --- what is on it
+
+
+def test_a_section_has_all_parts_of_a_report(folder):
+    text = made(folder)
+    shown = Page(text)
+    assert shown.texts["h2"] == ["Told <i>"] and {"id": "told"} in shown.all("section")
+    assert "a GPU, torch 2, commit 0123456; folder told." in shown.texts["p"][1]
+    assert f"It says {HOSTILE.partition('!')[0]}!x." in shown.texts["p"]
+    assert shown.texts["summary"] == ["Others & more", "Notes", "Versions and config"]
+    assert "What <em>value</em> means." in text and "Nothing < 3." in shown.texts["p"]
+    said = "Made on a GPU with torch 2, commit 0123456789; finished today."
+    assert said in shown.texts["p"]
+    assert [name for name, _ in shown.tags].count("script") == 1
+
+
+def test_texts_of_results_are_text(folder):
+    shown = Page(made(folder))
+    cell = HOSTILE.replace("![x](https://host/x.png)", "!x")
+    assert shown.tables[0] == [["name", "value"], [cell, "0.50"], ["b", "–"]]
+    assert shown.all("img")[0]["alt"] == "seen & <drawn>"
+
+
+def test_the_contents_lead_to_every_section(committed):
+    shown = Page(committed)
+    links = [link["href"] for link in shown.all("a") if link["href"] != "#top"]
+    names = [path.parent.name for path in RESULTS.glob("*/results.json")]
+    assert set(links) >= {f"#{name}" for name in names}
+    # once in the contents, once in the heading
+    assert sorted(links) == sorted([each for name in names for each in [f"#{name}"] * 2])
+    assert sorted(each["id"] for each in shown.all("section")) == sorted(names)
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_tables_and_headings_are_those_of_the_report(name):
+    complete = (RESULTS / name / "report.md").read_text()
+    result = readme.read_results(RESULTS / name)
+    shown = Page(made(RESULTS / name))
+    lines = [line for line in complete.splitlines() if line.startswith("| ")]
+    rows = [re.split(r" (?<!\\)\| ", line[2:-2]) for line in lines if "| --- |" not in line]
+    # as text, without the marks of Markdown
+    plain = [[re.sub(r"\\(\|)|`|\*\*", r"\1", cell) for cell in row] for row in rows]
+    assert [row for table in shown.tables for row in table] == plain
+    assert shown.texts["h2"] == [readme.heading(result, [result])]
+    headings = re.findall("^## (.+)$", complete, re.MULTILINE)
+    assert shown.texts["summary"][: len(headings)] == headings
+
+
+def test_every_figure_is_inside_and_has_its_command():
+    shown = Page(made(*(RESULTS / name for name in COMMITTED)))
+    results = page.read_all([RESULTS / name for name in COMMITTED])
+    pictures = [image["src"].removeprefix("data:image/png;base64,") for image in shown.all("img")]
+    assert len(pictures) == len(shown.texts["figcaption"]) == len(COMMITTED)
+    for result, picture, said in zip(results, pictures, shown.texts["figcaption"], strict=True):
+        assert base64.b64decode(picture) == (result.folder / "figure.png").read_bytes()
+        command = experiment.command(result.kind, result.provenance["settings"])
+        assert said.strip() == f"{result.kind.caption}\n{command.strip('`').strip()}"
+    assert all(image["alt"] for image in shown.all("img"))
+
+
+def test_nothing_is_loaded_from_elsewhere(committed):
+    shown = Page(committed)
+    loading = {"link", "iframe", "object", "embed", "base", "video"}
+    assert not loading & {tag for tag, _ in shown.tags}
+    sources = [given["src"] for _, given in shown.tags if "src" in given]
+    assert sources and all(source.startswith("data:image/png;base64,") for source in sources)
+    assert not any(word in committed for word in ("srcset", "url(", "@import"))
+    (policy,) = (each["content"] for each in shown.all("meta") if "http-equiv" in each)
+    assert policy.startswith("default-src 'none'; img-src data:;")
+
+
+def test_folders_of_folders_count_as_all_of_theirs_and_each_once(folder):
+    write(folder.parent / "other", [{"name": "a", "value": 1.0}], settings={"keys": 1})
+    results = page.read_all([folder.parent, folder])
+    assert [each.name for each in results] == ["other", "told"]
+
+
+def test_folders_of_one_name_go_by_their_paths(folder, tmp_path):
+    write(tmp_path / "more" / "told", [{"name": "a", "value": 1.0}])
+    results = page.read_all([folder, tmp_path / "more"])
+    shown = Page(page.page(results))
+    names = {str(folder), str(tmp_path / "more" / "told")}
+    assert {each.name for each in results} == names
+    assert set(shown.texts["h2"]) == {f"Told <i> ({name})" for name in names}
+    assert len({each["id"] for each in shown.all("section")}) == 2
+
+
+# --- numbers
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        *(("0.35", 0.35), ("131,072", 131072), ("-0.02 [-0.07, +0.02]", -0.02), ("+0.06", 0.06)),
+        *(("10.1 %", 10.1), ("19%", 19), ("2.19×", 2.19), ("× 1.10", 1.1), ("1e-06", 1e-6)),
+        *(("64k", 65536), ("1M", 1 << 20), ("92 of 100", 0.92), ("0 of 0", 0)),
+        *(("62.2 (0 + 62.2)", 62.2), ("1.00 FA3", 1), ("63.2, 30 %", 63.2), ("0.90 [0.8]", 0.9)),
+        *(("–", None), ("", None), ("128x64", None), ("3-layer", None), ("16,32", None)),
+        *(("cab", None), ("2026-01-02", None), ("4090s", None)),
+    ],
+)
+def test_a_cell_is_sorted_by_the_number_that_it_begins_with(text, expected):
+    assert page.value(text) == expected
+
+
+def test_columns_of_numbers_are_marked(folder):
+    text = made(folder)
+    assert '<th class="number">value</th>' in text and "<th>name</th>" in text
+    assert '<td data-value="0.5" class="number">0.50</td>' in text
+    assert '<td class="number">–</td>' in text
+
+
+# --- in a browser
+
+
+ORDERS = """
+(() => {
+  const table = document.querySelector("table");
+  const read = (column) => [...table.tBodies[0].rows].map((row) => row.cells[column].textContent);
+  const button = (column) => table.tHead.rows[0].cells[column].querySelector("button");
+  const answer = [];
+  for (const column of [0, 0, 1, 1, 2]) {
+    button(column).click();
+    answer.push([...read(column), table.querySelectorAll("[aria-sort]").length,
+      table.tHead.rows[0].cells[column].getAttribute("aria-sort")]);
+  }
+  return answer;
+})()"""
+
+
+@pytest.mark.skipif(not browser.installed(), reason=browser.NEEDED)
+def test_the_page_sorts_in_a_browser_and_logs_nothing(tmp_path, monkeypatch):
+    class Sorted(Told):
+        @staticmethod
+        def tables(rows):
+            return {"First": markdown_table(rows, ["name", "value", "both"])}
+
+    monkeypatch.setattr(readme, "named", {"passkey": Sorted}.get)
+    names, values = ("b10", "b9", "a"), ("2,048", None, "64.5 %")
+    both = ("none", "1 of 4", "0.2×")
+    keys = ("name", "value", "both")
+    rows = [dict(zip(keys, row, strict=True)) for row in zip(names, values, both, strict=True)]
+    write(tmp_path / "run", rows)
+    (tmp_path / "index.html").write_text(made(tmp_path / "run"))
+    result, logged = browser.browse(tmp_path / "index.html", ORDERS)
+    assert result == [
+        ["a", "b9", "b10", 1, "ascending"],
+        ["b10", "b9", "a", 1, "descending"],
+        ["64.5 %", "2,048", "–", 1, "ascending"],
+        ["2,048", "64.5 %", "–", 1, "descending"],
+        ["0.2×", "1 of 4", "none", 1, "ascending"],
+    ]
+    assert not logged
+
+
+@pytest.mark.skipif(not browser.installed(), reason=browser.NEEDED)
+def test_all_committed_results_open_in_a_browser_without_a_word(committed, tmp_path):
+    (tmp_path / "index.html").write_text(committed)
+    script = """(() => ({
+      figures: [...document.images].every((image) => image.naturalWidth > 0),
+      wide: document.documentElement.scrollWidth > document.documentElement.clientWidth,
+      buttons: document.querySelectorAll("th button").length
+        === document.querySelectorAll("th").length,
+    }))()"""
+    result, logged = browser.browse(tmp_path / "index.html", script)
+    assert result == {"figures": True, "wide": False, "buttons": True} and not logged
+
+
+# --- the command, and what it refuses
+
+
+def run(capsys, *words):
+    """Exit status and what is said on stderr."""
+    try:
+        status = __main__.main(["report", *map(str, words)])
+    except SystemExit as stop:
+        status = stop.code
+    return status, capsys.readouterr().err
+
+
+def test_the_command_writes_one_file(folder, tmp_path, capsys):
+    out = tmp_path / "a" / "page"
+    assert run(capsys, folder, "--out", out)[0] == 0
+    assert [path.name for path in out.iterdir()] == ["index.html"]
+    assert (out / "index.html").read_text() == made(folder)
+
+
+def no_results(folder):
+    (folder / "results.json").unlink()
+
+
+def no_figure(folder):
+    (folder / "figure.png").unlink()
+
+
+def broken_figure(folder):
+    (folder / "figure.png").write_text("version https://git-lfs.github.com/spec/v1")
+
+
+def broken_results(folder):
+    (folder / "results.json").write_text("{")
+
+
+def other_rows(folder):
+    complete = json.loads((folder / "results.json").read_text())
+    (folder / "results.json").write_text(json.dumps({**complete, "rows": [3]}))
+
+
+def gone(folder):
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(gone, "told has no results.json; measure it again", id="gone"),
+        pytest.param(no_results, "told has no results.json; measure it again", id="no results"),
+        pytest.param(broken_results, "has no results of a run; take it away", id="broken"),
+        pytest.param(other_rows, "told cannot be shown: TypeError: ", id="rows"),
+        pytest.param(no_figure, "told cannot be shown: FileNotFoundError: ", id="no figure"),
+        pytest.param(broken_figure, "figure.png is no PNG", id="figure"),
+    ],
+)
+def test_a_folder_that_cannot_be_shown_is_refused(folder, tmp_path, capsys, change, message):
+    change(folder)
+    status, said = run(capsys, folder, "--out", tmp_path / "out")
+    assert status == 2 and said.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert said.startswith("python -m cab_hf.eval: report: ") and message in said
+
+
+def test_without_folders_it_says_what_to_give(tmp_path, capsys):
+    status, said = run(capsys, "--out", tmp_path / "out")
+    assert status == 2 and "give folders of results, such as eval/results" in said
+
+
+def test_a_folder_that_cannot_be_written_is_told(folder, capsys):
+    status, said = run(capsys, folder, "--out", folder / "figure.png")
+    assert status == 2 and "figure.png cannot be written (File exists)" in said
