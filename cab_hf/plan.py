@@ -81,10 +81,12 @@ class Spans:
     def kv_length(self) -> int:
         return self.key_valid.shape[1]
 
+    @once_per_spans
     def pairs(self) -> Tensor:
         """int64 scalar: the (query, key) pairs of one head that causality allows."""
         return (self.last - self.first + 1).clamp(min=0).sum(dtype=torch.int64)
 
+    @once_per_spans
     def blocked(self, query_block: int) -> tuple[Tensor, Tensor]:
         """(first, last) by block, int32 [B, M_q, query_block]; the ragged end sees nothing."""
         padding = -self.q_length % query_block
@@ -126,6 +128,7 @@ class Spans:
             F.pad(ends, (0, -self.q_length % query_block)).unflatten(1, (-1, query_block)).any(-1)
         )
 
+    @once_per_spans
     def rows(self, query_block: int) -> RowSpans:
         """The spans of every query block, padding queries left out."""
         nobody = torch.iinfo(torch.int32).max

@@ -1,11 +1,11 @@
 """Fidelity: whether a method keeps the answers of dense attention, on any text.
 
 Nothing is generated: a model reads a text whose answers stand in it, once, and is asked what it
-would have said at each of their tokens. Two probes, and those of tasks, are what a user of sparse
+would have said at each of their tokens. Three probes, and those of tasks, are what a user of sparse
 prefill feels: there the method reads a prompt, and what follows is read through the KV cache,
-densely. Three are what a user of sparse decoding feels: what follows is read, or written, one token
-at a time and as the method decodes. Cells are (method, text, length, budget); a case is (cell,
-probe, depth, index).
+densely; one of them does so turn after turn, as chats do. Three are what a user of sparse decoding
+feels: what follows is read, or written, one token at a time and as the method decodes. Cells are
+(method, text, length, budget); a case is (cell, probe, depth, index).
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from cab_hf.eval.methods import (
     Dense,
     Full,
     Method,
+    Published,
     Realised,
     exact_readings,
     known,
@@ -69,14 +70,16 @@ from cab_hf.eval.teacher_forcing import (
     TeacherForced,
     answered,
     behind_prompt,
+    behind_turns,
     continued,
     distributions,
     divergence,
+    divergence_by_turn,
     greedy_match,
     nll,
     right_spans,
 )
-from cab_hf.needles import NAMES, shared
+from cab_hf.needles import NAMES, Span, shared
 from cab_hf.runs.markdown import plain
 from cab_hf.runs.provenance import file_identity
 from cab_hf.runs.settings import (
@@ -96,11 +99,13 @@ RECALL_BORDER, PERPLEXITY_BORDER = "recall_border", "perplexity_border"
 RECALLS, PERPLEXITIES = (RECALL, RECALL_BORDER), (PERPLEXITY, PERPLEXITY_BORDER)
 # of what follows a prompt: the prompt is read by the method, what follows through the KV cache
 CONTINUATION, ASKED = "continuation", "asked"
+# the same in every turn of a chat, over one KV cache; and how many turns there are
+TURNS, TURN_COUNT = "turns", 5
 # the same, where the method also decodes what follows; and what it writes itself
 DECODE, DECODE_ASKED, GREEDY = "decode", "decode_asked", "greedy"
 DECODES = (DECODE, DECODE_ASKED, GREEDY)
 WITH_KEYS_ASKED = (ASKED, DECODE_ASKED)
-PROMPTS = (CONTINUATION, ASKED, *DECODES, PASS, QUESTION_FIRST, MULTI_KEY)
+PROMPTS = (CONTINUATION, ASKED, TURNS, *DECODES, PASS, QUESTION_FIRST, MULTI_KEY)
 PROBES = (*PROMPTS, *RECALLS, *PERPLEXITIES, *TASKS)
 # stands for the probes of all tasks, and for the mean over them
 ALL_TASKS = "tasks"
@@ -261,6 +266,14 @@ class Settings(OnModelSettings):
                 f"such that 7/8 of each are 4 times decode_tokens={config.decode_tokens} or more, "
                 "for below decoding is dense",
             )
+        if TURNS in self.probes:
+            block = self.largest_block
+            check(
+                "lengths",
+                min(self.lengths) // TURN_COUNT >= 2 * block,
+                f"at least {2 * TURN_COUNT * block} each for {TURNS}: {TURN_COUNT} turns of 2 "
+                f"query blocks of {block}",
+            )
         caches = [name for name in self.methods if name in CACHES] if decoding else []
         check(
             "match",
@@ -298,6 +311,14 @@ class Settings(OnModelSettings):
         smallest = min(config.query_block for config in self.configs.values())
         return min(CHUNK, smallest - 1, CabConfig.published().query_block - 1)
 
+    @property
+    def largest_block(self) -> int:
+        """Tokens of the largest query block of any method."""
+        configs = list(self.configs.values())
+        if Published.name in self.methods:
+            configs.append(CabConfig.published())
+        return max(config.query_block for config in configs)
+
     @cached_property
     def compared(self) -> tuple[str, ...]:
         """All methods; those that match a budget wait for the one that sets it."""
@@ -307,6 +328,13 @@ class Settings(OnModelSettings):
 
 def _assigned(texts: Sequence[str]) -> dict[str, Any]:
     return dict(map(parse_assignment, texts))
+
+
+def turn_ends(length: int) -> tuple[Span, ...]:
+    """The spans that end `TURN_COUNT` equal turns of a text, as long as `CONTINUED` has it."""
+    ends = [length * turn // TURN_COUNT for turn in range(TURN_COUNT + 1)]
+    read = max(1, min(CONTINUED, length // TURN_COUNT // CONTINUED_SHARE))
+    return tuple((end - read, end) for end in ends[1:])
 
 
 def at_once(length: int) -> int:
@@ -387,8 +415,10 @@ class Fidelity(OnModel):
             return answered(tokenizer, prompt)
         place = (tokenizer, haystack.sentences, length)
         behind = {CONTINUATION: CONTINUED, DECODE: settings.decoded, GREEDY: settings.written}
-        if probe in (TIME, *behind, *PERPLEXITIES):
+        if probe in (TIME, TURNS, *behind, *PERPLEXITIES):
             tokens = plain_document(*place, index, settings.seed)
+            if probe == TURNS:
+                return TeacherForced(tokens, turn_ends(length))
             if probe in behind:
                 prompt = length - max(1, min(behind[probe], length // CONTINUED_SHARE))
                 return TeacherForced(tokens, ((prompt, length),), prompt)
@@ -418,6 +448,17 @@ class Fidelity(OnModel):
         def made(text: str, length: int, index: int) -> Tensor:
             reading = self.reading(text, length, CONTINUATION, None, index)
             return distributions(self.model, reading, self.settings.chunk).cpu()
+
+        return made
+
+    @cached_property
+    def dense_turns(self) -> Callable[[str, int, int], Tensor]:
+        """(text, length, index) -> dense logits of `TURNS`, on the CPU; kept as `reference`."""
+
+        @lru_cache(maxsize=self.settings.documents)
+        def made(text: str, length: int, index: int) -> Tensor:
+            reading = self.reading(text, length, TURNS, None, index)
+            return behind_turns(self.model, reading, self.settings.chunk).cpu()
 
         return made
 
@@ -560,9 +601,11 @@ class Fidelity(OnModel):
                     "tokens": len(reading.tokens),
                     **self.clock.time(self.model, reading.tokens, config),
                 }
+        # before the method is on
         if probe == CONTINUATION:
-            # before the method is on
             self.reference(case["text"], case["length"], case["index"])
+        if probe == TURNS:
+            self.dense_turns(case["text"], case["length"], case["index"])
         result = self.under(method, lambda: self.read(case, reading, method))
         return {"tokens": len(reading.tokens), **result}
 
@@ -626,10 +669,14 @@ class Fidelity(OnModel):
         # CAB keeps all keys, and reads them all where it does not decode
         cache = None if type(method) is Cab else method.cache(self.model)
         how = settings.chunk, cache, settings.prefill_chunk
+        # dense attention is what the others are held against, and so exactly itself
+        itself = case["method"] == Dense.name
+        if probe == TURNS:
+            dense = self.dense_turns(case["text"], case["length"], case["index"])
+            result = dense if itself else behind_turns(self.model, reading, *how)
+            return divergence_by_turn(result, dense, reading)
         if probe == CONTINUATION:
             dense = self.reference(case["text"], case["length"], case["index"])
-            # dense attention is what the others are held against, and so exactly itself
-            itself = case["method"] == Dense.name
             result = dense if itself else distributions(self.model, reading, *how)
             return divergence(result, dense, reading)
         if probe in PERPLEXITIES:
@@ -645,8 +692,10 @@ class Fidelity(OnModel):
         Student's interval. Both over what this method and dense attention have read alike. Of what
         follows a prompt also the KL divergence a token, the mean over documents with Student's
         interval, and the share of tokens at which greedy decoding would agree with dense. Of what
-        is decoded the KL divergence also over that of `Full`, the noise floor. Of continuations:
-        how many are those of dense word for word, and how many tokens they begin alike.
+        is decoded the KL divergence also over that of `Full`, the noise floor. Of turns also what
+        is found in each, and by how much the last one's KL exceeds the first one's. Of
+        continuations: how many are those of dense word for word, and how many tokens they begin
+        alike.
         """
         dense = {question_of(s): s for s in samples if s["method"] == Dense.name}
         texts, kinds = list(dict.fromkeys(s["text"] for s in samples)), list(METHODS.values())
@@ -668,9 +717,14 @@ class Fidelity(OnModel):
             for heading, (probe, write) in COLUMNS.items()
             if probe is None or any(row.get(probe) for row in rows)
         }
-        return {
+        made = {
             f"On {plain(own[0]['text'])}": markdown_table(own, shown)
             for own in grouped(rows, "text")
+        }
+        turned = grouped([row for row in rows if row.get(TURNS)], "text")
+        return made | {
+            f"Turn after turn on {plain(own[0]['text'])}": markdown_table(own, TURN_COLUMNS)
+            for own in turned
         }
 
     @staticmethod
@@ -680,7 +734,7 @@ class Fidelity(OnModel):
         return [
             f"On {plain(text)}, {row['length']} tokens, cab attends {row['density']:.0%} of the "
             f"pairs{_time_said(row)}; against dense: "
-            f"{', '.join([*_behind(row, rows), *_decoding(row), *_changes(row)])}."
+            f"{', '.join([*_behind(row, rows), *_turning(row), *_decoding(row), *_changes(row)])}."
             for text, row in cab.items()
         ] + exact_readings(rows)
 
@@ -720,7 +774,8 @@ class Fidelity(OnModel):
             "Query blocks are decided as a whole, so that what an answer's first token "
             "attends may depend on its later ones, as on all that follow in the block. At borders "
             "it does not: there numbers of recall, and the tokens of perplexity, are the first of "
-            f"{BORDER} tokens that whole query blocks make up.{_tasks(settings.get('probes', ()))}"
+            f"{BORDER} tokens that whole query blocks make up."
+            f"{_chats(settings.get('probes', ()))}{_tasks(settings.get('probes', ()))}"
             f"{_cascades(settings['cab_configs'])}"
         )
 
@@ -758,6 +813,18 @@ class Fidelity(OnModel):
 EXPERIMENT = Fidelity
 
 
+def _chats(probes: Sequence[str]) -> str:
+    """What turns are, where they are asked for."""
+    if TURNS not in probes:
+        return ""
+    return (
+        f" Turns: a text is read as {TURN_COUNT} equal turns over one KV cache, each a prompt that "
+        f"the method reads and the {CONTINUED} tokens that follow it (an eighth of the turn at "
+        "most), read as those behind a prompt are, against dense attention that reads the same "
+        f"turns. Turn {TURN_COUNT} less turn 1: the mean over documents with Student's interval."
+    )
+
+
 def _tasks(probes: Sequence[str]) -> str:
     """What answers of tasks are, where some are asked for."""
     if not {*TASKS} & {*probes}:
@@ -792,7 +859,7 @@ def _usual(samples: Sequence[Row]) -> list[Row]:
     """
     parts = [s for s in samples if s["probe"] != TIME]
     read = [s for s in parts if s["probe"] not in DECODES] or parts
-    unusual = (QUESTION_FIRST, CONTINUATION, ASKED, *TASKS)
+    unusual = (QUESTION_FIRST, CONTINUATION, ASKED, TURNS, *TASKS)
     return [s for s in read if s["probe"] not in unusual] or read
 
 
@@ -807,7 +874,7 @@ def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
         step_tokens = decoded["step_tokens"]
         row |= {"step_tokens": step_tokens, "step_share": step_tokens / decoded["length"]}
     compared = {} if members[0]["method"] == Dense.name else dense
-    scored = dict.fromkeys(PERPLEXITIES, _perplexity) | {GREEDY: _written}
+    scored = dict.fromkeys(PERPLEXITIES, _perplexity) | {GREEDY: _written, TURNS: _turns}
     scored |= dict.fromkeys((CONTINUATION, DECODE), _continuation)
     for probe in PROBES:
         own = [s for s in members if s["probe"] == probe]
@@ -837,6 +904,22 @@ def _continuation(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[
         fields |= {"kl_low": max(0.0, low), "kl_high": high}
     agreed, count = (sum(s[name] for s in own) for name in ("agree", "count"))
     return {**fields, "agreement": agreed / count, **_perplexity(own, pairs)}
+
+
+def _turns(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
+    """`_continuation` of all turns and of each, and the KL of the last less that of the first."""
+    turns = [
+        _continuation(
+            [s["turns"][at] for s in own], [(s["turns"][at], b["turns"][at]) for s, b in pairs]
+        )
+        for at in range(TURN_COUNT)
+    ]
+    first, last = ([s["turns"][at]["kl"] / s["turns"][at]["count"] for s in own] for at in (0, -1))
+    fields = {"growth": fmean(last) - fmean(first)}
+    if len(own) > 1:
+        _, low, high = mean_interval(last, first)
+        fields |= {"growth_low": low, "growth_high": high}
+    return {**_continuation(own, pairs), "turns": turns, **fields}
 
 
 def _hold_against_floor(rows: Sequence[dict[str, Any]]) -> None:
@@ -988,7 +1071,8 @@ def _time_said(row: Row) -> str:
 
 def _compared(row: Row) -> bool:
     """Whether there is anything to say of a row against dense."""
-    return bool(row.get(CONTINUATION, {}).get("pairs") or _decoding(row) or _changes(row))
+    behind = row.get(CONTINUATION, {}).get("pairs")
+    return bool(behind or _turning(row) or _decoding(row) or _changes(row))
 
 
 def _behind(row: Row, rows: Sequence[Row]) -> list[str]:
@@ -1005,6 +1089,21 @@ def _behind(row: Row, rows: Sequence[Row]) -> list[str]:
         f"greedy agreement {result['agreement']:.1%}",
         f"perplexity behind the prompt × {_ratio(result)}",
     ]
+
+
+def _turning(row: Row) -> list[str]:
+    """What follows the first and the last turn of a chat, against dense."""
+    result = row.get(TURNS)
+    if not result or not result.get("pairs"):
+        return []
+    first, *_, last = map(_divergence, result["turns"])
+    return [f"KL a token {first} in turn 1 and {last} in turn {TURN_COUNT} of a chat"]
+
+
+def _growth(result: Row) -> str:
+    """The KL of the last turn less that of the first, and its interval where there is one."""
+    edges = [f"{result[edge]:+.2g}" for edge in ("growth_low", "growth_high") if edge in result]
+    return f"{result['growth']:+.2g}{' [{}, {}]'.format(*edges) if edges else ''}"
 
 
 def _decoding(row: Row) -> list[str]:
@@ -1034,7 +1133,7 @@ def _prefix(result: Row) -> str | None:
 
 def _changes(row: Row) -> list[str]:
     """What a method changes against dense, a probe an item."""
-    left_out = (CONTINUATION, DECODE, GREEDY, *TASKS)
+    left_out = (CONTINUATION, TURNS, DECODE, GREEDY, *TASKS)
     probes = [probe for probe in (*PROBES, ALL_TASKS) if probe not in left_out]
     fields = {probe: (_ratio if probe in PERPLEXITIES else difference) for probe in probes}
     result = {probe: write(row[probe]) for probe, write in fields.items() if row.get(probe)}
@@ -1062,6 +1161,7 @@ SAID = {
 DRAWN = {
     CONTINUATION: ("KL behind the prompt", "kl"),
     ASKED: ("end-of-prompt recall", "share"),
+    TURNS: ("KL over turns", "kl"),
     DECODE: ("KL of decoding", "kl"),
     DECODE_ASKED: ("decoded recall", "share"),
     GREEDY: ("equal continuations", "share"),
@@ -1094,6 +1194,7 @@ COLUMNS = {
     "perplexity behind the prompt × dense": _of(CONTINUATION, _ratio),
     "end-of-prompt recall": _of(ASKED, _share),
     "end-of-prompt recall to dense": _of(ASKED, difference),
+    "KL over turns": _of(TURNS, _divergence),
     "keys a step": ("step_tokens", column(lambda tokens: f"{tokens:,.0f}", "step_tokens")),
     "decode KL": _of(DECODE, _divergence),
     "× floor": _of(DECODE, lambda result: digits(result.get("over_floor"))),
@@ -1125,4 +1226,17 @@ COLUMNS = {
         for name, task in TASKS.items()
         for heading, write in (("[95 %]", _share), ("to dense", difference))
     },
+}
+TURN_COLUMNS = {
+    **{name: COLUMNS[name][1] for name in ("method", "length", "budget", "density")},
+    **{
+        f"KL of turn {at + 1}": column(
+            lambda result, at=at: _divergence(result["turns"][at]), TURNS
+        )
+        for at in range(TURN_COUNT)
+    },
+    f"turn {TURN_COUNT} less turn 1": column(_growth, TURNS),
+    "agreement, turn by turn": column(
+        lambda result: ", ".join(f"{turn['agreement']:.3f}" for turn in result["turns"]), TURNS
+    ),
 }

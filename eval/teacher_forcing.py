@@ -163,6 +163,47 @@ def behind_prompt(
 
 
 @torch.no_grad()
+def behind_turns(
+    model: Any,
+    reading: TeacherForced,
+    chunk: int = CHUNK,
+    cache: Any = None,
+    prefill_chunk: int = 0,
+) -> Tensor:
+    """Logits at each place of ``reading``, [places, vocabulary], whose spans end turns of a chat.
+
+    What stands before a span is a prompt, which continues the cache of the turns before it; the
+    span is read behind it as `behind_prompt` reads, whose arguments the others are.
+    """
+    ids = torch.tensor([reading.tokens], device=model.device)
+    logits, end = [], 0
+    for start, stop in reading.spans:
+        read = _prefilled(model, ids[:, :start], cache, prefill_chunk, end)
+        cache, end = read.past_key_values, stop
+        turn = [read.logits]
+        for few in ids[:, start:stop].split(chunk, dim=1):
+            turn.append(model(few, past_key_values=cache, use_cache=True).logits)
+        # what the last token foresees belongs to the prompt of the next turn
+        logits.append(torch.cat(turn, dim=1)[:, :-1])
+    return torch.cat(logits, dim=1)[0]
+
+
+def divergence_by_turn(result: Tensor, dense: Tensor, reading: TeacherForced) -> dict[str, Any]:
+    """`divergence` of logits ``result`` from ``dense``, both as of `behind_turns`.
+
+    Returns:
+        ``turns``, what `divergence` says of each span, and its sums over all of them.
+    """
+    dense = dense.to(result.device)
+    sizes = [stop - start for start, stop in reading.spans]
+    turns = [
+        divergence(*(x.float().log_softmax(-1) for x in both), reading._replace(spans=(span,)))
+        for span, *both in zip(reading.spans, result.split(sizes), dense.split(sizes), strict=True)
+    ]
+    return {"turns": turns, **{name: sum(turn[name] for turn in turns) for name in turns[0]}}
+
+
+@torch.no_grad()
 def continued(
     model: Any,
     ids: Tensor,
@@ -184,10 +225,13 @@ def continued(
     return torch.cat(written, dim=1)
 
 
-def _prefilled(model: Any, ids: Tensor, cache: Any, at_once: int) -> Any:
-    """What ``model`` says of the last token of prompts ``ids`` [B, N], which it reads in chunks."""
+def _prefilled(model: Any, ids: Tensor, cache: Any, at_once: int, cached: int = 0) -> Any:
+    """What ``model`` says of the last token of prompts ``ids`` [B, N], which it reads in chunks.
+
+    The first ``cached`` tokens are in the cache already.
+    """
     with reading_chunks(ids.shape[1]):
-        for chunk in ids.split(at_once or ids.shape[1], dim=1):
+        for chunk in ids[:, cached:].split(at_once or ids.shape[1], dim=1):
             read = model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache = read.past_key_values
     return read

@@ -42,6 +42,21 @@ def test_density_by_hand(plan):
     assert plan.density() == 17 / 21
 
 
+def test_what_spans_say_is_found_once_for_all_layers(plan):
+    spans = plan.spans
+    before = spans.rows(2), spans.blocked(2), spans.pairs()
+    density = plan.density()
+    # the plan of another layer, of the same spans
+    dataclasses.replace(plan).density()
+    after = spans.rows(2), spans.blocked(2), spans.pairs()
+    assert all(x is y for x, y in zip(before, after, strict=True))
+    assert plan.density() == density
+    # those of other blocks are others
+    assert spans.rows(3).queries.tolist() == [[3, 3]] and spans.rows(2).queries.tolist() == [
+        [2] * 3
+    ]
+
+
 def test_transpose_by_hand(plan):
     full, partial = plan.transpose()
     assert full.counts.tolist() == [[[2, 0, 0]]]

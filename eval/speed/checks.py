@@ -116,7 +116,10 @@ def check_gradients(
 
 
 def check_dense(attend: Attend, q: Tensor, k: Tensor, v: Tensor, backward: bool = False) -> None:
-    """`check_rows` of causal attention on the first tokens, `check_gradients` where asked."""
+    """`check_rows` of causal attention on the first tokens, `check_gradients` where asked.
+
+    Fewer queries than keys are the last of them.
+    """
 
     def causal(q: Tensor, k: Tensor, spans: Spans) -> BlockPlan:
         return BlockPlan.causal(spans, q.shape[1], *CHECK_BLOCKS)
@@ -125,7 +128,7 @@ def check_dense(attend: Attend, q: Tensor, k: Tensor, v: Tensor, backward: bool 
         return attend(q, k, v, scale)
 
     q, k, v = (x[:, :, :CHECK_LENGTH] for x in (q, k, v))
-    batch, _, length, _ = q.shape
-    check_rows(under_plan, q, k, v, causal(q, k, Spans.causal(batch, length, length, q.device)))
+    spans = Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
+    check_rows(under_plan, q, k, v, causal(q, k, spans))
     if backward:
         check_gradients(under_plan, q, k, v, causal)

@@ -45,12 +45,15 @@ class Baseline:
         head_dims: what it takes, or computes by itself.
         grouped: whether fewer key heads than query heads are taken as they are. Otherwise k and v
             are repeated before the clock starts.
+        continues: whether fewer queries than keys are the last of them, as in a call that continues
+            a cache. To PyTorch's kernels they are the first.
     """
 
     load: Callable[[], Attend]
     version: Callable[[], str | None] = lambda: None
     head_dims: range = range(1, 1 << 16)
     grouped: bool = True
+    continues: bool = False
 
 
 def on(device: torch.device | str) -> dict[str, Baseline]:
@@ -238,8 +241,11 @@ ON_GPU = {
         _flash(*FA3_MODULES),
         _package("flash_attn_3", "flash-attn-3", "fa3-fwd"),
         head_dims=FLASH_DIMS,
+        continues=True,
     ),
-    "FA4": Baseline(_flash(*FA4_MODULES), _package("flash-attn-4"), head_dims=FLASH_DIMS),
+    "FA4": Baseline(
+        _flash(*FA4_MODULES), _package("flash-attn-4"), head_dims=FLASH_DIMS, continues=True
+    ),
     "cuDNN": Baseline(_sdpa(SDPBackend.CUDNN_ATTENTION), _cudnn_version, head_dims=FLASH_DIMS),
     "flash": Baseline(_sdpa(SDPBackend.FLASH_ATTENTION), head_dims=FLASH_DIMS),
     "efficient": Baseline(_sdpa(SDPBackend.EFFICIENT_ATTENTION), grouped=False),

@@ -50,22 +50,29 @@ class ModelShape(SpeedSettings):
         super().__post_init__()
         self.check_heads()
 
-    def model_flops(self, length: int) -> dict[str, float]:
+    @property
+    def positions(self) -> int:
+        """Of the longest text that the model reads."""
+        return max(self.lengths)
+
+    def model_flops(self, length: int, behind: int = 0) -> dict[str, float]:
         """Floating-point operations of reading a prompt densely: ``linear`` and ``attention``.
 
         A multiplication and an addition per weight and token, the logits of the last token alone;
-        attention counts the causal half of all pairs. Norms, rotary embedding and softmax are not
+        attention counts the causal half of all pairs, and those with the ``behind`` tokens that a
+        cache holds before the prompt. Norms, rotary embedding and softmax are not
         counted.
         """
         heads = 2 * (self.heads + self.kv_heads) * self.head_dim
         weights = self.layers * self.hidden * (heads + 3 * self.intermediate)
-        attention = self.layers * self.heads * 4 * self.head_dim * length**2 / 2
+        pairs = length * behind + length**2 / 2
+        attention = self.layers * self.heads * 4 * self.head_dim * pairs
         linear = 2.0 * (length * weights + self.hidden * self.vocab)
         return {"linear": linear, "attention": attention}
 
-    def attended_flops(self, length: int, density: float) -> float:
+    def attended_flops(self, length: int, density: float, behind: int = 0) -> float:
         """The same in all, where that share of the causal pairs is attended."""
-        work = self.model_flops(length)
+        work = self.model_flops(length, behind)
         return work["linear"] + density * work["attention"]
 
     def cache_bytes(self, length: int) -> int:
@@ -121,7 +128,7 @@ def random_model(settings: ModelShape) -> PreTrainedModel:
         num_attention_heads=settings.heads,
         num_key_value_heads=settings.kv_heads,
         head_dim=settings.head_dim,
-        max_position_embeddings=max(settings.lengths),
+        max_position_embeddings=settings.positions,
         rope_parameters={"rope_type": "default", "rope_theta": settings.rope_theta},
         initializer_range=INITIAL_STD,
         pad_token_id=0,
@@ -171,13 +178,17 @@ def prefill(settings: ModelSettings, length: int, chunk: int | None = None) -> C
 
 
 @contextmanager
-def attending(model: PreTrainedModel, name: str, config: CabConfig) -> Iterator[None]:
+def attending(
+    model: PreTrainedModel, name: str, config: CabConfig, continues: bool = False
+) -> Iterator[None]:
     """Let ``model`` attend by ``name`` for a while; what it attends is counted anew.
 
     ``name`` is one of `CAB`, a baseline, or an ``attn_implementation`` of transformers.
+    ``continues`` says that calls continue a cache.
 
     Raises:
         ImportError: for what is not installed.
+        RuntimeError: for a baseline that continues no cache, where it is to.
         ValueError: for what transformers does not know.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -192,7 +203,7 @@ def attending(model: PreTrainedModel, name: str, config: CabConfig) -> Iterator[
     way = name
     if name in dense.on(model.device):
         way = f"speed_{name.replace(' ', '_')}"
-        ALL_ATTENTION_FUNCTIONS[way] = _function(model, name)
+        ALL_ATTENTION_FUNCTIONS[way] = _function(model, name, continues)
     try:
         model.set_attn_implementation(way)
         yield
@@ -202,9 +213,13 @@ def attending(model: PreTrainedModel, name: str, config: CabConfig) -> Iterator[
             del ALL_ATTENTION_FUNCTIONS[way]
 
 
-def _function(model: PreTrainedModel, name: str) -> Callable[..., tuple[Tensor, None]]:
+def _function(
+    model: PreTrainedModel, name: str, continues: bool
+) -> Callable[..., tuple[Tensor, None]]:
     """A dense baseline under the signature of transformers' attention functions, checked."""
     baseline = dense.on(model.device)[name]
+    if continues and not baseline.continues:
+        raise RuntimeError(f"{name} cannot continue a cache: to it, queries are the first tokens")
     kernel = baseline.load()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -218,10 +233,9 @@ def _function(model: PreTrainedModel, name: str) -> Callable[..., tuple[Tensor, 
 
     text = model.config
     like = {"device": model.device, "dtype": model.dtype}
-    q, k, v = (
-        torch.randn(1, heads, CHECK_LENGTH, text.head_dim, **like)
-        for heads in (text.num_attention_heads, *[text.num_key_value_heads] * 2)
-    )
+    queries = CHECK_LENGTH // 2 if continues else CHECK_LENGTH
+    q = torch.randn(1, text.num_attention_heads, queries, text.head_dim, **like)
+    k, v = torch.randn(2, 1, text.num_key_value_heads, CHECK_LENGTH, text.head_dim, **like)
     check_dense(attend, q, k, v, backward=model.training)
     return attention
 

@@ -91,17 +91,22 @@ class Bench:
         return Timing(statistics.median(times))
 
     def wall(
-        self, call: Callable[[], Any], runs: int = 1, warm_up_calls: int = 1
+        self,
+        call: Callable[[], Any],
+        runs: int = 1,
+        warm_up_calls: int = 1,
+        before: Callable[[], Any] = lambda: None,
     ) -> tuple[float, float | None]:
         """(median ms until ``call`` and all it started is done, GiB at its peak) of ``runs``.
 
-        For calls of seconds. The peak is of all that is allocated, by whomever, less the clock's
-        own.
+        ``before`` is called ahead of each, untimed. For calls of seconds. The peak is of all that
+        is allocated, by whomever, less the clock's own.
         """
         for _ in range(warm_up_calls):
+            before()
             call()
         self.settle()
-        times, peak = self.walls(call, runs)
+        times, peak = self.walls(call, runs, before)
         return statistics.median(times), peak
 
     def walls(

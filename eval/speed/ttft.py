@@ -1,5 +1,6 @@
 """``speed ttft``: the time to the first token of a whole model, by what it attends with.
 
+Of a prompt, or of a question behind tokens that are in the cache already.
 Started by torchrun, it deals the prompt out over the ranks, which read it together.
 """
 
@@ -26,7 +27,7 @@ from cab_hf.eval.speed.base import (
 )
 from cab_hf.eval.speed.model import CAB, CAB_DENSE, SDPA, ModelSettings, described, prefilling
 from cab_hf.eval.speed.ranked import Ranked, by_torchrun
-from cab_hf.runs.settings import option
+from cab_hf.runs.settings import option, parse_length
 
 TIMES = "{:.2f}×".format
 # of a rank that an MLP reads at a time: what it makes of half a million is 14 GiB a tensor
@@ -50,6 +51,11 @@ class Settings(ModelSettings):
         (SDPA, "cuDNN", "FA3", "FA4", *CAB), (SDPA, "SDPA", *CAB), "ways to attend"
     )
     runs: int = option(3, "timed runs of every row", int)
+    behind: int = option(
+        0,
+        "tokens that the cache holds before; a prompt then is a question that continues it",
+        parse_length,
+    )
 
     def __post_init__(self) -> None:
         asked = self.implementations
@@ -62,14 +68,31 @@ class Settings(ModelSettings):
             known = (SDPA, *known, *dense.on(self.device))
         named = set(self.implementations) <= set(known)
         self.check("implementations", named, f"out of {', '.join(known)}")
+        self.check("behind", self.behind >= 0, "0 or more")
+        if self.behind:
+            self.check("behind", not by_torchrun(), "0 where ranks share a prompt")
+            block = self.cab_config.query_block
+            enough = f"at least query_block={block} each behind a cache, for fewer are read densely"
+            self.check("lengths", self.lengths[0] >= block, enough)
+
+    @property
+    def positions(self) -> int:
+        return super().positions + self.behind
 
     @property
     def method(self) -> str:
+        what, where = "prompt", ""
+        if self.behind:
+            what = "question"
+            where = (
+                f" behind a DynamicCache of {self.behind:,} tokens, random keys and values, to "
+                "which it is cropped before every run, outside of the time,"
+            )
         text = (
             f"median of {self.runs} runs by time.perf_counter after one that warms up, from the "
-            "call of the model on a prompt of random tokens until the device is done: the whole "
-            "prompt is in the cache and the logits of its last token are there; the peak is all "
-            "that was allocated, weights and cache included"
+            f"call of the model on a {what} of random tokens{where} until the device is done: the "
+            f"whole {what} is in the cache and the logits of its last token are there; the peak is "
+            "all that was allocated, weights and cache included"
         )
         if by_torchrun():
             text += (
@@ -89,10 +112,10 @@ class TimeToFirstToken(Ranked):
     caption = "time to the first token by length, and what CAB gains"
     Settings = Settings
     CASE = (*Settings.KEYS, "world")
-    ADDED: ClassVar[Mapping[str, Any]] = {"world": 1}
+    ADDED: ClassVar[Mapping[str, Any]] = {"world": 1, "behind": 0}
     GROWS = (*Settings.KEYS.values(), "config", "worlds")
 
-    SHAPE = ("dtype",)
+    SHAPE = ("dtype", "behind")
     FOUND = ("ms", "peak_gib", "density", "ceiling", "tflops", "ran_as")
     REPORTED_ERRORS = Exception  # a kernel that is missing, refuses, is wrong or does not fit
 
@@ -106,17 +129,24 @@ class TimeToFirstToken(Ranked):
 
     def find(self, sample: dict[str, Any]) -> None:
         settings, length, name = self.settings, sample["length"], sample["implementation"]
+        behind = settings.behind
         if self.team.size > 1:
             ms, peak = self.find_across(sample)
+        elif behind:
+            from cab_hf.eval.speed.behind import asking
+
+            with asking(settings, length, behind, name) as (call, crop, known):
+                ms, peak = self.bench.wall(call, settings.runs, before=crop)
+                sample |= known()
         else:
             with prefilling(settings, length, name) as (call, known):
                 ms, peak = self.bench.wall(call, settings.runs)
                 sample |= known()
-        done = settings.attended_flops(length, sample["density"])
+        done = settings.attended_flops(length, sample["density"], behind)
         sample |= {
             "ms": ms,
             "peak_gib": peak,
-            "ceiling": settings.attended_flops(length, 1.0) / done,
+            "ceiling": settings.attended_flops(length, 1.0, behind) / done,
             "tflops": done / ms / 1e9 / self.team.size,
         }
 
@@ -170,9 +200,10 @@ class TimeToFirstToken(Ranked):
             for alike in grouped(rows, "length", "world")
         ]
         ranks = {"ranks": "world"} if is_over_ranks(rows) else {}
+        tokens = BEHIND if any(row.get("behind") for row in rows) else TOKENS
         return {
-            "Seconds": markdown_table(lengths, TOKENS | ranks | columns),
-            "Every way to attend": markdown_table(rows, TOKENS | ranks | COLUMNS),
+            "Seconds": markdown_table(lengths, tokens | ranks | columns),
+            "Every way to attend": markdown_table(rows, tokens | ranks | COLUMNS),
             **remarks(rows, {"way": "implementation"} | ranks),
         }
 
@@ -188,8 +219,9 @@ class TimeToFirstToken(Ranked):
                 if not ours:
                     continue
                 last = ours[-1]
+                where = f"{_behind(ours)}{on}"
                 parts.append(
-                    f"At {last['length']:,} tokens{on} {name} is {TIMES(last['over_best'])} as "
+                    f"At {last['length']:,} tokens{where} {name} is {TIMES(last['over_best'])} as "
                     f"fast as {last['baseline']}, the fastest dense way, where attending "
                     f"{percent(last['density'])} of the pairs can bring "
                     f"{TIMES(last['ceiling'])} at most; it is faster "
@@ -205,6 +237,8 @@ class TimeToFirstToken(Ranked):
             "At most: operations of the dense model over those at the realised density, attended "
             f"over causal pairs in all layers. TFLOP/s count what is attended. {dense.BREAK_EVEN}"
         )
+        if settings.get("behind"):
+            text += f"\n\n{CONTINUED}"
         return f"{text}\n\n{ACROSS}" if settings.get("worlds") else text
 
     @staticmethod
@@ -213,7 +247,7 @@ class TimeToFirstToken(Ranked):
         world = max(row["world"] for row in rows)
         some = [row for row in rows if row["world"] == world]
         on = f" on {world} ranks" if is_over_ranks(some) else ""
-        drawn(path, some, f"time to the first token{on}")
+        drawn(path, some, f"time to the first token{on}{_behind(some)}")
 
 
 EXPERIMENT = TimeToFirstToken
@@ -249,10 +283,24 @@ def drawn(path: Path, rows: Sequence[Row], what: str) -> None:
         charts.over_tokens(right, lengths, title, "times as fast", log=False)
 
 
+def _behind(rows: Sequence[Row]) -> str:
+    """What stands before the prompts of ``rows``, as the end of half a sentence."""
+    # training steps have nothing behind them
+    behind = rows[0].get("behind")
+    return f" behind {behind:,} in the cache" if behind else ""
+
+
 def _implementations(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["implementation"] for row in rows))
 
 
+CONTINUED = (
+    "Pairs are those of the question's tokens with each other and with all that are cached. A "
+    "DynamicCache copies keys and values of a layer to put new ones behind them, for every way "
+    "alike. sdpa gets a mask of all pairs from transformers, which repeats keys and values for "
+    "every query head then. The last dense_tail_blocks query blocks of a question attend "
+    "everything, which of a short one is a large share."
+)
 ACROSS = (
     "Ranks share one prompt, sharded by cab_hf.distributed.shard and read inside "
     "cab_hf.context_parallel: every rank reads its tokens through all layers, and the one that has "
@@ -261,6 +309,10 @@ ACROSS = (
     f"{MLP_TOKENS:,} tokens at a time, by a hook of this benchmark alone; in models of "
     "transformers they read all tokens of a rank at once. TFLOP/s are those of a rank."
 )
+BEHIND = {
+    "cached tokens": column("{:,}".format, "behind"),
+    "tokens of the question": TOKENS["tokens"],
+}
 COLUMNS = {
     "way": "implementation",
     "s": column(seconds, "ms"),

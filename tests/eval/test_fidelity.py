@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from cab_hf.eval.speed.timing import Bench, Timing
 from cab_hf.eval.teacher_forcing import (
     TeacherForced,
     answered,
+    behind_turns,
     distributions,
     divergence,
     greedy_match,
@@ -145,6 +147,45 @@ def test_a_prompt_is_read_in_chunks(model_folder):
     assert (others - complete).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("prefill_chunk", [0, 32])
+def test_turns_are_foreseen_as_in_one_pass(model_folder, prefill_chunk):
+    model = Fidelity(Settings(model=str(model_folder), device="cpu")).model
+    tokens = tuple(
+        torch.randint(3, 60, (190,), generator=torch.Generator().manual_seed(0)).tolist()
+    )
+    reading = TeacherForced(tokens, ((60, 75), (110, 111), (180, 190)))
+    expected = distributions(model, reading)
+    actual = behind_turns(model, reading, 7, prefill_chunk=prefill_chunk).log_softmax(-1)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_every_turn_is_read_behind_those_before_it(model_folder):
+    """The method reads the prompts of all turns over one cache, and what follows them is exact."""
+    experiment = Fidelity(Settings(model=str(model_folder), device="cpu"))
+    model, calls = experiment.model, []
+    hook = model.register_forward_pre_hook(
+        lambda _, given, more: calls.append(
+            (
+                given[0].shape[1],
+                cached.get_seq_length() if (cached := more["past_key_values"]) else 0,
+            )
+        ),
+        with_kwargs=True,
+    )
+    behind_turns(model, TeacherForced(tuple(range(3, 53)), ((18, 20), (45, 50))), 3)
+    hook.remove()
+    assert calls == [(18, 0), (2, 18), (25, 20), (3, 45), (2, 48)]
+
+
+@pytest.mark.parametrize("length", [8192, 901])
+def test_turns_are_equal_and_end_with_the_text(length):
+    spans = fidelity.turn_ends(length)
+    ends = [0, *(stop for _, stop in spans)]
+    assert {b - a - length // 5 for a, b in pairwise(ends)} <= {0, 1} and ends[-1] == length
+    # 256 tokens, an eighth of a turn at most
+    assert {stop - start for start, stop in spans} == {min(256, length // 5 // 8)}
+
+
 @pytest.mark.parametrize("chat", [None, CHAT], ids=["plain", "chat"])
 @pytest.mark.parametrize("question_first", [False, True])
 def test_the_key_stands_behind_its_prompt(chat, question_first):
@@ -239,6 +280,22 @@ def test_a_length_without_room_for_a_task_is_refused(model_folder, tmp_path, cap
             ],
             "lengths is (584,); it must be such that 7/8 of each are 4 times decode_tokens=128",
             id="too short to decode sparsely",
+        ),
+        pytest.param(
+            ["--probes", "turns", "--lengths", "2560,1279", "--set", "query_block=128"],
+            "it must be at least 1280 each for turns: 5 turns of 2 query blocks of 128",
+            id="turns too short",
+        ),
+        pytest.param(
+            [
+                *("--probes", "turns", "--methods", "dense,published", "--budgets", "0.5"),
+                *("--lengths", "639", "--device", "cpu"),
+            ],
+            "lengths is (639,); it must be at least 640 each for turns",
+            id="turns too short for the blocks of published",
+        ),
+        pytest.param(
+            ["--probes", "turns", "--methods", "h2o"], "without h2o", id="turns behind what is gone"
         ),
         pytest.param(["--written", "0"], "written is 0; it must be at least 1", id="written"),
         pytest.param(
@@ -459,6 +516,55 @@ def test_what_follows_a_prompt_is_held_against_dense(model_folder, tmp_path):
     first = "| density | KL behind the prompt | agreement | perplexity behind the prompt × dense |"
     assert first in report and "| end-of-prompt recall |" in report
     assert "against dense: behind the prompt KL" in report and "(of the kernels alone " in report
+
+
+TURNS = ("--probes", "turns", "--lengths", 900, "--documents", 2)
+
+
+def test_turns_are_held_against_dense(model_folder, tmp_path):
+    more = ("--budgets", "0.05", "--cab", "tiny=query_block=32,key_block=16,max_density=0.05")
+    results = command(
+        model_folder, tmp_path, *TURNS, *more, methods="dense,full,cab,random,streaming", drawn=True
+    )
+    rows = {row["method"]: row for row in results["rows"]}
+    turns = {name: row["turns"]["turns"] for name, row in rows.items()}
+    # an eighth of 180 tokens, of two documents
+    assert {turn["tokens"] for each in turns.values() for turn in each} == {2 * 22}
+    assert {len(each) for each in turns.values()} == {5}
+    assert {(turn["kl"], turn["agreement"]) for turn in turns["dense"]} == {(0, 1)}
+    for at, turn in enumerate(turns["full"]):
+        assert turn["kl"] == pytest.approx(0, abs=1e-7) and turn["agreement"] == 1
+        for name in ("cab", "cab:tiny", "random", "streaming"):
+            assert turns[name][at]["kl"] > 10 * abs(turn["kl"])
+    assert rows["cab"]["density"] < 0.6
+    for row in rows.values():
+        result = row["turns"]
+        assert result["kl"] == pytest.approx(sum(turn["kl"] for turn in result["turns"]) / 5)
+        expected = result["turns"][-1]["kl"] - result["turns"][0]["kl"]
+        assert result["growth"] == pytest.approx(expected)
+        assert result["growth_low"] <= result["growth"] <= result["growth_high"]
+    report = (tmp_path / "report.md").read_text()
+    assert "## Turn after turn on noise" in report and " Turns: a text is read as 5 equal" in report
+    assert "| density | KL of turn 1 | KL of turn 2 |" in report
+    assert "| KL of turn 5 | turn 5 less turn 1 | agreement, turn by turn |" in report
+    assert "in turn 5 of a chat" in report
+
+
+def test_a_killed_run_of_turns_ends_as_a_whole_one(model_folder, tmp_path, monkeypatch):
+    complete = command(model_folder, tmp_path / "whole", *TURNS)
+    measure, calls = Fidelity.measure, []
+
+    def counted(self, case):
+        calls.append(case)
+        # the second document of cab
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return measure(self, case)
+
+    monkeypatch.setattr(Fidelity, "measure", counted)
+    with pytest.raises(KeyboardInterrupt):
+        command(model_folder, tmp_path / "killed", *TURNS)
+    assert command(model_folder, tmp_path / "killed", *TURNS)["rows"] == complete["rows"]
 
 
 def test_what_follows_a_prompt_is_read_exactly_but_by_what_has_no_keys_left(model_folder):
@@ -766,6 +872,27 @@ def test_decoding_by_hand():
     assert "| 2 | 0.200 | 4.00 | 0.800 | 1 of 3 | 2 of 4 |" in table
     (said,) = Fidelity.readings([dense, cab, full])
     assert "decoded KL 0.200 a token (4.0 × the floor), decoded agreement 80.0%" in said
+
+
+def test_turns_by_hand():
+    """KL a token 1 to 5 in the turns of one document, twice that in those of the other."""
+
+    def turned(method, index, scale):
+        turns = [{"kl": 2 * scale * at, "agree": 1, "nll": 1.0, "count": 2} for at in range(1, 6)]
+        sums = {name: sum(turn[name] for turn in turns) for name in turns[0]}
+        return sample(method, "turns", index, turns=turns, **sums)
+
+    samples = [turned("dense", at, 0.0) for at in (0, 1)]
+    samples += [turned("cab", at, 1.0 + at) for at in (0, 1)]
+    dense, cab = Fidelity.rows(samples, {})
+    assert [turn["kl"] for turn in cab["turns"]["turns"]] == [1.5, 3, 4.5, 6, 7.5]
+    interval = mean_interval([5.0, 10.0], [1.0, 2.0])
+    names = ("growth", "growth_low", "growth_high")
+    assert [cab["turns"][name] for name in names] == pytest.approx(interval)
+    table = Fidelity.tables([dense, cab])["Turn after turn on noise"]
+    assert "| +6 [-19, +31] | 0.500, 0.500, 0.500, 0.500, 0.500 |" in table
+    (said,) = Fidelity.readings([dense, cab])
+    assert "KL a token 1.50 [" in said and "] in turn 5 of a chat" in said
 
 
 def test_a_table_a_text():

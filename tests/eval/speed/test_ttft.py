@@ -1,6 +1,7 @@
 """``speed ttft``: the model and its operations, rows by hand, gains and their ceiling."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def tiny(**more):
 
 
 def derive(samples):
-    return Ttft.rows([{"world": 1, **sample} for sample in samples], {})
+    return Ttft.rows([{**Ttft.ADDED, **sample} for sample in samples], {})
 
 
 def made_sample(length, implementation, ms, density=1.0, **more):
@@ -115,6 +116,91 @@ def test_a_kernel_that_is_missing_or_wrong_is_a_row_with_its_reason(monkeypatch)
     assert [row["over_best"] for row in rows] == [None, None]
     said = "| FA3 | not measured | no_such_kernels is not installed | 96 |"
     assert said in shown(Ttft, rows) and Ttft.readings(rows) == []
+
+
+# --- behind a cache
+
+
+def test_operations_behind_a_cache_are_those_of_the_whole_less_what_is_cached():
+    settings = tiny(vocab=11)
+    complete, cached, asked = (settings.model_flops(*n) for n in ((30,), (20,), (10, 20)))
+    assert asked["attention"] == complete["attention"] - cached["attention"]
+    assert asked["linear"] == settings.model_flops(10)["linear"]
+
+
+@pytest.mark.parametrize("name", ["sdpa", "cab_dense", "cab-always"])
+def test_a_question_continues_the_same_cache_again_and_again(name):
+    from cab_hf.eval.speed.behind import asking
+    from cab_hf.eval.speed.steps import filled
+
+    settings = tiny(lengths=(70,), behind=90, config=(*SMALL, "top_p=1.0"), max_density=("1.0",))
+    made = model.random_model(settings)
+    assert made.config.max_position_embeddings == 160
+    cache = filled(made, 90, 1, 0, static=False, config=None)
+    with torch.no_grad():
+        expected = made(model.prompt_of(settings, 70), past_key_values=cache).logits[:, -1:]
+    with asking(settings, 70, 90, name) as (call, crop, known):
+        for _ in range(3):
+            crop()
+            read = call()
+            assert read.past_key_values.get_seq_length() == 160
+            torch.testing.assert_close(read.logits, expected, rtol=1e-4, atol=1e-4)
+        assert known()["density"] == 1
+    assert made.config._attn_implementation == "sdpa"
+
+
+def test_a_row_behind_a_cache_by_hand():
+    class Clock(FakeBench):
+        def wall(self, call, runs, before):
+            before()
+            call()
+            return 500.0, 2.0
+
+    settings = tiny(lengths=(96,), behind=500, config=SMALL)
+    case = {"length": 96, "implementation": "cab-always"}
+    row = sample_of(Ttft, settings, case, Clock())
+    assert (row["behind"], row["ms"], row["error"]) == (500, 500.0, None)
+    # one of three query blocks is the tail, and attends all
+    assert 1 / 3 < row["density"] < 0.6 and "sparse" in row["ran_as"]
+    work = settings.model_flops(96, 500)
+    done = work["linear"] + row["density"] * work["attention"]
+    assert row["ceiling"] == pytest.approx((work["linear"] + work["attention"]) / done)
+    assert row["tflops"] == pytest.approx(done / 0.5 / 1e12)
+
+
+def test_a_kernel_that_continues_no_cache_is_a_row_with_its_reason(monkeypatch):
+    first = dense.ON_CPU["SDPA"]
+    both = {"SDPA": first, "FA3": replace(first, continues=True)}
+    monkeypatch.setattr(dense, "ON_CPU", both)
+    settings = tiny(lengths=(96,), behind=64, implementations=("SDPA", "FA3"), config=SMALL)
+    rows = [sample_of(Ttft, settings, case) for case in settings.asked()]
+    said = "SDPA cannot continue a cache: to it, queries are the first tokens"
+    assert rows[0]["error"] == said
+    # what says that it can is looked at
+    assert rows[1]["error"].startswith("ArithmeticError: wrong by ")
+
+
+def test_a_run_behind_a_cache(tmp_path):
+    words = ("--layers", "1", "--lengths", "64,128", "--behind", "256", "--runs", "1", *BLOCKS)
+    rows = speed_run("ttft", tmp_path, *words, drawn=True)["rows"]
+    assert {row["behind"] for row in rows} == {256}
+    errors = {row["implementation"] for row in rows if row["error"]}
+    assert errors == {"SDPA"}
+    # dense below min_length, and by cab alone sparse
+    densities = {row["implementation"]: row["density"] for row in rows if not row["error"]}
+    assert densities["sdpa"] == densities["cab"] == 1 > densities["cab-always"]
+    text = (tmp_path / "report.md").read_text()
+    assert "| cached tokens | tokens of the question | sdpa s | SDPA s |" in text
+    assert "| 256 | 128 | cab-always |" in text
+    assert "At 128 tokens behind 256 in the cache cab-always is" in text
+    assert "on a question of random tokens behind a DynamicCache of 256 tokens" in text
+    assert "--behind 256" in text
+
+
+def test_a_question_that_no_block_holds_is_refused(capsys, tmp_path):
+    words = ("--device", "cpu", "--behind", "256", "--lengths", "64", "--out", str(tmp_path))
+    said = refused(capsys, "ttft", *words)
+    assert "lengths is (64,); it must be at least query_block=128 each behind a cache" in said
 
 
 def test_gains_are_over_sdpa_and_over_the_fastest_dense_way():
