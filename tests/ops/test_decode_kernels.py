@@ -31,7 +31,7 @@ def test_a_cache_with_room_behind_what_is_written():
     choice = kernels.choose(q, index, *told)
     roomy = [torch.cat((x, x[:, :, :300]), dim=2)[:, :, :1500] for x in (k, v, *index)]
     assert not roomy[0].is_contiguous()
-    other = kernels.choose(q, kernels.Index(*roomy[2:]), *told)
+    other = kernels.choose(q, reference.Index(*roomy[2:]), *told)
     require_same(other, choice)
     expected = kernels.attend(q, k, v, choice, *told[:2])
     assert torch.equal(kernels.attend(q, *roomy[:2], other, *told[:2]), expected)
@@ -83,8 +83,8 @@ def test_registered_ops_are_as_they_are_described():
         done = torch.library.opcheck(op.default, arguments, test_utils=checks)
         assert set(done.values()) == {"SUCCESS"}
     expected = kernels.choose(
-        q, kernels.Index(*index), scale, length, wanted, tuple(channels), valid
+        q, reference.Index(*index), scale, length, wanted, tuple(channels), valid
     )
-    require_same(kernels.Choice(*choice), expected)
+    require_same(reference.Choice(*choice), expected)
     out = kernels.attend(q, k, v, expected, scale, length, valid)
     assert torch.equal(ops.decode_attend(q, k, v, *choice, scale, length, valid), out)

@@ -18,7 +18,7 @@ from triton.runtime import driver, jit
 from cab_hf import CabConfig
 from cab_hf.budgets import budgets_of
 from cab_hf.ops import exact_scores, predict
-from cab_hf.ops.decode import kernels as decode
+from cab_hf.ops.decode import attend_kernels, choose_kernels, index_kernel, kernels, launch
 from cab_hf.plan import Spans
 from cab_hf.rotary import llama_channels
 
@@ -41,10 +41,10 @@ class NoDevice:
 def compiled(config, dtype, dim, eight_bits):
     """Names of the kernels of choosing and of decode -> bytes of shared memory that each takes."""
     driver.set_active(NoDevice())
-    launch, result = jit.JITFunction.run, {}
+    run, result = jit.JITFunction.run, {}
 
     def compile_only(self, *arguments, grid, warmup=False, **options):
-        kernel = launch(self, *arguments, grid=grid, warmup=True, **options)
+        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
         result[self.fn.__name__] = kernel.metadata.shared
         return kernel
 
@@ -55,13 +55,14 @@ def compiled(config, dtype, dim, eight_bits):
     q, k = (torch.zeros(1, heads, LENGTH, dim, dtype=dtype) for heads in (HEADS, KV_HEADS))
     summary = predict.summarise(k, spans.key_valid, config, channels)
     predict.choose(q, summary, spans, 1.0, config, budgets_of(config, 0, HEADS), channels)
-    decode.on_device_of = lambda x: nullcontext()
-    decode._packed, decode._early = lambda x: True, lambda x: {"EARLY": True}
-    index = decode.index_keys(k, channels)
+    for module in (attend_kernels, choose_kernels, index_kernel):
+        module.on_device_of = lambda x: nullcontext()
+    launch.packed, launch.early = lambda x: True, lambda x: {"EARLY": True}
+    index = kernels.index_keys(k, channels)
     numbers = torch.tensor([LENGTH]), torch.tensor([128], dtype=torch.int32)
-    choice = decode.choose(q[:, :, :1], index, 1.0, *numbers, channels, spans.key_valid)
-    decode.attend(q[:, :, :1], k, k, choice, 1.0, numbers[0], spans.key_valid)
-    decode.attend(q[:, :, :1], k, k, choice.elsewhere(k.device), 1.0)
+    choice = kernels.choose(q[:, :, :1], index, 1.0, *numbers, channels, spans.key_valid)
+    kernels.attend(q[:, :, :1], k, k, choice, 1.0, numbers[0], spans.key_valid)
+    kernels.attend(q[:, :, :1], k, k, choice.elsewhere(k.device), 1.0)
     return result
 
 
