@@ -119,7 +119,8 @@ class Tokens(NamedTuple):
     length: tl.tensor
 
 
-@triton.jit
+# not compiled again for every length
+@triton.jit(do_not_specialize=["first_stride_b", "real_stride_b", "length", "blocks"])
 def _coarsen_kernel(
     x,
     first,

@@ -389,7 +389,8 @@ def _scored(
     return tl.reshape(x, (at.shape[0], RUNS * BLOCK_C)).to(tl.float32)
 
 
-@triton.jit
+# not compiled again for every length
+@triton.jit(do_not_specialize=["length"])
 def _scored_keys_kernel(
     k,
     keys,
@@ -418,7 +419,8 @@ def _scored_keys_kernel(
     tl.store(target, x.to(keys.dtype.element_ty), mask=inside[:, None])
 
 
-@triton.jit
+# not compiled again for every length
+@triton.jit(do_not_specialize=["first_stride", "last_stride", "row_spans_plane", "start", "length"])
 def _outlier_queries_kernel(
     q,
     first,
@@ -491,7 +493,8 @@ def _outlier_queries_kernel(
     tl.store(target, tl.where(real, query, -1), mask=chosen)
 
 
-@triton.jit
+# not compiled again for every length
+@triton.jit(do_not_specialize=["first_stride", "last_stride", "start", "total"])
 def _gathered_rows_kernel(
     q,
     first,
