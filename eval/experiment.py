@@ -11,7 +11,7 @@ import importlib
 import json
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -100,10 +100,6 @@ class Experiment(ABC):
         """What is logged of a case; with `FAILED` where a later run is to try it again."""
         return {**case, **self.measure(case)}
 
-    def ahead(self, samples: Sequence[Row]) -> str | None:
-        """What a run that goes on from ``samples`` will take, in a line; None: nobody knows."""
-        return None
-
     @staticmethod
     @abstractmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -141,8 +137,33 @@ class Experiment(ABC):
         return 0
 
 
-def run(experiment: Experiment) -> list[dict[str, Any]]:
+def measure_missing(experiment: Experiment, log: Log) -> bool:
+    """Measure the cases that ``log`` lacks; whether there were any."""
+    before = len(log.records)
+    # cells differ too much for the latest cases to tell the time left
+    with tqdm(total=experiment.expected(), unit="case", smoothing=0) as bar:
+        for case in experiment.cases(log.records):
+            if case in log:
+                # an earlier run has spent its time
+                bar.initial += 1
+            else:
+                bar.set_description(", ".join(f"{name} {case[name]}" for name in experiment.CASE))
+                log.append(experiment.sample(case))
+            bar.update()
+    return len(log.records) > before
+
+
+def identity_of(experiment: Experiment) -> dict[str, Any]:
+    """What a log of it says of its run."""
+    return {"experiment": experiment.name, **experiment.identity()}
+
+
+def run(
+    experiment: Experiment, measure: Callable[[Any, Log], bool] = measure_missing
+) -> list[dict[str, Any]]:
     """Measure what is missing in the folder, write all files, print the first table; the rows.
+
+    ``measure`` does so with the log, and says whether there was something.
 
     Raises:
         LogError: the folder holds what this run cannot go on with (`cab_hf.runs.log`), or cannot be
@@ -152,13 +173,10 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
     out = Path(experiment.settings.out)
     _refuse_files_of_others(out)
     experiment.check()
-    identity = {"experiment": experiment.name, **experiment.identity()}
-    kind = type(experiment)
+    kind, identity = type(experiment), identity_of(experiment)
     with Log(out / SAMPLES, identity, kind.CASE, kind.ADDED, kind.FAILED) as log:
         before = read_provenance(out)
-        if line := experiment.ahead(log.records):
-            print(line, flush=True)
-        measured = _measure_missing(experiment, log)
+        measured = measure(experiment, log)
         if log.failures and not log.records:
             raise UsageError(
                 f"no case could be measured: {_whys(kind, log.failures)}; give shorter lengths, or "
@@ -223,22 +241,6 @@ def _refuse_files_of_others(out: Path) -> None:
                     f"{out} has {name} and no {SAMPLES}, so that it is of no run; take it away or "
                     "give another --out."
                 )
-
-
-def _measure_missing(experiment: Experiment, log: Log) -> bool:
-    """Whether there was something to measure."""
-    before = len(log.records)
-    # cells differ too much for the latest cases to tell the time left
-    with tqdm(total=experiment.expected(), unit="case", smoothing=0) as bar:
-        for case in experiment.cases(log.records):
-            if case in log:
-                # an earlier run has spent its time
-                bar.initial += 1
-            else:
-                bar.set_description(", ".join(f"{name} {case[name]}" for name in experiment.CASE))
-                log.append(experiment.sample(case))
-            bar.update()
-    return len(log.records) > before
 
 
 def _whys(kind: type[Experiment], failures: Sequence[Row]) -> str:
