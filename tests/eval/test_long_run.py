@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from bench import torchrun
+from torch import distributed as dist
 
 from cab_hf.eval import fidelity, long_run, passkey, shares
 from cab_hf.eval.__main__ import main
@@ -13,6 +14,7 @@ from cab_hf.eval.experiment import run
 from cab_hf.eval.long_run import Load
 from cab_hf.finetune.meter import GIB, Cost
 from cab_hf.runs.log import read_log
+from cab_hf.runs.settings import read_settings
 
 SPARSE = ("query_block=32", "key_block=16", "top_p=0.2", "top_k_share=0.0")
 SET = [word for assignment in SPARSE for word in ("--set", assignment)]
@@ -200,6 +202,7 @@ def test_every_case_is_of_one_rank_and_a_question_is_asked_by_it_of_all(words, r
     assert sum(map(len, left)) == len(everything) - 4
 
 
+@pytest.mark.slow
 def test_processes_find_what_one_finds(command, model_folder, tmp_path):
     out = tmp_path / "shared"
     given = [*FIDELITY, "--model", str(model_folder), "--out", str(out)]
@@ -215,20 +218,49 @@ def test_processes_find_what_one_finds(command, model_folder, tmp_path):
     assert names == {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
 
 
+@pytest.fixture
+def alone(tmp_path):
+    """A group of this process alone."""
+    store = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def settings_of(model_folder, out):
+    """Those of `PASSKEY`."""
+    given = [*PASSKEY[1:], "--model", str(model_folder), "--out", str(out)]
+    return read_settings(passkey.Settings, given, "passkey")
+
+
+def test_what_another_rank_found_and_missed_is_in_the_log(
+    command, model_folder, tmp_path, monkeypatch, alone
+):
+    complete = command(PASSKEY, out="complete")
+    _, samples = read_log(tmp_path / "complete" / "samples.jsonl")
+    experiment = passkey.Passkey(settings_of(model_folder, tmp_path / "out"))
+    share = shares.Share(experiment, 0, 2)
+    asked = set(map(experiment.question, share.mine([])))
+    others = [s for s in samples if experiment.question(s) not in asked]
+    assert others and len(others) + len(share.mine([])) == len(samples)
+    last = {name: others[-1][name] for name in experiment.CASE} | {"error": OUT_OF_MEMORY}
+
+    def gather(given, own):
+        given[:] = [own, [*others[:-1], last]]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    rows = run(experiment, share.lead)
+    failed = json.loads((tmp_path / "out" / "results.json").read_text())["provenance"]["failed"]
+    assert [(cell["method"], cell["cases"]) for cell in failed] == [("random", 1)]
+    assert [row["n"] for row in rows] == [3, 3, 2]
+    # and is tried again by whoever goes on
+    assert command(PASSKEY)["rows"] == complete["rows"]
+
+
 def test_what_a_kill_left_of_another_rank_is_taken_up(command, model_folder, tmp_path):
     complete = command(PASSKEY, out="complete")
     _, samples = read_log(tmp_path / "complete" / "samples.jsonl")
-    settings = passkey.Settings(
-        model=str(model_folder),
-        set=SPARSE,
-        methods=("dense", "cab", "random"),
-        lengths=(400,),
-        depths=passkey.parse_depths("3"),
-        device="cpu",
-        controls=0,
-        out=str(tmp_path / "out"),
-    )
-    experiment = passkey.Passkey(settings)
+    experiment = passkey.Passkey(settings_of(model_folder, tmp_path / "out"))
     with shares._opened(experiment, tmp_path / "out" / "samples.rank1.jsonl") as log:
         for sample in samples[1::2]:
             log.append(sample)
