@@ -255,9 +255,9 @@ class Batches(Speed):
             "layer, with q and k moved to their blocks; attending moves v there and the output "
             "back. ms is the layer as a model calls it, which also counts pairs. Once a pass: "
             "padding and documents found, for all layers. Dense ways find their masks and lengths "
-            "made; taking padding out and putting it back counts. Masked SDPA and efficient "
-            "attention get k and v repeated before the clock starts. cab_dense is what cab_hf "
-            "computes exactly. Of dense is over the fastest of them."
+            "made; taking padding out and putting it back counts. Masked SDPA, flash varlen and "
+            "efficient attention get k and v repeated before the clock starts. cab_dense is what "
+            "cab_hf computes exactly. Of dense is over the fastest of them."
         )
 
     @staticmethod

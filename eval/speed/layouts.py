@@ -110,8 +110,8 @@ def baselines(texts: Texts, layer: nn.Module) -> dict[str, Baseline]:
     shipped = Baseline(lambda: _cab_dense(texts, layer))
     masked = Baseline(lambda: _masked(texts, layer), grouped=False)
     varlen = {
-        name: Baseline(partial(_varlen, texts, load), ON_GPU[like].version, FLASH_DIMS)
-        for name, like, load in VARLEN
+        name: Baseline(partial(_varlen, texts, load), ON_GPU[like].version, FLASH_DIMS, grouped)
+        for name, like, load, grouped in VARLEN
     }
     # a mask of all pairs is the largest thing there is, and so the last
     on_gpu = varlen if texts.device.type == "cuda" else {}
@@ -187,15 +187,15 @@ def _torch_varlen() -> Kernel:
     ) -> Tensor:
         lengths = (cu_seq_lens, cu_seq_lens, longest, longest)
         # nothing behind a query: causal
-        how = {"scale": scale, "window_size": (-1, 0), "enable_gqa": q.shape[1] != k.shape[1]}
-        return varlen_attn(q, k, v, *lengths, **how)
+        return varlen_attn(q, k, v, *lengths, scale=scale, window_size=(-1, 0))
 
     return attend
 
 
-# name, the baseline whose library it is of, what loads it
+# name, the baseline whose library it is of, what loads it, whether it takes fewer key heads in all
+# versions
 VARLEN = (
-    ("FA3 varlen", "FA3", partial(_flash, *FA3_MODULES)),
-    ("FA4 varlen", "FA4", partial(_flash, *FA4_MODULES)),
-    ("flash varlen", "flash", _torch_varlen),
+    ("FA3 varlen", "FA3", partial(_flash, *FA3_MODULES), True),
+    ("FA4 varlen", "FA4", partial(_flash, *FA4_MODULES), True),
+    ("flash varlen", "flash", _torch_varlen, False),
 )
