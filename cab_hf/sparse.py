@@ -37,21 +37,26 @@ class Sparse:
         config, text = self.config, self.text
         frame = text.frame(config.query_block, config.key_block, q.device)
         q_frame, k_frame, v_frame = frame.queries(q), frame.keys(k), frame.keys(v)
-        index = getattr(self.layer, "layer_idx", None)
-        channels = slow_channels(self.layer, q.shape[-1])
-        call = LayerContext(frame.spans, scale, index, text.shared_state, channels)
 
         def predict() -> BlockPlan:
-            plan = frame.choose(make_predictor(config), q_frame, k_frame, call)
-            short = frame.short(config.query_block, config.min_length, plan.query_block)
-            # documents that would be exact alone
-            return plan if short is None else plan.with_dense_rows(short)
+            return self.choose(frame, q_frame, k_frame, scale)
 
         plan = text.planned(self.layer, q, predict)
         out = frame.attend(self.engine, q_frame, k_frame, v_frame, plan, scale)
         if not torch.compiler.is_compiling():
             _count(self.layer, plan)
         return frame.restore(out)
+
+    def choose(self, frame: Any, q: Tensor, k: Tensor, scale: float) -> BlockPlan:
+        """What the predictor chooses for q and k of the text's ``frame``."""
+        config = self.config
+        index = getattr(self.layer, "layer_idx", None)
+        channels = slow_channels(self.layer, q.shape[-1])
+        call = LayerContext(frame.spans, scale, index, self.text.shared_state, channels)
+        plan = frame.choose(make_predictor(config), q, k, call)
+        short = frame.short(config.query_block, config.min_length, plan.query_block)
+        # documents that would be exact alone
+        return plan if short is None else plan.with_dense_rows(short)
 
 
 @dataclass

@@ -11,7 +11,7 @@ import importlib
 import json
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,11 +30,13 @@ from cab_hf.runs.log import (
     writing,
 )
 from cab_hf.runs.provenance import provenance
-from cab_hf.runs.settings import read_settings, spelled
+from cab_hf.runs.settings import UsageError, read_settings, spelled
 
 PROG = "python -m cab_hf.eval"
 SAMPLES, RESULTS, CSV = "samples.jsonl", "results.json", "results.csv"
 REPORT, FIGURE = "report.md", "figure.png"
+# fields of a case that tell those of one cell apart
+REPEATED = ("depth", "index")
 Row = Mapping[str, Any]
 
 
@@ -53,6 +55,8 @@ class Experiment(ABC):
     ADDED: ClassVar[Mapping[str, Any]] = {}
     # settings that say how much is measured and not what; a later run may have others
     GROWS: ClassVar[tuple[str, ...]] = ()
+    # the field of a sample that says why its case is to be tried again; None: no case is
+    FAILED: ClassVar[str | None] = None
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
@@ -92,6 +96,10 @@ class Experiment(ABC):
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """What is found in one case; with the fields of the case it is a sample."""
 
+    def sample(self, case: Mapping[str, Any]) -> dict[str, Any]:
+        """What is logged of a case; with `FAILED` where a later run is to try it again."""
+        return {**case, **self.measure(case)}
+
     @staticmethod
     @abstractmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -129,8 +137,33 @@ class Experiment(ABC):
         return 0
 
 
-def run(experiment: Experiment) -> list[dict[str, Any]]:
+def measure_missing(experiment: Experiment, log: Log) -> bool:
+    """Measure the cases that ``log`` lacks; whether there were any."""
+    before = len(log.records)
+    # cells differ too much for the latest cases to tell the time left
+    with tqdm(total=experiment.expected(), unit="case", smoothing=0) as bar:
+        for case in experiment.cases(log.records):
+            if case in log:
+                # an earlier run has spent its time
+                bar.initial += 1
+            else:
+                bar.set_description(", ".join(f"{name} {case[name]}" for name in experiment.CASE))
+                log.append(experiment.sample(case))
+            bar.update()
+    return len(log.records) > before
+
+
+def identity_of(experiment: Experiment) -> dict[str, Any]:
+    """What a log of it says of its run."""
+    return {"experiment": experiment.name, **experiment.identity()}
+
+
+def run(
+    experiment: Experiment, measure: Callable[[Any, Log], bool] = measure_missing
+) -> list[dict[str, Any]]:
     """Measure what is missing in the folder, write all files, print the first table; the rows.
+
+    ``measure`` does so with the log, and says whether there was something.
 
     Raises:
         LogError: the folder holds what this run cannot go on with (`cab_hf.runs.log`), or cannot be
@@ -140,13 +173,25 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
     out = Path(experiment.settings.out)
     _refuse_files_of_others(out)
     experiment.check()
-    identity = {"experiment": experiment.name, **experiment.identity()}
-    with Log(out / SAMPLES, identity, experiment.CASE, experiment.ADDED) as log:
+    kind, identity = type(experiment), identity_of(experiment)
+    with Log(out / SAMPLES, identity, kind.CASE, kind.ADDED, kind.FAILED) as log:
         before = read_provenance(out)
-        measured = _measure_missing(experiment, log)
+        measured = measure(experiment, log)
+        if log.failures and not log.records:
+            raise UsageError(
+                f"no case could be measured: {_whys(kind, log.failures)}; give shorter lengths, or "
+                "a device with more memory, on which the same command goes on."
+            )
         made = _provenance(experiment, before, log.started, measured)
-        rows = _write(type(experiment), out, log.records, made)
-    print("\n" + "\n\n".join(summary(type(experiment), rows)))
+        made = _with_failures(kind, made, log.failures)
+        rows = _write(kind, out, log.records, made)
+    if log.failures:
+        count, why = len(log.failures), _whys(kind, log.failures)
+        print(
+            f"\n{count} cases failed ({why}); the report names them, and the same command tries "
+            "them again."
+        )
+    print("\n" + "\n\n".join(summary(kind, rows)))
     print(f"\nfigure: {out / FIGURE}\nreport: {out / REPORT}")
     return rows
 
@@ -163,8 +208,10 @@ def render(folder: Path | str) -> list[dict[str, Any]]:
     if made is None:
         raise LogError(f"{folder} has no {RESULTS}; let the run that it is of end.")
     kind = named(made["experiment"])
-    _, samples = read_log(Path(folder) / SAMPLES, kind.CASE, kind.ADDED)
-    return _write(kind, Path(folder), samples, made)
+    _, records = read_log(Path(folder) / SAMPLES, kind.CASE, kind.ADDED, kind.FAILED)
+    failures = [] if kind.FAILED is None else [r for r in records if r.get(kind.FAILED)]
+    samples = records[: len(records) - len(failures)]
+    return _write(kind, Path(folder), samples, _with_failures(kind, made, failures))
 
 
 def read_provenance(folder: Path) -> Row | None:
@@ -196,16 +243,19 @@ def _refuse_files_of_others(out: Path) -> None:
                 )
 
 
-def _measure_missing(experiment: Experiment, log: Log) -> bool:
-    """Whether there was something to measure."""
-    before = len(log.records)
-    with tqdm(total=experiment.expected(), unit="case") as bar:
-        for case in experiment.cases(log.records):
-            if case not in log:
-                bar.set_description(", ".join(f"{name} {case[name]}" for name in experiment.CASE))
-                log.append({**case, **experiment.measure(case)})
-            bar.update()
-    return len(log.records) > before
+def _whys(kind: type[Experiment], failures: Sequence[Row]) -> str:
+    return "; ".join(dict.fromkeys(str(each[kind.FAILED]) for each in failures))
+
+
+def _with_failures(kind: type[Experiment], made: Row, failures: Sequence[Row]) -> Row:
+    """``made`` with the cells of cases that failed: their fields, why, and how many ``cases``."""
+    made = {name: value for name, value in made.items() if name != "failed"}
+    names = [name for name in kind.CASE if name not in REPEATED]
+    cells = [
+        {**{name: some[0][name] for name in names}, "cases": len(some), "why": _whys(kind, some)}
+        for some in report.grouped(failures, *names)
+    ]
+    return {**made, "failed": cells} if cells else made
 
 
 def _provenance(experiment: Experiment, before: Row | None, started: str, measured: bool) -> Row:
@@ -244,7 +294,7 @@ def summary(kind: type[Experiment], rows: Sequence[Row]) -> list[str]:
 
 def report_text(kind: type[Experiment], rows: Sequence[Row], provenance: Row) -> str:
     """``report.md`` from what ``results.json`` holds."""
-    others = list(kind.tables(rows).items())[1:]
+    others = [*list(kind.tables(rows).items())[1:], *unmeasured(provenance).items()]
     parts = [
         f"# {kind.title}",
         *summary(kind, rows),
@@ -256,6 +306,12 @@ def report_text(kind: type[Experiment], rows: Sequence[Row], provenance: Row) ->
         command(kind, provenance["settings"]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def unmeasured(provenance: Row) -> dict[str, str]:
+    """Heading -> table of the cells with cases that are to be tried again; empty without any."""
+    cells = provenance.get("failed")
+    return {"Not measured yet": report.markdown_table(cells, list(cells[0]))} if cells else {}
 
 
 def made_on(provenance: Row) -> str:

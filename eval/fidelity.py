@@ -38,6 +38,7 @@ from cab_hf.eval.intervals import (
     paired_difference,
     wilson,
 )
+from cab_hf.eval.long_run import DENSITY, Load, LongRun, LongRunSettings, is_sparse
 from cab_hf.eval.methods import (
     CACHES,
     H2O,
@@ -54,7 +55,7 @@ from cab_hf.eval.methods import (
     never_sparse,
     realised_on,
 )
-from cab_hf.eval.on_model import OnModel, OnModelSettings, realised_density, refusing
+from cab_hf.eval.on_model import realised_density, refusing
 from cab_hf.eval.passkey import MATCH, fitted, parse_depths
 from cab_hf.eval.report import (
     column,
@@ -159,7 +160,7 @@ def cab_config(text: str) -> CabConfig:
 
 
 @dataclass(frozen=True)
-class Settings(OnModelSettings):
+class Settings(LongRunSettings):
     """What a run is told. None stands for a default that depends on the device."""
 
     methods: tuple[str, ...] | None = by_device(
@@ -347,7 +348,7 @@ def kind_of(method: str) -> type[Method]:
     return METHODS[method.partition(":")[0]]
 
 
-class Fidelity(OnModel):
+class Fidelity(LongRun):
     """A case is one text read under one method; a sample is what of it was foreseen."""
 
     name = "fidelity"
@@ -355,6 +356,7 @@ class Fidelity(OnModel):
     title = "Fidelity to dense attention"
     caption = "quality by attention time, or by density where no time was measured"
     Settings = Settings
+    CELL, FITTED = CELL, "fitted"
     CASE = (*CELL, "probe", "depth", "index")
     GROWS = (
         *("methods", "lengths", "probes", "budgets"),
@@ -560,16 +562,46 @@ class Fidelity(OnModel):
         questions = sum(len(self.questions(method)) for method, _ in self.arms)
         return len(settings.texts) * len(settings.lengths) * questions
 
-    def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    def planned(self) -> Iterator[dict[str, Any]]:
         settings = self.settings
         places = product(settings.files, settings.lengths)
         for (text, length), (method, budget) in product(places, self.arms):
             cell = dict(zip(CELL, (method, text, length, budget), strict=True))
-            matched = self.realised(text, length, samples) if budget == MATCH else budget
             for question in self.questions(method):
-                yield {**cell, **question, "fitted": matched}
+                yield {**cell, **question}
 
-    def realised(self, text: str, length: int, samples: Sequence[Row]) -> float:
+    def waits(self, case: Mapping[str, Any]) -> bool:
+        return case["budget"] == MATCH
+
+    def fitted(self, case: Mapping[str, Any], samples: Sequence[Row]) -> float | None:
+        if not self.waits(case):
+            return case["budget"]
+        return self.realised(case["text"], case["length"], samples)
+
+    def question(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
+        *asked, index = question_of(case)
+        together = at_once(case["length"]) if case["probe"] in DECODES else 1
+        return *asked, index // together
+
+    def load(self, case: Mapping[str, Any]) -> Load | None:
+        settings, probe, length = self.settings, case["probe"], case["length"]
+        kind, budget = kind_of(case["method"]), DENSITY if self.waits(case) else case["budget"]
+        density = (budget or DENSITY) if is_sparse(kind) else 1.0
+        if probe in DECODES:
+            place = case["index"] % at_once(length)
+            count = settings.continuations if probe == GREEDY else settings.documents
+            texts = min(at_once(length), count - case["index"])
+            steps = settings.written if probe == GREEDY else settings.decoded
+            steps = min(steps, length // CONTINUED_SHARE)
+            # of what is written only the likeliest token is kept
+            logits = 1 if probe == GREEDY else steps
+            return None if place else Load(length, density, texts, steps, logits)
+        half = length - length // 2
+        kept = {CONTINUATION: CONTINUED, TURNS: TURN_COUNT * CONTINUED}
+        kept |= {PERPLEXITY: half, PERPLEXITY_BORDER: half // BORDER}
+        return Load(length, density, logits=kept.get(probe, 1))
+
+    def realised(self, text: str, length: int, samples: Sequence[Row]) -> float | None:
         """What the matched method takes on ``text``, in the layers that are not dense."""
         ours = (self.settings.match, text, length, None)
         return realised_density([s for s in _usual(samples) if cell_of(s) == ours])

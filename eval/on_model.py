@@ -163,8 +163,13 @@ class OnModel(Experiment):
         return given if name == SMOLLM2 else {**given, "model_sha256": self.content}
 
 
-def realised_density(samples: Sequence[Row]) -> float:
-    """What a method takes in the layers that are not dense, the mean over what it has read."""
+def realised_density(samples: Sequence[Row]) -> float | None:
+    """What a method takes in the layers that are not dense, the mean over what it has read.
+
+    None where it has read nothing.
+    """
+    if not samples:
+        return None
     result = (sample["sparse_density"] for sample in samples)
     return fmean(1.0 if density is None else density for density in result)
 

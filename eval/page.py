@@ -146,7 +146,7 @@ def _section(result: Results, among: Sequence[Results]) -> str:
     kind, made, anchor = result.kind, result.provenance, _anchor(result)
     (_, first), *others = kind.tables(result.rows).items()
     origin = [f"{experiment.made_on(made)}.", *experiment.configs(made["settings"])]
-    folded = {**dict(others), "Notes": kind.notes(made["settings"])}
+    folded = {**dict(others), **experiment.unmeasured(made), "Notes": kind.notes(made["settings"])}
     folded["Versions and config"] = "\n\n".join(origin)
     parts = [
         f'<section id="{anchor}">',

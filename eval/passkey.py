@@ -23,6 +23,7 @@ from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.haystack import FILLERS, Haystack, Prompt, answered, read_sentences
 from cab_hf.eval.intervals import paired_difference, wilson
+from cab_hf.eval.long_run import DENSITY, Load, LongRun, LongRunSettings, is_sparse
 from cab_hf.eval.methods import (
     CONTROLS,
     METHODS,
@@ -37,7 +38,7 @@ from cab_hf.eval.methods import (
     never_sparse,
     realised_on,
 )
-from cab_hf.eval.on_model import OnModel, OnModelSettings, realised_density
+from cab_hf.eval.on_model import realised_density
 from cab_hf.eval.report import difference, grouped, markdown_table, with_interval
 from cab_hf.needles import NAMES
 from cab_hf.runs.models import greedily
@@ -71,7 +72,7 @@ def spell_depths(depths: Sequence[float]) -> str:
 
 
 @dataclass(frozen=True)
-class Settings(OnModelSettings):
+class Settings(LongRunSettings):
     """What a run is told. None stands for a default that depends on the device."""
 
     methods: tuple[str, ...] | None = by_device(
@@ -161,7 +162,7 @@ def fitted(name: str, cell: Cell) -> Method:
     return METHODS[name].fit(cell)
 
 
-class Passkey(OnModel):
+class Passkey(LongRun):
     """A case is one prompt under one method; a sample is what was answered."""
 
     name = "passkey"
@@ -169,6 +170,7 @@ class Passkey(OnModel):
     title = "Passkey retrieval"
     caption = "accuracy by depth and length"
     Settings = Settings
+    CELL, FITTED = CELL, "budget"
     CASE = (*CELL, "depth", "index")
     GROWS = ("methods", "lengths", "controls", "set")
     WRITTEN = ANSWER_TOKENS
@@ -220,15 +222,29 @@ class Passkey(OnModel):
         settings = self.settings
         return len(settings.lengths) * len(settings.depths) * sum(self.methods.values())
 
-    def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    def planned(self) -> Iterator[dict[str, Any]]:
         settings = self.settings
         for length, (method, number) in product(settings.lengths, self.methods.items()):
             cell = {"method": method, "length": length, "keys": settings.keys}
-            budget = self.budget(length, samples) if METHODS[method].matched else None
             for depth, index in product(settings.depths, range(number)):
-                yield {**cell, "depth": depth, "index": index, "budget": budget}
+                yield {**cell, "depth": depth, "index": index}
 
-    def budget(self, length: int, samples: Sequence[Row]) -> float:
+    def waits(self, case: Mapping[str, Any]) -> bool:
+        return METHODS[case["method"]].matched and self.settings.budget == MATCH
+
+    def fitted(self, case: Mapping[str, Any], samples: Sequence[Row]) -> float | None:
+        matched = METHODS[case["method"]].matched
+        return self.budget(case["length"], samples) if matched else None
+
+    def question(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
+        return question_of(case)
+
+    def load(self, case: Mapping[str, Any]) -> Load:
+        budget = DENSITY if self.settings.budget == MATCH else self.settings.budget
+        density = budget if is_sparse(METHODS[case["method"]]) else 1.0
+        return Load(case["length"], density, steps=ANSWER_TOKENS)
+
+    def budget(self, length: int, samples: Sequence[Row]) -> float | None:
         """The density baselines are to match at ``length``, in the layers that are not dense."""
         if self.settings.budget != MATCH:
             return self.settings.budget

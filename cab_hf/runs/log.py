@@ -51,9 +51,12 @@ class Log:
             every record counts.
         added: fields that records of earlier versions lack, and what they would have had; a record
             is read with them, and the file stays as it is.
+        failed: name of a field that says, where it is there, why a record is none: it stays in the
+            file and counts for nothing, so that one of its key takes its place.
 
     Attributes:
         records: all records, in order, as JSON reads them; it grows as they are appended.
+        failures: those that failed and whose place nothing has taken, the latest of each key.
         started: when the log was begun, as ISO 8601 in UTC.
 
     Raises:
@@ -68,11 +71,14 @@ class Log:
         identity: Mapping[str, Any],
         key: Sequence[str] = (),
         added: Mapping[str, Any] | None = None,
+        failed: str | None = None,
     ) -> None:
         self.path = Path(path)
         self.key = tuple(key)
         self.added = added or {}
+        self.failed = failed
         self.records: list[Record] = []
+        self._failures: dict[str, Record] = {}
         self._seen: set[str] = set()
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,6 +116,10 @@ class Log:
     def __contains__(self, record: Mapping[str, Any]) -> bool:
         """Whether there is a record of the same key; without a key no two are the same."""
         return bool(self.key) and _key(record, self.key) in self._seen
+
+    @property
+    def failures(self) -> list[Record]:
+        return list(self._failures.values())
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one JSON-able record; one whose key is there already is passed over.
@@ -156,9 +166,15 @@ class Log:
             self._write("")
 
     def _count(self, record: Record) -> None:
-        if record not in self:
-            self._seen.add(_key(record, self.key))
-            self.records.append(record)
+        if record in self:
+            return
+        key = _key(record, self.key)
+        if _has_failed(record, self.failed):
+            self._failures[key] = record
+            return
+        self._failures.pop(key, None)
+        self._seen.add(key)
+        self.records.append(record)
 
     def _write(self, line: str) -> None:
         size = os.fstat(self._file).st_size
@@ -173,12 +189,16 @@ class Log:
 
 
 def read_log(
-    path: Path | str, key: Sequence[str] = (), added: Mapping[str, Any] | None = None
+    path: Path | str,
+    key: Sequence[str] = (),
+    added: Mapping[str, Any] | None = None,
+    failed: str | None = None,
 ) -> tuple[dict[str, Any], list[Record]]:
     """(identity, records) of a log, which is neither locked nor changed; LogError as for `Log`.
 
     Of records that share the fields ``key`` the first is taken, and all are read with what is
-    ``added``, as by `Log`.
+    ``added``, as by `Log`. Those that have ``failed`` come last, where nothing has taken their
+    place.
     """
     path = Path(path)
     try:
@@ -190,7 +210,7 @@ def read_log(
     header, records, _ = _parse(path, content, key, added or {})
     if key:
         first: dict[str, Record] = {}
-        for record in records:
+        for record in sorted(records, key=lambda each: _has_failed(each, failed)):
             first.setdefault(_key(record, key), record)
         records = list(first.values())
     return header["identity"], records
@@ -259,6 +279,10 @@ def _refused_by_file_system(error: Exception) -> str | None:
 
 def _key(record: Mapping[str, Any], names: Iterable[str]) -> str:
     return json.dumps([record.get(name) for name in names])
+
+
+def _has_failed(record: Mapping[str, Any], failed: str | None) -> bool:
+    return failed is not None and record.get(failed) is not None
 
 
 def _writer_of(path: Path) -> Path:

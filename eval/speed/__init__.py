@@ -1,7 +1,7 @@
 """How long an op takes, beside the best dense attention in the same run."""
 
 OPS = (
-    *("predictor", "attention", "ttft", "decode", "breakdown", "prefill"),
+    *("predictor", "attention", "batches", "ttft", "decode", "breakdown", "prefill"),
     *("serve", "lora", "context-parallel"),
 )
 COMMANDS = {op: f"cab_hf.eval.speed.{op.replace('-', '_')}" for op in OPS}

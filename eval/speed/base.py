@@ -16,7 +16,7 @@ from cab_hf.eval.experiment import Experiment, Row
 from cab_hf.eval.methods import known
 from cab_hf.eval.report import column, markdown_table
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.timing import Bench, bench_on, in_a_sentence, ran_out
+from cab_hf.eval.speed.timing import Bench, Timing, bench_on, in_a_sentence, ran_out
 from cab_hf.renamed import renamed
 from cab_hf.runs.provenance import computing_device
 from cab_hf.runs.settings import (
@@ -235,6 +235,13 @@ class Speed(Experiment):
     @abstractmethod
     def find(self, sample: dict[str, Any]) -> None:
         """Write into ``sample``, which has the fields of its case, what is found."""
+
+    def time(self, sample: dict[str, Any], what: str, call: Callable[[], Any]) -> Timing:
+        """`Bench.time`, with a word in ``sample``, by name, where there is no graph of ``what``."""
+        timing = self.bench.time(call)
+        if timing.why_not:
+            sample["without_graph"][what] = timing.why_not
+        return timing
 
     def reported(self, error: Exception) -> dict[str, Any]:
         """What a sample says of ``error``.

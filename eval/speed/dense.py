@@ -130,23 +130,31 @@ def break_even_shown(rows: Iterable[Row]) -> str | None:
 
 @torch.no_grad()
 def measure(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, bench: Bench, backward: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    bench: Bench,
+    backward: bool = False,
+    baselines: Mapping[str, Baseline] | None = None,
+    check: Callable[[Attend, Tensor, Tensor, Tensor, bool], None] = check_dense,
 ) -> dict[str, dict[str, Any]]:
     """Time every baseline on q [B, H, N, D], k and v [B, H_kv, N, D], or say why not.
 
     By `MEASURED` and name: ms, why there are none, and why ms is not that of a graph.
     ``backward`` times the backward pass alone, called from Python; the forward pass is replayed
-    from a CUDA graph where one can be made of it.
+    from a CUDA graph where one can be made of it. ``baselines`` are those of the device and
+    ``check`` that of causal attention, unless what is attended is laid out otherwise.
     """
     result = {field: {} for field in MEASURED}
-    for name, baseline in on(bench.device).items():
+    for name, baseline in (on(bench.device) if baselines is None else baselines).items():
         try:
             if q.shape[-1] not in baseline.head_dims:
                 low, high = baseline.head_dims[0], baseline.head_dims[-1]
                 raise RuntimeError(f"it takes head dims {low} to {high}, not {q.shape[-1]}")
             attend = baseline.load()
             keys, values = (x if baseline.grouped else repeated(x, q) for x in (k, v))
-            check_dense(attend, q, keys, values, backward)
+            check(attend, q, keys, values, backward)
             if backward:
                 call = gradients_of(attend, q, keys, values, scale)
             else:

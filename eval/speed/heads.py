@@ -15,7 +15,7 @@ from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import Speed, SpeedSettings, made_of
-from cab_hf.eval.speed.timing import Bench, Timing, in_a_sentence
+from cab_hf.eval.speed.timing import Bench, in_a_sentence
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext
 from cab_hf.rotary import llama_channels
@@ -121,13 +121,6 @@ class HeadSpeed(Speed):
                 sample[field] |= by_name
             self.bench.settle()
         return sample
-
-    def time(self, sample: dict[str, Any], what: str, call: Callable[[], Any]) -> Timing:
-        """`Bench.time`, with a word in ``sample`` where there is no graph of ``what``."""
-        timing = self.bench.time(call)
-        if timing.why_not:
-            sample["without_graph"][what] = timing.why_not
-        return timing
 
 
 # once for all that is compared with it

@@ -134,6 +134,60 @@ def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert next(logs) == next(logs)
 
 
+class Tried(Powers):
+    """`Powers` of a device that has no memory for some lengths."""
+
+    FAILED = "error"
+    full: tuple[int, ...] = ()
+
+    def sample(self, case):
+        if case["length"] in self.full:
+            return {**case, "error": "out of memory"}
+        return super().sample(case)
+
+
+def test_a_case_that_failed_is_passed_over_named_and_tried_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Tried, "full", (2,))
+    settings = Settings(out=str(tmp_path / "out"), lengths=(1, 2, 3))
+    rows = run(Tried(settings))
+    assert [row["length"] for row in rows] == MEASURED == [1, 3, 4]
+    assert "1 cases failed (out of memory); the report names them" in capsys.readouterr().out
+    report = (tmp_path / "out" / "report.md").read_text()
+    table = "| length | cases | why |\n| --- | --- | --- |\n| 2 | 1 | out of memory |"
+    assert f"## Not measured yet\n\n{table}" in report
+    monkeypatch.setattr(experiment, "named", {"powers": Tried}.get)
+    assert render(tmp_path / "out") == rows
+    assert (tmp_path / "out" / "report.md").read_text() == report
+    monkeypatch.setattr(Tried, "full", ())
+    rows = run(Tried(settings))
+    assert MEASURED == [1, 3, 4, 2] and [row["length"] for row in rows] == [1, 2, 3, 4]
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "Not measured yet" not in report and render(tmp_path / "out") == rows
+
+
+def test_where_every_case_failed_there_is_nothing_to_report(tmp_path, monkeypatch):
+    monkeypatch.setattr(Tried, "full", (1, 2))
+    monkeypatch.setattr(Tried, "cases", lambda *_: [{"length": 1}, {"length": 2}])
+    with pytest.raises(UsageError, match="no case could be measured: out of memory; give shorter"):
+        run(Tried(Settings(out=str(tmp_path))))
+    assert read(tmp_path).keys() == {"samples.jsonl"}
+
+
+def test_the_time_left_is_that_of_what_is_left(tmp_path, monkeypatch):
+    start(tmp_path, lengths=(1, 2))
+    bars = []
+
+    class Bar(experiment.tqdm):
+        def close(self):
+            bars.append((self.n, self.initial, self.smoothing))
+            super().close()
+
+    monkeypatch.setattr(experiment, "tqdm", Bar)
+    start(tmp_path, lengths=(1, 2, 7))
+    # two of four are there already, and took no time
+    assert bars[0] == (4, 2, 0)
+
+
 def test_nothing_is_measured_twice_and_its_provenance_stays(tmp_path, monkeypatch):
     start(tmp_path)
     before = read(tmp_path)

@@ -1,0 +1,300 @@
+"""``speed batches``: a layer's attention over batches, whole, padded and packed, beside dense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from cab_hf.attention import cab_attention
+from cab_hf.config import CabConfig
+from cab_hf.engines import Workload
+from cab_hf.eval import charts
+from cab_hf.eval.experiment import Row
+from cab_hf.eval.report import column, digits, grouped, markdown_table, percent
+from cab_hf.eval.speed import dense
+from cab_hf.eval.speed.base import (
+    DENSITY,
+    TOKENS,
+    UNREACHED_TOP_P,
+    Speed,
+    SpeedSettings,
+    listed,
+    made_of,
+    remarks,
+)
+from cab_hf.eval.speed.checks import check_rows
+from cab_hf.eval.speed.heads import INPUTS, RandomHeads, draw_dense, inputs_option, names
+from cab_hf.eval.speed.layouts import LAYOUTS, Texts, baselines
+from cab_hf.eval.speed.timing import in_a_sentence, method_on
+from cab_hf.plan import BlockPlan
+from cab_hf.route import route
+from cab_hf.runs.settings import comma_separated, option, parse_length
+
+# transformers is imported where it is used: asking for help needs none of it
+if TYPE_CHECKING:
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+WHERE = {"layout": "layout", "batch": "batch"}  # columns beside the tokens
+
+
+@dataclass(frozen=True)
+class Settings(RandomHeads, SpeedSettings):
+    """What a run of batches is told."""
+
+    KEYS: ClassVar[Mapping[str, str]] = {
+        "layout": "layouts",
+        "batch": "batches",
+        "length": "lengths",
+        "budget": "densities",
+    }
+    # a short text would be read densely
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {**UNREACHED_TOP_P, "min_length": 0}
+    POSITIVE = ("kv_heads", "head_dim")
+
+    lengths: tuple[int, ...] | None = listed((4096, 8192), (256,), "tokens", parse_length)
+    batches: tuple[int, ...] | None = listed((1, 8, 32), (1, 2), "texts of that length", int)
+    layouts: tuple[str, ...] = option(
+        tuple(LAYOUTS), f"of {', '.join(LAYOUTS)}", comma_separated(str)
+    )
+    densities: tuple[float, ...] = option(
+        (0.2,), "max_density of the predictor, which fills it", comma_separated(float)
+    )
+    heads: int = option(32, "query heads", int)
+    kv_heads: int = option(8, "key and value heads", int)
+    head_dim: int = option(128, "channels of a head", int)
+    inputs: str = inputs_option()
+    seconds: float = option(0.5, "for timing one call, where it needs less for five", float)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_heads()
+        self.check_inputs()
+        known = self.layouts and set(self.layouts) <= set(LAYOUTS)
+        self.check("layouts", known, f"out of {', '.join(LAYOUTS)}")
+        self.check("batches", min(self.batches, default=0) > 0, "numbers from 1 up")
+        self.check("seconds", self.seconds >= 0, "0 or more")
+        for case in self.asked():
+            self.budgeted(case)
+
+    @property
+    def method(self) -> str:
+        return (
+            f"{method_on(self.device, self.seconds)}; ms is the replay of a CUDA graph where one "
+            "could be made, for dense attention too, and eager ms the same call made from Python; "
+            "every way is compared with float32 attention before it is timed, cab with that over "
+            "its choice; the peak is that of an eager call over its inputs, its result included"
+        )
+
+    def budgeted(self, case: Mapping[str, Any]) -> CabConfig:
+        """The config with the budget of a case."""
+        return self.configured(max_density=case["budget"])
+
+    def texts(self, case: Mapping[str, Any]) -> Texts:
+        """The texts of a case, always the same ones."""
+        return Texts.drawn(case["layout"], case["batch"], case["length"], self.seed, self.device)
+
+
+class Batches(Speed):
+    """A case is one layout, batch, length and budget."""
+
+    name = "speed batches"
+    purpose = "time a layer's attention over batches, padded and packed, beside dense ways"
+    title = "Speed of batches"
+    caption = "time of a layer's attention by length"
+    Settings = Settings
+    CASE = tuple(Settings.KEYS)
+    GROWS = (*Settings.KEYS.values(), "config")
+
+    SHAPE = ("heads", "kv_heads", "head_dim", "dtype")
+    FOUND = (
+        *("texts", "tokens", "density", "engine"),
+        *("frame_ms", "choose_ms", "attend_ms", "ms", "eager_ms", "peak_mib"),
+    )
+    BY_NAME = dense.MEASURED
+    REPORTED_ERRORS = Exception  # an engine that refuses, is wrong or does not fit
+
+    def layer(self, config: CabConfig) -> LlamaAttention:
+        """An attention layer of a LLaMA that carries ``config``; its weights take no room."""
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaAttention
+
+        settings = self.settings
+        index = config.anchors[0] if config.anchors else 0
+        shape = {
+            "num_attention_heads": settings.heads,
+            "num_key_value_heads": settings.kv_heads,
+            "head_dim": settings.head_dim,
+            "num_hidden_layers": 1 + max((index, *config.anchors, *config.dense_layers)),
+            "max_position_embeddings": max(settings.batches) * max(settings.lengths),
+        }
+        with torch.device("meta"):
+            return LlamaAttention(LlamaConfig(**shape, cab_config=config.to_dict()), index)
+
+    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
+        sample = super().measure(case)
+        place = itemgetter("layout", "batch", "length")(case)
+        for field, by_name in self.dense(*place).items():
+            sample[field] |= by_name
+        self.bench.settle()
+        return sample
+
+    def heads(self, texts: Texts) -> tuple[Tensor, Tensor, Tensor]:
+        """Random q [B, H, N, D], k and v [B, H_kv, N, D]; padding has values as well."""
+        settings = self.settings
+        shape = texts.slots, settings.head_dim, texts.device
+        return settings.random_heads(*shape, "qkv", texts.rows)
+
+    @torch.no_grad()
+    def find(self, sample: dict[str, Any]) -> None:
+        bench, texts, config = (
+            self.bench,
+            self.settings.texts(sample),
+            self.settings.budgeted(sample),
+        )
+        layer, scale = self.layer(config), sample["head_dim"] ** -0.5
+        sample |= {"texts": len(texts.places), "tokens": sum(texts.lengths)}
+        q, k, v = self.heads(texts)
+        blocks = config.query_block, config.key_block
+        mask = texts.mask(layer.config)
+        way = route(mask, config, Workload.of(q, k, v, blocks), sparse=True, layer=layer)
+        if way.kind != "sparse":
+            raise RuntimeError(f"the layer is dense: {way.reason}")
+        frame = mask.frame(*blocks, texts.device)
+        framed = frame.queries(q), frame.keys(k), frame.keys(v)
+
+        def choose() -> BlockPlan:
+            return way.choose(frame, frame.queries(q), frame.keys(k), scale)
+
+        def attend() -> Tensor:
+            out = frame.attend(way.engine, *framed[:2], frame.keys(v), plan, scale)
+            return frame.restore(out)
+
+        def complete() -> Tensor:
+            return cab_attention(layer, q, k, v, mask, scaling=scale)[0].transpose(1, 2)
+
+        def look() -> None:
+            texts.mask(layer.config).frame(*blocks, texts.device)
+
+        plan = choose()
+        check_rows(lambda *_: frame.queries(complete()), *framed, plan)
+        sample |= {"density": plan.density(), "peak_mib": bench.peak(complete)[1]}
+        sample["engine"] = way.engine.label(Workload.of(q, k, v, plan.blocks))
+        sample["frame_ms"] = bench.time(look, graph=False).ms
+        sample["choose_ms"] = self.time(sample, "choosing", choose).ms
+        sample["attend_ms"] = self.time(sample, "attending", attend).ms
+        timing = self.time(sample, "the layer", complete)
+        sample |= {"ms": timing.ms, "eager_ms": timing.eager}
+
+    @cached_property
+    def dense(self) -> Callable[[str, int, int], dict[str, dict[str, Any]]]:
+        """(layout, batch, length) -> what `dense.measure` tells, once for all budgets."""
+        return lru_cache(maxsize=1)(self._dense)
+
+    def _dense(self, layout: str, batch: int, length: int) -> dict[str, dict[str, Any]]:
+        texts = self.settings.texts({"layout": layout, "batch": batch, "length": length})
+        ways = baselines(texts, self.layer(self.settings.cab_config))
+        try:
+            heads = self.heads(texts)
+        except torch.OutOfMemoryError as error:
+            return {"not_measured": dict.fromkeys(ways, in_a_sentence(error))}
+        scale = self.settings.head_dim**-0.5
+        return dense.measure(*heads, scale, self.bench, baselines=ways, check=texts.check)
+
+    @staticmethod
+    def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """By layout, batch, length and budget, each with its ratio over the fastest dense way."""
+        rows = sorted(map(dict, samples), key=itemgetter("batch", "length", "budget"))
+        rows.sort(key=lambda row: list(LAYOUTS).index(row["layout"]))
+        for row in rows:
+            # other batches tell nothing of this one: nothing is extrapolated
+            row |= dense.compared(row, [row], preferred=())
+        return rows
+
+    @staticmethod
+    def tables(rows: Sequence[Row]) -> dict[str, str]:
+        once = [alike[0] for alike in grouped(rows, "layout", "batch", "length")]
+        measured = [row for row in once if row["baselines"]]
+        ways = {f"{name} ms": column(digits, "baselines", name) for name in names(rows)}
+        return {
+            "A layer": markdown_table(rows, COLUMNS),
+            "Dense attention of the same": markdown_table(measured, WHERE | TOKENS | ways),
+            **remarks(rows, WHERE),
+        }
+
+    @staticmethod
+    def readings(rows: Sequence[Row]) -> list[str]:
+        """Of each layout, the largest batch of the longest texts that was compared."""
+        compared = [row for row in rows if row["ratio"] is not None]
+        size = itemgetter("batch", "length")
+        last = [max(some, key=size) for some in grouped(compared, "layout")]
+        return [
+            f"{row['layout'].capitalize()}, {row['batch']} x {row['length']:,} tokens: attention "
+            f"of {percent(row['density'])} of the pairs takes {percent(row['ratio'])} of "
+            f"{row['baseline']}'s time, choosing included."
+            for row in last
+        ]
+
+    @staticmethod
+    def notes(settings: Mapping[str, Any]) -> str:
+        shape = (
+            f"{settings['heads']} query and {settings['kv_heads']} key heads of "
+            f"{settings['head_dim']}, {settings['dtype']}; inputs are "
+            f"{INPUTS[settings['inputs']]}, and no model made them"
+        )
+        layouts = "; ".join(f"{name}: {text}" for name, text in LAYOUTS.items())
+        return (
+            f"{made_of(shape, settings)}\n\nLayouts: {layouts}. A budget is max_density, density "
+            "what came of it, attended over causal pairs within texts. Choosing is that of one "
+            "layer, with q and k moved to their blocks; attending moves v there and the output "
+            "back. ms is the layer as a model calls it, which also counts pairs. Once a pass: "
+            "padding and documents found, for all layers. Dense ways find their masks and lengths "
+            "made; taking padding out and putting it back counts. Masked SDPA, flash varlen and "
+            "efficient attention get k and v repeated before the clock starts. cab_dense is what "
+            "cab_hf computes exactly. Of dense is over the fastest of them."
+        )
+
+    @staticmethod
+    def draw(path: Path, rows: Sequence[Row]) -> None:
+        """Time by length, a panel for every layout and batch."""
+        panels = grouped(rows, "layout", "batch")
+        down = len(grouped(rows, "layout"))
+        across = -(-len(panels) // down)
+        with charts.figure(path, down, across, figsize=(4.4 * across, 3.4 * down)) as axes:
+            for axis, some in zip(axes.flat, panels, strict=False):
+                for colour, alike in enumerate(grouped(some, "budget")):
+                    look = {"color": f"C{colour}", "label": f"cab, {alike[0]['budget']:g}"}
+                    charts.line(axis, alike, itemgetter("ms"), linewidth=2.2, **look)
+                    look["label"] += ", choosing"
+                    charts.line(axis, alike, itemgetter("choose_ms"), linestyle=":", **look)
+                once = [alike[0] for alike in grouped(some, "length")]
+                draw_dense(axis, once, names(rows), lambda name, row: row["baselines"].get(name))
+                title = f"{some[0]['layout']}, batch {some[0]['batch']}"
+                charts.over_tokens(axis, [row["length"] for row in some], title, "ms")
+
+
+EXPERIMENT = Batches
+
+COLUMNS = {
+    **WHERE,
+    **TOKENS,
+    "texts": "texts",
+    "tokens in all": column("{:,}".format, "tokens"),
+    "budget": column("{:g}".format, "budget"),
+    **DENSITY,
+    "choose ms": column(digits, "choose_ms"),
+    "attend ms": column(digits, "attend_ms"),
+    "ms": column(digits, "ms"),
+    "eager ms": column(digits, "eager_ms"),
+    "dense ms": dense.time_shown,
+    "of dense": column(percent, "ratio"),
+    "once a pass ms": column(digits, "frame_ms"),
+    "peak MiB": column(digits, "peak_mib"),
+    "engine": "engine",
+}

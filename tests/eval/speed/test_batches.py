@@ -1,0 +1,235 @@
+"""``speed batches``: where texts stand, what is not timed, rows by hand, a whole run."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from bench import FakeBench, refused, sample_of, shown, speed_run
+
+from cab_hf.engines import Reference
+from cab_hf.eval.speed import batches, dense, layouts
+from cab_hf.eval.speed.batches import Batches, Settings
+from cab_hf.eval.speed.layouts import PACKED, PADDED, WHOLE, Texts
+from cab_hf.ops import reference
+
+SHAPE = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--seconds", "0"]
+# so few that 192 tokens have blocks to leave out
+BLOCKS = ("query_block=32", "key_block=16", "local_blocks=1", "dense_tail_blocks=0")
+
+
+def case_of(layout, batch=2, length=192, budget=0.3):
+    return {"layout": layout, "batch": batch, "length": length, "budget": budget}
+
+
+def tiny(**more):
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 16, "seconds": 0.0}
+    return Settings(device="cpu", config=BLOCKS, **shape, **more)
+
+
+def measured(layout, bench=None, **more):
+    return sample_of(Batches, tiny(), case_of(layout, **more), bench)
+
+
+def row_of(layout, batch, ms, baselines, **more):
+    """A sample, as `Batches.measure` makes it."""
+    times = dict.fromkeys(("frame_ms", "choose_ms", "attend_ms", "eager_ms", "peak_mib"))
+    counted = {"texts": batch, "tokens": 8192 * batch, "density": 0.2, "engine": "triton"}
+    fields = {"baselines": baselines, "not_measured": {}, "without_graph": {}, "error": None}
+    return case_of(layout, batch, 8192) | times | counted | fields | {"ms": ms} | more
+
+
+# --- where texts stand
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_texts_are_of_a_half_to_all_of_the_length(layout):
+    texts = Texts.drawn(layout, 3, 200, 0, "cpu")
+    *most, last = texts.lengths
+    assert all(100 <= length <= 200 for length in most) and last <= 200
+    assert texts.cu_seq_lens.tolist()[-1] == sum(texts.lengths)
+    if layout == PACKED:
+        assert (texts.rows, texts.slots, sum(texts.lengths)) == (1, 600, 600)
+        assert [start for _, start, _ in texts.places] == texts.cu_seq_lens.tolist()[:-1]
+    else:
+        assert (texts.rows, texts.slots, len(texts.places)) == (3, 200, 3)
+        assert all(stop == 200 for _, _, stop in texts.places)
+        assert (texts.lengths == [200] * 3) == (layout == WHOLE)
+
+
+def test_a_larger_batch_begins_with_the_texts_of_a_smaller_one():
+    one, three = (Texts.drawn(PADDED, batch, 200, 0, "cpu") for batch in (1, 3))
+    assert three.places[:1] == one.places
+    assert Texts.drawn(PADDED, 1, 200, 1, "cpu").places != one.places
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_a_mask_says_what_the_spans_say(layout):
+    texts = Texts.drawn(layout, 2, 40, 0, "cpu")
+    seen = texts.mask(None).dense_rows(0, texts.slots, 0, texts.slots, "cpu")[:, 0]
+    key, spans = torch.arange(texts.slots), texts.spans
+    allowed = (key >= spans.first[..., None]) & (key <= spans.last[..., None])
+    real = spans.last >= 0
+    assert torch.equal(seen.expand_as(allowed)[real], allowed[real])
+
+
+# --- dense ways
+
+
+def varlen_of_flash(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **how):
+    """What flash-attn computes, text by text."""
+    assert max_seqlen_q == max_seqlen_k and how.pop("causal")
+    out = torch.empty_like(q)
+    borders = cu_seqlens_q.tolist()
+    assert cu_seqlens_k.tolist() == borders and borders[-1] == len(q)
+    for start, stop in zip(borders, borders[1:], strict=False):
+        one = [x[None, start:stop].transpose(1, 2) for x in (q, k, v)]
+        causal = {"is_causal": True, "enable_gqa": True, "scale": how["softmax_scale"]}
+        attended = torch.nn.functional.scaled_dot_product_attention(*one, **causal)
+        out[start:stop] = attended[0].transpose(0, 1)
+    return out, None
+
+
+@pytest.mark.parametrize("layout", [PADDED, PACKED])
+def test_a_varlen_kernel_attends_texts_where_they_stand(monkeypatch, layout):
+    module = ModuleType("flash_attn_interface")
+    module.flash_attn_varlen_func = varlen_of_flash
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(dense, "find_spec", lambda name: True)
+    texts = Texts.drawn(layout, 2, 96, 0, "cpu")
+    q, k, v = tiny().random_heads(texts.slots, 16, "cpu", "qkv", texts.rows)
+    texts.check(layouts._varlen(texts, layouts.VARLEN[0][2]), q, k, v)
+    # and the check is one
+    whole = layouts.dense.on("cpu")["SDPA"].load()
+    with pytest.raises(ArithmeticError, match="wrong by"):
+        texts.check(whole, q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ways"),
+    [
+        (WHOLE, {"SDPA"}),
+        (PADDED, {"cab_dense", "masked SDPA"}),
+        (PACKED, {"cab_dense", "masked SDPA"}),
+    ],
+)
+def test_every_dense_way_is_right_and_measured(layout, ways):
+    row = measured(layout)
+    assert row["baselines"].keys() == ways and row["not_measured"] == {}
+
+
+def test_a_way_that_attends_across_texts_is_told_of_and_not_timed(monkeypatch):
+    wrong = layouts.dense.on("cpu")["SDPA"].load()
+    monkeypatch.setattr(layouts, "_cab_dense", lambda *_: wrong)
+    row = measured(PACKED)
+    assert row["not_measured"]["cab_dense"].startswith("ArithmeticError: wrong by")
+    assert row["baselines"].keys() == {"masked SDPA"}
+
+
+def test_dense_ways_are_measured_once_for_all_budgets(monkeypatch):
+    calls = []
+    monkeypatch.setattr(dense, "measure", lambda *_, **more: calls.append(more) or {})
+    experiment = Batches(tiny(batches=(1,), densities=(0.2, 0.5)))
+    experiment.bench = FakeBench()
+    for case in experiment.cases([]):
+        experiment.measure(case)
+    assert len(calls) == len(layouts.LAYOUTS)
+
+
+# --- the layer
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_a_row_has_what_a_layer_took(layout):
+    row = measured(layout)
+    assert row["error"] is None and row["engine"] == "reference"
+    assert (row["choose_ms"], row["attend_ms"], row["ms"], row["frame_ms"]) == (2.0, 2.0, 2.0, 3.0)
+    assert (row["eager_ms"], row["peak_mib"]) == (3.0, 5.0) and 0.2 < row["density"] < 0.5
+    texts = Texts.drawn(layout, 2, 192, 0, "cpu")
+    assert (row["texts"], row["tokens"]) == (len(texts.places), sum(texts.lengths))
+
+
+def test_a_wrong_engine_is_not_timed(monkeypatch):
+    monkeypatch.setattr(
+        Reference, "attention", lambda self, *known: reference.attention(*known).roll(1, dims=1)
+    )
+    row = measured(PADDED)
+    assert row["error"].startswith("ArithmeticError: wrong by") and row["ms"] is None
+    assert "masked SDPA" in row["baselines"]
+
+
+def test_a_layer_that_would_be_dense_is_told_of():
+    settings = tiny(lengths=(96,))
+    object.__setattr__(settings, "config", (*BLOCKS, "min_length=4096"))
+    row = sample_of(Batches, settings, case_of(PACKED, length=96))
+    assert row["error"] == "the layer is dense: input shorter than min_length=4096"
+
+
+@pytest.mark.parametrize("place", ["heads", "layer"])
+def test_memory_that_runs_out_is_a_row(monkeypatch, place):
+    def full(*_, **more):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
+
+    monkeypatch.setattr(
+        *{"heads": (Batches, "heads"), "layer": (batches, "cab_attention")}[place], full
+    )
+    row = measured(PACKED)
+    why = "out of memory: tried to allocate 4.00 GiB"
+    assert row["error"] == why and bool(row["baselines"]) == (place == "layer")
+    assert row["not_measured"] == (
+        {} if row["baselines"] else {"cab_dense": why, "masked SDPA": why}
+    )
+    assert f"| {why} | 192 |" in shown(Batches, Batches.rows([row], {}))
+
+
+# --- what is said
+
+
+def test_a_ratio_is_over_the_fastest_dense_way_of_the_same_row():
+    quick, slow, unknown = Batches.rows(
+        [
+            row_of(PACKED, 32, 9.0, {}),
+            row_of(PADDED, 8, 3.0, {"FA3 varlen": 6.0, "FA4 varlen": 4.0}),
+            row_of(PADDED, 1, 3.0, {"FA3 varlen": 2.0, "masked SDPA": 9.0}),
+        ],
+        {},
+    )
+    assert (quick["batch"], quick["baseline"], quick["ratio"]) == (1, "FA3 varlen", 1.5)
+    assert (slow["batch"], slow["baseline"], slow["ratio"]) == (8, "FA4 varlen", 0.75)
+    assert (unknown["layout"], unknown["baseline"], unknown["ratio"]) == (PACKED, None, None)
+    assert Batches.readings([quick, slow, unknown]) == [
+        "Padded, 8 x 8,192 tokens: attention of 20.0 % of the pairs takes 75.0 % of FA4 varlen's "
+        "time, choosing included."
+    ]
+
+
+def test_a_whole_run_shows_every_row_and_goes_on(tmp_path):
+    words = [*SHAPE, *(w for b in BLOCKS for w in ("--config", b)), "--lengths", "96,192"]
+    rows = speed_run("batches", tmp_path, *words, "--batches", "1")["rows"]
+    assert [(row["layout"], row["length"]) for row in rows] == [
+        (layout, length) for layout in layouts.LAYOUTS for length in (96, 192)
+    ]
+    samples = (tmp_path / "samples.jsonl").read_text()
+    grown = speed_run("batches", tmp_path, *words, "--batches", "3", drawn=True)["rows"]
+    assert [row for row in grown if row["batch"] == 1] == rows and len(grown) == 12
+    assert (tmp_path / "samples.jsonl").read_text().startswith(samples)
+    report = (tmp_path / "report.md").read_text()
+    assert "| packed | 3 | 192 |" in report and "Masked SDPA" in report
+    assert "--batches 1,3" in report and (tmp_path / "figure.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["--layouts", "ragged"],
+            "layouts is ('ragged',); it must be out of whole, padded, packed",
+        ),
+        (["--batches", "0"], "batches is (0,); it must be numbers from 1 up"),
+        (["--densities", "2"], "max_density"),
+        (["--config", "max_density=0.1"], "config sets max_density"),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else "",
+)
+def test_settings_are_refused(capsys, words, told):
+    assert told in refused(capsys, "batches", "--device", "cpu", *words)

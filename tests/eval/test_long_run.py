@@ -1,0 +1,281 @@
+"""Long runs: what they say before they begin, memory that runs out, shares of processes."""
+
+import json
+import math
+
+import pytest
+import torch
+from bench import torchrun
+from torch import distributed as dist
+
+from cab_hf.eval import fidelity, long_run, passkey, shares
+from cab_hf.eval.__main__ import main
+from cab_hf.eval.experiment import run
+from cab_hf.eval.long_run import Load
+from cab_hf.finetune.meter import GIB, Cost
+from cab_hf.runs.log import read_log
+from cab_hf.runs.settings import read_settings
+
+SPARSE = ("query_block=32", "key_block=16", "top_p=0.2", "top_k_share=0.0")
+SET = [word for assignment in SPARSE for word in ("--set", assignment)]
+PASSKEY = ["passkey", *SET, "--methods", "dense,cab,random", "--lengths", "400", "--depths", "3"]
+PASSKEY += ["--device", "cpu", "--controls", "0"]
+FIDELITY = ["fidelity", *SET, "--methods", "dense,cab,random", "--lengths", "300", "--keys", "2"]
+FIDELITY += ["--device", "cpu"]
+OUT_OF_MEMORY = "out of memory: tried to allocate 4.00 GiB"
+
+
+@pytest.fixture
+def command(model_folder, tmp_path, monkeypatch):
+    """Runs a command on the tiny model; its results, or None where there are none."""
+    for kind in (fidelity.Fidelity, passkey.Passkey):
+        monkeypatch.setattr(kind, "draw", lambda *_: None)
+
+    def start(words, *more, status=0, out="out"):
+        folder = tmp_path / out
+        given = [*words, "--model", str(model_folder), "--out", str(folder), *more]
+        assert main(given) == status
+        results = folder / "results.json"
+        return json.loads(results.read_text()) if results.exists() else None
+
+    return start
+
+
+def cost_of(**fields):
+    """The cost of a model of one layer, by hand."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 8, "intermediate_size": 16, "vocab_size": 10, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**shape, **heads, **fields))
+    return Cost.of(model.requires_grad_(False))
+
+
+# --- what is ahead
+
+
+def test_flops_of_a_prefill_by_hand():
+    # q, k, v, o; gate, up, down; logits
+    weights = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16 + 8 * 10
+    pairs, channels = 100 * 101 / 2, 8
+    cost = cost_of()
+    assert Load(100).flops(cost) == pytest.approx(2 * 100 * weights + 4 * pairs * channels)
+    sparse = 2 * 100 * weights + 4 * 0.25 * pairs * channels
+    assert Load(100, 0.25, texts=3).flops(cost) == pytest.approx(3 * sparse)
+
+
+def test_bytes_of_a_prefill_by_hand():
+    cache, layer = 100 * 2 * 4, 100 * (2 * 8 + 3 * 16)
+    cost = cost_of()
+    assert Load(100).bytes(cost, 2, 0) == 2 * (cache + layer) + 10 * (2 + 8)
+    in_chunks = Load(100, logits=2000).bytes(cost, 2, 20)
+    assert in_chunks == 2 * (cache + layer / 5) + 10 * (2 * 2000 + 8 * 1024)
+
+
+def test_hours_are_those_of_prefill_cases_and_steps():
+    cost = cost_of()
+    loads = [Load(4096), Load(4096, 0.25), Load(4096, steps=3600)]
+    seconds = sum(load.flops(cost) for load in loads) / (long_run.SHARE * 1e9)
+    seconds += 5 * long_run.SECONDS_A_CASE + 3600 * long_run.SECONDS_A_STEP
+    told = long_run._hours(cost, loads, 5, 1e9, "a GPU", 4)
+    hours = float(told.split()[1])
+    assert hours == pytest.approx(seconds / 3600, rel=0.01) and not math.isclose(hours, 0)
+    assert "GPU hours on 4 GPUs (a GPU at 40% of 0 TFLOP/s, sparse prefill at density 0.25" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "cases"), [(PASSKEY, 9), (FIDELITY, 24)], ids=["passkey", "fidelity"]
+)
+def test_a_run_says_what_is_ahead_and_a_dry_one_ends_there(command, tmp_path, capsys, words, cases):
+    assert command(words, "--dry-run") is None and not (tmp_path / "out").exists()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{cases} cases of {cases * int(words[words.index('--lengths') + 1]):,}")
+    # no device is known here
+    assert "hours" not in line and line.endswith("GiB of memory at the peak")
+    results = command(words)
+    assert capsys.readouterr().out.splitlines()[0] == line
+    assert "dry_run" not in results["provenance"]["settings"]
+    command(words, "--dry-run")
+    assert capsys.readouterr().out == "nothing is left to measure\n"
+    command(words, "--dry-run", "--lengths", "400,300,420")
+    left = capsys.readouterr().out
+    assert left.startswith(f"{2 * cases} cases ({cases} are there) of ")
+
+
+def test_a_model_unlike_others_ends_no_run(command, monkeypatch, capsys):
+    def unlike(*_):
+        raise AttributeError("no num_attention_heads")
+
+    monkeypatch.setattr(Cost, "of", unlike)
+    command(PASSKEY, "--dry-run")
+    why = "hours and memory are not known (AttributeError: no num_attention_heads)"
+    assert capsys.readouterr().out == f"9 cases of 3,600 tokens; {why}\n"
+
+
+def test_memory_that_a_device_lacks_is_told(monkeypatch):
+    room = type("Properties", (), {"total_memory": 80 * GIB})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: room)
+    device = torch.device("cuda")
+    told = long_run._memory(40 * GIB, device)
+    assert told == "about 40.0 GiB of memory at the peak, of 80.0"
+    assert long_run._memory(90 * GIB, device).endswith("80.0: cases that find none are passed over")
+
+
+# --- memory that runs out
+
+
+def full(*_, **more):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
+
+
+def test_a_case_without_memory_is_passed_over_and_tried_again(command, monkeypatch, tmp_path):
+    complete = command(PASSKEY, out="complete")
+    answer = passkey.Passkey.answer
+
+    def scarce(self, prompt, method):
+        return full() if type(method).name == "random" else answer(self, prompt, method)
+
+    monkeypatch.setattr(passkey.Passkey, "answer", scarce)
+    results = command(PASSKEY)
+    assert [row["method"] for row in results["rows"]] == ["dense", "cab"]
+    cell = {"method": "random", "length": 400, "keys": 1, "cases": 3, "why": OUT_OF_MEMORY}
+    assert results["provenance"]["failed"] == [cell]
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert f"| random | 400 | 1 | 3 | {OUT_OF_MEMORY} |" in report
+    _, samples = read_log(tmp_path / "out" / "samples.jsonl")
+    assert [s["error"] for s in samples if "error" in s] == [OUT_OF_MEMORY] * 3
+
+    monkeypatch.setattr(passkey.Passkey, "answer", answer)
+    results = command(PASSKEY)
+    assert results["rows"] == complete["rows"] and "failed" not in results["provenance"]
+
+
+def test_what_is_matched_to_a_method_without_memory_waits_for_it(command, monkeypatch):
+    complete = command(FIDELITY, out="complete")
+    read = fidelity.Fidelity.read
+
+    def scarce(self, case, reading, method):
+        return full() if case["method"] == "cab" else read(self, case, reading, method)
+
+    monkeypatch.setattr(fidelity.Fidelity, "read", scarce)
+    results = command(FIDELITY)
+    assert {row["method"] for row in results["rows"]} == {"dense"}
+    failed = {(cell["method"], cell["why"]) for cell in results["provenance"]["failed"]}
+    unknown = "the density to match could not be measured"
+    assert failed == {("cab", OUT_OF_MEMORY), ("random", unknown)}
+    monkeypatch.setattr(fidelity.Fidelity, "read", read)
+    assert command(FIDELITY)["rows"] == complete["rows"]
+
+
+def test_another_error_ends_the_run(command, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(passkey.Passkey, "answer", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        command(PASSKEY)
+
+
+def test_without_any_memory_nothing_is_reported(command, monkeypatch, capsys):
+    monkeypatch.setattr(passkey.Passkey, "answer", full)
+    assert command(PASSKEY, status=2) is None
+    assert f"no case could be measured: {OUT_OF_MEMORY}" in capsys.readouterr().err
+
+
+# --- shares of processes
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("words", [PASSKEY, FIDELITY], ids=lambda words: words[0])
+def test_every_case_is_of_one_rank_and_a_question_is_asked_by_it_of_all(words, ranks):
+    kind = {"passkey": passkey, "fidelity": fidelity}[words[0]].EXPERIMENT
+    settings = kind.Settings(device="cpu", lengths=(300,), methods=("dense", "cab", "random"))
+    experiment = kind(settings)
+    given = [shares.Share(experiment, rank, ranks).mine([]) for rank in range(ranks)]
+    everything = list(experiment.planned())
+    assert sorted(map(str, everything)) == sorted(str(case) for mine in given for case in mine)
+    questions = [set(map(experiment.question, mine)) for mine in given]
+    assert sum(map(len, questions)) == len(set().union(*questions))
+    known = everything[:4]
+    left = [shares.Share(experiment, rank, ranks).mine(known) for rank in range(ranks)]
+    assert sum(map(len, left)) == len(everything) - 4
+
+
+@pytest.mark.slow
+def test_processes_find_what_one_finds(command, model_folder, tmp_path):
+    out = tmp_path / "shared"
+    given = [*FIDELITY, "--model", str(model_folder), "--out", str(out)]
+    done = torchrun("-m", "cab_hf.eval", *given)
+    assert done.returncode == 0, done.stderr
+    # one says what is ahead, and shows the rows
+    assert done.stdout.count("GiB of memory at the peak") == 1 == done.stdout.count("report:")
+    expected = command(FIDELITY)
+    results = json.loads((out / "results.json").read_text())
+    assert results["rows"] == expected["rows"]
+    assert results["provenance"]["settings"] == expected["provenance"]["settings"]
+    names = {path.name for path in out.iterdir()}
+    assert names == {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A group of this process alone."""
+    store = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def settings_of(model_folder, out):
+    """Those of `PASSKEY`."""
+    given = [*PASSKEY[1:], "--model", str(model_folder), "--out", str(out)]
+    return read_settings(passkey.Settings, given, "passkey")
+
+
+def test_what_another_rank_found_and_missed_is_in_the_log(
+    command, model_folder, tmp_path, monkeypatch, alone
+):
+    complete = command(PASSKEY, out="complete")
+    _, samples = read_log(tmp_path / "complete" / "samples.jsonl")
+    experiment = passkey.Passkey(settings_of(model_folder, tmp_path / "out"))
+    share = shares.Share(experiment, 0, 2)
+    asked = set(map(experiment.question, share.mine([])))
+    others = [s for s in samples if experiment.question(s) not in asked]
+    assert others and len(others) + len(share.mine([])) == len(samples)
+    last = {name: others[-1][name] for name in experiment.CASE} | {"error": OUT_OF_MEMORY}
+
+    def gather(given, own):
+        given[:] = [own, [*others[:-1], last]]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    rows = run(experiment, share.lead)
+    failed = json.loads((tmp_path / "out" / "results.json").read_text())["provenance"]["failed"]
+    assert [(cell["method"], cell["cases"]) for cell in failed] == [("random", 1)]
+    assert [row["n"] for row in rows] == [3, 3, 2]
+    # and is tried again by whoever goes on
+    assert command(PASSKEY)["rows"] == complete["rows"]
+
+
+def test_what_a_kill_left_of_another_rank_is_taken_up(command, model_folder, tmp_path):
+    complete = command(PASSKEY, out="complete")
+    _, samples = read_log(tmp_path / "complete" / "samples.jsonl")
+    experiment = passkey.Passkey(settings_of(model_folder, tmp_path / "out"))
+    with shares._opened(experiment, tmp_path / "out" / "samples.rank1.jsonl") as log:
+        for sample in samples[1::2]:
+            log.append(sample)
+    measured = []
+    experiment.sample = lambda case: (
+        measured.append(case) or passkey.Passkey.sample(experiment, case)
+    )
+    rows = run(experiment, shares._measure_alone)
+    assert len(measured) == len(samples[::2]) and rows == complete["rows"]
+    assert not list((tmp_path / "out").glob("*rank*"))
+
+
+def test_a_device_that_all_processes_would_take_is_refused(model_folder, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = [*PASSKEY, "--model", str(model_folder), "--device", "cpu:0"]
+    assert main(words) == 2
+    assert "device is 'cpu:0'; where 2 processes share a run it must be" in capsys.readouterr().err
