@@ -378,6 +378,28 @@ class Antidiagonal(Random):
 
 
 @dataclass(frozen=True)
+class XAttention(Cab):
+    """XAttention as it was published (Xu et al. 2025, arXiv 2503.16428): stride 8, threshold 0.9.
+
+    `XAttentionPredictor` says where it differs. It sets its own budget, so it is not matched;
+    `Antidiagonal` has the same score at the budget of the others.
+    """
+
+    name = "xattention"
+
+    @classmethod
+    def fit(cls, cell: Cell) -> XAttention:
+        return cls(cell.shared.changed(predictor=cls.name))
+
+
+@dataclass(frozen=True)
+class XAttention16(XAttention):
+    """The same at stride 16, the other one of the paper."""
+
+    name = "xattention_16"
+
+
+@dataclass(frozen=True)
 class VerticalSlash(Random):
     """MInference's vertical-slash pattern (Jiang et al. 2024, arXiv 2407.02490), at block grain.
 
@@ -552,8 +574,8 @@ class H2O(Method):
 
 
 COMPARED = (
-    *(Dense, Cab, Published, Streaming, Random, Antidiagonal, VerticalSlash, MeanPooled, Oracle),
-    H2O,
+    *(Dense, Cab, Published, Streaming, Random, Antidiagonal, XAttention, XAttention16),
+    *(VerticalSlash, MeanPooled, Oracle, H2O),
 )
 CONTROLS = {method.name: method for method in (Full, NoNeedle)}
 METHODS: dict[str, type[Method]] = {method.name: method for method in COMPARED} | CONTROLS

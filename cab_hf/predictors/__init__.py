@@ -11,6 +11,8 @@ from cab_hf.predictors.baselines import (
     RandomPredictor,
     StreamingPredictor,
     VerticalSlashPredictor,
+    XAttention16Predictor,
+    XAttentionPredictor,
 )
 from cab_hf.predictors.cascade import CascadePredictor
 from cab_hf.predictors.curvature import CurvaturePredictor
@@ -28,6 +30,8 @@ __all__ = [
     "RandomPredictor",
     "StreamingPredictor",
     "VerticalSlashPredictor",
+    "XAttention16Predictor",
+    "XAttentionPredictor",
     "make_predictor",
     "register_predictor",
 ]
@@ -39,3 +43,5 @@ register_predictor("oracle", OraclePredictor)
 register_predictor("random", RandomPredictor)
 register_predictor("streaming", StreamingPredictor)
 register_predictor("vertical_slash", VerticalSlashPredictor)
+register_predictor("xattention", XAttentionPredictor)
+register_predictor("xattention_16", XAttention16Predictor)

@@ -1,7 +1,8 @@
-"""What CAB is held against: predictors that keep a fixed share of every row, or a window.
+"""What CAB is held against: predictors of other papers, and bounds.
 
-``streaming``, ``random``, ``antidiagonal``, ``vertical_slash`` and ``oracle``. All but the first
-keep a row's forced blocks and its best by a score, 1 - sparsity of it in all.
+``streaming`` keeps a window. ``random``, ``antidiagonal``, ``vertical_slash`` and ``oracle`` keep a
+row's forced blocks and its best by a score, 1 - sparsity of it in all. ``xattention`` and
+``xattention_16`` keep what holds a share of an estimated mass, as their authors do.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from cab_hf.predictors.attention_mass import block_mass
 from cab_hf.predictors.base import SHARE_OPTIONS, LayerContext, Predictor
 
 ANTIDIAGONAL_STRIDE = 8  # of XAttention's 8 and 16 the finer one
+XATTENTION_THRESHOLD = 0.9
 ASKING_QUERIES = 64  # of vertical_slash: the last queries, whose attention ranks all blocks
 SEED = 0  # of the random blocks
 
@@ -94,6 +96,47 @@ class OraclePredictor(AntidiagonalPredictor):
     """The true attention mass of every block, from exact attention: costs more than attending."""
 
     stride = 1
+
+
+class XAttentionPredictor(Predictor):
+    """XAttention as it was published (Xu et al. 2025, arXiv 2503.16428), at stride 8.
+
+    The logit of a tile of stride x stride tokens is the mean over its antidiagonal. The softmax of
+    a row of tiles, summed over blocks, estimates their mass, and a row keeps the fewest blocks that
+    hold ``top_p`` of it, forced ones counted; None stands for the threshold of 0.9.
+
+    Here the forced blocks are those of the config, where the original forces the first and the
+    diagonal one, and blocks have its sizes, where the original has 128 x 128. One threshold holds
+    for all heads unless ``top_p`` is a table: the search for a threshold of each head, optional in
+    the original, is left out.
+    """
+
+    stride = ANTIDIAGONAL_STRIDE
+
+    def choose(self, q: Tensor, summary: Tensor, call: LayerContext) -> BlockPlan:
+        config, spans = self.config, call.spans
+        blocks = config.query_block, config.key_block
+        top_p = (XATTENTION_THRESHOLD,)
+        if config.top_p is not None:
+            top_p = budgets_of(config, call.layer, q.shape[1]).top_p
+        visible = block_visibility(spans, *blocks)
+        forced = reference.forced_blocks(visible, spans, config).unsqueeze(1)
+        mass = block_mass(q, summary, spans, call.scale, *blocks, stride=self.stride)
+        share = mass / mass.sum(-1, keepdim=True).clamp(min=reference.LEAST)
+        keep = reference.top_p_blocks(
+            share.log(),
+            forced.expand_as(share),
+            visible.unsqueeze(1).expand_as(share),
+            torch.tensor(top_p, device=q.device, dtype=torch.float64)[:, None, None],
+            share.shape[-1],
+        )
+        return BlockPlan.from_dense(keep, spans, query_block=blocks[0], key_block=blocks[1])
+
+
+class XAttention16Predictor(XAttentionPredictor):
+    """The same at stride 16, the coarser and faster one of its two."""
+
+    stride = 16
 
 
 class VerticalSlashPredictor(ScorePredictor):

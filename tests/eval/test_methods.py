@@ -139,17 +139,82 @@ def test_vertical_slash_scores_are_those_of_eager_attention(length):
             torch.testing.assert_close(score[:, :, row, block], best)
 
 
-@pytest.mark.parametrize("length", [33, 111, 320])
-def test_vertical_slash_sees_no_later_block(length):
-    q, k = random_qk(length)
-    config = replace(SMALL, predictor="vertical_slash", sparsity=0.6, dense_tail_blocks=0)
-    spans = Spans.causal(1, length, length, "cpu")
+def plan_of(name, q, k, **fields):
+    """What a predictor keeps of plain causal attention, bool [B, H, M_q, M_k]."""
+    config = SMALL.changed(predictor=name, dense_tail_blocks=0, **fields)
+    spans = Spans.causal(q.shape[0], q.shape[2], k.shape[2], "cpu")
     plan = make_predictor(config)(q, k, LayerContext(spans, 0.25))
     plan.validate()
-    keep = plan.to_dense()[0]
+    return plan.to_dense()
+
+
+# with what makes them keep less than everything
+RIVALS = {
+    "streaming": {"local_blocks": 2},
+    **{name: {"sparsity": 0.6} for name in ("random", "oracle", "antidiagonal", "vertical_slash")},
+    **{name: {"top_p": 0.5} for name in ("xattention", "xattention_16")},
+}
+# what a row keeps depends on the end of the text, as in the original
+BY_THE_END = ("random", "vertical_slash")
+
+
+@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize("length", [33, 111, 320])
+def test_no_row_keeps_a_later_block(name, length):
+    keep = plan_of(name, *random_qk(length), **RIVALS[name])[0]
     rows, blocks = torch.arange(keep.shape[1]), torch.arange(keep.shape[2])
     later = 16 * blocks > 32 * rows[:, None] + 31
     assert not keep[:, later].any()
+    # its own positions it always keeps
+    own = blocks[:, None] // 2 == rows
+    assert keep[:, (own.T & ~later)].all()
+
+
+@pytest.mark.parametrize("name", [name for name in RIVALS if name not in BY_THE_END])
+def test_what_comes_later_changes_no_choice(name):
+    q, k = random_qk(320)
+    before = plan_of(name, q, k, **RIVALS[name])[:, :, :6]
+    assert 0 < before.sum() < before.numel()
+    q, k = q.clone(), k.clone()
+    q[:, :, 192:] *= -3
+    k[:, :, 192:] += 5
+    assert torch.equal(plan_of(name, q, k, **RIVALS[name])[:, :, :6], before)
+
+
+@pytest.mark.parametrize(("name", "stride"), [("xattention", 8), ("xattention_16", 16)])
+@pytest.mark.parametrize("top_p", [None, 0.3, 0.7])
+def test_xattention_keeps_the_fewest_blocks_of_a_threshold(name, stride, top_p):
+    q, k = random_qk(320)
+    q, k = 4 * q, 4 * k
+    forced = {"sink_blocks": 1, "local_blocks": 0}
+    keep = plan_of(name, q, k, top_p=top_p, **forced)
+    spans = Spans.causal(1, 320, 320, "cpu")
+    mass = attention_mass.block_mass(q, k, spans, 0.25, 32, 16, stride=stride)
+    share = mass / mass.sum(-1, keepdim=True)
+    for head in range(6):
+        for row in range(10):
+            own = {0, 2 * row, 2 * row + 1}
+            others = sorted(set(range(2 * row)) - own, key=lambda j: -share[0, head, row, j])
+            kept, total = set(own), sum(share[0, head, row, j].item() for j in own)
+            for block in others:
+                if total >= (top_p or 0.9) - 1e-5:
+                    break
+                kept.add(block)
+                total += share[0, head, row, block].item()
+            assert set(keep[0, head, row].nonzero().flatten().tolist()) == kept
+
+
+def test_xattention_of_the_whole_mass_keeps_everything():
+    q, k = random_qk(205)
+    assert torch.equal(
+        plan_of("xattention", q, k, top_p=1.0), plan_of("oracle", q, k, sparsity=0.0)
+    )
+    # a threshold for each head: one that keeps all, one that keeps what is forced
+    table = ((1.0, 1.0, 1.0, 0.0, 0.0, 0.0),)
+    config = SMALL.changed(predictor="xattention", top_p=table)
+    call = LayerContext(Spans.causal(1, 205, 205, "cpu"), 0.25, layer=0)
+    keep = make_predictor(config)(q, k, call).to_dense().sum((0, 2, 3))
+    assert (keep[:3] > keep[3:]).all()
 
 
 def test_rows_of_padding_attend_nothing():
@@ -238,9 +303,8 @@ def test_single_queries_have_plans_too():
     """One query at the end of many keys."""
     q, k = random_qk(200)
     spans = Spans.causal(1, 1, 200, "cpu")
-    for name in ("streaming", "random", "oracle", "antidiagonal", "vertical_slash"):
-        kept = {} if name == "streaming" else {"sparsity": 0.5}
-        config = replace(SMALL, predictor=name, **kept)
+    for name, fields in RIVALS.items():
+        config = SMALL.changed(predictor=name, **fields)
         plan = make_predictor(config)(q[:, :, -1:], k, LayerContext(spans, 0.25))
         plan.validate()
         assert plan.to_dense()[0, :, 0, [0, 12]].all()
