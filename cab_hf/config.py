@@ -29,7 +29,7 @@ Table = tuple[tuple[float, ...], ...]
 # affair
 CAB = ("curvature", "cascade")
 RANKING = ("antidiagonal", "oracle", "random", "vertical_slash")
-BY_MASS = ("xattention", "xattention_16")
+BY_MASS = ("flexprefill", "xattention", "xattention_16")
 SHIPPED = (*CAB, *RANKING, *BY_MASS, "streaming")
 
 

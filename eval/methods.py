@@ -378,25 +378,40 @@ class Antidiagonal(Random):
 
 
 @dataclass(frozen=True)
-class XAttention(Cab):
-    """XAttention as it was published (Xu et al. 2025, arXiv 2503.16428): stride 8, threshold 0.9.
-
-    `XAttentionPredictor` says where it differs. It sets its own budget, so it is not matched;
-    `Antidiagonal` has the same score at the budget of the others.
-    """
-
-    name = "xattention"
+class AsPublished(Cab):
+    """Base of methods that set their budget themselves, as their authors have it: not matched."""
 
     @classmethod
-    def fit(cls, cell: Cell) -> XAttention:
+    def fit(cls, cell: Cell) -> AsPublished:
         return cls(cell.shared.changed(predictor=cls.name))
 
 
 @dataclass(frozen=True)
-class XAttention16(XAttention):
+class XAttention(AsPublished):
+    """XAttention as it was published (Xu et al. 2025, arXiv 2503.16428): stride 8, threshold 0.9.
+
+    `XAttentionPredictor` says where it differs. `Antidiagonal` has the same score at the budget of
+    the others.
+    """
+
+    name = "xattention"
+
+
+@dataclass(frozen=True)
+class XAttention16(AsPublished):
     """The same at stride 16, the other one of the paper."""
 
     name = "xattention_16"
+
+
+@dataclass(frozen=True)
+class FlexPrefill(AsPublished):
+    """FlexPrefill (Lai et al. 2025, arXiv 2502.20766): gamma 0.95, tau 0.1, 1,024 tokens at least.
+
+    `FlexPrefillPredictor` says where it differs.
+    """
+
+    name = "flexprefill"
 
 
 @dataclass(frozen=True)
@@ -575,7 +590,7 @@ class H2O(Method):
 
 COMPARED = (
     *(Dense, Cab, Published, Streaming, Random, Antidiagonal, XAttention, XAttention16),
-    *(VerticalSlash, MeanPooled, Oracle, H2O),
+    *(VerticalSlash, FlexPrefill, MeanPooled, Oracle, H2O),
 )
 CONTROLS = {method.name: method for method in (Full, NoNeedle)}
 METHODS: dict[str, type[Method]] = {method.name: method for method in COMPARED} | CONTROLS

@@ -16,6 +16,7 @@ from cab_hf.predictors.baselines import (
 )
 from cab_hf.predictors.cascade import CascadePredictor
 from cab_hf.predictors.curvature import CurvaturePredictor
+from cab_hf.predictors.flexprefill import FlexPrefillPredictor
 from cab_hf.predictors.published import AdaptiveCurvaturePredictor, CoarseCurvaturePredictor
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "CascadePredictor",
     "CoarseCurvaturePredictor",
     "CurvaturePredictor",
+    "FlexPrefillPredictor",
     "LayerContext",
     "OraclePredictor",
     "Predictor",
@@ -39,6 +41,7 @@ __all__ = [
 register_predictor("antidiagonal", AntidiagonalPredictor)
 register_predictor("cascade", CascadePredictor)
 register_predictor("curvature", CurvaturePredictor)
+register_predictor("flexprefill", FlexPrefillPredictor)
 register_predictor("oracle", OraclePredictor)
 register_predictor("random", RandomPredictor)
 register_predictor("streaming", StreamingPredictor)

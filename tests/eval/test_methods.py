@@ -1,5 +1,6 @@
 """Baselines: what each keeps, how it is matched to a budget, and that it leaves no trace."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from cab_hf.eval import methods
 from cab_hf.eval.methods import METHODS, Cell
 from cab_hf.eval.teacher_forcing import behind_prompt
 from cab_hf.plan import Spans
-from cab_hf.predictors import LayerContext, attention_mass, baselines, make_predictor
+from cab_hf.predictors import LayerContext, attention_mass, baselines, flexprefill, make_predictor
 
 LENGTH = 600
 SMALL = cab_hf.CabConfig(min_length=0, query_block=32, key_block=16)
@@ -35,6 +36,12 @@ def model():
         initializer_range=0.3,
     )
     return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Of the short texts here FlexPrefill would keep all."""
+    monkeypatch.setattr(flexprefill, "MIN_TOKENS", 32)
 
 
 @pytest.fixture(scope="module")
@@ -152,10 +159,10 @@ def plan_of(name, q, k, **fields):
 RIVALS = {
     "streaming": {"local_blocks": 2},
     **{name: {"sparsity": 0.6} for name in ("random", "oracle", "antidiagonal", "vertical_slash")},
-    **{name: {"top_p": 0.5} for name in ("xattention", "xattention_16")},
+    **{name: {"top_p": 0.5} for name in ("flexprefill", "xattention", "xattention_16")},
 }
 # what a row keeps depends on the end of the text, as in the original
-BY_THE_END = ("random", "vertical_slash")
+BY_THE_END = ("flexprefill", "random", "vertical_slash")
 
 
 @pytest.mark.parametrize("name", RIVALS)
@@ -215,6 +222,113 @@ def test_xattention_of_the_whole_mass_keeps_everything():
     call = LayerContext(Spans.causal(1, 205, 205, "cpu"), 0.25, layer=0)
     keep = make_predictor(config)(q, k, call).to_dense().sum((0, 2, 3))
     assert (keep[:3] > keep[3:]).all()
+
+
+def test_columns_and_diagonals_are_touched_by_hand():
+    """Query blocks of two key blocks: rows of key blocks 0 and 1, 2 and 3, 4 and 5."""
+    spans = Spans.causal(1, 12, 12, "cpu")
+    nothing = torch.zeros(1, 1, 6, dtype=torch.bool)
+    column, far = nothing.clone(), nothing.clone()
+    column[..., 1] = True
+    # three key blocks before one of the row's own
+    far[..., 3] = True
+    visible = torch.ones(6, 6, dtype=torch.bool).tril()[1::2]
+    keep = flexprefill.touched(column, nothing, spans, 4, 2)[0, 0] & visible
+    assert keep.nonzero().tolist() == [[0, 1], [1, 1], [2, 1]]
+    keep = flexprefill.touched(nothing, far, spans, 4, 2)[0, 0] & visible
+    assert keep.nonzero().tolist() == [[1, 0], [2, 1], [2, 2]]
+    # rows of half a key block each
+    keep = flexprefill.touched(nothing, far, Spans.causal(1, 24, 24, "cpu"), 2, 4)[0, 0]
+    assert keep.nonzero().tolist() == [[6, 0], [7, 0], [8, 1], [9, 1], [10, 2], [11, 2]]
+
+
+def test_the_fewest_entries_by_hand():
+    share = torch.tensor([0.1, 0.5, 0.0, 0.4])
+    cases = {(0.45, 0): [1], (0.6, 0): [1, 3], (0.0, 1): [1], (0.45, 3): [0, 1, 3]}
+    for (wanted, least), kept in cases.items():
+        held = flexprefill.fewest(share, torch.tensor(wanted), least)
+        assert held.nonzero().flatten().tolist() == kept
+    assert flexprefill.fewest(share, torch.tensor(1.0), 0).all()
+
+
+def test_root_divergence_by_hand():
+    p, q = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.5, 0.5, 0.0])
+    # KL(p || m) = log 4/3, KL(q || m) = log(2/3) / 2 + log(2) / 2
+    expected = ((math.log(4 / 3) + math.log(2 / 3) / 2 + math.log(2) / 2) / 2) ** 0.5
+    assert flexprefill.root_divergence(p, q).item() == pytest.approx(expected)
+    assert flexprefill.root_divergence(p, p) == 0
+    apart = flexprefill.root_divergence(p, torch.tensor([0.0, 0.0, 1.0]))
+    assert apart.item() == pytest.approx(math.log(2) ** 0.5)
+
+
+@pytest.mark.parametrize("tau", [0.0, 9.0], ids=["vertical-slash", "query-aware"])
+@pytest.mark.parametrize("length", [320, 205])
+def test_flexprefill_is_that_of_eager_attention(tau, length, monkeypatch):
+    """By sets of blocks, where all heads have one pattern."""
+    monkeypatch.setattr(flexprefill, "TAU", tau)
+    gamma, least = 0.6, 2
+    q, k = random_qk(length)
+    keep = plan_of("flexprefill", 3 * q, k, top_p=gamma, sink_blocks=0, local_blocks=0)
+    rows, blocks = -(-length // 32), -(-length // 16)
+
+    def best(shares, wanted, least):
+        kept, total = set(), 0.0
+        for place in sorted(shares, key=lambda place: -shares[place]):
+            if total >= wanted and len(kept) >= least:
+                break
+            kept.add(place)
+            total += shares[place]
+        return kept
+
+    attention = eager_probabilities(3 * q, k, 0.25)[0, :, -32:] / 32
+    distance = torch.arange(length)[-32:, None] - torch.arange(length)
+    means = [x.split(size, 2) for x, size in ((3 * q, 32), (k, 16))]
+    means = [torch.stack([part.mean(2) for part in parts], 2)[0] for parts in means]
+    logits = means[0] @ means[1].repeat_interleave(3, 0).transpose(-1, -2) * 0.25
+    own = {row: {2 * row, 2 * row + 1} & set(range(blocks)) for row in range(rows)}
+    for head in range(6):
+        column = {j: attention[head, :, 16 * j : 16 * j + 16].sum().item() for j in range(blocks)}
+        diagonal = {t: attention[head][distance // 16 == t].sum().item() for t in range(blocks)}
+        asked = 0.0 if tau else gamma
+        columns, diagonals = best(column, asked, least), best(diagonal, asked, least)
+        pooled = {
+            (row, j): share / rows
+            for row in range(rows)
+            for j, share in enumerate(logits[head, row, : max(own[row]) + 1].softmax(0).tolist())
+        }
+        aware = best(pooled, gamma, 0) if tau else set()
+        for row in range(rows):
+            seen = range(max(own[row]) + 1)
+            # the last row may be half a block
+            near, far = 2 * row, (min(32 * row + 32, length) - 1) // 16
+            on = {t - d for t in range(near, far + 1) for d in diagonals}
+            expected = own[row] | ((columns | on) & set(seen))
+            expected |= {j for j in seen if (row, j) in aware}
+            assert set(keep[0, head, row].nonzero().flatten().tolist()) == expected
+
+
+def test_flexprefill_believes_an_estimate_that_is_right():
+    """Keys alike within their blocks are what their means are; others are not."""
+    k = random_qk(20)[1].repeat_interleave(16, dim=2)
+    q = random_qk(10)[0].repeat_interleave(32, dim=2)
+    spans = Spans.causal(1, 320, 320, "cpu")
+    keys = flexprefill.reference.coarsen_keys(k, spans.key_valid, 16, "mean")
+    pooled = flexprefill.pooled_last_block(q, keys, spans, 0.25, 32, 16)
+    columns, _ = baselines.columns_and_diagonals(q, k, spans, 0.25, 32)
+    columns = columns.unflatten(-1, (20, 16)).sum(-1) / 32
+    # the last 32 queries see the last two blocks in part
+    assert (flexprefill.root_divergence(pooled, columns) < 0.25).all()
+    torch.testing.assert_close(pooled.sum(-1), torch.ones(1, 6))
+
+
+def test_flexprefill_keeps_a_minimum_and_at_most_everything(monkeypatch):
+    q, k = random_qk(320)
+    assert torch.equal(
+        plan_of("flexprefill", q, k, top_p=1.0), plan_of("oracle", q, k, sparsity=0.0)
+    )
+    few = plan_of("flexprefill", q, k, top_p=0.01).sum()
+    monkeypatch.setattr(flexprefill, "MIN_TOKENS", 64)
+    assert plan_of("flexprefill", q, k, top_p=0.01).sum() > few
 
 
 def test_rows_of_padding_attend_nothing():
