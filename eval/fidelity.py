@@ -50,6 +50,7 @@ from cab_hf.eval.methods import (
     Realised,
     exact_readings,
     known,
+    layers_of,
     never_sparse,
     realised_on,
 )
@@ -541,7 +542,8 @@ class Fidelity(OnModel):
         config = settings.configs.get(name, settings.configs[settings.match])
         length = case["length"]
         realised = self.realised_on(case["text"], length)
-        cell = Cell(config, case["fitted"], length, settings.device, realised)
+        layers = layers_of(self.model)
+        cell = Cell(config, case["fitted"], length, settings.device, realised, layers)
         return fitted(kind_of(name).name, cell)
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:

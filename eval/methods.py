@@ -48,6 +48,9 @@ from cab_hf.predictors.attention_mass import column_sums
 BUDGET_STEPS = 1000  # a share of a row, or of the mass, is fitted to this fraction
 # fields of CAB's that no other method has: those that take tables, and how it decodes
 OWN = ("top_p", "top_k_share", "sparsity", "exact_queries", "sparse_decode", "decode_tokens")
+# of TriangleMix: the share of layers, from the last one back, that have the pattern; its window and
+# its dense queries, in tokens
+TRIANGLE_SHARE, WINDOW, LAST_QUERIES = 0.5, 512, 128
 PROBE_DIM = 16  # head dim of the random q and k that a budget is fitted on
 SEED = 0  # of the probe
 H2O_ATTENTION = "cab_h2o"
@@ -71,11 +74,17 @@ class Cell:
     device: torch.device | str = "cpu"  # where fitting computes
     # asked by methods whose density depends on the text
     realised: Realised | None = field(default=None, repr=False)
+    layers: int | None = None  # of the model, asked by methods that go by them
 
     @property
     def shared(self) -> CabConfig:
         """What of the config holds for every method: all but budgets a head, and decoding."""
         return self.config.changed(**{name: getattr(CabConfig, name) for name in OWN})
+
+
+def layers_of(model: PreTrainedModel) -> int:
+    """How many layers the text model of ``model`` has."""
+    return model.config.get_text_config().num_hidden_layers
 
 
 def known(config: CabConfig) -> CabConfig:
@@ -309,8 +318,8 @@ class SinkLayer(DynamicLayer):
 
 def sink_cache(model: PreTrainedModel, sinks: int, tokens: int) -> Cache:
     """A cache that keeps in every layer the first ``sinks`` and the latest of ``tokens`` tokens."""
-    layers = model.config.get_text_config().num_hidden_layers
-    return Cache(layers=[SinkLayer(sinks, max(tokens, sinks + 1)) for _ in range(layers)])
+    layers = range(layers_of(model))
+    return Cache(layers=[SinkLayer(sinks, max(tokens, sinks + 1)) for _ in layers])
 
 
 @dataclass(frozen=True)
@@ -452,6 +461,37 @@ class MeanPooled(Cab):
 
 
 @dataclass(frozen=True)
+class TriangleMix(AsPublished):
+    """TriangleMix (He et al. 2025, arXiv 2507.21526): a triangle pattern in the deeper layers.
+
+    There a query sees 8 sink tokens and the latest 512, and the last 128 queries see everything;
+    the layers before are dense, 16 of 32 for Llama-3.1-8B. These numbers are those of the example
+    of its code.
+
+    The paper finds the layers of a model by the gradient that reaches what the pattern leaves out;
+    here they are the second half of any model. Sinks, window and last queries are whole blocks:
+    one sink block, the key blocks of at least 512 tokens, and the query blocks with one of the last
+    128 tokens.
+    """
+
+    name = "trianglemix"
+
+    @classmethod
+    def fit(cls, cell: Cell) -> TriangleMix:
+        if cell.layers is None:
+            raise ValueError("trianglemix needs a cell that tells how many layers the model has.")
+        base, dense = cell.shared, cell.layers - round(TRIANGLE_SHARE * cell.layers)
+        triangle = {
+            "predictor": Streaming.name,
+            "sink_blocks": 1,
+            "local_blocks": -(-WINDOW // base.key_block),
+            "dense_tail_blocks": -(-LAST_QUERIES // base.query_block),
+            "dense_layers": tuple(sorted({*range(dense), *base.dense_layers})),
+        }
+        return cls(base.changed(**triangle))
+
+
+@dataclass(frozen=True)
 class Oracle(Random):
     """The true attention mass of every block: no predictor keeps more of it.
 
@@ -590,7 +630,7 @@ class H2O(Method):
 
 COMPARED = (
     *(Dense, Cab, Published, Streaming, Random, Antidiagonal, XAttention, XAttention16),
-    *(VerticalSlash, FlexPrefill, MeanPooled, Oracle, H2O),
+    *(VerticalSlash, FlexPrefill, MeanPooled, TriangleMix, Oracle, H2O),
 )
 CONTROLS = {method.name: method for method in (Full, NoNeedle)}
 METHODS: dict[str, type[Method]] = {method.name: method for method in COMPARED} | CONTROLS

@@ -34,6 +34,7 @@ from cab_hf.eval.methods import (
     Streaming,
     exact_readings,
     known,
+    layers_of,
     never_sparse,
     realised_on,
 )
@@ -242,7 +243,8 @@ class Passkey(OnModel):
         if case["method"] == Streaming.name:
             # with a tail the question would see what left the window, which nothing is to find
             config = replace(config, dense_tail_blocks=0)
-        cell = Cell(config, case["budget"], length, settings.device, self.realised(length))
+        realised, layers = self.realised(length), layers_of(self.model)
+        cell = Cell(config, case["budget"], length, settings.device, realised, layers)
         method = fitted(case["method"], cell)
         prompt = self.prompt(length, case["depth"], case["index"], hide_needle=method.hides_needle)
         result = self.under(method, lambda: {"answer": self.answer(prompt, method)})

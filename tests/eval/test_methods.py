@@ -17,8 +17,9 @@ from cab_hf.predictors import LayerContext, attention_mass, baselines, flexprefi
 LENGTH = 600
 SMALL = cab_hf.CabConfig(min_length=0, query_block=32, key_block=16)
 CELL = Cell(SMALL, 0.4, LENGTH)
-# of the fit of top-p, whose density depends on the text; a share that pays for itself
-SHARED = replace(CELL, realised=lambda config: config.top_p)
+# of the fit of top-p, whose density depends on the text: a share that pays for itself; and of a
+# model of two layers
+SHARED = replace(CELL, realised=lambda config: config.top_p, layers=2)
 MATCHED = [name for name, method in METHODS.items() if method.matched]
 
 
@@ -614,6 +615,29 @@ def test_mean_pooled_is_fitted_by_mass_on_a_text():
     assert not fitted.curved
     with pytest.raises(ValueError, match="mean_pooled needs a cell that tells the density"):
         methods.MeanPooled.fit(CELL)
+
+
+def test_trianglemix_is_dense_and_then_a_triangle(model, ids, monkeypatch):
+    monkeypatch.setattr(methods, "WINDOW", 70)
+    monkeypatch.setattr(methods, "LAST_QUERIES", 40)
+    method = methods.TriangleMix.fit(SHARED)
+    assert method.config.dense_layers == (0,)
+    with method.applied(model) as densities:
+        logits(model, ids)
+        first, second = densities()
+    assert first is None and 0 < second < 1
+    call = LayerContext(Spans.causal(1, 320, 320, "cpu"), 0.25, layer=1)
+    plan = make_predictor(method.config)(*random_qk(320), call)
+    rows, blocks = torch.arange(10)[:, None], torch.arange(20)
+    # blocks of 16 keys, five of which hold 70; the last 40 queries are in two blocks of 32
+    expected = (blocks == 0) | (blocks > 2 * rows + 1 - 5) | (rows >= 8)
+    expected &= blocks <= 2 * rows + 1
+    assert torch.equal(plan.to_dense()[0], expected.expand(6, -1, -1))
+    # dense layers of all methods are so in this one too
+    cell = replace(SHARED, config=replace(SMALL, dense_layers=(5,)), layers=7)
+    assert methods.TriangleMix.fit(cell).config.dense_layers == (0, 1, 2, 5)
+    with pytest.raises(ValueError, match="trianglemix needs a cell that tells how many layers"):
+        methods.TriangleMix.fit(CELL)
 
 
 def test_full_budget_equals_dense(model, ids):
