@@ -40,7 +40,6 @@ from cab_hf.eval.intervals import (
 )
 from cab_hf.eval.methods import (
     CACHES,
-    H2O,
     METHODS,
     Cab,
     Cell,
@@ -219,11 +218,14 @@ class Settings(OnModelSettings):
         others = self.asked or set(self.probes) - {*WITH_KEYS_ASKED}
         check("asked", others, "at least 1 where all probes ask for keys")
         decoding = set(self.probes) & {*DECODES}
-        dense = f"without {H2O.name}, whose prefill is dense, where no probe decodes"
-        check("methods", decoding or H2O.name not in self.methods, dense, H2O.name)
         for method in self.methods:
             check("methods", method in METHODS, f"names of {', '.join(METHODS)}", method)
         check("methods", self.methods, "at least one name")
+        for method in (name for name in self.methods if kind_of(name).dense_prefill):
+            dense = f"without {method}, whose prefill is dense, where no probe decodes"
+            check("methods", decoding, dense, method)
+            whole = f"0 with {method}, which reads a prompt at once"
+            check("prefill_chunk", not self.prefill_chunk, whole)
         for probe in self.probes:
             check("probes", probe in PROBES, f"of {', '.join(PROBES)}", probe)
         check("probes", self.probes, "at least one name")
@@ -240,9 +242,6 @@ class Settings(OnModelSettings):
         for name in (*counts, "decoded", "written"):
             check(name, getattr(self, name) > 0, "at least 1")
         check("prefill_chunk", self.prefill_chunk >= 0, "0 or more")
-        whole = f"0 with {H2O.name}, which reads a prompt at once"
-        chunked = decoding and self.prefill_chunk
-        check("prefill_chunk", not (chunked and H2O.name in self.methods), whole)
         check("keys", 1 <= self.keys <= len(NAMES), f"1 to {len(NAMES)}")
         check("asked", 0 <= self.asked <= len(NAMES), f"0 to {len(NAMES)}")
         complete = all(BORDER % config.query_block == 0 for config in self.configs.values())
@@ -502,7 +501,7 @@ class Fidelity(OnModel):
         places = dict.fromkeys(PROMPTED, prompts) | dict.fromkeys(TASKS, examples)
         places[GREEDY] = continuations
         # what is dense but for its steps has no more to say
-        kept = DECODES if method == H2O.name else PROBES
+        kept = DECODES if kind_of(method).dense_prefill else PROBES
         if not settings.asked:
             kept = [probe for probe in kept if probe not in WITH_KEYS_ASKED]
         results = [
@@ -511,7 +510,7 @@ class Fidelity(OnModel):
             if probe in kept and (probe in PROMPTED or not hidden)
             for place in places.get(probe, documents)
         ]
-        if self.clock is not None and not hidden and method != H2O.name:
+        if self.clock is not None and not hidden and not kind_of(method).dense_prefill:
             results.append({"probe": TIME, "depth": None, "index": 0})
         return results
 
@@ -704,8 +703,9 @@ class Fidelity(OnModel):
             "reads it so. Its floor is the KL of full, which decodes by another exact kernel than "
             "dense. Keys a step: tokens whose K and V have the bytes that a step reads in a layer, "
             "for CAB the index of all tokens and decode_tokens rows. Streaming (4 sinks and the "
-            "latest tokens) and h2o (heavy hitters and the latest, half each; its density is the "
-            "share that it keeps) read the prompt densely there, and keep so many. Equal "
+            "latest tokens), h2o (heavy hitters and the latest, half each) and snapkv (what the "
+            "last queries of the prompt attend, and all that is decoded) read the prompt densely "
+            "there, and keep so many; the density of the last two is what they keep. Equal "
             "continuations: greedy ones that are those of dense word for word; agreeing prefix: "
             "tokens until the first other one, the mean. Attention ms: choosing blocks and "
             "attending them in all layers, by CUDA events, on the q, k and v of one text of the "

@@ -47,7 +47,8 @@ from cab_hf.runs.settings import by_device, comma_separated, option, parse_lengt
 
 ANSWER_TOKENS = 8  # five digits of a token each, and what a model may put around them
 STAGES = {
-    "prefill": "Decoding is dense, except that streaming and h2o no longer have what they dropped.",
+    "prefill": "Decoding is dense, except that streaming, h2o and snapkv no longer have what they "
+    "dropped.",
     "both": "The table says how answers are decoded; what has no decode of its own is dense there.",
 }
 DECODE_SHARE = 0.125  # of the text that cab reads a step in stage both, unless --set says otherwise
@@ -308,8 +309,8 @@ class Passkey(OnModel):
     def notes(settings: Mapping[str, Any]) -> str:
         return (
             "Accuracy with Wilson's interval, paired difference to dense with Newcombe's, both "
-            "95 %. Density: attended over causal (query, key) pairs; of h2o, which prefills "
-            "densely, the share of the prompt's keys it keeps. Controls: full keeps every block "
+            "95 %. Density: attended over causal (query, key) pairs; of h2o and snapkv, "
+            "which prefill densely, the share of keys they keep. Controls: full keeps every block "
             "and should say what dense says (below float32 kernels round differently); no_needle "
             "is asked for a key that is not there; a key outside a method's window should not be "
             f"found. {STAGES[settings['stage']]}"

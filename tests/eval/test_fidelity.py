@@ -224,6 +224,11 @@ def test_a_length_without_room_for_a_task_is_refused(model_folder, tmp_path, cap
     [
         pytest.param(["--methods", "h2o"], "without h2o, whose prefill is dense", id="h2o"),
         pytest.param(
+            ["--methods", "snapkv", "--probes", "decode", "--prefill-chunk", "64"],
+            "0 with snapkv, which reads a prompt at once",
+            id="snapkv in chunks",
+        ),
+        pytest.param(
             ["--methods", "cab,h2o", "--probes", "decode"],
             "match is 'cab'; it must be a config with sparse_decode=true, the bytes of whose steps",
             id="h2o of no bytes",
@@ -489,17 +494,18 @@ DECODING = (
 
 
 def test_decoding_is_held_against_dense(model_folder, tmp_path):
-    more, methods = ("--cab", f"dense={SMALL}"), "dense,full,streaming,h2o"
+    more, methods = ("--cab", f"dense={SMALL}"), "dense,full,streaming,h2o,snapkv"
     results = command(model_folder, tmp_path, *DECODING, *more, methods=methods, drawn=True)
     rows = {row["method"]: row for row in results["rows"]}
-    assert list(rows) == ["dense", "cab:sparse", "cab:dense", "streaming", "h2o", "full"]
+    caches = ("streaming", "h2o", "snapkv")
+    assert list(rows) == ["dense", "cab:sparse", "cab:dense", *caches, "full"]
     # the index has 16 channels in half a byte and a scale of two, keys and values 32 in four
     kept = {
         "cab:dense": 900,
         "dense": 900,
         "full": 900,
         "cab:sparse": 128 + 900 * 10 / 128,
-        **dict.fromkeys(("streaming", "h2o"), 198),
+        **dict.fromkeys(caches, 198),
     }
     assert {name: row["step_tokens"] for name, row in rows.items()} == kept
     assert {row["decode"]["tokens"] for row in rows.values()} == {2 * 24}
@@ -508,7 +514,7 @@ def test_decoding_is_held_against_dense(model_folder, tmp_path):
     decode = {name: row["decode"] for name, row in rows.items()}
     assert (decode["dense"]["kl"], decode["dense"]["agreement"]) == (0, 1)
     assert decode["full"]["kl"] == pytest.approx(0, abs=1e-7)
-    for name in ("cab:sparse", "streaming", "h2o"):
+    for name in ("cab:sparse", *caches):
         assert decode[name]["kl"] > 1e-6 > abs(decode["full"]["kl"])
     # by one prefill
     assert decode["cab:sparse"]["kl"] != pytest.approx(decode["cab:dense"]["kl"], rel=1e-2)
@@ -622,8 +628,8 @@ def test_a_cpu_is_not_timed():
 
 
 def test_every_method_is_read(model_folder, tmp_path):
-    # h2o is dense where nothing is decoded
-    names = [name for name in METHODS if name != "h2o"]
+    # some are dense where nothing is decoded
+    names = [name for name, method in METHODS.items() if not method.dense_prefill]
     more = ("--probes", "continuation", "--lengths", "600", "--budgets", "0.5")
     rows = command(model_folder, tmp_path, *more, methods=",".join(names))["rows"]
     # no_needle has nothing to hide here

@@ -428,13 +428,13 @@ def test_single_queries_have_plans_too():
 def test_heavy_and_recent_by_hand():
     received = torch.tensor([[[5.0, 1, 4, 0, 3, 9, 0, 0], [0.0, 0, 1, 2, 0, 3, 99, 99]]])
     k = torch.arange(8.0)[None, None, :, None].expand(1, 2, 8, 1)
-    kept = methods.Kept(k, k + 10, received).evicted(4)
+    kept = methods.Kept(k, k + 10, received).evicted(4, 2)
     # four of eight: the last two, and the two that received most before them
     assert kept.k.squeeze().tolist() == [[0, 5, 6, 7], [3, 5, 6, 7]]
     assert torch.equal(kept.v, kept.k + 10)
     assert kept.received.tolist() == [[[5, 9, 0, 0], [2, 3, 99, 99]]]
     everything = methods.Kept(k, k, received)
-    assert everything.evicted(8) is everything
+    assert everything.evicted(8, 4) is everything
 
 
 def test_h2o_evicts_at_every_step_what_received_least():
@@ -470,6 +470,39 @@ def test_h2o_evicts_at_every_step_what_received_least():
             for place, more in zip(seen, weights.sum(0).tolist(), strict=True):
                 received[head][place] += more
             alive[head] = evict(head, seen)
+
+
+@pytest.mark.parametrize(("tokens", "prompt"), [(45, 100), (32, 100), (20, 100), (90, 40)])
+def test_snapkv_keeps_what_the_end_of_a_prompt_attends(tokens, prompt):
+    """Against sets of keys, one a KV head, over complete attention probabilities."""
+    steps, scale = 3, 0.25
+    q, k = random_qk(prompt + steps)
+    v = random_qk(prompt + steps, seed=1)[1]
+    snap, kept, shares, module = methods.SnapKV(tokens), {}, {}, torch.nn.Module()
+    parts = (x[:, :, :prompt] for x in (q, k, v))
+    out, _ = snap.attend(kept, shares, module, *parts, None, scale)
+    complete = eager_probabilities(q[:, :, :prompt], k[:, :, :prompt], scale)
+    expected = complete @ v[:, :, :prompt].repeat_interleave(3, dim=1)
+    torch.testing.assert_close(out.transpose(1, 2), expected)
+    assert shares == {module: min(1, tokens / prompt)}
+
+    window = min(32, tokens, prompt)
+    given = complete[0, :, -window:, : prompt - window].sum(1).unflatten(0, (2, 3)).sum(1)
+    alive = []
+    for row in given.tolist():
+        # the mean over five, of which those beyond the edges are zeros
+        pooled = [sum(row[max(0, at - 2) : at + 3]) / 5 for at in range(len(row))]
+        best = sorted(range(len(row)), key=lambda at: -pooled[at])[: max(0, tokens - window)]
+        alive.append([*sorted(best), *range(prompt - window, prompt)])
+    for at in range(prompt, prompt + steps):
+        step = (q[:, :, at : at + 1], k[:, :, : at + 1], v[:, :, : at + 1])
+        out, _ = snap.attend(kept, shares, module, *step, None, scale)
+        for head in range(2):
+            # what is decoded stays
+            alive[head].append(at)
+            weights = q[0, 3 * head : 3 * head + 3, at] @ k[0, head, alive[head]].T * scale
+            expected = weights.softmax(-1) @ v[0, head, alive[head]]
+            torch.testing.assert_close(out[0, 0, 3 * head : 3 * head + 3], expected)
 
 
 @pytest.mark.parametrize(
@@ -540,10 +573,14 @@ def test_h2o_judges_keys_by_what_eager_attention_gives_them(model, ids, monkeypa
         torch.testing.assert_close(ours, layer.sum(2), atol=1e-3, rtol=1e-4)
 
 
-def test_h2o_prefills_densely_and_decodes_what_it_kept(model, ids):
+KEEPS_SOME = [name for name, method in METHODS.items() if method.dense_prefill]
+
+
+@pytest.mark.parametrize("name", KEEPS_SOME)
+def test_a_cache_prefills_densely_and_decodes_what_it_kept(name, model, ids):
     before = logits(model, ids)
     text = generate(model, ids)
-    with methods.H2O(2 * LENGTH).applied(model):
+    with METHODS[name](2 * LENGTH).applied(model):
         torch.testing.assert_close(logits(model, ids), before, atol=1e-4, rtol=1e-4)
         assert torch.equal(generate(model, ids), text)
     step = text[:, LENGTH : LENGTH + 1]
@@ -554,21 +591,22 @@ def test_h2o_prefills_densely_and_decodes_what_it_kept(model, ids):
 
     with torch.no_grad():
         dense = second_token_logits()
-        with methods.H2O(30).applied(model):
+        with METHODS[name](30).applied(model):
             assert (second_token_logits() - dense).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("name", KEEPS_SOME)
 @pytest.mark.parametrize("padding", ["a mask", "a second chunk"])
-def test_h2o_refuses_what_it_does_not_do(model, ids, padding):
+def test_a_cache_refuses_what_it_does_not_do(name, model, ids, padding):
     mask = torch.ones_like(ids)
-    with methods.H2O(300).applied(model), torch.no_grad():
+    with METHODS[name](300).applied(model), torch.no_grad():
         if padding == "a mask":
             mask[:, :5] = 0
             with pytest.raises(ValueError, match="without padding"):
                 model(ids, attention_mask=mask)
         else:
             cache = model(ids[:, :300], use_cache=True).past_key_values
-            with pytest.raises(ValueError, match="h2o takes a whole prompt"):
+            with pytest.raises(ValueError, match=f"{name} takes a whole prompt"):
                 model(ids[:, 300:], past_key_values=cache)
 
 
