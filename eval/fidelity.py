@@ -29,7 +29,7 @@ from cab_hf.config import CabConfig
 from cab_hf.decode.step import decodes_sparsely
 from cab_hf.documents import asked_document, plain_document, recall_document
 from cab_hf.eval import charts
-from cab_hf.eval.attention_time import AttentionClock, layer_bench
+from cab_hf.eval.attention_time import REPORTED, AttentionClock, layer_bench
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.haystack import Haystack, read_sentences
 from cab_hf.eval.intervals import (
@@ -710,10 +710,10 @@ class Fidelity(OnModel):
             "tokens until the first other one, the mean. Attention ms: choosing blocks and "
             "attending them in all layers, by CUDA events, on the q, k and v of one text of the "
             "cell as dense attention has them; × dense: over the fastest dense kernel on the "
-            "same. Other methods choose in plain PyTorch, so that only what they attend can be "
-            "compared. Pass: a key in a text, asked for behind it; question first: asked for "
-            "before it as well; multi key: one of four of different names. Recall: keys stated in "
-            "the first half of a document and repeated in its second. Perplexity: of the second "
+            f"same. {_reported()}"
+            "Pass: a key in a text, asked for behind it; question first: asked for before it as "
+            "well; multi key: one of four of different names. Recall: keys stated in the first "
+            "half of a document and repeated in its second. Perplexity: of the second "
             "half of a document without keys. Shares with Wilson's interval, differences to dense "
             "with Newcombe's "
             "(of recall over keys, those of one document counting as independent), ratios of "
@@ -758,6 +758,18 @@ class Fidelity(OnModel):
 
 
 EXPERIMENT = Fidelity
+
+
+def _reported() -> str:
+    """What choosing blocks takes where it is not measured, and whose word that is."""
+    shares = ", ".join(f"{share:.3f} for {name}" for name, share in REPORTED.items() if share)
+    favoured = ", ".join(name for name, share in REPORTED.items() if not share)
+    return (
+        "Behind ~, choosing is not measured, as these methods choose in plain PyTorch here: it "
+        f"takes what Xu et al. 2025 report, over dense attention {shares}, and 0 for {favoured}, "
+        "whose authors report no share that we know of, or which have nothing to choose by. "
+        "Elsewhere it is measured, in older results that of plain PyTorch too. "
+    )
 
 
 def _tasks(probes: Sequence[str]) -> str:
@@ -826,7 +838,9 @@ def _times(members: Sequence[Row]) -> dict[str, Any]:
     if timed is None:
         return dict.fromkeys((*TIMES, "over_dense"))
     over = (timed["predict_ms"] + timed["attend_ms"]) / timed["dense_ms"]
-    return {**{name: timed[name] for name in TIMES}, "over_dense": over}
+    # results of before it counted have what plain PyTorch took to choose
+    reported = {name: timed[name] for name in ("predict_reported",) if name in timed}
+    return {**{name: timed[name] for name in TIMES}, "over_dense": over, **reported}
 
 
 def _continuation(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
@@ -970,11 +984,12 @@ def _divergence(result: Row) -> str:
 
 
 def _milliseconds(row: Row) -> str | None:
-    """What attention took: ``12.3 (1.20 + 11.1)``, choosing and attending."""
+    """What attention took: ``12.3 (1.20 + 11.1)``, choosing and attending; ~ for reported."""
     if row.get("attend_ms") is None:
         return None
     predict, attend = row["predict_ms"], row["attend_ms"]
-    return f"{digits(predict + attend)} ({digits(predict)} + {digits(attend)})"
+    about = "~" if "predict_reported" in row else ""
+    return f"{digits(predict + attend)} ({about}{digits(predict)} + {digits(attend)})"
 
 
 def _over_dense(row: Row) -> str | None:

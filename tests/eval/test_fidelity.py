@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from words import CHAT, TEXT, make_tokenizer
 
 import cab_hf
-from cab_hf.config import CabConfig
+from cab_hf.config import BY_MASS, RANKING, CabConfig
 from cab_hf.eval import attention_time, fidelity, teacher_forcing
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.attention_time import AttentionClock
@@ -611,6 +611,32 @@ def test_layers_are_timed_apart_and_summed(model_folder):
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        pytest.param("xattention", 9.3 / 73.8, id="reported"),
+        pytest.param("streaming", 0.0, id="in favour"),
+        pytest.param("curvature", None, id="measured"),
+    ],
+)
+def test_what_choosing_takes_is_what_authors_report(name, share, model_folder):
+    model = Fidelity(Settings(model=str(model_folder), device="cpu")).model
+    config = CabConfig(min_length=0, query_block=32, key_block=16, predictor=name)
+    result = AttentionClock(CountingBench()).time(model, tuple(range(3, 63)) * 10, config)
+    assert result.get("predict_reported") == share
+    if share is None:
+        assert result["predict_ms"] == 2 + 4
+    else:
+        # dense attention is measured once and counts for both layers
+        assert result["predict_ms"] == pytest.approx(share * 2)
+        assert result["attend_ms"] == 2 + 3
+
+
+def test_all_that_chooses_without_a_kernel_has_a_share():
+    rivals = {*RANKING, *BY_MASS, "streaming"}
+    assert set(attention_time.REPORTED) == rivals
+
+
 def test_times_stand_beside_quality(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(fidelity, "layer_bench", lambda device: CountingBench())
     results = command(model_folder, tmp_path, "--probes", "continuation", drawn=True)
@@ -618,8 +644,11 @@ def test_times_stand_beside_quality(model_folder, tmp_path, monkeypatch):
     assert dense["over_dense"] == 1
     assert cab["over_dense"] == (cab["predict_ms"] + cab["attend_ms"]) / cab["dense_ms"]
     assert random["attend_ms"] > 0
+    assert (random["predict_ms"], random["predict_reported"]) == (0, 0)
     report = (tmp_path / "report.md").read_text()
     assert "| attention ms (predict + attend) | × dense |" in report
+    assert "(~0.00 +" in report or "(~0 +" in report
+    assert "0.126 for antidiagonal" in report
     assert f"in {cab['over_dense']:.2f} × the time of SDPA" in report
 
 
