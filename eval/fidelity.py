@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import chain, product
 from operator import itemgetter
@@ -64,6 +64,7 @@ from cab_hf.eval.report import (
     ratio_with_interval,
     with_interval,
 )
+from cab_hf.eval.speed.timing import Bench
 from cab_hf.eval.teacher_forcing import (
     CHUNK,
     TeacherForced,
@@ -108,6 +109,8 @@ ALL_TASKS = "tasks"
 USUAL = (CONTINUATION, ASKED, PASS, QUESTION_FIRST, RECALL, PERPLEXITY)
 # no probe that is asked for: how long attention takes, on a GPU once a cell
 TIME = "time"
+# what can be matched, beside times, and how far a time may be off
+DENSITY, OFF = "density", 0.05
 # tokens of a text that are read behind a prompt, and the most of it that they may be
 CONTINUED, CONTINUED_SHARE = 256, 8
 # tokens of all the texts that are decoded side by side, as a step costs their launches once
@@ -208,6 +211,11 @@ class Settings(OnModelSettings):
         comma_separated(parse_budget),
     )
     match: str = option(Cab.name, "the method whose density is matched, cab or cab:NAME")
+    equal: str = option(
+        DENSITY,
+        f"what is matched of it, {DENSITY} or {TIME}: what attention takes, choosing included, "
+        f"within {OFF:.0%}",
+    )
     out: str = option("fidelity_results", "folder for the results; a run found there goes on")
 
     def __post_init__(self) -> None:
@@ -250,6 +258,9 @@ class Settings(OnModelSettings):
         densities = [budget for budget in self.budgets if budget != MATCH]
         fits = self.budgets and all(0 < density <= 1 for density in densities)
         check("budgets", fits, f"{MATCH} or densities in (0, 1]")
+        check("equal", self.equal in (DENSITY, TIME), f"{DENSITY} or {TIME}")
+        alone = self.equal == DENSITY or self.budgets == (MATCH,)
+        check("budgets", alone, f"{MATCH} alone with --equal {TIME}")
         # refuses bad fields here rather than in the middle of a run
         check("match", self.match in self.configs, f"one of {', '.join(self.configs)}")
         for config in self.configs.values():
@@ -462,8 +473,33 @@ class Fidelity(OnModel):
     @cached_property
     def clock(self) -> AttentionClock | None:
         """What times attention in a model's layers; None where times would mean nothing."""
-        bench = layer_bench(self.settings.device)
+        device = self.settings.device
+        bench = layer_bench(device)
+        if bench is None and self.settings.equal == TIME:
+            # which is asked for all the same
+            bench = Bench(device)
         return None if bench is None else AttentionClock(bench)
+
+    @cached_property
+    def took_on(self) -> Callable[[str, int], Realised]:
+        """(text, length) -> what tells how many ms a config takes there, always the same one."""
+
+        @lru_cache
+        def made(text: str, length: int) -> Realised:
+            tokens = self.reading(text, length, TIME, None, 0).tokens
+
+            def took(config: CabConfig) -> float:
+                spent = self.clock.time(self.model, tokens, config)
+                return spent["predict_ms"] + spent["attend_ms"]
+
+            return took
+
+        return made
+
+    @cached_property
+    def timed(self) -> dict[tuple, Method]:
+        """Cell -> the method whose time is matched: fitted once, as no time is taken twice."""
+        return {}
 
     def recorded(self) -> dict[str, Any]:
         settings, given = self.settings, super().recorded()
@@ -474,6 +510,9 @@ class Fidelity(OnModel):
             for name, value in _assigned(settings.cab).items()
         ]
         configs = {name: config.to_dict() for name, config in settings.configs.items()}
+        if settings.equal == DENSITY:
+            # as it always was
+            del given["equal"]
         return {**given, "cab_configs": configs}
 
     @cached_property
@@ -525,12 +564,23 @@ class Fidelity(OnModel):
         for (text, length), (method, budget) in product(places, self.arms):
             cell = dict(zip(CELL, (method, text, length, budget), strict=True))
             matched = self.realised(text, length, samples) if budget == MATCH else budget
+            self.remember(cell, samples)
             for question in self.questions(method):
                 yield {**cell, **question, "fitted": matched}
 
+    def remember(self, cell: Row, samples: Sequence[Row]) -> None:
+        """What was fitted to a cell by time, where an earlier run did so and logged it."""
+        for sample in samples:
+            if cell_of(sample) == cell_of(cell) and "fitted_config" in sample:
+                config = CabConfig.from_dict(sample["fitted_config"])
+                self.timed[cell_of(cell)] = kind_of(cell["method"])(config)
+
     def realised(self, text: str, length: int, samples: Sequence[Row]) -> float:
-        """What the matched method takes on ``text``, in the layers that are not dense."""
+        """What is to be matched on ``text``: the density in layers that are not dense, or ms."""
         ours = (self.settings.match, text, length, None)
+        if self.settings.equal == TIME:
+            timed = next(s for s in samples if cell_of(s) == ours and s["probe"] == TIME)
+            return timed["predict_ms"] + timed["attend_ms"]
         return realised_density([s for s in _usual(samples) if cell_of(s) == ours])
 
     def method(self, case: Mapping[str, Any]) -> Method:
@@ -543,6 +593,11 @@ class Fidelity(OnModel):
         realised = self.realised_on(case["text"], length)
         layers = layers_of(self.model)
         cell = Cell(config, case["fitted"], length, settings.device, realised, layers)
+        if settings.equal == TIME and case["budget"] == MATCH:
+            if cell_of(case) not in self.timed:
+                cell = replace(cell, took=self.took_on(case["text"], length))
+                self.timed[cell_of(case)] = kind_of(name).fit(cell)
+            return self.timed[cell_of(case)]
         return fitted(kind_of(name).name, cell)
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
@@ -551,21 +606,25 @@ class Fidelity(OnModel):
             place = case["index"] % at_once(case["length"])
             first = {**case, "index": case["index"] - place}
             return self.decoded(tuple(first.items()))[place]
+        new = cell_of(case) not in self.timed
         method, probe = self.method(case), case["probe"]
         question = question_of(case)
+        logged = {}
+        if new and cell_of(case) in self.timed:
+            logged["fitted_config"] = method.config.to_dict()
         reading = self.reading(*question, hide_needle=method.hides_needle)
         if probe == TIME:
             config = getattr(method, "config", None)
             with refusing("model"):
-                return {
-                    "tokens": len(reading.tokens),
-                    **self.clock.time(self.model, reading.tokens, config),
-                }
+                spent = self.clock.time(self.model, reading.tokens, config)
+            if cell_of(case) in self.timed:
+                logged["match_ms"] = case["fitted"]
+            return {"tokens": len(reading.tokens), **spent, **logged}
         if probe == CONTINUATION:
             # before the method is on
             self.reference(case["text"], case["length"], case["index"])
         result = self.under(method, lambda: self.read(case, reading, method))
-        return {"tokens": len(reading.tokens), **result}
+        return {"tokens": len(reading.tokens), **result, **logged}
 
     @cached_property
     def decoded(self) -> Callable[[tuple], list[dict[str, Any]]]:
@@ -683,12 +742,17 @@ class Fidelity(OnModel):
             f"pairs{_time_said(row)}; against dense: "
             f"{', '.join([*_behind(row, rows), *_decoding(row), *_changes(row)])}."
             for text, row in cab.items()
-        ] + exact_readings(rows)
+        ] + [*_off(rows), *exact_readings(rows)]
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
         chunk = settings.get("prefill_chunk")
         chunked = f"Prompts are read in chunks of {chunk:,} tokens. " if chunk else ""
+        if settings.get("equal") == TIME:
+            chunked += (
+                "Matched methods have the budget at which attention takes as long as that of "
+                f"{settings['match']}, choosing included, within {OFF:.0%} where there is one. "
+            )
         return chunked + (
             "Nothing but continuations is generated: an answer is right when each of its tokens is "
             "the likeliest one after all that stands before it. Behind the prompt: the method "
@@ -758,6 +822,17 @@ class Fidelity(OnModel):
 
 
 EXPERIMENT = Fidelity
+
+
+def _off(rows: Sequence[Row]) -> list[str]:
+    """A sentence on the methods whose time is not the one that they were to match."""
+    off = [row for row in rows if abs(row.get("over_match", 1.0) - 1) > OFF]
+    named = (
+        f"{row['method']} on {plain(row['text'])} at {row['length']} tokens "
+        f"({row['over_match']:.2f} ×)"
+        for row in off
+    )
+    return [f"No budget takes the matched time within {OFF:.0%}: {', '.join(named)}."] * bool(off)
 
 
 def _reported() -> str:
@@ -839,8 +914,10 @@ def _times(members: Sequence[Row]) -> dict[str, Any]:
         return dict.fromkeys((*TIMES, "over_dense"))
     over = (timed["predict_ms"] + timed["attend_ms"]) / timed["dense_ms"]
     # results of before it counted have what plain PyTorch took to choose
-    reported = {name: timed[name] for name in ("predict_reported",) if name in timed}
-    return {**{name: timed[name] for name in TIMES}, "over_dense": over, **reported}
+    more = {name: timed[name] for name in ("predict_reported",) if name in timed}
+    if "match_ms" in timed:
+        more["over_match"] = (timed["predict_ms"] + timed["attend_ms"]) / timed["match_ms"]
+    return {**{name: timed[name] for name in TIMES}, "over_dense": over, **more}
 
 
 def _continuation(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
@@ -1121,6 +1198,7 @@ COLUMNS = {
     "agreeing prefix": _of(GREEDY, _prefix),
     "attention ms (predict + attend)": ("attend_ms", _milliseconds),
     "× dense": ("attend_ms", _over_dense),
+    "× matched time": ("over_match", column(lambda over: f"{over:.2f}", "over_match")),
     "pass [95 %]": _of(PASS, _share),
     "pass to dense": _of(PASS, difference),
     "question first": _of(QUESTION_FIRST, _share),

@@ -70,12 +70,15 @@ class Cell:
     """What a method is fitted to."""
 
     config: CabConfig  # CAB's; block sizes, engine and dense layers hold for every method
-    budget: float | None  # density to match in the layers that are not dense
+    # to match: the density in the layers that are not dense; where ``took`` is given, ms
+    budget: float | None
     length: int  # tokens of the prompts
     device: torch.device | str = "cpu"  # where fitting computes
     # asked by methods whose density depends on the text
     realised: Realised | None = field(default=None, repr=False)
     layers: int | None = None  # of the model, asked by methods that go by them
+    # config -> ms that attention takes on a text like those of the cell, choosing included
+    took: Realised | None = field(default=None, repr=False)
 
     @property
     def shared(self) -> CabConfig:
@@ -101,8 +104,10 @@ def fitted_config(candidates: Sequence[CabConfig], cell: Cell) -> CabConfig:
     """Of configs in order of rising density, the one nearest to the cell's budget.
 
     Their density is that on random q and k of one head, which is exact for selections that keep a
-    number of blocks a row, whichever these are.
+    number of blocks a row, whichever these are. Where times are matched, it is their time.
     """
+    if cell.took is not None:
+        return nearest(candidates, cell, cell.took)
     length, device = cell.length, cell.device
     generator = torch.Generator(device).manual_seed(SEED)
     q, k = torch.randn(2, 1, 1, length, PROBE_DIM, generator=generator, device=device)
@@ -113,10 +118,12 @@ def fitted_config(candidates: Sequence[CabConfig], cell: Cell) -> CabConfig:
 def nearest(candidates: Sequence[CabConfig], cell: Cell, density: Realised) -> CabConfig:
     """Of configs in order of rising ``density``, the one nearest to the cell's budget.
 
+    ``density`` may be any measure that rises as they do, such as ms.
+
     Raises:
-        ValueError: the budget is no density.
+        ValueError: the budget is no density, where one is to be matched.
     """
-    if cell.budget is None or not 0 < cell.budget <= 1:
+    if cell.budget is None or not (0 < cell.budget <= 1 or cell.took is not None):
         raise ValueError(f"budget must be a density in (0, 1] to match; got {cell.budget!r}")
 
     @cache
@@ -373,8 +380,10 @@ class Random(Cab):
 
     @classmethod
     def fit(cls, cell: Cell) -> Random:
-        # how many blocks a row keeps does not depend on which, so the cheapest choice is fitted
-        fitted = fitted_sparsity(cell.shared.changed(predictor=Random.name), cell)
+        # how many blocks a row keeps does not depend on which, so the cheapest choice is fitted;
+        # how long it takes to choose does
+        name = Random.name if cell.took is None else cls.name
+        fitted = fitted_sparsity(cell.shared.changed(predictor=name), cell)
         return cls(replace(fitted, predictor=cls.name))
 
 
@@ -450,7 +459,8 @@ class MeanPooled(Cab):
 
     @classmethod
     def fit(cls, cell: Cell) -> MeanPooled:
-        if cell.realised is None:
+        realised = cell.took or cell.realised
+        if realised is None:
             raise ValueError(
                 "mean_pooled needs a cell that tells the density of a config on a text."
             )
@@ -459,7 +469,7 @@ class MeanPooled(Cab):
         pooled |= {"predictor": "curvature", "max_density": 1.0, "exact_queries": 0}
         base = cell.shared.changed(**pooled)
         shares = (step / BUDGET_STEPS for step in range(1, BUDGET_STEPS + 1))
-        return cls(nearest([replace(base, top_p=top_p) for top_p in shares], cell, cell.realised))
+        return cls(nearest([replace(base, top_p=top_p) for top_p in shares], cell, realised))
 
 
 @dataclass(frozen=True)

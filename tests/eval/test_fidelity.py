@@ -31,6 +31,7 @@ from cab_hf.eval.teacher_forcing import (
     nll,
 )
 from cab_hf.needles import NOISE, QUESTION
+from cab_hf.plan import BlockPlan
 from cab_hf.runs.log import read_file, read_log
 from cab_hf.runs.settings import read_settings, spelled
 from cab_hf.tasks import TASKS
@@ -227,6 +228,10 @@ def test_a_length_without_room_for_a_task_is_refused(model_folder, tmp_path, cap
             ["--methods", "snapkv", "--probes", "decode", "--prefill-chunk", "64"],
             "0 with snapkv, which reads a prompt at once",
             id="snapkv in chunks",
+        ),
+        pytest.param(["--equal", "speed"], "must be density or time", id="equal"),
+        pytest.param(
+            ["--equal", "time", "--budgets", "0.3"], "match alone with --equal time", id="no time"
         ),
         pytest.param(
             ["--methods", "cab,h2o", "--probes", "decode"],
@@ -654,6 +659,84 @@ def test_times_stand_beside_quality(model_folder, tmp_path, monkeypatch):
 
 def test_a_cpu_is_not_timed():
     assert attention_time.layer_bench("cpu") is None
+    assert Fidelity(Settings(device="cpu")).clock is None
+    # but where times are asked for
+    assert type(Fidelity(Settings(device="cpu", equal="time")).clock.bench) is Bench
+
+
+class DensityBench(Bench):
+    """Attending takes as many ms as a hundredth of the pairs, choosing and dense attention 10."""
+
+    def __init__(self):
+        super().__init__("cpu")
+
+    def time(self, call, graph=True):
+        call()
+        plans = [x for x in getattr(call, "args", ()) if isinstance(x, BlockPlan)]
+        return Timing(100 * plans[0].density() if plans else 10.0)
+
+
+RIVALS = "random,oracle,antidiagonal,vertical_slash,mean_pooled,streaming"
+TIMED = ("--probes", "continuation", "--lengths", "1500", "--equal", "time")
+
+
+def test_times_are_matched(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(fidelity, "layer_bench", lambda device: DensityBench())
+    results = command(model_folder, tmp_path, *TIMED, methods=f"dense,cab,{RIVALS}")
+    rows = {row["method"]: row for row in results["rows"]}
+    cab = rows["cab"]["predict_ms"] + rows["cab"]["attend_ms"]
+    for name in RIVALS.split(","):
+        row = rows[name]
+        assert row["predict_ms"] + row["attend_ms"] == pytest.approx(cab, rel=0.05)
+        assert row["over_match"] == pytest.approx(1, abs=0.05)
+        assert row["fitted"] == cab
+        assert row["continuation"]["n"] == 1
+    # its choosing is measured, and so it attends less than those whose authors report nothing
+    assert rows["mean_pooled"]["density"] < rows["random"]["density"]
+    assert rows["antidiagonal"]["density"] < rows["random"]["density"]
+    assert "over_match" not in rows["dense"] and "over_match" not in rows["cab"]
+    report = (tmp_path / "report.md").read_text()
+    assert "| × matched time |" in report and "takes as long as that of cab" in report
+    assert "No budget takes" not in report
+    assert "--equal time" in report
+
+
+def test_a_time_that_no_budget_takes_is_said():
+    row = sample("random", "time", 0, predict_ms=0.0, attend_ms=12.0, dense_ms=20.0)
+    row |= {"dense_kernel": "SDPA", "match_ms": 10.0}
+    rows = Fidelity.rows([row], {})
+    assert rows[0]["over_match"] == 1.2
+    (said,) = Fidelity.readings(rows)
+    assert (
+        said == "No budget takes the matched time within 5%: random on noise at 8 tokens (1.20 ×)."
+    )
+
+
+def test_a_killed_run_goes_on_with_what_it_fitted(model_folder, tmp_path, monkeypatch):
+    """Though times are others by then."""
+    monkeypatch.setattr(fidelity, "layer_bench", lambda device: DensityBench())
+    more = (*TIMED, "--probes", "continuation,recall", "--documents", "2")
+    measure, calls = Fidelity.measure, []
+
+    def counted(self, case):
+        calls.append(case)
+        # of the third method the second sample
+        if len(calls) == 12:
+            raise KeyboardInterrupt
+        return measure(self, case)
+
+    monkeypatch.setattr(Fidelity, "measure", counted)
+    with pytest.raises(KeyboardInterrupt):
+        command(model_folder, tmp_path, *more)
+    assert calls[-1]["method"] == "random"
+    monkeypatch.setattr(fidelity, "layer_bench", lambda device: CountingBench())
+    command(model_folder, tmp_path, *more)
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").open()][1:]
+    ours = [each for each in samples if each["method"] == "random"]
+    assert len(ours) == 5
+    assert ["fitted_config" in each for each in ours] == [True, *[False] * 4]
+    densities = {each["density"] for each in ours if each["probe"] == "recall"}
+    assert len(densities) == 1
 
 
 def test_every_method_is_read(model_folder, tmp_path):
