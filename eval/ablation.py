@@ -295,8 +295,10 @@ def _kl(row: Row) -> Row | None:
 
 def _kl_difference(result: Row) -> str:
     """``+0.0123 [+0.0100, +0.0146]``, without the interval where there is one document."""
-    edges = [f"{result[edge]:+.4f}" for edge in ("delta_low", "delta_high") if edge in result]
-    return f"{result['delta']:+.4f}{' [{}, {}]'.format(*edges) if edges else ''}"
+    names = ("delta", "delta_low", "delta_high")
+    values = (result[name] for name in names if name in result)
+    mean, *edges = (f"{'-' if value < 0 else '+'}{digits(abs(value))}" for value in values)
+    return f"{mean}{' [{}, {}]'.format(*edges) if edges else ''}"
 
 
 def _names(methods: Sequence[str]) -> str:

@@ -446,30 +446,61 @@ class VerticalSlash(Random):
 
 
 @dataclass(frozen=True)
-class MeanPooled(Cab):
+class ByMass(Cab):
+    """Base of methods that keep a share of an estimated mass: the one nearest to the budget.
+
+    What density a share has, or what time it takes, is measured on a text of the cell.
+    """
+
+    matched = True
+    # how blocks are chosen, but for the share
+    chosen: ClassVar[Mapping[str, Any]]
+
+    @classmethod
+    def fit(cls, cell: Cell) -> ByMass:
+        measured = cell.took or cell.realised
+        if measured is None:
+            raise ValueError(
+                f"{cls.name} needs a cell that tells the density of a config on a text."
+            )
+        base = cell.shared.changed(**cls.chosen)
+        shares = (step / BUDGET_STEPS for step in range(1, BUDGET_STEPS + 1))
+        return cls(nearest([replace(base, top_p=top_p) for top_p in shares], cell, measured))
+
+
+@dataclass(frozen=True)
+class XAttentionFitted(ByMass):
+    """`XAttention` with the threshold whose density, or time, is that of the others."""
+
+    name = "xattention_fitted"
+    chosen: ClassVar = {"predictor": XAttention.name}
+
+
+@dataclass(frozen=True)
+class FlexPrefillFitted(ByMass):
+    """`FlexPrefill` with the gamma whose density, or time, is that of the others.
+
+    tau and the minimum are those of `FlexPrefill`: a budget below the minimum cannot be met.
+    """
+
+    name = "flexprefill_fitted"
+    chosen: ClassVar = {"predictor": FlexPrefill.name}
+
+
+@dataclass(frozen=True)
+class MeanPooled(ByMass):
     """Block scores of mean-pooled queries and keys, a row's best up to a share of their softmax.
 
     Pooled as in MInference's block-sparse heads (Jiang et al. 2024, arXiv 2407.02490), chosen by
-    top-p as in FlexPrefill (Lai et al. 2025, arXiv 2502.20766). The share is the one whose density,
-    on a text of the cell, is nearest to the budget.
+    top-p as in FlexPrefill (Lai et al. 2025, arXiv 2502.20766).
     """
 
     name = "mean_pooled"
-    matched = True
-
-    @classmethod
-    def fit(cls, cell: Cell) -> MeanPooled:
-        realised = cell.took or cell.realised
-        if realised is None:
-            raise ValueError(
-                "mean_pooled needs a cell that tells the density of a config on a text."
-            )
-        pooled = {"coarsen": "mean", "select": "clusters", "curvature": "none", "top_k_share": 0.0}
+    chosen: ClassVar = {
+        **{"coarsen": "mean", "select": "clusters", "curvature": "none", "top_k_share": 0.0},
         # outlier queries are CAB's
-        pooled |= {"predictor": "curvature", "max_density": 1.0, "exact_queries": 0}
-        base = cell.shared.changed(**pooled)
-        shares = (step / BUDGET_STEPS for step in range(1, BUDGET_STEPS + 1))
-        return cls(nearest([replace(base, top_p=top_p) for top_p in shares], cell, realised))
+        **{"predictor": "curvature", "max_density": 1.0, "exact_queries": 0},
+    }
 
 
 @dataclass(frozen=True)
@@ -701,7 +732,8 @@ class SnapKV(KeepsSome):
 
 COMPARED = (
     *(Dense, Cab, Published, Streaming, Random, Antidiagonal, XAttention, XAttention16),
-    *(VerticalSlash, FlexPrefill, MeanPooled, TriangleMix, Oracle, H2O, SnapKV),
+    *(XAttentionFitted, VerticalSlash, FlexPrefill, FlexPrefillFitted, MeanPooled, TriangleMix),
+    *(Oracle, H2O, SnapKV),
 )
 CONTROLS = {method.name: method for method in (Full, NoNeedle)}
 METHODS: dict[str, type[Method]] = {method.name: method for method in COMPARED} | CONTROLS
