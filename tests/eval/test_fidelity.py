@@ -682,6 +682,16 @@ RIVALS = (
 TIMED = ("--probes", "continuation", "--lengths", "1200", "--equal", "time")
 
 
+def test_densities_are_matched(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(flexprefill, "MIN_TOKENS", 32)
+    more = ("--probes", "perplexity", "--lengths", "1200")
+    results = command(model_folder, tmp_path, *more, methods=f"cab,{RIVALS},oracle")
+    rows = {row["method"]: row for row in results["rows"]}
+    assert len(rows) == 9
+    for row in rows.values():
+        assert row["density"] == pytest.approx(rows["cab"]["density"], rel=0.05)
+
+
 def test_times_are_matched(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(fidelity, "layer_bench", lambda device: DensityBench())
     # of which so short a text has too little to leave out
