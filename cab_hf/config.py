@@ -24,11 +24,13 @@ TOP_P_BY_KEYS = ((8192, 0.95), (16384, 0.72))
 # a number for every head of every layer, [layers][heads]
 Table = tuple[tuple[float, ...], ...]
 
-# predictors that choose by ``select``, that rank blocks by a score of theirs, and all that come
-# with cab_hf: what another one reads of the config is its own affair
+# predictors that choose by ``select``, that rank blocks by a score of theirs, that keep a share of
+# an estimated mass, and all that come with cab_hf: what another one reads of the config is its own
+# affair
 CAB = ("curvature", "cascade")
 RANKING = ("antidiagonal", "oracle", "random", "vertical_slash")
-SHIPPED = (*CAB, *RANKING, "streaming")
+BY_MASS = ("flexprefill", "xattention", "xattention_16")
+SHIPPED = (*CAB, *RANKING, *BY_MASS, "streaming")
 
 
 def _read_by(*schemes: str, default: Any, off: Any = dataclasses.MISSING) -> Any:
@@ -112,7 +114,8 @@ class CabConfig:
             lists every block and is exact. Or a `Table` of them, in [0, 1]: a head of 1 attends
             everything and lists nothing, one of 0 keeps no block for its mass. None goes by the
             keys that a row sees, along `TOP_P_BY_KEYS`: 0.95 up to 8,192 of them, where dense
-            attention is cheap and weak look-ups need many blocks, and 0.72 from 16,384 on.
+            attention is cheap and weak look-ups need many blocks, and 0.72 from 16,384 on;
+            predictors `BY_MASS` then take what their authors have.
         top_k_share: with ``"clusters"``, the share of a row's blocks added by the largest share of
             attention that any of the ``exact_queries`` gives them, or without those by curvature,
             in [0, 1]. A number or a `Table`.
@@ -167,7 +170,7 @@ class CabConfig:
     dense_tail_blocks: int = 1
     coarsen: str = _read_by(*SELECT, default="minmax")
     select: str = _read_by(*SELECT, default="clusters")
-    top_p: float | Table | None = _read_by("clusters", default=None)
+    top_p: float | Table | None = _read_by("clusters", *BY_MASS, default=None)
     top_k_share: float | Table = _read_by("clusters", default=0.02, off=0)
     exact_queries: int | Table = _read_by(*SELECT, default=16, off=0)
     sparsity: float | Table = _read_by("topk", *RANKING, default=0.95, off=0)

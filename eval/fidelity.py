@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import chain, product
 from operator import itemgetter
@@ -29,7 +29,7 @@ from cab_hf.config import CabConfig
 from cab_hf.decode.step import decodes_sparsely
 from cab_hf.documents import asked_document, plain_document, recall_document
 from cab_hf.eval import charts
-from cab_hf.eval.attention_time import AttentionClock, layer_bench
+from cab_hf.eval.attention_time import REPORTED, AttentionClock, layer_bench
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.haystack import Haystack, read_sentences
 from cab_hf.eval.intervals import (
@@ -38,10 +38,9 @@ from cab_hf.eval.intervals import (
     paired_difference,
     wilson,
 )
-from cab_hf.eval.long_run import DENSITY, Load, LongRun, LongRunSettings, is_sparse
+from cab_hf.eval.long_run import ASSUMED_DENSITY, Load, LongRun, LongRunSettings, is_sparse
 from cab_hf.eval.methods import (
     CACHES,
-    H2O,
     METHODS,
     Cab,
     Cell,
@@ -52,6 +51,7 @@ from cab_hf.eval.methods import (
     Realised,
     exact_readings,
     known,
+    layers_of,
     never_sparse,
     realised_on,
 )
@@ -66,6 +66,7 @@ from cab_hf.eval.report import (
     ratio_with_interval,
     with_interval,
 )
+from cab_hf.eval.speed.timing import Bench
 from cab_hf.eval.teacher_forcing import (
     CHUNK,
     TeacherForced,
@@ -114,6 +115,8 @@ ALL_TASKS = "tasks"
 USUAL = (CONTINUATION, ASKED, PASS, QUESTION_FIRST, RECALL, PERPLEXITY)
 # no probe that is asked for: how long attention takes, on a GPU once a cell
 TIME = "time"
+# what can be matched, beside times, and how far a time may be off
+DENSITY, OFF = "density", 0.05
 # tokens of a text that are read behind a prompt, and the most of it that they may be
 CONTINUED, CONTINUED_SHARE = 256, 8
 # tokens of all the texts that are decoded side by side, as a step costs their launches once
@@ -214,6 +217,11 @@ class Settings(LongRunSettings):
         comma_separated(parse_budget),
     )
     match: str = option(Cab.name, "the method whose density is matched, cab or cab:NAME")
+    equal: str = option(
+        DENSITY,
+        f"what is matched of it, {DENSITY} or {TIME}: what attention takes, choosing included, "
+        f"within {OFF:.0%}",
+    )
     out: str = option("fidelity_results", "folder for the results; a run found there goes on")
 
     def __post_init__(self) -> None:
@@ -224,11 +232,14 @@ class Settings(LongRunSettings):
         others = self.asked or set(self.probes) - {*WITH_KEYS_ASKED}
         check("asked", others, "at least 1 where all probes ask for keys")
         decoding = set(self.probes) & {*DECODES}
-        dense = f"without {H2O.name}, whose prefill is dense, where no probe decodes"
-        check("methods", decoding or H2O.name not in self.methods, dense, H2O.name)
         for method in self.methods:
             check("methods", method in METHODS, f"names of {', '.join(METHODS)}", method)
         check("methods", self.methods, "at least one name")
+        for method in (name for name in self.methods if kind_of(name).dense_prefill):
+            dense = f"without {method}, whose prefill is dense, where no probe decodes"
+            check("methods", decoding, dense, method)
+            whole = f"0 with {method}, which reads a prompt at once"
+            check("prefill_chunk", not self.prefill_chunk, whole)
         for probe in self.probes:
             check("probes", probe in PROBES, f"of {', '.join(PROBES)}", probe)
         check("probes", self.probes, "at least one name")
@@ -245,9 +256,6 @@ class Settings(LongRunSettings):
         for name in (*counts, "decoded", "written"):
             check(name, getattr(self, name) > 0, "at least 1")
         check("prefill_chunk", self.prefill_chunk >= 0, "0 or more")
-        whole = f"0 with {H2O.name}, which reads a prompt at once"
-        chunked = decoding and self.prefill_chunk
-        check("prefill_chunk", not (chunked and H2O.name in self.methods), whole)
         check("keys", 1 <= self.keys <= len(NAMES), f"1 to {len(NAMES)}")
         check("asked", 0 <= self.asked <= len(NAMES), f"0 to {len(NAMES)}")
         complete = all(BORDER % config.query_block == 0 for config in self.configs.values())
@@ -256,6 +264,9 @@ class Settings(LongRunSettings):
         densities = [budget for budget in self.budgets if budget != MATCH]
         fits = self.budgets and all(0 < density <= 1 for density in densities)
         check("budgets", fits, f"{MATCH} or densities in (0, 1]")
+        check("equal", self.equal in (DENSITY, TIME), f"{DENSITY} or {TIME}")
+        alone = self.equal == DENSITY or self.budgets == (MATCH,)
+        check("budgets", alone, f"{MATCH} alone with --equal {TIME}")
         # refuses bad fields here rather than in the middle of a run
         check("match", self.match in self.configs, f"one of {', '.join(self.configs)}")
         for config in self.configs.values():
@@ -505,8 +516,33 @@ class Fidelity(LongRun):
     @cached_property
     def clock(self) -> AttentionClock | None:
         """What times attention in a model's layers; None where times would mean nothing."""
-        bench = layer_bench(self.settings.device)
+        device = self.settings.device
+        bench = layer_bench(device)
+        if bench is None and self.settings.equal == TIME:
+            # which is asked for all the same
+            bench = Bench(device)
         return None if bench is None else AttentionClock(bench)
+
+    @cached_property
+    def took_on(self) -> Callable[[str, int], Realised]:
+        """(text, length) -> what tells how many ms a config takes there, always the same one."""
+
+        @lru_cache
+        def made(text: str, length: int) -> Realised:
+            tokens = self.reading(text, length, TIME, None, 0).tokens
+
+            def took(config: CabConfig) -> float:
+                spent = self.clock.time(self.model, tokens, config)
+                return spent["predict_ms"] + spent["attend_ms"]
+
+            return took
+
+        return made
+
+    @cached_property
+    def timed(self) -> dict[tuple, Method]:
+        """Cell -> the method whose time is matched: fitted once, as no time is taken twice."""
+        return {}
 
     def recorded(self) -> dict[str, Any]:
         settings, given = self.settings, super().recorded()
@@ -517,6 +553,9 @@ class Fidelity(LongRun):
             for name, value in _assigned(settings.cab).items()
         ]
         configs = {name: config.to_dict() for name, config in settings.configs.items()}
+        if settings.equal == DENSITY:
+            # as it always was
+            del given["equal"]
         return {**given, "cab_configs": configs}
 
     @cached_property
@@ -544,7 +583,7 @@ class Fidelity(LongRun):
         places = dict.fromkeys(PROMPTED, prompts) | dict.fromkeys(TASKS, examples)
         places[GREEDY] = continuations
         # what is dense but for its steps has no more to say
-        kept = DECODES if method == H2O.name else PROBES
+        kept = DECODES if kind_of(method).dense_prefill else PROBES
         if not settings.asked:
             kept = [probe for probe in kept if probe not in WITH_KEYS_ASKED]
         results = [
@@ -553,7 +592,7 @@ class Fidelity(LongRun):
             if probe in kept and (probe in PROMPTED or not hidden)
             for place in places.get(probe, documents)
         ]
-        if self.clock is not None and not hidden and method != H2O.name:
+        if self.clock is not None and not hidden and not kind_of(method).dense_prefill:
             results.append({"probe": TIME, "depth": None, "index": 0})
         return results
 
@@ -574,6 +613,7 @@ class Fidelity(LongRun):
         return case["budget"] == MATCH
 
     def fitted(self, case: Mapping[str, Any], samples: Sequence[Row]) -> float | None:
+        self.remember(case, samples)
         if not self.waits(case):
             return case["budget"]
         return self.realised(case["text"], case["length"], samples)
@@ -585,8 +625,9 @@ class Fidelity(LongRun):
 
     def load(self, case: Mapping[str, Any]) -> Load | None:
         settings, probe, length = self.settings, case["probe"], case["length"]
-        kind, budget = kind_of(case["method"]), DENSITY if self.waits(case) else case["budget"]
-        density = (budget or DENSITY) if is_sparse(kind) else 1.0
+        kind = kind_of(case["method"])
+        budget = None if self.waits(case) else case["budget"]
+        density = (budget or ASSUMED_DENSITY) if is_sparse(kind) else 1.0
         if probe in DECODES:
             place = case["index"] % at_once(length)
             count = settings.continuations if probe == GREEDY else settings.documents
@@ -601,9 +642,19 @@ class Fidelity(LongRun):
         kept |= {PERPLEXITY: half, PERPLEXITY_BORDER: half // BORDER}
         return Load(length, density, logits=kept.get(probe, 1))
 
+    def remember(self, case: Mapping[str, Any], samples: Sequence[Row]) -> None:
+        """What was fitted to a cell by time, where an earlier run did so and logged it."""
+        for sample in samples:
+            if cell_of(sample) == cell_of(case) and "fitted_config" in sample:
+                config = CabConfig.from_dict(sample["fitted_config"])
+                self.timed[cell_of(case)] = kind_of(case["method"])(config)
+
     def realised(self, text: str, length: int, samples: Sequence[Row]) -> float | None:
-        """What the matched method takes on ``text``, in the layers that are not dense."""
+        """What is to be matched on ``text``: the density in layers that are not dense, or ms."""
         ours = (self.settings.match, text, length, None)
+        if self.settings.equal == TIME:
+            times = [s for s in samples if cell_of(s) == ours and s["probe"] == TIME]
+            return times[0]["predict_ms"] + times[0]["attend_ms"] if times else None
         return realised_density([s for s in _usual(samples) if cell_of(s) == ours])
 
     def method(self, case: Mapping[str, Any]) -> Method:
@@ -614,7 +665,13 @@ class Fidelity(LongRun):
         config = settings.configs.get(name, settings.configs[settings.match])
         length = case["length"]
         realised = self.realised_on(case["text"], length)
-        cell = Cell(config, case["fitted"], length, settings.device, realised)
+        layers = layers_of(self.model)
+        cell = Cell(config, case["fitted"], length, settings.device, realised, layers)
+        if settings.equal == TIME and case["budget"] == MATCH:
+            if cell_of(case) not in self.timed:
+                cell = replace(cell, took=self.took_on(case["text"], length))
+                self.timed[cell_of(case)] = kind_of(name).fit(cell)
+            return self.timed[cell_of(case)]
         return fitted(kind_of(name).name, cell)
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
@@ -623,23 +680,27 @@ class Fidelity(LongRun):
             place = case["index"] % at_once(case["length"])
             first = {**case, "index": case["index"] - place}
             return self.decoded(tuple(first.items()))[place]
+        new = cell_of(case) not in self.timed
         method, probe = self.method(case), case["probe"]
         question = question_of(case)
+        logged = {}
+        if new and cell_of(case) in self.timed:
+            logged["fitted_config"] = method.config.to_dict()
         reading = self.reading(*question, hide_needle=method.hides_needle)
         if probe == TIME:
             config = getattr(method, "config", None)
             with refusing("model"):
-                return {
-                    "tokens": len(reading.tokens),
-                    **self.clock.time(self.model, reading.tokens, config),
-                }
+                spent = self.clock.time(self.model, reading.tokens, config)
+            if cell_of(case) in self.timed:
+                logged["match_ms"] = case["fitted"]
+            return {"tokens": len(reading.tokens), **spent, **logged}
         # before the method is on
         if probe == CONTINUATION:
             self.reference(case["text"], case["length"], case["index"])
         if probe == TURNS:
             self.dense_turns(case["text"], case["length"], case["index"])
         result = self.under(method, lambda: self.read(case, reading, method))
-        return {"tokens": len(reading.tokens), **result}
+        return {"tokens": len(reading.tokens), **result, **logged}
 
     @cached_property
     def decoded(self) -> Callable[[tuple], list[dict[str, Any]]]:
@@ -768,12 +829,17 @@ class Fidelity(LongRun):
             f"pairs{_time_said(row)}; against dense: "
             f"{', '.join([*_behind(row, rows), *_turning(row), *_decoding(row), *_changes(row)])}."
             for text, row in cab.items()
-        ] + exact_readings(rows)
+        ] + [*_off(rows), *exact_readings(rows)]
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
         chunk = settings.get("prefill_chunk")
         chunked = f"Prompts are read in chunks of {chunk:,} tokens. " if chunk else ""
+        if settings.get("equal") == TIME:
+            chunked += (
+                "Matched methods have the budget at which attention takes as long as that of "
+                f"{settings['match']}, choosing included, within {OFF:.0%} where there is one. "
+            )
         return chunked + (
             "Nothing but continuations is generated: an answer is right when each of its tokens is "
             "the likeliest one after all that stands before it. Behind the prompt: the method "
@@ -788,16 +854,17 @@ class Fidelity(LongRun):
             "reads it so. Its floor is the KL of full, which decodes by another exact kernel than "
             "dense. Keys a step: tokens whose K and V have the bytes that a step reads in a layer, "
             "for CAB the index of all tokens and decode_tokens rows. Streaming (4 sinks and the "
-            "latest tokens) and h2o (heavy hitters and the latest, half each; its density is the "
-            "share that it keeps) read the prompt densely there, and keep so many. Equal "
+            "latest tokens), h2o (heavy hitters and the latest, half each) and snapkv (what the "
+            "last queries of the prompt attend, and all that is decoded) read the prompt densely "
+            "there, and keep so many; the density of the last two is what they keep. Equal "
             "continuations: greedy ones that are those of dense word for word; agreeing prefix: "
             "tokens until the first other one, the mean. Attention ms: choosing blocks and "
             "attending them in all layers, by CUDA events, on the q, k and v of one text of the "
             "cell as dense attention has them; × dense: over the fastest dense kernel on the "
-            "same. Other methods choose in plain PyTorch, so that only what they attend can be "
-            "compared. Pass: a key in a text, asked for behind it; question first: asked for "
-            "before it as well; multi key: one of four of different names. Recall: keys stated in "
-            "the first half of a document and repeated in its second. Perplexity: of the second "
+            f"same. {_reported()}"
+            "Pass: a key in a text, asked for behind it; question first: asked for before it as "
+            "well; multi key: one of four of different names. Recall: keys stated in the first "
+            "half of a document and repeated in its second. Perplexity: of the second "
             "half of a document without keys. Shares with Wilson's interval, differences to dense "
             "with Newcombe's "
             "(of recall over keys, those of one document counting as independent), ratios of "
@@ -854,6 +921,29 @@ def _chats(probes: Sequence[str]) -> str:
         f"the method reads and the {CONTINUED} tokens that follow it (an eighth of the turn at "
         "most), read as those behind a prompt are, against dense attention that reads the same "
         f"turns. Turn {TURN_COUNT} less turn 1: the mean over documents with Student's interval."
+    )
+
+
+def _off(rows: Sequence[Row]) -> list[str]:
+    """A sentence on the methods whose time is not the one that they were to match."""
+    off = [row for row in rows if abs(row.get("over_match", 1.0) - 1) > OFF]
+    named = (
+        f"{row['method']} on {plain(row['text'])} at {row['length']} tokens "
+        f"({row['over_match']:.2f} ×)"
+        for row in off
+    )
+    return [f"No budget takes the matched time within {OFF:.0%}: {', '.join(named)}."] * bool(off)
+
+
+def _reported() -> str:
+    """What choosing blocks takes where it is not measured, and whose word that is."""
+    shares = ", ".join(f"{share:.3f} for {name}" for name, share in REPORTED.items() if share)
+    favoured = ", ".join(name for name, share in REPORTED.items() if not share)
+    return (
+        "Behind ~, choosing is not measured, as these methods choose in plain PyTorch here: it "
+        f"takes what Xu et al. 2025 report, over dense attention {shares}, and 0 for {favoured}, "
+        "whose authors report no share that we know of, or which have nothing to choose by. "
+        "Elsewhere it is measured, in older results that of plain PyTorch too. "
     )
 
 
@@ -923,7 +1013,11 @@ def _times(members: Sequence[Row]) -> dict[str, Any]:
     if timed is None:
         return dict.fromkeys((*TIMES, "over_dense"))
     over = (timed["predict_ms"] + timed["attend_ms"]) / timed["dense_ms"]
-    return {**{name: timed[name] for name in TIMES}, "over_dense": over}
+    # results of before it counted have what plain PyTorch took to choose
+    more = {name: timed[name] for name in ("predict_reported",) if name in timed}
+    if "match_ms" in timed:
+        more["over_match"] = (timed["predict_ms"] + timed["attend_ms"]) / timed["match_ms"]
+    return {**{name: timed[name] for name in TIMES}, "over_dense": over, **more}
 
 
 def _continuation(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
@@ -1083,11 +1177,12 @@ def _divergence(result: Row) -> str:
 
 
 def _milliseconds(row: Row) -> str | None:
-    """What attention took: ``12.3 (1.20 + 11.1)``, choosing and attending."""
+    """What attention took: ``12.3 (1.20 + 11.1)``, choosing and attending; ~ for reported."""
     if row.get("attend_ms") is None:
         return None
     predict, attend = row["predict_ms"], row["attend_ms"]
-    return f"{digits(predict + attend)} ({digits(predict)} + {digits(attend)})"
+    about = "~" if "predict_reported" in row else ""
+    return f"{digits(predict + attend)} ({about}{digits(predict)} + {digits(attend)})"
 
 
 def _over_dense(row: Row) -> str | None:
@@ -1237,6 +1332,7 @@ COLUMNS = {
     "agreeing prefix": _of(GREEDY, _prefix),
     "attention ms (predict + attend)": ("attend_ms", _milliseconds),
     "× dense": ("attend_ms", _over_dense),
+    "× matched time": ("over_match", column(lambda over: f"{over:.2f}", "over_match")),
     "pass [95 %]": _of(PASS, _share),
     "pass to dense": _of(PASS, difference),
     "question first": _of(QUESTION_FIRST, _share),

@@ -28,7 +28,7 @@ from cab_hf.runs.settings import flag, read_settings
 # what is assumed of a run before it begins: the density of sparse prefill, the share of a GPU's
 # peak that prefill reaches, what a case takes beside (hooks, fitting, launches), and a layer in a
 # step of decode called from Python
-DENSITY, SHARE, SECONDS_A_CASE, SECONDS_A_STEP = 0.25, 0.4, 1.0, 1e-3
+ASSUMED_DENSITY, SHARE, SECONDS_A_CASE, SECONDS_A_STEP = 0.25, 0.4, 1.0, 1e-3
 # forward passes over those that a training step counts
 FORWARD, ATTEND = 2 / FROZEN, 4 / ATTENTION
 # positions whose logits are in float32 at the same time, twice
@@ -226,8 +226,8 @@ def _hours(
     on = f" on {ranks} GPUs" if ranks > 1 else ""
     return (
         f"about {digits(seconds / 3600)} GPU hours{on} ({device} at {SHARE:.0%} of "
-        f"{peak / 1e12:,.0f} TFLOP/s, sparse prefill at density {DENSITY:g}, {SECONDS_A_CASE:g} s "
-        f"a case, {1e3 * SECONDS_A_STEP:g} ms a layer and decode step)"
+        f"{peak / 1e12:,.0f} TFLOP/s, sparse prefill at density {ASSUMED_DENSITY:g}, "
+        f"{SECONDS_A_CASE:g} s a case, {1e3 * SECONDS_A_STEP:g} ms a layer and decode step)"
     )
 
 

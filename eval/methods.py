@@ -44,13 +44,17 @@ from cab_hf.engines import ENGINES
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, make_predictor
 from cab_hf.predictors.attention_mass import column_sums
+from cab_hf.predictors.baselines import columns_and_diagonals
 
 BUDGET_STEPS = 1000  # a share of a row, or of the mass, is fitted to this fraction
 # fields of CAB's that no other method has: those that take tables, and how it decodes
 OWN = ("top_p", "top_k_share", "sparsity", "exact_queries", "sparse_decode", "decode_tokens")
+# of TriangleMix: the share of layers, from the last one back, that have the pattern; its window and
+# its dense queries, in tokens
+TRIANGLE_SHARE, WINDOW, LAST_QUERIES = 0.5, 512, 128
 PROBE_DIM = 16  # head dim of the random q and k that a budget is fitted on
 SEED = 0  # of the probe
-H2O_ATTENTION = "cab_h2o"
+SNAP_WINDOW, SNAP_KERNEL = 32, 5  # of SnapKV: queries that choose, keys that are averaged
 SINKS = 4  # of StreamingLLM
 
 # () -> density per layer since the last call, None for a layer computed dense
@@ -66,16 +70,25 @@ class Cell:
     """What a method is fitted to."""
 
     config: CabConfig  # CAB's; block sizes, engine and dense layers hold for every method
-    budget: float | None  # density to match in the layers that are not dense
+    # to match: the density in the layers that are not dense; where ``took`` is given, ms
+    budget: float | None
     length: int  # tokens of the prompts
     device: torch.device | str = "cpu"  # where fitting computes
     # asked by methods whose density depends on the text
     realised: Realised | None = field(default=None, repr=False)
+    layers: int | None = None  # of the model, asked by methods that go by them
+    # config -> ms that attention takes on a text like those of the cell, choosing included
+    took: Realised | None = field(default=None, repr=False)
 
     @property
     def shared(self) -> CabConfig:
         """What of the config holds for every method: all but budgets a head, and decoding."""
         return self.config.changed(**{name: getattr(CabConfig, name) for name in OWN})
+
+
+def layers_of(model: PreTrainedModel) -> int:
+    """How many layers the text model of ``model`` has."""
+    return model.config.get_text_config().num_hidden_layers
 
 
 def known(config: CabConfig) -> CabConfig:
@@ -91,8 +104,10 @@ def fitted_config(candidates: Sequence[CabConfig], cell: Cell) -> CabConfig:
     """Of configs in order of rising density, the one nearest to the cell's budget.
 
     Their density is that on random q and k of one head, which is exact for selections that keep a
-    number of blocks a row, whichever these are.
+    number of blocks a row, whichever these are. Where times are matched, it is their time.
     """
+    if cell.took is not None:
+        return nearest(candidates, cell, cell.took)
     length, device = cell.length, cell.device
     generator = torch.Generator(device).manual_seed(SEED)
     q, k = torch.randn(2, 1, 1, length, PROBE_DIM, generator=generator, device=device)
@@ -103,10 +118,12 @@ def fitted_config(candidates: Sequence[CabConfig], cell: Cell) -> CabConfig:
 def nearest(candidates: Sequence[CabConfig], cell: Cell, density: Realised) -> CabConfig:
     """Of configs in order of rising ``density``, the one nearest to the cell's budget.
 
+    ``density`` may be any measure that rises as they do, such as ms.
+
     Raises:
-        ValueError: the budget is no density.
+        ValueError: the budget is no density, where one is to be matched.
     """
-    if cell.budget is None or not 0 < cell.budget <= 1:
+    if cell.budget is None or not (0 < cell.budget <= 1 or cell.took is not None):
         raise ValueError(f"budget must be a density in (0, 1] to match; got {cell.budget!r}")
 
     @cache
@@ -145,6 +162,7 @@ class Method(ABC):
     name: ClassVar[str]
     matched: ClassVar[bool] = False  # whether `fit` needs a budget
     hides_needle: ClassVar[bool] = False  # whether its prompts lack what they ask for
+    dense_prefill: ClassVar[bool] = False  # whether only its steps differ from dense attention
     decodes: ClassVar[str] = "densely"  # what a step attends behind its prefill
 
     @classmethod
@@ -309,8 +327,8 @@ class SinkLayer(DynamicLayer):
 
 def sink_cache(model: PreTrainedModel, sinks: int, tokens: int) -> Cache:
     """A cache that keeps in every layer the first ``sinks`` and the latest of ``tokens`` tokens."""
-    layers = model.config.get_text_config().num_hidden_layers
-    return Cache(layers=[SinkLayer(sinks, max(tokens, sinks + 1)) for _ in range(layers)])
+    layers = range(layers_of(model))
+    return Cache(layers=[SinkLayer(sinks, max(tokens, sinks + 1)) for _ in layers])
 
 
 @dataclass(frozen=True)
@@ -362,8 +380,10 @@ class Random(Cab):
 
     @classmethod
     def fit(cls, cell: Cell) -> Random:
-        # how many blocks a row keeps does not depend on which, so the cheapest choice is fitted
-        fitted = fitted_sparsity(cell.shared.changed(predictor=Random.name), cell)
+        # how many blocks a row keeps does not depend on which, so the cheapest choice is fitted;
+        # how long it takes to choose does
+        name = Random.name if cell.took is None else cls.name
+        fitted = fitted_sparsity(cell.shared.changed(predictor=name), cell)
         return cls(replace(fitted, predictor=cls.name))
 
 
@@ -378,6 +398,43 @@ class Antidiagonal(Random):
 
 
 @dataclass(frozen=True)
+class AsPublished(Cab):
+    """Base of methods that set their budget themselves, as their authors have it: not matched."""
+
+    @classmethod
+    def fit(cls, cell: Cell) -> AsPublished:
+        return cls(cell.shared.changed(predictor=cls.name))
+
+
+@dataclass(frozen=True)
+class XAttention(AsPublished):
+    """XAttention as it was published (Xu et al. 2025, arXiv 2503.16428): stride 8, threshold 0.9.
+
+    `XAttentionPredictor` says where it differs. `Antidiagonal` has the same score at the budget of
+    the others.
+    """
+
+    name = "xattention"
+
+
+@dataclass(frozen=True)
+class XAttention16(AsPublished):
+    """The same at stride 16, the other one of the paper."""
+
+    name = "xattention_16"
+
+
+@dataclass(frozen=True)
+class FlexPrefill(AsPublished):
+    """FlexPrefill (Lai et al. 2025, arXiv 2502.20766): gamma 0.95, tau 0.1, 1,024 tokens at least.
+
+    `FlexPrefillPredictor` says where it differs.
+    """
+
+    name = "flexprefill"
+
+
+@dataclass(frozen=True)
 class VerticalSlash(Random):
     """MInference's vertical-slash pattern (Jiang et al. 2024, arXiv 2407.02490), at block grain.
 
@@ -389,29 +446,92 @@ class VerticalSlash(Random):
 
 
 @dataclass(frozen=True)
-class MeanPooled(Cab):
+class ByMass(Cab):
+    """Base of methods that keep a share of an estimated mass: the one nearest to the budget.
+
+    What density a share has, or what time it takes, is measured on a text of the cell.
+    """
+
+    matched = True
+    # how blocks are chosen, but for the share
+    chosen: ClassVar[Mapping[str, Any]]
+
+    @classmethod
+    def fit(cls, cell: Cell) -> ByMass:
+        measured = cell.took or cell.realised
+        if measured is None:
+            raise ValueError(
+                f"{cls.name} needs a cell that tells the density of a config on a text."
+            )
+        base = cell.shared.changed(**cls.chosen)
+        shares = (step / BUDGET_STEPS for step in range(1, BUDGET_STEPS + 1))
+        return cls(nearest([replace(base, top_p=top_p) for top_p in shares], cell, measured))
+
+
+@dataclass(frozen=True)
+class XAttentionFitted(ByMass):
+    """`XAttention` with the threshold whose density, or time, is that of the others."""
+
+    name = "xattention_fitted"
+    chosen: ClassVar = {"predictor": XAttention.name}
+
+
+@dataclass(frozen=True)
+class FlexPrefillFitted(ByMass):
+    """`FlexPrefill` with the gamma whose density, or time, is that of the others.
+
+    tau and the minimum are those of `FlexPrefill`: a budget below the minimum cannot be met.
+    """
+
+    name = "flexprefill_fitted"
+    chosen: ClassVar = {"predictor": FlexPrefill.name}
+
+
+@dataclass(frozen=True)
+class MeanPooled(ByMass):
     """Block scores of mean-pooled queries and keys, a row's best up to a share of their softmax.
 
     Pooled as in MInference's block-sparse heads (Jiang et al. 2024, arXiv 2407.02490), chosen by
-    top-p as in FlexPrefill (Lai et al. 2025, arXiv 2502.20766). The share is the one whose density,
-    on a text of the cell, is nearest to the budget.
+    top-p as in FlexPrefill (Lai et al. 2025, arXiv 2502.20766).
     """
 
     name = "mean_pooled"
-    matched = True
+    chosen: ClassVar = {
+        **{"coarsen": "mean", "select": "clusters", "curvature": "none", "top_k_share": 0.0},
+        # outlier queries are CAB's
+        **{"predictor": "curvature", "max_density": 1.0, "exact_queries": 0},
+    }
+
+
+@dataclass(frozen=True)
+class TriangleMix(AsPublished):
+    """TriangleMix (He et al. 2025, arXiv 2507.21526): a triangle pattern in the deeper layers.
+
+    There a query sees 8 sink tokens and the latest 512, and the last 128 queries see everything;
+    the layers before are dense, 16 of 32 for Llama-3.1-8B. These numbers are those of the example
+    of its code.
+
+    The paper finds the layers of a model by the gradient that reaches what the pattern leaves out;
+    here they are the second half of any model. Sinks, window and last queries are whole blocks:
+    one sink block, the key blocks of at least 512 tokens, and the query blocks with one of the last
+    128 tokens.
+    """
+
+    name = "trianglemix"
 
     @classmethod
-    def fit(cls, cell: Cell) -> MeanPooled:
-        if cell.realised is None:
-            raise ValueError(
-                "mean_pooled needs a cell that tells the density of a config on a text."
-            )
-        pooled = {"coarsen": "mean", "select": "clusters", "curvature": "none", "top_k_share": 0.0}
-        # outlier queries are CAB's
-        pooled |= {"predictor": "curvature", "max_density": 1.0, "exact_queries": 0}
-        base = cell.shared.changed(**pooled)
-        shares = (step / BUDGET_STEPS for step in range(1, BUDGET_STEPS + 1))
-        return cls(nearest([replace(base, top_p=top_p) for top_p in shares], cell, cell.realised))
+    def fit(cls, cell: Cell) -> TriangleMix:
+        if cell.layers is None:
+            raise ValueError("trianglemix needs a cell that tells how many layers the model has.")
+        base, dense = cell.shared, cell.layers - round(TRIANGLE_SHARE * cell.layers)
+        triangle = {
+            "predictor": Streaming.name,
+            "sink_blocks": 1,
+            "local_blocks": -(-WINDOW // base.key_block),
+            "dense_tail_blocks": -(-LAST_QUERIES // base.query_block),
+            "dense_layers": tuple(sorted({*range(dense), *base.dense_layers})),
+        }
+        return cls(base.changed(**triangle))
 
 
 @dataclass(frozen=True)
@@ -443,60 +563,67 @@ class StreamingCache(Dense):
 
 
 class Kept(NamedTuple):
-    """The tokens that H2O has left to a layer, in the order of the text.
+    """The tokens that are left to a layer, in the order of the text.
 
     Attributes:
         k, v: [B, H_kv, M, D].
-        received: float32 [B, H_kv, M], attention that each has received so far.
+        received: float32 [B, H_kv, M], attention by which they are judged.
     """
 
     k: Tensor
     v: Tensor
     received: Tensor
 
-    def evicted(self, tokens: int) -> Kept:
-        """``tokens`` of them, or all: half the latest, half those that received most."""
+    def evicted(self, tokens: int, recent: int) -> Kept:
+        """``tokens`` of them, or all: the ``recent`` latest, and those that received most."""
         length = self.received.shape[-1]
         if length <= tokens:
             return self
-        old = length - tokens // 2
-        heavy = self.received[..., :old].topk(tokens - tokens // 2, dim=-1, sorted=False).indices
-        recent = torch.arange(old, length, device=heavy.device).expand(*heavy.shape[:2], -1)
-        at = torch.cat([heavy.sort(-1).values, recent], dim=-1)
+        old = length - recent
+        heavy = self.received[..., :old].topk(tokens - recent, dim=-1, sorted=False).indices
+        latest = torch.arange(old, length, device=heavy.device).expand(*heavy.shape[:2], -1)
+        at = torch.cat([heavy.sort(-1).values, latest], dim=-1)
         k, v = (x.gather(2, at.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])) for x in self[:2])
         return Kept(k, v, self.received.gather(2, at))
 
 
 @dataclass(frozen=True)
-class H2O(Method):
-    """Heavy-hitter oracle: evict what little attention was paid to (Zhang et al. 2023, 2306.14048).
+class KeepsSome(Method):
+    """Base of caches that keep some tokens a KV head, by attention, behind a dense prefill.
 
-    Prefill is dense. Then each KV head keeps ``tokens`` tokens, half of them the latest and half
-    those that received most attention from all queries so far, of the prompt and of the steps; at
-    every step one is evicted for good. The paper has no rule for grouped queries: attention is
-    summed over the query heads of a group. Density is the kept share of the prompt's keys, which is
-    not a share of prefill work: there is none saved. Requires prompts without padding.
+    Density is the kept share of the prompt's keys, which is not a share of prefill work: there is
+    none saved. Requires prompts without padding.
     """
 
-    name = "h2o"
     matched = True
-    decodes = "heavy hitters and window"
+    dense_prefill = True
     tokens: int
 
     @classmethod
-    def fit(cls, cell: Cell) -> H2O:
+    def fit(cls, cell: Cell) -> KeepsSome:
         if cell.budget is None:
-            raise ValueError("h2o needs a budget: the share of the prompt's keys that is kept.")
+            raise ValueError(
+                f"{cls.name} needs a budget: the share of the prompt's keys that is kept."
+            )
         return cls(max(2, round(cell.budget * cell.length)))
+
+    @abstractmethod
+    def of_prompt(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Kept:
+        """What a prompt leaves: q [B, H, N, D], k and v [B, H_kv, N, D]."""
+
+    @abstractmethod
+    def of_step(self, kept: Kept, given: Tensor) -> Kept:
+        """What a step leaves, whose query has ``given`` this attention [B, H_kv, M]."""
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
         kept: WeakKeyDictionary[nn.Module, Kept] = WeakKeyDictionary()
         shares: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
-        AttentionInterface.register(H2O_ATTENTION, partial(self.attend, kept, shares))
-        AttentionMaskInterface.register(H2O_ATTENTION, sdpa_mask)
+        attention = f"cab_{self.name}"
+        AttentionInterface.register(attention, partial(self.attend, kept, shares))
+        AttentionMaskInterface.register(attention, sdpa_mask)
         before = model.config.get_text_config()._attn_implementation
-        model.set_attn_implementation(H2O_ATTENTION)
+        model.set_attn_implementation(attention)
         try:
             yield lambda: list(shares.values())
         finally:
@@ -527,15 +654,13 @@ class H2O(Method):
         if attention_mask is not None or not (prefill or q_length == 1):
             masked = "" if attention_mask is None else " with a mask"
             raise ValueError(
-                f"h2o takes a whole prompt without padding, then single tokens; got {q_length} "
-                f"queries on {kv_length} keys{masked}."
+                f"{self.name} takes a whole prompt without padding, then single tokens; got "
+                f"{q_length} queries on {kv_length} keys{masked}."
             )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        kv_heads = key.shape[1]
         if prefill:
             spans = Spans.causal(query.shape[0], q_length, kv_length, query.device)
-            received = column_sums(query, key, spans, scale).unflatten(1, (kv_heads, -1)).sum(2)
-            kept[module] = Kept(key, value, received).evicted(self.tokens)
+            kept[module] = self.of_prompt(query, key, value, spans, scale)
             shares[module] = min(1.0, self.tokens / kv_length)
             out = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scale, enable_gqa=True
@@ -543,22 +668,77 @@ class H2O(Method):
         else:
             k, v, received = kept[module]
             k, v = (torch.cat([x, new[:, :, -1:]], 2) for x, new in ((k, key), (v, value)))
-            grouped = query.unflatten(1, (kv_heads, -1)).squeeze(3).float()
+            grouped = query.unflatten(1, (key.shape[1], -1)).squeeze(3).float()
             weights = (grouped @ k.float().transpose(-1, -2) * scale).softmax(-1)
-            received = F.pad(received, (0, 1)) + weights.sum(2)
-            kept[module] = Kept(k, v, received).evicted(self.tokens)
+            kept[module] = self.of_step(Kept(k, v, F.pad(received, (0, 1))), weights.sum(2))
             out = (weights @ v.float()).to(query.dtype).flatten(1, 2).unsqueeze(2)
         return out.transpose(1, 2).contiguous(), None
 
 
+def by_kv_head(received: Tensor, k: Tensor) -> Tensor:
+    """[B, H, N] -> [B, H_kv, N]: what the query heads of a group give together."""
+    return received.unflatten(1, (k.shape[1], -1)).sum(2)
+
+
+@dataclass(frozen=True)
+class H2O(KeepsSome):
+    """Heavy-hitter oracle: evict what little attention was paid to (Zhang et al. 2023, 2306.14048).
+
+    Each KV head keeps ``tokens`` tokens, half of them the latest and half those that received most
+    attention from all queries so far, of the prompt and of the steps; at every step one is evicted
+    for good. The paper has no rule for grouped queries: attention is summed over the query heads of
+    a group.
+    """
+
+    name = "h2o"
+    decodes = "heavy hitters and window"
+
+    def of_prompt(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Kept:
+        received = by_kv_head(column_sums(q, k, spans, scale), k)
+        return Kept(k, v, received).evicted(self.tokens, self.tokens // 2)
+
+    def of_step(self, kept: Kept, given: Tensor) -> Kept:
+        heard = kept._replace(received=kept.received + given)
+        return heard.evicted(self.tokens, self.tokens // 2)
+
+
+@dataclass(frozen=True)
+class SnapKV(KeepsSome):
+    """SnapKV: what the end of the prompt attends is kept of it (Li et al. 2024, arXiv 2404.14469).
+
+    The attention of the prompt's last 32 queries to each key before them, averaged over 5
+    neighbouring keys, picks the best; with those 32 themselves they are ``tokens``, fixed from then
+    on. What is decoded is kept as well, so that a step reads more than that: `step_tokens` counts
+    the first one. Window, average and kernel are the defaults of its code; the paper's runs on
+    LongBench have, as far as we know, the maximum over 7.
+
+    The original picks for every query head, and repeats keys and values for that; here attention is
+    summed over the query heads of a group, so that a KV head holds one copy.
+    """
+
+    name = "snapkv"
+    decodes = "what the end of the prompt attends"
+
+    def of_prompt(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Kept:
+        window = min(SNAP_WINDOW, self.tokens, q.shape[2])
+        received, _ = columns_and_diagonals(q, k, spans, scale, window)
+        before = by_kv_head(received, k)[..., : k.shape[2] - window]
+        pooled = F.pad(before, (SNAP_KERNEL // 2, SNAP_KERNEL // 2)).unfold(-1, SNAP_KERNEL, 1)
+        return Kept(k, v, F.pad(pooled.mean(-1), (0, window))).evicted(self.tokens, window)
+
+    def of_step(self, kept: Kept, given: Tensor) -> Kept:
+        return kept
+
+
 COMPARED = (
-    *(Dense, Cab, Published, Streaming, Random, Antidiagonal, VerticalSlash, MeanPooled, Oracle),
-    H2O,
+    *(Dense, Cab, Published, Streaming, Random, Antidiagonal, XAttention, XAttention16),
+    *(XAttentionFitted, VerticalSlash, FlexPrefill, FlexPrefillFitted, MeanPooled, TriangleMix),
+    *(Oracle, H2O, SnapKV),
 )
 CONTROLS = {method.name: method for method in (Full, NoNeedle)}
 METHODS: dict[str, type[Method]] = {method.name: method for method in COMPARED} | CONTROLS
 # methods that drop tokens from the cache, behind a dense prefill: made of how many they keep
-CACHES = {method.name: method for method in (StreamingCache, H2O)}
+CACHES = {method.name: method for method in (StreamingCache, H2O, SnapKV)}
 
 
 def never_sparse(method: type[Method], samples: Sequence[Mapping[str, Any]]) -> bool:

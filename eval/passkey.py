@@ -23,7 +23,7 @@ from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.haystack import FILLERS, Haystack, Prompt, answered, read_sentences
 from cab_hf.eval.intervals import paired_difference, wilson
-from cab_hf.eval.long_run import DENSITY, Load, LongRun, LongRunSettings, is_sparse
+from cab_hf.eval.long_run import ASSUMED_DENSITY, Load, LongRun, LongRunSettings, is_sparse
 from cab_hf.eval.methods import (
     CONTROLS,
     METHODS,
@@ -35,6 +35,7 @@ from cab_hf.eval.methods import (
     Streaming,
     exact_readings,
     known,
+    layers_of,
     never_sparse,
     realised_on,
 )
@@ -47,7 +48,8 @@ from cab_hf.runs.settings import by_device, comma_separated, option, parse_lengt
 
 ANSWER_TOKENS = 8  # five digits of a token each, and what a model may put around them
 STAGES = {
-    "prefill": "Decoding is dense, except that streaming and h2o no longer have what they dropped.",
+    "prefill": "Decoding is dense, except that streaming, h2o and snapkv no longer have what they "
+    "dropped.",
     "both": "The table says how answers are decoded; what has no decode of its own is dense there.",
 }
 DECODE_SHARE = 0.125  # of the text that cab reads a step in stage both, unless --set says otherwise
@@ -240,7 +242,7 @@ class Passkey(LongRun):
         return question_of(case)
 
     def load(self, case: Mapping[str, Any]) -> Load:
-        budget = DENSITY if self.settings.budget == MATCH else self.settings.budget
+        budget = ASSUMED_DENSITY if self.settings.budget == MATCH else self.settings.budget
         density = budget if is_sparse(METHODS[case["method"]]) else 1.0
         return Load(case["length"], density, steps=ANSWER_TOKENS)
 
@@ -258,7 +260,8 @@ class Passkey(LongRun):
         if case["method"] == Streaming.name:
             # with a tail the question would see what left the window, which nothing is to find
             config = replace(config, dense_tail_blocks=0)
-        cell = Cell(config, case["budget"], length, settings.device, self.realised(length))
+        realised, layers = self.realised(length), layers_of(self.model)
+        cell = Cell(config, case["budget"], length, settings.device, realised, layers)
         method = fitted(case["method"], cell)
         prompt = self.prompt(length, case["depth"], case["index"], hide_needle=method.hides_needle)
         result = self.under(method, lambda: {"answer": self.answer(prompt, method)})
@@ -322,8 +325,8 @@ class Passkey(LongRun):
     def notes(settings: Mapping[str, Any]) -> str:
         return (
             "Accuracy with Wilson's interval, paired difference to dense with Newcombe's, both "
-            "95 %. Density: attended over causal (query, key) pairs; of h2o, which prefills "
-            "densely, the share of the prompt's keys it keeps. Controls: full keeps every block "
+            "95 %. Density: attended over causal (query, key) pairs; of h2o and snapkv, "
+            "which prefill densely, the share of keys they keep. Controls: full keeps every block "
             "and should say what dense says (below float32 kernels round differently); no_needle "
             "is asked for a key that is not there; a key outside a method's window should not be "
             f"found. {STAGES[settings['stage']]}"

@@ -11,9 +11,12 @@ from cab_hf.predictors.baselines import (
     RandomPredictor,
     StreamingPredictor,
     VerticalSlashPredictor,
+    XAttention16Predictor,
+    XAttentionPredictor,
 )
 from cab_hf.predictors.cascade import CascadePredictor
 from cab_hf.predictors.curvature import CurvaturePredictor
+from cab_hf.predictors.flexprefill import FlexPrefillPredictor
 from cab_hf.predictors.published import AdaptiveCurvaturePredictor, CoarseCurvaturePredictor
 
 __all__ = [
@@ -22,12 +25,15 @@ __all__ = [
     "CascadePredictor",
     "CoarseCurvaturePredictor",
     "CurvaturePredictor",
+    "FlexPrefillPredictor",
     "LayerContext",
     "OraclePredictor",
     "Predictor",
     "RandomPredictor",
     "StreamingPredictor",
     "VerticalSlashPredictor",
+    "XAttention16Predictor",
+    "XAttentionPredictor",
     "make_predictor",
     "register_predictor",
 ]
@@ -35,7 +41,10 @@ __all__ = [
 register_predictor("antidiagonal", AntidiagonalPredictor)
 register_predictor("cascade", CascadePredictor)
 register_predictor("curvature", CurvaturePredictor)
+register_predictor("flexprefill", FlexPrefillPredictor)
 register_predictor("oracle", OraclePredictor)
 register_predictor("random", RandomPredictor)
 register_predictor("streaming", StreamingPredictor)
 register_predictor("vertical_slash", VerticalSlashPredictor)
+register_predictor("xattention", XAttentionPredictor)
+register_predictor("xattention_16", XAttention16Predictor)

@@ -1,7 +1,8 @@
-"""What CAB is held against: predictors that keep a fixed share of every row, or a window.
+"""What CAB is held against: predictors of other papers, and bounds.
 
-``streaming``, ``random``, ``antidiagonal``, ``vertical_slash`` and ``oracle``. All but the first
-keep a row's forced blocks and its best by a score, 1 - sparsity of it in all.
+``streaming`` keeps a window. ``random``, ``antidiagonal``, ``vertical_slash`` and ``oracle`` keep a
+row's forced blocks and its best by a score, 1 - sparsity of it in all. ``xattention`` and
+``xattention_16`` keep what holds a share of an estimated mass, as their authors do.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from cab_hf.predictors.attention_mass import block_mass
 from cab_hf.predictors.base import SHARE_OPTIONS, LayerContext, Predictor
 
 ANTIDIAGONAL_STRIDE = 8  # of XAttention's 8 and 16 the finer one
+XATTENTION_THRESHOLD = 0.9
 ASKING_QUERIES = 64  # of vertical_slash: the last queries, whose attention ranks all blocks
 SEED = 0  # of the random blocks
 
@@ -96,6 +98,47 @@ class OraclePredictor(AntidiagonalPredictor):
     stride = 1
 
 
+class XAttentionPredictor(Predictor):
+    """XAttention as it was published (Xu et al. 2025, arXiv 2503.16428), at stride 8.
+
+    The logit of a tile of stride x stride tokens is the mean over its antidiagonal. The softmax of
+    a row of tiles, summed over blocks, estimates their mass, and a row keeps the fewest blocks that
+    hold ``top_p`` of it, forced ones counted; None stands for the threshold of 0.9.
+
+    Here the forced blocks are those of the config, where the original forces the first and the
+    diagonal one, and blocks have its sizes, where the original has 128 x 128. One threshold holds
+    for all heads unless ``top_p`` is a table: the search for a threshold of each head, optional in
+    the original, is left out.
+    """
+
+    stride = ANTIDIAGONAL_STRIDE
+
+    def choose(self, q: Tensor, summary: Tensor, call: LayerContext) -> BlockPlan:
+        config, spans = self.config, call.spans
+        blocks = config.query_block, config.key_block
+        top_p = (XATTENTION_THRESHOLD,)
+        if config.top_p is not None:
+            top_p = budgets_of(config, call.layer, q.shape[1]).top_p
+        visible = block_visibility(spans, *blocks)
+        forced = reference.forced_blocks(visible, spans, config).unsqueeze(1)
+        mass = block_mass(q, summary, spans, call.scale, *blocks, stride=self.stride)
+        share = mass / mass.sum(-1, keepdim=True).clamp(min=reference.LEAST)
+        keep = reference.top_p_blocks(
+            share.log(),
+            forced.expand_as(share),
+            visible.unsqueeze(1).expand_as(share),
+            torch.tensor(top_p, device=q.device, dtype=torch.float64)[:, None, None],
+            share.shape[-1],
+        )
+        return BlockPlan.from_dense(keep, spans, query_block=blocks[0], key_block=blocks[1])
+
+
+class XAttention16Predictor(XAttentionPredictor):
+    """The same at stride 16, the coarser and faster one of its two."""
+
+    stride = 16
+
+
 class VerticalSlashPredictor(ScorePredictor):
     """MInference's vertical-slash pattern (Jiang et al. 2024, arXiv 2407.02490), at block grain.
 
@@ -129,17 +172,10 @@ def vertical_slash_scores(
     Args:
         q: [B, H, N_q, D]. k: [B, H_kv, N_k, D].
     """
-    batch, heads, q_length, _ = q.shape
-    kv_heads, kv_length = k.shape[1:3]
-    key = torch.arange(kv_length, device=q.device)
-    # [B, R]: the last real queries of each batch row, and where they stand among the keys
-    query = torch.arange(q_length, device=q.device).where(spans.last >= 0, -1)
-    query = query.topk(min(asking, q_length), dim=-1).values
-    first = spans.first.gather(1, query.clamp(min=0)).long()
-    last = spans.last.gather(1, query.clamp(min=0)).long().where(query >= 0, -1)
-    seen = (key >= first.unsqueeze(-1)) & (key <= last.unsqueeze(-1)) & spans.key_valid[:, None]
-    # [B, 1, R, N_k]: the key at each distance before a query
-    far = (last.unsqueeze(-1) - key).unsqueeze(1)
+    kv_length = k.shape[2]
+    vertical, slash = columns_and_diagonals(q, k, spans, scale, asking)
+    columns = F.pad(vertical, (0, -kv_length % key_block)).unflatten(-1, (-1, key_block))
+    columns = columns.amax(-1).unsqueeze(2)
 
     # a block is touched by the distances of its first query to its last key, and so on upwards
     rows = spans.rows(query_block)
@@ -149,25 +185,50 @@ def vertical_slash_scores(
     # behind as many zeros as the nearest may be below none
     zeros = query_block + key_block - 2
     window = (nearest + zeros).clamp(0, kv_length - 1 + zeros)
+    # entry t: the best of the distances t - zeros to t
+    best = F.max_pool1d(F.pad(slash, (zeros, zeros)), zeros + 1, stride=1)
+    place = window.flatten(1).unsqueeze(1).expand(-1, best.shape[1], -1)
+    diagonals = best.gather(-1, place).unflatten(-1, window.shape[1:])
+    return torch.maximum(columns, diagonals)
 
-    scores = []
+
+def last_queries(spans: Spans, count: int) -> Tensor:
+    """int64 [B, R]: the last ``count`` real queries of each batch row, -1 for those it lacks."""
+    query = torch.arange(spans.q_length, device=spans.last.device).where(spans.last >= 0, -1)
+    return query.topk(min(count, spans.q_length), dim=-1).values
+
+
+def columns_and_diagonals(
+    q: Tensor, k: Tensor, spans: Spans, scale: float, asking: int
+) -> tuple[Tensor, Tensor]:
+    """Attention of the last ``asking`` real queries, summed over them: by key, and by distance.
+
+    Args:
+        q: [B, H, N_q, D]. k: [B, H_kv, N_k, D].
+
+    Returns:
+        Two of float32 [B, H, N_k]: what each key receives, and each distance from query to key.
+    """
+    heads, (kv_heads, kv_length) = q.shape[1], k.shape[1:3]
+    key = torch.arange(kv_length, device=q.device)
+    query = last_queries(spans, asking)
+    # [B, R]: where these queries stand among the keys
+    first = spans.first.gather(1, query.clamp(min=0)).long()
+    last = spans.last.gather(1, query.clamp(min=0)).long().where(query >= 0, -1)
+    seen = (key >= first.unsqueeze(-1)) & (key <= last.unsqueeze(-1)) & spans.key_valid[:, None]
+    mask = seen.unsqueeze(1)
+    # [B, 1, R, N_k]: the key at each distance before a query
+    far = (last.unsqueeze(-1) - key).unsqueeze(1)
+
+    sums = []
     for head in range(kv_heads):
         group = slice(head * heads // kv_heads, (head + 1) * heads // kv_heads)
         index = query.clamp(min=0)[:, None, :, None].expand(-1, -1, -1, q.shape[-1])
         own = q[:, group]
         own = own.gather(2, index.expand(-1, own.shape[1], -1, -1)).float()
         logits = own @ k[:, head : head + 1].float().transpose(-1, -2) * scale
-        mask = seen.unsqueeze(1)
         attention = logits.masked_fill(~mask, -torch.inf).softmax(-1).masked_fill(~mask, 0.0)
-        vertical = attention.sum(2)
         by_distance = attention.gather(-1, far.clamp(min=0).expand_as(attention))
-        slash = by_distance.masked_fill(far < 0, 0.0).sum(2)
-
-        columns = F.pad(vertical, (0, -kv_length % key_block)).unflatten(-1, (-1, key_block))
-        columns = columns.amax(-1).unsqueeze(2)
-        # entry t: the best of the distances t - zeros to t
-        best = F.max_pool1d(F.pad(slash, (zeros, zeros)), zeros + 1, stride=1)
-        place = window.flatten(1).unsqueeze(1).expand(-1, best.shape[1], -1)
-        diagonals = best.gather(-1, place).unflatten(-1, window.shape[1:])
-        scores.append(torch.maximum(columns, diagonals))
-    return torch.cat(scores, dim=1)
+        sums.append((attention.sum(2), by_distance.masked_fill(far < 0, 0.0).sum(2)))
+    vertical, slash = zip(*sums, strict=True)
+    return torch.cat(vertical, dim=1), torch.cat(slash, dim=1)

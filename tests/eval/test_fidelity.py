@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from words import CHAT, TEXT, make_tokenizer
 
 import cab_hf
-from cab_hf.config import CabConfig
+from cab_hf.config import BY_MASS, RANKING, CabConfig
 from cab_hf.eval import attention_time, fidelity, teacher_forcing
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.attention_time import AttentionClock
@@ -33,6 +33,8 @@ from cab_hf.eval.teacher_forcing import (
     nll,
 )
 from cab_hf.needles import NOISE, QUESTION
+from cab_hf.plan import BlockPlan
+from cab_hf.predictors import flexprefill
 from cab_hf.runs.log import read_file, read_log
 from cab_hf.runs.settings import read_settings, spelled
 from cab_hf.tasks import TASKS
@@ -264,6 +266,15 @@ def test_a_length_without_room_for_a_task_is_refused(model_folder, tmp_path, cap
     ("options", "message"),
     [
         pytest.param(["--methods", "h2o"], "without h2o, whose prefill is dense", id="h2o"),
+        pytest.param(
+            ["--methods", "snapkv", "--probes", "decode", "--prefill-chunk", "64"],
+            "0 with snapkv, which reads a prompt at once",
+            id="snapkv in chunks",
+        ),
+        pytest.param(["--equal", "speed"], "must be density or time", id="equal"),
+        pytest.param(
+            ["--equal", "time", "--budgets", "0.3"], "match alone with --equal time", id="no time"
+        ),
         pytest.param(
             ["--methods", "cab,h2o", "--probes", "decode"],
             "match is 'cab'; it must be a config with sparse_decode=true, the bytes of whose steps",
@@ -595,17 +606,18 @@ DECODING = (
 
 
 def test_decoding_is_held_against_dense(model_folder, tmp_path):
-    more, methods = ("--cab", f"dense={SMALL}"), "dense,full,streaming,h2o"
+    more, methods = ("--cab", f"dense={SMALL}"), "dense,full,streaming,h2o,snapkv"
     results = command(model_folder, tmp_path, *DECODING, *more, methods=methods, drawn=True)
     rows = {row["method"]: row for row in results["rows"]}
-    assert list(rows) == ["dense", "cab:sparse", "cab:dense", "streaming", "h2o", "full"]
+    caches = ("streaming", "h2o", "snapkv")
+    assert list(rows) == ["dense", "cab:sparse", "cab:dense", *caches, "full"]
     # the index has 16 channels in half a byte and a scale of two, keys and values 32 in four
     kept = {
         "cab:dense": 900,
         "dense": 900,
         "full": 900,
         "cab:sparse": 128 + 900 * 10 / 128,
-        **dict.fromkeys(("streaming", "h2o"), 198),
+        **dict.fromkeys(caches, 198),
     }
     assert {name: row["step_tokens"] for name, row in rows.items()} == kept
     assert {row["decode"]["tokens"] for row in rows.values()} == {2 * 24}
@@ -614,7 +626,7 @@ def test_decoding_is_held_against_dense(model_folder, tmp_path):
     decode = {name: row["decode"] for name, row in rows.items()}
     assert (decode["dense"]["kl"], decode["dense"]["agreement"]) == (0, 1)
     assert decode["full"]["kl"] == pytest.approx(0, abs=1e-7)
-    for name in ("cab:sparse", "streaming", "h2o"):
+    for name in ("cab:sparse", *caches):
         assert decode[name]["kl"] > 1e-6 > abs(decode["full"]["kl"])
     # by one prefill
     assert decode["cab:sparse"]["kl"] != pytest.approx(decode["cab:dense"]["kl"], rel=1e-2)
@@ -711,6 +723,32 @@ def test_layers_are_timed_apart_and_summed(model_folder):
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        pytest.param("xattention", 9.3 / 73.8, id="reported"),
+        pytest.param("streaming", 0.0, id="in favour"),
+        pytest.param("curvature", None, id="measured"),
+    ],
+)
+def test_what_choosing_takes_is_what_authors_report(name, share, model_folder):
+    model = Fidelity(Settings(model=str(model_folder), device="cpu")).model
+    config = CabConfig(min_length=0, query_block=32, key_block=16, predictor=name)
+    result = AttentionClock(CountingBench()).time(model, tuple(range(3, 63)) * 10, config)
+    assert result.get("predict_reported") == share
+    if share is None:
+        assert result["predict_ms"] == 2 + 4
+    else:
+        # dense attention is measured once and counts for both layers
+        assert result["predict_ms"] == pytest.approx(share * 2)
+        assert result["attend_ms"] == 2 + 3
+
+
+def test_all_that_chooses_without_a_kernel_has_a_share():
+    rivals = {*RANKING, *BY_MASS, "streaming"}
+    assert set(attention_time.REPORTED) == rivals
+
+
 def test_times_stand_beside_quality(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(fidelity, "layer_bench", lambda device: CountingBench())
     results = command(model_folder, tmp_path, "--probes", "continuation", drawn=True)
@@ -718,18 +756,112 @@ def test_times_stand_beside_quality(model_folder, tmp_path, monkeypatch):
     assert dense["over_dense"] == 1
     assert cab["over_dense"] == (cab["predict_ms"] + cab["attend_ms"]) / cab["dense_ms"]
     assert random["attend_ms"] > 0
+    assert (random["predict_ms"], random["predict_reported"]) == (0, 0)
     report = (tmp_path / "report.md").read_text()
     assert "| attention ms (predict + attend) | × dense |" in report
+    assert "(~0.00 +" in report or "(~0 +" in report
+    assert "0.126 for antidiagonal" in report
     assert f"in {cab['over_dense']:.2f} × the time of SDPA" in report
 
 
 def test_a_cpu_is_not_timed():
     assert attention_time.layer_bench("cpu") is None
+    assert Fidelity(Settings(device="cpu")).clock is None
+    # but where times are asked for
+    assert type(Fidelity(Settings(device="cpu", equal="time")).clock.bench) is Bench
+
+
+class DensityBench(Bench):
+    """Attending takes as many ms as a hundredth of the pairs, choosing and dense attention 10."""
+
+    def __init__(self):
+        super().__init__("cpu")
+
+    def time(self, call, graph=True):
+        plans = [x for x in getattr(call, "args", ()) if isinstance(x, BlockPlan)]
+        return Timing(100 * plans[0].density() if plans else 10.0)
+
+
+RIVALS = (
+    "random,antidiagonal,xattention_fitted,vertical_slash,flexprefill_fitted,mean_pooled,streaming"
+)
+TIMED = ("--probes", "continuation", "--lengths", "1200", "--equal", "time")
+
+
+def test_densities_are_matched(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(flexprefill, "MIN_TOKENS", 32)
+    more = ("--probes", "perplexity", "--lengths", "1200")
+    results = command(model_folder, tmp_path, *more, methods=f"cab,{RIVALS},oracle")
+    rows = {row["method"]: row for row in results["rows"]}
+    assert len(rows) == 9
+    for row in rows.values():
+        assert row["density"] == pytest.approx(rows["cab"]["density"], rel=0.05)
+
+
+def test_times_are_matched(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(fidelity, "layer_bench", lambda device: DensityBench())
+    # of which so short a text has too little to leave out
+    monkeypatch.setattr(flexprefill, "MIN_TOKENS", 32)
+    results = command(model_folder, tmp_path, *TIMED, methods=f"dense,cab,{RIVALS}")
+    rows = {row["method"]: row for row in results["rows"]}
+    cab = rows["cab"]["predict_ms"] + rows["cab"]["attend_ms"]
+    for name in RIVALS.split(","):
+        row = rows[name]
+        assert row["predict_ms"] + row["attend_ms"] == pytest.approx(cab, rel=0.05)
+        assert row["over_match"] == pytest.approx(1, abs=0.05)
+        assert row["fitted"] == cab
+        assert row["continuation"]["n"] == 1
+    # its choosing is measured, and so it attends less than those whose authors report nothing
+    assert rows["mean_pooled"]["density"] < rows["random"]["density"]
+    assert rows["antidiagonal"]["density"] < rows["random"]["density"]
+    assert "over_match" not in rows["dense"] and "over_match" not in rows["cab"]
+    report = (tmp_path / "report.md").read_text()
+    assert "| × matched time |" in report and "takes as long as that of cab" in report
+    assert "No budget takes" not in report
+    assert "--equal time" in report
+
+
+def test_a_time_that_no_budget_takes_is_said():
+    row = sample("random", "time", 0, predict_ms=0.0, attend_ms=12.0, dense_ms=20.0)
+    row |= {"dense_kernel": "SDPA", "match_ms": 10.0}
+    rows = Fidelity.rows([row], {})
+    assert rows[0]["over_match"] == 1.2
+    (said,) = Fidelity.readings(rows)
+    assert (
+        said == "No budget takes the matched time within 5%: random on noise at 8 tokens (1.20 ×)."
+    )
+
+
+def test_a_killed_run_goes_on_with_what_it_fitted(model_folder, tmp_path, monkeypatch):
+    """Though times are others by then."""
+    monkeypatch.setattr(fidelity, "layer_bench", lambda device: DensityBench())
+    more = (*TIMED, "--probes", "continuation,recall", "--documents", "2")
+    measure, calls = Fidelity.measure, []
+
+    def counted(self, case):
+        calls.append(case)
+        # of the third method the second sample
+        if len(calls) == 12:
+            raise KeyboardInterrupt
+        return measure(self, case)
+
+    monkeypatch.setattr(Fidelity, "measure", counted)
+    with pytest.raises(KeyboardInterrupt):
+        command(model_folder, tmp_path, *more)
+    assert calls[-1]["method"] == "random"
+    monkeypatch.setattr(fidelity, "layer_bench", lambda device: CountingBench())
+    command(model_folder, tmp_path, *more)
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").open()][1:]
+    ours = [each for each in samples if each["method"] == "random"]
+    assert len(ours) == 5
+    assert ["fitted_config" in each for each in ours] == [True, *[False] * 4]
+    densities = {each["density"] for each in ours if each["probe"] == "recall"}
+    assert len(densities) == 1
 
 
 def test_every_method_is_read(model_folder, tmp_path):
-    # h2o is dense where nothing is decoded
-    names = [name for name in METHODS if name != "h2o"]
+    # some are dense where nothing is decoded
+    names = [name for name, method in METHODS.items() if not method.dense_prefill]
     more = ("--probes", "continuation", "--lengths", "600", "--budgets", "0.5")
     rows = command(model_folder, tmp_path, *more, methods=",".join(names))["rows"]
     # no_needle has nothing to hide here

@@ -1,5 +1,6 @@
 """Baselines: what each keeps, how it is matched to a budget, and that it leaves no trace."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,13 +12,14 @@ from cab_hf.eval import methods
 from cab_hf.eval.methods import METHODS, Cell
 from cab_hf.eval.teacher_forcing import behind_prompt
 from cab_hf.plan import Spans
-from cab_hf.predictors import LayerContext, attention_mass, baselines, make_predictor
+from cab_hf.predictors import LayerContext, attention_mass, baselines, flexprefill, make_predictor
 
 LENGTH = 600
 SMALL = cab_hf.CabConfig(min_length=0, query_block=32, key_block=16)
 CELL = Cell(SMALL, 0.4, LENGTH)
-# of the fit of top-p, whose density depends on the text; a share that pays for itself
-SHARED = replace(CELL, realised=lambda config: config.top_p)
+# of the fit of top-p, whose density depends on the text: a share that pays for itself; and of a
+# model of two layers
+SHARED = replace(CELL, realised=lambda config: config.top_p, layers=2)
 MATCHED = [name for name, method in METHODS.items() if method.matched]
 
 
@@ -35,6 +37,12 @@ def model():
         initializer_range=0.3,
     )
     return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Of the short texts here FlexPrefill would keep all."""
+    monkeypatch.setattr(flexprefill, "MIN_TOKENS", 32)
 
 
 @pytest.fixture(scope="module")
@@ -139,17 +147,189 @@ def test_vertical_slash_scores_are_those_of_eager_attention(length):
             torch.testing.assert_close(score[:, :, row, block], best)
 
 
-@pytest.mark.parametrize("length", [33, 111, 320])
-def test_vertical_slash_sees_no_later_block(length):
-    q, k = random_qk(length)
-    config = replace(SMALL, predictor="vertical_slash", sparsity=0.6, dense_tail_blocks=0)
-    spans = Spans.causal(1, length, length, "cpu")
+def plan_of(name, q, k, **fields):
+    """What a predictor keeps of plain causal attention, bool [B, H, M_q, M_k]."""
+    config = SMALL.changed(predictor=name, dense_tail_blocks=0, **fields)
+    spans = Spans.causal(q.shape[0], q.shape[2], k.shape[2], "cpu")
     plan = make_predictor(config)(q, k, LayerContext(spans, 0.25))
     plan.validate()
-    keep = plan.to_dense()[0]
+    return plan.to_dense()
+
+
+# with what makes them keep less than everything
+RIVALS = {
+    "streaming": {"local_blocks": 2},
+    **{name: {"sparsity": 0.6} for name in ("random", "oracle", "antidiagonal", "vertical_slash")},
+    **{name: {"top_p": 0.5} for name in ("flexprefill", "xattention", "xattention_16")},
+}
+# what a row keeps depends on the end of the text, as in the original
+BY_THE_END = ("flexprefill", "random", "vertical_slash")
+
+
+@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize("length", [33, 111, 320])
+def test_no_row_keeps_a_later_block(name, length):
+    keep = plan_of(name, *random_qk(length), **RIVALS[name])[0]
     rows, blocks = torch.arange(keep.shape[1]), torch.arange(keep.shape[2])
     later = 16 * blocks > 32 * rows[:, None] + 31
     assert not keep[:, later].any()
+    # its own positions it always keeps
+    own = blocks[:, None] // 2 == rows
+    assert keep[:, (own.T & ~later)].all()
+
+
+@pytest.mark.parametrize("name", [name for name in RIVALS if name not in BY_THE_END])
+def test_what_comes_later_changes_no_choice(name):
+    q, k = random_qk(320)
+    before = plan_of(name, q, k, **RIVALS[name])[:, :, :6]
+    assert 0 < before.sum() < before.numel()
+    q, k = q.clone(), k.clone()
+    q[:, :, 192:] *= -3
+    k[:, :, 192:] += 5
+    assert torch.equal(plan_of(name, q, k, **RIVALS[name])[:, :, :6], before)
+
+
+@pytest.mark.parametrize(("name", "stride"), [("xattention", 8), ("xattention_16", 16)])
+@pytest.mark.parametrize("top_p", [None, 0.3, 0.7])
+def test_xattention_keeps_the_fewest_blocks_of_a_threshold(name, stride, top_p):
+    q, k = random_qk(320)
+    q, k = 4 * q, 4 * k
+    forced = {"sink_blocks": 1, "local_blocks": 0}
+    keep = plan_of(name, q, k, top_p=top_p, **forced)
+    spans = Spans.causal(1, 320, 320, "cpu")
+    mass = attention_mass.block_mass(q, k, spans, 0.25, 32, 16, stride=stride)
+    share = mass / mass.sum(-1, keepdim=True)
+    for head in range(6):
+        for row in range(10):
+            own = {0, 2 * row, 2 * row + 1}
+            others = sorted(set(range(2 * row)) - own, key=lambda j: -share[0, head, row, j])
+            kept, total = set(own), sum(share[0, head, row, j].item() for j in own)
+            for block in others:
+                if total >= (top_p or 0.9) - 1e-5:
+                    break
+                kept.add(block)
+                total += share[0, head, row, block].item()
+            assert set(keep[0, head, row].nonzero().flatten().tolist()) == kept
+
+
+def test_xattention_of_the_whole_mass_keeps_everything():
+    q, k = random_qk(205)
+    assert torch.equal(
+        plan_of("xattention", q, k, top_p=1.0), plan_of("oracle", q, k, sparsity=0.0)
+    )
+    # a threshold for each head: one that keeps all, one that keeps what is forced
+    table = ((1.0, 1.0, 1.0, 0.0, 0.0, 0.0),)
+    config = SMALL.changed(predictor="xattention", top_p=table)
+    call = LayerContext(Spans.causal(1, 205, 205, "cpu"), 0.25, layer=0)
+    keep = make_predictor(config)(q, k, call).to_dense().sum((0, 2, 3))
+    assert (keep[:3] > keep[3:]).all()
+
+
+def test_columns_and_diagonals_are_touched_by_hand():
+    """Query blocks of two key blocks: rows of key blocks 0 and 1, 2 and 3, 4 and 5."""
+    spans = Spans.causal(1, 12, 12, "cpu")
+    nothing = torch.zeros(1, 1, 6, dtype=torch.bool)
+    column, far = nothing.clone(), nothing.clone()
+    column[..., 1] = True
+    # three key blocks before one of the row's own
+    far[..., 3] = True
+    visible = torch.ones(6, 6, dtype=torch.bool).tril()[1::2]
+    keep = flexprefill.touched(column, nothing, spans, 4, 2)[0, 0] & visible
+    assert keep.nonzero().tolist() == [[0, 1], [1, 1], [2, 1]]
+    keep = flexprefill.touched(nothing, far, spans, 4, 2)[0, 0] & visible
+    assert keep.nonzero().tolist() == [[1, 0], [2, 1], [2, 2]]
+    # rows of half a key block each
+    keep = flexprefill.touched(nothing, far, Spans.causal(1, 24, 24, "cpu"), 2, 4)[0, 0]
+    assert keep.nonzero().tolist() == [[6, 0], [7, 0], [8, 1], [9, 1], [10, 2], [11, 2]]
+
+
+def test_the_fewest_entries_by_hand():
+    share = torch.tensor([0.1, 0.5, 0.0, 0.4])
+    cases = {(0.45, 0): [1], (0.6, 0): [1, 3], (0.0, 1): [1], (0.45, 3): [0, 1, 3]}
+    for (wanted, least), kept in cases.items():
+        held = flexprefill.fewest(share, torch.tensor(wanted), least)
+        assert held.nonzero().flatten().tolist() == kept
+    assert flexprefill.fewest(share, torch.tensor(1.0), 0).all()
+
+
+def test_root_divergence_by_hand():
+    p, q = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.5, 0.5, 0.0])
+    # KL(p || m) = log 4/3, KL(q || m) = log(2/3) / 2 + log(2) / 2
+    expected = ((math.log(4 / 3) + math.log(2 / 3) / 2 + math.log(2) / 2) / 2) ** 0.5
+    assert flexprefill.root_divergence(p, q).item() == pytest.approx(expected)
+    assert flexprefill.root_divergence(p, p) == 0
+    apart = flexprefill.root_divergence(p, torch.tensor([0.0, 0.0, 1.0]))
+    assert apart.item() == pytest.approx(math.log(2) ** 0.5)
+
+
+@pytest.mark.parametrize("tau", [0.0, 9.0], ids=["vertical-slash", "query-aware"])
+@pytest.mark.parametrize("length", [320, 205])
+def test_flexprefill_is_that_of_eager_attention(tau, length, monkeypatch):
+    """By sets of blocks, where all heads have one pattern."""
+    monkeypatch.setattr(flexprefill, "TAU", tau)
+    gamma, least = 0.6, 2
+    q, k = random_qk(length)
+    keep = plan_of("flexprefill", 3 * q, k, top_p=gamma, sink_blocks=0, local_blocks=0)
+    rows, blocks = -(-length // 32), -(-length // 16)
+
+    def best(shares, wanted, least):
+        kept, total = set(), 0.0
+        for place in sorted(shares, key=lambda place: -shares[place]):
+            if total >= wanted and len(kept) >= least:
+                break
+            kept.add(place)
+            total += shares[place]
+        return kept
+
+    attention = eager_probabilities(3 * q, k, 0.25)[0, :, -32:] / 32
+    distance = torch.arange(length)[-32:, None] - torch.arange(length)
+    means = [x.split(size, 2) for x, size in ((3 * q, 32), (k, 16))]
+    means = [torch.stack([part.mean(2) for part in parts], 2)[0] for parts in means]
+    logits = means[0] @ means[1].repeat_interleave(3, 0).transpose(-1, -2) * 0.25
+    own = {row: {2 * row, 2 * row + 1} & set(range(blocks)) for row in range(rows)}
+    for head in range(6):
+        column = {j: attention[head, :, 16 * j : 16 * j + 16].sum().item() for j in range(blocks)}
+        diagonal = {t: attention[head][distance // 16 == t].sum().item() for t in range(blocks)}
+        asked = 0.0 if tau else gamma
+        columns, diagonals = best(column, asked, least), best(diagonal, asked, least)
+        pooled = {
+            (row, j): share / rows
+            for row in range(rows)
+            for j, share in enumerate(logits[head, row, : max(own[row]) + 1].softmax(0).tolist())
+        }
+        aware = best(pooled, gamma, 0) if tau else set()
+        for row in range(rows):
+            seen = range(max(own[row]) + 1)
+            # the last row may be half a block
+            near, far = 2 * row, (min(32 * row + 32, length) - 1) // 16
+            on = {t - d for t in range(near, far + 1) for d in diagonals}
+            expected = own[row] | ((columns | on) & set(seen))
+            expected |= {j for j in seen if (row, j) in aware}
+            assert set(keep[0, head, row].nonzero().flatten().tolist()) == expected
+
+
+def test_flexprefill_believes_an_estimate_that_is_right():
+    """Keys alike within their blocks are what their means are; others are not."""
+    k = random_qk(20)[1].repeat_interleave(16, dim=2)
+    q = random_qk(10)[0].repeat_interleave(32, dim=2)
+    spans = Spans.causal(1, 320, 320, "cpu")
+    keys = flexprefill.reference.coarsen_keys(k, spans.key_valid, 16, "mean")
+    pooled = flexprefill.pooled_last_block(q, keys, spans, 0.25, 32, 16)
+    columns, _ = baselines.columns_and_diagonals(q, k, spans, 0.25, 32)
+    columns = columns.unflatten(-1, (20, 16)).sum(-1) / 32
+    # the last 32 queries see the last two blocks in part
+    assert (flexprefill.root_divergence(pooled, columns) < 0.25).all()
+    torch.testing.assert_close(pooled.sum(-1), torch.ones(1, 6))
+
+
+def test_flexprefill_keeps_a_minimum_and_at_most_everything(monkeypatch):
+    q, k = random_qk(320)
+    assert torch.equal(
+        plan_of("flexprefill", q, k, top_p=1.0), plan_of("oracle", q, k, sparsity=0.0)
+    )
+    few = plan_of("flexprefill", q, k, top_p=0.01).sum()
+    monkeypatch.setattr(flexprefill, "MIN_TOKENS", 64)
+    assert plan_of("flexprefill", q, k, top_p=0.01).sum() > few
 
 
 def test_rows_of_padding_attend_nothing():
@@ -238,9 +418,8 @@ def test_single_queries_have_plans_too():
     """One query at the end of many keys."""
     q, k = random_qk(200)
     spans = Spans.causal(1, 1, 200, "cpu")
-    for name in ("streaming", "random", "oracle", "antidiagonal", "vertical_slash"):
-        kept = {} if name == "streaming" else {"sparsity": 0.5}
-        config = replace(SMALL, predictor=name, **kept)
+    for name, fields in RIVALS.items():
+        config = SMALL.changed(predictor=name, **fields)
         plan = make_predictor(config)(q[:, :, -1:], k, LayerContext(spans, 0.25))
         plan.validate()
         assert plan.to_dense()[0, :, 0, [0, 12]].all()
@@ -249,13 +428,13 @@ def test_single_queries_have_plans_too():
 def test_heavy_and_recent_by_hand():
     received = torch.tensor([[[5.0, 1, 4, 0, 3, 9, 0, 0], [0.0, 0, 1, 2, 0, 3, 99, 99]]])
     k = torch.arange(8.0)[None, None, :, None].expand(1, 2, 8, 1)
-    kept = methods.Kept(k, k + 10, received).evicted(4)
+    kept = methods.Kept(k, k + 10, received).evicted(4, 2)
     # four of eight: the last two, and the two that received most before them
     assert kept.k.squeeze().tolist() == [[0, 5, 6, 7], [3, 5, 6, 7]]
     assert torch.equal(kept.v, kept.k + 10)
     assert kept.received.tolist() == [[[5, 9, 0, 0], [2, 3, 99, 99]]]
     everything = methods.Kept(k, k, received)
-    assert everything.evicted(8) is everything
+    assert everything.evicted(8, 4) is everything
 
 
 def test_h2o_evicts_at_every_step_what_received_least():
@@ -291,6 +470,39 @@ def test_h2o_evicts_at_every_step_what_received_least():
             for place, more in zip(seen, weights.sum(0).tolist(), strict=True):
                 received[head][place] += more
             alive[head] = evict(head, seen)
+
+
+@pytest.mark.parametrize(("tokens", "prompt"), [(45, 100), (32, 100), (20, 100), (90, 40)])
+def test_snapkv_keeps_what_the_end_of_a_prompt_attends(tokens, prompt):
+    """Against sets of keys, one a KV head, over complete attention probabilities."""
+    steps, scale = 3, 0.25
+    q, k = random_qk(prompt + steps)
+    v = random_qk(prompt + steps, seed=1)[1]
+    snap, kept, shares, module = methods.SnapKV(tokens), {}, {}, torch.nn.Module()
+    parts = (x[:, :, :prompt] for x in (q, k, v))
+    out, _ = snap.attend(kept, shares, module, *parts, None, scale)
+    complete = eager_probabilities(q[:, :, :prompt], k[:, :, :prompt], scale)
+    expected = complete @ v[:, :, :prompt].repeat_interleave(3, dim=1)
+    torch.testing.assert_close(out.transpose(1, 2), expected)
+    assert shares == {module: min(1, tokens / prompt)}
+
+    window = min(32, tokens, prompt)
+    given = complete[0, :, -window:, : prompt - window].sum(1).unflatten(0, (2, 3)).sum(1)
+    alive = []
+    for row in given.tolist():
+        # the mean over five, of which those beyond the edges are zeros
+        pooled = [sum(row[max(0, at - 2) : at + 3]) / 5 for at in range(len(row))]
+        best = sorted(range(len(row)), key=lambda at: -pooled[at])[: max(0, tokens - window)]
+        alive.append([*sorted(best), *range(prompt - window, prompt)])
+    for at in range(prompt, prompt + steps):
+        step = (q[:, :, at : at + 1], k[:, :, : at + 1], v[:, :, : at + 1])
+        out, _ = snap.attend(kept, shares, module, *step, None, scale)
+        for head in range(2):
+            # what is decoded stays
+            alive[head].append(at)
+            weights = q[0, 3 * head : 3 * head + 3, at] @ k[0, head, alive[head]].T * scale
+            expected = weights.softmax(-1) @ v[0, head, alive[head]]
+            torch.testing.assert_close(out[0, 0, 3 * head : 3 * head + 3], expected)
 
 
 @pytest.mark.parametrize(
@@ -361,10 +573,14 @@ def test_h2o_judges_keys_by_what_eager_attention_gives_them(model, ids, monkeypa
         torch.testing.assert_close(ours, layer.sum(2), atol=1e-3, rtol=1e-4)
 
 
-def test_h2o_prefills_densely_and_decodes_what_it_kept(model, ids):
+KEEPS_SOME = [name for name, method in METHODS.items() if method.dense_prefill]
+
+
+@pytest.mark.parametrize("name", KEEPS_SOME)
+def test_a_cache_prefills_densely_and_decodes_what_it_kept(name, model, ids):
     before = logits(model, ids)
     text = generate(model, ids)
-    with methods.H2O(2 * LENGTH).applied(model):
+    with METHODS[name](2 * LENGTH).applied(model):
         torch.testing.assert_close(logits(model, ids), before, atol=1e-4, rtol=1e-4)
         assert torch.equal(generate(model, ids), text)
     step = text[:, LENGTH : LENGTH + 1]
@@ -375,21 +591,22 @@ def test_h2o_prefills_densely_and_decodes_what_it_kept(model, ids):
 
     with torch.no_grad():
         dense = second_token_logits()
-        with methods.H2O(30).applied(model):
+        with METHODS[name](30).applied(model):
             assert (second_token_logits() - dense).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("name", KEEPS_SOME)
 @pytest.mark.parametrize("padding", ["a mask", "a second chunk"])
-def test_h2o_refuses_what_it_does_not_do(model, ids, padding):
+def test_a_cache_refuses_what_it_does_not_do(name, model, ids, padding):
     mask = torch.ones_like(ids)
-    with methods.H2O(300).applied(model), torch.no_grad():
+    with METHODS[name](300).applied(model), torch.no_grad():
         if padding == "a mask":
             mask[:, :5] = 0
             with pytest.raises(ValueError, match="without padding"):
                 model(ids, attention_mask=mask)
         else:
             cache = model(ids[:, :300], use_cache=True).past_key_values
-            with pytest.raises(ValueError, match="h2o takes a whole prompt"):
+            with pytest.raises(ValueError, match=f"{name} takes a whole prompt"):
                 model(ids[:, 300:], past_key_values=cache)
 
 
@@ -436,6 +653,29 @@ def test_mean_pooled_is_fitted_by_mass_on_a_text():
     assert not fitted.curved
     with pytest.raises(ValueError, match="mean_pooled needs a cell that tells the density"):
         methods.MeanPooled.fit(CELL)
+
+
+def test_trianglemix_is_dense_and_then_a_triangle(model, ids, monkeypatch):
+    monkeypatch.setattr(methods, "WINDOW", 70)
+    monkeypatch.setattr(methods, "LAST_QUERIES", 40)
+    method = methods.TriangleMix.fit(SHARED)
+    assert method.config.dense_layers == (0,)
+    with method.applied(model) as densities:
+        logits(model, ids)
+        first, second = densities()
+    assert first is None and 0 < second < 1
+    call = LayerContext(Spans.causal(1, 320, 320, "cpu"), 0.25, layer=1)
+    plan = make_predictor(method.config)(*random_qk(320), call)
+    rows, blocks = torch.arange(10)[:, None], torch.arange(20)
+    # blocks of 16 keys, five of which hold 70; the last 40 queries are in two blocks of 32
+    expected = (blocks == 0) | (blocks > 2 * rows + 1 - 5) | (rows >= 8)
+    expected &= blocks <= 2 * rows + 1
+    assert torch.equal(plan.to_dense()[0], expected.expand(6, -1, -1))
+    # dense layers of all methods are so in this one too
+    cell = replace(SHARED, config=replace(SMALL, dense_layers=(5,)), layers=7)
+    assert methods.TriangleMix.fit(cell).config.dense_layers == (0, 1, 2, 5)
+    with pytest.raises(ValueError, match="trianglemix needs a cell that tells how many layers"):
+        methods.TriangleMix.fit(CELL)
 
 
 def test_full_budget_equals_dense(model, ids):

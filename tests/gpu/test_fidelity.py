@@ -36,7 +36,8 @@ def model_folder(tmp_path_factory):
 
 
 def test_attention_is_timed_beside_what_is_kept(gpu, model_folder, tmp_path):
-    methods = "dense,full,cab,streaming,random,antidiagonal,vertical_slash,mean_pooled"
+    methods = "dense,full,cab,streaming,random,antidiagonal,xattention,xattention_16,"
+    methods += "vertical_slash,flexprefill,mean_pooled,trianglemix"
     words = ["--model", model_folder, "--out", tmp_path, "--methods", methods]
     words += ["--lengths", 16384, "--documents", 2, "--probes", "continuation,asked,recall"]
     assert main(["fidelity", *map(str, words)]) == 0

@@ -1,0 +1,145 @@
+"""FlexPrefill: each head takes its pattern, and how much of it, by what the last queries attend."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cab_hf.budgets import budgets_of
+from cab_hf.ops import reference
+from cab_hf.plan import BlockPlan, Spans, block_visibility
+from cab_hf.predictors.attention_mass import block_sums
+from cab_hf.predictors.base import LayerContext, Predictor
+from cab_hf.predictors.baselines import columns_and_diagonals, last_queries
+
+GAMMA = 0.95  # share of attention that a head is to hold
+TAU = 0.1  # divergence below which the pooled estimate of a head is believed
+MIN_TOKENS = 1024  # the least that a head keeps in columns, and in diagonals
+
+
+class FlexPrefillPredictor(Predictor):
+    """FlexPrefill (Lai et al. 2025, arXiv 2502.20766), at block grain.
+
+    The last block of queries is attended exactly. Mean-pooled queries and keys estimate the same by
+    block; where the square root of the Jensen-Shannon divergence of both is below tau = 0.1, the
+    head is query-aware: the estimate is made for all rows, and the fewest blocks are kept that hold
+    gamma of it over all rows together. Any other head is vertical-slash: the fewest columns and the
+    fewest diagonals that hold gamma each of what the last block attends. gamma is ``top_p``, None
+    for 0.95. Every head keeps 1,024 tokens of columns and of diagonals at least, which is the
+    minimum of the paper as far as we know; the README of its code has gamma 0.9 and 512 tokens.
+
+    Here columns and diagonals are counted in blocks of keys, where the original counts tokens and
+    then takes as many blocks; forced blocks are those of the config, where the original forces the
+    first and the diagonal one; and blocks have the sizes of the config, where the original has
+    128 x 128.
+
+    Which blocks any row keeps depends on the end of the text, as in the original.
+    """
+
+    def choose(self, q: Tensor, summary: Tensor, call: LayerContext) -> BlockPlan:
+        config, spans, k = self.config, call.spans, summary
+        blocks = config.query_block, config.key_block
+        gamma = (GAMMA,)
+        if config.top_p is not None:
+            gamma = budgets_of(config, call.layer, q.shape[1]).top_p
+        gamma = torch.tensor(gamma, device=q.device, dtype=torch.float64).expand(q.shape[1])
+        # [B, H, M_k] each, of sum 1: shares of key blocks, and of distances of so many blocks
+        columns, diagonals = (
+            _normalised(block_sums(x, config.key_block, -(-k.shape[2] // config.key_block)))
+            for x in columns_and_diagonals(q, k, spans, call.scale, config.query_block)
+        )
+        keys = reference.coarsen_keys(k, spans.key_valid, config.key_block, "mean")
+        pooled = pooled_last_block(q, keys, spans, call.scale, *blocks)
+        # [B, H]: heads whose estimate is believed; the minimum is all that they keep of a pattern
+        aware = root_divergence(pooled, columns) < TAU
+        asked = gamma[:, None].where(~aware.unsqueeze(-1), 0.0)
+        least = -(-MIN_TOKENS // config.key_block)
+        keep = touched(
+            fewest(columns, asked, least), fewest(diagonals, asked, least), spans, *blocks
+        )
+
+        visible = block_visibility(spans, *blocks)
+        queries = reference.coarsen_queries(q, spans.last >= 0, config.query_block, "mean")
+        group = q.shape[1] // k.shape[1]
+        for head in aware.any(0).nonzero().flatten().tolist():
+            own = keys.heads(head // group, head // group + 1)
+            logits, _ = reference.block_logits(queries[:, [head]], own, call.scale)
+            share = reference.block_log_mass(logits, visible.unsqueeze(1)).exp()
+            # over all rows together: rows that are spread out keep more
+            held = fewest(_normalised(share.flatten(2)), gamma[head], 0).view_as(share)
+            keep[:, head] |= held[:, 0] & aware[:, head, None, None]
+        keep = keep & visible.unsqueeze(1)
+        keep = keep | reference.forced_blocks(visible, spans, config).unsqueeze(1)
+        return BlockPlan.from_dense(keep, spans, query_block=blocks[0], key_block=blocks[1])
+
+
+def _normalised(x: Tensor) -> Tensor:
+    return x / x.sum(-1, keepdim=True).clamp(min=reference.LEAST)
+
+
+def pooled_last_block(
+    q: Tensor, keys: reference.KeySummary, spans: Spans, scale: float, query_block: int, block: int
+) -> Tensor:
+    """The pooled estimate of what the last ``query_block`` real queries attend: [B, H, M_k].
+
+    The softmax over key blocks of their mean against the mean of each.
+    """
+    query = last_queries(spans, query_block)
+    index = query.clamp(min=0)[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
+    real = (query >= 0)[:, None, :, None]
+    total = (q.gather(2, index).float() * real).sum(2, keepdim=True)
+    mean = total / real.sum(2, keepdim=True).clamp(min=1)
+    first, last = (x.gather(1, query.clamp(min=0)) for x in (spans.first, spans.last))
+    start = torch.arange(0, spans.kv_length, block, device=q.device)
+    # [B, 1, 1, M_k]: the blocks that one of them sees
+    begun = (start <= last.amax(-1, keepdim=True)) & (start + block > first[:, :1])
+    logits, _ = reference.block_logits(mean, keys, scale)
+    return reference.block_log_mass(logits, begun[:, None, None]).exp().squeeze(2)
+
+
+def root_divergence(p: Tensor, q: Tensor) -> Tensor:
+    """The square root of the Jensen-Shannon divergence, in nats, over the last dimension."""
+    middle = (p + q) / 2
+    # 0 log 0 is 0, and where the middle is 0 both are
+    parts = torch.xlogy(p, p) + torch.xlogy(q, q) - 2 * torch.xlogy(middle, middle)
+    return (parts.sum(-1) / 2).clamp(min=0).sqrt()
+
+
+def fewest(share: Tensor, wanted: Tensor, least: int) -> Tensor:
+    """bool like ``share``: the fewest entries that hold ``wanted`` of each row, ``least`` at least.
+
+    ``wanted`` broadcasts with ``share``; at 0 the row keeps ``least``.
+    """
+    everything = torch.ones_like(share, dtype=torch.bool)
+    count = share.shape[-1]
+    held = reference.top_p_blocks(share.log(), ~everything, everything, wanted, count)
+    return held | reference.top_blocks(share, everything, least)
+
+
+def touched(
+    columns: Tensor, diagonals: Tensor, spans: Spans, query_block: int, key_block: int
+) -> Tensor:
+    """The blocks of each row in a kept column or on a kept diagonal, bool [B, H, M_q, M_k].
+
+    Args:
+        columns: bool [B, H, M_k], by key block.
+        diagonals: bool [B, H, M_k], by distance in key blocks: entry t stands for the key blocks t
+            before those that hold the row's own positions.
+    """
+    rows = spans.rows(query_block)
+    block = torch.arange(columns.shape[-1], device=columns.device)
+    inhabited = rows.queries > 0
+    near, far = (
+        (position.long().where(inhabited, -1) // key_block).unsqueeze(-1) - block
+        for position in (rows.min_last, rows.max_last)
+    )
+    # entry t: how many of the diagonals before t are kept
+    before = F.pad(diagonals.cumsum(-1), (1, 0))
+
+    def kept_before(distance: Tensor) -> Tensor:
+        place = distance.clamp(0, columns.shape[-1]).flatten(1).unsqueeze(1)
+        found = before.gather(-1, place.expand(-1, before.shape[1], -1))
+        return found.unflatten(-1, distance.shape[1:])
+
+    return columns.unsqueeze(2) | (kept_before(far + 1) > kept_before(near))
