@@ -23,7 +23,7 @@ from cab_hf.renamed import renamed_in
 from cab_hf.runs.log import (
     Log,
     LogError,
-    is_packed,
+    is_there,
     read_file,
     read_log,
     write_atomically,
@@ -221,7 +221,7 @@ def read_provenance(folder: Path) -> Row | None:
         LogError: there is something else under their name.
     """
     path = folder / RESULTS
-    if not path.exists() and not is_packed(path):
+    if not is_there(path):
         return None
     try:
         made = renamed_in(json.loads(read_file(path)))["provenance"]
@@ -234,7 +234,7 @@ def read_provenance(folder: Path) -> Row | None:
 
 def _refuse_files_of_others(out: Path) -> None:
     """Files under the names of results, where no samples are, are not ours to write over."""
-    if not (out / SAMPLES).exists() and not is_packed(out / SAMPLES):
+    if not is_there(out / SAMPLES):
         for name in (RESULTS, CSV, REPORT, FIGURE):
             if (out / name).exists():
                 raise LogError(

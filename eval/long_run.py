@@ -20,7 +20,7 @@ from cab_hf.eval.report import digits
 from cab_hf.eval.shares import run_shares, shared_by, take_gpu
 from cab_hf.eval.speed.timing import in_a_sentence, ran_out
 from cab_hf.finetune.meter import ATTENTION, FROZEN, GIB, Cost, peak_flops
-from cab_hf.runs.log import is_packed, read_log
+from cab_hf.runs.log import is_there, read_log
 from cab_hf.runs.models import TINY, load_config, load_model
 from cab_hf.runs.provenance import device_name
 from cab_hf.runs.settings import flag, read_settings
@@ -194,7 +194,7 @@ class LongRun(OnModel):
 
     def _measured(self) -> list[Row]:
         path = Path(self.settings.out) / SAMPLES
-        if not path.exists() and not is_packed(path):
+        if not is_there(path):
             return []
         _, records = read_log(path, self.CASE, self.ADDED, self.FAILED)
         return [record for record in records if record.get(self.FAILED) is None]

@@ -23,7 +23,7 @@ from markdown_it.token import Token
 from cab_hf.eval import experiment
 from cab_hf.eval.experiment import FIGURE, PROG, RESULTS
 from cab_hf.eval.readme import Results, heading, in_order, read_results, source, varying
-from cab_hf.runs.log import is_packed, write_atomically, writing
+from cab_hf.runs.log import is_there, write_atomically, writing
 from cab_hf.runs.settings import (
     UsageError,
     first_line,
@@ -89,8 +89,7 @@ def read_all(given: Sequence[Path]) -> list[Results]:
 
 def _folders_in(folder: Path) -> list[Path]:
     """``folder`` itself, or those in it where it holds folders and no results."""
-    results = folder / RESULTS
-    if results.exists() or is_packed(results) or not folder.is_dir():
+    if is_there(folder / RESULTS) or not folder.is_dir():
         return [folder]
     return sorted(filter(Path.is_dir, folder.iterdir())) or [folder]
 

@@ -22,7 +22,7 @@ from cab_hf.eval import charts, experiment
 from cab_hf.eval.experiment import CSV, FIGURE, REPORT, RESULTS, SAMPLES, Experiment, Row, named
 from cab_hf.eval.report import digits, grouped, markdown_table, percent, with_interval
 from cab_hf.renamed import renamed_in
-from cab_hf.runs.log import PACKED, is_packed, pack, read_file, write_atomically
+from cab_hf.runs.log import PACKED, is_there, pack, read_file, write_atomically
 from cab_hf.runs.markdown import plain
 from cab_hf.runs.settings import option, read_settings
 
@@ -122,7 +122,7 @@ class Results:
 def read_results(folder: Path) -> Results:
     """What is in ``folder``; ValueError where it is no folder of results of an experiment."""
     path = folder / RESULTS
-    if not path.is_file() and not is_packed(path):
+    if not is_there(path):
         raise ValueError(f"{folder} has no {RESULTS}; measure it again or take it away.")
     made = experiment.read_provenance(folder)
     if "experiment" not in made:

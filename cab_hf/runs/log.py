@@ -82,7 +82,7 @@ class Log:
         self._seen: set[str] = set()
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            was_packed = is_packed(self.path)
+            was_packed = _is_packed(self.path)
             if was_packed:
                 write_atomically(self.path, _unpacked(self.path))
             self._file = _open_locked(self.path)
@@ -225,14 +225,19 @@ def pack(path: Path | str) -> None:
         path.unlink()
 
 
-def is_packed(path: Path) -> bool:
+def is_there(path: Path) -> bool:
+    """Whether there is a file at ``path``, or what `pack` has made of it."""
+    return path.exists() or _is_packed(path)
+
+
+def _is_packed(path: Path) -> bool:
     """Whether of the file at ``path`` there is only what `pack` has made."""
     return not os.path.lexists(path) and _packed(path).exists()
 
 
 def read_file(path: Path) -> bytes:
     """The bytes of the file at ``path``, or of what `pack` has made of it."""
-    return _unpacked(path) if is_packed(path) else path.read_bytes()
+    return _unpacked(path) if _is_packed(path) else path.read_bytes()
 
 
 def drop_packed(path: Path) -> None:
