@@ -17,10 +17,18 @@ from cab_hf.checks import short
 from cab_hf.config import CabConfig
 from cab_hf.eval import charts, fidelity
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.fidelity import ASKED, CONTINUATION, RECALL, Fidelity, cell_of, question_of
+from cab_hf.eval.fidelity import (
+    ASKED,
+    CONTINUATION,
+    RECALL,
+    Fidelity,
+    cell_of,
+    question_of,
+    table_a_text,
+)
 from cab_hf.eval.intervals import mean_interval, paired_difference
 from cab_hf.eval.methods import Cab, Dense, Full
-from cab_hf.eval.report import column, difference, digits, grouped, markdown_table
+from cab_hf.eval.report import column, difference, digits, grouped
 from cab_hf.runs.markdown import plain
 from cab_hf.runs.settings import by_device, comma_separated, option, require
 
@@ -203,10 +211,7 @@ class Ablation(Fidelity):
             for heading, (needs, write) in COLUMNS.items()
             if needs is None or any(needs(row) for row in rows)
         }
-        return {
-            f"On {plain(own[0]['text'])}": markdown_table(own, shown)
-            for own in grouped(rows, "text")
-        }
+        return table_a_text(rows, shown)
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:

@@ -810,15 +810,8 @@ class Fidelity(LongRun):
             for heading, (probe, write) in COLUMNS.items()
             if probe is None or any(row.get(probe) for row in rows)
         }
-        made = {
-            f"On {plain(own[0]['text'])}": markdown_table(own, shown)
-            for own in grouped(rows, "text")
-        }
-        turned = grouped([row for row in rows if row.get(TURNS)], "text")
-        return made | {
-            f"Turn after turn on {plain(own[0]['text'])}": markdown_table(own, TURN_COLUMNS)
-            for own in turned
-        }
+        turned = [row for row in rows if row.get(TURNS)]
+        return table_a_text(rows, shown) | table_a_text(turned, TURN_COLUMNS, "Turn after turn on")
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
@@ -910,6 +903,16 @@ class Fidelity(LongRun):
 
 
 EXPERIMENT = Fidelity
+
+
+def table_a_text(
+    rows: Sequence[Row], columns: Mapping[str, Any], heading: str = "On"
+) -> dict[str, str]:
+    """A table of each text, under its name behind ``heading``."""
+    return {
+        f"{heading} {plain(own[0]['text'])}": markdown_table(own, columns)
+        for own in grouped(rows, "text")
+    }
 
 
 def _chats(probes: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from cab_hf.eval.shares import run_shares, shared_by, take_gpu
 from cab_hf.eval.speed.timing import in_a_sentence, ran_out
 from cab_hf.finetune.meter import ATTENTION, FROZEN, GIB, Cost, peak_flops
 from cab_hf.runs.log import is_there, read_log
-from cab_hf.runs.models import TINY, load_config, load_model
+from cab_hf.runs.models import load_config
 from cab_hf.runs.provenance import device_name
 from cab_hf.runs.settings import flag, read_settings
 
@@ -204,8 +204,6 @@ class LongRun(OnModel):
         from transformers import AutoModelForCausalLM
 
         settings = self.settings
-        if settings.model == TINY:
-            return load_model(TINY, "cpu", settings.dtype)[0].requires_grad_(False)
         trusted = settings.trust_remote_code
         config, dtype = load_config(settings.model, trusted), getattr(torch, settings.dtype)
         with torch.device("meta"):

@@ -310,7 +310,8 @@ def lora_table(results: Path) -> str:
         one = [row for row in each.rows if row["spread"] == "alone" and not row["sought"]]
         by_length |= {alike[0]["length"]: alike for alike in grouped(one, "length")}
     ways = dict.fromkeys(row["implementation"] for each in read for row in each.rows)
-    ways = sorted(ways, key=CAB.__eq__)
+    # dense ones first
+    ways = [*(name for name in ways if name != CAB), CAB]
     rows = []
     for length, alike in sorted(by_length.items()):
         ms = {row["implementation"]: row["ms"] / 1000 for row in alike}
@@ -445,8 +446,11 @@ def _efficiencies(result: Results) -> list[dict[str, Any]]:
 def decode_table(results: Path) -> str:
     """A decode step: attention of one layer, and of a compiled model; sparse beside dense."""
     read = [read_results(results / name) for name in STEPS_OF_DECODE]
+    measured = sorted(
+        (row for each in read for row in each.rows), key=itemgetter("length", "batch")
+    )
     rows = []
-    for alike in grouped([row for each in read for row in each.rows], "length", "batch"):
+    for alike in grouped(measured, "length", "batch"):
         told = [row for row in alike if row["budget"]]
         least = min(row["budget"] for row in told)
         sparse = {row["part"]: row for row in told if row["budget"] == least}
@@ -459,7 +463,6 @@ def decode_table(results: Path) -> str:
         ways |= {"model, sparse ms": model.get("ms")}
         place = {"tokens": f"{alike[0]['length']:,}", "texts": alike[0]["batch"]}
         rows.append(place | {name: digits(ms) for name, ms in ways.items()})
-    rows.sort(key=lambda row: (int(row["tokens"].replace(",", "")), row["texts"]))
     return _table(rows, read)
 
 

@@ -23,8 +23,9 @@ def write_results(
     # a row a line: as short as can be, and what changes is seen
     lines = ",\n".join(map(json.dumps, rows))
     content = f'{{"rows": [\n{lines}\n],\n"provenance": {json.dumps(provenance)}}}\n'
-    write_atomically(folder / "results.json", content)
-    drop_packed(folder / "results.json")
+    path = folder / "results.json"
+    write_atomically(path, content)
+    drop_packed(path)
 
 
 def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
