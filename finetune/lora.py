@@ -35,6 +35,7 @@ from cab_hf.finetune.agreement import facts_of, require_alike
 from cab_hf.finetune.checkpoints import Checkpoints
 from cab_hf.finetune.data import HOLD_OUT, Ahead, Packed, held_out
 from cab_hf.finetune.models import (
+    attending_densely,
     enable_gradient_checkpointing,
     load_model,
     loaded_sha256,
@@ -257,7 +258,10 @@ class Run:
         rate = learning_rate(step, settings)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss = self._gradients(micro_batches, tokens)
+        # by the number of the step, so that a run that goes on takes the same steps densely
+        dense = bool(settings.dense_every) and step % settings.dense_every == 0
+        with attending_densely(self.model) if dense else nullcontext():
+            loss = self._gradients(micro_batches, tokens)
         norm = self._clip()
         finite.require_finite_step(step, loss, norm, self.model, accelerator)
         self.optimizer.step()

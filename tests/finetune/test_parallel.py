@@ -28,6 +28,7 @@ TILED = ["--tile-tokens", "100", "--offload-layers", "1"]
 RUNS = {
     "cab": [],
     "little": TILED,
+    "dense-steps": ["--dense-every", "2"],
     "cab_dense": ["--attention", "cab_dense", "--checkpointing", "false"],
     "turns": ["--micro-batch", "2", "--tokens-per-step", "2048"],
 }
