@@ -64,7 +64,6 @@ class Cost:
         channels: query heads times head dim, of a layer.
         parameters, trained_parameters: all that are there, and those that are trained.
         weight_bytes: of frozen parameters and buffers.
-        adapted: channels that a token brings to all adapters of the model together.
         uncounted: why ``frozen`` and ``trained`` are not known; None where they are.
         untiled: as of `tiles.untiled_mlps`.
     """
@@ -77,7 +76,6 @@ class Cost:
     parameters: int
     trained_parameters: int
     weight_bytes: int
-    adapted: int
     uncounted: str | None
     untiled: tuple[str, ...]
     config: Any = field(repr=False)
@@ -100,7 +98,6 @@ class Cost:
             parameters=sum(p.numel() for p in model.parameters()),
             trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
             weight_bytes=sum(p.numel() * p.element_size() for p in kept),
-            adapted=sum(m.in_features for m in model.modules() if hasattr(m, "base_layer")),
             uncounted=uncounted,
             untiled=tuple(untiled_mlps(model)),
             config=config,
@@ -382,8 +379,8 @@ def memory(
         # what comes in, the norms' inputs and outputs; q, the output of attention, k, v; the MLP
         kept = 4 * came_in + 2 * q + kv + itemsize * 3 * inner
         if itemsize < 4:
-            # norms compute in float32, and each adapter keeps what it reads so
-            kept += 2 * 4 * hidden + 4 * cost.adapted / layers
+            # norms compute in float32
+            kept += 2 * 4 * hidden
         flowing = came_in + itemsize * 2 * inner
         loss = size * came_in + logits
         again = kept

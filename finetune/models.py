@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cab_hf.config import CabConfig
@@ -205,6 +206,8 @@ def with_lora(
 ) -> Any:
     """``model`` with LoRA adapters, all else frozen; a PeftModel. What is trained is in float32.
 
+    Adapters compute their products in the dtype of the model, as they would under autocast.
+
     Args:
         targets: last names of linear layers, such as ``q_proj``, or ``all-linear`` for all but
             the head.
@@ -246,7 +249,39 @@ def with_lora(
             # what is learnt in small steps would be rounded away
             parameter.data = parameter.data.float()
     _keep_dtype(adapted, model.dtype)
+    round_products(adapted)
     return adapted
+
+
+class _Rounding(nn.Linear):
+    """A linear layer that computes in the dtype of its input, whatever that of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+def round_products(adapted: nn.Module) -> None:
+    """Have the adapters of linear layers compute in the dtype of their input, as under autocast.
+
+    PEFT would make their input and output float32, which moves several times the bytes of the
+    layer that is adapted.
+    """
+    for module in adapted.modules():
+        if not hasattr(module, "lora_A"):
+            continue
+        # PEFT's switch, which `peft.helpers.disable_input_dtype_casting` sets for a while
+        module.cast_input_dtype_enabled = False
+        for adapters in (module.lora_A, module.lora_B):
+            for name, layer in adapters.items():
+                adapters[name] = _rounding(layer)
+
+
+def _rounding(layer: nn.Linear) -> _Rounding:
+    has_bias = layer.bias is not None
+    result = _Rounding(layer.in_features, layer.out_features, has_bias, device="meta")
+    result.weight, result.bias = layer.weight, layer.bias
+    return result
 
 
 def enable_gradient_checkpointing(model: nn.Module) -> None:

@@ -1,9 +1,10 @@
 """MLPs, norms and adapters computed in tiles of the sequence, since they compute tokens separately.
 
-An MLP of 524,288 tokens and 14,336 channels makes tensors of 14 GiB, and norms and adapters compute
-in float32. In tiles no such tensor exists: only the input of the module is kept, and each tile is
-computed again when the backward pass reaches it. In a layer with gradient checkpointing the MLP
-runs no third time for that: the layer's own second forward pass ends in front of it.
+An MLP of 524,288 tokens and 14,336 channels makes tensors of 14 GiB, norms compute in float32, and
+adapters add a product of their own. In tiles no such tensor exists: only the input of the module is
+kept, and each tile is computed again when the backward pass reaches it. In a layer with gradient
+checkpointing the MLP runs no third time for that: the layer's own second forward pass ends in front
+of it.
 """
 
 from __future__ import annotations

@@ -58,7 +58,6 @@ def test_weights_are_counted_once_and_by_what_is_trained():
     # q, k, v, o, gate, up, down, an embedding, a head and norms
     rest = vocabulary * hidden + (2 * layers + 1) * hidden
     assert cost.parameters == cost.frozen + cost.trained + rest
-    assert cost.adapted == layers * (hidden + hidden + inner)
 
 
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -330,8 +329,8 @@ def test_a_step_that_fits_nowhere_is_refused_with_the_longest_that_does(large):
 
 
 def test_the_longest_may_be_one_that_tiles_make_room_for(large):
-    # 2^17 tokens at once take 84 GiB, more of them in tiles less
-    room = meter.Room(80 * meter.GIB, 8 * meter.GIB)
+    # 2^17 tokens at once take 76 GiB, more of them in tiles less
+    room = meter.Room(75 * meter.GIB, 8 * meter.GIB)
     asked = long_step(2**18, attention="sdpa")
     longest = dry_run.longest(asked, large, {}, room)
     assert longest > TILED_ABOVE

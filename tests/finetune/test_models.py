@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny import SPARSE, tiny_model, tokens
 from torch import nn
@@ -323,6 +324,29 @@ def test_a_quantised_model_needs_its_package(monkeypatch):
     monkeypatch.setattr(models, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="qlora is True and bitsandbytes is not installed"):
         load_model("smollm2", qlora=True)
+
+
+def test_adapters_compute_as_under_autocast():
+    torch.manual_seed(0)
+    x = torch.randn(2, 7, 48, dtype=torch.bfloat16)
+    results = []
+    for ours in (True, False):
+        torch.manual_seed(1)
+        layer = nn.Sequential()
+        layer.q_proj = nn.Linear(48, 32, bias=False, dtype=torch.bfloat16)
+        layer = get_peft_model(layer, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]))
+        for parameter in learnt(layer).values():
+            parameter.data = torch.randn_like(parameter, dtype=torch.float32)
+        if ours:
+            models.round_products(layer)
+        read = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=not ours):
+            out = layer(read)
+        out.float().square().sum().backward()
+        results.append([out, read.grad, *(each.grad for each in learnt(layer).values())])
+    assert [each.dtype for each in results[0]] == [torch.bfloat16] * 2 + [torch.float32] * 2
+    for actual, expected in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
