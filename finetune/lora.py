@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 import cab_hf
 from cab_hf.finetune import checkpoints, curve, dry_run, finite, meter
+from cab_hf.finetune.adapters import WEIGHTS, begin_with
 from cab_hf.finetune.agreement import facts_of, require_alike
 from cab_hf.finetune.checkpoints import Checkpoints
 from cab_hf.finetune.data import HOLD_OUT, Ahead, Packed, held_out
@@ -371,7 +372,9 @@ def contents(settings: Settings, model: nn.Module) -> dict[str, Any]:
     Args:
         model: what was loaded, with its adapter.
     """
+    first = settings.adapter and {"adapter": file_sha256(Path(settings.adapter) / WEIGHTS)}
     return {
+        **(first or {}),
         "model": loaded_sha256(model),
         "calibration": file_sha256(Path(settings.calibration)) if settings.calibration else None,
         "data": {name: content_sha256(name) for name, _ in settings.sources()},
@@ -392,6 +395,8 @@ def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:
         trust_remote_code=settings.trust_remote_code,
     )
     model = adapted(settings, model)
+    if settings.adapter:
+        begin_with(model, Path(settings.adapter))
     if settings.checkpointing:
         enable_gradient_checkpointing(model)
     return model, tokenizer

@@ -14,18 +14,25 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from cab_hf.finetune.adapters import (
+    check_base,
+    first_sentence,
+    load_weights,
+    misfit,
+    name_of,
+    read_adapter_config,
+    read_base,
+    reading,
+)
 from cab_hf.finetune.models import causal_model, open_model
 from cab_hf.runs import models as run_models
 from cab_hf.runs.log import read_log, write_atomically, writing
@@ -43,20 +50,13 @@ from cab_hf.runs.settings import (
 
 PROG = "python -m cab_hf.finetune.merge"
 LOG = "log.jsonl"
-WEIGHTS = "adapter_model.safetensors"
+ADVICE = "give the --base it was trained in"
 # a run writes its adapters this deep: OUT/adapter, OUT/checkpoints/step-1/adapter
 DEPTH = 3
 TEXTS, TOKENS = 2, 64
 # the share of the largest logit that another may be off: SmolLM2 was off by a third of it where
 # dtypes are narrow, by 3e-6 in float32
 BOUNDS = {"bfloat16": 0.13, "float16": 0.015, "float32": 1e-4, "float64": 1e-9}
-# what `save_adapter` notes of a model
-RECORDED_FIELDS = {
-    "sha256": str,
-    "rope_parameters": dict,
-    "max_position_embeddings": int,
-    "cab_config": dict,
-}
 # what a run's log may say, and how a card calls it
 FIGURES = {
     "step": "steps",
@@ -169,41 +169,6 @@ def merge(settings: MergeSettings) -> float:
     return difference
 
 
-def read_adapter_config(adapter: Path) -> Any:
-    """PEFT's config of an adapter; UsageError where it, its weights or LoRA is missing."""
-    from peft import LoraConfig, PeftConfig
-
-    if not (adapter / run_models.ADAPTER_CONFIG).is_file() or not (adapter / WEIGHTS).is_file():
-        raise UsageError(
-            f"adapter must be a folder with {run_models.ADAPTER_CONFIG} and {WEIGHTS}; got "
-            f"{str(adapter)!r}."
-        )
-    with reading(adapter, run_models.ADAPTER_CONFIG):
-        config = PeftConfig.from_pretrained(str(adapter))
-        kind = config.peft_type.value
-    # its header says how long the file is
-    with reading(adapter, WEIGHTS), safe_open(adapter / WEIGHTS, "pt"):
-        pass
-    if not isinstance(config, LoraConfig):
-        raise UsageError(f"adapter {adapter.name} must be LoRA's; got {kind}.")
-    config.inference_mode = False
-    return config
-
-
-def reading(adapter: Path, file: str) -> AbstractContextManager[None]:
-    """What is wrong with a file of an adapter, told in one sentence whoever finds it."""
-    return refused_as(
-        lambda error: (
-            f"{file} of adapter {adapter.name} is truncated, or not what PEFT saves and merges "
-            f"({_first_sentence(error)}); give the folder as it was saved."
-        )
-    )
-
-
-def _first_sentence(error: Exception) -> str:
-    return first_line(error).partition(". ")[0]
-
-
 def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeSettings) -> Tensor:
     """Write the merged model to ``folder``; the logits that it is to have."""
     given, trusted = read_base(adapter), settings.trust_remote_code
@@ -212,11 +177,11 @@ def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeS
         run_models.restore(model_config.get_text_config(), given)
     dtype = settings.dtype or _called(model_config.dtype or torch.float32)
     if dtype not in BOUNDS:
-        raise UsageError(f"base {_name(base)!r} has weights of {dtype}; give --dtype bfloat16.")
+        raise UsageError(f"base {name_of(base)!r} has weights of {dtype}; give --dtype bfloat16.")
     options = {"trust_remote_code": trusted}
     model, tokenizer = open_model(base, model_config, dtype, settings.device, **options)
     # what is not local is in a cache by now
-    check_base(adapter, base, given, config.base_model_name_or_path)
+    check_base(adapter, base, config.base_model_name_or_path, ADVICE)
     adapted = attach(model, adapter, config)
     expected = probe(adapted)
     _untie(adapted)
@@ -231,74 +196,19 @@ def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeS
     return expected
 
 
-def read_base(adapter: Path) -> dict[str, Any]:
-    """What `save_adapter` noted of the model an adapter was trained in; {} where nobody did."""
-    file = adapter / run_models.BASE
-    if not file.is_file():
-        return {}
-    with reading(adapter, run_models.BASE):
-        text = json.loads(file.read_text("utf-8"))
-        for name, kind in RECORDED_FIELDS.items():
-            if not isinstance(text.get(name), kind | None):
-                raise ValueError(f"{name} is {text[name]!r}")
-    return text
-
-
-def check_base(adapter: Path, base: str, fields: Mapping[str, Any], recorded: str | None) -> None:
-    """Refuse a base that an adapter was not trained in, by its content or else by its name."""
-    if fields.get("sha256"):
-        seen = run_models.content_sha256(base)
-        if seen != fields["sha256"]:
-            raise UsageError(
-                f"adapter {adapter.name} was trained in a model of SHA-256 "
-                f"{fields['sha256'][:12]}, "
-                f"and base {_name(base)!r} has {seen[:12]}; give the --base it was trained in."
-            )
-    elif _name(base) != _name(recorded or base):
-        raise UsageError(
-            f"adapter {adapter.name} was trained in {_name(recorded)!r}, and base is "
-            f"{_name(base)!r}; give the --base it was trained in."
-        )
-
-
-def _name(model: str) -> str:
-    """Of a model, without the folders it stands in here."""
-    return Path(model).name if Path(model).exists() else model
-
-
 def attach(model: PreTrainedModel, adapter: Path, config: Any) -> Any:
     """``model`` with the adapter in ``adapter``; UsageError where they do not fit."""
-    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+    from peft import get_peft_model
 
-    wrong = f"adapter {adapter.name} does not fit base {_name(model.name_or_path)!r}: "
     try:
         adapted = get_peft_model(model, config).eval()
     except ValueError as error:
-        text = f"{wrong}{_first_sentence(error)}; give the --base it was trained in."
-        raise UsageError(text) from error
+        raise misfit(adapter, model, first_sentence(error), ADVICE) from error
     except (TypeError, AttributeError, KeyError, ImportError, re.error) as error:
         # of values that PEFT does not look at when it reads them
         with reading(adapter, run_models.ADAPTER_CONFIG):
             raise error
-    with reading(adapter, WEIGHTS):
-        result = load_file(adapter / WEIGHTS)
-    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    # a head tied to trained embeddings may be written once
-    written = {wanted[name].data_ptr(): x for name, x in result.items() if name in wanted}
-    for name, x in wanted.items():
-        if name not in result and x.data_ptr() in written:
-            result[name] = written[x.data_ptr()]
-    for name in sorted(wanted.keys() | result.keys()):
-        ours, theirs = (
-            f"of shape {list(x[name].shape)}" if name in x else "missing" for x in (wanted, result)
-        )
-        if ours != theirs:
-            part = name.removeprefix("base_model.model.")
-            raise UsageError(
-                f"{wrong}{part} is {theirs} in the adapter and {ours} in the base; give the --base "
-                "it was trained in."
-            )
-    set_peft_model_state_dict(adapted, result)
+    load_weights(adapted, adapter, ADVICE)
     return adapted
 
 
@@ -379,7 +289,7 @@ def card(
     stretched = "" if rope == "default" else f", stretched by {rope}"
     kept = {each.rpartition(".")[2] for each in config.modules_to_save or ()}
     rows = {
-        "base": plain(_name(base)),
+        "base": plain(name_of(base)),
         "adapter": f"LoRA, rank {config.r}, alpha {config.lora_alpha:g}",
         "layers": _layers(config),
         "trained whole": ", ".join(map(plain, sorted(kept))),
@@ -389,7 +299,9 @@ def card(
         "made with": ", ".join(f"{package} {version}" for package, version in versions().items()),
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items() if value)
-    front = yaml.safe_dump({"base_model": _name(base)}, allow_unicode=True, width=math.inf).strip()
+    front = yaml.safe_dump(
+        {"base_model": name_of(base)}, allow_unicode=True, width=math.inf
+    ).strip()
     return CARD.format(name=name, title=plain(name), front=front, table=table)
 
 

@@ -78,6 +78,9 @@ class Settings:
     dropout: float = option(0.0, "of what LoRA reads", float)
     norms: bool = flag("train norms, too")
     embeddings: bool = flag("train embeddings, too")
+    adapter: str | None = option(
+        None, "folder of an adapter to begin with, such as one of a shorter length", str
+    )
     adapter_dtype: str = option("float32", "of the adapter as a file; a run goes on in float32")
     qlora: bool = flag("hold frozen weights in 4 bits (bitsandbytes)")
     # data

@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from launches import LAUNCH, MEDDLED, SMALL, TRAIN, launched, losses, steps
+from peft import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from tiny import SPARSE, tiny_model
 from words import TEXT, make_tokenizer, save_llama
@@ -19,6 +20,7 @@ import cab_hf
 from cab_hf.finetune import lora, meter
 from cab_hf.finetune.models import with_lora
 from cab_hf.finetune.settings import Settings
+from cab_hf.finetune.settings import read as read_settings
 from cab_hf.runs.log import read_log
 from cab_hf.runs.models import BASE
 from cab_hf.runs.settings import UsageError
@@ -584,3 +586,35 @@ def test_an_evaluation_changes_nothing_that_is_learnt(tmp_path):
     assert steps(tmp_path / "run", "loss") == steps(tmp_path / "whole", "loss")
     one, other = learnt(tmp_path / "run"), learnt(tmp_path / "whole")
     assert all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+def begun(tmp_path, *words):
+    return lora.build(read_settings([*SMALL, *words, "--out", str(tmp_path / "next")]), "cpu")[0]
+
+
+def test_a_run_begins_with_the_adapter_of_another(tmp_path):
+    assert run(tmp_path) == 0
+    adapter = tmp_path / "run" / "adapter"
+    model = begun(tmp_path, "--adapter", str(adapter), "--length", "512")
+    saved = load_file(adapter / "adapter_model.safetensors")
+    actual = get_peft_model_state_dict(model, save_embedding_layers=False)
+    assert actual.keys() == saved.keys()
+    assert all(torch.equal(actual[name], saved[name]) for name in saved)
+    assert any(x.any() for name, x in actual.items() if "lora_B" in name)
+    # as it goes on only with the same
+    assert run(tmp_path, "--adapter", str(adapter), name="next") == 0
+    assert run(tmp_path, "--adapter", str(tmp_path / "next" / "adapter"), name="next") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        pytest.param(["--rank", "3"], "rank 4 and alpha 8 are not 3 and 8", id="rank"),
+        pytest.param(["--targets", "q_proj"], "give the --rank, --alpha, --targets", id="targets"),
+        pytest.param(["--adapter", "nowhere"], "adapter must be a folder with", id="gone"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(tmp_path, words, message):
+    assert run(tmp_path) == 0
+    with pytest.raises(UsageError, match=message):
+        begun(tmp_path, "--adapter", str(tmp_path / "run" / "adapter"), *words)

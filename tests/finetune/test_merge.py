@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from words import make_tokenizer, save_llama
 
 from cab_hf.finetune import merge as merging
+from cab_hf.finetune.adapters import WEIGHTS
 from cab_hf.finetune.merge import MergeSettings, main, merge
 from cab_hf.finetune.models import load_model, save_adapter, with_lora
 from cab_hf.runs.log import Log, LogError
@@ -127,7 +128,7 @@ def test_a_head_of_its_own_where_only_it_was_adapted(bases, tmp_path):
 
 def test_a_tied_head_may_be_written_once(bases, tmp_path):
     trained(bases["tied"], tmp_path / "adapter", embeddings=True)
-    file = tmp_path / "adapter" / merging.WEIGHTS
+    file = tmp_path / "adapter" / WEIGHTS
     weights = load_file(file)
     heads = [name for name in weights if "lm_head" in name]
     assert heads
@@ -214,9 +215,9 @@ CONFIG = "adapter_config.json"
 @pytest.mark.parametrize(
     ("file", "change"),
     [
-        pytest.param(merging.WEIGHTS, truncated, id="weights"),
-        pytest.param(merging.WEIGHTS, holds(b""), id="no weights"),
-        pytest.param(merging.WEIGHTS, holds(b"of another program"), id="foreign weights"),
+        pytest.param(WEIGHTS, truncated, id="weights"),
+        pytest.param(WEIGHTS, holds(b""), id="no weights"),
+        pytest.param(WEIGHTS, holds(b"of another program"), id="foreign weights"),
         pytest.param(CONFIG, truncated, id="config"),
         pytest.param(CONFIG, holds(b"\xff\xfe"), id="binary config"),
         pytest.param(CONFIG, holds(b"[]"), id="config of no mapping"),
@@ -300,7 +301,7 @@ def test_a_wrong_merge_is_not_kept(bases, tmp_path, monkeypatch, lost):
 
 def test_logits_that_are_no_numbers_are_refused(bases, tmp_path):
     trained(bases["llama"], tmp_path / "adapter", norms=True)
-    file = tmp_path / "adapter" / merging.WEIGHTS
+    file = tmp_path / "adapter" / WEIGHTS
     weights = load_file(file)
     spoiled = next(name for name in weights if name.endswith("norm.weight"))
     save_file({**weights, spoiled: weights[spoiled] * torch.nan}, file)

@@ -1,0 +1,154 @@
+"""Adapters as folders that PEFT writes: read, held against their model, and given to another."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from cab_hf.runs import models as run_models
+from cab_hf.runs.settings import UsageError, first_line, refused_as
+
+WEIGHTS = "adapter_model.safetensors"
+# what `save_adapter` notes of a model
+RECORDED_FIELDS = {
+    "sha256": str,
+    "rope_parameters": dict,
+    "max_position_embeddings": int,
+    "cab_config": dict,
+}
+
+
+def read_adapter_config(adapter: Path) -> Any:
+    """PEFT's config of an adapter; UsageError where it, its weights or LoRA is missing."""
+    from peft import LoraConfig, PeftConfig
+
+    if not (adapter / run_models.ADAPTER_CONFIG).is_file() or not (adapter / WEIGHTS).is_file():
+        raise UsageError(
+            f"adapter must be a folder with {run_models.ADAPTER_CONFIG} and {WEIGHTS}; got "
+            f"{str(adapter)!r}."
+        )
+    with reading(adapter, run_models.ADAPTER_CONFIG):
+        config = PeftConfig.from_pretrained(str(adapter))
+        kind = config.peft_type.value
+    # its header says how long the file is
+    with reading(adapter, WEIGHTS), safe_open(adapter / WEIGHTS, "pt"):
+        pass
+    if not isinstance(config, LoraConfig):
+        raise UsageError(f"adapter {adapter.name} must be LoRA's; got {kind}.")
+    config.inference_mode = False
+    return config
+
+
+def reading(adapter: Path, file: str) -> AbstractContextManager[None]:
+    """What is wrong with a file of an adapter, told in one sentence whoever finds it."""
+    return refused_as(
+        lambda error: (
+            f"{file} of adapter {adapter.name} is truncated, or not what PEFT saves and merges "
+            f"({first_sentence(error)}); give the folder as it was saved."
+        )
+    )
+
+
+def first_sentence(error: Exception) -> str:
+    return first_line(error).partition(". ")[0]
+
+
+def read_base(adapter: Path) -> dict[str, Any]:
+    """What `save_adapter` noted of the model an adapter was trained in; {} where nobody did."""
+    file = adapter / run_models.BASE
+    if not file.is_file():
+        return {}
+    with reading(adapter, run_models.BASE):
+        text = json.loads(file.read_text("utf-8"))
+        for name, kind in RECORDED_FIELDS.items():
+            if not isinstance(text.get(name), kind | None):
+                raise ValueError(f"{name} is {text[name]!r}")
+    return text
+
+
+def check_base(adapter: Path, base: str, recorded: str | None, advice: str) -> None:
+    """Refuse a base that an adapter was not trained in, by its content or else by its name.
+
+    Args:
+        recorded: its name in PEFT's config.
+        advice: as of `load_weights`.
+    """
+    fields = read_base(adapter)
+    if fields.get("sha256"):
+        seen = run_models.content_sha256(base)
+        if seen != fields["sha256"]:
+            raise UsageError(
+                f"adapter {adapter.name} was trained in a model of SHA-256 "
+                f"{fields['sha256'][:12]}, "
+                f"and base {name_of(base)!r} has {seen[:12]}; {advice}."
+            )
+    elif name_of(base) != name_of(recorded or base):
+        raise UsageError(
+            f"adapter {adapter.name} was trained in {name_of(recorded)!r}, and base is "
+            f"{name_of(base)!r}; {advice}."
+        )
+
+
+def name_of(model: str) -> str:
+    """Of a model, without the folders it stands in here."""
+    return Path(model).name if Path(model).exists() else model
+
+
+def load_weights(adapted: Any, adapter: Path, advice: str) -> None:
+    """Give the adapters of ``adapted``, a PeftModel, the weights that stand in ``adapter``.
+
+    Args:
+        advice: the end of a sentence: what to do where they do not fit.
+
+    Raises:
+        UsageError: they are of other modules or shapes, or cannot be read.
+    """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    with reading(adapter, WEIGHTS):
+        result = load_file(adapter / WEIGHTS)
+    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    # a head tied to trained embeddings may be written once
+    written = {wanted[name].data_ptr(): x for name, x in result.items() if name in wanted}
+    for name, x in wanted.items():
+        if name not in result and x.data_ptr() in written:
+            result[name] = written[x.data_ptr()]
+    for name in sorted(wanted.keys() | result.keys()):
+        ours, theirs = (
+            f"of shape {list(x[name].shape)}" if name in x else "missing" for x in (wanted, result)
+        )
+        if ours != theirs:
+            part = name.removeprefix("base_model.model.")
+            text = f"{part} is {theirs} in the adapter and {ours} in the base"
+            raise misfit(adapter, adapted, text, advice)
+    set_peft_model_state_dict(adapted, result)
+
+
+def misfit(adapter: Path, base: Any, why: str, advice: str) -> UsageError:
+    """The error that says ``why`` an adapter does not fit ``base``, a model."""
+    name = name_of(base.config.name_or_path)
+    return UsageError(f"adapter {adapter.name} does not fit base {name!r}: {why}; {advice}.")
+
+
+def begin_with(adapted: Any, adapter: Path) -> None:
+    """Give ``adapted``, a PeftModel, the weights of an adapter that its base was trained with.
+
+    Positions may be stretched otherwise than they were then.
+
+    Raises:
+        UsageError: another base, other modules, rank or alpha, or no adapter.
+    """
+    config = read_adapter_config(adapter)
+    base = adapted.get_base_model()
+    check_base(adapter, base.name_or_path, config.base_model_name_or_path, "give that --model")
+    ours = adapted.active_peft_config
+    advice = "give the --rank, --alpha, --targets and --norms that it was trained with"
+    if (config.r, config.lora_alpha) != (ours.r, ours.lora_alpha):
+        text = f"rank {config.r} and alpha {config.lora_alpha:g} are not {ours.r} and"
+        raise misfit(adapter, base, f"{text} {ours.lora_alpha:g}", advice)
+    load_weights(adapted, adapter, advice)
