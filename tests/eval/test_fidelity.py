@@ -14,7 +14,7 @@ from words import CHAT, TEXT, make_tokenizer
 
 import cab_hf
 from cab_hf.config import BY_MASS, RANKING, CabConfig
-from cab_hf.eval import attention_time, fidelity, teacher_forcing
+from cab_hf.eval import attention_time, comparison, fidelity, teacher_forcing
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.attention_time import AttentionClock
 from cab_hf.eval.experiment import render
@@ -750,7 +750,7 @@ def test_all_that_chooses_without_a_kernel_has_a_share():
 
 
 def test_times_stand_beside_quality(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(fidelity, "layer_bench", lambda device: CountingBench())
+    monkeypatch.setattr(comparison, "layer_bench", lambda device: CountingBench())
     results = command(model_folder, tmp_path, "--probes", "continuation", drawn=True)
     dense, cab, random = results["rows"]
     assert dense["over_dense"] == 1
@@ -799,7 +799,7 @@ def test_densities_are_matched(model_folder, tmp_path, monkeypatch):
 
 
 def test_times_are_matched(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(fidelity, "layer_bench", lambda device: DensityBench())
+    monkeypatch.setattr(comparison, "layer_bench", lambda device: DensityBench())
     # of which so short a text has too little to leave out
     monkeypatch.setattr(flexprefill, "MIN_TOKENS", 32)
     results = command(model_folder, tmp_path, *TIMED, methods=f"dense,cab,{RIVALS}")
@@ -834,7 +834,7 @@ def test_a_time_that_no_budget_takes_is_said():
 
 def test_a_killed_run_goes_on_with_what_it_fitted(model_folder, tmp_path, monkeypatch):
     """Though times are others by then."""
-    monkeypatch.setattr(fidelity, "layer_bench", lambda device: DensityBench())
+    monkeypatch.setattr(comparison, "layer_bench", lambda device: DensityBench())
     more = (*TIMED, "--probes", "continuation,recall", "--documents", "2")
     measure, calls = Fidelity.measure, []
 
@@ -849,7 +849,7 @@ def test_a_killed_run_goes_on_with_what_it_fitted(model_folder, tmp_path, monkey
     with pytest.raises(KeyboardInterrupt):
         command(model_folder, tmp_path, *more)
     assert calls[-1]["method"] == "random"
-    monkeypatch.setattr(fidelity, "layer_bench", lambda device: CountingBench())
+    monkeypatch.setattr(comparison, "layer_bench", lambda device: CountingBench())
     command(model_folder, tmp_path, *more)
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").open()][1:]
     ours = [each for each in samples if each["method"] == "random"]
