@@ -7,6 +7,7 @@ device where times mean something.
 from __future__ import annotations
 
 import json
+import math
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import Any, ClassVar
 from cab_hf.config import CabConfig
 from cab_hf.eval.attention_time import REPORTED, AttentionClock, layer_bench
 from cab_hf.eval.experiment import Row
+from cab_hf.eval.intervals import mean_interval
 from cab_hf.eval.long_run import LongRun, LongRunSettings
 from cab_hf.eval.methods import (
     METHODS,
@@ -332,7 +334,7 @@ class Comparison(LongRun):
                 cell = replace(cell, took=self.took_on(text, length))
                 self.timed[cell_of(case)] = kind.fit(cell)
             return self.timed[cell_of(case)]
-        return fitted(kind.name, cell)
+        return fitted(kind, cell)
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         new = cell_of(case) not in self.timed
@@ -383,6 +385,21 @@ def _times(members: Sequence[Row]) -> dict[str, Any]:
     if "match_ms" in timed:
         more["over_match"] = (timed["predict_ms"] + timed["attend_ms"]) / timed["match_ms"]
     return {**{name: timed[name] for name in TIMES}, "over_dense": over, **more}
+
+
+def perplexity(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
+    """Over all tokens; its ratio is that of the same documents, each counting once."""
+    nll, count = (sum(s[name] for s in own) for name in ("nll", "count"))
+    fields = {"n": len(own), "tokens": count, "value": math.exp(nll / count)}
+    if not pairs:
+        return fields
+    means = [[s["nll"] / s["count"] for s in each] for each in zip(*pairs, strict=True)]
+    ratio = math.exp(fmean(means[0]) - fmean(means[1]))
+    fields |= {"pairs": len(pairs), "ratio": ratio}
+    if len(pairs) > 1:
+        _, low, high = mean_interval(*means)
+        fields |= {"ratio_low": math.exp(low), "ratio_high": math.exp(high)}
+    return fields
 
 
 def off_readings(rows: Sequence[Row]) -> list[str]:

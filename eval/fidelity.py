@@ -10,7 +10,6 @@ feels: what follows is read, or written, one token at a time and as the method d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -43,6 +42,7 @@ from cab_hf.eval.comparison import (
     notes_how,
     notes_time,
     off_readings,
+    perplexity,
     time_said,
 )
 from cab_hf.eval.experiment import Row
@@ -711,7 +711,7 @@ def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
         step_tokens = decoded["step_tokens"]
         row |= {"step_tokens": step_tokens, "step_share": step_tokens / decoded["length"]}
     compared = {} if members[0]["method"] == Dense.name else dense
-    scored = dict.fromkeys(PERPLEXITIES, _perplexity) | {GREEDY: _written, TURNS: _turns}
+    scored = dict.fromkeys(PERPLEXITIES, perplexity) | {GREEDY: _written, TURNS: _turns}
     scored |= dict.fromkeys((CONTINUATION, DECODE), _continuation)
     for probe in PROBES:
         own = [s for s in members if s["probe"] == probe]
@@ -723,7 +723,7 @@ def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
 
 
 def _continuation(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
-    """KL divergence a token and greedy agreement, and what `_perplexity` tells."""
+    """KL divergence a token and greedy agreement, and what `perplexity` tells."""
     means = [s["kl"] / s["count"] for s in own]
     fields = {"kl": fmean(means)}
     if len(own) > 1:
@@ -731,7 +731,7 @@ def _continuation(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[
         # no divergence is below 0
         fields |= {"kl_low": max(0.0, low), "kl_high": high}
     agreed, count = (sum(s[name] for s in own) for name in ("agree", "count"))
-    return {**fields, "agreement": agreed / count, **_perplexity(own, pairs)}
+    return {**fields, "agreement": agreed / count, **perplexity(own, pairs)}
 
 
 def _turns(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
@@ -801,21 +801,6 @@ def _mean_of_tasks(results: Sequence[Row]) -> dict[str, Any]:
             parts = [tuple(map(result.get, names)) for result in results]
             shown |= dict(zip(names, mean_of_intervals(parts), strict=True))
     return shown
-
-
-def _perplexity(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
-    """Over all tokens; its ratio is that of the same documents, each counting once."""
-    nll, count = (sum(s[name] for s in own) for name in ("nll", "count"))
-    fields = {"n": len(own), "tokens": count, "value": math.exp(nll / count)}
-    if not pairs:
-        return fields
-    means = [[s["nll"] / s["count"] for s in each] for each in zip(*pairs, strict=True)]
-    ratio = math.exp(fmean(means[0]) - fmean(means[1]))
-    fields |= {"pairs": len(pairs), "ratio": ratio}
-    if len(pairs) > 1:
-        _, low, high = mean_interval(*means)
-        fields |= {"ratio_low": math.exp(low), "ratio_high": math.exp(high)}
-    return fields
 
 
 def _panel(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bench import DensityBench
 from tiny import SPARSE as SMALL_BLOCKS
 from torch.nn import functional as F
 from words import CHAT, TEXT, make_tokenizer
@@ -33,7 +34,6 @@ from cab_hf.eval.teacher_forcing import (
     nll,
 )
 from cab_hf.needles import NOISE, QUESTION
-from cab_hf.plan import BlockPlan
 from cab_hf.predictors import flexprefill
 from cab_hf.runs.log import read_file, read_log
 from cab_hf.runs.settings import read_settings, spelled
@@ -769,17 +769,6 @@ def test_a_cpu_is_not_timed():
     assert Fidelity(Settings(device="cpu")).clock is None
     # but where times are asked for
     assert type(Fidelity(Settings(device="cpu", equal="time")).clock.bench) is Bench
-
-
-class DensityBench(Bench):
-    """Attending takes as many ms as a hundredth of the pairs, choosing and dense attention 10."""
-
-    def __init__(self):
-        super().__init__("cpu")
-
-    def time(self, call, graph=True):
-        plans = [x for x in getattr(call, "args", ()) if isinstance(x, BlockPlan)]
-        return Timing(100 * plans[0].density() if plans else 10.0)
 
 
 RIVALS = (
