@@ -7,6 +7,7 @@ each of them. Cells are (method, books, length, budget); a case is one place in 
 
 from __future__ import annotations
 
+import math
 import random
 from array import array
 from collections.abc import Mapping, Sequence
@@ -280,7 +281,8 @@ class Books(Comparison):
             if s["method"] == Dense.name and s["probe"] == CONTINUATION
         }
         shortest, rows = min(settings["lengths"]), []
-        for cell in cells_of(samples):
+        # processes that share a run measure in no order
+        for cell in cells_of(sorted(samples, key=_place)):
             own = [s for s in cell if s["probe"] == CONTINUATION]
             row = cell_fields(cell, own)
             for name, length in (("perplexity", row["length"]), ("to_shortest", shortest)):
@@ -353,7 +355,7 @@ class Books(Comparison):
         panels, looks = grouped(drawn, "text", "length") or [[]], looks_of(drawn)
         timed = any(row.get("over_dense") is not None for row in drawn)
         shares = ("density", "over_dense") if timed else ("density",)
-        size = (4.6 * len(shares) + 1.0, 0.9 + 2.6 * len(panels))
+        size = (max(7.2, 4.6 * len(shares)), 0.9 + 2.6 * len(panels))
         with charts.figure(path, len(panels), len(shares), figsize=size, sharey="row") as axes:
             for beside, own in zip(axes, panels, strict=True):
                 for axis, share in zip(beside, shares, strict=True):
@@ -373,6 +375,12 @@ class Books(Comparison):
 
 
 EXPERIMENT = Books
+
+
+def _place(sample: Row) -> tuple[float, int]:
+    """Of a sample in its method: the default, densities in order, what is matched."""
+    budget = sample["budget"]
+    return math.inf if budget == MATCH else budget or 0.0, sample["index"]
 
 
 def _by_book(pairs: Sequence[tuple[Row, Row]]) -> list[tuple[Row, Row]]:

@@ -201,6 +201,7 @@ def test_places_of_a_book_count_as_one_by_hand():
         sample("cab", "c", 4, 90.0),
     ]
     rows = Books.rows(samples, {"lengths": [8, 16]})
+    assert Books.rows(samples[::-1], {"lengths": [8, 16]}) == rows
     dense, cab, longer = rows
     assert [row["method"] for row in rows] == ["dense", "cab", "dense"]
     # a: 44 over 40, b: 48 over 40, of 20 tokens each
