@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 from cab_hf.checks import short
 from cab_hf.config import CabConfig
 from cab_hf.eval import charts, fidelity
+from cab_hf.eval.comparison import cell_of
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.fidelity import (
     ASKED,
     CONTINUATION,
     RECALL,
     Fidelity,
-    cell_of,
     question_of,
     table_a_text,
 )

@@ -10,11 +10,8 @@ feels: what follows is read, or written, one token at a time and as the method d
 
 from __future__ import annotations
 
-import json
-import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import chain, product
 from operator import itemgetter
@@ -29,7 +26,25 @@ from cab_hf.config import CabConfig
 from cab_hf.decode.step import decodes_sparsely
 from cab_hf.documents import asked_document, plain_document, recall_document
 from cab_hf.eval import charts
-from cab_hf.eval.attention_time import REPORTED, AttentionClock, layer_bench
+from cab_hf.eval.comparison import (
+    CELL,
+    TIME,
+    TIME_COLUMNS,
+    Comparison,
+    ComparisonSettings,
+    cell_fields,
+    cells_of,
+    draw_legend,
+    draw_lines,
+    finish_panel,
+    kind_of,
+    looks_of,
+    notes_how,
+    notes_time,
+    off_readings,
+    perplexity,
+    time_said,
+)
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.haystack import Haystack, read_sentences
 from cab_hf.eval.intervals import (
@@ -38,25 +53,18 @@ from cab_hf.eval.intervals import (
     paired_difference,
     wilson,
 )
-from cab_hf.eval.long_run import ASSUMED_DENSITY, Load, LongRun, LongRunSettings, is_sparse
+from cab_hf.eval.long_run import ASSUMED_DENSITY, Load, is_sparse
 from cab_hf.eval.methods import (
     CACHES,
-    METHODS,
     Cab,
-    Cell,
     Dense,
     Full,
     Method,
     Published,
-    Realised,
     exact_readings,
-    known,
-    layers_of,
-    never_sparse,
-    realised_on,
 )
-from cab_hf.eval.on_model import realised_density, refusing
-from cab_hf.eval.passkey import MATCH, fitted, parse_depths
+from cab_hf.eval.on_model import refusing
+from cab_hf.eval.passkey import MATCH, parse_depths
 from cab_hf.eval.report import (
     column,
     difference,
@@ -66,9 +74,7 @@ from cab_hf.eval.report import (
     ratio_with_interval,
     with_interval,
 )
-from cab_hf.eval.speed.timing import Bench
 from cab_hf.eval.teacher_forcing import (
-    CHUNK,
     TeacherForced,
     answered,
     behind_prompt,
@@ -81,17 +87,10 @@ from cab_hf.eval.teacher_forcing import (
     nll,
     right_spans,
 )
-from cab_hf.needles import NAMES, Span, shared
+from cab_hf.needles import NAMES, Span, Tokens, shared
 from cab_hf.runs.markdown import plain
 from cab_hf.runs.provenance import file_identity
-from cab_hf.runs.settings import (
-    by_device,
-    comma_separated,
-    option,
-    parse_assignment,
-    parse_length,
-    require,
-)
+from cab_hf.runs.settings import by_device, comma_separated, option, require
 from cab_hf.tasks import TASKS
 
 PASS, QUESTION_FIRST, MULTI_KEY = "pass", "question_first", "multi_key"
@@ -113,10 +112,6 @@ PROBES = (*PROMPTS, *RECALLS, *PERPLEXITIES, *TASKS)
 ALL_TASKS = "tasks"
 # unless others are asked for
 USUAL = (CONTINUATION, ASKED, PASS, QUESTION_FIRST, RECALL, PERPLEXITY)
-# no probe that is asked for: how long attention takes, on a GPU once a cell
-TIME = "time"
-# what can be matched, beside times, and how far a time may be off
-DENSITY, OFF = "density", 0.05
 # tokens of a text that are read behind a prompt, and the most of it that they may be
 CONTINUED, CONTINUED_SHARE = 256, 8
 # tokens of all the texts that are decoded side by side, as a step costs their launches once
@@ -126,17 +121,8 @@ PROMPTED = (PASS, QUESTION_FIRST, MULTI_KEY)  # probes that are prompts; the oth
 NAMED_KEYS = {MULTI_KEY: 4}
 BORDER = 128  # tokens of which query blocks are parts
 NOISE = "noise"  # the text that is no file
-CELL = ("method", "text", "length", "budget")
-cell_of = itemgetter(*CELL)
 # what every method is asked alike
 question_of = itemgetter("text", "length", "probe", "depth", "index")
-FIELD = re.compile(r",(?=\s*\w+\s*=)")  # between two assignments, whose values may have commas
-NAME = re.compile(r"[\w.-]+")
-
-
-def parse_budget(text: str) -> str | float:
-    """A density, or `MATCH`."""
-    return MATCH if text == MATCH else float(text)
 
 
 def spell_texts(texts: Sequence[str | Mapping[str, str]]) -> str:
@@ -144,40 +130,10 @@ def spell_texts(texts: Sequence[str | Mapping[str, str]]) -> str:
     return ",".join(text["name"] if isinstance(text, Mapping) else text for text in texts)
 
 
-def cab_config(text: str) -> CabConfig:
-    """Of ``field=value,field=value`` or a JSON file; sparse at any length.
-
-    Raises:
-        ValueError: there is no such file, or what it or ``text`` has are no fields of CabConfig.
-    """
-    if not text.endswith(".json"):
-        given = dict(map(parse_assignment, filter(None, FIELD.split(text))))
-        return CabConfig.from_dict({"min_length": 0, **given})
-    try:
-        content = json.loads(Path(text).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cab must name a JSON file of CabConfig fields: {error}.") from None
-    fields = content.get("cab_config", content) if isinstance(content, dict) else content
-    # a file holds all fields, with the length from which a user wants to be sparse
-    return CabConfig.from_dict({**CabConfig.from_dict(fields).to_dict(), "min_length": 0})
-
-
 @dataclass(frozen=True)
-class Settings(LongRunSettings):
+class Settings(ComparisonSettings):
     """What a run is told. None stands for a default that depends on the device."""
 
-    methods: tuple[str, ...] | None = by_device(
-        ("dense", "full", "cab", "published", "streaming", "random", "antidiagonal"),
-        ("dense", "full", "cab", "random"),
-        f"comma-separated, of {', '.join(METHODS)}",
-        comma_separated(str),
-    )
-    cab: tuple[str, ...] = option(
-        (),
-        "another configuration as method cab:NAME, NAME=field=value,... or NAME=FILE.json; "
-        "repeatable",
-        repeatable=True,
-    )
     texts: tuple[str, ...] = option(
         (NOISE,),
         f"comma-separated, {NOISE} (five sentences for ever) or UTF-8 files, which go round too",
@@ -188,9 +144,6 @@ class Settings(LongRunSettings):
         USUAL,
         f"comma-separated, of {', '.join(PROBES)}; {ALL_TASKS}: the last {len(TASKS)}",
         comma_separated(str),
-    )
-    lengths: tuple[int, ...] | None = by_device(
-        (8192,), (1536,), "comma-separated lengths in tokens", comma_separated(parse_length)
     )
     depths: int | None = by_device(20, 2, "places of the key in a prompt, evenly spaced", int)
     pass_samples: int | None = by_device(100, 2, "prompts of each length, over all depths", int)
@@ -208,20 +161,6 @@ class Settings(LongRunSettings):
     )
     continuations: int | None = by_device(100, 2, f"prompts of each length for {GREEDY}", int)
     written: int | None = by_device(256, 32, f"tokens that {GREEDY} writes behind a prompt", int)
-    prefill_chunk: int = option(
-        0, "tokens of a prompt that are read at once, where more follows it; 0: all of them", int
-    )
-    budgets: tuple[str | float, ...] = option(
-        (MATCH,),
-        f"comma-separated densities of the baselines: {MATCH} (what --{MATCH} realises), numbers",
-        comma_separated(parse_budget),
-    )
-    match: str = option(Cab.name, "the method whose density is matched, cab or cab:NAME")
-    equal: str = option(
-        DENSITY,
-        f"what is matched of it, {DENSITY} or {TIME}: what attention takes, choosing included, "
-        f"within {OFF:.0%}",
-    )
     out: str = option("fidelity_results", "folder for the results; a run found there goes on")
 
     def __post_init__(self) -> None:
@@ -231,15 +170,6 @@ class Settings(LongRunSettings):
         check = partial(require, self)
         others = self.asked or set(self.probes) - {*WITH_KEYS_ASKED}
         check("asked", others, "at least 1 where all probes ask for keys")
-        decoding = set(self.probes) & {*DECODES}
-        for method in self.methods:
-            check("methods", method in METHODS, f"names of {', '.join(METHODS)}", method)
-        check("methods", self.methods, "at least one name")
-        for method in (name for name in self.methods if kind_of(name).dense_prefill):
-            dense = f"without {method}, whose prefill is dense, where no probe decodes"
-            check("methods", decoding, dense, method)
-            whole = f"0 with {method}, which reads a prompt at once"
-            check("prefill_chunk", not self.prefill_chunk, whole)
         for probe in self.probes:
             check("probes", probe in PROBES, f"of {', '.join(PROBES)}", probe)
         check("probes", self.probes, "at least one name")
@@ -250,31 +180,20 @@ class Settings(LongRunSettings):
                 read_sentences("texts", text)
         distinct = self.texts and len(self.files) == len(self.texts)
         check("texts", distinct, "at least one, of different names without folder and ending")
-        # a text of one token has nothing to foresee
-        check("lengths", self.lengths and min(self.lengths) > 1, "numbers of tokens, 2 at least")
         counts = ("depths", "pass_samples", "task_samples", "documents", "continuations")
         for name in (*counts, "decoded", "written"):
             check(name, getattr(self, name) > 0, "at least 1")
-        check("prefill_chunk", self.prefill_chunk >= 0, "0 or more")
         check("keys", 1 <= self.keys <= len(NAMES), f"1 to {len(NAMES)}")
         check("asked", 0 <= self.asked <= len(NAMES), f"0 to {len(NAMES)}")
         complete = all(BORDER % config.query_block == 0 for config in self.configs.values())
         borders = complete or not {RECALL_BORDER, PERPLEXITY_BORDER} & set(self.probes)
         check("probes", borders, f"none at block starts where query blocks are no part of {BORDER}")
-        densities = [budget for budget in self.budgets if budget != MATCH]
-        fits = self.budgets and all(0 < density <= 1 for density in densities)
-        check("budgets", fits, f"{MATCH} or densities in (0, 1]")
-        check("equal", self.equal in (DENSITY, TIME), f"{DENSITY} or {TIME}")
-        alone = self.equal == DENSITY or self.budgets == (MATCH,)
-        check("budgets", alone, f"{MATCH} alone with --equal {TIME}")
-        # refuses bad fields here rather than in the middle of a run
-        check("match", self.match in self.configs, f"one of {', '.join(self.configs)}")
         for config in self.configs.values():
             # what is decoded may be an eighth of the text
             prompt = min(self.lengths) * (CONTINUED_SHARE - 1) // CONTINUED_SHARE
             check(
                 "lengths",
-                not decoding or not config.sparse_decode or decodes_sparsely(config, prompt),
+                not self.decoding or not config.sparse_decode or decodes_sparsely(config, prompt),
                 f"such that 7/8 of each are 4 times decode_tokens={config.decode_tokens} or more, "
                 "for below decoding is dense",
             )
@@ -286,19 +205,12 @@ class Settings(LongRunSettings):
                 f"at least {2 * TURN_COUNT * block} each for {TURNS}: {TURN_COUNT} turns of 2 "
                 f"query blocks of {block}",
             )
-        caches = [name for name in self.methods if name in CACHES] if decoding else []
+        caches = [name for name in self.methods if name in CACHES] if self.decoding else []
         check(
             "match",
             not caches or MATCH not in self.budgets or self.configs[self.match].sparse_decode,
             f"a config with sparse_decode=true, the bytes of whose steps {', '.join(caches)} are "
             "to match",
-        )
-        matched = [name for name in self.methods if METHODS[name].matched]
-        check(
-            "budgets",
-            not matched or MATCH not in self.budgets or self.match in self.compared,
-            f"densities such as 0.2 when {', '.join(matched)} is to match a budget and "
-            f"{self.match}, whose density would be matched, is not among the methods",
         )
 
     @cached_property
@@ -306,22 +218,9 @@ class Settings(LongRunSettings):
         """Short name of each text -> its file, None for noise."""
         return {Path(text).stem: None if text == NOISE else text for text in self.texts}
 
-    @cached_property
-    def configs(self) -> dict[str, CabConfig]:
-        """``cab``, the defaults and ``--set``; and ``cab:NAME`` for each ``--cab``."""
-        chosen = {Cab.name: CabConfig.from_dict({"min_length": 0, **self.cab_fields})}
-        for name, given in _assigned(self.cab).items():
-            accepted = "NAME=field=value,... or NAME=FILE.json"
-            fits = NAME.fullmatch(name) and isinstance(given, str) and given
-            require(self, "cab", fits, accepted, f"{name}={given}")
-            chosen[f"{Cab.name}:{name}"] = cab_config(given)
-        return {name: known(config) for name, config in chosen.items()}
-
-    @cached_property
-    def chunk(self) -> int:
-        """Tokens behind a prompt that are read at once: too few for any config to be sparse."""
-        smallest = min(config.query_block for config in self.configs.values())
-        return min(CHUNK, smallest - 1, CabConfig.published().query_block - 1)
+    @property
+    def decoding(self) -> set[str]:
+        return {*self.probes} & {*DECODES}
 
     @property
     def largest_block(self) -> int:
@@ -330,16 +229,6 @@ class Settings(LongRunSettings):
         if Published.name in self.methods:
             configs.append(CabConfig.published())
         return max(config.query_block for config in configs)
-
-    @cached_property
-    def compared(self) -> tuple[str, ...]:
-        """All methods; those that match a budget wait for the one that sets it."""
-        others = [name for name in self.configs if name != Cab.name]
-        return tuple(sorted((*self.methods, *others), key=lambda name: kind_of(name).matched))
-
-
-def _assigned(texts: Sequence[str]) -> dict[str, Any]:
-    return dict(map(parse_assignment, texts))
 
 
 def turn_ends(length: int) -> tuple[Span, ...]:
@@ -354,12 +243,7 @@ def at_once(length: int) -> int:
     return max(1, TOKENS_AT_ONCE // length)
 
 
-def kind_of(method: str) -> type[Method]:
-    """The class of a method; of ``cab:NAME``, that of cab."""
-    return METHODS[method.partition(":")[0]]
-
-
-class Fidelity(LongRun):
+class Fidelity(Comparison):
     """A case is one text read under one method; a sample is what of it was foreseen."""
 
     name = "fidelity"
@@ -367,13 +251,10 @@ class Fidelity(LongRun):
     title = "Fidelity to dense attention"
     caption = "quality by attention time, or by density where no time was measured"
     Settings = Settings
-    CELL, FITTED = CELL, "fitted"
     CASE = (*CELL, "probe", "depth", "index")
     GROWS = (
-        *("methods", "lengths", "probes", "budgets"),
+        *(*Comparison.GROWS, "lengths", "probes"),
         *("pass_samples", "task_samples", "documents", "continuations"),
-        # what they say is in cab_configs
-        *("set", "cab"),
     )
 
     def check(self) -> None:
@@ -503,69 +384,17 @@ class Fidelity(LongRun):
 
         return made
 
-    @cached_property
-    def realised_on(self) -> Callable[[str, int], Realised]:
-        """(text, length) -> what tells a config's density there, always the same one."""
+    @property
+    def texts(self) -> Sequence[str]:
+        return list(self.settings.files)
 
-        @lru_cache
-        def made(text: str, length: int) -> Realised:
-            return realised_on(self.model, self.reading(text, length, PERPLEXITY, None, 0).tokens)
-
-        return made
-
-    @cached_property
-    def clock(self) -> AttentionClock | None:
-        """What times attention in a model's layers; None where times would mean nothing."""
-        device = self.settings.device
-        bench = layer_bench(device)
-        if bench is None and self.settings.equal == TIME:
-            # which is asked for all the same
-            bench = Bench(device)
-        return None if bench is None else AttentionClock(bench)
-
-    @cached_property
-    def took_on(self) -> Callable[[str, int], Realised]:
-        """(text, length) -> what tells how many ms a config takes there, always the same one."""
-
-        @lru_cache
-        def made(text: str, length: int) -> Realised:
-            tokens = self.reading(text, length, TIME, None, 0).tokens
-
-            def took(config: CabConfig) -> float:
-                spent = self.clock.time(self.model, tokens, config)
-                return spent["predict_ms"] + spent["attend_ms"]
-
-            return took
-
-        return made
-
-    @cached_property
-    def timed(self) -> dict[tuple, Method]:
-        """Cell -> the method whose time is matched: fitted once, as no time is taken twice."""
-        return {}
+    def typical(self, text: str, length: int) -> Tokens:
+        return self.reading(text, length, PERPLEXITY, None, 0).tokens
 
     def recorded(self) -> dict[str, Any]:
-        settings, given = self.settings, super().recorded()
-        files = settings.files.values()
+        given, files = super().recorded(), self.settings.files.values()
         given["texts"] = [NOISE if file is None else file_identity(file) for file in files]
-        given["cab"] = [
-            f"{name}={Path(value).name if value.endswith('.json') else value}"
-            for name, value in _assigned(settings.cab).items()
-        ]
-        configs = {name: config.to_dict() for name, config in settings.configs.items()}
-        if settings.equal == DENSITY:
-            # as it always was
-            del given["equal"]
-        return {**given, "cab_configs": configs}
-
-    @cached_property
-    def arms(self) -> list[tuple[str, str | float | None]]:
-        """(method, budget) in the order they are measured."""
-        compared, budgets = self.settings.compared, self.settings.budgets
-        free = [(name, None) for name in compared if not kind_of(name).matched]
-        return free + [
-            (name, budget) for budget, name in product(budgets, compared) if kind_of(name).matched
-        ]
+        return given
 
     def questions(self, method: str) -> list[dict[str, Any]]:
         """Probe, depth and index of all that a method is asked of a text and a length."""
@@ -596,28 +425,6 @@ class Fidelity(LongRun):
             results.append({"probe": TIME, "depth": None, "index": 0})
         return results
 
-    def expected(self) -> int:
-        settings = self.settings
-        questions = sum(len(self.questions(method)) for method, _ in self.arms)
-        return len(settings.texts) * len(settings.lengths) * questions
-
-    def planned(self) -> Iterator[dict[str, Any]]:
-        settings = self.settings
-        places = product(settings.files, settings.lengths)
-        for (text, length), (method, budget) in product(places, self.arms):
-            cell = dict(zip(CELL, (method, text, length, budget), strict=True))
-            for question in self.questions(method):
-                yield {**cell, **question}
-
-    def waits(self, case: Mapping[str, Any]) -> bool:
-        return case["budget"] == MATCH
-
-    def fitted(self, case: Mapping[str, Any], samples: Sequence[Row]) -> float | None:
-        self.remember(case, samples)
-        if not self.waits(case):
-            return case["budget"]
-        return self.realised(case["text"], case["length"], samples)
-
     def question(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
         *asked, index = question_of(case)
         together = at_once(case["length"]) if case["probe"] in DECODES else 1
@@ -642,65 +449,40 @@ class Fidelity(LongRun):
         kept |= {PERPLEXITY: half, PERPLEXITY_BORDER: half // BORDER}
         return Load(length, density, logits=kept.get(probe, 1))
 
-    def remember(self, case: Mapping[str, Any], samples: Sequence[Row]) -> None:
-        """What was fitted to a cell by time, where an earlier run did so and logged it."""
-        for sample in samples:
-            if cell_of(sample) == cell_of(case) and "fitted_config" in sample:
-                config = CabConfig.from_dict(sample["fitted_config"])
-                self.timed[cell_of(case)] = kind_of(case["method"])(config)
+    @staticmethod
+    def usual(samples: Sequence[Row]) -> list[Row]:
+        """Those that read a text of its length in one pass and are asked nothing twice.
 
-    def realised(self, text: str, length: int, samples: Sequence[Row]) -> float | None:
-        """What is to be matched on ``text``: the density in layers that are not dense, or ms."""
-        ours = (self.settings.match, text, length, None)
-        if self.settings.equal == TIME:
-            times = [s for s in samples if cell_of(s) == ours and s["probe"] == TIME]
-            return times[0]["predict_ms"] + times[0]["attend_ms"] if times else None
-        return realised_density([s for s in _usual(samples) if cell_of(s) == ours])
+        Where there are none, all that have a density.
+        """
+        parts = [s for s in samples if s["probe"] != TIME]
+        read = [s for s in parts if s["probe"] not in DECODES] or parts
+        unusual = (QUESTION_FIRST, CONTINUATION, ASKED, TURNS, *TASKS)
+        return [s for s in read if s["probe"] not in unusual] or read
 
     def method(self, case: Mapping[str, Any]) -> Method:
-        """Set up for a case; block sizes and engine of baselines are the matched method's."""
-        settings, name = self.settings, case["method"]
+        name = case["method"]
         if name in CACHES and case["probe"] in DECODES:
             return CACHES[name](self.tokens_kept(case["length"], case["budget"]))
-        config = settings.configs.get(name, settings.configs[settings.match])
-        length = case["length"]
-        realised = self.realised_on(case["text"], length)
-        layers = layers_of(self.model)
-        cell = Cell(config, case["fitted"], length, settings.device, realised, layers)
-        if settings.equal == TIME and case["budget"] == MATCH:
-            if cell_of(case) not in self.timed:
-                cell = replace(cell, took=self.took_on(case["text"], length))
-                self.timed[cell_of(case)] = kind_of(name).fit(cell)
-            return self.timed[cell_of(case)]
-        return fitted(kind_of(name).name, cell)
+        return super().method(case)
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """What was foreseen."""
-        if case["probe"] in DECODES:
-            place = case["index"] % at_once(case["length"])
-            first = {**case, "index": case["index"] - place}
-            return self.decoded(tuple(first.items()))[place]
-        new = cell_of(case) not in self.timed
-        method, probe = self.method(case), case["probe"]
-        question = question_of(case)
-        logged = {}
-        if new and cell_of(case) in self.timed:
-            logged["fitted_config"] = method.config.to_dict()
-        reading = self.reading(*question, hide_needle=method.hides_needle)
-        if probe == TIME:
-            config = getattr(method, "config", None)
-            with refusing("model"):
-                spent = self.clock.time(self.model, reading.tokens, config)
-            if cell_of(case) in self.timed:
-                logged["match_ms"] = case["fitted"]
-            return {"tokens": len(reading.tokens), **spent, **logged}
+        if case["probe"] not in DECODES:
+            return super().measure(case)
+        place = case["index"] % at_once(case["length"])
+        first = {**case, "index": case["index"] - place}
+        return self.decoded(tuple(first.items()))[place]
+
+    def probed(self, case: Mapping[str, Any], method: Method) -> dict[str, Any]:
+        reading = self.reading(*question_of(case), hide_needle=method.hides_needle)
         # before the method is on
-        if probe == CONTINUATION:
+        if case["probe"] == CONTINUATION:
             self.reference(case["text"], case["length"], case["index"])
-        if probe == TURNS:
+        if case["probe"] == TURNS:
             self.dense_turns(case["text"], case["length"], case["index"])
         result = self.under(method, lambda: self.read(case, reading, method))
-        return {"tokens": len(reading.tokens), **result, **logged}
+        return {"tokens": len(reading.tokens), **result}
 
     @cached_property
     def decoded(self) -> Callable[[tuple], list[dict[str, Any]]]:
@@ -791,15 +573,7 @@ class Fidelity(LongRun):
         alike.
         """
         dense = {question_of(s): s for s in samples if s["method"] == Dense.name}
-        texts, kinds = list(dict.fromkeys(s["text"] for s in samples)), list(METHODS.values())
-
-        def place(cell: Sequence[Row]) -> tuple:
-            method, text, length, _ = cell_of(cell[0])
-            kind = kind_of(method)
-            return texts.index(text), length, kinds.index(kind), method != kind.name
-
-        cells = sorted(grouped(samples, *CELL), key=place)
-        rows = [{**{name: cell[0][name] for name in CELL}, **_row(cell, dense)} for cell in cells]
+        rows = [_row(cell, dense) for cell in cells_of(samples)]
         _hold_against_floor(rows)
         return rows
 
@@ -819,21 +593,14 @@ class Fidelity(LongRun):
         cab = {row["text"]: row for row in rows if row["method"] == Cab.name and _compared(row)}
         return [
             f"On {plain(text)}, {row['length']} tokens, cab attends {row['density']:.0%} of the "
-            f"pairs{_time_said(row)}; against dense: "
+            f"pairs{time_said(row)}; against dense: "
             f"{', '.join([*_behind(row, rows), *_turning(row), *_decoding(row), *_changes(row)])}."
             for text, row in cab.items()
-        ] + [*_off(rows), *exact_readings(rows)]
+        ] + [*off_readings(rows), *exact_readings(rows)]
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
-        chunk = settings.get("prefill_chunk")
-        chunked = f"Prompts are read in chunks of {chunk:,} tokens. " if chunk else ""
-        if settings.get("equal") == TIME:
-            chunked += (
-                "Matched methods have the budget at which attention takes as long as that of "
-                f"{settings['match']}, choosing included, within {OFF:.0%} where there is one. "
-            )
-        return chunked + (
+        return notes_how(settings) + (
             "Nothing but continuations is generated: an answer is right when each of its tokens is "
             "the likeliest one after all that stands before it. Behind the prompt: the method "
             f"reads a prompt, and {CONTINUED} tokens of the same text that follow (an eighth of it "
@@ -851,10 +618,8 @@ class Fidelity(LongRun):
             "last queries of the prompt attend, and all that is decoded) read the prompt densely "
             "there, and keep so many; the density of the last two is what they keep. Equal "
             "continuations: greedy ones that are those of dense word for word; agreeing prefix: "
-            "tokens until the first other one, the mean. Attention ms: choosing blocks and "
-            "attending them in all layers, by CUDA events, on the q, k and v of one text of the "
-            "cell as dense attention has them; × dense: over the fastest dense kernel on the "
-            f"same. {_reported()}"
+            "tokens until the first other one, the mean. "
+            f"{notes_time()}"
             "Pass: a key in a text, asked for behind it; question first: asked for before it as "
             "well; multi key: one of four of different names. Recall: keys stated in the first "
             "half of a document and repeated in its second. Perplexity: of the second "
@@ -877,16 +642,7 @@ class Fidelity(LongRun):
         panels = grouped(rows, "text", "length")
         asked = [probe for probe in DRAWN if any(row.get(probe) for row in rows)]
         columns = {probe: DRAWN[probe] for probe in asked or DRAWN}
-        names = dict.fromkeys(row["method"] for row in rows if row["method"] != Dense.name)
-        # one look in all panels, and CAB before the others
-        looks = {
-            name: {
-                "color": f"C{i % 10}",
-                "marker": MARKERS[i % len(MARKERS)],
-                "zorder": 3 if kind_of(name) is Cab else 2,
-            }
-            for i, name in enumerate(names)
-        }
+        looks = looks_of(rows)
         size = (max(7.2, 3.6 * len(columns)), 0.9 + 2.9 * len(panels))
         with charts.figure(path, len(panels), len(columns), figsize=size) as axes:
             for beside, own in zip(axes, panels, strict=True):
@@ -894,12 +650,7 @@ class Fidelity(LongRun):
                     _panel(axis, own, probe, value, looks)
                     where = f"{own[0]['text']}, {own[0]['length']:,} tokens"
                     axis.set_title(f"{title}\n{where}", fontsize=9, parse_math=False)
-            figure = axes[0, 0].figure
-            drawn = {}
-            for axis in axes.flat:
-                handles, labels = axis.get_legend_handles_labels()
-                drawn |= dict(zip(labels, handles, strict=True))
-            figure.legend(drawn.values(), drawn, loc="outside upper center", ncols=6, fontsize=8)
+            draw_legend(axes)
 
 
 EXPERIMENT = Fidelity
@@ -924,29 +675,6 @@ def _chats(probes: Sequence[str]) -> str:
         f"the method reads and the {CONTINUED} tokens that follow it (an eighth of the turn at "
         "most), read as those behind a prompt are, against dense attention that reads the same "
         f"turns. Turn {TURN_COUNT} less turn 1: the mean over documents with Student's interval."
-    )
-
-
-def _off(rows: Sequence[Row]) -> list[str]:
-    """A sentence on the methods whose time is not the one that they were to match."""
-    off = [row for row in rows if abs(row.get("over_match", 1.0) - 1) > OFF]
-    named = (
-        f"{row['method']} on {plain(row['text'])} at {row['length']} tokens "
-        f"({row['over_match']:.2f} ×)"
-        for row in off
-    )
-    return [f"No budget takes the matched time within {OFF:.0%}: {', '.join(named)}."] * bool(off)
-
-
-def _reported() -> str:
-    """What choosing blocks takes where it is not measured, and whose word that is."""
-    shares = ", ".join(f"{share:.3f} for {name}" for name, share in REPORTED.items() if share)
-    favoured = ", ".join(name for name, share in REPORTED.items() if not share)
-    return (
-        "Behind ~, choosing is not measured, as these methods choose in plain PyTorch here: it "
-        f"takes what Xu et al. 2025 report, over dense attention {shares}, and 0 for {favoured}, "
-        "whose authors report no share that we know of, or which have nothing to choose by. "
-        "Elsewhere it is measured, in older results that of plain PyTorch too. "
     )
 
 
@@ -976,30 +704,14 @@ def _cascades(configs: Mapping[str, Mapping[str, Any]]) -> str:
     return f" Cascades: {'; '.join(parts)}." if parts else ""
 
 
-def _usual(samples: Sequence[Row]) -> list[Row]:
-    """The samples whose density is that of a cell.
-
-    Those that read a text of its length in one pass and are asked nothing twice; where there are
-    none, all that have a density.
-    """
-    parts = [s for s in samples if s["probe"] != TIME]
-    read = [s for s in parts if s["probe"] not in DECODES] or parts
-    unusual = (QUESTION_FIRST, CONTINUATION, ASKED, TURNS, *TASKS)
-    return [s for s in read if s["probe"] not in unusual] or read
-
-
 def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
-    row = {"fitted": members[0]["fitted"]}
-    usual = [s["density"] for s in _usual(members)]
-    row |= {"density": fmean(usual) if usual else None, **_times(members)}
-    if never_sparse(kind_of(members[0]["method"]), members):
-        row["never_sparse"] = True
+    row = cell_fields(members, Fidelity.usual(members))
     decoded = next((s for s in members if s["probe"] in DECODES), None)
     if decoded is not None:
         step_tokens = decoded["step_tokens"]
         row |= {"step_tokens": step_tokens, "step_share": step_tokens / decoded["length"]}
     compared = {} if members[0]["method"] == Dense.name else dense
-    scored = dict.fromkeys(PERPLEXITIES, _perplexity) | {GREEDY: _written, TURNS: _turns}
+    scored = dict.fromkeys(PERPLEXITIES, perplexity) | {GREEDY: _written, TURNS: _turns}
     scored |= dict.fromkeys((CONTINUATION, DECODE), _continuation)
     for probe in PROBES:
         own = [s for s in members if s["probe"] == probe]
@@ -1010,21 +722,8 @@ def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
     return {**row, ALL_TASKS: _mean_of_tasks(tasks)} if tasks else row
 
 
-def _times(members: Sequence[Row]) -> dict[str, Any]:
-    """What attention took, and over dense attention; nothing but None where it was not timed."""
-    timed = next((s for s in members if s["probe"] == TIME), None)
-    if timed is None:
-        return dict.fromkeys((*TIMES, "over_dense"))
-    over = (timed["predict_ms"] + timed["attend_ms"]) / timed["dense_ms"]
-    # results of before it counted have what plain PyTorch took to choose
-    more = {name: timed[name] for name in ("predict_reported",) if name in timed}
-    if "match_ms" in timed:
-        more["over_match"] = (timed["predict_ms"] + timed["attend_ms"]) / timed["match_ms"]
-    return {**{name: timed[name] for name in TIMES}, "over_dense": over, **more}
-
-
 def _continuation(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
-    """KL divergence a token and greedy agreement, and what `_perplexity` tells."""
+    """KL divergence a token and greedy agreement, and what `perplexity` tells."""
     means = [s["kl"] / s["count"] for s in own]
     fields = {"kl": fmean(means)}
     if len(own) > 1:
@@ -1032,7 +731,7 @@ def _continuation(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[
         # no divergence is below 0
         fields |= {"kl_low": max(0.0, low), "kl_high": high}
     agreed, count = (sum(s[name] for s in own) for name in ("agree", "count"))
-    return {**fields, "agreement": agreed / count, **_perplexity(own, pairs)}
+    return {**fields, "agreement": agreed / count, **perplexity(own, pairs)}
 
 
 def _turns(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
@@ -1104,21 +803,6 @@ def _mean_of_tasks(results: Sequence[Row]) -> dict[str, Any]:
     return shown
 
 
-def _perplexity(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
-    """Over all tokens; its ratio is that of the same documents, each counting once."""
-    nll, count = (sum(s[name] for s in own) for name in ("nll", "count"))
-    fields = {"n": len(own), "tokens": count, "value": math.exp(nll / count)}
-    if not pairs:
-        return fields
-    means = [[s["nll"] / s["count"] for s in each] for each in zip(*pairs, strict=True)]
-    ratio = math.exp(fmean(means[0]) - fmean(means[1]))
-    fields |= {"pairs": len(pairs), "ratio": ratio}
-    if len(pairs) > 1:
-        _, low, high = mean_interval(*means)
-        fields |= {"ratio_low": math.exp(low), "ratio_high": math.exp(high)}
-    return fields
-
-
 def _panel(
     axis: Any, rows: Sequence[Row], probe: str, value: str, looks: Mapping[str, Mapping[str, Any]]
 ) -> None:
@@ -1132,29 +816,13 @@ def _panel(
     drawn = [row for row in results if row["method"] in looks]
     timed = bool(drawn) and all(row.get("over_dense") is not None for row in drawn)
     share = "step_share" if probe in DECODES else "over_dense" if timed else "density"
-    for own in grouped(drawn, "method"):
-        own = sorted(own, key=itemgetter(share))
-        parts, name = [row[probe] for row in own], own[0]["method"]
-        low, high = EDGES[value]
-        # a single document has no interval
-        reach = [
-            [abs(each.get(edge, each[value]) - each[value]) for each in parts]
-            for edge in (low, high)
-        ]
-        values = [each[value] for each in parts]
-        style = {"label": name, "markersize": 5, "linewidth": 1.2, "elinewidth": 0.6}
-        axis.errorbar([row[share] for row in own], values, reach, **style, **looks[name])
+    draw_lines(axis, drawn, share, itemgetter(probe), (value, *EDGES[value]), looks)
     if value == "share":
         axis.set_ylim(-0.04, 1.04)
     # what a method changes and what kernels leave are some powers of ten apart
     if value == "kl" and drawn and all(row[probe][value] > 0 for row in drawn):
         axis.set_yscale("log", nonpositive="clip")
-    left, right = axis.get_xlim()
-    # shares that are matched differ by less than means anything
-    missing = max(0.0, NARROWEST - (right - left)) / 2
-    axis.set_xlim(left - missing, right + missing)
-    axis.set_xlabel(ACROSS[share], fontsize=8)
-    axis.grid(alpha=0.25)
+    finish_panel(axis, share)
 
 
 def _of(probe: str, write: Callable[[Row], str | None]) -> tuple[str, Callable[[Row], Any]]:
@@ -1177,26 +845,6 @@ def _divergence(result: Row) -> str:
     """KL a token, and its interval where there is one."""
     edges = [digits(result[edge]) for edge in EDGES["kl"] if result.get(edge) is not None]
     return f"{digits(result['kl'])}{' [{}, {}]'.format(*edges) if edges else ''}"
-
-
-def _milliseconds(row: Row) -> str | None:
-    """What attention took: ``12.3 (1.20 + 11.1)``, choosing and attending; ~ for reported."""
-    if row.get("attend_ms") is None:
-        return None
-    predict, attend = row["predict_ms"], row["attend_ms"]
-    about = "~" if "predict_reported" in row else ""
-    return f"{digits(predict + attend)} ({about}{digits(predict)} + {digits(attend)})"
-
-
-def _over_dense(row: Row) -> str | None:
-    over = row.get("over_dense")
-    return None if over is None else f"{over:.2f} {row['dense_kernel']}"
-
-
-def _time_said(row: Row) -> str:
-    """What attention takes, as the end of half a sentence."""
-    over = row.get("over_dense")
-    return "" if over is None else f" in {over:.2f} × the time of {row['dense_kernel']}"
 
 
 def _compared(row: Row) -> bool:
@@ -1277,9 +925,6 @@ def _changes(row: Row) -> list[str]:
 
 # whose a plan of an anchor is
 SHARING = {"each": "a plan a head", "group": "a plan a KV head", "all": "one plan for all heads"}
-MARKERS = "osv^DPX*<>p"
-NARROWEST = 0.1  # of a share of dense attention, that a panel spans at least
-TIMES = ("predict_ms", "attend_ms", "dense_ms", "dense_kernel")
 SAID = {
     ASKED: "end-of-prompt recall",
     DECODE_ASKED: "decoded recall",
@@ -1301,12 +946,6 @@ DRAWN = {
     ALL_TASKS: ("mean over tasks", "share"),
     PERPLEXITY: ("perplexity × dense", "ratio"),
     PERPLEXITY_BORDER: ("block-start perplexity × dense", "ratio"),
-}
-# what stands along a panel
-ACROSS = {
-    "density": "density",
-    "over_dense": "attention time × dense",
-    "step_share": "share of the text read a step",
 }
 EDGES = {
     "share": ("low", "high"),
@@ -1333,9 +972,7 @@ COLUMNS = {
     "decode recall to dense": _of(DECODE_ASKED, difference),
     "equal continuations": _of(GREEDY, _equal),
     "agreeing prefix": _of(GREEDY, _prefix),
-    "attention ms (predict + attend)": ("attend_ms", _milliseconds),
-    "× dense": ("attend_ms", _over_dense),
-    "× matched time": ("over_match", column(lambda over: f"{over:.2f}", "over_match")),
+    **TIME_COLUMNS,
     "pass [95 %]": _of(PASS, _share),
     "pass to dense": _of(PASS, difference),
     "question first": _of(QUESTION_FIRST, _share),

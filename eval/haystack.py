@@ -202,7 +202,12 @@ class Haystack:
 
 
 def read_sentences(name: str, file: Path | str) -> list[str]:
-    """The sentences of a UTF-8 text; UsageError by the setting ``name`` where the file is none."""
+    """The sentences of a UTF-8 text; errors as of `read_text`."""
+    return split_sentences(read_text(name, file))
+
+
+def read_text(name: str, file: Path | str) -> str:
+    """A UTF-8 text; UsageError by the setting ``name`` where the file is none."""
     try:
         text = Path(file).read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -211,7 +216,7 @@ def read_sentences(name: str, file: Path | str) -> list[str]:
     if not text.strip() or "\0" in text:
         why = "binary" if text.strip() else "empty"
         raise UsageError(f"{name} must name a UTF-8 text; got {str(file)!r} ({why}).")
-    return split_sentences(text)
+    return text
 
 
 def answered(text: str, key: str) -> bool:

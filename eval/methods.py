@@ -38,7 +38,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import sdpa_mask
 
 import cab_hf
-from cab_hf.config import CabConfig
+from cab_hf.config import CAB, CabConfig
 from cab_hf.decode.step import decodes_sparsely
 from cab_hf.engines import ENGINES
 from cab_hf.plan import Spans
@@ -457,15 +457,38 @@ class ByMass(Cab):
     chosen: ClassVar[Mapping[str, Any]]
 
     @classmethod
+    def base(cls, cell: Cell) -> CabConfig:
+        """The config at no share in particular."""
+        return cell.shared.changed(**cls.chosen)
+
+    @classmethod
     def fit(cls, cell: Cell) -> ByMass:
         measured = cell.took or cell.realised
         if measured is None:
             raise ValueError(
                 f"{cls.name} needs a cell that tells the density of a config on a text."
             )
-        base = cell.shared.changed(**cls.chosen)
+        base = cls.base(cell)
         shares = (step / BUDGET_STEPS for step in range(1, BUDGET_STEPS + 1))
         return cls(nearest([replace(base, top_p=top_p) for top_p in shares], cell, measured))
+
+
+@dataclass(frozen=True)
+class CabAtBudget(ByMass):
+    """CAB with the share of the mass whose density, or time, is the budget; all else is its own."""
+
+    name = Cab.name
+    chosen: ClassVar = {"max_density": 1.0}
+
+    @classmethod
+    def base(cls, cell: Cell) -> CabConfig:
+        return cell.config.changed(**cls.chosen)
+
+    @staticmethod
+    def takes(config: CabConfig) -> bool:
+        """Whether a share of the mass is what sets the density of ``config``, one for all heads."""
+        by_mass = config.predictor in CAB and config.select == "clusters"
+        return by_mass and not isinstance(config.top_p, tuple)
 
 
 @dataclass(frozen=True)

@@ -159,9 +159,9 @@ class Settings(LongRunSettings):
 
 
 @lru_cache(maxsize=1)
-def fitted(name: str, cell: Cell) -> Method:
-    """The method of that name, fitted once for all samples of a cell."""
-    return METHODS[name].fit(cell)
+def fitted(kind: type[Method], cell: Cell) -> Method:
+    """A method of that class, fitted once for all samples of a cell."""
+    return kind.fit(cell)
 
 
 class Passkey(LongRun):
@@ -262,7 +262,7 @@ class Passkey(LongRun):
             config = replace(config, dense_tail_blocks=0)
         realised, layers = self.realised(length), layers_of(self.model)
         cell = Cell(config, case["budget"], length, settings.device, realised, layers)
-        method = fitted(case["method"], cell)
+        method = fitted(METHODS[case["method"]], cell)
         prompt = self.prompt(length, case["depth"], case["index"], hide_needle=method.hides_needle)
         result = self.under(method, lambda: {"answer": self.answer(prompt, method)})
         needle = prompt.needle

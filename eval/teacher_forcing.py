@@ -62,10 +62,13 @@ def right_spans(logits: Tensor, reading: TeacherForced) -> dict[str, list[bool]]
     return {"right": [wrong.isdisjoint(range(*span)) for span in reading.spans]}
 
 
-def nll(model: Any, reading: TeacherForced) -> dict[str, float | int]:
-    """The sum of negative log-likelihoods of all tokens in the spans, and how many they are."""
+def nll(model: Any, reading: TeacherForced, *how: Any) -> dict[str, float | int]:
+    """The sum of negative log-likelihoods of all tokens in the spans, and how many they are.
+
+    ``how`` it is read is told as to `distributions`.
+    """
     places = reading.places
-    logits = _predictions(model, reading, places)
+    logits = _predictions(model, reading, places, *how)
     targets = torch.tensor([reading.tokens[place] for place in places], device=logits.device)
     parts = zip(logits.split(LOGITS_AT_ONCE), targets.split(LOGITS_AT_ONCE), strict=True)
     nll = sum(F.cross_entropy(few.float(), given, reduction="sum").item() for few, given in parts)

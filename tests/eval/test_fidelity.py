@@ -8,13 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bench import DensityBench
 from tiny import SPARSE as SMALL_BLOCKS
 from torch.nn import functional as F
 from words import CHAT, TEXT, make_tokenizer
 
 import cab_hf
 from cab_hf.config import BY_MASS, RANKING, CabConfig
-from cab_hf.eval import attention_time, fidelity, teacher_forcing
+from cab_hf.eval import attention_time, comparison, fidelity, teacher_forcing
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.attention_time import AttentionClock
 from cab_hf.eval.experiment import render
@@ -33,7 +34,6 @@ from cab_hf.eval.teacher_forcing import (
     nll,
 )
 from cab_hf.needles import NOISE, QUESTION
-from cab_hf.plan import BlockPlan
 from cab_hf.predictors import flexprefill
 from cab_hf.runs.log import read_file, read_log
 from cab_hf.runs.settings import read_settings, spelled
@@ -750,7 +750,7 @@ def test_all_that_chooses_without_a_kernel_has_a_share():
 
 
 def test_times_stand_beside_quality(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(fidelity, "layer_bench", lambda device: CountingBench())
+    monkeypatch.setattr(comparison, "layer_bench", lambda device: CountingBench())
     results = command(model_folder, tmp_path, "--probes", "continuation", drawn=True)
     dense, cab, random = results["rows"]
     assert dense["over_dense"] == 1
@@ -771,17 +771,6 @@ def test_a_cpu_is_not_timed():
     assert type(Fidelity(Settings(device="cpu", equal="time")).clock.bench) is Bench
 
 
-class DensityBench(Bench):
-    """Attending takes as many ms as a hundredth of the pairs, choosing and dense attention 10."""
-
-    def __init__(self):
-        super().__init__("cpu")
-
-    def time(self, call, graph=True):
-        plans = [x for x in getattr(call, "args", ()) if isinstance(x, BlockPlan)]
-        return Timing(100 * plans[0].density() if plans else 10.0)
-
-
 RIVALS = (
     "random,antidiagonal,xattention_fitted,vertical_slash,flexprefill_fitted,mean_pooled,streaming"
 )
@@ -799,7 +788,7 @@ def test_densities_are_matched(model_folder, tmp_path, monkeypatch):
 
 
 def test_times_are_matched(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(fidelity, "layer_bench", lambda device: DensityBench())
+    monkeypatch.setattr(comparison, "layer_bench", lambda device: DensityBench())
     # of which so short a text has too little to leave out
     monkeypatch.setattr(flexprefill, "MIN_TOKENS", 32)
     results = command(model_folder, tmp_path, *TIMED, methods=f"dense,cab,{RIVALS}")
@@ -834,7 +823,7 @@ def test_a_time_that_no_budget_takes_is_said():
 
 def test_a_killed_run_goes_on_with_what_it_fitted(model_folder, tmp_path, monkeypatch):
     """Though times are others by then."""
-    monkeypatch.setattr(fidelity, "layer_bench", lambda device: DensityBench())
+    monkeypatch.setattr(comparison, "layer_bench", lambda device: DensityBench())
     more = (*TIMED, "--probes", "continuation,recall", "--documents", "2")
     measure, calls = Fidelity.measure, []
 
@@ -849,7 +838,7 @@ def test_a_killed_run_goes_on_with_what_it_fitted(model_folder, tmp_path, monkey
     with pytest.raises(KeyboardInterrupt):
         command(model_folder, tmp_path, *more)
     assert calls[-1]["method"] == "random"
-    monkeypatch.setattr(fidelity, "layer_bench", lambda device: CountingBench())
+    monkeypatch.setattr(comparison, "layer_bench", lambda device: CountingBench())
     command(model_folder, tmp_path, *more)
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").open()][1:]
     ours = [each for each in samples if each["method"] == "random"]

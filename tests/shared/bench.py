@@ -11,7 +11,8 @@ import pytest
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.experiment import named
 from cab_hf.eval.speed import timing
-from cab_hf.eval.speed.timing import Timing
+from cab_hf.eval.speed.timing import Bench, Timing
+from cab_hf.plan import BlockPlan
 
 ROOT = Path(__file__).parents[2]
 # standalone: several may run at once
@@ -78,3 +79,14 @@ class FakeBench(timing.Bench):
 
     def kernels(self, call):
         return [[(name, 1.0) for name in self.names]]
+
+
+class DensityBench(Bench):
+    """Attending takes as many ms as a hundredth of the pairs, choosing and dense attention 10."""
+
+    def __init__(self):
+        super().__init__("cpu")
+
+    def time(self, call, graph=True):
+        plans = [x for x in getattr(call, "args", ()) if isinstance(x, BlockPlan)]
+        return Timing(100 * plans[0].density() if plans else 10.0)
