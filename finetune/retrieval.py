@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import random
 from collections.abc import Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 from cab_hf.documents import Document, recall_document
@@ -24,6 +24,7 @@ from cab_hf.needles import (
     endless,
     fitted,
     instruction,
+    leading_tokens,
     sentence_tokens,
     span_of,
     with_statements,
@@ -35,7 +36,13 @@ PREFIX = "retrieval"
 # how many keys a document has: one asked for at the end, without and with other numbers in the
 # text; several, asked for one after the other; and several that running text repeats
 KEYS = {"passkey": 1, "distractors": 1, "multi": 4, "recall": 12}
-KINDS = (*KEYS, *TASKS)
+# of recall, where a document is too short for all
+FEWER_KEYS = (6, 3)
+# all sentences of the first half are said again, in another order: half of the tokens are to be
+# learnt, of which attention that looks things up is formed soonest
+REPEATS = "repeats"
+TOLD = 3  # tokens that tell which sentence is said again
+KINDS = (*KEYS, REPEATS, *TASKS)
 
 
 class Entry(NamedTuple):
@@ -86,11 +93,38 @@ def retrieval_document(
     if kind in TASKS:
         example = TASKS[kind].make(tokenizer, sentences, length, index, own_seed)
         return Document(example.tokens, example.needles, example.answers)
+    rng = random.Random(f"{own_seed}/{kind}/{length}/{index}")
+    if kind == REPEATS:
+        return _said_again(tokenizer, sentences, length, rng)
     keys = KEYS[kind]
     if kind == "recall":
+        for fewer in FEWER_KEYS:
+            try:
+                return recall_document(tokenizer, sentences, length, keys, index, own_seed)
+            except ValueError:
+                keys = fewer
         return recall_document(tokenizer, sentences, length, keys, index, own_seed)
-    rng = random.Random(f"{own_seed}/{kind}/{length}/{index}")
     return _asked_at_the_end(tokenizer, sentences, length, keys, rng, kind == "distractors")
+
+
+def _said_again(
+    tokenizer: Any, sentences: Sequence[str], length: int, rng: random.Random
+) -> Document:
+    """Sentences in two orders; of each, the second time, all but the first tokens are an answer."""
+    begun = leading_tokens(tokenizer)
+    half, odd = divmod(length - len(begun), 2)
+    text = (sentence_tokens(tokenizer, sentence) for sentence in endless(sentences, rng))
+    pieces = fitted(text, half)
+    order = rng.sample(range(len(pieces)), len(pieces))
+    tokens = [*begun, *chain(*pieces)]
+    ends = [*accumulate(map(len, pieces), initial=len(begun))]
+    needles, answers = [], []
+    for which in order:
+        if len(pieces[which]) > TOLD:
+            needles.append((ends[which], ends[which + 1]))
+            answers.append((len(tokens) + TOLD, len(tokens) + len(pieces[which])))
+        tokens.extend(pieces[which])
+    return Document((*tokens, *tokens[-1:] * odd), tuple(needles), tuple(answers))
 
 
 def _asked_at_the_end(

@@ -102,6 +102,29 @@ def test_distractors_are_other_numbers():
     assert all(any(f"{each}{number}" in read for each in worded) for number in others)
 
 
+@pytest.mark.parametrize(("length", "keys"), [(900, 12), (800, 12), (400, 6), (250, 3)])
+def test_short_texts_repeat_fewer_keys(length, keys):
+    document = document_of("recall", length=length)
+    assert len(document.tokens) == length and len(document.answers) == keys
+
+
+@pytest.mark.parametrize("length", [LENGTH, LENGTH + 1])
+def test_a_text_is_said_again_in_another_order(length):
+    document, words = document_of("repeats", length=length), TOKENIZERS["plain"]
+    assert len(document.tokens) == length
+    sentences = set()
+    for needle, answer in zip(document.needles, document.answers, strict=True):
+        stated, again = (document.tokens[slice(*span)] for span in (needle, answer))
+        assert stated[3:] == again and needle[1] <= length // 2 < answer[0]
+        # what tells it stands right before it
+        assert document.tokens[answer[0] - 3 : answer[0]] == stated[:3]
+        sentences.add(text_of(words, stated))
+    # "asked nobody." is no longer than what tells a sentence
+    known = {each.replace(" ", "") for each in SENTENCES} - {"askednobody."}
+    assert known <= sentences
+    assert list(document.needles) != sorted(document.needles)
+
+
 def test_keys_stand_anywhere_in_the_text():
     places = sorted(document_of("passkey", index=index).needles[0][0] for index in range(40))
     assert places[0] < LENGTH * 0.1 and places[-1] > LENGTH * 0.85
