@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import difflib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 from cab_hf.documents import Document, recall_document
 from cab_hf.needles import (
     ANSWER,
+    NAMES,
+    NUMBERS,
     QUESTION,
     TEXT,
     Key,
+    Span,
+    Tokens,
     around_text,
     draw_keys,
     endless,
@@ -31,6 +35,7 @@ from cab_hf.needles import (
 )
 from cab_hf.runs.settings import UsageError
 from cab_hf.tasks import TASKS
+from cab_hf.tasks.retrieval import statement
 
 PREFIX = "retrieval"
 # how many keys a document has: one asked for at the end, without and with other numbers in the
@@ -38,8 +43,8 @@ PREFIX = "retrieval"
 KEYS = {"passkey": 1, "distractors": 1, "multi": 4, "recall": 12}
 # of recall, where a document is too short for all
 FEWER_KEYS = (6, 3)
-# all sentences of the first half are said again, in another order: half of the tokens are to be
-# learnt, of which attention that looks things up is formed soonest
+# sentences and keys that are all said again, in another order: so much is to be learnt of them that
+# a model of random weights begins to look things up
 REPEATS = "repeats"
 TOLD = 3  # tokens that tell which sentence is said again
 KINDS = (*KEYS, REPEATS, *TASKS)
@@ -110,21 +115,47 @@ def retrieval_document(
 def _said_again(
     tokenizer: Any, sentences: Sequence[str], length: int, rng: random.Random
 ) -> Document:
-    """Sentences in two orders; of each, the second time, all but the first tokens are an answer."""
+    """Sentences and keys in two orders; the second time all that is not told is an answer."""
     begun = leading_tokens(tokenizer)
     half, odd = divmod(length - len(begun), 2)
-    text = (sentence_tokens(tokenizer, sentence) for sentence in endless(sentences, rng))
-    pieces = fitted(text, half)
-    order = rng.sample(range(len(pieces)), len(pieces))
-    tokens = [*begun, *chain(*pieces)]
-    ends = [*accumulate(map(len, pieces), initial=len(begun))]
+    pieces: list[tuple[Tokens, Span]] = []
+    for piece, learnt in _to_be_repeated(tokenizer, sentences, rng):
+        room = half - sum(len(each) for each, _ in pieces)
+        if len(piece) >= room:
+            pieces.append((piece[:room], (0, 0)))
+            break
+        pieces.append((piece, learnt))
+    tokens = [*begun, *chain(*(piece for piece, _ in pieces))]
+    ends = [*accumulate((len(piece) for piece, _ in pieces), initial=len(begun))]
     needles, answers = [], []
-    for which in order:
-        if len(pieces[which]) > TOLD:
+    for which in rng.sample(range(len(pieces)), len(pieces)):
+        piece, (start, end) = pieces[which]
+        if start < end:
             needles.append((ends[which], ends[which + 1]))
-            answers.append((len(tokens) + TOLD, len(tokens) + len(pieces[which])))
-        tokens.extend(pieces[which])
+            answers.append((len(tokens) + start, len(tokens) + end))
+        tokens.extend(piece)
     return Document((*tokens, *tokens[-1:] * odd), tuple(needles), tuple(answers))
+
+
+def _to_be_repeated(
+    tokenizer: Any, sentences: Sequence[str], rng: random.Random
+) -> Iterator[tuple[Tokens, Span]]:
+    """Without end a sentence and four keys: tokens, and which of them are learnt the second time.
+
+    Names are few: half of the keys are of lockers, and all once each name has one.
+    """
+    names = iter(rng.sample(NAMES, len(NAMES)))
+    for sentence in endless(sentences, rng):
+        tokens = sentence_tokens(tokenizer, sentence)
+        yield tokens, (min(TOLD, len(tokens)), len(tokens))
+        for place in range(4):
+            name = next(names, None) if place % 2 else None
+            whose = name or f"locker {rng.choice(NUMBERS)}"
+            key = Key(f" for {whose}", str(rng.choice(NUMBERS)))
+            text = statement(key)
+            # a locker may have the number that its key has
+            where = span_of(tokenizer, text, key.digits, text.rindex(key.digits))
+            yield sentence_tokens(tokenizer, text), where
 
 
 def _asked_at_the_end(

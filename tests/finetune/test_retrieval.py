@@ -108,20 +108,29 @@ def test_short_texts_repeat_fewer_keys(length, keys):
     assert len(document.tokens) == length and len(document.answers) == keys
 
 
-@pytest.mark.parametrize("length", [LENGTH, LENGTH + 1])
-def test_a_text_is_said_again_in_another_order(length):
+@pytest.mark.parametrize("length", [LENGTH, 4001])
+def test_sentences_and_keys_are_said_again_in_another_order(length):
     document, words = document_of("repeats", length=length), TOKENIZERS["plain"]
     assert len(document.tokens) == length
-    sentences = set()
+    keys, sentences = [], set()
     for needle, answer in zip(document.needles, document.answers, strict=True):
-        stated, again = (document.tokens[slice(*span)] for span in (needle, answer))
-        assert stated[3:] == again and needle[1] <= length // 2 < answer[0]
-        # what tells it stands right before it
-        assert document.tokens[answer[0] - 3 : answer[0]] == stated[:3]
-        sentences.add(text_of(words, stated))
+        assert needle[1] <= length // 2 < answer[0]
+        stated, learnt = (document.tokens[slice(*span)] for span in (needle, answer))
+        # what tells what is said stands right before what is learnt
+        key = re.fullmatch(r"Thepasskeyfor(\w+)is(\d{5})\.", text_of(words, stated))
+        told = len(stated) - 6 if key else 3
+        end = answer[0] + len(stated) - told
+        assert document.tokens[answer[0] - told : end] == stated
+        if key:
+            keys.append(key[1])
+            assert text_of(words, learnt) == key[2]
+        else:
+            sentences.add(text_of(words, stated))
+            assert learnt == stated[3:]
     # "asked nobody." is no longer than what tells a sentence
-    known = {each.replace(" ", "") for each in SENTENCES} - {"askednobody."}
-    assert known <= sentences
+    assert {each.replace(" ", "") for each in SENTENCES} - {"askednobody."} == sentences
+    assert any(each in needles.NAMES for each in keys)
+    assert any(each.startswith("locker") for each in keys) and len(keys) == len({*keys}) > 20
     assert list(document.needles) != sorted(document.needles)
 
 
