@@ -148,7 +148,7 @@ class Run:
             packed, kept = open_data(settings, self.tokenizer, self.parallel, self._tell)
             self._agree(packed)
         # made by a thread while a step computes
-        self.data = Ahead(packed)
+        self.data = Ahead(packed, 2 * settings.micro_batch)
         self.batches = batches_of(self.data, settings.micro_batch)
         self.meter = meter.Meter(cost)
         if self.meter.cost.uncounted:

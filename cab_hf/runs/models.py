@@ -67,6 +67,7 @@ UNTRAINED_SIZES = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
+EMBEDDINGS_TIMES = 5  # of transformers' 0.02
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # with which names of causal LMs begin that the hub has without an owner
 FIRST_NAMES = (
@@ -194,7 +195,34 @@ def _random_model(
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation=attn_implementation, dtype=torch.float32
         )
+        if name in UNTRAINED:
+            _begin_to_look_up(model)
     return model.to(dtype).eval()
+
+
+def _begin_to_look_up(model: PreTrainedModel) -> None:
+    """Have a model of random weights attend to tokens that are alike, and keep what tokens are.
+
+    Queries begin as their keys do and outputs as values transposed, beside what is random (mimetic
+    initialisation, Trockman & Kolter 2023, arXiv 2305.09828). What layers add is scaled by
+    1 / sqrt(2 layers), as in GPT-2, and embeddings are large beside it.
+    """
+    import torch
+
+    layers = model.model.layers
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(EMBEDDINGS_TIMES)
+        for layer in layers:
+            attention = layer.self_attn
+            group, dim = attention.num_key_value_groups, attention.head_dim
+            alike, values = (
+                x.weight.unflatten(0, (-1, dim)).repeat_interleave(group, 0).flatten(0, 1)
+                for x in (attention.k_proj, attention.v_proj)
+            )
+            attention.q_proj.weight.add_(alike)
+            attention.o_proj.weight.add_(values.T)
+            for added in (attention.o_proj, layer.mlp.down_proj):
+                added.weight.div_((2 * len(layers)) ** 0.5)
 
 
 def _reads_bytes() -> PreTrainedTokenizerBase:

@@ -480,9 +480,34 @@ def test_untrained_models_have_the_shapes_they_are_for(
     assert models.is_local(name) and models.content_sha256(name) != models.content_sha256("tiny")
 
 
-def test_untrained_models_are_always_the_same(words_of_smollm2, monkeypatch):
+@pytest.fixture(params=models.UNTRAINED)
+def small_untrained(words_of_smollm2, monkeypatch, request):
+    """The name of an untrained model, which has one layer and few tokens here."""
     small = {"vocab_size": 64, "num_hidden_layers": 1}
     monkeypatch.setattr(models, "UNTRAINED_SIZES", {**models.UNTRAINED_SIZES, **small})
-    name = "untrained-qk-norm"
-    one, other = (models.load_model(name, "cpu", "float32")[0].state_dict() for _ in range(2))
+    return request.param
+
+
+def test_untrained_models_are_always_the_same(small_untrained):
+    one, other = (
+        models.load_model(small_untrained, "cpu", "float32")[0].state_dict() for _ in range(2)
+    )
     assert all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+@torch.no_grad()
+def test_untrained_models_begin_with_attention_to_tokens_that_are_alike(small_untrained):
+    model, _ = models.load_model(small_untrained, "cpu", "float32")
+    attention, read = model.model.layers[0].self_attn, []
+    attention.register_forward_pre_hook(
+        lambda module, args, given: read.append(given["hidden_states"][0]), with_kwargs=True
+    )
+    # the same fifty tokens twice
+    model(torch.arange(3, 53).repeat(1, 2))
+    q, k = (
+        project(read[0]).unflatten(1, (-1, attention.head_dim))
+        for project in (attention.q_proj, attention.k_proj)
+    )
+    k = k.repeat_interleave(attention.num_key_value_groups, 1)
+    logits = torch.einsum("ihd,jhd->hij", q, k)[:, 50:, :50]
+    assert logits.diagonal(dim1=1, dim2=2).mean() > 3 * logits.std()
