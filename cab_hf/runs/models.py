@@ -67,7 +67,7 @@ UNTRAINED_SIZES = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
-EMBEDDINGS_TIMES = 5  # of transformers' 0.02
+EMBEDDINGS_TIMES = 2  # of transformers' 0.02
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # with which names of causal LMs begin that the hub has without an owner
 FIRST_NAMES = (
