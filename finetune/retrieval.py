@@ -134,20 +134,20 @@ def _said_again(
             needles.append((ends[which], ends[which + 1]))
             answers.append((len(tokens) + start, len(tokens) + end))
         tokens.extend(piece)
+    if not answers:
+        raise ValueError(f"length {length} has no room for a key said twice; give a longer one.")
     return Document((*tokens, *tokens[-1:] * odd), tuple(needles), tuple(answers))
 
 
 def _to_be_repeated(
     tokenizer: Any, sentences: Sequence[str], rng: random.Random
 ) -> Iterator[tuple[Tokens, Span]]:
-    """Without end a sentence and four keys: tokens, and which of them are learnt the second time.
+    """Without end four keys and a sentence: tokens, and which of them are learnt the second time.
 
     Names are few: half of the keys are of lockers, and all once each name has one.
     """
     names = iter(rng.sample(NAMES, len(NAMES)))
     for sentence in endless(sentences, rng):
-        tokens = sentence_tokens(tokenizer, sentence)
-        yield tokens, (min(TOLD, len(tokens)), len(tokens))
         for place in range(4):
             name = next(names, None) if place % 2 else None
             whose = name or f"locker {rng.choice(NUMBERS)}"
@@ -156,6 +156,8 @@ def _to_be_repeated(
             # a locker may have the number that its key has
             where = span_of(tokenizer, text, key.digits, text.rindex(key.digits))
             yield sentence_tokens(tokenizer, text), where
+        tokens = sentence_tokens(tokenizer, sentence)
+        yield tokens, (min(TOLD, len(tokens)), len(tokens))
 
 
 def _asked_at_the_end(

@@ -334,7 +334,7 @@ def test_what_is_no_entry_is_refused(name, message):
         make_source(name)
 
 
-@kinds
+@pytest.mark.parametrize("kind", (*KEYS, "repeats"))
 def test_a_length_without_room_is_refused(kind):
     with pytest.raises(ValueError, match="has no room for"):
-        document_of(kind, length=40)
+        document_of(kind, length=20)
