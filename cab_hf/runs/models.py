@@ -67,7 +67,8 @@ UNTRAINED_SIZES = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
-EMBEDDINGS_TIMES = 2  # of transformers' 0.02
+# of transformers' 0.02: tied heads begin near chance, and logits of tokens that are alike near 6
+EMBEDDINGS_TIMES, PROJECTIONS_TIMES = 2, 1.6
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # with which names of causal LMs begin that the hub has without an owner
 FIRST_NAMES = (
@@ -204,8 +205,8 @@ def _begin_to_look_up(model: PreTrainedModel) -> None:
     """Have a model of random weights attend to tokens that are alike, and keep what tokens are.
 
     Queries begin as their keys do and outputs as values transposed, beside what is random (mimetic
-    initialisation, Trockman & Kolter 2023, arXiv 2305.09828). What layers add is scaled by
-    1 / sqrt(2 layers), as in GPT-2, and embeddings are large beside it.
+    initialisation, Trockman & Kolter 2023, arXiv 2305.09828), both large enough to tell tokens
+    apart. What layers add is scaled by 1 / sqrt(2 layers), as in GPT-2.
     """
     import torch
 
@@ -220,6 +221,8 @@ def _begin_to_look_up(model: PreTrainedModel) -> None:
                 for x in (attention.k_proj, attention.v_proj)
             )
             attention.q_proj.weight.add_(alike)
+            attention.q_proj.weight.mul_(PROJECTIONS_TIMES)
+            attention.k_proj.weight.mul_(PROJECTIONS_TIMES)
             attention.o_proj.weight.add_(values.T)
             for added in (attention.o_proj, layer.mlp.down_proj):
                 added.weight.div_((2 * len(layers)) ** 0.5)
