@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import random
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, repeat
 from typing import Any, NamedTuple
 
 from cab_hf.documents import Document, recall_document
@@ -44,10 +44,12 @@ KEYS = {"passkey": 1, "distractors": 1, "multi": 4, "recall": 12}
 # of recall, where a document is too short for all
 FEWER_KEYS = (6, 3)
 # sentences and keys that are all said again, in another order: so much is to be learnt of them that
-# a model of random weights begins to look things up
-REPEATS = "repeats"
+# a model of random weights begins to look things up; and keys alone, which it begins with
+REPEATS, KEYS_ALONE = "repeats", "keys"
+# of keys alone: the nearer a key stands to its name, the sooner a model finds it
+WORDINGS = ("{} {}.", "{} is {}.", "The pass key for {} is {}.")
 TOLD = 3  # tokens that tell which sentence is said again
-KINDS = (*KEYS, REPEATS, *TASKS)
+KINDS = (*KEYS, REPEATS, KEYS_ALONE, *TASKS)
 
 
 class Entry(NamedTuple):
@@ -99,8 +101,8 @@ def retrieval_document(
         example = TASKS[kind].make(tokenizer, sentences, length, index, own_seed)
         return Document(example.tokens, example.needles, example.answers)
     rng = random.Random(f"{own_seed}/{kind}/{length}/{index}")
-    if kind == REPEATS:
-        return _said_again(tokenizer, sentences, length, rng)
+    if kind in (REPEATS, KEYS_ALONE):
+        return _said_again(tokenizer, sentences if kind == REPEATS else (), length, rng)
     keys = KEYS[kind]
     if kind == "recall":
         for fewer in FEWER_KEYS:
@@ -144,18 +146,22 @@ def _to_be_repeated(
 ) -> Iterator[tuple[Tokens, Span]]:
     """Without end four keys and a sentence: tokens, and which of them are learnt the second time.
 
-    Names are few: half of the keys are of lockers, and all once each name has one.
+    Names are few: half of the keys are of lockers, and all once each name has one. Where there are
+    no ``sentences``, names come first.
     """
     names = iter(rng.sample(NAMES, len(NAMES)))
-    for sentence in endless(sentences, rng):
+    for sentence in endless(sentences, rng) if sentences else repeat(None):
         for place in range(4):
-            name = next(names, None) if place % 2 else None
+            name = next(names, None) if place % 2 or sentence is None else None
             whose = name or f"locker {rng.choice(NUMBERS)}"
             key = Key(f" for {whose}", str(rng.choice(NUMBERS)))
-            text = statement(key)
+            alone = rng.choice(WORDINGS).format(whose, key.digits) if sentence is None else None
+            text = alone or statement(key)
             # a locker may have the number that its key has
             where = span_of(tokenizer, text, key.digits, text.rindex(key.digits))
             yield sentence_tokens(tokenizer, text), where
+        if sentence is None:
+            continue
         tokens = sentence_tokens(tokenizer, sentence)
         yield tokens, (min(TOLD, len(tokens)), len(tokens))
 

@@ -334,7 +334,17 @@ def test_what_is_no_entry_is_refused(name, message):
         make_source(name)
 
 
-@pytest.mark.parametrize("kind", (*KEYS, "repeats"))
+def test_keys_alone_are_of_names_first():
+    document, words = document_of("keys", length=300), TOKENIZERS["plain"]
+    read = text_of(words, document.tokens)
+    names = re.findall(r"(?:Thepasskeyfor)?([A-Z][a-z]+?)(?:is)?\d{5}\.", read)
+    assert len(document.tokens) == 300 and "locker" not in read
+    assert len(document.answers) == len({*names}) > 10
+    assert all(names.count(name) == 2 for name in names[: len(document.answers)])
+    assert "locker" in text_of(words, document_of("keys", length=2000).tokens)
+
+
+@pytest.mark.parametrize("kind", (*KEYS, "repeats", "keys"))
 def test_a_length_without_room_is_refused(kind):
     with pytest.raises(ValueError, match="has no room for"):
         document_of(kind, length=20)
