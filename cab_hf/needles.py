@@ -243,7 +243,7 @@ def span_of(tokenizer: Any, sentence: str, part: str, start: int = 0) -> Span:
     """
     at = sentence.index(part, start)
     complete, before, until = (
-        _behind_another(tokenizer, text)
+        sentence_tokens(tokenizer, text)
         for text in (sentence, sentence[:at], sentence[: at + len(part)])
     )
     return shared(complete, before), len(until)

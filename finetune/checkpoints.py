@@ -1,9 +1,9 @@
 """Checkpoints that a kill cannot spoil, and what is in them: all that a run needs to go on exactly.
 
 A checkpoint is a folder ``step-00000050`` with a file of what all processes share, one of each
-process, and the adapter. It is written under another name, put on disk, and renamed: a folder of
-that name is whole. Only then is an older one removed. What is read must have the checksums that it
-was written with.
+process, and the adapter, or the model where all of it is trained. It is written under another name,
+put on disk, and renamed: a folder of that name is whole. Only then is an older one removed. What is
+read must have the checksums that it was written with.
 """
 
 from __future__ import annotations
@@ -40,12 +40,18 @@ class Checkpoints:
     Args:
         processes: how many there are; ``rank`` is which of them this is.
         wait: returns when all processes have called it.
+        result: the name of what is trained, a folder in each checkpoint.
     """
 
     def __init__(
-        self, folder: Path | str, rank: int, processes: int, wait: Callable[[], None]
+        self,
+        folder: Path | str,
+        rank: int,
+        processes: int,
+        wait: Callable[[], None],
+        result: str = ADAPTER,
     ) -> None:
-        self.folder, self.rank = Path(folder), rank
+        self.folder, self.rank, self.result = Path(folder), rank, result
         self.processes, self.wait = processes, wait
 
     def newest(self) -> Path | None:
@@ -53,7 +59,7 @@ class Checkpoints:
         return max(self._whole(), key=step_of, default=None)
 
     def save(
-        self, step: int, shared: State, mine: State, write_adapter: Callable[[Path], None]
+        self, step: int, shared: State, mine: State, write_result: Callable[[Path], None]
     ) -> Path:
         """Save as the checkpoint of ``step``, called by all processes; its folder.
 
@@ -62,7 +68,7 @@ class Checkpoints:
         Args:
             shared: what is the same in all processes; only that of process 0 is looked at.
             mine: of this process.
-            write_adapter: writes into a folder that it is given; called in process 0.
+            write_result: writes into a folder that it is given; called in process 0.
 
         Raises:
             LogError: it cannot be written; older checkpoints are as they were.
@@ -78,9 +84,9 @@ class Checkpoints:
             _write(mine, aside / MINE.format(self.rank))
             put_on_disk(aside / MINE.format(self.rank))
             if self.rank == 0:
-                write_adapter(aside / ADAPTER)
-                fields = {"step": step, "processes": self.processes, "adapter": _adapter_of(aside)}
-                _write({**shared, **fields}, aside / SHARED)
+                write_result(aside / self.result)
+                fields = {"step": step, "processes": self.processes}
+                _write({**shared, **fields, "adapter": self._sums_of(aside)}, aside / SHARED)
             self.wait()
             if self.rank == 0:
                 self._publish(aside, target)
@@ -100,12 +106,18 @@ class Checkpoints:
                 f"{folder.name} was made by {shared['processes']} processes and this run has "
                 f"{self.processes}; start as many as then, or give another --out."
             )
-        seen = _adapter_of(folder)
+        seen = self._sums_of(folder)
         # earlier versions noted nothing
         for name, noted in shared.get("adapter", {}).items():
             if seen.get(name) != noted:
-                raise _unreadable(folder, f"{ADAPTER}/{name} is not as it was saved")
+                raise _unreadable(folder, f"{self.result}/{name} is not as it was saved")
         return shared, _read(folder / MINE.format(self.rank))
+
+    def _sums_of(self, folder: Path) -> dict[str, str]:
+        """SHA-256 of the files of what a checkpoint has trained, by name."""
+        place = folder / self.result
+        files = (file for file in place.rglob("*") if file.is_file())
+        return {str(file.relative_to(place)): file_sha256(file) for file in files}
 
     def _whole(self) -> Iterator[Path]:
         return (path for path in self.folder.glob("step-*") if NAME.fullmatch(path.name))
@@ -160,12 +172,6 @@ def _unreadable(folder: Path, why: str) -> UsageError:
         f"checkpoint {folder.name} cannot be read ({why}); take it away, and the run goes on from "
         "the one before."
     )
-
-
-def _adapter_of(folder: Path) -> dict[str, str]:
-    """SHA-256 of the files of a checkpoint's adapter, by name."""
-    files = (file for file in (folder / ADAPTER).rglob("*") if file.is_file())
-    return {str(file.relative_to(folder / ADAPTER)): file_sha256(file) for file in files}
 
 
 def step_of(folder: Path) -> int:

@@ -15,7 +15,7 @@ from cab_hf.config import CabConfig
 from cab_hf.finetune import meter
 from cab_hf.finetune.loss import CHUNK_LOGITS
 from cab_hf.finetune.models import load_model, stretch_positions
-from cab_hf.finetune.settings import ACROSS, Settings
+from cab_hf.finetune.settings import ACROSS, ADAPTER, Settings
 from cab_hf.finetune.tiles import TILE, tile_of
 from cab_hf.model_config import cab_config_of
 from cab_hf.runs.models import TINY, load_config
@@ -114,7 +114,8 @@ def fit(
         tokens,
         room,
         offloaded,
-        itemsize=2 if settings.dtype == "bfloat16" else 4,
+        # where all is trained, norms and sums of layers are in float32
+        itemsize=2 if settings.weights_dtype == "bfloat16" else 4,
         checkpointing=settings.checkpointing,
         **spread,
         cp=settings.cp,
@@ -171,16 +172,17 @@ def savings(settings: Settings) -> str:
     """Three settings that take less memory, what costs least first."""
     tokens = settings.length * settings.micro_batch // settings.cp
     tiles = tokens > TILE and not tile_of(tokens, settings.tile_tokens)
+    adapted = settings.train == ADAPTER
     known: list[tuple[Any, str]] = [
         (settings.micro_batch > 1, "--micro-batch 1"),
         (not settings.checkpointing, "--checkpointing true"),
         (tiles, f"--tile-tokens {TILE}"),
         (settings.embeddings, "--embeddings false"),
-        (not settings.qlora, "--qlora (or more GPUs by accelerate's fsdp2 config)"),
+        (adapted and not settings.qlora, "--qlora (or more GPUs by accelerate's fsdp2 config)"),
         (settings.dtype == "float32", "--dtype bfloat16"),
         (settings.attention in ACROSS, f"--cp {2 * settings.cp} (on as many GPUs)"),
         (True, f"--length {settings.length // 2}"),
-        (settings.rank > 8, f"--rank {settings.rank // 2}"),
+        (adapted and settings.rank > 8, f"--rank {settings.rank // 2}"),
         (True, "--passkeys 0"),
     ]
     return ", ".join([given for saves, given in known if saves][:3])

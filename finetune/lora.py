@@ -1,4 +1,6 @@
-"""Fine-tune a causal language model by LoRA on long documents: ``lora.py --config FILE ...``.
+"""Fine-tune a causal language model on long documents: ``lora.py --config FILE ...``.
+
+LoRA is trained, or with ``--train all`` every weight, in float32 with products in ``--dtype``.
 
 ``accelerate launch --config_file finetune/accelerate/fsdp2_8gpu.yaml finetune/lora.py --config
 finetune/configs/llama3_8b_32k.yaml`` spreads it over GPUs; ``python finetune/lora.py ...`` runs one
@@ -41,13 +43,14 @@ from cab_hf.finetune.models import (
     load_model,
     loaded_sha256,
     save_adapter,
+    save_model,
     with_lora,
 )
 from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate, one_sum
 from cab_hf.finetune.offload import Offload
 from cab_hf.finetune.parallel import Parallel
 from cab_hf.finetune.rotary import load_rotary_state, rotary_kept, rotary_state
-from cab_hf.finetune.settings import PROG, Settings, read
+from cab_hf.finetune.settings import ALL, PROG, Settings, read
 from cab_hf.finetune.sources import Source, content_sha256, is_local, make_source, refuse_learnt
 from cab_hf.finetune.tiles import compute_in_tiles, tile_of
 from cab_hf.finetune.validation import Validation
@@ -58,7 +61,7 @@ from cab_hf.runs.settings import UsageError
 from cab_hf.token_mixers import refuse_token_mixers
 
 LOG, CURVE, RESULTS = "log.jsonl", "curve.png", "results.json"
-ADAPTER, CHECKPOINTS = "adapter", "checkpoints"
+ADAPTER, MODEL, CHECKPOINTS = "adapter", "model", "checkpoints"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -93,7 +96,7 @@ def accelerating(settings: Settings) -> Iterator[Accelerator]:
             raise UsageError(f"trackers must be installed; {name!r} is not: pip install {name}.")
     accelerator = Accelerator(
         cpu=settings.cpu or not torch.cuda.is_available(),
-        # no autocast: frozen weights have the dtype that is computed in, whatever a launcher says
+        # autocast is the objective's: whatever a launcher says, frozen weights need none
         mixed_precision="no",
         log_with=list(settings.trackers) or None,
         project_dir=settings.out,
@@ -147,7 +150,7 @@ class Run:
             packed, kept = open_data(settings, self.tokenizer, self.parallel, self._tell)
             self._agree(packed)
         # made by a thread while a step computes
-        self.data = Ahead(packed)
+        self.data = Ahead(packed, 2 * settings.micro_batch)
         self.batches = batches_of(self.data, settings.micro_batch)
         self.meter = meter.Meter(cost)
         if self.meter.cost.uncounted:
@@ -155,7 +158,11 @@ class Run:
         self.objective, self.optimizer = self._prepare()
         self.validation = Validation(self.tokenizer, kept, settings, accelerator, self.parallel)
         self.checkpoints = Checkpoints(
-            self.out / CHECKPOINTS, self.rank, self.processes, accelerator.wait_for_everyone
+            self.out / CHECKPOINTS,
+            self.rank,
+            self.processes,
+            accelerator.wait_for_everyone,
+            MODEL if settings.train == ALL else ADAPTER,
         )
         self.done = self._resume()
 
@@ -199,7 +206,9 @@ class Run:
             weight_decay=settings.weight_decay,
             fused=self.accelerator.device.type == "cuda",
         )
-        objective = Objective(self.model, settings.loss_kernel)
+        rounded = settings.dtype != settings.weights_dtype
+        autocast = getattr(torch, settings.dtype) if rounded else None
+        objective = Objective(self.model, settings.loss_kernel, autocast)
         objective, optimizer = self.accelerator.prepare(objective, optimizer)
         return objective.train(), optimizer
 
@@ -312,15 +321,16 @@ class Run:
             "rotary": rotary_state(self.model),
         }
 
-        def write_adapter(folder: Path) -> None:
+        def write_result(folder: Path) -> None:
             dtype = getattr(torch, self.settings.adapter_dtype)
             rounded = {name: x.to(dtype) for name, x in parameters.items()}
-            save_adapter(self.model, self.tokenizer, folder, rounded)
+            save = save_model if self.settings.train == ALL else save_adapter
+            save(self.model, self.tokenizer, folder, rounded)
 
-        self.checkpoints.save(step, shared, mine, write_adapter)
+        self.checkpoints.save(step, shared, mine, write_result)
 
     def _end(self, log: Log) -> None:
-        """What a finished run leaves: its adapter, a curve, and where both come from."""
+        """What a finished run leaves: what it trained, a curve, and where both come from."""
         settings = {name: x for name, x in asdict(self.settings).items() if name != "out"}
         evaluations = [each for each in log.records if each["kind"] == curve.EVALUATION]
         results = {
@@ -328,12 +338,13 @@ class Run:
             "processes": self.processes,
             "evaluation": evaluations[-1] if evaluations else None,
         }
-        adapter = self.checkpoints.newest() / checkpoints.ADAPTER
+        name = self.checkpoints.result
         with writing(self.out):
-            shutil.copytree(adapter, self.out / ADAPTER, dirs_exist_ok=True)
+            trained = self.checkpoints.newest() / name
+            shutil.copytree(trained, self.out / name, dirs_exist_ok=True)
             curve.draw(self.out / CURVE, log.records)
             write_atomically(self.out / RESULTS, json.dumps(results, indent=2) + "\n")
-        self._tell(f"{self.settings.steps} steps; {self.out / ADAPTER}, {self.out / CURVE}")
+        self._tell(f"{self.settings.steps} steps; {self.out / name}, {self.out / CURVE}")
 
     def _log(self) -> Any:
         """The log where this process writes it; a record counts once, however often it is made."""
@@ -370,7 +381,7 @@ def contents(settings: Settings, model: nn.Module) -> dict[str, Any]:
     """SHA-256 of all that a run reads, by the setting that names it: names may get other content.
 
     Args:
-        model: what was loaded, with its adapter.
+        model: what was loaded, with its adapter if it has one.
     """
     first = settings.adapter and {"adapter": file_sha256(Path(settings.adapter) / WEIGHTS)}
     return {
@@ -383,12 +394,12 @@ def contents(settings: Settings, model: nn.Module) -> dict[str, Any]:
 
 
 def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:
-    """The model with its adapter, on ``device``, and its tokenizer."""
+    """The model with what is trained, on ``device``, and its tokenizer."""
     model, tokenizer = load_model(
         settings.model,
         attn_implementation=settings.attention,
         cab_config=settings.cab_config() or None,
-        dtype=settings.dtype,
+        dtype=settings.weights_dtype,
         device=device,
         **settings.positions(),
         qlora=settings.qlora,
@@ -403,12 +414,14 @@ def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:
 
 
 def adapted(settings: Settings, model: nn.Module) -> nn.Module:
-    """``model`` with the adapter that the settings ask for."""
+    """``model`` with the adapter that the settings ask for, or with all its weights trained."""
     refuse_token_mixers(
         model,
         "packed into one sequence, documents would read each other there. Train a model in which "
         "tokens meet in attention alone.",
     )
+    if settings.train == ALL:
+        return model.requires_grad_(True)
     how = {name: getattr(settings, name) for name in ("dropout", "norms", "embeddings")}
     # a skeleton has no bits at all
     how["qlora"] = settings.qlora and not settings.dry_run

@@ -485,6 +485,17 @@ def save_adapter(
     write_atomically(folder / run_models.BASE, json.dumps(fields, indent=2) + "\n")
 
 
+def save_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path | str,
+    state_dict: Mapping[str, Tensor],
+) -> None:
+    """Write a model and its tokenizer for ``from_pretrained``; ``state_dict`` as `save_adapter`."""
+    model.save_pretrained(folder, state_dict=dict(state_dict))
+    tokenizer.save_pretrained(folder)
+
+
 def loaded_sha256(model: nn.Module) -> str:
     """The `content_sha256` of a loaded model, with adapters or without.
 

@@ -23,10 +23,13 @@ class Objective(nn.Module):
     the weight of the head, has to be made inside of one.
     """
 
-    def __init__(self, model: nn.Module, kernel: str = "auto") -> None:
+    def __init__(
+        self, model: nn.Module, kernel: str = "auto", autocast: torch.dtype | None = None
+    ) -> None:
+        """``autocast``: of products, where weights of float32 are trained; None: as weights are."""
         super().__init__()
         self.model = model
-        self.kernel = kernel
+        self.kernel, self.autocast = kernel, autocast
         # FSDP2 asks for it: the layers that it gathers one by one
         self._no_split_modules = getattr(model, "_no_split_modules", None)
 
@@ -38,10 +41,12 @@ class Objective(nn.Module):
                 labels being shifted already and -100 where there is nothing to learn.
             places: int64 [P], of tokens of the first row.
         """
-        hidden, weight = forward_hidden(self.model, batch)
-        if places is not None:
-            return (hidden[0, places].to(weight.dtype) @ weight.T).argmax(-1)
-        return linear_cross_entropy(hidden, weight, batch["labels"], kernel=self.kernel)[0]
+        device = batch["input_ids"].device.type
+        with torch.autocast(device, self.autocast, enabled=self.autocast is not None):
+            hidden, weight = forward_hidden(self.model, batch)
+            if places is not None:
+                return (hidden[0, places].to(weight.dtype) @ weight.T).argmax(-1)
+            return linear_cross_entropy(hidden, weight, batch["labels"], kernel=self.kernel)[0]
 
 
 def labelled(batch: Batch) -> Tensor:

@@ -9,33 +9,47 @@ from __future__ import annotations
 
 import difflib
 import random
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain, repeat
 from typing import Any, NamedTuple
 
 from cab_hf.documents import Document, recall_document
 from cab_hf.needles import (
     ANSWER,
+    NAMES,
+    NUMBERS,
     QUESTION,
     TEXT,
     Key,
+    Span,
+    Tokens,
     around_text,
     draw_keys,
     endless,
     fitted,
     instruction,
+    leading_tokens,
     sentence_tokens,
     span_of,
     with_statements,
 )
 from cab_hf.runs.settings import UsageError
 from cab_hf.tasks import TASKS
+from cab_hf.tasks.retrieval import statement
 
 PREFIX = "retrieval"
 # how many keys a document has: one asked for at the end, without and with other numbers in the
 # text; several, asked for one after the other; and several that running text repeats
 KEYS = {"passkey": 1, "distractors": 1, "multi": 4, "recall": 12}
-KINDS = (*KEYS, *TASKS)
+# of recall, where a document is too short for all
+FEWER_KEYS = (6, 3)
+# sentences and keys that are all said again, in another order: so much is to be learnt of them that
+# a model of random weights begins to look things up; and keys alone, which it begins with
+REPEATS, KEYS_ALONE = "repeats", "keys"
+# of keys alone: the nearer a key stands to its name, the sooner a model finds it
+WORDINGS = ("{} {}.", "{} is {}.", "The pass key for {} is {}.")
+TOLD = 3  # tokens that tell which sentence is said again
+KINDS = (*KEYS, REPEATS, KEYS_ALONE, *TASKS)
 
 
 class Entry(NamedTuple):
@@ -86,11 +100,70 @@ def retrieval_document(
     if kind in TASKS:
         example = TASKS[kind].make(tokenizer, sentences, length, index, own_seed)
         return Document(example.tokens, example.needles, example.answers)
+    rng = random.Random(f"{own_seed}/{kind}/{length}/{index}")
+    if kind in (REPEATS, KEYS_ALONE):
+        return _said_again(tokenizer, sentences if kind == REPEATS else (), length, rng)
     keys = KEYS[kind]
     if kind == "recall":
+        for fewer in FEWER_KEYS:
+            try:
+                return recall_document(tokenizer, sentences, length, keys, index, own_seed)
+            except ValueError:
+                keys = fewer
         return recall_document(tokenizer, sentences, length, keys, index, own_seed)
-    rng = random.Random(f"{own_seed}/{kind}/{length}/{index}")
     return _asked_at_the_end(tokenizer, sentences, length, keys, rng, kind == "distractors")
+
+
+def _said_again(
+    tokenizer: Any, sentences: Sequence[str], length: int, rng: random.Random
+) -> Document:
+    """Sentences and keys in two orders; the second time all that is not told is an answer."""
+    begun = leading_tokens(tokenizer)
+    half, odd = divmod(length - len(begun), 2)
+    pieces: list[tuple[Tokens, Span]] = []
+    for piece, learnt in _to_be_repeated(tokenizer, sentences, rng):
+        room = half - sum(len(each) for each, _ in pieces)
+        if len(piece) >= room:
+            pieces.append((piece[:room], (0, 0)))
+            break
+        pieces.append((piece, learnt))
+    tokens = [*begun, *chain(*(piece for piece, _ in pieces))]
+    ends = [*accumulate((len(piece) for piece, _ in pieces), initial=len(begun))]
+    needles, answers = [], []
+    for which in rng.sample(range(len(pieces)), len(pieces)):
+        piece, (start, end) = pieces[which]
+        if start < end:
+            needles.append((ends[which], ends[which + 1]))
+            answers.append((len(tokens) + start, len(tokens) + end))
+        tokens.extend(piece)
+    if not answers:
+        raise ValueError(f"length {length} has no room for a key said twice; give a longer one.")
+    return Document((*tokens, *tokens[-1:] * odd), tuple(needles), tuple(answers))
+
+
+def _to_be_repeated(
+    tokenizer: Any, sentences: Sequence[str], rng: random.Random
+) -> Iterator[tuple[Tokens, Span]]:
+    """Without end four keys and a sentence: tokens, and which of them are learnt the second time.
+
+    Names are few: half of the keys are of lockers, and all once each name has one. Where there are
+    no ``sentences``, names come first.
+    """
+    names = iter(rng.sample(NAMES, len(NAMES)))
+    for sentence in endless(sentences, rng) if sentences else repeat(None):
+        for place in range(4):
+            name = next(names, None) if place % 2 or sentence is None else None
+            whose = name or f"locker {rng.choice(NUMBERS)}"
+            key = Key(f" for {whose}", str(rng.choice(NUMBERS)))
+            alone = rng.choice(WORDINGS).format(whose, key.digits) if sentence is None else None
+            text = alone or statement(key)
+            # a locker may have the number that its key has
+            where = span_of(tokenizer, text, key.digits, text.rindex(key.digits))
+            yield sentence_tokens(tokenizer, text), where
+        if sentence is None:
+            continue
+        tokens = sentence_tokens(tokenizer, sentence)
+        yield tokens, (min(TOLD, len(tokens)), len(tokens))
 
 
 def _asked_at_the_end(

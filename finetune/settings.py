@@ -27,6 +27,8 @@ from cab_hf.runs.settings import (
 PROG = "finetune/lora.py"
 CONFIG = "config"  # the option that names a YAML file
 DTYPES = ("bfloat16", "float32")
+# what is trained
+ADAPTER, ALL = "adapter", "all"
 TRACKERS = ("tensorboard", "trackio", "wandb")
 # what attends to a sequence that several processes hold
 ACROSS = ("cab", "cab_dense")
@@ -52,7 +54,10 @@ class Settings:
         (), "field=value of CabConfig; may be given several times", repeatable=True
     )
     calibration: str = option("", "budgets of heads: a file of calibrate")
-    dtype: str = option("bfloat16", "of the frozen weights; trained ones are float32")
+    train: str = option(ADAPTER, "adapter (LoRA, all else frozen), or all weights")
+    dtype: str = option(
+        "bfloat16", "of the frozen weights, trained ones are float32; or of products, where all are"
+    )
     rope: str = option("none", f"how positions are stretched: none, {', '.join(ROPES)}")
     rope_factor: float = option(0.0, "times as many positions; 0: what the length needs", float)
     rope_theta: float = option(0.0, "the new base of theta; 0: what the factor asks for", float)
@@ -81,7 +86,9 @@ class Settings:
     adapter: str | None = option(
         None, "folder of an adapter to begin with, such as one of a shorter length", str
     )
-    adapter_dtype: str = option("float32", "of the adapter as a file; a run goes on in float32")
+    adapter_dtype: str = option(
+        "float32", "of the adapter, or the model, as a file; a run goes on in float32"
+    )
     qlora: bool = flag("hold frozen weights in 4 bits (bitsandbytes)")
     # data
     data: tuple[str, ...] = option(
@@ -130,6 +137,7 @@ class Settings:
     dry_run: bool = flag("say what would run, what it costs and whether it fits; then end")
 
     def __post_init__(self) -> None:
+        self._one_of("train", (ADAPTER, ALL))
         self._one_of("dtype", DTYPES)
         self._one_of("adapter_dtype", DTYPES)
         self._one_of("rope", ("none", *ROPES))
@@ -150,6 +158,10 @@ class Settings:
         require(self, "dense_every", sparse, f"0 with attention={self.attention!r}")
         self._within("in [0, 1)", lambda x: 0 <= x < 1, "dropout", "beta2")
         self._within("in [0, 1]", lambda x: 0 <= x <= 1, "lr_end")
+        adapted = self.train == ADAPTER
+        require(self, "dropout", adapted or not self.dropout, "0 with train=all: it is LoRA's")
+        require(self, "qlora", adapted or not self.qlora, "off with train=all")
+        require(self, "adapter", adapted or not self.adapter, "none with train=all")
         require(self, "data", self.data, "at least one source, such as text.jsonl")
         require(self, "targets", self.targets, "at least one linear layer, such as q_proj")
         unknown = [name for name in self.trackers if name not in TRACKERS]
@@ -193,6 +205,11 @@ class Settings:
             require(self, field, name and 0 <= number < float("inf"), accepted, text)
             results.append((name, number))
         return results
+
+    @property
+    def weights_dtype(self) -> str:
+        """Of the weights that are loaded: those that are trained are never rounded."""
+        return "float32" if self.train == ALL else self.dtype
 
     def positions(self) -> dict[str, Any]:
         """What `models.stretch_positions` is told; without ``rope`` positions stay as they are."""
@@ -245,10 +262,13 @@ class Settings:
     def identity(self, world: int) -> dict[str, Any]:
         """What two runs must share for one to go on with the other's checkpoints, JSON-able."""
         fields = {name: value for name, value in asdict(self).items() if name not in FREE}
+        if self.train == ADAPTER:
+            # logs of earlier versions, which trained nothing else, do not say it
+            del fields["train"]
         return {"run": "lora", **fields, "processes": world}
 
 
 def read(words: Sequence[str]) -> Settings:
     """The settings of a command line; what is refused ends the process with status 2."""
-    purpose = "Fine-tune a causal language model on long documents, by LoRA."
+    purpose = "Fine-tune a causal language model on long documents, by LoRA or all of it."
     return read_settings(Settings, words, PROG, purpose, file=CONFIG)

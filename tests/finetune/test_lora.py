@@ -618,3 +618,53 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path, words, message):
     assert run(tmp_path) == 0
     with pytest.raises(UsageError, match=message):
         begun(tmp_path, "--adapter", str(tmp_path / "run" / "adapter"), *words)
+
+
+ALL = ["--train", "all", "--dropout", "0"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_is_all_trained_goes_on_to_the_last_bit_and_is_loaded(
+    tmp_path, monkeypatch, dtype
+):
+    words, ran = [*ALL, "--dtype", dtype, "--model", str(save_llama(tmp_path / "base"))], []
+    step, init = lora.Run._step, lora.Run.__init__
+
+    def asked(self, at, _asked):
+        return step(self, at, lambda: at == 2)
+
+    def kept(self, *given):
+        init(self, *given)
+        ran.append(self)
+
+    monkeypatch.setattr(lora.Run, "__init__", kept)
+    assert run(tmp_path, *words, name="whole") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(lora.Run, "_step", asked)
+        assert run(tmp_path, *words) == 0
+    assert len(steps(tmp_path / "run", "loss")) == 2
+    assert run(tmp_path, *words) == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+    folders = ("base", "run/model", "whole/model")
+    base, one, other = (load_file(tmp_path / name / "model.safetensors") for name in folders)
+    assert base.keys() == one.keys() == other.keys()
+    for name, weight in one.items():
+        assert torch.equal(weight, other[name]) and not torch.equal(weight, base[name])
+
+    trained, ids = ran[0].model.eval(), torch.arange(3, 40)[None]
+    loaded, _ = lora.load_model(str(tmp_path / "whole" / "model"), dtype="float32")
+    assert {x.dtype for x in trained.parameters()} == {torch.float32}
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, trained(ids).logits)
+
+
+def test_training_all_weights_learns_what_an_adapter_cannot(tmp_path):
+    words = ["--model", str(save_llama(tmp_path / "base")), "--steps", "12", "--dropout", "0"]
+    assert run(tmp_path, *words, "--train", "all", "--lr", "1e-2", name="all") == 0
+    loss = steps(tmp_path / "all", "loss")
+    assert loss[-1] < 0.6 * loss[0]
+    # products alone are rounded
+    assert run(tmp_path, *words, "--train", "all", "--lr", "1e-2", "--dtype", "bfloat16") == 0
+    rounded = steps(tmp_path / "run", "loss")
+    assert rounded != loss and rounded == pytest.approx(loss, rel=0.05)

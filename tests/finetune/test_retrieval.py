@@ -102,6 +102,38 @@ def test_distractors_are_other_numbers():
     assert all(any(f"{each}{number}" in read for each in worded) for number in others)
 
 
+@pytest.mark.parametrize(("length", "keys"), [(900, 12), (800, 12), (400, 6), (250, 3)])
+def test_short_texts_repeat_fewer_keys(length, keys):
+    document = document_of("recall", length=length)
+    assert len(document.tokens) == length and len(document.answers) == keys
+
+
+@pytest.mark.parametrize("length", [LENGTH, 4001])
+def test_sentences_and_keys_are_said_again_in_another_order(length):
+    document, words = document_of("repeats", length=length), TOKENIZERS["plain"]
+    assert len(document.tokens) == length
+    keys, sentences = [], set()
+    for needle, answer in zip(document.needles, document.answers, strict=True):
+        assert needle[1] <= length // 2 < answer[0]
+        stated, learnt = (document.tokens[slice(*span)] for span in (needle, answer))
+        # what tells what is said stands right before what is learnt
+        key = re.fullmatch(r"Thepasskeyfor(\w+)is(\d{5})\.", text_of(words, stated))
+        told = len(stated) - 6 if key else 3
+        end = answer[0] + len(stated) - told
+        assert document.tokens[answer[0] - told : end] == stated
+        if key:
+            keys.append(key[1])
+            assert text_of(words, learnt) == key[2]
+        else:
+            sentences.add(text_of(words, stated))
+            assert learnt == stated[3:]
+    # "asked nobody." is no longer than what tells a sentence
+    assert {each.replace(" ", "") for each in SENTENCES} - {"askednobody."} == sentences
+    assert any(each in needles.NAMES for each in keys)
+    assert any(each.startswith("locker") for each in keys) and len(keys) == len({*keys}) > 20
+    assert list(document.needles) != sorted(document.needles)
+
+
 def test_keys_stand_anywhere_in_the_text():
     places = sorted(document_of("passkey", index=index).needles[0][0] for index in range(40))
     assert places[0] < LENGTH * 0.1 and places[-1] > LENGTH * 0.85
@@ -302,7 +334,17 @@ def test_what_is_no_entry_is_refused(name, message):
         make_source(name)
 
 
-@kinds
+def test_keys_alone_are_of_names_first():
+    document, words = document_of("keys", length=300), TOKENIZERS["plain"]
+    read = text_of(words, document.tokens)
+    names = re.findall(r"(?:Thepasskeyfor)?([A-Z][a-z]+?)(?:is)?\d{5}\.", read)
+    assert len(document.tokens) == 300 and "locker" not in read
+    assert len(document.answers) == len({*names}) > 10
+    assert all(names.count(name) == 2 for name in names[: len(document.answers)])
+    assert "locker" in text_of(words, document_of("keys", length=2000).tokens)
+
+
+@pytest.mark.parametrize("kind", (*KEYS, "repeats", "keys"))
 def test_a_length_without_room_is_refused(kind):
     with pytest.raises(ValueError, match="has no room for"):
-        document_of(kind, length=40)
+        document_of(kind, length=20)

@@ -101,6 +101,11 @@ def test_a_command_line_is_refused_in_one_line(words, message, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        pytest.param(
+            {"train": "lora"}, "train is 'lora'; it must be one of adapter, all", id="train"
+        ),
+        pytest.param({"train": "all", "qlora": True}, "off with train=all", id="4 bits"),
+        pytest.param({"train": "all", "dropout": 0.1}, "0 with train=all", id="dropout of LoRA"),
         pytest.param({"data": ()}, r"data is \(\); it must be at least one source", id="no data"),
         pytest.param(
             {"data": ("a.txt=-1",)},

@@ -146,6 +146,15 @@ def test_a_run_on_one_gpu_tells_what_it_took(gpu, tmp_path):
     assert last["step"] == 6 and 0 < last["held_out_loss"] < 10
 
 
+@pytest.mark.parametrize("attention", ["cab", "sdpa"])
+def test_all_weights_are_trained_with_products_in_bfloat16(gpu, attention, tmp_path):
+    words = (*TRAIN, "--train", "all", "--dropout", "0", "--attention", attention)
+    for dtype in ("float32", "bfloat16"):
+        ended_well("python", *words, "--dtype", dtype, "--out", str(tmp_path / dtype))
+    exact, rounded = (steps(tmp_path / dtype, "loss") for dtype in ("float32", "bfloat16"))
+    assert exact != rounded and rounded == pytest.approx(exact, rel=2e-2)
+
+
 @PAIR
 @pytest.mark.parametrize("how", ["ddp_8gpu", "fsdp2_8gpu"])
 def test_two_gpus_learn_what_one_does_in_turns(gpu, how, tmp_path):
