@@ -44,13 +44,13 @@ KEPT = ("fidelity-default", "fidelity-default-32k")
 # a training step by length; of a length in several folders that of the last is shown
 STEPS = ("speed-lora", "speed-lora-131k", "speed-lora-262k")
 SPREAD = "speed-lora-spread"
-TRAINED = "fidelity-smollm2-32k"
 TRAINED_TOKENS = 32768
-# what a model was trained with -> the folders of what it keeps, and how it is read there
+# what a model was trained with -> the folder of what it keeps, and how it is read there
 TRAININGS = {
-    "not at all": (("fidelity-smollm2-beyond",), ("dense",)),
-    "dense": (("fidelity-smollm2-32k-dense-trained",), ("dense", "cab:0.22")),
-    "cab": ((TRAINED, f"{TRAINED}-borders"), ("dense", "cab:0.22", "cab:five")),
+    "not at all": ("fidelity-smollm2-beyond", ("dense",)),
+    "dense": ("fidelity-trained-dense", ("dense", "cab")),
+    "cab": ("fidelity-trained-cab", ("dense", "cab")),
+    "cab, every fourth step dense": ("fidelity-trained-dense-every", ("dense", "cab")),
 }
 PARALLEL = "speed-context-parallel"
 PARALLELS = tuple(PARALLEL + which for which in ("", "-1m", "-4", "-4-1m", "-4-70b", "-4-1m-70b"))
@@ -59,7 +59,6 @@ DEALT = "speed-lora-cp"
 SHARED = {"training step": (DEALT, f"{DEALT}-4"), "first token": (f"{SPEED}-1m", f"{SPEED}-1m-4")}
 # cab, and what it spares the work of
 SPARSE, WHOLE = "grouped+cab", "grouped"
-ARMS = {"dense": "dense", "cab:0.22": "calibrated to 0.22", "cab:five": "a cascade of five anchors"}
 CAB, FULL = "cab", "full"
 CHOOSING = "speed-predictor"
 # how long a decode step takes, and what it keeps
@@ -373,45 +372,32 @@ def dealt_table(results: Path) -> str:
 def trained_table(results: Path) -> str:
     """What models keep that were trained and read densely or sparsely.
 
-    Bold where an interval lies below that of dense training and dense reading; of what that was not
-    asked, of dense reading.
+    Bold where an interval lies below that of dense training and dense reading; perplexity also over
+    that.
     """
-    result = {
-        name: [read_results(results / folder) for folder in folders]
-        for name, (folders, _) in TRAININGS.items()
-    }
-    best = _read_of([*result["dense"], *result["cab"]], "dense")
-    probes = {"end-of-prompt recall": "pass", "one of four": "multi_key"}
-    probes |= {"in-text recall": "recall", "block-start recall": "recall_border"}
+    made = {name: read_results(results / folder) for name, (folder, _) in TRAININGS.items()}
+    best = made["dense"].row(method="dense", length=TRAINED_TOKENS)
+    probes = {"in-text recall": "recall", "block-start recall": "recall_border"}
     rows = []
     for name, (_, methods) in TRAININGS.items():
         for method in methods:
-            row = _read_of(result[name], method)
-            fields = {"trained": name, "read": ARMS[method], **_spent(row)}
+            row = made[name].row(method=method, length=TRAINED_TOKENS)
+            # older results have a cost, which is 1 where dense attention reads
+            density = row.get("density", row.get("cost"))
+            fields = {"trained": name, "read": method, "density": density}
             for heading, probe in probes.items():
                 part = row.get(probe)
                 fields[heading] = part and _beside(part, best[probe])
-            value = row.get("perplexity")
-            rows.append(fields | {"perplexity": value and digits(value["value"])})
-    return _table(rows, [each for some in result.values() for each in some])
+            value, least = row["perplexity"]["value"], best["perplexity"]["value"]
+            over = f"{value / least:.3f}" if value < 100 * least else None
+            rows.append(fields | {"perplexity": digits(value), "× dense": over})
+    return _table(rows, list(made.values()))
 
 
 def _beside(result: Row, best: Row) -> str:
     """What was right, with its interval; bold where that lies below the one of ``best``."""
     given = with_interval(result["share"], result["low"], result["high"])
     return _bold(given, result["high"] < best["low"])
-
-
-def _read_of(results: Sequence[Results], method: str) -> Row:
-    """The row of a way of reading, with the probes of all folders that have it.
-
-    ValueError where none has it, or one several times.
-    """
-    wanted = {"method": method, "length": TRAINED_TOKENS}
-    having = [each for each in results if any(wanted.items() <= row.items() for row in each.rows)]
-    rows = [each.row(**wanted) for each in having or results[:1]]
-    # what several folders have is that of the first
-    return {name: value for row in reversed(rows) for name, value in row.items()}
 
 
 def parallel_table(results: Path) -> str:
