@@ -291,12 +291,6 @@ def families_sentence(results: Path) -> str:
     )
 
 
-def _spent(row: Row) -> dict[str, float]:
-    """What is attended: the density, or the estimated cost that results of older runs have."""
-    name = "cost" if "cost" in row else "density"
-    return {name: row[name]}
-
-
 def _bold(text: str, lost: bool) -> str:
     return f"**{text}**" if lost else text
 
