@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -71,14 +72,16 @@ def read_base(adapter: Path) -> dict[str, Any]:
     return text
 
 
-def check_base(adapter: Path, base: str, recorded: str | None, advice: str) -> None:
+def check_base(
+    adapter: Path, base: str, fields: Mapping[str, Any], recorded: str | None, advice: str
+) -> None:
     """Refuse a base that an adapter was not trained in, by its content or else by its name.
 
     Args:
+        fields: of `read_base`.
         recorded: its name in PEFT's config.
         advice: as of `load_weights`.
     """
-    fields = read_base(adapter)
     if fields.get("sha256"):
         seen = run_models.content_sha256(base)
         if seen != fields["sha256"]:
@@ -145,7 +148,8 @@ def begin_with(adapted: Any, adapter: Path) -> None:
     """
     config = read_adapter_config(adapter)
     base = adapted.get_base_model()
-    check_base(adapter, base.name_or_path, config.base_model_name_or_path, "give that --model")
+    recorded, advice = config.base_model_name_or_path, "give that --model"
+    check_base(adapter, base.name_or_path, read_base(adapter), recorded, advice)
     ours = adapted.active_peft_config
     advice = "give the --rank, --alpha, --targets and --norms that it was trained with"
     if (config.r, config.lora_alpha) != (ours.r, ours.lora_alpha):

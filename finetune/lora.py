@@ -61,7 +61,7 @@ from cab_hf.runs.settings import UsageError
 from cab_hf.token_mixers import refuse_token_mixers
 
 LOG, CURVE, RESULTS = "log.jsonl", "curve.png", "results.json"
-ADAPTER, MODEL, CHECKPOINTS = "adapter", "model", "checkpoints"
+MODEL, CHECKPOINTS = "model", "checkpoints"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -162,7 +162,7 @@ class Run:
             self.rank,
             self.processes,
             accelerator.wait_for_everyone,
-            MODEL if settings.train == ALL else ADAPTER,
+            MODEL if settings.train == ALL else checkpoints.ADAPTER,
         )
         self.done = self._resume()
 
@@ -383,14 +383,15 @@ def contents(settings: Settings, model: nn.Module) -> dict[str, Any]:
     Args:
         model: what was loaded, with its adapter if it has one.
     """
-    first = settings.adapter and {"adapter": file_sha256(Path(settings.adapter) / WEIGHTS)}
-    return {
-        **(first or {}),
+    result = {
         "model": loaded_sha256(model),
         "calibration": file_sha256(Path(settings.calibration)) if settings.calibration else None,
         "data": {name: content_sha256(name) for name, _ in settings.sources()},
         "validation": {name: content_sha256(name) for name, _ in settings.sources("validation")},
     }
+    if settings.adapter:
+        result["adapter"] = file_sha256(Path(settings.adapter) / WEIGHTS)
+    return result
 
 
 def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:

@@ -181,7 +181,7 @@ def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeS
     options = {"trust_remote_code": trusted}
     model, tokenizer = open_model(base, model_config, dtype, settings.device, **options)
     # what is not local is in a cache by now
-    check_base(adapter, base, config.base_model_name_or_path, ADVICE)
+    check_base(adapter, base, given, config.base_model_name_or_path, ADVICE)
     adapted = attach(model, adapter, config)
     expected = probe(adapted)
     _untie(adapted)

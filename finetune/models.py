@@ -300,8 +300,7 @@ def attending_densely(model: nn.Module) -> Iterator[None]:
     """Inside, a model that attends by "cab" attends exactly; a backward pass belongs inside too."""
     was = [each for each in own_configs(model) if each.implementation == "cab"]
     for each in was:
-        # not the property, which would set all configs inside too
-        each.config._attn_implementation_internal = "cab_dense"
+        each.switch("cab_dense")
     try:
         yield
     finally:
