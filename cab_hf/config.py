@@ -132,6 +132,11 @@ class CabConfig:
             for bit.
         max_density: at most this share of a row's blocks is kept, in (0, 1]; forced blocks always
             are, and heads of ``top_p`` 1 in a `Table` know no such bound.
+        sampled_one_in: in training, of how many neighbouring key blocks one is drawn at random, by
+            every row of every head and layer anew, to be attended with so many times its weight
+            where it was not chosen. What is drawn stands for all that was not chosen, so that the
+            model learns what dense attention would teach it, on average, and can be read densely as
+            well. 0 trains on what was chosen alone. Nothing is drawn without gradients.
         dense_layers: layer indices computed with exact attention.
         min_length: in tokens. A text (a packed document, a row without its padding) that has fewer
             so far is computed with exact attention, and so are the first chunks of a longer prompt.
@@ -177,6 +182,7 @@ class CabConfig:
     curvature: str = _read_by(*SELECT, default="additive", off="none")
     redundancy: float = _read_by(*SELECT, default=0.3, off=0)
     max_density: float = _read_by(*SELECT, *RANKING, default=1.0)
+    sampled_one_in: int = 0
     dense_layers: tuple[int, ...] = ()
     min_length: int = 8192
     engine: str = "auto"
@@ -196,7 +202,7 @@ class CabConfig:
         of_rows = f"a divisor or a multiple of query_block={self.query_block}"
         self._require(("key_block",), lambda _: fits, of_rows)
         counts = ("sink_blocks", "local_blocks", "dense_tail_blocks", "min_length")
-        self._require(counts, is_count, f"a whole number from 0 to {MOST}")
+        self._require((*counts, "sampled_one_in"), is_count, f"a whole number from 0 to {MOST}")
         for name, choices in CHOICES.items():
             self._require((name,), choices.__contains__, "one of " + ", ".join(map(repr, choices)))
         if isinstance(self.top_p, (tuple, list)):

@@ -77,15 +77,24 @@ class Engine:
         """
         wanted = v.shape[-1]
         if wanted == q.shape[-1]:
-            return dense_parts.attention(self._attend, q, k, v, plan, scale, return_lse)
+            return dense_parts.attention(self._attend_lists, q, k, v, plan, scale, return_lse)
         # kernels take one head dim: channels of zeros change no logit and no value
         widest = max(wanted, q.shape[-1])
         q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
-        result = dense_parts.attention(self._attend, q, k, v, plan, scale, return_lse)
+        result = dense_parts.attention(self._attend_lists, q, k, v, plan, scale, return_lse)
         return (result[0][..., :wanted], result[1]) if return_lse else result[..., :wanted]
 
-    def _attend(self, q, k, v, plan, scale, return_lse):
+    def _attend_lists(self, q, k, v, plan, scale, return_lse):
         """`attention` under the lists of a plan, of values with as many channels as queries."""
+        if plan.sampled is None:
+            return self._attend(q, k, v, plan, scale, return_lse)
+        from cab_hf.ops.attention import sampled
+
+        result = sampled.attention(self._attend, q, k, v, plan, scale)
+        return result if return_lse else result[0]
+
+    def _attend(self, q, k, v, plan, scale, return_lse):
+        """The same without what a plan samples."""
         raise NotImplementedError
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ def trimmed(plan: BlockPlan) -> BlockPlan:
 
     It waits for the device, which has a long layer to compute then.
     """
-    return replace(plan, full=_trimmed(plan.full), partial=_trimmed(plan.partial))
+    return plan.map_lists(_trimmed)
 
 
 def _trimmed(lists: BlockLists) -> BlockLists:

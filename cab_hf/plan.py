@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -200,14 +201,19 @@ class BlockLists:
         """
         columns = chosen.shape[-1]
         width = columns if width is None else min(width, columns)
-        slot = chosen.cumsum(-1, dtype=torch.int32) - 1
-        # everything not chosen is written to one spare column, cut off afterwards
-        slot = torch.where(chosen, slot, width).to(torch.int64)
         column = torch.arange(columns, device=chosen.device, dtype=torch.int32)
-        indices = column.new_zeros(*chosen.shape[:-1], width + 1)
-        indices.scatter_(-1, slot, column.expand_as(slot))
+        return cls.of(column.expand_as(chosen), chosen, width)
+
+    @classmethod
+    def of(cls, values: Tensor, kept: Tensor, width: int) -> BlockLists:
+        """Lists of the ``values`` that are ``kept``, int32 and bool [B, H, M, C]."""
+        slot = kept.cumsum(-1, dtype=torch.int32) - 1
+        # everything not kept is written to one spare column, cut off afterwards
+        slot = torch.where(kept, slot, width).to(torch.int64)
+        indices = values.new_zeros(*kept.shape[:-1], width + 1)
+        indices.scatter_(-1, slot, values)
         indices[..., width] = 0
-        return cls(chosen.sum(-1, dtype=torch.int32), indices[..., :width].contiguous())
+        return cls(kept.sum(-1, dtype=torch.int32), indices[..., :width].contiguous())
 
     @property
     def width(self) -> int:
@@ -262,6 +268,9 @@ class BlockPlan:
     query's span. Lists are as wide as the longest of them: heads and rows that attend everything
     their spans allow are named instead, and list nothing.
 
+    A plan may sample what it does not list: blocks drawn at random, which stand for the others.
+    Each counts ``one_in`` times, which is to add log(one_in) to the logits of its keys.
+
     Attributes:
         full: blocks every query of the row sees wholly, so that no masking is needed inside.
         partial: blocks cut by the diagonal, a document border or padding.
@@ -269,6 +278,8 @@ class BlockPlan:
         query_block, key_block: block sizes in tokens.
         dense_heads: heads of the plan that attend everything, ascending.
         dense_rows: int64 [B, R], query blocks that attend everything, each named once; -1 for none.
+        sampled: blocks that are sampled, which every query of the row sees wholly; None for none.
+        one_in: of how many blocks each of them is one.
     """
 
     full: BlockLists
@@ -278,6 +289,8 @@ class BlockPlan:
     key_block: int
     dense_heads: tuple[int, ...] = ()
     dense_rows: Tensor | None = None
+    sampled: BlockLists | None = None
+    one_in: int = 1
 
     @classmethod
     def from_dense(
@@ -330,6 +343,20 @@ class BlockPlan:
         nothing = BlockLists(counts, counts.new_empty(*shape, 0))
         return cls(nothing, nothing, spans, query_block, key_block, tuple(range(heads)))
 
+    def of_sampled(self) -> BlockPlan:
+        """The plan that lists what this one samples, and nothing else."""
+        assert self.sampled is not None
+        counts = torch.zeros_like(self.sampled.counts)
+        nothing = BlockLists(counts, counts.unsqueeze(-1))
+        return replace(
+            self,
+            full=self.sampled,
+            partial=nothing,
+            dense_heads=(),
+            dense_rows=None,
+            sampled=None,
+        )
+
     @property
     def blocks(self) -> tuple[int, int]:
         """(query, key) block sizes."""
@@ -375,22 +402,58 @@ class BlockPlan:
     def kv_blocks(self) -> int:
         return -(-self.kv_length // self.key_block)
 
+    @property
+    def lists(self) -> dict[str, BlockLists]:
+        """All lists by name, those of sampled blocks where there are some."""
+        named = {"full": self.full, "partial": self.partial}
+        return named if self.sampled is None else named | {"sampled": self.sampled}
+
+    def map_lists(self, change: Callable[[BlockLists], BlockLists], **other: Any) -> BlockPlan:
+        """The same change made to all lists, and ``other`` fields."""
+        return replace(self, **{name: change(x) for name, x in self.lists.items()}, **other)
+
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> BlockPlan:
         """The same change made to all counts and indices."""
-        return replace(
-            self, full=self.full.map_tensors(change), partial=self.partial.map_tensors(change)
-        )
+        return self.map_lists(lambda part: part.map_tensors(change))
 
     def with_dense_rows(self, rows: Tensor) -> BlockPlan:
         """The same plan, in which ``rows`` attend everything too; as ``dense_rows``."""
         grid = _rows_grid(self.spans, rows, self.q_blocks)
-        full, partial = (
-            BlockLists(part.counts.masked_fill(grid, 0), part.indices)
-            for part in (self.full, self.partial)
-        )
         if self.dense_rows is not None:
             rows = _both(self.spans, rows, self.dense_rows, self.q_blocks)
-        return replace(self, full=full, partial=partial, dense_rows=rows)
+        return self.map_lists(
+            lambda part: BlockLists(part.counts.masked_fill(grid, 0), part.indices),
+            dense_rows=rows,
+        )
+
+    def with_sample(self, one_in: int, seed: Tensor) -> BlockPlan:
+        """The same plan, which samples the blocks that it does not list.
+
+        Each row of each head draws one of every ``one_in`` neighbouring blocks, and keeps it where
+        it is not listed and all queries of the row see it wholly. So a block that is not listed is
+        kept by chance of 1 / ``one_in``, and what is kept, taken ``one_in`` times, is on average
+        what is left out: the sum of exp(logit) in attention's softmax, and its gradients.
+
+        Args:
+            seed: int64 scalar on the device; the same plan and seed draw the same.
+        """
+        rows, device = self.spans.rows(self.query_block), seed.device
+        runs = torch.arange(-(-self.kv_blocks // one_in), device=device)
+        shape = (*self.full.counts.shape, len(runs))
+        place = torch.arange(math.prod(shape), device=device).view(shape)
+        drawn = runs * one_in + _scattered(place + seed) % one_in
+        first, last, queries = (
+            x[:, None, :, None] for x in (rows.max_first, rows.min_last, rows.queries)
+        )
+        begins = drawn * self.key_block
+        kept = (begins >= first) & (begins + (self.key_block - 1) <= last) & (queries > 0)
+        inside = drawn.clamp(max=self.kv_blocks - 1)
+        kept &= ~self.full.to_dense(self.kv_blocks).gather(-1, inside)
+        dense = self.is_dense()
+        if dense is not None:
+            kept &= ~dense.unsqueeze(-1)
+        sampled = BlockLists.of(drawn.to(torch.int32), kept, len(runs))
+        return replace(self, sampled=sampled, one_in=one_in)
 
     def on(self, spans: Spans) -> BlockPlan:
         """The same plan on the device of other ``spans`` that say the same."""
@@ -413,8 +476,7 @@ class BlockPlan:
         dense_heads = plan.dense_heads
         if start % sharing or stop % sharing:
             # a head of the plan is cut: give each head of q its own
-            lists = plan.full.for_heads(heads), plan.partial.for_heads(heads)
-            plan = replace(plan, full=lists[0], partial=lists[1])
+            plan = plan.map_lists(lambda part: part.for_heads(heads))
             dense_heads = tuple(
                 [head * sharing + i for head in dense_heads for i in range(sharing)]
             )
@@ -433,15 +495,16 @@ class BlockPlan:
             spans: of the queries of these blocks.
         """
         missing, index = rows < 0, rows.clamp(min=0)
-        full, partial = (
-            BlockLists(part.counts[:, :, index].masked_fill(missing, 0), part.indices[:, :, index])
-            for part in (self.full, self.partial)
-        )
+
+        def taken(part: BlockLists) -> BlockLists:
+            counts = part.counts[:, :, index].masked_fill(missing, 0)
+            return BlockLists(counts, part.indices[:, :, index])
+
         dense = self.dense_rows
         if dense is not None:
             # the layers of a forward pass name the same rows
             dense = _taken(spans, dense, rows, self.q_blocks)
-        return replace(self, full=full, partial=partial, spans=spans, dense_rows=dense)
+        return self.map_lists(taken, spans=spans, dense_rows=dense)
 
     def is_dense(self) -> Tensor | None:
         """bool [B, H, M_q]: the rows that attend everything and list nothing; None for none."""
@@ -451,7 +514,7 @@ class BlockPlan:
         return _grid(counts.shape, self.dense_heads, self.dense_rows, counts.device)
 
     def to_dense(self) -> Tensor:
-        """bool [B, H, M_q, M_k]: the attended blocks."""
+        """bool [B, H, M_q, M_k]: the attended blocks, without those that are sampled."""
         chosen, dense = self._chosen(slice(None)), self.is_dense()
         if dense is None:
             return chosen
@@ -468,9 +531,10 @@ class BlockPlan:
     def token_mask(
         self, start: int = 0, stop: int | None = None, kv_stop: int | None = None
     ) -> Tensor:
-        """bool [B, H, stop - start, kv_stop] for queries ``start`` to ``stop``: the plan's meaning.
+        """bool [B, H, stop - start, kv_stop] for queries ``start`` to ``stop``: what they attend.
 
-        Quadratic when asked for everything at once; for the reference and for tests.
+        What is sampled is left out. Quadratic when asked for everything at once; for the reference
+        and for tests.
         """
         stop = self.q_length if stop is None else min(stop, self.q_length)
         kv_stop = self.kv_length if kv_stop is None else kv_stop
@@ -490,6 +554,8 @@ class BlockPlan:
         rows = self.spans.rows(self.query_block)
         queries = rows.queries.unsqueeze(1).to(torch.int64)
         attended = (self.full.counts * queries).sum() * self.key_block
+        if self.sampled is not None:
+            attended = attended + (self.sampled.counts * queries).sum() * self.key_block
         first, last = self.spans.blocked(self.query_block)
         listed = self.partial.listed()
         for slot in range(self.partial.width):
@@ -517,7 +583,7 @@ class BlockPlan:
         """
         rows, columns = self.spans.rows(self.query_block), self.kv_blocks
         shape = (self.batch, self.heads, self.q_blocks)
-        for name, part in (("full", self.full), ("partial", self.partial)):
+        for name, part in self.lists.items():
             for what, expected in (("counts", shape), ("indices", (*shape, part.width))):
                 x = getattr(part, what)
                 if x.dtype != torch.int32 or tuple(x.shape) != expected:
@@ -531,13 +597,15 @@ class BlockPlan:
             falling = listed[..., 1:] & (indices[..., 1:] <= indices[..., :-1])
             _refuse(falling, f"{name}.indices are not strictly ascending within a row.")
         full, partial = self.full.to_dense(columns), self.partial.to_dense(columns)
+        if self.sampled is not None:
+            _refuse(full & self.sampled.to_dense(columns), "A block is both listed and sampled.")
         visible, complete = (
             x.unsqueeze(1) for x in _visibility(rows, self.key_block, self.kv_length)
         )
         _refuse(full & partial, "A block is listed in both full and partial.")
-        _refuse(
-            full & ~complete, "full lists a block that some query of its row may not see wholly."
-        )
+        for name in self.lists.keys() - {"partial"}:
+            unseen = self.lists[name].to_dense(columns) & ~complete
+            _refuse(unseen, f"{name} lists a block that some query of its row may not see wholly.")
         _refuse(partial & ~visible, "partial lists a block that no query of its row may see.")
         self._validate_whole()
 
@@ -559,7 +627,7 @@ class BlockPlan:
             _refuse(again, "dense_rows name a query block twice.")
         dense = self.is_dense()
         if dense is not None:
-            listing = dense & (self.full.counts + self.partial.counts > 0)
+            listing = dense & (sum(part.counts for part in self.lists.values()) > 0)
             _refuse(listing, "A row that attends everything lists blocks as well.")
 
 
@@ -576,6 +644,17 @@ def _grid(
     for head in heads:
         grid[:, head] = True
     return grid[..., :blocks]
+
+
+def _scattered(x: Tensor) -> Tensor:
+    """Whole numbers >= 0 that follow from int64 x and look random: the finaliser of SplitMix64.
+
+    Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators (2014).
+    """
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        # shifts of negative numbers fill with ones
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return (x ^ (x >> 31)) & (2**62 - 1)
 
 
 @once_per_spans

@@ -421,16 +421,18 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention under a plan, [B, H, N_q, D_v]: softmax over the keys the plan keeps.
 
-    Differentiable. Queries that see nothing (padding, or no block listed) get zeros. A plan may
-    have fewer heads than q, see `BlockPlan.shared_by`. The token mask is made for at most
-    `QUERY_CHUNK` queries at a time, over the keys they could see. What is not finite reaches no
-    query of a block that sees nothing of it, but where looking for it breaks a graph.
+    What a plan samples has log(``plan.one_in``) added to its logits. Differentiable. Queries that
+    see nothing (padding, or no block listed) get zeros. A plan may have fewer heads than q, see
+    `BlockPlan.shared_by`. The token mask is made for at most `QUERY_CHUNK` queries at a time, over
+    the keys they could see. What is not finite reaches no query of a block that sees nothing of
+    it, but where looking for it breaks a graph.
 
     ``return_lse`` adds the log-sum-exp of each query's scaled scores: natural logarithm, float32
     (float64 for float64 inputs) [B, H, N_q], -inf where a query sees nothing.
     """
     sharing = plan.shared_by(q.shape[1])
     group = q.shape[1] // k.shape[1]
+    sample = None if plan.sampled is None else plan.of_sampled()
     sound = torch.compiler.is_compiling() or all(bool(x.isfinite().all()) for x in (k, v))
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
     outs, sums = [], []
@@ -439,6 +441,11 @@ def attention(
         rows = slice(start, min(start + chunk, plan.q_length))
         reach = _reach(plan.spans, rows)
         mask = plan.token_mask(rows.start, rows.stop, reach).repeat_interleave(sharing, dim=1)
+        raised = None
+        if sample is not None:
+            more = sample.token_mask(rows.start, rows.stop, reach)
+            more = more.repeat_interleave(sharing, dim=1)
+            mask, raised = mask | more, more.to(q.dtype) * math.log(plan.one_in)
         queries, keys, values = q[:, :, rows], k[:, :, :reach], v[:, :, :reach]
         if not sound:
             # a mask adds to logits and a weight of 0 multiplies: neither removes a NaN
@@ -446,19 +453,21 @@ def attention(
             keys, values = (x.masked_fill(unseen, 0.0) for x in (keys, values))
         # softmax over nothing is NaN: a blind query looks somewhere, and what it saw is dropped
         blind = ~mask.any(dim=-1, keepdim=True)
-        out = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask | blind, scale=scale
-        )
+        seen = mask | blind
+        if raised is not None:
+            seen = raised.masked_fill(~seen, -torch.inf)
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scale)
         outs.append(out.masked_fill(blind, 0.0))
         if return_lse:
-            sums.append(_log_sum_exp(queries, keys, mask, scale))
+            sums.append(_log_sum_exp(queries, keys, mask, raised, scale))
     out = torch.cat(outs, dim=2)
     return (out, torch.cat(sums, dim=2)) if return_lse else out
 
 
-def _log_sum_exp(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _log_sum_exp(q: Tensor, k: Tensor, mask: Tensor, raised: Tensor | None, scale: float) -> Tensor:
     dtype = torch.promote_types(q.dtype, torch.float32)
     logits = q.to(dtype) @ k.to(dtype).transpose(-1, -2) * scale
+    logits = logits if raised is None else logits + raised
     return logits.masked_fill(~mask, -torch.inf).logsumexp(dim=-1)
 
 

@@ -127,6 +127,8 @@ def test_a_training_step_is_that_of_one_process(ranks, config, ends):
             (("cab", CONFIGS["cascade"]), {}), {"checkpointing": True}, 2, id="cascade-checkpointed"
         ),
         pytest.param((("cab", SPARSE), {}), {"heads_k_stride": 2}, 2, id="both-heads-at-once"),
+        # ranks draw for themselves, but where all is drawn
+        pytest.param((("cab", replace(SPARSE, sampled_one_in=1)), {}), {}, 2, id="all-sampled"),
         pytest.param((("cab", SPARSE), {}), {}, 1, id="alone"),
         pytest.param(
             (("cab", SPARSE), {"family": "mistral-sliding"}), {}, 4, id="a-sliding-window"

@@ -66,6 +66,19 @@ def test_what_is_named_is_attended_beside_the_lists(gpu, dim, layout):
     assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad, plan, dim**-0.5)
 
 
+@pytest.mark.parametrize("layout", ["causal", "padded", "packed"])
+@pytest.mark.parametrize("blocks", [(128, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("name", ["triton", "flex"])
+def test_what_is_sampled_stands_for_the_others(gpu, layout, blocks, name):
+    shape = {"q_length": 1777, "heads": 4, "kv_heads": 2, "dim": 64, "batch": 2, "layout": layout}
+    named = {"dense_heads": (0,), "dense_rows": "tail", "share": 0.2}
+    q, k, v, grad, plan = case(gpu, torch.bfloat16, blocks, **shape, **named)
+    plan = plan.with_sample(3, torch.tensor(5, device=gpu))
+    plan.validate()
+    engine = engines.choose(name, engines.Workload("cuda", 64, q.dtype, True, *blocks))
+    assert_engine_within_budget(engine.attention, q, k, v, grad, plan, 64**-0.5)
+
+
 @pytest.mark.parametrize("dim", [64, 320])
 def test_float32(gpu, dim):
     shape = {"q_length": 333, "heads": 4, "kv_heads": 2, "dim": dim}

@@ -114,7 +114,7 @@ def test_registered_op():
     q, k, v = (x.requires_grad_() for x in qkv(q_length=40))
     plan = random_plan(q.detach(), k.detach(), (32, 16))
     torch.library.opcheck(
-        block._forward_op,
+        block.forward_op,
         (q, k, v, *block.flattened(plan, 0.2)),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )

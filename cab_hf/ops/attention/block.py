@@ -54,7 +54,7 @@ def attention(
     With ``return_lse`` also the log-sum-exp of every query's logits, float32 [B, H, N_q], -inf for
     a query that sees nothing; gradients flow through the output alone.
     """
-    out, lse = _forward_op(q, k, v, *flattened(plan, scale))
+    out, lse = forward_op(q, k, v, *flattened(plan, scale))
     return (out, lse) if return_lse else out
 
 
@@ -96,7 +96,7 @@ def register_gradients(forward_op: CustomOpDef, backward_for: Callable[..., Cust
 
 
 @torch.library.custom_op("cab_hf::block_attention", mutates_args=(), schema=FORWARD)
-def _forward_op(q, k, v, *plan):
+def forward_op(q, k, v, *plan):
     q, k, v = map(described, (q, k, v))
     out, lse = like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     _way(q).forward(q, k, v, out, lse, *rows_of(plan))
@@ -114,7 +114,7 @@ def _(grad, q, k, v, *_):
     return tuple(map(like, (q, k, v)))
 
 
-register_gradients(_forward_op, lambda *_: backward_op)
+register_gradients(forward_op, lambda *_: backward_op)
 
 
 def _way(q: Tensor) -> ModuleType:

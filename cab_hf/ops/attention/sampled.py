@@ -1,0 +1,102 @@
+"""What a plan samples in training: blocks drawn at random, which stand for those not listed.
+
+An engine attends what is listed, our own kernels what is sampled, and both are merged by their
+log-sum-exps. The backward pass needs no merging: under the log-sum-exp of all of it, the weights
+of each part are those that attention under that part alone would find. The definition is
+`reference.attention`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cab_hf.ops.attention import block
+from cab_hf.ops.attention.tiles import like
+from cab_hf.plan import BlockPlan
+
+SAMPLED = f"Tensor counts, Tensor indices, int one_in, {block.PLAN}"
+FORWARD = (
+    "(Tensor q, Tensor k, Tensor v, Tensor listed_out, Tensor listed_lse,"
+    f" {SAMPLED}) -> (Tensor, Tensor)"
+)
+BACKWARD = (
+    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
+    f" {SAMPLED}) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def attention(
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: BlockPlan,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """(out, log-sum-exp) under ``plan``, which samples; on CUDA devices.
+
+    Args:
+        attend: attention under the lists of a plan, under the signature of `reference.attention`.
+    """
+    assert plan.sampled is not None
+    # gradients are those of the op below
+    with torch.no_grad():
+        listed = attend(q, k, v, plan, scale, True)
+    sampled = plan.sampled.counts, plan.sampled.indices, plan.one_in
+    return _forward_op(q, k, v, *listed, *sampled, *block.flattened(plan, scale))
+
+
+@torch.library.custom_op("cab_hf::sampled_attention", mutates_args=(), schema=FORWARD)
+def _forward_op(q, k, v, listed_out, listed_lse, counts, indices, one_in, *plan):
+    more, sums = block.forward_op(q, k, v, *_of_sampled(counts, indices, plan))
+    sums = sums + math.log(one_in)
+    # the share of what is sampled; none where nothing is, also for padding queries
+    share = (sums - listed_lse).sigmoid().masked_fill(sums == -torch.inf, 0.0)
+    out = like(q, v.shape[3])
+    torch.lerp(listed_out, more, share.unsqueeze(-1).to(more.dtype), out=out)
+    return out, torch.logaddexp(listed_lse, sums)
+
+
+@torch.library.custom_op("cab_hf::sampled_attention_backward", mutates_args=(), schema=BACKWARD)
+def _backward_op(grad, q, k, v, out, lse, counts, indices, one_in, *plan):
+    gradients = block.backward_op(grad, q, k, v, out, lse, *plan)
+    lse = lse - math.log(one_in)
+    more = block.backward_op(grad, q, k, v, out, lse, *_of_sampled(counts, indices, plan))
+    return tuple(x.add_(y) for x, y in zip(gradients, more, strict=True))
+
+
+@_forward_op.register_fake
+def _(q, k, v, *_):
+    return like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@_backward_op.register_fake
+def _(grad, q, k, v, *_):
+    return tuple(map(like, (q, k, v)))
+
+
+def _save(ctx, inputs, output):
+    q, k, v, _, _, counts, indices, one_in, *lists, query_block, key_block, scale = inputs
+    ctx.settings = one_in, query_block, key_block, scale
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, *output, counts, indices, *lists)
+
+
+def _differentiate(ctx, grad, _):
+    q, k, v, out, lse, counts, indices, *lists = ctx.saved_tensors
+    one_in, *settings = ctx.settings
+    sampled = counts, indices, one_in
+    return *_backward_op(grad, q, k, v, out, lse, *sampled, *lists, *settings), *(None,) * 14
+
+
+_forward_op.register_autograd(_differentiate, setup_context=_save)
+
+
+def _of_sampled(counts: Tensor, indices: Tensor, plan: tuple) -> tuple:
+    """`block.PLAN` that lists what is sampled instead."""
+    none = torch.zeros_like(counts)
+    return counts, indices, none, none.unsqueeze(-1), *plan[4:]

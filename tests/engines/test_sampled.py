@@ -1,0 +1,169 @@
+"""What a plan samples in training: it stands for what is not listed, and engines compute it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import assert_engine_within_budget, case, with_gradients
+from tiny import SPARSE, tiny_model, tokens
+
+import cab_hf
+from cab_hf import BlockPlan, engines
+from cab_hf.ops import reference
+from cab_hf.sparse import attended
+
+FOUR = {"heads": 4, "kv_heads": 2}
+CASES = [
+    pytest.param(FOUR | {"q_length": 200}, (32, 16), id="causal"),
+    pytest.param(FOUR | {"q_length": 70, "kv_length": 201}, (32, 16), id="chunk"),
+    pytest.param(FOUR | {"q_length": 200, "plan_heads": 2}, (32, 16), id="plan-of-groups"),
+    pytest.param(
+        FOUR | {"q_length": 150, "dense_heads": (1,), "dense_rows": "tail"}, (32, 16), id="named"
+    ),
+    pytest.param(
+        {"heads": 2, "kv_heads": 1, "q_length": 130, "layout": "packed", "batch": 2},
+        (16, 32),
+        id="packed",
+    ),
+    pytest.param(
+        {"heads": 2, "kv_heads": 1, "q_length": 130, "layout": "padded", "batch": 2},
+        (32, 16),
+        id="padded",
+    ),
+    pytest.param({"heads": 2, "kv_heads": 1, "q_length": 130, "dim": 264}, (32, 16), id="split"),
+]
+cases = pytest.mark.parametrize(("shape", "blocks"), CASES)
+SAMPLING = replace(SPARSE, sampled_one_in=3)
+
+
+def seeds(count):
+    return torch.randint(2**62, (count,), generator=torch.Generator().manual_seed(0))
+
+
+def sampled_case(shape, blocks, one_in):
+    q, k, v, grad, plan = case("cpu", torch.float32, blocks, share=0.2, **shape)
+    plan = plan.with_sample(one_in, seeds(1)[0])
+    plan.validate()
+    return q, k, v, grad, plan
+
+
+@cases
+def test_kernels_compute_what_the_reference_defines(shape, blocks):
+    q, k, v, grad, plan = sampled_case(shape, blocks, one_in=3)
+    assert plan.sampled.counts.sum() > 0
+    assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad, plan, 0.2)
+
+
+@cases
+def test_one_of_one_is_everything(shape, blocks):
+    """What no row may see wholly is cut by the diagonal or a border, and listed here."""
+    q, k, v, grad, plan = sampled_case(shape, blocks, one_in=1)
+    dense = BlockPlan.causal(plan.spans, 1, *blocks)
+    expected = with_gradients(reference.attention, (q, k, v), grad, dense, 0.2)
+    actual = with_gradients(reference.attention, (q, k, v), grad, plan, 0.2)
+    seen = (plan.spans.last >= 0)[:, None, :, None]
+    for name, meant in expected.items():
+        result = actual[name]
+        if name in ("out", "dq"):
+            result, meant = result * seen, meant * seen
+        torch.testing.assert_close(result, meant, atol=1e-5, rtol=1e-5)
+    assert plan.density() == dense.density()
+
+
+def test_each_block_that_is_not_listed_is_drawn_as_often_as_any():
+    *_, plan = sampled_case(FOUR | {"q_length": 640}, (32, 16), one_in=4)
+    draws = [plan.with_sample(4, seed) for seed in seeds(300)]
+    often = sum(x.of_sampled().to_dense().float() for x in draws) / len(draws)
+    visible = BlockPlan.causal(plan.spans, 1, 32, 16).to_dense()
+    free = visible & ~plan.to_dense()
+    # by rows, heads and columns: 300 draws of many blocks
+    assert (often[~free] == 0).all()
+    for dims in ((0, 1, 2), (0, 1, 3), (0, 2, 3)):
+        mean = (often * free).sum(dims) / free.sum(dims).clamp(min=1)
+        assert (mean[free.sum(dims) > 20] - 0.25).abs().max() < 0.03
+    together = torch.stack([x.of_sampled().to_dense() for x in draws]).float()
+    pair = together[:, 0, :, 19, 4]
+    assert pair[:, 0].mul(pair[:, 1]).mean() < 0.12, "heads draw for themselves"
+
+
+def test_what_is_drawn_is_on_average_what_is_left_out():
+    q, k, v, _, plan = sampled_case(FOUR | {"q_length": 200}, (32, 16), one_in=4)
+    dense = BlockPlan.causal(plan.spans, 1, 32, 16)
+    expected = reference.attention(q, k, v, dense, 0.2, return_lse=True)[1].exp()
+    draws = (plan.with_sample(4, seed) for seed in seeds(300))
+    sums = [reference.attention(q, k, v, x, 0.2, return_lse=True)[1].exp() for x in draws]
+    assert (sum(sums) / len(sums) / expected).mean() == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_plan_keeps_what_it_samples_through_every_change():
+    *_, plan = sampled_case(FOUR | {"q_length": 200}, (32, 16), one_in=3)
+    drawn = plan.of_sampled().to_dense()
+    for changed, expected in (
+        (plan.take_heads(1, 2, 4), drawn[:, 1:2]),
+        (plan.of_heads([3, 0]), drawn[:, [3, 0]]),
+    ):
+        changed.validate()
+        assert torch.equal(changed.of_sampled().to_dense(), expected)
+    named = plan.with_dense_rows(torch.tensor([[6]]))
+    named.validate()
+    assert torch.equal(named.of_sampled().to_dense()[:, :, :6], drawn[:, :, :6])
+    assert plan.density() > replace(plan, sampled=None).density()
+
+
+@pytest.mark.parametrize(
+    ("listed", "sentence"),
+    [
+        pytest.param(True, "both listed and sampled", id="listed"),
+        pytest.param(False, "sampled lists a block that some query", id="not-seen"),
+    ],
+)
+def test_validation_names_what_is_wrong(listed, sentence):
+    *_, plan = sampled_case(FOUR | {"q_length": 200}, (32, 16), one_in=3)
+    with pytest.raises(ValueError, match=sentence):
+        replace(plan, sampled=plan.full if listed else plan.partial).validate()
+
+
+def gradients(model, ids, checkpointing=False):
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.manual_seed(0)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return [p.grad for p in model.parameters()]
+
+
+def density(model, ids):
+    attended.clear()
+    gradients(model, ids)
+    counts = list(attended.values())
+    return sum(int(x.attended) for x in counts) / sum(int(x.causal) for x in counts)
+
+
+def test_training_on_one_of_one_is_dense_training():
+    ids = tokens(2, 200)
+    model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, sampled_one_in=1))
+    assert density(model, ids) == 1.0
+    model.zero_grad()
+    expected, actual = gradients(tiny_model(), ids), gradients(model, ids)
+    for result, meant in zip(actual, expected, strict=True):
+        torch.testing.assert_close(result, meant, atol=1e-5, rtol=1e-3)
+
+
+def test_a_layer_computed_again_attends_what_it_drew_before():
+    ids = tokens(2, 200)
+    sampling, sparse = (cab_hf.apply_cab(tiny_model(), x) for x in (SAMPLING, SPARSE))
+    assert density(sampling, ids) > density(sparse, ids)
+    sampling.zero_grad()
+    expected = gradients(sampling, ids)
+    actual = gradients(cab_hf.apply_cab(tiny_model(), SAMPLING), ids, checkpointing=True)
+    for result, meant in zip(actual, expected, strict=True):
+        torch.testing.assert_close(result, meant)
+
+
+def test_nothing_is_drawn_without_gradients():
+    ids = tokens(1, 200)
+    model = cab_hf.apply_cab(tiny_model(), SAMPLING)
+    with torch.no_grad():
+        actual = model(ids).logits
+        expected = cab_hf.apply_cab(tiny_model(), SPARSE)(ids).logits
+    assert torch.equal(actual, expected)
