@@ -50,7 +50,7 @@ TRAININGS = {
     "not at all": ("fidelity-smollm2-beyond", ("dense",)),
     "dense": ("fidelity-trained-dense", ("dense", "cab")),
     "cab": ("fidelity-trained-cab", ("dense", "cab")),
-    "cab, every fourth step dense": ("fidelity-trained-dense-every", ("dense", "cab")),
+    "cab, sampling one block in 16": ("fidelity-trained-sampled", ("dense", "cab")),
 }
 PARALLEL = "speed-context-parallel"
 PARALLELS = tuple(PARALLEL + which for which in ("", "-1m", "-4", "-4-1m", "-4-70b", "-4-1m-70b"))
@@ -193,7 +193,13 @@ def source(results: Sequence[Results]) -> str:
         "torch ": [each["versions"]["torch"] for each in made],
         "commit ": [_short(each["commit"] or "unknown") for each in made],
     }
-    return ", ".join(what + " and ".join(dict.fromkeys(each)) for what, each in fields.items())
+    return ", ".join(what + _listed(list(dict.fromkeys(each))) for what, each in fields.items())
+
+
+def _listed(names: Sequence[str]) -> str:
+    """As "a", "a and b" or "a, b and c"."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _short(commit: str) -> str:

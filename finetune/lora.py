@@ -38,7 +38,6 @@ from cab_hf.finetune.agreement import facts_of, require_alike
 from cab_hf.finetune.checkpoints import Checkpoints
 from cab_hf.finetune.data import HOLD_OUT, Ahead, Packed, held_out
 from cab_hf.finetune.models import (
-    attending_densely,
     enable_gradient_checkpointing,
     load_model,
     loaded_sha256,
@@ -268,10 +267,7 @@ class Run:
         rate = learning_rate(step, settings)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        # by the number of the step, so that a run that goes on takes the same steps densely
-        dense = bool(settings.dense_every) and step % settings.dense_every == 0
-        with attending_densely(self.model) if dense else nullcontext():
-            loss = self._gradients(micro_batches, tokens)
+        loss = self._gradients(micro_batches, tokens)
         norm = self._clip()
         finite.require_finite_step(step, loss, norm, self.model, accelerator)
         self.optimizer.step()

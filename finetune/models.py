@@ -18,7 +18,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from cab_hf.config import CabConfig
 from cab_hf.patches import apply_cab
-from cab_hf.patches.switch import own_configs
 from cab_hf.runs import models as run_models
 from cab_hf.runs.log import write_atomically
 
@@ -293,19 +292,6 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
     if hasattr(causal, "_require_grads_hook"):
         # nobody needs a gradient of frozen embeddings; they and it would stay until the end
         causal.disable_input_require_grads()
-
-
-@contextmanager
-def attending_densely(model: nn.Module) -> Iterator[None]:
-    """Inside, a model that attends by "cab" attends exactly; a backward pass belongs inside too."""
-    was = [each for each in own_configs(model) if each.implementation == "cab"]
-    for each in was:
-        each.switch("cab_dense")
-    try:
-        yield
-    finally:
-        for each in was:
-            each.put_back()
 
 
 def _check_targets(model: PreTrainedModel, targets: Sequence[str], dropout: float) -> None:

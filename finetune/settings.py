@@ -115,9 +115,6 @@ class Settings:
     tokens_per_step: int = option(0, "of all processes; 0: one micro batch of each", int)
     micro_batch: int = option(1, "sequences a process computes at once", int)
     cp: int = option(1, "processes that each sequence is sharded over", int)
-    dense_every: int | None = option(
-        None, "every n-th step attends densely, the others by cab; 0: none", int
-    )
     loss_kernel: str = option("auto", f"of the loss: {', '.join(KERNELS)}")
     seed: int = option(0, "of the adapter, of dropout and of the data", int)
     # run
@@ -153,9 +150,6 @@ class Settings:
         self._within("auto, or 0 or more", lambda x: x is None or x >= 0, *given)
         kept = self.checkpointing or not self.offload_layers
         require(self, "offload_layers", kept, "0 without checkpointing")
-        self._within("0 or more", lambda x: x is None or x >= 0, "dense_every")
-        sparse = self.attention == "cab" or not self.dense_every
-        require(self, "dense_every", sparse, f"0 with attention={self.attention!r}")
         self._within("in [0, 1)", lambda x: 0 <= x < 1, "dropout", "beta2")
         self._within("in [0, 1]", lambda x: 0 <= x <= 1, "lr_end")
         adapted = self.train == ADAPTER

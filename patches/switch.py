@@ -43,12 +43,9 @@ class Was:
     def changed(self) -> bool:
         return self.config._attn_implementation != self.implementation
 
-    def switch(self, implementation: str) -> None:
-        """Set the attention of this config alone; its property would set all configs inside too."""
-        self.config._attn_implementation_internal = implementation
-
     def put_back(self) -> None:
-        self.switch(self.implementation)
+        # not the property, which would set all configs inside too
+        self.config._attn_implementation_internal = self.implementation
         if self.cab_config is not None:
             self.config.cab_config = self.cab_config
         elif hasattr(self.config, "cab_config"):

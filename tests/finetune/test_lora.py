@@ -238,7 +238,7 @@ def test_a_run_goes_on_with_a_log_that_knows_nothing_of_tiles(tmp_path):
     log = tmp_path / "run" / "log.jsonl"
     header, *records = log.read_text().splitlines(keepends=True)
     older = json.loads(header)
-    for name in ("tile_tokens", "offload_layers", "dense_every"):
+    for name in ("tile_tokens", "offload_layers"):
         older["identity"].pop(name, None)
     log.write_text(json.dumps(older) + "\n" + "".join(records))
     before = log.read_bytes()
@@ -280,27 +280,14 @@ def test_a_run_in_tiles_goes_on_to_the_last_bit(tmp_path, monkeypatch):
     assert steps(tmp_path / "run", "grad_norm") == steps(tmp_path / "whole", "grad_norm")
 
 
-def test_every_nth_step_is_dense(tmp_path):
-    assert run(tmp_path, "--dense-every", "2") == 0
-    density = steps(tmp_path / "run", "density")
-    assert density[1::2] == [1.0] * 2 and max(density[::2]) < 1
-
-
-def test_dense_steps_learn_what_dense_attention_does(tmp_path):
-    words = ["--eval-every", "4", "--passkeys", "1"]
-    assert run(tmp_path, *words, "--dense-every", "1") == 0
-    assert run(tmp_path, *words, "--attention", "cab_dense", name="dense") == 0
-    for field in ("loss", "grad_norm", "density"):
-        assert steps(tmp_path / "run", field) == steps(tmp_path / "dense", field)
-
-
-def test_dense_steps_are_told_by_their_number(tmp_path, monkeypatch):
+def test_what_is_sampled_is_drawn_again_by_a_run_that_goes_on(tmp_path, monkeypatch):
     step = lora.Run._step
 
     def asked(self, at, _asked):
         return step(self, at, lambda: at == 1)
 
-    words = ["--dense-every", "2", "--dropout", "0.1"]
+    # what is dropped is drawn behind what is sampled
+    words = ["--cab", "sampled_one_in=3", "--dropout", "0.1", "--checkpointing", "true"]
     assert run(tmp_path, *words, name="whole") == 0
     with monkeypatch.context() as patch:
         patch.setattr(lora.Run, "_step", asked)
@@ -309,7 +296,9 @@ def test_dense_steps_are_told_by_their_number(tmp_path, monkeypatch):
     assert run(tmp_path, *words) == 0
     for field in ("loss", "grad_norm", "density"):
         assert steps(tmp_path / "run", field) == steps(tmp_path / "whole", field)
-    assert run(tmp_path, "--dense-every", "3", "--dropout", "0.1") == 2
+    assert run(tmp_path, name="without") == 0
+    more, less = (steps(tmp_path / name, "density") for name in ("whole", "without"))
+    assert all(a > b for a, b in zip(more, less, strict=True))
 
 
 @pytest.mark.parametrize(("gpu_gib", "offloaded"), [(1.0, None), (0.078, 2), (0.06, "refused")])

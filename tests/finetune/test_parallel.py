@@ -28,7 +28,8 @@ TILED = ["--tile-tokens", "100", "--offload-layers", "1"]
 RUNS = {
     "cab": [],
     "little": TILED,
-    "dense-steps": ["--dense-every", "2"],
+    # processes draw for themselves, but where all is drawn
+    "all-sampled": ["--cab", "sampled_one_in=1"],
     "cab_dense": ["--attention", "cab_dense", "--checkpointing", "false"],
     "turns": ["--micro-batch", "2", "--tokens-per-step", "2048"],
 }

@@ -129,12 +129,6 @@ def test_a_command_line_is_refused_in_one_line(words, message, tmp_path, capsys)
             "offload_layers is 3; it must be 0 without checkpointing",
             id="nothing to offload",
         ),
-        pytest.param({"dense_every": -1}, "dense_every is -1; it must be 0 or more", id="never"),
-        pytest.param(
-            {"dense_every": 2, "attention": "sdpa"},
-            "dense_every is 2; it must be 0 with attention='sdpa'",
-            id="dense anyhow",
-        ),
         pytest.param({"tile_tokens": -1}, r"tile_tokens is -1; it must be auto, or 0", id="tile"),
         pytest.param(
             {"link_gbs": 0.0}, r"link_gbs is 0\.0; it must be a number above 0", id="link"
