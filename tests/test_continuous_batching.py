@@ -8,6 +8,9 @@ import transformers
 from tiny import FULL, SPARSE, tiny_model, tokens
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import continuous_api
+from transformers.generation.continuous_batching.cache_allocators.full_attention import (
+    FullAttentionCacheAllocator,
+)
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 import cab_hf
@@ -54,6 +57,28 @@ def test_a_full_budget_is_dense_attention(family, changes):
     model = tiny_model(family)
     expected = generated(model)
     assert served(on_cab(model), **changes) == expected
+
+
+@pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS)
+def test_steps_read_their_keys_where_they_lie(changes, monkeypatch):
+    """Where a kernel takes them together, beside prompts too: what is gathered is of prompts."""
+    monkeypatch.setattr(batch.decode, "has_kernels", lambda *_: True)
+    model, gathered = tiny_model(), []
+    expected = generated(model)
+    update = FullAttentionCacheAllocator.update
+
+    def watched(self, keys, values, layer, read, write):
+        gathered.append((len(read), len(write)))
+        return update(self, keys, values, layer, read, write)
+
+    monkeypatch.setattr(FullAttentionCacheAllocator, "update", watched)
+    assert served(on_cab(model), **changes) == expected
+    if "max_blocks_per_request" not in changes:
+        # a batch that only decodes gathers nothing, and no other gathers more than its prompts
+        longest = max(map(len, PROMPTS))
+        assert all(read == 0 for read, written in gathered if written <= len(PROMPTS))
+        # two prompts share a batch where a chunk ends one of them
+        assert max(read - written for read, written in gathered) < 2 * longest
 
 
 def test_exact_attention_by_our_name_is_served_too():

@@ -1,8 +1,8 @@
 """One forward pass of continuous batching: many sequences in a row, each attended by itself.
 
 transformers packs what is read next of every request: prompts, chunks of longer prompts, and the
-last tokens of those that decode. Their keys are gathered from a paged cache and packed alike. Where
-all of them decode, keys are read where they lie, by tables of pages.
+last tokens of those that decode. The keys of prompts are gathered from a paged cache and packed
+alike; those of requests that decode are read where they lie, in pages.
 """
 
 from __future__ import annotations
@@ -48,11 +48,25 @@ class Steps(NamedTuple):
 
     Attributes:
         queries: int64 [B], where the query of each stands.
-        seen: the keys that each of them reads: all of its own.
+        seen: the keys that each of them reads, by their place in the cache: all of its own.
     """
 
     queries: Tensor
     seen: Choice
+
+
+class Packed(NamedTuple):
+    """What a forward pass reads of all requests.
+
+    Attributes:
+        sequences: those that are attended one by one.
+        steps: those that decode, where a kernel takes them together.
+        read: int64, the places in the cache of what `sequences` attend, one behind the other.
+    """
+
+    sequences: list[Sequence]
+    steps: Steps | None
+    read: Tensor
 
 
 @dataclass(eq=False)
@@ -66,7 +80,7 @@ class Batch(NotATensor, ForwardPass):
 
     model: str
     tokens: int
-    _packed: tuple[list[Sequence], Steps | None] | None = None
+    _packed: dict[Any, Packed] = field(default_factory=dict)
     _paged: dict[Any, tuple[Tensor, Choice]] = field(default_factory=dict)
 
     @property
@@ -91,39 +105,43 @@ class Batch(NotATensor, ForwardPass):
             given: the `KEYWORDS`.
         """
         cache, layer = given["cache"], module.layer_idx
-        keys, values = cache.update(
-            key_states=key, value_states=value, layer_idx=layer, kwargs=given
-        )
+        allocator, new = cache.layer_to_allocator[layer], {"key_states": key, "value_states": value}
         if given.get("block_table") is not None:
-            pages = given["k_cache"], given["v_cache"]
-            return self._attend_pages(query, (key, value), pages, scale, cache, layer, given)
-        sequences, steps = self._sequences(query, keys, given)
+            cache.update(**new, layer_idx=layer, kwargs=given)
+            return self._attend_pages(query, (key, value), scale, allocator, given)
+        packed = self._pack(query, key, allocator, given)
+        read = list(given["read_index"])
+        read[allocator.index] = packed.read
+        keys, values = cache.update(**new, layer_idx=layer, kwargs={**given, "read_index": read})
         # what stands behind the sequences pads the batch
         out = query.new_zeros(1, query.shape[2], query.shape[1], values.shape[3])
-        for one in sequences:
+        for one in packed.sequences:
             q, k, v = query[:, :, one.queries], keys[:, :, one.keys], values[:, :, one.keys]
             work = Workload.of(q, k, v, (config.query_block, config.key_block))
             way = route(one.text, config, work, sparse=sparse, layer=module)
             out[:, one.queries] = way.attend(q, k, v, scale).transpose(1, 2)
-        if steps is not None:
-            count = len(steps.queries)
-            q = query[0, :, steps.queries].transpose(0, 1).unsqueeze(2)
-            k, v = (x.expand(count, -1, -1, -1) for x in (keys, values))
-            out[0, steps.queries] = decode.attend(q, k, v, steps.seen, scale).squeeze(2)
+        if packed.steps is not None:
+            queries, seen = packed.steps
+            pages = allocator.get_cache_for_block_table(layer)
+            q = query[0, :, queries].transpose(0, 1).unsqueeze(2)
+            k, v = (_for_each(x, len(queries)) for x in pages)
+            out[0, queries] = decode.attend(q, k, v, seen, scale).squeeze(2)
         return out
 
-    def _sequences(
-        self, query: Tensor, keys: Tensor, given: dict[str, Any]
-    ) -> tuple[list[Sequence], Steps | None]:
-        """(those that are attended one by one, those that decode together); found once a pass."""
-        if self._packed is None:
-            told = [given[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "logits_indices")]
+    def _pack(self, query: Tensor, key: Tensor, allocator: Any, given: dict[str, Any]) -> Packed:
+        """What layers with this ``allocator`` read; found once a pass."""
+        if allocator not in self._packed:
+            read = given["read_index"][allocator.index]
+            key_ends = given["cu_seq_lens_k"][allocator.layer_type]
+            told = given["cu_seq_lens_q"], key_ends, given["logits_indices"]
             # in one wait
             numbers = torch.cat([x.long() for x in told]).tolist()
             count = len(told[0])
             starts, key_starts = numbers[:count], numbers[count : 2 * count]
             foreseeing = set(numbers[2 * count :])
-            sequences, single, together = [], [], decode.has_kernels(query, keys)
+            # where nothing is read from the cache, all there is came with the call
+            together = len(read) > 0 and decode.has_kernels(query, key)
+            sequences, single, kept, keys = [], [], [], 0
             for at in range(count - 1):
                 queries, own = slice(*starts[at : at + 2]), slice(*key_starts[at : at + 2])
                 asked, length = queries.stop - queries.start, own.stop - own.start
@@ -134,22 +152,26 @@ class Batch(NotATensor, ForwardPass):
                     goes_on = queries.stop - 1 not in foreseeing
                     place = 1, asked, length, length - asked
                     text = CabMask(*place, model=self.model, goes_on=goes_on)
-                    sequences.append(Sequence(queries, own, text))
-            self._packed = sequences, _steps(single, keys) if single else None
-        return self._packed
+                    sequences.append(Sequence(queries, slice(keys, keys + length), text))
+                    kept.append(read[own])
+                    keys += length
+            steps = None
+            if single:
+                steps = _steps(single, read, key.shape[1])
+                read = torch.cat(kept) if kept else read[:0]
+            self._packed[allocator] = Packed(sequences, steps, read)
+        return self._packed[allocator]
 
     def _attend_pages(
         self,
         query: Tensor,
         new: tuple[Tensor, Tensor],
-        pages: tuple[Tensor, Tensor],
         scale: float,
-        cache: Any,
-        layer: int,
+        allocator: Any,
         given: dict[str, Any],
     ) -> Tensor:
         """A step of every sequence of a batch, over pages [P, tokens, H_kv, D] of K and V."""
-        allocator = cache.layer_to_allocator[layer]
+        pages = given["k_cache"], given["v_cache"]
         tokens, count = pages[0].shape[1], query.shape[2]
         heads = new[0].shape[1]
         # a graph is captured behind a pass without one, whose tensors it may not read
@@ -166,22 +188,27 @@ class Batch(NotATensor, ForwardPass):
             seen = Choice(slots.to(torch.int32).unsqueeze(1), counts, None).expanded(count, heads)
             self._paged[known] = written, seen
         written, seen = self._paged[known]
-        k, v = (x.flatten(0, 1) for x in pages)
-        for held, x in zip((k, v), new, strict=True):
-            held.index_copy_(0, written, x[0].transpose(0, 1))
-        k, v = (x.transpose(0, 1).unsqueeze(0).expand(count, -1, -1, -1) for x in (k, v))
+        for held, x in zip(pages, new, strict=True):
+            held.flatten(0, 1).index_copy_(0, written, x[0].transpose(0, 1))
+        k, v = (_for_each(x, count) for x in pages)
         q = query[0].transpose(0, 1).unsqueeze(2)
         return decode.attend(q, k, v, seen, scale).squeeze(2).unsqueeze(0)
 
 
-def _steps(single: list[tuple[int, int, int]], keys: Tensor) -> Steps:
-    """Of (place of the query, first key, keys) of each sequence."""
-    numbers = torch.tensor(single, device=keys.device)
+def _steps(single: list[tuple[int, int, int]], read: Tensor, heads: int) -> Steps:
+    """Of (place of the query, first of its keys in ``read``, keys) of each sequence."""
+    numbers = torch.tensor(single, device=read.device)
     queries, starts, lengths = numbers.unbind(1)
     longest = max(length for *_, length in single)
     # what is behind the keys of a sequence is not read
-    slots = starts.unsqueeze(1) + torch.arange(longest, device=keys.device)
-    slots = slots.clamp(max=keys.shape[2] - 1).to(torch.int32).unsqueeze(1)
+    places = starts.unsqueeze(1) + torch.arange(longest, device=read.device)
+    slots = read[places.clamp(max=len(read) - 1)].to(torch.int32).unsqueeze(1)
     counts = lengths.to(torch.int32).unsqueeze(1)
     seen = Choice(slots, counts, None)
-    return Steps(queries, seen.expanded(len(single), keys.shape[1]))
+    return Steps(queries, seen.expanded(len(single), heads))
+
+
+def _for_each(pages: Tensor, count: int) -> Tensor:
+    """What pages [P, tokens, H_kv, D] hold, as [count, H_kv, P * tokens, D]; nothing is copied."""
+    held = pages.flatten(0, 1).transpose(0, 1)
+    return held.unsqueeze(0).expand(count, -1, -1, -1)
