@@ -164,9 +164,9 @@ def _decode(model: PreTrainedModel, config: CabConfig) -> str:
 def stats(model: PreTrainedModel, reset: bool = False) -> list[dict[str, Any]]:
     """Realised density of every layer, over all sparse calls since the last reset.
 
-    Density is attended over causal (query, key) pairs. Layers (and calls) that were computed dense
-    count nothing; neither do steps of decode, and calls inside ``torch.compile``. Waits for the
-    device.
+    Density is attended over causal (query, key) pairs, with what training samples. Layers (and
+    calls) that were computed dense count nothing; neither do steps of decode, and calls inside
+    ``torch.compile``. Waits for the device.
 
     Returns:
         ``{"layer": index, "density": float or None}`` for each attention layer, in order.
@@ -197,6 +197,8 @@ def _sentence(
     way = route(prompt, config, work, sparse=sparse, layer=module)
     if way.kind == "sparse":
         text = f"sparse, engine {way.engine.label(work)}{_chosen(config, module)}"
+        if training and config.sampled_one_in:
+            text += f", 1 in {config.sampled_one_in} of the other blocks sampled"
     else:
         # what computes it is told where that is not what anybody would expect
         how = [] if way.reason and way.engine is SDPA else [way.engine.name]

@@ -363,6 +363,13 @@ def test_describe_says_what_runs_where_and_why(model):
     assert "layers 1-2: dense, sliding window of 40 tokens" in cab_hf.describe(sliding)
 
 
+def test_describe_says_what_training_samples(model):
+    cab_hf.apply_cab(model, SPARSE, sampled_one_in=16)
+    trained = cab_hf.describe(model, tokens=500, training=True)
+    assert "sparse, engine reference, 1 in 16 of the other blocks sampled" in trained
+    assert "sampled" not in cab_hf.describe(model, tokens=500, training=False)
+
+
 def test_describe_says_which_layer_chooses_for_which(model):
     cab_hf.apply_cab(model, SPARSE, predictor="cascade", anchors=(0, 2))
     lines = cab_hf.describe(model, tokens=500).splitlines()
