@@ -108,14 +108,15 @@ def _attend(
         )
     config = mask.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
     parallel: Parallel | None = getattr(module, PARALLEL, None)
-    mask.require_as_before(module, (config, sparse, parallel))
+    work = Workload.of(query, key, value, (config.query_block, config.key_block))
+    samples = work.training and config.sampled_one_in > 0
+    mask.require_as_before(module, (config, sparse, parallel, samples))
     parts = position_ids, kwargs.get("cu_seq_lens_q")
     if parallel is None:
         mask.find_documents(*parts)
         text = mask
     else:
         text = parallel.text(mask, query, key, value, config, *parts)
-    work = Workload.of(query, key, value, (config.query_block, config.key_block))
     way = route(text, config, work, sparse=sparse, layer=module, held=held)
     if sparse and way.kind != "sparse" and text is mask:
         _warn_of_a_short_prompt(module, mask, config)

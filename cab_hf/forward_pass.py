@@ -19,7 +19,8 @@ LEFT_EARLY = (
     "gradient checkpointing computes a layer again in the backward pass, and the model attends "
     "otherwise than in the forward pass: a `with` block of cab_hf.cab or cab_hf.context_parallel "
     "was left or entered in between, or apply_cab or remove_cab called. Call backward inside the "
-    "block that the forward pass ran in."
+    "block that the forward pass ran in. With sampled_one_in the forward pass must have gradients "
+    "too: give use_reentrant=False."
 )
 
 

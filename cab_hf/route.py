@@ -43,6 +43,8 @@ def route(
     if kind == "sparse":
         if text.goes_on:
             config = replace(config, dense_tail_blocks=0)
+        if config.sampled_one_in and not work.training:
+            config = replace(config, sampled_one_in=0)
         return Sparse(text, engines.choose(config.engine, work), config, layer)
     if kind == SparseDecode.kind:
         return SparseDecode(text, layer, config, held)

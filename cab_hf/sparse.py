@@ -37,9 +37,8 @@ class Sparse:
         config, text = self.config, self.text
         frame = text.frame(config.query_block, config.key_block, q.device)
         q_frame, k_frame, v_frame = frame.queries(q), frame.keys(k), frame.keys(v)
-        trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         seed = None
-        if trained and config.sampled_one_in:
+        if config.sampled_one_in:
             # drawn when a layer is computed again too, so that what is drawn behind it is the same
             seed = torch.randint(2**62, (), device=q.device)
 

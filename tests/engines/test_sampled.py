@@ -160,6 +160,15 @@ def test_a_layer_computed_again_attends_what_it_drew_before():
         torch.testing.assert_close(result, meant)
 
 
+def test_a_forward_pass_without_gradients_is_not_computed_again_with_some():
+    model, ids = cab_hf.apply_cab(tiny_model(), SAMPLING).train(), tokens(1, 200)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    with pytest.raises(RuntimeError, match="give use_reentrant=False"):
+        loss.backward()
+
+
 def test_nothing_is_drawn_without_gradients():
     ids = tokens(1, 200)
     model = cab_hf.apply_cab(tiny_model(), SAMPLING)
