@@ -124,6 +124,7 @@ def fit(
         quantised=FOUR_BIT_BYTES if settings.qlora and settings.dry_run else None,
         tile=tile_of(tokens // settings.cp, settings.tile_tokens),
         plans=plans,
+        short_texts=settings.attention == "cab",
     )
 
 

@@ -334,6 +334,7 @@ def memory(
     tile: int = 0,
     offloaded: int = 0,
     plans: float = 0.0,
+    short_texts: bool = False,
     weights_on_host: bool = False,
 ) -> Memory:
     """An estimate of the memory of a training step.
@@ -349,6 +350,7 @@ def memory(
         tile: tokens that MLPs compute at a time; 0: all of them.
         offloaded: layers whose checkpoints the host keeps.
         plans: bytes that the host keeps beside them, as of `plan_bytes`.
+        short_texts: whether packed documents may be shorter than CAB wants texts.
         weights_on_host: whether weights wait there until a layer needs them, as FSDP2 offloads.
     """
     config, layers = cost.config, cost.config.num_hidden_layers
@@ -381,6 +383,9 @@ def memory(
         if itemsize < 4:
             # norms compute in float32
             kept += 2 * 4 * hidden
+        if short_texts and not checkpointing:
+            # those are attended apart: their queries and outputs are there twice
+            kept += 2 * q
         flowing = came_in + itemsize * 2 * inner
         loss = size * came_in + logits
         again = kept
@@ -424,6 +429,7 @@ def plan_bytes(cost: Cost, config: CabConfig, length: int, rows: int = 1, cp: in
     layers, heads = cost.config.num_hidden_layers, cost.config.num_attention_heads
     key_blocks = -(-length // config.key_block)
     listed = min(config.max_density, WIDEST) * key_blocks + 2
+    listed += key_blocks / config.sampled_one_in if config.sampled_one_in else 0
     entries = rows * heads * length / cp / config.query_block * listed
     # torch pins powers of two
     return layers * 2.0 ** math.ceil(math.log2((2 if key_blocks < 2**15 else 4) * entries))

@@ -282,6 +282,13 @@ LARGE = {
 }
 
 
+SMALL = {
+    **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30},
+    **{"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49_152},
+    **{"max_position_embeddings": 2**17, "tie_word_embeddings": True},
+}
+
+
 @pytest.fixture(scope="module")
 def large():
     with torch.device("meta"):
@@ -337,6 +344,26 @@ def test_the_longest_may_be_one_that_tiles_make_room_for(large):
     for length, fits in ((longest, True), (longest + 1024, False), (TILED_ABOVE, False)):
         memory = dry_run.fit(long_step(length, attention="sdpa"), large, {}, room).memory
         assert room.holds(memory) == fits
+
+
+@pytest.mark.parametrize(
+    ("settings", "peak_gib"),
+    [
+        pytest.param({"length": 2**15, "micro_batch": 2, "rank": 32}, 48.3, id="32k"),
+        pytest.param({"length": 2**17, "rank": 8, "tile_tokens": 0}, 93.1, id="128k"),
+    ],
+)
+def test_steps_of_packed_documents_take_what_an_h200_measured(settings, peak_gib):
+    """Of SmolLM2-135M, without checkpointing; most documents are shorter than `min_length`."""
+    config = transformers.LlamaConfig(**SMALL)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).bfloat16()
+    rank = settings["rank"]
+    cost = meter.Cost.of(with_lora(model, ("q_proj", "k_proj", "v_proj", "o_proj"), rank, 2 * rank))
+    told = Settings(data=("a.txt",), checkpointing=False, **settings)
+    room = meter.Room(140 * meter.GIB, 128 * meter.GIB)
+    memory = dry_run.fit(told, cost, {}, room).memory
+    assert memory.total / meter.GIB == pytest.approx(peak_gib, rel=0.1)
 
 
 def test_weights_that_are_loaded_in_4_bits_are_counted_as_they_are(large):
