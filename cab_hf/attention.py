@@ -22,7 +22,7 @@ from cab_hf.frame import PARALLEL
 from cab_hf.mask import CabMask
 from cab_hf.model_config import cab_config_in_use, cab_config_of
 from cab_hf.refusals import refuse
-from cab_hf.route import route
+from cab_hf.route import route, sampled_one_in
 
 if TYPE_CHECKING:
     # imported where a text is first sharded
@@ -109,8 +109,8 @@ def _attend(
     config = mask.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
     parallel: Parallel | None = getattr(module, PARALLEL, None)
     work = Workload.of(query, key, value, (config.query_block, config.key_block))
-    samples = work.training and config.sampled_one_in > 0
-    mask.require_as_before(module, (config, sparse, parallel, samples))
+    how = config, sparse, parallel, sampled_one_in(config, work)
+    mask.require_as_before(module, how)
     parts = position_ids, kwargs.get("cu_seq_lens_q")
     if parallel is None:
         mask.find_documents(*parts)

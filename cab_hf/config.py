@@ -132,11 +132,11 @@ class CabConfig:
             for bit.
         max_density: at most this share of a row's blocks is kept, in (0, 1]; forced blocks always
             are, and heads of ``top_p`` 1 in a `Table` know no such bound.
-        sampled_one_in: in training, of how many neighbouring key blocks one is drawn at random, by
-            every row of every head and layer anew, to be attended with so many times its weight
-            where it was not chosen. What is drawn stands for all that was not chosen, so that the
-            model learns what dense attention would teach it, on average, and can be read densely as
-            well. 0 trains on what was chosen alone. Nothing is drawn without gradients.
+        sampled_one_in: in training, each row of each head draws one of every so many neighbouring
+            key blocks at random, and attends it with so many times its weight, unless it was chosen
+            anyway. What is drawn stands for all blocks that were not chosen: gradients are, on
+            average, nearly those of dense attention, and the model can be read densely as well. 0
+            turns it off. Nothing is drawn where no gradients flow.
         dense_layers: layer indices computed with exact attention.
         min_length: in tokens. A text (a packed document, a row without its padding) that has fewer
             so far is computed with exact attention, and so are the first chunks of a longer prompt.

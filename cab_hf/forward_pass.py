@@ -64,13 +64,16 @@ class ForwardPass:
             raise RuntimeError(LEFT_EARLY)
         self._attended[layer] = how
 
-    def planned(self, layer: Any, query: Tensor, predict: Callable[[], BlockPlan]) -> BlockPlan:
+    def planned(self, layer: Any, x: Tensor, predict: Callable[[], BlockPlan]) -> BlockPlan:
         """What ``predict`` chooses for ``layer``, kept for a second forward pass.
 
         Gradient checkpointing computes a layer again in the backward pass: it then attends under
         the plan of the first time. A layer that a model calls several times is predicted anew.
+
+        Args:
+            x: one of the queries, keys and values, with gradients if any of them has some.
         """
-        if torch.compiler.is_compiling() or not query.requires_grad or is_captured(query):
+        if torch.compiler.is_compiling() or not x.requires_grad or is_captured(x):
             return predict()
         kept = self._predicted.setdefault(layer, [])
         if not in_backward_pass():
@@ -83,7 +86,7 @@ class ForwardPass:
             self.shared_state.clear()
         if len(kept) != 1:
             return predict()
-        return kept.pop().map_tensors(lambda x: x.to(query.device, non_blocking=True).int())
+        return kept.pop().map_tensors(lambda part: part.to(x.device, non_blocking=True).int())
 
 
 def in_backward_pass() -> bool:

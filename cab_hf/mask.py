@@ -78,7 +78,12 @@ class CabMask(NotATensor, ForwardPass):
             return self
         # what the layers share is about all queries
         fresh = {"_frames": {}, "_reach": {}, "shared_state": {}, "_predicted": {}}
-        return replace(self, q_length=stop - start, q_slot=self.q_slot + start, **fresh)
+        rest = replace(self, q_length=stop - start, q_slot=self.q_slot + start, **fresh)
+        if self._lengths is not None and self.document is None:
+            # of padded rows, which have fewer queries now
+            rest._lengths = None
+            rest._look(None)
+        return rest
 
     @property
     def plain(self) -> bool:
@@ -135,9 +140,7 @@ class CabMask(NotATensor, ForwardPass):
                 self._most_documents = cu_seq_lens.shape[0]
             elif self._readable(position_ids):
                 starts = packing.document_starts(position_ids, self.valid)
-        # a decode step is too short to pay for a wait
-        if self.q_length > 1 and not torch.compiler.is_compiling():
-            self._look(starts)
+        self._look(starts)
 
     def _readable(self, position_ids: Tensor | None) -> bool:
         """Whether these may be looked at, and are one a token: those of pictures are several."""
@@ -147,7 +150,12 @@ class CabMask(NotATensor, ForwardPass):
         return tuple(position_ids.shape) in ((1, self.q_length), (self.batch, self.q_length))
 
     def _look(self, starts: Tensor | None) -> None:
-        """What the host must know of padding and of documents' ``starts``, in one wait."""
+        """What the host must know of padding and of documents' ``starts``, in one wait.
+
+        Not for a decode step, which is too short to pay for it.
+        """
+        if self.q_length == 1 or torch.compiler.is_compiling():
+            return
         asked = [] if starts is None else [starts.sum(-1).expand(self.batch)]
         if self.valid is not None:
             mine = self.valid[:, self.q_slot : self.q_slot + self.q_length]
@@ -220,7 +228,8 @@ class CabMask(NotATensor, ForwardPass):
             seen = seen & self.valid[:, None, low:high].to(device)
         if self.document is not None:
             document = self.document.to(device)
-            seen = seen & (document[:, start:stop, None] == document[:, None, low:high])
+            own = document[:, self.q_slot + start : self.q_slot + stop, None]
+            seen = seen & (own == document[:, None, low:high])
         # a padding query would see nothing, and softmax over nothing is NaN: let it see itself
         return (seen | (key == query)).unsqueeze(1)
 

@@ -409,7 +409,7 @@ class BlockPlan:
         return named if self.sampled is None else named | {"sampled": self.sampled}
 
     def map_lists(self, change: Callable[[BlockLists], BlockLists], **other: Any) -> BlockPlan:
-        """The same change made to all lists, and ``other`` fields."""
+        """The same plan with ``change`` made to every list, and with ``other`` fields."""
         return replace(self, **{name: change(x) for name, x in self.lists.items()}, **other)
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> BlockPlan:
@@ -430,9 +430,10 @@ class BlockPlan:
         """The same plan, which samples the blocks that it does not list.
 
         Each row of each head draws one of every ``one_in`` neighbouring blocks, and keeps it where
-        it is not listed and all queries of the row see it wholly. So a block that is not listed is
-        kept by chance of 1 / ``one_in``, and what is kept, taken ``one_in`` times, is on average
-        what is left out: the sum of exp(logit) in attention's softmax, and its gradients.
+        it is not listed and all queries of the row see it wholly. So such a block is kept with
+        probability 1 / ``one_in``, and counts ``one_in`` times: on average the sum of exp(logit) in
+        attention's softmax is that of all blocks. Blocks that a row sees in part must be listed,
+        as the predictors do where documents begin at block borders.
 
         Args:
             seed: int64 scalar on the device; the same plan and seed draw the same.

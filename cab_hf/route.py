@@ -43,9 +43,8 @@ def route(
     if kind == "sparse":
         if text.goes_on:
             config = replace(config, dense_tail_blocks=0)
-        if config.sampled_one_in and not work.training:
-            config = replace(config, sampled_one_in=0)
-        return Sparse(text, engines.choose(config.engine, work), config, layer)
+        engine = engines.choose(config.engine, work)
+        return Sparse(text, engine, config, layer, sampled_one_in(config, work))
     if kind == SparseDecode.kind:
         return SparseDecode(text, layer, config, held)
     q_length, kv_length = text.q_length, text.kv_length
@@ -60,6 +59,11 @@ def route(
     if complete or (text.plain and q_length == 1 and kv_length is not None):
         return Exact(text, kernel, kind, reason)
     return ExactByRows(text, kernel, kind, reason)
+
+
+def sampled_one_in(config: CabConfig, work: Workload) -> int:
+    """Of how many blocks that are not chosen one is sampled; 0 where nothing is."""
+    return config.sampled_one_in if work.training else 0
 
 
 def _kind(

@@ -23,12 +23,14 @@ class Sparse:
     Attributes:
         text, engine, kind, reason: as of `Exact`.
         layer: the module that attends.
+        one_in: of how many blocks that are not chosen one is sampled; 0: none is.
     """
 
     text: Any
     engine: Engine
     config: CabConfig
     layer: nn.Module | None
+    one_in: int = 0
     kind: ClassVar[str] = "sparse"
     reason: ClassVar[None] = None
 
@@ -38,15 +40,22 @@ class Sparse:
         frame = text.frame(config.query_block, config.key_block, q.device)
         q_frame, k_frame, v_frame = frame.queries(q), frame.keys(k), frame.keys(v)
         seed = None
-        if config.sampled_one_in:
-            # drawn when a layer is computed again too, so that what is drawn behind it is the same
+        if self.one_in:
+            if not frame.spans.aligned:
+                raise NotImplementedError(
+                    "sampled_one_in is set for packed documents under torch.compile, where blocks "
+                    "that hold parts of several cannot be sampled; do not compile, or set it to 0."
+                )
+            # also when a layer is computed again: dropout behind it then draws the same
             seed = torch.randint(2**62, (), device=q.device)
 
         def predict() -> BlockPlan:
             plan = self.choose(frame, q_frame, k_frame, scale)
-            return plan if seed is None else plan.with_sample(config.sampled_one_in, seed)
+            return plan if seed is None else plan.with_sample(self.one_in, seed)
 
-        plan = text.planned(self.layer, q, predict)
+        # plans are kept for a backward pass where any of these has one
+        trained = next((x for x in (q, k, v) if x.requires_grad), q)
+        plan = text.planned(self.layer, trained, predict)
         out = frame.attend(self.engine, q_frame, k_frame, v_frame, plan, scale)
         if not torch.compiler.is_compiling():
             _count(self.layer, plan)

@@ -197,8 +197,8 @@ def _sentence(
     way = route(prompt, config, work, sparse=sparse, layer=module)
     if way.kind == "sparse":
         text = f"sparse, engine {way.engine.label(work)}{_chosen(config, module)}"
-        if way.config.sampled_one_in:
-            text += f", 1 in {way.config.sampled_one_in} of the other blocks sampled"
+        if way.one_in:
+            text += f", 1 in {way.one_in} of the other blocks sampled"
     else:
         # what computes it is told where that is not what anybody would expect
         how = [] if way.reason and way.engine is SDPA else [way.engine.name]

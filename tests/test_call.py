@@ -257,10 +257,9 @@ def test_a_call_of_nothing_but_padding_has_a_frame():
 # --- what models do with a mask
 
 
-@pytest.mark.parametrize("logits_to_keep", [0, 1, 20, 50])
-@pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
-def test_the_last_queries_alone_are_asked_for_by_slicing_the_mask(logits_to_keep, implementation):
-    """Gemma 4 does so before layers that share the keys of others."""
+@pytest.fixture
+def gemma():
+    """Slices its mask before layers that share the keys of others."""
     sizes = SIZES | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 40}
     config = Gemma4TextConfig(
         **sizes,
@@ -269,17 +268,47 @@ def test_the_last_queries_alone_are_asked_for_by_slicing_the_mask(logits_to_keep
         hidden_size_per_layer_input=16,
     )
     torch.manual_seed(0)
-    model = Gemma4ForCausalLM(config).eval()
-    ids = tokens(2, 150)
+    return Gemma4ForCausalLM(config).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("logits_to_keep", [0, 1, 20, 50])
+@pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
+def test_the_last_queries_alone_are_asked_for_by_slicing_the_mask(
+    gemma, logits_to_keep, implementation
+):
     mask = (torch.arange(150) >= torch.tensor([[21], [0]])).long()
-    inputs = {"input_ids": ids, "attention_mask": mask, "logits_to_keep": logits_to_keep}
-    with torch.no_grad():
-        expected = model(**inputs).logits
-        cab_hf.apply_cab(model, FULL)
-        model.set_attn_implementation(implementation)
-        actual = model(**inputs).logits
+    inputs = {"input_ids": tokens(2, 150), "logits_to_keep": logits_to_keep}
+    expected = gemma(**inputs, attention_mask=mask).logits
+    cab_hf.apply_cab(gemma, FULL)
+    gemma.set_attn_implementation(implementation)
+    actual = gemma(**inputs, attention_mask=mask).logits
     seen = mask[:, -logits_to_keep:].bool()
     torch.testing.assert_close(actual[seen], expected[seen], atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("logits_to_keep", [1, 20, 100])
+@pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
+def test_so_are_those_of_packed_documents(gemma, logits_to_keep, implementation):
+    positions = torch.cat([torch.arange(90), torch.arange(60)])[None]
+    inputs = {"input_ids": tokens(1, 150), "logits_to_keep": logits_to_keep, "use_cache": False}
+    expected = gemma(**inputs, position_ids=positions).logits
+    cab_hf.apply_cab(gemma, FULL)
+    gemma.set_attn_implementation(implementation)
+    actual = gemma(**inputs, position_ids=positions).logits
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("logits_to_keep", [1, 20])
+def test_the_last_queries_of_a_padded_batch_answer_as_alone(gemma, logits_to_keep):
+    cab_hf.apply_cab(gemma, SPARSE)
+    ids, mask = tokens(2, 600), torch.ones(2, 600, dtype=torch.long)
+    mask[0, :40] = 0
+    batch = gemma(ids, attention_mask=mask, logits_to_keep=logits_to_keep).logits
+    alone = gemma(ids[1:], logits_to_keep=logits_to_keep).logits
+    torch.testing.assert_close(batch[1:], alone, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

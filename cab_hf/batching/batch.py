@@ -132,14 +132,14 @@ class Batch(NotATensor, ForwardPass):
         """What layers with this ``allocator`` read; found once a pass."""
         if allocator not in self._packed:
             read = given["read_index"][allocator.index]
-            key_ends = given["cu_seq_lens_k"][allocator.layer_type]
-            told = given["cu_seq_lens_q"], key_ends, given["logits_indices"]
+            cu_seq_lens_k = given["cu_seq_lens_k"][allocator.layer_type]
+            told = given["cu_seq_lens_q"], cu_seq_lens_k, given["logits_indices"]
             # in one wait
             numbers = torch.cat([x.long() for x in told]).tolist()
             count = len(told[0])
             starts, key_starts = numbers[:count], numbers[count : 2 * count]
-            foreseeing = set(numbers[2 * count :])
-            # where nothing is read from the cache, all there is came with the call
+            with_logits = set(numbers[2 * count :])
+            # an empty read_index: no request has keys in the cache
             together = len(read) > 0 and decode.has_kernels(query, key)
             sequences, single, kept, keys = [], [], [], 0
             for at in range(count - 1):
@@ -148,8 +148,8 @@ class Batch(NotATensor, ForwardPass):
                 if asked == 1 and together:
                     single.append((queries.start, own.start, length))
                 elif asked:
-                    # a chunk at whose end no token is foreseen is not the end of its prompt
-                    goes_on = queries.stop - 1 not in foreseeing
+                    # a chunk without logits at its end is not the end of its prompt
+                    goes_on = queries.stop - 1 not in with_logits
                     place = 1, asked, length, length - asked
                     text = CabMask(*place, model=self.model, goes_on=goes_on)
                     sequences.append(Sequence(queries, slice(keys, keys + length), text))

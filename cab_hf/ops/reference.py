@@ -433,6 +433,7 @@ def attention(
     sharing = plan.shared_by(q.shape[1])
     group = q.shape[1] // k.shape[1]
     sample = None if plan.sampled is None else plan.of_sampled()
+    wide = torch.promote_types(q.dtype, torch.float32)
     sound = torch.compiler.is_compiling() or all(bool(x.isfinite().all()) for x in (k, v))
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
     outs, sums = [], []
@@ -445,7 +446,8 @@ def attention(
         if sample is not None:
             more = sample.token_mask(rows.start, rows.stop, reach)
             more = more.repeat_interleave(sharing, dim=1)
-            mask, raised = mask | more, more.to(q.dtype) * math.log(plan.one_in)
+            # in float32, where log(one_in) is not rounded to the dtype of q
+            mask, raised = mask | more, more.to(wide) * math.log(plan.one_in)
         queries, keys, values = q[:, :, rows], k[:, :, :reach], v[:, :, :reach]
         if not sound:
             # a mask adds to logits and a weight of 0 multiplies: neither removes a NaN
@@ -456,8 +458,9 @@ def attention(
         seen = mask | blind
         if raised is not None:
             seen = raised.masked_fill(~seen, -torch.inf)
+            queries, keys, values = queries.to(wide), keys.to(wide), values.to(wide)
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scale)
-        outs.append(out.masked_fill(blind, 0.0))
+        outs.append(out.to(q.dtype).masked_fill(blind, 0.0))
         if return_lse:
             sums.append(_log_sum_exp(queries, keys, mask, raised, scale))
     out = torch.cat(outs, dim=2)

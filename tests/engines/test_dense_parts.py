@@ -121,6 +121,14 @@ def test_the_meaning_is_that_of_lists(shape, blocks):
     assert tuple(map(int, plan.pairs())) == tuple(map(int, plain.pairs()))
 
 
+def test_parts_of_the_keys_end_at_key_blocks():
+    """Of a chunk that begins off the grid, and key blocks larger than a plan of everything has."""
+    spans = Spans.causal(1, 128, 9788, "cpu")
+    rows = spans.tail_rows(128, 128)
+    *_, plan = dense_parts._gathered(spans, rows, (128, 256), 2)
+    plan.validate()
+
+
 @cases
 def test_the_reference_attends_it(shape, blocks):
     q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)

@@ -160,6 +160,41 @@ def test_a_layer_computed_again_attends_what_it_drew_before():
         torch.testing.assert_close(result, meant)
 
 
+def test_a_plan_is_kept_where_keys_or_values_alone_have_gradients():
+    ids, found = tokens(2, 200), []
+    for checkpointing in (False, True):
+        model = cab_hf.apply_cab(tiny_model(), SAMPLING).train()
+        for name, weight in model.named_parameters():
+            weight.requires_grad_("v_proj" in name)
+        if checkpointing:
+            how = {"use_reentrant": False, "preserve_rng_state": False}
+            model.gradient_checkpointing_enable(how)
+            model.disable_input_require_grads()
+        torch.manual_seed(0)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    for again, first in zip(*found, strict=True):
+        torch.testing.assert_close(again, first)
+
+
+def test_a_config_that_samples_compiles_where_nothing_is_trained():
+    model, ids = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), SAMPLING), tokens(1, 130)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_documents_that_share_blocks_are_not_sampled():
+    """As they do where a compiled model leaves them in place."""
+    model, ids = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), SAMPLING).train(), tokens(1, 400)
+    positions = torch.cat([torch.arange(90), torch.arange(310)])[None]
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(NotImplementedError, match="sampled_one_in is set for packed documents"):
+        compiled(input_ids=ids, position_ids=positions, use_cache=False)
+
+
 def test_a_forward_pass_without_gradients_is_not_computed_again_with_some():
     model, ids = cab_hf.apply_cab(tiny_model(), SAMPLING).train(), tokens(1, 200)
     model.gradient_checkpointing_enable({"use_reentrant": True})

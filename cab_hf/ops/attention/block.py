@@ -89,7 +89,8 @@ def register_gradients(forward_op: CustomOpDef, backward_for: Callable[..., Cust
     def differentiate(ctx, grad, _):
         q, *others = ctx.saved_tensors
         backward_op = backward_for(q.shape[3], *ctx.settings[:2])
-        return *backward_op(grad, q, *others, *ctx.settings), *(None,) * 9
+        gradients = backward_op(grad, q, *others, *ctx.settings)
+        return *gradients, *(None,) * (len(ctx.needs_input_grad) - len(gradients))
 
     forward_op.register_fake(shapes)
     forward_op.register_autograd(differentiate, setup_context=save)

@@ -89,8 +89,8 @@ def _with_rows(attend, result, q, k, v, plan, scale, trained) -> list[Tensor]:
     else:
         parts = attend(some.repeat(1, 1, splits, 1), k, v, rows, scale, True)
         apart = merged(*(x.unflatten(2, (splits, -1)) for x in parts))
-    # such a row listed nothing: its output is 0 and its sum -inf. Several places may be filled
-    # from nowhere, so adding nothing is what can be done to all of them
+    # such a row listed nothing: its output is 0 and its sum -inf. Rows named -1 all stand for query
+    # 0, where adding zeros changes nothing
     target, source = result[0], apart[0].masked_fill(~real[:, None, :, None], 0.0)
     add = target.scatter_add if trained else target.scatter_add_
     together = [add(2, query[:, None, :, None].expand_as(source), source)]
@@ -154,6 +154,7 @@ def _gathered(
         which has them ``splits`` times, each time over another part of the keys).
     """
     size, key_block = blocks
+    key_block = max(key_block, EXACT_BLOCK)
     inside = torch.arange(size, device=spans.last.device)
     query = (rows.unsqueeze(-1) * size + inside).flatten(1)
     real = (query >= 0) & (query < spans.q_length)
@@ -162,13 +163,13 @@ def _gathered(
     last = spans.last.gather(1, query).masked_fill(~real, -1)
     if splits > 1:
         # whole blocks, so that no block is cut where a part ends
-        part = -(-spans.kv_length // (splits * EXACT_BLOCK)) * EXACT_BLOCK
+        part = -(-spans.kv_length // (splits * key_block)) * key_block
         begins = part * torch.arange(splits, device=first.device, dtype=first.dtype)[:, None]
         first = torch.maximum(first.unsqueeze(1), begins).flatten(1)
         last = torch.minimum(last.unsqueeze(1), begins + (part - 1)).flatten(1)
         last = last.masked_fill(last < first, -1)
     some = replace(spans, first=first, last=last, consecutive=False)
-    return query, real, _causal(some, blocks, size, max(key_block, EXACT_BLOCK))
+    return query, real, _causal(some, blocks, size, key_block)
 
 
 def _causal(spans: Spans, blocks: tuple[int, int], *larger: int) -> BlockPlan:

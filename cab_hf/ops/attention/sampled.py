@@ -90,7 +90,8 @@ def _differentiate(ctx, grad, _):
     q, k, v, out, lse, counts, indices, *lists = ctx.saved_tensors
     one_in, *settings = ctx.settings
     sampled = counts, indices, one_in
-    return *_backward_op(grad, q, k, v, out, lse, *sampled, *lists, *settings), *(None,) * 14
+    gradients = _backward_op(grad, q, k, v, out, lse, *sampled, *lists, *settings)
+    return *gradients, *(None,) * (len(ctx.needs_input_grad) - len(gradients))
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)
