@@ -36,7 +36,7 @@ SHIPPED = (*CAB, *RANKING, *BY_MASS, "streaming")
 def _read_by(*schemes: str, default: Any, off: Any = dataclasses.MISSING) -> Any:
     """A field that only some ways to choose blocks read: values of ``select``, or predictors.
 
-    Any of them may be told ``off``, the value that asks for nothing.
+    Any of them accepts ``off``, the value that disables it.
     """
     return dataclasses.field(default=default, metadata={"schemes": schemes, "off": off})
 

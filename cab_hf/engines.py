@@ -85,7 +85,7 @@ class Engine:
         return (result[0][..., :wanted], result[1]) if return_lse else result[..., :wanted]
 
     def _attend_lists(self, q, k, v, plan, scale, return_lse):
-        """`attention` under the lists of a plan, of values with as many channels as queries."""
+        """`attention` under a plan's lists, of v with the head dim of q."""
         if plan.sampled is None:
             return self._attend(q, k, v, plan, scale, return_lse)
         from cab_hf.ops.attention import sampled

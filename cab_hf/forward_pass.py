@@ -79,7 +79,7 @@ class ForwardPass:
         if not in_backward_pass():
             plan = trimmed(predict())
             # lists of all layers would stand beside what the longest layer needs
-            kept.append(narrowed(plan).map_tensors(_put_by))
+            kept.append(narrowed(plan).map_tensors(_to_pinned_host))
             return plan
         if len(kept) > 1:
             # which of the calls this is, and whose plans those before it left, cannot be told
@@ -121,7 +121,7 @@ def narrowed(plan: BlockPlan) -> BlockPlan:
     return plan.map_tensors(lambda x: x.short()) if plan.kv_blocks < 2**15 else plan
 
 
-def _put_by(x: Tensor) -> Tensor:
+def _to_pinned_host(x: Tensor) -> Tensor:
     """A copy in the host's memory, without waiting for it; on a CPU the tensor itself."""
     if not x.is_cuda:
         return x

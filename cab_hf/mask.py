@@ -37,7 +37,7 @@ class CabMask(NotATensor, ForwardPass):
         document: int [B, N_k], equal for tokens of one packed document; None when not packed.
         window: sliding-window width in tokens; None without one.
         slots: length of the key tensor a layer hands over; None where the caller did not say.
-        model: whose it is, for sentences about it.
+        model: its name, for error messages.
         refusal: why no layer may use it; None where layers may. Models also make masks that none
             of their layers uses.
         goes_on: whether it is known that more of the prompt is read in another call: the last

@@ -546,10 +546,6 @@ class BlockPlan:
         first, last = (x[:, start:stop, None] for x in (self.spans.first, self.spans.last))
         return tokens & ((key >= first) & (key <= last)).unsqueeze(1)
 
-    def transpose(self) -> tuple[BlockLists, BlockLists]:
-        """(full, partial): for every key block the query blocks that list it, for a backward."""
-        return self.full.transpose(self.kv_blocks), self.partial.transpose(self.kv_blocks)
-
     def pairs(self) -> tuple[Tensor, Tensor]:
         """(attended, causal): (query, key) pairs over all heads, int64 scalars on the device."""
         rows = self.spans.rows(self.query_block)

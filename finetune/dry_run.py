@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from cab_hf.config import CabConfig
 from cab_hf.finetune import meter
 from cab_hf.finetune.loss import CHUNK_LOGITS
 from cab_hf.finetune.models import load_model, stretch_positions
@@ -107,7 +106,7 @@ def fit(
     # on a CPU checkpoints and plans stay in the memory that the model has
     offloaded = settings.offload_layers if room.host else 0
     if settings.attention == "cab" and settings.checkpointing and room.host:
-        config = CabConfig.from_dict(given) if given else cab_config_of(cost.config)
+        config = cab_config_of(cost.config).changed(**given)
         plans = meter.plan_bytes(cost, config, length, settings.micro_batch, settings.cp)
     return meter.fit(
         cost,

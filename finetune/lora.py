@@ -68,7 +68,7 @@ def main(words: Sequence[str] | None = None) -> int:
     settings = read(sys.argv[1:] if words is None else words)
     rank = int(os.environ.get("RANK", 0))
     try:
-        with accelerating(settings) as accelerator, memory_told(settings):
+        with accelerating(settings) as accelerator, explaining_out_of_memory(settings):
             if settings.dry_run:
                 tell_what_would_run(settings, accelerator)
             else:
@@ -107,8 +107,8 @@ def accelerating(settings: Settings) -> Iterator[Accelerator]:
 
 
 @contextmanager
-def memory_told(settings: Settings) -> Iterator[None]:
-    """A device that runs out of memory inside is told of in one sentence."""
+def explaining_out_of_memory(settings: Settings) -> Iterator[None]:
+    """Where the device runs out of memory inside, say in one sentence what to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -119,7 +119,7 @@ def memory_told(settings: Settings) -> Iterator[None]:
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """What is wrong with a setting is told in one line, whoever finds it."""
+    """Errors about settings end the run with one line, wherever they were raised."""
     try:
         yield
     except (ValueError, NotImplementedError) as error:

@@ -113,7 +113,7 @@ def stretch_positions(
     """Change the rotary positions of ``config`` in place so that they reach ``length`` tokens.
 
     Args:
-        name: of the model, for sentences about it.
+        name: of the model, for error messages.
         rope: ``linear`` divides all frequencies by the factor, ``dynamic`` raises theta with the
             longest position of a call, ``yarn`` and ``llama3`` divide the low ones, ``theta`` has
             another base; None leaves them.

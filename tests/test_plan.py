@@ -58,7 +58,7 @@ def test_what_spans_say_is_found_once_for_all_layers(plan):
 
 
 def test_transpose_by_hand(plan):
-    full, partial = plan.transpose()
+    full, partial = (part.transpose(plan.kv_blocks) for part in (plan.full, plan.partial))
     assert full.counts.tolist() == [[[2, 0, 0]]]
     assert full.indices[0, 0, 0, :2].tolist() == [1, 2]
     assert partial.to_dense(3)[0, 0].int().tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]

@@ -74,7 +74,7 @@ class Batch(NotATensor, ForwardPass):
     """The mask of all layers in a forward pass of continuous batching.
 
     Attributes:
-        model: whose it is, for sentences about it.
+        model: its name, for error messages.
         tokens: of all sequences, and what pads them.
     """
 

@@ -10,6 +10,7 @@ from tiny import SIZES, tiny_model, tokens
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import cab_hf
 from cab_hf import CabConfig
 from cab_hf.eval.tiny_types import tiny_model as tiny_type
 from cab_hf.finetune import dry_run, meter
@@ -364,6 +365,17 @@ def test_steps_of_packed_documents_take_what_an_h200_measured(settings, peak_gib
     room = meter.Room(140 * meter.GIB, 128 * meter.GIB)
     memory = dry_run.fit(told, cost, {}, room).memory
     assert memory.total / meter.GIB == pytest.approx(peak_gib, rel=0.1)
+
+
+def test_plans_are_those_of_the_config_that_the_model_brings():
+    model = cab_hf.apply_cab(tiny_model(), CabConfig(key_block=128, max_density=0.05))
+    told = Settings(data=("a.txt",), length=2**17, cab=("sampled_one_in=16",))
+    room = meter.Room(140 * meter.GIB, 128 * meter.GIB)
+    cost = meter.Cost.of(model)
+    plans = dry_run.fit(told, cost, {}, room).memory.plans
+    config = CabConfig(key_block=128, max_density=0.05, sampled_one_in=16)
+    assert plans == meter.plan_bytes(cost, config, 2**17)
+    assert plans < meter.plan_bytes(cost, CabConfig(), 2**17)
 
 
 def test_weights_that_are_loaded_in_4_bits_are_counted_as_they_are(large):

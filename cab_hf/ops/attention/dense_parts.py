@@ -33,7 +33,7 @@ def attention(
     """Attention under ``plan``, what it names included, by an engine that reads lists alone.
 
     Args:
-        attend: attention under the lists of a plan, under the signature of `reference.attention`.
+        attend: attention under the lists of a plan, with the arguments of `reference.attention`.
     """
     if not plan.dense_heads and plan.dense_rows is None:
         return attend(q, k, v, plan, scale, return_lse)

@@ -40,7 +40,7 @@ def attention(
     """(out, log-sum-exp) under ``plan``, which samples; on CUDA devices.
 
     Args:
-        attend: attention under the lists of a plan, under the signature of `reference.attention`.
+        attend: attention under the lists of a plan, with the arguments of `reference.attention`.
     """
     assert plan.sampled is not None
     # gradients are those of the op below
