@@ -109,8 +109,7 @@ def _attend(
     config = mask.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
     parallel: Parallel | None = getattr(module, PARALLEL, None)
     work = Workload.of(query, key, value, (config.query_block, config.key_block))
-    how = config, sparse, parallel, sampled_one_in(config, work)
-    mask.require_as_before(module, how)
+    mask.require_as_before(module, (config, sparse, parallel), sampled_one_in(config, work))
     parts = position_ids, kwargs.get("cu_seq_lens_q")
     if parallel is None:
         mask.find_documents(*parts)

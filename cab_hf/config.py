@@ -17,7 +17,8 @@ CURVATURE = ("none", "additive", "forman")
 SELECT = ("clusters", "topk")
 # fields that take a table of layers and heads
 TABLES = ("top_p", "top_k_share", "sparsity", "exact_queries", "head_map")
-CHOICES = {"coarsen": COARSEN, "select": SELECT, "curvature": CURVATURE}
+ENGINES = ("auto", "flex", "triton", "reference")
+CHOICES = {"coarsen": COARSEN, "select": SELECT, "curvature": CURVATURE, "engine": ENGINES}
 # what a row keeps where ``top_p`` is None, as (keys it sees, share of its estimated attention
 # mass): constant outside and on a line between. Measured on SmolLM2, see eval/results
 TOP_P_BY_KEYS = ((8192, 0.95), (16384, 0.72))
@@ -101,10 +102,10 @@ class CabConfig:
             that hold the row's own positions are kept even when they are more than this.
         dense_tail_blocks: in query blocks. A query block with one of the last ``dense_tail_blocks *
             query_block`` tokens of a text (of each packed document) attends everything it may: what
-            is asked at the end is asked by these rows. Whether more comes is not known, so what
-            ends a call counts as an end: in chunked prefill every chunk has a tail, and attends
-            more than the whole text at once would, never less. Calls of fewer than ``query_block``
-            queries have none.
+            is asked at the end is asked by these rows. Where it is not known that more comes
+            (`generate` with ``prefill_chunk_size`` and continuous batching do know), what ends a
+            call counts as an end, and attends more than in the whole text at once. Calls of fewer
+            than ``query_block`` queries have none.
         coarsen: how a key block is summarised: ``"minmax"`` (per-channel bounds, as in Quest,
             arXiv 2406.10774, and the mean), ``"mean"``, or ``"max_l2"`` (its key of largest norm,
             as for queries; the published recipe).
@@ -134,9 +135,9 @@ class CabConfig:
             are, and heads of ``top_p`` 1 in a `Table` know no such bound.
         sampled_one_in: in training, each row of each head draws one of every so many neighbouring
             key blocks at random, and attends it with so many times its weight, unless it was chosen
-            anyway. What is drawn stands for all blocks that were not chosen: gradients are, on
-            average, nearly those of dense attention, and the model can be read densely as well. 0
-            turns it off. Nothing is drawn where no gradients flow.
+            anyway. What is drawn stands for all blocks that were not chosen, so that gradients come
+            closer to those of dense attention and the model can be read densely as well. 0 turns it
+            off. Nothing is drawn where no gradients flow.
         dense_layers: layer indices computed with exact attention.
         min_length: in tokens. A text (a packed document, a row without its padding) that has fewer
             so far is computed with exact attention, and so are the first chunks of a longer prompt.
@@ -219,7 +220,7 @@ class CabConfig:
         self._freeze_table("sparsity", lambda x: is_share(x) and x < 1, every_row)
         self._require(("max_density",), lambda x: is_share(x) and x > 0, "in (0, 1]")
         self._require(("redundancy",), is_share, "in [0, 1]")
-        self._require(("engine", "predictor"), lambda x: isinstance(x, str), "a name (str)")
+        self._require(("predictor",), lambda x: isinstance(x, str), "a name (str)")
         switches = ("sparse_decode", "check_finite")
         self._require(switches, lambda x: isinstance(x, bool), "True or False")
 

@@ -19,8 +19,11 @@ LEFT_EARLY = (
     "gradient checkpointing computes a layer again in the backward pass, and the model attends "
     "otherwise than in the forward pass: a `with` block of cab_hf.cab or cab_hf.context_parallel "
     "was left or entered in between, or apply_cab or remove_cab called. Call backward inside the "
-    "block that the forward pass ran in. With sampled_one_in the forward pass must have gradients "
-    "too: give use_reentrant=False."
+    "block that the forward pass ran in."
+)
+SAMPLED_LATER = (
+    "gradient checkpointing with use_reentrant=True runs the forward pass without gradients, where "
+    "sampled_one_in samples nothing; give use_reentrant=False, or sampled_one_in=0."
 )
 
 
@@ -50,19 +53,24 @@ class ForwardPass:
         self._parsed.append((config, parse(config)))
         return self._parsed[-1][1]
 
-    def require_as_before(self, layer: Any, how: Any) -> None:
+    def require_as_before(self, layer: Any, how: Any, sampled: int) -> None:
         """Refuse a ``layer`` that is computed again and attends otherwise than the first time.
 
+        Args:
+            how: it attends, and
+            sampled: one of how many blocks that are not chosen; 0: none.
+
         Raises:
-            RuntimeError: a backward pass finds another ``how`` than the forward pass had.
+            RuntimeError: a backward pass finds others of them than the forward pass had.
         """
         if torch.compiler.is_compiling():
             return
-        if self._attended.setdefault(layer, how) == how:
+        before = self._attended.setdefault(layer, (how, sampled))
+        if before == (how, sampled):
             return
         if in_backward_pass():
-            raise RuntimeError(LEFT_EARLY)
-        self._attended[layer] = how
+            raise RuntimeError(LEFT_EARLY if before[0] != how else SAMPLED_LATER)
+        self._attended[layer] = how, sampled
 
     def planned(self, layer: Any, x: Tensor, predict: Callable[[], BlockPlan]) -> BlockPlan:
         """What ``predict`` chooses for ``layer``, kept for a second forward pass.

@@ -79,6 +79,8 @@ QUALITY = {
     "recall_border": "block-start recall",
     "perplexity": "perplexity (less is better)",
 }
+# columns of perplexity over that of dense training and reading
+OVER_DENSE = {"× dense": "perplexity", "at block starts × dense": "perplexity_border"}
 RECALLS = {"asked": "end-of-prompt", "recall": "in-text", "recall_border": "block-start"}
 DEFAULT_FIGURE = "default.png"
 KEPT_COLUMNS = (
@@ -372,8 +374,8 @@ def dealt_table(results: Path) -> str:
 def trained_table(results: Path) -> str:
     """What models keep that were trained and read densely or sparsely.
 
-    Bold where an interval lies below that of dense training and dense reading; perplexity also over
-    that.
+    Bold where an interval lies below that of dense training and dense reading; perplexity, of all
+    tokens and of those that begin a query block, also over that.
     """
     made = {name: read_results(results / folder) for name, (folder, _) in TRAININGS.items()}
     best = made["dense"].row(method="dense", length=TRAINED_TOKENS)
@@ -388,9 +390,12 @@ def trained_table(results: Path) -> str:
             for heading, probe in probes.items():
                 part = row.get(probe)
                 fields[heading] = part and _beside(part, best[probe])
-            value, least = row["perplexity"]["value"], best["perplexity"]["value"]
-            over = f"{value / least:.3f}" if value < 100 * least else None
-            rows.append(fields | {"perplexity": digits(value), "× dense": over})
+            fields["perplexity"] = digits(row["perplexity"]["value"])
+            for heading, probe in OVER_DENSE.items():
+                value, least = ((each.get(probe) or {}).get("value") for each in (row, best))
+                shown = value and least and value < 100 * least
+                fields[heading] = f"{value / least:.3f}" if shown else None
+            rows.append(fields)
     return _table(rows, list(made.values()))
 
 

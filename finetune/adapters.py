@@ -134,7 +134,7 @@ def load_weights(adapted: Any, adapter: Path, advice: str) -> None:
 
 def misfit(adapter: Path, base: Any, why: str, advice: str) -> UsageError:
     """The error that says ``why`` an adapter does not fit ``base``, a model."""
-    name = name_of(base.config.name_or_path)
+    name = name_of(base.config.name_or_path) or type(base).__name__
     return UsageError(f"adapter {adapter.name} does not fit base {name!r}: {why}; {advice}.")
 
 

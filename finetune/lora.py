@@ -138,6 +138,7 @@ class Run:
         self.settings, self.accelerator = settings, accelerator
         self.processes, self.rank = accelerator.num_processes, accelerator.process_index
         self.out = Path(settings.out)
+        require_run(self.out)
         with refusing():
             self.accumulation = settings.accumulation(self.processes)
             # the same adapter in every process
@@ -388,6 +389,15 @@ def contents(settings: Settings, model: nn.Module) -> dict[str, Any]:
     if settings.adapter:
         result["adapter"] = file_sha256(Path(settings.adapter) / WEIGHTS)
     return result
+
+
+def require_run(folder: Path) -> None:
+    """Refuse a folder that holds something, and no run."""
+    held = {path.name for path in folder.glob("[!.]*")} if folder.is_dir() else set()
+    if held and not held & {LOG, CHECKPOINTS}:
+        raise UsageError(
+            f"out is {folder}, which holds {min(held)!r} and no run; give a new or an empty folder."
+        )
 
 
 def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:

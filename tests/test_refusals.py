@@ -22,8 +22,9 @@ from transformers import (
 from transformers.masking_utils import chunked_causal_mask_function
 
 import cab_hf
-from cab_hf import apply_cab
+from cab_hf import apply_cab, engines
 from cab_hf.attention import cab_attention, cab_dense_attention
+from cab_hf.config import ENGINES
 from cab_hf.mask import CabMask, cab_mask
 from cab_hf.refusals import HARMLESS, MEANINGS
 
@@ -131,8 +132,9 @@ def test_an_engine_that_cannot_run_here():
 
 
 def test_an_unknown_engine(model):
-    with cab_hf.cab(model, engine="warp"), pytest.raises(ValueError, match="engine is 'warp'"):
-        model(tokens(1, 40))
+    with pytest.raises(ValueError, match="engine is 'warp'; it must be one of 'auto', 'flex'"):
+        cab_hf.apply_cab(model, engine="warp")
+    assert set(ENGINES) == {"auto", *engines.ENGINES}
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from cab_hf import checks
 
 Settings = TypeVar("Settings")
 Fields = Mapping[str, dataclasses.Field]
+# what Python says of a text that is none is not for users
+NUMBERS = {int: "a whole number", float: "a finite number"}
 FILE = "settings"  # the option that names a YAML file
 
 
@@ -239,6 +241,7 @@ def _parse(texts: Mapping[str, Any], fields: Fields, where: str = "") -> dict[st
     values = {}
     for name, text in texts.items():
         metadata = fields[name].metadata
+        said = text if isinstance(text, str) else ",".join(text)
         try:
             if metadata["repeatable"]:
                 dict(map(parse_assignment, text))  # refused here, where the option is known
@@ -246,10 +249,12 @@ def _parse(texts: Mapping[str, Any], fields: Fields, where: str = "") -> dict[st
             elif _has_operands(fields[name]):
                 values[name] = tuple(text)
             else:
-                values[name] = metadata["parse"](text if isinstance(text, str) else ",".join(text))
+                values[name] = metadata["parse"](said)
                 _require_finite(values[name])
         except ValueError as error:
-            raise ValueError(f"{where}{name}: {error}") from error
+            kind = NUMBERS.get(metadata["parse"])
+            reason = f"it must be {kind}; got {said}." if kind else error
+            raise ValueError(f"{where}{name}: {reason}") from error
     return values
 
 

@@ -341,7 +341,6 @@ def test_dense_layers_are_logged_as_dense(tmp_path):
         pytest.param(["--targets", "q_prj"], "did you mean q_proj?", id="target"),
         pytest.param(["--passkey-lengths", "64"], "64 has no room for 1 keys", id="keys"),
         pytest.param(["--data", "gone.txt"], "gone.txt", id="data"),
-        pytest.param(["--cab", "mas=1"], "mas", id="cab"),
         pytest.param(["--trackers", "wandb"], "pip install wandb", id="tracker"),
         pytest.param(["--model", "/nowhere"], "'/nowhere' is not here", id="model"),
     ],
@@ -352,6 +351,17 @@ def test_what_cannot_run_is_refused_in_one_line(tmp_path, monkeypatch, capsys, w
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith(lora.PROG)]
     assert message in line
     assert not (tmp_path / "run" / "log.jsonl").exists()
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    # what a run that was killed early leaves
+    (tmp_path / "run" / ".log.jsonl.writer").touch()
+    assert run(tmp_path, "--steps", "3") == 0
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").touch()
+    assert run(tmp_path, name="other") == 2
+    assert "which holds 'notes.txt' and no run" in capsys.readouterr().err
 
 
 def test_running_out_of_memory_names_three_settings(tmp_path, monkeypatch, capsys):

@@ -533,7 +533,7 @@ def test_the_file_wins_over_the_defaults(tmp_path):
     ("content", "message"),
     [
         pytest.param("length: 256", "sets 'length'; did you mean lengths?", id="name"),
-        pytest.param("seed: many", "seed: invalid literal", id="value"),
+        pytest.param("seed: many", "seed: it must be a whole number; got many", id="value"),
         pytest.param("- seed", "a mapping from option to value", id="list"),
         pytest.param("seed: [", "must be a YAML file", id="syntax"),
         pytest.param(None, "must be a YAML file", id="no file"),
