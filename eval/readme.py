@@ -77,7 +77,7 @@ EXACT, REFUSED, NOT_BUILT = "exact", "refused", "not built"
 QUALITY = {
     "recall": "in-text recall",
     "recall_border": "block-start recall",
-    "perplexity": "perplexity (less is better)",
+    "perplexity_border": "block-start perplexity (less is better)",
 }
 # columns of perplexity over that of dense training and reading
 OVER_DENSE = {"× dense": "perplexity", "at block starts × dense": "perplexity_border"}
@@ -88,7 +88,7 @@ KEPT_COLUMNS = (
     "KL (noise)",
     "in-text recall",
     "block-start recall",
-    "perplexity",
+    "block-start perplexity",
 )
 # bytes of rows from which they are packed, too
 LARGE_RESULTS = 40_000
