@@ -149,7 +149,7 @@ class Settings(ComparisonSettings):
     pass_samples: int | None = by_device(100, 2, "prompts of each length, over all depths", int)
     documents: int | None = by_device(20, 1, "documents of each length", int)
     task_samples: int | None = by_device(100, 2, "prompts of each length and task", int)
-    keys: int = option(12, "how many keys a document of recall has", int)
+    keys: int | None = by_device(12, 4, "how many keys a document of recall has", int)
     asked: int | None = by_device(
         12,
         4,
