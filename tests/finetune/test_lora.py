@@ -112,6 +112,19 @@ def run(tmp_path, *words, name="run"):
     return lora.main([*SMALL, *words, "--out", str(tmp_path / name)])
 
 
+def stop_at(monkeypatch, tmp_path, last, *words):
+    """A run that is asked to stop in its step ``last``."""
+    step = lora.Run._step
+
+    def asked(self, at, _asked):
+        return step(self, at, lambda: at == last)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lora.Run, "_step", asked)
+        assert run(tmp_path, *words) == 0
+    assert len(steps(tmp_path / "run", "loss")) == last
+
+
 def test_a_finished_run_has_left_its_files(tmp_path):
     watched = ["--held-out", "2", "--eval-every", "3", "--passkey-lengths", "192,256"]
     assert run(tmp_path, *watched, "--validation", "retrieval:passkey:256") == 0
@@ -263,17 +276,9 @@ def test_tiles_and_offloaded_checkpoints_learn_the_same(tmp_path, attention):
 
 
 def test_a_run_in_tiles_goes_on_to_the_last_bit(tmp_path, monkeypatch):
-    step = lora.Run._step
-
-    def asked(self, at, _asked):
-        return step(self, at, lambda: at == 2)
-
     words = [*TILED, "--dropout", "0.1"]
     assert run(tmp_path, *words, name="whole") == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(lora.Run, "_step", asked)
-        assert run(tmp_path, *words) == 0
-    assert len(steps(tmp_path / "run", "loss")) == 2
+    stop_at(monkeypatch, tmp_path, 2, *words)
     # where checkpoints are kept is no part of what is learnt
     assert run(tmp_path, *words, "--offload-layers", "2") == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
@@ -281,18 +286,10 @@ def test_a_run_in_tiles_goes_on_to_the_last_bit(tmp_path, monkeypatch):
 
 
 def test_what_is_sampled_is_drawn_again_by_a_run_that_goes_on(tmp_path, monkeypatch):
-    step = lora.Run._step
-
-    def asked(self, at, _asked):
-        return step(self, at, lambda: at == 1)
-
     # what is dropped is drawn behind what is sampled
     words = ["--cab", "sampled_one_in=3", "--dropout", "0.1", "--checkpointing", "true"]
     assert run(tmp_path, *words, name="whole") == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(lora.Run, "_step", asked)
-        assert run(tmp_path, *words) == 0
-    assert len(steps(tmp_path / "run", "loss")) == 1
+    stop_at(monkeypatch, tmp_path, 1, *words)
     assert run(tmp_path, *words) == 0
     for field in ("loss", "grad_norm", "density"):
         assert steps(tmp_path / "run", field) == steps(tmp_path / "whole", field)
@@ -627,10 +624,7 @@ def test_a_model_that_is_all_trained_goes_on_to_the_last_bit_and_is_loaded(
     tmp_path, monkeypatch, dtype
 ):
     words, ran = [*ALL, "--dtype", dtype, "--model", str(save_llama(tmp_path / "base"))], []
-    step, init = lora.Run._step, lora.Run.__init__
-
-    def asked(self, at, _asked):
-        return step(self, at, lambda: at == 2)
+    init = lora.Run.__init__
 
     def kept(self, *given):
         init(self, *given)
@@ -638,10 +632,7 @@ def test_a_model_that_is_all_trained_goes_on_to_the_last_bit_and_is_loaded(
 
     monkeypatch.setattr(lora.Run, "__init__", kept)
     assert run(tmp_path, *words, name="whole") == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(lora.Run, "_step", asked)
-        assert run(tmp_path, *words) == 0
-    assert len(steps(tmp_path / "run", "loss")) == 2
+    stop_at(monkeypatch, tmp_path, 2, *words)
     assert run(tmp_path, *words) == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
