@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cab_hf.config import CabConfig
+from cab_hf.model_config import cab_config_of
 from cab_hf.patches import apply_cab
 from cab_hf.runs import models as run_models
 from cab_hf.runs.log import write_atomically
@@ -66,6 +67,9 @@ def load_model(
     if attn_implementation == "cab":
         complete = cab_config is None or isinstance(cab_config, CabConfig)
         apply_cab(model, cab_config) if complete else apply_cab(model, **cab_config)
+    elif isinstance(cab_config, Mapping):
+        # nothing reads them, but they are refused as where something does
+        cab_config_of(model.config.get_text_config()).changed(**cab_config)
     return model, tokenizer
 
 

@@ -171,8 +171,8 @@ class Settings:
             least = 2 * self.cp * EXACT_BLOCK
             accepted = f"{least} or more with cp={self.cp}, {2 * EXACT_BLOCK} for each process"
             require(self, "length", self.length >= least, accepted)
-        # refuses what is none, also where the attention is another
-        CabConfig().changed(**self.cab_config())
+        # refuses a calibration that is none
+        self.cab_config()
         self.sources()
         self.sources("validation")
 

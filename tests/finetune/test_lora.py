@@ -340,6 +340,11 @@ def test_dense_layers_are_logged_as_dense(tmp_path):
         pytest.param(["--data", "gone.txt"], "gone.txt", id="data"),
         pytest.param(["--trackers", "wandb"], "pip install wandb", id="tracker"),
         pytest.param(["--model", "/nowhere"], "'/nowhere' is not here", id="model"),
+        pytest.param(["--cab", "mas=1"], "mas", id="cab"),
+        pytest.param(["--cab", "engine=foo"], "CabConfig.engine is 'foo'", id="engine"),
+        pytest.param(
+            ["--cab", "top_p=3", "--attention", "sdpa"], "CabConfig.top_p is 3", id="unused cab"
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(tmp_path, monkeypatch, capsys, words, message):

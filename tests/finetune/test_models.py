@@ -24,6 +24,7 @@ from transformers import (
 from words import save_llama
 
 import cab_hf
+from cab_hf import CabConfig
 from cab_hf.finetune import models
 from cab_hf.finetune.loss import IGNORED, linear_cross_entropy
 from cab_hf.finetune.models import (
@@ -288,6 +289,22 @@ def test_positions_that_are_refused(options, sentence):
 def test_models_that_are_not_stretched(config, sentence):
     with pytest.raises(ValueError, match=sentence):
         stretch_positions(config, "a-model", 4000, "yarn")
+
+
+@pytest.mark.parametrize("attention", ["cab", "sdpa"])
+def test_settings_are_held_against_those_that_the_model_brings(tmp_path, attention):
+    folder = save_llama(tmp_path / "model")
+    file = folder / "config.json"
+    recipe = {"cab_config": CabConfig.published(0.9).to_dict()}
+    file.write_text(json.dumps(json.loads(file.read_text()) | recipe))
+
+    def load(**given):
+        load_model(str(folder), cab_config=given, attn_implementation=attention)
+
+    # the default reads no sparsity, and this recipe no top_p
+    load(sparsity=0.8)
+    with pytest.raises(ValueError, match="top_p is 0.5, which select='topk' does not read"):
+        load(top_p=0.5)
 
 
 def test_a_model_is_loaded_to_be_trained(tmp_path):
