@@ -202,8 +202,9 @@ class CabConfig:
         fits = max(self.query_block, self.key_block) % min(self.query_block, self.key_block) == 0
         of_rows = f"a divisor or a multiple of query_block={self.query_block}"
         self._require(("key_block",), lambda _: fits, of_rows)
-        counts = ("sink_blocks", "local_blocks", "dense_tail_blocks", "min_length")
-        self._require((*counts, "sampled_one_in"), is_count, f"a whole number from 0 to {MOST}")
+        counts = ("sink_blocks", "local_blocks", "dense_tail_blocks")
+        counts += ("sampled_one_in", "min_length")
+        self._require(counts, is_count, f"a whole number from 0 to {MOST}")
         for name, choices in CHOICES.items():
             self._require((name,), choices.__contains__, "one of " + ", ".join(map(repr, choices)))
         if isinstance(self.top_p, (tuple, list)):

@@ -70,15 +70,22 @@ def rows_of(arguments: tuple) -> tuple[PlanTensors, float]:
     return PlanTensors(full, partial, *arguments[4:-1]), arguments[-1]
 
 
+def shapes(q, k, v, *_):
+    """What an op gives that takes these first: output and log-sum-exp, not computed."""
+    return like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def gradient_shapes(grad, q, k, v, *_):
+    """The same of its backward pass."""
+    return tuple(map(like, (q, k, v)))
+
+
 def register_gradients(forward_op: CustomOpDef, backward_for: Callable[..., CustomOpDef]) -> None:
     """Shapes and gradients of an op of the schema `FORWARD`.
 
     Args:
         backward_for: the op of the schema `BACKWARD` for a head dim, query block and key block.
     """
-
-    def shapes(q, k, v, *_):
-        return like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     def save(ctx, inputs, output):
         *tensors, query_block, key_block, scale = inputs
@@ -110,11 +117,7 @@ def backward_op(grad, q, k, v, out, lse, *plan):
     return _way(q).backward(grad, q, k, v, backward_stats(grad, out, lse), *rows_of(plan))
 
 
-@backward_op.register_fake
-def _(grad, q, k, v, *_):
-    return tuple(map(like, (q, k, v)))
-
-
+backward_op.register_fake(gradient_shapes)
 register_gradients(forward_op, lambda *_: backward_op)
 
 

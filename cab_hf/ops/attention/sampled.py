@@ -57,6 +57,7 @@ def _forward_op(q, k, v, listed_out, listed_lse, counts, indices, one_in, *plan)
     # the share of what is sampled; none where nothing is, also for padding queries
     share = (sums - listed_lse).sigmoid().masked_fill(sums == -torch.inf, 0.0)
     out = like(q, v.shape[3])
+    # in one pass over both, which `dense_parts.merged` would want in one tensor first
     torch.lerp(listed_out, more, share.unsqueeze(-1).to(more.dtype), out=out)
     return out, torch.logaddexp(listed_lse, sums)
 
@@ -67,16 +68,6 @@ def _backward_op(grad, q, k, v, out, lse, counts, indices, one_in, *plan):
     lse = lse - math.log(one_in)
     more = block.backward_op(grad, q, k, v, out, lse, *_of_sampled(counts, indices, plan))
     return tuple(x.add_(y) for x, y in zip(gradients, more, strict=True))
-
-
-@_forward_op.register_fake
-def _(q, k, v, *_):
-    return like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@_backward_op.register_fake
-def _(grad, q, k, v, *_):
-    return tuple(map(like, (q, k, v)))
 
 
 def _save(ctx, inputs, output):
@@ -94,10 +85,12 @@ def _differentiate(ctx, grad, _):
     return *gradients, *(None,) * (len(ctx.needs_input_grad) - len(gradients))
 
 
+_forward_op.register_fake(block.shapes)
 _forward_op.register_autograd(_differentiate, setup_context=_save)
+_backward_op.register_fake(block.gradient_shapes)
 
 
 def _of_sampled(counts: Tensor, indices: Tensor, plan: tuple) -> tuple:
-    """`block.PLAN` that lists what is sampled instead."""
+    """`block.PLAN` that lists what is sampled instead, as `BlockPlan.of_sampled` does."""
     none = torch.zeros_like(counts)
     return counts, indices, none, none.unsqueeze(-1), *plan[4:]
