@@ -54,7 +54,8 @@ class OnModelSettings:
     """The model, and where it runs. None stands for a default that depends on the device."""
 
     model: str = option(
-        "smollm2", "a causal LM's name or path; smollm2, smollm2-32k, tiny need no hub"
+        "smollm2",
+        "a causal LM's name or path; smollm2, smollm2-32k, smollm2-128k, tiny need no hub",
     )
     trust_remote_code: bool = flag("run Python code that comes with the model")
     set: tuple[str, ...] = option(

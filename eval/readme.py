@@ -40,9 +40,9 @@ ORDER = (
 )
 # how long the default takes, and what it keeps of texts
 SPEED = "speed-ttft"
-KEPT = ("fidelity-default", "fidelity-default-32k")
-# a training step by length; of a length in several folders that of the last is shown
-STEPS = ("speed-lora", "speed-lora-131k", "speed-lora-262k")
+KEPT = ("fidelity-default", "fidelity-default-32k", "fidelity-smollm2-128k")
+# a training step by length and layers; of one in several folders that of the last is shown
+STEPS = tuple("speed-lora" + which for which in ("", "-131k", "-262k", "-524k", "-524k-4-layers"))
 SPREAD = "speed-lora-spread"
 TRAINED_TOKENS = 32768
 # what a model was trained with -> the folder of what it keeps, and how it is read there
@@ -225,26 +225,33 @@ def default_table(results: Path) -> str:
     return _table(rows, [speed, *kept])
 
 
-def _kept(results: Sequence[Results], length: int) -> dict[str, float] | None:
+def _kept(results: Sequence[Results], length: int) -> dict[str, float | None] | None:
     """What CAB keeps at one length, each the mean over texts; None where no text was read.
 
-    Of recall and perplexity the ratio to dense attention.
+    Of recall and perplexity the ratio to dense attention. What no text was read for is None.
     """
     rows = [row for each in results for row in each.rows if row["length"] == length]
     cab, full = ([row for row in rows if row["method"] == name] for name in (CAB, FULL))
     if not cab:
         return None
-    ratios = {probe: fmean(row[probe]["ratio"] for row in cab) for probe in QUALITY}
-    kl, noise = (fmean(row["continuation"]["kl"] for row in some) for some in (cab, full))
+    ratios = {
+        probe: _mean([row[probe]["ratio"] for row in cab if probe in row]) for probe in QUALITY
+    }
+    kl, noise = (_mean([row["continuation"]["kl"] for row in some]) for some in (cab, full))
     return {"density": fmean(row["density"] for row in cab), "kl": kl, "noise": noise, **ratios}
 
 
-def _shown(kept: Mapping[str, float] | None) -> dict[str, str | float | None]:
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
+
+
+def _shown(kept: Mapping[str, float | None] | None) -> dict[str, str | float | None]:
     """The columns of `_kept`."""
     if kept is None:
         return dict.fromkeys(KEPT_COLUMNS)
-    ratios = (f"× {kept[probe]:.2f}" for probe in QUALITY)
-    kl = f"{digits(kept['kl'])} ({digits(kept['noise'])})"
+    ratios = (kept[probe] and f"× {kept[probe]:.2f}" for probe in QUALITY)
+    noise = kept["noise"] and f" ({digits(kept['noise'])})"
+    kl = f"{digits(kept['kl'])}{noise or ''}"
     return dict(zip(KEPT_COLUMNS, (kept["density"], kl, *ratios), strict=True))
 
 
@@ -306,21 +313,24 @@ def _bold(text: str, lost: bool) -> str:
 def lora_table(results: Path) -> str:
     """A training step, dense and sparse; GiB are the peak of the sparse one."""
     read = [read_results(results / name) for name in STEPS if (results / name).is_dir()]
-    by_length = {}
+    by_size = {}
     for each in read:
         one = [row for row in each.rows if row["spread"] == "alone" and not row["sought"]]
-        by_length |= {alike[0]["length"]: alike for alike in grouped(one, "length")}
+        layers = each.provenance["settings"]["layers"]
+        by_size |= {(alike[0]["length"], layers): alike for alike in grouped(one, "length")}
     ways = dict.fromkeys(row["implementation"] for each in read for row in each.rows)
     # dense ones first
     ways = [*(name for name in ways if name != CAB), CAB]
     rows = []
-    for length, alike in sorted(by_length.items()):
+    for (length, layers), alike in sorted(
+        by_size.items(), key=lambda item: (item[0][0], -item[0][1])
+    ):
         ms = {row["implementation"]: row["ms"] / 1000 for row in alike}
         (cab,) = (row for row in alike if row["implementation"] == CAB)
         over = cab["over_best"] and f"{cab['over_best']:.2f}"
         rows.append(
             {
-                "tokens": f"{length:,}",
+                **{"tokens": f"{length:,}", "layers": layers},
                 **{f"{name} s": digits(ms.get(name)) for name in ways},
                 **{"×": over, "at most": f"{cab['ceiling']:.2f}"},
                 **{"density": cab["density"], "GiB": digits(cab["peak_gib"])},

