@@ -10,9 +10,9 @@ docs/evaluation.md lists them.
 Everything is handed to lm_eval as it is, except that `pretrained=smollm2`, `smollm2-32k` and
 `smollm2-128k` name models that need no hub; `harness -- --help` says what lm_eval takes.
 `--model cab` is its `hf` with CAB switched on, and fields of CabConfig are further model_args.
-`--model hf` with attn_implementation=cab runs CAB as the model's own config has it, and with any other implementation
-what CAB is compared with. All tasks of lm_eval's own run so, too; RULER's want lm_eval[ruler] and a
-network.
+`--model hf` with attn_implementation=cab runs CAB as the model's own config has it, and with any
+other implementation what CAB is compared with. All tasks of lm_eval's own run so, too; RULER's want
+lm_eval[ruler] and a network.
 
 Beside the scores stand the whole config of a model on CAB, and its density; a run in which no layer
 attended sparsely, as where all requests are shorter than min_length (8192), ends in a sentence and

@@ -100,6 +100,11 @@ def accelerating(settings: Settings) -> Iterator[Accelerator]:
         log_with=list(settings.trackers) or None,
         project_dir=settings.out,
     )
+    if settings.trackers:
+        # some of them take plain values alone
+        plain = (bool, int, float, str)
+        told = {name: x if isinstance(x, plain) else str(x) for name, x in vars(settings).items()}
+        accelerator.init_trackers(Path(settings.out).name, config=told)
     try:
         yield accelerator
     finally:

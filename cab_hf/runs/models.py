@@ -116,6 +116,7 @@ def load_model(
         raise ValueError(
             f"dtype must name a torch dtype such as float32, or be one; got {dtype!r}."
         )
+    _refuse_adapter(name_or_path)
     tokenizer = load_tokenizer(name_or_path, trust_remote_code)
     if is_random(name_or_path):
         return _random_model(name_or_path, torch_dtype, **options).to(device), tokenizer
@@ -154,6 +155,7 @@ def load_config(name_or_path: str, trust_remote_code: bool = False) -> PreTraine
 
     if is_random(name_or_path):
         return _random_config(name_or_path)
+    _refuse_adapter(name_or_path)
     source = _source(name_or_path)
     with _loading(name_or_path):
         return AutoConfig.from_pretrained(
@@ -185,12 +187,17 @@ def _random_model(
     dtype: Any,
     config: PreTrainedConfig | None = None,
     attn_implementation: str = "sdpa",
-    **_: Any,
+    **others: Any,
 ) -> PreTrainedModel:
-    """Of the options of ``from_pretrained`` those that a model without files has."""
+    """Of the options of ``from_pretrained`` it takes those that a model without files has."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    if others:
+        raise UsageError(
+            f"model {name!r} is made of random weights and takes no {', '.join(sorted(others))}; "
+            "leave it out, or give a model that has files."
+        )
     config = _random_config(name) if config is None else config
     with torch.random.fork_rng(devices=[]):
         # always the same one, whatever the seed of a run
@@ -341,6 +348,15 @@ def _source(name_or_path: str) -> str:
         return str(made_folder(name_or_path))
     refuse_unknown(name_or_path)
     return name_or_path
+
+
+def _refuse_adapter(name: str) -> None:
+    """Refuse an adapter of ours: transformers would load its base with positions of the base."""
+    if (Path(name) / BASE).is_file():
+        raise UsageError(
+            f"model {name!r} is an adapter that finetune/lora.py trained; merge it into its base "
+            f"with `python -m cab_hf.finetune.merge {name} merged`, and give that folder."
+        )
 
 
 def refuse_unknown(name: str) -> None:

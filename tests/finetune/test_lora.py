@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.utils import DistributedType
+from accelerate import tracking
+from accelerate.utils import DistributedType, LoggerType
 from launches import LAUNCH, MEDDLED, SMALL, TRAIN, launched, losses, steps
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
@@ -317,6 +318,33 @@ def test_a_gpu_offloads_as_few_layers_as_the_estimate_asks_for(monkeypatch, gpu_
         return
     started._fit_into_memory(cost)
     assert enabled == ([] if offloaded is None else [(offloaded, device), started.model])
+
+
+def test_a_tracker_is_told_of_the_settings_and_of_every_step(tmp_path, monkeypatch):
+    told = []
+
+    class Tracker(tracking.GeneralTracker):
+        name, requires_logging_directory, tracker = "tensorboard", True, None
+
+        def __init__(self, run_name, logging_dir):
+            super().__init__()
+            told.append(run_name)
+
+        def store_init_configuration(self, values):
+            told.append(values)
+
+        def log(self, values, step, **_):
+            told.append((step, values))
+
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, Tracker.name, Tracker)
+    monkeypatch.setattr(tracking, "get_available_trackers", lambda: [LoggerType.TENSORBOARD])
+    monkeypatch.setattr(lora, "find_spec", lambda name: True)
+    assert run(tmp_path, "--trackers", Tracker.name) == 0
+    name, settings, *logged = told
+    assert name == "run" and settings["attention"] == "cab"
+    assert {type(value) for value in settings.values()} <= {bool, int, float, str}
+    losses_told = [(step, values["loss"]) for step, values in logged if "loss" in values]
+    assert losses_told == [(step, loss) for _, step, loss in losses(tmp_path / "run")]
 
 
 def test_dense_layers_are_logged_as_dense(tmp_path):

@@ -153,6 +153,14 @@ def test_an_experiment_reads_as_much_as_it_was_trained_for(shipped, command):
             assert (result["model"], result["model_sha256"]) == (NAME, models.content_sha256(NAME))
 
 
+@pytest.mark.parametrize("load", ["config", "model"])
+def test_an_adapter_alone_is_no_model(trained, load):
+    name = str(trained[0] / NAME)
+    loads = {"config": models.load_config, "model": cab_hf.load_model}
+    with pytest.raises(UsageError, match=rf"merge it into its base .*merge {name} merged`"):
+        loads[load](name)
+
+
 def test_a_wheel_takes_adapters_along():
     parser = configparser.ConfigParser()
     parser.read(Path(__file__).parents[2] / "setup.cfg")

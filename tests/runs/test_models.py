@@ -272,6 +272,11 @@ def test_weights_of_one_index_are_told_apart(tmp_path):
     assert len(contents) == 2
 
 
+def test_a_model_without_files_refuses_what_files_are_loaded_with():
+    with pytest.raises(UsageError, match="'tiny' is made of .* and takes no device_map"):
+        cab_hf.load_model("tiny", device_map="auto")
+
+
 def test_an_adapter_is_one_with_the_model_it_is_for(copied, tmp_path):
     adapter = tmp_path / "adapter"
     model, tokenizer = models.load_model(str(copied), "cpu", "float32")
