@@ -159,8 +159,11 @@ def merge(settings: MergeSettings) -> float:
         )
     figures = read_figures(Path(settings.run) if settings.run else None, adapter)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
-        folder = Path(scratch) / "merged"
+    scratch = tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent)
+    with scratch, warnings.catch_warnings():
+        # both models are computed densely here
+        warnings.filterwarnings("ignore", message=".* has a cab_config, which nothing uses")
+        folder = Path(scratch.name) / "merged"
         expected = _write(folder, adapter, base, config, settings)
         difference = compare(folder, expected, settings)
         page = card(out.name, folder, base, config, figures, difference)

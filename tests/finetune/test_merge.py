@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,9 @@ def test_the_merged_model_is_base_and_adapter(bases, tmp_path, base, options):
 
 def test_a_merged_model_is_loaded_as_any_other(bases, tmp_path):
     adapted = trained(bases["llama"], tmp_path / "adapter")
-    merged_into(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*cab_config")
+        merged_into(tmp_path)
     merged, ids = loaded(tmp_path / "merged", attn_implementation="cab"), tokens(1, 300)
     torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-3, atol=1e-3)
     merged.set_attn_implementation("sdpa")
