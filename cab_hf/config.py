@@ -17,7 +17,7 @@ CURVATURE = ("none", "additive", "forman")
 SELECT = ("clusters", "topk")
 # fields that take a table of layers and heads
 TABLES = ("top_p", "top_k_share", "sparsity", "exact_queries", "head_map")
-ENGINES = ("auto", "flex", "triton", "reference")
+ENGINES = ("auto", "flex", "triton", "gather", "reference")
 CHOICES = {"coarsen": COARSEN, "select": SELECT, "curvature": CURVATURE, "engine": ENGINES}
 # what a row keeps where ``top_p`` is None, as (keys it sees, share of its estimated attention
 # mass): constant outside and on a line between. Measured on SmolLM2, see eval/results
@@ -144,8 +144,8 @@ class CabConfig:
             So is what has fewer than ``query_block`` queries in a call, single ones with
             ``sparse_decode`` excepted: the last chunk of a prompt cannot be told from a step of
             assisted decoding.
-        engine: ``"auto"`` (the fastest that can), ``"flex"``, ``"triton"`` or ``"reference"``. One
-            asked for by name never falls back.
+        engine: ``"auto"`` (the fastest that can), ``"flex"``, ``"triton"``, ``"gather"`` (on a CPU)
+            or ``"reference"``. One asked for by name never falls back.
         predictor: name of a registered predictor; ``"curvature"`` is CAB, ``"cascade"`` is CAB
             that decides in ``anchors`` alone.
         anchors: with ``"cascade"``, indices of the layers that choose blocks, ascending. The layers

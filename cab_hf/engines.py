@@ -107,6 +107,24 @@ class Reference(Engine):
         return reference.attention(q, k, v, plan, scale, return_lse)
 
 
+class Gather(Engine):
+    """Plain PyTorch over the listed keys alone: what a CPU takes for a prompt."""
+
+    name = "gather"
+
+    def unavailable(self, work: Workload) -> str | None:
+        if work.device != "cpu":
+            return f"runs on a CPU, not on {work.device}"
+        if torch.compiler.is_compiling():
+            return "is not traced by torch.compile"
+        return "has no backward" if work.training else None
+
+    def _attend(self, *arguments):
+        from cab_hf.ops.attention import gather
+
+        return gather.attention(*arguments)
+
+
 class Triton(Engine):
     """Our own kernels."""
 
@@ -199,12 +217,15 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     )
 
 
-REFERENCE, TRITON, FLEX, FLASH = Reference(), Triton(), Flex(), Flash()
+REFERENCE, GATHER, TRITON, FLEX, FLASH = Reference(), Gather(), Triton(), Flex(), Flash()
+# queries times keys of a block from which one is worth a call
+GATHERED_FROM = 64 * 64
 # PyTorch's own, and ffpa-attn's for large heads of texts that have no cache
 SDPA, FFPA = DenseKernel("sdpa", _sdpa), DenseKernel("ffpa", ffpa.attention)
 # name -> what it stands for, the preferred first
 ENGINES: dict[str, tuple[Engine, ...]] = {
     "reference": (REFERENCE,),
+    "gather": (GATHER,),
     "flex": (FLASH, FLEX),
     "triton": (TRITON,),
 }
@@ -222,9 +243,10 @@ def choose(name: str, work: Workload) -> Engine:
         ValueError: for an unknown name, or an engine asked for by name that cannot run this.
     """
     if name == "auto":
-        # on CPU the compiled kernel saves less than its compilation costs
+        # a compiled kernel is compiled on CPU for every new length
         if work.device == "cpu":
-            return REFERENCE
+            large = work.query_block * work.key_block >= GATHERED_FROM
+            return GATHER if large and GATHER.unavailable(work) is None else REFERENCE
         candidates = FASTEST if _measured_here() else UNMEASURED
     elif name in ENGINES:
         candidates = ENGINES[name]

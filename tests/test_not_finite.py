@@ -10,7 +10,7 @@ from tiny import SMALL, VOCABULARY, qkv, tiny_model, tokens
 
 from cab_hf import CabConfig, apply_cab
 from cab_hf.ops import reference
-from cab_hf.ops.attention import block
+from cab_hf.ops.attention import block, gather
 from cab_hf.plan import BlockPlan, Spans
 
 BLOCKS = {"query_block": 32, "key_block": 16, "dense_tail_blocks": 0, "local_blocks": 1}
@@ -73,6 +73,7 @@ def _same_choice(select, config, prefix, value):
 ENGINES = [
     pytest.param(reference.attention, id="reference"),
     pytest.param(block.attention, id="kernels"),
+    pytest.param(gather.attention, id="gather"),
 ]
 SHAPES = [
     pytest.param(16, 96, 96, (32, 16), id="text"),

@@ -31,7 +31,7 @@ DIRECTIONS = {"forward": 1.0, "backward": 2.5}
 # whose rate an engine's is held against: the fastest dense kernels known
 RATED_AGAINST = {"forward": ("FA3",), "backward": ("FA4",)}
 EVERYTHING = 1.0  # the budget that leaves nothing out
-ENGINES_ON_GPU = tuple(name for name in engines.ENGINES if name != "reference")
+ENGINES_ON_GPU = ("flex", "triton")
 VARYING = {"head dim": "head_dim", "blocks": "blocks"}  # columns, where rows differ in them
 OF_ENGINES = ("attend_ms", "total_ms", "total_eager_ms", "peak_mib", "labels")
 GROUP = ("head_dim", "direction", "blocks", "budget")  # rows of one differ in length alone

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, once_per_spans
 
+# devices that few rows leave waiting
+SPLIT_ON = ("cuda",)
 # keys that a part of a row has at least, and the most parts
 SPLIT_KEYS = 4096
 MOST_SPLITS = 16
@@ -80,7 +82,8 @@ def _with_heads(attend, result, q, k, v, plan, scale, trained) -> list[Tensor]:
 def _with_rows(attend, result, q, k, v, plan, scale, trained) -> list[Tensor]:
     """``result`` (out, or out and log-sum-exp) with the rows that attend everything."""
     # merging weighs by log-sum-exps, through which no gradient flows
-    splits = 1 if trained or torch.compiler.is_compiling() else _splits(plan.kv_length)
+    whole = trained or torch.compiler.is_compiling() or q.device.type not in SPLIT_ON
+    splits = 1 if whole else _splits(plan.kv_length)
     query, real, rows = _gathered(plan.spans, plan.dense_rows, plan.blocks, splits)
     some = _take(q, query)
     if splits == 1:

@@ -1,0 +1,97 @@
+"""The engine of CPUs: what the reference defines, over the keys that are listed."""
+
+import pytest
+import torch
+from attention_cases import case
+from tiny import SPARSE, tiny_model, tokens
+
+import cab_hf
+from cab_hf import CabConfig, engines
+from cab_hf.ops import reference
+from cab_hf.ops.attention import gather
+
+BLOCKS = (32, 16)
+FOUR = {"heads": 4, "kv_heads": 2}
+CASES = [
+    pytest.param(FOUR | {"q_length": 205}, BLOCKS, id="odd"),
+    pytest.param(FOUR | {"q_length": 63, "kv_length": 111}, BLOCKS, id="chunk"),
+    pytest.param(FOUR | {"q_length": 130}, (16, 64), id="wide-keys"),
+    pytest.param({"heads": 3, "kv_heads": 1, "q_length": 130, "batch": 3}, BLOCKS, id="batch"),
+    pytest.param(FOUR | {"q_length": 130, "plan_heads": 2}, BLOCKS, id="plan-of-groups"),
+    pytest.param(FOUR | {"q_length": 130, "plan_heads": 1}, BLOCKS, id="one-plan"),
+    pytest.param(FOUR | {"q_length": 75, "layout": "padded", "batch": 2}, BLOCKS, id="padded"),
+    pytest.param(FOUR | {"q_length": 130, "layout": "packed"}, BLOCKS, id="packed"),
+    pytest.param(
+        FOUR | {"q_length": 130, "dense_heads": (1,), "dense_rows": "tail"}, BLOCKS, id="named"
+    ),
+]
+
+
+@pytest.mark.parametrize("at_a_time", [1, 4096, gather.LOGITS_AT_A_TIME])
+@pytest.mark.parametrize(("shape", "blocks"), CASES)
+def test_it_computes_what_the_reference_defines(monkeypatch, shape, blocks, at_a_time):
+    monkeypatch.setattr(gather, "LOGITS_AT_A_TIME", at_a_time)
+    q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
+    meant = reference.attention(q, k, v, plan, 0.2, return_lse=True)
+    actual = engines.GATHER.attention(q, k, v, plan, 0.2, return_lse=True)
+    for a, b in zip(actual, meant, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    assert torch.equal(engines.GATHER.attention(q, k, v, plan, 0.2), actual[0])
+
+
+def test_products_of_narrow_dtypes_are_added_up_in_float32():
+    q, k, v, _, plan = case("cpu", torch.bfloat16, BLOCKS, **FOUR, q_length=205)
+    exact = reference.attention(*(x.double() for x in (q, k, v)), plan, 0.2)
+    actual = gather.attention(q, k, v, plan, 0.2)
+    assert actual.dtype == torch.bfloat16
+    error = (actual.double() - exact).abs().max()
+    assert error <= 2 * (reference.attention(q, k, v, plan, 0.2).double() - exact).abs().max()
+
+
+def test_rows_that_list_nothing_see_nothing():
+    q, k, v, _, plan = case("cpu", torch.float32, BLOCKS, **FOUR, q_length=130)
+    keep = plan.to_dense()
+    keep[:, 1, 2] = False
+    plan = type(plan).from_dense(keep, plan.spans, query_block=BLOCKS[0], key_block=BLOCKS[1])
+    meant = reference.attention(q, k, v, plan, 0.2, return_lse=True)
+    actual = gather.attention(q, k, v, plan, 0.2, return_lse=True)
+    assert (actual[0][:, 1, 64:96] == 0).all() and (actual[1][:, 1, 64:96] == -torch.inf).all()
+    for a, b in zip(actual, meant, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        pytest.param({}, engines.GATHER, id="default"),
+        pytest.param({"training": True}, engines.REFERENCE, id="training"),
+        pytest.param({"query_block": 32, "key_block": 16}, engines.REFERENCE, id="small-blocks"),
+    ],
+)
+def test_a_cpu_takes_it_for_prompts(changes, expected):
+    usual = {"device": "cpu", "head_dim": 64, "dtype": torch.float32, "training": False}
+    blocks = {"query_block": CabConfig().query_block, "key_block": CabConfig().key_block}
+    work = engines.Workload(**{**usual, **blocks, **changes})
+    assert engines.choose("auto", work) is expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"device": "cuda"}, "runs on a CPU, not on cuda"), ({"training": True}, "has no backward")],
+)
+def test_asked_for_by_name_it_says_why_it_cannot(changes, reason):
+    usual = {"device": "cpu", "head_dim": 64, "dtype": torch.float32, "training": False}
+    work = engines.Workload(**{**usual, "query_block": 128, "key_block": 64, **changes})
+    with pytest.raises(ValueError, match=f"engine is 'gather', which {reason}"):
+        engines.choose("gather", work)
+
+
+def test_a_model_attends_by_it():
+    model, ids = tiny_model(), tokens(1, 300)
+    logits = []
+    for engine in ("reference", "gather"):
+        cab_hf.apply_cab(model, SPARSE, engine=engine)
+        assert f"engine {engine}" in cab_hf.describe(model)
+        with torch.no_grad():
+            logits.append(model(ids).logits)
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
