@@ -7,6 +7,7 @@ import torch
 import transformers
 from tiny import FULL, SPARSE, tiny_model, tokens
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.cli.serving.model_manager import ModelManager
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.cache_allocators.full_attention import (
     FullAttentionCacheAllocator,
@@ -291,6 +292,17 @@ def test_describe_says_what_is_served():
     lines = cab_hf.describe(on_cab(tiny_model("mistral-sliding"))).splitlines()
     reason = "it has layers under a sliding window of 40 tokens"
     assert lines[-1] == f"  generate_batch: refused, {reason}"
+
+
+@pytest.mark.parametrize("name", hooks.NAMES)
+def test_the_server_takes_our_names(name):
+    manager = ModelManager(attn_implementation=name, continuous_batching=True)
+    assert manager.attn_implementation == name
+
+
+def test_the_server_refuses_what_nobody_registered():
+    with pytest.raises(ValueError, match="Unsupported attention implementation: 'cabb'"):
+        ModelManager(attn_implementation="cabb")
 
 
 def test_older_versions_of_transformers_are_named(monkeypatch, request):
