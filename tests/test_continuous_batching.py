@@ -102,23 +102,28 @@ def test_chunks_choose_what_a_whole_prompt_does():
         assert served(model, [prompt], max_batch_tokens=90) == [answer]
 
 
-def test_only_the_end_of_a_prompt_has_a_dense_tail(monkeypatch):
+@pytest.mark.parametrize(("answers", "end"), [(1, 340), (2, 339)])
+def test_only_the_end_of_a_prompt_has_a_dense_tail(answers, end, monkeypatch):
+    """Several answers share all of it but the last token, which each of them reads itself."""
     tails, route = {}, batch.route
 
     def looked_at(text, config, work, **options):
         way = route(text, config, work, **options)
-        tails[text.kv_length] = way.config.dense_tail_blocks
+        if text.q_length > 1:
+            tails[text.kv_length] = way.config.dense_tail_blocks
         return way
 
     monkeypatch.setattr(batch, "route", looked_at)
     model = on_cab(tiny_model(), dataclasses.replace(SPARSE, dense_tail_blocks=2))
     model.generate_batch(
         tokens(1, 340).tolist(),
-        GenerationConfig(max_new_tokens=1, do_sample=False, pad_token_id=0),
+        GenerationConfig(
+            max_new_tokens=1, do_sample=True, pad_token_id=0, num_return_sequences=answers
+        ),
         batching(max_batch_tokens=96),
         warmup=False,
     )
-    assert tails == {96: 0, 192: 0, 288: 0, 340: 2}
+    assert tails == {96: 0, 192: 0, 288: 0, end: 2}
 
 
 def test_beginnings_are_shared():

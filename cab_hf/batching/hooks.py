@@ -194,10 +194,27 @@ def _with_our_mask(compute: Callable[..., None]) -> Callable[..., None]:
             from cab_hf.batching.batch import Batch
 
             tokens = batch_data["input_ids"].shape[1]
-            batch_data["attention_mask"] = Batch(name_of(model.config), tokens)
+            forked = _forked(self.inputs_and_outputs)
+            batch_data["attention_mask"] = Batch(name_of(model.config), tokens, forked)
         compute(self, model, batch_data)
 
     return computed
+
+
+def _forked(inputs: Any) -> frozenset[int]:
+    """The places of requests that give several answers, in the pass before they fork.
+
+    It reads their prompts but for the last token, which every answer begins with by itself.
+    """
+    # with asynchronous batching what is computed next is one of two
+    if hasattr(inputs, "io_pairs"):
+        inputs = inputs.io_pairs[inputs.current_pair].host_io
+    states = (future.state for future in inputs.requests_in_batch)
+    return frozenset(
+        at
+        for at, state in enumerate(states)
+        if state.num_children and len(state.remaining_prefill_tokens) == 1
+    )
 
 
 def _at_block_borders(schedule: Callable[..., None]) -> Callable[..., None]:
