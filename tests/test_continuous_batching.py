@@ -341,10 +341,17 @@ def test_a_model_on_another_implementation_is_served_as_ever():
     assert served(model) == expected
 
 
-def test_cab_is_not_switched_on_under_a_manager_of_other_attention():
-    model = tiny_model()
+def managed(model):
     manager = model.init_continuous_batching(GREEDY, batching())
     manager.start()
+    return manager
+
+
+def test_cab_is_not_switched_on_under_a_manager_of_other_attention():
+    model = tiny_model()
+    manager = managed(model)
+    # a later one does not hide it
+    managed(model).stop()
     try:
         with pytest.raises(NotImplementedError, match="continuous batching runs on LlamaForCausal"):
             cab_hf.apply_cab(model)
@@ -354,16 +361,88 @@ def test_cab_is_not_switched_on_under_a_manager_of_other_attention():
     assert cab_hf.apply_cab(model, min_length=0).config._attn_implementation == "cab"
 
 
-def test_cab_is_not_switched_off_under_its_manager():
+@pytest.mark.parametrize(
+    "switch",
+    [lambda model: model.set_attn_implementation("sdpa"), cab_hf.remove_cab],
+    ids=["set_attn_implementation", "remove_cab"],
+)
+def test_cab_is_not_switched_off_under_its_manager(switch):
     model = on_cab(tiny_model())
     expected = generated(model, PROMPTS[:1])
     with model.continuous_batching_context_manager(
         GREEDY, continuous_batching_config=batching()
     ) as manager:
         with pytest.raises(NotImplementedError, match="runs on LlamaForCausalLM with 'cab'"):
-            model.set_attn_implementation("sdpa")
+            switch(model)
         manager.add_request(PROMPTS[0])
         assert manager.get_result(timeout=60).generated_tokens == expected[0]
-        cab_hf.remove_cab(model)
+    assert implementations(model) == ["cab", "cab"]
+    cab_hf.remove_cab(model)
+    assert implementations(model) == ["sdpa", "sdpa"]
+
+
+@pytest.mark.parametrize("before", ["sdpa", "cab"])
+def test_a_block_does_not_end_under_its_manager(before):
+    model = tiny_model()
+    expected = generated(model, PROMPTS[:1])
+    if before == "cab":
+        on_cab(model)
+        with cab_hf.cab(model, FULL):
+            manager = managed(model)
+        manager.stop()
+    else:
+        with (
+            pytest.raises(NotImplementedError, match="runs on LlamaForCausalLM with 'cab'"),
+            cab_hf.cab(model, FULL),
+        ):
+            manager = managed(model)
+        try:
+            manager.add_request(PROMPTS[0])
+            assert manager.get_result(timeout=60).generated_tokens == expected[0]
+        finally:
+            manager.stop()
+    assert implementations(model) == ["cab", "cab"]
+    cab_hf.remove_cab(model)
+    assert implementations(model) == ["sdpa", "sdpa"]
+
+
+def test_what_goes_wrong_in_a_block_is_told_before_its_manager_is():
+    model = tiny_model()
+    with pytest.raises(KeyError, match="mine"), cab_hf.cab(model, FULL):
+        manager = managed(model)
+        raise KeyError("mine")
+    try:
+        assert implementations(model) == ["sdpa", "sdpa"]
         manager.add_request(PROMPTS[0])
+        # no request came before: it is known what the manager began with
         assert "was switched to 'sdpa' while" in manager.get_result(timeout=60).error
+    finally:
+        manager.stop()
+
+
+@pytest.mark.parametrize("first", ["cab", "sdpa"])
+def test_a_manager_begins_with_the_attention_that_it_was_made_for(first):
+    model, switches = tiny_model(), [on_cab, cab_hf.remove_cab]
+    if first == "cab":
+        on_cab(model)
+        switches.reverse()
+    manager = model.init_continuous_batching(GREEDY, batching())
+    switches[0](model)
+    with pytest.raises(NotImplementedError, match=f"made for LlamaForCausalLM with '{first}'"):
+        manager.start()
+
+
+def test_a_kept_manager_of_other_attention_is_to_be_destroyed():
+    model = on_cab(tiny_model())
+    expected = generated(model, PROMPTS[:1])
+
+    def kept():
+        answers = model.generate_batch(PROMPTS[:1], GREEDY, batching(), persistent_manager=True)
+        return [answer.generated_tokens for answer in answers.values()]
+
+    assert kept() == kept() == expected
+    cab_hf.remove_cab(model)
+    with pytest.raises(NotImplementedError, match="destroy_cached_continuous_batching_manager()"):
+        kept()
+    model.destroy_cached_continuous_batching_manager()
+    assert kept() == expected

@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet
 
 if TYPE_CHECKING:
     # transformers is importing itself when it is told
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 PACKAGE = "transformers.generation.continuous_batching"
 NAMES = ("cab", "cab_dense")
+KEPT = "_cached_continuous_batching_manager"  # attribute of a model: of persistent_manager=True
 
-# model, or part of one -> the manager that was started for it last
-_managers: WeakKeyDictionary[Any, ref] = WeakKeyDictionary()
+# model, or part of one -> the managers that were started for it
+_managers: WeakKeyDictionary[Any, WeakSet] = WeakKeyDictionary()
 
 
 def register(api: Any) -> None:
@@ -41,7 +42,9 @@ def register(api: Any) -> None:
     initialization.ensure_decode_fast_path_is_available = _with_pages(
         initialization.ensure_decode_fast_path_is_available
     )
+    manager = api.ContinuousBatchingManager
     runner, queue = model_runner.ModelRunner, scheduler.Scheduler
+    manager._create_batch_processor = _told_of_the_model(manager._create_batch_processor)
     runner.compute_batch = _with_our_mask(runner.compute_batch)
     queue._schedule_request = _at_block_borders(queue._schedule_request)
 
@@ -74,11 +77,10 @@ def refuse_while_batching(model: Any, requested: str | None) -> None:
     Raises:
         NotImplementedError: naming the model, and what to do.
     """
-    manager = _managers.get(model, lambda: None)()
-    if manager is None or not manager.is_running():
-        return
     before = model.config._attn_implementation
-    if (before in NAMES) != (requested in NAMES):
+    if (before in NAMES) == (requested in NAMES):
+        return
+    if any(manager.is_running() for manager in _managers.get(model, ())):
         raise NotImplementedError(
             f"continuous batching runs on {type(model).__name__} with {before!r}; stop its manager "
             f"before you switch to {requested!r}."
@@ -97,21 +99,46 @@ def _ask_before_it_begins(api: Any) -> None:
     @functools.wraps(begin)
     def init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
         require_batching(model)
+        kept = vars(model).get(KEPT)
+        if kept is not None:
+            _require_as_made(kept)
         return begin(model, *args, **kwargs)
 
     @functools.wraps(make)
     def __init__(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         require_batching(model)
         make(self, model, *args, **kwargs)
+        self._made_for = model.config._attn_implementation
 
     @functools.wraps(start)
     def start_asked(self: Any, *args: Any, **kwargs: Any) -> Any:
         require_batching(self.model)
-        _managers.update(dict.fromkeys(parts(self.model), ref(self)))
+        _require_as_made(self)
+        for part in parts(self.model):
+            _managers.setdefault(part, WeakSet()).add(self)
         return start(self, *args, **kwargs)
 
     mixin.init_continuous_batching = init_continuous_batching
     manager.__init__, manager.start = __init__, start_asked
+
+
+def _require_as_made(manager: Any) -> None:
+    """Refuse to begin with a manager that was made for other attention than its model has now.
+
+    Raises:
+        NotImplementedError: naming the model, both names, and what to do.
+    """
+    model, made_for = manager.model, manager._made_for
+    name = model.config._attn_implementation
+    if (name in NAMES) == (made_for in NAMES):
+        return
+    what = "make another"
+    if vars(model).get(KEPT) is manager:
+        what = "call model.destroy_cached_continuous_batching_manager(), and make another"
+    raise NotImplementedError(
+        f"the manager of continuous batching was made for {type(model).__name__} with "
+        f"{made_for!r}, and the model has {name!r} now; {what}."
+    )
 
 
 def _or_ours(is_flash: Callable[..., bool]) -> Callable[..., bool]:
@@ -175,6 +202,19 @@ def _with_pages(ensure: Callable[..., None]) -> Callable[..., None]:
     return ensured
 
 
+def _told_of_the_model(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """What computes batches knows what the manager was made for, and what its model has by now."""
+
+    @functools.wraps(prepare)
+    def prepared(self: Any) -> Any:
+        processor = prepare(self)
+        # masks are prepared, or not, for what the manager was made for
+        processor.model_runner._began_as_ours = self._made_for in NAMES
+        return processor
+
+    return prepared
+
+
 def _with_our_mask(compute: Callable[..., None]) -> Callable[..., None]:
     """Every forward pass has a `Batch`, which all of its layers share."""
 
@@ -184,8 +224,7 @@ def _with_our_mask(compute: Callable[..., None]) -> Callable[..., None]:
 
         name = model.config._attn_implementation
         ours = name in NAMES
-        # masks were prepared, or not, for what the model began with
-        if vars(self).setdefault("_began_as_ours", ours) != ours:
+        if self._began_as_ours != ours:
             raise RuntimeError(
                 f"{name_of(model.config)} was switched to {name!r} while continuous batching runs; "
                 "stop its manager before you switch."
