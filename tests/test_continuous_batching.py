@@ -420,6 +420,89 @@ def test_what_goes_wrong_in_a_block_is_told_before_its_manager_is():
         manager.stop()
 
 
+LOW = dataclasses.replace(SPARSE, top_p=0.05, top_k_share=0.0, exact_queries=0)
+LONG = [tokens(1, 730, seed=seed)[0].tolist() for seed in range(2)]
+CHANGES = {
+    "cab_config": lambda model: cab_hf.apply_cab(model, FULL),
+    "cab_dense": lambda model: model.set_attn_implementation("cab_dense"),
+}
+
+
+def answered(manager, prompts):
+    names = [manager.add_request(prompt) for prompt in prompts]
+    answers = [manager.get_result(timeout=60) for _ in names]
+    return [
+        answer.error or answer.generated_tokens
+        for answer in sorted(answers, key=lambda answer: names.index(answer.request_id))
+    ]
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_blocks_of_other_settings_are_not_shared(change):
+    model = tiny_model()
+    exact = generated(model, LONG)
+    on_cab(model, LOW)
+    sparse = generated(model, LONG)
+    assert sparse != exact
+    manager = managed(model)
+    try:
+        assert answered(manager, LONG) == sparse
+        cache = manager.batch_processor.cache
+        change(model)
+        assert answered(manager, LONG) == exact
+        # what is forgotten is free again
+        cache.evict_cached_blocks()
+        cache.pool.try_to_free_sectors()
+        assert cache.compute_free_capacity() == 1
+    finally:
+        manager.stop()
+
+
+def test_a_kept_manager_does_not_share_blocks_of_other_settings():
+    model = tiny_model()
+    exact = generated(model, LONG)
+    for config in (LOW, FULL):
+        on_cab(model, config)
+        result = model.generate_batch(
+            LONG, GREEDY, batching(), persistent_manager=True, warmup=False
+        )
+        answers = [answer.generated_tokens for answer in result.values()]
+        assert (answers == exact) == (config is FULL)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (CHANGES["cab_config"], "given another cab_config"),
+        (CHANGES["cab_dense"], "switched from 'cab' to 'cab_dense'"),
+    ],
+    ids=CHANGES,
+)
+def test_settings_do_not_change_under_a_request(change, what):
+    manager = managed(model := on_cab(tiny_model(), LOW))
+    try:
+        manager.add_request(PROMPTS[0], max_new_tokens=2000, streaming=True, eos_token_id=-1)
+        manager.get_result(timeout=60)
+        change(model)
+        errors = (answer.error for answer in manager if answer.error)
+        assert f"llama was {what} while" in next(errors)
+    finally:
+        manager.stop()
+
+
+def test_chunks_end_where_the_query_blocks_of_present_settings_do():
+    low = dataclasses.replace(LOW, dense_tail_blocks=0)
+    model = on_cab(tiny_model(), low)
+    with model.continuous_batching_context_manager(
+        GREEDY, continuous_batching_config=batching(max_batch_tokens=96)
+    ) as manager:
+        for query_block in (32, 64):
+            # 96 tokens are no whole number of the larger blocks
+            on_cab(model, dataclasses.replace(low, query_block=query_block))
+            for prompt in LONG:
+                assert answered(manager, [prompt]) == generated(model, [prompt])
+
+
 @pytest.mark.parametrize("first", ["cab", "sdpa"])
 def test_a_manager_begins_with_the_attention_that_it_was_made_for(first):
     model, switches = tiny_model(), [on_cab, cab_hf.remove_cab]

@@ -46,6 +46,7 @@ def register(api: Any) -> None:
     runner, queue = model_runner.ModelRunner, scheduler.Scheduler
     manager._create_batch_processor = _told_of_the_model(manager._create_batch_processor)
     runner.compute_batch = _with_our_mask(runner.compute_batch)
+    queue._process_candidates = _of_one_setting(queue._process_candidates)
     queue._schedule_request = _at_block_borders(queue._schedule_request)
 
 
@@ -210,6 +211,8 @@ def _told_of_the_model(prepare: Callable[..., Any]) -> Callable[..., Any]:
         processor = prepare(self)
         # masks are prepared, or not, for what the manager was made for
         processor.model_runner._began_as_ours = self._made_for in NAMES
+        processor.scheduler._model = self.model
+        vars(processor.scheduler).setdefault("_settings", _settings(self.model))
         return processor
 
     return prepared
@@ -256,6 +259,44 @@ def _forked(inputs: Any) -> frozenset[int]:
     )
 
 
+def _settings(model: Any) -> tuple[str, Any] | None:
+    """What keys and values in the pages of a cache depend on; None where they are not ours."""
+    from cab_hf.model_config import cab_config_of
+
+    text = model.config.get_text_config()
+    name = text._attn_implementation
+    return (name, cab_config_of(text) if name == "cab" else None) if name in NAMES else None
+
+
+def _of_one_setting(process: Callable[..., Any]) -> Callable[..., Any]:
+    """Requests read no blocks that others have left under other settings."""
+
+    @functools.wraps(process)
+    def processed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = _settings(self._model)
+        if settings is not None and settings != self._settings:
+            waiting = self.waiting_requests.values()
+            if self.active_requests or any(state.is_cpu_offloaded for state in waiting):
+                _refuse_other_settings(self._model, self._settings, settings)
+            self.cache.evict_cached_blocks()
+            self._settings = settings
+        return process(self, *args, **kwargs)
+
+    return processed
+
+
+def _refuse_other_settings(model: Any, before: tuple[str, Any], now: tuple[str, Any]) -> None:
+    from cab_hf.fit import name_of
+
+    what = f"was switched from {before[0]!r} to {now[0]!r}"
+    if before[0] == now[0]:
+        what = "was given another cab_config"
+    raise RuntimeError(
+        f"{name_of(model.config)} {what} while continuous batching computes requests, whose keys "
+        "and values are those of the settings before; wait for all answers before you change them."
+    )
+
+
 def _at_block_borders(schedule: Callable[..., None]) -> Callable[..., None]:
     """Chunks end where query blocks do: those choose by all of their queries, as in one call."""
 
@@ -263,7 +304,7 @@ def _at_block_borders(schedule: Callable[..., None]) -> Callable[..., None]:
     def scheduled(
         self: Any, state: Any, request_tokens: list[int], token_budget: int, *args: Any
     ) -> None:
-        config = self.cache.config
+        config = self._model.config.get_text_config()
         if config._attn_implementation == "cab" and token_budget < len(request_tokens):
             from cab_hf.model_config import cab_config_of
 
