@@ -1,6 +1,7 @@
 """Continuous batching: every sequence as by itself, and what is refused before anything begins."""
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers.generation.continuous_batching.cache_allocators.full_attention
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 import cab_hf
+from cab_hf import checks
 from cab_hf.batching import batch, hooks
 
 GREEDY = GenerationConfig(max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=2)
@@ -299,6 +301,15 @@ def test_describe_says_what_is_served():
     assert lines[-1] == f"  generate_batch: refused, {reason}"
 
 
+def test_describe_says_what_is_served_by_exact_attention_too():
+    for family, says in (("llama", "each sequence by itself"), ("mistral-sliding", "refused, it")):
+        model = tiny_model(family)
+        model.set_attn_implementation("cab_dense")
+        *layers, last = cab_hf.describe(model).splitlines()
+        assert last.startswith(f"  generate_batch: {says}")
+        assert not any("decode:" in line for line in layers)
+
+
 @pytest.mark.parametrize("name", hooks.NAMES)
 def test_the_server_takes_our_names(name):
     manager = ModelManager(attn_implementation=name, continuous_batching=True)
@@ -330,6 +341,40 @@ def test_what_cannot_be_captured_or_compiled_is_refused(changes, sentence, monke
     monkeypatch.setattr(f"{module}.{resolve}", lambda: "cuda")
     with pytest.raises(NotImplementedError, match=sentence):
         on_cab(tiny_model()).init_continuous_batching(GREEDY, batching(**changes))
+
+
+OFF_THE_GRID = {
+    "max_batch_tokens": ({"max_batch_tokens": 31, "page_size": 32}, "max_batch_tokens is 31 and"),
+    "page_size": ({"page_size": 48}, "page_size is 48 and query_block is 32"),
+}
+ON_THE_GRID = {
+    "whole": {"max_batch_tokens": 32, "page_size": 64},
+    "not-shared": {"page_size": 48, "allow_block_sharing": False},
+    "by-default": {"max_batch_tokens": None, "page_size": 32},
+}
+
+
+def began(name, changes, monkeypatch):
+    """What is warned of as continuous batching begins."""
+    monkeypatch.setattr(checks, "_warned", set())
+    model = on_cab(tiny_model())
+    model.set_attn_implementation(name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.init_continuous_batching(GREEDY, batching(**changes))
+    return [str(warning.message) for warning in caught if "query_block" in str(warning.message)]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), OFF_THE_GRID.values(), ids=OFF_THE_GRID)
+def test_batches_and_pages_that_do_not_fit_query_blocks_are_news(changes, sentence, monkeypatch):
+    (said,) = began("cab", changes, monkeypatch)
+    assert said.startswith(sentence)
+    assert not began("cab_dense", changes, monkeypatch)
+
+
+@pytest.mark.parametrize("changes", ON_THE_GRID.values(), ids=ON_THE_GRID)
+def test_batches_and_pages_that_fit_query_blocks_are_not(changes, monkeypatch):
+    assert not began("cab", changes, monkeypatch)
 
 
 def test_a_model_on_another_implementation_is_served_as_ever():

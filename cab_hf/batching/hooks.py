@@ -181,9 +181,34 @@ def _resolved(resolve: Callable[..., Any]) -> Callable[..., Any]:
                 "continuous batching compiles the model; 'cab' is not traced there. Leave out "
                 "the compile configs and default_compile_level."
             )
+        if config._attn_implementation == "cab":
+            _warn_off_the_grid(config, result)
         return result
 
     return resolved
+
+
+def _warn_off_the_grid(config: Any, cb_config: Any) -> None:
+    """Warn, once a process and setting, where batches or pages do not fit query blocks."""
+    from cab_hf.checks import warn_once
+    from cab_hf.model_config import cab_config_of
+
+    block = cab_config_of(config).query_block
+    tokens, page = cb_config.max_batch_tokens, cb_config.page_size
+    if tokens is not None and tokens < block:
+        warn_once(
+            ("max_batch_tokens", tokens, block),
+            f"max_batch_tokens is {tokens} and query_block is {block}: no batch has a whole block "
+            "of a prompt, so 'cab' computes exact attention only; set max_batch_tokens to several "
+            f"times {block}, or leave it out.",
+        )
+    if cb_config.allow_block_sharing and page % block:
+        warn_once(
+            ("page_size", page, block),
+            f"page_size is {page} and query_block is {block}: what a request reads behind blocks "
+            "that it shares may begin inside of a query block, and then chooses otherwise than by "
+            f"itself; set page_size to a multiple of {block}, or allow_block_sharing=False.",
+        )
 
 
 def _with_pages(ensure: Callable[..., None]) -> Callable[..., None]:
