@@ -3,12 +3,12 @@
 transformers itself imports torch and its modelling code only when a model class is first touched.
 Registration waits for that moment, so that importing cab_hf costs next to nothing.
 
-Two functions are registered under two names. What transformers has no registry for is told at four
+Two functions are registered under two names. What transformers has no registry for is told at five
 places, and changes nothing for a model that does not ask for "cab": its configs have a
 ``cab_config`` (`_Setting`), its check of an implementation's name, which every model passes as it
-is made or switched, asks us about ours, and so does continuous batching (`batching.hooks`); a cache
-that `generate` makes gets its index from us where the model decodes sparsely, and of a prompt that
-it reads in chunks we know where it ends.
+is made or switched, asks us about ours, and so does continuous batching (`batching.hooks`);
+`transformers serve` takes them too; a cache that `generate` makes gets its index from us where the
+model decodes sparsely, and of a prompt that it reads in chunks we know where it ends.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ CONFIGURATION = "transformers.configuration_utils"
 MODELING = "transformers.modeling_utils"
 GENERATION = "transformers.generation.utils"
 BATCHING = f"{PACKAGE}.continuous_api"
+SERVING = "transformers.cli.serving.model_manager"
 
 
 def register() -> None:
@@ -98,6 +99,23 @@ def join_batching() -> None:
 
     # its package is not through with importing it
     hooks.register(sys.modules[BATCHING])
+
+
+def join_serving() -> None:
+    """Have `transformers serve` take our names now: its check knows a fixed list of others."""
+    manager = sys.modules[SERVING].ModelManager
+    validate = manager._validate_args
+
+    @functools.wraps(validate)
+    def validate_others(self: Any) -> None:
+        name = self.attn_implementation
+        try:
+            self.attn_implementation = None if name in NAMES else name
+            validate(self)
+        finally:
+            self.attn_implementation = name
+
+    manager._validate_args = validate_others
 
 
 class _Setting:
@@ -218,6 +236,7 @@ def register_when_imported() -> None:
         MODELING: register,
         GENERATION: tell_generate,
         BATCHING: join_batching,
+        SERVING: join_serving,
     }
     for name, action in actions.items():
         if name in sys.modules:

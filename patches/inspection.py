@@ -38,8 +38,8 @@ def describe(
         training: whether gradients flow; by default ``model.training``.
 
     Returns:
-        One line for the settings, one line a run of layers that behave alike, one for decoding and
-        one for continuous batching.
+        One line for the settings, one line a run of layers that behave alike, one for decoding,
+        unless all is exact ("cab_dense"), and one for continuous batching.
         Layers that show what they will be refused for are called refused.
 
     Raises:
@@ -71,6 +71,7 @@ def describe(
         lines.append(f"  {of}: {sentence}")
     if name == "cab" and layers:
         lines.append(f"  decode: {_decode(model, config)}")
+    if layers:
         refused = unserved(model)
         how = f"refused, {refused}" if refused else "each sequence by itself, decode dense"
         lines.append(f"  generate_batch: {how}")

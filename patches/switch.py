@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from cab_hf.batching.hooks import refuse_while_batching
 from cab_hf.checks import require
 from cab_hf.config import CabConfig
 from cab_hf.fit import require_layers, require_origin, warn_if_never_sparse
@@ -98,10 +99,14 @@ def remove_cab(model: PreTrainedModel) -> PreTrainedModel:
     """Put back what the model had before `apply_cab`; a model it was not applied to stays as is.
 
     Inside a ``with cab(model)`` block this holds until the block ends.
+
+    Raises:
+        NotImplementedError: while continuous batching runs on the model.
     """
     for module in model.modules():
         result = vars(module).get(FOUND)
         if result:
+            _refuse_while_batching(module, result[0])
             own_configs(model)
             result[0].put_back()
             if not result[-1].scoped:
@@ -116,14 +121,34 @@ def cab(
     """`apply_cab` for the length of a ``with`` block; afterwards the model is as it was found.
 
     Blocks may overlap and end in any order: the last one to end leaves what the first one found.
+
+    Raises:
+        NotImplementedError: where the block ends while continuous batching runs on the model, which
+            stays as `apply_cab` would have left it: stop the manager, and call `remove_cab`.
     """
     mine = _Found(_turn_on(model, config, overrides), scoped=True)
     result = _found(model)
     result.append(mine)
     try:
         yield model
-    finally:
+    except BaseException:
+        # what went wrong says more than a manager that was left running
         _end(model, result, mine)
+        raise
+    if mine is result[-1]:
+        try:
+            _refuse_while_batching(transformers_model(model), mine)
+        except NotImplementedError:
+            mine.scoped = False
+            if mine is not result[0]:
+                result.remove(mine)
+            raise
+    _end(model, result, mine)
+
+
+def _refuse_while_batching(model: nn.Module, found: _Found) -> None:
+    for was in found.was:
+        refuse_while_batching(model, was.implementation)
 
 
 def _end(model: PreTrainedModel, results: list[_Found], mine: _Found) -> None:

@@ -1,12 +1,14 @@
 """Continuous batching: every sequence as by itself, and what is refused before anything begins."""
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
 import transformers
 from tiny import FULL, SPARSE, tiny_model, tokens
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.cli.serving.model_manager import ModelManager
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.cache_allocators.full_attention import (
     FullAttentionCacheAllocator,
@@ -14,6 +16,7 @@ from transformers.generation.continuous_batching.cache_allocators.full_attention
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 import cab_hf
+from cab_hf import checks
 from cab_hf.batching import batch, hooks
 
 GREEDY = GenerationConfig(max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=2)
@@ -101,23 +104,28 @@ def test_chunks_choose_what_a_whole_prompt_does():
         assert served(model, [prompt], max_batch_tokens=90) == [answer]
 
 
-def test_only_the_end_of_a_prompt_has_a_dense_tail(monkeypatch):
+@pytest.mark.parametrize(("answers", "end"), [(1, 340), (2, 339)])
+def test_only_the_end_of_a_prompt_has_a_dense_tail(answers, end, monkeypatch):
+    """Several answers share all of it but the last token, which each of them reads itself."""
     tails, route = {}, batch.route
 
     def looked_at(text, config, work, **options):
         way = route(text, config, work, **options)
-        tails[text.kv_length] = way.config.dense_tail_blocks
+        if text.q_length > 1:
+            tails[text.kv_length] = way.config.dense_tail_blocks
         return way
 
     monkeypatch.setattr(batch, "route", looked_at)
     model = on_cab(tiny_model(), dataclasses.replace(SPARSE, dense_tail_blocks=2))
     model.generate_batch(
         tokens(1, 340).tolist(),
-        GenerationConfig(max_new_tokens=1, do_sample=False, pad_token_id=0),
+        GenerationConfig(
+            max_new_tokens=1, do_sample=True, pad_token_id=0, num_return_sequences=answers
+        ),
         batching(max_batch_tokens=96),
         warmup=False,
     )
-    assert tails == {96: 0, 192: 0, 288: 0, 340: 2}
+    assert tails == {96: 0, 192: 0, 288: 0, end: 2}
 
 
 def test_beginnings_are_shared():
@@ -293,6 +301,26 @@ def test_describe_says_what_is_served():
     assert lines[-1] == f"  generate_batch: refused, {reason}"
 
 
+def test_describe_says_what_is_served_by_exact_attention_too():
+    for family, says in (("llama", "each sequence by itself"), ("mistral-sliding", "refused, it")):
+        model = tiny_model(family)
+        model.set_attn_implementation("cab_dense")
+        *layers, last = cab_hf.describe(model).splitlines()
+        assert last.startswith(f"  generate_batch: {says}")
+        assert not any("decode:" in line for line in layers)
+
+
+@pytest.mark.parametrize("name", hooks.NAMES)
+def test_the_server_takes_our_names(name):
+    manager = ModelManager(attn_implementation=name, continuous_batching=True)
+    assert manager.attn_implementation == name
+
+
+def test_the_server_refuses_what_nobody_registered():
+    with pytest.raises(ValueError, match="Unsupported attention implementation: 'cabb'"):
+        ModelManager(attn_implementation="cabb")
+
+
 def test_older_versions_of_transformers_are_named(monkeypatch, request):
     monkeypatch.setattr(hooks, "reads_a_batch", lambda: False)
     reason = f"transformers is {transformers.__version__} and not 5.19 or newer"
@@ -315,6 +343,40 @@ def test_what_cannot_be_captured_or_compiled_is_refused(changes, sentence, monke
         on_cab(tiny_model()).init_continuous_batching(GREEDY, batching(**changes))
 
 
+OFF_THE_GRID = {
+    "max_batch_tokens": ({"max_batch_tokens": 31, "page_size": 32}, "max_batch_tokens is 31 and"),
+    "page_size": ({"page_size": 48}, "page_size is 48 and query_block is 32"),
+}
+ON_THE_GRID = {
+    "whole": {"max_batch_tokens": 32, "page_size": 64},
+    "not-shared": {"page_size": 48, "allow_block_sharing": False},
+    "by-default": {"max_batch_tokens": None, "page_size": 32},
+}
+
+
+def began(name, changes, monkeypatch):
+    """What is warned of as continuous batching begins."""
+    monkeypatch.setattr(checks, "_warned", set())
+    model = on_cab(tiny_model())
+    model.set_attn_implementation(name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.init_continuous_batching(GREEDY, batching(**changes))
+    return [str(warning.message) for warning in caught if "query_block" in str(warning.message)]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), OFF_THE_GRID.values(), ids=OFF_THE_GRID)
+def test_batches_and_pages_that_do_not_fit_query_blocks_are_news(changes, sentence, monkeypatch):
+    (said,) = began("cab", changes, monkeypatch)
+    assert said.startswith(sentence)
+    assert not began("cab_dense", changes, monkeypatch)
+
+
+@pytest.mark.parametrize("changes", ON_THE_GRID.values(), ids=ON_THE_GRID)
+def test_batches_and_pages_that_fit_query_blocks_are_not(changes, monkeypatch):
+    assert not began("cab", changes, monkeypatch)
+
+
 def test_a_model_on_another_implementation_is_served_as_ever():
     model = tiny_model()
     expected = generated(model)
@@ -324,10 +386,17 @@ def test_a_model_on_another_implementation_is_served_as_ever():
     assert served(model) == expected
 
 
-def test_cab_is_not_switched_on_under_a_manager_of_other_attention():
-    model = tiny_model()
+def managed(model):
     manager = model.init_continuous_batching(GREEDY, batching())
     manager.start()
+    return manager
+
+
+def test_cab_is_not_switched_on_under_a_manager_of_other_attention():
+    model = tiny_model()
+    manager = managed(model)
+    # a later one does not hide it
+    managed(model).stop()
     try:
         with pytest.raises(NotImplementedError, match="continuous batching runs on LlamaForCausal"):
             cab_hf.apply_cab(model)
@@ -337,16 +406,171 @@ def test_cab_is_not_switched_on_under_a_manager_of_other_attention():
     assert cab_hf.apply_cab(model, min_length=0).config._attn_implementation == "cab"
 
 
-def test_cab_is_not_switched_off_under_its_manager():
+@pytest.mark.parametrize(
+    "switch",
+    [lambda model: model.set_attn_implementation("sdpa"), cab_hf.remove_cab],
+    ids=["set_attn_implementation", "remove_cab"],
+)
+def test_cab_is_not_switched_off_under_its_manager(switch):
     model = on_cab(tiny_model())
     expected = generated(model, PROMPTS[:1])
     with model.continuous_batching_context_manager(
         GREEDY, continuous_batching_config=batching()
     ) as manager:
         with pytest.raises(NotImplementedError, match="runs on LlamaForCausalLM with 'cab'"):
-            model.set_attn_implementation("sdpa")
+            switch(model)
         manager.add_request(PROMPTS[0])
         assert manager.get_result(timeout=60).generated_tokens == expected[0]
-        cab_hf.remove_cab(model)
+    assert implementations(model) == ["cab", "cab"]
+    cab_hf.remove_cab(model)
+    assert implementations(model) == ["sdpa", "sdpa"]
+
+
+@pytest.mark.parametrize("before", ["sdpa", "cab"])
+def test_a_block_does_not_end_under_its_manager(before):
+    model = tiny_model()
+    expected = generated(model, PROMPTS[:1])
+    if before == "cab":
+        on_cab(model)
+        with cab_hf.cab(model, FULL):
+            manager = managed(model)
+        manager.stop()
+    else:
+        with (
+            pytest.raises(NotImplementedError, match="runs on LlamaForCausalLM with 'cab'"),
+            cab_hf.cab(model, FULL),
+        ):
+            manager = managed(model)
+        try:
+            manager.add_request(PROMPTS[0])
+            assert manager.get_result(timeout=60).generated_tokens == expected[0]
+        finally:
+            manager.stop()
+    assert implementations(model) == ["cab", "cab"]
+    cab_hf.remove_cab(model)
+    assert implementations(model) == ["sdpa", "sdpa"]
+
+
+def test_what_goes_wrong_in_a_block_is_told_before_its_manager_is():
+    model = tiny_model()
+    with pytest.raises(KeyError, match="mine"), cab_hf.cab(model, FULL):
+        manager = managed(model)
+        raise KeyError("mine")
+    try:
+        assert implementations(model) == ["sdpa", "sdpa"]
         manager.add_request(PROMPTS[0])
+        # no request came before: it is known what the manager began with
         assert "was switched to 'sdpa' while" in manager.get_result(timeout=60).error
+    finally:
+        manager.stop()
+
+
+LOW = dataclasses.replace(SPARSE, top_p=0.05, top_k_share=0.0, exact_queries=0)
+LONG = [tokens(1, 730, seed=seed)[0].tolist() for seed in range(2)]
+CHANGES = {
+    "cab_config": lambda model: cab_hf.apply_cab(model, FULL),
+    "cab_dense": lambda model: model.set_attn_implementation("cab_dense"),
+}
+
+
+def answered(manager, prompts):
+    names = [manager.add_request(prompt) for prompt in prompts]
+    answers = [manager.get_result(timeout=60) for _ in names]
+    return [
+        answer.error or answer.generated_tokens
+        for answer in sorted(answers, key=lambda answer: names.index(answer.request_id))
+    ]
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_blocks_of_other_settings_are_not_shared(change):
+    model = tiny_model()
+    exact = generated(model, LONG)
+    on_cab(model, LOW)
+    sparse = generated(model, LONG)
+    assert sparse != exact
+    manager = managed(model)
+    try:
+        assert answered(manager, LONG) == sparse
+        cache = manager.batch_processor.cache
+        change(model)
+        assert answered(manager, LONG) == exact
+        # what is forgotten is free again
+        cache.evict_cached_blocks()
+        cache.pool.try_to_free_sectors()
+        assert cache.compute_free_capacity() == 1
+    finally:
+        manager.stop()
+
+
+def test_a_kept_manager_does_not_share_blocks_of_other_settings():
+    model = tiny_model()
+    exact = generated(model, LONG)
+    for config in (LOW, FULL):
+        on_cab(model, config)
+        result = model.generate_batch(
+            LONG, GREEDY, batching(), persistent_manager=True, warmup=False
+        )
+        answers = [answer.generated_tokens for answer in result.values()]
+        assert (answers == exact) == (config is FULL)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (CHANGES["cab_config"], "given another cab_config"),
+        (CHANGES["cab_dense"], "switched from 'cab' to 'cab_dense'"),
+    ],
+    ids=CHANGES,
+)
+def test_settings_do_not_change_under_a_request(change, what):
+    manager = managed(model := on_cab(tiny_model(), LOW))
+    try:
+        manager.add_request(PROMPTS[0], max_new_tokens=2000, streaming=True, eos_token_id=-1)
+        manager.get_result(timeout=60)
+        change(model)
+        errors = (answer.error for answer in manager if answer.error)
+        assert f"llama was {what} while" in next(errors)
+    finally:
+        manager.stop()
+
+
+def test_chunks_end_where_the_query_blocks_of_present_settings_do():
+    low = dataclasses.replace(LOW, dense_tail_blocks=0)
+    model = on_cab(tiny_model(), low)
+    with model.continuous_batching_context_manager(
+        GREEDY, continuous_batching_config=batching(max_batch_tokens=96)
+    ) as manager:
+        for query_block in (32, 64):
+            # 96 tokens are no whole number of the larger blocks
+            on_cab(model, dataclasses.replace(low, query_block=query_block))
+            for prompt in LONG:
+                assert answered(manager, [prompt]) == generated(model, [prompt])
+
+
+@pytest.mark.parametrize("first", ["cab", "sdpa"])
+def test_a_manager_begins_with_the_attention_that_it_was_made_for(first):
+    model, switches = tiny_model(), [on_cab, cab_hf.remove_cab]
+    if first == "cab":
+        on_cab(model)
+        switches.reverse()
+    manager = model.init_continuous_batching(GREEDY, batching())
+    switches[0](model)
+    with pytest.raises(NotImplementedError, match=f"made for LlamaForCausalLM with '{first}'"):
+        manager.start()
+
+
+def test_a_kept_manager_of_other_attention_is_to_be_destroyed():
+    model = on_cab(tiny_model())
+    expected = generated(model, PROMPTS[:1])
+
+    def kept():
+        answers = model.generate_batch(PROMPTS[:1], GREEDY, batching(), persistent_manager=True)
+        return [answer.generated_tokens for answer in answers.values()]
+
+    assert kept() == kept() == expected
+    cab_hf.remove_cab(model)
+    with pytest.raises(NotImplementedError, match="destroy_cached_continuous_batching_manager()"):
+        kept()
+    model.destroy_cached_continuous_batching_manager()
+    assert kept() == expected

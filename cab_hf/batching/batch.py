@@ -76,10 +76,12 @@ class Batch(NotATensor, ForwardPass):
     Attributes:
         model: its name, for error messages.
         tokens: of all sequences, and what pads them.
+        forked: the places of requests whose last token is left to those that go on from here.
     """
 
     model: str
     tokens: int
+    forked: frozenset[int] = frozenset()
     _packed: dict[Any, Packed] = field(default_factory=dict)
     _paged: dict[Any, tuple[Tensor, Choice]] = field(default_factory=dict)
 
@@ -149,7 +151,7 @@ class Batch(NotATensor, ForwardPass):
                     single.append((queries.start, own.start, length))
                 elif asked:
                     # a chunk without logits at its end is not the end of its prompt
-                    goes_on = queries.stop - 1 not in with_logits
+                    goes_on = queries.stop - 1 not in with_logits and at not in self.forked
                     place = 1, asked, length, length - asked
                     text = CabMask(*place, model=self.model, goes_on=goes_on)
                     sequences.append(Sequence(queries, slice(keys, keys + length), text))

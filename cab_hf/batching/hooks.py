@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet
 
 if TYPE_CHECKING:
     # transformers is importing itself when it is told
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 PACKAGE = "transformers.generation.continuous_batching"
 NAMES = ("cab", "cab_dense")
+KEPT = "_cached_continuous_batching_manager"  # attribute of a model: of persistent_manager=True
 
-# model, or part of one -> the manager that was started for it last
-_managers: WeakKeyDictionary[Any, ref] = WeakKeyDictionary()
+# model, or part of one -> the managers that were started for it
+_managers: WeakKeyDictionary[Any, WeakSet] = WeakKeyDictionary()
 
 
 def register(api: Any) -> None:
@@ -41,8 +42,11 @@ def register(api: Any) -> None:
     initialization.ensure_decode_fast_path_is_available = _with_pages(
         initialization.ensure_decode_fast_path_is_available
     )
+    manager = api.ContinuousBatchingManager
     runner, queue = model_runner.ModelRunner, scheduler.Scheduler
+    manager._create_batch_processor = _told_of_the_model(manager._create_batch_processor)
     runner.compute_batch = _with_our_mask(runner.compute_batch)
+    queue._process_candidates = _of_one_setting(queue._process_candidates)
     queue._schedule_request = _at_block_borders(queue._schedule_request)
 
 
@@ -74,11 +78,10 @@ def refuse_while_batching(model: Any, requested: str | None) -> None:
     Raises:
         NotImplementedError: naming the model, and what to do.
     """
-    manager = _managers.get(model, lambda: None)()
-    if manager is None or not manager.is_running():
-        return
     before = model.config._attn_implementation
-    if (before in NAMES) != (requested in NAMES):
+    if (before in NAMES) == (requested in NAMES):
+        return
+    if any(manager.is_running() for manager in _managers.get(model, ())):
         raise NotImplementedError(
             f"continuous batching runs on {type(model).__name__} with {before!r}; stop its manager "
             f"before you switch to {requested!r}."
@@ -97,21 +100,46 @@ def _ask_before_it_begins(api: Any) -> None:
     @functools.wraps(begin)
     def init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
         require_batching(model)
+        kept = vars(model).get(KEPT)
+        if kept is not None:
+            _require_as_made(kept)
         return begin(model, *args, **kwargs)
 
     @functools.wraps(make)
     def __init__(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         require_batching(model)
         make(self, model, *args, **kwargs)
+        self._made_for = model.config._attn_implementation
 
     @functools.wraps(start)
     def start_asked(self: Any, *args: Any, **kwargs: Any) -> Any:
         require_batching(self.model)
-        _managers.update(dict.fromkeys(parts(self.model), ref(self)))
+        _require_as_made(self)
+        for part in parts(self.model):
+            _managers.setdefault(part, WeakSet()).add(self)
         return start(self, *args, **kwargs)
 
     mixin.init_continuous_batching = init_continuous_batching
     manager.__init__, manager.start = __init__, start_asked
+
+
+def _require_as_made(manager: Any) -> None:
+    """Refuse to begin with a manager that was made for other attention than its model has now.
+
+    Raises:
+        NotImplementedError: naming the model, both names, and what to do.
+    """
+    model, made_for = manager.model, manager._made_for
+    name = model.config._attn_implementation
+    if (name in NAMES) == (made_for in NAMES):
+        return
+    what = "make another"
+    if vars(model).get(KEPT) is manager:
+        what = "call model.destroy_cached_continuous_batching_manager(), and make another"
+    raise NotImplementedError(
+        f"the manager of continuous batching was made for {type(model).__name__} with "
+        f"{made_for!r}, and the model has {name!r} now; {what}."
+    )
 
 
 def _or_ours(is_flash: Callable[..., bool]) -> Callable[..., bool]:
@@ -153,9 +181,34 @@ def _resolved(resolve: Callable[..., Any]) -> Callable[..., Any]:
                 "continuous batching compiles the model; 'cab' is not traced there. Leave out "
                 "the compile configs and default_compile_level."
             )
+        if config._attn_implementation == "cab":
+            _warn_off_the_grid(config, result)
         return result
 
     return resolved
+
+
+def _warn_off_the_grid(config: Any, cb_config: Any) -> None:
+    """Warn, once a process and setting, where batches or pages do not fit query blocks."""
+    from cab_hf.checks import warn_once
+    from cab_hf.model_config import cab_config_of
+
+    block = cab_config_of(config).query_block
+    tokens, page = cb_config.max_batch_tokens, cb_config.page_size
+    if tokens is not None and tokens < block:
+        warn_once(
+            ("max_batch_tokens", tokens, block),
+            f"max_batch_tokens is {tokens} and query_block is {block}: no batch has a whole block "
+            "of a prompt, so 'cab' computes exact attention only; set max_batch_tokens to several "
+            f"times {block}, or leave it out.",
+        )
+    if cb_config.allow_block_sharing and page % block:
+        warn_once(
+            ("page_size", page, block),
+            f"page_size is {page} and query_block is {block}: what a request reads behind blocks "
+            "that it shares may begin inside of a query block, and then chooses otherwise than by "
+            f"itself; set page_size to a multiple of {block}, or allow_block_sharing=False.",
+        )
 
 
 def _with_pages(ensure: Callable[..., None]) -> Callable[..., None]:
@@ -175,6 +228,21 @@ def _with_pages(ensure: Callable[..., None]) -> Callable[..., None]:
     return ensured
 
 
+def _told_of_the_model(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """What computes batches knows what the manager was made for, and what its model has by now."""
+
+    @functools.wraps(prepare)
+    def prepared(self: Any) -> Any:
+        processor = prepare(self)
+        # masks are prepared, or not, for what the manager was made for
+        processor.model_runner._began_as_ours = self._made_for in NAMES
+        processor.scheduler._model = self.model
+        vars(processor.scheduler).setdefault("_settings", _settings(self.model))
+        return processor
+
+    return prepared
+
+
 def _with_our_mask(compute: Callable[..., None]) -> Callable[..., None]:
     """Every forward pass has a `Batch`, which all of its layers share."""
 
@@ -184,8 +252,7 @@ def _with_our_mask(compute: Callable[..., None]) -> Callable[..., None]:
 
         name = model.config._attn_implementation
         ours = name in NAMES
-        # masks were prepared, or not, for what the model began with
-        if vars(self).setdefault("_began_as_ours", ours) != ours:
+        if self._began_as_ours != ours:
             raise RuntimeError(
                 f"{name_of(model.config)} was switched to {name!r} while continuous batching runs; "
                 "stop its manager before you switch."
@@ -194,10 +261,65 @@ def _with_our_mask(compute: Callable[..., None]) -> Callable[..., None]:
             from cab_hf.batching.batch import Batch
 
             tokens = batch_data["input_ids"].shape[1]
-            batch_data["attention_mask"] = Batch(name_of(model.config), tokens)
+            forked = _forked(self.inputs_and_outputs)
+            batch_data["attention_mask"] = Batch(name_of(model.config), tokens, forked)
         compute(self, model, batch_data)
 
     return computed
+
+
+def _forked(inputs: Any) -> frozenset[int]:
+    """The places of requests that give several answers, in the pass before they fork.
+
+    It reads their prompts but for the last token, which every answer begins with by itself.
+    """
+    # with asynchronous batching what is computed next is one of two
+    if hasattr(inputs, "io_pairs"):
+        inputs = inputs.io_pairs[inputs.current_pair].host_io
+    states = (future.state for future in inputs.requests_in_batch)
+    return frozenset(
+        at
+        for at, state in enumerate(states)
+        if state.num_children and len(state.remaining_prefill_tokens) == 1
+    )
+
+
+def _settings(model: Any) -> tuple[str, Any] | None:
+    """What keys and values in the pages of a cache depend on; None where they are not ours."""
+    from cab_hf.model_config import cab_config_of
+
+    text = model.config.get_text_config()
+    name = text._attn_implementation
+    return (name, cab_config_of(text) if name == "cab" else None) if name in NAMES else None
+
+
+def _of_one_setting(process: Callable[..., Any]) -> Callable[..., Any]:
+    """Requests read no blocks that others have left under other settings."""
+
+    @functools.wraps(process)
+    def processed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = _settings(self._model)
+        if settings is not None and settings != self._settings:
+            waiting = self.waiting_requests.values()
+            if self.active_requests or any(state.is_cpu_offloaded for state in waiting):
+                _refuse_other_settings(self._model, self._settings, settings)
+            self.cache.evict_cached_blocks()
+            self._settings = settings
+        return process(self, *args, **kwargs)
+
+    return processed
+
+
+def _refuse_other_settings(model: Any, before: tuple[str, Any], now: tuple[str, Any]) -> None:
+    from cab_hf.fit import name_of
+
+    what = f"was switched from {before[0]!r} to {now[0]!r}"
+    if before[0] == now[0]:
+        what = "was given another cab_config"
+    raise RuntimeError(
+        f"{name_of(model.config)} {what} while continuous batching computes requests, whose keys "
+        "and values are those of the settings before; wait for all answers before you change them."
+    )
 
 
 def _at_block_borders(schedule: Callable[..., None]) -> Callable[..., None]:
@@ -207,7 +329,7 @@ def _at_block_borders(schedule: Callable[..., None]) -> Callable[..., None]:
     def scheduled(
         self: Any, state: Any, request_tokens: list[int], token_budget: int, *args: Any
     ) -> None:
-        config = self.cache.config
+        config = self._model.config.get_text_config()
         if config._attn_implementation == "cab" and token_budget < len(request_tokens):
             from cab_hf.model_config import cab_config_of
 
