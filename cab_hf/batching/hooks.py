@@ -252,7 +252,8 @@ def _with_our_mask(compute: Callable[..., None]) -> Callable[..., None]:
 
         name = model.config._attn_implementation
         ours = name in NAMES
-        if self._began_as_ours != ours:
+        # one that no manager has made knows of no other
+        if vars(self).get("_began_as_ours", ours) != ours:
             raise RuntimeError(
                 f"{name_of(model.config)} was switched to {name!r} while continuous batching runs; "
                 "stop its manager before you switch."
@@ -298,11 +299,12 @@ def _of_one_setting(process: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(process)
     def processed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        settings = _settings(self._model)
+        model = vars(self).get("_model")
+        settings = None if model is None else _settings(model)
         if settings is not None and settings != self._settings:
             waiting = self.waiting_requests.values()
             if self.active_requests or any(state.is_cpu_offloaded for state in waiting):
-                _refuse_other_settings(self._model, self._settings, settings)
+                _refuse_other_settings(model, self._settings, settings)
             self.cache.evict_cached_blocks()
             self._settings = settings
         return process(self, *args, **kwargs)
@@ -329,7 +331,9 @@ def _at_block_borders(schedule: Callable[..., None]) -> Callable[..., None]:
     def scheduled(
         self: Any, state: Any, request_tokens: list[int], token_budget: int, *args: Any
     ) -> None:
-        config = self._model.config.get_text_config()
+        model = vars(self).get("_model")
+        # the cache has the config of the time when it was made
+        config = self.cache.config if model is None else model.config.get_text_config()
         if config._attn_implementation == "cab" and token_budget < len(request_tokens):
             from cab_hf.model_config import cab_config_of
 
