@@ -312,7 +312,7 @@ def test_describe_says_what_is_served_by_exact_attention_too():
 
 @pytest.mark.parametrize("name", hooks.NAMES)
 def test_the_server_takes_our_names(name):
-    manager = ModelManager(attn_implementation=name, continuous_batching=True)
+    manager = ModelManager(attn_implementation=name)
     assert manager.attn_implementation == name
 
 
