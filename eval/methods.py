@@ -283,7 +283,7 @@ class Full(Cab):
 class Published(Cab):
     """The published CAB recipe (`CabConfig.published`, Forman curvature) at the matched budget.
 
-    Block sizes, sinks and local blocks are the recipe's own.
+    Block sizes, sinks and local blocks are the recipe's own, which has no dense tail.
     """
 
     name = "published"
@@ -291,7 +291,7 @@ class Published(Cab):
 
     @classmethod
     def fit(cls, cell: Cell) -> Published:
-        kept = ("min_length", "dense_layers", "engine", "dense_tail_blocks")
+        kept = ("min_length", "dense_layers", "engine")
         shared = {field: getattr(cell.config, field) for field in kept}
         return cls(fitted_sparsity(CabConfig.published(**shared), cell))
 
@@ -337,8 +337,8 @@ class Streaming(Cab):
 
     The original keeps 4 sink tokens and numbers positions by place in the cache. Here sinks and
     window are whole key blocks (one sink block, the window sized for the budget), and tokens keep
-    the positions they have in the text. What left the window is gone for good, so decoding is
-    limited like prefill whatever the stage.
+    the positions they have in the text. What left the window is gone for good, so that the last
+    queries of a text have no dense tail, and decoding is limited like prefill whatever the stage.
     """
 
     name = "streaming"
@@ -347,7 +347,8 @@ class Streaming(Cab):
 
     @classmethod
     def fit(cls, cell: Cell) -> Streaming:
-        base = cell.shared.changed(predictor="streaming", sink_blocks=1)
+        # with a tail the end of a text would see what left the window, which nothing is to find
+        base = cell.shared.changed(predictor="streaming", sink_blocks=1, dense_tail_blocks=0)
         windows = range(1, -(-cell.length // base.key_block) + 1)
         return cls(fitted_config([replace(base, local_blocks=w) for w in windows], cell))
 
@@ -372,7 +373,8 @@ class Streaming(Cab):
 class Random(Cab):
     """Random blocks over the forced ones, other ones for every head and row: the lower bar.
 
-    Base of all that keep a share of every row.
+    Base of all that keep a share of every row. Forced blocks and the dense tail are those of CAB,
+    and count in the budget.
     """
 
     name = "random"
@@ -399,11 +401,15 @@ class Antidiagonal(Random):
 
 @dataclass(frozen=True)
 class AsPublished(Cab):
-    """Base of methods that set their budget themselves, as their authors have it: not matched."""
+    """Base of methods that set their budget themselves, as their authors have it: not matched.
+
+    They have no dense tail, as their authors have none; the last queries of `TriangleMix` are its
+    own.
+    """
 
     @classmethod
     def fit(cls, cell: Cell) -> AsPublished:
-        return cls(cell.shared.changed(predictor=cls.name))
+        return cls(cell.shared.changed(predictor=cls.name, dense_tail_blocks=0))
 
 
 @dataclass(frozen=True)
@@ -449,7 +455,8 @@ class VerticalSlash(Random):
 class ByMass(Cab):
     """Base of methods that keep a share of an estimated mass: the one nearest to the budget.
 
-    What density a share has, or what time it takes, is measured on a text of the cell.
+    What density a share has, or what time it takes, is measured on a text of the cell. Forced
+    blocks and the dense tail are those of CAB, and count in the budget.
     """
 
     matched = True

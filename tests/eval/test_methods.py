@@ -680,6 +680,16 @@ def test_matched_methods_need_a_budget(name):
         METHODS[name].fit(replace(SHARED, budget=None))
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_a_dense_tail_is_cabs_and_of_those_matched_by_its_blocks(name):
+    cell = replace(SHARED, config=replace(SMALL, dense_tail_blocks=3))
+    config = getattr(METHODS[name].fit(cell), "config", None)
+    if config is None or name == "trianglemix":  # whose last queries are its own
+        return
+    alone = ("streaming", "published", "xattention", "xattention_16", "flexprefill")
+    assert config.dense_tail_blocks == (0 if name in alone else 3)
+
+
 def test_mean_pooled_is_fitted_by_mass_on_a_text():
     fitted = methods.MeanPooled.fit(SHARED).config
     assert (fitted.top_p, fitted.coarsen, fitted.top_k_share) == (0.4, "mean", 0)
