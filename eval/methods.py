@@ -543,8 +543,8 @@ class TriangleMix(AsPublished):
 
     The paper finds the layers of a model by the gradient that reaches what the pattern leaves out;
     here they are the second half of any model. Sinks, window and last queries are whole blocks:
-    one sink block, the key blocks of at least 512 tokens, and the query blocks with one of the last
-    128 tokens.
+    one sink block, the key blocks that hold the latest 512 tokens of every query, so that those
+    further on in their query block see more, and the query blocks with one of the last 128 tokens.
     """
 
     name = "trianglemix"
@@ -557,7 +557,8 @@ class TriangleMix(AsPublished):
         triangle = {
             "predictor": Streaming.name,
             "sink_blocks": 1,
-            "local_blocks": -(-WINDOW // base.key_block),
+            # counted back from the last query of a row, whose first one sees the least
+            "local_blocks": -(-(WINDOW + base.query_block - 1) // base.key_block),
             "dense_tail_blocks": -(-LAST_QUERIES // base.query_block),
             "dense_layers": tuple(sorted({*range(dense), *base.dense_layers})),
         }

@@ -710,10 +710,15 @@ def test_trianglemix_is_dense_and_then_a_triangle(model, ids, monkeypatch):
     call = LayerContext(Spans.causal(1, 320, 320, "cpu"), 0.25, layer=1)
     plan = make_predictor(method.config)(*random_qk(320), call)
     rows, blocks = torch.arange(10)[:, None], torch.arange(20)
-    # blocks of 16 keys, five of which hold 70; the last 40 queries are in two blocks of 32
-    expected = (blocks == 0) | (blocks > 2 * rows + 1 - 5) | (rows >= 8)
+    # blocks of 16 keys, seven of which hold 70 before and with each of 32 queries; the last 40
+    # queries are in two blocks of 32
+    expected = (blocks == 0) | (blocks > 2 * rows + 1 - 7) | (rows >= 8)
     expected &= blocks <= 2 * rows + 1
     assert torch.equal(plan.to_dense()[0], expected.expand(6, -1, -1))
+    query, key = torch.arange(320)[:, None], torch.arange(320)
+    window = (key <= query) & (key > query - 70)
+    kept = plan.to_dense()[0, 0].repeat_interleave(32, 0).repeat_interleave(16, 1)
+    assert kept[window].all()
     # dense layers of all methods are so in this one too
     cell = replace(SHARED, config=replace(SMALL, dense_layers=(5,)), layers=7)
     assert methods.TriangleMix.fit(cell).config.dense_layers == (0, 1, 2, 5)
