@@ -409,9 +409,15 @@ def _ratio(result: Row) -> str | None:
     return ratio_with_interval(*map(result.get, RATIO))
 
 
+def _budget(row: Row) -> Any:
+    """A budget, with a word where the density is another one, as forced blocks may have it."""
+    budget = row["budget"]
+    return f"{budget} (missed)" if "density_over_match" in row else budget
+
+
 # heading -> what is shown of a row
 COLUMNS = {
-    **{name: name for name in ("method", "length", "budget", "density")},
+    **{"method": "method", "length": "length", "budget": _budget, "density": "density"},
     "perplexity": column(lambda result: f"{result['value']:.3f}", "perplexity"),
     "perplexity × dense [95 %]": column(_ratio, "perplexity"),
     "× dense behind the shortest [95 %]": column(_ratio, "to_shortest"),

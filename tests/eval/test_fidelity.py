@@ -821,6 +821,29 @@ def test_a_time_that_no_budget_takes_is_said():
     )
 
 
+def test_a_density_that_is_not_the_matched_one_is_said():
+    def read(method, density, budget="match", **more):
+        fields = {"right": [True], "budget": budget, "fitted": 0.2, **more}
+        return sample(method, "recall", 0, **fields | {"density": density})
+
+    samples = [
+        # of the layers that are sparse, beside dense ones
+        read("random", 0.6, sparse_density=0.21),
+        read("streaming", 0.2, sparse_density=0.22),
+        read("oracle", 0.3, 0.2, sparse_density=0.3),
+        # a cache that keeps some tokens, and one matched by time, in ms
+        read("h2o", 0.5, sparse_density=None),
+        read("published", 0.3, sparse_density=0.3, fitted_config={}),
+    ]
+    rows = Fidelity.rows(samples, {})
+    assert ["density_over_match" in row for row in rows].count(True) == 2
+    (said,) = Fidelity.readings(rows)
+    assert said == (
+        "The density is not the matched one within 5%: streaming on noise at 8 tokens (1.10 ×), "
+        "oracle on noise at 8 tokens and budget 0.2 (1.50 ×)."
+    )
+
+
 def test_a_killed_run_goes_on_with_what_it_fitted(model_folder, tmp_path, monkeypatch):
     """Though times are others by then."""
     monkeypatch.setattr(comparison, "layer_bench", lambda device: DensityBench())
