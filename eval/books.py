@@ -28,9 +28,11 @@ from cab_hf.eval.comparison import (
     cells_of,
     draw_legend,
     draw_lines,
+    fewer_readings,
     finish_panel,
     kind_of,
     looks_of,
+    mark_fewer,
     notes_how,
     notes_time,
     off_readings,
@@ -282,7 +284,8 @@ class Books(Comparison):
         }
         shortest, rows = min(settings["lengths"]), []
         # processes that share a run measure in no order
-        for cell in cells_of(sorted(samples, key=_place)):
+        cells = cells_of(sorted(samples, key=_place))
+        for cell in cells:
             own = [s for s in cell if s["probe"] == CONTINUATION]
             row = cell_fields(cell, own)
             for name, length in (("perplexity", row["length"]), ("to_shortest", shortest)):
@@ -292,6 +295,7 @@ class Books(Comparison):
                 if own:
                     row[name] = perplexity(own, _by_book(pairs))
             rows.append(row)
+        mark_fewer(rows, cells)
         return rows
 
     @staticmethod
@@ -322,7 +326,7 @@ class Books(Comparison):
                     f"Behind {row['length']:,} tokens cab attends {row['density']:.0%} of the pairs"
                     f"{time_said(row)}, and has {ratio} × the perplexity of dense attention."
                 )
-        return [*said, *off_readings(rows), *exact_readings(rows)]
+        return [*said, *off_readings(rows), *fewer_readings(rows), *exact_readings(rows)]
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:

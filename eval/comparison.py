@@ -10,6 +10,7 @@ import json
 import math
 import re
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -436,6 +437,35 @@ def _where(row: Row) -> str:
     """A row in a sentence."""
     budget = f" and budget {row['budget']}" if isinstance(row["budget"], float) else ""
     return f"{row['method']} on {plain(row['text'])} at {row['length']} tokens{budget}"
+
+
+def mark_fewer(rows: Sequence[dict[str, Any]], cells: Sequence[Sequence[Row]]) -> None:
+    """Say as ``fewer`` of a row which probes have fewer cases than elsewhere, ``6 of 20``.
+
+    Elsewhere: in other rows of its text and length. The run of such a row was stopped, or went on
+    for other methods alone.
+    """
+    counts = [Counter(s["probe"] for s in cell) for cell in cells]
+    most: dict[tuple, int] = {}
+    for row, count in zip(rows, counts, strict=True):
+        for probe, n in count.items():
+            place = row["text"], row["length"], probe
+            most[place] = max(most.get(place, 0), n)
+    for row, count in zip(rows, counts, strict=True):
+        asked = {probe: most[row["text"], row["length"], probe] for probe in count}
+        fewer = {probe: f"{count[probe]} of {n}" for probe, n in asked.items() if count[probe] < n}
+        if fewer:
+            row["fewer"] = fewer
+
+
+def fewer_readings(rows: Sequence[Row]) -> list[str]:
+    """A sentence on the rows that `mark_fewer` has marked."""
+    named = ", ".join(
+        f"{_where(row)} ({' or '.join(dict.fromkeys(row['fewer'].values()))})"
+        for row in rows
+        if "fewer" in row
+    )
+    return [f"Not measured in all the cases that others have: {named}."] * bool(named)
 
 
 def notes_how(settings: Mapping[str, Any]) -> str:

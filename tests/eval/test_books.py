@@ -219,6 +219,7 @@ def test_places_of_a_book_count_as_one_by_hand():
         "Dense attention has perplexity 7.39 behind 8 tokens, 2.72 behind 16 tokens."
     )
     assert said[1].startswith("Behind 8 tokens cab attends 50% of the pairs, and has 1.350 [")
+    assert said[2].endswith("cases that others have: dense on shelf at 8 tokens (4 of 5).")
 
 
 def test_a_budget_that_forced_blocks_do_not_reach_is_named_and_marked():
