@@ -414,8 +414,9 @@ class AsPublished(Cab):
 
 @dataclass(frozen=True)
 class XAttention(AsPublished):
-    """XAttention as it was published (Xu et al. 2025, arXiv 2503.16428): stride 8, threshold 0.9.
+    """XAttention (Xu et al. 2025, arXiv 2503.16428) at stride 8, threshold 0.8 for all heads.
 
+    That is the default of its function; the authors' runs of LLaMA have a threshold for each head.
     `XAttentionPredictor` says where it differs. `Antidiagonal` has the same score at the budget of
     the others.
     """
@@ -442,10 +443,12 @@ class FlexPrefill(AsPublished):
 
 @dataclass(frozen=True)
 class VerticalSlash(Random):
-    """MInference's vertical-slash pattern (Jiang et al. 2024, arXiv 2407.02490), at block grain.
+    """Blocks of MInference's vertical-slash score (Jiang et al. 2024, arXiv 2407.02490).
 
     The last 64 queries' attention ranks columns and diagonals; a row keeps the blocks that the best
     of them touch. Every row's choice depends on the end of the text, whose questions it favours.
+    The kernel of MInference gathers single columns, where one costs a whole key block here: at as
+    many pairs this loses more of the attention.
     """
 
     name = "vertical_slash"
@@ -522,7 +525,8 @@ class MeanPooled(ByMass):
     """Block scores of mean-pooled queries and keys, a row's best up to a share of their softmax.
 
     Pooled as in MInference's block-sparse heads (Jiang et al. 2024, arXiv 2407.02490), chosen by
-    top-p as in FlexPrefill (Lai et al. 2025, arXiv 2502.20766).
+    top-p of each row, where FlexPrefill (Lai et al. 2025, arXiv 2502.20766) has it over all rows
+    together.
     """
 
     name = "mean_pooled"

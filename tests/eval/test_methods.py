@@ -205,7 +205,7 @@ def test_xattention_keeps_the_fewest_blocks_of_a_threshold(name, stride, top_p):
             others = sorted(set(range(2 * row)) - own, key=lambda j: -share[0, head, row, j])
             kept, total = set(own), sum(share[0, head, row, j].item() for j in own)
             for block in others:
-                if total >= (top_p or 0.9) - 1e-5:
+                if total >= (top_p or 0.8) - 1e-5:
                     break
                 kept.add(block)
                 total += share[0, head, row, block].item()
