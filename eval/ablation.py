@@ -6,9 +6,11 @@ dense attention and with the default itself. Cells are those of fidelity.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -26,7 +28,7 @@ from cab_hf.eval.fidelity import (
     question_of,
     table_a_text,
 )
-from cab_hf.eval.intervals import mean_interval, paired_difference
+from cab_hf.eval.intervals import LEVEL, mean_interval, paired_difference
 from cab_hf.eval.methods import Cab, Dense, Full
 from cab_hf.eval.report import column, difference, digits, grouped
 from cab_hf.runs.markdown import plain
@@ -35,6 +37,7 @@ from cab_hf.runs.settings import by_device, comma_separated, option, require
 ALONE = (Dense.name, Full.name, Cab.name)
 GIVEN = "Settings that were given, such as budgets a head or a cascade of a calibration."
 LEAST_BLOCK = 16  # tokens
+place_of = itemgetter("text", "length")
 
 
 class Change(NamedTuple):
@@ -187,19 +190,19 @@ class Ablation(Fidelity):
         """Those of fidelity; changes also say what they change, and what that does to the default.
 
         Differences to the default are paired by text, probe and index: of KL a token the mean over
-        documents with Student's interval, of recall with Newcombe's over keys.
+        documents with Student's interval, of recall with Newcombe's over keys. Of KL ``among_low``
+        and ``among_high`` are the edges of Bonferroni's, for all changes of a text and a length.
         """
         configs = settings.get("cab_configs", {})
         default = {question_of(s): s for s in samples if s["method"] == Cab.name}
-        rows = []
-        for row in Fidelity.rows(samples, settings):
+        rows = Fidelity.rows(samples, settings)
+        changed = [row for row in rows if row["method"].startswith(f"{Cab.name}:")]
+        number = Counter(place_of(row) for row in changed if row.get(CONTINUATION))
+        for row in changed:
             name = row["method"]
-            rows.append(row)
-            if name == Cab.name or not name.startswith(f"{Cab.name}:"):
-                continue
             own = [s for s in samples if cell_of(s) == cell_of(row)]
             pairs = [(s, default[question_of(s)]) for s in own if question_of(s) in default]
-            row["to_default"] = dict(_to_default(pairs))
+            row["to_default"] = dict(_to_default(pairs, number[place_of(row)]))
             if name in configs:
                 row |= _described(name, configs)
         return rows
@@ -215,15 +218,18 @@ class Ablation(Fidelity):
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
-        """Those of fidelity, and which changes move the KL by more than chance."""
+        """Those of fidelity, and which changes move the KL by more than chance.
+
+        Of many changes some would seem to by their own intervals.
+        """
         said = Fidelity.readings(rows)
         for own in grouped([row for row in rows if _kl(row)], "text", "length"):
-            worse = [row["method"] for row in own if _kl(row).get("delta_low", 0) > 0]
-            better = [row["method"] for row in own if _kl(row).get("delta_high", 0) < 0]
+            worse = [row["method"] for row in own if _kl(row).get("among_low", 0) > 0]
+            better = [row["method"] for row in own if _kl(row).get("among_high", 0) < 0]
             said.append(
                 f"On {plain(own[0]['text'])}, {own[0]['length']} tokens, of {len(own)} changes "
                 f"these raise the KL behind the prompt: {_names(worse)}; these lower it: "
-                f"{_names(better)}."
+                f"{_names(better)} (95 % for all of them together)."
             )
         return said
 
@@ -234,7 +240,9 @@ class Ablation(Fidelity):
             "does to its density and its time, which stand beside. Sinks, local blocks and tails "
             "are counted in blocks, and so change with their sizes. To default: the difference to "
             "cab on the same texts; of KL the mean over documents with Student's interval, of "
-            f"recall over keys with Newcombe's, 95 %. {Fidelity.notes(settings)}"
+            "recall over keys with Newcombe's, 95 % each. The sentence on which changes move the "
+            "KL goes by wider intervals, Bonferroni's, which hold with 95 % for all changes of a "
+            f"text and a length together. {Fidelity.notes(settings)}"
         )
 
     @staticmethod
@@ -264,8 +272,13 @@ class Ablation(Fidelity):
                 axis.grid(alpha=0.25)
 
 
-def _to_default(pairs: Sequence[tuple[Row, Row]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(probe, difference to the default) for each probe that both were asked."""
+def _to_default(
+    pairs: Sequence[tuple[Row, Row]], number: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(probe, difference to the default) for each probe that both were asked.
+
+    ``number`` changes stand side by side.
+    """
     for own in grouped(
         [{"probe": ours["probe"], "pair": (ours, base)} for ours, base in pairs], "probe"
     ):
@@ -275,6 +288,8 @@ def _to_default(pairs: Sequence[tuple[Row, Row]]) -> Iterator[tuple[str, dict[st
             fields = {"delta": fmean(ours) - fmean(base), "pairs": len(both)}
             if len(both) > 1:
                 _, fields["delta_low"], fields["delta_high"] = mean_interval(ours, base)
+                among = mean_interval(ours, base, 1 - (1 - LEVEL) / number)
+                _, fields["among_low"], fields["among_high"] = among
             yield probe, fields
         elif all("right" in s for s in both[0]):
             keys = [each for s, t in both for each in zip(s["right"], t["right"], strict=True)]

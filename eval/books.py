@@ -28,9 +28,11 @@ from cab_hf.eval.comparison import (
     cells_of,
     draw_legend,
     draw_lines,
+    fewer_readings,
     finish_panel,
     kind_of,
     looks_of,
+    mark_fewer,
     notes_how,
     notes_time,
     off_readings,
@@ -282,7 +284,8 @@ class Books(Comparison):
         }
         shortest, rows = min(settings["lengths"]), []
         # processes that share a run measure in no order
-        for cell in cells_of(sorted(samples, key=_place)):
+        cells = cells_of(sorted(samples, key=_place))
+        for cell in cells:
             own = [s for s in cell if s["probe"] == CONTINUATION]
             row = cell_fields(cell, own)
             for name, length in (("perplexity", row["length"]), ("to_shortest", shortest)):
@@ -292,6 +295,7 @@ class Books(Comparison):
                 if own:
                     row[name] = perplexity(own, _by_book(pairs))
             rows.append(row)
+        mark_fewer(rows, cells)
         return rows
 
     @staticmethod
@@ -322,7 +326,7 @@ class Books(Comparison):
                     f"Behind {row['length']:,} tokens cab attends {row['density']:.0%} of the pairs"
                     f"{time_said(row)}, and has {ratio} × the perplexity of dense attention."
                 )
-        return [*said, *off_readings(rows), *exact_readings(rows)]
+        return [*said, *off_readings(rows), *fewer_readings(rows), *exact_readings(rows)]
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
@@ -409,9 +413,15 @@ def _ratio(result: Row) -> str | None:
     return ratio_with_interval(*map(result.get, RATIO))
 
 
+def _budget(row: Row) -> Any:
+    """A budget, with a word where the density is another one, as forced blocks may have it."""
+    budget = row["budget"]
+    return f"{budget} (missed)" if "density_over_match" in row else budget
+
+
 # heading -> what is shown of a row
 COLUMNS = {
-    **{name: name for name in ("method", "length", "budget", "density")},
+    **{"method": "method", "length": "length", "budget": _budget, "density": "density"},
     "perplexity": column(lambda result: f"{result['value']:.3f}", "perplexity"),
     "perplexity × dense [95 %]": column(_ratio, "perplexity"),
     "× dense behind the shortest [95 %]": column(_ratio, "to_shortest"),

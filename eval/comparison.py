@@ -10,6 +10,7 @@ import json
 import math
 import re
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -371,7 +372,23 @@ def cell_fields(members: Sequence[Row], usual: Sequence[Row]) -> dict[str, Any]:
     row |= {"density": fmean(densities) if densities else None, **_times(members)}
     if never_sparse(kind_of(members[0]["method"]), members):
         row["never_sparse"] = True
+    over = _density_over_match(members, usual)
+    if over is not None and abs(over - 1) > OFF:
+        row["density_over_match"] = over
     return row
+
+
+def _density_over_match(members: Sequence[Row], usual: Sequence[Row]) -> float | None:
+    """What was attended in sparse layers over what was to be; None where no density was matched.
+
+    A cache that keeps some tokens, behind a dense prefill, has no layer that is sparse.
+    """
+    fitted, by_time = members[0]["fitted"], {"fitted_config", "match_ms"}
+    if fitted is None or any(by_time & s.keys() for s in members):
+        return None
+    if all(s.get("sparse_density") is None for s in usual):
+        return None
+    return realised_density(usual) / fitted
 
 
 def _times(members: Sequence[Row]) -> dict[str, Any]:
@@ -403,14 +420,52 @@ def perplexity(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str
 
 
 def off_readings(rows: Sequence[Row]) -> list[str]:
-    """A sentence on the methods whose time is not the one that they were to match."""
-    off = [row for row in rows if abs(row.get("over_match", 1.0) - 1) > OFF]
-    named = (
-        f"{row['method']} on {plain(row['text'])} at {row['length']} tokens "
-        f"({row['over_match']:.2f} ×)"
-        for row in off
+    """Sentences on the methods whose time, or density, is not the one that they were to match."""
+    said = {
+        "over_match": f"No budget takes the matched time within {OFF:.0%}",
+        "density_over_match": f"The density is not the matched one within {OFF:.0%}",
+    }
+    result = []
+    for field, sentence in said.items():
+        off = [row for row in rows if abs(row.get(field, 1.0) - 1) > OFF]
+        named = ", ".join(f"{_where(row)} ({row[field]:.2f} ×)" for row in off)
+        result += [f"{sentence}: {named}."] * bool(off)
+    return result
+
+
+def _where(row: Row) -> str:
+    """A row in a sentence."""
+    budget = f" and budget {row['budget']}" if isinstance(row["budget"], float) else ""
+    return f"{row['method']} on {plain(row['text'])} at {row['length']} tokens{budget}"
+
+
+def mark_fewer(rows: Sequence[dict[str, Any]], cells: Sequence[Sequence[Row]]) -> None:
+    """Say as ``fewer`` of a row which probes have fewer cases than elsewhere, ``6 of 20``.
+
+    Elsewhere: in other rows of its text and length. The run of such a row was stopped, or went on
+    for other methods alone.
+    """
+    counts = [Counter(s["probe"] for s in cell) for cell in cells]
+    most: dict[tuple, int] = {}
+    for row, count in zip(rows, counts, strict=True):
+        for probe, n in count.items():
+            place = row["text"], row["length"], probe
+            most[place] = max(most.get(place, 0), n)
+    for row, count in zip(rows, counts, strict=True):
+        asked = {probe: most[row["text"], row["length"], probe] for probe in count}
+        fewer = {probe: f"{count[probe]} of {n}" for probe, n in asked.items() if count[probe] < n}
+        if fewer:
+            row["fewer"] = fewer
+
+
+def fewer_readings(rows: Sequence[Row]) -> list[str]:
+    """A sentence on the rows that `mark_fewer` has marked."""
+    named = ", ".join(
+        f"{_where(row)} ({' or '.join(dict.fromkeys(row['fewer'].values()))})"
+        for row in rows
+        if "fewer" in row
     )
-    return [f"No budget takes the matched time within {OFF:.0%}: {', '.join(named)}."] * bool(off)
+    return [f"Not measured in all the cases that others have: {named}."] * bool(named)
 
 
 def notes_how(settings: Mapping[str, Any]) -> str:

@@ -36,9 +36,11 @@ from cab_hf.eval.comparison import (
     cells_of,
     draw_legend,
     draw_lines,
+    fewer_readings,
     finish_panel,
     kind_of,
     looks_of,
+    mark_fewer,
     notes_how,
     notes_time,
     off_readings,
@@ -573,7 +575,9 @@ class Fidelity(Comparison):
         alike.
         """
         dense = {question_of(s): s for s in samples if s["method"] == Dense.name}
-        rows = [_row(cell, dense) for cell in cells_of(samples)]
+        cells = cells_of(samples)
+        rows = [_row(cell, dense) for cell in cells]
+        mark_fewer(rows, cells)
         _hold_against_floor(rows)
         return rows
 
@@ -589,14 +593,17 @@ class Fidelity(Comparison):
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
-        """What CAB changes in each text, at the greatest length, and who was dense attention."""
+        """What CAB changes in each text, at the greatest length, and what rows do not hold.
+
+        That is the match, cases that others have, and a method that was dense attention.
+        """
         cab = {row["text"]: row for row in rows if row["method"] == Cab.name and _compared(row)}
         return [
             f"On {plain(text)}, {row['length']} tokens, cab attends {row['density']:.0%} of the "
             f"pairs{time_said(row)}; against dense: "
             f"{', '.join([*_behind(row, rows), *_turning(row), *_decoding(row), *_changes(row)])}."
             for text, row in cab.items()
-        ] + [*off_readings(rows), *exact_readings(rows)]
+        ] + [*off_readings(rows), *fewer_readings(rows), *exact_readings(rows)]
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:

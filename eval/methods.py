@@ -283,7 +283,7 @@ class Full(Cab):
 class Published(Cab):
     """The published CAB recipe (`CabConfig.published`, Forman curvature) at the matched budget.
 
-    Block sizes, sinks and local blocks are the recipe's own.
+    Block sizes, sinks and local blocks are the recipe's own, which has no dense tail.
     """
 
     name = "published"
@@ -291,7 +291,7 @@ class Published(Cab):
 
     @classmethod
     def fit(cls, cell: Cell) -> Published:
-        kept = ("min_length", "dense_layers", "engine", "dense_tail_blocks")
+        kept = ("min_length", "dense_layers", "engine")
         shared = {field: getattr(cell.config, field) for field in kept}
         return cls(fitted_sparsity(CabConfig.published(**shared), cell))
 
@@ -337,8 +337,8 @@ class Streaming(Cab):
 
     The original keeps 4 sink tokens and numbers positions by place in the cache. Here sinks and
     window are whole key blocks (one sink block, the window sized for the budget), and tokens keep
-    the positions they have in the text. What left the window is gone for good, so decoding is
-    limited like prefill whatever the stage.
+    the positions they have in the text. What left the window is gone for good, so that the last
+    queries of a text have no dense tail, and decoding is limited like prefill whatever the stage.
     """
 
     name = "streaming"
@@ -347,7 +347,8 @@ class Streaming(Cab):
 
     @classmethod
     def fit(cls, cell: Cell) -> Streaming:
-        base = cell.shared.changed(predictor="streaming", sink_blocks=1)
+        # with a tail the end of a text would see what left the window, which nothing is to find
+        base = cell.shared.changed(predictor="streaming", sink_blocks=1, dense_tail_blocks=0)
         windows = range(1, -(-cell.length // base.key_block) + 1)
         return cls(fitted_config([replace(base, local_blocks=w) for w in windows], cell))
 
@@ -372,7 +373,8 @@ class Streaming(Cab):
 class Random(Cab):
     """Random blocks over the forced ones, other ones for every head and row: the lower bar.
 
-    Base of all that keep a share of every row.
+    Base of all that keep a share of every row. Forced blocks and the dense tail are those of CAB,
+    and count in the budget.
     """
 
     name = "random"
@@ -399,17 +401,22 @@ class Antidiagonal(Random):
 
 @dataclass(frozen=True)
 class AsPublished(Cab):
-    """Base of methods that set their budget themselves, as their authors have it: not matched."""
+    """Base of methods that set their budget themselves, as their authors have it: not matched.
+
+    They have no dense tail, as their authors have none; the last queries of `TriangleMix` are its
+    own.
+    """
 
     @classmethod
     def fit(cls, cell: Cell) -> AsPublished:
-        return cls(cell.shared.changed(predictor=cls.name))
+        return cls(cell.shared.changed(predictor=cls.name, dense_tail_blocks=0))
 
 
 @dataclass(frozen=True)
 class XAttention(AsPublished):
-    """XAttention as it was published (Xu et al. 2025, arXiv 2503.16428): stride 8, threshold 0.9.
+    """XAttention (Xu et al. 2025, arXiv 2503.16428) at stride 8, threshold 0.8 for all heads.
 
+    That is the default of its function; the authors' runs of LLaMA have a threshold for each head.
     `XAttentionPredictor` says where it differs. `Antidiagonal` has the same score at the budget of
     the others.
     """
@@ -436,10 +443,12 @@ class FlexPrefill(AsPublished):
 
 @dataclass(frozen=True)
 class VerticalSlash(Random):
-    """MInference's vertical-slash pattern (Jiang et al. 2024, arXiv 2407.02490), at block grain.
+    """Blocks of MInference's vertical-slash score (Jiang et al. 2024, arXiv 2407.02490).
 
     The last 64 queries' attention ranks columns and diagonals; a row keeps the blocks that the best
     of them touch. Every row's choice depends on the end of the text, whose questions it favours.
+    The kernel of MInference gathers single columns, where one costs a whole key block here: at as
+    many pairs this loses more of the attention.
     """
 
     name = "vertical_slash"
@@ -449,7 +458,8 @@ class VerticalSlash(Random):
 class ByMass(Cab):
     """Base of methods that keep a share of an estimated mass: the one nearest to the budget.
 
-    What density a share has, or what time it takes, is measured on a text of the cell.
+    What density a share has, or what time it takes, is measured on a text of the cell. Forced
+    blocks and the dense tail are those of CAB, and count in the budget.
     """
 
     matched = True
@@ -515,7 +525,8 @@ class MeanPooled(ByMass):
     """Block scores of mean-pooled queries and keys, a row's best up to a share of their softmax.
 
     Pooled as in MInference's block-sparse heads (Jiang et al. 2024, arXiv 2407.02490), chosen by
-    top-p as in FlexPrefill (Lai et al. 2025, arXiv 2502.20766).
+    top-p of each row, where FlexPrefill (Lai et al. 2025, arXiv 2502.20766) has it over all rows
+    together.
     """
 
     name = "mean_pooled"
@@ -536,8 +547,8 @@ class TriangleMix(AsPublished):
 
     The paper finds the layers of a model by the gradient that reaches what the pattern leaves out;
     here they are the second half of any model. Sinks, window and last queries are whole blocks:
-    one sink block, the key blocks of at least 512 tokens, and the query blocks with one of the last
-    128 tokens.
+    one sink block, the key blocks that hold the latest 512 tokens of every query, so that those
+    further on in their query block see more, and the query blocks with one of the last 128 tokens.
     """
 
     name = "trianglemix"
@@ -550,7 +561,8 @@ class TriangleMix(AsPublished):
         triangle = {
             "predictor": Streaming.name,
             "sink_blocks": 1,
-            "local_blocks": -(-WINDOW // base.key_block),
+            # counted back from the last query of a row, whose first one sees the least
+            "local_blocks": -(-(WINDOW + base.query_block - 1) // base.key_block),
             "dense_tail_blocks": -(-LAST_QUERIES // base.query_block),
             "dense_layers": tuple(sorted({*range(dense), *base.dense_layers})),
         }

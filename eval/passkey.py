@@ -7,7 +7,7 @@ index).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import product
 from operator import itemgetter
@@ -32,7 +32,6 @@ from cab_hf.eval.methods import (
     Dense,
     Method,
     Realised,
-    Streaming,
     exact_readings,
     known,
     layers_of,
@@ -256,12 +255,9 @@ class Passkey(LongRun):
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """What became of one prompt."""
         settings, length = self.settings, case["length"]
-        config = settings.cab_config
-        if case["method"] == Streaming.name:
-            # with a tail the question would see what left the window, which nothing is to find
-            config = replace(config, dense_tail_blocks=0)
         realised, layers = self.realised(length), layers_of(self.model)
-        cell = Cell(config, case["budget"], length, settings.device, realised, layers)
+        given = settings.cab_config, case["budget"], length, settings.device
+        cell = Cell(*given, realised, layers)
         method = fitted(METHODS[case["method"]], cell)
         prompt = self.prompt(length, case["depth"], case["index"], hide_needle=method.hides_needle)
         result = self.under(method, lambda: {"answer": self.answer(prompt, method)})

@@ -24,15 +24,16 @@ class FlexPrefillPredictor(Predictor):
     The last block of queries is attended exactly. Mean-pooled queries and keys estimate the same by
     block; where the square root of the Jensen-Shannon divergence of both is below tau = 0.1, the
     head is query-aware: the estimate is made for all rows, and the fewest blocks are kept that hold
-    gamma of it over all rows together. Any other head is vertical-slash: the fewest columns and the
-    fewest diagonals that hold gamma each of what the last block attends. gamma is ``top_p``, None
-    for 0.95. Every head keeps 1,024 tokens of columns and of diagonals at least, which is the
-    minimum of the paper as far as we know; the README of its code has gamma 0.9 and 512 tokens.
+    gamma of it over all rows together. Any other head is vertical-slash: n is the smallest number
+    of columns, token by token, that hold more than gamma of what the last block attends, and the
+    n // key_block + 1 best blocks of columns are kept, whatever these hold; diagonals alike. gamma
+    is ``top_p``, None for 0.95. Every head keeps 1,024 tokens of columns and of diagonals at least,
+    which is the minimum of the paper as far as we know; the README of its code has gamma 0.9 and
+    512 tokens.
 
-    Here columns and diagonals are counted in blocks of keys, where the original counts tokens and
-    then takes as many blocks; forced blocks are those of the config, where the original forces the
-    first and the diagonal one; and blocks have the sizes of the config, where the original has
-    128 x 128.
+    Here forced blocks are those of the config, on top of these, where the original forces the first
+    and the diagonal one and counts them; and blocks have the sizes of the config, where the
+    original has 128 x 128.
 
     Which blocks any row keeps depends on the end of the text, as in the original.
     """
@@ -44,20 +45,17 @@ class FlexPrefillPredictor(Predictor):
         if config.top_p is not None:
             gamma = budgets_of(config, call.layer, q.shape[1]).top_p
         gamma = torch.tensor(gamma, device=q.device, dtype=torch.float64).expand(q.shape[1])
-        # [B, H, M_k] each, of sum 1: shares of key blocks, and of distances of so many blocks
-        columns, diagonals = (
-            _normalised(block_sums(x, config.key_block, -(-k.shape[2] // config.key_block)))
-            for x in columns_and_diagonals(q, k, spans, call.scale, config.query_block)
+        # [B, H, N_k] each, of sum 1: shares of keys, and of distances
+        columns, diagonals = map(
+            _normalised, columns_and_diagonals(q, k, spans, call.scale, config.query_block)
         )
         keys = reference.coarsen_keys(k, spans.key_valid, config.key_block, "mean")
         pooled = pooled_last_block(q, keys, spans, call.scale, *blocks)
         # [B, H]: heads whose estimate is believed; the minimum is all that they keep of a pattern
-        aware = root_divergence(pooled, columns) < TAU
+        aware = root_divergence(pooled, in_blocks(columns, config.key_block)) < TAU
         asked = gamma[:, None].where(~aware.unsqueeze(-1), 0.0)
-        least = -(-MIN_TOKENS // config.key_block)
-        keep = touched(
-            fewest(columns, asked, least), fewest(diagonals, asked, least), spans, *blocks
-        )
+        kept = (counted_by_token(x, asked, config.key_block) for x in (columns, diagonals))
+        keep = touched(*kept, spans, *blocks)
 
         visible = block_visibility(spans, *blocks)
         queries = reference.coarsen_queries(q, spans.last >= 0, config.query_block, "mean")
@@ -67,7 +65,7 @@ class FlexPrefillPredictor(Predictor):
             logits, _ = reference.block_logits(queries[:, [head]], own, call.scale)
             share = reference.block_log_mass(logits, visible.unsqueeze(1)).exp()
             # over all rows together: rows that are spread out keep more
-            held = fewest(_normalised(share.flatten(2)), gamma[head], 0).view_as(share)
+            held = fewest(_normalised(share.flatten(2)), gamma[head]).view_as(share)
             keep[:, head] |= held[:, 0] & aware[:, head, None, None]
         keep = keep & visible.unsqueeze(1)
         keep = keep | reference.forced_blocks(visible, spans, config).unsqueeze(1)
@@ -106,15 +104,35 @@ def root_divergence(p: Tensor, q: Tensor) -> Tensor:
     return (parts.sum(-1) / 2).clamp(min=0).sqrt()
 
 
-def fewest(share: Tensor, wanted: Tensor, least: int) -> Tensor:
-    """bool like ``share``: the fewest entries that hold ``wanted`` of each row, ``least`` at least.
+def in_blocks(share: Tensor, size: int) -> Tensor:
+    """[..., N] -> [..., M]: what blocks of ``size`` tokens hold together."""
+    return block_sums(share, size, -(-share.shape[-1] // size))
 
-    ``wanted`` broadcasts with ``share``; at 0 the row keeps ``least``.
+
+def counted_by_token(share: Tensor, wanted: Tensor, size: int) -> Tensor:
+    """bool [..., M]: the best blocks of ``size`` tokens, as many as the original keeps.
+
+    With n the smallest number of tokens that hold more than ``wanted``, they are n // size + 1, and
+    at least those of `MIN_TOKENS`. All are kept where ``wanted`` is 1.
+
+    Args:
+        share: [..., N], of sum 1 over tokens.
+        wanted: broadcasts with ``share``.
+    """
+    held = share.sort(dim=-1, descending=True).values.cumsum(-1)
+    tokens = ((held <= wanted) | (wanted >= 1)).sum(-1, keepdim=True) + 1
+    blocks = in_blocks(share, size)
+    count = (tokens // size + 1).clamp(min=-(-MIN_TOKENS // size))
+    return reference.top_blocks(blocks, torch.ones_like(blocks, dtype=torch.bool), count)
+
+
+def fewest(share: Tensor, wanted: Tensor) -> Tensor:
+    """bool like ``share``: the fewest entries that hold ``wanted`` of each row.
+
+    ``wanted`` broadcasts with ``share``.
     """
     everything = torch.ones_like(share, dtype=torch.bool)
-    count = share.shape[-1]
-    held = reference.top_p_blocks(share.log(), ~everything, everything, wanted, count)
-    return held | reference.top_blocks(share, everything, least)
+    return reference.top_p_blocks(share.log(), ~everything, everything, wanted, share.shape[-1])
 
 
 def touched(

@@ -126,6 +126,8 @@ def test_changes_are_paired_with_the_default_by_hand():
     expected = mean_interval([0.2, 0.31], [0.1, 0.2])
     assert [kl[name] for name in ("delta", "delta_low", "delta_high")] == pytest.approx(expected)
     assert kl["pairs"] == 2
+    among = mean_interval([0.2, 0.31], [0.1, 0.2], level=0.975)
+    assert [kl[name] for name in ("delta", "among_low", "among_high")] == pytest.approx(among)
     recall = sinks["to_default"]["recall"]
     interval = paired_difference([0, 1, 0, 0], [1, 1, 1, 0])
     assert tuple(recall[name] for name in ("delta", "delta_low", "delta_high")) == interval
@@ -135,10 +137,16 @@ def test_changes_are_paired_with_the_default_by_hand():
     assert "| cab:sinks_none | sink_blocks=0 | 8 | 0.50 |" in table
     assert "| -0.0500 |" in table
     assert "attention ms" not in table and "end-of-prompt" not in table
-    assert Ablation.readings(rows)[-1] == (
-        "On noise, 8 tokens, of 2 changes these raise the KL behind the prompt: sinks_none; these "
-        "lower it: none."
+    # its own interval is above 0, that of both changes together is not
+    assert kl["delta_low"] > 0 > kl["among_low"]
+    said = (
+        "On noise, 8 tokens, of {} changes these raise the KL behind the prompt: {}; these "
+        "lower it: none (95 % for all of them together)."
     )
+    assert Ablation.readings(rows)[-1] == said.format(2, "none")
+    alone = [each for each in samples if each["method"] != "cab:mine"]
+    rows = Ablation.rows(alone, {"cab_configs": configs})
+    assert Ablation.readings(rows)[-1] == said.format(1, "sinks_none")
 
 
 # --- the command

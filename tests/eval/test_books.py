@@ -219,6 +219,25 @@ def test_places_of_a_book_count_as_one_by_hand():
         "Dense attention has perplexity 7.39 behind 8 tokens, 2.72 behind 16 tokens."
     )
     assert said[1].startswith("Behind 8 tokens cab attends 50% of the pairs, and has 1.350 [")
+    assert said[2].endswith("cases that others have: dense on shelf at 8 tokens (4 of 5).")
+
+
+def test_a_budget_that_forced_blocks_do_not_reach_is_named_and_marked():
+    samples = [
+        sample("dense", "a", 0, 20.0),
+        *(
+            sample("cab", "a", 0, 21.0)
+            | {"budget": budget, "fitted": budget, "density": density, "sparse_density": density}
+            for budget, density in ((0.05, 0.11), (0.4, 0.41))
+        ),
+    ]
+    rows = Books.rows(samples, {"lengths": [8]})
+    assert Books.readings(rows)[-1] == (
+        "The density is not the matched one within 5%: cab on shelf at 8 tokens and budget 0.05 "
+        "(2.20 ×)."
+    )
+    (table,) = Books.tables(rows).values()
+    assert "| cab | 8 | 0.05 (missed) | 0.11 |" in table and "| cab | 8 | 0.40 | 0.41 |" in table
 
 
 # --- the command

@@ -821,6 +821,54 @@ def test_a_time_that_no_budget_takes_is_said():
     )
 
 
+def test_a_density_that_is_not_the_matched_one_is_said():
+    def read(method, density, budget="match", **more):
+        fields = {"right": [True], "budget": budget, "fitted": 0.2, **more}
+        return sample(method, "recall", 0, **fields | {"density": density})
+
+    samples = [
+        # of the layers that are sparse, beside dense ones
+        read("random", 0.6, sparse_density=0.21),
+        read("streaming", 0.2, sparse_density=0.22),
+        read("oracle", 0.3, 0.2, sparse_density=0.3),
+        # a cache that keeps some tokens, and one matched by time, in ms
+        read("h2o", 0.5, sparse_density=None),
+        read("published", 0.3, sparse_density=0.3, fitted_config={}),
+    ]
+    rows = Fidelity.rows(samples, {})
+    assert ["density_over_match" in row for row in rows].count(True) == 2
+    (said,) = Fidelity.readings(rows)
+    assert said == (
+        "The density is not the matched one within 5%: streaming on noise at 8 tokens (1.10 ×), "
+        "oracle on noise at 8 tokens and budget 0.2 (1.50 ×)."
+    )
+
+
+def test_rows_of_fewer_cases_than_others_are_named():
+    answer = {"right": [True]}
+    samples = [
+        *(sample("dense", "recall", i, **answer) for i in range(3)),
+        *(sample("dense", "asked", i, **answer) for i in range(2)),
+        *(sample("cab", "recall", i, **answer) for i in range(3)),
+        # never asked the other probe, which may be as it was to be
+        *(sample("random", "recall", i, **answer) for i in range(2)),
+        *(sample("oracle", "recall", i, **answer) for i in range(1)),
+        sample("oracle", "asked", 0, **answer),
+        # another text has as many as it has
+        sample("cab", "recall", 0, "other", **answer),
+    ]
+    rows = Fidelity.rows(samples, {})
+    marked = {row["method"]: row["fewer"] for row in rows if "fewer" in row}
+    assert marked == {
+        "random": {"recall": "2 of 3"},
+        "oracle": {"recall": "1 of 3", "asked": "1 of 2"},
+    }
+    assert Fidelity.readings(rows)[-1] == (
+        "Not measured in all the cases that others have: random on noise at 8 tokens (2 of 3), "
+        "oracle on noise at 8 tokens (1 of 3 or 1 of 2)."
+    )
+
+
 def test_a_killed_run_goes_on_with_what_it_fitted(model_folder, tmp_path, monkeypatch):
     """Though times are others by then."""
     monkeypatch.setattr(comparison, "layer_bench", lambda device: DensityBench())
@@ -947,10 +995,11 @@ def test_rows_by_hand():
     # no row has it
     assert "pass [95 %]" not in table
     assert "| 0.333 |" in table
-    (said,) = Fidelity.readings(rows)
+    said, fewer = Fidelity.readings(rows)
     assert said.startswith(
         "On noise, 8 tokens, cab attends 20% of the pairs; against dense: in-text recall"
     )
+    assert "dense on noise at 8 tokens (2 of 3)" in fewer and "(1 of 3 or 1 of 2)" in fewer
 
 
 def test_the_mean_over_tasks_by_hand():

@@ -205,7 +205,7 @@ def test_xattention_keeps_the_fewest_blocks_of_a_threshold(name, stride, top_p):
             others = sorted(set(range(2 * row)) - own, key=lambda j: -share[0, head, row, j])
             kept, total = set(own), sum(share[0, head, row, j].item() for j in own)
             for block in others:
-                if total >= (top_p or 0.9) - 1e-5:
+                if total >= (top_p or 0.8) - 1e-5:
                     break
                 kept.add(block)
                 total += share[0, head, row, block].item()
@@ -245,11 +245,34 @@ def test_columns_and_diagonals_are_touched_by_hand():
 
 def test_the_fewest_entries_by_hand():
     share = torch.tensor([0.1, 0.5, 0.0, 0.4])
-    cases = {(0.45, 0): [1], (0.6, 0): [1, 3], (0.0, 1): [1], (0.45, 3): [0, 1, 3]}
-    for (wanted, least), kept in cases.items():
-        held = flexprefill.fewest(share, torch.tensor(wanted), least)
+    for wanted, kept in {0.45: [1], 0.6: [1, 3], 0.0: []}.items():
+        held = flexprefill.fewest(share, torch.tensor(wanted))
         assert held.nonzero().flatten().tolist() == kept
-    assert flexprefill.fewest(share, torch.tensor(1.0), 0).all()
+    assert flexprefill.fewest(share, torch.tensor(1.0)).all()
+
+
+def test_tokens_tell_how_many_blocks_are_kept_by_hand(monkeypatch):
+    share = torch.tensor([0.02, 0.29, 0.145, 0.145, 0.3, 0.04, 0.03, 0.03])
+    monkeypatch.setattr(flexprefill, "MIN_TOKENS", 1)
+    # one token holds 0.3, two hold 0.59, three 0.735, four 0.88: of n there are n // 2 + 1 blocks
+    for wanted, blocks in {0.0: 1, 0.2: 1, 0.5: 2, 0.7: 2, 0.8: 3, 1.0: 4}.items():
+        kept = flexprefill.counted_by_token(share, torch.tensor(wanted), 2)
+        # which hold 0.31, 0.29, 0.34 and 0.06
+        assert kept.nonzero().flatten().tolist() == sorted([2, 0, 1, 3][:blocks])
+    monkeypatch.setattr(flexprefill, "MIN_TOKENS", 5)
+    kept = flexprefill.counted_by_token(share, torch.tensor(0.2), 2)
+    assert kept.nonzero().flatten().tolist() == [0, 1, 2]
+
+
+def test_flexprefill_may_keep_fewer_blocks_than_hold_gamma():
+    """One token has 0.9, and one in each of 40 blocks 0.0025: 21 tokens are two blocks of 16."""
+    share = torch.zeros(41, 16)
+    share[:, 3] = 0.0025
+    share[7, 3] = 0.9
+    share = share.flatten()
+    kept = flexprefill.counted_by_token(share, torch.tensor(0.949, dtype=torch.float64), 16)
+    assert kept.sum() == 2 and kept[7]
+    assert flexprefill.in_blocks(share, 16)[kept].sum() < 0.949
 
 
 def test_root_divergence_by_hand():
@@ -272,14 +295,24 @@ def test_flexprefill_is_that_of_eager_attention(tau, length, monkeypatch):
     keep = plan_of("flexprefill", 3 * q, k, top_p=gamma, sink_blocks=0, local_blocks=0)
     rows, blocks = -(-length // 32), -(-length // 16)
 
-    def best(shares, wanted, least):
+    def best(shares, wanted):
         kept, total = set(), 0.0
         for place in sorted(shares, key=lambda place: -shares[place]):
-            if total >= wanted and len(kept) >= least:
+            if total >= wanted:
                 break
             kept.add(place)
             total += shares[place]
         return kept
+
+    def by_token(shares, wanted):
+        tokens, total = 1, 0.0
+        for share in sorted(shares, reverse=True):
+            total += share
+            if total > wanted:
+                break
+            tokens += 1
+        whole = {j: sum(shares[16 * j : 16 * j + 16]) for j in range(blocks)}
+        return set(sorted(whole, key=lambda j: -whole[j])[: max(least, tokens // 16 + 1)])
 
     attention = eager_probabilities(3 * q, k, 0.25)[0, :, -32:] / 32
     distance = torch.arange(length)[-32:, None] - torch.arange(length)
@@ -288,16 +321,16 @@ def test_flexprefill_is_that_of_eager_attention(tau, length, monkeypatch):
     logits = means[0] @ means[1].repeat_interleave(3, 0).transpose(-1, -2) * 0.25
     own = {row: {2 * row, 2 * row + 1} & set(range(blocks)) for row in range(rows)}
     for head in range(6):
-        column = {j: attention[head, :, 16 * j : 16 * j + 16].sum().item() for j in range(blocks)}
-        diagonal = {t: attention[head][distance // 16 == t].sum().item() for t in range(blocks)}
+        column = attention[head].sum(0).tolist()
+        diagonal = [attention[head][distance == t].sum().item() for t in range(length)]
         asked = 0.0 if tau else gamma
-        columns, diagonals = best(column, asked, least), best(diagonal, asked, least)
+        columns, diagonals = by_token(column, asked), by_token(diagonal, asked)
         pooled = {
             (row, j): share / rows
             for row in range(rows)
             for j, share in enumerate(logits[head, row, : max(own[row]) + 1].softmax(0).tolist())
         }
-        aware = best(pooled, gamma, 0) if tau else set()
+        aware = best(pooled, gamma) if tau else set()
         for row in range(rows):
             seen = range(max(own[row]) + 1)
             # the last row may be half a block
@@ -647,6 +680,16 @@ def test_matched_methods_need_a_budget(name):
         METHODS[name].fit(replace(SHARED, budget=None))
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_a_dense_tail_is_cabs_and_of_those_matched_by_its_blocks(name):
+    cell = replace(SHARED, config=replace(SMALL, dense_tail_blocks=3))
+    config = getattr(METHODS[name].fit(cell), "config", None)
+    if config is None or name == "trianglemix":  # whose last queries are its own
+        return
+    alone = ("streaming", "published", "xattention", "xattention_16", "flexprefill")
+    assert config.dense_tail_blocks == (0 if name in alone else 3)
+
+
 def test_mean_pooled_is_fitted_by_mass_on_a_text():
     fitted = methods.MeanPooled.fit(SHARED).config
     assert (fitted.top_p, fitted.coarsen, fitted.top_k_share) == (0.4, "mean", 0)
@@ -667,10 +710,15 @@ def test_trianglemix_is_dense_and_then_a_triangle(model, ids, monkeypatch):
     call = LayerContext(Spans.causal(1, 320, 320, "cpu"), 0.25, layer=1)
     plan = make_predictor(method.config)(*random_qk(320), call)
     rows, blocks = torch.arange(10)[:, None], torch.arange(20)
-    # blocks of 16 keys, five of which hold 70; the last 40 queries are in two blocks of 32
-    expected = (blocks == 0) | (blocks > 2 * rows + 1 - 5) | (rows >= 8)
+    # blocks of 16 keys, seven of which hold 70 before and with each of 32 queries; the last 40
+    # queries are in two blocks of 32
+    expected = (blocks == 0) | (blocks > 2 * rows + 1 - 7) | (rows >= 8)
     expected &= blocks <= 2 * rows + 1
     assert torch.equal(plan.to_dense()[0], expected.expand(6, -1, -1))
+    query, key = torch.arange(320)[:, None], torch.arange(320)
+    window = (key <= query) & (key > query - 70)
+    kept = plan.to_dense()[0, 0].repeat_interleave(32, 0).repeat_interleave(16, 1)
+    assert kept[window].all()
     # dense layers of all methods are so in this one too
     cell = replace(SHARED, config=replace(SMALL, dense_layers=(5,)), layers=7)
     assert methods.TriangleMix.fit(cell).config.dense_layers == (0, 1, 2, 5)
