@@ -17,6 +17,8 @@ from cab_hf.plan import BlockPlan
 HOPPER = 9
 # SDPA's fast kernels end here; beyond, all it has is memory-efficient attention
 SDPA_HEAD_DIM = 256
+# queries times keys of blocks from which a CPU gathers what they list: smaller ones are many calls
+GATHERED_FROM = 64 * 64
 
 
 @dataclass(frozen=True)
@@ -218,8 +220,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 REFERENCE, GATHER, TRITON, FLEX, FLASH = Reference(), Gather(), Triton(), Flex(), Flash()
-# queries times keys of a block from which one is worth a call
-GATHERED_FROM = 64 * 64
 # PyTorch's own, and ffpa-attn's for large heads of texts that have no cache
 SDPA, FFPA = DenseKernel("sdpa", _sdpa), DenseKernel("ffpa", ffpa.attention)
 # name -> what it stands for, the preferred first

@@ -256,8 +256,8 @@ class Passkey(LongRun):
         """What became of one prompt."""
         settings, length = self.settings, case["length"]
         realised, layers = self.realised(length), layers_of(self.model)
-        given = settings.cab_config, case["budget"], length, settings.device
-        cell = Cell(*given, realised, layers)
+        config, device = settings.cab_config, settings.device
+        cell = Cell(config, case["budget"], length, device, realised, layers)
         method = fitted(METHODS[case["method"]], cell)
         prompt = self.prompt(length, case["depth"], case["index"], hide_needle=method.hides_needle)
         result = self.under(method, lambda: {"answer": self.answer(prompt, method)})

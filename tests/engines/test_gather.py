@@ -60,6 +60,12 @@ def test_rows_that_list_nothing_see_nothing():
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
+def workload(**changes):
+    usual = {"device": "cpu", "head_dim": 64, "dtype": torch.float32, "training": False}
+    blocks = {"query_block": CabConfig().query_block, "key_block": CabConfig().key_block}
+    return engines.Workload(**{**usual, **blocks, **changes})
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -69,10 +75,7 @@ def test_rows_that_list_nothing_see_nothing():
     ],
 )
 def test_a_cpu_takes_it_for_prompts(changes, expected):
-    usual = {"device": "cpu", "head_dim": 64, "dtype": torch.float32, "training": False}
-    blocks = {"query_block": CabConfig().query_block, "key_block": CabConfig().key_block}
-    work = engines.Workload(**{**usual, **blocks, **changes})
-    assert engines.choose("auto", work) is expected
+    assert engines.choose("auto", workload(**changes)) is expected
 
 
 @pytest.mark.parametrize(
@@ -80,10 +83,8 @@ def test_a_cpu_takes_it_for_prompts(changes, expected):
     [({"device": "cuda"}, "runs on a CPU, not on cuda"), ({"training": True}, "has no backward")],
 )
 def test_asked_for_by_name_it_says_why_it_cannot(changes, reason):
-    usual = {"device": "cpu", "head_dim": 64, "dtype": torch.float32, "training": False}
-    work = engines.Workload(**{**usual, "query_block": 128, "key_block": 64, **changes})
     with pytest.raises(ValueError, match=f"engine is 'gather', which {reason}"):
-        engines.choose("gather", work)
+        engines.choose("gather", workload(**changes))
 
 
 def test_a_model_attends_by_it():

@@ -37,15 +37,10 @@ def attention(
     lengths = ((plan.full.counts + plan.partial.counts) * plan.key_block).tolist()
     for batch in range(q.shape[0]):
         for head in range(plan.heads):
-            # the heads of q that attend under this one, by the KV head that they share
-            own = range(head * sharing, (head + 1) * sharing)
             for rows in _chunks(lengths[batch][head], plan.query_block * min(sharing, group)):
                 place = batch, head, rows
                 keys, unseen = _listed(plan, place, first[batch, rows], last[batch, rows])
-                for kv_head in range(own[0] // group, own[-1] // group + 1):
-                    heads = slice(
-                        max(own.start, kv_head * group), min(own.stop, (kv_head + 1) * group)
-                    )
+                for heads, kv_head in _heads_under(head, sharing, group):
                     listed_k, listed_v = (_taken(x[batch, kv_head], keys) for x in (k, v))
                     if not sound:
                         # a weight of 0 removes no NaN
@@ -59,6 +54,13 @@ def attention(
                     lse[batch, heads, rows] = sums.transpose(0, 1)
     out, lse = (x.flatten(2, 3)[:, :, : q.shape[2]] for x in (out, lse))
     return (out, lse) if return_lse else out
+
+
+def _heads_under(head: int, sharing: int, group: int) -> Iterator[tuple[slice, int]]:
+    """(heads of q, their KV head) of the ``sharing`` heads that attend under one of the plan."""
+    first, end = head * sharing, (head + 1) * sharing
+    for kv_head in range(first // group, (end - 1) // group + 1):
+        yield slice(max(first, kv_head * group), min(end, (kv_head + 1) * group)), kv_head
 
 
 def _chunks(lengths: list[int], queries: int) -> Iterator[slice]:
