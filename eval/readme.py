@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import itemgetter
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, geometric_mean, median
 from typing import Any
 
 from cab_hf.eval import charts, experiment
 from cab_hf.eval.experiment import CSV, FIGURE, REPORT, RESULTS, SAMPLES, Experiment, Row, named
+from cab_hf.eval.intervals import wilson
 from cab_hf.eval.report import digits, grouped, markdown_table, percent, with_interval
+from cab_hf.finetune.curve import STEP
 from cab_hf.renamed import renamed_in
 from cab_hf.runs.log import PACKED, is_there, pack, read_file, write_atomically
 from cab_hf.runs.markdown import plain
@@ -45,13 +47,19 @@ KEPT = ("fidelity-default", "fidelity-default-32k", "fidelity-smollm2-128k")
 STEPS = tuple("speed-lora" + which for which in ("", "-131k", "-262k", "-524k", "-524k-4-layers"))
 SPREAD = "speed-lora-spread"
 TRAINED_TOKENS = 32768
-# what a model was trained with -> the folder of what it keeps, and how it is read there
+# what a model was trained with -> a folder for each run of what it keeps, and how it is read there
 TRAININGS = {
-    "not at all": ("fidelity-smollm2-beyond", ("dense",)),
-    "dense": ("fidelity-trained-dense", ("dense", "cab")),
-    "cab": ("fidelity-trained-cab", ("dense", "cab")),
-    "cab, sampling one block in 16": ("fidelity-trained-sampled", ("dense", "cab")),
+    "not at all": (("fidelity-smollm2-beyond",), ("dense",)),
+    "dense": (("fidelity-trained-dense", "fidelity-trained-dense-seed-1"), ("dense", "cab")),
+    "cab": (("fidelity-trained-cab",), ("dense", "cab")),
+    "cab, sampling one block in 16": (("fidelity-trained-sampled-16",), ("dense", "cab")),
+    "cab, sampling one block in 8": (
+        ("fidelity-trained-sampled-8", "fidelity-trained-sampled-8-seed-1"),
+        ("dense", "cab"),
+    ),
 }
+# beside it, some steps of the same training with the GPU to themselves
+TIMED, WARM_UP = Path("alone", "log.jsonl"), 3
 PARALLEL = "speed-context-parallel"
 PARALLELS = tuple(PARALLEL + which for which in ("", "-1m", "-4", "-4-1m", "-4-70b", "-4-1m-70b"))
 DEALT = "speed-lora-cp"
@@ -384,29 +392,60 @@ def dealt_table(results: Path) -> str:
 def trained_table(results: Path) -> str:
     """What models keep that were trained and read densely or sparsely.
 
-    Bold where an interval lies below that of dense training and dense reading; perplexity, of all
-    tokens and of those that begin a query block, also over that.
+    The keys of all runs together; perplexity, of all tokens and of those that begin a query block,
+    the geometric mean over runs, also over that of dense training and dense reading. Bold where
+    an interval lies below that of the same. Of the training the seconds of a step, where they
+    were measured with the GPU to itself.
     """
-    made = {name: read_results(results / folder) for name, (folder, _) in TRAININGS.items()}
-    best = made["dense"].row(method="dense", length=TRAINED_TOKENS)
+    made = {
+        name: [read_results(results / each) for each in TRAININGS[name][0]] for name in TRAININGS
+    }
+    best = _over_runs(made["dense"], "dense")
     probes = {"in-text recall": "recall", "block-start recall": "recall_border"}
     rows = []
     for name, (_, methods) in TRAININGS.items():
         for method in methods:
-            row = made[name].row(method=method, length=TRAINED_TOKENS)
-            # older results have a cost, which is 1 where dense attention reads
-            density = row.get("density", row.get("cost"))
-            fields = {"trained": name, "read": method, "density": density}
+            row = _over_runs(made[name], method)
+            fields = {"trained": name, "runs": len(made[name]), "read": method}
+            fields["density"] = row["density"]
             for heading, probe in probes.items():
                 part = row.get(probe)
                 fields[heading] = part and _beside(part, best[probe])
-            fields["perplexity"] = digits(row["perplexity"]["value"])
+            fields["perplexity of each"] = ", ".join(map(digits, row["perplexities"]))
             for heading, probe in OVER_DENSE.items():
-                value, least = ((each.get(probe) or {}).get("value") for each in (row, best))
-                shown = value and least and value < 100 * least
+                value, least = row.get(probe), best[probe]
+                shown = value and value < 100 * least
                 fields[heading] = f"{value / least:.3f}" if shown else None
+            seconds = _seconds_of_a_step(made[name][0].folder / TIMED)
+            fields["s of a step"] = seconds and digits(seconds)
             rows.append(fields)
-    return _table(rows, list(made.values()))
+    return _table(rows, [each for runs in made.values() for each in runs])
+
+
+def _over_runs(runs: Sequence[Results], method: str) -> dict[str, Any]:
+    """What ``runs`` of one training keep when read by ``method``: see `trained_table`."""
+    rows = [each.row(method=method, length=TRAINED_TOKENS) for each in runs]
+    # older results have a cost, which is 1 where dense attention reads
+    kept: dict[str, Any] = {"density": fmean(row.get("density", row.get("cost")) for row in rows)}
+    for probe in ("recall", "recall_border"):
+        if all(row.get(probe) for row in rows):
+            right, n = (sum(row[probe][what] for row in rows) for what in ("correct", "n"))
+            low, high = wilson(right, n)
+            kept[probe] = {"share": right / n, "low": low, "high": high}
+    for probe in OVER_DENSE.values():
+        if all(row.get(probe) for row in rows):
+            kept[probe] = geometric_mean(row[probe]["value"] for row in rows)
+    kept["perplexities"] = [row["perplexity"]["value"] for row in rows]
+    return kept
+
+
+def _seconds_of_a_step(log: Path) -> float | None:
+    """Of a training run, the median without its first steps; None where there is no ``log``."""
+    if not is_there(log):
+        return None
+    records = map(json.loads, read_file(log).splitlines())
+    steps = [each for each in records if each.get("kind") == STEP]
+    return median(each["seconds"] for each in steps if each["step"] > WARM_UP)
 
 
 def _beside(result: Row, best: Row) -> str:
