@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cab_hf.config import CabConfig
 from cab_hf.engines import Engine
+from cab_hf.ops import HAS_TRITON
 from cab_hf.plan import BlockPlan
 from cab_hf.predictors import LayerContext, make_predictor
 from cab_hf.rotary import slow_channels
@@ -73,20 +74,17 @@ class Sparse:
         return plan if short is None else plan.with_dense_rows(short)
 
 
-@dataclass
-class Attended:
-    """(query, key) pairs a layer attended and could have attended, int64 scalars on its device."""
-
-    attended: Tensor
-    causal: Tensor
-
-
-attended: WeakKeyDictionary[nn.Module, Attended] = WeakKeyDictionary()
+# (query, key) pairs that each layer attended and could have attended: int64 [2], on its device
+attended: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
 
 
 def _count(layer: nn.Module, plan: BlockPlan) -> None:
-    pairs = Attended(*plan.pairs())
     before = attended.get(layer)
-    if before is not None:
-        pairs = Attended(before.attended + pairs.attended, before.causal + pairs.causal)
-    attended[layer] = pairs
+    if plan.full.counts.is_cuda and HAS_TRITON:
+        # models on the CPU never need Triton
+        from cab_hf.ops.pairs import add_pairs
+
+        attended[layer] = add_pairs(plan, before)
+        return
+    pairs = torch.stack(plan.pairs())
+    attended[layer] = pairs if before is None else before.to(pairs.device) + pairs

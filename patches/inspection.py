@@ -175,7 +175,8 @@ def stats(model: PreTrainedModel, reset: bool = False) -> list[dict[str, Any]]:
     rows = []
     for index, module in attention_layers(model):
         pairs = attended.pop(module, None) if reset else attended.get(module)
-        density = None if pairs is None else int(pairs.attended) / max(1, int(pairs.causal))
+        seen, causal = (0, 0) if pairs is None else pairs.tolist()
+        density = None if pairs is None else seen / max(1, causal)
         rows.append({"layer": index, "density": density})
     return rows
 

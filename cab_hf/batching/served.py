@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from cab_hf.attention_layers import attention_layers, window
 from cab_hf.batching import hooks
 from cab_hf.frame import PARALLEL
-from cab_hf.ops import decode
+from cab_hf.ops import HAS_TRITON
 from cab_hf.refusals import foreseen
 from cab_hf.token_mixers import token_mixers
 
@@ -43,4 +43,4 @@ def _unserved_layer(module: nn.Module) -> str | None:
 
 def reads_pages() -> bool:
     """Whether steps of decode are computed by a kernel, over keys where they lie."""
-    return torch.cuda.is_available() and decode.HAS_TRITON
+    return torch.cuda.is_available() and HAS_TRITON

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,13 +11,11 @@ from torch import Tensor
 
 from cab_hf.budgets import Budgets, budgets_of
 from cab_hf.config import CabConfig
-from cab_hf.ops import reference
+from cab_hf.ops import HAS_TRITON, reference
 from cab_hf.ops.reference import KeySummary
 from cab_hf.plan import BlockLists, BlockPlan, Spans, block_visibility
 from cab_hf.predictors.base import SHARE_OPTIONS, LayerContext, Predictor
 
-# asked once: torch.compile cannot look for packages
-HAS_TRITON = find_spec("triton") is not None
 # elements of a [heads, M_q, M_k] score tensor worked on at a time; some 20 of them live at once
 SCORE_ELEMENTS_AT_A_TIME = 1 << 25
 # (top_p, top_k_share) that a head can be given by a calibration, by how its blocks are scored

@@ -137,8 +137,8 @@ def gradients(model, ids, **checkpointing):
 def density(model, ids):
     attended.clear()
     gradients(model, ids)
-    counts = list(attended.values())
-    return sum(int(x.attended) for x in counts) / sum(int(x.causal) for x in counts)
+    seen, causal = sum(attended.values()).tolist()
+    return seen / causal
 
 
 def test_training_on_one_of_one_is_dense_training():

@@ -42,6 +42,6 @@ def test_choosing_compiles_for_hopper(settings, dtype, dim, eight_bits, kernels)
     ran = subprocess.run([sys.executable, SCRIPT, result], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-2000:]
     shared = json.loads(ran.stdout.splitlines()[-1])
-    assert kernels | {"_select_kernel", "_block_scores_kernel"} <= shared.keys()
+    assert kernels | {"_select_kernel", "_block_scores_kernel", "_pairs_kernel"} <= shared.keys()
     assert shared.keys() >= DECODE
     assert max(shared.values()) <= SHARED_MEMORY

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 
 os.environ["TRITON_INTERPRET"] = "0"
 
@@ -17,9 +18,9 @@ from triton.runtime import driver, jit
 
 from cab_hf import CabConfig
 from cab_hf.budgets import budgets_of
-from cab_hf.ops import exact_scores, predict
+from cab_hf.ops import exact_scores, pairs, predict
 from cab_hf.ops.decode import attend_kernels, choose_kernels, index_kernel, kernels, launch
-from cab_hf.plan import Spans
+from cab_hf.plan import BlockPlan, Spans
 from cab_hf.rotary import llama_channels
 
 LENGTH, HEADS, KV_HEADS = 1024, 4, 2
@@ -54,7 +55,12 @@ def compiled(config, dtype, dim, eight_bits):
     channels, spans = llama_channels(dim), Spans.causal(1, LENGTH, LENGTH, "cpu")
     q, k = (torch.zeros(1, heads, LENGTH, dim, dtype=dtype) for heads in (HEADS, KV_HEADS))
     summary = predict.summarise(k, spans.key_valid, config, channels)
-    predict.choose(q, summary, spans, 1.0, config, budgets_of(config, 0, HEADS), channels)
+    budgets = budgets_of(config, 0, HEADS)
+    lists = predict.choose(q, summary, spans, 1.0, config, budgets, channels)
+    rows = spans.tail_rows(config.query_block, config.query_block)
+    plan = BlockPlan(*lists, spans, config.query_block, config.key_block, (1,), rows)
+    pairs.add_pairs(plan)
+    pairs.add_pairs(replace(plan, dense_rows=None, sampled=plan.full))
     for module in (attend_kernels, choose_kernels, index_kernel):
         module.on_device_of = lambda x: nullcontext()
     launch.packed, launch.early = lambda x: True, lambda x: {"EARLY": True}

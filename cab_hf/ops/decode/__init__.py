@@ -5,18 +5,15 @@ Kernels compute what `reference` defines where they can run.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cab_hf.ops import HAS_TRITON
 from cab_hf.ops.decode import reference
 from cab_hf.ops.decode.reference import Choice, Index
-
-# asked once: torch.compile cannot look for packages
-HAS_TRITON = find_spec("triton") is not None
 
 
 def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:

@@ -1,0 +1,45 @@
+"""Pairs counted by the kernel, in the interpreter, are those of the definition."""
+
+import pytest
+import torch
+from attention_cases import case
+
+from cab_hf.ops.pairs import add_pairs
+
+SHAPES = [
+    pytest.param({"q_length": 200}, (32, 16), id="plain"),
+    pytest.param({"q_length": 70, "kv_length": 261, "heads": 18, "batch": 2}, (16, 32), id="chunk"),
+    # 48 queries are no power of two
+    pytest.param({"q_length": 150, "layout": "padded", "batch": 2}, (48, 16), id="padded"),
+    pytest.param({"q_length": 200, "layout": "packed"}, (16, 16), id="packed"),
+    pytest.param(
+        {"q_length": 130, "dense_heads": (1, 4), "dense_rows": "tail", "batch": 2},
+        (32, 16),
+        id="named",
+    ),
+    pytest.param({"q_length": 130, "dense_heads": tuple(range(6))}, (32, 16), id="all-dense"),
+    pytest.param({"q_length": 130, "plan_heads": 1}, (32, 16), id="one-head"),
+]
+
+
+def pairs(plan):
+    return torch.stack(plan.pairs())
+
+
+@pytest.mark.parametrize(("shape", "blocks"), SHAPES)
+def test_pairs_are_those_of_the_plan(shape, blocks):
+    *_, plan = case("cpu", torch.float32, blocks, **shape)
+    expected = pairs(plan)
+    once = add_pairs(plan)
+    assert once.dtype == torch.int64
+    assert torch.equal(once, expected)
+    # what was counted before stays as it is
+    assert torch.equal(add_pairs(plan, once), 2 * expected)
+    assert torch.equal(once, expected)
+
+
+def test_sampled_blocks_count():
+    *_, plan = case("cpu", torch.float32, (32, 16), q_length=300)
+    sampled = plan.with_sample(2, torch.tensor(5))
+    assert pairs(sampled)[0] > pairs(plan)[0]
+    assert torch.equal(add_pairs(sampled), pairs(sampled))
