@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,15 +19,17 @@ from pathlib import Path
 from statistics import fmean, geometric_mean, median
 from typing import Any
 
+from cab_hf.config import CabConfig
 from cab_hf.eval import charts, experiment
 from cab_hf.eval.experiment import CSV, FIGURE, REPORT, RESULTS, SAMPLES, Experiment, Row, named
+from cab_hf.eval.fidelity import ALL_TASKS
 from cab_hf.eval.intervals import wilson
 from cab_hf.eval.report import digits, grouped, markdown_table, percent, with_interval
 from cab_hf.finetune.curve import STEP
 from cab_hf.renamed import renamed_in
 from cab_hf.runs.log import PACKED, is_there, pack, read_file, write_atomically
 from cab_hf.runs.markdown import plain
-from cab_hf.runs.settings import option, read_settings
+from cab_hf.runs.settings import comma_separated, option, read_settings
 
 ROOT = Path(__file__).parents[1]
 # experiments whose folders come first, in this order; those of one by name
@@ -68,6 +71,7 @@ SHARED = {"training step": (DEALT, f"{DEALT}-4"), "first token": (f"{SPEED}-1m",
 # cab, and what it spares the work of
 SPARSE, WHOLE = "grouped+cab", "grouped"
 CAB, FULL = "cab", "full"
+FIDELITY = "fidelity"
 CHOOSING = "speed-predictor"
 # how long a decode step takes, and what it keeps
 STEPS_OF_DECODE = ("speed-decode", "speed-decode-model", "speed-decode-model-8k")
@@ -454,6 +458,60 @@ def _beside(result: Row, best: Row) -> str:
     return _bold(given, result["high"] < best["low"])
 
 
+def models_table(results: Path) -> str:
+    """What the default keeps of every model and length that `fidelity` has read by it.
+
+    Columns are means over texts: recalls over those of dense attention, and the difference to it in
+    the mean over tasks. What models keep that were trained for `trained_table` is there.
+    """
+    shown = {CAB: [], FULL: []}
+    read = []
+    for result in in_order(read_results(path) for path in results.iterdir() if path.is_dir()):
+        trained = any(result.name in folders for folders, _ in TRAININGS.values())
+        if result.provenance["experiment"] == FIDELITY and not trained and _by_default(result):
+            read.append(result)
+            model = result.provenance["settings"]["model"]
+            for row in result.rows:
+                if row["method"] in shown:
+                    shown[row["method"]].append({**row, "model": model})
+    rows = []
+    for alike in grouped(shown[CAB], "model", "length"):
+        place = {name: alike[0][name] for name in ("model", "length")}
+        exact = [row for row in shown[FULL] if place.items() <= row.items()]
+        rows.append(_model_row(alike, exact))
+    rows.sort(key=lambda row: (row["model"], row["tokens"]))
+    return _table([{**row, "tokens": f"{row['tokens']:,}"} for row in rows], read)
+
+
+def _by_default(result: Results) -> bool:
+    """Whether `CAB` was today's default there, at whatever length it begins."""
+    config = result.provenance["settings"].get("cab_configs", {}).get(CAB, {})
+    known = {field.name for field in fields(CabConfig)}
+    if not config or not config.keys() <= known:
+        return False
+    return CabConfig.reading({**config, "min_length": CabConfig.min_length}) == CabConfig()
+
+
+def _model_row(cab: Sequence[Row], full: Sequence[Row]) -> dict[str, Any]:
+    """A row of `models_table`: of texts of one model and length, and of the noise there."""
+
+    def mean(probe: str, what: str, rows: Sequence[Row] = cab) -> float | None:
+        return _mean([row[probe][what] for row in rows if what in row.get(probe, {})])
+
+    kl, noise = mean("continuation", "kl"), mean("continuation", "kl", full)
+    made = {"model": plain(cab[0]["model"]), "tokens": cab[0]["length"], "texts": len(cab)}
+    made |= {"density": fmean(row["density"] for row in cab)}
+    times = [row["over_dense"] for row in cab if row.get("over_dense")]
+    made |= {"attention time × dense": _mean(times)}
+    made |= {"KL (noise)": kl and digits(kl) + (f" ({digits(noise)})" if noise else "")}
+    for probe, name in RECALLS.items():
+        ratio = mean(probe, "ratio")
+        made[f"{name} recall"] = ratio and f"× {ratio:.2f}"
+    difference = mean(ALL_TASKS, "delta")
+    points = None if difference is None else f"{100 * difference:+.1f} points"
+    return {**made, "mean over tasks to dense": points}
+
+
 def parallel_table(results: Path) -> str:
     """Attention over the most ranks measured: its share of so many times one's rate, and CAB's."""
     matches = [read_results(results / name) for name in PARALLELS if (results / name).is_dir()]
@@ -537,6 +595,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "lora": lora_table,
     "spread": spread_table,
     "trained": trained_table,
+    "models": models_table,
     "parallel": parallel_table,
     "sharded": dealt_table,
     "decode": decode_table,
@@ -582,6 +641,22 @@ class Settings:
     docs: str = option(str(ROOT / "docs"), "the folder of more such files")
     training: str = option(str(ROOT / "finetune" / "README.md"), "one more such file")
     results: str = option(str(ROOT / "eval" / "results"), "the folder of all results")
+    add: tuple[str, ...] = option(
+        (), "folders of runs of your own, copied there first", comma_separated(str)
+    )
+
+
+def _add(folder: Path, results: Path) -> None:
+    """Copy what pages show of a run; ValueError where it is none, or its name is taken."""
+    read_results(folder)
+    target = results / folder.resolve().name
+    if target.exists():
+        raise ValueError(f"{target} exists; rename {folder}, or take away what is there.")
+    names = (RESULTS, SAMPLES, REPORT, FIGURE)
+    target.mkdir()
+    for name in (*names, *(name + PACKED for name in names)):
+        if (folder / name).is_file():
+            shutil.copy2(folder / name, target / name)
 
 
 def main(words: Sequence[str]) -> int:
@@ -591,6 +666,8 @@ def main(words: Sequence[str]) -> int:
     page, docs, results = map(Path, (settings.page, settings.docs, settings.results))
     training = Path(settings.training)
     try:
+        for folder in map(Path, settings.add):
+            _add(folder, results)
         pages = {
             results / "README.md": results_page(results),
             page: page_with_tables(page.read_text(), results),

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import lru_cache
 from itertools import groupby
 
 import torch
@@ -171,7 +172,7 @@ def _scored(
         if len(exact) == heads:
             break
         yield turn, block_scores(turn, queries, summary, scale, config, spans), config, own
-    plain = replace(config, curvature="none")
+    plain = _without_curvature(config)
     own = HeadBudget.of(budgets, clusters, heads, q.device, exact=True)
     for count, start, some in _alike(budgets, batch, heads):
         parts = scale, config.query_block, count, channels, keys.dtype
@@ -186,6 +187,12 @@ def _scored(
             most, shares = exact_scores(one, mine, keys, config.key_block, scores.direct)
             yield one, scores._replace(direct=most, shares=shares), plain, own
             del scores, most, shares
+
+
+@lru_cache
+def _without_curvature(config: CabConfig) -> CabConfig:
+    """Made once: a config is checked whenever one is made."""
+    return replace(config, curvature="none")
 
 
 def _alike(budgets: Budgets, batch: int, heads: int) -> Iterator[tuple[int, int, int]]:

@@ -2,10 +2,12 @@
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from cab_hf import CabConfig
 from cab_hf.eval import readme, report
 from cab_hf.eval.passkey import Passkey
 from cab_hf.eval.readme import CHOOSING, KEPT, SPEED
@@ -263,6 +265,52 @@ def test_what_trainings_keep_is_bold_where_it_is_less_for_sure(results):
     rewrite(results, readme.TRAININGS["cab"][0][0])
     with pytest.raises(ValueError, match="must have one row of method "):
         readme.page_with_tables("<!-- table: trained -->\n<!-- end -->\n", results, "../")
+
+
+def fidelity_run(folder, config, model="a", kl=0.02):
+    """A run of the default, or of another config, on two texts."""
+    asked = {"recall": {"ratio": 0.9}, "tasks": {"delta": -0.013}}
+    rows = [
+        {"text": text, "length": 32768, "method": "cab", "density": 0.2, "over_dense": 0.5}
+        | {"continuation": {"kl": kl}, **asked}
+        for text in ("one", "other")
+    ]
+    full = {"length": 32768, "method": "full", "continuation": {"kl": 0.001}}
+    settings = {"model": model, "cab_configs": {"cab": config}}
+    write(folder, [*rows, full], experiment="fidelity", settings=settings)
+
+
+def test_models_are_shown_that_the_default_has_read(results):
+    default = json.loads(json.dumps(asdict(CabConfig(min_length=0))))
+    fidelity_run(results / "by-default", default)
+    fidelity_run(results / "by-another", {**default, "top_p": 0.5}, "b")
+    fidelity_run(results / "by-an-older", {**default, "exact_stride": 0}, "c")
+    fidelity_run(results / readme.TRAININGS["cab"][0][0], default, "d")
+    page = readme.page_with_tables("<!-- table: models -->\n<!-- end -->\n", results, "../")
+    row = "| a | 32,768 | 2 | 0.20 | 0.50 | 0.0200 (0.00100) | – | × 0.90 | – | -1.3 points |"
+    assert row in page
+    assert page.count("\n| ") == 3
+
+
+def test_a_run_is_added_once(results, tmp_path_factory, capsys, monkeypatch):
+    run = tmp_path_factory.mktemp("runs") / "fidelity-mine"
+    fidelity_run(run, asdict(CabConfig()))
+    (run / "results.csv").write_text("is in results.json as well")
+    docs = tmp_path_factory.mktemp("docs")
+    page = docs / "page.md"
+    page.write_text("<!-- table: models -->\n<!-- end -->\n")
+    monkeypatch.setattr(readme, "results_page", lambda results: "all\n")
+    monkeypatch.setattr(readme, "draw_default", lambda results: None)
+    words = ["--page", str(page), "--training", str(page), "--docs", str(docs)]
+    words += ["--results", str(results), "--add", str(run)]
+    assert readme.main(words) == 0
+    assert [path.name for path in (results / "fidelity-mine").iterdir()] == ["results.json"]
+    assert "| a | 32,768 | 2 |" in page.read_text()
+    assert readme.main(words) == 2
+    assert "fidelity-mine exists; rename" in capsys.readouterr().err
+    words[-1] = str(docs)
+    assert readme.main(words) == 2
+    assert f"{docs} has no results.json" in capsys.readouterr().err
 
 
 def test_what_ranks_share_is_shown_with_what_it_takes(results):
