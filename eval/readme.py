@@ -300,7 +300,7 @@ def families_sentence(results: Path) -> str:
     counts = Counter(row["verdict"] for row in rows)
     return (
         f"Of {len(rows)} causal model types of transformers, {counts[EXACT]} give the outputs of "
-        f"dense attention at full budget,\n{counts[REFUSED]} are refused with a sentence that "
+        f"dense attention when every block is kept,\n{counts[REFUSED]} are refused with a sentence that "
         f"names the reason, and {counts[NOT_BUILT]} could not be built\n"
         f"([list](eval/results/{FAMILIES}/report.md))."
     )
