@@ -300,8 +300,8 @@ def families_sentence(results: Path) -> str:
     counts = Counter(row["verdict"] for row in rows)
     return (
         f"Of {len(rows)} causal model types of transformers, {counts[EXACT]} give the outputs of "
-        f"dense attention when every block is kept,\n{counts[REFUSED]} are refused with a sentence that "
-        f"names the reason, and {counts[NOT_BUILT]} could not be built\n"
+        f"dense attention when every block is kept,\n{counts[REFUSED]} are refused with a sentence "
+        f"that names the reason, and {counts[NOT_BUILT]} could not be built\n"
         f"([list](eval/results/{FAMILIES}/report.md))."
     )
 
