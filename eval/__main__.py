@@ -33,8 +33,10 @@ def _run(words: Sequence[str], group: ModuleType, prog: str) -> int:
     """Run the command of ``group.COMMANDS`` that ``words`` begin with."""
     name, *words = words or [""]
     if name in ("-h", "--help"):
-        listed = [f"  {name:10} {_purpose(module)}\n" for name, module in group.COMMANDS.items()]
-        print(f"{group.__doc__}\n\n{''.join(listed)}\nCOMMAND --help says more.")
+        width = max(map(len, group.COMMANDS))
+        listed = [f"  {name:{width}}  {_purpose(at)}\n" for name, at in group.COMMANDS.items()]
+        purpose = group.__doc__.replace("``", "")
+        print(f"{purpose}\n\n{''.join(listed)}\nCOMMAND --help says more.")
         return 0
     if name not in group.COMMANDS:
         known = ", ".join(group.COMMANDS)

@@ -137,7 +137,7 @@ class Settings(fidelity.Settings):
     methods: tuple[str, ...] | None = by_device(
         ALONE,
         ALONE,
-        "comma-separated, as of fidelity; the changes stand beside",
+        "comma-separated, as of fidelity; the changes come on top",
         comma_separated(str),
     )
     changes: tuple[str, ...] = option(

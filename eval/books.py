@@ -79,7 +79,7 @@ class Settings(ComparisonSettings):
     methods: tuple[str, ...] | None = by_device(
         ("dense", "full", "cab", "streaming", "mean_pooled", "xattention_fitted"),
         ("dense", "full", "cab", "streaming"),
-        "comma-separated, as of fidelity; cab stands there by its default and at each budget",
+        "comma-separated, as of fidelity; cab runs with its default and at each budget",
         comma_separated(str),
     )
     books: str = option(
@@ -91,13 +91,11 @@ class Settings(ComparisonSettings):
         "comma-separated tokens of context, which all end at the same place of a book",
         comma_separated(parse_length),
     )
-    places: int = option(1, "places of a book behind which tokens are predicted", int)
-    continuation: int | None = by_device(
-        512, 64, "tokens behind a context that are to be predicted", int
-    )
+    places: int = option(1, "places in each book after which tokens are predicted", int)
+    continuation: int | None = by_device(512, 64, "tokens to predict after a context", int)
     budgets: tuple[str | float, ...] = option(
         (0.05, 0.1, 0.2, 0.4),
-        f"comma-separated densities; {MATCH}: of all but cab, what --{MATCH} realises",
+        f"comma-separated densities; {MATCH}: that of --{MATCH}, for all methods but cab",
         comma_separated(parse_budget),
     )
     out: str = option("books_results", "folder for the results; a run found there goes on")

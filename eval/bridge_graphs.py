@@ -47,7 +47,7 @@ class GraphSettings:
     needle: str = option(
         "quiet", "quiet: a bridge's key has the norm it had without it; loud: a larger one"
     )
-    seed: int = option(0, "of all graphs and random selections", int)
+    seed: int = option(0, "random seed of all graphs and selections", int)
 
     def __post_init__(self) -> None:
         check = partial(require, self)

@@ -85,11 +85,11 @@ class Settings(OnModelSettings):
     target_densities: tuple[float, ...] | None = by_device(
         (0.25, 0.15),
         (0.5, 0.35),
-        "comma-separated shares of the pairs to spend",
+        "comma-separated densities to calibrate for",
         comma_separated(float),
     )
     anchors: int = option(
-        0, "layers that choose blocks for those behind them, which are found; 0: all choose", int
+        0, "how many layers choose blocks, for the others as well (a cascade); 0: all layers", int
     )
     length: int | None = by_device(LENGTH, 2048, "tokens of a document", parse_length)
     documents: int | None = by_device(DOCUMENTS, 1, "how many documents are read", int)

@@ -114,9 +114,7 @@ class ComparisonSettings(LongRunSettings):
     lengths: tuple[int, ...] | None = by_device(
         (8192,), (1536,), "comma-separated lengths in tokens", comma_separated(parse_length)
     )
-    prefill_chunk: int = option(
-        0, "tokens of a prompt that are read at once, where more follows it; 0: all of them", int
-    )
+    prefill_chunk: int = option(0, "read prompts in chunks of so many tokens; 0: in one call", int)
     budgets: tuple[str | float, ...] = option(
         (MATCH,),
         f"comma-separated densities of the baselines: {MATCH} (what --{MATCH} realises), numbers",

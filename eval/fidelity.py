@@ -138,7 +138,7 @@ class Settings(ComparisonSettings):
 
     texts: tuple[str, ...] = option(
         (NOISE,),
-        f"comma-separated, {NOISE} (five sentences for ever) or UTF-8 files, which go round too",
+        f"comma-separated, {NOISE} (five sentences) or UTF-8 files; both repeat if they are short",
         comma_separated(str),
         spell=spell_texts,
     )
@@ -147,7 +147,7 @@ class Settings(ComparisonSettings):
         f"comma-separated, of {', '.join(PROBES)}; {ALL_TASKS}: the last {len(TASKS)}",
         comma_separated(str),
     )
-    depths: int | None = by_device(20, 2, "places of the key in a prompt, evenly spaced", int)
+    depths: int | None = by_device(20, 2, "depths of the key in a prompt, evenly spaced", int)
     pass_samples: int | None = by_device(100, 2, "prompts of each length, over all depths", int)
     documents: int | None = by_device(20, 1, "documents of each length", int)
     task_samples: int | None = by_device(100, 2, "prompts of each length and task", int)
@@ -155,14 +155,14 @@ class Settings(ComparisonSettings):
     asked: int | None = by_device(
         12,
         4,
-        f"how many keys a prompt of the probe {ASKED} has, all asked for behind it; 0: none",
+        f"how many keys a prompt of the probe {ASKED} has, all asked for after it; 0: none",
         int,
     )
     decoded: int | None = by_device(
-        512, 48, f"tokens behind a prompt that the probe {DECODE} reads, one at a time", int
+        512, 48, f"tokens after a prompt that the probe {DECODE} reads, one at a time", int
     )
     continuations: int | None = by_device(100, 2, f"prompts of each length for {GREEDY}", int)
-    written: int | None = by_device(256, 32, f"tokens that {GREEDY} writes behind a prompt", int)
+    written: int | None = by_device(256, 32, f"tokens that {GREEDY} generates after a prompt", int)
     out: str = option("fidelity_results", "folder for the results; a run found there goes on")
 
     def __post_init__(self) -> None:

@@ -63,7 +63,7 @@ class OnModelSettings:
         "field=value of CabConfig, e.g. top_p=0.8; repeatable (default on CPU: small blocks)",
         repeatable=True,
     )
-    seed: int = option(0, "of all that is drawn: prompts, documents, keys", int)
+    seed: int = option(0, "random seed of prompts, documents and keys", int)
     device: str | None = option(None, "torch device (default: cuda where there is one)")
     dtype: str | None = by_device("bfloat16", "float32", f"one of {', '.join(DTYPES)}")
 

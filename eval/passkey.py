@@ -95,7 +95,9 @@ class Settings(LongRunSettings):
     )
     samples: int | None = by_device(20, 1, "samples of each length and depth", int)
     controls: int | None = option(
-        None, "how many of them the controls answer too (default: 1 on CPU, all on a GPU)", int
+        None,
+        "how many of them full and no_needle answer too (default: 1 on CPU, all on a GPU)",
+        int,
     )
     keys: int = option(1, "how many named keys are hidden; one is asked for", int)
     filler: str = option("noise", f"what surrounds the key: {', '.join(FILLERS)}")

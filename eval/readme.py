@@ -312,8 +312,8 @@ def families_sentence(results: Path) -> str:
     counts = Counter(row["verdict"] for row in rows)
     return (
         f"Of {len(rows)} causal model types of transformers, {counts[EXACT]} give the outputs of "
-        f"dense attention at full budget,\n{counts[REFUSED]} are refused with a sentence that "
-        f"names the reason, and {counts[NOT_BUILT]} could not be built\n"
+        f"dense attention when every block is kept,\n{counts[REFUSED]} are refused with a sentence "
+        f"that names the reason, and {counts[NOT_BUILT]} could not be built\n"
         f"([list](eval/results/{FAMILIES}/report.md))."
     )
 
@@ -358,11 +358,11 @@ def spread_table(results: Path) -> str:
         {
             "tokens": f"{row['length']:,}",
             "GPUs": row["world"],
-            "spread": row["spread"],
+            "data parallel": row["spread"],
             "attention": row["implementation"],
             "s": digits(row["ms"] / 1000),
             "tokens/s a GPU": f"{row['tokens_s']:,.0f}",
-            "of one": percent(row["efficiency"]),
+            "efficiency": percent(row["efficiency"]),
         }
         for row in sorted(result.rows, key=itemgetter("length", "world"))
         if row["ms"]
@@ -380,11 +380,11 @@ def dealt_table(results: Path) -> str:
             dense = cab["baseline_ms"]
             rows.append(
                 {
-                    "seconds of a": what,
+                    "what": what,
                     "tokens": f"{cab['length']:,}",
                     "GPUs": cab["world"],
-                    "dense": dense and digits(dense / 1000),
-                    "cab": digits(cab["ms"] / 1000),
+                    "dense s": dense and digits(dense / 1000),
+                    "cab s": digits(cab["ms"] / 1000),
                     "×": cab["over_best"],
                     "density": cab["density"],
                     "GiB a GPU": digits(cab["peak_gib"]),
@@ -528,7 +528,7 @@ def _efficiencies(result: Results) -> list[dict[str, Any]]:
     made = []
     for alike in grouped([row for row in rows if row["world"] == world], "length", "direction"):
         place = {
-            **{"heads of": alike[0]["shape"], "tokens": f"{alike[0]['length']:,}"},
+            **{"model": alike[0]["shape"], "tokens": f"{alike[0]['length']:,}"},
             **{"ranks": world, "pass": alike[0]["direction"]},
         }
         schemes = {row["scheme"]: percent(row["efficiency"]) for row in alike}
@@ -559,7 +559,7 @@ def decode_table(results: Path) -> str:
         ways |= {"model, sdpa ms": model.get("baseline_ms")}
         ways |= {"model, dense ms": dense[0]["ms"] if dense else None}
         ways |= {"model, sparse ms": model.get("ms")}
-        place = {"tokens": f"{alike[0]['length']:,}", "texts": alike[0]["batch"]}
+        place = {"tokens": f"{alike[0]['length']:,}", "batch": alike[0]["batch"]}
         rows.append(place | {name: digits(ms) for name, ms in ways.items()})
     return _table(rows, read)
 
@@ -581,8 +581,8 @@ def decoded_table(results: Path) -> str:
                 "tokens": f"{cab['length']:,}",
                 "density of the prompt": cab["density"],
                 "KL (noise)": "{} ({})".format(*kls),
-                "likeliest token agrees (noise)": "{} ({})".format(*agreements),
-                "keys asked for (dense)": "{:.2f} ({:.2f})".format(*recalls),
+                "greedy agreement (noise)": "{} ({})".format(*agreements),
+                "end-of-prompt recall (dense)": "{:.2f} ({:.2f})".format(*recalls),
             }
         )
     return _table(rows, [result])

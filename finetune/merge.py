@@ -101,12 +101,12 @@ Without `cab_hf`, and without `attn_implementation`, attention is dense.
 class MergeSettings:
     """Options of the command, ADAPTER and OUT among them."""
 
-    adapter: str = option("", "folder with what finetune/lora.py or PEFT saved")
-    out: str = option("", "folder of the merged model; it must not be there")
-    base: str = option("", "another place of the model that the adapter is for")
-    dtype: str = option("", "of the merged weights (default: that of the base)")
+    adapter: str = option("", "what finetune/lora.py or PEFT saved; may be given as first word")
+    out: str = option("", "folder for the merged model, a new one; may be given as second word")
+    base: str = option("", "name or folder of the base model (default: what the adapter names)")
+    dtype: str = option("", "dtype of the merged weights (default: that of the base)")
     device: str = option("cpu", "torch device to merge and compare on")
-    run: str = option("", "folder of the run, for the card (default: where the adapter lies)")
+    run: str = option("", "folder of the training run, for the model card (default: found near it)")
     push: str = option("", "repository of the hub to upload the merged model to")
     trust_remote_code: bool = flag("run Python code that comes with the model")
 

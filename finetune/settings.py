@@ -48,85 +48,100 @@ class Settings:
     """
 
     # model
-    model: str = option("smollm2", "smollm2, tiny, a folder, or a name of the hub")
+    model: str = option(
+        "smollm2", "smollm2, untrained-d128-gqa4, untrained-qk-norm, tiny, a folder, or a hub name"
+    )
     attention: str = option("cab", "attn_implementation while training: cab, sdpa, ...")
     cab: tuple[str, ...] = option(
         (), "field=value of CabConfig; may be given several times", repeatable=True
     )
-    calibration: str = option("", "budgets of heads: a file of calibrate")
+    calibration: str = option("", "file that calibrate wrote, with a budget for each head")
     train: str = option(ADAPTER, "adapter (LoRA, all else frozen), or all weights")
     dtype: str = option(
-        "bfloat16", "of the frozen weights, trained ones are float32; or of products, where all are"
+        "bfloat16",
+        "dtype of the frozen weights; trained weights are float32; with --train all, of products",
     )
     rope: str = option("none", f"how positions are stretched: none, {', '.join(ROPES)}")
-    rope_factor: float = option(0.0, "times as many positions; 0: what the length needs", float)
-    rope_theta: float = option(0.0, "the new base of theta; 0: what the factor asks for", float)
+    rope_factor: float = option(
+        0.0, "factor on the number of positions; 0: what --length needs", float
+    )
+    rope_theta: float = option(
+        0.0, "new RoPE base of --rope theta; 0: computed from the factor", float
+    )
     trust_remote_code: bool = flag("run Python code that comes with the model")
-    checkpointing: bool = option(True, "layers are computed again in the backward pass", parse_flag)
+    checkpointing: bool = option(True, "gradient checkpointing of the decoder layers", parse_flag)
     tile_tokens: int | None = option(
         None,
-        f"tokens of a tile of MLPs, with norms and adapters in tiles as large; 0: no tiles; auto: "
-        f"{TILE} where a process has more than {TILED_ABOVE} tokens",
+        f"compute MLPs, norms and adapters in tiles of so many tokens; 0: no tiles; auto "
+        f"(default): {TILE} where a process has more than {TILED_ABOVE} tokens",
         number_or_auto,
     )
     offload_layers: int | None = option(
         None,
-        "layers whose inputs are offloaded to the host; auto: as few as fit by the estimate",
+        "layers whose inputs are offloaded to the host; auto (default): as few as fit",
         number_or_auto,
     )
     # adapter
     targets: tuple[str, ...] = option(
         ("q_proj", "k_proj", "v_proj", "o_proj"), "linear layers LoRA adds to", comma_separated(str)
     )
-    rank: int = option(16, "of LoRA's products", int)
-    alpha: float = option(32.0, "LoRA adds alpha / rank of its product", float)
-    dropout: float = option(0.0, "of what LoRA reads", float)
+    rank: int = option(16, "rank of the LoRA adapters", int)
+    alpha: float = option(32.0, "LoRA scales its product by alpha / rank", float)
+    dropout: float = option(0.0, "dropout of LoRA's inputs", float)
     norms: bool = flag("train norms, too")
     embeddings: bool = flag("train embeddings, too")
     adapter: str | None = option(
         None, "folder of an adapter to begin with, such as one of a shorter length", str
     )
     adapter_dtype: str = option(
-        "float32", "of the adapter, or the model, as a file; a run goes on in float32"
+        "float32", "dtype in which the adapter or model is saved; training keeps it in float32"
     )
     qlora: bool = flag("hold frozen weights in 4 bits (bitsandbytes)")
     # data
     data: tuple[str, ...] = option(
         (),
-        "sources, each NAME or NAME=WEIGHT: of the hub, local, or retrieval:...",
+        "training texts, each NAME or NAME=WEIGHT: hub data sets, files, manuals, retrieval:...",
         comma_separated(str),
     )
-    text_field: str = option("text", "field of a record that is its text")
-    split: str = option("train", "of sources of the hub")
-    streaming: bool = flag("read sources of the hub as they come")
+    text_field: str = option("text", "field of a record that holds its text")
+    split: str = option("train", "split of hub data sets")
+    streaming: bool = flag("stream hub data sets")
     length: int = option(8192, "tokens of a packed sequence", parse_length)
-    held_out: int = option(8, "sequences that the loss is watched on; 0: none", int)
+    held_out: int = option(8, "sequences of the held-out loss; 0: none", int)
     validation: tuple[str, ...] = option(
-        (), "sources of those; by default documents that training leaves out", comma_separated(str)
+        (),
+        "sources of the held-out sequences (default: documents of --data that are not trained on)",
+        comma_separated(str),
     )
     # optimisation
-    steps: int = option(200, "of the optimiser", int)
-    lr: float = option(2e-4, "largest learning rate", float)
-    lr_end: float = option(0.1, "learning rate of the last step, as a share of the largest", float)
-    warmup: int = option(10, "steps of rising learning rate", int)
-    weight_decay: float = option(0.0, "of AdamW", float)
-    beta2: float = option(0.95, "of AdamW", float)
-    clip: float = option(1.0, "largest norm of the gradient; 0 leaves it as it is", float)
-    tokens_per_step: int = option(0, "of all processes; 0: one micro batch of each", int)
+    steps: int = option(200, "optimizer steps", int)
+    lr: float = option(2e-4, "peak learning rate", float)
+    lr_end: float = option(0.1, "learning rate of the last step, as a share of the peak", float)
+    warmup: int = option(10, "warm-up steps of the learning rate", int)
+    weight_decay: float = option(0.0, "weight decay of AdamW", float)
+    beta2: float = option(0.95, "beta2 of AdamW", float)
+    clip: float = option(1.0, "gradients are clipped to this norm; 0: not at all", float)
+    tokens_per_step: int = option(
+        0, "tokens of a step over all processes; 0: one micro batch each", int
+    )
     micro_batch: int = option(1, "sequences a process computes at once", int)
     cp: int = option(1, "processes that each sequence is sharded over", int)
-    loss_kernel: str = option("auto", f"of the loss: {', '.join(KERNELS)}")
-    seed: int = option(0, "of the adapter, of dropout and of the data", int)
+    loss_kernel: str = option("auto", f"what computes the loss: {', '.join(KERNELS)}")
+    seed: int = option(0, "random seed of the adapter, dropout and the data", int)
     # run
     out: str = option("runs/lora", "folder of log, checkpoints, adapter and curve")
     save_every: int = option(50, "steps between checkpoints; the newest two are kept", int)
     eval_every: int = option(50, "steps between evaluations; 0: none", int)
     passkeys: int = option(4, "keys looked for at each length of an evaluation; 0: none", int)
     passkey_lengths: tuple[int, ...] = option(
-        (), "tokens; by default half of the length and all of it", comma_separated(parse_length)
+        (),
+        "lengths of these evaluations (default: half of --length, and --length)",
+        comma_separated(parse_length),
     )
-    trackers: tuple[str, ...] = option((), f"also {', '.join(TRACKERS)}", comma_separated(str))
-    peak_tflops: float = option(0.0, "of the GPU in bfloat16, where its name is not known", float)
+    trackers: tuple[str, ...] = option(
+        (), f"log to these as well: {', '.join(TRACKERS)}", comma_separated(str)
+    )
+    peak_tflops: float = option(0.0, "peak TFLOP/s of the GPU in bfloat16; 0: by its name", float)
     gpu_gib: float = option(0.0, "GiB of the GPU for the estimate; 0: all it has", float)
     host_gib: float = option(0.0, "GiB of the host for the estimate; 0: all it has", float)
     link_gbs: float = option(50.0, "GB/s between host and GPU, for the estimate", float)

@@ -179,7 +179,7 @@ def read_settings(
     is typed wins over it, and repeatable options are taken from both, typed ones last. Whatever is
     refused ends the process with status 2 and one line on stderr.
     """
-    parser = _Parser(prog=prog, description=purpose, allow_abbrev=False)
+    parser = _Parser(prog=prog, description=purpose.replace("``", ""), allow_abbrev=False)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for field in fields.values():
         _add_option(parser, field)
@@ -213,7 +213,9 @@ def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field) -> No
     many = any(isinstance(default, tuple) for default in defaults)
     words = {"action": "append"} if metadata["repeatable"] else {"nargs": "+"} if many else {}
     words |= {"nargs": "?", "const": "true"} if metadata.get("flag") else {}
-    shown = [metadata["spell"](value) for value in defaults if value not in (None, (), False)]
+    # a number may be 0, which equals False
+    given = [value for value in defaults if value is not False and value not in (None, (), "")]
+    shown = [metadata["spell"](value) for value in given]
     default = f" (default: {'; on CPU: '.join(dict.fromkeys(shown))})" if shown else ""
     # without a default, what is not typed is not there
     words |= {"default": argparse.SUPPRESS, "help": (metadata["help"] + default).replace("%", "%%")}

@@ -63,7 +63,7 @@ class Settings(HeadSettings):
         tuple(DIRECTIONS), "forward, backward or both", comma_separated(str)
     )
     engines: tuple[str, ...] | None = listed(ENGINES_ON_GPU, ("reference",), "what attends")
-    seconds: float = option(0.5, "for timing one case, where it needs less for five", float)
+    seconds: float = option(0.5, "seconds of timing one case, or what five runs take", float)
 
     def __post_init__(self) -> None:
         super().__post_init__()

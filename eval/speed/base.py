@@ -61,7 +61,7 @@ def listed(gpu: tuple, cpu: tuple, help: str, parse: Callable[[str], Any] = str)
 
 def densities(*default: str) -> Any:
     """The option of CAB's budget, which may be another one at some lengths."""
-    text = "CAB's budget, or LENGTH:DENSITY for that length alone"
+    text = "max_density of CAB, or LENGTH:DENSITY for that length alone"
     return option(default, text, comma_separated(str))
 
 
@@ -91,7 +91,7 @@ class SpeedSettings:
         (), "field=value of CabConfig, e.g. top_p=0.8; repeatable", repeatable=True
     )
     out: str = option("speed_results", "folder for the results; a run found there goes on")
-    seed: int = option(0, "of the inputs", int)
+    seed: int = option(0, "random seed of the inputs", int)
     device: str | None = option(None, "torch device; the default is the GPU, and cpu is for tests")
 
     def __post_init__(self) -> None:

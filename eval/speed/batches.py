@@ -68,9 +68,9 @@ class Settings(RandomHeads, SpeedSettings):
     )
     heads: int = option(32, "query heads", int)
     kv_heads: int = option(8, "key and value heads", int)
-    head_dim: int = option(128, "channels of a head", int)
+    head_dim: int = option(128, "head dim", int)
     inputs: str = inputs_option()
-    seconds: float = option(0.5, "for timing one call, where it needs less for five", float)
+    seconds: float = option(0.5, "seconds of timing one call, or what five take", float)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -64,7 +64,9 @@ class Settings(RandomHeads, SpeedSettings):
     lengths: tuple[int, ...] | None = listed(
         tuple(2**n for n in range(16, 21)), (1024,), "tokens of the whole text", parse_length
     )
-    shape: str | None = by_device("llama3-8b", "tiny", f"heads of a layer: {', '.join(SHAPES)}")
+    shape: str | None = by_device(
+        "llama3-8b", "tiny", f"head counts of a layer: {', '.join(SHAPES)}"
+    )
     batch: int = option(1, "sequences", int)
     inputs: str = inputs_option()
     max_density: tuple[str, ...] = densities("0.1")
@@ -72,15 +74,20 @@ class Settings(RandomHeads, SpeedSettings):
     schemes: tuple[str, ...] = option(
         tuple(OVER_RANKS), "what is compared over ranks", comma_separated(str)
     )
-    heads_k_stride: int = option(KV_HEADS_TOGETHER, "KV heads that travel together", int)
+    heads_k_stride: int = option(KV_HEADS_TOGETHER, "KV heads sent at a time", int)
     runs: int = option(3, "timed runs of a case, at least", int)
-    turns: int = option(8, "in a row in a timed run, as many of them as take a second", int)
-    seconds: float = option(5.0, "for timing one case, where it needs less for --runs", float)
+    turns: int = option(8, "calls in a timed run, fewer if they take more than a second", int)
+    seconds: float = option(5.0, "seconds of timing one case, or what --runs take", float)
     link_mib: tuple[float, ...] | None = listed(
-        (1.0, 4.0, 16.0, 64.0, 256.0), (0.125, 0.5, 2.0), "MiB a rank gives to be timed", float
+        (1.0, 4.0, 16.0, 64.0, 256.0),
+        (0.125, 0.5, 2.0),
+        "MiB a rank sends when the links are timed",
+        float,
     )
-    between_gb: float = option(50.0, "GB/s a GPU receives from another host (400 Gb/s)", float)
-    ranks_a_host: int = option(8, "GPUs of one host, where more hosts are foreseen", int)
+    between_gb: float = option(
+        50.0, "GB/s between GPUs of two hosts, for the forecast (50: 400 Gb/s)", float
+    )
+    ranks_a_host: int = option(8, "GPUs of a host, for the forecast over several hosts", int)
 
     def __post_init__(self) -> None:
         super().__post_init__()

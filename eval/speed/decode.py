@@ -51,7 +51,7 @@ class Settings(RandomHeads, ModelShape):
     POSITIVE = (*ModelShape.POSITIVE, "steps")
 
     lengths: tuple[int, ...] | None = listed((32_768, 131_072), (1024,), "tokens", parse_length)
-    batches: tuple[int, ...] | None = listed((1, 4, 8), (1, 2), "texts at a time", int)
+    batches: tuple[int, ...] | None = listed((1, 4, 8), (1, 2), "batch sizes", int)
     budgets: tuple[int | float, ...] | None = listed(
         (4096,), (128,), "decode_tokens, a number of tokens or a share", parse_budget
     )
@@ -59,12 +59,12 @@ class Settings(RandomHeads, ModelShape):
         PARTS, "attention of one layer, steps of the whole model, or both", comma_separated(str)
     )
     kernels: tuple[str, ...] = option(
-        tuple(DENSE), "dense kernels that attend", comma_separated(str)
+        tuple(DENSE), "dense kernels to compare with", comma_separated(str)
     )
     modes: tuple[str, ...] = option(tuple(MODES), "how the model is run", comma_separated(str))
     steps: int | None = option(32, "timed steps of the model", int)
     inputs: str = inputs_option()
-    seconds: float = option(0.5, "for timing one call, where it needs less for five", float)
+    seconds: float = option(0.5, "seconds of timing one call, or what five take", float)
 
     def __post_init__(self) -> None:
         super().__post_init__()

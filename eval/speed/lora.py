@@ -69,7 +69,7 @@ class Settings(ModelSettings):
     implementations: tuple[str, ...] | None = listed(
         (SDPA, "cuDNN", "FA4", CAB), (SDPA, "SDPA", CAB), "ways to attend"
     )
-    rank: int = option(16, f"of LoRA's products, in {', '.join(TARGETS)}", int)
+    rank: int = option(16, f"rank of the LoRA adapters, in {', '.join(TARGETS)}", int)
     runs: int = option(3, "timed steps of every row", int)
     spread: tuple[str, ...] = option(
         (),
@@ -79,15 +79,19 @@ class Settings(ModelSettings):
     )
     tile_tokens: int | None = option(
         None,
-        "tokens of a tile of MLPs; 0: no tiles; auto as in fine-tuning",
+        "tokens of a tile of MLPs; 0: no tiles; auto (default): as in fine-tuning",
         number_or_auto,
     )
     offload_layers: int | None = option(
-        None, "layers whose inputs are offloaded to the host; auto: as few as fit", number_or_auto
+        None,
+        "layers whose inputs are offloaded to the host; auto (default): as few as fit",
+        number_or_auto,
     )
     host_gib: float = option(0.0, "GiB of the host; 0: all it has", float)
-    longest: bool = flag("seek the longest sequence of which a step fits, too")
-    multiple: int | None = by_device(2**13, 64, "tokens of which the longest is a multiple", int)
+    longest: bool = flag("also search for the longest sequence of which a step fits")
+    multiple: int | None = by_device(
+        2**13, 64, "the longest sequence is a multiple of so many tokens", int
+    )
 
     def __post_init__(self) -> None:
         asked = self.implementations

@@ -38,12 +38,12 @@ class ModelShape(SpeedSettings):
     POSITIVE = ("layers", "hidden", "intermediate", "kv_heads", "head_dim", "vocab")
 
     layers: int | None = by_device(32, 2, "decoder layers", int)
-    hidden: int | None = by_device(4096, 64, "channels between layers", int)
-    intermediate: int | None = by_device(14336, 128, "channels inside the MLP", int)
+    hidden: int | None = by_device(4096, 64, "hidden size", int)
+    intermediate: int | None = by_device(14336, 128, "hidden size of the MLP", int)
     heads: int | None = by_device(32, 4, "query heads", int)
     kv_heads: int | None = by_device(8, 2, "key and value heads", int)
-    head_dim: int | None = by_device(128, 16, "channels of a head", int)
-    vocab: int | None = by_device(128_256, 256, "tokens there are", int)
+    head_dim: int | None = by_device(128, 16, "head dim", int)
+    vocab: int | None = by_device(128_256, 256, "vocabulary size", int)
     rope_theta: float = option(500_000.0, "base of the rotary frequencies", float)
 
     def __post_init__(self) -> None:

@@ -39,7 +39,7 @@ class Settings(HeadSettings):
     POSITIVE = (*HeadSettings.POSITIVE, "head_dim")
 
     lengths: tuple[int, ...] | None = powers(10, 20)
-    head_dim: int = option(128, "channels of a head", int)
+    head_dim: int = option(128, "head dim", int)
 
     @property
     def method(self) -> str:

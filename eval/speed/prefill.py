@@ -38,9 +38,9 @@ class Settings(ModelSettings):
 
     lengths: tuple[int, ...] | None = powers(17, 19)
     chunk: int | None = by_device(2**15, 128, "tokens read at a time", int)
-    longest: bool = option(True, "whether the longest length that fits is sought", yes_or_no)
+    longest: bool = option(True, "whether to search for the longest length that fits", yes_or_no)
     max_density: tuple[str, ...] = option(
-        ("0.05",), "CAB's budget, the same at every length", comma_separated(str)
+        ("0.05",), "max_density of CAB, the same at every length", comma_separated(str)
     )
 
     def __post_init__(self) -> None:

@@ -73,17 +73,19 @@ class Settings(ModelSettings):
         (SDPA, CAB_DENSE, *CAB),
         "ways to attend",
     )
-    new_tokens: int | None = by_device(64, 8, "tokens that every request is answered with", int)
+    new_tokens: int | None = by_device(64, 8, "tokens generated for every request", int)
     rate: float = option(0.0, "requests a second of Poisson arrivals; 0: all at once", float)
-    shared: int = option(0, "first tokens that all prompts have in common", parse_length)
+    shared: int = option(0, "tokens at the start that all prompts share", parse_length)
     batch_tokens: int | None = by_device(8192, 128, "max_batch_tokens", parse_length)
     page_size: int | None = by_device(256, 16, "tokens of a page of the cache", int)
     blocks: int | None = by_device(
         None, 256, "pages of the cache; on a GPU as many as --memory has room for", int
     )
     memory: float = option(0.9, "share of the GPU's free memory that the cache may take", float)
-    prefill_graphs: bool = flag("flash attention: CUDA graphs of batches with prompts as well")
-    warm_up: int = option(2, "requests of every length that are served first, at most", int)
+    prefill_graphs: bool = flag(
+        "flash attention: capture batches with prompts in CUDA graphs as well"
+    )
+    warm_up: int = option(2, "warm-up requests of every length, at most", int)
 
     def __post_init__(self) -> None:
         super().__post_init__()

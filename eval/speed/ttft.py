@@ -53,7 +53,7 @@ class Settings(ModelSettings):
     runs: int = option(3, "timed runs of every row", int)
     behind: int = option(
         0,
-        "tokens that the cache holds before; a prompt then is a question that continues it",
+        "tokens in the cache before the prompt, which then is a question about them",
         parse_length,
     )
 

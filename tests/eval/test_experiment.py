@@ -330,7 +330,10 @@ def test_a_purpose_is_read_as_it_is(name):
 
 def test_commands_are_listed_and_others_refused(capsys):
     assert __main__.main(["--help"]) == 0
-    assert "passkey    find a number hidden in a long text" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    # one column of names, as wide as the longest
+    assert f"  {'passkey':25}  find a number hidden in a long text\n" in shown
+    assert "  families-context-parallel  whether" in shown
     for words in (["magic"], []):
         assert __main__.main(words) == 2
         assert (

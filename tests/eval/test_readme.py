@@ -371,7 +371,7 @@ def test_context_parallelism_is_shown_where_it_was_measured(results):
     made = {"experiment": "speed context-parallel"}
     write(results / readme.PARALLEL, rows, **made)
     result = readme.page_with_tables(page, results).split(marker)[1]
-    assert result.startswith("| heads of | tokens | ranks | pass | ring | grouped | density |")
+    assert result.startswith("| model | tokens | ranks | pass | ring | grouped | density |")
     assert "| llama3-8b | 65,536 | 8 | forward+backward | – | 87.5 % | – |\n" in result
     assert "| llama3-8b | 65,536 | 8 | forward | – | 50.0 % | – |\n\n" in result
     # longer texts stand below, in the same columns, and beside CAB what it spares

@@ -471,6 +471,22 @@ def test_what_is_refused_is_told_in_a_line(tmp_path, capsys, words, content, mes
     assert message in said and said.startswith("try: ") and said.count("\n") == 1
 
 
+def test_help_shows_defaults_of_zero_and_none_that_are_empty(capsys):
+    @dataclass
+    class Some:
+        rate: float = option(0.0, "requests a second", float)
+        count: int = option(0, "how many", int)
+        base: str = option("", "another place")
+        text: str | None = option(None, "a file")
+        fast: bool = flag("be fast")
+
+    with pytest.raises(SystemExit):
+        read("--help", kind=Some)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "requests a second (default: 0.0)" in shown and "how many (default: 0)" in shown
+    assert shown.count("default") == 2
+
+
 @pytest.mark.parametrize(
     ("text", "tokens"),
     [

@@ -282,8 +282,8 @@ def test_without_a_gpu_every_op_says_so(op, tmp_path, monkeypatch, capsys):
 def test_ops_are_listed_and_others_refused(capsys):
     assert main(["speed", "--help"]) == 0
     shown = capsys.readouterr().out
-    assert "ttft       time to the first token of a LLaMA" in shown
-    assert all(f"\n  {op:10} " in shown for op in COMMANDS)
+    assert f"  {'ttft':16}  time to the first token of a LLaMA" in shown
+    assert all(f"\n  {op:16}  " in shown for op in COMMANDS)
     for words in (["speed", "magic"], ["speed"]):
         assert main(words) == 2
         assert "speed: give a command, one of predictor, attention" in capsys.readouterr().err

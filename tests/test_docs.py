@@ -1,0 +1,128 @@
+"""What users paste from the pages of docs runs on a tiny model, and names options that exist."""
+
+import re
+import shlex
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+from words import TEXT
+
+import cab_hf
+from cab_hf.calibration import passes
+from cab_hf.eval import __main__ as evaluations
+from cab_hf.eval import speed
+from cab_hf.finetune import merge
+from cab_hf.finetune import settings as finetune
+from cab_hf.runs.settings import read_settings
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "finetune" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# many blocks in a short text
+LENGTH = 900
+SMALL = cab_hf.CabConfig(query_block=16, key_block=16, min_length=0)
+# programs of others and what they are given
+FOREIGN = {
+    *("--config_file", "--num_processes", "--nproc_per_node"),
+    *("--pre", "--help", "--tasks", "--model_args", "--metadata", "--trust_remote_code"),
+    *("--attn-implementation", "--continuous-batching", "--attention-backend", "--model-impl"),
+}
+
+
+def blocks(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+SNIPPETS = {page.stem: blocks(page, "python") for page in PAGES[1:] if blocks(page, "python")}
+
+
+@pytest.fixture
+def things(one_process, model_folder, monkeypatch):
+    """What snippets call by name; the model stands for any that they load."""
+    model, tokenizer = cab_hf.load_model(model_folder, device="cpu", cab_config=SMALL)
+    monkeypatch.setattr(cab_hf, "load_model", lambda name: (model, tokenizer))
+    monkeypatch.setattr(passes, "LENGTH", LENGTH)
+    monkeypatch.setattr(passes, "KEYS", 2)
+    ids = torch.randint(3, 60, (1, LENGTH))
+    text = {"input_ids": ids}
+    return {
+        **{"cab_hf": cab_hf, "torch": torch, "model": model, "tokenizer": tokenizer},
+        **{"inputs": text, "prompt": text, "document": text, "questions": [text]},
+        **{"texts": [TEXT * 40], "cache": DynamicCache(config=model.config)},
+        **{"batch": {**text, "labels": ids}, "group": torch.distributed.group.WORLD},
+    }
+
+
+def on_this_machine(block):
+    """The same block with a short answer, and a cache that does not fill the host's memory."""
+    small = {"max_new_tokens=64": "max_new_tokens=2", "max_batch_tokens=8192": "num_blocks=8"}
+    for given, less in small.items():
+        block = block.replace(given, less)
+    return block
+
+
+@pytest.mark.parametrize("page", SNIPPETS)
+def test_the_python_of_a_page_runs(page, things, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for block in SNIPPETS[page]:
+        exec(on_this_machine(block), things)
+
+
+def kinds(group=evaluations, before=()):
+    """Words of a command -> the settings that it reads."""
+    for name, module in group.COMMANDS.items():
+        if name in ("harness", "speed"):
+            continue
+        module = import_module(module)
+        kind = module.EXPERIMENT.Settings if hasattr(module, "EXPERIMENT") else module.Settings
+        yield (*before, name), kind
+
+
+KINDS = {**dict(kinds()), **dict(kinds(speed, ("speed",)))}
+
+
+def commands(page):
+    """Words behind the program, of what a page shows of ours."""
+    text = page.read_text().replace("\\\n", " ")
+    for line in re.findall(r"-m cab_hf\.eval +([a-z][^`\n]*)|(finetune/lora\.py +[^`\n]*)", text):
+        words = shlex.split("".join(line))
+        # words of the user's
+        yield [word.replace("FOLDER", ".") for word in words if word not in ("...", "COMMAND")]
+
+
+def read(words, file):
+    if words[0].endswith("lora.py"):
+        words = [word.replace("finetune/", f"{ROOT}/finetune/") for word in words[1:]]
+        return read_settings(finetune.Settings, words, "lora", file=finetune.CONFIG)
+    name = tuple(words[: 2 if words[0] == "speed" else 1])
+    if name not in KINDS:
+        assert name[0] == "harness" or len(words) == 1
+        return None
+    # files of the user's
+    words = [word.replace("FILE.json", str(file)) for word in words[len(name) :]]
+    words = [f"{word.partition('=')[0]}={file}" if ".json" in word else word for word in words]
+    device = "device" in KINDS[name].__dataclass_fields__ and "--device" not in words
+    return read_settings(KINDS[name], [*words, *["--device", "cpu"] * device], "eval")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_of_a_page_are_understood(page, monkeypatch, tmp_path):
+    file = tmp_path / "config.json"
+    cab_hf.CabConfig().save(file)
+    for name in ("a.txt", "b.txt", "your.txt"):
+        (tmp_path / name).write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    for words in commands(page):
+        if len(words) > 1:
+            read(words, file)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_options_that_a_page_names_exist(page):
+    every = (*KINDS.values(), finetune.Settings, merge.MergeSettings)
+    names = {name for kind in every for name in kind.__dataclass_fields__} | {"settings", "config"}
+    known = FOREIGN | {"--" + name.replace("_", "-") for name in names}
+    told = set(re.findall(r"(?<![\w<!-])--[a-z][\w-]*", page.read_text()))
+    assert told <= known, told - known
