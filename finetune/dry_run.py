@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 from cab_hf.finetune import meter
 from cab_hf.finetune.loss import CHUNK_LOGITS
 from cab_hf.finetune.models import load_model, stretch_positions
-from cab_hf.finetune.settings import ACROSS, ADAPTER, Settings
+from cab_hf.finetune.settings import ADAPTER, Settings
 from cab_hf.finetune.tiles import TILE, tile_of
+from cab_hf.implementations import NAMES
 from cab_hf.model_config import cab_config_of
 from cab_hf.runs.models import TINY, load_config
 from cab_hf.runs.settings import UsageError
@@ -180,7 +181,7 @@ def savings(settings: Settings) -> str:
         (settings.embeddings, "--embeddings false"),
         (adapted and not settings.qlora, "--qlora (or more GPUs by accelerate's fsdp2 config)"),
         (settings.dtype == "float32", "--dtype bfloat16"),
-        (settings.attention in ACROSS, f"--cp {2 * settings.cp} (on as many GPUs)"),
+        (settings.attention in NAMES, f"--cp {2 * settings.cp} (on as many GPUs)"),
         (True, f"--length {settings.length // 2}"),
         (adapted and settings.rank > 8, f"--rank {settings.rank // 2}"),
         (True, "--passkeys 0"),

@@ -10,6 +10,7 @@ from cab_hf.config import CabConfig
 from cab_hf.finetune.loss import KERNELS
 from cab_hf.finetune.models import ROPES
 from cab_hf.finetune.tiles import TILE, TILED_ABOVE
+from cab_hf.implementations import NAMES
 from cab_hf.plan import EXACT_BLOCK
 from cab_hf.runs.settings import (
     UsageError,
@@ -30,8 +31,6 @@ DTYPES = ("bfloat16", "float32")
 # what is trained
 ADAPTER, ALL = "adapter", "all"
 TRACKERS = ("tensorboard", "trackio", "wandb")
-# what attends to a sequence that several processes hold
-ACROSS = ("cab", "cab_dense")
 # settings that may change when a run goes on: they decide where and how often, and not what
 FREE = (
     *("out", "save_every", "eval_every", "trackers", "dry_run", "cpu", "peak_tflops"),
@@ -165,8 +164,9 @@ class Settings:
         accepted = f"at most length={self.length}, and 2 or more"
         require(self, "passkey_lengths", 2 <= longest <= self.length, accepted)
         if self.cp > 1:
-            accepted = f"one of {', '.join(ACROSS)} with cp={self.cp}"
-            require(self, "attention", self.attention in ACROSS, accepted)
+            # what attends to a sequence that several processes hold
+            accepted = f"one of {', '.join(NAMES)} with cp={self.cp}"
+            require(self, "attention", self.attention in NAMES, accepted)
             # an early and a late chunk of a document for each
             least = 2 * self.cp * EXACT_BLOCK
             accepted = f"{least} or more with cp={self.cp}, {2 * EXACT_BLOCK} for each process"

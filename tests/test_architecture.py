@@ -14,6 +14,7 @@ FLOORS = [
     *(
         "renamed",
         "checks",
+        "implementations",
         "config",
         "fit",
         "model_config",
