@@ -56,19 +56,17 @@ class Load(NamedTuple):
         """Of the prefill. A window is what it is at any density."""
         pairs = cost.pairs(torch.arange(self.tokens)[None])
         shares = (self.density if window is None else 1.0 for window in cost.windows)
-        attended = sum(n * share for n, share in zip(pairs, shares, strict=True))
-        attention = ATTEND * cost.attention(attended)
+        attended = [n * share for n, share in zip(pairs, shares, strict=True)]
+        attention = ATTEND * sum(cost.attention(attended))
         return self.texts * (FORWARD * cost.products(self.tokens) + attention)
 
     def bytes(self, cost: Cost, itemsize: int, chunk: int) -> float:
         """Beside the weights: the cache, a layer that computes, and logits."""
         config = cost.config
-        heads, inner = config.num_attention_heads, getattr(config, "intermediate_size", None)
-        inner = inner if isinstance(inner, int) else 4 * config.hidden_size
-        kv = 2 * cost.channels * (getattr(config, "num_key_value_heads", None) or heads) / heads
-        cache = self.tokens * kv * config.num_hidden_layers
+        channels, kv = max(cost.channels), 2 * max(cost.kv_channels)
+        cache = self.tokens * 2 * sum(cost.kv_channels)
         # what comes in and its norm; q, k, v and the output of attention, or the MLP
-        layer = 2 * config.hidden_size + max(2 * cost.channels + kv, 3 * inner)
+        layer = 2 * config.hidden_size + max(2 * channels + kv, 3 * cost.inner)
         working = min(self.tokens, chunk or self.tokens) * layer
         logits = itemsize * self.logits + 8 * min(self.logits, FLOAT_LOGITS)
         return self.texts * (itemsize * (cache + working) + config.vocab_size * logits)

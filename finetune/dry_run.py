@@ -55,7 +55,7 @@ def report(
     tokens = replicas * settings.length * settings.micro_batch * accumulation
     # one document a sequence: the most pairs there can be
     pairs = cost.pairs(torch.arange(settings.length)[None])
-    attention = sum(map(cost.attention, pairs)) * tokens / settings.length
+    attention = sum(cost.attention(pairs)) * tokens / settings.length
     products = cost.products(tokens)
     needed = fitted.memory
     parts = {name: size / meter.GIB for name, size in asdict(needed).items()}

@@ -547,7 +547,7 @@ def batch_of(settings: Settings, tokens: int, number: int = 0) -> Batch:
 def useful_flops(cost: Cost, length: int) -> Callable[[float], float]:
     """Density -> floating-point operations of a step of one text of ``length`` tokens."""
     pairs = cost.pairs(torch.arange(length)[None])
-    attention = sum(map(cost.attention, pairs))
+    attention = sum(cost.attention(pairs))
     return lambda density: cost.products(length) + density * attention
 
 

@@ -435,7 +435,7 @@ def test_a_dry_run_says_what_it_would_be(tmp_path, capsys):
     cost = meter.Cost.of(built)
     assert f"parameters: {cost.parameters:,}, {cost.trained_parameters:,} of them tr" in printed
     pairs = 4 * 1024 * 1025 // 2
-    flops = cost.products(4096) + 2 * cost.attention(pairs)
+    flops = cost.products(4096) + sum(cost.attention([pairs] * 2))
     assert f"{flops:.3e}" in printed and "fits into" in printed and '"lr": 0.002' in printed
     assert not (tmp_path / "run").exists()
 
