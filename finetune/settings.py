@@ -23,6 +23,7 @@ from cab_hf.runs.settings import (
     parse_length,
     read_settings,
     require,
+    spell,
 )
 
 PROG = "finetune/lora.py"
@@ -30,6 +31,8 @@ CONFIG = "config"  # the option that names a YAML file
 DTYPES = ("bfloat16", "float32")
 # what is trained
 ADAPTER, ALL = "adapter", "all"
+# settings that LoRA alone reads
+OF_LORA = ("targets", "rank", "alpha")
 TRACKERS = ("tensorboard", "trackio", "wandb")
 # settings that may change when a run goes on: they decide where and how often, and not what
 FREE = (
@@ -155,6 +158,10 @@ class Settings:
         require(self, "dropout", adapted or not self.dropout, "0 with train=all: it is LoRA's")
         require(self, "qlora", adapted or not self.qlora, "off with train=all")
         require(self, "adapter", adapted or not self.adapter, "none with train=all")
+        for name in OF_LORA:
+            usual = getattr(Settings, name)
+            accepted = f"left out, or {spell(usual)}, with train=all: it is LoRA's"
+            require(self, name, adapted or getattr(self, name) == usual, accepted)
         require(self, "data", self.data, "at least one source, such as text.jsonl")
         require(self, "targets", self.targets, "at least one linear layer, such as q_proj")
         unknown = [name for name in self.trackers if name not in TRACKERS]

@@ -106,6 +106,17 @@ def test_a_command_line_is_refused_in_one_line(words, message, tmp_path, capsys)
         ),
         pytest.param({"train": "all", "qlora": True}, "off with train=all", id="4 bits"),
         pytest.param({"train": "all", "dropout": 0.1}, "0 with train=all", id="dropout of LoRA"),
+        pytest.param(
+            {"train": "all", "rank": 8},
+            "rank is 8; it must be left out, or 16, with train=all: it is LoRA's",
+            id="rank of LoRA",
+        ),
+        pytest.param({"train": "all", "alpha": 8.0}, "or 32.0, with train=all", id="alpha of LoRA"),
+        pytest.param(
+            {"train": "all", "targets": ("q_proj",)},
+            "left out, or q_proj,k_proj,v_proj,o_proj, with train=all",
+            id="targets of LoRA",
+        ),
         pytest.param({"data": ()}, r"data is \(\); it must be at least one source", id="no data"),
         pytest.param(
             {"data": ("a.txt=-1",)},
