@@ -7,7 +7,8 @@ import yaml
 
 from cab_hf import CabConfig
 from cab_hf.finetune.objective import learning_rate
-from cab_hf.finetune.settings import FREE, Settings, read
+from cab_hf.finetune.settings import ADAPTER, ALL, FREE, Settings, read
+from cab_hf.runs.log import Log, LogError
 from cab_hf.runs.settings import UsageError
 
 FOLDER = Path(__file__).parents[2] / "finetune"
@@ -192,6 +193,14 @@ def test_a_run_is_told_by_what_it_learns_and_not_by_where():
     for other in (settings(lr=1e-3), settings(steps=300), settings(seed=1)):
         assert other.identity(2) != one.identity(2)
     assert one.identity(1) != one.identity(2)
+
+
+@pytest.mark.parametrize("order", [(ADAPTER, ALL), (ALL, ADAPTER)], ids=["adapter", "all"])
+def test_a_run_does_not_go_on_with_training_something_else(order, tmp_path):
+    first, second = (settings(train=train).identity(1) for train in order)
+    Log(tmp_path / "log.jsonl", first).close()
+    with pytest.raises(LogError, match="log.jsonl was made with train"):
+        Log(tmp_path / "log.jsonl", second)
 
 
 @pytest.mark.parametrize(
