@@ -21,7 +21,7 @@ from cab_hf.eval.shares import run_shares, shared_by, take_gpu
 from cab_hf.eval.speed.timing import in_a_sentence, ran_out
 from cab_hf.finetune.meter import ATTENTION, FROZEN, GIB, Cost, peak_flops
 from cab_hf.runs.log import is_there, read_log
-from cab_hf.runs.models import load_config
+from cab_hf.runs.models import load_config, skeleton
 from cab_hf.runs.provenance import device_name
 from cab_hf.runs.settings import flag, read_settings
 
@@ -198,14 +198,8 @@ class LongRun(OnModel):
         return [record for record in records if record.get(self.FAILED) is None]
 
     def _skeleton(self) -> nn.Module:
-        """The model with weights that take no room."""
-        from transformers import AutoModelForCausalLM
-
-        settings = self.settings
-        trusted = settings.trust_remote_code
-        config, dtype = load_config(settings.model, trusted), getattr(torch, settings.dtype)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trusted)
+        name, trusted = self.settings.model, self.settings.trust_remote_code
+        model = skeleton(load_config(name, trusted), trusted, dtype=self.settings.dtype)
         return model.requires_grad_(False)
 
 

@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from cab_hf.finetune import meter
 from cab_hf.finetune.loss import CHUNK_LOGITS
-from cab_hf.finetune.models import load_model, stretch_positions
+from cab_hf.finetune.models import stretch_positions
 from cab_hf.finetune.settings import ADAPTER, Settings
 from cab_hf.finetune.tiles import TILE, tile_of
 from cab_hf.implementations import NAMES
 from cab_hf.model_config import cab_config_of
-from cab_hf.runs.models import TINY, load_config
+from cab_hf.runs import models as run_models
 from cab_hf.runs.settings import UsageError
 
 # 4 bits and the scales of NF4, quantised twice
@@ -30,16 +29,12 @@ STEP = 2**10
 
 
 def skeleton(settings: Settings) -> nn.Module:
-    """The model to be trained with parameters that take no memory; errors as of `load_model`."""
-    stretched = settings.positions()
-    how = {"attn_implementation": settings.attention, "dtype": settings.dtype}
-    if settings.model == TINY:
-        return load_model(TINY, **stretched, **how)[0]
+    """The `runs.models.skeleton` of the model to be trained; errors as of `models.load_model`."""
     trusted = settings.trust_remote_code
-    config = load_config(settings.model, trusted)
-    stretch_positions(config, settings.model, *stretched.values())
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trusted, **how)
+    config = run_models.load_config(settings.model, trusted)
+    stretch_positions(config, settings.model, *settings.positions().values())
+    how = {"attn_implementation": settings.attention, "dtype": settings.dtype}
+    return run_models.skeleton(config, trusted, **how)
 
 
 def report(
