@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from cab_hf.engines import Engine
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, named_rows, once_per_spans
 from cab_hf.predictors import LayerContext, Predictor
+from cab_hf.reordering import Reordering
 
 # attribute of every module of a model whose texts are in the frame of several ranks
 PARALLEL = "_cab_parallel"
@@ -43,10 +44,8 @@ class Frame:
 
     Attributes:
         spans: what each query of the frame may see, in frame positions.
-        query_source, key_source: int64 [B, N'], the slot each frame position is filled from;
-            None when the frame is the call itself.
-        query_place: int64 [B, N_q], where each query of the call stands in the frame.
-        padding: bool [B, N_q], the call's padding queries.
+        query_order, key_order: from the call's order to the frame's; None when the frame is the
+            call itself.
         sizes: the `Length` of each frame position's document, int64 [B, N'_q] twice; None where all
             are as long as the call, or it is not known.
         lengths: the same of every document of a batch row, on the host; None where waiting for the
@@ -55,10 +54,8 @@ class Frame:
 
     spans: Spans
     kv_length: int
-    query_source: Tensor | None = None
-    key_source: Tensor | None = None
-    query_place: Tensor | None = None
-    padding: Tensor | None = None
+    query_order: Reordering | None = None
+    key_order: Reordering | None = None
     sizes: tuple[Tensor, Tensor] | None = None
     lengths: Sequence[Sequence[Length]] | None = None
 
@@ -91,7 +88,8 @@ class Frame:
             # moving documents needs their lengths on the host; they stay where they are
             return cls(_spans_in_place(document), kv_length)
 
-        if valid is None:
+        padded = valid is not None
+        if not padded:
             valid = torch.ones(batch, kv_length, dtype=torch.bool, device=device)
         mine = slice(q_slot, q_slot + q_length)
         real = valid[:, mine]
@@ -123,8 +121,9 @@ class Frame:
         starts, ends = by_query(first[:, mine], 0), by_query(place[:, mine], -1)
         spans = Spans(starts, ends, key_valid, aligned=True, documents=documents)
         sizes = tuple([by_query(x.expand(-1, kv_length)[:, mine], 0) for x in sizes])
-        inside = inside.masked_fill(~real, 0)
-        return cls(spans, kv_length, query_source, key_source, inside, ~real, sizes, lengths)
+        query_order = Reordering.of(query_source, query_valid, inside, real if padded else None)
+        key_order = Reordering.of(key_source, key_valid, place, valid if padded else None)
+        return cls(spans, kv_length, query_order, key_order, sizes, lengths)
 
     def short(self, queries: int, tokens: int, query_block: int) -> Tensor | None:
         """int64 [B, R]: query blocks of documents with fewer ``queries`` or ``tokens``, then -1.
@@ -145,12 +144,12 @@ class Frame:
 
     def queries(self, x: Tensor) -> Tensor:
         """[B, H, N_q, D] from the call's order to the frame's."""
-        return x if self.query_source is None else _take(x, self.query_source)
+        return x if self.query_order is None else self.query_order.apply(x)
 
     def keys(self, x: Tensor) -> Tensor:
         """[B, H_kv, N_k, D] from slots to the frame's order; unwritten cache slots are dropped."""
         x = x[:, :, : self.kv_length]
-        return x if self.key_source is None else _take(x, self.key_source)
+        return x if self.key_order is None else self.key_order.apply(x)
 
     def choose(self, predictor: Predictor, q: Tensor, k: Tensor, call: LayerContext) -> BlockPlan:
         """What ``predictor`` chooses for q and k of the frame."""
@@ -168,9 +167,7 @@ class Frame:
 
     def restore(self, out: Tensor) -> Tensor:
         """[B, H, N', D] back to the call's order, zeros at padding queries."""
-        if self.query_place is None:
-            return out
-        return _take(out, self.query_place).masked_fill(self.padding[:, None, :, None], 0.0)
+        return out if self.query_order is None else self.query_order.undo(out)
 
 
 @once_per_spans
@@ -193,10 +190,6 @@ def _short_rows(
     short = ((of_queries < queries) | (of_tokens < tokens)) & (spans.last >= 0)
     short = F.pad(short, (0, -short.shape[1] % query_block))
     return named_rows(short.unflatten(1, (-1, query_block)).any(-1), room)
-
-
-def _take(x: Tensor, index: Tensor) -> Tensor:
-    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 def _invert(place: Tensor, real: Tensor, length: int) -> tuple[Tensor, Tensor]:

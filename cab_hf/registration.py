@@ -25,7 +25,8 @@ from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
-from cab_hf.batching.hooks import NAMES, PACKAGE
+from cab_hf.batching.hooks import PACKAGE
+from cab_hf.implementations import NAMES
 
 CONFIGURATION = "transformers.configuration_utils"
 MODELING = "transformers.modeling_utils"

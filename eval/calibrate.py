@@ -77,6 +77,9 @@ DIGITS = 5  # that count, of a recorded loss
 class Settings(OnModelSettings):
     """What a run is told."""
 
+    set: tuple[str, ...] = option(
+        (), "field=value of CabConfig, e.g. query_block=64; repeatable", repeatable=True
+    )
     texts: tuple[str, ...] = option(
         (BUILT_IN,),
         f"comma-separated UTF-8 files that keys are hidden in; {BUILT_IN}: Python's reference",

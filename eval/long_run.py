@@ -21,7 +21,7 @@ from cab_hf.eval.shares import run_shares, shared_by, take_gpu
 from cab_hf.eval.speed.timing import in_a_sentence, ran_out
 from cab_hf.finetune.meter import ATTENTION, FROZEN, GIB, Cost, peak_flops
 from cab_hf.runs.log import is_there, read_log
-from cab_hf.runs.models import load_config
+from cab_hf.runs.models import load_config, skeleton
 from cab_hf.runs.provenance import device_name
 from cab_hf.runs.settings import flag, read_settings
 
@@ -56,19 +56,17 @@ class Load(NamedTuple):
         """Of the prefill. A window is what it is at any density."""
         pairs = cost.pairs(torch.arange(self.tokens)[None])
         shares = (self.density if window is None else 1.0 for window in cost.windows)
-        attended = sum(n * share for n, share in zip(pairs, shares, strict=True))
-        attention = ATTEND * cost.attention(attended)
+        attended = [n * share for n, share in zip(pairs, shares, strict=True)]
+        attention = ATTEND * sum(cost.attention(attended))
         return self.texts * (FORWARD * cost.products(self.tokens) + attention)
 
     def bytes(self, cost: Cost, itemsize: int, chunk: int) -> float:
         """Beside the weights: the cache, a layer that computes, and logits."""
         config = cost.config
-        heads, inner = config.num_attention_heads, getattr(config, "intermediate_size", None)
-        inner = inner if isinstance(inner, int) else 4 * config.hidden_size
-        kv = 2 * cost.channels * (getattr(config, "num_key_value_heads", None) or heads) / heads
-        cache = self.tokens * kv * config.num_hidden_layers
+        channels, kv = max(cost.channels), 2 * max(cost.kv_channels)
+        cache = self.tokens * 2 * sum(cost.kv_channels)
         # what comes in and its norm; q, k, v and the output of attention, or the MLP
-        layer = 2 * config.hidden_size + max(2 * cost.channels + kv, 3 * inner)
+        layer = 2 * config.hidden_size + max(2 * channels + kv, 3 * cost.inner)
         working = min(self.tokens, chunk or self.tokens) * layer
         logits = itemsize * self.logits + 8 * min(self.logits, FLOAT_LOGITS)
         return self.texts * (itemsize * (cache + working) + config.vocab_size * logits)
@@ -200,14 +198,8 @@ class LongRun(OnModel):
         return [record for record in records if record.get(self.FAILED) is None]
 
     def _skeleton(self) -> nn.Module:
-        """The model with weights that take no room."""
-        from transformers import AutoModelForCausalLM
-
-        settings = self.settings
-        trusted = settings.trust_remote_code
-        config, dtype = load_config(settings.model, trusted), getattr(torch, settings.dtype)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trusted)
+        name, trusted = self.settings.model, self.settings.trust_remote_code
+        model = skeleton(load_config(name, trusted), trusted, dtype=self.settings.dtype)
         return model.requires_grad_(False)
 
 

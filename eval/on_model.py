@@ -60,7 +60,8 @@ class OnModelSettings:
     trust_remote_code: bool = flag("run Python code that comes with the model")
     set: tuple[str, ...] = option(
         (),
-        "field=value of CabConfig, e.g. top_p=0.8; repeatable (default on CPU: small blocks)",
+        "field=value of CabConfig, e.g. top_p=0.8; repeatable (default on CPU: small blocks, in "
+        "whose place comes whatever is set)",
         repeatable=True,
     )
     seed: int = option(0, "random seed of prompts, documents and keys", int)

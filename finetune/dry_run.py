@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from cab_hf.finetune import meter
 from cab_hf.finetune.loss import CHUNK_LOGITS
-from cab_hf.finetune.models import load_model, stretch_positions
-from cab_hf.finetune.settings import ACROSS, ADAPTER, Settings
+from cab_hf.finetune.models import stretch_positions
+from cab_hf.finetune.settings import ADAPTER, Settings
 from cab_hf.finetune.tiles import TILE, tile_of
+from cab_hf.implementations import NAMES
 from cab_hf.model_config import cab_config_of
-from cab_hf.runs.models import TINY, load_config
+from cab_hf.runs import models as run_models
 from cab_hf.runs.settings import UsageError
 
 # 4 bits and the scales of NF4, quantised twice
@@ -29,16 +29,12 @@ STEP = 2**10
 
 
 def skeleton(settings: Settings) -> nn.Module:
-    """The model to be trained with parameters that take no memory; errors as of `load_model`."""
-    stretched = settings.positions()
-    how = {"attn_implementation": settings.attention, "dtype": settings.dtype}
-    if settings.model == TINY:
-        return load_model(TINY, **stretched, **how)[0]
+    """The `runs.models.skeleton` of the model to be trained; errors as of `models.load_model`."""
     trusted = settings.trust_remote_code
-    config = load_config(settings.model, trusted)
-    stretch_positions(config, settings.model, *stretched.values())
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trusted, **how)
+    config = run_models.load_config(settings.model, trusted)
+    stretch_positions(config, settings.model, *settings.positions().values())
+    how = {"attn_implementation": settings.attention, "dtype": settings.dtype}
+    return run_models.skeleton(config, trusted, **how)
 
 
 def report(
@@ -54,7 +50,7 @@ def report(
     tokens = replicas * settings.length * settings.micro_batch * accumulation
     # one document a sequence: the most pairs there can be
     pairs = cost.pairs(torch.arange(settings.length)[None])
-    attention = sum(map(cost.attention, pairs)) * tokens / settings.length
+    attention = sum(cost.attention(pairs)) * tokens / settings.length
     products = cost.products(tokens)
     needed = fitted.memory
     parts = {name: size / meter.GIB for name, size in asdict(needed).items()}
@@ -180,7 +176,7 @@ def savings(settings: Settings) -> str:
         (settings.embeddings, "--embeddings false"),
         (adapted and not settings.qlora, "--qlora (or more GPUs by accelerate's fsdp2 config)"),
         (settings.dtype == "float32", "--dtype bfloat16"),
-        (settings.attention in ACROSS, f"--cp {2 * settings.cp} (on as many GPUs)"),
+        (settings.attention in NAMES, f"--cp {2 * settings.cp} (on as many GPUs)"),
         (True, f"--length {settings.length // 2}"),
         (adapted and settings.rank > 8, f"--rank {settings.rank // 2}"),
         (True, "--passkeys 0"),

@@ -61,7 +61,10 @@ class Cost:
         frozen, trained: weights that multiply a token; of experts those that it is sent to.
         linear: weights of frozen linear layers, of all experts that are such.
         windows: of each layer, the tokens that its sliding window shows; None without one.
-        channels: query heads times head dim, of a layer.
+        channels, kv_channels: of each layer, query and KV heads times head dim; where keys and
+            values have head dims of their own, their mean.
+        heads: query heads, of the layer with the most.
+        inner: channels inside of the widest MLP; four times the hidden size where nothing says so.
         parameters, trained_parameters: all that are there, and those that are trained.
         weight_bytes: of frozen parameters and buffers.
         uncounted: why ``frozen`` and ``trained`` are not known; None where they are.
@@ -72,7 +75,10 @@ class Cost:
     trained: int
     linear: int
     windows: tuple[int | None, ...]
-    channels: int
+    channels: tuple[int, ...]
+    kv_channels: tuple[int, ...]
+    heads: int
+    inner: int
     parameters: int
     trained_parameters: int
     weight_bytes: int
@@ -84,8 +90,7 @@ class Cost:
     def of(cls, model: nn.Module) -> Cost:
         """The cost of a causal language model of transformers, with or without an adapter."""
         config = model.config.get_text_config()
-        head_dim = getattr(config, "head_dim", None)
-        head_dim = head_dim or config.hidden_size // config.num_attention_heads
+        layers = _layer_configs(config)
         linear = list(_linear_layers(model))
         products, uncounted = _used(model, linear)
         kept = [p for p in (*model.parameters(), *model.buffers()) if not p.requires_grad]
@@ -93,8 +98,11 @@ class Cost:
             frozen=sum(size for size, trained in products if not trained),
             trained=sum(size for size, trained in products if trained),
             linear=sum(size for _, size, trained in linear if not trained),
-            windows=_windows(config),
-            channels=config.num_attention_heads * head_dim,
+            windows=_windows(config, layers),
+            channels=tuple(_channels(each, each.num_attention_heads) for each in layers),
+            kv_channels=tuple(_channels(each, _kv_heads(each)) for each in layers),
+            heads=max(each.num_attention_heads for each in layers),
+            inner=max(map(_widest_mlp, layers)),
             parameters=sum(p.numel() for p in model.parameters()),
             trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
             weight_bytes=sum(p.numel() * p.element_size() for p in kept),
@@ -119,9 +127,9 @@ class Cost:
         by_window[None] = int(seen.sum())
         return tuple(by_window[window] for window in self.windows)
 
-    def attention(self, pairs: float) -> float:
-        """FLOPs of attending that many pairs in every head of a layer, forward and backward."""
-        return ATTENTION * pairs * self.channels
+    def attention(self, pairs: Sequence[float]) -> list[float]:
+        """FLOPs of each layer that attends so many pairs in every head, forward and backward."""
+        return [ATTENTION * n * own for n, own in zip(pairs, self.channels, strict=True)]
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
@@ -208,12 +216,47 @@ def _experts_per_token(model: nn.Module, name: str, experts: int) -> int:
     return count
 
 
-def _windows(config: Any) -> tuple[int | None, ...]:
-    on = getattr(config, "use_sliding_window", True) is not False
-    window = getattr(config, "sliding_window", None) if on else None
+def _layer_configs(config: Any) -> Sequence[Any]:
+    """The config of each layer.
+
+    What differs from layer to layer, as head dims of Gemma 4 do, the model's own refuses to say.
+    """
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
     kinds = getattr(config, "layer_types", None)
-    kinds = ["sliding_attention"] * config.num_hidden_layers if kinds is None else kinds
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return [config] * (config.num_hidden_layers if kinds is None else len(kinds))
+
+
+def _channels(config: Any, heads: int) -> int:
+    """Heads times head dim, by the config of a layer."""
+    # latent attention: of keys, without positions and with them, and of values
+    parts = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    latent = [getattr(config, name, None) for name in parts]
+    if all(isinstance(part, int) for part in latent):
+        return heads * sum(latent) // 2
+    own = getattr(config, "head_dim", None)
+    return heads * (own or config.hidden_size // config.num_attention_heads)
+
+
+def _kv_heads(config: Any) -> int:
+    # old types of models have no grouped heads
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def _widest_mlp(config: Any) -> int:
+    sizes = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return sizes if isinstance(sizes, int) else max(sizes)
+
+
+def _windows(config: Any, layers: Sequence[Any]) -> tuple[int | None, ...]:
+    """Of each of the ``layers``, which are configs."""
+    on = getattr(config, "use_sliding_window", True) is not False
+    kinds = getattr(config, "layer_types", None)
+    kinds = ["sliding_attention"] * len(layers) if kinds is None else kinds
+    return tuple(
+        getattr(layer, "sliding_window", None) if on and kind == "sliding_attention" else None
+        for kind, layer in zip(kinds, layers, strict=True)
+    )
 
 
 def peak_flops(device: torch.device, told_tflops: float = 0.0) -> float | None:
@@ -256,8 +299,8 @@ class Meter:
         self.tokens += positions.numel()
         self.products += self.cost.products(positions.numel())
         densities = [layer["density"] for layer in layers]
-        for pairs, density in zip(self.cost.pairs(positions), densities, strict=True):
-            flops = self.cost.attention(pairs)
+        by_layer = self.cost.attention(self.cost.pairs(positions))
+        for flops, density in zip(by_layer, densities, strict=True):
             self.causal += flops
             self.attended += flops * (1.0 if density is None else density)
 
@@ -354,21 +397,20 @@ def memory(
         weights_on_host: whether weights wait there until a layer needs them, as FSDP2 offloads.
     """
     config, layers = cost.config, cost.config.num_hidden_layers
-    hidden, inner = config.hidden_size, _widest_mlp(config)
-    heads = config.num_attention_heads
-    # old types of models have no grouped heads
-    share = (getattr(config, "num_key_value_heads", None) or heads) / heads
-    q, kv = itemsize * cost.channels, 2 * share * itemsize * cost.channels
+    hidden, inner = config.hidden_size, cost.inner
+    # of the widest layer, which is the peak where layers keep only what comes in
+    channels = max(cost.channels)
+    q, kv = itemsize * channels, 2 * itemsize * max(cost.kv_channels)
     came_in, size = itemsize * hidden, tokens / cp
     # keys and values of the whole text, while a layer attends; cosines and sines of positions
-    beside = (kv * tokens if cp > 1 else 0.0) + size * 2 * itemsize * cost.channels / heads
+    beside = (kv * tokens if cp > 1 else 0.0) + size * 2 * itemsize * channels / cost.heads
     logit = 4 if itemsize == 4 else 4 + itemsize
     logits = logit * min(size, loss_tokens) * config.vocab_size
     if 0 < tile < size and not cost.untiled:
         # what comes in, its norm, q, k, v and the output of attention, their sum and its norm
         kept = 4 * came_in + 2 * q + kv
         # attention's gradients are summed in float32 by some kernels
-        summed = 0 if itemsize == 4 else 4 * cost.channels
+        summed = 0 if itemsize == 4 else 4 * channels
         # of the MLP's output and input, or of what attention reads and writes: by then both norms
         # behind it are gone
         flowing = max(2 * came_in, 2 * q + kv + summed - came_in)
@@ -410,12 +452,6 @@ def memory(
     )
 
 
-def _widest_mlp(config: Any) -> int:
-    """Channels inside of the widest MLP; four times the hidden size where the config has none."""
-    sizes = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return sizes if isinstance(sizes, int) else max(sizes)
-
-
 def plan_bytes(cost: Cost, config: CabConfig, length: int, rows: int = 1, cp: int = 1) -> float:
     """Host memory that the plans of all layers take until the backward pass, roughly.
 
@@ -426,7 +462,7 @@ def plan_bytes(cost: Cost, config: CabConfig, length: int, rows: int = 1, cp: in
     """
     if length < config.min_length:
         return 0.0
-    layers, heads = cost.config.num_hidden_layers, cost.config.num_attention_heads
+    layers, heads = cost.config.num_hidden_layers, cost.heads
     key_blocks = -(-length // config.key_block)
     listed = min(config.max_density, WIDEST) * key_blocks + 2
     listed += key_blocks / config.sampled_one_in if config.sampled_one_in else 0

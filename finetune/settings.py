@@ -10,6 +10,7 @@ from cab_hf.config import CabConfig
 from cab_hf.finetune.loss import KERNELS
 from cab_hf.finetune.models import ROPES
 from cab_hf.finetune.tiles import TILE, TILED_ABOVE
+from cab_hf.implementations import NAMES
 from cab_hf.plan import EXACT_BLOCK
 from cab_hf.runs.settings import (
     UsageError,
@@ -22,6 +23,7 @@ from cab_hf.runs.settings import (
     parse_length,
     read_settings,
     require,
+    spell,
 )
 
 PROG = "finetune/lora.py"
@@ -29,9 +31,9 @@ CONFIG = "config"  # the option that names a YAML file
 DTYPES = ("bfloat16", "float32")
 # what is trained
 ADAPTER, ALL = "adapter", "all"
+# settings that LoRA alone reads
+OF_LORA = ("targets", "rank", "alpha")
 TRACKERS = ("tensorboard", "trackio", "wandb")
-# what attends to a sequence that several processes hold
-ACROSS = ("cab", "cab_dense")
 # settings that may change when a run goes on: they decide where and how often, and not what
 FREE = (
     *("out", "save_every", "eval_every", "trackers", "dry_run", "cpu", "peak_tflops"),
@@ -171,6 +173,10 @@ class Settings:
         require(self, "dropout", adapted or not self.dropout, "0 with train=all: it is LoRA's")
         require(self, "qlora", adapted or not self.qlora, "off with train=all")
         require(self, "adapter", adapted or not self.adapter, "none with train=all")
+        for name in OF_LORA:
+            usual = getattr(Settings, name)
+            accepted = f"left out, or {spell(usual)}, with train=all: it is LoRA's"
+            require(self, name, adapted or getattr(self, name) == usual, accepted)
         require(self, "data", self.data, "at least one source, such as text.jsonl")
         require(self, "targets", self.targets, "at least one linear layer, such as q_proj")
         unknown = [name for name in self.trackers if name not in TRACKERS]
@@ -180,8 +186,9 @@ class Settings:
         accepted = f"at most length={self.length}, and 2 or more"
         require(self, "passkey_lengths", 2 <= longest <= self.length, accepted)
         if self.cp > 1:
-            accepted = f"one of {', '.join(ACROSS)} with cp={self.cp}"
-            require(self, "attention", self.attention in ACROSS, accepted)
+            # what attends to a sequence that several processes hold
+            accepted = f"one of {', '.join(NAMES)} with cp={self.cp}"
+            require(self, "attention", self.attention in NAMES, accepted)
             # an early and a late chunk of a document for each
             least = 2 * self.cp * EXACT_BLOCK
             accepted = f"{least} or more with cp={self.cp}, {2 * EXACT_BLOCK} for each process"

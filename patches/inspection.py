@@ -18,6 +18,7 @@ from cab_hf.config import CabConfig, Table
 from cab_hf.decode.generation import choosing_layers
 from cab_hf.decode.step import decode_from
 from cab_hf.engines import SDPA, Workload
+from cab_hf.implementations import NAMES
 from cab_hf.mask import CabMask
 from cab_hf.model_config import cab_config_of
 from cab_hf.ops.decode import index_keys
@@ -48,7 +49,7 @@ def describe(
     require(tokens is None or is_whole(tokens), "tokens", tokens, "a whole number >= 1, or None")
     text = model.config.get_text_config()
     name = text._attn_implementation
-    if name not in ("cab", "cab_dense"):
+    if name not in NAMES:
         return f"attn_implementation is {name!r}: cab_hf computes no layer."
     config = cab_config_of(text)
     tokens = tokens or getattr(text, "max_position_embeddings", None) or config.min_length

@@ -14,6 +14,7 @@ FLOORS = [
     *(
         "renamed",
         "checks",
+        "implementations",
         "config",
         "fit",
         "model_config",
@@ -25,7 +26,7 @@ FLOORS = [
         "tasks",
         "plan",
     ),
-    *("ops", "predictors", "engines", "packing", "frame", "layers", "forward_pass"),
+    *("ops", "predictors", "engines", "packing", "reordering", "frame", "layers", "forward_pass"),
     *(
         "not_a_tensor",
         "chunks",

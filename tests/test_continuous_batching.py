@@ -18,6 +18,7 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 import cab_hf
 from cab_hf import checks
 from cab_hf.batching import batch, hooks
+from cab_hf.implementations import NAMES
 
 GREEDY = GenerationConfig(max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=2)
 PAGES = {"max_blocks_per_request": 64}
@@ -310,7 +311,7 @@ def test_describe_says_what_is_served_by_exact_attention_too():
         assert not any("decode:" in line for line in layers)
 
 
-@pytest.mark.parametrize("name", hooks.NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_server_takes_our_names(name):
     manager = ModelManager(attn_implementation=name)
     assert manager.attn_implementation == name

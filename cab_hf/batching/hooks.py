@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
+from cab_hf.implementations import NAMES
+
 if TYPE_CHECKING:
     # transformers is importing itself when it is told
     from transformers import PreTrainedModel
 
 PACKAGE = "transformers.generation.continuous_batching"
-NAMES = ("cab", "cab_dense")
 KEPT = "_cached_continuous_batching_manager"  # attribute of a model: of persistent_manager=True
 
 # model, or part of one -> the managers that were started for it

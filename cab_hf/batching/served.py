@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from cab_hf.attention_layers import attention_layers, window
 from cab_hf.batching import hooks
 from cab_hf.frame import PARALLEL
+from cab_hf.implementations import NAMES
 from cab_hf.ops import HAS_TRITON
 from cab_hf.refusals import foreseen
 from cab_hf.token_mixers import token_mixers
@@ -19,7 +20,7 @@ def unserved(model: PreTrainedModel) -> str | None:
     """Why continuous batching does not run a model on "cab", as a sentence; None where it does."""
     if not hooks.reads_a_batch():
         return f"transformers is {transformers.__version__} and not 5.19 or newer"
-    if not all(part.config._attn_implementation in hooks.NAMES for part in hooks.parts(model)):
+    if not all(part.config._attn_implementation in NAMES for part in hooks.parts(model)):
         return "parts of it attend otherwise"
     if model.config.get_text_config().is_encoder_decoder:
         return "it has an encoder"

@@ -23,6 +23,7 @@ from cab_hf.distributed.sharded import ShardedFrame, ShardedText
 from cab_hf.distributed.whole_text import hooked
 from cab_hf.distributed.zigzag import facts
 from cab_hf.frame import PARALLEL
+from cab_hf.implementations import NAMES
 from cab_hf.mask import CabMask
 from cab_hf.plan import EXACT_BLOCK
 from cab_hf.refusals import foreseen, refuse_across_ranks
@@ -30,8 +31,6 @@ from cab_hf.token_mixers import refuse_token_mixers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-NAMES = ("cab", "cab_dense")
 
 
 @dataclass(eq=False)

@@ -163,6 +163,23 @@ def load_config(name_or_path: str, trust_remote_code: bool = False) -> PreTraine
         )
 
 
+def skeleton(
+    config: PreTrainedConfig, trust_remote_code: bool = False, **options: Any
+) -> PreTrainedModel:
+    """The causal LM of a config, with parameters that take no memory and hold nothing.
+
+    Args:
+        options: of ``from_config``, such as a ``dtype``.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            config, trust_remote_code=trust_remote_code, **options
+        )
+
+
 def is_random(name: str) -> bool:
     """Whether it names a model of random weights, which no file holds."""
     return name == TINY or name in UNTRAINED

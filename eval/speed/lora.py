@@ -37,6 +37,7 @@ from cab_hf.eval.speed.ranked import by_torchrun
 from cab_hf.eval.speed.spread import ALONE, CP, FSDP2, SPREADS, Shared
 from cab_hf.eval.speed.team import Slowest, Team
 from cab_hf.eval.speed.ttft import TIMES, TimeToFirstToken, drawn
+from cab_hf.implementations import NAMES
 from cab_hf.runs.settings import by_device, comma_separated, flag, number_or_auto, option
 
 # transformers and PEFT are imported where they are used: asking for help needs none of them
@@ -104,8 +105,8 @@ class Settings(ModelSettings):
         named = set(self.implementations) <= set(known)
         self.check("implementations", named, f"out of {', '.join(known)}")
         self.check("spread", set(self.spread) <= set(SPREADS), f"out of {', '.join(SPREADS)}")
-        across = CP not in self.spread or set(self.implementations) & set(spread.ACROSS)
-        text = f"some of {', '.join(spread.ACROSS)} where a sequence is sharded ({CP})"
+        across = CP not in self.spread or set(self.implementations) & set(NAMES)
+        text = f"some of {', '.join(NAMES)} where a sequence is sharded ({CP})"
         self.check("implementations", across, text)
         for name in ("tile_tokens", "offload_layers", "host_gib"):
             self.check(name, (getattr(self, name) or 0) >= 0, "auto, or 0 or more")
@@ -179,7 +180,7 @@ class LoraStep(TimeToFirstToken):
             place = {"spread": how, "world": 1 if how == ALONE else self.team.size}
             asked = settings.asked()
             if how == CP:
-                asked = [case for case in asked if case["implementation"] in spread.ACROSS]
+                asked = [case for case in asked if case["implementation"] in NAMES]
             for case in asked:
                 yield {**case, **place, "sought": False}
             if settings.longest:
@@ -550,7 +551,7 @@ def batch_of(settings: Settings, tokens: int, number: int = 0) -> Batch:
 def useful_flops(cost: Cost, length: int) -> Callable[[float], float]:
     """Density -> floating-point operations of a step of one text of ``length`` tokens."""
     pairs = cost.pairs(torch.arange(length)[None])
-    attention = sum(map(cost.attention, pairs))
+    attention = sum(cost.attention(pairs))
     return lambda density: cost.products(length) + density * attention
 
 

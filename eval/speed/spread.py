@@ -19,7 +19,7 @@ from cab_hf import context_parallel
 from cab_hf.config import CabConfig
 from cab_hf.distributed.layout import layout_of
 from cab_hf.eval.speed.checks import close
-from cab_hf.eval.speed.model import CAB_DENSE, INITIAL_STD
+from cab_hf.eval.speed.model import INITIAL_STD
 from cab_hf.eval.speed.team import Team
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from cab_hf.finetune.objective import Batch
 
 ALONE, DDP, FSDP2, CP = SPREADS = ("alone", "ddp", "fsdp2", "cp")
-# ways to attend that know of other ranks
-ACROSS = ("cab", CAB_DENSE)
 # gradients of float32 differ by the order of sums alone
 EXACT_TOLERANCE = 1e-4
 # those of lower precision may be off by so many times what one process is off by

@@ -240,8 +240,8 @@ def test_attention_under_plans_is_that_of_one_process(ranks, config, text):
     out, lse = reference.attention(*inputs, plan, DIM**-0.5, return_lse=True)
     out = frame.restore(out)
     gradients = torch.autograd.grad(out.square().sum(), leaves)
-    if frame.query_place is not None:
-        lse = lse.gather(2, frame.query_place[:, None].expand(-1, HEADS, -1))
+    if frame.query_order is not None:
+        lse = lse[:, :, frame.query_order.place]
     for name in SCHEMES:
         for i, meant in enumerate((out, lse, *gradients)):
             parts = [each[name][i] for each in outcome]

@@ -45,7 +45,7 @@ def test_flops_are_those_that_torch_counts():
         Objective(model, "chunks")(batch(length)).backward()
     cost = meter.Cost.of(model)
     # eager attention computes what causality forbids as well
-    expected = cost.products(length) + 3 * cost.attention(length**2)
+    expected = cost.products(length) + sum(cost.attention([length**2] * 3))
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.01)
 
 
@@ -92,7 +92,7 @@ def test_of_a_mixture_of_experts_the_experts_that_a_token_uses_are_counted(kind)
     cost = meter.Cost.of(model)
     # nothing is frozen here, and a third of its FLOPs are the forward pass
     assert (cost.frozen, cost.uncounted) == (0, None)
-    expected = (cost.products(length) + 2 * cost.attention(length**2)) / 3
+    expected = (cost.products(length) + sum(cost.attention([length**2] * 2))) / 3
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-9)
     # more experts to choose from cost a token the router alone
     more = meter.Cost.of(
@@ -120,6 +120,33 @@ def test_experts_may_be_modules_one_behind_the_other():
     assert meter.Cost.of(model).trained == (
         2 * 2 * 48 * 100 + 2 * (2 * 48 * 96 + 2 * 48 * 32) + 2 * 4 * 48 + 64 * 48
     )
+
+
+# heads of another size in some layers, or of keys and of values -> for each pair what no head
+# attends: dots3 has two layers with an indexer of 4 heads of 16 channels, and a weight each
+LIKE_NO_OTHER = {"gemma4_text": 0, "deepseek_v3": 0, "dots3_note_text": 2 * 2 * 4 * (16 + 1)}
+
+
+@pytest.mark.parametrize("kind", LIKE_NO_OTHER)
+def test_heads_that_differ_are_counted_as_they_are(kind):
+    length, model = 48, tiny_type(kind).float().requires_grad_(True)
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        model(tokens(1, length), use_cache=False)
+    cost = meter.Cost.of(model)
+    expected = (cost.products(length) + sum(cost.attention([length**2] * 4))) / 3
+    expected += LIKE_NO_OTHER[kind] * length**2
+    assert counter.get_total_flops() == pytest.approx(expected, rel=1e-9)
+
+
+def test_each_layer_has_its_heads_and_its_window():
+    """Of Gemma 4: half of the layers see all, with heads twice as large."""
+    cost = meter.Cost.of(tiny_type("gemma4_text"))
+    assert (cost.channels, cost.kv_channels) == ((64, 128) * 2, (32, 64) * 2)
+    assert cost.windows == (64, None) * 2
+    assert cost.attention((1, 1, 1, 1)) == [12 * 64, 12 * 128] * 2
 
 
 def without_a_number(model):
@@ -192,7 +219,7 @@ def test_a_line_has_what_was_attended_beside_what_could_have_been():
     layers = [{"layer": i, "density": density} for i, density in enumerate((0.5, None, 0.25))]
     counted.count(torch.arange(100)[None], layers)
     actual = meter.line(counted.totals(), seconds=2.0, processes=1, peak=1e9)
-    attention = cost.attention(5050)
+    (attention,) = {*cost.attention([5050] * 3)}
     assert actual["density"] == pytest.approx((0.5 + 1 + 0.25) / 3)
     products = cost.products(100)
     assert actual["mfu"] == pytest.approx((products + 1.75 * attention) / 2e9)
@@ -404,7 +431,7 @@ def test_what_a_cpu_offloads_stays_in_its_memory(large):
     assert dry_run.fit(long_step(2**17, offload_layers=3), large, {}, room) == expected
 
 
-@pytest.mark.parametrize("kind", ["gpt_neox", "bloom", "gemma3n_text"])
+@pytest.mark.parametrize("kind", ["gpt_neox", "bloom", "gemma3n_text", *LIKE_NO_OTHER])
 def test_memory_is_known_whatever_a_config_calls_its_sizes(kind):
     cost = meter.Cost.of(tiny_type(kind))
     short, long = (meter.fit(cost, n, meter.Room(2**30, 2**30)).memory.total for n in (100, 200))

@@ -7,7 +7,8 @@ import yaml
 
 from cab_hf import CabConfig
 from cab_hf.finetune.objective import learning_rate
-from cab_hf.finetune.settings import FREE, Settings, read
+from cab_hf.finetune.settings import ADAPTER, ALL, FREE, Settings, read
+from cab_hf.runs.log import Log, LogError
 from cab_hf.runs.settings import UsageError
 
 FOLDER = Path(__file__).parents[2] / "finetune"
@@ -106,6 +107,17 @@ def test_a_command_line_is_refused_in_one_line(words, message, tmp_path, capsys)
         ),
         pytest.param({"train": "all", "qlora": True}, "off with train=all", id="4 bits"),
         pytest.param({"train": "all", "dropout": 0.1}, "0 with train=all", id="dropout of LoRA"),
+        pytest.param(
+            {"train": "all", "rank": 8},
+            "rank is 8; it must be left out, or 16, with train=all: it is LoRA's",
+            id="rank of LoRA",
+        ),
+        pytest.param({"train": "all", "alpha": 8.0}, "or 32.0, with train=all", id="alpha of LoRA"),
+        pytest.param(
+            {"train": "all", "targets": ("q_proj",)},
+            "left out, or q_proj,k_proj,v_proj,o_proj, with train=all",
+            id="targets of LoRA",
+        ),
         pytest.param({"data": ()}, r"data is \(\); it must be at least one source", id="no data"),
         pytest.param(
             {"data": ("a.txt=-1",)},
@@ -181,6 +193,14 @@ def test_a_run_is_told_by_what_it_learns_and_not_by_where():
     for other in (settings(lr=1e-3), settings(steps=300), settings(seed=1)):
         assert other.identity(2) != one.identity(2)
     assert one.identity(1) != one.identity(2)
+
+
+@pytest.mark.parametrize("order", [(ADAPTER, ALL), (ALL, ADAPTER)], ids=["adapter", "all"])
+def test_a_run_does_not_go_on_with_training_something_else(order, tmp_path):
+    first, second = (settings(train=train).identity(1) for train in order)
+    Log(tmp_path / "log.jsonl", first).close()
+    with pytest.raises(LogError, match="log.jsonl was made with train"):
+        Log(tmp_path / "log.jsonl", second)
 
 
 @pytest.mark.parametrize(

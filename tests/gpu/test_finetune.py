@@ -148,7 +148,8 @@ def test_a_run_on_one_gpu_tells_what_it_took(gpu, tmp_path):
 
 @pytest.mark.parametrize("attention", ["cab", "sdpa"])
 def test_all_weights_are_trained_with_products_in_bfloat16(gpu, attention, tmp_path):
-    words = (*TRAIN, "--train", "all", "--dropout", "0", "--attention", attention)
+    plain = ("--dropout", "0", "--rank", "16", "--alpha", "32")
+    words = (*TRAIN, "--train", "all", *plain, "--attention", attention)
     for dtype in ("float32", "bfloat16"):
         ended_well("python", *words, "--dtype", dtype, "--out", str(tmp_path / dtype))
     exact, rounded = (steps(tmp_path / dtype, "loss") for dtype in ("float32", "bfloat16"))

@@ -139,7 +139,7 @@ def test_transposes_are_those_of_the_definition(rows, columns):
     meant = lists.transpose(columns)
     actual = transpose.transpose(lists, columns)
     assert torch.equal(actual.to_dense(rows), meant.to_dense(rows))
-    packed = transpose.pack_columns(lists, columns)
+    packed = transpose.place_columns(lists, columns)
     assert torch.equal(packed.counts, meant.counts)
     for b, p, c in meant.counts.nonzero().tolist():
         start, count = int(packed.starts[b, p, c]), int(packed.counts[b, p, c])
@@ -147,6 +147,9 @@ def test_transposes_are_those_of_the_definition(rows, columns):
         assert listing.tolist() == chosen[b, p, :, c].nonzero().flatten().tolist()
         slots = packed.slots[start : start + count].long()
         assert (lists.indices[b, p, listing.long(), slots] == c).all()
+    plain, there = transpose.pack_columns(lists, columns), int(meant.counts.sum())
+    assert torch.equal(plain.rows[:there], packed.rows[:there])
+    assert all(map(torch.equal, plain[:2], packed[:2]))
 
 
 def test_lists_of_one_block_are_widened():

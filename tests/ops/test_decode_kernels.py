@@ -67,6 +67,17 @@ def test_what_is_not_written_yet_changes_nothing():
     assert torch.equal(kernels.attend(q, k, v, other, *told[:2]), out)
 
 
+def test_a_mask_may_be_wider_than_what_is_written():
+    q, k, v, (scale, length, wanted, channels, valid, _) = step_of(CASES["padding"])
+    index = kernels.index_keys(k, channels)
+    choice = kernels.choose(q, index, scale, length, wanted, channels, valid)
+    out = kernels.attend(q, k, v, choice, scale, length, valid)
+    wide = torch.nn.functional.pad(valid, (0, k.shape[2] - valid.shape[1]), value=True)
+    other = kernels.choose(q, index, scale, length, wanted, channels, wide)
+    require_same(other, choice)
+    assert torch.equal(kernels.attend(q, k, v, other, scale, length, wide), out)
+
+
 def test_registered_ops_are_as_they_are_described():
     q, k, v, (scale, length, wanted, channels, valid, _) = step_of(CASES["padding"])
     ops, channels = torch.ops.cab_hf, list(channels)

@@ -423,6 +423,16 @@ def test_tiny_is_llama_2_in_small(llama2):
     assert tokenizer("12").input_ids == [*map(tokenizer.convert_tokens_to_ids, "12")]
 
 
+def test_a_skeleton_is_the_model_without_numbers(llama2):
+    skeleton = models.skeleton(models.load_config("tiny"), dtype="float32")
+    assert all(each.is_meta for each in (*skeleton.parameters(), *skeleton.buffers()))
+    looks = [
+        {name: (x.shape, x.dtype) for name, x in (*m.named_parameters(), *m.named_buffers())}
+        for m in (skeleton, llama2[0])
+    ]
+    assert looks[0] == looks[1]
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -137,7 +137,7 @@ def backward(
         p, ds = (_matrix(q, piece) for _ in range(2))
         _weigh(q, k, p, piece, scale, terms=terms, gradients=(grad, v, ds))
         _multiply_rows(ds, k, dq, piece, scale)
-        columns = by_column(piece.plan, triton.cdiv(k.shape[2], rows.key_block))
+        columns = by_column(piece.plan, triton.cdiv(k.shape[2], rows.key_block), placed=True)
         _multiply_columns(p, grad, dv, piece, columns, 1.0)
         _multiply_columns(ds, q, dk, piece, columns, scale)
         # the next piece takes their memory

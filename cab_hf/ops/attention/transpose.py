@@ -26,6 +26,17 @@ class ColumnLists(NamedTuple):
         counts: int32 [B, P, C], rows listing each key block.
         starts: int64 [B, P, C], where each key block's rows begin in ``rows``.
         rows: int32, as long as the lists had room for; what is behind the last means nothing.
+    """
+
+    counts: Tensor
+    starts: Tensor
+    rows: Tensor
+
+
+class PlacedColumns(NamedTuple):
+    """`ColumnLists` that know where each row lists the key block.
+
+    Attributes:
         slots: int32 beside ``rows``: at which place of that row's list the key block stands.
     """
 
@@ -37,12 +48,27 @@ class ColumnLists(NamedTuple):
 
 def pack_columns(lists: BlockLists, columns: int) -> ColumnLists:
     """The transpose of ``lists`` over ``columns`` key blocks. Never waits for the device."""
+    return ColumnLists(*_packed(lists, columns, None))
+
+
+def place_columns(lists: BlockLists, columns: int) -> PlacedColumns:
+    """`pack_columns`, and where the key blocks stand in ``lists``."""
+    slots = _room_for(lists)
+    return PlacedColumns(*_packed(lists, columns, slots), slots)
+
+
+def _packed(lists: BlockLists, columns: int, slots: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(counts, starts, rows) of `ColumnLists`; fills ``slots`` where they are asked for."""
     bits, counts = _bits_by_column(lists, columns)
     starts = counts.flatten().cumsum(0, dtype=torch.int64) - counts.flatten()
-    rows, slots = (lists.indices.new_empty(max(1, lists.indices.numel())) for _ in range(2))
-    packed = ColumnLists(counts, starts.view_as(counts), rows, slots)
-    _fill(bits, packed.starts, rows, lists, slots)
-    return packed
+    starts, rows = starts.view_as(counts), _room_for(lists)
+    _fill(bits, starts, rows, lists, slots)
+    return counts, starts, rows
+
+
+def _room_for(lists: BlockLists) -> Tensor:
+    """int32, a place for everything that may be listed."""
+    return lists.indices.new_empty(max(1, lists.indices.numel()))
 
 
 def transpose(lists: BlockLists, columns: int, width: int | None = None) -> BlockLists:

@@ -130,7 +130,6 @@ def _attend_kernel(
     length,
     valid,
     valid_stride,
-    valid_width,
     first,
     largest,
     sums,

@@ -302,7 +302,6 @@ def _sample_kernel(
     length,
     valid,
     valid_stride,
-    valid_width,
     first,
     qk_scale,
     kv_heads,
@@ -475,7 +474,6 @@ def _choose_kernel(
     length,
     valid,
     valid_stride,
-    valid_width,
     first,
     qk_scale,
     kv_heads,
@@ -542,7 +540,7 @@ def _choose_kernel(
         scale, next_start = ahead, tl.minimum(start + BLOCK_N, tl.maximum(slots - BLOCK_N, 0))
         ahead = tl.load(scales_at + next_start)
         tile_bits, many = _bits(
-            y, scale, low, high, offset, own, start, begin_of_text, end, valid_at, valid_width,
+            y, scale, low, high, offset, own, start, begin_of_text, end, valid_at,
             PACK, ROOM, BLOCK_N, PACKED,
         )  # fmt: skip
         tl.store(target + start // 32, tile_bits)
@@ -552,7 +550,7 @@ def _choose_kernel(
         y = tl.load(keys + start * key_size, mask=there, other=0)
         scale = tl.load(scales_at + start, mask=start + line + behind < slots, other=0.0)
         tile_bits, many = _bits(
-            y, scale, low, high, offset, own, start, begin_of_text, end, valid_at, valid_width,
+            y, scale, low, high, offset, own, start, begin_of_text, end, valid_at,
             PACK, ROOM, BLOCK_N, PACKED,
         )  # fmt: skip
         tl.store(target + start // 32, tile_bits, mask=start // 32 + word < words)
@@ -572,7 +570,6 @@ def _bits(
     begin,
     end,
     valid,
-    valid_width,
     PACK: tl.constexpr,
     ROOM: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -587,7 +584,7 @@ def _bits(
     if (start < begin + SINKS) | (start + BLOCK_N > end - LOCAL):
         read = (read | (token < begin + SINKS) | (token >= end - LOCAL)) & (token < end)
     if valid is not None:
-        shown = tl.load(valid + token, mask=token < valid_width, other=0)
+        shown = tl.load(valid + token, mask=token < end, other=0)
         read = read & (shown != 0)
     bits = tl.where(read, 1 << (token % 32), 0)
     bits = tl.sum(tl.reshape(bits, (BLOCK_N // 32, 32)), 1)

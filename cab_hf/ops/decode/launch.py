@@ -21,9 +21,9 @@ def packed(x: Tensor) -> bool:
     return x.is_cuda and torch.version.cuda is not None
 
 
-def padding(valid: Tensor | None) -> tuple[Tensor | None, int, int, Tensor | None]:
-    """What kernels are told of padding: its mask, a stride and a width, and where texts begin."""
+def padding(valid: Tensor | None) -> tuple[Tensor | None, int, Tensor | None]:
+    """What kernels are told of padding: its mask, the stride of it, and where texts begin."""
     if valid is None:
-        return None, 0, 0, None
+        return None, 0, None
     valid = valid if valid.stride(-1) == 1 else valid.contiguous()
-    return valid, valid.stride(0), valid.shape[1], valid.int().argmax(-1).int()
+    return valid, valid.stride(0), valid.int().argmax(-1).int()

@@ -1,0 +1,30 @@
+"""What all commands on a model share: what they take CAB to be."""
+
+import pytest
+
+from cab_hf import CabConfig
+from cab_hf.eval import ablation, books, calibrate, fidelity, passkey
+from cab_hf.eval.on_model import SMALL
+
+
+def chosen(command, folder, *assignments):
+    """The config that a command on a CPU gives the method cab."""
+    given = {"books": str(folder)} if command is books else {}
+    (folder / "a book.txt").write_text("It was.")
+    settings = command.Settings(device="cpu", set=assignments, **given)
+    return settings.cab_config if command is passkey else settings.configs["cab"]
+
+
+@pytest.mark.parametrize("command", [passkey, fidelity, books, ablation], ids=lambda x: x.__name__)
+def test_what_is_set_comes_in_the_place_of_small_blocks_in_every_comparison(command, tmp_path):
+    """A predictor that is set need not read what small blocks set beside their sizes."""
+    assert chosen(command, tmp_path) == CabConfig(min_length=0, **SMALL)
+    assert chosen(command, tmp_path, "top_p=0.3") == CabConfig(min_length=0, top_p=0.3)
+    if command is not ablation:
+        random = CabConfig(min_length=0, predictor="random")
+        assert chosen(command, tmp_path, "predictor=random") == random
+
+
+def test_a_calibration_is_of_the_blocks_that_a_model_is_to_be_read_with():
+    assert calibrate.Settings(device="cpu").cab_config == CabConfig()
+    assert "small" not in calibrate.Settings.__dataclass_fields__["set"].metadata["help"]

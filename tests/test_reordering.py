@@ -1,0 +1,127 @@
+"""Tokens moved into a frame and back, against indices for each number and their derivatives."""
+
+import pytest
+import torch
+from attention_cases import random_plan
+from tiny import qkv
+
+from cab_hf.frame import Frame
+from cab_hf.ops import reference
+from cab_hf.reordering import Reordering
+
+LENGTH, HEADS, DIM = 111, 3, 10
+CPU = torch.device("cpu")
+FIRST = torch.arange(LENGTH)[None] >= torch.tensor([[9], [0]])
+LAST = torch.arange(LENGTH)[None] < torch.tensor([[63], [111]])
+PACKED = torch.tensor([[0] * 40 + [1] + [2] * 70, [0] * 111])
+# queries, valid, document
+TEXTS = {
+    "left-padded": (LENGTH, FIRST, None),
+    "right-padded": (LENGTH, LAST, None),
+    "nothing-but-padding": (LENGTH, FIRST & torch.tensor([[True], [False]]), None),
+    "a-chunk": (105, FIRST, None),
+    "packed": (LENGTH, None, PACKED),
+    "packed-padded": (LENGTH, LAST & FIRST, PACKED),
+}
+LAYOUTS = {
+    "by-token": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "by-head": lambda x: x.contiguous(),
+    # queries beside keys and values
+    "of-one-projection": lambda x: (
+        torch.cat((x, x), 1).transpose(1, 2).contiguous().narrow(2, 0, HEADS).transpose(1, 2)
+    ),
+}
+
+
+def frame_of(text):
+    queries, *others = TEXTS[text]
+    return Frame.build(2, queries, LENGTH, LENGTH - queries, *others, align=16, device=CPU)
+
+
+def by_number(x, index):
+    """Rows of x [B, H, N, D] by flat indices over the batch, an index for each number."""
+    batch, heads, _, dim = x.shape
+    index = index.view(batch, -1)
+    index = index - (torch.arange(batch) * x.shape[2])[:, None]
+    return x.gather(2, index[:, None, :, None].expand(-1, heads, -1, dim))
+
+
+def apply_by_number(order, x):
+    return by_number(x, order.source)
+
+
+def undo_by_number(order, x):
+    result = by_number(x, order.place)
+    if order.padding is None:
+        return result
+    return result.masked_fill(order.padding[:, None, :, None], 0.0)
+
+
+def noise(length, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, HEADS, length, DIM, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_tokens_and_their_gradients_are_those_of_an_index_for_each_number(text, layout, dtype):
+    order = frame_of(text).query_order
+    tokens, places = TEXTS[text][0], order.vacant.shape[1]
+    x = LAYOUTS[layout](noise(tokens, dtype)).requires_grad_()
+    y = LAYOUTS[layout](noise(places, dtype, 1)).requires_grad_()
+    # nothing that is computed depends on a place without a token
+    grad = noise(places, dtype, 2).masked_fill(order.vacant[:, None, :, None], 0.0)
+    for actual, meant, leaf, upstream in (
+        (order.apply(x), apply_by_number(order, x), x, grad),
+        (order.undo(y), undo_by_number(order, y), y, noise(tokens, dtype, 3)),
+    ):
+        assert torch.equal(actual, meant)
+        gradients = [torch.autograd.grad(out, leaf, upstream)[0] for out in (actual, meant)]
+        assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_attention_in_a_frame_is_the_same_to_the_bit(text):
+    frame = frame_of(text)
+    orders = frame.query_order, frame.key_order, frame.key_order
+    leaves = [x.requires_grad_() for x in qkv(2, q_length=TEXTS[text][0], kv_length=LENGTH, dim=16)]
+
+    def attended(apply, undo):
+        q, k, v = map(apply, orders, leaves)
+        plan = random_plan(q, k, (32, 16), spans=frame.spans)
+        out = undo(frame.query_order, reference.attention(q, k, v, plan, 0.2))
+        return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+    meant = attended(apply_by_number, undo_by_number)
+    assert all(map(torch.equal, attended(Reordering.apply, Reordering.undo), meant))
+
+
+def test_a_place_without_a_token_has_no_gradient():
+    """Not even where it is no number."""
+    order = frame_of("packed").key_order
+    x = noise(LENGTH).requires_grad_()
+    grad = noise(order.vacant.shape[1]).masked_fill(order.vacant[:, None, :, None], torch.nan)
+    (result,) = torch.autograd.grad(order.apply(x), x, grad)
+    assert torch.isfinite(result).all()
+
+
+@pytest.mark.parametrize("text", ["left-padded", "packed-padded"])
+def test_there_and_back_is_differentiable_twice(text):
+    order = frame_of(text).query_order
+    x = torch.randn(2, 1, LENGTH, 1, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: order.undo(order.apply(x).square()), x)
+
+
+def test_moving_compiles_without_a_break():
+    order = frame_of("left-padded").query_order
+    x = noise(LENGTH).requires_grad_()
+
+    def moved(x):
+        return order.undo(order.apply(x).square())
+
+    torch._dynamo.reset()
+    actual = torch.compile(moved, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(actual, moved(x))
+    gradients = [torch.autograd.grad(out.sum(), x)[0] for out in (actual, moved(x))]
+    assert torch.equal(*gradients)
