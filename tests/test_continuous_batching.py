@@ -530,7 +530,10 @@ def test_settings_do_not_change_under_a_request(change, what):
         manager.add_request(PROMPTS[0], max_new_tokens=2000, streaming=True, eos_token_id=-1)
         manager.get_result(timeout=60)
         change(model)
-        errors = (answer.error for answer in manager if answer.error)
+        # what iterates over a manager ends with its thread, whatever is left to be read
+        manager._generation_thread.join(60)
+        answers = iter(lambda: manager.get_result(timeout=0), None)
+        errors = (answer.error for answer in answers if answer.error)
         assert f"llama was {what} while" in next(errors)
     finally:
         manager.stop()
