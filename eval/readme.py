@@ -468,7 +468,7 @@ def models_table(results: Path) -> str:
     read = []
     for result in in_order(read_results(path) for path in results.iterdir() if path.is_dir()):
         trained = any(result.name in folders for folders, _ in TRAININGS.values())
-        if result.provenance["experiment"] == FIDELITY and not trained and _by_default(result):
+        if not trained and _by_default(result):
             read.append(result)
             model = result.provenance["settings"]["model"]
             for row in result.rows:
@@ -484,7 +484,9 @@ def models_table(results: Path) -> str:
 
 
 def _by_default(result: Results) -> bool:
-    """Whether `CAB` was today's default there, at whatever length it begins."""
+    """Whether `fidelity` has read there by today's default, at whatever length that begins."""
+    if result.provenance["experiment"] != FIDELITY:
+        return False
     config = result.provenance["settings"].get("cab_configs", {}).get(CAB, {})
     known = {field.name for field in fields(CabConfig)}
     if not config or not config.keys() <= known:
@@ -659,6 +661,16 @@ def _add(folder: Path, results: Path) -> None:
             shutil.copy2(folder / name, target / name)
 
 
+def _where_shown(folder: Path) -> str:
+    """A sentence on a run that was added."""
+    if _by_default(read_results(folder)):
+        return f"{folder.name} is in the table of models."
+    return (
+        f"{folder.name} is in {folder.parent / 'README.md'}; the table of models is of fidelity by "
+        "the default config on a GPU."
+    )
+
+
 def main(words: Sequence[str]) -> int:
     """Write all pages anew, or none, and pack the samples of all results; the exit status."""
     prog = f"{experiment.PROG} readme"
@@ -676,6 +688,8 @@ def main(words: Sequence[str]) -> int:
             pages[path] = page_with_tables(path.read_text(), results, "../")
         for path, text in pages.items():
             write_atomically(path, text)
+        for folder in map(Path, settings.add):
+            print(_where_shown(results / folder.resolve().name))
         draw_default(results)
         for folder in filter(Path.is_dir, results.iterdir()):
             pack(folder / SAMPLES)

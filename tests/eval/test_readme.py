@@ -306,8 +306,14 @@ def test_a_run_is_added_once(results, tmp_path_factory, capsys, monkeypatch):
     assert readme.main(words) == 0
     assert [path.name for path in (results / "fidelity-mine").iterdir()] == ["results.json"]
     assert "| a | 32,768 | 2 |" in page.read_text()
+    assert capsys.readouterr().out == "fidelity-mine is in the table of models.\n"
     assert readme.main(words) == 2
     assert "fidelity-mine exists; rename" in capsys.readouterr().err
+    other = run.with_name("fidelity-small-blocks")
+    fidelity_run(other, asdict(CabConfig(query_block=32)))
+    words[-1] = str(other)
+    assert readme.main(words) == 0
+    assert "the table of models is of fidelity by the default" in capsys.readouterr().out
     words[-1] = str(docs)
     assert readme.main(words) == 2
     assert f"{docs} has no results.json" in capsys.readouterr().err
