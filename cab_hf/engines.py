@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.ops import reference
+from cab_hf.ops import HAS_TRITON, reference
 from cab_hf.ops.attention import dense_parts, ffpa
 from cab_hf.plan import BlockPlan
 
@@ -133,7 +132,7 @@ class Triton(Engine):
     name = "triton"
 
     def unavailable(self, work: Workload) -> str | None:
-        if not _has_triton():
+        if not HAS_TRITON:
             return "needs the package triton, which is not installed"
         from cab_hf.ops.attention import block
 
@@ -280,11 +279,6 @@ def exact(work: Workload, length: int | None) -> Engine | DenseKernel:
 
 
 # constants where a model is compiled: finding packages and asking the device is not traced
-@torch.compiler.assume_constant_result
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
 @torch.compiler.assume_constant_result
 def _measured_here() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= HOPPER
