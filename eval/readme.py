@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from operator import itemgetter
 from pathlib import Path
@@ -27,7 +28,7 @@ from cab_hf.eval.intervals import wilson
 from cab_hf.eval.report import digits, grouped, markdown_table, percent, with_interval
 from cab_hf.finetune.curve import STEP
 from cab_hf.renamed import renamed_in
-from cab_hf.runs.log import PACKED, is_there, pack, read_file, write_atomically
+from cab_hf.runs.log import PACKED, is_there, pack, read_file, read_log, write_atomically
 from cab_hf.runs.markdown import plain
 from cab_hf.runs.settings import comma_separated, option, read_settings
 
@@ -147,9 +148,13 @@ def read_results(folder: Path) -> Results:
 
 def results_page(results: Path) -> str:
     """The page of all folders in ``results``; ValueError as of `read_results`."""
-    folders = filter(Path.is_dir, results.iterdir())
-    matches = in_order(map(read_results, folders))
+    matches = all_results(results)
     return "\n\n".join([INTRODUCTION, *(section(each, matches) for each in matches)]) + "\n"
+
+
+def all_results(results: Path) -> list[Results]:
+    """Those in ``results``, as pages show them; ValueError as of `read_results`."""
+    return in_order(map(read_results, filter(Path.is_dir, results.iterdir())))
 
 
 def in_order(results: Iterable[Results]) -> list[Results]:
@@ -246,9 +251,7 @@ def _kept(results: Sequence[Results], length: int) -> dict[str, float | None] | 
     cab, full = ([row for row in rows if row["method"] == name] for name in (CAB, FULL))
     if not cab:
         return None
-    ratios = {
-        probe: _mean([row[probe]["ratio"] for row in cab if probe in row]) for probe in QUALITY
-    }
+    ratios = {probe: _mean_of(cab, probe, "ratio") for probe in QUALITY}
     kl, noise = (_mean([row["continuation"]["kl"] for row in some]) for some in (cab, full))
     return {"density": fmean(row["density"] for row in cab), "kl": kl, "noise": noise, **ratios}
 
@@ -257,14 +260,26 @@ def _mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
 
 
+def _mean_of(rows: Sequence[Row], probe: str, what: str) -> float | None:
+    """The mean over the ``rows`` that were asked; None where none was."""
+    return _mean([row[probe][what] for row in rows if probe in row])
+
+
 def _shown(kept: Mapping[str, float | None] | None) -> dict[str, str | float | None]:
     """The columns of `_kept`."""
     if kept is None:
         return dict.fromkeys(KEPT_COLUMNS)
-    ratios = (kept[probe] and f"× {kept[probe]:.2f}" for probe in QUALITY)
-    noise = kept["noise"] and f" ({digits(kept['noise'])})"
-    kl = f"{digits(kept['kl'])}{noise or ''}"
+    ratios = (_times(kept[probe]) for probe in QUALITY)
+    kl = _with_noise(kept["kl"], kept["noise"])
     return dict(zip(KEPT_COLUMNS, (kept["density"], kl, *ratios), strict=True))
+
+
+def _times(ratio: float | None) -> str | None:
+    return None if ratio is None else f"× {ratio:.2f}"
+
+
+def _with_noise(kl: float, noise: float | None) -> str:
+    return digits(kl) if noise is None else f"{digits(kl)} ({digits(noise)})"
 
 
 def draw_default(results: Path) -> None:
@@ -447,8 +462,8 @@ def _seconds_of_a_step(log: Path) -> float | None:
     """Of a training run, the median without its first steps; None where there is no ``log``."""
     if not is_there(log):
         return None
-    records = map(json.loads, read_file(log).splitlines())
-    steps = [each for each in records if each.get("kind") == STEP]
+    _, records = read_log(log)
+    steps = [each for each in records if each["kind"] == STEP]
     return median(each["seconds"] for each in steps if each["step"] > WARM_UP)
 
 
@@ -464,28 +479,20 @@ def models_table(results: Path) -> str:
     Columns are means over texts: recalls over those of dense attention, and the difference to it in
     the mean over tasks. What models keep that were trained for `trained_table` is there.
     """
-    shown = {CAB: [], FULL: []}
-    read = []
-    for result in in_order(read_results(path) for path in results.iterdir() if path.is_dir()):
-        trained = any(result.name in folders for folders, _ in TRAININGS.values())
-        if not trained and _by_default(result):
-            read.append(result)
-            model = result.provenance["settings"]["model"]
-            for row in result.rows:
-                if row["method"] in shown:
-                    shown[row["method"]].append({**row, "model": model})
-    rows = []
-    for alike in grouped(shown[CAB], "model", "length"):
-        place = {name: alike[0][name] for name in ("model", "length")}
-        exact = [row for row in shown[FULL] if place.items() <= row.items()]
-        rows.append(_model_row(alike, exact))
-    rows.sort(key=lambda row: (row["model"], row["tokens"]))
-    return _table([{**row, "tokens": f"{row['tokens']:,}"} for row in rows], read)
+    trained = {folder for folders, _ in TRAININGS.values() for folder in folders}
+    read = [x for x in all_results(results) if x.name not in trained and _by_default(x)]
+    rows = [
+        {**row, "model": each.provenance["settings"]["model"]} for each in read for row in each.rows
+    ]
+    rows.sort(key=itemgetter("model", "length"))
+    alike = grouped(rows, "model", "length")
+    return _table([_model_row(some) for some in alike], read)
 
 
 def _by_default(result: Results) -> bool:
     """Whether `fidelity` has read there by today's default, at whatever length that begins."""
-    if result.provenance["experiment"] != FIDELITY:
+    read_by = {row.get("method") for row in result.rows}
+    if result.provenance["experiment"] != FIDELITY or CAB not in read_by:
         return False
     config = result.provenance["settings"].get("cab_configs", {}).get(CAB, {})
     known = {field.name for field in fields(CabConfig)}
@@ -494,24 +501,20 @@ def _by_default(result: Results) -> bool:
     return CabConfig.reading({**config, "min_length": CabConfig.min_length}) == CabConfig()
 
 
-def _model_row(cab: Sequence[Row], full: Sequence[Row]) -> dict[str, Any]:
-    """A row of `models_table`: of texts of one model and length, and of the noise there."""
-
-    def mean(probe: str, what: str, rows: Sequence[Row] = cab) -> float | None:
-        return _mean([row[probe][what] for row in rows if what in row.get(probe, {})])
-
-    kl, noise = mean("continuation", "kl"), mean("continuation", "kl", full)
-    made = {"model": plain(cab[0]["model"]), "tokens": cab[0]["length"], "texts": len(cab)}
-    made |= {"density": fmean(row["density"] for row in cab)}
+def _model_row(rows: Sequence[Row]) -> dict[str, Any]:
+    """A row of `models_table`, of the rows of one model and length."""
+    cab, full = ([row for row in rows if row["method"] == name] for name in (CAB, FULL))
+    place = {"model": plain(cab[0]["model"]), "tokens": f"{cab[0]['length']:,}", "texts": len(cab)}
     times = [row["over_dense"] for row in cab if row.get("over_dense")]
-    made |= {"attention time × dense": _mean(times)}
-    made |= {"KL (noise)": kl and digits(kl) + (f" ({digits(noise)})" if noise else "")}
+    spent = {"density": _mean([row["density"] for row in cab])}
+    spent |= {"attention time × dense": _mean(times)}
+    kl, noise = (_mean_of(some, "continuation", "kl") for some in (cab, full))
+    kept = {"KL (noise)": None if kl is None else _with_noise(kl, noise)}
     for probe, name in RECALLS.items():
-        ratio = mean(probe, "ratio")
-        made[f"{name} recall"] = ratio and f"× {ratio:.2f}"
-    difference = mean(ALL_TASKS, "delta")
+        kept[f"{name} recall"] = _times(_mean_of(cab, probe, "ratio"))
+    difference = _mean_of(cab, ALL_TASKS, "delta")
     points = None if difference is None else f"{100 * difference:+.1f} points"
-    return {**made, "mean over tasks to dense": points}
+    return {**place, **spent, **kept, "mean over tasks to dense": points}
 
 
 def parallel_table(results: Path) -> str:
@@ -648,17 +651,23 @@ class Settings:
     )
 
 
-def _add(folder: Path, results: Path) -> None:
-    """Copy what pages show of a run; ValueError where it is none, or its name is taken."""
+def _add(folder: Path, results: Path, undo: ExitStack) -> Path:
+    """Copy what pages show of a run to ``results``, until ``undo``; the folder there.
+
+    Raises:
+        ValueError: where it is no run, or its name is taken.
+    """
     read_results(folder)
     target = results / folder.resolve().name
     if target.exists():
         raise ValueError(f"{target} exists; rename {folder}, or take away what is there.")
     names = (RESULTS, SAMPLES, REPORT, FIGURE)
     target.mkdir()
+    undo.callback(shutil.rmtree, target)
     for name in (*names, *(name + PACKED for name in names)):
         if (folder / name).is_file():
             shutil.copy2(folder / name, target / name)
+    return target
 
 
 def _where_shown(folder: Path) -> str:
@@ -671,25 +680,34 @@ def _where_shown(folder: Path) -> str:
     )
 
 
+def _write_pages(settings: Settings) -> None:
+    """All pages anew, or none."""
+    page, docs, results = map(Path, (settings.page, settings.docs, settings.results))
+    pages = {
+        results / "README.md": results_page(results),
+        page: page_with_tables(page.read_text(), results),
+    }
+    for path in (*sorted(docs.glob("*.md")), Path(settings.training)):
+        pages[path] = page_with_tables(path.read_text(), results, "../")
+    for path, text in pages.items():
+        write_atomically(path, text)
+
+
 def main(words: Sequence[str]) -> int:
-    """Write all pages anew, or none, and pack the samples of all results; the exit status."""
+    """Write all pages anew, or none, and pack the samples of all results; the exit status.
+
+    Runs that were to be added are where all pages are written, and nowhere else.
+    """
     prog = f"{experiment.PROG} readme"
     settings = read_settings(Settings, words, prog)
-    page, docs, results = map(Path, (settings.page, settings.docs, settings.results))
-    training = Path(settings.training)
+    results = Path(settings.results)
     try:
-        for folder in map(Path, settings.add):
-            _add(folder, results)
-        pages = {
-            results / "README.md": results_page(results),
-            page: page_with_tables(page.read_text(), results),
-        }
-        for path in (*sorted(docs.glob("*.md")), training):
-            pages[path] = page_with_tables(path.read_text(), results, "../")
-        for path, text in pages.items():
-            write_atomically(path, text)
-        for folder in map(Path, settings.add):
-            print(_where_shown(results / folder.resolve().name))
+        with ExitStack() as undo:
+            added = [_add(Path(folder), results, undo) for folder in settings.add]
+            _write_pages(settings)
+            undo.pop_all()
+        for folder in added:
+            print(_where_shown(folder))
         draw_default(results)
         for folder in filter(Path.is_dir, results.iterdir()):
             pack(folder / SAMPLES)

@@ -250,7 +250,9 @@ def test_what_trainings_keep_is_bold_where_it_is_less_for_sure(results):
     seconds = [
         {"kind": "step", "step": n, "seconds": 9.0 if n <= 3 else n / 2} for n in range(1, 7)
     ]
-    log.write_text("".join(json.dumps(line) + "\n" for line in [{"identity": {}}, *seconds]))
+    log.write_text(
+        "".join(json.dumps(line) + "\n" for line in [{"identity": {}, "started": ""}, *seconds])
+    )
     result = readme.page_with_tables("<!-- table: trained -->\n<!-- end -->\n", results, "../")
     assert (
         "| not at all | 1 | dense | 0.50 | **0.00 [0.00, 0.04]** | – | 900 | – | – | – |" in result
@@ -285,6 +287,9 @@ def test_models_are_shown_that_the_default_has_read(results):
     fidelity_run(results / "by-default", default)
     fidelity_run(results / "by-another", {**default, "top_p": 0.5}, "b")
     fidelity_run(results / "by-an-older", {**default, "exact_stride": 0}, "c")
+    settings = {"model": "e", "cab_configs": {"cab": default}}
+    rows = [{"method": "full", "length": 32768, "density": 1.0}]
+    write(results / "by-others", rows, experiment="fidelity", settings=settings)
     fidelity_run(results / readme.TRAININGS["cab"][0][0], default, "d")
     page = readme.page_with_tables("<!-- table: models -->\n<!-- end -->\n", results, "../")
     row = "| a | 32,768 | 2 | 0.20 | 0.50 | 0.0200 (0.00100) | – | × 0.90 | – | -1.3 points |"
@@ -314,6 +319,14 @@ def test_a_run_is_added_once(results, tmp_path_factory, capsys, monkeypatch):
     words[-1] = str(other)
     assert readme.main(words) == 0
     assert "the table of models is of fidelity by the default" in capsys.readouterr().out
+    # nothing is added where a page cannot be written
+    shown = page.read_text()
+    page.write_text("<!-- table: other -->\n<!-- end -->\n")
+    words[-1] = str(other.rename(run.with_name("fidelity-of-an-hour")))
+    assert readme.main(words) == 2
+    assert "the page has a table 'other'" in capsys.readouterr().err
+    assert not (results / "fidelity-of-an-hour").exists()
+    page.write_text(shown)
     words[-1] = str(docs)
     assert readme.main(words) == 2
     assert f"{docs} has no results.json" in capsys.readouterr().err
