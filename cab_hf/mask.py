@@ -7,7 +7,7 @@ the layers of one forward pass leave what they share.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,10 +42,9 @@ class CabMask(NotATensor, ForwardPass):
             of their layers uses.
         goes_on: whether it is known that more of the prompt is read in another call: the last
             queries are then no end, at which questions stand.
+        exact_block: block size of the plan under which exact attention is computed; None where a
+            dense kernel may compute it.
     """
-
-    # block size of the plan that exact attention needs; None where a dense kernel may compute it
-    exact_block: ClassVar[int | None] = None
 
     batch: int
     q_length: int
@@ -58,6 +57,7 @@ class CabMask(NotATensor, ForwardPass):
     model: str = "this model"
     refusal: str | None = None
     goes_on: bool = False
+    exact_block: int | None = None
     _looked_for_documents: bool = False
     # of the document ids, where they are known without a wait
     _most_documents: int | None = None

@@ -105,6 +105,26 @@ def test_chunks_choose_what_a_whole_prompt_does():
         assert served(model, [prompt], max_batch_tokens=90) == [answer]
 
 
+@pytest.mark.parametrize("room", [96, 100, 133])
+def test_chunks_of_many_prompts_choose_what_whole_prompts_do(room, monkeypatch):
+    """No chunk begins or ends inside of a query block, whoever else is in its batch."""
+    chunks, route = [], batch.route
+
+    def looked_at(text, config, work, **options):
+        chunks.append((text.q_slot, text.q_length, text.kv_length))
+        return route(text, config, work, **options)
+
+    monkeypatch.setattr(batch, "route", looked_at)
+    model = on_cab(tiny_model(), LOW)
+    prompts = [tokens(1, length, seed=length)[0].tolist() for length in (340, 77, 201, 20, 150, 96)]
+    expected = generated(model, prompts)
+    assert served(model, prompts, max_batch_tokens=room, page_size=32) == expected
+    ends = set(map(len, prompts))
+    read = [chunk for chunk in chunks if chunk[1] > 1]
+    assert all(start % 32 == 0 and (end % 32 == 0 or end in ends) for start, _, end in read)
+    assert any(end % 32 for _, _, end in read)
+
+
 @pytest.mark.parametrize(("answers", "end"), [(1, 340), (2, 339)])
 def test_only_the_end_of_a_prompt_has_a_dense_tail(answers, end, monkeypatch):
     """Several answers share all of it but the last token, which each of them reads itself."""

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from cab_hf.config import CabConfig
-from cab_hf.engines import Workload
+from cab_hf.engines import TRITON, Workload
 from cab_hf.forward_pass import ForwardPass, is_captured
 from cab_hf.mask import CabMask
 from cab_hf.not_a_tensor import NotATensor
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Choice
+from cab_hf.plan import EXACT_BLOCK
 from cab_hf.route import route
 
 # what attention functions are told of a batch
@@ -143,6 +144,10 @@ class Batch(NotATensor, ForwardPass):
             with_logits = set(numbers[2 * count :])
             # an empty read_index: no request has keys in the cache
             together = len(read) > 0 and decode.has_kernels(query, key)
+            # requests have ever new lengths, for each of which SDPA's fastest kernels are prepared
+            # anew, which takes up to a second
+            work = Workload.of(query, key, key, (EXACT_BLOCK, EXACT_BLOCK))
+            exact_block = None if TRITON.unavailable(work) else EXACT_BLOCK
             sequences, single, kept, keys = [], [], [], 0
             for at in range(count - 1):
                 queries, own = slice(*starts[at : at + 2]), slice(*key_starts[at : at + 2])
@@ -153,7 +158,9 @@ class Batch(NotATensor, ForwardPass):
                     # a chunk without logits at its end is not the end of its prompt
                     goes_on = queries.stop - 1 not in with_logits and at not in self.forked
                     place = 1, asked, length, length - asked
-                    text = CabMask(*place, model=self.model, goes_on=goes_on)
+                    text = CabMask(
+                        *place, model=self.model, goes_on=goes_on, exact_block=exact_block
+                    )
                     sequences.append(Sequence(queries, slice(keys, keys + length), text))
                     kept.append(read[own])
                     keys += length

@@ -47,7 +47,7 @@ def register(api: Any) -> None:
     runner, queue = model_runner.ModelRunner, scheduler.Scheduler
     manager._create_batch_processor = _told_of_the_model(manager._create_batch_processor)
     runner.compute_batch = _with_our_mask(runner.compute_batch)
-    queue._process_candidates = _of_one_setting(queue._process_candidates)
+    queue._process_candidates = _of_one_setting(_of_whole_blocks(queue._process_candidates))
     queue._schedule_request = _at_block_borders(queue._schedule_request)
 
 
@@ -325,6 +325,33 @@ def _refuse_other_settings(model: Any, before: tuple[str, Any], now: tuple[str, 
     )
 
 
+def _of_whole_blocks(process: Callable[..., Any]) -> Callable[..., Any]:
+    """A batch that reads a prompt begins no other one with less than a query block of it.
+
+    What it leaves is read by the next batch: so small a chunk would shift all blocks behind it, and
+    take launches of its own.
+    """
+
+    @functools.wraps(process)
+    def processed(self: Any, candidates: Any, token_budget: int, *args: Any) -> Any:
+        block = _query_block(self)
+        if block is None:
+            return process(self, candidates, token_budget, *args)
+        self._taken, self._reads_prompts = 0, False
+
+        def fitting() -> Iterator[Any]:
+            # asked for the next one when the one before is scheduled
+            for state in candidates:
+                room = token_budget - self._taken
+                split = len(state.remaining_prefill_tokens) > room
+                if not (split and self._reads_prompts and room < block):
+                    yield state
+
+        return process(self, fitting(), token_budget, *args)
+
+    return processed
+
+
 def _at_block_borders(schedule: Callable[..., None]) -> Callable[..., None]:
     """Chunks end where query blocks do: those choose by all of their queries, as in one call."""
 
@@ -332,18 +359,32 @@ def _at_block_borders(schedule: Callable[..., None]) -> Callable[..., None]:
     def scheduled(
         self: Any, state: Any, request_tokens: list[int], token_budget: int, *args: Any
     ) -> None:
-        model = vars(self).get("_model")
-        # the cache has the config of the time when it was made
-        config = self.cache.config if model is None else model.config.get_text_config()
-        if config._attn_implementation == "cab" and token_budget < len(request_tokens):
-            from cab_hf.model_config import cab_config_of
-
-            behind = (state.position_offset + token_budget) % cab_config_of(config).query_block
+        block = _query_block(self)
+        if block is None:
+            schedule(self, state, request_tokens, token_budget, *args)
+            return
+        prompt = bool(state.remaining_prefill_tokens)
+        if token_budget < len(request_tokens):
+            behind = (state.position_offset + token_budget) % block
             # what ends before the first border is as it is
             token_budget -= behind if behind < token_budget else 0
         schedule(self, state, request_tokens, token_budget, *args)
+        self._taken += len(state.tokens_to_process)
+        self._reads_prompts |= prompt
 
     return scheduled
+
+
+def _query_block(scheduler: Any) -> int | None:
+    """That of the model whose requests are scheduled; None where it is not on "cab"."""
+    model = vars(scheduler).get("_model")
+    # the cache has the config of the time when it was made
+    config = scheduler.cache.config if model is None else model.config.get_text_config()
+    if config._attn_implementation != "cab":
+        return None
+    from cab_hf.model_config import cab_config_of
+
+    return cab_config_of(config).query_block
 
 
 def parts(model: Any) -> Iterator[PreTrainedModel]:
