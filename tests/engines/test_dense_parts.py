@@ -156,14 +156,16 @@ def test_without_gradient_it_is_put_in_place(shape, blocks, return_lse):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("merging", ["kernel", "pytorch"])
 @pytest.mark.parametrize("return_lse", slow_but([False, True], 1))
 @pytest.mark.parametrize(
     ("shape", "blocks"), [case for case in CASES if "dim" not in case.values[0]]
 )
-def test_rows_may_walk_the_keys_in_parts(shape, blocks, return_lse, monkeypatch):
+def test_rows_may_walk_the_keys_in_parts(shape, blocks, return_lse, merging, monkeypatch):
     """Long texts: few rows that walk all keys would leave a GPU waiting."""
     q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
     monkeypatch.setattr(dense_parts, "SPLIT_ON", ("cpu",))
+    monkeypatch.setattr(dense_parts, "HAS_TRITON", merging == "kernel")
     monkeypatch.setattr(dense_parts, "SPLIT_KEYS", 16)
     monkeypatch.setattr(dense_parts, "EXACT_BLOCK", max(blocks))
     splits = []

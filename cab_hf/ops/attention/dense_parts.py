@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from cab_hf.ops import HAS_TRITON
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, once_per_spans
 
 # devices that few rows leave waiting
@@ -84,14 +85,20 @@ def _with_rows(attend, result, q, k, v, plan, scale, trained) -> list[Tensor]:
     # merging weighs by log-sum-exps, through which no gradient flows
     whole = trained or torch.compiler.is_compiling() or q.device.type not in SPLIT_ON
     splits = 1 if whole else _splits(plan.kv_length)
-    query, real, rows = _gathered(plan.spans, plan.dense_rows, plan.blocks, splits)
-    some = _take(q, query)
+    query, taken, real, rows = _gathered(plan.spans, plan.dense_rows, plan.blocks, splits)
+    some = _take(q, taken)
     if splits == 1:
         apart = attend(some, k, v, rows, scale, len(result) > 1)
         apart = apart if len(result) > 1 else (apart,)
     else:
-        parts = attend(some.repeat(1, 1, splits, 1), k, v, rows, scale, True)
-        apart = merged(*(x.unflatten(2, (splits, -1)) for x in parts))
+        apart = attend(some, k, v, rows, scale, True)
+        if HAS_TRITON:
+            # models on the CPU, which split nothing, never need Triton
+            from cab_hf.ops.attention.merge import write_merged
+
+            write_merged(result[0], result[1] if len(result) > 1 else None, *apart, query, real)
+            return list(result)
+        apart = merged(*(x.unflatten(2, (splits, -1)) for x in apart))
     # such a row listed nothing: its output is 0 and its sum -inf. Rows named -1 all stand for query
     # 0, where adding zeros changes nothing
     target, source = result[0], apart[0].masked_fill(~real[:, None, :, None], 0.0)
@@ -149,12 +156,13 @@ def _everything(spans: Spans, blocks: tuple[int, int]) -> BlockPlan:
 @once_per_spans
 def _gathered(
     spans: Spans, rows: Tensor, blocks: tuple[int, int], splits: int
-) -> tuple[Tensor, Tensor, BlockPlan]:
+) -> tuple[Tensor, Tensor, Tensor, BlockPlan]:
     """The queries of the rows that attend everything, and the plan of one head for them.
 
     Returns:
-        (int64 [B, R * query_block], the queries; bool likewise, which of them exist; the plan,
-        which has them ``splits`` times, each time over another part of the keys).
+        (int64 [B, R * query_block], the queries; the same ``splits`` times over; bool
+        [B, R * query_block], which of them exist; the plan of the second, in which they attend to
+        another part of the keys each time).
     """
     size, key_block = blocks
     key_block = max(key_block, EXACT_BLOCK)
@@ -172,7 +180,7 @@ def _gathered(
         last = torch.minimum(last.unsqueeze(1), begins + (part - 1)).flatten(1)
         last = last.masked_fill(last < first, -1)
     some = replace(spans, first=first, last=last, consecutive=False)
-    return query, real, _causal(some, blocks, size, key_block)
+    return query, query.repeat(1, splits), real, _causal(some, blocks, size, key_block)
 
 
 def _causal(spans: Spans, blocks: tuple[int, int], *larger: int) -> BlockPlan:

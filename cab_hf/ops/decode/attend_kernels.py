@@ -115,7 +115,8 @@ def _attend(
     return out
 
 
-@triton.jit
+# numbers that differ with the batch: none is worth a kernel of its own
+@triton.jit(do_not_specialize=["chosen_batch", "chosen_head", "readers"])
 def _attend_kernel(
     q,
     k,
@@ -227,7 +228,7 @@ def _attend_kernel(
     tl.store(target, acc, mask=there[:, None] & (value < D_V)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge_kernel(
     largest,
     sums,
