@@ -8,6 +8,7 @@ Half of the channels, the slow ones, choose nearly the blocks that all of them d
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,8 +45,9 @@ def _partial_factors(config: Any) -> list[float]:
     return [factor for factor in parts if factor is not None]
 
 
-# a constant where a model is compiled
+# a constant where a model is compiled, and found once: every layer asks in every call
 @torch.compiler.assume_constant_result
+@cache
 def _slow_half(module_name: str, head_dim: int) -> tuple[int, ...]:
     rotate_half = getattr(sys.modules.get(module_name), "rotate_half", None)
     if rotate_half is None:

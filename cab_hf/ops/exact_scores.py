@@ -9,7 +9,7 @@ Where the device has it, all products are of 8-bit floats.
 from __future__ import annotations
 
 from bisect import bisect_left
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -87,8 +87,9 @@ class Channels(NamedTuple):
     count: int
 
     @classmethod
+    @lru_cache
     def of(cls, channels: tuple[int, ...], dim: int) -> Channels:
-        """Those of `LayerContext.channels`, () for all ``dim``.
+        """Those of `LayerContext.channels`, () for all ``dim``. Made once for all layers.
 
         Raises:
             ValueError: for channels that are not one run, or two of one size.

@@ -156,8 +156,8 @@ def _scored(
     # a summary may come out of a cache, or from another process
     keys = summary.keys
     summary = KeySummary(summary.planes.to(summary_dtype(q)).contiguous())
-    heads, exact = q.shape[1], budgets.exact(q.shape[1])
-    fused = vectors is None and len(exact) == heads and config.coarsen != "max_l2"
+    heads, exact = q.shape[1], _exact_heads(budgets, q.shape[1])
+    fused = vectors is None and exact == heads and config.coarsen != "max_l2"
     if fused:
         queries = _empty_summary(q, config.query_block)
     elif vectors is None:
@@ -169,7 +169,7 @@ def _scored(
     clusters = config.select == "clusters"
     own = HeadBudget.of(budgets, clusters, heads, q.device, exact=False)
     for turn in turns(queries.rows, shape, config, SCORE_BYTES_AT_A_TIME):
-        if len(exact) == heads:
+        if exact == heads:
             break
         yield turn, block_scores(turn, queries, summary, scale, config, spans), config, own
     plain = _without_curvature(config)
@@ -195,14 +195,22 @@ def _without_curvature(config: CabConfig) -> CabConfig:
     return replace(config, curvature="none")
 
 
-def _alike(budgets: Budgets, batch: int, heads: int) -> Iterator[tuple[int, int, int]]:
+@lru_cache
+def _exact_heads(budgets: Budgets, heads: int) -> int:
+    """How many of ``heads`` choose by exact scores."""
+    return len(budgets.exact(heads))
+
+
+@lru_cache
+def _alike(budgets: Budgets, batch: int, heads: int) -> tuple[tuple[int, int, int], ...]:
     """(exact queries, first, how many) of neighbouring heads that score as many, if any."""
-    exact = budgets.exact(heads)
+    exact, found = budgets.exact(heads), []
     counts = [budgets.of_head(head)[3] if head in exact else 0 for head in range(heads)] * batch
     for count, run in groupby(range(len(counts)), key=counts.__getitem__):
         first, *others = run
         if count:
-            yield count, first, 1 + len(others)
+            found.append((count, first, 1 + len(others)))
+    return tuple(found)
 
 
 def _empty_summary(q: Tensor, query_block: int) -> QuerySummary:
