@@ -5,7 +5,6 @@ The definition is `dense_parts.merged`, of the parts.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -91,9 +90,7 @@ def _merge_rows_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for part in range(parts_count):
         place = part * rows + row
-        own = tl.load(
-            sums + plane * parts_count * rows + place, mask=there, other=float("-inf")
-        )
+        own = tl.load(sums + plane * parts_count * rows + place, mask=there, other=float("-inf"))
         m_new = tl.maximum(m_i, own)
         # a part may be blind, and so may all of them
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
