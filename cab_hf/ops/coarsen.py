@@ -120,7 +120,7 @@ class Tokens(NamedTuple):
 
 
 # not compiled again for every length
-@triton.jit(do_not_specialize=["first_stride_b", "real_stride_b", "length", "blocks"])
+@triton.jit(do_not_specialize=["first_stride_b", "real_stride_b", "rows_plane", "length", "blocks"])
 def _coarsen_kernel(
     x,
     first,

@@ -30,7 +30,7 @@ from cab_hf.ops.attention.tiles import (
 )
 from cab_hf.ops.coarsen import QuerySummary, store_row_spans, store_summary
 from cab_hf.ops.reference import COSINE_STEPS, LEAST_SQUARE
-from cab_hf.ops.score import HeadChunk, visible_range
+from cab_hf.ops.score import HeadChunk, unpacked, visible_range
 from cab_hf.plan import Spans
 
 FP8 = torch.float8_e4m3fn
@@ -329,7 +329,7 @@ def exact_scores(
             columns(begin, end),
             most,
             shares,
-            turn,
+            turn.packed,
             begin,
             total,
             groups,
@@ -565,7 +565,7 @@ def _larger(a, b):
 
 
 # the first of several launches is no reason to compile twice
-@triton.jit(do_not_specialize=["columns", "begin"])
+@triton.jit(do_not_specialize=["columns", "begin", "row_count", "groups"])
 def _exact_scores_kernel(
     rows,
     desc_k,
@@ -595,6 +595,7 @@ def _exact_scores_kernel(
     STEP: tl.constexpr = BLOCK_N if BLOCK_N > KEY_BLOCK else KEY_BLOCK
     BLOCKS: tl.constexpr = STEP // KEY_BLOCK
     DTYPE: tl.constexpr = tl.float16 if HALF else tl.float32
+    turn = unpacked(turn)
     q_blocks, width, heads, kv_heads = turn.q_blocks, turn.width, turn.heads, turn.kv_heads
     # the longest rows first
     if BY_HEAD:

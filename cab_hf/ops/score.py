@@ -23,6 +23,8 @@ from cab_hf.plan import Spans
 AFFINITY_SCALE = 32768.0
 # the most columns of a row of scores that a program selects from at a time
 ROW_CHUNK = 128
+# a row of scores has room for a multiple of so many columns
+COLUMNS = tl.constexpr(32)
 # rows, and columns at a time, that one program turns into affinities
 AFFINITY_ROWS = 4
 AFFINITY_CHUNK = 128
@@ -54,7 +56,7 @@ class Scores(NamedTuple):
 
 
 class HeadChunk(NamedTuple):
-    """The heads whose turn it is, as kernels take them, and how many blocks they have.
+    """The heads whose turn it is, and how many blocks they have; kernels are given `packed`.
 
     Attributes:
         rows, rows_plane: `QuerySummary.rows`, and the stride of its first dimension.
@@ -74,6 +76,22 @@ class HeadChunk(NamedTuple):
     width: int
     coarse_width: int
 
+    @property
+    def packed(self) -> HeadChunk:
+        """As an argument of kernels, which call `unpacked`."""
+        rooms = self.width // COLUMNS.value, self.coarse_width // COLUMNS.value
+        return HeadChunk(self.rows, *map(odd, (*self[1:-2], *rooms)))
+
+
+def odd(number: int) -> int:
+    """A ``number`` from 0 up for a kernel that is not to be compiled anew for some numbers.
+
+    Triton compiles kernels anew for 1 and for multiples of 16; inside of tuples it does so whatever
+    ``do_not_specialize`` says. Numbers that differ with the length of a text go as odd ones, which
+    are neither, and kernels take them by `number_of`.
+    """
+    return 2 * number + 3
+
 
 def turns(
     rows: Tensor, shape: tuple[int, int, int, int, int], config: CabConfig, bytes_at_most: int
@@ -87,7 +105,8 @@ def turns(
     batch, heads, kv_heads, q_blocks, kv_blocks = shape
     coarse = triton.cdiv(kv_blocks * config.key_block, config.query_block)
     chunk = row_chunk(kv_blocks)
-    width, coarse_width = triton.cdiv(kv_blocks, chunk) * chunk, triton.cdiv(coarse, 32) * 32
+    width = chunk * triton.cdiv(kv_blocks, chunk)
+    coarse_width = COLUMNS.value * triton.cdiv(coarse, COLUMNS.value)
     planes = 1 + (config.select == "clusters") + (config.curvature == "forman")
     a_head = 4 * q_blocks * (planes * width + 2 * config.curved * coarse_width)
     step = triton.cdiv(batch * heads, triton.cdiv(batch * heads * a_head, bytes_at_most))
@@ -122,7 +141,7 @@ def block_scores(
         direct,
         estimate,
         scale,
-        turn,
+        turn.packed,
         **blocks,
         D=dim,
         BLOCK_D=block_d,
@@ -159,7 +178,7 @@ def block_graph(
         log_sum,
         affinity,
         AFFINITY_SCALE if half else 1.0,
-        turn,
+        turn.packed,
         **blocks,
         CLUSTERS=clusters,
         ROWS=AFFINITY_ROWS,
@@ -173,7 +192,7 @@ def block_graph(
         affinity,
         hops,
         AFFINITY_SCALE**-2 if half else 1.0,
-        turn,
+        turn.packed,
         QUERY_BLOCK=config.query_block,
         PREFIX=spans.q_length != spans.kv_length,
         CONSECUTIVE=spans.consecutive,
@@ -190,7 +209,7 @@ def block_graph(
             direct,
             log_sum,
             strength,
-            turn,
+            turn.packed,
             KEY_BLOCK=config.key_block,
             CLUSTERS=clusters,
             BLOCK_M=32,
@@ -218,7 +237,31 @@ def _hop_tile(q_blocks: int, half: bool) -> tuple[int, int, int, int]:
 
 def row_chunk(kv_blocks: int) -> int:
     """Columns of a row of scores that a program selects from at a time; a row has whole ones."""
-    return min(ROW_CHUNK, triton.next_power_of_2(max(kv_blocks, 32)))
+    return min(ROW_CHUNK, triton.next_power_of_2(max(kv_blocks, COLUMNS.value)))
+
+
+@triton.jit
+def unpacked(turn):
+    """The `HeadChunk` of what `HeadChunk.packed` gives."""
+    return HeadChunk(
+        turn.rows,
+        number_of(turn.rows_plane),
+        number_of(turn.start),
+        number_of(turn.count),
+        number_of(turn.heads),
+        number_of(turn.kv_heads),
+        number_of(turn.q_blocks),
+        number_of(turn.kv_blocks),
+        # the compiler sees how wide loads may be
+        number_of(turn.width) * COLUMNS,
+        number_of(turn.coarse_width) * COLUMNS,
+    )
+
+
+@triton.jit
+def number_of(odd):
+    """The number that `odd` was given."""
+    return (odd - 3) // 2
 
 
 @triton.jit
@@ -276,6 +319,7 @@ def _block_scores_kernel(
     BLOCK_N: tl.constexpr,
     STEPS: tl.constexpr,
 ):
+    turn = unpacked(turn)
     q_blocks, kv_blocks, width = turn.q_blocks, turn.kv_blocks, turn.width
     columns = tl.cdiv(kv_blocks, BLOCK_N)
     per_head = tl.num_programs(0) // turn.count
@@ -323,7 +367,8 @@ def _block_scores_kernel(
             upper = _product(tl.where(query > 0, query, zero), top, nothing)
             upper = _product(tl.where(query > 0, zero, query), bottom, upper)
         place = (mine * q_blocks + i)[:, None] * width + j[None, :]
-        written = inside[:, None] & (j < kv_blocks)[None, :]
+        # a row has room for whole chunks: what is behind its last block means nothing
+        written = inside[:, None] & (j < width)[None, :]
         tl.store(direct + place, (upper if CLUSTERS else mean) * scale, mask=written)
         if CLUSTERS:
             tl.store(estimate + place, (upper + mean) * (0.5 * scale), mask=written)
@@ -343,6 +388,7 @@ def _affinity_kernel(
     CHUNK: tl.constexpr,
 ):
     """Edge weights of some rows summed to the query grid, zeros where a row sees nothing."""
+    turn = unpacked(turn)
     q_blocks, width, coarse_width = turn.q_blocks, turn.width, turn.coarse_width
     # the longest rows first
     tile = tl.num_programs(0) // turn.count - 1 - tl.program_id(0) // turn.count
@@ -404,6 +450,7 @@ def _two_hop_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    turn = unpacked(turn)
     q_blocks, width, rows_plane = turn.q_blocks, turn.coarse_width, turn.rows_plane
     pid = tl.program_id(0)
     mine = pid % turn.count
@@ -463,6 +510,7 @@ def _column_strength_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    turn = unpacked(turn)
     j = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mine = tl.program_id(1).to(tl.int64)
     q_blocks, width = turn.q_blocks, turn.width

@@ -26,7 +26,15 @@ from cab_hf.budgets import Budgets
 from cab_hf.config import TOP_P_BY_KEYS, CabConfig
 from cab_hf.ops.curvature import curvature_score
 from cab_hf.ops.reference import TOP_P_TOLERANCE
-from cab_hf.ops.score import HeadChunk, Scores, row_chunk, visible_range
+from cab_hf.ops.score import (
+    HeadChunk,
+    Scores,
+    number_of,
+    odd,
+    row_chunk,
+    unpacked,
+    visible_range,
+)
 from cab_hf.ops.threshold import (
     count_kept,
     is_kept,
@@ -45,7 +53,7 @@ COPIES = 1024
 
 
 class Lists(NamedTuple):
-    """`BlockLists` as the kernels take them; ``room`` is how many blocks a row can list."""
+    """`BlockLists` as the kernels take them; ``room`` is how many blocks a row can list, `odd`."""
 
     counts: Tensor
     indices: Tensor
@@ -53,7 +61,7 @@ class Lists(NamedTuple):
 
     @classmethod
     def of(cls, lists: BlockLists) -> Lists:
-        return cls(lists.counts, lists.indices, lists.width)
+        return cls(lists.counts, lists.indices, odd(lists.width))
 
 
 class Tail(NamedTuple):
@@ -127,7 +135,7 @@ def select_blocks(
     (top_p, *_), (top_k_share, *_), (sparsity, *_) = budgets[:3]
     exact = budgets.top_p == (1,)
     _select_kernel[(turn.count * turn.q_blocks,)](
-        turn,
+        turn.packed,
         scores,
         full.counts if bits is None else bits,
         full.counts if tail.rows is None else tail.rows,
@@ -163,7 +171,7 @@ def fill_lists(
 ) -> None:
     """Write the lists of all heads whose counts `select_blocks` left beside ``bits``."""
     _block_lists_kernel[(full.counts.numel(),)](
-        turn,
+        turn.packed,
         bits,
         Lists.of(full),
         Lists.of(partial),
@@ -178,7 +186,7 @@ def _share(share: float) -> int:
     return round(share * SHARE_ONE.value)
 
 
-@triton.jit(do_not_specialize=["share", "max_density"])
+@triton.jit(do_not_specialize=["share", "max_density", "word_count"])
 def _select_kernel(
     turn,
     scores,
@@ -208,6 +216,7 @@ def _select_kernel(
     LISTS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
+    turn = unpacked(turn)
     q_blocks, kv_blocks, width = turn.q_blocks, turn.kv_blocks, turn.width
     rows_plane = turn.rows_plane
     # the longest rows first
@@ -315,8 +324,8 @@ def _select_kernel(
 
     whole_low, whole_high = _whole_range(rows, rows_plane, KEY_BLOCK)
     bits += lists_row * word_count
-    full_indices = full.indices + lists_row * full.room
-    partial_indices = partial.indices + lists_row * partial.room
+    full_indices = full.indices + lists_row * number_of(full.room)
+    partial_indices = partial.indices + lists_row * number_of(partial.room)
     full_count = 0
     partial_count = 0
     column = begin + tl.arange(0, CHUNK)
@@ -361,7 +370,7 @@ def _select_kernel(
     tl.store(partial.counts + lists_row, partial_count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["word_count"])
 def _block_lists_kernel(
     turn,
     bits,
@@ -371,14 +380,15 @@ def _block_lists_kernel(
     KEY_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
+    turn = unpacked(turn)
     q_blocks, rows_plane = turn.q_blocks, turn.rows_plane
     row = tl.program_id(0).to(tl.int64)
     rows = turn.rows + (row // (turn.heads * q_blocks) * q_blocks + row % q_blocks)
     low, high = visible_range(rows, rows_plane, True, KEY_BLOCK)
     whole_low, whole_high = _whole_range(rows, rows_plane, KEY_BLOCK)
     bits += row * word_count
-    full_indices = full.indices + row * full.room
-    partial_indices = partial.indices + row * partial.room
+    full_indices = full.indices + row * number_of(full.room)
+    partial_indices = partial.indices + row * number_of(partial.room)
     full_count = 0
     partial_count = 0
     for first in range(low // CHUNK * CHUNK, high + 1, CHUNK):

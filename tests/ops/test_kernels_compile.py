@@ -18,6 +18,15 @@ ALWAYS = {"_select_kernel", "_block_scores_kernel", "_pairs_kernel", "_merge_row
 EXACT = {"_outlier_queries_kernel", "_gathered_rows_kernel", "_exact_scores_kernel"}
 
 
+def compiling(what, *given):
+    """What `SCRIPT` prints."""
+    ran = subprocess.run(
+        [sys.executable, SCRIPT, what, json.dumps(given)], capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
 @pytest.mark.parametrize(
     ("settings", "dtype", "dim", "eight_bits", "kernels"),
     slow_but(
@@ -39,10 +48,26 @@ EXACT = {"_outlier_queries_kernel", "_gathered_rows_kernel", "_exact_scores_kern
     ),
 )
 def test_choosing_compiles_for_hopper(settings, dtype, dim, eight_bits, kernels):
-    result = json.dumps([settings, dtype, dim, eight_bits])
-    ran = subprocess.run([sys.executable, SCRIPT, result], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    shared = json.loads(ran.stdout.splitlines()[-1])
+    shared = compiling("once", settings, dtype, dim, eight_bits)
     assert kernels | ALWAYS <= shared.keys()
     assert shared.keys() >= DECODE
     assert max(shared.values()) <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("settings", "kernels"),
+    [
+        pytest.param({"max_density": 0.2}, EXACT, id="default"),
+        pytest.param(
+            {"exact_queries": 0, "curvature": "forman"},
+            {"_affinity_kernel", "_two_hop_kernel", "_column_strength_kernel"},
+            id="estimate-forman",
+        ),
+    ],
+)
+def test_no_length_is_compiled_for(settings, kernels):
+    times = compiling("lengths", settings, "bfloat16", 128, True)
+    assert kernels | ALWAYS - {"_pairs_kernel", "_merge_rows_kernel"} <= times.keys()
+    # of keys, and of queries where these are not scored exactly
+    assert times.pop("_coarsen_kernel") <= 2
+    assert set(times.values()) == {1}, times

@@ -25,6 +25,9 @@ from cab_hf.plan import BlockPlan, Spans
 from cab_hf.rotary import llama_channels
 
 LENGTH, HEADS, KV_HEADS = 1024, 4, 2
+# (queries, keys) whose numbers of query blocks, key blocks and rows Triton would tell apart: 1,
+# multiples of 16, and others
+CHUNKS = [(2048, 4096), (1920, 4000), (128, 4032), (160, 2500)]
 
 
 class NoDevice:
@@ -42,17 +45,7 @@ class NoDevice:
 
 def compiled(config, dtype, dim, eight_bits):
     """Names of the kernels of choosing and of decode -> bytes of shared memory that each takes."""
-    driver.set_active(NoDevice())
-    run, result = jit.JITFunction.run, {}
-
-    def compile_only(self, *arguments, grid, warmup=False, **options):
-        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
-        result[self.fn.__name__] = kernel.metadata.shared
-        return kernel
-
-    jit.JITFunction.run = compile_only
-    scored = exact_scores.FP8 if eight_bits else dtype
-    predict.scored_dtype = lambda x: scored
+    result = record(dtype, eight_bits)
     channels, spans = llama_channels(dim), Spans.causal(1, LENGTH, LENGTH, "cpu")
     q, k = (torch.zeros(1, heads, LENGTH, dim, dtype=dtype) for heads in (HEADS, KV_HEADS))
     summary = predict.summarise(k, spans.key_valid, config, channels)
@@ -72,9 +65,38 @@ def compiled(config, dtype, dim, eight_bits):
     choice = kernels.choose(q[:, :, :1], index, 1.0, *numbers, channels, spans.key_valid)
     kernels.attend(q[:, :, :1], k, k, choice, 1.0, numbers[0], spans.key_valid)
     kernels.attend(q[:, :, :1], k, k, choice.elsewhere(k.device), 1.0)
+    return {name: max(each.metadata.shared for each in all_of) for name, all_of in result.items()}
+
+
+def compiled_for_lengths(config, dtype, dim, eight_bits):
+    """Names of the kernels of choosing -> how often each is compiled for `CHUNKS`."""
+    result, channels = record(dtype, eight_bits), llama_channels(dim)
+    for queries, keys in CHUNKS:
+        q, k = torch.zeros(1, HEADS, queries, dim), torch.zeros(1, KV_HEADS, keys, dim)
+        q, k, spans = q.to(dtype), k.to(dtype), Spans.causal(1, queries, keys, "cpu")
+        summary = predict.summarise(k, spans.key_valid, config, channels)
+        budgets = budgets_of(config, 0, HEADS)
+        predict.choose(q, summary, spans, 1.0, config, budgets, channels)
+    return {name: len(all_of) for name, all_of in result.items()}
+
+
+def record(dtype, eight_bits):
+    """A dict that gets the kernels, by name, that are launched from now on, of which none runs."""
+    driver.set_active(NoDevice())
+    run, result = jit.JITFunction.run, {}
+
+    def compile_only(self, *arguments, grid, warmup=False, **options):
+        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
+        result.setdefault(self.fn.__name__, set()).add(kernel)
+        return kernel
+
+    jit.JITFunction.run = compile_only
+    scored = exact_scores.FP8 if eight_bits else dtype
+    predict.scored_dtype = lambda x: scored
     return result
 
 
 if __name__ == "__main__":
-    settings, dtype, dim, eight_bits = json.loads(sys.argv[1])
-    print(json.dumps(compiled(CabConfig(**settings), getattr(torch, dtype), dim, eight_bits)))
+    what, (settings, dtype, dim, eight_bits) = sys.argv[1], json.loads(sys.argv[2])
+    given = CabConfig(**settings), getattr(torch, dtype), dim, eight_bits
+    print(json.dumps({"once": compiled, "lengths": compiled_for_lengths}[what](*given)))

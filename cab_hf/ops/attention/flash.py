@@ -217,7 +217,8 @@ def _blank(out: Tensor, lse: Tensor, last: Tensor) -> None:
     )
 
 
-@triton.jit
+# not compiled again for every length
+@triton.jit(do_not_specialize=["last_batch", "length"])
 def _blank_kernel(
     last,
     last_batch,
