@@ -39,7 +39,7 @@ ORDER = (
     "fidelity",
     "calibrate",
     *(f"speed {op}" for op in ("ttft", "attention", "predictor", "breakdown")),
-    *(f"speed {op}" for op in ("prefill", "decode", "lora", "context-parallel")),
+    *(f"speed {op}" for op in ("prefill", "serve", "decode", "lora", "context-parallel")),
     "bridges",
     "families",
     "families-context-parallel",
@@ -64,6 +64,9 @@ TRAININGS = {
 }
 # beside it, some steps of the same training with the GPU to themselves
 TIMED, WARM_UP = Path("alone", "log.jsonl"), 3
+# requests side by side, a question about a cached text, and a text that is read in chunks
+SERVED, BEHIND = "speed-serve", f"{SPEED}-behind"
+CHUNKED = tuple(f"speed-prefill-chunk-{tokens}" for tokens in (2048, 8192, 32768))
 PARALLEL = "speed-context-parallel"
 PARALLELS = tuple(PARALLEL + which for which in ("", "-1m", "-4", "-4-1m", "-4-70b", "-4-1m-70b"))
 DEALT = "speed-lora-cp"
@@ -546,6 +549,62 @@ def _efficiencies(result: Results) -> list[dict[str, Any]]:
     return made
 
 
+def served_table(results: Path) -> str:
+    """A trace of requests, served densely and sparsely."""
+    result = read_results(results / SERVED)
+    rows = [
+        {
+            "attention": row["implementation"],
+            "s": digits(row["total_s"]),
+            "×": f"{row['over_best']:.2f}",
+            "prompt tokens/s": f"{row['prompt_tokens_s']:,.0f}",
+            **{f"TTFT {p} s": digits(row[f"ttft_{p}"]) for p in ("p50", "p99")},
+            **{f"TPOT {p} ms": digits(row[f"tpot_{p}"]) for p in ("p50", "p99")},
+            "density": row["density"],
+        }
+        for row in result.rows
+        if row["served"]
+    ]
+    return _table(rows, [result])
+
+
+def behind_table(results: Path) -> str:
+    """A question about a text that the cache holds, dense and sparse."""
+    result = read_results(results / BEHIND)
+    rows = [
+        {
+            "cached tokens": f"{cab['behind']:,}",
+            "tokens of the question": f"{cab['length']:,}",
+            "best dense s": digits(cab["baseline_ms"] / 1000),
+            "cab s": digits(cab["ms"] / 1000),
+            "×": f"{cab['over_best']:.2f}",
+            "at most": f"{cab['ceiling']:.2f}",
+            "density": cab["density"],
+        }
+        for cab in result.rows
+        if cab["implementation"] == CAB
+    ]
+    return _table(rows, [result])
+
+
+def chunks_table(results: Path) -> str:
+    """One prompt, by the chunks that it is read in."""
+    read = [read_results(results / name) for name in CHUNKED]
+    rows = [
+        {
+            "tokens": f"{row['length']:,}",
+            "of a chunk": f"{row['chunk']:,}",
+            "s": digits(row["ms"] / 1000),
+            "tokens/s": f"{row['tokens_s']:,.0f}",
+            "density": f"{row['density']:.4f}",
+            "GiB beside weights and cache": digits(row["rest_gib"]),
+        }
+        for each in read
+        for row in each.rows
+    ]
+    return _table(rows, read)
+
+
 def decode_table(results: Path) -> str:
     """A decode step: attention of one layer, and of a compiled model; sparse beside dense."""
     read = [read_results(results / name) for name in STEPS_OF_DECODE]
@@ -603,6 +662,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "models": models_table,
     "parallel": parallel_table,
     "sharded": dealt_table,
+    "served": served_table,
+    "behind": behind_table,
+    "chunks": chunks_table,
     "decode": decode_table,
     "decoded": decoded_table,
 }
