@@ -1,4 +1,4 @@
-"""Names that fields of `CabConfig` had in earlier versions: what was saved under them loads."""
+"""Names of earlier versions, of fields of `CabConfig` and options: what was saved by them loads."""
 
 from __future__ import annotations
 
@@ -30,16 +30,29 @@ def renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
 def renamed_in(recorded: Any) -> Any:
     """What a run has recorded, as JSON has it, with `renamed` configs wherever it holds some.
 
-    A config is a dict that has ``key_block``, or nothing but `PARTS`; ``field=value`` in a list is
+    Options that set fields of a `CabConfig` go by their names of today, too (`_options`). A config
+    is a dict that has ``key_block``, or nothing but `PARTS`; ``field=value`` in a list is
     a field that a command line sets.
     """
     if isinstance(recorded, list):
         return [_assignment(renamed_in(item)) for item in recorded]
     if not isinstance(recorded, dict):
         return recorded
-    values = {name: _value(name, renamed_in(value)) for name, value in recorded.items()}
+    values = {name: _value(name, renamed_in(value)) for name, value in _options(recorded).items()}
     names = {RENAMED.get(name, name) for name in values}
     return renamed(values) if "key_block" in names or names <= PARTS else values
+
+
+def _options(recorded: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``recorded`` with ``cab`` for ``set`` and ``config``; what ``cab`` was is ``variant``."""
+    options = dict(recorded)
+    if isinstance(options.get("set"), list):
+        if "cab" in options:
+            options["variant"] = options["cab"]
+        options["cab"] = options.pop("set")
+    elif isinstance(options.get("config"), list):
+        options["cab"] = options.pop("config")
+    return options
 
 
 def _value(name: str, value: Any) -> Any:

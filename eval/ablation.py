@@ -157,11 +157,11 @@ class Settings(fidelity.Settings):
 
     @cached_property
     def configs(self) -> dict[str, CabConfig]:
-        """The default, ``--set`` over it, one config a change, and those of ``--cab``."""
+        """The default, ``--cab`` over it, one config a change, and those of ``--variant``."""
         given = super().configs
         default = given[Cab.name]
         chosen = (default.predictor, default.select) == ("curvature", "clusters")
-        require(self, "set", chosen, "settings that leave predictor and select at their default")
+        require(self, "cab", chosen, "settings that leave predictor and select at their default")
         known = changes(default)
         for name in self.changes:
             require(self, "changes", name in known, f"of {', '.join(known)}", name)

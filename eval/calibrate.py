@@ -77,7 +77,7 @@ DIGITS = 5  # that count, of a recorded loss
 class Settings(OnModelSettings):
     """What a run is told."""
 
-    set: tuple[str, ...] = option(
+    cab: tuple[str, ...] = option(
         (), "field=value of CabConfig, e.g. query_block=64; repeatable", repeatable=True
     )
     texts: tuple[str, ...] = option(
@@ -116,8 +116,8 @@ class Settings(OnModelSettings):
 
     @cached_property
     def cab_config(self) -> CabConfig:
-        """What every head shares: ``--set`` over the defaults."""
-        return known(CabConfig.from_dict(renamed(dict(map(parse_assignment, self.set)))))
+        """What every head shares: ``--cab`` over the defaults."""
+        return known(CabConfig.from_dict(renamed(dict(map(parse_assignment, self.cab)))))
 
 
 class Budgets:

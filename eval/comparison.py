@@ -105,7 +105,7 @@ class ComparisonSettings(LongRunSettings):
         f"comma-separated, of {', '.join(METHODS)}",
         comma_separated(str),
     )
-    cab: tuple[str, ...] = option(
+    variant: tuple[str, ...] = option(
         (),
         "another configuration as method cab:NAME, NAME=field=value,... or NAME=FILE.json; "
         "repeatable",
@@ -164,12 +164,12 @@ class ComparisonSettings(LongRunSettings):
 
     @cached_property
     def configs(self) -> dict[str, CabConfig]:
-        """``cab``, the defaults and ``--set``; and ``cab:NAME`` for each ``--cab``."""
+        """``cab``, the defaults and ``--cab``; and ``cab:NAME`` for each ``--variant``."""
         chosen = {Cab.name: CabConfig.from_dict({"min_length": 0, **self.cab_fields})}
-        for name, given in _assigned(self.cab).items():
+        for name, given in _assigned(self.variant).items():
             accepted = "NAME=field=value,... or NAME=FILE.json"
             fits = NAME.fullmatch(name) and isinstance(given, str) and given
-            require(self, "cab", fits, accepted, f"{name}={given}")
+            require(self, "variant", fits, accepted, f"{name}={given}")
             chosen[f"{Cab.name}:{name}"] = cab_config(given)
         return {name: known(config) for name, config in chosen.items()}
 
@@ -194,8 +194,8 @@ class Comparison(LongRun):
     """
 
     CELL, FITTED = CELL, "fitted"
-    # what set and cab say is in cab_configs
-    GROWS: ClassVar[tuple[str, ...]] = ("methods", "budgets", "set", "cab")
+    # what cab and variant say is in cab_configs
+    GROWS: ClassVar[tuple[str, ...]] = ("methods", "budgets", "cab", "variant")
 
     @property
     @abstractmethod
@@ -262,9 +262,9 @@ class Comparison(LongRun):
 
     def recorded(self) -> dict[str, Any]:
         settings, given = self.settings, super().recorded()
-        given["cab"] = [
+        given["variant"] = [
             f"{name}={Path(value).name if value.endswith('.json') else value}"
-            for name, value in _assigned(settings.cab).items()
+            for name, value in _assigned(settings.variant).items()
         ]
         configs = {name: config.to_dict() for name, config in settings.configs.items()}
         if settings.equal == DENSITY:

@@ -58,7 +58,7 @@ class OnModelSettings:
         "a causal LM's name or path; smollm2, smollm2-32k, smollm2-128k, tiny need no hub",
     )
     trust_remote_code: bool = flag("run Python code that comes with the model")
-    set: tuple[str, ...] = option(
+    cab: tuple[str, ...] = option(
         (),
         "field=value of CabConfig, e.g. top_p=0.8; repeatable (default on CPU: small blocks, in "
         "whose place comes whatever is set)",
@@ -84,10 +84,10 @@ class OnModelSettings:
 
     @property
     def cab_fields(self) -> dict[str, Any]:
-        """Fields of `CabConfig` that ``--set`` names; where it names none, the device's."""
-        if not self.set:
+        """Fields of `CabConfig` that ``--cab`` names; where it names none, the device's."""
+        if not self.cab:
             return dict(SMALL) if self.on_cpu else {}
-        return renamed(dict(map(parse_assignment, self.set)))
+        return renamed(dict(map(parse_assignment, self.cab)))
 
 
 class OnModel(Experiment):

@@ -51,7 +51,7 @@ STAGES = {
     "dropped.",
     "both": "The table says how answers are decoded; what has no decode of its own is dense there.",
 }
-DECODE_SHARE = 0.125  # of the text that cab reads a step in stage both, unless --set says otherwise
+DECODE_SHARE = 0.125  # of the text that cab reads a step in stage both, unless --cab says otherwise
 CELL = ("method", "length", "keys")
 cell_of = itemgetter(*CELL)
 question_of = itemgetter("length", "keys", "depth", "index")  # what every method is asked alike
@@ -152,7 +152,7 @@ class Settings(LongRunSettings):
 
     @cached_property
     def cab_config(self) -> CabConfig:
-        """CAB's config: ``--set`` over the defaults, sparse at any length."""
+        """CAB's config: ``--cab`` over the defaults, sparse at any length."""
         fixed = {"min_length": 0}
         if self.stage == "both":
             fixed |= {"sparse_decode": True, "decode_tokens": DECODE_SHARE}
@@ -175,7 +175,7 @@ class Passkey(LongRun):
     Settings = Settings
     CELL, FITTED = CELL, "budget"
     CASE = (*CELL, "depth", "index")
-    GROWS = ("methods", "lengths", "controls", "set")
+    GROWS = ("methods", "lengths", "controls", "cab")
     WRITTEN = ANSWER_TOKENS
 
     @cached_property

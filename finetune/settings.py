@@ -27,7 +27,6 @@ from cab_hf.runs.settings import (
 )
 
 PROG = "finetune/lora.py"
-CONFIG = "config"  # the option that names a YAML file
 DTYPES = ("bfloat16", "float32")
 # what is trained
 ADAPTER, ALL = "adapter", "all"
@@ -287,4 +286,4 @@ class Settings:
 def read(words: Sequence[str]) -> Settings:
     """The settings of a command line; what is refused ends the process with status 2."""
     purpose = "Fine-tune a causal language model on long documents, by LoRA or all of it."
-    return read_settings(Settings, words, PROG, purpose, file=CONFIG)
+    return read_settings(Settings, words, PROG, purpose)

@@ -59,7 +59,7 @@ def tiny_of_three_layers():
         # a config, whole or in part, wherever it stands
         ({"cab_config": {**OLD, "key_block": 64, "gone": 1}}, {"top_p": 0.8, "gone": 1}),
         ({"options": [{"mass": 0.5, "exact_queries": 4}]}, {"top_p": 0.5, "exact_queries": 4}),
-        ({"set": ["mass=0.5", "coarsen=box", "x=1"]}, ["top_p=0.5", "coarsen=minmax", "x=1"]),
+        ({"words": ["mass=0.5", "coarsen=box", "x=1"]}, ["top_p=0.5", "coarsen=minmax", "x=1"]),
         # what was measured is no field
         ({"row": {"mass": 0.5, "needle": 1.0}}, {"mass": 0.5, "needle": 1.0}),
         ({"graph": {"bridges": 8, "outcomes": []}}, {"bridges": 8, "outcomes": []}),
@@ -90,3 +90,21 @@ def test_a_log_of_an_earlier_version_goes_on(tmp_path):
     other = {"seed": 0, "cab_config": {**renamed(full), "top_p": 0.5}}
     with pytest.raises(LogError, match="cab_config.top_p 0.8, this run has 0.5"):
         Log(path, other, ("index",))
+
+
+@pytest.mark.parametrize(
+    ("recorded", "read"),
+    [
+        (
+            {"set": ["top_p=0.5"], "cab": ["a=b.json"]},
+            {"cab": ["top_p=0.5"], "variant": ["a=b.json"]},
+        ),
+        ({"set": []}, {"cab": []}),
+        ({"config": ["b=1"], "cab_config": None}, {"cab": ["b=1"], "cab_config": None}),
+        # of a run that trains, and of one of today
+        ({"cab": ["top_p=0.5"], "config": "a.yaml"}, {"cab": ["top_p=0.5"], "config": "a.yaml"}),
+        ({"cab": ["a=1"], "variant": ["b=2"]}, {"cab": ["a=1"], "variant": ["b=2"]}),
+    ],
+)
+def test_options_of_earlier_versions_go_by_their_names_of_today(recorded, read):
+    assert renamed_in({"settings": recorded}) == {"settings": read}

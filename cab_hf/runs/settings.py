@@ -24,7 +24,7 @@ Settings = TypeVar("Settings")
 Fields = Mapping[str, dataclasses.Field]
 # what Python says of a text that is none is not for users
 NUMBERS = {int: "a whole number", float: "a finite number"}
-FILE = "settings"  # the option that names a YAML file
+FILE = "config"  # the option that names a YAML file
 
 
 class UsageError(ValueError):
@@ -171,11 +171,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read_settings(
-    kind: type[Settings], words: Sequence[str], prog: str, purpose: str = "", file: str = FILE
+    kind: type[Settings], words: Sequence[str], prog: str, purpose: str = ""
 ) -> Settings:
     """The settings that ``words`` of a command line ask for.
 
-    ``--settings FILE`` (or another name, ``file``) reads a YAML mapping from option to value; what
+    ``--config FILE`` reads a YAML mapping from option to value; what
     is typed wins over it, and repeatable options are taken from both, typed ones last. Whatever is
     refused ends the process with status 2 and one line on stderr.
     """
@@ -184,7 +184,7 @@ def read_settings(
     for field in fields.values():
         _add_option(parser, field)
     text = "YAML file of these options; those typed here win"
-    parser.add_argument(f"--{file}", metavar="FILE", help=text)
+    parser.add_argument(f"--{FILE}", metavar="FILE", help=text)
     parsed, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
         name = unknown[0].partition("=")[0]
@@ -192,11 +192,11 @@ def read_settings(
         near = _nearest(name, list(map(_option_name, known)))
         parser.error(f"there is no option {name!r}; {near}")
     typed = vars(parsed)
-    path = typed.pop(file)
+    path = typed.pop(FILE)
     try:
         given = _parse(typed, fields)
         if path is not None:
-            read = _parse(_read_yaml(path, fields, file), fields, f"{path}, ")
+            read = _parse(_read_yaml(path, fields), fields, f"{path}, ")
             both = (name for name in read.keys() & given if fields[name].metadata["repeatable"])
             given = {**read, **given, **{name: read[name] + given[name] for name in both}}
         return kind(**given)
@@ -266,7 +266,7 @@ def _require_finite(value: Any) -> None:
             raise ValueError(f"it must be a finite number; got {each}.")
 
 
-def _read_yaml(path: str, fields: Fields, named: str) -> dict[str, list[str]]:
+def _read_yaml(path: str, fields: Fields) -> dict[str, list[str]]:
     """What the file sets, as it would be typed: lists may be lists, assignments a mapping."""
     import yaml
 
@@ -274,9 +274,9 @@ def _read_yaml(path: str, fields: Fields, named: str) -> dict[str, list[str]]:
         content = yaml.safe_load(Path(path).read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         why = str(error).splitlines()[0]
-        raise ValueError(f"{named} must be a YAML file; {path}: {why}.") from None
+        raise ValueError(f"{FILE} must be a YAML file; {path}: {why}.") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{named} must be a mapping from option to value; {path} holds none.")
+        raise ValueError(f"{FILE} must be a mapping from option to value; {path} holds none.")
     texts = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")

@@ -115,7 +115,7 @@ class Attention(HeadSpeed):
     caption = "time and rate of attention by length"
     Settings = Settings
     CASE = tuple(Settings.KEYS)
-    GROWS = (*Settings.KEYS.values(), "config")
+    GROWS = (*Settings.KEYS.values(), "cab")
 
     FOUND = ("density", "attended_pairs", "listed_pairs", "predict_ms")
     BY_NAME = (*OF_ENGINES, *HeadSpeed.BY_NAME)

@@ -87,7 +87,7 @@ class SpeedSettings:
 
     lengths: tuple[int, ...] | None = powers(13, 17)
     dtype: str | None = by_device("bfloat16", "float32", f"one of {', '.join(DTYPES)}")
-    config: tuple[str, ...] = option(
+    cab: tuple[str, ...] = option(
         (), "field=value of CabConfig, e.g. top_p=0.8; repeatable", repeatable=True
     )
     out: str = option("speed_results", "folder for the results; a run found there goes on")
@@ -133,16 +133,16 @@ class SpeedSettings:
 
     @cached_property
     def cab_config(self) -> CabConfig:
-        """CAB's config: ``--config`` over the defaults."""
+        """CAB's config: ``--cab`` over the defaults."""
         return self.configured()
 
     def configured(self, **fixed: Any) -> CabConfig:
-        """``--config`` over `DEFAULTS`; ValueError where it sets what is ``fixed`` elsewhere."""
-        given = renamed(dict(map(parse_assignment, self.config)))
+        """``--cab`` over `DEFAULTS`; ValueError where it sets what is ``fixed`` elsewhere."""
+        given = renamed(dict(map(parse_assignment, self.cab)))
         twice = sorted(fixed.keys() & given.keys())
         if twice:
             raise ValueError(
-                f"config sets {twice[0]}, which is an option of its own here, or what is measured."
+                f"cab sets {twice[0]}, which is an option of its own here, or what is measured."
             )
         return known(CabConfig(**self.DEFAULTS).changed(**given, **fixed))
 
@@ -186,7 +186,7 @@ class Speed(Experiment):
     """
 
     CASE = ("length",)
-    GROWS = ("lengths", "config")  # cab_config is recorded beside the words that make it
+    GROWS = ("lengths", "cab")  # cab_config is recorded beside the words that make it
     SHAPE: ClassVar[tuple[str, ...]]
     FOUND: ClassVar[tuple[str, ...]]
     BY_NAME: ClassVar[tuple[str, ...]] = ()

@@ -110,7 +110,7 @@ class Batches(Speed):
     caption = "time of a layer's attention by length"
     Settings = Settings
     CASE = tuple(Settings.KEYS)
-    GROWS = (*Settings.KEYS.values(), "config")
+    GROWS = (*Settings.KEYS.values(), "cab")
 
     SHAPE = ("heads", "kv_heads", "head_dim", "dtype")
     FOUND = (

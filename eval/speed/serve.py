@@ -134,7 +134,7 @@ class Serve(Speed):
     caption = "tokens of finished requests over time"
     Settings = Settings
     CASE = tuple(Settings.KEYS)
-    GROWS = (*Settings.KEYS.values(), "config")
+    GROWS = (*Settings.KEYS.values(), "cab")
 
     SHAPE = ("dtype", "new_tokens", "longest")
     FOUND = ("served", "density", "peak_gib", "cache_gib", "ran_as")

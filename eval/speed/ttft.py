@@ -113,7 +113,7 @@ class TimeToFirstToken(Ranked):
     Settings = Settings
     CASE = (*Settings.KEYS, "world")
     ADDED: ClassVar[Mapping[str, Any]] = {"world": 1, "behind": 0}
-    GROWS = (*Settings.KEYS.values(), "config", "worlds")
+    GROWS = (*Settings.KEYS.values(), "cab", "worlds")
 
     SHAPE = ("dtype", "behind")
     FOUND = ("ms", "peak_gib", "density", "ceiling", "tflops", "ran_as")

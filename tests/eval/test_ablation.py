@@ -18,7 +18,7 @@ WHOLE = {"rows", "curvature", "bounds", "mass", "top", "tail", "sinks", "local",
 
 def start(model_folder, out, *more, drawn=False):
     given = ["--model", model_folder, "--out", out, "--device", "cpu", *DOCUMENTS]
-    given += [word for assignment in SPARSE for word in ("--set", assignment)]
+    given += [word for assignment in SPARSE for word in ("--cab", assignment)]
     with pytest.MonkeyPatch.context() as patch:
         if not drawn:
             patch.setattr(Ablation, "draw", lambda *_: None)
@@ -55,7 +55,7 @@ def test_a_change_that_changes_nothing_is_left_out():
 
 
 def test_changes_are_made_of_what_is_set(tmp_path):
-    fields = {"changes": ("rows_all", "sinks_none"), "set": ("query_block=64", "top_p=0.5")}
+    fields = {"changes": ("rows_all", "sinks_none"), "cab": ("query_block=64", "top_p=0.5")}
     settings = Settings(device="cpu", **fields, cab=("mine=top_p=0.3",))
     configs = settings.configs
     assert list(configs) == ["cab", "cab:rows_all", "cab:sinks_none", "cab:mine"]
@@ -70,9 +70,9 @@ def test_changes_are_made_of_what_is_set(tmp_path):
         pytest.param(
             ["--changes", "magic"], "changes is 'magic'; it must be of rows_none", id="name"
         ),
-        pytest.param(["--set", "predictor=random"], "predictor and select", id="another predictor"),
+        pytest.param(["--cab", "predictor=random"], "predictor and select", id="another predictor"),
         pytest.param(
-            ["--cab", "rows_all=top_p=0.5"], "of other names than the changes", id="taken"
+            ["--variant", "rows_all=top_p=0.5"], "of other names than the changes", id="taken"
         ),
         pytest.param(
             ["--methods", "dense"], "with cab, which all is held against", id="no default"
@@ -153,7 +153,7 @@ def test_changes_are_paired_with_the_default_by_hand():
 
 
 def test_a_killed_run_ends_as_a_whole_one(model_folder, tmp_path, monkeypatch):
-    more = ("--changes", "rows_none,tail_none,key_block_twice", "--cab", "mine=top_p=0.3")
+    more = ("--changes", "rows_none,tail_none,key_block_twice", "--variant", "mine=top_p=0.3")
     complete = command(model_folder, tmp_path / "whole", *more, drawn=True)
     rows = {row["method"]: row for row in complete["rows"]}
     names = ("rows_none", "tail_none", "key_block_twice", "mine")
@@ -185,7 +185,7 @@ def test_a_killed_run_ends_as_a_whole_one(model_folder, tmp_path, monkeypatch):
 def test_all_changes_run(model_folder, tmp_path):
     results = command(model_folder, tmp_path, "--probes", "continuation", "--documents", "1")
     changed = [row for row in results["rows"] if "to_default" in row]
-    default = Settings(device="cpu", set=SPARSE).configs["cab"]
+    default = Settings(device="cpu", cab=SPARSE).configs["cab"]
     assert {row["method"] for row in changed} == {f"cab:{name}" for name in changes(default)}
     assert all(row["says"] != ablation.GIVEN for row in changed)
     # and nearly all are felt

@@ -41,7 +41,7 @@ def start(model_folder, folder, out, *more, methods="dense,full,cab,streaming", 
     given += [
         "--budgets",
         "0.3,0.6",
-        *chain(*(("--set", field) for field in (*SPARSE, "top_p=0.2"))),
+        *chain(*(("--cab", field) for field in (*SPARSE, "top_p=0.2"))),
     ]
     with pytest.MonkeyPatch.context() as patch:
         # which takes longer than the rest
@@ -134,7 +134,7 @@ def test_perplexity_is_that_of_one_pass_over_all(model_folder, folder, tmp_path)
 
 def test_cab_stands_at_its_default_and_at_budgets(model_folder, folder, tmp_path):
     out = tmp_path / "out"
-    more = ("--lengths", "384", "--cab", f"more={','.join(SPARSE)},top_p=0.9")
+    more = ("--lengths", "384", "--variant", f"more={','.join(SPARSE)},top_p=0.9")
     results = command(model_folder, folder, out, *more, drawn=True)
     of = {(row["method"], row["budget"]): row["density"] for row in results["rows"]}
     methods = ("cab", "cab:more")

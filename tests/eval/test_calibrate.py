@@ -33,7 +33,7 @@ def book(tmp_path, monkeypatch):
 
 def command(model_folder, book, out, *more):
     given = ["--model", model_folder, "--texts", book, "--out", out, "--length", 300]
-    given += ["--device", "cpu", *(word for field in SMALL for word in ("--set", field))]
+    given += ["--device", "cpu", *(word for field in SMALL for word in ("--cab", field))]
     return main(["calibrate", *map(str, (*given, *more))])
 
 
@@ -73,7 +73,7 @@ def test_rows_say_what_each_head_got(model_folder, book, tmp_path):
     [
         (["--target-densities", "1.5"], r"target_densities is (1.5,); it must be in (0, 1]"),
         (["--texts", "nowhere.txt"], "texts is 'nowhere.txt'; it must be UTF-8 files or built-in"),
-        (["--set", "mas=1"], "CabConfig has no field 'mas'"),
+        (["--cab", "mas=1"], "CabConfig has no field 'mas'"),
     ],
 )
 def test_bad_settings_are_refused(words, message, capsys):

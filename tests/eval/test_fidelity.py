@@ -55,7 +55,7 @@ def book(tmp_path):
 def start(model_folder, out, *more, methods="dense,cab,random", drawn=False):
     given = ["--model", model_folder, "--out", out, "--methods", methods, "--lengths", LENGTH]
     fixed = ["--keys", "2", "--device", "cpu"]
-    fixed += [word for assignment in SPARSE for word in ("--set", assignment)]
+    fixed += [word for assignment in SPARSE for word in ("--cab", assignment)]
     with pytest.MonkeyPatch.context() as patch:
         # which takes longer than the rest
         if not drawn:
@@ -286,14 +286,14 @@ def test_a_length_without_room_for_a_task_is_refused(model_folder, tmp_path, cap
                 "decode",
                 "--lengths",
                 "584",
-                "--cab",
+                "--variant",
                 "a=sparse_decode=true,decode_tokens=128",
             ],
             "lengths is (584,); it must be such that 7/8 of each are 4 times decode_tokens=128",
             id="too short to decode sparsely",
         ),
         pytest.param(
-            ["--probes", "turns", "--lengths", "2560,1279", "--set", "query_block=128"],
+            ["--probes", "turns", "--lengths", "2560,1279", "--cab", "query_block=128"],
             "it must be at least 1280 each for turns: 5 turns of 2 query blocks of 128",
             id="turns too short",
         ),
@@ -334,7 +334,7 @@ def test_a_length_without_room_for_a_task_is_refused(model_folder, tmp_path, cap
             id="no match",
         ),
         pytest.param(
-            ["--probes", "recall_border", "--set", "query_block=256"],
+            ["--probes", "recall_border", "--cab", "query_block=256"],
             "no part of 128",
             id="borders",
         ),
@@ -347,20 +347,24 @@ def test_a_length_without_room_for_a_task_is_refused(model_folder, tmp_path, cap
             ["--asked", "0", "--probes", "asked"], "asked is 0; it must be at least 1", id="none"
         ),
         pytest.param(["--documents", "0"], "documents is 0; it must be at least 1", id="documents"),
-        pytest.param(["--cab", "wide"], "cab: an assignment is field=value", id="cab"),
+        pytest.param(["--variant", "wide"], "variant: an assignment is field=value", id="cab"),
         pytest.param(
-            ["--cab", "wide="], "cab is 'wide='; it must be NAME=field=value", id="cab empty"
+            ["--variant", "wide="],
+            "variant is 'wide='; it must be NAME=field=value",
+            id="cab empty",
         ),
         pytest.param(
-            ["--cab", "=top_p=0.5"],
+            ["--variant", "=top_p=0.5"],
             "cab is '=top_p=0.5'; it must be NAME=field=value",
             id="cab nameless",
         ),
-        pytest.param(["--cab", "wide=weight=3"], "no field 'weight'", id="cab field"),
-        pytest.param(["--cab", "wide=top_p=3"], "top_p", id="cab value"),
-        pytest.param(["--cab", "wide=no.json"], "a JSON file of CabConfig fields: ", id="cab file"),
-        pytest.param(["--cab", "wide=b.json"], "JSON file of CabConfig", id="cab text"),
-        pytest.param(["--cab", "wide=list.json"], "must be a dict of CabConfig", id="cab list"),
+        pytest.param(["--variant", "wide=weight=3"], "no field 'weight'", id="cab field"),
+        pytest.param(["--variant", "wide=top_p=3"], "top_p", id="cab value"),
+        pytest.param(
+            ["--variant", "wide=no.json"], "a JSON file of CabConfig fields: ", id="cab file"
+        ),
+        pytest.param(["--variant", "wide=b.json"], "JSON file of CabConfig", id="cab text"),
+        pytest.param(["--variant", "wide=list.json"], "must be a dict of CabConfig", id="cab list"),
     ],
 )
 def test_bad_settings_are_refused_in_a_sentence(options, message, capsys, tmp_path, monkeypatch):
@@ -380,14 +384,14 @@ def test_configurations_are_told_apart(tmp_path):
     plain.write_text(json.dumps({"top_p": 0.7}))
     complete.write_text(json.dumps({"cab_config": CabConfig(top_p=0.6).to_dict(), "other": 1}))
     parts = ("a=top_p=0.8,dense_layers=(0,2),coarsen=mean", f"b={plain}", f"c={complete}")
-    settings = Settings(cab=parts, set=("top_p=0.5",))
+    settings = Settings(variant=parts, cab=("top_p=0.5",))
     configs = settings.configs
     masses = {"cab": 0.5, "cab:a": 0.8, "cab:b": 0.7, "cab:c": 0.6}
     assert {name: config.top_p for name, config in configs.items()} == masses
     assert (configs["cab:a"].dense_layers, configs["cab:a"].coarsen) == ((0, 2), "mean")
     assert {config.min_length for config in configs.values()} == {0}
     recorded = Fidelity(settings).recorded()
-    assert recorded["cab"][1:] == ["b=plain.json", "c=whole.json"]
+    assert recorded["variant"][1:] == ["b=plain.json", "c=whole.json"]
     assert str(tmp_path) not in json.dumps(recorded)
 
 
@@ -395,7 +399,7 @@ def test_configurations_are_told_apart(tmp_path):
 
 
 def test_the_command_writes_its_files(model_folder, tmp_path, book, capsys):
-    more = ("--texts", f"noise,{book}", "--budgets", "match,0.5", "--cab", f"wide={SMALL}")
+    more = ("--texts", f"noise,{book}", "--budgets", "match,0.5", "--variant", f"wide={SMALL}")
     results = command(model_folder, tmp_path / "out", *more)
     rows = results["rows"]
     arms = [*((name, None) for name in ("dense", "cab", "cab:wide")), ("random", "match")]
@@ -456,7 +460,7 @@ def test_borders_are_read_beside_the_rest(model_folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize("probe", ["recall", "recall_border"])
 def test_only_at_borders_nothing_behind_takes_part(model_folder, monkeypatch, probe):
     monkeypatch.setattr(fidelity, "BORDER", 32)
-    given = {"device": "cpu", "lengths": (900,), "keys": 2, "set": SPARSE, "methods": ("cab",)}
+    given = {"device": "cpu", "lengths": (900,), "keys": 2, "cab": SPARSE, "methods": ("cab",)}
     measured = Fidelity(Settings(model=str(model_folder), **given))
     reading = measured.reading("noise", 900, probe, None, 0)
     case = {"method": "cab", "text": "noise", "length": 900, "budget": None, "fitted": None}
@@ -486,7 +490,9 @@ def test_full_reads_as_dense_does(model_folder, tmp_path):
 def test_the_report_is_made_from_the_files_alone(model_folder, tmp_path, book):
     """And says by which command it was."""
     out, texts = tmp_path / "out", ("--texts", f"noise,{book}")
-    command(model_folder, out, *texts, "--cab", f"wide={SMALL}", "--probes", "recall", drawn=True)
+    command(
+        model_folder, out, *texts, "--variant", f"wide={SMALL}", "--probes", "recall", drawn=True
+    )
     before = {name: (out / name).read_bytes() for name in FILES}
     settings = json.loads(before["results.json"])["provenance"]["settings"]
     for name in ("results.csv", "report.md", "figure.png"):
@@ -533,7 +539,7 @@ TURNS = ("--probes", "turns", "--lengths", 900, "--documents", 2)
 
 
 def test_turns_are_held_against_dense(model_folder, tmp_path):
-    more = ("--budgets", "0.05", "--cab", "tiny=query_block=32,key_block=16,max_density=0.05")
+    more = ("--budgets", "0.05", "--variant", "tiny=query_block=32,key_block=16,max_density=0.05")
     results = command(
         model_folder, tmp_path, *TURNS, *more, methods="dense,full,cab,random,streaming", drawn=True
     )
@@ -579,7 +585,7 @@ def test_a_killed_run_of_turns_ends_as_a_whole_one(model_folder, tmp_path, monke
 
 
 def test_what_follows_a_prompt_is_read_exactly_but_by_what_has_no_keys_left(model_folder):
-    given = {"device": "cpu", "lengths": (900,), "set": SPARSE, "methods": ("cab",)}
+    given = {"device": "cpu", "lengths": (900,), "cab": SPARSE, "methods": ("cab",)}
     measured = Fidelity(Settings(model=str(model_folder), **given))
     reading = measured.reading("noise", 900, "continuation", None, 0)
     assert reading.prompt == 900 - 112
@@ -601,12 +607,12 @@ def test_what_follows_a_prompt_is_read_exactly_but_by_what_has_no_keys_left(mode
 DECODING = (
     *("--probes", "decode,decode_asked,greedy", "--lengths", 900, "--documents", 2, "--asked", 2),
     *("--decoded", 24, "--written", 16, "--continuations", 3, "--match", "cab:sparse"),
-    *("--cab", f"sparse={SMALL},sparse_decode=true,decode_tokens=128"),
+    *("--variant", f"sparse={SMALL},sparse_decode=true,decode_tokens=128"),
 )
 
 
 def test_decoding_is_held_against_dense(model_folder, tmp_path):
-    more, methods = ("--cab", f"dense={SMALL}"), "dense,full,streaming,h2o,snapkv"
+    more, methods = ("--variant", f"dense={SMALL}"), "dense,full,streaming,h2o,snapkv"
     results = command(model_folder, tmp_path, *DECODING, *more, methods=methods, drawn=True)
     rows = {row["method"]: row for row in results["rows"]}
     caches = ("streaming", "h2o", "snapkv")
@@ -930,7 +936,7 @@ def test_a_killed_run_goes_on_and_grows(model_folder, tmp_path, monkeypatch, cap
     assert [row["recall"]["n"] for row in grown["rows"]] == [4, 2, 2]
     assert [case["index"] for case in calls[-4:]] == [1] * 4
 
-    assert start(model_folder, killed, "--cab", f"wide={SMALL}") == 2
+    assert start(model_folder, killed, "--variant", f"wide={SMALL}") == 2
     assert "give another --out" in capsys.readouterr().err
 
 

@@ -11,7 +11,7 @@ def chosen(command, folder, *assignments):
     """The config that a command on a CPU gives the method cab."""
     given = {"books": str(folder)} if command is books else {}
     (folder / "a book.txt").write_text("It was.")
-    settings = command.Settings(device="cpu", set=assignments, **given)
+    settings = command.Settings(device="cpu", cab=assignments, **given)
     return settings.cab_config if command is passkey else settings.configs["cab"]
 
 
@@ -27,4 +27,4 @@ def test_what_is_set_comes_in_the_place_of_small_blocks_in_every_comparison(comm
 
 def test_a_calibration_is_of_the_blocks_that_a_model_is_to_be_read_with():
     assert calibrate.Settings(device="cpu").cab_config == CabConfig()
-    assert "small" not in calibrate.Settings.__dataclass_fields__["set"].metadata["help"]
+    assert "small" not in calibrate.Settings.__dataclass_fields__["cab"].metadata["help"]

@@ -68,7 +68,7 @@ FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.pn
 def start(model_folder, out, *more, methods=METHODS):
     given = ["--model", model_folder, "--out", out, "--methods", methods, "--lengths", LENGTH]
     fixed = ["--depths", "3", "--samples", "1", "--device", "cpu"]
-    fixed += [word for assignment in SPARSE for word in ("--set", assignment)]
+    fixed += [word for assignment in SPARSE for word in ("--cab", assignment)]
     return main(["passkey", *map(str, (*given, *fixed, *more))])
 
 
@@ -235,11 +235,11 @@ def test_decoded_text_is_scored(answer, correct):
             ["--filler", "text", "--haystack", "no.txt"], "a text file with filler", id="file"
         ),
         pytest.param(["--keys", "99"], "keys is 99; it must be 1 to", id="keys"),
-        pytest.param(["--set", "top_p"], "set: an assignment is field=value", id="assignment"),
-        pytest.param(["--set", "top_p=3"], "top_p", id="field value"),
-        pytest.param(["--set", "weight=3"], "weight", id="field name"),
+        pytest.param(["--cab", "top_p"], "cab: an assignment is field=value", id="assignment"),
+        pytest.param(["--cab", "top_p=3"], "top_p", id="field value"),
+        pytest.param(["--cab", "weight=3"], "weight", id="field name"),
         pytest.param(
-            ["--stage", "both", "--lengths", "511", "--set", "decode_tokens=128"],
+            ["--stage", "both", "--lengths", "511", "--cab", "decode_tokens=128"],
             "lengths is (511,); it must be 4 times decode_tokens=128 at least",
             id="too short to decode sparsely",
         ),
@@ -254,7 +254,7 @@ def test_bad_settings_are_refused_in_a_sentence(options, message, capsys):
 
 
 def test_settings_from_the_command_line_reach_cab():
-    chosen = Settings(set=("top_p=0.5", "dense_layers=(0, 2)", "coarsen=mean"), stage="both")
+    chosen = Settings(cab=("top_p=0.5", "dense_layers=(0, 2)", "coarsen=mean"), stage="both")
     config = chosen.cab_config
     assert (config.top_p, config.dense_layers, config.coarsen) == (0.5, (0, 2), "mean")
     assert (config.min_length, config.sparse_decode) == (0, True)
@@ -267,7 +267,7 @@ def test_settings_from_the_command_line_reach_cab():
 
 def test_the_command_writes_its_files(model_folder, tmp_path, capsys):
     # with a tail the question itself sees everything, outside of any window
-    results = command(model_folder, tmp_path, "--set", "dense_tail_blocks=0")
+    results = command(model_folder, tmp_path, "--cab", "dense_tail_blocks=0")
     assert {path.name for path in tmp_path.iterdir()} == FILES
     rows = {row["method"]: row for row in results["rows"]}
     assert list(rows) == [*METHODS.split(","), "full", "no_needle"]

@@ -357,7 +357,7 @@ def test_lm_eval_gives_every_length_an_accuracy_with_its_error(runs):
 
 def test_lm_eval_is_answered_as_the_passkey_command_is(runs, folder):
     options = {"model": folder, "lengths": LONGER, "device": "cpu", "dtype": "float32"}
-    command = passkey.Passkey(passkey.Settings(**options, set=SPARSE))
+    command = passkey.Passkey(passkey.Settings(**options, cab=SPARSE))
     for method, (_, samples) in runs.items():
         for sample in samples["cab_passkey"]:
             place = {name: sample["doc"][name] for name in ("length", "depth", "index")}

@@ -418,8 +418,8 @@ def test_words_without_a_name_are_operands(words, expected):
 def test_operands_may_stand_in_a_file(tmp_path):
     file = tmp_path / "settings.yaml"
     file.write_text("folders: [a, b]\n")
-    assert read("--settings", str(file), kind=Folders) == Folders(("a", "b"))
-    assert read("c", "--settings", str(file), kind=Folders) == Folders(("c",))
+    assert read("--config", str(file), kind=Folders) == Folders(("a", "b"))
+    assert read("c", "--config", str(file), kind=Folders) == Folders(("c",))
 
 
 def test_an_unknown_option_beside_operands_is_refused(capsys):
@@ -434,7 +434,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path
     file.write_text(
         "lengths: [1, 2]\nmass: 0.5\nkv-heads: 2\nset: {a: 1, b: x}\ntext: null\nloud: yes\n"
     )
-    given = read("--settings", str(file), "--mass", "0.7", "--set", "a=2")
+    given = read("--config", str(file), "--mass", "0.7", "--set", "a=2")
     assert given == Settings((1, 2), 0.7, 2, ("a=1", "b='x'", "a=2"), loud=True)
 
 
@@ -456,14 +456,14 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path
         pytest.param([], "mass: 3", "mass is 3.0; it must be in (0, 1]", id="file refused"),
         pytest.param([], "- mass", "a mapping from option to value", id="list"),
         pytest.param([], "mass: [", "must be a YAML file", id="syntax"),
-        pytest.param(["--settings", "none.yaml"], None, "must be a YAML file", id="no file"),
+        pytest.param(["--config", "none.yaml"], None, "must be a YAML file", id="no file"),
     ],
 )
 def test_what_is_refused_is_told_in_a_line(tmp_path, capsys, words, content, message):
     if content is not None:
         file = tmp_path / "settings.yaml"
         file.write_text(content)
-        words = ["--settings", str(file)]
+        words = ["--config", str(file)]
     with pytest.raises(SystemExit) as stop:
         read(*words)
     said = capsys.readouterr().err

@@ -16,7 +16,7 @@ SMALL = ("query_block=32", "key_block=16", "local_blocks=1")
 
 
 def tiny(**more):
-    return Settings(device="cpu", **{**TINY, "config": SMALL, **more})
+    return Settings(device="cpu", **{**TINY, "cab": SMALL, **more})
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def finished(tmp_path_factory):
     """The folder of a whole run of two ranks."""
     out = tmp_path_factory.mktemp("across") / "run"
     words = ["--device", "cpu", "--lengths", "600", "--runs", "1", "--max-density", "0.2"]
-    words += [word for each in SMALL for word in ("--config", each)]
+    words += [word for each in SMALL for word in ("--cab", each)]
     done = torchrun("-m", "cab_hf.eval", "speed", "ttft", *words, "--out", str(out))
     assert done.returncode == 0, done.stderr[-3000:]
     return out

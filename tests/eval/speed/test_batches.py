@@ -24,7 +24,7 @@ def case_of(layout, batch=2, length=192, budget=0.3):
 
 def tiny(**more):
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 16, "seconds": 0.0}
-    return Settings(device="cpu", config=BLOCKS, **shape, **more)
+    return Settings(device="cpu", cab=BLOCKS, **shape, **more)
 
 
 def measured(layout, bench=None, **more):
@@ -160,7 +160,7 @@ def test_a_wrong_engine_is_not_timed(monkeypatch):
 
 def test_a_layer_that_would_be_dense_is_told_of():
     settings = tiny(lengths=(96,))
-    object.__setattr__(settings, "config", (*BLOCKS, "min_length=4096"))
+    object.__setattr__(settings, "cab", (*BLOCKS, "min_length=4096"))
     row = sample_of(Batches, settings, case_of(PACKED, length=96))
     assert row["error"] == "the layer is dense: input shorter than min_length=4096"
 
@@ -204,7 +204,7 @@ def test_a_ratio_is_over_the_fastest_dense_way_of_the_same_row():
 
 
 def test_a_whole_run_shows_every_row_and_goes_on(tmp_path):
-    words = [*SHAPE, *(w for b in BLOCKS for w in ("--config", b)), "--lengths", "96,192"]
+    words = [*SHAPE, *(w for b in BLOCKS for w in ("--cab", b)), "--lengths", "96,192"]
     rows = speed_run("batches", tmp_path, *words, "--batches", "1")["rows"]
     assert [(row["layout"], row["length"]) for row in rows] == [
         (layout, length) for layout in layouts.LAYOUTS for length in (96, 192)
@@ -227,7 +227,7 @@ def test_a_whole_run_shows_every_row_and_goes_on(tmp_path):
         ),
         (["--batches", "0"], "batches is (0,); it must be numbers from 1 up"),
         (["--densities", "2"], "max_density"),
-        (["--config", "max_density=0.1"], "config sets max_density"),
+        (["--cab", "max_density=0.1"], "cab sets max_density"),
     ],
     ids=lambda x: x[0] if isinstance(x, list) else "",
 )

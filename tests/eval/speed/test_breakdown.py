@@ -17,7 +17,7 @@ def derive(samples):
 
 
 def measured(bench=None, **more):
-    settings = Settings(device="cpu", lengths=(96,), config=BLOCKS, **TINY, **more)
+    settings = Settings(device="cpu", lengths=(96,), cab=BLOCKS, **TINY, **more)
     return derive([sample_of(Breakdown, settings, {"length": 96}, bench)])
 
 
@@ -89,7 +89,7 @@ def test_the_table_and_the_bars_show_every_part(tmp_path):
 
 
 def test_a_whole_run_says_that_a_cpu_has_no_kernels(tmp_path):
-    words = ["--layers", "1", "--lengths", "96,192", *(w for b in BLOCKS for w in ("--config", b))]
+    words = ["--layers", "1", "--lengths", "96,192", *(w for b in BLOCKS for w in ("--cab", b))]
     for row in speed_run("breakdown", tmp_path, *words, drawn=True)["rows"]:
         assert row["ms"] > 0 and row["gap"] is None and row["error"] is None
     text = (tmp_path / "report.md").read_text()

@@ -315,7 +315,7 @@ def test_a_run_grows_by_a_budget_and_a_part(tmp_path):
         pytest.param(["--kernels", "FA9"], "kernels is ('FA9',)", id="kernel"),
         pytest.param(["--batches", "0"], "batches is (0,)", id="batch"),
         pytest.param(["--budgets", "1.5"], "decode_tokens is 1.5", id="budget"),
-        pytest.param(["--config", "decode_tokens=128"], "config sets decode_tokens", id="config"),
+        pytest.param(["--cab", "decode_tokens=128"], "cab sets decode_tokens", id="config"),
     ],
 )
 def test_bad_settings_are_refused_in_a_sentence(capsys, tmp_path, words, said):

@@ -15,7 +15,7 @@ TINY = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2
 SMALL = ("query_block=32", "key_block=16", "local_blocks=1", "min_length=0")
 # a case of one process
 ONE = {"spread": "alone", "world": 1, "sought": False}
-BLOCKS = [word for each in SMALL for word in ("--config", each)]
+BLOCKS = [word for each in SMALL for word in ("--cab", each)]
 
 
 def tiny(**more):
@@ -57,7 +57,7 @@ def test_operations_by_hand():
 
 
 def test_a_row_has_its_ceiling_by_hand():
-    settings = tiny(lengths=(192,), config=SMALL)
+    settings = tiny(lengths=(192,), cab=SMALL)
     case = {"length": 192, "implementation": "cab", **ONE}
     row = sample_of(LoraStep, settings, case, Clock())
     flops = lora.useful_flops(lora.trainee(settings).cost, 192)
@@ -69,7 +69,7 @@ def test_a_row_has_its_ceiling_by_hand():
 
 def test_what_warms_up_does_not_count(monkeypatch):
     monkeypatch.setattr(lora, "WARM_UP_TOKENS", 16)
-    settings = tiny(lengths=(192,), config=SMALL)
+    settings = tiny(lengths=(192,), cab=SMALL)
     case = {"length": 192, "implementation": "cab", **ONE}
     short = sample_of(LoraStep, settings, case, Clock())["density"]
     monkeypatch.setattr(lora, "WARM_UP_TOKENS", 192)
@@ -77,7 +77,7 @@ def test_what_warms_up_does_not_count(monkeypatch):
 
 
 def test_a_long_step_is_computed_in_tiles_with_offloaded_checkpoints():
-    settings = tiny(lengths=(192,), config=SMALL, tile_tokens=50, offload_layers=1)
+    settings = tiny(lengths=(192,), cab=SMALL, tile_tokens=50, offload_layers=1)
     case = {"length": 192, "implementation": "cab", **ONE}
     calls = []
     mlp = lora.layers_of(settings)[0].mlp
@@ -91,7 +91,7 @@ def test_a_long_step_is_computed_in_tiles_with_offloaded_checkpoints():
     assert "| 192 | cab | 50 | 1 | 0.250 |" in shown(LoraStep, LoraStep.rows([row], {}))
     # the next row is told anew
     calls.clear()
-    settings = tiny(lengths=(192,), config=SMALL, tile_tokens=0, offload_layers=0)
+    settings = tiny(lengths=(192,), cab=SMALL, tile_tokens=0, offload_layers=0)
     row = sample_of(LoraStep, settings, case, Clock())
     handle.remove()
     assert (row["tile_tokens"], row["offloaded"], row["host_gib"]) == (0, 0, 0.0)

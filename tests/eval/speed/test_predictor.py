@@ -44,7 +44,7 @@ def finished(tmp_path_factory):
     """The folder of a whole run, to read, and beside it what was printed."""
     out = tmp_path_factory.mktemp("finished") / "run"
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        command(out, "--config", "top_p=0.8", drawn=True)
+        command(out, "--cab", "top_p=0.8", drawn=True)
     (out.parent / "printed").write_text(printed.getvalue())
     return out
 
@@ -291,9 +291,9 @@ def test_flops_by_hand():
 
 
 def test_of_a_cascade_an_anchor_is_timed(tmp_path):
-    blocks = ("--config", "query_block=32", "--config", "key_block=16")
-    more = (*blocks, "--config", "predictor=cascade", "--config", "anchors=[3]")
-    more += ("--config", "top_p=0.3")
+    blocks = ("--cab", "query_block=32", "--cab", "key_block=16")
+    more = (*blocks, "--cab", "predictor=cascade", "--cab", "anchors=[3]")
+    more += ("--cab", "top_p=0.3")
     command(tmp_path / "run", *more, lengths=("256",))
     (row,) = read_rows(tmp_path / "run")
     assert row["ms"] > 0 and 0 < row["density"] < 1
@@ -427,13 +427,13 @@ def test_a_run_can_be_extended(tmp_path):
     ("more", "named"),
     [
         pytest.param(["--seed", "1"], "seed", id="seed"),
-        pytest.param(["--config", "top_p=0.5"], "cab_config", id="config"),
+        pytest.param(["--cab", "top_p=0.5"], "cab_config", id="config"),
         pytest.param(["--dtype", "bfloat16"], "dtype", id="dtype"),
     ],
 )
 def test_results_of_other_settings_are_refused(finished, capsys, more, named):
     words = ["speed", "predictor", "--device", "cpu", "--out", str(finished), *SHAPE]
-    assert main([*words, *(more if "--config" in more else ["--config", "top_p=0.8", *more])]) == 2
+    assert main([*words, *(more if "--cab" in more else ["--cab", "top_p=0.8", *more])]) == 2
     assert f"made with {named}" in capsys.readouterr().err
 
 
@@ -456,7 +456,7 @@ def test_results_of_another_making_are_refused(
     finished, monkeypatch, capsys, where, name, value, named
 ):
     monkeypatch.setattr(where, name, value)
-    words = ["--device", "cpu", "--out", str(finished), *SHAPE, "--config", "top_p=0.8"]
+    words = ["--device", "cpu", "--out", str(finished), *SHAPE, "--cab", "top_p=0.8"]
     assert main(["speed", "predictor", *words]) == 2
     assert f"made with {named}" in capsys.readouterr().err
 
@@ -514,7 +514,7 @@ def test_the_command_line_wins_over_the_file(tmp_path):
         "lengths: [256, 512]\nseed: 3\nkv-heads: 1\nconfig: {top_p: 0.5, top_k_share: 0.0}\n"
     )
     settings = command(
-        *(tmp_path / "out", "--settings", str(file), "--seed", "4", "--config", "top_p=0.7"),
+        *(tmp_path / "out", "--config", str(file), "--seed", "4", "--cab", "top_p=0.7"),
         lengths=["256"],
     )["provenance"]["settings"]
     assert (settings["lengths"], settings["seed"], settings["kv_heads"]) == ([256], 4, 2)
@@ -525,7 +525,7 @@ def test_the_file_wins_over_the_defaults(tmp_path):
     file = tmp_path / "speed.yaml"
     file.write_text("lengths: 256\nhead-dim: 16\nheads: 4\nkv_heads: 2\ndevice: cpu\ndtype: null\n")
     out = tmp_path / "out"
-    settings = speed_run("predictor", out, "--settings", str(file))["provenance"]["settings"]
+    settings = speed_run("predictor", out, "--config", str(file))["provenance"]["settings"]
     assert (settings["lengths"], settings["heads"], settings["dtype"]) == ([256], 4, "float32")
 
 
@@ -543,7 +543,7 @@ def test_bad_files_are_refused_in_a_sentence(tmp_path, capsys, content, message)
     file = tmp_path / "speed.yaml"
     if content is not None:
         file.write_text(content)
-    assert message in refused(capsys, "predictor", "--device", "cpu", "--settings", str(file))
+    assert message in refused(capsys, "predictor", "--device", "cpu", "--config", str(file))
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from cab_hf.eval.speed.prefill import Prefill, Settings
 
 TINY = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
 BLOCKS = ("query_block=32", "key_block=16")
-WORDS = ["--layers", "1", "--chunk", "64", *(w for b in BLOCKS for w in ("--config", b))]
+WORDS = ["--layers", "1", "--chunk", "64", *(w for b in BLOCKS for w in ("--cab", b))]
 
 
 class Device(FakeBench):
@@ -36,7 +36,7 @@ class Device(FakeBench):
 
 
 def settings_of(length):
-    return Settings(device="cpu", lengths=(length,), chunk=64, config=BLOCKS, **TINY)
+    return Settings(device="cpu", lengths=(length,), chunk=64, cab=BLOCKS, **TINY)
 
 
 def search(tmp_path, monkeypatch, bench, *words, **how):

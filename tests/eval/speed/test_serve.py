@@ -19,13 +19,13 @@ from cab_hf.eval.speed.trace import Request, percentile, prompts_of, serve, summ
 
 SHAPE = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
 BLOCKS = ("query_block=32", "key_block=16", "local_blocks=1")
-WORDS = [word for each in BLOCKS for word in ("--config", each)]
+WORDS = [word for each in BLOCKS for word in ("--cab", each)]
 WORDS += ["--layers", "1", "--lengths", "96,192", "--requests", "2,192:1", "--batch-tokens", "64"]
 WORDS += ["--new-tokens", "4", "--warm-up", "1"]
 
 
 def tiny(**more):
-    fields = {"lengths": (96, 192), "requests": ("2",), "config": BLOCKS, "warm_up": 1}
+    fields = {"lengths": (96, 192), "requests": ("2",), "cab": BLOCKS, "warm_up": 1}
     return Settings(device="cpu", **{**SHAPE, **fields, **more})
 
 

@@ -25,7 +25,7 @@ SMALL = ("query_block=32", "key_block=16", "local_blocks=1", "min_length=0")
 
 
 def settings_of(**more):
-    given = {"device": "cpu", "lengths": (600,), "runs": 1, "config": SMALL, "spread": SPREADS}
+    given = {"device": "cpu", "lengths": (600,), "runs": 1, "cab": SMALL, "spread": SPREADS}
     return Settings(**{**TINY, **given, **more})
 
 
@@ -46,7 +46,7 @@ def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("spread") / "run"
     sizes = [word for name, size in TINY.items() for word in (f"--{name}".replace("_", "-"), size)]
     words = [*sizes, "--device", "cpu", "--lengths", "600", "--runs", "1", "--max-density", "0.2"]
-    words += [word for each in SMALL for word in ("--config", each)]
+    words += [word for each in SMALL for word in ("--cab", each)]
     command = ["-m", "cab_hf.eval", "speed", "lora", *map(str, words), "--out", str(out)]
     done = torchrun(*command, "--implementations", "sdpa,cab_dense,cab")
     assert done.returncode == 0, done.stderr[-3000:]

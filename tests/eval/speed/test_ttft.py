@@ -17,7 +17,7 @@ from cab_hf.eval.speed.ttft import TimeToFirstToken as Ttft
 TINY = {"layers": 3, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
 # so few that 96 tokens have blocks to leave out
 SMALL = ("query_block=32", "key_block=16", "local_blocks=1")
-BLOCKS = [word for each in SMALL for word in ("--config", each)]
+BLOCKS = [word for each in SMALL for word in ("--cab", each)]
 
 
 def tiny(**more):
@@ -61,7 +61,7 @@ def test_the_weights_counted_are_those_of_the_model():
 
 @pytest.mark.parametrize("name", ["sdpa", "SDPA", "cab-always"])
 def test_every_way_to_attend_gives_the_same_logits(name):
-    settings = tiny(lengths=(70,), config=("top_p=1.0",))
+    settings = tiny(lengths=(70,), cab=("top_p=1.0",))
     made, call = model.random_model(settings), model.prefill(settings, 70)
     expected = call().logits
     config = CabConfig(top_p=1.0, min_length=0, query_block=32, key_block=16)
@@ -91,7 +91,7 @@ def test_a_row_has_its_ceiling_by_hand():
             call()
             return 500.0, 2.0
 
-    settings = tiny(lengths=(192,), config=SMALL)
+    settings = tiny(lengths=(192,), cab=SMALL)
     case = {"length": 192, "implementation": "cab-always"}
     row = sample_of(Ttft, settings, case, Clock())
     work = settings.model_flops(192)
@@ -133,7 +133,7 @@ def test_a_question_continues_the_same_cache_again_and_again(name):
     from cab_hf.eval.speed.behind import asking
     from cab_hf.eval.speed.steps import filled
 
-    settings = tiny(lengths=(70,), behind=90, config=(*SMALL, "top_p=1.0"), max_density=("1.0",))
+    settings = tiny(lengths=(70,), behind=90, cab=(*SMALL, "top_p=1.0"), max_density=("1.0",))
     made = model.random_model(settings)
     assert made.config.max_position_embeddings == 160
     cache = filled(made, 90, 1, 0, static=False, config=None)
@@ -156,7 +156,7 @@ def test_a_row_behind_a_cache_by_hand():
             call()
             return 500.0, 2.0
 
-    settings = tiny(lengths=(96,), behind=500, config=SMALL)
+    settings = tiny(lengths=(96,), behind=500, cab=SMALL)
     case = {"length": 96, "implementation": "cab-always"}
     row = sample_of(Ttft, settings, case, Clock())
     assert (row["behind"], row["ms"], row["error"]) == (500, 500.0, None)
@@ -172,7 +172,7 @@ def test_a_kernel_that_continues_no_cache_is_a_row_with_its_reason(monkeypatch):
     first = dense.ON_CPU["SDPA"]
     both = {"SDPA": first, "FA3": replace(first, continues=True)}
     monkeypatch.setattr(dense, "ON_CPU", both)
-    settings = tiny(lengths=(96,), behind=64, implementations=("SDPA", "FA3"), config=SMALL)
+    settings = tiny(lengths=(96,), behind=64, implementations=("SDPA", "FA3"), cab=SMALL)
     rows = [sample_of(Ttft, settings, case) for case in settings.asked()]
     said = "SDPA cannot continue a cache: to it, queries are the first tokens"
     assert rows[0]["error"] == said
