@@ -92,14 +92,15 @@ def _attend(
 ) -> tuple[Tensor, None]:
     # before anything can fail or be cast: what a cache has left is for this call alone
     held = taken(key)
-    batched = isinstance(mask, Batch)
-    packed = {name: kwargs.pop(name, None) for name in KEYWORDS} if batched else None
-    refuse(module, query, key, None if batched else mask, dropout, sliding_window, kwargs)
+    batch = mask if isinstance(mask, Batch) else kwargs.pop("batch", None)
+    packed = None if batch is None else {name: kwargs.pop(name, None) for name in KEYWORDS}
+    mask = mask if batch is None else None
+    refuse(module, query, key, mask, dropout, sliding_window, kwargs)
     query, key, value = _one_dtype(module, query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if batched:
-        config = mask.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
-        return mask.attend(module, query, key, value, config, scale, sparse, packed), None
+    if batch is not None:
+        config = batch.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
+        return batch.attend(module, query, key, value, config, scale, sparse, packed), None
     if mask is None:
         _require_seen(module)
         batch, q_length, kv_length = query.shape[0], query.shape[2], key.shape[2]

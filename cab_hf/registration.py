@@ -70,9 +70,9 @@ def tell_generate() -> None:
     def prepare_then_index(
         model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        given = model_kwargs.get("past_key_values")
+        given = _cache_in(model_kwargs)
         result = prepare(model, generation_config, model_kwargs, *args, **kwargs)
-        made = model_kwargs.get("past_key_values")
+        made = _cache_in(model_kwargs)
         if given is None and made is not None:
             from cab_hf.decode.generation import index_made
 
@@ -92,6 +92,11 @@ def tell_generate() -> None:
             return prefill(model, ids, settings, model_kwargs, *args, **kwargs)
 
     mixin._prepare_cache_for_generation, mixin._prefill = prepare_then_index, prefill_told
+
+
+def _cache_in(model_kwargs: dict[str, Any]) -> Any:
+    """The cache that `generate` calls a model with; its name has changed in transformers 5.24."""
+    return model_kwargs.get("cache", model_kwargs.get("past_key_values"))
 
 
 def join_batching() -> None:

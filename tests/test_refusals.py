@@ -391,11 +391,9 @@ def test_a_model_of_which_only_a_call_knows(name, fields, sentence):
     ("name", "fields", "works"),
     [
         pytest.param("FalconForCausalLM", {}, "sdpa", id="falcon"),
-        pytest.param("GPTJForCausalLM", {"n_layer": 1}, "eager", id="gpt-j"),
         pytest.param("GPTNeoForCausalLM", {}, "eager", id="gpt-neo"),
         pytest.param("BloomForCausalLM", {}, "eager", id="bloom"),
         pytest.param("MptForCausalLM", {"n_layers": 1}, "eager", id="mpt"),
-        pytest.param("CodeGenForCausalLM", {"n_layer": 1}, "eager", id="codegen"),
         pytest.param("XGLMForCausalLM", {}, "eager", id="xglm"),
         pytest.param("OpenAIGPTLMHeadModel", {}, "eager", id="openai-gpt"),
         pytest.param("MambaForCausalLM", {}, "eager", id="mamba"),

@@ -49,6 +49,7 @@ def register(api: Any) -> None:
     runner.compute_batch = _with_our_mask(runner.compute_batch)
     queue._process_candidates = _of_one_setting(_of_whole_blocks(queue._process_candidates))
     queue._schedule_request = _at_block_borders(queue._schedule_request)
+    cache.PagedAttentionCache.update = _left_to_the_batch(cache.PagedAttentionCache.update)
 
 
 def require_batching(model: PreTrainedModel) -> None:
@@ -259,15 +260,37 @@ def _with_our_mask(compute: Callable[..., None]) -> Callable[..., None]:
                 f"{name_of(model.config)} was switched to {name!r} while continuous batching runs; "
                 "stop its manager before you switch."
             )
+        batch = None
         if ours:
             from cab_hf.batching.batch import Batch
 
             tokens = batch_data["input_ids"].shape[1]
-            forked = _forked(self.inputs_and_outputs)
-            batch_data["attention_mask"] = Batch(name_of(model.config), tokens, forked)
+            batch = Batch(name_of(model.config), tokens, _forked(self.inputs_and_outputs))
+            batch_data["attention_mask"] = batch
+        self.cache._batch = batch
         compute(self, model, batch_data)
 
     return computed
+
+
+def _left_to_the_batch(update: Callable[..., Any]) -> Callable[..., Any]:
+    """A `Batch` updates the cache when it attends, and reads of it what it needs.
+
+    Since transformers 5.24 layers do so before they call attention, and have no mask with a paged
+    cache: the keywords that they hand on tell it both.
+    """
+
+    @functools.wraps(update)
+    def updated(
+        self: Any, key_states: Any, value_states: Any, layer_idx: int, kwargs: dict[str, Any]
+    ) -> Any:
+        batch = vars(self).get("_batch")
+        if batch is None or "cache" in kwargs:
+            return update(self, key_states, value_states, layer_idx, kwargs)
+        kwargs |= {"cache": self, "batch": batch}
+        return key_states, value_states
+
+    return updated
 
 
 def _forked(inputs: Any) -> frozenset[int]:

@@ -473,8 +473,10 @@ def test_committed_results_are_those_of_their_samples(folder, monkeypatch):
     identity, samples = read_log(folder / "samples.jsonl", added=kind.ADDED)
     assert {name: identity[name] for name in MADE_BY} == {name: made[name] for name in MADE_BY}
     again = kind.rows(samples, made["settings"])
-    assert [row["length"] for row in again] == [row["length"] for row in rows]
-    assert [row["ms"] for row in again] == [row["ms"] for row in rows]
+    told = {"length", "implementation", "ms", "total_s"} & set().union(*rows)
+    assert [[row[name] for name in told] for row in again] == [
+        [row[name] for name in told] for row in rows
+    ]
     # the commands that are printed, one a number of ranks, give the settings that are recorded
     printed = (folder / "report.md").read_text().split("```\n")[1].splitlines()
     (words,) = {command.partition(kind.name)[2] for command in printed}
@@ -511,7 +513,7 @@ def test_lengths_take_spaces_and_commas(words):
 def test_the_command_line_wins_over_the_file(tmp_path):
     file = tmp_path / "speed.yaml"
     file.write_text(
-        "lengths: [256, 512]\nseed: 3\nkv-heads: 1\nconfig: {top_p: 0.5, top_k_share: 0.0}\n"
+        "lengths: [256, 512]\nseed: 3\nkv-heads: 1\ncab: {top_p: 0.5, top_k_share: 0.0}\n"
     )
     settings = command(
         *(tmp_path / "out", "--config", str(file), "--seed", "4", "--cab", "top_p=0.7"),
