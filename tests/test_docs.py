@@ -95,7 +95,7 @@ def commands(page):
 def read(words, file):
     if words[0].endswith("lora.py"):
         words = [word.replace("finetune/", f"{ROOT}/finetune/") for word in words[1:]]
-        return read_settings(finetune.Settings, words, "lora", file=finetune.CONFIG)
+        return read_settings(finetune.Settings, words, "lora")
     name = tuple(words[: 2 if words[0] == "speed" else 1])
     if name not in KINDS:
         assert name[0] == "harness" or len(words) == 1
@@ -122,7 +122,7 @@ def test_the_commands_of_a_page_are_understood(page, monkeypatch, tmp_path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_options_that_a_page_names_exist(page):
     every = (*KINDS.values(), finetune.Settings, merge.MergeSettings)
-    names = {name for kind in every for name in kind.__dataclass_fields__} | {"settings", "config"}
+    names = {name for kind in every for name in kind.__dataclass_fields__} | {"config"}
     known = FOREIGN | {"--" + name.replace("_", "-") for name in names}
     told = set(re.findall(r"(?<![\w<!-])--[a-z][\w-]*", page.read_text()))
     assert told <= known, told - known
