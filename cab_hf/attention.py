@@ -92,13 +92,14 @@ def _attend(
 ) -> tuple[Tensor, None]:
     # before anything can fail or be cast: what a cache has left is for this call alone
     held = taken(key)
-    batch = mask if isinstance(mask, Batch) else kwargs.pop("batch", None)
-    packed = None if batch is None else {name: kwargs.pop(name, None) for name in KEYWORDS}
-    mask = mask if batch is None else None
-    refuse(module, query, key, mask, dropout, sliding_window, kwargs)
+    # since transformers 5.24 layers have no mask in continuous batching
+    batch = kwargs.get("batch") if mask is None else mask
+    batched = isinstance(batch, Batch)
+    packed = {name: kwargs.pop(name, None) for name in KEYWORDS} if batched else None
+    refuse(module, query, key, None if batched else mask, dropout, sliding_window, kwargs)
     query, key, value = _one_dtype(module, query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if batch is not None:
+    if batched:
         config = batch.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
         return batch.attend(module, query, key, value, config, scale, sparse, packed), None
     if mask is None:

@@ -277,13 +277,15 @@ class Passkey(LongRun):
     def answer(self, prompt: Prompt, method: Method) -> str:
         """What the model says next, greedily."""
         model = self.model
-        ids = torch.tensor([prompt.tokens], device=model.device)
+        ids, cache = torch.tensor([prompt.tokens], device=model.device), method.cache(model)
+        # by a name that transformers warns of since 5.24
+        given = {} if cache is None else {"past_key_values": cache}
         with greedily(model, ANSWER_TOKENS) as greedy:
             out = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 generation_config=greedy,
-                past_key_values=method.cache(model),
+                **given,
             )
         return self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 

@@ -25,7 +25,7 @@ from cab_hf.route import route
 
 # what attention functions are told of a batch
 KEYWORDS = (
-    *("cache", "block_table", "read_index", "write_index"),
+    *("batch", "cache", "block_table", "read_index", "write_index"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
     *("logits_indices", "logits_processor_args"),
 )

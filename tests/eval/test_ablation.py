@@ -56,7 +56,7 @@ def test_a_change_that_changes_nothing_is_left_out():
 
 def test_changes_are_made_of_what_is_set(tmp_path):
     fields = {"changes": ("rows_all", "sinks_none"), "cab": ("query_block=64", "top_p=0.5")}
-    settings = Settings(device="cpu", **fields, cab=("mine=top_p=0.3",))
+    settings = Settings(device="cpu", **fields, variant=("mine=top_p=0.3",))
     configs = settings.configs
     assert list(configs) == ["cab", "cab:rows_all", "cab:sinks_none", "cab:mine"]
     assert configs["cab:rows_all"] == configs["cab"].changed(exact_queries=64)

@@ -355,7 +355,7 @@ def test_a_length_without_room_for_a_task_is_refused(model_folder, tmp_path, cap
         ),
         pytest.param(
             ["--variant", "=top_p=0.5"],
-            "cab is '=top_p=0.5'; it must be NAME=field=value",
+            "variant is '=top_p=0.5'; it must be NAME=field=value",
             id="cab nameless",
         ),
         pytest.param(["--variant", "wide=weight=3"], "no field 'weight'", id="cab field"),
