@@ -45,9 +45,9 @@ def _partial_factors(config: Any) -> list[float]:
     return [factor for factor in parts if factor is not None]
 
 
-# a constant where a model is compiled, and found once: every layer asks in every call
-@torch.compiler.assume_constant_result
+# found once, as every layer asks in every call; a constant where a model is compiled
 @cache
+@torch.compiler.assume_constant_result
 def _slow_half(module_name: str, head_dim: int) -> tuple[int, ...]:
     rotate_half = getattr(sys.modules.get(module_name), "rotate_half", None)
     if rotate_half is None:
