@@ -6,6 +6,7 @@ index).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -277,15 +278,16 @@ class Passkey(LongRun):
     def answer(self, prompt: Prompt, method: Method) -> str:
         """What the model says next, greedily."""
         model = self.model
-        ids, cache = torch.tensor([prompt.tokens], device=model.device), method.cache(model)
-        # by a name that transformers warns of since 5.24
-        given = {} if cache is None else {"past_key_values": cache}
+        ids = torch.tensor([prompt.tokens], device=model.device)
+        # since transformers 5.24 it warns of the old name
+        known = inspect.signature(model.forward).parameters
+        name = "cache" if "cache" in known else "past_key_values"
         with greedily(model, ANSWER_TOKENS) as greedy:
             out = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 generation_config=greedy,
-                **given,
+                **{name: method.cache(model)},
             )
         return self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
