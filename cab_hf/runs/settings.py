@@ -175,9 +175,9 @@ def read_settings(
 ) -> Settings:
     """The settings that ``words`` of a command line ask for.
 
-    ``--config FILE`` reads a YAML mapping from option to value; what
-    is typed wins over it, and repeatable options are taken from both, typed ones last. Whatever is
-    refused ends the process with status 2 and one line on stderr.
+    ``--config FILE`` reads a YAML mapping from option to value; what is typed wins over it, and
+    repeatable options are taken from both, typed ones last. Whatever is refused ends the process
+    with status 2 and one line on stderr.
     """
     parser = _Parser(prog=prog, description=purpose.replace("``", ""), allow_abbrev=False)
     fields = {field.name: field for field in dataclasses.fields(kind)}
