@@ -29,8 +29,8 @@ from cab_hf.predictors import LayerContext, make_predictor
 from cab_hf.rotary import slow_channels
 from cab_hf.route import route
 
-WARM_UP_CALLS = 2
-RUNS = 5
+WARM_UP_CALLS = 1
+RUNS = 3  # in each layer, whose medians are summed
 # predictor -> what choosing takes, over dense attention. Xu et al. 2025 (arXiv 2503.16428), figure
 # 5, at one length: 9.3 ms at stride 8 and 3.6 ms at stride 16, and 73.8 ms for dense attention. It
 # has 89.6 ms for MInference and 20.8 ms for FlexPrefill too, which are not of those methods' own

@@ -13,7 +13,6 @@ a predictor and a class of two lines.
 
 from __future__ import annotations
 
-import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -47,6 +46,7 @@ from cab_hf.predictors.attention_mass import column_sums
 from cab_hf.predictors.baselines import columns_and_diagonals
 
 BUDGET_STEPS = 1000  # a share of a row, or of the mass, is fitted to this fraction
+CLOSE = 0.01  # of a time: where attention takes that much more or less, it is fitted
 # fields of CAB's that no other method has: those that take tables, and how it decodes
 OWN = ("top_p", "top_k_share", "sparsity", "exact_queries", "sparse_decode", "decode_tokens")
 # of TriangleMix: the share of layers, from the last one back, that have the pattern; its window and
@@ -130,8 +130,15 @@ def nearest(candidates: Sequence[CabConfig], cell: Cell, density: Realised) -> C
     def beyond(config: CabConfig) -> float:
         return density(config) - cell.budget
 
-    above = bisect.bisect_left(candidates, 0.0, key=beyond)
-    neighbours = candidates[max(0, above - 1) : above + 1]
+    # as bisect_left, but that a time need not be met closer than it is measured
+    enough = 0.0 if cell.took is None else CLOSE * cell.budget
+    low, high = 0, len(candidates)
+    while low < high:
+        middle = (low + high) // 2
+        if abs(beyond(candidates[middle])) <= enough:
+            return candidates[middle]
+        low, high = (middle + 1, high) if beyond(candidates[middle]) < 0 else (low, middle)
+    neighbours = candidates[max(0, low - 1) : low + 1]
     return min(neighbours, key=lambda config: abs(beyond(config)))
 
 

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from cab_hf.ops.reference import QUERIES_AT_A_TIME
 from cab_hf.plan import RowSpans, Spans
 
+LOGITS_AT_A_TIME = 2**26  # 256 MiB in float32
+
 
 def attention_rows(
     q: Tensor,
@@ -78,11 +80,14 @@ def block_mass(
 
     A row sums to the number of its queries (of its tiles, for a ``stride`` over 1).
     """
-    blocks = -(-k.shape[2] // key_block)
-    rows = attention_rows(q, k, spans, scale, stride, at_a_time=query_block // stride)
-    return torch.stack(
-        [block_sums(some.sum(2), key_block // stride, blocks) for _, some in rows], dim=2
-    )
+    blocks, row = -(-k.shape[2] // key_block), query_block // stride
+    logits_a_row = q.shape[0] * q.shape[1] * row * -(-k.shape[2] // stride)
+    at_a_time = row * max(1, LOGITS_AT_A_TIME // logits_a_row)
+    parts = []
+    for _, some in attention_rows(q, k, spans, scale, stride, at_a_time):
+        whole = F.pad(some, (0, 0, 0, -some.shape[2] % row)).unflatten(2, (-1, row)).sum(3)
+        parts.append(block_sums(whole, key_block // stride, blocks))
+    return torch.cat(parts, dim=2)
 
 
 def column_sums(q: Tensor, k: Tensor, spans: Spans, scale: float) -> Tensor:

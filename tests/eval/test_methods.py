@@ -77,8 +77,11 @@ def eager_probabilities(q, k, scale):
 
 
 @pytest.mark.parametrize("length", [96, 111, 205])
-def test_block_mass_is_eager_attention_summed(length):
+@pytest.mark.parametrize("row_blocks", [1, 2, 100])
+def test_block_mass_is_eager_attention_summed(length, row_blocks, monkeypatch):
     q, k = random_qk(length)
+    a_row = q.shape[1] * 32 * length
+    monkeypatch.setattr(attention_mass, "LOGITS_AT_A_TIME", row_blocks * a_row)
     spans = Spans.causal(1, length, length, "cpu")
     mass = attention_mass.block_mass(q, k, spans, 0.25, 32, 16)
     complete = eager_probabilities(q, k, 0.25)
