@@ -578,6 +578,7 @@ class Fidelity(Comparison):
         cells = cells_of(samples)
         rows = [_row(cell, dense) for cell in cells]
         mark_fewer(rows, cells)
+        _drop_means_of_some_tasks(rows)
         _hold_against_floor(rows)
         return rows
 
@@ -808,6 +809,17 @@ def _mean_of_tasks(results: Sequence[Row]) -> dict[str, Any]:
             parts = [tuple(map(result.get, names)) for result in results]
             shown |= dict(zip(names, mean_of_intervals(parts), strict=True))
     return shown
+
+
+def _drop_means_of_some_tasks(rows: Sequence[dict[str, Any]]) -> None:
+    """Leave the mean over tasks to rows that have all tasks which others of their text have."""
+    place = itemgetter("text", "length")
+    asked: dict[tuple, set[str]] = {}
+    for row in rows:
+        asked.setdefault(place(row), set()).update(TASKS.keys() & row.keys())
+    for row in rows:
+        if not asked[place(row)] <= row.keys():
+            row.pop(ALL_TASKS, None)
 
 
 def _panel(

@@ -31,6 +31,7 @@ from cab_hf.renamed import renamed_in
 from cab_hf.runs.log import PACKED, is_there, pack, read_file, read_log, write_atomically
 from cab_hf.runs.markdown import plain
 from cab_hf.runs.settings import comma_separated, option, read_settings
+from cab_hf.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 # experiments whose folders come first, in this order; those of one by name
@@ -88,6 +89,8 @@ CHOICES = {
     "cascade of five anchors": "cab:cascade",
     '"cab_dense"': "dense",
 }
+# tasks of long-context benchmarks, by the default and by others in its time
+TASKED = ("fidelity-tasks", "fidelity-tasks-32k")
 FAMILIES = "families"
 EXACT, REFUSED, NOT_BUILT = "exact", "refused", "not built"
 QUALITY = {
@@ -507,7 +510,8 @@ def _by_default(result: Results) -> bool:
 def _model_row(rows: Sequence[Row]) -> dict[str, Any]:
     """A row of `models_table`, of the rows of one model and length."""
     cab, full = ([row for row in rows if row["method"] == name] for name in (CAB, FULL))
-    place = {"model": plain(cab[0]["model"]), "tokens": f"{cab[0]['length']:,}", "texts": len(cab)}
+    place = {"model": plain(cab[0]["model"]), "tokens": f"{cab[0]['length']:,}"}
+    place["texts"] = len({row["text"] for row in cab})
     times = [row["over_dense"] for row in cab if row.get("over_dense")]
     spent = {"density": _mean([row["density"] for row in cab])}
     spent |= {"attention time × dense": _mean(times)}
@@ -518,6 +522,34 @@ def _model_row(rows: Sequence[Row]) -> dict[str, Any]:
     difference = _mean_of(cab, ALL_TASKS, "delta")
     points = None if difference is None else f"{100 * difference:+.1f} points"
     return {**place, **spent, **kept, "mean over tasks to dense": points}
+
+
+def tasks_table(results: Path) -> str:
+    """Shares of right answers to tasks, by method: those of dense attention, of CAB and of rivals.
+
+    Bold where the interval of the difference to dense lies below 0. A task that a method was not
+    asked, since dense attention does not do it, has none.
+    """
+    read = [read_results(results / name) for name in TASKED if (results / name).is_dir()]
+    rows = []
+    for each in read:
+        for row in each.rows:
+            place = {"model": plain(each.provenance["settings"]["model"])}
+            place |= {"tokens": f"{row['length']:,}", "method": row["method"]}
+            over = row["over_dense"]
+            place |= {"density": row["density"], "time × dense": over and f"{over:.2f}"}
+            shares = {task.title: _task(row.get(name)) for name, task in TASKS.items()}
+            mean = row.get(ALL_TASKS, {}).get("delta")
+            told = None if mean is None else f"{100 * mean:+.1f} points"
+            rows.append({**place, **shares, "mean to dense": told})
+    return _table(rows, read)
+
+
+def _task(result: Row | None) -> str | None:
+    """The share that was right; bold where it is surely less than that of dense attention."""
+    if result is None:
+        return None
+    return _bold(f"{result['share']:.2f}", result.get("delta_high", 0.0) < 0)
 
 
 def parallel_table(results: Path) -> str:
@@ -660,6 +692,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "spread": spread_table,
     "trained": trained_table,
     "models": models_table,
+    "tasks": tasks_table,
     "parallel": parallel_table,
     "sharded": dealt_table,
     "served": served_table,

@@ -236,13 +236,28 @@ def _told_of_the_model(prepare: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(prepare)
     def prepared(self: Any) -> Any:
         processor = prepare(self)
+        ours = self._made_for in NAMES
+        if ours and self.model.device.type == "cuda":
+            _wait_for_resets(self.model.device)
         # masks are prepared, or not, for what the manager was made for
-        processor.model_runner._began_as_ours = self._made_for in NAMES
+        processor.model_runner._began_as_ours = ours
         processor.scheduler._model = self.model
         vars(processor.scheduler).setdefault("_settings", _settings(self.model))
         return processor
 
     return prepared
+
+
+def _wait_for_resets(device: Any) -> None:
+    """Have the buffers of batches be zeros before the first batch is written to them.
+
+    transformers resets them on the stream of the thread, and writes them on another one, which does
+    not wait: where the GPU is busy with other work, zeros come behind the first batch, whose
+    prompts are lost.
+    """
+    import torch
+
+    torch.cuda.current_stream(device).synchronize()
 
 
 def _with_our_mask(compute: Callable[..., None]) -> Callable[..., None]:

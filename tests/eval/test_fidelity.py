@@ -1023,6 +1023,10 @@ def test_the_mean_over_tasks_by_hand():
     assert tuple(cab["tasks"][name] for name in names) == mean_of_intervals(parts)
     (said,) = Fidelity.readings([dense, cab])
     assert "mean over tasks -0.25 [" in said and "uuid" not in said
+    # who was asked some of them has no mean that could stand beside
+    some = [each for each in samples if (each["method"], each["probe"]) != ("cab", "uuid")]
+    dense, cab = Fidelity.rows(some, {})
+    assert dense["tasks"]["share"] == 0.75 and "tasks" not in cab and cab["tracking"]["share"] == 0
 
 
 def test_decoding_by_hand():

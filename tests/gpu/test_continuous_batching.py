@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny import tiny_model, tokens
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
 import cab_hf
 from cab_hf.batching import hooks
@@ -23,8 +24,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS)
-def test_a_full_budget_is_dense_attention(gpu, changes):
+@pytest.fixture
+def served(gpu):
+    """(a model whose attention is "cab" at full budget, what dense attention answers)."""
     model = tiny_model(head_dim=64).to(gpu)
     expected = [
         model.generate(torch.tensor([prompt], device=gpu), generation_config=GREEDY)[
@@ -32,7 +34,30 @@ def test_a_full_budget_is_dense_attention(gpu, changes):
         ].tolist()
         for prompt in PROMPTS
     ]
-    cab_hf.apply_cab(model, min_length=0, top_p=1.0)
+    return cab_hf.apply_cab(model, min_length=0, top_p=1.0), expected
+
+
+def answers(model, **changes):
     settings = {"num_blocks": 400, "page_size": 16, "max_batch_tokens": 4096, **changes}
-    answers = model.generate_batch(PROMPTS, GREEDY, ContinuousBatchingConfig(**settings))
-    assert [answer.generated_tokens for answer in answers.values()] == expected
+    result = model.generate_batch(PROMPTS, GREEDY, ContinuousBatchingConfig(**settings))
+    return [answer.generated_tokens for answer in result.values()]
+
+
+@pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS)
+def test_a_full_budget_is_dense_attention(served, changes):
+    model, expected = served
+    assert answers(model, **changes) == expected
+
+
+def test_buffers_are_reset_before_the_first_batch_on_a_busy_gpu(served, monkeypatch):
+    """transformers zeroes them on one stream and fills them on another."""
+    model, expected = served
+    reset = ContinuousBatchingIOs.reset
+
+    def late(self):
+        if self.device.type == "cuda":
+            torch.cuda._sleep(1_000_000_000)  # cycles, about half a second
+        reset(self)
+
+    monkeypatch.setattr(ContinuousBatchingIOs, "reset", late)
+    assert answers(model, use_async_batching=True) == expected
