@@ -83,9 +83,7 @@ RESTORED = ("rope_parameters", "max_position_embeddings", "cab_config")
 ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", BASE)
 # models that are a base and an adapter in a folder of the package
 ADAPTERS = Path(__file__).parents[1] / "adapters"
-ADAPTED = {
-    name: ADAPTERS / name for name in ("smollm2-32k", "smollm2-32k-tasks", "smollm2-128k")
-}
+ADAPTED = {name: ADAPTERS / name for name in ("smollm2-32k", "smollm2-32k-tasks", "smollm2-128k")}
 # what a folder holds of a model beside its weights
 TEXTS = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")
 # of weights that are there twice the first are read
