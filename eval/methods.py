@@ -118,7 +118,8 @@ def fitted_config(candidates: Sequence[CabConfig], cell: Cell) -> CabConfig:
 def nearest(candidates: Sequence[CabConfig], cell: Cell, density: Realised) -> CabConfig:
     """Of configs in order of rising ``density``, the one nearest to the cell's budget.
 
-    ``density`` may be any measure that rises as they do, such as ms.
+    ``density`` may be any measure that rises as they do, such as ms. Of times the first within
+    `CLOSE` is taken: they are measured no closer.
 
     Raises:
         ValueError: the budget is no density, where one is to be matched.
@@ -130,7 +131,6 @@ def nearest(candidates: Sequence[CabConfig], cell: Cell, density: Realised) -> C
     def beyond(config: CabConfig) -> float:
         return density(config) - cell.budget
 
-    # as bisect_left, but that a time need not be met closer than it is measured
     enough = 0.0 if cell.took is None else CLOSE * cell.budget
     low, high = 0, len(candidates)
     while low < high:

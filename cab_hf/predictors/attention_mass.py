@@ -80,13 +80,13 @@ def block_mass(
 
     A row sums to the number of its queries (of its tiles, for a ``stride`` over 1).
     """
-    blocks, row = -(-k.shape[2] // key_block), query_block // stride
-    logits_a_row = q.shape[0] * q.shape[1] * row * -(-k.shape[2] // stride)
-    at_a_time = row * max(1, LOGITS_AT_A_TIME // logits_a_row)
+    blocks, tiles = -(-k.shape[2] // key_block), query_block // stride
+    logits_a_block = q.shape[0] * q.shape[1] * tiles * -(-k.shape[2] // stride)
+    at_a_time = tiles * max(1, LOGITS_AT_A_TIME // logits_a_block)
     parts = []
     for _, some in attention_rows(q, k, spans, scale, stride, at_a_time):
-        whole = F.pad(some, (0, 0, 0, -some.shape[2] % row)).unflatten(2, (-1, row)).sum(3)
-        parts.append(block_sums(whole, key_block // stride, blocks))
+        by_block = F.pad(some, (0, 0, 0, -some.shape[2] % tiles)).unflatten(2, (-1, tiles)).sum(3)
+        parts.append(block_sums(by_block, key_block // stride, blocks))
     return torch.cat(parts, dim=2)
 
 
