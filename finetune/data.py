@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import queue
-import threading
 import zlib
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, multiprocessing
+from torch.utils.data import DataLoader, IterableDataset
 
 from cab_hf.finetune.sources import (
     IGNORED,
@@ -28,6 +28,7 @@ from cab_hf.runs.settings import UsageError
 __all__ = ["HOLD_OUT", "IGNORED", "Ahead", "Packed", "held_out", "make_source"]
 
 HOLD_OUT = 100  # of so many documents one is kept from training
+FORK = "fork"  # the way to start a process that takes along what cannot be pickled
 Item = dict[str, Tensor]
 
 
@@ -170,31 +171,36 @@ class Packed:
 
 
 class Ahead:
-    """The sequences of a `Packed`, made by a thread while what was made before is learnt.
+    """The sequences of a `Packed`, made by a process while what was made before is learnt.
 
-    Its places are those behind the sequences it has given out, whatever the thread has made since;
-    ``packed`` is the thread's from the first sequence on. What goes wrong there is raised here.
+    A thread would take turns with the one that launches kernels. Its places are those behind the
+    sequences it has given out, whatever the process has made since. What goes wrong there is raised
+    here. Where processes cannot be forked, sequences are made when they are asked for.
 
     Args:
         depth: sequences that are made ahead.
     """
 
     def __init__(self, packed: Packed, depth: int = 2) -> None:
-        self._packed, self._depth = packed, depth
-        self._place = packed.state_dict()
-        self._made: queue.Queue | None = None
+        self._packed, self._place = packed, packed.state_dict()
+        worker = {}
+        if FORK in multiprocessing.get_all_start_methods():
+            worker = {"num_workers": 1, "prefetch_factor": depth, "multiprocessing_context": FORK}
+        # the seed of a worker, which draws nothing, is not to be drawn of what a run goes by
+        how = {"batch_size": None, "collate_fn": _as_it_is, "generator": torch.Generator()}
+        self._loader = DataLoader(_WithPlaces(packed), **how, **worker)
+        self._made: Iterator[tuple[Item, State]] | None = None
 
     def __iter__(self) -> Iterator[Item]:
         return self
 
     def __next__(self) -> Item:
         if self._made is None:
-            self._made = queue.Queue(self._depth)
-            threading.Thread(target=self._work, daemon=True).start()
-        item, place = self._made.get()
+            self._made = iter(self._loader)
+        item, place = next(self._made)
         if isinstance(item, Exception):
             # nothing comes behind it: asked again, it is raised again
-            self._made.put((item, place))
+            self._made = repeat((item, place))
             raise item
         self._place = place
         return item
@@ -210,12 +216,23 @@ class Ahead:
         self._packed.load_state_dict(state)
         self._place = state
 
-    def _work(self) -> None:
+
+class _WithPlaces(IterableDataset):
+    """Sequences with the places behind them; then, where one cannot be made, the error."""
+
+    def __init__(self, packed: Packed) -> None:
+        self._packed = packed
+
+    def __iter__(self) -> Iterator[tuple[Item | Exception, State | None]]:
         try:
             for item in self._packed:
-                self._made.put((item, self._packed.state_dict()))
+                yield item, self._packed.state_dict()
         except Exception as error:
-            self._made.put((error, None))
+            yield error, None
+
+
+def _as_it_is(made: Any) -> Any:
+    return made
 
 
 class _Feed:

@@ -154,7 +154,7 @@ class Run:
             self.parallel = Parallel(settings, self.model, accelerator)
             packed, kept = open_data(settings, self.tokenizer, self.parallel, self._tell)
             self._agree(packed)
-        # made by a thread while a step computes
+        # made by a process while a step computes
         self.data = Ahead(packed, 2 * settings.micro_batch)
         self.batches = batches_of(self.data, settings.micro_batch)
         self.meter = meter.Meter(cost)

@@ -20,12 +20,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from cab_hf.renamed import renamed_in
 from cab_hf.runs.provenance import utc_now
 from cab_hf.runs.settings import UsageError
 
 Record = dict[str, Any]
+_open: WeakSet[Log] = WeakSet()
 # a file system without locks says one of these
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 PACKED = ".xz"  # behind the name of a log that `pack` has compressed
@@ -86,6 +88,7 @@ class Log:
             if was_packed:
                 write_atomically(self.path, _unpacked(self.path))
             self._file = _open_locked(self.path)
+        _open.add(self)
         try:
             with writing(self.path):
                 self._sign()
@@ -110,6 +113,10 @@ class Log:
             with suppress(OSError):
                 if _is_open_at(self._file, self.path):
                     _writer_of(self.path).unlink()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
@@ -292,6 +299,15 @@ def _has_failed(record: Mapping[str, Any], failed: str | None) -> bool:
 
 def _writer_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.writer")
+
+
+def _leave_to_the_parent() -> None:
+    """In a process that was forked: locks end with the parent, however long the child is there."""
+    for log in list(_open):
+        log._let_go()
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 def _open_locked(path: Path) -> int:

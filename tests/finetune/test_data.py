@@ -327,7 +327,9 @@ def test_reading_ahead_gives_the_same_and_knows_its_place(world):
         return Packed(TOKENIZER, mixed(), 280, 0, rank=world - 1, world=world)
 
     expected, ahead = firsts(opened(), 8), Ahead(opened())
+    drawn = torch.get_rng_state()
     assert_same(firsts(ahead, 4), expected[:4])
+    assert torch.equal(torch.get_rng_state(), drawn)
     state = json.loads(json.dumps(ahead.state_dict()))
     with pytest.raises(RuntimeError, match="before the first sequence"):
         ahead.load_state_dict(state)
@@ -337,7 +339,9 @@ def test_reading_ahead_gives_the_same_and_knows_its_place(world):
     assert_same(firsts(again, 4), expected[4:])
 
 
-def test_what_goes_wrong_ahead_is_raised_where_it_is_read():
+@pytest.mark.parametrize("methods", [["fork", "spawn"], ["spawn"]])
+def test_what_goes_wrong_ahead_is_raised_where_it_is_read(methods, monkeypatch):
+    monkeypatch.setattr(torch.multiprocessing, "get_all_start_methods", lambda: methods)
     numbers = datasets.Dataset.from_dict({"text": [9]})
     source = sources.TextSource("memory", numbers, "text", shuffle=False)
     ahead = Ahead(Packed(TOKENIZER, [(source, 1)], 90, 0, hold_out=0))

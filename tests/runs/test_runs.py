@@ -288,6 +288,26 @@ def test_a_symbolic_link_is_refused(path, tmp_path):
     assert path.read_bytes() == before
 
 
+def test_a_process_that_was_forked_holds_no_log(tmp_path):
+    """Or a run that was killed could not go on before all of its children have seen that."""
+    log = Log(tmp_path / "log.jsonl", {})
+    waiting, go_on = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(go_on)
+        os.read(waiting, 1)
+        os._exit(0)
+    try:
+        log.append({"number": 1})
+        log.close()
+        with Log(tmp_path / "log.jsonl", {}) as again:
+            assert again.records == [{"number": 1}]
+    finally:
+        os.close(go_on)
+        os.close(waiting)
+        os.waitpid(child, 0)
+
+
 def test_a_second_writer_is_refused(path):
     with Log(path, IDENTITY, KEY) as first:
         shown = f"written by another process .process {os.getpid()} on .+ since .+; wait for it"
