@@ -292,19 +292,22 @@ def test_a_process_that_was_forked_holds_no_log(tmp_path):
     """Or a run that was killed could not go on before all of its children have seen that."""
     log = Log(tmp_path / "log.jsonl", {})
     waiting, go_on = os.pipe()
+    is_there, there = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(go_on)
+        os.write(there, b".")
         os.read(waiting, 1)
         os._exit(0)
     try:
+        assert os.read(is_there, 1) == b"."
         log.append({"number": 1})
         log.close()
         with Log(tmp_path / "log.jsonl", {}) as again:
             assert again.records == [{"number": 1}]
     finally:
-        os.close(go_on)
-        os.close(waiting)
+        for pipe in (go_on, waiting, is_there, there):
+            os.close(pipe)
         os.waitpid(child, 0)
 
 
