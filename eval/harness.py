@@ -7,9 +7,8 @@
 Beside those three, the tasks of `cab_hf.tasks` are cab_many_keys, cab_uuid, cab_tracking and so on;
 docs/evaluation.md lists them.
 
-Everything is handed to lm_eval as it is, except that `pretrained=smollm2`, `smollm2-32k`,
-`smollm2-32k-tasks` and `smollm2-128k` name models that need no hub; `harness -- --help` says what
-lm_eval takes.
+Everything is handed to lm_eval as it is, except that `pretrained=smollm2`, `smollm2-32k` and
+`smollm2-128k` name models that need no hub; `harness -- --help` says what lm_eval takes.
 `--model cab` is its `hf` with CAB switched on, and fields of CabConfig are further model_args.
 `--model hf` with attn_implementation=cab runs CAB as the model's own config has it, and with any
 other implementation what CAB is compared with. All tasks of lm_eval's own run so, too; RULER's want

