@@ -578,7 +578,7 @@ class Fidelity(Comparison):
         cells = cells_of(samples)
         rows = [_row(cell, dense) for cell in cells]
         mark_fewer(rows, cells)
-        _drop_means_of_some_tasks(rows)
+        _tell_means_of_tasks(rows)
         _hold_against_floor(rows)
         return rows
 
@@ -726,8 +726,7 @@ def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
         pairs = [(s, compared[question_of(s)]) for s in own if question_of(s) in compared]
         if own:
             row[probe] = scored.get(probe, _answers)(own, pairs)
-    tasks = [row[name] for name in TASKS if name in row]
-    return {**row, ALL_TASKS: _mean_of_tasks(tasks)} if tasks else row
+    return row
 
 
 def _continuation(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
@@ -811,15 +810,13 @@ def _mean_of_tasks(results: Sequence[Row]) -> dict[str, Any]:
     return shown
 
 
-def _drop_means_of_some_tasks(rows: Sequence[dict[str, Any]]) -> None:
-    """Leave the mean over tasks to rows that have all tasks which others of their text have."""
-    place = itemgetter("text", "length")
-    asked: dict[tuple, set[str]] = {}
-    for row in rows:
-        asked.setdefault(place(row), set()).update(TASKS.keys() & row.keys())
-    for row in rows:
-        if not asked[place(row)] <= row.keys():
-            row.pop(ALL_TASKS, None)
+def _tell_means_of_tasks(rows: Sequence[dict[str, Any]]) -> None:
+    """Give rows their mean over tasks, where they have all that others of their text have."""
+    for alike in grouped(rows, "text", "length"):
+        asked = [name for name in TASKS if any(name in row for row in alike)]
+        for row in alike:
+            if asked and row.keys() >= {*asked}:
+                row[ALL_TASKS] = _mean_of_tasks([row[name] for name in asked])
 
 
 def _panel(

@@ -271,6 +271,10 @@ def _mean_of(rows: Sequence[Row], probe: str, what: str) -> float | None:
     return _mean([row[probe][what] for row in rows if probe in row])
 
 
+def _points(difference: float | None) -> str | None:
+    return None if difference is None else f"{100 * difference:+.1f} points"
+
+
 def _shown(kept: Mapping[str, float | None] | None) -> dict[str, str | float | None]:
     """The columns of `_kept`."""
     if kept is None:
@@ -519,9 +523,8 @@ def _model_row(rows: Sequence[Row]) -> dict[str, Any]:
     kept = {"KL (noise)": None if kl is None else _with_noise(kl, noise)}
     for probe, name in RECALLS.items():
         kept[f"{name} recall"] = _times(_mean_of(cab, probe, "ratio"))
-    difference = _mean_of(cab, ALL_TASKS, "delta")
-    points = None if difference is None else f"{100 * difference:+.1f} points"
-    return {**place, **spent, **kept, "mean over tasks to dense": points}
+    kept["mean over tasks to dense"] = _points(_mean_of(cab, ALL_TASKS, "delta"))
+    return {**place, **spent, **kept}
 
 
 def tasks_table(results: Path) -> str:
@@ -536,12 +539,10 @@ def tasks_table(results: Path) -> str:
         for row in each.rows:
             place = {"model": plain(each.provenance["settings"]["model"])}
             place |= {"tokens": f"{row['length']:,}", "method": row["method"]}
-            over = row["over_dense"]
-            place |= {"density": row["density"], "time × dense": over and f"{over:.2f}"}
+            place |= {"density": row["density"], "time × dense": row["over_dense"]}
             shares = {task.title: _task(row.get(name)) for name, task in TASKS.items()}
-            mean = row.get(ALL_TASKS, {}).get("delta")
-            told = None if mean is None else f"{100 * mean:+.1f} points"
-            rows.append({**place, **shares, "mean to dense": told})
+            mean = _points(row.get(ALL_TASKS, {}).get("delta"))
+            rows.append({**place, **shares, "mean to dense": mean})
     return _table(rows, read)
 
 

@@ -116,9 +116,9 @@ class Log:
             self._let_go()
 
     def _let_go(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        os.close(self._file)
+        self._file = -1
+        _open.discard(self)
 
     def __contains__(self, record: Mapping[str, Any]) -> bool:
         """Whether there is a record of the same key; without a key no two are the same."""
