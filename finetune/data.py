@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 import zlib
 from collections.abc import Iterator, Sequence
-from itertools import repeat
+from itertools import count, repeat
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, multiprocessing
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from cab_hf.finetune.sources import (
     IGNORED,
@@ -21,13 +22,15 @@ from cab_hf.finetune.sources import (
     State,
     TextSource,
     Tokenised,
+    Unmade,
     make_source,
 )
 from cab_hf.runs.settings import UsageError
 
-__all__ = ["HOLD_OUT", "IGNORED", "Ahead", "Packed", "held_out", "make_source"]
+__all__ = ["HOLD_OUT", "IGNORED", "Ahead", "Packed", "held_out", "make_source", "workers_for"]
 
 HOLD_OUT = 100  # of so many documents one is kept from training
+MOST_WORKERS = 4  # of one process: so many make 300,000 tokens a second of synthetic documents
 FORK = "fork"  # the way to start a process that takes along what cannot be pickled
 Item = dict[str, Tensor]
 
@@ -107,10 +110,11 @@ class Packed:
         return self
 
     def __next__(self) -> Item:
-        self._finish_round()
-        for _ in range(self.rank):
-            self._pack()
-        return _as_tensors(self._pack(), self.length, self._padding)
+        return _as_tensors(self._own(), self.length, self._padding)
+
+    def skip(self) -> None:
+        """Pass over the next sequence; synthetic documents in it are not made."""
+        self._own()
 
     def state_dict(self) -> State:
         """The place behind the last sequence, small and as JSON has it; equal in all processes."""
@@ -145,7 +149,7 @@ class Packed:
         place, result = self.state_dict(), 0
         for _ in range(sequences):
             for piece in self._pack():
-                for part in piece:
+                for part in piece.made():
                     result = zlib.crc32(part.tobytes(), result)
         self.load_state_dict(place)
         return result
@@ -155,12 +159,19 @@ class Packed:
         while self._made % self.world:
             self._pack()
 
-    def _pack(self) -> list[Tokenised]:
+    def _own(self) -> list[Tokenised | Unmade]:
+        """The pieces of this process's next sequence."""
+        self._finish_round()
+        for _ in range(self.rank):
+            self._pack()
+        return self._pack()
+
+    def _pack(self) -> list[Tokenised | Unmade]:
         """The pieces of the next sequence."""
         pieces, room = [], self.length
         while room and (feed := self._furthest_behind(room)):
             pieces.append(feed.take(room))
-            room -= len(pieces[-1].tokens)
+            room -= pieces[-1].size
         self._made += 1
         return pieces
 
@@ -171,21 +182,24 @@ class Packed:
 
 
 class Ahead:
-    """The sequences of a `Packed`, made by a process while what was made before is learnt.
+    """The sequences of a `Packed`, made by worker processes while earlier ones are learnt.
 
-    A thread would take turns with the one that launches kernels. Its places are those behind the
-    sequences it has given out, whatever the process has made since. What goes wrong there is raised
-    here. Where processes cannot be forked, sequences are made when they are asked for.
+    A thread would take turns with the one that launches kernels. Workers take sequences in turns,
+    so that their number changes none of them. The place is that behind the sequences that were
+    given out, whatever the workers have made since. What goes wrong there is raised here. Where
+    processes cannot be forked, sequences are made when they are asked for.
 
     Args:
-        depth: sequences that are made ahead.
+        depth: sequences that each worker makes ahead.
+        workers: how many there are.
     """
 
-    def __init__(self, packed: Packed, depth: int = 2) -> None:
+    def __init__(self, packed: Packed, depth: int = 2, workers: int = 1) -> None:
         self._packed, self._place = packed, packed.state_dict()
         worker = {}
         if FORK in multiprocessing.get_all_start_methods():
-            worker = {"num_workers": 1, "prefetch_factor": depth, "multiprocessing_context": FORK}
+            worker = {"num_workers": workers, "prefetch_factor": depth}
+            worker["multiprocessing_context"] = FORK
         # the seed of a worker, which draws nothing, is not to be drawn of what a run goes by
         how = {"batch_size": None, "collate_fn": _as_it_is, "generator": torch.Generator()}
         self._loader = DataLoader(_WithPlaces(packed), **how, **worker)
@@ -217,15 +231,30 @@ class Ahead:
         self._place = state
 
 
+def workers_for(processes: int) -> int:
+    """How many workers each of ``processes`` on this machine has: its cores but one, at most 4."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(MOST_WORKERS, (cores or 1) // processes - 1))
+
+
 class _WithPlaces(IterableDataset):
-    """Sequences with the places behind them; then, where one cannot be made, the error."""
+    """Sequences with the places behind them; then, where one cannot be made, the error.
+
+    In a worker they are those of its turns.
+    """
 
     def __init__(self, packed: Packed) -> None:
         self._packed = packed
 
     def __iter__(self) -> Iterator[tuple[Item | Exception, State | None]]:
+        worker = get_worker_info()
+        turn, turns = (worker.id, worker.num_workers) if worker else (0, 1)
         try:
-            for item in self._packed:
+            for number in count():
+                if number % turns != turn:
+                    self._packed.skip()
+                    continue
+                item = next(self._packed)
                 yield item, self._packed.state_dict()
         except Exception as error:
             yield error, None
@@ -242,7 +271,7 @@ class _Feed:
         self._documents, self.share, self._whole = documents, share, complete
         self.taken = 0  # tokens
         self._begun: State = {}  # the place of the document that pieces are taken of
-        self._document: Tokenised | None = None
+        self._document: Tokenised | Unmade | None = None
         self._done = 0  # tokens of it
 
     @property
@@ -251,20 +280,23 @@ class _Feed:
 
     def fits(self, room: int) -> bool:
         """Whether some of its next document may stand in ``room`` tokens: of a whole one, all."""
-        return not self._whole or len(self._next().tokens) <= room
+        return not self._whole or self._next().size <= room
 
-    def take(self, room: int) -> Tokenised:
+    def take(self, room: int) -> Tokenised | Unmade:
         """What comes next, at most ``room`` tokens."""
         document = self._next()
+        if self._whole:
+            self.taken, self._document = self.taken + document.size, None
+            return document
         piece = Tokenised(*(part[self._done : self._done + room] for part in document))
-        self._done += len(piece.tokens)
-        self.taken += len(piece.tokens)
+        self._done += piece.size
+        self.taken += piece.size
         # a last token has been predicted before the cut, and nothing is left for it to predict
-        if len(document.tokens) - self._done < 2:
+        if document.size - self._done < 2:
             self._document, self._done = None, 0
         return piece
 
-    def _next(self) -> Tokenised:
+    def _next(self) -> Tokenised | Unmade:
         if self._document is None:
             self._begun = self._documents.state_dict()
             self._document = next(self._documents)
@@ -323,12 +355,12 @@ def _check(
             raise UsageError(f"{rule}; got {seen}.")
 
 
-def _as_tensors(pieces: Sequence[Tokenised], length: int, padding: int) -> Item:
+def _as_tensors(pieces: Sequence[Tokenised | Unmade], length: int, padding: int) -> Item:
     """Pieces one behind the other, and padding as one more document."""
-    sizes = [len(piece.tokens) for piece in pieces]
+    sizes = [piece.size for piece in pieces]
     left = length - sum(sizes)
     end = Tokenised(np.full(left, padding, np.int32), np.full(left, IGNORED, np.int32))
-    tokens, labels = zip(*pieces, end, strict=True)
+    tokens, labels = zip(*(piece.made() for piece in (*pieces, end)), strict=True)
     positions = [np.arange(size) for size in (*sizes, left)]
     columns = {"input_ids": tokens, "position_ids": positions, "labels": labels}
     joined = {name: np.concatenate(parts) for name, parts in columns.items()}

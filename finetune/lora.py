@@ -36,7 +36,7 @@ from cab_hf.finetune import checkpoints, curve, dry_run, finite, meter
 from cab_hf.finetune.adapters import WEIGHTS, begin_with
 from cab_hf.finetune.agreement import facts_of, require_alike
 from cab_hf.finetune.checkpoints import Checkpoints
-from cab_hf.finetune.data import HOLD_OUT, Ahead, Packed, held_out
+from cab_hf.finetune.data import HOLD_OUT, Ahead, Packed, held_out, workers_for
 from cab_hf.finetune.models import (
     enable_gradient_checkpointing,
     load_model,
@@ -154,8 +154,10 @@ class Run:
             self.parallel = Parallel(settings, self.model, accelerator)
             packed, kept = open_data(settings, self.tokenizer, self.parallel, self._tell)
             self._agree(packed)
-        # made by a process while a step computes
-        self.data = Ahead(packed, 2 * settings.micro_batch)
+        # made by other processes while a step computes
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.processes))
+        workers = settings.data_workers or workers_for(here)
+        self.data = Ahead(packed, 2 * settings.micro_batch, workers)
         self.batches = batches_of(self.data, settings.micro_batch)
         self.meter = meter.Meter(cost)
         if self.meter.cost.uncounted:

@@ -36,7 +36,7 @@ TRACKERS = ("tensorboard", "trackio", "wandb")
 # settings that may change when a run goes on: they decide where and how often, and not what
 FREE = (
     *("out", "save_every", "eval_every", "trackers", "dry_run", "cpu", "peak_tflops"),
-    *("offload_layers", "gpu_gib", "host_gib", "link_gbs"),
+    *("offload_layers", "gpu_gib", "host_gib", "link_gbs", "data_workers"),
 )
 
 
@@ -114,6 +114,12 @@ class Settings:
         "sources of the held-out sequences (default: documents of --data that are not trained on)",
         comma_separated(str),
     )
+    data_workers: int | None = option(
+        None,
+        "processes that make sequences for each one that trains; auto (default): its share of the "
+        "CPU cores but one, at most 4",
+        number_or_auto,
+    )
     # optimisation
     steps: int = option(200, "optimizer steps", int)
     lr: float = option(2e-4, "peak learning rate", float)
@@ -164,6 +170,7 @@ class Settings:
         self._within("a number above 0", lambda x: x > 0, "link_gbs")
         given = ("tile_tokens", "offload_layers")
         self._within("auto, or 0 or more", lambda x: x is None or x >= 0, *given)
+        self._within("auto, or 1 or more", lambda x: x is None or x >= 1, "data_workers")
         kept = self.checkpointing or not self.offload_layers
         require(self, "offload_layers", kept, "0 without checkpointing")
         self._within("in [0, 1)", lambda x: 0 <= x < 1, "dropout", "beta2")

@@ -14,7 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -56,13 +58,31 @@ class Tokenised(NamedTuple):
     tokens: np.ndarray
     labels: np.ndarray
 
+    @property
+    def size(self) -> int:
+        return len(self.tokens)
+
+    def made(self) -> Tokenised:
+        return self
+
+
+class Unmade(NamedTuple):
+    """A document whose length is known before it is made.
+
+    Who packs it for another process, or passes over it, never makes it.
+    """
+
+    size: int  # tokens
+    made: Callable[[], Tokenised]
+
 
 class Documents(Protocol):
     """The documents of one source, without end."""
 
     epoch: int | None  # how often all of them were read; None: there are always others
 
-    def __next__(self) -> Tokenised: ...
+    def __next__(self) -> Tokenised | Unmade:
+        """The next document; one of a source that is `whole` may be unmade."""
 
     def state_dict(self) -> State:
         """The place of the next document; nothing that comes later changes it."""
@@ -556,12 +576,17 @@ class _RetrievalDocuments:
     _index: int = 0
     epoch: None = None
 
-    def __next__(self) -> Tokenised:
-        kinds, index = self._source.entry.kinds, self._index
-        kind, around = kinds[index % len(kinds)], self._sentences()
-        parts = kind, self._tokenizer, around, self._length, index, self._seed
-        document = retrieval_document(*parts)
+    def __next__(self) -> Unmade:
+        made = partial(self._make, self._index, self._excerpts())
         self._index += 1
+        return Unmade(self._length, made)
+
+    def _make(self, index: int, excerpts: Sequence[str]) -> Tokenised:
+        kinds = self._source.entry.kinds
+        kind, around = kinds[index % len(kinds)], _sentences(excerpts) or NOISE
+        document = retrieval_document(
+            kind, self._tokenizer, around, self._length, index, self._seed
+        )
         tokens = np.asarray(document.tokens, dtype=np.int32)
         labels = np.full(len(tokens), IGNORED, np.int32)
         for start, end in document.answers:
@@ -569,25 +594,24 @@ class _RetrievalDocuments:
             labels[start - 1 : end - 1] = tokens[start:end]
         return Tokenised(tokens, labels)
 
-    def _sentences(self) -> Sequence[str]:
+    def _excerpts(self) -> list[str]:
         """Of as many texts as one document takes, of a place of its own where they are longer."""
         if not self._haystacks:
-            return NOISE
+            return []
         turn = self._index // len(self._source.entry.kinds)
         texts = self._haystacks[turn % len(self._haystacks)]
         rng = random.Random(f"finetune/{self._seed}/text/{self._index}")
         wanted, begun = self._length * CHARACTERS_A_TOKEN, texts.epoch
-        sentences: list[str] = []
+        excerpts: list[str] = []
         while wanted > 0 and texts.epoch <= begun + 1:
             text = texts.peek()[0]
             texts.advance()
             start = rng.randrange(max(1, len(text) - wanted))
             excerpt = text[start : start + wanted]
             if excerpt.strip():
-                for sentence in split_sentences(excerpt):
-                    sentences.extend(piece.strip(" ") for piece in SHORT.findall(sentence))
+                excerpts.append(excerpt)
                 wanted -= len(excerpt)
-        return sentences or NOISE
+        return excerpts
 
     def state_dict(self) -> State:
         return {"index": self._index, "texts": [texts.state_dict() for texts in self._haystacks]}
@@ -596,3 +620,8 @@ class _RetrievalDocuments:
         self._index = state["index"]
         for texts, place in zip(self._haystacks, state["texts"], strict=True):
             texts.load_state_dict(place)
+
+
+def _sentences(excerpts: Sequence[str]) -> list[str]:
+    sentences = chain.from_iterable(map(split_sentences, excerpts))
+    return [piece.strip(" ") for sentence in sentences for piece in SHORT.findall(sentence)]

@@ -321,22 +321,45 @@ def test_asking_for_the_place_changes_nothing():
     assert_same(actual, firsts(unasked, 5))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_reading_ahead_gives_the_same_and_knows_its_place(world):
+@pytest.mark.parametrize(("world", "workers"), [(1, 1), (2, 1), (1, 3), (2, 3)])
+def test_reading_ahead_gives_the_same_and_knows_its_place(world, workers):
     def opened():
         return Packed(TOKENIZER, mixed(), 280, 0, rank=world - 1, world=world)
 
-    expected, ahead = firsts(opened(), 8), Ahead(opened())
+    expected, ahead = firsts(opened(), 8), Ahead(opened(), workers=workers)
     drawn = torch.get_rng_state()
     assert_same(firsts(ahead, 4), expected[:4])
     assert torch.equal(torch.get_rng_state(), drawn)
     state = json.loads(json.dumps(ahead.state_dict()))
     with pytest.raises(RuntimeError, match="before the first sequence"):
         ahead.load_state_dict(state)
-    again = Ahead(opened())
+    # another number of workers is free to go on
+    again = Ahead(opened(), workers=2)
     again.load_state_dict(state)
     assert again.state_dict() == state
     assert_same(firsts(again, 4), expected[4:])
+
+
+def test_synthetic_documents_of_others_are_not_made(monkeypatch):
+    made = []
+    make = sources.retrieval_document
+
+    def counting(*arguments):
+        made.append(arguments)
+        return make(*arguments)
+
+    packed = Packed(TOKENIZER, mixed(), 280, 0, rank=1, world=2)
+    monkeypatch.setattr(sources, "retrieval_document", counting)
+    for _ in range(20):
+        packed.skip()
+    assert not made
+    next(packed)
+    assert len(made) <= 280 // int(RETRIEVAL.rpartition(":")[2])
+
+
+def test_workers_have_their_share_of_the_cores(monkeypatch):
+    monkeypatch.setattr(data.os, "sched_getaffinity", lambda pid: range(16), raising=False)
+    assert [data.workers_for(processes) for processes in (1, 4, 8, 32)] == [4, 3, 1, 1]
 
 
 @pytest.mark.parametrize("methods", [["fork", "spawn"], ["spawn"]])

@@ -141,6 +141,7 @@ def test_a_command_line_is_refused_in_one_line(words, message, tmp_path, capsys)
             "offload_layers is 3; it must be 0 without checkpointing",
             id="nothing to offload",
         ),
+        pytest.param({"data_workers": 0}, "data_workers is 0; it must be auto, or 1", id="workers"),
         pytest.param({"tile_tokens": -1}, r"tile_tokens is -1; it must be auto, or 0", id="tile"),
         pytest.param(
             {"link_gbs": 0.0}, r"link_gbs is 0\.0; it must be a number above 0", id="link"
