@@ -665,6 +665,13 @@ def test_settings_that_make_no_sense_are_refused(change, message):
         Packed(TOKENIZER, mixture, **place)
 
 
+def test_a_document_without_room_is_told_of_its_source():
+    """The first one had room, and what a later one draws is longer."""
+    packed = Packed(TOKENIZER, [(make_source("retrieval:keys:25"), 1)], 25, 0)
+    with pytest.raises(UsageError, match="source 'retrieval:keys:25': length 25 has no room for"):
+        firsts(packed, 50)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
