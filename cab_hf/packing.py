@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cab_hf.checks import require
+
 
 def document_starts(position_ids: Tensor, valid: Tensor | None) -> Tensor:
     """bool [B or 1, N]: real tokens that begin a document, the first of a row among them.
@@ -58,11 +60,18 @@ def documents_between(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
     What lies behind the last is a document of its own.
 
     Raises:
-        ValueError: for lengths that end elsewhere than a row or the batch; not while compiling.
+        ValueError: for what are no cumulative lengths, or end elsewhere than a row or the batch;
+            values are not read while compiling.
     """
+    name, what = "cu_seq_lens_q", "cumulative lengths, int [documents + 1], from 0 on, none falling"
+    given = isinstance(cu_seq_lens, Tensor) and not cu_seq_lens.is_floating_point()
+    require(given and cu_seq_lens.ndim == 1 and len(cu_seq_lens) > 1, name, cu_seq_lens, what)
     slot = torch.arange(batch * length, device=cu_seq_lens.device)
     if not torch.compiler.is_compiling():
-        end = int(cu_seq_lens[-1])
+        ends = cu_seq_lens.tolist()
+        # without the 0 the first document would be one with the second
+        require(ends[0] == 0 and ends == sorted(ends), name, ends, what)
+        end = ends[-1]
         if end > batch * length or (batch > 1 and end not in (length, batch * length)):
             raise ValueError(
                 f"cu_seq_lens_q ends at {end} in a call of {batch} x {length} tokens; it must end "

@@ -250,6 +250,8 @@ class _WithPlaces(IterableDataset):
         worker = get_worker_info()
         turn, turns = (worker.id, worker.num_workers) if worker else (0, 1)
         try:
+            if worker:
+                self._read_alone()
             for number in count():
                 if number % turns != turn:
                     self._packed.skip()
@@ -258,6 +260,13 @@ class _WithPlaces(IterableDataset):
                 yield item, self._packed.state_dict()
         except Exception as error:
             yield error, None
+
+    def _read_alone(self) -> None:
+        """Have this worker read whatever there is, and nothing together with the others."""
+        # told that it is in a worker, datasets would read a share of the files of a stream
+        torch.utils.data.get_worker_info = lambda: None
+        # a file that was open before the fork has one position for all: open all anew
+        self._packed.load_state_dict(self._packed.state_dict())
 
 
 def _as_it_is(made: Any) -> Any:

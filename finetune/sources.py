@@ -584,9 +584,13 @@ class _RetrievalDocuments:
     def _make(self, index: int, excerpts: Sequence[str]) -> Tokenised:
         kinds = self._source.entry.kinds
         kind, around = kinds[index % len(kinds)], _sentences(excerpts) or NOISE
-        document = retrieval_document(
-            kind, self._tokenizer, around, self._length, index, self._seed
-        )
+        try:
+            document = retrieval_document(
+                kind, self._tokenizer, around, self._length, index, self._seed
+            )
+        except ValueError as error:
+            # other names and numbers are drawn for each: one may be longer than the first was
+            raise UsageError(f"source {self._source.name!r}: {error}") from None
         tokens = np.asarray(document.tokens, dtype=np.int32)
         labels = np.full(len(tokens), IGNORED, np.int32)
         for start, end in document.answers:

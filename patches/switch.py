@@ -227,7 +227,8 @@ def _request(config: PreTrainedConfig, text: PreTrainedConfig, implementation: s
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
     """The model itself, or the one inside of an adapter or another wrapper."""
-    result = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    result = (module for module in modules if isinstance(module, PreTrainedModel))
     inner = next(result, None)
     if inner is None:
         raise ValueError(

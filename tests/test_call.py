@@ -202,11 +202,27 @@ def test_lengths_are_of_documents_without_padding():
         pytest.param(
             CabMask(2, 4, 4, 0), [0, 2, 5], ValueError, "ends at 5 .* must end at 8", id="batch"
         ),
+        pytest.param(
+            CabMask(1, 4, 4, 0), [2, 4], ValueError, r"is \[2, 4\]; .* from 0 on", id="no 0"
+        ),
+        pytest.param(
+            CabMask(1, 4, 4, 0), [0, 3, 1, 4], ValueError, "cumulative lengths", id="falling"
+        ),
+        pytest.param(CabMask(1, 4, 4, 0), [0.0, 4.0], ValueError, r"int \[doc", id="fractions"),
+        pytest.param(CabMask(1, 4, 4, 0), [[0, 4]], ValueError, r"shape \(1, 2\)", id="two rows"),
+        pytest.param(CabMask(1, 4, 4, 0), [], ValueError, "cumulative lengths", id="none"),
     ],
 )
 def test_cumulative_lengths_that_do_not_fit(mask, ends, error, sentence):
     with pytest.raises(error, match=sentence):
         mask.find_documents(None, torch.tensor(ends))
+
+
+def test_cumulative_lengths_may_stand_still():
+    """Collators fill them up to one number of documents."""
+    mask = CabMask(1, 4, 4, 0)
+    mask.find_documents(None, torch.tensor([0, 1, 4, 4, 4]))
+    assert mask.document.tolist() == [[0, 1, 1, 1]]
 
 
 def test_padding_of_documents_that_stay_where_they_are(monkeypatch):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cab_hf.checks import require
 from cab_hf.config import CabConfig
 from cab_hf.plan import BlockPlan, Spans
 
@@ -125,7 +126,13 @@ _FACTORIES: dict[str, Factory] = {}
 
 
 def register_predictor(name: str, factory: Factory) -> None:
-    """Make ``CabConfig(predictor=name)`` use ``factory(config)``. ValueError for a taken name."""
+    """Make ``CabConfig(predictor=name)`` use ``factory(config)``.
+
+    Raises:
+        ValueError: for a name that is taken or no text, or a factory that cannot be called.
+    """
+    require(isinstance(name, str), "name", name, "the text that CabConfig.predictor is to hold")
+    require(callable(factory), "factory", factory, "a Predictor class, or what makes one")
     if _FACTORIES.get(name, factory) is not factory:
         raise ValueError(f"predictor {name!r} is registered already; choose another name.")
     _FACTORIES[name] = factory

@@ -159,12 +159,8 @@ class Log:
             os.ftruncate(self._file, 0)
             self._write(header)
             return
-        result, records, complete = _parse(self.path, content, self.key, self.added)
-        for name, seen, wanted in _differences(result["identity"], identity):
-            raise LogError(
-                f"{self.path} was made with {name} {seen!r}, this run has {wanted!r}; give another "
-                "--out, or what the first run had to go on with it."
-            )
+        parts = self.path, content, self.key, self.added
+        result, records, complete = _parse(*parts, identity)
         self.started = result["started"]
         for record in records:
             self._count(record)
@@ -384,9 +380,13 @@ def _is_torn_header(content: bytes, header: str) -> bool:
 
 
 def _parse(
-    path: Path, content: bytes, key: Sequence[str], added: Mapping[str, Any]
+    path: Path,
+    content: bytes,
+    key: Sequence[str],
+    added: Mapping[str, Any],
+    identity: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], list[Record], int]:
-    """(header, records, length of what is whole) of a log's bytes."""
+    """(header, records, length of what is whole) of a log's bytes; of a run with ``identity``."""
     lines = content.split(b"\n")
     complete = len(content)
     if not _is_json(lines[-1]):
@@ -395,6 +395,9 @@ def _parse(
     results = [_object(line) for line in lines]
     if not results or not {"identity", "started"} <= (results[0] or {}).keys():
         raise LogError(f"{path} does not begin with the header of a run; give another --out.")
+    if identity is not None:
+        # before the records, which are of other fields in a log of another experiment
+        _require_identity(path, results[0]["identity"], identity)
     # what is no object is refused below
     records = [record if record is None else {**added, **record} for record in results[1:]]
     for number, record in enumerate(records, 2):
@@ -403,6 +406,14 @@ def _parse(
             text = "is no JSON object" if record is None else f"has no {lacking[0]!r}"
             raise LogError(f"{path}, line {number} {text}; repair it or give another --out.")
     return results[0], records, complete
+
+
+def _require_identity(path: Path, seen: Any, wanted: Mapping[str, Any]) -> None:
+    for name, theirs, mine in _differences(seen, wanted):
+        raise LogError(
+            f"{path} was made with {name} {theirs!r}, this run has {mine!r}; give another --out, "
+            "or what the first run had to go on with it."
+        )
 
 
 def _is_json(line: bytes) -> bool:

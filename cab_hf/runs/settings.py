@@ -146,7 +146,10 @@ def parse_length(text: str) -> int:
 
 def number_or_auto(text: str) -> int | None:
     """A number, or None for ``auto``."""
-    return None if text == "auto" else int(text)
+    try:
+        return None if text == "auto" else int(text)
+    except ValueError:
+        raise ValueError(f"it must be auto or {NUMBERS[int]}; got {text}.") from None
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:

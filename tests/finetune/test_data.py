@@ -340,6 +340,27 @@ def test_reading_ahead_gives_the_same_and_knows_its_place(world, workers):
     assert_same(firsts(again, 4), expected[4:])
 
 
+@pytest.mark.parametrize("read", [0, 3], ids=["from the start", "files are open"])
+@pytest.mark.parametrize("ending", ["txt", "jsonl", "parquet"])
+def test_each_worker_reads_all_files_of_a_stream(tmp_path, monkeypatch, ending, read):
+    """Told that it is in a worker, datasets reads a share; and an open file has one position."""
+    # files are longer than what is read of one at once
+    monkeypatch.setitem(sources.KINDS, ".jsonl", ("from_json", {"chunksize": 500}))
+    name = written(tmp_path, ending, [each * 50 for each in texts_of(60)])
+
+    def opened():
+        # what was read before the workers are started
+        packed = Packed(TOKENIZER, [(make_source(name, streaming=True), 1)], 4000, 0)
+        firsts(packed, read)
+        return packed
+
+    expected, ahead = firsts(opened(), 12), Ahead(opened(), workers=3)
+    assert_same(firsts(ahead, 6), expected[:6])
+    again = Ahead(opened(), workers=2)
+    again.load_state_dict(json.loads(json.dumps(ahead.state_dict())))
+    assert_same(firsts(again, 6), expected[6:])
+
+
 def test_synthetic_documents_of_others_are_not_made(monkeypatch):
     made = []
     make = sources.retrieval_document
@@ -642,6 +663,13 @@ def test_settings_that_make_no_sense_are_refused(change, message):
     place = {"length": LENGTH, "seed": 0, **change}
     with pytest.raises(UsageError, match=message):
         Packed(TOKENIZER, mixture, **place)
+
+
+def test_a_document_without_room_is_told_of_its_source():
+    """The first one had room, and what a later one draws is longer."""
+    packed = Packed(TOKENIZER, [(make_source("retrieval:keys:25"), 1)], 25, 0)
+    with pytest.raises(UsageError, match="source 'retrieval:keys:25': length 25 has no room for"):
+        firsts(packed, 50)
 
 
 @pytest.mark.parametrize(

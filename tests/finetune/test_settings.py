@@ -80,6 +80,11 @@ def test_typed_words_win_over_the_file(tmp_path):
             ["--rope", "ntk"], "rope is 'ntk'; it must be one of none, linear", id="choice"
         ),
         pytest.param(["--rank", "many"], "rank: ", id="no number"),
+        pytest.param(
+            ["--data-workers", "1.5"],
+            "data_workers: it must be auto or a whole number; got 1.5",
+            id="no number or auto",
+        ),
         *(
             pytest.param([name, number], f"must be a finite number; got {number}", id=name)
             for name, number in (

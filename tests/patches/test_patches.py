@@ -331,6 +331,12 @@ def test_what_cannot_be_switched_is_refused_and_left_as_it_is(build, options, me
     assert cab_hf.remove_cab(model) is model and getattr(model, "config", None) == before
 
 
+def test_what_is_no_model_is_refused_in_a_sentence():
+    for nothing in (None, "meta-llama/Llama-3.1-8B"):
+        with pytest.raises(ValueError, match="model is a .* with no transformers model in it"):
+            cab_hf.apply_cab(nothing)
+
+
 def test_stats_add_up_until_reset(model):
     cab_hf.apply_cab(model, SPARSE, dense_layers=(1,))
     assert cab_hf.stats(model) == [{"layer": i, "density": None} for i in range(3)]

@@ -362,5 +362,9 @@ def test_a_predictor_is_registered_by_name():
     assert isinstance(make_predictor(CabConfig(predictor="test-again")), CurvaturePredictor)
     with pytest.raises(ValueError, match="registered already"):
         register_predictor("test-again", lambda config: None)
+    with pytest.raises(ValueError, match="factory is 3; it must be a Predictor class"):
+        register_predictor("test-number", 3)
+    with pytest.raises(ValueError, match="name is 3; it must be the text"):
+        register_predictor(3, CurvaturePredictor)
     with pytest.raises(ValueError, match="'nobody'; registered are .*curvature"):
         make_predictor(CabConfig(predictor="nobody"))

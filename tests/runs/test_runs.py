@@ -94,6 +94,12 @@ def test_a_key_may_gain_fields_that_older_records_lack(path):
     assert [each["world"] for each in read_log(path, key, added)[1]] == [1, 1, 2]
 
 
+def test_a_log_of_another_experiment_is_told_from_a_broken_one(path):
+    """Its records have other fields, and nobody is to repair them."""
+    with pytest.raises(LogError, match="was made with experiment None, this run has 'other'"):
+        Log(path, {"experiment": "other"}, ("world",))
+
+
 def test_a_packed_log_is_read_and_gone_on_with(path):
     complete = path.read_bytes()
     with Log(path, IDENTITY, KEY) as opened:
