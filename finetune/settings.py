@@ -50,7 +50,7 @@ class Settings:
 
     # model
     model: str = option(
-        "smollm2", "smollm2, untrained-d128-gqa4, untrained-qk-norm, tiny, a folder, or a hub name"
+        "smollm2", "smollm2, smollm2-d128-gqa4, smollm2-qk-norm, tiny, a folder, or a hub name"
     )
     attention: str = option("cab", "attn_implementation while training: cab, sdpa, ...")
     cab: tuple[str, ...] = option(

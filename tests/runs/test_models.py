@@ -182,8 +182,8 @@ def test_a_mistyped_name_is_refused_before_the_hub_is_asked(no_hub, name, meant,
         "harness": lambda: harness.handed_on(["--model_args", f"pretrained={name},dtype=auto"]),
     }
     known = (
-        f"smollm2, smollm2-32k, smollm2-128k, tiny, {', '.join(models.UNTRAINED)}, a folder, or a "
-        "name of the hub"
+        "smollm2, smollm2-32k, smollm2-128k, smollm2-d128-gqa4, smollm2-qk-norm, tiny, a folder, or "
+        "a name of the hub"
     )
     with pytest.raises(UsageError, match=f"model '{name}' is not here{meant}; give {known}"):
         loads[load]()
@@ -419,7 +419,7 @@ def test_tiny_is_llama_2_in_small(llama2):
     assert config.num_key_value_heads == 2 and not config.tie_word_embeddings
     assert sum(x.numel() for x in model.parameters()) == 115_264
     assert models.is_local("tiny") and len(models.content_sha256("tiny")) == 64
-    assert models.load_config("tiny").to_dict() == models._random_config("tiny").to_dict()
+    assert models.load_config("tiny").to_dict() == models._tiny_config().to_dict()
     assert tokenizer("12").input_ids == [*map(tokenizer.convert_tokens_to_ids, "12")]
 
 
@@ -463,67 +463,3 @@ def test_evaluations_take_tiny(tmp_path, capsys):
     assert main(["calibrate", *words.split(), "--out", str(tmp_path / "run")]) == 0
     assert CabConfig.calibrated(tmp_path / "run" / "cab_config-0.3.json").anchors == (0,)
     assert "config: " in capsys.readouterr().out
-
-
-# --- models to be trained
-
-
-@pytest.fixture
-def words_of_smollm2(tmp_path, monkeypatch):
-    """A folder with a tokenizer in the place of SmolLM2's."""
-    make_tokenizer().save_pretrained(tmp_path / "smollm2")
-    monkeypatch.setattr(models, "smollm2_folder", lambda: tmp_path / "smollm2")
-
-
-@pytest.mark.parametrize(
-    ("name", "head_dim", "group", "theta", "normed"),
-    [("untrained-d128-gqa4", 128, 4, 5e5, False), ("untrained-qk-norm", 64, 2, 1e6, True)],
-)
-def test_untrained_models_have_the_shapes_they_are_for(
-    words_of_smollm2, name, head_dim, group, theta, normed
-):
-    model, tokenizer = models.load_model(name, "cpu", "float32")
-    config, attention = model.config, model.model.layers[-1].self_attn
-    assert attention.k_proj.weight.shape == (config.num_key_value_heads * head_dim, 512)
-    assert attention.q_proj.weight.shape == (group * len(attention.k_proj.weight), 512)
-    assert attention.head_dim == head_dim and attention.num_key_value_groups == group
-    frequencies = theta ** -(torch.arange(0, head_dim, 2) / head_dim)
-    torch.testing.assert_close(model.model.rotary_emb.inv_freq, frequencies)
-    assert hasattr(attention, "q_norm") == hasattr(attention, "k_norm") == normed
-    # with the head tied to the embeddings it has the tokens of SmolLM2
-    assert model.lm_head.weight is model.model.embed_tokens.weight and config.vocab_size == 49152
-    assert tokenizer("a pass key").input_ids == make_tokenizer()("a pass key").input_ids
-    assert models.is_local(name) and models.content_sha256(name) != models.content_sha256("tiny")
-
-
-@pytest.fixture(params=models.UNTRAINED)
-def small_untrained(words_of_smollm2, monkeypatch, request):
-    """The name of an untrained model, which has one layer and few tokens here."""
-    small = {"vocab_size": 64, "num_hidden_layers": 1}
-    monkeypatch.setattr(models, "UNTRAINED_SIZES", {**models.UNTRAINED_SIZES, **small})
-    return request.param
-
-
-def test_untrained_models_are_always_the_same(small_untrained):
-    one, other = (
-        models.load_model(small_untrained, "cpu", "float32")[0].state_dict() for _ in range(2)
-    )
-    assert all(torch.equal(x, other[name]) for name, x in one.items())
-
-
-@torch.no_grad()
-def test_untrained_models_begin_with_attention_to_tokens_that_are_alike(small_untrained):
-    model, _ = models.load_model(small_untrained, "cpu", "float32")
-    attention, read = model.model.layers[0].self_attn, []
-    attention.register_forward_pre_hook(
-        lambda module, args, given: read.append(given["hidden_states"][0]), with_kwargs=True
-    )
-    # the same fifty tokens twice
-    model(torch.arange(3, 53).repeat(1, 2))
-    q, k = (
-        project(read[0]).unflatten(1, (-1, attention.head_dim))
-        for project in (attention.q_proj, attention.k_proj)
-    )
-    k = k.repeat_interleave(attention.num_key_value_groups, 1)
-    logits = torch.einsum("ihd,jhd->hij", q, k)[:, 50:, :50]
-    assert logits.diagonal(dim1=1, dim2=2).mean() > 3 * logits.std()

@@ -1,0 +1,178 @@
+"""SmolLM2 in other shapes, to see whether CAB holds where none of its settings was made.
+
+* ``smollm2-d128-gqa4`` has heads of 128 channels, four query heads a KV head and a RoPE base of
+  500,000, as Llama 3.
+* ``smollm2-qk-norm`` normalises queries and keys, as Qwen3.
+
+Both have the weights of SmolLM2, and are to be trained before they are measured: by
+``finetune/configs/other_shapes.yaml``, in some minutes.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cab_hf.runs.cache import cache_folder, keep_first, scratch_beside
+from cab_hf.runs.stand_ins import SMOLLM2_SHA256, built_in_text, smollm2_folder
+
+# torch and transformers are imported where they are used: finding a folder needs neither
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+WIDE, NORMALISED = "smollm2-d128-gqa4", "smollm2-qk-norm"
+RESHAPED = (WIDE, NORMALISED)
+# fields of a config that both shapes take from SmolLM2
+SHARED = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps"),
+    *("max_position_embeddings", "tie_word_embeddings"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
+# standard deviation of weights that SmolLM2 has none for
+RANDOM = 0.03
+# characters of text by which queries and keys are measured
+MEASURED = slice(20_000, 28_000)
+
+
+def reshaped_folder(name: str) -> Path:
+    """The folder of a model of `RESHAPED` in float32, made when it is not there yet.
+
+    Raises:
+        UsageError: as of `smollm2_folder`.
+    """
+    target = cache_folder() / f"{name}-{SMOLLM2_SHA256[:12]}"
+    if target.is_dir():
+        return target
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = smollm2_folder()
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, trust_remote_code=False
+    )
+    if name == WIDE:
+        reshaped = widened(model, head_dim=128, group=4, theta=500_000.0)
+    else:
+        text = built_in_text()[MEASURED]
+        reshaped = with_qk_norm(model, tokenizer(text, return_tensors="pt").input_ids)
+    with scratch_beside(target, f".{name}-") as scratch:
+        reshaped.save_pretrained(scratch / name)
+        tokenizer.save_pretrained(scratch / name)
+        keep_first(scratch / name, target)
+    return target
+
+
+def widened(model: PreTrainedModel, head_dim: int, group: int, theta: float) -> PreTrainedModel:
+    """A LLaMA that computes what ``model`` does, with larger heads and more of them.
+
+    A rotated pair of channels goes to the pair of the larger head whose frequency is nearest. Keys,
+    values and query heads that are added are random; nothing reads them yet.
+
+    Args:
+        model: a LLaMA in float32, of smaller heads.
+        head_dim: channels of a head.
+        group: query heads a KV head, more than there are.
+        theta: RoPE base; frequencies are the closer to those of before, the more its heads have.
+    """
+    import torch
+
+    config, state = model.config, model.state_dict()
+    dim, kv_heads = config.head_dim, config.num_key_value_heads
+    own = config.num_attention_heads // kv_heads
+    # pair j rotates at base ** (-2 j / dim), pair i of the larger head at theta ** (-2 i / head_dim)
+    base = config.rope_parameters["rope_theta"]
+    step = head_dim / dim * math.log(base) / math.log(theta)
+    pairs = torch.tensor([round(step * j) for j in range(dim // 2)])
+    rotated = torch.cat([pairs, pairs + head_dim // 2])
+    made = _made("llama", model, kv_heads * group, kv_heads, head_dim, theta)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return RANDOM * torch.randn(*shape, generator=generator)
+
+    hidden, new = config.hidden_size, made.state_dict()
+    for name, before in state.items():
+        kind = name.rpartition("self_attn.")[2]
+        if kind == "q_proj.weight":
+            q = torch.zeros(kv_heads, group, head_dim, hidden)
+            # logits are divided by the root of more channels
+            q[:, :own, rotated] = before.view(kv_heads, own, dim, hidden) * (head_dim / dim) ** 0.5
+            q[:, own:] = random(kv_heads, group - own, head_dim, hidden)
+            new[name] = q.flatten(0, 2)
+        elif kind == "k_proj.weight":
+            k = random(kv_heads, head_dim, hidden)
+            k[:, rotated] = before.view(kv_heads, dim, hidden)
+            new[name] = k.flatten(0, 1)
+        elif kind == "v_proj.weight":
+            v = random(kv_heads, head_dim, hidden)
+            v[:, :dim] = before.view(kv_heads, dim, hidden)
+            new[name] = v.flatten(0, 1)
+        elif kind == "o_proj.weight":
+            o = torch.zeros(hidden, kv_heads, group, head_dim)
+            o[:, :, :own, :dim] = before.view(hidden, kv_heads, own, dim)
+            new[name] = o.flatten(1)
+        else:
+            new[name] = before
+    made.load_state_dict(new)
+    return made
+
+
+def with_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
+    """A Qwen3 with the weights of ``model``, a LLaMA in float32.
+
+    The weight of each norm is the root mean square that queries or keys have in ``model`` on a
+    text: the temperature of a layer stays, those of its heads and tokens are lost.
+
+    Args:
+        ids: int64 [1, N], the tokens of that text.
+    """
+    import torch
+
+    config = model.config
+    heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    made = _made("qwen3", model, *heads, config.rope_parameters["rope_theta"])
+    measured: dict[str, Tensor] = {}
+
+    def measure(norm: str) -> nn.Module:
+        def hook(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+            # the first tokens of a text have keys that are like no others
+            measured[norm] = output[:, 8:].square().mean().sqrt()
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(measure(name.replace("_proj", "_norm.weight")))
+        for name, module in model.named_modules()
+        if name.endswith(("q_proj", "k_proj"))
+    ]
+    with torch.no_grad():
+        model(ids, use_cache=False, logits_to_keep=1)
+    for handle in handles:
+        handle.remove()
+    new = made.state_dict()
+    new |= model.state_dict()
+    new |= {name: torch.full_like(new[name], float(rms)) for name, rms in measured.items()}
+    made.load_state_dict(new)
+    return made
+
+
+def _made(
+    kind: str, model: PreTrainedModel, heads: int, kv_heads: int, head_dim: int, theta: float
+) -> PreTrainedModel:
+    """A model of another kind and shape, whose weights are to be replaced."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        kind,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        **{name: getattr(model.config, name) for name in SHARED},
+    )
+    with torch.random.fork_rng(devices=[]):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -1,0 +1,91 @@
+"""SmolLM2 in other shapes: what it computes then, and that it loads by its names."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from words import make_tokenizer
+
+from cab_hf.runs import models, reshape
+from cab_hf.runs.reshape import RESHAPED, WIDE, widened, with_qk_norm
+
+IDS = torch.randint(200, (1, 70), generator=torch.Generator().manual_seed(0))
+
+
+def small(head_dim=16, heads=4, kv_heads=2, theta=10_000.0):
+    """A LLaMA of two layers."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=96,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        tie_word_embeddings=True,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def test_a_wider_model_computes_the_same_where_frequencies_are_there():
+    model = small()
+    # pair 2 j of 32 channels rotates as pair j of 16
+    wide = widened(model, head_dim=32, group=4, theta=10_000.0).eval()
+    assert wide.model.layers[0].self_attn.q_proj.weight.shape == (2 * 4 * 32, 96)
+    torch.testing.assert_close(wide(IDS).logits, model(IDS).logits, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_another_base_has_the_nearest_frequencies():
+    model = small(head_dim=64, heads=3, kv_heads=1, theta=100_000.0)
+    wide = widened(model, head_dim=128, group=4, theta=500_000.0).eval()
+    assert wide.config.rope_parameters["rope_theta"] == 500_000.0
+    before, after = (m.model.rotary_emb.inv_freq for m in (model, wide))
+    taken = wide.model.layers[0].self_attn.q_proj.weight[:128].abs().sum(1)[:64] > 0
+    ratio = after[taken] / before
+    assert taken.sum() == 32 and 0.89 < ratio.min() and ratio.max() < 1.12
+
+
+@torch.no_grad()
+def test_norms_have_the_size_that_queries_and_keys_had():
+    model = small()
+    projected = {}
+    attention = model.model.layers[0].self_attn
+    for name in ("q", "k"):
+        project = getattr(attention, f"{name}_proj")
+        project.register_forward_hook(lambda m, i, o, name=name: projected.update({name: o}))
+    model(IDS)
+    normed = with_qk_norm(model, IDS)
+    mine = normed.model.layers[0].self_attn
+    assert normed.config.model_type == "qwen3" and torch.equal(
+        mine.q_proj.weight, attention.q_proj.weight
+    )
+    for name in ("q", "k"):
+        rms = (projected[name][0, 8:] ** 2).mean() ** 0.5
+        weight = getattr(mine, f"{name}_norm").weight
+        torch.testing.assert_close(weight, rms.expand(16))
+
+
+@pytest.mark.parametrize("name", RESHAPED)
+def test_they_load_by_name_and_are_made_once(tmp_path, monkeypatch, name):
+    small(head_dim=64, heads=3, kv_heads=1).save_pretrained(tmp_path / "smollm2")
+    make_tokenizer().save_pretrained(tmp_path / "smollm2")
+    monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(reshape, "smollm2_folder", lambda: tmp_path / "smollm2")
+    monkeypatch.setattr(reshape, "MEASURED", slice(0, 200))
+    model, _ = models.load_model(name, "cpu", "float32")
+    attention = model.model.layers[0].self_attn
+    assert (attention.head_dim, attention.num_key_value_groups) == (
+        (128, 4) if name == WIDE else (64, 3)
+    )
+    assert hasattr(attention, "q_norm") == (name != WIDE)
+    # it is there now
+    monkeypatch.setattr(reshape, "smollm2_folder", None)
+    again, _ = models.load_model(name, "cpu", "float32")
+    states = model.state_dict(), again.state_dict()
+    assert all(torch.equal(x, states[1][key]) for key, x in states[0].items())
+    assert models.is_local(name)
+    assert len({models.content_sha256(each) for each in (*RESHAPED, "smollm2")}) == 3
