@@ -21,7 +21,6 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 from transformers import GPT2Config, LlamaConfig
-from words import make_tokenizer
 
 import cab_hf
 from cab_hf import CabConfig
