@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from itertools import product
+from itertools import chain, product
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -286,11 +286,29 @@ class Comparison(LongRun):
         return len(self.texts) * len(self.settings.lengths) * questions
 
     def planned(self) -> Iterator[dict[str, Any]]:
-        places = product(self.texts, self.settings.lengths)
-        for (text, length), (method, budget) in product(places, self.arms):
+        for text, length in product(self.texts, self.settings.lengths):
+            # what is matched to a method waits for all that this is asked
+            for matched in (False, True):
+                arms = [arm for arm in self.arms if (arm[1] == MATCH) == matched]
+                yield from self._question_by_question(text, length, arms)
+
+    def _question_by_question(
+        self, text: str, length: int, arms: Sequence[tuple[str, str | float | None]]
+    ) -> Iterator[dict[str, Any]]:
+        """All ``arms`` are asked a question before the next: a run that stops has asked them alike.
+
+        So what a question needs of dense attention is computed once, too.
+        """
+        asked: dict[tuple, list[dict[str, Any]]] = {}
+        for method, budget in arms:
             cell = dict(zip(CELL, (method, text, length, budget), strict=True))
             for question in self.questions(method):
-                yield {**cell, **question}
+                case = {**cell, **question}
+                asked.setdefault(self.question(case), []).append(case)
+        return chain.from_iterable(asked.values())
+
+    def alone(self, case: Mapping[str, Any]) -> bool:
+        return case["probe"] == TIME
 
     def waits(self, case: Mapping[str, Any]) -> bool:
         return case["budget"] == MATCH
@@ -352,13 +370,13 @@ class Comparison(LongRun):
 
 
 def cells_of(samples: Sequence[Row]) -> list[list[Row]]:
-    """The samples of each cell, by text, length and method."""
+    """The samples of each cell, by text, length, method and budget."""
     texts, kinds = list(dict.fromkeys(s["text"] for s in samples)), list(METHODS.values())
 
     def place(cell: Sequence[Row]) -> tuple:
-        method, text, length, _ = cell_of(cell[0])
-        kind = kind_of(method)
-        return texts.index(text), length, kinds.index(kind), method != kind.name
+        method, text, length, budget = cell_of(cell[0])
+        kind, density = kind_of(method), budget if isinstance(budget, float) else 0.0
+        return texts.index(text), length, kinds.index(kind), method != kind.name, density
 
     return sorted(grouped(samples, *CELL), key=place)
 

@@ -107,6 +107,10 @@ class LongRun(OnModel):
     def waits(self, case: Mapping[str, Any]) -> bool:
         """Whether its density is that of samples of other cases, which do not wait."""
 
+    def alone(self, case: Mapping[str, Any]) -> bool:
+        """Whether it is timed, so that no process may measure another case beside it."""
+        return False
+
     @abstractmethod
     def fitted(self, case: Mapping[str, Any], samples: Sequence[Row]) -> Any:
         """The density that a case of this cell is to match; None where there are no samples."""
@@ -126,12 +130,11 @@ class LongRun(OnModel):
         self, cases: Iterable[dict[str, Any]], samples: Sequence[Row]
     ) -> Iterator[dict[str, Any]]:
         """The ``cases``, each with the density that its cell is to match."""
-        cell = density = None
+        cell_of, densities = itemgetter(*self.CELL), {}
         for case in cases:
-            own = itemgetter(*self.CELL)(case)
-            if own != cell:
-                cell, density = own, self.fitted(case, samples)
-            yield {**case, self.FITTED: density}
+            if cell_of(case) not in densities:
+                densities[cell_of(case)] = self.fitted(case, samples)
+            yield {**case, self.FITTED: densities[cell_of(case)]}
 
     @classmethod
     def main(cls, words: Sequence[str]) -> int:
@@ -188,7 +191,8 @@ class LongRun(OnModel):
         memory = _memory(cost.weight_bytes + most, device)
         if (peak := peak_flops(device)) is None:
             return memory
-        return f"{_hours(cost, loads, cases, peak, device_name(device), ranks)}; {memory}"
+        gpus = min(ranks, torch.cuda.device_count())
+        return f"{_hours(cost, loads, cases, peak, device_name(device), gpus)}; {memory}"
 
     def _measured(self) -> list[Row]:
         path = Path(self.settings.out) / SAMPLES
@@ -204,7 +208,7 @@ class LongRun(OnModel):
 
 
 def _hours(
-    cost: Cost, loads: Sequence[Load], cases: int, peak: float, device: str, ranks: int
+    cost: Cost, loads: Sequence[Load], cases: int, peak: float, device: str, gpus: int
 ) -> str:
     """GPU hours on a ``device`` of that ``peak`` in FLOP/s, and what they are counted by."""
     if cost.uncounted:
@@ -213,7 +217,7 @@ def _hours(
     steps = sum(load.steps for load in loads) * cost.config.num_hidden_layers
     seconds = sum(map(each.__getitem__, loads)) / (SHARE * peak)
     seconds += cases * SECONDS_A_CASE + steps * SECONDS_A_STEP
-    on = f" on {ranks} GPUs" if ranks > 1 else ""
+    on = f" on {gpus} GPUs" if gpus > 1 else ""
     return (
         f"about {digits(seconds / 3600)} GPU hours{on} ({device} at {SHARE:.0%} of "
         f"{peak / 1e12:,.0f} TFLOP/s, sparse prefill at density {ASSUMED_DENSITY:g}, "

@@ -1,9 +1,10 @@
-"""A run that several processes share, as torchrun and accelerate start them, one a GPU.
+"""A run that several processes share, as torchrun and accelerate start them, one or more a GPU.
 
 Each measures the cases of its share of the questions, under all methods. First come the cases that
 wait for no other; then all know every sample of them, and so the densities that are to be matched.
-Rank 0 writes the log and the report. The others keep what they measure in logs beside it until rank
-0 has it; what a kill leaves of them is taken up by the next run, of any number of processes.
+What is timed rank 0 measures, while the others wait. It also writes the log and the report. The
+others keep what they measure in logs beside it until rank 0 has it; what a kill leaves of them is
+taken up by the next run, of any number of processes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from itertools import chain
+from itertools import chain, product
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,13 +38,13 @@ def shared_by() -> tuple[int, int]:
 
 
 def take_gpu(ranks: int) -> None:
-    """Have "cuda" mean the GPU of this process, before anything is put on one."""
-    if ranks == 1 or not torch.cuda.is_available():
-        return
-    mine, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-    if mine >= there:
-        raise UsageError(f"process {mine} of a host has no GPU, of which there are {there}.")
-    torch.cuda.set_device(mine)
+    """Have "cuda" mean the GPU of this process, before anything is put on one.
+
+    Where a host has more processes than GPUs they take turns: a small model leaves a GPU idle.
+    """
+    if ranks > 1 and torch.cuda.is_available():
+        mine = int(os.environ.get("LOCAL_RANK", 0))
+        torch.cuda.set_device(mine % torch.cuda.device_count())
 
 
 def run_shares(experiment: LongRun, rank: int, ranks: int) -> None:
@@ -111,9 +112,9 @@ class Share:
         experiment, everyone, own = self.experiment, [], []
         mine = self.mine(known)
         with tqdm(total=len(mine), unit="case", smoothing=0, disable=self.rank > 0) as bar:
-            for waits in (False, True):
+            for stage in product((False, True), (True, False)):
                 counted = [s for s in chain(*everyone) if s.get(experiment.FAILED) is None]
-                cases = (case for case in mine if experiment.waits(case) == waits)
+                cases = (c for c in mine if (experiment.waits(c), experiment.alone(c)) == stage)
                 for case in experiment.with_density(cases, [*known, *counted]):
                     words = (f"{name} {case[name]}" for name in experiment.CASE)
                     bar.set_description(", ".join(words))
@@ -126,7 +127,7 @@ class Share:
         return everyone
 
     def mine(self, known: Sequence[Row]) -> list[dict[str, Any]]:
-        """The missing cases of every so many-th question."""
+        """The missing cases of every so many-th question; of rank 0 also all that are timed."""
         case_of, questions = itemgetter(*self.experiment.CASE), {}
         seen = set(map(case_of, known))
         missing = [case for case in self.experiment.planned() if case_of(case) not in seen]
@@ -136,7 +137,7 @@ class Share:
         return [
             case
             for case, place in zip(missing, places, strict=True)
-            if place % self.ranks == self.rank
+            if (0 if self.experiment.alone(case) else place % self.ranks) == self.rank
         ]
 
 

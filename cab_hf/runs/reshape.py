@@ -82,7 +82,7 @@ def widened(model: PreTrainedModel, head_dim: int, group: int, theta: float) -> 
     config, state = model.config, model.state_dict()
     dim, kv_heads = config.head_dim, config.num_key_value_heads
     own = config.num_attention_heads // kv_heads
-    # pair j rotates at base ** (-2 j / dim), pair i of the larger head at theta ** (-2 i / head_dim)
+    # pair j rotates at base^(-2 j / dim), pair i of the larger head at theta^(-2 i / head_dim)
     base = config.rope_parameters["rope_theta"]
     step = head_dim / dim * math.log(base) / math.log(theta)
     pairs = torch.tensor([round(step * j) for j in range(dim // 2)])

@@ -202,6 +202,41 @@ def test_every_case_is_of_one_rank_and_a_question_is_asked_by_it_of_all(words, r
     assert sum(map(len, left)) == len(everything) - 4
 
 
+def test_what_is_timed_is_of_one_rank(monkeypatch):
+    monkeypatch.setattr(fidelity.Fidelity, "alone", lambda self, case: case["probe"] == "recall")
+    settings = fidelity.Settings(device="cpu", lengths=(300,), methods=("dense", "cab", "random"))
+    given = [shares.Share(fidelity.Fidelity(settings), rank, 3).mine([]) for rank in range(3)]
+    timed = [[case["probe"] for case in mine].count("recall") for mine in given]
+    assert timed == [3, 0, 0] and all(given)
+
+
+def test_a_run_that_stops_has_asked_all_methods_alike():
+    settings = fidelity.Settings(device="cpu", lengths=(300,), methods=("dense", "cab", "random"))
+    experiment = fidelity.Fidelity(settings)
+    cases = list(experiment.planned())
+    free = [case for case in cases if not experiment.waits(case)]
+    # what waits for all of the others comes behind them
+    assert cases[: len(free)] == free and {case["method"] for case in cases[len(free) :]} == {
+        "random"
+    }
+    pairs = list(zip(free[::2], free[1::2], strict=True))
+    assert all((a["method"], b["method"]) == ("dense", "cab") for a, b in pairs)
+    assert all(experiment.question(a) == experiment.question(b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(("rank", "gpu"), [(0, 0), (1, 1), (5, 1)])
+def test_processes_take_turns_at_gpus(monkeypatch, rank, gpu):
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    shares.take_gpu(1)
+    assert not taken
+    shares.take_gpu(6)
+    assert taken == [gpu]
+
+
 @pytest.mark.slow
 def test_processes_find_what_one_finds(command, model_folder, tmp_path):
     out = tmp_path / "shared"

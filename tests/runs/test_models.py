@@ -181,8 +181,8 @@ def test_a_mistyped_name_is_refused_before_the_hub_is_asked(no_hub, name, meant,
         "harness": lambda: harness.handed_on(["--model_args", f"pretrained={name},dtype=auto"]),
     }
     known = (
-        "smollm2, smollm2-32k, smollm2-128k, smollm2-d128-gqa4, smollm2-qk-norm, tiny, a folder, or "
-        "a name of the hub"
+        "smollm2, smollm2-32k, smollm2-128k, smollm2-d128-gqa4, smollm2-qk-norm, tiny, a folder, "
+        "or a name of the hub"
     )
     with pytest.raises(UsageError, match=f"model '{name}' is not here{meant}; give {known}"):
         loads[load]()
