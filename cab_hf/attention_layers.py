@@ -24,6 +24,19 @@ def attention_layers(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]:
             unnumbered += 1
 
 
+def transformers_model(model: nn.Module) -> PreTrainedModel:
+    """The model itself, or the one inside of an adapter or another wrapper; ValueError for none."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    result = (module for module in modules if isinstance(module, PreTrainedModel))
+    inner = next(result, None)
+    if inner is None:
+        raise ValueError(
+            f"model is a {type(model).__name__} with no transformers model in it; give a causal "
+            "language model of transformers."
+        )
+    return inner
+
+
 def _causal(module: nn.Module) -> bool:
     """Whether a module is a layer of causal self-attention; not all of them say so."""
     unsaid = hasattr(module, "num_key_value_groups")

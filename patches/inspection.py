@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cab_hf.attention_layers import attention_layers, head_dim, window
+from cab_hf.attention_layers import attention_layers, head_dim, transformers_model, window
 from cab_hf.batching.served import unserved
 from cab_hf.budgets import budgets_of
 from cab_hf.checks import is_whole, require
@@ -44,8 +44,9 @@ def describe(
         Layers that show what they will be refused for are called refused.
 
     Raises:
-        ValueError: for a length that no prompt has, or a bad ``cab_config``.
+        ValueError: for a length that no prompt has, a bad ``cab_config``, or what is no model.
     """
+    model = transformers_model(model)
     require(tokens is None or is_whole(tokens), "tokens", tokens, "a whole number >= 1, or None")
     text = model.config.get_text_config()
     name = text._attn_implementation
@@ -172,9 +173,12 @@ def stats(model: PreTrainedModel, reset: bool = False) -> list[dict[str, Any]]:
 
     Returns:
         ``{"layer": index, "density": float or None}`` for each attention layer, in order.
+
+    Raises:
+        ValueError: for what is no model.
     """
     rows = []
-    for index, module in attention_layers(model):
+    for index, module in attention_layers(transformers_model(model)):
         pairs = attended.pop(module, None) if reset else attended.get(module)
         seen, causal = (0, 0) if pairs is None else pairs.tolist()
         density = None if pairs is None else seen / max(1, causal)

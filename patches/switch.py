@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from cab_hf.attention_layers import transformers_model
 from cab_hf.batching.hooks import refuse_while_batching
 from cab_hf.checks import require
 from cab_hf.config import CabConfig
@@ -102,7 +103,9 @@ def remove_cab(model: PreTrainedModel) -> PreTrainedModel:
 
     Raises:
         NotImplementedError: while continuous batching runs on the model.
+        ValueError: for what is no model.
     """
+    require(isinstance(model, nn.Module), "model", model, "a model")
     for module in model.modules():
         result = vars(module).get(FOUND)
         if result:
@@ -223,19 +226,6 @@ def _request(config: PreTrainedConfig, text: PreTrainedConfig, implementation: s
         (name, _request(each, text, implementation)) for name, each in inner if each is not None
     )
     return next(({name: request} for name, request in requests if request), None)
-
-
-def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """The model itself, or the one inside of an adapter or another wrapper."""
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    result = (module for module in modules if isinstance(module, PreTrainedModel))
-    inner = next(result, None)
-    if inner is None:
-        raise ValueError(
-            f"model is a {type(model).__name__} with no transformers model in it; give a causal "
-            "language model of transformers."
-        )
-    return inner
 
 
 def _found(model: nn.Module) -> list[_Found]:

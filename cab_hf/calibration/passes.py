@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from cab_hf.attention_layers import attention_layers
+from cab_hf.attention_layers import attention_layers, transformers_model
 from cab_hf.calibration.anchors import (
     SHARES,
     Coverage,
@@ -109,7 +109,8 @@ def calibrate(
     require(accepted, "target_density", target_density, "in (0, 1]")
     for name, count in (("documents", documents), ("anchors", anchors), ("length", length)):
         require(count is None or is_whole(count), name, count, "a whole number >= 1")
-    text = model.config.get_text_config()
+    text = transformers_model(model).config.get_text_config()
+    require(callable(tokenizer), "tokenizer", tokenizer, "the tokenizer of the model")
     config = config or cab_config_of(text)
     most = positions(text)
     length = length or min(LENGTH, most or LENGTH)

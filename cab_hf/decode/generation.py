@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
-from cab_hf.attention_layers import attention_layers, head_dim, window
+from cab_hf.attention_layers import attention_layers, head_dim, transformers_model, window
 from cab_hf.config import CabConfig
 from cab_hf.decode.cache import indexed
 from cab_hf.model_config import cab_config_of
@@ -29,6 +29,7 @@ def index_cache(model: PreTrainedModel, cache: Cache | None = None) -> Cache:
     Raises:
         ValueError: for a model that reads no index, or another kind of cache.
     """
+    model = transformers_model(model)
     text = model.config.get_text_config()
     how = "call cab_hf.apply_cab(model, sparse_decode=True) first."
     if text._attn_implementation != "cab":

@@ -331,10 +331,20 @@ def test_what_cannot_be_switched_is_refused_and_left_as_it_is(build, options, me
     assert cab_hf.remove_cab(model) is model and getattr(model, "config", None) == before
 
 
-def test_what_is_no_model_is_refused_in_a_sentence():
-    for nothing in (None, "meta-llama/Llama-3.1-8B"):
-        with pytest.raises(ValueError, match="model is a .* with no transformers model in it"):
-            cab_hf.apply_cab(nothing)
+@pytest.mark.parametrize("nothing", [None, "meta-llama/Llama-3.1-8B"])
+@pytest.mark.parametrize("function", ["apply_cab", "describe", "stats", "index_cache"])
+def test_what_is_no_model_is_refused_in_a_sentence(function, nothing):
+    with pytest.raises(ValueError, match="model is a .* with no transformers model in it"):
+        getattr(cab_hf, function)(nothing)
+    with pytest.raises(ValueError, match="model is .*; it must be a model"):
+        cab_hf.remove_cab(nothing)
+
+
+def test_calibrate_refuses_what_is_no_model_or_tokenizer():
+    with pytest.raises(ValueError, match="with no transformers model in it"):
+        cab_hf.calibrate("smollm2", None)
+    with pytest.raises(ValueError, match="tokenizer is None; it must be the tokenizer"):
+        cab_hf.calibrate(tiny_model(), None)
 
 
 def test_stats_add_up_until_reset(model):
