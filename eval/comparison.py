@@ -574,6 +574,39 @@ def draw_lines(
         axis.errorbar([row[share] for row in own], values, reach, **style, **looks[name])
 
 
+def draw_by_name(
+    axis: Any,
+    rows: Sequence[Row],
+    titles: Mapping[str, str],
+    looks: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Shares with intervals, side by side by name; a marker a row, and dense attention a level.
+
+    Args:
+        titles: field of a row that has a ``share``, ``low`` and ``high`` -> what it is called.
+        looks: of methods, see `looks_of`.
+    """
+    marked = [row for row in rows if row["method"] != Dense.name]
+    for place, name in enumerate(titles):
+        for row in rows:
+            share = row.get(name)
+            if share is None:
+                continue
+            if row["method"] == Dense.name:
+                edges = place - SPREAD, place + SPREAD
+                axis.hlines(share["share"], *edges, "black", "--", label=Dense.name)
+                continue
+            step = (marked.index(row) + 0.5) / len(marked) - 0.5
+            reach = [[abs(share[edge] - share["share"])] for edge in ("low", "high")]
+            style = {"label": row["method"], "markersize": 5, "elinewidth": 0.6, "linestyle": ""}
+            at = [place + 2 * SPREAD * step]
+            axis.errorbar(at, [share["share"]], reach, **style, **looks[row["method"]])
+    axis.set_xticks(range(len(titles)), titles.values(), fontsize=8)
+    axis.set_xlim(-0.5, len(titles) - 0.5)
+    axis.set_ylim(-0.04, 1.04)
+    axis.grid(alpha=0.25, axis="y")
+
+
 def finish_panel(axis: Any, share: str) -> None:
     """Give a panel its label, its grid, and a width that does not exaggerate."""
     left, right = axis.get_xlim()
@@ -595,6 +628,7 @@ def draw_legend(axes: Any) -> None:
 
 
 MARKERS = "osv^DPX*<>p"
+SPREAD = 0.38  # to both sides of the middle of what is side by side, whose middles are 1 apart
 NARROWEST = 0.1  # of a share of dense attention, that a panel spans at least
 TIMES = ("predict_ms", "attend_ms", "dense_ms", "dense_kernel")
 # what stands along a panel

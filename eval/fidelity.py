@@ -34,6 +34,7 @@ from cab_hf.eval.comparison import (
     ComparisonSettings,
     cell_fields,
     cells_of,
+    draw_by_name,
     draw_legend,
     draw_lines,
     fewer_readings,
@@ -648,14 +649,24 @@ class Fidelity(Comparison):
     def draw(path: Path, rows: Sequence[Row]) -> None:
         """Quality over attention time or density, a row of panels each text and length."""
         panels = grouped(rows, "text", "length")
+        tasks = {
+            name: task.title for name, task in TASKS.items() if any(row.get(name) for row in rows)
+        }
         asked = [probe for probe in DRAWN if any(row.get(probe) for row in rows)]
-        columns = {probe: DRAWN[probe] for probe in asked or DRAWN}
+        columns = {probe: DRAWN[probe] for probe in asked or ([] if tasks else DRAWN)}
+        columns |= {ALL_TASKS: ("right answers by task", "share")} if tasks else {}
         looks = looks_of(rows)
-        size = (max(7.2, 3.6 * len(columns)), 0.9 + 2.9 * len(panels))
-        with charts.figure(path, len(panels), len(columns), figsize=size) as axes:
+        # names of tasks stand beside each other
+        widths = [max(1, 0.3 * len(tasks)) if probe == ALL_TASKS else 1 for probe in columns]
+        size = (max(7.2, 3.6 * sum(widths)), 0.9 + 2.9 * len(panels))
+        grid = {"figsize": size, "width_ratios": widths}
+        with charts.figure(path, len(panels), len(columns), **grid) as axes:
             for beside, own in zip(axes, panels, strict=True):
                 for axis, (probe, (title, value)) in zip(beside, columns.items(), strict=True):
-                    _panel(axis, own, probe, value, looks)
+                    if probe == ALL_TASKS:
+                        draw_by_name(axis, own, tasks, looks)
+                    else:
+                        _panel(axis, own, probe, value, looks)
                     where = f"{own[0]['text']}, {own[0]['length']:,} tokens"
                     axis.set_title(f"{title}\n{where}", fontsize=9, parse_math=False)
             draw_legend(axes)
@@ -959,7 +970,6 @@ DRAWN = {
     RECALL: ("in-text recall", "share"),
     RECALL_BORDER: ("block-start recall", "share"),
     PASS: ("pass", "share"),
-    ALL_TASKS: ("mean over tasks", "share"),
     PERPLEXITY: ("perplexity × dense", "ratio"),
     PERPLEXITY_BORDER: ("block-start perplexity × dense", "ratio"),
 }

@@ -2,13 +2,14 @@
 
 import json
 import math
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from bench import DensityBench
+from matplotlib.figure import Figure
 from tiny import SPARSE as SMALL_BLOCKS
 from torch.nn import functional as F
 from words import CHAT, TEXT, make_tokenizer
@@ -18,6 +19,7 @@ from cab_hf.config import BY_MASS, RANKING, CabConfig
 from cab_hf.eval import attention_time, comparison, fidelity, teacher_forcing
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.attention_time import AttentionClock
+from cab_hf.eval.comparison import draw_by_name
 from cab_hf.eval.experiment import render
 from cab_hf.eval.fidelity import Fidelity, Settings
 from cab_hf.eval.haystack import Haystack
@@ -1096,6 +1098,30 @@ def test_a_name_of_a_text_stays_in_its_place(tmp_path):
     assert said.startswith(f"{shown}, 8 tokens")
     # nor is it a formula that matplotlib would set
     Fidelity.draw(tmp_path / "figure.png", rows)
+
+
+def test_tasks_stand_side_by_side_in_a_figure(tmp_path, monkeypatch):
+    tasks = ("uuid", "copying")
+    samples = [
+        sample(method, probe, index, right=[method != "random"])
+        for method, probe, index in product(("dense", "cab", "random"), tasks, range(3))
+        if (method, probe) != ("random", "copying")
+    ]
+    rows = Fidelity.rows(samples, {})
+    drawn = []
+    monkeypatch.setattr(fidelity, "draw_by_name", lambda axis, *given: drawn.append((axis, given)))
+    Fidelity.draw(tmp_path / "figure.png", rows)
+    ((_, given),) = drawn
+    axis = Figure().subplots()
+    draw_by_name(axis, *given)
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["UUIDs", "copying"]
+    marks = {}
+    for each in axis.containers:
+        (x,), (y,) = each.lines[0].get_data()
+        marks.setdefault(each.get_label(), []).append((round(x), y))
+    assert marks == {"cab": [(0, 1.0), (1, 1.0)], "random": [(0, 0.0)]}
+    levels = [each for each in axis.collections if each.get_label() == "dense"]
+    assert len(levels) == 2
 
 
 def test_committed_results_are_those_of_their_samples():
