@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from cab_hf.finetune.sources import (
     IGNORED,
     Documents,
+    LazyDocument,
     Part,
     Source,
     State,
     TextSource,
     Tokenised,
-    Unmade,
     make_source,
 )
 from cab_hf.runs.settings import UsageError
@@ -30,7 +30,7 @@ from cab_hf.runs.settings import UsageError
 __all__ = ["HOLD_OUT", "IGNORED", "Ahead", "Packed", "held_out", "make_source", "workers_for"]
 
 HOLD_OUT = 100  # of so many documents one is kept from training
-MOST_WORKERS = 4  # of one process: so many make 300,000 tokens a second of synthetic documents
+MOST_WORKERS = 4  # of one process
 FORK = "fork"  # the way to start a process that takes along what cannot be pickled
 Item = dict[str, Tensor]
 
@@ -149,7 +149,7 @@ class Packed:
         place, result = self.state_dict(), 0
         for _ in range(sequences):
             for piece in self._pack():
-                for part in piece.made():
+                for part in piece.tokenised():
                     result = zlib.crc32(part.tobytes(), result)
         self.load_state_dict(place)
         return result
@@ -159,14 +159,14 @@ class Packed:
         while self._made % self.world:
             self._pack()
 
-    def _own(self) -> list[Tokenised | Unmade]:
+    def _own(self) -> list[Tokenised | LazyDocument]:
         """The pieces of this process's next sequence."""
         self._finish_round()
         for _ in range(self.rank):
             self._pack()
         return self._pack()
 
-    def _pack(self) -> list[Tokenised | Unmade]:
+    def _pack(self) -> list[Tokenised | LazyDocument]:
         """The pieces of the next sequence."""
         pieces, room = [], self.length
         while room and (feed := self._furthest_behind(room)):
@@ -280,7 +280,7 @@ class _Feed:
         self._documents, self.share, self._whole = documents, share, complete
         self.taken = 0  # tokens
         self._begun: State = {}  # the place of the document that pieces are taken of
-        self._document: Tokenised | Unmade | None = None
+        self._document: Tokenised | LazyDocument | None = None
         self._done = 0  # tokens of it
 
     @property
@@ -291,7 +291,7 @@ class _Feed:
         """Whether some of its next document may stand in ``room`` tokens: of a whole one, all."""
         return not self._whole or self._next().size <= room
 
-    def take(self, room: int) -> Tokenised | Unmade:
+    def take(self, room: int) -> Tokenised | LazyDocument:
         """What comes next, at most ``room`` tokens."""
         document = self._next()
         if self._whole:
@@ -305,7 +305,7 @@ class _Feed:
             self._document, self._done = None, 0
         return piece
 
-    def _next(self) -> Tokenised | Unmade:
+    def _next(self) -> Tokenised | LazyDocument:
         if self._document is None:
             self._begun = self._documents.state_dict()
             self._document = next(self._documents)
@@ -364,12 +364,12 @@ def _check(
             raise UsageError(f"{rule}; got {seen}.")
 
 
-def _as_tensors(pieces: Sequence[Tokenised | Unmade], length: int, padding: int) -> Item:
+def _as_tensors(pieces: Sequence[Tokenised | LazyDocument], length: int, padding: int) -> Item:
     """Pieces one behind the other, and padding as one more document."""
     sizes = [piece.size for piece in pieces]
     left = length - sum(sizes)
     end = Tokenised(np.full(left, padding, np.int32), np.full(left, IGNORED, np.int32))
-    tokens, labels = zip(*(piece.made() for piece in (*pieces, end)), strict=True)
+    tokens, labels = zip(*(piece.tokenised() for piece in (*pieces, end)), strict=True)
     positions = [np.arange(size) for size in (*sizes, left)]
     columns = {"input_ids": tokens, "position_ids": positions, "labels": labels}
     joined = {name: np.concatenate(parts) for name, parts in columns.items()}

@@ -62,18 +62,18 @@ class Tokenised(NamedTuple):
     def size(self) -> int:
         return len(self.tokens)
 
-    def made(self) -> Tokenised:
+    def tokenised(self) -> Tokenised:
         return self
 
 
-class Unmade(NamedTuple):
+class LazyDocument(NamedTuple):
     """A document whose length is known before it is made.
 
-    Who packs it for another process, or passes over it, never makes it.
+    A process that packs it for another one, or passes over it, never makes it.
     """
 
     size: int  # tokens
-    made: Callable[[], Tokenised]
+    tokenised: Callable[[], Tokenised]
 
 
 class Documents(Protocol):
@@ -81,8 +81,8 @@ class Documents(Protocol):
 
     epoch: int | None  # how often all of them were read; None: there are always others
 
-    def __next__(self) -> Tokenised | Unmade:
-        """The next document; one of a source that is `whole` may be unmade."""
+    def __next__(self) -> Tokenised | LazyDocument:
+        """The next document; a lazy one where the source is ``whole``."""
 
     def state_dict(self) -> State:
         """The place of the next document; nothing that comes later changes it."""
@@ -576,10 +576,10 @@ class _RetrievalDocuments:
     _index: int = 0
     epoch: None = None
 
-    def __next__(self) -> Unmade:
-        made = partial(self._make, self._index, self._excerpts())
+    def __next__(self) -> LazyDocument:
+        make = partial(self._make, self._index, self._excerpts())
         self._index += 1
-        return Unmade(self._length, made)
+        return LazyDocument(self._length, make)
 
     def _make(self, index: int, excerpts: Sequence[str]) -> Tokenised:
         kinds = self._source.entry.kinds
