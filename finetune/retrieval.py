@@ -43,8 +43,8 @@ PREFIX = "retrieval"
 KEYS = {"passkey": 1, "distractors": 1, "multi": 4, "recall": 12}
 # of recall, where a document is too short for all
 FEWER_KEYS = (6, 3)
-# sentences and keys that are all said again, in another order: so much is to be learnt of them that
-# a model of random weights begins to look things up; and keys alone, which it begins with
+# sentences and keys that are all said again, in another order, and keys alone: a document has
+# thousands of answers, where those above have a few
 REPEATS, KEYS_ALONE = "repeats", "keys"
 # of keys alone: the nearer a key stands to its name, the sooner a model finds it
 WORDINGS = ("{} {}.", "{} is {}.", "The pass key for {} is {}.")
