@@ -120,6 +120,9 @@ def fit(
         tile=tile_of(tokens // settings.cp, settings.tile_tokens),
         plans=plans,
         short_texts=settings.attention == "cab",
+        # which documents are packed together, transformers says to SDPA as a mask of all pairs
+        mask_pairs=settings.micro_batch * length**2 if settings.attention == "sdpa" else 0,
+        mask_itemsize=getattr(torch, settings.dtype).itemsize,
     )
 
 

@@ -378,6 +378,8 @@ def memory(
     offloaded: int = 0,
     plans: float = 0.0,
     short_texts: bool = False,
+    mask_pairs: int = 0,
+    mask_itemsize: int = 2,
     weights_on_host: bool = False,
 ) -> Memory:
     """An estimate of the memory of a training step.
@@ -394,6 +396,8 @@ def memory(
         offloaded: layers whose checkpoints the host keeps.
         plans: bytes that the host keeps beside them, as of `plan_bytes`.
         short_texts: whether packed documents may be shorter than CAB wants texts.
+        mask_pairs: pairs of tokens in a mask, which each layer turns into numbers and keeps.
+        mask_itemsize: bytes of such a number.
         weights_on_host: whether weights wait there until a layer needs them, as FSDP2 offloads.
     """
     config, layers = cost.config, cost.config.num_hidden_layers
@@ -431,6 +435,7 @@ def memory(
         flowing = came_in + itemsize * 2 * inner
         loss = size * came_in + logits
         again = kept
+    mask = mask_itemsize * mask_pairs
     # the checkpoint of a layer is fetched while the one behind it is there
     held = max(layers - offloaded, min(2, layers)) if offloaded else layers
     # a value, its gradient and two moments
@@ -443,9 +448,10 @@ def memory(
     return Memory(
         weights=here * weights / shards + gathered,
         optimizer=here * optimizer / shards,
-        layers=size * (came_in * held if checkpointing else kept * layers),
+        layers=size * came_in * held if checkpointing else (size * kept + mask) * layers,
         # the last layers' gradients begin where the loss ends
-        working=max(loss, size * (flowing + (again if checkpointing else 0)) + beside),
+        working=max(loss, size * flowing + (size * again + mask) * checkpointing + beside)
+        + mask_pairs,
         checkpoints=offloaded * -(-size * came_in // CHUNK_BYTES) * CHUNK_BYTES,
         plans=plans,
         sharded=there * (weights + optimizer) / shards,

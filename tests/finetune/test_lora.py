@@ -308,7 +308,7 @@ def test_a_gpu_offloads_as_few_layers_as_the_estimate_asks_for(monkeypatch, gpu_
     alone = {"distributed_type": DistributedType.NO, "num_processes": 1, "is_main_process": True}
     started = object.__new__(lora.Run)
     started.accelerator = SimpleNamespace(device=device, **alone)
-    fields = {"gpu_gib": gpu_gib, "host_gib": 8.0, "attention": "sdpa", "length": 2**15}
+    fields = {"gpu_gib": gpu_gib, "host_gib": 8.0, "attention": "cab_dense", "length": 2**15}
     started.settings = Settings(data=("a.txt",), tile_tokens=16, **fields)
     started.model = with_lora(tiny_model(num_hidden_layers=8), ("q_proj",), 4, 8)
     cost = meter.Cost.of(started.model)

@@ -1,6 +1,7 @@
 """FLOPs against torch's own counter, pairs and shares by hand, memory against tensors held."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -366,11 +367,11 @@ def test_a_step_that_fits_nowhere_is_refused_with_the_longest_that_does(large):
 def test_the_longest_may_be_one_that_tiles_make_room_for(large):
     # 2^17 tokens at once take 76 GiB, more of them in tiles less
     room = meter.Room(75 * meter.GIB, 8 * meter.GIB)
-    asked = long_step(2**18, attention="sdpa")
+    asked = long_step(2**18, attention="cab_dense")
     longest = dry_run.longest(asked, large, {}, room)
     assert longest > TILED_ABOVE
     for length, fits in ((longest, True), (longest + 1024, False), (TILED_ABOVE, False)):
-        memory = dry_run.fit(long_step(length, attention="sdpa"), large, {}, room).memory
+        memory = dry_run.fit(long_step(length, attention="cab_dense"), large, {}, room).memory
         assert room.holds(memory) == fits
 
 
@@ -392,6 +393,31 @@ def test_steps_of_packed_documents_take_what_an_h200_measured(settings, peak_gib
     room = meter.Room(140 * meter.GIB, 128 * meter.GIB)
     memory = dry_run.fit(told, cost, {}, room).memory
     assert memory.total / meter.GIB == pytest.approx(peak_gib, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "peak_gib"),
+    [
+        pytest.param("llama", (12, 3, 128), 54.6, id="d128-gqa4"),
+        pytest.param("qwen3", (9, 3, 64), 51.3, id="qk-norm"),
+    ],
+)
+def test_steps_of_all_weights_under_sdpa_take_what_an_h200_measured(kind, heads, peak_gib):
+    """Of SmolLM2 in other shapes: a fourth of it are masks of packed documents."""
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    fields = {**SMALL, **dict(zip(names, heads, strict=True))}
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(kind, **fields)
+        )
+    how = {"train": "all", "attention": "sdpa", "length": 8192, "micro_batch": 4}
+    told = Settings(data=("a.txt",), checkpointing=False, **how)
+    room = meter.Room(140 * meter.GIB, 128 * meter.GIB)
+    memory = dry_run.fit(told, meter.Cost.of(model), {}, room).memory
+    assert memory.total / meter.GIB == pytest.approx(peak_gib, rel=0.1)
+    without = dry_run.fit(replace(told, attention="cab_dense"), meter.Cost.of(model), {}, room)
+    masks = 4 * 8192**2 * (2 * SMALL["num_hidden_layers"] + 1)
+    assert memory.total - without.memory.total == masks
 
 
 def test_plans_are_those_of_the_config_that_the_model_brings():
@@ -418,7 +444,7 @@ def test_weights_that_are_loaded_in_4_bits_are_counted_as_they_are(large):
 
 def test_no_more_is_offloaded_than_the_host_has_memory_for(large):
     room = meter.Room(40 * meter.GIB, 100 * meter.GIB)
-    fitted = dry_run.fit(long_step(2**19, attention="sdpa"), large, {}, room)
+    fitted = dry_run.fit(long_step(2**19, attention="cab_dense"), large, {}, room)
     assert not room.holds(fitted.memory)
     # 4 GiB each
     assert fitted.offloaded == 22 and fitted.memory.host == 88 * meter.GIB
