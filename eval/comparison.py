@@ -288,19 +288,15 @@ class Comparison(LongRun):
     def planned(self) -> Iterator[dict[str, Any]]:
         for text, length in product(self.texts, self.settings.lengths):
             # what is matched to a method waits for all that this is asked
-            for matched in (False, True):
-                arms = [arm for arm in self.arms if (arm[1] == MATCH) == matched]
-                yield from self._question_by_question(text, length, arms)
+            yield from sorted(self._question_by_question(text, length), key=self.waits)
 
-    def _question_by_question(
-        self, text: str, length: int, arms: Sequence[tuple[str, str | float | None]]
-    ) -> Iterator[dict[str, Any]]:
-        """All ``arms`` are asked a question before the next: a run that stops has asked them alike.
+    def _question_by_question(self, text: str, length: int) -> Iterator[dict[str, Any]]:
+        """All methods are asked a question before the next: a run that stops has asked them alike.
 
         So what a question needs of dense attention is computed once, too.
         """
         asked: dict[tuple, list[dict[str, Any]]] = {}
-        for method, budget in arms:
+        for method, budget in self.arms:
             cell = dict(zip(CELL, (method, text, length, budget), strict=True))
             for question in self.questions(method):
                 case = {**cell, **question}

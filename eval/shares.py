@@ -112,6 +112,7 @@ class Share:
         experiment, everyone, own = self.experiment, [], []
         mine = self.mine(known)
         with tqdm(total=len(mine), unit="case", smoothing=0, disable=self.rank > 0) as bar:
+            # what waits for no other, then the rest; of both first what is timed
             for stage in product((False, True), (True, False)):
                 counted = [s for s in chain(*everyone) if s.get(experiment.FAILED) is None]
                 cases = (c for c in mine if (experiment.waits(c), experiment.alone(c)) == stage)

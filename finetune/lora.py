@@ -155,8 +155,7 @@ class Run:
             packed, kept = open_data(settings, self.tokenizer, self.parallel, self._tell)
             self._agree(packed)
         # made by other processes while a step computes
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.processes))
-        workers = settings.data_workers or workers_for(here)
+        workers = settings.data_workers or workers_for(meter.processes_here(self.processes))
         self.data = Ahead(packed, 2 * settings.micro_batch, workers)
         self.batches = batches_of(self.data, settings.micro_batch)
         self.meter = meter.Meter(cost)

@@ -494,7 +494,12 @@ def host_bytes(told_gib: float = 0.0) -> float:
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if CONTAINER.exists() and (limit := CONTAINER.read_text().strip()).isdigit():
         machine = min(machine, int(limit))
-    return (told_gib * GIB or machine) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return (told_gib * GIB or machine) / processes_here()
+
+
+def processes_here(unsaid: int = 1) -> int:
+    """How many processes of the run this host has; ``unsaid`` where no launcher says it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", unsaid))
 
 
 @dataclass(frozen=True)

@@ -159,8 +159,7 @@ class Log:
             os.ftruncate(self._file, 0)
             self._write(header)
             return
-        parts = self.path, content, self.key, self.added
-        result, records, complete = _parse(*parts, identity)
+        result, records, complete = _parse(self.path, content, self.key, self.added, identity)
         self.started = result["started"]
         for record in records:
             self._count(record)
