@@ -39,7 +39,8 @@ from cab_hf.runs.settings import (
 )
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-
+# what `finetune.lora` calls its folder of a model of which all weights were trained
+TRAINED = "model"
 
 # of CabConfig on a CPU, where nothing is set: 1,536 tokens are cut so small, and so few pairs are
 # attended, that methods differ as on a long prompt
@@ -158,11 +159,16 @@ class OnModel(Experiment):
 
     def recorded(self) -> dict[str, Any]:
         given, name = super().recorded(), self.settings.model
-        given["model"] = Path(name).name if Path(name).exists() else name
+        given["model"] = _called(Path(name)) if Path(name).exists() else name
         if not given["trust_remote_code"]:
             del given["trust_remote_code"]
         # smollm2 is one file, by its own hash
         return given if name == SMOLLM2 else {**given, "model_sha256": self.content}
+
+
+def _called(folder: Path) -> str:
+    """The name of a model's folder, and of what a training run wrote that of the run."""
+    return folder.resolve().parent.name if folder.name == TRAINED else folder.name
 
 
 def realised_density(samples: Sequence[Row]) -> float | None:

@@ -491,11 +491,14 @@ def models_table(results: Path) -> str:
     """
     trained = {folder for folders, _ in TRAININGS.values() for folder in folders}
     read = [x for x in all_results(results) if x.name not in trained and _by_default(x)]
-    rows = [
-        {**row, "model": each.provenance["settings"]["model"]} for each in read for row in each.rows
-    ]
+    rows = []
+    for each in read:
+        settings = each.provenance["settings"]
+        # two of one name may have been trained apart
+        model = {"model": settings["model"], "weights": settings.get("model_sha256", "")}
+        rows += [{**row, **model} for row in each.rows]
     rows.sort(key=itemgetter("model", "length"))
-    alike = grouped(rows, "model", "length")
+    alike = grouped(rows, "model", "weights", "length")
     return _table([_model_row(some) for some in alike], read)
 
 
