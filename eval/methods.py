@@ -40,6 +40,7 @@ import cab_hf
 from cab_hf.config import CAB, CabConfig
 from cab_hf.decode.step import decodes_sparsely
 from cab_hf.engines import ENGINES
+from cab_hf.eval.kv_cache import read_on
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, make_predictor
 from cab_hf.predictors.attention_mass import column_sums
@@ -253,7 +254,7 @@ class Cab(Method):
         with self.applied(model):
             cache = self.cache(model)
             ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-            model(ids, past_key_values=cache, use_cache=True)
+            read_on(model, ids, cache)
         rows = wanted if isinstance(wanted, int) else wanted * length
         layers = []
         for at, layer in enumerate(cache.layers):

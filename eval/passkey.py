@@ -6,7 +6,6 @@ index).
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -24,6 +23,7 @@ from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.haystack import FILLERS, Haystack, Prompt, answered, read_sentences
 from cab_hf.eval.intervals import paired_difference, wilson
+from cab_hf.eval.kv_cache import cache_name
 from cab_hf.eval.long_run import ASSUMED_DENSITY, Load, LongRun, LongRunSettings, is_sparse
 from cab_hf.eval.methods import (
     CONTROLS,
@@ -279,15 +279,12 @@ class Passkey(LongRun):
         """What the model says next, greedily."""
         model = self.model
         ids = torch.tensor([prompt.tokens], device=model.device)
-        # since transformers 5.24 it warns of the old name
-        known = inspect.signature(model.forward).parameters
-        name = "cache" if "cache" in known else "past_key_values"
         with greedily(model, ANSWER_TOKENS) as greedy:
             out = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 generation_config=greedy,
-                **{name: method.cache(model)},
+                **{cache_name(model): method.cache(model)},
             )
         return self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from cab_hf.chunks import reading as reading_chunks
 from cab_hf.eval.haystack import Prompt
+from cab_hf.eval.kv_cache import cache_of, read_on
 from cab_hf.needles import Span, Tokens, sentence_tokens, shared
 
 LOGITS_AT_ONCE = 1024  # positions whose logits are in float32 at the same time
@@ -160,7 +161,7 @@ def behind_prompt(
     with stepping():
         for start in range(prompt, last, chunk):
             few = ids[:, start : min(start + chunk, last)]
-            read = model(few, past_key_values=read.past_key_values, use_cache=True)
+            read = read_on(model, few, cache_of(read))
             logits.append(read.logits)
     return torch.cat(logits, dim=1)
 
@@ -182,10 +183,10 @@ def behind_turns(
     logits, end = [], 0
     for start, stop in reading.spans:
         read = _prefilled(model, ids[:, :start], cache, prefill_chunk, end)
-        cache, end = read.past_key_values, stop
+        cache, end = cache_of(read), stop
         turn = [read.logits]
         for few in ids[:, start:stop].split(chunk, dim=1):
-            turn.append(model(few, past_key_values=cache, use_cache=True).logits)
+            turn.append(read_on(model, few, cache).logits)
         # what the last token foresees belongs to the prompt of the next turn
         logits.append(torch.cat(turn, dim=1)[:, :-1])
     return torch.cat(logits, dim=1)[0]
@@ -223,7 +224,7 @@ def continued(
     written = [read.logits[:, -1:].argmax(-1)]
     with stepping():
         while len(written) < tokens:
-            read = model(written[-1], past_key_values=read.past_key_values, use_cache=True)
+            read = read_on(model, written[-1], cache_of(read))
             written.append(read.logits[:, -1:].argmax(-1))
     return torch.cat(written, dim=1)
 
@@ -235,6 +236,6 @@ def _prefilled(model: Any, ids: Tensor, cache: Any, at_once: int, cached: int = 
     """
     with reading_chunks(ids.shape[1]):
         for chunk in ids[:, cached:].split(at_once or ids.shape[1], dim=1):
-            read = model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache = read.past_key_values
+            read = read_on(model, chunk, cache, logits_to_keep=1)
+            cache = cache_of(read)
     return read

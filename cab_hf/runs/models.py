@@ -151,6 +151,8 @@ def skeleton(
     import torch
     from transformers import AutoModelForCausalLM
 
+    # named, so that nobody is told that nothing uses a cab_config: nothing is computed
+    options = {"attn_implementation": "eager", **options}
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             config, trust_remote_code=trust_remote_code, **options

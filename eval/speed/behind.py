@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cab_hf.eval.kv_cache import read_on
 from cab_hf.eval.speed.model import (
     CAB,
     ModelSettings,
@@ -35,7 +36,7 @@ def asking(
 
     @torch.inference_mode()
     def call() -> Any:
-        return model(question, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return read_on(model, question, cache, logits_to_keep=1)
 
     def crop() -> None:
         asked = cache.get_seq_length() - behind

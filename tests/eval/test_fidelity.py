@@ -24,6 +24,7 @@ from cab_hf.eval.experiment import render
 from cab_hf.eval.fidelity import Fidelity, Settings
 from cab_hf.eval.haystack import Haystack
 from cab_hf.eval.intervals import mean_interval, mean_of_intervals, paired_difference
+from cab_hf.eval.kv_cache import cache_name
 from cab_hf.eval.methods import METHODS
 from cab_hf.eval.speed.timing import Bench, Timing
 from cab_hf.eval.teacher_forcing import (
@@ -171,7 +172,7 @@ def test_every_turn_is_read_behind_those_before_it(model_folder):
         lambda _, given, more: calls.append(
             (
                 given[0].shape[1],
-                cached.get_seq_length() if (cached := more["past_key_values"]) else 0,
+                cached.get_seq_length() if (cached := more[cache_name(model)]) else 0,
             )
         ),
         with_kwargs=True,

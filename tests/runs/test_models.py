@@ -432,6 +432,13 @@ def test_a_skeleton_is_the_model_without_numbers(llama2):
     assert looks[0] == looks[1]
 
 
+def test_a_skeleton_says_nothing_of_a_config_of_ours(recwarn):
+    config = models.load_config("tiny")
+    config.cab_config = cab_hf.CabConfig().to_dict()
+    models.skeleton(config)
+    assert not recwarn
+
+
 @pytest.mark.parametrize(
     "fields",
     [
