@@ -35,7 +35,7 @@ from cab_hf.runs.markdown import plain
 from cab_hf.runs.settings import by_device, comma_separated, option, require
 
 ALONE = (Dense.name, Full.name, Cab.name)
-GIVEN = "Settings that were given, such as budgets a head or a cascade of a calibration."
+GIVEN = "Settings that were given as {}."
 LEAST_BLOCK = 16  # tokens
 place_of = itemgetter("text", "length")
 
@@ -302,10 +302,11 @@ def _described(name: str, configs: Mapping[str, Mapping[str, Any]]) -> dict[str,
     """What a change sets, and its sentence; of configs as they are recorded."""
     default, own = configs[Cab.name], configs[name]
     fields = {field: value for field, value in own.items() if value != default.get(field)}
-    known = changes(CabConfig.from_dict(default)).get(name.partition(":")[2])
+    name = name.partition(":")[2]
+    known = changes(CabConfig.from_dict(default)).get(name)
     return {
         "change": ", ".join(f"{field}={short(value)}" for field, value in fields.items()),
-        "says": GIVEN if known is None else known.says,
+        "says": GIVEN.format(name) if known is None else known.says,
     }
 
 
