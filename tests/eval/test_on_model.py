@@ -4,6 +4,7 @@ import pytest
 
 from cab_hf import CabConfig
 from cab_hf.eval import ablation, books, calibrate, fidelity, passkey
+from cab_hf.eval.fidelity import Fidelity
 from cab_hf.eval.on_model import SMALL
 
 
@@ -28,3 +29,15 @@ def test_what_is_set_comes_in_the_place_of_small_blocks_in_every_comparison(comm
 def test_a_calibration_is_of_the_blocks_that_a_model_is_to_be_read_with():
     assert calibrate.Settings(device="cpu").cab_config == CabConfig()
     assert "small" not in calibrate.Settings.__dataclass_fields__["cab"].metadata["help"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), [("runs/mine/model", "mine"), ("runs/mine", "mine"), ("model", "here")]
+)
+def test_a_model_that_a_run_has_trained_is_called_as_the_run(folder, name, tmp_path, monkeypatch):
+    (tmp_path / "here" / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(Fidelity, "content", "its hash")
+    (tmp_path / "here" / "a.txt").write_text("It was.")
+    settings = fidelity.Settings(model=folder, device="cpu", texts=("a.txt",))
+    assert Fidelity(settings).recorded()["model"] == name
