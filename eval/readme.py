@@ -535,18 +535,22 @@ def tasks_table(results: Path) -> str:
     """Shares of right answers to tasks, by method: those of dense attention, of CAB and of rivals.
 
     Bold where the interval of the difference to dense lies below 0. A task that a method was not
-    asked, since dense attention does not do it, has none.
+    asked, since dense attention does not do it, has none. The mean of shares is over the tasks that
+    all methods were asked, that of differences to dense over all nine.
     """
     read = [read_results(results / name) for name in TASKED if (results / name).is_dir()]
     rows = []
     for each in read:
+        shared = [name for name in TASKS if all(name in row for row in each.rows)]
         for row in each.rows:
             place = {"model": plain(each.provenance["settings"]["model"])}
             place |= {"tokens": f"{row['length']:,}", "method": row["method"]}
             place |= {"density": row["density"], "time × dense": row["over_dense"]}
             shares = {task.title: _task(row.get(name)) for name, task in TASKS.items()}
-            mean = _points(row.get(ALL_TASKS, {}).get("delta"))
-            rows.append({**place, **shares, "mean to dense": mean})
+            of_all = _mean([row[name]["share"] for name in shared])
+            difference = _points(row.get(ALL_TASKS, {}).get("delta"))
+            means = {"mean of tasks asked of all": of_all, "mean of nine to dense": difference}
+            rows.append({**place, **shares, **means})
     return _table(rows, read)
 
 

@@ -342,13 +342,15 @@ def test_tasks_are_bold_where_they_are_surely_below_dense(results):
     rows = [
         row("dense", 1.0, uuid=(0.9, 0.0)),
         row("cab", 0.5, -0.01, uuid=(0.5, -0.1), tracking=(0.4, 0.1)),
-        row("streaming", None),
+        row("streaming", None, uuid=(0.7, 0.0)),
     ]
     write(results / readme.TASKED[0], rows, experiment="fidelity", settings={"model": "a"})
     page = readme.page_with_tables("<!-- table: tasks -->\n<!-- end -->\n", results, "../")
     assert "| a | 8,192 | dense | 0.50 | 1.00 | – | – | – | 0.90 |" in page
     assert "| a | 8,192 | cab | 0.50 | 0.50 | – | – | – | **0.50** | – | 0.40 |" in page
-    assert "| -1.0 points |" in page and "| a | 8,192 | streaming | 0.50 | – |" in page
+    # of the tasks that all were asked, and of all nine
+    assert "| 0.50 | -1.0 points |" in page and "| 0.70 | – |" in page
+    assert "| a | 8,192 | streaming | 0.50 | – |" in page
 
 
 def test_a_run_is_added_once(results, tmp_path_factory, capsys, monkeypatch):
