@@ -20,8 +20,9 @@ def require(accepted: object, name: str, value: Any, what: str) -> None:
 
 def short(value: Any) -> str:
     """A value as a sentence can hold it."""
+    # one number, numpy's or torch's, has a shape of nothing
     shape = getattr(value, "shape", None)
-    text = repr(value) if shape is None else f"a tensor of shape {tuple(shape)}"
+    text = f"a tensor of shape {tuple(shape)}" if shape else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

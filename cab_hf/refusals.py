@@ -20,7 +20,6 @@ READ = frozenset({"cu_seq_lens_q", "is_causal", "output_attentions"})
 # lengths follow from cu_seq_lens_q, the rest concerns the model around the layer
 HARMLESS = frozenset(
     {
-        "cache",
         "cache_position",
         "cu_seq_lens_k",
         "deterministic",

@@ -80,7 +80,7 @@ def cab_config(text: str) -> CabConfig:
     try:
         content = json.loads(Path(text).read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"cab must name a JSON file of CabConfig fields: {error}.") from None
+        raise ValueError(f"variant must name a JSON file of CabConfig fields: {error}.") from None
     fields = content.get("cab_config", content) if isinstance(content, dict) else content
     # a file holds all fields, with the length from which a user wants to be sparse
     return CabConfig.from_dict({**CabConfig.from_dict(fields).to_dict(), "min_length": 0})

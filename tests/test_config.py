@@ -1,8 +1,11 @@
 import copy
 import dataclasses
 import json
+import re
 
+import numpy as np
 import pytest
+import torch
 from transformers import LlamaConfig, PreTrainedConfig, WhisperConfig
 
 from cab_hf import CabConfig, checks
@@ -80,6 +83,13 @@ def test_a_bad_value_is_named(field, value):
     with pytest.raises(ValueError, match=rf"CabConfig\.{field} is .*; it must be ") as refused:
         CabConfig(**{field: value})
     assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), np.int64(8192), torch.tensor(0.5)])
+def test_a_number_of_another_library_is_named_by_its_value(value):
+    name = "min_length" if isinstance(value, np.int64) else "top_p"
+    with pytest.raises(ValueError, match=re.escape(f"CabConfig.{name} is {value!r}; it must be ")):
+        CabConfig(**{name: value})
 
 
 def test_a_model_of_8192_tokens_can_be_sparse_as_it_comes():

@@ -213,6 +213,16 @@ def values(worth: Tensor, importance: Tensor) -> list[list[float]]:
     return (worth.amax((0, 3)).mean(-1) * importance).tolist()
 
 
+def require_anchors(count: int, layers: int) -> None:
+    """Refuse a number of anchors that so many sparse layers cannot have.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if not 1 <= count <= layers:
+        raise ValueError(f"anchors is {count}; it must be 1 to {layers}, the sparse layers.")
+
+
 def best_anchors(value: Sequence[Sequence[float]], count: int) -> tuple[int, ...]:
     """The ``count`` layers, the first among them, that are worth most as anchors.
 
@@ -223,8 +233,7 @@ def best_anchors(value: Sequence[Sequence[float]], count: int) -> tuple[int, ...
         ValueError: for a count that is not 1 to the number of layers.
     """
     layers = len(value)
-    if not 1 <= count <= layers:
-        raise ValueError(f"anchors is {count}; it must be 1 to {layers}, the sparse layers.")
+    require_anchors(count, layers)
     # worth of layers a to b - 1 under anchor a
     worth = [[sum(value[a][a:b]) for b in range(layers + 1)] for a in range(layers)]
     # (total, anchors) of layers up to b, by b, for so many anchors

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from cab_hf.attention_layers import attention_layers, transformers_model
+from cab_hf.attention_layers import attention_layers, transformers_model, window
 from cab_hf.calibration.anchors import (
     SHARES,
     Coverage,
@@ -21,6 +21,7 @@ from cab_hf.calibration.anchors import (
     averaged_kept,
     cascaded,
     kept_between,
+    require_anchors,
     smallest_density,
     viewed,
 )
@@ -118,8 +119,12 @@ def calibrate(
     require(most is None or length <= most, "length", length, reached)
     sentences = split_sentences(_joined(texts))
     read = [_document(tokenizer, sentences, length, index, seed) for index in range(documents)]
+    _require_vocabulary(text, read)
     require_target(config, anchors is not None, target_density, length)
-    with tqdm(desc="calibrate", total=documents * _layers_seen(model), unit="layer") as bar:
+    layers = _layers_measured(model, config)
+    if anchors is not None and layers:
+        require_anchors(anchors, layers)
+    with tqdm(desc="calibrate", total=documents * layers, unit="layer") as bar:
         if anchors is None:
             options = make_predictor(config).options()
             measured = [losses(model, each, config, options, bar.update) for each in read]
@@ -150,8 +155,23 @@ def require_target(config: CabConfig, anchors: bool, target_density: float, leng
         require_reachable(target_density, least_density(config, cheapest, length))
 
 
-def _layers_seen(model: PreTrainedModel) -> int:
-    return sum(1 for _ in attention_layers(model))
+def _require_vocabulary(text: Any, documents: Sequence[Document]) -> None:
+    """Refuse tokens that a model with the config ``text`` does not know: a GPU stops at them."""
+    known = getattr(text, "vocab_size", None)
+    most = max(max(document.tokens) for document in documents)
+    if isinstance(known, int) and most >= known:
+        raise ValueError(
+            f"tokenizer has made token {most}, and the model knows tokens 0 to {known - 1}; give "
+            "the tokenizer of the model."
+        )
+
+
+def _layers_measured(model: PreTrainedModel, config: CabConfig) -> int:
+    """How many layers may attend sparsely, as far as they show it before they are called."""
+    return sum(
+        layer not in config.dense_layers and window(module) is None
+        for layer, module in attention_layers(model)
+    )
 
 
 def _joined(texts: str | Sequence[str] | None) -> str:

@@ -364,7 +364,7 @@ def test_a_length_without_room_for_a_task_is_refused(model_folder, tmp_path, cap
         pytest.param(["--variant", "wide=weight=3"], "no field 'weight'", id="cab field"),
         pytest.param(["--variant", "wide=top_p=3"], "top_p", id="cab value"),
         pytest.param(
-            ["--variant", "wide=no.json"], "a JSON file of CabConfig fields: ", id="cab file"
+            ["--variant", "wide=no.json"], "variant must name a JSON file of Cab", id="cab file"
         ),
         pytest.param(["--variant", "wide=b.json"], "JSON file of CabConfig", id="cab text"),
         pytest.param(["--variant", "wide=list.json"], "must be a dict of CabConfig", id="cab list"),

@@ -215,9 +215,30 @@ def test_a_density_that_cannot_be_reached_is_refused_before_anything_is_measured
     cab_hf.calibrate(model, tokenizer, "So it goes.", **fields)
 
 
-def test_how_far_it_is_is_shown(model, capfd):
-    cab_hf.calibrate(*model, "So it goes.", **QUICK)
+@pytest.mark.parametrize("kind", ["llama", "qwen3-some-sliding"])
+def test_how_far_it_is_is_shown(model, kind, capfd):
+    tokenizer = model[1]
+    model = tiny_model(kind, vocab_size=len(tokenizer))
+    cab_hf.calibrate(model, tokenizer, "So it goes.", **QUICK)
     assert "calibrate: 100%" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("llama", 3), ("qwen3-some-sliding", 1)])
+def test_more_anchors_than_sparse_layers_are_refused_before_anything_is_measured(
+    model, kind, layers
+):
+    tokenizer = model[1]
+    model = tiny_model(kind, vocab_size=len(tokenizer))
+    model.forward = None
+    fields = {**QUICK, "anchors": layers + 1}
+    with pytest.raises(ValueError, match=f"it must be 1 to {layers}, the sparse layers"):
+        cab_hf.calibrate(model, tokenizer, "So it goes.", **fields)
+
+
+def test_the_tokenizer_of_another_model_is_refused(model):
+    model, tokenizer = tiny_model(vocab_size=8), model[1]
+    with pytest.raises(ValueError, match=r"tokenizer has made token \d+, and the model knows"):
+        cab_hf.calibrate(model, tokenizer, "So it goes.", **QUICK)
 
 
 def test_a_model_is_given_a_cascade(model):
