@@ -172,7 +172,7 @@ class Settings(fidelity.Settings):
         }
         for name in changed:
             taken = f"NAME=... of other names than the changes, such as {name}"
-            require(self, "cab", name not in given, taken)
+            require(self, "variant", name not in given, taken)
         return {Cab.name: default, **changed, **given}
 
 

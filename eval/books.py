@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from cab_hf.eval import charts
 from cab_hf.eval.comparison import (
+    RATIO,
     TIME,
     TIME_COLUMNS,
     Comparison,
@@ -38,6 +39,7 @@ from cab_hf.eval.comparison import (
     off_readings,
     parse_budget,
     perplexity,
+    ratio_to_dense,
     time_said,
 )
 from cab_hf.eval.experiment import Row
@@ -45,7 +47,7 @@ from cab_hf.eval.haystack import read_text
 from cab_hf.eval.long_run import ASSUMED_DENSITY, Load, is_sparse
 from cab_hf.eval.methods import Cab, CabAtBudget, Dense, Full, Method, Streaming, exact_readings
 from cab_hf.eval.passkey import MATCH
-from cab_hf.eval.report import column, grouped, markdown_table, ratio_with_interval
+from cab_hf.eval.report import column, grouped, markdown_table
 from cab_hf.eval.teacher_forcing import TeacherForced, nll
 from cab_hf.needles import Tokens, leading_tokens
 from cab_hf.runs.markdown import plain
@@ -68,8 +70,6 @@ question_of = itemgetter("text", "length", "probe", "index")
 NAMED = 5  # books that are left out, in a sentence
 # what is drawn around CAB's own density
 RING = {"fillstyle": "none", "markersize": 11, "color": "black"}
-# of a ratio in a row, with the edges of its interval
-RATIO = ("ratio", "ratio_low", "ratio_high")
 
 
 @dataclass(frozen=True)
@@ -319,7 +319,7 @@ class Books(Comparison):
         said = [f"Dense attention has perplexity {', '.join(values)}."] * bool(values)
         cab = [row for row in rows if (row["method"], row["budget"]) == (Cab.name, None)]
         for row in cab[-1:]:
-            if ratio := _ratio(row.get("perplexity", {})):
+            if ratio := ratio_to_dense(row.get("perplexity", {})):
                 said.append(
                     f"Behind {row['length']:,} tokens cab attends {row['density']:.0%} of the pairs"
                     f"{time_said(row)}, and has {ratio} × the perplexity of dense attention."
@@ -404,13 +404,6 @@ def _left_out(books: Sequence[str]) -> list[str]:
     return [f"{count} too short and left out: {named}"] * bool(books)
 
 
-def _ratio(result: Row) -> str | None:
-    """A ratio to dense with its interval, where there is one."""
-    if result.get("ratio") is None:
-        return None
-    return ratio_with_interval(*map(result.get, RATIO))
-
-
 def _budget(row: Row) -> Any:
     """A budget, with a word where the density is another one, as forced blocks may have it."""
     budget = row["budget"]
@@ -421,6 +414,6 @@ def _budget(row: Row) -> Any:
 COLUMNS = {
     **{"method": "method", "length": "length", "budget": _budget, "density": "density"},
     "perplexity": column(lambda result: f"{result['value']:.3f}", "perplexity"),
-    "perplexity × dense [95 %]": column(_ratio, "perplexity"),
-    "× dense behind the shortest [95 %]": column(_ratio, "to_shortest"),
+    "perplexity × dense [95 %]": column(ratio_to_dense, "perplexity"),
+    "× dense behind the shortest [95 %]": column(ratio_to_dense, "to_shortest"),
 }

@@ -39,7 +39,7 @@ from cab_hf.eval.methods import (
 )
 from cab_hf.eval.on_model import realised_density, refusing
 from cab_hf.eval.passkey import MATCH, fitted
-from cab_hf.eval.report import column, digits, grouped
+from cab_hf.eval.report import column, digits, grouped, ratio_with_interval
 from cab_hf.eval.speed.timing import Bench
 from cab_hf.eval.teacher_forcing import CHUNK
 from cab_hf.needles import Tokens
@@ -57,6 +57,8 @@ from cab_hf.runs.settings import (
 TIME = "time"
 # what can be matched, beside times, and how far a time may be off
 DENSITY, OFF = "density", 0.05
+# of a ratio to dense attention in a row, with the edges of its interval
+RATIO = ("ratio", "ratio_low", "ratio_high")
 CELL = ("method", "text", "length", "budget")
 cell_of = itemgetter(*CELL)
 FIELD = re.compile(r",(?=\s*\w+\s*=)")  # between two assignments, whose values may have commas
@@ -429,6 +431,13 @@ def perplexity(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str
         _, low, high = mean_interval(*means)
         fields |= {"ratio_low": math.exp(low), "ratio_high": math.exp(high)}
     return fields
+
+
+def ratio_to_dense(result: Row) -> str | None:
+    """The ratio with its interval, where there is one."""
+    if result.get("ratio") is None:
+        return None
+    return ratio_with_interval(*map(result.get, RATIO))
 
 
 def off_readings(rows: Sequence[Row]) -> list[str]:

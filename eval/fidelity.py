@@ -28,6 +28,7 @@ from cab_hf.documents import asked_document, plain_document, recall_document
 from cab_hf.eval import charts
 from cab_hf.eval.comparison import (
     CELL,
+    RATIO,
     TIME,
     TIME_COLUMNS,
     Comparison,
@@ -46,6 +47,7 @@ from cab_hf.eval.comparison import (
     notes_time,
     off_readings,
     perplexity,
+    ratio_to_dense,
     time_said,
 )
 from cab_hf.eval.experiment import Row
@@ -74,7 +76,6 @@ from cab_hf.eval.report import (
     digits,
     grouped,
     markdown_table,
-    ratio_with_interval,
     with_interval,
 )
 from cab_hf.eval.teacher_forcing import (
@@ -312,14 +313,14 @@ class Fidelity(Comparison):
             return answered(tokenizer, prompt)
         place = (tokenizer, haystack.sentences, length)
         behind = {CONTINUATION: CONTINUED, DECODE: settings.decoded, GREEDY: settings.written}
-        if probe in (TIME, TURNS, *behind, *PERPLEXITIES):
+        if probe in (TURNS, *behind, *PERPLEXITIES):
             tokens = plain_document(*place, index, settings.seed)
             if probe == TURNS:
                 return TeacherForced(tokens, turn_ends(length))
             if probe in behind:
                 prompt = length - max(1, min(behind[probe], length // CONTINUED_SHARE))
                 return TeacherForced(tokens, ((prompt, length),), prompt)
-            if probe in (PERPLEXITY, TIME):
+            if probe == PERPLEXITY:
                 return TeacherForced(tokens, ((length // 2, length),))
             borders = range(-(-length // 2 // BORDER) * BORDER, length, BORDER)
             return TeacherForced(tokens, tuple((at, at + 1) for at in borders))
@@ -861,13 +862,6 @@ def _share(result: Row) -> str:
     return with_interval(result["share"], result["low"], result["high"])
 
 
-def _ratio(result: Row) -> str | None:
-    """A ratio to dense with its interval, where there is one."""
-    if result.get("ratio") is None:
-        return None
-    return ratio_with_interval(result["ratio"], *map(result.get, EDGES["ratio"]))
-
-
 def _divergence(result: Row) -> str:
     """KL a token, and its interval where there is one."""
     edges = [digits(result[edge]) for edge in EDGES["kl"] if result.get(edge) is not None]
@@ -892,7 +886,7 @@ def _behind(row: Row, rows: Sequence[Row]) -> list[str]:
     return [
         f"behind the prompt KL {_divergence(result)} a token{beside}",
         f"greedy agreement {result['agreement']:.1%}",
-        f"perplexity behind the prompt × {_ratio(result)}",
+        f"perplexity behind the prompt × {ratio_to_dense(result)}",
     ]
 
 
@@ -940,7 +934,7 @@ def _changes(row: Row) -> list[str]:
     """What a method changes against dense, a probe an item."""
     left_out = (CONTINUATION, TURNS, DECODE, GREEDY, *TASKS)
     probes = [probe for probe in (*PROBES, ALL_TASKS) if probe not in left_out]
-    fields = {probe: (_ratio if probe in PERPLEXITIES else difference) for probe in probes}
+    fields = {probe: (ratio_to_dense if probe in PERPLEXITIES else difference) for probe in probes}
     result = {probe: write(row[probe]) for probe, write in fields.items() if row.get(probe)}
     times = dict.fromkeys(PERPLEXITIES, "× ")
     return [
@@ -975,7 +969,7 @@ DRAWN = {
 }
 EDGES = {
     "share": ("low", "high"),
-    "ratio": ("ratio_low", "ratio_high"),
+    "ratio": RATIO[1:],
     "kl": ("kl_low", "kl_high"),
 }
 # heading -> the probe or time that a row must have for it, and what is shown of a row
@@ -986,7 +980,7 @@ COLUMNS = {
     "density": (None, "density"),
     "KL behind the prompt": _of(CONTINUATION, _divergence),
     "agreement": _of(CONTINUATION, lambda result: f"{result['agreement']:.3f}"),
-    "perplexity behind the prompt × dense": _of(CONTINUATION, _ratio),
+    "perplexity behind the prompt × dense": _of(CONTINUATION, ratio_to_dense),
     "end-of-prompt recall": _of(ASKED, _share),
     "end-of-prompt recall to dense": _of(ASKED, difference),
     "KL over turns": _of(TURNS, _divergence),
@@ -1007,12 +1001,12 @@ COLUMNS = {
     "multi key to dense": _of(MULTI_KEY, difference),
     "in-text recall [95 %]": _of(RECALL, _share),
     "in-text recall to dense": _of(RECALL, difference),
-    "in-text recall × dense": _of(RECALL, _ratio),
+    "in-text recall × dense": _of(RECALL, ratio_to_dense),
     "block-start recall [95 %]": _of(RECALL_BORDER, _share),
     "block-start recall to dense": _of(RECALL_BORDER, difference),
     "perplexity": _of(PERPLEXITY, lambda result: f"{result['value']:.2f}"),
-    "perplexity × dense [95 %]": _of(PERPLEXITY, _ratio),
-    "block-start perplexity × dense [95 %]": _of(PERPLEXITY_BORDER, _ratio),
+    "perplexity × dense [95 %]": _of(PERPLEXITY, ratio_to_dense),
+    "block-start perplexity × dense [95 %]": _of(PERPLEXITY_BORDER, ratio_to_dense),
     "mean over tasks [95 %]": _of(ALL_TASKS, _share),
     "mean over tasks to dense": _of(ALL_TASKS, difference),
     **{

@@ -85,14 +85,15 @@ class LongRunSettings(OnModelSettings):
 
 
 class LongRun(OnModel):
-    """Base of experiments whose cases are known before any is measured, all but some densities.
+    """Base of experiments whose cases are known before any is measured, all but what some match.
 
     A case that finds no memory is recorded with its ``error`` and passed over; a later run tries it
     again. Several processes share the cases, see `shares`.
 
     Attributes:
         CELL: fields of a case that say what is measured, and not on what.
-        FITTED: the field that holds the density to match, which may follow from samples.
+        FITTED: the field that holds what a cell is to match, a density or a time, which may follow
+            from samples.
     """
 
     FAILED = "error"
@@ -105,7 +106,7 @@ class LongRun(OnModel):
 
     @abstractmethod
     def waits(self, case: Mapping[str, Any]) -> bool:
-        """Whether its density is that of samples of other cases, which do not wait."""
+        """Whether what it is to match follows from samples of other cases, which do not wait."""
 
     def alone(self, case: Mapping[str, Any]) -> bool:
         """Whether it is timed, so that no process may measure another case beside it."""
@@ -113,7 +114,7 @@ class LongRun(OnModel):
 
     @abstractmethod
     def fitted(self, case: Mapping[str, Any], samples: Sequence[Row]) -> Any:
-        """The density that a case of this cell is to match; None where there are no samples."""
+        """What a case of this cell is to match; None where samples that tell it are missing."""
 
     @abstractmethod
     def question(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -124,17 +125,17 @@ class LongRun(OnModel):
         """What the model reads for it; None where an earlier case has read it."""
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
-        return self.with_density(self.planned(), samples)
+        return self.with_match(self.planned(), samples)
 
-    def with_density(
+    def with_match(
         self, cases: Iterable[dict[str, Any]], samples: Sequence[Row]
     ) -> Iterator[dict[str, Any]]:
-        """The ``cases``, each with the density that its cell is to match."""
-        cell_of, densities = itemgetter(*self.CELL), {}
+        """The ``cases``, each with what its cell is to match."""
+        cell_of, matches = itemgetter(*self.CELL), {}
         for case in cases:
-            if cell_of(case) not in densities:
-                densities[cell_of(case)] = self.fitted(case, samples)
-            yield {**case, self.FITTED: densities[cell_of(case)]}
+            if cell_of(case) not in matches:
+                matches[cell_of(case)] = self.fitted(case, samples)
+            yield {**case, self.FITTED: matches[cell_of(case)]}
 
     @classmethod
     def main(cls, words: Sequence[str]) -> int:

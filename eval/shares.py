@@ -1,7 +1,7 @@
 """A run that several processes share, as torchrun and accelerate start them, one or more a GPU.
 
 Each measures the cases of its share of the questions, under all methods. First come the cases that
-wait for no other; then all know every sample of them, and so the densities that are to be matched.
+wait for no other; then all know every sample of them, and so what the others are to match.
 What is timed rank 0 measures, while the others wait. It also writes the log and the report. The
 others keep what they measure in logs beside it until rank 0 has it; what a kill leaves of them is
 taken up by the next run, of any number of processes.
@@ -116,7 +116,7 @@ class Share:
             for stage in product((False, True), (True, False)):
                 counted = [s for s in chain(*everyone) if s.get(experiment.FAILED) is None]
                 cases = (c for c in mine if (experiment.waits(c), experiment.alone(c)) == stage)
-                for case in experiment.with_density(cases, [*known, *counted]):
+                for case in experiment.with_match(cases, [*known, *counted]):
                     words = (f"{name} {case[name]}" for name in experiment.CASE)
                     bar.set_description(", ".join(words))
                     own.append(experiment.sample(case))
@@ -128,7 +128,7 @@ class Share:
         return everyone
 
     def mine(self, known: Sequence[Row]) -> list[dict[str, Any]]:
-        """The missing cases of every so many-th question; of rank 0 also all that are timed."""
+        """The missing cases of this rank's questions; all that are timed are those of rank 0."""
         case_of, questions = itemgetter(*self.experiment.CASE), {}
         seen = set(map(case_of, known))
         missing = [case for case in self.experiment.planned() if case_of(case) not in seen]

@@ -72,7 +72,9 @@ def test_changes_are_made_of_what_is_set(tmp_path):
         ),
         pytest.param(["--cab", "predictor=random"], "predictor and select", id="another predictor"),
         pytest.param(
-            ["--variant", "rows_all=top_p=0.5"], "of other names than the changes", id="taken"
+            ["--variant", "rows_all=top_p=0.5"],
+            "variant is ('rows_all=top_p=0.5',); it must be NAME=... of other names than",
+            id="taken",
         ),
         pytest.param(
             ["--methods", "dense"], "with cab, which all is held against", id="no default"
