@@ -20,6 +20,11 @@ def cache_of(output: Any) -> Any:
     return output[NAME] if NAME in output else output[NAME_BEFORE]
 
 
+def cache_arguments(model: Any, cache: Any) -> dict[str, Any]:
+    """What `read_on` gives ``model`` beside the tokens, for calls that are timed."""
+    return {cache_name(model): cache, "use_cache": True}
+
+
 def read_on(model: Any, ids: Tensor, cache: Any, **options: Any) -> Any:
     """What ``model`` returns for tokens ``ids`` [B, N] behind those in ``cache``; None for none."""
-    return model(ids, use_cache=True, **{cache_name(model): cache}, **options)
+    return model(ids, **cache_arguments(model, cache), **options)

@@ -20,6 +20,7 @@ from cab_hf.eval.methods import Method
 from cab_hf.renamed import renamed
 from cab_hf.runs.models import (
     SMOLLM2,
+    TRAINED,
     content_sha256,
     is_local,
     load_config,
@@ -39,8 +40,6 @@ from cab_hf.runs.settings import (
 )
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-# what `finetune.lora` calls its folder of a model of which all weights were trained
-TRAINED = "model"
 
 # of CabConfig on a CPU, where nothing is set: 1,536 tokens are cut so small, and so few pairs are
 # attended, that methods differ as on a long prompt

@@ -26,6 +26,7 @@ from cab_hf.eval.experiment import CSV, FIGURE, REPORT, RESULTS, SAMPLES, Experi
 from cab_hf.eval.fidelity import ALL_TASKS
 from cab_hf.eval.intervals import wilson
 from cab_hf.eval.report import digits, grouped, markdown_table, percent, with_interval
+from cab_hf.eval.speed.dense import time_shown
 from cab_hf.finetune.curve import STEP
 from cab_hf.renamed import renamed_in
 from cab_hf.runs.log import PACKED, is_there, pack, read_file, read_log, write_atomically
@@ -610,7 +611,7 @@ def batches_table(results: Path) -> str:
             "choose ms": digits(row["choose_ms"]),
             "attend ms": digits(row["attend_ms"]),
             "cab ms": digits(row["ms"]),
-            "best dense ms": f"{digits(row['baseline_ms'])} {row['baseline']}",
+            "best dense ms": time_shown(row),
             "cab × dense": f"{row['ratio']:.2f}",
         }
         for row in result.rows

@@ -54,13 +54,13 @@ from cab_hf.finetune.sources import Source, content_sha256, is_local, make_sourc
 from cab_hf.finetune.tiles import compute_in_tiles, tile_of
 from cab_hf.finetune.validation import Validation
 from cab_hf.runs.log import DISK_FULL, Log, write_atomically, writing
-from cab_hf.runs.models import file_sha256
+from cab_hf.runs.models import TRAINED, file_sha256
 from cab_hf.runs.provenance import provenance
 from cab_hf.runs.settings import UsageError
 from cab_hf.token_mixers import refuse_token_mixers
 
 LOG, CURVE, RESULTS = "log.jsonl", "curve.png", "results.json"
-MODEL, CHECKPOINTS = "model", "checkpoints"
+CHECKPOINTS = "checkpoints"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -168,7 +168,7 @@ class Run:
             self.rank,
             self.processes,
             accelerator.wait_for_everyone,
-            MODEL if settings.train == ALL else checkpoints.ADAPTER,
+            TRAINED if settings.train == ALL else checkpoints.ADAPTER,
         )
         self.done = self._resume()
 

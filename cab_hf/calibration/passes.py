@@ -38,7 +38,7 @@ from cab_hf.calibration.budgets import (
 from cab_hf.checks import is_share, is_whole, require
 from cab_hf.config import CabConfig
 from cab_hf.documents import Document, recall_document, with_copies
-from cab_hf.fit import origin_of, positions
+from cab_hf.fit import number, origin_of, positions
 from cab_hf.model_config import cab_config_of
 from cab_hf.needles import split_sentences
 from cab_hf.patches.switch import apply_cab
@@ -121,10 +121,10 @@ def calibrate(
     read = [_document(tokenizer, sentences, length, index, seed) for index in range(documents)]
     _require_vocabulary(text, read)
     require_target(config, anchors is not None, target_density, length)
-    layers = _layers_measured(model, config)
-    if anchors is not None and layers:
-        require_anchors(anchors, layers)
-    with tqdm(desc="calibrate", total=documents * layers, unit="layer") as bar:
+    sparse = _sparse_layers(model, config)
+    if anchors is not None and sparse:
+        require_anchors(anchors, sparse)
+    with tqdm(desc="calibrate", total=documents * sparse, unit="layer") as bar:
         if anchors is None:
             options = make_predictor(config).options()
             measured = [losses(model, each, config, options, bar.update) for each in read]
@@ -157,16 +157,16 @@ def require_target(config: CabConfig, anchors: bool, target_density: float, leng
 
 def _require_vocabulary(text: Any, documents: Sequence[Document]) -> None:
     """Refuse tokens that a model with the config ``text`` does not know: a GPU stops at them."""
-    known = getattr(text, "vocab_size", None)
+    known = number(text, "vocab_size")
     most = max(max(document.tokens) for document in documents)
-    if isinstance(known, int) and most >= known:
+    if known is not None and most >= known:
         raise ValueError(
             f"tokenizer has made token {most}, and the model knows tokens 0 to {known - 1}; give "
             "the tokenizer of the model."
         )
 
 
-def _layers_measured(model: PreTrainedModel, config: CabConfig) -> int:
+def _sparse_layers(model: PreTrainedModel, config: CabConfig) -> int:
     """How many layers may attend sparsely, as far as they show it before they are called."""
     return sum(
         layer not in config.dense_layers and window(module) is None

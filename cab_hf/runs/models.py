@@ -61,6 +61,8 @@ ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", BASE)
 # models that are a base and an adapter in a folder of the package
 ADAPTERS = Path(__file__).parents[1] / "adapters"
 ADAPTED = {name: ADAPTERS / name for name in ("smollm2-32k", "smollm2-128k")}
+# the folder in which a training run leaves a model of which it has trained all weights
+TRAINED = "model"
 # what a folder holds of a model beside its weights
 TEXTS = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")
 # of weights that are there twice the first are read

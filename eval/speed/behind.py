@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cab_hf.eval.kv_cache import read_on
+from cab_hf.eval.kv_cache import cache_arguments
 from cab_hf.eval.speed.model import (
     CAB,
     ModelSettings,
@@ -33,10 +33,11 @@ def asking(
     """
     model, question = random_model(settings), prompt_of(settings, length)
     cache = filled(model, behind, 1, 0, static=False, config=None)
+    cached = cache_arguments(model, cache)
 
     @torch.inference_mode()
     def call() -> Any:
-        return read_on(model, question, cache, logits_to_keep=1)
+        return model(question, **cached, logits_to_keep=1)
 
     def crop() -> None:
         asked = cache.get_seq_length() - behind

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cab_hf.chunks import reading
 from cab_hf.config import CabConfig
-from cab_hf.eval.kv_cache import read_on
+from cab_hf.eval.kv_cache import cache_arguments
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import UNREACHED_TOP_P, SpeedSettings, densities, made_of
 from cab_hf.eval.speed.checks import CHECK_LENGTH, check_dense, repeated
@@ -170,9 +170,10 @@ def prefill(settings: ModelSettings, length: int, chunk: int | None = None) -> C
             cache.early_initialization(
                 1, settings.kv_heads, settings.head_dim, model.dtype, model.device
             )
+        cached = cache_arguments(model, cache)
         with reading(length):
             for piece in prompt.split(chunk or length, dim=1):
-                read = read_on(model, piece, cache, logits_to_keep=1)
+                read = model(piece, **cached, logits_to_keep=1)
         return read
 
     return call

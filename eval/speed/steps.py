@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from cab_hf.config import CabConfig
-from cab_hf.eval.kv_cache import cache_name
+from cab_hf.eval.kv_cache import cache_arguments
 from cab_hf.eval.speed.model import ModelShape, random_model
 from cab_hf.eval.speed.timing import Bench
 
@@ -143,13 +143,13 @@ def stepping(model: PreTrainedModel, cache: Cache, batch: int, compiled: bool) -
         forward = torch.compile(forward, mode="reduce-overhead", fullgraph=True)
     # 0 pads, and its embedding is nothing
     tokens = torch.ones(batch, 1, dtype=torch.long, device=model.device)
-    behind = {cache_name(model): cache, "use_cache": True}
+    cached = cache_arguments(model, cache)
 
     def step() -> None:
         if compiled:
             # what the last step returned is not needed any more
             torch.compiler.cudagraph_mark_step_begin()
-        logits = forward(tokens, **behind).logits
+        logits = forward(tokens, **cached).logits
         tokens.copy_(logits[:, -1].argmax(-1, keepdim=True))
 
     return step

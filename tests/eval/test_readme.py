@@ -269,7 +269,7 @@ def test_what_trainings_keep_is_bold_where_it_is_less_for_sure(results):
         readme.page_with_tables("<!-- table: trained -->\n<!-- end -->\n", results, "../")
 
 
-def fidelity_run(folder, config, model="a", kl=0.02):
+def fidelity_run(folder, config, model="a", kl=0.02, **settings):
     """A run of the default, or of another config, on two texts."""
     asked = {"recall": {"ratio": 0.9}, "tasks": {"delta": -0.013}}
     rows = [
@@ -278,7 +278,7 @@ def fidelity_run(folder, config, model="a", kl=0.02):
         for text in ("one", "other")
     ]
     full = {"length": 32768, "method": "full", "continuation": {"kl": 0.001}}
-    settings = {"model": model, "cab_configs": {"cab": config}}
+    settings |= {"model": model, "cab_configs": {"cab": config}}
     write(folder, [*rows, full], experiment="fidelity", settings=settings)
 
 
@@ -300,10 +300,7 @@ def test_models_are_shown_that_the_default_has_read(results):
 def test_models_of_one_name_and_other_weights_have_a_row_each(results):
     default = json.loads(json.dumps(asdict(CabConfig(min_length=0))))
     for name in ("here", "there"):
-        fidelity_run(results / name, default)
-        made = json.loads((results / name / "results.json").read_text())
-        made["provenance"]["settings"]["model_sha256"] = name
-        (results / name / "results.json").write_text(json.dumps(made))
+        fidelity_run(results / name, default, model_sha256=name)
     page = readme.page_with_tables("<!-- table: models -->\n<!-- end -->\n", results, "../")
     assert page.count("| a | 32,768 | 2 |") == 2
 
