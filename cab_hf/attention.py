@@ -21,6 +21,7 @@ from cab_hf.forward_pass import LEFT_EARLY, in_backward_pass
 from cab_hf.frame import PARALLEL
 from cab_hf.mask import CabMask
 from cab_hf.model_config import cab_config_in_use, cab_config_of
+from cab_hf.prompt import prompt_of
 from cab_hf.refusals import refuse
 from cab_hf.route import route, sampled_one_in
 
@@ -108,6 +109,7 @@ def _attend(
         mask = CabMask(
             batch, q_length, kv_length, kv_length - q_length, window=sliding_window or None
         )
+        mask.prompt = None if torch.compiler.is_compiling() else prompt_of(batch)
     config = mask.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
     parallel: Parallel | None = getattr(module, PARALLEL, None)
     work = Workload.of(query, key, value, (config.query_block, config.key_block))
@@ -115,13 +117,16 @@ def _attend(
     parts = position_ids, kwargs.get("cu_seq_lens_q")
     if parallel is None:
         mask.find_documents(*parts)
-        text = mask
+        texts = mask.pieces(sparse and config.sparse_decode)
     else:
-        text = parallel.text(mask, query, key, value, config, *parts)
-    way = route(text, config, work, sparse=sparse, layer=module, held=held)
-    if sparse and way.kind != "sparse" and text is mask:
-        _warn_of_a_short_prompt(module, mask, config)
-    out = way.attend(query, key, value, scale)
+        texts = [(slice(None), parallel.text(mask, query, key, value, config, *parts))]
+    outs = []
+    for queries, text in texts:
+        way = route(text, config, work, sparse=sparse, layer=module, held=held)
+        if sparse and way.kind != "sparse" and parallel is None:
+            _warn_of_a_short_prompt(module, text, config)
+        outs.append(way.attend(query[:, :, queries], key, value, scale))
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
     # [B, N_q, H, D]; engines leave it in memory so, and models may ask for a view of it
     return out.transpose(1, 2).contiguous(), None
 

@@ -49,7 +49,7 @@ class ExactByBlocks(Exact):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         size = self.text.exact_block or EXACT_BLOCK
-        frame = self.text.frame(size, size, q.device)
+        frame = self.text.frame(size, size, q.device, from_start=False)
         q, k, v = frame.queries(q), frame.keys(k), frame.keys(v)
         return frame.restore(frame.attend(self.engine, q, k, v, frame.everything(), scale))
 

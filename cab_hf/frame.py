@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -71,14 +71,22 @@ class Frame:
         align: int,
         device: torch.device,
         lengths: Sequence[Sequence[Length]] | None = None,
+        ahead: int | list[int] = 0,
+        end: int | Tensor | None = None,
     ) -> Frame:
-        """The frame of a call; arguments as in `CabMask`. ``align`` is the larger block size.
+        """The frame of a call; arguments as in `CabMask`.
+
+        Args:
+            align: the larger block size.
+            ahead: places without a query before the first of every row, or of each.
+            end: see `Spans`.
 
         Raises:
             NotImplementedError: while compiling, for documents with padding.
         """
         if valid is None and document is None:
-            return cls(Spans.causal(batch, q_length, kv_length, device), kv_length)
+            spans = replace(Spans.causal(batch, q_length, kv_length, device), end=end)
+            return cls._led(spans, kv_length, ahead) if ahead else cls(spans, kv_length)
         if document is not None and torch.compiler.is_compiling():
             if valid is not None:
                 raise NotImplementedError(
@@ -98,7 +106,12 @@ class Frame:
             first, length, documents = torch.zeros_like(place), kv_length, 1
             # queries close up from the left
             inside, q_frame = real.cumsum(-1) - 1, q_length
+            if ahead:
+                inside = inside + torch.tensor(ahead, device=device).unsqueeze(1)
+                q_frame += max(ahead)
             sizes = real.sum(-1, keepdim=True), valid.sum(-1, keepdim=True)
+            if end is not None:
+                sizes = (end,) * 2
         else:
             if lengths is None:
                 lengths = whole_documents(valid, document)
@@ -119,11 +132,26 @@ class Frame:
             return taken.to(torch.int32)
 
         starts, ends = by_query(first[:, mine], 0), by_query(place[:, mine], -1)
-        spans = Spans(starts, ends, key_valid, aligned=True, documents=documents)
+        spans = Spans(starts, ends, key_valid, aligned=True, documents=documents, end=end)
         sizes = tuple([by_query(x.expand(-1, kv_length)[:, mine], 0) for x in sizes])
         query_order = Reordering.of(query_source, query_valid, inside, real if padded else None)
         key_order = Reordering.of(key_source, key_valid, place, valid if padded else None)
         return cls(spans, kv_length, query_order, key_order, sizes, lengths)
+
+    @classmethod
+    def _led(cls, spans: Spans, kv_length: int, ahead: int) -> Frame:
+        """The frame whose first queries stand behind so many places without one."""
+        batch, tokens = spans.last.shape
+        place = torch.arange(ahead, ahead + tokens, device=spans.last.device)
+        source = torch.arange(-ahead, tokens, device=spans.last.device)
+        filled = (source >= 0).expand(batch, -1)
+        source, place = source.clamp(min=0).expand(batch, -1), place.expand(batch, -1)
+        spans = replace(
+            spans,
+            first=F.pad(spans.first, (ahead, 0)),
+            last=F.pad(spans.last, (ahead, 0), value=-1),
+        )
+        return cls(spans, kv_length, Reordering.of(source, filled, place, None))
 
     def short(self, queries: int, tokens: int, query_block: int) -> Tensor | None:
         """int64 [B, R]: query blocks of documents with fewer ``queries`` or ``tokens``, then -1.

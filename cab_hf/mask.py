@@ -7,6 +7,7 @@ the layers of one forward pass leave what they share.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ from torch.nn import functional as F
 from transformers.masking_utils import causal_mask_function
 
 from cab_hf import packing
-from cab_hf.chunks import goes_on
 from cab_hf.fit import name_of
 from cab_hf.forward_pass import ForwardPass
 from cab_hf.frame import Frame, Length, whole_documents
 from cab_hf.not_a_tensor import NotATensor
+from cab_hf.prompt import Prompt, prompt_of
 
 
 @dataclass(eq=False)
@@ -40,8 +41,10 @@ class CabMask(NotATensor, ForwardPass):
         model: its name, for error messages.
         refusal: why no layer may use it; None where layers may. Models also make masks that none
             of their layers uses.
-        goes_on: whether it is known that more of the prompt is read in another call: the last
-            queries are then no end, at which questions stand.
+        prompt: what is read, up to where it is known to end; None where nobody told: the end of
+            a call is then that of a prompt, and few queries are an answer.
+        looks_ahead: whether a token sees a later one, bool [], where only the device knows: the
+            first layer that uses the mask refuses it there. None where it is known that none does.
         exact_block: block size of the plan under which exact attention is computed; None where a
             dense kernel may compute it.
     """
@@ -56,7 +59,8 @@ class CabMask(NotATensor, ForwardPass):
     slots: int | None = None
     model: str = "this model"
     refusal: str | None = None
-    goes_on: bool = False
+    prompt: Prompt | None = None
+    looks_ahead: Tensor | None = None
     exact_block: int | None = None
     _looked_for_documents: bool = False
     # of the document ids, where they are known without a wait
@@ -64,6 +68,7 @@ class CabMask(NotATensor, ForwardPass):
     _lengths: list[list[Length]] | None = None
     _frames: dict[tuple[Any, ...], Frame] = field(default_factory=dict)
     _reach: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _pieces: dict[bool, list[tuple[slice, CabMask]]] = field(default_factory=dict)
 
     def __getitem__(self, index: Any) -> CabMask:
         """``mask[:, :, -n:, :]``, as Gemma 4 asks where layers compute the last n queries alone."""
@@ -74,16 +79,60 @@ class CabMask(NotATensor, ForwardPass):
         start, stop, step = rows.indices(self.q_length)
         if (stop, step) != (self.q_length, 1) or start == stop:
             return super().__getitem__(index)
-        if start == 0:
+        return self._cut(start, stop)
+
+    def _cut(self, start: int, stop: int) -> CabMask:
+        """The mask of these queries alone, and of the keys up to the last of them."""
+        if (start, stop) == (0, self.q_length):
             return self
+        kept: dict[str, Any] = {"q_length": stop - start, "q_slot": self.q_slot + start}
+        if stop < self.q_length:
+            kept["kv_length"] = self.q_slot + stop
+            parts = {"valid": self.valid, "document": self.document}
+            kept |= {name: x[:, : self.q_slot + stop] for name, x in parts.items() if x is not None}
         # what the layers share is about all queries
-        fresh = {"_frames": {}, "_reach": {}, "shared_state": {}, "_predicted": {}}
-        rest = replace(self, q_length=stop - start, q_slot=self.q_slot + start, **fresh)
+        fresh = {"_frames": {}, "_reach": {}, "_pieces": {}, "shared_state": {}, "_predicted": {}}
+        rest = replace(self, **kept, **fresh)
         if self._lengths is not None and self.document is None:
             # of padded rows, which have fewer queries now
             rest._lengths = None
             rest._look(None)
         return rest
+
+    def pieces(self, steps: bool) -> list[tuple[slice, CabMask]]:
+        """(queries, their mask) of what is attended apart: the prompt, and the answer behind it.
+
+        Args:
+            steps: whether an answer is attended token by token, as steps of decode are.
+        """
+        if steps not in self._pieces:
+            known = self.prompt is not None and isinstance(self.q_slot, int)
+            border = self.prompt.end - self.q_slot if known else self.q_length
+            border = min(max(border, 0), self.q_length)
+            cuts = range(border, self.q_length) if steps else (border,) * (border < self.q_length)
+            ends = sorted({0, *cuts, self.q_length})
+            pieces = [(slice(*each), self._cut(*each)) for each in pairwise(ends)]
+            self._pieces[steps] = pieces
+        return self._pieces[steps]
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether all queries are of a prompt whose end is known."""
+        return self.prompt is not None and self.q_slot + self.q_length <= self.prompt.end
+
+    def tail_from(self, blocks: int, query_block: int) -> int | None:
+        """Slot of the first query block that holds one of the prompt's last ``blocks`` blocks.
+
+        None where rows end in different places, and where the end of the prompt is not known.
+        """
+        if not self.in_prompt or self.prompt.lengths is not None or self.document is not None:
+            return None
+        return max(0, self.prompt.end - blocks * query_block) // query_block * query_block
+
+    @property
+    def behind_prompt(self) -> bool:
+        """Whether all queries are of an answer, as far as that is known."""
+        return self.prompt is not None and self.q_slot >= self.prompt.end
 
     @property
     def plain(self) -> bool:
@@ -92,11 +141,14 @@ class CabMask(NotATensor, ForwardPass):
 
     @property
     def lengths(self) -> list[list[Length]] | None:
-        """Of the documents of every batch row.
+        """Of the documents of every batch row; of a prompt whose end is known, of all of it.
 
         None where each row is one text without padding, and where waiting for the device is not
         allowed.
         """
+        if self.in_prompt and self.document is None:
+            told = self.prompt.lengths
+            return None if told is None else [[Length(n, n)] for n in told]
         known = self._lengths is not None or self.document is None
         if not known and not torch.compiler.is_compiling():
             document, valid = self.document, self.valid
@@ -106,7 +158,9 @@ class CabMask(NotATensor, ForwardPass):
 
     @property
     def longest(self) -> Length | None:
-        """The most queries and the most tokens of any document; None where `lengths` is."""
+        """The most queries and the most tokens of any document; None where they are the call's."""
+        if self.in_prompt and self.document is None:
+            return Length(self.prompt.longest, self.prompt.longest)
         if self.lengths is None:
             return None
         everyone = [length for row in self.lengths for length in row]
@@ -127,6 +181,8 @@ class CabMask(NotATensor, ForwardPass):
         if self._looked_for_documents:
             return
         self._looked_for_documents = True
+        if self.looks_ahead is not None:
+            self._refuse_looking_ahead()
         begins = self.q_length == self.kv_length
         if cu_seq_lens is not None and not begins:
             raise NotImplementedError(
@@ -142,6 +198,17 @@ class CabMask(NotATensor, ForwardPass):
                 starts = packing.document_starts(position_ids, self.valid)
         self._look(starts)
 
+    def _refuse_looking_ahead(self) -> None:
+        """Have what says who sees whom fail where a token sees a later one."""
+        told = self.looks_ahead, _sentence(self.model, AHEAD)
+        if self.document is not None:
+            self.document = packing.refuse_where(self.document, *told)
+            return
+        if self.valid is None:
+            shape = self.batch, self.kv_length or self.slots
+            self.valid = torch.ones(shape, dtype=torch.bool, device=self.looks_ahead.device)
+        self.valid = packing.refuse_where(self.valid, *told)
+
     def _readable(self, position_ids: Tensor | None) -> bool:
         """Whether these may be looked at, and are one a token: those of pictures are several."""
         unknown = position_ids is None or position_ids.is_floating_point()
@@ -154,7 +221,8 @@ class CabMask(NotATensor, ForwardPass):
 
         Not for a decode step, which is too short to pay for it.
         """
-        if self.q_length == 1 or torch.compiler.is_compiling():
+        step = self.q_length == 1 and not self.in_prompt
+        if step or torch.compiler.is_compiling():
             return
         asked = [] if starts is None else [starts.sum(-1).expand(self.batch)]
         if self.valid is not None:
@@ -174,9 +242,16 @@ class CabMask(NotATensor, ForwardPass):
         if self.valid is not None and self.document is None:
             self._lengths = [[Length(*row[-2:])] for row in counts]
 
-    def frame(self, query_block: int, key_block: int, device: torch.device) -> Frame:
-        """Where the tokens of this call stand on the block grid; made once for all layers."""
-        key = (query_block, key_block, device)
+    def frame(
+        self, query_block: int, key_block: int, device: torch.device, from_start: bool = True
+    ) -> Frame:
+        """Where the tokens of this call stand on the block grid; made once for all layers.
+
+        Args:
+            from_start: whether query blocks are counted from the first token of each row's text,
+                as they are in one call; else from the first of this call.
+        """
+        key = (query_block, key_block, device, from_start)
         if key not in self._frames:
             # layers of a model spread over devices share this mask
             valid = None if self.valid is None else self.valid.to(device)
@@ -191,17 +266,42 @@ class CabMask(NotATensor, ForwardPass):
                 align=max(query_block, key_block),
                 device=device,
                 lengths=self.lengths,
+                ahead=self._ahead(query_block) if from_start else 0,
+                end=self._text_end(device),
             )
         return self._frames[key]
 
-    def reach(self, decode_tokens: int | float, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _ahead(self, query_block: int) -> int | list[int]:
+        """Tokens of each row's text that stand before this call in the query block of its first."""
+        if self.document is not None or isinstance(self.q_slot, Tensor):
+            return 0
+        if self.valid is None:
+            return self.q_slot % query_block
+        if self._lengths is None:
+            return 0
+        before = [(row[0].tokens - row[0].queries) % query_block for row in self._lengths]
+        return before if any(before) else 0
+
+    def _text_end(self, device: torch.device) -> int | Tensor | None:
+        """Tokens of the prompt, int or int32 [B, 1]; None where documents end with the call."""
+        if not self.in_prompt or self.document is not None:
+            return None
+        told = self.prompt.lengths
+        if told is None:
+            return self.prompt.end
+        return torch.tensor(told, dtype=torch.int32, device=device).unsqueeze(1)
+
+    def reach(
+        self, decode_tokens: int | float, least: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
         """What a step of decode may read and does, without a wait; made once for all layers.
 
         Args:
-            decode_tokens: of the model's `CabConfig`; a share is of all that is written.
+            decode_tokens: of the model's `CabConfig`; a share is of a row's own tokens.
+            least: tokens of a row below which it reads all of them.
 
         Returns:
-            (int64 [1], keys written so far; int32 [1], how many of them are read).
+            (int64 [1], keys written so far; int32 [B], how many of them each row reads).
         """
         if device not in self._reach:
             length = self.q_slot + self.q_length
@@ -209,10 +309,17 @@ class CabMask(NotATensor, ForwardPass):
                 length = length.to(device).reshape(1)
             else:
                 length = torch.full((1,), length, dtype=torch.int64, device=device)
+            own = length.expand(self.batch)
+            if self.valid is not None:
+                valid = self.valid.to(device)
+                written = torch.arange(valid.shape[1], device=device) < length
+                own = (valid & written).sum(-1)
             if isinstance(decode_tokens, int):
-                wanted = torch.full((1,), decode_tokens, dtype=torch.int32, device=device)
+                wanted = torch.full_like(own, decode_tokens)
             else:
-                wanted = (length * decode_tokens).ceil().to(torch.int32)
+                wanted = (own * decode_tokens).ceil().long()
+            everything = torch.iinfo(torch.int32).max
+            wanted = wanted.masked_fill(own < least, everything).to(torch.int32)
             self._reach[device] = length, wanted
         return self._reach[device]
 
@@ -263,11 +370,17 @@ def cab_mask(
     if isinstance(attention_mask, NotATensor):
         return attention_mask
     eager = not torch.compiler.is_compiling()
-    decode = q_length == 1
+    prompt = prompt_of(batch_size) if eager else None
+    step = q_length == 1 and (prompt is None or prompt.read)
     if isinstance(q_offset, Tensor):
         # a static cache that has begun: its counter is live
-        q_offset = int(q_offset) if eager and not decode else q_offset.clone()
+        q_offset = int(q_offset) if eager and not step else q_offset.clone()
     q_slot = q_offset - kv_offset
+    if isinstance(q_slot, Tensor) or kv_offset:
+        # the layers of a window have no use for it
+        prompt = None
+    elif prompt is not None:
+        prompt.read |= q_slot >= prompt.end
     # a static cache's keys reach beyond what is written
     written = None if isinstance(q_slot, Tensor) else min(kv_length, q_slot + q_length)
 
@@ -281,21 +394,28 @@ def cab_mask(
         valid = attention_mask[:, kv_offset : kv_offset + (written or kv_length)].to(
             device, torch.bool
         )
+        there = attention_mask.shape[1]
+        if written is None:
+            short = q_offset + q_length > there
+            valid = packing.refuse_where(valid, short, too_short(there, "more"))
+        elif there < kv_offset + written:
+            raise ValueError(too_short(there, kv_offset + written))
         valid = F.pad(valid, (0, (written or kv_length) - valid.shape[1]), value=False)
 
     model, document = name_of(config), None
     refusal = _refusal(config, local_size, use_vmap)
-    if refusal is None and mask_function is not causal_mask_function and not decode:
-        pattern = mask_function, batch_size, q_length, device
-        if eager and packing.looks_ahead(*pattern):
-            refusal = "has a mask that lets tokens see later ones"
-        else:
-            document = packing.documents_of(*pattern)
-    if refusal is not None:
-        refusal = (
-            f"{model} {refusal}; 'cab' computes causal attention, whole or under sliding windows. "
-            "Load it with attn_implementation='sdpa'."
-        )
+    ahead = None
+    if refusal is None and mask_function is not causal_mask_function and q_length > 1:
+        pattern = mask_function, batch_size, q_offset, q_length, device
+        ahead, starts = packing.pattern_of(*pattern)
+        several = True
+        if eager:
+            looks, several = torch.stack((ahead, starts.any())).tolist()
+            refusal, ahead = AHEAD if looks else None, None
+        if several and written == q_length:
+            document = starts.cumsum(-1)
+        elif several and eager and local_size is None:
+            refusal = refusal or "has a mask that hides the token before one from it, in a cache"
     return CabMask(
         batch_size,
         q_length,
@@ -306,8 +426,27 @@ def cab_mask(
         local_size,
         slots=kv_length,
         model=model,
-        refusal=refusal,
-        goes_on=eager and written is not None and goes_on(written),
+        refusal=None if refusal is None else _sentence(model, refusal),
+        prompt=prompt,
+        looks_ahead=ahead,
+    )
+
+
+AHEAD = "has a mask that lets tokens see later ones"
+
+
+def _sentence(model: str, refusal: str) -> str:
+    return (
+        f"{model} {refusal}; 'cab' computes causal attention, whole or under sliding windows. "
+        "Load it with attn_implementation='sdpa'."
+    )
+
+
+def too_short(tokens: int, keys: int | str) -> str:
+    """What is said of an attention_mask for fewer tokens than there are keys."""
+    return (
+        f"attention_mask has {tokens} tokens and there are {keys} keys; give one number for each "
+        "token, those in the cache among them."
     )
 
 

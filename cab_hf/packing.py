@@ -83,22 +83,39 @@ def documents_between(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
     return torch.bucketize(slot, cu_seq_lens[1:], right=True).unflatten(0, (batch, length))
 
 
-def documents_of(mask_function: Any, batch: int, q_length: int, device: Any) -> Tensor | None:
-    """Document ids int [B, N_q], read off transformers' own mask function; None for one document.
+def pattern_of(
+    mask_function: Any, batch: int, q_offset: int | Tensor, q_length: int, device: Any
+) -> tuple[Tensor, Tensor]:
+    """What transformers' own mask function says of the queries of a call, from ``q_offset`` on.
 
-    A document starts at a token that may not see the token before it.
+    Returns:
+        (whether a token sees the one behind it, bool []; tokens that may not see the one before
+        them, bool [B, N_q]: they begin documents).
     """
-    slot = torch.arange(q_length, device=device).unsqueeze(0)
+    slot = q_offset + torch.arange(q_length, device=device).unsqueeze(0)
+    ahead = _sees(mask_function, batch, slot[:, :-1], slot[:, 1:]).any()
     starts = ~_sees(mask_function, batch, slot, (slot - 1).clamp(min=0)) & (slot > 0)
-    if not torch.compiler.is_compiling() and not bool(starts.any()):
-        return None
-    return starts.cumsum(-1)
+    return ahead, starts
 
 
-def looks_ahead(mask_function: Any, batch: int, q_length: int, device: Any) -> bool:
-    """Whether a token sees the one behind it."""
-    slot = torch.arange(q_length - 1, device=device).unsqueeze(0)
-    return bool(_sees(mask_function, batch, slot, slot + 1).any())
+@torch.library.custom_op("cab_hf::refuse_where", mutates_args=())
+def refuse_where(x: Tensor, refused: Tensor, sentence: str) -> Tensor:
+    """A copy of x, for what is to be refused and cannot be looked at: a graph, or without a wait.
+
+    Raises:
+        NotImplementedError: saying ``sentence`` where ``refused``, bool []; on a GPU what waits for
+            it fails.
+    """
+    if refused.is_cuda:
+        torch._assert_async(~refused, sentence)
+    elif bool(refused):
+        raise NotImplementedError(sentence)
+    return x.clone()
+
+
+@refuse_where.register_fake
+def _(x: Tensor, refused: Tensor, sentence: str) -> Tensor:
+    return torch.empty_like(x)
 
 
 def _sees(mask_function: Any, batch: int, query: Tensor, key: Tensor) -> Tensor:

@@ -51,6 +51,8 @@ class Spans:
             several places do not.
         documents: a static hint, so that nothing waits for the device: each batch row holds at most
             so many documents, the queries of each in one stretch. None where they were not counted.
+        end: tokens of each row's text, int or int32 [B, 1], where it is known to end before the
+            call does or behind it; None where a document ends with the call.
     """
 
     first: Tensor
@@ -59,6 +61,7 @@ class Spans:
     aligned: bool = False
     consecutive: bool = True
     documents: int | None = None
+    end: int | Tensor | None = None
     # see `once_per_spans`
     _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -99,7 +102,8 @@ class Spans:
     def tail(self, tokens: int, query_block: int) -> Tensor:
         """bool [B, M_q]: query blocks with one of the last ``tokens`` real tokens of a document.
 
-        What ends the call ends a document. Fewer queries than a block have no tail.
+        What ends the call ends a document, where no ``end`` is told: then fewer queries than a
+        block have no tail.
         """
         return self._tail(tokens, query_block)
 
@@ -109,25 +113,28 @@ class Spans:
 
         None where there is no tail, or where only looking would tell how many rows it can have.
         """
-        if tokens == 0 or self.q_length < query_block or self.documents is None:
+        if not self.has_tail(tokens, query_block) or self.documents is None:
             return None
         room = self.documents * (-(-tokens // query_block) + 1)
         return named_rows(self.tail(tokens, query_block), room)
 
+    def has_tail(self, tokens: int, query_block: int) -> bool:
+        """Whether a query block may be of a `tail`."""
+        return tokens > 0 and (self.end is not None or self.q_length >= query_block)
+
     def _tail(self, tokens: int, query_block: int) -> Tensor:
-        if tokens == 0 or self.q_length < query_block:
-            blocks = -(-self.q_length // query_block)
-            return torch.zeros(
-                self.first.shape[0], blocks, device=self.first.device, dtype=torch.bool
-            )
-        # what stands so many queries later, if it is a token of the same document
-        beyond = min(tokens, self.q_length)
-        later_first = F.pad(self.first[:, tokens:], (0, beyond))
-        later_last = F.pad(self.last[:, tokens:], (0, beyond), value=-1)
-        ends = (self.last >= 0) & ((later_last < 0) | (later_first != self.first))
-        return (
-            F.pad(ends, (0, -self.q_length % query_block)).unflatten(1, (-1, query_block)).any(-1)
-        )
+        padding = -self.q_length % query_block
+        if not self.has_tail(tokens, query_block):
+            ends = torch.zeros_like(self.last, dtype=torch.bool)
+        elif self.end is not None:
+            ends = (self.last >= 0) & (self.last >= self.end - tokens)
+        else:
+            # what stands so many queries later, if it is a token of the same document
+            beyond = min(tokens, self.q_length)
+            later_first = F.pad(self.first[:, tokens:], (0, beyond))
+            later_last = F.pad(self.last[:, tokens:], (0, beyond), value=-1)
+            ends = (self.last >= 0) & ((later_last < 0) | (later_first != self.first))
+        return F.pad(ends, (0, padding)).unflatten(1, (-1, query_block)).any(-1)
 
     @once_per_spans
     def rows(self, query_block: int) -> RowSpans:
@@ -156,8 +163,7 @@ class RowSpans:
 
     def places(self, query_block: int) -> Tensor:
         """int64 [B, M_q]: where each row stands on the query grid, wherever a chunk begins."""
-        first = self.min_last.where(self.queries > 0, 0).to(torch.int64)
-        return (first + query_block // 2) // query_block
+        return self.min_last.where(self.queries > 0, 0).to(torch.int64) // query_block
 
 
 def crossed_blocks(query_block: int, key_block: int) -> int:

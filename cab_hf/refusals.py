@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cab_hf.checks import short
 from cab_hf.fit import name_of
 from cab_hf.forward_pass import LEFT_EARLY, in_backward_pass
-from cab_hf.mask import CabMask
+from cab_hf.mask import CabMask, too_short
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # looked at one by one
@@ -206,10 +206,7 @@ def _refuse_mask(mask: Any, key: Tensor, sliding_window: int | None) -> None:
     if mask.refusal is not None:
         raise NotImplementedError(mask.refusal)
     if mask.slots is not None and mask.slots != key.shape[2]:
-        raise ValueError(
-            f"attention_mask has {mask.slots} tokens and there are {key.shape[2]} keys; give one "
-            "number for each token."
-        )
+        raise ValueError(too_short(mask.slots, key.shape[2]))
     # eager and sdpa compute what the mask says; the keyword is for kernels that read no mask
     if mask.window is None and sliding_window is not None and sliding_window < key.shape[2]:
         raise NotImplementedError(

@@ -8,7 +8,7 @@ places, and changes nothing for a model that does not ask for "cab": its configs
 ``cab_config`` (`_Setting`), its check of an implementation's name, which every model passes as it
 is made or switched, asks us about ours, and so does continuous batching (`batching.hooks`);
 `transformers serve` takes them too; a cache that `generate` makes gets its index from us where the
-model decodes sparsely, and of a prompt that it reads in chunks we know where it ends.
+model decodes sparsely, and `generate` says where the prompt ends.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from cab_hf.implementations import NAMES
 CONFIGURATION = "transformers.configuration_utils"
 MODELING = "transformers.modeling_utils"
 GENERATION = "transformers.generation.utils"
+GUIDANCE = "transformers.generation.logits_process"
 BATCHING = f"{PACKAGE}.continuous_api"
 SERVING = "transformers.cli.serving.model_manager"
 
@@ -59,12 +60,13 @@ def add_setting() -> None:
 
 
 def tell_generate() -> None:
-    """Tell `generate` now to index the caches that it makes, where a model reads them sparsely.
+    """Have `generate` index now the caches that it makes, where a model reads them sparsely.
 
-    And to say of a chunk of a prompt (``prefill_chunk_size``) that more of it is to come.
+    And say where the prompt ends, which no call of the model shows: it may be read in chunks, with
+    a draft of the answer behind it, or once more with every token of the answer.
     """
     mixin = sys.modules[GENERATION].GenerationMixin
-    prepare, prefill = mixin._prepare_cache_for_generation, mixin._prefill
+    prepare, generate = mixin._prepare_cache_for_generation, mixin.generate
 
     @functools.wraps(prepare)
     def prepare_then_index(
@@ -72,26 +74,39 @@ def tell_generate() -> None:
     ) -> Any:
         given = _cache_in(model_kwargs)
         result = prepare(model, generation_config, model_kwargs, *args, **kwargs)
+        text = model.config.get_text_config()
+        if text._attn_implementation not in NAMES or model.config.is_encoder_decoder:
+            return result
+        from cab_hf.decode.generation import index_made
+        from cab_hf.prompt import prompt_given, tell
+
+        tell(prompt_given(generation_config, model_kwargs))
         made = _cache_in(model_kwargs)
         if given is None and made is not None:
-            from cab_hf.decode.generation import index_made
-
             index_made(model, made)
         return result
 
-    @functools.wraps(prefill)
-    def prefill_told(
-        model: Any, ids: Any, settings: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        from cab_hf.chunks import reading
+    mixin._prepare_cache_for_generation = prepare_then_index
+    mixin.generate = _in_a_scope(generate)
 
-        # a mask that hides nothing is left out
-        mask = model_kwargs.get("attention_mask")
-        tokens = getattr(settings, "_mask_length", None) if mask is None else mask.shape[-1]
-        with reading(None if settings.prefill_chunk_size is None else tokens):
-            return prefill(model, ids, settings, model_kwargs, *args, **kwargs)
 
-    mixin._prepare_cache_for_generation, mixin._prefill = prepare_then_index, prefill_told
+def tell_guidance() -> None:
+    """Have classifier-free guidance read now what is no part of the prompt, nor of its answer."""
+    processor = sys.modules[GUIDANCE].UnbatchedClassifierFreeGuidanceLogitsProcessor
+    processor.get_unconditional_logits = _in_a_scope(processor.get_unconditional_logits)
+
+
+def _in_a_scope(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, whose calls of a model read a prompt of their own."""
+
+    @functools.wraps(function)
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        from cab_hf.prompt import scope
+
+        with scope():
+            return function(*args, **kwargs)
+
+    return scoped
 
 
 def _cache_in(model_kwargs: dict[str, Any]) -> Any:
@@ -241,6 +256,7 @@ def register_when_imported() -> None:
         CONFIGURATION: add_setting,
         MODELING: register,
         GENERATION: tell_generate,
+        GUIDANCE: tell_guidance,
         BATCHING: join_batching,
         SERVING: join_serving,
     }

@@ -41,7 +41,8 @@ def route(
     """
     kind, reason = _kind(text, config, layer, held) if sparse else ("exact", None)
     if kind == "sparse":
-        if text.goes_on:
+        tail = text.tail_from(config.dense_tail_blocks, config.query_block)
+        if tail is not None and text.q_slot + text.q_length <= tail:
             config = replace(config, dense_tail_blocks=0)
         engine = engines.choose(config.engine, work)
         return Sparse(text, engine, config, layer, sampled_one_in(config, work))
@@ -76,9 +77,12 @@ def _kind(
         return "exact", "in dense_layers"
     # of documents, the most queries and tokens that any has; padding is none
     queries, tokens = text.longest or (text.q_length, text.kv_length)
-    if tokens is None or queries < config.query_block:
+    if text.behind_prompt or tokens is None or queries < config.query_block:
         reason = why_dense(text, config, layer, held)
         return ("decode", reason) if reason else (SparseDecode.kind, None)
     if tokens < config.min_length:
         return "exact", f"input shorter than min_length={config.min_length}"
+    tail = text.tail_from(config.dense_tail_blocks, config.query_block)
+    if tail is not None and config.dense_tail_blocks and text.q_slot >= tail:
+        return "exact", f"the end of a prompt (dense_tail_blocks={config.dense_tail_blocks})"
     return "sparse", None

@@ -9,7 +9,7 @@ from tiny import FULL, SPARSE, tiny_model, tokens
 from transformers import DynamicCache, StaticCache
 
 import cab_hf
-from cab_hf import chunks
+from cab_hf import prompt
 
 DOCUMENT, QUESTION = 256, 96
 CHAT = (130, 40, 1, 77, 52)  # tokens of five turns
@@ -85,10 +85,180 @@ def test_a_prompt_in_chunks_chooses_what_a_whole_one_does(padding):
         torch.testing.assert_close(chunks, whole, rtol=1e-4, atol=1e-4)
 
 
-def test_calls_outside_of_a_prompt_in_chunks_have_a_tail():
-    with chunks.reading(300):
-        assert chunks.goes_on(96) and not chunks.goes_on(300)
-        with chunks.reading(50):
-            assert not chunks.goes_on(96)
-        assert chunks.goes_on(96)
-    assert not chunks.goes_on(96)
+def test_a_prompt_is_told_to_the_calls_inside_of_its_scope():
+    outer, inner = prompt.Prompt(300), prompt.Prompt(50, lengths=(50, 20))
+    prompt.tell(outer)
+    assert prompt.prompt_of(1) is None
+    with prompt.scope():
+        assert prompt.prompt_of(1) is None
+        prompt.tell(outer)
+        with prompt.scope():
+            prompt.tell(inner)
+            assert prompt.prompt_of(2) is inner
+            # a call of other rows reads another text
+            assert prompt.prompt_of(3) is None
+        assert prompt.prompt_of(1) is outer
+    assert prompt.prompt_of(1) is None
+
+
+# of generate: nothing is drawn, no token ends it
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def first_logits(model, ids, steps=1, **options):
+    """[batch, steps, vocabulary]"""
+    told = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": steps}
+    seen = options.pop("attention_mask", torch.ones_like(ids))
+    result = model.generate(ids, attention_mask=seen, **GREEDY, **told, **options)
+    return torch.stack(result.logits, dim=1)
+
+
+def check_that_chunks_are_one_call(length, tail, chunk=64, **fields):
+    model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, dense_tail_blocks=tail, **fields))
+    ids = tokens(1, length, seed=length)
+    expected = first_logits(model, ids)
+    found = first_logits(model, ids, prefill_chunk_size=chunk)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tail", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("length", "chunk"),
+    [
+        pytest.param(200, 64, id="a-tail-from-the-chunk-before"),
+        pytest.param(129, 64, id="a-last-chunk-of-one-token"),
+        pytest.param(161, 32, id="chunks-of-one-block"),
+        pytest.param(40, 64, id="one-chunk"),
+        pytest.param(20, 64, id="less-than-a-block"),
+    ],
+)
+def test_chunks_of_whole_query_blocks_choose_what_one_call_does(length, chunk, tail):
+    check_that_chunks_are_one_call(length, tail, chunk)
+
+
+def test_min_length_counts_a_prompt_that_is_read_in_chunks_as_a_whole():
+    check_that_chunks_are_one_call(300, 1, min_length=150)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tail", [1, 2])
+def test_chunks_of_whole_query_blocks_are_one_call_at_every_length(tail):
+    for length in range(1, 601):
+        check_that_chunks_are_one_call(length, tail)
+
+
+def test_query_blocks_are_counted_from_the_first_token_of_a_text():
+    # behind a chunk that ends inside of a block, the blocks are again those of one call
+    model = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), replace(SPARSE, dense_tail_blocks=0))
+    ids, cache = tokens(1, 256), cache_of(model, "dynamic")
+    read(model, ids[:, :50], cache)
+    found = read(model, ids[:, 50:], cache)
+    torch.testing.assert_close(found[:, 14:], whole(model, ids)[:, 64:], rtol=1e-4, atol=1e-4)
+
+
+def test_query_blocks_of_padded_rows_are_counted_from_their_first_tokens():
+    model = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), replace(SPARSE, dense_tail_blocks=0))
+    ids, cache, seen = tokens(2, 256), cache_of(model, "dynamic"), torch.ones(2, 256).long()
+    seen[0, :45] = 0
+    with torch.no_grad():
+        model(ids[:, :64], attention_mask=seen[:, :64], past_key_values=cache, use_cache=True)
+        found = model(ids[:, 64:], attention_mask=seen, past_key_values=cache, use_cache=True).logits
+    alone = whole(model, ids[:1, 45:])
+    # the first call has 19 tokens of its text, and cuts the first of its query blocks
+    torch.testing.assert_close(found[:1, 13:], alone[:, 32:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[1:], whole(model, ids[1:])[:, 64:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_rows_of_a_prompt_in_chunks_end_where_each_of_them_ends(padding):
+    model = cab_hf.apply_cab(tiny_model(), SPARSE)
+    long, short = tokens(1, 224), tokens(1, 160, seed=2)
+    rows = slice(64, 224) if padding == "left" else slice(0, 160)
+    ids, seen = torch.cat([long, torch.zeros_like(long)]), torch.zeros(2, 224).long()
+    ids[1, rows], seen[0], seen[1, rows] = short, 1, 1
+    found = first_logits(model, ids, attention_mask=seen, prefill_chunk_size=64)
+    expected = first_logits(model, ids, attention_mask=seen)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("budget", ["dense-steps", "sparse-steps"])
+def test_a_last_chunk_of_one_token_is_no_step(budget):
+    sparse = {"sparse_decode": True, "decode_tokens": 128} if budget == "sparse-steps" else {}
+    check_that_chunks_are_one_call(641, 1, 128, **sparse)
+
+
+def repeated(length, seed):
+    """A prompt in which drafts can be looked up."""
+    return tokens(1, max(8, length // 4), seed=seed).repeat(1, 5)[:, :length]
+
+
+def other_tokens(prompts, **fields):
+    """How many of some prompts are answered otherwise with a draft than without."""
+    model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, **fields))
+    assistant = tiny_model(num_hidden_layers=1)
+    wrong = 0
+    for seed in range(prompts):
+        ids = repeated(150 + 7 * seed % 400, seed)
+        told = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, **GREEDY}
+        expected = model.generate(ids, **told)
+        for draft in ({"prompt_lookup_num_tokens": 5}, {"assistant_model": assistant}):
+            wrong += not torch.equal(model.generate(ids, **told, **draft), expected)
+    return wrong
+
+
+STEPS = [
+    pytest.param({}, id="dense-steps"),
+    pytest.param({"sparse_decode": True, "decode_tokens": 0.05}, id="sparse-steps"),
+    pytest.param({"dense_tail_blocks": 0}, id="no-tail"),
+]
+
+
+@pytest.mark.parametrize("fields", STEPS)
+def test_drafts_change_no_token(fields):
+    assert other_tokens(6, **fields) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", STEPS)
+def test_drafts_change_no_token_of_many_prompts(fields):
+    assert other_tokens(200, **fields) == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"use_cache": False}, id="without-a-cache"),
+        pytest.param({"num_beams": 2}, id="beams"),
+        pytest.param({"cache_implementation": "static"}, id="static-cache"),
+        pytest.param({"cache_implementation": "static", "prefill_chunk_size": 64}, id="both"),
+    ],
+)
+def test_an_answer_is_read_densely_however_it_is_read(options):
+    model, ids = cab_hf.apply_cab(tiny_model(), SPARSE), tokens(1, 200)
+    expected = first_logits(model, ids, 4, **{"num_beams": options.get("num_beams", 1)})
+    found = first_logits(model, ids, 4, **{**options, "disable_compile": True})
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_guidance_reads_a_prompt_of_its_own():
+    model, ids = cab_hf.apply_cab(tiny_model(), SPARSE), tokens(1, 200)
+    told = {"guidance_scale": 2.0, "negative_prompt_ids": tokens(1, 150, seed=3)}
+    expected = 2 * whole(model, ids)[:, -1].log_softmax(-1)
+    expected = expected - whole(model, told["negative_prompt_ids"])[:, -1].log_softmax(-1)
+    options = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 1}
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY, **told, **options)
+    torch.testing.assert_close(found.scores[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_question_behind_a_document_is_the_end_of_the_prompt():
+    # generate knows that these few tokens are no answer: they stand in the dense tail
+    document, question = tokens(1, DOCUMENT), tokens(1, 1, seed=2)
+    model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, sparse_decode=True, decode_tokens=0.05))
+    both = torch.cat([document, question], 1)
+    dense = cab_hf.apply_cab(tiny_model(), SPARSE)
+    logits = []
+    for each in (model, dense):
+        cache = cab_hf.index_cache(each) if each is model else cache_of(each, "dynamic")
+        read(each, document, cache)
+        logits.append(first_logits(each, both, past_key_values=cache))
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)

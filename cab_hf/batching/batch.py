@@ -8,6 +8,7 @@ alike; those of requests that decode are read where they lie, in pages.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise, starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from cab_hf.not_a_tensor import NotATensor
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Choice
 from cab_hf.plan import EXACT_BLOCK
+from cab_hf.prompt import Prompt
 from cab_hf.route import route
 
 # what attention functions are told of a batch
@@ -60,7 +62,7 @@ class Packed(NamedTuple):
     """What a forward pass reads of all requests.
 
     Attributes:
-        sequences: those that are attended one by one.
+        sequences: those that are attended one by one; a prompt and the answer behind it are two.
         steps: those that decode, where a kernel takes them together.
         read: int64, the places in the cache of what `sequences` attend, one behind the other.
     """
@@ -77,12 +79,12 @@ class Batch(NotATensor, ForwardPass):
     Attributes:
         model: its name, for error messages.
         tokens: of all sequences, and what pads them.
-        forked: the places of requests whose last token is left to those that go on from here.
+        prompts: tokens of the prompt of each request, in the order of the batch.
     """
 
     model: str
     tokens: int
-    forked: frozenset[int] = frozenset()
+    prompts: tuple[int, ...] = ()
     _packed: dict[Any, Packed] = field(default_factory=dict)
     _paged: dict[Any, tuple[Tensor, Choice]] = field(default_factory=dict)
 
@@ -136,12 +138,9 @@ class Batch(NotATensor, ForwardPass):
         if allocator not in self._packed:
             read = given["read_index"][allocator.index]
             cu_seq_lens_k = given["cu_seq_lens_k"][allocator.layer_type]
-            told = given["cu_seq_lens_q"], cu_seq_lens_k, given["logits_indices"]
             # in one wait
-            numbers = torch.cat([x.long() for x in told]).tolist()
-            count = len(told[0])
-            starts, key_starts = numbers[:count], numbers[count : 2 * count]
-            with_logits = set(numbers[2 * count :])
+            borders = torch.stack((given["cu_seq_lens_q"], cu_seq_lens_k)).tolist()
+            starts, key_starts = borders
             # an empty read_index: no request has keys in the cache
             together = len(read) > 0 and decode.has_kernels(query, key)
             # requests have ever new lengths, for each of which SDPA's fastest kernels are prepared
@@ -149,19 +148,22 @@ class Batch(NotATensor, ForwardPass):
             work = Workload.of(query, key, key, (EXACT_BLOCK, EXACT_BLOCK))
             exact_block = None if TRITON.unavailable(work) else EXACT_BLOCK
             sequences, single, kept, keys = [], [], [], 0
-            for at in range(count - 1):
-                queries, own = slice(*starts[at : at + 2]), slice(*key_starts[at : at + 2])
+            for at, queries in enumerate(starmap(slice, pairwise(starts))):
+                own = slice(*key_starts[at : at + 2])
                 asked, length = queries.stop - queries.start, own.stop - own.start
-                if asked == 1 and together:
+                # what pads a batch belongs to no request
+                prompt = Prompt(self.prompts[at]) if at < len(self.prompts) else None
+                answer = prompt is None or length > prompt.end
+                if asked == 1 and together and answer:
                     single.append((queries.start, own.start, length))
                 elif asked:
-                    # a chunk without logits at its end is not the end of its prompt
-                    goes_on = queries.stop - 1 not in with_logits and at not in self.forked
                     place = 1, asked, length, length - asked
                     text = CabMask(
-                        *place, model=self.model, goes_on=goes_on, exact_block=exact_block
+                        *place, model=self.model, prompt=prompt, exact_block=exact_block
                     )
-                    sequences.append(Sequence(queries, slice(keys, keys + length), text))
+                    for part, piece in text.pieces(steps=False):
+                        mine = slice(queries.start + part.start, queries.start + part.stop)
+                        sequences.append(Sequence(mine, slice(keys, keys + length), piece))
                     kept.append(read[own])
                     keys += length
             steps = None

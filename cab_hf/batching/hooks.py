@@ -280,7 +280,7 @@ def _with_our_mask(compute: Callable[..., None]) -> Callable[..., None]:
             from cab_hf.batching.batch import Batch
 
             tokens = batch_data["input_ids"].shape[1]
-            batch = Batch(name_of(model.config), tokens, _forked(self.inputs_and_outputs))
+            batch = Batch(name_of(model.config), tokens, _prompts(self.inputs_and_outputs))
             batch_data["attention_mask"] = batch
         self.cache._batch = batch
         compute(self, model, batch_data)
@@ -308,20 +308,16 @@ def _left_to_the_batch(update: Callable[..., Any]) -> Callable[..., Any]:
     return updated
 
 
-def _forked(inputs: Any) -> frozenset[int]:
-    """The places of requests that give several answers, in the pass before they fork.
+def _prompts(inputs: Any) -> tuple[int, ...]:
+    """Tokens of the prompt of each request of a batch.
 
-    It reads their prompts but for the last token, which every answer begins with by itself.
+    One that gave way for want of pages begins again with its answer as tokens to read.
     """
     # with asynchronous batching what is computed next is one of two
     if hasattr(inputs, "io_pairs"):
         inputs = inputs.io_pairs[inputs.current_pair].host_io
     states = (future.state for future in inputs.requests_in_batch)
-    return frozenset(
-        at
-        for at, state in enumerate(states)
-        if state.num_children and len(state.remaining_prefill_tokens) == 1
-    )
+    return tuple(state._true_initial_tokens or len(state.initial_tokens) for state in states)
 
 
 def _settings(model: Any) -> tuple[str, Any] | None:

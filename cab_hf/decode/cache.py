@@ -74,8 +74,7 @@ class IndexedDynamicLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._append(key_states, value_states)
-        if key_states.shape[2] == 1:
-            hand_on(Indexed(self.keys, self.index, self.channels))
+        hand_on(Indexed(self.keys, self.index, self.channels))
         return self.keys, self.values
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
@@ -199,8 +198,7 @@ class IndexedStaticLayer(StaticLayer):
         keys = key_states.detach()
         decode.write_index(self.index, keys, self.channels, self.cumulative_length)
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        if key_states.shape[2] == 1:
-            hand_on(Indexed(keys, self.index, self.channels))
+        hand_on(Indexed(keys, self.index, self.channels))
         return keys, values
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -56,14 +56,17 @@ class SparseDecode:
             choice = self._mapped(shared, index, heads, q.device)
         if anchor is not None and anchor == index:
             self.text.shared_state[SHARED_CHOICE] = SharedChoice(index, heads, choice)
-        length, _ = self.text.reach(self.config.decode_tokens, q.device)
+        length, _ = self._reach(q.device)
         return decode.attend(q, k, v, choice, scale, length, self._valid(q.device))
+
+    def _reach(self, device: Any) -> tuple[Tensor, Tensor]:
+        return self.text.reach(self.config.decode_tokens, decode_from(self.config), device)
 
     def _valid(self, device: Any) -> Tensor | None:
         return None if self.text.valid is None else self.text.valid.to(device)
 
     def _choose(self, q: Tensor, scale: float, index: int | None, heads: tuple[int, int]) -> Choice:
-        length, wanted = self.text.reach(self.config.decode_tokens, q.device)
+        length, wanted = self._reach(q.device)
         return decode.choose(
             q,
             self.held.index,

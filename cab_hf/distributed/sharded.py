@@ -145,8 +145,8 @@ class ShardedText:
         heads_k_stride, regather_kv: see `KVGather`.
     """
 
-    # whole texts are read
-    goes_on: ClassVar[bool] = False
+    # whole texts are read, and nothing behind them
+    behind_prompt: ClassVar[bool] = False
 
     mask: CabMask
     layout: Layout
@@ -155,7 +155,9 @@ class ShardedText:
     heads_k_stride: int
     regather_kv: bool
 
-    def frame(self, query_block: int, key_block: int, device: torch.device) -> ShardedFrame:
+    def frame(
+        self, query_block: int, key_block: int, device: torch.device, from_start: bool = True
+    ) -> ShardedFrame:
         """As `CabMask.frame`; made once for all layers."""
         places = self.layout.places(max(query_block, key_block), device)
         if places not in self.frames:
@@ -185,6 +187,9 @@ class ShardedText:
     @property
     def shared_state(self) -> dict[Any, Any]:
         return self.mask.shared_state
+
+    def tail_from(self, blocks: int, query_block: int) -> None:
+        """Nobody tells where the prompt ends: with the text."""
 
     def planned(self, *values: Any) -> BlockPlan:
         return self.mask.planned(*values)

@@ -228,11 +228,8 @@ def _rows(spans: Spans, config: CabConfig) -> Tensor:
 
 def _tail(spans: Spans, config: CabConfig) -> Tail:
     listed = spans.documents is None
-    if config.dense_tail_blocks == 0 or spans.q_length < config.query_block:
-        return Tail(None, listed)
-    return Tail(
-        spans.tail(config.dense_tail_blocks * config.query_block, config.query_block), listed
-    )
+    tail = config.dense_tail_blocks * config.query_block, config.query_block
+    return Tail(spans.tail(*tail) if spans.has_tail(*tail) else None, listed)
 
 
 def _rooms(

@@ -279,7 +279,7 @@ def _place(rows, plane, mask, QUERY_BLOCK: tl.constexpr):
     first = tl.load(rows + 2 * plane, mask=mask, other=0)
     # a row of padding has the largest number there is
     first = tl.where(tl.load(rows + 3 * plane, mask=mask, other=-1) < 0, 0, first)
-    return (first + QUERY_BLOCK // 2) // QUERY_BLOCK
+    return first // QUERY_BLOCK
 
 
 @triton.jit

@@ -83,7 +83,7 @@ def _choose(
     q = q if q.stride(-1) == 1 else q.contiguous()
     codes = codes if codes.stride()[2:] == (width, 1) else codes.contiguous()
     scales = scales if scales.stride(2) == 1 else scales.contiguous()
-    seen = launch.padding(valid)
+    seen, wanted = launch.padding(valid), wanted.expand(batch).contiguous()
     chosen = q.new_empty(batch, kv_heads, slots, dtype=torch.int32)
     counts = q.new_empty(batch, kv_heads, dtype=torch.int32)
     unread = q.new_empty(batch, q.shape[1], dtype=torch.float32)
@@ -422,7 +422,8 @@ def _limit_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    end, many, own = tl.load(length).to(tl.int32), tl.load(wanted), tl.load(always + row)
+    end, own = tl.load(length).to(tl.int32), tl.load(always + row)
+    many = tl.load(wanted + row // kv_heads)
     member, at = tl.arange(0, ROOM), tl.arange(0, BLOCK_N)
     # programs behind the text have left nothing
     count = tl.minimum(tl.cdiv(end, NEIGHBOURS * SPREAD) * NEIGHBOURS, samples)

@@ -152,7 +152,7 @@ def choose(
         index: `index_keys` of the cache; what is behind ``length`` is not read.
         scale: of logits.
         length: int [1], keys written so far, that of the query among them.
-        wanted: int32 [1], how many keys are read.
+        wanted: int32 [B], or [1] for all rows, how many keys are read.
         channels: those of the index.
         valid: bool [B, >= length], False for padding; None without.
         dense_heads: KV heads that read everything.
@@ -218,13 +218,14 @@ def limit_of(
     counts = steps.new_zeros(*steps.shape[:2], HIDDEN + 1)
     counts.scatter_add_(2, steps, sampled.long().expand_as(steps))
     # always read are those of step 0, whether they are sampled or not
+    wanted = wanted.view(-1, 1, 1)
     total = counts[..., :HIDDEN].cumsum(-1) * spread + always.sum(-1, keepdim=True)
     fits = total[..., :LEAST] <= wanted
     fits[..., ALWAYS] = True
     fitting = fits.sum(-1)
     taken = (total[..., :LEAST] * fits).amax(-1)
-    more = (2 * taken < wanted) & (fitting < LEAST)
-    everything = (total[..., -1] <= wanted) | (length <= wanted)
+    more = (2 * taken < wanted.squeeze(-1)) & (fitting < LEAST)
+    everything = (total[..., -1:] <= wanted).squeeze(-1) | (length <= wanted.squeeze(-1))
     limit = (fitting - 1 + more.long()).masked_fill(everything, LEAST)
     limit[:, list(dense_heads)] = LEAST
     return limit.unsqueeze(-1)
