@@ -371,16 +371,17 @@ def cab_mask(
         return attention_mask
     eager = not torch.compiler.is_compiling()
     prompt = prompt_of(batch_size) if eager else None
-    step = q_length == 1 and (prompt is None or prompt.read)
+    if prompt is not None:
+        # waits for a static cache until the first step of its answer
+        prompt.read = prompt.read or int(q_offset) >= prompt.end
+        if kv_offset or (prompt.read and q_length == 1):
+            # layers of a window have no use for it, and one query is an answer without
+            prompt = None
     if isinstance(q_offset, Tensor):
         # a static cache that has begun: its counter is live
-        q_offset = int(q_offset) if eager and not step else q_offset.clone()
+        known = eager and (q_length > 1 or prompt is not None)
+        q_offset = int(q_offset) if known else q_offset.clone()
     q_slot = q_offset - kv_offset
-    if isinstance(q_slot, Tensor) or kv_offset:
-        # the layers of a window have no use for it
-        prompt = None
-    elif prompt is not None:
-        prompt.read |= q_slot >= prompt.end
     # a static cache's keys reach beyond what is written
     written = None if isinstance(q_slot, Tensor) else min(kv_length, q_slot + q_length)
 

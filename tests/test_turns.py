@@ -162,7 +162,9 @@ def test_query_blocks_of_padded_rows_are_counted_from_their_first_tokens():
     seen[0, :45] = 0
     with torch.no_grad():
         model(ids[:, :64], attention_mask=seen[:, :64], past_key_values=cache, use_cache=True)
-        found = model(ids[:, 64:], attention_mask=seen, past_key_values=cache, use_cache=True).logits
+        found = model(
+            ids[:, 64:], attention_mask=seen, past_key_values=cache, use_cache=True
+        ).logits
     alone = whole(model, ids[:1, 45:])
     # the first call has 19 tokens of its text, and cuts the first of its query blocks
     torch.testing.assert_close(found[:1, 13:], alone[:, 32:], rtol=1e-4, atol=1e-4)

@@ -158,9 +158,7 @@ class Batch(NotATensor, ForwardPass):
                     single.append((queries.start, own.start, length))
                 elif asked:
                     place = 1, asked, length, length - asked
-                    text = CabMask(
-                        *place, model=self.model, prompt=prompt, exact_block=exact_block
-                    )
+                    text = CabMask(*place, model=self.model, prompt=prompt, exact_block=exact_block)
                     for part, piece in text.pieces(steps=False):
                         mine = slice(queries.start + part.start, queries.start + part.stop)
                         sequences.append(Sequence(mine, slice(keys, keys + length), piece))

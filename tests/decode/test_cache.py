@@ -161,6 +161,7 @@ def test_a_plain_layer_is_indexed_as_if_it_had_been_from_the_start(kind, options
 @torch.no_grad()
 def test_what_a_layer_leaves_is_for_the_next_call_and_these_keys_alone():
     layer = filled(channels=CHANNELS)
+    assert taken(layer.keys).index is layer.index
     assert taken(layer.keys) is None
     keys, _ = layer.update(*key_value(1))
     held = taken(keys)

@@ -36,7 +36,7 @@ def dense(q, k, v):
 )
 def test_a_layer_behind_an_anchor_reads_what_that_chooses(head_map, mapped):
     rows = [row or tuple(range(6)) for row in head_map]
-    config = CabConfig(predictor="cascade", anchors=(0,), head_map=tuple(rows), **FEW)
+    config = CabConfig(predictor="cascade", anchors=(0,), head_map=tuple(rows), min_length=0, **FEW)
     text = CabMask(1, 1, LENGTH, LENGTH - 1)
     q, k, v = qkv(q_length=1, kv_length=LENGTH)
     step(text, config, 0, k).attend(q, k, v, 0.25)
@@ -47,7 +47,7 @@ def test_a_layer_behind_an_anchor_reads_what_that_chooses(head_map, mapped):
 
 
 def test_the_anchor_must_have_the_heads_of_the_layers_behind_it():
-    config = CabConfig(predictor="cascade", anchors=(0,), **FEW)
+    config = CabConfig(predictor="cascade", anchors=(0,), min_length=0, **FEW)
     text = CabMask(1, 1, LENGTH, LENGTH - 1)
     q, k, v = qkv(q_length=1, kv_length=LENGTH)
     step(text, config, 0, k).attend(q, k, v, 0.25)
@@ -69,7 +69,7 @@ def test_a_kv_head_goes_with_most_of_its_query_heads(row, kv_heads, mapped):
 
 
 def test_a_kv_head_with_a_dense_head_reads_everything():
-    config = CabConfig(top_p=((0.5, 0.5, 0.5, 0.5, 1.0, 0.5),), **FEW)
+    config = CabConfig(top_p=((0.5, 0.5, 0.5, 0.5, 1.0, 0.5),), min_length=0, **FEW)
     q, k, v = qkv(q_length=1, kv_length=LENGTH)
     actual = step(CabMask(1, 1, LENGTH, LENGTH - 1), config, 0, k).attend(q, k, v, 0.25)
     expected = dense(q, k, v)
@@ -87,12 +87,29 @@ def test_a_kv_head_with_a_dense_head_reads_everything():
 )
 def test_how_much_is_read_is_known_once_a_pass(given, length, wanted):
     text = CabMask(1, 1, None, length)
-    made = text.reach(given, torch.device("cpu"))
+    made = text.reach(given, 0, torch.device("cpu"))
     assert [(x.tolist(), x.dtype) for x in made] == [
         ([int(length) + 1], torch.int64),
         ([wanted], torch.int32),
     ]
-    assert text.reach(given, torch.device("cpu")) is made
+    assert text.reach(given, 0, torch.device("cpu")) is made
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        pytest.param(128, [2**31 - 1, 128], id="number"),
+        pytest.param(0.25, [2**31 - 1, 125], id="share-of-its-own"),
+    ],
+)
+@pytest.mark.parametrize("slots", [600, 900], ids=["growing", "static"])
+def test_a_row_reads_by_its_own_tokens(given, wanted, slots):
+    # of a static cache all slots behind the text may be called real
+    valid = torch.ones(2, slots, dtype=torch.bool)
+    valid[0, :201], valid[1, :100] = False, False
+    text = CabMask(2, 1, None, torch.tensor(599), valid)
+    length, read = text.reach(given, 400, torch.device("cpu"))
+    assert (length.tolist(), read.tolist()) == ([600], wanted)
 
 
 @pytest.mark.parametrize(
