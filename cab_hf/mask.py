@@ -363,7 +363,7 @@ def cab_mask(
     BART's decoder has a mask made for the encoder that it may not have.
 
     Raises:
-        ValueError: for a padding mask of another batch size.
+        ValueError: for a padding mask of another batch size, or of fewer tokens than the keys.
     """
     # generate() with a static cache calls the hook, then the model does again with what it
     # returned; continuous batching brings a mask of its own
@@ -374,7 +374,7 @@ def cab_mask(
     if prompt is not None:
         # waits for a static cache until the first step of its answer
         prompt.read = prompt.read or int(q_offset) >= prompt.end
-        if kv_offset or (prompt.read and q_length == 1):
+        if kv_offset or local_size is not None or (prompt.read and q_length == 1):
             # layers of a window have no use for it, and one query is an answer without
             prompt = None
     if isinstance(q_offset, Tensor):
@@ -387,25 +387,22 @@ def cab_mask(
 
     valid = None
     if attention_mask is not None:
-        if attention_mask.shape[0] != batch_size:
-            raise ValueError(
-                f"attention_mask has {attention_mask.shape[0]} rows and the batch {batch_size}; "
-                "give one row for each text."
-            )
-        valid = attention_mask[:, kv_offset : kv_offset + (written or kv_length)].to(
-            device, torch.bool
+        end = q_offset + q_length
+        valid = _padding(attention_mask, batch_size, kv_offset, written or kv_length, end).to(
+            device
         )
-        there = attention_mask.shape[1]
-        if written is None:
-            short = q_offset + q_length > there
-            valid = packing.refuse_where(valid, short, too_short(there, "more"))
-        elif there < kv_offset + written:
-            raise ValueError(too_short(there, kv_offset + written))
-        valid = F.pad(valid, (0, (written or kv_length) - valid.shape[1]), value=False)
 
     model, document = name_of(config), None
-    refusal = _refusal(config, local_size, use_vmap)
-    ahead = None
+    refusal, ahead = None, None
+    if use_vmap:
+        # functions of somebody's own, or those of pictures, which text alone may have as well
+        parts = packing.parts_of(mask_function) if eager else None
+        if parts is None or "chunked_overlay" in parts:
+            refusal = "adds an or_mask_function or and_mask_function"
+        else:
+            local_size = parts.get("sliding_window_overlay", {}).get("sliding_window", local_size)
+    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
+        refusal = f"attends in chunks of {local_size}"
     if refusal is None and mask_function is not causal_mask_function and q_length > 1:
         pattern = mask_function, batch_size, q_offset, q_length, device
         ahead, starts = packing.pattern_of(*pattern)
@@ -433,6 +430,31 @@ def cab_mask(
     )
 
 
+def _padding(mask: Tensor, batch: int, start: int, keys: int, end: int | Tensor) -> Tensor:
+    """bool [B, keys], from slot ``start`` on: those of the tokens of a padding ``mask``.
+
+    Args:
+        end: slots that the mask must reach to, those of this call among them.
+
+    Raises:
+        ValueError: for a mask of other rows, or of fewer tokens.
+    """
+    rows, tokens = mask.shape
+    if rows != batch:
+        raise ValueError(
+            f"attention_mask has {rows} rows and the batch {batch}; give one row for each text."
+        )
+    valid = mask[:, start : start + keys].bool()
+    if isinstance(end, Tensor):
+        valid = packing.refuse_where(
+            valid, (end > tokens).to(mask.device), too_short(tokens, "more")
+        )
+    elif tokens < end:
+        raise ValueError(too_short(tokens, end))
+    # slots of a static cache that nothing is written to
+    return F.pad(valid, (0, keys - valid.shape[1]), value=False)
+
+
 AHEAD = "has a mask that lets tokens see later ones"
 
 
@@ -449,12 +471,3 @@ def too_short(tokens: int, keys: int | str) -> str:
         f"attention_mask has {tokens} tokens and there are {keys} keys; give one number for each "
         "token, those in the cache among them."
     )
-
-
-def _refusal(config: Any, local_size: int | None, use_vmap: bool) -> str | None:
-    """What the arguments of the mask hook ask for beside causal attention, as half a sentence."""
-    if use_vmap:
-        return "adds an or_mask_function or and_mask_function"
-    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
-        return f"attends in chunks of {local_size}"
-    return None

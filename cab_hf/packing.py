@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.masking_utils import causal_mask_function
 
 from cab_hf.checks import require
 
@@ -96,6 +99,24 @@ def pattern_of(
     ahead = _sees(mask_function, batch, slot[:, :-1], slot[:, 1:]).any()
     starts = ~_sees(mask_function, batch, slot, (slot - 1).clamp(min=0)) & (slot > 0)
     return ahead, starts
+
+
+def parts_of(mask_function: Callable[..., Any]) -> dict[str, dict[str, Any]] | None:
+    """What transformers' own mask functions a pattern is made of, and what each was made with.
+
+    None where one is not transformers' own: what it does to tokens that are not neighbours cannot
+    be told.
+    """
+    if mask_function.__module__ != causal_mask_function.__module__:
+        return None
+    made_with = inspect.getclosurevars(mask_function).nonlocals
+    inner = [*made_with.get("mask_functions", ()), *filter(callable, made_with.values())]
+    parts = {mask_function.__qualname__.partition(".")[0]: made_with}
+    for found in map(parts_of, inner):
+        if found is None:
+            return None
+        parts |= found
+    return parts
 
 
 @torch.library.custom_op("cab_hf::refuse_where", mutates_args=())

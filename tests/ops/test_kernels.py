@@ -3,7 +3,7 @@
 import pytest
 import torch
 from marks import slow_but
-from selecting import by_kernels, loud, on_the_cpu
+from selecting import by_kernels, laid_in, loud, on_the_cpu
 from tiny import qkv
 
 from cab_hf import CabConfig
@@ -95,6 +95,18 @@ def test_padding_and_documents():
     frame = Frame.build(2, 150, 150, 0, valid, document, align=32, device=torch.device("cpu"))
     q, k = loud(q_length=150, heads=2, kv_heads=1, dim=16, batch=2)
     actual, meant = plans(small(), frame.queries(q), frame.keys(k), frame.spans)
+    assert torch.equal(actual, meant)
+
+
+@pytest.mark.parametrize("tail", [0, 1, 2])
+@pytest.mark.parametrize("fields", [{}, {"exact_queries": 8}], ids=["curvature", "outliers"])
+@pytest.mark.parametrize("length", [LENGTH, 3])
+def test_a_chunk_that_begins_inside_of_a_query_block(length, fields, tail):
+    config = small(dense_tail_blocks=tail, **fields)
+    parts = loud(**SHAPE | {"q_length": length, "kv_length": 250})
+    q, k, spans = laid_in("chunk", *parts, config.query_block)
+    assert spans.last[0, 0] == -1
+    actual, meant = plans(config, q, k, spans)
     assert torch.equal(actual, meant)
 
 

@@ -28,7 +28,10 @@ def random_plan(q, k, blocks, share=0.4, spans=None, heads=None, **complete):
 
 
 def laid_out(layout, batch, length, kv_length, align, device):
-    """(spans, the frame's own lengths) of causal, left-padded or packed inputs."""
+    """The `Frame` of causal, left-padded or packed inputs, or of a chunk inside of a text.
+
+    The chunk begins inside of a query block, and ``align`` tokens of its text follow.
+    """
     valid = torch.ones(batch, kv_length, dtype=torch.bool)
     document = None
     if layout == "padded":
@@ -40,10 +43,12 @@ def laid_out(layout, batch, length, kv_length, align, device):
         length,
         kv_length,
         kv_length - length,
-        None if layout == "causal" else valid.to(device),
+        None if layout in ("causal", "chunk") else valid.to(device),
         document,
         align=align,
         device=device,
+        ahead=(kv_length - length) % align if layout == "chunk" else 0,
+        end=kv_length + align if layout == "chunk" else None,
     )
     return frame
 
