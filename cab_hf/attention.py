@@ -116,7 +116,7 @@ def _attend(
     mask.require_as_before(module, (config, sparse, parallel), sampled_one_in(config, work))
     parts = position_ids, kwargs.get("cu_seq_lens_q")
     if parallel is None:
-        mask.find_documents(*parts)
+        mask.find_documents(*parts, value)
         texts = mask.pieces(sparse and config.sparse_decode)
     else:
         texts = [(slice(None), parallel.text(mask, query, key, value, config, *parts))]

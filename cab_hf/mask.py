@@ -16,11 +16,16 @@ from torch.nn import functional as F
 from transformers.masking_utils import causal_mask_function
 
 from cab_hf import packing
+from cab_hf.checks import warn_once
 from cab_hf.fit import name_of
 from cab_hf.forward_pass import ForwardPass
 from cab_hf.frame import Frame, Length, whole_documents
 from cab_hf.not_a_tensor import NotATensor
 from cab_hf.prompt import Prompt, prompt_of
+
+# equal tokens at the end of a row that look like padding, and by how much of the largest their
+# values differ in the first layer at most
+A_RUN, SAME_VALUE = 4, 1e-3
 
 
 @dataclass(eq=False)
@@ -166,8 +171,13 @@ class CabMask(NotATensor, ForwardPass):
         everyone = [length for row in self.lengths for length in row]
         return Length(max(x.queries for x in everyone), max(x.tokens for x in everyone))
 
-    def find_documents(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> None:
+    def find_documents(
+        self, position_ids: Tensor | None, cu_seq_lens: Tensor | None, value: Tensor | None = None
+    ) -> None:
         """Recognise packing and padding that only the attention call can see, once a forward pass.
+
+        Rows that end in runs of one token, as right padding does, are warned of where no mask came
+        with them: ``value``, [B, H_kv, N, D_v] of the first layer, is alike for equal tokens.
 
         A row is packed where ``cu_seq_lens``, int [documents + 1], says so, or else where
         ``position_ids``, int [B or 1, N_q], restart, whatever mask or cache comes with them:
@@ -196,7 +206,8 @@ class CabMask(NotATensor, ForwardPass):
                 self._most_documents = cu_seq_lens.shape[0]
             elif self._readable(position_ids):
                 starts = packing.document_starts(position_ids, self.valid)
-        self._look(starts)
+        plain = self.valid is None and self.document is None and begins
+        self._look(starts, value if plain and self.batch > 1 else None)
 
     def _refuse_looking_ahead(self) -> None:
         """Have what says who sees whom fail where a token sees a later one."""
@@ -216,8 +227,10 @@ class CabMask(NotATensor, ForwardPass):
             return False
         return tuple(position_ids.shape) in ((1, self.q_length), (self.batch, self.q_length))
 
-    def _look(self, starts: Tensor | None) -> None:
+    def _look(self, starts: Tensor | None, value: Tensor | None = None) -> None:
         """What the host must know of padding and of documents' ``starts``, in one wait.
+
+        And whether the rows of a ``value`` end in runs of one token.
 
         Not for a decode step, which is too short to pay for it.
         """
@@ -229,6 +242,11 @@ class CabMask(NotATensor, ForwardPass):
             mine = self.valid[:, self.q_slot : self.q_slot + self.q_length]
             asked = [x.to(self.valid.device) for x in asked]
             asked += [mine.sum(-1), self.valid.sum(-1)]
+        if value is not None:
+            end = value[:, :, -A_RUN:].flatten(1).float()
+            off = (value[:, :, -A_RUN:] - value[:, :, -1:]).flatten(1).float()
+            run = off.abs().amax(-1) <= SAME_VALUE * end.abs().amax(-1)
+            asked = [*(x.to(value.device) for x in asked), run.long()]
         if not asked:
             return
         counts = torch.stack(asked, dim=-1).tolist()
@@ -236,11 +254,24 @@ class CabMask(NotATensor, ForwardPass):
             self._most_documents = max(row[0] for row in counts)
             if self._most_documents > 1:
                 self.document = (starts.cumsum(-1) - 1).clamp(min=0).expand(self.batch, -1)
+        if value is not None:
+            self._warn_of_padding(sum(row[-1] for row in counts))
         if self.valid is not None and all(row[-1] == self.kv_length for row in counts):
             # the mask-free kernels are faster
             self.valid = None
         if self.valid is not None and self.document is None:
             self._lengths = [[Length(*row[-2:])] for row in counts]
+
+    def _warn_of_padding(self, rows: int) -> None:
+        """Warn, once a process and model, of a batch of which some ``rows`` end in runs."""
+        if 0 < rows < self.batch and self.document is None:
+            warn_once(
+                (self.model, "right padding"),
+                f"{self.model} reads {self.batch} texts without an attention_mask, of which {rows} "
+                f"end in {A_RUN} or more equal tokens: if these are padding, 'cab' takes them for "
+                "text, and what a text gets depends on the others; give the attention_mask of the "
+                "tokenizer.",
+            )
 
     def frame(
         self, query_block: int, key_block: int, device: torch.device, from_start: bool = True

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from tiny import FULL, SIZES, SPARSE, tiny_model, tokens
+from torch.nn import functional as F
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 import cab_hf
-from cab_hf import forward_pass
+from cab_hf import checks, forward_pass
 from cab_hf.frame import Frame, Length
 from cab_hf.mask import CabMask, cab_mask
 from cab_hf.predictors import CurvaturePredictor, register_predictor
@@ -340,3 +341,34 @@ def test_the_last_queries_of_a_padded_batch_answer_as_alone(gemma, logits_to_kee
 def test_a_mask_is_sliced_to_its_last_queries_only(index):
     with pytest.raises(NotImplementedError, match="computes with its attention mask"):
         cab_mask(1, 8, 8)[index]
+
+
+def padded_on_the_right(*lengths):
+    longest = max(lengths)
+    rows = [F.pad(tokens(1, n, seed=n), (0, longest - n)) for n in lengths]
+    return torch.cat(rows)
+
+
+UNMASKED = [
+    pytest.param(padded_on_the_right(60, 40, 51), 1, id="rows-of-other-lengths"),
+    pytest.param(padded_on_the_right(60, 58), 0, id="two-equal-tokens"),
+    pytest.param(tokens(3, 60), 0, id="rows-of-one-length"),
+    pytest.param(F.pad(tokens(2, 40), (0, 20)), 0, id="all-rows-alike"),
+    pytest.param(F.pad(tokens(1, 40), (0, 20)), 0, id="one-text"),
+]
+
+
+@pytest.mark.parametrize(("ids", "news"), UNMASKED)
+@torch.no_grad()
+def test_padding_on_the_right_without_a_mask_is_news_once(ids, news, monkeypatch, recwarn):
+    monkeypatch.setattr(checks, "_warned", set())
+    model = cab_hf.apply_cab(tiny_model(), SPARSE)
+    model(ids, attention_mask=(ids != 0).long(), use_cache=False)
+    assert not any("attention_mask" in str(each.message) for each in recwarn)
+    for _ in range(2):
+        model(ids, use_cache=False)
+    said = [
+        str(each.message) for each in recwarn if "without an attention_mask" in str(each.message)
+    ]
+    assert len(said) == news
+    assert all("reads 3 texts" in each and "of which 2 end in 4 or more" in each for each in said)

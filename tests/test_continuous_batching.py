@@ -14,6 +14,7 @@ from transformers.generation.continuous_batching.cache_allocators.full_attention
     FullAttentionCacheAllocator,
 )
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+from transformers.generation.continuous_batching.requests import RequestState
 
 import cab_hf
 from cab_hf import checks
@@ -127,13 +128,17 @@ def test_chunks_of_many_prompts_choose_what_whole_prompts_do(room, monkeypatch):
 
 @pytest.mark.parametrize(("answers", "end"), [(1, 340), (2, 339)])
 def test_only_the_end_of_a_prompt_has_a_dense_tail(answers, end, monkeypatch):
-    """Several answers share all of it but the last token, which each of them reads itself."""
+    """Several answers share all of it but the last token, which each of them reads itself.
+
+    The tail of 2 blocks of 32 begins in the third chunk, and the last one is all of it.
+    """
     tails, route = {}, batch.route
 
     def looked_at(text, config, work, **options):
         way = route(text, config, work, **options)
         if text.q_length > 1:
-            tails[text.kv_length] = way.config.dense_tail_blocks
+            sparse = way.kind == "sparse"
+            tails[text.kv_length] = way.config.dense_tail_blocks if sparse else way.kind
         return way
 
     monkeypatch.setattr(batch, "route", looked_at)
@@ -146,7 +151,7 @@ def test_only_the_end_of_a_prompt_has_a_dense_tail(answers, end, monkeypatch):
         batching(max_batch_tokens=96),
         warmup=False,
     )
-    assert tails == {96: 0, 192: 0, 288: 0, end: 2}
+    assert tails == {96: 0, 192: 0, 288: 2, end: "exact"}
 
 
 def test_beginnings_are_shared():
@@ -173,6 +178,44 @@ def test_requests_that_give_way_come_back(monkeypatch):
     expected = generated(model)
     assert served(on_cab(model), num_blocks=26) == expected
     assert any(times)
+
+
+def test_a_request_that_gives_way_reads_its_answer_as_an_answer(monkeypatch):
+    """Without offloading it begins again, with its answer behind its prompt."""
+    again, create = [], RequestState.create_equivalent_initial_request
+    monkeypatch.setattr(
+        RequestState,
+        "create_equivalent_initial_request",
+        lambda self: again.append(len(self.generated_tokens)) or create(self),
+    )
+    model = on_cab(tiny_model(), LOW)
+    prompts = [tokens(1, length, seed=length)[0].tolist() for length in (300, 250, 320, 280, 310)]
+    greedy = GenerationConfig(max_new_tokens=60, do_sample=False, pad_token_id=0, eos_token_id=-1)
+
+    def answers(pages):
+        settings = batching(num_blocks=pages, page_size=32, allow_block_sharing=False)
+        result = model.generate_batch(prompts, greedy, settings, warmup=False)
+        return [answer.generated_tokens for answer in result.values()]
+
+    expected = answers(400)
+    assert not again
+    assert answers(48) == expected
+    assert max(again) > 1
+
+
+def test_a_last_chunk_of_one_token_is_no_answer(monkeypatch):
+    kinds, route = [], batch.route
+
+    def looked_at(text, config, work, **options):
+        way = route(text, config, work, **options)
+        kinds.append((text.q_slot, text.q_length, way.kind))
+        return way
+
+    monkeypatch.setattr(batch, "route", looked_at)
+    model = on_cab(tiny_model(num_hidden_layers=1), dataclasses.replace(LOW, dense_tail_blocks=0))
+    prompt = tokens(1, 97)[0].tolist()
+    served(model, [prompt], max_batch_tokens=96)
+    assert kinds[:3] == [(0, 96, "sparse"), (96, 1, "sparse"), (97, 1, "decode")]
 
 
 def test_a_request_is_cancelled_and_the_others_go_on():

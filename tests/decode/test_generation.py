@@ -6,11 +6,13 @@ import pytest
 import torch
 from marks import slow_but
 from tiny import tiny_model, tokens
+from torch.nn import functional as F
 from transformers import CompileConfig, DynamicCache, EncoderDecoderCache, StaticCache
 
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.decode.cache import IndexedDynamicLayer, IndexedStaticLayer
+from cab_hf.decode.step import decode_from
 from cab_hf.ops import decode
 
 # prompts attend to everything
@@ -64,6 +66,29 @@ def test_every_path_gives_dense_tokens_where_all_is_read(path, padding, steps):
     cab_hf.apply_cab(model, DENSELY, **ALL)
     assert torch.equal(generate(model, ids, attention_mask=mask, **PATHS[path]), expected)
     assert len(steps) == 4 * 3
+
+
+OWN = [
+    pytest.param({"min_length": 500, "decode_tokens": 128}, id="min_length"),
+    pytest.param({"min_length": 0, "decode_tokens": 128}, id="decode_tokens"),
+    pytest.param({"min_length": 500, "decode_tokens": 0.2}, id="share"),
+]
+
+
+@pytest.mark.parametrize("path", ["greedy", "static", "chunked"])
+@pytest.mark.parametrize("fields", OWN)
+def test_a_padded_row_is_decoded_as_alone(fields, path, monkeypatch):
+    monkeypatch.setattr("cab_hf.decode.step.decode_from", decode_from)
+    model = cab_hf.apply_cab(tiny_model(), sparse_decode=True, top_p=1.0, **fields)
+    short, long = tokens(1, 300), tokens(1, 700, seed=2)
+    ids = torch.cat([F.pad(short, (400, 0)), long])
+    options = {"output_logits": True, "return_dict_in_generate": True, "min_new_tokens": 5}
+    options |= {"disable_compile": True, **PATHS[path]}
+    together = generate(model, ids, attention_mask=(ids != 0).long(), **options)
+    for row, text in enumerate((short, long)):
+        alone = generate(model, text, attention_mask=torch.ones_like(text), **options)
+        found, expected = (torch.stack(x.logits) for x in (together, alone))
+        torch.testing.assert_close(found[:, row], expected[:, 0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
