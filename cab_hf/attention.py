@@ -36,6 +36,8 @@ def cab_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: CabMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Block-sparse attention under the signature of transformers' attention functions.
@@ -44,10 +46,11 @@ def cab_attention(
         query: [B, H, N_q, D] after RoPE.
         key, value: [B, H_kv, N_k, D] after the cache update.
         attention_mask: what `cab_mask` made, or None for plain causal attention.
-        kwargs: what transformers adds; ``scaling`` (1/sqrt(D) by default), ``position_ids`` int
-            [B, N_q] and ``cu_seq_lens_q`` int [documents + 1] are used and, without a mask,
-            ``sliding_window`` in tokens. What is None or in `refusals.HARMLESS` is ignored, the
-            rest refused.
+        dropout: refused unless it is 0.
+        scaling: of logits; 1/sqrt(D) by default.
+        kwargs: what transformers adds; ``position_ids`` int [B, N_q] and ``cu_seq_lens_q`` int
+            [documents + 1] are used and, without a mask, ``sliding_window`` in tokens. What is None
+            or in `refusals.HARMLESS` is ignored, the rest refused.
 
     Packed documents do not see each other. One begins where ``position_ids`` of real tokens fall
     back or repeat the position of a document's first token (which then was all of it), or where
@@ -63,7 +66,8 @@ def cab_attention(
     Raises:
         ValueError, NotImplementedError: for what cannot be computed exactly as asked.
     """
-    return _attend(module, query, key, value, attention_mask, sparse=True, **kwargs)
+    given = query, key, value, attention_mask, dropout, scaling
+    return _attend(module, *given, sparse=True, **kwargs)
 
 
 def cab_dense_attention(
@@ -72,10 +76,13 @@ def cab_dense_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: CabMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Exact attention through the same door as `cab_attention`, with the same arguments."""
-    return _attend(module, query, key, value, attention_mask, sparse=False, **kwargs)
+    given = query, key, value, attention_mask, dropout, scaling
+    return _attend(module, *given, sparse=False, **kwargs)
 
 
 def _attend(
@@ -84,9 +91,9 @@ def _attend(
     key: Tensor,
     value: Tensor,
     mask: CabMask | None,
+    dropout: float,
+    scaling: float | None,
     sparse: bool,
-    scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     position_ids: Tensor | None = None,
     **kwargs: Any,

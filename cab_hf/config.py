@@ -221,7 +221,7 @@ class CabConfig:
         self._freeze_table("sparsity", lambda x: is_share(x) and x < 1, every_row)
         self._require(("max_density",), lambda x: is_share(x) and x > 0, "in (0, 1]")
         self._require(("redundancy",), is_share, "in [0, 1]")
-        self._require(("predictor",), lambda x: isinstance(x, str), "a name (str)")
+        self._require(("predictor",), lambda x: isinstance(x, str) and x, "a name (str)")
         switches = ("sparse_decode", "check_finite")
         self._require(switches, lambda x: isinstance(x, bool), "True or False")
 
@@ -237,10 +237,14 @@ class CabConfig:
         # a list is what JSON gives back; a frozen value must hash
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         object.__setattr__(self, "anchors", tuple(self.anchors))
-        # an empty one is a table of nothing, which is what JSON gives back of ()
-        object.__setattr__(self, "head_map", self.head_map or ())
-        if self.head_map != ():
-            self._freeze_table("head_map", is_count, "() for the same heads")
+        # here one number for all heads means nothing
+        same_heads = "() for the same heads"
+        a_table = f"a table [layers][heads], or {same_heads}"
+        self._require(("head_map",), lambda x: isinstance(x, (tuple, list)), a_table)
+        if self.head_map:
+            self._freeze_table("head_map", is_count, same_heads)
+        else:
+            object.__setattr__(self, "head_map", ())
         if self.origin is not None:
             object.__setattr__(self, "origin", Origin.of(self.origin))
         for name, reader in unread(vars(self)).items():

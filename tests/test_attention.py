@@ -482,6 +482,22 @@ def test_implementation_is_switched_at_run_time():
     assert torch.equal(logits(model, input_ids=ids), expected)
 
 
+@pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
+def test_a_library_may_wrap_the_function_and_hand_arguments_on_by_place(
+    llama, monkeypatch, implementation
+):
+    model, ids = cab_hf.apply_cab(copy.deepcopy(llama), SPARSE), tokens(1, 200)
+    model.set_attn_implementation(implementation)
+    expected = logits(model, input_ids=ids)
+    attend = AttentionInterface()[implementation]
+
+    def wrapper(module, q, k, v, attention_mask, dropout=0.0, scaling=None, **kwargs):
+        return attend(module, q, k, v, attention_mask, dropout, scaling, **kwargs)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, implementation, wrapper)
+    assert torch.equal(logits(model, input_ids=ids), expected)
+
+
 def test_loading_by_name_keeps_the_saved_config(tmp_path):
     model = cab_hf.apply_cab(tiny_model(), SPARSE)
     model.save_pretrained(tmp_path)

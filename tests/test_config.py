@@ -10,9 +10,16 @@ from transformers import LlamaConfig, PreTrainedConfig, WhisperConfig
 
 from cab_hf import CabConfig, checks
 from cab_hf.budgets import Budgets, budgets_of
-from cab_hf.config import TOP_P_BY_KEYS, Origin
+from cab_hf.config import FIELDS, TOP_P_BY_KEYS, Origin
 from cab_hf.fit import require_layers
 
+CASCADE = {"predictor": "cascade", "anchors": (0,)}
+NAN, INFINITE = float("nan"), float("inf")
+OF_OTHER_KINDS = [
+    *(None, True, 1, -1, 1.5, NAN, INFINITE, 2**40, "x", "", b"x", {}, {"a": 1}, {1}, object()),
+    *((), (1,), ((1,),), ((),), (None,), [[]], [["x"]], [[True]], [[NAN]], [[-1]], [[2, 1], [1]]),
+    *(torch.tensor(1), torch.ones(2), np.float32(0.5), np.ones((1, 1))),
+]
 ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=8192)
 
 
@@ -83,6 +90,24 @@ def test_a_bad_value_is_named(field, value):
     with pytest.raises(ValueError, match=rf"CabConfig\.{field} is .*; it must be ") as refused:
         CabConfig(**{field: value})
     assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize("base", [{}, CASCADE], ids=["curvature", "cascade"])
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_value_of_another_kind_is_named_or_can_be_saved(field, base):
+    for value in OF_OTHER_KINDS:
+        try:
+            config = CabConfig(**{**base, field: value})
+        except ValueError as refused:
+            assert str(refused).startswith(f"CabConfig.{field} is ")
+        else:
+            assert CabConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize("value", [1, 0, None, False, "", {}, torch.ones(2)])
+def test_a_map_of_heads_is_a_table(value):
+    with pytest.raises(ValueError, match=r"CabConfig.head_map is .*; it must be a table"):
+        CabConfig(**CASCADE, head_map=value)
 
 
 @pytest.mark.parametrize("value", [np.float32(0.5), np.int64(8192), torch.tensor(0.5)])
