@@ -81,7 +81,9 @@ def register(
         return torch.library.custom_op(f"cab_hf::{name}", function, mutates_args=(), schema=schema)
 
     forward_op = op(name, forward, given, "Tensor, Tensor")
-    backward_op = op(f"{name}_backward", backward, f"Tensor grad, {given}", "Tensor, Tensor, Tensor")
+    backward_op = op(
+        f"{name}_backward", backward, f"Tensor grad, {given}", "Tensor, Tensor, Tensor"
+    )
     forward_op.register_fake(forward_shapes)
     forward_op.register_autograd(differentiate, setup_context=save)
     backward_op.register_fake(lambda _, *inputs: tuple(x.new_empty(x.shape) for x in inputs[:3]))
