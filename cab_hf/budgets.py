@@ -7,6 +7,20 @@ from typing import NamedTuple
 
 from cab_hf.config import TOP_P_BY_KEYS, CabConfig
 
+# what choosing takes of a CabConfig, with the types that registered ops have for it
+FIELDS = {
+    **dict.fromkeys(("query_block", "key_block", "sink_blocks", "local_blocks"), "int"),
+    **dict.fromkeys(("coarsen", "select", "curvature"), "str"),
+    **dict.fromkeys(("redundancy", "max_density"), "float"),
+    "dense_tail_blocks": "int",
+}
+# how registered ops are told what `settings_of_op` understands
+OP_SETTINGS = (
+    "bool top_p_by_keys, float[] top_p, float[] top_k_share, float[] sparsity,"
+    " int[] exact_queries, int[] dense_heads, "
+    + ", ".join(f"{kind} {name}" for name, kind in FIELDS.items())
+)
+
 
 class Budgets(NamedTuple):
     """What the heads of one layer get: fields of `CabConfig`, a number for each head or for all.
@@ -86,3 +100,18 @@ def _of_layer(config: CabConfig, name: str, layer: int | None, heads: int) -> tu
             f"layer {layer} of {heads} heads; calibrate this model, or give one number."
         )
     return table[layer]
+
+
+def op_settings(config: CabConfig, budgets: Budgets) -> tuple:
+    """What a registered op is told by the schema `OP_SETTINGS`."""
+    return config.top_p is None, *map(list, budgets), *(getattr(config, name) for name in FIELDS)
+
+
+def settings_of_op(values: tuple) -> tuple[Budgets, CabConfig]:
+    """What `op_settings` has told."""
+    budgets = Budgets(*map(tuple, values[1:6]))
+    settings = dict(zip(FIELDS, values[6:], strict=True))
+    # curvature looks whether anything is added, and heads left to rank by it
+    top_p = 1 if budgets.top_p == (1,) else (budgets.top_p,)
+    settings |= {"top_p": None if values[0] else top_p, "top_k_share": (budgets.top_k_share,)}
+    return budgets, CabConfig.reading(settings | {"exact_queries": (budgets.exact_queries,)})

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.ops import HAS_TRITON, reference
-from cab_hf.ops.attention import dense_parts, ffpa
+from cab_hf.ops.attention import dense_parts, ffpa, traced
 from cab_hf.plan import BlockPlan
 
 HOPPER = 9
@@ -105,6 +105,8 @@ class Reference(Engine):
     name = "reference"
 
     def attention(self, q, k, v, plan, scale, return_lse=False):
+        if torch.compiler.is_compiling():
+            return traced.attention(q, k, v, plan, scale, return_lse)
         return reference.attention(q, k, v, plan, scale, return_lse)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +13,17 @@ from torch.nn import functional as F
 from cab_hf.engines import DenseKernel, Engine
 from cab_hf.mask import CabMask
 from cab_hf.ops import decode
+from cab_hf.ops.attention import traced
 from cab_hf.ops.decode import Choice
+from cab_hf.ops.reference import Masks
 from cab_hf.plan import EXACT_BLOCK
 
 # query rows that share one mask tensor, and the elements it may have: they bound memory, not the
 # result
 ROWS_AT_A_TIME = 1024
 MASK_AT_A_TIME = 1 << 28
+# logits that the backward pass of a compiled model holds
+LOGITS_AT_A_TIME = 1 << 26
 ALL_SEEN = "all keys of a decode step"  # under which the layers of a forward pass share them
 
 
@@ -86,21 +91,30 @@ def _all_seen(text: CabMask, k: Tensor) -> Choice:
 
 
 def _by_rows(query: Tensor, key: Tensor, value: Tensor, mask: CabMask, scale: float) -> Tensor:
-    batch, kv_heads, kv_length = key.shape[:3]
-    q_length = query.shape[2]
-    known = isinstance(mask.q_slot, int)
+    if torch.compiler.is_compiling() and query.shape[2] > 1:
+        slot = (0, mask.q_slot) if isinstance(mask.q_slot, Tensor) else (mask.q_slot, None)
+        known = mask.valid, mask.document, mask.window, *slot, False
+        return _by_rows_op(query, key, value, scale, *known)[0]
+    a_query = query.shape[0] * (query.shape[1] // key.shape[1])
+    pieces = [
+        _masked(query[:, :, rows], key[:, :, keys], value[:, :, keys], seen, scale)
+        for rows, keys, seen, *_ in _masks(query, key, mask, MASK_AT_A_TIME // a_query)
+    ]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+
+def _masks(query: Tensor, key: Tensor, mask: CabMask, at_a_time: int) -> Iterator[Masks]:
+    """What the queries may see, some rows at a time: ``at_a_time`` pairs of a query and a key."""
+    q_length, kv_length = query.shape[2], key.shape[2]
+    known = not isinstance(mask.q_slot, Tensor)
     reach = kv_length if mask.window is None else min(kv_length, mask.window + ROWS_AT_A_TIME)
-    a_query = batch * (query.shape[1] // kv_heads) * reach
-    step = min(ROWS_AT_A_TIME, max(1, MASK_AT_A_TIME // a_query))
-    pieces = []
+    step = min(ROWS_AT_A_TIME, max(1, at_a_time // reach))
     for start in range(0, q_length, step):
         stop = min(start + step, q_length)
         high = min(kv_length, mask.q_slot + stop) if known else kv_length
         low = max(0, mask.q_slot + start + 1 - mask.window) if known and mask.window else 0
-        rows = mask.dense_rows(start, stop, low, high, query.device)
-        keys, values = key[:, :, low:high], value[:, :, low:high]
-        pieces.append(_masked(query[:, :, start:stop], keys, values, rows, scale))
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+        seen = mask.dense_rows(start, stop, low, high, query.device)
+        yield Masks(slice(start, stop), slice(low, high), seen)
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scale: float) -> Tensor:
@@ -115,3 +129,29 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scale: floa
     seen = rows.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(2, 3).expand(batch, -1, -1, -1)
     out = F.scaled_dot_product_attention(folded, key, value, attn_mask=seen, scale=scale)
     return out.unflatten(2, (group, length)).flatten(1, 2)
+
+
+def _mask_of(query: Tensor, key: Tensor, values: tuple) -> CabMask:
+    """What `_by_rows` tells of a mask to the op."""
+    valid, document, window, slot, live, _ = values
+    q_slot = slot if live is None else live
+    shape = query.shape[0], query.shape[2], key.shape[2]
+    return CabMask(*shape, q_slot, valid, document, window)
+
+
+def _attend(query, key, value, scale, *values):
+    out = _by_rows(query, key, value, _mask_of(query, key, values), scale)
+    return out, query.new_empty(0, dtype=torch.float32)
+
+
+def _masks_of_logits(query, key, value, scale, *values):
+    at_a_time = LOGITS_AT_A_TIME // (query.shape[0] * query.shape[1])
+    return _masks(query, key, _mask_of(query, key, values), at_a_time)
+
+
+_by_rows_op = traced.register(
+    "attention_by_rows",
+    "Tensor? valid, Tensor? document, int? window, SymInt slot, Tensor? live, bool return_lse",
+    _attend,
+    _masks_of_logits,
+)

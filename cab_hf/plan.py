@@ -20,7 +20,7 @@ def once_per_spans(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compute ``function(spans, *args)`` once for all layers of a forward pass, which share spans.
 
     What it returned lives as long as the spans do. Tensors among the arguments are told apart by
-    identity.
+    identity. Numbers among them are no lengths: torch.compile makes a constant of each.
     """
 
     @functools.wraps(function)
@@ -424,9 +424,9 @@ class BlockPlan:
 
     def with_dense_rows(self, rows: Tensor) -> BlockPlan:
         """The same plan, in which ``rows`` attend everything too; as ``dense_rows``."""
-        grid = _rows_grid(self.spans, rows, self.q_blocks)
+        grid = _rows_grid(self.spans, rows, self.query_block)
         if self.dense_rows is not None:
-            rows = _both(self.spans, rows, self.dense_rows, self.q_blocks)
+            rows = _both(self.spans, rows, self.dense_rows, self.query_block)
         return self.map_lists(
             lambda part: BlockLists(part.counts.masked_fill(grid, 0), part.indices),
             dense_rows=rows,
@@ -661,9 +661,9 @@ def _scattered(x: Tensor) -> Tensor:
 
 
 @once_per_spans
-def _rows_grid(spans: Spans, rows: Tensor, q_blocks: int) -> Tensor:
+def _rows_grid(spans: Spans, rows: Tensor, query_block: int) -> Tensor:
     """bool [B, 1, M_q]: True for ``rows`` [B, R]."""
-    return _grid((rows.shape[0], 1, q_blocks), (), rows, rows.device)
+    return _grid((rows.shape[0], 1, -(-spans.q_length // query_block)), (), rows, rows.device)
 
 
 @once_per_spans
@@ -675,9 +675,9 @@ def _taken(spans: Spans, complete: Tensor, rows: Tensor, q_blocks: int) -> Tenso
 
 
 @once_per_spans
-def _both(spans: Spans, rows: Tensor, others: Tensor, q_blocks: int) -> Tensor:
+def _both(spans: Spans, rows: Tensor, others: Tensor, query_block: int) -> Tensor:
     """``rows`` and ``others``, int64 [B, R] and [B, S], each once: [B, R + S]."""
-    grid = _rows_grid(spans, rows, q_blocks)[:, 0]
+    grid = _rows_grid(spans, rows, query_block)[:, 0]
     named = (others >= 0) & grid.gather(1, others.clamp(min=0))
     return torch.cat((rows, others.masked_fill(named, -1)), dim=1)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 IGNORED = -100
+# attribute of the ``cu_seq_lens_q`` of a shard: what ranks must have in common of all that was
+# sharded. Attention gets this tensor, and no other one tells of the whole text
+CHECKSUM = "cab_checksum"
 KNOWN = (
     *("input_ids", "labels", "shift_labels"),
     *("position_ids", "attention_mask", "cu_seq_lens_q"),
@@ -46,6 +51,9 @@ def shard(
         the ranks' losses add up to, as their gradients do. Where gradients are averaged over ranks
         (DDP, FSDP), scale the loss by their number.
 
+    Whether the batch is the same on every rank is known here alone. The first layer compares it, by
+    a checksum that ``cu_seq_lens_q`` carries until it is copied: shard on the device of the model.
+
     Raises:
         ValueError: for padding, rows packed differently, labels given twice, or what nobody knows
             how to deal out.
@@ -71,6 +79,9 @@ def shard(
     if shifted is not None:
         mine["labels"] = mine["shift_labels"] = _dealt(shifted, layout, group.rank(), IGNORED)
         mine["num_items_in_batch"] = (shifted != IGNORED).sum()
+    known = [ids] if shifted is None else [ids, shifted]
+    content = (x.to("cpu", torch.int64).contiguous().numpy() for x in known)
+    setattr(mine["cu_seq_lens_q"], CHECKSUM, reduce(lambda sum, x: zlib.crc32(x, sum), content, 1))
     return mine
 
 

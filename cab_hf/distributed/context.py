@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from cab_hf.checks import is_whole, require
 from cab_hf.config import CabConfig
+from cab_hf.distributed.batch import CHECKSUM
 from cab_hf.distributed.exchange import RankLost, agree, group_of, publish_failure, withdraw_failure
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
 from cab_hf.distributed.layout import Layout, layout_of, lengths_between
@@ -88,6 +89,8 @@ class Parallel:
         known = facts(q, k, v, layout)
         known["tokens whose positions are another rank's"] = wrong
         known["settings (their checksum)"] = _checksum(config)
+        # 0 where it is not known
+        known["tokens or labels (their checksum)"] = getattr(cu_seq_lens, CHECKSUM, 0)
         agree(known, self.group, q.device)
         if self.positioned and (position_ids is None or cu_seq_lens is None):
             raise NotImplementedError(

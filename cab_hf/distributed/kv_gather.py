@@ -1,17 +1,19 @@
 """K and V on their way: gathered a slice of KV heads at a time, their gradients summed at home.
 
-The next slice is under way while this one is attended, forward and backward. Between the two the
-gathered slices are given back and gathered again: what autograd keeps is then each rank's own K and
-V, not those of the whole text in every layer.
+The next slice is under way while this one is attended, forward and backward. Between the two
+nobody holds the gathered slices, and they are gathered again: what autograd keeps is then each
+rank's own K and V, not those of the whole text in every layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from cab_hf.distributed.exchange import finish, start_gather, start_reduce_scatter
 from cab_hf.distributed.layout import Places
@@ -51,9 +53,8 @@ class KVGather:
         self.slices = [slice(i, min(i + heads_k_stride, k.shape[1])) for i in starts]
         self._coming: dict[int, tuple[Tensor, Work]] = {}
         self._going: list[Work] = []
-        # the slice at hand, and those that autograd keeps, their memory given back in between
-        self._here: Tensor | None = None
-        self._kept: dict[int, Tensor] = {}
+        # the slice that a backward pass has gathered again, and its number
+        self._again: tuple[int, Tensor] | None = None
 
     def start(self, i: int) -> None:
         """Set slice ``i`` under way; nothing if it is, or is none."""
@@ -64,34 +65,45 @@ class KVGather:
 
     def arrive(self, i: int) -> tuple[Tensor, Tensor]:
         """K and V of slice ``i`` in the order of the frame, parts of one tensor."""
-        both = self._arrived(i).index_select(0, self.places.source)
-        # not `detach`: what comes back is what autograd has seen, and no change to it
-        self._here = both.data
-        return self._apart(both)
+        return self._apart(self._arrived(i).index_select(0, self.places.source))
 
-    def attended(self, i: int, out: Tensor) -> Tensor:
-        """``out``, after whose gradient slice ``i``, the last to arrive, is there again; until then
-        it takes no room."""
-        here, self._here = self._here, None
-        if not self.regather_kv or not out.requires_grad:
-            return out
-        out = _Return.apply(out, self, i)
-        self._kept[i] = here
-        here.untyped_storage().resize_(0)
-        return out
+    def attending(self, i: int, k: Tensor) -> AbstractContextManager[Any]:
+        """Inside, autograd saves no part of slice ``i``, of which ``k`` is one, but what it takes
+        to gather it again.
 
-    def regather(self, i: int) -> None:
-        """Put slice ``i`` where autograd will look for it, and set the one before under way."""
-        self.start(i)
-        self.start(i - 1)
-        both, kept = self._arrived(i), self._kept[i]
-        kept.untyped_storage().resize_(kept.nbytes)
-        torch.index_select(both, 0, self.places.source, out=kept)
+        Everything else is saved by the hooks in force, such as those of gradient checkpointing and
+        of offload. These never see the slice: whether they keep, copy or drop what they are given
+        cannot be told.
+        """
+        if not self.regather_kv or not torch.is_grad_enabled():
+            return nullcontext()
+        slice_of = k.untyped_storage()._cdata
+        # what torch.utils.checkpoint would ask, to save by hooks around it
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        pack, unpack = outer or (_same, _same)
+
+        def packed(x: Tensor) -> Any:
+            if x.untyped_storage()._cdata == slice_of:
+                return _Part(x.shape, x.stride(), x.storage_offset())
+            return pack(x)
+
+        def unpacked(x: Any) -> Tensor:
+            return self._gathered_again(i).as_strided(*x) if isinstance(x, _Part) else unpack(x)
+
+        return saved_tensors_hooks(packed, unpacked)
+
+    def _gathered_again(self, i: int) -> Tensor:
+        """Slice ``i`` for the backward pass, with the one before it set under way."""
+        if self._again is None or self._again[0] != i:
+            self._again = None
+            self.start(i)
+            self.start(i - 1)
+            self._again = i, self._arrived(i).index_select(0, self.places.source)
+        return self._again[1]
 
     def reduce_scatter_grads(self, i: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of this rank's K and V; valid after `landed`."""
-        if i in self._kept:
-            self._kept[i].untyped_storage().resize_(0)
+        self._again = None
         place, padding = self.places.home
         both = _together(dk, dv).index_select(0, place)
         if padding is not None:
@@ -133,10 +145,25 @@ def over_slices(gather: KVGather, k: Tensor, v: Tensor, attend: Attend) -> tuple
         keys, values = (
             _Arrive.apply(gather, i, *tickets[2 * i : 2 * i + 2]) if tracked else (gather.arrive(i))
         )
-        out, lse = attend(keys, values, i)
-        outs.append(gather.attended(i, out))
+        with gather.attending(i, keys):
+            out, lse = attend(keys, values, i)
+        # the next slice takes its memory
+        del keys, values
+        outs.append(out)
         sums.append(lse.detach())
     return torch.cat(outs, dim=1), torch.cat(sums, dim=1)
+
+
+class _Part(NamedTuple):
+    """Where something stood in the memory of a slice."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _same(x: Any) -> Any:
+    return x
 
 
 def _together(k: Tensor, v: Tensor) -> Tensor:
@@ -171,17 +198,3 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *ctx.gather.reduce_scatter_grads(ctx.i, dk, dv)
-
-
-class _Return(torch.autograd.Function):
-    """Nothing forward; backward, what the engine kept of a slice is gathered first."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, gather: KVGather, i: int) -> Tensor:
-        ctx.gather, ctx.i = gather, i
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.gather.regather(ctx.i)
-        return grad, None, None

@@ -16,7 +16,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from cab_hf.budgets import Budgets
+from cab_hf.budgets import OP_SETTINGS, Budgets, op_settings, settings_of_op
 from cab_hf.config import CabConfig
 from cab_hf.ops.coarsen import QuerySummary, coarsen_keys, coarsen_queries, summary_dtype
 from cab_hf.ops.exact_scores import (
@@ -39,18 +39,10 @@ SCORE_BYTES_AT_A_TIME = 1 << 30
 # which waits for the device once
 LISTS_AT_MOST = 2 << 30
 
-# what choosing takes of a CabConfig, with the types that the registered op has for it
-FIELDS = {
-    **dict.fromkeys(("query_block", "key_block", "sink_blocks", "local_blocks"), "int"),
-    **dict.fromkeys(("coarsen", "select", "curvature"), "str"),
-    **dict.fromkeys(("redundancy", "max_density"), "float"),
-}
 # how the registered op is told what `_unpack` understands
 OP_SCHEMA = (
     "Tensor first, Tensor last, Tensor key_valid, bool aligned, bool consecutive, Tensor? tail,"
-    " bool tail_listed, bool top_p_by_keys, float[] top_p, float[] top_k_share, float[] sparsity,"
-    " int[] exact_queries, int[] dense_heads, "
-    + ", ".join(f"{kind} {name}" for name, kind in FIELDS.items())
+    f" bool tail_listed, {OP_SETTINGS}"
 )
 # turns with their scores, what selects by them, and budgets of own
 Scored = Iterator[tuple[HeadChunk, Scores, CabConfig, HeadBudget | None]]
@@ -256,7 +248,7 @@ def _rooms(
     if tail.rows is not None and tail.listed:
         share = 1.0
     # one more than the share: it is rounded up, and here in floating point
-    room = min(kv_blocks, max(int(share * kv_blocks) + 2, forced))
+    room = min(kv_blocks, max(torch.sym_int(share * kv_blocks) + 2, forced))
     return room, min(kv_blocks, crossed if aligned else kv_blocks)
 
 
@@ -327,17 +319,9 @@ def _four(full: BlockLists, partial: BlockLists) -> tuple[Tensor, Tensor, Tensor
 def _pack(spans: Spans, config: CabConfig, budgets: Budgets) -> tuple:
     """What the registered op is told by the schema `OP_SCHEMA`."""
     known = spans.first, spans.last, spans.key_valid, spans.aligned, spans.consecutive
-    settings = [getattr(config, name) for name in FIELDS]
-    parts = *_tail(spans, config), config.top_p is None, *map(list, budgets)
-    return *known, *parts, *settings
+    return *known, *_tail(spans, config), *op_settings(config, budgets)
 
 
 def _unpack(values: tuple) -> tuple[Spans, Tail, Budgets, CabConfig]:
     """What `_pack` has told."""
-    budgets = Budgets(*map(tuple, values[8:13]))
-    settings = dict(zip(FIELDS, values[13:], strict=True))
-    # curvature looks whether anything is added, and heads left to rank by it
-    top_p = 1 if budgets.top_p == (1,) else (budgets.top_p,)
-    shared = {"top_p": None if values[7] else top_p}
-    shared |= {"top_k_share": (budgets.top_k_share,), "exact_queries": (budgets.exact_queries,)}
-    return Spans(*values[:5]), Tail(*values[5:7]), budgets, CabConfig.reading(settings | shared)
+    return Spans(*values[:5]), Tail(*values[5:7]), *settings_of_op(values[7:])

@@ -7,9 +7,10 @@ blocks. Everything between the scores and the selection is float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,6 +68,22 @@ class KeySummary:
     def heads(self, start: int, stop: int) -> KeySummary:
         """The same of KV heads ``start`` to ``stop``, float32."""
         return KeySummary(self.planes[:, :, start:stop].float())
+
+
+class Masks(NamedTuple):
+    """What some queries attend: the slices of queries and of keys, and which of these they see.
+
+    Attributes:
+        seen: bool [B or 1, H or 1, rows, keys].
+        raised: what is added to the logits, of the same shape; None for nothing.
+        sound: False where keys or values that these queries do not see may not be finite.
+    """
+
+    rows: slice
+    keys: slice
+    seen: Tensor
+    raised: Tensor | None = None
+    sound: bool = True
 
 
 def coarsen_queries(q: Tensor, valid: Tensor, query_block: int, how: str) -> Tensor:
@@ -424,31 +441,18 @@ def attention(
     What a plan samples has log(``plan.one_in``) added to its logits. Differentiable. Queries that
     see nothing (padding, or no block listed) get zeros. A plan may have fewer heads than q, see
     `BlockPlan.shared_by`. The token mask is made for at most `QUERY_CHUNK` queries at a time, over
-    the keys they could see. What is not finite reaches no query of a block that sees nothing of
-    it, but where looking for it breaks a graph.
+    the keys they could see. What is not finite reaches no query of a block that sees nothing of it.
+    torch.compile takes it as one op, `cab_hf.ops.attention.traced`.
 
     ``return_lse`` adds the log-sum-exp of each query's scaled scores: natural logarithm, float32
     (float64 for float64 inputs) [B, H, N_q], -inf where a query sees nothing.
     """
-    sharing = plan.shared_by(q.shape[1])
+    chunks = masks(q, k, v, plan)
     group = q.shape[1] // k.shape[1]
-    sample = None if plan.sampled is None else plan.of_sampled()
-    wide = torch.promote_types(q.dtype, torch.float32)
-    sound = torch.compiler.is_compiling() or all(bool(x.isfinite().all()) for x in (k, v))
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
     outs, sums = [], []
-    chunk = QUERY_CHUNK if sound else math.gcd(QUERY_CHUNK, plan.query_block)
-    for start in range(0, plan.q_length, chunk):
-        rows = slice(start, min(start + chunk, plan.q_length))
-        reach = _reach(plan.spans, rows)
-        mask = plan.token_mask(rows.start, rows.stop, reach).repeat_interleave(sharing, dim=1)
-        raised = None
-        if sample is not None:
-            more = sample.token_mask(rows.start, rows.stop, reach)
-            more = more.repeat_interleave(sharing, dim=1)
-            # in float32, where log(one_in) is not rounded to the dtype of q
-            mask, raised = mask | more, more.to(wide) * math.log(plan.one_in)
-        queries, keys, values = q[:, :, rows], k[:, :, :reach], v[:, :, :reach]
+    for rows, reach, mask, raised, sound in chunks:
+        queries, keys, values = q[:, :, rows], k[:, :, reach], v[:, :, reach]
         if not sound:
             # a mask adds to logits and a weight of 0 multiplies: neither removes a NaN
             unseen = ~mask.any(dim=-2).unsqueeze(-1)
@@ -458,7 +462,7 @@ def attention(
         seen = mask | blind
         if raised is not None:
             seen = raised.masked_fill(~seen, -torch.inf)
-            queries, keys, values = queries.to(wide), keys.to(wide), values.to(wide)
+            queries, keys, values = (x.to(raised.dtype) for x in (queries, keys, values))
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scale)
         outs.append(out.to(q.dtype).masked_fill(blind, 0.0))
         if return_lse:
@@ -467,15 +471,30 @@ def attention(
     return (out, torch.cat(sums, dim=2)) if return_lse else out
 
 
+def masks(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Iterator[Masks]:
+    """What the queries attend under ``plan``, a chunk of them at a time.
+
+    Where k or v is not finite, a chunk has queries of one block alone.
+    """
+    sound = all(bool(x.isfinite().all()) for x in (k, v))
+    sharing = plan.shared_by(q.shape[1])
+    sample = None if plan.sampled is None else plan.of_sampled()
+    chunk = QUERY_CHUNK if sound else math.gcd(QUERY_CHUNK, plan.query_block)
+    for start in range(0, plan.q_length, chunk):
+        stop = min(start + chunk, plan.q_length)
+        reach = max(1, int(plan.spans.last[:, start:stop].max()) + 1)
+        mask = plan.token_mask(start, stop, reach).repeat_interleave(sharing, dim=1)
+        raised = None
+        if sample is not None:
+            more = sample.token_mask(start, stop, reach).repeat_interleave(sharing, dim=1)
+            # in float32, where log(one_in) is not rounded to the dtype of q
+            wide = torch.promote_types(q.dtype, torch.float32)
+            mask, raised = mask | more, more.to(wide) * math.log(plan.one_in)
+        yield Masks(slice(start, stop), slice(0, reach), mask, raised, sound)
+
+
 def _log_sum_exp(q: Tensor, k: Tensor, mask: Tensor, raised: Tensor | None, scale: float) -> Tensor:
     dtype = torch.promote_types(q.dtype, torch.float32)
     logits = q.to(dtype) @ k.to(dtype).transpose(-1, -2) * scale
     logits = logits if raised is None else logits + raised
     return logits.masked_fill(~mask, -torch.inf).logsumexp(dim=-1)
-
-
-def _reach(spans: Spans, rows: slice) -> int:
-    """How many keys the queries of ``rows`` could see; all of them where looking breaks a graph."""
-    if torch.compiler.is_compiling():
-        return spans.kv_length
-    return max(1, int(spans.last[:, rows].max()) + 1)

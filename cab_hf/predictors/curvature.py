@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cab_hf.budgets import Budgets, budgets_of
+from cab_hf.budgets import OP_SETTINGS, Budgets, budgets_of, op_settings, settings_of_op
 from cab_hf.config import CabConfig
 from cab_hf.ops import HAS_TRITON, reference
 from cab_hf.ops.reference import KeySummary
-from cab_hf.plan import BlockLists, BlockPlan, Spans, block_visibility
+from cab_hf.plan import BlockLists, BlockPlan, Spans, block_visibility, crossed_blocks
 from cab_hf.predictors.base import SHARE_OPTIONS, LayerContext, Predictor
 
 # elements of a [heads, M_q, M_k] score tensor worked on at a time; some 20 of them live at once
@@ -187,6 +187,8 @@ def by_reference(
     vectors: Tensor | None = None,
 ) -> BlockPlan:
     """What `CurvaturePredictor.choose` means, in plain PyTorch on any device."""
+    if torch.compiler.is_compiling():
+        return _as_op(q, summary, call, config, budgets)
     spans, scale = call.spans, call.scale
     visible = block_visibility(spans, config.query_block, config.key_block)
     queries = vectors
@@ -226,6 +228,46 @@ def by_reference(
         dense_heads=budgets.dense_heads,
         dense_rows=tail_rows(spans, config),
     )
+
+
+def _as_op(
+    q: Tensor, summary: KeySummary, call: LayerContext, config: CabConfig, budgets: Budgets
+) -> BlockPlan:
+    """`by_reference` for torch.compile, which would trace a graph for each length of its loops."""
+    spans = call.spans
+    known = spans.first, spans.last, spans.key_valid, spans.aligned, spans.documents
+    given = call.scale, call.channels, *known, *op_settings(config, budgets)
+    lists = _choose_op(q, summary.planes, summary.keys, *given)
+    full, partial, rows = BlockLists(*lists[:2]), BlockLists(*lists[2:]), tail_rows(spans, config)
+    return BlockPlan(full, partial, spans, *_blocks(config), budgets.dense_heads, rows)
+
+
+@torch.library.custom_op(
+    "cab_hf::choose_by_reference",
+    mutates_args=(),
+    schema="(Tensor q, Tensor planes, Tensor? keys, float scale, int[] channels, Tensor first,"
+    f" Tensor last, Tensor key_valid, bool aligned, int? documents, {OP_SETTINGS})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _choose_op(q, planes, keys, scale, channels, first, last, valid, aligned, documents, *values):
+    budgets, config = settings_of_op(values)
+    spans = Spans(first, last, valid, aligned, documents=documents)
+    call = LayerContext(spans, scale, channels=tuple(channels))
+    plan = by_reference(q, KeySummary(planes, keys), call, config, budgets)
+    return plan.full.counts, plan.full.indices, plan.partial.counts, plan.partial.indices
+
+
+@_choose_op.register_fake
+def _(q, planes, keys, scale, channels, first, last, valid, aligned, documents, *values):
+    _, config = settings_of_op(values)
+    rows, columns = -(-q.shape[2] // config.query_block), planes.shape[3]
+    crossed = min(crossed_blocks(*_blocks(config)), columns) if aligned else columns
+    shapes = ((), (columns,), (), (crossed,))
+    return tuple(first.new_empty(*q.shape[:2], rows, *width) for width in shapes)
+
+
+def _blocks(config: CabConfig) -> tuple[int, int]:
+    return config.query_block, config.key_block
 
 
 def _by_outliers(

@@ -1,11 +1,14 @@
 """Attention over a text that several ranks hold, against one process that holds it all."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from shards import BLOCK, TEXTS, layout_for, shard_of, together
 from tiny import qkv
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from cab_hf.distributed import zigzag_attention
 from cab_hf.distributed.layout import Layout
@@ -95,6 +98,69 @@ def test_every_scheme_computes_the_same(ranks, scheme, settings, text):
     actual = ranks.run(4, on_a_rank, scheme, ends, 2, 3, settings)
     layout = layout_for(4, ends, Contiguous if scheme == "contiguous" else Layout)
     assert_same(actual, layout, in_one_process(layout, 2, 3))
+
+
+def plainly(attend, *leaves):
+    return attend(*leaves)
+
+
+def checkpointed(attend, *leaves):
+    return checkpoint(attend, *leaves, use_reentrant=False)
+
+
+def checkpointed_but_for_matrices(attend, *leaves):
+    kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.index_select.default])
+    return checkpoint(attend, *leaves, use_reentrant=False, context_fn=kept)
+
+
+def offloaded(attend, *leaves):
+    with save_on_cpu():
+        return attend(*leaves)
+
+
+def copied_later(attend, *leaves):
+    """Hooks that copy what they were given once the forward pass is over."""
+    given = []
+
+    def unpack(place):
+        given[:] = [x.clone() for x in given]
+        return given[place]
+
+    with saved_tensors_hooks(lambda x: given.append(x) or len(given) - 1, unpack):
+        return attend(*leaves)
+
+
+WAYS = {
+    "plainly": plainly,
+    "checkpointed": checkpointed,
+    "some-checkpointed": checkpointed_but_for_matrices,
+    "offloaded": offloaded,
+    "copied-later": copied_later,
+}
+
+
+def backward_on_a_rank(process_group, way, group, settings):
+    """The gradients of a rank by two backward passes of one forward pass, where torch allows it."""
+    layout, rank = layout_for(process_group.size(), None), process_group.rank()
+    *inputs, grad = (shard_of(x, layout, rank) for x in full_text(layout, group, 3))
+    leaves = [x.requires_grad_() for x in inputs]
+    ours = {"group": process_group, "block": BLOCK, "engine": "reference", "heads_k_stride": 1}
+    attend = partial(zigzag_attention, **ours, **settings)
+    out = WAYS[way](lambda *x: attend(*x)[0], *leaves)
+    passes = 1 if way == "some-checkpointed" else 2
+    found = [torch.autograd.grad(out, leaves, grad, retain_graph=i == 0) for i in range(passes)]
+    return [dict(zip(("dq", "dk", "dv"), each, strict=True)) for each in found]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("group", [1, 2], ids=["own-keys", "shared-keys"])
+@pytest.mark.parametrize("settings", [{}, {"regather_kv": False}], ids=["regathered", "kept"])
+def test_gradients_are_the_same_however_autograd_saves(ranks, way, group, settings):
+    actual = ranks.run(2, backward_on_a_rank, way, group, settings)
+    layout = layout_for(2, None)
+    expected = in_one_process(layout, group, 3)
+    for each in zip(*actual, strict=True):
+        assert_same(each, layout, {name: expected[name] for name in ("dq", "dk", "dv")})
 
 
 def test_without_causality_documents_see_all_of_themselves(ranks):

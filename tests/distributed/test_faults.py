@@ -1,6 +1,7 @@
 """Ranks that differ, compute with what is another's, or die: all of them hear of it, and when."""
 
 import os
+import re
 import time
 from dataclasses import replace
 
@@ -93,6 +94,29 @@ def with_other_settings(group):
 def test_models_of_other_settings_are_refused(ranks):
     for outcome in ranks.outcomes(2, with_other_settings):
         assert outcome.sentence.startswith("settings (their checksum) differ")
+
+
+def with_another_batch(group, changed, place):
+    """A model on each rank, of which rank 1 has shards of a batch that differs in one place."""
+    batch = {"input_ids": tokens(2, 256), "labels": tokens(2, 256)}
+    if group.rank() == 1:
+        batch[changed][1, place] = 1
+    inputs = distributed.shard(batch, group, BLOCK)
+    if changed == "input_ids":
+        inputs["inputs_embeds"] = model_of().get_input_embeddings()(inputs.pop("input_ids"))
+    with torch.no_grad(), cab_hf.context_parallel(model_of(), group, block=BLOCK) as model:
+        return model(**inputs, use_cache=False)
+
+
+@pytest.mark.parametrize("changed", ["input_ids", "labels"])
+@pytest.mark.parametrize("place", [1, 100], ids=["of-the-first-rank", "of-the-second-rank"])
+def test_batches_that_differ_in_one_place_are_refused(ranks, changed, place):
+    for outcome in ranks.outcomes(2, with_another_batch, changed, place):
+        assert outcome.kind == "ValueError"
+        assert re.match(
+            r"tokens or labels \(their checksum\) differ .*: \d+ on rank 0, \d+ on rank 1; ",
+            outcome.sentence,
+        )
 
 
 def computed(group, wrong):

@@ -123,6 +123,13 @@ def test_a_training_step_is_that_of_one_process(ranks, config, ends):
     [
         pytest.param((("cab_dense",), {}), {}, 2, id="cab_dense"),
         pytest.param((("cab", SPARSE), {}), {"checkpointing": True}, 2, id="checkpointing"),
+        # engines save keys that no heads share as they are
+        pytest.param(
+            (("cab", SPARSE), {"num_key_value_heads": 6}),
+            {"checkpointing": True},
+            2,
+            id="checkpointing-of-own-keys",
+        ),
         pytest.param(
             (("cab", CONFIGS["cascade"]), {}), {"checkpointing": True}, 2, id="cascade-checkpointed"
         ),

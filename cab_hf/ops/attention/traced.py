@@ -1,0 +1,146 @@
+"""Attention in plain PyTorch as registered ops, for torch.compile.
+
+It goes over the rows in chunks: traced, each chunk would be a part of the graph, and each length of
+a text a graph of its own. The definition is `reference.attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cab_hf.ops import reference
+from cab_hf.ops.reference import Masks
+from cab_hf.plan import BlockLists, BlockPlan, Spans
+
+PLAN = (
+    "Tensor full_counts, Tensor full_indices, Tensor partial_counts, Tensor partial_indices,"
+    " Tensor? sampled_counts, Tensor? sampled_indices, int one_in, int[] dense_heads,"
+    " Tensor? dense_rows, Tensor first, Tensor last, Tensor key_valid, int query_block,"
+    " int key_block, bool return_lse"
+)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float, return_lse: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`reference.attention`, a node of a graph. Gradients flow through the output alone."""
+    sampled, spans = plan.sampled, plan.spans
+    out, lse = _attention_op(
+        *(q, k, v, scale),
+        *(plan.full.counts, plan.full.indices, plan.partial.counts, plan.partial.indices),
+        *((None, None) if sampled is None else (sampled.counts, sampled.indices)),
+        *(plan.one_in, list(plan.dense_heads), plan.dense_rows),
+        *(spans.first, spans.last, spans.key_valid, *plan.blocks, return_lse),
+    )
+    return (out, lse) if return_lse else out
+
+
+def register(
+    name: str,
+    schema: str,
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    masks: Callable[..., Iterable[Masks]],
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The op ``cab_hf::name`` of (q, k, v, scale, others), with gradients.
+
+    Args:
+        schema: of the others, the last of which says whether the log-sum-exp is asked for.
+        attend: what it computes: output [B, H, N_q, D_v] and log-sum-exp, empty if not asked for.
+        masks: the same arguments to what each query attends.
+    """
+    given = f"Tensor q, Tensor k, Tensor v, float scale, {schema}"
+
+    def forward(q, *others):
+        return tuple(x.contiguous() for x in attend(q, *others))
+
+    def forward_shapes(q, k, v, scale, *others):
+        lse = q.shape[:3] if others[-1] else (0,)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(lse, dtype=wide)
+
+    def backward(grad, q, k, v, scale, *others):
+        return gradients(grad, q, k, v, scale, masks(q, k, v, scale, *others))
+
+    def save(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
+        # what is no tensor, and where tensors stood
+        ctx.others = [None if isinstance(x, Tensor) else (x,) for x in inputs]
+
+    def differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        tensors = iter(ctx.saved_tensors)
+        inputs = [next(tensors) if x is None else x[0] for x in ctx.others]
+        return *backward_op(grad, *inputs), *(None,) * (len(inputs) - 3)
+
+    def op(name: str, function: Callable[..., Any], given: str, given_back: str):
+        schema = f"({given}) -> ({given_back})"
+        return torch.library.custom_op(f"cab_hf::{name}", function, mutates_args=(), schema=schema)
+
+    forward_op = op(name, forward, given, "Tensor, Tensor")
+    backward_op = op(
+        f"{name}_backward", backward, f"Tensor grad, {given}", "Tensor, Tensor, Tensor"
+    )
+    forward_op.register_fake(forward_shapes)
+    forward_op.register_autograd(differentiate, setup_context=save)
+    backward_op.register_fake(lambda _, *inputs: tuple(x.new_empty(x.shape) for x in inputs[:3]))
+    return forward_op
+
+
+def gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, masks: Iterable[Masks]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, where each query attends what ``masks`` say."""
+    wide, groups = torch.promote_types(q.dtype, torch.float32), (k.shape[1], -1)
+    dq, dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (q, k, v))
+    for rows, keys, seen, raised, sound in masks:
+        # [B, H_kv, g, rows, D] and [B, H_kv, 1, keys, D]
+        query, out_grad = (x[:, :, rows].to(wide).unflatten(1, groups) for x in (q, grad))
+        key, value = (x[:, :, keys].to(wide).unsqueeze(2) for x in (k, v))
+        heads = query.shape[0], q.shape[1], -1, -1
+        unseen = ~seen.expand(heads).unflatten(1, groups)
+        if not sound:
+            # as in the forward pass: no weight of 0 removes a NaN
+            nowhere = unseen.all(dim=-2).unsqueeze(-1)
+            key, value = (torch.where(nowhere, 0.0, x) for x in (key, value))
+        logits = query @ key.transpose(-1, -2) * scale
+        if raised is not None:
+            logits = logits + raised.expand(heads).unflatten(1, groups)
+        p = logits.masked_fill(unseen, -torch.inf).softmax(-1).masked_fill(unseen, 0.0)
+        dp = out_grad @ value.transpose(-1, -2)
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+        dq[:, :, rows] = (ds @ key).flatten(1, 2)
+        dk[:, :, keys] += (ds.transpose(-1, -2) @ query).sum(2)
+        dv[:, :, keys] += (p.transpose(-1, -2) @ out_grad).sum(2)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _plan_of(values: tuple) -> BlockPlan:
+    """What `attention` tells of a plan."""
+    lists, (sampled, indices, one_in, dense_heads, dense_rows) = values[:4], values[4:9]
+    return BlockPlan(
+        BlockLists(*lists[:2]),
+        BlockLists(*lists[2:]),
+        Spans(*values[9:12]),
+        *values[12:14],
+        tuple(dense_heads),
+        dense_rows,
+        None if sampled is None else BlockLists(sampled, indices),
+        one_in,
+    )
+
+
+def _attend(q, k, v, scale, *values):
+    plan, return_lse = _plan_of(values), values[-1]
+    result = reference.attention(q, k, v, plan, scale, return_lse)
+    return result if return_lse else (result, q.new_empty(0, dtype=torch.float32))
+
+
+def _masks(q, k, v, scale, *values):
+    return reference.masks(q, k, v, _plan_of(values))
+
+
+_attention_op = register("reference_attention", PLAN, _attend, _masks)
