@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -102,11 +103,16 @@ def name_of(model: str) -> str:
     return Path(model).name if Path(model).exists() else model
 
 
-def load_weights(adapted: Any, adapter: Path, advice: str) -> None:
+def load_weights(adapted: Any, adapter: Path, advice: str) -> list[str]:
     """Give the adapters of ``adapted``, a PeftModel, the weights that stand in ``adapter``.
+
+    Beside an adapter of head or embeddings PEFT saves their own weights, which are loaded as well.
 
     Args:
         advice: the end of a sentence: what to do where they do not fit.
+
+    Returns:
+        the names of weights of the base that have changed by it.
 
     Raises:
         UsageError: they are of other modules or shapes, or cannot be read.
@@ -116,6 +122,9 @@ def load_weights(adapted: Any, adapter: Path, advice: str) -> None:
     with reading(adapter, WEIGHTS):
         result = load_file(adapter / WEIGHTS)
     wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    complete = get_peft_model_state_dict(adapted, save_embedding_layers=True)
+    others = {name: complete[name] for name in result if name in complete and name not in wanted}
+    wanted |= others
     # a head tied to trained embeddings may be written once
     written = {wanted[name].data_ptr(): x for name, x in result.items() if name in wanted}
     for name, x in wanted.items():
@@ -129,7 +138,11 @@ def load_weights(adapted: Any, adapter: Path, advice: str) -> None:
             part = name.removeprefix("base_model.model.")
             text = f"{part} is {theirs} in the adapter and {ours} in the base"
             raise misfit(adapter, adapted, text, advice)
+    changed = [
+        name for name, x in others.items() if not torch.equal(result[name].to(x.dtype), x.cpu())
+    ]
     set_peft_model_state_dict(adapted, result)
+    return changed
 
 
 def misfit(adapter: Path, base: Any, why: str, advice: str) -> UsageError:
@@ -155,4 +168,7 @@ def begin_with(adapted: Any, adapter: Path) -> None:
     if (config.r, config.lora_alpha) != (ours.r, ours.lora_alpha):
         text = f"rank {config.r} and alpha {config.lora_alpha:g} are not {ours.r} and"
         raise misfit(adapter, base, f"{text} {ours.lora_alpha:g}", advice)
-    load_weights(adapted, adapter, advice)
+    changed = load_weights(adapted, adapter, advice)
+    if changed:
+        text = f"{changed[0].removeprefix('base_model.model.')} is another one in the adapter"
+        raise misfit(adapter, base, text, "merge them, and give the result as --model")

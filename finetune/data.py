@@ -61,6 +61,7 @@ class Packed:
         hold_out: of so many documents of a source, in the order of its data, the first is kept for
             `held_out`; 0 keeps none.
         only_held_out: pack those that are kept instead of the others.
+        vocabulary: how many tokens the model knows; None: all that there are.
     Raises:
         UsageError: arguments that make no sense together; then, while it goes on, documents that
             cannot be read or learnt.
@@ -77,9 +78,11 @@ class Packed:
         world: int = 1,
         hold_out: int = HOLD_OUT,
         only_held_out: bool = False,
+        vocabulary: int | None = None,
     ) -> None:
         _check(sources, length, rank, world, hold_out)
         self.length, self.rank, self.world = length, rank, world
+        self._tokenizer, self._vocabulary = tokenizer, vocabulary or math.inf
         self._identity = {
             "sources": [[source.name, source.rows, float(share)] for source, share in sources],
             "length": length,
@@ -88,7 +91,8 @@ class Packed:
         }
         # a token that nothing is learnt of
         padding = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-        self._padding = next(token for token in padding if token is not None)
+        known = (token for token in padding if token is not None and token < self._vocabulary)
+        self._padding = next(known)
         part = Part(hold_out, only_held_out)
         texts = [source for source, _ in sources if isinstance(source, TextSource)]
         self._feeds = []
@@ -110,7 +114,15 @@ class Packed:
         return self
 
     def __next__(self) -> Item:
-        return _as_tensors(self._own(), self.length, self._padding)
+        item = _as_tensors(self._own(), self.length, self._padding)
+        highest = int(item["input_ids"].max())
+        if highest >= self._vocabulary:
+            raise UsageError(
+                f"data has token {highest} ({self._tokenizer.convert_ids_to_tokens(highest)!r}), "
+                f"and the model knows those below {self._vocabulary}; give one whose embeddings "
+                "were resized for its tokenizer, or data without that token."
+            )
+        return item
 
     def skip(self) -> None:
         """Pass over the next sequence; synthetic documents in it are not made."""
@@ -329,19 +341,22 @@ def held_out(
     seed: int = 0,
     *,
     hold_out: int = HOLD_OUT,
+    vocabulary: int | None = None,
 ) -> list[Item]:
     """Sequences of the documents that `Packed` with the same ``hold_out`` passes over.
 
     They are always the same: ``count`` of them, or fewer where these hold every document already.
 
     Args:
-        hold_out: as of `Packed`; 1 takes every document, of sources that training does not read.
+        hold_out, vocabulary: as of `Packed`; 1 takes every document, of sources that training does
+            not read.
     Raises:
         UsageError: a source has no document that is held out, or as of `Packed`.
     """
     if count < 1:
         raise UsageError(f"count of held-out sequences must be 1 or more; got {count!r}.")
-    packed = Packed(tokenizer, sources, length, seed, hold_out=hold_out, only_held_out=True)
+    how = {"hold_out": hold_out, "only_held_out": True, "vocabulary": vocabulary}
+    packed = Packed(tokenizer, sources, length, seed, **how)
     sequences: list[Item] = []
     while len(sequences) < count and not packed.epoch:
         sequences.append(next(packed))

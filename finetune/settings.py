@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -215,10 +216,14 @@ class Settings:
             require(self, name, holds(getattr(self, name)), accepted)
 
     def sources(self, field: str = "data") -> list[tuple[str, float]]:
-        """(name, weight) of every source in ``data``, or in ``validation``."""
+        """(name, weight) of every source in ``data``, or in ``validation``.
+
+        What is there by all of its name, such as a folder ``year=2024``, has no weight.
+        """
         results = []
         for text in getattr(self, field):
-            name, weight = text.rsplit("=", 1) if "=" in text else (text, "1")
+            weighed = "=" in text and not os.path.exists(os.path.expanduser(text))
+            name, weight = text.rsplit("=", 1) if weighed else (text, "1")
             try:
                 number = float(weight)
             except ValueError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import os
 import random
 import re
 from collections import deque
@@ -32,7 +33,8 @@ from cab_hf.runs.stand_ins import MANUALS, manuals_file
 State = dict[str, Any]
 # files by their endings: what `datasets` reads them with
 KINDS = {
-    ".txt": ("from_text", {"sample_by": "document"}),
+    # a byte order mark is no text
+    ".txt": ("from_text", {"sample_by": "document", "encoding": "utf-8-sig"}),
     ".jsonl": ("from_json", {}),
     ".json": ("from_json", {}),
     ".parquet": ("from_parquet", {}),
@@ -112,6 +114,7 @@ class TextSource:
     Attributes:
         dataset: a Dataset or an IterableDataset with the field alone.
         skipped: a sentence on documents without text, where there are such or may be.
+        files: that the dataset is read from, and ``sha256`` of what was in them; none of the hub's.
     """
 
     name: str
@@ -120,6 +123,8 @@ class TextSource:
     seed: int = 0
     shuffle: bool = True
     skipped: str | None = None
+    files: Sequence[Path] = ()
+    sha256: str | None = None
 
     whole = False  # a document may go on in the next sequence
 
@@ -152,7 +157,7 @@ class RetrievalSource:
     seed: int = 0
 
     whole = True  # a question without its text cannot be answered
-    rows = skipped = None
+    rows = skipped = sha256 = None
 
     def documents(
         self, tokenizer: Any, part: Part, salt: str, length: int, others: Sequence[TextSource]
@@ -213,23 +218,26 @@ def make_source(
     files, given = _files_of(name), repr(name)
     if files and not any(file.stat().st_size for file in files):
         raise UsageError(f"source {given} has no documents; give one with text in it.")
-    with _reading(given):
-        dataset = _open(name, files, split, streaming)
-        own = name == MANUALS or (files and files[0].suffix == ".txt")
-        field = "text" if own else text_field
+    own = name == MANUALS or (files and files[0].suffix == ".txt")
+    field = "text" if own else text_field
+    with _reading(given, files, field):
+        sums = list(map(file_sha256, files))
+        dataset = _open_files(files, sums, streaming) if files else _open(name, split, streaming)
         fields = dataset.column_names or list(next(iter(dataset), {}))
     if not fields or (not streaming and not len(dataset)):
         raise UsageError(f"source {given} has no documents; give one with text in it.")
     if field not in fields:
         near = difflib.get_close_matches(field, fields, n=1)
         hint = f"did you mean {near[0]}?" if near else f"its fields are {', '.join(fields)}."
-        raise UsageError(f"source {given} has no field {field!r}; {hint}")
+        where = f" in {files[0].name}" if len(files) > 1 else ""
+        raise UsageError(f"source {given} has no field {field!r}{where}; {hint}")
     # a name without its folder: results and checkpoints say which file, not where
     shown = Path(name).name if files else name
     dataset = dataset.select_columns([field])
     with _reading(given):
         skipped = _skipped(dataset, field, shown)
-    return TextSource(shown, dataset, field, seed, shuffle, skipped)
+    sha256 = _sha256_of(sums) if files else None
+    return TextSource(shown, dataset, field, seed, shuffle, skipped, files, sha256)
 
 
 def _skipped(dataset: Any, field: str, shown: str) -> str | None:
@@ -271,13 +279,17 @@ def content_sha256(name: str) -> str | None:
         return None
     files = _files_of(name)
     if files:
-        of_each = [file_sha256(file) for file in files]
-        return of_each[0] if len(files) == 1 else sha256("".join(of_each).encode()).hexdigest()
+        return _sha256_of(list(map(file_sha256, files)))
     from datasets import load_dataset_builder
 
     with _reading(repr(name)):
         path, _, config = name.partition(":")
         return load_dataset_builder(path, config or None).hash
+
+
+def _sha256_of(sums: Sequence[str]) -> str:
+    """Of files that have these, in their order."""
+    return sums[0] if len(sums) == 1 else sha256("".join(sums).encode()).hexdigest()
 
 
 def is_local(name: str) -> bool:
@@ -330,47 +342,112 @@ def _files_of(name: str) -> list[Path]:
 
 def _local_files(name: str) -> list[Path]:
     """The files that ``name`` stands for, none where it is no path."""
-    path, known = Path(name).expanduser(), ", ".join(KINDS)
+    path, known = Path(os.path.expanduser(name)), ", ".join(KINDS)
     if path.is_dir():
-        results = sorted(file for file in path.rglob("*") if file.suffix in KINDS)
+        results = sorted(file for file in path.rglob("*") if _is_text(file, path))
         kinds = sorted({file.suffix for file in results})
         if len(kinds) != 1:
             raise UsageError(
                 f"source {name!r} must be a folder of files of one kind of {known}; it holds "
                 f"{' and '.join(kinds) or 'no'} files."
             )
+        lost = next((file for file in results if not file.is_file()), None)
+        if lost is not None:
+            raise UsageError(
+                f"source {name!r} has {lost.name}, a link to nothing; take it away or restore it."
+            )
         return results
     if path.is_file() and path.suffix not in KINDS:
         raise UsageError(f"source {name!r} must be a file of {known}.")
     if path.is_file():
         return [path]
-    if path.suffix in KINDS or path.is_absolute() or name.startswith((".", "~")):
+    # datasets, too, would read the folder in front of a colon
+    local = path.is_absolute() or name.startswith((".", "~")) or Path(name.split(":")[0]).is_dir()
+    if path.suffix in KINDS or local:
         raise UsageError(f"source {name!r} is no file or folder that is there; give one that is.")
     return []
 
 
-def _open(name: str, files: Sequence[Path], split: str, streaming: bool) -> Any:
-    from datasets import Dataset, load_dataset
+def _is_text(file: Path, folder: Path) -> bool:
+    """Whether it is read where ``folder`` is named: hidden ones are copies that editors keep."""
+    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    return file.suffix in KINDS and not hidden and not file.is_dir()
 
-    if not files:
-        path, _, config = name.partition(":")
-        return load_dataset(path, config or None, split=split, streaming=streaming)
-    read, options = KINDS[files[0].suffix]
+
+def _open(name: str, split: str, streaming: bool) -> Any:
+    from datasets import load_dataset
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+    path, _, config = name.partition(":")
+    if path in _PACKAGED_DATASETS_MODULES:
+        # datasets would read whatever is in the working directory
+        raise UsageError(f"source {name!r} is no file or folder that is there; give one that is.")
+    return load_dataset(path, config or None, split=split, streaming=streaming)
+
+
+def _open_files(files: Sequence[Path], sums: Sequence[str], streaming: bool, **options: Any) -> Any:
+    """The rows of ``files``, those and no others, which have the SHA-256 ``sums``."""
+    from datasets import Dataset
+    from datasets.data_files import DataFilesDict, DataFilesList
+    from datasets.utils.extract import Extractor
+
+    read, usual = KINDS[files[0].suffix]
     # of an empty file datasets cannot tell the fields; one of text is a document, and skipped later
-    filled = [str(file) for file in files if read == "from_text" or file.stat().st_size]
+    filled = {
+        os.path.abspath(file): (each,)
+        for file, each in zip(files, sums, strict=True)
+        if read == "from_text" or file.stat().st_size
+    }
+    for file in filled:
+        if "::" in file:
+            raise ValueError(f"datasets takes the '::' in {file} for an address")
+        # datasets keeps what it unpacks by its path alone
+        if read != "from_parquet" and Extractor.infer_extractor_format(file):
+            raise ValueError(f"{Path(file).name} is compressed")
+    # a path alone would be taken for a pattern, and cached by its time stamp
+    named = DataFilesDict(train=DataFilesList(list(filled), list(filled.values())))
     # unlike load_dataset they ask no server, which counts what is loaded
-    return getattr(Dataset, read)(filled, streaming=streaming, **options)
+    how = {"split": "train", "streaming": streaming, **usual, **options}
+    return getattr(Dataset, read)(named, **how)
 
 
-def _reading(text: str) -> AbstractContextManager[None]:
-    """Whatever goes wrong inside is told of the source, which whoever started the run has named."""
-    return refused_as(
-        lambda error: (
-            # what datasets raises says that it failed, and its cause why
-            f"source {text} cannot be read ({first_line(error.__cause__ or error)}); give a file, "
-            "a folder or a data set of the hub that can."
+def _reading(
+    text: str, files: Sequence[Path] = (), field: str = ""
+) -> AbstractContextManager[None]:
+    """Whatever goes wrong inside is told of the source, which whoever started the run has named.
+
+    Args:
+        files: that are read; of several the one that cannot be is named.
+        field: that their rows are to have.
+    """
+
+    def tell(error: Exception) -> str:
+        bad, error = (_bad_file(files, field) if len(files) > 1 else None) or ("", error)
+        # what datasets raises says that it failed, and its cause why
+        error = error.__cause__ or error
+        why = error.details() if hasattr(error, "details") else first_line(error)
+        return (
+            f"source {text} cannot be read ({bad}{why}); give a file, a folder or a data set of "
+            "the hub that can."
         )
-    )
+
+    return refused_as(tell)
+
+
+def _bad_file(files: Sequence[Path], field: str) -> tuple[str, Exception] | None:
+    """The first file that lacks the field or cannot be read as those before it, and why."""
+    features = None
+    for file in files:
+        try:
+            # nothing is looked up by its content: a stream is not cached
+            dataset = _open_files([file], [""], True, features=features)
+            for row in dataset if file.stat().st_size else ():
+                if field not in row:
+                    raise ValueError(f"it has no field {field!r}")
+        except Exception as error:
+            return f"{file.name}: ", error
+        features = features or dataset.features
+    return None
 
 
 class Texts:
@@ -443,7 +520,7 @@ class _Rows(Texts):
             self.go_to({"epoch": self.epoch + 1, "row": 0})
         rows = self._ordered[self._row : self._row + BLOCK_ROWS].tolist()
         self._row += len(rows)
-        with _reading(repr(self._source.name)):
+        with _reading(repr(self._source.name), self._source.files, self._source.field):
             texts = self._source.dataset[rows][self._source.field]
         return [_checked(text, row, self._source) for row, text in zip(rows, texts, strict=True)]
 
@@ -490,7 +567,7 @@ class _Streamed(Texts):
 
     def _next_block(self) -> list[str]:
         texts: list[str] = []
-        with _reading(repr(self._source.name)):
+        with _reading(repr(self._source.name), self._source.files, self._source.field):
             for row in self._rows:
                 if self._part.has(self._number):
                     text = row.get(self._source.field)

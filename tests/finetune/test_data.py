@@ -1,6 +1,9 @@
 """Documents as sequences: what stands where, whose share it is, and that a kill changes nothing."""
 
+import codecs
+import gzip
 import json
+import os
 import re
 import socket
 from itertools import islice
@@ -459,6 +462,32 @@ def test_texts_are_tokenised_in_batches(monkeypatch):
     assert len(calls) < 14
 
 
+# --- a model that knows fewer tokens
+
+
+def test_padding_is_a_token_that_the_model_knows():
+    tokenizer = letters()
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    packed = Packed(
+        tokenizer, [(make_source("retrieval:keys:70"), 1)], 80, 0, vocabulary=len(tokenizer) - 1
+    )
+    assert next(packed)["input_ids"][70:].tolist() == [tokenizer.eos_token_id] * 10
+
+
+@pytest.mark.parametrize("added", ["<more>", "."], ids=["in a text", "behind a text"])
+def test_a_token_that_the_model_does_not_know_is_refused(added):
+    tokenizer = letters()
+    tokenizer.add_tokens("<more>")
+    if added == ".":
+        tokenizer.eos_token = "<more>"
+    more = len(tokenizer) - 1
+    sources_ = [(in_memory(["a b c <more>" if added == "<more>" else "a b c"] * 3), 1)]
+    packed = Packed(tokenizer, sources_, 8, 0, hold_out=0, vocabulary=more)
+    with pytest.raises(UsageError, match=rf"data has token {more} \('<more>'\), and the model"):
+        next(packed)
+    next(Packed(tokenizer, sources_, 8, 0, hold_out=0, vocabulary=more + 1))
+
+
 # --- the hub
 
 
@@ -499,11 +528,115 @@ def test_content_is_told_from_any_other(tmp_path, monkeypatch):
     assert sources.content_sha256("someone/books:small") == "a commit"
 
 
+# --- what is named is what is read
+
+
+def read_from(name, streaming=False):
+    """All texts of a source, in the order of the data."""
+    source = make_source(str(name), streaming=streaming, shuffle=False)
+    return [row["text"] for row in source.dataset]
+
+
+def rows_of(*texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["at once", "streaming"])
+@pytest.mark.parametrize(
+    ("named", "matched"),
+    [
+        pytest.param("d[1]/a", "d1/a", id="brackets"),
+        pytest.param("a?", "ab", id="a question mark"),
+        pytest.param("*", "b", id="a star"),
+        pytest.param("**/a", "c/a", id="stars"),
+    ],
+)
+@pytest.mark.parametrize("ending", ["txt", "jsonl", "json", "parquet"])
+def test_a_path_is_no_pattern(tmp_path, ending, named, matched, streaming):
+    for name in (named, matched):
+        file = tmp_path / f"{name}.{ending}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if ending == "parquet":
+            datasets.Dataset.from_dict({"text": [name]}).to_parquet(str(file))
+        else:
+            file.write_text(name if ending == "txt" else rows_of(name))
+    assert read_from(tmp_path / f"{named}.{ending}", streaming) == [named]
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["at once", "streaming"])
+def test_a_folder_is_no_pattern(tmp_path, streaming):
+    for name in ("d[1]", "d1"):
+        file_of(tmp_path, f"{name}/a.txt", name)
+    assert read_from(tmp_path / "d[1]", streaming) == ["d[1]"]
+
+
+def test_an_address_of_datasets_is_no_path(tmp_path):
+    file_of(tmp_path, "a", rows_of("other"))
+    for streaming in (False, True):
+        with pytest.raises(UsageError, match="takes the '::' in .* for an address"):
+            make_source(file_of(tmp_path, "a::b.jsonl", rows_of("this")), streaming=streaming)
+
+
+@pytest.mark.parametrize("name", ["text", "json", "folder:default"])
+def test_a_reader_of_datasets_is_no_source(tmp_path, monkeypatch, name):
+    """By such a name datasets reads the working directory, or a folder in it."""
+    file_of(tmp_path, "folder/a.txt", "a b c")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=f"'{name}' is no file or folder that is there"):
+        make_source(name)
+
+
+@pytest.mark.parametrize("ending", ["txt", "jsonl"])
+def test_a_file_with_the_time_stamp_of_another_is_read_anew(tmp_path, ending):
+    contents = []
+    for text in ("abcd", "wxyz"):
+        file = file_of(tmp_path, f"a.{ending}", text if ending == "txt" else rows_of(text))
+        os.utime(file, (1.7e9, 1.7e9))
+        assert read_from(file) == [text]
+        contents.append(make_source(file).sha256)
+        assert contents[-1] == sources.content_sha256(file)
+    assert contents[0] != contents[1]
+
+
+def test_what_is_compressed_is_refused(tmp_path):
+    """datasets keeps what it has unpacked, whatever replaces it."""
+    packed = file_of(tmp_path, "a.txt", gzip.compress(b"a b c"))
+    for streaming in (False, True):
+        with pytest.raises(UsageError, match="a.txt is compressed"):
+            make_source(packed, streaming=streaming)
+
+
+@pytest.mark.parametrize(
+    "hidden", [".ipynb_checkpoints/a-checkpoint.txt", "._a.txt", ".a.txt", "b/.old/c/a.txt"]
+)
+def test_hidden_copies_in_a_folder_are_not_read(tmp_path, hidden):
+    folder = tmp_path / ".shown"
+    file_of(folder, "a.txt", "new")
+    file_of(folder, hidden, "old")
+    assert read_from(folder) == ["new"]
+    assert sources.content_sha256(str(folder)) == sources.content_sha256(str(folder / "a.txt"))
+
+
+def test_a_folder_with_the_ending_of_a_file_is_read_through(tmp_path):
+    file_of(tmp_path, "b.txt/a.txt", "inside")
+    assert read_from(tmp_path) == ["inside"]
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["at once", "streaming"])
+@pytest.mark.parametrize("ending", ["txt", "jsonl", "json"])
+def test_a_byte_order_mark_is_no_text(tmp_path, ending, streaming):
+    text = "It rained." if ending == "txt" else rows_of("It rained.")
+    for name in ("a", "b"):
+        file_of(tmp_path / "texts", f"{name}.{ending}", codecs.BOM_UTF8 + text.encode())
+    assert read_from(tmp_path / "texts", streaming) == ["It rained."] * 2
+
+
 # --- what is refused
 
 
 def file_of(folder, name, content):
     path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return str(path)
 
@@ -570,6 +703,45 @@ def test_a_folder_holds_files_of_one_kind(tmp_path):
     file_of(tmp_path, "a.txt", "a b c")
     file_of(tmp_path, "b.jsonl", LINE)
     with pytest.raises(UsageError, match="it holds .jsonl and .txt files"):
+        make_source(str(tmp_path))
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["at once", "streaming"])
+@pytest.mark.parametrize(
+    ("ending", "number", "content", "message"),
+    [
+        pytest.param("txt", 2, b"\xe9", "(2.txt: 'utf-8' codec", id="no text"),
+        pytest.param("jsonl", 2, "{not json", "(2.jsonl: JSON parse error", id="no json"),
+        pytest.param("jsonl", 1, "{not json", "(1.jsonl: JSON parse error", id="the first"),
+        pytest.param("jsonl", 2, LINE, "(2.jsonl: there are 2 new columns", id="other fields"),
+        pytest.param("jsonl", 3, '{"n": 1}\n', "(3.jsonl: there are 1 new col", id="no field"),
+        pytest.param("parquet", 2, "PAR0", "(2.parquet: ", id="no parquet"),
+    ],
+)
+def test_of_a_folder_the_file_is_named(tmp_path, ending, number, content, message, streaming):
+    for each in (1, 2, 3):
+        if each == number:
+            file_of(tmp_path, f"{each}.{ending}", content)
+        elif ending == "parquet":
+            datasets.Dataset.from_dict({"text": ["a b"]}).to_parquet(f"{tmp_path}/{each}.parquet")
+        else:
+            file_of(tmp_path, f"{each}.{ending}", "a b" if ending == "txt" else rows_of("a b"))
+    with pytest.raises(UsageError, match=re.escape(message)) as refusal:
+        firsts(Packed(TOKENIZER, [(make_source(str(tmp_path), streaming=streaming), 1)], 9, 0), 3)
+    assert len(str(refusal.value).splitlines()) == 1
+
+
+def test_a_first_file_without_the_field_is_named(tmp_path):
+    file_of(tmp_path, "1.jsonl", LINE)
+    file_of(tmp_path, "2.jsonl", rows_of("a b"))
+    with pytest.raises(UsageError, match="has no field 'text' in 1.jsonl; its fields are content"):
+        make_source(str(tmp_path), streaming=True)
+
+
+def test_a_link_to_nothing_is_named(tmp_path):
+    file_of(tmp_path, "a.txt", "a b c")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(UsageError, match="has b.txt, a link to nothing"):
         make_source(str(tmp_path))
 
 

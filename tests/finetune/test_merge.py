@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from words import make_tokenizer, save_llama
 
 from cab_hf.finetune import merge as merging
-from cab_hf.finetune.adapters import WEIGHTS
+from cab_hf.finetune.adapters import WEIGHTS, begin_with
 from cab_hf.finetune.merge import MergeSettings, main, merge
 from cab_hf.finetune.models import load_model, save_adapter, with_lora
 from cab_hf.runs.log import Log, LogError
@@ -127,6 +127,66 @@ def test_a_head_of_its_own_where_only_it_was_adapted(bases, tmp_path):
     merged = loaded(tmp_path / "merged")
     torch.testing.assert_close(merged(tokens(1, 50)).logits, expected, rtol=1e-4, atol=1e-4)
     assert merged.config.tie_word_embeddings is False
+
+
+@pytest.mark.parametrize("base", ["llama", "tied"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"target_modules": ["q_proj", "lm_head"]}, id="head"),
+        pytest.param({"target_modules": ["q_proj", "embed_tokens"]}, id="embeddings"),
+        pytest.param({"target_modules": ["embed_tokens", "lm_head"]}, id="both"),
+        pytest.param({"target_modules": ".*(q_proj|lm_head)"}, id="expression"),
+        pytest.param(
+            {"target_modules": ["lm_head"], "modules_to_save": ["embed_tokens"]},
+            id="embeddings trained whole",
+        ),
+        pytest.param(
+            {"target_modules": ["embed_tokens"], "modules_to_save": ["lm_head"]},
+            id="head trained whole",
+        ),
+    ],
+)
+def test_what_peft_alone_saves_of_head_and_embeddings_is_merged(bases, tmp_path, base, options):
+    """PEFT saves their own weights beside an adapter of them."""
+    adapted = saved_by_peft(loaded(bases[base]), tmp_path / "adapter", **options)
+    merged_into(tmp_path)
+    merged = loaded(tmp_path / "merged")
+    expected = adapted(tokens(1, 50)).logits
+    torch.testing.assert_close(merged(tokens(1, 50)).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def saved_by_peft(model, folder, **options):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **options)
+    adapted = get_peft_model(model, config).eval()
+    adapted.save_pretrained(folder)
+    return adapted
+
+
+def test_embeddings_of_more_tokens_than_the_base_has_are_refused(bases, tmp_path):
+    model = loaded(bases["llama"])
+    model.resize_token_embeddings(model.config.vocab_size + 8)
+    saved_by_peft(model, tmp_path / "adapter", target_modules=["lm_head"])
+    with pytest.raises(UsageError, match="lm_head.* in the adapter and of shape .*in the base"):
+        merged_into(tmp_path)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_run_begins_with_what_peft_saves_of_the_same_head(bases, tmp_path, changed):
+    adapted, begun = (
+        with_lora(load_model(str(bases["llama"]), dtype="float32")[0], ("lm_head",), 4, 8.0)
+        for _ in range(2)
+    )
+    adapted.get_base_model().lm_head.base_layer.weight.data += changed
+    adapted.save_pretrained(tmp_path / "adapter")
+    if not changed:
+        begin_with(begun, tmp_path / "adapter")
+        return
+    with pytest.raises(UsageError, match="lm_head.base_layer.weight is another one in the adapt"):
+        begin_with(begun, tmp_path / "adapter")
 
 
 def test_a_tied_head_may_be_written_once(bases, tmp_path):

@@ -178,6 +178,15 @@ def test_lengths_may_be_told_in_thousands():
     assert (actual.length, actual.passkey_lengths) == (32_768, (1024, 2048))
 
 
+def test_a_source_that_is_there_by_all_of_its_name_has_no_weight(tmp_path):
+    """Folders of partitions are called so."""
+    (tmp_path / "year=2024").mkdir()
+    named = str(tmp_path / "year=2024")
+    data = (named, f"{named}=0.5", str(tmp_path / "year=2023"))
+    expected = [(named, 1.0), (named, 0.5), (str(tmp_path / "year"), 2023.0)]
+    assert Settings(data=data).sources() == expected
+
+
 @pytest.mark.parametrize(("word", "value"), [("auto", None), ("0", 0), ("12", 12)])
 def test_a_number_may_be_found_out(word, value):
     words = ["--data", "a.txt", "--offload-layers", word, "--tile-tokens", word]
