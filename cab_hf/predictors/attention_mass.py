@@ -36,6 +36,11 @@ def attention_rows(
         row of padding is zero.
     """
     rows = spans.rows(stride)
+    # a text ends in the middle of a tile: what is not there adds nothing to it
+    q, k = (
+        x.masked_fill(~real[:, None, :, None], 0.0)
+        for x, real in ((q, spans.last >= 0), (k, spans.key_valid))
+    )
     queries = _tiles(q, stride, backwards=True).unflatten(1, (k.shape[1], -1))
     keys = _tiles(k, stride).unsqueeze(2).transpose(-1, -2)
     for start in range(0, queries.shape[3], at_a_time):

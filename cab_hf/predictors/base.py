@@ -98,6 +98,19 @@ class Predictor(ABC):
         The same inputs must give the same plan: gradient checkpointing runs a layer twice.
         """
 
+    def refuse_packed(self, spans: Spans) -> None:
+        """Refuse packed documents, for a predictor that chooses all rows by one part of the call.
+
+        Raises:
+            NotImplementedError: naming the predictor.
+        """
+        if spans.documents != 1:
+            raise NotImplementedError(
+                f"predictor {self.config.predictor!r} chooses the blocks of all documents packed "
+                "in a call together, so that each would get others than alone; pass one document a "
+                "row, or use another predictor."
+            )
+
     def options(self) -> tuple[Mapping[str, float], ...]:
         """What a calibration may give a head: the same fields of `CabConfig`, which take tables.
 

@@ -68,7 +68,7 @@ class RandomPredictor(ScorePredictor):
 
     Drawn anew for other shapes or other keys: a layer replayed by gradient checkpointing, and a run
     repeated, choose the same blocks; two samples do not, or their outcomes would not be
-    independent.
+    independent. Packed or in another batch a text gets other blocks than alone, as random.
     """
 
     def score(self, q: Tensor, k: Tensor, call: LayerContext) -> Tensor:
@@ -151,10 +151,12 @@ class VerticalSlashPredictor(ScorePredictor):
     whichever of the two touches them, and a column costs a whole key block in every row. At as many
     (query, key) pairs it therefore loses more of the attention than MInference does.
 
-    Which blocks any row keeps depends on the end of the text, as in the original.
+    Which blocks any row keeps depends on the end of the text, as in the original; where a text is
+    read in chunks, on the end of the row's chunk. Packed documents are refused.
     """
 
     def score(self, q: Tensor, k: Tensor, call: LayerContext) -> Tensor:
+        self.refuse_packed(call.spans)
         blocks = self.config.query_block, self.config.key_block
         return vertical_slash_scores(q, k, call.spans, call.scale, *blocks)
 

@@ -35,10 +35,12 @@ class FlexPrefillPredictor(Predictor):
     and the diagonal one and counts them; and blocks have the sizes of the config, where the
     original has 128 x 128.
 
-    Which blocks any row keeps depends on the end of the text, as in the original.
+    Which blocks any row keeps depends on the end of the text, as in the original; where a text is
+    read in chunks, on the end of the row's chunk. Packed documents are refused.
     """
 
     def choose(self, q: Tensor, summary: Tensor, call: LayerContext) -> BlockPlan:
+        self.refuse_packed(call.spans)
         config, spans, k = self.config, call.spans, summary
         blocks = config.query_block, config.key_block
         gamma = (GAMMA,)

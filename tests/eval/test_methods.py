@@ -11,6 +11,7 @@ import cab_hf
 from cab_hf.eval import methods
 from cab_hf.eval.methods import METHODS, Cell
 from cab_hf.eval.teacher_forcing import behind_prompt
+from cab_hf.frame import Frame
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, attention_mass, baselines, flexprefill, make_predictor
 
@@ -190,6 +191,37 @@ def test_what_comes_later_changes_no_choice(name):
     q[:, :, 192:] *= -3
     k[:, :, 192:] += 5
     assert torch.equal(plan_of(name, q, k, **RIVALS[name])[:, :, :6], before)
+
+
+@pytest.mark.parametrize("name", [name for name in RIVALS if name != "random"])
+@pytest.mark.parametrize(
+    ("documents", "real"),
+    [
+        pytest.param([90, 205, 150], None, id="packed"),
+        pytest.param([90, 205], [False, True], id="padded-left"),
+        pytest.param([205, 90], [True, False], id="padded-right"),
+    ],
+)
+def test_a_text_keeps_the_blocks_that_it_keeps_alone(name, documents, real):
+    """A text of 205 tokens, between others or beside padding."""
+    of_tokens = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))[None]
+    valid = None if real is None else torch.tensor(real)[of_tokens]
+    length = of_tokens.shape[1]
+    q, k = random_qk(length)
+    document = of_tokens if real is None else None
+    frame = Frame.build(1, length, length, 0, valid, document, 32, q.device)
+    config = SMALL.changed(predictor=name, dense_tail_blocks=0, **RIVALS[name])
+    given = frame.queries(q), frame.keys(k), LayerContext(frame.spans, 0.25)
+    if real is None and name in BY_THE_END:
+        with pytest.raises(NotImplementedError, match=f"predictor '{name}' .* packed"):
+            make_predictor(config)(*given)
+        return
+    keep = make_predictor(config)(*given).to_dense()
+    mine = of_tokens[0] == documents.index(205)
+    alone = plan_of(name, q[:, :, mine], k[:, :, mine], **RIVALS[name])
+    # the 90 tokens of the document before it have the place of 96
+    row, block = (3, 6) if real is None else (0, 0)
+    assert torch.equal(keep[:, :, row : row + 7, block : block + 13], alone)
 
 
 @pytest.mark.parametrize(("name", "stride"), [("xattention", 8), ("xattention_16", 16)])
