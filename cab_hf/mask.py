@@ -110,14 +110,13 @@ class CabMask(NotATensor, ForwardPass):
         Args:
             steps: whether an answer is attended token by token, as steps of decode are.
         """
+        if self.prompt is None:
+            return [(slice(None), self)]
         if steps not in self._pieces:
-            known = self.prompt is not None and isinstance(self.q_slot, int)
-            border = self.prompt.end - self.q_slot if known else self.q_length
-            border = min(max(border, 0), self.q_length)
+            border = min(max(self.prompt.end - self.q_slot, 0), self.q_length)
             cuts = range(border, self.q_length) if steps else (border,) * (border < self.q_length)
             ends = sorted({0, *cuts, self.q_length})
-            pieces = [(slice(*each), self._cut(*each)) for each in pairwise(ends)]
-            self._pieces[steps] = pieces
+            self._pieces[steps] = [(slice(*x), self._cut(*x)) for x in pairwise(ends)]
         return self._pieces[steps]
 
     @property
