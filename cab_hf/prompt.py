@@ -54,6 +54,14 @@ def tell(prompt: Prompt | None) -> None:
         here.prompt = prompt
 
 
+@contextmanager
+def reading(tokens: int) -> Iterator[None]:
+    """Calls of a model inside read a prompt of so many tokens in every row."""
+    with scope():
+        tell(Prompt(tokens))
+        yield
+
+
 def prompt_of(batch: int) -> Prompt | None:
     """The prompt that a call of so many rows reads; None where nobody told."""
     here = _scope.get()

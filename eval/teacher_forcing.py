@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.chunks import reading as reading_chunks
 from cab_hf.eval.haystack import Prompt
 from cab_hf.eval.kv_cache import cache_of, read_on
 from cab_hf.needles import Span, Tokens, sentence_tokens, shared
+from cab_hf.prompt import reading as reading_prompt
 
 LOGITS_AT_ONCE = 1024  # positions whose logits are in float32 at the same time
 CHUNK = 64  # tokens behind a prompt that are read at once, unless told
@@ -234,7 +234,7 @@ def _prefilled(model: Any, ids: Tensor, cache: Any, at_once: int, cached: int = 
 
     The first ``cached`` tokens are in the cache already.
     """
-    with reading_chunks(ids.shape[1]):
+    with reading_prompt(ids.shape[1]):
         for chunk in ids[:, cached:].split(at_once or ids.shape[1], dim=1):
             read = read_on(model, chunk, cache, logits_to_keep=1)
             cache = cache_of(read)

@@ -29,7 +29,7 @@ FLOORS = [
     *("ops", "predictors", "engines", "packing", "reordering", "frame", "layers", "forward_pass"),
     *(
         "not_a_tensor",
-        "chunks",
+        "prompt",
         "mask",
         "exact",
         "sparse",
