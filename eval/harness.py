@@ -26,6 +26,8 @@ standard error takes for independent. To mind:
 * Prompts have their chat template already: no --apply_chat_template.
 * Where prompts fill the model's context, lm_eval drops 8 tokens at the start to make room for the
   reply, unless max_length in model_args is as much longer.
+* --model hf with attn_implementation=cab is not told how long each request of a batch is, so that
+  scores depend on the others: give --batch_size 1. --model cab is told.
 * --use_cache remembers replies whatever the model: each model and setting wants its own path.
 
 For models without CAB lm_eval alone runs the same tasks:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from lm_eval.models import huggingface
 from lm_eval.models.huggingface import HFLM
+from torch import Tensor
 
 from cab_hf.config import CabConfig
 from cab_hf.eval.harness import refuse_misspelt, what_was_attended
@@ -27,8 +31,12 @@ def taken_by(kind: type) -> set[str]:
 class CabLM(HFLM):
     """lm_eval's ``hf`` with CAB switched on: fields of `CabConfig` are arguments like its own.
 
-    How tokens are chosen is for the task to say; where it says nothing, they are the likeliest.
+    How tokens are chosen is for the task to say; where it says nothing, they are the likeliest. Of
+    requests whose likelihood is asked for it is told where they end, see `_loglikelihood_tokens`.
     """
+
+    # a batch that lm_eval has padded on the right, and what of it is no padding
+    padded: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, pretrained: Any, **arguments: Any) -> None:
         arguments = renamed(arguments)
@@ -37,6 +45,40 @@ class CabLM(HFLM):
         super().__init__(pretrained, **arguments)
         self.model.generation_config = greedy(self.model)
         apply_cab(self.model, **chosen)
+
+    def _loglikelihood_tokens(self, *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
+        """As in `HFLM`, which pads requests on the right and says nowhere how long each of them is.
+
+        No causal kernel has to know, but what is attended sparsely is chosen by the end of a text.
+        """
+        pad = huggingface.pad_and_concat
+
+        def pad_and_concat(longest: int, rows: Sequence[Tensor], **kwargs: Any) -> Tensor:
+            # the rows are padded in place
+            lengths = torch.tensor([row.shape[-1] for row in rows])
+            batch = pad(longest, rows, **kwargs)
+            self.padded = batch, torch.arange(longest) < lengths[:, None]
+            return batch
+
+        huggingface.pad_and_concat = pad_and_concat
+        try:
+            return super()._loglikelihood_tokens(*args, **kwargs)
+        finally:
+            huggingface.pad_and_concat = pad
+
+    def _model_call(self, inps: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        batch, real = self.padded or (None, None)
+        if batch is not inps:
+            return super()._model_call(inps, *args, **kwargs)
+
+        def with_mask(model: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            return args, {"attention_mask": real.to(inps.device, torch.long), **kwargs}
+
+        hook = self.model.register_forward_pre_hook(with_mask, with_kwargs=True)
+        try:
+            return super()._model_call(inps, *args, **kwargs)
+        finally:
+            hook.remove()
 
 
 @functools.cache

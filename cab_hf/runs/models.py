@@ -149,13 +149,16 @@ def skeleton(
 
     Args:
         options: of ``from_config``, such as a ``dtype``.
+
+    Raises:
+        UsageError: as of `load_model`.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
     # named, so that nobody is told that nothing uses a cab_config: nothing is computed
     options = {"attn_implementation": "eager", **options}
-    with torch.device("meta"):
+    with _loading(config.name_or_path or config.model_type), torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             config, trust_remote_code=trust_remote_code, **options
         )
@@ -184,7 +187,7 @@ def _tiny_model(
             "leave it out, or give a model that has files."
         )
     config = _tiny_config() if config is None else config
-    with torch.random.fork_rng(devices=[]):
+    with _loading(TINY), torch.random.fork_rng(devices=[]):
         # always the same one, whatever the seed of a run
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
@@ -375,6 +378,8 @@ def _loading(name: str) -> AbstractContextManager[None]:
                 f"{text}; read that code, and give --trust-remote-code if it is to run "
                 "(in Python trust_remote_code=True)."
             )
+        if isinstance(error, ImportError) or "attn_implementation" in str(error):
+            return f"{text}; install what is missing, or give another attention."
         return f"{text}; give {SMOLLM2}, a folder or a name of the hub that transformers loads."
 
     return refused_as(tell)

@@ -280,6 +280,31 @@ def test_fields_of_the_config_are_no_arguments_of_hf():
     assert not {field.name for field in fields(CabConfig)} & set(theirs)
 
 
+@pytest.mark.parametrize("asked", ["loglikelihood", "loglikelihood_rolling", "generate_until"])
+def test_answers_are_those_of_a_request_alone(asked, folder):
+    """lm_eval pads the shorter requests of a batch, on the right where it asks for likelihoods."""
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+
+    from cab_hf.eval.lm import CabLM
+
+    texts = [f"{TEXT[start:]} " * times for start, times in ((0, 25), (22, 9), (41, 20))]
+    more = {"loglikelihood": (" the end",), "loglikelihood_rolling": ()}
+    more["generate_until"] = ({"max_gen_toks": 4, "until": []},)
+    requests = [Instance(asked, {}, (text, *more[asked]), 0) for text in texts]
+    config = {"query_block": 32, "key_block": 16, "min_length": 0, "top_p": 0.2}
+
+    def answers(batch_size):
+        model = CabLM(folder, device="cpu", dtype="float32", batch_size=batch_size, **config)
+        return getattr(model, asked)(requests, disable_tqdm=True)
+
+    alone, together = answers(1), answers(3)
+    if asked == "loglikelihood":
+        alone, together = ([score for score, _ in each] for each in (alone, together))
+    expected = alone if asked == "generate_until" else pytest.approx(alone, abs=1e-3)
+    assert together == expected
+
+
 def test_scores_of_dense_attention_are_refused_under_the_name_of_cab():
     model = tiny_model()
     apply_cab(model, SMALL, min_length=100, top_p=0.4)

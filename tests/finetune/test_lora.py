@@ -368,6 +368,17 @@ def test_dense_layers_are_logged_as_dense(tmp_path):
         pytest.param(["--data", "gone.txt"], "gone.txt", id="data"),
         pytest.param(["--trackers", "wandb"], "pip install wandb", id="tracker"),
         pytest.param(["--model", "/nowhere"], "'/nowhere' is not here", id="model"),
+        pytest.param(
+            ["--attention", "flash_attention_2"],
+            "model 'tiny' cannot be loaded (FlashAttention2 has been toggled on",
+            id="attention",
+        ),
+        pytest.param(
+            ["--attention", "flash_attention_2", "--dry-run"],
+            "FlashAttention2 doesn't seem to be installed); install what is missing, or give anot",
+            id="attention of a dry run",
+        ),
+        pytest.param(["--attention", "falsh"], "or give another attention.", id="no attention"),
         pytest.param(["--cab", "mas=1"], "mas", id="cab"),
         pytest.param(["--cab", "engine=foo"], "CabConfig.engine is 'foo'", id="engine"),
         pytest.param(
