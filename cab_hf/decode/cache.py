@@ -87,7 +87,8 @@ class IndexedDynamicLayer(DynamicLayer):
         else:
             room = 0 if torch.is_grad_enabled() else (stop // ROOM + 1) * ROOM - stop
             old = (self.keys, self.values, *self.index) if start else len(new) * (None,)
-            self._buffers = tuple(_grown(*each, room) for each in zip(old, new, strict=True))
+            with decode.as_they_are(keys):
+                self._buffers = tuple(_grown(*each, room) for each in zip(old, new, strict=True))
         self._show(stop)
 
     def _has_room(self, stop: int) -> bool:

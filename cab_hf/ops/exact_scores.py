@@ -107,14 +107,10 @@ class Channels(NamedTuple):
 
     @classmethod
     def of_halves(cls, channels: tuple[int, ...], dim: int) -> Channels:
-        """Those of `of` as two runs of one size, which may be neighbours.
-
-        Raises:
-            ValueError: for an odd count of them.
+        """Those of `of` as two runs of one size, which may be neighbours; of an odd count of them
+        the last is left out.
         """
         runs = cls.of(channels, dim)
-        if runs.count == 1 and runs.size % 2:
-            raise ValueError(f"channels are {runs.size} in number; an even one is taken.")
         return runs if runs.count == 2 else cls(runs.first, runs.size // 2, runs.size // 2, 2)
 
     @property

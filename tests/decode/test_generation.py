@@ -7,10 +7,18 @@ import torch
 from marks import slow_but
 from tiny import tiny_model, tokens
 from torch.nn import functional as F
-from transformers import CompileConfig, DynamicCache, EncoderDecoderCache, StaticCache
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    EncoderDecoderCache,
+    OPTConfig,
+    OPTForCausalLM,
+    StaticCache,
+)
 
 import cab_hf
 from cab_hf import CabConfig
+from cab_hf.decode import cache as cache_layers
 from cab_hf.decode.cache import IndexedDynamicLayer, IndexedStaticLayer
 from cab_hf.decode.step import decode_from
 from cab_hf.ops import decode
@@ -300,6 +308,52 @@ def test_few_keys_are_not_all_and_a_static_cache_reads_the_same():
     torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
     dense = model(ids, use_cache=False).logits[:, -1:]
     assert not torch.allclose(outputs[0], dense, atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_leaves_the_others_what_they_are(kind, value, steps):
+    model, ids = tiny_model(), tokens(2, 300)
+    cab_hf.apply_cab(model, DENSELY, **FEW)
+    outputs = []
+    for factor in (1.0, value):
+        own = StaticCache(model.config, max_cache_len=400) if kind == "static" else None
+        cache = cab_hf.index_cache(model, own)
+        model(ids, past_key_values=cache)
+        rows = model.get_input_embeddings()(ids[:, :1])
+        rows[0] *= factor
+        # in the second step it stands in the cache
+        outputs.append([model(inputs_embeds=rows, past_key_values=cache).logits for _ in range(2)])
+    for expected, actual in zip(*outputs, strict=True):
+        assert torch.equal(actual[1], expected[1]) and actual[0].isnan().all()
+    assert len(steps) == 2 * 2 * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_a_cache_that_grows_reads_what_a_static_one_does(dtype, steps, monkeypatch):
+    # it grows in a step as well
+    monkeypatch.setattr(cache_layers, "ROOM", 2)
+    model, ids = tiny_model(), tokens(2, 300)
+    cab_hf.apply_cab(model, DENSELY, **FEW)
+    options = {"output_logits": True, "return_dict_in_generate": True, "disable_compile": True}
+    with torch.autocast("cpu", dtype):
+        grown = generate(model, ids, **options)
+        static = generate(model, ids, cache_implementation="static", **options)
+    assert made_from_scratch(grown.past_key_values) and len(steps) == 2 * 4 * 3
+    torch.testing.assert_close(grown.logits, static.logits, atol=0.1, rtol=0.1)
+
+
+@pytest.mark.parametrize("dim", [33, 17])
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_heads_of_an_odd_dim_are_decoded_too(dim, static, steps):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}
+    model = OPTForCausalLM(OPTConfig(**sizes, hidden_size=4 * dim)).eval()
+    ids, options = tokens(2, 130), {"cache_implementation": "static"} if static else {}
+    expected = generate(model, ids, **options)
+    cab_hf.apply_cab(model, DENSELY, **ALL)
+    assert torch.equal(generate(model, ids, **options), expected) and len(steps) == 4 * 2
 
 
 @torch.no_grad()

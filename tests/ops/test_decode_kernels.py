@@ -3,6 +3,7 @@
 import pytest
 import torch
 from decode_cases import CASES, require_as_reference, step_of
+from marks import slow_but
 
 from cab_hf.ops.decode import kernels, reference
 
@@ -65,6 +66,20 @@ def test_what_is_not_written_yet_changes_nothing():
     other = kernels.choose(q, index, *told)
     require_same(other, choice)
     assert torch.equal(kernels.attend(q, k, v, other, *told[:2]), out)
+
+
+@pytest.mark.parametrize("ops", [kernels, reference])
+@pytest.mark.parametrize("what", slow_but(["query", "key"], 0))
+def test_a_row_that_is_not_a_number_leaves_the_others_what_they_are(ops, what):
+    outputs = []
+    for factor in (1.0, float("nan")):
+        q, k, v, told = step_of(CASES["few-slots"])
+        (q if what == "query" else k[:, :, 50])[0] *= factor
+        choice = ops.choose(q, ops.index_keys(k, told[3]), *told)
+        outputs.append((choice.kept()[1], ops.attend(q, k, v, choice, *told[:2])))
+    (kept, expected), (other_kept, actual) = outputs
+    assert torch.equal(other_kept, kept) and torch.equal(actual[1], expected[1])
+    assert actual[0].isnan().all() or what == "key"
 
 
 def test_a_mask_may_be_wider_than_what_is_written():

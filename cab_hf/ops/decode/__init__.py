@@ -28,12 +28,19 @@ def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tenso
 
 def choose(q: Tensor, *args: Any, **kwargs: Any) -> Choice:
     """See `reference.choose`."""
-    return _ops(q).choose(q, *args, **kwargs)
+    with as_they_are(q):
+        return _ops(q).choose(q, *args, **kwargs)
 
 
 def attend(q: Tensor, *args: Any) -> Tensor:
     """See `reference.attend`."""
-    return _ops(q).attend(q, *args)
+    with as_they_are(q):
+        return _ops(q).attend(q, *args)
+
+
+def as_they_are(x: Tensor) -> torch.autocast:
+    """No autocast: it rounds products that are exact, and joins no tensors of other dtypes."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def has_kernels(*tensors: Tensor) -> bool:

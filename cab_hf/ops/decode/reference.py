@@ -63,7 +63,8 @@ class Index(NamedTuple):
 
 
 def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
-    """The index of k [B, H_kv, N, D]: its scored ``channels``, an even count of them, () for all.
+    """The index of k [B, H_kv, N, D]: its scored ``channels``, () for all; the last of an odd count
+    is left out.
 
     A key is divided by a scale of its own, and no key's bits depend on another key.
     """
@@ -85,8 +86,10 @@ def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tenso
 
 
 def picked(x: Tensor, channels: tuple[int, ...]) -> Tensor:
-    """Some channels of x [..., D] in float32, all of them for ()."""
-    return (x[..., list(channels)] if channels else x).float()
+    """Some channels of x [..., D] in float32, all of them for (); an even count, as two share a
+    byte."""
+    some = x[..., list(channels)] if channels else x
+    return some[..., : some.shape[-1] // 2 * 2].float()
 
 
 class Choice(NamedTuple):
@@ -198,7 +201,8 @@ def ranked(
     whole = torch.logsumexp(counted / LOG2_E, dim=-1, keepdim=True) * LOG2_E
     # rounded before they are compared
     logits, whole = in_steps(logits), in_steps(whole)
-    steps = (whole - logits).amin(2).clamp(ALWAYS + 1, LEAST).long()
+    # what is not finite tells nothing: such a row reads what is always read, and is NaN itself
+    steps = (whole - logits).amin(2).clamp(ALWAYS + 1, LEAST).nan_to_num(nan=LEAST).long()
     return logits, steps.masked_fill(always, ALWAYS).masked_fill(~seen, HIDDEN), sampled, always
 
 
