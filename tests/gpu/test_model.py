@@ -8,6 +8,7 @@ from attention_cases import random_plan
 from budget import EPS, assert_within_budget
 from selecting import heads_on
 from tiny import FULL, SPARSE, qkv, tiny_model, tokens
+from transformers import DynamicCache
 
 import cab_hf
 from cab_hf import CabConfig, engines
@@ -494,3 +495,57 @@ def test_predicting_stays_within_its_memory(gpu, length, mib):
     plan = CurvaturePredictor(CabConfig())(q, k, LayerContext(spans, 128**-0.5, channels=SLOW))
     assert (torch.cuda.max_memory_allocated() - before) / 2**20 <= mib
     assert plan.full.counts.min() >= 0
+
+
+# query blocks are 128 on a GPU
+LARGE = replace(SPARSE, query_block=128, key_block=64, exact_queries=16)
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def first_logits(model, ids, **options):
+    told = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 2}
+    seen = (ids != 0).long()
+    result = model.generate(ids, attention_mask=seen, **GREEDY, **told, **options)
+    return torch.stack(result.logits, dim=1)
+
+
+@pytest.mark.parametrize("length", [600, 1000, 1153, 1281, 1536])
+@pytest.mark.parametrize("tail", [1, 2])
+def test_chunks_of_whole_query_blocks_are_one_call(gpu, length, tail):
+    model = cab_hf.apply_cab(tiny_model().to(gpu), replace(LARGE, dense_tail_blocks=tail))
+    ids = tokens(1, length).to(gpu)
+    found = first_logits(model, ids, prefill_chunk_size=256)
+    torch.testing.assert_close(found, first_logits(model, ids), rtol=2e-3, atol=2e-3)
+
+
+def test_query_blocks_are_counted_from_the_first_token_of_a_text(gpu):
+    settings = replace(LARGE, dense_tail_blocks=0)
+    model = cab_hf.apply_cab(tiny_model(num_hidden_layers=1).to(gpu), settings)
+    ids, cache = tokens(1, 1024).to(gpu), DynamicCache(config=model.config)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits[:, 256:]
+        model(ids[:, :200], past_key_values=cache, use_cache=True)
+        found = model(ids[:, 200:], past_key_values=cache, use_cache=True).logits[:, 56:]
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("steps", [{}, {"sparse_decode": True, "decode_tokens": 0.05}])
+def test_drafts_change_no_token(gpu, steps):
+    model = cab_hf.apply_cab(tiny_model().to(gpu), replace(LARGE, **steps))
+    for seed in range(8):
+        ids = tokens(1, 200, seed=seed).repeat(1, 5)[:, : 700 + 31 * seed].to(gpu)
+        told = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, **GREEDY}
+        expected = model.generate(ids, **told)
+        assert torch.equal(model.generate(ids, **told, prompt_lookup_num_tokens=5), expected)
+
+
+@pytest.mark.parametrize("kind", [{}, {"cache_implementation": "static", "disable_compile": True}])
+def test_a_padded_row_is_decoded_as_alone(gpu, kind):
+    fields = {"min_length": 900, "sparse_decode": True, "decode_tokens": 128, "top_p": 1.0}
+    model = cab_hf.apply_cab(tiny_model().to(gpu), fields)
+    texts = tokens(1, 500).to(gpu), tokens(1, 1300, seed=2).to(gpu)
+    ids = torch.cat([torch.nn.functional.pad(texts[0], (800, 0)), texts[1]])
+    together = first_logits(model, ids, **kind)
+    for row, text in enumerate(texts):
+        alone = first_logits(model, text, **kind)
+        torch.testing.assert_close(together[row], alone[0], rtol=2e-3, atol=2e-3)

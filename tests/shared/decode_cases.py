@@ -28,6 +28,7 @@ CASES = {
     "a-sample-of-padding": (3, 3, 35000, 34321, 64, 64, 2000, {"padding": 9000}),
     "little-of-a-sample": (6, 2, 70000, 900, 64, 64, 200, {}),
     "few-slots": (6, 2, 100, 97, 64, 64, 85, {}),
+    "a-row-that-reads-everything": (6, 2, 1500, 1300, 64, 64, (2**31 - 1, 200), {"padding": 100}),
 }
 
 
@@ -49,7 +50,8 @@ def step_of(case, dtype=torch.float32, device="cpu", batch=2):
         valid = torch.ones(batch, written, dtype=torch.bool, device=device)
         valid[0, : more["padding"]] = False
     channels = more.get("channels", llama_channels(dim))
-    numbers = torch.tensor([written]), torch.tensor([wanted], dtype=torch.int32)
+    wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+    numbers = torch.tensor([written]), torch.tensor(wanted, dtype=torch.int32)
     numbers = [x.to(device) for x in numbers]
     return q, k, v, (dim**-0.5, *numbers, channels, valid, more.get("dense_heads", ()))
 
