@@ -17,27 +17,21 @@ from cab_hf.ops.attention.tiles import vectors
 from cab_hf.ops.reference import KeySummary
 from cab_hf.plan import Spans
 
+# products of so large channels are finite, and nothing competes with them
+LARGEST_CHANNEL = tl.constexpr(2.0**56)
+
 
 @dataclass(frozen=True, eq=False)
 class QuerySummary:
     """What is known of every query block.
 
     Attributes:
-        vectors: [B, H, M_q, D], float32 or float16 as `summary_dtype` has it.
+        vectors: float32 [B, H, M_q, D].
         rows: int32 [4, B, M_q], the fields min_first, max_first, min_last, max_last of `RowSpans`.
     """
 
     vectors: Tensor
     rows: Tensor
-
-
-def summary_dtype(x: Tensor) -> torch.dtype:
-    """float32 for float32 inputs, float16 for 16-bit ones.
-
-    float16 holds bfloat16 bounds from 2^-14 to 65504 exactly, means to 11 bits. What is larger is
-    cut to 65504, where nothing competes with it.
-    """
-    return torch.float32 if x.dtype == torch.float32 else torch.float16
 
 
 def coarsen_queries(q: Tensor, spans: Spans, query_block: int, how: str) -> QuerySummary:
@@ -47,7 +41,7 @@ def coarsen_queries(q: Tensor, spans: Spans, query_block: int, how: str) -> Quer
     """
     batch, heads, length, dim = q.shape
     blocks = triton.cdiv(length, query_block)
-    planes = q.new_empty(1, batch, heads, blocks, dim, dtype=summary_dtype(q))
+    planes = q.new_empty(1, batch, heads, blocks, dim, dtype=torch.float32)
     rows = q.new_empty(4, batch, blocks, dtype=torch.int32)
     _launch(q, spans.last, planes, query_block, how, _flat(spans.first), rows)
     return QuerySummary(planes[0], rows)
@@ -56,11 +50,11 @@ def coarsen_queries(q: Tensor, spans: Spans, query_block: int, how: str) -> Quer
 def coarsen_keys(k: Tensor, valid: Tensor, key_block: int, how: str) -> KeySummary:
     """Mean and box of every key block of k [B, H_kv, N_k, D], or its mean or loudest key.
 
-    ``valid``, bool [B, N_k], is False for padding keys. Values are of `summary_dtype`.
+    ``valid``, bool [B, N_k], is False for padding keys. Values are float32, `cut`.
     """
     batch, heads, length, dim = k.shape
     shape = (3 if how == "minmax" else 1, batch, heads, triton.cdiv(length, key_block), dim)
-    planes = k.new_empty(shape, dtype=summary_dtype(k))
+    planes = k.new_empty(shape, dtype=torch.float32)
     _launch(k, valid, planes, key_block, how)
     return KeySummary(planes)
 
@@ -158,9 +152,9 @@ def _coarsen_kernel(
     else:
         token, upper, lower = _mean_and_box(tokens, BLOCK, ROWS, D, QUERIES, MINMAX)
         if MINMAX:
-            store_summary(target + plane, upper, channel < D)
-            store_summary(target + 2 * plane, lower, channel < D)
-    store_summary(target, token, channel < D)
+            tl.store(target + plane, cut(upper), mask=channel < D)
+            tl.store(target + 2 * plane, cut(lower), mask=channel < D)
+    tl.store(target, cut(token), mask=channel < D)
     if QUERIES and head == 0:
         first += b * first_stride_b
         rows += b * blocks + block
@@ -168,12 +162,9 @@ def _coarsen_kernel(
 
 
 @triton.jit
-def store_summary(target, x, mask):
-    """Store float32, cut to what a float16 holds where the target is one."""
-    if target.dtype.element_ty == tl.float16:
-        # the comparison keeps NaN
-        x = tl.where(tl.abs(x) > 65504.0, tl.where(x > 0, 65504.0, -65504.0), x)
-    tl.store(target, x, mask=mask)
+def cut(x):
+    """float32, cut to `LARGEST_CHANNEL`; NaN stays."""
+    return tl.clamp(x, -LARGEST_CHANNEL, LARGEST_CHANNEL, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

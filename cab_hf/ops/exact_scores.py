@@ -28,17 +28,21 @@ from cab_hf.ops.attention.tiles import (
     vectors,
     vectors_at,
 )
-from cab_hf.ops.coarsen import QuerySummary, store_row_spans, store_summary
+from cab_hf.ops.coarsen import QuerySummary, cut, store_row_spans
+from cab_hf.ops.decode import launch
 from cab_hf.ops.reference import COSINE_STEPS, LEAST_SQUARE
-from cab_hf.ops.score import HeadChunk, unpacked, visible_range
+from cab_hf.ops.score import HeadChunk, exponent_of, power_of_two, unpacked, visible_range
 from cab_hf.plan import Spans
 
 FP8 = torch.float8_e4m3fn
 FP8_CAPABILITY = (8, 9)
-# keys are scaled by a constant, so that no key's bits depend on another key: what fits are keys
-# from 2^-4 to 1792 in any channel, in three bits each
-KEY_SCALE = 0.25
-LARGEST_FP8 = tl.constexpr(448.0)
+# a key of 8 bits is rounded as if its largest channel had the exponent -2: to four bits, and to
+# multiples of 2^-9. So keys of all magnitudes are rounded alike, and none by another. The result
+# fits with exponents up to 7 as well: units are 2^10 apart, and the keys of a head nearly always
+# share one, as their largest channels hardly leave 2^-3 to 2^7
+ROUNDED_AT, UNIT_BEGINS, UNITS_APART = map(tl.constexpr, (-2, -3, 10))
+# below those of all keys, and differences fit 8 bits
+NO_EXPONENT = -68
 # and rows to this norm: products of keys of norms up to 32,000 then fit a float16
 ROW_NORM = 8.0
 # channels of a product of 8-bit floats come in multiples of this
@@ -165,20 +169,56 @@ def scored_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def scored_keys(k: Tensor, channels: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+class Exponents(NamedTuple):
+    """Exponents of the units of 8-bit keys, int8, as the sweep takes them.
+
+    Attributes:
+        each: [B * H_kv, M, key_block], how far that of a key is below the one of its block.
+        blocks: [B * H_kv, M], the largest of every key block, up to whole steps.
+        least, largest: [B * H_kv], of all keys.
+    """
+
+    each: Tensor
+    blocks: Tensor
+    least: Tensor
+    largest: Tensor
+
+    @classmethod
+    def of(cls, exponents: Tensor, key_block: int, step: int) -> Exponents:
+        """Those of `scored_keys`; a step of the sweep has so many keys."""
+        keys = exponents.flatten(2).flatten(0, 1).contiguous()
+        padded = F.pad(keys, (0, -keys.shape[1] % step), value=NO_EXPONENT)
+        by_block = padded.unflatten(1, (-1, key_block))
+        blocks = by_block.amax(2)
+        return cls(by_block - blocks.unsqueeze(2), blocks, *keys.aminmax(dim=1))
+
+
+def empty_keys(
+    k: Tensor, channels: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Room for what `scored_keys` gives."""
+    width = Channels.of(channels, k.shape[3]).width
+    keys = k.new_empty(*k.shape[:3], width, dtype=dtype)
+    return keys, k.new_empty(*k.shape[:3], 1, dtype=torch.int8) if dtype == FP8 else None
+
+
+def scored_keys(
+    k: Tensor, channels: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
     """The scored ``channels`` of k [B, H_kv, N_k, D]: [B, H_kv, N_k, C], zeros behind the last.
 
-    All of them for (). 8-bit floats hold `KEY_SCALE` of a key, and nothing of its neighbours.
+    All of them for (). 8-bit floats are in a unit of each key, which is its own affair: with the
+    exponents of these powers of two, int8 [B, H_kv, N_k, 1].
     """
     batch, heads, length, dim = k.shape
     runs = Channels.of(channels, dim)
     k = k if k.stride(-1) == 1 else k.contiguous()
-    keys = k.new_empty(batch, heads, length, runs.width, dtype=dtype)
+    keys, exponents = empty_keys(k, channels, dtype)
     tokens = 128
     _scored_keys_kernel[(batch * heads, triton.cdiv(length, tokens))](
         vectors(k),
         keys,
-        KEY_SCALE if dtype == FP8 else 1.0,
+        exponents,
         heads,
         length,
         BLOCK_N=tokens,
@@ -186,7 +226,7 @@ def scored_keys(k: Tensor, channels: tuple[int, ...], dtype: torch.dtype) -> Ten
         **runs.constants,
         num_warps=4,
     )
-    return keys
+    return keys, exponents
 
 
 def outlier_rows(
@@ -252,7 +292,7 @@ def outlier_rows(
         last.stride(0),
         positions,
         rows,
-        scale * LOG2_E.value / (KEY_SCALE if dtype == FP8 else 1.0),
+        scale * LOG2_E.value,
         start,
         heads,
         total,
@@ -266,14 +306,19 @@ def outlier_rows(
 
 
 def exact_scores(
-    turn: HeadChunk, rows: OutlierRows, keys: Tensor, key_block: int, most: Tensor
+    turn: HeadChunk,
+    rows: OutlierRows,
+    keys: Tensor,
+    exponents: Tensor | None,
+    key_block: int,
+    most: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """`reference.exact_scores` of the heads of ``turn``: (most, shares), float32 of a shape.
 
     Entries of blocks that a row does not see mean nothing.
 
     Args:
-        keys: [B, H_kv, N_k, C], those of `scored_keys` for all heads.
+        keys, exponents: those of `scored_keys` for all heads.
         most: [heads, M_q, width], whose memory the answer may take.
     """
     planes, total, dim = rows.vectors.shape
@@ -295,6 +340,7 @@ def exact_scores(
     desc_k, together = _alternating(keys, key_block, tile_keys)
     # in key blocks: by how much scratch of a tile is wider than that of the one before
     step = max(1, tile_keys // key_block)
+    units = Exponents.of(exponents, key_block, step * key_block) if half else None
     wider = triton.cdiv(triton.cdiv(tile_rows, rows.count) * rows.reach, key_block * step) * step
 
     def columns(begin: int, end: int) -> int:
@@ -321,6 +367,8 @@ def exact_scores(
         _exact_scores_kernel[(end - begin, planes) if by_head else (planes, end - begin)](
             rows,
             desc_k,
+            units,
+            triton.cdiv(turn.kv_blocks, step),
             scratch,
             columns(begin, end),
             most,
@@ -340,6 +388,7 @@ def exact_scores(
             CHUNK=tile_of(turn.width, CHUNK),
             BLOCK_D=dim,
             HALF=half,
+            PACKED=half and launch.packed(keys),
             PRECISION=precision(rows.vectors),
             STAGES=stages,
             num_warps=WARPS,
@@ -391,7 +440,7 @@ def _scored(
 def _scored_keys_kernel(
     k,
     keys,
-    key_scale,
+    exponents,
     heads,
     length,
     FIRST: tl.constexpr,
@@ -410,9 +459,17 @@ def _scored_keys_kernel(
     width: tl.constexpr = RUNS * BLOCK_C
     line = plane.to(tl.int64) * length + token
     target = keys + line[:, None] * width + tl.arange(0, width)[None, :]
-    x *= key_scale
-    if keys.dtype.element_ty == tl.float8e4nv:
-        x = tl.clamp(x, -LARGEST_FP8, LARGEST_FP8, propagate_nan=tl.PropagateNan.ALL)
+    if exponents is not None:
+        x = cut(x)
+        largest = tl.max(tl.abs(x), 1)
+        # of a key that is nothing any unit will do: that of most keys
+        exponent = tl.where(largest > 0, exponent_of(largest), 0)
+        # a remainder has the sign of what is divided
+        above = (exponent - UNIT_BEGINS + 100 * UNITS_APART) % UNITS_APART
+        exponent -= ROUNDED_AT
+        x = (x * power_of_two(-exponent)[:, None]).to(keys.dtype.element_ty).to(tl.float32)
+        x *= power_of_two(above)[:, None]
+        tl.store(exponents + line, (exponent - above).to(tl.int8), mask=inside)
     tl.store(target, x.to(keys.dtype.element_ty), mask=inside[:, None])
 
 
@@ -473,7 +530,7 @@ def _outlier_queries_kernel(
             if MEANS:
                 channel = begin + tl.arange(0, BLOCK_D)
                 to_mean = means + ((start + mine) * q_blocks + block) * D + channel
-                store_summary(to_mean, mean, channel < D)
+                tl.store(to_mean, cut(mean), mask=channel < D)
         size = tl.sum(square, 1) * tl.sum(size, 0)
         cosine = tl.sum(product, 1) * tl.rsqrt(tl.maximum(size, LEAST_SQUARE))
         # a NaN comes first: ranks are a permutation whatever q holds
@@ -537,14 +594,14 @@ def _gathered_rows_kernel(
 
 
 @triton.jit
-def _largest_part(x, HALF: tl.constexpr):
+def _largest_part(x, PACKED: tl.constexpr):
     """The maximum over the second of the four dims of ``x``, a power of two."""
     y = x
     for _ in tl.static_range(HALVINGS):
         if y.shape[1] > 1:
             y = tl.reshape(y, (y.shape[0], 2, y.shape[1] // 2, y.shape[2], y.shape[3]))
             one, other = tl.split(tl.permute(y, (0, 2, 3, 4, 1)))
-            if HALF:
+            if PACKED:
                 # two of float16 at a time: Triton would compare them one by one
                 y = tl.inline_asm_elementwise(
                     "max.f16x2 $0, $1, $2;", "=r,r,r", [one, other], tl.float16, True, 2
@@ -561,10 +618,12 @@ def _larger(a, b):
 
 
 # the first of several launches is no reason to compile twice
-@triton.jit(do_not_specialize=["columns", "begin", "row_count", "groups"])
+@triton.jit(do_not_specialize=["steps", "columns", "begin", "row_count", "groups"])
 def _exact_scores_kernel(
     rows,
     desc_k,
+    units,
+    steps,
     scratch,
     columns,
     most,
@@ -584,6 +643,7 @@ def _exact_scores_kernel(
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HALF: tl.constexpr,
+    PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -602,6 +662,7 @@ def _exact_scores_kernel(
         tile = begin + tl.num_programs(1) - 1 - tl.program_id(1)
     batch = (turn.start + plane) // heads
     kv_head = (turn.start + plane) % heads // (heads // kv_heads)
+    kv_plane = (batch * kv_heads + kv_head).to(tl.int64)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = row < row_count
     line = plane.to(tl.int64) * row_count + row
@@ -629,8 +690,22 @@ def _exact_scores_kernel(
         end = tl.minimum(end, WIDER // BLOCKS * (tile + 1))
         whole_low, whole_high = tl.minimum(whole_low, end), tl.minimum(whole_high, end)
         before = WIDER * (tile * (tile + 1) - begin * (begin + 1)) // 2
+    # of the whole steps those whose keys are all of one unit
+    whole_same = whole_high
+    same_scale = scale
+    if HALF:
+        units = Exponents(
+            units.each + kv_plane * steps * STEP,
+            units.blocks + kv_plane * steps * BLOCKS,
+            units.least + kv_plane,
+            units.largest + kv_plane,
+        )
+        largest = tl.load(units.largest)
+        same_scale = scale * power_of_two(largest.to(tl.int32))
+        whole_same = tl.where(tl.load(units.least) < largest, whole_low, whole_high)
     kept = scratch + (plane.to(tl.int64) * columns + before) * BLOCK_M
-    own = tl.arange(0, BLOCK_M)[:, None] * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+    in_step = tl.arange(0, BLOCKS)
+    own = tl.arange(0, BLOCK_M)[:, None] * BLOCKS + in_step[None, :]
     # which key of a tile stands in a column: blocks alternate
     SIZE: tl.constexpr = BLOCK_N // BLOCKS
     PARTS: tl.constexpr = SIZE // TOGETHER
@@ -640,19 +715,26 @@ def _exact_scores_kernel(
     # one normaliser for each key block of a step: no lane asks another until the end
     m_i = tl.full((BLOCK_M, BLOCKS), -1e30, tl.float32)
     l_i = tl.zeros((BLOCK_M, BLOCKS), tl.float32)
-    for PART in tl.static_range(3):
-        begins = low if PART == 0 else whole_low if PART == 1 else whole_high
-        ends = whole_low if PART == 0 else whole_high if PART == 1 else end
+    for PART in tl.static_range(4):
+        begins = (low, whole_low, whole_same, whole_high)[PART]
+        ends = (whole_low, whole_same, whole_high, end)[PART]
         for i in tl.range(begins, ends, num_stages=STAGES):
+            factor = same_scale[:, None]
+            if HALF and PART != 1:
+                unit = tl.load(units.blocks + i * BLOCKS + in_step).to(tl.int32)
+                factor = scale[:, None] * power_of_two(unit)[None, :]
             top = tl.full((BLOCK_M, BLOCKS), float("-inf"), DTYPE)
             for offset in tl.static_range(0, STEP, BLOCK_N):
                 # [BLOCK_N, BLOCK_D], then [BLOCK_M, BLOCK_N]
                 column = i * STEP + offset
-                k = desc_k.load([batch * kv_heads + kv_head, 0, column // SIZE, 0, 0])
+                k = desc_k.load([kv_plane.to(tl.int32), 0, column // SIZE, 0, 0])
                 qk = tl.dot(
                     x, k.reshape(BLOCK_N, BLOCK_D).T, input_precision=PRECISION, out_dtype=DTYPE
                 )
-                if PART != 1:
+                if HALF and PART != 1:
+                    below = tl.load(units.each + column + key).to(tl.int32)
+                    qk *= power_of_two(below).to(DTYPE)[None, :]
+                if PART == 0 or PART == 3:
                     seen = key[None, :] <= (highest - column)[:, None]
                     if PART == 0:
                         seen &= key[None, :] >= (lowest - column)[:, None]
@@ -660,9 +742,9 @@ def _exact_scores_kernel(
                     qk = tl.where(seen, qk, tl.full(qk.shape, float("-inf"), DTYPE))
                 # [BLOCK_M, BLOCKS]
                 by_block = tl.reshape(qk, (BLOCK_M, PARTS, BLOCKS, TOGETHER))
-                top = tl.maximum(top, tl.reduce(_largest_part(by_block, HALF), 2, _larger))
+                top = tl.maximum(top, tl.reduce(_largest_part(by_block, PACKED), 2, _larger))
             tl.store(kept + i * (BLOCK_M * BLOCKS) + own, top)
-            logit = top.to(tl.float32) * scale[:, None]
+            logit = top.to(tl.float32) * factor
             rise = logit - m_i
             # one exponential: either what came before fades, or what comes does
             fade = tl.exp2(-tl.abs(rise))
@@ -687,7 +769,11 @@ def _exact_scores_kernel(
         cell = tl.arange(0, BLOCK_M)[None, :] * BLOCKS + (column % BLOCKS)[:, None]
         cell += (column // BLOCKS * (BLOCK_M * BLOCKS))[:, None]
         top = tl.load(kept + cell, mask=there[:, None], other=float("-inf"))
-        share = tl.exp2(top.to(tl.float32) * scale[None, :] - norm[None, :])
+        factor = scale[None, :]
+        if HALF:
+            unit = tl.load(units.blocks + column, mask=there, other=0).to(tl.int32)
+            factor = factor * power_of_two(unit)[:, None]
+        share = tl.exp2(top.to(tl.float32) * factor - norm[None, :])
         share = tl.reshape(share, (CHUNK, BLOCK_M // GROUP, GROUP))
         cells = target[None, :] + column[:, None]
         tl.store(most + cells, tl.max(share, 2), mask=written[None, :])

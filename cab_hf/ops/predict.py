@@ -18,9 +18,9 @@ from torch import Tensor
 
 from cab_hf.budgets import OP_SETTINGS, Budgets, op_settings, settings_of_op
 from cab_hf.config import CabConfig
-from cab_hf.ops.coarsen import QuerySummary, coarsen_keys, coarsen_queries, summary_dtype
+from cab_hf.ops.coarsen import QuerySummary, coarsen_keys, coarsen_queries
 from cab_hf.ops.exact_scores import (
-    Channels,
+    empty_keys,
     exact_scores,
     outlier_rows,
     scored_dtype,
@@ -69,12 +69,10 @@ def summarise(
     scored = config.exact_queries != 0
     if torch.compiler.is_compiling():
         planes = torch.ops.cab_hf.summarise(k, valid, config.key_block, config.coarsen)
-        keys = torch.ops.cab_hf.scored_keys(k, channels) if scored else None
-        return KeySummary(planes, keys)
+        return KeySummary(planes, *(torch.ops.cab_hf.scored_keys(k, channels) if scored else ()))
     with on_device_of(k):
-        summary = coarsen_keys(k, valid, config.key_block, config.coarsen)
-        keys = scored_keys(k, channels, scored_dtype(k)) if scored else None
-    return replace(summary, keys=keys)
+        planes = coarsen_keys(k, valid, config.key_block, config.coarsen).planes
+        return KeySummary(planes, *(scored_keys(k, channels, scored_dtype(k)) if scored else ()))
 
 
 def choose(
@@ -97,7 +95,8 @@ def choose(
     """
     if torch.compiler.is_compiling():
         given = _pack(spans, config, budgets)
-        lists = torch.ops.cab_hf.choose(q, summary.planes, summary.keys, scale, channels, *given)
+        tensors = q, summary.planes, summary.keys, summary.exponents
+        lists = torch.ops.cab_hf.choose(*tensors, scale, channels, *given)
         return BlockLists(*lists[:2]), BlockLists(*lists[2:])
     with on_device_of(q):
         tail = _tail(spans, config)
@@ -146,8 +145,8 @@ def _scored(
 ) -> Scored:
     """Heads that choose by the estimate, then those whose outlier queries are scored exactly."""
     # a summary may come out of a cache, or from another process
-    keys = summary.keys
-    summary = KeySummary(summary.planes.to(summary_dtype(q)).contiguous())
+    keys, exponents = summary.keys, summary.exponents
+    summary = KeySummary(summary.planes.float().contiguous())
     heads, exact = q.shape[1], _exact_heads(budgets, q.shape[1])
     fused = vectors is None and exact == heads and config.coarsen != "max_l2"
     if fused:
@@ -155,15 +154,15 @@ def _scored(
     elif vectors is None:
         queries = coarsen_queries(q, spans, config.query_block, config.coarsen)
     else:
-        queries = QuerySummary(vectors.to(summary_dtype(q)).contiguous(), _rows(spans, config))
+        queries = QuerySummary(vectors.float().contiguous(), _rows(spans, config))
     batch, _, q_blocks, _ = queries.vectors.shape
     shape = batch, heads, *summary.planes.shape[2:3], q_blocks, summary.planes.shape[3]
-    clusters = config.select == "clusters"
+    clusters, half = config.select == "clusters", q.dtype != torch.float32
     own = HeadBudget.of(budgets, clusters, heads, q.device, exact=False)
     for turn in turns(queries.rows, shape, config, SCORE_BYTES_AT_A_TIME):
         if exact == heads:
             break
-        yield turn, block_scores(turn, queries, summary, scale, config, spans), config, own
+        yield turn, block_scores(turn, queries, summary, scale, config, spans, half), config, own
     plain = _without_curvature(config)
     own = HeadBudget.of(budgets, clusters, heads, q.device, exact=True)
     for count, start, some in _alike(budgets, batch, heads):
@@ -174,9 +173,9 @@ def _scored(
         step = -(-some // -(-some // room))
         for at in range(0, some, step):
             one = turn._replace(start=start + at, count=min(step, some - at))
-            scores = block_scores(one, queries, summary, scale, plain, spans)
+            scores = block_scores(one, queries, summary, scale, plain, spans, half)
             mine = rows.heads(at, at + one.count)
-            most, shares = exact_scores(one, mine, keys, config.key_block, scores.direct)
+            most, shares = exact_scores(one, mine, keys, exponents, config.key_block, scores.direct)
             yield one, scores._replace(direct=most, shares=shares), plain, own
             del scores, most, shares
 
@@ -208,7 +207,7 @@ def _alike(budgets: Budgets, batch: int, heads: int) -> tuple[tuple[int, int, in
 def _empty_summary(q: Tensor, query_block: int) -> QuerySummary:
     batch, heads, length, dim = q.shape
     blocks = -(-length // query_block)
-    vectors = q.new_empty(batch, heads, blocks, dim, dtype=summary_dtype(q))
+    vectors = q.new_empty(batch, heads, blocks, dim, dtype=torch.float32)
     return QuerySummary(vectors, q.new_empty(4, batch, blocks, dtype=torch.int32))
 
 
@@ -276,36 +275,35 @@ def _summarise_op(k: Tensor, valid: Tensor, key_block: int, coarsen: str) -> Ten
 def _(k: Tensor, valid: Tensor, key_block: int, coarsen: str) -> Tensor:
     batch, heads, length, dim = k.shape
     shape = (3 if coarsen == "minmax" else 1, batch, heads, -(-length // key_block), dim)
-    return k.new_empty(shape, dtype=summary_dtype(k))
+    return k.new_empty(shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("cab_hf::scored_keys", mutates_args=())
-def _scored_keys_op(k: Tensor, channels: list[int]) -> Tensor:
-    return scored_keys(k, tuple(channels), scored_dtype(k))
+def _scored_keys_op(k: Tensor, channels: list[int]) -> list[Tensor]:
+    return [x for x in scored_keys(k, tuple(channels), scored_dtype(k)) if x is not None]
 
 
 @_scored_keys_op.register_fake
-def _(k: Tensor, channels: list[int]) -> Tensor:
-    width = Channels.of(tuple(channels), k.shape[3]).width
-    return k.new_empty(*k.shape[:3], width, dtype=scored_dtype(k))
+def _(k: Tensor, channels: list[int]) -> list[Tensor]:
+    return [x for x in empty_keys(k, tuple(channels), scored_dtype(k)) if x is not None]
 
 
 @torch.library.custom_op(
     "cab_hf::choose",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor planes, Tensor? keys, float scale, int[] channels, {OP_SCHEMA})"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor q, Tensor planes, Tensor? keys, Tensor? exponents, float scale, "
+    f"int[] channels, {OP_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _choose_op(q, planes, keys, scale, channels, *values):
+def _choose_op(q, planes, keys, exponents, scale, channels, *values):
     spans, tail, budgets, config = _unpack(values)
-    summary = KeySummary(planes, keys)
+    summary = KeySummary(planes, keys, exponents)
     scored = _scored(q, summary, spans, budgets, scale, config, tuple(channels))
     shape = *q.shape[:2], -(-q.shape[2] // config.query_block)
     return _four(*_chosen(shape, scored, spans, tail, budgets, config, measured=False))
 
 
 @_choose_op.register_fake
-def _(q, planes, keys, scale, channels, *values):
+def _(q, planes, keys, exponents, scale, channels, *values):
     spans, tail, budgets, config = _unpack(values)
     shape = *q.shape[:2], -(-q.shape[2] // config.query_block)
     rooms = _rooms(shape, spans.kv_length, spans.aligned, tail, budgets, config)

@@ -43,10 +43,13 @@ class KeySummary:
             the smallest of them. [1, B, H_kv, M_k, D] where one vector stands for the block.
         keys: [B, H_kv, N_k, C], the scored channels of every key where outlier queries are scored
             exactly, as that is computed; else None.
+        exponents: int8 [B, H_kv, N_k, 1]: ``keys`` are in units of 2 to these, where they are of 8
+            bits; else None.
     """
 
     planes: Tensor
     keys: Tensor | None = None
+    exponents: Tensor | None = None
 
     @property
     def mean(self) -> Tensor:

@@ -21,6 +21,9 @@ from cab_hf.plan import Spans
 
 # affinities are at most 1; float16 keeps 11 bits of anything above 2^-29 when they are scaled up
 AFFINITY_SCALE = 32768.0
+# summaries are multiplied in float16 by powers of two of their own: the largest channel then has
+# this exponent, and channels down to 2^-28 of it keep their 11 bits
+HALF_EXPONENT = tl.constexpr(14)
 # the most columns of a row of scores that a program selects from at a time
 ROW_CHUNK = 128
 # a row of scores has room for a multiple of so many columns
@@ -123,16 +126,20 @@ def block_scores(
     scale: float,
     config: CabConfig,
     spans: Spans,
+    half: bool,
 ) -> Scores:
-    """The scores of the heads of ``turn``; ``queries`` and ``keys`` are those of all heads."""
-    dim, dtype = queries.vectors.shape[3], queries.vectors.dtype
+    """The scores of the heads of ``turn``; ``queries`` and ``keys`` are those of all heads.
+
+    ``half`` takes products of float16, as is enough for summaries of 16-bit inputs.
+    """
+    dim = queries.vectors.shape[3]
     clusters = config.select == "clusters"
     blocks = {"QUERY_BLOCK": config.query_block, "KEY_BLOCK": config.key_block}
     shape = turn.count, turn.q_blocks, turn.width
     direct = queries.vectors.new_empty(shape, dtype=torch.float32)
     estimate = torch.empty_like(direct) if clusters else None
     block_d = max(16, triton.next_power_of_2(dim))
-    block_m, block_n, steps, warps, stages = _score_tile(turn.q_blocks, block_d, dtype)
+    block_m, block_n, steps, warps, stages = _score_tile(turn.q_blocks, block_d, half)
     tiles = triton.cdiv(turn.q_blocks, block_m * steps) * triton.cdiv(turn.kv_blocks, block_n)
     _block_scores_kernel[(tiles * turn.count,)](
         queries.vectors,
@@ -148,6 +155,7 @@ def block_scores(
         MINMAX=keys.minmax,
         CLUSTERS=clusters,
         CONSECUTIVE=spans.consecutive,
+        HALF=half,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         STEPS=steps,
@@ -155,8 +163,7 @@ def block_scores(
         num_stages=stages,
     )
     # affinities of 16-bit inputs come from 16-bit operands, and the products may take them so
-    half = dtype != torch.float32 and clusters
-    return Scores(direct, estimate, *block_graph(turn, direct, half, config, spans))
+    return Scores(direct, estimate, *block_graph(turn, direct, half and clusters, config, spans))
 
 
 def block_graph(
@@ -218,11 +225,11 @@ def block_graph(
     return log_sum, hops, strength
 
 
-def _score_tile(q_blocks: int, block_d: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+def _score_tile(q_blocks: int, block_d: int, half: bool) -> tuple[int, int, int, int, int]:
     """(rows, columns at a time, times, warps, stages) of a program of `_block_scores_kernel`."""
-    if dtype == torch.float32 and block_d > 128:
+    if not half and block_d > 128:
         return 16, 16, 4, 4, 1
-    if dtype == torch.float32 or block_d > 128:
+    if not half or block_d > 128:
         return 32, 32, 4, 4, 1
     if q_blocks <= 128:
         return 32, 64, 1, 4, 1
@@ -290,6 +297,25 @@ def affinity_of(direct, log_sum, visible, CLUSTERS: tl.constexpr):
 
 
 @triton.jit
+def exponent_of(x):
+    """The binary exponents of float32 numbers from 0 up, none outside of -60 to 60."""
+    exponent = (x.to(tl.int32, bitcast=True) >> 23) - 127
+    return tl.minimum(tl.maximum(exponent, -60), 60)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """float32 powers of two, exactly, for whole exponents from -126 to 127."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _halved(x, exponent):
+    """x in units of 2^exponent, float16."""
+    return (x * power_of_two(-exponent)).to(tl.float16)
+
+
+@triton.jit
 def _product(a, b, acc):
     """acc + a b; three tf32 products stand in for a float32 one."""
     if a.dtype == tl.float32:
@@ -315,6 +341,7 @@ def _block_scores_kernel(
     MINMAX: tl.constexpr,
     CLUSTERS: tl.constexpr,
     CONSECUTIVE: tl.constexpr,
+    HALF: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STEPS: tl.constexpr,
@@ -342,6 +369,12 @@ def _block_scores_kernel(
     if MINMAX:
         top = tl.load(key_tile + key_plane, mask=there, other=0.0)
         bottom = tl.load(key_tile + 2 * key_plane, mask=there, other=0.0)
+    if HALF:
+        largest = tl.maximum(tl.abs(centre), tl.maximum(tl.abs(top), tl.abs(bottom)))
+        key_exponent = exponent_of(tl.max(largest, 0)) - HALF_EXPONENT
+        centre = _halved(centre, key_exponent[None, :])
+        top = _halved(top, key_exponent[None, :])
+        bottom = _halved(bottom, key_exponent[None, :])
     first = tile // columns * BLOCK_M * STEPS
     end = tl.minimum(first + BLOCK_M * STEPS, q_blocks)
     if CONSECUTIVE:
@@ -358,6 +391,11 @@ def _block_scores_kernel(
             mask=inside[:, None] & (channel[None, :] < D),
             other=0.0,
         )
+        factor = scale
+        if HALF:
+            exponent = exponent_of(tl.max(tl.abs(query), 1)) - HALF_EXPONENT
+            query = _halved(query, exponent[:, None])
+            factor = (scale * power_of_two(exponent))[:, None] * power_of_two(key_exponent)[None, :]
         nothing = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         mean = _product(query, centre, nothing)
         upper = mean
@@ -369,9 +407,9 @@ def _block_scores_kernel(
         place = (mine * q_blocks + i)[:, None] * width + j[None, :]
         # a row has room for whole chunks: what is behind its last block means nothing
         written = inside[:, None] & (j < width)[None, :]
-        tl.store(direct + place, (upper if CLUSTERS else mean) * scale, mask=written)
+        tl.store(direct + place, (upper if CLUSTERS else mean) * factor, mask=written)
         if CLUSTERS:
-            tl.store(estimate + place, (upper + mean) * (0.5 * scale), mask=written)
+            tl.store(estimate + place, (upper + mean) * (0.5 * factor), mask=written)
 
 
 @triton.jit

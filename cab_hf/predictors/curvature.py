@@ -97,7 +97,8 @@ class CurvaturePredictor(Predictor):
             return KeySummary(planes)
         sharing = heads[0] // heads[1]
         needed = sorted({head // sharing for head in exact})
-        return KeySummary(planes, frame.tokens(summary.keys, needed))
+        scored = [x for x in (summary.keys, summary.exponents) if x is not None]
+        return KeySummary(planes, *(frame.tokens(x, needed) for x in scored))
 
     def vectors(self, q: Tensor, spans: Spans) -> Tensor:
         """One vector for every query block of q [B, H, N_q, D]: [B, H, M_q, D]."""

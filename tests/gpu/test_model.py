@@ -332,32 +332,36 @@ def test_sixteen_bits_choose_nearly_what_float32_does(gpu, dtype, fields):
 @pytest.mark.parametrize("count", [1, 8, 16, 128])
 @pytest.mark.parametrize("blocks", [(128, 64), (128, 128), (128, 256)], ids=str)
 @pytest.mark.parametrize("channels", [(), SLOW], ids=["all-channels", "slow-channels"])
-def test_exact_scores_of_eight_bits_are_those_of_the_reference(gpu, blocks, count, channels):
+@pytest.mark.parametrize("units", [1, 2], ids=["one-unit", "two-units"])
+def test_exact_scores_of_eight_bits_are_those_of_the_reference(gpu, blocks, count, channels, units):
     """Of the same 8-bit rows and keys: what is left is that products are summed in 16 bits."""
     from cab_hf.ops.attention.tiles import LOG2_E
     from cab_hf.ops.exact_scores import FP8, exact_scores, outlier_rows, scored_keys
 
     q, k = heads_on(gpu, length=2000, q_length=1900)
+    k[:, :, ::3] *= 2.0 ** (-10 * (units - 1))
     spans, heads = Spans.causal(1, 1900, 2000, gpu), q.shape[1]
     rows = outlier_rows(q, spans, (0, heads), 128**-0.5, blocks[0], count, channels, FP8)
-    keys = scored_keys(k, channels, FP8)
+    keys, exponents = scored_keys(k, channels, FP8)
+    assert len(exponents.unique()) == units
     q_blocks, columns = -(-1900 // blocks[0]), -(-2000 // blocks[1])
     turn = HeadChunk(
         *(rows_of(q, spans, blocks[0]), q_blocks, 0, heads, heads, k.shape[1]),
         *(q_blocks, columns, -(-columns // 32) * 32, 0),
     )
     most = torch.full((heads, q_blocks, turn.width), torch.nan, device=gpu)
-    actual = exact_scores(turn, rows, keys, blocks[1], most)
+    actual = exact_scores(turn, rows, keys, exponents, blocks[1], most)
+    keys = keys.float() * 2.0**exponents
 
     shape = 1, heads, q_blocks, count
     # the logits of a row in powers of two are its products times its scale
     held = rows.vectors.float() * rows.scale.unsqueeze(-1) / LOG2_E.value
     held = held.view(*shape, -1)
     positions = (rows.last - 100).clamp(min=-1).long().view(shape)
-    meant = reference.exact_scores(held, positions, keys.float(), spans, 1.0, blocks[1])
+    meant = reference.exact_scores(held, positions, keys, spans, 1.0, blocks[1])
     # each sum of 32 products is rounded to 11 bits, and the logit that is kept
     roundings = keys.shape[3] // 32 + 2
-    largest = keys.float().norm(dim=-1).max() * held.norm(dim=-1).max()
+    largest = keys.norm(dim=-1).max() * held.norm(dim=-1).max()
     moved = torch.expm1(2 * roundings * EPS[torch.float16] * largest)
     visible = block_visibility(spans, *blocks)
     for one, other in zip(actual, meant, strict=True):
@@ -374,9 +378,9 @@ def rows_of(q, spans, query_block):
     return coarsen_queries(q, spans, query_block, "mean").rows
 
 
-@pytest.mark.parametrize("loudness", [0.25, 1.0, 100.0, 1500.0], ids=str)
+@pytest.mark.parametrize("loudness", [1e-4, 0.25, 1.0, 110.0, 1500.0, 1e4], ids=str)
 def test_sums_of_eight_bit_products_are_finite_at_any_norm(gpu, loudness):
-    """Rows are of norm 8 and keys a quarter of theirs: a float16 holds what norms of 32,000 sum to.
+    """Rows are of norm 8 and channels of keys below 2^8: a float16 holds what 256 of these sum to.
 
     Every product has one sign, which is the most that they can sum to.
     """
@@ -398,12 +402,57 @@ def test_bits_of_a_key_are_its_own_on_the_device_too(gpu):
     from cab_hf.ops.exact_scores import FP8, scored_keys
 
     _, k = heads_on(gpu, length=2000)
-    complete = scored_keys(k, SLOW, FP8).view(torch.uint8)
-    louder = k * 50
+    complete = scored_keys(k, SLOW, FP8)
+    louder = k * 5000
     louder[:, :, 700:800] = k[:, :, 700:800]
     for x, start in ((k[:, :, 700:800], 0), (k[:, :, :800], 700), (louder, 700)):
-        held = scored_keys(x, SLOW, FP8).view(torch.uint8)[:, :, start : start + 100]
-        assert torch.equal(held, complete[:, :, 700:800])
+        for some, of_all in zip(scored_keys(x, SLOW, FP8), complete, strict=True):
+            held = some.view(torch.uint8)[:, :, start : start + 100]
+            assert torch.equal(held, of_all.view(torch.uint8)[:, :, 700:800])
+
+
+NEEDLES = 64
+
+
+def needles_on(device, length=16384):
+    """(q, k, head, row and key of `NEEDLES`): one query of a block each looks for one key."""
+    q, k = heads_on(device, length=length, dtype=torch.float32)
+    # float16 holds these times 1e4
+    q, k = q.clamp(-6, 6), k.clamp(-6, 6)
+    generator = torch.Generator(device).manual_seed(1)
+    one = torch.zeros(NEEDLES, 128, device=device)
+    one[:, SLOW] = 3 * torch.randn(NEEDLES, 64, device=device, generator=generator).sign()
+    index = torch.arange(NEEDLES, device=device)
+    heads = index % q.shape[1]
+    # in blocks of one theme, where nothing else is an outlier
+    starts = torch.arange(length // 2, length - 256, 128, device=device)
+    starts = starts[starts // 300 == (starts + 127) // 300]
+    rows = starts[index // 2 % len(starts)] + index
+    keys = 200 + index * (length // 2 - 500) // NEEDLES
+    q[0, heads, rows], k[0, heads // 4, keys] = one, one
+    return q, k, (heads, rows, keys)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_keys_of_any_magnitude_are_found_and_cost_the_same(gpu, dtype):
+    q, k, (heads, rows, keys) = needles_on(gpu)
+    spans, config = Spans.causal(1, k.shape[2], k.shape[2], gpu), CabConfig()
+    call = LayerContext(spans, 128**-0.5, 0, channels=SLOW)
+    cells = heads, rows // config.query_block, keys // config.key_block
+
+    def chosen(factor):
+        plan = CurvaturePredictor(config)((q / factor).to(dtype), (k * factor).to(dtype), call)
+        return plan.to_dense()[0]
+
+    meant = chosen(1.0)
+    assert meant[cells].all()
+    for factor in (1e-4, 1e-3, 1e3, 1e4):
+        actual = chosen(factor)
+        assert actual[cells].all(), factor
+        assert actual.sum() == pytest.approx(int(meant.sum()), rel=0.03)
+    # by powers of two not a bit is another
+    for factor in (2.0**-13, 2.0**13) if dtype == torch.bfloat16 else ():
+        assert torch.equal(chosen(factor), meant)
 
 
 def test_exact_scores_stay_within_their_scratch(gpu):
@@ -414,13 +463,13 @@ def test_exact_scores_stay_within_their_scratch(gpu):
     q, k = heads_on(gpu, length=length, heads=32, kv_heads=8)
     spans, dtype = Spans.causal(1, length, length, gpu), ops.scored_dtype(k)
     rows = ops.outlier_rows(q, spans, (0, 32), 128**-0.5, 128, count, SLOW, dtype)
-    keys, blocks = ops.scored_keys(k, SLOW, dtype), rows_of(q, spans, 128)
+    (keys, exponents), blocks = ops.scored_keys(k, SLOW, dtype), rows_of(q, spans, 128)
     turn = HeadChunk(blocks, 512, 0, 32, 32, 8, 512, 1024, 1024, 0)
     most = torch.empty(32, 512, 1024, device=gpu)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    result = ops.exact_scores(turn, rows, keys, 64, most)
+    result = ops.exact_scores(turn, rows, keys, exponents, 64, most)
     # the memory of one of both was there
     given = most.numel() * most.element_size()
     scratch = torch.cuda.max_memory_allocated() - before - given

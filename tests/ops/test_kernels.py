@@ -9,7 +9,7 @@ from tiny import qkv
 from cab_hf import CabConfig
 from cab_hf.budgets import budgets_of
 from cab_hf.frame import Frame
-from cab_hf.ops import coarsen, predict, reference
+from cab_hf.ops import coarsen, exact_scores, predict, reference
 from cab_hf.plan import Spans
 from cab_hf.predictors import CurvaturePredictor, LayerContext
 
@@ -145,6 +145,29 @@ def test_ties_and_extremes(change, config):
     assert torch.equal(actual, meant)
 
 
+@pytest.mark.parametrize("eight_bits", [False, True], ids=["estimated", "scored-in-8-bits"])
+@pytest.mark.parametrize(
+    ("dtype", "powers"),
+    [
+        pytest.param(torch.bfloat16, (-24, -13, 13, 24), id="bfloat16"),
+        pytest.param(torch.float16, (-12, 12), id="float16"),
+    ],
+)
+def test_the_same_attention_in_other_magnitudes_chooses_the_same(
+    dtype, powers, eight_bits, monkeypatch
+):
+    """Keys times a power of two, and queries divided by it."""
+    monkeypatch.setattr(predict, "scored_dtype", lambda x: exact_scores.FP8)
+    # so that float16 holds what is small
+    q, k = ((8 * x).round() / 8 for x in loud(**SHAPE))
+    config = small(exact_queries=8 * eight_bits, top_p=0.5)
+    parts = Spans.causal(1, LENGTH, LENGTH, "cpu"), 0.25
+    meant = by_kernels(config, q.to(dtype), k.to(dtype), *parts).to_dense()
+    for power in powers:
+        one, other = (q * 2.0**-power).to(dtype), (k * 2.0**power).to(dtype)
+        assert torch.equal(by_kernels(config, one, other, *parts).to_dense(), meant)
+
+
 def test_sixteen_bits_hold_one_huge_key():
     q, k = (x.bfloat16() for x in loud(**SHAPE))
     k[:, :, 51] = 1e30
@@ -222,15 +245,19 @@ def test_lists_of_a_fixed_share_are_narrow():
     assert plan.full.width < KEY_BLOCKS
 
 
-def test_the_registered_ops_keep_their_promises():
+@pytest.mark.parametrize("dtype", [torch.float32, exact_scores.FP8], ids=str)
+def test_the_registered_ops_keep_their_promises(dtype, monkeypatch):
+    monkeypatch.setattr(predict, "scored_dtype", lambda x: dtype)
     q, k = loud(**SHAPE | {"q_length": 64})
-    spans, config = Spans.causal(1, 64, 64, "cpu"), small()
-    checks = ("test_schema", "test_faketensor")
+    spans, config = Spans.causal(1, 64, 64, "cpu"), small(exact_queries=8)
+    # torch's check of schemas compares no floats of 8 bits
+    checks = ("test_faketensor", "test_schema")[: dtype.itemsize]
     inputs = (k, spans.key_valid, config.key_block, config.coarsen)
     torch.library.opcheck(torch.ops.cab_hf.summarise.default, inputs, test_utils=checks)
-    planes = predict.summarise(k, spans.key_valid, config).planes
+    torch.library.opcheck(torch.ops.cab_hf.scored_keys.default, (k, []), test_utils=checks)
+    summary = predict.summarise(k, spans.key_valid, config)
     result = predict._pack(spans, config, budgets_of(config, 0, 2))
-    inputs = (q, planes, None, 0.25, [], *result)
+    inputs = (q, summary.planes, summary.keys, summary.exponents, 0.25, [], *result)
     torch.library.opcheck(torch.ops.cab_hf.choose.default, inputs, test_utils=checks)
 
 
