@@ -188,7 +188,7 @@ def by_reference(
     vectors: Tensor | None = None,
 ) -> BlockPlan:
     """What `CurvaturePredictor.choose` means, in plain PyTorch on any device."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and call.spans.end is None:
         return _as_op(q, summary, call, config, budgets)
     spans, scale = call.spans, call.scale
     visible = block_visibility(spans, config.query_block, config.key_block)
