@@ -156,7 +156,7 @@ class Books(Comparison):
         """
         given = self.settings.books
         if given != PG19:
-            files = sorted(Path(given).glob("*.txt"))
+            files = sorted(Path(given).glob("[!.]*.txt"))
             return {file.name: read_text("books", file) for file in files}
         from datasets import load_dataset
 

@@ -5,15 +5,21 @@ A process with other weights or other texts trains without an error, and its los
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
+from hashlib import sha256
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import gather_object
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 from transformers.integrations.fsdp import is_fsdp_enabled
 
+from cab_hf.distributed.exchange import RankLost, failures_of_others, publish_failure
 from cab_hf.finetune.settings import Settings
 from cab_hf.runs.settings import UsageError
 
@@ -24,13 +30,28 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 2**24  # numbers looked at together
 
 
-def facts_of(settings: Settings, model: nn.Module) -> dict[str, Any]:
-    """What settings and weights are, by names for `require_alike`; ``model`` is not spread yet."""
+def facts_of(
+    settings: Settings, model: nn.Module, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """What settings, weights and tokens are, by names for `require_alike`.
+
+    Args:
+        model: not spread yet.
+    """
     fields = {name: value for name, value in asdict(settings).items() if name not in PLACES}
     fields = {f"--{name.replace('_', '-')}": repr(value) for name, value in fields.items()}
     # of FSDP one process reads the weights, the others are given them
     weights = () if is_fsdp_enabled() else model.named_parameters()
-    return {**fields, **{f"weight {name}": checksum(each) for name, each in weights}}
+    config = {name: x for name, x in model.config.to_dict().items() if name != "_name_or_path"}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    tokens = backend.to_str() if backend else sorted(tokenizer.get_vocab().items())
+    tokens = [tokens, tokenizer.special_tokens_map]
+    texts = {"the config of the model": config, "the tokenizer": tokens}
+    sums = {
+        name: sha256(json.dumps(x, default=str, sort_keys=True).encode()).hexdigest()
+        for name, x in texts.items()
+    }
+    return {**fields, **sums, **{f"weight {name}": checksum(each) for name, each in weights}}
 
 
 def checksum(tensor: Tensor) -> int:
@@ -59,3 +80,25 @@ def require_alike(facts: Mapping[str, Any]) -> None:
                     f"{name} of process {rank} is another than that of process 0; give all "
                     "processes the same settings, and the same files of model and data."
                 )
+
+
+@contextmanager
+def ending_together() -> Iterator[None]:
+    """Where another process has stopped, say why, in place of what its connection says here.
+
+    Raises:
+        UsageError: in the sentence of the process that stopped.
+    """
+    group = dist.group.WORLD if dist.is_initialized() else None
+    try:
+        yield
+    except Exception as error:
+        # of collectives; NotImplementedError is one of Python's
+        lost = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
+        causes = failures_of_others(group) if lost and group is not None else []
+        causes = [str(error)] if isinstance(error, RankLost) else causes
+        if causes:
+            raise UsageError(f"this process cannot go on, as {'; '.join(causes)}") from error
+        if group is not None:
+            publish_failure(group, error)
+        raise

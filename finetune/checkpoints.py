@@ -79,7 +79,9 @@ class Checkpoints:
             return target
         with writing(target):
             if self.rank == 0:
-                self._clear(aside)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self.clear()
+                aside.mkdir()
             self.wait()
             _write(mine, aside / MINE.format(self.rank))
             put_on_disk(aside / MINE.format(self.rank))
@@ -122,12 +124,10 @@ class Checkpoints:
     def _whole(self) -> Iterator[Path]:
         return (path for path in self.folder.glob("step-*") if NAME.fullmatch(path.name))
 
-    def _clear(self, aside: Path) -> None:
-        """Make room: what a kill left half-written is nobody's."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def clear(self) -> None:
+        """Remove what a kill left half-written or half-removed; for the process that writes."""
         for left in self.folder.glob(".step-*"):
             shutil.rmtree(left)
-        aside.mkdir()
 
     def _publish(self, aside: Path, target: Path) -> None:
         for path in aside.rglob("*"):

@@ -34,7 +34,7 @@ from tqdm import tqdm
 import cab_hf
 from cab_hf.finetune import checkpoints, curve, dry_run, finite, meter
 from cab_hf.finetune.adapters import WEIGHTS, begin_with
-from cab_hf.finetune.agreement import facts_of, require_alike
+from cab_hf.finetune.agreement import ending_together, facts_of, require_alike
 from cab_hf.finetune.checkpoints import Checkpoints
 from cab_hf.finetune.data import HOLD_OUT, Ahead, Packed, held_out, workers_for
 from cab_hf.finetune.models import (
@@ -53,7 +53,17 @@ from cab_hf.finetune.settings import ALL, PROG, Settings, read
 from cab_hf.finetune.sources import Source, content_sha256, is_local, make_source, refuse_learnt
 from cab_hf.finetune.tiles import compute_in_tiles, tile_of
 from cab_hf.finetune.validation import Validation
-from cab_hf.runs.log import DISK_FULL, Log, write_atomically, writing
+from cab_hf.renamed import renamed_in
+from cab_hf.runs.log import (
+    DISK_FULL,
+    Log,
+    LogError,
+    as_recorded,
+    is_there,
+    require_identity,
+    write_atomically,
+    writing,
+)
 from cab_hf.runs.models import TRAINED, file_sha256
 from cab_hf.runs.provenance import provenance
 from cab_hf.runs.settings import UsageError
@@ -68,7 +78,11 @@ def main(words: Sequence[str] | None = None) -> int:
     settings = read(sys.argv[1:] if words is None else words)
     rank = int(os.environ.get("RANK", 0))
     try:
-        with accelerating(settings) as accelerator, explaining_out_of_memory(settings):
+        with (
+            accelerating(settings) as accelerator,
+            ending_together(),
+            explaining_out_of_memory(settings),
+        ):
             if settings.dry_run:
                 tell_what_would_run(settings, accelerator)
             else:
@@ -152,7 +166,9 @@ class Run:
             cost = meter.Cost.of(self.model)
             self._fit_into_memory(cost)
             self.parallel = Parallel(settings, self.model, accelerator)
-            packed, kept = open_data(settings, self.tokenizer, self.parallel, self._tell)
+            vocabulary = self.model.config.get_text_config().vocab_size
+            data = open_data(settings, self.tokenizer, self.parallel, self._tell, vocabulary)
+            packed, kept, self.read = data
             self._agree(packed)
         # made by other processes while a step computes
         workers = settings.data_workers or workers_for(meter.processes_here(self.processes))
@@ -200,7 +216,14 @@ class Run:
         if self.processes > 1:
             # of every process one batch
             first = packed.checksum(self.parallel.replicas * self.settings.micro_batch)
-            require_alike({**facts_of(self.settings, self.model), "the first batch": first})
+            files = {
+                f"the content of source {number} of --{field}": sha256
+                for field, sums in self.read.items()
+                for number, sha256 in enumerate(sums.values(), 1)
+            }
+            files["the content of --calibration"] = calibration_sha256(self.settings)
+            facts = facts_of(self.settings, self.model, self.tokenizer)
+            require_alike({**facts, **files, "the first batch": first})
 
     def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The loss and the optimiser, spread over the processes."""
@@ -226,10 +249,16 @@ class Run:
         (newest,) = broadcast_object_list([self.checkpoints.newest()])
         if newest is None:
             return 0
-        # what was begun with something else is refused before it is taken over
-        with self._log():
-            pass
+        # what was begun with something else is refused before it is taken over; a log without a
+        # line says nothing, and opened it would say what this run is
+        log = self.out / LOG
+        empty = log.is_file() and b"\n" not in log.read_bytes()
+        if is_there(log) and not empty:
+            with self._log():
+                pass
         shared, mine = self.checkpoints.load(newest)
+        if self.accelerator.is_main_process:
+            self._require_own(newest, shared.get("identity"))
         checkpoints.load_parameters(self.model, shared["parameters"])
         checkpoints.load_optimizer(self.optimizer, self.model, shared["optimizer"])
         self.data.load_state_dict(json.loads(mine["data"]))
@@ -237,11 +266,23 @@ class Run:
         load_rotary_state(self.model, mine.get("rotary", {}))
         return shared["step"]
 
+    def _require_own(self, checkpoint: Path, identity: str | None) -> None:
+        """Refuse a checkpoint of another run; LogError where nobody says which one made it."""
+        if identity is not None:
+            wanted = as_recorded(self._identity)
+            require_identity(checkpoint, renamed_in(json.loads(identity)), wanted)
+        elif not is_there(self.out / LOG):
+            raise LogError(
+                f"{checkpoint} does not say which run made it, and {LOG} is lost; give another "
+                "--out, or the log."
+            )
+
     def train(self) -> None:
         """All steps that are left, and the end."""
         attending = self.parallel.attending(self.model)
         stopping = checkpoints.asked_to_stop()
         with self._log() as log, attending, stopping as asked, self._bar() as bar:
+            self._tell_of_lost_records(log)
             for step in range(self.done + 1, self.settings.steps + 1):
                 record, stop = self._step(step, asked)
                 self._note(log, curve.STEP, step, record)
@@ -318,6 +359,8 @@ class Run:
         optimizer = checkpoints.optimizer_of(self.optimizer, self.model)
         finite.require_finite_state(step, parameters, optimizer)
         shared = {"parameters": parameters, "optimizer": optimizer}
+        if self.accelerator.is_main_process:
+            shared["identity"] = json.dumps(self._identity)
         mine = {
             "random": checkpoints.random_state(),
             "data": json.dumps(self.data.state_dict()),
@@ -345,6 +388,7 @@ class Run:
         with writing(self.out):
             trained = self.checkpoints.newest() / name
             shutil.copytree(trained, self.out / name, dirs_exist_ok=True)
+            self.checkpoints.clear()
             curve.draw(self.out / CURVE, log.records)
             write_atomically(self.out / RESULTS, json.dumps(results, indent=2) + "\n")
         self._tell(f"{self.settings.steps} steps; {self.out / name}, {self.out / CURVE}")
@@ -358,7 +402,14 @@ class Run:
     @cached_property
     def _identity(self) -> dict[str, Any]:
         given = self.settings.identity(self.processes)
-        return {**given, "sha256": contents(self.settings, self.model)}
+        return {**given, "sha256": contents(self.settings, self.model, self.read)}
+
+    def _tell_of_lost_records(self, log: Log | None) -> None:
+        if log is None:
+            return
+        kept = sum(each["kind"] == curve.STEP and each["step"] <= self.done for each in log.records)
+        if kept < self.done:
+            self._tell(f"{LOG} has {kept} of the {self.done} steps that were made before.")
 
     def _note(self, log: Log | None, kind: str, step: int, record: Mapping[str, Any]) -> None:
         finite.require_finite_numbers(step, record)
@@ -380,21 +431,24 @@ class Run:
         return bool(every) and (last or step % every == 0)
 
 
-def contents(settings: Settings, model: nn.Module) -> dict[str, Any]:
+def contents(
+    settings: Settings, model: nn.Module, read: Mapping[str, Mapping[str, str | None]]
+) -> dict[str, Any]:
     """SHA-256 of all that a run reads, by the setting that names it: names may get other content.
 
     Args:
         model: what was loaded, with its adapter if it has one.
+        read: that of data and validation, as of `open_data`.
     """
-    result = {
-        "model": loaded_sha256(model),
-        "calibration": file_sha256(Path(settings.calibration)) if settings.calibration else None,
-        "data": {name: content_sha256(name) for name, _ in settings.sources()},
-        "validation": {name: content_sha256(name) for name, _ in settings.sources("validation")},
-    }
+    calibration = calibration_sha256(settings)
+    result = {"model": loaded_sha256(model), "calibration": calibration, **read}
     if settings.adapter:
         result["adapter"] = file_sha256(Path(settings.adapter) / WEIGHTS)
     return result
+
+
+def calibration_sha256(settings: Settings) -> str | None:
+    return file_sha256(Path(settings.calibration)) if settings.calibration else None
 
 
 def require_run(folder: Path) -> None:
@@ -442,24 +496,45 @@ def adapted(settings: Settings, model: nn.Module) -> nn.Module:
 
 
 def open_data(
-    settings: Settings, tokenizer: Any, parallel: Parallel, tell: Callable[[str], None]
-) -> tuple[Packed, list[Batch]]:
-    """The sequences of this process's replica, and those that the loss is watched on.
+    settings: Settings,
+    tokenizer: Any,
+    parallel: Parallel,
+    tell: Callable[[str], None],
+    vocabulary: int,
+) -> tuple[Packed, list[Batch], dict[str, dict[str, str | None]]]:
+    """The sequences of this process's replica, those that the loss is watched on, and the SHA-256
+    of the sources of both, by setting and name.
 
     Args:
-        tell: is given a sentence on each source that has documents which are skipped.
+        tell: is given a sentence on each source that has documents which are not learnt.
+        vocabulary: as of `Packed`.
     """
-    refuse_learnt(settings.sources(), settings.sources("validation"))
-    learnt = open_sources(settings, settings.sources(), tell)
-    own = open_sources(settings, settings.sources("validation"), tell)
+    named = {name: settings.sources(name) for name in ("data", "validation")}
+    refuse_learnt(*named.values())
+    opened = {name: open_sources(settings, each, tell) for name, each in named.items()}
+    learnt, own = opened.values()
+    read = {
+        setting: {
+            name: source.sha256 or content_sha256(name)
+            for (name, _), (source, _) in zip(named[setting], opened[setting], strict=True)
+        }
+        for setting in named
+    }
     # documents are left out of training where they are needed
     hold_out = HOLD_OUT if settings.held_out and not own else 0
+    for source, _ in learnt if hold_out else ():
+        if source.rows:
+            tell(
+                f"source {source.name!r}: {-(-source.rows // hold_out)} of {source.rows} documents "
+                "are not learnt but held out for the loss; --held-out 0 holds out none."
+            )
     place = {"rank": parallel.replica, "world": parallel.replicas}
-    length, count = settings.length, settings.held_out
-    packed = Packed(tokenizer, learnt, length, settings.seed, **place, hold_out=hold_out)
-    if not count:
-        return packed, []
-    return packed, held_out(tokenizer, own or learnt, length, count, hold_out=hold_out or 1)
+    length, count, how = settings.length, settings.held_out, {"vocabulary": vocabulary}
+    packed = Packed(tokenizer, learnt, length, settings.seed, **place, hold_out=hold_out, **how)
+    kept = []
+    if count:
+        kept = held_out(tokenizer, own or learnt, length, count, hold_out=hold_out or 1, **how)
+    return packed, kept, read
 
 
 def open_sources(

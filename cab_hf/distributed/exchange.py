@@ -109,6 +109,19 @@ def publish_failure(group: ProcessGroup, error: BaseException) -> None:
         group.get_group_store().set(_key("cause", group.rank()), _sentence(error))
 
 
+def failures_of_others(group: ProcessGroup) -> list[str]:
+    """What each other rank that has stopped has left by `publish_failure`, a clause each."""
+    try:
+        store = group.get_group_store()
+        return [
+            f"rank {rank} stopped: {store.get(_key('cause', rank)).decode()}"
+            for rank in range(group.size())
+            if rank != group.rank() and store.check([_key("cause", rank)])
+        ]
+    except (RuntimeError, AttributeError):
+        return []
+
+
 def withdraw_failure(group: ProcessGroup) -> None:
     """Take back what `publish_failure` said: this rank goes on."""
     with suppress(RuntimeError, AttributeError):
@@ -124,11 +137,7 @@ def _failure_message(group: ProcessGroup, error: RuntimeError) -> str:
         # whoever waits for this rank stops waiting, and says so
         group.abort()
         silent = _silent(store, others)
-        causes = [
-            f"rank {rank} stopped: {store.get(_key('cause', rank)).decode()}"
-            for rank in others
-            if store.check([_key("cause", rank)])
-        ]
+        causes = failures_of_others(group)
     except (RuntimeError, AttributeError):
         return f"rank {me} of {group.size()} stops, as another rank is gone: {_sentence(error)}"
     if not causes and silent:

@@ -92,7 +92,7 @@ class Log:
         try:
             with writing(self.path):
                 self._sign()
-                self._read(renamed_in(json.loads(json.dumps(identity))))
+                self._read(as_recorded(identity))
                 drop_packed(self.path)
         except BaseException:
             self.close()
@@ -396,7 +396,7 @@ def _parse(
         raise LogError(f"{path} does not begin with the header of a run; give another --out.")
     if identity is not None:
         # before the records, which are of other fields in a log of another experiment
-        _require_identity(path, results[0]["identity"], identity)
+        require_identity(path, results[0]["identity"], identity)
     # what is no object is refused below
     records = [record if record is None else {**added, **record} for record in results[1:]]
     for number, record in enumerate(records, 2):
@@ -407,7 +407,17 @@ def _parse(
     return results[0], records, complete
 
 
-def _require_identity(path: Path, seen: Any, wanted: Mapping[str, Any]) -> None:
+def as_recorded(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """An identity as JSON reads it, with today's names."""
+    return renamed_in(json.loads(json.dumps(identity)))
+
+
+def require_identity(path: Path, seen: Any, wanted: Mapping[str, Any]) -> None:
+    """Refuse what is at ``path`` unless a run of the identity ``wanted`` has made it.
+
+    Raises:
+        LogError: naming the first field by which both, as of `as_recorded`, differ.
+    """
     for name, theirs, mine in _differences(seen, wanted):
         raise LogError(
             f"{path} was made with {name} {theirs!r}, this run has {mine!r}; give another --out, "

@@ -286,6 +286,15 @@ def test_books_that_are_too_short_are_left_out_in_a_sentence(
     assert "left out" not in capsys.readouterr().out
 
 
+def test_hidden_files_are_no_books(model_folder, folder):
+    (folder / "._a.txt").write_bytes(b"\0\xff")
+    assert Books(settings_of(model_folder, folder)).contents.keys() == {
+        "a.txt",
+        "b.txt",
+        "short.txt",
+    }
+
+
 def test_books_that_have_changed_are_others(model_folder, folder, tmp_path, capsys):
     command(model_folder, folder, tmp_path / "out", methods="dense")
     (folder / "b.txt").write_text((folder / "b.txt").read_text() + " day")

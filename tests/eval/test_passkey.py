@@ -84,6 +84,11 @@ def read_samples(out):
 # --- prompts
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_text("It rained.", "utf-8-sig")
+    assert haystack.read_text("texts", tmp_path / "a.txt") == "It rained."
+
+
 @pytest.mark.parametrize("keys", [1, 4])
 @pytest.mark.parametrize("filler", haystack.FILLERS)
 @pytest.mark.parametrize("chat", [None, CHAT], ids=["plain", "chat"])

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,7 +19,9 @@ from tiny import SPARSE, tiny_model
 from words import TEXT, make_tokenizer, save_llama
 
 import cab_hf
+from cab_hf.distributed.exchange import failures_of_others
 from cab_hf.finetune import lora, meter
+from cab_hf.finetune.agreement import ending_together, facts_of
 from cab_hf.finetune.models import with_lora
 from cab_hf.finetune.settings import Settings
 from cab_hf.finetune.settings import read as read_settings
@@ -26,7 +29,7 @@ from cab_hf.runs.log import read_log
 from cab_hf.runs.models import BASE
 from cab_hf.runs.settings import UsageError
 
-SPOILT = ("spoilt", "spoilt-weights", "spoilt-data")
+SPOILT = ("spoilt", "spoilt-weights", "spoilt-data", *(f"spoilt-source-{x}" for x in "dv"))
 
 
 @pytest.mark.slow
@@ -38,6 +41,8 @@ def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
         name: " ".join([*TRAIN[1:], "--out", str(tmp_path / name)])
         for name in ("whole", "stopped", "killed", *SPOILT)
     }
+    words["spoilt-source-d"] += f" --length 256 --data {two_machines(tmp_path, 'data')}"
+    words["spoilt-source-v"] += f" --validation {two_machines(tmp_path, 'validation')}"
     words["two"] = " ".join([*SMALL, "--dropout", "0", "--out", str(tmp_path / "two")])
     # the second time it is asked to stop at step 3, it has gone past that
     series = " / ".join(words[name] for name in ("whole", "two", *SPOILT, "stopped", "stopped"))
@@ -61,6 +66,15 @@ def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
     check_that_processes_that_differ_learn_nothing(tmp_path, done.stderr)
 
 
+def two_machines(folder, name):
+    """A file in two places, which differ far behind the first batch; the first of them."""
+    for rank in "01":
+        (folder / rank).mkdir(exist_ok=True)
+        rows = [json.dumps({"text": TEXT * 4})] * 200 + [json.dumps({"text": rank * 200})]
+        (folder / rank / f"{name}.jsonl").write_text("\n".join(rows))
+    return folder / "0" / f"{name}.jsonl"
+
+
 def check_that_a_killed_run_goes_on_to_the_last_bit(folder):
     complete, killed = folder / "whole", folder / "killed"
     assert [step for kind, step, _ in losses(complete) if kind == "step"] == [1, 2, 3, 4, 5, 6]
@@ -74,8 +88,8 @@ def check_that_a_killed_run_goes_on_to_the_last_bit(folder):
 
 def check_that_all_processes_stop_where_one_is_asked_to(folder, printed):
     assert printed.count("stopped at step 3 as asked; the same command goes on.") == 1
-    # of seven runs
-    assert [(folder / f"meddled.py.{rank}").read_text() for rank in (0, 1)] == ["0022200"] * 2
+    # of nine runs
+    assert [(folder / f"meddled.py.{rank}").read_text() for rank in (0, 1)] == ["002222200"] * 2
     assert losses(folder / "stopped") == losses(folder / "whole")
     kept = sorted(path.name for path in (folder / "stopped" / "checkpoints").iterdir())
     assert kept == ["step-00000004", "step-00000006"]
@@ -94,9 +108,10 @@ def check_that_all_processes_stop_where_one_would_learn_nothing(folder, message)
 
 def check_that_processes_that_differ_learn_nothing(folder, message):
     name = "base_model.model.model.layers.1.mlp.up_proj.weight"
-    for what in (f"weight {name}", "the first batch"):
+    sources = [f"the content of source 1 of --{setting}" for setting in ("data", "validation")]
+    for what in (f"weight {name}", "the first batch", *sources):
         assert message.count(f"{what} of process 1 is another than that of process 0") == 2
-    assert not (folder / "spoilt-weights").exists() and not (folder / "spoilt-data").exists()
+    assert not any((folder / name).exists() for name in SPOILT[1:])
 
 
 def check_that_two_processes_learn_what_one_does_in_two_turns(folder):
@@ -238,6 +253,158 @@ def test_other_content_under_the_same_names_is_refused(tmp_path, capsys, name, c
     assert "give another --out, or what the first run had" in line
     assert (tmp_path / "run" / "adapter" / BASE).read_bytes() == base
     assert (tmp_path / "run" / "log.jsonl").read_bytes() == before
+
+
+def lose(out):
+    (out / lora.LOG).unlink()
+
+
+def tear(out):
+    (out / lora.LOG).write_text((out / lora.LOG).read_text()[:30])
+
+
+def of_another_run(out):
+    """The log that the refused run would have begun."""
+    header = json.loads((out / lora.LOG).read_text().splitlines()[0])
+    header["identity"]["lr"] = 1e-3
+    (out / lora.LOG).write_text(json.dumps(header) + "\n")
+
+
+@pytest.mark.parametrize("meddle", [lose, tear, of_another_run])
+def test_a_checkpoint_knows_which_run_made_it(tmp_path, monkeypatch, capsys, meddle):
+    stop_at(monkeypatch, tmp_path, 2)
+    out = tmp_path / "run"
+    meddle(out)
+    assert run(tmp_path, "--lr", "1e-3") == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "checkpoints/step-00000002 was made with lr 0.002, this run has 0.001; give" in line
+    if meddle is of_another_run:
+        return
+    # and the run itself goes on
+    assert run(tmp_path) == 0
+    assert "log.jsonl has 0 of the 2 steps that were made before." in capsys.readouterr().out
+    assert run(tmp_path, name="whole") == 0
+    assert losses(out) == losses(tmp_path / "whole")[2:]
+
+
+def test_a_checkpoint_that_does_not_say_which_run_made_it_needs_the_log(
+    tmp_path, monkeypatch, capsys
+):
+    """As those of earlier versions."""
+    stop_at(monkeypatch, tmp_path, 2)
+    (file,) = (tmp_path / "run").rglob("shared.pt")
+    shared = torch.load(file, weights_only=True)
+    del shared["identity"]
+    torch.save(shared, file)
+    log = tmp_path / "run" / lora.LOG
+    kept = log.read_bytes()
+    log.unlink()
+    assert run(tmp_path) == 2
+    assert "does not say which run made it, and log.jsonl is lost" in capsys.readouterr().err
+    log.write_bytes(kept)
+    assert run(tmp_path) == 0
+
+
+def test_what_a_kill_left_half_removed_is_gone_at_the_end(tmp_path):
+    assert run(tmp_path) == 0
+    left = tmp_path / "run" / "checkpoints" / ".step-00000002.removed"
+    left.mkdir()
+    assert run(tmp_path) == 0
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        pytest.param(
+            ["--held-out", "1", "--validation", ""],
+            "source 'texts.jsonl': 1 of 2 documents are not learnt but held out for the loss; "
+            "--held-out 0 holds out none.",
+            id="held out",
+        ),
+        pytest.param([], None, id="all learnt"),
+        pytest.param(
+            ["--held-out", "1", "--validation", "retrieval:passkey:256"], None, id="others watched"
+        ),
+    ],
+)
+def test_documents_that_are_held_out_are_told_of(tmp_path, capsys, words, said):
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": TEXT * n}) + "\n" for n in (20, 30)))
+    assert run(tmp_path, "--data", str(file), "--passkeys", "0", *words) == 0
+    printed = [line for line in capsys.readouterr().out.splitlines() if "held out" in line]
+    assert printed == ([said] if said else [])
+
+
+def test_a_token_beyond_the_head_is_told_in_one_line(tmp_path, capsys):
+    folder = save_llama(tmp_path / "model")
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens("<more>")
+    tokenizer.save_pretrained(folder)
+    (tmp_path / "a.txt").write_text(f"{TEXT} <more> {TEXT}")
+    words = ["--model", str(folder), "--data", str(tmp_path / "a.txt"), "--passkeys", "0"]
+    assert run(tmp_path, *words) == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith(lora.PROG)]
+    assert f"data has token {len(tokenizer) - 1} ('<more>'), and the model knows those" in line
+
+
+def other_vocabulary(model, tokenizer):
+    tokenizer.add_tokens("<more>")
+
+
+def other_special_token(model, tokenizer):
+    tokenizer.eos_token = "It"
+
+
+def other_settings(model, tokenizer):
+    model.config.rms_norm_eps *= 2
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        pytest.param(other_vocabulary, "the tokenizer", id="vocabulary"),
+        pytest.param(other_special_token, "the tokenizer", id="special token"),
+        pytest.param(other_settings, "the config of the model", id="config"),
+    ],
+)
+def test_processes_are_told_apart_by_what_a_first_batch_may_not_show(change, name):
+    settings, model, tokenizer = Settings(data=("a.txt",)), tiny_model(), make_tokenizer()
+    before = facts_of(settings, model, tokenizer)
+    assert facts_of(settings, tiny_model(), make_tokenizer()) == before
+    change(model, tokenizer)
+    after = facts_of(settings, model, tokenizer)
+    assert {each for each in before if before[each] != after[each]} == {name}
+
+
+def stopping(group, error):
+    with ending_together():
+        if group.rank() == 1:
+            raise error
+        while not failures_of_others(torch.distributed.group.WORLD):
+            time.sleep(0.01)
+        # as gloo says it
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:21654.")
+
+
+@pytest.mark.parametrize(
+    "error", [UsageError("source 'a' is gone."), KeyError("a bug")], ids=["refused", "a bug"]
+)
+def test_processes_say_why_another_has_stopped(processes, error):
+    first, second = processes(2).outcomes(2, stopping, error)
+    why = f"rank 1 stopped: {type(error).__name__}: {error}"
+    assert first.kind == "UsageError" and f"this process cannot go on, as {why}" in first.sentence
+    assert (second.kind, second.sentence) == (type(error).__name__, str(error))
+
+
+def test_an_error_of_its_own_is_no_other_process(processes):
+    (only,) = processes(2).outcomes(1, failing)
+    assert (only.kind, only.sentence) == ("RuntimeError", "a bug")
+
+
+def failing(group):
+    with ending_together():
+        raise RuntimeError("a bug")
 
 
 def test_a_run_that_is_done_stays_as_it_is(tmp_path):

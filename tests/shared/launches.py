@@ -52,6 +52,11 @@ def built(settings, device):
 def opened(settings, *told):
     if settings.out.endswith("spoilt-data") and rank == 1:
         settings = replace(settings, seed=1)
+    if "spoilt-source" in settings.out and rank == 1:
+        # of another machine
+        fields = {name: getattr(settings, name) for name in ("data", "validation")}
+        moved = {name: [each.replace("/0/", "/1/") for each in x] for name, x in fields.items()}
+        settings = replace(settings, **moved)
     return open_data(settings, *told)
 
 lora.build, lora.open_data = built, opened
