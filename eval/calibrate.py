@@ -45,7 +45,7 @@ from cab_hf.config import CabConfig, Origin
 from cab_hf.documents import Document, recall_document
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import PROG, SAMPLES, Row, read_provenance, run
-from cab_hf.eval.haystack import read_sentences
+from cab_hf.eval.haystack import read_sentences, read_text
 from cab_hf.eval.methods import known
 from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
 from cab_hf.eval.report import grouped, markdown_table
@@ -367,10 +367,13 @@ class Calibrate(OnModel):
     @cached_property
     def sentences(self) -> list[str]:
         texts = (
-            built_in_text() if text == BUILT_IN else Path(text).read_text("utf-8")
+            built_in_text() if text == BUILT_IN else read_text("texts", text)
             for text in self.settings.texts
         )
         return split_sentences("\n\n".join(texts))
+
+    def running(self) -> dict[str, Sequence[str]]:
+        return {" and ".join(Path(text).name for text in self.settings.texts): self.sentences}
 
     def check(self) -> None:
         super().check()

@@ -209,7 +209,7 @@ def read_sentences(name: str, file: Path | str) -> list[str]:
 def read_text(name: str, file: Path | str) -> str:
     """A UTF-8 text; UsageError by the setting ``name`` where the file is none."""
     try:
-        text = Path(file).read_bytes().decode("utf-8")
+        text = Path(file).read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "not UTF-8"
         raise UsageError(f"{name} must name a UTF-8 text; got {str(file)!r} ({why}).") from None

@@ -170,7 +170,7 @@ def load_tokenizer(
 
 def _sentences(haystack: str | None) -> Sequence[str]:
     """Those of a UTF-8 file; noise where there is none."""
-    return split_sentences(Path(haystack).read_text("utf-8")) if haystack else NOISE
+    return split_sentences(Path(haystack).read_text("utf-8-sig")) if haystack else NOISE
 
 
 def _as_split(documents: Documents) -> dict[str, Any]:
