@@ -18,6 +18,20 @@ def require(accepted: object, name: str, value: Any, what: str) -> None:
         raise ValueError(f"{name} is {short(value)}; it must be {what}.")
 
 
+def require_finite(outputs: Any, attention: str) -> None:
+    """Refuse a tensor that a model has computed under ``attention`` where anything of it is none.
+
+    Raises:
+        ValueError: saying so.
+    """
+    # one pass that stores nothing: logits may be most of the memory
+    if not all(map(math.isfinite, outputs.detach().aminmax())):
+        raise ValueError(
+            f"The model's outputs are not finite (NaN or infinite) under {attention} attention, so "
+            "that nothing can be measured; give a model whose weights are sound, or another dtype."
+        )
+
+
 def short(value: Any) -> str:
     """A value as a sentence can hold it."""
     # one number, numpy's or torch's, has a shape of nothing

@@ -173,6 +173,16 @@ def plain_document(
     return tuple(chain(begun, *pieces))[:length]
 
 
+def least_tokens(tokenizer: Any, sentences: Sequence[str], most: int) -> int:
+    """The tokens of ``sentences``, counted until they are ``most``: more text than that repeats."""
+    counts = accumulate(len(sentence_tokens(tokenizer, sentence)) for sentence in sentences)
+    total = 0
+    for total in counts:
+        if total >= most:
+            break
+    return total
+
+
 def _text(tokenizer: Any, sentences: Sequence[str], rng: random.Random, size: int) -> list[Tokens]:
     """Sentences of at least ``size`` tokens from a drawn one on, round and round."""
     pieces, total, text = [], 0, endless(sentences, rng)

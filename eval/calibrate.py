@@ -372,6 +372,9 @@ class Calibrate(OnModel):
         )
         return split_sentences("\n\n".join(texts))
 
+    def running(self) -> dict[str, Sequence[str]]:
+        return {" and ".join(Path(text).name for text in self.settings.texts): self.sentences}
+
     def check(self) -> None:
         super().check()
         settings = self.settings

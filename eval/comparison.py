@@ -80,7 +80,7 @@ def cab_config(text: str) -> CabConfig:
         given = dict(map(parse_assignment, filter(None, FIELD.split(text))))
         return CabConfig.from_dict({"min_length": 0, **given})
     try:
-        content = json.loads(Path(text).read_text("utf-8"))
+        content = json.loads(Path(text).read_text("utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ValueError(f"variant must name a JSON file of CabConfig fields: {error}.") from None
     fields = content.get("cab_config", content) if isinstance(content, dict) else content

@@ -23,6 +23,7 @@ from cab_hf.renamed import renamed_in
 from cab_hf.runs.log import (
     Log,
     LogError,
+    as_json,
     is_there,
     read_file,
     read_log,
@@ -191,7 +192,7 @@ def run(
             f"\n{count} cases failed ({why}); the report names them, and the same command tries "
             "them again."
         )
-    print("\n" + "\n\n".join(summary(kind, rows)))
+    print("\n" + "\n\n".join([*summary(kind, rows), *made.get("repeated", ())]))
     print(f"\nfigure: {out / FIGURE}\nreport: {out / REPORT}")
     return rows
 
@@ -264,6 +265,8 @@ def _provenance(experiment: Experiment, before: Row | None, started: str, measur
     made = json.loads(json.dumps(experiment.provenance(started)))
     if before is None:
         return made
+    if said := dict.fromkeys([*before.get("repeated", ()), *made.get("repeated", ())]):
+        made["repeated"] = list(said)
     for name in experiment.GROWS:
         old, new = before["settings"].get(name), made["settings"].get(name)
         if isinstance(old, list):
@@ -277,7 +280,7 @@ def _write(
     kind: type[Experiment], out: Path, samples: Sequence[Row], made: Row
 ) -> list[dict[str, Any]]:
     # as they will be read
-    rows = json.loads(json.dumps(kind.rows(samples, made["settings"])))
+    rows = json.loads(as_json(kind.rows(samples, made["settings"]), out / RESULTS))
     with writing(out):
         report.write_results(out, rows, made)
         write_atomically(out / CSV, report.as_csv(rows))
@@ -298,6 +301,7 @@ def report_text(kind: type[Experiment], rows: Sequence[Row], provenance: Row) ->
     parts = [
         f"# {kind.title}",
         *summary(kind, rows),
+        *provenance.get("repeated", ()),
         f"![{kind.caption}]({FIGURE})",
         *(f"## {heading}\n\n{table}" for heading, table in others),
         kind.notes(provenance["settings"]),

@@ -296,8 +296,6 @@ def built(model_type: str, **values: Any) -> tuple[PreTrainedModel, dict[str, Te
     """A model, its logits by its own attention, and the inputs of which it reads the padding."""
     model = tiny_model(model_type, **values)
     expected = {name: logits(model, **given) for name, given in inputs().items()}
-    if not all(each.isfinite().all() for each in expected.values()):
-        raise ValueError("its logits are not finite")
     padded = {name: logits(model, **given) for name, given in inputs(FIRST_TOKEN).items()}
     read = [name for name in expected if _difference(padded[name], expected[name]) > TOLERANCE]
     return model, expected, read
@@ -322,13 +320,20 @@ def inputs(padding: int | None = None) -> dict[str, dict[str, Tensor]]:
 
 
 def logits(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
-    """[tokens, vocabulary] of all tokens that are no padding."""
+    """[tokens, vocabulary] of all tokens that are no padding.
+
+    Raises:
+        ValueError: where one is not finite.
+    """
     # some types draw as they go
     torch.manual_seed(2)
     masked = {} if attention_mask is None else {"attention_mask": attention_mask}
     with torch.no_grad():
         result = model(input_ids=input_ids, **masked).logits
-    return result.flatten(0, 1) if attention_mask is None else result[attention_mask.bool()]
+    result = result.flatten(0, 1) if attention_mask is None else result[attention_mask.bool()]
+    if not result.isfinite().all():
+        raise ValueError("its logits are not finite")
+    return result
 
 
 def by_name(model: PreTrainedModel) -> PreTrainedModel:

@@ -420,12 +420,14 @@ def over_ranks(
         _relative(mine.gradients[name], meant, LEAST_SCALE * largest)
         for name, meant in expected.gradients.items()
     )
-    return {
+    off = {
         "loss": _relative(mine.loss, expected.loss),
         "logits": _relative(logits, expected.logits),
         "gradients": max(gradients),
-        "layers": len(layers),
     }
+    if wrong := [name for name, by in off.items() if not math.isfinite(by)]:
+        return {"failed": f"its {' and '.join(wrong)} are not finite"}
+    return {**off, "layers": len(layers)}
 
 
 def _relative(result: Tensor, meant: Tensor, least: float = 0.0) -> float:

@@ -395,6 +395,10 @@ class Fidelity(Comparison):
     def typical(self, text: str, length: int) -> Tokens:
         return self.reading(text, length, PERPLEXITY, None, 0).tokens
 
+    def running(self) -> dict[str, Sequence[str]]:
+        files = filter(None, self.settings.files.values())
+        return {Path(file).name: read_sentences("texts", file) for file in files}
+
     def recorded(self) -> dict[str, Any]:
         given, files = super().recorded(), self.settings.files.values()
         given["texts"] = [NOISE if file is None else file_identity(file) for file in files]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cab_hf.config import CabConfig
 from cab_hf.eval.harness import refuse_misspelt, what_was_attended
+from cab_hf.eval.on_model import refuse_not_finite
 from cab_hf.patches import apply_cab
 from cab_hf.renamed import renamed
 from cab_hf.runs.models import greedy
@@ -85,13 +86,20 @@ class CabLM(HFLM):
 def watch(kind: type[HFLM]) -> None:
     """Have models of ``kind`` that attend by "cab" say so beside their scores: `what_was_attended`.
 
+    Those whose outputs are not finite are refused.
+
     lm_eval asks a model for its info when all requests are answered, and before any score is shown
     or saved.
     """
-    tell, detect, call, generate = (
+    tell, detect, call, generate, init = (
         *(kind.get_model_info, kind._detect_batch_size),
-        *(kind._model_call, kind._model_generate),
+        *(kind._model_call, kind._model_generate, kind.__init__),
     )
+
+    @functools.wraps(init)
+    def __init__(self: HFLM, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        refuse_not_finite(self.model)
 
     @functools.wraps(tell)
     def get_model_info(self: HFLM) -> dict[str, Any]:
@@ -122,5 +130,5 @@ def watch(kind: type[HFLM]) -> None:
         self.cab_was_asked = True
         return generate(self, *args, **kwargs)
 
-    for function in (get_model_info, _detect_batch_size, _model_call, _model_generate):
+    for function in (__init__, get_model_info, _detect_batch_size, _model_call, _model_generate):
         setattr(kind, function.__name__, function)

@@ -14,10 +14,14 @@ from statistics import fmean
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
+from cab_hf.checks import require_finite
+from cab_hf.documents import least_tokens
 from cab_hf.eval.experiment import Experiment, Row
 from cab_hf.eval.methods import Method
 from cab_hf.renamed import renamed
+from cab_hf.runs.markdown import plain
 from cab_hf.runs.models import (
     SMOLLM2,
     TRAINED,
@@ -107,6 +111,7 @@ class OnModel(Experiment):
         model, _ = load_model(
             settings.model, settings.device, settings.dtype, settings.trust_remote_code
         )
+        refuse_not_finite(model)
         return model
 
     @cached_property
@@ -125,6 +130,23 @@ class OnModel(Experiment):
         """In tokens, of what is read."""
         given = getattr(self.settings, self.LENGTHS)
         return given if isinstance(given, tuple) else (given,)
+
+    def running(self) -> dict[str, Sequence[str]]:
+        """Name -> sentences of the files that what is read is made of, over again if need be."""
+        return {}
+
+    def provenance(self, started: str) -> dict[str, Any]:
+        made, lengths = super().provenance(started), sorted(self.lengths())
+        said = []
+        for name, sentences in self.running().items():
+            tokens = least_tokens(self.tokenizer, sentences, lengths[-1])
+            longer = [f"{length:,}" for length in lengths if length > tokens]
+            if longer:
+                said.append(
+                    f"{plain(name)} has {tokens:,} tokens, so that texts of "
+                    f"{' and '.join(longer)} tokens repeat it."
+                )
+        return {**made, "repeated": said} if said else made
 
     def under(self, method: Method, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """What ``read`` finds while ``method`` is on, its seconds, and the density of all layers.
@@ -179,6 +201,16 @@ def realised_density(samples: Sequence[Row]) -> float | None:
         return None
     result = (sample["sparse_density"] for sample in samples)
     return fmean(1.0 if density is None else density for density in result)
+
+
+def refuse_not_finite(model: nn.Module) -> None:
+    """Have ``model`` raise a UsageError when any of its logits is not finite."""
+
+    def look(model: Any, _: Any, output: Any) -> None:
+        with refusing("model"):
+            require_finite(output.logits, model.config.get_text_config()._attn_implementation)
+
+    model.register_forward_hook(look)
 
 
 @contextmanager

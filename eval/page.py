@@ -152,7 +152,7 @@ def _section(result: Results, among: Sequence[Results]) -> str:
         f'<h2><a href="#{anchor}">{_inline(heading(result, among))}</a></h2>',
         f'<p class="source">{escape(source([result]))}; folder <code>{escape(result.name)}</code>. '
         '<a href="#top">Contents</a></p>',
-        *map(_blocks, [first, *kind.readings(result.rows)]),
+        *map(_blocks, [first, *kind.readings(result.rows), *made.get("repeated", ())]),
         _figure(result),
         *(
             f"<details>\n<summary>{_inline(name)}</summary>\n{_blocks(text)}</details>"

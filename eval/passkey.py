@@ -189,6 +189,10 @@ class Passkey(LongRun):
         for length in self.settings.lengths:
             self.haystack.check_room(length)
 
+    def running(self) -> dict[str, Sequence[str]]:
+        file = self.settings.haystack
+        return {Path(file).name: self.haystack.sentences} if file else {}
+
     @cached_property
     def prompt(self) -> Callable[..., Prompt]:
         """(length, depth, index, hide_needle) -> its prompt, kept for all methods of a length."""

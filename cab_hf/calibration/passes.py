@@ -35,7 +35,7 @@ from cab_hf.calibration.budgets import (
     measure,
     require_reachable,
 )
-from cab_hf.checks import is_share, is_whole, require
+from cab_hf.checks import is_share, is_whole, require, require_finite
 from cab_hf.config import CabConfig
 from cab_hf.documents import Document, recall_document, with_copies
 from cab_hf.fit import number, origin_of, positions
@@ -103,8 +103,8 @@ def calibrate(
     Raises:
         ValueError: for a bad argument, a density that forced blocks alone exceed, a ``length`` too
             short for what is hidden or beyond the model's positions, a model none of whose layers
-            attends sparsely, or one whose layers differ in their heads where there are to be
-            anchors.
+            attends sparsely, whose outputs are not finite, or whose layers differ in their heads
+            where there are to be anchors.
     """
     accepted = is_share(target_density) and target_density > 0
     require(accepted, "target_density", target_density, "in (0, 1]")
@@ -232,6 +232,8 @@ def _layer_by_layer(
     def look(
         module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> None:
+        for x in (q, k):
+            require_finite(x, "dense")
         if window is not None:
             return
         layer = _index_of(module)
@@ -244,7 +246,7 @@ def _layer_by_layer(
 
     ids = torch.tensor([tokens], device=model.device)
     with watched(model, look):
-        model(ids, use_cache=False, logits_to_keep=1)
+        require_finite(model(ids, use_cache=False, logits_to_keep=1).logits, "dense")
     return result
 
 

@@ -38,6 +38,21 @@ class LogError(UsageError):
     """Files that a run cannot go on with or cannot write."""
 
 
+def as_json(value: Any, path: Path) -> str:
+    """``value`` as JSON, which knows no NaN and no infinity.
+
+    Raises:
+        LogError: it holds such a number, for the file ``path``.
+    """
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError as error:
+        raise LogError(
+            f"{path} cannot hold a number that is not finite (NaN or infinite), and one was "
+            "measured; give another model, dtype or text."
+        ) from error
+
+
 class Log:
     """The log of a run, open for it alone.
 
@@ -134,7 +149,7 @@ class Log:
         Raises:
             LogError: it cannot be written, or the file has been taken away.
         """
-        line = json.dumps(record)
+        line = as_json(record, self.path)
         if record in self:
             return
         if not _is_open_at(self._file, self.path):

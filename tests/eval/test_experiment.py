@@ -236,6 +236,29 @@ def test_a_sample_that_stands_twice_in_the_log_counts_once(tmp_path, monkeypatch
     assert read(tmp_path)["results.json"] == before
 
 
+@pytest.mark.parametrize("of", ["measure", "rows"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_that_json_does_not_know_is_not_written(tmp_path, monkeypatch, of, value):
+    result = {"value": value, "sought": False}
+    monkeypatch.setattr(Powers, of, lambda *_: [result] if of == "rows" else result)
+    with pytest.raises(LogError, match=r"cannot hold a number that is not finite \(NaN or infin"):
+        run(Powers(Settings(out=str(tmp_path))))
+    assert not (tmp_path / "results.json").exists()
+    assert "NaN" not in (content := (tmp_path / "samples.jsonl").read_text())
+    assert "Infinity" not in content
+
+
+def test_what_repeats_is_said_by_the_report_of_all_runs(tmp_path, monkeypatch, capsys):
+    said, made = [], Powers.provenance
+    monkeypatch.setattr(Powers, "provenance", lambda *_: {**made(*_), "repeated": list(said)})
+    for length in (1, 5):
+        said[:] = [f"texts of {length} tokens repeat it."]
+        start(tmp_path, lengths=(length,))
+        assert said[0] in capsys.readouterr().out
+    report = (tmp_path / "report.md").read_text()
+    assert "texts of 1 tokens repeat it." in report and "texts of 5 tokens repeat it." in report
+
+
 def test_files_of_others_are_not_written_over(tmp_path):
     (tmp_path / "report.md").write_text("mine")
     with pytest.raises(LogError, match="has report.md and no samples.jsonl, so that it is of no"):

@@ -73,6 +73,10 @@ def without_the_first_key(module, query, key, value, mask, **options):
     return sdpa(module, query, key, value, seen[None, None], **options)
 
 
+def not_a_number(module, query, *arguments, **options):
+    return query.transpose(1, 2) * float("nan"), None
+
+
 def as_a_traceback(module, *arguments, **options):
     raise KeyError("cab")
 
@@ -81,6 +85,7 @@ def as_a_traceback(module, *arguments, **options):
     ("function", "verdict"),
     [
         pytest.param(without_the_first_key, WRONG, id="another-answer"),
+        pytest.param(not_a_number, FAILS, id="not-a-number"),
         pytest.param(as_a_traceback, FAILS, id="error"),
     ],
 )

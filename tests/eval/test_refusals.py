@@ -4,10 +4,11 @@ import json
 
 import pytest
 from tiny import tiny_model
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 from words import TEXT, make_tokenizer, save_llama
 
 from cab_hf.eval.__main__ import main
+from cab_hf.sparse import Sparse
 
 # of each command on a model, what is small enough to run here
 SMALL = {
@@ -15,6 +16,7 @@ SMALL = {
     "fidelity": "--methods dense --lengths 900 --pass-samples 1 --documents 1 --keys 2",
     "calibrate": "--length 1500 --documents 1 --target-densities 0.9",
 }
+NAN = "model.embed_tokens.weight", float("nan")
 LENGTH = {"passkey": "lengths", "fidelity": "lengths", "calibrate": "length"}
 
 
@@ -266,6 +268,44 @@ def test_what_cab_does_not_compute_is_a_line_too(tmp_path, capsys, command):
     words = f"{command} --model {tmp_path}/gemma {SMALL[command]} --methods cab --device cpu"
     assert main([*words.split(), "--out", str(tmp_path / "out")]) == 2
     assert "model: softcap is set (soft-capped logits)" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("command", "more", "weights", "damage"),
+    [
+        *(pytest.param(command, words, *NAN, id=command) for command, words in SMALL.items()),
+        pytest.param("ablation", "--texts book.txt --lengths 900", *NAN, id="ablation"),
+        pytest.param("books", "--books books --lengths 600 --methods dense", *NAN, id="books"),
+        pytest.param(
+            "passkey", SMALL["passkey"], "lm_head.weight", float("inf"), id="infinite-outputs"
+        ),
+    ],
+)
+def test_a_model_that_is_not_finite_is_refused(
+    folder, tmp_path, capsys, monkeypatch, command, more, weights, damage
+):
+    monkeypatch.chdir(folder)
+    (folder / "books").mkdir(exist_ok=True)
+    (folder / "books" / "long.txt").write_text(TEXT * 40)
+    tokenizer = make_tokenizer()
+    model = LlamaForCausalLM.from_pretrained("own")
+    model.get_parameter(weights).data[:] = damage
+    for each in (model, tokenizer):
+        each.save_pretrained(tmp_path / "damaged")
+    words = f"{command} --model {tmp_path}/damaged {more} --device cpu --out {tmp_path}/out"
+    assert main(words.split()) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "model: The model's outputs are not finite (NaN or infinite) under" in said
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_outputs_that_are_not_finite_under_one_method_are_refused_by_its_attention(
+    folder, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(Sparse, "attend", lambda self, q, k, v, scale: q * float("nan"))
+    words = f"passkey --model {folder}/own {SMALL['passkey']} --device cpu --out {tmp_path}/out"
+    assert main(words.split()) == 2
+    assert "not finite (NaN or infinite) under cab attention" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [ValueError("of a builtin"), KeyError("lost")])

@@ -241,6 +241,23 @@ def test_the_tokenizer_of_another_model_is_refused(model):
         cab_hf.calibrate(model, tokenizer, "So it goes.", **QUICK)
 
 
+@pytest.mark.parametrize("anchors", [None, 1])
+@pytest.mark.parametrize(
+    ("weights", "damage"),
+    [
+        pytest.param("model.embed_tokens.weight", float("nan"), id="not-a-number"),
+        # of the last layer, which no q or k shows
+        pytest.param("model.layers.2.mlp.down_proj.weight", float("inf"), id="infinite"),
+    ],
+)
+def test_a_model_that_is_not_finite_is_refused(model, anchors, weights, damage):
+    model, tokenizer = model
+    model.get_parameter(weights).data[:] = damage
+    with pytest.raises(ValueError, match=r"outputs are not finite \(NaN or infinite\) under dense"):
+        cab_hf.calibrate(model, tokenizer, "So it goes.", **QUICK, anchors=anchors)
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_a_model_is_given_a_cascade(model):
     model, tokenizer = model
     ids = torch.randint(2, 50, (1, 300), generator=torch.Generator().manual_seed(0))
