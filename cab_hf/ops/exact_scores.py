@@ -41,8 +41,6 @@ FP8_CAPABILITY = (8, 9)
 # fits with exponents up to 7 as well: units are 2^10 apart, and the keys of a head nearly always
 # share one, as their largest channels hardly leave 2^-3 to 2^7
 ROUNDED_AT, UNIT_BEGINS, UNITS_APART = map(tl.constexpr, (-2, -3, 10))
-# below those of all keys, and differences fit 8 bits
-NO_EXPONENT = -68
 # and rows to this norm: products of keys of norms up to 32,000 then fit a float16
 ROW_NORM = 8.0
 # channels of a product of 8-bit floats come in multiples of this
@@ -169,28 +167,23 @@ def scored_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-class Exponents(NamedTuple):
-    """Exponents of the units of 8-bit keys, int8, as the sweep takes them.
+class Units(NamedTuple):
+    """Units of the 8-bit keys of every KV head, as exponents of two, as the sweep takes them.
 
     Attributes:
-        each: [B * H_kv, M, key_block], how far that of a key is below the one of its block.
-        blocks: [B * H_kv, M], the largest of every key block, up to whole steps.
-        least, largest: [B * H_kv], of all keys.
+        each: int8 [B * H_kv, N_k].
+        least, largest: int8 [B * H_kv].
     """
 
     each: Tensor
-    blocks: Tensor
     least: Tensor
     largest: Tensor
 
     @classmethod
-    def of(cls, exponents: Tensor, key_block: int, step: int) -> Exponents:
-        """Those of `scored_keys`; a step of the sweep has so many keys."""
-        keys = exponents.flatten(2).flatten(0, 1).contiguous()
-        padded = F.pad(keys, (0, -keys.shape[1] % step), value=NO_EXPONENT)
-        by_block = padded.unflatten(1, (-1, key_block))
-        blocks = by_block.amax(2)
-        return cls(by_block - blocks.unsqueeze(2), blocks, *keys.aminmax(dim=1))
+    def of(cls, exponents: Tensor) -> Units:
+        """Those of `scored_keys`."""
+        each = exponents.flatten(2).flatten(0, 1).contiguous()
+        return cls(each, *each.aminmax(dim=1))
 
 
 def empty_keys(
@@ -340,7 +333,7 @@ def exact_scores(
     desc_k, together = _alternating(keys, key_block, tile_keys)
     # in key blocks: by how much scratch of a tile is wider than that of the one before
     step = max(1, tile_keys // key_block)
-    units = Exponents.of(exponents, key_block, step * key_block) if half else None
+    units = Units.of(exponents) if half else None
     wider = triton.cdiv(triton.cdiv(tile_rows, rows.count) * rows.reach, key_block * step) * step
 
     def columns(begin: int, end: int) -> int:
@@ -368,7 +361,7 @@ def exact_scores(
             rows,
             desc_k,
             units,
-            triton.cdiv(turn.kv_blocks, step),
+            keys.shape[2],
             scratch,
             columns(begin, end),
             most,
@@ -618,12 +611,12 @@ def _larger(a, b):
 
 
 # the first of several launches is no reason to compile twice
-@triton.jit(do_not_specialize=["steps", "columns", "begin", "row_count", "groups"])
+@triton.jit(do_not_specialize=["length", "columns", "begin", "row_count", "groups"])
 def _exact_scores_kernel(
     rows,
     desc_k,
     units,
-    steps,
+    length,
     scratch,
     columns,
     most,
@@ -662,7 +655,7 @@ def _exact_scores_kernel(
         tile = begin + tl.num_programs(1) - 1 - tl.program_id(1)
     batch = (turn.start + plane) // heads
     kv_head = (turn.start + plane) % heads // (heads // kv_heads)
-    kv_plane = (batch * kv_heads + kv_head).to(tl.int64)
+    kv_plane = batch * kv_heads + kv_head
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = row < row_count
     line = plane.to(tl.int64) * row_count + row
@@ -690,22 +683,14 @@ def _exact_scores_kernel(
         end = tl.minimum(end, WIDER // BLOCKS * (tile + 1))
         whole_low, whole_high = tl.minimum(whole_low, end), tl.minimum(whole_high, end)
         before = WIDER * (tile * (tile + 1) - begin * (begin + 1)) // 2
-    # of the whole steps those whose keys are all of one unit
-    whole_same = whole_high
-    same_scale = scale
     if HALF:
-        units = Exponents(
-            units.each + kv_plane * steps * STEP,
-            units.blocks + kv_plane * steps * BLOCKS,
-            units.least + kv_plane,
-            units.largest + kv_plane,
-        )
-        largest = tl.load(units.largest)
-        same_scale = scale * power_of_two(largest.to(tl.int32))
-        whole_same = tl.where(tl.load(units.least) < largest, whole_low, whole_high)
+        largest = tl.load(units.largest + kv_plane).to(tl.int32)
+        scale *= power_of_two(largest)
+        if tl.load(units.least + kv_plane) < largest:
+            # keys of several units are multiplied one by one, as those at both ends are
+            whole_low, whole_high = end, end
     kept = scratch + (plane.to(tl.int64) * columns + before) * BLOCK_M
-    in_step = tl.arange(0, BLOCKS)
-    own = tl.arange(0, BLOCK_M)[:, None] * BLOCKS + in_step[None, :]
+    own = tl.arange(0, BLOCK_M)[:, None] * BLOCKS + tl.arange(0, BLOCKS)[None, :]
     # which key of a tile stands in a column: blocks alternate
     SIZE: tl.constexpr = BLOCK_N // BLOCKS
     PARTS: tl.constexpr = SIZE // TOGETHER
@@ -715,26 +700,23 @@ def _exact_scores_kernel(
     # one normaliser for each key block of a step: no lane asks another until the end
     m_i = tl.full((BLOCK_M, BLOCKS), -1e30, tl.float32)
     l_i = tl.zeros((BLOCK_M, BLOCKS), tl.float32)
-    for PART in tl.static_range(4):
-        begins = (low, whole_low, whole_same, whole_high)[PART]
-        ends = (whole_low, whole_same, whole_high, end)[PART]
+    for PART in tl.static_range(3):
+        begins = low if PART == 0 else whole_low if PART == 1 else whole_high
+        ends = whole_low if PART == 0 else whole_high if PART == 1 else end
         for i in tl.range(begins, ends, num_stages=STAGES):
-            factor = same_scale[:, None]
-            if HALF and PART != 1:
-                unit = tl.load(units.blocks + i * BLOCKS + in_step).to(tl.int32)
-                factor = scale[:, None] * power_of_two(unit)[None, :]
             top = tl.full((BLOCK_M, BLOCKS), float("-inf"), DTYPE)
             for offset in tl.static_range(0, STEP, BLOCK_N):
                 # [BLOCK_N, BLOCK_D], then [BLOCK_M, BLOCK_N]
                 column = i * STEP + offset
-                k = desc_k.load([kv_plane.to(tl.int32), 0, column // SIZE, 0, 0])
+                k = desc_k.load([kv_plane, 0, column // SIZE, 0, 0])
                 qk = tl.dot(
                     x, k.reshape(BLOCK_N, BLOCK_D).T, input_precision=PRECISION, out_dtype=DTYPE
                 )
                 if HALF and PART != 1:
-                    below = tl.load(units.each + column + key).to(tl.int32)
-                    qk *= power_of_two(below).to(DTYPE)[None, :]
-                if PART == 0 or PART == 3:
+                    each = units.each + kv_plane.to(tl.int64) * length + column
+                    unit = tl.load(each + key, mask=column + key < length, other=0).to(tl.int32)
+                    qk *= power_of_two(unit - largest).to(DTYPE)[None, :]
+                if PART != 1:
                     seen = key[None, :] <= (highest - column)[:, None]
                     if PART == 0:
                         seen &= key[None, :] >= (lowest - column)[:, None]
@@ -744,7 +726,7 @@ def _exact_scores_kernel(
                 by_block = tl.reshape(qk, (BLOCK_M, PARTS, BLOCKS, TOGETHER))
                 top = tl.maximum(top, tl.reduce(_largest_part(by_block, PACKED), 2, _larger))
             tl.store(kept + i * (BLOCK_M * BLOCKS) + own, top)
-            logit = top.to(tl.float32) * factor
+            logit = top.to(tl.float32) * scale[:, None]
             rise = logit - m_i
             # one exponential: either what came before fades, or what comes does
             fade = tl.exp2(-tl.abs(rise))
@@ -769,11 +751,7 @@ def _exact_scores_kernel(
         cell = tl.arange(0, BLOCK_M)[None, :] * BLOCKS + (column % BLOCKS)[:, None]
         cell += (column // BLOCKS * (BLOCK_M * BLOCKS))[:, None]
         top = tl.load(kept + cell, mask=there[:, None], other=float("-inf"))
-        factor = scale[None, :]
-        if HALF:
-            unit = tl.load(units.blocks + column, mask=there, other=0).to(tl.int32)
-            factor = factor * power_of_two(unit)[:, None]
-        share = tl.exp2(top.to(tl.float32) * factor - norm[None, :])
+        share = tl.exp2(top.to(tl.float32) * scale[None, :] - norm[None, :])
         share = tl.reshape(share, (CHUNK, BLOCK_M // GROUP, GROUP))
         cells = target[None, :] + column[:, None]
         tl.store(most + cells, tl.max(share, 2), mask=written[None, :])
