@@ -94,6 +94,7 @@ def _launch(
         QUERIES=queries,
         LOUDEST=how == "max_l2",
         MINMAX=target.shape[0] == 3,
+        HALF=x.dtype != torch.float32,
         num_warps=1,
     )
 
@@ -135,6 +136,7 @@ def _coarsen_kernel(
     QUERIES: tl.constexpr,
     LOUDEST: tl.constexpr,
     MINMAX: tl.constexpr,
+    HALF: tl.constexpr,
 ):
     """One block of one head: its summary to ``target``, [planes, B, heads, blocks, D]."""
     # heads run fastest: neighbouring programs read neighbouring memory of a [B, N, H, D] tensor
@@ -154,7 +156,7 @@ def _coarsen_kernel(
         if MINMAX:
             tl.store(target + plane, cut(upper), mask=channel < D)
             tl.store(target + 2 * plane, cut(lower), mask=channel < D)
-    tl.store(target, cut(token), mask=channel < D)
+    tl.store(target, cut(token, HALF), mask=channel < D)
     if QUERIES and head == 0:
         first += b * first_stride_b
         rows += b * blocks + block
@@ -162,9 +164,15 @@ def _coarsen_kernel(
 
 
 @triton.jit
-def cut(x):
-    """float32, cut to `LARGEST_CHANNEL`; NaN stays."""
-    return tl.clamp(x, -LARGEST_CHANNEL, LARGEST_CHANNEL, propagate_nan=tl.PropagateNan.ALL)
+def cut(x, HALF: tl.constexpr = False):
+    """float32, cut to `LARGEST_CHANNEL`, and of ``HALF`` rounded to 11 bits; NaN stays."""
+    x = tl.clamp(x, -LARGEST_CHANNEL, LARGEST_CHANNEL, propagate_nan=tl.PropagateNan.ALL)
+    if HALF:
+        bits = x.to(tl.int32, bitcast=True)
+        # to the nearest, and of two to the even one
+        bits += 0xFFF + ((bits >> 13) & 1)
+        x = tl.where(x == x, (bits & -0x2000).to(tl.float32, bitcast=True), x)
+    return x
 
 
 @triton.jit

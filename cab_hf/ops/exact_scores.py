@@ -274,6 +274,7 @@ def outlier_rows(
         D=dim,
         BLOCK_D=min(SOUGHT_CHANNELS, triton.next_power_of_2(dim)),
         MEANS=means is not None,
+        HALF=q.dtype != torch.float32,
         num_warps=SOUGHT_WARPS,
         maxnreg=SOUGHT_REGISTERS,
     )
@@ -487,6 +488,7 @@ def _outlier_queries_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MEANS: tl.constexpr,
+    HALF: tl.constexpr,
 ):
     """The positions of the outliers of a query block, -1 for none; its mean on the way."""
     block = tl.program_id(1)
@@ -523,7 +525,7 @@ def _outlier_queries_kernel(
             if MEANS:
                 channel = begin + tl.arange(0, BLOCK_D)
                 to_mean = means + ((start + mine) * q_blocks + block) * D + channel
-                tl.store(to_mean, cut(mean), mask=channel < D)
+                tl.store(to_mean, cut(mean, HALF), mask=channel < D)
         size = tl.sum(square, 1) * tl.sum(size, 0)
         cosine = tl.sum(product, 1) * tl.rsqrt(tl.maximum(size, LEAST_SQUARE))
         # a NaN comes first: ranks are a permutation whatever q holds
@@ -687,7 +689,7 @@ def _exact_scores_kernel(
         largest = tl.load(units.largest + kv_plane).to(tl.int32)
         scale *= power_of_two(largest)
         if tl.load(units.least + kv_plane) < largest:
-            # keys of several units are multiplied one by one, as those at both ends are
+            # keys of several units are multiplied by them, all in the first part
             whole_low, whole_high = end, end
     kept = scratch + (plane.to(tl.int64) * columns + before) * BLOCK_M
     own = tl.arange(0, BLOCK_M)[:, None] * BLOCKS + tl.arange(0, BLOCKS)[None, :]
@@ -712,7 +714,7 @@ def _exact_scores_kernel(
                 qk = tl.dot(
                     x, k.reshape(BLOCK_N, BLOCK_D).T, input_precision=PRECISION, out_dtype=DTYPE
                 )
-                if HALF and PART != 1:
+                if HALF and PART == 0:
                     each = units.each + kv_plane.to(tl.int64) * length + column
                     unit = tl.load(each + key, mask=column + key < length, other=0).to(tl.int32)
                     qk *= power_of_two(unit - largest).to(DTYPE)[None, :]

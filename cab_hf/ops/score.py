@@ -21,9 +21,6 @@ from cab_hf.plan import Spans
 
 # affinities are at most 1; float16 keeps 11 bits of anything above 2^-29 when they are scaled up
 AFFINITY_SCALE = 32768.0
-# summaries are multiplied in float16 by powers of two of their own: the largest channel then has
-# this exponent, and channels down to 2^-28 of it keep their 11 bits
-HALF_EXPONENT = tl.constexpr(14)
 # the most columns of a row of scores that a program selects from at a time
 ROW_CHUNK = 128
 # a row of scores has room for a multiple of so many columns
@@ -130,7 +127,8 @@ def block_scores(
 ) -> Scores:
     """The scores of the heads of ``turn``; ``queries`` and ``keys`` are those of all heads.
 
-    ``half`` takes products of float16, as is enough for summaries of 16-bit inputs.
+    ``half`` takes one tf32 product, as is enough for summaries of 16-bit inputs: it has the 11 bits
+    of float16, and the range of float32.
     """
     dim = queries.vectors.shape[3]
     clusters = config.select == "clusters"
@@ -155,7 +153,7 @@ def block_scores(
         MINMAX=keys.minmax,
         CLUSTERS=clusters,
         CONSECUTIVE=spans.consecutive,
-        HALF=half,
+        PRECISION="tf32" if half else "tf32x3",
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         STEPS=steps,
@@ -310,16 +308,10 @@ def power_of_two(exponent):
 
 
 @triton.jit
-def _halved(x, exponent):
-    """x in units of 2^exponent, float16."""
-    return (x * power_of_two(-exponent)).to(tl.float16)
-
-
-@triton.jit
-def _product(a, b, acc):
+def _product(a, b, acc, PRECISION: tl.constexpr = "tf32x3"):
     """acc + a b; three tf32 products stand in for a float32 one."""
     if a.dtype == tl.float32:
-        acc = tl.dot(a, b, acc, input_precision="tf32x3")
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
     else:
         acc = tl.dot(a, b, acc)
     return acc
@@ -341,7 +333,7 @@ def _block_scores_kernel(
     MINMAX: tl.constexpr,
     CLUSTERS: tl.constexpr,
     CONSECUTIVE: tl.constexpr,
-    HALF: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STEPS: tl.constexpr,
@@ -369,12 +361,6 @@ def _block_scores_kernel(
     if MINMAX:
         top = tl.load(key_tile + key_plane, mask=there, other=0.0)
         bottom = tl.load(key_tile + 2 * key_plane, mask=there, other=0.0)
-    if HALF:
-        largest = tl.maximum(tl.abs(centre), tl.maximum(tl.abs(top), tl.abs(bottom)))
-        key_exponent = exponent_of(tl.max(largest, 0)) - HALF_EXPONENT
-        centre = _halved(centre, key_exponent[None, :])
-        top = _halved(top, key_exponent[None, :])
-        bottom = _halved(bottom, key_exponent[None, :])
     first = tile // columns * BLOCK_M * STEPS
     end = tl.minimum(first + BLOCK_M * STEPS, q_blocks)
     if CONSECUTIVE:
@@ -391,25 +377,20 @@ def _block_scores_kernel(
             mask=inside[:, None] & (channel[None, :] < D),
             other=0.0,
         )
-        factor = scale
-        if HALF:
-            exponent = exponent_of(tl.max(tl.abs(query), 1)) - HALF_EXPONENT
-            query = _halved(query, exponent[:, None])
-            factor = (scale * power_of_two(exponent))[:, None] * power_of_two(key_exponent)[None, :]
         nothing = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        mean = _product(query, centre, nothing)
+        mean = _product(query, centre, nothing, PRECISION)
         upper = mean
         if MINMAX:
             # sum over channels of max(q u, q l) = q+ u + q- l
             zero = tl.zeros_like(query)
-            upper = _product(tl.where(query > 0, query, zero), top, nothing)
-            upper = _product(tl.where(query > 0, zero, query), bottom, upper)
+            upper = _product(tl.where(query > 0, query, zero), top, nothing, PRECISION)
+            upper = _product(tl.where(query > 0, zero, query), bottom, upper, PRECISION)
         place = (mine * q_blocks + i)[:, None] * width + j[None, :]
         # a row has room for whole chunks: what is behind its last block means nothing
         written = inside[:, None] & (j < width)[None, :]
-        tl.store(direct + place, (upper if CLUSTERS else mean) * factor, mask=written)
+        tl.store(direct + place, (upper if CLUSTERS else mean) * scale, mask=written)
         if CLUSTERS:
-            tl.store(estimate + place, (upper + mean) * (0.5 * factor), mask=written)
+            tl.store(estimate + place, (upper + mean) * (0.5 * scale), mask=written)
 
 
 @triton.jit
