@@ -10,7 +10,7 @@ import pytest
 import yaml
 from marks import slow_but
 from tiny import SMALL, tiny_model, tokens
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaForCausalLM
 from words import CHAT, TEXT, make_merging_tokenizer, make_tokenizer
 
 from cab_hf import CabConfig, apply_cab, remove_cab
@@ -357,6 +357,23 @@ def test_a_run_of_dense_attention_has_no_scores(folder, tmp_path, capsys):
         patch.setattr(sys, "argv", [])
         assert main(["harness", "--", *words, "--output_path", str(tmp_path)]) == 2
     assert "no layer attended sparsely" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("results_*.json"))
+
+
+@pytest.mark.parametrize("model", ["cab", "hf"])
+def test_a_model_that_is_not_finite_has_no_scores(model, folder, tmp_path, capsys):
+    pytest.importorskip("lm_eval")
+    damaged = LlamaForCausalLM.from_pretrained(folder)
+    damaged.lm_head.weight.data[:] = float("nan")
+    for each in (damaged, make_tokenizer()):
+        each.save_pretrained(tmp_path / "damaged")
+    words = ["--tasks", "cab_passkey", "--model", model, "--device", "cpu"]
+    words += ["--model_args", f"pretrained={tmp_path}/damaged,dtype=float32"]
+    words += ["--metadata", json.dumps({"max_seq_lengths": [300], "samples": 1})]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [])
+        assert main(["harness", "--", *words, "--output_path", str(tmp_path)]) == 2
+    assert "The model's outputs are not finite (NaN or infinite)" in capsys.readouterr().err
     assert not list(tmp_path.rglob("results_*.json"))
 
 
