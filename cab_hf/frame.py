@@ -65,7 +65,7 @@ class Frame:
         batch: int,
         q_length: int,
         kv_length: int,
-        q_slot: int,
+        q_slot: int | Tensor,
         valid: Tensor | None,
         document: Tensor | None,
         align: int,
@@ -85,7 +85,7 @@ class Frame:
             NotImplementedError: while compiling, for documents with padding.
         """
         if valid is None and document is None:
-            spans = replace(Spans.causal(batch, q_length, kv_length, device), end=end)
+            spans = replace(Spans.causal(batch, q_length, kv_length, device, q_slot), end=end)
             return cls._led(spans, kv_length, ahead) if ahead else cls(spans, kv_length)
         if document is not None and torch.compiler.is_compiling():
             if valid is not None:
@@ -99,7 +99,12 @@ class Frame:
         padded = valid is not None
         if not padded:
             valid = torch.ones(batch, kv_length, dtype=torch.bool, device=device)
-        mine = slice(q_slot, q_slot + q_length)
+        if isinstance(q_slot, Tensor):
+            mine = torch.arange(q_length, device=device) + q_slot
+            # what is behind the last of them is not written
+            valid = valid & (torch.arange(kv_length, device=device) <= mine[-1])
+        else:
+            mine = slice(q_slot, q_slot + q_length)
         real = valid[:, mine]
         place = valid.cumsum(-1) - 1
         if document is None:

@@ -289,7 +289,7 @@ class CabMask(NotATensor, ForwardPass):
             self._frames[key] = Frame.build(
                 self.batch,
                 self.q_length,
-                self.kv_length,
+                self.slots if self.kv_length is None else self.kv_length,
                 self.q_slot,
                 valid,
                 document,

@@ -66,13 +66,25 @@ class Spans:
     _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def causal(cls, batch: int, q_length: int, kv_length: int, device: torch.device | str) -> Spans:
-        """Plain causal attention of the last ``q_length`` of ``kv_length`` tokens."""
-        last = torch.arange(kv_length - q_length, kv_length, device=device, dtype=torch.int32)
+    def causal(
+        cls,
+        batch: int,
+        q_length: int,
+        kv_length: int,
+        device: torch.device | str,
+        q_slot: int | Tensor | None = None,
+    ) -> Spans:
+        """Plain causal attention of ``q_length`` of ``kv_length`` tokens, by default the last.
+
+        ``q_slot`` is the first of them; nothing is behind the last one.
+        """
+        q_slot = kv_length - q_length if q_slot is None else q_slot
+        last = torch.arange(q_length, device=device, dtype=torch.int32) + q_slot
+        last = last.to(torch.int32).expand(batch, -1)
         return cls(
             first=torch.zeros(batch, q_length, device=device, dtype=torch.int32),
-            last=last.expand(batch, -1),
-            key_valid=torch.ones(batch, kv_length, device=device, dtype=torch.bool),
+            last=last,
+            key_valid=torch.arange(kv_length, device=device) <= last[:, -1:],
             aligned=True,
             documents=1,
         )

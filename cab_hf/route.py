@@ -77,7 +77,9 @@ def _kind(
         return "exact", "in dense_layers"
     # of documents, the most queries and tokens that any has; padding is none
     queries, tokens = text.longest or (text.q_length, text.kv_length)
-    if text.behind_prompt or tokens is None or queries < config.query_block:
+    # of a static cache, compiled, it is not known how many tokens it holds: no fewer than these
+    tokens = queries if tokens is None else tokens
+    if text.behind_prompt or queries < config.query_block:
         reason = why_dense(text, config, layer, held)
         return ("decode", reason) if reason else (SparseDecode.kind, None)
     if tokens < config.min_length:

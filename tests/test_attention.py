@@ -1,12 +1,15 @@
 """What a whole model answers through "cab", beside sdpa and beside itself."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
+from marks import slow_but
 from tiny import FAMILIES, FULL, SIZES, SPARSE, tiny_model, tokens
-from transformers import AttentionInterface, LlamaForSequenceClassification
+from torch._dynamo.backends.debugging import aot_eager
+from transformers import AttentionInterface, LlamaForSequenceClassification, StaticCache
 
 import cab_hf
 from cab_hf import BlockPlan, CabConfig, engines
@@ -552,6 +555,64 @@ def test_compiles_again_with_other_settings(shallow):
             expected = logits(shallow, input_ids=ids)
             compiled = torch.compile(shallow, fullgraph=True, backend="aot_eager")
             torch.testing.assert_close(logits(compiled, input_ids=ids), expected, **EXACT)
+
+
+def read_plainly(model, ids):
+    return model(ids, use_cache=False).logits
+
+
+def read_padded(model, ids):
+    ids, mask = left_padded(ids, 45)
+    mask = torch.cat([mask[:1], torch.ones_like(mask[1:])])
+    return model(ids, attention_mask=mask, use_cache=False).logits[:, 45:]
+
+
+def read_into_a_static_cache(model, ids):
+    cache = StaticCache(model.config, max_cache_len=512)
+    cache.early_initialization(len(ids), 2, 16, torch.float32, "cpu")
+    return model(ids, past_key_values=cache).logits
+
+
+def trained(model, ids):
+    """Gradients of all parameters, one behind the other."""
+    model.zero_grad()
+    with torch.enable_grad():
+        model(ids, labels=ids, use_cache=False).loss.backward()
+    return torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "read", [read_plainly, read_padded, read_into_a_static_cache, trained], ids=lambda x: x.__name__
+)
+@pytest.mark.parametrize(
+    ("config", "family"),
+    [
+        pytest.param(replace(SPARSE, exact_queries=0), "llama", id="sparse"),
+        pytest.param(SPARSE, "llama", id="outliers", marks=pytest.mark.slow),
+        pytest.param(FULL, "llama", id="full", marks=pytest.mark.slow),
+        pytest.param(None, "llama", id="cab_dense"),
+        pytest.param(None, "mistral-sliding", id="sliding", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("dynamic", slow_but([True, None], 0))
+def test_prompts_of_many_lengths_have_few_graphs(config, family, read, dynamic):
+    """Of two graphs one is for a first length alone, or one for a loss."""
+    model, graphs = tiny_model(family, num_hidden_layers=1), []
+    cab_hf.apply_cab(model, config or FULL)
+    if config is None:
+        model.set_attn_implementation("cab_dense")
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs) if read is trained else graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, dynamic=dynamic, backend=backend)
+    for length in (300, 323, 347, 371, 396, 420):
+        ids = tokens(2, length)
+        torch.testing.assert_close(read(compiled, ids), read(model, ids), **EXACT)
+    assert len(graphs) <= 3
 
 
 def test_float32_queries_of_an_adapter_run_in_the_models_dtype():

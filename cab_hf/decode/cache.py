@@ -235,7 +235,9 @@ def indexed(layer: CacheLayerMixin, channels: tuple[int, ...]) -> CacheLayerMixi
 
 
 class _Slot:
-    held: Indexed | None = None
+    def __init__(self) -> None:
+        # its own from the beginning: dynamo would compile again once it has one
+        self.held: Indexed | None = None
 
 
 class _SlotOfThread(threading.local):

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from cab_hf import BlockPlan, engines
 from cab_hf.frame import Frame
 from cab_hf.ops import reference
-from cab_hf.ops.attention import ffpa, flash, flex
+from cab_hf.ops.attention import ffpa, flash, flex, traced
 from cab_hf.plan import BlockLists, Spans
 from cab_hf.runs.log import read_file
 
@@ -98,6 +98,44 @@ def test_queries_that_see_nothing_get_zeros_and_no_mass():
     assert torch.equal(lse == -torch.inf, blind)
     assert torch.equal((out == 0).all(-1), blind)
     assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["plain", "named", "sampled", "of-groups", "not-finite"])
+def test_the_op_of_the_reference_is_the_reference(kind, shape):
+    """torch.compile takes it in the reference's place, forward and backward."""
+    q, k, v = qkv(**shape)
+    named = {"dense_heads": (1,), "dense_rows": torch.tensor([[0, -1]] * len(q))}
+    heads = k.shape[1] if kind == "of-groups" else None
+    plan = random_plan(q, k, (32, 16), heads=heads, **(named if kind == "named" else {}))
+    if kind == "sampled":
+        plan = plan.with_sample(3, torch.tensor(5))
+    if kind == "not-finite":
+        # in a block that some heads list for some rows
+        k[:, :, 20] = torch.nan
+    found = []
+    for attend in (traced.attention, reference.attention):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out, lse = attend(*leaves, plan, 0.3, return_lse=True)
+        gradients = torch.autograd.grad(out, leaves, qkv(**shape, seed=9)[0])
+        if kind == "not-finite":
+            # what a row that sees it does to keys is nothing that anybody relies on
+            gradients = [gradients[0].where(out.isfinite(), 0.0)]
+        found.append((out.detach(), lse.detach(), *gradients))
+    for actual, meant in zip(*found, strict=True):
+        torch.testing.assert_close(actual, meant, atol=1e-5, rtol=1e-4, equal_nan=True)
+
+
+def test_the_op_of_the_reference_is_one_of_torch():
+    """Shapes, strides and gradients that torch.compile plans with."""
+    q, k, v = (x.requires_grad_() for x in qkv(q_length=63, kv_length=111))
+    plan = random_plan(q, k, (32, 16))
+    given = []
+    op = traced._attention_op
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(traced, "_attention_op", lambda *known: given.append(known) or op(*known))
+        traced.attention(q, k, v, plan, 0.3, return_lse=True)
+    torch.library.opcheck(op, given[0])
 
 
 @pytest.mark.parametrize("blocks", slow_but(BLOCKS, 0))

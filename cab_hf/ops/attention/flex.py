@@ -41,7 +41,7 @@ def unavailable(
     if device == "cpu":
         if training:
             return "has no backward on CPU"
-        if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        if not _has_compiler():
             return "compiles C++ on CPU, and no C++ compiler is installed"
         return None
     if not 16 <= head_dim <= MAX_HEAD_DIM:
@@ -49,6 +49,12 @@ def unavailable(
     if training and any(block % TRAINED and TRAINED % block for block in (query_block, key_block)):
         return f"trains on CUDA with blocks that divide {TRAINED} or are multiples of it"
     return None
+
+
+# a constant where a model is compiled: looking for files is not traced
+@torch.compiler.assume_constant_result
+def _has_compiler() -> bool:
+    return any(map(shutil.which, ("c++", "g++", "clang++")))
 
 
 def attention(

@@ -78,7 +78,9 @@ def register(
 
     def op(name: str, function: Callable[..., Any], given: str, given_back: str):
         schema = f"({given}) -> ({given_back})"
-        return torch.library.custom_op(f"cab_hf::{name}", function, mutates_args=(), schema=schema)
+        # looking for what is not finite waits for the device
+        known = {"mutates_args": (), "schema": schema, "tags": (torch.Tag.cudagraph_unsafe,)}
+        return torch.library.custom_op(f"cab_hf::{name}", function, **known)
 
     forward_op = op(name, forward, given, "Tensor, Tensor")
     backward_op = op(
