@@ -65,6 +65,7 @@ def tell_generate() -> None:
     """
     mixin = sys.modules[GENERATION].GenerationMixin
     prepare, prefill = mixin._prepare_cache_for_generation, mixin._prefill
+    update = mixin._update_model_kwargs_for_generation
 
     @functools.wraps(prepare)
     def prepare_then_index(
@@ -73,10 +74,19 @@ def tell_generate() -> None:
         given = _cache_in(model_kwargs)
         result = prepare(model, generation_config, model_kwargs, *args, **kwargs)
         made = _cache_in(model_kwargs)
-        if given is None and made is not None:
-            from cab_hf.decode.generation import index_made
+        if given is None:
+            _index(model, made)
+        return result
 
-            index_made(model, made)
+    @functools.wraps(update)
+    def update_then_index(
+        model: Any, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        given = _cache_in(model_kwargs)
+        result = update(model, outputs, model_kwargs, *args, **kwargs)
+        # some models make a cache of their own, or another one where a text becomes long
+        if (made := _cache_in(result)) is not given:
+            _index(model, made)
         return result
 
     @functools.wraps(prefill)
@@ -92,6 +102,14 @@ def tell_generate() -> None:
             return prefill(model, ids, settings, model_kwargs, *args, **kwargs)
 
     mixin._prepare_cache_for_generation, mixin._prefill = prepare_then_index, prefill_told
+    mixin._update_model_kwargs_for_generation = update_then_index
+
+
+def _index(model: Any, cache: Any) -> None:
+    if cache is not None:
+        from cab_hf.decode.generation import index_made
+
+        index_made(model, cache)
 
 
 def _cache_in(model_kwargs: dict[str, Any]) -> Any:
