@@ -9,16 +9,25 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from cab_hf.fit import layer_index
 from cab_hf.refusals import layer_type
 
 
-def attention_layers(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]:
-    """(layer index, module) of every self-attention module, in order."""
+def attention_layers(model: PreTrainedModel) -> Iterator[tuple[int | None, nn.Module]]:
+    """(layer index, module) of every self-attention module, in order.
+
+    The index is None for a module that serves several layers.
+    """
     text = model.config.get_text_config()
     unnumbered = 0
+    parts: set[nn.Module] = set()
     for module in model.modules():
+        if module in parts:
+            continue
         if _causal(module):
-            yield module.layer_idx, module
+            # what makes the keys of a layer may look like one
+            parts.update(module.modules())
+            yield layer_index(module), module
         elif _causal_by_call(module, text):
             yield unnumbered, module
             unnumbered += 1
@@ -63,6 +72,8 @@ def window(module: nn.Module) -> int | None:
 
     Some layers do not know: their model makes one mask by its config for all of them.
     """
+    if layer_type(module) == "full_attention":
+        return None
     if hasattr(module, "sliding_window"):
         return module.sliding_window
     model = sys.modules[type(module).__module__]

@@ -172,6 +172,13 @@ def warn_if_unused(text_config: Any) -> None:
     )
 
 
+def layer_index(module: Any) -> int | None:
+    """Which layer an attention module is; None for one that serves several, or does not say."""
+    index = getattr(module, "layer_idx", None)
+    # -1 where it comes with the call
+    return index if is_whole(index, 0) else None
+
+
 def name_of(model_config: Any) -> str:
     """The last part of a model's name or path, else its type."""
     path = str(getattr(model_config, "_name_or_path", None) or "").rstrip("/")

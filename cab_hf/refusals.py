@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cab_hf.checks import short
-from cab_hf.fit import name_of
+from cab_hf.fit import layer_index, name_of
 from cab_hf.forward_pass import LEFT_EARLY, in_backward_pass
 from cab_hf.mask import CabMask, too_short
 
@@ -145,7 +145,7 @@ def foreseen(module: nn.Module) -> str | None:
 def layer_type(module: nn.Module) -> str | None:
     """What the model's config calls this layer, where it names its layers."""
     types = getattr(module.config, "layer_types", None)
-    index = getattr(module, "layer_idx", None)
+    index = layer_index(module)
     return types[index] if types and index is not None and index < len(types) else None
 
 

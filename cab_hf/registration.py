@@ -67,6 +67,7 @@ def tell_generate() -> None:
     """
     mixin = sys.modules[GENERATION].GenerationMixin
     prepare, generate = mixin._prepare_cache_for_generation, mixin.generate
+    update = mixin._update_model_kwargs_for_generation
 
     @functools.wraps(prepare)
     def prepare_then_index(
@@ -77,17 +78,35 @@ def tell_generate() -> None:
         text = model.config.get_text_config()
         if text._attn_implementation not in NAMES or model.config.is_encoder_decoder:
             return result
-        from cab_hf.decode.generation import index_made
         from cab_hf.prompt import prompt_given, tell
 
         tell(prompt_given(generation_config, model_kwargs))
         made = _cache_in(model_kwargs)
-        if given is None and made is not None:
-            index_made(model, made)
+        if given is None:
+            _index(model, made)
+        return result
+
+    @functools.wraps(update)
+    def update_then_index(
+        model: Any, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        given = _cache_in(model_kwargs)
+        result = update(model, outputs, model_kwargs, *args, **kwargs)
+        # some models make a cache of their own, or another one where a text becomes long
+        if (made := _cache_in(result)) is not given:
+            _index(model, made)
         return result
 
     mixin._prepare_cache_for_generation = prepare_then_index
+    mixin._update_model_kwargs_for_generation = update_then_index
     mixin.generate = _in_a_scope(generate)
+
+
+def _index(model: Any, cache: Any) -> None:
+    if cache is not None:
+        from cab_hf.decode.generation import index_made
+
+        index_made(model, cache)
 
 
 def tell_guidance() -> None:

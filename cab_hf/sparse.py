@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cab_hf.config import CabConfig
 from cab_hf.engines import Engine
+from cab_hf.fit import layer_index
 from cab_hf.ops import HAS_TRITON
 from cab_hf.plan import BlockPlan
 from cab_hf.predictors import LayerContext, make_predictor
@@ -65,7 +66,7 @@ class Sparse:
     def choose(self, frame: Any, q: Tensor, k: Tensor, scale: float) -> BlockPlan:
         """What the predictor chooses for q and k of the text's ``frame``."""
         config = self.config
-        index = getattr(self.layer, "layer_idx", None)
+        index = layer_index(self.layer)
         channels = slow_channels(self.layer, q.shape[-1])
         call = LayerContext(frame.spans, scale, index, self.text.shared_state, channels)
         plan = frame.choose(make_predictor(config), q, k, call)

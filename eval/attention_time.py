@@ -21,6 +21,7 @@ from cab_hf.config import CabConfig
 from cab_hf.engines import Workload
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.timing import Bench, GpuBench, Timing
+from cab_hf.fit import layer_index
 from cab_hf.mask import CabMask
 from cab_hf.needles import Tokens
 from cab_hf.patches.watching import watched
@@ -151,7 +152,7 @@ class AttentionClock:
         What choosing takes by `REPORTED` is not measured, and 0 here.
         """
         batch, _, length, dim = q.shape
-        layer = getattr(module, "layer_idx", None)
+        layer = layer_index(module)
         work = Workload.of(q, k, v, (config.query_block, config.key_block))
         text = CabMask(batch, length, length, 0)
         way = route(text, config, work, sparse=True, layer=module)

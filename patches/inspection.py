@@ -15,7 +15,7 @@ from cab_hf.batching.served import unserved
 from cab_hf.budgets import budgets_of
 from cab_hf.checks import is_whole, require
 from cab_hf.config import CabConfig, Table
-from cab_hf.decode.generation import choosing_layers
+from cab_hf.decode.generation import has_index, index_cache, why_none
 from cab_hf.decode.step import decode_from
 from cab_hf.engines import SDPA, Workload
 from cab_hf.implementations import NAMES
@@ -70,6 +70,8 @@ def describe(
     for sentence, run in groupby(layers, key=itemgetter(0)):
         first, *others = [index for _, index in run]
         of = f"layers {first}-{others[-1]}" if others else f"layer {first}"
+        if first is None:
+            of = "layers that stand in several places"
         lines.append(f"  {of}: {sentence}")
     if name == "cab" and layers:
         lines.append(f"  decode: {_decode(model, config)}")
@@ -145,17 +147,26 @@ def _decode(model: PreTrainedModel, config: CabConfig) -> str:
     least, wanted = decode_from(config), config.decode_tokens
     if least is None:
         return f"dense, decode_tokens {wanted} is too much of a text to gain anything"
-    choosing = set(choosing_layers(model, config))
-    if not choosing:
-        return "dense, no layer chooses keys"
+    layers, whys = list(attention_layers(model)), {}
+    refused = next(filter(None, (foreseen(module) for _, module in layers)), None)
+    if refused is not None:
+        return f"refused, {refused}"
+    made = index_cache(model)
     cache = index = 0
-    for _, module in attention_layers(model):
+    for layer, module in layers:
         dim = head_dim(module)
         # of its shape alone: nothing is computed
         key = torch.empty(1, 1, 1, dim, dtype=model.dtype, device="meta")
         cache += (dim + getattr(module, "v_head_dim", dim)) * key.element_size()
-        if module in choosing:
+        why = why_none(module, config)
+        if why is None and not has_index(made, layer):
+            why = "their part of the cache can have no index"
+        if why is None:
             index += index_keys(key, slow_channels(module, dim)).nbytes
+        else:
+            whys[why] = None
+    if not index:
+        return f"dense, no layer chooses keys ({'; '.join(whys)})"
     keys = f"{wanted} keys" if isinstance(wanted, int) else f"{wanted} of the keys"
     return (
         f"sparse, {keys} a KV head, from {least} tokens on, where the cache has an index "

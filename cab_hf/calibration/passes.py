@@ -38,7 +38,7 @@ from cab_hf.calibration.budgets import (
 from cab_hf.checks import is_share, is_whole, require, require_finite
 from cab_hf.config import CabConfig
 from cab_hf.documents import Document, recall_document, with_copies
-from cab_hf.fit import number, origin_of, positions
+from cab_hf.fit import layer_index, number, origin_of, positions
 from cab_hf.model_config import cab_config_of
 from cab_hf.needles import split_sentences
 from cab_hf.patches.switch import apply_cab
@@ -302,12 +302,13 @@ def kept_of(
 
 
 def _index_of(module: nn.Module) -> int:
-    if module.layer_idx is None:
+    index = layer_index(module)
+    if index is None:
         raise ValueError(
             f"{type(module).__name__} serves several layers and has no index; a table of layers "
             "has no place for it. Give one number for all heads."
         )
-    return module.layer_idx
+    return index
 
 
 @contextmanager

@@ -12,8 +12,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+    StaticLayer,
+)
 
+from cab_hf.checks import warn_once
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Index
 
@@ -58,6 +67,7 @@ class IndexedDynamicLayer(DynamicLayer):
     def of(cls, layer: DynamicLayer, channels: tuple[int, ...]) -> IndexedDynamicLayer:
         """One that holds what a plain ``layer`` holds."""
         made = cls(channels)
+        vars(made).update(vars(layer))
         if layer.get_seq_length() > 0:
             # an offloaded layer holds its tensors elsewhere
             keys, values = layer.keys.to(layer.device), layer.values.to(layer.device)
@@ -225,7 +235,52 @@ class IndexedStaticLayer(StaticLayer):
             self.index = Index(*map(change, self.index))
 
 
-KINDS = {DynamicLayer: IndexedDynamicLayer, StaticLayer: IndexedStaticLayer}
+def _of_both(name: str) -> Callable[..., None]:
+    """A method of layers that have the states of linear attention beside keys: done to both."""
+
+    def method(self: LinearAttentionLayer, *args: Any) -> None:
+        getattr(LinearAttentionLayer, name)(self, *args)
+        getattr(super(LinearAttentionCacheLayerMixin, self), name)(*args)
+
+    return method
+
+
+BOTH = ("offload", "prefetch", "reset", "reorder_cache", "crop")
+
+
+class IndexedHybridLayer(LinearAttentionAndFullAttentionLayer, IndexedDynamicLayer):
+    """An `IndexedDynamicLayer` that has states of linear attention as well."""
+
+    offload, prefetch, reset, reorder_cache, crop = map(_of_both, BOTH)
+
+    def __init__(self, channels: tuple[int, ...] = (), number_of_states: int = 1) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states)
+        IndexedDynamicLayer.__init__(self, channels)
+
+
+class IndexedStaticHybridLayer(LinearAttentionAndStaticFullAttentionLayer, IndexedStaticLayer):
+    """An `IndexedStaticLayer` that has states of linear attention as well."""
+
+    offload, prefetch, reset, reorder_cache, crop = map(_of_both, BOTH)
+
+    def __init__(
+        self, max_cache_len: int, channels: tuple[int, ...] = (), number_of_states: int = 1
+    ) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states)
+        IndexedStaticLayer.__init__(self, max_cache_len, channels)
+
+    def lazy_initialization(self, *key_value: Tensor, **states: Any) -> None:
+        # as transformers' layer tells them apart
+        kind = IndexedStaticLayer if key_value else LinearAttentionLayer
+        kind.lazy_initialization(self, *key_value, **states)
+
+
+KINDS = {
+    DynamicLayer: IndexedDynamicLayer,
+    StaticLayer: IndexedStaticLayer,
+    LinearAttentionAndFullAttentionLayer: IndexedHybridLayer,
+    LinearAttentionAndStaticFullAttentionLayer: IndexedStaticHybridLayer,
+}
 
 
 def indexed(layer: CacheLayerMixin, channels: tuple[int, ...]) -> CacheLayerMixin:
@@ -256,9 +311,19 @@ def hand_on(held: Indexed) -> None:
 
 def taken(keys: Tensor) -> Indexed | None:
     """What was left last, if it is about these very ``keys``; nothing is left then."""
-    slot = _traced if torch.compiler.is_compiling() else _eager
+    compiling = torch.compiler.is_compiling()
+    slot = _traced if compiling else _eager
     held, slot.held = slot.held, None
-    return held if held is not None and held.keys is keys else None
+    if held is None or held.keys is keys:
+        return held
+    if not compiling:
+        warn_once(
+            ("index", "unread"),
+            "sparse_decode is True and a layer attends other keys than its cache has returned: the "
+            "index of the cache is not read there, and steps are dense. Hand these very keys to "
+            "the attention function, or set sparse_decode=False.",
+        )
+    return None
 
 
 def _grown(old: Tensor | None, new: Tensor, room: int) -> Tensor:

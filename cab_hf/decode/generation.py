@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+import inspect
+import textwrap
+from functools import lru_cache
 
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from cab_hf.attention_layers import attention_layers, head_dim, transformers_model, window
 from cab_hf.config import CabConfig
-from cab_hf.decode.cache import indexed
+from cab_hf.decode.cache import IndexedDynamicLayer, IndexedStaticLayer, indexed
+from cab_hf.fit import layer_index
 from cab_hf.model_config import cab_config_of
 from cab_hf.predictors.cascade import anchor_of
 from cab_hf.refusals import foreseen
@@ -47,14 +51,22 @@ def index_cache(model: PreTrainedModel, cache: Cache | None = None) -> Cache:
             f"cache is a {type(cache).__name__}, whose layers cannot have an index; give a "
             "DynamicCache or a StaticCache, or None for a new one."
         )
-    for module in choosing_layers(model, config):
-        layer = module.layer_idx
-        while cache.layer_class_to_replicate is not None and len(cache.layers) <= layer:
-            cache.layers.append(cache.layer_class_to_replicate())
-        if layer < len(cache.layers):
-            channels = slow_channels(module, head_dim(module))
-            cache.layers[layer] = indexed(cache.layers[layer], channels)
+    for layer, module in attention_layers(model):
+        if why_none(module, config) is not None:
+            continue
+        kind = cache.layer_class_to_replicate
+        while kind is not None and layer is not None and len(cache.layers) <= layer:
+            cache.layers.append(kind())
+        channels = slow_channels(module, head_dim(module))
+        for place in _places(layer, cache):
+            cache.layers[place] = indexed(cache.layers[place], channels)
     return cache
+
+
+def has_index(cache: Cache, layer: int | None) -> bool:
+    """Whether there is an index where an attention layer keeps its keys."""
+    kept = [cache.layers[place] for place in _places(layer, cache)]
+    return any(isinstance(each, (IndexedDynamicLayer, IndexedStaticLayer)) for each in kept)
 
 
 def index_made(model: PreTrainedModel, cache: object) -> None:
@@ -66,11 +78,54 @@ def index_made(model: PreTrainedModel, cache: object) -> None:
         index_cache(model, cache)
 
 
-def choosing_layers(model: PreTrainedModel, config: CabConfig) -> Iterator[nn.Module]:
-    """The attention layers that choose keys for a step of decode."""
-    for layer, module in attention_layers(model):
-        if not hasattr(module, "layer_idx") or window(module) is not None:
-            continue
-        behind = anchor_of(config, layer) not in (None, layer)
-        if layer not in config.dense_layers and not behind and foreseen(module) is None:
-            yield module
+def _places(layer: int | None, cache: Cache) -> range:
+    """The layers of a ``cache`` in which an attention layer keeps its keys: any, where it serves
+    several. Those that keep no keys have no index anyway."""
+    count = len(cache.layers)
+    return range(count) if layer is None else range(layer, min(layer + 1, count))
+
+
+def why_none(module: nn.Module, config: CabConfig) -> str | None:
+    """Why an attention layer chooses no keys for a step of decode, as half a sentence, as far as
+    it shows it before it is called; None where it chooses."""
+    layer = layer_index(module)
+    if foreseen(module) is not None:
+        return foreseen(module)
+    if window(module) is not None:
+        return f"sliding window of {window(module)} tokens"
+    if layer in config.dense_layers:
+        return "in dense_layers"
+    if anchor_of(config, layer) not in (None, layer):
+        return "behind an anchor"
+    return "keys are made of what the cache keeps" if _makes_keys(type(module)) else None
+
+
+@lru_cache
+def _makes_keys(kind: type[nn.Module]) -> bool:
+    """Whether the code of a layer attends other keys than its cache returns: latent attention makes
+    them of what is kept for all heads, and some layers repeat theirs.
+
+    Code that cannot be read, or updates a cache elsewhere, is taken to attend what is kept.
+    """
+    try:
+        code = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
+    except (OSError, SyntaxError, TypeError):
+        return False
+    nodes = list(ast.walk(code))
+    assigned = [x for x in nodes if isinstance(x, ast.Assign) and isinstance(x.value, ast.Call)]
+    updates = [x for x in assigned if ast.unparse(x.value.func).endswith(".update")]
+    if not updates:
+        return False
+    update = updates[-1]
+    target = update.targets[0]
+    kept = ast.unparse(target.elts[0] if isinstance(target, ast.Tuple) else target)
+    behind = [x for x in nodes if getattr(x, "lineno", 0) > update.end_lineno]
+    # of an attention function, told by its first argument
+    calls = [x for x in behind if isinstance(x, ast.Call) and len(x.args) > 3]
+    calls = [x for x in calls if ast.unparse(x.args[0]) == "self"]
+    if not calls:
+        return False
+    call = min(calls, key=lambda x: x.lineno)
+    names = [x for x in behind if isinstance(x, ast.Name) and x.lineno < call.lineno]
+    changed = any(x.id == kept and isinstance(x.ctx, ast.Store) for x in names)
+    return changed or ast.unparse(call.args[2]) != kept

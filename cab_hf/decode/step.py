@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from cab_hf.budgets import budgets_of
 from cab_hf.config import CabConfig
 from cab_hf.decode.cache import Indexed
+from cab_hf.fit import layer_index
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Choice
 from cab_hf.predictors.cascade import anchor_of, require_heads_of
@@ -46,7 +47,7 @@ class SparseDecode:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """[B, H, 1, D_v] of q [B, H, 1, D] over k and v [B, H_kv, N, D or D_v]."""
-        index = getattr(self.layer, "layer_idx", None)
+        index = layer_index(self.layer)
         heads = q.shape[1], k.shape[1]
         anchor = anchor_of(self.config, index)
         if anchor is None or anchor == index:

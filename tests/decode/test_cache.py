@@ -7,11 +7,24 @@ import pytest
 import torch
 from tiny import tiny_model, tokens
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
+    StaticLayer,
+)
 
 import cab_hf
+from cab_hf import checks
 from cab_hf.decode import cache
-from cab_hf.decode.cache import IndexedDynamicLayer, IndexedStaticLayer, indexed, taken
+from cab_hf.decode.cache import (
+    IndexedDynamicLayer,
+    IndexedHybridLayer,
+    IndexedStaticHybridLayer,
+    IndexedStaticLayer,
+    indexed,
+    taken,
+)
 from cab_hf.ops import decode
 
 CHANNELS = (1, 3, 4, 7)
@@ -82,6 +95,44 @@ def test_a_static_layer_too(name):
             assert torch.equal(mine, theirs)
         assert in_step(layer)
     assert layer.get_seq_length() == plain.get_seq_length()
+
+
+def with_states(layer):
+    """``layer`` after its states of linear attention have been written as well."""
+    generator = torch.Generator().manual_seed(7)
+    layer.update_conv_state(torch.randn(3, 4, 5, generator=generator))
+    layer.update_recurrent_state(torch.randn(3, 4, 2, generator=generator))
+    return layer
+
+
+HYBRIDS = [
+    pytest.param(IndexedHybridLayer, LinearAttentionAndFullAttentionLayer, {}, id="dynamic"),
+    pytest.param(
+        IndexedStaticHybridLayer,
+        LinearAttentionAndStaticFullAttentionLayer,
+        {"max_cache_len": 32},
+        id="static",
+    ),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "plain_kind", "options"), HYBRIDS)
+@pytest.mark.parametrize(
+    "name", ["nothing", "reorder", "offload", "reset", "deepcopy", "pickle", "indexed-later"]
+)
+def test_so_does_a_layer_with_states_of_linear_attention(kind, plain_kind, options, name):
+    plain = with_states(filled(plain_kind, **options))
+    if name == "indexed-later":
+        layer = indexed(copy.deepcopy(plain), CHANNELS)
+    else:
+        layer = OPERATIONS[name](with_states(filled(kind, channels=CHANNELS, **options)))
+        plain = OPERATIONS[name](plain)
+    assert type(layer) is kind and torch.equal(layer.conv_states[0], plain.conv_states[0])
+    assert torch.equal(layer.recurrent_states[0], plain.recurrent_states[0])
+    for mine, theirs in zip(layer.update(*key_value(1)), plain.update(*key_value(1)), strict=True):
+        assert torch.equal(mine, theirs)
+    assert in_step(layer) and layer.get_seq_length() == plain.get_seq_length()
 
 
 @torch.no_grad()
@@ -159,7 +210,7 @@ def test_a_plain_layer_is_indexed_as_if_it_had_been_from_the_start(kind, options
 
 
 @torch.no_grad()
-def test_what_a_layer_leaves_is_for_the_next_call_and_these_keys_alone():
+def test_what_a_layer_leaves_is_for_the_next_call_and_these_keys_alone(monkeypatch):
     layer = filled(channels=CHANNELS)
     assert taken(layer.keys).index is layer.index
     assert taken(layer.keys) is None
@@ -168,7 +219,9 @@ def test_what_a_layer_leaves_is_for_the_next_call_and_these_keys_alone():
     assert held.index is layer.index and held.channels == CHANNELS
     assert taken(keys) is None
     keys, _ = layer.update(*key_value(1))
-    assert taken(keys.clone()) is None
+    monkeypatch.setattr(checks, "_warned", set())
+    with pytest.warns(UserWarning, match="attends other keys than its cache has returned"):
+        assert taken(keys.clone()) is None
     # nothing is kept alive
     assert taken(keys) is None
 

@@ -1,6 +1,7 @@
 """`generate` with a cache that has an index: dense attention's tokens where all keys are read."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from marks import slow_but
 from tiny import tiny_model, tokens
 from torch.nn import functional as F
 from transformers import (
+    AttentionInterface,
     CompileConfig,
     DynamicCache,
     EncoderDecoderCache,
@@ -17,10 +19,12 @@ from transformers import (
 )
 
 import cab_hf
-from cab_hf import CabConfig
+from cab_hf import CabConfig, checks
 from cab_hf.decode import cache as cache_layers
 from cab_hf.decode.cache import IndexedDynamicLayer, IndexedStaticLayer
 from cab_hf.decode.step import decode_from
+from cab_hf.eval.tiny_types import causal_types
+from cab_hf.eval.tiny_types import tiny_model as tiny_type
 from cab_hf.ops import decode
 
 # prompts attend to everything
@@ -137,6 +141,63 @@ def test_every_way_to_share_a_choice_gives_dense_tokens_where_all_is_read(fields
     cab_hf.apply_cab(model, DENSELY, **ALL, **fields)
     assert torch.equal(generate(model, ids, **options), expected)
     assert steps == [0, 1, 2] * 4
+
+
+# of layers beside linear attention, without an index, and of a model that makes its own cache
+@pytest.mark.parametrize("model_type", slow_but(["falcon_h1", "zamba", "zamba2", "minimax"], 1, 3))
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_every_place_of_keys_gives_dense_tokens_where_all_is_read(model_type, static, steps):
+    if static and model_type == "minimax":
+        pytest.skip("it takes no cache but its own")
+    model, ids = tiny_type(model_type), tokens(2, 130)
+    options = {"eos_token_id": None, "pad_token_id": 0}
+    if static:
+        options |= {"cache_implementation": "static", "disable_compile": True}
+    expected = generate(model, ids, **options)
+    cab_hf.apply_cab(model, DENSELY, **ALL)
+    assert torch.equal(generate(model, ids, **options), expected) and steps
+
+
+@pytest.mark.parametrize("length", [130, 98])
+def test_where_a_model_begins_its_cache_anew_it_is_indexed_anew(length, steps):
+    # the new one is made where a text of more than these positions is read, or becomes so long
+    model, ids = tiny_type("phi3", original_max_position_embeddings=100), tokens(1, length)
+    options = {"eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 8}
+    expected = generate(model, ids, **options)
+    cab_hf.apply_cab(model, DENSELY, **ALL)
+    assert torch.equal(generate(model, ids, **options), expected)
+    # that call is no step
+    assert len(steps) == (7 if length == 130 else 6) * 4
+
+
+NAMED = ["llama", "deepseek_v3", "jetmoe", "zaya", "moshi", "exaone4", "recurrent_gemma"]
+OTHERS = [name for name in causal_types() if name not in NAMED]
+
+
+@pytest.mark.parametrize("model_type", slow_but(NAMED + OTHERS, *range(len(NAMED))))
+def test_describe_says_whether_a_type_is_decoded_sparsely(model_type, steps):
+    try:
+        model = cab_hf.apply_cab(tiny_type(model_type), DENSELY, **FEW)
+        said = re.search(r"decode: (\w+)", cab_hf.describe(model))
+        generate(model, tokens(1, 200), eos_token_id=None, pad_token_id=0)
+    except Exception as refused:  # noqa: BLE001 - of what transformers cannot run either as well
+        pytest.skip(str(refused)[:80])
+    assert said[1] == ("sparse" if steps else "dense")
+
+
+def test_keys_that_are_changed_before_attention_are_told_of_once(monkeypatch, steps):
+    model, ids = cab_hf.apply_cab(tiny_model(), DENSELY, **FEW), tokens(1, 130)
+    attend = AttentionInterface()["cab"]
+
+    def changed(module, q, k, v, *args, **kwargs):
+        return attend(module, q, k.clone(), v, *args, **kwargs)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "cab", changed)
+    monkeypatch.setattr(checks, "_warned", set())
+    with pytest.warns(UserWarning) as told:
+        generate(model, ids)
+    assert sum("index of the cache is not read" in str(each.message) for each in told) == 1
+    assert not steps
 
 
 def test_layers_under_a_window_stay_what_they_are(steps):
