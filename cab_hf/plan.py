@@ -230,7 +230,6 @@ class BlockLists:
         slot = torch.where(kept, slot, width).to(torch.int64)
         indices = values.new_zeros(*kept.shape[:-1], width + 1)
         indices.scatter_(-1, slot, values)
-        indices[..., width] = 0
         return cls(kept.sum(-1, dtype=torch.int32), indices[..., :width].contiguous())
 
     @property

@@ -581,23 +581,26 @@ def trained(model, ids):
     return torch.cat([weight.grad.flatten() for weight in model.parameters()])
 
 
+COMPILED = {
+    "sparse": (replace(SPARSE, exact_queries=0), "llama"),
+    "outliers": (SPARSE, "llama"),
+    "full": (FULL, "llama"),
+    "streaming": (SPARSE.changed(predictor="streaming"), "llama"),
+    "cab_dense": (None, "llama"),
+    "sliding": (None, "mistral-sliding"),
+}
+READ = (read_plainly, read_padded, read_into_a_static_cache, trained)
+QUICK = ("sparse-read_padded", "outliers-read_into_a_static_cache", "cab_dense-read_plainly")
+NAMES = [f"{name}-{read.__name__}" for name in COMPILED for read in READ]
+
+
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "read", [read_plainly, read_padded, read_into_a_static_cache, trained], ids=lambda x: x.__name__
-)
-@pytest.mark.parametrize(
-    ("config", "family"),
-    [
-        pytest.param(replace(SPARSE, exact_queries=0), "llama", id="sparse"),
-        pytest.param(SPARSE, "llama", id="outliers", marks=pytest.mark.slow),
-        pytest.param(FULL, "llama", id="full", marks=pytest.mark.slow),
-        pytest.param(None, "llama", id="cab_dense"),
-        pytest.param(None, "mistral-sliding", id="sliding", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("case", slow_but(NAMES, *map(NAMES.index, QUICK)))
 @pytest.mark.parametrize("dynamic", slow_but([True, None], 0))
-def test_prompts_of_many_lengths_have_few_graphs(config, family, read, dynamic):
+def test_prompts_of_many_lengths_have_few_graphs(case, dynamic):
     """Of two graphs one is for a first length alone, or one for a loss."""
+    name, way = case.split("-")
+    (config, family), read = COMPILED[name], globals()[way]
     model, graphs = tiny_model(family, num_hidden_layers=1), []
     cab_hf.apply_cab(model, config or FULL)
     if config is None:
