@@ -41,7 +41,7 @@ def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
         name: " ".join([*TRAIN[1:], "--out", str(tmp_path / name)])
         for name in ("whole", "stopped", "killed", *SPOILT)
     }
-    words["spoilt-source-d"] += f" --length 256 --data {two_machines(tmp_path, 'data')}"
+    words["spoilt-source-d"] += f" --data {two_machines(tmp_path, 'data')}"
     words["spoilt-source-v"] += f" --validation {two_machines(tmp_path, 'validation')}"
     words["two"] = " ".join([*SMALL, "--dropout", "0", "--out", str(tmp_path / "two")])
     # the second time it is asked to stop at step 3, it has gone past that
