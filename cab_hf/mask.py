@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers.masking_utils import causal_mask_function
 
 from cab_hf import packing
+from cab_hf.checks import short
 from cab_hf.chunks import goes_on
 from cab_hf.fit import name_of
 from cab_hf.forward_pass import ForwardPass
@@ -256,12 +257,14 @@ def cab_mask(
     BART's decoder has a mask made for the encoder that it may not have.
 
     Raises:
-        ValueError: for a padding mask of another batch size.
+        ValueError: for a mask that is not 2-D, or of another batch size.
     """
     # generate() with a static cache calls the hook, then the model does again with what it
     # returned; continuous batching brings a mask of its own
     if isinstance(attention_mask, NotATensor):
         return attention_mask
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(of_another_kind(attention_mask))
     eager = not torch.compiler.is_compiling()
     decode = q_length == 1
     if isinstance(q_offset, Tensor):
@@ -318,3 +321,11 @@ def _refusal(config: Any, local_size: int | None, use_vmap: bool) -> str | None:
     if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
         return f"attends in chunks of {local_size}"
     return None
+
+
+def of_another_kind(mask: Any) -> str:
+    """What is said of an attention_mask that is no padding mask."""
+    return (
+        f"attention_mask is {short(mask)}; 'cab' takes the 2-D padding mask [batch, tokens] of the "
+        "tokenizer, or none. Use attn_implementation='sdpa' for a mask of your own."
+    )
