@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers.masking_utils import causal_mask_function
 
 from cab_hf import packing
-from cab_hf.checks import warn_once
+from cab_hf.checks import short, warn_once
 from cab_hf.fit import name_of
 from cab_hf.forward_pass import ForwardPass
 from cab_hf.frame import Frame, Length, whole_documents
@@ -393,12 +393,14 @@ def cab_mask(
     BART's decoder has a mask made for the encoder that it may not have.
 
     Raises:
-        ValueError: for a padding mask of another batch size, or of fewer tokens than the keys.
+        ValueError: for a mask that is not 2-D, of another batch size, or of too few tokens.
     """
     # generate() with a static cache calls the hook, then the model does again with what it
     # returned; continuous batching brings a mask of its own
     if isinstance(attention_mask, NotATensor):
         return attention_mask
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(of_another_kind(attention_mask))
     eager = not torch.compiler.is_compiling()
     prompt = prompt_of(batch_size) if eager else None
     if prompt is not None:
@@ -500,4 +502,12 @@ def too_short(tokens: int, keys: int | str) -> str:
     return (
         f"attention_mask has {tokens} tokens and there are {keys} keys; give one number for each "
         "token, those in the cache among them."
+    )
+
+
+def of_another_kind(mask: Any) -> str:
+    """What is said of an attention_mask that is no padding mask."""
+    return (
+        f"attention_mask is {short(mask)}; 'cab' takes the 2-D padding mask [batch, tokens] of the "
+        "tokenizer, or none. Use attn_implementation='sdpa' for a mask of your own."
     )

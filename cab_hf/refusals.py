@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cab_hf.checks import short
 from cab_hf.fit import layer_index, name_of
 from cab_hf.forward_pass import LEFT_EARLY, in_backward_pass
-from cab_hf.mask import CabMask, too_short
+from cab_hf.mask import CabMask, of_another_kind, too_short
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # looked at one by one
@@ -199,14 +199,19 @@ def _refuse_mask(mask: Any, key: Tensor, sliding_window: int | None) -> None:
     if not isinstance(mask, CabMask):
         if in_backward_pass():
             raise RuntimeError(LEFT_EARLY)
-        raise ValueError(
-            f"attention_mask is {short(mask)}; 'cab' takes the 2-D padding mask [batch, tokens] "
-            "of the tokenizer, or none. Use attn_implementation='sdpa' for a mask of your own."
-        )
+        raise ValueError(of_another_kind(mask))
     if mask.refusal is not None:
         raise NotImplementedError(mask.refusal)
-    if mask.slots is not None and mask.slots != key.shape[2]:
-        raise ValueError(too_short(mask.slots, key.shape[2]))
+    keys = key.shape[2]
+    if mask.slots is not None and mask.slots != keys:
+        # without a cache all keys are the call's own
+        if keys == mask.q_length and isinstance(mask.q_slot, int) and mask.q_slot == 0:
+            raise ValueError(too_short(mask.slots, keys))
+        raise ValueError(
+            f"key has {keys} tokens, and with its cache the text has {mask.slots}: this layer's "
+            "part of past_key_values does not hold what that of the first one does. Give a cache "
+            "that all layers have written alike, or none."
+        )
     # eager and sdpa compute what the mask says; the keyword is for kernels that read no mask
     if mask.window is None and sliding_window is not None and sliding_window < key.shape[2]:
         raise NotImplementedError(

@@ -3,16 +3,18 @@
 transformers itself imports torch and its modelling code only when a model class is first touched.
 Registration waits for that moment, so that importing cab_hf costs next to nothing.
 
-Two functions are registered under two names. What transformers has no registry for is told at five
+Two functions are registered under two names. What transformers has no registry for is told at six
 places, and changes nothing for a model that does not ask for "cab": its configs have a
-``cab_config`` (`_Setting`), its check of an implementation's name, which every model passes as it
-is made or switched, asks us about ours, and so does continuous batching (`batching.hooks`);
+``cab_config`` (`_Setting`), which models take beside a config as well, its check of an
+implementation's name, which every model passes as it is made or switched, asks us about ours, and
+so does continuous batching (`batching.hooks`);
 `transformers serve` takes them too; a cache that `generate` makes gets its index from us where the
 model decodes sparsely, and `generate` says where the prompt ends.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import inspect
@@ -50,6 +52,8 @@ def register() -> None:
     PreTrainedModel.get_correct_attn_implementation = _asking_us(
         PreTrainedModel.get_correct_attn_implementation
     )
+    for name in ("from_pretrained", "_from_config"):
+        setattr(PreTrainedModel, name, _taking_a_setting(getattr(PreTrainedModel, name)))
 
 
 def add_setting() -> None:
@@ -207,6 +211,29 @@ def _asking_us(check: Callable[..., str]) -> Callable[..., str]:
         return check(model, requested, *args, **kwargs)
 
     return ask
+
+
+def _taking_a_setting(make: Any) -> classmethod:
+    """A class method that makes models, which takes a ``cab_config`` beside a config as well.
+
+    transformers takes one only where it reads the config itself.
+    """
+    from transformers import PreTrainedConfig
+
+    @functools.wraps(make.__func__)
+    def take_then_make(model: type, *args: Any, **kwargs: Any) -> Any:
+        # by name, or alone
+        config = kwargs.get("config", args[0] if args else None)
+        if isinstance(config, PreTrainedConfig) and "cab_config" in kwargs:
+            own = copy.deepcopy(config)
+            own.cab_config = kwargs.pop("cab_config")
+            if "config" in kwargs:
+                kwargs["config"] = own
+            else:
+                args = own, *args[1:]
+        return make.__func__(model, *args, **kwargs)
+
+    return classmethod(take_then_make)
 
 
 def _refuse_while_batching(model: Any, requested: str | None) -> None:

@@ -9,7 +9,14 @@ import transformers
 from marks import slow_but
 from tiny import FAMILIES, FULL, SIZES, SPARSE, tiny_model, tokens
 from torch._dynamo.backends.debugging import aot_eager
-from transformers import AttentionInterface, LlamaForSequenceClassification, StaticCache
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    StaticCache,
+)
 
 import cab_hf
 from cab_hf import BlockPlan, CabConfig, engines
@@ -522,6 +529,34 @@ def test_settings_are_given_where_a_model_is_loaded(tmp_path, chosen):
     assert torch.equal(logits(again, input_ids=ids), expected)
     again.save_pretrained(tmp_path)
     assert type(model).from_pretrained(tmp_path).config.cab_config == SPARSE.to_dict()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(
+            lambda at, config, **how: LlamaForCausalLM.from_pretrained(at, config=config, **how),
+            id="class",
+        ),
+        pytest.param(
+            lambda at, config, **how: AutoModelForCausalLM.from_pretrained(
+                pretrained_model_name_or_path=at, config=config, **how
+            ),
+            id="auto",
+        ),
+        pytest.param(
+            lambda at, config, **how: AutoModelForCausalLM.from_config(config, **how),
+            id="without-weights",
+        ),
+    ],
+)
+def test_settings_are_given_beside_a_config(tmp_path, llama, make):
+    llama.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    model = make(tmp_path, config, attn_implementation="cab", cab_config=SPARSE)
+    assert model.config.cab_config == SPARSE.to_dict() and config.cab_config is None
+    with pytest.raises(ValueError, match=r"CabConfig\.top_p is 7"):
+        make(tmp_path, config, attn_implementation="cab", cab_config={"top_p": 7})
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import re
 
 import pytest
 import torch
@@ -94,6 +95,24 @@ def test_attention_weights(model):
 def test_a_mask_of_the_callers_own(model):
     with pytest.raises(ValueError, match=r"attention_mask is a tensor of shape \(1, 1, 40, 40\)"):
         model(tokens(1, 40), attention_mask=torch.ones(1, 1, 40, 40, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    "shape", [(40,), (2,), (2, 40, 40), (2, 1, 40), (2, 1, 40, 40), (2, 1, 1, 40, 40)]
+)
+def test_a_mask_of_other_dimensions(model, shape):
+    sentence = re.escape(f"attention_mask is a tensor of shape {shape}; 'cab' takes the 2-D")
+    with pytest.raises(ValueError, match=sentence):
+        model(tokens(2, 40), attention_mask=torch.ones(shape))
+
+
+@pytest.mark.parametrize(("lost", "keys"), [(50, 151), (200, 1)])
+def test_a_cache_whose_layers_hold_other_tokens(model, lost, keys):
+    cache, ids = transformers.DynamicCache(config=model.config), tokens(1, 201)
+    model(ids[:, :200], past_key_values=cache)
+    cache.layers[1].crop(-lost)
+    with pytest.raises(ValueError, match=f"key has {keys} tokens, .* the text has 201"):
+        model(ids[:, 200:], past_key_values=cache)
 
 
 def test_soft_capped_logits():

@@ -24,6 +24,7 @@ import cab_hf
 from cab_hf import CabConfig, checks
 from cab_hf.calibration import passes
 from cab_hf.config import Origin
+from cab_hf.eval.tiny_types import tiny_model as tiny_type
 
 
 @pytest.fixture
@@ -410,6 +411,15 @@ def test_describe_finds_layers_that_are_causal_by_call_alone():
     with torch.no_grad():
         model(tokens(1, 100))
     assert cab_hf.stats(model) == [{"layer": i, "density": 1.0} for i in range(2)]
+
+
+@pytest.mark.parametrize("name", ["zamba", "zamba2"])
+def test_describe_knows_layers_without_an_index(name):
+    model = cab_hf.apply_cab(tiny_type(name), FULL)
+    lines = cab_hf.describe(model, tokens=100).splitlines()
+    assert lines[1].startswith("  layers that stand in several places: sparse, ")
+    with pytest.raises(ValueError, match="top_p is a table of layers, and this layer has no index"):
+        cab_hf.apply_cab(model, top_p=((0.5,) * 4,) * 4)(tokens(1, 100))
 
 
 def test_describe_does_not_pretend_to_layers():
