@@ -242,9 +242,10 @@ class CabMask(NotATensor, ForwardPass):
             asked = [x.to(self.valid.device) for x in asked]
             asked += [mine.sum(-1), self.valid.sum(-1)]
         if value is not None:
-            end = value[:, :, -A_RUN:].flatten(1).float()
-            off = (value[:, :, -A_RUN:] - value[:, :, -1:]).flatten(1).float()
-            run = off.abs().amax(-1) <= SAME_VALUE * end.abs().amax(-1)
+            # a layer that is computed again does not look again
+            end = value[:, :, -A_RUN:].detach().float()
+            off = (end - end[:, :, -1:]).flatten(1)
+            run = off.abs().amax(-1) <= SAME_VALUE * end.flatten(1).abs().amax(-1)
             asked = [*(x.to(value.device) for x in asked), run.long()]
         if not asked:
             return
