@@ -199,7 +199,8 @@ def test_the_registered_op_takes_tables():
     spans, config = Spans.causal(1, 64, 64, "cpu"), CabConfig(**SMALL, **MIXED)
     summary = predict.summarise(k, spans.key_valid, config, (1, 2, 9, 10))
     result = predict._pack(spans, config, budgets_of(config, 0, 4))
-    inputs = (q, summary.planes, summary.keys, 0.25, [1, 2, 9, 10], *result)
+    tensors = q, summary.planes, summary.keys, summary.exponents
+    inputs = (*tensors, 0.25, [1, 2, 9, 10], *result)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.cab_hf.choose.default, inputs, test_utils=checks)
     counts, *_ = torch.ops.cab_hf.choose(*inputs)
