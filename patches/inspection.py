@@ -151,7 +151,11 @@ def _decode(model: PreTrainedModel, config: CabConfig) -> str:
     refused = next(filter(None, (foreseen(module) for _, module in layers)), None)
     if refused is not None:
         return f"refused, {refused}"
-    made = index_cache(model)
+    try:
+        made = index_cache(model)
+    except AttributeError:
+        # of a config that does not count its layers
+        return "dense, transformers makes no cache for this model"
     cache = index = 0
     for layer, module in layers:
         dim = head_dim(module)
