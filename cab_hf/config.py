@@ -28,10 +28,10 @@ Table = tuple[tuple[float, ...], ...]
 # predictors that choose by ``select``, that rank blocks by a score of theirs, that keep a share of
 # an estimated mass, and all that come with cab_hf: what another one reads of the config is its own
 # affair
-CAB = ("curvature", "cascade")
+CAB, ROWS = ("curvature", "cascade"), "rows"
 RANKING = ("antidiagonal", "oracle", "random", "vertical_slash")
 BY_MASS = ("flexprefill", "xattention", "xattention_16")
-SHIPPED = (*CAB, *RANKING, *BY_MASS, "streaming")
+SHIPPED = (*CAB, ROWS, *RANKING, *BY_MASS, "streaming")
 
 
 def _read_by(*schemes: str, default: Any, off: Any = dataclasses.MISSING) -> Any:
@@ -123,7 +123,16 @@ class CabConfig:
         exact_queries: how many queries of a block are scored against every key: its outliers, those
             least like the block's mean query (`reference.outlier_queries`). They see what the mean
             hides, and half of the estimated mass is theirs. 0 leaves the choice to the estimate
-            over block summaries. A divisor of ``query_block``, or a `Table`.
+            over block summaries. A divisor of ``query_block``, or a `Table`; with ``"rows"`` 0 or a
+            power of two.
+        typical_queries: with ``"rows"``, how many queries in the middle of equal steps of a block
+            are scored against every key beside the outliers: they stand for all queries that are no
+            outliers. A power of two that divides ``query_block``.
+        mass_threshold: with ``"rows"``, a row keeps the blocks to which its queries give so much of
+            their attention on average, by those that are scored, in [0, 1]; 0 keeps every block and
+            is exact.
+        share_threshold: with ``"rows"``, a row keeps the blocks to which one scored query gives so
+            much of its attention, in (0, 1].
         sparsity: with ``"topk"``, the share of a row's blocks that is dropped, in [0, 1). A number
             or a `Table`.
         curvature: ``"additive"`` (direct minus ``redundancy`` times two-hop), ``"forman"``
@@ -147,7 +156,8 @@ class CabConfig:
         engine: ``"auto"`` (the fastest that can), ``"flex"``, ``"triton"``, ``"gather"`` (on a CPU)
             or ``"reference"``. One asked for by name never falls back.
         predictor: name of a registered predictor; ``"curvature"`` is CAB, ``"cascade"`` is CAB
-            that decides in ``anchors`` alone.
+            that decides in ``anchors`` alone, ``"rows"`` scores some queries of every block exactly
+            and nothing else (`cab_hf.predictors.RowsPredictor`).
         anchors: with ``"cascade"``, indices of the layers that choose blocks, ascending. The layers
             behind each attend what it has chosen. The first sparse layer is one of them.
         head_map: with ``"cascade"``, a table [layers][heads]: the head of its anchor whose blocks a
@@ -178,7 +188,10 @@ class CabConfig:
     select: str = _read_by(*SELECT, default="clusters")
     top_p: float | Table | None = _read_by("clusters", *BY_MASS, default=None)
     top_k_share: float | Table = _read_by("clusters", default=0.02, off=0)
-    exact_queries: int | Table = _read_by(*SELECT, default=16, off=0)
+    exact_queries: int | Table = _read_by(*SELECT, ROWS, default=16, off=0)
+    typical_queries: int = _read_by(ROWS, default=8)
+    mass_threshold: float = _read_by(ROWS, default=0.002)
+    share_threshold: float = _read_by(ROWS, default=0.05)
     sparsity: float | Table = _read_by("topk", *RANKING, default=0.95, off=0)
     curvature: str = _read_by(*SELECT, default="additive", off="none")
     redundancy: float = _read_by(*SELECT, default=0.3, off=0)
@@ -192,7 +205,7 @@ class CabConfig:
     head_map: Table = _read_by("cascade", default=(), off=[])
     sparse_decode: bool = False
     decode_tokens: int | float = 4096
-    check_finite: bool = _read_by(*SELECT, default=False)
+    check_finite: bool = _read_by(*SELECT, ROWS, default=False)
     origin: Origin | None = None
 
     def __post_init__(self) -> None:
@@ -217,6 +230,12 @@ class CabConfig:
         self._freeze_table(
             "exact_queries", lambda x: is_whole(x, 0) and self.query_block % (x or 1) == 0, fits
         )
+        power = f"a power of two that divides query_block={self.query_block}"
+        self._require(("typical_queries",), self._is_power, power)
+        if self.predictor == ROWS and self.exact_queries != 0:
+            self._require(("exact_queries",), self._is_power, f"0 or {power}")
+        self._require(("mass_threshold",), is_share, "in [0, 1]")
+        self._require(("share_threshold",), lambda x: is_share(x) and x > 0, "in (0, 1]")
         every_row = "in [0, 1): every row needs at least one block"
         self._freeze_table("sparsity", lambda x: is_share(x) and x < 1, every_row)
         self._require(("max_density",), lambda x: is_share(x) and x > 0, "in (0, 1]")
@@ -394,6 +413,10 @@ class CabConfig:
             )
         # as with dense_layers: a list is what JSON gives back
         object.__setattr__(self, name, rows)
+
+    def _is_power(self, x: Any) -> bool:
+        """Whether ``x`` is a power of two that divides ``query_block``."""
+        return is_whole(x, 1) and x & (x - 1) == 0 and self.query_block % x == 0
 
     def _require(self, names: tuple[str, ...], accepts: Callable[[Any], bool], what: str) -> None:
         for name in names:

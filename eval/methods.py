@@ -37,7 +37,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import sdpa_mask
 
 import cab_hf
-from cab_hf.config import CAB, CabConfig
+from cab_hf.config import CAB, ROWS, CabConfig
 from cab_hf.decode.step import decodes_sparsely
 from cab_hf.engines import ENGINES
 from cab_hf.eval.kv_cache import read_on
@@ -47,6 +47,7 @@ from cab_hf.predictors.attention_mass import column_sums
 from cab_hf.predictors.baselines import columns_and_diagonals
 
 BUDGET_STEPS = 1000  # a share of a row, or of the mass, is fitted to this fraction
+LEAST_MASS = 1e-6  # down to it thresholds of the mass are fitted, in so many equal ratios
 CLOSE = 0.01  # of a time: where attention takes that much more or less, it is fitted
 # fields of CAB's that no other method has: those that take tables, and how it decodes
 OWN = ("top_p", "top_k_share", "sparsity", "exact_queries", "sparse_decode", "decode_tokens")
@@ -487,13 +488,21 @@ class ByMass(Cab):
                 f"{cls.name} needs a cell that tells the density of a config on a text."
             )
         base = cls.base(cell)
-        shares = (step / BUDGET_STEPS for step in range(1, BUDGET_STEPS + 1))
-        return cls(nearest([replace(base, top_p=top_p) for top_p in shares], cell, measured))
+        shares = [step / BUDGET_STEPS for step in range(1, BUDGET_STEPS + 1)]
+        if base.predictor == ROWS:
+            masses = (LEAST_MASS**share for share in shares)
+            fitting = [replace(base, mass_threshold=mass) for mass in masses]
+        else:
+            fitting = [replace(base, top_p=share) for share in shares]
+        return cls(nearest(fitting, cell, measured))
 
 
 @dataclass(frozen=True)
 class CabAtBudget(ByMass):
-    """CAB with the share of the mass whose density, or time, is the budget; all else is its own."""
+    """CAB with the share of the mass whose density, or time, is the budget; all else is its own.
+
+    By rows it is the threshold of the mass.
+    """
 
     name = Cab.name
     chosen: ClassVar = {"max_density": 1.0}
@@ -504,7 +513,9 @@ class CabAtBudget(ByMass):
 
     @staticmethod
     def takes(config: CabConfig) -> bool:
-        """Whether a share of the mass is what sets the density of ``config``, one for all heads."""
+        """Whether one number for all heads, of the mass, sets the density of ``config``."""
+        if config.predictor == ROWS:
+            return True
         by_mass = config.predictor in CAB and config.select == "clusters"
         return by_mass and not isinstance(config.top_p, tuple)
 

@@ -33,10 +33,13 @@ CONFIGS = [
     pytest.param(CabConfig.published(0.7, **GRID), id="published"),
     pytest.param(CabConfig.published(0.7, "additive", **GRID), id="published-additive"),
     pytest.param(CabConfig.published(0.7, "none", **GRID), id="published-magnitude"),
+    pytest.param(CabConfig(**BLOCKS, predictor="rows", mass_threshold=0.05), id="rows"),
     pytest.param(config(predictor="cascade", anchors=(0,), exact_queries=8), id="cascade"),
 ]
 # the interpreter is slow
-KERNELS = [case for case in CONFIGS if case.id in ("exact-queries", "estimate", "published")]
+KERNELS = [
+    case for case in CONFIGS if case.id in ("exact-queries", "rows", "estimate", "published")
+]
 
 
 def spoilt(x, at, value):

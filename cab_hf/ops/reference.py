@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch.nn import functional as F
 from cab_hf.budgets import Budgets
 from cab_hf.config import TOP_P_BY_KEYS, CabConfig
 from cab_hf.plan import BlockPlan, RowSpans, Spans
+
+if TYPE_CHECKING:
+    from cab_hf.predictors.base import LayerContext
 
 # the most rows of attention computed at a time: bounds the token mask, not the result
 QUERY_CHUNK = 256
@@ -388,6 +391,50 @@ def outlier_queries(q: Tensor, spans: Spans, query_block: int, count: int) -> Te
     return (inside + start[:, None]).masked_fill(missing, -1)
 
 
+def typical_queries(spans: Spans, query_block: int, count: int) -> Tensor:
+    """The queries in the middle of ``count`` equal steps of each block: int64 [B, M_q, count].
+
+    -1 where there is no token.
+    """
+    apart = query_block // count
+    starts = torch.arange(0, spans.q_length, query_block, device=spans.last.device)
+    steps = torch.arange(apart // 2, query_block, apart, device=spans.last.device)
+    at = (starts[:, None] + steps).expand(spans.last.shape[0], -1, -1)
+    last = spans.blocked(query_block)[1][:, :, steps]
+    return at.masked_fill(last < 0, -1)
+
+
+def mass_by_rows(
+    q: Tensor, k: Tensor, call: LayerContext, config: CabConfig
+) -> tuple[Tensor, Tensor]:
+    """(mass, most) of every key block for every query block, float32 [B, H, M_q, M_k] both.
+
+    The mean share (`exact_scores`) of the ``config.exact_queries`` outliers, which stand for
+    themselves, and of the ``config.typical_queries``, which stand for all other queries: a
+    stratified sample. ``most`` is the largest share that any of them gives.
+
+    Args:
+        q, k: [B, H, N_q, D], [B, H_kv, N_k, D]; outliers are scored on ``call.channels`` alone.
+    """
+    spans, block = call.spans, config.query_block
+    count, typical = config.exact_queries, config.typical_queries
+    at = typical_queries(spans, block, typical).unsqueeze(1).expand(-1, q.shape[1], -1, -1)
+    scored = [(at, (block - count) / typical, ())]
+    if count:
+        scored.append((outlier_queries(q, spans, block, count), 1.0, call.channels))
+    mass, total, most = 0.0, 0.0, None
+    for positions, weight, channels in scored:
+        queries, keys = (x[..., list(channels)] if channels else x for x in (q, k))
+        index = positions.clamp(min=0).flatten(2)[..., None].expand(-1, -1, -1, queries.shape[3])
+        rows = queries.gather(2, index).unflatten(2, positions.shape[2:])
+        largest, shares = exact_scores(rows, positions, keys, spans, call.scale, config.key_block)
+        mass = mass + weight * shares
+        total = total + weight * (positions >= 0).sum(-1, keepdim=True)
+        most = largest if most is None else torch.maximum(most, largest)
+    # by products, as kernels compare: what sees nothing has no mass
+    return mass / total.clamp(min=LEAST), most
+
+
 def exact_scores(
     rows: Tensor, positions: Tensor, keys: Tensor, spans: Spans, scale: float, key_block: int
 ) -> tuple[Tensor, Tensor]:
@@ -434,6 +481,15 @@ def shared_mass(estimate: Tensor, shares: Tensor, visible: Tensor) -> Tensor:
     total = shares.sum(-1, keepdim=True).clamp(min=LEAST)
     both = (estimate.exp() + shares / total) / 2
     return both.clamp(min=LEAST).log().masked_fill(~visible, -torch.inf)
+
+
+def refuse_infinite(name: str, x: Tensor) -> None:
+    """Refuse ``x``, which is called ``name``, where it holds infinities or NaN."""
+    if not bool(torch.isfinite(x).all()):
+        raise ValueError(
+            f"{name} holds infinite or NaN values (shape {tuple(x.shape)}); nothing can be "
+            "selected by them. Look for an overflow in the layers before this one."
+        )
 
 
 def attention(

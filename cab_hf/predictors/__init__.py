@@ -18,6 +18,7 @@ from cab_hf.predictors.cascade import CascadePredictor
 from cab_hf.predictors.curvature import CurvaturePredictor
 from cab_hf.predictors.flexprefill import FlexPrefillPredictor
 from cab_hf.predictors.published import AdaptiveCurvaturePredictor, CoarseCurvaturePredictor
+from cab_hf.predictors.rows import RowsPredictor
 
 __all__ = [
     "AdaptiveCurvaturePredictor",
@@ -30,6 +31,7 @@ __all__ = [
     "OraclePredictor",
     "Predictor",
     "RandomPredictor",
+    "RowsPredictor",
     "StreamingPredictor",
     "VerticalSlashPredictor",
     "XAttention16Predictor",
@@ -44,6 +46,7 @@ register_predictor("curvature", CurvaturePredictor)
 register_predictor("flexprefill", FlexPrefillPredictor)
 register_predictor("oracle", OraclePredictor)
 register_predictor("random", RandomPredictor)
+register_predictor("rows", RowsPredictor)
 register_predictor("streaming", StreamingPredictor)
 register_predictor("vertical_slash", VerticalSlashPredictor)
 register_predictor("xattention", XAttentionPredictor)

@@ -63,7 +63,7 @@ class CurvaturePredictor(Predictor):
         With the ``channels`` of every key (() for all) where queries are scored exactly.
         """
         if self.config.check_finite:
-            refuse_infinite("k", k)
+            reference.refuse_infinite("k", k)
         if valid is None:
             valid = torch.ones(k.shape[0], k.shape[2], device=k.device, dtype=torch.bool)
         if has_kernels(k):
@@ -104,7 +104,7 @@ class CurvaturePredictor(Predictor):
         """One vector for every query block of q [B, H, N_q, D]: [B, H, M_q, D]."""
         config = self.config
         if config.check_finite:
-            refuse_infinite("q", q)
+            reference.refuse_infinite("q", q)
         if has_kernels(q):
             from cab_hf.ops import predict
 
@@ -141,7 +141,7 @@ class CurvaturePredictor(Predictor):
     ) -> BlockPlan:
         """The plan for q; with ``vectors`` of its query blocks nothing else reads q."""
         if self.config.check_finite:
-            refuse_infinite("q", q)
+            reference.refuse_infinite("q", q)
         config, spans = self.config, call.spans
         budgets = budgets_of(config, call.layer, q.shape[1])
         blocks = config.query_block, config.key_block
@@ -313,11 +313,3 @@ def has_kernels(x: Tensor) -> bool:
     from cab_hf.ops import predict
 
     return predict.unavailable(x) is None
-
-
-def refuse_infinite(name: str, x: Tensor) -> None:
-    if not bool(torch.isfinite(x).all()):
-        raise ValueError(
-            f"{name} holds infinite or NaN values (shape {tuple(x.shape)}); nothing can be "
-            "selected by them. Look for an overflow in the layers before this one."
-        )

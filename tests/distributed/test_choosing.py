@@ -29,6 +29,7 @@ SCHEMES = {"zigzag": distributed.zigzag_attention, "two-launches": two_launches}
 SLOW = (*range(16, 32), *range(48, 64))
 SMALL = CabConfig(32, 16, top_p=0.4, top_k_share=0.1, min_length=0, exact_queries=8)
 ESTIMATE = replace(SMALL, exact_queries=0)
+ROWS = CabConfig(32, 16, predictor="rows", mass_threshold=0.05, share_threshold=0.3, min_length=0)
 # heads of a layer: by estimate, by exact scores, everything, hardly anything
 TABLES = {
     "top_p": ((0.4, 0.3, 1.0, 0.0),),
@@ -50,6 +51,8 @@ CONFIGS = {
     "capped": replace(SMALL, max_density=0.4),
     "published": CabConfig.published(0.6, query_block=32, key_block=32, min_length=0),
     "additive": CabConfig.published(0.6, "additive", query_block=32, key_block=16, min_length=0),
+    "rows": ROWS,
+    "rows-everything": replace(ROWS, mass_threshold=0.0),
     "streaming": SMALL.changed(predictor="streaming"),
     "random": SMALL.changed(predictor="random", sparsity=0.6),
     "cascade": replace(SMALL, predictor="cascade", anchors=(0,)),

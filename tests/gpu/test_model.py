@@ -18,7 +18,7 @@ from cab_hf.ops import reference
 from cab_hf.ops.attention import flex
 from cab_hf.ops.score import HeadChunk
 from cab_hf.plan import BlockLists, Spans, block_visibility
-from cab_hf.predictors import CurvaturePredictor, LayerContext
+from cab_hf.predictors import CurvaturePredictor, LayerContext, make_predictor
 from cab_hf.predictors.attention_mass import block_mass
 from cab_hf.predictors.curvature import by_reference, picked
 
@@ -107,12 +107,17 @@ def test_many_lengths_stay_sparse(gpu):
 
 @pytest.mark.parametrize(
     "config",
-    [CabConfig(), CabConfig(exact_queries=0), CabConfig.published(0.8)],
-    ids=["cab", "estimate", "published"],
+    [
+        CabConfig(),
+        CabConfig(predictor="rows", mass_threshold=0.01),
+        CabConfig(exact_queries=0),
+        CabConfig.published(0.8),
+    ],
+    ids=["cab", "rows", "estimate", "published"],
 )
 def test_the_device_selects_what_the_cpu_selects(gpu, config):
     q, k, _ = qkv(q_length=2000, heads=8, kv_heads=2, dim=64)
-    predict = CurvaturePredictor(config)
+    predict = make_predictor(config)
     here = predict(q, k, LayerContext(Spans.causal(1, 2000, 2000, "cpu"), 0.125)).to_dense()
     there = (
         predict(q.to(gpu), k.to(gpu), LayerContext(Spans.causal(1, 2000, 2000, gpu), 0.125))

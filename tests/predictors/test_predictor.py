@@ -225,11 +225,14 @@ def test_every_document_has_a_tail_of_its_own_real_tokens():
     ]
 
 
-@pytest.mark.parametrize("name", ["antidiagonal", "curvature", "oracle", "random", "streaming"])
+@pytest.mark.parametrize(
+    "name", ["antidiagonal", "curvature", "oracle", "random", "rows", "streaming"]
+)
 def test_every_predictor_has_a_tail(name):
     q, k, _ = qkv(q_length=300)
-    top_p = {"top_p": 0.2} if name == "curvature" else {}
-    config = CabConfig(query_block=32, key_block=16, predictor=name, **top_p)
+    rows = {"mass_threshold": 0.2, "share_threshold": 1.0}
+    fields = {"curvature": {"top_p": 0.2}, "rows": rows}.get(name, {})
+    config = CabConfig(query_block=32, key_block=16, predictor=name, **fields)
     plan = make_predictor(config)(q, k, LayerContext(Spans.causal(1, 300, 300, "cpu"), 0.25))
     tail = plan.token_mask()[:, :, 300 - 32 :]
     assert torch.equal(tail, torch.ones(300, 300, dtype=torch.bool).tril()[-32:].expand_as(tail))

@@ -18,7 +18,7 @@ from triton.runtime import driver, jit
 
 from cab_hf import CabConfig
 from cab_hf.budgets import budgets_of
-from cab_hf.ops import exact_scores, pairs, predict
+from cab_hf.ops import lists, pairs, predict, rows
 from cab_hf.ops.attention import merge
 from cab_hf.ops.decode import attend_kernels, choose_kernels, index_kernel, kernels, launch
 from cab_hf.plan import BlockPlan, Spans
@@ -48,11 +48,9 @@ def compiled(config, dtype, dim, eight_bits):
     result = record(dtype, eight_bits)
     channels, spans = llama_channels(dim), Spans.causal(1, LENGTH, LENGTH, "cpu")
     q, k = (torch.zeros(1, heads, LENGTH, dim, dtype=dtype) for heads in (HEADS, KV_HEADS))
-    summary = predict.summarise(k, spans.key_valid, config, channels)
-    budgets = budgets_of(config, 0, HEADS)
-    lists = predict.choose(q, summary, spans, 1.0, config, budgets, channels)
-    rows = spans.tail_rows(config.query_block, config.query_block)
-    plan = BlockPlan(*lists, spans, config.query_block, config.key_block, (1,), rows)
+    chosen = choose(q, k, spans, config, channels)
+    tail = spans.tail_rows(config.query_block, config.query_block)
+    plan = BlockPlan(*chosen, spans, config.query_block, config.key_block, (1,), tail)
     pairs.add_pairs(plan)
     pairs.add_pairs(replace(plan, dense_rows=None, sampled=plan.full))
     sums, some = torch.zeros(1, HEADS, 2 * 128), torch.arange(128)[None]
@@ -74,10 +72,19 @@ def compiled_for_lengths(config, dtype, dim, eight_bits):
     for queries, keys in CHUNKS:
         q, k = torch.zeros(1, HEADS, queries, dim), torch.zeros(1, KV_HEADS, keys, dim)
         q, k, spans = q.to(dtype), k.to(dtype), Spans.causal(1, queries, keys, "cpu")
-        summary = predict.summarise(k, spans.key_valid, config, channels)
-        budgets = budgets_of(config, 0, HEADS)
-        predict.choose(q, summary, spans, 1.0, config, budgets, channels)
+        choose(q, k, spans, config, channels)
     return {name: len(all_of) for name, all_of in result.items()}
+
+
+def choose(q, k, spans, config, channels):
+    """(full, partial) lists, by the kernels of the config's predictor."""
+    if config.predictor == "rows":
+        keys = lists.keys_of(k, channels)
+        exponents = keys[1] if len(keys) > 1 else None
+        return lists.choose(q, keys[0], exponents, spans, 1.0, channels, config)
+    summary = predict.summarise(k, spans.key_valid, config, channels)
+    budgets = budgets_of(config, 0, HEADS)
+    return predict.choose(q, summary, spans, 1.0, config, budgets, channels)
 
 
 def record(dtype, eight_bits):
@@ -91,8 +98,8 @@ def record(dtype, eight_bits):
         return kernel
 
     jit.JITFunction.run = compile_only
-    scored = exact_scores.FP8 if eight_bits else dtype
-    predict.scored_dtype = lambda x: scored
+    scored = rows.FP8 if eight_bits else dtype
+    predict.scored_dtype = rows.scored_dtype = lambda x: scored
     return result
 
 

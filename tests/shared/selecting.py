@@ -6,26 +6,38 @@ from tiny import qkv
 
 from cab_hf import BlockPlan
 from cab_hf.budgets import budgets_of
-from cab_hf.ops import predict
+from cab_hf.ops import lists, predict, rows
 from cab_hf.plan import Spans
-from cab_hf.predictors import CurvaturePredictor, LayerContext
+from cab_hf.predictors import LayerContext, make_predictor
 
 
 def on_the_cpu(config, q, k, spans, scale=0.25, channels=()):
-    """The plan of `CurvaturePredictor` by the reference."""
-    plan = CurvaturePredictor(config)(q, k, LayerContext(spans, scale, 0, channels=channels))
+    """The plan of the config's predictor by the reference."""
+    plan = make_predictor(config)(q, k, LayerContext(spans, scale, 0, channels=channels))
     plan.validate()
     return plan
 
 
 def by_kernels(config, q, k, spans, scale=0.25, channels=()):
     """The same by the kernels, in the interpreter."""
+    if config.predictor == "rows":
+        return rows_by_kernels(config, q, k, spans, scale, channels)
     budgets = budgets_of(config, 0, q.shape[1])
     summary = predict.summarise(k, spans.key_valid, config, channels)
     full, partial = predict.choose(q, summary, spans, scale, config, budgets, channels)
     rows = spans.tail_rows(config.dense_tail_blocks * config.query_block, config.query_block)
     blocks = config.query_block, config.key_block
     plan = BlockPlan(full, partial, spans, *blocks, budgets.dense_heads, rows)
+    plan.validate()
+    return plan
+
+
+def rows_by_kernels(config, q, k, spans, scale=0.25, channels=(), dtype=None):
+    """The plan of `RowsPredictor` by the kernels, in the interpreter; keys as ``dtype``."""
+    keys = rows.scored_keys(k, channels, dtype or k.dtype)
+    chosen = lists.choose(q, *keys, spans, scale, channels, config)
+    tail = spans.tail_rows(config.dense_tail_blocks * config.query_block, config.query_block)
+    plan = BlockPlan(*chosen, spans, config.query_block, config.key_block, dense_rows=tail)
     plan.validate()
     return plan
 

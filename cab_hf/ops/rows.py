@@ -1,0 +1,421 @@
+"""What is scored, on the GPU: the keys, and of each query block its outliers and typical queries.
+
+The definitions are `reference.outlier_queries` and `reference.typical_queries`. Where the device
+has 8-bit products, keys and queries are rounded to 8-bit floats here.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cab_hf.ops.attention.tiles import LOG2_E, vectors, vectors_at
+from cab_hf.ops.reference import COSINE_STEPS, LEAST_SQUARE
+from cab_hf.plan import Spans
+
+FP8 = torch.float8_e4m3fn
+FP8_CAPABILITY = (8, 9)
+# a key of 8 bits is rounded as if its largest channel had the exponent -2: to four bits, and to
+# multiples of 2^-9. So keys of all magnitudes are rounded alike, and none by another. The result
+# fits with exponents up to 7 as well: units are 2^10 apart, and the keys of a head nearly always
+# share one, as their largest channels hardly leave 2^-3 to 2^7
+ROUNDED_AT, UNIT_BEGINS, UNITS_APART = map(tl.constexpr, (-2, -3, 10))
+# products of larger channels would not be finite
+LARGEST_CHANNEL = tl.constexpr(2.0**56)
+# and queries to this norm: products of keys of norms up to 32,000 then fit a float16
+QUERY_NORM = 8.0
+# channels of a product of 8-bit floats come in multiples of this
+LEAST_CHANNELS = 32
+# tables of channels that stay on a device
+COPIES = 256
+TOKENS_OF_KEYS, ROWS_GATHERED = 128, 64
+# channels of the queries of a block that a program holds at a time while it seeks outliers, and how
+# it is scheduled
+SOUGHT_CHANNELS, SOUGHT_WARPS, SOUGHT_REGISTERS = 32, 4, 168
+COSINE_STEPS = tl.constexpr(COSINE_STEPS)
+LEAST_SQUARE = tl.constexpr(LEAST_SQUARE)
+
+
+class Channels(NamedTuple):
+    """The order in which channels are kept: those that outliers are scored on, then the others.
+
+    Attributes:
+        table: int32 [width], which channel of q or k stands where; -1 for none.
+        first: how many places those of outliers have, a power of two; ``width`` where all have.
+        width: of all; the others have a power of two as well.
+    """
+
+    table: Tensor
+    first: int
+    width: int
+
+    @classmethod
+    @lru_cache(COPIES)
+    def of(cls, channels: tuple[int, ...], dim: int, device: torch.device) -> Channels:
+        """Those of `LayerContext.channels`, () for all ``dim``. Made once: the copy is a wait."""
+        others = [x for x in range(dim) if x not in channels] if channels else []
+        parts = [part for part in (channels or tuple(range(dim)), others) if part]
+        rooms = [max(LEAST_CHANNELS, triton.next_power_of_2(len(part))) for part in parts]
+        table = [
+            channel
+            for part, room in zip(parts, rooms, strict=True)
+            for channel in (*part, *[-1] * (room - len(part)))
+        ]
+        made = torch.tensor(table, dtype=torch.int32, device=device)
+        return cls(made, rooms[0], sum(rooms))
+
+    @staticmethod
+    def widths(channels: tuple[int, ...], dim: int) -> int:
+        """The ``width`` of `of`, without a device."""
+        sizes = (len(channels), dim - len(channels)) if channels else (dim,)
+        return sum(max(LEAST_CHANNELS, triton.next_power_of_2(size)) for size in sizes if size)
+
+
+class ScoredRows(NamedTuple):
+    """Queries of every query block of some heads that are scored, one block behind the other.
+
+    Attributes:
+        vectors: [heads, M_q * count, C], scaled.
+        scale: float32 [heads, M_q * count], what makes logits in powers of two of their products.
+        first, last: int32 of the same shape, the keys that a query sees; none where last is -1.
+        count: of each query block.
+    """
+
+    vectors: Tensor
+    scale: Tensor
+    first: Tensor
+    last: Tensor
+    count: int
+
+
+def scored_dtype(x: Tensor) -> torch.dtype:
+    """What products of ``x`` are computed in: 8-bit floats where 16-bit ones have such units."""
+    if x.is_cuda and x.dtype != torch.float32 and torch.version.cuda is not None:
+        return FP8 if torch.cuda.get_device_capability(x.device) >= FP8_CAPABILITY else x.dtype
+    return x.dtype
+
+
+def empty_keys(
+    k: Tensor, channels: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Room for what `scored_keys` gives."""
+    keys = k.new_empty(*k.shape[:3], Channels.widths(channels, k.shape[3]), dtype=dtype)
+    return keys, k.new_empty(*k.shape[:3], 1, dtype=torch.int8) if dtype == FP8 else None
+
+
+def scored_keys(
+    k: Tensor, channels: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """The keys of k [B, H_kv, N_k, D] as they are scored: [B, H_kv, N_k, C], see `Channels`.
+
+    8-bit floats are in a unit of each key, which is its own affair: with the exponents of these
+    powers of two, int8 [B, H_kv, N_k, 1].
+    """
+    batch, heads, length, dim = k.shape
+    order = Channels.of(channels, dim, k.device)
+    k = k if k.stride(-1) == 1 else k.contiguous()
+    keys, exponents = empty_keys(k, channels, dtype)
+    _scored_keys_kernel[(batch * heads, triton.cdiv(length, TOKENS_OF_KEYS))](
+        vectors(k),
+        keys,
+        exponents,
+        order.table,
+        heads,
+        length,
+        BLOCK_N=TOKENS_OF_KEYS,
+        FIRST=order.first,
+        OTHERS=order.width - order.first,
+        num_warps=4,
+    )
+    return keys, exponents
+
+
+def outliers(
+    q: Tensor, spans: Spans, planes: tuple[int, int], query_block: int, count: int
+) -> Tensor:
+    """`reference.outlier_queries` of some heads of q [B, H, N_q, D]: int32 [heads, M_q * count].
+
+    Args:
+        planes: the first head, and how many, batch rows and heads counted together.
+    """
+    heads, length, dim = q.shape[1:]
+    start, some = planes
+    q_blocks = triton.cdiv(length, query_block)
+    positions = torch.empty(some, q_blocks * count, device=q.device, dtype=torch.int32)
+    last = spans.last if spans.last.stride(1) == 1 else spans.last.contiguous()
+    # heads run fastest: neighbouring programs read neighbouring memory of a [B, N, H, D] tensor
+    _outliers_kernel[(some, q_blocks)](
+        vectors(q if q.stride(-1) == 1 else q.contiguous()),
+        last,
+        last.stride(0),
+        positions,
+        start,
+        heads,
+        length,
+        QUERY_BLOCK=query_block,
+        COUNT=count,
+        BLOCK_Q=triton.next_power_of_2(query_block),
+        D=dim,
+        BLOCK_D=min(SOUGHT_CHANNELS, triton.next_power_of_2(dim)),
+        num_warps=SOUGHT_WARPS,
+        maxnreg=SOUGHT_REGISTERS,
+    )
+    return positions
+
+
+def scored_rows(
+    q: Tensor,
+    spans: Spans,
+    planes: tuple[int, int],
+    scale: float,
+    query_block: int,
+    count: int,
+    channels: tuple[int, ...],
+    dtype: torch.dtype,
+    positions: Tensor | None = None,
+) -> ScoredRows:
+    """The queries at ``positions`` as they are scored, on the channels of outliers.
+
+    Without ``positions`` the ``count`` typical queries of every block, on all channels. See
+    `outliers` for ``planes``.
+    """
+    heads, length, dim = q.shape[1:]
+    order = Channels.of(channels, dim, q.device)
+    width = order.width if positions is None else order.first
+    start, some = planes
+    total = triton.cdiv(length, query_block) * count
+    rows = ScoredRows(
+        q.new_empty(some, total, width, dtype=dtype),
+        q.new_empty(some, total, dtype=torch.float32),
+        *(torch.empty(some, total, device=q.device, dtype=torch.int32) for _ in range(2)),
+        count,
+    )
+    first, last = (x if x.stride(1) == 1 else x.contiguous() for x in (spans.first, spans.last))
+    _scored_rows_kernel[(some, triton.cdiv(total, ROWS_GATHERED))](
+        vectors(q if q.stride(-1) == 1 else q.contiguous()),
+        first,
+        last,
+        first.stride(0),
+        last.stride(0),
+        positions,
+        order.table,
+        rows,
+        scale * LOG2_E.value,
+        start,
+        heads,
+        length,
+        total,
+        NORM=QUERY_NORM if dtype == FP8 else 0.0,
+        QUERY_BLOCK=query_block,
+        COUNT=count,
+        BLOCK_M=ROWS_GATHERED,
+        FIRST=order.first,
+        OTHERS=width - order.first,
+        num_warps=4,
+    )
+    return rows
+
+
+@triton.jit
+def exponent_of(x):
+    """The binary exponents of float32 numbers from 0 up, none outside of -60 to 60."""
+    exponent = (x.to(tl.int32, bitcast=True) >> 23) - 127
+    return tl.minimum(tl.maximum(exponent, -60), 60)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """float32 powers of two, exactly, for whole exponents from -126 to 127."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _read(at, there, table, BEGIN: tl.constexpr, COUNT: tl.constexpr):
+    """Some channels of the vectors that begin ``at``, in the order of the table, and their places.
+
+    float32 [N, COUNT], zeros where a place has no channel.
+    """
+    place = BEGIN + tl.arange(0, COUNT)
+    channel = tl.load(table + place)
+    mask = there[:, None] & (channel >= 0)[None, :]
+    return tl.load(at + channel[None, :], mask=mask, other=0.0).to(tl.float32), place
+
+
+@triton.jit
+def _finite(x):
+    """float32 cut to `LARGEST_CHANNEL`; NaN stays."""
+    return tl.clamp(x, -LARGEST_CHANNEL, LARGEST_CHANNEL, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _rounded(x, exponent, above, keys):
+    """8-bit floats of ``x`` as if the largest had `ROUNDED_AT`, in units ``above`` that."""
+    x = (x * power_of_two(-exponent)[:, None]).to(keys.dtype.element_ty).to(tl.float32)
+    return (x * power_of_two(above)[:, None]).to(keys.dtype.element_ty)
+
+
+# not compiled again for every length
+@triton.jit(do_not_specialize=["length"])
+def _scored_keys_kernel(
+    k,
+    keys,
+    exponents,
+    table,
+    heads,
+    length,
+    BLOCK_N: tl.constexpr,
+    FIRST: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    plane = tl.program_id(0)
+    token = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = token < length
+    at = vectors_at(k, plane // heads, plane % heads, token)
+    line = plane.to(tl.int64) * length + token
+    target = keys + line[:, None] * (FIRST + OTHERS)
+    x, place = _read(at, inside, table, 0, FIRST)
+    if OTHERS > 0:
+        y, behind = _read(at, inside, table, FIRST, OTHERS)
+    if exponents is not None:
+        x = _finite(x)
+        largest = tl.max(tl.abs(x), 1)
+        if OTHERS > 0:
+            y = _finite(y)
+            largest = tl.maximum(largest, tl.max(tl.abs(y), 1))
+        # of a key that is nothing any unit will do: that of most keys
+        exponent = tl.where(largest > 0, exponent_of(largest), 0)
+        # a remainder has the sign of what is divided
+        above = (exponent - UNIT_BEGINS + 100 * UNITS_APART) % UNITS_APART
+        exponent -= ROUNDED_AT
+        tl.store(exponents + line, (exponent - above).to(tl.int8), mask=inside)
+        tl.store(target + place[None, :], _rounded(x, exponent, above, keys), mask=inside[:, None])
+        if OTHERS > 0:
+            y = _rounded(y, exponent, above, keys)
+            tl.store(target + behind[None, :], y, mask=inside[:, None])
+    else:
+        tl.store(target + place[None, :], x.to(keys.dtype.element_ty), mask=inside[:, None])
+        if OTHERS > 0:
+            tl.store(target + behind[None, :], y.to(keys.dtype.element_ty), mask=inside[:, None])
+
+
+# not compiled again for every length
+@triton.jit(do_not_specialize=["last_stride", "start", "length"])
+def _outliers_kernel(
+    q,
+    last,
+    last_stride,
+    positions,
+    start,
+    heads,
+    length,
+    QUERY_BLOCK: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The positions of the outliers of a query block, -1 for none."""
+    block = tl.program_id(1)
+    mine = tl.program_id(0).to(tl.int64)
+    batch = (start + mine) // heads
+    head = (start + mine) % heads
+    place = tl.arange(0, BLOCK_Q)
+    query = block * QUERY_BLOCK + place
+    inside = (place < QUERY_BLOCK) & (query < length)
+    real = tl.load(last + batch * last_stride + query, mask=inside, other=-1) >= 0
+    rank = place
+    if COUNT < QUERY_BLOCK:
+        at = vectors_at(q, batch, head, query)
+        share = 1 / tl.maximum(tl.sum(real.to(tl.int32), 0), 1).to(tl.float32)
+        # all are under way before the first is waited for
+        parts = ()
+        for begin in tl.static_range(0, D, BLOCK_D):
+            # [BLOCK_Q, BLOCK_D]: few lanes hold a query, so that registers are summed, not lanes
+            channel = begin + tl.arange(0, BLOCK_D)
+            there = real[:, None] & (channel < D)[None, :]
+            parts = parts + (tl.load(at + channel[None, :], mask=there, other=0.0),)
+        product = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+        square = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+        size = tl.zeros([BLOCK_D], tl.float32)
+        for begin in tl.static_range(0, D, BLOCK_D):
+            x = parts[begin // BLOCK_D].to(tl.float32)
+            mean = tl.sum(x, 0) * share
+            product += x * mean[None, :]
+            square += x * x
+            size += mean * mean
+        size = tl.sum(square, 1) * tl.sum(size, 0)
+        cosine = tl.sum(product, 1) * tl.rsqrt(tl.maximum(size, LEAST_SQUARE))
+        # a NaN comes first: ranks are a permutation whatever q holds
+        cosine = tl.where(cosine == cosine, cosine, -1.0)
+        # and of what is equal the earlier: one whole number holds both
+        key = (cosine * COSINE_STEPS).to(tl.int32) * BLOCK_Q + place
+        key = tl.where(real, key, 2147483647 - BLOCK_Q + place)
+        rank = tl.sum((key[None, :] < key[:, None]).to(tl.int32), 1)
+    target = positions + (mine * tl.num_programs(1) + block) * COUNT + rank
+    chosen = (rank < COUNT) & (place < QUERY_BLOCK)
+    tl.store(target, tl.where(real, query, -1), mask=chosen)
+
+
+# not compiled again for every length
+@triton.jit(do_not_specialize=["first_stride", "last_stride", "start", "length", "total"])
+def _scored_rows_kernel(
+    q,
+    first,
+    last,
+    first_stride,
+    last_stride,
+    positions,
+    table,
+    rows,
+    qk_scale,
+    start,
+    heads,
+    length,
+    total,
+    NORM: tl.constexpr,
+    QUERY_BLOCK: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    FIRST: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    mine = tl.program_id(0).to(tl.int64)
+    batch = (start + mine) // heads
+    head = (start + mine) % heads
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = row < total
+    if positions is not None:
+        query = tl.load(positions + mine * total + row, mask=inside, other=-1)
+    else:
+        # in the middle of equal steps
+        apart: tl.constexpr = QUERY_BLOCK // COUNT
+        query = row // COUNT * QUERY_BLOCK + row % COUNT * apart + apart // 2
+        query = tl.where(inside & (query < length), query, -1)
+    there = query >= 0
+    lowest = tl.load(first + batch * first_stride + query, mask=there, other=0)
+    highest = tl.load(last + batch * last_stride + query, mask=there, other=-1)
+    real = highest >= 0
+    at = vectors_at(q, batch, head, query)
+    x, place = _read(at, real, table, 0, FIRST)
+    size = tl.sum(x * x, 1)
+    if OTHERS > 0:
+        y, behind = _read(at, real, table, FIRST, OTHERS)
+        size += tl.sum(y * y, 1)
+    scale = tl.full([BLOCK_M], 1.0, tl.float32)
+    if NORM > 0:
+        scale = NORM / tl.sqrt(tl.maximum(size, LEAST_SQUARE))
+    row += mine * total
+    target = rows.vectors + row[:, None] * (FIRST + OTHERS)
+    x = (x * scale[:, None]).to(rows.vectors.dtype.element_ty)
+    tl.store(target + place[None, :], x, mask=inside[:, None])
+    if OTHERS > 0:
+        y = (y * scale[:, None]).to(rows.vectors.dtype.element_ty)
+        tl.store(target + behind[None, :], y, mask=inside[:, None])
+    tl.store(rows.scale + row, qk_scale / scale, mask=inside)
+    tl.store(rows.first + row, lowest, mask=inside)
+    tl.store(rows.last + row, highest, mask=inside)

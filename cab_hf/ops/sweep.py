@@ -1,0 +1,565 @@
+"""Which blocks are kept, on the GPU: one sweep over the keys, and one pass over what it leaves.
+
+The definition is `reference.blocks_by_rows`. A program scores the outliers and the typical queries
+of some query blocks against all keys that these see. It leaves the largest logit of every key block
+in a scratch row until the row's normaliser is known, then reads them once more: shares, their
+weighted mean, and one bit for each block, kept or not. No score leaves the program.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from cab_hf.ops.attention.tiles import described, precision, tile_of
+from cab_hf.ops.decode import launch
+from cab_hf.ops.rows import FP8, ScoredRows, power_of_two
+
+# rows of typical queries of a program, and of outliers, at least: a warp group multiplies so many;
+# and where products are of float32, of which a multiprocessor holds few
+LEAST_ROWS, LEAST_ROWS_FLOAT32 = 64, 16
+# how a program is scheduled where products are of 8 bits: keys at a time, warps, registers a thread
+KEYS, WARPS, REGISTERS, STAGES = 128, 4, 168, 3
+BYTES_OF_KEYS = 32 << 10
+# of keys that are on their way to a program; larger steps of the sweep have fewer stages
+BYTES_IN_FLIGHT = 96 << 10
+# of all keys, that a GPU's L2 cache holds together; of more, programs share those of a few heads
+CACHED_KEYS = 32 << 20
+# lanes that hold a row of a product together, and its neighbouring columns that they hold
+LANES, COLUMNS_OF_LANES = 4, 8
+# of at most 2 ** 7 parts of a tile, until one is left
+HALVINGS = tl.constexpr(7)
+# key blocks of a row that are weighed at a time: two words of bits
+CHUNK = 64
+# bytes of scratch at a time
+SCRATCH_AT_A_TIME = 1152 << 20
+
+
+class Units(NamedTuple):
+    """Units of the 8-bit keys of every KV head, as exponents of two, as the sweep takes them.
+
+    Attributes:
+        each: int8 [B * H_kv, N_k].
+        least, largest: int8 [B * H_kv].
+    """
+
+    each: Tensor
+    least: Tensor
+    largest: Tensor
+
+    @classmethod
+    def of(cls, exponents: Tensor) -> Units:
+        """Those of `rows.scored_keys`."""
+        each = exponents.flatten(2).flatten(0, 1).contiguous()
+        return cls(each, *each.aminmax(dim=1))
+
+
+class RowRules(NamedTuple):
+    """What decides beside the scores, of every query block.
+
+    Attributes:
+        spans: int32 [4, B, M_q], the fields min_first, max_first, min_last, max_last of `RowSpans`.
+        mass: float32 [B, M_q], from which on a block's mass keeps it.
+        tail: bool [B, M_q], the rows that attend everything; None where there are none.
+    """
+
+    spans: Tensor
+    mass: Tensor
+    tail: Tensor | None
+
+
+class Forced(NamedTuple):
+    """Blocks that every row keeps, and the share of one query from which on a block is kept."""
+
+    sink_blocks: int
+    local_blocks: int
+    share: float
+    # whether rows of the tail list everything; otherwise they list nothing, and the plan names them
+    tail_listed: bool
+
+
+def kept_blocks(
+    outliers: ScoredRows | None,
+    typical: ScoredRows,
+    keys: Tensor,
+    exponents: Tensor | None,
+    rules: RowRules,
+    forced: Forced,
+    start: int,
+    heads: int,
+    blocks: tuple[int, int],
+    whole_text: bool,
+    bits: Tensor,
+    counts: Tensor,
+) -> None:
+    """Fill ``bits`` and ``counts`` for some heads: `reference.blocks_by_rows`.
+
+    Args:
+        keys, exponents: those of `rows.scored_keys`, [B, H_kv, N_k, C] and [B, H_kv, N_k, 1].
+        start: the first of the heads whose rows these are, batch rows and heads counted together.
+        heads: of a batch row.
+        blocks: tokens of a query block and of a key block.
+        whole_text: whether queries see no key behind their own place.
+        bits: int32 [B, H, M_q, ceil(M_k / 32)]: bit j % 32 of word j // 32 says that block j is
+            kept. Words of blocks that a row does not see mean nothing.
+        counts: int32 [B, H, M_q], how many are kept.
+    """
+    query_block, key_block = blocks
+    kv_heads, kv_length = keys.shape[1:3]
+    planes, total = typical.last.shape
+    q_blocks = total // typical.count
+    half = typical.vectors.dtype == FP8
+    count = 0 if outliers is None else outliers.count
+    first = 0 if outliers is None else outliers.vectors.shape[2]
+    width = keys.shape[3]
+    first = first or width
+    least = LEAST_ROWS_FLOAT32 if keys.dtype == torch.float32 else LEAST_ROWS
+    together = max(1, *(triton.cdiv(least, x) for x in (typical.count, count) if x))
+    rows = together * (count + typical.count)
+    bytes_a_key = width * keys.element_size()
+    most_keys = min(KEYS if half else KEYS // 2, BYTES_OF_KEYS // bytes_a_key)
+    tile_keys = most_keys if most_keys % key_block == 0 else tile_of(key_block, most_keys)
+    stages = max(1, min(STAGES, BYTES_IN_FLIGHT // (tile_keys * bytes_a_key)))
+    descriptors, alternating = _alternating(keys, first, key_block, tile_keys)
+    step = max(1, tile_keys // key_block)
+    tiles = triton.cdiv(q_blocks, together)
+    kv_blocks = triton.cdiv(kv_length, key_block)
+    all_columns = triton.cdiv(kv_blocks, step) * step
+    # in key blocks: by how much scratch of a tile is wider than that of the one before
+    wider = triton.cdiv(together * query_block, key_block * step) * step if whole_text else 0
+
+    def columns(begin: int, end: int) -> int:
+        """Of the scratch of some tiles of one head, in key blocks."""
+        if wider:
+            return wider * (end * (end + 1) - begin * (begin + 1)) // 2
+        return (end - begin) * all_columns
+
+    def fits(begin: int, end: int) -> bool:
+        a_column = planes * rows * (2 if half else 4)
+        return begin + 1 == end or columns(begin, end) * a_column <= SCRATCH_AT_A_TIME
+
+    ends = [tiles]
+    while ends[-1]:
+        # the longest rows first
+        ends.append(bisect_left(range(ends[-1]), True, key=partial(fits, end=ends[-1])))
+    parts = [(begin, end) for end, begin in pairwise(ends)]
+    scratch = torch.empty(
+        max(columns(*part) for part in parts) * planes * rows,
+        device=keys.device,
+        dtype=torch.float16 if half else torch.float32,
+    )
+    by_head = keys.numel() * keys.element_size() > CACHED_KEYS
+    tail = "none" if rules.tail is None else "listed" if forced.tail_listed else "named"
+    for begin, end in parts:
+        _sweep_kernel[(end - begin, planes) if by_head else (planes, end - begin)](
+            outliers if count else typical,
+            typical,
+            *descriptors,
+            Units.of(exponents) if half else None,
+            rules.spans,
+            rules.spans.stride(0),
+            rules.mass,
+            bits if rules.tail is None else rules.tail,
+            bits,
+            counts,
+            scratch,
+            columns(begin, end),
+            all_columns,
+            forced.share,
+            begin,
+            start,
+            heads,
+            kv_heads,
+            kv_length,
+            q_blocks,
+            bits.shape[-1],
+            forced.sink_blocks,
+            forced.local_blocks,
+            OUTLIERS=count,
+            TYPICAL=typical.count,
+            TOGETHER=together,
+            WEIGHT=(query_block - count) / typical.count,
+            KEY_BLOCK=key_block,
+            WIDER=wider,
+            BY_HEAD=by_head,
+            BLOCK_N=tile_keys,
+            ALTERNATING=alternating,
+            FIRST=first,
+            OTHERS=width - first,
+            CHUNK=CHUNK,
+            HALF=half,
+            PACKED=half and launch.packed(keys),
+            PRECISION=precision(typical.vectors),
+            TAIL=tail,
+            STAGES=stages,
+            num_warps=WARPS,
+            maxnreg=REGISTERS if half else None,
+        )
+
+
+def _alternating(
+    keys: Tensor, first: int, key_block: int, tile: int
+) -> tuple[tuple[TensorDescriptor, TensorDescriptor], int]:
+    """Tiles of keys [B, H_kv, N_k, C] whose key blocks alternate, and how many keys of one at once.
+
+    One of the first channels, one of the others. Of a row of a product each of `LANES` lanes holds
+    every fourth pair of columns: in the order of keys some of every block, whose largest is then
+    sought across lanes. Where blocks alternate a lane holds the logits of one block, and compares
+    registers. The copy engine reads them so.
+    """
+    blocks = max(1, tile // key_block)
+    if blocks == 1:
+        # a block is one tile or several
+        key_block = together = tile
+    else:
+        together = COLUMNS_OF_LANES // min(LANES, blocks)
+    if missing := -keys.shape[2] % key_block:
+        # 8-bit floats are padded as bits
+        bits = keys.view(torch.uint8) if keys.element_size() == 1 else keys
+        keys = F.pad(bits, (0, 0, 0, missing)).view(keys.dtype)
+    # [plane, part of a block, block, key, C]
+    x = described(keys).flatten(0, 1).unflatten(1, (-1, key_block // together, together))
+    x = x.transpose(1, 2)
+    box = [1, key_block // together, blocks, together]
+    parts = (x[..., :first], x[..., first:] if first < x.shape[-1] else x)
+    made = [TensorDescriptor.from_tensor(part, [*box, part.shape[-1]]) for part in parts]
+    return tuple(made), together
+
+
+@triton.jit
+def _largest_part(x, PACKED: tl.constexpr):
+    """The maximum over the second of the four dims of ``x``, a power of two."""
+    y = x
+    for _ in tl.static_range(HALVINGS):
+        if y.shape[1] > 1:
+            y = tl.reshape(y, (y.shape[0], 2, y.shape[1] // 2, y.shape[2], y.shape[3]))
+            one, other = tl.split(tl.permute(y, (0, 2, 3, 4, 1)))
+            if PACKED:
+                # two of float16 at a time: Triton would compare them one by one
+                y = tl.inline_asm_elementwise(
+                    "max.f16x2 $0, $1, $2;", "=r,r,r", [one, other], tl.float16, True, 2
+                )
+            else:
+                y = tl.maximum(one, other)
+    return tl.reshape(y, (x.shape[0], x.shape[2], x.shape[3]))
+
+
+@triton.jit
+def _larger(a, b):
+    # tl.max would turn float16 into float32, of which half as many are compared at once
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _by_block(
+    qk, unit, key, seen, column, PART: tl.constexpr, UNITS: tl.constexpr, PACKED: tl.constexpr,
+    BLOCKS: tl.constexpr, ALTERNATING: tl.constexpr,
+):  # fmt: skip
+    """The largest of a tile of products in each of its key blocks, [rows, BLOCKS].
+
+    ``seen``: the first and the last key that every row sees. All keys of a tile in ``PART`` 1.
+    """
+    lowest, highest = seen
+    if UNITS:
+        qk *= unit[None, :]
+    if PART != 1:
+        there = key[None, :] <= (highest - column)[:, None]
+        if PART == 0:
+            there &= key[None, :] >= (lowest - column)[:, None]
+        # a scalar would turn all into float32
+        qk = tl.where(there, qk, tl.full(qk.shape, float("-inf"), qk.dtype))
+    rows: tl.constexpr = qk.shape[0]
+    parts: tl.constexpr = qk.shape[1] // BLOCKS // ALTERNATING
+    qk = tl.reshape(qk, (rows, parts, BLOCKS, ALTERNATING))
+    return tl.reduce(_largest_part(qk, PACKED), 2, _larger)
+
+
+@triton.jit
+def _added(m, total, top, scale):
+    """(largest logit, sum of powers of two below it) with those of some more key blocks."""
+    logit = top.to(tl.float32) * scale[:, None]
+    rise = logit - m
+    # one exponential: either what came before fades, or what comes does
+    fade = tl.exp2(-tl.abs(rise))
+    total = tl.where(rise > 0, total * fade + 1.0, total + fade)
+    return tl.maximum(m, logit), total
+
+
+@triton.jit
+def _log_total(m, total, real):
+    """What is taken off the logits of a row; what sees nothing weighs nothing."""
+    largest = tl.max(m, 1)
+    total = tl.sum(total * tl.exp2(m - largest[:, None]), 1)
+    return tl.where(real, largest + tl.log2(tl.maximum(total, 1e-30)), float("inf"))
+
+
+@triton.jit
+def _load_rows(rows, plane, block, q_blocks, COUNT: tl.constexpr, ROWS: tl.constexpr):
+    """Where the rows of some query blocks stand, (first, last) key that they see, and scales."""
+    row = block * COUNT + tl.arange(0, ROWS)
+    inside = row < q_blocks * COUNT
+    line = plane.to(tl.int64) * (q_blocks * COUNT) + row
+    lowest = tl.load(rows.first + line, mask=inside, other=0)
+    highest = tl.load(rows.last + line, mask=inside, other=-1)
+    scale = tl.load(rows.scale + line, mask=inside, other=1.0)
+    return line, inside, (lowest, highest), scale
+
+
+@triton.jit
+def _seen_by_all(seen, STEP: tl.constexpr):
+    """Steps that some row sees, from and to, and those that all rows see wholly."""
+    lowest, highest = seen
+    real = highest >= 0
+    most = tl.max(highest, 0)
+    low = tl.where(most < 0, 0, tl.min(tl.where(real, lowest, 2147483647), 0) // STEP)
+    end = tl.where(most < 0, 0, most // STEP + 1)
+    whole_low = tl.cdiv(tl.max(tl.where(real, lowest, -1), 0), STEP)
+    whole_high = (tl.min(tl.where(real, highest, 2147483647), 0) + 1) // STEP
+    return low, end, whole_low, whole_high
+
+
+@triton.jit
+def _shares(
+    kept, column, there, scale, norm, BLOCKS: tl.constexpr, ALL: tl.constexpr, SKIP: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """(largest, sum) over the rows of a query block of their shares of some key blocks."""
+    rows: tl.constexpr = scale.shape[0]
+    cell = SKIP * BLOCKS + tl.arange(0, rows)[None, :] * BLOCKS + (column % BLOCKS)[:, None]
+    cell += (column // BLOCKS * (ALL * BLOCKS))[:, None]
+    top = tl.load(kept + cell, mask=there[:, None], other=float("-inf"))
+    share = tl.exp2(top.to(tl.float32) * scale[None, :] - norm[None, :])
+    share = tl.reshape(share, (column.shape[0], rows // GROUP, GROUP))
+    return tl.max(share, 2), tl.sum(share, 2)
+
+
+# the first of several launches is no reason to compile twice
+@triton.jit(
+    do_not_specialize=[
+        "spans_plane",
+        "columns",
+        "all_columns",
+        "share",
+        "begin",
+        "start",
+        "heads",
+        "kv_heads",
+        "kv_length",
+        "q_blocks",
+        "words",
+        "sink_blocks",
+        "local_blocks",
+    ]
+)
+def _sweep_kernel(
+    outliers,
+    typical,
+    desc_first,
+    desc_others,
+    units,
+    spans,
+    spans_plane,
+    least_mass,
+    tails,
+    bits,
+    counts,
+    scratch,
+    columns,
+    all_columns,
+    share,
+    begin,
+    start,
+    heads,
+    kv_heads,
+    kv_length,
+    q_blocks,
+    words,
+    sink_blocks,
+    local_blocks,
+    OUTLIERS: tl.constexpr,
+    TYPICAL: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    WIDER: tl.constexpr,
+    BY_HEAD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ALTERNATING: tl.constexpr,
+    FIRST: tl.constexpr,
+    OTHERS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HALF: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TAIL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # a step of the sweep is a tile of several key blocks, or a key block of several tiles
+    STEP: tl.constexpr = BLOCK_N if BLOCK_N > KEY_BLOCK else KEY_BLOCK
+    BLOCKS: tl.constexpr = STEP // KEY_BLOCK
+    DTYPE: tl.constexpr = tl.float16 if HALF else tl.float32
+    ODD: tl.constexpr = TOGETHER * OUTLIERS
+    EVEN: tl.constexpr = TOGETHER * TYPICAL
+    ALL: tl.constexpr = ODD + EVEN
+    # the longest rows first
+    if BY_HEAD:
+        plane = tl.program_id(1)
+        tile = begin + tl.num_programs(0) - 1 - tl.program_id(0)
+    else:
+        plane = tl.program_id(0)
+        tile = begin + tl.num_programs(1) - 1 - tl.program_id(1)
+    batch = (start + plane) // heads
+    kv_plane = batch * kv_heads + (start + plane) % heads // (heads // kv_heads)
+    block = tile * TOGETHER
+
+    even, even_there, even_seen, even_scale = _load_rows(
+        typical, plane, block, q_blocks, TYPICAL, EVEN
+    )
+    low, end, whole_low, whole_high = _seen_by_all(even_seen, STEP)
+    source = typical.vectors + even[:, None] * (FIRST + OTHERS)
+    x = tl.load(source + tl.arange(0, FIRST)[None, :], mask=even_there[:, None], other=0.0)
+    if OTHERS > 0:
+        other = FIRST + tl.arange(0, OTHERS)
+        y = tl.load(source + other[None, :], mask=even_there[:, None], other=0.0)
+    if OUTLIERS > 0:
+        odd, odd_there, odd_seen, odd_scale = _load_rows(
+            outliers, plane, block, q_blocks, OUTLIERS, ODD
+        )
+        low_2, end_2, whole_low_2, whole_high_2 = _seen_by_all(odd_seen, STEP)
+        # one of them may see nothing
+        low = tl.where(end == 0, low_2, tl.where(end_2 == 0, low, tl.minimum(low, low_2)))
+        end = tl.maximum(end, end_2)
+        whole_low = tl.maximum(whole_low, whole_low_2)
+        whole_high = tl.minimum(whole_high, whole_high_2)
+        source = outliers.vectors + odd[:, None] * FIRST + tl.arange(0, FIRST)[None, :]
+        z = tl.load(source, mask=odd_there[:, None], other=0.0)
+
+    before = (tile - begin) * all_columns
+    if WIDER > 0:
+        # no row sees so much: what is not reserved is not written
+        end = tl.minimum(end, WIDER // BLOCKS * (tile + 1))
+        before = WIDER * (tile * (tile + 1) - begin * (begin + 1)) // 2
+    whole_low = tl.minimum(tl.maximum(whole_low, low), end)
+    whole_high = tl.minimum(tl.maximum(whole_high, whole_low), end)
+    if HALF:
+        largest = tl.load(units.largest + kv_plane).to(tl.int32)
+        even_scale *= power_of_two(largest)
+        if OUTLIERS > 0:
+            odd_scale *= power_of_two(largest)
+        if tl.load(units.least + kv_plane) < largest:
+            # keys of several units are multiplied by them, all in the first part
+            whole_low, whole_high = end, end
+    kept = scratch + (plane.to(tl.int64) * columns + before) * ALL
+    in_step = tl.arange(0, BLOCKS)[None, :]
+    # which key of a tile stands in a column: blocks alternate
+    SIZE: tl.constexpr = BLOCK_N // BLOCKS
+    place = tl.arange(0, BLOCK_N)
+    key = place // ALTERNATING % BLOCKS * SIZE
+    key += place // (ALTERNATING * BLOCKS) * ALTERNATING + place % ALTERNATING
+    # one normaliser for each key block of a step: no lane asks another until the end
+    even_m = tl.full((EVEN, BLOCKS), -1e30, tl.float32)
+    even_l = tl.zeros((EVEN, BLOCKS), tl.float32)
+    if OUTLIERS > 0:
+        odd_m = tl.full((ODD, BLOCKS), -1e30, tl.float32)
+        odd_l = tl.zeros((ODD, BLOCKS), tl.float32)
+    for PART in tl.static_range(3):
+        begins = low if PART == 0 else whole_low if PART == 1 else whole_high
+        ends = whole_low if PART == 0 else whole_high if PART == 1 else end
+        for i in tl.range(begins, ends, num_stages=STAGES):
+            even_top = tl.full((EVEN, BLOCKS), float("-inf"), DTYPE)
+            if OUTLIERS > 0:
+                odd_top = tl.full((ODD, BLOCKS), float("-inf"), DTYPE)
+            for offset in tl.static_range(0, STEP, BLOCK_N):
+                column = i * STEP + offset
+                unit = 0
+                if HALF and PART == 0:
+                    each = units.each + kv_plane.to(tl.int64) * kv_length + column
+                    unit = tl.load(each + key, mask=column + key < kv_length, other=0)
+                    unit = power_of_two(unit.to(tl.int32) - largest).to(DTYPE)
+                # [BLOCK_N, FIRST], then [rows, BLOCK_N]
+                k = desc_first.load([kv_plane, 0, column // SIZE, 0, 0])
+                k = k.reshape(BLOCK_N, FIRST).T
+                if OUTLIERS > 0:
+                    qk = tl.dot(z, k, input_precision=PRECISION, out_dtype=DTYPE)
+                    here = _by_block(
+                        qk, unit, key, odd_seen, column, PART, HALF and PART == 0, PACKED, BLOCKS,
+                        ALTERNATING,
+                    )  # fmt: skip
+                    odd_top = tl.maximum(odd_top, here)
+                qk = tl.dot(x, k, input_precision=PRECISION, out_dtype=DTYPE)
+                if OTHERS > 0:
+                    k = desc_others.load([kv_plane, 0, column // SIZE, 0, 0])
+                    k = k.reshape(BLOCK_N, OTHERS).T
+                    qk = tl.dot(y, k, qk, input_precision=PRECISION, out_dtype=DTYPE)
+                here = _by_block(
+                    qk, unit, key, even_seen, column, PART, HALF and PART == 0, PACKED, BLOCKS,
+                    ALTERNATING,
+                )  # fmt: skip
+                even_top = tl.maximum(even_top, here)
+            target = kept + i * (ALL * BLOCKS)
+            tl.store(target + tl.arange(0, EVEN)[:, None] * BLOCKS + in_step, even_top)
+            even_m, even_l = _added(even_m, even_l, even_top, even_scale)
+            if OUTLIERS > 0:
+                own = (EVEN + tl.arange(0, ODD))[:, None] * BLOCKS + in_step
+                tl.store(target + own, odd_top)
+                odd_m, odd_l = _added(odd_m, odd_l, odd_top, odd_scale)
+    tl.debug_barrier()
+
+    even_norm = _log_total(even_m, even_l, even_seen[1] >= 0)
+    real = tl.reshape((even_seen[1] >= 0).to(tl.float32), (TOGETHER, TYPICAL))
+    weight = tl.sum(real, 1) * WEIGHT
+    if OUTLIERS > 0:
+        odd_norm = _log_total(odd_m, odd_l, odd_seen[1] >= 0)
+        real = tl.reshape((odd_seen[1] >= 0).to(tl.float32), (TOGETHER, OUTLIERS))
+        weight += tl.sum(real, 1)
+    # [TOGETHER]: what the query blocks see, and what is forced of it
+    block += tl.arange(0, TOGETHER)
+    inside = block < q_blocks
+    at = batch * q_blocks + block
+    first = tl.load(spans + at, mask=inside, other=2147483647)
+    last = tl.load(spans + 3 * spans_plane + at, mask=inside, other=-1)
+    diagonal = tl.load(spans + 2 * spans_plane + at, mask=inside, other=0) // KEY_BLOCK
+    lowest = first // KEY_BLOCK
+    highest = tl.where(last < 0, -1, last // KEY_BLOCK)
+    sinks = lowest + sink_blocks
+    local = tl.minimum(highest + 1 - local_blocks, diagonal)
+    needed = tl.load(least_mass + at, mask=inside, other=float("inf")) * weight
+    if TAIL != "none":
+        tail = tl.load(tails + at, mask=inside, other=0) != 0
+    line = (start + plane).to(tl.int64) * q_blocks + block
+    found = tl.zeros([TOGETHER], tl.int32)
+    for j in range(tl.min(lowest, 0) // CHUNK * CHUNK, tl.max(highest, 0) + 1, CHUNK):
+        # [CHUNK, TOGETHER]
+        column = j + tl.arange(0, CHUNK)
+        there = (column >= low * BLOCKS) & (column < end * BLOCKS)
+        most, mass = _shares(kept, column, there, even_scale, even_norm, BLOCKS, ALL, 0, TYPICAL)
+        mass *= WEIGHT
+        if OUTLIERS > 0:
+            largest_share, shares = _shares(
+                kept, column, there, odd_scale, odd_norm, BLOCKS, ALL, EVEN, OUTLIERS
+            )
+            mass += shares
+            most = tl.maximum(most, largest_share)
+        keep = (mass >= needed[None, :]) | (most >= share)
+        keep |= (column[:, None] < sinks[None, :]) | (column[:, None] >= local[None, :])
+        if TAIL == "listed":
+            keep |= tail[None, :]
+        keep &= (column[:, None] >= lowest[None, :]) & (column[:, None] <= highest[None, :])
+        if TAIL == "named":
+            keep &= (tail == 0)[None, :]
+        found += tl.sum(keep.to(tl.int32), 0)
+        word = tl.reshape(keep.to(tl.int32), (CHUNK // 32, 32, TOGETHER))
+        word = tl.sum(word << tl.arange(0, 32)[None, :, None], 1)
+        word_at = j // 32 + tl.arange(0, CHUNK // 32)
+        target = bits + line[None, :] * words + word_at[:, None]
+        tl.store(target, word, mask=inside[None, :] & (word_at < words)[:, None])
+    tl.store(counts + line, found, mask=inside)

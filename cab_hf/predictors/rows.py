@@ -1,0 +1,198 @@
+"""Blocks chosen by rows: a few queries of each block are scored against every key they see.
+
+Typical queries, at equal steps of the block, tell how much attention a key block holds; outliers,
+those least like the block's mean query, tell what single queries need. SampleAttention (arXiv
+2406.15486) samples queries at a stride, FlashPrefill and BLASST keep what reaches a threshold; the
+outliers, and the two kinds weighed as a stratified sample, are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cab_hf.config import CabConfig
+from cab_hf.ops import HAS_TRITON, reference
+from cab_hf.plan import BlockLists, BlockPlan, Spans, block_visibility, crossed_blocks
+from cab_hf.predictors.base import LayerContext, Predictor
+
+# what choosing takes of a CabConfig, with the types that the registered op has for it
+FIELDS = {
+    **dict.fromkeys(("query_block", "key_block", "sink_blocks", "local_blocks"), "int"),
+    **dict.fromkeys(("dense_tail_blocks", "exact_queries", "typical_queries"), "int"),
+    **dict.fromkeys(("mass_threshold", "share_threshold"), "float"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredKeys:
+    """The keys of a text as queries are scored against them.
+
+    Attributes:
+        keys: [B, H_kv, N_k, C]; k itself by the reference, else `cab_hf.ops.rows.scored_keys`.
+        exponents: int8 [B, H_kv, N_k, 1], of keys of 8 bits; None for others.
+    """
+
+    keys: Tensor
+    exponents: Tensor | None = None
+
+    @property
+    def kv_heads(self) -> int:
+        return self.keys.shape[1]
+
+
+class RowsPredictor(Predictor):
+    """Keeps the blocks whose mass, or whose share of one scored query, reaches a threshold.
+
+    ``config.exact_queries`` outliers of every query block are scored on the channels of the call,
+    ``config.typical_queries`` on all channels. A key block's share of a query is the softmax, over
+    the blocks that it sees, of the largest logit of any key inside; its mass is the mean share of
+    the scored queries, outliers standing for themselves and typical ones for all others.
+    Definition: `choose_by_reference`; on CUDA the kernels of `cab_hf.ops.rows` and
+    `cab_hf.ops.sweep` compute it.
+    """
+
+    def summarise(
+        self, k: Tensor, valid: Tensor | None = None, channels: tuple[int, ...] = ()
+    ) -> ScoredKeys:
+        """The keys that ``choose`` takes; ``channels`` are those that outliers are scored on."""
+        if self.config.check_finite:
+            reference.refuse_infinite("k", k)
+        if not has_kernels(k):
+            return ScoredKeys(k)
+        if torch.compiler.is_compiling():
+            return ScoredKeys(*torch.ops.cab_hf.keys_of_rows(k, channels))
+        from cab_hf.ops import lists
+
+        return ScoredKeys(*lists.keys_of(k, channels))
+
+    def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> ScoredKeys:
+        return self.summarise(k, valid, call.channels)
+
+    def gathers(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
+        return ("summaries",)
+
+    def join(
+        self, summary: ScoredKeys, call: LayerContext, heads: tuple[int, int], frame: Any
+    ) -> ScoredKeys:
+        """See `Predictor.join`: every query is scored against every key."""
+        scored = [x for x in (summary.keys, summary.exponents) if x is not None]
+        return ScoredKeys(*map(frame.tokens, scored))
+
+    def choose(self, q: Tensor, summary: ScoredKeys, call: LayerContext) -> BlockPlan:
+        config, spans = self.config, call.spans
+        if config.check_finite:
+            reference.refuse_infinite("q", q)
+        if torch.compiler.is_compiling():
+            lists = _as_op(q, summary, call, config)
+        else:
+            lists = _choose(q, summary, call, config)
+        rows = spans.tail_rows(*_tail(config))
+        return BlockPlan(*lists, spans, config.query_block, config.key_block, dense_rows=rows)
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether the kernels take ``x``."""
+    # imported here and below: models on the CPU never need Triton
+    if not x.is_cuda or not HAS_TRITON:
+        return False
+    from cab_hf.ops import lists
+
+    return lists.unavailable(x) is None
+
+
+def _tail(config: CabConfig) -> tuple[int, int]:
+    return config.dense_tail_blocks * config.query_block, config.query_block
+
+
+def _choose(
+    q: Tensor, summary: ScoredKeys, call: LayerContext, config: CabConfig
+) -> tuple[BlockLists, BlockLists]:
+    """(full, partial) lists of q [B, H, N_q, D]; rows of the tail list nothing where it is known
+    how many there are.
+    """
+    if has_kernels(q):
+        from cab_hf.ops import lists
+
+        parts = summary.keys, summary.exponents, call.spans, call.scale, call.channels, config
+        return lists.choose(q, *parts)
+    keep = choose_by_reference(q, summary.keys, call, config)
+    rows, blocks = call.spans.tail_rows(*_tail(config)), (config.query_block, config.key_block)
+    sizes = dict(zip(("query_block", "key_block"), blocks, strict=True))
+    plan = BlockPlan.from_dense(keep, call.spans, dense_rows=rows, **sizes)
+    return plan.full, plan.partial
+
+
+def choose_by_reference(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
+    """What `RowsPredictor` keeps, bool [B, H, M_q, M_k], in plain PyTorch on any device."""
+    spans, group = call.spans, q.shape[1] // k.shape[1]
+    visible = block_visibility(spans, config.query_block, config.key_block)
+    forced = reference.forced_blocks(visible, spans, config)
+    kept = []
+    for head in range(q.shape[1]):
+        one, keys = q[:, [head]], k[:, [head // group]]
+        mass, most = reference.mass_by_rows(one, keys, call, config)
+        kept.append((mass >= config.mass_threshold) | (most >= config.share_threshold))
+    return visible.unsqueeze(1) & (forced.unsqueeze(1) | torch.cat(kept, dim=1))
+
+
+def _as_op(
+    q: Tensor, summary: ScoredKeys, call: LayerContext, config: CabConfig
+) -> tuple[BlockLists, BlockLists]:
+    """`_choose` for torch.compile, which would trace a graph for each length of its loops."""
+    spans = call.spans
+    end = spans.end
+    if end is not None and not isinstance(end, Tensor):
+        end = torch.full((1, 1), end, device=q.device, dtype=torch.int32)
+    known = spans.first, spans.last, spans.key_valid, spans.aligned, spans.consecutive
+    settings = [getattr(config, name) for name in FIELDS]
+    parts = summary.keys, summary.exponents, call.scale, call.channels, *known, spans.documents, end
+    lists = torch.ops.cab_hf.choose_by_rows(q, *parts, *settings)
+    return BlockLists(*lists[:2]), BlockLists(*lists[2:])
+
+
+@torch.library.custom_op(
+    "cab_hf::choose_by_rows",
+    mutates_args=(),
+    schema="(Tensor q, Tensor keys, Tensor? exponents, float scale, int[] channels, Tensor first,"
+    " Tensor last, Tensor key_valid, bool aligned, bool consecutive, int? documents, Tensor? end, "
+    + ", ".join(f"{kind} {name}" for name, kind in FIELDS.items())
+    + ") -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _choose_op(q, keys, exponents, scale, channels, *values):
+    spans, config = Spans(*values[:7]), _config_of(values[7:])
+    call = LayerContext(spans, scale, channels=tuple(channels))
+    full, partial = _choose(q, ScoredKeys(keys, exponents), call, config)
+    return full.counts, full.indices, partial.counts, partial.indices
+
+
+@_choose_op.register_fake
+def _(q, keys, exponents, scale, channels, first, last, key_valid, aligned, *values):
+    config = _config_of(values[3:])
+    rows, columns = -(-q.shape[2] // config.query_block), -(-keys.shape[2] // config.key_block)
+    crossed = crossed_blocks(config.query_block, config.key_block) if aligned else columns
+    shapes = ((), (columns,), (), (min(crossed, columns),))
+    return tuple(first.new_empty(*q.shape[:2], rows, *width) for width in shapes)
+
+
+def _config_of(settings: tuple) -> CabConfig:
+    return CabConfig(**dict(zip(FIELDS, settings, strict=True)), predictor="rows")
+
+
+@torch.library.custom_op("cab_hf::keys_of_rows", mutates_args=())
+def _keys_op(k: Tensor, channels: list[int]) -> list[Tensor]:
+    from cab_hf.ops import lists
+
+    return lists.keys_of(k, tuple(channels))
+
+
+@_keys_op.register_fake
+def _(k: Tensor, channels: list[int]) -> list[Tensor]:
+    from cab_hf.ops import rows
+
+    made = rows.empty_keys(k, tuple(channels), rows.scored_dtype(k))
+    return [x for x in made if x is not None]

@@ -1,0 +1,214 @@
+"""Blocks chosen by rows, by the reference: by hand, and what is promised of any layout."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import laid_out
+from selecting import loud, on_the_cpu
+
+from cab_hf import CabConfig
+from cab_hf.ops import reference
+from cab_hf.plan import Spans, block_visibility
+from cab_hf.predictors import LayerContext, RowsPredictor
+from cab_hf.predictors.rows import choose_by_reference
+
+BLOCKS = {"query_block": 32, "key_block": 16}
+SMALL = CabConfig(
+    **BLOCKS, predictor="rows", exact_queries=4, typical_queries=4, mass_threshold=0.08,
+    share_threshold=0.3,
+)  # fmt: skip
+
+
+def call_of(length, channels=(), batch=1):
+    return LayerContext(Spans.causal(batch, length, length, "cpu"), 1.0, channels=channels)
+
+
+def mass_of(q, k, config, channels=()):
+    """[M_q, M_k] of the only head: (mass, most)."""
+    both = reference.mass_by_rows(q, k, call_of(q.shape[2], channels), config)
+    return [x[0, 0] for x in both]
+
+
+# --- by hand
+
+
+def test_typical_queries_stand_in_the_middle_of_equal_steps():
+    spans = Spans.causal(1, 80, 80, "cpu")
+    positions = reference.typical_queries(spans, 32, 4)
+    assert positions.tolist() == [[[4, 12, 20, 28], [36, 44, 52, 60], [68, 76, -1, -1]]]
+
+
+def test_outliers_stand_for_themselves_and_typical_queries_for_all_others():
+    """32 queries a block: 4 look at the second key block, the others at the first."""
+    q = torch.zeros(1, 1, 64, 2)
+    q[..., 0] = 1.0
+    odd = [33, 40, 47, 55]
+    q[0, 0, odd] = torch.tensor([0.0, 1.0])
+    k = torch.full((1, 1, 64, 2), -40.0)
+    k[0, 0, 3], k[0, 0, 20] = torch.tensor([40.0, -40.0]), torch.tensor([-40.0, 40.0])
+    mass, most = mass_of(q, k, SMALL)
+    torch.testing.assert_close(mass[1], torch.tensor([28 / 32, 4 / 32, 0.0, 0.0]))
+    torch.testing.assert_close(most[1], torch.tensor([1.0, 1.0, 0.0, 0.0]))
+
+
+def test_a_mass_is_that_of_all_queries_where_all_are_scored():
+    q, k = loud(q_length=96, heads=1, kv_heads=1)
+    every = replace(SMALL, exact_queries=0, typical_queries=32)
+    logits = (q @ k.transpose(-1, -2))[0, 0].masked_fill(torch.ones(96, 96).triu(1).bool(), -1e9)
+    shares = logits.unflatten(-1, (6, 16)).amax(-1).softmax(-1)
+    expected = shares.unflatten(0, (3, 32)).mean(1)
+    torch.testing.assert_close(mass_of(q, k, every)[0], expected)
+
+
+def test_outliers_are_scored_on_their_channels_and_typical_queries_on_all():
+    q, k = loud(q_length=96, heads=1, kv_heads=1)
+    blind = k.clone()
+    blind[..., :8] = 0.0
+    typical = replace(SMALL, exact_queries=0)
+    assert torch.equal(*(mass_of(q, k, typical, x)[0] for x in ((), (8, 9, 10, 11))))
+    every = replace(SMALL, exact_queries=32)
+    seen = [mass_of(q, x, every, tuple(range(8, 16)))[0] for x in (k, blind)]
+    # typical queries weigh nothing where every query is an outlier
+    torch.testing.assert_close(*seen)
+
+
+def test_thresholds_by_hand():
+    q, k = loud(q_length=640)
+    spans = Spans.causal(1, 640, 640, "cpu")
+    config = replace(SMALL, dense_tail_blocks=0)
+    mass, most = reference.mass_by_rows(q, k, LayerContext(spans, 0.25), config)
+    visible = block_visibility(spans, 32, 16)
+    forced = reference.forced_blocks(visible, spans, config)
+    expected = visible & (forced | (mass >= 0.08) | (most >= 0.3))
+    actual = on_the_cpu(config, q, k, spans).to_dense()
+    assert torch.equal(actual, expected)
+    assert 0.2 < actual.float().mean() / visible.float().mean() < 0.8
+
+
+def test_one_query_that_alone_looks_at_a_key_is_found():
+    q = torch.zeros(1, 1, 512, 8)
+    q[..., 0] = 4.0
+    q[..., 490, 0], q[..., 490, 1] = 0.0, 8.0
+    k = torch.zeros(1, 1, 512, 8)
+    k[..., :96, 0], k[..., 200, 1] = 1.0, 4.0
+    config = replace(SMALL, dense_tail_blocks=0, mass_threshold=0.2)
+    for count, found in ((4, True), (0, False)):
+        kept = on_the_cpu(
+            replace(config, exact_queries=count), q, k, Spans.causal(1, 512, 512, "cpu"), 1.0
+        )
+        assert bool(kept.to_dense()[0, 0, 15, 200 // 16]) == found
+        assert kept.density() < 0.7
+
+
+# --- promises
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 111, 205])
+@pytest.mark.parametrize("heads", [(1, 1), (9, 3), (4, 4)], ids=str)
+def test_any_length_and_group_gives_a_valid_plan(length, heads):
+    q, k = loud(batch=2, heads=heads[0], kv_heads=heads[1], q_length=length)
+    plan = on_the_cpu(SMALL, q, k, Spans.causal(2, length, length, "cpu"))
+    diagonal = torch.arange(length)
+    assert plan.token_mask()[:, :, diagonal, diagonal].all(), "a query must see itself"
+
+
+def test_a_threshold_of_zero_keeps_every_block():
+    q, k = loud(q_length=205)
+    exact = replace(SMALL, mass_threshold=0.0)
+    assert on_the_cpu(exact, q, k, Spans.causal(1, 205, 205, "cpu")).density() == 1
+
+
+def test_no_earlier_row_feels_the_future():
+    q, k = loud(q_length=256)
+    spans = Spans.causal(1, 256, 256, "cpu")
+    config = replace(SMALL, dense_tail_blocks=0)
+    before = on_the_cpu(config, q, k, spans).to_dense()[:, :, :4]
+    for x in (q, k):
+        x[:, :, 128:] = -3 * x[:, :, 128:]
+    assert torch.equal(on_the_cpu(config, q, k, spans).to_dense()[:, :, :4], before)
+
+
+def test_chunks_of_whole_query_blocks_are_one_call():
+    q, k = loud(q_length=320)
+    config = replace(SMALL, dense_tail_blocks=0)
+    whole = on_the_cpu(config, q, k, Spans.causal(1, 320, 320, "cpu")).to_dense()
+    for start, stop in ((0, 96), (96, 224), (224, 320)):
+        spans = Spans.causal(1, stop - start, stop, "cpu")
+        part = on_the_cpu(config, q[:, :, start:stop], k[:, :, :stop], spans).to_dense()
+        expected = whole[:, :, start // 32 : -(-stop // 32), : stop // 16]
+        assert torch.equal(part, expected)
+
+
+def test_padding_changes_nothing():
+    q, k = loud(q_length=200, batch=2)
+    frame = laid_out("padded", 2, 200, 200, 32, "cpu")
+    alone = Spans.causal(1, 160, 160, "cpu")
+    expected = on_the_cpu(SMALL, q[:1, :, 40:], k[:1, :, 40:], alone).token_mask()
+    padded = on_the_cpu(SMALL, frame.queries(q), frame.keys(k), frame.spans).token_mask()[:1]
+    real, keys = frame.spans.last[0] >= 0, frame.spans.key_valid[0]
+    assert torch.equal(padded[:, :, real][..., keys], expected)
+
+
+def test_packed_documents_answer_as_alone():
+    q, k = loud(q_length=192)
+    frame = laid_out("packed", 1, 192, 192, 32, "cpu")
+    packed = on_the_cpu(SMALL, frame.queries(q), frame.keys(k), frame.spans).token_mask()
+    real, keys = frame.spans.last[0] >= 0, frame.spans.key_valid[0]
+    mask = packed[:, :, real][..., keys]
+    for start, stop in ((0, 64), (64, 192)):
+        alone = Spans.causal(1, stop - start, stop - start, "cpu")
+        part = on_the_cpu(SMALL, q[:, :, start:stop], k[:, :, start:stop], alone).token_mask()
+        assert torch.equal(mask[:, :, start:stop, start:stop], part)
+
+
+def test_the_same_under_torch_compile():
+    q, k = loud(q_length=205)
+    spans = Spans.causal(1, 205, 205, "cpu")
+
+    def choose(q, k, end):
+        told = replace(spans, end=end)
+        plan = RowsPredictor(SMALL)(q, k, LayerContext(told, 0.25))
+        return plan.full.counts, plan.full.indices, plan.partial.counts, plan.partial.indices
+
+    for end in (None, torch.tensor([[170]], dtype=torch.int32)):
+        expected = choose(q, k, end)
+        actual = torch.compile(choose, fullgraph=True)(q, k, end)
+        for one, other in zip(actual, expected, strict=True):
+            assert torch.equal(one[..., : other.shape[-1]] if one.ndim > 3 else one, other)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"exact_queries": 3}, "exact_queries is 3; it must be 0 or a divisor"),
+        ({"query_block": 48, "exact_queries": 24}, "exact_queries is 24; it must be 0 or a power"),
+        ({"typical_queries": 0}, "typical_queries is 0; it must be a power of two"),
+        ({"typical_queries": 64}, "typical_queries is 64; it must be a power of two"),
+        ({"mass_threshold": 1.5}, "mass_threshold is 1.5; it must be in"),
+        ({"share_threshold": 0}, "share_threshold is 0; it must be in"),
+        ({"top_p": 0.5}, "top_p is 0.5, which predictor='rows' does not read"),
+        ({"predictor": "curvature"}, "typical_queries is 4, which select='clusters' does not read"),
+    ],
+    ids=str,
+)
+def test_settings_that_mean_nothing_are_refused(fields, words):
+    with pytest.raises(ValueError, match=words):
+        replace(SMALL, **fields)
+
+
+def test_what_is_not_finite_is_refused_by_name():
+    q, k = loud(q_length=64)
+    k[0, 0, 3, 1] = torch.inf
+    predictor = RowsPredictor(replace(SMALL, check_finite=True))
+    with pytest.raises(ValueError, match="k holds infinite or NaN values"):
+        predictor(q, k, call_of(64))
+
+
+def test_heads_of_a_group_read_their_own_keys():
+    q, k = loud(q_length=160, heads=4, kv_heads=2)
+    call = call_of(160)
+    together = choose_by_reference(q, k, call, SMALL)
+    for head in range(4):
+        one = choose_by_reference(q[:, [head]], k[:, [head // 2]], call, SMALL)
+        assert torch.equal(together[:, [head]], one)
