@@ -63,6 +63,7 @@ CELL = ("method", "text", "length", "budget")
 cell_of = itemgetter(*CELL)
 FIELD = re.compile(r",(?=\s*\w+\s*=)")  # between two assignments, whose values may have commas
 NAME = re.compile(r"[\w.-]+")
+YAML = (".yaml", ".yml")
 
 
 def parse_budget(text: str) -> str | float:
@@ -70,12 +71,14 @@ def parse_budget(text: str) -> str | float:
     return MATCH if text == MATCH else float(text)
 
 
-def cab_config(text: str) -> CabConfig:
-    """Of ``field=value,field=value`` or a JSON file; sparse at any length.
+def cab_config(text: str | Mapping[str, Any]) -> CabConfig:
+    """Of fields, ``field=value,field=value`` or a JSON file; sparse at any length.
 
     Raises:
         ValueError: there is no such file, or what it or ``text`` has are no fields of CabConfig.
     """
+    if isinstance(text, Mapping):
+        return CabConfig.from_dict({"min_length": 0, **text})
     if not text.endswith(".json"):
         given = dict(map(parse_assignment, filter(None, FIELD.split(text))))
         return CabConfig.from_dict({"min_length": 0, **given})
@@ -88,8 +91,25 @@ def cab_config(text: str) -> CabConfig:
     return CabConfig.from_dict({**CabConfig.from_dict(fields).to_dict(), "min_length": 0})
 
 
-def _assigned(texts: Sequence[str]) -> dict[str, Any]:
-    return dict(map(parse_assignment, texts))
+def parse_variant(text: str) -> dict[str, Any]:
+    """Name -> what `cab_config` takes, of ``NAME=...`` or of a YAML file that holds several.
+
+    Raises:
+        ValueError: there is no such file, or it holds no configurations by name.
+    """
+    import yaml
+
+    if "=" in text or not text.endswith(YAML):
+        return dict([parse_assignment(text)])
+    try:
+        content = yaml.safe_load(Path(text).read_text("utf-8-sig"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        why = str(error).splitlines()[0]
+        raise ValueError(f"{text} must be a YAML file of configurations: {why}.") from None
+    by_name = isinstance(content, Mapping) and content
+    if not by_name or not all(isinstance(fields, Mapping) for fields in content.values()):
+        raise ValueError(f"{text} must hold names, and fields of CabConfig below each.")
+    return {str(name): fields for name, fields in content.items()}
 
 
 def kind_of(method: str) -> type[Method]:
@@ -110,7 +130,8 @@ class ComparisonSettings(LongRunSettings):
     variant: tuple[str, ...] = option(
         (),
         "another configuration as method cab:NAME, NAME=field=value,... or NAME=FILE.json; "
-        "repeatable",
+        "FILE.yaml has several, their fields below their names; repeatable",
+        parse_variant,
         repeatable=True,
     )
     lengths: tuple[int, ...] | None = by_device(
@@ -168,9 +189,10 @@ class ComparisonSettings(LongRunSettings):
     def configs(self) -> dict[str, CabConfig]:
         """``cab``, the defaults and ``--cab``; and ``cab:NAME`` for each ``--variant``."""
         chosen = {Cab.name: CabConfig.from_dict({"min_length": 0, **self.cab_fields})}
-        for name, given in _assigned(self.variant).items():
+        given_by_name = chain.from_iterable(parse_variant(x).items() for x in self.variant)
+        for name, given in given_by_name:
             accepted = "NAME=field=value,... or NAME=FILE.json"
-            fits = NAME.fullmatch(name) and isinstance(given, str) and given
+            fits = NAME.fullmatch(name) and isinstance(given, (str, Mapping)) and given
             require(self, "variant", fits, accepted, f"{name}={given}")
             chosen[f"{Cab.name}:{name}"] = cab_config(given)
         return {name: known(config) for name, config in chosen.items()}
@@ -186,6 +208,12 @@ class ComparisonSettings(LongRunSettings):
         """All methods; those that match a budget wait for the one that sets it."""
         others = [name for name in self.configs if name != Cab.name]
         return tuple(sorted((*self.methods, *others), key=lambda name: kind_of(name).matched))
+
+
+def _without_folder(text: str) -> str:
+    """``NAME=...`` of a variant, of a file its name alone."""
+    name, value = parse_assignment(text)
+    return f"{name}={Path(value).name if value.endswith('.json') else value}"
 
 
 class Comparison(LongRun):
@@ -265,8 +293,8 @@ class Comparison(LongRun):
     def recorded(self) -> dict[str, Any]:
         settings, given = self.settings, super().recorded()
         given["variant"] = [
-            f"{name}={Path(value).name if value.endswith('.json') else value}"
-            for name, value in _assigned(settings.variant).items()
+            Path(text).name if text.endswith(YAML) else _without_folder(text)
+            for text in settings.variant
         ]
         configs = {name: config.to_dict() for name, config in settings.configs.items()}
         if settings.equal == DENSITY:

@@ -38,8 +38,9 @@ CACHED_KEYS = 32 << 20
 LANES, COLUMNS_OF_LANES = 4, 8
 # of at most 2 ** 7 parts of a tile, until one is left
 HALVINGS = tl.constexpr(7)
-# key blocks of a row that are weighed at a time: two words of bits
-CHUNK = 64
+# key blocks of a row that are weighed at a time, whole words of bits: of more the compiler keeps
+# some in memory
+CHUNK = 32
 # bytes of scratch at a time
 SCRATCH_AT_A_TIME = 1152 << 20
 

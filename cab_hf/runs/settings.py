@@ -80,7 +80,8 @@ def option(
 
     Args:
         parse: from text; a ValueError it raises becomes the usage message.
-        repeatable: the option is an assignment and may be given several times; a tuple of texts.
+        repeatable: the option may be given several times; a tuple of texts. Each is an assignment,
+            or what ``parse`` accepts.
         spell: what ``parse`` understands, from a value; lists are as JSON leaves them.
     """
     fields = {"help": help, "parse": parse, "repeatable": repeatable, "spell": spell}
@@ -249,7 +250,9 @@ def _parse(texts: Mapping[str, Any], fields: Fields, where: str = "") -> dict[st
         said = text if isinstance(text, str) else ",".join(text)
         try:
             if metadata["repeatable"]:
-                dict(map(parse_assignment, text))  # refused here, where the option is known
+                own = metadata["parse"]
+                for each in text:  # refused here, where the option is known
+                    (parse_assignment if own is str else own)(each)
                 values[name] = tuple(text)
             elif _has_operands(fields[name]):
                 values[name] = tuple(text)

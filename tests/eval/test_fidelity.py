@@ -367,6 +367,13 @@ def test_a_length_without_room_for_a_task_is_refused(model_folder, tmp_path, cap
             ["--variant", "wide=no.json"], "variant must name a JSON file of Cab", id="cab file"
         ),
         pytest.param(["--variant", "wide=b.json"], "JSON file of CabConfig", id="cab text"),
+        pytest.param(
+            ["--variant", "no.yaml"], "variant: no.yaml must be a YAML file of", id="yaml file"
+        ),
+        pytest.param(
+            ["--variant", "list.yaml"], "variant: list.yaml must hold names", id="yaml list"
+        ),
+        pytest.param(["--variant", "odd.yaml"], "no field 'weight'", id="yaml field"),
         pytest.param(["--variant", "wide=list.json"], "must be a dict of CabConfig", id="cab list"),
     ],
 )
@@ -376,6 +383,8 @@ def test_bad_settings_are_refused_in_a_sentence(options, message, capsys, tmp_pa
     for name in ("a/b.txt", "b.md", "b.json"):
         (tmp_path / name).write_text(TEXT)
     (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "list.yaml").write_text("- top_p: 0.5")
+    (tmp_path / "odd.yaml").write_text("wide: {weight: 3}")
     with pytest.raises(SystemExit) as stop:
         main(["fidelity", *options])
     assert stop.value.code == 2
@@ -386,15 +395,19 @@ def test_configurations_are_told_apart(tmp_path):
     plain, complete = tmp_path / "plain.json", tmp_path / "whole.json"
     plain.write_text(json.dumps({"top_p": 0.7}))
     complete.write_text(json.dumps({"cab_config": CabConfig(top_p=0.6).to_dict(), "other": 1}))
+    several = tmp_path / "several.yaml"
+    several.write_text("d: {top_p: 0.4}\ne:\n  top_p: 0.3\n  dense_layers: [1]\n")
     parts = ("a=top_p=0.8,dense_layers=(0,2),coarsen=mean", f"b={plain}", f"c={complete}")
+    parts += (str(several),)
     settings = Settings(variant=parts, cab=("top_p=0.5",))
     configs = settings.configs
-    masses = {"cab": 0.5, "cab:a": 0.8, "cab:b": 0.7, "cab:c": 0.6}
+    masses = {"cab": 0.5, "cab:a": 0.8, "cab:b": 0.7, "cab:c": 0.6, "cab:d": 0.4, "cab:e": 0.3}
     assert {name: config.top_p for name, config in configs.items()} == masses
     assert (configs["cab:a"].dense_layers, configs["cab:a"].coarsen) == ((0, 2), "mean")
+    assert configs["cab:e"].dense_layers == (1,)
     assert {config.min_length for config in configs.values()} == {0}
     recorded = Fidelity(settings).recorded()
-    assert recorded["variant"][1:] == ["b=plain.json", "c=whole.json"]
+    assert recorded["variant"][1:] == ["b=plain.json", "c=whole.json", "several.yaml"]
     assert str(tmp_path) not in json.dumps(recorded)
 
 
