@@ -18,7 +18,7 @@ from cab_hf.ops import reference
 from cab_hf.ops.attention import flex
 from cab_hf.ops.score import HeadChunk
 from cab_hf.plan import BlockLists, Spans, block_visibility
-from cab_hf.predictors import CurvaturePredictor, LayerContext
+from cab_hf.predictors import CurvaturePredictor, LayerContext, make_predictor
 from cab_hf.predictors.attention_mass import block_mass
 from cab_hf.predictors.curvature import by_reference, picked
 
@@ -112,7 +112,7 @@ def test_many_lengths_stay_sparse(gpu):
 )
 def test_the_device_selects_what_the_cpu_selects(gpu, config):
     q, k, _ = qkv(q_length=2000, heads=8, kv_heads=2, dim=64)
-    predict = CurvaturePredictor(config)
+    predict = make_predictor(config)
     here = predict(q, k, LayerContext(Spans.causal(1, 2000, 2000, "cpu"), 0.125)).to_dense()
     there = (
         predict(q.to(gpu), k.to(gpu), LayerContext(Spans.causal(1, 2000, 2000, gpu), 0.125))
@@ -173,9 +173,6 @@ PREDICTED = [
     pytest.param(by_estimate(max_density=0.1), {}, id="capped"),
     pytest.param(by_estimate(query_block=64, key_block=128), {}, id="wide-keys"),
     pytest.param(by_estimate(query_block=64, coarsen="mean"), {}, id="mean"),
-    pytest.param(CabConfig.published(), {}, id="published"),
-    pytest.param(CabConfig.published(curvature="additive"), {}, id="published-additive"),
-    pytest.param(CabConfig.published(), {"dtype": torch.float32}, id="published-float32"),
     pytest.param(by_estimate(), {"q_length": 3000}, id="chunk"),
     pytest.param(by_estimate(), {"length": 129, "batch": 2}, id="block-and-one"),
     pytest.param(by_estimate(), {"length": 127}, id="block-less-one"),

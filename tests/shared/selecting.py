@@ -1,5 +1,6 @@
 """What is selected by the reference and by the kernels, for the tests that compare them."""
 
+import pytest
 import torch
 from attention_cases import laid_out
 from tiny import qkv
@@ -8,18 +9,23 @@ from cab_hf import BlockPlan
 from cab_hf.budgets import budgets_of
 from cab_hf.ops import predict
 from cab_hf.plan import Spans
-from cab_hf.predictors import CurvaturePredictor, LayerContext
+from cab_hf.predictors import CurvaturePredictor, FrcPredictor, LayerContext, frc
 
 
 def on_the_cpu(config, q, k, spans, scale=0.25, channels=()):
-    """The plan of `CurvaturePredictor` by the reference."""
-    plan = CurvaturePredictor(config)(q, k, LayerContext(spans, scale, 0, channels=channels))
+    """The plan of `CurvaturePredictor`, or of `FrcPredictor`, by the reference."""
+    predictor = FrcPredictor if config.predictor == "frc" else CurvaturePredictor
+    plan = predictor(config)(q, k, LayerContext(spans, scale, 0, channels=channels))
     plan.validate()
     return plan
 
 
 def by_kernels(config, q, k, spans, scale=0.25, channels=()):
     """The same by the kernels, in the interpreter."""
+    if config.predictor == "frc":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(frc, "has_kernels", lambda x: True)
+            return on_the_cpu(config, q, k, spans, scale)
     budgets = budgets_of(config, 0, q.shape[1])
     summary = predict.summarise(k, spans.key_valid, config, channels)
     full, partial = predict.choose(q, summary, spans, scale, config, budgets, channels)
