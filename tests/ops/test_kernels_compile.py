@@ -71,3 +71,15 @@ def test_no_length_is_compiled_for(settings, kernels):
     # of keys, and of queries where these are not scored exactly
     assert times.pop("_coarsen_kernel") <= 2
     assert set(times.values()) == {1}, times
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim"), slow_but([("bfloat16", 128), ("float32", 256), ("float16", 80)], 0)
+)
+def test_frc_compiles_for_hopper(dtype, dim):
+    settings = {"predictor": "frc", "query_block": 64, "curvature": "forman"}
+    result = compiling("frc", settings, dtype, dim, False)
+    assert result.keys() == {"_largest_kernel", "_select_kernel"}
+    assert max(shared for shared, _ in result.values()) <= SHARED_MEMORY
+    # not for every length, but for rows of few columns and of many
+    assert result["_largest_kernel"][1] <= 2 and result["_select_kernel"][1] <= 3
