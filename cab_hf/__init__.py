@@ -1,6 +1,7 @@
 """Curvature-aware block-sparse attention for Hugging Face causal language models.
 
-Importing registers the attention implementations "cab" and "cab_dense" with transformers.
+Importing registers the attention implementations "cab", "cab_frc" and "cab_dense" with
+transformers.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""What transformers calls: the attention functions behind "cab" and "cab_dense".
+"""What transformers calls: the attention functions behind "cab", "cab_frc" and "cab_dense".
 
 A call is looked at, routed (decode, exact or sparse), and attended as the route has it.
 """

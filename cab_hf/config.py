@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cab_hf.checks import MOST, is_count, is_number, is_share, is_whole, require, short, warn_once
-from cab_hf.renamed import renamed
+from cab_hf.renamed import PUBLISHED, is_published, renamed
 
 COARSEN = ("minmax", "mean", "max_l2")
 CURVATURE = ("none", "additive", "forman")
@@ -25,13 +25,13 @@ TOP_P_BY_KEYS = ((8192, 0.95), (16384, 0.72))
 # a number for every head of every layer, [layers][heads]
 Table = tuple[tuple[float, ...], ...]
 
-# predictors that choose by ``select``, that rank blocks by a score of theirs, that keep a share of
-# an estimated mass, and all that come with cab_hf: what another one reads of the config is its own
-# affair
-CAB, ROWS = ("curvature", "cascade"), "rows"
+# predictors that choose by ``select``, by rows, the published one, that rank blocks by a score of
+# theirs, that keep a share of an estimated mass, and all that come with cab_hf: what another one
+# reads of the config is its own affair
+CAB, ROWS, FRC = ("curvature", "cascade"), "rows", "frc"
 RANKING = ("antidiagonal", "oracle", "random", "vertical_slash")
 BY_MASS = ("flexprefill", "xattention", "xattention_16")
-SHIPPED = (*CAB, ROWS, *RANKING, *BY_MASS, "streaming")
+SHIPPED = (*CAB, ROWS, FRC, *RANKING, *BY_MASS, "streaming")
 
 
 def _read_by(*schemes: str, default: Any, off: Any = dataclasses.MISSING) -> Any:
@@ -133,11 +133,12 @@ class CabConfig:
             is exact.
         share_threshold: with ``"rows"``, a row keeps the blocks to which one scored query gives so
             much of its attention, in (0, 1].
-        sparsity: with ``"topk"``, the share of a row's blocks that is dropped, in [0, 1). A number
-            or a `Table`.
+        sparsity: with ``"topk"`` and predictor ``"frc"``, the share of a row's blocks that is
+            dropped, in [0, 1). A number or a `Table`.
         curvature: ``"additive"`` (direct minus ``redundancy`` times two-hop), ``"forman"``
-            (Forman-Ricci), or ``"none"``. With ``"topk"``, ``"additive"`` weighs by the key blocks
-            of the call, as published: there padding and packing change what a text selects.
+            (Forman-Ricci), or ``"none"``. With ``"topk"`` and ``"frc"``, ``"additive"`` weighs by
+            the key blocks of the call, as published: there padding and packing change what a text
+            selects.
         redundancy: weight of the curvature term, in [0, 1]; 0 is the selection by magnitude, bit
             for bit.
         max_density: at most this share of a row's blocks is kept, in (0, 1]; forced blocks always
@@ -157,7 +158,8 @@ class CabConfig:
             or ``"reference"``. One asked for by name never falls back.
         predictor: name of a registered predictor; ``"curvature"`` is CAB, ``"cascade"`` is CAB
             that decides in ``anchors`` alone, ``"rows"`` scores some queries of every block exactly
-            and nothing else (`cab_hf.predictors.RowsPredictor`).
+            and nothing else (`cab_hf.predictors.RowsPredictor`), ``"frc"`` is the published method
+            (`published`).
         anchors: with ``"cascade"``, indices of the layers that choose blocks, ascending. The layers
             behind each attend what it has chosen. The first sparse layer is one of them.
         head_map: with ``"cascade"``, a table [layers][heads]: the head of its anchor whose blocks a
@@ -192,10 +194,10 @@ class CabConfig:
     typical_queries: int = _read_by(ROWS, default=8)
     mass_threshold: float = _read_by(ROWS, default=0.002)
     share_threshold: float = _read_by(ROWS, default=0.05)
-    sparsity: float | Table = _read_by("topk", *RANKING, default=0.95, off=0)
-    curvature: str = _read_by(*SELECT, default="additive", off="none")
-    redundancy: float = _read_by(*SELECT, default=0.3, off=0)
-    max_density: float = _read_by(*SELECT, *RANKING, default=1.0)
+    sparsity: float | Table = _read_by("topk", FRC, *RANKING, default=0.95, off=0)
+    curvature: str = _read_by(*SELECT, FRC, default="additive", off="none")
+    redundancy: float = _read_by(*SELECT, FRC, default=0.3, off=0)
+    max_density: float = _read_by(*SELECT, FRC, *RANKING, default=1.0)
     sampled_one_in: int = 0
     dense_layers: tuple[int, ...] = ()
     min_length: int = 8192
@@ -205,7 +207,7 @@ class CabConfig:
     head_map: Table = _read_by("cascade", default=(), off=[])
     sparse_decode: bool = False
     decode_tokens: int | float = 4096
-    check_finite: bool = _read_by(*SELECT, ROWS, default=False)
+    check_finite: bool = _read_by(*SELECT, ROWS, FRC, default=False)
     origin: Origin | None = None
 
     def __post_init__(self) -> None:
@@ -278,7 +280,7 @@ class CabConfig:
     def published(
         cls, sparsity: float = 0.95, curvature: str = "forman", **overrides: Any
     ) -> CabConfig:
-        """The published CAB recipe: max-L2 tokens, ReLU scores, row-wise top-k by curvature.
+        """The published CAB recipe, predictor "frc": row-wise top-k by Forman-Ricci curvature.
 
         Args:
             sparsity: share of every row's blocks that is dropped.
@@ -292,9 +294,7 @@ class CabConfig:
             "sink_blocks": 0,
             "local_blocks": 1,
             "dense_tail_blocks": 0,
-            "exact_queries": 0,
-            "coarsen": "max_l2",
-            "select": "topk",
+            "predictor": FRC,
             "redundancy": 1.0 if curvature == "forman" else cls.redundancy,
         }
         return cls(**recipe, sparsity=sparsity, curvature=curvature).changed(**overrides)
@@ -316,6 +316,15 @@ class CabConfig:
             )
         settings = renamed(settings)
         _require_known(settings)
+        if is_published(settings):
+            warn_once(
+                ("published", FRC),
+                "cab_config has the published recipe by its name of earlier versions, "
+                "select='topk' with coarsen='max_l2': it is loaded as predictor='frc', which "
+                "chooses the same blocks. Save the config again to be rid of this warning.",
+            )
+            settings = {name: x for name, x in settings.items() if name not in PUBLISHED}
+            settings["predictor"] = FRC
         if not settings.keys() >= {"top_p", "sparsity"}:
             return cls(**settings)
         for name, reader in unread(settings).items():
@@ -370,6 +379,8 @@ class CabConfig:
         """Whether curvature takes part in the selection at all."""
         if self.curvature == "none" or self.redundancy == 0:
             return False
+        if self.predictor == FRC:
+            return True
         if _all_exact(self.exact_queries):
             return False
         # with clusters it ranks what is added, and a row that keeps all its mass has nothing to add
@@ -451,7 +462,7 @@ def unread(settings: Mapping[str, Any]) -> dict[str, str]:
         if not any(scheme in metadata["schemes"] for scheme in schemes):
             idle[name] = f"predictor={predictor!r}" if name in ("anchors", "head_map") else reader
         # heads that score queries exactly rank by those
-        elif name in ("curvature", "redundancy") and _all_exact(exact):
+        elif of_cab and name in ("curvature", "redundancy") and _all_exact(exact):
             idle[name] = f"exact_queries={short(exact)}"
     return idle
 

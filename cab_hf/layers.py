@@ -15,7 +15,7 @@ from cab_hf.checks import is_whole, require
 from cab_hf.config import CabConfig
 from cab_hf.engines import ENGINES, Workload, choose
 from cab_hf.plan import BlockPlan, Spans
-from cab_hf.predictors import CoarseCurvaturePredictor, CurvaturePredictor, LayerContext
+from cab_hf.predictors import CoarseCurvaturePredictor, FrcPredictor, LayerContext
 
 
 class CABAttention(nn.Module):
@@ -68,7 +68,7 @@ class CABAttention(nn.Module):
             sparsity, formula, query_block=block_size, key_block=block_size, engine=engine
         )
         self.causal = causal
-        self.predictor = CurvaturePredictor(self.config) if causal else published
+        self.predictor = FrcPredictor(self.config) if causal else published
         self.head_dim = dim // num_heads
         self.q_proj = nn.Linear(dim, dim, bias=bias)
         self.k_proj = nn.Linear(dim, num_kv_heads * self.head_dim, bias=bias)
@@ -100,7 +100,7 @@ class CABAttention(nn.Module):
         spans = Spans.causal(batch, length, length, q.device)
         if self.causal:
             return self.predictor(q, k, LayerContext(spans, scale))
-        # CurvaturePredictor reads a query's own position off the end of its span, which says
+        # FrcPredictor reads a query's own position off the end of its span, which says
         # nothing when every span ends with the text
         spans = replace(spans, last=spans.first + (length - 1), aligned=False)
         block = self.config.query_block

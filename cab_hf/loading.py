@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cab_hf.implementations import CAB_FRC, SPARSE
 from cab_hf.model_config import cab_config_in_use, cab_config_of
 from cab_hf.runs import models
 
@@ -36,9 +38,11 @@ def load_model(
         name_or_path: one of them, a folder, or a name on the hub.
         device: where it goes; by default "cuda" where there is a CUDA device, else "cpu".
         dtype: a torch dtype or its name; by default bfloat16 on CUDA devices, else float32.
-        attn_implementation: "cab", "cab_dense" (exact), or one of transformers'.
+        attn_implementation: "cab", "cab_frc" (the published method), "cab_dense" (exact), or one of
+            transformers'.
         cab_config: a `CabConfig`, a dict of its fields, or the file of a calibration; by
-            default what is saved with the model, else `CabConfig()`.
+            default what is saved with the model, else `CabConfig()`, or that of "cab_frc",
+            `CabConfig.published()`.
         trust_remote_code: run Python code that comes with the model.
         options: more of what ``AutoModelForCausalLM.from_pretrained`` takes.
 
@@ -49,6 +53,13 @@ def load_model(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype is None:
         dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+    if attn_implementation == CAB_FRC and cab_config is not None:
+        # what is saved with the model may be of another predictor, which would be refused
+        config = options.pop("config", None) or models.load_config(
+            str(name_or_path), trust_remote_code
+        )
+        options["config"] = copy.deepcopy(config)
+        options["config"].get_text_config().cab_config = cab_config
     model, tokenizer = models.load_model(
         str(name_or_path),
         device,
@@ -61,5 +72,5 @@ def load_model(
     if cab_config is not None:
         text.cab_config = cab_config
     # what does not fit is refused here, before anything is read
-    (cab_config_in_use if attn_implementation == "cab" else cab_config_of)(text)
+    (cab_config_in_use if attn_implementation in SPARSE else cab_config_of)(text)
     return model, tokenizer

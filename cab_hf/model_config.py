@@ -8,22 +8,36 @@ from typing import Any
 import torch
 
 from cab_hf.checks import MOST
-from cab_hf.config import CabConfig, Origin
+from cab_hf.config import FRC, CabConfig, Origin
 from cab_hf.fit import require_layers, require_origin, warn_if_never_sparse
+from cab_hf.implementations import CAB_FRC
 
 # the dict that was parsed last, as it was then: every layer of a model brings the same one
 _latest: list[tuple[dict[str, Any], CabConfig] | None] = [None]
 
 
-def cab_config_of(config: Any) -> CabConfig:
+def cab_config_of(config: Any, implementation: str | None = None) -> CabConfig:
     """The CabConfig that a transformers config carries, the defaults when it carries none.
 
+    Those of "cab_frc" are `CabConfig.published`.
+
+    Args:
+        implementation: the name of the one that is to read it; by default the config's own.
+
     Raises:
-        ValueError: for what is no CabConfig, one of layers that the model does not have, or a
-            calibration of a model of another shape.
+        ValueError: for what is no CabConfig, one of layers that the model does not have, a
+            calibration of a model of another shape, or "cab_frc" with another predictor.
     """
     saved = getattr(config, "cab_config", None)
+    published = (implementation or getattr(config, "_attn_implementation", None)) == CAB_FRC
+    if saved is None and published:
+        return _published()
     result = _parsed({} if saved is None else saved)
+    if published and result.predictor != FRC:
+        raise ValueError(
+            f"cab_config has predictor {result.predictor!r}, and attn_implementation {CAB_FRC!r} "
+            f"is predictor {FRC!r}; give CabConfig.published(...), or attn_implementation 'cab'."
+        )
     require_origin(result.origin, config)
     require_layers(result, config)
     return result
@@ -68,6 +82,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST:
         return len(range(value))
     return value if value is None or isinstance(value, (str, int)) else repr(value)
+
+
+@torch.compiler.assume_constant_result
+def _published() -> CabConfig:
+    return CabConfig.published()
 
 
 # a constant to torch.compile, which wants plain arguments

@@ -1,9 +1,9 @@
-"""Telling transformers about "cab" and "cab_dense", without making `import cab_hf` slow.
+"""Telling transformers about "cab" and the like, without making `import cab_hf` slow.
 
 transformers itself imports torch and its modelling code only when a model class is first touched.
 Registration waits for that moment, so that importing cab_hf costs next to nothing.
 
-Two functions are registered under two names. What transformers has no registry for is told at six
+Two functions are registered under three names. What transformers has no registry for is told at six
 places, and changes nothing for a model that does not ask for "cab": its configs have a
 ``cab_config`` (`_Setting`), which models take beside a config as well, its check of an
 implementation's name, which every model passes as it is made or switched, asks us about ours, and
@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any
 
 from cab_hf.batching.hooks import PACKAGE
-from cab_hf.implementations import NAMES
+from cab_hf.implementations import NAMES, SPARSE
 
 CONFIGURATION = "transformers.configuration_utils"
 MODELING = "transformers.modeling_utils"
@@ -39,16 +39,16 @@ SERVING = "transformers.cli.serving.model_manager"
 
 
 def register() -> None:
-    """Register both implementations now."""
+    """Register our implementations now."""
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     from cab_hf.attention import cab_attention, cab_dense_attention
     from cab_hf.mask import cab_mask
 
-    AttentionInterface.register("cab", cab_attention)
-    AttentionInterface.register("cab_dense", cab_dense_attention)
-    AttentionMaskInterface.register("cab", cab_mask)
-    AttentionMaskInterface.register("cab_dense", cab_mask)
+    for name in NAMES:
+        attend = cab_attention if name in SPARSE else cab_dense_attention
+        AttentionInterface.register(name, attend)
+        AttentionMaskInterface.register(name, cab_mask)
     PreTrainedModel.get_correct_attn_implementation = _asking_us(
         PreTrainedModel.get_correct_attn_implementation
     )
@@ -205,7 +205,7 @@ def _asking_us(check: Callable[..., str]) -> Callable[..., str]:
         refuse_misplaced(model.config)
         text = model.config.get_text_config()
         if requested in NAMES:
-            make_predictor(cab_config_of(text))
+            make_predictor(cab_config_of(text, requested))
         elif requested is None and text._attn_implementation is None:
             warn_if_unused(text)
         return check(model, requested, *args, **kwargs)

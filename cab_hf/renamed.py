@@ -8,6 +8,8 @@ from typing import Any
 # field of an earlier version -> its name of today, and values that are called otherwise
 RENAMED = {"mass": "top_p", "bridges": "top_k_share", "dense_tail": "dense_tail_blocks"}
 RENAMED_VALUES = {"coarsen": {"box": "minmax"}}
+# how the published recipe was told before it was a predictor of its own
+PUBLISHED = {"coarsen": "max_l2", "select": "topk", "exact_queries": 0}
 # what settings record of a config alone: options of a calibration, budgets that are set
 PARTS = {"top_p", "top_k_share", "sparsity", "exact_queries", "exact_stride", "max_density"}
 
@@ -25,6 +27,12 @@ def renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
                 "the name that earlier versions had."
             )
     return {RENAMED.get(name, name): _value(name, value) for name, value in fields.items()}
+
+
+def is_published(fields: Mapping[str, Any]) -> bool:
+    """Whether fields of a `CabConfig` are those of the published recipe of earlier versions."""
+    by_default = fields.get("predictor", "curvature") == "curvature"
+    return by_default and all(fields.get(name) == value for name, value in PUBLISHED.items())
 
 
 def renamed_in(recorded: Any) -> Any:

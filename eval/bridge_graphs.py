@@ -19,6 +19,7 @@ from torch import Tensor
 from cab_hf.config import COARSEN, CabConfig
 from cab_hf.ops import reference
 from cab_hf.plan import Spans, block_visibility
+from cab_hf.predictors import frc
 from cab_hf.predictors.attention_mass import block_mass
 from cab_hf.runs.provenance import fingerprint
 from cab_hf.runs.settings import option, require
@@ -147,11 +148,11 @@ Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def published(curvature: str, redundancy: float = 1.0) -> Formula:
     """The published scores: edges are rectified logits."""
-    config = CabConfig.published(curvature=curvature, redundancy=redundancy, **SQUARE)
 
     def score(logits: Tensor, visible: Tensor, places: Tensor) -> Tensor:
         affinity = logits.relu().masked_fill(~visible, 0.0)
-        return reference.curvature_score(affinity, affinity, visible, places, config)
+        hops = frc.two_hop(affinity, places, *SQUARE.values())
+        return frc.score(affinity, hops, visible, curvature, redundancy)
 
     return score
 

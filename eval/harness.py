@@ -96,10 +96,11 @@ def what_was_attended(model: Any) -> dict[str, Any]:
     Raises:
         UsageError: no layer has attended sparsely.
     """
+    from cab_hf.implementations import SPARSE
     from cab_hf.model_config import cab_config_of
 
     text = model.config.get_text_config()
-    if text._attn_implementation != "cab":
+    if text._attn_implementation not in SPARSE:
         return {}
     config = cab_config_of(text)
     layers = [layer["density"] for layer in cab_hf.stats(model)]

@@ -15,7 +15,7 @@ from cab_hf.finetune.loss import CHUNK_LOGITS
 from cab_hf.finetune.models import stretch_positions
 from cab_hf.finetune.settings import ADAPTER, Settings
 from cab_hf.finetune.tiles import TILE, tile_of
-from cab_hf.implementations import NAMES
+from cab_hf.implementations import NAMES, SPARSE
 from cab_hf.model_config import cab_config_of
 from cab_hf.runs import models as run_models
 from cab_hf.runs.settings import UsageError
@@ -101,8 +101,8 @@ def fit(
     tokens, plans = length * settings.micro_batch, 0.0
     # on a CPU checkpoints and plans stay in the memory that the model has
     offloaded = settings.offload_layers if room.host else 0
-    if settings.attention == "cab" and settings.checkpointing and room.host:
-        config = cab_config_of(cost.config).changed(**given)
+    if settings.attention in SPARSE and settings.checkpointing and room.host:
+        config = cab_config_of(cost.config, settings.attention).changed(**given)
         plans = meter.plan_bytes(cost, config, length, settings.micro_batch, settings.cp)
     return meter.fit(
         cost,
@@ -119,7 +119,7 @@ def fit(
         quantised=FOUR_BIT_BYTES if settings.qlora and settings.dry_run else None,
         tile=tile_of(tokens // settings.cp, settings.tile_tokens),
         plans=plans,
-        short_texts=settings.attention == "cab",
+        short_texts=settings.attention in SPARSE,
         # which documents are packed together, transformers says to SDPA as a mask of all pairs
         mask_pairs=settings.micro_batch * length**2 if settings.attention == "sdpa" else 0,
         mask_itemsize=getattr(torch, settings.dtype).itemsize,

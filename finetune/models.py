@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cab_hf.config import CabConfig
+from cab_hf.implementations import SPARSE
 from cab_hf.model_config import cab_config_of
 from cab_hf.patches import apply_cab
 from cab_hf.runs import models as run_models
@@ -64,7 +65,7 @@ def load_model(
     options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
     options |= _four_bits(dtype, device) if qlora else {}
     model, tokenizer = open_model(name, config, dtype, device, **options)
-    if attn_implementation == "cab":
+    if attn_implementation in SPARSE:
         complete = cab_config is None or isinstance(cab_config, CabConfig)
         apply_cab(model, cab_config) if complete else apply_cab(model, **cab_config)
     elif isinstance(cab_config, Mapping):

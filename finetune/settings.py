@@ -53,7 +53,7 @@ class Settings:
     model: str = option(
         "smollm2", "smollm2, smollm2-d128-gqa4, smollm2-qk-norm, tiny, a folder, or a hub name"
     )
-    attention: str = option("cab", "attn_implementation while training: cab, sdpa, ...")
+    attention: str = option("cab", "attn_implementation while training: cab, cab_frc, sdpa, ...")
     cab: tuple[str, ...] = option(
         (), "field=value of CabConfig; may be given several times", repeatable=True
     )

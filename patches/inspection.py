@@ -14,11 +14,11 @@ from cab_hf.attention_layers import attention_layers, head_dim, transformers_mod
 from cab_hf.batching.served import unserved
 from cab_hf.budgets import budgets_of
 from cab_hf.checks import is_whole, require
-from cab_hf.config import CabConfig, Table
+from cab_hf.config import FRC, CabConfig, Table
 from cab_hf.decode.generation import has_index, index_cache, why_none
 from cab_hf.decode.step import decode_from
 from cab_hf.engines import SDPA, Workload
-from cab_hf.implementations import NAMES
+from cab_hf.implementations import NAMES, SPARSE
 from cab_hf.mask import CabMask
 from cab_hf.model_config import cab_config_of
 from cab_hf.ops.decode import index_keys
@@ -55,14 +55,14 @@ def describe(
     config = cab_config_of(text)
     tokens = tokens or getattr(text, "max_position_embeddings", None) or config.min_length
     training = model.training if training is None else training
-    head = "cab_dense: exact attention"
-    if name == "cab":
+    head, sparse = "cab_dense: exact attention", name in SPARSE
+    if sparse:
         blocks = f"blocks {config.query_block} x {config.key_block}"
-        head = f"cab: predictor {config.predictor}{_budget(config)}, {blocks}"
-    hint = _calibration(config) if name == "cab" else ""
+        head = f"{name}: predictor {config.predictor}{_budget(config)}, {blocks}"
+    hint = _calibration(config) if sparse else ""
     lines = [f"{head}; a prompt of {tokens} tokens{hint}:"]
     layers = [
-        (_sentence(module, config, model.dtype, tokens, training, name == "cab"), index)
+        (_sentence(module, config, model.dtype, tokens, training, sparse), index)
         for index, module in attention_layers(model)
     ]
     if not layers:
@@ -73,7 +73,7 @@ def describe(
         if first is None:
             of = "layers that stand in several places"
         lines.append(f"  {of}: {sentence}")
-    if name == "cab" and layers:
+    if sparse and layers:
         lines.append(f"  decode: {_decode(model, config)}")
     if layers:
         refused = unserved(model)
@@ -86,6 +86,8 @@ def _budget(config: CabConfig) -> str:
     """What CAB keeps; another predictor reads of the config what it likes."""
     if config.predictor == "cascade":
         return f" ({len(config.anchors)} anchors)"
+    if config.predictor == FRC:
+        return f" ({config.curvature}: sparsity {_numbers(config.sparsity)})"
     if config.predictor != "curvature":
         return ""
     if config.select == "topk":

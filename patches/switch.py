@@ -20,8 +20,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from cab_hf.attention_layers import transformers_model
 from cab_hf.batching.hooks import refuse_while_batching
 from cab_hf.checks import require
-from cab_hf.config import CabConfig
+from cab_hf.config import FRC, CabConfig
 from cab_hf.fit import require_layers, require_origin, warn_if_never_sparse
+from cab_hf.implementations import CAB_FRC
 from cab_hf.model_config import cab_config_of
 from cab_hf.predictors import make_predictor
 
@@ -70,6 +71,8 @@ def apply_cab(
     model: PreTrainedModel, config: Settings | None = None, **overrides: Any
 ) -> PreTrainedModel:
     """Switch a loaded model to ``"cab"``. Applying again only replaces the config.
+
+    One on ``"cab_frc"`` stays there where the predictor stays "frc".
 
     Only the text model of a vision-language model is switched. The model gets a config of its own:
     another model built from the same config object stays as it is.
@@ -174,6 +177,8 @@ def _turn_on(
     text = inner.config.get_text_config()
     given = cab_config_of(text) if config is None else _config_of(config)
     config = given.changed(**overrides)
+    stays = text._attn_implementation == CAB_FRC and config.predictor == FRC
+    name = CAB_FRC if stays else "cab"
     make_predictor(config)
     require_origin(config.origin, text)
     require_layers(config, text)
@@ -182,7 +187,7 @@ def _turn_on(
     # transformers asks whether it fits as it switches
     text.cab_config = config.to_dict()
     try:
-        switch(inner, text, "cab")
+        switch(inner, text, name)
     except BaseException:
         for each in was:
             each.put_back()

@@ -621,6 +621,7 @@ COMPILED = {
     "outliers": (SPARSE, "llama"),
     "full": (FULL, "llama"),
     "streaming": (SPARSE.changed(predictor="streaming"), "llama"),
+    "published": (CabConfig.published(0.6, query_block=32, key_block=16, min_length=0), "llama"),
     "cab_dense": (None, "llama"),
     "sliding": (None, "mistral-sliding"),
 }

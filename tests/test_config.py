@@ -2,6 +2,7 @@ import copy
 import dataclasses
 import json
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -393,10 +394,27 @@ def test_unknown_fields_and_wrong_kinds_are_refused():
 
 def test_published_is_the_published_recipe():
     config = CabConfig.published(sparsity=0.9)
-    assert (config.coarsen, config.select, config.curvature) == ("max_l2", "topk", "forman")
+    assert (config.predictor, config.curvature) == ("frc", "forman")
     assert (config.query_block, config.key_block, config.sparsity) == (64, 64, 0.9)
     assert (config.redundancy, config.sink_blocks, config.dense_tail_blocks) == (1.0, 0, 0)
     assert CabConfig.published(min_length=0, dense_tail_blocks=1).dense_tail_blocks == 1
+
+
+def test_the_published_recipe_of_earlier_versions_loads_as_its_predictor(monkeypatch):
+    monkeypatch.setattr(checks, "_warned", set())
+    before = {"coarsen": "max_l2", "select": "topk", "exact_queries": 0}
+    fields = {"sparsity": 0.9, "curvature": "forman", "redundancy": 1.0, "min_length": 64}
+    old = CabConfig(64, 64, 0, 1, 0, **before, **fields)
+    meant = CabConfig.published(0.9, min_length=64)
+    with pytest.warns(UserWarning, match="loaded as predictor='frc'"):
+        assert CabConfig.from_dict(old.to_dict()) == meant
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # once, and nothing of what is saved today
+        assert CabConfig.from_dict(old.to_dict()) == meant
+        assert CabConfig.from_dict({**before, "sparsity": 0.9}).predictor == "frc"
+        assert CabConfig.from_dict(meant.to_dict()) == meant
+        assert CabConfig.from_dict({**old.to_dict(), "coarsen": "mean"}).select == "topk"
 
 
 def test_decode_tokens_is_read_where_decode_is_sparse():

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from cab_hf.implementations import NAMES
+from cab_hf.implementations import NAMES, SPARSE
 
 if TYPE_CHECKING:
     # transformers is importing itself when it is told
@@ -183,7 +183,7 @@ def _resolved(resolve: Callable[..., Any]) -> Callable[..., Any]:
                 "continuous batching compiles the model; 'cab' is not traced there. Leave out "
                 "the compile configs and default_compile_level."
             )
-        if config._attn_implementation == "cab":
+        if config._attn_implementation in SPARSE:
             _warn_off_the_grid(config, result)
         return result
 
@@ -326,7 +326,7 @@ def _settings(model: Any) -> tuple[str, Any] | None:
 
     text = model.config.get_text_config()
     name = text._attn_implementation
-    return (name, cab_config_of(text) if name == "cab" else None) if name in NAMES else None
+    return (name, cab_config_of(text) if name in SPARSE else None) if name in NAMES else None
 
 
 def _of_one_setting(process: Callable[..., Any]) -> Callable[..., Any]:
@@ -414,7 +414,7 @@ def _query_block(scheduler: Any) -> int | None:
     model = vars(scheduler).get("_model")
     # the cache has the config of the time when it was made
     config = scheduler.cache.config if model is None else model.config.get_text_config()
-    if config._attn_implementation != "cab":
+    if config._attn_implementation not in SPARSE:
         return None
     from cab_hf.model_config import cab_config_of
 

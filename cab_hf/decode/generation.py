@@ -14,6 +14,7 @@ from cab_hf.attention_layers import attention_layers, head_dim, transformers_mod
 from cab_hf.config import CabConfig
 from cab_hf.decode.cache import IndexedDynamicLayer, IndexedStaticLayer, indexed
 from cab_hf.fit import layer_index
+from cab_hf.implementations import SPARSE
 from cab_hf.model_config import cab_config_of
 from cab_hf.predictors.cascade import anchor_of
 from cab_hf.refusals import foreseen
@@ -36,7 +37,7 @@ def index_cache(model: PreTrainedModel, cache: Cache | None = None) -> Cache:
     model = transformers_model(model)
     text = model.config.get_text_config()
     how = "call cab_hf.apply_cab(model, sparse_decode=True) first."
-    if text._attn_implementation != "cab":
+    if text._attn_implementation not in SPARSE:
         raise ValueError(
             f"attn_implementation is {text._attn_implementation!r}, which reads no index of the "
             f"cache; {how}"
@@ -72,7 +73,9 @@ def has_index(cache: Cache, layer: int | None) -> bool:
 def index_made(model: PreTrainedModel, cache: object) -> None:
     """`index_cache` of what `generate` has made, where the model would read an index of it."""
     text = model.config.get_text_config()
-    if text._attn_implementation != "cab" or not isinstance(cache, (DynamicCache, StaticCache)):
+    if text._attn_implementation not in SPARSE:
+        return
+    if not isinstance(cache, (DynamicCache, StaticCache)):
         return
     if cab_config_of(text).sparse_decode:
         index_cache(model, cache)

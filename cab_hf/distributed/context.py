@@ -143,7 +143,7 @@ def context_parallel(
     know. Heads limit the ranks, and budgets must be one number for all heads.
 
     Args:
-        model: with ``attn_implementation`` "cab" or "cab_dense".
+        model: with ``attn_implementation`` "cab", "cab_frc" or "cab_dense".
         group: the ranks that hold one text; None for all.
         heads_k_stride: KV heads whose K and V travel together; fewer take less memory.
         block: tokens of which chunks are whole multiples; the same as for ``shard``. The blocks of
@@ -187,7 +187,8 @@ def _refuse_model(model: nn.Module, modules: list[nn.Module]) -> None:
         result = ", ".join(sorted(map(repr, names))) or "none"
         raise ValueError(
             f"attn_implementation of {type(model).__name__} is {result}; context_parallel is for "
-            "'cab' and 'cab_dense': load the model with one of them, or call cab_hf.apply_cab."
+            f"{', '.join(map(repr, NAMES))}: load the model with one of them, or call "
+            "cab_hf.apply_cab."
         )
     if any(hasattr(module, PARALLEL) for module in modules):
         raise ValueError(

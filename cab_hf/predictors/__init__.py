@@ -17,6 +17,7 @@ from cab_hf.predictors.baselines import (
 from cab_hf.predictors.cascade import CascadePredictor
 from cab_hf.predictors.curvature import CurvaturePredictor
 from cab_hf.predictors.flexprefill import FlexPrefillPredictor
+from cab_hf.predictors.frc import FrcPredictor
 from cab_hf.predictors.published import AdaptiveCurvaturePredictor, CoarseCurvaturePredictor
 from cab_hf.predictors.rows import RowsPredictor
 
@@ -27,6 +28,7 @@ __all__ = [
     "CoarseCurvaturePredictor",
     "CurvaturePredictor",
     "FlexPrefillPredictor",
+    "FrcPredictor",
     "LayerContext",
     "OraclePredictor",
     "Predictor",
@@ -44,6 +46,7 @@ register_predictor("antidiagonal", AntidiagonalPredictor)
 register_predictor("cascade", CascadePredictor)
 register_predictor("curvature", CurvaturePredictor)
 register_predictor("flexprefill", FlexPrefillPredictor)
+register_predictor("frc", FrcPredictor)
 register_predictor("oracle", OraclePredictor)
 register_predictor("random", RandomPredictor)
 register_predictor("rows", RowsPredictor)

@@ -106,7 +106,8 @@ class Settings(ModelSettings):
         self.check("implementations", named, f"out of {', '.join(known)}")
         self.check("spread", set(self.spread) <= set(SPREADS), f"out of {', '.join(SPREADS)}")
         across = CP not in self.spread or set(self.implementations) & set(NAMES)
-        text = f"some of {', '.join(NAMES)} where a sequence is sharded ({CP})"
+        ours = ", ".join([name for name in NAMES if name in known])
+        text = f"some of {ours} where a sequence is sharded ({CP})"
         self.check("implementations", across, text)
         for name in ("tile_tokens", "offload_layers", "host_gib"):
             self.check(name, (getattr(self, name) or 0) >= 0, "auto, or 0 or more")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cab_hf.budgets import budgets_of
-from cab_hf.config import CabConfig
+from cab_hf.config import FRC, CabConfig
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, markdown_table, percent
@@ -173,15 +173,17 @@ def predictor_flops(config: CabConfig, settings: Settings, length: int) -> dict[
     """
     dim, heads = settings.head_dim, settings.batch * settings.heads
     kv_heads = settings.batch * settings.kv_heads
+    published = config.predictor == FRC
     a_query, a_key, products = {"minmax": (1, 3, 3), "mean": (1, 1, 1), "max_l2": (2, 2, 1)}[
-        config.coarsen
+        "max_l2" if published else config.coarsen
     ]
     rows = -(-length // config.query_block)
     ends = [min(length, (row + 1) * config.query_block) for row in range(rows)]
     tiles = sum(-(-end // config.key_block) for end in ends)
     budgets = budgets_of(config, config.anchors[0] if config.anchors else None, settings.heads)
     # of all heads of one text
-    queries = sum(budgets.of_head(head)[3] for head in budgets.exact(settings.heads))
+    exact = () if published else budgets.exact(settings.heads)
+    queries = sum(budgets.of_head(head)[3] for head in exact)
     scored = len(llama_channels(dim)) or dim
     # paths i -> t -> j with j <= t <= i
     paths = rows * (rows + 1) * (rows + 2) // 6

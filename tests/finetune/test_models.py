@@ -303,7 +303,7 @@ def test_settings_are_held_against_those_that_the_model_brings(tmp_path, attenti
 
     # the default reads no sparsity, and this recipe no top_p
     load(sparsity=0.8)
-    with pytest.raises(ValueError, match="top_p is 0.5, which select='topk' does not read"):
+    with pytest.raises(ValueError, match="top_p is 0.5, which predictor='frc' does not read"):
         load(top_p=0.5)
 
 

@@ -239,7 +239,7 @@ def test_a_key_is_found_where_every_process_foresees_its_part(four):
         pytest.param(["--cp", "2"], "cp must divide the 1 processes of the run", id="too many"),
         pytest.param(
             ["--cp", "2", "--attention", "sdpa"],
-            "attention is 'sdpa'; it must be one of cab, cab_dense with cp=2",
+            "attention is 'sdpa'; it must be one of cab, cab_frc, cab_dense with cp=2",
             id="attention",
         ),
         pytest.param(

@@ -546,6 +546,7 @@ def test_what_the_cpu_scores_is_what_it_is_given():
 # --- what is selected by them
 
 COUNTS = ((4, 0, 1, 8),)
+TOPK = {"select": "topk", "sink_blocks": 0, "local_blocks": 1, "dense_tail_blocks": 0}
 SELECTED = [
     pytest.param(CabConfig(**SMALL, top_p=0.8, exact_queries=8), id="mass-and-bridges"),
     pytest.param(CabConfig(**SMALL, top_p=0.8, top_k_share=0.0, exact_queries=8), id="top_p"),
@@ -574,13 +575,9 @@ SELECTED = [
     ),
     pytest.param(CabConfig(48, 16, exact_queries=12, top_p=0.5), id="q48"),
     pytest.param(CabConfig(16, 32, exact_queries=2, top_p=0.5), id="wide-keys"),
+    pytest.param(CabConfig(16, 16, **TOPK, sparsity=0.7, exact_queries=4), id="topk"),
     pytest.param(
-        CabConfig.published(0.7, query_block=16, key_block=16, exact_queries=4), id="topk"
-    ),
-    pytest.param(
-        CabConfig.published(
-            ((0.5, 0.9, 0.7, 0.7),), query_block=16, key_block=16, exact_queries=((4, 0, 2, 0),)
-        ),
+        CabConfig(16, 16, **TOPK, sparsity=((0.5, 0.9, 0.7, 0.7),), exact_queries=((4, 0, 2, 0),)),
         id="topk-some",
     ),
 ]

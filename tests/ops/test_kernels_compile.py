@@ -85,3 +85,15 @@ def test_no_length_is_compiled_for(settings, kernels):
     # outliers on their channels, typical queries on all
     assert times.pop("_scored_rows_kernel", 0) <= 2
     assert set(times.values()) == {1}, times
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim"), slow_but([("bfloat16", 128), ("float32", 256), ("float16", 80)], 0)
+)
+def test_frc_compiles_for_hopper(dtype, dim):
+    settings = {"predictor": "frc", "query_block": 64, "curvature": "forman"}
+    result = compiling("frc", settings, dtype, dim, False)
+    assert result.keys() == {"_largest_kernel", "_select_kernel"}
+    assert max(shared for shared, _ in result.values()) <= SHARED_MEMORY
+    # not for every length, but for rows of few columns and of many
+    assert result["_largest_kernel"][1] <= 2 and result["_select_kernel"][1] <= 3

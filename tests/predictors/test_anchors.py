@@ -246,6 +246,6 @@ def test_the_saved_cascade_is_a_config():
     actual = within(kept, 2, 0.4)
     assert [SHARES.index(share) for share in config.top_k_share[2]] == actual.options[1].tolist()
     assert not any(map(any, config.top_p)) and config.max_density == 1.0
-    published = CabConfig.published(0.9, query_block=32, key_block=16)
-    rows = cascaded(published, kept, (0, 2), 4, 2, 0.4).sparsity
+    by_share = CabConfig(32, 16, select="topk", sparsity=0.9)
+    rows = cascaded(by_share, kept, (0, 2), 4, 2, 0.4).sparsity
     assert rows[2] == tuple(1 - share for share in config.top_k_share[2])

@@ -34,7 +34,7 @@ recipes = pytest.mark.parametrize("config", RECIPES)
 
 def select(config, q, k, spans=None):
     spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
-    plan = CurvaturePredictor(config)(q, k, LayerContext(spans, q.shape[-1] ** -0.5))
+    plan = make_predictor(config)(q, k, LayerContext(spans, q.shape[-1] ** -0.5))
     plan.validate()
     return plan
 
@@ -290,7 +290,7 @@ def test_any_length_and_group_gives_a_valid_plan(config, length, heads):
 @recipes
 def test_full_budget_keeps_every_block(config):
     q, k, _ = qkv(q_length=205)
-    full = changed(config, top_p=1.0, sparsity=0.0)
+    full = changed(config, **({"sparsity": 0.0} if config.predictor == "frc" else {"top_p": 1.0}))
     assert select(full, q, k).density() == 1
 
 
@@ -325,6 +325,7 @@ def test_heads_worked_on_in_parts_select_the_same(config, monkeypatch):
     q, k, _ = qkv(q_length=300)
     together = select(config, q, k).to_dense()
     monkeypatch.setattr("cab_hf.predictors.curvature.SCORE_ELEMENTS_AT_A_TIME", 1)
+    monkeypatch.setattr("cab_hf.predictors.frc.SCORE_BYTES_AT_A_TIME", 1)
     assert torch.equal(select(config, q, k).to_dense(), together)
 
 

@@ -22,6 +22,7 @@ from cab_hf.ops import lists, pairs, predict, rows
 from cab_hf.ops.attention import merge
 from cab_hf.ops.decode import attend_kernels, choose_kernels, index_kernel, kernels, launch
 from cab_hf.plan import BlockPlan, Spans
+from cab_hf.predictors import LayerContext, frc
 from cab_hf.rotary import llama_channels
 
 LENGTH, HEADS, KV_HEADS = 1024, 4, 2
@@ -87,6 +88,18 @@ def choose(q, k, spans, config, channels):
     return predict.choose(q, summary, spans, 1.0, config, budgets, channels)
 
 
+def frc_compiled(config, dtype, dim, eight_bits):
+    """Names of the kernels of predictor "frc" -> (bytes of shared memory, how often compiled)."""
+    result = record(dtype, eight_bits)
+    frc.has_kernels = lambda x: True
+    for queries, keys in CHUNKS:
+        q, k = torch.zeros(1, HEADS, queries, dim), torch.zeros(1, KV_HEADS, keys, dim)
+        call = LayerContext(Spans.causal(1, queries, keys, "cpu"), 1.0, 0)
+        frc.FrcPredictor(config)(q.to(dtype), k.to(dtype), call)
+    shared = {name: max(x.metadata.shared for x in all_of) for name, all_of in result.items()}
+    return {name: (most, len(result[name])) for name, most in shared.items()}
+
+
 def record(dtype, eight_bits):
     """A dict that gets the kernels, by name, that are launched from now on, of which none runs."""
     driver.set_active(NoDevice())
@@ -106,4 +119,5 @@ def record(dtype, eight_bits):
 if __name__ == "__main__":
     what, (settings, dtype, dim, eight_bits) = sys.argv[1], json.loads(sys.argv[2])
     given = CabConfig(**settings), getattr(torch, dtype), dim, eight_bits
-    print(json.dumps({"once": compiled, "lengths": compiled_for_lengths}[what](*given)))
+    ways = {"once": compiled, "lengths": compiled_for_lengths, "frc": frc_compiled}
+    print(json.dumps(ways[what](*given)))

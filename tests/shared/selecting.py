@@ -1,5 +1,6 @@
 """What is selected by the reference and by the kernels, for the tests that compare them."""
 
+import pytest
 import torch
 from attention_cases import laid_out
 from tiny import qkv
@@ -8,7 +9,7 @@ from cab_hf import BlockPlan
 from cab_hf.budgets import budgets_of
 from cab_hf.ops import lists, predict, rows
 from cab_hf.plan import Spans
-from cab_hf.predictors import LayerContext, make_predictor
+from cab_hf.predictors import LayerContext, frc, make_predictor
 
 
 def on_the_cpu(config, q, k, spans, scale=0.25, channels=()):
@@ -22,6 +23,10 @@ def by_kernels(config, q, k, spans, scale=0.25, channels=()):
     """The same by the kernels, in the interpreter."""
     if config.predictor == "rows":
         return rows_by_kernels(config, q, k, spans, scale, channels)
+    if config.predictor == "frc":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(frc, "has_kernels", lambda x: True)
+            return on_the_cpu(config, q, k, spans, scale)
     budgets = budgets_of(config, 0, q.shape[1])
     summary = predict.summarise(k, spans.key_valid, config, channels)
     full, partial = predict.choose(q, summary, spans, scale, config, budgets, channels)

@@ -1,0 +1,315 @@
+"""FRC: the published CAB method, which keeps the edges of lowest Forman-Ricci curvature."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cab_hf.budgets import budgets_of
+from cab_hf.ops import HAS_TRITON
+from cab_hf.plan import BlockLists, BlockPlan, Spans, crossed_blocks, once_per_spans
+from cab_hf.predictors.base import SHARE_OPTIONS, LayerContext, Predictor
+
+# bytes of scores alive at a time; heads take turns so that it is enough
+SCORE_BYTES_AT_A_TIME = 1 << 30
+SCORES_OF_A_HEAD = 8  # float32 [M_q, M_k] that live at once
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LARGEST_HEAD_DIM = 256
+
+
+class FrcPredictor(Predictor):
+    """The published CAB method, `CabConfig.published`: row-wise top-k by curvature.
+
+    A block is summarised by its token of largest norm. The edges of the block graph weigh
+    A = ReLU(Q K^T scale), 0 for what a row may not see. Of every row a share is kept, 1 -
+    ``config.sparsity``: sinks and local blocks, and those of highest `score`, which with
+    ``config.curvature="forman"`` and ``config.redundancy`` 1 is the lowest Forman-Ricci curvature.
+
+    On CUDA devices kernels (`cab_hf.ops.frc`) find the tokens and select the blocks, and nothing
+    waits for the device. What is between are products and sums of PyTorch in float32; the products
+    are in TF32 where ``torch.set_float32_matmul_precision`` allows it.
+    """
+
+    def options(self) -> tuple[Mapping[str, float], ...]:
+        return SHARE_OPTIONS
+
+    def summarise(self, k: Tensor, valid: Tensor | None = None) -> Tensor:
+        """The key of largest norm of every key block, float32 [B, H_kv, M_k, D]."""
+        if valid is None:
+            valid = torch.ones(k.shape[0], k.shape[2], device=k.device, dtype=torch.bool)
+        return self._largest("k", k, valid, self.config.key_block)
+
+    def vectors(self, q: Tensor, spans: Spans) -> Tensor:
+        """The query of largest norm of every query block, float32 [B, H, M_q, D]."""
+        return self._largest("q", q, spans.last >= 0, self.config.query_block)
+
+    def _largest(self, name: str, x: Tensor, valid: Tensor, block: int) -> Tensor:
+        if self.config.check_finite and not bool(torch.isfinite(x).all()):
+            raise ValueError(
+                f"{name} holds infinite or NaN values (shape {tuple(x.shape)}); nothing can be "
+                "selected by them. Look for an overflow in the layers before this one."
+            )
+        return _tokens(x, valid, block)
+
+    def gathers(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
+        """Summaries, and vectors where two-hop paths and column sums run through all rows."""
+        if type(self) is not FrcPredictor:
+            # whoever chooses otherwise knows what that takes
+            return super().gathers(call, heads)
+        curved = is_curved(self.config.curvature, self.config.redundancy)
+        return ("summaries", "vectors") if curved else ("summaries",)
+
+    def choose(
+        self, q: Tensor, summary: Tensor, call: LayerContext, vectors: Tensor | None = None
+    ) -> BlockPlan:
+        """See `Predictor.choose`; ``vectors`` as in `Predictor.gathers`."""
+        if vectors is None:
+            return self._plan(self.vectors(q, call.spans), summary, call)
+        return call.spans.own(self._plan(vectors, summary, replace(call, spans=call.spans.text)))
+
+    def _plan(self, queries: Tensor, keys: Tensor, call: LayerContext) -> BlockPlan:
+        """The plan by the vectors of query blocks [B, H, M_q, D] and of key blocks."""
+        config, spans, heads = self.config, call.spans, queries.shape[1]
+        tail = config.dense_tail_blocks * config.query_block, config.query_block
+        rows = spans.tail(*tail) if spans.has_tail(*tail) else None
+        named = spans.tail_rows(*tail)
+        listed = rows is not None and named is None
+        sparsity = budgets_of(config, call.layer, heads).sparsity
+        blocks = config.query_block, config.key_block
+        bounds = row_bounds(spans, *blocks, config.sink_blocks, config.local_blocks)
+        wanted = wanted_blocks(bounds, rows, listed, sparsity, config.max_density)
+        given = wanted.expand(-1, heads, -1).contiguous(), spans.rows(blocks[0]).places(blocks[0])
+        by = config.curvature, config.redundancy
+        # one more than the share: it is rounded up, and here in floating point
+        share = 1.0 if listed else min(1 - min(sparsity), config.max_density)
+        crossed, kv_blocks = crossed_blocks(*blocks), keys.shape[2]
+        forced = config.sink_blocks + max(config.local_blocks, crossed)
+        room = min(kv_blocks, max(torch.sym_int(share * kv_blocks) + 2, forced))
+        rooms = room, min(kv_blocks, crossed) if spans.aligned else kv_blocks
+        known = queries.float(), keys.float(), bounds, *given
+        lists = _lists(*known, call.scale, *blocks, *by, *rooms)
+        full, partial = BlockLists(*lists[:2]), BlockLists(*lists[2:])
+        return BlockPlan(full, partial, spans, *blocks, dense_rows=named)
+
+
+def is_curved(curvature: str, redundancy: float) -> bool:
+    """Whether curvature takes part in the score at all."""
+    return curvature != "none" and redundancy > 0
+
+
+def largest_tokens(x: Tensor, valid: Tensor, block: int) -> Tensor:
+    """The token of largest norm of every block of x [B, H, N, D], float32 [B, H, M, D].
+
+    The first of equals. ``valid``, bool [B, N], is False for padding, which is taken where there is
+    nothing else.
+    """
+    padding = -x.shape[2] % block
+    tokens = F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, block)).float()
+    real = F.pad(valid, (0, padding)).unflatten(1, (-1, block)).unsqueeze(1)
+    norm = tokens.square().sum(-1).masked_fill(~real, -1.0)
+    return tokens.take_along_dim(norm.argmax(-1)[..., None, None], dim=-2).squeeze(-2)
+
+
+def affinity_of(queries: Tensor, keys: Tensor, scale: float, visible: Tensor) -> Tensor:
+    """Edge weights ReLU(Q K^T scale) of [B, H, M, D] each, 0 outside ``visible`` and for NaN."""
+    logits = queries @ keys.transpose(-1, -2) * scale
+    return logits.where(visible & (logits > 0), 0.0)
+
+
+def two_hop(affinity: Tensor, places: Tensor, query_block: int, key_block: int) -> Tensor:
+    """Weight of the paths row i -> row t -> key block j, [B, H, M_q, M_k]: A A for square blocks.
+
+    Key blocks are summed to the query grid before the product and the result is spread back.
+    ``places``, int64 [B, M_q], says where on the query grid each row stands: `RowSpans.places`. The
+    middle of a path is one of the rows at hand: those of earlier chunks are gone. Weights that are
+    not finite count 0: times 0 they would reach rows that do not see where they come from.
+    """
+    kv_blocks = affinity.shape[-1]
+    ratio, spread = max(1, query_block // key_block), max(1, key_block // query_block)
+    coarse = affinity.where(affinity.isfinite(), 0.0)
+    if ratio > 1:
+        coarse = F.pad(coarse, (0, -kv_blocks % ratio)).unflatten(-1, (-1, ratio)).sum(-1)
+    elif spread > 1:
+        coarse = (coarse / spread).repeat_interleave(spread, dim=-1)
+    to_rows = coarse.gather(-1, places[:, None, None].expand(*coarse.shape[:3], -1))
+    hops = to_rows @ coarse
+    if spread > 1:
+        return hops.unflatten(-1, (kv_blocks, spread)).sum(-1)
+    return hops.repeat_interleave(ratio, dim=-1)[..., :kv_blocks] if ratio > 1 else hops
+
+
+def forman_curvature(affinity: Tensor, hops: Tensor) -> Tensor:
+    """Forman-Ricci curvature with triangles, F = 4 A - S_i - S_j + 3 A A, [B, H, M_q, M_k].
+
+    S_i is the strength of the row, S_j of the column. The column is summed down to the row itself,
+    so that no row's selection depends on later queries.
+    """
+    return 4 * affinity - affinity.sum(-1, keepdim=True) - affinity.cumsum(-2) + 3 * hops
+
+
+def min_max(x: Tensor, visible: Tensor) -> Tensor:
+    """Scaled to [0, 1] over the visible part of each row."""
+    low = x.masked_fill(~visible, torch.inf).amin(-1, keepdim=True)
+    high = x.masked_fill(~visible, -torch.inf).amax(-1, keepdim=True)
+    scaled = (x - low) / (high - low).clamp(min=torch.finfo(x.dtype).eps)
+    return scaled.masked_fill(~visible, 0.0)
+
+
+def score(
+    affinity: Tensor, hops: Tensor | None, visible: Tensor, curvature: str, redundancy: float
+) -> Tensor:
+    """What ranks the blocks of a row, [B, H, M_q, M_k]: the highest are kept.
+
+    ``"forman"`` is (1 - redundancy) A - redundancy F. ``"additive"`` is A scaled to [0, 1] over its
+    row - redundancy A A / M_k, as published by all key blocks of the call: there padding and
+    packing change what a text selects. Without ``hops``, those of `two_hop`, it is A.
+    """
+    if hops is None:
+        return affinity
+    if curvature == "forman":
+        return (1 - redundancy) * affinity - redundancy * forman_curvature(affinity, hops)
+    return min_max(affinity, visible) - redundancy * hops / affinity.shape[-1]
+
+
+def best_blocks(score: Tensor, visible: Tensor, forced: Tensor, wanted: Tensor) -> Tensor:
+    """As many blocks of each row as ``wanted`` [B, H, M_q] says, bool [B, H, M_q, M_k].
+
+    Those that are forced, then the best; ties go to the lower index.
+    """
+    free, wanted = visible & ~forced, wanted.unsqueeze(-1)
+    order = score.masked_fill(~free, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    spare = wanted - forced.sum(-1, keepdim=True)
+    return (forced & (wanted > 0)) | (free & (order.argsort(-1) < spare))
+
+
+@once_per_spans
+def row_bounds(
+    spans: Spans, query_block: int, key_block: int, sink_blocks: int, local_blocks: int
+) -> Tensor:
+    """int32 [6, B, M_q], key blocks: the first and the last that a row sees, the first that is no
+    sink, the first of its local ones, the first and the last that all of its queries see wholly.
+
+    Blocks that hold positions of the row itself are local. Rows of padding see blocks 0 to -1.
+    """
+    rows = spans.rows(query_block)
+    real = rows.queries > 0
+    first = rows.min_first.where(real, 0) // key_block
+    last = rows.max_last // key_block
+    own = rows.min_last.where(real, -1) // key_block
+    sinks = (first + sink_blocks).minimum(last + 1)
+    local = own.minimum(last + 1 - local_blocks).maximum(first)
+    begin = -(-rows.max_first // key_block)
+    end = (rows.min_last.where(real, -1) + 1) // key_block - 1
+    return torch.stack((first, last, sinks, local, begin, end)).int()
+
+
+def wanted_blocks(
+    bounds: Tensor, tail: Tensor | None, listed: bool, sparsity: tuple[float, ...], cap: float
+) -> Tensor:
+    """How many blocks each row lists, int32 [B, H or 1, M_q]: its share, and all that are forced.
+
+    Args:
+        bounds: `row_bounds`.
+        tail: bool [B, M_q], the rows that attend everything; None for none.
+        listed: whether they list it; otherwise the plan names them, and they list nothing.
+        sparsity: of each head, or of all.
+        cap: the largest share that a row keeps, where it is not forced.
+    """
+    first, last, sinks, local = bounds[:4].unsqueeze(2)
+    blocks = last - first + 1
+    forced = blocks - (local - sinks).clamp(min=0)
+    dropped = sparsity[0] if len(sparsity) == 1 else _on_device(sparsity, bounds.device)
+    # 0.05 * 20 must not round up to 2
+    share, most = ((blocks.double() * x - 1e-9).ceil().int() for x in (1 - dropped, cap))
+    wanted = share.minimum(most).maximum(forced)
+    return wanted if tail is None else wanted.where(~tail.unsqueeze(1), blocks if listed else 0)
+
+
+@lru_cache(1024)
+def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """float64 [H, 1]. Made once for a layer: the copy is a wait, and CUDA graphs allow none."""
+    return torch.tensor(numbers, dtype=torch.float64, device=device).unsqueeze(1)
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether kernels take x [B, H, N, D]."""
+    return x.is_cuda and HAS_TRITON and x.dtype in KERNEL_DTYPES and x.shape[3] <= LARGEST_HEAD_DIM
+
+
+@torch.library.custom_op("cab_hf::frc_tokens", mutates_args=())
+def _tokens(x: Tensor, valid: Tensor, block: int) -> Tensor:
+    """`largest_tokens`, by a kernel where there is one."""
+    if not has_kernels(x):
+        return largest_tokens(x, valid, block)
+    # models on the CPU never need Triton
+    from cab_hf.ops import frc
+
+    return frc.largest_tokens(x, valid, block)
+
+
+@_tokens.register_fake
+def _(x, valid, block):
+    blocks = -(-x.shape[2] // block)
+    return x.new_empty(*x.shape[:2], blocks, x.shape[3], dtype=torch.float32)
+
+
+@torch.library.custom_op("cab_hf::frc", mutates_args=())
+def _lists(
+    queries: Tensor,
+    keys: Tensor,
+    bounds: Tensor,
+    wanted: Tensor,
+    places: Tensor,
+    scale: float,
+    query_block: int,
+    key_block: int,
+    curvature: str,
+    redundancy: float,
+    full_room: int,
+    partial_room: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Counts and indices of full and of partial blocks, lists of so much room."""
+    (batch, heads, q_blocks, _), kv_blocks = queries.shape, keys.shape[2]
+    column = torch.arange(kv_blocks, device=queries.device)
+    first, last, sinks, local, begin, end = bounds[:, :, None, :, None]
+    visible = (column >= first) & (column <= last)
+    forced = visible & ((column < sinks) | (column >= local))
+    keys = keys.repeat_interleave(heads // keys.shape[1], dim=1)
+    kernels, kept, made = has_kernels(queries), [], _empty(queries, full_room, partial_room)
+    a_head = 4 * SCORES_OF_A_HEAD * batch * q_blocks * kv_blocks
+    step = max(1, SCORE_BYTES_AT_A_TIME // a_head)
+    # an autocast would round the products
+    with torch.autocast(queries.device.type, enabled=False):
+        for start in range(0, heads, step):
+            mine = slice(start, start + step)
+            affinity = affinity_of(queries[:, mine], keys[:, mine], scale, visible)
+            curved = is_curved(curvature, redundancy)
+            hops = two_hop(affinity, places, query_block, key_block) if curved else None
+            ranked = score(affinity, hops, visible, curvature, redundancy)
+            if kernels:
+                from cab_hf.ops import frc
+
+                frc.select(ranked, bounds, wanted, start, made)
+            else:
+                kept.append(best_blocks(ranked, visible, forced, wanted[:, mine]))
+    if kernels:
+        return made
+    keep, complete = torch.cat(kept, dim=1), (column >= begin) & (column <= end)
+    full = BlockLists.from_dense(keep & complete, full_room)
+    partial = BlockLists.from_dense(keep & ~complete, partial_room)
+    return full.counts, full.indices, partial.counts, partial.indices
+
+
+@_lists.register_fake
+def _(queries, keys, bounds, wanted, places, *given):
+    return _empty(queries, *given[-2:])
+
+
+def _empty(like: Tensor, *rooms: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shapes = [shape for room in rooms for shape in ((), (room,))]
+    return tuple([like.new_empty(*like.shape[:3], *x, dtype=torch.int32) for x in shapes])

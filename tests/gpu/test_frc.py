@@ -1,0 +1,77 @@
+"""The kernels of predictor "frc", on a GPU, against the same steps in PyTorch."""
+
+import pytest
+import torch
+from attention_cases import laid_out
+from selecting import heads_on
+
+from cab_hf import CabConfig
+from cab_hf.plan import Spans
+from cab_hf.predictors import FrcPredictor, LayerContext, frc
+
+pytestmark = pytest.mark.gpu
+
+CASES = [
+    pytest.param(CabConfig.published(), {}, id="forman"),
+    pytest.param(CabConfig.published(curvature="additive"), {}, id="additive"),
+    pytest.param(CabConfig.published(curvature="none"), {"dtype": torch.float16}, id="magnitude"),
+    pytest.param(CabConfig.published(), {"dtype": torch.float32, "dim": 256}, id="float32-256"),
+    pytest.param(CabConfig.published(0.8, query_block=128), {"dim": 80}, id="two-to-one"),
+    pytest.param(CabConfig.published(key_block=128), {"q_length": 3000}, id="wide-keys-chunk"),
+    pytest.param(CabConfig.published(((0.5, 0.9) * 4,)), {"length": 40}, id="below-one-block"),
+    pytest.param(CabConfig.published(0.0), {"batch": 2}, id="everything"),
+    pytest.param(CabConfig.published(0.5, max_density=0.2), {"batch": 3}, id="capped"),
+    pytest.param(CabConfig.published(dense_tail_blocks=2), {}, id="tail"),
+]
+
+
+def both(monkeypatch, config, q, k, call):
+    """The plans of the kernels and of PyTorch, on the device."""
+    plan = FrcPredictor(config)(q, k, call)
+    plan.validate()
+    assert torch.equal(plan.to_dense(), FrcPredictor(config)(q, k, call).to_dense())
+    monkeypatch.setattr(frc, "has_kernels", lambda x: False)
+    return plan.to_dense(), FrcPredictor(config)(q, k, call).to_dense()
+
+
+@pytest.mark.parametrize(("config", "shape"), CASES)
+def test_kernels_select_what_pytorch_does(gpu, config, shape, monkeypatch):
+    q, k = heads_on(gpu, **shape)
+    call = LayerContext(Spans.causal(q.shape[0], q.shape[2], k.shape[2], gpu), 0.1, 0)
+    actual, meant = both(monkeypatch, config, q, k, call)
+    # two tokens may be of norms that differ by rounding
+    assert (actual != meant).sum() <= 0.001 * meant.sum()
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "chunk"])
+def test_kernels_select_it_in_every_layout(gpu, layout, monkeypatch):
+    length = 1111 if layout == "chunk" else 2000
+    q, k = heads_on(gpu, length=2000, q_length=length, batch=2)
+    frame = laid_out(layout, 2, length, 2000, 64, gpu)
+    call = LayerContext(frame.spans, 0.1, 0)
+    parts = frame.queries(q), frame.keys(k), call
+    actual, meant = both(monkeypatch, CabConfig.published(0.8), *parts)
+    assert (actual != meant).sum() <= 0.001 * meant.sum()
+
+
+def test_compiled_layers_choose_the_same(gpu):
+    q, k = heads_on(gpu, length=3000)
+    config = CabConfig.published(0.8)
+
+    def lists(q, k):
+        plan = FrcPredictor(config)(q, k, LayerContext(Spans.causal(1, 3000, 3000, q.device), 0.1))
+        return plan.full.counts, plan.full.indices, plan.partial.counts
+
+    counts, _, partial = lists(q, k)
+    actual = torch.compile(lists, fullgraph=True)(q, k)
+    assert torch.equal(actual[0], counts) and torch.equal(actual[2], partial)
+
+
+def test_a_long_text_takes_bounded_memory(gpu):
+    length, shape = 131_072, {"device": gpu, "dtype": torch.bfloat16}
+    q, k = (torch.randn(1, heads, length, 128, **shape) for heads in (32, 8))
+    torch.cuda.reset_peak_memory_stats()
+    inputs = torch.cuda.memory_allocated()
+    call = LayerContext(Spans.causal(1, length, length, gpu), 128**-0.5)
+    FrcPredictor(CabConfig.published())(q, k, call)
+    assert (torch.cuda.max_memory_allocated() - inputs) / 2**30 < 4

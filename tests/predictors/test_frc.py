@@ -1,0 +1,311 @@
+"""Predictor "frc": its steps by hand, what rows keep, and its kernels against PyTorch."""
+
+import math
+
+import pytest
+import torch
+from marks import slow_but
+from selecting import by_kernels, laid_in, loud, on_the_cpu
+from tiny import qkv
+
+from cab_hf import CabConfig
+from cab_hf.ops import frc as kernels
+from cab_hf.plan import Spans
+from cab_hf.predictors import FrcPredictor, LayerContext, frc, make_predictor
+from cab_hf.predictors.base import SHARE_OPTIONS
+
+GRID = {"query_block": 16, "key_block": 16}
+# what rows of three blocks weigh: the third row sees columns 0 to 2
+AFFINITY = torch.tensor([[1.0, 0, 0], [2, 3, 0], [0, 1, 2]])[None, None]
+LOWER = torch.ones(3, 3, dtype=torch.bool).tril()
+
+
+def plan_of(config, q, k, spans=None):
+    spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
+    plan = FrcPredictor(config)(q, k, LayerContext(spans, q.shape[-1] ** -0.5, 0))
+    plan.validate()
+    return plan
+
+
+def of_blocks(logits):
+    """q and k of one token in 16 that is not zero, whose logits at scale 1/4 are these."""
+    logits = torch.tensor(logits, dtype=torch.float32)
+    blocks = len(logits)
+    q, k = torch.zeros(2, 1, 1, blocks, 16, 16)
+    q[:, :, torch.arange(blocks), 5, :blocks] = logits
+    k[:, :, torch.arange(blocks), 7, :blocks] = 4 * torch.eye(blocks)
+    return q.flatten(2, 3), k.flatten(2, 3)
+
+
+# --- by hand
+
+
+def test_the_token_of_largest_norm_by_hand():
+    x = torch.tensor([[1.0, 1], [0, -3], [2, 0], [0, 2], [0.5, 0]])[None, None]
+    valid = torch.tensor([[True, True, True, True, False]])
+    # the first of equals, and padding where there is nothing else
+    assert frc.largest_tokens(x, valid, 2).tolist() == [[[[0, -3], [2, 0], [0.5, 0]]]]
+    valid[0, 1] = False
+    assert frc.largest_tokens(x, valid, 2)[0, 0, 0].tolist() == [1, 1]
+
+
+def test_edges_are_rectified_logits_of_what_is_seen():
+    q = torch.tensor([[1.0, 9, 9], [2, 3, 9], [-5, math.nan, 2]])[None, None]
+    actual = frc.affinity_of(q, torch.eye(3)[None, None], 0.5, LOWER)
+    assert (2 * actual)[0, 0, :2].tolist() == [[1, 0, 0], [2, 3, 0]]
+    assert actual[0, 0, 2].tolist() == [0, 0, 0]
+
+
+def test_two_hops_by_hand():
+    hops = frc.two_hop(AFFINITY, torch.arange(3)[None], 16, 16)
+    assert hops.tolist() == [[[[1, 0, 0], [8, 9, 0], [2, 5, 4]]]]
+    # key blocks are summed to the query grid, and their paths spread back
+    narrow = torch.tensor([[0.25, 0.75, 0, 0], [0.1, 0.2, 0.3, 0.4]])[None, None]
+    coarse = torch.tensor([[1.0, 0], [0.3, 0.7]])
+    expected = (coarse @ coarse).repeat_interleave(2, -1)
+    torch.testing.assert_close(frc.two_hop(narrow, torch.arange(2)[None], 32, 16)[0, 0], expected)
+    # and wide ones are parted: what two query blocks see of the same one comes together again
+    wide = torch.tensor([[1.0], [3.0]])[None, None]
+    assert frc.two_hop(wide, torch.arange(2)[None], 16, 32).flatten().tolist() == [2, 6]
+
+
+def test_paths_walk_through_the_rows_at_hand():
+    complete = torch.rand(1, 1, 8, 8).tril()
+    held = torch.tensor([1, 6, 7])
+    rows = complete[..., held, :]
+    torch.testing.assert_close(frc.two_hop(rows, held[None], 16, 16), rows[..., held] @ rows)
+
+
+def test_what_is_not_finite_weighs_nothing_in_paths():
+    affinity = AFFINITY.clone()
+    affinity[..., 2, 2] = math.inf
+    hops = frc.two_hop(affinity, torch.arange(3)[None], 16, 16)
+    assert hops.tolist() == [[[[1, 0, 0], [8, 9, 0], [2, 3, 0]]]]
+
+
+def test_forman_curvature_by_hand():
+    hops = AFFINITY @ AFFINITY
+    # 4 A - row strength - column strength down to the row + 3 A A
+    first = [4 - 1 - 1 + 3, -1 - 0, -1 - 0]
+    second = [8 - 5 - 3 + 24, 12 - 5 - 3 + 27, -5 - 0]
+    third = [0 - 3 - 3 + 6, 4 - 3 - 4 + 15, 8 - 3 - 2 + 12]
+    assert frc.forman_curvature(AFFINITY, hops).tolist() == [[[first, second, third]]]
+
+
+def test_scores_by_hand():
+    hops = AFFINITY @ AFFINITY
+    by = AFFINITY, hops, LOWER
+    assert torch.equal(frc.score(AFFINITY, None, LOWER, "forman", 1.0), AFFINITY)
+    assert torch.equal(frc.score(*by, "forman", 1.0), -frc.forman_curvature(AFFINITY, hops))
+    half = (AFFINITY - frc.forman_curvature(AFFINITY, hops)) / 2
+    assert torch.equal(frc.score(*by, "forman", 0.5), half)
+    # the row scaled to [0, 1], less 0.3 A A / 3
+    expected = torch.tensor([[-0.1, 0, 0], [-0.8, 0.1, 0], [-0.2, 0, 0.6]])[None, None]
+    torch.testing.assert_close(frc.score(*by, "additive", 0.3), expected)
+
+
+@pytest.mark.parametrize(
+    ("curvature", "kept"),
+    [
+        # columns 0 to 2 of the fourth row have curvatures 0 - 10 - 9 + 81, 4 - 10 - 8 + 81 and
+        # 20 - 10 - 7 + 90: the lowest is that of column 0, and the largest edge that to column 2
+        pytest.param("forman", [0, 3], id="forman"),
+        pytest.param("none", [2, 3], id="magnitude"),
+    ],
+)
+def test_a_row_keeps_its_lowest_curvature_by_hand(curvature, kept):
+    logits = [[2.0, 9, 9, 9], [2, 3, 9, 9], [5, 4, 2, 9], [0, 1, 5, 4]]
+    affinity = torch.tensor(logits).tril()
+    assert (affinity @ affinity)[3].tolist() == [27, 27, 30, 16]
+    config = CabConfig.published(0.5, curvature, **GRID)
+    q, k = of_blocks(logits)
+    for select in (on_the_cpu, by_kernels):
+        plan = select(config, q, k, Spans.causal(1, 64, 64, "cpu"))
+        assert plan.to_dense()[0, 0, 3].nonzero().flatten().tolist() == kept
+
+
+def test_ties_go_to_the_lower_index_and_forced_blocks_first():
+    score = torch.tensor([[1.0, 2, 2, 2, math.inf, 0]])[None, None]
+    visible = torch.ones(6, dtype=torch.bool)
+    visible[4] = False
+    forced = torch.tensor([False] * 5 + [True])
+
+    def kept(wanted):
+        chosen = frc.best_blocks(score, visible, forced, torch.tensor([[[wanted]]]))
+        return chosen.flatten().nonzero().flatten().tolist()
+
+    assert [kept(n) for n in range(5)] == [[], [5], [1, 5], [1, 2, 5], [1, 2, 3, 5]]
+
+
+def test_what_rows_see_and_must_keep_by_hand():
+    # the last 48 of 112 tokens
+    spans = Spans.causal(1, 48, 112, "cpu")
+    bounds = frc.row_bounds(spans, 32, 16, 1, 3)[:, 0]
+    assert bounds[:4].tolist() == [[0, 0], [5, 6], [1, 1], [3, 4]]
+    assert bounds[4:].tolist() == [[0, 0], [3, 5]]
+    wanted = frc.wanted_blocks(frc.row_bounds(spans, 32, 16, 1, 3), None, False, (0.5,), 1.0)
+    # ceil(6 / 2) and ceil(7 / 2), and what is forced: a sink and three
+    assert wanted.flatten().tolist() == [4, 4]
+    tail = torch.tensor([[False, True]])
+    for listed, last in ((True, 7), (False, 0)):
+        own = frc.wanted_blocks(frc.row_bounds(spans, 32, 16, 0, 1), tail, listed, (0.5, 0.0), 0.4)
+        # at most 0.4 of a row
+        assert own.tolist() == [[[3, last], [3, last]]]
+
+
+# --- promises
+
+
+@pytest.mark.parametrize("curvature", ["additive", "forman"])
+def test_curvature_does_something_and_without_redundancy_nothing(curvature):
+    q, k, _ = qkv(q_length=500)
+    config = CabConfig.published(0.7, curvature, **GRID, redundancy=1.0)
+    plain = plan_of(config.changed(curvature="none", redundancy=0.3), q, k).to_dense()
+    assert not torch.equal(plan_of(config, q, k).to_dense(), plain)
+    assert torch.equal(plan_of(config.changed(redundancy=0.0), q, k).to_dense(), plain)
+
+
+def test_each_row_keeps_its_share_and_each_head_its_own():
+    q, k, _ = qkv(q_length=640)
+    sparsities = (0.0, 0.2, 0.5, 0.75, 0.9, 0.95)
+    plan = plan_of(CabConfig.published((sparsities,), query_block=32, key_block=32), q, k)
+    kept = plan.to_dense().sum(-1)[0]
+    for head, sparsity in enumerate(sparsities):
+        share = round((1 - sparsity) * 100)
+        assert kept[head].tolist() == [-(-share * (row + 1) // 100) for row in range(20)]
+    assert plan_of(CabConfig.published(0.0), q, k).density() == 1
+
+
+def test_earlier_rows_do_not_see_the_future():
+    q, k, _ = qkv(q_length=320)
+    config = CabConfig.published(0.6, **GRID)
+    meant = plan_of(config, q, k).to_dense()
+    q[:, :, 160:], k[:, :, 160:] = -q[:, :, 160:], 3 * k[:, :, 160:]
+    actual = plan_of(config, q, k).to_dense()
+    assert torch.equal(actual[:, :, :10], meant[:, :, :10]) and not torch.equal(actual, meant)
+
+
+def test_an_autocast_changes_nothing():
+    q, k, _ = qkv(q_length=400)
+    meant = plan_of(CabConfig.published(0.7, **GRID), q, k).to_dense()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(plan_of(CabConfig.published(0.7, **GRID), q, k).to_dense(), meant)
+
+
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_what_is_not_finite_is_refused_by_name(name):
+    given = dict(zip("qk", qkv(q_length=64), strict=False))
+    given[name][0, 0, 5, 3] = math.nan
+    with pytest.raises(ValueError, match=f"^{name} holds infinite or NaN"):
+        plan_of(CabConfig.published(check_finite=True), given["q"], given["k"])
+
+
+def test_it_is_a_predictor_of_shares():
+    predictor = make_predictor(CabConfig.published())
+    assert type(predictor) is FrcPredictor and predictor.options() == SHARE_OPTIONS
+    call = LayerContext(Spans.causal(1, 64, 64, "cpu"), 0.25)
+    for config, needed in (
+        (predictor.config, ("summaries", "vectors")),
+        (CabConfig.published(curvature="none"), ("summaries",)),
+    ):
+        assert FrcPredictor(config).gathers(call, (4, 2)) == needed
+
+    class Own(FrcPredictor):
+        pass
+
+    assert Own(predictor.config).gathers(call, (4, 2)) == ("queries", "keys")
+
+
+# --- kernels, in Triton's interpreter
+
+SHAPE = {"q_length": 136, "heads": 2, "kv_heads": 1}
+CONFIGS = [
+    pytest.param(CabConfig.published(0.7, **GRID), id="forman"),
+    pytest.param(CabConfig.published(0.7, "additive", **GRID), id="additive"),
+    pytest.param(CabConfig.published(0.7, "none", **GRID, dense_tail_blocks=1), id="tail"),
+    pytest.param(CabConfig.published(0.3, query_block=32, key_block=16, max_density=0.5), id="cap"),
+]
+
+
+@pytest.mark.parametrize("length", [5, 63, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernels_take_the_tokens_of_largest_norm(length, dtype):
+    x = qkv(q_length=length, heads=4, dim=24, batch=2, dtype=dtype)[0]
+    valid = torch.ones(2, length, dtype=torch.bool)
+    valid[1, 3:40] = False
+    # a block of nothing but padding among them
+    for block in (16, 48):
+        actual = kernels.largest_tokens(x, valid, block)
+        assert torch.equal(actual, frc.largest_tokens(x, valid, block))
+
+
+@pytest.mark.parametrize("config", slow_but(CONFIGS, 0, 3))
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda q, k: (q, k), id="as-they-are"),
+        # whole numbers, whose products are exact: equal keys give equal scores
+        pytest.param(lambda q, k: (q.round(), k[:, :, :1].round().expand_as(k)), id="equal-keys"),
+        pytest.param(lambda q, k: (torch.zeros_like(q), k), id="nothing-at-all"),
+    ],
+)
+def test_kernels_select_what_pytorch_does(config, change, uninitialised_is_nan):
+    q, k = change(*loud(**SHAPE))
+    spans = Spans.causal(1, 136, 136, "cpu")
+    actual, meant = by_kernels(config, q, k, spans), on_the_cpu(config, q, k, spans)
+    assert torch.equal(actual.full.counts, meant.full.counts)
+    assert torch.equal(actual.to_dense(), meant.to_dense())
+
+
+@pytest.mark.parametrize("shape", [{"q_length": 7}, {"kv_length": 250}, {"batch": 2, "dim": 24}])
+def test_kernels_select_it_for_every_shape(shape):
+    q, k = loud(**SHAPE | shape)
+    spans = Spans.causal(q.shape[0], q.shape[2], k.shape[2], "cpu")
+    actual, meant = (f(CONFIGS[0].values[0], q, k, spans) for f in (by_kernels, on_the_cpu))
+    assert torch.equal(actual.to_dense(), meant.to_dense())
+
+
+@pytest.mark.parametrize("layout", slow_but(["in-place", "padded", "packed", "chunk"], 0))
+def test_kernels_select_it_in_every_layout(layout):
+    config = CabConfig.published(0.5, **GRID, dense_tail_blocks=1)
+    given = loud(**SHAPE, batch=2, kv_length=200) if layout == "chunk" else loud(**SHAPE, batch=2)
+    q, k, spans = laid_in(layout, *given, 16)
+    actual, meant = (f(config, q, k, spans) for f in (by_kernels, on_the_cpu))
+    assert torch.equal(actual.to_dense(), meant.to_dense())
+
+
+def test_heads_in_turns_select_the_same(monkeypatch):
+    q, k = loud(q_length=90, heads=4, kv_heads=2, batch=2)
+    spans, config = Spans.causal(2, 90, 90, "cpu"), CabConfig.published(0.7, **GRID)
+    together = on_the_cpu(config, q, k, spans).to_dense()
+    monkeypatch.setattr(frc, "SCORE_BYTES_AT_A_TIME", 1)
+    assert torch.equal(on_the_cpu(config, q, k, spans).to_dense(), together)
+    assert torch.equal(by_kernels(config, q, k, spans).to_dense(), together)
+
+
+def test_nan_selects_something_and_ends():
+    q, k = loud(**SHAPE)
+    q[0, 0, 40] = math.nan
+    # which validates the plan
+    by_kernels(CONFIGS[0].values[0], q, k, Spans.causal(1, 136, 136, "cpu"))
+
+
+def test_lists_of_a_share_are_narrow():
+    q, k = loud(**SHAPE)
+    for select in (on_the_cpu, by_kernels):
+        plan = select(CONFIGS[0].values[0], q, k, Spans.causal(1, 136, 136, "cpu"))
+        assert (plan.full.width, plan.partial.width) == (4, 2)
+
+
+def test_the_registered_ops_keep_their_promises():
+    q, k, _ = qkv(q_length=64)
+    spans = Spans.causal(1, 64, 64, "cpu")
+    checks = {"test_utils": ("test_schema", "test_faketensor")}
+    tokens = torch.ops.cab_hf.frc_tokens.default
+    torch.library.opcheck(tokens, (q, spans.last >= 0, 16), **checks)
+    bounds = frc.row_bounds(spans, 16, 16, 0, 1)
+    wanted = frc.wanted_blocks(bounds, None, False, (0.5,), 1.0).expand(-1, 6, -1).contiguous()
+    places = spans.rows(16).places(16)
+    vectors = (frc.largest_tokens(x, spans.last >= 0, 16) for x in (q, k))
+    given = *vectors, bounds, wanted, places, 0.25, 16, 16, "forman", 1.0, 4, 2
+    torch.library.opcheck(torch.ops.cab_hf.frc.default, given, **checks)

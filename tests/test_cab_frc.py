@@ -1,0 +1,140 @@
+"""attn_implementation "cab_frc": the published method by one string, everywhere "cab" is known."""
+
+import pytest
+import torch
+from tiny import SPARSE, tiny_model, tokens
+from transformers import AutoModelForCausalLM
+
+import cab_hf
+from cab_hf import CabConfig
+from cab_hf.implementations import CAB_FRC, NAMES
+from cab_hf.model_config import cab_config_in_use, cab_config_of
+
+PUBLISHED = CabConfig.published(0.7, query_block=32, key_block=32, min_length=0)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def load(folder, name=CAB_FRC, **settings):
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name, **settings).eval()
+
+
+@torch.no_grad()
+def logits(model):
+    return model(tokens(1, 700)).logits
+
+
+def test_it_is_cab_with_the_published_config(folder, monkeypatch):
+    assert CAB_FRC in NAMES
+    config = tiny_model().config
+
+    def made(name, **settings):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=name, **settings)
+        return logits(model.eval())
+
+    # sparse at this length
+    monkeypatch.setattr(CabConfig, "published", lambda: PUBLISHED)
+    meant = made("cab", cab_config=PUBLISHED)
+    assert torch.equal(made(CAB_FRC), meant)
+    assert torch.equal(made(CAB_FRC, cab_config=PUBLISHED), meant)
+    assert not torch.equal(made("sdpa"), meant)
+
+
+def test_without_settings_they_are_those_of_the_published_method(folder):
+    model = load(folder)
+    assert model.config.cab_config is None
+    assert cab_config_in_use(model.config) == CabConfig.published()
+    # those of any other name are the defaults
+    assert cab_config_of(model.config, "cab") == CabConfig()
+    model.set_attn_implementation("cab")
+    assert cab_config_of(model.config) == CabConfig()
+    model.set_attn_implementation(CAB_FRC)
+    assert cab_config_of(model.config) == CabConfig.published()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(SPARSE, id="cab"),
+        pytest.param({"min_length": 0}, id="the-default"),
+        pytest.param({"predictor": "random"}, id="random"),
+    ],
+)
+def test_settings_of_another_predictor_are_refused(folder, settings):
+    sentence = "cab_config has predictor '.*', and attn_implementation 'cab_frc' is predictor 'frc'"
+    with pytest.raises(ValueError, match=sentence):
+        load(folder, cab_config=settings)
+    model = load(folder, "cab", cab_config=settings)
+    with pytest.raises(ValueError, match=sentence):
+        model.set_attn_implementation(CAB_FRC)
+    assert model.config._attn_implementation == "cab"
+
+
+def test_settings_are_saved_and_loaded(folder, tmp_path):
+    model = load(folder, cab_config=PUBLISHED)
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "again")
+    again = load(tmp_path / "again")
+    assert cab_config_of(again.config) == PUBLISHED
+    assert torch.equal(logits(again), expected)
+    load(folder).save_pretrained(tmp_path / "plain")
+    assert cab_config_of(load(tmp_path / "plain").config) == CabConfig.published()
+
+
+def test_describe_and_stats_know_it(folder):
+    model = load(folder, cab_config=PUBLISHED)
+    head, layers, decode, batching = cab_hf.describe(model, 700).splitlines()
+    assert head.startswith("cab_frc: predictor frc (forman: sparsity 0.7), blocks 32 x 32; ")
+    assert layers.strip().startswith("layers 0-2: sparse") and "decode: dense" in decode
+    assert "each sequence by itself" in batching or "refused" in batching
+    logits(model)
+    assert all(0 < layer["density"] < 0.5 for layer in cab_hf.stats(model))
+
+
+def test_apply_cab_keeps_the_name_as_long_as_the_predictor(folder):
+    model = load(folder)
+    cab_hf.apply_cab(model, min_length=0, query_block=32, key_block=32, sparsity=0.7)
+    assert model.config._attn_implementation == CAB_FRC
+    assert cab_config_of(model.config) == PUBLISHED
+    with cab_hf.cab(model, SPARSE):
+        assert model.config._attn_implementation == "cab"
+    assert model.config._attn_implementation == CAB_FRC
+    cab_hf.remove_cab(model)
+    assert model.config._attn_implementation == CAB_FRC and model.config.cab_config is None
+
+
+def test_generate_decodes_sparsely_by_it(folder):
+    wide = {"sparse_decode": True, "decode_tokens": 128}
+    model = load(folder, cab_config=PUBLISHED.changed(**wide))
+    twin = load(folder, "cab", cab_config=PUBLISHED.changed(**wide))
+    how = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    ids = tokens(1, 700)
+    actual, meant = (each.generate(ids, **how) for each in (model, twin))
+    assert torch.equal(actual.sequences, meant.sequences)
+    cache = actual.past_key_values
+    assert type(cache.layers[0]).__name__ == "IndexedDynamicLayer"
+
+
+def test_padded_rows_answer_as_alone(folder):
+    model = load(folder, cab_config=PUBLISHED)
+    ids, mask = tokens(2, 600), torch.ones(2, 600, dtype=torch.long)
+    mask[0, :45] = 0
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        batch = model(ids, attention_mask=mask, position_ids=places).logits[0, 45:]
+        alone = model(ids[:1, 45:]).logits[0]
+    torch.testing.assert_close(batch, alone, atol=2e-5, rtol=1e-4)
+
+
+def test_load_model_takes_it(folder):
+    # of a model that brings settings of another predictor
+    load(folder, "cab", cab_config=SPARSE).save_pretrained(folder)
+    with pytest.raises(ValueError, match="attn_implementation 'cab_frc' is predictor 'frc'"):
+        load(folder)
+    model, _ = cab_hf.load_model("tiny", attn_implementation=CAB_FRC, cab_config=PUBLISHED)
+    assert cab_config_of(model.config) == PUBLISHED
