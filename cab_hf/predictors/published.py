@@ -1,7 +1,7 @@
-"""The published CAB classes, under their published names, on the ops of this package.
+"""The published CAB classes, under their published names, on the functions of `predictors.frc`.
 
 `CabConfig.published` is the same recipe as a config. These names give its parts one by one: coarse
-tokens, curvature, mask, diagnostics. The formulas are those of `cab_hf.ops.reference`.
+tokens, curvature, mask, diagnostics.
 """
 
 from __future__ import annotations
@@ -15,6 +15,13 @@ from torch import Tensor, nn
 
 from cab_hf.checks import is_number, is_share, is_whole, require
 from cab_hf.ops import reference
+from cab_hf.predictors.frc import (
+    affinity_of,
+    forman_curvature,
+    largest_tokens,
+    min_max,
+    two_hop,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,8 +62,7 @@ def coarsen_qk_max_l2(q: Tensor, k: Tensor, block_size: int = 64) -> tuple[Tenso
     _require_heads(q=q, k=k)
     _require_sizes(block_size=block_size)
     queries, keys = (x.new_ones(x.shape[0], x.shape[2], dtype=torch.bool) for x in (q, k))
-    q_coarse = reference.coarsen_queries(q, queries, block_size, "max_l2")
-    return q_coarse, reference.coarsen_keys(k, keys, block_size, "max_l2").mean
+    return largest_tokens(q, queries, block_size), largest_tokens(k, keys, block_size)
 
 
 def compute_block_frc(
@@ -100,18 +106,18 @@ def compute_block_frc(
             f"k_coarse has {k_coarse.shape[2]} blocks and q_coarse {blocks}; they must be equal in "
             "number, since triangles walk from key blocks on as query blocks."
         )
-    one_vector = reference.KeySummary(k_coarse.float().unsqueeze(0))
-    logits, _ = reference.block_logits(q_coarse.float(), one_vector, q_coarse.shape[-1] ** -0.5)
-    visible = _visible_blocks(logits, causal)
-    affinity = logits.relu().masked_fill(~visible, 0.0)
-    weights = reference.finite_weights(affinity)
-    triangles = weights @ weights
+    queries, keys = q_coarse.float(), k_coarse.float()
+    keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
+    visible = _visible_blocks(queries.new_empty(1, 1, blocks, blocks), causal)
+    affinity = affinity_of(queries, keys, queries.shape[-1] ** -0.5, visible)
+    places = torch.arange(blocks, device=queries.device).expand(len(queries), -1)
+    triangles = two_hop(affinity, places, 1, 1)
     if formula == "additive":
-        frc = reference.min_max(affinity, visible) - redundancy * triangles / blocks
+        frc = min_max(affinity, visible) - redundancy * triangles / blocks
     else:
-        frc = reference.forman_curvature(affinity, triangles)
+        frc = forman_curvature(affinity, triangles)
         if not causal:
-            # the reference sums a column down to the row itself; here all of it is seen
+            # the predictor sums a column down to the row itself; here all of it is seen
             frc = frc + affinity.cumsum(-2) - affinity.sum(-2, keepdim=True)
     return BlockFrc(frc.masked_fill(~visible, 0.0), affinity, triangles)
 
@@ -164,7 +170,7 @@ class CoarseCurvaturePredictor(nn.Module):
     """The published predictor: max-L2 tokens, block curvature, a fixed share of every row.
 
     On causal input, what it keeps is the plan of `CabConfig.published` with the same sparsity and
-    formula. It holds a few float32 [B, H, M, M] tensors at once; `CurvaturePredictor` works on some
+    formula. It holds a few float32 [B, H, M, M] tensors at once; `FrcPredictor` works on some
     heads at a time. It has no parameters, and no gradient flows through it.
 
     Args:
@@ -212,7 +218,7 @@ class CoarseCurvaturePredictor(nn.Module):
         if q.shape[2] != k.shape[2]:
             raise ValueError(
                 f"k has {k.shape[2]} tokens and q {q.shape[2]}; they must be of one length: these "
-                "classes take whole texts. CurvaturePredictor takes chunks over a cache."
+                "classes take whole texts. FrcPredictor takes chunks over a cache."
             )
         queries, keys = coarsen_qk_max_l2(q, k, self.block_size)
         diagnostics = compute_block_frc(
@@ -289,7 +295,7 @@ class AdaptiveCurvaturePredictor(CoarseCurvaturePredictor):
         visible = _visible_blocks(frc, self.causal)
         score = -frc if KEPT_SIDE[self.formula] == "lowest" else frc
         # scaled first: a row of equal curvatures is then exactly its own mean
-        deviations = reference.standardise(reference.min_max(score, visible), visible)
+        deviations = reference.standardise(min_max(score, visible), visible)
         forced = visible.diag().diag() & bool(self.keep_diagonal)
         beyond = forced | (visible & (deviations > self.threshold))
         count = beyond.sum(-1, keepdim=True).clamp(
