@@ -13,13 +13,13 @@ from cab_hf.fit import require_layers, require_origin, warn_if_never_sparse
 from cab_hf.implementations import CAB_FRC
 
 # the dict that was parsed last, as it was then: every layer of a model brings the same one
-_latest: list[tuple[dict[str, Any], CabConfig] | None] = [None]
+_latest: list[tuple[dict[str, Any], bool, CabConfig] | None] = [None]
 
 
 def cab_config_of(config: Any, implementation: str | None = None) -> CabConfig:
     """The CabConfig that a transformers config carries, the defaults when it carries none.
 
-    Those of "cab_frc" are `CabConfig.published`.
+    Those of "cab_frc" are `CabConfig.published`, and a dict that names no predictor changes these.
 
     Args:
         implementation: the name of the one that is to read it; by default the config's own.
@@ -30,9 +30,7 @@ def cab_config_of(config: Any, implementation: str | None = None) -> CabConfig:
     """
     saved = getattr(config, "cab_config", None)
     published = (implementation or getattr(config, "_attn_implementation", None)) == CAB_FRC
-    if saved is None and published:
-        return _published()
-    result = _parsed({} if saved is None else saved)
+    result = _parsed({} if saved is None else saved, published)
     if published and result.predictor != FRC:
         raise ValueError(
             f"cab_config has predictor {result.predictor!r}, and attn_implementation {CAB_FRC!r} "
@@ -51,18 +49,26 @@ def cab_config_in_use(config: Any) -> CabConfig:
     return result
 
 
-def _parsed(saved: Any) -> CabConfig:
+def _parsed(saved: Any, published: bool) -> CabConfig:
     if isinstance(saved, CabConfig):
         return saved
     if not isinstance(saved, dict):
         return CabConfig.from_dict(saved)
     if torch.compiler.is_compiling():
-        return _constant(tuple((name, _plain(value)) for name, value in saved.items()))
+        items = tuple((name, _plain(value)) for name, value in saved.items())
+        return _constant(items, published)
     known = _latest[0]
     # numbers of a table are compared by identity first, which is faster than hashing them
-    if known is None or known[0] != saved:
-        known = _latest[0] = copy.deepcopy(saved), CabConfig.from_dict(saved)
-    return known[1]
+    if known is None or known[0] != saved or known[1] != published:
+        known = _latest[0] = copy.deepcopy(saved), published, _of_fields(saved, published)
+    return known[2]
+
+
+def _of_fields(fields: dict[str, Any], published: bool) -> CabConfig:
+    """Of a dict; where it names no predictor, of the published method if that is meant."""
+    if published and "predictor" not in fields:
+        return CabConfig.published(**fields)
+    return CabConfig.from_dict(fields)
 
 
 def _plain(value: Any) -> Any:
@@ -84,12 +90,7 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (str, int)) else repr(value)
 
 
-@torch.compiler.assume_constant_result
-def _published() -> CabConfig:
-    return CabConfig.published()
-
-
 # a constant to torch.compile, which wants plain arguments
 @torch.compiler.assume_constant_result
-def _constant(items: tuple[tuple[str, Any], ...]) -> CabConfig:
-    return CabConfig.from_dict(dict(items))
+def _constant(items: tuple[tuple[str, Any], ...], published: bool) -> CabConfig:
+    return _of_fields(dict(items), published)

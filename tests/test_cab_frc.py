@@ -57,11 +57,18 @@ def test_without_settings_they_are_those_of_the_published_method(folder):
     assert cab_config_of(model.config) == CabConfig.published()
 
 
+def test_a_dict_without_a_predictor_changes_the_published_settings(folder):
+    model = load(folder, cab_config={"min_length": 0, "sparsity": 0.8})
+    assert cab_config_of(model.config) == CabConfig.published(0.8, min_length=0)
+    with pytest.raises(ValueError, match="top_p is 0.5, which predictor='frc' does not read"):
+        load(folder, cab_config={"top_p": 0.5})
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         pytest.param(SPARSE, id="cab"),
-        pytest.param({"min_length": 0}, id="the-default"),
+        pytest.param(CabConfig(min_length=0), id="the-default"),
         pytest.param({"predictor": "random"}, id="random"),
     ],
 )
