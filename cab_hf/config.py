@@ -197,7 +197,7 @@ class CabConfig:
     sparsity: float | Table = _read_by("topk", FRC, *RANKING, default=0.95, off=0)
     curvature: str = _read_by(*SELECT, FRC, default="additive", off="none")
     redundancy: float = _read_by(*SELECT, FRC, default=0.3, off=0)
-    max_density: float = _read_by(*SELECT, FRC, *RANKING, default=1.0)
+    max_density: float = _read_by(*SELECT, ROWS, FRC, *RANKING, default=1.0)
     sampled_one_in: int = 0
     dense_layers: tuple[int, ...] = ()
     min_length: int = 8192

@@ -1,11 +1,6 @@
-"""FRC on the GPU: the token of largest norm of every block, and the top k of every row of scores.
-
-The definitions are those of `cab_hf.predictors.frc`, which computes in PyTorch what lies between.
-"""
+"""FRC on the GPU: the token of largest norm of every block. See `cab_hf.predictors.frc`."""
 
 from __future__ import annotations
-
-from contextlib import nullcontext
 
 import torch
 import triton
@@ -13,12 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from cab_hf.ops.attention.tiles import vectors
-from cab_hf.ops.threshold import is_kept, just_below, threshold_by_count
+from cab_hf.ops.top_k import on_device_of
 
 # tokens that a program reads at a time
 ROWS = tl.constexpr(16)
-# the least and the most columns of a row of scores that a program works on at a time
-CHUNKS = 32, 128
 
 
 def largest_tokens(x: Tensor, valid: Tensor, block: int) -> Tensor:
@@ -31,35 +24,9 @@ def largest_tokens(x: Tensor, valid: Tensor, block: int) -> Tensor:
     blocks = triton.cdiv(length, block)
     target = x.new_empty(batch, heads, blocks, dim, dtype=torch.float32)
     given = vectors(x), valid.contiguous(), target, heads, length
-    with _on_device_of(x):
+    with on_device_of(x):
         _largest_kernel[(batch * heads * blocks,)](*given, BLOCK=block, D=dim, num_warps=1)
     return target
-
-
-def select(
-    score: Tensor, bounds: Tensor, wanted: Tensor, start: int, lists: tuple[Tensor, ...]
-) -> None:
-    """Write the lists of some heads: `predictors.frc.best_blocks`.
-
-    Args:
-        score: float32 [B, heads at hand, M_q, M_k].
-        bounds: int32 [6, B, M_q], `row_bounds`.
-        wanted: int32 [B, H, M_q], how many blocks each row lists.
-        start: the first of the heads at hand.
-        lists: of all heads, counts and indices of full and of partial blocks.
-    """
-    batch, count, q_blocks, kv_blocks = score.shape
-    chunk = min(CHUNKS[1], triton.next_power_of_2(max(CHUNKS[0], kv_blocks)))
-    room = score.new_empty(batch, count, q_blocks, chunk * triton.cdiv(kv_blocks, chunk))
-    sizes = start, count, wanted.shape[1], q_blocks, kv_blocks, *(x.shape[-1] for x in lists[1::2])
-    given = score.contiguous(), room, bounds, wanted, lists, *sizes
-    with _on_device_of(score):
-        _select_kernel[(batch * count * q_blocks,)](*given, CHUNK=chunk, num_warps=1)
-
-
-def _on_device_of(x: Tensor) -> torch.cuda.device | nullcontext:
-    """Triton launches on the current device: make it that of ``x``."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 # not compiled again for every length
@@ -94,88 +61,3 @@ def _largest_kernel(x, valid, target, heads, length, BLOCK: tl.constexpr, D: tl.
     found = tl.load(data + where * x.token + channel, mask=channel < D, other=0.0)
     target += ((b * heads + head) * blocks + block) * D + channel
     tl.store(target, found.to(tl.float32), mask=channel < D)
-
-
-SIZES = ["start", "count", "heads", "q_blocks", "kv_blocks", "full_room", "partial_room"]
-
-
-@triton.jit(do_not_specialize=SIZES)
-def _select_kernel(
-    score,
-    room,
-    bounds,
-    wanted,
-    lists,
-    start,
-    count,
-    heads,
-    q_blocks,
-    kv_blocks,
-    full_room,
-    partial_room,
-    CHUNK: tl.constexpr,
-):
-    """One row of one head: the threshold of its scores by bisection, and its lists."""
-    planes = tl.num_programs(0) // q_blocks
-    # the longest rows first
-    i = q_blocks - 1 - tl.program_id(0) // planes
-    plane = (tl.program_id(0) % planes).to(tl.int64)
-    b = plane // count
-    row = plane * q_blocks + i
-    lists_row = (b * heads + start + plane % count) * q_blocks + i
-    full, full_indices, partial, partial_indices = lists
-    asked = tl.load(wanted + lists_row)
-    if asked == 0:
-        tl.store(full + lists_row, 0)
-        tl.store(partial + lists_row, 0)
-        return
-    bounds += b * q_blocks + i
-    bound = planes // count * q_blocks
-    low = tl.load(bounds)
-    high = tl.load(bounds + bound)
-    sinks = tl.load(bounds + 2 * bound)
-    # a row that lists everything looks at no score: some may be NaN
-    local = tl.where(asked > high - low, low, tl.load(bounds + 3 * bound))
-    whole_low = tl.load(bounds + 4 * bound)
-    whole_high = tl.load(bounds + 5 * bound)
-    begin = low // CHUNK * CHUNK
-
-    # a row in whole chunks, -inf for what is forced or not seen
-    score += row * kv_blocks
-    room += row * (tl.cdiv(kv_blocks, CHUNK) * CHUNK)
-    lowest = tl.full([CHUNK], float("inf"), tl.float32)
-    highest = tl.full([CHUNK], float("-inf"), tl.float32)
-    for first in range(begin, high + 1, CHUNK):
-        column = first + tl.arange(0, CHUNK)
-        left = (column >= sinks) & (column < local)
-        value = tl.load(score + column, mask=left, other=float("-inf"))
-        tl.store(room + column, value)
-        lowest = tl.minimum(lowest, tl.where(left, value, float("inf")))
-        highest = tl.maximum(highest, value)
-    tl.debug_barrier()
-
-    candidates = tl.maximum(local - sinks, 0)
-    spare = asked - (high - low + 1 - candidates)
-    under, top = just_below(tl.min(lowest, 0)), tl.max(highest, 0)
-    score_low, score_high, cut = threshold_by_count(
-        room, under, top, candidates, spare, begin, high + 1, CHUNK
-    )
-    full_indices += lists_row * full_room
-    partial_indices += lists_row * partial_room
-    full_count = 0
-    partial_count = 0
-    for first in range(begin, high + 1, CHUNK):
-        column = first + tl.arange(0, CHUNK)
-        kept = is_kept(tl.load(room + column), column, score_low, score_high, cut)
-        kept = kept | (column < sinks) | (column >= local)
-        kept = kept & (column >= low) & (column <= high)
-        whole = kept & (column >= whole_low) & (column <= whole_high)
-        cut_off = kept & (whole == 0)
-        full_rank = full_count - 1 + tl.cumsum(whole.to(tl.int32), 0)
-        partial_rank = partial_count - 1 + tl.cumsum(cut_off.to(tl.int32), 0)
-        tl.store(full_indices + full_rank, column, mask=whole)
-        tl.store(partial_indices + partial_rank, column, mask=cut_off)
-        full_count += tl.sum(whole.to(tl.int32), 0)
-        partial_count += tl.sum(cut_off.to(tl.int32), 0)
-    tl.store(full + lists_row, full_count)
-    tl.store(partial + lists_row, partial_count)

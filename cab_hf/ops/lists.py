@@ -6,8 +6,8 @@ shape depends on data, except where lists would be larger than `LISTS_AT_MOST`.
 
 from __future__ import annotations
 
-import math
-from contextlib import nullcontext
+from collections.abc import Callable
+from itertools import product
 
 import torch
 import triton
@@ -15,8 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from cab_hf.config import CabConfig
-from cab_hf.ops import rows
-from cab_hf.ops.sweep import Forced, RowRules, kept_blocks
+from cab_hf.ops import reference, rows, top_k
+from cab_hf.ops.sweep import RowRules, kept_blocks
+from cab_hf.ops.top_k import on_device_of
 from cab_hf.plan import BlockLists, Spans, crossed_blocks
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -24,6 +25,8 @@ LARGEST_HEAD_DIM = 256
 # bytes of lists that are made as wide as a row could ever need; wider ones are measured first,
 # which waits for the device once
 LISTS_AT_MOST = 2 << 30
+# bytes of scores alive at a time, where rows are capped; heads take turns so that it is enough
+SCORE_BYTES_AT_A_TIME = 1 << 30
 # columns that a program turns into lists at a time
 CHUNK = 128
 
@@ -66,63 +69,93 @@ def choose(
     batch, heads, length, _ = q.shape
     blocks = config.query_block, config.key_block
     tail = config.dense_tail_blocks * config.query_block, config.query_block
-    shape = batch, heads, triton.cdiv(length, config.query_block)
     kv_blocks = triton.cdiv(keys.shape[2], config.key_block)
+    whole = length == keys.shape[2] and spans.consecutive
     with on_device_of(q):
-        seen = spans.rows(config.query_block)
-        bounds = torch.stack((seen.min_first, seen.max_first, seen.min_last, seen.max_last))
-        mass = torch.full_like(seen.max_last, config.mass_threshold, dtype=torch.float32)
-        rules = RowRules(bounds, mass, spans.tail(*tail) if spans.has_tail(*tail) else None)
-        named = spans.documents is not None
-        forced = Forced(config.sink_blocks, config.local_blocks, config.share_threshold, not named)
-        parts = (0, batch * heads), config.query_block
-        odd, scored = None, (spans, parts[0], scale, config.query_block)
-        if count := config.exact_queries:
-            at = rows.outliers(q, spans, *parts, count)
-            odd = rows.scored_rows(q, *scored, count, channels, keys.dtype, at)
-        typical = rows.scored_rows(q, *scored, config.typical_queries, channels, keys.dtype)
-        bits = torch.empty(*shape, triton.cdiv(kv_blocks, 32), device=q.device, dtype=torch.int32)
-        counts = bits.new_empty(shape)
-        whole = length == keys.shape[2] and spans.consecutive
-        given = keys, exponents, rules, forced, 0, heads, blocks, whole
-        kept_blocks(odd, typical, *given, bits, counts)
+        bounds = reference.row_bounds(spans, *blocks, config.sink_blocks, config.local_blocks)
+        mass = torch.full_like(bounds[0], config.mass_threshold, dtype=torch.float32)
+        ends = spans.tail(*tail) if spans.has_tail(*tail) else None
+        rules = RowRules(bounds, mass, config.share_threshold, ends, spans.documents is None)
+        counts = bounds.new_empty(batch, heads, bounds.shape[2])
+        bits = counts.new_empty(*counts.shape, triton.cdiv(kv_blocks, 32))
+
+        def sweep(start: int, some: int, scores: Tensor | None = None) -> None:
+            parts = q, spans, (start, some), scale, config.query_block
+            outliers = None
+            if count := config.exact_queries:
+                at = rows.outliers(q, spans, (start, some), config.query_block, count)
+                outliers = rows.scored_rows(*parts, count, channels, keys.dtype, at)
+            typical = rows.scored_rows(*parts, config.typical_queries, channels, keys.dtype)
+            given = keys, exponents, rules, start, heads, blocks, whole, bits, counts
+            kept_blocks(outliers, typical, *given, scores)
+
+        crossed = crossed_blocks(*blocks)
+        if config.max_density < 1:
+            room = kv_blocks
+            if ends is None or not rules.tail_listed:
+                # one more than the share: it is rounded up, and here in floating point
+                forced = config.sink_blocks + max(config.local_blocks, crossed)
+                room = max(int(config.max_density * kv_blocks) + 2, forced)
+            made = _empty_lists(counts, min(kv_blocks, room), crossed if spans.aligned else room)
+            _fill_capped(sweep, rules, counts, made, kv_blocks, config.max_density)
+            return made
+        sweep(0, batch * heads)
         room = kv_blocks
-        if 4 * math.prod(shape) * room > LISTS_AT_MOST and not _capturing(q):
+        if 4 * counts.numel() * room > LISTS_AT_MOST and not _capturing(q):
             room = max(1, int(counts.max()))
-        crossed = min(crossed_blocks(*blocks) if spans.aligned else room, room)
-        made = [
-            BlockLists(torch.empty_like(counts), bits.new_empty(*shape, x)) for x in (room, crossed)
-        ]
-        fill_lists(bits, bounds, *made, config.key_block)
-    return tuple(made)
+        made = _empty_lists(counts, room, crossed if spans.aligned else room)
+        fill_lists(bits, bounds, *made)
+    return made
 
 
-def on_device_of(x: Tensor) -> torch.cuda.device | nullcontext:
-    """Triton launches on the current device: make it that of ``x``."""
-    elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
-    return torch.cuda.device(x.device) if elsewhere else nullcontext()
+def _empty_lists(counts: Tensor, full: int, partial: int) -> tuple[BlockLists, BlockLists]:
+    """With room for so many blocks a row, [B, H, M_q] like ``counts``."""
+    rooms = full, min(full, partial)
+    full, partial = (counts.new_empty(*counts.shape, room) for room in rooms)
+    return BlockLists(torch.empty_like(counts), full), BlockLists(torch.empty_like(counts), partial)
+
+
+def _fill_capped(
+    sweep: Callable[[int, int, Tensor], None],
+    rules: RowRules,
+    counts: Tensor,
+    made: tuple[BlockLists, BlockLists],
+    kv_blocks: int,
+    max_density: float,
+) -> None:
+    """Fill the lists of rows that keep no more than a share: the best of what they would keep."""
+    batch, heads, q_blocks = counts.shape
+    cap = reference.most_of_rows(rules.bounds, max_density)
+    if rules.tail is not None:
+        first, last = rules.bounds[:2]
+        cap = torch.where(rules.tail, last - first + 1, cap)
+    step = max(1, SCORE_BYTES_AT_A_TIME // (4 * q_blocks * kv_blocks))
+    for row, start in product(range(batch), range(0, heads, step)):
+        some = min(step, heads - start)
+        scores = cap.new_empty(1, some, q_blocks, kv_blocks, dtype=torch.float32)
+        sweep(row * heads + start, some, scores)
+        wanted = counts[row : row + 1].minimum(cap[row])
+        own = [x[row : row + 1] for lists in made for x in (lists.counts, lists.indices)]
+        top_k.select(scores, rules.bounds[:, row : row + 1].contiguous(), wanted, start, tuple(own))
 
 
 def _capturing(q: Tensor) -> bool:
     return q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def fill_lists(
-    bits: Tensor, spans: Tensor, full: BlockLists, partial: BlockLists, key_block: int
-) -> None:
+def fill_lists(bits: Tensor, bounds: Tensor, full: BlockLists, partial: BlockLists) -> None:
     """Fill the lists of every row, [B, H, M_q], with the blocks whose bits are set, ascending.
 
     Args:
         bits: int32 [B, H, M_q, W]: bit j % 32 of word j // 32 says that a row keeps block j.
-        spans: int32 [4, B, M_q], the fields min_first, max_first, min_last, max_last of `RowSpans`.
+        bounds: int32 [6, B, M_q], `reference.row_bounds`.
         full, partial: with room for what a row keeps of each. Blocks that all queries of a row see
             wholly are full.
     """
     heads, q_blocks, words = bits.shape[1:]
     _lists_kernel[(full.counts.numel(),)](
         bits,
-        spans,
-        spans.stride(0),
+        bounds,
         full.counts,
         full.indices,
         full.width,
@@ -132,19 +165,15 @@ def fill_lists(
         heads,
         q_blocks,
         words,
-        KEY_BLOCK=key_block,
         CHUNK=CHUNK,
         num_warps=1,
     )
 
 
-@triton.jit(
-    do_not_specialize=["spans_plane", "full_width", "partial_width", "heads", "q_blocks", "words"]
-)
+@triton.jit(do_not_specialize=["full_width", "partial_width", "heads", "q_blocks", "words"])
 def _lists_kernel(
     bits,
-    spans,
-    spans_plane,
+    bounds,
     full_counts,
     full,
     full_width,
@@ -154,17 +183,16 @@ def _lists_kernel(
     heads,
     q_blocks,
     words,
-    KEY_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    at = spans + row // (heads * q_blocks) * q_blocks + row % q_blocks
-    last = tl.load(at + 3 * spans_plane)
-    low = tl.load(at) // KEY_BLOCK
-    high = tl.where(last < 0, -1, last // KEY_BLOCK)
+    at = bounds + row // (heads * q_blocks) * q_blocks + row % q_blocks
+    plane = tl.num_programs(0) // heads
+    low = tl.load(at)
+    high = tl.load(at + plane)
     # what every query of the row sees wholly
-    whole_low = tl.cdiv(tl.load(at + spans_plane), KEY_BLOCK)
-    whole_high = (tl.load(at + 2 * spans_plane) + 1) // KEY_BLOCK - 1
+    whole_low = tl.load(at + 4 * plane)
+    whole_high = tl.load(at + 5 * plane)
     bits += row * words
     full += row * full_width
     partial += row * partial_width

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from cab_hf.budgets import Budgets
 from cab_hf.config import TOP_P_BY_KEYS, CabConfig
-from cab_hf.plan import BlockPlan, RowSpans, Spans
+from cab_hf.plan import BlockPlan, RowSpans, Spans, once_per_spans
 
 if TYPE_CHECKING:
     from cab_hf.predictors.base import LayerContext
@@ -368,6 +368,51 @@ def best_blocks(
 def _by_head(numbers: Sequence[float], like: Tensor) -> Tensor:
     """A number for each head, or for all, as float64 that broadcasts with [B, H, M_q, M_k]."""
     return torch.tensor(numbers, device=like.device, dtype=torch.float64)[:, None, None]
+
+
+def most_of_rows(bounds: Tensor, max_density: float) -> Tensor:
+    """The most blocks that a row keeps, int32 [B, M_q]: a share of what it sees, or all forced.
+
+    Args:
+        bounds: `row_bounds`.
+    """
+    first, last, sinks, local = bounds[:4]
+    blocks = last - first + 1
+    forced = blocks - (local - sinks).clamp(min=0)
+    # 0.05 * 20 must not round up to 2
+    return (blocks.double() * max_density - 1e-9).ceil().int().maximum(forced)
+
+
+def best_of_rows(score: Tensor, visible: Tensor, forced: Tensor, wanted: Tensor) -> Tensor:
+    """As many blocks of each row as ``wanted`` [B, H, M_q] says, bool [B, H, M_q, M_k].
+
+    Those that are forced, then the best; ties go to the lower index.
+    """
+    free, wanted = visible & ~forced, wanted.unsqueeze(-1)
+    order = score.masked_fill(~free, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    spare = wanted - forced.sum(-1, keepdim=True)
+    return (forced & (wanted > 0)) | (free & (order.argsort(-1) < spare))
+
+
+@once_per_spans
+def row_bounds(
+    spans: Spans, query_block: int, key_block: int, sink_blocks: int, local_blocks: int
+) -> Tensor:
+    """int32 [6, B, M_q], key blocks: the first and the last that a row sees, the first that is no
+    sink, the first of its local ones, the first and the last that all of its queries see wholly.
+
+    Blocks that hold positions of the row itself are local. Rows of padding see blocks 0 to -1.
+    """
+    rows = spans.rows(query_block)
+    real = rows.queries > 0
+    first = rows.min_first.where(real, 0) // key_block
+    last = rows.max_last // key_block
+    own = rows.min_last.where(real, -1) // key_block
+    sinks = (first + sink_blocks).minimum(last + 1)
+    local = own.minimum(last + 1 - local_blocks).maximum(first)
+    begin = -(-rows.max_first // key_block)
+    end = (rows.min_last.where(real, -1) + 1) // key_block - 1
+    return torch.stack((first, last, sinks, local, begin, end)).int()
 
 
 def outlier_queries(q: Tensor, spans: Spans, query_block: int, count: int) -> Tensor:

@@ -68,23 +68,17 @@ class RowRules(NamedTuple):
     """What decides beside the scores, of every query block.
 
     Attributes:
-        spans: int32 [4, B, M_q], the fields min_first, max_first, min_last, max_last of `RowSpans`.
+        bounds: int32 [6, B, M_q], `reference.row_bounds`.
         mass: float32 [B, M_q], from which on a block's mass keeps it.
+        share: of one query, from which on a block is kept.
         tail: bool [B, M_q], the rows that attend everything; None where there are none.
+        tail_listed: whether they list it; otherwise they list nothing, and the plan names them.
     """
 
-    spans: Tensor
+    bounds: Tensor
     mass: Tensor
-    tail: Tensor | None
-
-
-class Forced(NamedTuple):
-    """Blocks that every row keeps, and the share of one query from which on a block is kept."""
-
-    sink_blocks: int
-    local_blocks: int
     share: float
-    # whether rows of the tail list everything; otherwise they list nothing, and the plan names them
+    tail: Tensor | None
     tail_listed: bool
 
 
@@ -94,13 +88,13 @@ def kept_blocks(
     keys: Tensor,
     exponents: Tensor | None,
     rules: RowRules,
-    forced: Forced,
     start: int,
     heads: int,
     blocks: tuple[int, int],
     whole_text: bool,
     bits: Tensor,
     counts: Tensor,
+    scores: Tensor | None = None,
 ) -> None:
     """Fill ``bits`` and ``counts`` for some heads: `reference.blocks_by_rows`.
 
@@ -113,6 +107,8 @@ def kept_blocks(
         bits: int32 [B, H, M_q, ceil(M_k / 32)]: bit j % 32 of word j // 32 says that block j is
             kept. Words of blocks that a row does not see mean nothing.
         counts: int32 [B, H, M_q], how many are kept.
+        scores: float32 [heads at hand, M_q, M_k], filled with what ranks the blocks that a row
+            sees: its mass, or 1 and more where the share of one query keeps it; None for nothing.
     """
     query_block, key_block = blocks
     kv_heads, kv_length = keys.shape[1:3]
@@ -159,32 +155,32 @@ def kept_blocks(
         dtype=torch.float16 if half else torch.float32,
     )
     by_head = keys.numel() * keys.element_size() > CACHED_KEYS
-    tail = "none" if rules.tail is None else "listed" if forced.tail_listed else "named"
+    tail = "none" if rules.tail is None else "listed" if rules.tail_listed else "named"
     for begin, end in parts:
         _sweep_kernel[(end - begin, planes) if by_head else (planes, end - begin)](
             outliers if count else typical,
             typical,
             *descriptors,
             Units.of(exponents) if half else None,
-            rules.spans,
-            rules.spans.stride(0),
+            rules.bounds,
             rules.mass,
             bits if rules.tail is None else rules.tail,
             bits,
             counts,
+            scores,
             scratch,
             columns(begin, end),
             all_columns,
-            forced.share,
+            rules.share,
             begin,
             start,
             heads,
             kv_heads,
             kv_length,
             q_blocks,
+            kv_blocks,
             bits.shape[-1],
-            forced.sink_blocks,
-            forced.local_blocks,
+            bits.shape[0] * q_blocks,
             OUTLIERS=count,
             TYPICAL=typical.count,
             TOGETHER=together,
@@ -346,7 +342,6 @@ def _shares(
 # the first of several launches is no reason to compile twice
 @triton.jit(
     do_not_specialize=[
-        "spans_plane",
         "columns",
         "all_columns",
         "share",
@@ -356,9 +351,9 @@ def _shares(
         "kv_heads",
         "kv_length",
         "q_blocks",
+        "kv_blocks",
         "words",
-        "sink_blocks",
-        "local_blocks",
+        "bounds_plane",
     ]
 )
 def _sweep_kernel(
@@ -367,12 +362,12 @@ def _sweep_kernel(
     desc_first,
     desc_others,
     units,
-    spans,
-    spans_plane,
+    bounds,
     least_mass,
     tails,
     bits,
     counts,
+    scores,
     scratch,
     columns,
     all_columns,
@@ -383,9 +378,9 @@ def _sweep_kernel(
     kv_heads,
     kv_length,
     q_blocks,
+    kv_blocks,
     words,
-    sink_blocks,
-    local_blocks,
+    bounds_plane,
     OUTLIERS: tl.constexpr,
     TYPICAL: tl.constexpr,
     TOGETHER: tl.constexpr,
@@ -526,13 +521,10 @@ def _sweep_kernel(
     block += tl.arange(0, TOGETHER)
     inside = block < q_blocks
     at = batch * q_blocks + block
-    first = tl.load(spans + at, mask=inside, other=2147483647)
-    last = tl.load(spans + 3 * spans_plane + at, mask=inside, other=-1)
-    diagonal = tl.load(spans + 2 * spans_plane + at, mask=inside, other=0) // KEY_BLOCK
-    lowest = first // KEY_BLOCK
-    highest = tl.where(last < 0, -1, last // KEY_BLOCK)
-    sinks = lowest + sink_blocks
-    local = tl.minimum(highest + 1 - local_blocks, diagonal)
+    lowest = tl.load(bounds + at, mask=inside, other=2147483647)
+    highest = tl.load(bounds + bounds_plane + at, mask=inside, other=-1)
+    sinks = tl.load(bounds + 2 * bounds_plane + at, mask=inside, other=0)
+    local = tl.load(bounds + 3 * bounds_plane + at, mask=inside, other=0)
     needed = tl.load(least_mass + at, mask=inside, other=float("inf")) * weight
     if TAIL != "none":
         tail = tl.load(tails + at, mask=inside, other=0) != 0
@@ -551,6 +543,11 @@ def _sweep_kernel(
             mass += shares
             most = tl.maximum(most, largest_share)
         keep = (mass >= needed[None, :]) | (most >= share)
+        if scores is not None:
+            score = tl.where(most >= share, 1 + most, mass / tl.maximum(weight, 1.0)[None, :])
+            target = scores + (plane.to(tl.int64) * q_blocks + block)[None, :] * kv_blocks
+            there_too = (column < kv_blocks)[:, None] & inside[None, :]
+            tl.store(target + column[:, None], score, mask=there_too)
         keep |= (column[:, None] < sinks[None, :]) | (column[:, None] >= local[None, :])
         if TAIL == "listed":
             keep |= tail[None, :]

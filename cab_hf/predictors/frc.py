@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.budgets import budgets_of
-from cab_hf.ops import HAS_TRITON
-from cab_hf.plan import BlockLists, BlockPlan, Spans, crossed_blocks, once_per_spans
+from cab_hf.ops import HAS_TRITON, reference
+from cab_hf.plan import BlockLists, BlockPlan, Spans, crossed_blocks
 from cab_hf.predictors.base import SHARE_OPTIONS, LayerContext, Predictor
 
 # bytes of scores alive at a time; heads take turns so that it is enough
@@ -81,7 +81,7 @@ class FrcPredictor(Predictor):
         listed = rows is not None and named is None
         sparsity = budgets_of(config, call.layer, heads).sparsity
         blocks = config.query_block, config.key_block
-        bounds = row_bounds(spans, *blocks, config.sink_blocks, config.local_blocks)
+        bounds = reference.row_bounds(spans, *blocks, config.sink_blocks, config.local_blocks)
         wanted = wanted_blocks(bounds, rows, listed, sparsity, config.max_density)
         given = wanted.expand(-1, heads, -1).contiguous(), spans.rows(blocks[0]).places(blocks[0])
         by = config.curvature, config.redundancy
@@ -176,45 +176,13 @@ def score(
     return min_max(affinity, visible) - redundancy * hops / affinity.shape[-1]
 
 
-def best_blocks(score: Tensor, visible: Tensor, forced: Tensor, wanted: Tensor) -> Tensor:
-    """As many blocks of each row as ``wanted`` [B, H, M_q] says, bool [B, H, M_q, M_k].
-
-    Those that are forced, then the best; ties go to the lower index.
-    """
-    free, wanted = visible & ~forced, wanted.unsqueeze(-1)
-    order = score.masked_fill(~free, -torch.inf).argsort(dim=-1, descending=True, stable=True)
-    spare = wanted - forced.sum(-1, keepdim=True)
-    return (forced & (wanted > 0)) | (free & (order.argsort(-1) < spare))
-
-
-@once_per_spans
-def row_bounds(
-    spans: Spans, query_block: int, key_block: int, sink_blocks: int, local_blocks: int
-) -> Tensor:
-    """int32 [6, B, M_q], key blocks: the first and the last that a row sees, the first that is no
-    sink, the first of its local ones, the first and the last that all of its queries see wholly.
-
-    Blocks that hold positions of the row itself are local. Rows of padding see blocks 0 to -1.
-    """
-    rows = spans.rows(query_block)
-    real = rows.queries > 0
-    first = rows.min_first.where(real, 0) // key_block
-    last = rows.max_last // key_block
-    own = rows.min_last.where(real, -1) // key_block
-    sinks = (first + sink_blocks).minimum(last + 1)
-    local = own.minimum(last + 1 - local_blocks).maximum(first)
-    begin = -(-rows.max_first // key_block)
-    end = (rows.min_last.where(real, -1) + 1) // key_block - 1
-    return torch.stack((first, last, sinks, local, begin, end)).int()
-
-
 def wanted_blocks(
     bounds: Tensor, tail: Tensor | None, listed: bool, sparsity: tuple[float, ...], cap: float
 ) -> Tensor:
     """How many blocks each row lists, int32 [B, H or 1, M_q]: its share, and all that are forced.
 
     Args:
-        bounds: `row_bounds`.
+        bounds: `reference.row_bounds`.
         tail: bool [B, M_q], the rows that attend everything; None for none.
         listed: whether they list it; otherwise the plan names them, and they list nothing.
         sparsity: of each head, or of all.
@@ -292,11 +260,11 @@ def _lists(
             hops = two_hop(affinity, places, query_block, key_block) if curved else None
             ranked = score(affinity, hops, visible, curvature, redundancy)
             if kernels:
-                from cab_hf.ops import frc
+                from cab_hf.ops import top_k
 
-                frc.select(ranked, bounds, wanted, start, made)
+                top_k.select(ranked, bounds, wanted, start, made)
             else:
-                kept.append(best_blocks(ranked, visible, forced, wanted[:, mine]))
+                kept.append(reference.best_of_rows(ranked, visible, forced, wanted[:, mine]))
     if kernels:
         return made
     keep, complete = torch.cat(kept, dim=1), (column >= begin) & (column <= end)

@@ -24,7 +24,7 @@ from cab_hf.predictors.base import LayerContext, Predictor
 FIELDS = {
     **dict.fromkeys(("query_block", "key_block", "sink_blocks", "local_blocks"), "int"),
     **dict.fromkeys(("dense_tail_blocks", "exact_queries", "typical_queries"), "int"),
-    **dict.fromkeys(("mass_threshold", "share_threshold"), "float"),
+    **dict.fromkeys(("mass_threshold", "share_threshold", "max_density"), "float"),
 }
 
 
@@ -130,14 +130,25 @@ def _choose(
 def choose_by_reference(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
     """What `RowsPredictor` keeps, bool [B, H, M_q, M_k], in plain PyTorch on any device."""
     spans, group = call.spans, q.shape[1] // k.shape[1]
-    visible = block_visibility(spans, config.query_block, config.key_block)
-    forced = reference.forced_blocks(visible, spans, config)
+    blocks = config.query_block, config.key_block
+    visible = block_visibility(spans, *blocks)
+    forced = reference.forced_blocks(visible, spans, config).unsqueeze(1)
+    visible = visible.unsqueeze(1)
+    bounds = reference.row_bounds(spans, *blocks, config.sink_blocks, config.local_blocks)
+    cap = reference.most_of_rows(bounds, config.max_density).unsqueeze(1)
     kept = []
     for head in range(q.shape[1]):
         one, keys = q[:, [head]], k[:, [head // group]]
         mass, most = reference.mass_by_rows(one, keys, call, config)
-        kept.append((mass >= config.mass_threshold) | (most >= config.share_threshold))
-    return visible.unsqueeze(1) & (forced.unsqueeze(1) | torch.cat(kept, dim=1))
+        needed = most >= config.share_threshold
+        keep = visible & (forced | needed | (mass >= config.mass_threshold))
+        if config.max_density < 1:
+            # what one query needs comes first
+            score = torch.where(needed, 1 + most, mass)
+            wanted = keep.sum(-1).minimum(cap.maximum(forced.sum(-1)))
+            keep = reference.best_of_rows(score, visible, forced, wanted)
+        kept.append(keep)
+    return torch.cat(kept, dim=1)
 
 
 def _as_op(

@@ -52,6 +52,7 @@ CONFIGS = {
     "published": CabConfig.published(0.6, query_block=32, key_block=32, min_length=0),
     "additive": CabConfig.published(0.6, "additive", query_block=32, key_block=16, min_length=0),
     "rows": ROWS,
+    "rows-capped": replace(ROWS, max_density=0.4),
     "rows-everything": replace(ROWS, mass_threshold=0.0),
     "streaming": SMALL.changed(predictor="streaming"),
     "random": SMALL.changed(predictor="random", sparsity=0.6),

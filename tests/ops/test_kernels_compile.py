@@ -37,6 +37,11 @@ def compiling(what, *given):
             pytest.param({}, "bfloat16", 128, True, EXACT, id="default"),
             pytest.param(BY_ROWS, "bfloat16", 128, True, ROWS, id="rows"),
             pytest.param(BY_ROWS, "float32", 256, False, ROWS, id="rows-float32-256"),
+            pytest.param(
+                {**BY_ROWS, "max_density": 0.1},
+                *("bfloat16", 128, True, ROWS - {"_lists_kernel"} | {"_select_kernel"}),
+                id="rows-capped",
+            ),
             pytest.param(BY_ROWS, "bfloat16", 80, False, ROWS, id="rows-16-bits"),
             pytest.param(
                 {**BY_ROWS, "query_block": 64, "key_block": 128, "exact_queries": 0},

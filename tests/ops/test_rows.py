@@ -49,6 +49,8 @@ def assert_same(actual, expected):
             pytest.param({"exact_queries": 16}, {}, "causal", HALF, id="many-outliers"),
             pytest.param({"typical_queries": 32}, {}, "causal", HALF, id="every-query"),
             pytest.param({"mass_threshold": 0.0}, {}, "packed", HALF, id="everything"),
+            pytest.param({"max_density": 0.4}, {"batch": 2}, "padded", HALF, id="capped"),
+            pytest.param({"max_density": 0.3}, {"batch": 2}, "in-place", HALF, id="capped-listed"),
             pytest.param({"key_block": 64}, {}, "causal", HALF, id="wide-keys"),
             pytest.param({"key_block": 128}, {}, "packed", HALF, id="keys-of-several-tiles"),
             pytest.param({"query_block": 48, "key_block": 48}, {}, "causal", HALF, id="48"),
@@ -56,7 +58,7 @@ def assert_same(actual, expected):
             pytest.param({"dense_tail_blocks": 2}, {"batch": 2}, "padded", HALF, id="two-tails"),
             pytest.param({"dense_tail_blocks": 0}, {"q_length": 7}, "causal", HALF, id="7-tokens"),
         ],
-        *(0, 1, 3),
+        *(0, 1, 3, 11),
     ),
 )
 def test_lists_are_those_of_the_reference(fields, shape, layout, channels, uninitialised_is_nan):
@@ -82,6 +84,14 @@ def test_scratch_that_does_not_fit_is_used_in_turns(monkeypatch):
     monkeypatch.setattr(sweep, "SCRATCH_AT_A_TIME", 1)
     monkeypatch.setattr(sweep, "LEAST_ROWS_FLOAT32", 8)
     assert_same(rows_by_kernels(SMALL, q, k, spans), expected)
+
+
+def test_heads_whose_rows_are_capped_take_turns(monkeypatch):
+    q, k = loud(**SHAPE)
+    spans, config = Spans.causal(1, 300, 300, "cpu"), replace(SMALL, max_density=0.3)
+    expected = rows_by_kernels(config, q, k, spans)
+    monkeypatch.setattr(lists, "SCORE_BYTES_AT_A_TIME", 1)
+    assert_same(rows_by_kernels(config, q, k, spans), expected)
 
 
 def test_lists_too_large_are_as_wide_as_the_longest(monkeypatch):

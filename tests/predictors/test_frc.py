@@ -10,6 +10,7 @@ from tiny import qkv
 
 from cab_hf import CabConfig
 from cab_hf.ops import frc as kernels
+from cab_hf.ops import reference
 from cab_hf.plan import Spans
 from cab_hf.predictors import FrcPredictor, LayerContext, frc, make_predictor
 from cab_hf.predictors.base import SHARE_OPTIONS
@@ -131,7 +132,7 @@ def test_ties_go_to_the_lower_index_and_forced_blocks_first():
     forced = torch.tensor([False] * 5 + [True])
 
     def kept(wanted):
-        chosen = frc.best_blocks(score, visible, forced, torch.tensor([[[wanted]]]))
+        chosen = reference.best_of_rows(score, visible, forced, torch.tensor([[[wanted]]]))
         return chosen.flatten().nonzero().flatten().tolist()
 
     assert [kept(n) for n in range(5)] == [[], [5], [1, 5], [1, 2, 5], [1, 2, 3, 5]]
@@ -140,15 +141,17 @@ def test_ties_go_to_the_lower_index_and_forced_blocks_first():
 def test_what_rows_see_and_must_keep_by_hand():
     # the last 48 of 112 tokens
     spans = Spans.causal(1, 48, 112, "cpu")
-    bounds = frc.row_bounds(spans, 32, 16, 1, 3)[:, 0]
+    bounds = reference.row_bounds(spans, 32, 16, 1, 3)[:, 0]
     assert bounds[:4].tolist() == [[0, 0], [5, 6], [1, 1], [3, 4]]
     assert bounds[4:].tolist() == [[0, 0], [3, 5]]
-    wanted = frc.wanted_blocks(frc.row_bounds(spans, 32, 16, 1, 3), None, False, (0.5,), 1.0)
+    wanted = frc.wanted_blocks(reference.row_bounds(spans, 32, 16, 1, 3), None, False, (0.5,), 1.0)
     # ceil(6 / 2) and ceil(7 / 2), and what is forced: a sink and three
     assert wanted.flatten().tolist() == [4, 4]
     tail = torch.tensor([[False, True]])
     for listed, last in ((True, 7), (False, 0)):
-        own = frc.wanted_blocks(frc.row_bounds(spans, 32, 16, 0, 1), tail, listed, (0.5, 0.0), 0.4)
+        own = frc.wanted_blocks(
+            reference.row_bounds(spans, 32, 16, 0, 1), tail, listed, (0.5, 0.0), 0.4
+        )
         # at most 0.4 of a row
         assert own.tolist() == [[[3, last], [3, last]]]
 
@@ -303,7 +306,7 @@ def test_the_registered_ops_keep_their_promises():
     checks = {"test_utils": ("test_schema", "test_faketensor")}
     tokens = torch.ops.cab_hf.frc_tokens.default
     torch.library.opcheck(tokens, (q, spans.last >= 0, 16), **checks)
-    bounds = frc.row_bounds(spans, 16, 16, 0, 1)
+    bounds = reference.row_bounds(spans, 16, 16, 0, 1)
     wanted = frc.wanted_blocks(bounds, None, False, (0.5,), 1.0).expand(-1, 6, -1).contiguous()
     places = spans.rows(16).places(16)
     vectors = (frc.largest_tokens(x, spans.last >= 0, 16) for x in (q, k))

@@ -119,6 +119,33 @@ def test_a_threshold_of_zero_keeps_every_block():
     assert on_the_cpu(exact, q, k, Spans.causal(1, 205, 205, "cpu")).density() == 1
 
 
+@pytest.mark.parametrize("cap", [0.2, 0.5])
+def test_max_density_caps_every_row_and_keeps_the_best(cap):
+    q, k = loud(q_length=900)
+    spans, config = Spans.causal(1, 900, 900, "cpu"), replace(SMALL, dense_tail_blocks=0)
+    whole = on_the_cpu(config, q, k, spans).to_dense()
+    capped = on_the_cpu(replace(config, max_density=cap), q, k, spans).to_dense()
+    visible = block_visibility(spans, 32, 16)
+    forced = reference.forced_blocks(visible, spans, config)
+    most = reference.share_of_row(visible, cap).squeeze(-1).maximum(forced.sum(-1))
+    assert torch.equal(capped.sum(-1), whole.sum(-1).minimum(most))
+    assert (whole | ~capped).all()
+    # what is left out has less than what is kept
+    mass, most = reference.mass_by_rows(q, k, LayerContext(spans, 0.25), config)
+    rank = torch.where(most >= 0.3, 1 + most, mass).masked_fill(forced, torch.inf)
+    least = rank.masked_fill(~capped, torch.inf).amin(-1)
+    assert (rank.masked_fill(capped | ~whole, -1).amax(-1) <= least).all()
+
+
+def test_the_largest_share_of_a_row_can_be_all_that_decides():
+    """As random inputs are timed at a density: every block reaches a threshold of 0."""
+    q, k = loud(q_length=640)
+    config = replace(SMALL, mass_threshold=0.0, max_density=0.25, dense_tail_blocks=0)
+    plan = on_the_cpu(config, q, k, Spans.causal(1, 640, 640, "cpu"))
+    kept, rows = plan.to_dense().sum(-1), 2 * torch.arange(1, 21)
+    assert torch.equal(kept, (rows / 4).ceil().long().maximum(rows.clamp(max=4)).expand_as(kept))
+
+
 def test_no_earlier_row_feels_the_future():
     q, k = loud(q_length=256)
     spans = Spans.causal(1, 256, 256, "cpu")
