@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 # experiments whose folders come first, in this order; those of one by name
 ORDER = (
     "passkey",
-    *("fidelity", "books", "ablation", "calibrate"),
+    *("fidelity", "books", "calibrate"),
     *(f"speed {op}" for op in ("ttft", "attention", "predictor", "batches", "breakdown")),
     *(f"speed {op}" for op in ("prefill", "serve", "decode", "lora", "context-parallel")),
     "bridges",
@@ -92,7 +92,7 @@ CHOICES = {
 # tasks of long-context benchmarks, by the default and by others in its time
 TASKED = ("fidelity-tasks", "fidelity-tasks-32k")
 # one change of the default at a time, and batches beside dense ways
-ABLATED, BATCHES = "ablation-32k", "speed-batches"
+BATCHES = "speed-batches"
 FAMILIES = "families"
 EXACT, REFUSED, NOT_BUILT = "exact", "refused", "not built"
 QUALITY = {
@@ -562,43 +562,6 @@ def _task(result: Row | None) -> str | None:
     return _bold(f"{result['share']:.2f}", result.get("delta_high", 0.0) < 0)
 
 
-def ablation_table(results: Path) -> str:
-    """What one change of the default does to the KL of each text; the rest are means over texts.
-
-    Bold where the KL surely rises or falls, by intervals that hold for all changes of a text.
-    """
-    result = read_results(results / ABLATED)
-    default = {row["text"]: row for row in result.rows if row["method"] == CAB}
-    own = [row for row in result.rows if row["method"] == CAB or "says" in row]
-    rows = []
-    for alike in grouped(own, "method"):
-        kls = {f"KL, {plain(row['text'])}": _changed(row, default[row["text"]]) for row in alike}
-        recall = _times(_mean_of(alike, "recall", "ratio"))
-        shown = {
-            "change": alike[0].get("says", "None: the default."),
-            "set": _setting(alike[0]),
-            "density": _mean([row["density"] for row in alike]),
-            "attention time × dense": _mean([row["over_dense"] for row in alike]),
-        }
-        rows.append({**shown, **kls, f"{RECALLS['recall']} recall": recall})
-    return _table(rows, [result])
-
-
-def _setting(row: Row) -> str | None:
-    """What a change sets, where that is no table of a number for each head."""
-    change = row.get("change", "")
-    return f"`{change}`" if change and "[" not in change else None
-
-
-def _changed(row: Row, default: Row) -> str:
-    """The KL behind the prompt; that of a change over the default's, bold where surely another."""
-    kl, change = row["continuation"]["kl"], row.get("to_default", {}).get("continuation")
-    if change is None:
-        return digits(kl)
-    sure = change["among_low"] > 0 or change["among_high"] < 0
-    return _bold(f"× {kl / default['continuation']['kl']:.2f}", sure)
-
-
 def batches_table(results: Path) -> str:
     """A layer's attention over whole, padded and packed texts, beside the best dense way."""
     result = read_results(results / BATCHES)
@@ -760,7 +723,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "trained": trained_table,
     "models": models_table,
     "tasks": tasks_table,
-    "ablation": ablation_table,
     "batches": batches_table,
     "parallel": parallel_table,
     "sharded": dealt_table,

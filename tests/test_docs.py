@@ -113,6 +113,7 @@ def test_the_commands_of_a_page_are_understood(page, monkeypatch, tmp_path):
     cab_hf.CabConfig().save(file)
     for name in ("a.txt", "b.txt", "your.txt"):
         (tmp_path / name).write_text(TEXT)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     for words in commands(page):
         if len(words) > 1:

@@ -411,6 +411,13 @@ def test_configurations_are_told_apart(tmp_path):
     assert str(tmp_path) not in json.dumps(recorded)
 
 
+def test_the_variants_of_the_examples_are_configurations():
+    file = Path(__file__).parents[2] / "examples" / "variants.yaml"
+    configs = Settings(variant=(str(file),)).configs
+    assert len(configs) == 10 and configs["cab:rows-128-keys"].key_block == 128
+    assert {config.predictor for name, config in configs.items() if name != "cab"} == {"rows"}
+
+
 # --- the command
 
 

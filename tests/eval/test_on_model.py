@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cab_hf import CabConfig
-from cab_hf.eval import ablation, books, calibrate, fidelity, passkey
+from cab_hf.eval import books, calibrate, fidelity, passkey
 from cab_hf.eval.experiment import named
 from cab_hf.eval.fidelity import Fidelity
 from cab_hf.eval.on_model import SMALL
@@ -20,14 +20,13 @@ def chosen(command, folder, *assignments):
     return settings.cab_config if command is passkey else settings.configs["cab"]
 
 
-@pytest.mark.parametrize("command", [passkey, fidelity, books, ablation], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("command", [passkey, fidelity, books], ids=lambda x: x.__name__)
 def test_what_is_set_comes_in_the_place_of_small_blocks_in_every_comparison(command, tmp_path):
     """A predictor that is set need not read what small blocks set beside their sizes."""
     assert chosen(command, tmp_path) == CabConfig(min_length=0, **SMALL)
     assert chosen(command, tmp_path, "top_p=0.3") == CabConfig(min_length=0, top_p=0.3)
-    if command is not ablation:
-        random = CabConfig(min_length=0, predictor="random")
-        assert chosen(command, tmp_path, "predictor=random") == random
+    random = CabConfig(min_length=0, predictor="random")
+    assert chosen(command, tmp_path, "predictor=random") == random
 
 
 def test_a_calibration_is_of_the_blocks_that_a_model_is_to_be_read_with():

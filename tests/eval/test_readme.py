@@ -305,29 +305,6 @@ def test_models_of_one_name_and_other_weights_have_a_row_each(results):
     assert page.count("| a | 32,768 | 2 |") == 2
 
 
-def test_changes_are_bold_where_the_kl_is_surely_another(results):
-    def row(method, kl, low=None, high=None, **more):
-        fields = {"method": method, "text": "t", "density": 0.2, "over_dense": 0.4}
-        fields |= {"continuation": {"kl": kl}, "recall": {"ratio": kl}, **more}
-        if low is not None:
-            fields["to_default"] = {"continuation": {"among_low": low, "among_high": high}}
-        return fields
-
-    rows = [
-        {"method": "dense", "text": "t", "density": 1.0, "over_dense": 1.0},
-        row("cab", 0.02),
-        row("cab:more", 0.01, -0.02, -0.005, says="More.", change="top_p=0.9"),
-        row("cab:perhaps", 0.03, -0.01, 0.03, says="Perhaps.", change="top_p=[[0.1]]"),
-        row("cab:worse", 0.04, 0.01, 0.03, says="Worse.", change="top_p=0.1"),
-    ]
-    write(results / readme.ABLATED, rows, experiment="ablation")
-    page = readme.page_with_tables("<!-- table: ablation -->\n<!-- end -->\n", results, "../")
-    assert "| None: the default. | – | 0.20 | 0.40 | 0.0200 | × 0.02 |" in page
-    assert "| More. | `top_p=0.9` | 0.20 | 0.40 | **× 0.50** | × 0.01 |" in page
-    assert "| Perhaps. | – | 0.20 | 0.40 | × 1.50 | × 0.03 |" in page
-    assert "| Worse. | `top_p=0.1` | 0.20 | 0.40 | **× 2.00** | × 0.04 |" in page
-
-
 def test_tasks_are_bold_where_they_are_surely_below_dense(results):
     def row(method, over, mean=None, **tasks):
         asked = {

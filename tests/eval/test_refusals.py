@@ -274,7 +274,6 @@ def test_what_cab_does_not_compute_is_a_line_too(tmp_path, capsys, command):
     ("command", "more", "weights", "damage"),
     [
         *(pytest.param(command, words, *NAN, id=command) for command, words in SMALL.items()),
-        pytest.param("ablation", "--texts book.txt --lengths 900", *NAN, id="ablation"),
         pytest.param("books", "--books books --lengths 600 --methods dense", *NAN, id="books"),
         pytest.param(
             "passkey", SMALL["passkey"], "lm_head.weight", float("inf"), id="infinite-outputs"
