@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from torch.nn import functional as F
 from cab_hf.budgets import Budgets
 from cab_hf.config import TOP_P_BY_KEYS, CabConfig
 from cab_hf.plan import BlockPlan, RowSpans, Spans, once_per_spans
-
-if TYPE_CHECKING:
-    from cab_hf.predictors.base import LayerContext
 
 # the most rows of attention computed at a time: bounds the token mask, not the result
 QUERY_CHUNK = 256
@@ -450,7 +447,12 @@ def typical_queries(spans: Spans, query_block: int, count: int) -> Tensor:
 
 
 def mass_by_rows(
-    q: Tensor, k: Tensor, call: LayerContext, config: CabConfig
+    q: Tensor,
+    k: Tensor,
+    spans: Spans,
+    scale: float,
+    config: CabConfig,
+    channels: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor]:
     """(mass, most) of every key block for every query block, float32 [B, H, M_q, M_k] both.
 
@@ -459,20 +461,21 @@ def mass_by_rows(
     stratified sample. ``most`` is the largest share that any of them gives.
 
     Args:
-        q, k: [B, H, N_q, D], [B, H_kv, N_k, D]; outliers are scored on ``call.channels`` alone.
+        q, k: [B, H, N_q, D], [B, H_kv, N_k, D].
+        channels: those that outliers are scored on, () for all.
     """
-    spans, block = call.spans, config.query_block
+    block = config.query_block
     count, typical = config.exact_queries, config.typical_queries
     at = typical_queries(spans, block, typical).unsqueeze(1).expand(-1, q.shape[1], -1, -1)
     scored = [(at, (block - count) / typical, ())]
     if count:
-        scored.append((outlier_queries(q, spans, block, count), 1.0, call.channels))
+        scored.append((outlier_queries(q, spans, block, count), 1.0, channels))
     mass, total, most = 0.0, 0.0, None
-    for positions, weight, channels in scored:
-        queries, keys = (x[..., list(channels)] if channels else x for x in (q, k))
+    for positions, weight, some in scored:
+        queries, keys = (x[..., list(some)] if some else x for x in (q, k))
         index = positions.clamp(min=0).flatten(2)[..., None].expand(-1, -1, -1, queries.shape[3])
         rows = queries.gather(2, index).unflatten(2, positions.shape[2:])
-        largest, shares = exact_scores(rows, positions, keys, spans, call.scale, config.key_block)
+        largest, shares = exact_scores(rows, positions, keys, spans, scale, config.key_block)
         mass = mass + weight * shares
         total = total + weight * (positions >= 0).sum(-1, keepdim=True)
         most = largest if most is None else torch.maximum(most, largest)

@@ -1,9 +1,9 @@
 """Which blocks are kept, on the GPU: one sweep over the keys, and one pass over what it leaves.
 
-The definition is `reference.blocks_by_rows`. A program scores the outliers and the typical queries
-of some query blocks against all keys that these see. It leaves the largest logit of every key block
-in a scratch row until the row's normaliser is known, then reads them once more: shares, their
-weighted mean, and one bit for each block, kept or not. No score leaves the program.
+The definition is `choose_by_reference` of `cab_hf.predictors.rows`. A program scores the outliers
+and the typical queries of some query blocks against all keys that these see. It leaves the largest
+logit of every key block in a scratch row until the row's normaliser is known, then reads them once
+more: shares, their weighted mean, and one bit for each block, kept or not.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def kept_blocks(
     counts: Tensor,
     scores: Tensor | None = None,
 ) -> None:
-    """Fill ``bits`` and ``counts`` for some heads: `reference.blocks_by_rows`.
+    """Fill ``bits`` and ``counts`` for some heads, as the predictor's reference has it.
 
     Args:
         keys, exponents: those of `rows.scored_keys`, [B, H_kv, N_k, C] and [B, H_kv, N_k, 1].

@@ -139,7 +139,8 @@ def choose_by_reference(q: Tensor, k: Tensor, call: LayerContext, config: CabCon
     kept = []
     for head in range(q.shape[1]):
         one, keys = q[:, [head]], k[:, [head // group]]
-        mass, most = reference.mass_by_rows(one, keys, call, config)
+        given = spans, call.scale, config, call.channels
+        mass, most = reference.mass_by_rows(one, keys, *given)
         needed = most >= config.share_threshold
         keep = visible & (forced | needed | (mass >= config.mass_threshold))
         if config.max_density < 1:

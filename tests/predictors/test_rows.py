@@ -20,13 +20,14 @@ SMALL = CabConfig(
 )  # fmt: skip
 
 
-def call_of(length, channels=(), batch=1):
-    return LayerContext(Spans.causal(batch, length, length, "cpu"), 1.0, channels=channels)
+def call_of(length):
+    return LayerContext(Spans.causal(1, length, length, "cpu"), 1.0)
 
 
 def mass_of(q, k, config, channels=()):
     """[M_q, M_k] of the only head: (mass, most)."""
-    both = reference.mass_by_rows(q, k, call_of(q.shape[2], channels), config)
+    spans = Spans.causal(1, q.shape[2], q.shape[2], "cpu")
+    both = reference.mass_by_rows(q, k, spans, 1.0, config, channels)
     return [x[0, 0] for x in both]
 
 
@@ -77,7 +78,7 @@ def test_thresholds_by_hand():
     q, k = loud(q_length=640)
     spans = Spans.causal(1, 640, 640, "cpu")
     config = replace(SMALL, dense_tail_blocks=0)
-    mass, most = reference.mass_by_rows(q, k, LayerContext(spans, 0.25), config)
+    mass, most = reference.mass_by_rows(q, k, spans, 0.25, config)
     visible = block_visibility(spans, 32, 16)
     forced = reference.forced_blocks(visible, spans, config)
     expected = visible & (forced | (mass >= 0.08) | (most >= 0.3))
@@ -131,7 +132,7 @@ def test_max_density_caps_every_row_and_keeps_the_best(cap):
     assert torch.equal(capped.sum(-1), whole.sum(-1).minimum(most))
     assert (whole | ~capped).all()
     # what is left out has less than what is kept
-    mass, most = reference.mass_by_rows(q, k, LayerContext(spans, 0.25), config)
+    mass, most = reference.mass_by_rows(q, k, spans, 0.25, config)
     rank = torch.where(most >= 0.3, 1 + most, mass).masked_fill(forced, torch.inf)
     least = rank.masked_fill(~capped, torch.inf).amin(-1)
     assert (rank.masked_fill(capped | ~whole, -1).amax(-1) <= least).all()

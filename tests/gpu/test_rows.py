@@ -1,0 +1,148 @@
+"""The kernels of predictor "rows", on a GPU, against the reference."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import laid_out
+from selecting import heads_on
+
+from cab_hf import CabConfig
+from cab_hf.ops import lists, sweep
+from cab_hf.plan import BlockLists, BlockPlan, Spans
+from cab_hf.predictors import LayerContext, RowsPredictor
+from cab_hf.predictors.rows import choose_by_reference
+from cab_hf.rotary import llama_channels
+
+pytestmark = pytest.mark.gpu
+
+ROWS = CabConfig(predictor="rows", mass_threshold=0.01, share_threshold=0.2)
+FLOAT32 = {"dtype": torch.float32}
+CASES = [
+    pytest.param({}, {}, id="8-bits"),
+    pytest.param({}, {"dtype": torch.float16}, id="float16"),
+    pytest.param({}, FLOAT32, id="float32"),
+    pytest.param({}, {"length": 129, "batch": 2, **FLOAT32}, id="block-and-one"),
+    pytest.param({}, {"length": 40, **FLOAT32}, id="below-one-block"),
+    pytest.param({}, {"q_length": 3000, **FLOAT32}, id="chunk"),
+    pytest.param({"key_block": 128}, {}, id="128-keys"),
+    pytest.param({"key_block": 256, "query_block": 256}, {"dim": 256}, id="256-256-256"),
+    pytest.param({"query_block": 64, "key_block": 32}, {"dim": 64}, id="64-32-64"),
+    pytest.param({"exact_queries": 0}, {}, id="typical-alone"),
+    pytest.param({"exact_queries": 32, "typical_queries": 16}, {}, id="32-and-16"),
+    pytest.param({"max_density": 0.1}, {"batch": 2}, id="capped"),
+    pytest.param({}, {"dim": 256, "length": 3000, **FLOAT32}, id="d256-float32"),
+    *(pytest.param({}, {"dim": dim, "length": 3000}, id=f"d{dim}") for dim in (16, 80, 96, 192)),
+]
+LAYOUTS = ["padded", "packed", "chunk"]
+
+
+def call_of(q, k, spans=None):
+    spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
+    dim = q.shape[3]
+    return LayerContext(spans, dim**-0.5, 0, channels=llama_channels(dim))
+
+
+def compared(config, q, k, call):
+    """What the kernels keep and what the reference keeps of q and k in float32."""
+    plan = RowsPredictor(config)(q, k, call)
+    plan.validate()
+    keep = choose_by_reference(q.float(), k.float(), call, config)
+    sizes = {"query_block": config.query_block, "key_block": config.key_block}
+    tail = config.dense_tail_blocks * config.query_block, config.query_block
+    meant = BlockPlan.from_dense(keep, call.spans, dense_rows=call.spans.tail_rows(*tail), **sizes)
+    return plan.to_dense(), meant.to_dense()
+
+
+@pytest.mark.parametrize(("fields", "shape"), CASES)
+def test_kernels_keep_what_the_reference_keeps(gpu, fields, shape):
+    q, k = heads_on(gpu, **shape)
+    actual, meant = compared(replace(ROWS, **fields), q, k, call_of(q, k))
+    # 16 bits are scored in 8 where the device has them
+    allowed = 0.001 if q.dtype == torch.float32 else 0.03
+    assert (actual != meant).sum() <= allowed * meant.sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kernels_keep_it_in_every_layout(gpu, layout, dtype):
+    length = 1111 if layout == "chunk" else 2000
+    q, k = heads_on(gpu, length=2000, q_length=length, batch=2, dtype=dtype)
+    frame = laid_out(layout, 2, length, 2000, 128, gpu)
+    q, k = frame.queries(q), frame.keys(k)
+    actual, meant = compared(ROWS, q, k, call_of(q, k, frame.spans))
+    assert (actual != meant).sum() <= (0.001 if dtype == torch.float32 else 0.03) * meant.sum()
+
+
+@pytest.mark.parametrize("factor", [1e-4, 1e-3, 1e3, 1e4])
+def test_keys_of_any_magnitude_keep_as_many_blocks(gpu, factor):
+    q, k = heads_on(gpu)
+    meant = RowsPredictor(ROWS)(q, k, call_of(q, k)).to_dense()
+    scaled = (q.float() / factor).bfloat16(), (k.float() * factor).bfloat16()
+    actual = RowsPredictor(ROWS)(*scaled, call_of(q, k)).to_dense()
+    assert int(actual.sum()) == pytest.approx(int(meant.sum()), rel=0.03)
+
+
+def test_scratch_and_lists_that_do_not_fit_hold_the_same(gpu, monkeypatch):
+    q, k = heads_on(gpu)
+    wide = RowsPredictor(ROWS)(q, k, call_of(q, k))
+    monkeypatch.setattr(sweep, "SCRATCH_AT_A_TIME", 8 << 20)
+    monkeypatch.setattr(lists, "LISTS_AT_MOST", 0)
+    measured = RowsPredictor(ROWS)(q, k, call_of(q, k))
+    assert measured.full.width < wide.full.width
+    assert torch.equal(measured.to_dense(), wide.to_dense())
+
+
+@pytest.mark.parametrize("cap", [1.0, 0.1])
+def test_choosing_is_captured_in_a_cuda_graph(gpu, cap):
+    q, k = heads_on(gpu)
+    call, predictor = call_of(q, k), RowsPredictor(replace(ROWS, max_density=cap))
+    predictor(q, k, call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = predictor(q, k, call)
+    q.copy_(q.roll(512, dims=2))
+    graph.replay()
+    assert torch.equal(captured.to_dense(), predictor(q, k, call).to_dense())
+
+
+def test_choosing_compiles_without_a_break(gpu):
+    q, k = heads_on(gpu, length=2000)
+    call, predictor = call_of(q, k), RowsPredictor(ROWS)
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True)
+    def compiled(q, k):
+        plan = predictor(q, k, call)
+        return plan.full.counts, plan.full.indices, plan.partial.counts, plan.partial.indices
+
+    counts, indices, *partial = compiled(q, k)
+    plan = predictor(q, k, call)
+    assert torch.equal(BlockLists(counts, indices).to_dense(32), plan.full.to_dense(32))
+    assert torch.equal(BlockLists(*partial).to_dense(32), plan.partial.to_dense(32))
+
+
+def test_choosing_never_waits_for_the_device(gpu):
+    q, k = heads_on(gpu)
+    call = call_of(q, k)
+    RowsPredictor(ROWS)(q, k, call)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        RowsPredictor(ROWS)(q, k, call)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    ("length", "mib"),
+    [pytest.param(131_072, 2200, id="128k"), pytest.param(1_048_576, 16 << 10, id="1m")],
+)
+def test_choosing_stays_within_its_memory(gpu, length, mib):
+    q, k = heads_on(gpu, length=length, heads=32, kv_heads=8)
+    call = call_of(q, k)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    plan = RowsPredictor(ROWS)(q, k, call)
+    assert (torch.cuda.max_memory_allocated() - before) / 2**20 <= mib
+    assert plan.full.counts.min() >= 0
