@@ -14,7 +14,7 @@ from cab_hf.attention_layers import attention_layers, head_dim, transformers_mod
 from cab_hf.batching.served import unserved
 from cab_hf.budgets import budgets_of
 from cab_hf.checks import is_whole, require
-from cab_hf.config import FRC, CabConfig, Table
+from cab_hf.config import FRC, ROWS, CabConfig, Table
 from cab_hf.decode.generation import has_index, index_cache, why_none
 from cab_hf.decode.step import decode_from
 from cab_hf.engines import SDPA, Workload
@@ -88,6 +88,10 @@ def _budget(config: CabConfig) -> str:
         return f" ({len(config.anchors)} anchors)"
     if config.predictor == FRC:
         return f" ({config.curvature}: sparsity {_numbers(config.sparsity)})"
+    if config.predictor == ROWS:
+        scored = f"{config.exact_queries} + {config.typical_queries} queries of a block scored"
+        kept = f"mass_threshold {config.mass_threshold}, share_threshold {config.share_threshold}"
+        return f" ({scored}, {kept})"
     if config.predictor != "curvature":
         return ""
     if config.select == "topk":

@@ -6,7 +6,9 @@ import pytest
 import torch
 from attention_cases import laid_out
 from selecting import loud, on_the_cpu
+from tiny import tiny_model
 
+import cab_hf
 from cab_hf import CabConfig
 from cab_hf.ops import reference
 from cab_hf.plan import Spans, block_visibility
@@ -223,6 +225,15 @@ def test_the_same_under_torch_compile():
 def test_settings_that_mean_nothing_are_refused(fields, words):
     with pytest.raises(ValueError, match=words):
         replace(SMALL, **fields)
+
+
+def test_describe_tells_what_decides():
+    model = tiny_model()
+    cab_hf.apply_cab(model, SMALL)
+    assert cab_hf.describe(model).startswith(
+        "cab: predictor rows (4 + 4 queries of a block scored, mass_threshold 0.08, "
+        "share_threshold 0.3), blocks 32 x 16"
+    )
 
 
 def test_what_is_not_finite_is_refused_by_name():
