@@ -53,7 +53,8 @@ def _largest_kernel(x, valid, target, heads, length, BLOCK: tl.constexpr, D: tl.
             other=0.0,
         ).to(tl.float32)
         real = tl.load(valid + token, mask=there, other=0) != 0
-        norm = tl.where(real, tl.sum(rows * rows, 1), -1.0)
+        norm = tl.sum(rows * rows, 1)
+        norm = tl.where(real & (norm == norm), norm, -1.0)
         largest = tl.max(norm, 0)
         here = tl.argmax(norm, 0, tie_break_left=True)
         where = tl.where(largest > best, block * BLOCK + start + here, where)

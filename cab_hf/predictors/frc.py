@@ -106,12 +106,13 @@ def largest_tokens(x: Tensor, valid: Tensor, block: int) -> Tensor:
     """The token of largest norm of every block of x [B, H, N, D], float32 [B, H, M, D].
 
     The first of equals. ``valid``, bool [B, N], is False for padding, which is taken where there is
-    nothing else.
+    nothing else, as is a token that holds NaN.
     """
     padding = -x.shape[2] % block
     tokens = F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, block)).float()
     real = F.pad(valid, (0, padding)).unflatten(1, (-1, block)).unsqueeze(1)
-    norm = tokens.square().sum(-1).masked_fill(~real, -1.0)
+    norm = tokens.square().sum(-1)
+    norm = norm.masked_fill(~real | norm.isnan(), -1.0)
     return tokens.take_along_dim(norm.argmax(-1)[..., None, None], dim=-2).squeeze(-2)
 
 
