@@ -31,21 +31,21 @@ from cab_hf.ops.attention.tiles import (
 from cab_hf.ops.coarsen import QuerySummary, cut, store_row_spans
 from cab_hf.ops.decode import launch
 from cab_hf.ops.reference import COSINE_STEPS, LEAST_SQUARE
-from cab_hf.ops.score import HeadChunk, exponent_of, power_of_two, unpacked, visible_range
+from cab_hf.ops.rows import (
+    FP8,
+    LEAST_CHANNELS,
+    ROUNDED_AT,
+    UNIT_BEGINS,
+    UNITS_APART,
+    exponent_of,
+    power_of_two,
+)
+from cab_hf.ops.score import HeadChunk, unpacked, visible_range
+from cab_hf.ops.sweep import Units, larger, largest_part
 from cab_hf.plan import Spans
 
-FP8 = torch.float8_e4m3fn
-FP8_CAPABILITY = (8, 9)
-# a key of 8 bits is rounded as if its largest channel had the exponent -2: to four bits, and to
-# multiples of 2^-9. So keys of all magnitudes are rounded alike, and none by another. The result
-# fits with exponents up to 7 as well: units are 2^10 apart, and the keys of a head nearly always
-# share one, as their largest channels hardly leave 2^-3 to 2^7
-ROUNDED_AT, UNIT_BEGINS, UNITS_APART = map(tl.constexpr, (-2, -3, 10))
 # and rows to this norm: products of keys of norms up to 32,000 then fit a float16
 ROW_NORM = 8.0
-# channels of a product of 8-bit floats come in multiples of this
-LEAST_CHANNELS = 32
-
 # how a program of the sweep is cut and scheduled: rows, the most keys at a time, registers a thread
 # where products are of 8 bits. What an H200 runs fastest: rows in pairs of 64 halve what is read of
 # the L2 cache, and are too few programs for a short text
@@ -59,8 +59,6 @@ BYTES_IN_FLIGHT = 192 << 10
 CACHED_KEYS = 32 << 20
 # lanes that hold a row of a product together, and its neighbouring columns that they hold
 LANES, COLUMNS_OF_LANES = 4, 8
-# of at most 2 ** 7 parts of a tile, until one is left
-HALVINGS = tl.constexpr(7)
 # the most key blocks of a row that are normalised at a time
 CHUNK = 64
 # channels of the queries of a block that a program holds at a time while it seeks outliers, and how
@@ -158,32 +156,6 @@ class OutlierRows(NamedTuple):
     def heads(self, start: int, stop: int) -> OutlierRows:
         """Those of some of its heads."""
         return OutlierRows(*(x[start:stop] for x in self[:4]), *self[4:])
-
-
-def scored_dtype(x: Tensor) -> torch.dtype:
-    """What products of ``x`` are computed in: 8-bit floats where 16-bit ones have such units."""
-    if x.is_cuda and x.dtype != torch.float32 and torch.version.cuda is not None:
-        return FP8 if torch.cuda.get_device_capability(x.device) >= FP8_CAPABILITY else x.dtype
-    return x.dtype
-
-
-class Units(NamedTuple):
-    """Units of the 8-bit keys of every KV head, as exponents of two, as the sweep takes them.
-
-    Attributes:
-        each: int8 [B * H_kv, N_k].
-        least, largest: int8 [B * H_kv].
-    """
-
-    each: Tensor
-    least: Tensor
-    largest: Tensor
-
-    @classmethod
-    def of(cls, exponents: Tensor) -> Units:
-        """Those of `scored_keys`."""
-        each = exponents.flatten(2).flatten(0, 1).contiguous()
-        return cls(each, *each.aminmax(dim=1))
 
 
 def empty_keys(
@@ -588,30 +560,6 @@ def _gathered_rows_kernel(
     tl.store(rows.last + row, highest, mask=inside)
 
 
-@triton.jit
-def _largest_part(x, PACKED: tl.constexpr):
-    """The maximum over the second of the four dims of ``x``, a power of two."""
-    y = x
-    for _ in tl.static_range(HALVINGS):
-        if y.shape[1] > 1:
-            y = tl.reshape(y, (y.shape[0], 2, y.shape[1] // 2, y.shape[2], y.shape[3]))
-            one, other = tl.split(tl.permute(y, (0, 2, 3, 4, 1)))
-            if PACKED:
-                # two of float16 at a time: Triton would compare them one by one
-                y = tl.inline_asm_elementwise(
-                    "max.f16x2 $0, $1, $2;", "=r,r,r", [one, other], tl.float16, True, 2
-                )
-            else:
-                y = tl.maximum(one, other)
-    return tl.reshape(y, (x.shape[0], x.shape[2], x.shape[3]))
-
-
-@triton.jit
-def _larger(a, b):
-    # tl.max would turn float16 into float32, of which half as many are compared at once
-    return tl.maximum(a, b)
-
-
 # the first of several launches is no reason to compile twice
 @triton.jit(do_not_specialize=["length", "columns", "begin", "row_count", "groups"])
 def _exact_scores_kernel(
@@ -726,7 +674,7 @@ def _exact_scores_kernel(
                     qk = tl.where(seen, qk, tl.full(qk.shape, float("-inf"), DTYPE))
                 # [BLOCK_M, BLOCKS]
                 by_block = tl.reshape(qk, (BLOCK_M, PARTS, BLOCKS, TOGETHER))
-                top = tl.maximum(top, tl.reduce(_largest_part(by_block, PACKED), 2, _larger))
+                top = tl.maximum(top, tl.reduce(largest_part(by_block, PACKED), 2, larger))
             tl.store(kept + i * (BLOCK_M * BLOCKS) + own, top)
             logit = top.to(tl.float32) * scale[:, None]
             rise = logit - m_i

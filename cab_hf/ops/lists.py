@@ -73,9 +73,9 @@ def choose(
     whole = length == keys.shape[2] and spans.consecutive
     with on_device_of(q):
         bounds = reference.row_bounds(spans, *blocks, config.sink_blocks, config.local_blocks)
-        mass = torch.full_like(bounds[0], config.mass_threshold, dtype=torch.float32)
         ends = spans.tail(*tail) if spans.has_tail(*tail) else None
-        rules = RowRules(bounds, mass, config.share_threshold, ends, spans.documents is None)
+        thresholds = config.mass_threshold, config.share_threshold
+        rules = RowRules(bounds, *thresholds, ends, spans.documents is None)
         counts = bounds.new_empty(batch, heads, bounds.shape[2])
         bits = counts.new_empty(*counts.shape, triton.cdiv(kv_blocks, 32))
 

@@ -23,10 +23,10 @@ from cab_hf.ops.exact_scores import (
     empty_keys,
     exact_scores,
     outlier_rows,
-    scored_dtype,
     scored_keys,
 )
 from cab_hf.ops.reference import KeySummary
+from cab_hf.ops.rows import scored_dtype
 from cab_hf.ops.score import HeadChunk, Scores, block_scores, turns
 from cab_hf.ops.select import HeadBudget, Tail, fill_lists, select_blocks
 from cab_hf.plan import BlockLists, Spans, crossed_blocks

@@ -295,19 +295,6 @@ def affinity_of(direct, log_sum, visible, CLUSTERS: tl.constexpr):
 
 
 @triton.jit
-def exponent_of(x):
-    """The binary exponents of float32 numbers from 0 up, none outside of -60 to 60."""
-    exponent = (x.to(tl.int32, bitcast=True) >> 23) - 127
-    return tl.minimum(tl.maximum(exponent, -60), 60)
-
-
-@triton.jit
-def power_of_two(exponent):
-    """float32 powers of two, exactly, for whole exponents from -126 to 127."""
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _product(a, b, acc, PRECISION: tl.constexpr = "tf32x3"):
     """acc + a b; three tf32 products stand in for a float32 one."""
     if a.dtype == tl.float32:

@@ -69,14 +69,14 @@ class RowRules(NamedTuple):
 
     Attributes:
         bounds: int32 [6, B, M_q], `reference.row_bounds`.
-        mass: float32 [B, M_q], from which on a block's mass keeps it.
+        mass: from which on a block's mass keeps it.
         share: of one query, from which on a block is kept.
         tail: bool [B, M_q], the rows that attend everything; None where there are none.
         tail_listed: whether they list it; otherwise they list nothing, and the plan names them.
     """
 
     bounds: Tensor
-    mass: Tensor
+    mass: float
     share: float
     tail: Tensor | None
     tail_listed: bool
@@ -163,7 +163,6 @@ def kept_blocks(
             *descriptors,
             Units.of(exponents) if half else None,
             rules.bounds,
-            rules.mass,
             bits if rules.tail is None else rules.tail,
             bits,
             counts,
@@ -171,6 +170,7 @@ def kept_blocks(
             scratch,
             columns(begin, end),
             all_columns,
+            rules.mass,
             rules.share,
             begin,
             start,
@@ -233,7 +233,7 @@ def _alternating(
 
 
 @triton.jit
-def _largest_part(x, PACKED: tl.constexpr):
+def largest_part(x, PACKED: tl.constexpr):
     """The maximum over the second of the four dims of ``x``, a power of two."""
     y = x
     for _ in tl.static_range(HALVINGS):
@@ -251,7 +251,7 @@ def _largest_part(x, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _larger(a, b):
+def larger(a, b):
     # tl.max would turn float16 into float32, of which half as many are compared at once
     return tl.maximum(a, b)
 
@@ -277,7 +277,7 @@ def _by_block(
     rows: tl.constexpr = qk.shape[0]
     parts: tl.constexpr = qk.shape[1] // BLOCKS // ALTERNATING
     qk = tl.reshape(qk, (rows, parts, BLOCKS, ALTERNATING))
-    return tl.reduce(_largest_part(qk, PACKED), 2, _larger)
+    return tl.reduce(largest_part(qk, PACKED), 2, larger)
 
 
 @triton.jit
@@ -344,6 +344,7 @@ def _shares(
     do_not_specialize=[
         "columns",
         "all_columns",
+        "least_mass",
         "share",
         "begin",
         "start",
@@ -363,7 +364,6 @@ def _sweep_kernel(
     desc_others,
     units,
     bounds,
-    least_mass,
     tails,
     bits,
     counts,
@@ -371,6 +371,7 @@ def _sweep_kernel(
     scratch,
     columns,
     all_columns,
+    least_mass,
     share,
     begin,
     start,
@@ -525,7 +526,7 @@ def _sweep_kernel(
     highest = tl.load(bounds + bounds_plane + at, mask=inside, other=-1)
     sinks = tl.load(bounds + 2 * bounds_plane + at, mask=inside, other=0)
     local = tl.load(bounds + 3 * bounds_plane + at, mask=inside, other=0)
-    needed = tl.load(least_mass + at, mask=inside, other=float("inf")) * weight
+    needed = least_mass * weight
     if TAIL != "none":
         tail = tl.load(tails + at, mask=inside, other=0) != 0
     line = (start + plane).to(tl.int64) * q_blocks + block

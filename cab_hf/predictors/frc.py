@@ -49,11 +49,8 @@ class FrcPredictor(Predictor):
         return self._largest("q", q, spans.last >= 0, self.config.query_block)
 
     def _largest(self, name: str, x: Tensor, valid: Tensor, block: int) -> Tensor:
-        if self.config.check_finite and not bool(torch.isfinite(x).all()):
-            raise ValueError(
-                f"{name} holds infinite or NaN values (shape {tuple(x.shape)}); nothing can be "
-                "selected by them. Look for an overflow in the layers before this one."
-            )
+        if self.config.check_finite:
+            reference.refuse_infinite(name, x)
         return _tokens(x, valid, block)
 
     def gathers(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:

@@ -460,10 +460,11 @@ def test_keys_of_any_magnitude_are_found_and_cost_the_same(gpu, dtype):
 def test_exact_scores_stay_within_their_scratch(gpu):
     """32 heads of 65,536 tokens: nothing but scratch beside the 4 MiB a head that are found."""
     from cab_hf.ops import exact_scores as ops
+    from cab_hf.ops.rows import scored_dtype
 
     length, count = 65_536, 16
     q, k = heads_on(gpu, length=length, heads=32, kv_heads=8)
-    spans, dtype = Spans.causal(1, length, length, gpu), ops.scored_dtype(k)
+    spans, dtype = Spans.causal(1, length, length, gpu), scored_dtype(k)
     rows = ops.outlier_rows(q, spans, (0, 32), 128**-0.5, 128, count, SLOW, dtype)
     (keys, exponents), blocks = ops.scored_keys(k, SLOW, dtype), rows_of(q, spans, 128)
     turn = HeadChunk(blocks, 512, 0, 32, 32, 8, 512, 1024, 1024, 0)
