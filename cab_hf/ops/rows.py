@@ -31,12 +31,15 @@ LARGEST_CHANNEL = tl.constexpr(2.0**56)
 QUERY_NORM = 8.0
 # channels of a product of 8-bit floats come in multiples of this
 LEAST_CHANNELS = 32
+# channels of 16 bits that one instruction reads
+LONGEST_RUN = 8
 # tables of channels that stay on a device
 COPIES = 256
 TOKENS_OF_KEYS, ROWS_GATHERED = 128, 64
 # channels of the queries of a block that a program holds at a time while it seeks outliers, and how
-# it is scheduled
-SOUGHT_CHANNELS, SOUGHT_WARPS, SOUGHT_REGISTERS = 32, 4, 168
+# it is scheduled; blocks of more than `FEW_QUERIES` do not fit the fewer registers a thread
+SOUGHT_CHANNELS, SOUGHT_WARPS = 32, 4
+FEW_QUERIES, SOUGHT_REGISTERS, MORE_REGISTERS = 128, 168, 232
 COSINE_STEPS = tl.constexpr(COSINE_STEPS)
 LEAST_SQUARE = tl.constexpr(LEAST_SQUARE)
 
@@ -48,11 +51,13 @@ class Channels(NamedTuple):
         table: int32 [width], which channel of q or k stands where; -1 for none.
         first: how many places those of outliers have, a power of two; ``width`` where all have.
         width: of all; the others have a power of two as well.
+        run: so many neighbouring places hold neighbouring channels, or none: they are read at once.
     """
 
     table: Tensor
     first: int
     width: int
+    run: int
 
     @classmethod
     @lru_cache(COPIES)
@@ -67,7 +72,7 @@ class Channels(NamedTuple):
             for channel in (*part, *[-1] * (room - len(part)))
         ]
         made = torch.tensor(table, dtype=torch.int32, device=device)
-        return cls(made, rooms[0], sum(rooms))
+        return cls(made, rooms[0], sum(rooms), _run(table))
 
     @staticmethod
     def widths(channels: tuple[int, ...], dim: int) -> int:
@@ -76,18 +81,35 @@ class Channels(NamedTuple):
         return sum(max(LEAST_CHANNELS, triton.next_power_of_2(size)) for size in sizes if size)
 
 
+def _run(table: list[int]) -> int:
+    """The ``run`` of `Channels`, a power of two up to `LONGEST_RUN`."""
+    run = LONGEST_RUN
+    while run > 1:
+        groups = (table[at : at + run] for at in range(0, len(table), run))
+        if all(
+            group == [-1] * run
+            or (group[0] % run == 0 and group == list(range(group[0], group[0] + run)))
+            for group in groups
+        ):
+            break
+        run //= 2
+    return run
+
+
 class ScoredRows(NamedTuple):
     """Queries of every query block of some heads that are scored, one block behind the other.
 
     Attributes:
         vectors: [heads, M_q * count, C], scaled.
         scale: float32 [heads, M_q * count], what makes logits in powers of two of their products.
+        norm: float32 of the same shape, for what the sweep takes off these logits.
         first, last: int32 of the same shape, the keys that a query sees; none where last is -1.
         count: of each query block.
     """
 
     vectors: Tensor
     scale: Tensor
+    norm: Tensor
     first: Tensor
     last: Tensor
     count: int
@@ -130,6 +152,7 @@ def scored_keys(
         BLOCK_N=TOKENS_OF_KEYS,
         FIRST=order.first,
         OTHERS=order.width - order.first,
+        RUN=order.run,
         num_warps=4,
     )
     return keys, exponents
@@ -163,7 +186,7 @@ def outliers(
         D=dim,
         BLOCK_D=min(SOUGHT_CHANNELS, triton.next_power_of_2(dim)),
         num_warps=SOUGHT_WARPS,
-        maxnreg=SOUGHT_REGISTERS,
+        maxnreg=SOUGHT_REGISTERS if query_block <= FEW_QUERIES else MORE_REGISTERS,
     )
     return positions
 
@@ -191,7 +214,7 @@ def scored_rows(
     total = triton.cdiv(length, query_block) * count
     rows = ScoredRows(
         q.new_empty(some, total, width, dtype=dtype),
-        q.new_empty(some, total, dtype=torch.float32),
+        *(q.new_empty(some, total, dtype=torch.float32) for _ in range(2)),
         *(torch.empty(some, total, device=q.device, dtype=torch.int32) for _ in range(2)),
         count,
     )
@@ -216,6 +239,7 @@ def scored_rows(
         BLOCK_M=ROWS_GATHERED,
         FIRST=order.first,
         OTHERS=width - order.first,
+        RUN=order.run,
         num_warps=4,
     )
     return rows
@@ -235,13 +259,13 @@ def power_of_two(exponent):
 
 
 @triton.jit
-def _read(at, there, table, BEGIN: tl.constexpr, COUNT: tl.constexpr):
+def _read(at, there, table, BEGIN: tl.constexpr, COUNT: tl.constexpr, RUN: tl.constexpr):
     """Some channels of the vectors that begin ``at``, in the order of the table, and their places.
 
     float32 [N, COUNT], zeros where a place has no channel.
     """
     place = BEGIN + tl.arange(0, COUNT)
-    channel = tl.load(table + place)
+    channel = tl.max_contiguous(tl.multiple_of(tl.load(table + place), RUN), RUN)
     mask = there[:, None] & (channel >= 0)[None, :]
     return tl.load(at + channel[None, :], mask=mask, other=0.0).to(tl.float32), place
 
@@ -271,6 +295,7 @@ def _scored_keys_kernel(
     BLOCK_N: tl.constexpr,
     FIRST: tl.constexpr,
     OTHERS: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     plane = tl.program_id(0)
     token = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -278,9 +303,9 @@ def _scored_keys_kernel(
     at = vectors_at(k, plane // heads, plane % heads, token)
     line = plane.to(tl.int64) * length + token
     target = keys + line[:, None] * (FIRST + OTHERS)
-    x, place = _read(at, inside, table, 0, FIRST)
+    x, place = _read(at, inside, table, 0, FIRST, RUN)
     if OTHERS > 0:
-        y, behind = _read(at, inside, table, FIRST, OTHERS)
+        y, behind = _read(at, inside, table, FIRST, OTHERS, RUN)
     if exponents is not None:
         x = _finite(x)
         largest = tl.max(tl.abs(x), 1)
@@ -383,6 +408,7 @@ def _scored_rows_kernel(
     BLOCK_M: tl.constexpr,
     FIRST: tl.constexpr,
     OTHERS: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     mine = tl.program_id(0).to(tl.int64)
     batch = (start + mine) // heads
@@ -401,10 +427,10 @@ def _scored_rows_kernel(
     highest = tl.load(last + batch * last_stride + query, mask=there, other=-1)
     real = highest >= 0
     at = vectors_at(q, batch, head, query)
-    x, place = _read(at, real, table, 0, FIRST)
+    x, place = _read(at, real, table, 0, FIRST, RUN)
     size = tl.sum(x * x, 1)
     if OTHERS > 0:
-        y, behind = _read(at, real, table, FIRST, OTHERS)
+        y, behind = _read(at, real, table, FIRST, OTHERS, RUN)
         size += tl.sum(y * y, 1)
     scale = tl.full([BLOCK_M], 1.0, tl.float32)
     if NORM > 0:

@@ -295,7 +295,7 @@ def affinity_of(direct, log_sum, visible, CLUSTERS: tl.constexpr):
 
 
 @triton.jit
-def _product(a, b, acc, PRECISION: tl.constexpr = "tf32x3"):
+def _product(a, b, acc, PRECISION: tl.constexpr):
     """acc + a b; three tf32 products stand in for a float32 one."""
     if a.dtype == tl.float32:
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
@@ -499,7 +499,7 @@ def _two_hop_kernel(
             mask=known[:, None] & (j < width)[None, :],
             other=0.0,
         )
-        total = _product(to_row, onward, total)
+        total = _product(to_row, onward, total, "tf32x3")
     place = (mine.to(tl.int64) * q_blocks + i)[:, None] * width + j[None, :]
     seen = inside[:, None] & (j[None, :] <= tl.max(high, 0)) & (j[None, :] < width)
     tl.store(hops + place, total * product_scale, mask=seen)

@@ -1,9 +1,10 @@
 """Which blocks are kept, on the GPU: one sweep over the keys, and one pass over what it leaves.
 
-The definition is `choose_by_reference` of `cab_hf.predictors.rows`. A program scores the outliers
-and the typical queries of some query blocks against all keys that these see. It leaves the largest
-logit of every key block in a scratch row until the row's normaliser is known, then reads them once
-more: shares, their weighted mean, and one bit for each block, kept or not.
+The definition is `choose_by_reference` of `cab_hf.predictors.rows`. A program of the sweep scores
+the outliers and the typical queries of some query blocks against all keys that these see, and
+leaves the largest logit of every key block and the normaliser of every row. The pass takes shares,
+their weighted mean, and one bit for each block, kept or not. A second launch for it: in the sweep's
+own programs, few on a multiprocessor, it waited for memory longer than for anything else.
 """
 
 from __future__ import annotations
@@ -38,9 +39,8 @@ CACHED_KEYS = 32 << 20
 LANES, COLUMNS_OF_LANES = 4, 8
 # of at most 2 ** 7 parts of a tile, until one is left
 HALVINGS = tl.constexpr(7)
-# key blocks of a row that are weighed at a time, whole words of bits: of more the compiler keeps
-# some in memory
-CHUNK = 32
+# key blocks of a row that are weighed at a time, whole words of bits, and by how many warps
+CHUNK, KEEP_WARPS = 64, 1
 # bytes of scratch at a time
 SCRATCH_AT_A_TIME = 1152 << 20
 
@@ -127,7 +127,7 @@ def kept_blocks(
     tile_keys = most_keys if most_keys % key_block == 0 else tile_of(key_block, most_keys)
     stages = max(1, min(STAGES, BYTES_IN_FLIGHT // (tile_keys * bytes_a_key)))
     descriptors, alternating = _alternating(keys, first, key_block, tile_keys)
-    step = max(1, tile_keys // key_block)
+    step = max(1, tile_keys // key_block)  # in key blocks
     tiles = triton.cdiv(q_blocks, together)
     kv_blocks = triton.cdiv(kv_length, key_block)
     all_columns = triton.cdiv(kv_blocks, step) * step
@@ -155,51 +155,61 @@ def kept_blocks(
         dtype=torch.float16 if half else torch.float32,
     )
     by_head = keys.numel() * keys.element_size() > CACHED_KEYS
+    units = Units.of(exponents) if half else None
     tail = "none" if rules.tail is None else "listed" if rules.tail_listed else "named"
+    scored = outliers if count else typical, typical
+    shape = dict(OUTLIERS=count, TYPICAL=typical.count, TOGETHER=together, WIDER=wider)
     for begin, end in parts:
+        left = scratch, columns(begin, end), all_columns
         _sweep_kernel[(end - begin, planes) if by_head else (planes, end - begin)](
-            outliers if count else typical,
-            typical,
+            *scored,
             *descriptors,
-            Units.of(exponents) if half else None,
-            rules.bounds,
-            bits if rules.tail is None else rules.tail,
-            bits,
-            counts,
-            scores,
-            scratch,
-            columns(begin, end),
-            all_columns,
-            rules.mass,
-            rules.share,
+            units,
+            *left,
             begin,
             start,
             heads,
             kv_heads,
             kv_length,
             q_blocks,
-            kv_blocks,
-            bits.shape[-1],
-            bits.shape[0] * q_blocks,
-            OUTLIERS=count,
-            TYPICAL=typical.count,
-            TOGETHER=together,
-            WEIGHT=(query_block - count) / typical.count,
+            **shape,
             KEY_BLOCK=key_block,
-            WIDER=wider,
             BY_HEAD=by_head,
             BLOCK_N=tile_keys,
             ALTERNATING=alternating,
             FIRST=first,
             OTHERS=width - first,
-            CHUNK=CHUNK,
             HALF=half,
             PACKED=half and launch.packed(keys),
             PRECISION=precision(typical.vectors),
-            TAIL=tail,
             STAGES=stages,
             num_warps=WARPS,
             maxnreg=REGISTERS if half else None,
+        )
+        _keep_kernel[((end - begin) * together, planes)](
+            *scored,
+            rules.bounds,
+            bits if rules.tail is None else rules.tail,
+            bits,
+            counts,
+            scores,
+            *left,
+            rules.mass,
+            rules.share,
+            begin,
+            start,
+            heads,
+            q_blocks,
+            kv_blocks,
+            bits.shape[-1],
+            bits.shape[0] * q_blocks,
+            **shape,
+            WEIGHT=(query_block - count) / typical.count,
+            STEP=step * key_block,
+            BLOCKS=step,
+            CHUNK=CHUNK,
+            TAIL=tail,
+            num_warps=KEEP_WARPS,
         )
 
 
@@ -324,37 +334,17 @@ def _seen_by_all(seen, STEP: tl.constexpr):
     return low, end, whole_low, whole_high
 
 
-@triton.jit
-def _shares(
-    kept, column, there, scale, norm, BLOCKS: tl.constexpr, ALL: tl.constexpr, SKIP: tl.constexpr,
-    GROUP: tl.constexpr,
-):  # fmt: skip
-    """(largest, sum) over the rows of a query block of their shares of some key blocks."""
-    rows: tl.constexpr = scale.shape[0]
-    cell = SKIP * BLOCKS + tl.arange(0, rows)[None, :] * BLOCKS + (column % BLOCKS)[:, None]
-    cell += (column // BLOCKS * (ALL * BLOCKS))[:, None]
-    top = tl.load(kept + cell, mask=there[:, None], other=float("-inf"))
-    share = tl.exp2(top.to(tl.float32) * scale[None, :] - norm[None, :])
-    share = tl.reshape(share, (column.shape[0], rows // GROUP, GROUP))
-    return tl.max(share, 2), tl.sum(share, 2)
-
-
 # the first of several launches is no reason to compile twice
 @triton.jit(
     do_not_specialize=[
         "columns",
         "all_columns",
-        "least_mass",
-        "share",
         "begin",
         "start",
         "heads",
         "kv_heads",
         "kv_length",
         "q_blocks",
-        "kv_blocks",
-        "words",
-        "bounds_plane",
     ]
 )
 def _sweep_kernel(
@@ -363,43 +353,31 @@ def _sweep_kernel(
     desc_first,
     desc_others,
     units,
-    bounds,
-    tails,
-    bits,
-    counts,
-    scores,
     scratch,
     columns,
     all_columns,
-    least_mass,
-    share,
     begin,
     start,
     heads,
     kv_heads,
     kv_length,
     q_blocks,
-    kv_blocks,
-    words,
-    bounds_plane,
     OUTLIERS: tl.constexpr,
     TYPICAL: tl.constexpr,
     TOGETHER: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
     WIDER: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
     BY_HEAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ALTERNATING: tl.constexpr,
     FIRST: tl.constexpr,
     OTHERS: tl.constexpr,
-    CHUNK: tl.constexpr,
     HALF: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
-    TAIL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Of all scored rows of some query blocks: largest logits of key blocks, and normalisers."""
     # a step of the sweep is a tile of several key blocks, or a key block of several tiles
     STEP: tl.constexpr = BLOCK_N if BLOCK_N > KEY_BLOCK else KEY_BLOCK
     BLOCKS: tl.constexpr = STEP // KEY_BLOCK
@@ -440,11 +418,9 @@ def _sweep_kernel(
         source = outliers.vectors + odd[:, None] * FIRST + tl.arange(0, FIRST)[None, :]
         z = tl.load(source, mask=odd_there[:, None], other=0.0)
 
-    before = (tile - begin) * all_columns
     if WIDER > 0:
         # no row sees so much: what is not reserved is not written
         end = tl.minimum(end, WIDER // BLOCKS * (tile + 1))
-        before = WIDER * (tile * (tile + 1) - begin * (begin + 1)) // 2
     whole_low = tl.minimum(tl.maximum(whole_low, low), end)
     whole_high = tl.minimum(tl.maximum(whole_high, whole_low), end)
     if HALF:
@@ -455,7 +431,7 @@ def _sweep_kernel(
         if tl.load(units.least + kv_plane) < largest:
             # keys of several units are multiplied by them, all in the first part
             whole_low, whole_high = end, end
-    kept = scratch + (plane.to(tl.int64) * columns + before) * ALL
+    kept = _scratch_of(scratch, plane, tile, begin, columns, all_columns, ALL, WIDER)
     in_step = tl.arange(0, BLOCKS)[None, :]
     # which key of a tile stands in a column: blocks alternate
     SIZE: tl.constexpr = BLOCK_N // BLOCKS
@@ -509,56 +485,153 @@ def _sweep_kernel(
                 own = (EVEN + tl.arange(0, ODD))[:, None] * BLOCKS + in_step
                 tl.store(target + own, odd_top)
                 odd_m, odd_l = _added(odd_m, odd_l, odd_top, odd_scale)
-    tl.debug_barrier()
-
     even_norm = _log_total(even_m, even_l, even_seen[1] >= 0)
-    real = tl.reshape((even_seen[1] >= 0).to(tl.float32), (TOGETHER, TYPICAL))
-    weight = tl.sum(real, 1) * WEIGHT
+    tl.store(typical.norm + even, even_norm, mask=even_there)
+    # with the unit of the keys
+    tl.store(typical.scale + even, even_scale, mask=even_there)
     if OUTLIERS > 0:
         odd_norm = _log_total(odd_m, odd_l, odd_seen[1] >= 0)
-        real = tl.reshape((odd_seen[1] >= 0).to(tl.float32), (TOGETHER, OUTLIERS))
-        weight += tl.sum(real, 1)
-    # [TOGETHER]: what the query blocks see, and what is forced of it
-    block += tl.arange(0, TOGETHER)
-    inside = block < q_blocks
-    at = batch * q_blocks + block
-    lowest = tl.load(bounds + at, mask=inside, other=2147483647)
-    highest = tl.load(bounds + bounds_plane + at, mask=inside, other=-1)
-    sinks = tl.load(bounds + 2 * bounds_plane + at, mask=inside, other=0)
-    local = tl.load(bounds + 3 * bounds_plane + at, mask=inside, other=0)
+        tl.store(outliers.norm + odd, odd_norm, mask=odd_there)
+        tl.store(outliers.scale + odd, odd_scale, mask=odd_there)
+
+
+@triton.jit
+def _scratch_of(
+    scratch, plane, tile, begin, columns, all_columns, ALL: tl.constexpr, WIDER: tl.constexpr
+):  # fmt: skip
+    """Where the logits of a tile of rows begin, from column 0 on."""
+    before = (tile - begin) * all_columns
+    if WIDER > 0:
+        before = WIDER * (tile * (tile + 1) - begin * (begin + 1)) // 2
+    return scratch + (plane.to(tl.int64) * columns + before) * ALL
+
+
+@triton.jit
+def _shares(
+    rows, line, kept, step, there, BLOCKS: tl.constexpr, ALL: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    """(largest, sum) of the shares that the scored rows of a query block have of some key blocks.
+
+    [steps * BLOCKS] each. ``kept`` is where the logits of the query block ``line`` begin.
+    """
+    row = line * COUNT + tl.arange(0, COUNT)
+    scale = tl.load(rows.scale + row)[None, :, None]
+    norm = tl.load(rows.norm + row)[None, :, None]
+    cell = step[:, None] * (ALL * BLOCKS) + tl.arange(0, COUNT * BLOCKS)[None, :]
+    top = tl.load(kept + cell, mask=there[:, None], other=float("-inf")).to(tl.float32)
+    share = tl.exp2(tl.reshape(top, (step.shape[0], COUNT, BLOCKS)) * scale - norm)
+    size: tl.constexpr = step.shape[0] * BLOCKS
+    return tl.reshape(tl.max(share, 1), (size,)), tl.reshape(tl.sum(share, 1), (size,))
+
+
+@triton.jit
+def _seen_by(rows, line, COUNT: tl.constexpr):
+    """The first and the last key that rows of a query block see, and how many see any."""
+    row = line * COUNT + tl.arange(0, COUNT)
+    last = tl.load(rows.last + row)
+    first = tl.where(last >= 0, tl.load(rows.first + row), 2147483647)
+    return tl.min(first, 0), tl.max(last, 0), tl.sum((last >= 0).to(tl.float32), 0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "columns",
+        "all_columns",
+        "least_mass",
+        "share",
+        "begin",
+        "start",
+        "heads",
+        "q_blocks",
+        "kv_blocks",
+        "words",
+        "bounds_plane",
+    ]
+)
+def _keep_kernel(
+    outliers,
+    typical,
+    bounds,
+    tails,
+    bits,
+    counts,
+    scores,
+    scratch,
+    columns,
+    all_columns,
+    least_mass,
+    share,
+    begin,
+    start,
+    heads,
+    q_blocks,
+    kv_blocks,
+    words,
+    bounds_plane,
+    OUTLIERS: tl.constexpr,
+    TYPICAL: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDER: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """Of one query block of a head: what it keeps, by the logits that the sweep left."""
+    ALL: tl.constexpr = TOGETHER * (OUTLIERS + TYPICAL)
+    plane = tl.program_id(1)
+    # the longest rows first
+    block = begin * TOGETHER + tl.num_programs(0) - 1 - tl.program_id(0)
+    if block >= q_blocks:
+        return
+    line = plane.to(tl.int64) * q_blocks + block
+    tile = block // TOGETHER
+    even = _scratch_of(scratch, plane, tile, begin, columns, all_columns, ALL, WIDER)
+    odd = even + (TOGETHER * TYPICAL + block % TOGETHER * OUTLIERS) * BLOCKS
+    even += block % TOGETHER * (TYPICAL * BLOCKS)
+    first, last, real = _seen_by(typical, line, TYPICAL)
+    weight = real * WEIGHT
+    if OUTLIERS > 0:
+        odd_first, odd_last, real = _seen_by(outliers, line, OUTLIERS)
+        first = tl.minimum(first, odd_first)
+        last = tl.maximum(last, odd_last)
+        weight += real
     needed = least_mass * weight
+
+    at = (start + plane) // heads * q_blocks + block
+    lowest = tl.load(bounds + at)
+    highest = tl.load(bounds + bounds_plane + at)
+    sinks = tl.load(bounds + 2 * bounds_plane + at)
+    local = tl.load(bounds + 3 * bounds_plane + at)
+    tail = False
     if TAIL != "none":
-        tail = tl.load(tails + at, mask=inside, other=0) != 0
-    line = (start + plane).to(tl.int64) * q_blocks + block
-    found = tl.zeros([TOGETHER], tl.int32)
-    for j in range(tl.min(lowest, 0) // CHUNK * CHUNK, tl.max(highest, 0) + 1, CHUNK):
-        # [CHUNK, TOGETHER]
-        column = j + tl.arange(0, CHUNK)
-        there = (column >= low * BLOCKS) & (column < end * BLOCKS)
-        most, mass = _shares(kept, column, there, even_scale, even_norm, BLOCKS, ALL, 0, TYPICAL)
+        tail = tl.load(tails + at) != 0
+    found = 0
+    for begins in range(lowest // CHUNK * CHUNK, highest + 1, CHUNK):
+        # what no scored row sees is not in the scratch
+        step = begins // BLOCKS + tl.arange(0, CHUNK // BLOCKS)
+        there = (step >= first // STEP) & (step <= last // STEP)
+        most, mass = _shares(typical, line, even, step, there, BLOCKS, ALL, TYPICAL)
         mass *= WEIGHT
         if OUTLIERS > 0:
-            largest_share, shares = _shares(
-                kept, column, there, odd_scale, odd_norm, BLOCKS, ALL, EVEN, OUTLIERS
-            )
+            largest, shares = _shares(outliers, line, odd, step, there, BLOCKS, ALL, OUTLIERS)
             mass += shares
-            most = tl.maximum(most, largest_share)
-        keep = (mass >= needed[None, :]) | (most >= share)
+            most = tl.maximum(most, largest)
+        column = begins + tl.arange(0, CHUNK)
+        keep = (mass >= needed) | (most >= share)
         if scores is not None:
-            score = tl.where(most >= share, 1 + most, mass / tl.maximum(weight, 1.0)[None, :])
-            target = scores + (plane.to(tl.int64) * q_blocks + block)[None, :] * kv_blocks
-            there_too = (column < kv_blocks)[:, None] & inside[None, :]
-            tl.store(target + column[:, None], score, mask=there_too)
-        keep |= (column[:, None] < sinks[None, :]) | (column[:, None] >= local[None, :])
+            score = tl.where(most >= share, 1 + most, mass / tl.maximum(weight, 1.0))
+            tl.store(scores + line * kv_blocks + column, score, mask=column < kv_blocks)
+        keep |= (column < sinks) | (column >= local)
         if TAIL == "listed":
-            keep |= tail[None, :]
-        keep &= (column[:, None] >= lowest[None, :]) & (column[:, None] <= highest[None, :])
+            keep |= tail
+        keep &= (column >= lowest) & (column <= highest)
         if TAIL == "named":
-            keep &= (tail == 0)[None, :]
+            keep &= tail == 0
         found += tl.sum(keep.to(tl.int32), 0)
-        word = tl.reshape(keep.to(tl.int32), (CHUNK // 32, 32, TOGETHER))
-        word = tl.sum(word << tl.arange(0, 32)[None, :, None], 1)
-        word_at = j // 32 + tl.arange(0, CHUNK // 32)
-        target = bits + line[None, :] * words + word_at[:, None]
-        tl.store(target, word, mask=inside[None, :] & (word_at < words)[:, None])
-    tl.store(counts + line, found, mask=inside)
+        word = tl.reshape(keep.to(tl.int32), (CHUNK // 32, 32)) << tl.arange(0, 32)[None, :]
+        place = begins // 32 + tl.arange(0, CHUNK // 32)
+        target = bits + (start.to(tl.int64) * q_blocks + line) * words + place
+        tl.store(target, tl.sum(word, 1), mask=place < words)
+    tl.store(counts + start.to(tl.int64) * q_blocks + line, found)
