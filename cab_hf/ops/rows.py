@@ -84,14 +84,10 @@ class Channels(NamedTuple):
 def _run(table: list[int]) -> int:
     """The ``run`` of `Channels`, a power of two up to `LONGEST_RUN`."""
     run = LONGEST_RUN
-    while run > 1:
-        groups = (table[at : at + run] for at in range(0, len(table), run))
-        if all(
-            group == [-1] * run
-            or (group[0] % run == 0 and group == list(range(group[0], group[0] + run)))
-            for group in groups
-        ):
-            break
+    while not all(
+        group == [-1] * run or group[0] % run == 0 and group == [*range(group[0], group[0] + run)]
+        for group in (table[at : at + run] for at in range(0, len(table), run))
+    ):
         run //= 2
     return run
 
@@ -101,7 +97,8 @@ class ScoredRows(NamedTuple):
 
     Attributes:
         vectors: [heads, M_q * count, C], scaled.
-        scale: float32 [heads, M_q * count], what makes logits in powers of two of their products.
+        scale: float32 [heads, M_q * count], what makes logits in powers of two of their products;
+            the sweep puts the unit of 8-bit keys in.
         norm: float32 of the same shape, for what the sweep takes off these logits.
         first, last: int32 of the same shape, the keys that a query sees; none where last is -1.
         count: of each query block.

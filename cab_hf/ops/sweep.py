@@ -604,9 +604,10 @@ def _keep_kernel(
     highest = tl.load(bounds + bounds_plane + at)
     sinks = tl.load(bounds + 2 * bounds_plane + at)
     local = tl.load(bounds + 3 * bounds_plane + at)
-    tail = False
     if TAIL != "none":
         tail = tl.load(tails + at) != 0
+    # of all heads, where the other lines count those at hand
+    own = (start + plane).to(tl.int64) * q_blocks + block
     found = 0
     for begins in range(lowest // CHUNK * CHUNK, highest + 1, CHUNK):
         # what no scored row sees is not in the scratch
@@ -632,6 +633,5 @@ def _keep_kernel(
         found += tl.sum(keep.to(tl.int32), 0)
         word = tl.reshape(keep.to(tl.int32), (CHUNK // 32, 32)) << tl.arange(0, 32)[None, :]
         place = begins // 32 + tl.arange(0, CHUNK // 32)
-        target = bits + (start.to(tl.int64) * q_blocks + line) * words + place
-        tl.store(target, tl.sum(word, 1), mask=place < words)
-    tl.store(counts + start.to(tl.int64) * q_blocks + line, found)
+        tl.store(bits + own * words + place, tl.sum(word, 1), mask=place < words)
+    tl.store(counts + own, found)
