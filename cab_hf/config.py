@@ -10,36 +10,28 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cab_hf.checks import MOST, is_count, is_number, is_share, is_whole, require, short, warn_once
-from cab_hf.renamed import PUBLISHED, is_published, renamed
+from cab_hf.renamed import by_rows, renamed
 
-COARSEN = ("minmax", "mean", "max_l2")
 CURVATURE = ("none", "additive", "forman")
-SELECT = ("clusters", "topk")
 # fields that take a table of layers and heads
-TABLES = ("top_p", "top_k_share", "sparsity", "exact_queries", "head_map")
+TABLES = ("sparsity", "head_map")
 ENGINES = ("auto", "flex", "triton", "gather", "reference")
-CHOICES = {"coarsen": COARSEN, "select": SELECT, "curvature": CURVATURE, "engine": ENGINES}
-# what a row keeps where ``top_p`` is None, as (keys it sees, share of its estimated attention
-# mass): constant outside and on a line between. Measured on SmolLM2, see eval/results
-TOP_P_BY_KEYS = ((8192, 0.95), (16384, 0.72))
+CHOICES = {"curvature": CURVATURE, "engine": ENGINES}
 # a number for every head of every layer, [layers][heads]
 Table = tuple[tuple[float, ...], ...]
 
-# predictors that choose by ``select``, by rows, the published one, that rank blocks by a score of
-# theirs, that keep a share of an estimated mass, and all that come with cab_hf: what another one
-# reads of the config is its own affair
-CAB, ROWS, FRC = ("curvature", "cascade"), "rows", "frc"
+# predictors that choose by rows, the published one, that rank blocks by a score of theirs, that
+# keep a share of an estimated mass, and all that come with cab_hf: what another one reads of the
+# config is its own affair
+CAB, FRC = ("rows", "cascade"), "frc"
 RANKING = ("antidiagonal", "oracle", "random", "vertical_slash")
-BY_MASS = ("flexprefill", "xattention", "xattention_16")
-SHIPPED = (*CAB, ROWS, FRC, *RANKING, *BY_MASS, "streaming")
+BY_MASS = ("flexprefill", "mean_pooled", "xattention", "xattention_16")
+SHIPPED = (*CAB, FRC, *RANKING, *BY_MASS, "streaming")
 
 
-def _read_by(*schemes: str, default: Any, off: Any = dataclasses.MISSING) -> Any:
-    """A field that only some ways to choose blocks read: values of ``select``, or predictors.
-
-    Any of them accepts ``off``, the value that disables it.
-    """
-    return dataclasses.field(default=default, metadata={"schemes": schemes, "off": off})
+def _read_by(*predictors: str, default: Any, off: Any = dataclasses.MISSING) -> Any:
+    """A field that only some predictors read. The others accept ``off``, which disables it."""
+    return dataclasses.field(default=default, metadata={"predictors": predictors, "off": off})
 
 
 class Origin(NamedTuple):
@@ -106,43 +98,27 @@ class CabConfig:
             (`generate` with ``prefill_chunk_size`` and continuous batching do know), what ends a
             call counts as an end, and attends more than in the whole text at once. Calls of fewer
             than ``query_block`` queries have none.
-        coarsen: how a key block is summarised: ``"minmax"`` (per-channel bounds, as in Quest,
-            arXiv 2406.10774, and the mean), ``"mean"``, or ``"max_l2"`` (its key of largest norm,
-            as for queries; the published recipe).
-        select: ``"clusters"`` takes the smallest set of blocks holding ``top_p``, then
-            ``top_k_share`` of the row; ``"topk"`` takes a fixed share of every row.
-        top_p: with ``"clusters"``, the share of estimated attention mass a row keeps, in (0, 1]; 1
-            lists every block and is exact. Or a `Table` of them, in [0, 1]: a head of 1 attends
-            everything and lists nothing, one of 0 keeps no block for its mass. None goes by the
-            keys that a row sees, along `TOP_P_BY_KEYS`: 0.95 up to 8,192 of them, where dense
-            attention is cheap and weak look-ups need many blocks, and 0.72 from 16,384 on;
-            predictors `BY_MASS` then take what their authors have.
-        top_k_share: with ``"clusters"``, the share of a row's blocks added by the largest share of
-            attention that any of the ``exact_queries`` gives them, or without those by curvature,
-            in [0, 1]. A number or a `Table`.
-        exact_queries: how many queries of a block are scored against every key: its outliers, those
-            least like the block's mean query (`reference.outlier_queries`). They see what the mean
-            hides, and half of the estimated mass is theirs. 0 leaves the choice to the estimate
-            over block summaries. A divisor of ``query_block``, or a `Table`; with ``"rows"`` 0 or a
-            power of two.
-        typical_queries: with ``"rows"``, how many queries in the middle of equal steps of a block
-            are scored against every key beside the outliers: they stand for all queries that are no
-            outliers. A power of two that divides ``query_block``.
-        mass_threshold: with ``"rows"``, a row keeps the blocks to which its queries give so much of
-            their attention on average, by those that are scored, in [0, 1]; 0 keeps every block and
-            is exact.
-        share_threshold: with ``"rows"``, a row keeps the blocks to which one scored query gives so
-            much of its attention, in (0, 1].
-        sparsity: with ``"topk"`` and predictor ``"frc"``, the share of a row's blocks that is
+        exact_queries: how many queries of a block are scored against every key on some channels:
+            its outliers, those least like the block's mean query (`reference.outlier_queries`).
+            They find what single queries need. 0 or a power of two that divides ``query_block``.
+        typical_queries: how many queries in the middle of equal steps of a block are scored against
+            every key on all channels: they stand for all queries that are no outliers. A power of
+            two that divides ``query_block``.
+        mass_threshold: a row keeps the blocks to which its queries give so much of their attention
+            on average, by those that are scored, in [0, 1]; 0 keeps every block and is exact.
+        share_threshold: a row keeps the blocks to which one scored query gives so much of its
+            attention, in (0, 1].
+        top_p: of the predictors `BY_MASS`, the share of their estimate that is kept, in (0, 1];
+            None for what their authors have.
+        sparsity: of the predictors `RANKING` and of ``"frc"``, the share of a row's blocks that is
             dropped, in [0, 1). A number or a `Table`.
-        curvature: ``"additive"`` (direct minus ``redundancy`` times two-hop), ``"forman"``
-            (Forman-Ricci), or ``"none"``. With ``"topk"`` and ``"frc"``, ``"additive"`` weighs by
-            the key blocks of the call, as published: there padding and packing change what a text
-            selects.
-        redundancy: weight of the curvature term, in [0, 1]; 0 is the selection by magnitude, bit
-            for bit.
-        max_density: at most this share of a row's blocks is kept, in (0, 1]; forced blocks always
-            are, and heads of ``top_p`` 1 in a `Table` know no such bound.
+        curvature: with ``"frc"``, ``"forman"`` (Forman-Ricci), ``"additive"`` (direct minus
+            ``redundancy`` times two-hop), or ``"none"``. ``"additive"`` weighs by the key blocks of
+            the call, as published: there padding and packing change what a text selects.
+        redundancy: with ``"frc"``, weight of the curvature term, in [0, 1]; 0 is the selection by
+            magnitude, bit for bit.
+        max_density: at most this share of a row's blocks is kept, the best ones, in (0, 1]; forced
+            blocks always are.
         sampled_one_in: in training, each row of each head draws one of every so many neighbouring
             key blocks at random, and attends it with so many times its weight, unless it was chosen
             anyway. What is drawn stands for all blocks that were not chosen, so that gradients come
@@ -156,10 +132,8 @@ class CabConfig:
             assisted decoding.
         engine: ``"auto"`` (the fastest that can), ``"flex"``, ``"triton"``, ``"gather"`` (on a CPU)
             or ``"reference"``. One asked for by name never falls back.
-        predictor: name of a registered predictor; ``"curvature"`` is CAB, ``"cascade"`` is CAB
-            that decides in ``anchors`` alone, ``"rows"`` scores some queries of every block exactly
-            and nothing else (`cab_hf.predictors.RowsPredictor`), ``"frc"`` is the published method
-            (`published`).
+        predictor: name of a registered predictor; ``"rows"`` is the default, ``"cascade"`` the same
+            in ``anchors`` alone, ``"frc"`` the published method (`published`).
         anchors: with ``"cascade"``, indices of the layers that choose blocks, ascending. The layers
             behind each attend what it has chosen. The first sparse layer is one of them.
         head_map: with ``"cascade"``, a table [layers][heads]: the head of its anchor whose blocks a
@@ -186,28 +160,25 @@ class CabConfig:
     sink_blocks: int = 1
     local_blocks: int = 3
     dense_tail_blocks: int = 1
-    coarsen: str = _read_by(*SELECT, default="minmax")
-    select: str = _read_by(*SELECT, default="clusters")
-    top_p: float | Table | None = _read_by("clusters", *BY_MASS, default=None)
-    top_k_share: float | Table = _read_by("clusters", default=0.02, off=0)
-    exact_queries: int | Table = _read_by(*SELECT, ROWS, default=16, off=0)
-    typical_queries: int = _read_by(ROWS, default=8)
-    mass_threshold: float = _read_by(ROWS, default=0.002)
-    share_threshold: float = _read_by(ROWS, default=0.05)
-    sparsity: float | Table = _read_by("topk", FRC, *RANKING, default=0.95, off=0)
-    curvature: str = _read_by(*SELECT, FRC, default="additive", off="none")
-    redundancy: float = _read_by(*SELECT, FRC, default=0.3, off=0)
-    max_density: float = _read_by(*SELECT, ROWS, FRC, *RANKING, default=1.0)
+    exact_queries: int = _read_by(*CAB, default=16, off=0)
+    typical_queries: int = _read_by(*CAB, default=8)
+    mass_threshold: float = _read_by(*CAB, default=0.002)
+    share_threshold: float = _read_by(*CAB, default=0.05)
+    top_p: float | None = _read_by(*BY_MASS, default=None)
+    sparsity: float | Table = _read_by(FRC, *RANKING, default=0.95, off=0)
+    curvature: str = _read_by(FRC, default="forman", off="none")
+    redundancy: float = _read_by(FRC, default=1.0, off=0)
+    max_density: float = _read_by(*CAB, FRC, *RANKING, default=1.0)
     sampled_one_in: int = 0
     dense_layers: tuple[int, ...] = ()
     min_length: int = 8192
     engine: str = "auto"
-    predictor: str = "curvature"
+    predictor: str = "rows"
     anchors: tuple[int, ...] = _read_by("cascade", default=(), off=[])
     head_map: Table = _read_by("cascade", default=(), off=[])
     sparse_decode: bool = False
     decode_tokens: int | float = 4096
-    check_finite: bool = _read_by(*SELECT, ROWS, FRC, default=False)
+    check_finite: bool = _read_by(*CAB, FRC, default=False)
     origin: Origin | None = None
 
     def __post_init__(self) -> None:
@@ -222,20 +193,12 @@ class CabConfig:
         self._require(counts, is_count, f"a whole number from 0 to {MOST}")
         for name, choices in CHOICES.items():
             self._require((name,), choices.__contains__, "one of " + ", ".join(map(repr, choices)))
-        if isinstance(self.top_p, (tuple, list)):
-            self._freeze_table("top_p", is_share, "in [0, 1]")
-        else:
-            above = "in (0, 1], a table, or None"
-            self._require(("top_p",), lambda x: x is None or (is_share(x) and x > 0), above)
-        self._freeze_table("top_k_share", is_share, "in [0, 1]")
-        fits = f"0 or a divisor of query_block={self.query_block}"
-        self._freeze_table(
-            "exact_queries", lambda x: is_whole(x, 0) and self.query_block % (x or 1) == 0, fits
-        )
+        above = "in (0, 1], or None"
+        self._require(("top_p",), lambda x: x is None or (is_share(x) and x > 0), above)
         power = f"a power of two that divides query_block={self.query_block}"
         self._require(("typical_queries",), self._is_power, power)
-        if self.predictor == ROWS and self.exact_queries != 0:
-            self._require(("exact_queries",), self._is_power, f"0 or {power}")
+        none = f"0 or {power}"
+        self._require(("exact_queries",), lambda x: x == 0 or self._is_power(x), none)
         self._require(("mass_threshold",), is_share, "in [0, 1]")
         self._require(("share_threshold",), lambda x: is_share(x) and x > 0, "in (0, 1]")
         every_row = "in [0, 1): every row needs at least one block"
@@ -295,7 +258,7 @@ class CabConfig:
             "local_blocks": 1,
             "dense_tail_blocks": 0,
             "predictor": FRC,
-            "redundancy": 1.0 if curvature == "forman" else cls.redundancy,
+            "redundancy": 1.0 if curvature == "forman" else 0.3,
         }
         return cls(**recipe, sparsity=sparsity, curvature=curvature).changed(**overrides)
 
@@ -314,17 +277,15 @@ class CabConfig:
                 f"cab_config is {settings!r}; it must be a dict of CabConfig fields "
                 "(CabConfig(...).to_dict() makes one)."
             )
-        settings = renamed(settings)
+        settings, dropped = by_rows(renamed(settings))
         _require_known(settings)
-        if is_published(settings):
+        if dropped:
             warn_once(
-                ("published", FRC),
-                "cab_config has the published recipe by its name of earlier versions, "
-                "select='topk' with coarsen='max_l2': it is loaded as predictor='frc', which "
-                "chooses the same blocks. Save the config again to be rid of this warning.",
+                ("by rows", *dropped),
+                f"cab_config has {', '.join(dropped)} of an earlier version, which chose by block "
+                "summaries: blocks are chosen by rows, and these change nothing. Save the config "
+                "again to be rid of this warning, and calibrate for a density of your own.",
             )
-            settings = {name: x for name, x in settings.items() if name not in PUBLISHED}
-            settings["predictor"] = FRC
         if not settings.keys() >= {"top_p", "sparsity"}:
             return cls(**settings)
         for name, reader in unread(settings).items():
@@ -373,20 +334,6 @@ class CabConfig:
     def save(self, path: str | Path) -> None:
         """Write it to a JSON file that `calibrated` reads."""
         Path(path).write_text(json.dumps(self.to_dict()) + "\n", "utf-8")
-
-    @property
-    def curved(self) -> bool:
-        """Whether curvature takes part in the selection at all."""
-        if self.curvature == "none" or self.redundancy == 0:
-            return False
-        if self.predictor == FRC:
-            return True
-        if _all_exact(self.exact_queries):
-            return False
-        # with clusters it ranks what is added, and a row that keeps all its mass has nothing to add
-        table = self.top_k_share if isinstance(self.top_k_share, tuple) else ((self.top_k_share,),)
-        bridged = any(map(any, table)) and self.top_p != 1
-        return self.select == "topk" or bridged
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that survive JSON, ready for ``model.config.cab_config``."""
@@ -443,45 +390,27 @@ def unread(settings: Mapping[str, Any]) -> dict[str, str]:
 
     What is missing is at its default. Bad values are left to `CabConfig`.
     """
-    choosing = {name: FIELDS[name].default for name in ("predictor", "select", "exact_queries")}
-    choosing |= {name: settings[name] for name in choosing if name in settings}
-    predictor, select, exact = choosing.values()
+    predictor = settings.get("predictor", FIELDS["predictor"].default)
     idle = {}
     decode_tokens = settings.get("decode_tokens", CabConfig.decode_tokens)
     if decode_tokens != CabConfig.decode_tokens and not settings.get("sparse_decode", False):
         idle["decode_tokens"] = "sparse_decode=False"
     if predictor not in SHIPPED:
         return idle
-    of_cab = predictor in CAB
-    schemes = (predictor, select) if of_cab else (predictor,)
-    reader = f"select={select!r}" if of_cab else f"predictor={predictor!r}"
     for name, value in settings.items():
         metadata = FIELDS[name].metadata
         if not metadata or value == FIELDS[name].default or value == metadata["off"]:
             continue
-        if not any(scheme in metadata["schemes"] for scheme in schemes):
-            idle[name] = f"predictor={predictor!r}" if name in ("anchors", "head_map") else reader
-        # heads that score queries exactly rank by those
-        elif of_cab and name in ("curvature", "redundancy") and _all_exact(exact):
-            idle[name] = f"exact_queries={short(exact)}"
+        if predictor not in metadata["predictors"]:
+            idle[name] = f"predictor={predictor!r}"
     return idle
-
-
-def _all_exact(exact_queries: Any) -> bool:
-    """Whether every head scores some queries exactly."""
-    if not isinstance(exact_queries, (tuple, list)):
-        return exact_queries != 0
-    return all(all(row) if isinstance(row, (tuple, list)) else row for row in exact_queries)
 
 
 def _others(name: str) -> str:
     """What reads a field, as the end of a sentence."""
-    if name in ("curvature", "redundancy"):
-        return ", or give exact_queries=0"
     if name == "decode_tokens":
         return ", or give sparse_decode=True"
-    schemes = FIELDS[name].metadata["schemes"]
-    parts = [f"{'select' if x in SELECT else 'predictor'}={x!r}" for x in schemes]
+    parts = [f"predictor={x!r}" for x in FIELDS[name].metadata["predictors"]]
     return f", or choose what reads it ({', '.join(parts)})"
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# field of an earlier version -> its name of today, and values that are called otherwise
+# field of an earlier version -> its name of today
 RENAMED = {"mass": "top_p", "bridges": "top_k_share", "dense_tail": "dense_tail_blocks"}
 RENAMED_VALUES = {"coarsen": {"box": "minmax"}}
-# how the published recipe was told before it was a predictor of its own
+# how blocks were chosen by block summaries, before they were chosen by rows
+SUMMARIES = ("coarsen", "select", "top_k_share", "top_p", "curvature", "redundancy", "sparsity")
+# and how the published recipe was told, before it was a predictor of its own
 PUBLISHED = {"coarsen": "max_l2", "select": "topk", "exact_queries": 0}
 # what settings record of a config alone: options of a calibration, budgets that are set
 PARTS = {"top_p", "top_k_share", "sparsity", "exact_queries", "exact_stride", "max_density"}
@@ -29,10 +31,28 @@ def renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {RENAMED.get(name, name): _value(name, value) for name, value in fields.items()}
 
 
-def is_published(fields: Mapping[str, Any]) -> bool:
-    """Whether fields of a `CabConfig` are those of the published recipe of earlier versions."""
-    by_default = fields.get("predictor", "curvature") == "curvature"
-    return by_default and all(fields.get(name) == value for name, value in PUBLISHED.items())
+def by_rows(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """``fields`` of a `CabConfig` of before blocks were chosen by rows, as ones of today.
+
+    With what of them is dropped, as ``name=value``.
+    """
+    old = {"coarsen", "select", "top_k_share"} & fields.keys()
+    if not old and fields.get("predictor") != "curvature":
+        return dict(fields), []
+    kept = {name: value for name, value in fields.items() if name not in SUMMARIES}
+    predictor = kept.get("predictor", "curvature")
+    if predictor == "curvature" and all(fields.get(x) == y for x, y in PUBLISHED.items()):
+        same = ("sparsity", "curvature", "redundancy")
+        kept |= {name: fields[name] for name in same if name in fields}
+        return {**kept, "predictor": "frc", "exact_queries": 16}, []
+    if predictor not in ("curvature", "cascade"):
+        return {name: x for name, x in fields.items() if name not in SUMMARIES[:3]}, []
+    if predictor == "curvature":
+        kept["predictor"] = "rows"
+    if isinstance(kept.get("exact_queries"), (tuple, list)):
+        del kept["exact_queries"]
+    names = [name for name in fields if name not in kept]
+    return kept, [f"{name}={str(fields[name])[:30]}" for name in names]
 
 
 def renamed_in(recorded: Any) -> Any:

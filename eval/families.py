@@ -37,7 +37,7 @@ from cab_hf.sparse import attended
 
 TOKENS, PADDING = 150, 43
 # blocks small enough that a few tokens are many of them, and all of them kept
-FULL = CabConfig(query_block=32, key_block=16, min_length=0, top_p=1.0)
+FULL = CabConfig(query_block=32, key_block=16, min_length=0, mass_threshold=0.0)
 TOLERANCE = 1e-4
 # how cab is turned on; ``windowed`` is a model with sliding windows, where a type comes without
 DOORS = ("by_name", "applied", "windowed")
@@ -150,8 +150,8 @@ class Families(Experiment):
             "Every type of `AutoModelForCausalLM` is built with a few layers and random weights, "
             f"and given {TOKENS} tokens in float32, plain and with {PADDING} tokens of padding "
             "left and right; its logits are compared with those of the implementation it comes "
-            f"with, at top_p 1 and blocks of {FULL.query_block} x {FULL.key_block}: loaded with "
-            '`attn_implementation="cab"`, under `apply_cab`, and under that with sliding windows, '
+            f"with, at mass_threshold 0 and blocks of {FULL.query_block} x {FULL.key_block}: loaded "
+            'with `attn_implementation="cab"`, under `apply_cab`, and under that with sliding windows, '
             f"where a type may have some and comes without. *{EXACT}*: never off by more than "
             f"{TOLERANCE:g}, and layers attend through cab (`sparse` of them under a plan, "
             f"the others in a sliding window); *{NOT_OURS}*: the same logits, but no layer asked "

@@ -120,8 +120,8 @@ class FamiliesContextParallel(Families):
         return (
             "Every type of `AutoModelForCausalLM` is built with a few layers and random weights, "
             "in float64, or in float32 where its own code wants that, and takes a training step "
-            f"of two rows of {TOKENS} tokens on {RANKS} ranks (gloo), under `apply_cab` at top_p 1 "
-            f"and blocks of {FULL.query_block} x {FULL.key_block}, inside "
+            f"of two rows of {TOKENS} tokens on {RANKS} ranks (gloo), under `apply_cab` at "
+            f"mass_threshold 0 and blocks of {FULL.query_block} x {FULL.key_block}, inside "
             f"`cab_hf.context_parallel`. *{TEXT}*: one document, against the attention that a type "
             f"comes with, in one process. *{PACKED}*: documents of "
             f"{', '.join(map(str, DOCUMENTS))} tokens, against cab in one process. Routers add "

@@ -1,7 +1,7 @@
 """lm-evaluation-harness, with CAB as a model and tasks that need no hub.
 
     python -m cab_hf.eval harness --tasks cab_passkey,cab_passkey_multi,cab_recall \\
-        --model cab --model_args pretrained=smollm2,min_length=0,top_p=0.8 \\
+        --model cab --model_args pretrained=smollm2,min_length=0,mass_threshold=0.004 \\
         --metadata '{"max_seq_lengths": [2048, 4096]}'
 
 Beside those three, the tasks of `cab_hf.tasks` are cab_many_keys, cab_uuid, cab_tracking and so on;

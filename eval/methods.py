@@ -37,7 +37,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import sdpa_mask
 
 import cab_hf
-from cab_hf.config import CAB, ROWS, CabConfig
+from cab_hf.config import CAB, CabConfig
 from cab_hf.decode.step import decodes_sparsely
 from cab_hf.engines import ENGINES
 from cab_hf.eval.kv_cache import read_on
@@ -50,7 +50,8 @@ BUDGET_STEPS = 1000  # a share of a row, or of the mass, is fitted to this fract
 LEAST_MASS = 1e-6  # down to it thresholds of the mass are fitted, in so many equal ratios
 CLOSE = 0.01  # of a time: where attention takes that much more or less, it is fitted
 # fields of CAB's that no other method has: those that take tables, and how it decodes
-OWN = ("top_p", "top_k_share", "sparsity", "exact_queries", "sparse_decode", "decode_tokens")
+OWN = ("sparsity", "exact_queries", "typical_queries", "mass_threshold", "share_threshold")
+OWN += ("sparse_decode", "decode_tokens")
 # of TriangleMix: the share of layers, from the last one back, that have the pattern; its window and
 # its dense queries, in tokens
 TRIANGLE_SHARE, WINDOW, LAST_QUERIES = 0.5, 512, 128
@@ -281,8 +282,8 @@ class Full(Cab):
 
     @classmethod
     def fit(cls, cell: Cell) -> Full:
-        everything = {"select": "clusters", "top_p": 1.0, "max_density": 1.0}
-        return cls(cell.shared.changed(predictor="curvature", **everything))
+        everything = {"mass_threshold": 0.0, "max_density": 1.0}
+        return cls(cell.shared.changed(predictor="rows", **everything))
 
     def stepping(self) -> AbstractContextManager[Any]:
         return sdpa_kernel(SDPBackend.MATH)
@@ -489,7 +490,7 @@ class ByMass(Cab):
             )
         base = cls.base(cell)
         shares = [step / BUDGET_STEPS for step in range(1, BUDGET_STEPS + 1)]
-        if base.predictor == ROWS:
+        if base.predictor in CAB:
             masses = (LEAST_MASS**share for share in shares)
             fitting = [replace(base, mass_threshold=mass) for mass in masses]
         else:
@@ -499,10 +500,7 @@ class ByMass(Cab):
 
 @dataclass(frozen=True)
 class CabAtBudget(ByMass):
-    """CAB with the share of the mass whose density, or time, is the budget; all else is its own.
-
-    By rows it is the threshold of the mass.
-    """
+    """CAB with the threshold of mass whose density, or time, is the budget; the rest is its own."""
 
     name = Cab.name
     chosen: ClassVar = {"max_density": 1.0}
@@ -513,11 +511,8 @@ class CabAtBudget(ByMass):
 
     @staticmethod
     def takes(config: CabConfig) -> bool:
-        """Whether one number for all heads, of the mass, sets the density of ``config``."""
-        if config.predictor == ROWS:
-            return True
-        by_mass = config.predictor in CAB and config.select == "clusters"
-        return by_mass and not isinstance(config.top_p, tuple)
+        """Whether a threshold of mass sets the density of ``config``."""
+        return config.predictor in CAB
 
 
 @dataclass(frozen=True)
@@ -549,11 +544,7 @@ class MeanPooled(ByMass):
     """
 
     name = "mean_pooled"
-    chosen: ClassVar = {
-        **{"coarsen": "mean", "select": "clusters", "curvature": "none", "top_k_share": 0.0},
-        # outlier queries are CAB's
-        **{"predictor": "curvature", "max_density": 1.0, "exact_queries": 0},
-    }
+    chosen: ClassVar = {"predictor": name}
 
 
 @dataclass(frozen=True)

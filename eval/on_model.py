@@ -49,7 +49,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 # attended, that methods differ as on a long prompt
 SMALL = {
     **{"query_block": 32, "key_block": 16, "local_blocks": 2, "dense_tail_blocks": 0},
-    **{"top_p": 0.7, "exact_queries": 8},
+    **{"mass_threshold": 0.02, "exact_queries": 8},
 }
 
 
@@ -64,8 +64,8 @@ class OnModelSettings:
     trust_remote_code: bool = flag("run Python code that comes with the model")
     cab: tuple[str, ...] = option(
         (),
-        "field=value of CabConfig, e.g. top_p=0.8; repeatable (default on CPU: small blocks, in "
-        "whose place comes whatever is set)",
+        "field=value of CabConfig, e.g. mass_threshold=0.004; repeatable (default on CPU: small "
+        "blocks, in whose place comes whatever is set)",
         repeatable=True,
     )
     seed: int = option(0, "random seed of prompts, documents and keys", int)

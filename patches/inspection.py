@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 
 from cab_hf.attention_layers import attention_layers, head_dim, transformers_model, window
 from cab_hf.batching.served import unserved
-from cab_hf.budgets import budgets_of
 from cab_hf.checks import is_whole, require
-from cab_hf.config import FRC, ROWS, CabConfig, Table
+from cab_hf.config import CAB, FRC, CabConfig
 from cab_hf.decode.generation import has_index, index_cache, why_none
 from cab_hf.decode.step import decode_from
 from cab_hf.engines import SDPA, Workload
@@ -84,22 +83,14 @@ def describe(
 
 def _budget(config: CabConfig) -> str:
     """What CAB keeps; another predictor reads of the config what it likes."""
-    if config.predictor == "cascade":
-        return f" ({len(config.anchors)} anchors)"
     if config.predictor == FRC:
-        return f" ({config.curvature}: sparsity {_numbers(config.sparsity)})"
-    if config.predictor == ROWS:
-        scored = f"{config.exact_queries} + {config.typical_queries} queries of a block scored"
-        kept = f"mass_threshold {config.mass_threshold}, share_threshold {config.share_threshold}"
-        return f" ({scored}, {kept})"
-    if config.predictor != "curvature":
+        return f" ({config.curvature}: sparsity {config.sparsity})"
+    if config.predictor not in CAB:
         return ""
-    if config.select == "topk":
-        kept = f"topk: sparsity {_numbers(config.sparsity)}"
-    else:
-        top_p = "by keys seen" if config.top_p is None else _numbers(config.top_p)
-        kept = f"clusters: top_p {top_p}, top_k_share {_numbers(config.top_k_share)}"
-    return f" ({kept}{_apart(config)})"
+    scored = f"{config.exact_queries} + {config.typical_queries} queries of a block scored"
+    kept = f"mass_threshold {config.mass_threshold}, share_threshold {config.share_threshold}"
+    anchors = f"{len(config.anchors)} anchors, " if config.predictor == "cascade" else ""
+    return f" ({anchors}{scored}, {kept})"
 
 
 def _chosen(config: CabConfig, module: nn.Module) -> str:
@@ -113,35 +104,9 @@ def _chosen(config: CabConfig, module: nn.Module) -> str:
     return ", an anchor" if anchor == layer else f", the blocks of layer {anchor}"
 
 
-def _numbers(given: float | Table) -> str:
-    """A number, or a table in a few words."""
-    if not isinstance(given, tuple):
-        return str(given)
-    numbers = [number for row in given for number in row]
-    mean = sum(numbers) / len(numbers)
-    return f"a head ({min(numbers):.2f} to {max(numbers):.2f}, mean {mean:.2f})"
-
-
-def _apart(config: CabConfig) -> str:
-    """How many heads are not left to the estimate."""
-    count = config.exact_queries
-    tables = [table for table in (config.top_p, count) if isinstance(table, tuple)]
-    if not tables:
-        return f", {count} queries of a block scored exactly" if count else ""
-    layers, heads = len(tables[0]), len(tables[0][0])
-    budgets = [budgets_of(config, layer, heads) for layer in range(layers)]
-    exact, dense = (
-        sum(len(b.exact(heads)) for b in budgets),
-        sum(len(b.dense_heads) for b in budgets),
-    )
-    return f"; {exact} heads exact, {dense} dense"
-
-
 def _calibration(config: CabConfig) -> str:
-    """Whose budgets these are, in brackets; nothing where that is not known."""
-    tables = (config.top_p, config.top_k_share, config.sparsity, config.exact_queries)
-    # numbers that are for all heads were measured on nobody's
-    if config.origin is None or not any(isinstance(table, tuple) for table in tables):
+    """For whom it was calibrated, in brackets; nothing where that is not known."""
+    if config.origin is None:
         return ""
     return f" (calibrated for {config.origin.model} at {config.origin.length:,} tokens)"
 

@@ -83,7 +83,7 @@ def apply_cab(
         config: the settings: a `CabConfig`, a dict of its fields, or what `CabConfig.calibrated`
             reads, the file of a calibration. By default those in ``model.config.cab_config``,
             else `CabConfig()`.
-        overrides: fields of `CabConfig` to change in it, e.g. ``top_p=0.8``.
+        overrides: fields of `CabConfig` to change in it, e.g. ``mass_threshold=0.004``.
 
     Returns:
         The same model.

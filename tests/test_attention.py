@@ -303,7 +303,12 @@ def test_cumulative_lengths_of_a_batch(llama, ends, lengths):
 )
 def test_each_text_is_short_or_long_by_itself(shallow, lengths, layout, least):
     texts = [tokens(1, n, seed=n) for n in lengths]
-    config = {"min_length": least, "dense_tail_blocks": 0, "local_blocks": 1, "top_p": 0.2}
+    config = {
+        "min_length": least,
+        "dense_tail_blocks": 0,
+        "local_blocks": 1,
+        "mass_threshold": 0.08,
+    }
     with cab_hf.cab(shallow, SPARSE, **config):
         alone = [logits(shallow, input_ids=text)[0] for text in texts]
         if layout == "packed":
@@ -421,7 +426,7 @@ def test_sparse_training_moves_only_through_attended_keys(llama):
     "fields",
     [
         pytest.param({}, id="sparse"),
-        pytest.param({"top_p": 0.5, "top_k_share": 0.2}, id="fewer"),
+        pytest.param({"mass_threshold": 0.08}, id="fewer"),
         pytest.param({"min_length": 1000}, id="exact"),
         pytest.param({"query_block": 512}, id="decode"),
     ],
@@ -585,7 +590,7 @@ def test_compiles_again_with_other_settings(shallow):
     """Numbers that differ from an earlier compilation are symbolic to dynamo."""
     ids = tokens(1, 130)
     torch._dynamo.reset()
-    for fields in ({}, {"top_p": 0.7, "top_k_share": 0.0}, {"query_block": 64, "sink_blocks": 2}):
+    for fields in ({}, {"mass_threshold": 0.08}, {"query_block": 64, "sink_blocks": 2}):
         with cab_hf.cab(shallow, SPARSE, **fields):
             expected = logits(shallow, input_ids=ids)
             compiled = torch.compile(shallow, fullgraph=True, backend="aot_eager")

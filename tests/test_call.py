@@ -10,12 +10,12 @@ import cab_hf
 from cab_hf import checks, forward_pass
 from cab_hf.frame import Frame, Length
 from cab_hf.mask import CabMask, cab_mask
-from cab_hf.predictors import CurvaturePredictor, register_predictor
+from cab_hf.predictors import RowsPredictor, register_predictor
 
 DECIDED = []
 
 
-class FirstLayerDecides(CurvaturePredictor):
+class FirstLayerDecides(RowsPredictor):
     def summarise(self, k, valid=None, channels=()):
         return k, valid, channels
 
@@ -58,7 +58,7 @@ def test_a_layer_run_again_by_checkpointing_finds_what_was_handed():
         assert DECIDED == [0]
 
 
-class Counted(CurvaturePredictor):
+class Counted(RowsPredictor):
     def choose(self, q, summary, call):
         DECIDED.append(call.layer)
         return super().choose(q, summary, call)

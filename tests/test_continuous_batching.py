@@ -529,7 +529,7 @@ def test_what_goes_wrong_in_a_block_is_told_before_its_manager_is():
         manager.stop()
 
 
-LOW = dataclasses.replace(SPARSE, top_p=0.05, top_k_share=0.0, exact_queries=0)
+LOW = dataclasses.replace(SPARSE, mass_threshold=0.08, exact_queries=0)
 LONG = [tokens(1, 730, seed=seed)[0].tolist() for seed in range(2)]
 CHANGES = {
     "cab_config": lambda model: cab_hf.apply_cab(model, FULL),

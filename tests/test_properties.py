@@ -28,7 +28,7 @@ BLOCKS = ((16, 16), (32, 16), (64, 16), (48, 16), (32, 32), (16, 32), (16, 48), 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 # pairs of its channels turn, so that of large heads half are scored
 LAYER = LlamaAttention(LlamaConfig(hidden_size=16, num_attention_heads=1, num_hidden_layers=1), 0)
-EVERYTHING = {"select": "clusters", "top_p": 1.0, "max_density": 1.0}
+EVERYTHING = {"select": "clusters", "mass_threshold": 0.0, "max_density": 1.0}
 
 
 def cases(share):

@@ -188,7 +188,7 @@ def test_a_bad_saved_config(saved):
         cab_hf.describe(model)
 
 
-@pytest.mark.parametrize("message", ["top_p=0.9", "", "nowhere.json"])
+@pytest.mark.parametrize("message", ["mass_threshold=0.08", "", "nowhere.json"])
 def test_a_name_that_is_no_calibration(message):
     model = tiny_model()
     for give in (

@@ -145,13 +145,13 @@ def test_layers_without_rotation_keep_all_channels():
 
 def test_a_model_scores_them(monkeypatch):
     scored = []
-    own = cab_hf.predictors.CurvaturePredictor.summarise
+    own = cab_hf.predictors.RowsPredictor.summarise
 
     def watched(self, k, valid=None, channels=()):
         scored.append(channels)
         return own(self, k, valid, channels)
 
-    monkeypatch.setattr(cab_hf.predictors.CurvaturePredictor, "summarise", watched)
+    monkeypatch.setattr(cab_hf.predictors.RowsPredictor, "summarise", watched)
     model = tiny_model(head_dim=64)
     with cab_hf.cab(model, SPARSE), torch.no_grad():
         model(tokens(1, 100))

@@ -8,7 +8,7 @@ from cab_hf import CabConfig
 from cab_hf.eval.haystack import Haystack
 from cab_hf.runs.models import load_model
 
-FULL = CabConfig(top_p=1.0, min_length=0)
+FULL = CabConfig(mass_threshold=0.0, min_length=0)
 
 
 def largest_difference(device, length, engine):

@@ -1,40 +1,38 @@
 """Which layers of a model are to choose blocks for which, and whose head a head takes them from.
 
 What the blocks of one layer keep of the attention of another is measured on a text, at several
-shares of a row (`viewed`, `kept_between`). Blocks have a price: a dynamic program picks the anchors
-that are worth most at it (`best_anchors`), every head takes the head of its anchor that is, and
-every head of an anchor the share that is for all who take from it (`assign_anchors`). The price is
-what makes the model attend as much as it may (`cascaded`).
+thresholds of mass (`viewed`, `kept_between`). At each of them a dynamic program picks the anchors
+that are worth most (`best_anchors`), and every head takes the head of its anchor that is
+(`assign_anchors`). One threshold for all makes the model attend as much as it may (`cascaded`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cab_hf.calibration.budgets import (
-    NEEDLE_WEIGHT,
-    Needles,
-    Option,
-    kept_blocks,
-    least_kept,
-    needle_shares,
-    require_reachable,
-    tables,
-)
+from cab_hf.calibration.density import between, require_reachable
 from cab_hf.config import CabConfig
 from cab_hf.plan import Spans, block_visibility
-from cab_hf.predictors import CurvaturePredictor, LayerContext
-from cab_hf.predictors.attention_mass import block_mass
+from cab_hf.predictors import LayerContext
+from cab_hf.predictors.attention_mass import attention_rows, block_mass, block_sums
+from cab_hf.predictors.rows import ranks
 
-# of a row's blocks, what a head of an anchor may be given beside those that are forced
-SHARES = (0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.45)
-ROUNDS = 20  # heads and shares are found in turns, which settle after a few
-HALVINGS = 40  # of the range in which the price is
+# of mass, what anchors may choose by
+THRESHOLDS = (0.016, 0.011, 0.008, 0.0055, 0.004, 0.0028, 0.002, 0.0014)
+# of what blocks are worth: what a missed needle weighs beside missed mass
+NEEDLE_WEIGHT = 3.0
+
+
+class Needles(NamedTuple):
+    """Queries that are to find something, and where it stands: int64 [n] each, [start, end)."""
+
+    queries: Tensor
+    starts: Tensor
+    ends: Tensor
 
 
 class View(NamedTuple):
@@ -74,70 +72,57 @@ class Coverage(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """Who takes blocks from whom, and how many there are.
+    """Who takes blocks from whom.
 
     Attributes:
         anchors: ascending, as indices of what was measured.
         of_layer: [L], the anchor of each layer.
         sources: int64 [L, H], the head of its anchor that each head has.
-        options: int64 [L, H], which of the shares each head has, by its anchor's head.
     """
 
     anchors: tuple[int, ...]
     of_layer: tuple[int, ...]
     sources: Tensor
-    options: Tensor
 
-    def of(self, result: Tensor) -> Tensor:
-        """[L, H]: what each head has of [S, L, L, H, H], or pays of [S, L, H]."""
-        layer, anchor = torch.arange(len(self.of_layer)), torch.tensor(self.of_layer)
-        place = self.options, anchor[:, None].expand_as(self.sources)
-        if result.ndim == 3:
-            return result[(*place, self.sources)]
-        head = torch.arange(self.sources.shape[1]).expand_as(self.sources)
-        return result[(*place, layer[:, None].expand_as(head), self.sources, head)]
+    def density(self, kept: Coverage) -> float:
+        """The share of the pairs that the layers attend, in the mean."""
+        return float(kept.density[torch.tensor(self.of_layer)].gather(1, self.sources).mean())
 
 
 def viewed(
-    q: Tensor,
-    k: Tensor,
-    call: LayerContext,
-    config: CabConfig,
-    shares: Sequence[float],
-    needles: Needles,
+    q: Tensor, k: Tensor, call: LayerContext, config: CabConfig, needles: Needles
 ) -> list[View]:
-    """The `View` of one layer at each share of a row, the same for all of its heads.
+    """The `View` of one layer at each of `THRESHOLDS`.
 
     Args:
         q: [1, H, N, D]. k: [1, H_kv, N, D]. Of one text.
     """
     blocks = config.query_block, config.key_block
-    keep = kept_blocks(q, k, call, *as_options(config, shares), CurvaturePredictor)
-    density = keep.sum((1, 2)) / _visible(call.spans, config)
+    rank = ranks(q, k, call, config)[0]
+    keep = torch.stack([rank >= threshold for threshold in THRESHOLDS]).cpu()
+    density = keep.sum((2, 3)) / _visible(call.spans, config).cpu()
     mass = block_mass(q, k, call.spans, call.scale, *blocks)[0]
     mass /= call.spans.rows(config.query_block).queries.sum()
     needle = needle_shares(q, k, call, config.key_block, needles)
     of_all = [x.cpu() for x in (mass, needle, needles.queries // config.query_block)]
-    by_share = zip(keep.cpu().unbind(-1), density.cpu().unbind(-1), strict=True)
-    return [View(*of_share, *of_all) for of_share in by_share]
+    return [View(*of_each, *of_all) for of_each in zip(keep, density, strict=True)]
 
 
-def smallest_density(config: CabConfig, length: int) -> float:
-    """The share of the blocks that an anchor takes at the smallest of `SHARES`."""
-    config, (option,) = as_options(config, SHARES[:1])
-    keep, call = least_kept(config, option, length, CurvaturePredictor)
-    return float(keep.sum() / _visible(call.spans, config))
-
-
-def as_options(config: CabConfig, shares: Sequence[float]) -> tuple[CabConfig, list[Option]]:
-    """Shares of a row as options of a head, and ``config`` without what would cap them.
-
-    How blocks are scored stays.
-    """
-    if config.select == "topk":
-        return config.changed(predictor="curvature"), [{"sparsity": 1 - x} for x in shares]
-    config = config.changed(predictor="curvature", max_density=1.0)
-    return config, [{"top_p": 0.0, "top_k_share": x} for x in shares]
+def needle_shares(
+    q: Tensor, k: Tensor, call: LayerContext, key_block: int, needles: Needles
+) -> Tensor:
+    """float32 [H, n, M_k]: the attention of each needle query on its needle, by key block."""
+    first, last = (x[:, needles.queries] for x in (call.spans.first, call.spans.last))
+    spans = Spans(first, last, call.spans.key_valid, consecutive=False)
+    shares = q.new_zeros(
+        q.shape[1], len(needles.queries), -(-k.shape[2] // key_block), dtype=torch.float32
+    )
+    for start, attention in attention_rows(q[:, :, needles.queries], k, spans, call.scale):
+        rows = slice(start, start + attention.shape[2])
+        key = torch.arange(attention.shape[-1], device=k.device)
+        sought = (key >= needles.starts[rows, None]) & (key < needles.ends[rows, None])
+        shares[:, rows] = block_sums(attention[0] * sought, key_block, shares.shape[-1])
+    return shares
 
 
 def _visible(spans: Spans, config: CabConfig) -> Tensor:
@@ -167,15 +152,15 @@ def kept_between(views: Sequence[View], importance: Sequence[float]) -> Coverage
 
 
 def averaged_kept(measured: Sequence[Sequence[Coverage]]) -> list[Coverage]:
-    """The mean over documents of what was kept of each, by `SHARES`."""
+    """The mean over documents of what was kept of each, by `THRESHOLDS`."""
     return [
-        Coverage(*(torch.stack(parts).mean(0) for parts in zip(*of_share, strict=True)))
-        for of_share in zip(*measured, strict=True)
+        Coverage(*(torch.stack(parts).mean(0) for parts in zip(*of_each, strict=True)))
+        for of_each in zip(*measured, strict=True)
     ]
 
 
 def gains(kept: Coverage) -> Tensor:
-    """What a head of b has of the blocks of a head of a, needles weighed as budgets weigh them."""
+    """What a head of b has of the blocks of a head of a, needles weighed."""
     return kept.mass + NEEDLE_WEIGHT * kept.needle
 
 
@@ -193,24 +178,15 @@ def similarity(kept: Coverage, gain: Tensor) -> tuple[Tensor, Tensor]:
     return mass.mean(-1), torch.where(needed > 0, needle.sum(-1) / needed.clamp(min=1e-30), 1.0)
 
 
-def utility(kept: Sequence[Coverage], multiplier: float) -> Tensor:
-    """[S, L, L, H, H]: `gains` at each share, less what the blocks of a's head cost.
-
-    Args:
-        multiplier: of attending everything, by the measure of `gains`.
-    """
-    return torch.stack([gains(each) - multiplier * each.density[:, None, :, None] for each in kept])
-
-
-def values(worth: Tensor, importance: Tensor) -> list[list[float]]:
+def values(gain: Tensor, importance: Tensor) -> list[list[float]]:
     """[a][b]: what it is worth that layer a chooses for layer b, weighed by b's importance.
 
-    Every head of b takes the head and the share of a that are worth most to it.
+    Every head of b takes the head of a that is worth most to it.
 
     Args:
-        worth: as of `utility`.
+        gain: [L, L, H, H], as `gains` has it.
     """
-    return (worth.amax((0, 3)).mean(-1) * importance).tolist()
+    return (gain.amax(2).mean(-1) * importance).tolist()
 
 
 def require_anchors(count: int, layers: int) -> None:
@@ -249,65 +225,17 @@ def best_anchors(value: Sequence[Sequence[float]], count: int) -> tuple[int, ...
     return best[layers][1]
 
 
-def assign_anchors(worth: Tensor, anchors: Sequence[int]) -> Assignment:
-    """The heads and shares that are worth most, each in turn and the others as they are.
-
-    A head of an anchor has its own blocks. Of several that are worth the same, the first.
+def assign_anchors(gain: Tensor, anchors: Sequence[int]) -> Assignment:
+    """The heads that are worth most. A head of an anchor has its own blocks.
 
     Args:
-        worth: as of `utility`.
+        gain: as of `values`.
     """
-    shares, layers, _, heads, _ = worth.shape
-    of_layer = [max(a for a in anchors if a <= b) for b in range(layers)]
+    layers, heads = gain.shape[1:3]
+    of_layer = tuple(max(a for a in anchors if a <= b) for b in range(layers))
     every = torch.arange(heads)
-    options = {a: worth[:, a, a, every, every].argmax(0) for a in anchors}
-    before = None
-    for _ in range(ROUNDS):
-        sources = [
-            every if a == b else worth[options[a], a, b, every].argmax(0)
-            for b, a in enumerate(of_layer)
-        ]
-        for a in anchors:
-            total = worth.new_zeros(shares, heads)
-            for b in (b for b in range(layers) if of_layer[b] == a):
-                total.index_add_(1, sources[b], worth[:, a, b, sources[b], every])
-            options[a] = total.argmax(0)
-        now = torch.stack([options[a][source] for a, source in zip(of_layer, sources, strict=True)])
-        if before is not None and torch.equal(now, before):
-            break
-        before = now
-    return Assignment(tuple(anchors), tuple(of_layer), torch.stack(sources), now)
-
-
-def best_at(kept: Sequence[Coverage], count: int, multiplier: float) -> Assignment:
-    """The `Assignment` to the ``count`` anchors that are worth most at a price."""
-    worth = utility(kept, multiplier)
-    return assign_anchors(worth, best_anchors(values(worth, kept[0].importance), count))
-
-
-def within(kept: Sequence[Coverage], count: int, target: float) -> Assignment:
-    """The `Assignment` to ``count`` anchors under which the mean density of heads is the target.
-
-    Raises:
-        ValueError: for a target below what the smallest share takes; see `best_anchors` for the
-            count.
-    """
-    density = torch.stack([each.density for each in kept])
-    least, most = (float(each.density.mean()) for each in (kept[0], kept[-1]))
-    require_reachable(target, least)
-    result = None
-    cheap, dear = 0.0, 2 * (1 + NEEDLE_WEIGHT) / max(1e-6, most - least)
-    for halving in range(HALVINGS):
-        # the first is what costs nothing
-        multiplier = (cheap + dear) / 2 if halving else cheap
-        tried = best_at(kept, count, multiplier)
-        if float(tried.of(density).mean()) <= target:
-            result, dear = tried, multiplier
-            if not multiplier:
-                break
-        else:
-            cheap = multiplier
-    return result or best_at(kept, count, dear)
+    sources = [every if a == b else gain[a, b].argmax(0) for b, a in enumerate(of_layer)]
+    return Assignment(tuple(anchors), of_layer, torch.stack(sources))
 
 
 def cascaded(
@@ -321,28 +249,26 @@ def cascaded(
     """The cascade of ``count`` anchors for a model of ``total`` layers.
 
     Args:
-        kept: at each of `SHARES`; of the layers with these indices, the others have no part.
+        kept: at each of `THRESHOLDS`; of the layers with these indices, the others have no part.
         target: share of the pairs that the model is to attend.
 
     Raises:
-        ValueError: see `within`.
+        ValueError: for a target below what the highest threshold takes; see `best_anchors` for the
+            count.
     """
-    result = within(kept, count, target)
+    tried = []
+    for each in kept:
+        gain = gains(each)
+        tried.append(assign_anchors(gain, best_anchors(values(gain, each.importance), count)))
+    spent = [each.density(of_all) for each, of_all in zip(tried, kept, strict=True)]
+    require_reachable(target, spent[0])
+    at = max(at for at, density in enumerate(spent) if density <= target)
+    result = tried[at]
     same = list(range(result.sources.shape[1]))
-    choice = torch.zeros(total, len(same), dtype=torch.int64)
-    for anchor in result.anchors:
-        choice[layers[anchor]] = result.options[anchor]
     rows = {layer: row.tolist() for layer, row in zip(layers, result.sources, strict=True)}
-    config, options = as_options(config, SHARES)
-    return replace(
-        config,
-        **tables(options, choice),
+    return config.changed(
         predictor="cascade",
+        mass_threshold=between(THRESHOLDS, spent, at, target),
         anchors=tuple(layers[anchor] for anchor in result.anchors),
         head_map=[rows.get(layer, same) for layer in range(total)],
     )
-
-
-def nearest(target: float) -> int:
-    """Which of `SHARES` is nearest to the target."""
-    return min(range(len(SHARES)), key=lambda i: abs(SHARES[i] - target))

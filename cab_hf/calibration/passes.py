@@ -1,4 +1,4 @@
-"""`calibrate`: budgets a head for a loaded model, found in a few dense passes over a few texts."""
+"""`calibrate`: a threshold or a cascade for a loaded model, by dense passes over a few texts."""
 
 from __future__ import annotations
 
@@ -15,25 +15,21 @@ from transformers.utils.logging import tqdm
 
 from cab_hf.attention_layers import attention_layers, transformers_model, window
 from cab_hf.calibration.anchors import (
-    SHARES,
     Coverage,
+    Needles,
     View,
     averaged_kept,
     cascaded,
     kept_between,
     require_anchors,
-    smallest_density,
     viewed,
 )
-from cab_hf.calibration.budgets import (
-    Losses,
-    Needles,
-    Option,
-    averaged,
-    budgeted,
+from cab_hf.calibration.density import (
+    densities,
+    fitted,
     least_density,
-    measure,
     require_reachable,
+    require_thresholds,
 )
 from cab_hf.checks import is_share, is_whole, require, require_finite
 from cab_hf.config import CabConfig
@@ -44,7 +40,7 @@ from cab_hf.needles import split_sentences
 from cab_hf.patches.switch import apply_cab
 from cab_hf.patches.watching import watched
 from cab_hf.plan import Spans
-from cab_hf.predictors import LayerContext, make_predictor
+from cab_hf.predictors import LayerContext
 from cab_hf.rotary import slow_channels
 from cab_hf.runs.stand_ins import built_in_text
 
@@ -71,15 +67,13 @@ def calibrate(
     documents: int = DOCUMENTS,
     seed: int = 0,
 ) -> CabConfig:
-    """Give every head of ``model`` the budget it needs, out of one density for all.
+    """Give ``model`` the threshold at which it attends a density.
 
     The model reads ``documents`` texts with keys and copies of passages hidden in them once,
-    densely; layer by layer it is measured what every head would lose at every option of its
-    predictor, in attention mass and on what the text has twice
-    (`cab_hf.calibration.budgets`). Nothing is trained, and nothing of a layer is kept but its
-    losses. The model reads in eval mode, and has the mode that it had afterwards. With ``anchors``
-    it is measured what the blocks of every layer keep for every other, and the model gets a cascade
-    (`cab_hf.calibration.anchors`).
+    densely; layer by layer it is counted what it would attend at every threshold of mass
+    (`cab_hf.calibration.density`). Nothing is trained. The model reads in eval mode, and has the
+    mode that it had afterwards. With ``anchors`` it is measured what the blocks of every layer keep
+    for every other, and the model gets a cascade (`cab_hf.calibration.anchors`).
 
     Args:
         model: a causal language model of transformers.
@@ -96,7 +90,7 @@ def calibrate(
         length: tokens of a document; by default 8,192, or as many as the model can read.
 
     Returns:
-        The config with a table for each field that was measured, and what it was measured for
+        The config with its ``mass_threshold``, or that of a cascade, and what it was measured for
         (``origin``). The model attends by it from now on, as after `apply_cab`, and `remove_cab`
         puts back what the model had before. `CabConfig.save` writes it to a file.
 
@@ -120,19 +114,17 @@ def calibrate(
     sentences = split_sentences(_joined(texts))
     read = [_document(tokenizer, sentences, length, index, seed) for index in range(documents)]
     _require_vocabulary(text, read)
-    require_target(config, anchors is not None, target_density, length)
+    require_target(config, target_density, length)
     sparse = _sparse_layers(model, config)
     if anchors is not None and sparse:
         require_anchors(anchors, sparse)
     with tqdm(desc="calibrate", total=documents * sparse, unit="layer") as bar:
         if anchors is None:
-            options = make_predictor(config).options()
-            measured = [losses(model, each, config, options, bar.update) for each in read]
+            measured = [densities_of(model, each, config, bar.update) for each in read]
         else:
             measured = [kept_of(model, each, config, bar.update) for each in read]
     if anchors is None:
-        result = averaged(measured)
-        chosen = budgeted(config, options, result, target_density, text.num_hidden_layers)
+        chosen = fitted(config, measured, target_density)
     else:
         layers, kept = zip(*measured, strict=True)
         parts = layers[0], text.num_hidden_layers, anchors, target_density
@@ -142,17 +134,14 @@ def calibrate(
     return chosen
 
 
-def require_target(config: CabConfig, anchors: bool, target_density: float, length: int) -> None:
-    """Refuse a density that no choice of blocks reaches, which is known before any is made.
+def require_target(config: CabConfig, target_density: float, length: int) -> None:
+    """Refuse a predictor without a threshold, and a density that forced blocks alone exceed.
 
     Raises:
-        ValueError: naming the least one.
+        ValueError: naming the predictor, or the least density.
     """
-    if anchors:
-        require_reachable(target_density, smallest_density(config, length))
-    else:
-        cheapest, *_ = make_predictor(config).options()
-        require_reachable(target_density, least_density(config, cheapest, length))
+    require_thresholds(config)
+    require_reachable(target_density, least_density(config, length))
 
 
 def _require_vocabulary(text: Any, documents: Sequence[Document]) -> None:
@@ -202,17 +191,16 @@ def _document(
         ) from error
 
 
-def losses(
+def densities_of(
     model: PreTrainedModel,
     document: Document,
     config: CabConfig,
-    options: Sequence[Option],
     layer_done: Callable[[], Any] = lambda: None,
-) -> dict[int, Losses]:
-    """What the heads of each layer lose on one document; layers with a window have no part."""
+) -> dict[int, Tensor]:
+    """`densities` of each layer on one document; layers with a window have no part."""
 
-    def measured(q: Tensor, k: Tensor, call: LayerContext, needles: Needles) -> Losses:
-        return Losses(*(x.cpu() for x in measure(q, k, call, config, options, needles)))
+    def measured(q: Tensor, k: Tensor, call: LayerContext, _: Needles) -> Tensor:
+        return densities(q, k, call, config).cpu()
 
     return _layer_by_layer(model, document, config, measured, layer_done)
 
@@ -274,7 +262,7 @@ def kept_of(
     config: CabConfig,
     layer_done: Callable[[], Any] = lambda: None,
 ) -> tuple[list[int], list[Coverage]]:
-    """The layers that could attend sparsely, and what blocks of each keep of each, by `SHARES`.
+    """The layers that could attend sparsely, and what blocks of each keep of each, by `THRESHOLDS`.
 
     Raises:
         ValueError: for a model whose layers differ in their heads, or have no index.
@@ -283,7 +271,7 @@ def kept_of(
 
     def measured(q: Tensor, k: Tensor, call: LayerContext, needles: Needles) -> list[View]:
         heads.add((q.shape[1], k.shape[1]))
-        return viewed(q, k, call, config, SHARES, needles)
+        return viewed(q, k, call, config, needles)
 
     with _changes(model) as importance:
         views = _layer_by_layer(model, document, config, measured, layer_done)
@@ -297,8 +285,8 @@ def kept_of(
         )
     layers = sorted(views)
     weights = [importance[layer] for layer in layers]
-    by_share = zip(*(views[layer] for layer in layers), strict=True)
-    return layers, [kept_between(some, weights) for some in by_share]
+    by_threshold = zip(*(views[layer] for layer in layers), strict=True)
+    return layers, [kept_between(some, weights) for some in by_threshold]
 
 
 def _index_of(module: nn.Module) -> int:

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from cab_hf.budgets import budgets_of
 from cab_hf.config import CabConfig
 from cab_hf.decode.cache import Indexed
 from cab_hf.fit import layer_index
@@ -76,7 +75,6 @@ class SparseDecode:
             wanted,
             self.held.channels,
             self._valid(q.device),
-            _dense_kv_heads(self.config, index, heads),
         )
 
     def _mapped(
@@ -141,12 +139,3 @@ def mapped_kv_heads(row: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:
         most = max([targets.count(target) for target in targets])
         result.append([target for target in targets if targets.count(target) == most][0])
     return tuple(result)
-
-
-def _dense_kv_heads(
-    config: CabConfig, index: int | None, heads: tuple[int, int]
-) -> tuple[int, ...]:
-    """KV heads with a query head that attends everything in calibrated tables."""
-    group = heads[0] // heads[1]
-    dense = budgets_of(config, index, heads[0]).dense_heads
-    return tuple([head for head in range(heads[1]) if any([x // group == head for x in dense])])

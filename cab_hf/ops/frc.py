@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cab_hf.ops.attention.tiles import vectors
-from cab_hf.ops.top_k import on_device_of
+from cab_hf.ops.launch import on_device_of
 
 # tokens that a program reads at a time
 ROWS = tl.constexpr(16)

@@ -16,12 +16,10 @@ from torch import Tensor
 
 from cab_hf.config import CabConfig
 from cab_hf.ops import reference, rows, top_k
+from cab_hf.ops.launch import on_device_of
 from cab_hf.ops.sweep import RowRules, kept_blocks
-from cab_hf.ops.top_k import on_device_of
 from cab_hf.plan import BlockLists, Spans, crossed_blocks
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-LARGEST_HEAD_DIM = 256
 # bytes of lists that are made as wide as a row could ever need; wider ones are measured first,
 # which waits for the device once
 LISTS_AT_MOST = 2 << 30
@@ -29,17 +27,6 @@ LISTS_AT_MOST = 2 << 30
 SCORE_BYTES_AT_A_TIME = 1 << 30
 # columns that a program turns into lists at a time
 CHUNK = 128
-
-
-def unavailable(x: Tensor) -> str | None:
-    """Why q or k is not for the kernels, as half a sentence; None when it is."""
-    if not x.is_cuda:
-        return f"runs on CUDA devices only, not {x.device.type}"
-    if x.dtype not in DTYPES:
-        return f"takes float16, bfloat16 and float32, not {x.dtype}"
-    if x.shape[-1] > LARGEST_HEAD_DIM:
-        return f"takes head dims up to {LARGEST_HEAD_DIM}, not {x.shape[-1]}"
-    return None
 
 
 def keys_of(k: Tensor, channels: tuple[int, ...]) -> list[Tensor]:

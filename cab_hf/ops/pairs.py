@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cab_hf.ops.predict import on_device_of
+from cab_hf.ops.launch import on_device_of
 from cab_hf.plan import BlockPlan
 
 # heads whose lists a program reads at a time

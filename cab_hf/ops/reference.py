@@ -7,8 +7,7 @@ blocks. Everything between the scores and the selection is float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
@@ -16,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.budgets import Budgets
-from cab_hf.config import TOP_P_BY_KEYS, CabConfig
-from cab_hf.plan import BlockPlan, RowSpans, Spans, once_per_spans
+from cab_hf.config import CabConfig
+from cab_hf.plan import BlockPlan, Spans, once_per_spans
 
 # the most rows of attention computed at a time: bounds the token mask, not the result
 QUERY_CHUNK = 256
@@ -32,45 +30,6 @@ COSINE_STEPS = 65536.0
 LEAST_SQUARE = 1e-30
 # rows of exact attention held at once
 QUERIES_AT_A_TIME = 128
-
-
-@dataclass(frozen=True, eq=False)
-class KeySummary:
-    """What is known of each key block: all that choosing blocks needs of k.
-
-    Attributes:
-        planes: [3, B, H_kv, M_k, D]: the mean of a block's keys, and per channel the largest and
-            the smallest of them. [1, B, H_kv, M_k, D] where one vector stands for the block.
-        keys: [B, H_kv, N_k, C], the scored channels of every key where outlier queries are scored
-            exactly, as that is computed; else None.
-        exponents: int8 [B, H_kv, N_k, 1]: ``keys`` are in units of 2 to these, where they are of 8
-            bits; else None.
-    """
-
-    planes: Tensor
-    keys: Tensor | None = None
-    exponents: Tensor | None = None
-
-    @property
-    def mean(self) -> Tensor:
-        return self.planes[0]
-
-    @property
-    def upper(self) -> Tensor:
-        return self.planes[1 if self.minmax else 0]
-
-    @property
-    def lower(self) -> Tensor:
-        return self.planes[2 if self.minmax else 0]
-
-    @property
-    def minmax(self) -> bool:
-        """Whether keys have bounds."""
-        return self.planes.shape[0] == 3
-
-    def heads(self, start: int, stop: int) -> KeySummary:
-        """The same of KV heads ``start`` to ``stop``, float32."""
-        return KeySummary(self.planes[:, :, start:stop].float())
 
 
 class Masks(NamedTuple):
@@ -89,30 +48,6 @@ class Masks(NamedTuple):
     sound: bool = True
 
 
-def coarsen_queries(q: Tensor, valid: Tensor, query_block: int, how: str) -> Tensor:
-    """One float32 vector per query block, [B, H, M_q, D]: the mean, or the query of largest norm.
-
-    ``valid``, bool [B, N_q], is False for padding queries. ``how`` is a ``CabConfig.coarsen``.
-    """
-    blocks, real = _blocked(q, valid, query_block)
-    return _largest(blocks, real) if how == "max_l2" else _mean(blocks, real)
-
-
-def coarsen_keys(k: Tensor, valid: Tensor, key_block: int, how: str) -> KeySummary:
-    """Mean and box of every key block (``how="minmax"``), its mean, or its key of largest norm."""
-    blocks, real = _blocked(k, valid, key_block)
-    if how == "max_l2":
-        return KeySummary(_largest(blocks, real).unsqueeze(0))
-    mean = _mean(blocks, real)
-    if how == "mean":
-        return KeySummary(mean.unsqueeze(0))
-    inhabited = real.any(-1, keepdim=True)
-    real = real.unsqueeze(-1)
-    upper = blocks.masked_fill(~real, -torch.inf).amax(-2).masked_fill(~inhabited, 0.0)
-    lower = blocks.masked_fill(~real, torch.inf).amin(-2).masked_fill(~inhabited, 0.0)
-    return KeySummary(torch.stack((mean, upper, lower)))
-
-
 def _blocked(x: Tensor, valid: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """[B, H, N, D] -> float32 [B, H, M, block, D], and what of it is real, [B, 1, M, block]."""
     padding = -x.shape[2] % block
@@ -120,116 +55,29 @@ def _blocked(x: Tensor, valid: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return blocks, F.pad(valid, (0, padding)).unflatten(1, (-1, block)).unsqueeze(1)
 
 
+def block_means(x: Tensor, valid: Tensor, block: int) -> Tensor:
+    """The mean of every block of x [B, H, N, D], float32 [B, H, M, D].
+
+    ``valid``, bool [B, N], is False for padding.
+    """
+    return _mean(*_blocked(x, valid, block))
+
+
 def _mean(blocks: Tensor, real: Tensor) -> Tensor:
     total = blocks.masked_fill(~real.unsqueeze(-1), 0.0).sum(-2)
     return total / real.sum(-1).clamp(min=1).unsqueeze(-1)
 
 
-def _largest(blocks: Tensor, real: Tensor) -> Tensor:
-    norm = blocks.square().sum(-1).masked_fill(~real, -1.0)
-    index = (
-        norm.argmax(-1, keepdim=True).unsqueeze(-1).expand(*blocks.shape[:-2], 1, blocks.shape[-1])
-    )
-    return blocks.gather(-2, index).squeeze(-2)
-
-
-def block_logits(query: Tensor, keys: KeySummary, scale: float) -> tuple[Tensor, Tensor]:
-    """(upper, mean) logits of every query block against every key block, [B, H, M_q, M_k].
-
-    ``upper`` is the largest logit any key inside the block's box could reach:
-    sum over channels of max(q u, q l), computed as q+ u + q- l.
-    """
-    grouped = query.unflatten(1, (keys.mean.shape[1], -1))
-
-    def against(vectors: Tensor, queries: Tensor) -> Tensor:
-        return (queries @ vectors.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
-
-    mean = against(keys.mean, grouped) * scale
-    if not keys.minmax:
-        return mean, mean
-    upper = against(keys.upper, grouped.clamp(min=0)) + against(keys.lower, grouped.clamp(max=0))
-    return upper * scale, mean
+def block_logits(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """Logits of vectors of query blocks against those of key blocks, [B, H, M_q, M_k]."""
+    grouped = queries.unflatten(1, (keys.shape[1], -1))
+    return (grouped @ keys.unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * scale
 
 
 def block_log_mass(logits: Tensor, visible: Tensor) -> Tensor:
     """log softmax over the visible key blocks, -inf outside them."""
     masked = logits.masked_fill(~visible, -torch.inf)
     return F.log_softmax(masked, dim=-1).masked_fill(~visible, -torch.inf)
-
-
-def curvature_score(
-    affinity: Tensor, direct: Tensor, visible: Tensor, places: Tensor, config: CabConfig
-) -> Tensor:
-    """What ranks a block beyond the mass target; higher is kept. [B, H, M_q, M_k]
-
-    Args:
-        affinity: non-negative edge weights of the block graph, 0 outside ``visible``:
-            softmax of the upper logits (clusters) or the rectified scores (top-k).
-        direct: the score without curvature, the same shape.
-        visible: bool, broadcastable to ``affinity``.
-        places: int64 [B, M_q], as in `two_hop`.
-
-    With lambda = ``config.redundancy``: ``additive`` is direct - lambda * two-hop, both
-    standardised over the row (clusters), or direct min-max scaled and two-hop over M_k (top-k);
-    ``forman`` goes from direct at lambda = 0 to the negative Forman-Ricci curvature at 1.
-    """
-    weight = config.redundancy
-    if config.curvature == "none" or weight == 0:
-        return direct
-    clusters = config.select == "clusters"
-    hops = two_hop(affinity, places, config.query_block, config.key_block)
-    if config.curvature == "forman":
-        flow = forman_curvature(affinity, hops)
-        return (1 - weight) * direct - weight * (standardise(flow, visible) if clusters else flow)
-    if clusters:
-        return direct - weight * standardise(hops, visible)
-    return min_max(affinity, visible) - weight * hops / affinity.shape[-1]
-
-
-def two_hop(affinity: Tensor, places: Tensor, query_block: int, key_block: int) -> Tensor:
-    """Weight of the paths row i -> row t -> key block j, [B, H, M_q, M_k].
-
-    Key blocks are summed to the query grid before the product and the result is spread back.
-    ``places``, int64 [B, M_q], says where on the query grid each row stands: `RowSpans.places`. The
-    middle of a path is one of the rows at hand: those of earlier chunks are gone.
-    """
-    kv_blocks = affinity.shape[-1]
-    coarse = _to_query_grid(finite_weights(affinity), query_block, key_block)
-    inside = places < coarse.shape[-1]
-    index = places.clamp(max=coarse.shape[-1] - 1)[:, None, None]
-    to_rows = coarse.gather(-1, index.expand(-1, *coarse.shape[1:3], -1)) * inside[:, None, None]
-    return _from_query_grid(to_rows @ coarse, query_block, key_block, kv_blocks)
-
-
-def finite_weights(affinity: Tensor) -> Tensor:
-    """Edge weights without those that are not finite: in a product 0 times such a one is NaN.
-
-    It would reach rows that see nothing of what it comes from.
-    """
-    return affinity.where(affinity.isfinite(), 0.0)
-
-
-def _to_query_grid(affinity: Tensor, query_block: int, key_block: int) -> Tensor:
-    if key_block > query_block:
-        ratio = key_block // query_block
-        return (affinity / ratio).repeat_interleave(ratio, dim=-1)
-    ratio = query_block // key_block
-    return F.pad(affinity, (0, -affinity.shape[-1] % ratio)).unflatten(-1, (-1, ratio)).sum(-1)
-
-
-def _from_query_grid(hops: Tensor, query_block: int, key_block: int, kv_blocks: int) -> Tensor:
-    if key_block > query_block:
-        return hops.unflatten(-1, (kv_blocks, key_block // query_block)).sum(-1)
-    return hops.repeat_interleave(query_block // key_block, dim=-1)[..., :kv_blocks]
-
-
-def forman_curvature(affinity: Tensor, hops: Tensor) -> Tensor:
-    """Forman-Ricci curvature with triangles: 4 A - S_i - S_j + 3 A A, [B, H, M_q, M_k].
-
-    S_i is the strength of the row, S_j of the column. The column is summed down to the row itself,
-    so that no row's selection depends on later queries.
-    """
-    return 4 * affinity - affinity.sum(-1, keepdim=True) - affinity.cumsum(-2) + 3 * hops
 
 
 def standardise(x: Tensor, visible: Tensor) -> Tensor:
@@ -239,14 +87,6 @@ def standardise(x: Tensor, visible: Tensor) -> Tensor:
     centred = (x - x.sum(-1, keepdim=True) / count).masked_fill(~visible, 0.0)
     deviation = (centred.square().sum(-1, keepdim=True) / count).sqrt()
     return centred / deviation.clamp(min=torch.finfo(x.dtype).eps)
-
-
-def min_max(x: Tensor, visible: Tensor) -> Tensor:
-    """Scaled to [0, 1] over the visible part of each row."""
-    low = x.masked_fill(~visible, torch.inf).amin(-1, keepdim=True)
-    high = x.masked_fill(~visible, -torch.inf).amax(-1, keepdim=True)
-    scaled = (x - low) / (high - low).clamp(min=torch.finfo(x.dtype).eps)
-    return scaled.masked_fill(~visible, 0.0)
 
 
 def forced_blocks(visible: Tensor, spans: Spans, config: CabConfig) -> Tensor:
@@ -279,13 +119,6 @@ def top_blocks(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
     return candidates & (rank < count)
 
 
-def top_p_by_keys(rows: RowSpans) -> Tensor:
-    """The share of its estimated mass that each row keeps by the keys it sees: [B, 1, M_q, 1]."""
-    (short, most), (long, least) = TOP_P_BY_KEYS
-    seen = (rows.max_last - rows.min_first + 1)[:, None, :, None].double()
-    return most + (least - most) * ((seen - short) / (long - short)).clamp(0, 1)
-
-
 def top_p_blocks(
     log_mass: Tensor, forced: Tensor, visible: Tensor, top_p: Tensor, cap: Tensor
 ) -> Tensor:
@@ -303,68 +136,6 @@ def top_p_blocks(
     taken = (before < top_p - TOP_P_TOLERANCE) | (top_p >= 1)
     taken = (taken & (rank < cap)).gather(-1, order.argsort(-1))
     return (taken | forced) & visible
-
-
-def select_blocks(
-    upper: Tensor,
-    mean: Tensor,
-    spans: Spans,
-    visible: Tensor,
-    config: CabConfig,
-    budgets: Budgets,
-) -> Tensor:
-    """The blocks CAB attends, bool [B, H, M_q, M_k], from both logits of `block_logits`.
-
-    ``budgets`` are those of the heads at hand.
-    """
-    if config.select == "topk":
-        places = spans.rows(config.query_block).places(config.query_block)
-        affinity = mean.relu().masked_fill(~visible.unsqueeze(1), 0.0)
-        score = curvature_score(affinity, affinity, visible.unsqueeze(1), places, config)
-        return best_blocks(score, None, spans, visible, config, budgets)
-    estimate = block_log_mass((upper + mean) / 2, visible.unsqueeze(1))
-    if not any(budgets.top_k_share):
-        return best_blocks(estimate, estimate, spans, visible, config, budgets)
-    # the top k by curvature over what keys could reach
-    reach = block_log_mass(upper, visible.unsqueeze(1))
-    places = spans.rows(config.query_block).places(config.query_block)
-    direct = standardise(reach, visible.unsqueeze(1))
-    score = curvature_score(reach.exp(), direct, visible.unsqueeze(1), places, config)
-    return best_blocks(score, estimate, spans, visible, config, budgets)
-
-
-def best_blocks(
-    score: Tensor,
-    log_mass: Tensor | None,
-    spans: Spans,
-    visible: Tensor,
-    config: CabConfig,
-    budgets: Budgets,
-) -> Tensor:
-    """The blocks that ``budgets`` pay for, bool [B, H, M_q, M_k] like ``score``.
-
-    By ``select="clusters"`` the fewest that hold the mass, and then the top k by ``score``;
-    by ``"topk"`` the best alone. Forced ones always.
-    """
-    forced = forced_blocks(visible, spans, config).unsqueeze(1)
-    visible = visible.unsqueeze(1)
-    cap = torch.maximum(share_of_row(visible, config.max_density), forced.sum(-1, keepdim=True))
-    everything, forced = visible.expand_as(score), forced.expand_as(score)
-    top_p, top_k_share, sparsity = (_by_head(numbers, score) for numbers in budgets[:3])
-    if log_mass is None or config.select == "topk":
-        spare = torch.minimum(share_of_row(visible, 1 - sparsity), cap)
-        spare = spare - forced.sum(-1, keepdim=True)
-        return forced | top_blocks(score, everything & ~forced, spare)
-    if config.top_p is None:
-        top_p = top_p_by_keys(spans.rows(config.query_block))
-    kept = top_p_blocks(log_mass, forced, everything, top_p, cap)
-    spare = torch.minimum(share_of_row(visible, top_k_share), cap - kept.sum(-1, keepdim=True))
-    return kept | top_blocks(score, everything & ~kept, spare)
-
-
-def _by_head(numbers: Sequence[float], like: Tensor) -> Tensor:
-    """A number for each head, or for all, as float64 that broadcasts with [B, H, M_q, M_k]."""
-    return torch.tensor(numbers, device=like.device, dtype=torch.float64)[:, None, None]
 
 
 def most_of_rows(bounds: Tensor, max_density: float) -> Tensor:
@@ -518,17 +289,6 @@ def exact_scores(
         given = given.unflatten(1, (-1, rows.shape[3]))
         most[:, head, some], shares[:, head, some] = given.amax(2), given.sum(2)
     return most, shares
-
-
-def shared_mass(estimate: Tensor, shares: Tensor, visible: Tensor) -> Tensor:
-    """log of the mean of two shares of a row: of ``estimate``, log shares, and of exact ones.
-
-    The estimate speaks for the many queries that are like their mean, ``shares`` (of any total) for
-    the outliers. -inf outside ``visible``.
-    """
-    total = shares.sum(-1, keepdim=True).clamp(min=LEAST)
-    both = (estimate.exp() + shares / total) / 2
-    return both.clamp(min=LEAST).log().masked_fill(~visible, -torch.inf)
 
 
 def refuse_infinite(name: str, x: Tensor) -> None:

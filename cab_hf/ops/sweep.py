@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cab_hf.ops import launch
 from cab_hf.ops.attention.tiles import described, precision, tile_of
-from cab_hf.ops.decode import launch
 from cab_hf.ops.rows import FP8, ScoredRows, power_of_two
 
 # rows of typical queries of a program, and of outliers, at least: a warp group multiplies so many;

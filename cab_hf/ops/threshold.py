@@ -55,19 +55,6 @@ def _next_middle(low, high, rounds):
 
 
 @triton.jit
-def _sum_above(values, level, begin, end, CHUNK: tl.constexpr):
-    """Sum of the entries above ``level``, which is not negative."""
-    # a power of two, so that products are exact: it parts any two weights above 2^-36, and gives 1
-    # above the level and 0 elsewhere on the units that multiply
-    large: tl.constexpr = 1152921504606846976.0
-    total = tl.zeros([CHUNK], tl.float32)
-    for start in range(begin, end, CHUNK):
-        x = tl.load(values + start + tl.arange(0, CHUNK))
-        total += x * tl.clamp(x * large - level * large, 0.0, 1.0)
-    return tl.sum(total, 0)
-
-
-@triton.jit
 def _count_above(values, level, begin, end, CHUNK: tl.constexpr):
     """How many entries are above ``level``: a float32, which sums faster and is exact to 2^24."""
     total = tl.zeros([CHUNK], tl.float32)
@@ -124,50 +111,6 @@ def threshold_by_count(values, low, high, total, count, begin, end, CHUNK: tl.co
 
 
 @triton.jit
-def threshold_by_top_p(weights, high, total, missing, blocks, begin, end, CHUNK: tl.constexpr):
-    """(low, high, cut) of the fewest entries, largest first, that sum to ``missing``.
-
-    ``total`` is the sum of all entries that take part, ``high`` the largest.
-    """
-    # all that is no larger than the low end may be left out together: no need to look there
-    low = tl.maximum(total - missing, 0.0) / blocks * 0.999
-    # what is > low holds enough, what is > high does not
-    held_low = total
-    held_high = 0.0
-    middle = _between(low, high)
-    searching = (missing > 0) & (middle > low)
-    while searching:
-        held = _sum_above(weights, middle, begin, end, CHUNK)
-        enough = held >= missing
-        low = tl.where(enough, middle, low)
-        held_low = tl.where(enough, held, held_low)
-        high = tl.where(enough, high, middle)
-        held_high = tl.where(enough, held_high, held)
-        # sums less than two entries apart have one entry between them
-        single = (high < 1.5 * low) & (held_low - held_high < 1.75 * low)
-        # weights differ by orders of magnitude; so do the brackets worth trying
-        middle = _between(low, high)
-        searching = (single == 0) & (middle > low)
-    cut = end
-    if (missing > 0) & (middle <= low):
-        count = tl.ceil((missing - held_high) / tl.maximum(high, 1e-30))
-        cut = _cut(weights, high, count, begin, end, CHUNK)
-    nothing = float("inf")
-    return tl.where(missing > 0, low, nothing), tl.where(missing > 0, high, nothing), cut
-
-
-@triton.jit
 def is_kept(x, column, low, high, cut):
     """Above the bracket, or in it and not right of the cut, which parts what is equal."""
     return (x > high) | ((x > low) & (column <= cut))
-
-
-@triton.jit
-def count_kept(values, low, high, cut, begin, end, CHUNK: tl.constexpr):
-    """How many entries `is_kept` keeps."""
-    total = tl.zeros([CHUNK], tl.int32)
-    for start in range(begin, end, CHUNK):
-        column = start + tl.arange(0, CHUNK)
-        x = tl.load(values + column)
-        total += is_kept(x, column, low, high, cut).to(tl.int32)
-    return tl.sum(total, 0)

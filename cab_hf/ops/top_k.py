@@ -5,13 +5,11 @@ The definition is `reference.best_of_rows`.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from cab_hf.ops.launch import on_device_of
 from cab_hf.ops.threshold import is_kept, just_below, threshold_by_count
 
 # the least and the most columns of a row of scores that a program works on at a time
@@ -37,12 +35,6 @@ def select(
     given = score.contiguous(), room, bounds, wanted, lists, *sizes
     with on_device_of(score):
         _select_kernel[(batch * count * q_blocks,)](*given, CHUNK=chunk, num_warps=1)
-
-
-def on_device_of(x: Tensor) -> torch.cuda.device | nullcontext:
-    """Triton launches on the current device: make it that of ``x``."""
-    elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
-    return torch.cuda.device(x.device) if elsewhere else nullcontext()
 
 
 SIZES = ["start", "count", "heads", "q_blocks", "kv_blocks", "full_room", "partial_room"]

@@ -7,6 +7,7 @@ chosen by ``CabConfig(predictor=name)``; it then runs in every model and every e
 from cab_hf.predictors.base import LayerContext, Predictor, make_predictor, register_predictor
 from cab_hf.predictors.baselines import (
     AntidiagonalPredictor,
+    MeanPooledPredictor,
     OraclePredictor,
     RandomPredictor,
     StreamingPredictor,
@@ -15,7 +16,6 @@ from cab_hf.predictors.baselines import (
     XAttentionPredictor,
 )
 from cab_hf.predictors.cascade import CascadePredictor
-from cab_hf.predictors.curvature import CurvaturePredictor
 from cab_hf.predictors.flexprefill import FlexPrefillPredictor
 from cab_hf.predictors.frc import FrcPredictor
 from cab_hf.predictors.published import AdaptiveCurvaturePredictor, CoarseCurvaturePredictor
@@ -26,10 +26,10 @@ __all__ = [
     "AntidiagonalPredictor",
     "CascadePredictor",
     "CoarseCurvaturePredictor",
-    "CurvaturePredictor",
     "FlexPrefillPredictor",
     "FrcPredictor",
     "LayerContext",
+    "MeanPooledPredictor",
     "OraclePredictor",
     "Predictor",
     "RandomPredictor",
@@ -44,9 +44,9 @@ __all__ = [
 
 register_predictor("antidiagonal", AntidiagonalPredictor)
 register_predictor("cascade", CascadePredictor)
-register_predictor("curvature", CurvaturePredictor)
 register_predictor("flexprefill", FlexPrefillPredictor)
 register_predictor("frc", FrcPredictor)
+register_predictor("mean_pooled", MeanPooledPredictor)
 register_predictor("oracle", OraclePredictor)
 register_predictor("random", RandomPredictor)
 register_predictor("rows", RowsPredictor)

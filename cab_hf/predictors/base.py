@@ -130,6 +130,31 @@ class Predictor(ABC):
             return self.choose(q, self.summary_of(k, call.spans.key_valid, call), call)
 
 
+# a function: torch.compile traces no method of a value that is a constant to it
+def sparsity_of(config: CabConfig, layer: int | None, heads: int) -> tuple[float, ...]:
+    """The share of a row's blocks that each of the ``heads`` of a layer drops, or all of them.
+
+    Raises:
+        ValueError: where a table has no such layer or another number of heads, or there is a table
+            and the layer has no index.
+    """
+    table = config.sparsity
+    if not isinstance(table, tuple):
+        return (table,)
+    if layer is None:
+        raise ValueError(
+            "CabConfig.sparsity is a table of layers, and this layer has no index; give one number "
+            "for all."
+        )
+    if layer >= len(table) or heads != len(table[0]):
+        raise ValueError(
+            f"CabConfig.sparsity has {len(table)} layers of {len(table[0])} heads, which do not "
+            f"fit layer {layer} of {heads} heads; calibrate this model, or give one number."
+        )
+    row = table[layer]
+    return row[:1] if len(set(row)) == 1 else row
+
+
 # shares of a row that are dropped, of the options of predictors that keep a share
 SPARSITIES = (0.98, 0.96, 0.93, 0.9, 0.86, 0.8, 0.7, 0.5, 0.0)
 SHARE_OPTIONS = tuple({"sparsity": sparsity} for sparsity in SPARSITIES)

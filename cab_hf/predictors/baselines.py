@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.budgets import budgets_of
 from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan, Spans, block_visibility
 from cab_hf.predictors.attention_mass import block_mass
-from cab_hf.predictors.base import SHARE_OPTIONS, LayerContext, Predictor
+from cab_hf.predictors.base import SHARE_OPTIONS, LayerContext, Predictor, sparsity_of
 
 ANTIDIAGONAL_STRIDE = 8  # of XAttention's 8 and 16 the finer one
 # the default of its authors' function; their LLaMA runs have a threshold a head, see its predictor
 XATTENTION_THRESHOLD = 0.8
+POOLED_THRESHOLD = 0.95  # of mean_pooled
 ASKING_QUERIES = 64  # of vertical_slash: the last queries, whose attention ranks all blocks
 SEED = 0  # of the random blocks
 
@@ -55,9 +55,16 @@ class ScorePredictor(Predictor):
     def choose(self, q: Tensor, summary: Tensor, call: LayerContext) -> BlockPlan:
         config, spans = self.config, call.spans
         visible = block_visibility(spans, config.query_block, config.key_block)
-        budgets = budgets_of(config, call.layer, q.shape[1])
+        forced = reference.forced_blocks(visible, spans, config).unsqueeze(1)
+        dropped = torch.tensor(
+            sparsity_of(config, call.layer, q.shape[1]), device=q.device, dtype=torch.float64
+        )
+        visible = visible.unsqueeze(1)
+        share = (1 - dropped[:, None, None]).clamp(max=config.max_density)
+        wanted = reference.share_of_row(visible, share).maximum(forced.sum(-1, keepdim=True))
         score = self.score(q, summary, call)
-        keep = reference.best_blocks(score, None, spans, visible, config, budgets)
+        wanted = wanted.squeeze(-1).expand(score.shape[:3])
+        keep = reference.best_of_rows(score, visible, forced, wanted)
         return BlockPlan.from_dense(
             keep, spans, query_block=config.query_block, key_block=config.key_block
         )
@@ -108,7 +115,7 @@ class XAttentionPredictor(Predictor):
 
     Here the forced blocks are those of the config, where the original forces the first and the
     diagonal one, and blocks have its sizes, where the original has 128 x 128. One threshold holds
-    for all heads unless ``top_p`` is a table. That is not what the authors use for language models:
+    for all heads. That is not what the authors use for language models:
     their runs of LLaMA load a threshold for each head, in the mean 0.76 at stride 8 and 0.91 at 16,
     found by a search that is left out here. 0.8 is the default of their function.
     """
@@ -118,9 +125,7 @@ class XAttentionPredictor(Predictor):
     def choose(self, q: Tensor, summary: Tensor, call: LayerContext) -> BlockPlan:
         config, spans = self.config, call.spans
         blocks = config.query_block, config.key_block
-        top_p = (XATTENTION_THRESHOLD,)
-        if config.top_p is not None:
-            top_p = budgets_of(config, call.layer, q.shape[1]).top_p
+        top_p = XATTENTION_THRESHOLD if config.top_p is None else config.top_p
         visible = block_visibility(spans, *blocks)
         forced = reference.forced_blocks(visible, spans, config).unsqueeze(1)
         mass = block_mass(q, summary, spans, call.scale, *blocks, stride=self.stride)
@@ -129,7 +134,7 @@ class XAttentionPredictor(Predictor):
             share.log(),
             forced.expand_as(share),
             visible.unsqueeze(1).expand_as(share),
-            torch.tensor(top_p, device=q.device, dtype=torch.float64)[:, None, None],
+            torch.tensor(top_p, device=q.device, dtype=torch.float64),
             share.shape[-1],
         )
         return BlockPlan.from_dense(keep, spans, query_block=blocks[0], key_block=blocks[1])
@@ -238,3 +243,28 @@ def columns_and_diagonals(
         sums.append((attention.sum(2), by_distance.masked_fill(far < 0, 0.0).sum(2)))
     vertical, slash = zip(*sums, strict=True)
     return torch.cat(vertical, dim=1), torch.cat(slash, dim=1)
+
+
+class MeanPooledPredictor(Predictor):
+    """Block scores of mean-pooled queries and keys, a row's best up to a share of their softmax.
+
+    Pooled as in MInference's block-sparse heads (Jiang et al. 2024, arXiv 2407.02490), chosen by
+    top-p of each row, where FlexPrefill (Lai et al. 2025, arXiv 2502.20766) has it over all rows
+    together. ``top_p`` None stands for 0.95.
+    """
+
+    def choose(self, q: Tensor, summary: Tensor, call: LayerContext) -> BlockPlan:
+        config, spans = self.config, call.spans
+        blocks = config.query_block, config.key_block
+        visible = block_visibility(spans, *blocks)
+        forced = reference.forced_blocks(visible, spans, config).unsqueeze(1)
+        queries = reference.block_means(q, spans.last >= 0, config.query_block)
+        keys = reference.block_means(summary, spans.key_valid, config.key_block)
+        logits = reference.block_logits(queries, keys, call.scale)
+        visible = visible.unsqueeze(1)
+        mass = reference.block_log_mass(logits, visible)
+        top_p = POOLED_THRESHOLD if config.top_p is None else config.top_p
+        top_p = torch.tensor(top_p, device=q.device, dtype=torch.float64)
+        parts = forced.expand_as(mass), visible.expand_as(mass)
+        keep = reference.top_p_blocks(mass, *parts, top_p, mass.shape[-1])
+        return BlockPlan.from_dense(keep, spans, query_block=blocks[0], key_block=blocks[1])

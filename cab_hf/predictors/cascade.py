@@ -1,6 +1,6 @@
 """Cascade: a few layers choose blocks, the layers behind each of them attend the same ones.
 
-Which keys matter changes slowly from layer to layer (Kascade). An anchor chooses as CAB does; its
+Which keys matter changes slowly from layer to layer (Kascade). An anchor chooses by rows; its
 plan goes through `LayerContext.shared_state` to the layers of the same forward pass, head by head
 as ``config.head_map`` has it.
 """
@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from cab_hf.config import CabConfig
-from cab_hf.ops.reference import KeySummary
-from cab_hf.plan import BlockPlan, Spans
+from cab_hf.plan import BlockPlan
 from cab_hf.predictors.base import LayerContext, Predictor
-from cab_hf.predictors.curvature import CurvaturePredictor
+from cab_hf.predictors.rows import RowsPredictor, ScoredKeys
 
 SHARED_PLAN = "cascade"  # under which an anchor leaves its plan
 
@@ -30,22 +29,22 @@ class SharedPlan(NamedTuple):
 
 
 class CascadePredictor(Predictor):
-    """Anchors choose as CAB does (`CurvaturePredictor`); the other layers take what they chose.
+    """Anchors choose by rows (`RowsPredictor`); the other layers take what they chose.
 
     Only the latest plan is kept: a layer's anchor is the last one before it.
     """
 
     def __init__(self, config: CabConfig) -> None:
         super().__init__(config)
-        self.anchor = CurvaturePredictor(config)
+        self.anchor = RowsPredictor(config)
 
     def options(self) -> tuple[Mapping[str, float], ...]:
         return self.anchor.options()
 
-    def summarise(self, k: Tensor, valid: Tensor | None = None) -> KeySummary:
+    def summarise(self, k: Tensor, valid: Tensor | None = None) -> ScoredKeys:
         return self.anchor.summarise(k, valid)
 
-    def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> KeySummary | Tensor:
+    def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> ScoredKeys | Tensor:
         # a layer that decides nothing summarises nothing
         return self.anchor.summary_of(k, valid, call) if self._decides(call) else k
 
@@ -53,23 +52,14 @@ class CascadePredictor(Predictor):
         return self.anchor.gathers(call, heads) if self._decides(call) else ()
 
     def join(
-        self, summary: KeySummary, call: LayerContext, heads: tuple[int, int], frame: Any
-    ) -> KeySummary:
+        self, summary: ScoredKeys, call: LayerContext, heads: tuple[int, int], frame: Any
+    ) -> ScoredKeys:
         return self.anchor.join(summary, call, heads, frame)
-
-    def vectors(self, q: Tensor, spans: Spans) -> Tensor:
-        return self.anchor.vectors(q, spans)
 
     def _decides(self, call: LayerContext) -> bool:
         return call.layer in self.config.anchors
 
-    def choose(
-        self,
-        q: Tensor,
-        summary: KeySummary | Tensor,
-        call: LayerContext,
-        vectors: Tensor | None = None,
-    ) -> BlockPlan:
+    def choose(self, q: Tensor, summary: ScoredKeys | Tensor, call: LayerContext) -> BlockPlan:
         """What an anchor chooses, left for the layers behind; or what the anchor before has left.
 
         Args:
@@ -79,10 +69,10 @@ class CascadePredictor(Predictor):
             ValueError: for a layer without an index, without an anchor, or of other heads than its
                 anchor has.
         """
-        kv_heads = summary.shape[1] if isinstance(summary, Tensor) else summary.planes.shape[2]
+        kv_heads = summary.shape[1] if isinstance(summary, Tensor) else summary.kv_heads
         heads = q.shape[1], kv_heads
         if self._decides(call):
-            plan = self.anchor.choose(q, summary, call, vectors)
+            plan = self.anchor.choose(q, summary, call)
             call.shared_state[SHARED_PLAN] = SharedPlan(call.layer, heads, plan)
             return plan
         shared = self._from_anchor(heads, call)
@@ -92,7 +82,7 @@ class CascadePredictor(Predictor):
     def _from_anchor(self, heads: tuple[int, int], call: LayerContext) -> SharedPlan:
         layer = call.layer
         if layer is None:
-            raise ValueError("A layer has no index, and 'cascade' goes by it; use 'curvature'.")
+            raise ValueError("A layer has no index, and 'cascade' goes by it; use 'rows'.")
         anchor = anchor_of(self.config, layer)
         if anchor is None:
             raise ValueError(
@@ -144,5 +134,5 @@ def require_heads_of(
         raise ValueError(
             f"Layer {layer} has {heads[0]} heads over {heads[1]} of k, and its anchor, layer "
             f"{anchor}, {of_anchor[0]} over {of_anchor[1]}; 'cascade' is for layers with the same "
-            "heads, use 'curvature'."
+            "heads, use 'rows'."
         )

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.budgets import budgets_of
 from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan, Spans, block_visibility
 from cab_hf.predictors.attention_mass import block_sums
@@ -43,31 +42,30 @@ class FlexPrefillPredictor(Predictor):
         self.refuse_packed(call.spans)
         config, spans, k = self.config, call.spans, summary
         blocks = config.query_block, config.key_block
-        gamma = (GAMMA,)
-        if config.top_p is not None:
-            gamma = budgets_of(config, call.layer, q.shape[1]).top_p
-        gamma = torch.tensor(gamma, device=q.device, dtype=torch.float64).expand(q.shape[1])
+        gamma = torch.tensor(
+            GAMMA if config.top_p is None else config.top_p, device=q.device, dtype=torch.float64
+        )
         # [B, H, N_k] each, of sum 1: shares of keys, and of distances
         columns, diagonals = map(
             _normalised, columns_and_diagonals(q, k, spans, call.scale, config.query_block)
         )
-        keys = reference.coarsen_keys(k, spans.key_valid, config.key_block, "mean")
+        keys = reference.block_means(k, spans.key_valid, config.key_block)
         pooled = pooled_last_block(q, keys, spans, call.scale, *blocks)
         # [B, H]: heads whose estimate is believed; the minimum is all that they keep of a pattern
         aware = root_divergence(pooled, in_blocks(columns, config.key_block)) < TAU
-        asked = gamma[:, None].where(~aware.unsqueeze(-1), 0.0)
+        asked = gamma.where(~aware.unsqueeze(-1), 0.0)
         kept = (counted_by_token(x, asked, config.key_block) for x in (columns, diagonals))
         keep = touched(*kept, spans, *blocks)
 
         visible = block_visibility(spans, *blocks)
-        queries = reference.coarsen_queries(q, spans.last >= 0, config.query_block, "mean")
+        queries = reference.block_means(q, spans.last >= 0, config.query_block)
         group = q.shape[1] // k.shape[1]
         for head in aware.any(0).nonzero().flatten().tolist():
-            own = keys.heads(head // group, head // group + 1)
-            logits, _ = reference.block_logits(queries[:, [head]], own, call.scale)
+            own = keys[:, [head // group]]
+            logits = reference.block_logits(queries[:, [head]], own, call.scale)
             share = reference.block_log_mass(logits, visible.unsqueeze(1)).exp()
             # over all rows together: rows that are spread out keep more
-            held = fewest(_normalised(share.flatten(2)), gamma[head]).view_as(share)
+            held = fewest(_normalised(share.flatten(2)), gamma).view_as(share)
             keep[:, head] |= held[:, 0] & aware[:, head, None, None]
         keep = keep & visible.unsqueeze(1)
         keep = keep | reference.forced_blocks(visible, spans, config).unsqueeze(1)
@@ -79,7 +77,7 @@ def _normalised(x: Tensor) -> Tensor:
 
 
 def pooled_last_block(
-    q: Tensor, keys: reference.KeySummary, spans: Spans, scale: float, query_block: int, block: int
+    q: Tensor, keys: Tensor, spans: Spans, scale: float, query_block: int, block: int
 ) -> Tensor:
     """The pooled estimate of what the last ``query_block`` real queries attend: [B, H, M_k].
 
@@ -94,7 +92,7 @@ def pooled_last_block(
     start = torch.arange(0, spans.kv_length, block, device=q.device)
     # [B, 1, 1, M_k]: the blocks that one of them sees
     begun = (start <= last.amax(-1, keepdim=True)) & (start + block > first[:, :1])
-    logits, _ = reference.block_logits(mean, keys, scale)
+    logits = reference.block_logits(mean, keys, scale)
     return reference.block_log_mass(logits, begun[:, None, None]).exp().squeeze(2)
 
 

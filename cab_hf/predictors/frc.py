@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.budgets import budgets_of
 from cab_hf.ops import HAS_TRITON, reference
 from cab_hf.plan import BlockLists, BlockPlan, Spans, crossed_blocks
-from cab_hf.predictors.base import SHARE_OPTIONS, LayerContext, Predictor
+from cab_hf.predictors.base import SHARE_OPTIONS, LayerContext, Predictor, sparsity_of
 
 # bytes of scores alive at a time; heads take turns so that it is enough
 SCORE_BYTES_AT_A_TIME = 1 << 30
@@ -76,7 +75,7 @@ class FrcPredictor(Predictor):
         rows = spans.tail(*tail) if spans.has_tail(*tail) else None
         named = spans.tail_rows(*tail)
         listed = rows is not None and named is None
-        sparsity = budgets_of(config, call.layer, heads).sparsity
+        sparsity = sparsity_of(config, call.layer, heads)
         blocks = config.query_block, config.key_block
         bounds = reference.row_bounds(spans, *blocks, config.sink_blocks, config.local_blocks)
         wanted = wanted_blocks(bounds, rows, listed, sparsity, config.max_density)

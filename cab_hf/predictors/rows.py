@@ -100,9 +100,9 @@ def has_kernels(x: Tensor) -> bool:
     # imported here and below: models on the CPU never need Triton
     if not x.is_cuda or not HAS_TRITON:
         return False
-    from cab_hf.ops import lists
+    from cab_hf.ops import launch
 
-    return lists.unavailable(x) is None
+    return launch.unavailable(x) is None
 
 
 def _tail(config: CabConfig) -> tuple[int, int]:
@@ -129,27 +129,35 @@ def _choose(
 
 def choose_by_reference(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
     """What `RowsPredictor` keeps, bool [B, H, M_q, M_k], in plain PyTorch on any device."""
-    spans, group = call.spans, q.shape[1] // k.shape[1]
-    blocks = config.query_block, config.key_block
-    visible = block_visibility(spans, *blocks)
-    forced = reference.forced_blocks(visible, spans, config).unsqueeze(1)
-    visible = visible.unsqueeze(1)
+    spans, blocks = call.spans, (config.query_block, config.key_block)
+    rank = ranks(q, k, call, config)
+    keep = rank >= config.mass_threshold
+    if config.max_density == 1:
+        return keep
     bounds = reference.row_bounds(spans, *blocks, config.sink_blocks, config.local_blocks)
+    forced = rank == torch.inf
     cap = reference.most_of_rows(bounds, config.max_density).unsqueeze(1)
-    kept = []
+    wanted = keep.sum(-1).minimum(cap.maximum(forced.sum(-1)))
+    return reference.best_of_rows(rank, rank >= 0, forced, wanted)
+
+
+def ranks(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
+    """Up to which threshold of mass a block is kept, float32 [B, H, M_q, M_k].
+
+    Its mass; 1 and more where one query needs it, infinity where it is forced, -1 where it is not
+    seen.
+    """
+    spans, group = call.spans, q.shape[1] // k.shape[1]
+    visible = block_visibility(spans, config.query_block, config.key_block)
+    forced = reference.forced_blocks(visible, spans, config).unsqueeze(1)
+    result = []
     for head in range(q.shape[1]):
         one, keys = q[:, [head]], k[:, [head // group]]
         given = spans, call.scale, config, call.channels
         mass, most = reference.mass_by_rows(one, keys, *given)
-        needed = most >= config.share_threshold
-        keep = visible & (forced | needed | (mass >= config.mass_threshold))
-        if config.max_density < 1:
-            # what one query needs comes first
-            score = torch.where(needed, 1 + most, mass)
-            wanted = keep.sum(-1).minimum(cap.maximum(forced.sum(-1)))
-            keep = reference.best_of_rows(score, visible, forced, wanted)
-        kept.append(keep)
-    return torch.cat(kept, dim=1)
+        rank = torch.where(most >= config.share_threshold, 1 + most, mass)
+        result.append(rank.masked_fill(forced, torch.inf))
+    return torch.cat(result, dim=1).masked_fill(~visible.unsqueeze(1), -1.0)
 
 
 def _as_op(

@@ -18,7 +18,7 @@ from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, grouped, markdown_table, percent
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.base import TOKENS, UNREACHED_TOP_P, listed, remarks, varying
+from cab_hf.eval.speed.base import KEEPS_ALL, TOKENS, listed, remarks, varying
 from cab_hf.eval.speed.checks import CHECK_LENGTH, check_gradients, check_rows, gradients_of
 from cab_hf.eval.speed.heads import HeadSettings, HeadSpeed, call_of, described, draw_dense, names
 from cab_hf.eval.speed.timing import in_a_sentence, method_on
@@ -48,7 +48,7 @@ class Settings(HeadSettings):
         "blocks": "blocks",
         "budget": "densities",
     }
-    DEFAULTS = {**UNREACHED_TOP_P, "min_length": 0}
+    DEFAULTS = {**KEEPS_ALL, "min_length": 0}
 
     head_dims: tuple[int, ...] | None = listed((128,), (32,), "channels of a head", int)
     densities: tuple[float, ...] = option(

@@ -33,7 +33,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 # what runs did that knew of no such fields
 BEFORE_EXACT_QUERIES = {"exact_queries": 0}
 # more of the attention mass than any budget holds: every row of blocks fills its budget
-UNREACHED_TOP_P = {"top_p": 0.999}
+KEEPS_ALL = {"mass_threshold": 0.0}
 TOKENS = {"tokens": column("{:,}".format, "length")}
 DENSITY = {"density": column("{:.3f}".format, "density")}
 # field of a sample -> what it tells of; it holds a text or texts by name
@@ -88,7 +88,7 @@ class SpeedSettings:
     lengths: tuple[int, ...] | None = powers(13, 17)
     dtype: str | None = by_device("bfloat16", "float32", f"one of {', '.join(DTYPES)}")
     cab: tuple[str, ...] = option(
-        (), "field=value of CabConfig, e.g. top_p=0.8; repeatable", repeatable=True
+        (), "field=value of CabConfig, e.g. mass_threshold=0.004; repeatable", repeatable=True
     )
     out: str = option("speed_results", "folder for the results; a run found there goes on")
     seed: int = option(0, "random seed of the inputs", int)

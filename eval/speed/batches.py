@@ -21,8 +21,8 @@ from cab_hf.eval.report import column, digits, grouped, markdown_table, percent
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import (
     DENSITY,
+    KEEPS_ALL,
     TOKENS,
-    UNREACHED_TOP_P,
     Speed,
     SpeedSettings,
     listed,
@@ -55,7 +55,7 @@ class Settings(RandomHeads, SpeedSettings):
         "budget": "densities",
     }
     # a short text would be read densely
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {**UNREACHED_TOP_P, "min_length": 0}
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {**KEEPS_ALL, "min_length": 0}
     POSITIVE = ("kv_heads", "head_dim")
 
     lengths: tuple[int, ...] | None = listed((4096, 8192), (256,), "tokens", parse_length)

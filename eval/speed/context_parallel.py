@@ -26,8 +26,8 @@ from cab_hf.eval.report import (
 )
 from cab_hf.eval.speed import forecast
 from cab_hf.eval.speed.base import (
+    KEEPS_ALL,
     TOKENS,
-    UNREACHED_TOP_P,
     Speed,
     SpeedSettings,
     densities,
@@ -58,7 +58,7 @@ WARM_UP_TOKENS, WARM_UP_SECONDS = 2**17, 2.0
 class Settings(RandomHeads, SpeedSettings):
     """What a run of context parallelism is told."""
 
-    DEFAULTS = {**UNREACHED_TOP_P, "min_length": 0}
+    DEFAULTS = {**KEEPS_ALL, "min_length": 0}
     POSITIVE = ("batch", "heads_k_stride", "runs", "turns", "between_gb", "ranks_a_host")
 
     lengths: tuple[int, ...] | None = listed(

@@ -23,7 +23,7 @@ from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, grouped, markdown_table, percent, seconds
 from cab_hf.eval.speed import dense, spread
-from cab_hf.eval.speed.base import DENSITY, TOKENS, UNREACHED_TOP_P, listed, powers, remarks
+from cab_hf.eval.speed.base import DENSITY, KEEPS_ALL, TOKENS, listed, powers, remarks
 from cab_hf.eval.speed.model import (
     CAB_DENSE,
     SDPA,
@@ -63,7 +63,7 @@ class Settings(ModelSettings):
 
     KEYS: ClassVar[Mapping[str, str]] = {"length": "lengths", "implementation": "implementations"}
     # the blocks whose gradients are fastest
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {**UNREACHED_TOP_P, "key_block": 128}
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {**KEEPS_ALL, "key_block": 128}
     POSITIVE = (*ModelSettings.POSITIVE, "rank", "runs", "multiple")
 
     lengths: tuple[int, ...] | None = powers(13, 17)

@@ -16,7 +16,7 @@ from torch import Tensor
 from cab_hf.config import CabConfig
 from cab_hf.eval.kv_cache import cache_arguments
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.base import UNREACHED_TOP_P, SpeedSettings, densities, made_of
+from cab_hf.eval.speed.base import KEEPS_ALL, SpeedSettings, densities, made_of
 from cab_hf.eval.speed.checks import CHECK_LENGTH, check_dense, repeated
 from cab_hf.prompt import reading
 from cab_hf.runs.settings import by_device, option
@@ -86,7 +86,7 @@ class ModelShape(SpeedSettings):
 class ModelSettings(ModelShape):
     """Of ops that let the model read prompts, whose density is an option."""
 
-    DEFAULTS = UNREACHED_TOP_P
+    DEFAULTS = KEEPS_ALL
 
     max_density: tuple[str, ...] = densities("0.1")
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from cab_hf.budgets import budgets_of
-from cab_hf.config import FRC, CabConfig
+from cab_hf.config import CabConfig
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, markdown_table, percent
@@ -164,35 +163,16 @@ EXPERIMENT = Predictor
 def predictor_flops(config: CabConfig, settings: Settings, length: int) -> dict[str, int]:
     """Floating-point operations of deciding a causal prefill, by step.
 
-    Counted are coarsening (one operation per element for a mean, a maximum or a minimum, two for a
-    norm), block logits (a multiplication and an addition per channel and product: mean, and for
-    boxes upper and lower bound) over the causal tiles, exact scores (a multiplication and an
-    addition per scored channel of the outlier queries of every block and the keys up to its end),
-    and the two-hop product of the lower triangular matrix on the query grid with itself. Finding
-    outliers, softmax, standardising and selecting are not.
+    Counted are a multiplication and an addition per channel of the scored queries of every block
+    and of the keys up to its end: outliers on their channels, typical queries on all. Rounding
+    keys, finding outliers, softmax and the pass that keeps are not.
     """
-    dim, heads = settings.head_dim, settings.batch * settings.heads
-    kv_heads = settings.batch * settings.kv_heads
-    published = config.predictor == FRC
-    a_query, a_key, products = {"minmax": (1, 3, 3), "mean": (1, 1, 1), "max_l2": (2, 2, 1)}[
-        "max_l2" if published else config.coarsen
-    ]
-    rows = -(-length // config.query_block)
-    ends = [min(length, (row + 1) * config.query_block) for row in range(rows)]
-    tiles = sum(-(-end // config.key_block) for end in ends)
-    budgets = budgets_of(config, config.anchors[0] if config.anchors else None, settings.heads)
-    # of all heads of one text
-    exact = () if published else budgets.exact(settings.heads)
-    queries = sum(budgets.of_head(head)[3] for head in exact)
-    scored = len(llama_channels(dim)) or dim
-    # paths i -> t -> j with j <= t <= i
-    paths = rows * (rows + 1) * (rows + 2) // 6
-    return {
-        "coarsen": length * dim * (a_query * heads + a_key * kv_heads),
-        "logits": 2 * products * dim * heads * tiles,
-        "exact": 2 * scored * settings.batch * queries * sum(ends),
-        "two_hop": 2 * heads * paths if config.curved else 0,
-    }
+    dim, rows = settings.head_dim, -(-length // config.query_block)
+    ends = sum(min(length, (row + 1) * config.query_block) for row in range(rows))
+    some = len(llama_channels(dim)) or dim
+    scored = {"outliers": config.exact_queries * some, "typical": config.typical_queries * dim}
+    heads = settings.batch * settings.heads
+    return {name: 2 * channels * heads * ends for name, channels in scored.items()}
 
 
 def growth(rows: Sequence[Row]) -> dict[str, float]:

@@ -157,7 +157,7 @@ def check_config(config: CabConfig, dtype: torch.dtype) -> CabConfig:
     """
     changed: dict[str, Any] = {"min_length": 0}
     if dtype != torch.float32:
-        changed |= {"top_p": 1.0, "max_density": 1.0}
+        changed |= {"mass_threshold": 0.0, "max_density": 1.0}
     return dataclasses.replace(config, **changed)
 
 

@@ -27,8 +27,9 @@ NO_MEMORY = ("out of memory", "ALLOC_FAILED")
 FLUSHED_BYTES = 256 << 20  # several times the L2 of any GPU there is
 # part -> what the names of its kernels contain; the first that fits
 PREDICTOR = {
-    "coarsen": ("coarsen",),
-    "curvature": ("block_scores", "exact_scores", "affinity", "two_hop", "column_strength"),
+    "keys": ("scored_keys",),
+    "rows": ("outliers", "scored_rows"),
+    "sweep": ("sweep",),
     "select": ("select", "lists"),
 }
 OTHER = "other"

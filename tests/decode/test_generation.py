@@ -91,7 +91,7 @@ OWN = [
 @pytest.mark.parametrize("fields", OWN)
 def test_a_padded_row_is_decoded_as_alone(fields, path, monkeypatch):
     monkeypatch.setattr("cab_hf.decode.step.decode_from", decode_from)
-    model = cab_hf.apply_cab(tiny_model(), sparse_decode=True, top_p=1.0, **fields)
+    model = cab_hf.apply_cab(tiny_model(), sparse_decode=True, mass_threshold=0.0, **fields)
     short, long = tokens(1, 300), tokens(1, 700, seed=2)
     ids = torch.cat([F.pad(short, (400, 0)), long])
     options = {"output_logits": True, "return_dict_in_generate": True, "min_new_tokens": 5}

@@ -1,7 +1,5 @@
 """The kernels under the spans of a shard, in Triton's interpreter: early and late rows together."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from attention_cases import assert_engine_within_budget, random_plan
@@ -10,11 +8,9 @@ from shards import layout_for, shard_of
 from tiny import qkv
 
 from cab_hf import CabConfig
-from cab_hf.budgets import budgets_of
-from cab_hf.ops import predict
 from cab_hf.ops.attention import block
 
-SMALL = CabConfig(query_block=32, key_block=16, top_p=0.4)
+SMALL = CabConfig(query_block=32, key_block=16, mass_threshold=0.08, share_threshold=0.5)
 SHAPE = {"heads": 2, "kv_heads": 1, "dim": 16}
 
 
@@ -39,24 +35,5 @@ def test_the_choice_of_a_shard(ends):
     layout, places, spans = shard_spans(ends, 0)
     q, k = loud(q_length=layout.text, **SHAPE)
     q, k = shard_of(q, layout, 0), places.frame.keys(k)
-    config = replace(SMALL, redundancy=0)
-    actual, meant = (choose(config, q, k, spans) for choose in (by_kernels, on_the_cpu))
+    actual, meant = (choose(SMALL, q, k, spans) for choose in (by_kernels, on_the_cpu))
     assert torch.equal(actual.to_dense(), meant.to_dense())
-
-
-def test_vectors_stand_for_queries():
-    _, places, spans = shard_spans([0, 221], 0)
-    spans = spans.text
-    q, k = loud(q_length=places.length, **SHAPE)
-    estimated = replace(SMALL, exact_queries=0)
-    summary, budgets = predict.summarise(k, spans.key_valid, estimated), budgets_of(estimated, 0, 2)
-    vectors = predict.coarsen_queries(q, spans, SMALL.query_block, SMALL.coarsen).vectors
-    nothing = q.new_zeros(1).expand(q.shape)
-
-    def chosen(queries, given=None):
-        parts = summary, spans, 0.25, estimated, budgets
-        lists = predict.choose(queries, *parts, vectors=given)
-        return torch.stack([part.to_dense(places.length // 16 + 1) for part in lists])
-
-    assert torch.equal(chosen(nothing, vectors), chosen(q))
-    assert not torch.equal(chosen(nothing), chosen(q))

@@ -19,7 +19,7 @@ from cab_hf.eval.experiment import render
 from cab_hf.eval.intervals import mean_interval
 from cab_hf.eval.methods import CabAtBudget, Cell
 
-SPARSE = ("query_block=32", "key_block=16", "top_k_share=0.0", "dense_tail_blocks=0")
+SPARSE = ("query_block=32", "key_block=16", "", "dense_tail_blocks=0")
 LENGTHS, READ = (128, 384), 40
 
 
@@ -41,7 +41,7 @@ def start(model_folder, folder, out, *more, methods="dense,full,cab,streaming", 
     given += [
         "--budgets",
         "0.3,0.6",
-        *chain(*(("--cab", field) for field in (*SPARSE, "top_p=0.2"))),
+        *chain(*(("--cab", field) for field in (*SPARSE, "mass_threshold=0.08"))),
     ]
     with pytest.MonkeyPatch.context() as patch:
         # which takes longer than the rest
@@ -134,7 +134,7 @@ def test_perplexity_is_that_of_one_pass_over_all(model_folder, folder, tmp_path)
 
 def test_cab_stands_at_its_default_and_at_budgets(model_folder, folder, tmp_path):
     out = tmp_path / "out"
-    more = ("--lengths", "384", "--variant", f"more={','.join(SPARSE)},top_p=0.9")
+    more = ("--lengths", "384", "--variant", f"more={','.join(SPARSE)},mass_threshold=0.08")
     results = command(model_folder, folder, out, *more, drawn=True)
     of = {(row["method"], row["budget"]): row["density"] for row in results["rows"]}
     methods = ("cab", "cab:more")
@@ -166,7 +166,7 @@ def test_cab_at_a_budget_keeps_all_else():
 
     config = CabConfig(sink_blocks=2, max_density=0.4)
     method = CabAtBudget.fit(Cell(config, 0.2, 1024, realised=realised))
-    assert method.config == config.changed(top_p=0.4, max_density=1.0)
+    assert method.config == config.changed(mass_threshold=0.08, max_density=1.0)
     assert CabAtBudget.takes(config) and not CabAtBudget.takes(CabConfig(predictor="random"))
     assert not CabAtBudget.takes(CabConfig.published())
     assert not CabAtBudget.takes(CabConfig(top_p=((0.5, 0.6),)))

@@ -43,8 +43,8 @@ from cab_hf.runs.settings import read_settings, spelled
 from cab_hf.tasks import TASKS
 
 LENGTH = 300
-SPARSE = ("query_block=32", "key_block=16", "top_p=0.2", "top_k_share=0.0")
-SMALL = "query_block=32,key_block=16,top_p=0.6"
+SPARSE = ("query_block=32", "key_block=16", "mass_threshold=0.08", "")
+SMALL = "query_block=32,key_block=16,mass_threshold=0.08"
 FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
 
 
@@ -357,8 +357,8 @@ def test_a_length_without_room_for_a_task_is_refused(model_folder, tmp_path, cap
             id="cab empty",
         ),
         pytest.param(
-            ["--variant", "=top_p=0.5"],
-            "variant is '=top_p=0.5'; it must be NAME=field=value",
+            ["--variant", "=mass_threshold=0.08"],
+            "variant is '=mass_threshold=0.08'; it must be NAME=field=value",
             id="cab nameless",
         ),
         pytest.param(["--variant", "wide=weight=3"], "no field 'weight'", id="cab field"),
@@ -393,13 +393,15 @@ def test_bad_settings_are_refused_in_a_sentence(options, message, capsys, tmp_pa
 
 def test_configurations_are_told_apart(tmp_path):
     plain, complete = tmp_path / "plain.json", tmp_path / "whole.json"
-    plain.write_text(json.dumps({"top_p": 0.7}))
-    complete.write_text(json.dumps({"cab_config": CabConfig(top_p=0.6).to_dict(), "other": 1}))
+    plain.write_text(json.dumps({"mass_threshold": 0.08}))
+    complete.write_text(
+        json.dumps({"cab_config": CabConfig(mass_threshold=0.08).to_dict(), "other": 1})
+    )
     several = tmp_path / "several.yaml"
     several.write_text("d: {top_p: 0.4}\ne:\n  top_p: 0.3\n  dense_layers: [1]\n")
-    parts = ("a=top_p=0.8,dense_layers=(0,2),coarsen=mean", f"b={plain}", f"c={complete}")
+    parts = ("a=mass_threshold=0.08,dense_layers=(0,2),coarsen=mean", f"b={plain}", f"c={complete}")
     parts += (str(several),)
-    settings = Settings(variant=parts, cab=("top_p=0.5",))
+    settings = Settings(variant=parts, cab=("mass_threshold=0.08",))
     configs = settings.configs
     masses = {"cab": 0.5, "cab:a": 0.8, "cab:b": 0.7, "cab:c": 0.6, "cab:d": 0.4, "cab:e": 0.3}
     assert {name: config.top_p for name, config in configs.items()} == masses
@@ -451,7 +453,7 @@ def test_the_command_writes_its_files(model_folder, tmp_path, book, capsys):
 
 def test_a_report_says_what_its_cascades_are():
     own = {"top_p": [[0.0]], "anchor_scores": "exact", "anchor_heads": "each"}
-    shared = {"top_p": 1.0, "anchor_scores": "cab", "anchor_heads": "group"}
+    shared = {"mass_threshold": 0.0, "anchor_scores": "cab", "anchor_heads": "group"}
     # as results hold them, with fields that have gone since
     configs = {
         "cab": {"max_density": 1.0},

@@ -24,7 +24,9 @@ def chosen(command, folder, *assignments):
 def test_what_is_set_comes_in_the_place_of_small_blocks_in_every_comparison(command, tmp_path):
     """A predictor that is set need not read what small blocks set beside their sizes."""
     assert chosen(command, tmp_path) == CabConfig(min_length=0, **SMALL)
-    assert chosen(command, tmp_path, "top_p=0.3") == CabConfig(min_length=0, top_p=0.3)
+    assert chosen(command, tmp_path, "mass_threshold=0.08") == CabConfig(
+        min_length=0, mass_threshold=0.08
+    )
     random = CabConfig(min_length=0, predictor="random")
     assert chosen(command, tmp_path, "predictor=random") == random
 

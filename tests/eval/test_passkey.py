@@ -25,7 +25,7 @@ from cab_hf.runs.settings import read_settings, spelled
 
 LENGTH = 400
 METHODS = "dense,cab,published,streaming,random,antidiagonal,oracle,h2o"
-SPARSE = ("query_block=32", "key_block=16", "top_p=0.2", "top_k_share=0.0")
+SPARSE = ("query_block=32", "key_block=16", "mass_threshold=0.08", "")
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +259,9 @@ def test_bad_settings_are_refused_in_a_sentence(options, message, capsys):
 
 
 def test_settings_from_the_command_line_reach_cab():
-    chosen = Settings(cab=("top_p=0.5", "dense_layers=(0, 2)", "coarsen=mean"), stage="both")
+    chosen = Settings(
+        cab=("mass_threshold=0.08", "dense_layers=(0, 2)", "coarsen=mean"), stage="both"
+    )
     config = chosen.cab_config
     assert (config.top_p, config.dense_layers, config.coarsen) == (0.5, (0, 2), "mean")
     assert (config.min_length, config.sparse_decode) == (0, True)

@@ -28,7 +28,10 @@ LENGTHS = [300, 450]
 LONGER = (650, 700)  # room for the twelve keys of cab_recall
 WITH_KEYS = ["cab_passkey", "cab_passkey_multi", "cab_recall"]
 NAMES = [*WITH_KEYS, *(f"cab_{name}" for name in TASKS)]
-SPARSE = (*("query_block=32", "key_block=16", "min_length=0"), *("top_p=0.2", "engine=reference"))
+SPARSE = (
+    *("query_block=32", "key_block=16", "min_length=0"),
+    *("mass_threshold=0.08", "engine=reference"),
+)
 MAKERS = {
     "passkey_documents": {"keys": 2},
     "recall_documents": {"keys": 3, "documents": 2},
@@ -108,7 +111,9 @@ def test_special_tokens_stand_once_before_a_task(chat, utils, tmp_path):
 
 def test_passkey_is_asked_as_the_command_asks_it(utils, folder):
     asked = {"max_seq_lengths": LENGTHS, "samples": 7, "keys": 4, "seed": 3}
-    result = utils.passkey_documents(**asked, pretrained=folder, dtype="float32", top_p=0.5)
+    result = utils.passkey_documents(
+        **asked, pretrained=folder, dtype="float32", mass_threshold=0.08
+    )
     hay = Haystack(make_tokenizer(), keys=4)
     places = [(depth, 0) for depth in passkey.parse_depths("5")] + [(0.0, 1), (0.25, 1)]
     expected = [hay.prompt(length, *place, seed=3) for place in places for length in LENGTHS]
@@ -225,8 +230,8 @@ def test_a_tokenizer_is_needed(utils):
         pytest.param(["--", "--tasks", "x"], ["--tasks", "x"], id="two dashes"),
         pytest.param(["--model_args", "pretrained=gpt2"], None, id="another model"),
         pytest.param(
-            ["-a", "dtype=float32,pretrained=smollm2,top_p=0.8"],
-            ["-a", "dtype=float32,pretrained=HERE,top_p=0.8"],
+            ["-a", "dtype=float32,pretrained=smollm2,mass_threshold=0.08"],
+            ["-a", "dtype=float32,pretrained=HERE,mass_threshold=0.08"],
             id="smollm2",
         ),
         pytest.param(
@@ -292,7 +297,7 @@ def test_answers_are_those_of_a_request_alone(asked, folder):
     more = {"loglikelihood": (" the end",), "loglikelihood_rolling": ()}
     more["generate_until"] = ({"max_gen_toks": 4, "until": []},)
     requests = [Instance(asked, {}, (text, *more[asked]), 0) for text in texts]
-    config = {"query_block": 32, "key_block": 16, "min_length": 0, "top_p": 0.2}
+    config = {"query_block": 32, "key_block": 16, "min_length": 0, "mass_threshold": 0.08}
 
     def answers(batch_size):
         model = CabLM(folder, device="cpu", dtype="float32", batch_size=batch_size, **config)
@@ -307,7 +312,7 @@ def test_answers_are_those_of_a_request_alone(asked, folder):
 
 def test_scores_of_dense_attention_are_refused_under_the_name_of_cab():
     model = tiny_model()
-    apply_cab(model, SMALL, min_length=100, top_p=0.4)
+    apply_cab(model, SMALL, min_length=100, mass_threshold=0.08)
     model(tokens(1, 90))
     with pytest.raises(UsageError, match="no layer attended sparsely.*min_length=100 tokens"):
         harness.what_was_attended(model)
@@ -317,7 +322,7 @@ def test_scores_of_dense_attention_are_refused_under_the_name_of_cab():
 
 def test_config_and_density_are_told_beside_the_scores(capsys):
     model = tiny_model()
-    config = CabConfig.from_dict(apply_cab(model, SMALL, top_p=0.4).config.cab_config)
+    config = CabConfig.from_dict(apply_cab(model, SMALL, mass_threshold=0.08).config.cab_config)
     model(tokens(1, 300))
     result = harness.what_was_attended(model)
     assert result["cab_config"] == config.to_dict() and 0 < result["cab_density"] < 1

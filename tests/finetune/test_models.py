@@ -304,13 +304,13 @@ def test_settings_are_held_against_those_that_the_model_brings(tmp_path, attenti
     # the default reads no sparsity, and this recipe no top_p
     load(sparsity=0.8)
     with pytest.raises(ValueError, match="top_p is 0.5, which predictor='frc' does not read"):
-        load(top_p=0.5)
+        load(mass_threshold=0.08)
 
 
 def test_a_model_is_loaded_to_be_trained(tmp_path):
     folder = str(save_llama(tmp_path / "model"))
     model, tokenizer = load_model(
-        folder, cab_config={"top_p": 0.5}, dtype="bfloat16", length=4096, rope="yarn"
+        folder, cab_config={"mass_threshold": 0.08}, dtype="bfloat16", length=4096, rope="yarn"
     )
     assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "cab"
     assert model.config.cab_config["top_p"] == 0.5

@@ -34,7 +34,7 @@ def served(gpu):
         ].tolist()
         for prompt in PROMPTS
     ]
-    return cab_hf.apply_cab(model, min_length=0, top_p=1.0), expected
+    return cab_hf.apply_cab(model, min_length=0, mass_threshold=0.0), expected
 
 
 def answers(model, **changes):

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from cab_hf import CabConfig, engines
 from cab_hf.plan import Spans
-from cab_hf.predictors import CurvaturePredictor, LayerContext
+from cab_hf.predictors import LayerContext, RowsPredictor
 
 pytestmark = pytest.mark.gpu
 TOKENS = 2**20
@@ -19,7 +19,7 @@ SCALE = DIM**-0.5
 # those that RoPE turns slowest
 SLOW = (*range(32, 64), *range(96, 128))
 # random heads are flat: every row of blocks fills its budget
-CONFIG = CabConfig(top_p=0.999, max_density=0.02, dense_tail_blocks=0)
+CONFIG = CabConfig(mass_threshold=0.08, max_density=0.02, dense_tail_blocks=0)
 # rows of a plan that one comparison looks at: their masks are as long as the prompt
 ROWS = 8
 
@@ -47,7 +47,7 @@ def test_a_layer_reads_a_million_tokens(gpu, q_length, gib):
     inputs = torch.cuda.memory_allocated()
     with torch.inference_mode():
         spans = Spans.causal(1, q_length, TOKENS, gpu)
-        plan = CurvaturePredictor(CONFIG)(q, k, LayerContext(spans, SCALE, channels=SLOW))
+        plan = RowsPredictor(CONFIG)(q, k, LayerContext(spans, SCALE, channels=SLOW))
         out = engines.TRITON.attention(q, k, v, plan, SCALE)
     torch.cuda.synchronize()
     assert (torch.cuda.max_memory_allocated() - inputs) / 2**30 < gib

@@ -167,7 +167,7 @@ def test_no_tensor_of_n_by_n_at_131072_tokens(gpu):
 
 def by_estimate(**fields):
     """Summaries are rounded to 16 bits at most: nothing but thresholds may move."""
-    return CabConfig(**{"exact_queries": 0, "top_p": 0.9, "top_k_share": 0.05, **fields})
+    return CabConfig(**{"exact_queries": 0, "mass_threshold": 0.08, **fields})
 
 
 PREDICTED = [
@@ -251,9 +251,7 @@ EVERY_KIND = {
 }
 EXACT = [
     pytest.param({}, id="default"),
-    pytest.param(
-        {"top_p": ((0.0,) * 8,), "top_k_share": 0.2, "exact_queries": 128}, id="top_k_share"
-    ),
+    pytest.param({"top_p": ((0.0,) * 8,), "exact_queries": 128}, id="top_k_share"),
     pytest.param({"exact_queries": ((1, 2, 4, 8, 16, 0, 0, 128),)}, id="all-counts"),
     pytest.param(EVERY_KIND, id="every-kind-of-head"),
     pytest.param({"max_density": 0.2}, id="capped"),
@@ -391,7 +389,7 @@ def test_sums_of_eight_bit_products_are_finite_at_any_norm(gpu, loudness):
     # one block is twice as loud
     k[:, :, 128:192] *= 1.15
     spans = Spans.causal(1, 512, 512, gpu)
-    config = CabConfig(dense_tail_blocks=0, sink_blocks=0, local_blocks=1, top_p=0.5)
+    config = CabConfig(dense_tail_blocks=0, sink_blocks=0, local_blocks=1, mass_threshold=0.08)
     plan = CurvaturePredictor(config)(q, k, LayerContext(spans, 1 / (loudness**2), 0))
     plan.validate()
     kept = plan.to_dense()
@@ -593,7 +591,7 @@ def test_drafts_change_no_token(gpu, steps):
 
 @pytest.mark.parametrize("kind", [{}, {"cache_implementation": "static", "disable_compile": True}])
 def test_a_padded_row_is_decoded_as_alone(gpu, kind):
-    fields = {"min_length": 900, "sparse_decode": True, "decode_tokens": 128, "top_p": 1.0}
+    fields = {"min_length": 900, "sparse_decode": True, "decode_tokens": 128, "mass_threshold": 0.0}
     model = cab_hf.apply_cab(tiny_model().to(gpu), fields)
     texts = tokens(1, 500).to(gpu), tokens(1, 1300, seed=2).to(gpu)
     ids = torch.cat([torch.nn.functional.pad(texts[0], (800, 0)), texts[1]])

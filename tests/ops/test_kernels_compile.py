@@ -15,10 +15,7 @@ DECODE = {
 }
 SCRIPT = Path(__file__).parents[1] / "shared" / "compiling.py"
 ALWAYS = {"_pairs_kernel", "_merge_rows_kernel"}
-SCORED = {"_select_kernel", "_block_scores_kernel"}
-EXACT = {"_outlier_queries_kernel", "_gathered_rows_kernel", "_exact_scores_kernel", *SCORED}
 ROWS = {"_scored_keys_kernel", "_scored_rows_kernel", "_sweep_kernel", "_lists_kernel"}
-BY_ROWS = {"predictor": "rows"}
 
 
 def compiling(what, *given):
@@ -34,33 +31,21 @@ def compiling(what, *given):
     ("settings", "dtype", "dim", "eight_bits", "kernels"),
     slow_but(
         [
-            pytest.param({}, "bfloat16", 128, True, EXACT, id="default"),
-            pytest.param(BY_ROWS, "bfloat16", 128, True, ROWS, id="rows"),
-            pytest.param(BY_ROWS, "float32", 256, False, ROWS, id="rows-float32-256"),
+            pytest.param({}, "bfloat16", 128, True, ROWS, id="rows"),
+            pytest.param({}, "float32", 256, False, ROWS, id="rows-float32-256"),
             pytest.param(
-                {**BY_ROWS, "max_density": 0.1},
+                {"max_density": 0.1},
                 *("bfloat16", 128, True, ROWS - {"_lists_kernel"} | {"_select_kernel"}),
                 id="rows-capped",
             ),
-            pytest.param(BY_ROWS, "bfloat16", 80, False, ROWS, id="rows-16-bits"),
+            pytest.param({}, "bfloat16", 80, False, ROWS, id="rows-16-bits"),
             pytest.param(
-                {**BY_ROWS, "query_block": 64, "key_block": 128, "exact_queries": 0},
+                {"query_block": 64, "key_block": 128, "exact_queries": 0},
                 *("float16", 256, True, ROWS - {"_outliers_kernel"}),
                 id="rows-typical-alone",
             ),
-            pytest.param({}, "float32", 256, False, EXACT, id="float32-256"),
-            pytest.param(
-                {"query_block": 64, "key_block": 32, "exact_queries": 64, "max_density": 0.2},
-                *("float16", 80, True, EXACT),
-                id="all-queries-odd-heads",
-            ),
-            pytest.param(
-                {"exact_queries": 0, "curvature": "forman"},
-                *("bfloat16", 128, True, {*SCORED, "_two_hop_kernel", "_column_strength_kernel"}),
-                id="estimate-forman",
-            ),
         ],
-        *(0, 1),
+        0,
     ),
 )
 def test_choosing_compiles_for_hopper(settings, dtype, dim, eight_bits, kernels):
@@ -73,20 +58,12 @@ def test_choosing_compiles_for_hopper(settings, dtype, dim, eight_bits, kernels)
 @pytest.mark.parametrize(
     ("settings", "kernels"),
     [
-        pytest.param({"max_density": 0.2}, EXACT, id="default"),
-        pytest.param(BY_ROWS, ROWS, id="rows"),
-        pytest.param(
-            {"exact_queries": 0, "curvature": "forman"},
-            {*SCORED, "_affinity_kernel", "_two_hop_kernel", "_column_strength_kernel"},
-            id="estimate-forman",
-        ),
+        pytest.param({}, ROWS, id="rows"),
     ],
 )
 def test_no_length_is_compiled_for(settings, kernels):
     times = compiling("lengths", settings, "bfloat16", 128, True)
     assert kernels <= times.keys()
-    # of keys, and of queries where these are not scored exactly
-    assert times.pop("_coarsen_kernel", 0) <= 2
     # outliers on their channels, typical queries on all
     assert times.pop("_scored_rows_kernel", 0) <= 2
     assert set(times.values()) == {1}, times

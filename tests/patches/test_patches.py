@@ -39,7 +39,7 @@ def state(model):
 def test_apply_is_idempotent_and_remove_puts_back(model):
     before = state(model)
     assert cab_hf.apply_cab(model, SPARSE) is model
-    cab_hf.apply_cab(model, top_p=0.7)
+    cab_hf.apply_cab(model, mass_threshold=0.08)
     assert model.config.cab_config["top_p"] == 0.7
     assert model.config.cab_config["key_block"] == SPARSE.key_block
     assert cab_hf.remove_cab(model) is model
@@ -49,14 +49,14 @@ def test_apply_is_idempotent_and_remove_puts_back(model):
 
 
 def test_the_context_manager_restores_what_it_found(model):
-    with cab_hf.cab(model, top_p=0.8):
+    with cab_hf.cab(model, mass_threshold=0.08):
         assert model.config._attn_implementation == "cab"
     assert state(model) == ("sdpa", None)
     cab_hf.apply_cab(model, FULL)
-    with cab_hf.cab(model, top_p=0.5):
+    with cab_hf.cab(model, mass_threshold=0.08):
         assert model.config.cab_config["top_p"] == 0.5
     assert CabConfig.from_dict(model.config.cab_config) == FULL
-    with pytest.raises(RuntimeError, match="from inside"), cab_hf.cab(model, top_p=0.5):
+    with pytest.raises(RuntimeError, match="from inside"), cab_hf.cab(model, mass_threshold=0.08):
         raise RuntimeError("from inside")
     assert CabConfig.from_dict(model.config.cab_config) == FULL
     cab_hf.remove_cab(model)
@@ -125,7 +125,7 @@ def test_what_was_there_before_goes_where_the_model_goes(model, applied_as):
 
 def test_a_copy_is_switched_alone(model):
     cab_hf.apply_cab(model, SPARSE)
-    with cab_hf.cab(model, top_p=0.7):
+    with cab_hf.cab(model, mass_threshold=0.08):
         other = copy.deepcopy(model)
     cab_hf.remove_cab(model)
     assert state(model) == ("sdpa", None) and state(other)[1]["top_p"] == 0.7
@@ -142,7 +142,7 @@ def test_a_saved_config_has_the_settings_and_nothing_else_of_ours(model, tmp_pat
     assert before[0] == "sdpa" and CabConfig.from_dict(before[1]) == SPARSE
     # nobody has applied it to what was loaded
     assert state(cab_hf.remove_cab(loaded)) == before
-    assert state(cab_hf.remove_cab(cab_hf.apply_cab(loaded, top_p=0.6))) == before
+    assert state(cab_hf.remove_cab(cab_hf.apply_cab(loaded, mass_threshold=0.08))) == before
 
 
 @pytest.mark.parametrize("applied", [False, True], ids=["plain", "applied"])
@@ -166,8 +166,10 @@ def test_blocks_may_end_in_any_order(model, first_to_end, applied):
 
 INSIDE = {
     "remove": cab_hf.remove_cab,
-    "apply": lambda model: cab_hf.apply_cab(model, top_p=0.7),
-    "remove-and-apply": lambda model: cab_hf.apply_cab(cab_hf.remove_cab(model), top_p=0.7),
+    "apply": lambda model: cab_hf.apply_cab(model, mass_threshold=0.08),
+    "remove-and-apply": lambda model: cab_hf.apply_cab(
+        cab_hf.remove_cab(model), mass_threshold=0.08
+    ),
     "another-implementation": lambda model: model.set_attn_implementation("eager"),
 }
 
@@ -178,7 +180,7 @@ def test_a_block_leaves_what_it_found_whatever_happens_inside(model, inside, app
     if applied:
         cab_hf.apply_cab(model, FULL)
     before = state(model)
-    with cab_hf.cab(model, top_p=0.5):
+    with cab_hf.cab(model, mass_threshold=0.08):
         inside(model)
     assert state(model) == before
     cab_hf.remove_cab(model)
@@ -187,7 +189,7 @@ def test_a_block_leaves_what_it_found_whatever_happens_inside(model, inside, app
 
 def test_removing_inside_a_block_holds_until_it_ends(model):
     cab_hf.apply_cab(model, FULL)
-    with cab_hf.cab(model, top_p=0.5):
+    with cab_hf.cab(model, mass_threshold=0.08):
         assert state(cab_hf.remove_cab(model)) == ("sdpa", None)
     assert CabConfig.from_dict(model.config.cab_config) == FULL
 
@@ -196,7 +198,7 @@ def test_a_block_restores_settings_that_were_put_there_by_hand(model):
     cab_hf.apply_cab(model, FULL)
     model.config.cab_config = SPARSE.to_dict()
     model.set_attn_implementation("cab_dense")
-    with cab_hf.cab(model, top_p=0.5):
+    with cab_hf.cab(model, mass_threshold=0.08):
         pass
     assert state(model) == ("cab_dense", SPARSE.to_dict())
 
@@ -284,7 +286,7 @@ def test_two_models_of_one_config_do_not_share_the_switch():
         assert state(a)[1]["top_p"] == SPARSE.top_p
         cab_hf.remove_cab(a)
         assert state(b)[1]["top_p"] == FULL.top_p
-    with cab_hf.cab(b, top_p=0.7):
+    with cab_hf.cab(b, mass_threshold=0.08):
         born_later = LlamaForCausalLM(b.config)
     cab_hf.remove_cab(b)
     assert state(born_later)[1]["top_p"] == 0.7
@@ -474,8 +476,8 @@ def test_settings_may_be_a_dict_or_a_file(model, tmp_path, kind):
     fields = {"dict": chosen.to_dict(), "str": str(tmp_path / "own.json")}.get(
         kind, tmp_path / "own.json"
     )
-    with cab_hf.cab(model, fields, top_p=0.7):
-        assert state(model) == ("cab", dataclasses.replace(chosen, top_p=0.7).to_dict())
+    with cab_hf.cab(model, fields, mass_threshold=0.08):
+        assert state(model) == ("cab", dataclasses.replace(chosen, mass_threshold=0.08).to_dict())
     cab_hf.apply_cab(model, fields)
     assert state(model) == ("cab", chosen.to_dict())
     plain = tiny_model()
@@ -489,10 +491,10 @@ def test_settings_may_be_a_dict_or_a_file(model, tmp_path, kind):
 
 def test_a_dict_is_all_there_is_and_fields_change_what_there_is(model):
     cab_hf.apply_cab(model, SPARSE)
-    cab_hf.apply_cab(model, top_p=0.8)
-    assert state(model)[1] == dataclasses.replace(SPARSE, top_p=0.8).to_dict()
-    cab_hf.apply_cab(model, {"top_p": 0.8})
-    assert state(model)[1] == CabConfig(top_p=0.8).to_dict()
+    cab_hf.apply_cab(model, mass_threshold=0.08)
+    assert state(model)[1] == dataclasses.replace(SPARSE, mass_threshold=0.08).to_dict()
+    cab_hf.apply_cab(model, {"mass_threshold": 0.08})
+    assert state(model)[1] == CabConfig(mass_threshold=0.08).to_dict()
 
 
 # --- what a calibration was measured for
@@ -505,7 +507,7 @@ def test_describe_says_what_was_calibrated_for(model):
     first = cab_hf.describe(model, tokens=500).splitlines()[0]
     assert first.endswith("a prompt of 500 tokens (calibrated for somebody's at 4,096 tokens):")
     # one number for all heads is nobody's calibration
-    cab_hf.apply_cab(model, top_p=0.5)
+    cab_hf.apply_cab(model, mass_threshold=0.08)
     assert "calibrated" not in cab_hf.describe(model)
 
 

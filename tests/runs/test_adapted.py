@@ -86,7 +86,7 @@ def test_from_python_it_attends_by_its_own_settings_or_those_that_are_given(ship
     model, tokenizer = cab_hf.load_model(NAME, device="cpu")
     assert model.config._attn_implementation == "cab" and tokenizer.pad_token is not None
     assert model.config.cab_config == SPARSE.to_dict()
-    chosen = CabConfig(top_p=0.5)
+    chosen = CabConfig(mass_threshold=0.08)
     model, _ = cab_hf.load_model(NAME, device="cpu", cab_config=chosen)
     assert model.config.cab_config == chosen.to_dict()
 

@@ -29,7 +29,7 @@ from cab_hf.runs.settings import (
     spelled,
 )
 
-IDENTITY = {"seed": 0, "config": {"top_p": 0.9, "engine": "auto"}}
+IDENTITY = {"seed": 0, "config": {"mass_threshold": 0.08, "engine": "auto"}}
 KEY = ("length", "index")
 
 
@@ -246,7 +246,7 @@ def test_what_is_no_file_in_a_folder_is_refused(tmp_path, make, message):
     [
         pytest.param({**IDENTITY, "seed": 1}, "with seed 0, this run has 1; give", id="value"),
         pytest.param(
-            {**IDENTITY, "config": {"top_p": 0.9, "engine": "flex"}},
+            {**IDENTITY, "config": {"mass_threshold": 0.08, "engine": "flex"}},
             "with config.engine 'auto', this run has 'flex'; give another --out",
             id="nested",
         ),

@@ -17,8 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from cab_hf import CabConfig
-from cab_hf.budgets import budgets_of
-from cab_hf.ops import lists, pairs, predict, rows
+from cab_hf.ops import lists, pairs, rows
 from cab_hf.ops.attention import merge
 from cab_hf.ops.decode import attend_kernels, choose_kernels, index_kernel, kernels, launch
 from cab_hf.plan import BlockPlan, Spans
@@ -78,14 +77,10 @@ def compiled_for_lengths(config, dtype, dim, eight_bits):
 
 
 def choose(q, k, spans, config, channels):
-    """(full, partial) lists, by the kernels of the config's predictor."""
-    if config.predictor == "rows":
-        keys = lists.keys_of(k, channels)
-        exponents = keys[1] if len(keys) > 1 else None
-        return lists.choose(q, keys[0], exponents, spans, 1.0, channels, config)
-    summary = predict.summarise(k, spans.key_valid, config, channels)
-    budgets = budgets_of(config, 0, HEADS)
-    return predict.choose(q, summary, spans, 1.0, config, budgets, channels)
+    """(full, partial) lists, by the kernels that choose by rows."""
+    keys = lists.keys_of(k, channels)
+    exponents = keys[1] if len(keys) > 1 else None
+    return lists.choose(q, keys[0], exponents, spans, 1.0, channels, config)
 
 
 def frc_compiled(config, dtype, dim, eight_bits):
@@ -112,7 +107,7 @@ def record(dtype, eight_bits):
 
     jit.JITFunction.run = compile_only
     scored = rows.FP8 if eight_bits else dtype
-    predict.scored_dtype = rows.scored_dtype = lambda x: scored
+    rows.scored_dtype = lambda x: scored
     return result
 
 

@@ -6,8 +6,7 @@ from attention_cases import laid_out
 from tiny import qkv
 
 from cab_hf import BlockPlan
-from cab_hf.budgets import budgets_of
-from cab_hf.ops import lists, predict, rows
+from cab_hf.ops import lists, rows
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, frc, make_predictor
 
@@ -23,18 +22,9 @@ def by_kernels(config, q, k, spans, scale=0.25, channels=()):
     """The same by the kernels, in the interpreter."""
     if config.predictor == "rows":
         return rows_by_kernels(config, q, k, spans, scale, channels)
-    if config.predictor == "frc":
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(frc, "has_kernels", lambda x: True)
-            return on_the_cpu(config, q, k, spans, scale)
-    budgets = budgets_of(config, 0, q.shape[1])
-    summary = predict.summarise(k, spans.key_valid, config, channels)
-    full, partial = predict.choose(q, summary, spans, scale, config, budgets, channels)
-    rows = spans.tail_rows(config.dense_tail_blocks * config.query_block, config.query_block)
-    blocks = config.query_block, config.key_block
-    plan = BlockPlan(full, partial, spans, *blocks, budgets.dense_heads, rows)
-    plan.validate()
-    return plan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frc, "has_kernels", lambda x: True)
+        return on_the_cpu(config, q, k, spans, scale)
 
 
 def rows_by_kernels(config, q, k, spans, scale=0.25, channels=(), dtype=None):

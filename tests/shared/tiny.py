@@ -47,8 +47,10 @@ FAMILIES = {
 }
 # blocks small enough that a few hundred tokens are many of them
 SMALL = CabConfig(query_block=32, key_block=16, min_length=0)
-FULL = CabConfig(query_block=32, key_block=16, min_length=0, top_p=1.0)
-SPARSE = replace(SMALL, top_p=0.4, top_k_share=0.1, exact_queries=8)
+FULL = CabConfig(query_block=32, key_block=16, min_length=0, mass_threshold=0.0)
+SPARSE = replace(
+    SMALL, mass_threshold=0.08, share_threshold=0.5, exact_queries=4, typical_queries=4
+)
 
 
 def tiny_model(family="llama", model_class=None, **overrides):

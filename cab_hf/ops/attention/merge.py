@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cab_hf.ops.attention.tiles import vectors, vectors_at
-from cab_hf.ops.predict import on_device_of
+from cab_hf.ops.launch import on_device_of
 
 # numbers of the output that a program writes
 VALUES_AT_A_TIME = 4096

@@ -11,11 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cab_hf.ops import launch, reference
 from cab_hf.ops.attention.tiles import LOG2_E, precision, vectors
-from cab_hf.ops.decode import launch, reference
-from cab_hf.ops.decode.launch import LOWEST
 from cab_hf.ops.decode.reference import Choice
-from cab_hf.ops.predict import on_device_of
+from cab_hf.ops.launch import LOWEST, on_device_of
 
 SPREAD_VALUES = tl.constexpr(reference.SPREAD_VALUES)
 

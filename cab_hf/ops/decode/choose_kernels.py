@@ -16,13 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cab_hf.ops import launch, reference
 from cab_hf.ops.attention.tiles import LOG2_E, Vectors, vectors
-from cab_hf.ops.decode import launch, reference
+from cab_hf.ops.decode.channels import Channels
 from cab_hf.ops.decode.index_kernel import LEAST_SCALE, nearest
-from cab_hf.ops.decode.launch import LOWEST
 from cab_hf.ops.decode.reference import Choice, Index, on_device, spread_of
-from cab_hf.ops.exact_scores import Channels
-from cab_hf.ops.predict import on_device_of
+from cab_hf.ops.launch import LOWEST, on_device_of
 
 STEPS_AN_OCTAVE = tl.constexpr(reference.STEPS_AN_OCTAVE)
 A_STEP = tl.constexpr(1 / reference.STEPS_AN_OCTAVE)

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cab_hf.ops import launch, reference
 from cab_hf.ops.attention.tiles import Vectors, vectors, vectors_at
-from cab_hf.ops.decode import launch, reference
+from cab_hf.ops.decode.channels import Channels
 from cab_hf.ops.decode.reference import Index
-from cab_hf.ops.exact_scores import Channels
-from cab_hf.ops.predict import on_device_of
+from cab_hf.ops.launch import on_device_of
 
 LARGEST_CODE = tl.constexpr(float(reference.LARGEST_CODE))
 A_CODE = tl.constexpr(1 / reference.LARGEST_CODE)

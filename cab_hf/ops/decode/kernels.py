@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cab_hf.ops import predict
+from cab_hf.ops import launch
 from cab_hf.ops.decode.attend_kernels import attend
 from cab_hf.ops.decode.choose_kernels import choose
 from cab_hf.ops.decode.index_kernel import index_keys, write_index
@@ -22,4 +22,4 @@ def unavailable(x: Tensor) -> str | None:
     """Why q or k is not for the kernels, as half a sentence; None when it is."""
     if torch.version.cuda is not None and torch.cuda.get_device_capability(x.device) < (8, 0):
         return "runs on GPUs of compute capability 8.0 and newer"
-    return predict.unavailable(x)
+    return launch.unavailable(x)

@@ -376,7 +376,7 @@ def test_a_budget_is_filled():
     config = tiny().budgeted(KEY)
     assert (config.max_density, config.top_p, config.min_length) == (0.2, 0.999, 0)
     assert (config.query_block, config.key_block) == (32, 16)
-    settings = tiny(cab=("top_p=0.5", "curvature='none'"))
+    settings = tiny(cab=("mass_threshold=0.08", "curvature='none'"))
     assert settings.budgeted(KEY).top_p == 0.5 and settings.budgeted(KEY).curvature == "none"
 
 

@@ -61,10 +61,10 @@ def test_the_weights_counted_are_those_of_the_model():
 
 @pytest.mark.parametrize("name", ["sdpa", "SDPA", "cab-always"])
 def test_every_way_to_attend_gives_the_same_logits(name):
-    settings = tiny(lengths=(70,), cab=("top_p=1.0",))
+    settings = tiny(lengths=(70,), cab=("mass_threshold=0.0",))
     made, call = model.random_model(settings), model.prefill(settings, 70)
     expected = call().logits
-    config = CabConfig(top_p=1.0, min_length=0, query_block=32, key_block=16)
+    config = CabConfig(mass_threshold=0.0, min_length=0, query_block=32, key_block=16)
     with model.attending(made, name, config):
         actual = call()
     torch.testing.assert_close(actual.logits, expected)
@@ -133,7 +133,9 @@ def test_a_question_continues_the_same_cache_again_and_again(name):
     from cab_hf.eval.speed.behind import asking
     from cab_hf.eval.speed.steps import filled
 
-    settings = tiny(lengths=(70,), behind=90, cab=(*SMALL, "top_p=1.0"), max_density=("1.0",))
+    settings = tiny(
+        lengths=(70,), behind=90, cab=(*SMALL, "mass_threshold=0.0"), max_density=("1.0",)
+    )
     made = model.random_model(settings)
     assert made.config.max_position_embeddings == 160
     cache = filled(made, 90, 1, 0, static=False, config=None)

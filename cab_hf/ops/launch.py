@@ -1,6 +1,8 @@
-"""What the kernels of a decode step, and their launches, share."""
+"""What kernels and their launches share: for whom they are, and on which device they run."""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import torch
 import triton.language as tl
@@ -8,6 +10,25 @@ from torch import Tensor
 
 # what stands for a maximum of nothing: infinity less infinity is no number
 LOWEST = tl.constexpr(-1.0e30)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LARGEST_HEAD_DIM = 256
+
+
+def unavailable(x: Tensor) -> str | None:
+    """Why q or k is not for the kernels of choosing, as half a sentence; None when it is."""
+    if not x.is_cuda:
+        return f"runs on CUDA devices only, not {x.device.type}"
+    if x.dtype not in DTYPES:
+        return f"takes float16, bfloat16 and float32, not {x.dtype}"
+    if x.shape[-1] > LARGEST_HEAD_DIM:
+        return f"takes head dims up to {LARGEST_HEAD_DIM}, not {x.shape[-1]}"
+    return None
+
+
+def on_device_of(x: Tensor) -> torch.cuda.device | nullcontext:
+    """Triton launches on the current device: make it that of ``x``."""
+    elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
+    return torch.cuda.device(x.device) if elsewhere else nullcontext()
 
 
 def early(x: Tensor) -> dict[str, bool]:

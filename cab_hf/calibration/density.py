@@ -1,0 +1,125 @@
+"""One threshold for a model: what `mass_threshold` makes it attend a density.
+
+Rows differ more than heads do, and one threshold spends where attention is: what every layer would
+keep at each of `THRESHOLDS` is counted in one dense pass over a few texts. Nothing is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import ceil, exp, log
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cab_hf.config import CAB, CabConfig
+from cab_hf.ops import reference
+from cab_hf.plan import Spans, block_visibility
+from cab_hf.predictors import LayerContext
+from cab_hf.predictors.cascade import anchor_of
+from cab_hf.predictors.rows import ranks
+
+# falling, in equal ratios
+THRESHOLDS = tuple(2 ** (-step / 4) for step in range(4, 80))
+
+
+def densities(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
+    """The share of the pairs that a layer attends at each of `THRESHOLDS`: float64 [T + 1].
+
+    The first is what forced blocks take, and those that one query needs.
+
+    Args:
+        q: [1, H, N, D]. k: [1, H_kv, N, D]. Of one text.
+    """
+    pairs = block_pairs(call.spans, config)
+    rising = torch.tensor(THRESHOLDS[::-1], device=q.device)
+    found = torch.zeros(len(THRESHOLDS) + 2, dtype=torch.float64, device=q.device)
+    for rank in ranks(q, k, call, config)[0]:
+        # how many thresholds a block reaches, and one more where it needs none
+        place = torch.bucketize(rank, rising, right=True) + (rank >= 1)
+        seen = rank >= 0
+        found += torch.bincount(place[seen], pairs[seen], len(found))
+    reached = found.flip(0).cumsum(0)[:-1]
+    return reached / (pairs.sum() * q.shape[1])
+
+
+def block_pairs(spans: Spans, config: CabConfig) -> Tensor:
+    """float64 [M_q, M_k]: (query, key) pairs of each block that the spans of the one text allow."""
+    start = torch.arange(0, spans.kv_length, config.key_block, device=spans.first.device)
+    first, last = spans.first[0, :, None], spans.last[0, :, None]
+    seen = torch.minimum(start + config.key_block - 1, last) - torch.maximum(start, first) + 1
+    padding = -spans.q_length % config.query_block
+    rows = F.pad(seen.clamp(min=0), (0, 0, 0, padding)).unflatten(0, (-1, config.query_block))
+    return rows.sum(1).double()
+
+
+def least_density(config: CabConfig, length: int) -> float:
+    """The share of the pairs that forced blocks are in a text of so many tokens."""
+    spans = Spans.causal(1, length, length, "cpu")
+    visible = block_visibility(spans, config.query_block, config.key_block)
+    pairs = block_pairs(spans, config)
+    return float((pairs * reference.forced_blocks(visible, spans, config)[0]).sum() / pairs.sum())
+
+
+def require_thresholds(config: CabConfig) -> None:
+    """Refuse a predictor that goes by no threshold of mass.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if config.predictor not in CAB:
+        raise ValueError(
+            f"predictor {config.predictor!r} keeps no blocks by their mass, so that there is "
+            "nothing to calibrate."
+        )
+
+
+def require_reachable(target: float, least: float) -> None:
+    """Refuse a target density below what a model takes at the least.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if not least <= target:
+        # rounded up: what is named is accepted
+        named = ceil(1000 * least - 1e-6) / 1000
+        raise ValueError(
+            f"target_density is {target:g}; it must be at least {named:.3f}, "
+            "which blocks that are always kept take at this length (a smaller share of longer "
+            "texts)."
+        )
+
+
+def fitted(config: CabConfig, measured: Sequence[Mapping[int, Tensor]], target: float) -> CabConfig:
+    """``config`` with the threshold at which layers attend the target, in the mean.
+
+    Args:
+        measured: `densities` of each document, by layer.
+    """
+    layers = sorted(measured[0])
+    if not layers:
+        raise ValueError("None of the model's layers attends sparsely: there is nothing to share.")
+    # a layer of a cascade attends what its anchor chooses
+    choosing = [anchor_of(config, layer) for layer in layers]
+    choosing = [layer if a is None else a for a, layer in zip(choosing, layers, strict=True)]
+    of_all = torch.stack([each[layer] for each in measured for layer in choosing]).mean(0).tolist()
+    require_reachable(target, of_all[0])
+    # nothing reaches a threshold above 1
+    thresholds = (1.0, *THRESHOLDS)
+    at = max(at for at, density in enumerate(of_all) if density <= target)
+    if at == len(THRESHOLDS):
+        return config.changed(mass_threshold=0.0)
+    return config.changed(mass_threshold=between(thresholds, of_all, at, target))
+
+
+def between(thresholds: Sequence[float], spent: Sequence[float], at: int, target: float) -> float:
+    """The threshold of the target density, from ``at`` on and before the next one, if any.
+
+    On a line between both, by their logarithms; to three digits.
+    """
+    named = thresholds[at]
+    if at + 1 < len(thresholds):
+        way = (target - spent[at]) / max(spent[at + 1] - spent[at], 1e-12)
+        named *= exp(min(way, 1.0) * log(thresholds[at + 1] / named))
+    return float(f"{named:.3g}")
