@@ -28,6 +28,9 @@ LEAST = 1e-30
 COSINE_STEPS = 65536.0
 # squares of norms are at least this: a vector of zeros is like nothing
 LEAST_SQUARE = 1e-30
+# rows that see more keys than this spread their attention over more blocks: a threshold of mass
+# falls with the keys from here on
+THRESHOLD_KEYS = 32768
 # rows of exact attention held at once
 QUERIES_AT_A_TIME = 128
 

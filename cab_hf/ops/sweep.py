@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cab_hf.ops import launch
+from cab_hf.ops import launch, reference
 from cab_hf.ops.attention.tiles import described, precision, tile_of
 from cab_hf.ops.rows import FP8, ScoredRows, power_of_two
 
@@ -69,7 +69,7 @@ class RowRules(NamedTuple):
 
     Attributes:
         bounds: int32 [6, B, M_q], `reference.row_bounds`.
-        mass: from which on a block's mass keeps it.
+        mass: from which on a block's mass keeps it, as `predictors.rows.ranks` has it.
         share: of one query, from which on a block is kept.
         tail: bool [B, M_q], the rows that attend everything; None where there are none.
         tail_listed: whether they list it; otherwise they list nothing, and the plan names them.
@@ -205,6 +205,7 @@ def kept_blocks(
             bits.shape[0] * q_blocks,
             **shape,
             WEIGHT=(query_block - count) / typical.count,
+            THRESHOLD_BLOCKS=reference.THRESHOLD_KEYS / key_block,
             STEP=step * key_block,
             BLOCKS=step,
             CHUNK=CHUNK,
@@ -572,6 +573,7 @@ def _keep_kernel(
     TYPICAL: tl.constexpr,
     TOGETHER: tl.constexpr,
     WEIGHT: tl.constexpr,
+    THRESHOLD_BLOCKS: tl.constexpr,
     STEP: tl.constexpr,
     BLOCKS: tl.constexpr,
     WIDER: tl.constexpr,
@@ -597,13 +599,15 @@ def _keep_kernel(
         first = tl.minimum(first, odd_first)
         last = tl.maximum(last, odd_last)
         weight += real
-    needed = least_mass * weight
-
     at = (start + plane) // heads * q_blocks + block
     lowest = tl.load(bounds + at)
     highest = tl.load(bounds + bounds_plane + at)
     sinks = tl.load(bounds + 2 * bounds_plane + at)
     local = tl.load(bounds + 3 * bounds_plane + at)
+    # a row of more keys spreads its attention over more blocks
+    longer = tl.maximum((highest - lowest + 1) / THRESHOLD_BLOCKS, 1.0)
+    weight = tl.maximum(weight, 1e-30) / longer
+    needed = least_mass * weight
     if TAIL != "none":
         tail = tl.load(tails + at) != 0
     # of all heads, where the other lines count those at hand
@@ -622,7 +626,7 @@ def _keep_kernel(
         column = begins + tl.arange(0, CHUNK)
         keep = (mass >= needed) | (most >= share)
         if scores is not None:
-            score = tl.where(most >= share, 1 + most, mass / tl.maximum(weight, 1.0))
+            score = tl.where(most >= share, 1 + most, tl.minimum(mass / weight, 1.0))
             tl.store(scores + line * kv_blocks + column, score, mask=column < kv_blocks)
         keep |= (column < sinks) | (column >= local)
         if TAIL == "listed":

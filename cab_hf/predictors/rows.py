@@ -144,17 +144,21 @@ def choose_by_reference(q: Tensor, k: Tensor, call: LayerContext, config: CabCon
 def ranks(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
     """Up to which threshold of mass a block is kept, float32 [B, H, M_q, M_k].
 
-    Its mass; 1 and more where one query needs it, infinity where it is forced, -1 where it is not
+    Its mass, times n / `reference.THRESHOLD_KEYS` in a row that sees n keys, more than those, and
+    at most 1; 1 and more where one query needs it, infinity where it is forced, -1 where it is not
     seen.
     """
     spans, group = call.spans, q.shape[1] // k.shape[1]
     visible = block_visibility(spans, config.query_block, config.key_block)
+    seen = config.key_block * visible.sum(-1, keepdim=True).unsqueeze(1)
+    longer = (seen / reference.THRESHOLD_KEYS).clamp(min=1)
     forced = reference.forced_blocks(visible, spans, config).unsqueeze(1)
     result = []
     for head in range(q.shape[1]):
         one, keys = q[:, [head]], k[:, [head // group]]
         given = spans, call.scale, config, call.channels
         mass, most = reference.mass_by_rows(one, keys, *given)
+        mass = (mass * longer).clamp(max=1)
         rank = torch.where(most >= config.share_threshold, 1 + most, mass)
         result.append(rank.masked_fill(forced, torch.inf))
     return torch.cat(result, dim=1).masked_fill(~visible.unsqueeze(1), -1.0)
