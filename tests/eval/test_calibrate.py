@@ -1,4 +1,4 @@
-"""The calibrate command: losses of a document a sample, budgets and config files from them."""
+"""The calibrate command: densities of a document a sample, and config files from them."""
 
 import json
 from dataclasses import replace
@@ -13,14 +13,14 @@ from words import TEXT
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.calibration import passes as of_models
-from cab_hf.calibration.anchors import SHARES
+from cab_hf.calibration.anchors import THRESHOLDS
 from cab_hf.config import Origin
 from cab_hf.eval import calibrate
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.calibrate import Calibrate
 from cab_hf.eval.experiment import render
 
-SMALL = ("query_block=16", "key_block=16")
+SMALL = ("query_block=16", "key_block=16", "share_threshold=1.0")
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_it_writes_a_config_for_every_density_and_goes_on(model_folder, book, tm
     out = tmp_path / "run"
     assert command(model_folder, book, out, "--target-densities", "0.6") == 0
     low = CabConfig.calibrated(out / "cab_config-0.6.json")
-    assert len(low.top_p) == 2 and len(low.top_p[0]) == 6
+    assert low.predictor == "rows" and 0 < low.mass_threshold < 1
     assert low.origin == Origin(Path(model_folder).name, 2, 6, 2, 300)
     assert low.query_block == 16 and low.min_length == CabConfig().min_length
     assert command(model_folder, book, out, "--target-densities", "0.9", "--documents", 2) == 0
@@ -51,7 +51,8 @@ def test_it_writes_a_config_for_every_density_and_goes_on(model_folder, book, tm
     for target in (0.6, 0.9):
         assert (out / f"cab_config-{target}.json").is_file()
         spent = [row["density"] for row in content["rows"] if row["target"] == target]
-        assert len(spent) == 12 and sum(spent) / 12 <= target + 1e-4
+        assert len(spent) == 2 and sum(spent) / 2 <= target + 1e-4
+    assert CabConfig.calibrated(out / "cab_config-0.9.json").mass_threshold < low.mass_threshold
     assert "config: " in capsys.readouterr().out
     before = (out / "results.json").read_text()
     render(out)
@@ -59,13 +60,15 @@ def test_it_writes_a_config_for_every_density_and_goes_on(model_folder, book, tm
     assert (out / "figure.png").stat().st_size > 3_000
 
 
-def test_rows_say_what_each_head_got(model_folder, book, tmp_path):
+def test_rows_say_what_each_layer_attends(model_folder, book, tmp_path):
     out = tmp_path / "run"
     assert command(model_folder, book, out, "--target-densities", "0.7") == 0
     config = CabConfig.calibrated(out / "cab_config-0.7.json")
-    for row in json.loads((out / "results.json").read_text())["rows"]:
-        for field in ("top_p", "top_k_share"):
-            assert row[field] == getattr(config, field)[row["layer"]][row["head"]]
+    rows = json.loads((out / "results.json").read_text())["rows"]
+    assert [row["layer"] for row in rows] == [0, 1]
+    assert {row["mass_threshold"] for row in rows} == {config.mass_threshold}
+    # the measured threshold is at most a quarter of an octave above
+    assert fmean(row["density"] for row in rows) == pytest.approx(0.7, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +85,7 @@ def test_bad_settings_are_refused(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("more", [(), ("--anchors", 1)], ids=["budgets", "anchors"])
+@pytest.mark.parametrize("more", [(), ("--anchors", 1)], ids=["threshold", "anchors"])
 def test_a_density_out_of_reach_is_refused_before_the_model_is_opened(
     model_folder, book, tmp_path, capsys, monkeypatch, more
 ):
@@ -99,10 +102,10 @@ def test_what_is_measured_by_default_on_a_cpu_can_be_reached():
 
 
 def test_the_table_shows_means_and_edges():
-    shared = {"target": 0.2, "missed": 0.01, "needle": 0.0}
+    shared = {"target": 0.2, "mass_threshold": 0.004}
     rows = [{**shared, "density": density} for density in (0.05, 0.1, 0.15)]
     (table,) = Calibrate.tables(rows).values()
-    assert "| 0.20 | 3 | 0.1000 | 0.0100 | 0.0000 | 0.0500 | 0.1500 |" in table
+    assert "| 0.20 | 3 | 0.004 | 0.1000 | 0.0500 | 0.1500 |" in table
 
 
 # --- anchors
@@ -113,7 +116,7 @@ def test_anchors_are_found_and_saved_with_their_map(model_folder, book, tmp_path
     assert command(model_folder, book, out, *words, 1) == 0
     config = CabConfig.calibrated(out / "cab_config-0.8.json")
     assert (config.predictor, config.anchors, config.max_density) == ("cascade", (0,), 1.0)
-    assert set(config.top_k_share[0]) <= set(SHARES) and len(config.top_k_share) == 2
+    assert THRESHOLDS[-1] <= config.mass_threshold <= THRESHOLDS[0]
     assert config.head_map[0] == tuple(range(6)) and len(config.head_map) == 2
     first = (out / "cab_config-0.8.json").read_text()
     samples = (out / "samples.jsonl").read_text()

@@ -43,7 +43,7 @@ from cab_hf.runs.settings import read_settings, spelled
 from cab_hf.tasks import TASKS
 
 LENGTH = 300
-SPARSE = ("query_block=32", "key_block=16", "mass_threshold=0.08", "")
+SPARSE = ("query_block=32", "key_block=16", "mass_threshold=0.08", "share_threshold=0.5")
 SMALL = "query_block=32,key_block=16,mass_threshold=0.08"
 FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
 
@@ -362,7 +362,7 @@ def test_a_length_without_room_for_a_task_is_refused(model_folder, tmp_path, cap
             id="cab nameless",
         ),
         pytest.param(["--variant", "wide=weight=3"], "no field 'weight'", id="cab field"),
-        pytest.param(["--variant", "wide=top_p=3"], "top_p", id="cab value"),
+        pytest.param(["--variant", "wide=mass_threshold=3"], "mass_threshold", id="cab value"),
         pytest.param(
             ["--variant", "wide=no.json"], "variant must name a JSON file of Cab", id="cab file"
         ),
@@ -383,7 +383,7 @@ def test_bad_settings_are_refused_in_a_sentence(options, message, capsys, tmp_pa
     for name in ("a/b.txt", "b.md", "b.json"):
         (tmp_path / name).write_text(TEXT)
     (tmp_path / "list.json").write_text("[]")
-    (tmp_path / "list.yaml").write_text("- top_p: 0.5")
+    (tmp_path / "list.yaml").write_text("- mass_threshold: 0.5")
     (tmp_path / "odd.yaml").write_text("wide: {weight: 3}")
     with pytest.raises(SystemExit) as stop:
         main(["fidelity", *options])
@@ -393,19 +393,19 @@ def test_bad_settings_are_refused_in_a_sentence(options, message, capsys, tmp_pa
 
 def test_configurations_are_told_apart(tmp_path):
     plain, complete = tmp_path / "plain.json", tmp_path / "whole.json"
-    plain.write_text(json.dumps({"mass_threshold": 0.08}))
+    plain.write_text(json.dumps({"mass_threshold": 0.7}))
     complete.write_text(
-        json.dumps({"cab_config": CabConfig(mass_threshold=0.08).to_dict(), "other": 1})
+        json.dumps({"cab_config": CabConfig(mass_threshold=0.6).to_dict(), "other": 1})
     )
     several = tmp_path / "several.yaml"
-    several.write_text("d: {top_p: 0.4}\ne:\n  top_p: 0.3\n  dense_layers: [1]\n")
-    parts = ("a=mass_threshold=0.08,dense_layers=(0,2),coarsen=mean", f"b={plain}", f"c={complete}")
+    several.write_text("d: {mass_threshold: 0.4}\ne:\n  mass_threshold: 0.3\n  dense_layers: [1]\n")
+    parts = ("a=mass_threshold=0.8,dense_layers=(0,2),engine=gather", f"b={plain}", f"c={complete}")
     parts += (str(several),)
-    settings = Settings(variant=parts, cab=("mass_threshold=0.08",))
+    settings = Settings(variant=parts, cab=("mass_threshold=0.5",))
     configs = settings.configs
     masses = {"cab": 0.5, "cab:a": 0.8, "cab:b": 0.7, "cab:c": 0.6, "cab:d": 0.4, "cab:e": 0.3}
-    assert {name: config.top_p for name, config in configs.items()} == masses
-    assert (configs["cab:a"].dense_layers, configs["cab:a"].coarsen) == ((0, 2), "mean")
+    assert {name: config.mass_threshold for name, config in configs.items()} == masses
+    assert (configs["cab:a"].dense_layers, configs["cab:a"].engine) == ((0, 2), "gather")
     assert configs["cab:e"].dense_layers == (1,)
     assert {config.min_length for config in configs.values()} == {0}
     recorded = Fidelity(settings).recorded()
@@ -459,10 +459,12 @@ def test_a_report_says_what_its_cascades_are():
         "cab": {"max_density": 1.0},
         "cab:a": {"anchors": [0, 1, 4, 7, 9], "max_density": 1.0, **own},
         "cab:b": {"anchors": [0, 2], "max_density": 0.15, **shared},
+        "cab:c": {"anchors": [0, 2, 4], "max_density": 1.0, "mass_threshold": 0.004},
     }
     assert Fidelity.notes({"cab_configs": configs}).endswith(
         " Cascades: cab:a of 5 anchors by exact scores, a plan a head, budgets a head; "
-        "cab:b of 2 anchors by cab scores, a plan a KV head, 0.15 of each row."
+        "cab:b of 2 anchors by cab scores, a plan a KV head, 0.15 of each row; "
+        "cab:c of 3 anchors, mass_threshold 0.004."
     )
     assert "Cascades" not in Fidelity.notes({"cab_configs": {"cab": configs["cab"]}})
 
@@ -759,7 +761,7 @@ def test_layers_are_timed_apart_and_summed(model_folder):
     [
         pytest.param("xattention", 9.3 / 73.8, id="reported"),
         pytest.param("streaming", 0.0, id="in favour"),
-        pytest.param("curvature", None, id="measured"),
+        pytest.param("rows", None, id="measured"),
     ],
 )
 def test_what_choosing_takes_is_what_authors_report(name, share, model_folder):

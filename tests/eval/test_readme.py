@@ -285,7 +285,7 @@ def fidelity_run(folder, config, model="a", kl=0.02, **settings):
 def test_models_are_shown_that_the_default_has_read(results):
     default = json.loads(json.dumps(asdict(CabConfig(min_length=0))))
     fidelity_run(results / "by-default", default)
-    fidelity_run(results / "by-another", {**default, "top_p": 0.5}, "b")
+    fidelity_run(results / "by-another", {**default, "mass_threshold": 0.5}, "b")
     fidelity_run(results / "by-an-older", {**default, "exact_stride": 0}, "c")
     settings = {"model": "e", "cab_configs": {"cab": default}}
     rows = [{"method": "full", "length": 32768, "density": 1.0}]
