@@ -281,13 +281,12 @@ def _means(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     result: dict[str, Any] = dict.fromkeys(("density", "mass", "needle"))
     if rows:
         needed = sum(row["needed"] for row in rows)
+        needle = sum(row["needle"] * row["needed"] for row in rows)
         result = {
             "density": fmean(row["density"] for row in rows),
             "mass": fmean(row["mass"] for row in rows),
             # of the mass on needles in all layers together
-            "needle": sum(row["needle"] * row["needed"] for row in rows) / needed
-            if needed
-            else None,
+            "needle": needle / needed if needed else None,
         }
     return {f"{kind}, {name}": value for kind, value in result.items()}
 
