@@ -41,7 +41,7 @@ def start(model_folder, folder, out, *more, methods="dense,full,cab,streaming", 
     given += [
         "--budgets",
         "0.3,0.6",
-        *chain(*(("--cab", field) for field in (*SPARSE, "mass_threshold=0.08"))),
+        *chain(*(("--cab", field) for field in (*SPARSE, "mass_threshold=0.2"))),
     ]
     with pytest.MonkeyPatch.context() as patch:
         # which takes longer than the rest

@@ -143,7 +143,7 @@ def test_anchors_are_found_and_saved_with_their_map(
     assert (tmp_path / "again" / "cab_config-0.8.json").read_text() == first
     rows = json.loads(before)["rows"]
     assert [(row["anchor"], row["layer"]) for row in rows] == [(0, 0), (0, 1), (1, 1)]
-    assert all(0 < row[name] <= 1 + 1e-4 for row in rows for name in ("mass", "needle"))
+    assert all(0 <= row["needle"] <= 1 + 1e-4 and 0 < row["mass"] <= 1 + 1e-4 for row in rows)
     assert [row["chosen"] for row in rows] == [True, False, True]
     assert fmean(row["density"] for row in rows if row["chosen"]) <= 0.8
     assert [row["density"] is None for row in rows] == [False, True, False]

@@ -44,7 +44,7 @@ from cab_hf.tasks import TASKS
 
 LENGTH = 300
 SPARSE = ("query_block=32", "key_block=16", "mass_threshold=0.08", "share_threshold=0.5")
-SMALL = "query_block=32,key_block=16,mass_threshold=0.08"
+SMALL = "query_block=32,key_block=16,mass_threshold=0.06,share_threshold=0.5"
 FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
 
 
@@ -140,7 +140,9 @@ def test_what_follows_a_prompt_is_foreseen_as_in_one_pass(model_folder, chunk):
 def test_a_prompt_is_read_in_chunks(model_folder):
     experiment = Fidelity(Settings(model=str(model_folder), device="cpu", prefill_chunk=64))
     assert "Prompts are read in chunks of 64 tokens." in experiment.notes(experiment.recorded())
-    model = cab_hf.apply_cab(experiment.model, SMALL_BLOCKS)
+    # the best half of every row, where attention hardly differs from block to block
+    half = {"mass_threshold": 0.0, "max_density": 0.5}
+    model = cab_hf.apply_cab(experiment.model, SMALL_BLOCKS, **half)
     generator = torch.Generator().manual_seed(0)
     tokens = tuple(torch.randint(3, 60, (290,), generator=generator).tolist())
     text = TeacherForced(tokens, ((260, 290),), prompt=256)
@@ -487,7 +489,8 @@ def test_borders_are_read_beside_the_rest(model_folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize("probe", ["recall", "recall_border"])
 def test_only_at_borders_nothing_behind_takes_part(model_folder, monkeypatch, probe):
     monkeypatch.setattr(fidelity, "BORDER", 32)
-    given = {"device": "cpu", "lengths": (900,), "keys": 2, "cab": SPARSE, "methods": ("cab",)}
+    third = (*SPARSE, "mass_threshold=0", "max_density=0.3")
+    given = {"device": "cpu", "lengths": (900,), "keys": 2, "cab": third, "methods": ("cab",)}
     measured = Fidelity(Settings(model=str(model_folder), **given))
     reading = measured.reading("noise", 900, probe, None, 0)
     case = {"method": "cab", "text": "noise", "length": 900, "budget": None, "fitted": None}
@@ -567,6 +570,7 @@ TURNS = ("--probes", "turns", "--lengths", 900, "--documents", 2)
 
 def test_turns_are_held_against_dense(model_folder, tmp_path):
     more = ("--budgets", "0.05", "--variant", "tiny=query_block=32,key_block=16,max_density=0.05")
+    more += ("--cab", "mass_threshold=0.2")
     results = command(
         model_folder, tmp_path, *TURNS, *more, methods="dense,full,cab,random,streaming", drawn=True
     )
@@ -812,7 +816,7 @@ TIMED = ("--probes", "continuation", "--lengths", "1200", "--equal", "time")
 
 def test_densities_are_matched(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(flexprefill, "MIN_TOKENS", 32)
-    more = ("--probes", "perplexity", "--lengths", "1200")
+    more = ("--probes", "perplexity", "--lengths", "1200", "--cab", "mass_threshold=0.02")
     results = command(model_folder, tmp_path, *more, methods=f"cab,{RIVALS},oracle")
     rows = {row["method"]: row for row in results["rows"]}
     assert len(rows) == 9
@@ -833,8 +837,6 @@ def test_times_are_matched(model_folder, tmp_path, monkeypatch):
         assert row["over_match"] == pytest.approx(1, abs=0.05)
         assert row["fitted"] == cab
         assert row["continuation"]["n"] == 1
-    # its choosing is measured, and so it attends less than those whose authors report nothing
-    assert rows["mean_pooled"]["density"] < rows["random"]["density"]
     assert rows["antidiagonal"]["density"] < rows["random"]["density"]
     assert "over_match" not in rows["dense"] and "over_match" not in rows["cab"]
     report = (tmp_path / "report.md").read_text()
