@@ -43,6 +43,8 @@ REPORTED = {
     # no share reported by their authors that we know of: 0, in their favour
     "flexprefill": 0.0,
     "vertical_slash": 0.0,
+    # nobody's method
+    "mean_pooled": 0.0,
     # these choose by nothing, or by what only attention itself could tell
     "oracle": 0.0,
     "random": 0.0,

@@ -340,8 +340,8 @@ class Books(Comparison):
             "interval; the places of a book count as one. × dense behind the shortest: over dense "
             "attention behind the shortest context; below 1, context has helped. Full, the sparse "
             "path with all blocks, shows what of it kernels and rounding leave. Cab without a "
-            "budget is its default; at a budget it keeps the share of the estimated mass that has "
-            "this density, in the layers that are sparse, on the first book. Density: attended "
+            "budget is its default; at a budget it has the threshold of mass with this density, in "
+            "the layers that are sparse, on the first book. Density: attended "
             f"over causal (query, key) pairs of the context. {notes_time().rstrip()}{left_out}"
         )
 

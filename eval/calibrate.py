@@ -1,4 +1,4 @@
-"""Calibration: what every head of a model loses at every budget, and the budgets that follow.
+"""Calibration: what a model attends at every threshold of mass, and the threshold that follows.
 
 Or, with ``--anchors``, what the blocks of every layer keep for every other, and a cascade. Measured
 a document at a time by the parts of `cab_hf.calibrate`; a case is one document. Beside the files of
@@ -21,24 +21,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from cab_hf.calibration.anchors import (
-    SHARES,
-    Assignment,
-    Coverage,
-    averaged_kept,
-    cascaded,
-    gains,
-    nearest,
-    similarity,
-    within,
-)
-from cab_hf.calibration.budgets import Losses, averaged, budgeted
+from cab_hf.calibration.anchors import THRESHOLDS as ANCHOR_THRESHOLDS
+from cab_hf.calibration.anchors import Coverage, averaged_kept, cascaded, gains, similarity
+from cab_hf.calibration.density import THRESHOLDS, fitted
 from cab_hf.calibration.passes import (
     DOCUMENTS,
     KEYS,
     LENGTH,
+    densities_of,
     kept_of,
-    losses,
     require_target,
 )
 from cab_hf.config import CabConfig, Origin
@@ -51,7 +42,6 @@ from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
 from cab_hf.eval.report import grouped, markdown_table
 from cab_hf.fit import number
 from cab_hf.needles import split_sentences
-from cab_hf.predictors import make_predictor
 from cab_hf.renamed import renamed
 from cab_hf.runs.log import read_log, write_atomically, writing
 from cab_hf.runs.models import load_config
@@ -70,7 +60,6 @@ from cab_hf.runs.stand_ins import built_in_text
 
 BUILT_IN = "built-in"
 HEADS = {"heads": "attention_heads", "kv_heads": "key_value_heads"}
-DIGITS = 5  # that count, of a recorded loss
 
 
 @dataclass(frozen=True)
@@ -116,12 +105,12 @@ class Settings(OnModelSettings):
 
     @cached_property
     def cab_config(self) -> CabConfig:
-        """What every head shares: ``--cab`` over the defaults."""
+        """What stays as it is: ``--cab`` over the defaults."""
         return known(CabConfig.from_dict(renamed(dict(map(parse_assignment, self.cab)))))
 
 
-class Budgets:
-    """What every head loses at every budget, on average over samples, and the budgets that follow.
+class Threshold:
+    """What every layer attends at every threshold, by `THRESHOLDS`, and the one that follows.
 
     Args:
         samples: each with `found_in` of one document.
@@ -129,90 +118,72 @@ class Budgets:
 
     NOTES = (
         "Of {documents} documents of {length} tokens with {keys} keys each. Density: attended "
-        "over causal pairs, the mean over heads, and of the head that got the least and the "
-        "most. Missed: the attention mass a head leaves out, squared, mean over queries and "
-        "heads; needle: of the mass on the key that a query looks for, what is left out."
+        "over causal pairs, the mean over layers, and of the layer that attends least and most."
     )
 
-    MEANS = ("density", "missed", "needle")
-    EDGES = {"least": min, "most": max}
-
     def __init__(self, samples: Sequence[Row], settings: Mapping[str, Any]) -> None:
-        self.settings, self.layers = settings, samples[0]["layers"]
-        self.losses = averaged([self._read(sample) for sample in samples])
+        self.settings = settings
+        self.measured = [
+            {int(layer): torch.tensor(each) for layer, each in sample["densities"].items()}
+            for sample in samples
+        ]
 
     @staticmethod
     def found_in(model: PreTrainedModel, document: Document, config: CabConfig) -> dict[str, Any]:
-        """What a sample holds of a document: by layer, [heads][options] of each of `Losses`."""
-        result = losses(model, document, config, make_predictor(config).options())
-        return {
-            "losses": {
-                str(layer): {name: _short(x) for name, x in each._asdict().items()}
-                for layer, each in result.items()
-            }
-        }
-
-    @staticmethod
-    def _read(sample: Row) -> dict[int, Losses]:
-        return {
-            int(layer): Losses(
-                *(torch.tensor(each[name], dtype=torch.float64) for name in Losses._fields)
-            )
-            for layer, each in sample["losses"].items()
-        }
+        """What a sample holds of a document: by layer, the densities of `densities_of`."""
+        result = densities_of(model, document, config)
+        return {"densities": {str(layer): each.tolist() for layer, each in result.items()}}
 
     def config(self, target: float) -> CabConfig:
-        """The budgets that the samples tell, for a share of the pairs."""
+        """The threshold that the samples tell, for a share of the pairs."""
         config = CabConfig.from_dict(self.settings["cab_config"])
         with refusing("target_densities"):
-            return budgeted(config, self.settings["options"], self.losses, target, self.layers)
+            return fitted(config, self.measured, target)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row a (target, layer, head): its option, and what it loses there."""
-        options, made = self.settings["options"], []
+        """One row a (target, layer): what it attends at the measured threshold next above."""
+        made = []
         for target in self.settings["target_densities"]:
-            chosen = self.config(target)
-            for layer, each in self.losses.items():
-                for head in range(each.density.shape[0]):
-                    own = {field: getattr(chosen, field)[layer][head] for field in options[0]}
-                    at = options.index(own)
-                    of_head = {name: float(x[head, at]) for name, x in each._asdict().items()}
-                    place = {"target": target, "layer": layer, "head": head}
-                    made.append({**place, **own, **of_head})
+            chosen = self.config(target).mass_threshold
+            at = _measured((1.0, *THRESHOLDS), chosen)
+            for layer in self.measured[0]:
+                spent = fmean(float(each[layer][at]) for each in self.measured)
+                place = {"target": target, "mass_threshold": chosen, "layer": layer}
+                made.append({**place, "density": spent})
         return made
 
-    @classmethod
-    def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
-        """A row a target: what heads spend and lose on average, and the most and least they got."""
+    @staticmethod
+    def tables(rows: Sequence[Row]) -> dict[str, str]:
+        """A row a target: its threshold, and what layers attend on average, at least and most."""
         made = []
         for some in grouped(rows, "target"):
-            means = {name: fmean(row[name] for row in some) for name in cls.MEANS}
-            edges = {name: pick(row["density"] for row in some) for name, pick in cls.EDGES.items()}
-            made.append({"target": some[0]["target"], "heads": len(some), **means, **edges})
-        columns = {name: name for name in ("target", "heads")}
-        columns |= {
-            name: (lambda row, name=name: f"{row[name]:.4f}") for name in (*cls.MEANS, *cls.EDGES)
-        }
+            spent = [row["density"] for row in some]
+            edges = {"density": fmean(spent), "least": min(spent), "most": max(spent)}
+            made.append({**some[0], "layers": len(some)} | edges)
+        columns = {name: name for name in ("target", "layers")}
+        columns["mass_threshold"] = lambda row: f"{row['mass_threshold']:g}"
+        for name in ("density", "least", "most"):
+            columns[name] = partial(_four_digits, name)
         return {"Spent": markdown_table(made, columns)}
 
     @staticmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
-        """What each head attends, a panel a target."""
-        panels = {
-            f"target {some[0]['target']:g}": {
-                (float(row["head"]), float(row["layer"])): row["density"] for row in some
-            }
-            for some in grouped(rows, "target")
-        }
-        charts.heatmap(path, panels, "head", "layer")
+        """What each layer attends, a column a target."""
+        shares = {(row["target"], float(row["layer"])): row["density"] for row in rows}
+        charts.heatmap(path, {"density": shares}, "target", "layer")
 
 
-def _short(x: torch.Tensor) -> list[list[float]]:
-    return [[float(f"{value:.{DIGITS}g}") for value in row] for row in x.tolist()]
+def _measured(thresholds: Sequence[float], threshold: float) -> int:
+    """Which of the falling ``thresholds`` is the last that is not below one."""
+    return max(at for at, measured in enumerate(thresholds) if measured >= threshold)
+
+
+def _four_digits(name: str, row: Row) -> str:
+    return "–" if row[name] is None else f"{row[name]:.4f}"
 
 
 class Cascade:
-    """What blocks of every layer keep for every other, by `SHARES`, and the anchors that follow.
+    """What blocks of every layer keep for every other, and the anchors that follow.
 
     Args:
         samples: each with `found_in` of one document.
@@ -221,11 +192,9 @@ class Cascade:
     NOTES = (
         "Of {documents} documents of {length} tokens. Mass is the share of a layer's attention "
         "that its blocks keep, needle the share of what falls on the key that a query looks "
-        "for, over all heads. Every head takes the head of its anchor, and every head of an "
-        "anchor the share of a row, that are worth most at one price, which makes the mean "
-        "density of all layers the target. Anchors are those of highest worth, weighed by how "
-        "much a layer changes its input (1 - cosine). The figure is of all layers at the "
-        "measured share nearest to the target."
+        "for, over all heads. Every head takes the head of its anchor that is worth most; anchors "
+        "are those of highest worth, weighed by how much a layer changes its input (1 - cosine). "
+        "Rows and figure are of the measured threshold of mass next above that of the target."
     )
 
     def __init__(self, samples: Sequence[Row], settings: Mapping[str, Any]) -> None:
@@ -243,7 +212,7 @@ class Cascade:
 
     @staticmethod
     def found_in(model: PreTrainedModel, document: Document, config: CabConfig) -> dict[str, Any]:
-        """What a sample holds of a document: the measured layers, and `Coverage` by `SHARES`."""
+        """What a sample holds of a document: the measured layers, and `Coverage` by threshold."""
         layers, kept = kept_of(model, document, config)
         return {"measured": layers, "kept": list(map(_recorded, kept))}
 
@@ -257,35 +226,24 @@ class Cascade:
     def rows(self) -> list[dict[str, Any]]:
         """One row a (target, anchor, layer): what one's blocks keep of the other's attention.
 
-        By the measured share that is nearest to the target; of a layer and its anchor, what each of
-        its heads has by its own share, too.
+        By the measured threshold next above that of the target; of a layer and its anchor, the
+        density, too.
         """
         made = []
         for target in self.settings["target_densities"]:
-            some = self.kept[nearest(target)]
+            config = self.config(target)
+            some = self.kept[_measured(ANCHOR_THRESHOLDS, config.mass_threshold)]
             mass, needle = similarity(some, gains(some))
-            with refusing("target_densities"):
-                result = within(self.kept, self.settings["anchors"], target)
-            shown = self._shown(result)
             for a, anchor in enumerate(self.measured):
                 for b, layer in enumerate(self.measured[a:], start=a):
                     place = {"target": target, "anchor": anchor, "layer": layer}
-                    place["chosen"] = result.of_layer[b] == a
-                    alike = {"mass": float(mass[a, b]), "needle": float(needle[a, b])}
-                    given = shown[b] if place["chosen"] else dict.fromkeys(shown[b])
-                    made.append(place | alike | {"importance": float(some.importance[b])} | given)
+                    chosen = anchor == max(each for each in config.anchors if each <= layer)
+                    density = float(some.density[a, torch.tensor(config.head_map[layer])].mean())
+                    place |= {"chosen": chosen, "density": density if chosen else None}
+                    place |= {"mass": float(mass[a, b]), "needle": float(needle[a, b])}
+                    of_layer = {"importance": some.importance[b], "needed": some.needed[b].mean()}
+                    made.append(place | {name: float(x) for name, x in of_layer.items()})
         return made
-
-    def _shown(self, result: Assignment) -> list[dict[str, float]]:
-        """Of each layer, under the allotment: its density, and what it keeps of what there is."""
-        mass, needle, density = (
-            result.of(torch.stack([getattr(each, name) for each in self.kept])).mean(-1)
-            for name in ("mass", "needle", "density")
-        )
-        needed = self.kept[0].needed.mean(-1)
-        parts = zip(density, mass, needle, needed, strict=True)
-        names = ("density", "kept_mass", "kept_needle", "needed")
-        return [dict(zip(names, map(float, each), strict=True)) for each in parts]
 
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
@@ -299,9 +257,7 @@ class Cascade:
             place = {"target": some[0]["target"], "anchors": anchors}
             made.append({**place, **_means("anchors", own), **_means("others", behind)})
         shown = {
-            key: (lambda row, key=key: "–" if row[key] is None else f"{row[key]:.4f}")
-            for key in made[0]
-            if key not in ("target", "anchors")
+            key: partial(_four_digits, key) for key in made[0] if key not in ("target", "anchors")
         }
         return {
             "Anchors": markdown_table(made, {"target": "target", "anchors": "anchors", **shown})
@@ -325,11 +281,12 @@ def _means(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     result: dict[str, Any] = dict.fromkeys(("density", "mass", "needle"))
     if rows:
         needed = sum(row["needed"] for row in rows)
+        needle = sum(row["needle"] * row["needed"] for row in rows)
         result = {
             "density": fmean(row["density"] for row in rows),
-            "mass": fmean(row["kept_mass"] for row in rows),
+            "mass": fmean(row["mass"] for row in rows),
             # of the mass on needles in all layers together
-            "needle": sum(row["kept_needle"] for row in rows) / needed if needed else None,
+            "needle": needle / needed if needed else None,
         }
     return {f"{kind}, {name}": value for kind, value in result.items()}
 
@@ -353,12 +310,12 @@ def _unpacked(fields: Mapping[str, Any]) -> torch.Tensor:
 
 
 class Calibrate(OnModel):
-    """A sample is what all heads lose on one document."""
+    """A sample is what layers attend, or keep for each other, on one document."""
 
     name = "calibrate"
-    purpose = "give each head of a model the budget it needs"
-    title = "Budgets a head"
-    caption = "what each head attends, layer by layer"
+    purpose = "find the threshold, or the cascade, by which a model attends a density"
+    title = "What a model attends by threshold"
+    caption = "what each layer attends, or keeps for others"
     Settings = Settings
     CASE = ("document",)
     GROWS = ("documents", "target_densities")
@@ -388,7 +345,7 @@ class Calibrate(OnModel):
         self.document(0)
         with refusing("target_densities"):
             target = min(settings.target_densities)
-            require_target(settings.cab_config, settings.anchors > 0, target, settings.length)
+            require_target(settings.cab_config, target, settings.length)
 
     def document(self, index: int) -> Document:
         """What is read of that number."""
@@ -403,21 +360,16 @@ class Calibrate(OnModel):
         given["texts"] = [
             text if text == BUILT_IN else file_identity(text) for text in settings.texts
         ]
-        config = settings.cab_config
-        given["cab_config"] = config.to_dict()
-        if settings.anchors:
-            return given
-        del given["anchors"]
-        options = [dict(option) for option in make_predictor(config).options()]
-        return {**given, "options": options}
+        given["cab_config"] = settings.cab_config.to_dict()
+        if not settings.anchors:
+            del given["anchors"]
+        return given
 
     def identity(self) -> dict[str, Any]:
         given = super().identity()
-        if self.settings.anchors:
-            # any number of them follows from the same samples
-            del given["anchors"]
-            given["shares"] = list(SHARES)
-        return given
+        # any number of anchors follows from the same samples
+        some = given.pop("anchors", None) is not None
+        return {**given, "thresholds": list(ANCHOR_THRESHOLDS if some else THRESHOLDS)}
 
     def expected(self) -> int:
         return self.settings.documents
@@ -426,9 +378,9 @@ class Calibrate(OnModel):
         yield from ({"document": index} for index in range(self.settings.documents))
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """What the document tells, of budgets or of anchors."""
+        """What the document tells, of densities or of anchors."""
         model, document = self.model, self.document(case["document"])
-        way = Cascade if self.settings.anchors else Budgets
+        way = Cascade if self.settings.anchors else Threshold
         with refusing("model"):
             result = way.found_in(model, document, self.settings.cab_config)
         text = model.config.get_text_config()
@@ -437,7 +389,7 @@ class Calibrate(OnModel):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """As `Budgets.rows` or `Cascade.rows`."""
+        """As `Threshold.rows` or `Cascade.rows`."""
         return _asked(settings)(samples, settings).rows()
 
     @staticmethod
@@ -489,11 +441,11 @@ def _origin(settings: Mapping[str, Any], sample: Row) -> Origin:
     return Origin(Path(settings["model"]).name, *counts, settings["length"])
 
 
-def _asked(settings: Mapping[str, Any]) -> type[Budgets | Cascade]:
+def _asked(settings: Mapping[str, Any]) -> type[Threshold | Cascade]:
     """Who knows what to make of samples that were recorded with these settings."""
-    return Cascade if "anchors" in settings else Budgets
+    return Cascade if "anchors" in settings else Threshold
 
 
-def _shown(rows: Sequence[Row]) -> type[Budgets | Cascade]:
+def _shown(rows: Sequence[Row]) -> type[Threshold | Cascade]:
     """Who has made these rows, and shows them."""
-    return Cascade if "anchor" in rows[0] else Budgets
+    return Cascade if "anchor" in rows[0] else Threshold

@@ -150,14 +150,15 @@ class Families(Experiment):
             "Every type of `AutoModelForCausalLM` is built with a few layers and random weights, "
             f"and given {TOKENS} tokens in float32, plain and with {PADDING} tokens of padding "
             "left and right; its logits are compared with those of the implementation it comes "
-            f"with, at mass_threshold 0 and blocks of {FULL.query_block} x {FULL.key_block}: loaded "
-            'with `attn_implementation="cab"`, under `apply_cab`, and under that with sliding windows, '
-            f"where a type may have some and comes without. *{EXACT}*: never off by more than "
-            f"{TOLERANCE:g}, and layers attend through cab (`sparse` of them under a plan, "
-            f"the others in a sliding window); *{NOT_OURS}*: the same logits, but no layer asked "
-            f"cab for them; *{IN_PART}*: some inputs or ways of loading are refused; *{FAILS}*: an "
-            "error that is no refusal. Where padding changes what a type computes by its own "
-            "implementation, there is nothing to compare that input with, and it is left out."
+            f"with, at mass_threshold 0 and blocks of {FULL.query_block} x {FULL.key_block}: "
+            'loaded with `attn_implementation="cab"`, under `apply_cab`, and under that with '
+            f"sliding windows, where a type may have some and comes without. *{EXACT}*: never off "
+            f"by more than {TOLERANCE:g}, and layers attend through cab (`sparse` of them under a "
+            f"plan, the others in a sliding window); *{NOT_OURS}*: the same logits, but no layer "
+            f"asked cab for them; *{IN_PART}*: some inputs or ways of loading are refused; "
+            f"*{FAILS}*: an error that is no refusal. Where padding changes what a type computes "
+            "by its own implementation, there is nothing to compare that input with, and it is "
+            "left out."
         )
 
     @staticmethod

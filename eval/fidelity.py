@@ -718,10 +718,12 @@ def _cascades(configs: Mapping[str, Mapping[str, Any]]) -> str:
     parts = []
     for name, config in configs.items():
         if anchors := config.get("anchors"):
-            alike = not isinstance(config.get("top_p"), Sequence)
-            budget = f"{config['max_density']:g} of each row" if alike else "budgets a head"
+            budget = f"{config['max_density']:g} of each row"
+            if config["max_density"] == 1 and "mass_threshold" in config:
+                budget = f"mass_threshold {config['mass_threshold']:g}"
+            # older results have tables, and say how anchors chose, and for whom
+            budget = "budgets a head" if isinstance(config.get("top_p"), Sequence) else budget
             how = ""
-            # older results say how anchors chose, and for whom
             if "anchor_scores" in config:
                 how = f" by {config['anchor_scores']} scores, {SHARING[config['anchor_heads']]}"
             parts.append(f"{name} of {len(anchors)} anchors{how}, {budget}")

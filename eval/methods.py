@@ -49,7 +49,7 @@ from cab_hf.predictors.baselines import columns_and_diagonals
 BUDGET_STEPS = 1000  # a share of a row, or of the mass, is fitted to this fraction
 LEAST_MASS = 1e-6  # down to it thresholds of the mass are fitted, in so many equal ratios
 CLOSE = 0.01  # of a time: where attention takes that much more or less, it is fitted
-# fields of CAB's that no other method has: those that take tables, and how it decodes
+# fields of CAB's that no other method has: how it chooses and decodes
 OWN = ("sparsity", "exact_queries", "typical_queries", "mass_threshold", "share_threshold")
 OWN += ("sparse_decode", "decode_tokens")
 # of TriangleMix: the share of layers, from the last one back, that have the pattern; its window and
@@ -85,7 +85,7 @@ class Cell:
 
     @property
     def shared(self) -> CabConfig:
-        """What of the config holds for every method: all but budgets a head, and decoding."""
+        """What of the config holds for every method: all but what CAB alone has (`OWN`)."""
         return self.config.changed(**{name: getattr(CabConfig, name) for name in OWN})
 
 

@@ -32,7 +32,7 @@ from cab_hf.runs.settings import (
 DTYPES = ("bfloat16", "float16", "float32")
 # what runs did that knew of no such fields
 BEFORE_EXACT_QUERIES = {"exact_queries": 0}
-# more of the attention mass than any budget holds: every row of blocks fills its budget
+# no block has too little of the attention mass: every row fills its budget
 KEEPS_ALL = {"mass_threshold": 0.0}
 TOKENS = {"tokens": column("{:,}".format, "length")}
 DENSITY = {"density": column("{:.3f}".format, "density")}

@@ -24,9 +24,8 @@ PARTS = {
 # part -> how a reader calls it
 SHOWN = {part: part for part in PARTS} | {OTHER: "rest"}
 
-COLOURS = dict(
-    zip((*SHOWN, "idle"), ("C2", "C3", "C1", "C0", "darkgrey", "gainsboro"), strict=True)
-)
+COLOURS = {part: f"C{place}" for place, part in enumerate(PARTS)}
+COLOURS |= {OTHER: "darkgrey", "idle": "gainsboro"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Breakdown(Speed):
     """A case is one length."""
 
     name = "speed breakdown"
-    purpose = "where the time of a prefill goes: coarsen, curvature, select, attention, the rest"
+    purpose = "where the time of a prefill goes: choosing blocks, attention, the rest"
     title = "Where the time of a prefill goes"
     caption = "shares of the wall time by length"
     Settings = Settings

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cab_hf.config import CabConfig
+from cab_hf.config import CAB, CabConfig
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, markdown_table, percent
@@ -78,14 +78,16 @@ class Predictor(HeadSpeed):
         density = plan.density()
         del plan
         timing = self.time(sample, "predictor", call)
-        work = sum(predictor_flops(config, settings, length).values())
+        gflops = None
+        if config.predictor in CAB:
+            gflops = sum(predictor_flops(config, settings, length).values()) / timing.ms / 1e6
         sample |= {
             "density": density,
             "ms": timing.ms,
             "eager_ms": timing.eager,
             "graph_ms": timing.graph,
             "peak_mib": peak,
-            "gflops": work / timing.ms / 1e6,
+            "gflops": gflops,
             **bench.parts(call),
         }
 
@@ -140,7 +142,7 @@ class Predictor(HeadSpeed):
     def notes(settings: Mapping[str, Any]) -> str:
         return (
             f"{described(settings)} Density is attended over causal (query, key) pairs. GFLOP/s "
-            "count coarsening, block logits, exact scores and the two-hop product."
+            "count the products of scored queries and keys."
         )
 
     @staticmethod
@@ -214,8 +216,8 @@ def _draw_times(axis: Any, rows: Sequence[Row]) -> None:
     charts.line(axis, rows, itemgetter("ms"), **look)
     look = {"label": "predictor (eager)", "color": "C0", "linestyle": ":", "marker": ""}
     charts.line(axis, rows, itemgetter("eager_ms"), **look)
-    for part, colour in zip(PARTS, ("C2", "C3", "C1", "C5"), strict=True):
-        look = {"label": f"    {part}", "color": colour, "linewidth": 1, "markersize": 2.5}
+    for place, part in enumerate(PARTS, 1):
+        look = {"label": f"    {part}", "color": f"C{place}", "linewidth": 1, "markersize": 2.5}
         charts.line(axis, rows, itemgetter(f"{part}_ms"), **look)
     draw_dense(axis, rows, names(rows), lambda name, row: row["baselines"].get(name))
     look = {"color": "black", "linestyle": "--", "linewidth": 1.2, "marker": ""}

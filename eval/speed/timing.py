@@ -28,9 +28,11 @@ FLUSHED_BYTES = 256 << 20  # several times the L2 of any GPU there is
 # part -> what the names of its kernels contain; the first that fits
 PREDICTOR = {
     "keys": ("scored_keys",),
-    "rows": ("outliers", "scored_rows"),
+    "outliers": ("outliers",),
+    "rows": ("scored_rows",),
     "sweep": ("sweep",),
-    "select": ("select", "lists"),
+    "keep": ("keep_kernel",),
+    "lists": ("lists", "select"),
 }
 OTHER = "other"
 

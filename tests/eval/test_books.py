@@ -19,7 +19,7 @@ from cab_hf.eval.experiment import render
 from cab_hf.eval.intervals import mean_interval
 from cab_hf.eval.methods import CabAtBudget, Cell
 
-SPARSE = ("query_block=32", "key_block=16", "", "dense_tail_blocks=0")
+SPARSE = ("query_block=32", "key_block=16", "share_threshold=0.5", "dense_tail_blocks=0")
 LENGTHS, READ = (128, 384), 40
 
 
@@ -41,7 +41,7 @@ def start(model_folder, folder, out, *more, methods="dense,full,cab,streaming", 
     given += [
         "--budgets",
         "0.3,0.6",
-        *chain(*(("--cab", field) for field in (*SPARSE, "mass_threshold=0.08"))),
+        *chain(*(("--cab", field) for field in (*SPARSE, "mass_threshold=0.2"))),
     ]
     with pytest.MonkeyPatch.context() as patch:
         # which takes longer than the rest
@@ -162,14 +162,15 @@ def test_cab_at_a_budget_keeps_all_else():
 
     def realised(config):
         asked.append(config)
-        return config.top_p / 2
+        return 0.4 - config.mass_threshold
 
     config = CabConfig(sink_blocks=2, max_density=0.4)
     method = CabAtBudget.fit(Cell(config, 0.2, 1024, realised=realised))
-    assert method.config == config.changed(mass_threshold=0.08, max_density=1.0)
+    # the least threshold that is not below the budget comes first
+    assert method.config.changed(mass_threshold=0.002) == config.changed(max_density=1.0)
+    assert method.config.mass_threshold == pytest.approx(0.2, rel=0.02)
     assert CabAtBudget.takes(config) and not CabAtBudget.takes(CabConfig(predictor="random"))
     assert not CabAtBudget.takes(CabConfig.published())
-    assert not CabAtBudget.takes(CabConfig(top_p=((0.5, 0.6),)))
 
 
 def test_attention_is_timed_once_a_cell(model_folder, folder, tmp_path, monkeypatch):

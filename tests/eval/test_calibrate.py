@@ -1,4 +1,4 @@
-"""The calibrate command: losses of a document a sample, budgets and config files from them."""
+"""The calibrate command: densities of a document a sample, and config files from them."""
 
 import json
 from dataclasses import replace
@@ -12,15 +12,17 @@ from words import TEXT
 
 import cab_hf
 from cab_hf import CabConfig
+from cab_hf.calibration import anchors as of_anchors
 from cab_hf.calibration import passes as of_models
-from cab_hf.calibration.anchors import SHARES
 from cab_hf.config import Origin
 from cab_hf.eval import calibrate
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.calibrate import Calibrate
 from cab_hf.eval.experiment import render
 
-SMALL = ("query_block=16", "key_block=16")
+# of few blocks, each of which has more of the attention than one among many
+THRESHOLDS = (0.3, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01)
+SMALL = ("query_block=16", "key_block=16", "share_threshold=1.0")
 
 
 @pytest.fixture
@@ -29,6 +31,12 @@ def book(tmp_path, monkeypatch):
     file = tmp_path / "book.txt"
     file.write_text(TEXT)
     return file
+
+
+@pytest.fixture
+def few_blocks(monkeypatch):
+    monkeypatch.setattr(of_anchors, "THRESHOLDS", THRESHOLDS)
+    monkeypatch.setattr(calibrate, "ANCHOR_THRESHOLDS", THRESHOLDS)
 
 
 def command(model_folder, book, out, *more):
@@ -41,7 +49,7 @@ def test_it_writes_a_config_for_every_density_and_goes_on(model_folder, book, tm
     out = tmp_path / "run"
     assert command(model_folder, book, out, "--target-densities", "0.6") == 0
     low = CabConfig.calibrated(out / "cab_config-0.6.json")
-    assert len(low.top_p) == 2 and len(low.top_p[0]) == 6
+    assert low.predictor == "rows" and 0 < low.mass_threshold < 1
     assert low.origin == Origin(Path(model_folder).name, 2, 6, 2, 300)
     assert low.query_block == 16 and low.min_length == CabConfig().min_length
     assert command(model_folder, book, out, "--target-densities", "0.9", "--documents", 2) == 0
@@ -51,7 +59,8 @@ def test_it_writes_a_config_for_every_density_and_goes_on(model_folder, book, tm
     for target in (0.6, 0.9):
         assert (out / f"cab_config-{target}.json").is_file()
         spent = [row["density"] for row in content["rows"] if row["target"] == target]
-        assert len(spent) == 12 and sum(spent) / 12 <= target + 1e-4
+        assert len(spent) == 2 and sum(spent) / 2 <= target + 1e-4
+    assert CabConfig.calibrated(out / "cab_config-0.9.json").mass_threshold < low.mass_threshold
     assert "config: " in capsys.readouterr().out
     before = (out / "results.json").read_text()
     render(out)
@@ -59,13 +68,15 @@ def test_it_writes_a_config_for_every_density_and_goes_on(model_folder, book, tm
     assert (out / "figure.png").stat().st_size > 3_000
 
 
-def test_rows_say_what_each_head_got(model_folder, book, tmp_path):
+def test_rows_say_what_each_layer_attends(model_folder, book, tmp_path):
     out = tmp_path / "run"
     assert command(model_folder, book, out, "--target-densities", "0.7") == 0
     config = CabConfig.calibrated(out / "cab_config-0.7.json")
-    for row in json.loads((out / "results.json").read_text())["rows"]:
-        for field in ("top_p", "top_k_share"):
-            assert row[field] == getattr(config, field)[row["layer"]][row["head"]]
+    rows = json.loads((out / "results.json").read_text())["rows"]
+    assert [row["layer"] for row in rows] == [0, 1]
+    assert {row["mass_threshold"] for row in rows} == {config.mass_threshold}
+    # the measured threshold is at most a quarter of an octave above
+    assert fmean(row["density"] for row in rows) == pytest.approx(0.7, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +93,7 @@ def test_bad_settings_are_refused(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("more", [(), ("--anchors", 1)], ids=["budgets", "anchors"])
+@pytest.mark.parametrize("more", [(), ("--anchors", 1)], ids=["threshold", "anchors"])
 def test_a_density_out_of_reach_is_refused_before_the_model_is_opened(
     model_folder, book, tmp_path, capsys, monkeypatch, more
 ):
@@ -99,21 +110,23 @@ def test_what_is_measured_by_default_on_a_cpu_can_be_reached():
 
 
 def test_the_table_shows_means_and_edges():
-    shared = {"target": 0.2, "missed": 0.01, "needle": 0.0}
+    shared = {"target": 0.2, "mass_threshold": 0.004}
     rows = [{**shared, "density": density} for density in (0.05, 0.1, 0.15)]
     (table,) = Calibrate.tables(rows).values()
-    assert "| 0.20 | 3 | 0.1000 | 0.0100 | 0.0000 | 0.0500 | 0.1500 |" in table
+    assert "| 0.20 | 3 | 0.004 | 0.1000 | 0.0500 | 0.1500 |" in table
 
 
 # --- anchors
 
 
-def test_anchors_are_found_and_saved_with_their_map(model_folder, book, tmp_path, capsys):
+def test_anchors_are_found_and_saved_with_their_map(
+    model_folder, book, tmp_path, capsys, few_blocks
+):
     out, words = tmp_path / "run", ("--target-densities", "0.8", "--anchors")
     assert command(model_folder, book, out, *words, 1) == 0
     config = CabConfig.calibrated(out / "cab_config-0.8.json")
     assert (config.predictor, config.anchors, config.max_density) == ("cascade", (0,), 1.0)
-    assert set(config.top_k_share[0]) <= set(SHARES) and len(config.top_k_share) == 2
+    assert THRESHOLDS[-1] <= config.mass_threshold <= THRESHOLDS[0]
     assert config.head_map[0] == tuple(range(6)) and len(config.head_map) == 2
     first = (out / "cab_config-0.8.json").read_text()
     samples = (out / "samples.jsonl").read_text()
@@ -130,7 +143,7 @@ def test_anchors_are_found_and_saved_with_their_map(model_folder, book, tmp_path
     assert (tmp_path / "again" / "cab_config-0.8.json").read_text() == first
     rows = json.loads(before)["rows"]
     assert [(row["anchor"], row["layer"]) for row in rows] == [(0, 0), (0, 1), (1, 1)]
-    assert all(0 < row[name] <= 1 + 1e-4 for row in rows for name in ("mass", "needle"))
+    assert all(0 <= row["needle"] <= 1 + 1e-4 and 0 < row["mass"] <= 1 + 1e-4 for row in rows)
     assert [row["chosen"] for row in rows] == [True, False, True]
     assert fmean(row["density"] for row in rows if row["chosen"]) <= 0.8
     assert [row["density"] is None for row in rows] == [False, True, False]
@@ -156,8 +169,8 @@ def test_what_a_layer_changes_is_one_less_the_cosine(model_folder):
     assert not actual
 
 
-def test_a_calibrated_cascade_runs_and_its_anchors_take_budgets(
-    model_folder, book, tmp_path, monkeypatch
+def test_a_calibrated_cascade_runs_and_keeps_its_anchors(
+    model_folder, book, tmp_path, monkeypatch, few_blocks
 ):
     monkeypatch.setattr(of_models, "KEYS", 2)
     out = tmp_path / "run"
@@ -178,9 +191,9 @@ def test_a_calibrated_cascade_runs_and_its_anchors_take_budgets(
     )
     given = cab_hf.calibrate(model, tokenizer, [text], 0.8, config=own, anchors=1, **fields)
     assert given.anchors == config.anchors
-    assert fmean(given.top_k_share[0]) == pytest.approx(fmean(config.top_k_share[0]), abs=0.05)
-    # the same anchors and heads, with budgets a head
-    fields["config"] = replace(config, max_density=1.0)
+    assert given.mass_threshold == pytest.approx(config.mass_threshold, rel=0.05)
+    # the same anchors and heads, by another threshold
+    fields["config"] = config
     given = cab_hf.calibrate(model, tokenizer, [text], 0.7, **fields)
     assert given.anchors == (0,) and given.head_map == config.head_map
-    assert len(given.top_p[0]) == 6
+    assert given.mass_threshold > config.mass_threshold

@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import cab_hf
+from cab_hf.config import BY_MASS
 from cab_hf.eval import methods
 from cab_hf.eval.methods import METHODS, Cell
 from cab_hf.eval.teacher_forcing import behind_prompt
@@ -164,7 +165,7 @@ def plan_of(name, q, k, **fields):
 RIVALS = {
     "streaming": {"local_blocks": 2},
     **{name: {"sparsity": 0.6} for name in ("random", "oracle", "antidiagonal", "vertical_slash")},
-    **{name: {"top_p": 0.5} for name in ("flexprefill", "xattention", "xattention_16")},
+    **{name: {"top_p": 0.5} for name in BY_MASS},
 }
 # what a row keeps depends on the end of the text, as in the original
 BY_THE_END = ("flexprefill", "random", "vertical_slash")
@@ -252,12 +253,6 @@ def test_xattention_of_the_whole_mass_keeps_everything():
     assert torch.equal(
         plan_of("xattention", q, k, top_p=1.0), plan_of("oracle", q, k, sparsity=0.0)
     )
-    # a threshold for each head: one that keeps all, one that keeps what is forced
-    table = ((1.0, 1.0, 1.0, 0.0, 0.0, 0.0),)
-    config = SMALL.changed(predictor="xattention", top_p=table)
-    call = LayerContext(Spans.causal(1, 205, 205, "cpu"), 0.25, layer=0)
-    keep = make_predictor(config)(q, k, call).to_dense().sum((0, 2, 3))
-    assert (keep[:3] > keep[3:]).all()
 
 
 def test_columns_and_diagonals_are_touched_by_hand():
@@ -381,7 +376,7 @@ def test_flexprefill_believes_an_estimate_that_is_right():
     k = random_qk(20)[1].repeat_interleave(16, dim=2)
     q = random_qk(10)[0].repeat_interleave(32, dim=2)
     spans = Spans.causal(1, 320, 320, "cpu")
-    keys = flexprefill.reference.coarsen_keys(k, spans.key_valid, 16, "mean")
+    keys = flexprefill.reference.block_means(k, spans.key_valid, 16)
     pooled = flexprefill.pooled_last_block(q, keys, spans, 0.25, 32, 16)
     columns, _ = baselines.columns_and_diagonals(q, k, spans, 0.25, 32)
     columns = columns.unflatten(-1, (20, 16)).sum(-1) / 32
@@ -727,8 +722,7 @@ def test_a_dense_tail_is_cabs_and_of_those_matched_by_its_blocks(name):
 
 def test_mean_pooled_is_fitted_by_mass_on_a_text():
     fitted = methods.MeanPooled.fit(SHARED).config
-    assert (fitted.top_p, fitted.coarsen, fitted.top_k_share) == (0.4, "mean", 0)
-    assert not fitted.curved
+    assert (fitted.predictor, fitted.top_p) == ("mean_pooled", 0.4)
     with pytest.raises(ValueError, match="mean_pooled needs a cell that tells the density"):
         methods.MeanPooled.fit(CELL)
 

@@ -25,7 +25,7 @@ from cab_hf.runs.settings import read_settings, spelled
 
 LENGTH = 400
 METHODS = "dense,cab,published,streaming,random,antidiagonal,oracle,h2o"
-SPARSE = ("query_block=32", "key_block=16", "mass_threshold=0.08", "")
+SPARSE = ("query_block=32", "key_block=16", "mass_threshold=0.08", "share_threshold=0.5")
 
 
 @pytest.fixture(scope="module")
@@ -240,8 +240,8 @@ def test_decoded_text_is_scored(answer, correct):
             ["--filler", "text", "--haystack", "no.txt"], "a text file with filler", id="file"
         ),
         pytest.param(["--keys", "99"], "keys is 99; it must be 1 to", id="keys"),
-        pytest.param(["--cab", "top_p"], "cab: an assignment is field=value", id="assignment"),
-        pytest.param(["--cab", "top_p=3"], "top_p", id="field value"),
+        pytest.param(["--cab", "engine"], "cab: an assignment is field=value", id="assignment"),
+        pytest.param(["--cab", "mass_threshold=3"], "mass_threshold", id="field value"),
         pytest.param(["--cab", "weight=3"], "weight", id="field name"),
         pytest.param(
             ["--stage", "both", "--lengths", "511", "--cab", "decode_tokens=128"],
@@ -260,10 +260,10 @@ def test_bad_settings_are_refused_in_a_sentence(options, message, capsys):
 
 def test_settings_from_the_command_line_reach_cab():
     chosen = Settings(
-        cab=("mass_threshold=0.08", "dense_layers=(0, 2)", "coarsen=mean"), stage="both"
+        cab=("mass_threshold=0.08", "dense_layers=(0, 2)", "engine=gather"), stage="both"
     )
     config = chosen.cab_config
-    assert (config.top_p, config.dense_layers, config.coarsen) == (0.5, (0, 2), "mean")
+    assert (config.mass_threshold, config.dense_layers, config.engine) == (0.08, (0, 2), "gather")
     assert (config.min_length, config.sparse_decode) == (0, True)
     assert passkey.parse_depths("5") == (0, 0.25, 0.5, 0.75, 1)
     assert passkey.parse_depths("0.1,1") == (0.1, 1.0)

@@ -85,7 +85,7 @@ def refused(folder, tmp_path, capsys, monkeypatch):
         ),
         pytest.param("--LENGTH 1e3", "a length is a number of tokens", id="not whole"),
         pytest.param("--cab mas=1", "mas", id="field"),
-        pytest.param("--cab top_p=9", "top_p", id="field value"),
+        pytest.param("--cab mass_threshold=9", "mass_threshold", id="field value"),
         pytest.param("--cab engine=magic", "CabConfig.engine is 'magic'", id="engine"),
         pytest.param("--cab predictor=magic", "CabConfig.predictor is 'magic'", id="predictor"),
         pytest.param("--config broken.yaml", "config must be a YAML file", id="YAML"),
@@ -148,8 +148,6 @@ def test_of_a_text(refused, command, words, file, message):
             "calibrate", "--documents 0", "documents is 0; it must be at least 1", id="none read"
         ),
         pytest.param("calibrate", "--target-densities 7", "must be in (0, 1]", id="density"),
-        pytest.param("bridges", "--sizes 1x1", "sizes is (1, 1); it must be", id="size"),
-        pytest.param("bridges", "--out book.txt", "cannot be written", id="out of bridges"),
         pytest.param("speed attention", "--device gpu", "device must be one", id="speed device"),
         pytest.param("speed ttft", "--device meta", "device must be one", id="speed on nothing"),
         pytest.param(
@@ -180,7 +178,7 @@ def test_of_one_command(refused, command, words, message):
         ("predictor", "--heads 6 --kv-heads 4", "a multiple of kv_heads=4"),
         ("predictor", "--batch 0", "batch is 0; it must be at least 1"),
         ("predictor", "--dtype int8", "dtype is 'int8'; it must be one of bfloat16"),
-        ("predictor", "--cab top_p=3", "CabConfig.top_p is 3"),
+        ("predictor", "--cab mass_threshold=3", "CabConfig.mass_threshold is 3"),
         ("predictor", "--cab weight=3", "no field 'weight'"),
         (
             "attention",

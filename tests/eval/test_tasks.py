@@ -322,7 +322,8 @@ def test_scores_of_dense_attention_are_refused_under_the_name_of_cab():
 
 def test_config_and_density_are_told_beside_the_scores(capsys):
     model = tiny_model()
-    config = CabConfig.from_dict(apply_cab(model, SMALL, mass_threshold=0.08).config.cab_config)
+    rarely = {"mass_threshold": 0.08, "share_threshold": 0.5}
+    config = CabConfig.from_dict(apply_cab(model, SMALL, **rarely).config.cab_config)
     model(tokens(1, 300))
     result = harness.what_was_attended(model)
     assert result["cab_config"] == config.to_dict() and 0 < result["cab_density"] < 1

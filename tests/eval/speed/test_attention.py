@@ -342,7 +342,7 @@ def test_the_report_has_a_table_a_question(finished):
     assert widest <= 14
     # what does not vary is no column
     assert "head dim |" not in text
-    assert "CabConfig with {'top_p': 0.999, 'min_length': 0}" in text
+    assert "CabConfig with {'mass_threshold': 0.0, 'min_length': 0}" in text
     assert (finished / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -374,10 +374,11 @@ def test_memory_that_runs_out_is_a_row(monkeypatch):
 
 def test_a_budget_is_filled():
     config = tiny().budgeted(KEY)
-    assert (config.max_density, config.top_p, config.min_length) == (0.2, 0.999, 0)
+    assert (config.max_density, config.mass_threshold, config.min_length) == (0.2, 0.0, 0)
     assert (config.query_block, config.key_block) == (32, 16)
-    settings = tiny(cab=("mass_threshold=0.08", "curvature='none'"))
-    assert settings.budgeted(KEY).top_p == 0.5 and settings.budgeted(KEY).curvature == "none"
+    settings = tiny(cab=("mass_threshold=0.08", "typical_queries=4"))
+    config = settings.budgeted(KEY)
+    assert (config.mass_threshold, config.typical_queries) == (0.08, 4)
 
 
 def test_numbers_of_all_magnitudes_fit_a_cell():

@@ -31,10 +31,9 @@ def split_row(length, ms, **parts):
 @pytest.mark.parametrize(
     ("kernel", "part"),
     [
-        ("_coarsen_kernel", "coarsen"),
-        ("_two_hop_kernel_0d1d2d", "curvature"),
-        ("_exact_scores_kernel", "curvature"),
-        ("_block_lists_kernel", "select"),
+        ("_scored_keys_kernel", "keys"),
+        ("_sweep_kernel_0d1d2d", "sweep"),
+        ("_lists_kernel", "lists"),
         ("_block_attention_fwd_kernel", "attention"),
         ("_block_attention_split_levels_kernel", "attention"),
         ("triton_tem_fused_flex_attention_0", "attention"),
@@ -52,11 +51,11 @@ def test_kernels_of_a_prefill_are_sorted_by_name(kernel, part):
 
 
 def test_a_row_holds_the_wall_time_and_its_parts():
-    bench = FakeBench(kernels=("_coarsen_kernel", "_block_attention_fwd_kernel", "nvjet"))
+    bench = FakeBench(kernels=("_scored_keys_kernel", "_block_attention_fwd_kernel", "nvjet"))
     (row,) = measured(bench)
     # the wall time is never that of a graph
     assert (row["ms"], row["kernels_ms"], row["idle_ms"], row["gap"]) == (3.0, 3.0, 0.0, 0.0)
-    assert (row["coarsen_ms"], row["select_ms"], row["attention_ms"]) == (1.0, 0.0, 1.0)
+    assert (row["keys_ms"], row["lists_ms"], row["attention_ms"]) == (1.0, 0.0, 1.0)
     assert row["other_ms"] == 1.0 and row["density"] < 1 and "sparse" in row["ran_as"]
 
 
@@ -69,7 +68,7 @@ def test_a_row_holds_the_wall_time_and_its_parts():
 )
 def test_whether_the_parts_add_up_is_said(sums, said):
     rows = derive(
-        split_row(length, 100.0, coarsen=5.0, attention=total - 15, other=10.0)
+        split_row(length, 100.0, sweep=5.0, attention=total - 15, other=10.0)
         for length, total in zip((100, 200), sums, strict=True)
     )
     shares, agreement = Breakdown.readings(rows)
@@ -79,7 +78,7 @@ def test_whether_the_parts_add_up_is_said(sums, said):
 
 def test_the_table_and_the_bars_show_every_part(tmp_path):
     rows = derive(
-        [split_row(1024, 10.0, coarsen=1.0, attention=4.0, other=5.2), split_row(2048, 20.0)]
+        [split_row(1024, 10.0, sweep=1.0, attention=4.0, other=5.2), split_row(2048, 20.0)]
     )
     table = Breakdown.tables(rows)["Parts"].splitlines()
     assert table[2].count("|") == table[0].count("|") and "rest ms" in table[0]

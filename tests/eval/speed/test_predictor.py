@@ -7,7 +7,6 @@ import json
 import math
 import shlex
 import shutil
-from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 
@@ -45,7 +44,7 @@ def finished(tmp_path_factory):
     """The folder of a whole run, to read, and beside it what was printed."""
     out = tmp_path_factory.mktemp("finished") / "run"
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        command(out, "--cab", "top_p=0.8", drawn=True)
+        command(out, "--cab", "mass_threshold=0.01", drawn=True)
     (out.parent / "printed").write_text(printed.getvalue())
     return out
 
@@ -99,7 +98,7 @@ def test_the_ratio_is_ours_over_the_baseline(finished):
 def test_the_time_is_the_replay_and_eager_stands_beside_it():
     row = sample_of(Predictor, tiny(), {"length": 256})
     assert (row["ms"], row["graph_ms"], row["eager_ms"], row["peak_mib"]) == (2.0, 2.0, 3.0, 5.0)
-    assert (row["coarsen_ms"], row["curvature_ms"], row["select_ms"]) == (1.0, 0.0, 1.0)
+    assert (row["keys_ms"], row["sweep_ms"], row["lists_ms"]) == (1.0, 0.0, 1.0)
     assert row["without_graph"] == {}
 
 
@@ -212,13 +211,13 @@ def test_which_baseline_a_ratio_is_against(measured, name):
 @pytest.mark.parametrize(
     ("kernel", "part"),
     [
-        ("_coarsen_kernel", "coarsen"),
-        ("_block_scores_kernel", "curvature"),
-        ("_two_hop_kernel_0d1d2d", "curvature"),
-        ("_column_strength_kernel", "curvature"),
-        ("_affinity_kernel", "curvature"),
-        ("_select_kernel", "select"),
-        ("_block_lists_kernel", "select"),
+        ("_scored_keys_kernel", "keys"),
+        ("_outliers_kernel", "outliers"),
+        ("_scored_rows_kernel", "rows"),
+        ("_sweep_kernel_0d1d2d", "sweep"),
+        ("_keep_kernel", "keep"),
+        ("_select_kernel", "lists"),
+        ("_lists_kernel", "lists"),
         ("void at::native::vectorized_elementwise_kernel<4, FillFunctor<int>>", "other"),
         ("Memset (Device)", "other"),
     ],
@@ -228,9 +227,9 @@ def test_kernels_are_sorted_by_name(kernel, part):
 
 
 def test_parts_are_medians_of_sums():
-    calls = [[("_coarsen_kernel", ms), ("_coarsen_kernel", 1.0), ("x", 4.0)] for ms in (1, 9, 2)]
-    expected = {"coarsen_ms": 3.0, "curvature_ms": 0.0, "select_ms": 0.0, "other_ms": 4.0}
-    assert timing.split(calls) == expected
+    calls = [[("_sweep_kernel", ms), ("_sweep_kernel", 1.0), ("x", 4.0)] for ms in (1, 9, 2)]
+    parts = {"keys": ("scored_keys",), "sweep": ("sweep",)}
+    assert timing.split(calls, parts) == {"keys_ms": 0.0, "sweep_ms": 3.0, "other_ms": 4.0}
 
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0, 1.5, 2.0])
@@ -271,40 +270,28 @@ def test_the_report_says_where_we_lose():
 
 
 def test_flops_by_hand():
-    settings = tiny()
-    config = CabConfig(query_block=32, key_block=16, exact_queries=0)
-    # 80 tokens: 3 rows that end after 2, 4 and 5 key blocks
+    settings = Settings(device="cpu", heads=4, kv_heads=2, head_dim=64)
+    config = CabConfig(query_block=32, key_block=16, exact_queries=2, typical_queries=4)
+    # rows of four heads over 32, 64 and 80 keys; outliers on half of 64 channels
     work = predictor.predictor_flops(config, settings, 80)
-    assert work["coarsen"] == 80 * 16 * (4 + 3 * 2)
-    assert work["logits"] == 6 * 16 * 4 * (2 + 4 + 5)
-    # paths from row i to row j: i - j + 1, so 3 + 2 * 2 + 3 of them
-    assert work["two_hop"] == 2 * 4 * (3 * 1 + 2 * 2 + 1 * 3)
-    assert work["exact"] == 0
-    exact = predictor.predictor_flops(replace(config, exact_queries=8), settings, 80)
-    # of four heads 8 queries a row, over 32, 64 and 80 keys of 16 channels
-    assert exact["exact"] == 2 * 16 * 4 * 8 * (32 + 64 + 80) and exact["two_hop"] == 0
-    some = replace(config, exact_queries=((8, 0, 16, 0),), top_p=((0.5, 0.5, 1.0, 0.5),))
-    # a head that attends everything chooses nothing
-    work = predictor.predictor_flops(replace(some, predictor="cascade", anchors=(0,)), settings, 80)
-    assert work["exact"] == 2 * 16 * 8 * (32 + 64 + 80)
-    flat = replace(config, curvature="none", coarsen="mean")
-    assert predictor.predictor_flops(flat, settings, 80)["two_hop"] == 0
+    keys = 4 * (32 + 64 + 80)
+    assert work == {"outliers": 2 * 32 * 2 * keys, "typical": 2 * 64 * 4 * keys}
 
 
 def test_of_a_cascade_an_anchor_is_timed(tmp_path):
     blocks = ("--cab", "query_block=32", "--cab", "key_block=16")
     more = (*blocks, "--cab", "predictor=cascade", "--cab", "anchors=[3]")
-    more += ("--cab", "top_p=0.3")
+    more += ("--cab", "mass_threshold=0.2", "--cab", "share_threshold=0.5")
     command(tmp_path / "run", *more, lengths=("256",))
     (row,) = read_rows(tmp_path / "run")
     assert row["ms"] > 0 and 0 < row["density"] < 1
 
 
 def test_a_report_tells_the_fields_that_are_not_the_default_and_still_there():
-    recorded = {**CabConfig(top_p=0.5).to_dict(), "gone": "since"}
+    recorded = {**CabConfig(mass_threshold=0.5).to_dict(), "gone": "since"}
     result = made_of("Two heads", {"cab_config": recorded, "method": "a clock"})
-    assert result == "Two heads; CabConfig with {'top_p': 0.5}.\n\nMethod: a clock."
-    recorded["top_p"] = CabConfig().top_p
+    assert result == "Two heads; CabConfig with {'mass_threshold': 0.5}.\n\nMethod: a clock."
+    recorded["mass_threshold"] = CabConfig().mass_threshold
     result = made_of("Two heads", {"cab_config": recorded, "method": "a clock"})
     assert result.startswith("Two heads; default CabConfig.")
 
@@ -399,7 +386,7 @@ def test_the_csv_has_the_rows(finished):
         pytest.param([row_of(256, None, error="out of memory")], id="nothing"),
         pytest.param([row_of(256, 1.0)], id="no baseline"),
         pytest.param([row_of(256, 1.0, {"SDPA": 1.0}), row_of(512, 2.0)], id="extrapolated"),
-        pytest.param([row_of(256, 1.0, {}, graph_ms=1.0, coarsen_ms=0.5, other_ms=0.0)], id="all"),
+        pytest.param([row_of(256, 1.0, {}, graph_ms=1.0, sweep_ms=0.5, other_ms=0.0)], id="all"),
     ],
 )
 def test_the_figure_is_a_picture(tmp_path, rows):
@@ -410,7 +397,8 @@ def test_the_figure_is_a_picture(tmp_path, rows):
 def test_results_hold_settings_provenance_and_no_path(finished):
     text = (finished / "results.json").read_text()
     made = json.loads(text)["provenance"]
-    assert made["experiment"] == Predictor.name and made["settings"]["cab_config"]["top_p"] == 0.8
+    assert made["experiment"] == Predictor.name
+    assert made["settings"]["cab_config"]["mass_threshold"] == 0.01
     assert "perf_counter" in made["settings"]["method"]
     assert made["versions"]["torch"] and made["commit"] == "0" * 40
     assert str(finished) not in text
@@ -428,13 +416,14 @@ def test_a_run_can_be_extended(tmp_path):
     ("more", "named"),
     [
         pytest.param(["--seed", "1"], "seed", id="seed"),
-        pytest.param(["--cab", "top_p=0.5"], "cab_config", id="config"),
+        pytest.param(["--cab", "mass_threshold=0.5"], "cab_config", id="config"),
         pytest.param(["--dtype", "bfloat16"], "dtype", id="dtype"),
     ],
 )
 def test_results_of_other_settings_are_refused(finished, capsys, more, named):
     words = ["speed", "predictor", "--device", "cpu", "--out", str(finished), *SHAPE]
-    assert main([*words, *(more if "--cab" in more else ["--cab", "top_p=0.8", *more])]) == 2
+    more = more if "--cab" in more else ["--cab", "mass_threshold=0.01", *more]
+    assert main([*words, *more]) == 2
     assert f"made with {named}" in capsys.readouterr().err
 
 
@@ -457,13 +446,14 @@ def test_results_of_another_making_are_refused(
     finished, monkeypatch, capsys, where, name, value, named
 ):
     monkeypatch.setattr(where, name, value)
-    words = ["--device", "cpu", "--out", str(finished), *SHAPE, "--cab", "top_p=0.8"]
+    words = ["--device", "cpu", "--out", str(finished), *SHAPE, "--cab", "mass_threshold=0.01"]
     assert main(["speed", "predictor", *words]) == 2
     assert f"made with {named}" in capsys.readouterr().err
 
 
 # the defaults when the runs were made whose commands do not say
-EARLIER_DEFAULTS = {"min_length": 16384, "top_p": 0.9, "top_k_share": 0.05}
+EARLIER_DEFAULTS = {"min_length": 16384, "predictor": "curvature", "top_p": 0.999}
+EARLIER_DEFAULTS |= {"curvature": "additive", "redundancy": 0.3}
 
 
 @pytest.mark.parametrize("folder", sorted(RESULTS.glob("speed-*")), ids=lambda path: path.name)
@@ -515,14 +505,16 @@ def test_lengths_take_spaces_and_commas(words):
 def test_the_command_line_wins_over_the_file(tmp_path):
     file = tmp_path / "speed.yaml"
     file.write_text(
-        "lengths: [256, 512]\nseed: 3\nkv-heads: 1\ncab: {top_p: 0.5, top_k_share: 0.0}\n"
+        "lengths: [256, 512]\nseed: 3\nkv-heads: 1\n"
+        "cab: {mass_threshold: 0.5, typical_queries: 4}\n"
     )
     settings = command(
-        *(tmp_path / "out", "--config", str(file), "--seed", "4", "--cab", "top_p=0.7"),
+        *(tmp_path / "out", "--config", str(file), "--seed", "4", "--cab", "mass_threshold=0.7"),
         lengths=["256"],
     )["provenance"]["settings"]
     assert (settings["lengths"], settings["seed"], settings["kv_heads"]) == ([256], 4, 2)
-    assert (settings["cab_config"]["top_p"], settings["cab_config"]["top_k_share"]) == (0.7, 0.0)
+    config = settings["cab_config"]
+    assert (config["mass_threshold"], config["typical_queries"]) == (0.7, 4)
 
 
 def test_the_file_wins_over_the_defaults(tmp_path):
@@ -557,7 +549,7 @@ def test_a_gpu_has_graph_peak_parts_and_baselines(gpu, tmp_path):
     for row in read_rows(tmp_path):
         assert row["error"] is None and row["without_graph"].get("predictor") is None
         assert row["graph_ms"] == row["ms"] > 0 and row["peak_mib"] > 0
-        assert min(row["coarsen_ms"], row["curvature_ms"], row["select_ms"]) > 0
+        assert all(row[f"{part}_ms"] > 0 for part in timing.PREDICTOR)
         kernels = math.fsum(row[f"{part}_ms"] for part in predictor.PARTS)
         assert kernels <= 2 * row["ms"]
         assert "cuDNN" in row["baselines"], row["not_measured"]

@@ -79,7 +79,7 @@ def test_a_budget_for_every_length():
     settings = Settings(device="cpu", lengths=(256, 512), max_density=("0.1", "512:0.05"))
     assert settings.budgeted(256).max_density == 0.1
     config = settings.budgeted(512, min_length=0)
-    assert (config.max_density, config.top_p, config.min_length) == (0.05, 0.999, 0)
+    assert (config.max_density, config.mass_threshold, config.min_length) == (0.05, 0.0, 0)
 
 
 # --- ttft
