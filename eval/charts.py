@@ -10,8 +10,6 @@ from typing import Any
 from cab_hf.runs.figure import figure
 
 GREYS = ("black", "dimgrey", "darkgrey", "silver", "gainsboro", "tan", "wheat")
-# colour, marker and line of each line; the others are held against the first
-LINES = ("ko-", "C3v-", "C1^-", "C0s-", "C0D--", "C2P-", "C2X--", "C4*-", "C7.:")
 WIDEST_GRIDS = 24  # columns side by side, over all panels of a heat map
 MOST_WRITTEN = 20  # columns of a heat map whose shares are written into it
 
@@ -112,34 +110,3 @@ def heatmap(
         complete.supxlabel(x_label, fontsize=9)
         complete.supylabel(y_label, fontsize=9)
         complete.colorbar(image, ax=axes, label="share")
-
-
-def sweep(
-    path: Path | str,
-    panels: Mapping[str, Mapping[str, Sequence[float]]],
-    ticks: Sequence[float],
-    x_label: str,
-    y_label: str,
-) -> None:
-    """Draw shares at each of ``ticks``, evenly spaced, as lines; at most as many as `LINES`.
-
-    ``panels`` are title -> name -> shares, with the same names; the first one is broad and beneath.
-    """
-    across = min(2, len(panels))
-    down = -(-len(panels) // across)
-    size = (4.2 * across, 0.8 + 3.2 * down)
-    with figure(path, down, across, figsize=size, sharex=True, sharey=True) as axes:
-        for axis in axes.flat[len(panels) :]:
-            axis.set_visible(False)
-        for axis, (title, shares) in zip(axes.flat, panels.items(), strict=False):
-            for place, (name, values) in enumerate(shares.items()):
-                over = {"linewidth": 1.3} if place else {"linewidth": 3, "zorder": 1}
-                axis.plot(range(len(ticks)), values, LINES[place], label=name, **over)
-            axis.set_title(title, fontsize=10)
-            axis.set_xticks(range(len(ticks)), [f"{tick:g}" for tick in ticks])
-            axis.grid(alpha=0.25)
-        complete = axes[0, 0].figure
-        complete.supxlabel(x_label, fontsize=10)
-        complete.supylabel(y_label, fontsize=10)
-        names = axes[0, 0].get_legend_handles_labels()
-        complete.legend(*names, loc="outside upper center", ncols=5)

@@ -41,7 +41,6 @@ ORDER = (
     *("fidelity", "books", "calibrate"),
     *(f"speed {op}" for op in ("ttft", "attention", "predictor", "batches", "breakdown")),
     *(f"speed {op}" for op in ("prefill", "serve", "decode", "lora", "context-parallel")),
-    "bridges",
     "families",
     "families-context-parallel",
 )

@@ -14,7 +14,7 @@ from cab_hf.eval.readme import CHOOSING, KEPT, SPEED
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval" / "results"
-COMMITTED = ["fidelity-default", "smollm2-8192-text-1key", "bridges"]
+COMMITTED = ["fidelity-default", "smollm2-8192-text-1key", "families"]
 PAGE = "a\n<!-- table: default -->\nold\n<!-- end -->\nb\n"
 MADE = {"experiment": "passkey", "device": "a GPU", "commit": "0123456789"}
 LENGTHS = (8192, 65_536, 131_072)
@@ -113,11 +113,11 @@ def test_runs_that_differ_in_nothing_short_go_by_their_folders(tmp_path):
 
 def test_all_folders_are_on_the_page_in_order(results, monkeypatch):
     class Later(Passkey):
-        name = "bridges"
+        name = "families"
 
-    kinds = {"passkey": Passkey, "bridges": Later}
+    kinds = {"passkey": Passkey, "families": Later}
     monkeypatch.setattr(readme, "named", kinds.get)
-    write(results / "a", [answers("dense", 0.9, 1.0)], experiment="bridges")
+    write(results / "a", [answers("dense", 0.9, 1.0)], experiment="families")
     for name in (SPEED, CHOOSING, *KEPT):
         write(results / f"{name}-passkey", [answers("dense", 0.9, 1.0)])
         (results / name / "results.json").unlink()

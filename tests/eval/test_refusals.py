@@ -148,8 +148,6 @@ def test_of_a_text(refused, command, words, file, message):
             "calibrate", "--documents 0", "documents is 0; it must be at least 1", id="none read"
         ),
         pytest.param("calibrate", "--target-densities 7", "must be in (0, 1]", id="density"),
-        pytest.param("bridges", "--sizes 1x1", "sizes is (1, 1); it must be", id="size"),
-        pytest.param("bridges", "--out book.txt", "cannot be written", id="out of bridges"),
         pytest.param("speed attention", "--device gpu", "device must be one", id="speed device"),
         pytest.param("speed ttft", "--device meta", "device must be one", id="speed on nothing"),
         pytest.param(
