@@ -67,14 +67,6 @@ def test_heatmap_is_a_picture(tmp_path, panels):
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("panels", [1, 3])
-def test_sweep_is_a_picture(tmp_path, panels):
-    path = tmp_path / "sweep.png"
-    lines = {"magnitude": [0.5, 0.2], "cab": [0.6, 0.3]}
-    charts.sweep(path, {f"panel {i}": lines for i in range(panels)}, (0.5, 0.9), "x", "y")
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_difference_is_shown_with_its_interval():
     row = {"delta": 0.05, "delta_low": -0.041, "delta_high": 0.1}
     assert report.difference(row) == "+0.05 [-0.04, +0.10]"
