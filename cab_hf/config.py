@@ -106,8 +106,8 @@ class CabConfig:
             two that divides ``query_block``.
         mass_threshold: a row keeps the blocks to which its queries give so much of their attention
             on average, by those that are scored, in [0, 1]; 0 keeps every block and is exact. A row
-            that sees more than 32,768 keys keeps blocks of less, in proportion: at 131,072 of a
-            quarter.
+            that sees more than 32,768 keys keeps blocks of less, by the square root: at 131,072 of
+            half.
         share_threshold: a row keeps the blocks to which one scored query gives so much of its
             attention, in (0, 1].
         top_p: of the predictors `BY_MASS`, the share of their estimate that is kept, in (0, 1];
@@ -161,10 +161,10 @@ class CabConfig:
     key_block: int = 64
     sink_blocks: int = 1
     local_blocks: int = 3
-    dense_tail_blocks: int = 1
+    dense_tail_blocks: int = 2
     exact_queries: int = _read_by(*CAB, default=16, off=0)
     typical_queries: int = _read_by(*CAB, default=8)
-    mass_threshold: float = _read_by(*CAB, default=0.002)
+    mass_threshold: float = _read_by(*CAB, default=0.0025)
     share_threshold: float = _read_by(*CAB, default=0.05)
     top_p: float | None = _read_by(*BY_MASS, default=None)
     sparsity: float | Table = _read_by(FRC, *RANKING, default=0.95, off=0)
