@@ -106,8 +106,8 @@ class CabConfig:
             two that divides ``query_block``.
         mass_threshold: a row keeps the blocks to which its queries give so much of their attention
             on average, by those that are scored, in [0, 1]; 0 keeps every block and is exact. A row
-            that sees more than 32,768 keys keeps blocks of less, by the square root: at 131,072 of
-            half.
+            that sees more than 32,768 keys keeps blocks of less, in proportion: at 131,072 of a
+            quarter.
         share_threshold: a row keeps the blocks to which one scored query gives so much of its
             attention, in (0, 1].
         top_p: of the predictors `BY_MASS`, the share of their estimate that is kept, in (0, 1];

@@ -605,7 +605,7 @@ def _keep_kernel(
     sinks = tl.load(bounds + 2 * bounds_plane + at)
     local = tl.load(bounds + 3 * bounds_plane + at)
     # a row of more keys spreads its attention over more blocks
-    longer = tl.sqrt(tl.maximum((highest - lowest + 1) / THRESHOLD_BLOCKS, 1.0))
+    longer = tl.maximum((highest - lowest + 1) / THRESHOLD_BLOCKS, 1.0)
     weight = tl.maximum(weight, 1e-30) / longer
     needed = least_mass * weight
     if TAIL != "none":

@@ -151,7 +151,7 @@ def ranks(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor
     spans, group = call.spans, q.shape[1] // k.shape[1]
     visible = block_visibility(spans, config.query_block, config.key_block)
     seen = config.key_block * visible.sum(-1, keepdim=True).unsqueeze(1)
-    longer = (seen / reference.THRESHOLD_KEYS).clamp(min=1).sqrt()
+    longer = (seen / reference.THRESHOLD_KEYS).clamp(min=1)
     forced = reference.forced_blocks(visible, spans, config).unsqueeze(1)
     result = []
     for head in range(q.shape[1]):
