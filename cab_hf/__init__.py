@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cab_hf.plan import BlockPlan
     from cab_hf.predictors import register_predictor
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "BlockPlan",
     "CabConfig",

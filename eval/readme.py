@@ -84,7 +84,6 @@ DECODED, DECODED_METHOD = "fidelity-decode", "cab:keys"
 COMPARED, COMPARED_TEXT = "fidelity-default-32k", "licences"
 CHOICES = {
     "default": "cab",
-    "calibrated budgets": "cab:budgets",
     "cascade of five anchors": "cab:cascade",
     '"cab_dense"': "dense",
 }
@@ -118,7 +117,8 @@ Each folder is one run of an experiment: `{SAMPLES}`, what was measured, a case 
 as `{PACKED}`; `{RESULTS}`, the rows derived from it and where they come from (a run writes them as
 `{CSV}` too); `{FIGURE}`; and `{REPORT}`, all of this to be read. The command below a figure
 measures it anew, on the device named beside it; this page is written, and samples (and rows, where
-they are many) are packed, by `make readme`."""
+they are many) are packed, by `make readme`. Up to cab_hf 0.2, the default chose blocks by means and
+bounds of keys and by outlier queries: what names such a version was measured with that."""
 
 
 @dataclass(frozen=True)
@@ -212,11 +212,12 @@ def _identity(result: Results) -> dict[str, Any]:
 
 
 def source(results: Sequence[Results]) -> str:
-    """Device, torch and commit of the runs, in one line."""
+    """Device, torch, package and commit of the runs, in one line."""
     made = [each.provenance for each in results]
     fields = {
         "": [each["device"] for each in made],
         "torch ": [each["versions"]["torch"] for each in made],
+        "cab_hf ": [each["versions"].get("cab_hf", "0.2 or before") for each in made],
         "commit ": [_short(each["commit"] or "unknown") for each in made],
     }
     return ", ".join(what + _listed(list(dict.fromkeys(each))) for what, each in fields.items())

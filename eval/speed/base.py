@@ -30,8 +30,6 @@ from cab_hf.runs.settings import (
 )
 
 DTYPES = ("bfloat16", "float16", "float32")
-# what runs did that knew of no such fields
-BEFORE_EXACT_QUERIES = {"exact_queries": 0}
 # no block has too little of the attention mass: every row fills its budget
 KEEPS_ALL = {"mass_threshold": 0.0}
 TOKENS = {"tokens": column("{:,}".format, "length")}
@@ -288,10 +286,9 @@ def remarks(rows: Sequence[Row], by: Mapping[str, str] | None = None) -> dict[st
 
 def made_of(shape: str, settings: Mapping[str, Any]) -> str:
     """What was computed on and how it was timed, for a report; ``settings`` are recorded ones."""
-    default = CabConfig().to_dict()
-    recorded = {**BEFORE_EXACT_QUERIES, **settings["cab_config"]}
-    # of fields that have gone since, the command tells
-    known = [name for name in default if name in recorded]
-    config = {name: recorded[name] for name in known if recorded[name] != default[name]}
+    default, recorded = CabConfig().to_dict(), settings["cab_config"]
+    config = {name: each for name, each in recorded.items() if default.get(name) != each}
     chosen = f"CabConfig with {config}" if config else "default CabConfig"
+    if recorded.keys() - default.keys():
+        chosen = "choosing blocks as cab_hf 0.2 did; the command has its settings"
     return f"{shape}; {chosen}.\n\nMethod: {settings['method']}."
