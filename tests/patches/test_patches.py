@@ -32,6 +32,10 @@ def model():
     return tiny_model()
 
 
+# what has a number for every head
+BY_HEAD = {"predictor": "frc"}
+
+
 def state(model):
     return model.config._attn_implementation, getattr(model.config, "cab_config", None)
 
@@ -39,8 +43,8 @@ def state(model):
 def test_apply_is_idempotent_and_remove_puts_back(model):
     before = state(model)
     assert cab_hf.apply_cab(model, SPARSE) is model
-    cab_hf.apply_cab(model, mass_threshold=0.08)
-    assert model.config.cab_config["top_p"] == 0.7
+    cab_hf.apply_cab(model, mass_threshold=0.05)
+    assert model.config.cab_config["mass_threshold"] == 0.05
     assert model.config.cab_config["key_block"] == SPARSE.key_block
     assert cab_hf.remove_cab(model) is model
     assert state(model) == before
@@ -54,7 +58,7 @@ def test_the_context_manager_restores_what_it_found(model):
     assert state(model) == ("sdpa", None)
     cab_hf.apply_cab(model, FULL)
     with cab_hf.cab(model, mass_threshold=0.08):
-        assert model.config.cab_config["top_p"] == 0.5
+        assert model.config.cab_config["mass_threshold"] == 0.08
     assert CabConfig.from_dict(model.config.cab_config) == FULL
     with pytest.raises(RuntimeError, match="from inside"), cab_hf.cab(model, mass_threshold=0.08):
         raise RuntimeError("from inside")
@@ -125,10 +129,10 @@ def test_what_was_there_before_goes_where_the_model_goes(model, applied_as):
 
 def test_a_copy_is_switched_alone(model):
     cab_hf.apply_cab(model, SPARSE)
-    with cab_hf.cab(model, mass_threshold=0.08):
+    with cab_hf.cab(model, mass_threshold=0.05):
         other = copy.deepcopy(model)
     cab_hf.remove_cab(model)
-    assert state(model) == ("sdpa", None) and state(other)[1]["top_p"] == 0.7
+    assert state(model) == ("sdpa", None) and state(other)[1]["mass_threshold"] == 0.05
     cab_hf.remove_cab(other)
     assert state(other) == ("sdpa", None)
 
@@ -151,12 +155,12 @@ def test_blocks_may_end_in_any_order(model, first_to_end, applied):
     if applied:
         cab_hf.apply_cab(model, FULL)
     before = state(model)
-    blocks = [cab_hf.cab(model, top_p=top_p) for top_p in (0.5, 0.6, 0.7)]
+    blocks = [cab_hf.cab(model, mass_threshold=each) for each in (0.5, 0.6, 0.7)]
     for block in blocks:
         block.__enter__()
     blocks.pop(first_to_end).__exit__(None, None, None)
     # the block that began last of those still open is the one that holds
-    assert state(model)[1]["top_p"] == (0.6 if first_to_end == 2 else 0.7)
+    assert state(model)[1]["mass_threshold"] == (0.6 if first_to_end == 2 else 0.7)
     for block in blocks:
         block.__exit__(None, None, None)
     assert state(model) == before
@@ -264,9 +268,8 @@ def test_only_the_text_of_a_vision_language_model_is_calibrated(message, monkeyp
     monkeypatch.setattr(passes, "KEYS", 2)
     model = tiny_llava(**message)
     model.resize_token_embeddings(400)
-    config = SPARSE.changed(predictor="antidiagonal")
     given = cab_hf.calibrate(
-        model, make_tokenizer(), "So it goes.", 0.7, config=config, length=300, documents=1
+        model, make_tokenizer(), "So it goes.", 0.7, config=SPARSE, length=300, documents=1
     )
     assert implementations(model) == {"": "sdpa", "v": "sdpa", "t": "cab"}
     assert model.config.text_config.cab_config == given.to_dict()
@@ -283,13 +286,13 @@ def test_two_models_of_one_config_do_not_share_the_switch():
         assert state(b) == ("sdpa", None) == (config._attn_implementation, None)
         assert torch.equal(b(ids).logits, expected)
         cab_hf.apply_cab(b, FULL)
-        assert state(a)[1]["top_p"] == SPARSE.top_p
+        assert state(a)[1]["mass_threshold"] == SPARSE.mass_threshold
         cab_hf.remove_cab(a)
-        assert state(b)[1]["top_p"] == FULL.top_p
+        assert state(b)[1]["mass_threshold"] == FULL.mass_threshold
     with cab_hf.cab(b, mass_threshold=0.08):
         born_later = LlamaForCausalLM(b.config)
     cab_hf.remove_cab(b)
-    assert state(born_later)[1]["top_p"] == 0.7
+    assert state(born_later)[1]["mass_threshold"] == 0.08
 
 
 @pytest.mark.parametrize("build", [tiny_model, tiny_llava], ids=["text", "vision-language"])
@@ -318,8 +321,8 @@ def no_attention_by_name():
     [
         pytest.param(lambda: torch.nn.Linear(2, 2), {}, "no transformers model", id="no-model"),
         pytest.param(no_attention_by_name, {}, "keeps attn_implementation='sdpa'", id="falcon"),
-        pytest.param(tiny_model, {"top_p": 7}, "top_p", id="setting"),
-        pytest.param(tiny_llava, {"top_p": [[0.5] * 5] * 3}, "top_p", id="table"),
+        pytest.param(tiny_model, {"mass_threshold": 7}, "mass_threshold", id="setting"),
+        pytest.param(tiny_llava, BY_HEAD | {"sparsity": [[0.5] * 5] * 3}, "sparsity", id="table"),
     ],
 )
 def test_what_cannot_be_switched_is_refused_and_left_as_it_is(build, options, message):
@@ -374,7 +377,7 @@ def test_describe_says_what_runs_where_and_why(model):
     assert "'sdpa'" in cab_hf.describe(model)
     cab_hf.apply_cab(model, SPARSE, dense_layers=(0,), min_length=100)
     lines = cab_hf.describe(model, tokens=500).splitlines()
-    assert "top_p 0.4" in lines[0] and "32 x 16" in lines[0] and "500 tokens" in lines[0]
+    assert "mass_threshold 0.08" in lines[0] and "32 x 16" in lines[0] and "500 tokens" in lines[0]
     assert lines[1] == "  layer 0: dense, in dense_layers"
     assert lines[2] == "  layers 1-2: sparse, engine reference"
     assert "shorter than min_length=100" in cab_hf.describe(model, tokens=99)
@@ -392,7 +395,7 @@ def test_describe_says_what_training_samples(model):
 def test_describe_says_which_layer_chooses_for_which(model):
     cab_hf.apply_cab(model, SPARSE, predictor="cascade", anchors=(0, 2))
     lines = cab_hf.describe(model, tokens=500).splitlines()
-    assert "predictor cascade (2 anchors)" in lines[0]
+    assert "predictor cascade (2 anchors, " in lines[0]
     assert lines[1:] == [
         "  layer 0: sparse, engine reference, an anchor",
         "  layer 1: sparse, engine reference, the blocks of layer 0",
@@ -420,8 +423,8 @@ def test_describe_knows_layers_without_an_index(name):
     model = cab_hf.apply_cab(tiny_type(name), FULL)
     lines = cab_hf.describe(model, tokens=100).splitlines()
     assert lines[1].startswith("  layers that stand in several places: sparse, ")
-    with pytest.raises(ValueError, match="top_p is a table of layers, and this layer has no index"):
-        cab_hf.apply_cab(model, top_p=((0.5,) * 4,) * 4)(tokens(1, 100))
+    with pytest.raises(ValueError, match="sparsity is a table of layers, and this layer has no index"):
+        cab_hf.apply_cab(model, **BY_HEAD, sparsity=((0.5,) * 4,) * 4)(tokens(1, 100))
 
 
 def test_describe_does_not_pretend_to_layers():
@@ -503,12 +506,10 @@ OWN = Origin("somebody's", layers=3, heads=6, kv_heads=2, length=4096)
 
 
 def test_describe_says_what_was_calibrated_for(model):
-    cab_hf.apply_cab(model, SPARSE, top_p=((0.5,) * 6,) * 3, origin=OWN)
+    table = {**BY_HEAD, "sparsity": ((0.5,) * 6,) * 3}
+    cab_hf.apply_cab(model, table, origin=OWN)
     first = cab_hf.describe(model, tokens=500).splitlines()[0]
     assert first.endswith("a prompt of 500 tokens (calibrated for somebody's at 4,096 tokens):")
-    # one number for all heads is nobody's calibration
-    cab_hf.apply_cab(model, mass_threshold=0.08)
-    assert "calibrated" not in cab_hf.describe(model)
 
 
 @pytest.mark.parametrize(
@@ -538,22 +539,24 @@ def loaded(model, folder, **message):
 
 
 MISFITS = {
-    "deep": ({"top_p": [[0.5] * 6] * 30}, "top_p has 30 layers of 6 heads, and this model has 3"),
-    "shallow": (
-        {"top_k_share": [[0.1] * 6] * 2},
-        "top_k_share has 2 layers of 6 heads, and this model",
+    "deep": (
+        BY_HEAD | {"sparsity": [[0.5] * 6] * 30},
+        "sparsity has 30 layers of 6 heads, and this model has 3",
     ),
-    "heads": ({"top_k_share": [[0.5] * 9] * 3}, "9 heads, and this model has 3 layers of 6 heads;"),
-    "exact": ({"exact_queries": [[8] * 9] * 3}, "exact_queries has 3 layers of 9 heads"),
+    "shallow": (
+        BY_HEAD | {"sparsity": [[0.1] * 6] * 2},
+        "sparsity has 2 layers of 6 heads, and this model",
+    ),
+    "heads": (BY_HEAD | {"sparsity": [[0.5] * 9] * 3}, "9 heads, and this model has 3 layers of 6"),
     "map": (
         {"predictor": "cascade", "anchors": [0], "head_map": [[0] * 9] * 3},
         "head_map has 3 layers of 9 heads",
     ),
     "layer": ({"dense_layers": [3]}, "dense_layers has 3; this model has layers 0 to 2"),
     "kv-heads": ({"origin": OWN._replace(kv_heads=6)._asdict()}, "3 layers, 6 heads, 6 KV heads"),
-    "field": ({"top_pp": 0.5}, "CabConfig has no field 'top_pp'"),
-    "value": ({"top_p": "much"}, "CabConfig.top_p is 'much'; it must be"),
-    "predictor": ({"predictor": "curvatur"}, "predictor"),
+    "field": ({"mass_treshold": 0.5}, "CabConfig has no field 'mass_treshold'"),
+    "value": ({"mass_threshold": "much"}, "CabConfig.mass_threshold is 'much'; it must be"),
+    "predictor": ({"predictor": "row"}, "predictor"),
 }
 
 
