@@ -130,7 +130,6 @@ def test_every_family_gives_dense_tokens_where_all_is_read(family, steps):
             {"predictor": "cascade", "anchors": (0,), "head_map": ((5, 4, 3, 2, 1, 0),) * 3},
             id="mapped",
         ),
-        pytest.param({"top_p": ((0.5, 0.5, 1.0, 0.5, 0.5, 0.5),) * 3}, id="calibrated"),
     ],
 )
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])

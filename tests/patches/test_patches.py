@@ -39,8 +39,8 @@ def state(model):
 def test_apply_is_idempotent_and_remove_puts_back(model):
     before = state(model)
     assert cab_hf.apply_cab(model, SPARSE) is model
-    cab_hf.apply_cab(model, mass_threshold=0.08)
-    assert model.config.cab_config["top_p"] == 0.7
+    cab_hf.apply_cab(model, mass_threshold=0.3)
+    assert model.config.cab_config["mass_threshold"] == 0.3
     assert model.config.cab_config["key_block"] == SPARSE.key_block
     assert cab_hf.remove_cab(model) is model
     assert state(model) == before
@@ -54,7 +54,7 @@ def test_the_context_manager_restores_what_it_found(model):
     assert state(model) == ("sdpa", None)
     cab_hf.apply_cab(model, FULL)
     with cab_hf.cab(model, mass_threshold=0.08):
-        assert model.config.cab_config["top_p"] == 0.5
+        assert model.config.cab_config["mass_threshold"] == 0.08
     assert CabConfig.from_dict(model.config.cab_config) == FULL
     with pytest.raises(RuntimeError, match="from inside"), cab_hf.cab(model, mass_threshold=0.08):
         raise RuntimeError("from inside")
@@ -125,10 +125,10 @@ def test_what_was_there_before_goes_where_the_model_goes(model, applied_as):
 
 def test_a_copy_is_switched_alone(model):
     cab_hf.apply_cab(model, SPARSE)
-    with cab_hf.cab(model, mass_threshold=0.08):
+    with cab_hf.cab(model, mass_threshold=0.3):
         other = copy.deepcopy(model)
     cab_hf.remove_cab(model)
-    assert state(model) == ("sdpa", None) and state(other)[1]["top_p"] == 0.7
+    assert state(model) == ("sdpa", None) and state(other)[1]["mass_threshold"] == 0.3
     cab_hf.remove_cab(other)
     assert state(other) == ("sdpa", None)
 
@@ -151,12 +151,12 @@ def test_blocks_may_end_in_any_order(model, first_to_end, applied):
     if applied:
         cab_hf.apply_cab(model, FULL)
     before = state(model)
-    blocks = [cab_hf.cab(model, top_p=top_p) for top_p in (0.5, 0.6, 0.7)]
+    blocks = [cab_hf.cab(model, mass_threshold=x) for x in (0.1, 0.2, 0.3)]
     for block in blocks:
         block.__enter__()
     blocks.pop(first_to_end).__exit__(None, None, None)
     # the block that began last of those still open is the one that holds
-    assert state(model)[1]["top_p"] == (0.6 if first_to_end == 2 else 0.7)
+    assert state(model)[1]["mass_threshold"] == (0.2 if first_to_end == 2 else 0.3)
     for block in blocks:
         block.__exit__(None, None, None)
     assert state(model) == before
@@ -283,13 +283,13 @@ def test_two_models_of_one_config_do_not_share_the_switch():
         assert state(b) == ("sdpa", None) == (config._attn_implementation, None)
         assert torch.equal(b(ids).logits, expected)
         cab_hf.apply_cab(b, FULL)
-        assert state(a)[1]["top_p"] == SPARSE.top_p
+        assert state(a)[1]["mass_threshold"] == SPARSE.mass_threshold
         cab_hf.remove_cab(a)
-        assert state(b)[1]["top_p"] == FULL.top_p
+        assert state(b)[1]["mass_threshold"] == FULL.mass_threshold
     with cab_hf.cab(b, mass_threshold=0.08):
         born_later = LlamaForCausalLM(b.config)
     cab_hf.remove_cab(b)
-    assert state(born_later)[1]["top_p"] == 0.7
+    assert state(born_later)[1]["mass_threshold"] == 0.08
 
 
 @pytest.mark.parametrize("build", [tiny_model, tiny_llava], ids=["text", "vision-language"])
@@ -319,7 +319,9 @@ def no_attention_by_name():
         pytest.param(lambda: torch.nn.Linear(2, 2), {}, "no transformers model", id="no-model"),
         pytest.param(no_attention_by_name, {}, "keeps attn_implementation='sdpa'", id="falcon"),
         pytest.param(tiny_model, {"top_p": 7}, "top_p", id="setting"),
-        pytest.param(tiny_llava, {"top_p": [[0.5] * 5] * 3}, "top_p", id="table"),
+        pytest.param(
+            tiny_llava, {"predictor": "frc", "sparsity": [[0.5] * 5] * 3}, "sparsity", id="table"
+        ),
     ],
 )
 def test_what_cannot_be_switched_is_refused_and_left_as_it_is(build, options, message):
@@ -374,7 +376,7 @@ def test_describe_says_what_runs_where_and_why(model):
     assert "'sdpa'" in cab_hf.describe(model)
     cab_hf.apply_cab(model, SPARSE, dense_layers=(0,), min_length=100)
     lines = cab_hf.describe(model, tokens=500).splitlines()
-    assert "top_p 0.4" in lines[0] and "32 x 16" in lines[0] and "500 tokens" in lines[0]
+    assert "mass_threshold 0.08" in lines[0] and "32 x 16" in lines[0] and "500 tokens" in lines[0]
     assert lines[1] == "  layer 0: dense, in dense_layers"
     assert lines[2] == "  layers 1-2: sparse, engine reference"
     assert "shorter than min_length=100" in cab_hf.describe(model, tokens=99)
@@ -420,8 +422,10 @@ def test_describe_knows_layers_without_an_index(name):
     model = cab_hf.apply_cab(tiny_type(name), FULL)
     lines = cab_hf.describe(model, tokens=100).splitlines()
     assert lines[1].startswith("  layers that stand in several places: sparse, ")
-    with pytest.raises(ValueError, match="top_p is a table of layers, and this layer has no index"):
-        cab_hf.apply_cab(model, top_p=((0.5,) * 4,) * 4)(tokens(1, 100))
+    with pytest.raises(
+        ValueError, match="sparsity is a table of layers, and this layer has no index"
+    ):
+        cab_hf.apply_cab(model, predictor="frc", sparsity=((0.5,) * 4,) * 4)(tokens(1, 100))
 
 
 def test_describe_does_not_pretend_to_layers():
@@ -503,7 +507,7 @@ OWN = Origin("somebody's", layers=3, heads=6, kv_heads=2, length=4096)
 
 
 def test_describe_says_what_was_calibrated_for(model):
-    cab_hf.apply_cab(model, SPARSE, top_p=((0.5,) * 6,) * 3, origin=OWN)
+    cab_hf.apply_cab(model, SPARSE, origin=OWN)
     first = cab_hf.describe(model, tokens=500).splitlines()[0]
     assert first.endswith("a prompt of 500 tokens (calibrated for somebody's at 4,096 tokens):")
     # one number for all heads is nobody's calibration
@@ -538,13 +542,18 @@ def loaded(model, folder, **message):
 
 
 MISFITS = {
-    "deep": ({"top_p": [[0.5] * 6] * 30}, "top_p has 30 layers of 6 heads, and this model has 3"),
-    "shallow": (
-        {"top_k_share": [[0.1] * 6] * 2},
-        "top_k_share has 2 layers of 6 heads, and this model",
+    "deep": (
+        {"predictor": "frc", "sparsity": [[0.5] * 6] * 30},
+        "sparsity has 30 layers of 6 heads, and this model has 3",
     ),
-    "heads": ({"top_k_share": [[0.5] * 9] * 3}, "9 heads, and this model has 3 layers of 6 heads;"),
-    "exact": ({"exact_queries": [[8] * 9] * 3}, "exact_queries has 3 layers of 9 heads"),
+    "shallow": (
+        {"predictor": "frc", "sparsity": [[0.1] * 6] * 2},
+        "sparsity has 2 layers of 6 heads, and this model",
+    ),
+    "heads": (
+        {"predictor": "frc", "sparsity": [[0.5] * 9] * 3},
+        "9 heads, and this model has 3 layers of 6 heads;",
+    ),
     "map": (
         {"predictor": "cascade", "anchors": [0], "head_map": [[0] * 9] * 3},
         "head_map has 3 layers of 9 heads",

@@ -251,7 +251,7 @@ def test_what_is_no_file_in_a_folder_is_refused(tmp_path, make, message):
             id="nested",
         ),
         pytest.param({**IDENTITY, "more": 2}, "with more None, this run has 2", id="new"),
-        pytest.param({"seed": 0}, "with config {'top_p'", id="gone"),
+        pytest.param({"seed": 0}, "with config {'mass_threshold'", id="gone"),
     ],
 )
 def test_another_identity_is_refused_by_its_first_difference(path, identity, message):
