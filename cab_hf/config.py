@@ -200,7 +200,9 @@ class CabConfig:
         power = f"a power of two that divides query_block={self.query_block}"
         self._require(("typical_queries",), self._is_power, power)
         none = f"0 or {power}"
-        self._require(("exact_queries",), lambda x: x == 0 or self._is_power(x), none)
+        self._require(
+            ("exact_queries",), lambda x: self._is_power(x) or (is_count(x) and x == 0), none
+        )
         self._require(("mass_threshold",), is_share, "in [0, 1]")
         self._require(("share_threshold",), lambda x: is_share(x) and x > 0, "in (0, 1]")
         every_row = "in [0, 1): every row needs at least one block"

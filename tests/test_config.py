@@ -10,8 +10,7 @@ import torch
 from transformers import LlamaConfig, PreTrainedConfig, WhisperConfig
 
 from cab_hf import CabConfig, checks
-from cab_hf.budgets import Budgets, budgets_of
-from cab_hf.config import FIELDS, TOP_P_BY_KEYS, Origin
+from cab_hf.config import FIELDS, Origin
 from cab_hf.fit import require_layers
 
 CASCADE = {"predictor": "cascade", "anchors": (0,)}
@@ -34,14 +33,11 @@ ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=8192)
         ("sink_blocks", -1),
         ("local_blocks", True),
         ("dense_tail_blocks", -1),
-        ("coarsen", "max"),
-        ("select", "all"),
         ("curvature", "ollivier"),
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("top_p", float("nan")),
         ("top_p", "0.9"),
-        ("top_k_share", -0.1),
         ("sparsity", 1.0),
         ("redundancy", 2),
         ("max_density", 0),
@@ -55,20 +51,21 @@ ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=8192)
         ("decode_tokens", 0.0),
         ("decode_tokens", 1.0),
         ("decode_tokens", True),
-        ("top_p", ()),
-        ("top_p", ((0.5, 1.1),)),
-        ("top_p", ((0.5, 0.5), (0.5,))),
-        ("top_p", (0.5, 0.5)),
-        ("top_k_share", ((0.1, 1.5),)),
+        ("sparsity", ()),
         ("sparsity", ((0.5, 1.0),)),
+        ("sparsity", ((0.5, 0.5), (0.5,))),
+        ("sparsity", (0.5, 0.5)),
+        ("mass_threshold", -0.1),
+        ("mass_threshold", 1.1),
+        ("share_threshold", 0),
+        ("share_threshold", float("nan")),
+        ("typical_queries", 0),
+        ("typical_queries", 6),
         ("exact_queries", 3),
         ("exact_queries", -1),
         ("exact_queries", 256),
         ("exact_queries", 2.0),
         ("exact_queries", False),
-        ("exact_queries", ((),)),
-        ("exact_queries", ((4, "a"),)),
-        ("exact_queries", ((4, 0.0),)),
         ("top_p", {}),
         ("min_length", 2**70),
         ("query_block", 2**70),
@@ -93,7 +90,7 @@ def test_a_bad_value_is_named(field, value):
     assert len(str(refused.value)) < 200
 
 
-@pytest.mark.parametrize("base", [{}, CASCADE], ids=["curvature", "cascade"])
+@pytest.mark.parametrize("base", [{}, CASCADE], ids=["rows", "cascade"])
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_value_of_another_kind_is_named_or_can_be_saved(field, base):
     for value in OF_OTHER_KINDS:
@@ -113,7 +110,7 @@ def test_a_map_of_heads_is_a_table(value):
 
 @pytest.mark.parametrize("value", [np.float32(0.5), np.int64(8192), torch.tensor(0.5)])
 def test_a_number_of_another_library_is_named_by_its_value(value):
-    name = "min_length" if isinstance(value, np.int64) else "top_p"
+    name = "min_length" if isinstance(value, np.int64) else "mass_threshold"
     with pytest.raises(ValueError, match=re.escape(f"CabConfig.{name} is {value!r}; it must be ")):
         CabConfig(**{name: value})
 
@@ -126,18 +123,16 @@ def test_it_is_frozen_and_hashes():
     config = CabConfig(dense_layers=[1, 2])
     assert hash(config) == hash(CabConfig(dense_layers=(1, 2)))
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.top_p = 0.5
+        config.mass_threshold = 0.5
 
 
 @pytest.mark.parametrize(
     "config",
     [
         CabConfig(),
-        CabConfig(dense_layers=(0, 3), top_p=1),
+        CabConfig(dense_layers=(0, 3), mass_threshold=1),
         CabConfig.published(0.9, "additive"),
-        CabConfig(
-            top_p=((0.0, 0.5), (1, 0.25)), exact_queries=((4, 0), (0, 128)), top_k_share=((0, 1),)
-        ),
+        CabConfig.published(((0.0, 0.5), (0, 0.25))),
         CabConfig(origin=ORIGIN),
         CabConfig(origin=ORIGIN._replace(layers=None, heads=None, kv_heads=None)),
     ],
@@ -148,10 +143,9 @@ def test_it_survives_json(config):
 
 
 def test_lists_of_a_table_are_frozen_and_given_back():
-    config = CabConfig(top_p=[[0.5, 1.0]], exact_queries=[[4, 0]])
-    assert config.top_p == ((0.5, 1.0),) and hash(config) == hash(CabConfig(**config.to_dict()))
-    assert config.to_dict()["top_p"] == [[0.5, 1.0]]
-    assert config.to_dict()["exact_queries"] == [[4, 0]]
+    config = CabConfig.published([[0.5, 0.0]])
+    assert config.sparsity == ((0.5, 0.0),) and hash(config) == hash(CabConfig(**config.to_dict()))
+    assert config.to_dict()["sparsity"] == [[0.5, 0.0]]
 
 
 def test_what_was_calibrated_for_is_named_in_the_file(tmp_path):
@@ -163,114 +157,6 @@ def test_what_was_calibrated_for_is_named_in_the_file(tmp_path):
     assert hash(config) == hash(CabConfig(origin=fields)) != hash(CabConfig())
     # of settings that nobody calibrated there is nothing to say
     assert "origin" not in CabConfig().to_dict()
-
-
-TABLE = ((0.0, 0.3, 1.0), (0.6, 0.6, 0.6), (1.0, 1.0, 1.0))
-COUNTS = ((4, 0, 8), (8, 8, 8), (0, 0, 0))
-# of what is not told
-REST = {
-    name: (getattr(CabConfig(), name),) for name in ("top_k_share", "sparsity", "exact_queries")
-}
-REST["top_p"] = (TOP_P_BY_KEYS[0][1],)
-
-
-@pytest.mark.parametrize(
-    ("fields", "layer", "message"),
-    [
-        pytest.param({}, None, {}, id="a-number"),
-        pytest.param(
-            {"top_p": 1}, 0, {"top_p": (1,), "exact_queries": (0,)}, id="everything-listed"
-        ),
-        pytest.param({"top_p": TABLE}, 0, {"top_p": TABLE[0], "dense_heads": (2,)}, id="table"),
-        pytest.param({"top_p": TABLE}, 1, {"top_p": (0.6,)}, id="a-layer-of-one-number"),
-        pytest.param(
-            {"top_p": TABLE}, 2, {"top_p": (1.0,), "dense_heads": (0, 1, 2)}, id="a-layer-of-ones"
-        ),
-        pytest.param({"top_k_share": TABLE}, 0, {"top_k_share": TABLE[0]}, id="top_k_share"),
-        pytest.param({"exact_queries": 8}, None, {"exact_queries": (8,)}, id="all-exact"),
-        pytest.param({"exact_queries": COUNTS}, 0, {"exact_queries": COUNTS[0]}, id="some-exact"),
-        pytest.param(
-            {"exact_queries": COUNTS}, 1, {"exact_queries": (8,)}, id="a-layer-of-one-count"
-        ),
-        pytest.param(
-            {"top_p": 1.0, "exact_queries": COUNTS, "top_k_share": TABLE},
-            0,
-            {"top_p": (1.0,), "top_k_share": TABLE[0], "exact_queries": (0,)},
-            id="everything-before-exact",
-        ),
-        pytest.param(
-            {"exact_queries": 4, "select": "topk"}, 0, {"exact_queries": (4,)}, id="topk-exact"
-        ),
-    ],
-)
-def test_budgets_of_a_layer(fields, layer, message):
-    assert budgets_of(CabConfig(**fields), layer, 3) == Budgets(**REST | message)
-
-
-@pytest.mark.parametrize(
-    ("fields", "exact"),
-    [
-        pytest.param({"exact_queries": 0}, (), id="none"),
-        pytest.param({}, (0, 1, 2), id="all-by-default"),
-        pytest.param({"exact_queries": 4}, (0, 1, 2), id="all"),
-        pytest.param({"exact_queries": COUNTS}, (0, 2), id="some"),
-        pytest.param({"exact_queries": COUNTS, "top_p": TABLE}, (0,), id="but-whole-ones"),
-        pytest.param({"exact_queries": COUNTS, "top_p": 1.0}, (), id="but-where-all-is-listed"),
-    ],
-)
-def test_heads_that_choose_by_exact_scores(fields, exact):
-    assert budgets_of(CabConfig(**fields), 0, 3).exact(3) == exact
-
-
-@pytest.mark.parametrize(
-    ("fields", "curved"),
-    [
-        pytest.param({}, True, id="default"),
-        pytest.param({"exact_queries": 16}, False, id="every-head-exact"),
-        pytest.param({"exact_queries": ((8, 16), (16, 16))}, False, id="a-table-of-exact"),
-        pytest.param({"exact_queries": ((8, 0), (16, 16))}, True, id="one-head-by-the-estimate"),
-        pytest.param({"redundancy": 0.0}, False, id="no-weight"),
-        pytest.param({"top_k_share": 0.0}, False, id="no-bridges"),
-        pytest.param({"top_k_share": ((0.0, 0.0), (0.0, 0.0))}, False, id="a-table-of-none"),
-        pytest.param({"top_k_share": ((0.0, 0.0), (0.0, 0.1))}, True, id="one-head-has-bridges"),
-        pytest.param({"top_p": 1.0}, False, id="everything-listed"),
-        pytest.param({"top_k_share": 0.0, "select": "topk"}, True, id="topk"),
-    ],
-)
-def test_curvature_takes_part_where_it_ranks_something(fields, curved):
-    assert CabConfig(**{"exact_queries": 0, **fields}).curved == curved
-
-
-def test_budgets_of_some_heads():
-    config = CabConfig(top_p=TABLE, exact_queries=COUNTS)
-    budgets = budgets_of(config, 0, 3)
-    assert budgets.of_head(1) == (0.3, CabConfig().top_k_share, 0.95, 0)
-    assert budgets.of_heads([2, 0]) == Budgets((1.0, 0.0), REST["top_k_share"], (0.95,), (8, 4))
-    assert not budgets.alike and budgets_of(config, 1, 3).alike
-
-
-@pytest.mark.parametrize(
-    ("name", "table"),
-    [
-        ("top_p", TABLE),
-        ("top_k_share", TABLE),
-        ("exact_queries", COUNTS),
-        ("sparsity", ((0.5, 0.6, 0.7),) * 3),
-    ],
-    ids=["top_p", "top_k_share", "exact_queries", "sparsity"],
-)
-@pytest.mark.parametrize(
-    ("layer", "heads", "sentence"),
-    [
-        pytest.param(3, 3, "3 layers of 3 heads, which do not fit layer 3 of 3 heads", id="layer"),
-        pytest.param(0, 4, "3 layers of 3 heads, which do not fit layer 0 of 4 heads", id="head"),
-        pytest.param(None, 3, "this layer has no index", id="no-index"),
-    ],
-)
-def test_a_table_of_another_model_is_refused(name, table, layer, heads, sentence):
-    with pytest.raises(ValueError, match=rf"CabConfig\.{name} .*{sentence}"):
-        select = "topk" if name == "sparsity" else "clusters"
-        budgets_of(CabConfig(**{name: table}, select=select), layer, heads)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +177,7 @@ def test_a_model_that_counts_no_layers_has_all_of_them():
 
 
 def test_in_a_models_config_it_can_be_saved(tmp_path):
-    chosen = CabConfig(top_p=((0.5, 1.0),), dense_layers=(0,))
+    chosen = CabConfig.published(((0.5, 0.0),), dense_layers=(0,))
     for config in (LlamaConfig(cab_config=chosen), LlamaConfig()):
         config.cab_config = chosen
         config.save_pretrained(tmp_path)
@@ -301,27 +187,25 @@ def test_in_a_models_config_it_can_be_saved(tmp_path):
 def test_a_models_config_has_none_until_it_is_set():
     config = LlamaConfig()
     assert config.cab_config is None and "cab_config" not in config.to_dict()
-    config.cab_config = {"top_p": 0.5}
+    config.cab_config = {"mass_threshold": 0.5}
     other = copy.deepcopy(config)
-    other.cab_config["top_p"] = 1.0
-    assert config.cab_config == {"top_p": 0.5}
+    other.cab_config["mass_threshold"] = 1.0
+    assert config.cab_config == {"mass_threshold": 0.5}
     del config.cab_config
     assert config.cab_config is None and "cab_config" not in config.to_dict()
 
 
 UNREAD = [
-    pytest.param({"sparsity": 0.8}, "sparsity is 0.8, which select='clusters' does", id="share"),
+    pytest.param({"sparsity": 0.8}, "sparsity is 0.8, which predictor='rows' does", id="share"),
+    pytest.param({"top_p": 0.8}, "top_p is 0.8, which .*='flexprefill'", id="p"),
+    pytest.param({"anchors": (0,)}, r"anchors is \(0,\), which predictor='rows'", id="anchors"),
     pytest.param(
-        {"select": "topk", "top_p": 0.8}, "top_p is 0.8, which select='topk' does", id="p"
+        {"curvature": "additive"}, "curvature is 'additive', which .*predictor='frc'", id="rank"
     ),
     pytest.param(
-        {"anchors": (0,)}, r"anchors is \(0,\), which predictor='curvature'", id="anchors"
-    ),
-    pytest.param(
-        {"curvature": "forman"}, "curvature is 'forman', which exact_queries=16", id="all"
-    ),
-    pytest.param(
-        {"redundancy": 1.0}, "redundancy is 1.0, which .* give exact_queries=0", id="rank"
+        {"predictor": "frc", "typical_queries": 4},
+        "typical_queries is 4, which .*='rows', predictor='cascade'",
+        id="of-rows",
     ),
     pytest.param(
         {"predictor": "random", "top_p": 0.8}, "top_p is 0.8, which predictor='ran", id="own"
@@ -362,9 +246,8 @@ def test_a_saved_field_that_is_not_read_is_told_once(fields, _, monkeypatch):
         {"predictor": "mine", "sparsity": 0.8, "top_p": 0.5, "anchors": (3,)},
         {"predictor": "streaming", "dense_tail_blocks": 0, "exact_queries": 0, "redundancy": 0},
         {"predictor": "random", "sparsity": 0.8, "max_density": 0.5},
-        {"curvature": "none"},
-        {"curvature": "forman", "exact_queries": ((8, 0), (16, 16))},
-        {"select": "topk", "sparsity": 0.8, "exact_queries": 0, "curvature": "forman"},
+        {"curvature": "none", "sparsity": 0},
+        {"predictor": "frc", "sparsity": 0.8, "exact_queries": 0, "curvature": "additive"},
     ],
 )
 def test_what_is_read_or_asks_for_nothing_can_be_set(fields):
@@ -372,9 +255,9 @@ def test_what_is_read_or_asks_for_nothing_can_be_set(fields):
 
 
 def test_what_a_change_leaves_unread_falls_back():
-    config = CabConfig(top_p=0.5, exact_queries=0, curvature="forman", min_length=0)
-    assert config.changed(select="topk", sparsity=0.5) == CabConfig(
-        select="topk", sparsity=0.5, exact_queries=0, curvature="forman", min_length=0
+    config = CabConfig(mass_threshold=0.5, exact_queries=0, min_length=0)
+    assert config.changed(predictor="frc", sparsity=0.5) == CabConfig(
+        predictor="frc", sparsity=0.5, exact_queries=0, min_length=0
     )
     assert config.changed(predictor="streaming") == CabConfig(
         predictor="streaming", exact_queries=0, min_length=0
@@ -400,21 +283,39 @@ def test_published_is_the_published_recipe():
     assert CabConfig.published(min_length=0, dense_tail_blocks=1).dense_tail_blocks == 1
 
 
-def test_the_published_recipe_of_earlier_versions_loads_as_its_predictor(monkeypatch):
-    monkeypatch.setattr(checks, "_warned", set())
-    before = {"coarsen": "max_l2", "select": "topk", "exact_queries": 0}
-    fields = {"sparsity": 0.9, "curvature": "forman", "redundancy": 1.0, "min_length": 64}
-    old = CabConfig(64, 64, 0, 1, 0, **before, **fields)
-    meant = CabConfig.published(0.9, min_length=64)
-    with pytest.warns(UserWarning, match="loaded as predictor='frc'"):
-        assert CabConfig.from_dict(old.to_dict()) == meant
+# what a file of earlier versions has of the published recipe
+PUBLISHED_BEFORE = {
+    "coarsen": "max_l2",
+    "select": "topk",
+    "exact_queries": 0,
+    "sparsity": 0.9,
+    "curvature": "forman",
+    "redundancy": 1.0,
+}
+
+
+def test_the_published_recipe_of_earlier_versions_loads_as_its_predictor():
+    blocks = dict(zip(list(FIELDS)[:5], (64, 64, 0, 1, 0), strict=True))
+    old = {**blocks, **PUBLISHED_BEFORE, "min_length": 64, "predictor": "curvature", "top_p": 0.9}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # once, and nothing of what is saved today
-        assert CabConfig.from_dict(old.to_dict()) == meant
-        assert CabConfig.from_dict({**before, "sparsity": 0.9}).predictor == "frc"
-        assert CabConfig.from_dict(meant.to_dict()) == meant
-        assert CabConfig.from_dict({**old.to_dict(), "coarsen": "mean"}).select == "topk"
+        assert CabConfig.from_dict(old) == CabConfig.published(0.9, min_length=64)
+        assert CabConfig.from_dict(PUBLISHED_BEFORE).predictor == "frc"
+
+
+def test_what_earlier_versions_chose_by_block_summaries_is_chosen_by_rows(monkeypatch):
+    monkeypatch.setattr(checks, "_warned", set())
+    old = {**PUBLISHED_BEFORE, "coarsen": "minmax", "top_p": [[0.5]], "min_length": 64}
+    for name, predictor in (("curvature", "rows"), ("cascade", "cascade")):
+        fields = {**old, "exact_queries": [[4]], "predictor": name}
+        fields |= {"anchors": [0]} if name == "cascade" else {}
+        with pytest.warns(UserWarning, match="coarsen=minmax.*of an earlier version") as given:
+            config = CabConfig.from_dict(fields)
+            assert CabConfig.from_dict(fields) == config
+        assert len(given) == 1
+        assert (config.predictor, config.exact_queries, config.min_length) == (predictor, 16, 64)
+        assert CabConfig.from_dict(config.to_dict()) == config
+        checks._warned.clear()
 
 
 def test_decode_tokens_is_read_where_decode_is_sparse():

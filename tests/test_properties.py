@@ -28,7 +28,7 @@ BLOCKS = ((16, 16), (32, 16), (64, 16), (48, 16), (32, 32), (16, 32), (16, 48), 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 # pairs of its channels turn, so that of large heads half are scored
 LAYER = LlamaAttention(LlamaConfig(hidden_size=16, num_attention_heads=1, num_hidden_layers=1), 0)
-EVERYTHING = {"select": "clusters", "mass_threshold": 0.0, "max_density": 1.0}
+EVERYTHING = {"mass_threshold": 0.0, "max_density": 1.0}
 
 
 def cases(share):
@@ -166,34 +166,21 @@ def batches(draw, longest=120):
     )
 
 
-def per_head(draw, count, values):
-    """One number for all, or a table of them."""
-    if draw(st.booleans()):
-        return draw(values)
-    return (tuple(draw(values) for _ in range(count)),)
-
-
 @st.composite
-def budgets(draw, count, **fixed):
-    """Settings of any kind for ``count`` heads."""
+def budgets(draw, **fixed):
+    """Settings of any kind."""
     query_block, key_block = draw(st.sampled_from(BLOCKS))
-    curvature = draw(st.sampled_from(("none", "additive", "forman")))
-    # two-hop paths of the additive recipe are weighed by how many blocks a call has
-    choices = ("clusters",) if curvature == "additive" else ("clusters", "clusters", "topk")
     fields = {
         "query_block": query_block,
         "key_block": key_block,
         "sink_blocks": draw(st.integers(0, 2)),
         "local_blocks": draw(st.integers(0, 3)),
         "dense_tail_blocks": draw(st.integers(0, 2)),
-        "select": draw(st.sampled_from(choices)),
+        "exact_queries": draw(st.sampled_from((0, 2, 4, 16))),
+        "typical_queries": draw(st.sampled_from((1, 4, 16))),
+        "mass_threshold": draw(st.sampled_from((0.0, 0.02, 0.1, 0.3))),
+        "share_threshold": draw(st.sampled_from((0.1, 0.5, 1.0))),
         "sparsity": draw(st.sampled_from((0.3, 0.8))),
-        "top_p": per_head(draw, count, st.sampled_from((0.2, 0.5, 0.9, 1.0))),
-        "top_k_share": per_head(draw, count, st.sampled_from((0.0, 0.1, 0.4))),
-        "exact_queries": per_head(draw, count, st.sampled_from((0, 2, 4, 16))),
-        "coarsen": draw(st.sampled_from(("minmax", "mean", "max_l2"))),
-        "curvature": curvature,
-        "redundancy": draw(st.sampled_from((0.0, 0.3, 1.0))),
         "max_density": draw(st.sampled_from((1.0, 0.5))),
         "min_length": draw(st.sampled_from((0, 0, 0, 40, 80, 120))),
     }
@@ -241,9 +228,9 @@ def assert_same(actual, expected):
 @cases(0.25)
 @given(st.data())
 def test_everything_is_plain_attention(data):
-    """Mass 1, and "cab_dense": every layout against a mask of whole tokens."""
+    """Threshold 0, and "cab_dense": every layout against a mask of whole tokens."""
     shape, batch = data.draw(heads()), data.draw(batches())
-    config = data.draw(budgets(shape.query, **EVERYTHING))
+    config = data.draw(budgets(**EVERYTHING))
     q, k, v = shape.draw(*batch.document.shape)
     out = attend(config, q, k, v, **batch.arguments, sparse=data.draw(st.booleans()))
     assert_is(out, q, k, v, batch.seen, batch.document >= 0)
@@ -254,8 +241,8 @@ def test_everything_is_plain_attention(data):
 def test_a_text_is_answered_as_it_is_alone(data):
     """Whatever is padded to it or packed with it, at any budget."""
     shape, batch = data.draw(heads()), data.draw(batches())
-    predictor = data.draw(st.sampled_from(("curvature",) * 5 + ("streaming", "oracle")))
-    config = data.draw(budgets(shape.query, predictor=predictor))
+    predictor = data.draw(st.sampled_from(("rows",) * 5 + ("streaming", "oracle")))
+    config = data.draw(budgets(predictor=predictor))
     q, k, v = shape.draw(*batch.document.shape)
     out = attend(config, q, k, v, **batch.arguments)
     for row, slots in batch.texts():
@@ -268,7 +255,7 @@ def test_a_text_is_answered_as_it_is_alone(data):
 def test_a_plan_is_what_is_attended(data):
     """The predictor's plan as a mask of tokens, and what no budget takes away."""
     shape, length = data.draw(heads()), data.draw(st.integers(1, 160))
-    config = data.draw(budgets(shape.query, min_length=0))
+    config = data.draw(budgets(min_length=0))
     q, k, v = shape.draw(1, length)
     spans = Spans.causal(1, length, length, "cpu")
     call = LayerContext(spans, shape.dim**-0.5, 0, channels=slow_channels(LAYER, shape.dim))
@@ -279,9 +266,6 @@ def test_a_plan_is_what_is_attended(data):
     assert not (seen & ~causal).any()
     assert seen.diagonal(dim1=-2, dim2=-1).all()
     assert (seen | ~causal)[:, :, :, : config.sink_blocks * config.key_block].all()
-    if config.select == "clusters" and isinstance(config.top_p, tuple):
-        for head, top_p in enumerate(config.top_p[0]):
-            assert top_p < 1 or torch.equal(seen[0, head], causal)
     if length >= config.query_block:
         tail = max(0, length - config.dense_tail_blocks * config.query_block)
         assert torch.equal(seen[0, :, tail:], causal[tail:].expand_as(seen[0, :, tail:]))
@@ -295,10 +279,10 @@ def test_a_plan_is_what_is_attended(data):
 @cases(0.1)
 @given(st.data())
 def test_chunks_of_whole_query_blocks_are_one_prefill(data):
-    """Without curvature and tails; a rest of less than a query block is exact."""
+    """Without tails; a rest of less than a query block is exact."""
     shape = data.draw(heads())
-    plain = {"redundancy": 0.0, "dense_tail_blocks": 0, "min_length": 0}
-    config = data.draw(budgets(shape.query, **plain))
+    plain = {"dense_tail_blocks": 0, "min_length": 0}
+    config = data.draw(budgets(**plain))
     size = config.query_block
     chunk = size * data.draw(st.integers(1, 3))
     lengths = data.draw(st.lists(st.integers(1, 160), min_size=1, max_size=2))
@@ -332,7 +316,7 @@ def test_chunks_of_whole_query_blocks_are_one_prefill(data):
 @given(st.data())
 def test_any_chunks_of_everything_are_plain_attention(data):
     shape = data.draw(heads())
-    config = data.draw(budgets(shape.query, **EVERYTHING))
+    config = data.draw(budgets(**EVERYTHING))
     row = Row(data.draw(st.integers(0, 40)), 0, 0, (data.draw(st.integers(1, 120)),))
     batch = Batch(torch.stack([row.document()]), "positions, ones")
     total = batch.document.shape[1]

@@ -8,18 +8,16 @@ from cab_hf import CabConfig
 from cab_hf.renamed import renamed, renamed_in
 from cab_hf.runs.log import Log, LogError, read_log
 
-OLD = {"mass": 0.8, "bridges": 0.1, "dense_tail": 2, "coarsen": "box", "min_length": 64}
-NEW = CabConfig(top_p=0.8, top_k_share=0.1, dense_tail_blocks=2, coarsen="minmax", min_length=64)
+OLD = {"mass": 0.8, "dense_tail": 3, "predictor": "xattention", "min_length": 64}
+NEW = CabConfig(top_p=0.8, dense_tail_blocks=3, predictor="xattention", min_length=64)
 
 
 def test_fields_load_by_the_names_they_had(tmp_path):
     assert CabConfig.from_dict(OLD) == NEW
     (tmp_path / "old.json").write_text(json.dumps(OLD))
     assert CabConfig.calibrated(tmp_path / "old.json") == NEW
-    table = {"mass": [[0.5, 1.0]], "bridges": [[0.0, 0.1]]}
-    assert CabConfig.from_dict(table).top_p == ((0.5, 1.0),)
     # what is written has the names of today
-    assert not OLD.keys() & (NEW.to_dict().keys() - {"coarsen", "min_length"})
+    assert not {"mass", "dense_tail"} & NEW.to_dict().keys()
     assert CabConfig.from_dict(NEW.to_dict()) == NEW
 
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cab_hf.calibration.density import between, require_reachable
+from cab_hf.calibration.density import between, block_pairs, require_reachable
 from cab_hf.config import CabConfig
-from cab_hf.plan import Spans, block_visibility
+from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext
 from cab_hf.predictors.attention_mass import attention_rows, block_mass, block_sums
 from cab_hf.predictors.rows import ranks
@@ -40,7 +40,7 @@ class View(NamedTuple):
 
     Attributes:
         keep: bool [H, M_q, M_k], the blocks it would choose.
-        density: float32 [H], the share of all that is visible that they are.
+        density: float64 [H], the share of all pairs of query and key that are in them.
         mass: float32 [H, M_q, M_k], the attention blocks get, of all that queries give; sums to 1.
         needle: float32 [H, n, M_k], what falls on the needle that each of n queries looks for.
         rows: int64 [n], the query blocks of those.
@@ -60,7 +60,7 @@ class Coverage(NamedTuple):
         mass: share of the attention of b's head that the blocks of a's head keep.
         needle: mean over needle queries of the attention on the needle that they keep.
         needed: [L, H], the mean of what there is of that.
-        density: [L, H], the share of pairs that a's blocks are.
+        density: [L, H], the share of all pairs of query and key that are in a's blocks.
         importance: [L], how much a layer changes its input: 1 - cosine.
     """
 
@@ -100,7 +100,8 @@ def viewed(
     blocks = config.query_block, config.key_block
     rank = ranks(q, k, call, config)[0]
     keep = torch.stack([rank >= threshold for threshold in THRESHOLDS]).cpu()
-    density = keep.sum((2, 3)) / _visible(call.spans, config).cpu()
+    pairs = block_pairs(call.spans, config).cpu().flatten()
+    density = torch.stack([each.flatten(1).double() @ pairs for each in keep]) / pairs.sum()
     mass = block_mass(q, k, call.spans, call.scale, *blocks)[0]
     mass /= call.spans.rows(config.query_block).queries.sum()
     needle = needle_shares(q, k, call, config.key_block, needles)
@@ -123,11 +124,6 @@ def needle_shares(
         sought = (key >= needles.starts[rows, None]) & (key < needles.ends[rows, None])
         shares[:, rows] = block_sums(attention[0] * sought, key_block, shares.shape[-1])
     return shares
-
-
-def _visible(spans: Spans, config: CabConfig) -> Tensor:
-    """int64 scalar: the blocks of which something may be seen."""
-    return block_visibility(spans, config.query_block, config.key_block).sum()
 
 
 def kept_between(views: Sequence[View], importance: Sequence[float]) -> Coverage:

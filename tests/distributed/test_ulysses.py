@@ -6,7 +6,6 @@ own; the one here is the same exchange, for where DeepSpeed is not installed.
 
 import os
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -168,7 +167,7 @@ def test_accelerate_hands_the_name_to_deepspeed(two):
 
 def test_budgets_of_each_head_are_refused(ranks):
     """A rank has some of the heads, and a table is of all."""
-    tables = replace(SPARSE, top_p=((0.3, 0.4, 0.5, 0.6, 0.7, 0.8),) * 2)
+    tables = CabConfig.published(((0.3, 0.4, 0.5, 0.6, 0.7, 0.8),) * 2, min_length=0)
     step_of = (("cab", tables), *batch_of(TEXTS["one-text"]))
     for outcome in ranks.outcomes(2, step_on_a_rank, "torch", *step_of):
         assert isinstance(outcome, Failure) and outcome.kind == "ValueError"

@@ -301,9 +301,11 @@ def test_settings_are_held_against_those_that_the_model_brings(tmp_path, attenti
     def load(**given):
         load_model(str(folder), cab_config=given, attn_implementation=attention)
 
-    # the default reads no sparsity, and this recipe no top_p
+    # the default reads no sparsity, and this recipe no threshold
     load(sparsity=0.8)
-    with pytest.raises(ValueError, match="top_p is 0.5, which predictor='frc' does not read"):
+    with pytest.raises(
+        ValueError, match="mass_threshold is 0.08, which predictor='frc' does not read"
+    ):
         load(mass_threshold=0.08)
 
 
@@ -313,7 +315,7 @@ def test_a_model_is_loaded_to_be_trained(tmp_path):
         folder, cab_config={"mass_threshold": 0.08}, dtype="bfloat16", length=4096, rope="yarn"
     )
     assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "cab"
-    assert model.config.cab_config["top_p"] == 0.5
+    assert model.config.cab_config["mass_threshold"] == 0.08
     assert model.config.max_position_embeddings == 4096
     assert model.model.rotary_emb.rope_type == "yarn"
     assert tokenizer.pad_token is not None

@@ -52,7 +52,7 @@ def test_accelerate_reads_its_configs(name, kind, processes):
 
 
 def test_a_calibration_is_a_whole_config_and_fields_change_it(tmp_path):
-    own, file = CabConfig(top_p=((0.5, 1.0), (0.0, 0.9))), str(tmp_path / "own.json")
+    own, file = CabConfig.published(((0.5, 0.9), (0.0, 0.9))), str(tmp_path / "own.json")
     own.save(file)
     assert settings(calibration=file).cab_config() == own.to_dict()
     given = settings(calibration=file, cab=("min_length=64",)).cab_config()

@@ -5,30 +5,35 @@ from itertools import combinations
 
 import pytest
 import torch
-from tiny import SMALL, qkv
+from tiny import SPARSE, qkv
 
 from cab_hf import CabConfig
+from cab_hf.calibration import anchors as of_anchors
 from cab_hf.calibration.anchors import (
-    SHARES,
     Coverage,
-    as_options,
+    Needles,
     assign_anchors,
     best_anchors,
-    best_at,
     cascaded,
     gains,
     kept_between,
     similarity,
-    utility,
+    values,
     viewed,
-    within,
 )
-from cab_hf.calibration.budgets import Needles, tables
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, make_predictor
 
 LENGTH = 400
+# of few blocks, each of which has more of the attention than one among many
+THRESHOLDS = (0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01)
+SMALL = replace(SPARSE, share_threshold=1.0, dense_tail_blocks=0)
 NEEDLES = Needles(torch.tensor([140, 150]), torch.tensor([40, 90]), torch.tensor([44, 94]))
+
+
+@pytest.fixture(autouse=True)
+def _few_blocks(monkeypatch):
+    monkeypatch.setattr(of_anchors, "THRESHOLDS", THRESHOLDS)
 
 
 def total_of(value, anchors):
@@ -63,15 +68,20 @@ def test_more_anchors_than_layers_are_refused(count):
         best_anchors([[1.0] * 4] * 4, count)
 
 
-def kept_at(config, layers, shares, importance=None):
-    """`Coverage` at each share, of layers of q and k [1, H, N, D] each."""
-    spans, config = Spans.causal(1, LENGTH, LENGTH, "cpu"), replace(config, dense_tail_blocks=0)
+def kept_of(config, layers, importance=None):
+    """`Coverage` at each threshold, of layers of q and k [1, H, N, D] each."""
+    spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
     views = [
-        viewed(q, k, LayerContext(spans, 0.25, layer), config, shares, NEEDLES)
+        viewed(q, k, LayerContext(spans, 0.25, layer), config, NEEDLES)
         for layer, (q, k) in enumerate(layers)
     ]
     weights = importance or [1.0] * len(layers)
     return [kept_between(some, weights) for some in zip(*views, strict=True)]
+
+
+def plan_of(config, q, k, layer=0):
+    spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
+    return make_predictor(config)(q, k, LayerContext(spans, 0.25, layer))
 
 
 def loud(seed, heads=4):
@@ -88,9 +98,9 @@ def test_a_planted_permutation_of_heads_is_recovered(exact_queries):
         x[:, :, ::size].repeat_interleave(size, 2)[:, :, :LENGTH] for x, size in ((q, 32), (k, 16))
     )
     order = [2, 0, 3, 1]
-    kept = kept_at(config, [(q, k), (q[:, order], k[:, order])], SHARES)
+    kept = kept_of(config, [(q, k), (q[:, order], k[:, order])])
     at = kept[4]
-    assert assign_anchors(utility([at], 0.0), (0,)).sources.tolist() == [[0, 1, 2, 3], order]
+    assert assign_anchors(gains(at), (0,)).sources.tolist() == [[0, 1, 2, 3], order]
     # and nothing is lost by it
     mass, _ = similarity(at, gains(at))
     torch.testing.assert_close(mass[0], mass[0, :1].expand(2))
@@ -99,11 +109,8 @@ def test_a_planted_permutation_of_heads_is_recovered(exact_queries):
 
 def test_what_is_kept_by_hand():
     (q, k), (other_q, other_k) = loud(0, heads=2), loud(1, heads=2)
-    (kept,) = kept_at(SMALL, [(q, k), (other_q, other_k)], [0.4])
-    config, options = as_options(replace(SMALL, dense_tail_blocks=0), [0.4])
-    config = replace(config, **tables(options, torch.zeros(1, 2, dtype=torch.int64)))
-    spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
-    plan = make_predictor(config)(q, k, LayerContext(spans, 0.25, 0))
+    kept = kept_of(SMALL, [(q, k), (other_q, other_k)])[3]
+    plan = plan_of(replace(SMALL, mass_threshold=THRESHOLDS[3]), q, k)
     tokens = plan.token_mask()[0, 1]
     logits = other_q[0, 0] @ other_k[0, 0].T * 0.25
     seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
@@ -113,139 +120,92 @@ def test_what_is_kept_by_hand():
     assert float(kept.mass[0, 1, 1, 0]) == pytest.approx(float(meant), abs=1e-5)
     actual = [(shares * tokens)[140, 40:44].sum(), (shares * tokens)[150, 90:94].sum()]
     assert float(kept.needle[0, 1, 1, 0]) == pytest.approx(float(sum(actual) / 2), abs=1e-6)
-    listed = sum(part.counts[0, 1].sum() for part in (plan.full, plan.partial))
-    # 13 rows of 32 queries over key blocks of 16
-    blocks = sum(range(2, 26, 2)) + 25
-    assert float(kept.density[0, 1]) == pytest.approx(float(listed) / blocks)
+    assert float(kept.density[0, 1]) == pytest.approx(float(tokens.sum() / seen.sum()))
     needed = (shares[140, 40:44].sum() + shares[150, 90:94].sum()) / 2
     assert float(kept.needed[1, 0]) == pytest.approx(float(needed), abs=1e-6)
 
 
-def test_a_full_share_keeps_everything():
-    (kept,) = kept_at(SMALL, [loud(0), loud(1)], [1.0], [0.5, 0.25])
+def test_a_threshold_of_0_keeps_everything(monkeypatch):
+    monkeypatch.setattr(of_anchors, "THRESHOLDS", (0.0,))
+    (kept,) = kept_of(SMALL, [loud(0), loud(1)], [0.5, 0.25])
     torch.testing.assert_close(kept.mass, torch.ones(2, 2, 4, 4, dtype=torch.float64))
     mass, needle = similarity(kept, gains(kept))
     torch.testing.assert_close(mass, torch.ones(2, 2, dtype=torch.float64))
     torch.testing.assert_close(needle, torch.ones(2, 2, dtype=torch.float64))
-
-
-def sample_of(mass, density, needle=None, importance=None):
-    """A `Coverage` of [L, L, P, P] and [L, P]."""
-    layers, heads = mass.shape[1:3]
-    needle = torch.zeros_like(mass) if needle is None else needle
-    weights = torch.tensor(importance or [1.0] * layers).double()
-    return Coverage(mass, needle, torch.ones(layers, heads).double(), density, weights)
+    assert kept.importance.tolist() == [0.5, 0.25]
 
 
 def test_what_layers_change_weighs():
     """Layer 2 is like neither; whether it decides is a matter of how much layers 1 and 2 do."""
     mass = torch.ones(3, 3, 1, 1, dtype=torch.float64)
     mass[0, 1], mass[0, 2], mass[1, 2] = 0.5, 0.6, 0.55
-    nothing = torch.zeros(3, 1, dtype=torch.float64)
 
     def anchors(*importance):
-        return best_at([sample_of(mass, nothing, importance=importance)], 2, 0.0).anchors
+        return best_anchors(values(mass, torch.tensor(importance)), 2)
 
     assert anchors(1.0, 1.0, 0.1) == (0, 1)
     assert anchors(1.0, 0.1, 1.0) == (0, 2)
 
 
-def test_heads_and_shares_by_hand():
-    """Head 1 of layer 0 keeps more with more blocks, head 0 and those of layer 1 do not."""
-    few = torch.tensor([[[0.9, 0.1], [0.95, 0.5]], [[0.9, 0.2], [0.4, 0.9]]]).double()
-    much = torch.tensor([[[0.9, 0.1], [0.95, 0.9]], [[0.9, 0.2], [0.8, 0.9]]]).double()
+def test_heads_and_densities_by_hand():
+    """Heads of an anchor have their own blocks, others those that keep most for them."""
+    mass = torch.tensor([[[0.9, 0.1], [0.95, 0.5]], [[0.9, 0.2], [0.4, 0.9]]]).double()
     # [a, b, head of a, head of b]; a layer that chooses has its own blocks, whatever others keep
-    mass = [torch.stack([each, each.flip(1)]) for each in (few, much)]
-    density = [torch.full((2, 2), share).double() for share in (0.1, 0.4)]
-    kept = [sample_of(*both) for both in zip(mass, density, strict=True)]
-    # .4 more for one head, at .3 more of two that have these blocks
-    for multiplier, options in ((0.0, [0, 1]), (0.66, [0, 1]), (0.67, [0, 0])):
-        actual = assign_anchors(utility(kept, multiplier), (0,))
-        assert actual.of_layer == (0, 0) and actual.sources[0].tolist() == [0, 1]
-        assert actual.options[0].tolist() == options
-    kept_mass = assign_anchors(utility(kept, 0.0), (0,)).of(torch.stack(mass))
-    torch.testing.assert_close(kept_mass[0], torch.tensor([0.9, 0.9]).double())
+    gain = torch.stack([mass, mass.flip(1)])
+    actual = assign_anchors(gain, (0,))
+    assert actual.of_layer == (0, 0) and actual.sources.tolist() == [[0, 1], [0, 1]]
+    actual = assign_anchors(gain.flip(2), (0,))
+    assert actual.sources.tolist() == [[0, 1], [1, 0]]
+    assert assign_anchors(gain, (0, 1)).sources.tolist() == [[0, 1], [0, 1]]
+    gain[0, 1, 1, 0] = 0.95
+    actual = assign_anchors(gain, (0,))
+    assert actual.sources.tolist() == [[0, 1], [1, 1]]
+    density = torch.tensor([[0.1, 0.4], [0.7, 0.8]]).double()
+    kept = Coverage(gain, gain, density, density, density[0])
+    assert actual.density(kept) == pytest.approx((0.1 + 3 * 0.4) / 4)
 
 
-def test_an_allotment_is_the_best_that_one_change_comes_to():
-    torch.manual_seed(0)
-    mass = torch.rand(3, 4, 4, 3, 3).double().cumsum(0) / 3
-    density = torch.tensor([0.1, 0.2, 0.5]).double()[:, None, None].expand(3, 4, 3)
-    kept = [sample_of(*both) for both in zip(mass, density, strict=True)]
-    actual = assign_anchors(utility(kept, 0.8), (0, 2))
-
-    def worth(sources, options):
-        each = actual._replace(sources=sources, options=options)
-        return float((each.of(mass) - 0.8 * each.of(density)).sum())
-
-    best = worth(actual.sources, actual.options)
-    for layer, head, source in ((i, j, k) for i in (1, 3) for j in range(3) for k in range(3)):
-        sources, options = actual.sources.clone(), actual.options.clone()
-        anchor = actual.of_layer[layer]
-        sources[layer, head], options[layer, head] = source, actual.options[anchor, source]
-        assert worth(sources, options) <= best + 1e-9
-    for anchor, head, option in ((i, j, k) for i in (0, 2) for j in range(3) for k in range(3)):
-        options = actual.options.clone()
-        for layer in (i for i in range(4) if actual.of_layer[i] == anchor):
-            options[layer][actual.sources[layer] == head] = option
-        assert worth(actual.sources, options) <= best + 1e-9
-
-
-@pytest.mark.parametrize("target", [0.38, 0.42, 0.5])
-def test_the_target_is_met_by_heads_that_differ(target):
-    kept = kept_at(SMALL, [loud(0), loud(1), loud(2)], SHARES)
-    actual = within(kept, 2, target)
-    density = float(actual.of(torch.stack([each.density for each in kept])).mean())
-    assert target - 0.05 < density <= target
-    assert len(set(actual.options.flatten().tolist())) > 1
-    # it keeps more than the largest even share that costs no more
-    costs = [float(each.density.mean()) for each in kept]
-    at = max(i for i, cost in enumerate(costs) if cost <= density)
-    same = assign_anchors(utility(kept[at : at + 1], 0.0), actual.anchors)
-    mine, alike = (
-        float(each.of(torch.stack([gains(x) for x in some])).mean())
-        for each, some in ((actual, kept), (same, kept[at : at + 1]))
-    )
-    assert mine > alike
+@pytest.mark.parametrize("target", [0.45, 0.5, 0.6])
+def test_the_target_is_met(target):
+    layers = [loud(0), loud(1), loud(2)]
+    config = cascaded(SMALL, kept_of(SMALL, layers), (0, 1, 2), 3, 2, target)
+    assert THRESHOLDS[-1] <= config.mass_threshold <= THRESHOLDS[0]
+    predictor, shared_state = make_predictor(config), {}
+    spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
+    spent = [
+        predictor(q, k, LayerContext(spans, 0.25, layer, shared_state)).density()
+        for layer, (q, k) in enumerate(layers)
+    ]
+    assert sum(spent) / 3 == pytest.approx(target, abs=0.02)
 
 
 def test_a_target_below_what_is_forced_is_refused():
-    kept = kept_at(SMALL, [loud(0), loud(1)], SHARES)
+    kept = kept_of(SMALL, [loud(0), loud(1)])
     with pytest.raises(
         ValueError, match=r"target_density is 0\.01; it must be at least 0\.\d+, which blocks"
     ):
-        within(kept, 1, 0.01)
+        cascaded(SMALL, kept, (0, 1), 2, 1, 0.01)
     # and all may have the most
-    assert set(within(kept, 1, 1.0).options.flatten().tolist()) <= set(range(len(SHARES)))
+    assert cascaded(SMALL, kept, (0, 1), 2, 1, 1.0).mass_threshold == THRESHOLDS[-1]
 
 
-@pytest.mark.parametrize("counts", [4, ((4, 0, 2, 0), (0, 0, 4, 4))], ids=["all", "some"])
-def test_anchors_are_found_by_the_scores_that_they_choose_by(counts):
-    config, layers = replace(SMALL, exact_queries=counts), [loud(0), loud(1)]
-    kept = kept_at(config, layers, SHARES)
-    actual = cascaded(config, kept, (0, 1), 2, 2, 0.4)
-    assert actual.exact_queries == counts
-    # the blocks that were measured are those that an anchor then attends
-    spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
-    of_shares = torch.stack([each.density for each in kept])
-    for layer, (q, k) in enumerate(layers):
-        call = LayerContext(spans, 0.25, layer)
-        keep = (
-            make_predictor(replace(actual, dense_tail_blocks=0))(q, k, call).to_dense()[0].float()
-        )
-        rows = [SHARES.index(share) for share in actual.top_k_share[layer]]
-        meant = of_shares[rows, layer, range(4)] * (sum(range(2, 26, 2)) + 25)
-        torch.testing.assert_close(keep.sum((1, 2)).double(), meant)
+@pytest.mark.parametrize("fields", [{}, {"exact_queries": 0}, {"share_threshold": 0.9}], ids=str)
+def test_the_blocks_that_were_measured_are_those_that_an_anchor_attends(fields):
+    config, layers = replace(SMALL, **fields), [loud(0), loud(1)]
+    kept = kept_of(config, layers)
+    for threshold, of_all in zip(THRESHOLDS, kept, strict=True):
+        anchors = config.changed(predictor="cascade", anchors=(0, 1), mass_threshold=threshold)
+        for layer, (q, k) in enumerate(layers):
+            keep = plan_of(anchors, q, k, layer).token_mask()[0].sum((1, 2))
+            meant = of_all.density[layer] * LENGTH * (LENGTH + 1) / 2
+            torch.testing.assert_close(keep.double(), meant)
 
 
 def test_the_saved_cascade_is_a_config():
-    kept = kept_at(SMALL, [loud(0), loud(1)], SHARES)
-    config = cascaded(SMALL, kept, (0, 2), 4, 2, 0.4)
+    kept = kept_of(SMALL, [loud(0), loud(1)])
+    config = cascaded(SMALL, kept, (0, 2), 4, 2, 0.5)
     assert CabConfig.from_dict(config.to_dict()) == config
-    assert config.anchors == (0, 2) and len(config.top_k_share) == len(config.head_map) == 4
-    actual = within(kept, 2, 0.4)
-    assert [SHARES.index(share) for share in config.top_k_share[2]] == actual.options[1].tolist()
-    assert not any(map(any, config.top_p)) and config.max_density == 1.0
-    by_share = CabConfig(32, 16, select="topk", sparsity=0.9)
-    rows = cascaded(by_share, kept, (0, 2), 4, 2, 0.4).sparsity
-    assert rows[2] == tuple(1 - share for share in config.top_k_share[2])
+    assert config.anchors == (0, 2) and len(config.head_map) == 4
+    assert config.changed(predictor="rows", mass_threshold=SMALL.mass_threshold) == SMALL.changed(
+        predictor="rows"
+    )

@@ -1,26 +1,21 @@
-"""Budgets a head: what is lost at each option, and how a density is spent."""
+"""One threshold for a model: what it would attend at each, and the one that meets a density."""
 
 import copy
 import re
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 
 import pytest
 import torch
-from tiny import qkv, tiny_model
+from selecting import loud
+from tiny import SPARSE, tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel
 from words import make_tokenizer
 
 import cab_hf
 from cab_hf import CabConfig
-from cab_hf.budgets import budgets_of
+from cab_hf.calibration import anchors as of_anchors
 from cab_hf.calibration import passes as of_models
-from cab_hf.calibration.budgets import (
-    Needles,
-    allocate,
-    measure,
-    tables,
-)
+from cab_hf.calibration.density import THRESHOLDS, densities, fitted, least_density
 from cab_hf.config import Origin
 from cab_hf.eval.tiny_types import tiny_model as tiny_type
 from cab_hf.needles import split_sentences
@@ -28,110 +23,69 @@ from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, make_predictor
 
 SMALL = {"query_block": 16, "key_block": 16, "min_length": 0}
-EVERYTHING = {"top_p": 1.0, "top_k_share": 0.0, "exact_queries": 0}
-FORCED = {"top_p": 0.0, "top_k_share": 0.0, "exact_queries": 0}
-EXACT = {"top_p": 0.9, "top_k_share": 0.0, "exact_queries": 2}
-NO_NEEDLES = Needles(*torch.zeros(3, 0, dtype=torch.int64))
+# of few blocks nearly every one has a share that a query needs
+CALIBRATED = CabConfig(**SMALL, share_threshold=1.0)
+BY_MASS = SPARSE.changed(share_threshold=1.0, dense_tail_blocks=1)
 
 
-def losses_of(q, k, options, needles=NO_NEEDLES, **fields):
-    config = CabConfig(**SMALL | fields)
-    call = LayerContext(Spans.causal(1, q.shape[2], k.shape[2], "cpu"), q.shape[-1] ** -0.5, 3)
-    return measure(q, k, call, config, options, needles)
+def measured(config, length=400):
+    """(q, k, call, densities) of one layer."""
+    q, k = loud(q_length=length, heads=4, kv_heads=2)
+    call = LayerContext(Spans.causal(1, length, length, "cpu"), 0.25, 0)
+    return q, k, call, densities(q, k, call, config)
 
 
-def test_what_attends_everything_loses_nothing():
-    q, k, _ = qkv(q_length=150, heads=4, kv_heads=2)
-    actual = losses_of(q, k, [EVERYTHING, FORCED])
-    torch.testing.assert_close(actual.missed[:, 0], torch.zeros(4, dtype=torch.float64))
-    torch.testing.assert_close(actual.density[:, 0], torch.ones(4, dtype=torch.float64))
-    assert (actual.missed[:, 1] > 0).all() and (actual.density[:, 1] < 0.9).all()
+@pytest.mark.parametrize(
+    "fields", [{}, {"share_threshold": 0.9}, {"dense_tail_blocks": 0}], ids=str
+)
+def test_densities_are_those_of_the_plans(fields):
+    config = BY_MASS.changed(**fields)
+    q, k, call, actual = measured(config)
+    for at in range(0, len(THRESHOLDS), 5):
+        plan = make_predictor(config.changed(mass_threshold=THRESHOLDS[at]))(q, k, call)
+        assert float(actual[at + 1]) == pytest.approx(plan.density(), abs=1e-6)
+    assert (actual.diff() >= 0).all() and actual[1] < 0.9
 
 
-def test_missed_mass_is_that_of_the_true_shares_by_hand():
-    q, k, _ = qkv(q_length=70, heads=2, kv_heads=1)
-    actual = losses_of(q, k, [FORCED], dense_tail_blocks=0)
-    plan = make_predictor(
-        CabConfig(**SMALL, dense_tail_blocks=0, top_p=((0.0, 0.0),), top_k_share=0)
-    )(q, k, LayerContext(Spans.causal(1, 70, 70, "cpu"), q.shape[-1] ** -0.5, 0))
-    logits = q @ k.repeat_interleave(2, 1).transpose(-1, -2) * q.shape[-1] ** -0.5
-    seen = torch.ones(70, 70, dtype=torch.bool).tril()
-    shares = logits.masked_fill(~seen, -torch.inf).softmax(-1)
-    left = (shares * ~plan.token_mask()).sum(-1).square().mean(-1)
-    torch.testing.assert_close(actual.missed[:, 0].float(), left[0], atol=1e-5, rtol=1e-4)
-    attended = plan.token_mask().sum((-1, -2)) / seen.sum()
-    torch.testing.assert_close(actual.density[:, 0].float(), attended[0])
+def test_the_least_density_is_that_of_forced_blocks():
+    assert float(measured(BY_MASS)[3][0]) == pytest.approx(least_density(BY_MASS, 400))
 
 
-def test_a_needle_outside_the_kept_blocks_is_missed():
-    q, k, _ = qkv(q_length=160, heads=2, kv_heads=2)
-    # head 0 looks for keys 40 to 43 from query 100 on, head 1 for nothing
-    k[0, 0, 40:44] = 8.0
-    q[0, 0, 100] = 8.0
-    needles = Needles(torch.tensor([100]), torch.tensor([40]), torch.tensor([44]))
-    actual = losses_of(q, k, [FORCED, EXACT, EVERYTHING], needles, dense_tail_blocks=0)
-    assert actual.needle[0, 0] > 0.9
-    assert actual.needle[0, 2] == 0 and actual.needle[1, 0] < 0.2
+@pytest.mark.parametrize("target", [0.55, 0.6, 0.8])
+def test_the_threshold_found_meets_the_target(target):
+    q, k, call, of_layer = measured(BY_MASS)
+    config = fitted(BY_MASS, [{0: of_layer}], target)
+    assert make_predictor(config)(q, k, call).density() == pytest.approx(target, abs=0.03)
+    assert fitted(BY_MASS, [{0: of_layer}] * 2, target) == config
+    # of another layer that attends nothing more than this one, in the mean
+    other = torch.full_like(of_layer, float(of_layer[0]))
+    assert fitted(BY_MASS, [{0: of_layer, 1: other}], target).mass_threshold < config.mass_threshold
 
 
-@pytest.mark.parametrize("target", [0.3, 0.5, 0.8])
-def test_a_density_is_spent_where_it_saves_most(target):
-    torch.manual_seed(0)
-    loss = torch.rand(2, 2, 4).sort(-1, descending=True).values
-    cost = torch.rand(2, 2, 4).sort(-1).values * 0.9
-    choice = allocate(loss, cost, target)
-    spent = cost.gather(-1, choice.unsqueeze(-1)).mean()
-    assert spent <= target
-    lost = loss.gather(-1, choice.unsqueeze(-1)).sum()
-    # nobody who spends no more loses less
-    flat_loss, flat_cost = loss.reshape(4, 4), cost.reshape(4, 4)
-    for other in product(range(4), repeat=4):
-        picked = torch.tensor(other).unsqueeze(-1)
-        if flat_cost.gather(-1, picked).mean() <= spent:
-            assert flat_loss.gather(-1, picked).sum() >= lost - 1e-6
+def test_layers_of_a_cascade_count_what_their_anchor_chooses():
+    of_layer = measured(BY_MASS)[3]
+    config = BY_MASS.changed(predictor="cascade", anchors=(0,))
+    both = {0: of_layer, 1: torch.ones_like(of_layer)}
+    assert fitted(config, [both], 0.6) == fitted(config, [{0: of_layer}], 0.6)
 
 
-def test_the_same_losses_are_allocated_alike():
-    torch.manual_seed(1)
-    loss, cost = torch.rand(3, 5, 6), torch.rand(3, 5, 6)
-    assert torch.equal(allocate(loss, cost, 0.4), allocate(loss.clone(), cost.clone(), 0.4))
-
-
-def test_a_target_below_what_is_forced_is_refused():
-    with pytest.raises(ValueError, match=r"target_density is 0\.1; it must be at least 0\.300"):
-        allocate(torch.rand(1, 2, 2), torch.full((1, 2, 2), 0.3, dtype=torch.float64), 0.1)
-
-
-def test_heads_are_scored_alike():
-    # heads that differ in how they are scored take launches of their own
-    exact = make_predictor(CabConfig(**SMALL, exact_queries=4)).options()
-    assert {tuple(option) for option in exact} == {("top_p", "top_k_share")}
-    assert all(option["top_p"] < 1 for option in exact)
-    estimated = make_predictor(CabConfig(**SMALL, exact_queries=0)).options()
-    assert {"top_p": 1.0, "top_k_share": 0.0} in estimated
-
-
-def test_tables_give_each_head_its_option():
-    made = tables([FORCED, EXACT], torch.tensor([[0, 1], [1, 1]]))
-    assert made["top_p"] == ((0.0, 0.9), (0.9, 0.9))
-    assert made["exact_queries"] == ((0, 2), (2, 2))
-    assert budgets_of(CabConfig(**made), 0, 2).exact(2) == (1,)
+def test_everything_is_kept_where_everything_may_be():
+    assert fitted(BY_MASS, [{0: measured(BY_MASS)[3]}], 1.0).mass_threshold == 0
 
 
 @pytest.fixture
 def model(monkeypatch):
     monkeypatch.setattr(of_models, "KEYS", 2)
+    # of few blocks each has more of the attention than one among many
+    monkeypatch.setattr(of_anchors, "THRESHOLDS", (1.0, 0.3, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01))
     tokenizer = make_tokenizer()
     return tiny_model(vocab_size=len(tokenizer)), tokenizer
 
 
-@pytest.mark.parametrize("predictor", ["curvature", "antidiagonal"])
-def test_a_model_is_calibrated_and_saved(model, predictor, tmp_path):
+def test_a_model_is_calibrated_and_saved(model, tmp_path):
     model, tokenizer = model
-    config = CabConfig(**SMALL, predictor=predictor)
-    given = cab_hf.calibrate(
-        model, tokenizer, ["Nobody knows. So it goes."], 0.7, config=config, length=300, documents=1
-    )
+    fields = {"config": CALIBRATED, "length": 300, "documents": 1}
+    given = cab_hf.calibrate(model, tokenizer, ["Nobody knows. So it goes."], 0.7, **fields)
     # it attends by what was found
     assert model.config._attn_implementation == "cab"
     assert model.config.cab_config == given.to_dict()
@@ -147,16 +101,15 @@ def test_a_model_is_calibrated_and_saved(model, predictor, tmp_path):
     assert (model.config._attn_implementation, model.config.cab_config) == ("sdpa", None)
 
 
-# few options, so that there is little to measure
 QUICK = {
     "target_density": 0.7,
-    "config": CabConfig(**SMALL, predictor="antidiagonal"),
+    "config": CALIBRATED,
     "length": 300,
     "documents": 1,
 }
 
 
-def test_models_that_share_a_config_do_not_share_budgets(model):
+def test_models_that_share_a_config_do_not_share_a_threshold(model):
     model, tokenizer = model
     other = type(model)(model.config)
     assert other.config is model.config
@@ -261,7 +214,7 @@ def test_a_model_that_is_not_finite_is_refused(model, anchors, weights, damage):
 def test_a_model_is_given_a_cascade(model):
     model, tokenizer = model
     ids = torch.randint(2, 50, (1, 300), generator=torch.Generator().manual_seed(0))
-    fields = {"config": CabConfig(**SMALL), "length": 300, "documents": 2, "anchors": 2}
+    fields = {"config": CALIBRATED, "length": 300, "documents": 2, "anchors": 2}
     given = cab_hf.calibrate(model, tokenizer, ["Nobody knows. So it goes."], 0.7, **fields)
     assert given.predictor == "cascade" and len(given.anchors) == 2 and given.anchors[0] == 0
     assert model.config.cab_config == given.to_dict()
@@ -269,7 +222,7 @@ def test_a_model_is_given_a_cascade(model):
     model(ids)
     densities = [layer["density"] for layer in cab_hf.stats(model)]
     assert sum(densities) / len(densities) < 0.8
-    # budgets of the anchors that were found, which stay
+    # another threshold for the anchors that were found, which stay
     del fields["anchors"]
     again = cab_hf.calibrate(model, tokenizer, ["So it goes."], 0.7, **fields | {"config": given})
     assert (again.anchors, again.head_map) == (given.anchors, given.head_map)
@@ -285,9 +238,9 @@ def test_a_model_is_given_a_cascade(model):
 )
 def test_layers_of_another_making_are_calibrated(model, kind, layers, anchors):
     tokenizer, model = model[1], tiny_type(kind).eval()
-    fields = {"config": CabConfig(**SMALL), "length": 300, "documents": 1, "anchors": anchors}
+    fields = {"config": CALIBRATED, "length": 300, "documents": 1, "anchors": anchors}
     given = cab_hf.calibrate(model, tokenizer, ["Nobody knows. So it goes."], 0.8, **fields)
-    assert len(given.top_p) == layers
+    assert given.predictor == ("cascade" if anchors else "rows")
     with cab_hf.cab(model), torch.no_grad():
         model(torch.arange(300)[None] % 90 + 32)
         assert len(cab_hf.stats(model)) == layers
@@ -296,14 +249,14 @@ def test_layers_of_another_making_are_calibrated(model, kind, layers, anchors):
 @pytest.mark.parametrize("anchors", [None, 2])
 def test_a_layer_without_an_index_has_no_place_in_a_table(model, anchors):
     tokenizer, model = model[1], tiny_type("zamba").eval()
-    fields = {"config": CabConfig(**SMALL), "length": 300, "documents": 1, "anchors": anchors}
+    fields = {"config": CALIBRATED, "length": 300, "documents": 1, "anchors": anchors}
     with pytest.raises(ValueError, match="serves several layers and has no index"):
         cab_hf.calibrate(model, tokenizer, ["So it goes."], 0.8, **fields)
 
 
-def test_another_density_gives_other_budgets(model):
+def test_another_density_gives_another_threshold(model):
     model, tokenizer = model
-    fields = {"config": CabConfig(**SMALL), "length": 300, "documents": 1}
+    fields = {"config": CALIBRATED, "length": 300, "documents": 1}
     ids = torch.arange(300)[None] % len(tokenizer)
     attended = []
     for density in (0.6, 0.8):
@@ -328,13 +281,13 @@ def test_another_density_gives_other_budgets(model):
         ({"texts": []}, r"texts is \[\]; it must be a text or a list of them, with words"),
         ({"texts": [" "]}, "it must be a text or a list of them, with words in it"),
         ({"texts": 3}, "texts is 3; it must be a text or a list of them"),
-        ({"config": CabConfig(predictor="streaming")}, "'streaming' knows no budgets a head"),
+        ({"config": CabConfig(predictor="streaming")}, "'streaming' keeps no blocks by their mass"),
         ({"config": CabConfig(**SMALL, dense_layers=(0, 1, 2))}, "there is nothing to share"),
     ],
 )
 def test_what_cannot_be_calibrated_is_refused(model, bad, message):
     model, tokenizer = model
-    fields = {"target_density": 0.6, "config": CabConfig(**SMALL), "length": 300, "documents": 1}
+    fields = {"target_density": 0.6, "config": CALIBRATED, "length": 300, "documents": 1}
     fields["texts"] = ["So it goes."]
     with pytest.raises(ValueError, match=message):
         cab_hf.calibrate(model, tokenizer, **fields | bad)
@@ -349,11 +302,10 @@ def test_what_is_no_file_is_refused(tmp_path):
         CabConfig.calibrated(tmp_path / "own.json")
 
 
-def test_documents_and_losses_are_the_same_twice(model):
+def test_documents_and_densities_are_the_same_twice(model):
     model, tokenizer = model
-    options = make_predictor(CabConfig(**SMALL)).options()
     sentences = ["Nobody knows.", "So it goes."]
     document = of_models.recall_document(tokenizer, sentences, 500, 3, 0)
-    one, other = (of_models.losses(model, document, CabConfig(**SMALL), options) for _ in range(2))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[0][i], other[0][i]) for i in range(3))
+    one, other = (of_models.densities_of(model, document, CALIBRATED) for _ in range(2))
+    assert one.keys() == other.keys() == {0, 1, 2}
+    assert all(torch.equal(one[i], other[i]) for i in range(3))

@@ -211,14 +211,14 @@ def test_the_same_under_torch_compile():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"exact_queries": 3}, "exact_queries is 3; it must be 0 or a divisor"),
+        ({"exact_queries": 3}, "exact_queries is 3; it must be 0 or a power of two"),
         ({"query_block": 48, "exact_queries": 24}, "exact_queries is 24; it must be 0 or a power"),
         ({"typical_queries": 0}, "typical_queries is 0; it must be a power of two"),
         ({"typical_queries": 64}, "typical_queries is 64; it must be a power of two"),
         ({"mass_threshold": 1.5}, "mass_threshold is 1.5; it must be in"),
         ({"share_threshold": 0}, "share_threshold is 0; it must be in"),
-        ({"mass_threshold": 0.08}, "top_p is 0.5, which predictor='rows' does not read"),
-        ({"predictor": "curvature"}, "typical_queries is 4, which select='clusters' does not read"),
+        ({"top_p": 0.5}, "top_p is 0.5, which predictor='rows' does not read"),
+        ({"predictor": "frc"}, "exact_queries is 4, which predictor='frc' does not read"),
     ],
     ids=str,
 )
