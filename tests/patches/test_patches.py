@@ -394,7 +394,7 @@ def test_describe_says_what_training_samples(model):
 def test_describe_says_which_layer_chooses_for_which(model):
     cab_hf.apply_cab(model, SPARSE, predictor="cascade", anchors=(0, 2))
     lines = cab_hf.describe(model, tokens=500).splitlines()
-    assert "predictor cascade (2 anchors)" in lines[0]
+    assert "predictor cascade (2 anchors, " in lines[0]
     assert lines[1:] == [
         "  layer 0: sparse, engine reference, an anchor",
         "  layer 1: sparse, engine reference, the blocks of layer 0",
