@@ -68,15 +68,6 @@ def test_a_kv_head_goes_with_most_of_its_query_heads(row, kv_heads, mapped):
     assert mapped_kv_heads(row, kv_heads) == mapped
 
 
-def test_a_kv_head_with_a_dense_head_reads_everything():
-    config = CabConfig(top_p=((0.5, 0.5, 0.5, 0.5, 1.0, 0.5),), min_length=0, **FEW)
-    q, k, v = qkv(q_length=1, kv_length=LENGTH)
-    actual = step(CabMask(1, 1, LENGTH, LENGTH - 1), config, 0, k).attend(q, k, v, 0.25)
-    expected = dense(q, k, v)
-    torch.testing.assert_close(actual[:, 3:], expected[:, 3:])
-    assert not torch.allclose(actual[:, :3], expected[:, :3], atol=1e-3)
-
-
 @pytest.mark.parametrize(
     ("given", "length", "wanted"),
     [
