@@ -17,6 +17,8 @@ from torch.distributed.nn.functional import all_to_all_single
 from torch.nn.functional import cross_entropy
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from cab_hf import CabConfig
+
 LENGTH = 512
 # documents of the text; a rank's shard begins in the middle of one
 TEXTS = {"one-text": (LENGTH,), "packed": (150, 1, 230, 131)}
