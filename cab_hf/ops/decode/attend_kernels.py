@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cab_hf.ops import launch, reference
+from cab_hf.ops import launch
 from cab_hf.ops.attention.tiles import LOG2_E, precision, vectors
+from cab_hf.ops.decode import reference
 from cab_hf.ops.decode.reference import Choice
 from cab_hf.ops.launch import LOWEST, on_device_of
 

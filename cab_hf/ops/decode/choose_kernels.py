@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cab_hf.ops import launch, reference
+from cab_hf.ops import launch
 from cab_hf.ops.attention.tiles import LOG2_E, Vectors, vectors
+from cab_hf.ops.decode import reference
 from cab_hf.ops.decode.channels import Channels
 from cab_hf.ops.decode.index_kernel import LEAST_SCALE, nearest
 from cab_hf.ops.decode.reference import Choice, Index, on_device, spread_of

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cab_hf.ops import launch, reference
+from cab_hf.ops import launch
 from cab_hf.ops.attention.tiles import Vectors, vectors, vectors_at
+from cab_hf.ops.decode import reference
 from cab_hf.ops.decode.channels import Channels
 from cab_hf.ops.decode.reference import Index
 from cab_hf.ops.launch import on_device_of
