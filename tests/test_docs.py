@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "finetune" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # many blocks in a short text
 LENGTH = 900
-SMALL = cab_hf.CabConfig(query_block=16, key_block=16, min_length=0)
+SMALL = cab_hf.CabConfig(query_block=16, key_block=16, min_length=0, share_threshold=1.0)
 # programs of others and what they are given
 FOREIGN = {
     *("--config_file", "--num_processes", "--nproc_per_node"),

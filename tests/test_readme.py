@@ -58,7 +58,7 @@ def on_this_machine(block):
 def test_the_python_of_the_readme_runs(hub, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     # many blocks in a short text
-    small = CabConfig(query_block=16, key_block=16, min_length=0)
+    small = CabConfig(query_block=16, key_block=16, min_length=0, share_threshold=1.0)
     monkeypatch.setattr(passes, "cab_config_of", lambda _: small)
     monkeypatch.setattr(passes, "LENGTH", 900)
     monkeypatch.setattr(passes, "KEYS", 2)
