@@ -76,7 +76,7 @@ class Settings(OnModelSettings):
     )
     target_densities: tuple[float, ...] | None = by_device(
         (0.25, 0.15),
-        (0.5, 0.35),
+        (0.5, 0.4),
         "comma-separated densities to calibrate for",
         comma_separated(float),
     )

@@ -84,7 +84,7 @@ DECODED, DECODED_METHOD = "fidelity-decode", "cab:keys"
 COMPARED, COMPARED_TEXT = "fidelity-default-32k", "licences"
 CHOICES = {
     "default": "cab",
-    "cascade of five anchors": "cab:cascade",
+    "mass_threshold=0.005": "cab:sparser",
     '"cab_dense"': "dense",
 }
 # tasks of long-context benchmarks, by the default and by others in its time
