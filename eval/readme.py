@@ -46,7 +46,7 @@ ORDER = (
 )
 # how long the default takes, and what it keeps of texts
 SPEED = "speed-ttft"
-KEPT = ("fidelity-default", "fidelity-default-32k", "fidelity-smollm2-128k")
+KEPT = ("fidelity-default-32k", "fidelity-smollm2-128k")
 # a training step by length and layers; of one in several folders that of the last is shown
 STEPS = tuple("speed-lora" + which for which in ("", "-131k", "-262k", "-524k", "-524k-4-layers"))
 SPREAD = "speed-lora-spread"
@@ -118,7 +118,7 @@ as `{PACKED}`; `{RESULTS}`, the rows derived from it and where they come from (a
 `{CSV}` too); `{FIGURE}`; and `{REPORT}`, all of this to be read. The command below a figure
 measures it anew, on the device named beside it; this page is written, and samples (and rows, where
 they are many) are packed, by `make readme`. Up to cab_hf 0.2, the default chose blocks by means and
-bounds of keys and by outlier queries: what names such a version was measured with that."""
+bounds of keys and by outlier queries: what names that version was measured so."""
 
 
 @dataclass(frozen=True)
@@ -212,15 +212,24 @@ def _identity(result: Results) -> dict[str, Any]:
 
 
 def source(results: Sequence[Results]) -> str:
-    """Device, torch, package and commit of the runs, in one line."""
+    """Device, torch and commit of the runs, in one line, and what chose by an earlier default."""
     made = [each.provenance for each in results]
-    fields = {
+    told = {
         "": [each["device"] for each in made],
         "torch ": [each["versions"]["torch"] for each in made],
-        "cab_hf ": [each["versions"].get("cab_hf", "0.2 or before") for each in made],
         "commit ": [_short(each["commit"] or "unknown") for each in made],
     }
-    return ", ".join(what + _listed(list(dict.fromkeys(each))) for what, each in fields.items())
+    line = ", ".join(what + _listed(list(dict.fromkeys(each))) for what, each in told.items())
+    old = [_chose_otherwise(each) for each in results]
+    return line + (f"; {'' if all(old) else 'in part '}by the default of cab_hf 0.2" * any(old))
+
+
+def _chose_otherwise(result: Results) -> bool:
+    """Whether blocks were chosen by settings that have gone since."""
+    settings = result.provenance["settings"]
+    configs = [settings.get("cab_config"), *settings.get("cab_configs", {}).values()]
+    known = {field.name for field in fields(CabConfig)}
+    return any(config and config.keys() - known for config in configs)
 
 
 def _listed(names: Sequence[str]) -> str:

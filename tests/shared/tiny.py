@@ -49,7 +49,13 @@ FAMILIES = {
 SMALL = CabConfig(query_block=32, key_block=16, min_length=0)
 FULL = CabConfig(query_block=32, key_block=16, min_length=0, mass_threshold=0.0)
 SPARSE = replace(
-    SMALL, mass_threshold=0.08, share_threshold=0.5, exact_queries=4, typical_queries=4
+    SMALL,
+    mass_threshold=0.08,
+    share_threshold=0.5,
+    exact_queries=4,
+    typical_queries=4,
+    # of these short texts, two are most
+    dense_tail_blocks=1,
 )
 
 
