@@ -60,9 +60,7 @@ def test_without_settings_they_are_those_of_the_published_method(folder):
 def test_a_dict_without_a_predictor_changes_the_published_settings(folder):
     model = load(folder, cab_config={"min_length": 0, "sparsity": 0.8})
     assert cab_config_of(model.config) == CabConfig.published(0.8, min_length=0)
-    with pytest.raises(
-        ValueError, match="mass_threshold is 0.08, which predictor='frc' does not read"
-    ):
+    with pytest.raises(ValueError, match="is 0.08, which predictor='frc' does not read"):
         load(folder, cab_config={"mass_threshold": 0.08})
 
 
