@@ -206,7 +206,7 @@ def other_texts(file):
 
 
 def other_calibration(file):
-    replace(cab_hf.CabConfig.calibrated(file), mass_threshold=0.08).save(file)
+    replace(cab_hf.CabConfig.calibrated(file), mass_threshold=0.09).save(file)
 
 
 def other_weights(folder):
