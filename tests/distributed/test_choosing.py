@@ -160,7 +160,7 @@ Q, K = 4 * 128 * 16, 2 * 128 * 16
     ("config", "layer", "received"),
     [
         ("antidiagonal", 0, [K, Q]),
-        ("own-of-cab", 0, [K, Q]),
+        ("own-of-cab", 0, [K]),
         ("own-summaries", 0, [2 * 8]),
         ("streaming", 0, []),
         ("exact", 0, [K]),

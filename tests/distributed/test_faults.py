@@ -85,7 +85,7 @@ def test_positions_of_another_rank_are_refused(ranks, whose, sentence):
 def with_other_settings(group):
     model = model_of()
     if group.rank() == 1:
-        model.config.cab_config = replace(SPARSE, mass_threshold=0.08).to_dict()
+        model.config.cab_config = replace(SPARSE, mass_threshold=0.09).to_dict()
     inputs = distributed.shard({"input_ids": tokens(1, 256)}, group, BLOCK)
     with torch.no_grad(), cab_hf.context_parallel(model, group, block=BLOCK):
         return model(**inputs, use_cache=False)

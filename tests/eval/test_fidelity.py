@@ -43,8 +43,14 @@ from cab_hf.runs.settings import read_settings, spelled
 from cab_hf.tasks import TASKS
 
 LENGTH = 300
-SPARSE = ("query_block=32", "key_block=16", "mass_threshold=0.08", "share_threshold=0.5")
-SMALL = "query_block=32,key_block=16,mass_threshold=0.06,share_threshold=0.5"
+SPARSE = (
+    "query_block=32",
+    "key_block=16",
+    "mass_threshold=0.08",
+    "share_threshold=0.5",
+    "dense_tail_blocks=1",
+)
+SMALL = "query_block=32,key_block=16,mass_threshold=0.06,share_threshold=0.5,dense_tail_blocks=1"
 FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
 
 

@@ -17,7 +17,7 @@ from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, attention_mass, baselines, flexprefill, make_predictor
 
 LENGTH = 600
-SMALL = cab_hf.CabConfig(min_length=0, query_block=32, key_block=16)
+SMALL = cab_hf.CabConfig(min_length=0, query_block=32, key_block=16, dense_tail_blocks=1)
 CELL = Cell(SMALL, 0.4, LENGTH)
 # of the fit of top-p, whose density depends on the text: a share that pays for itself; and of a
 # model of two layers

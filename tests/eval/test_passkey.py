@@ -25,7 +25,13 @@ from cab_hf.runs.settings import read_settings, spelled
 
 LENGTH = 400
 METHODS = "dense,cab,published,streaming,random,antidiagonal,oracle,h2o"
-SPARSE = ("query_block=32", "key_block=16", "mass_threshold=0.08", "share_threshold=0.5")
+SPARSE = (
+    "query_block=32",
+    "key_block=16",
+    "mass_threshold=0.08",
+    "share_threshold=0.5",
+    "dense_tail_blocks=1",
+)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from cab_hf.eval.speed.ttft import Settings
 from cab_hf.eval.speed.ttft import TimeToFirstToken as Ttft
 
 TINY = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
-SMALL = ("query_block=32", "key_block=16", "local_blocks=1")
+SMALL = ("query_block=32", "key_block=16", "local_blocks=1", "dense_tail_blocks=1")
 
 
 def tiny(**more):

@@ -9,7 +9,7 @@ from cab_hf.eval.speed.breakdown import Breakdown, Settings
 
 TINY = {"layers": 1, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
 # so few that 96 tokens have blocks to leave out
-BLOCKS = ("query_block=32", "key_block=16", "local_blocks=1")
+BLOCKS = ("query_block=32", "key_block=16", "local_blocks=1", "dense_tail_blocks=0")
 
 
 def derive(samples):

@@ -12,7 +12,7 @@ from cab_hf.eval.speed.lora import LoraStep, Settings
 from cab_hf.finetune.offload import Offload
 
 TINY = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
-SMALL = ("query_block=32", "key_block=16", "local_blocks=1", "min_length=0")
+SMALL = ("query_block=32", "key_block=16", "local_blocks=1", "min_length=0", "dense_tail_blocks=1")
 # a case of one process
 ONE = {"spread": "alone", "world": 1, "sought": False}
 BLOCKS = [word for each in SMALL for word in ("--cab", each)]

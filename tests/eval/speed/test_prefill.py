@@ -13,7 +13,7 @@ from cab_hf.eval.speed import model, prefill, timing
 from cab_hf.eval.speed.prefill import Prefill, Settings
 
 TINY = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
-BLOCKS = ("query_block=32", "key_block=16")
+BLOCKS = ("query_block=32", "key_block=16", "dense_tail_blocks=1")
 WORDS = ["--layers", "1", "--chunk", "64", *(w for b in BLOCKS for w in ("--cab", b))]
 
 

@@ -18,7 +18,7 @@ from cab_hf.eval.speed.serve import Serve, Settings
 from cab_hf.eval.speed.trace import Request, percentile, prompts_of, serve, summary_of, trace_of
 
 SHAPE = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
-BLOCKS = ("query_block=32", "key_block=16", "local_blocks=1")
+BLOCKS = ("query_block=32", "key_block=16", "local_blocks=1", "dense_tail_blocks=1")
 WORDS = [word for each in BLOCKS for word in ("--cab", each)]
 WORDS += ["--layers", "1", "--lengths", "96,192", "--requests", "2,192:1", "--batch-tokens", "64"]
 WORDS += ["--new-tokens", "4", "--warm-up", "1"]

@@ -22,7 +22,7 @@ from cab_hf.eval.speed.team import Team
 
 COMMITTED = lora.Path(__file__).parents[3] / "eval" / "results" / "speed-lora"
 TINY = {"layers": 3, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
-SMALL = ("query_block=32", "key_block=16", "local_blocks=1", "min_length=0")
+SMALL = ("query_block=32", "key_block=16", "local_blocks=1", "min_length=0", "dense_tail_blocks=1")
 
 
 def settings_of(**more):

@@ -16,7 +16,7 @@ from cab_hf.eval.speed.ttft import TimeToFirstToken as Ttft
 
 TINY = {"layers": 3, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
 # so few that 96 tokens have blocks to leave out
-SMALL = ("query_block=32", "key_block=16", "local_blocks=1")
+SMALL = ("query_block=32", "key_block=16", "local_blocks=1", "dense_tail_blocks=1")
 BLOCKS = [word for each in SMALL for word in ("--cab", each)]
 
 
