@@ -575,7 +575,12 @@ TURNS = ("--probes", "turns", "--lengths", 900, "--documents", 2)
 
 
 def test_turns_are_held_against_dense(model_folder, tmp_path):
-    more = ("--budgets", "0.05", "--variant", "tiny=query_block=32,key_block=16,max_density=0.05")
+    more = (
+        "--budgets",
+        "0.05",
+        "--variant",
+        "tiny=query_block=32,key_block=16,dense_tail_blocks=1,max_density=0.05",
+    )
     more += ("--cab", "mass_threshold=0.2")
     results = command(
         model_folder, tmp_path, *TURNS, *more, methods="dense,full,cab,random,streaming", drawn=True
