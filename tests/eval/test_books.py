@@ -167,7 +167,9 @@ def test_cab_at_a_budget_keeps_all_else():
     config = CabConfig(sink_blocks=2, max_density=0.4)
     method = CabAtBudget.fit(Cell(config, 0.2, 1024, realised=realised))
     # the least threshold that is not below the budget comes first
-    assert method.config.changed(mass_threshold=config.mass_threshold) == config.changed(max_density=1.0)
+    assert method.config.changed(mass_threshold=config.mass_threshold) == config.changed(
+        max_density=1.0
+    )
     assert method.config.mass_threshold == pytest.approx(0.2, rel=0.02)
     assert CabAtBudget.takes(config) and not CabAtBudget.takes(CabConfig(predictor="random"))
     assert not CabAtBudget.takes(CabConfig.published())

@@ -287,13 +287,17 @@ def test_of_a_cascade_an_anchor_is_timed(tmp_path):
     assert row["ms"] > 0 and 0 < row["density"] < 1
 
 
-def test_a_report_tells_the_fields_that_are_not_the_default_and_still_there():
-    recorded = {**CabConfig(mass_threshold=0.5).to_dict(), "gone": "since"}
-    result = made_of("Two heads", {"cab_config": recorded, "method": "a clock"})
-    assert result == "Two heads; CabConfig with {'mass_threshold': 0.5}.\n\nMethod: a clock."
-    recorded["mass_threshold"] = CabConfig().mass_threshold
-    result = made_of("Two heads", {"cab_config": recorded, "method": "a clock"})
-    assert result.startswith("Two heads; default CabConfig.")
+def test_a_report_tells_the_fields_that_are_not_the_default_or_that_they_are_gone():
+    def told(config):
+        return made_of("Two heads", {"cab_config": config, "method": "a clock"})
+
+    recorded = CabConfig(mass_threshold=0.5).to_dict()
+    expected = "Two heads; CabConfig with {'mass_threshold': 0.5}.\n\nMethod: a clock."
+    assert told(recorded) == expected
+    assert told({**recorded, "gone": "since"}).startswith(
+        "Two heads; choosing blocks as cab_hf 0.2"
+    )
+    assert told(CabConfig().to_dict()).startswith("Two heads; default CabConfig.")
 
 
 @pytest.mark.parametrize(
