@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,19 +111,6 @@ class Predictor(ABC):
                 "row, or use another predictor."
             )
 
-    def options(self) -> tuple[Mapping[str, float], ...]:
-        """What a calibration may give a head: the same fields of `CabConfig`, which take tables.
-
-        The first is the cheapest one, and what it keeps depends on the length alone.
-
-        Raises:
-            ValueError: where heads have nothing of their own.
-        """
-        raise ValueError(
-            f"predictor {self.config.predictor!r} knows no budgets a head, so that there is "
-            "nothing to calibrate."
-        )
-
     def __call__(self, q: Tensor, k: Tensor, call: LayerContext) -> BlockPlan:
         """Both in one, without gradient: the plan for q over k."""
         with torch.no_grad():
@@ -154,10 +141,6 @@ def sparsity_of(config: CabConfig, layer: int | None, heads: int) -> tuple[float
     row = table[layer]
     return row[:1] if len(set(row)) == 1 else row
 
-
-# shares of a row that are dropped, of the options of predictors that keep a share
-SPARSITIES = (0.98, 0.96, 0.93, 0.9, 0.86, 0.8, 0.7, 0.5, 0.0)
-SHARE_OPTIONS = tuple({"sparsity": sparsity} for sparsity in SPARSITIES)
 
 Factory = Callable[[CabConfig], Predictor]
 _FACTORIES: dict[str, Factory] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan, Spans, block_visibility
 from cab_hf.predictors.attention_mass import block_mass
-from cab_hf.predictors.base import SHARE_OPTIONS, LayerContext, Predictor, sparsity_of
+from cab_hf.predictors.base import LayerContext, Predictor, sparsity_of
 
 ANTIDIAGONAL_STRIDE = 8  # of XAttention's 8 and 16 the finer one
 # the default of its authors' function; their LLaMA runs have a threshold a head, see its predictor
@@ -48,9 +48,6 @@ class ScorePredictor(Predictor):
     @abstractmethod
     def score(self, q: Tensor, k: Tensor, call: LayerContext) -> Tensor:
         """What ranks the key blocks of a row, highest kept: [B, H, M_q, M_k]."""
-
-    def options(self) -> tuple[Mapping[str, float], ...]:
-        return SHARE_OPTIONS
 
     def choose(self, q: Tensor, summary: Tensor, call: LayerContext) -> BlockPlan:
         config, spans = self.config, call.spans

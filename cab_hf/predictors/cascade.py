@@ -7,7 +7,7 @@ as ``config.head_map`` has it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -37,9 +37,6 @@ class CascadePredictor(Predictor):
     def __init__(self, config: CabConfig) -> None:
         super().__init__(config)
         self.anchor = RowsPredictor(config)
-
-    def options(self) -> tuple[Mapping[str, float], ...]:
-        return self.anchor.options()
 
     def summarise(self, k: Tensor, valid: Tensor | None = None) -> ScoredKeys:
         return self.anchor.summarise(k, valid)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from cab_hf.ops import HAS_TRITON, reference
 from cab_hf.plan import BlockLists, BlockPlan, Spans, crossed_blocks
-from cab_hf.predictors.base import SHARE_OPTIONS, LayerContext, Predictor, sparsity_of
+from cab_hf.predictors.base import LayerContext, Predictor, sparsity_of
 
 # bytes of scores alive at a time; heads take turns so that it is enough
 SCORE_BYTES_AT_A_TIME = 1 << 30
@@ -33,9 +33,6 @@ class FrcPredictor(Predictor):
     waits for the device. What is between are products and sums of PyTorch in float32; the products
     are in TF32 where ``torch.set_float32_matmul_precision`` allows it.
     """
-
-    def options(self) -> tuple[Mapping[str, float], ...]:
-        return SHARE_OPTIONS
 
     def summarise(self, k: Tensor, valid: Tensor | None = None) -> Tensor:
         """The key of largest norm of every key block, float32 [B, H_kv, M_k, D]."""

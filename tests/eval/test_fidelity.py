@@ -11,6 +11,7 @@ import torch
 from bench import DensityBench
 from matplotlib.figure import Figure
 from tiny import SPARSE as SMALL_BLOCKS
+from tiny import SPARSE_WORDS
 from torch.nn import functional as F
 from words import CHAT, TEXT, make_tokenizer
 
@@ -43,13 +44,6 @@ from cab_hf.runs.settings import read_settings, spelled
 from cab_hf.tasks import TASKS
 
 LENGTH = 300
-SPARSE = (
-    "query_block=32",
-    "key_block=16",
-    "mass_threshold=0.08",
-    "share_threshold=0.5",
-    "dense_tail_blocks=1",
-)
 SMALL = "query_block=32,key_block=16,mass_threshold=0.06,share_threshold=0.5,dense_tail_blocks=1"
 FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
 
@@ -64,7 +58,7 @@ def book(tmp_path):
 def start(model_folder, out, *more, methods="dense,cab,random", drawn=False):
     given = ["--model", model_folder, "--out", out, "--methods", methods, "--lengths", LENGTH]
     fixed = ["--keys", "2", "--device", "cpu"]
-    fixed += [word for assignment in SPARSE for word in ("--cab", assignment)]
+    fixed += [word for assignment in SPARSE_WORDS for word in ("--cab", assignment)]
     with pytest.MonkeyPatch.context() as patch:
         # which takes longer than the rest
         if not drawn:
@@ -495,7 +489,7 @@ def test_borders_are_read_beside_the_rest(model_folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize("probe", ["recall", "recall_border"])
 def test_only_at_borders_nothing_behind_takes_part(model_folder, monkeypatch, probe):
     monkeypatch.setattr(fidelity, "BORDER", 32)
-    third = (*SPARSE, "mass_threshold=0", "max_density=0.3")
+    third = (*SPARSE_WORDS, "mass_threshold=0", "max_density=0.3")
     given = {"device": "cpu", "lengths": (900,), "keys": 2, "cab": third, "methods": ("cab",)}
     measured = Fidelity(Settings(model=str(model_folder), **given))
     reading = measured.reading("noise", 900, probe, None, 0)
@@ -627,7 +621,7 @@ def test_a_killed_run_of_turns_ends_as_a_whole_one(model_folder, tmp_path, monke
 
 
 def test_what_follows_a_prompt_is_read_exactly_but_by_what_has_no_keys_left(model_folder):
-    given = {"device": "cpu", "lengths": (900,), "cab": SPARSE, "methods": ("cab",)}
+    given = {"device": "cpu", "lengths": (900,), "cab": SPARSE_WORDS, "methods": ("cab",)}
     measured = Fidelity(Settings(model=str(model_folder), **given))
     reading = measured.reading("noise", 900, "continuation", None, 0)
     assert reading.prompt == 900 - 112

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from bench import torchrun
+from tiny import SPARSE_WORDS
 from torch import distributed as dist
 
 from cab_hf.eval import fidelity, long_run, passkey, shares
@@ -16,14 +17,7 @@ from cab_hf.finetune.meter import GIB, Cost
 from cab_hf.runs.log import read_log
 from cab_hf.runs.settings import read_settings
 
-SPARSE = (
-    "query_block=32",
-    "key_block=16",
-    "mass_threshold=0.08",
-    "share_threshold=0.5",
-    "dense_tail_blocks=1",
-)
-SET = [word for assignment in SPARSE for word in ("--cab", assignment)]
+SET = [word for assignment in SPARSE_WORDS for word in ("--cab", assignment)]
 PASSKEY = ["passkey", *SET, "--methods", "dense,cab,random", "--lengths", "400", "--depths", "3"]
 PASSKEY += ["--device", "cpu", "--controls", "0"]
 FIDELITY = ["fidelity", *SET, "--methods", "dense,cab,random", "--lengths", "300", "--keys", "2"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import SPARSE_WORDS
 from transformers import LlamaConfig, LlamaForCausalLM
 from words import CHAT, TEXT, make_tokenizer
 
@@ -25,13 +26,6 @@ from cab_hf.runs.settings import read_settings, spelled
 
 LENGTH = 400
 METHODS = "dense,cab,published,streaming,random,antidiagonal,oracle,h2o"
-SPARSE = (
-    "query_block=32",
-    "key_block=16",
-    "mass_threshold=0.08",
-    "share_threshold=0.5",
-    "dense_tail_blocks=1",
-)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +68,7 @@ FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.pn
 def start(model_folder, out, *more, methods=METHODS):
     given = ["--model", model_folder, "--out", out, "--methods", methods, "--lengths", LENGTH]
     fixed = ["--depths", "3", "--samples", "1", "--device", "cpu"]
-    fixed += [word for assignment in SPARSE for word in ("--cab", assignment)]
+    fixed += [word for assignment in SPARSE_WORDS for word in ("--cab", assignment)]
     return main(["passkey", *map(str, (*given, *fixed, *more))])
 
 

@@ -57,6 +57,14 @@ SPARSE = replace(
     # of these short texts, two are most
     dense_tail_blocks=1,
 )
+# the blocks of `SPARSE` as a command line has them, scored by the default's queries
+SPARSE_WORDS = (
+    "query_block=32",
+    "key_block=16",
+    "mass_threshold=0.08",
+    "share_threshold=0.5",
+    "dense_tail_blocks=1",
+)
 
 
 def tiny_model(family="llama", model_class=None, **overrides):
