@@ -22,7 +22,7 @@ from cab_hf.predictors.attention_mass import attention_rows, block_mass, block_s
 from cab_hf.predictors.rows import ranks
 
 # of mass, what anchors may choose by
-THRESHOLDS = (0.016, 0.011, 0.008, 0.0055, 0.004, 0.0028, 0.002, 0.0014)
+THRESHOLDS = (0.064, 0.032, 0.016, 0.011, 0.008, 0.0055, 0.004, 0.0028, 0.002, 0.0014)
 # of what blocks are worth: what a missed needle weighs beside missed mass
 NEEDLE_WEIGHT = 3.0
 
