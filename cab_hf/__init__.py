@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from cab_hf.config import CabConfig
     from cab_hf.decode.generation import index_cache
     from cab_hf.distributed import context_parallel
-    from cab_hf.loading import load_model
     from cab_hf.patches import apply_cab, cab, describe, remove_cab, stats
     from cab_hf.plan import BlockPlan
     from cab_hf.predictors import register_predictor
+    from cab_hf.runs.loading import load_model
 
 __version__ = "0.3.0"
 __all__ = [
@@ -41,7 +41,7 @@ _HOME = {
     "calibrate": "cab_hf.calibration",
     "context_parallel": "cab_hf.distributed",
     "index_cache": "cab_hf.decode.generation",
-    "load_model": "cab_hf.loading",
+    "load_model": "cab_hf.runs.loading",
     "register_predictor": "cab_hf.predictors",
     **dict.fromkeys(("apply_cab", "cab", "describe", "remove_cab", "stats"), "cab_hf.patches"),
 }

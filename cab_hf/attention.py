@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from cab_hf.batching.batch import KEYWORDS, Batch
+from cab_hf.call.forward_pass import LEFT_EARLY, in_backward_pass
+from cab_hf.call.frame import PARALLEL
+from cab_hf.call.mask import CabMask
+from cab_hf.call.prompt import prompt_of
+from cab_hf.call.refusals import refuse
 from cab_hf.config import CabConfig
 from cab_hf.decode.cache import taken
 from cab_hf.engines import Workload
-from cab_hf.fit import warn_if_too_short
-from cab_hf.forward_pass import LEFT_EARLY, in_backward_pass
-from cab_hf.frame import PARALLEL
-from cab_hf.mask import CabMask
-from cab_hf.model_config import cab_config_in_use, cab_config_of
-from cab_hf.prompt import prompt_of
-from cab_hf.refusals import refuse
+from cab_hf.hf.fit import warn_if_too_short
+from cab_hf.hf.model_config import cab_config_in_use, cab_config_of
 from cab_hf.route import route, sampled_one_in
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     from cab_hf.attention import cab_attention, cab_dense_attention
-    from cab_hf.mask import cab_mask
+    from cab_hf.call.mask import cab_mask
 
     for name in NAMES:
         attend = cab_attention if name in SPARSE else cab_dense_attention
@@ -82,7 +82,7 @@ def tell_generate() -> None:
         text = model.config.get_text_config()
         if text._attn_implementation not in NAMES or model.config.is_encoder_decoder:
             return result
-        from cab_hf.prompt import prompt_given, tell
+        from cab_hf.call.prompt import prompt_given, tell
 
         tell(prompt_given(generation_config, model_kwargs))
         made = _cache_in(model_kwargs)
@@ -124,7 +124,7 @@ def _in_a_scope(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def scoped(*args: Any, **kwargs: Any) -> Any:
-        from cab_hf.prompt import scope
+        from cab_hf.call.prompt import scope
 
         with scope():
             return function(*args, **kwargs)
@@ -193,8 +193,8 @@ def _asking_us(check: Callable[..., str]) -> Callable[..., str]:
 
     What it is for is refused here where it does not fit, rather than in the first forward pass.
     """
-    from cab_hf.fit import warn_if_unused
-    from cab_hf.model_config import cab_config_of
+    from cab_hf.hf.fit import warn_if_unused
+    from cab_hf.hf.model_config import cab_config_of
     from cab_hf.predictors import make_predictor
 
     @functools.wraps(check)

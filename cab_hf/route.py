@@ -12,9 +12,9 @@ from cab_hf.config import CabConfig
 from cab_hf.decode.cache import Indexed
 from cab_hf.decode.step import SparseDecode, why_dense
 from cab_hf.engines import SDPA, Engine, Workload
-from cab_hf.exact import Exact, ExactByBlocks, ExactByRows
+from cab_hf.engines.dense import Exact, ExactByBlocks, ExactByRows
+from cab_hf.engines.sparse import Sparse
 from cab_hf.plan import EXACT_BLOCK
-from cab_hf.sparse import Sparse
 
 
 def route(

@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cab_hf.call.mask import CabMask
 from cab_hf.config import CabConfig
 from cab_hf.engines import Workload
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.timing import Bench, GpuBench, Timing
-from cab_hf.fit import layer_index
-from cab_hf.mask import CabMask
-from cab_hf.needles import Tokens
+from cab_hf.hf.fit import layer_index
+from cab_hf.hf.rotary import slow_channels
 from cab_hf.patches.watching import watched
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, make_predictor
-from cab_hf.rotary import slow_channels
 from cab_hf.route import route
+from cab_hf.texts.needles import Tokens
 
 WARM_UP_CALLS = 1
 RUNS = 3  # in each layer, whose medians are summed

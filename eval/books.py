@@ -49,7 +49,6 @@ from cab_hf.eval.methods import Cab, CabAtBudget, Dense, Full, Method, Streaming
 from cab_hf.eval.passkey import MATCH
 from cab_hf.eval.report import column, grouped, markdown_table
 from cab_hf.eval.teacher_forcing import TeacherForced, nll
-from cab_hf.needles import Tokens, leading_tokens
 from cab_hf.runs.markdown import plain
 from cab_hf.runs.settings import (
     UsageError,
@@ -61,6 +60,7 @@ from cab_hf.runs.settings import (
     refused_as,
     require,
 )
+from cab_hf.texts.needles import Tokens, leading_tokens
 
 # the 100 test books of PG-19 (Rae et al. 2020, arXiv 1911.05507), and where the hub has them as a
 # table: what DeepMind has there is a script, which `datasets` does not run

@@ -33,15 +33,13 @@ from cab_hf.calibration.passes import (
     require_target,
 )
 from cab_hf.config import CabConfig, Origin
-from cab_hf.documents import Document, recall_document
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import PROG, SAMPLES, Row, read_provenance, run
 from cab_hf.eval.haystack import read_sentences, read_text
 from cab_hf.eval.methods import known
 from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
 from cab_hf.eval.report import grouped, markdown_table
-from cab_hf.fit import number
-from cab_hf.needles import split_sentences
+from cab_hf.hf.fit import number
 from cab_hf.renamed import renamed
 from cab_hf.runs.log import read_log, write_atomically, writing
 from cab_hf.runs.models import load_config
@@ -57,6 +55,8 @@ from cab_hf.runs.settings import (
     require,
 )
 from cab_hf.runs.stand_ins import built_in_text
+from cab_hf.texts.documents import Document, recall_document
+from cab_hf.texts.needles import split_sentences
 
 BUILT_IN = "built-in"
 HEADS = {"heads": "attention_heads", "kv_heads": "key_value_heads"}

@@ -42,7 +42,6 @@ from cab_hf.eval.passkey import MATCH, fitted
 from cab_hf.eval.report import column, digits, grouped, ratio_with_interval
 from cab_hf.eval.speed.timing import Bench
 from cab_hf.eval.teacher_forcing import CHUNK
-from cab_hf.needles import Tokens
 from cab_hf.runs.markdown import plain
 from cab_hf.runs.settings import (
     by_device,
@@ -52,6 +51,7 @@ from cab_hf.runs.settings import (
     parse_length,
     require,
 )
+from cab_hf.texts.needles import Tokens
 
 # no probe that is asked for: how long attention takes, on a GPU once a cell
 TIME = "time"

@@ -27,13 +27,13 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cab_hf.config import CabConfig
+from cab_hf.engines.sparse import attended
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Experiment, Row
 from cab_hf.eval.report import column, markdown_table
 from cab_hf.eval.tiny_types import FIRST_TOKEN, VOCABULARY, causal_types, tiny_model, window_fields
 from cab_hf.patches import apply_cab
 from cab_hf.runs.settings import comma_separated, option, require
-from cab_hf.sparse import attended
 
 TOKENS, PADDING = 150, 43
 # blocks small enough that a few tokens are many of them, and all of them kept

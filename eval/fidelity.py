@@ -24,7 +24,6 @@ from torch import Tensor
 
 from cab_hf.config import CabConfig
 from cab_hf.decode.step import decodes_sparsely
-from cab_hf.documents import asked_document, plain_document, recall_document
 from cab_hf.eval import charts
 from cab_hf.eval.comparison import (
     CELL,
@@ -91,11 +90,12 @@ from cab_hf.eval.teacher_forcing import (
     nll,
     right_spans,
 )
-from cab_hf.needles import NAMES, Span, Tokens, shared
 from cab_hf.runs.markdown import plain
 from cab_hf.runs.provenance import file_identity
 from cab_hf.runs.settings import by_device, comma_separated, option, require
-from cab_hf.tasks import TASKS
+from cab_hf.texts.documents import asked_document, plain_document, recall_document
+from cab_hf.texts.needles import NAMES, Span, Tokens, shared
+from cab_hf.texts.tasks import TASKS
 
 PASS, QUESTION_FIRST, MULTI_KEY = "pass", "question_first", "multi_key"
 RECALL, PERPLEXITY = "recall", "perplexity"

@@ -4,8 +4,8 @@
         --model cab --model_args pretrained=smollm2,min_length=0,mass_threshold=0.004 \\
         --metadata '{"max_seq_lengths": [2048, 4096]}'
 
-Beside those three, the tasks of `cab_hf.tasks` are cab_many_keys, cab_uuid, cab_tracking and so on;
-docs/evaluation.md lists them.
+Beside those three, the tasks of `cab_hf.texts.tasks` are cab_many_keys, cab_uuid, cab_tracking and
+so on; docs/evaluation.md lists them.
 
 Everything is handed to lm_eval as it is, except that `pretrained=smollm2`, `smollm2-32k` and
 `smollm2-128k` name models that need no hub; `harness -- --help` says what lm_eval takes.
@@ -96,8 +96,8 @@ def what_was_attended(model: Any) -> dict[str, Any]:
     Raises:
         UsageError: no layer has attended sparsely.
     """
+    from cab_hf.hf.model_config import cab_config_of
     from cab_hf.implementations import SPARSE
-    from cab_hf.model_config import cab_config_of
 
     text = model.config.get_text_config()
     if text._attn_implementation not in SPARSE:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from cab_hf.needles import (
+from cab_hf.runs.settings import UsageError
+from cab_hf.texts.needles import (
     ANSWER,
     NAMES,
     NOISE,
@@ -28,7 +29,6 @@ from cab_hf.needles import (
     running,
     split_sentences,
 )
-from cab_hf.runs.settings import UsageError
 
 FILLERS = ("noise", "distractors", "text")
 

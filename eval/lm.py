@@ -14,12 +14,12 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
 from cab_hf.config import CabConfig
+from cab_hf.engines.sparse import attended
 from cab_hf.eval.harness import refuse_misspelt, what_was_attended
 from cab_hf.eval.on_model import refuse_not_finite
 from cab_hf.patches import apply_cab
 from cab_hf.renamed import renamed
 from cab_hf.runs.models import greedy
-from cab_hf.sparse import attended
 
 FIELDS = {field.name for field in dataclasses.fields(CabConfig)}
 

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from cab_hf.checks import require_finite
-from cab_hf.documents import least_tokens
 from cab_hf.eval.experiment import Experiment, Row
 from cab_hf.eval.methods import Method
 from cab_hf.renamed import renamed
@@ -42,6 +41,7 @@ from cab_hf.runs.settings import (
     parse_assignment,
     require,
 )
+from cab_hf.texts.documents import least_tokens
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 

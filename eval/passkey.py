@@ -41,10 +41,10 @@ from cab_hf.eval.methods import (
 )
 from cab_hf.eval.on_model import realised_density
 from cab_hf.eval.report import difference, grouped, markdown_table, with_interval
-from cab_hf.needles import NAMES
 from cab_hf.runs.models import greedily
 from cab_hf.runs.provenance import file_identity
 from cab_hf.runs.settings import by_device, comma_separated, option, parse_length, require, spell
+from cab_hf.texts.needles import NAMES
 
 ANSWER_TOKENS = 8  # five digits of a token each, and what a model may put around them
 STAGES = {

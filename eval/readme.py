@@ -32,7 +32,7 @@ from cab_hf.renamed import renamed_in
 from cab_hf.runs.log import PACKED, is_there, pack, read_file, read_log, write_atomically
 from cab_hf.runs.markdown import plain
 from cab_hf.runs.settings import comma_separated, option, read_settings
-from cab_hf.tasks import TASKS
+from cab_hf.texts.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 # experiments whose folders come first, in this order; those of one by name

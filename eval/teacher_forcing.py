@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cab_hf.call.prompt import reading as reading_prompt
 from cab_hf.eval.haystack import Prompt
 from cab_hf.eval.kv_cache import cache_of, read_on
-from cab_hf.needles import Span, Tokens, sentence_tokens, shared
-from cab_hf.prompt import reading as reading_prompt
+from cab_hf.texts.needles import Span, Tokens, sentence_tokens, shared
 
 LOGITS_AT_ONCE = 1024  # positions whose logits are in float32 at the same time
 CHUNK = 64  # tokens behind a prompt that are read at once, unless told

@@ -15,8 +15,8 @@ from cab_hf.finetune.loss import CHUNK_LOGITS
 from cab_hf.finetune.models import stretch_positions
 from cab_hf.finetune.settings import ADAPTER, Settings
 from cab_hf.finetune.tiles import TILE, tile_of
+from cab_hf.hf.model_config import cab_config_of
 from cab_hf.implementations import NAMES, SPARSE
-from cab_hf.model_config import cab_config_of
 from cab_hf.runs import models as run_models
 from cab_hf.runs.settings import UsageError
 

@@ -53,6 +53,7 @@ from cab_hf.finetune.settings import ALL, PROG, Settings, read
 from cab_hf.finetune.sources import Source, content_sha256, is_local, make_source, refuse_learnt
 from cab_hf.finetune.tiles import compute_in_tiles, tile_of
 from cab_hf.finetune.validation import Validation
+from cab_hf.hf.token_mixers import refuse_token_mixers
 from cab_hf.renamed import renamed_in
 from cab_hf.runs.log import (
     DISK_FULL,
@@ -67,7 +68,6 @@ from cab_hf.runs.log import (
 from cab_hf.runs.models import TRAINED, file_sha256
 from cab_hf.runs.provenance import provenance
 from cab_hf.runs.settings import UsageError
-from cab_hf.token_mixers import refuse_token_mixers
 
 LOG, CURVE, RESULTS = "log.jsonl", "curve.png", "results.json"
 CHECKPOINTS = "checkpoints"

@@ -14,7 +14,7 @@ from cab_hf.distributed import shard
 from cab_hf.distributed.layout import layout_of, lengths_between
 from cab_hf.finetune.objective import Batch
 from cab_hf.finetune.settings import Settings
-from cab_hf.model_config import cab_config_of as cab_config
+from cab_hf.hf.model_config import cab_config_of as cab_config
 from cab_hf.plan import EXACT_BLOCK
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, repeat
 from typing import Any, NamedTuple
 
-from cab_hf.documents import Document, recall_document
-from cab_hf.needles import (
+from cab_hf.runs.settings import UsageError
+from cab_hf.texts.documents import Document, recall_document
+from cab_hf.texts.needles import (
     ANSWER,
     NAMES,
     NUMBERS,
@@ -33,9 +34,8 @@ from cab_hf.needles import (
     span_of,
     with_statements,
 )
-from cab_hf.runs.settings import UsageError
-from cab_hf.tasks import TASKS
-from cab_hf.tasks.retrieval import statement
+from cab_hf.texts.tasks import TASKS
+from cab_hf.texts.tasks.retrieval import statement
 
 PREFIX = "retrieval"
 # how many keys a document has: one asked for at the end, without and with other numbers in the

@@ -10,22 +10,22 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cab_hf.attention_layers import attention_layers, head_dim, transformers_model, window
 from cab_hf.batching.served import unserved
+from cab_hf.call.mask import CabMask
+from cab_hf.call.refusals import foreseen
 from cab_hf.checks import is_whole, require
 from cab_hf.config import CAB, FRC, CabConfig
 from cab_hf.decode.generation import has_index, index_cache, why_none
 from cab_hf.decode.step import decode_from
 from cab_hf.engines import SDPA, Workload
+from cab_hf.engines.sparse import attended
+from cab_hf.hf.layers import attention_layers, head_dim, transformers_model, window
+from cab_hf.hf.model_config import cab_config_of
+from cab_hf.hf.rotary import slow_channels
 from cab_hf.implementations import NAMES, SPARSE
-from cab_hf.mask import CabMask
-from cab_hf.model_config import cab_config_of
 from cab_hf.ops.decode import index_keys
 from cab_hf.predictors.cascade import anchor_of
-from cab_hf.refusals import foreseen
-from cab_hf.rotary import slow_channels
 from cab_hf.route import route
-from cab_hf.sparse import attended
 
 
 def describe(

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from cab_hf.attention import cab_dense_attention
-from cab_hf.attention_layers import transformers_model
-from cab_hf.mask import cab_mask
+from cab_hf.call.mask import cab_mask
+from cab_hf.hf.layers import transformers_model
 from cab_hf.patches.switch import own_configs, switch
 
 WATCHED = "cab_watched"

@@ -7,9 +7,10 @@ from torch.nn import functional as F
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 import cab_hf
-from cab_hf import checks, forward_pass
-from cab_hf.frame import Frame, Length
-from cab_hf.mask import CabMask, cab_mask
+from cab_hf import checks
+from cab_hf.call import forward_pass
+from cab_hf.call.frame import Frame, Length
+from cab_hf.call.mask import CabMask, cab_mask
 from cab_hf.predictors import RowsPredictor, register_predictor
 
 DECIDED = []

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, PreTrainedConfig, WhisperConfig
 
 from cab_hf import CabConfig, checks
 from cab_hf.config import FIELDS, Origin
-from cab_hf.fit import require_layers
+from cab_hf.hf.fit import require_layers
 
 CASCADE = {"predictor": "cascade", "anchors": (0,)}
 NAN, INFINITE = float("nan"), float("inf")

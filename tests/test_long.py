@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StaticCache
 
 import cab_hf
-from cab_hf import engines, exact
+from cab_hf import engines
+from cab_hf.engines import dense
 
 EXACT = {"atol": 2e-5, "rtol": 1e-4}
 CHUNK = 3 * SPARSE.query_block
@@ -102,7 +103,7 @@ def test_exact_layers_repeat_no_keys_and_bound_their_masks(llama, monkeypatch, p
     with torch.inference_mode():
         complete = llama(ids, attention_mask=seen).logits[:, padding:]
     limit = 20 * LENGTH
-    monkeypatch.setattr(exact, "MASK_AT_A_TIME", limit)
+    monkeypatch.setattr(dense, "MASK_AT_A_TIME", limit)
     plain = F.scaled_dot_product_attention
 
     def watched(query, key, value, attn_mask=None, **options):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from cab_hf.frame import Frame
+from cab_hf.call.frame import Frame
 from cab_hf.plan import BlockLists, BlockPlan, Spans, block_visibility
 
 

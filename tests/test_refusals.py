@@ -32,10 +32,10 @@ from transformers.masking_utils import (
 import cab_hf
 from cab_hf import apply_cab, engines
 from cab_hf.attention import cab_attention, cab_dense_attention
+from cab_hf.call.mask import CabMask, cab_mask
+from cab_hf.call.refusals import HARMLESS, MEANINGS
 from cab_hf.config import ENGINES
 from cab_hf.eval.tiny_types import tiny_model as tiny_model_of
-from cab_hf.mask import CabMask, cab_mask
-from cab_hf.refusals import HARMLESS, MEANINGS
 
 
 @pytest.fixture(scope="module")

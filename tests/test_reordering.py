@@ -5,9 +5,9 @@ import torch
 from attention_cases import random_plan
 from tiny import qkv
 
-from cab_hf.frame import Frame
+from cab_hf.call.frame import Frame
+from cab_hf.call.reordering import Reordering
 from cab_hf.ops import reference
-from cab_hf.reordering import Reordering
 
 LENGTH, HEADS, DIM = 111, 3, 10
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3Attention
 
 import cab_hf
-from cab_hf.rotary import slow_channels
+from cab_hf.hf.rotary import slow_channels
 
 SIZES = {
     "vocab_size": 64,

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from cab_hf import CabConfig, engines
+from cab_hf.call.frame import Length
+from cab_hf.call.mask import CabMask
 from cab_hf.decode.cache import Indexed
 from cab_hf.engines import Workload
-from cab_hf.exact import Exact, ExactByBlocks, ExactByRows
-from cab_hf.frame import Length
-from cab_hf.mask import CabMask
+from cab_hf.engines.dense import Exact, ExactByBlocks, ExactByRows
 from cab_hf.route import route
 
 SMALL = CabConfig(query_block=32, key_block=16, min_length=100, dense_layers=(3,))

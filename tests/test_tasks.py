@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from words import CHAT, TEXT, make_merging_tokenizer, make_tokenizer
 
-from cab_hf.needles import NOISE, split_sentences
-from cab_hf.tasks import TASKS
-from cab_hf.tasks.base import END
+from cab_hf.texts.needles import NOISE, split_sentences
+from cab_hf.texts.tasks import TASKS
+from cab_hf.texts.tasks.base import END
 
 LENGTH = 1500
 TOKENIZERS = {

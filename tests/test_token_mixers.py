@@ -8,7 +8,7 @@ from words import make_tokenizer
 import cab_hf
 from cab_hf.eval.tiny_types import FIRST_TOKEN, tiny_model
 from cab_hf.finetune import lora
-from cab_hf.token_mixers import token_mixers
+from cab_hf.hf.token_mixers import token_mixers
 
 MIXERS = {
     "bamba": "BambaMixer",

@@ -9,7 +9,7 @@ from tiny import FULL, SPARSE, tiny_model, tokens
 from transformers import DynamicCache, StaticCache
 
 import cab_hf
-from cab_hf import prompt
+from cab_hf.call import prompt
 
 DOCUMENT, QUESTION = 256, 96
 CHAT = (130, 40, 1, 77, 52)  # tokens of five turns

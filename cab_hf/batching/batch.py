@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cab_hf.call.forward_pass import ForwardPass, is_captured
+from cab_hf.call.mask import CabMask
+from cab_hf.call.placeholder import NotATensor
+from cab_hf.call.prompt import Prompt
 from cab_hf.config import CabConfig
 from cab_hf.engines import TRITON, Workload
-from cab_hf.forward_pass import ForwardPass, is_captured
-from cab_hf.mask import CabMask
-from cab_hf.not_a_tensor import NotATensor
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Choice
 from cab_hf.plan import EXACT_BLOCK
-from cab_hf.prompt import Prompt
 from cab_hf.route import route
 
 # what attention functions are told of a batch

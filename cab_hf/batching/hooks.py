@@ -193,7 +193,7 @@ def _resolved(resolve: Callable[..., Any]) -> Callable[..., Any]:
 def _warn_off_the_grid(config: Any, cb_config: Any) -> None:
     """Warn, once a process and setting, where batches or pages do not fit query blocks."""
     from cab_hf.checks import warn_once
-    from cab_hf.model_config import cab_config_of
+    from cab_hf.hf.model_config import cab_config_of
 
     block = cab_config_of(config).query_block
     tokens, page = cb_config.max_batch_tokens, cb_config.page_size
@@ -265,7 +265,7 @@ def _with_our_mask(compute: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(compute)
     def computed(self: Any, model: Any, batch_data: dict[str, Any]) -> None:
-        from cab_hf.fit import name_of
+        from cab_hf.hf.fit import name_of
 
         name = model.config._attn_implementation
         ours = name in NAMES
@@ -322,7 +322,7 @@ def _prompts(inputs: Any) -> tuple[int, ...]:
 
 def _settings(model: Any) -> tuple[str, Any] | None:
     """What keys and values in the pages of a cache depend on; None where they are not ours."""
-    from cab_hf.model_config import cab_config_of
+    from cab_hf.hf.model_config import cab_config_of
 
     text = model.config.get_text_config()
     name = text._attn_implementation
@@ -348,7 +348,7 @@ def _of_one_setting(process: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_other_settings(model: Any, before: tuple[str, Any], now: tuple[str, Any]) -> None:
-    from cab_hf.fit import name_of
+    from cab_hf.hf.fit import name_of
 
     what = f"was switched from {before[0]!r} to {now[0]!r}"
     if before[0] == now[0]:
@@ -416,7 +416,7 @@ def _query_block(scheduler: Any) -> int | None:
     config = scheduler.cache.config if model is None else model.config.get_text_config()
     if config._attn_implementation not in SPARSE:
         return None
-    from cab_hf.model_config import cab_config_of
+    from cab_hf.hf.model_config import cab_config_of
 
     return cab_config_of(config).query_block
 

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from cab_hf.attention_layers import attention_layers, transformers_model, window
 from cab_hf.calibration.anchors import (
     Coverage,
     Needles,
@@ -33,16 +32,17 @@ from cab_hf.calibration.density import (
 )
 from cab_hf.checks import is_share, is_whole, require, require_finite
 from cab_hf.config import CabConfig
-from cab_hf.documents import Document, recall_document, with_copies
-from cab_hf.fit import layer_index, number, origin_of, positions
-from cab_hf.model_config import cab_config_of
-from cab_hf.needles import split_sentences
+from cab_hf.hf.fit import layer_index, number, origin_of, positions
+from cab_hf.hf.layers import attention_layers, transformers_model, window
+from cab_hf.hf.model_config import cab_config_of
+from cab_hf.hf.rotary import slow_channels
 from cab_hf.patches.switch import apply_cab
 from cab_hf.patches.watching import watched
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext
-from cab_hf.rotary import slow_channels
 from cab_hf.runs.stand_ins import built_in_text
+from cab_hf.texts.documents import Document, recall_document, with_copies
+from cab_hf.texts.needles import split_sentences
 
 TARGET_DENSITY = 0.25
 LENGTH = 8192

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cab_hf.config import CabConfig
 from cab_hf.decode.cache import Indexed
-from cab_hf.fit import layer_index
+from cab_hf.hf.fit import layer_index
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Choice
 from cab_hf.predictors.cascade import anchor_of, require_heads_of

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cab_hf.call.packing import counted_lengths
 from cab_hf.distributed.exchange import gathered, group_of
 from cab_hf.distributed.layout import Layout, layout_of, lengths_between
-from cab_hf.packing import counted_lengths
 from cab_hf.plan import EXACT_BLOCK
 
 if TYPE_CHECKING:

@@ -14,6 +14,9 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from cab_hf.call.frame import PARALLEL
+from cab_hf.call.mask import CabMask
+from cab_hf.call.refusals import foreseen, refuse_across_ranks
 from cab_hf.checks import is_whole, require
 from cab_hf.config import CabConfig
 from cab_hf.distributed.batch import CHECKSUM
@@ -23,12 +26,9 @@ from cab_hf.distributed.layout import Layout, layout_of, lengths_between
 from cab_hf.distributed.sharded import ShardedFrame, ShardedText
 from cab_hf.distributed.whole_text import hooked
 from cab_hf.distributed.zigzag import facts
-from cab_hf.frame import PARALLEL
+from cab_hf.hf.token_mixers import refuse_token_mixers
 from cab_hf.implementations import NAMES
-from cab_hf.mask import CabMask
 from cab_hf.plan import EXACT_BLOCK
-from cab_hf.refusals import foreseen, refuse_across_ranks
-from cab_hf.token_mixers import refuse_token_mixers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from cab_hf.frame import Frame, Length
+from cab_hf.call.frame import Frame, Length
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, once_per_spans
 
 # layouts kept, and the places made of each: those of a few batches on their way

@@ -7,20 +7,19 @@ beside them is gathered as the predictor says (`Predictor.gathers`). Which rows 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from cab_hf.call.frame import Length, everything
+from cab_hf.call.mask import CabMask
 from cab_hf.distributed.exchange import gathered
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
 from cab_hf.distributed.layout import Layout, Places, Shard
 from cab_hf.distributed.zigzag import CPAttention
-from cab_hf.engines import Engine
-from cab_hf.frame import Length, everything
-from cab_hf.mask import CabMask
 from cab_hf.plan import BlockPlan, named_rows, once_per_spans
 from cab_hf.predictors import LayerContext, Predictor
 
@@ -98,11 +97,17 @@ class ShardedFrame:
         return everything(spans, self.places.layout.exact_block)
 
     def attend(
-        self, engine: Engine, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float
+        self,
+        attention: Callable[..., Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: BlockPlan,
+        scale: float,
     ) -> Tensor:
         """[B, H, n, D] of q [B, H, n, D] over all ranks' k and v [B, H_kv, n, D]."""
         how = self.heads_k_stride, self.regather_kv
-        turn = CPAttention(self.places, self.group, plan.spans, scale, engine, plan, *how)
+        turn = CPAttention(self.places, self.group, plan.spans, scale, attention, plan, *how)
         return turn.attention(q, k, v)[0]
 
     def short(self, queries: int, tokens: int, query_block: int) -> Tensor | None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cab_hf import engines
+from cab_hf.call.frame import everything
 from cab_hf.checks import is_whole, require
 from cab_hf.distributed.exchange import agree, group_of
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER, KVGather, over_slices
 from cab_hf.distributed.layout import Layout, Places, layout_between
-from cab_hf.engines import Engine, Workload
-from cab_hf.frame import everything
+from cab_hf.engines import Workload
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class CPAttention:
 
     Attributes:
         spans: of this rank's queries, in the frame.
+        attention_of_engine: what computes a slice of heads: `Engine.attention`.
         plan: their plan, in key blocks of the frame; None for all that the spans allow.
         heads_k_stride, regather_kv: see `KVGather`.
     """
@@ -37,7 +39,7 @@ class CPAttention:
     group: ProcessGroup
     spans: Spans
     scale: float
-    engine: Engine
+    attention_of_engine: Callable[..., Any]
     plan: BlockPlan | None = None
     heads_k_stride: int = KV_HEADS_TOGETHER
     regather_kv: bool = True
@@ -57,7 +59,7 @@ class CPAttention:
 
     def launch(self, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> tuple[Tensor, Tensor]:
         """`attention` over keys that have arrived."""
-        return self.engine.attention(q, k, v, plan, self.scale, return_lse=True)
+        return self.attention_of_engine(q, k, v, plan, self.scale, return_lse=True)
 
 
 def zigzag_attention(
@@ -195,7 +197,9 @@ def turn(
         spans, blocks = plan.spans, plan.blocks
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     runs = engines.choose(engine, Workload.of(q, k, v, blocks))
-    return CPAttention(places, group, spans, scale, runs, plan, heads_k_stride, regather_kv)
+    return CPAttention(
+        places, group, spans, scale, runs.attention, plan, heads_k_stride, regather_kv
+    )
 
 
 def _refuse_plan(plan: BlockPlan, q: Tensor, places: Places, causal: bool) -> None:

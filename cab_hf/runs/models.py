@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cab_hf.fit import positions
+from cab_hf.hf.fit import positions
 from cab_hf.runs.cache import cache_folder, file_sha256, keep_first, scratch_beside
 from cab_hf.runs.reshape import RESHAPED, reshaped_folder
 from cab_hf.runs.settings import UsageError, first_line, refused_as

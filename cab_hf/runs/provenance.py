@@ -13,9 +13,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from cab_hf import __version__
 from cab_hf.runs.settings import UsageError, first_line
 
-PACKAGES = ("cab_hf", "torch", "transformers", "triton", "flash-attn-4")
+PACKAGES = ("torch", "transformers", "triton", "flash-attn-4")
 
 
 def utc_now() -> str:
@@ -57,7 +58,8 @@ def git_commit() -> str | None:
 
 def versions() -> dict[str, str]:
     """Versions of what computes, by package name; those not installed are left out."""
-    result = {"python": platform.python_version()}
+    # metadata of an editable install may be older than its code
+    result = {"python": platform.python_version(), "cab_hf": __version__}
     for package in PACKAGES:
         try:
             result[package] = metadata.version(package)

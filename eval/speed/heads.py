@@ -16,9 +16,9 @@ from cab_hf.eval.experiment import Row
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import Speed, SpeedSettings, made_of
 from cab_hf.eval.speed.timing import Bench, in_a_sentence
+from cab_hf.hf.rotary import llama_channels
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext
-from cab_hf.rotary import llama_channels
 from cab_hf.runs.settings import option
 
 INPUTS = {

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cab_hf.call.prompt import reading
 from cab_hf.config import CabConfig
 from cab_hf.eval.kv_cache import cache_arguments
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import KEEPS_ALL, SpeedSettings, densities, made_of
 from cab_hf.eval.speed.checks import CHECK_LENGTH, check_dense, repeated
-from cab_hf.prompt import reading
 from cab_hf.runs.settings import by_device, option
 
 # transformers is imported where it is used: asking for help needs none of it

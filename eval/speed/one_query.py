@@ -17,9 +17,9 @@ from cab_hf.eval.speed.checks import close
 from cab_hf.eval.speed.dense import FA3_MODULES, FA4_MODULES, first_of
 from cab_hf.eval.speed.heads import RandomHeads
 from cab_hf.eval.speed.timing import Bench, Timing
+from cab_hf.hf.rotary import llama_channels
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Choice, reference
-from cab_hf.rotary import llama_channels
 
 READ_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}  # of a sum that tells the bandwidth
 CAB = "cab"

@@ -21,9 +21,9 @@ from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import TOKENS, by_length, powers, remarks
 from cab_hf.eval.speed.heads import HeadSettings, HeadSpeed, call_of, described, draw_dense, names
 from cab_hf.eval.speed.timing import OTHER, PREDICTOR, PROFILED_CALLS, method_on
+from cab_hf.hf.rotary import llama_channels
 from cab_hf.plan import Spans
 from cab_hf.predictors import make_predictor
-from cab_hf.rotary import llama_channels
 from cab_hf.runs.settings import option
 
 PARTS = (*PREDICTOR, OTHER)

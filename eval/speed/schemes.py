@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cab_hf import engines
+from cab_hf.call.frame import everything
 from cab_hf.distributed import zigzag
 from cab_hf.distributed.exchange import finish, watched
 from cab_hf.distributed.layout import Layout, Places
 from cab_hf.distributed.zigzag import CPAttention, zigzag_attention
 from cab_hf.engines import Workload
-from cab_hf.frame import everything
 from cab_hf.ops.attention.dense_parts import merged
 from cab_hf.plan import BlockPlan, Spans, once_per_spans
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cab_hf import engines
+from cab_hf.call.frame import everything
 from cab_hf.config import CabConfig
 from cab_hf.distributed import predict, union, zigzag_attention
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
@@ -23,7 +24,6 @@ from cab_hf.eval.speed.schemes import (
     ring_attention,
     two_launches,
 )
-from cab_hf.frame import everything
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
 from cab_hf.predictors import LayerContext, make_predictor
 

@@ -1,6 +1,7 @@
 """Documents and scores of the tasks beside this file, as lm-evaluation-harness calls them.
 
-What tasks ask is written in `cab_hf.documents`, `cab_hf.eval.haystack` and `cab_hf.tasks`.
+What tasks ask is written in `cab_hf.texts.documents`, `cab_hf.eval.haystack` and
+`cab_hf.texts.tasks`.
 
 ``--model_args`` and ``--metadata`` arrive as keywords, all of them at every function; what is none
 of its own is for others. Lengths take turns, so that ``--limit`` leaves documents of every one.
@@ -14,10 +15,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from cab_hf.documents import recall_document
 from cab_hf.eval.haystack import Haystack, answered
-from cab_hf.needles import NOISE, leading_tokens, split_sentences
-from cab_hf.tasks import TASKS
+from cab_hf.texts.documents import recall_document
+from cab_hf.texts.needles import NOISE, leading_tokens, split_sentences
+from cab_hf.texts.tasks import TASKS
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 Documents = list[dict[str, Any]]

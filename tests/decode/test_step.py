@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 import cab_hf
 from cab_hf import CabConfig
+from cab_hf.call.mask import CabMask
 from cab_hf.decode.cache import Indexed
 from cab_hf.decode.step import SHARED_CHOICE, SparseDecode, mapped_kv_heads
-from cab_hf.mask import CabMask
 from cab_hf.ops import decode
 
 LENGTH = 600

@@ -13,7 +13,7 @@ from tiny import qkv
 from torch.nn.attention.flex_attention import flex_attention
 
 from cab_hf import BlockPlan, engines
-from cab_hf.frame import Frame
+from cab_hf.call.frame import Frame
 from cab_hf.ops import reference
 from cab_hf.ops.attention import ffpa, flash, flex, traced
 from cab_hf.plan import BlockLists, Spans

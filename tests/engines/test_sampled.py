@@ -9,8 +9,8 @@ from tiny import SPARSE, tiny_model, tokens
 
 import cab_hf
 from cab_hf import BlockPlan, engines
+from cab_hf.engines.sparse import attended
 from cab_hf.ops import reference
-from cab_hf.sparse import attended
 
 FOUR = {"heads": 4, "kv_heads": 2}
 CASES = [

@@ -37,11 +37,11 @@ from cab_hf.eval.teacher_forcing import (
     greedy_match,
     nll,
 )
-from cab_hf.needles import NOISE, QUESTION
 from cab_hf.predictors import flexprefill
 from cab_hf.runs.log import read_file, read_log
 from cab_hf.runs.settings import read_settings, spelled
-from cab_hf.tasks import TASKS
+from cab_hf.texts.needles import NOISE, QUESTION
+from cab_hf.texts.tasks import TASKS
 
 LENGTH = 300
 SMALL = "query_block=32,key_block=16,mass_threshold=0.06,share_threshold=0.5,dense_tail_blocks=1"

@@ -8,11 +8,11 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import cab_hf
+from cab_hf.call.frame import Frame
 from cab_hf.config import BY_MASS
 from cab_hf.eval import methods
 from cab_hf.eval.methods import METHODS, Cell
 from cab_hf.eval.teacher_forcing import behind_prompt
-from cab_hf.frame import Frame
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, attention_mass, baselines, flexprefill, make_predictor
 

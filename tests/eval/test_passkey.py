@@ -11,7 +11,6 @@ from tiny import SPARSE_WORDS
 from transformers import LlamaConfig, LlamaForCausalLM
 from words import CHAT, TEXT, make_tokenizer
 
-from cab_hf import needles
 from cab_hf.eval import haystack, passkey
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.experiment import render
@@ -23,6 +22,7 @@ from cab_hf.renamed import renamed_in
 from cab_hf.runs import models
 from cab_hf.runs.log import read_log
 from cab_hf.runs.settings import read_settings, spelled
+from cab_hf.texts import needles
 
 LENGTH = 400
 METHODS = "dense,cab,published,streaming,random,antidiagonal,oracle,h2o"

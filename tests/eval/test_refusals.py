@@ -7,8 +7,8 @@ from tiny import tiny_model
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 from words import TEXT, make_tokenizer, save_llama
 
+from cab_hf.engines.sparse import Sparse
 from cab_hf.eval.__main__ import main
-from cab_hf.sparse import Sparse
 
 # of each command on a model, what is small enough to run here
 SMALL = {

@@ -20,8 +20,8 @@ from words import make_tokenizer
 import cab_hf
 from cab_hf.finetune import data, sources
 from cab_hf.finetune.data import Ahead, Packed, held_out, make_source
-from cab_hf.needles import NAMES
 from cab_hf.runs.settings import UsageError
+from cab_hf.texts.needles import NAMES
 
 EXACT = {"atol": 2e-5, "rtol": 1e-4}
 TOKENIZER = make_tokenizer()

@@ -7,15 +7,15 @@ import datasets
 import pytest
 from words import CHAT, TEXT, make_tokenizer
 
-from cab_hf import needles
-from cab_hf.documents import plain_document, recall_document
 from cab_hf.eval.haystack import Haystack
 from cab_hf.finetune import sources
 from cab_hf.finetune.data import IGNORED, Packed, held_out, make_source
 from cab_hf.finetune.retrieval import KEYS, KINDS, Entry, parse_entry, retrieval_document
-from cab_hf.needles import DISTRACTORS, NOISE, split_sentences
 from cab_hf.runs.settings import UsageError
-from cab_hf.tasks import TASKS
+from cab_hf.texts import needles
+from cab_hf.texts.documents import plain_document, recall_document
+from cab_hf.texts.needles import DISTRACTORS, NOISE, split_sentences
+from cab_hf.texts.tasks import TASKS
 
 LENGTH = 900
 TOKENIZERS = {"plain": make_tokenizer(), "chat": make_tokenizer(CHAT)}

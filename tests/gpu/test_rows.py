@@ -8,11 +8,11 @@ from attention_cases import laid_out
 from selecting import heads_on
 
 from cab_hf import CabConfig
+from cab_hf.hf.rotary import llama_channels
 from cab_hf.ops import lists, sweep
 from cab_hf.plan import BlockLists, BlockPlan, Spans
 from cab_hf.predictors import LayerContext, RowsPredictor
 from cab_hf.predictors.rows import choose_by_reference
-from cab_hf.rotary import llama_channels
 
 pytestmark = pytest.mark.gpu
 

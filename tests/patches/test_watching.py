@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import FAMILIES, tiny_model, tokens
 
-from cab_hf.attention_layers import attention_layers
+from cab_hf.hf.layers import attention_layers
 from cab_hf.patches.watching import looks, watched
 
 

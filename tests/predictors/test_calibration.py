@@ -18,9 +18,9 @@ from cab_hf.calibration import passes as of_models
 from cab_hf.calibration.density import THRESHOLDS, densities, fitted, least_density
 from cab_hf.config import Origin
 from cab_hf.eval.tiny_types import tiny_model as tiny_type
-from cab_hf.needles import split_sentences
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, make_predictor
+from cab_hf.texts.needles import split_sentences
 
 SMALL = {"query_block": 16, "key_block": 16, "min_length": 0}
 # of few blocks nearly every one has a share that a query needs

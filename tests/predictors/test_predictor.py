@@ -11,7 +11,7 @@ import torch
 from tiny import qkv
 
 from cab_hf import CabConfig
-from cab_hf.frame import Frame
+from cab_hf.call.frame import Frame
 from cab_hf.ops import reference
 from cab_hf.plan import Spans, block_visibility
 from cab_hf.predictors import LayerContext, RowsPredictor, make_predictor, register_predictor

@@ -4,7 +4,7 @@ import torch
 from budget import EPS
 
 from cab_hf import BlockPlan
-from cab_hf.frame import Frame
+from cab_hf.call.frame import Frame
 from cab_hf.ops import reference
 from cab_hf.plan import Spans
 

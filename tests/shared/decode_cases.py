@@ -3,12 +3,12 @@
 import torch
 from tiny import qkv
 
+from cab_hf.call.mask import CabMask
 from cab_hf.engines import SDPA
-from cab_hf.exact import ExactByRows
-from cab_hf.mask import CabMask
+from cab_hf.engines.dense import ExactByRows
+from cab_hf.hf.rotary import llama_channels
 from cab_hf.ops import decode
 from cab_hf.ops.decode import kernels, reference
-from cab_hf.rotary import llama_channels
 
 # heads, KV heads, slots, written, D, D_v, wanted, and what else
 CASES = {

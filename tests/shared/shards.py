@@ -2,8 +2,8 @@
 
 import torch
 
+from cab_hf.call.frame import Frame, Length
 from cab_hf.distributed.layout import Layout, layout_of, lengths_between
-from cab_hf.frame import Frame, Length
 
 BLOCK = 32
 # where documents begin and end; None is a text that fills all ranks

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
-from cab_hf.needles import (
+from cab_hf.texts.needles import (
     TEXT,
     Span,
     Tokens,

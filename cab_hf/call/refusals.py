@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cab_hf.call.forward_pass import LEFT_EARLY, in_backward_pass
+from cab_hf.call.mask import CabMask, of_another_kind, too_short
 from cab_hf.checks import short
-from cab_hf.fit import layer_index, name_of
-from cab_hf.forward_pass import LEFT_EARLY, in_backward_pass
-from cab_hf.mask import CabMask, of_another_kind, too_short
+from cab_hf.hf.fit import layer_type, name_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # looked at one by one
@@ -140,13 +140,6 @@ def foreseen(module: nn.Module) -> str | None:
     if layer_type(module) == "chunked_attention":
         return f"attention in chunks of {module.config.attention_chunk_size}"
     return None
-
-
-def layer_type(module: nn.Module) -> str | None:
-    """What the model's config calls this layer, where it names its layers."""
-    types = getattr(module.config, "layer_types", None)
-    index = layer_index(module)
-    return types[index] if types and index is not None and index < len(types) else None
 
 
 def _refuse_directions(

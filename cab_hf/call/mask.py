@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.masking_utils import causal_mask_function
 
-from cab_hf import packing
+from cab_hf.call import packing
+from cab_hf.call.forward_pass import ForwardPass
+from cab_hf.call.frame import Frame, Length, whole_documents
+from cab_hf.call.placeholder import NotATensor
+from cab_hf.call.prompt import Prompt, prompt_of
 from cab_hf.checks import short, warn_once
-from cab_hf.fit import name_of
-from cab_hf.forward_pass import ForwardPass
-from cab_hf.frame import Frame, Length, whole_documents
-from cab_hf.not_a_tensor import NotATensor
-from cab_hf.prompt import Prompt, prompt_of
+from cab_hf.hf.fit import name_of
 
 # equal tokens at the end of a row that look like padding, and by how much of the largest their
 # values differ in the first layer at most

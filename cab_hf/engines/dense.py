@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cab_hf.call.mask import CabMask
 from cab_hf.engines import DenseKernel, Engine
-from cab_hf.mask import CabMask
 from cab_hf.ops import decode
 from cab_hf.ops.attention import traced
 from cab_hf.ops.decode import Choice
@@ -56,7 +56,9 @@ class ExactByBlocks(Exact):
         size = self.text.exact_block or EXACT_BLOCK
         frame = self.text.frame(size, size, q.device, from_start=False)
         q, k, v = frame.queries(q), frame.keys(k), frame.keys(v)
-        return frame.restore(frame.attend(self.engine, q, k, v, frame.everything(), scale))
+        return frame.restore(
+            frame.attend(self.engine.attention, q, k, v, frame.everything(), scale)
+        )
 
 
 class ExactByRows(Exact):

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from cab_hf.config import CabConfig
 from cab_hf.engines import Engine
-from cab_hf.fit import layer_index
+from cab_hf.hf.fit import layer_index
+from cab_hf.hf.rotary import slow_channels
 from cab_hf.ops import HAS_TRITON
 from cab_hf.plan import BlockPlan
 from cab_hf.predictors import LayerContext, make_predictor
-from cab_hf.rotary import slow_channels
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Sparse:
         # plans are kept for a backward pass where any of these has one
         trained = next((x for x in (q, k, v) if x.requires_grad), q)
         plan = text.planned(self.layer, trained, predict)
-        out = frame.attend(self.engine, q_frame, k_frame, v_frame, plan, scale)
+        out = frame.attend(self.engine.attention, q_frame, k_frame, v_frame, plan, scale)
         if not torch.compiler.is_compiling():
             _count(self.layer, plan)
         return frame.restore(out)

@@ -8,10 +8,10 @@ learnt.
 
 from __future__ import annotations
 
-from cab_hf.tasks.aggregation import CommonWords, FrequentWords
-from cab_hf.tasks.base import Example, Task
-from cab_hf.tasks.retrieval import AlikeKeys, Copying, ManyKeys, SeveralValues, Uuids
-from cab_hf.tasks.tracing import Tracking, TwoFacts
+from cab_hf.texts.tasks.aggregation import CommonWords, FrequentWords
+from cab_hf.texts.tasks.base import Example, Task
+from cab_hf.texts.tasks.retrieval import AlikeKeys, Copying, ManyKeys, SeveralValues, Uuids
+from cab_hf.texts.tasks.tracing import Tracking, TwoFacts
 
 __all__ = ["TASKS", "Example", "Task"]
 

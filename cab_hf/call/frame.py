@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.engines import Engine
+from cab_hf.call.reordering import Reordering
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, named_rows, once_per_spans
 from cab_hf.predictors import LayerContext, Predictor
-from cab_hf.reordering import Reordering
 
 # attribute of every module of a model whose texts are in the frame of several ranks
 PARALLEL = "_cab_parallel"
@@ -193,10 +192,16 @@ class Frame:
         return everything(self.spans, EXACT_BLOCK)
 
     def attend(
-        self, engine: Engine, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float
+        self,
+        attention: Callable[..., Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: BlockPlan,
+        scale: float,
     ) -> Tensor:
-        """[B, H, N', D] of q, k and v of the frame, under ``plan``."""
-        return engine.attention(q, k, v, plan, scale)
+        """[B, H, N', D] of q, k and v of the frame, by an engine's ``attention`` under ``plan``."""
+        return attention(q, k, v, plan, scale)
 
     def restore(self, out: Tensor) -> Tensor:
         """[B, H, N', D] back to the call's order, zeros at padding queries."""

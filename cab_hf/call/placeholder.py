@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from cab_hf.forward_pass import LEFT_EARLY, in_backward_pass
+from cab_hf.call.forward_pass import LEFT_EARLY, in_backward_pass
 
 
 class UsedAsTensor(NotImplementedError, AttributeError):

@@ -1,7 +1,7 @@
 """What documents with hidden keys are made of: keys, what states them, sentences, their tokens.
 
-`cab_hf.documents`, `cab_hf.tasks`, the prompts of ``eval.haystack`` and the documents of
-``finetune.retrieval`` are built of these.
+`cab_hf.texts.documents`, `cab_hf.texts.tasks`, the prompts of ``eval.haystack`` and the documents
+of ``finetune.retrieval`` are built of these.
 """
 
 from __future__ import annotations

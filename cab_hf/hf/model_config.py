@@ -9,7 +9,7 @@ import torch
 
 from cab_hf.checks import MOST
 from cab_hf.config import FRC, CabConfig, Origin
-from cab_hf.fit import require_layers, require_origin, warn_if_never_sparse
+from cab_hf.hf.fit import require_layers, require_origin, warn_if_never_sparse
 from cab_hf.implementations import CAB_FRC
 
 # the dict that was parsed last, as it was then: every layer of a model brings the same one

@@ -9,8 +9,8 @@ from itertools import chain, repeat, takewhile
 from math import pi
 from typing import ClassVar
 
-from cab_hf.needles import Tokens, fitted
-from cab_hf.tasks.base import Draft, NoRoom, Task
+from cab_hf.texts.needles import Tokens, fitted
+from cab_hf.texts.tasks.base import Draft, NoRoom, Task
 
 CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
-from cab_hf.needles import (
+from cab_hf.texts.needles import (
     Span,
     Tokens,
     draw_keys,

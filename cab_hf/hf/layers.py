@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from cab_hf.fit import layer_index
-from cab_hf.refusals import layer_type
+from cab_hf.hf.fit import layer_index, layer_type
 
 
 def attention_layers(model: PreTrainedModel) -> Iterator[tuple[int | None, nn.Module]]:

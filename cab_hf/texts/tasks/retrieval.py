@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Iterator
 from typing import ClassVar
 
-from cab_hf.needles import ANSWER, NAMES, NUMBERS, QUESTION, Key, draw_keys, instruction
-from cab_hf.tasks.base import Draft, Fact, Task, running_text
+from cab_hf.texts.needles import ANSWER, NAMES, NUMBERS, QUESTION, Key, draw_keys, instruction
+from cab_hf.texts.tasks.base import Draft, Fact, Task, running_text
 
 
 def statement(key: Key) -> str:

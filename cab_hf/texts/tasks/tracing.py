@@ -6,8 +6,8 @@ import random
 import string
 from typing import ClassVar
 
-from cab_hf.needles import ANSWER, NAMES, NUMBERS, QUESTION, instruction
-from cab_hf.tasks.base import Draft, Fact, Task
+from cab_hf.texts.needles import ANSWER, NAMES, NUMBERS, QUESTION, instruction
+from cab_hf.texts.tasks.base import Draft, Fact, Task
 
 
 class Tracking(Task):

@@ -183,3 +183,10 @@ def name_of(model_config: Any) -> str:
     """The last part of a model's name or path, else its type."""
     path = str(getattr(model_config, "_name_or_path", None) or "").rstrip("/")
     return path.rpartition("/")[2] or getattr(model_config, "model_type", None) or "this model"
+
+
+def layer_type(module: Any) -> str | None:
+    """What the model's config calls this layer, where it names its layers."""
+    types = getattr(module.config, "layer_types", None)
+    index = layer_index(module)
+    return types[index] if types and index is not None and index < len(types) else None

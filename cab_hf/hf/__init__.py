@@ -1,0 +1,1 @@
+"""Models of transformers: their layers, their configs, and whether settings fit them."""

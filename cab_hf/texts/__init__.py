@@ -1,0 +1,1 @@
+"""Texts with something hidden in them, and questions about it."""
