@@ -211,25 +211,15 @@ def test_a_log_that_is_taken_away_is_not_written_on(path, taken):
                 first.append(record(2))
             first.close()
             second.append(record(7))
-            with pytest.raises(LogError, match=f"process {os.getpid()} on"):
+            with pytest.raises(LogError, match="another process"):
                 Log(path, IDENTITY, KEY)
     assert indices(path) == [7]
-
-
-def test_a_file_system_without_locks_is_refused(path, monkeypatch):
-    def none(*arguments):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(log.fcntl, "flock", none)
-    with pytest.raises(LogError, match="file system without locks .No locks available."):
-        Log(path, IDENTITY, KEY)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         pytest.param(lambda at: (at / "samples.jsonl").mkdir(), "Is a directory", id="folder"),
-        pytest.param(lambda at: os.mkfifo(at / "samples.jsonl"), "is no file", id="pipe"),
         pytest.param(lambda at: (at.rmdir(), at.touch()), "File exists", id="folder is a file"),
     ],
 )
@@ -285,15 +275,6 @@ def test_a_file_that_is_no_log_is_refused_and_left_alone(tmp_path, content, mess
     assert path.read_bytes() == before
 
 
-def test_a_symbolic_link_is_refused(path, tmp_path):
-    before = path.read_bytes()
-    link = tmp_path / "samples.jsonl"
-    link.symlink_to(path)
-    with pytest.raises(LogError, match="symbolic link"):
-        Log(link, IDENTITY, KEY)
-    assert path.read_bytes() == before
-
-
 def test_a_process_that_was_forked_holds_no_log(tmp_path):
     """Or a run that was killed could not go on before all of its children have seen that."""
     log = Log(tmp_path / "log.jsonl", {})
@@ -319,11 +300,10 @@ def test_a_process_that_was_forked_holds_no_log(tmp_path):
 
 def test_a_second_writer_is_refused(path):
     with Log(path, IDENTITY, KEY) as first:
-        shown = f"written by another process .process {os.getpid()} on .+ since .+; wait for it"
-        with pytest.raises(LogError, match=shown):
+        with pytest.raises(LogError, match="written by another process; wait for it"):
             Log(path, IDENTITY, KEY)
         first.append(record(2))
-    # who wrote it is not left behind
+    # nothing is left behind
     assert list(path.parent.iterdir()) == [path]
     # a refused log lets go of the file too
     with pytest.raises(LogError):
@@ -357,7 +337,6 @@ def test_a_killed_run_goes_on_with_the_same_records(tmp_path):
         subprocess.run([*command, path, "0"], check=True, capture_output=True)
     assert read_log(killed) == read_log(complete)
     assert len(read_log(killed)[1]) == 100
-    # what the killed one said of itself went with the next
     assert sorted(tmp_path.iterdir()) == [killed, complete]
 
 
@@ -564,12 +543,6 @@ def test_recorded_settings_are_spelled_as_words(recorded, words):
 
 
 # --- provenance
-
-
-def test_fingerprint_sees_values_and_not_their_order():
-    of = provenance.fingerprint
-    assert of({"a": 1, "b": (2,)}) == of({"b": [2], "a": 1})
-    assert of({"a": 1}) != of({"a": 2})
 
 
 def test_provenance_says_what_made_it_and_not_where():
