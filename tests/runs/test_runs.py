@@ -460,7 +460,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path
         pytest.param(["--loud", "very"], None, "loud: it is turned on by its name", id="flag"),
         pytest.param([], "kv_head: 1", "sets 'kv_head'; did you mean kv_heads?", id="file near"),
         pytest.param([], "zzz: 1", "sets 'zzz'; the options are lengths, mass", id="file far"),
-        pytest.param([], "mass: much", "settings.yaml, mass: it must be a finite", id="file value"),
+        pytest.param([], "mass: much", "mass: it must be a finite", id="file value"),
         pytest.param([], "mass: 3", "mass is 3.0; it must be in (0, 1]", id="file refused"),
         pytest.param([], "- mass", "a mapping from option to value", id="list"),
         pytest.param([], "mass: [", "must be a YAML file", id="syntax"),
