@@ -59,9 +59,9 @@ def require_batching(model: PreTrainedModel) -> None:
     ours = next(filter(NAMES.__contains__, named), None)
     if ours is None:
         return
-    from cab_hf.batching.served import unserved
+    from cab_hf.batching.served import unbatchable_reason
 
-    reason = unserved(model)
+    reason = unbatchable_reason(model)
     if reason is not None:
         raise NotImplementedError(
             f"{type(model).__name__} has attn_implementation={ours!r}, which continuous batching "
