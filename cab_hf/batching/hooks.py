@@ -238,9 +238,11 @@ def _record_model(prepare: Callable[..., Any]) -> Callable[..., Any]:
             from cab_hf.batching.scheduler import scheduler_type
 
             config.scheduler_type = scheduler_type(named)
-        processor = prepare(self)
-        # it is recorded by the name that was given
-        config.scheduler_type = named
+        try:
+            processor = prepare(self)
+        finally:
+            # it is recorded by the name that was given
+            config.scheduler_type = named
         if ours:
             processor.scheduler.record_model(self.model)
             if self.model.device.type == "cuda":

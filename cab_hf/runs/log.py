@@ -13,6 +13,7 @@ import json
 import lzma
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -191,6 +192,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _lock(file: int, path: Path) -> None:
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        raise LogError(f"{path} is no file; take it away or give another --out.")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
