@@ -14,7 +14,7 @@ from cab_hf.batching.served import unbatchable_reason
 from cab_hf.call.mask import CabMask
 from cab_hf.call.refusals import foreseen
 from cab_hf.checks import is_whole, require
-from cab_hf.config import CAB, FRC, CabConfig
+from cab_hf.config import CAB, FRC, NAMES, SPARSE, CabConfig
 from cab_hf.decode.generation import has_index, index_cache, why_none
 from cab_hf.decode.step import decode_from
 from cab_hf.engines import SDPA, Workload
@@ -22,7 +22,6 @@ from cab_hf.engines.sparse import attended
 from cab_hf.hf.layers import attention_layers, head_dim, transformers_model, window
 from cab_hf.hf.model_config import cab_config_of
 from cab_hf.hf.rotary import slow_channels
-from cab_hf.implementations import NAMES, SPARSE
 from cab_hf.ops.decode import index_keys
 from cab_hf.predictors.cascade import anchor_of
 from cab_hf.route import route

@@ -19,11 +19,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from cab_hf.batching.hooks import refuse_while_batching
 from cab_hf.checks import require
-from cab_hf.config import FRC, CabConfig
+from cab_hf.config import CAB_FRC, FRC, CabConfig
 from cab_hf.hf.fit import require_layers, require_origin, warn_if_never_sparse
 from cab_hf.hf.layers import transformers_model
 from cab_hf.hf.model_config import cab_config_of
-from cab_hf.implementations import CAB_FRC
 from cab_hf.predictors import make_predictor
 
 # what settings may be given as

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from cab_hf.implementations import NAMES, SPARSE
+from cab_hf.config import NAMES, SPARSE
 
 if TYPE_CHECKING:
     # transformers is importing itself when it is told

@@ -12,9 +12,9 @@ from transformers.generation.continuous_batching.scheduler import (
     Scheduler,
 )
 
+from cab_hf.config import NAMES, SPARSE
 from cab_hf.hf.fit import name_of
 from cab_hf.hf.model_config import cab_config_of
-from cab_hf.implementations import NAMES, SPARSE
 
 PREFIX = "cab_"  # of the names under which transformers finds them
 

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 from cab_hf.batching import hooks
 from cab_hf.call.frame import PARALLEL
 from cab_hf.call.refusals import foreseen
+from cab_hf.config import NAMES
 from cab_hf.hf.layers import attention_layers, window
 from cab_hf.hf.token_mixers import token_mixers
-from cab_hf.implementations import NAMES
 from cab_hf.ops import HAS_TRITON
 
 

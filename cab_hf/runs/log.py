@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from cab_hf.renamed import renamed_in
 from cab_hf.runs.provenance import utc_now
 from cab_hf.runs.settings import UsageError
 
@@ -306,7 +305,7 @@ def _parse(
     if not _is_json(lines[-1]):
         # torn off by a kill, or nothing behind the last newline
         complete -= len(lines.pop())
-    values = [renamed_in(json.loads(line)) if _is_json(line) else None for line in lines]
+    values = [json.loads(line) if _is_json(line) else None for line in lines]
     header = values[0] if values else None
     if not isinstance(header, dict) or not {"identity", "started"} <= header.keys():
         raise LogError(f"{path} does not begin with the header of a run; give another --out.")
@@ -333,8 +332,8 @@ def _is_json(line: bytes) -> bool:
 
 
 def as_recorded(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """An identity as JSON reads it, with today's names."""
-    return renamed_in(json.loads(json.dumps(identity)))
+    """An identity as JSON reads it."""
+    return json.loads(json.dumps(identity))
 
 
 def require_identity(path: Path, seen: Any, wanted: Mapping[str, Any]) -> None:
