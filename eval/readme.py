@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 # experiments whose folders come first, in this order; those of one by name
 ORDER = (
     "passkey",
-    *("fidelity", "books", "calibrate"),
+    *("fidelity", "calibrate"),
     *(f"speed {op}" for op in ("ttft", "attention", "predictor", "batches", "breakdown")),
     *(f"speed {op}" for op in ("prefill", "serve", "decode", "lora", "context-parallel")),
     "families",
