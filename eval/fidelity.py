@@ -57,7 +57,6 @@ from cab_hf.eval.intervals import (
     paired_difference,
     wilson,
 )
-from cab_hf.eval.long_run import ASSUMED_DENSITY, Load, is_sparse
 from cab_hf.eval.methods import (
     CACHES,
     Cab,
@@ -437,25 +436,6 @@ class Fidelity(Comparison):
         *asked, index = question_of(case)
         together = at_once(case["length"]) if case["probe"] in DECODES else 1
         return *asked, index // together
-
-    def load(self, case: Mapping[str, Any]) -> Load | None:
-        settings, probe, length = self.settings, case["probe"], case["length"]
-        kind = kind_of(case["method"])
-        budget = None if self.waits(case) else case["budget"]
-        density = (budget or ASSUMED_DENSITY) if is_sparse(kind) else 1.0
-        if probe in DECODES:
-            place = case["index"] % at_once(length)
-            count = settings.continuations if probe == GREEDY else settings.documents
-            texts = min(at_once(length), count - case["index"])
-            steps = settings.written if probe == GREEDY else settings.decoded
-            steps = min(steps, length // CONTINUED_SHARE)
-            # of what is written only the likeliest token is kept
-            logits = 1 if probe == GREEDY else steps
-            return None if place else Load(length, density, texts, steps, logits)
-        half = length - length // 2
-        kept = {CONTINUATION: CONTINUED, TURNS: TURN_COUNT * CONTINUED}
-        kept |= {PERPLEXITY: half, PERPLEXITY_BORDER: half // BORDER}
-        return Load(length, density, logits=kept.get(probe, 1))
 
     @staticmethod
     def usual(samples: Sequence[Row]) -> list[Row]:

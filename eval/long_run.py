@@ -1,4 +1,4 @@
-"""Long runs on a model: what they will take, told before they begin, and memory that runs out."""
+"""Long runs on a model: how many cases they have, and memory that runs out."""
 
 from __future__ import annotations
 
@@ -8,80 +8,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from cab_hf.eval.experiment import PROG, SAMPLES, Row
-from cab_hf.eval.methods import Cab, Full, Method
 from cab_hf.eval.on_model import OnModel, OnModelSettings
-from cab_hf.eval.report import digits
 from cab_hf.eval.shares import run_shares, shared_by, take_gpu
 from cab_hf.eval.speed.timing import in_a_sentence, ran_out
-from cab_hf.finetune.meter import ATTENTION, FROZEN, GIB, Cost, peak_flops
 from cab_hf.runs.log import is_there, read_log
-from cab_hf.runs.models import load_config, skeleton
-from cab_hf.runs.provenance import device_name
 from cab_hf.runs.settings import flag, read_settings
-
-# what is assumed of a run before it begins: the density of sparse prefill, the share of a GPU's
-# peak that prefill reaches, what a case takes beside (hooks, fitting, launches), and a layer in a
-# step of decode called from Python
-ASSUMED_DENSITY, SHARE, SECONDS_A_CASE, SECONDS_A_STEP = 0.25, 0.4, 1.0, 1e-3
-# forward passes over those that a training step counts
-FORWARD, ATTEND = 2 / FROZEN, 4 / ATTENTION
-# positions whose logits are in float32 at the same time, twice
-FLOAT_LOGITS = 1024
-
-
-class Load(NamedTuple):
-    """What a case has the model read.
-
-    Attributes:
-        tokens: of each text.
-        density: of its prefill.
-        texts: read at once.
-        steps: tokens that are read or written one at a time.
-        logits: positions whose logits are there at once.
-    """
-
-    tokens: int
-    density: float = 1.0
-    texts: int = 1
-    steps: int = 0
-    logits: int = 1
-
-    def flops(self, cost: Cost) -> float:
-        """Of the prefill. A window is what it is at any density."""
-        pairs = cost.pairs(torch.arange(self.tokens)[None])
-        shares = (self.density if window is None else 1.0 for window in cost.windows)
-        attended = [n * share for n, share in zip(pairs, shares, strict=True)]
-        attention = ATTEND * sum(cost.attention(attended))
-        return self.texts * (FORWARD * cost.products(self.tokens) + attention)
-
-    def bytes(self, cost: Cost, itemsize: int, chunk: int) -> float:
-        """Beside the weights: the cache, a layer that computes, and logits."""
-        config = cost.config
-        channels, kv = max(cost.channels), 2 * max(cost.kv_channels)
-        cache = self.tokens * 2 * sum(cost.kv_channels)
-        # what comes in and its norm; q, k, v and the output of attention, or the MLP
-        layer = 2 * config.hidden_size + max(2 * channels + kv, 3 * cost.inner)
-        working = min(self.tokens, chunk or self.tokens) * layer
-        logits = itemsize * self.logits + 8 * min(self.logits, FLOAT_LOGITS)
-        return self.texts * (itemsize * (cache + working) + config.vocab_size * logits)
-
-
-def is_sparse(method: type[Method]) -> bool:
-    """Whether its prefill leaves pairs out."""
-    return issubclass(method, Cab) and method is not Full
 
 
 @dataclass(frozen=True)
 class LongRunSettings(OnModelSettings):
-    """Of runs that say what they will take."""
+    """Of runs that say how many cases they have."""
 
-    dry_run: bool = flag("say what the run will take, and end")
+    dry_run: bool = flag("say how many cases are left, and end")
 
 
 class LongRun(OnModel):
@@ -120,10 +63,6 @@ class LongRun(OnModel):
     def question(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
         """What all methods are asked alike; cases that are measured at once have one."""
 
-    @abstractmethod
-    def load(self, case: Mapping[str, Any]) -> Load | None:
-        """What the model reads for it; None where an earlier case has read it."""
-
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         return self.with_match(self.planned(), samples)
 
@@ -144,7 +83,7 @@ class LongRun(OnModel):
         experiment = cls(read_settings(cls.Settings, words, f"{PROG} {cls.name}", cls.purpose))
         if rank == 0:
             experiment.check()
-            print(experiment.ahead(ranks), flush=True)
+            print(experiment.ahead(), flush=True)
         if not experiment.settings.dry_run:
             run_shares(experiment, rank, ranks)
         return 0
@@ -167,33 +106,13 @@ class LongRun(OnModel):
             torch.cuda.empty_cache()
         return {**case, self.FAILED: why}
 
-    def ahead(self, ranks: int = 1) -> str:
-        """What the cases that are left will take, as far as config and device tell."""
+    def ahead(self) -> str:
+        """How many cases are left."""
         case_of, samples = itemgetter(*self.CASE), self._measured()
         seen = set(map(case_of, samples))
-        left = [case for case in self.planned() if case_of(case) not in seen]
-        if not left:
-            return "nothing is left to measure"
-        loads = [load for load in map(self.load, left) if load is not None]
-        tokens = sum(load.texts * load.tokens for load in loads)
+        left = sum(case_of(case) not in seen for case in self.planned())
         there = f" ({len(seen):,} are there)" if seen else ""
-        try:
-            told = self._told(loads, len(left), ranks)
-        except Exception as error:
-            # a model that is unlike others: that ends no run
-            told = f"hours and memory are not known ({in_a_sentence(error)})"
-        return f"{len(left):,} cases{there} of {tokens:,} tokens; {told}"
-
-    def _told(self, loads: Sequence[Load], cases: int, ranks: int) -> str:
-        settings, cost = self.settings, Cost.of(self._skeleton())
-        device, itemsize = torch.device(settings.device), getattr(torch, settings.dtype).itemsize
-        chunk = getattr(settings, "prefill_chunk", 0)
-        most = max((load.bytes(cost, itemsize, chunk) for load in set(loads)), default=0.0)
-        memory = _memory(cost.weight_bytes + most, device)
-        if (peak := peak_flops(device)) is None:
-            return memory
-        gpus = min(ranks, torch.cuda.device_count())
-        return f"{_hours(cost, loads, cases, peak, device_name(device), gpus)}; {memory}"
+        return f"{left:,} cases{there}" if left else "nothing is left to measure"
 
     def _measured(self) -> list[Row]:
         path = Path(self.settings.out) / SAMPLES
@@ -201,36 +120,3 @@ class LongRun(OnModel):
             return []
         _, records = read_log(path, self.CASE, self.ADDED, self.FAILED)
         return [record for record in records if record.get(self.FAILED) is None]
-
-    def _skeleton(self) -> nn.Module:
-        name, trusted = self.settings.model, self.settings.trust_remote_code
-        model = skeleton(load_config(name, trusted), trusted, dtype=self.settings.dtype)
-        return model.requires_grad_(False)
-
-
-def _hours(
-    cost: Cost, loads: Sequence[Load], cases: int, peak: float, device: str, gpus: int
-) -> str:
-    """GPU hours on a ``device`` of that ``peak`` in FLOP/s, and what they are counted by."""
-    if cost.uncounted:
-        return f"GPU hours are not known: {cost.uncounted}"
-    each = {load: load.flops(cost) for load in set(loads)}
-    steps = sum(load.steps for load in loads) * cost.config.num_hidden_layers
-    seconds = sum(map(each.__getitem__, loads)) / (SHARE * peak)
-    seconds += cases * SECONDS_A_CASE + steps * SECONDS_A_STEP
-    on = f" on {gpus} GPUs" if gpus > 1 else ""
-    return (
-        f"about {digits(seconds / 3600)} GPU hours{on} ({device} at {SHARE:.0%} of "
-        f"{peak / 1e12:,.0f} TFLOP/s, sparse prefill at density {ASSUMED_DENSITY:g}, "
-        f"{SECONDS_A_CASE:g} s a case, {1e3 * SECONDS_A_STEP:g} ms a layer and decode step)"
-    )
-
-
-def _memory(needed: float, device: torch.device) -> str:
-    """GiB at the peak, and of how many."""
-    shown = f"about {digits(needed / GIB)} GiB of memory at the peak"
-    if device.type != "cuda":
-        return shown
-    room = torch.cuda.get_device_properties(device).total_memory
-    shown += f", of {room / GIB:.1f}"
-    return shown if needed <= room else f"{shown}: cases that find none are passed over"

@@ -24,7 +24,7 @@ from cab_hf.eval.experiment import Row
 from cab_hf.eval.haystack import FILLERS, Haystack, Prompt, answered, read_sentences
 from cab_hf.eval.intervals import paired_difference, wilson
 from cab_hf.eval.kv_cache import cache_name
-from cab_hf.eval.long_run import ASSUMED_DENSITY, Load, LongRun, LongRunSettings, is_sparse
+from cab_hf.eval.long_run import LongRun, LongRunSettings
 from cab_hf.eval.methods import (
     CONTROLS,
     METHODS,
@@ -246,11 +246,6 @@ class Passkey(LongRun):
 
     def question(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
         return question_of(case)
-
-    def load(self, case: Mapping[str, Any]) -> Load:
-        budget = ASSUMED_DENSITY if self.settings.budget == MATCH else self.settings.budget
-        density = budget if is_sparse(METHODS[case["method"]]) else 1.0
-        return Load(case["length"], density, steps=ANSWER_TOKENS)
 
     def budget(self, length: int, samples: Sequence[Row]) -> float | None:
         """The density baselines are to match at ``length``, in the layers that are not dense."""

@@ -18,7 +18,6 @@ from cab_hf.eval.haystack import Haystack, answered
 from cab_hf.eval.passkey import Passkey, Settings
 from cab_hf.ops import decode
 from cab_hf.ops.decode.reference import LOCAL, SINKS
-from cab_hf.renamed import renamed_in
 from cab_hf.runs import models
 from cab_hf.runs.log import read_log
 from cab_hf.runs.settings import read_settings, spelled
@@ -532,7 +531,7 @@ def test_rows_by_hand():
 
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda folder: folder.name)
 def test_committed_rows_follow_from_their_samples(folder):
-    content = renamed_in(json.loads((folder / "results.json").read_text()))
+    content = json.loads((folder / "results.json").read_text())
     identity, samples = read_log(folder / "samples.jsonl")
     settings = content["provenance"]["settings"]
     assert identity.items() <= {"experiment": "passkey", **settings}.items()
