@@ -173,7 +173,7 @@ class Batches(Speed):
             return way.choose(frame, frame.queries(q), frame.keys(k), scale)
 
         def attend() -> Tensor:
-            out = frame.attend(way.engine, *framed[:2], frame.keys(v), plan, scale)
+            out = frame.attend(way.engine.attention, *framed[:2], frame.keys(v), plan, scale)
             return frame.restore(out)
 
         def complete() -> Tensor:
@@ -227,19 +227,6 @@ class Batches(Speed):
             "Dense attention of the same": markdown_table(measured, WHERE | TOKENS | ways),
             **remarks(rows, WHERE),
         }
-
-    @staticmethod
-    def readings(rows: Sequence[Row]) -> list[str]:
-        """Of each layout, the largest batch of the longest texts that was compared."""
-        compared = [row for row in rows if row["ratio"] is not None]
-        size = itemgetter("batch", "length")
-        last = [max(some, key=size) for some in grouped(compared, "layout")]
-        return [
-            f"{row['layout'].capitalize()}, {row['batch']} x {row['length']:,} tokens: attention "
-            f"of {percent(row['density'])} of the pairs takes {percent(row['ratio'])} of "
-            f"{row['baseline']}'s time, choosing included."
-            for row in last
-        ]
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:

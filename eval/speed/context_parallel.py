@@ -27,7 +27,6 @@ from cab_hf.eval.speed.base import (
     remarks,
 )
 from cab_hf.eval.speed.heads import INPUTS, RandomHeads, inputs_option
-from cab_hf.eval.speed.ranked import Ranked
 from cab_hf.eval.speed.sharded_layer import (
     ALONE,
     BOTH,
@@ -39,12 +38,12 @@ from cab_hf.eval.speed.sharded_layer import (
     check,
     needed,
 )
-from cab_hf.eval.speed.team import ROW_SECONDS, Collective, Team, recorded, replay
+from cab_hf.eval.speed.team import ROW_SECONDS, Ranked, Team
 from cab_hf.eval.speed.timing import MOST_RUNS
 from cab_hf.plan import EXACT_BLOCK, BlockPlan
 from cab_hf.runs.settings import by_device, comma_separated, option, parse_length
 
-DERIVED = ("iterations_s", "alone_ms", "efficiency", "collectives_share")
+DERIVED = ("iterations_s", "alone_ms", "efficiency")
 # query heads, KV heads, channels of each
 SHAPES = {"llama3-8b": (32, 8, 128), "llama3-70b": (64, 8, 128), "tiny": (4, 2, 16)}
 SHORT_SECONDS = 0.5  # for timing collectives alone, or choosing alone
@@ -123,8 +122,7 @@ class Settings(RandomHeads, SpeedSettings):
             f"{self.turns} turns in a row, fewer where they take more than {ROW_SECONDS:g} s: all "
             "ranks begin together, the device is waited for, and the slowest rank of each run "
             "counts; CAB's plan is made inside of what is timed; the peak is the highest of any "
-            "rank, inputs included; collectives are those that the first turn started, started "
-            "again one after the other without compute; every scheme is compared with float32 "
+            "rank, inputs included; every scheme is compared with float32 "
             "attention of one process, gradients too, before it is timed"
         )
 
@@ -141,7 +139,7 @@ class ContextParallel(Ranked):
     GROWS = (*Speed.GROWS, "worlds", "directions", "schemes")
     SHAPE = ("shape", "batch", "dtype")
     FOUND = (
-        *("ms", "runs", "in_a_row", "each_ms", "peak_gib", "collectives_ms", "received_bytes"),
+        *("ms", "runs", "in_a_row", "each_ms", "peak_gib"),
         *("ran_as", "density", "needed", "needed_by_rank", "choose_ms"),
     )
     ADDED: ClassVar[Mapping[str, Any]] = {"each_ms": None}
@@ -191,14 +189,11 @@ class ContextParallel(Ranked):
             team.together(self.held(short, team, backward)[1])
         bench.settle()
         held, call = self.held(turn, team, backward)
-        call, collectives = noted(call)
         sample["ran_as"] = turn.label(*held, backward)
         how = settings.runs, settings.seconds, settings.turns, warm_up
         sample |= team.slowest(bench, call, *how)._asdict()
         if turn.scheme.sparse:
             self.describe_plan(sample, team, turn, *held[:2])
-        if team.group is not None:
-            self.time_collectives(sample, team, collectives)
 
     def whole(self, turn: BenchCase) -> tuple[torch.Tensor, ...]:
         """q, k and v of the text of a turn."""
@@ -234,17 +229,6 @@ class ContextParallel(Ranked):
         choose = partial(turn.choose, q, k)
         sample["choose_ms"] = team.slowest(self.bench, choose, settings.runs, SHORT_SECONDS).ms
 
-    def time_collectives(
-        self, sample: dict[str, Any], team: Team, seen: Sequence[Collective]
-    ) -> None:
-        """Write what the collectives of a turn take by themselves, and bytes that a rank gets."""
-        sample["received_bytes"] = sum(each.bytes for each in seen)
-        again = team.together(lambda: replay(seen, team.group, self.bench.device))
-        settings = self.settings
-        seconds = min(settings.seconds, SHORT_SECONDS)
-        result = team.slowest(self.bench, again, settings.runs, seconds)
-        sample["collectives_ms"] = result.ms
-
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         """By direction, length, ranks and scheme, each beside one rank alone where that ran."""
@@ -269,8 +253,6 @@ class ContextParallel(Ranked):
             one = row["alone_ms"] = alone.get((scheme.against, row["direction"], row["length"]))
             if None not in (ms, one):
                 row["efficiency"] = one / ms / row["world"]
-            if None not in (ms, row["collectives_ms"]):
-                row["collectives_share"] = row["collectives_ms"] / ms
         return rows
 
     @staticmethod
@@ -311,8 +293,7 @@ class ContextParallel(Ranked):
         )
         return (
             f"{made_of(shape, settings)}\n\nAlone is one rank with the whole text. Efficiency is "
-            "its time over the ranks' number and time. Collectives: their time, without compute, "
-            "over that of the turn; what is hidden behind compute counts. Key blocks needed: those "
+            "its time over the ranks' number and time. Key blocks needed: those "
             "that any query of a rank attends, the mean over ranks and KV heads; ranks get all of "
             "them."
         )
@@ -346,24 +327,6 @@ def _by_scheme(row: Row) -> dict[str, Any]:
     return {**row, **{given: {name: row[given]} for given in ("error", "ran_as") if row[given]}}
 
 
-def noted(call: Callable[[], Any]) -> tuple[Callable[[], Any], list[Collective]]:
-    """(``call``, the collectives that it starts when it is called first)."""
-    result: list[Collective] = []
-    is_first = True
-
-    def noting() -> Any:
-        nonlocal is_first
-        if not is_first:
-            return call()
-        is_first = False
-        with recorded() as seen:
-            made = call()
-        result.extend(seen)
-        return made
-
-    return noting, result
-
-
 COLUMNS = {
     "direction": "direction",
     **TOKENS,
@@ -372,7 +335,6 @@ COLUMNS = {
     "ms": column(digits, "ms"),
     "turns/s": column(digits, "iterations_s"),
     "efficiency": column(percent, "efficiency"),
-    "collectives": column(percent, "collectives_share"),
     "peak GiB": column(digits, "peak_gib"),
     "density": column("{:.3f}".format, "density"),
     "key blocks needed": column(percent, "needed"),
