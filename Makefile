@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 IN_TWO := -n 2 --dist worksteal
 
-.PHONY: passkey test test-all gpu-test check format readme
+.PHONY: passkey test test-all gpu-test check format lines readme
 
 passkey: $(READY)  ## find a number hidden in a long text: dense, cab and baselines on a real model
 	$(BIN)/python -m cab_hf.eval passkey --out runs/passkey
@@ -28,6 +28,10 @@ check: $(READY)  ## lint and formatting
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+lines:  ## lines of Python by folder
+	@for folder in "cab_hf patches" eval finetune tests; do \
+		printf '%-16s' "$$folder"; git ls-files $$folder | grep '\.py$$' | xargs cat | wc -l; done
 
 readme: $(READY)  ## write eval/results/README.md and the tables of README.md anew from eval/results
 	$(BIN)/python -m cab_hf.eval readme

@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cab_hf.checks import MOST, is_count, is_number, is_share, is_whole, require, short, warn_once
-from cab_hf.renamed import by_rows, renamed
+
+# names under which attention is registered with transformers: blocks by any predictor, or by the
+# published one, where a text is long enough for them; and exact attention throughout
+CAB_FRC = "cab_frc"
+SPARSE = ("cab", CAB_FRC)
+NAMES = (*SPARSE, "cab_dense")
 
 CURVATURE = ("none", "additive", "forman")
 # fields that take a table of layers and heads
@@ -27,6 +32,10 @@ CAB, FRC = ("rows", "cascade"), "frc"
 RANKING = ("antidiagonal", "oracle", "random", "vertical_slash")
 BY_MASS = ("flexprefill", "mean_pooled", "xattention", "xattention_16")
 SHIPPED = (*CAB, FRC, *RANKING, *BY_MASS, "streaming")
+# fields by which 0.2 chose blocks from summaries of them, those of them that are gone, and what it
+# had for the published method
+SUMMARIES = ("coarsen", "select", "top_k_share", "top_p", "curvature", "redundancy", "sparsity")
+GONE, PUBLISHED = SUMMARIES[:3], {"coarsen": "max_l2", "select": "topk", "exact_queries": 0}
 
 
 def _read_by(*predictors: str, default: Any, off: Any = dataclasses.MISSING) -> Any:
@@ -281,12 +290,12 @@ class CabConfig:
                 f"cab_config is {settings!r}; it must be a dict of CabConfig fields "
                 "(CabConfig(...).to_dict() makes one)."
             )
-        settings, dropped = by_rows(renamed(settings))
+        settings, dropped = _of_0_2(settings)
         _require_known(settings)
         if dropped:
             warn_once(
                 ("by rows", *dropped),
-                f"cab_config has {', '.join(dropped)} of an earlier version, which chose by block "
+                f"cab_config has {', '.join(dropped)} of cab_hf 0.2, which chose by block "
                 "summaries: blocks are chosen by rows, and these change nothing. Save the config "
                 "again to be rid of this warning, and calibrate for a density of your own.",
             )
@@ -312,7 +321,6 @@ class CabConfig:
         Raises:
             ValueError: as of `from_dict`; a field that is given must be read.
         """
-        fields = renamed(fields)
         _require_known(fields)
         kept = CabConfig.reading({**vars(self), **fields})
         return dataclasses.replace(kept, **fields)
@@ -408,6 +416,24 @@ def unread(settings: Mapping[str, Any]) -> dict[str, str]:
         if predictor not in metadata["predictors"]:
             idle[name] = f"predictor={predictor!r}"
     return idle
+
+
+def _of_0_2(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """``fields`` that 0.2 saved as those of today, and what of them is dropped: ``name=value``."""
+    predictor = fields.get("predictor", "curvature")
+    if not fields.keys() & set(GONE) and fields.get("predictor") != "curvature":
+        return dict(fields), []
+    if predictor not in ("curvature", "cascade"):
+        return {name: x for name, x in fields.items() if name not in GONE}, []
+    kept = {name: x for name, x in fields.items() if name not in SUMMARIES}
+    if predictor == "curvature" and all(fields.get(x) == y for x, y in PUBLISHED.items()):
+        read = {name: fields[name] for name in SUMMARIES[4:] if name in fields}
+        return {**kept, **read, "predictor": FRC, "exact_queries": 16}, []
+    kept["predictor"] = "rows" if predictor == "curvature" else predictor
+    if isinstance(kept.get("exact_queries"), (tuple, list)):
+        del kept["exact_queries"]
+    gone = [name for name in fields if name not in kept]
+    return kept, [f"{name}={str(fields[name])[:30]}" for name in gone]
 
 
 def _others(name: str) -> str:

@@ -282,8 +282,8 @@ class BlockPlan:
 
     Query block i holds queries [i * query_block, (i + 1) * query_block), key block j likewise. A
     query attends a key when the key's block is listed for the query's block and the key lies in the
-    query's span. Lists are as wide as the longest of them: heads and rows that attend everything
-    their spans allow are named instead, and list nothing.
+    query's span. Lists are as wide as the longest of them: rows that attend everything their spans
+    allow are named instead, and list nothing.
 
     A plan may sample what it does not list: blocks drawn at random, which stand for the others.
     Each counts ``one_in`` times, which is to add log(one_in) to the logits of its keys.
@@ -293,7 +293,6 @@ class BlockPlan:
         partial: blocks cut by the diagonal, a document border or padding.
         spans: what each query may see (token level).
         query_block, key_block: block sizes in tokens.
-        dense_heads: heads of the plan that attend everything, ascending.
         dense_rows: int64 [B, R], query blocks that attend everything, each named once; -1 for none.
         sampled: blocks that are sampled, which every query of the row sees wholly; None for none.
         one_in: of how many blocks each of them is one.
@@ -304,7 +303,6 @@ class BlockPlan:
     spans: Spans
     query_block: int
     key_block: int
-    dense_heads: tuple[int, ...] = ()
     dense_rows: Tensor | None = None
     sampled: BlockLists | None = None
     one_in: int = 1
@@ -317,12 +315,11 @@ class BlockPlan:
         *,
         query_block: int,
         key_block: int,
-        dense_heads: tuple[int, ...] = (),
         dense_rows: Tensor | None = None,
     ) -> BlockPlan:
         """The plan that attends ``keep``, bool [B, H, M_q, M_k], as far as the spans allow.
 
-        ``dense_heads`` and ``dense_rows`` attend everything, whatever ``keep`` says of them.
+        ``dense_rows`` attend everything, whatever ``keep`` says of them.
         """
         visible, complete = _visibility(spans.rows(query_block), key_block, spans.kv_length)
         if keep.dtype != torch.bool or keep.ndim != 4 or keep.shape[2:] != visible.shape[1:]:
@@ -331,8 +328,8 @@ class BlockPlan:
                 f"[B, H, {visible.shape[1]}, {visible.shape[2]}] for these spans and block sizes."
             )
         keep = keep & visible.unsqueeze(1)
-        if dense_heads or dense_rows is not None:
-            keep = keep & ~_grid(keep.shape[:3], dense_heads, dense_rows, keep.device).unsqueeze(-1)
+        if dense_rows is not None:
+            keep = keep & ~_rows_grid(spans, dense_rows, query_block).unsqueeze(-1)
         complete = complete.unsqueeze(1)
         crossed = crossed_blocks(query_block, key_block) if spans.aligned else None
         return cls(
@@ -341,7 +338,6 @@ class BlockPlan:
             spans=spans,
             query_block=query_block,
             key_block=key_block,
-            dense_heads=dense_heads,
             dense_rows=dense_rows,
         )
 
@@ -352,27 +348,12 @@ class BlockPlan:
         keep = visible.unsqueeze(1).expand(-1, heads, -1, -1)
         return cls.from_dense(keep, spans, query_block=query_block, key_block=key_block)
 
-    @classmethod
-    def all_dense(cls, spans: Spans, heads: int, query_block: int, key_block: int) -> BlockPlan:
-        """The same attention by naming every head: there is nothing to list."""
-        shape = (spans.first.shape[0], heads, -(-spans.q_length // query_block))
-        counts = torch.zeros(shape, device=spans.first.device, dtype=torch.int32)
-        nothing = BlockLists(counts, counts.new_empty(*shape, 0))
-        return cls(nothing, nothing, spans, query_block, key_block, tuple(range(heads)))
-
     def of_sampled(self) -> BlockPlan:
         """The plan that lists what this one samples, and nothing else."""
         assert self.sampled is not None
         counts = torch.zeros_like(self.sampled.counts)
         nothing = BlockLists(counts, counts.unsqueeze(-1))
-        return replace(
-            self,
-            full=self.sampled,
-            partial=nothing,
-            dense_heads=(),
-            dense_rows=None,
-            sampled=None,
-        )
+        return replace(self, full=self.sampled, partial=nothing, dense_rows=None, sampled=None)
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -481,29 +462,20 @@ class BlockPlan:
 
     def of_heads(self, heads: Sequence[int]) -> BlockPlan:
         """The plan whose head i attends what head ``heads[i]`` of this one does."""
-        dense_heads = tuple([i for i, head in enumerate(heads) if head in self.dense_heads])
         # stacked, so that no index has to travel to the device
-        plan = self.map_tensors(lambda x: torch.stack([x[:, head] for head in heads], dim=1))
-        return replace(plan, dense_heads=dense_heads)
+        return self.map_tensors(lambda x: torch.stack([x[:, head] for head in heads], dim=1))
 
     def take_heads(self, start: int, stop: int, heads: int) -> BlockPlan:
         """The plan of heads ``start`` to ``stop`` of ``heads`` of q; see `shared_by`."""
         sharing, plan = self.shared_by(heads), self
         if plan.heads == 1:
             return plan
-        dense_heads = plan.dense_heads
         if start % sharing or stop % sharing:
             # a head of the plan is cut: give each head of q its own
             plan = plan.map_lists(lambda part: part.for_heads(heads))
-            dense_heads = tuple(
-                [head * sharing + i for head in dense_heads for i in range(sharing)]
-            )
             sharing = 1
         start, stop = start // sharing, stop // sharing
-        dense_heads = tuple([head - start for head in dense_heads if start <= head < stop])
-        return replace(
-            plan.map_tensors(lambda x: x[:, start:stop].contiguous()), dense_heads=dense_heads
-        )
+        return plan.map_tensors(lambda x: x[:, start:stop].contiguous())
 
     def take_rows(self, rows: Tensor, spans: Spans) -> BlockPlan:
         """The plan of some query blocks.
@@ -525,11 +497,10 @@ class BlockPlan:
         return self.map_lists(taken, spans=spans, dense_rows=dense)
 
     def is_dense(self) -> Tensor | None:
-        """bool [B, H, M_q]: the rows that attend everything and list nothing; None for none."""
-        if not self.dense_heads and self.dense_rows is None:
+        """bool [B, 1, M_q]: the rows that attend everything and list nothing; None for none."""
+        if self.dense_rows is None:
             return None
-        counts = self.full.counts
-        return _grid(counts.shape, self.dense_heads, self.dense_rows, counts.device)
+        return _rows_grid(self.spans, self.dense_rows, self.query_block)
 
     def to_dense(self) -> Tensor:
         """bool [B, H, M_q, M_k]: the attended blocks, without those that are sampled."""
@@ -581,7 +552,7 @@ class BlockPlan:
         dense = self.is_dense()
         if dense is not None:
             seen = (last - first + 1).clamp(min=0).sum(-1, dtype=torch.int64)
-            attended = attended + (dense * seen.unsqueeze(1)).sum()
+            attended = attended + (dense * seen.unsqueeze(1)).sum() * self.heads
         return attended, self.spans.pairs() * self.heads
 
     def density(self) -> float:
@@ -589,75 +560,12 @@ class BlockPlan:
         attended, causal = self.pairs()
         return int(attended) / max(1, int(causal))
 
-    def validate(self) -> None:
-        """Check everything an engine relies on; waits for the device.
 
-        Raises:
-            ValueError: naming the list and what is wrong with it.
-        """
-        rows, columns = self.spans.rows(self.query_block), self.kv_blocks
-        shape = (self.batch, self.heads, self.q_blocks)
-        for name, part in self.lists.items():
-            for what, expected in (("counts", shape), ("indices", (*shape, part.width))):
-                x = getattr(part, what)
-                if x.dtype != torch.int32 or tuple(x.shape) != expected:
-                    result = f"{x.dtype} {tuple(x.shape)}"
-                    raise ValueError(f"{name}.{what} is {result}; it must be int32 {expected}.")
-            counts, indices, listed = part.counts, part.indices, part.listed()
-            beyond = (counts < 0) | (counts > part.width)
-            _refuse(beyond, f"{name}.counts leave 0 to {part.width}, the width of its lists.")
-            outside = listed & ((indices < 0) | (indices >= columns))
-            _refuse(outside, f"{name}.indices leave 0 to {columns - 1}, the key blocks.")
-            falling = listed[..., 1:] & (indices[..., 1:] <= indices[..., :-1])
-            _refuse(falling, f"{name}.indices are not strictly ascending within a row.")
-        full, partial = self.full.to_dense(columns), self.partial.to_dense(columns)
-        if self.sampled is not None:
-            _refuse(full & self.sampled.to_dense(columns), "A block is both listed and sampled.")
-        visible, complete = (
-            x.unsqueeze(1) for x in _visibility(rows, self.key_block, self.kv_length)
-        )
-        _refuse(full & partial, "A block is listed in both full and partial.")
-        for name in self.lists.keys() - {"partial"}:
-            unseen = self.lists[name].to_dense(columns) & ~complete
-            _refuse(unseen, f"{name} lists a block that some query of its row may not see wholly.")
-        _refuse(partial & ~visible, "partial lists a block that no query of its row may see.")
-        self._validate_whole()
-
-    def _validate_whole(self) -> None:
-        heads = self.dense_heads
-        if tuple(sorted(set(heads))) != heads or not all(0 <= h < self.heads for h in heads):
-            raise ValueError(
-                f"dense_heads is {heads}; it must be heads 0 to {self.heads - 1}, ascending."
-            )
-        if self.dense_rows is not None:
-            rows = self.dense_rows
-            if rows.dtype != torch.int64 or rows.ndim != 2 or rows.shape[0] != self.batch:
-                result = f"{rows.dtype} {tuple(rows.shape)}"
-                raise ValueError(f"dense_rows is {result}; it must be int64 [{self.batch}, R].")
-            outside = (rows < -1) | (rows >= self.q_blocks)
-            _refuse(outside, f"dense_rows leave -1 to {self.q_blocks - 1}, the query blocks.")
-            ordered = rows.sort(-1).values
-            again = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-            _refuse(again, "dense_rows name a query block twice.")
-        dense = self.is_dense()
-        if dense is not None:
-            listing = dense & (sum(part.counts for part in self.lists.values()) > 0)
-            _refuse(listing, "A row that attends everything lists blocks as well.")
-
-
-def _grid(
-    shape: tuple[int, int, int], heads: tuple[int, ...], rows: Tensor | None, device: torch.device
-) -> Tensor:
-    """bool [B, H, M_q] of that ``shape``: True for all of ``heads``, and for ``rows`` [B, R]."""
-    batch, count, blocks = shape
-    grid = torch.zeros(batch, count, blocks + 1, device=device, dtype=torch.bool)
-    if rows is not None:
-        # -1 lands in one spare column
-        place = rows.masked_fill(rows < 0, blocks).unsqueeze(1).expand(-1, count, -1)
-        grid.scatter_(-1, place, True)
-    for head in heads:
-        grid[:, head] = True
-    return grid[..., :blocks]
+def _grid(rows: Tensor, blocks: int) -> Tensor:
+    """bool [B, M_q] of so many ``blocks``: True for ``rows``, int64 [B, R]; -1 for none."""
+    grid = torch.zeros(rows.shape[0], blocks + 1, device=rows.device, dtype=torch.bool)
+    # -1 lands in one spare column
+    return grid.scatter_(1, rows.masked_fill(rows < 0, blocks), True)[:, :blocks]
 
 
 def _scattered(x: Tensor) -> Tensor:
@@ -674,14 +582,13 @@ def _scattered(x: Tensor) -> Tensor:
 @once_per_spans
 def _rows_grid(spans: Spans, rows: Tensor, query_block: int) -> Tensor:
     """bool [B, 1, M_q]: True for ``rows`` [B, R]."""
-    return _grid((rows.shape[0], 1, -(-spans.q_length // query_block)), (), rows, rows.device)
+    return _grid(rows, -(-spans.q_length // query_block)).unsqueeze(1)
 
 
 @once_per_spans
 def _taken(spans: Spans, complete: Tensor, rows: Tensor, q_blocks: int) -> Tensor:
     """``complete``, int64 [B, R] among ``q_blocks``, as places in ``rows``, int64 [m]."""
-    named = _grid((complete.shape[0], 1, q_blocks), (), complete, complete.device)[:, 0]
-    named = named[:, rows.clamp(min=0)] & (rows >= 0)
+    named = _grid(complete, q_blocks)[:, rows.clamp(min=0)] & (rows >= 0)
     return named_rows(named, min(complete.shape[1], rows.shape[0]))
 
 
@@ -691,8 +598,3 @@ def _both(spans: Spans, rows: Tensor, others: Tensor, query_block: int) -> Tenso
     grid = _rows_grid(spans, rows, query_block)[:, 0]
     named = (others >= 0) & grid.gather(1, others.clamp(min=0))
     return torch.cat((rows, others.masked_fill(named, -1)), dim=1)
-
-
-def _refuse(result: Tensor, sentence: str) -> None:
-    if bool(result.any()):
-        raise ValueError(sentence)

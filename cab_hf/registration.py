@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any
 
 from cab_hf.batching.hooks import PACKAGE
-from cab_hf.implementations import NAMES, SPARSE
+from cab_hf.config import NAMES, SPARSE
 
 CONFIGURATION = "transformers.configuration_utils"
 MODELING = "transformers.modeling_utils"

@@ -40,7 +40,6 @@ from cab_hf.eval.methods import known
 from cab_hf.eval.on_model import OnModel, OnModelSettings, refusing
 from cab_hf.eval.report import grouped, markdown_table
 from cab_hf.hf.fit import number
-from cab_hf.renamed import renamed
 from cab_hf.runs.log import read_log, write_atomically, writing
 from cab_hf.runs.models import load_config
 from cab_hf.runs.provenance import file_identity
@@ -106,7 +105,7 @@ class Settings(OnModelSettings):
     @cached_property
     def cab_config(self) -> CabConfig:
         """What stays as it is: ``--cab`` over the defaults."""
-        return known(CabConfig.from_dict(renamed(dict(map(parse_assignment, self.cab)))))
+        return known(CabConfig.from_dict(dict(map(parse_assignment, self.cab))))
 
 
 class Threshold:

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 from tqdm import tqdm
 
 from cab_hf.eval import report
-from cab_hf.renamed import renamed_in
 from cab_hf.runs.log import (
     Log,
     LogError,
@@ -225,7 +224,7 @@ def read_provenance(folder: Path) -> Row | None:
     if not is_there(path):
         return None
     try:
-        made = renamed_in(json.loads(read_file(path)))["provenance"]
+        made = json.loads(read_file(path))["provenance"]
         if {"settings", "versions"} <= made.keys():
             return made
     except (OSError, ValueError, TypeError, KeyError, AttributeError):

@@ -96,8 +96,8 @@ def what_was_attended(model: Any) -> dict[str, Any]:
     Raises:
         UsageError: no layer has attended sparsely.
     """
+    from cab_hf.config import SPARSE
     from cab_hf.hf.model_config import cab_config_of
-    from cab_hf.implementations import SPARSE
 
     text = model.config.get_text_config()
     if text._attn_implementation not in SPARSE:

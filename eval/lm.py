@@ -18,7 +18,6 @@ from cab_hf.engines.sparse import attended
 from cab_hf.eval.harness import refuse_misspelt, what_was_attended
 from cab_hf.eval.on_model import refuse_not_finite
 from cab_hf.patches import apply_cab
-from cab_hf.renamed import renamed
 from cab_hf.runs.models import greedy
 
 FIELDS = {field.name for field in dataclasses.fields(CabConfig)}
@@ -40,7 +39,6 @@ class CabLM(HFLM):
     padded: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, pretrained: Any, **arguments: Any) -> None:
-        arguments = renamed(arguments)
         chosen = {name: arguments.pop(name) for name in FIELDS & arguments.keys()}
         refuse_misspelt(arguments, FIELDS | taken_by(HFLM))
         super().__init__(pretrained, **arguments)

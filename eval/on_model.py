@@ -19,7 +19,6 @@ from torch import nn
 from cab_hf.checks import require_finite
 from cab_hf.eval.experiment import Experiment, Row
 from cab_hf.eval.methods import Method
-from cab_hf.renamed import renamed
 from cab_hf.runs.markdown import plain
 from cab_hf.runs.models import (
     SMOLLM2,
@@ -91,7 +90,7 @@ class OnModelSettings:
         """Fields of `CabConfig` that ``--cab`` names; where it names none, the device's."""
         if not self.cab:
             return dict(SMALL) if self.on_cpu else {}
-        return renamed(dict(map(parse_assignment, self.cab)))
+        return dict(map(parse_assignment, self.cab))
 
 
 class OnModel(Experiment):

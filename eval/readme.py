@@ -28,7 +28,6 @@ from cab_hf.eval.intervals import wilson
 from cab_hf.eval.report import digits, grouped, markdown_table, percent, with_interval
 from cab_hf.eval.speed.dense import time_shown
 from cab_hf.finetune.curve import STEP
-from cab_hf.renamed import renamed_in
 from cab_hf.runs.log import PACKED, is_there, pack, read_file, read_log, write_atomically
 from cab_hf.runs.markdown import plain
 from cab_hf.runs.settings import comma_separated, option, read_settings
@@ -38,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 # experiments whose folders come first, in this order; those of one by name
 ORDER = (
     "passkey",
-    *("fidelity", "books", "calibrate"),
+    *("fidelity", "calibrate"),
     *(f"speed {op}" for op in ("ttft", "attention", "predictor", "batches", "breakdown")),
     *(f"speed {op}" for op in ("prefill", "serve", "decode", "lora", "context-parallel")),
     "families",
@@ -149,7 +148,7 @@ def read_results(folder: Path) -> Results:
     if "experiment" not in made:
         raise ValueError(f"{path} names no experiment in its provenance; measure it again.")
     kind = named(made["experiment"])
-    rows = [{**kind.ADDED, **row} for row in renamed_in(json.loads(read_file(path)))["rows"]]
+    rows = [{**kind.ADDED, **row} for row in json.loads(read_file(path))["rows"]]
     return Results(folder.name, rows, made, kind, folder)
 
 

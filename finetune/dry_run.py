@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from cab_hf.config import NAMES, SPARSE
 from cab_hf.finetune import meter
 from cab_hf.finetune.loss import CHUNK_LOGITS
 from cab_hf.finetune.models import stretch_positions
 from cab_hf.finetune.settings import ADAPTER, Settings
 from cab_hf.finetune.tiles import TILE, tile_of
 from cab_hf.hf.model_config import cab_config_of
-from cab_hf.implementations import NAMES, SPARSE
 from cab_hf.runs import models as run_models
 from cab_hf.runs.settings import UsageError
 

@@ -54,7 +54,6 @@ from cab_hf.finetune.sources import Source, content_sha256, is_local, make_sourc
 from cab_hf.finetune.tiles import compute_in_tiles, tile_of
 from cab_hf.finetune.validation import Validation
 from cab_hf.hf.token_mixers import refuse_token_mixers
-from cab_hf.renamed import renamed_in
 from cab_hf.runs.log import (
     DISK_FULL,
     Log,
@@ -270,7 +269,7 @@ class Run:
         """Refuse a checkpoint of another run; LogError where nobody says which one made it."""
         if identity is not None:
             wanted = as_recorded(self._identity)
-            require_identity(checkpoint, renamed_in(json.loads(identity)), wanted)
+            require_identity(checkpoint, json.loads(identity), wanted)
         elif not is_there(self.out / LOG):
             raise LogError(
                 f"{checkpoint} does not say which run made it, and {LOG} is lost; give another "

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from cab_hf.config import CabConfig
+from cab_hf.config import SPARSE, CabConfig
 from cab_hf.hf.model_config import cab_config_of
-from cab_hf.implementations import SPARSE
 from cab_hf.patches import apply_cab
 from cab_hf.runs import models as run_models
 from cab_hf.runs.log import write_atomically

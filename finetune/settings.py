@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cab_hf.config import CabConfig
+from cab_hf.config import NAMES, CabConfig
 from cab_hf.finetune.loss import KERNELS
 from cab_hf.finetune.models import ROPES
 from cab_hf.finetune.tiles import TILE, TILED_ABOVE
-from cab_hf.implementations import NAMES
 from cab_hf.plan import EXACT_BLOCK
 from cab_hf.runs.settings import (
     UsageError,

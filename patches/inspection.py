@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cab_hf.batching.served import unserved
+from cab_hf.batching.served import unbatchable_reason
 from cab_hf.call.mask import CabMask
 from cab_hf.call.refusals import foreseen
 from cab_hf.checks import is_whole, require
-from cab_hf.config import CAB, FRC, CabConfig
+from cab_hf.config import CAB, FRC, NAMES, SPARSE, CabConfig
 from cab_hf.decode.generation import has_index, index_cache, why_none
 from cab_hf.decode.step import decode_from
 from cab_hf.engines import SDPA, Workload
@@ -22,7 +22,6 @@ from cab_hf.engines.sparse import attended
 from cab_hf.hf.layers import attention_layers, head_dim, transformers_model, window
 from cab_hf.hf.model_config import cab_config_of
 from cab_hf.hf.rotary import slow_channels
-from cab_hf.implementations import NAMES, SPARSE
 from cab_hf.ops.decode import index_keys
 from cab_hf.predictors.cascade import anchor_of
 from cab_hf.route import route
@@ -54,12 +53,14 @@ def describe(
     config = cab_config_of(text)
     tokens = tokens or getattr(text, "max_position_embeddings", None) or config.min_length
     training = model.training if training is None else training
-    head, sparse = "cab_dense: exact attention", name in SPARSE
+    sparse, origin = name in SPARSE, config.origin
+    head, calibrated = "cab_dense: exact attention", ""
     if sparse:
         blocks = f"blocks {config.query_block} x {config.key_block}"
         head = f"{name}: predictor {config.predictor}{_budget(config)}, {blocks}"
-    hint = _calibration(config) if sparse else ""
-    lines = [f"{head}; a prompt of {tokens} tokens{hint}:"]
+    if sparse and origin is not None:
+        calibrated = f" (calibrated for {origin.model} at {origin.length:,} tokens)"
+    lines = [f"{head}; a prompt of {tokens} tokens{calibrated}:"]
     layers = [
         (_sentence(module, config, model.dtype, tokens, training, sparse), index)
         for index, module in attention_layers(model)
@@ -75,8 +76,8 @@ def describe(
     if sparse and layers:
         lines.append(f"  decode: {_decode(model, config)}")
     if layers:
-        refused = unserved(model)
-        how = f"refused, {refused}" if refused else "each sequence by itself, decode dense"
+        reason = unbatchable_reason(model)
+        how = f"refused, {reason}" if reason else "each sequence by itself, decode dense"
         lines.append(f"  generate_batch: {how}")
     return "\n".join(lines)
 
@@ -102,13 +103,6 @@ def _chosen(config: CabConfig, module: nn.Module) -> str:
     if anchor is None:
         return ", refused: no anchor before it"
     return ", an anchor" if anchor == layer else f", the blocks of layer {anchor}"
-
-
-def _calibration(config: CabConfig) -> str:
-    """For whom it was calibrated, in brackets; nothing where that is not known."""
-    if config.origin is None:
-        return ""
-    return f" (calibrated for {config.origin.model} at {config.origin.length:,} tokens)"
 
 
 def _decode(model: PreTrainedModel, config: CabConfig) -> str:

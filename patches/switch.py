@@ -19,20 +19,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from cab_hf.batching.hooks import refuse_while_batching
 from cab_hf.checks import require
-from cab_hf.config import FRC, CabConfig
+from cab_hf.config import CAB_FRC, FRC, CabConfig
 from cab_hf.hf.fit import require_layers, require_origin, warn_if_never_sparse
 from cab_hf.hf.layers import transformers_model
 from cab_hf.hf.model_config import cab_config_of
-from cab_hf.implementations import CAB_FRC
 from cab_hf.predictors import make_predictor
 
 # what settings may be given as
 Settings = CabConfig | Mapping[str, Any] | str | Path
-FOUND = "_cab_found"  # attribute of a model: list of `_Found`, the oldest first
+FOUND = "_cab_found"  # attribute of a model: list of `_SavedState`, the oldest first
 
 
 @dataclasses.dataclass
-class Was:
+class SavedConfig:
     """One config, and what stood in it."""
 
     config: PreTrainedConfig
@@ -40,11 +39,8 @@ class Was:
     cab_config: Any
 
     @classmethod
-    def of(cls, config: PreTrainedConfig) -> Was:
+    def of(cls, config: PreTrainedConfig) -> SavedConfig:
         return cls(config, config._attn_implementation, getattr(config, "cab_config", None))
-
-    def changed(self) -> bool:
-        return self.config._attn_implementation != self.implementation
 
     def put_back(self) -> None:
         # not the property, which would set all configs inside too
@@ -56,10 +52,10 @@ class Was:
 
 
 @dataclasses.dataclass(eq=False)
-class _Found:
-    """What `apply_cab`, or the ``with`` block of `cab` (``scoped``), found in a model's configs."""
+class _SavedState:
+    """What a model's configs held before `apply_cab`, or a ``with`` block of `cab` (``scoped``)."""
 
-    was: list[Was]
+    was: list[SavedConfig]
     scoped: bool
 
     def put_back(self) -> None:
@@ -92,10 +88,10 @@ def apply_cab(
         ValueError: for a bad setting, a calibration or a table of budgets that does not fit the
             model, or a model whose attention cannot be replaced by name.
     """
-    was = _turn_on(model, config, overrides)
-    result = _found(model)
-    if not result:
-        result.append(_Found(was, scoped=False))
+    saved = _SavedState(_turn_on(model, config, overrides), scoped=False)
+    states = _saved_states(model)
+    if not states:
+        states.append(saved)
     return model
 
 
@@ -132,8 +128,8 @@ def cab(
         NotImplementedError: where the block ends while continuous batching runs on the model, which
             stays as `apply_cab` would have left it: stop the manager, and call `remove_cab`.
     """
-    mine = _Found(_turn_on(model, config, overrides), scoped=True)
-    result = _found(model)
+    mine = _SavedState(_turn_on(model, config, overrides), scoped=True)
+    result = _saved_states(model)
     result.append(mine)
     try:
         yield model
@@ -152,12 +148,12 @@ def cab(
     _end(model, result, mine)
 
 
-def _refuse_while_batching(model: nn.Module, found: _Found) -> None:
-    for was in found.was:
+def _refuse_while_batching(model: nn.Module, saved: _SavedState) -> None:
+    for was in saved.was:
         refuse_while_batching(model, was.implementation)
 
 
-def _end(model: PreTrainedModel, results: list[_Found], mine: _Found) -> None:
+def _end(model: PreTrainedModel, results: list[_SavedState], mine: _SavedState) -> None:
     """End the ``with`` block that found ``mine``."""
     place = results.index(mine)
     if mine is results[-1]:
@@ -171,7 +167,7 @@ def _end(model: PreTrainedModel, results: list[_Found], mine: _Found) -> None:
 
 def _turn_on(
     model: PreTrainedModel, config: Settings | None, overrides: dict[str, Any]
-) -> list[Was]:
+) -> list[SavedConfig]:
     """Switch ``model`` on, or leave it as it is and raise; what stood in each changed config."""
     inner = transformers_model(model)
     text = inner.config.get_text_config()
@@ -193,7 +189,11 @@ def _turn_on(
             each.put_back()
         raise
     warn_if_never_sparse(config.min_length, text)
-    return [each for each in was if each.changed() or each.config is text]
+    return [
+        each
+        for each in was
+        if each.config is text or each.config._attn_implementation != each.implementation
+    ]
 
 
 def _config_of(given: Settings) -> CabConfig:
@@ -233,11 +233,11 @@ def _request(config: PreTrainedConfig, text: PreTrainedConfig, implementation: s
     return next(({name: request} for name, request in requests if request), None)
 
 
-def _found(model: nn.Module) -> list[_Found]:
+def _saved_states(model: nn.Module) -> list[_SavedState]:
     return vars(transformers_model(model)).setdefault(FOUND, [])
 
 
-def own_configs(model: nn.Module) -> list[Was]:
+def own_configs(model: nn.Module) -> list[SavedConfig]:
     """Give ``model`` configs that no other model holds; all of them, and what stands in them.
 
     Every module that holds one is pointed to its twin, and so is what `FOUND` remembers. Twins are
@@ -252,7 +252,7 @@ def own_configs(model: nn.Module) -> list[Was]:
         for result in vars(module).get(FOUND, ()):
             for was in result.was:
                 was.config = twins.get(id(was.config), (None, was.config))[1]
-    return [Was.of(twin) for _, twin in twins.values()]
+    return [SavedConfig.of(twin) for _, twin in twins.values()]
 
 
 def _twin(

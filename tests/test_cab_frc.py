@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM
 
 import cab_hf
 from cab_hf import CabConfig
+from cab_hf.config import CAB_FRC, NAMES
 from cab_hf.hf.model_config import cab_config_in_use, cab_config_of
-from cab_hf.implementations import CAB_FRC, NAMES
 
 PUBLISHED = CabConfig.published(0.7, query_block=32, key_block=32, min_length=0)
 

@@ -309,7 +309,7 @@ def test_what_earlier_versions_chose_by_block_summaries_is_chosen_by_rows(monkey
     for name, predictor in (("curvature", "rows"), ("cascade", "cascade")):
         fields = {**old, "exact_queries": [[4]], "predictor": name}
         fields |= {"anchors": [0]} if name == "cascade" else {}
-        with pytest.warns(UserWarning, match="coarsen=minmax.*of an earlier version") as given:
+        with pytest.warns(UserWarning, match="coarsen=minmax.*of cab_hf 0.2") as given:
             config = CabConfig.from_dict(fields)
             assert CabConfig.from_dict(fields) == config
         assert len(given) == 1

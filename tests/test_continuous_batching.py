@@ -19,7 +19,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 import cab_hf
 from cab_hf import checks
 from cab_hf.batching import batch, hooks
-from cab_hf.implementations import NAMES
+from cab_hf.config import NAMES
 
 GREEDY = GenerationConfig(max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=2)
 PAGES = {"max_blocks_per_request": 64}

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from transformers import DynamicCache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
+from valid_plan import require_valid
 
 from cab_hf import CabConfig
 from cab_hf.attention import cab_attention, cab_dense_attention
@@ -260,7 +261,7 @@ def test_a_plan_is_what_is_attended(data):
     spans = Spans.causal(1, length, length, "cpu")
     call = LayerContext(spans, shape.dim**-0.5, 0, channels=slow_channels(LAYER, shape.dim))
     plan = make_predictor(config)(q, k, call)
-    plan.validate()
+    require_valid(plan)
     seen = plan.token_mask()
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     assert not (seen & ~causal).any()

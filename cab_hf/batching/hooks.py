@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from cab_hf.implementations import NAMES, SPARSE
+from cab_hf.config import NAMES, SPARSE
 
 if TYPE_CHECKING:
     # transformers is importing itself when it is told
@@ -33,9 +33,9 @@ def register(api: Any) -> None:
     _ask_before_it_begins(api)
     if not reads_a_batch():
         return
-    names = ("initialization", "cache", "model_runner", "scheduler")
-    initialization, cache, model_runner, scheduler = (
-        importlib.import_module(f"{PACKAGE}.{name}") for name in names
+    initialization, cache, model_runner = (
+        importlib.import_module(f"{PACKAGE}.{name}")
+        for name in ("initialization", "cache", "model_runner")
     )
     for module in (api, initialization, cache):
         module.is_flash_attention_requested = _or_ours(module.is_flash_attention_requested)
@@ -43,12 +43,9 @@ def register(api: Any) -> None:
     initialization.ensure_decode_fast_path_is_available = _with_pages(
         initialization.ensure_decode_fast_path_is_available
     )
-    manager = api.ContinuousBatchingManager
-    runner, queue = model_runner.ModelRunner, scheduler.Scheduler
-    manager._create_batch_processor = _told_of_the_model(manager._create_batch_processor)
+    manager, runner = api.ContinuousBatchingManager, model_runner.ModelRunner
+    manager._create_batch_processor = _record_model(manager._create_batch_processor)
     runner.compute_batch = _with_our_mask(runner.compute_batch)
-    queue._process_candidates = _of_one_setting(_of_whole_blocks(queue._process_candidates))
-    queue._schedule_request = _at_block_borders(queue._schedule_request)
     cache.PagedAttentionCache.update = _left_to_the_batch(cache.PagedAttentionCache.update)
 
 
@@ -62,9 +59,9 @@ def require_batching(model: PreTrainedModel) -> None:
     ours = next(filter(NAMES.__contains__, named), None)
     if ours is None:
         return
-    from cab_hf.batching.served import unserved
+    from cab_hf.batching.served import unbatchable_reason
 
-    reason = unserved(model)
+    reason = unbatchable_reason(model)
     if reason is not None:
         raise NotImplementedError(
             f"{type(model).__name__} has attn_implementation={ours!r}, which continuous batching "
@@ -230,19 +227,28 @@ def _with_pages(ensure: Callable[..., None]) -> Callable[..., None]:
     return ensured
 
 
-def _told_of_the_model(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """What computes batches knows what the manager was made for, and what its model has by now."""
+def _record_model(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """What computes batches knows what the manager was made for, and schedules them our way."""
 
     @functools.wraps(prepare)
     def prepared(self: Any) -> Any:
-        processor = prepare(self)
-        ours = self._made_for in NAMES
-        if ours and self.model.device.type == "cuda":
-            _wait_for_resets(self.model.device)
+        ours, config = self._made_for in NAMES, self.continuous_batching_config
+        named = config.scheduler_type
+        if ours:
+            from cab_hf.batching.scheduler import scheduler_type
+
+            config.scheduler_type = scheduler_type(named)
+        try:
+            processor = prepare(self)
+        finally:
+            # it is recorded by the name that was given
+            config.scheduler_type = named
+        if ours:
+            processor.scheduler.record_model(self.model)
+            if self.model.device.type == "cuda":
+                _wait_for_resets(self.model.device)
         # masks are prepared, or not, for what the manager was made for
         processor.model_runner._began_as_ours = ours
-        processor.scheduler._model = self.model
-        vars(processor.scheduler).setdefault("_settings", _settings(self.model))
         return processor
 
     return prepared
@@ -318,107 +324,6 @@ def _prompts(inputs: Any) -> tuple[int, ...]:
         inputs = inputs.io_pairs[inputs.current_pair].host_io
     states = (future.state for future in inputs.requests_in_batch)
     return tuple(state._true_initial_tokens or len(state.initial_tokens) for state in states)
-
-
-def _settings(model: Any) -> tuple[str, Any] | None:
-    """What keys and values in the pages of a cache depend on; None where they are not ours."""
-    from cab_hf.hf.model_config import cab_config_of
-
-    text = model.config.get_text_config()
-    name = text._attn_implementation
-    return (name, cab_config_of(text) if name in SPARSE else None) if name in NAMES else None
-
-
-def _of_one_setting(process: Callable[..., Any]) -> Callable[..., Any]:
-    """Requests read no blocks that others have left under other settings."""
-
-    @functools.wraps(process)
-    def processed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        model = vars(self).get("_model")
-        settings = None if model is None else _settings(model)
-        if settings is not None and settings != self._settings:
-            waiting = self.waiting_requests.values()
-            if self.active_requests or any(state.is_cpu_offloaded for state in waiting):
-                _refuse_other_settings(model, self._settings, settings)
-            self.cache.evict_cached_blocks()
-            self._settings = settings
-        return process(self, *args, **kwargs)
-
-    return processed
-
-
-def _refuse_other_settings(model: Any, before: tuple[str, Any], now: tuple[str, Any]) -> None:
-    from cab_hf.hf.fit import name_of
-
-    what = f"was switched from {before[0]!r} to {now[0]!r}"
-    if before[0] == now[0]:
-        what = "was given another cab_config"
-    raise RuntimeError(
-        f"{name_of(model.config)} {what} while continuous batching computes requests, whose keys "
-        "and values are those of the settings before; wait for all answers before you change them."
-    )
-
-
-def _of_whole_blocks(process: Callable[..., Any]) -> Callable[..., Any]:
-    """A batch that reads a prompt begins no other one with less than a query block of it.
-
-    What it leaves is read by the next batch: so small a chunk would shift all blocks behind it, and
-    take launches of its own.
-    """
-
-    @functools.wraps(process)
-    def processed(self: Any, candidates: Any, token_budget: int, *args: Any) -> Any:
-        block = _query_block(self)
-        if block is None:
-            return process(self, candidates, token_budget, *args)
-        self._taken, self._reads_prompts = 0, False
-
-        def fitting() -> Iterator[Any]:
-            # asked for the next one when the one before is scheduled
-            for state in candidates:
-                room = token_budget - self._taken
-                split = len(state.remaining_prefill_tokens) > room
-                if not (split and self._reads_prompts and room < block):
-                    yield state
-
-        return process(self, fitting(), token_budget, *args)
-
-    return processed
-
-
-def _at_block_borders(schedule: Callable[..., None]) -> Callable[..., None]:
-    """Chunks end where query blocks do: those choose by all of their queries, as in one call."""
-
-    @functools.wraps(schedule)
-    def scheduled(
-        self: Any, state: Any, request_tokens: list[int], token_budget: int, *args: Any
-    ) -> None:
-        block = _query_block(self)
-        if block is None:
-            schedule(self, state, request_tokens, token_budget, *args)
-            return
-        prompt = bool(state.remaining_prefill_tokens)
-        if token_budget < len(request_tokens):
-            behind = (state.position_offset + token_budget) % block
-            # what ends before the first border is as it is
-            token_budget -= behind if behind < token_budget else 0
-        schedule(self, state, request_tokens, token_budget, *args)
-        self._taken += len(state.tokens_to_process)
-        self._reads_prompts |= prompt
-
-    return scheduled
-
-
-def _query_block(scheduler: Any) -> int | None:
-    """That of the model whose requests are scheduled; None where it is not on "cab"."""
-    model = vars(scheduler).get("_model")
-    # the cache has the config of the time when it was made
-    config = scheduler.cache.config if model is None else model.config.get_text_config()
-    if config._attn_implementation not in SPARSE:
-        return None
-    from cab_hf.hf.model_config import cab_config_of
-
-    return cab_config_of(config).query_block
 
 
 def parts(model: Any) -> Iterator[PreTrainedModel]:

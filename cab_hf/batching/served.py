@@ -10,13 +10,13 @@ from transformers import PreTrainedModel
 from cab_hf.batching import hooks
 from cab_hf.call.frame import PARALLEL
 from cab_hf.call.refusals import foreseen
+from cab_hf.config import NAMES
 from cab_hf.hf.layers import attention_layers, window
 from cab_hf.hf.token_mixers import token_mixers
-from cab_hf.implementations import NAMES
 from cab_hf.ops import HAS_TRITON
 
 
-def unserved(model: PreTrainedModel) -> str | None:
+def unbatchable_reason(model: PreTrainedModel) -> str | None:
     """Why continuous batching does not run a model on "cab", as a sentence; None where it does."""
     if not hooks.reads_a_batch():
         return f"transformers is {transformers.__version__} and not 5.19 or newer"
@@ -27,12 +27,12 @@ def unserved(model: PreTrainedModel) -> str | None:
     mixers = dict.fromkeys(type(module).__name__ for module in token_mixers(model))
     if mixers:
         return f"it has layers that mix tokens without attention ({', '.join(mixers)})"
-    reasons = (_unserved_layer(module) for _, module in attention_layers(model))
+    reasons = (_unbatchable_layer(module) for _, module in attention_layers(model))
     what = next(filter(None, reasons), None)
     return what and f"it has {what}"
 
 
-def _unserved_layer(module: nn.Module) -> str | None:
+def _unbatchable_layer(module: nn.Module) -> str | None:
     if window(module) is not None:
         return f"layers under a sliding window of {window(module)} tokens"
     if getattr(module, "kv_lora_rank", None) is not None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -192,16 +192,10 @@ class Frame:
         return everything(self.spans, EXACT_BLOCK)
 
     def attend(
-        self,
-        attention: Callable[..., Tensor],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan: BlockPlan,
-        scale: float,
+        self, engine: Any, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float
     ) -> Tensor:
-        """[B, H, N', D] of q, k and v of the frame, by an engine's ``attention`` under ``plan``."""
-        return attention(q, k, v, plan, scale)
+        """[B, H, N', D] of q, k and v of the frame, by an `Engine` under ``plan``."""
+        return engine.attention(q, k, v, plan, scale)
 
     def restore(self, out: Tensor) -> Tensor:
         """[B, H, N', D] back to the call's order, zeros at padding queries."""

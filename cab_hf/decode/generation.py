@@ -11,13 +11,12 @@ from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from cab_hf.call.refusals import foreseen
-from cab_hf.config import CabConfig
+from cab_hf.config import SPARSE, CabConfig
 from cab_hf.decode.cache import IndexedDynamicLayer, IndexedStaticLayer, indexed
 from cab_hf.hf.fit import layer_index
 from cab_hf.hf.layers import attention_layers, head_dim, transformers_model, window
 from cab_hf.hf.model_config import cab_config_of
 from cab_hf.hf.rotary import slow_channels
-from cab_hf.implementations import SPARSE
 from cab_hf.predictors.cascade import anchor_of
 
 

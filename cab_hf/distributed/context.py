@@ -18,7 +18,7 @@ from cab_hf.call.frame import PARALLEL
 from cab_hf.call.mask import CabMask
 from cab_hf.call.refusals import foreseen, refuse_across_ranks
 from cab_hf.checks import is_whole, require
-from cab_hf.config import CabConfig
+from cab_hf.config import NAMES, CabConfig
 from cab_hf.distributed.batch import CHECKSUM
 from cab_hf.distributed.exchange import RankLost, agree, group_of, publish_failure, withdraw_failure
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
@@ -27,7 +27,6 @@ from cab_hf.distributed.sharded import ShardedFrame, ShardedText
 from cab_hf.distributed.whole_text import hooked
 from cab_hf.distributed.zigzag import facts
 from cab_hf.hf.token_mixers import refuse_token_mixers
-from cab_hf.implementations import NAMES
 from cab_hf.plan import EXACT_BLOCK
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ beside them is gathered as the predictor says (`Predictor.gathers`). Which rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,6 +20,7 @@ from cab_hf.distributed.exchange import gathered
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
 from cab_hf.distributed.layout import Layout, Places, Shard
 from cab_hf.distributed.zigzag import CPAttention
+from cab_hf.engines import Engine
 from cab_hf.plan import BlockPlan, named_rows, once_per_spans
 from cab_hf.predictors import LayerContext, Predictor
 
@@ -97,17 +98,11 @@ class ShardedFrame:
         return everything(spans, self.places.layout.exact_block)
 
     def attend(
-        self,
-        attention: Callable[..., Any],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan: BlockPlan,
-        scale: float,
+        self, engine: Engine, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float
     ) -> Tensor:
         """[B, H, n, D] of q [B, H, n, D] over all ranks' k and v [B, H_kv, n, D]."""
         how = self.heads_k_stride, self.regather_kv
-        turn = CPAttention(self.places, self.group, plan.spans, scale, attention, plan, *how)
+        turn = CPAttention(self.places, self.group, plan.spans, scale, engine, plan, *how)
         return turn.attention(q, k, v)[0]
 
     def short(self, queries: int, tokens: int, query_block: int) -> Tensor | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from cab_hf.checks import is_whole, require
 from cab_hf.distributed.exchange import agree, group_of
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER, KVGather, over_slices
 from cab_hf.distributed.layout import Layout, Places, layout_between
-from cab_hf.engines import Workload
+from cab_hf.engines import Engine, Workload
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ class CPAttention:
 
     Attributes:
         spans: of this rank's queries, in the frame.
-        attention_of_engine: what computes a slice of heads: `Engine.attention`.
         plan: their plan, in key blocks of the frame; None for all that the spans allow.
         heads_k_stride, regather_kv: see `KVGather`.
     """
@@ -39,7 +37,7 @@ class CPAttention:
     group: ProcessGroup
     spans: Spans
     scale: float
-    attention_of_engine: Callable[..., Any]
+    engine: Engine
     plan: BlockPlan | None = None
     heads_k_stride: int = KV_HEADS_TOGETHER
     regather_kv: bool = True
@@ -59,7 +57,7 @@ class CPAttention:
 
     def launch(self, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> tuple[Tensor, Tensor]:
         """`attention` over keys that have arrived."""
-        return self.attention_of_engine(q, k, v, plan, self.scale, return_lse=True)
+        return self.engine.attention(q, k, v, plan, self.scale, return_lse=True)
 
 
 def zigzag_attention(
@@ -197,9 +195,7 @@ def turn(
         spans, blocks = plan.spans, plan.blocks
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     runs = engines.choose(engine, Workload.of(q, k, v, blocks))
-    return CPAttention(
-        places, group, spans, scale, runs.attention, plan, heads_k_stride, regather_kv
-    )
+    return CPAttention(places, group, spans, scale, runs, plan, heads_k_stride, regather_kv)
 
 
 def _refuse_plan(plan: BlockPlan, q: Tensor, places: Places, causal: bool) -> None:

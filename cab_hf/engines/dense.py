@@ -56,9 +56,7 @@ class ExactByBlocks(Exact):
         size = self.text.exact_block or EXACT_BLOCK
         frame = self.text.frame(size, size, q.device, from_start=False)
         q, k, v = frame.queries(q), frame.keys(k), frame.keys(v)
-        return frame.restore(
-            frame.attend(self.engine.attention, q, k, v, frame.everything(), scale)
-        )
+        return frame.restore(frame.attend(self.engine, q, k, v, frame.everything(), scale))
 
 
 class ExactByRows(Exact):

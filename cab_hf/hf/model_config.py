@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from cab_hf.checks import MOST
-from cab_hf.config import FRC, CabConfig, Origin
+from cab_hf.config import CAB_FRC, FRC, CabConfig, Origin
 from cab_hf.hf.fit import require_layers, require_origin, warn_if_never_sparse
-from cab_hf.implementations import CAB_FRC
 
 # the dict that was parsed last, as it was then: every layer of a model brings the same one
 _latest: list[tuple[dict[str, Any], bool, CabConfig] | None] = [None]

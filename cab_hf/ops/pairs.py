@@ -40,7 +40,6 @@ def add_pairs(plan: BlockPlan, before: Tensor | None = None) -> Tensor:
             named,
             0 if named is None else named.shape[1],
             heads,
-            len(plan.dense_heads),
             spans.q_length,
             rows,
             partial.width,
@@ -71,7 +70,6 @@ def _pairs_kernel(
     named,
     named_count,
     heads,
-    dense_heads,
     q_length,
     rows,
     width,
@@ -91,8 +89,8 @@ def _pairs_kernel(
     queries = tl.sum((end >= 0).to(tl.int64), 0)
     causal = tl.sum(tl.maximum(end - begin + 1, 0).to(tl.int64), 0)
 
-    # heads and rows that the plan names attend everything, and list nothing
-    everything = tl.zeros([], tl.int64) + dense_heads
+    # rows that the plan names attend everything, and list nothing
+    everything = tl.zeros([], tl.int64)
     if named is not None:
         for at in range(named_count):
             here = tl.load(named + batch * named_count + at) == row

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cab_hf.config import CAB_FRC, SPARSE
 from cab_hf.hf.model_config import cab_config_in_use, cab_config_of
-from cab_hf.implementations import CAB_FRC, SPARSE
 from cab_hf.runs import models
 
 

@@ -48,7 +48,7 @@ TINY_SIZES = {
     "rms_norm_eps": 1e-5,
 }
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# with which names of causal LMs begin that the hub has without an owner
+# beginnings of the names of causal LMs that the hub has without an owner
 FIRST_NAMES = (
     *("bert-", "camembert-", "ctrl", "distil", "gpt2", "openai-gpt", "roberta-", "transfo-xl-"),
     *("xlm-", "xlnet-"),
@@ -119,10 +119,8 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTra
     if name_or_path == TINY:
         return _reads_bytes()
     with _loading(name_or_path):
-        tokenizer = AutoTokenizer.from_pretrained(
-            _source(name_or_path),
-            trust_remote_code=trust_remote_code,
-        )
+        source = _source(name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -186,7 +184,7 @@ def _tiny_model(
             f"model {TINY!r} is made of random weights and takes no {', '.join(sorted(others))}; "
             "leave it out, or give a model that has files."
         )
-    config = _tiny_config() if config is None else config
+    config = config or _tiny_config()
     with _loading(TINY), torch.random.fork_rng(devices=[]):
         # always the same one, whatever the seed of a run
         torch.manual_seed(0)
@@ -285,15 +283,13 @@ def _files_of_model(folder: Path) -> list[Path]:
 
 
 def _folder_in_cache(name: str) -> Path:
-    from transformers.utils import CONFIG_NAME, cached_file
+    from huggingface_hub import try_to_load_from_cache
 
-    for file in (CONFIG_NAME, ADAPTER_CONFIG):
-        result = cached_file(
-            name, file, local_files_only=True, _raise_exceptions_for_missing_entries=False
-        )
-        if result is not None:
+    for file in ("config.json", ADAPTER_CONFIG):
+        result = try_to_load_from_cache(name, file)
+        if isinstance(result, str):
             return Path(result).parent
-    raise UsageError(f"model {name!r} has no {CONFIG_NAME} in the cache of the hub; load it first.")
+    raise UsageError(f"model {name!r} has no config.json in the cache of the hub; load it first.")
 
 
 def _base_of(folder: Path) -> str | None:
@@ -343,12 +339,11 @@ def _may_be_on_hub(name: str) -> bool:
     """Whether it has the form owner/name, is one of the hub's first names, or in its cache."""
     from huggingface_hub import try_to_load_from_cache
 
-    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name, re.ASCII):
-        return True
-    if not re.fullmatch(r"[\w-][\w.-]*", name, re.ASCII):
-        return False
-    return name.startswith(FIRST_NAMES) or isinstance(
-        try_to_load_from_cache(name, "config.json"), str
+    match = re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", name, re.ASCII)
+    return match is not None and (
+        match[1] is not None
+        or name.startswith(FIRST_NAMES)
+        or isinstance(try_to_load_from_cache(name, "config.json"), str)
     )
 
 
@@ -392,14 +387,13 @@ def adapted_folder(name: str) -> Path:
         UsageError: its adapter is not in the package, peft is not installed, or the base cannot be
             had or is another than the one that the adapter was trained in.
     """
-    adapter = _adapter_of(name)
     # by its content, that of its base included: another would be another model
     target = cache_folder() / f"{name}-{content_sha256(name)[:12]}"
     if target.is_dir():
         return target
     with scratch_beside(target, f".{name}-") as scratch:
         merged = scratch / name
-        _merge(name, adapter, merged)
+        _merge(name, merged)
         keep_first(merged, target)
     return target
 
@@ -415,7 +409,8 @@ def _adapter_of(name: str) -> Path:
     return adapter
 
 
-def _merge(name: str, adapter: Path, out: Path) -> None:
+def _merge(name: str, out: Path) -> None:
+    adapter = _adapter_of(name)
     text = json.loads((adapter / BASE).read_text("utf-8"))
     base = _base_of(adapter)
     if content_sha256(base) != text["sha256"]:

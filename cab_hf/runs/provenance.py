@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import json
 import os
 import platform
 import subprocess
@@ -22,12 +21,6 @@ PACKAGES = ("torch", "transformers", "triton", "flash-attn-4")
 def utc_now() -> str:
     """The time, to the second, as ISO 8601 in UTC."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-
-def fingerprint(settings: Mapping[str, Any]) -> str:
-    """Twelve hex digits that change when any of ``settings`` (JSON-able) does."""
-    canonical = json.dumps(settings, sort_keys=True, default=str)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
 
 def file_identity(path: Path | str) -> dict[str, str]:

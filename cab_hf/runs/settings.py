@@ -22,7 +22,7 @@ from cab_hf import checks
 
 Settings = TypeVar("Settings")
 Fields = Mapping[str, dataclasses.Field]
-# what Python says of a text that is none is not for users
+# what a text must be; Python's own message is not for users
 NUMBERS = {int: "a whole number", float: "a finite number"}
 FILE = "config"  # the option that names a YAML file
 
@@ -75,6 +75,7 @@ def option(
     *,
     repeatable: bool = False,
     spell: Callable[[Any], str] = spell,
+    **more: Any,
 ) -> Any:
     """A dataclass field that is also an option ``--name``; of several words if it is a tuple.
 
@@ -83,41 +84,25 @@ def option(
         repeatable: the option may be given several times; a tuple of texts. Each is an assignment,
             or what ``parse`` accepts.
         spell: what ``parse`` understands, from a value; lists are as JSON leaves them.
+        more: what `flag`, `operands` and `by_device` note.
     """
-    fields = {"help": help, "parse": parse, "repeatable": repeatable, "spell": spell}
+    fields = {"help": help, "parse": parse, "repeatable": repeatable, "spell": spell, **more}
     return dataclasses.field(default=default, metadata=fields)
 
 
 def flag(help: str) -> Any:
     """An `option` that its name alone turns on; False where it is not given."""
-    fields = {**option(False, help, parse_flag).metadata, "flag": True}
-    return dataclasses.field(default=False, metadata=fields)
+    return option(False, help, parse_flag, flag=True)
 
 
 def operands(help: str) -> Any:
     """A dataclass field of what is typed without the name of an option: a tuple of texts."""
-    fields = {**option((), help).metadata, "operands": True}
-    return dataclasses.field(default=(), metadata=fields)
+    return option((), help, operands=True)
 
 
-def parse_flag(text: str) -> bool:
-    """``true`` or ``false``, in any case."""
-    if text.lower() not in ("true", "false"):
-        raise ValueError(f"it is turned on by its name, or true or false; got {text!r}.")
-    return text.lower() == "true"
-
-
-def by_device(
-    gpu: Any,
-    cpu: Any,
-    help: str,
-    parse: Callable[[str], Any] = str,
-    *,
-    spell: Callable[[Any], str] = spell,
-) -> Any:
+def by_device(gpu: Any, cpu: Any, help: str, parse: Callable[[str], Any] = str, **more: Any) -> Any:
     """An `option` whose default is ``gpu`` or, on a CPU, ``cpu``; see `fill_by_device`."""
-    fields = {**option(None, help, parse, spell=spell).metadata, "by_device": (gpu, cpu)}
-    return dataclasses.field(default=None, metadata=fields)
+    return option(None, help, parse, by_device=(gpu, cpu), **more)
 
 
 def fill_by_device(settings: Any, on_cpu: bool) -> None:
@@ -125,6 +110,13 @@ def fill_by_device(settings: Any, on_cpu: bool) -> None:
     for field in dataclasses.fields(settings):
         if "by_device" in field.metadata and getattr(settings, field.name) in (None, ()):
             object.__setattr__(settings, field.name, field.metadata["by_device"][on_cpu])
+
+
+def parse_flag(text: str) -> bool:
+    """``true`` or ``false``, in any case."""
+    if text.lower() not in ("true", "false"):
+        raise ValueError(f"it is turned on by its name, or true or false; got {text!r}.")
+    return text.lower() == "true"
 
 
 def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], tuple]:
@@ -192,42 +184,40 @@ def read_settings(
     parsed, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
         name = unknown[0].partition("=")[0]
-        known = (key for key, field in fields.items() if not _has_operands(field))
-        near = _nearest(name, list(map(_option_name, known)))
-        parser.error(f"there is no option {name!r}; {near}")
-    typed = vars(parsed)
-    path = typed.pop(FILE)
+        known = [_option_name(x) for x, field in fields.items() if "operands" not in field.metadata]
+        parser.error(f"there is no option {name!r}; {_nearest(name, known)}")
+    texts = vars(parsed)
+    path = texts.pop(FILE)
     try:
-        given = _parse(typed, fields)
         if path is not None:
-            read = _parse(_read_yaml(path, fields), fields, f"{path}, ")
-            both = (name for name in read.keys() & given if fields[name].metadata["repeatable"])
-            given = {**read, **given, **{name: read[name] + given[name] for name in both}}
-        return kind(**given)
+            read = _read_yaml(path, fields)
+            both = [x for x in read.keys() & texts if fields[x].metadata["repeatable"]]
+            texts = {**read, **texts, **{x: read[x] + texts[x] for x in both}}
+        return kind(**{name: _parse(fields[name], text) for name, text in texts.items()})
     except ValueError as error:
         parser.error(str(error))
 
 
 def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
     metadata, defaults = field.metadata, _defaults(field)
-    if _has_operands(field):
-        look = {"nargs": "*", "metavar": field.name.upper().removesuffix("S")}
-        parser.add_argument(field.name, default=argparse.SUPPRESS, help=metadata["help"], **look)
+    # without a default, what is not typed is not there
+    look: dict[str, Any] = {"default": argparse.SUPPRESS}
+    if "operands" in metadata:
+        look |= {"nargs": "*", "metavar": field.name.upper().removesuffix("S")}
+        parser.add_argument(field.name, help=metadata["help"], **look)
         return
-    many = any(isinstance(default, tuple) for default in defaults)
-    words = {"action": "append"} if metadata["repeatable"] else {"nargs": "+"} if many else {}
-    words |= {"nargs": "?", "const": "true"} if metadata.get("flag") else {}
+    if metadata["repeatable"]:
+        look["action"] = "append"
+    elif "flag" in metadata:
+        look |= {"nargs": "?", "const": "true"}
+    elif any(isinstance(default, tuple) for default in defaults):
+        look["nargs"] = "+"
     # a number may be 0, which equals False
     given = [value for value in defaults if value is not False and value not in (None, (), "")]
-    shown = [metadata["spell"](value) for value in given]
-    default = f" (default: {'; on CPU: '.join(dict.fromkeys(shown))})" if shown else ""
-    # without a default, what is not typed is not there
-    words |= {"default": argparse.SUPPRESS, "help": (metadata["help"] + default).replace("%", "%%")}
-    parser.add_argument(_option_name(field.name), dest=field.name, **words)
-
-
-def _has_operands(field: dataclasses.Field) -> bool:
-    return field.metadata.get("operands", False)
+    shown = dict.fromkeys(metadata["spell"](value) for value in given)
+    default = f" (default: {'; on CPU: '.join(shown)})" if shown else ""
+    look["help"] = (metadata["help"] + default).replace("%", "%%")
+    parser.add_argument(_option_name(field.name), dest=field.name, **look)
 
 
 def _option_name(name: str) -> str:
@@ -243,33 +233,23 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"the options are {', '.join(known)}."
 
 
-def _parse(texts: Mapping[str, Any], fields: Fields, where: str = "") -> dict[str, Any]:
-    values = {}
-    for name, text in texts.items():
-        metadata = fields[name].metadata
-        said = text if isinstance(text, str) else ",".join(text)
-        try:
-            if metadata["repeatable"]:
-                own = metadata["parse"]
-                for each in text:  # refused here, where the option is known
-                    (parse_assignment if own is str else own)(each)
-                values[name] = tuple(text)
-            elif _has_operands(fields[name]):
-                values[name] = tuple(text)
-            else:
-                values[name] = metadata["parse"](said)
-                _require_finite(values[name])
-        except ValueError as error:
-            kind = NUMBERS.get(metadata["parse"])
-            reason = f"it must be {kind}; got {said}." if kind else error
-            raise ValueError(f"{where}{name}: {reason}") from error
-    return values
-
-
-def _require_finite(value: Any) -> None:
-    for each in value if isinstance(value, tuple) else (value,):
-        if isinstance(each, float) and not math.isfinite(each):
-            raise ValueError(f"it must be a finite number; got {each}.")
+def _parse(field: dataclasses.Field, given: str | list[str]) -> Any:
+    """The value of a field, of a text or of several."""
+    parse, text = field.metadata["parse"], given if isinstance(given, str) else ",".join(given)
+    try:
+        if field.metadata["repeatable"]:
+            for each in given:  # refused here, where the option is known
+                (parse_assignment if parse is str else parse)(each)
+        if field.metadata["repeatable"] or "operands" in field.metadata:
+            return tuple(given)
+        value = parse(text)
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, float) and not math.isfinite(each):
+                raise ValueError(f"it must be a finite number; got {each}.")
+        return value
+    except ValueError as error:
+        reason = f"it must be {NUMBERS[parse]}; got {text}." if parse in NUMBERS else error
+        raise ValueError(f"{field.name}: {reason}") from error
 
 
 def _read_yaml(path: str, fields: Fields) -> dict[str, list[str]]:
@@ -279,8 +259,7 @@ def _read_yaml(path: str, fields: Fields) -> dict[str, list[str]]:
     try:
         content = yaml.safe_load(Path(path).read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
-        why = str(error).splitlines()[0]
-        raise ValueError(f"{FILE} must be a YAML file; {path}: {why}.") from None
+        raise ValueError(f"{FILE} must be a YAML file; {path}: {first_line(error)}.") from None
     if not isinstance(content, dict):
         raise ValueError(f"{FILE} must be a mapping from option to value; {path} holds none.")
     texts = {}

@@ -222,7 +222,8 @@ def running(sentences: Sequence[str]) -> str:
 @lru_cache(maxsize=KEPT_SENTENCES)
 def sentence_tokens(tokenizer: Any, sentence: str) -> Tokens:
     """Tokens of a sentence as it stands in running text."""
-    return _behind_another(tokenizer, sentence)
+    joined = tokenizer(running((NOISE[0], sentence)), add_special_tokens=False)["input_ids"]
+    return tuple(joined[_another(tokenizer) :])
 
 
 @lru_cache(maxsize=8)
@@ -253,11 +254,6 @@ def shared(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens two texts have in common from the start on."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _behind_another(tokenizer: Any, sentence: str) -> Tokens:
-    joined = tokenizer(running((NOISE[0], sentence)), add_special_tokens=False)["input_ids"]
-    return tuple(joined[_another(tokenizer) :])
 
 
 @lru_cache(maxsize=8)

@@ -17,7 +17,6 @@ from cab_hf.eval.methods import known
 from cab_hf.eval.report import column, markdown_table
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.timing import Bench, Timing, bench_on, in_a_sentence, ran_out
-from cab_hf.renamed import renamed
 from cab_hf.runs.provenance import computing_device
 from cab_hf.runs.settings import (
     by_device,
@@ -136,7 +135,7 @@ class SpeedSettings:
 
     def configured(self, **fixed: Any) -> CabConfig:
         """``--cab`` over `DEFAULTS`; ValueError where it sets what is ``fixed`` elsewhere."""
-        given = renamed(dict(map(parse_assignment, self.cab)))
+        given = dict(map(parse_assignment, self.cab))
         twice = sorted(fixed.keys() & given.keys())
         if twice:
             raise ValueError(

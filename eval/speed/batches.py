@@ -173,7 +173,7 @@ class Batches(Speed):
             return way.choose(frame, frame.queries(q), frame.keys(k), scale)
 
         def attend() -> Tensor:
-            out = frame.attend(way.engine.attention, *framed[:2], frame.keys(v), plan, scale)
+            out = frame.attend(way.engine, *framed[:2], frame.keys(v), plan, scale)
             return frame.restore(out)
 
         def complete() -> Tensor:

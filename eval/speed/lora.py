@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from cab_hf.config import NAMES
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, grouped, markdown_table, percent, seconds
@@ -36,7 +37,6 @@ from cab_hf.eval.speed.model import (
 from cab_hf.eval.speed.spread import ALONE, CP, FSDP2, SPREADS, Shared
 from cab_hf.eval.speed.team import Slowest, Team, by_torchrun
 from cab_hf.eval.speed.ttft import TIMES, TimeToFirstToken, drawn
-from cab_hf.implementations import NAMES
 from cab_hf.runs.settings import by_device, comma_separated, flag, number_or_auto, option
 
 # transformers and PEFT are imported where they are used: asking for help needs none of them

@@ -39,9 +39,9 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Te
     if turn.plan is not None:
         raise NotImplementedError("plan is set; ring_attention takes none. Use zigzag_attention.")
     training = Workload.of(q, k, v, (0, 0)).training
-    if training and turn.attention_of_engine != engines.REFERENCE.attention:
+    if training and turn.engine is not engines.REFERENCE:
         raise NotImplementedError(
-            f"engine is {settings.get('engine')!r}, through whose log-sum-exp no gradient flows; "
+            f"engine is {turn.engine.name!r}, through whose log-sum-exp no gradient flows; "
             "ring_attention is differentiated with engine='reference'."
         )
     return _around(q, k, v, turn)
@@ -59,7 +59,7 @@ def _around(q: Tensor, k: Tensor, v: Tensor, turn: CPAttention) -> tuple[Tensor,
             passing = _passed(k, v, turn.group)
         spans = _seen_of(turn.spans, turn.places, holder)
         plan = everything(spans, size)
-        result = turn.attention_of_engine(q, k, v, plan, turn.scale, return_lse=True)
+        result = turn.engine.attention(q, k, v, plan, turn.scale, return_lse=True)
         # merged at no less than float32, rounded once
         result = result[0].to(result[1].dtype), result[1]
         if step > 0:

@@ -143,13 +143,6 @@ def test_a_text_of_no_more_keys_than_wanted_is_read_whole(wanted):
     torch.testing.assert_close(actual, expected)
 
 
-def test_dense_heads_read_everything_and_the_others_what_they_did():
-    q, k, _ = qkv(q_length=1, kv_length=500)
-    kept = chosen(q, k, 450, 128, dense_heads=(1,))
-    assert kept[:, 1, :450].all() and not kept[:, 1, 450:].any()
-    assert torch.equal(kept[:, 0], chosen(q, k, 450, 128)[:, 0])
-
-
 @pytest.mark.parametrize("kv_heads", [6, 2])
 def test_of_a_long_cache_a_sample_tells_what_is_read(kv_heads):
     q, k, _ = qkv(1, 6, kv_heads, q_length=1, kv_length=40_000)

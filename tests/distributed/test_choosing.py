@@ -8,6 +8,7 @@ import torch
 from shards import BLOCK, TEXTS, frame_of, layout_for, shard_of
 from tiny import qkv
 from torch.nn import functional as F
+from valid_plan import require_valid
 
 from cab_hf import CabConfig, distributed
 from cab_hf.distributed import sharded
@@ -95,12 +96,11 @@ def on_a_rank(process_group, config, ends):
 
 
 def parts_of(plan):
-    plan.validate()
+    require_valid(plan)
     return (
         plan.to_dense(),
         plan.is_dense(),
         plan.spans.text_rows(plan.query_block),
-        plan.dense_heads,
     )
 
 
@@ -113,11 +113,10 @@ def in_one_process(config, layout, dim=DIM, channels=()):
 
 def assert_rows_of(actual, plan):
     seen = torch.zeros(plan.q_blocks, dtype=torch.int64)
-    for dense, complete, rows, heads in actual:
+    for dense, complete, rows in actual:
         mine = rows >= 0
         assert torch.equal(dense[:, :, mine], plan.to_dense()[:, :, rows[mine]])
         assert not dense[:, :, ~mine].any()
-        assert heads == plan.dense_heads
         if plan.is_dense() is not None:
             assert torch.equal(complete[:, :, mine], plan.is_dense()[:, :, rows[mine]])
         seen[rows[mine]] += 1

@@ -128,7 +128,7 @@ def computed(group, wrong):
         places = replace(places, source=places.source.flip(0))
     if wrong == "positions":
         rank = 1 - rank
-    turn = CPAttention(places, group, places.spans(rank, 1), 0.25, REFERENCE.attention)
+    turn = CPAttention(places, group, places.spans(rank, 1), 0.25, REFERENCE)
     out, _ = turn.attention(*(shard_of(x, layout, group.rank()) for x in (q, k, v)))
     exact = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=True

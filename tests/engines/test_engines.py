@@ -11,6 +11,7 @@ from budget import assert_within_budget
 from marks import slow_but
 from tiny import qkv
 from torch.nn.attention.flex_attention import flex_attention
+from valid_plan import require_valid
 
 from cab_hf import BlockPlan, engines
 from cab_hf.call.frame import Frame
@@ -58,7 +59,7 @@ def by_definition(q, k, v, plan, scale):
 def test_reference_is_the_definition(shape, blocks):
     q, k, v = qkv(**shape)
     plan = random_plan(q, k, blocks)
-    plan.validate()
+    require_valid(plan)
     actual = engines.REFERENCE.attention(q, k, v, plan, 0.3, return_lse=True)
     meant = by_definition(q, k, v, plan, 0.3)
     for part, exact in zip(actual, meant, strict=True):
@@ -105,7 +106,7 @@ def test_queries_that_see_nothing_get_zeros_and_no_mass():
 def test_the_op_of_the_reference_is_the_reference(kind, shape):
     """torch.compile takes it in the reference's place, forward and backward."""
     q, k, v = qkv(**shape)
-    named = {"dense_heads": (1,), "dense_rows": torch.tensor([[0, -1]] * len(q))}
+    named = {"dense_rows": torch.tensor([[0, -1]] * len(q))}
     heads = k.shape[1] if kind == "of-groups" else None
     plan = random_plan(q, k, (32, 16), heads=heads, **(named if kind == "named" else {}))
     if kind == "sampled":
@@ -158,7 +159,7 @@ def test_flex_with_padding_and_documents():
     frame = Frame.build(2, 180, 180, 0, valid, document, align=64, device=q.device)
     q, k, v = frame.queries(q), frame.keys(k), frame.keys(v)
     plan = random_plan(q, k, (64, 32), spans=frame.spans)
-    plan.validate()
+    require_valid(plan)
     with torch.no_grad():
         actual = flex.attention(q, k, v, plan, 0.3)
     seen = (frame.spans.last >= 0)[:, None, :, None]

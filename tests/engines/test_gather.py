@@ -21,9 +21,7 @@ CASES = [
     pytest.param(FOUR | {"q_length": 130, "plan_heads": 1}, BLOCKS, id="one-plan"),
     pytest.param(FOUR | {"q_length": 75, "layout": "padded", "batch": 2}, BLOCKS, id="padded"),
     pytest.param(FOUR | {"q_length": 130, "layout": "packed"}, BLOCKS, id="packed"),
-    pytest.param(
-        FOUR | {"q_length": 130, "dense_heads": (1,), "dense_rows": "tail"}, BLOCKS, id="named"
-    ),
+    pytest.param(FOUR | {"q_length": 130, "dense_rows": "tail"}, BLOCKS, id="named"),
 ]
 
 

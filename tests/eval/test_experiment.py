@@ -341,7 +341,7 @@ def test_listing_commands_imports_none():
 @pytest.mark.parametrize(
     "name",
     [
-        *("books", "families", "families-context-parallel"),
+        *("families", "families-context-parallel"),
         *("fidelity", "passkey"),
         *(f"speed {op}" for op in speed.COMMANDS),
     ],
@@ -360,6 +360,6 @@ def test_commands_are_listed_and_others_refused(capsys):
     for words in (["magic"], []):
         assert __main__.main(words) == 2
         assert (
-            "give a command, one of books, calibrate, families, "
+            "give a command, one of calibrate, families, "
             "families-context-parallel" in capsys.readouterr().err
         )

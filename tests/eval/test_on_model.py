@@ -5,30 +5,26 @@ from pathlib import Path
 import pytest
 
 from cab_hf import CabConfig
-from cab_hf.eval import books, calibrate, fidelity, passkey
+from cab_hf.eval import calibrate, fidelity, passkey
 from cab_hf.eval.experiment import named
 from cab_hf.eval.fidelity import Fidelity
 from cab_hf.eval.on_model import SMALL
 from cab_hf.runs.settings import read_settings
 
 
-def chosen(command, folder, *assignments):
+def chosen(command, *assignments):
     """The config that a command on a CPU gives the method cab."""
-    given = {"books": str(folder)} if command is books else {}
-    (folder / "a book.txt").write_text("It was.")
-    settings = command.Settings(device="cpu", cab=assignments, **given)
+    settings = command.Settings(device="cpu", cab=assignments)
     return settings.cab_config if command is passkey else settings.configs["cab"]
 
 
-@pytest.mark.parametrize("command", [passkey, fidelity, books], ids=lambda x: x.__name__)
-def test_what_is_set_comes_in_the_place_of_small_blocks_in_every_comparison(command, tmp_path):
+@pytest.mark.parametrize("command", [passkey, fidelity], ids=lambda x: x.__name__)
+def test_what_is_set_comes_in_the_place_of_small_blocks_in_every_comparison(command):
     """A predictor that is set need not read what small blocks set beside their sizes."""
-    assert chosen(command, tmp_path) == CabConfig(min_length=0, **SMALL)
-    assert chosen(command, tmp_path, "mass_threshold=0.08") == CabConfig(
-        min_length=0, mass_threshold=0.08
-    )
+    assert chosen(command) == CabConfig(min_length=0, **SMALL)
+    assert chosen(command, "mass_threshold=0.08") == CabConfig(min_length=0, mass_threshold=0.08)
     random = CabConfig(min_length=0, predictor="random")
-    assert chosen(command, tmp_path, "predictor=random") == random
+    assert chosen(command, "predictor=random") == random
 
 
 def test_a_calibration_is_of_the_blocks_that_a_model_is_to_be_read_with():

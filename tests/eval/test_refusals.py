@@ -271,7 +271,6 @@ def test_what_cab_does_not_compute_is_a_line_too(tmp_path, capsys, command):
     ("command", "more", "weights", "damage"),
     [
         *(pytest.param(command, words, *NAN, id=command) for command, words in SMALL.items()),
-        pytest.param("books", "--books books --lengths 600 --methods dense", *NAN, id="books"),
         pytest.param(
             "passkey", SMALL["passkey"], "lm_head.weight", float("inf"), id="infinite-outputs"
         ),
@@ -281,8 +280,6 @@ def test_a_model_that_is_not_finite_is_refused(
     folder, tmp_path, capsys, monkeypatch, command, more, weights, damage
 ):
     monkeypatch.chdir(folder)
-    (folder / "books").mkdir(exist_ok=True)
-    (folder / "books" / "long.txt").write_text(TEXT * 40)
     tokenizer = make_tokenizer()
     model = LlamaForCausalLM.from_pretrained("own")
     model.get_parameter(weights).data[:] = damage

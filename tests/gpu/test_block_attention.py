@@ -4,6 +4,7 @@ import pytest
 import torch
 from attention_cases import assert_engine_within_budget, case, with_gradients
 from tiny import FULL, tiny_model, tokens
+from valid_plan import require_valid
 
 import cab_hf
 from cab_hf import BlockPlan, engines
@@ -61,7 +62,7 @@ def test_kernels_compute_what_the_reference_defines(gpu, shape, blocks, dtype):
 @pytest.mark.parametrize("dim", [128, 320])
 def test_what_is_named_is_attended_beside_the_lists(gpu, dim, layout):
     shape = {"q_length": 777, "heads": 4, "kv_heads": 2, "dim": dim, "batch": 2, "layout": layout}
-    named = {"dense_heads": (0, 3), "dense_rows": "tail"}
+    named = {"dense_rows": "tail"}
     q, k, v, grad, plan = case(gpu, torch.bfloat16, (128, 64), **shape, **named)
     assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad, plan, dim**-0.5)
 
@@ -71,10 +72,10 @@ def test_what_is_named_is_attended_beside_the_lists(gpu, dim, layout):
 @pytest.mark.parametrize("name", ["triton", "flex"])
 def test_what_is_sampled_stands_for_the_others(gpu, layout, blocks, name):
     shape = {"q_length": 1777, "heads": 4, "kv_heads": 2, "dim": 64, "batch": 2, "layout": layout}
-    named = {"dense_heads": (0,), "dense_rows": "tail", "share": 0.2}
+    named = {"dense_rows": "tail", "share": 0.2}
     q, k, v, grad, plan = case(gpu, torch.bfloat16, blocks, **shape, **named)
     plan = plan.with_sample(3, torch.tensor(5, device=gpu))
-    plan.validate()
+    require_valid(plan)
     engine = engines.choose(name, engines.Workload("cuda", 64, q.dtype, True, *blocks))
     assert_engine_within_budget(engine.attention, q, k, v, grad, plan, 64**-0.5)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from selecting import heads_on
+from valid_plan import require_valid
 
 from cab_hf import CabConfig
 from cab_hf.plan import Spans
@@ -23,5 +24,5 @@ def test_layers_behind_an_anchor_attend_the_heads_of_their_map(gpu):
         for layer in range(2)
     )
     assert torch.equal(anchor.to_dense(), by_rows.to_dense())
-    behind.validate()
+    require_valid(behind)
     assert torch.equal(behind.to_dense(), anchor.to_dense()[:, list(row)])

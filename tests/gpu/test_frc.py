@@ -4,6 +4,7 @@ import pytest
 import torch
 from attention_cases import laid_out
 from selecting import heads_on
+from valid_plan import require_valid
 
 from cab_hf import CabConfig
 from cab_hf.plan import Spans
@@ -28,7 +29,7 @@ CASES = [
 def both(monkeypatch, config, q, k, call):
     """The plans of the kernels and of PyTorch, on the device."""
     plan = FrcPredictor(config)(q, k, call)
-    plan.validate()
+    require_valid(plan)
     assert torch.equal(plan.to_dense(), FrcPredictor(config)(q, k, call).to_dense())
     monkeypatch.setattr(frc, "has_kernels", lambda x: False)
     return plan.to_dense(), FrcPredictor(config)(q, k, call).to_dense()

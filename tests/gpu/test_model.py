@@ -9,6 +9,7 @@ from budget import assert_within_budget
 from selecting import heads_on
 from tiny import FULL, SPARSE, qkv, tiny_model, tokens
 from transformers import DynamicCache
+from valid_plan import require_valid
 
 import cab_hf
 from cab_hf import CabConfig, engines
@@ -47,7 +48,7 @@ def on(device, tensors, dtype):
 def test_flex_forward(gpu, shape, blocks):
     q, k, v = on(gpu, qkv(**shape), torch.bfloat16)
     plan = random_plan(q, k, blocks)
-    plan.validate()
+    require_valid(plan)
     with torch.no_grad():
         actual = flex.attention(q, k, v, plan, q.shape[-1] ** -0.5)
     scale = q.shape[-1] ** -0.5
@@ -175,7 +176,7 @@ def test_sums_of_eight_bit_products_are_finite_at_any_norm(gpu, loudness):
     spans = Spans.causal(1, 512, 512, gpu)
     config = CabConfig(dense_tail_blocks=0, sink_blocks=0, local_blocks=1, mass_threshold=0.08)
     plan = RowsPredictor(config)(q, k, LayerContext(spans, 1 / (loudness**2), 0))
-    plan.validate()
+    require_valid(plan)
     kept = plan.to_dense()
     assert kept[:, :, 3, 2].all()
     # of logits that are alike it is that block alone, beside the two that are forced

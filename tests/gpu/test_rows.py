@@ -6,6 +6,7 @@ import pytest
 import torch
 from attention_cases import laid_out
 from selecting import heads_on
+from valid_plan import require_valid
 
 from cab_hf import CabConfig
 from cab_hf.hf.rotary import llama_channels
@@ -46,7 +47,7 @@ def call_of(q, k, spans=None):
 def compared(config, q, k, call):
     """What the kernels keep and what the reference keeps of q and k in float32."""
     plan = RowsPredictor(config)(q, k, call)
-    plan.validate()
+    require_valid(plan)
     keep = choose_by_reference(q.float(), k.float(), call, config)
     sizes = {"query_block": config.query_block, "key_block": config.key_block}
     tail = config.dense_tail_blocks * config.query_block, config.query_block

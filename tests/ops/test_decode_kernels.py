@@ -83,7 +83,7 @@ def test_a_row_that_is_not_a_number_leaves_the_others_what_they_are(ops, what):
 
 
 def test_a_mask_may_be_wider_than_what_is_written():
-    q, k, v, (scale, length, wanted, channels, valid, _) = step_of(CASES["padding"])
+    q, k, v, (scale, length, wanted, channels, valid) = step_of(CASES["padding"])
     index = kernels.index_keys(k, channels)
     choice = kernels.choose(q, index, scale, length, wanted, channels, valid)
     out = kernels.attend(q, k, v, choice, scale, length, valid)
@@ -94,14 +94,14 @@ def test_a_mask_may_be_wider_than_what_is_written():
 
 
 def test_registered_ops_are_as_they_are_described():
-    q, k, v, (scale, length, wanted, channels, valid, _) = step_of(CASES["padding"])
+    q, k, v, (scale, length, wanted, channels, valid) = step_of(CASES["padding"])
     ops, channels = torch.ops.cab_hf, list(channels)
     index = ops.decode_index(k, channels)
-    choice = ops.decode_choose(q, *index, scale, length, wanted, channels, valid, [])
+    choice = ops.decode_choose(q, *index, scale, length, wanted, channels, valid)
     given = {
         ops.decode_index: (k, channels),
         ops.decode_write_index: (*index, k[:, :, :3], channels, torch.tensor([5])),
-        ops.decode_choose: (q, *index, scale, length, wanted, channels, valid, []),
+        ops.decode_choose: (q, *index, scale, length, wanted, channels, valid),
         ops.decode_attend: (q, k, v, *choice, scale, length, valid),
     }
     for op, arguments in given.items():

@@ -13,11 +13,10 @@ SHAPES = [
     pytest.param({"q_length": 150, "layout": "padded", "batch": 2}, (48, 16), id="padded"),
     pytest.param({"q_length": 200, "layout": "packed"}, (16, 16), id="packed"),
     pytest.param(
-        {"q_length": 130, "dense_heads": (1, 4), "dense_rows": "tail", "batch": 2},
+        {"q_length": 130, "dense_rows": "tail", "batch": 2},
         (32, 16),
         id="named",
     ),
-    pytest.param({"q_length": 130, "dense_heads": tuple(range(6))}, (32, 16), id="all-dense"),
     pytest.param({"q_length": 130, "plan_heads": 1}, (32, 16), id="one-head"),
 ]
 

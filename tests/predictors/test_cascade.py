@@ -9,6 +9,7 @@ from marks import slow_but
 from selecting import loud
 from tiny import FULL, SMALL, SPARSE, tiny_model, tokens
 from torch import nn
+from valid_plan import require_valid
 
 import cab_hf
 from cab_hf import CabConfig
@@ -27,7 +28,7 @@ def layers_of(config, count=4, length=LENGTH, spans=None, **shape):
         q, k = loud(q_length=length, seed=layer, **{"heads": 4, "kv_heads": 2, **shape})
         spans = spans or Spans.causal(q.shape[0], length, length, "cpu")
         plans.append(predictor(q, k, LayerContext(spans, 0.25, layer, shared_state)))
-        plans[-1].validate()
+        require_valid(plans[-1])
     return plans
 
 
@@ -92,7 +93,7 @@ def test_rows_of_a_batch_and_documents_choose_alone(layout):
     predictor = make_predictor(replace(CASCADE, anchors=(0,)))
     call = LayerContext(frame.spans, 0.25, 0)
     together = predictor(frame.queries(q), frame.keys(k), call)
-    together.validate()
+    require_valid(together)
     # of the second batch row, the part that stands alone; its blocks begin where documents do
     begin = 111 // 3 if layout == "packed" else 0
     q, k = q[1:, :, begin:], k[1:, :, begin:]

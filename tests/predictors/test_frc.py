@@ -7,6 +7,7 @@ import torch
 from marks import slow_but
 from selecting import by_kernels, laid_in, loud, on_the_cpu
 from tiny import qkv
+from valid_plan import require_valid
 
 from cab_hf import CabConfig
 from cab_hf.ops import frc as kernels
@@ -23,7 +24,7 @@ LOWER = torch.ones(3, 3, dtype=torch.bool).tril()
 def plan_of(config, q, k, spans=None):
     spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     plan = FrcPredictor(config)(q, k, LayerContext(spans, q.shape[-1] ** -0.5, 0))
-    plan.validate()
+    require_valid(plan)
     return plan
 
 

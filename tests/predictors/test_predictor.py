@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import qkv
+from valid_plan import require_valid
 
 from cab_hf import CabConfig
 from cab_hf.call.frame import Frame
@@ -29,7 +30,7 @@ recipes = pytest.mark.parametrize("config", RECIPES)
 def select(config, q, k, spans=None):
     spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     plan = make_predictor(config)(q, k, LayerContext(spans, q.shape[-1] ** -0.5))
-    plan.validate()
+    require_valid(plan)
     return plan
 
 

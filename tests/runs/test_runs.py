@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
-from importlib import import_module
 
 import pytest
 
@@ -73,6 +72,9 @@ def test_a_record_of_the_same_key_counts_once(path):
     path.write_text(content + content.splitlines()[1] + "\n")
     with Log(path, IDENTITY, KEY) as opened:
         assert [each["index"] for each in opened.records] == [0, 1, 2]
+    assert indices(path) == [0, 1, 2, 0]
+    assert [each["index"] for each in read_log(path, KEY)[1]] == [0, 1, 2]
+    # without a key every record counts
     with Log(path, IDENTITY) as opened:
         assert [each["index"] for each in opened.records] == [0, 1, 2, 0]
 
@@ -92,12 +94,6 @@ def test_a_key_may_gain_fields_that_older_records_lack(path):
         opened.append(record(1, world=2))
     assert path.read_bytes().startswith(content)
     assert [each["world"] for each in read_log(path, key, added)[1]] == [1, 1, 2]
-
-
-def test_a_log_of_another_experiment_is_told_from_a_broken_one(path):
-    """Its records have other fields, and nobody is to repair them."""
-    with pytest.raises(LogError, match="was made with experiment None, this run has 'other'"):
-        Log(path, {"experiment": "other"}, ("world",))
 
 
 def test_a_packed_log_is_read_and_gone_on_with(path):
@@ -128,15 +124,6 @@ def test_a_packed_log_is_read_and_gone_on_with(path):
     assert list(path.parent.iterdir()) == [packed]
 
 
-def test_every_record_counts_without_a_key(tmp_path):
-    path = tmp_path / "log.jsonl"
-    with Log(path, IDENTITY) as opened:
-        for _ in range(3):
-            opened.append({"index": 0})
-        assert len(opened.records) == 3
-    assert len(read_log(path)[1]) == 3
-
-
 @pytest.mark.parametrize("torn", ['{"length": 8, "ind', '{"length": 8, "index": 2', '{"a": "\\ud8'])
 def test_a_torn_last_line_is_dropped(path, torn):
     complete = path.read_bytes()
@@ -148,14 +135,6 @@ def test_a_torn_last_line_is_dropped(path, torn):
     assert indices(path) == [0, 1, 2]
 
 
-def test_a_last_line_that_lacks_its_newline_is_kept(path):
-    complete = path.read_bytes()
-    path.write_bytes(complete[:-1])
-    with Log(path, IDENTITY, KEY) as opened:
-        assert len(opened.records) == 2
-        assert path.read_bytes() == complete
-
-
 @pytest.mark.parametrize("left", [0, 1, 20, -1], ids=["none", "brace", "some", "but brace"])
 def test_a_torn_header_is_written_anew(tmp_path, left):
     path = tmp_path / "samples.jsonl"
@@ -165,22 +144,6 @@ def test_a_torn_header_is_written_anew(tmp_path, left):
     with Log(path, IDENTITY, KEY) as opened:
         opened.append(record(0))
     assert indices(path) == [0] and read_log(path)[0] == IDENTITY
-
-
-def test_a_whole_header_that_lacks_its_newline_is_kept(tmp_path):
-    path = tmp_path / "samples.jsonl"
-    header = json.dumps({"identity": IDENTITY, "started": "then"})
-    path.write_text(header)
-    with Log(path, IDENTITY, KEY) as opened:
-        assert opened.started == "then"
-    assert path.read_text() == f"{header}\n"
-
-
-def test_reading_takes_the_first_record_of_a_key(path):
-    with open(path, "a") as file:
-        file.write(json.dumps(record(0, needle="another")) + "\n")
-    assert read_log(path, KEY)[1] == [record(0, needle=[1, 2]), record(1, needle=None)]
-    assert len(read_log(path)[1]) == 3
 
 
 def test_a_disk_that_is_full_leaves_the_log_as_it_was(path, monkeypatch):
@@ -211,87 +174,62 @@ def test_a_log_that_is_taken_away_is_not_written_on(path, taken):
                 first.append(record(2))
             first.close()
             second.append(record(7))
-            with pytest.raises(LogError, match=f"process {os.getpid()} on"):
+            with pytest.raises(LogError, match="another process"):
                 Log(path, IDENTITY, KEY)
     assert indices(path) == [7]
 
 
-def test_a_file_system_without_locks_is_refused(path, monkeypatch):
-    def none(*arguments):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+@pytest.mark.parametrize("lines", [1, 3], ids=["header", "record"])
+def test_a_last_line_that_lacks_its_newline_is_kept(path, lines):
+    complete = b"\n".join(path.read_bytes().split(b"\n")[:lines])
+    path.write_bytes(complete)
+    with Log(path, IDENTITY, KEY) as opened:
+        assert len(opened.records) == lines - 1
+    assert path.read_bytes() == complete + b"\n"
 
-    monkeypatch.setattr(log.fcntl, "flock", none)
-    with pytest.raises(LogError, match="file system without locks .No locks available."):
-        Log(path, IDENTITY, KEY)
 
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        pytest.param(lambda at: (at / "samples.jsonl").mkdir(), "Is a directory", id="folder"),
-        pytest.param(lambda at: os.mkfifo(at / "samples.jsonl"), "is no file", id="pipe"),
-        pytest.param(lambda at: (at.rmdir(), at.touch()), "File exists", id="folder is a file"),
-    ],
-)
-def test_what_is_no_file_in_a_folder_is_refused(tmp_path, make, message):
-    out = tmp_path / "out"
-    out.mkdir()
-    make(out)
-    with pytest.raises(LogError, match=message):
-        Log(out / "samples.jsonl", IDENTITY, KEY)
+HEADER = json.dumps({"identity": IDENTITY, "started": "then"})
 
 
 @pytest.mark.parametrize(
-    ("identity", "message"),
+    ("content", "identity", "message"),
     [
-        pytest.param({**IDENTITY, "seed": 1}, "with seed 0, this run has 1; give", id="value"),
+        pytest.param(HEADER, {**IDENTITY, "seed": 1}, "seed 0, this run has 1", id="value"),
         pytest.param(
+            HEADER + '\n{"of": "other fields"}\n{"torn',
             {**IDENTITY, "config": {"mass_threshold": 0.08, "engine": "flex"}},
-            "with config.engine 'auto', this run has 'flex'; give another --out",
+            "config.engine 'auto', this run has 'flex'",
             id="nested",
         ),
-        pytest.param({**IDENTITY, "more": 2}, "with more None, this run has 2", id="new"),
-        pytest.param({"seed": 0}, "with config {'mass_threshold'", id="gone"),
+        pytest.param(HEADER, {**IDENTITY, "more": 2}, "more None, this run has 2", id="new"),
+        pytest.param(HEADER, {"seed": 0}, "config {'mass_threshold'", id="gone"),
+        pytest.param('{"index": 0}\n', IDENTITY, "header of a run", id="no header"),
+        pytest.param('{"torn', IDENTITY, "header of a run", id="torn"),
+        pytest.param(f"{HEADER}\n[1]\n{{}}\n", IDENTITY, "line 2 is no JSON object", id="list"),
+        pytest.param(f'{HEADER}\n{{"a"\n{{"to', IDENTITY, "line 2 is no JSON", id="no JSON"),
+        pytest.param(f"{HEADER}\n\n{{}}\n", IDENTITY, "line 2 is no JSON", id="blank"),
+        pytest.param(f"{HEADER}\n{{}}\n", IDENTITY, "line 2 has no 'length'", id="no key"),
     ],
 )
-def test_another_identity_is_refused_by_its_first_difference(path, identity, message):
-    before = path.read_bytes() + b'{"torn'
-    path.write_bytes(before)
+def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path, content, identity, message):
+    path = tmp_path / "samples.jsonl"
+    path.write_text(content)
     with pytest.raises(LogError, match=re.escape(message)):
         Log(path, identity, KEY)
-    assert path.read_bytes() == before
+    assert path.read_text() == content
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        pytest.param('{"index": 0}\n', "does not begin with the header", id="no header"),
-        pytest.param("a letter", "does not begin with the header", id="a text"),
-        pytest.param('{"torn', "does not begin with the header", id="torn"),
-        pytest.param("HEADER\n[1]\n{}\n", "line 2 is no JSON object", id="no object"),
-        pytest.param('HEADER\nRECORD\n{"a"\nRECORD\n{"to', "line 3 is no JSON", id="no JSON"),
-        pytest.param("HEADER\n\nRECORD\n", "line 2 is no JSON", id="blank"),
-        pytest.param("HEADER\nRECORD\n{}\n", "line 3 has no 'length'", id="no key"),
-        pytest.param("HEADER\nRECORD\n[1]", "line 3 is no JSON object", id="list behind"),
-    ],
-)
-def test_a_file_that_is_no_log_is_refused_and_left_alone(tmp_path, content, message):
-    path = tmp_path / "samples.jsonl"
-    header = json.dumps({"identity": IDENTITY, "started": "then"})
-    path.write_text(content.replace("HEADER", header).replace("RECORD", json.dumps(record(0))))
-    before = path.read_bytes()
-    with pytest.raises(LogError, match=message):
-        Log(path, IDENTITY, KEY)
-    assert path.read_bytes() == before
-
-
-def test_a_symbolic_link_is_refused(path, tmp_path):
-    before = path.read_bytes()
-    link = tmp_path / "samples.jsonl"
-    link.symlink_to(path)
-    with pytest.raises(LogError, match="symbolic link"):
-        Log(link, IDENTITY, KEY)
-    assert path.read_bytes() == before
+def test_a_second_writer_is_refused(path):
+    with Log(path, IDENTITY, KEY) as first:
+        with pytest.raises(LogError, match="written by another process; wait for it"):
+            Log(path, IDENTITY, KEY)
+        first.append(record(2))
+    with pytest.raises(LogError):
+        Log(path, {}, KEY)
+    # what was refused has let go of the file too
+    with open(path) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_process_that_was_forked_holds_no_log(tmp_path):
@@ -315,21 +253,6 @@ def test_a_process_that_was_forked_holds_no_log(tmp_path):
         for pipe in (go_on, waiting, is_there, there):
             os.close(pipe)
         os.waitpid(child, 0)
-
-
-def test_a_second_writer_is_refused(path):
-    with Log(path, IDENTITY, KEY) as first:
-        shown = f"written by another process .process {os.getpid()} on .+ since .+; wait for it"
-        with pytest.raises(LogError, match=shown):
-            Log(path, IDENTITY, KEY)
-        first.append(record(2))
-    # who wrote it is not left behind
-    assert list(path.parent.iterdir()) == [path]
-    # a refused log lets go of the file too
-    with pytest.raises(LogError):
-        Log(path, {}, KEY)
-    with open(path) as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 WRITER = """
@@ -357,7 +280,6 @@ def test_a_killed_run_goes_on_with_the_same_records(tmp_path):
         subprocess.run([*command, path, "0"], check=True, capture_output=True)
     assert read_log(killed) == read_log(complete)
     assert len(read_log(killed)[1]) == 100
-    # what the killed one said of itself went with the next
     assert sorted(tmp_path.iterdir()) == [killed, complete]
 
 
@@ -373,14 +295,6 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         log.write_atomically(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_writing_replaces_a_link_and_does_not_follow_it(tmp_path):
-    path, elsewhere = tmp_path / "results.json", tmp_path / "elsewhere"
-    elsewhere.write_text("old")
-    path.symlink_to(elsewhere)
-    log.write_atomically(path, "new")
-    assert (path.read_text(), elsewhere.read_text()) == ("new", "old")
 
 
 # --- settings
@@ -407,64 +321,35 @@ class Folders:
     out: str = option("out", "a folder")
 
 
-def read(*words, kind=Settings):
-    return read_settings(kind, words, "try")
+FILE = "lengths: [1, 2]\nmass: 0.5\nkv-heads: 2\nset: {a: 1, b: x}\ntext: null\nloud: yes\n"
 
 
 @pytest.mark.parametrize(
-    ("words", "changes"),
+    ("words", "content", "expected"),
     [
-        ([], {"lengths": (8, 16)}),
-        (["--device", "cpu"], {"lengths": (4,), "device": "cpu"}),
-        (["--lengths", "1,2"], {"lengths": (1, 2)}),
-        (["--lengths", "1", "2,3"], {"lengths": (1, 2, 3)}),
-        (["--lengths", "2,1", "2"], {"lengths": (2, 1)}),
+        ("", None, Settings((8, 16))),
+        ("--device cpu", None, Settings((4,), device="cpu")),
+        ("--lengths 2,1 2", None, Settings((2, 1))),
+        ("--set a=1 --kv-heads 2 --set b=x", None, Settings(set=("a=1", "b=x"), kv_heads=2)),
+        ("--loud --mass 0.5", None, Settings(mass=0.5, loud=True)),
+        ("--loud False", None, Settings()),
         (
-            ["--set", "a=1", "--kv-heads", "2", "--set", "b=x"],
-            {"set": ("a=1", "b=x"), "kv_heads": 2},
+            "--mass 0.7 --set a=2",
+            FILE,
+            Settings((1, 2), 0.7, 2, ("a=1", "b='x'", "a=2"), loud=True),
         ),
-        (["--loud"], {"loud": True}),
-        (["--loud", "--mass", "0.5"], {"loud": True, "mass": 0.5}),
-        (["--loud", "False"], {}),
+        ("", None, Folders()),
+        ("a,b --out o c", None, Folders(("a,b", "c"), "o")),
+        ("", "folders: [a, b]", Folders(("a", "b"))),
+        ("c", "folders: [a, b]", Folders(("c",))),
     ],
 )
-def test_words_become_settings(words, changes):
-    assert read(*words) == Settings(**changes)
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ([], Folders()),
-        (["a,b", "c"], Folders(("a,b", "c"))),
-        (["a", "--out", "o", "b"], Folders(("a", "b"), "o")),
-    ],
-)
-def test_words_without_a_name_are_operands(words, expected):
-    assert read(*words, kind=Folders) == expected
-
-
-def test_operands_may_stand_in_a_file(tmp_path):
-    file = tmp_path / "settings.yaml"
-    file.write_text("folders: [a, b]\n")
-    assert read("--config", str(file), kind=Folders) == Folders(("a", "b"))
-    assert read("c", "--config", str(file), kind=Folders) == Folders(("c",))
-
-
-def test_an_unknown_option_beside_operands_is_refused(capsys):
-    with pytest.raises(SystemExit) as stop:
-        read("a", "--ot", "o", kind=Folders)
-    assert stop.value.code == 2
-    assert "there is no option '--ot'; did you mean --out?" in capsys.readouterr().err
-
-
-def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path):
-    file = tmp_path / "settings.yaml"
-    file.write_text(
-        "lengths: [1, 2]\nmass: 0.5\nkv-heads: 2\nset: {a: 1, b: x}\ntext: null\nloud: yes\n"
-    )
-    given = read("--config", str(file), "--mass", "0.7", "--set", "a=2")
-    assert given == Settings((1, 2), 0.7, 2, ("a=1", "b='x'", "a=2"), loud=True)
+def test_words_and_a_file_become_settings(tmp_path, words, content, expected):
+    words = words.split()
+    if content is not None:
+        (tmp_path / "settings.yaml").write_text(content)
+        words += ["--config", str(tmp_path / "settings.yaml")]
+    assert read_settings(type(expected), words, "try") == expected
 
 
 @pytest.mark.parametrize(
@@ -472,32 +357,39 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path
     [
         pytest.param(["--lenghts=1"], None, "no option '--lenghts'; did you mean --l", id="near"),
         pytest.param(["--zzz", "1"], None, "the options are --lengths, --mass", id="far"),
-        pytest.param(
-            ["--mass", "much"], None, "mass: it must be a finite number; got much", id="value"
-        ),
-        pytest.param(["--mass", "3"], None, "mass is 3.0; it must be in (0, 1]", id="refused"),
+        pytest.param(["--mass", "much"], None, "mass: it must be a finite number", id="value"),
+        pytest.param(["--mass", "3"], None, "mass is 3.0; it must be", id="refused"),
         pytest.param(["--set", "a"], None, "set: an assignment is field=value", id="assignment"),
         pytest.param(["--mass"], None, "expected one argument", id="nothing"),
         pytest.param(["--loud", "very"], None, "loud: it is turned on by its name", id="flag"),
         pytest.param([], "kv_head: 1", "sets 'kv_head'; did you mean kv_heads?", id="file near"),
-        pytest.param([], "zzz: 1", "sets 'zzz'; the options are lengths, mass", id="file far"),
-        pytest.param([], "mass: much", "settings.yaml, mass: it must be a finite", id="file value"),
-        pytest.param([], "mass: 3", "mass is 3.0; it must be in (0, 1]", id="file refused"),
+        pytest.param([], "mass: much", "mass: it must be a finite", id="file value"),
         pytest.param([], "- mass", "a mapping from option to value", id="list"),
         pytest.param([], "mass: [", "must be a YAML file", id="syntax"),
-        pytest.param(["--config", "none.yaml"], None, "must be a YAML file", id="no file"),
     ],
 )
 def test_what_is_refused_is_told_in_a_line(tmp_path, capsys, words, content, message):
     if content is not None:
-        file = tmp_path / "settings.yaml"
-        file.write_text(content)
-        words = ["--config", str(file)]
+        (tmp_path / "settings.yaml").write_text(content)
+        words = ["--config", str(tmp_path / "settings.yaml")]
     with pytest.raises(SystemExit) as stop:
-        read(*words)
+        read_settings(Settings, words, "try")
     said = capsys.readouterr().err
     assert stop.value.code == 2
     assert message in said and said.startswith("try: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("4096", 4096), ("32K", 32768), ("1M", 1 << 20), ("131_072", 131072), ("-1", -1)]
+    + [(text, None) for text in ("", "k", "1.5k", "1kk", "many")],
+)
+def test_a_length_may_be_told_in_thousands(text, tokens):
+    if tokens is None:
+        with pytest.raises(ValueError, match="a length is a number of tokens"):
+            parse_length(text)
+    else:
+        assert parse_length(text) == tokens
 
 
 def test_help_shows_defaults_of_zero_and_none_that_are_empty(capsys):
@@ -510,39 +402,10 @@ def test_help_shows_defaults_of_zero_and_none_that_are_empty(capsys):
         fast: bool = flag("be fast")
 
     with pytest.raises(SystemExit):
-        read("--help", kind=Some)
+        read_settings(Some, ["--help"], "try")
     shown = " ".join(capsys.readouterr().out.split())
     assert "requests a second (default: 0.0)" in shown and "how many (default: 0)" in shown
     assert shown.count("default") == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "tokens"),
-    [
-        ("4096", 4096),
-        ("1k", 1024),
-        ("32K", 32768),
-        ("1M", 1 << 20),
-        ("131_072", 131072),
-        ("-1", -1),
-    ],
-)
-def test_a_length_may_be_told_in_thousands(text, tokens):
-    assert parse_length(text) == tokens
-
-
-@pytest.mark.parametrize("text", ["", "k", "1.5k", "1kk", "many"])
-def test_what_is_no_length_is_refused(text):
-    with pytest.raises(ValueError, match="a length is a number of tokens, such as 4096, 32k or 1M"):
-        parse_length(text)
-
-
-@pytest.mark.parametrize("command", ["calibrate", "fidelity", "passkey", "speed.ttft"])
-def test_lengths_of_a_command_are_told_so(command):
-    kind = import_module(f"cab_hf.eval.{command}").Settings
-    name = "length" if command == "calibrate" else "lengths"
-    settings = read_settings(kind, [f"--{name}", "2k", "--device", "cpu"], "prog")
-    assert getattr(settings, name) in (2048, (2048,))
 
 
 @pytest.mark.parametrize(
@@ -564,12 +427,6 @@ def test_recorded_settings_are_spelled_as_words(recorded, words):
 
 
 # --- provenance
-
-
-def test_fingerprint_sees_values_and_not_their_order():
-    of = provenance.fingerprint
-    assert of({"a": 1, "b": (2,)}) == of({"b": [2], "a": 1})
-    assert of({"a": 1}) != of({"a": 2})
 
 
 def test_provenance_says_what_made_it_and_not_where():

@@ -2,6 +2,7 @@
 
 import torch
 from budget import EPS
+from valid_plan import require_valid
 
 from cab_hf import BlockPlan
 from cab_hf.call.frame import Frame
@@ -73,7 +74,6 @@ def case(
     layout="causal",
     plan_heads=None,
     share=0.4,
-    dense_heads=(),
     dense_rows=None,
     **shape,
 ):
@@ -90,9 +90,8 @@ def case(
         dense_rows = frame.spans.tail_rows(blocks[0], blocks[0])
     elif dense_rows is not None:
         dense_rows = torch.tensor(dense_rows, device=device)
-    dense = {"dense_heads": dense_heads, "dense_rows": dense_rows}
-    plan = random_plan(pattern, k, blocks, share, frame.spans, **dense)
-    plan.validate()
+    plan = random_plan(pattern, k, blocks, share, frame.spans, dense_rows=dense_rows)
+    require_valid(plan)
     return q, k, v, grad, plan
 
 

@@ -50,7 +50,7 @@ def compiled(config, dtype, dim, eight_bits):
     q, k = (torch.zeros(1, heads, LENGTH, dim, dtype=dtype) for heads in (HEADS, KV_HEADS))
     chosen = choose(q, k, spans, config, channels)
     tail = spans.tail_rows(config.query_block, config.query_block)
-    plan = BlockPlan(*chosen, spans, config.query_block, config.key_block, (1,), tail)
+    plan = BlockPlan(*chosen, spans, config.query_block, config.key_block, dense_rows=tail)
     pairs.add_pairs(plan)
     pairs.add_pairs(replace(plan, dense_rows=None, sampled=plan.full))
     sums, some = torch.zeros(1, HEADS, 2 * 128), torch.arange(128)[None]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from attention_cases import laid_out
 from tiny import qkv
+from valid_plan import require_valid
 
 from cab_hf import BlockPlan
 from cab_hf.ops import lists, rows
@@ -14,7 +15,7 @@ from cab_hf.predictors import LayerContext, frc, make_predictor
 def on_the_cpu(config, q, k, spans, scale=0.25, channels=()):
     """The plan of the config's predictor by the reference."""
     plan = make_predictor(config)(q, k, LayerContext(spans, scale, 0, channels=channels))
-    plan.validate()
+    require_valid(plan)
     return plan
 
 
@@ -33,7 +34,7 @@ def rows_by_kernels(config, q, k, spans, scale=0.25, channels=(), dtype=None):
     chosen = lists.choose(q, *keys, spans, scale, channels, config)
     tail = spans.tail_rows(config.dense_tail_blocks * config.query_block, config.query_block)
     plan = BlockPlan(*chosen, spans, config.query_block, config.key_block, dense_rows=tail)
-    plan.validate()
+    require_valid(plan)
     return plan
 
 

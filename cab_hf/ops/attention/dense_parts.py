@@ -1,12 +1,12 @@
-"""What a plan names instead of listing: heads and rows that attend everything.
+"""What a plan names instead of listing: rows that attend everything.
 
-They run apart from the lists, under one plan of one head that keeps everything, and their output
-is put into place. The definition is `reference.attention`.
+They run apart from the lists, under a plan of one head that keeps everything, and their output is
+put into place. The definition is `reference.attention`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -38,50 +38,17 @@ def attention(
     Args:
         attend: attention under the lists of a plan, with the arguments of `reference.attention`.
     """
-    if not plan.dense_heads and plan.dense_rows is None:
+    if plan.dense_rows is None:
         return attend(q, k, v, plan, scale, return_lse)
-    if len(plan.dense_heads) == plan.heads:
-        return attend(q, k, v, _everything(plan.spans, plan.blocks), scale, return_lse)
-    listed = replace(plan, dense_heads=(), dense_rows=None)
-    result = attend(q, k, v, listed, scale, return_lse)
-    result = result if return_lse else (result,)
-    # backward reads what an engine returned: it changes in place only where there is none
-    trained = result[0].requires_grad
-    if plan.dense_rows is not None:
-        result = _with_rows(attend, result, q, k, v, plan, scale, trained)
-    if plan.dense_heads:
-        result = _with_heads(attend, result, q, k, v, plan, scale, trained)
+    result = attend(q, k, v, replace(plan, dense_rows=None), scale, return_lse)
+    result = _with_rows(attend, result if return_lse else (result,), q, k, v, plan, scale)
     return tuple(result) if return_lse else result[0]
 
 
-def _with_heads(attend, result, q, k, v, plan, scale, trained) -> list[Tensor]:
-    """``result`` (out, or out and log-sum-exp) with the heads that attend everything."""
-    sharing, group = plan.shared_by(q.shape[1]), q.shape[1] // k.shape[1]
-    heads = [head * sharing + i for head in plan.dense_heads for i in range(sharing)]
-    kv_heads = [head // group for head in heads]
-    # as many of each group share its keys as they are, others have keys of their own
-    shared = sorted(set(kv_heads))
-    if len({kv_heads.count(head) for head in shared}) == 1:
-        kv_heads = shared
-    some = take_heads(q, heads), take_heads(k, kv_heads), take_heads(v, kv_heads)
-    apart = attend(*some, _everything(plan.spans, plan.blocks), scale, len(result) > 1)
-    apart = apart if len(result) > 1 else (apart,)
-    together = []
-    for target, source in zip(result, apart, strict=True):
-        if trained:
-            planes = list(target.unbind(1))
-            for head, plane in zip(heads, source.unbind(1), strict=True):
-                planes[head] = plane
-            target = torch.stack(planes, dim=1)
-        else:
-            for i, head in enumerate(heads):
-                target[:, head].copy_(source[:, i])
-        together.append(target)
-    return together
-
-
-def _with_rows(attend, result, q, k, v, plan, scale, trained) -> list[Tensor]:
+def _with_rows(attend, result, q, k, v, plan, scale) -> list[Tensor]:
     """``result`` (out, or out and log-sum-exp) with the rows that attend everything."""
+    # backward reads what an engine returned: it changes in place only where there is none
+    trained = result[0].requires_grad
     # merging weighs by log-sum-exps, through which no gradient flows
     whole = trained or torch.compiler.is_compiling() or q.device.type not in SPLIT_ON
     splits = 1 if whole else _splits(plan.kv_length)
@@ -134,23 +101,8 @@ def merged(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return (out * weight).sum(2).to(out.dtype), total.masked_fill(blind, -torch.inf)
 
 
-def take_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
-    """Some heads of x [B, H, N, D], ascending: a view where they are neighbours."""
-    first, last = heads[0], heads[-1]
-    if list(heads) == list(range(first, last + 1)):
-        return x if len(heads) == x.shape[1] else x[:, first : last + 1]
-    planes = x.unbind(1)
-    return torch.stack([planes[head] for head in heads], dim=1)
-
-
 def _take(x: Tensor, query: Tensor) -> Tensor:
     return x.gather(2, query[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-
-
-@once_per_spans
-def _everything(spans: Spans, blocks: tuple[int, int]) -> BlockPlan:
-    """The plan of one head that keeps everything of all queries, where a plan has ``blocks``."""
-    return _causal(spans, blocks, *(max(size, EXACT_BLOCK) for size in blocks))
 
 
 @once_per_spans
@@ -180,13 +132,7 @@ def _gathered(
         last = torch.minimum(last.unsqueeze(1), begins + (part - 1)).flatten(1)
         last = last.masked_fill(last < first, -1)
     some = replace(spans, first=first, last=last, consecutive=False)
-    return query, query.repeat(1, splits), real, _causal(some, blocks, size, key_block)
-
-
-def _causal(spans: Spans, blocks: tuple[int, int], *larger: int) -> BlockPlan:
-    """The plan of one head in ``larger`` blocks that keeps everything, of spans laid for others.
-
-    Documents that began at the borders of ``blocks`` need not begin at those.
-    """
-    kept = spans.documents == 1 or all(max(blocks) % size == 0 for size in larger)
-    return BlockPlan.causal(spans if kept else replace(spans, aligned=False), 1, *larger)
+    if spans.documents != 1 and any(max(blocks) % x for x in (size, key_block)):
+        # documents that began at the borders of ``blocks`` need not begin at those of larger ones
+        some = replace(some, aligned=False)
+    return query, query.repeat(1, splits), real, BlockPlan.causal(some, 1, size, key_block)

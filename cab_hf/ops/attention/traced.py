@@ -18,9 +18,8 @@ from cab_hf.plan import BlockLists, BlockPlan, Spans
 
 PLAN = (
     "Tensor full_counts, Tensor full_indices, Tensor partial_counts, Tensor partial_indices,"
-    " Tensor? sampled_counts, Tensor? sampled_indices, int one_in, int[] dense_heads,"
-    " Tensor? dense_rows, Tensor first, Tensor last, Tensor key_valid, int query_block,"
-    " int key_block, bool return_lse"
+    " Tensor? sampled_counts, Tensor? sampled_indices, int one_in, Tensor? dense_rows,"
+    " Tensor first, Tensor last, Tensor key_valid, int query_block, int key_block, bool return_lse"
 )
 
 
@@ -33,7 +32,7 @@ def attention(
         *(q, k, v, scale),
         *(plan.full.counts, plan.full.indices, plan.partial.counts, plan.partial.indices),
         *((None, None) if sampled is None else (sampled.counts, sampled.indices)),
-        *(plan.one_in, list(plan.dense_heads), plan.dense_rows),
+        *(plan.one_in, plan.dense_rows),
         *(spans.first, spans.last, spans.key_valid, *plan.blocks, return_lse),
     )
     return (out, lse) if return_lse else out
@@ -122,13 +121,12 @@ def gradients(
 
 def _plan_of(values: tuple) -> BlockPlan:
     """What `attention` tells of a plan."""
-    lists, (sampled, indices, one_in, dense_heads, dense_rows) = values[:4], values[4:9]
+    lists, (sampled, indices, one_in, dense_rows) = values[:4], values[4:8]
     return BlockPlan(
         BlockLists(*lists[:2]),
         BlockLists(*lists[2:]),
-        Spans(*values[9:12]),
-        *values[12:14],
-        tuple(dense_heads),
+        Spans(*values[8:11]),
+        *values[11:13],
         dense_rows,
         None if sampled is None else BlockLists(sampled, indices),
         one_in,

@@ -21,7 +21,7 @@ from cab_hf.ops.attention.tiles import LOG2_E, Vectors, vectors
 from cab_hf.ops.decode import reference
 from cab_hf.ops.decode.channels import Channels
 from cab_hf.ops.decode.index_kernel import LEAST_SCALE, nearest
-from cab_hf.ops.decode.reference import Choice, Index, on_device, spread_of
+from cab_hf.ops.decode.reference import Choice, Index, spread_of
 from cab_hf.ops.launch import LOWEST, on_device_of
 
 STEPS_AN_OCTAVE = tl.constexpr(reference.STEPS_AN_OCTAVE)
@@ -56,10 +56,9 @@ def choose(
     wanted: Tensor,
     channels: tuple[int, ...] = (),
     valid: Tensor | None = None,
-    dense_heads: tuple[int, ...] = (),
 ) -> Choice:
     """See `reference.choose`."""
-    given = q, *index, scale, length, wanted, list(channels), valid, list(dense_heads)
+    given = q, *index, scale, length, wanted, list(channels), valid
     if torch.compiler.is_compiling():
         return Choice(*torch.ops.cab_hf.decode_choose(*given))
     return Choice(*_choose(*given))
@@ -74,7 +73,6 @@ def _choose(
     wanted: Tensor,
     channels: list[int],
     valid: Tensor | None,
-    dense_heads: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(slots, counts, unread) of a `Choice`."""
     batch, kv_heads, slots, width = codes.shape
@@ -128,7 +126,6 @@ def _choose(
             unread,
             length,
             wanted,
-            on_device(tuple(dense_heads), q.device) if dense_heads else None,
             kv_heads,
             splits * at_a_time,
             splits,
@@ -137,7 +134,6 @@ def _choose(
             GROUP=group,
             ROOM=room,
             SPLITS=triton.next_power_of_2(splits + 1),
-            DENSE=len(dense_heads),
             PACKED=launch.packed(q),
             BLOCK_N=triton.next_power_of_2(sampled),
             num_warps=LIMIT_WARPS,
@@ -402,7 +398,6 @@ def _limit_kernel(
     unread,
     length,
     wanted,
-    dense_heads,
     kv_heads,
     samples,
     splits,
@@ -411,7 +406,6 @@ def _limit_kernel(
     GROUP: tl.constexpr,
     ROOM: tl.constexpr,
     SPLITS: tl.constexpr,
-    DENSE: tl.constexpr,
     PACKED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
@@ -452,8 +446,6 @@ def _limit_kernel(
     last += ((2 * taken < many) & (last + 1 < LEAST)).to(tl.int32)
     everything = own + SPREAD * tl.sum((step < HIDDEN).to(tl.int32), 0) <= many
     everything = everything | (end <= many)
-    for dense in tl.static_range(DENSE):
-        everything = everything | (tl.load(dense_heads + dense) == row % kv_heads)
     gone = (step > last) & (step < HIDDEN) & ~everything
     weight = tl.exp2(below.to(tl.float32) * -A_STEP)
     weight = tl.sum(tl.where(gone[:, None], weight, 0.0), 0)
@@ -647,7 +639,7 @@ _choose_op = torch.library.custom_op("cab_hf::decode_choose", _choose, mutates_a
 
 
 @_choose_op.register_fake
-def _(q, codes, scales, scale, length, wanted, channels, valid, dense_heads):
+def _(q, codes, scales, scale, length, wanted, channels, valid):
     chosen = q.new_empty(scales.shape, dtype=torch.int32)
     counts = q.new_empty(scales.shape[:2], dtype=torch.int32)
     return chosen, counts, q.new_empty(q.shape[:2], dtype=torch.float32)

@@ -143,7 +143,6 @@ def choose(
     wanted: Tensor,
     channels: tuple[int, ...] = (),
     valid: Tensor | None = None,
-    dense_heads: tuple[int, ...] = (),
 ) -> Choice:
     """The keys that each KV head reads for q [B, H, 1, D].
 
@@ -158,11 +157,10 @@ def choose(
         wanted: int32 [B], or [1] for all rows, how many keys are read.
         channels: those of the index.
         valid: bool [B, >= length], False for padding; None without.
-        dense_heads: KV heads that read everything.
     """
     logits, *ranks = ranked(q, index, scale, length, channels, valid)
     steps, sampled, _ = ranks
-    kept = steps <= limit_of(*ranks, length, wanted, dense_heads)
+    kept = steps <= limit_of(*ranks, length, wanted)
     gone = (sampled & ~kept & (steps < HIDDEN)).unsqueeze(2)
     unread = (logits / (STEPS_AN_OCTAVE * LOG2_E)).masked_fill(~gone, float("-inf"))
     unread = unread.logsumexp(-1) * LOG2_E + math.log2(spread_of(steps.shape[2]) * UNREAD_SHARE)
@@ -212,7 +210,6 @@ def limit_of(
     always: Tensor,
     length: Tensor,
     wanted: Tensor,
-    dense_heads: tuple[int, ...],
 ) -> Tensor:
     """The last step that is read, int64 [B, H_kv, 1].
 
@@ -230,9 +227,7 @@ def limit_of(
     taken = (total[..., :LEAST] * fits).amax(-1)
     more = (2 * taken < wanted.squeeze(-1)) & (fitting < LEAST)
     everything = (total[..., -1:] <= wanted).squeeze(-1) | (length <= wanted.squeeze(-1))
-    limit = (fitting - 1 + more.long()).masked_fill(everything, LEAST)
-    limit[:, list(dense_heads)] = LEAST
-    return limit.unsqueeze(-1)
+    return (fitting - 1 + more.long()).masked_fill(everything, LEAST).unsqueeze(-1)
 
 
 def spread_of(slots: int) -> int:

@@ -8,18 +8,24 @@ learnt.
 
 from __future__ import annotations
 
-from cab_hf.texts.tasks.aggregation import CommonWords, FrequentWords
+from cab_hf.texts.tasks.aggregation import common_words, frequent_words
 from cab_hf.texts.tasks.base import Example, Task
-from cab_hf.texts.tasks.retrieval import AlikeKeys, Copying, ManyKeys, SeveralValues, Uuids
-from cab_hf.texts.tasks.tracing import Tracking, TwoFacts
+from cab_hf.texts.tasks.retrieval import alike_keys, copying, many_keys, several_values, uuids
+from cab_hf.texts.tasks.tracing import tracking, two_facts
 
 __all__ = ["TASKS", "Example", "Task"]
 
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        *(ManyKeys(), SeveralValues(), AlikeKeys(), Uuids(), Copying()),
-        *(Tracking(), TwoFacts()),
-        *(CommonWords(), FrequentWords()),
+        Task("many_keys", "many keys", many_keys),
+        Task("several_values", "several values", several_values),
+        Task("alike_keys", "alike keys", alike_keys),
+        Task("uuid", "UUIDs", uuids),
+        Task("copying", "copying", copying),
+        Task("tracking", "variable tracking", tracking),
+        Task("two_facts", "two facts", two_facts),
+        Task("common_words", "common words", common_words),
+        Task("frequent_words", "frequent words", frequent_words),
     )
 }

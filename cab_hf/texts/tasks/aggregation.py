@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import chain, repeat, takewhile
 from math import pi
-from typing import ClassVar
 
 from cab_hf.texts.needles import Tokens, fitted
-from cab_hf.texts.tasks.base import Draft, NoRoom, Task
+from cab_hf.texts.tasks.base import Draft, NoRoom
 
 CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
+COMMON, LONG = 10, 4096  # common words of a list, and tokens of a long one
+FREQUENT, DOTS = 3, "...."
+LEAST = 100  # words of a text in which the frequent ones differ in number
 
 
 def coined_words(rng: random.Random) -> Iterator[str]:
@@ -25,39 +26,18 @@ def coined_words(rng: random.Random) -> Iterator[str]:
             yield word
 
 
-class CommonWords(Task):
+def common_words(rng: random.Random, depth: float) -> Draft:
     """The ten words that a list has ten times as often as all others, in the order they appear in.
 
     RULER's common words (Hsieh et al. 2024, arXiv 2404.06654): 30 times and 3 times; in a list of
     fewer than 4,096 tokens 10 times and once. Words are coined, where RULER has English ones.
     """
+    words = coined_words(rng)
+    common = tuple(next(words) for _ in range(COMMON))
 
-    name = "common_words"
-    title = "common words"
-    COMMON: ClassVar[int] = 10
-    LONG: ClassVar[int] = 4096
-
-    def draft(self, rng: random.Random, depth: float) -> Draft:
-        words = coined_words(rng)
-        common = tuple(next(words) for _ in range(self.COMMON))
-        return Draft(
-            instruction="The text below is a list of words. Remember which of them are common.",
-            question=f"What are the {self.COMMON} most common words, in the order of the text?",
-            begun="The most common words are",
-            replies=common,
-            filler=partial(self._list, rng, common, words),
-        )
-
-    def _list(
-        self,
-        rng: random.Random,
-        common: tuple[str, ...],
-        words: Iterator[str],
-        room: int,
-        tokens_of: Callable[[str], Tokens],
-    ) -> list[Tokens]:
-        often, seldom = (30, 3) if room >= self.LONG else (10, 1)
-        slots = [place for place in range(len(common)) for _ in range(often)]
+    def fill(room: int, tokens_of: Callable[[str], Tokens]) -> list[Tokens]:
+        often, seldom = (30, 3) if room >= LONG else (10, 1)
+        slots = [place for place in range(COMMON) for _ in range(often)]
         left = room - often * sum(len(tokens_of(word)) for word in common)
         if left < 0:
             raise NoRoom
@@ -65,63 +45,50 @@ class CommonWords(Task):
         while left >= seldom * len(word := tokens_of(next(words))):
             others += [word] * seldom
             left -= seldom * len(word)
-        slots += [len(common) + place for place in range(len(others))]
+        slots += range(COMMON, COMMON + len(others))
         rng.shuffle(slots)
         # which of the common words is which follows from where they come first
-        order = [slot for slot in dict.fromkeys(slots) if slot < len(common)]
+        order = [slot for slot in dict.fromkeys(slots) if slot < COMMON]
         tokens = dict(zip(order, map(tokens_of, common), strict=True))
-        tokens |= enumerate(others, len(common))
+        tokens |= enumerate(others, COMMON)
         # what is left has room for no further word as often as the others
         return fitted(map(tokens_of, words), left) + [tokens[slot] for slot in slots]
 
+    return Draft(
+        instruction="The text below is a list of words. Remember which of them are common.",
+        question=f"What are the {COMMON} most common words, in the order of the text?",
+        begun="The most common words are",
+        replies=common,
+        filler=fill,
+    )
 
-class FrequentWords(Task):
+
+def frequent_words(rng: random.Random, depth: float) -> Draft:
     """The three words that a text has most often, the first one first.
 
     RULER's frequent words (Hsieh et al. 2024, arXiv 2404.06654): coined words whose frequencies
     fall with the square of their rank (a zeta distribution of 2), the first of them dots.
     """
+    words = coined_words(rng)
+    asked = tuple(next(words) for _ in range(FREQUENT))
+    ranked = [DOTS, *asked]
 
-    name = "frequent_words"
-    title = "frequent words"
-    ASKED: ClassVar[int] = 3
-    LEAST: ClassVar[int] = 100  # words of a text in which the asked ones differ in number
-    DOTS: ClassVar[str] = "...."
-
-    def draft(self, rng: random.Random, depth: float) -> Draft:
-        words = coined_words(rng)
-        asked = tuple(next(words) for _ in range(self.ASKED))
-        return Draft(
-            instruction=f"The text below has coded words. Ignore the dots {self.DOTS} in it.",
-            question=f"What are the {self.ASKED} most frequent words, the most frequent one first?",
-            begun="The most frequent words are",
-            replies=asked,
-            filler=partial(self._text, rng, list(asked), words),
-        )
-
-    def _text(
-        self,
-        rng: random.Random,
-        ranked: list[str],
-        words: Iterator[str],
-        room: int,
-        tokens_of: Callable[[str], Tokens],
-    ) -> list[Tokens]:
+    def fill(room: int, tokens_of: Callable[[str], Tokens]) -> list[Tokens]:
         def pieces(size: int) -> list[Tokens]:
             """The words of a text of about ``size`` words, in order of rank."""
             shares = (6 / (pi * rank) ** 2 for rank in range(1, size))
             counts = [*takewhile(bool, (int(size * share) for share in shares))]
-            while len(ranked) < len(counts):
+            while len(ranked) <= len(counts):
                 ranked.append(next(words))
-            drawn = zip([self.DOTS, *ranked], counts, strict=False)
+            drawn = zip(ranked, counts, strict=False)
             return [*chain(*(repeat(tokens_of(word), count) for word, count in drawn))]
 
         def fits(size: int) -> bool:
             return sum(map(len, pieces(size))) <= room
 
-        if not fits(self.LEAST):
+        if not fits(LEAST):
             raise NoRoom
-        low, high = self.LEAST, 2 * self.LEAST
+        low, high = LEAST, 2 * LEAST
         while fits(high):
             low, high = high, 2 * high
         while high - low > 1:
@@ -129,4 +96,12 @@ class FrequentWords(Task):
             low, high = (middle, high) if fits(middle) else (low, middle)
         text = pieces(low)
         rng.shuffle(text)
-        return fitted(repeat(tokens_of(self.DOTS)), room - sum(map(len, text))) + text
+        return fitted(repeat(tokens_of(DOTS)), room - sum(map(len, text))) + text
+
+    return Draft(
+        instruction=f"The text below has coded words. Ignore the dots {DOTS} in it.",
+        question=f"What are the {FREQUENT} most frequent words, the most frequent one first?",
+        begun="The most frequent words are",
+        replies=asked,
+        filler=fill,
+    )

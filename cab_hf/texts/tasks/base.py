@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from cab_hf.texts.needles import (
     TEXT,
@@ -76,30 +75,25 @@ class Draft:
     question: str
     begun: str
     replies: tuple[str, ...]
-    needed: tuple[Fact, ...] = ()
-    others: tuple[Fact, ...] = ()
+    needed: Sequence[Fact] = ()
+    others: Sequence[Fact] = ()
     filler: Filler | None = None
 
 
-class Task(ABC):
+@dataclass(frozen=True)
+class Task:
     """A kind of question about a long text.
 
     Attributes:
         name: of the probe in ``fidelity``, and behind ``cab_`` of the task in lm_eval.
         title: heading of its column.
+        draft: (what draws everything, where one of the needed facts goes, from 0 to 1) -> what is
+            hidden and asked.
     """
 
-    name: ClassVar[str]
-    title: ClassVar[str]
-
-    @abstractmethod
-    def draft(self, rng: random.Random, depth: float) -> Draft:
-        """What is hidden and asked.
-
-        Args:
-            rng: draws everything.
-            depth: where one of the needed facts goes, from 0 to 1.
-        """
+    name: str
+    title: str
+    draft: Callable[[random.Random, float], Draft]
 
     def make(
         self,

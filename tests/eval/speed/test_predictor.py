@@ -20,7 +20,6 @@ from cab_hf.eval.speed import checks, dense, predictor, timing
 from cab_hf.eval.speed.base import MADE_BY
 from cab_hf.eval.speed.predictor import Predictor, Settings
 from cab_hf.eval.speed.timing import Timing
-from cab_hf.renamed import renamed_in
 from cab_hf.runs import provenance
 from cab_hf.runs.log import read_file, read_log
 from cab_hf.runs.settings import read_settings
@@ -319,7 +318,7 @@ EARLIER_DEFAULTS |= {"curvature": "additive", "redundancy": 0.3}
 
 @pytest.mark.parametrize("folder", sorted(RESULTS.glob("speed-*")), ids=lambda path: path.name)
 def test_committed_results_are_those_of_their_samples(folder, monkeypatch):
-    content = renamed_in(json.loads(read_file(folder / "results.json")))
+    content = json.loads(read_file(folder / "results.json"))
     made, rows = content["provenance"], content["rows"]
     kind = named(made["experiment"])
     identity, samples = read_log(folder / "samples.jsonl", added=kind.ADDED)
