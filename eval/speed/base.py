@@ -233,6 +233,11 @@ class Speed(Experiment):
     def find(self, sample: dict[str, Any]) -> None:
         """Write into ``sample``, which has the fields of its case, what is found."""
 
+    @staticmethod
+    def readings(rows: Sequence[Row]) -> list[str]:
+        """Nothing, unless an op has something to say that its first table does not show."""
+        return []
+
     def time(self, sample: dict[str, Any], what: str, call: Callable[[], Any]) -> Timing:
         """`Bench.time`, with a word in ``sample``, by name, where there is no graph of ``what``."""
         timing = self.bench.time(call)

@@ -229,19 +229,6 @@ class Batches(Speed):
         }
 
     @staticmethod
-    def readings(rows: Sequence[Row]) -> list[str]:
-        """Of each layout, the largest batch of the longest texts that was compared."""
-        compared = [row for row in rows if row["ratio"] is not None]
-        size = itemgetter("batch", "length")
-        last = [max(some, key=size) for some in grouped(compared, "layout")]
-        return [
-            f"{row['layout'].capitalize()}, {row['batch']} x {row['length']:,} tokens: attention "
-            f"of {percent(row['density'])} of the pairs takes {percent(row['ratio'])} of "
-            f"{row['baseline']}'s time, choosing included."
-            for row in last
-        ]
-
-    @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
         shape = (
             f"{settings['heads']} query and {settings['kv_heads']} key heads of "

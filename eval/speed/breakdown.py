@@ -81,22 +81,6 @@ class Breakdown(Speed):
         return {"Parts": markdown_table(rows, COLUMNS), **remarks(rows)}
 
     @staticmethod
-    def readings(rows: Sequence[Row]) -> list[str]:
-        """What predicting and attending take at the longest input; how well the parts add up."""
-        split = [row for row in rows if row["gap"] is not None]
-        if not split:
-            return []
-        last, widest = split[-1], max(split, key=lambda row: abs(row["gap"]))
-        predicting = sum(last[f"{part}_ms"] for part in PREDICTOR)
-        return [
-            f"At {last['length']:,} tokens {percent(predicting / last['ms'])} of the wall time go "
-            f"to predicting and {percent(last['attention_ms'] / last['ms'])} to attending "
-            f"{percent(last['density'])} of the pairs.",
-            f"The parts miss the wall time by {widest['gap']:+.1%} of it at most, at "
-            f"{widest['length']:,} tokens.",
-        ]
-
-    @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
         return (
             f"{described(settings)}\n\nRest: projections, MLP, norms, rotary embedding, cache, "

@@ -1,4 +1,4 @@
-"""``speed context-parallel``: a layer's attention over ranks, beside one rank alone and a model."""
+"""``speed context-parallel``: a layer's attention over ranks, beside one rank alone."""
 
 from __future__ import annotations
 
@@ -12,19 +12,10 @@ from typing import Any, ClassVar
 import torch
 
 from cab_hf.config import CabConfig
-from cab_hf.distributed.exchange import finish, start_gather, start_reduce_scatter
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import (
-    column,
-    digits,
-    grouped,
-    markdown_table,
-    percent,
-    ratio_with_interval,
-)
-from cab_hf.eval.speed import forecast
+from cab_hf.eval.report import column, digits, grouped, markdown_table, percent
 from cab_hf.eval.speed.base import (
     KEEPS_ALL,
     TOKENS,
@@ -35,20 +26,27 @@ from cab_hf.eval.speed.base import (
     made_of,
     remarks,
 )
-from cab_hf.eval.speed.forecast import LINKS
 from cab_hf.eval.speed.heads import INPUTS, RandomHeads, inputs_option
-from cab_hf.eval.speed.links import BOTH, FORWARD
-from cab_hf.eval.speed.ranked import Ranked
-from cab_hf.eval.speed.sharded_layer import ALONE, OVER_RANKS, SCHEMES, BenchCase, check, needed
-from cab_hf.eval.speed.team import ROW_SECONDS, Collective, Team, recorded, replay
+from cab_hf.eval.speed.sharded_layer import (
+    ALONE,
+    BOTH,
+    DIRECTIONS,
+    FORWARD,
+    OVER_RANKS,
+    SCHEMES,
+    BenchCase,
+    check,
+    needed,
+)
+from cab_hf.eval.speed.team import ROW_SECONDS, Ranked, Team
 from cab_hf.eval.speed.timing import MOST_RUNS
 from cab_hf.plan import EXACT_BLOCK, BlockPlan
 from cab_hf.runs.settings import by_device, comma_separated, option, parse_length
 
-DIRECTIONS = (FORWARD, BOTH)
+DERIVED = ("iterations_s", "alone_ms", "efficiency")
 # query heads, KV heads, channels of each
 SHAPES = {"llama3-8b": (32, 8, 128), "llama3-70b": (64, 8, 128), "tiny": (4, 2, 16)}
-LINK_SECONDS = 0.5  # for timing one collective of one size
+SHORT_SECONDS = 0.5  # for timing collectives alone, or choosing alone
 # dense attention of a longer text is warmed up by one of so many tokens; a turn on it that takes
 # more seconds than that is not computed again for being the first. CAB has kernels for every length
 WARM_UP_TOKENS, WARM_UP_SECONDS = 2**17, 2.0
@@ -59,7 +57,7 @@ class Settings(RandomHeads, SpeedSettings):
     """What a run of context parallelism is told."""
 
     DEFAULTS = {**KEEPS_ALL, "min_length": 0}
-    POSITIVE = ("batch", "heads_k_stride", "runs", "turns", "between_gb", "ranks_a_host")
+    POSITIVE = ("batch", "heads_k_stride", "runs", "turns")
 
     lengths: tuple[int, ...] | None = listed(
         tuple(2**n for n in range(16, 21)), (1024,), "tokens of the whole text", parse_length
@@ -78,16 +76,6 @@ class Settings(RandomHeads, SpeedSettings):
     runs: int = option(3, "timed runs of a case, at least", int)
     turns: int = option(8, "calls in a timed run, fewer if they take more than a second", int)
     seconds: float = option(5.0, "seconds of timing one case, or what --runs take", float)
-    link_mib: tuple[float, ...] | None = listed(
-        (1.0, 4.0, 16.0, 64.0, 256.0),
-        (0.125, 0.5, 2.0),
-        "MiB a rank sends when the links are timed",
-        float,
-    )
-    between_gb: float = option(
-        50.0, "GB/s between GPUs of two hosts, for the forecast (50: 400 Gb/s)", float
-    )
-    ranks_a_host: int = option(8, "GPUs of a host, for the forecast over several hosts", int)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,8 +87,6 @@ class Settings(RandomHeads, SpeedSettings):
             given = getattr(self, name)
             self.check(name, given and set(given) <= set(known), f"out of {', '.join(known)}")
         self.check("seconds", self.seconds >= 0, "0 or more")
-        sizes = self.link_mib
-        self.check("link_mib", len(sizes) > 1 and min(sizes) > 0, "two sizes or more, above 0")
         for length in self.lengths:
             self.budgeted(length)
 
@@ -136,26 +122,25 @@ class Settings(RandomHeads, SpeedSettings):
             f"{self.turns} turns in a row, fewer where they take more than {ROW_SECONDS:g} s: all "
             "ranks begin together, the device is waited for, and the slowest rank of each run "
             "counts; CAB's plan is made inside of what is timed; the peak is the highest of any "
-            "rank, inputs included; collectives are those that the first turn started, started "
-            "again one after the other without compute; every scheme is compared with float32 "
+            "rank, inputs included; every scheme is compared with float32 "
             "attention of one process, gradients too, before it is timed"
         )
 
 
 class ContextParallel(Ranked):
-    """A case is one number of ranks, length, direction and scheme, or what the links do."""
+    """A case is one number of ranks, length, direction and scheme."""
 
     name = "speed context-parallel"
-    purpose = "attention of one layer over the ranks of torchrun, beside one rank and a cost model"
+    purpose = "attention of one layer over the ranks of torchrun, beside one rank"
     title = "Context parallelism"
     caption = "efficiency over ranks by length"
     Settings = Settings
     CASE = ("world", "length", "direction", "scheme")
-    GROWS = (*Speed.GROWS, "worlds", "directions", "schemes", "between_gb", "ranks_a_host")
+    GROWS = (*Speed.GROWS, "worlds", "directions", "schemes")
     SHAPE = ("shape", "batch", "dtype")
     FOUND = (
-        *("ms", "runs", "in_a_row", "each_ms", "peak_gib", "collectives_ms", "received_bytes"),
-        *("ran_as", "density", "needed", "needed_by_rank", "choose_ms", "points"),
+        *("ms", "runs", "in_a_row", "each_ms", "peak_gib"),
+        *("ran_as", "density", "needed", "needed_by_rank", "choose_ms"),
     )
     ADDED: ClassVar[Mapping[str, Any]] = {"each_ms": None}
     REPORTED_ERRORS = (
@@ -166,8 +151,6 @@ class ContextParallel(Ranked):
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         settings, world = self.settings, self.team.size
         over_ranks = settings.schemes if world > 1 else ()
-        if over_ranks:
-            yield {"world": world, "length": 0, "direction": None, "scheme": LINKS}
         alone = dict.fromkeys(SCHEMES[scheme].against for scheme in settings.schemes)
         for length in settings.lengths:
             for scheme in (*alone, *over_ranks):
@@ -181,9 +164,7 @@ class ContextParallel(Ranked):
 
     def find(self, sample: dict[str, Any]) -> None:
         team = self.team
-        if sample["scheme"] == LINKS:
-            self.time_links(sample)
-        elif sample["world"] > 1:
+        if sample["world"] > 1:
             self.time_turn(sample, team)
         else:
             self.alone(lambda: self.time_turn(sample, Team()))
@@ -208,14 +189,11 @@ class ContextParallel(Ranked):
             team.together(self.held(short, team, backward)[1])
         bench.settle()
         held, call = self.held(turn, team, backward)
-        call, collectives = noted(call)
         sample["ran_as"] = turn.label(*held, backward)
         how = settings.runs, settings.seconds, settings.turns, warm_up
         sample |= team.slowest(bench, call, *how)._asdict()
         if turn.scheme.sparse:
             self.describe_plan(sample, team, turn, *held[:2])
-        if team.group is not None:
-            self.time_collectives(sample, team, collectives)
 
     def whole(self, turn: BenchCase) -> tuple[torch.Tensor, ...]:
         """q, k and v of the text of a turn."""
@@ -249,66 +227,49 @@ class ContextParallel(Ranked):
         if team.group is not None:
             sample["needed"], sample["needed_by_rank"] = sum(shares) / len(shares), list(shares)
         choose = partial(turn.choose, q, k)
-        sample["choose_ms"] = team.slowest(self.bench, choose, settings.runs, LINK_SECONDS).ms
-
-    def time_collectives(
-        self, sample: dict[str, Any], team: Team, seen: Sequence[Collective]
-    ) -> None:
-        """Write what the collectives of a turn take by themselves, and bytes that a rank gets."""
-        sample["received_bytes"] = sum(each.bytes for each in seen)
-        again = team.together(lambda: replay(seen, team.group, self.bench.device))
-        settings = self.settings
-        seconds = min(settings.seconds, LINK_SECONDS)
-        result = team.slowest(self.bench, again, settings.runs, seconds)
-        sample["collectives_ms"] = result.ms
-
-    def time_links(self, sample: dict[str, Any]) -> None:
-        """Write (bytes that every rank receives, ms) of collectives of several sizes."""
-        settings, team, bench = self.settings, self.team, self.bench
-        sample["points"] = {"all-gather": [], "reduce-scatter": []}
-        for size in settings.link_mib:
-            elements = int(size * 2**20) // settings.torch_dtype.itemsize
-            like = {"dtype": settings.torch_dtype, "device": bench.device}
-            mine = team.together(lambda e=elements, like=like: torch.zeros(e, **like))
-            all_of = team.together(lambda e=elements, like=like: torch.zeros(team.size * e, **like))
-            ways = {
-                "all-gather": partial(start_gather, mine, team.group),
-                "reduce-scatter": partial(start_reduce_scatter, all_of, team.group),
-            }
-            for name, start in ways.items():
-                call = partial(_started_and_finished, start, team)
-                result = team.slowest(bench, call, settings.runs, LINK_SECONDS)
-                received = (team.size - 1) * mine.nbytes
-                sample["points"][name].append([received, result.ms])
+        sample["choose_ms"] = team.slowest(self.bench, choose, settings.runs, SHORT_SECONDS).ms
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What was measured, each with what the model says, then what it says of other ranks."""
-        return forecast.rows(samples, settings, SHAPES[settings["shape"]])
+        """By direction, length, ranks and scheme, each beside one rank alone where that ran."""
+        alone = {
+            (s["scheme"], s["direction"], s["length"]): s["ms"]
+            for s in samples
+            if s["scheme"] in ALONE
+        }
+        order = list(SCHEMES)
+        rows = sorted(
+            ({**sample, "measured": True, **dict.fromkeys(DERIVED)} for sample in samples),
+            key=lambda s: (
+                *(s["direction"] != FORWARD, s["length"], s["world"], order.index(s["scheme"])),
+            ),
+        )
+        for row in rows:
+            ms, scheme = row["ms"], SCHEMES[row["scheme"]]
+            if ms is not None:
+                row["iterations_s"] = 1e3 / ms
+            if row["scheme"] in ALONE:
+                continue
+            one = row["alone_ms"] = alone.get((scheme.against, row["direction"], row["length"]))
+            if None not in (ms, one):
+                row["efficiency"] = one / ms / row["world"]
+        return rows
 
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
-        """What was measured beside what was predicted, at the longest text and at all of them;
-        links; and places that were not measured."""
-        turns = [row for row in rows if row["measured"] and row["scheme"] != LINKS]
-        most = max((row["length"] for row in turns), default=0)
-        longest = [row for row in turns if row["length"] == most]
+        """What was measured at the longest text, then at all of them."""
+        most = max((row["length"] for row in rows), default=0)
+        longest = [row for row in rows if row["length"] == most]
         made = {"At the longest text": markdown_table(longest, COLUMNS)}
-        if len(longest) < len(turns):
-            made["Predicted and measured"] = markdown_table(turns, COLUMNS)
-        links = [row for row in rows if row["scheme"] == LINKS]
-        if links:
-            made["Links"] = markdown_table(_fits(links), LINK_COLUMNS)
-        foreseen = [row for row in rows if not row["measured"]]
-        if foreseen:
-            made["Foreseen ms and efficiency"] = _foreseen(foreseen)
-        return made | remarks(list(map(_by_scheme, [*turns, *links])), {"direction": "direction"})
+        if len(longest) < len(rows):
+            made["Every text"] = markdown_table(rows, COLUMNS)
+        return made | remarks(list(map(_by_scheme, rows)), {"direction": "direction"})
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
         """Of each direction, how the schemes compare at the longest text on most ranks."""
         parts = []
-        compared = [row for row in rows if row["measured"] and row["efficiency"] is not None]
+        compared = [row for row in rows if row["efficiency"] is not None]
         for some in grouped(compared, "direction"):
             last = max(some, key=lambda row: (row["world"], row["length"]))
             same = [r for r in some if all(r[n] == last[n] for n in ("world", "length"))]
@@ -332,20 +293,17 @@ class ContextParallel(Ranked):
         )
         return (
             f"{made_of(shape, settings)}\n\nAlone is one rank with the whole text. Efficiency is "
-            "its time over the ranks' number and time. Of two launches: the time over theirs, with "
-            "Welch's 95 % interval over runs where their times are recorded. Collectives: their "
-            "time, without compute, over that of the turn; what is hidden behind compute counts. "
-            "Key blocks needed: those that any query of a rank attends, the mean over ranks and KV "
-            f"heads; ranks get all of them.\n\n{forecast.described(settings)}"
+            "its time over the ranks' number and time. Key blocks needed: those "
+            "that any query of a rank attends, the mean over ranks and KV heads; ranks get all of "
+            "them."
         )
 
     @staticmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
-        """Efficiency by length, measured and predicted: a panel a direction and number of ranks."""
-        measured = [row for row in rows if row["measured"]]
-        turns = [row for row in measured if row["scheme"] in OVER_RANKS]
+        """Efficiency by length: a panel a direction and number of ranks."""
+        turns = [row for row in rows if row["scheme"] in OVER_RANKS]
         # one rank that is alone is held against itself
-        turns = turns or [{**r, "efficiency": 1.0} for r in measured if r["scheme"] in ALONE]
+        turns = turns or [{**r, "efficiency": 1.0} for r in rows if r["scheme"] in ALONE]
         panels = grouped(turns, "world", "direction")
         across = len({row["direction"] for row in turns})
         down = -(-len(panels) // across)
@@ -355,9 +313,7 @@ class ContextParallel(Ranked):
                     look = {"color": f"C{colour}"}
                     named = {"label": alike[0]["scheme"]}
                     charts.line(axis, alike, lambda r: r["efficiency"], **look, **named)
-                    hollow = {"linestyle": "--", "marker": "s", "fillstyle": "none", "linewidth": 1}
-                    charts.line(axis, alike, lambda r: r["predicted_efficiency"], **look, **hollow)
-                title = f"{some[0]['direction']}, {some[0]['world']} ranks (hollow: predicted)"
+                title = f"{some[0]['direction']}, {some[0]['world']} ranks"
                 lengths = [row["length"] for row in some]
                 charts.over_tokens(axis, lengths, title, "efficiency", "{:.0%}".format, log=False)
 
@@ -371,86 +327,15 @@ def _by_scheme(row: Row) -> dict[str, Any]:
     return {**row, **{given: {name: row[given]} for given in ("error", "ran_as") if row[given]}}
 
 
-def noted(call: Callable[[], Any]) -> tuple[Callable[[], Any], list[Collective]]:
-    """(``call``, the collectives that it starts when it is called first)."""
-    result: list[Collective] = []
-    is_first = True
-
-    def noting() -> Any:
-        nonlocal is_first
-        if not is_first:
-            return call()
-        is_first = False
-        with recorded() as seen:
-            made = call()
-        result.extend(seen)
-        return made
-
-    return noting, result
-
-
-def _started_and_finished(start: Callable[[], tuple[Any, Any]], team: Team) -> None:
-    # what is received is held until it is there
-    _received, work = start()
-    finish(work, team.group)
-
-
-def _ratio(result: Mapping[str, float]) -> str:
-    return ratio_with_interval(result["ratio"], result.get("low"), result.get("high"))
-
-
 COLUMNS = {
     "direction": "direction",
     **TOKENS,
     "ranks": "world",
     "scheme": "scheme",
-    "predicted ms": column(digits, "predicted_ms"),
     "ms": column(digits, "ms"),
     "turns/s": column(digits, "iterations_s"),
-    "predicted efficiency": column(percent, "predicted_efficiency"),
     "efficiency": column(percent, "efficiency"),
-    "of two launches": column(_ratio, "of_two_launches"),
-    "collectives": column(percent, "collectives_share"),
     "peak GiB": column(digits, "peak_gib"),
     "density": column("{:.3f}".format, "density"),
     "key blocks needed": column(percent, "needed"),
 }
-LINK_COLUMNS = {
-    "ranks": "world",
-    "collective": "collective",
-    "latency µs": column(digits, "latency_us"),
-    "GB/s a rank receives": column(digits, "gb_s"),
-    "ms by MiB received": "measured",
-}
-
-
-def _fits(links: Sequence[Row]) -> list[dict[str, Any]]:
-    """A line for each collective of each number of ranks."""
-    return [
-        {
-            "world": row["world"],
-            "collective": name,
-            **(row["fits"].get(name) or {}),
-            "measured": ", ".join(f"{b / 2**20:g}: {digits(ms)}" for b, ms in points),
-        }
-        for row in links
-        for name, points in (row["points"] or {}).items()
-    ]
-
-
-def _foreseen(rows: Sequence[Row]) -> str:
-    """A column for each place, ranks and hosts."""
-    lines = []
-    for alike in grouped(rows, "direction", "length", "scheme"):
-        places = {
-            _place(row): f"{digits(row['predicted_ms'])}, {percent(row['predicted_efficiency'])}"
-            for row in alike
-        }
-        lines.append({**alike[0], **places})
-    which = {"direction": "direction", **TOKENS, "scheme": "scheme"}
-    return markdown_table(lines, which | {name: name for name in dict.fromkeys(map(_place, rows))})
-
-
-def _place(row: Row) -> str:
-    hosts = f", {row['hosts']} hosts" if row["hosts"] > 1 else ""
-    return f"{row['world']} ranks{hosts}"

@@ -27,15 +27,13 @@ from cab_hf.eval.speed.one_query import (
     time_cab,
     time_dense,
 )
-from cab_hf.eval.speed.steps import COMPILED, MODES, WARM_UP_STEPS, time_steps
+from cab_hf.eval.speed.steps import MODES, WARM_UP_STEPS, time_steps
 from cab_hf.eval.speed.timing import Bench, bench_on, method_on
 from cab_hf.runs.settings import comma_separated, option, parse_length
 
 ATTENTION, MODEL = "attention", "model"
 PARTS = (ATTENTION, MODEL)  # the cheap one first
 OF_CAB = ("index", "choose", "attend")  # what a step of it consists of
-# a step that took this many times the median is not like the others
-STEADY = 1.25
 
 
 def parse_budget(text: str) -> int | float:
@@ -217,33 +215,6 @@ class Decode(Speed):
         return made | remarks(shown, by)
 
     @staticmethod
-    def readings(rows: Sequence[Row]) -> list[str]:
-        """What a sparse step brings at the longest cache, for each number of texts."""
-        parts = []
-        compared = [row for row in rows if row["over_best"] is not None]
-        for alike in grouped(compared, "part", "batch", "budget"):
-            last = next((row for row in reversed(alike) if row["mode"] in (None, COMPILED)), None)
-            if last is None:
-                continue
-            what = "attention" if last["part"] == ATTENTION else "a compiled step of the model"
-            text = (
-                f"At {last['length']:,} tokens and batch {last['batch']} {what} with "
-                f"decode_tokens={last['budget']} is {TIMES(last['over_best'])} as fast as "
-                f"{last['baseline']}"
-            )
-            if last["over_same"] and last["over_same"] != last["over_best"]:
-                text += f" and {TIMES(last['over_same'])} as fast as sdpa compiled"
-            parts.append(f"{text}.")
-        run = [row for row in _of(rows, MODEL) if row["ms"] is not None]
-        unsteady = [row for row in run if row["most_ms"] > STEADY * row["ms"]]
-        if unsteady:
-            parts.append(
-                f"Of {len(run)} runs of the model {len(unsteady)} had a step of more than "
-                f"{STEADY:g} times the median."
-            )
-        return parts
-
-    @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
         modes = "; ".join(f"{mode}: {what}" for mode, what in MODES.items())
         return (
@@ -320,15 +291,10 @@ def _best(row: Row | None) -> str | None:
 
 
 def _draw_ways(axis: Any, rows: Sequence[Row], field: str) -> None:
-    greys, colours = iter(charts.GREYS), iter(range(10))
     for alike in grouped(rows, "way", "mode", "budget"):
         first = alike[0]
-        if first["budget"] is None:
-            look = {"color": next(greys), "marker": "s", "label": _way(first)}
-        else:
-            label = f"{_way(first)}, {first['budget']} keys"
-            look = {"color": f"C{next(colours)}", "linewidth": 2.2, "label": label}
-        charts.line(axis, alike, itemgetter(field), **look)
+        keys = "" if first["budget"] is None else f", {first['budget']} keys"
+        charts.line(axis, alike, itemgetter(field), label=f"{_way(first)}{keys}")
 
 
 TIMES = "{:.2f}×".format

@@ -34,9 +34,8 @@ from cab_hf.eval.speed.model import (
     layers_as,
     random_model,
 )
-from cab_hf.eval.speed.ranked import by_torchrun
 from cab_hf.eval.speed.spread import ALONE, CP, FSDP2, SPREADS, Shared
-from cab_hf.eval.speed.team import Slowest, Team
+from cab_hf.eval.speed.team import Slowest, Team, by_torchrun
 from cab_hf.eval.speed.ttft import TIMES, TimeToFirstToken, drawn
 from cab_hf.runs.settings import by_device, comma_separated, flag, number_or_auto, option
 
@@ -598,32 +597,19 @@ def longest_readings(rows: Sequence[Row]) -> list[str]:
 
 
 def drawn_over_ranks(path: Path, rows: Sequence[Row]) -> None:
-    """Tokens a second of a rank by length, however it shares, and its share of one rank's alone.
-
-    The latter where one rank alone was measured.
-    """
+    """Tokens a second of a rank by length, and beside it its share of one rank's alone."""
     lengths = [row["length"] for row in rows]
-    panels = 1 + any(row["efficiency"] is not None for row in rows)
-    with charts.figure(path, 1, panels, figsize=(5.5 * panels, 4.6)) as axes:
-        left, *beside = axes[0]
-        markers = dict(zip(SPREADS, "os^v", strict=True))
-        ways = list(dict.fromkeys(row["implementation"] for row in rows))
+    with charts.figure(path, 1, 2, figsize=(11, 4.6)) as axes:
+        left, right = axes[0]
         for alike in grouped(rows, *APART):
             first = alike[0]
-            how, world = first["spread"], first["world"]
-            name = f"{first['implementation']}, {how}" + f" on {world}" * (world > 1)
-            colour = f"C{ways.index(first['implementation'])}"
-            look = {"color": colour, "marker": markers[how], "label": name}
-            charts.line(left, alike, itemgetter("tokens_s"), **look)
-            for right in beside if how != ALONE else ():
-                charts.line(right, alike, itemgetter("efficiency"), **look)
-        parts = ("a training step", "tokens/s of a rank", "{:,.0f}".format)
-        charts.over_tokens(left, lengths, *parts)
-        for right in beside:
-            right.axhline(1, color="grey", linewidth=1)
-            shown = ("over one rank alone", "efficiency", "{:.0%}".format)
-            # the same lines
-            charts.over_tokens(right, lengths, *shown, log=False, legend=False)
+            name = f"{first['implementation']}, {first['spread']} on {first['world']}"
+            charts.line(left, alike, itemgetter("tokens_s"), label=name)
+            charts.line(right, alike, itemgetter("efficiency"), label=name)
+        right.axhline(1, color="grey", linewidth=1)
+        charts.over_tokens(left, lengths, "a training step", "tokens/s of a rank")
+        shown = ("over one rank alone", "efficiency", "{:.0%}".format)
+        charts.over_tokens(right, lengths, *shown, log=False, legend=False)
 
 
 SPREADING = (

@@ -151,8 +151,17 @@ class Predictor(HeadSpeed):
         lengths = [row["length"] for row in rows]
         with charts.figure(path, 1, 2, figsize=(11, 4.6), sharex=True) as axes:
             left, right = axes[0]
-            _draw_times(left, rows)
-            _draw_share(right, rows)
+            charts.line(left, rows, itemgetter("ms"), label="predictor", linewidth=2.2)
+            for part in PARTS:
+                look = {"label": f"    {part}", "linewidth": 1, "markersize": 2.5}
+                charts.line(left, rows, itemgetter(f"{part}_ms"), **look)
+            draw_dense(left, rows, names(rows), lambda name, row: row["baselines"].get(name))
+            look = {"color": "black", "linestyle": "--", "marker": "", "label": "dense, ≈ by N²"}
+            charts.line(
+                left, rows, lambda row: row["baseline_ms"] if row["extrapolated"] else None, **look
+            )
+            charts.line(right, rows, itemgetter("ratio"), label="predictor / dense")
+            right.axhline(1, color="grey", linewidth=1)
             title = "time of one layer's selection and of its dense attention"
             charts.over_tokens(left, lengths, title, "ms")
             title, share = "what selecting adds to a layer", "share of dense attention"
@@ -208,35 +217,3 @@ COLUMNS = {
     "of dense": column(percent, "ratio"),
     "times the row above": _growth,
 }
-
-
-def _draw_times(axis: Any, rows: Sequence[Row]) -> None:
-    replayed = any(row["graph_ms"] is not None for row in rows)
-    look = {"label": f"predictor{' (CUDA graph)' * replayed}", "color": "C0", "linewidth": 2.2}
-    charts.line(axis, rows, itemgetter("ms"), **look)
-    look = {"label": "predictor (eager)", "color": "C0", "linestyle": ":", "marker": ""}
-    charts.line(axis, rows, itemgetter("eager_ms"), **look)
-    for place, part in enumerate(PARTS, 1):
-        look = {"label": f"    {part}", "color": f"C{place}", "linewidth": 1, "markersize": 2.5}
-        charts.line(axis, rows, itemgetter(f"{part}_ms"), **look)
-    draw_dense(axis, rows, names(rows), lambda name, row: row["baselines"].get(name))
-    look = {"color": "black", "linestyle": "--", "linewidth": 1.2, "marker": ""}
-    look["label"] = "dense, extrapolated by N²"
-    charts.line(axis, _from_last_measured(rows), itemgetter("baseline_ms"), **look)
-
-
-def _draw_share(axis: Any, rows: Sequence[Row]) -> None:
-    measured = [row for row in rows if row["extrapolated"] is False]
-    look = {"color": "C0", "linewidth": 2.2}
-    charts.line(axis, measured, itemgetter("ratio"), label="predictor / dense", **look)
-    look |= {"linestyle": "--", "markerfacecolor": "white", "zorder": 1}
-    look["label"] = "dense extrapolated by N²"
-    charts.line(axis, _from_last_measured(rows), itemgetter("ratio"), **look)
-    axis.axhline(1, color="grey", linewidth=1)
-
-
-def _from_last_measured(rows: Sequence[Row]) -> list[Row]:
-    """The rows with an extrapolated baseline, and the one their line starts at."""
-    beyond = [row for row in rows if row["extrapolated"]]
-    measured = [row for row in rows if row["extrapolated"] is False]
-    return [*measured[-1:], *beyond] if beyond else []

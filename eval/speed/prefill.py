@@ -18,8 +18,6 @@ from cab_hf.eval.speed.model import ModelSettings, described, prefilling, random
 from cab_hf.runs.settings import by_device, comma_separated, option
 
 WAY = "cab-always"
-# the length whose needs are told even where it does not fit
-GOAL = 2**20
 # the first chunk begins a cache, the second goes on with one: kernels of both are compiled then
 WARM_UP_CHUNKS = 2
 
@@ -136,8 +134,6 @@ class Prefill(Speed):
                 "where sought": max(map(abs, results), default=None),
             }
             made["Peak, by a line through those asked for"] = markdown_table([shown], list(shown))
-            needs = needed(rows, line)
-            made[f"What {GOAL:,} tokens need"] = markdown_table([needs], list(needs))
         return made | remarks(rows)
 
     @staticmethod
@@ -167,8 +163,7 @@ class Prefill(Speed):
             f"{described(settings)}\n\nChunks have {settings['chunk']:,} tokens, and every layer "
             "attends sparsely. Rest: the peak less weights and cache, which is what one chunk "
             "needs on its way. Room: all that torch can allocate. Density is attended over causal "
-            "pairs, over all layers; TFLOP/s count what is attended. GPUs hold an even share of "
-            "weights and cache, and the rest."
+            "pairs, over all layers; TFLOP/s count what is attended."
         )
 
     @staticmethod
@@ -248,21 +243,6 @@ def longest_left(rows: Sequence[Row]) -> int | None:
     most = min([most, *(row["length"] - 1 for row in rows if row["fits"] is False)])
     most = most // chunk * chunk
     return most if most > max(row["length"] for row in rows if row["fits"]) else None
-
-
-def gpus_for(weights: float, cache: float, rest: float, room: float) -> int | None:
-    """The fewest GPUs with ``room`` that hold an even share of weights and cache, and the rest."""
-    return None if rest >= room else max(1, -int(-(weights + cache) // (room - rest)))
-
-
-def needed(rows: Sequence[Row], line: Line) -> dict[str, Any]:
-    """GiB that `GOAL` tokens take by the line, what of, and on how many GPUs they fit."""
-    weights = next(row["weights_gib"] for row in rows if row["fits"])
-    room, cache = room_of(rows), GOAL * rows[0]["cache_gib"] / rows[0]["length"]
-    rest = line.at(GOAL) - weights - cache
-    parts = {"GiB": line.at(GOAL), "weights": weights, "cache": cache, "rest": rest, "room": room}
-    count = gpus_for(weights, cache, rest, room)
-    return {**parts, "GPUs": "the rest alone is too much" if count is None else count}
 
 
 COLUMNS = {

@@ -1,6 +1,6 @@
-"""What zigzag is compared with: other ways to attend a text that many ranks hold.
+"""Ring attention, with which zigzag is compared.
 
-They take the arguments of `cab_hf.distributed.zigzag_attention`.
+It takes the arguments of `cab_hf.distributed.zigzag_attention`.
 """
 
 from __future__ import annotations
@@ -16,62 +16,14 @@ from cab_hf import engines
 from cab_hf.call.frame import everything
 from cab_hf.distributed import zigzag
 from cab_hf.distributed.exchange import finish, watched
-from cab_hf.distributed.layout import Layout, Places
+from cab_hf.distributed.layout import Places
 from cab_hf.distributed.zigzag import CPAttention, zigzag_attention
 from cab_hf.engines import Workload
 from cab_hf.ops.attention.dense_parts import merged
-from cab_hf.plan import BlockPlan, Spans, once_per_spans
+from cab_hf.plan import Spans, once_per_spans
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-class Contiguous(Layout):
-    """Neighbouring chunks on every rank: the last rank has the most to attend."""
-
-    def pairs(self, rank: Tensor) -> tuple[Tensor, Tensor]:
-        return 2 * rank, 2 * rank + 1
-
-
-class TwoLaunches(CPAttention):
-    """The early and the late chunks launched one after the other."""
-
-    def launch(self, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> tuple[Tensor, Tensor]:
-        halves = _halves(self.spans, self.places)
-        results = []
-        for tokens, spans in halves:
-            part = plan.take_rows(_rows_of(spans, tokens, plan.query_block), spans)
-            results.append(super().launch(q[:, :, tokens], k, v, part))
-        back = torch.cat([tokens for tokens, _ in halves]).argsort()
-        return tuple([torch.cat(parts, dim=2)[:, :, back] for parts in zip(*results, strict=True)])
-
-
-@once_per_spans
-def _halves(spans: Spans, places: Places) -> list[tuple[Tensor, Spans]]:
-    """The queries of the early chunks and their spans, and those of the late ones."""
-    late = torch.cat([torch.arange(2 * size) >= size for size in places.layout.chunks])
-    late = late.to(spans.first.device)
-    halves = [which.nonzero().squeeze(1) for which in (~late, late)]
-    return [(tokens, _some(spans, tokens)) for tokens in halves]
-
-
-@once_per_spans
-def _rows_of(spans: Spans, tokens: Tensor, query_block: int) -> Tensor:
-    """The query blocks that ``tokens`` are whole ones of."""
-    return tokens[::query_block] // query_block
-
-
-def two_launches(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
-    """`zigzag_attention` with the early and the late chunks launched one after the other."""
-    return TwoLaunches(**vars(_turn(q, k, v, settings))).attention(q, k, v)
-
-
-def contiguous_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
-    """`zigzag_attention` where rank r holds chunks 2 r and 2 r + 1 of every document.
-
-    The last rank then has the most to attend: the scheme of LLaMA-3's training.
-    """
-    return _turn(q, k, v, settings, Contiguous).attention(q, k, v)
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
@@ -83,7 +35,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Te
     Raises:
         NotImplementedError: for a ``plan``, or gradients by an engine whose log-sum-exp has none.
     """
-    turn = _turn(q, k, v, settings)
+    turn = zigzag.turn(q, k, v, **{**zigzag_attention.__kwdefaults__, **settings})
     if turn.plan is not None:
         raise NotImplementedError("plan is set; ring_attention takes none. Use zigzag_attention.")
     training = Workload.of(q, k, v, (0, 0)).training
@@ -93,25 +45,6 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Te
             "ring_attention is differentiated with engine='reference'."
         )
     return _around(q, k, v, turn)
-
-
-def _turn(
-    q: Tensor, k: Tensor, v: Tensor, settings: dict[str, Any], kind: type[Layout] = Layout
-) -> CPAttention:
-    """The turn of `zigzag_attention`, with its defaults for what is not given."""
-    return zigzag.turn(q, k, v, kind=kind, **{**zigzag_attention.__kwdefaults__, **settings})
-
-
-def _some(spans: Spans, tokens: Tensor) -> Spans:
-    """The spans of some of the queries."""
-    return Spans(
-        spans.first[:, tokens],
-        spans.last[:, tokens],
-        spans.key_valid,
-        aligned=spans.aligned,
-        consecutive=False,
-        documents=spans.documents,
-    )
 
 
 def _around(q: Tensor, k: Tensor, v: Tensor, turn: CPAttention) -> tuple[Tensor, Tensor]:

@@ -208,22 +208,6 @@ class Serve(Speed):
         }
 
     @staticmethod
-    def readings(rows: Sequence[Row]) -> list[str]:
-        """What each of `CAB` gains, in all and until the first token."""
-        parts = []
-        for row in rows:
-            if row["implementation"] not in CAB or not row["over_best"]:
-                continue
-            best = row["ttft_p99"] * row["ttft_over_best"]
-            parts.append(
-                f"{row['implementation']} serves the trace {TIMES(row['over_best'])} as fast as "
-                f"{row['baseline']}, the fastest dense way, at a density of "
-                f"{row['density']:.3f}; the p99 of the time to the first token is "
-                f"{digits(row['ttft_p99'])} s, that of {row['baseline']} {digits(best)} s."
-            )
-        return parts
-
-    @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
         rate = settings["rate"]
         arrive = f"a Poisson process of {rate:g} requests/s" if rate else "all at once"

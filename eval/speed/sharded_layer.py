@@ -18,18 +18,14 @@ from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
 from cab_hf.distributed.layout import Layout, layout_of
 from cab_hf.engines import REFERENCE, Workload
 from cab_hf.eval.speed.checks import CHECK_GRADIENT_TOLERANCE, CHECK_TOLERANCE, close
-from cab_hf.eval.speed.schemes import (
-    Contiguous,
-    contiguous_attention,
-    ring_attention,
-    two_launches,
-)
+from cab_hf.eval.speed.schemes import ring_attention
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
 from cab_hf.predictors import LayerContext, make_predictor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+FORWARD, BOTH = DIRECTIONS = ("forward", "forward+backward")
 # so many KV heads are checked: with one more on its way than is attended
 CHECKED_KV_HEADS = 2
 
@@ -40,12 +36,10 @@ class Scheme:
 
     Attributes:
         function: `zigzag_attention` or one like it; None for one rank alone.
-        kind: who holds what.
         sparse: whether CAB chooses blocks first.
     """
 
     function: Callable[..., tuple[Tensor, Tensor]] | None
-    kind: type[Layout] = Layout
     sparse: bool = False
 
     @property
@@ -57,8 +51,6 @@ class Scheme:
 ALONE = {"alone": Scheme(None), "alone+cab": Scheme(None, sparse=True)}
 OVER_RANKS = {
     "ring": Scheme(ring_attention),
-    "contiguous": Scheme(contiguous_attention, Contiguous),
-    "two-launches": Scheme(two_launches),
     "grouped": Scheme(zigzag_attention),
     "grouped+cab": Scheme(zigzag_attention, sparse=True),
 }
@@ -85,7 +77,7 @@ class BenchCase:
     def layout(self) -> Layout | None:
         if self.scheme.function is None:
             return None
-        return layout_of((self.length,), self.group.size(), EXACT_BLOCK, self.scheme.kind)
+        return layout_of((self.length,), self.group.size(), EXACT_BLOCK)
 
     def sharded(self, x: Tensor) -> Tensor:
         """This rank's tokens of [B, H, N, D], laid out as they were; all of them for one alone."""

@@ -1,7 +1,7 @@
 """The ranks that a speed op runs on: what they do together, and how long the slowest of them takes.
 
-Rank 0 decides and writes, the others follow it. What they say to each other beside what is measured
-goes over a group of its own, on the CPU.
+Rank 0 decides, runs the experiment and writes, the others follow it. What they say to each other
+beside what is measured goes over a group of its own, on the CPU.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 
 from cab_hf.distributed import RankLost
+from cab_hf.eval.experiment import PROG, run
+from cab_hf.eval.speed.base import Speed, SpeedSettings
 from cab_hf.eval.speed.timing import MOST_RUNS, Bench, in_a_sentence
-from cab_hf.runs.settings import UsageError
+from cab_hf.runs.settings import UsageError, read_settings
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -28,10 +30,6 @@ if TYPE_CHECKING:
 Found = TypeVar("Found")
 # how long ranks wait for one that works alone
 PATIENCE = timedelta(hours=2)
-# torch's names of collectives of one tensor, before 2.13 and from then on
-GATHERS = ("all_gather_single", "all_gather_into_tensor")
-SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
-HOPS = "batch_isend_irecv"
 ROW_SECONDS = 1.0  # that several calls in a row may take
 
 
@@ -182,83 +180,94 @@ def launched(device: str, command: str) -> Iterator[Team]:
         dist.destroy_process_group()
 
 
-class Collective(NamedTuple):
-    """One collective as it was started: shapes of what a rank sends and receives, and to whom."""
+def by_torchrun() -> bool:
+    """Whether torchrun has started this process."""
+    return "RANK" in os.environ
 
-    name: str
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
-    dtype: torch.dtype
-    to: int | None = None
-    of: int | None = None
+
+class Ranked(Speed):
+    """Base of ops that run on the ranks of torchrun; some of them without it as well.
+
+    Rank 0 runs the experiment; the others measure the cases that it tells them of. A rank that
+    fails where the others wait for it ends the run, at the latest when torch's patience does.
+    """
+
+    LEAST_RANKS = 2
+
+    def __init__(self, settings: Any, team: Team | None = None) -> None:
+        super().__init__(settings)
+        self.team = Team() if team is None else team
+
+    @staticmethod
+    def needs_ranks(settings: SpeedSettings) -> bool:
+        """Whether what is asked for runs on ranks, torchrun's or none."""
+        return True
 
     @property
-    def bytes(self) -> int:
-        """That a rank receives of others."""
-        sent, received = (torch.Size(shape).numel() for shape in (self.sent, self.received))
-        if self.to is None:
-            received = abs(received - sent)
-        return received * self.dtype.itemsize
+    def is_ranked(self) -> bool:
+        return self.team.size > 1 or self.needs_ranks(self.settings)
 
+    @classmethod
+    def main(cls, words: Sequence[str]) -> int:
+        settings = read_settings(cls.Settings, words, f"{PROG} {cls.name}", cls.purpose)
+        if not cls.needs_ranks(settings):
+            run(cls(settings))
+            return 0
+        with launched(settings.device, f"cab_hf.eval {cls.name}") as team:
+            cls(settings, team).over_ranks()
+        return 0
 
-@contextmanager
-def recorded() -> Iterator[list[Collective]]:
-    """The collectives of tensors that this process starts inside, in order."""
-    seen: list[Collective] = []
-    originals = {
-        name: getattr(dist, name) for name in (*GATHERS, *SCATTERS, HOPS) if hasattr(dist, name)
-    }
+    @staticmethod
+    def programs(settings: Mapping[str, Any]) -> list[str]:
+        worlds = settings.get("worlds")
+        return [f"torchrun --nproc_per_node={n} -m cab_hf.eval" for n in worlds or ()] or [PROG]
 
-    def spy(name: str) -> Callable[..., Any]:
-        def started(*given: Any, **more: Any) -> Any:
-            seen.append(_hops(*given) if name == HOPS else _single(name, *given[:2]))
-            return originals[name](*given, **more)
+    def recorded(self) -> dict[str, Any]:
+        """The settings, and on how many ranks where it is about ranks."""
+        worlds = {"worlds": [self.team.size]} if self.is_ranked else {}
+        return {**super().recorded(), **worlds}
 
-        return started
+    def check(self) -> None:
+        super().check()
+        if not self.is_ranked:
+            return
+        if self.team.size < self.LEAST_RANKS:
+            raise UsageError(
+                "it is about ranks, and torchrun started 1; give it --nproc_per_node=2."
+            )
+        if self.settings.device not in ("cuda", "cpu"):
+            raise UsageError(
+                f"device is {self.settings.device!r}; over ranks it must be cuda or cpu: every "
+                "rank takes the GPU of its own number."
+            )
 
-    try:
-        for name in originals:
-            setattr(dist, name, spy(name))
-        yield seen
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+    def over_ranks(self) -> None:
+        """Run on rank 0, and measure on the others what it is at."""
+        if self.team.rank:
+            while (case := self.team.from_rank_0(None)) is not None:
+                super().measure(case)
+            return
+        try:
+            run(self)
+        except RankLost:
+            # nobody is left to tell
+            raise
+        except Exception:
+            self.team.from_rank_0(None)
+            raise
+        self.team.from_rank_0(None)
 
+    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
+        return super().measure(self.team.from_rank_0(case))
 
-def _single(name: str, received: torch.Tensor, sent: torch.Tensor) -> Collective:
-    return Collective(name, tuple(sent.shape), tuple(received.shape), sent.dtype)
+    def reported(self, error: Exception) -> dict[str, Any]:
+        if isinstance(error, RankLost):
+            raise error
+        return super().reported(error)
 
-
-def _hops(ops: Sequence[dist.P2POp]) -> Collective:
-    send, receive = ops
-    shapes = tuple(send.tensor.shape), tuple(receive.tensor.shape)
-    return Collective(HOPS, *shapes, send.tensor.dtype, send.group_peer, receive.group_peer)
-
-
-def replay(
-    seen: Sequence[Collective], group: ProcessGroup, device: torch.device
-) -> Callable[[], None]:
-    """What does the same collectives again, one after the other, on tensors that mean nothing."""
-    room = {
-        each: tuple(
-            torch.zeros(shape, dtype=each.dtype, device=device)
-            for shape in (each.sent, each.received)
-        )
-        for each in dict.fromkeys(seen)
-    }
-
-    def again() -> None:
-        for each in seen:
-            sent, received = room[each]
-            if each.name == HOPS:
-                ops = (dist.isend, sent, each.to), (dist.irecv, received, each.of)
-                works = dist.batch_isend_irecv(
-                    [dist.P2POp(op, x, group=group, group_peer=peer) for op, x, peer in ops]
-                )
-            else:
-                call = getattr(dist, each.name)
-                works = [call(received, sent, group=group, async_op=True)]
-            for work in works:
-                work.wait()
-
-    return again
+    def alone(self, call: Callable[[], Found]) -> Found | None:
+        """What ``call`` returns on rank 0; the others wait meanwhile, for None."""
+        try:
+            return call() if self.team.rank == 0 else None
+        finally:
+            self.team.from_rank_0(None)

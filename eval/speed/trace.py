@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingManager
@@ -119,14 +120,6 @@ def serve(
     ]
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The percentile of ``values``, on a straight line between the two that are next to it."""
-    ascending = sorted(values)
-    place = (len(ascending) - 1) * percent / 100
-    low, high = ascending[math.floor(place)], ascending[math.ceil(place)]
-    return low + (place - math.floor(place)) * (high - low)
-
-
 def summary_of(served: Sequence[Mapping[str, Any]], new_tokens: int) -> dict[str, float]:
     """What requests took: seconds in all, tokens a second, percentiles, and how many gave way.
 
@@ -139,7 +132,7 @@ def summary_of(served: Sequence[Mapping[str, Any]], new_tokens: int) -> dict[str
         "total_s": total,
         "prompt_tokens_s": sum(each["length"] for each in served) / total,
         "output_tokens_s": len(served) * new_tokens / total,
-        **{f"ttft_p{p}": percentile(ttft, p) for p in (50, 99)},
-        **{f"tpot_p{p}": percentile(tpot, p) for p in (50, 99)},
+        **{f"ttft_p{p}": float(np.percentile(ttft, p)) for p in (50, 99)},
+        **{f"tpot_p{p}": float(np.percentile(tpot, p)) for p in (50, 99)},
         "preempted": sum(each["preempted"] for each in served),
     }

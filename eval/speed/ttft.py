@@ -6,14 +6,20 @@ Started by torchrun, it deals the prompt out over the ranks, which read it toget
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor, nn
+
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
+from cab_hf.eval.kv_cache import cache_arguments
 from cab_hf.eval.report import column, digits, grouped, markdown_table, percent, seconds
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import (
@@ -25,8 +31,19 @@ from cab_hf.eval.speed.base import (
     powers,
     remarks,
 )
-from cab_hf.eval.speed.model import CAB, CAB_DENSE, SDPA, ModelSettings, described, prefilling
-from cab_hf.eval.speed.ranked import Ranked, by_torchrun
+from cab_hf.eval.speed.model import (
+    CAB,
+    CAB_DENSE,
+    SDPA,
+    ModelSettings,
+    attended_by,
+    attending,
+    described,
+    prefilling,
+    prompt_of,
+    random_model,
+)
+from cab_hf.eval.speed.team import Ranked, Team, by_torchrun
 from cab_hf.runs.settings import option, parse_length
 
 TIMES = "{:.2f}×".format
@@ -133,8 +150,6 @@ class TimeToFirstToken(Ranked):
         if self.team.size > 1:
             ms, peak = self.find_across(sample)
         elif behind:
-            from cab_hf.eval.speed.behind import asking
-
             with asking(settings, length, behind, name) as (call, crop, known):
                 ms, peak = self.bench.wall(call, settings.runs, before=crop)
                 sample |= known()
@@ -152,8 +167,6 @@ class TimeToFirstToken(Ranked):
 
     def find_across(self, sample: dict[str, Any]) -> tuple[float, float | None]:
         """(ms, peak GiB) of a prompt that all ranks read, the rest being written."""
-        from cab_hf.eval.speed.across import prefilling_across
-
         team, bench, settings = self.team, self.bench, self.settings
         length, name = sample["length"], sample["implementation"]
         team.together(bench.settle)
@@ -251,6 +264,110 @@ class TimeToFirstToken(Ranked):
 
 
 EXPERIMENT = TimeToFirstToken
+
+
+@contextmanager
+def asking(
+    settings: ModelSettings, length: int, behind: int, way: str
+) -> Iterator[tuple[Callable[[], Any], Callable[[], Any], Callable[[], dict[str, Any]]]]:
+    """(what reads a question, what takes it off the cache again, what then is known of it).
+
+    The question has ``length`` random tokens, behind ``behind`` tokens of random keys and values in
+    a `DynamicCache`; reading it gives the logits of its last token. Known is what `prefilling`
+    knows, of pairs with the cached tokens too.
+    """
+    from cab_hf.eval.speed.steps import filled
+
+    model, question = random_model(settings), prompt_of(settings, length)
+    cache = filled(model, behind, 1, 0, static=False, config=None)
+    cached = cache_arguments(model, cache)
+
+    @torch.inference_mode()
+    def call() -> Any:
+        return model(question, **cached, logits_to_keep=1)
+
+    def crop() -> None:
+        asked = cache.get_seq_length() - behind
+        # a crop by nothing is not the same in all versions of transformers
+        if asked:
+            cache.crop(-asked)
+
+    config = settings.budgeted(length, **CAB.get(way, {}))
+    with attending(model, way, config, continues=True):
+        yield call, crop, partial(attended_by, model, behind + length, way)
+
+
+@contextmanager
+def prefilling_across(
+    settings: ModelSettings, length: int, way: str, team: Team, mlp_tokens: int, warm_up: int
+) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]]]]:
+    """As `prefilling`, where each rank of ``team`` reads its tokens of the prompt.
+
+    What is known is of all ranks, and asked for by all of them. MLPs read at most ``mlp_tokens``
+    at a time. Of a prompt longer than ``warm_up``, so many tokens have been read before.
+    """
+    from cab_hf import context_parallel
+    from cab_hf.eval.speed.spread import CP, block_of, causal_pairs, density_of_all
+    from cab_hf.patches import stats
+
+    model = random_model(settings)
+    with prefilling(settings, length, way) as (_, known_here):
+        block = block_of(model)
+        pairs = causal_pairs(CP, length, team, block)
+
+        def known() -> dict[str, Any]:
+            return {"density": density_of_all(team, known_here()["density"], pairs)}
+
+        prompt = prompt_of(settings, length)
+        with context_parallel(model, team.group, block=block), mlp_in_chunks(model, mlp_tokens):
+            if length > warm_up:
+                team.together(reading(model, prompt[:, :warm_up], team, block))
+                # what that one attended is not of the prompt that is asked for
+                stats(model, reset=True)
+            yield reading(model, prompt, team, block), known
+
+
+def reading(model: nn.Module, prompt: Tensor, team: Team, block: int) -> Callable[[], Any]:
+    """What reads this rank's tokens of a prompt [1, N] into a cache, with the logits of one of
+    them: on the rank that holds it, of the prompt's last."""
+    from cab_hf.distributed import shard
+    from cab_hf.distributed.layout import layout_of
+
+    mine = shard({"input_ids": prompt}, team.group, block)
+    layout = layout_of((prompt.shape[1],), team.size, block)
+    holder, place = divmod(int(layout.holders[-1]), layout.tokens)
+    kept = torch.tensor([place if holder == team.rank else 0], device=prompt.device)
+
+    @torch.inference_mode()
+    def call() -> Any:
+        return model(**mine, use_cache=True, logits_to_keep=kept)
+
+    return call
+
+
+@contextmanager
+def mlp_in_chunks(model: nn.Module, tokens: int) -> Iterator[None]:
+    """Inside, the MLPs of ``model`` read at most so many tokens at a time; the same comes out."""
+    mlps = [layer.mlp for layer in model.model.layers]
+
+    def chunked(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            if x.shape[1] <= tokens:
+                return function(x)
+            out = torch.empty_like(x)
+            for start in range(0, x.shape[1], tokens):
+                out[:, start : start + tokens] = function(x[:, start : start + tokens])
+            return out
+
+        return forward
+
+    for mlp in mlps:
+        mlp.forward = chunked(mlp.forward)
+    try:
+        yield
+    finally:
+        for mlp in mlps:
+            del mlp.forward
 
 
 def is_over_ranks(rows: Sequence[Row]) -> bool:

@@ -11,14 +11,10 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from cab_hf.distributed import zigzag_attention
-from cab_hf.distributed.layout import Layout
 from cab_hf.eval.speed import schemes
-from cab_hf.eval.speed.schemes import Contiguous
 
 SCHEMES = {
     "zigzag": zigzag_attention,
-    "two-launches": schemes.two_launches,
-    "contiguous": schemes.contiguous_attention,
     "ring": schemes.ring_attention,
 }
 
@@ -32,8 +28,7 @@ def full_text(layout, group, kv_heads, dim=16):
 
 def on_a_rank(process_group, scheme, ends, group, kv_heads, settings):
     """{"out", "lse", "dq", "dk", "dv"} of a rank."""
-    kind = Contiguous if scheme == "contiguous" else Layout
-    layout, rank = layout_for(process_group.size(), ends, kind), process_group.rank()
+    layout, rank = layout_for(process_group.size(), ends), process_group.rank()
     *inputs, grad = (shard_of(x, layout, rank) for x in full_text(layout, group, kv_heads))
     leaves = [x.requires_grad_() for x in inputs]
     # slices of few heads, so that one travels while another is attended
@@ -84,8 +79,6 @@ def test_zigzag_is_what_one_process_computes(ranks, world, text, group, kv_heads
 @pytest.mark.parametrize(
     ("scheme", "settings"),
     [
-        pytest.param("two-launches", {}, id="two-launches"),
-        pytest.param("contiguous", {}, id="contiguous"),
         pytest.param("ring", {}, id="ring"),
         pytest.param("zigzag", {"heads_k_stride": 2}, id="two-heads-at-a-time"),
         pytest.param("zigzag", {"heads_k_stride": 5}, id="more-heads-than-there-are"),
@@ -96,7 +89,7 @@ def test_zigzag_is_what_one_process_computes(ranks, world, text, group, kv_heads
 def test_every_scheme_computes_the_same(ranks, scheme, settings, text):
     ends = TEXTS[text]
     actual = ranks.run(4, on_a_rank, scheme, ends, 2, 3, settings)
-    layout = layout_for(4, ends, Contiguous if scheme == "contiguous" else Layout)
+    layout = layout_for(4, ends)
     assert_same(actual, layout, in_one_process(layout, 2, 3))
 
 
@@ -171,10 +164,7 @@ def test_without_causality_documents_see_all_of_themselves(ranks):
 
 
 def test_zigzag_gives_every_rank_the_same_work():
-    pairs = {}
-    for kind in (Layout, Contiguous):
-        places = layout_for(4, None, kind).places(BLOCK, "cpu")
-        pairs[kind] = [int(places.spans(rank, 1).pairs()) for rank in range(4)]
-    assert len(set(pairs[Layout])) == 1
-    assert sum(pairs[Contiguous]) == sum(pairs[Layout])
-    assert max(pairs[Contiguous]) > 1.7 * pairs[Layout][0]
+    places = layout_for(4, None).places(BLOCK, "cpu")
+    pairs = [int(places.spans(rank, 1).pairs()) for rank in range(4)]
+    length = 2 * 4 * BLOCK * 2
+    assert len(set(pairs)) == 1 and sum(pairs) == length * (length + 1) // 2

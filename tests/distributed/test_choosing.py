@@ -13,7 +13,6 @@ from valid_plan import require_valid
 from cab_hf import CabConfig, distributed
 from cab_hf.distributed import sharded
 from cab_hf.distributed.sharded import ShardedFrame
-from cab_hf.eval.speed.schemes import two_launches
 from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan, block_visibility
 from cab_hf.predictors import (
@@ -25,7 +24,6 @@ from cab_hf.predictors import (
 )
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
-SCHEMES = {"zigzag": distributed.zigzag_attention, "two-launches": two_launches}
 # the half of 64 channels that LLaMA turns slowest
 SLOW = (*range(16, 32), *range(48, 64))
 SMALL = CabConfig(32, 16, mass_threshold=0.05, share_threshold=0.3, min_length=0, exact_queries=8)
@@ -202,12 +200,9 @@ def attended_on_a_rank(process_group, config, ends):
     q, k, v = (shard_of(x, layout, rank).requires_grad_() for x in full_text(layout))
     shared = {"group": process_group, "cu_seqlens": ends, "block": BLOCK}
     plan = distributed.predict(q, k, config=config, layer=0, **shared)
-    result = {}
-    for name, scheme in SCHEMES.items():
-        out, lse = scheme(q, k, v, plan=plan, engine="reference", **shared)
-        loss = (out * layout.real[rank][:, None]).square().sum()
-        result[name] = out.detach(), lse, *torch.autograd.grad(loss, (q, k, v))
-    return result
+    out, lse = distributed.zigzag_attention(q, k, v, plan=plan, engine="reference", **shared)
+    loss = (out * layout.real[rank][:, None]).square().sum()
+    return out.detach(), lse, *torch.autograd.grad(loss, (q, k, v))
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -225,11 +220,9 @@ def test_attention_under_plans_is_that_of_one_process(ranks, config, text):
     gradients = torch.autograd.grad(out.square().sum(), leaves)
     if frame.query_order is not None:
         lse = lse[:, :, frame.query_order.place]
-    for name in SCHEMES:
-        for i, meant in enumerate((out, lse, *gradients)):
-            parts = [each[name][i] for each in outcome]
-            result = torch.cat(parts, dim=2)[:, :, layout.holders]
-            assert (result - meant).abs().max() <= 1e-5 * meant.abs().max()
+    for parts, meant in zip(zip(*outcome, strict=True), (out, lse, *gradients), strict=True):
+        result = torch.cat(parts, dim=2)[:, :, layout.holders]
+        assert (result - meant).abs().max() <= 1e-5 * meant.abs().max()
 
 
 def test_the_union_of_needed_blocks_by_hand(ranks):

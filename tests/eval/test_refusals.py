@@ -230,7 +230,6 @@ def test_of_one_command(refused, command, words, message):
         ("context-parallel", "--directions back", "directions is ('back',); it must be out of"),
         ("context-parallel", "--max-density 512:0.1", "that name 1,024 tokens"),
         ("context-parallel", "--cab query_block=256", "they must divide 128"),
-        ("context-parallel", "--link-mib 1", "link_mib is (1.0,); it must be two sizes or more"),
         ("context-parallel", "--runs 0", "runs is 0; it must be at least 1"),
         ("context-parallel", "--device cpu:0", "device is 'cpu:0'; it must be cuda or cpu"),
     ],

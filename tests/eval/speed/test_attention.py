@@ -9,7 +9,6 @@ import torch
 from bench import FakeBench, sample_of, shown, speed_run
 
 from cab_hf.engines import Reference
-from cab_hf.eval import report
 from cab_hf.eval.speed import attention, checks, dense
 from cab_hf.eval.speed.attention import Attention, Settings
 from cab_hf.plan import BlockPlan, Spans
@@ -169,40 +168,6 @@ def test_an_engine_with_a_wrong_gradient_is_not_timed(monkeypatch):
     assert "in the gradient of q" in row["not_measured"]["reference"]
 
 
-def test_an_engine_that_fails_together_with_predicting_has_no_time_of_its_own():
-    class Fussy(FakeBench):
-        calls = 0
-
-        def time(self, call, graph=True):
-            self.calls += 1
-            # predicting, attending, both
-            if self.calls == 3:
-                raise RuntimeError("the plan is new")
-            return super().time(call, graph)
-
-    row = measured(KEY, Fussy())
-    assert row["attend_ms"] == {"reference": 2.0} and row["total_ms"] == {}
-    (derived,) = derive([row])
-    assert derived["ms"] is derived["ratio"] is derived["engine"] is None
-    assert Attention.tables([derived])
-
-
-def test_an_engine_says_what_it_ran_as(monkeypatch):
-    monkeypatch.setattr(Reference, "label", lambda engine, work: f"{engine.name} (slowly)")
-    row = measured(KEY)
-    table = Attention.tables(derive([row]))["Attending, forward"]
-    assert "| reference (slowly) |" in table
-
-
-def test_an_engine_that_cannot_train_says_why(monkeypatch):
-    brakes = "has no brakes"
-    monkeypatch.setattr(Reference, "unavailable", lambda engine, work: work.training and brakes)
-    row = measured(KEY | {"direction": "backward"})
-    assert "which has no brakes" in row["not_measured"]["reference"]
-    (derived,) = derive([row])
-    assert derived["ms"] is derived["ratio"] is None
-
-
 def test_some_rows_are_compared_exactly():
     settings = tiny()
     q, k, v = settings.random_heads(300, 16, torch.device("cpu"), "qkv")
@@ -239,15 +204,6 @@ def test_heads_are_repeated_for_kernels_that_do_not_group(monkeypatch, backward)
     q, k, v = tiny().random_heads(300, 16, torch.device("cpu"), "qkv")
     measured = dense.measure(q, k, v, 0.25, FakeBench(), backward)
     assert measured["not_measured"] == {} and set(seen) == {(4, 4)}
-
-
-def test_a_kernel_without_a_backward_is_a_reason(monkeypatch):
-    forward = dense.ON_CPU["SDPA"].load()
-    detached = dense.Baseline(lambda: lambda *known: forward(*known).detach())
-    monkeypatch.setattr(dense, "ON_CPU", {"FA3": detached})
-    q = torch.randn(1, 2, 300, 16)
-    measured = dense.measure(q, q, q, 0.25, FakeBench(), backward=True)
-    assert measured["not_measured"] == {"FA3": "it has no backward"}
 
 
 def test_a_baseline_with_a_wrong_gradient_is_not_timed(monkeypatch):
@@ -310,63 +266,7 @@ def test_break_even(points, length, message):
     assert message in dense.break_even_shown(rows)
 
 
-def test_break_even_is_told_by_budget():
-    rows = [
-        row_of(length, length / 1e3, {"FA3": (length / 1e3) ** 2}, budget=budget)
-        for length in (1000, 4000)
-        for budget in (0.1, 1.0)
-    ]
-    rows = derive(rows)
-    sparse, everything = Attention.tables(rows)["At the longest length"].splitlines()[2:]
-    # ratios 2 and 5/16
-    assert sparse.startswith(
-        "| forward | 4,000 | 0.1 | 0.500 | triton | 5.00 | 16.0 FA3 | 31.2 % |"
-    )
-    assert "from about 1,6" in sparse
-    assert everything.startswith("| forward | 4,000 | all | 0.500 | triton | 4.00 | 16.0 FA3 |")
-    assert "from about 1,000 tokens on" in everything
-    (said,) = Attention.readings(rows)
-    assert said.startswith("Forward, triton attends 50.0 % of the pairs of 4,000 tokens in 31.2 %")
-    assert "of FA3's time, predicting included, and is faster from about 1,6" in said
-
-
 # --- the files
-
-
-def test_the_report_has_a_table_a_question(finished):
-    text = (finished / "report.md").read_text()
-    for direction in ("forward", "backward"):
-        assert f"\n## Attending, {direction}\n" in text
-        assert f"\n## Dense causal attention, {direction}\n" in text
-    widest = max(line.count("|") for line in text.splitlines())
-    assert widest <= 14
-    # what does not vary is no column
-    assert "head dim |" not in text
-    assert "CabConfig with {'mass_threshold': 0.0, 'min_length': 0}" in text
-    assert (finished / "figure.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_run_grows_by_a_budget(tmp_path):
-    words = ("--lengths", "96", "--directions", "forward", "--densities")
-    first = command(tmp_path, *words, "0.2")["rows"]
-    content = command(tmp_path, *words, "0.5")
-    assert [row["budget"] for row in content["rows"]] == [0.2, 0.5]
-    assert content["rows"][0]["attend_ms"] == first[0]["attend_ms"]
-    assert content["provenance"]["settings"]["densities"] == [0.2, 0.5]
-
-
-def test_memory_that_runs_out_is_a_row(monkeypatch):
-    def full(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
-
-    monkeypatch.setattr(Settings, "random_heads", full)
-    row = measured(KEY)
-    assert row["error"] == "out of memory: tried to allocate 4.00 GiB"
-    derived = derive([row])
-    assert derived[0]["ms"] is None
-    said = "| forward | not measured | out of memory: tried to allocate 4.00 GiB | 192 |"
-    assert said in shown(Attention, derived)
-    assert Attention.tables(derived)
 
 
 # --- settings
@@ -379,9 +279,3 @@ def test_a_budget_is_filled():
     settings = tiny(cab=("mass_threshold=0.08", "typical_queries=4"))
     config = settings.budgeted(KEY)
     assert (config.mass_threshold, config.typical_queries) == (0.08, 4)
-
-
-def test_numbers_of_all_magnitudes_fit_a_cell():
-    (row,) = derive([row_of(1000, 2.0, {"FA3": 4.0})])
-    table = Attention.tables([row])["Dense causal attention, forward"]
-    assert f"| 4.00 ({report.digits(row['tflops']['FA3'])}) |" in table

@@ -5,10 +5,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from bench import FakeBench, refused, sample_of, shown, speed_run
+from bench import refused, sample_of, speed_run
 
 from cab_hf.engines import Reference
-from cab_hf.eval.speed import batches, dense, layouts
+from cab_hf.eval.speed import dense, layouts
 from cab_hf.eval.speed.batches import Batches, Settings
 from cab_hf.eval.speed.layouts import PACKED, PADDED, WHOLE, Texts
 from cab_hf.ops import reference
@@ -55,12 +55,6 @@ def test_texts_are_of_a_half_to_all_of_the_length(layout):
         assert (texts.rows, texts.slots, len(texts.places)) == (3, 200, 3)
         assert all(stop == 200 for _, _, stop in texts.places)
         assert (texts.lengths == [200] * 3) == (layout == WHOLE)
-
-
-def test_a_larger_batch_begins_with_the_texts_of_a_smaller_one():
-    one, three = (Texts.drawn(PADDED, batch, 200, 0, "cpu") for batch in (1, 3))
-    assert three.places[:1] == one.places
-    assert Texts.drawn(PADDED, 1, 200, 1, "cpu").places != one.places
 
 
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
@@ -126,16 +120,6 @@ def test_a_way_that_attends_across_texts_is_told_of_and_not_timed(monkeypatch):
     assert row["baselines"].keys() == {"masked SDPA"}
 
 
-def test_dense_ways_are_measured_once_for_all_budgets(monkeypatch):
-    calls = []
-    monkeypatch.setattr(dense, "measure", lambda *_, **more: calls.append(more) or {})
-    experiment = Batches(tiny(batches=(1,), densities=(0.2, 0.5)))
-    experiment.bench = FakeBench()
-    for case in experiment.cases([]):
-        experiment.measure(case)
-    assert len(calls) == len(layouts.LAYOUTS)
-
-
 # --- the layer
 
 
@@ -165,23 +149,6 @@ def test_a_layer_that_would_be_dense_is_told_of():
     assert row["error"] == "the layer is dense: input shorter than min_length=4096"
 
 
-@pytest.mark.parametrize("place", ["heads", "layer"])
-def test_memory_that_runs_out_is_a_row(monkeypatch, place):
-    def full(*_, **more):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
-
-    monkeypatch.setattr(
-        *{"heads": (Batches, "heads"), "layer": (batches, "cab_attention")}[place], full
-    )
-    row = measured(PACKED)
-    why = "out of memory: tried to allocate 4.00 GiB"
-    assert row["error"] == why and bool(row["baselines"]) == (place == "layer")
-    assert row["not_measured"] == (
-        {} if row["baselines"] else {"cab_dense": why, "masked SDPA": why}
-    )
-    assert f"| {why} | 192 |" in shown(Batches, Batches.rows([row], {}))
-
-
 # --- what is said
 
 
@@ -197,10 +164,6 @@ def test_a_ratio_is_over_the_fastest_dense_way_of_the_same_row():
     assert (quick["batch"], quick["baseline"], quick["ratio"]) == (1, "FA3 varlen", 1.5)
     assert (slow["batch"], slow["baseline"], slow["ratio"]) == (8, "FA4 varlen", 0.75)
     assert (unknown["layout"], unknown["baseline"], unknown["ratio"]) == (PACKED, None, None)
-    assert Batches.readings([quick, slow, unknown]) == [
-        "Padded, 8 x 8,192 tokens: attention of 20.0 % of the pairs takes 75.0 % of FA4 varlen's "
-        "time, choosing included."
-    ]
 
 
 def test_a_whole_run_shows_every_row_and_goes_on(tmp_path):
@@ -214,7 +177,6 @@ def test_a_whole_run_shows_every_row_and_goes_on(tmp_path):
     assert [row for row in grown if row["batch"] == 1] == rows and len(grown) == 12
     assert (tmp_path / "samples.jsonl").read_text().startswith(samples)
     report = (tmp_path / "report.md").read_text()
-    assert "| packed | 3 | 192 |" in report and "Masked SDPA" in report
     assert "--batches 1,3" in report and (tmp_path / "figure.png").exists()
 
 

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from bench import FakeBench, sample_of, shown, speed_run
+from bench import FakeBench, sample_of, speed_run
 
 from cab_hf.eval.speed import lora
 from cab_hf.eval.speed.lora import LoraStep, Settings
@@ -88,7 +88,6 @@ def test_a_long_step_is_computed_in_tiles_with_offloaded_checkpoints():
     assert (row["tile_tokens"], row["offloaded"], row["host_gib"]) == (50, 1, 0.25)
     # forward and backward, of what warms up and of what is timed
     assert sorted(calls) == sorted([50, 50, 50, 42] * 4)
-    assert "| 192 | cab | 50 | 1 | 0.250 |" in shown(LoraStep, LoraStep.rows([row], {}))
     # the next row is told anew
     calls.clear()
     settings = tiny(lengths=(192,), cab=SMALL, tile_tokens=0, offload_layers=0)
@@ -135,5 +134,3 @@ def test_a_whole_run(tmp_path):
     for row in rows:
         assert row["error"] is None and row["ms"] > 0 and row["over_best"] > 0
         assert (row["ceiling"] > 1) == (row["density"] < 1) == (row["implementation"] == "cab")
-    text = (tmp_path / "report.md").read_text()
-    assert "LoRA of rank 16 in q_proj" in text and "| cab at most |" in text

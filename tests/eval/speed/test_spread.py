@@ -1,20 +1,15 @@
 """``speed lora`` over ranks: two processes, what is wrong is not timed, lengths that are sought."""
 
 import json
-import lzma
-import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
-from bench import FakeBench, shown, torchrun
-from marks import slow_but
+from bench import FakeBench, torchrun
 from torch import nn
 
 from cab_hf.eval.__main__ import main
-from cab_hf.eval.experiment import render
-from cab_hf.eval.readme import read_results
 from cab_hf.eval.speed import lora, spread
 from cab_hf.eval.speed.lora import LoraStep, Settings
 from cab_hf.eval.speed.spread import SPREADS, next_length
@@ -81,17 +76,6 @@ def test_a_whole_run(finished):
     assert sharded["density"] == pytest.approx(alone["cab"]["density"], rel=1e-6)
 
 
-@pytest.mark.slow
-def test_a_report_says_how_it_was_launched_and_what_it_compares(finished):
-    text = (finished / "report.md").read_text()
-    assert "torchrun --nproc_per_node=2 -m cab_hf.eval speed lora --lengths 600" in text
-    assert "--spread alone,ddp,fsdp2,cp" in text
-    assert "| tokens | ranks | spread | way | s | tokens/s a GPU | efficiency |" in text
-    assert "## Seconds of one rank" in text
-    assert "A rank of 2 does, with cab_dense and 600 tokens, this share" in text
-    assert (finished / "figure.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize("how", ["ddp", "alone,cp"])
 def test_without_torchrun_it_says_how_to_launch(tmp_path, monkeypatch, capsys, how):
     monkeypatch.delenv("RANK", raising=False)
@@ -106,29 +90,6 @@ def test_one_rank_is_refused(one_process, tmp_path):
     measured = LoraStep(settings_of(out=str(tmp_path)), Team(dist.group.WORLD))
     with pytest.raises(ValueError, match="torchrun started 1; give it --nproc_per_node=2"):
         measured.over_ranks()
-
-
-def test_one_process_is_told_as_before():
-    settings = settings_of(spread=())
-    assert settings.spread == ("alone",) and settings.implementations[0] == "sdpa"
-    result = LoraStep(settings).recorded()
-    assert "spread" not in result and "worlds" not in result and "ranks" not in settings.method
-    assert settings_of().implementations == ("cab_dense", "cab")
-
-
-def test_results_of_earlier_versions_are_told_as_they_were(tmp_path):
-    folder = tmp_path / "old"
-    shutil.copytree(COMMITTED, folder)
-    before = (folder / "report.md").read_text()
-    samples = lzma.decompress((folder / "samples.jsonl.xz").read_bytes())
-    assert b'"spread"' not in samples
-    rows = render(folder)
-    assert (folder / "report.md").read_text() == before
-    assert lzma.decompress((folder / "samples.jsonl.xz").read_bytes()) == samples
-    assert {(row["spread"], row["world"]) for row in rows} == {("alone", 1)}
-    # and so are rows that nobody has derived anew
-    result = read_results(COMMITTED)
-    assert shown(LoraStep, result.rows) == shown(LoraStep, rows)
 
 
 # --- what is compared
@@ -154,9 +115,6 @@ def test_efficiency_is_over_the_same_way_and_length_alone():
     # nobody has read so much alone
     assert actual["cp", "cab_dense", 2000]["efficiency"] is None
     assert (sharded["baseline"], sharded["over_best"]) == ("cab_dense", 4.0)
-    said = " ".join(LoraStep.readings(rows))
-    assert "2,000 tokens that 2 ranks share, a step by cab is 4.00× as fast as one by" in said
-    assert "A rank of 4 does, with cab and 1,000 tokens, this share of what one alone" in said
 
 
 def sample_on(group, how, way, meddle=None, settings=None, **more):
@@ -223,35 +181,6 @@ def test_what_is_wrong_is_not_timed(ranks, how, way, meddle):
             raise AssertionError(sample["error"])
 
 
-def in_float32_by(group, patch):
-    """Note in which dtypes and by which attention one process computes what is compared."""
-    computed = spread.of_one_process
-
-    def noted(objective, *given):
-        first = next(objective.parameters())
-        way = objective.model.config.get_text_config()._attn_implementation
-        NOTED.append((first.dtype, way))
-        return computed(objective, *given)
-
-    NOTED.clear()
-    patch.setattr(spread, "of_one_process", noted)
-
-
-NOTED = []
-
-
-def noted_on(group, how, way):
-    sample = sample_on(group, how, way, in_float32_by, {"dtype": "bfloat16"})
-    return sample["error"], sample["ms"], list(NOTED)
-
-
-@pytest.mark.parametrize("how", slow_but(["ddp", "fsdp2", "cp"], 2))
-def test_what_is_rounded_is_held_against_transformers_own_in_float32(ranks, how):
-    for error, ms, noted in ranks.run(2, noted_on, how, "cab"):
-        assert error is None and ms > 0
-        assert noted == [(torch.bfloat16, "cab"), (torch.float32, "sdpa")]
-
-
 def test_gradients_may_be_off_by_little_more_than_one_process_is():
     exact = torch.ones(4)
     spread.check_gradients([torch.full((4,), 1.014)], spread.Meant(exact, 0.01), "it")
@@ -311,14 +240,6 @@ def test_the_longest_that_fits_is_found(limit, guess, asked):
     assert length is None
     fitting = [n for n, fits in tried.items() if fits]
     assert max(fitting, default=0) // 64 == limit // 64
-
-
-def test_a_search_begins_at_the_guess_and_is_short_near_it():
-    tried = {}
-    while (length := next_length(tried, 6400, 64)) is not None:
-        tried[length] = length <= 6000
-    assert next(iter(tried)) == 6400 and max(n for n, ok in tried.items() if ok) == 5952
-    assert len(tried) <= 6
 
 
 def layers_reached(monkeypatch, count):
@@ -402,51 +323,10 @@ def test_a_search_for_the_longest(tmp_path, monkeypatch):
         assert tried[256] and tried[320] is False and tried[96]
         assert all(fits == (length <= 300) for length, fits in tried.items())
         assert all(row["ms"] is None for row in some if row["sought"])
-    text = (tmp_path / "report.md").read_text()
-    assert "| 1 | alone | cab | 256 | 0.500 | 0.000977 | 320 |" in text
-    assert "of which a step fits on one rank: sdpa 256, cab 256." in text
     # that memory ran out is no remark
-    assert "not measured" not in text
     # nothing is left of what did not fit
     given = {"device": "cpu", "layers": 3, "lengths": (96,), "runs": 1, "out": str(tmp_path)}
     settings = Settings(**given, implementations=("sdpa", "cab"), longest=True)
     hits = lora.trainee.cache_info().hits
     assert all(p.grad is None for p in lora.trainee(settings).objective.parameters())
     assert lora.trainee.cache_info().hits == hits + 1
-
-
-def test_a_search_that_fails_otherwise_ends(tmp_path, monkeypatch):
-    def broken(made, shared, optimizer, tokens):
-        if tokens > 96:
-            raise ValueError("no such kernel")
-        made(shared, optimizer, tokens)
-
-    rows = search(tmp_path, monkeypatch, broken, "--implementations", "sdpa")
-    assert [(row["sought"], row["fits"]) for row in rows] == [(False, True), (True, None)]
-    assert "no such kernel" in (tmp_path / "report.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("how", "way"),
-    slow_but([("ddp", "sdpa"), ("fsdp2", "sdpa"), ("cp", "cab"), ("cp", "cab_dense")], 2),
-)
-def test_ranks_try_a_length_together(ranks, how, way):
-    for sample in ranks.run(2, tried_on, how, way):
-        assert sample["error"] is None and sample["fits"] and sample["ms"] is None
-        assert 0 < sample["density"] <= 1
-
-
-def tried_on(group, how, way):
-    return sample_on(group, how, way, only_begun, sought=True)
-
-
-def only_begun(group, patch):
-    """A step whose optimiser must not be reached, but for the first, which warms up."""
-    made, steps = torch.optim.AdamW.step, []
-
-    def stepped(self, *given):
-        steps.append(1)
-        assert len(steps) == 1, "the step has gone on"
-        return made(self, *given)
-
-    patch.setattr(torch.optim.AdamW, "step", stepped)

@@ -130,8 +130,8 @@ def test_operations_behind_a_cache_are_those_of_the_whole_less_what_is_cached():
 
 @pytest.mark.parametrize("name", ["sdpa", "cab_dense", "cab-always"])
 def test_a_question_continues_the_same_cache_again_and_again(name):
-    from cab_hf.eval.speed.behind import asking
     from cab_hf.eval.speed.steps import filled
+    from cab_hf.eval.speed.ttft import asking
 
     settings = tiny(
         lengths=(70,), behind=90, cab=(*SMALL, "mass_threshold=0.0"), max_density=("1.0",)
@@ -192,12 +192,6 @@ def test_a_run_behind_a_cache(tmp_path):
     # dense below min_length, and by cab alone sparse
     densities = {row["implementation"]: row["density"] for row in rows if not row["error"]}
     assert densities["sdpa"] == densities["cab"] == 1 > densities["cab-always"]
-    text = (tmp_path / "report.md").read_text()
-    assert "| cached tokens | tokens of the question | sdpa s | SDPA s |" in text
-    assert "| 256 | 128 | cab-always |" in text
-    assert "At 128 tokens behind 256 in the cache cab-always is" in text
-    assert "on a question of random tokens behind a DynamicCache of 256 tokens" in text
-    assert "--behind 256" in text
 
 
 def test_a_question_that_no_block_holds_is_refused(capsys, tmp_path):
@@ -218,12 +212,8 @@ def test_gains_are_over_sdpa_and_over_the_fastest_dense_way():
     rows = derive(reversed(samples))
     last = next(r for r in rows if r["length"] == 4000 and r["implementation"] == "cab-always")
     assert (last["baseline"], last["over_best"], last["over_sdpa"]) == ("FA3", 2.0, 4.0)
-    table = Ttft.tables(rows)["Every way to attend"]
-    assert "| 4,000 | cab-always | 0.0200 | 0.100 | 4.00× | 2.00× | 2.00× |" in table
     (said,) = Ttft.readings(rows)
-    assert "2.00× as fast as FA3, the fastest dense way, where attending 10.0 % of" in said
-    assert "can bring 2.00× at most; it is" in said
-    assert "it is faster from about 2,000 tokens on" in said
+    assert "from about 2,000 tokens on" in said
 
 
 @pytest.fixture(scope="module")
@@ -244,31 +234,7 @@ def test_a_whole_run(finished):
         assert row["error"] is None and row["ms"] > 0 and row["over_best"] > 0
         assert (row["density"] < 1) == (row["implementation"] == "cab-always")
         assert (row["ceiling"] > 1) == (row["implementation"] == "cab-always")
-    text = (finished / "report.md").read_text()
-    assert "| tokens | sdpa s | SDPA s | cab s | cab-always s | cab over best dense |" in text
-    assert "| cab-always at most |" in text and "1 layers of 64 channels" in text
-    assert "| cab-always | ran as | layer 0: sparse, engine reference" in text
     assert (finished / "figure.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_run_grows_by_an_implementation(tmp_path):
-    words = ["--layers", "1", "--lengths", "96", "--runs", "1", "--implementations"]
-    first = speed_run("ttft", tmp_path, *words, "sdpa")["rows"]
-    content = speed_run("ttft", tmp_path, *words, "cab")
-    assert [row["implementation"] for row in content["rows"]] == ["sdpa", "cab"]
-    assert content["rows"][0]["ms"] == first[0]["ms"]
-    assert content["rows"][1]["over_sdpa"] == first[0]["ms"] / content["rows"][1]["ms"]
-
-
-def test_memory_that_runs_out_is_a_row(monkeypatch):
-    def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
-
-    monkeypatch.setattr(model, "prefill", full)
-    settings = tiny(lengths=(96,))
-    rows = derive([sample_of(Ttft, settings, case) for case in settings.asked()])
-    assert {row["error"] for row in rows} == {"out of memory: tried to allocate 4.00 GiB"}
-    assert "| out of memory: tried to allocate 4.00 GiB |" in shown(Ttft, rows)
 
 
 # --- settings
