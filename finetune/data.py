@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import math
-import os
 import zlib
 from collections.abc import Iterator, Sequence
-from itertools import count, repeat
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, multiprocessing
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset
 
 from cab_hf.finetune.sources import (
     IGNORED,
-    Documents,
     LazyDocument,
     Part,
+    RetrievalDocuments,
     Source,
     State,
+    TextDocuments,
     TextSource,
     Tokenised,
     make_source,
 )
 from cab_hf.runs.settings import UsageError
 
-__all__ = ["HOLD_OUT", "IGNORED", "Ahead", "Packed", "held_out", "make_source", "workers_for"]
+__all__ = ["HOLD_OUT", "IGNORED", "Ahead", "Packed", "held_out", "make_source"]
 
 HOLD_OUT = 100  # of so many documents one is kept from training
-MOST_WORKERS = 4  # of one process
 FORK = "fork"  # the way to start a process that takes along what cannot be pickled
 Item = dict[str, Tensor]
 
@@ -107,14 +106,17 @@ class Packed:
     @property
     def epoch(self) -> int:
         """How often every source has been read from end to end, synthetic ones left out."""
-        epochs = [feed.epoch for feed in self._feeds if feed.epoch is not None]
-        return min(epochs, default=0)
+        epochs = (feed.documents.epoch for feed in self._feeds)
+        return min((epoch for epoch in epochs if epoch is not None), default=0)
 
     def __iter__(self) -> Iterator[Item]:
         return self
 
     def __next__(self) -> Item:
-        item = _as_tensors(self._own(), self.length, self._padding)
+        self._finish_round()
+        for _ in range(self.rank):
+            self._pack()
+        item = _as_tensors(self._pack(), self.length, self._padding)
         highest = int(item["input_ids"].max())
         if highest >= self._vocabulary:
             raise UsageError(
@@ -123,10 +125,6 @@ class Packed:
                 "were resized for its tokenizer, or data without that token."
             )
         return item
-
-    def skip(self) -> None:
-        """Pass over the next sequence; synthetic documents in it are not made."""
-        self._own()
 
     def state_dict(self) -> State:
         """The place behind the last sequence, small and as JSON has it; equal in all processes."""
@@ -171,13 +169,6 @@ class Packed:
         while self._made % self.world:
             self._pack()
 
-    def _own(self) -> list[Tokenised | LazyDocument]:
-        """The pieces of this process's next sequence."""
-        self._finish_round()
-        for _ in range(self.rank):
-            self._pack()
-        return self._pack()
-
     def _pack(self) -> list[Tokenised | LazyDocument]:
         """The pieces of the next sequence."""
         pieces, room = [], self.length
@@ -194,35 +185,32 @@ class Packed:
 
 
 class Ahead:
-    """The sequences of a `Packed`, made by worker processes while earlier ones are learnt.
+    """The sequences of a `Packed`, made by a worker process while earlier ones are learnt.
 
-    A thread would take turns with the one that launches kernels. Workers take sequences in turns,
-    so that their number changes none of them. The place is that behind the sequences that were
-    given out, whatever the workers have made since. What goes wrong there is raised here. Where
-    processes cannot be forked, sequences are made when they are asked for.
+    A thread would take turns with the one that launches kernels; with several processes `datasets`
+    would read a stream in another order. The place is that behind the sequences that were given
+    out, whatever the worker has made since, and its errors are raised here. Where processes cannot
+    be forked, sequences are made when they are asked for.
 
     Args:
-        depth: sequences that each worker makes ahead.
-        workers: how many there are.
+        depth: sequences that the worker makes ahead.
+        workers: 1, or 0 for none.
     """
 
     def __init__(self, packed: Packed, depth: int = 2, workers: int = 1) -> None:
         self._packed, self._place = packed, packed.state_dict()
-        worker = {}
-        if FORK in multiprocessing.get_all_start_methods():
-            worker = {"num_workers": workers, "prefetch_factor": depth}
-            worker["multiprocessing_context"] = FORK
-        # the seed of a worker, which draws nothing, is not to be drawn of what a run goes by
-        how = {"batch_size": None, "collate_fn": _as_it_is, "generator": torch.Generator()}
-        self._loader = DataLoader(_WithPlaces(packed), **how, **worker)
-        self._made: Iterator[tuple[Item, State]] | None = None
+        how: dict[str, Any] = {}
+        if workers and FORK in multiprocessing.get_all_start_methods():
+            how = {"num_workers": 1, "prefetch_factor": depth, "multiprocessing_context": FORK}
+        # the worker's seed must not be drawn from the generator that the run uses
+        how |= {"batch_size": None, "collate_fn": _as_it_is, "generator": torch.Generator()}
+        self._loader, self._made = DataLoader(_WithPlaces(packed), **how), None
 
     def __iter__(self) -> Iterator[Item]:
         return self
 
     def __next__(self) -> Item:
-        if self._made is None:
-            self._made = iter(self._loader)
+        self._made = iter(self._loader) if self._made is None else self._made
         item, place = next(self._made)
         if isinstance(item, Exception):
             # nothing comes behind it: asked again, it is raised again
@@ -243,42 +231,18 @@ class Ahead:
         self._place = state
 
 
-def workers_for(processes: int) -> int:
-    """How many workers each of ``processes`` on this machine has: its cores but one, at most 4."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(MOST_WORKERS, (cores or 1) // processes - 1))
-
-
 class _WithPlaces(IterableDataset):
-    """Sequences with the places behind them; then, where one cannot be made, the error.
-
-    In a worker they are those of its turns.
-    """
+    """Sequences with the places behind them; an error is the last."""
 
     def __init__(self, packed: Packed) -> None:
         self._packed = packed
 
     def __iter__(self) -> Iterator[tuple[Item | Exception, State | None]]:
-        worker = get_worker_info()
-        turn, turns = (worker.id, worker.num_workers) if worker else (0, 1)
         try:
-            if worker:
-                self._read_alone()
-            for number in count():
-                if number % turns != turn:
-                    self._packed.skip()
-                    continue
-                item = next(self._packed)
+            for item in self._packed:
                 yield item, self._packed.state_dict()
         except Exception as error:
             yield error, None
-
-    def _read_alone(self) -> None:
-        """Have this worker read whatever there is, and nothing together with the others."""
-        # told that it is in a worker, datasets would read a share of the files of a stream
-        torch.utils.data.get_worker_info = lambda: None
-        # a file that was open before the fork has one position for all: open all anew
-        self._packed.load_state_dict(self._packed.state_dict())
 
 
 def _as_it_is(made: Any) -> Any:
@@ -286,18 +250,19 @@ def _as_it_is(made: Any) -> Any:
 
 
 class _Feed:
-    """The documents of one source as they are packed, a piece at a time."""
+    """The documents of one source as they are packed, a piece at a time.
 
-    def __init__(self, documents: Documents, share: float, complete: bool) -> None:
-        self._documents, self.share, self._whole = documents, share, complete
-        self.taken = 0  # tokens
-        self._begun: State = {}  # the place of the document that pieces are taken of
+    Attributes:
+        taken: tokens that were packed.
+    """
+
+    def __init__(
+        self, documents: TextDocuments | RetrievalDocuments, share: float, whole: bool
+    ) -> None:
+        self.documents, self.share, self._whole = documents, share, whole
+        self.taken = self._done = 0  # of all documents, and of the one that pieces are taken of
+        self._begun: State = {}  # its place
         self._document: Tokenised | LazyDocument | None = None
-        self._done = 0  # tokens of it
-
-    @property
-    def epoch(self) -> int | None:
-        return self._documents.epoch
 
     def fits(self, room: int) -> bool:
         """Whether some of its next document may stand in ``room`` tokens: of a whole one, all."""
@@ -305,31 +270,28 @@ class _Feed:
 
     def take(self, room: int) -> Tokenised | LazyDocument:
         """What comes next, at most ``room`` tokens."""
-        document = self._next()
-        if self._whole:
-            self.taken, self._document = self.taken + document.size, None
-            return document
-        piece = Tokenised(*(part[self._done : self._done + room] for part in document))
-        self._done += piece.size
-        self.taken += piece.size
-        # a last token has been predicted before the cut, and nothing is left for it to predict
+        piece = document = self._next()
+        if not self._whole:
+            piece = Tokenised(*(part[self._done : self._done + room] for part in document))
+        self.taken, self._done = self.taken + piece.size, self._done + piece.size
+        # a last token was predicted before the cut, and has nothing to predict itself
         if document.size - self._done < 2:
             self._document, self._done = None, 0
         return piece
 
     def _next(self) -> Tokenised | LazyDocument:
         if self._document is None:
-            self._begun = self._documents.state_dict()
-            self._document = next(self._documents)
+            self._begun = self.documents.state_dict()
+            self._document = next(self.documents)
         return self._document
 
     def state_dict(self) -> State:
-        begun = self._documents.state_dict() if self._document is None else self._begun
+        begun = self.documents.state_dict() if self._document is None else self._begun
         return {"taken": self.taken, "begun": begun, "done": self._done}
 
     def load_state_dict(self, state: State) -> None:
         self.taken, self._done = state["taken"], state["done"]
-        self._documents.load_state_dict(state["begun"])
+        self.documents.load_state_dict(state["begun"])
         self._document = None
 
 
@@ -368,12 +330,12 @@ def _check(
 ) -> None:
     shares = [share for _, share in sources]
     numbers = all(math.isfinite(share) and share >= 0 for share in shares)
-    for rule, holds, seen in (
-        ("sources must be at least one with a share of the tokens", any(shares), shares),
-        ("shares of sources must be numbers, none below 0", numbers, shares),
-        ("length must be 2 tokens or more", length >= 2, length),
-        ("rank must be 0 or more and below world", 0 <= rank < world, f"{rank} of {world}"),
-        ("hold_out must be 0 or more", hold_out >= 0, hold_out),
+    for holds, rule, seen in (
+        (any(shares), "sources must be at least one with a share of the tokens", shares),
+        (numbers, "shares of sources must be numbers, none below 0", shares),
+        (length >= 2, "length must be 2 tokens or more", length),
+        (0 <= rank < world, "rank must be 0 or more and below world", f"{rank} of {world}"),
+        (hold_out >= 0, "hold_out must be 0 or more", hold_out),
     ):
         if not holds:
             raise UsageError(f"{rule}; got {seen}.")

@@ -8,14 +8,19 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from cab_hf.config import NAMES, SPARSE
 from cab_hf.finetune import meter
 from cab_hf.finetune.loss import CHUNK_LOGITS
 from cab_hf.finetune.models import stretch_positions
-from cab_hf.finetune.settings import ADAPTER, Settings
-from cab_hf.finetune.tiles import TILE, tile_of
+from cab_hf.finetune.prepare import adapted, open_sources
+from cab_hf.finetune.settings import ADAPTER, TILE, Settings
+from cab_hf.finetune.sources import is_local
+from cab_hf.finetune.tiles import tile_of
 from cab_hf.hf.model_config import cab_config_of
 from cab_hf.runs import models as run_models
 from cab_hf.runs.settings import UsageError
@@ -185,3 +190,30 @@ def savings(settings: Settings) -> str:
         (True, "--passkeys 0"),
     ]
     return ", ".join([given for saves, given in known if saves][:3])
+
+
+def tell_what_would_run(settings: Settings, accelerator: Accelerator) -> None:
+    """Print the settings, what a step costs and whether it fits."""
+    processes = accelerator.num_processes
+    spread = spread_of(accelerator)
+    tell = print if accelerator.is_main_process else lambda sentence: None
+    try:
+        settings.accumulation(processes)
+        # what only a network has is not fetched for this
+        named = [*settings.sources(), *settings.sources("validation")]
+        open_sources(settings, [each for each in named if is_local(each[0])], tell)
+        model = adapted(settings, skeleton(settings))
+    except (ValueError, NotImplementedError) as error:
+        raise UsageError(str(error)) from error
+    cost, room = meter.Cost.of(model), room_of(settings, accelerator.device)
+    fitted = fit(settings, cost, spread, room)
+    tell(report(settings, cost, processes, fitted, room))
+    refuse_too_long(settings, cost, spread, room, fitted)
+
+
+def spread_of(accelerator: Accelerator) -> dict[str, Any]:
+    """Where accelerate puts the weights, for `fit`."""
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return {}
+    offloaded = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+    return {"shards": accelerator.num_processes, "weights_on_host": offloaded}

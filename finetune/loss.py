@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cab_hf.finetune.settings import KERNELS
+
 IGNORED = -100  # a label that is not to be learnt
-KERNELS = ("auto", "liger", "chunks")
+
 # of one chunk: 256 MiB in float32, and products large enough to keep a GPU busy
 CHUNK_LOGITS = 2**26
 # tiles of matrix products are whole where chunks are multiples of it

@@ -1,11 +1,9 @@
 """What a step costs and how well it went: FLOPs, MFU, density, memory.
 
-A step's useful FLOPs are those of the forward and the backward pass over the pairs that are
-attended; what checkpointing and the loss compute a second time counts for nothing. Dense-equivalent
-FLOPs are those of the same step with every pair that causality allows.
-
-Of a mixture of experts counts what a token uses: the router, shared experts, and of the others as
-many as each token is sent to. Where a model does not say how many those are, nothing is counted.
+Useful FLOPs are those of the forward and the backward pass over the pairs that are attended; what
+is computed a second time does not count. Dense-equivalent FLOPs are those of the same step with
+every pair that causality allows. Of a mixture of experts the router, shared experts and as many
+experts as each token is sent to are counted; where a model does not say how many, nothing is.
 """
 
 from __future__ import annotations
@@ -53,6 +51,15 @@ FROZEN, TRAINED = 4, 6
 ATTENTION = 12
 
 
+# experts that are modules of their own, one behind the other
+LISTED_EXPERTS = re.compile(r"(.*\bexperts)\.\d+\b")
+# what configs call the experts that a token is sent to
+PER_TOKEN = (
+    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token"),
+    *("top_k_experts", "moe_top_k", "moe_topk", "moe_k"),
+)
+
+
 @dataclass(frozen=True)
 class Cost:
     """What decides the FLOPs and the memory of a model's training step.
@@ -90,21 +97,33 @@ class Cost:
     def of(cls, model: nn.Module) -> Cost:
         """The cost of a causal language model of transformers, with or without an adapter."""
         config = model.config.get_text_config()
-        layers = _layer_configs(config)
-        linear = list(_linear_layers(model))
-        products, uncounted = _used(model, linear)
+        kinds = getattr(config, "layer_types", None)
+        layers = [config] * (config.num_hidden_layers if kinds is None else len(kinds))
+        if getattr(config, "is_heterogeneous", False):
+            # what differs from layer to layer, the model's own config refuses to say
+            layers = list(config.per_layer_config)
+        # old types of models have no grouped heads
+        kv_heads = [
+            getattr(x, "num_key_value_heads", None) or x.num_attention_heads for x in layers
+        ]
+        linear, uncounted = list(_linear_layers(model)), None
+        try:
+            products = [*_products(model, linear)]
+        except _UnknownError as unknown:
+            products, uncounted = [], str(unknown)
+        trained = [p.numel() for p in model.parameters() if p.requires_grad]
         kept = [p for p in (*model.parameters(), *model.buffers()) if not p.requires_grad]
         return cls(
             frozen=sum(size for size, trained in products if not trained),
             trained=sum(size for size, trained in products if trained),
             linear=sum(size for _, size, trained in linear if not trained),
-            windows=_windows(config, layers),
+            windows=_windows(config, kinds, layers),
             channels=tuple(_channels(each, each.num_attention_heads) for each in layers),
-            kv_channels=tuple(_channels(each, _kv_heads(each)) for each in layers),
+            kv_channels=tuple(map(_channels, layers, kv_heads)),
             heads=max(each.num_attention_heads for each in layers),
             inner=max(map(_widest_mlp, layers)),
             parameters=sum(p.numel() for p in model.parameters()),
-            trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            trained_parameters=sum(trained),
             weight_bytes=sum(p.numel() * p.element_size() for p in kept),
             uncounted=uncounted,
             untiled=tuple(untiled_mlps(model)),
@@ -121,15 +140,16 @@ class Cost:
         ``positions``, int [B, N], restart with each document.
         """
         seen = positions.to(torch.int64) + 1
-        by_window = {
-            window: int(seen.clamp(max=window).sum()) for window in {*self.windows} - {None}
-        }
-        by_window[None] = int(seen.sum())
+        by_window = {each: int(seen.clamp(max=each or 2**62).sum()) for each in {*self.windows}}
         return tuple(by_window[window] for window in self.windows)
 
     def attention(self, pairs: Sequence[float]) -> list[float]:
         """FLOPs of each layer that attends so many pairs in every head, forward and backward."""
         return [ATTENTION * n * own for n, own in zip(pairs, self.channels, strict=True)]
+
+
+class _UnknownError(Exception):
+    """How many weights a token uses cannot be known."""
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
@@ -142,56 +162,35 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
             yield name, module.in_features * module.out_features, module.weight.requires_grad
 
 
-def _used(
+def _products(
     model: nn.Module, linear: Iterable[tuple[str, int, bool]]
-) -> tuple[list[tuple[int, bool]], str | None]:
-    """(weights, whether they are trained) that multiply a token, and why that is not known."""
-    results = []
-    try:
-        for name, size, trained in linear:
-            listed = LISTED_EXPERTS.match(name)
-            if listed:
-                experts = len(model.get_submodule(listed[1]))
-                size = size * _experts_per_token(model, listed[1], experts) // experts
-            results.append((size, trained))
-        for name, module in model.named_modules():
-            results += _raw_products(model, name, module)
-    except _UnknownError as unknown:
-        return [], str(unknown)
-    return results, None
-
-
-# experts that are modules of their own, one behind the other
-LISTED_EXPERTS = re.compile(r"(.*\bexperts)\.\d+\b")
-# what configs call the experts that a token is sent to
-PER_TOKEN = (
-    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token"),
-    *("top_k_experts", "moe_top_k", "moe_topk", "moe_k"),
-)
-
-
-class _UnknownError(Exception):
-    """How many weights a token uses cannot be known."""
-
-
-def _raw_products(model: nn.Module, name: str, module: nn.Module) -> Iterable[tuple[int, bool]]:
-    """As of `_used`, of routers and of experts whose weights are one tensor, [experts, ...]."""
-    if hasattr(module, "in_features") or isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
-        return
-    expert = "expert" in f"{name}.{type(module).__name__}".lower()
-    for own, weight in module.named_parameters(recurse=False):
-        size, trained = weight.numel(), weight.requires_grad
-        if _is_router(module) and weight.ndim == 2:
-            yield size, trained
-        elif weight.ndim < 2 or not expert or own.endswith("bias"):
+) -> Iterator[tuple[int, bool]]:
+    """(weights, whether they are trained) that multiply a token; _UnknownError: they may differ."""
+    for name, size, trained in linear:
+        listed = LISTED_EXPERTS.match(name)
+        if listed:
+            experts = len(model.get_submodule(listed[1]))
+            size = size * _experts_per_token(model, listed[1], experts) // experts
+        yield size, trained
+    # routers, and experts whose weights are one tensor [experts, ...]
+    others = (nn.Embedding, nn.modules.conv._ConvNd)
+    for name, module in model.named_modules():
+        if hasattr(module, "in_features") or isinstance(module, others):
             continue
-        elif weight.ndim != 3 or not weight.is_floating_point():
-            raise _UnknownError(f"{name}.{own} of shape {tuple(weight.shape)} holds experts")
-        elif "shared" in name.rpartition("layers.")[2]:
-            yield size, trained
-        else:
-            experts = weight.shape[0]
-            yield size // experts * _experts_per_token(model, name, experts), trained
+        expert = "expert" in f"{name}.{type(module).__name__}".lower()
+        for own, weight in module.named_parameters(recurse=False):
+            size, trained = weight.numel(), weight.requires_grad
+            if _is_router(module) and weight.ndim == 2:
+                yield size, trained
+            elif weight.ndim < 2 or not expert or own.endswith("bias"):
+                continue
+            elif weight.ndim != 3 or not weight.is_floating_point():
+                raise _UnknownError(f"{name}.{own} of shape {tuple(weight.shape)} holds experts")
+            elif "shared" in name.rpartition("layers.")[2]:
+                yield size, trained
+            else:
+                experts = weight.shape[0]
+                yield size // experts * _experts_per_token(model, name, experts), trained
 
 
 def _is_router(module: nn.Module) -> bool:
@@ -200,12 +199,10 @@ def _is_router(module: nn.Module) -> bool:
 
 def _experts_per_token(model: nn.Module, name: str, experts: int) -> int:
     """Of so many ``experts``, which are the module ``name``, those that a token is sent to."""
-    block = model.get_submodule(name.rpartition(".")[0])
-    routers = [module for module in block.modules() if _is_router(module)]
+    routers = [x for x in model.get_submodule(name.rpartition(".")[0]).modules() if _is_router(x)]
+    config = model.config.get_text_config()
     result = {module.top_k for module in routers}
-    if not result:
-        config = model.config.get_text_config()
-        result = {getattr(config, field, None) for field in PER_TOKEN} - {None}
+    result = result or {getattr(config, field, None) for field in PER_TOKEN} - {None}
     # some models also send tokens to experts that do nothing
     sizes = ("num_experts", "n_routed_experts")
     reached = {getattr(module, field, None) for module in routers for field in sizes}
@@ -214,17 +211,6 @@ def _experts_per_token(model: nn.Module, name: str, experts: int) -> int:
     if not isinstance(count, int) or not 0 < count <= experts or not reached <= {experts}:
         raise _UnknownError(f"how many of the {experts} experts of {name} a token uses is not said")
     return count
-
-
-def _layer_configs(config: Any) -> Sequence[Any]:
-    """The config of each layer.
-
-    What differs from layer to layer, as head dims of Gemma 4 do, the model's own refuses to say.
-    """
-    if getattr(config, "is_heterogeneous", False):
-        return list(config.per_layer_config)
-    kinds = getattr(config, "layer_types", None)
-    return [config] * (config.num_hidden_layers if kinds is None else len(kinds))
 
 
 def _channels(config: Any, heads: int) -> int:
@@ -238,20 +224,16 @@ def _channels(config: Any, heads: int) -> int:
     return heads * (own or config.hidden_size // config.num_attention_heads)
 
 
-def _kv_heads(config: Any) -> int:
-    # old types of models have no grouped heads
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-
-
 def _widest_mlp(config: Any) -> int:
     sizes = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return sizes if isinstance(sizes, int) else max(sizes)
 
 
-def _windows(config: Any, layers: Sequence[Any]) -> tuple[int | None, ...]:
-    """Of each of the ``layers``, which are configs."""
+def _windows(
+    config: Any, kinds: Sequence[str] | None, layers: Sequence[Any]
+) -> tuple[int | None, ...]:
+    """The window of each of the ``layers``, which are configs; ``kinds`` are their types."""
     on = getattr(config, "use_sliding_window", True) is not False
-    kinds = getattr(config, "layer_types", None)
     kinds = ["sliding_attention"] * len(layers) if kinds is None else kinds
     return tuple(
         getattr(layer, "sliding_window", None) if on and kind == "sliding_attention" else None

@@ -17,12 +17,12 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cab_hf.config import SPARSE, CabConfig
+from cab_hf.finetune.settings import ROPES
 from cab_hf.hf.model_config import cab_config_of
 from cab_hf.patches import apply_cab
 from cab_hf.runs import models as run_models
 from cab_hf.runs.log import write_atomically
 
-ROPES = ("linear", "dynamic", "yarn", "llama3", "theta")
 # of Llama 3.1, whose scaling it is
 LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # as PEFT has it

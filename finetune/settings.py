@@ -8,10 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cab_hf.config import NAMES, CabConfig
-from cab_hf.finetune.loss import KERNELS
-from cab_hf.finetune.models import ROPES
-from cab_hf.finetune.tiles import TILE, TILED_ABOVE
-from cab_hf.plan import EXACT_BLOCK
 from cab_hf.runs.settings import (
     UsageError,
     comma_separated,
@@ -26,8 +22,13 @@ from cab_hf.runs.settings import (
     spell,
 )
 
+# nothing here imports torch: a command line is read, or refused, in a second
 PROG = "finetune/lora.py"
 DTYPES = ("bfloat16", "float32")
+ROPES = ("linear", "dynamic", "yarn", "llama3", "theta")
+KERNELS = ("auto", "liger", "chunks")
+# tokens of a process above which it computes in tiles by default, and tokens of a tile
+TILED_ABOVE, TILE = 2**17, 2**13
 # what is trained
 ADAPTER, ALL = "adapter", "all"
 # settings that LoRA alone reads
@@ -114,11 +115,8 @@ class Settings:
         "sources of the held-out sequences (default: documents of --data that are not trained on)",
         comma_separated(str),
     )
-    data_workers: int | None = option(
-        None,
-        "processes that make sequences for each one that trains; auto (default): its share of the "
-        "CPU cores but one, at most 4",
-        number_or_auto,
+    data_workers: int = option(
+        1, "processes that make sequences ahead for each one that trains: 1, or 0 for none", int
     )
     # optimisation
     steps: int = option(200, "optimizer steps", int)
@@ -156,61 +154,54 @@ class Settings:
     dry_run: bool = flag("say what would run, what it costs and whether it fits; then end")
 
     def __post_init__(self) -> None:
-        self._one_of("train", (ADAPTER, ALL))
-        self._one_of("dtype", DTYPES)
-        self._one_of("adapter_dtype", DTYPES)
-        self._one_of("rope", ("none", *ROPES))
-        self._one_of("loss_kernel", KERNELS)
-        self._at_least(1, "rank", "steps", "micro_batch", "save_every", "cp")
-        self._at_least(2, "length")
-        self._at_least(0, "warmup", "tokens_per_step", "held_out", "eval_every", "passkeys")
-        self._within("a number above 0", lambda x: x > 0, "lr", "alpha")
-        any_size = ("rope_factor", "rope_theta", "weight_decay", "clip", "peak_tflops")
-        self._within("0 or more", lambda x: x >= 0, *any_size, "gpu_gib", "host_gib")
-        self._within("a number above 0", lambda x: x > 0, "link_gbs")
-        given = ("tile_tokens", "offload_layers")
-        self._within("auto, or 0 or more", lambda x: x is None or x >= 0, *given)
-        self._within("auto, or 1 or more", lambda x: x is None or x >= 1, "data_workers")
-        kept = self.checkpointing or not self.offload_layers
-        require(self, "offload_layers", kept, "0 without checkpointing")
-        self._within("in [0, 1)", lambda x: 0 <= x < 1, "dropout", "beta2")
-        self._within("in [0, 1]", lambda x: 0 <= x <= 1, "lr_end")
         adapted = self.train == ADAPTER
-        require(self, "dropout", adapted or not self.dropout, "0 with train=all: it is LoRA's")
-        require(self, "qlora", adapted or not self.qlora, "off with train=all")
-        require(self, "adapter", adapted or not self.adapter, "none with train=all")
+        above, at_least_0, at_least_1 = "a number above 0", "0 or more", "a whole number from 1 on"
+        longest = max(self.passkey_lengths, default=2)
+        unknown = [name for name in self.trackers if name not in TRACKERS]
+        choices = {"train": (ADAPTER, ALL), "dtype": DTYPES, "adapter_dtype": DTYPES}
+        choices |= {"rope": ("none", *ROPES), "loss_kernel": KERNELS}
+        for name, accepted in choices.items():
+            self._require(f"one of {', '.join(accepted)}", lambda x, a=accepted: x in a, name)
+        counts = ("rank", "steps", "micro_batch", "save_every", "cp")
+        self._require(at_least_1, lambda x: x >= 1, *counts)
+        self._require("a whole number from 2 on", lambda x: x >= 2, "length")
+        self._require(above, lambda x: x > 0, "lr", "alpha", "link_gbs")
+        counts = ("warmup", "tokens_per_step", "held_out", "eval_every", "passkeys")
+        self._require("a whole number from 0 on", lambda x: x >= 0, *counts)
+        sizes = ("rope_factor", "rope_theta", "weight_decay", "clip", "peak_tflops")
+        self._require(at_least_0, lambda x: x >= 0, *sizes, "gpu_gib", "host_gib")
+        auto = ("tile_tokens", "offload_layers")
+        self._require("auto, or 0 or more", lambda x: x is None or x >= 0, *auto)
+        self._require("0 or 1", lambda x: x in (0, 1), "data_workers")
+        self._require("in [0, 1)", lambda x: 0 <= x < 1, "dropout", "beta2")
+        self._require("in [0, 1]", lambda x: 0 <= x <= 1, "lr_end")
+        self._require("0 without checkpointing", lambda x: self.checkpointing or not x, auto[1])
+        for name, accepted in (("dropout", "0"), ("qlora", "off"), ("adapter", "none")):
+            self._require(f"{accepted} with train=all", lambda x: adapted or not x, name)
         for name in OF_LORA:
             usual = getattr(Settings, name)
             accepted = f"left out, or {spell(usual)}, with train=all: it is LoRA's"
-            require(self, name, adapted or getattr(self, name) == usual, accepted)
-        require(self, "data", self.data, "at least one source, such as text.jsonl")
-        require(self, "targets", self.targets, "at least one linear layer, such as q_proj")
-        unknown = [name for name in self.trackers if name not in TRACKERS]
+            self._require(accepted, lambda x, usual=usual: adapted or x == usual, name)
+        self._require("at least one source, such as text.jsonl", bool, "data")
+        self._require("at least one linear layer, such as q_proj", bool, "targets")
         require(self, "trackers", not unknown, f"some of {', '.join(TRACKERS)}", unknown)
-        require(self, "warmup", self.warmup < self.steps, f"less than steps={self.steps}")
-        longest = max(self.passkey_lengths, default=2)
+        self._require(f"less than steps={self.steps}", lambda x: x < self.steps, "warmup")
         accepted = f"at most length={self.length}, and 2 or more"
-        require(self, "passkey_lengths", 2 <= longest <= self.length, accepted)
+        self._require(accepted, lambda _: 2 <= longest <= self.length, "passkey_lengths")
         if self.cp > 1:
-            # what attends to a sequence that several processes hold
+            from cab_hf.plan import EXACT_BLOCK
+
+            # only these attend to a sequence that several processes hold
             accepted = f"one of {', '.join(NAMES)} with cp={self.cp}"
-            require(self, "attention", self.attention in NAMES, accepted)
-            # an early and a late chunk of a document for each
+            self._require(accepted, lambda x: x in NAMES, "attention")
+            # an early and a late chunk of a document for each process
             least = 2 * self.cp * EXACT_BLOCK
             accepted = f"{least} or more with cp={self.cp}, {2 * EXACT_BLOCK} for each process"
-            require(self, "length", self.length >= least, accepted)
-        # refuses a calibration that is none
-        self.cab_config()
-        self.sources()
-        self.sources("validation")
+            self._require(accepted, lambda x: x >= least, "length")
+        # these refuse what cannot be read
+        self.cab_config(), self.sources(), self.sources("validation")
 
-    def _one_of(self, name: str, accepted: Sequence[str]) -> None:
-        require(self, name, getattr(self, name) in accepted, f"one of {', '.join(accepted)}")
-
-    def _at_least(self, least: int, *names: str) -> None:
-        self._within(f"a whole number from {least} on", lambda x: x >= least, *names)
-
-    def _within(self, accepted: str, holds: Callable[[Any], bool], *names: str) -> None:
+    def _require(self, accepted: str, holds: Callable[[Any], bool], *names: str) -> None:
         for name in names:
             require(self, name, holds(getattr(self, name)), accepted)
 

@@ -1,7 +1,7 @@
-"""Where documents come from, and a place among them that a run can go back to.
+"""Where documents come from, and a place among them that a run can return to.
 
-Everything here is without end, epoch after epoch, and has a ``state_dict`` that JSON keeps: the
-place of the document that comes next. What was read ahead is no part of it; it is read again.
+Sources have no end: they are read epoch after epoch. Their ``state_dict`` is JSON: the place of the
+next document. What was read ahead is not part of it and is read again.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import os
 import random
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,21 +31,20 @@ from cab_hf.runs.stand_ins import MANUALS, manuals_file
 from cab_hf.texts.needles import NOISE, leading_tokens, split_sentences
 
 State = dict[str, Any]
-# files by their endings: what `datasets` reads them with
+# files by their endings: what `datasets` reads them with; a byte order mark is no text
 KINDS = {
-    # a byte order mark is no text
     ".txt": ("from_text", {"sample_by": "document", "encoding": "utf-8-sig"}),
     ".jsonl": ("from_json", {}),
     ".json": ("from_json", {}),
     ".parquet": ("from_parquet", {}),
 }
-# rows read at once; from a stream, which has no rows to choose from, these are what is shuffled
+# rows read at once; a stream cannot be shuffled as a whole, so that these blocks of it are
 BLOCK_ROWS = 64
 BLOCK_STREAMED = 256
 TOKENISED_CHARACTERS = 2**20  # of texts that are tokenised at once
-# more than text has: sentences around keys go round only where a source has no more of them
+# more than text has: sentences around keys repeat only where a source has no more of them
 CHARACTERS_A_TOKEN = 6
-# keys stand at the ends of sentences: what goes on without one, as tables do, is cut to these
+# keys stand at the ends of sentences: text without any, such as tables, is cut to these
 SHORT = re.compile(r"\s*\S.{0,600}(?!\S)|\s*\S.{0,600}", re.DOTALL)
 
 
@@ -69,27 +68,10 @@ class Tokenised(NamedTuple):
 
 
 class LazyDocument(NamedTuple):
-    """A document whose length is known before it is made.
+    """A document of ``size`` tokens that is made where it is needed; others are passed over."""
 
-    A process that packs it for another one, or passes over it, never makes it.
-    """
-
-    size: int  # tokens
+    size: int
     tokenised: Callable[[], Tokenised]
-
-
-class Documents(Protocol):
-    """The documents of one source, without end."""
-
-    epoch: int | None  # how often all of them were read; None: there are always others
-
-    def __next__(self) -> Tokenised | LazyDocument:
-        """The next document; a lazy one where the source is ``whole``."""
-
-    def state_dict(self) -> State:
-        """The place of the next document; nothing that comes later changes it."""
-
-    def load_state_dict(self, state: State) -> None: ...
 
 
 class Part(NamedTuple):
@@ -114,7 +96,7 @@ class TextSource:
     Attributes:
         dataset: a Dataset or an IterableDataset with the field alone.
         skipped: a sentence on documents without text, where there are such or may be.
-        files: that the dataset is read from, and ``sha256`` of what was in them; none of the hub's.
+        files: that the dataset is read from, and ``sha256`` of their content; none of the hub's.
     """
 
     name: str
@@ -130,26 +112,25 @@ class TextSource:
 
     @property
     def rows(self) -> int | None:
-        """How many documents it has; None where nobody knows before the end."""
+        """How many documents it has; None for a stream."""
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
 
     def texts(self, part: Part, salt: str) -> Texts:
         """Its texts; ``salt`` tells the order from that of another reader of the same source."""
-        kind = _Streamed if self.rows is None else _Rows
-        return kind(self, part, f"{salt}/{self.seed}" if self.shuffle else None)
+        return Texts(self, part, f"{salt}/{self.seed}" if self.shuffle else None)
 
     def documents(
         self, tokenizer: Any, part: Part, salt: str, length: int, others: Sequence[TextSource]
-    ) -> Documents:
-        """Its documents as a sequence of ``length`` tokens takes them."""
-        return _TextDocuments(self, self.texts(part, salt), tokenizer)
+    ) -> TextDocuments:
+        """Its documents for sequences of ``length`` tokens."""
+        return TextDocuments(self, self.texts(part, salt), tokenizer)
 
 
 @dataclass(frozen=True)
 class RetrievalSource:
-    """Synthetic documents, with keys hidden in the text of the sources beside it.
+    """Synthetic documents: keys hidden in the text of the sources beside it.
 
-    Their answers alone are to be learnt.
+    Only their answers are learnt.
     """
 
     name: str
@@ -161,8 +142,8 @@ class RetrievalSource:
 
     def documents(
         self, tokenizer: Any, part: Part, salt: str, length: int, others: Sequence[TextSource]
-    ) -> Documents:
-        """As of `TextSource`.
+    ) -> RetrievalDocuments:
+        """Its documents, hidden in texts of ``others``.
 
         Raises:
             UsageError: a document is longer than a sequence, or has no room for its keys.
@@ -180,7 +161,7 @@ class RetrievalSource:
             raise UsageError(f"source {self.name!r}: {error}") from None
         haystacks = [other.texts(part, f"{salt}/{self.name}") for other in others]
         seed = f"{salt}/{self.seed}/{part.held_out}"
-        return _RetrievalDocuments(self, tokenizer, size, seed, haystacks)
+        return RetrievalDocuments(self, tokenizer, size, seed, haystacks)
 
 
 Source = TextSource | RetrievalSource
@@ -195,7 +176,7 @@ def make_source(
     seed: int = 0,
     shuffle: bool = True,
 ) -> Source:
-    """What documents are read of; those of fewer than two tokens are skipped.
+    """What documents are read from; those of fewer than two tokens are skipped.
 
     Args:
         name: a ``.txt`` file, which is one document, or a ``.jsonl`` or ``.parquet`` file with one
@@ -205,8 +186,8 @@ def make_source(
             hub, ``NAME`` or ``NAME:CONFIG``.
         text_field: the field of a row with its text; files of text and manuals have their own.
         split: of a data set of the hub.
-        streaming: read while training instead of downloading and indexing first. What is shuffled
-            then are blocks of 256 documents, in the order they come.
+        streaming: read while training instead of downloading and indexing first; then blocks of
+            256 documents are shuffled, in the order they come.
         seed: of the order of the documents, or of the synthetic ones.
         shuffle: False leaves the documents in the order of the data.
 
@@ -215,33 +196,33 @@ def make_source(
     """
     if is_entry(name):
         return RetrievalSource(name, parse_entry(name), seed)
-    files, given = _files_of(name), repr(name)
-    if files and not any(file.stat().st_size for file in files):
-        raise UsageError(f"source {given} has no documents; give one with text in it.")
+    files = _files_of(name)
     own = name == MANUALS or (files and files[0].suffix == ".txt")
     field = "text" if own else text_field
-    with _reading(given, files, field):
-        sums = list(map(file_sha256, files))
-        dataset = _open_files(files, sums, streaming) if files else _open(name, split, streaming)
-        fields = dataset.column_names or list(next(iter(dataset), {}))
-    if not fields or (not streaming and not len(dataset)):
-        raise UsageError(f"source {given} has no documents; give one with text in it.")
+    fields: Sequence[str] = ()
+    if not files or any(file.stat().st_size for file in files):
+        with _reading(repr(name), files, field):
+            sums = list(map(file_sha256, files))
+            opened = _open_files(files, sums, streaming) if files else _open(name, split, streaming)
+            fields = opened.column_names or list(next(iter(opened), {}))
+    if not fields or (not streaming and not len(opened)):
+        raise UsageError(f"source {name!r} has no documents; give one with text in it.")
     if field not in fields:
         near = difflib.get_close_matches(field, fields, n=1)
         hint = f"did you mean {near[0]}?" if near else f"its fields are {', '.join(fields)}."
         where = f" in {files[0].name}" if len(files) > 1 else ""
-        raise UsageError(f"source {given} has no field {field!r}{where}; {hint}")
-    # a name without its folder: results and checkpoints say which file, not where
+        raise UsageError(f"source {name!r} has no field {field!r}{where}; {hint}")
+    # results and checkpoints say which file it was, not in which folder
     shown = Path(name).name if files else name
-    dataset = dataset.select_columns([field])
-    with _reading(given):
+    dataset = opened.select_columns([field])
+    with _reading(repr(name)):
         skipped = _skipped(dataset, field, shown)
-    sha256 = _sha256_of(sums) if files else None
-    return TextSource(shown, dataset, field, seed, shuffle, skipped, files, sha256)
+    content = _sha256_of(sums) if files else None
+    return TextSource(shown, dataset, field, seed, shuffle, skipped, files, content)
 
 
 def _skipped(dataset: Any, field: str, shown: str) -> str | None:
-    """What is to be said of documents without text; UsageError where there are no others."""
+    """A sentence on documents without text; UsageError where there are no others."""
     if not hasattr(dataset, "__len__"):
         return f"source {shown!r} is read as it comes: documents without text are skipped."
     from pyarrow import compute, string, types
@@ -267,10 +248,9 @@ def _skipped(dataset: Any, field: str, shown: str) -> str | None:
 
 
 def content_sha256(name: str) -> str | None:
-    """What tells the content of a source from any other; None of synthetic documents.
+    """The SHA-256 of a source's files in their order; None of synthetic documents.
 
-    It is the SHA-256 of its files, every byte read, in their order and wherever they stand; of a
-    data set of the hub it is the commit, as nothing is read of those that are streamed.
+    Of a data set of the hub it is the commit, for a stream is not read.
 
     Raises:
         UsageError: there is no such source.
@@ -288,7 +268,6 @@ def content_sha256(name: str) -> str | None:
 
 
 def _sha256_of(sums: Sequence[str]) -> str:
-    """Of files that have these, in their order."""
     return sums[0] if len(sums) == 1 else sha256("".join(sums).encode()).hexdigest()
 
 
@@ -300,8 +279,9 @@ def is_local(name: str) -> bool:
 def refuse_learnt(
     learnt: Sequence[tuple[str, float]], watched: Sequence[tuple[str, float]]
 ) -> None:
-    """Refuse to watch a run on what it learns; synthetic documents are others where they are held
-    out, and a share of 0 is of text that is not to be learnt.
+    """Refuse to validate a run on what it learns.
+
+    Synthetic documents are others where they are held out, and texts of share 0 are not learnt.
 
     Args:
         learnt, watched: names and shares of sources.
@@ -309,7 +289,7 @@ def refuse_learnt(
     Raises:
         UsageError: naming a source of ``watched`` with a file that ``learnt`` has too.
     """
-    learnt, watched = (
+    own, others = (
         [name for name, share in named if share and not is_entry(name)]
         for named in (learnt, watched)
     )
@@ -317,8 +297,8 @@ def refuse_learnt(
         "give texts that are not learnt, or leave validation out: then documents of data are kept "
         "for it."
     )
-    known = [(name, file) for name in learnt for file in _local_files(name)]
-    for name in watched:
+    known = [(name, file) for name in own for file in _local_files(name)]
+    for name in others:
         for file in _local_files(name):
             other = next((other for other, same in known if _are_alike(file, same)), None)
             if other is not None:
@@ -326,7 +306,7 @@ def refuse_learnt(
                     f"validation has {name!r} and data {other!r}, where {file.name} is the same "
                     f"text; {instead}"
                 )
-        if name in learnt:
+        if name in own:
             raise UsageError(f"validation and data both have {name!r}; {instead}")
 
 
@@ -361,7 +341,7 @@ def _local_files(name: str) -> list[Path]:
         raise UsageError(f"source {name!r} must be a file of {known}.")
     if path.is_file():
         return [path]
-    # datasets, too, would read the folder in front of a colon
+    # datasets would also read the folder before a colon
     local = path.is_absolute() or name.startswith((".", "~")) or Path(name.split(":")[0]).is_dir()
     if path.suffix in KINDS or local:
         raise UsageError(f"source {name!r} is no file or folder that is there; give one that is.")
@@ -369,7 +349,7 @@ def _local_files(name: str) -> list[Path]:
 
 
 def _is_text(file: Path, folder: Path) -> bool:
-    """Whether it is read where ``folder`` is named: hidden ones are copies that editors keep."""
+    """Whether ``folder`` has it as a document: hidden ones are copies that editors keep."""
     hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
     return file.suffix in KINDS and not hidden and not file.is_dir()
 
@@ -386,13 +366,13 @@ def _open(name: str, split: str, streaming: bool) -> Any:
 
 
 def _open_files(files: Sequence[Path], sums: Sequence[str], streaming: bool, **options: Any) -> Any:
-    """The rows of ``files``, those and no others, which have the SHA-256 ``sums``."""
+    """The rows of exactly these ``files``, which have the SHA-256 ``sums``."""
     from datasets import Dataset
     from datasets.data_files import DataFilesDict, DataFilesList
     from datasets.utils.extract import Extractor
 
     read, usual = KINDS[files[0].suffix]
-    # of an empty file datasets cannot tell the fields; one of text is a document, and skipped later
+    # of an empty file datasets cannot tell the fields; one of text is a document, skipped later
     filled = {
         os.path.abspath(file): (each,)
         for file, each in zip(files, sums, strict=True)
@@ -414,7 +394,7 @@ def _open_files(files: Sequence[Path], sums: Sequence[str], streaming: bool, **o
 def _reading(
     text: str, files: Sequence[Path] = (), field: str = ""
 ) -> AbstractContextManager[None]:
-    """Whatever goes wrong inside is told of the source, which whoever started the run has named.
+    """Whatever goes wrong inside becomes a UsageError that names the source.
 
     Args:
         files: that are read; of several the one that cannot be is named.
@@ -439,7 +419,6 @@ def _bad_file(files: Sequence[Path], field: str) -> tuple[str, Exception] | None
     features = None
     for file in files:
         try:
-            # nothing is looked up by its content: a stream is not cached
             dataset = _open_files([file], [""], True, features=features)
             for row in dataset if file.stat().st_size else ():
                 if field not in row:
@@ -451,26 +430,43 @@ def _bad_file(files: Sequence[Path], field: str) -> tuple[str, Exception] | None
 
 
 class Texts:
-    """The texts of a source, without end; see `Documents` for its state.
+    """The texts of a source, without end, read a block at a time.
 
-    Derived classes read blocks of them: ``place`` and ``go_to`` are those of the next block.
+    Rows are shuffled as a whole, anew each epoch; of a stream each block is shuffled by itself:
+    the buffer of datasets' own shuffling is lost when a run goes on.
+
+    Args:
+        seed: of the order; None keeps that of the data.
     """
 
-    epoch = 0
-    place: Callable[[], State]
-    go_to: Callable[[State], None]
-    read: Callable[[], list[str]]
-
-    def __init__(self) -> None:
-        self._begun = self.place()  # where the block was read
+    def __init__(self, source: TextSource, part: Part, seed: str | None) -> None:
+        self._source, self._part, self._seed = source, part, seed
+        if source.rows is None:
+            # its place is its own: a second reader of a source must not move the first
+            self._dataset = copy.deepcopy(source.dataset)
+            start = copy.deepcopy(self._dataset.state_dict())
+            self._first: State = {"epoch": 0, "number": 0, "block": 0, "dataset": start}
+        else:
+            numbers = np.arange(source.rows)
+            self._rows = numbers[part.has(numbers)]
+            self._first = {"epoch": 0, "row": 0}
+            if not len(self._rows):
+                self._refuse_nothing()
+        self._go_to(self._first)
+        self._begun = self._first  # where the block was read
         self._texts: list[str] = []  # of the block
         self._taken = 0  # how many of them
+
+    @property
+    def epoch(self) -> int:
+        """How often all texts were read."""
+        return self._next["epoch"]
 
     def peek(self, characters: int = 1) -> list[str]:
         """The texts that come next: one at least, and more up to ``characters`` in all."""
         if self._taken == len(self._texts):
-            self._begun = self.place()
-            self._texts, self._taken = self.read(), 0
+            self._begun, self._taken = self._next, 0
+            self._texts = self._read()
         texts: list[str] = []
         for text in self._texts[self._taken :]:
             texts.append(text)
@@ -480,132 +476,97 @@ class Texts:
         return texts
 
     def advance(self) -> None:
-        """Go on to the text behind the one that came next."""
+        """Go on to the text after the next one."""
         self._taken += 1
 
     def state_dict(self) -> State:
+        """The place of the next text."""
         return {"block": self._begun, "taken": self._taken}
 
     def load_state_dict(self, state: State) -> None:
         self._begun, self._taken = state["block"], state["taken"]
-        self.go_to(self._begun)
-        self._texts = self.read() if self._taken else []
+        self._go_to(self._begun)
+        self._texts = self._read() if self._taken else []
 
+    def _go_to(self, place: State) -> None:
+        """Have ``place`` be that of the next block."""
+        self._next = place
+        if self._source.rows is None:
+            self._dataset.load_state_dict(copy.deepcopy(place["dataset"]))
+            self._stream = iter(self._dataset)
+        else:
+            self._ordered = self._rows
+            if self._seed is not None:
+                drawn = random.Random(f"finetune/{self._seed}/{place['epoch']}").getrandbits(32)
+                # of numpy's generators the one whose draws are the same in every version
+                self._ordered = np.random.RandomState(drawn).permutation(self._rows)
 
-class _Rows(Texts):
-    """Those of a Dataset, whose rows are shuffled as a whole, anew each epoch."""
-
-    def __init__(self, source: TextSource, part: Part, seed: str | None) -> None:
-        self._source, self._seed = source, seed
-        numbers = np.arange(source.rows)
-        self._rows = numbers[part.has(numbers)]
-        if not len(self._rows):
-            _refuse_nothing(source, part)
-        self.go_to({"epoch": 0, "row": 0})
-        super().__init__()
-
-    def place(self) -> State:
-        return {"epoch": self.epoch, "row": self._row}
-
-    def go_to(self, place: State) -> None:
-        self.epoch, self._row = place["epoch"], place["row"]
-        self._ordered = self._rows
-        if self._seed is not None:
-            drawn = random.Random(f"finetune/{self._seed}/{self.epoch}").getrandbits(32)
-            # of numpy's generators the one whose draws are the same in every version
-            self._ordered = np.random.RandomState(drawn).permutation(self._rows)
-
-    def read(self) -> list[str]:
-        if self._row == len(self._ordered):
-            self.go_to({"epoch": self.epoch + 1, "row": 0})
-        rows = self._ordered[self._row : self._row + BLOCK_ROWS].tolist()
-        self._row += len(rows)
-        with _reading(repr(self._source.name), self._source.files, self._source.field):
-            texts = self._source.dataset[rows][self._source.field]
-        return [_checked(text, row, self._source) for row, text in zip(rows, texts, strict=True)]
-
-
-class _Streamed(Texts):
-    """Those of an IterableDataset, of which each block is shuffled by itself.
-
-    datasets' own shuffling is not used: its buffer is lost when a run goes on.
-    """
-
-    def __init__(self, source: TextSource, part: Part, seed: str | None) -> None:
-        self._source, self._part, self._seed = source, part, seed
-        # its place is its own: a second reader of a source must not move the first
-        self._dataset = copy.deepcopy(source.dataset)
-        self._start = copy.deepcopy(self._dataset.state_dict())
-        self._rows: Iterator[Mapping[str, Any]] = iter(self._dataset)
-        self._number = self._block = 0
-        # asked for where a block ends: behind a load a data set tells its place from the first row
-        self._at = self._start
-        super().__init__()
-
-    def place(self) -> State:
-        counts = {"epoch": self.epoch, "number": self._number, "block": self._block}
-        return {**counts, "dataset": self._at}
-
-    def go_to(self, place: State) -> None:
-        self.epoch, self._number = place["epoch"], place["number"]
-        self._block, self._at = place["block"], place["dataset"]
-        self._dataset.load_state_dict(copy.deepcopy(self._at))
-        self._rows = iter(self._dataset)
-
-    def read(self) -> list[str]:
-        texts = self._next_block()
+    def _read(self) -> list[str]:
+        read = self._read_stream if self._source.rows is None else self._read_rows
+        texts = read()
         if not texts:
-            if not self._block:
-                _refuse_nothing(self._source, self._part)
-            begun = {"epoch": self.epoch + 1, "number": 0, "block": 0, "dataset": self._start}
-            self.go_to(begun)
-            texts = self._next_block()
-        if self._seed is not None:
-            random.Random(f"finetune/{self._seed}/{self.epoch}/{self._block}").shuffle(texts)
-        self._block += 1
+            if not self._next.get("block", 1):
+                self._refuse_nothing()
+            self._go_to({**self._first, "epoch": self.epoch + 1})
+            texts = read()
         return texts
 
-    def _next_block(self) -> list[str]:
+    def _read_rows(self) -> list[str]:
+        row = self._next["row"]
+        rows = self._ordered[row : row + BLOCK_ROWS].tolist()
+        self._next = {**self._next, "row": row + len(rows)}
+        with self._reading():
+            texts = self._source.dataset[rows][self._source.field] if rows else []
+        return [self._checked(text, row) for row, text in zip(rows, texts, strict=True)]
+
+    def _read_stream(self) -> list[str]:
         texts: list[str] = []
-        with _reading(repr(self._source.name), self._source.files, self._source.field):
-            for row in self._rows:
-                if self._part.has(self._number):
-                    text = row.get(self._source.field)
-                    texts.append(_checked(text, self._number, self._source))
-                self._number += 1
+        epoch, number, block, place = self._next.values()
+        with self._reading():
+            for row in self._stream:
+                if self._part.has(number):
+                    texts.append(self._checked(row.get(self._source.field), number))
+                number += 1
                 if len(texts) == BLOCK_STREAMED:
                     break
         if texts:
-            self._at = copy.deepcopy(self._dataset.state_dict())
+            # only then: right after a load a data set tells its place from the first row
+            place = copy.deepcopy(self._dataset.state_dict())
+            if self._seed is not None:
+                random.Random(f"finetune/{self._seed}/{epoch}/{block}").shuffle(texts)
+            block += 1
+        self._next = {"epoch": epoch, "number": number, "block": block, "dataset": place}
         return texts
 
+    def _reading(self) -> AbstractContextManager[None]:
+        return _reading(repr(self._source.name), self._source.files, self._source.field)
 
-def _checked(text: Any, number: int, source: TextSource) -> str:
-    if text is None or (isinstance(text, str) and not text.strip()):
-        return ""
-    if not isinstance(text, str):
+    def _checked(self, text: Any, number: int) -> str:
+        if text is None or (isinstance(text, str) and not text.strip()):
+            return ""
+        if not isinstance(text, str):
+            raise UsageError(
+                f"field {self._source.field!r} of source {self._source.name!r} must hold text; "
+                f"document {number} has {text!r}."
+            )
+        return text
+
+    def _refuse_nothing(self) -> None:
+        part = self._part
+        which = "held-out documents" if part.held_out else "documents"
+        rule = f"one in {part.every} is held out" if part.every else "none is held out"
         raise UsageError(
-            f"field {source.field!r} of source {source.name!r} must hold text; document {number} "
-            f"has {text!r}."
+            f"source {self._source.name!r} has no {which} where {rule}; give it more, or hold out "
+            "those of another source."
         )
-    return text
 
 
-def _refuse_nothing(source: TextSource, part: Part) -> None:
-    which = "held-out documents" if part.held_out else "documents"
-    rule = f"one in {part.every} is held out" if part.every else "none is held out"
-    raise UsageError(
-        f"source {source.name!r} has no {which} where {rule}; give it more, or hold out those "
-        "of another source."
-    )
-
-
-class _TextDocuments:
+class TextDocuments:
     """Texts as tokens: the special ones before a text, its own, and the one that ends it."""
 
     def __init__(self, source: TextSource, texts: Texts, tokenizer: Any) -> None:
         self._source, self._texts, self._tokenizer = source, texts, tokenizer
-        self._ready: deque[np.ndarray] = deque()
+        self._ready: deque[Sequence[int]] = deque()
         self._before = leading_tokens(tokenizer)
         end = tokenizer.eos_token_id
         self._after = () if end is None else (end,)
@@ -642,7 +603,7 @@ class _TextDocuments:
 
 
 @dataclass
-class _RetrievalDocuments:
+class RetrievalDocuments:
     """Synthetic documents in turns: of the kinds, and of the sources whose text is around keys."""
 
     _source: RetrievalSource
@@ -651,7 +612,7 @@ class _RetrievalDocuments:
     _seed: str
     _haystacks: Sequence[Texts]
     _index: int = 0
-    epoch: None = None
+    epoch: None = None  # there are always others
 
     def __next__(self) -> LazyDocument:
         make = partial(self._make, self._index, self._excerpts())
@@ -660,7 +621,7 @@ class _RetrievalDocuments:
 
     def _make(self, index: int, excerpts: Sequence[str]) -> Tokenised:
         kinds = self._source.entry.kinds
-        kind, around = kinds[index % len(kinds)], _sentences(excerpts) or NOISE
+        kind, around = kinds[index % len(kinds)], list(_sentences(excerpts)) or NOISE
         try:
             document = retrieval_document(
                 kind, self._tokenizer, around, self._length, index, self._seed
@@ -676,7 +637,7 @@ class _RetrievalDocuments:
         return Tokenised(tokens, labels)
 
     def _excerpts(self) -> list[str]:
-        """Of as many texts as one document takes, of a place of its own where they are longer."""
+        """As much text as one document takes; of a longer text an excerpt at a drawn place."""
         if not self._haystacks:
             return []
         turn = self._index // len(self._source.entry.kinds)
@@ -703,6 +664,6 @@ class _RetrievalDocuments:
             texts.load_state_dict(place)
 
 
-def _sentences(excerpts: Sequence[str]) -> list[str]:
-    sentences = chain.from_iterable(map(split_sentences, excerpts))
-    return [piece.strip(" ") for sentence in sentences for piece in SHORT.findall(sentence)]
+def _sentences(excerpts: Sequence[str]) -> Iterator[str]:
+    for sentence in chain.from_iterable(map(split_sentences, excerpts)):
+        yield from (piece.strip(" ") for piece in SHORT.findall(sentence))

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-# tokens of a process above which it computes in tiles by default, and tokens of a tile
-TILED_ABOVE, TILE = 2**17, 2**13
+from cab_hf.finetune.settings import TILE, TILED_ABOVE
+
 MLPS = ("mlp", "feed_forward")
 NORMS = ("RMSNorm", "LayerNorm")
 # modules of Python whose classes compute each number, or each token, separately

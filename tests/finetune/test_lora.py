@@ -20,9 +20,9 @@ from words import TEXT, make_tokenizer, save_llama
 
 import cab_hf
 from cab_hf.distributed.exchange import failures_of_others
-from cab_hf.finetune import lora, meter
+from cab_hf.finetune import lora, meter, train
 from cab_hf.finetune.agreement import ending_together, facts_of
-from cab_hf.finetune.models import with_lora
+from cab_hf.finetune.models import load_model, with_lora
 from cab_hf.finetune.settings import Settings
 from cab_hf.finetune.settings import read as read_settings
 from cab_hf.runs.log import read_log
@@ -130,13 +130,13 @@ def run(tmp_path, *words, name="run"):
 
 def stop_at(monkeypatch, tmp_path, last, *words):
     """A run that is asked to stop in its step ``last``."""
-    step = lora.Run._step
+    step = train.Run._step
 
     def asked(self, at, _asked):
         return step(self, at, lambda: at == last)
 
     with monkeypatch.context() as patch:
-        patch.setattr(lora.Run, "_step", asked)
+        patch.setattr(train.Run, "_step", asked)
         assert run(tmp_path, *words) == 0
     assert len(steps(tmp_path / "run", "loss")) == last
 
@@ -151,9 +151,9 @@ def test_a_finished_run_has_left_its_files(tmp_path):
     results = json.loads((out / "results.json").read_text())
     assert results["processes"] == 1 and results["provenance"]["settings"]["length"] == 256
     assert results["evaluation"]["step"] == 4
-    for each in read_log(out / lora.LOG)[1]:
+    for each in read_log(out / train.LOG)[1]:
         check_line(each)
-    evaluated = [each["step"] for each in read_log(out / lora.LOG)[1] if "passkey" in each]
+    evaluated = [each["step"] for each in read_log(out / train.LOG)[1] if "passkey" in each]
     assert evaluated == [3, 4]
 
 
@@ -256,18 +256,18 @@ def test_other_content_under_the_same_names_is_refused(tmp_path, capsys, name, c
 
 
 def lose(out):
-    (out / lora.LOG).unlink()
+    (out / train.LOG).unlink()
 
 
 def tear(out):
-    (out / lora.LOG).write_text((out / lora.LOG).read_text()[:30])
+    (out / train.LOG).write_text((out / train.LOG).read_text()[:30])
 
 
 def of_another_run(out):
     """The log that the refused run would have begun."""
-    header = json.loads((out / lora.LOG).read_text().splitlines()[0])
+    header = json.loads((out / train.LOG).read_text().splitlines()[0])
     header["identity"]["lr"] = 1e-3
-    (out / lora.LOG).write_text(json.dumps(header) + "\n")
+    (out / train.LOG).write_text(json.dumps(header) + "\n")
 
 
 @pytest.mark.parametrize("meddle", [lose, tear, of_another_run])
@@ -296,7 +296,7 @@ def test_a_checkpoint_that_does_not_say_which_run_made_it_needs_the_log(
     shared = torch.load(file, weights_only=True)
     del shared["identity"]
     torch.save(shared, file)
-    log = tmp_path / "run" / lora.LOG
+    log = tmp_path / "run" / train.LOG
     kept = log.read_bytes()
     log.unlink()
     assert run(tmp_path) == 2
@@ -470,10 +470,10 @@ def test_what_is_sampled_is_drawn_again_by_a_run_that_goes_on(tmp_path, monkeypa
 def test_a_gpu_offloads_as_few_layers_as_the_estimate_asks_for(monkeypatch, gpu_gib, offloaded):
     enabled = []
     kept = SimpleNamespace(enable=enabled.append)
-    monkeypatch.setattr(lora, "Offload", lambda *how: enabled.append(how) or kept)
+    monkeypatch.setattr(train, "Offload", lambda *how: enabled.append(how) or kept)
     device = torch.device("cuda")
     alone = {"distributed_type": DistributedType.NO, "num_processes": 1, "is_main_process": True}
-    started = object.__new__(lora.Run)
+    started = object.__new__(train.Run)
     started.accelerator = SimpleNamespace(device=device, **alone)
     fields = {"gpu_gib": gpu_gib, "host_gib": 8.0, "attention": "cab_dense", "length": 2**15}
     started.settings = Settings(data=("a.txt",), tile_tokens=16, **fields)
@@ -505,7 +505,7 @@ def test_a_tracker_is_told_of_the_settings_and_of_every_step(tmp_path, monkeypat
 
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, Tracker.name, Tracker)
     monkeypatch.setattr(tracking, "get_available_trackers", lambda: [LoggerType.TENSORBOARD])
-    monkeypatch.setattr(lora, "find_spec", lambda name: True)
+    monkeypatch.setattr(train, "find_spec", lambda name: True)
     assert run(tmp_path, "--trackers", Tracker.name) == 0
     name, settings, *logged = told
     assert name == "run" and settings["attention"] == "cab"
@@ -554,7 +554,7 @@ def test_dense_layers_are_logged_as_dense(tmp_path):
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(tmp_path, monkeypatch, capsys, words, message):
-    monkeypatch.setattr(lora, "find_spec", lambda name: None)
+    monkeypatch.setattr(train, "find_spec", lambda name: None)
     assert run(tmp_path, *words) == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith(lora.PROG)]
     assert message in line
@@ -576,7 +576,7 @@ def test_running_out_of_memory_names_three_settings(tmp_path, monkeypatch, capsy
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(lora.Run, "_gradients", full)
+    monkeypatch.setattr(train.Run, "_gradients", full)
     assert run(tmp_path, "--micro-batch", "2", "--checkpointing", "false") == 2
     line = capsys.readouterr().err.splitlines()[-1]
     order = "change, in this order, --micro-batch 1, --checkpointing true, --qlora"
@@ -594,7 +594,7 @@ def test_a_full_disk_is_told_wherever_it_is_noticed(tmp_path, monkeypatch, capsy
     def fail(*_):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(lora.Run, "_step", fail)
+    monkeypatch.setattr(train.Run, "_step", fail)
     if message is None:
         with pytest.raises(OSError, match=os.strerror(code)):
             run(tmp_path)
@@ -609,7 +609,7 @@ def test_a_dry_run_says_what_it_would_be(tmp_path, capsys):
     assert run(tmp_path, *words) == 0
     printed = capsys.readouterr().out
     settings = lora.read([*SMALL, *words])
-    built, _ = lora.build(settings, torch.device("cpu"))
+    built, _ = train.build(settings, torch.device("cpu"))
     cost = meter.Cost.of(built)
     assert f"parameters: {cost.parameters:,}, {cost.trained_parameters:,} of them tr" in printed
     pairs = 4 * 1024 * 1025 // 2
@@ -659,7 +659,7 @@ def test_what_does_not_fit_is_told_before_it_runs(tmp_path, capsys):
 
 
 def test_sigterm_saves_and_ends_well(tmp_path, monkeypatch, capsys):
-    step = lora.Run._step
+    step = train.Run._step
 
     def asked(self, at, asked):
         if at == 2:
@@ -667,7 +667,7 @@ def test_sigterm_saves_and_ends_well(tmp_path, monkeypatch, capsys):
         return step(self, at, asked)
 
     with monkeypatch.context() as patched:
-        patched.setattr(lora.Run, "_step", asked)
+        patched.setattr(train.Run, "_step", asked)
         assert run(tmp_path) == 0
     assert capsys.readouterr().out == "stopped at step 2 as asked; the same command goes on.\n"
     assert run(tmp_path) == 0
@@ -676,18 +676,18 @@ def test_sigterm_saves_and_ends_well(tmp_path, monkeypatch, capsys):
 
 
 def spoilt_base(monkeypatch):
-    build = lora.build
+    build = train.build
 
     def spoilt(*message):
         model, tokenizer = build(*message)
         model.get_base_model().model.layers[1].mlp.up_proj.weight.data[3, 3] = float("nan")
         return model, tokenizer
 
-    monkeypatch.setattr(lora, "build", spoilt)
+    monkeypatch.setattr(train, "build", spoilt)
 
 
 def spoilt_gradient(monkeypatch):
-    monkeypatch.setattr(lora.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(torch.inf))
+    monkeypatch.setattr(train.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(torch.inf))
 
 
 def spoilt_step(monkeypatch):
@@ -703,7 +703,7 @@ def spoilt_step(monkeypatch):
 
 def spoilt_evaluation(monkeypatch):
     result = {"held_out_loss": float("nan"), "passkey": {}}
-    monkeypatch.setattr(lora.Validation, "measure", lambda *_: result)
+    monkeypatch.setattr(train.Validation, "measure", lambda *_: result)
 
 
 @pytest.mark.parametrize(
@@ -767,7 +767,7 @@ def learnt(folder):
 
 
 def test_positions_that_follow_the_longest_text_go_on_to_the_last_bit(tmp_path, monkeypatch):
-    step = lora.Run._step
+    step = train.Run._step
 
     def asked(self, at, asked):
         if at == 2 and not self.done:
@@ -775,7 +775,7 @@ def test_positions_that_follow_the_longest_text_go_on_to_the_last_bit(tmp_path, 
         return step(self, at, asked)
 
     assert dynamic(tmp_path, name="whole") == 0
-    monkeypatch.setattr(lora.Run, "_step", asked)
+    monkeypatch.setattr(train.Run, "_step", asked)
     assert dynamic(tmp_path, name="run") == 0
     assert dynamic(tmp_path, name="run") == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
@@ -796,7 +796,7 @@ def test_an_evaluation_changes_nothing_that_is_learnt(tmp_path):
 
 
 def begun(tmp_path, *words):
-    return lora.build(read_settings([*SMALL, *words, "--out", str(tmp_path / "next")]), "cpu")[0]
+    return train.build(read_settings([*SMALL, *words, "--out", str(tmp_path / "next")]), "cpu")[0]
 
 
 def test_a_run_begins_with_the_adapter_of_another(tmp_path):
@@ -836,13 +836,13 @@ def test_a_model_that_is_all_trained_goes_on_to_the_last_bit_and_is_loaded(
     tmp_path, monkeypatch, dtype
 ):
     words, ran = [*ALL, "--dtype", dtype, "--model", str(save_llama(tmp_path / "base"))], []
-    init = lora.Run.__init__
+    init = train.Run.__init__
 
     def kept(self, *given):
         init(self, *given)
         ran.append(self)
 
-    monkeypatch.setattr(lora.Run, "__init__", kept)
+    monkeypatch.setattr(train.Run, "__init__", kept)
     assert run(tmp_path, *words, name="whole") == 0
     stop_at(monkeypatch, tmp_path, 2, *words)
     assert run(tmp_path, *words) == 0
@@ -855,7 +855,7 @@ def test_a_model_that_is_all_trained_goes_on_to_the_last_bit_and_is_loaded(
         assert torch.equal(weight, other[name]) and not torch.equal(weight, base[name])
 
     trained, ids = ran[0].model.eval(), torch.arange(3, 40)[None]
-    loaded, _ = lora.load_model(str(tmp_path / "whole" / "model"), dtype="float32")
+    loaded, _ = load_model(str(tmp_path / "whole" / "model"), dtype="float32")
     assert {x.dtype for x in trained.parameters()} == {torch.float32}
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, trained(ids).logits)

@@ -9,12 +9,13 @@ from torch import nn
 from words import save_llama
 
 from cab_hf.distributed.layout import layout_of
-from cab_hf.finetune import lora, meter
+from cab_hf.finetune import dry_run, lora, meter, prepare, train
 from cab_hf.finetune.models import load_model
 from cab_hf.finetune.parallel import Parallel
 from cab_hf.finetune.settings import Settings
 from cab_hf.finetune.validation import Validation
 from cab_hf.runs.log import read_log
+from cab_hf.runs.settings import UsageError
 
 # two documents and a rest of padding to a sequence
 WORDS = [
@@ -37,7 +38,7 @@ RUNS = {
 SHARDED = """
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
-from cab_hf.finetune import checkpoints, lora
+from cab_hf.finetune import checkpoints, lora, train
 
 class Sharding(Accelerator):
     def __init__(self, **told):
@@ -51,15 +52,15 @@ class Sharding(Accelerator):
                 state_dict_type="FULL_STATE_DICT",
             )
 
-lora.Accelerator, train = Sharding, lora.Run.train
+train.Accelerator, learn = Sharding, train.Run.train
 
 def checked(run):
     trained = checkpoints.trained(run.model).values()
     spread = {type(each).__name__ == "DTensor" for each in trained}
     assert spread == {run.out.name == "fsdp2"}
-    train(run)
+    learn(run)
 
-lora.Run.train = checked
+train.Run.train = checked
 """
 
 
@@ -127,7 +128,7 @@ def check_that_they_are_the_same(actual, meant):
     ]
     assert counted[0] == pytest.approx(counted[1])
     (one,), (other,) = (
-        [each for each in read_log(out / lora.LOG)[1] if each["kind"] == "evaluation"]
+        [each for each in read_log(out / train.LOG)[1] if each["kind"] == "evaluation"]
         for out in (actual, meant)
     )
     assert one["held_out_loss"] == pytest.approx(other["held_out_loss"], rel=1e-5)
@@ -266,7 +267,7 @@ def test_steps_and_runs_are_told_apart_by_cp():
     # groups of processes, and not processes, have sequences
     asked = {"data": ("a.txt",), "length": 1024, "tokens_per_step": 8192}
     assert Settings(**asked, cp=2).accumulation(4) == 4
-    with pytest.raises(lora.UsageError, match="6144 .6 groups of 2 processes x length 1024"):
+    with pytest.raises(UsageError, match="6144 .6 groups of 2 processes x length 1024"):
         Settings(**asked, cp=2).accumulation(12)
 
 
@@ -274,12 +275,12 @@ def test_a_dry_run_divides_what_a_sequence_takes(tmp_path):
     model = str(save_llama(tmp_path / "model"))
     fields = {"data": ("a.txt",), "length": 2048, "model": model, "dtype": "float32"}
     one, four = (Settings(**fields, cp=cp) for cp in (1, 4))
-    skeleton = lora.adapted(one, lora.dry_run.skeleton(one))
+    skeleton = prepare.adapted(one, dry_run.skeleton(one))
     cost = meter.Cost.of(skeleton)
     room = meter.Room(2**40, 2**40)
-    alone, shared = (lora.dry_run.fit(each, cost, {}, room).memory for each in (one, four))
+    alone, shared = (dry_run.fit(each, cost, {}, room).memory for each in (one, four))
     assert shared.layers == alone.layers / 4 and shared.weights == alone.weights
     # keys and values of all of it come by
     assert alone.working / 4 < shared.working < alone.working
-    report = lora.dry_run.report(four, cost, 8, lora.dry_run.fit(four, cost, {}, room), room)
+    report = dry_run.report(four, cost, 8, dry_run.fit(four, cost, {}, room), room)
     assert "a step: 4,096 tokens of 8 processes, 1 micro batches of each 4 of them" in report

@@ -81,8 +81,8 @@ def test_typed_words_win_over_the_file(tmp_path):
         ),
         pytest.param(["--rank", "many"], "rank: ", id="no number"),
         pytest.param(
-            ["--data-workers", "1.5"],
-            "data_workers: it must be auto or a whole number; got 1.5",
+            ["--tile-tokens", "1.5"],
+            "tile_tokens: it must be auto or a whole number; got 1.5",
             id="no number or auto",
         ),
         *(
@@ -146,7 +146,7 @@ def test_a_command_line_is_refused_in_one_line(words, message, tmp_path, capsys)
             "offload_layers is 3; it must be 0 without checkpointing",
             id="nothing to offload",
         ),
-        pytest.param({"data_workers": 0}, "data_workers is 0; it must be auto, or 1", id="workers"),
+        pytest.param({"data_workers": 2}, "data_workers is 2; it must be 0 or 1", id="workers"),
         pytest.param({"tile_tokens": -1}, r"tile_tokens is -1; it must be auto, or 0", id="tile"),
         pytest.param(
             {"link_gbs": 0.0}, r"link_gbs is 0\.0; it must be a number above 0", id="link"

@@ -8,7 +8,7 @@ from launches import TRAIN, launched, steps
 from tiny import SPARSE, tiny_model, tokens
 
 import cab_hf
-from cab_hf.finetune import lora
+from cab_hf.finetune import train
 from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
 from cab_hf.finetune.objective import Objective
 from cab_hf.finetune.offload import Offload
@@ -137,7 +137,7 @@ def test_tiles_learn_what_all_tokens_at_once_do(gpu):
 
 def test_a_run_on_one_gpu_tells_what_it_took(gpu, tmp_path):
     ended_well("python", *TINY, "--peak-tflops", "1", "--out", str(tmp_path))
-    _, records = read_log(tmp_path / lora.LOG)
+    _, records = read_log(tmp_path / train.LOG)
     made = [each for each in records if each["kind"] == "step"]
     assert len(made) == 6 and all(0 < each["density"] < 1 for each in made)
     for each in made:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cab_hf.finetune import lora
+from cab_hf.finetune import train
 from cab_hf.runs.log import read_log
 
 ROOT = Path(__file__).parents[2]
@@ -20,9 +20,9 @@ SMALL = [
 MEDDLED = """
 import os, signal, sys
 from dataclasses import replace
-from cab_hf.finetune import lora
+from cab_hf.finetune import lora, train
 
-rank, step = int(os.environ["RANK"]), lora.Run._step
+rank, step = int(os.environ["RANK"]), train.Run._step
 
 def meddled(run, at, asked):
     # not when it goes on
@@ -40,8 +40,8 @@ def spoil(model):
     parameter.grad[0, 0] = float("nan")
     return float("nan")
 
-lora.Run._step = meddled
-build, open_data = lora.build, lora.open_data
+train.Run._step = meddled
+build, open_data = train.build, train.open_data
 
 def built(settings, device):
     model, tokenizer = build(settings, device)
@@ -59,9 +59,9 @@ def opened(settings, *told):
         settings = replace(settings, **moved)
     return open_data(settings, *told)
 
-lora.build, lora.open_data = built, opened
+train.build, train.open_data = built, opened
 # several runs of the same processes
-lora.Accelerator.end_training = lambda self: None
+train.Accelerator.end_training = lambda self: None
 for words in sys.argv[1].split(" / "):
     status = lora.main(words.split())
     # not printed: what two processes print gets mixed
@@ -84,7 +84,7 @@ def launched(words):
 
 
 def losses(out):
-    _, records = read_log(out / lora.LOG)
+    _, records = read_log(out / train.LOG)
     return [
         (each["kind"], each["step"], each.get("loss", each.get("held_out_loss")))
         for each in records
@@ -92,5 +92,5 @@ def losses(out):
 
 
 def steps(out, field):
-    _, records = read_log(out / lora.LOG)
+    _, records = read_log(out / train.LOG)
     return [each[field] for each in records if each["kind"] == "step"]

@@ -1,0 +1,108 @@
+"""What settings name, opened: the model with what is trained, and the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cab_hf.finetune.adapters import begin_with
+from cab_hf.finetune.data import HOLD_OUT, Packed, held_out
+from cab_hf.finetune.models import enable_gradient_checkpointing, load_model, with_lora
+from cab_hf.finetune.objective import Batch
+from cab_hf.finetune.parallel import Parallel
+from cab_hf.finetune.settings import ALL, Settings
+from cab_hf.finetune.sources import Source, content_sha256, make_source, refuse_learnt
+from cab_hf.hf.token_mixers import refuse_token_mixers
+
+
+def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:
+    """The model with what is trained, on ``device``, and its tokenizer."""
+    model, tokenizer = load_model(
+        settings.model,
+        attn_implementation=settings.attention,
+        cab_config=settings.cab_config() or None,
+        dtype=settings.weights_dtype,
+        device=device,
+        **settings.positions(),
+        qlora=settings.qlora,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    model = adapted(settings, model)
+    if settings.adapter:
+        begin_with(model, Path(settings.adapter))
+    if settings.checkpointing:
+        enable_gradient_checkpointing(model)
+    return model, tokenizer
+
+
+def adapted(settings: Settings, model: nn.Module) -> nn.Module:
+    """``model`` with the adapter that the settings ask for, or with all its weights trained."""
+    refuse_token_mixers(
+        model,
+        "packed into one sequence, documents would read each other there. Train a model in which "
+        "tokens meet in attention alone.",
+    )
+    if settings.train == ALL:
+        return model.requires_grad_(True)
+    how = {name: getattr(settings, name) for name in ("dropout", "norms", "embeddings")}
+    # a skeleton has no bits at all
+    how["qlora"] = settings.qlora and not settings.dry_run
+    return with_lora(model, settings.targets, settings.rank, settings.alpha, **how)
+
+
+def open_data(
+    settings: Settings,
+    tokenizer: Any,
+    parallel: Parallel,
+    tell: Callable[[str], None],
+    vocabulary: int,
+) -> tuple[Packed, list[Batch], dict[str, dict[str, str | None]]]:
+    """The sequences of this process's replica, those that the loss is watched on, and the SHA-256
+    of the sources of both, by setting and name.
+
+    Args:
+        tell: is given a sentence on each source that has documents which are not learnt.
+        vocabulary: as of `Packed`.
+    """
+    named = {name: settings.sources(name) for name in ("data", "validation")}
+    refuse_learnt(*named.values())
+    opened = {name: open_sources(settings, each, tell) for name, each in named.items()}
+    learnt, own = opened.values()
+    read = {
+        setting: {
+            name: source.sha256 or content_sha256(name)
+            for (name, _), (source, _) in zip(named[setting], opened[setting], strict=True)
+        }
+        for setting in named
+    }
+    # documents are left out of training where they are needed
+    hold_out = HOLD_OUT if settings.held_out and not own else 0
+    for source, _ in learnt if hold_out else ():
+        if source.rows:
+            tell(
+                f"source {source.name!r}: {-(-source.rows // hold_out)} of {source.rows} documents "
+                "are not learnt but held out for the loss; --held-out 0 holds out none."
+            )
+    place = {"rank": parallel.replica, "world": parallel.replicas}
+    length, count, how = settings.length, settings.held_out, {"vocabulary": vocabulary}
+    packed = Packed(tokenizer, learnt, length, settings.seed, **place, hold_out=hold_out, **how)
+    kept = []
+    if count:
+        kept = held_out(tokenizer, own or learnt, length, count, hold_out=hold_out or 1, **how)
+    return packed, kept, read
+
+
+def open_sources(
+    settings: Settings, named: Sequence[tuple[str, float]], tell: Callable[[str], None]
+) -> list[tuple[Source, float]]:
+    """The sources ``named``, each with its share; ``tell`` as of `open_data`."""
+    how = {"split": settings.split, "streaming": settings.streaming, "seed": settings.seed}
+    results = [(make_source(name, text_field=settings.text_field, **how), x) for name, x in named]
+    for source, _ in results:
+        if source.skipped:
+            tell(source.skipped)
+    return results

@@ -1,0 +1,420 @@
+"""A run of ``finetune/lora.py``: what it trains with, its steps, and where it has got to."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, set_seed
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import default_collate
+from tqdm import tqdm
+
+import cab_hf
+from cab_hf.finetune import checkpoints, curve, dry_run, finite, meter
+from cab_hf.finetune.adapters import WEIGHTS
+from cab_hf.finetune.agreement import ending_together, facts_of, require_alike
+from cab_hf.finetune.checkpoints import Checkpoints
+from cab_hf.finetune.data import Ahead, Packed
+from cab_hf.finetune.models import (
+    loaded_sha256,
+    save_adapter,
+    save_model,
+)
+from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate, one_sum
+from cab_hf.finetune.offload import Offload
+from cab_hf.finetune.parallel import Parallel
+from cab_hf.finetune.prepare import build, open_data
+from cab_hf.finetune.rotary import load_rotary_state, rotary_kept, rotary_state
+from cab_hf.finetune.settings import ALL, PROG, Settings
+from cab_hf.finetune.tiles import compute_in_tiles, tile_of
+from cab_hf.finetune.validation import Validation
+from cab_hf.runs.log import (
+    DISK_FULL,
+    Log,
+    LogError,
+    as_recorded,
+    is_there,
+    require_identity,
+    write_atomically,
+    writing,
+)
+from cab_hf.runs.models import TRAINED, file_sha256
+from cab_hf.runs.provenance import provenance
+from cab_hf.runs.settings import UsageError
+
+LOG, CURVE, RESULTS = "log.jsonl", "curve.png", "results.json"
+CHECKPOINTS = "checkpoints"
+# errors that settings make, wherever they are raised
+OF_SETTINGS = (ValueError, NotImplementedError)
+
+
+def run(settings: Settings) -> int:
+    """Train, or with ``dry_run`` say what that would be; the exit status."""
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        with accelerating(settings) as accelerator, ending_together(), refusing(settings):
+            if settings.dry_run:
+                dry_run.tell_what_would_run(settings, accelerator)
+            else:
+                Run(settings, accelerator).train()
+    except (UsageError, NotImplementedError) as error:
+        of = f" (process {rank})" if rank else ""
+        print(f"{PROG}{of}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        # wherever it is noticed, in a cache of data as well
+        if error.errno not in DISK_FULL:
+            raise
+        print(f"{PROG}: {error.strerror}; make room, and the run goes on.", file=sys.stderr)
+        return 2
+    return 0
+
+
+@contextmanager
+def accelerating(settings: Settings) -> Iterator[Accelerator]:
+    """The processes of this run, together."""
+    for name in settings.trackers:
+        # accelerate leaves out what is not installed, and says so in a log that nobody reads
+        if find_spec(name) is None:
+            raise UsageError(f"trackers must be installed; {name!r} is not: pip install {name}.")
+    accelerator = Accelerator(
+        cpu=settings.cpu or not torch.cuda.is_available(),
+        # autocast is the objective's: whatever a launcher says, frozen weights need none
+        mixed_precision="no",
+        log_with=list(settings.trackers) or None,
+        project_dir=settings.out,
+    )
+    if settings.trackers:
+        # some of them take plain values alone
+        plain = (bool, int, float, str)
+        told = {name: x if isinstance(x, plain) else str(x) for name, x in vars(settings).items()}
+        accelerator.init_trackers(Path(settings.out).name, config=told)
+    try:
+        yield accelerator
+    finally:
+        accelerator.end_training()
+
+
+@contextmanager
+def refusing(settings: Settings, *errors: type[Exception]) -> Iterator[None]:
+    """End the run with one line where ``errors`` are raised, or the device has no memory left."""
+    try:
+        yield
+    except errors as error:
+        raise UsageError(str(error)) from error
+    except torch.OutOfMemoryError as error:
+        peak = torch.cuda.max_memory_allocated() / meter.GIB
+        text = f"the GPU ran out of memory at {peak:.1f} GiB; change, in this order, "
+        raise UsageError(f"{text}{dry_run.savings(settings)}.") from error
+
+
+class Run:
+    """A run: all that it trains with, and where it has got to.
+
+    Raises:
+        UsageError: what the settings ask for cannot be done, or what is in their folder cannot be
+            gone on with.
+    """
+
+    def __init__(self, settings: Settings, accelerator: Accelerator) -> None:
+        self.settings, self.accelerator = settings, accelerator
+        self.processes, self.rank = accelerator.num_processes, accelerator.process_index
+        self.out = Path(settings.out)
+        require_run(self.out)
+        with refusing(settings, *OF_SETTINGS):
+            self.accumulation = settings.accumulation(self.processes)
+            # the same adapter in every process
+            set_seed(settings.seed)
+            self.model, self.tokenizer = build(settings, accelerator.device)
+            cost = meter.Cost.of(self.model)
+            self._fit_into_memory(cost)
+            self.parallel = Parallel(settings, self.model, accelerator)
+            vocabulary = self.model.config.get_text_config().vocab_size
+            data = open_data(settings, self.tokenizer, self.parallel, self._tell, vocabulary)
+            packed, kept, self.read = data
+            self._agree(packed)
+        # made by another process while a step computes
+        self.data = Ahead(packed, 2 * settings.micro_batch, settings.data_workers)
+        self.meter = meter.Meter(cost)
+        if self.meter.cost.uncounted:
+            self._tell(f"no MFU is reported: {self.meter.cost.uncounted}.")
+        self.objective, self.optimizer = self._prepare()
+        self.validation = Validation(self.tokenizer, kept, settings, accelerator, self.parallel)
+        self.checkpoints = Checkpoints(
+            self.out / CHECKPOINTS,
+            self.rank,
+            self.processes,
+            accelerator.wait_for_everyone,
+            TRAINED if settings.train == ALL else checkpoints.ADAPTER,
+        )
+        self.done = self._resume()
+
+    def _fit_into_memory(self, cost: meter.Cost) -> None:
+        """Have the model compute in tiles, and its checkpoints offloaded, as the estimate has it.
+
+        A number of layers that was given is taken, whatever the estimate says.
+        """
+        settings, device = self.settings, self.accelerator.device
+        tokens = settings.length * settings.micro_batch // settings.cp
+        tile = tile_of(tokens, settings.tile_tokens)
+        if tile:
+            compute_in_tiles(self.model, tile)
+            for name in cost.untiled:
+                self._tell(f"{name} computes all tokens at once: tiles need a plain MLP.")
+        offloaded = settings.offload_layers
+        if offloaded is None and device.type == "cuda":
+            spread, room = dry_run.spread_of(self.accelerator), dry_run.room_of(settings, device)
+            fitted = dry_run.fit(settings, cost, spread, room)
+            dry_run.refuse_too_long(settings, cost, spread, room, fitted)
+            offloaded = fitted.offloaded
+            if offloaded:
+                self._tell(f"{dry_run.transfer(settings, fitted)}.")
+        if offloaded:
+            Offload(offloaded, device).enable(self.model)
+
+    def _agree(self, packed: Packed) -> None:
+        """Refuse processes that are to learn other texts, or with other weights."""
+        if self.processes > 1:
+            # of every process one batch
+            first = packed.checksum(self.parallel.replicas * self.settings.micro_batch)
+            files = {
+                f"the content of source {number} of --{field}": sha256
+                for field, sums in self.read.items()
+                for number, sha256 in enumerate(sums.values(), 1)
+            }
+            files["the content of --calibration"] = calibration_sha256(self.settings)
+            facts = facts_of(self.settings, self.model, self.tokenizer)
+            require_alike({**facts, **files, "the first batch": first})
+
+    def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The loss and the optimiser, spread over the processes."""
+        settings = self.settings
+        optimizer = torch.optim.AdamW(
+            checkpoints.trained(self.model).values(),
+            lr=settings.lr,
+            betas=(0.9, settings.beta2),
+            weight_decay=settings.weight_decay,
+            fused=self.accelerator.device.type == "cuda",
+        )
+        rounded = settings.dtype != settings.weights_dtype
+        autocast = getattr(torch, settings.dtype) if rounded else None
+        objective = Objective(self.model, settings.loss_kernel, autocast)
+        objective, optimizer = self.accelerator.prepare(objective, optimizer)
+        return objective.train(), optimizer
+
+    def _resume(self) -> int:
+        """Go on from the newest checkpoint; the steps that are done."""
+        # another dropout in every process
+        set_seed(self.settings.seed + self.rank)
+        # one process looks, lest two see different folders
+        (newest,) = broadcast_object_list([self.checkpoints.newest()])
+        if newest is None:
+            return 0
+        # what was begun with something else is refused before it is taken over; a log without a
+        # line says nothing, and opened it would say what this run is
+        log = self.out / LOG
+        empty = log.is_file() and b"\n" not in log.read_bytes()
+        if is_there(log) and not empty:
+            with self._log():
+                pass
+        shared, mine = self.checkpoints.load(newest)
+        if self.accelerator.is_main_process:
+            self._require_own(newest, shared.get("identity"))
+        checkpoints.load_parameters(self.model, shared["parameters"])
+        checkpoints.load_optimizer(self.optimizer, self.model, shared["optimizer"])
+        self.data.load_state_dict(json.loads(mine["data"]))
+        checkpoints.load_random_state(mine["random"])
+        load_rotary_state(self.model, mine.get("rotary", {}))
+        return shared["step"]
+
+    def _require_own(self, checkpoint: Path, identity: str | None) -> None:
+        """Refuse a checkpoint of another run; LogError where neither it nor a log says whose."""
+        if identity is not None:
+            wanted = as_recorded(self._identity)
+            require_identity(checkpoint, json.loads(identity), wanted)
+        elif not is_there(self.out / LOG):
+            raise LogError(
+                f"{checkpoint} does not say which run made it, and {LOG} is lost; give another "
+                "--out, or the log."
+            )
+
+    def train(self) -> None:
+        """All steps that are left, and the end."""
+        attending = self.parallel.attending(self.model)
+        stopping = checkpoints.asked_to_stop()
+        silent = not self.accelerator.is_local_main_process
+        bar = tqdm(total=self.settings.steps, initial=self.done, unit="step", disable=silent)
+        with self._log() as log, attending, stopping as asked, bar:
+            kinds = [x["kind"] for x in (log.records if log else ()) if x["step"] <= self.done]
+            if log and kinds.count(curve.STEP) < self.done:
+                lost = f"{kinds.count(curve.STEP)} of the {self.done} steps"
+                self._tell(f"{LOG} has {lost} that were made before.")
+            for step in range(self.done + 1, self.settings.steps + 1):
+                record, stop = self._step(step, asked)
+                self._note(log, curve.STEP, step, record)
+                bar.set_postfix(loss=f"{record['loss']:.3f}", refresh=False)
+                bar.update()
+                last = step == self.settings.steps
+                if due(self.settings.eval_every, step, last):
+                    with rotary_kept(self.model):
+                        result = self.validation.measure(self.objective)
+                    self._note(log, curve.EVALUATION, step, result)
+                    # evaluation attends, too
+                    cab_hf.stats(self.model, reset=True)
+                if stop or due(self.settings.save_every, step, last):
+                    self._save(step)
+                if stop and not last:
+                    self._tell(f"stopped at step {step} as asked; the same command goes on.")
+                    return
+            if log is not None:
+                self._end(log)
+
+    def _step(self, step: int, asked: Any) -> tuple[dict[str, Any], bool]:
+        """One step of the optimiser: what the log says of it, and whether it is to be the last."""
+        settings, accelerator = self.settings, self.accelerator
+        self.meter.begin()
+        micro_batches = [
+            self.parallel.sharded(
+                default_collate([next(self.data) for _ in range(settings.micro_batch)])
+            )
+            for _ in range(self.accumulation)
+        ]
+        counted = float(sum(labelled(batch) for batch in micro_batches))
+        (tokens,) = one_sum([counted], accelerator)
+        rate = learning_rate(step, settings)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        loss = self._gradients(micro_batches, tokens)
+        norm = self._clip()
+        finite.require_finite_step(step, loss, norm, self.model, accelerator)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        mine = [loss, float(asked()), *self.meter.totals()]
+        loss, stop, *totals = one_sum(mine, accelerator)
+        peak = None
+        if self.meter.cost.uncounted is None:
+            peak = meter.peak_flops(accelerator.device, settings.peak_tflops)
+        speed = meter.line(totals, self.meter.seconds(), self.processes, peak)
+        peak_gib = meter.peak_gib(accelerator.device)
+        record = {"loss": loss / max(1.0, tokens), "grad_norm": norm, "lr": rate}
+        return {**record, **speed, "peak_gib": peak_gib}, stop > 0
+
+    def _gradients(self, micro_batches: Sequence[Batch], tokens: float) -> float:
+        """Make the gradients of a step of ``tokens``; this process's share of its summed loss."""
+        # gradients are averaged over the processes, and the loss is the mean of all their tokens;
+        # each is in one process, whether that holds sequences or shards of them
+        scale = self.processes / max(1.0, tokens)
+        total = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
+        for place, batch in enumerate(micro_batches, 1):
+            on_device = {name: each.to(total.device) for name, each in batch.items()}
+            alone = place < len(micro_batches)
+            with self.accelerator.no_sync(self.objective) if alone else nullcontext():
+                loss = self.objective(on_device)
+                self.accelerator.backward(loss * scale)
+            total += loss.detach()
+            positions = self.parallel.positions(batch)
+            self.meter.count(positions, cab_hf.stats(self.model, reset=True))
+        return total.item()
+
+    def _clip(self) -> float:
+        """Clip the gradients of all processes together; their norm before."""
+        trained = list(checkpoints.trained(self.model).values())
+        norm = nn.utils.clip_grad_norm_(trained, self.settings.clip or float("inf"))
+        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+    def _save(self, step: int) -> None:
+        # all processes give their parts of what is spread
+        parameters = checkpoints.parameters_of(self.model)
+        optimizer = checkpoints.optimizer_of(self.optimizer, self.model)
+        finite.require_finite_state(step, parameters, optimizer)
+        shared = {"parameters": parameters, "optimizer": optimizer}
+        if self.accelerator.is_main_process:
+            shared["identity"] = json.dumps(self._identity)
+        mine = {
+            "random": checkpoints.random_state(),
+            "data": json.dumps(self.data.state_dict()),
+            "rotary": rotary_state(self.model),
+        }
+
+        def write_result(folder: Path) -> None:
+            dtype = getattr(torch, self.settings.adapter_dtype)
+            rounded = {name: x.to(dtype) for name, x in parameters.items()}
+            save = save_model if self.settings.train == ALL else save_adapter
+            save(self.model, self.tokenizer, folder, rounded)
+
+        self.checkpoints.save(step, shared, mine, write_result)
+
+    def _end(self, log: Log) -> None:
+        """What a finished run leaves: what it trained, a curve, and where both come from."""
+        settings = {name: x for name, x in asdict(self.settings).items() if name != "out"}
+        evaluations = [each for each in log.records if each["kind"] == curve.EVALUATION]
+        results = {
+            "provenance": provenance(settings, self.accelerator.device, log.started),
+            "processes": self.processes,
+            "evaluation": evaluations[-1] if evaluations else None,
+        }
+        name = self.checkpoints.result
+        with writing(self.out):
+            trained = self.checkpoints.newest() / name
+            shutil.copytree(trained, self.out / name, dirs_exist_ok=True)
+            self.checkpoints.clear()
+            curve.draw(self.out / CURVE, log.records)
+            write_atomically(self.out / RESULTS, json.dumps(results, indent=2) + "\n")
+        self._tell(f"{self.settings.steps} steps; {self.out / name}, {self.out / CURVE}")
+
+    def _log(self) -> Any:
+        """The log where this process writes it; a record counts once, however often it is made."""
+        if not self.accelerator.is_main_process:
+            return nullcontext()
+        return Log(self.out / LOG, self._identity, ("kind", "step"))
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        """What two runs must share for one to go on with the other: settings, and what is read."""
+        settings = self.settings
+        sums = {"model": loaded_sha256(self.model), "calibration": calibration_sha256(settings)}
+        sums |= self.read
+        if settings.adapter:
+            sums["adapter"] = file_sha256(Path(settings.adapter) / WEIGHTS)
+        return {**settings.identity(self.processes), "sha256": sums}
+
+    def _note(self, log: Log | None, kind: str, step: int, record: Mapping[str, Any]) -> None:
+        finite.require_finite_numbers(step, record)
+        if log is not None:
+            log.append({"kind": kind, "step": step, **record})
+            numbers = {name: x for name, x in record.items() if isinstance(x, float)}
+            self.accelerator.log(numbers, step=step)
+
+    def _tell(self, sentence: str) -> None:
+        if self.accelerator.is_main_process:
+            tqdm.write(sentence)
+
+
+def due(every: int, step: int, last: bool) -> bool:
+    return bool(every) and (last or step % every == 0)
+
+
+def calibration_sha256(settings: Settings) -> str | None:
+    return file_sha256(Path(settings.calibration)) if settings.calibration else None
+
+
+def require_run(folder: Path) -> None:
+    """Refuse a folder that holds something, and no run."""
+    held = {path.name for path in folder.glob("[!.]*")} if folder.is_dir() else set()
+    if held and not held & {LOG, CHECKPOINTS}:
+        raise UsageError(
+            f"out is {folder}, which holds {min(held)!r} and no run; give a new or an empty folder."
+        )
