@@ -50,21 +50,6 @@ def paired_difference(ours: Sequence[bool], base: Sequence[bool]) -> Interval:
     return p - q, p - q - joined(p - p_low, q_high - q), p - q + joined(p_high - p, q - q_low)
 
 
-def ratio_interval(ours: Sequence[float], base: Sequence[float]) -> Interval:
-    """Geometric mean of ``ours`` over that of ``base``, with Welch's interval of the logarithms.
-
-    Of two samples without pairs, at least two positive values each; those of times, which are
-    slower by a factor rather than by so much.
-    """
-    ours, base = ([math.log(value) for value in values] for values in (ours, base))
-    estimate = math.exp(fmean(ours) - fmean(base))
-    if not (stdev(ours) or stdev(base)):
-        # runs that never differ have an interval, of no width
-        return estimate, estimate, estimate
-    result = stats.ttest_ind(ours, base, equal_var=False).confidence_interval(LEVEL)
-    return estimate, math.exp(result.low), math.exp(result.high)
-
-
 def mean_of_intervals(parts: Sequence[Interval]) -> Interval:
     """The mean of independent estimates, each with its own interval.
 

@@ -102,15 +102,6 @@ def test_paired_interval_by_hand():
     assert actual == pytest.approx((0.1, 0.1 - spread, 0.1 + spread), abs=1e-5)
 
 
-def test_ratio_of_two_samples_by_hand():
-    # logarithms 0 and 0.2 beside 0 and 0: Welch's freedom is 1, whose t(0.975) is 12.7062
-    result = intervals.ratio_interval([1.0, math.exp(0.2)], [1.0, 1.0])
-    reach = 12.7062 * 0.1
-    expected = (0.1, 0.1 - reach, 0.1 + reach)
-    assert [math.log(x) for x in result] == pytest.approx(expected, abs=1e-5)
-    assert intervals.ratio_interval([2.0, 2.0], [4.0, 4.0]) == (0.5, 0.5, 0.5)
-
-
 def test_mean_of_intervals_by_hand():
     one, other = (0.5, 0.4, 0.7), (0.1, 0.0, 0.5)
     assert intervals.mean_of_intervals([one]) == pytest.approx(one)
